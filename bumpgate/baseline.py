@@ -1,0 +1,303 @@
+"""Baselines: the reviewed value of every row of a lane, and the judgement of a measured row against it.
+
+Standard library only: this file must import under any candidate torch, and under none.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bumpgate.rows import (
+    BETTER,
+    ROW_ID,
+    SCHEMA,
+    BumpgateError,
+    Judgement,
+    Row,
+    Value,
+    Verdict,
+    is_finite,
+    is_number,
+    one_line,
+    same_value,
+    write_atomic,
+)
+
+LANES = ("cpu", "h200", "v6e")
+
+# Under another one of these a per-build value (a hash of generated code) differs for a good reason.
+BUILD = ("torch", "triton")
+ROW_FIELDS = ("value", "unit", "better", "tolerance", "note", "test", "per_build")
+
+
+class BaselineError(BumpgateError):
+    """A baseline file that cannot be trusted. One line: what is wrong, and the command that puts it right."""
+
+
+@dataclass(frozen=True)
+class Reviewed:
+    """One accepted row. `tolerance` and `note` may be edited by hand; rebaseline writes all the rest."""
+
+    value: Value
+    unit: str
+    better: str
+    tolerance: float = 0.0
+    note: str = ""
+    test: str = ""
+    per_build: bool = False
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The reviewed rows of one lane; `made_with` holds the versions and the machine that measured them."""
+
+    lane: str
+    made_with: Mapping[str, str | None] = field(default_factory=dict)
+    rows: Mapping[str, Reviewed] = field(default_factory=dict)
+
+
+def find_root(start: Path) -> Path:
+    """The repository that holds `start`. Raises BaselineError outside of one."""
+    for directory in (start, *start.parents):
+        if (directory / "baselines").is_dir():
+            return directory
+    raise BaselineError("no baselines/ here or above: run inside the repository")
+
+
+def load(path: Path, lane: str, *, missing_ok: bool = False) -> Baseline:
+    """Reads baselines/<lane>.json; with `missing_ok` an absent file is an empty baseline (every row MISSING).
+
+    Raises BaselineError with one line on anything else than a whole file of this lane.
+    """
+    name = f"{path.parent.name}/{path.name}"
+    restore = f"restore it with: git checkout {name}"
+    try:
+        raw = json.loads(
+            path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants
+        )
+    except FileNotFoundError:
+        if missing_ok:
+            return Baseline(lane)
+        raise BaselineError(f"{name}: no such file; {restore}, or make it with: {accept(lane)}") from None
+    except OSError as error:
+        raise BaselineError(f"{name}: cannot be read ({error.strerror}); {restore}") from None
+    except json.JSONDecodeError as error:
+        where = f"{name} line {error.lineno} column {error.colno}"
+        raise BaselineError(f"{where}: not JSON ({error.msg}); {restore}") from None
+    except (ValueError, RecursionError) as error:
+        raise BaselineError(f"{name}: {one_line(error)}; {restore}") from None
+    fault = _file_fault(raw, lane)
+    if fault:
+        raise BaselineError(f"{name}: {fault}; {restore}")
+    return Baseline(lane, raw["made_with"], {id: Reviewed(**fields) for id, fields in raw["rows"].items()})
+
+
+def save(path: Path, baseline: Baseline) -> None:
+    """Writes a baseline in one step, one row a line in order of id, so that a diff shows rows only."""
+    rows = [
+        f"  {json.dumps(id)}: {json.dumps({f: getattr(r, f) for f in ROW_FIELDS}, allow_nan=False)}"
+        for id, r in sorted(baseline.rows.items())
+    ]
+    body = "{\n" + ",\n".join(rows) + "\n }" if rows else "{}"
+    made_with = json.dumps(dict(sorted(baseline.made_with.items())))
+    head = f'{{\n "schema": {SCHEMA},\n "lane": {json.dumps(baseline.lane)},\n "made_with": {made_with},\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, f'{head} "rows": {body}\n}}\n')
+
+
+def comparable(made_with: Mapping[str, Any], provenance: Mapping[str, Any]) -> str | None:
+    """Why timed rows of this run cannot be compared with the baseline's, in one line; None where they can.
+
+    Another torch is the question, so it is no reason; another lane, device or processor is.
+    """
+    for key in ("lane", "device", "cpu"):
+        ours, theirs = provenance.get(key), made_with.get(key)
+        if None not in (ours, theirs) and ours != theirs:
+            return f"timed rows do not compare: baseline made with {key} {theirs!r}, this run has {ours!r}"
+    return None
+
+
+def judge(
+    row: Row,
+    baseline: Baseline,
+    *,
+    failed_instruments: Mapping[str, str],
+    build: Mapping[str, str | None] | None = None,
+) -> Judgement:
+    """The verdict on one row: the first of the rules below that has something to say.
+
+    failed_instruments: canary name -> reason, for those that disagreed or never ran.
+    build: what BUILD names, in the environment that measured the row; None stands for the baseline's own.
+    """
+    for rule in (_instrument, _derived, _review, _exact, _ordered):
+        judgement = rule(row, baseline, failed_instruments, build)
+        if judgement is not None:
+            return judgement
+    return Judgement(row, Verdict.PASS, "")
+
+
+def violation(row: Row) -> str | None:
+    """How a row contradicts what the test derived, or that it is no finite number; None where all is well.
+
+    No baseline can excuse either, so `rebaseline` refuses such a row.
+    """
+    value = row.value
+    if is_number(value) and not is_finite(value):
+        return f"measured {value}, not a finite number"
+    if row.expected is not None and not same_value(value, row.expected):
+        return f"expected {row.expected!r} (derived), measured {value!r}"
+    if row.at_most is not None and is_number(value) and value > row.at_most:
+        return f"expected at most {row.at_most!r} (derived), measured {value!r}"
+    if row.at_least is not None and is_number(value) and value < row.at_least:
+        return f"expected at least {row.at_least!r} (derived), measured {value!r}"
+    return None
+
+
+def accept(lane: str, row_id: str = "", *, prune: bool = False) -> str:
+    """The command that accepts one row, or a whole record."""
+    only = f" --only {shlex.quote(row_id)}" if row_id else ""
+    return f"bumpgate rebaseline --lane {lane}{only}{' --prune' if prune else ''}"
+
+
+def investigate(lane: str, test: str) -> str:
+    """The command that measures one test's rows again, in this process, where a debugger and a trace work."""
+    return f"pytest -m {lane} -n 0 {shlex.quote(test)}" if test else f"pytest -m {lane}"
+
+
+Failed = Mapping[str, str]
+Build = Mapping[str, str | None] | None
+Rule = Callable[[Row, Baseline, Failed, Build], Judgement | None]
+
+
+def _instrument(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
+    broken = next((name for name in row.instruments if name in failed), None)
+    if broken:
+        reason = f"instrument {broken}: {one_line(failed[broken])}"
+    elif row.witness <= 0:
+        reason = f"witness {row.witness}: the check saw nothing"
+    elif row.value is None:
+        reason = "the instrument read nothing"
+    else:
+        return None
+    return Judgement(row, Verdict.INSTRUMENT, reason, investigate(baseline.lane, row.test))
+
+
+def _derived(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
+    reason = violation(row)
+    if reason is None:
+        return None
+    return Judgement(row, Verdict.REGRESSION, reason, investigate(baseline.lane, row.test))
+
+
+def _review(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
+    """A row must stand in the baseline as the same kind of row, or the numbers would not compare."""
+    command = accept(baseline.lane, row.id)
+    old = baseline.rows.get(row.id)
+    if old is None:
+        return Judgement(row, Verdict.MISSING, f"not reviewed: measured {row.value!r} {row.unit}", command)
+    for name in ("unit", "better", "per_build"):
+        was, now = getattr(old, name), getattr(row, name)
+        if was != now:
+            return Judgement(row, Verdict.CHANGED, f"{name} was {was!r} when reviewed, is {now!r}", command)
+    return None
+
+
+def _exact(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
+    old = baseline.rows[row.id]
+    if row.better != "exact" or same_value(row.value, old.value):
+        return None
+    reason = f"reviewed {old.value!r}, measured {row.value!r} {row.unit}"
+    other = row.per_build and build is not None and other_build(baseline.made_with, build)
+    if other:
+        reason += f"; {other}"
+    return Judgement(row, Verdict.CHANGED, reason, accept(baseline.lane, row.id), explains=bool(other))
+
+
+def _ordered(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
+    """lower and higher: the limit lies `tolerance` of the reviewed value beyond it, whatever its sign.
+
+    Only an interval that lies wholly beyond a limit decides. One that reaches over the limit is INCONCLUSIVE
+    where the value itself is beyond, or where it is too wide to have shown such a regression.
+    The tolerance is the baseline's: a test cannot loosen a reviewed row.
+    """
+    if row.better not in ("lower", "higher"):
+        return None
+    old = baseline.rows[row.id]
+    assert is_number(old.value), row.id
+    assert is_number(row.value), row.id
+    sign = 1 if row.better == "lower" else -1  # as costs: more is worse, for both directions
+    reviewed, value = sign * old.value, sign * row.value
+    low, high = sorted(sign * x for x in row.interval) if row.interval else (value, value)
+    slack = old.tolerance * abs(reviewed)
+    # max and min: adding a small slack to a large integer may round below the integer itself.
+    limit, gain = max(reviewed, reviewed + slack), min(reviewed, reviewed - slack)
+    reason = f"reviewed {old.value!r}, limit {sign * limit:.6g}, measured {row.value!r} {row.unit}"
+    if row.interval:
+        reason += f" in [{row.interval[0]:.6g}, {row.interval[1]:.6g}]"
+    if low > limit:
+        return Judgement(row, Verdict.REGRESSION, reason, investigate(baseline.lane, row.test))
+    if high < gain:
+        return Judgement(row, Verdict.WIN, reason, accept(baseline.lane, row.id))
+    if high > limit and (value > limit or high - low > 2 * slack):
+        return Judgement(row, Verdict.INCONCLUSIVE, reason, investigate(baseline.lane, row.test))
+    return None
+
+
+def other_build(made_with: Mapping[str, str | None], build: Mapping[str, str | None]) -> str | None:
+    """Which package of BUILD differs from the baseline's, in a few words; None where none does."""
+    for name in BUILD:
+        if made_with.get(name) != build.get(name):
+            return f"{name} {build.get(name)}, baseline made with {made_with.get(name)}"
+    return None
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} stands there twice")
+    return out
+
+
+def _no_constants(name: str) -> float:
+    raise ValueError(f"{name} is no reviewable value")
+
+
+def _file_fault(raw: Any, lane: str) -> str | None:
+    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
+        return f"not a baseline of schema {SCHEMA}"
+    if raw.get("lane") != lane:
+        return f"holds lane {raw.get('lane')!r}, not {lane!r}"
+    made_with, rows = raw.get("made_with"), raw.get("rows")
+    if not isinstance(made_with, dict) or not all(isinstance(v, str | None) for v in made_with.values()):
+        return "made_with must map names to versions"
+    if not isinstance(rows, dict):
+        return "rows must map row ids to rows"
+    return next((f"row {id!r}: {fault}" for id, r in rows.items() if (fault := _row_fault(id, r))), None)
+
+
+def _row_fault(row_id: str, raw: Any) -> str | None:
+    if not ROW_ID.fullmatch(row_id):
+        return "the id must read suite/case/metric"
+    if not isinstance(raw, dict) or raw.keys() != set(ROW_FIELDS):
+        return f"a row has the fields {', '.join(ROW_FIELDS)}"
+    value, tolerance = raw["value"], raw["tolerance"]
+    if raw["better"] not in BETTER:
+        return f"better must be one of {', '.join(BETTER)}"
+    if not (isinstance(value, (str, bool)) or is_finite(value)):
+        return f"value must be a finite number, a text or a flag, got {value!r}"
+    if raw["better"] in ("lower", "higher") and not is_number(value):
+        return f"better={raw['better']!r} needs a number, got {value!r}"
+    if not is_finite(tolerance) or tolerance < 0:
+        return f"tolerance must be a finite number of at least 0, got {tolerance!r}"
+    if raw["better"] in ("exact", "derived") and tolerance:
+        return f"a row whose better is {raw['better']!r} has no tolerance"
+    if not all(isinstance(raw[name], str) for name in ("unit", "note", "test")):
+        return "unit, note and test are texts"
+    return None if isinstance(raw["per_build"], bool) else "per_build is true or false"

@@ -1,0 +1,59 @@
+"""The `bumpgate` command. One file a command; this one only names them and turns errors into one line.
+
+Exit codes: 0 done, 1 refused, 4 bad input.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from bumpgate import rebaseline
+from bumpgate.rows import BumpgateError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command("rebaseline")(rebaseline.command)
+
+
+@app.callback(invoke_without_command=True)
+def bumpgate(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
+    """Is this torch, triton or kernel-wheel bump safe, and if not, which package broke what?"""
+    if version:
+        typer.echo(f"bumpgate {_version()}")
+    elif context.invoked_subcommand is None:
+        raise BumpgateError("name a command; see bumpgate --help")
+
+
+def main() -> None:
+    """Entry point. Errors that a user can put right are one line on stderr, never a traceback."""
+    try:
+        sys.exit(app(prog_name="bumpgate", standalone_mode=False) or 0)
+    except rebaseline.RefusedError as refusal:
+        _fail("\n".join(f"refused: {reason}" for reason in refusal.args), 1)
+    except BumpgateError as error:
+        _fail(f"bumpgate: {error}", 4)
+    except OSError as error:
+        _fail(f"bumpgate: {error.filename}: {error.strerror}", 4)
+    except Exception as error:
+        # typer has moved its usage errors between packages; all of them can say themselves in one line.
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(f"bumpgate: {' '.join(error.format_message().split())}", 4)
+
+
+def _fail(text: str, code: int) -> None:
+    print(text, file=sys.stderr)
+    sys.exit(code)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("bumpgate")
+    except metadata.PackageNotFoundError:
+        return "(not installed: run from the source tree)"

@@ -1,0 +1,167 @@
+"""`bumpgate rebaseline`: the only writer of baselines. The diff that it makes is what a human reviews."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bumpgate.baseline import (
+    BUILD,
+    LANES,
+    Baseline,
+    Reviewed,
+    find_root,
+    judge,
+    load,
+    other_build,
+    save,
+)
+from bumpgate.rows import BumpgateError, Judgement, Record, Row, Verdict, read_record
+from bumpgate.table import change_lines
+
+MADE_WITH = ("torch", "torch_git", "triton", "python", "wheel_set", "device", "cpu", "driver")
+
+
+class RefusedError(Exception):
+    """Nothing may be written; args are the reasons, one line each."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row of the diff; old None is a new row, new None a dropped one."""
+
+    id: str
+    old: Reviewed | None
+    new: Reviewed | None
+    why: str
+
+
+def command(
+    lane: Annotated[str, typer.Option(help=f"One of {', '.join(LANES)}.")],
+    record: Annotated[Path | None, typer.Option(help="What a run measured; by default record.json.")] = None,
+    only: Annotated[str, typer.Option(help="Row ids to accept, as a glob: 'compile/*/graph_breaks'.")] = "",
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Also drop rows that nothing measures any more.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the diff and write nothing.")] = False,
+) -> None:
+    """Accept what a run measured: rewrite the rows that are new or outside their tolerance, and no other.
+
+    Hand-edited tolerances and notes stay. A record of another torch or triton is accepted whole or not.
+
+    Exit codes: 0 done (or nothing to do), 1 refused and nothing written, 4 bad input.
+    """
+    if os.environ.get("BUMPGATE_GATE") == "1":
+        raise BumpgateError("rebaseline never runs inside a gate (BUMPGATE_GATE=1)")
+    if lane not in LANES:
+        raise BumpgateError(f"unknown lane {lane!r}; lanes: {', '.join(LANES)}")
+    root = find_root(Path.cwd())
+    path = root / "baselines" / f"{lane}.json"
+    old = load(path, lane, missing_ok=True)
+    new, changes = plan(read_record(record or root / "record.json"), old, only=only, prune=prune)
+    if new == old:
+        typer.echo("nothing to accept: every measured row is within its tolerance")
+        return
+    typer.echo(_diff(old, new, changes), nl=False)
+    if dry_run:
+        typer.echo("dry run: nothing written")
+        return
+    save(path, new)
+    typer.echo(f"wrote baselines/{path.name}; review it with: git diff baselines/{path.name}")
+
+
+def plan(
+    record: Record, old: Baseline, *, only: str = "", prune: bool = False
+) -> tuple[Baseline, list[Change]]:
+    """The baseline that accepts a record, and its difference from the old one; a second time nothing differs.
+
+    Raises RefusedError with every reason at once; BumpgateError where `only` matches no row of the record.
+    """
+    _refuse_record(record, old, only, prune)
+    selected = [j for j in record.judgements if fnmatchcase(j.row.id, only or "*")]
+    if only and not selected:
+        raise BumpgateError(f"--only {only!r} matches no row of the record")
+    refused = [f"{j.row.id}: {reason}" for j in selected if (reason := _unacceptable(j, old, record))]
+    if refused:
+        raise RefusedError(*refused)
+    changes = [c for j in selected if (c := _change(j, old, record, prune))]
+    rows = dict(old.rows)
+    for change in changes:
+        if change.new is None:
+            del rows[change.id]
+        else:
+            rows[change.id] = change.new
+    whole = _whole(record) and not only
+    adopt = not old.made_with or (whole and (bool(changes) or other_build(old.made_with, record.provenance)))
+    made_with = {name: record.provenance.get(name) for name in MADE_WITH} if adopt else old.made_with
+    return Baseline(old.lane, made_with, rows), changes
+
+
+def _whole(record: Record) -> bool:
+    return record.complete and bool(record.provenance.get("full_run"))
+
+
+def _refuse_record(record: Record, old: Baseline, only: str, prune: bool) -> None:
+    lane = record.provenance.get("lane")
+    if lane != old.lane:
+        raise RefusedError(f"the record is of lane {lane!r}, not {old.lane!r}")
+    if prune and not _whole(record):
+        raise RefusedError(f"--prune needs the record of a whole run: pytest -m {old.lane}")
+    other = old.made_with and other_build(old.made_with, record.provenance)
+    if other and (only or not _whole(record)):
+        raise RefusedError(
+            f"{other}: another build is adopted from a whole run (pytest -m {old.lane}), without --only"
+        )
+
+
+def _judged(j: Judgement, old: Baseline, record: Record) -> Judgement:
+    """Judged anew: the baseline may have moved since the run."""
+    build = {name: record.provenance.get(name) for name in BUILD}
+    return judge(j.row, old, failed_instruments={}, build=build)
+
+
+def _unacceptable(j: Judgement, old: Baseline, record: Record) -> str | None:
+    """Why no reviewer may accept this row, in one line; None where one may."""
+    if j.verdict in (Verdict.INSTRUMENT, Verdict.INFRA):
+        return f"{j.verdict.value}: {j.reason}"
+    if j.row.unmeasured:  # stays as it is, unless --prune drops it
+        return None
+    now = _judged(j, old, record)
+    if now.verdict is Verdict.INCONCLUSIVE:
+        return f"{now.verdict.value}: {now.reason}"
+    # Red even against itself: a broken derivation, no witness, an interval wider than its tolerance.
+    accepted = Baseline(old.lane, {}, {j.row.id: _reviewed(j.row, old.rows.get(j.row.id))})
+    then = judge(j.row, accepted, failed_instruments={})
+    return f"{then.verdict.value} whatever the baseline says: {then.reason}" if then.red else None
+
+
+def _change(j: Judgement, old: Baseline, record: Record, prune: bool) -> Change | None:
+    row, was = j.row, old.rows.get(j.row.id)
+    if row.unmeasured:
+        return Change(row.id, was, None, "nothing measures it") if prune and j.gone and was else None
+    verdict = _judged(j, old, record).verdict
+    if verdict is not Verdict.PASS:
+        return Change(row.id, was, _reviewed(row, was), "new" if was is None else verdict.value.lower())
+    if was and was.test != row.test:
+        return Change(row.id, was, replace(was, test=row.test), "test moved")
+    return None
+
+
+def _reviewed(row: Row, was: Reviewed | None) -> Reviewed:
+    """A reviewer's note outlives the value; the tolerance too, as long as it means the same."""
+    tolerance = was.tolerance if was and was.better == row.better else row.tolerance
+    note = was.note if was else ""
+    return Reviewed(row.value, row.unit, row.better, tolerance, note, row.test, row.per_build)
+
+
+def _diff(old: Baseline, new: Baseline, changes: Iterable[Change]) -> str:
+    rows = [(c.id, c.old.value if c.old else None, c.new.value if c.new else None, c.why) for c in changes]
+    was = old.made_with
+    made = [(f"made_with {n}", was.get(n), v, "") for n, v in new.made_with.items() if was.get(n) != v]
+    return change_lines(rows) + change_lines(made)

@@ -1,0 +1,319 @@
+"""Rows: one measured value with its id, the verdict on it, and record.json, which carries both onward.
+
+Standard library only: this file must import under any candidate torch, and under none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeGuard
+
+SCHEMA = 1
+ROW_ID = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9][A-Za-z0-9._+=-]*/[a-z][a-z0-9_]*")
+RULE = re.compile(r"[A-Z]\d+")
+BETTER = ("exact", "lower", "higher", "derived")
+
+# None: the instrument read nothing. It is never a good value, and it is not 0.
+Value = int | float | str | bool | None
+
+
+class BumpgateError(ValueError):
+    """Bad input. The message is one line and names what puts it right."""
+
+
+class RowError(BumpgateError):
+    """A row that no baseline could hold: bad id, type or expectation."""
+
+
+class RecordError(BumpgateError):
+    """A record.json that cannot be read."""
+
+
+class Verdict(Enum):
+    """What a row says, worst first. Everything but PASS and WIN is red."""
+
+    REGRESSION = "REGRESSION"
+    """Worse than the limit, against the derived expectation, or not a finite number."""
+    CHANGED = "CHANGED"
+    """Another value, unit or kind of row than the reviewed one, with no better or worse to it."""
+    MISSING = "MISSING"
+    """Reviewed but not measured in this run, or measured but never reviewed."""
+    INSTRUMENT = "INSTRUMENT"
+    """The measuring device broke: a canary disagreed or never ran, or the check saw nothing."""
+    INFRA = "INFRA"
+    """The machine broke: no memory, a full disk, a device taken by somebody else."""
+    INCONCLUSIVE = "INCONCLUSIVE"
+    """The interval of a timed row reaches over the limit: measure again."""
+    WIN = "WIN"
+    """Better than the tolerance. Never blocks; proposes a new review."""
+    PASS = "PASS"
+    """Measured, and right."""
+
+    @property
+    def red(self) -> bool:
+        return self not in (Verdict.PASS, Verdict.WIN)
+
+    @property
+    def severity(self) -> int:
+        """0 is the worst."""
+        return list(Verdict).index(self)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured value. Raises RowError, one line, where a field makes no sense.
+
+    id: `suite/case/metric`, the metric in snake_case with its unit in the name where it has one.
+    unit: of the value ("breaks", "bytes", "ratio"). A renamed unit is a change.
+    witness: how many things the check saw; 0 or less means that it saw nothing, and the row is no evidence.
+    rule: the contract row that this one checks, e.g. "C6".
+    expected, at_most, at_least: what the test derived from the model, not from an earlier run.
+    better: "exact" any change is red; "lower"/"higher" judged against the baseline with `tolerance`;
+        "derived" judged by the expectation alone.
+    tolerance: relative to the baseline value, 0.02 is 2 %.
+    interval: (low, high) around the value, for timed rows.
+    instruments: canaries that must have agreed before this value means anything.
+    test: pytest node id.
+    per_build: the value belongs to one torch build (a hash of generated code): under another build than the
+        baseline's a difference explains, and does not judge.
+    """
+
+    id: str
+    value: Value
+    unit: str
+    witness: int
+    rule: str
+    expected: Value = None
+    at_most: float | None = None
+    at_least: float | None = None
+    better: str = "exact"
+    tolerance: float = 0.0
+    interval: tuple[float, float] | None = None
+    evidence: tuple[str, ...] = ()
+    instruments: tuple[str, ...] = ()
+    test: str = ""
+    per_build: bool = False
+
+    def __post_init__(self) -> None:
+        for fault in _faults(self):
+            raise RowError(f"row {self.id!r}: {fault}")
+
+    @property
+    def unmeasured(self) -> bool:
+        """Stands in for a reviewed row that a run did not report: it has no value, no witness and no rule."""
+        return self.value is None and self.witness == 0 and not self.rule
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types; numbers that JSON has no word for become {"float": "nan"}."""
+        out = {f.name: getattr(self, f.name) for f in fields(self)}
+        out["value"] = _encode(self.value)
+        out["interval"] = None if self.interval is None else [_encode(x) for x in self.interval]
+        return out | {"evidence": list(self.evidence), "instruments": list(self.instruments)}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Row:
+        """Raises RowError on anything that to_json did not write."""
+        if not isinstance(raw, dict) or raw.keys() != {f.name for f in fields(cls)}:
+            raise RowError("a row has the wrong fields")
+        interval = raw["interval"]
+        try:
+            return cls(
+                **raw
+                | {
+                    "value": _decode(raw["value"]),
+                    "interval": None if interval is None else tuple(_decode(x) for x in interval),
+                    "evidence": tuple(raw["evidence"]),
+                    "instruments": tuple(raw["instruments"]),
+                }
+            )
+        except TypeError:
+            raise RowError(f"row {raw['id']!r}: a field has the wrong type") from None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict on a row, the reason in one line, and the one command that accepts or investigates it.
+
+    explains: shown, but not judged (a per-build value under another build).
+    gone: the run was whole and nothing measures this row any more, so `rebaseline --prune` may drop it.
+    """
+
+    row: Row
+    verdict: Verdict
+    reason: str
+    command: str = ""
+    explains: bool = False
+    gone: bool = False
+
+    @property
+    def red(self) -> bool:
+        return self.verdict.red and not self.explains
+
+    @property
+    def label(self) -> str:
+        """The verdict as shown to a reader."""
+        return f"{self.verdict.value} (not judged)" if self.explains else self.verdict.value
+
+    def to_json(self) -> dict[str, Any]:
+        out = {f.name: getattr(self, f.name) for f in fields(self)}
+        return out | {"row": self.row.to_json(), "verdict": self.verdict.value}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Judgement:
+        """Raises RowError on anything that to_json did not write."""
+        if not isinstance(raw, dict) or raw.keys() != {f.name for f in fields(cls)}:
+            raise RowError("a judgement has the wrong fields")
+        row = Row.from_json(raw["row"])
+        if raw["verdict"] not in Verdict.__members__:
+            raise RowError(f"row {row.id!r}: unknown verdict {raw['verdict']!r}")
+        return cls(**raw | {"row": row, "verdict": Verdict[raw["verdict"]]})
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one run measured: provenance, one judgement a row, and what went wrong outside any row.
+
+    complete: every selected test ran to its end.
+    problems: one line each, each red: a failed test that holds no red row, a skip under --gate.
+    """
+
+    provenance: Mapping[str, Any]
+    judgements: tuple[Judgement, ...]
+    complete: bool = True
+    problems: tuple[str, ...] = ()
+
+    @property
+    def red(self) -> bool:
+        return not self.complete or bool(self.problems) or any(j.red for j in self.judgements)
+
+
+def write_record(
+    path: Path,
+    provenance: Mapping[str, Any],
+    judgements: Iterable[Judgement],
+    *,
+    complete: bool = True,
+    problems: Iterable[str] = (),
+) -> Record:
+    """Writes record.json, rows in order of id, in one step: a reader sees the old file or the new one."""
+    ordered = tuple(sorted(judgements, key=lambda j: j.row.id))
+    record = Record(provenance, ordered, complete, tuple(problems))
+    raw = {
+        "schema": SCHEMA,
+        "complete": record.complete,
+        "provenance": dict(record.provenance),
+        "problems": list(record.problems),
+        "rows": [j.to_json() for j in record.judgements],
+    }
+    write_atomic(path, json.dumps(raw, indent=1, allow_nan=False) + "\n")
+    return record
+
+
+def read_record(path: Path) -> Record:
+    """Raises RecordError with one line on a file that write_record did not write whole."""
+    remake = "write it anew with: pytest -m LANE"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
+            raise RecordError(f"{path.name}: not a record of schema {SCHEMA}; {remake}")
+        judgements = tuple(Judgement.from_json(j) for j in raw["rows"])
+        return Record(dict(raw["provenance"]), judgements, bool(raw["complete"]), tuple(raw["problems"]))
+    except OSError as error:
+        raise RecordError(f"{path.name}: cannot be read ({error.strerror}); {remake}") from None
+    except RowError as error:
+        raise RecordError(f"{path.name}: {error}; {remake}") from None
+    except RecordError:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise RecordError(f"{path.name}: not a record ({one_line(error)}); {remake}") from None
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replaces a file in one step, through a temporary name in the same directory."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def one_line(text: object, width: int = 300) -> str:
+    """Foreign text as one line of at most `width` characters."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """int or float. A bool is a flag here, not the number 1."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """A number that arithmetic can hold: not NaN, not infinite, no integer of 400 digits."""
+    return is_number(value) and abs(value) < 1e300
+
+
+def same_value(a: Value, b: Value) -> bool:
+    """Equal, and both flags or neither: True is not 1, while 13 and 13.0 are one number."""
+    return isinstance(a, bool) == isinstance(b, bool) and a == b
+
+
+def _faults(row: Row) -> Iterable[str]:
+    """What is wrong with a row, the first fault first."""
+    if not isinstance(row.id, str) or not ROW_ID.fullmatch(row.id):
+        yield "the id must read suite/case/metric, suite and metric in snake_case"
+    if not isinstance(row.value, (int, float, str, bool, type(None))):
+        yield f"value must be int, float, str, bool or None, got {type(row.value).__name__}"
+    if not isinstance(row.unit, str) or not row.unit:
+        yield "unit must name what is counted"
+    if not isinstance(row.witness, int) or isinstance(row.witness, bool):
+        yield f"witness must be an int, got {row.witness!r}"
+    if not isinstance(row.rule, str) or not (RULE.fullmatch(row.rule) or row.unmeasured):
+        yield f"rule must be a contract row such as C6, got {row.rule!r}"
+    if row.better not in BETTER:
+        yield f"better must be one of {', '.join(BETTER)}, got {row.better!r}"
+    if is_number(row.expected) and not is_finite(row.expected):
+        yield f"expected must be finite, got {row.expected!r}"
+    for name in ("at_most", "at_least"):
+        bound = getattr(row, name)
+        if bound is not None and not is_finite(bound):
+            yield f"{name} must be a finite number, got {bound!r}"
+        if bound is not None and row.value is not None and not is_number(row.value):
+            yield f"{name} needs a number, got {row.value!r}"
+    if not is_finite(row.tolerance) or row.tolerance < 0:
+        yield f"tolerance must be a finite number of at least 0, got {row.tolerance!r}"
+    if row.better in ("exact", "derived") and (row.tolerance or row.interval is not None):
+        yield f"a row whose better is {row.better!r} has neither tolerance nor interval"
+    if row.better in ("lower", "higher") and row.value is not None and not is_number(row.value):
+        yield f"better={row.better!r} needs a number, got {row.value!r}"
+    derived = row.expected is not None or row.at_most is not None or row.at_least is not None
+    if row.better == "derived" and not (derived or row.unmeasured):
+        yield "a derived row needs expected, at_most or at_least: nothing would judge it"
+    if row.per_build and row.better != "exact":
+        yield "a per-build row is exact"
+    if row.interval is not None and not (len(row.interval) == 2 and all(map(is_number, row.interval))):
+        yield f"the interval must be (low, high), got {row.interval!r}"
+    # NaN is in no interval: it is let through, to be judged as the regression that it is.
+    if row.interval is not None and is_finite(row.value):
+        low, high = row.interval
+        if not low <= row.value <= high:
+            yield f"the interval {row.interval!r} does not hold the value {row.value!r}"
+
+
+def _encode(value: Value) -> Any:
+    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _decode(raw: Any) -> Any:
+    return float(raw["float"]) if isinstance(raw, dict) and raw.keys() == {"float"} else raw

@@ -1,0 +1,71 @@
+"""Lanes and flags of the suite. Every refusal is one line and exit code 4, before a test is collected."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from bumpgate.baseline import BaselineError
+from suites.support import rows
+from suites.support.lanes import LANES, detect
+from suites.support.session import LaneSession, Selection
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("bumpgate")
+    group.addoption(
+        "--gate", action="store_true", help="a skip, an xpass or a deselected lane test is red too"
+    )
+    group.addoption("--record", metavar="PATH", help="where the rows go (default: record.json in the root)")
+
+
+@pytest.hookimpl(trylast=True)  # after the plugins that declare markers
+def pytest_configure(config: pytest.Config) -> None:
+    lane = chosen_lane(config)
+    selection = Selection(config, lane)
+    config.pluginmanager.register(selection, "bumpgate-selection")
+    config.pluginmanager.register(rows, "bumpgate-rows")
+    if hasattr(config, "workerinput"):
+        return  # the controller has checked everything once
+    fault = cache_fault() or (detect(lane) if lane else None)
+    if fault:
+        raise pytest.UsageError(fault)
+    if config.option.gate:
+        os.environ["BUMPGATE_GATE"] = "1"  # nothing that a gate starts may rewrite a baseline
+    try:
+        baseline = rows.lane_baseline(rows.baseline_path(config, lane), lane) if lane else None
+    except BaselineError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.pluginmanager.register(LaneSession(config, baseline, selection), "bumpgate-session")
+
+
+def chosen_lane(config: pytest.Config) -> str | None:
+    """The lane that -m names. Raises UsageError on two lanes, or on a name that is no marker."""
+    expression = re.sub(r"\([^()]*=[^()]*\)", "", config.option.markexpr)
+    names = set(re.findall(r"[\w:+\-.\[\]\\/]+", expression)) - {"and", "or", "not"}
+    known = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
+    unknown = sorted(names - known)
+    if unknown:
+        raise pytest.UsageError(f"-m {expression}: no marker {unknown[0]!r}; lanes: {', '.join(LANES)}")
+    chosen = [lane for lane in LANES if lane in names]
+    if len(chosen) > 1:
+        raise pytest.UsageError(f"-m {expression}: one lane a run, pick one of {', '.join(chosen)}")
+    return chosen[0] if chosen else None
+
+
+def cache_fault() -> str | None:
+    """Why TORCHINDUCTOR_CACHE_DIR is of no use, in one line. A real write: mode bits say nothing to root."""
+    name = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if not name:
+        return None
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=name) as probe:
+            probe.write(b"0")
+    except OSError as error:
+        return f"TORCHINDUCTOR_CACHE_DIR={name}: {error.strerror}; unset it or name a writable directory"
+    return None

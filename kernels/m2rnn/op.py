@@ -1,0 +1,119 @@
+"""m2rnn as a custom op: opaque to Dynamo and Inductor in both directions.
+
+B batch, T tokens, H heads, K key dim, V value dim.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.m2rnn.reference import m2rnn_backward_reference, m2rnn_forward_with_states, m2rnn_reference
+
+IMPLS = ("op", "reference")
+
+
+def _fresh(t: Tensor) -> Tensor:
+    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("bumpgate::m2rnn_fwd", mutates_args=())
+def m2rnn_fwd(
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> y, final state, and the state after every token (B,T,H,K,V) for the backward."""
+    y, states = m2rnn_forward_with_states(q, k, v, W, f, doc_ids, h0)
+    return _fresh(y), _fresh(states[:, -1]), _fresh(states)
+
+
+@m2rnn_fwd.register_fake
+def _(q, k, v, W, f, doc_ids, h0):
+    acc = torch.promote_types(v.dtype, torch.float32)
+    states = h0.new_empty((*k.shape, v.shape[3]), dtype=acc)
+    return v.new_empty(v.shape), h0.new_empty(h0.shape, dtype=acc), states
+
+
+@torch.library.custom_op("bumpgate::m2rnn_bwd", mutates_args=())
+def m2rnn_bwd(
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor,
+    states: Tensor, dy: Tensor, dfinal: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, W, f, h0."""
+    grads = m2rnn_backward_reference(q, k, v, W, f, doc_ids, h0, states, dy, dfinal)
+    return tuple(_fresh(g) for g in grads)
+
+
+@m2rnn_bwd.register_fake
+def _(q, k, v, W, f, doc_ids, h0, states, dy, dfinal):
+    return tuple(t.new_empty(t.shape) for t in (q, k, v, W, f, h0))
+
+
+def _setup_context(ctx, inputs, output):
+    _, _, states = output
+    ctx.save_for_backward(*inputs, states)
+
+
+def _backward(ctx, dy, dfinal, _dstates):
+    dq, dk, dv, dW, df, dh0 = m2rnn_bwd(*ctx.saved_tensors, dy, dfinal)
+    return dq, dk, dv, dW, df, None, dh0
+
+
+m2rnn_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(q, k, v, W, f, doc_ids, h0, impl):
+    if impl not in IMPLS:
+        raise ValueError(f"m2rnn: impl is {impl!r}, choices are {IMPLS}")
+    if k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"m2rnn: k must be (B,T,H,K) and v (B,T,H,V), not {k.dim()}-d and {v.dim()}-d")
+    B, T, H, K = k.shape
+    V = v.shape[3]
+    if T < 1:
+        raise ValueError("m2rnn: T must be at least 1")
+    shapes = {
+        "q": (q, (B, T, H, K)),
+        "v": (v, (B, T, H, V)),
+        "W": (W, (H, V, V)),
+        "f": (f, (B, T, H)),
+        "doc_ids": (doc_ids, (B, T)),
+    }
+    if h0 is not None:
+        shapes["h0"] = (h0, (B, H, K, V))
+    for name, (tensor, shape) in shapes.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"m2rnn: {name} has shape {tuple(tensor.shape)}, wanted {shape}")
+        if name != "doc_ids" and not tensor.is_floating_point():
+            raise ValueError(f"m2rnn: {name} must be floating point, not {tensor.dtype}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"m2rnn: q, k, v want one dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
+    if doc_ids.dtype != torch.int32:
+        raise ValueError(f"m2rnn: doc_ids must be int32, not {doc_ids.dtype}")
+
+
+def m2rnn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    W: Tensor,
+    f: Tensor,
+    doc_ids: Tensor,
+    h0: Tensor | None = None,
+    impl: str = "op",
+) -> tuple[Tensor, Tensor]:
+    """The matrix-state recurrence h_t = f_t h + (1 - f_t) tanh(h W + k_t v_t^T), y_t = h_t^T q_t.
+
+    q, k (B,T,H,K) and v (B,T,H,V) in one float dtype. In any float dtype: W (H,V,V); f (B,T,H), the forget
+    gate in (0,1); h0 (B,H,K,V), or None for zeros. doc_ids (B,T) int32: h is zeroed where the id changes from
+    one token to the next. impl "op" is opaque to the compiler, "reference" is traced through (T steps unrolled);
+    "op" keeps the state after every token for its backward, B T H K V elements in fp32 (fp64).
+    -> y (B,T,H,V) in v.dtype, final state (B,H,K,V) in fp32 (fp64 for fp64 v).
+    Raises ValueError on a wrong shape, dtype or impl. Source: Mishra et al. 2026 (arXiv 2603.14360).
+    """
+    _check(q, k, v, W, f, doc_ids, h0, impl)
+    if impl == "reference":
+        return m2rnn_reference(q, k, v, W, f, doc_ids, h0)
+    if h0 is None:
+        acc = torch.promote_types(v.dtype, torch.float32)
+        B, _, H, K = k.shape
+        h0 = v.new_zeros((B, H, K, v.shape[3]), dtype=acc)
+    y, final, _ = m2rnn_fwd(q, k, v, W, f, doc_ids, h0)
+    return y, final

@@ -1,0 +1,150 @@
+"""M2RNN, a recurrence over a matrix state, in plain torch.
+
+    n_t = tanh(h_{t-1} W + k_t v_t^T)        h_t = f_t h_{t-1} + (1 - f_t) n_t        y_t = h_t^T q_t
+
+h is zero before the first token of a document; the initial state belongs to the first document of its row.
+The tanh makes the recurrence non-linear: there is no parallel form, so both directions are a loop over tokens
+and everything that does not depend on the carried state is done for all tokens at once, outside it.
+
+B batch, T tokens, H heads, K key dim, V value dim (the state is K by V).
+Source: Mishra et al. 2026, "M2RNN: Non-Linear RNNs with Matrix-Valued States" (arXiv 2603.14360).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def m2rnn_step(q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token: the definition, and the decode path.
+
+    q and k (B,H,K), v (B,H,V), W (H,V,V), f (B,H) in (0,1), state (B,H,K,V)
+    -> y (B,H,V) in v.dtype, new state in fp32 (fp64 for fp64 v). The caller zeroes the state where a new
+    document begins.
+    """
+    acc = torch.promote_types(v.dtype, torch.float32)
+    query, key, value, W, f, state = (t.to(acc) for t in (q, k, v, W, f, state))
+    f = f[..., None, None]
+    new = torch.tanh(state @ W + key.unsqueeze(-1) * value.unsqueeze(-2))
+    state = f * state + (1 - f) * new
+    return (query.unsqueeze(-2) @ state).squeeze(-2).to(v.dtype), state
+
+
+def m2rnn_recurrent(
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The step, token after token; arguments and results of `m2rnn_reference`."""
+    state = _initial(k, v, h0)
+    keep = ~_document_starts(doc_ids)
+    outputs = []
+    for t in range(v.shape[1]):
+        state = state * keep[:, t, None, None, None]
+        y, state = m2rnn_step(q[:, t], k[:, t], v[:, t], W, f[:, t], state)
+        outputs.append(y)
+    return torch.stack(outputs, 1), state
+
+
+def m2rnn_reference(
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same with products and read-out taken out of the loop, which carries only what it must.
+
+    q and k (B,T,H,K), v (B,T,H,V), W (H,V,V), f (B,T,H) in (0,1), doc_ids (B,T) integer,
+    h0 (B,H,K,V) or None for zeros
+    -> y (B,T,H,V) in v.dtype, final state (B,H,K,V) in fp32 (fp64 for fp64 v).
+    """
+    y, states = m2rnn_forward_with_states(q, k, v, W, f, doc_ids, _initial(k, v, h0))
+    return y, states[:, -1]
+
+
+def m2rnn_forward_with_states(
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor
+) -> tuple[Tensor, Tensor]:
+    """-> y (B,T,H,V) in v.dtype and the state after every token (B,T,H,K,V), which the backward needs."""
+    acc = torch.promote_types(v.dtype, torch.float32)
+    query, key, value, f, state = (t.to(acc) for t in (q, k, v, f, h0))
+    written = _by_time(key.unsqueeze(-1) * value.unsqueeze(-2))
+    forget, keep = _by_time(f[..., None, None]), _keep(doc_ids, f)
+    B, H = h0.shape[:2]
+    W = W.to(acc).repeat(B, 1, 1)
+    state, states = state.flatten(0, 1), []
+    for t in range(v.shape[1]):
+        before = keep[t] * state
+        state = torch.lerp(torch.tanh(torch.baddbmm(written[t], before, W)), before, forget[t])
+        states.append(state)
+    states = torch.stack(states, 0).unflatten(1, (B, H)).transpose(0, 1)
+    y = (query.unsqueeze(-2) @ states).squeeze(-2)
+    return y.to(v.dtype), states
+
+
+def m2rnn_backward_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    W: Tensor,
+    f: Tensor,
+    doc_ids: Tensor,
+    h0: Tensor,
+    states: Tensor,
+    dy: Tensor,
+    dfinal: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of (q, k, v, W, f, h0) from those of y (B,T,H,V) and of the final state (B,H,K,V).
+
+    `states` are the forward's: from them the candidates n_t follow for all tokens at once, without a loop.
+    """
+    acc = torch.promote_types(v.dtype, torch.float32)
+    query, key, value, weight, f, first, dy = (t.to(acc) for t in (q, k, v, W, f, h0, dy))
+    B, T, H, _ = v.shape
+    keep = _keep(doc_ids, f)
+    states = states.to(acc)
+    before = torch.cat((first.unsqueeze(1), states[:, :-1]), 1)
+    before = before.masked_fill(_document_starts(doc_ids)[..., None, None, None], 0)
+    new = torch.tanh(before @ weight + key.unsqueeze(-1) * value.unsqueeze(-2))
+
+    # h = f before + (1 - f) tanh(pre): dpre = slope dh, and the carry is f dh + dpre W^T where it is kept
+    forget = f[..., None, None]
+    slope = (1 - forget) * (1 - new.square())
+    by_read = _by_time(query.unsqueeze(-1) * dy.unsqueeze(-2))
+    carried_forget, carried_slope = keep * _by_time(forget), keep * _by_time(slope)
+    transposed = weight.mT.repeat(B, 1, 1)
+    carry, dstates = dfinal.to(acc).flatten(0, 1), []
+    for t in reversed(range(T)):
+        dstate = by_read[t] + carry
+        dstates.append(dstate)
+        carry = torch.baddbmm(carried_forget[t] * dstate, carried_slope[t] * dstate, transposed)
+    dstates = torch.stack(dstates[::-1], 0).unflatten(1, (B, H)).transpose(0, 1)
+
+    dpre = slope * dstates
+    dq = (states @ dy.unsqueeze(-1)).squeeze(-1)
+    dk = (dpre @ value.unsqueeze(-1)).squeeze(-1)
+    dv = (key.unsqueeze(-2) @ dpre).squeeze(-2)
+    dW = (before.mT @ dpre).sum((0, 1))
+    df = (dstates * (before - new)).sum((-1, -2))
+    grads = (dq, dk, dv, dW, df, carry.unflatten(0, (B, H)))
+    return tuple(grad.to(i.dtype) for grad, i in zip(grads, (q, k, v, W, f, h0)))
+
+
+def _by_time(x: Tensor) -> Tensor:
+    """(B,T,H,...) -> (T,B*H,...): a token's slice is then one batched matrix operand."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _keep(doc_ids: Tensor, f: Tensor) -> Tensor:
+    """(T,B*H,1,1) in f's dtype: 0 at a token that begins a document, else 1."""
+    keep = (~_document_starts(doc_ids)).to(f.dtype).unsqueeze(-1).expand(f.shape)
+    return _by_time(keep[..., None, None])
+
+
+def _document_starts(doc_ids: Tensor) -> Tensor:
+    """(B,T) bool: the document changes at this token. Token 0 continues whatever the initial state holds."""
+    return F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0))
+
+
+def _initial(k: Tensor, v: Tensor, h0: Tensor | None) -> Tensor:
+    acc = torch.promote_types(v.dtype, torch.float32)
+    if h0 is not None:
+        return h0.to(acc)
+    return v.new_zeros((*k.shape[:1], *k.shape[2:], v.shape[3]), dtype=acc)

@@ -1,0 +1,19 @@
+"""The Mamba-3 single-input single-output scan (arXiv 2603.15569)."""
+
+from kernels.mamba3_siso.op import mamba3_siso
+from kernels.mamba3_siso.reference import (
+    Mamba3State,
+    mamba3_siso_recurrent,
+    mamba3_siso_reference,
+    mamba3_siso_step,
+    zero_state,
+)
+
+__all__ = [
+    "Mamba3State",
+    "mamba3_siso",
+    "mamba3_siso_recurrent",
+    "mamba3_siso_reference",
+    "mamba3_siso_step",
+    "zero_state",
+]

@@ -1,0 +1,142 @@
+"""mamba3_siso as a custom op: opaque to Dynamo and Inductor in both directions.
+
+B batch, T tokens, H heads, P head dim, N state dim, G groups, R rotation angles.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.mamba3_siso.reference import (
+    Mamba3State,
+    mamba3_siso_backward_reference,
+    mamba3_siso_reference,
+    zero_state,
+)
+
+IMPLS = ("op", "reference")
+
+
+@torch.library.custom_op("bumpgate::mamba3_siso_fwd", mutates_args=())
+def mamba3_siso_fwd(
+    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
+    angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
+    theta: Tensor, h: Tensor, k_prev: Tensor, v_prev: Tensor, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
+    y, state = mamba3_siso_reference(*inputs, Mamba3State(theta, h, k_prev, v_prev), chunk_size)
+    return tuple(_fresh(t) for t in (y, *state))
+
+
+@mamba3_siso_fwd.register_fake
+def _(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids, theta, h, k_prev, v_prev, chunk_size):
+    acc = torch.promote_types(v.dtype, torch.float32)
+    state = (t.new_empty(t.shape, dtype=acc) for t in (theta, h, k_prev, v_prev))
+    return v.new_empty(v.shape), *state
+
+
+@torch.library.custom_op("bumpgate::mamba3_siso_bwd", mutates_args=())
+def mamba3_siso_bwd(
+    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
+    angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
+    theta: Tensor, h: Tensor, k_prev: Tensor, v_prev: Tensor, chunk_size: int,
+    dy: Tensor, dtheta: Tensor, dh: Tensor, dk_prev: Tensor, dv_prev: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of the floating-point inputs, in their order."""
+    inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
+    state, dstate = Mamba3State(theta, h, k_prev, v_prev), Mamba3State(dtheta, dh, dk_prev, dv_prev)
+    return [_fresh(t) for t in mamba3_siso_backward_reference(*inputs, state, chunk_size, dy, dstate)]
+
+
+@mamba3_siso_bwd.register_fake
+def _(
+    q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids, theta, h, k_prev, v_prev, chunk_size,
+    dy, dtheta, dh, dk_prev, dv_prev,
+):  # fmt: skip
+    inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, theta, h, k_prev, v_prev)
+    return [t.new_empty(t.shape) for t in inputs]
+
+
+def _fresh(t: Tensor) -> Tensor:
+    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.chunk_size = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, *grads):
+    *given, dtheta, dh, dk_prev, dv_prev = mamba3_siso_bwd(*ctx.saved_tensors, ctx.chunk_size, *grads)
+    return *given, None, dtheta, dh, dk_prev, dv_prev, None
+
+
+mamba3_siso_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids, state, chunk_size, impl):
+    if impl not in IMPLS:
+        raise ValueError(f"mamba3_siso: impl is {impl!r}, choices are {IMPLS}")
+    if v.dim() != 4 or q.dim() != 4 or angles.dim() != 4:
+        dims = f"{v.dim()}-d, {q.dim()}-d, {angles.dim()}-d"
+        raise ValueError(f"mamba3_siso: v must be (B,T,H,P), q (B,T,G,N), angles (B,T,H,R), not {dims}")
+    B, T, H, P = v.shape
+    G, N = q.shape[2:]
+    R = angles.shape[3]
+    if T < 1 or H % G or 2 * R > N:
+        raise ValueError(
+            f"mamba3_siso: T >= 1, H divisible by G and 2R <= N wanted, T={T}, H={H}, G={G}, R={R}, N={N}"
+        )
+    shapes = {
+        "q": (q, (B, T, G, N)),
+        "k": (k, (B, T, G, N)),
+        "v": (v, (B, T, H, P)),
+        "adt": (adt, (B, T, H)),
+        "dt": (dt, (B, T, H)),
+        "trap": (trap, (B, T, H)),
+        "q_bias": (q_bias, (H, N)),
+        "k_bias": (k_bias, (H, N)),
+        "angles": (angles, (B, T, H, R)),
+        "D": (D, (H,)),
+        "z": (z, (B, T, H, P)),
+        "doc_ids": (doc_ids, (B, T)),
+    }
+    if state is not None:
+        wanted = {"theta": (B, H, R), "h": (B, H, P, N), "k_prev": (B, H, N), "v_prev": (B, H, P)}
+        shapes |= {f"state.{name}": (t, shape) for t, (name, shape) in zip(state, wanted.items())}
+    for name, (tensor, shape) in shapes.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"mamba3_siso: {name} has shape {tuple(tensor.shape)}, wanted {shape}")
+        if name != "doc_ids" and not tensor.is_floating_point():
+            raise ValueError(f"mamba3_siso: {name} must be floating point, not {tensor.dtype}")
+    if not q.dtype == k.dtype == v.dtype == z.dtype:
+        dtypes = ", ".join(str(t.dtype) for t in (q, k, v, z))
+        raise ValueError(f"mamba3_siso: q, k, v, z must share one dtype, not {dtypes}")
+    if doc_ids.dtype != torch.int32:
+        raise ValueError(f"mamba3_siso: doc_ids must be int32, not {doc_ids.dtype}")
+    if chunk_size < 1:
+        raise ValueError(f"mamba3_siso: chunk_size must be at least 1, not {chunk_size}")
+
+
+def mamba3_siso(
+    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
+    angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor, state: Mamba3State | None = None,
+    chunk_size: int = 64, impl: str = "op",
+) -> tuple[Tensor, Mamba3State]:  # fmt: skip
+    """The Mamba-3 SISO scan with bias, rotation, skip and gate; the maths stand in reference.py.
+
+    q, k (B,T,G,N) normalised, v, z (B,T,H,P) in one float dtype. In any float dtype: adt (B,T,H) = A dt,
+    negative; dt (B,T,H) after softplus; trap (B,T,H) before the sigmoid; q_bias, k_bias (H,N); angles
+    (B,T,H,R) before the tanh, 2R <= N; D (H,); state, or None for zeros. doc_ids (B,T) int32: the state is
+    zeroed where the id changes from one token to the next. `chunk_size` (tokens) changes speed and rounding,
+    not the function. impl "op" is opaque to the compiler, "reference" is traced through.
+    -> y (B,T,H,P) in v.dtype, final state (theta in radians) in fp32 (fp64 for fp64 v).
+    Raises ValueError on a wrong shape, dtype, chunk size or impl. Source: Mamba-3 (arXiv 2603.15569).
+    """
+    inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
+    _check(*inputs, state, chunk_size, impl)
+    if impl == "reference":
+        return mamba3_siso_reference(*inputs, state, chunk_size)
+    state = zero_state(v, q, angles) if state is None else state
+    y, *final = mamba3_siso_fwd(*inputs, *state, chunk_size)
+    return y, Mamba3State(*final)

@@ -1,0 +1,139 @@
+"""ssd_chunk_scan as a custom op: opaque to Dynamo and Inductor in both directions.
+
+B batch, T tokens, H heads, P head dim, N state dim, G groups.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
+
+IMPLS = ("op", "reference")
+
+
+def _fresh(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copies in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
+    return tuple(t.clone(memory_format=torch.contiguous_format) for t in tensors)
+
+
+@torch.library.custom_op("bumpgate::ssd_chunk_scan_fwd", mutates_args=())
+def ssd_chunk_scan_fwd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    Bmat: Tensor,
+    Cmat: Tensor,
+    D: Tensor,
+    doc_ids: Tensor,
+    initial_state: Tensor,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    return _fresh(ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size))
+
+
+@ssd_chunk_scan_fwd.register_fake
+def _(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size):
+    acc = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape), x.new_empty(initial_state.shape, dtype=acc)
+
+
+@torch.library.custom_op("bumpgate::ssd_chunk_scan_bwd", mutates_args=())
+def ssd_chunk_scan_bwd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    Bmat: Tensor,
+    Cmat: Tensor,
+    D: Tensor,
+    doc_ids: Tensor,
+    initial_state: Tensor,
+    chunk_size: int,
+    dy: Tensor,
+    dfinal: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = (x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
+    return _fresh(ssd_chunk_scan_backward_reference(*inputs, chunk_size, dy, dfinal))
+
+
+@ssd_chunk_scan_bwd.register_fake
+def _(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, dy, dfinal):
+    return tuple(t.new_empty(t.shape) for t in (x, dt, A, Bmat, Cmat, D, initial_state))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.chunk_size = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, dy, dfinal):
+    dx, ddt, dA, dB, dC, dD, dinitial = ssd_chunk_scan_bwd(*ctx.saved_tensors, ctx.chunk_size, dy, dfinal)
+    return dx, ddt, dA, dB, dC, dD, None, dinitial, None
+
+
+ssd_chunk_scan_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl):
+    if impl not in IMPLS:
+        raise ValueError(f"ssd_chunk_scan: impl is {impl!r}, choices are {IMPLS}")
+    if x.dim() != 4 or Bmat.dim() != 4:
+        raise ValueError(
+            f"ssd_chunk_scan: x must be (B,T,H,P), Bmat (B,T,G,N), not {x.dim()}-d, {Bmat.dim()}-d"
+        )
+    B, T, H, P = x.shape
+    G, N = Bmat.shape[2:]
+    if T < 1 or H % G:
+        raise ValueError(f"ssd_chunk_scan: T >= 1 and H divisible by G wanted, T={T}, H={H}, G={G}")
+    shapes = {
+        "x": (x, (B, T, H, P)),
+        "dt": (dt, (B, T, H)),
+        "A": (A, (H,)),
+        "Bmat": (Bmat, (B, T, G, N)),
+        "Cmat": (Cmat, (B, T, G, N)),
+        "D": (D, (H,)),
+        "doc_ids": (doc_ids, (B, T)),
+    }
+    if initial_state is not None:
+        shapes["initial_state"] = (initial_state, (B, H, P, N))
+    for name, (tensor, shape) in shapes.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"ssd_chunk_scan: {name} has shape {tuple(tensor.shape)}, wanted {shape}")
+        if name != "doc_ids" and not tensor.is_floating_point():
+            raise ValueError(f"ssd_chunk_scan: {name} must be floating point, not {tensor.dtype}")
+    if not x.dtype == Bmat.dtype == Cmat.dtype:
+        dtypes = ", ".join(str(t.dtype) for t in (x, Bmat, Cmat))
+        raise ValueError(f"ssd_chunk_scan: x, Bmat, Cmat must share one dtype, not {dtypes}")
+    if doc_ids.dtype != torch.int32:
+        raise ValueError(f"ssd_chunk_scan: doc_ids must be int32, not {doc_ids.dtype}")
+    if chunk_size < 1:
+        raise ValueError(f"ssd_chunk_scan: chunk_size must be at least 1, not {chunk_size}")
+
+
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    Bmat: Tensor,
+    Cmat: Tensor,
+    D: Tensor,
+    doc_ids: Tensor,
+    initial_state: Tensor | None = None,
+    chunk_size: int = 64,
+    impl: str = "op",
+) -> tuple[Tensor, Tensor]:
+    """The Mamba-2 scan h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T, y_t = h_t C_t + D x_t.
+
+    x (B,T,H,P), Bmat and Cmat (B,T,G,N) in one float dtype. In any float dtype: dt (B,T,H) after softplus;
+    A (H,) negative; D (H,); initial_state (B,H,P,N), or None for zeros. doc_ids (B,T) int32: h is zeroed
+    where the id changes from one token to the next. `chunk_size` (tokens) changes speed and rounding, not the
+    function. impl "op" is opaque to the compiler, "reference" is traced through.
+    -> y (B,T,H,P) in x.dtype, final state (B,H,P,N) in fp32 (fp64 for fp64 x).
+    Raises ValueError on a wrong shape, dtype, chunk size or impl. Source: Dao & Gu 2024 (arXiv 2405.21060).
+    """
+    _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl)
+    if impl == "reference":
+        return ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
+    if initial_state is None:
+        acc = torch.promote_types(x.dtype, torch.float32)
+        initial_state = x.new_zeros((x.shape[0], x.shape[2], x.shape[3], Bmat.shape[3]), dtype=acc)
+    return ssd_chunk_scan_fwd(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)

@@ -1,0 +1,1 @@
+"""How a run starts: the contract, the compile policy, the train step."""

@@ -1,0 +1,87 @@
+"""contract.toml as typed records: read once, checked, applied before the first compile."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PATH = Path(__file__).resolve().parent.parent / "contract.toml"
+
+
+class ContractError(ValueError):
+    """contract.toml, or the process that should obey it, violates the contract. The message is one line."""
+
+
+@dataclass(frozen=True)
+class DisablePoint:
+    """Code that Dynamo may not see: live under the named compile policies, for the named block letters."""
+
+    name: str
+    letters: str
+    policies: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The whole contract. `dynamo` maps a torch._dynamo.config name to its value."""
+
+    dynamo: dict[str, Any]
+    dynamic_dim: int
+    warmup_minimum: int
+    recompiles_after_warmup: int
+    default_policy: str
+    disable_points: tuple[DisablePoint, ...]
+    combine_dtype: str
+    deterministic_steps: int
+    recompile_budget_steps: int
+
+    def disabled_letters(self, policy: str) -> str:
+        """Block letters that run outside Dynamo under `policy`, each by a declared disable point."""
+        return "".join(p.letters for p in self.disable_points if policy in p.policies)
+
+
+def load(path: Path = PATH) -> Contract:
+    """Reads and checks a contract file. Raises ContractError with one line on anything wrong."""
+    try:
+        raw = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ContractError(f"{path.name}: cannot be read ({error.strerror}); restore it: git checkout {path.name}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ContractError(f"{path.name}: not TOML ({error}); restore it: git checkout {path.name}") from None
+    try:
+        return Contract(
+            dynamo={name: line["value"] for name, line in raw["dynamo"].items() if line["reason"]},
+            dynamic_dim=raw["dynamic_axis"]["dim"],
+            warmup_minimum=raw["dynamic_axis"]["warmup_minimum"],
+            recompiles_after_warmup=raw["recompiles"]["after_warmup"],
+            default_policy=raw["policy"]["default"],
+            disable_points=tuple(
+                DisablePoint(p["name"], p["letters"], tuple(p["policies"]), p["reason"]) for p in raw["disable_point"]
+            ),
+            combine_dtype=raw["moe"]["combine_dtype"],
+            deterministic_steps=raw["step"]["deterministic_steps"],
+            recompile_budget_steps=raw["step"]["recompile_budget_steps"],
+        )
+    except (KeyError, TypeError) as error:
+        raise ContractError(f"{path.name}: field {error} is missing or misshapen; restore it: git checkout {path.name}") from None
+
+
+def apply_dynamo(contract: Contract) -> None:
+    """Sets the contract's torch._dynamo.config lines; call before anything compiles.
+
+    Raises ContractError when this torch does not know a line: an unknown name would obey nothing.
+    """
+    import torch._dynamo
+
+    for name, value in contract.dynamo.items():
+        if not hasattr(torch._dynamo.config, name):
+            raise ContractError(f"torch {torch.__version__} has no torch._dynamo.config.{name}: the contract cannot be obeyed")
+        setattr(torch._dynamo.config, name, value)

@@ -1,0 +1,31 @@
+"""What every block shares: weightless RMS norm, bias-free projection, fp32-or-wider casts.
+
+B batch, T tokens, D model dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    """RMS norm without weight over the last dim; x (..., D), same dtype out. Source: Zhang & Sennrich 2019."""
+    return F.rms_norm(x, (x.shape[-1],), eps=eps)
+
+
+def projection(d_in: int, d_out: int, depth: int = 0) -> nn.Linear:
+    """A bias-free linear map (D_in -> D_out), normal init; a residual output passes `depth` and starts smaller.
+
+    The residual scale 1/sqrt(2 depth) keeps the stream's variance flat over depth (GPT-2).
+    """
+    linear = nn.Linear(d_in, d_out, bias=False)
+    std = d_in**-0.5 * ((2 * depth) ** -0.5 if depth else 1.0)
+    nn.init.normal_(linear.weight, std=std)
+    return linear
+
+
+def widen(x: Tensor) -> Tensor:
+    """x in fp32, or as it is where it is wider already: fp64 stays the oracle's fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

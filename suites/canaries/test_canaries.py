@@ -1,0 +1,24 @@
+"""The instruments prove themselves: each canary's known count, as a row of every lane and every session."""
+
+from __future__ import annotations
+
+import pytest
+
+from suites.support.canaries import CANARIES, prove
+from suites.support.lanes import Lane, lanes
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("name", CANARIES)
+def test_canary(lane: Lane, name: str, row) -> None:
+    reason = prove([name])[name]
+    row(
+        f"canaries/{name}/agrees",
+        not reason,
+        unit="bool",
+        witness=1,
+        rule="canary",
+        expected=True,
+        evidence=[reason or CANARIES[name].__doc__.strip()],
+        instruments=[name],
+    )

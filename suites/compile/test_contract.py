@@ -1,0 +1,75 @@
+"""The contract as the compiler meets it: six Dynamo lines at the first backend call, declared disable points only.
+
+Rules C1 (six lines before the first compile), C7 (each disable point declared with a reason).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from launch.contract import load
+from launch.policies import POLICIES, apply
+from model import preset
+from suites.support.hybrids import build, token_batch, watched_hybrid
+from suites.support.instruments import disabled_functions
+from suites.support.lanes import Lane, lanes
+
+
+@lanes("cpu", "h200")
+def test_six_lines_hold_at_the_first_backend_call(lane: Lane, row, canaries) -> None:
+    canaries("graphs")
+    contract = load()
+    met: list[dict[str, object]] = []
+    with watched_hybrid("nam12", "eager", device=lane.device) as hybrid:
+        inner = hybrid.watch.backend("eager")
+
+        def reading(graph, inputs):
+            met.append({name: getattr(torch._dynamo.config, name) for name in contract.dynamo})
+            return inner(graph, inputs)
+
+        ids = token_batch(hybrid.config, 2, device=lane.device)
+        apply(hybrid.model, "regional", contract, reading)(ids).backward()
+        calls = hybrid.report().calls
+    first = met[0] if met else {}
+    row(
+        "compile/contract/dynamo_lines_at_first_compile",
+        ", ".join(f"{name}={value}" for name, value in sorted(first.items())),
+        unit="config",
+        witness=calls,
+        rule="C1",
+        instruments=("graphs",),
+    )
+    stale = [name for name, value in contract.dynamo.items() if any(seen.get(name) != value for seen in met)]
+    row(
+        "compile/contract/dynamo_lines_not_held",
+        len(stale),
+        unit="count",
+        witness=len(met),
+        rule="C1",
+        expected=0,
+        evidence=stale,
+        instruments=("graphs",),
+    )
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_only_declared_disable_points(lane: Lane, policy: str, row) -> None:
+    contract = load()
+    model = build(preset("nam56r"), lane.device)
+    apply(model, policy, contract, "eager")
+    letters = contract.disabled_letters(policy)
+    kinds = zip(model.config.letters, model.blocks)
+    declared = {f"{type(b).__module__}.{type(b).__qualname__}.forward" for letter, b in kinds if letter in letters}
+    found = disabled_functions(model)
+    row(
+        f"compile/nam56r-{policy}/undeclared_disable_points",
+        len(found ^ declared),
+        unit="count",
+        witness=len(list(model.modules())),
+        rule="C7",
+        expected=0,
+        evidence=[f"undeclared: {name}" for name in sorted(found - declared)]
+        + [f"declared but not live: {name}" for name in sorted(declared - found)],
+    )

@@ -1,0 +1,73 @@
+"""Seventy training steps: nothing compiles after warm-up, and the overflow counter is state that nobody guards on.
+
+Rules C3 (limits are tripwires), C8 (no mutable Python state), C27 (program budget).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.contract import load
+from launch.step import make_optimizer, train_step
+from suites.compile.expectations import expected
+from suites.support.hybrids import build, token_batch, watched_hybrid
+from suites.support.lanes import Lane, lanes
+
+INSTRUMENTS = ("graphs", "recompiles", "recompile_limit")
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("name", ["nam52", "nam56r"])
+def test_seventy_steps(lane: Lane, name: str, row, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    steps = load().recompile_budget_steps
+    with watched_hybrid(name, "regional", device=lane.device) as hybrid:
+        optimizer = make_optimizer(hybrid.model)
+        hybrid.compiled.warm_up(token_batch(hybrid.config, 2, device=lane.device))
+        after_warmup = hybrid.report().unique_graphs
+        for step in range(steps):
+            train_step(hybrid.compiled, optimizer, token_batch(hybrid.config, 2, seed=step, device=lane.device))
+        report = hybrid.report()
+    case = f"compile/{name}-regional-70_steps"
+    shared = {"unit": "count", "witness": report.calls, "evidence": report.evidence(), "instruments": INSTRUMENTS}
+    want = expected(hybrid.config.letters, "regional")
+    row(f"{case}/unique_graphs", report.unique_graphs, rule="C27", expected=want.unique_graphs, **shared)
+    row(f"{case}/graphs_after_warmup", report.unique_graphs - after_warmup, rule="C8", expected=0, **shared)
+    row(f"{case}/limit_hits", len(report.failures), rule="C3", expected=0, **shared)
+
+
+@lanes("cpu", "h200")
+def test_overflow_counter(lane: Lane, row, canaries) -> None:
+    """A capacity too small for the routing: compiled and eager count the same drops, in a buffer of no checkpoint."""
+    canaries("graphs")
+    tight = {"capacity_factor": 1.0, "top_k": 4}  # 4 slots an expert for 4 on average: skewed routing overflows
+    with watched_hybrid("nam12", "regional", device=lane.device, **tight) as hybrid:
+        eager = build(hybrid.config, lane.device)
+        ids = token_batch(hybrid.config, 2, device=lane.device)
+        hybrid.compiled.warm_up(ids)
+        before = hybrid.model.overflow()
+        for _ in range(3):
+            hybrid.compiled(ids)
+            eager(ids)
+        counted, known = hybrid.model.overflow() - before, eager.overflow()
+        graphs = hybrid.report().unique_graphs
+    saved = [key for key in hybrid.model.state_dict() if "overflow" in key]
+    row(
+        "compile/nam12-regional-tight/overflow_count_difference",
+        counted - known,
+        unit="pairs",
+        witness=known,
+        rule="C8",
+        expected=0,
+        instruments=("graphs",),
+    )
+    row(
+        "compile/nam12-regional-tight/saved_counters",
+        len(saved),
+        unit="count",
+        witness=graphs,
+        rule="C8",
+        expected=0,
+        evidence=saved,
+        instruments=("graphs",),
+    )

@@ -1,0 +1,52 @@
+"""Fixtures of every lane test: proved instruments, a machine to itself, a compile cache of the lane's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from suites.support.lanes import lane_of
+from suites.support.rows import report_canaries
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Canaries first: what an instrument is worth is known before anything is measured with it."""
+    items.sort(key=lambda item: "canaries" not in item.path.parts)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_cache() -> None:
+    """Compiled code outlives a run, so that the second one is warm; TORCHINDUCTOR_CACHE_DIR chooses another place.
+
+    A place of our own: Inductor's default directory holds entries of programs that did not count bytes.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "bumpgate" / "inductor"))
+
+
+@pytest.fixture
+def canaries() -> Callable[..., None]:
+    """Proves the named instruments in this process, once; a row that names an unproved one is INSTRUMENT."""
+    from suites.support.canaries import prove
+
+    return lambda *names: report_canaries(prove(names))
+
+
+@pytest.fixture(autouse=True)
+def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A lane test shares the machine with others; one that asks for `exclusive_machine` waits until it has it alone."""
+    if lane_of(request.node) is None:
+        yield
+        return
+    from suites.support.timing import machine
+
+    with machine(exclusive="exclusive_machine" in request.fixturenames):
+        yield
+
+
+@pytest.fixture
+def exclusive_machine(machine_share: None) -> None:
+    """Asked for by timed tests: nothing else of ours runs while they do."""

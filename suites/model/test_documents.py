@@ -1,0 +1,62 @@
+"""Packed documents do not see each other: [A|B] gives B what B alone gives, through all layers of the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model.hybrid import documents, next_token_targets
+from suites.support.hybrids import build, token_batch
+from suites.support.lanes import Lane, lanes
+from model import preset
+
+SPLIT = 24
+
+
+@lanes("cpu", "h200")
+def test_documents_start_at_bos(lane: Lane) -> None:
+    ids = torch.tensor([[2, 9, 9, 2, 9, 2], [9, 9, 2, 9, 9, 9]])
+    doc_ids, positions = documents(ids, bos_id=2)
+    assert doc_ids.tolist() == [[1, 1, 1, 2, 2, 3], [0, 0, 1, 1, 1, 1]]
+    assert positions.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]]
+    assert next_token_targets(ids, doc_ids).tolist() == [[9, 9, -1, 9, -1, -1], [9, -1, 9, 9, 9, -1]]
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize(("name", "mixer"), [("nam12", "mamba3"), ("nam12", "mamba2"), ("nam56r", "mamba3")])
+def test_second_document_is_blind_to_the_first(lane: Lane, name: str, mixer: str, row) -> None:
+    # A capacity that no routing overflows: the experts' slots are the one thing that a packed row shares.
+    config = preset(name, "narrow", m_mixer=mixer, capacity_factor=16.0)
+    model = build(config, lane.device).double()
+    ids = token_batch(config, 1, device=lane.device)
+    ids[:, 1:][ids[:, 1:] == config.bos_id] = 9
+    ids[:, SPLIT] = config.bos_id
+    with torch.no_grad():
+        packed = model.logits(ids)[:, SPLIT:]
+        alone = model.logits(ids[:, SPLIT:])
+        ids[:, 5] += 1
+        changed = model.logits(ids)
+    assert not torch.equal(changed[:, :SPLIT], packed[:, :SPLIT]), "the first document must react, or nothing is shown"
+    row(
+        f"model/{name}-{mixer}/document_leak",
+        float((packed - alone).abs().max()),
+        unit="logits",
+        witness=packed.numel(),
+        rule="C36",
+        at_most=1e-10,
+        better="derived",
+        evidence=("fp64: what is left is the order of sums over a longer row",),
+    )
+    assert torch.equal(changed[:, SPLIT:], packed), "a change in document 1 moved document 2"
+    assert model.overflow() == 0
+
+
+@lanes("cpu", "h200")
+def test_future_tokens_do_not_move_the_past(lane: Lane) -> None:
+    config = preset("nam12", "narrow", capacity_factor=16.0)
+    model = build(config, lane.device)
+    ids = token_batch(config, 1, device=lane.device)
+    later = ids.clone()
+    later[:, 40:] = later[:, 40:] + 1
+    with torch.no_grad():
+        assert torch.equal(model.logits(ids)[:, :40], model.logits(later)[:, :40])

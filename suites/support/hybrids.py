@@ -1,0 +1,87 @@
+"""Seeded models, batches and compiled hybrids that the suites share.
+
+B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launch.contract import Contract, apply_dynamo, load
+from launch.policies import CompiledHybrid, apply
+from model import Hybrid, HybridConfig, preset
+from suites.support.instruments import DynamoReport, DynamoWatch, eager_islands
+
+SEED = 20260
+DOCUMENT_TOKENS = 24
+
+
+def token_batch(config: HybridConfig, batch: int, tokens: int = 0, seed: int = SEED, device: str = "cpu") -> Tensor:
+    """Token ids (B,T) int64 with a BOS at each row's start and about every 24 tokens: packed documents.
+
+    Ids follow a short random walk, so that next-token loss has something to learn.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    T = tokens or config.seq_len
+    steps = torch.randint(0, 3, (batch, T), generator=generator)
+    start = torch.randint(0, 64, (batch, 1), generator=generator)
+    ids = 8 + (start + steps.cumsum(1)) % 64
+    ids[torch.rand(batch, T, generator=generator) < 1 / DOCUMENT_TOKENS] = config.bos_id
+    ids[:, 0] = config.bos_id
+    return ids.to(device)
+
+
+def build(config: HybridConfig, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Hybrid:
+    """The model with seeded weights: the same numbers in every process and under every policy."""
+    torch.manual_seed(SEED)
+    return Hybrid(config).to(device=device, dtype=dtype)
+
+
+@dataclass
+class Watched:
+    """A hybrid under a policy with every instrument on it. `forward` counts one call's events."""
+
+    config: HybridConfig
+    model: Hybrid
+    compiled: CompiledHybrid
+    watch: DynamoWatch
+
+    def forward(self, ids: Tensor) -> tuple[int, int]:
+        """One training forward and backward -> compiled graph calls, eager islands."""
+        calls = self.watch.report.calls
+        with eager_islands(self.model.blocks) as islands:
+            loss = self.compiled(ids)
+        loss.backward()
+        self.model.zero_grad(set_to_none=True)
+        return self.watch.report.calls - calls, islands.total()
+
+    def report(self) -> DynamoReport:
+        """What Dynamo has done since the watch opened."""
+        return self.watch.refresh()
+
+
+@contextmanager
+def watched_hybrid(
+    name: str,
+    policy: str,
+    *,
+    device: str = "cpu",
+    backend: str = "inductor",
+    contract: Contract | None = None,
+    **changes: Any,
+) -> Iterator[Watched]:
+    """The narrow preset `name` under `policy`: contract applied, instruments open, all undone at exit."""
+    contract = contract or load()
+    saved = {name: getattr(torch._dynamo.config, name) for name in contract.dynamo}
+    with torch._dynamo.config.patch(saved), DynamoWatch() as watch:
+        apply_dynamo(contract)
+        config = preset(name, "narrow", **changes)
+        model = build(config, device)
+        yield Watched(config, model, apply(model, policy, contract, watch.backend(backend)), watch)
+    torch._dynamo.reset()

@@ -1,0 +1,105 @@
+"""Where numbers come from: versions, machine, commit. Read from files, so that nothing here imports torch.
+
+A session's controller calls this before any worker runs, and must survive a torch that does not import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+TRITON_NAMES = ("triton", "pytorch-triton", "pytorch-triton-xpu", "pytorch-triton-rocm")
+
+
+def collect(lane: str, device: str, root: Path, *, full_run: bool) -> dict[str, Any]:
+    """What a reader needs to tell two records apart; JSON types only, null for what is not there."""
+    return {
+        "lane": lane,
+        "device": device,
+        "driver": _driver(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        **versions(),
+        **_commit(root),
+        "command": shlex.join(sys.argv),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "full_run": full_run,
+    }
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str | None]:
+    """torch, torch_git, triton and wheel_set: the hash of every installed name and version."""
+    torch = _torch_version_file()
+    return {
+        "torch": torch.get("__version__"),
+        "torch_git": torch.get("git_version"),
+        "triton": next((v for v in map(_installed, TRITON_NAMES) if v), None),
+        "wheel_set": _wheel_set(),
+    }
+
+
+def _torch_version_file() -> dict[str, Any]:
+    """The globals of torch/version.py, run alone: the wheel's label and the commit that it was built from."""
+    spec = importlib.util.find_spec("torch")
+    path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    return runpy.run_path(str(path)) if path and path.is_file() else {}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _wheel_set() -> str:
+    names = sorted({f"{d.metadata['Name']}=={d.version}".lower() for d in metadata.distributions()})
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def _driver() -> str | None:
+    """Version of the loaded NVIDIA kernel module."""
+    found = re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", _read("/proc/driver/nvidia/version"))
+    return found[1] if found else None
+
+
+def _cpu() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _commit(root: Path) -> dict[str, Any]:
+    """Commit of the work tree and whether it differs from it; null outside of git."""
+    commit = _git(root, "rev-parse", "HEAD")
+    return {"commit": commit, "dirty": None if commit is None else bool(_git(root, "status", "--porcelain"))}
+
+
+def _git(root: Path, *args: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,174 @@
+"""The `row` fixture: a test measures, hands the value over, and is red at its end if any of its rows is.
+
+Each row is judged at once against the lane's baseline and rides on the test's reports, so that it reaches the
+session (suites/support/session.py) from any xdist worker.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from bumpgate.baseline import Baseline, judge, load
+from bumpgate.rows import Judgement, Row, RowError, Value, one_line
+from suites.support.lanes import lane_of
+from suites.support.provenance import versions
+
+# Names of the properties that carry rows and machine faults on a test report.
+ROW_PROPERTY = "bumpgate_row"
+INFRA_PROPERTY = "bumpgate_infra"
+MACHINE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+# Instruments whose canary agreed, and those whose canary did not with the reason, in this process.
+proved_instruments: set[str] = set()
+failed_instruments: dict[str, str] = {}
+
+
+class InfraError(Exception):
+    """Raised by a test or fixture where the machine cannot measure (contention, throttled clocks).
+
+    The rows that the test has not yet reported are INFRA.
+    """
+
+
+def report_canaries(results: Mapping[str, str]) -> None:
+    """Files what canaries said in this process: name -> reason, empty where the canary agreed.
+
+    A row that names an instrument which stands in neither set is INSTRUMENT: its canary never ran.
+    """
+    proved_instruments.update(name for name, reason in results.items() if not reason)
+    failed_instruments.update({name: reason for name, reason in results.items() if reason})
+
+
+class RowRecorder:
+    """The rows of one test. Callable; see __call__."""
+
+    def __init__(self, item: pytest.Item, baseline: Baseline, taken: dict[str, str]) -> None:
+        self._item = item
+        self._baseline = baseline
+        self._taken = taken
+        self._unreported: list[Judgement] = []
+
+    def __call__(
+        self,
+        id: str,
+        value: Value,
+        *,
+        unit: str,
+        witness: int,
+        rule: str,
+        expected: Value = None,
+        at_most: float | None = None,
+        at_least: float | None = None,
+        better: str | None = None,
+        tolerance: float = 0.0,
+        interval: tuple[float, float] | None = None,
+        evidence: Iterable[str] = (),
+        instruments: Iterable[str] = (),
+        per_build: bool = False,
+    ) -> Judgement:
+        """Judges one measured value; the fields are those of bumpgate.rows.Row.
+
+        better: where it is not given, "derived" if the test derived an expectation, else "exact".
+        Raises RowError, one line, on a row that makes no sense or an id that this run has already used.
+        """
+        derived = expected is not None or at_most is not None or at_least is not None
+        row = Row(
+            id=id,
+            value=value,
+            unit=unit,
+            witness=witness,
+            rule=rule,
+            expected=expected,
+            at_most=at_most,
+            at_least=at_least,
+            better=better or ("derived" if derived else "exact"),
+            tolerance=tolerance,
+            interval=interval,
+            evidence=tuple(str(e) for e in evidence),
+            instruments=tuple(instruments),
+            test=self._item.nodeid,
+            per_build=per_build,
+        )
+        if id in self._taken:
+            raise RowError(f"row {id!r}: already reported by {self._taken[id]}")
+        self._taken[id] = self._item.nodeid
+        judgement = judge(row, self._baseline, failed_instruments=_unproved(row), build=versions())
+        self._item.user_properties.append((ROW_PROPERTY, json.dumps(judgement.to_json())))
+        self._unreported.append(judgement)
+        return judgement
+
+    def fail_if_red(self) -> None:
+        """Fails the test with every red row that it has not yet failed for, in one message."""
+        red = [j for j in self._unreported if j.red]
+        self._unreported.clear()
+        if red:
+            pytest.fail("\n".join(_explain(j) for j in red), pytrace=False)
+
+
+def _unproved(row: Row) -> dict[str, str]:
+    never = "its canary never ran in this process"
+    return {
+        name: failed_instruments.get(name, never)
+        for name in row.instruments
+        if name in failed_instruments or name not in proved_instruments
+    }
+
+
+def _explain(j: Judgement) -> str:
+    lines = [f"{j.label} {j.row.id}: {j.reason}", *(f"  {line}" for line in j.row.evidence)]
+    return "\n".join([*lines, f"  -> {j.command}"] if j.command else lines)
+
+
+def baseline_path(config: pytest.Config, lane: str) -> Path:
+    """Where the reviewed rows of a lane stand."""
+    return config.rootpath / "baselines" / f"{lane}.json"
+
+
+@cache
+def lane_baseline(path: Path, lane: str) -> Baseline:
+    """The lane's baseline, read once a process. No file is an empty baseline: every row will be MISSING."""
+    return load(path, lane, missing_ok=True)
+
+
+RECORDER = pytest.StashKey[RowRecorder]()
+TAKEN = pytest.StashKey[dict[str, str]]()
+
+
+@pytest.fixture
+def row(request: pytest.FixtureRequest) -> Iterator[RowRecorder]:
+    """Hands measured values to the session; see RowRecorder.__call__ for the signature."""
+    item = request.node
+    lane = lane_of(item)
+    if lane is None:
+        raise RowError(f"{item.nodeid} has rows but no lane: decorate it with @lanes(...)")
+    taken = request.config.stash.setdefault(TAKEN, {})
+    recorder = RowRecorder(item, lane_baseline(baseline_path(request.config, lane), lane), taken)
+    item.stash[RECORDER] = recorder
+    yield recorder
+    # Only rows that a finalizer reported are left here; the others have failed the call.
+    recorder.fail_if_red()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """The test itself is red for a red row, not its teardown. An exception of its own comes first."""
+    result = yield
+    recorder = item.stash.get(RECORDER, None)
+    if recorder is not None:
+        recorder.fail_if_red()
+    return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Marks the report of a test that the machine stopped, so that its rows read INFRA and not MISSING."""
+    error = call.excinfo.value if call.excinfo else None
+    machine = isinstance(error, (InfraError, MemoryError))
+    if machine or (isinstance(error, OSError) and error.errno in MACHINE_FAULTS):
+        item.user_properties.append((INFRA_PROPERTY, one_line(f"{type(error).__name__}: {error}")))

@@ -1,0 +1,262 @@
+"""From test reports to record.json: collects the rows of a run, finds the missing ones, and judges the run.
+
+LaneSession lives in the controller, which imports no torch and survives every crash of a worker; Selection
+lives in each process that collects tests.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from typing import Any
+
+import pytest
+
+from bumpgate.baseline import Baseline, Reviewed, accept, comparable, investigate
+from bumpgate.rows import Judgement, Record, Row, Verdict, one_line, write_record
+from bumpgate.table import verdict_table
+from suites.support import provenance
+from suites.support.lanes import LANES, find, lane_of
+from suites.support.rows import INFRA_PROPERTY, ROW_PROPERTY
+
+
+class Selection:
+    """Which lane tests this process deselected; refuses those of another lane than the one that -m names."""
+
+    def __init__(self, config: pytest.Config, lane: str | None) -> None:
+        self.config = config
+        self.lane = lane
+        self.deselected: list[str] = []
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.deselected += [item.nodeid for item in items if self.lane and lane_of(item) == self.lane]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.config.option.collectonly or all(lane_of(item) in (None, self.lane) for item in items):
+            return
+        message = f"pick a lane: pytest -m {' | '.join(LANES)}"
+        if not hasattr(self.config, "workeroutput"):
+            raise pytest.UsageError(message)
+        # A worker cannot refuse the run; it selects nothing and lets the controller say why.
+        self.config.workeroutput["usage_error"] = message
+        items.clear()
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["deselected"] = self.deselected
+
+
+class LaneSession:
+    """One run of one lane: judgements by row id, outcomes by node id. Without a lane it judges nothing."""
+
+    def __init__(self, config: pytest.Config, baseline: Baseline | None, selection: Selection) -> None:
+        self.config = config
+        self.baseline = baseline
+        self.deselected: set[str] = set()
+        self.selection = selection
+        self.record_path = config.invocation_params.dir / (
+            config.option.record or config.rootpath / "record.json"
+        )
+        self.full = baseline is not None and _is_full(config, baseline.lane)
+        self.selected: set[str] = set()
+        self.finished: set[str] = set()
+        self.judgements: dict[str, Judgement] = {}
+        self.failed: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
+        self.xpassed: set[str] = set()
+        self.infra: dict[str, str] = {}
+        self.uncollected: dict[str, str] = {}
+        self.duplicates: list[str] = []
+        self.refusal: str | None = None
+        self.closing = ""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self) -> None:
+        """Leaves a record that is not complete: if this run is killed, no older record passes for its own."""
+        if self.baseline is None or self.config.option.collectonly:
+            return
+        self.started = time.monotonic()
+        lane = self.baseline.lane
+        self.provenance = provenance.collect(
+            lane, find(lane).device, self.config.rootpath, full_run=self.full
+        )
+        try:
+            write_record(self.record_path, self.provenance, (), complete=False)
+        except OSError as error:
+            raise pytest.UsageError(f"--record {self.record_path}: {error.strerror}") from None
+
+    def pytest_report_header(self) -> list[str]:
+        if self.baseline is None or self.config.option.collectonly:
+            return []
+        made_with, here = self.baseline.made_with, self.provenance
+        head = f"lane: {self.baseline.lane} on {here['device']}, torch {here['torch']}; "
+        head += f"baseline: {len(self.baseline.rows)} rows, made with torch {made_with.get('torch')}"
+        return [line for line in (head, comparable(made_with, here)) if line]
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.selected.update(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.selected.update(ids)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        output = getattr(node, "workeroutput", None) or {}
+        self.refusal = output.get("usage_error", self.refusal)
+        self.deselected.update(output.get("deselected", ()))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.uncollected[report.nodeid] = _last_line(report)
+        elif report.skipped:
+            self.skipped[report.nodeid] = _last_line(report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties:
+            if name == ROW_PROPERTY:
+                self._file(Judgement.from_json(json.loads(str(value))), report.nodeid)
+            elif name == INFRA_PROPERTY:
+                self.infra[report.nodeid] = str(value)
+        expected_failure = hasattr(report, "wasxfail")
+        if report.failed:
+            self.failed.setdefault(report.nodeid, _last_line(report))
+        elif report.skipped and not expected_failure:
+            self.skipped[report.nodeid] = _last_line(report)
+        elif report.passed and expected_failure and report.when == "call":
+            self.xpassed.add(report.nodeid)
+        # xdist files the report of a crashed worker's test under no phase.
+        if report.when not in ("setup", "call"):
+            self.finished.add(report.nodeid)
+
+    def _file(self, judgement: Judgement, nodeid: str) -> None:
+        """Each report of a test repeats the rows of its earlier phases."""
+        known = self.judgements.setdefault(judgement.row.id, judgement)
+        if known.row.test != nodeid:
+            line = f"{nodeid}: row {judgement.row.id!r} was already reported by {known.row.test}"
+            self.duplicates += [line] if line not in self.duplicates else []
+
+    @pytest.hookimpl(
+        tryfirst=True
+    )  # before xdist waits for its workers to end: a second ctrl-C may cut that short
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self.refusal:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+        elif exitstatus != pytest.ExitCode.USAGE_ERROR and not self.config.option.collectonly:
+            if self.baseline is not None:
+                self._close(session, self.baseline, exitstatus)
+
+    def _close(self, session: pytest.Session, baseline: Baseline, exitstatus: int) -> None:
+        self.deselected.update(self.selection.deselected)
+        ended = exitstatus in (
+            pytest.ExitCode.OK,
+            pytest.ExitCode.TESTS_FAILED,
+            pytest.ExitCode.NO_TESTS_COLLECTED,
+        )
+        complete = ended and not self.uncollected and self.selected <= self.finished
+        judgements = [*self.judgements.values(), *self._missing(baseline, complete)]
+        problems = self._problems(judgements, complete)
+        here = self.provenance | {"wall_seconds": round(time.monotonic() - self.started, 1)}
+        try:
+            record = write_record(self.record_path, here, judgements, complete=complete, problems=problems)
+            where = str(self.record_path)
+        except OSError as error:
+            record = Record(here, tuple(judgements), False, tuple(problems))
+            where = f"not written: {self.record_path}: {error.strerror}"
+        if record.red and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        width = shutil.get_terminal_size().columns if reporter and reporter.hasmarkup else None
+        self.closing = verdict_table(record, where, verbose=self.config.option.verbose > 0, terminal=width)
+
+    def _missing(self, baseline: Baseline, complete: bool) -> list[Judgement]:
+        """Reviewed rows that this run should have reported: those of its tests, on a full run all of them."""
+        silent = {id: r for id, r in baseline.rows.items() if id not in self.judgements}
+        due = {
+            id: r
+            for id, r in silent.items()
+            if self.full or r.test in self.selected or _file_of(r.test) in self.uncollected
+        }
+        return [self._explain_missing(id, r, baseline.lane, complete) for id, r in due.items()]
+
+    def _explain_missing(self, row_id: str, reviewed: Reviewed, lane: str, complete: bool) -> Judgement:
+        test = reviewed.test
+        row = Row(
+            row_id,
+            None,
+            reviewed.unit,
+            0,
+            "",
+            better=reviewed.better,
+            test=test,
+            per_build=reviewed.per_build,
+        )
+        again = investigate(lane, test)
+        if test in self.infra:
+            return Judgement(row, Verdict.INFRA, self.infra[test], again)
+        if test in self.failed:
+            return Judgement(row, Verdict.MISSING, f"not reported by {test}: {self.failed[test]}", again)
+        if test in self.skipped:
+            return Judgement(
+                row, Verdict.MISSING, f"not reported by {test}: skipped: {self.skipped[test]}", again
+            )
+        if _file_of(test) in self.uncollected:
+            why = f"{_file_of(test)} could not be collected: {self.uncollected[_file_of(test)]}"
+            return Judgement(row, Verdict.MISSING, why, again)
+        if test in self.selected and test not in self.finished:
+            return Judgement(row, Verdict.MISSING, f"the run ended before {test} did", again)
+        why = f"{test} no longer reports it" if test in self.selected else f"its test is gone: {test}"
+        gone = self.full and complete
+        return Judgement(
+            row, Verdict.MISSING, why, accept(lane, row_id, prune=gone) if gone else again, gone=gone
+        )
+
+    def _problems(self, judgements: list[Judgement], complete: bool) -> list[str]:
+        """What is wrong outside any red row, one line each."""
+        told = {j.row.test for j in judgements if j.red}
+        lines = [f"{test}: {why}" for test, why in self.failed.items() if test not in told]
+        lines += [f"{path}: could not be collected: {why}" for path, why in self.uncollected.items()]
+        lines += self.duplicates
+        unfinished = len(self.selected - self.finished)
+        if not complete:
+            lines.append(f"the run was cut short: {unfinished} of {len(self.selected)} tests did not finish")
+        if self.config.option.gate:
+            lines += [f"{test}: skipped under --gate: {why}" for test, why in self.skipped.items()]
+            lines += [f"{test}: passed where a failure is expected, under --gate" for test in self.xpassed]
+            lines += [f"{test}: deselected under --gate" for test in self.deselected]
+        return sorted(lines)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+        terminalreporter.ensure_newline()
+        if self.refusal:
+            terminalreporter.write_line(f"ERROR: {self.refusal}")
+        elif self.closing:
+            terminalreporter.write_line(self.closing)
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and not self.refusal:
+            terminalreporter.write_line("nothing was selected: not green")
+
+
+def _is_full(config: pytest.Config, lane: str) -> bool:
+    """Whether this command line selects every test of the lane."""
+    o = config.option
+    narrowed = [o.markexpr.strip() != lane, o.keyword, o.deselect, o.ignore, o.ignore_glob]
+    narrowed += [ini for ini in o.override_ini or () if ini.startswith(("testpaths", "python_"))]
+    given = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
+    wanted = [(config.rootpath / path).resolve() for path in config.getini("testpaths")]
+    return not any(narrowed) and all(any(w.is_relative_to(g) for g in given) for w in wanted)
+
+
+def _file_of(nodeid: str) -> str:
+    return nodeid.split("::")[0]
+
+
+def _last_line(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Why a report is no pass, in one line: the exception's own words where pytest kept them."""
+    if isinstance(report.longrepr, tuple):
+        return one_line(report.longrepr[2].removeprefix("Skipped: "))
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash else report.longreprtext
+    lines = [line for line in text.splitlines() if line.strip()]
+    return one_line(lines[0 if crash else -1]) if lines else "no reason given"

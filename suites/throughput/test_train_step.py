@@ -1,0 +1,57 @@
+"""Tokens that one train step of the 52-layer hybrid moves for the price of an anchor workload.
+
+Rule C37. The anchor is NumPy and interpreter work, so that it holds still while torch moves.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from launch.step import make_optimizer, train_step
+from suites.support.hybrids import token_batch, watched_hybrid
+from suites.support.lanes import Lane, lanes
+from suites.support.timing import anchor, interleaved, ratio
+
+ROUNDS = 40
+TOLERANCE = 0.15
+
+
+@lanes("cpu")
+def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
+    canaries("graphs")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with watched_hybrid("nam52", "regional") as hybrid, watched_hybrid("nam52", "eager") as eager:
+            ids = token_batch(hybrid.config, 2)
+            hybrid.compiled.warm_up(ids)
+            steps = {}
+            for name, each in (("regional", hybrid), ("eager", eager)):
+                optimizer = make_optimizer(each.model)
+                steps[name] = lambda each=each, optimizer=optimizer: train_step(each.compiled, optimizer, ids)
+            calls = hybrid.watch.report.calls
+            seconds = interleaved({"anchor": anchor, **steps}, ROUNDS)
+            calls = hybrid.watch.report.calls - calls
+    finally:
+        torch.set_num_threads(threads)
+    tokens = ids.numel()
+    shared = {"rule": "C37", "better": "higher", "tolerance": TOLERANCE, "witness": calls, "instruments": ("graphs",)}
+    for name in steps:
+        per_anchor = ratio(seconds["anchor"], seconds[name])
+        rate = tokens / sorted(seconds[name])[len(seconds[name]) // 2]
+        row(
+            f"throughput/nam52-{name}/tokens_per_anchor",
+            tokens * per_anchor.median,
+            unit="tokens",
+            interval=(tokens * per_anchor.low, tokens * per_anchor.high),
+            evidence=(f"{rate:.0f} tokens per CPU second, median of {ROUNDS}",),
+            **shared,
+        )
+    faster = ratio(seconds["eager"], seconds["regional"])
+    row(
+        "throughput/nam52-regional/speedup_over_eager",
+        faster.median,
+        unit="ratio",
+        interval=(faster.low, faster.high),
+        **shared,
+    )
