@@ -36,11 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(fault)
     if config.option.gate:
         os.environ["BUMPGATE_GATE"] = "1"  # nothing that a gate starts may rewrite a baseline
-    try:
-        baseline = rows.lane_baseline(rows.baseline_path(config, lane), lane) if lane else None
-    except BaselineError as error:
-        raise pytest.UsageError(str(error)) from None
-    config.pluginmanager.register(LaneSession(config, baseline, selection), "bumpgate-session")
+    if lane and not config.option.collectonly:
+        try:
+            baseline = rows.lane_baseline(rows.baseline_path(config, lane), lane)
+        except BaselineError as error:
+            raise pytest.UsageError(str(error)) from None
+        config.pluginmanager.register(LaneSession(config, baseline, selection), "bumpgate-session")
 
 
 def chosen_lane(config: pytest.Config) -> str | None:

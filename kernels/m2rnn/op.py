@@ -11,6 +11,11 @@ from kernels.m2rnn.reference import m2rnn_backward_reference, m2rnn_forward_with
 IMPLS = ("op", "reference")
 
 
+def _full_precision(t: Tensor) -> torch.autocast:
+    """Autocast reaches into an op's body and would run its products in bf16; they belong in fp32."""
+    return torch.autocast(t.device.type, enabled=False)
+
+
 def _fresh(t: Tensor) -> Tensor:
     """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
     return t.clone(memory_format=torch.contiguous_format)
@@ -21,7 +26,8 @@ def m2rnn_fwd(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> y, final state, and the state after every token (B,T,H,K,V) for the backward."""
-    y, states = m2rnn_forward_with_states(q, k, v, W, f, doc_ids, h0)
+    with _full_precision(v):
+        y, states = m2rnn_forward_with_states(q, k, v, W, f, doc_ids, h0)
     return _fresh(y), _fresh(states[:, -1]), _fresh(states)
 
 
@@ -38,7 +44,8 @@ def m2rnn_bwd(
     states: Tensor, dy: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, W, f, h0."""
-    grads = m2rnn_backward_reference(q, k, v, W, f, doc_ids, h0, states, dy, dfinal)
+    with _full_precision(v):
+        grads = m2rnn_backward_reference(q, k, v, W, f, doc_ids, h0, states, dy, dfinal)
     return tuple(_fresh(g) for g in grads)
 
 
@@ -103,14 +110,15 @@ def m2rnn(
 
     q, k (B,T,H,K) and v (B,T,H,V) in one float dtype. In any float dtype: W (H,V,V); f (B,T,H), the forget
     gate in (0,1); h0 (B,H,K,V), or None for zeros. doc_ids (B,T) int32: h is zeroed where the id changes from
-    one token to the next. impl "op" is opaque to the compiler, "reference" is traced through (T steps unrolled);
+    one token to the next. impl "op" is opaque to the compiler, "reference" is traced through in T steps;
     "op" keeps the state after every token for its backward, B T H K V elements in fp32 (fp64).
     -> y (B,T,H,V) in v.dtype, final state (B,H,K,V) in fp32 (fp64 for fp64 v).
     Raises ValueError on a wrong shape, dtype or impl. Source: Mishra et al. 2026 (arXiv 2603.14360).
     """
     _check(q, k, v, W, f, doc_ids, h0, impl)
     if impl == "reference":
-        return m2rnn_reference(q, k, v, W, f, doc_ids, h0)
+        with _full_precision(v):
+            return m2rnn_reference(q, k, v, W, f, doc_ids, h0)
     if h0 is None:
         acc = torch.promote_types(v.dtype, torch.float32)
         B, _, H, K = k.shape

@@ -16,6 +16,16 @@ from kernels.mamba3_siso.reference import (
 IMPLS = ("op", "reference")
 
 
+def _full_precision(t: Tensor) -> torch.autocast:
+    """Autocast reaches into an op's body and would run its products in bf16; they belong in fp32."""
+    return torch.autocast(t.device.type, enabled=False)
+
+
+def _fresh(t: Tensor) -> Tensor:
+    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
 @torch.library.custom_op("bumpgate::mamba3_siso_fwd", mutates_args=())
 def mamba3_siso_fwd(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
@@ -23,7 +33,8 @@ def mamba3_siso_fwd(
     theta: Tensor, h: Tensor, k_prev: Tensor, v_prev: Tensor, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
-    y, state = mamba3_siso_reference(*inputs, Mamba3State(theta, h, k_prev, v_prev), chunk_size)
+    with _full_precision(v):
+        y, state = mamba3_siso_reference(*inputs, Mamba3State(theta, h, k_prev, v_prev), chunk_size)
     return tuple(_fresh(t) for t in (y, *state))
 
 
@@ -44,7 +55,9 @@ def mamba3_siso_bwd(
     """Gradients of the floating-point inputs, in their order."""
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
     state, dstate = Mamba3State(theta, h, k_prev, v_prev), Mamba3State(dtheta, dh, dk_prev, dv_prev)
-    return [_fresh(t) for t in mamba3_siso_backward_reference(*inputs, state, chunk_size, dy, dstate)]
+    with _full_precision(v):
+        grads = mamba3_siso_backward_reference(*inputs, state, chunk_size, dy, dstate)
+    return [_fresh(t) for t in grads]
 
 
 @mamba3_siso_bwd.register_fake
@@ -54,11 +67,6 @@ def _(
 ):  # fmt: skip
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, theta, h, k_prev, v_prev)
     return [t.new_empty(t.shape) for t in inputs]
-
-
-def _fresh(t: Tensor) -> Tensor:
-    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
-    return t.clone(memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx, inputs, output):
@@ -136,7 +144,8 @@ def mamba3_siso(
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
     _check(*inputs, state, chunk_size, impl)
     if impl == "reference":
-        return mamba3_siso_reference(*inputs, state, chunk_size)
+        with _full_precision(v):
+            return mamba3_siso_reference(*inputs, state, chunk_size)
     state = zero_state(v, q, angles) if state is None else state
     y, *final = mamba3_siso_fwd(*inputs, *state, chunk_size)
     return y, Mamba3State(*final)

@@ -11,6 +11,11 @@ from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_backward_reference, 
 IMPLS = ("op", "reference")
 
 
+def _full_precision(t: Tensor) -> torch.autocast:
+    """Autocast reaches into an op's body and would run its products in bf16; they belong in fp32."""
+    return torch.autocast(t.device.type, enabled=False)
+
+
 def _fresh(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Copies in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
     return tuple(t.clone(memory_format=torch.contiguous_format) for t in tensors)
@@ -28,7 +33,8 @@ def ssd_chunk_scan_fwd(
     initial_state: Tensor,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    return _fresh(ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size))
+    with _full_precision(x):
+        return _fresh(ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size))
 
 
 @ssd_chunk_scan_fwd.register_fake
@@ -52,7 +58,8 @@ def ssd_chunk_scan_bwd(
     dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
-    return _fresh(ssd_chunk_scan_backward_reference(*inputs, chunk_size, dy, dfinal))
+    with _full_precision(x):
+        return _fresh(ssd_chunk_scan_backward_reference(*inputs, chunk_size, dy, dfinal))
 
 
 @ssd_chunk_scan_bwd.register_fake
@@ -132,7 +139,8 @@ def ssd_chunk_scan(
     """
     _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl)
     if impl == "reference":
-        return ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
+        with _full_precision(x):
+            return ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
     if initial_state is None:
         acc = torch.promote_types(x.dtype, torch.float32)
         initial_state = x.new_zeros((x.shape[0], x.shape[2], x.shape[3], Bmat.shape[3]), dtype=acc)

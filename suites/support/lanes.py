@@ -61,8 +61,8 @@ def detect(name: str) -> str | None:
 def find(name: str) -> Found:
     """Looks for the lane's device.
 
-    Torch is imported in a process of its own: one that crashes on import, or takes device memory for a context,
-    must not do so in the process that judges.
+    Torch is imported in a process of its own: one that crashes on import, or takes device memory for a
+    context, must not do so in the process that judges.
     """
     if name == "cpu":
         return Found("cpu", _no_compiler())

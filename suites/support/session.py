@@ -22,78 +22,31 @@ from suites.support.rows import INFRA_PROPERTY, ROW_PROPERTY
 
 
 class Selection:
-    """Which lane tests this process deselected; refuses those of another lane than the one that -m names."""
+    """Which lane tests are selected; refuses those of another lane than the one that -m names.
+
+    Registered in the controller and in every worker, which reports to the controller when it ends.
+    """
 
     def __init__(self, config: pytest.Config, lane: str | None) -> None:
         self.config = config
         self.lane = lane
-        self.deselected: list[str] = []
+        self.selected: set[str] = set()
+        self.deselected: set[str] = set()
+        self.refusal: str | None = None
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        self.deselected += [item.nodeid for item in items if self.lane and lane_of(item) == self.lane]
+        self.deselected.update(item.nodeid for item in items if self.lane and lane_of(item) == self.lane)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self.config.option.collectonly or all(lane_of(item) in (None, self.lane) for item in items):
             return
-        message = f"pick a lane: pytest -m {' | '.join(LANES)}"
+        refusal = f"pick a lane: pytest -m {' | '.join(LANES)}"
         if not hasattr(self.config, "workeroutput"):
-            raise pytest.UsageError(message)
-        # A worker cannot refuse the run; it selects nothing and lets the controller say why.
-        self.config.workeroutput["usage_error"] = message
+            raise pytest.UsageError(refusal)
+        # A worker cannot refuse the run: it selects nothing and tells the controller why.
+        self.refusal = refusal
         items.clear()
-
-    def pytest_sessionfinish(self) -> None:
-        if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput["deselected"] = self.deselected
-
-
-class LaneSession:
-    """One run of one lane: judgements by row id, outcomes by node id. Without a lane it judges nothing."""
-
-    def __init__(self, config: pytest.Config, baseline: Baseline | None, selection: Selection) -> None:
-        self.config = config
-        self.baseline = baseline
-        self.deselected: set[str] = set()
-        self.selection = selection
-        self.record_path = config.invocation_params.dir / (
-            config.option.record or config.rootpath / "record.json"
-        )
-        self.full = baseline is not None and _is_full(config, baseline.lane)
-        self.selected: set[str] = set()
-        self.finished: set[str] = set()
-        self.judgements: dict[str, Judgement] = {}
-        self.failed: dict[str, str] = {}
-        self.skipped: dict[str, str] = {}
-        self.xpassed: set[str] = set()
-        self.infra: dict[str, str] = {}
-        self.uncollected: dict[str, str] = {}
-        self.duplicates: list[str] = []
-        self.refusal: str | None = None
-        self.closing = ""
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionstart(self) -> None:
-        """Leaves a record that is not complete: if this run is killed, no older record passes for its own."""
-        if self.baseline is None or self.config.option.collectonly:
-            return
-        self.started = time.monotonic()
-        lane = self.baseline.lane
-        self.provenance = provenance.collect(
-            lane, find(lane).device, self.config.rootpath, full_run=self.full
-        )
-        try:
-            write_record(self.record_path, self.provenance, (), complete=False)
-        except OSError as error:
-            raise pytest.UsageError(f"--record {self.record_path}: {error.strerror}") from None
-
-    def pytest_report_header(self) -> list[str]:
-        if self.baseline is None or self.config.option.collectonly:
-            return []
-        made_with, here = self.baseline.made_with, self.provenance
-        head = f"lane: {self.baseline.lane} on {here['device']}, torch {here['torch']}; "
-        head += f"baseline: {len(self.baseline.rows)} rows, made with torch {made_with.get('torch')}"
-        return [line for line in (head, comparable(made_with, here)) if line]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.selected.update(item.nodeid for item in session.items)
@@ -104,9 +57,61 @@ class LaneSession:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        output = getattr(node, "workeroutput", None) or {}
-        self.refusal = output.get("usage_error", self.refusal)
-        self.deselected.update(output.get("deselected", ()))
+        refusal, deselected = getattr(node, "workeroutput", {}).get("selection", (None, ()))
+        self.refusal = refusal or self.refusal
+        self.deselected.update(deselected)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["selection"] = (self.refusal, sorted(self.deselected))
+        elif self.refusal:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+        terminalreporter.ensure_newline()
+        if self.refusal:
+            terminalreporter.write_line(f"ERROR: {self.refusal}")
+        elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            terminalreporter.write_line("nothing was selected: not green")
+
+
+class LaneSession:
+    """One run of one lane, in the controller: judgements by row id, outcomes by node id."""
+
+    def __init__(self, config: pytest.Config, baseline: Baseline, selection: Selection) -> None:
+        self.config = config
+        self.baseline = baseline
+        self.selection = selection
+        self.record_path = config.invocation_params.dir / (
+            config.option.record or config.rootpath / "record.json"
+        )
+        self.full = _is_full(config, baseline.lane)
+        self.judgements: dict[str, Judgement] = {}
+        self.finished: set[str] = set()
+        self.failed: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
+        self.xpassed: set[str] = set()
+        self.infra: dict[str, str] = {}
+        self.uncollected: dict[str, str] = {}
+        self.duplicates: set[str] = set()
+        self.closing = ""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self) -> None:
+        """Leaves a record that is not complete: if this run is killed, no older record passes for its own."""
+        self.started = time.monotonic()
+        lane, root = self.baseline.lane, self.config.rootpath
+        self.provenance = provenance.collect(lane, find(lane).device, root, full_run=self.full)
+        try:
+            write_record(self.record_path, self.provenance, (), complete=False)
+        except OSError as error:
+            raise pytest.UsageError(f"--record {self.record_path}: {error.strerror}") from None
+
+    def pytest_report_header(self) -> list[str]:
+        made_with, here = self.baseline.made_with, self.provenance
+        head = f"lane: {self.baseline.lane} on {here['device']}, torch {here['torch']}; "
+        head += f"baseline: {len(self.baseline.rows)} rows, made with torch {made_with.get('torch')}"
+        return [line for line in (head, comparable(made_with, here)) if line]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -135,28 +140,16 @@ class LaneSession:
         """Each report of a test repeats the rows of its earlier phases."""
         known = self.judgements.setdefault(judgement.row.id, judgement)
         if known.row.test != nodeid:
-            line = f"{nodeid}: row {judgement.row.id!r} was already reported by {known.row.test}"
-            self.duplicates += [line] if line not in self.duplicates else []
+            self.duplicates.add(f"{nodeid}: row {known.row.id!r} was already reported by {known.row.test}")
 
-    @pytest.hookimpl(
-        tryfirst=True
-    )  # before xdist waits for its workers to end: a second ctrl-C may cut that short
+    @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if self.refusal:
-            session.exitstatus = pytest.ExitCode.USAGE_ERROR
-        elif exitstatus != pytest.ExitCode.USAGE_ERROR and not self.config.option.collectonly:
-            if self.baseline is not None:
-                self._close(session, self.baseline, exitstatus)
-
-    def _close(self, session: pytest.Session, baseline: Baseline, exitstatus: int) -> None:
-        self.deselected.update(self.selection.deselected)
-        ended = exitstatus in (
-            pytest.ExitCode.OK,
-            pytest.ExitCode.TESTS_FAILED,
-            pytest.ExitCode.NO_TESTS_COLLECTED,
-        )
-        complete = ended and not self.uncollected and self.selected <= self.finished
-        judgements = [*self.judgements.values(), *self._missing(baseline, complete)]
+        """Before xdist waits for its workers to end: a second ctrl-C may cut that short."""
+        if exitstatus == pytest.ExitCode.USAGE_ERROR or self.selection.refusal:
+            return
+        ended = exitstatus in (0, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+        complete = ended and not self.uncollected and self.selection.selected <= self.finished
+        judgements = [*self.judgements.values(), *self._missing(complete)]
         problems = self._problems(judgements, complete)
         here = self.provenance | {"wall_seconds": round(time.monotonic() - self.started, 1)}
         try:
@@ -165,24 +158,45 @@ class LaneSession:
         except OSError as error:
             record = Record(here, tuple(judgements), False, tuple(problems))
             where = f"not written: {self.record_path}: {error.strerror}"
-        if record.red and exitstatus == pytest.ExitCode.OK:
+        if record.red and exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
         width = shutil.get_terminal_size().columns if reporter and reporter.hasmarkup else None
         self.closing = verdict_table(record, where, verbose=self.config.option.verbose > 0, terminal=width)
 
-    def _missing(self, baseline: Baseline, complete: bool) -> list[Judgement]:
-        """Reviewed rows that this run should have reported: those of its tests, on a full run all of them."""
-        silent = {id: r for id, r in baseline.rows.items() if id not in self.judgements}
-        due = {
-            id: r
-            for id, r in silent.items()
-            if self.full or r.test in self.selected or _file_of(r.test) in self.uncollected
-        }
-        return [self._explain_missing(id, r, baseline.lane, complete) for id, r in due.items()]
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.ensure_newline()
+        terminalreporter.write(self.closing + "\n" if self.closing else "")
 
-    def _explain_missing(self, row_id: str, reviewed: Reviewed, lane: str, complete: bool) -> Judgement:
-        test = reviewed.test
+    def _missing(self, complete: bool) -> list[Judgement]:
+        """Reviewed rows that this run should have reported: those of its tests, on a full run all of them."""
+        silent = {id: r for id, r in self.baseline.rows.items() if id not in self.judgements}
+        return [
+            self._explain_missing(id, r, complete)
+            for id, r in silent.items()
+            if self.full or r.test in self.selection.selected or _file_of(r.test) in self.uncollected
+        ]
+
+    def _explain_missing(self, row_id: str, reviewed: Reviewed, complete: bool) -> Judgement:
+        test, file = reviewed.test, _file_of(reviewed.test)
+        ran = test in self.selection.selected
+        gone = False
+        if test in self.infra:
+            reason = self.infra[test]
+        elif test in self.failed:
+            reason = f"not reported by {test}: {self.failed[test]}"
+        elif test in self.skipped:
+            reason = f"not reported by {test}: skipped: {self.skipped[test]}"
+        elif file in self.uncollected:
+            reason = f"{file} could not be collected: {self.uncollected[file]}"
+        elif ran and test not in self.finished:
+            reason = f"the run ended before {test} did"
+        else:
+            reason = f"{test} no longer reports it" if ran else f"its test is gone: {test}"
+            gone = self.full and complete
+        lane = self.baseline.lane
+        command = accept(lane, row_id, prune=True) if gone else investigate(lane, test)
+        verdict = Verdict.INFRA if test in self.infra else Verdict.MISSING
         row = Row(
             row_id,
             None,
@@ -193,25 +207,7 @@ class LaneSession:
             test=test,
             per_build=reviewed.per_build,
         )
-        again = investigate(lane, test)
-        if test in self.infra:
-            return Judgement(row, Verdict.INFRA, self.infra[test], again)
-        if test in self.failed:
-            return Judgement(row, Verdict.MISSING, f"not reported by {test}: {self.failed[test]}", again)
-        if test in self.skipped:
-            return Judgement(
-                row, Verdict.MISSING, f"not reported by {test}: skipped: {self.skipped[test]}", again
-            )
-        if _file_of(test) in self.uncollected:
-            why = f"{_file_of(test)} could not be collected: {self.uncollected[_file_of(test)]}"
-            return Judgement(row, Verdict.MISSING, why, again)
-        if test in self.selected and test not in self.finished:
-            return Judgement(row, Verdict.MISSING, f"the run ended before {test} did", again)
-        why = f"{test} no longer reports it" if test in self.selected else f"its test is gone: {test}"
-        gone = self.full and complete
-        return Judgement(
-            row, Verdict.MISSING, why, accept(lane, row_id, prune=gone) if gone else again, gone=gone
-        )
+        return Judgement(row, verdict, reason, command, gone=gone)
 
     def _problems(self, judgements: list[Judgement], complete: bool) -> list[str]:
         """What is wrong outside any red row, one line each."""
@@ -219,23 +215,15 @@ class LaneSession:
         lines = [f"{test}: {why}" for test, why in self.failed.items() if test not in told]
         lines += [f"{path}: could not be collected: {why}" for path, why in self.uncollected.items()]
         lines += self.duplicates
-        unfinished = len(self.selected - self.finished)
         if not complete:
-            lines.append(f"the run was cut short: {unfinished} of {len(self.selected)} tests did not finish")
+            selected = self.selection.selected
+            unfinished = f"{len(selected - self.finished)} of {len(selected)} tests did not finish"
+            lines.append(f"the run was cut short: {unfinished}")
         if self.config.option.gate:
             lines += [f"{test}: skipped under --gate: {why}" for test, why in self.skipped.items()]
             lines += [f"{test}: passed where a failure is expected, under --gate" for test in self.xpassed]
-            lines += [f"{test}: deselected under --gate" for test in self.deselected]
+            lines += [f"{test}: deselected under --gate" for test in self.selection.deselected]
         return sorted(lines)
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-        terminalreporter.ensure_newline()
-        if self.refusal:
-            terminalreporter.write_line(f"ERROR: {self.refusal}")
-        elif self.closing:
-            terminalreporter.write_line(self.closing)
-        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and not self.refusal:
-            terminalreporter.write_line("nothing was selected: not green")
 
 
 def _is_full(config: pytest.Config, lane: str) -> bool:

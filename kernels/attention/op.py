@@ -1,0 +1,127 @@
+"""attention as a custom op: opaque to Dynamo and Inductor in both directions.
+
+B batch, T tokens, Hq query heads, Hkv key/value heads, P head dim.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.attention.reference import (
+    attention_backward_reference,
+    attention_forward_with_lse,
+    attention_reference,
+)
+
+IMPLS = ("op", "reference")
+
+
+def _fresh(t: Tensor) -> Tensor:
+    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("bumpgate::attention_fwd", mutates_args=())
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale: float, softcap: float, window: int, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """-> out (B,T,Hq,P), lse (B,Hq,T) in fp32 (fp64 for fp64)."""
+    out, lse = attention_forward_with_lse(q, k, v, doc_ids, scale, softcap, window, causal)
+    return _fresh(out), _fresh(lse)
+
+
+@attention_fwd.register_fake
+def _(q, k, v, doc_ids, scale, softcap, window, causal):
+    B, T, Hq, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((B, Hq, T), dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.custom_op("bumpgate::attention_bwd", mutates_args=())
+def attention_bwd(
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    scale: float, softcap: float, window: int, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v."""
+    grads = attention_backward_reference(
+        q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal
+    )  # fmt: skip
+    return tuple(_fresh(g) for g in grads)
+
+
+@attention_bwd.register_fake
+def _(q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal):
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, doc_ids, *ctx.options = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, doc_ids, out, lse)
+
+
+def _backward(ctx, dout, _dlse):
+    dq, dk, dv = attention_bwd(*ctx.saved_tensors, dout, *ctx.options)
+    return dq, dk, dv, None, None, None, None, None
+
+
+attention_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(q, k, v, doc_ids, softcap, window, impl):
+    if impl not in IMPLS:
+        raise ValueError(f"attention: impl is {impl!r}, choices are {IMPLS}")
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(
+            f"attention: q must be (B,T,Hq,P) and k (B,T,Hkv,P), not {q.dim()}-d and {k.dim()}-d"
+        )
+    B, T, Hq, P = q.shape
+    Hkv = k.shape[2]
+    if Hkv < 1 or Hq % Hkv:
+        raise ValueError(f"attention: {Hq} query heads are no multiple of {Hkv} key/value heads")
+    for name, tensor, shape in (
+        ("k", k, (B, T, Hkv, P)),
+        ("v", v, (B, T, Hkv, P)),
+        ("doc_ids", doc_ids, (B, T)),
+    ):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"attention: {name} has shape {tuple(tensor.shape)}, wanted {shape}")
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"attention: q, k, v want one float dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
+    if doc_ids.dtype != torch.int32:
+        raise ValueError(f"attention: doc_ids must be int32, not {doc_ids.dtype}")
+    if softcap < 0 or window < 0:
+        raise ValueError(
+            f"attention: softcap ({softcap}) and window ({window}) must be at least 0, 0 is none"
+        )
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    doc_ids: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    causal: bool = True,
+    impl: str = "op",
+) -> Tensor:
+    """Softmax attention with grouped heads, softcap, document mask and optional window.
+
+    q (B,T,Hq,P), k and v (B,T,Hkv,P) in one float dtype, Hq a multiple of Hkv: query head h reads key/value
+    head h // (Hq/Hkv). doc_ids (B,T) int32: a token sees its own document only; padding (-1) sees padding.
+    scale: of the logits, None is 1/sqrt(P). softcap c > 0: s <- c tanh(s/c) after scale and before the mask.
+    window w > 0: keys j with i - j < w (a bound on the past, also where causal is False).
+    impl "op" is opaque to the compiler, "reference" is traced through.
+    -> (B,T,Hq,P) in q.dtype. Softmax is fp32 (fp64 for fp64).
+    Raises ValueError on a wrong shape, dtype, head count, negative softcap or window, or impl.
+    Sources: GQA (Ainslie et al. 2023), softcap (Gemma 2, 2024), FlashAttention-2 (Dao 2023).
+    """
+    _check(q, k, v, doc_ids, softcap, window, impl)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if impl == "reference":
+        return attention_reference(
+            q, k, v, doc_ids, scale=scale, softcap=softcap, window=window, causal=causal
+        )  # fmt: skip
+    return attention_fwd(q, k, v, doc_ids, float(scale), float(softcap), window, causal)[0]

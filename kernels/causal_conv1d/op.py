@@ -1,0 +1,98 @@
+"""causal_conv1d as a custom op: opaque to Dynamo and Inductor in both directions.
+
+B batch, T tokens, D channels, W conv width.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.causal_conv1d.reference import (
+    ACTIVATIONS,
+    causal_conv1d_backward_reference,
+    causal_conv1d_reference,
+)
+
+IMPLS = ("op", "reference")
+
+
+def _fresh(t: Tensor) -> Tensor:
+    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("bumpgate::causal_conv1d_fwd", mutates_args=())
+def causal_conv1d_fwd(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, activation: str) -> Tensor:
+    """-> y (B,T,D)."""
+    return _fresh(causal_conv1d_reference(x, weight, bias, doc_ids, activation))
+
+
+@causal_conv1d_fwd.register_fake
+def _(x, weight, bias, doc_ids, activation):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("bumpgate::causal_conv1d_bwd", mutates_args=())
+def causal_conv1d_bwd(
+    x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, dy: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight, bias."""
+    grads = causal_conv1d_backward_reference(x, weight, bias, doc_ids, dy, activation)
+    return tuple(_fresh(g) for g in grads)
+
+
+@causal_conv1d_bwd.register_fake
+def _(x, weight, bias, doc_ids, dy, activation):
+    return tuple(t.new_empty(t.shape) for t in (x, weight, bias))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, dy):
+    dx, dweight, dbias = causal_conv1d_bwd(*ctx.saved_tensors, dy, ctx.activation)
+    return dx, dweight, dbias, None, None
+
+
+causal_conv1d_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(x, weight, bias, doc_ids, activation, impl):
+    if impl not in IMPLS:
+        raise ValueError(f"causal_conv1d: impl is {impl!r}, choices are {IMPLS}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"causal_conv1d: activation is {activation!r}, choices are {ACTIVATIONS}")
+    if x.dim() != 3 or weight.dim() != 2:
+        raise ValueError(
+            f"causal_conv1d: x must be (B,T,D) and weight (D,W), not {x.dim()}-d and {weight.dim()}-d"
+        )
+    B, T, D = x.shape
+    W = weight.shape[1]
+    if W < 1:
+        raise ValueError("causal_conv1d: weight needs at least one tap")
+    shapes = {"weight": (weight, (D, W)), "bias": (bias, (D,)), "doc_ids": (doc_ids, (B, T))}
+    for name, (tensor, shape) in shapes.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"causal_conv1d: {name} has shape {tuple(tensor.shape)}, wanted {shape}")
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if not tensor.is_floating_point():
+            raise ValueError(f"causal_conv1d: {name} must be floating point, not {tensor.dtype}")
+    if doc_ids.dtype != torch.int32:
+        raise ValueError(f"causal_conv1d: doc_ids must be int32, not {doc_ids.dtype}")
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, activation: str = "silu", impl: str = "op"
+) -> Tensor:
+    """Depthwise causal convolution over tokens; taps from another document are zero.
+
+    x (B,T,D), weight (D,W) with the current token's tap last, bias (D,): any float dtypes.
+    doc_ids (B,T) int32: a tap counts where its document id equals the current token's.
+    activation "silu" or "none". impl "op" is opaque to the compiler, "reference" is traced through.
+    -> (B,T,D) in x.dtype, accumulated in fp32 (fp64 for fp64 x).
+    Raises ValueError on a wrong shape, dtype, activation or impl. Source: Mamba (Gu & Dao 2023).
+    """
+    _check(x, weight, bias, doc_ids, activation, impl)
+    function = causal_conv1d_fwd if impl == "op" else causal_conv1d_reference
+    return function(x, weight, bias, doc_ids, activation)

@@ -1,0 +1,108 @@
+"""moe_combine as a custom op: opaque to Dynamo and Inductor in both directions.
+
+B batch, T tokens, D model dim, E experts, K top-k.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.moe_combine.reference import moe_combine_backward_reference, moe_combine_reference
+
+IMPLS = ("op", "reference")
+
+
+def _fresh(t: Tensor) -> Tensor:
+    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("bumpgate::moe_combine_fwd", mutates_args=())
+def moe_combine_fwd(
+    y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, out_dtype: torch.dtype
+) -> Tensor:
+    """-> out (B,T,D) in out_dtype."""
+    return _fresh(moe_combine_reference(y, expert, slot, weights, bucket, out_dtype))
+
+
+@moe_combine_fwd.register_fake
+def _(y, expert, slot, weights, bucket, out_dtype):
+    B, T, _ = expert.shape
+    return y.new_empty((B, T, y.shape[2]), dtype=out_dtype)
+
+
+@torch.library.custom_op("bumpgate::moe_combine_bwd", mutates_args=())
+def moe_combine_bwd(
+    y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, dout: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of y and weights."""
+    dy, dweights = moe_combine_backward_reference(y, expert, slot, weights, bucket, dout)
+    return _fresh(dy), _fresh(dweights)
+
+
+@moe_combine_bwd.register_fake
+def _(y, expert, slot, weights, bucket, dout):
+    return y.new_empty(y.shape), weights.new_empty(weights.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.bucket, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, dout):
+    dy, dweights = moe_combine_bwd(*ctx.saved_tensors, ctx.bucket, dout)
+    return dy, None, None, dweights, None, None
+
+
+moe_combine_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(y, expert, slot, weights, bucket, out_dtype, impl):
+    if impl not in IMPLS:
+        raise ValueError(f"moe_combine: impl is {impl!r}, choices are {IMPLS}")
+    if y.dim() != 3 or expert.dim() != 3:
+        raise ValueError(
+            f"moe_combine: y must be (E,B*C,D) and expert (B,T,K), not {y.dim()}-d and {expert.dim()}-d"
+        )
+    if bucket < 1 or y.shape[1] != expert.shape[0] * bucket:
+        raise ValueError(
+            f"moe_combine: y has {y.shape[1]} rows an expert, wanted B * bucket = {expert.shape[0]} * {bucket}"
+        )
+    for name, tensor in (("slot", slot), ("weights", weights)):
+        if tuple(tensor.shape) != tuple(expert.shape):
+            raise ValueError(
+                f"moe_combine: {name} has shape {tuple(tensor.shape)}, wanted {tuple(expert.shape)}"
+            )
+    if expert.dtype != torch.int64 or slot.dtype != torch.int64:
+        raise ValueError(f"moe_combine: expert and slot must be int64, not {expert.dtype} and {slot.dtype}")
+    if weights.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"moe_combine: combine weights stay fp32, not {weights.dtype}: low-precision products diverge"
+        )
+    for name, dtype in (("y", y.dtype), ("out", out_dtype)):
+        if not dtype.is_floating_point:
+            raise ValueError(f"moe_combine: {name} must be floating point, not {dtype}")
+
+
+def moe_combine(
+    y: Tensor,
+    expert: Tensor,
+    slot: Tensor,
+    weights: Tensor,
+    bucket: int,
+    out_dtype: torch.dtype | None = None,
+    impl: str = "op",
+) -> Tensor:
+    """out[b,t] = sum_k weights[b,t,k] y[expert, b*bucket + slot]; a dropped assignment (slot -1) adds nothing.
+
+    y (E, B*bucket, D) float, expert and slot (B,T,K) int64 as moe_dispatch made them, weights (B,T,K) fp32
+    (or fp64). impl "op" is opaque to the compiler, "reference" is traced through.
+    -> (B,T,D) in out_dtype, y.dtype if None. Multiplied and summed in fp32 (fp64 for fp64), cast once at the end.
+    Backward: gradients of y (in y.dtype) and of weights (in weights.dtype). B may be symbolic.
+    Raises ValueError on a wrong shape, dtype, bucket or impl, and on bf16 or fp16 weights.
+    Source: GShard (Lepikhin et al. 2020).
+    """
+    out_dtype = y.dtype if out_dtype is None else out_dtype
+    _check(y, expert, slot, weights, bucket, out_dtype, impl)
+    function = moe_combine_fwd if impl == "op" else moe_combine_reference
+    return function(y, expert, slot, weights, bucket, out_dtype)

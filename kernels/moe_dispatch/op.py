@@ -1,0 +1,96 @@
+"""moe_dispatch as a custom op: opaque to Dynamo and Inductor in both directions.
+
+B batch, T tokens, D model dim, E experts, K top-k.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.moe_dispatch.reference import moe_dispatch_backward_reference, moe_dispatch_reference
+
+IMPLS = ("op", "reference")
+
+
+def _fresh(t: Tensor) -> Tensor:
+    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("bumpgate::moe_dispatch_fwd", mutates_args=())
+def moe_dispatch_fwd(
+    x: Tensor, expert: Tensor, num_experts: int, bucket: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> padded (E, B*bucket, D), slot (B,T,K), overflow ()."""
+    padded, slot, overflow = moe_dispatch_reference(x, expert, num_experts, bucket)
+    return _fresh(padded), _fresh(slot), overflow
+
+
+@moe_dispatch_fwd.register_fake
+def _(x, expert, num_experts, bucket):
+    B, _, D = x.shape
+    padded = x.new_empty((num_experts, B * bucket, D))
+    return padded, expert.new_empty(expert.shape), expert.new_empty(())
+
+
+@torch.library.custom_op("bumpgate::moe_dispatch_bwd", mutates_args=())
+def moe_dispatch_bwd(dpadded: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
+    """Gradient of x (B,T,D)."""
+    return _fresh(moe_dispatch_backward_reference(dpadded, expert, slot, bucket))
+
+
+@moe_dispatch_bwd.register_fake
+def _(dpadded, expert, slot, bucket):
+    B, T, _ = expert.shape
+    return dpadded.new_empty((B, T, dpadded.shape[2]))
+
+
+def _setup_context(ctx, inputs, output):
+    _, expert, _, ctx.bucket = inputs
+    ctx.save_for_backward(expert, output[1])
+
+
+def _backward(ctx, dpadded, _dslot, _doverflow):
+    expert, slot = ctx.saved_tensors
+    return moe_dispatch_bwd(dpadded, expert, slot, ctx.bucket), None, None, None
+
+
+moe_dispatch_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(x, expert, num_experts, bucket, impl):
+    if impl not in IMPLS:
+        raise ValueError(f"moe_dispatch: impl is {impl!r}, choices are {IMPLS}")
+    if x.dim() != 3 or expert.dim() != 3:
+        raise ValueError(
+            f"moe_dispatch: x must be (B,T,D) and expert (B,T,K), not {x.dim()}-d and {expert.dim()}-d"
+        )
+    if tuple(expert.shape[:2]) != tuple(x.shape[:2]):
+        raise ValueError(
+            f"moe_dispatch: expert has shape {tuple(expert.shape)}, x has {tuple(x.shape)}: B, T differ"
+        )
+    if not x.is_floating_point():
+        raise ValueError(f"moe_dispatch: x must be floating point, not {x.dtype}")
+    if expert.dtype != torch.int64:
+        raise ValueError(f"moe_dispatch: expert must be int64, not {expert.dtype}")
+    if num_experts < 1 or bucket < 1:
+        raise ValueError(
+            f"moe_dispatch: num_experts ({num_experts}) and bucket ({bucket}) must be at least 1"
+        )
+
+
+def moe_dispatch(
+    x: Tensor, expert: Tensor, num_experts: int, bucket: int, impl: str = "op"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies each token into a slot of each of its K experts; every sequence has its own `bucket` slots an expert.
+
+    x (B,T,D) float, expert (B,T,K) int64 in 0..num_experts-1 (not checked: that would read the device).
+    Slots are taken in token order, then k order. impl "op" is opaque to the compiler, "reference" traced through.
+    -> padded (E, B*bucket, D) in x.dtype: row b*bucket + slot of padded[e] is the token, other rows are exactly 0;
+       slot (B,T,K) int64, -1 where the expert's bucket was full; overflow () int64, how many those are.
+    Backward: the sum over the K slots of a token, in fp32. B may be symbolic.
+    Raises ValueError on a wrong shape, dtype, num_experts, bucket or impl.
+    Source: GShard (Lepikhin et al. 2020).
+    """
+    _check(x, expert, num_experts, bucket, impl)
+    function = moe_dispatch_fwd if impl == "op" else moe_dispatch_reference
+    return function(x, expert, num_experts, bucket)

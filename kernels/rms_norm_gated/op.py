@@ -1,0 +1,98 @@
+"""rms_norm_gated as a custom op: opaque to Dynamo and Inductor in both directions.
+
+D channels, S group size.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.rms_norm_gated.reference import rms_norm_gated_backward_reference, rms_norm_gated_reference
+
+IMPLS = ("op", "reference")
+
+
+def _fresh(t: Tensor) -> Tensor:
+    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("bumpgate::rms_norm_gated_fwd", mutates_args=())
+def rms_norm_gated_fwd(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, norm_before_gate: bool
+) -> Tensor:
+    """-> y (..., D)."""
+    return _fresh(rms_norm_gated_reference(x, gate, weight, eps, group_size, norm_before_gate))
+
+
+@rms_norm_gated_fwd.register_fake
+def _(x, gate, weight, eps, group_size, norm_before_gate):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("bumpgate::rms_norm_gated_bwd", mutates_args=())
+def rms_norm_gated_bwd(
+    x: Tensor, gate: Tensor, weight: Tensor, dy: Tensor, eps: float, group_size: int, norm_before_gate: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, gate, weight."""
+    grads = rms_norm_gated_backward_reference(x, gate, weight, dy, eps, group_size, norm_before_gate)
+    return tuple(_fresh(g) for g in grads)
+
+
+@rms_norm_gated_bwd.register_fake
+def _(x, gate, weight, dy, eps, group_size, norm_before_gate):
+    return tuple(t.new_empty(t.shape) for t in (x, gate, weight))
+
+
+def _setup_context(ctx, inputs, output):
+    x, gate, weight, *ctx.options = inputs
+    ctx.save_for_backward(x, gate, weight)
+
+
+def _backward(ctx, dy):
+    dx, dgate, dweight = rms_norm_gated_bwd(*ctx.saved_tensors, dy, *ctx.options)
+    return dx, dgate, dweight, None, None, None
+
+
+rms_norm_gated_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(x, gate, weight, eps, group_size, impl) -> int:
+    """-> the group size."""
+    if impl not in IMPLS:
+        raise ValueError(f"rms_norm_gated: impl is {impl!r}, choices are {IMPLS}")
+    if x.dim() < 1:
+        raise ValueError("rms_norm_gated: x must be (..., D), not 0-d")
+    D = x.shape[-1]
+    S = D if group_size is None else group_size
+    for name, tensor, shape in (("gate", gate, tuple(x.shape)), ("weight", weight, (D,))):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"rms_norm_gated: {name} has shape {tuple(tensor.shape)}, wanted {shape}")
+    for name, tensor in (("x", x), ("gate", gate), ("weight", weight)):
+        if not tensor.is_floating_point():
+            raise ValueError(f"rms_norm_gated: {name} must be floating point, not {tensor.dtype}")
+    if S < 1 or D % S:
+        raise ValueError(f"rms_norm_gated: {D} channels do not split into groups of {S}")
+    if eps < 0:
+        raise ValueError(f"rms_norm_gated: eps must be at least 0, not {eps}")
+    return S
+
+
+def rms_norm_gated(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    group_size: int | None = None,
+    norm_before_gate: bool = False,
+    impl: str = "op",
+) -> Tensor:
+    """RMS(x silu(gate)) weight, or with norm_before_gate RMS(x) weight silu(gate).
+
+    x and gate (..., D), weight (D,): any float dtypes. group_size: channels that share one RMS, a divisor of D;
+    None is D. impl "op" is opaque to the compiler, "reference" is traced through.
+    -> (..., D) in x.dtype; fp32 inside (fp64 for fp64 x).
+    Raises ValueError on a wrong shape, dtype, group_size, eps or impl. Source: Mamba-2 (Dao & Gu 2024).
+    """
+    S = _check(x, gate, weight, eps, group_size, impl)
+    function = rms_norm_gated_fwd if impl == "op" else rms_norm_gated_reference
+    return function(x, gate, weight, eps, S, norm_before_gate)

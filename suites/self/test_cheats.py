@@ -1,0 +1,58 @@
+"""An environment that cannot measure must not look green: Dynamo off, a renamed counter, a lost row, nothing run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from suites.self.tree import copy_tree, edit, run_lane
+
+TEST = "suites/compile/test_policies.py::test_counts[cpu-nam52-regional]"
+ROW = "compile/nam52-regional/graph_breaks"
+
+
+def test_dynamo_disabled_is_an_instrument_failure(tmp_path: Path) -> None:
+    root = copy_tree(tmp_path / "tree")
+    edit(
+        root,
+        "suites/conftest.py",
+        "import pytest\n\nfrom suites",
+        "import pytest\nimport torch\nimport torch._dynamo\n\ntorch._dynamo.config.disable = True\nfrom suites",
+    )
+    run = run_lane(root, TEST)
+    assert run.verdict(ROW) == "INSTRUMENT", run.output[-3000:]
+    assert run.code == 1
+
+
+def test_dynamo_disabled_by_the_environment_is_an_instrument_failure(tmp_path: Path) -> None:
+    run = run_lane(copy_tree(tmp_path / "tree"), TEST, environment={"TORCHDYNAMO_DISABLE": "1"})
+    assert run.verdict(ROW) == "INSTRUMENT", run.output[-3000:]
+    assert run.code == 1
+
+
+def test_a_renamed_counter_is_an_instrument_failure(tmp_path: Path) -> None:
+    """What the suite sees when torch renames the trace artifact that carries graph breaks."""
+    root = copy_tree(tmp_path / "tree")
+    device = root / "suites/support/instruments.py"
+    device.write_text(device.read_text().replace('"dynamo_graph_break_reason"', '"dynamo_graph_break_reason_v2"'))
+    run = run_lane(root, TEST)
+    assert run.verdict(ROW) == "INSTRUMENT", run.output[-3000:]
+    assert "graph_breaks" in run.rows[ROW]["reason"]
+    assert run.code == 1
+
+
+def test_a_deleted_baseline_row_is_missing(tmp_path: Path) -> None:
+    root = copy_tree(tmp_path / "tree")
+    path = root / "baselines/cpu.json"
+    baseline = json.loads(path.read_text())
+    del baseline["rows"][ROW]
+    path.write_text(json.dumps(baseline))
+    run = run_lane(root, TEST)
+    assert run.verdict(ROW) == "MISSING", run.output[-3000:]
+    assert run.code == 1
+
+
+def test_an_empty_selection_is_not_green(tmp_path: Path) -> None:
+    run = run_lane(copy_tree(tmp_path / "tree"), "-k", "no_such_test_anywhere")
+    assert run.code not in (0, 1), run.output[-3000:]
+    assert "nothing was selected" in run.output

@@ -1,0 +1,35 @@
+"""Each planted fault turns its named row red, with a message that names the rule and the place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from suites.self.mutants import MUTANTS, Mutant
+from suites.self.tree import copy_tree, edit, run_lane
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_killed(mutant: Mutant, tmp_path: Path, record_property) -> None:
+    root = copy_tree(tmp_path / "tree")
+    for file, old, new in mutant.edits:
+        edit(root, file, old, new)
+    run = run_lane(root, mutant.test)
+    judged = run.rows.get(mutant.row)
+    assert judged, f"{mutant.name}: row {mutant.row} was not measured\n{run.output[-3000:]}"
+    message = " ".join([judged["row"]["rule"], judged["reason"], *judged["row"]["evidence"]])
+    record_property("mutant", f"{mutant.name} | {mutant.row} | {judged['verdict']} | {judged['reason']}")
+    assert judged["verdict"] in ("REGRESSION", "CHANGED"), f"{mutant.name} survived: {judged['verdict']}: {message}"
+    assert run.code == 1
+    absent = [word for word in mutant.words if word not in message]
+    assert not absent, f"{mutant.name}: the message does not name {absent}: {message}"
+
+
+def test_the_unchanged_tree_is_green_on_the_same_tests(tmp_path: Path) -> None:
+    """Without this, a mutant's row could be red for a reason of its own."""
+    tests = sorted({mutant.test for mutant in MUTANTS})
+    run = run_lane(copy_tree(tmp_path / "tree"), *tests)
+    red = {row: run.verdict(row) for row in {mutant.row for mutant in MUTANTS} if run.verdict(row) not in ("PASS", "WIN")}
+    assert not red, red
+    assert run.code == 0, run.output[-3000:]

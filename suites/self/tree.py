@@ -1,0 +1,64 @@
+"""Copies of this repository to plant faults in, and lane runs inside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PARTS = ("bumpgate", "kernels", "launch", "model", "suites", "baselines", "conftest.py", "contract.toml", "pyproject.toml")
+RUN_SECONDS = 420
+
+
+def copy_tree(target: Path) -> Path:
+    """The parts of the repository that a lane run reads, copied to `target`."""
+    target.mkdir(parents=True, exist_ok=True)
+    for part in PARTS:
+        source = ROOT / part
+        if source.is_dir():
+            shutil.copytree(source, target / part, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, target / part)
+    return target
+
+
+def edit(root: Path, file: str, old: str, new: str) -> None:
+    """Replaces the one occurrence of `old`; a fault that no longer fits the code is an error, not a survivor."""
+    path = root / file
+    text = path.read_text()
+    found = text.count(old)
+    assert found == 1, f"{file}: the text to mutate occurs {found} times: {old!r}"
+    path.write_text(text.replace(old, new))
+
+
+@dataclass
+class LaneRun:
+    """Exit code, printed text and the judgements by row id of one lane run."""
+
+    code: int
+    output: str
+    rows: dict[str, dict]
+
+    def verdict(self, row: str) -> str:
+        return self.rows[row]["verdict"] if row in self.rows else "(row absent)"
+
+
+def run_lane(root: Path, *arguments: str, environment: dict[str, str] | None = None) -> LaneRun:
+    """`pytest -m cpu` in `root` and in one process, with `arguments`; reads its record."""
+    record = root / "record.json"
+    record.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-m", "cpu", "-n", "0", "-q", "--record", str(record), *arguments]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "BUMPGATE_"))}
+    done = subprocess.run(
+        command, cwd=root, env=clean | (environment or {}), capture_output=True, text=True, timeout=RUN_SECONDS
+    )
+    rows = {}
+    if record.exists():
+        for judgement in json.loads(record.read_text())["rows"]:
+            rows[judgement["row"]["id"]] = judgement
+    return LaneRun(done.returncode, done.stdout + done.stderr, rows)
