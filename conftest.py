@@ -45,14 +45,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def chosen_lane(config: pytest.Config) -> str | None:
-    """The lane that -m names. Raises UsageError on two lanes, or on a name that is no marker."""
+    """The lane that -m asks for. Raises UsageError on two lanes, or on a name that is no marker."""
     expression = re.sub(r"\([^()]*=[^()]*\)", "", config.option.markexpr)
     names = set(re.findall(r"[\w:+\-.\[\]\\/]+", expression)) - {"and", "or", "not"}
     known = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
     unknown = sorted(names - known)
     if unknown:
         raise pytest.UsageError(f"-m {expression}: no marker {unknown[0]!r}; lanes: {', '.join(LANES)}")
-    chosen = [lane for lane in LANES if lane in names]
+    chosen = [lane for lane in LANES if lane in names and not re.search(rf"\bnot\s+{lane}\b", expression)]
     if len(chosen) > 1:
         raise pytest.UsageError(f"-m {expression}: one lane a run, pick one of {', '.join(chosen)}")
     return chosen[0] if chosen else None

@@ -64,9 +64,9 @@ class Baseline:
 def find_root(start: Path) -> Path:
     """The repository that holds `start`. Raises BaselineError outside of one."""
     for directory in (start, *start.parents):
-        if (directory / "baselines").is_dir():
+        if (directory / "pyproject.toml").is_file():
             return directory
-    raise BaselineError("no baselines/ here or above: run inside the repository")
+    raise BaselineError("no pyproject.toml here or above: run inside the repository")
 
 
 def load(path: Path, lane: str, *, missing_ok: bool = False) -> Baseline:

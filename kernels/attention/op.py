@@ -41,9 +41,7 @@ def attention_bwd(
     scale: float, softcap: float, window: int, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v."""
-    grads = attention_backward_reference(
-        q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal
-    )  # fmt: skip
+    grads = attention_backward_reference(q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal)
     return tuple(_fresh(g) for g in grads)
 
 
@@ -123,5 +121,5 @@ def attention(
     if impl == "reference":
         return attention_reference(
             q, k, v, doc_ids, scale=scale, softcap=softcap, window=window, causal=causal
-        )  # fmt: skip
+        )
     return attention_fwd(q, k, v, doc_ids, float(scale), float(softcap), window, causal)[0]

@@ -1,4 +1,4 @@
-"""Causal attention over packed documents, in plain torch, with its gradient; and the pointwise maps before it.
+"""Causal attention over packed documents, in plain torch, with its gradient; rope and QK norm before it.
 
     s = scale q k^T,  s <- c tanh(s / c) if softcap c,  masked to -inf,  p = softmax(s),  out = p v
 
@@ -127,8 +127,8 @@ def attention_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of (q, k, v) from dout (B,T,Hq,P), the forward's out (B,T,Hq,P) and lse (B,Hq,T).
 
-    p is rebuilt as exp(s - lse), so nothing of size T*S is kept between the passes. The softmax gradient needs
-    sum_j p_ij dp_ij = dout_i . out_i, which is why `out` is an argument.
+    p is rebuilt as exp(s - lse), so nothing of size T*S is kept between the passes. The softmax gradient
+    needs sum_j p_ij dp_ij = dout_i . out_i, which is why `out` is an argument.
     """
     T, Hq = q.shape[1:3]
     Hkv = k.shape[2]

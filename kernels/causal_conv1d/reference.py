@@ -2,7 +2,8 @@
 
     pre_t = bias + sum_j weight[:, W-1-j] x_{t-j} [doc_{t-j} = doc_t],   y = silu(pre)
 
-The last column of the weight multiplies the current token, as in torch.nn.functional.conv1d with left padding.
+The last column of the weight multiplies the current token, as torch.nn.functional.conv1d does under left
+padding.
 
 B batch, T tokens, D channels, W conv width, j lag in 0..W-1.
 Source: the short convolution of Mamba (Gu & Dao 2023).
@@ -20,7 +21,7 @@ ACTIVATIONS = ("silu", "none")
 
 
 def _delayed(x: Tensor, doc_ids: Tensor, W: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each lag j: j, x delayed by j tokens and zero across a document's start, and where it is kept (B,T,1).
+    """For each lag j: j, x delayed by j tokens and zero across a document's start, where it is kept (B,T,1).
 
     Zeros are selected and not multiplied in: a document behind the boundary may hold inf or nan.
     """
@@ -66,7 +67,7 @@ def causal_conv1d_step(
 def causal_conv1d_backward_reference(
     x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, dy: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of (x, weight, bias) from dy (B,T,D). The preactivation is computed anew: cheaper than keeping it."""
+    """Gradients of (x, weight, bias) from dy (B,T,D). The preactivation is computed anew, not kept."""
     acc = torch.promote_types(x.dtype, torch.float32)
     wide, weight_acc, dpre = x.to(acc), weight.to(acc), dy.to(acc)
     T, W = x.shape[1], weight.shape[1]

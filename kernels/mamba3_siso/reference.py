@@ -95,7 +95,7 @@ def mamba3_siso_reference(
     entering, h = _carry(s)
     ungated = _scan(s, entering, v.shape[1]) + D.to(c.dt.dtype)[:, None] * c.value
     y = ungated * F.silu(z.to(c.dt.dtype))
-    return y.to(v.dtype), Mamba3State(c.theta[:, -1], h, c.key[:, -1], c.value[:, -1])
+    return y.to(v.dtype), Mamba3State(torch.remainder(c.theta[:, -1], TAU), h, c.key[:, -1], c.value[:, -1])
 
 
 def mamba3_siso_backward_reference(
@@ -168,7 +168,7 @@ class _Coefficients(NamedTuple):
     gamma: Tensor  # lam dt: weight of the token itself
     scale: Tensor  # gamma_t + beta_{t+1}: weight of token t for every later token of its document
     tanh: Tensor  # (B,T,H,R)
-    theta: Tensor  # (B,T,H,R)
+    theta: Tensor  # (B,T,H,R) in [-pi, pi]
     cos: Tensor
     sin: Tensor
     query: Tensor  # (B,T,H,N) biased and rotated
@@ -187,8 +187,10 @@ def _coefficients(
     value, dt, lam, tanh = v.to(acc), dt.to(acc), torch.sigmoid(trap.to(acc)), torch.tanh(angles.to(acc))
     beta, gamma = (1 - lam) * dt, lam * dt
     scale = gamma + F.pad(beta.masked_fill(starts, 0)[:, 1:], (0, 0, 0, 1))
-    given = theta.to(acc).unsqueeze(1) * (segment == 0)[..., None, None]
-    theta = torch.remainder(_segment_sums(math.pi * tanh * dt.unsqueeze(-1), segment, TAU) + given, TAU)
+    # In turns, not radians: taking whole turns off is then exact, and no error of a rounded 2 pi adds up.
+    turns = _segment_sums(tanh * dt.unsqueeze(-1) / 2, segment, wrap=True)
+    turns = turns + theta.to(acc).unsqueeze(1) / TAU * (segment == 0)[..., None, None]
+    theta = TAU * (turns - torch.round(turns))
     cos, sin = torch.cos(theta), torch.sin(theta)
     query = _rotate(_per_head(q.to(acc), H, dim=2) + q_bias.to(acc), cos, sin)
     key = _rotate(_per_head(k.to(acc), H, dim=2) + k_bias.to(acc), cos, sin)
@@ -313,8 +315,8 @@ def _log_decay_gradient(dlog_inside: Tensor, dlog_since: Tensor) -> Tensor:
     return F.pad(crossing[..., :-1], (1, 0)) + dlog_since.flip(-1).cumsum(-1).flip(-1)
 
 
-def _segment_sums(x: Tensor, segment: Tensor, modulus: float | None = None) -> Tensor:
-    """Running sums of x (B,T,H,R) over tokens that begin anew with each segment id (B,T); modulo `modulus`.
+def _segment_sums(x: Tensor, segment: Tensor, wrap: bool = False) -> Tensor:
+    """Running sums of x (B,T,H,R) over tokens that begin anew with each segment id (B,T); to [-1/2, 1/2] if `wrap`.
 
     By doubling: after step i each token holds the sum of its last 2^i tokens. No sum crosses a segment, so a
     document's angles are the same bits wherever it lies in a row; wrapping at each step keeps them small.
@@ -323,7 +325,7 @@ def _segment_sums(x: Tensor, segment: Tensor, modulus: float | None = None) -> T
     while reach < x.shape[1]:
         same = (segment[:, reach:] == segment[:, :-reach])[..., None, None]
         x = torch.cat((x[:, :reach], x[:, reach:] + x[:, :-reach] * same), 1)
-        x = x if modulus is None else torch.remainder(x, modulus)
+        x = x - torch.round(x) if wrap else x
         reach *= 2
     return x
 

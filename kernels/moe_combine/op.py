@@ -66,7 +66,7 @@ def _check(y, expert, slot, weights, bucket, out_dtype, impl):
         )
     if bucket < 1 or y.shape[1] != expert.shape[0] * bucket:
         raise ValueError(
-            f"moe_combine: y has {y.shape[1]} rows an expert, wanted B * bucket = {expert.shape[0]} * {bucket}"
+            f"moe_combine: y has {y.shape[1]} rows an expert, wanted B * bucket, {expert.shape[0]} * {bucket}"
         )
     for name, tensor in (("slot", slot), ("weights", weights)):
         if tuple(tensor.shape) != tuple(expert.shape):
@@ -93,11 +93,12 @@ def moe_combine(
     out_dtype: torch.dtype | None = None,
     impl: str = "op",
 ) -> Tensor:
-    """out[b,t] = sum_k weights[b,t,k] y[expert, b*bucket + slot]; a dropped assignment (slot -1) adds nothing.
+    """out[b,t] = sum_k weights[b,t,k] y[expert, b*bucket + slot]; a dropped one (slot -1) adds nothing.
 
     y (E, B*bucket, D) float, expert and slot (B,T,K) int64 as moe_dispatch made them, weights (B,T,K) fp32
     (or fp64). impl "op" is opaque to the compiler, "reference" is traced through.
-    -> (B,T,D) in out_dtype, y.dtype if None. Multiplied and summed in fp32 (fp64 for fp64), cast once at the end.
+    -> (B,T,D) in out_dtype, y.dtype if None. Multiplied and summed in fp32 (fp64 for fp64), one cast at the
+       end.
     Backward: gradients of y (in y.dtype) and of weights (in weights.dtype). B may be symbolic.
     Raises ValueError on a wrong shape, dtype, bucket or impl, and on bf16 or fp16 weights.
     Source: GShard (Lepikhin et al. 2020).

@@ -2,9 +2,9 @@
 
     out[b,t] = sum_k weights[b,t,k] y[expert, b*C + slot],   dropped assignments (slot -1) add nothing
 
-Product and sum are fp32 whatever the experts' dtype, and the weights must arrive in fp32: with cancelling experts
-a product in bf16 is wrong by as much as a bf16 sum. The accumulator is an fp32 tensor that the traced graph
-shows, because index_add over bf16 on the CPU adds wider inside and so hides a wrong accumulator from values.
+Product and sum are fp32 whatever the experts' dtype, and the weights must arrive in fp32: with cancelling
+experts bf16 weights are as wrong as a bf16 sum. The accumulator is an fp32 tensor that a traced graph shows,
+because index_add over bf16 on the CPU adds wider inside and so hides a wrong accumulator from the values.
 
 B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots an expert and a sequence).
 Source: the combine of GShard (Lepikhin et al. 2020).
@@ -21,7 +21,7 @@ def _accumulator(y: Tensor, weights: Tensor) -> torch.dtype:
 
 
 def _rows(expert: Tensor, slot: Tensor, C: int) -> Tensor:
-    """The row of the flattened (E*B*C, D) outputs of each assignment, (B*T*K,); a dropped one gets slot 0's."""
+    """The row of the flattened (E*B*C, D) outputs of each assignment, (B*T*K,); dropped: slot 0's."""
     B = expert.shape[0]
     sequence = torch.arange(B, device=expert.device).view(-1, 1, 1)
     return ((expert * B + sequence) * C + slot.clamp(min=0)).flatten()
@@ -41,8 +41,9 @@ def moe_combine_reference(
     bucket: int,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """y (E, B*C, D), expert and slot (B,T,K) int64, weights (B,T,K) fp32 -> (B,T,D) in out_dtype (y.dtype if None).
+    """y (E, B*C, D), expert and slot (B,T,K) int64, weights (B,T,K) fp32 -> (B,T,D) in out_dtype.
 
+    out_dtype None is y.dtype.
     Dropped products are deselected and not multiplied by 0: the row that stands in for them may hold inf.
     """
     acc = _accumulator(y, weights)

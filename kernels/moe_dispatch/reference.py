@@ -1,9 +1,9 @@
 """Padded dispatch of tokens to experts, in plain torch, with its gradient.
 
-Each sequence is its own dispatch group (GShard): an expert has `bucket` slots a sequence, taken in token order.
-So the shapes follow from T alone and the routing of one row never drops a token of another. A token that finds
-no slot is dropped and counted. Nothing reads a value on the host: every index is computed on the device, and a
-dropped token is written to a spare row behind the last one.
+Each sequence is its own dispatch group (GShard): an expert has `bucket` slots a sequence, taken in token
+order. So the bucket follows from T alone and the routing of one row never drops a token of another. A token
+that finds no slot is dropped and counted. Nothing reads a value on the host: every index is computed on the
+device, and a dropped token is written to a spare row behind the last one.
 
 B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots an expert and a sequence).
 Sources: GShard (Lepikhin et al. 2020), Switch Transformer (Fedus et al. 2021).
@@ -38,8 +38,8 @@ def moe_dispatch_reference(
     """x (B,T,D), expert (B,T,K) int64 in 0..E-1
     -> padded (E, B*C, D) in x.dtype, slot (B,T,K) int64, overflow () int64.
 
-    Row b*C + slot of padded[e] is the token; rows that no token fills are exactly zero. Ids outside 0..E-1 are
-    the caller's fault and are not looked for.
+    Row b*C + slot of padded[e] is the token; rows that no token fills are exactly zero. Ids outside 0..E-1
+    are not looked for: that would read the device.
     """
     E, C = num_experts, bucket
     B, _, D = x.shape

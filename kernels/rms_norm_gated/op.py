@@ -88,8 +88,8 @@ def rms_norm_gated(
 ) -> Tensor:
     """RMS(x silu(gate)) weight, or with norm_before_gate RMS(x) weight silu(gate).
 
-    x and gate (..., D), weight (D,): any float dtypes. group_size: channels that share one RMS, a divisor of D;
-    None is D. impl "op" is opaque to the compiler, "reference" is traced through.
+    x and gate (..., D), weight (D,): any float dtypes. group_size: channels that share one RMS, a divisor
+    of D; None is D. impl "op" is opaque to the compiler, "reference" is traced through.
     -> (..., D) in x.dtype; fp32 inside (fp64 for fp64 x).
     Raises ValueError on a wrong shape, dtype, group_size, eps or impl. Source: Mamba-2 (Dao & Gu 2024).
     """

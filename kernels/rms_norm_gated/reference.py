@@ -28,7 +28,7 @@ def rms_norm_gated_reference(
     group_size: int | None = None,
     norm_before_gate: bool = False,
 ) -> Tensor:
-    """x and gate (..., D), weight (D,) -> (..., D) in x.dtype; fp32 (fp64 for fp64 x) inside, one cast at the end."""
+    """x and gate (..., D), weight (D,) -> (..., D) in x.dtype; fp32 (fp64 for fp64 x) inside."""
     acc = torch.promote_types(x.dtype, torch.float32)
     S = x.shape[-1] if group_size is None else group_size
     wide, opened, weight = x.to(acc), F.silu(gate.to(acc)), weight.to(acc)
@@ -40,7 +40,7 @@ def rms_norm_gated_reference(
 def rms_norm_gated_backward_reference(
     x: Tensor, gate: Tensor, weight: Tensor, dy: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of (x, gate, weight) from dy (..., D). The norm is computed anew: one more pass over a row in hand.
+    """Gradients of (x, gate, weight) from dy (..., D). The norm is computed anew: the row is at hand.
 
     With n = r u and r = 1/sqrt(mean u^2 + eps): du = r (dn - n mean(n dn)).
     """

@@ -75,7 +75,6 @@ def test_warm_is_cheap_and_equal(lane: Lane, restarts, row) -> None:
         unit="ratio",
         witness=cold["graphs"],
         rule="C18",
-        better="derived",
         at_most=0.5,
         evidence=seconds,
     )

@@ -44,7 +44,6 @@ def test_second_document_is_blind_to_the_first(lane: Lane, name: str, mixer: str
         witness=packed.numel(),
         rule="C36",
         at_most=1e-10,
-        better="derived",
         evidence=("fp64: what is left is the order of sums over a longer row",),
     )
     assert torch.equal(changed[:, SPLIT:], packed), "a change in document 1 moved document 2"

@@ -1,24 +1,37 @@
 """Compiled against eager by the fp64 ratio: compiling may not lose more accuracy than fp32 itself does.
 
-For every parameter, |g_compiled - g_fp64| is held against |g_eager - g_fp64|. No stored values, so a torch that
-rounds elsewhere stays green and one that loses digits does not. Source of the rule: torch's own accuracy check
-for compiled models, restated per gradient.
+For every kind of parameter, |g_compiled - g_fp64| is held against |g_eager - g_fp64|, both pooled over the blocks
+that have one and over four batches. No stored values, so a torch that rounds elsewhere stays green and one that
+loses digits does not. Source of the rule: torch's own accuracy check for compiled models, restated per gradient.
 """
 
 from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from model import Hybrid
 from suites.support.hybrids import build, token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
 
-# Reassociated sums differ by a random walk of rounding errors around the eager one's; a lost digit is 10x.
+# Both errors are rounding noise. One tensor's ratio has a heavy tail (a 4-element bias read 15 on unchanged
+# code); pooled, 18 groups of 4 batches over three models read at most 1.8. A lost digit reads 10.
 FACTOR = 3.0
+BATCHES = 4
 
 
-def gradients(model: torch.nn.Module, ids: Tensor, call) -> dict[str, Tensor]:
+def kind(model: Hybrid, name: str) -> str:
+    """The class and parameter that a name such as `blocks.6.skip` is one of many of."""
+    block = re.match(r"blocks\.(\d+)\.(.*)", name)
+    return f"{type(model.blocks[int(block[1])]).__name__}.{block[2]}" if block else name
+
+
+def gradients(model: Hybrid, ids: Tensor, call: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Parameter name -> gradient in fp64, and the loss under the key `loss`."""
     model.zero_grad(set_to_none=True)
     loss = call(ids)
@@ -28,31 +41,36 @@ def gradients(model: torch.nn.Module, ids: Tensor, call) -> dict[str, Tensor]:
     return found | {"loss": loss.detach().double()}
 
 
-def relative(found: Tensor, oracle: Tensor) -> float:
-    """Frobenius error relative to the oracle's norm."""
-    return float((found - oracle).norm() / oracle.norm().clamp(min=1e-30))
+def squared_error(found: Tensor, oracle: Tensor) -> float:
+    """Squared Frobenius error relative to the oracle's norm."""
+    return float((found - oracle).norm() / oracle.norm().clamp(min=1e-30)) ** 2
 
 
 @lanes("cpu", "h200")
-@pytest.mark.parametrize(("name", "policy"), [("nam52", "regional"), ("nam12", "whole_opaque")])
+@pytest.mark.parametrize(
+    ("name", "policy"), [("nam52", "regional"), ("nam56r", "regional"), ("nam12", "whole_opaque")]
+)
 def test_gradients(lane: Lane, name: str, policy: str, row, canaries) -> None:
     canaries("graphs")
+    errors: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    non_finite: set[str] = set()
     with watched_hybrid(name, policy, device=lane.device) as hybrid:
-        ids = token_batch(hybrid.config, 2, device=lane.device)
-        hybrid.compiled.warm_up(ids)
-        compiled = gradients(hybrid.model, ids, hybrid.compiled)
+        batches = [token_batch(hybrid.config, 2, seed=seed, device=lane.device) for seed in range(BATCHES)]
+        hybrid.compiled.warm_up(batches[0])
+        eager = build(hybrid.config, lane.device)
+        oracle = build(hybrid.config, lane.device).double()
+        for ids in batches:
+            exact = gradients(oracle, ids, oracle)
+            for column, (model, call) in enumerate(((hybrid.model, hybrid.compiled), (eager, eager))):
+                for key, gradient in gradients(model, ids, call).items():
+                    errors[kind(model, key)][column] += squared_error(gradient, exact[key])
+                    if not torch.isfinite(gradient).all():
+                        non_finite.add(key)
         calls = hybrid.report().calls
-        model = build(hybrid.config, lane.device)
-        eager = gradients(model, ids, model)
-        oracle_model = build(hybrid.config, lane.device).double()
-        oracle = gradients(oracle_model, ids, oracle_model)
     # The floor is one rounding of fp32: an eager error of 0 must not turn one last bit into a huge ratio.
-    floor = torch.finfo(torch.float32).eps
-    ratios = {
-        key: relative(compiled[key], oracle[key]) / max(relative(eager[key], oracle[key]), floor) for key in oracle
-    }
+    floor = BATCHES * torch.finfo(torch.float32).eps ** 2
+    ratios = {key: (compiled / max(plain, floor)) ** 0.5 for key, (compiled, plain) in errors.items()}
     worst = max(ratios, key=ratios.__getitem__)
-    errors = sorted(relative(compiled[key], oracle[key]) for key in oracle)
     row(
         f"numerics/{name}-{policy}/worst_gradient_error_ratio",
         ratios[worst],
@@ -60,17 +78,15 @@ def test_gradients(lane: Lane, name: str, policy: str, row, canaries) -> None:
         witness=calls,
         rule="C36",
         at_most=FACTOR,
-        better="derived",
-        evidence=(f"worst of {len(ratios)}: {worst}", f"median error to fp64 {errors[len(errors) // 2]:.2e}"),
+        evidence=(f"worst of {len(ratios)} kinds: {worst}",),
         instruments=("graphs",),
     )
-    missing = [key for key, gradient in compiled.items() if not torch.isfinite(gradient).all()]
     row(
         f"numerics/{name}-{policy}/non_finite_gradients",
-        len(missing),
+        len(non_finite),
         unit="count",
-        witness=len(compiled),
+        witness=len(ratios),
         rule="C33",
         expected=0,
-        evidence=missing[:5],
+        evidence=sorted(non_finite)[:5],
     )

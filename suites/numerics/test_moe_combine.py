@@ -54,7 +54,6 @@ def test_error_before_the_cast(lane: Lane, kind: str, row) -> None:
         witness=int((slot >= 0).sum()),
         rule="C33",
         at_most=BOUND,
-        better="derived",
         evidence=("a bf16 multiply or sum reads 2e-3 (random) and 3e-2 (cancelling) here: kernels/moe_combine",),
     )
 

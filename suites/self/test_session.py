@@ -1,127 +1,17 @@
-"""The row machinery, run as a user runs it: small projects that hold a copy of it, pytest in a process of its own.
-
-Each project brings a fake torch, so that nothing here needs the real one and the session is seen not to import it.
-"""
+"""A lane session as a user runs it: which verdicts it reaches, what it misses, and what survives a crash."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from bumpgate.baseline import Baseline, Reviewed, load, save
-from bumpgate.rows import Record, read_record
-from suites.support import lanes as lanes_module
-from suites.support.lanes import detect, find, lanes
-
-REPO = Path(__file__).parents[2]
-COPIED = ("conftest.py", "pyproject.toml", "bumpgate", "suites/__init__.py", "suites/support/__init__.py")
-COPIED += tuple(f"suites/support/{name}.py" for name in ("lanes", "rows", "session", "provenance"))
-
-HEAD = """
-import os, signal, time
-import pytest
-from suites.support.lanes import lanes
-from suites.support.rows import InfraError, report_canaries
-COUNT = dict(unit="breaks", witness=3, rule="C6")
-TIMED = dict(unit="s", witness=3, rule="C37", better="lower", tolerance=0.1)
-"""
-
-GOOD = """
-@lanes("cpu")
-def test_good(lane, row):
-    row("compile/good/graph_breaks", 13, expected=13, **COUNT)
-"""
-
-
-@dataclass(frozen=True)
-class Result:
-    """Exit code and output of one run."""
-
-    code: int
-    out: str
-    err: str
-
-
-class Project:
-    """A directory with the row machinery, a fake torch, and tests given as text."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        for name in COPIED:
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            copy = shutil.copytree if (REPO / name).is_dir() else shutil.copy
-            copy(REPO / name, root / name)
-        self.write("torch/version.py", "__version__ = '9.9.0'\ngit_version = 'f00d'\n")
-        self.write("torch/__init__.py", "open('torch-was-imported', 'w')\n")
-        self.env = {
-            k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TORCHINDUCTOR", "BUMPGATE"))
-        }
-        self.env["PYTHONDONTWRITEBYTECODE"] = "1"
-
-    def write(self, path: str, text: str) -> None:
-        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.root / path).write_text(text)
-
-    def tests(self, body: str, path: str = "suites/compile/test_a.py") -> None:
-        self.write(path, HEAD + textwrap.dedent(body))
-
-    def baseline(self, **rows: Reviewed) -> None:
-        """Rows by case; the suite and the metric are those of COUNT."""
-        made_with = {"torch": "9.9.0", "triton": None}
-        rows_by_id = {f"compile/{case}/graph_breaks": reviewed for case, reviewed in rows.items()}
-        save(self.root / "baselines/cpu.json", Baseline("cpu", made_with, rows_by_id))
-
-    def start(self, *args: str, cwd: str = ".", **env: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, *args],
-            cwd=self.root / cwd,
-            env=self.env | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def pytest(self, *args: str, cwd: str = ".", **env: str) -> Result:
-        process = self.start("-m", "pytest", *args, cwd=cwd, **env)
-        out, err = process.communicate(timeout=120)
-        return Result(process.returncode, out, err)
-
-    def bumpgate(self, *args: str) -> Result:
-        process = self.start("-c", "from bumpgate.cli import main; main()", *args)
-        out, err = process.communicate(timeout=120)
-        return Result(process.returncode, out, err)
-
-    def record(self) -> Record:
-        return read_record(self.root / "record.json")
-
-    def verdicts(self) -> dict[str, str]:
-        """Case -> verdict as shown, of every row of the last record."""
-        return {j.row.id.split("/")[1]: j.label for j in self.record().judgements}
-
-    def reason(self, case: str) -> str:
-        return next(j.reason for j in self.record().judgements if j.row.id.split("/")[1] == case)
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Project:
-    return Project(tmp_path)
-
-
-def counted(test: str, value: object = 13, better: str = "derived") -> Reviewed:
-    """A reviewed row as COUNT makes it."""
-    return Reviewed(value, "breaks", better, test=f"suites/compile/test_a.py::{test}[cpu]")
-
+from suites.self.project import GOOD, Project, counted
 
 ALL_VERDICTS = """
 @lanes("cpu", "h200")
@@ -208,7 +98,7 @@ def test_the_table_is_plain_worst_first_and_names_a_command_for_every_row(projec
     table = out[out.index("REGRESSION    compile") : out.index("record: ")]
     labels = [line.split()[0] for line in table.splitlines() if not line.startswith(" ")]
     order = ["REGRESSION", "CHANGED", "MISSING", "INSTRUMENT", "INFRA", "INCONCLUSIVE"]
-    assert [label for label in dict.fromkeys(labels)][:6] == order
+    assert list(dict.fromkeys(labels))[:6] == order
     assert labels[-1] == "PASS"
     assert table.count("\n" + " " * 14 + "-> ") == len(EXPECTED) - 2
     assert "expected 13 (derived), measured 0" in table
@@ -216,7 +106,7 @@ def test_the_table_is_plain_worst_first_and_names_a_command_for_every_row(projec
     assert "\x1b" not in out
     assert not re.search("[─-╿]", out)
     assert re.search(
-        r"^cpu: 15 rows: 2 PASS, 1 CHANGED \(not judged\), 1 WIN, .*2 REGRESSION; "
+        r"^cpu: 15 rows: 2 PASS, 1 WIN, 1 CHANGED \(not judged\), .*, 1 CHANGED, 2 REGRESSION; "
         r"device cpu; torch 9\.9\.0; \d+ s$",
         out,
         re.MULTILINE,
@@ -303,58 +193,6 @@ def test_an_empty_selection_is_not_green(project: Project, workers: str) -> None
     assert result.out.count("nothing was selected: not green") == 1
 
 
-def test_lane_tests_need_a_lane_and_self_tests_need_none(project: Project) -> None:
-    project.tests(GOOD)
-    project.write("suites/self/test_plain.py", "def test_plain(): pass\n")
-    for workers in "01":
-        bare = project.pytest("-n", workers)
-        assert bare.code == 4
-        assert (bare.out + bare.err).count("pick a lane: pytest -m cpu | h200 | v6e") == 1
-        assert "Traceback" not in bare.out + bare.err
-    other = project.pytest("-n", "0", "-m", "not h200")
-    assert (other.code, "pick a lane" in other.err) == (4, True)
-    own = project.pytest("suites/self")
-    assert own.code == 0, own.out
-    assert "1 passed" in own.out
-    assert not (project.root / "record.json").exists()
-
-
-def refuses(result: Result, *words: str) -> None:
-    """Exit 4, exactly one line, which holds the words."""
-    assert (result.code, result.out) == (4, ""), result.out + result.err
-    assert len(result.err.strip().splitlines()) == 1, result.err
-    for word in words:
-        assert word in result.err
-
-
-def test_refusals_are_one_line_and_exit_4(project: Project) -> None:
-    project.tests(GOOD)
-    refuses(project.pytest("-m", "cuda"), "no marker 'cuda'", "cpu, h200, v6e")
-    refuses(project.pytest("-m", "cpu or h200"), "one lane a run")
-    refuses(project.pytest("-m", "cpu", CXX="/no/such/g++"), "install g++ or set CXX")
-    refuses(project.pytest("-m", "cpu", "--record", "/no/such/place/record.json"), "No such file")
-    project.write("a-file", "")
-    refuses(project.pytest("-m", "cpu", TORCHINDUCTOR_CACHE_DIR="a-file"), "TORCHINDUCTOR_CACHE_DIR=a-file")
-    project.baseline(good=counted("test_good"))
-    path = project.root / "baselines/cpu.json"
-    path.write_text(path.read_text().replace('"unit"', "unit", 1))
-    refuses(project.pytest("-m", "cpu"), "baselines/cpu.json line 6", "git checkout baselines/cpu.json")
-
-
-def test_a_lane_without_its_device_is_refused_and_with_it_runs(project: Project) -> None:
-    project.tests(ALL_VERDICTS)
-    refuses(project.pytest("-m", "h200"), "no NVIDIA H200", "has no attribute 'cuda'")
-    refuses(project.pytest("-m", "v6e"), "no torch_xla", "pip install")
-    project.write("torch/__init__.py", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
-    refuses(project.pytest("-m", "h200"), "the probe ended with -11")
-    project.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda _: 'NVIDIA H100'\n")
-    refuses(project.pytest("-m", "h200"), "the device is 'NVIDIA H100'")
-    project.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda _: 'NVIDIA H200'\n")
-    assert project.pytest("-m", "h200", "-n", "0").code == 1
-    assert project.verdicts() == {"pass": "MISSING"}
-    assert project.record().provenance["device"] == "NVIDIA H200"
-
-
 def test_the_session_imports_no_torch(project: Project) -> None:
     project.tests(GOOD)
     project.baseline(good=counted("test_good"))
@@ -385,7 +223,7 @@ def test_a_record_survives_ctrl_c(project: Project, workers: str) -> None:
     while not (project.root / "there").exists() and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
     process.communicate(timeout=60)
     assert process.returncode == 2
     assert not project.record().complete
@@ -444,9 +282,7 @@ def test_the_gate_takes_skips_unexpected_passes_and_deselection_for_red(project:
             "test_xpass",
         ]
         assert "not today" in problems[1]
-    assert "1 failed" not in project.pytest("-m", "cpu", "--gate", "-n", "0").out, (
-        "the gate shows in the environment"
-    )
+    assert " failed" not in project.pytest("-m", "cpu", "--gate", "-n", "0").out, "the tests see the gate"
 
 
 def test_a_module_that_does_not_import_costs_its_rows_by_name(project: Project) -> None:
@@ -481,7 +317,7 @@ def test_an_id_belongs_to_one_test_and_a_row_to_a_lane(project: Project) -> None
     assert "already reported by suites/compile/test_a.py::test_good[cpu]" in one.out
     two = project.pytest("-m", "cpu", "-n", "2")
     assert two.code == 1
-    assert "was already reported by" in "".join(project.record().problems) + two.out or two.code == 1
+    assert any("was already reported by" in problem for problem in project.record().problems)
     lost = project.pytest("-n", "0", "suites/compile/test_a.py::test_nowhere")
     assert lost.code == 1
     assert "has rows but no lane" in lost.out
@@ -507,23 +343,3 @@ def test_a_red_row_in_a_finalizer_is_red_too(project: Project) -> None:
     assert project.pytest("-m", "cpu", "-n", "0").code == 1
     assert project.verdicts() == {"late": "REGRESSION", "hidden": "REGRESSION"}
     assert project.pytest("-m", "cpu", "-n", "0", "-k", "hidden").code == 1, "xfail does not hide a row"
-
-
-def test_lane_names_are_checked_where_they_are_written() -> None:
-    with pytest.raises(ValueError, match="unknown lane"):
-        lanes("cpu", "tpu")
-    with pytest.raises(ValueError, match="unknown lane"):
-        lanes()
-
-
-def test_the_cpu_lane_needs_a_compiler_that_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "g++"
-    broken.write_text("#!/bin/sh\nexit 3\n")
-    broken.chmod(0o755)
-    for chosen, words in (("", None), (str(broken), "ended with 3"), ("/none", "not on PATH")):
-        monkeypatch.setenv("CXX", chosen)
-        find.cache_clear()
-        reason = detect("cpu")
-        assert reason is None if words is None else words in (reason or "")
-    find.cache_clear()
-    assert lanes_module.LANES["cpu"].device == "cpu"

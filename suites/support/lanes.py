@@ -78,7 +78,8 @@ WANTED = {
 }
 PROBES = {
     "h200": "import torch; print(torch.cuda.get_device_name(0))",
-    "v6e": "import torch_xla.runtime as r; print('tpu' if r.device_type() == 'TPU' else 'pjrt-cpu')",
+    "v6e": "import torch_xla.runtime as r; t = r.device_type().lower(); "
+    "print(t if t == 'tpu' else 'pjrt-' + t)",
 }
 
 

@@ -151,7 +151,7 @@ class LaneSession:
         complete = ended and not self.uncollected and self.selection.selected <= self.finished
         judgements = [*self.judgements.values(), *self._missing(complete)]
         problems = self._problems(judgements, complete)
-        here = self.provenance | {"wall_seconds": round(time.monotonic() - self.started, 1)}
+        here = self.provenance | {"wall_seconds": round(time.monotonic() - self.started, 3)}
         try:
             record = write_record(self.record_path, here, judgements, complete=complete, problems=problems)
             where = str(self.record_path)

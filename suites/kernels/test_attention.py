@@ -1,0 +1,365 @@
+"""attention against the plain formula with repeated heads: value, gradient, compilation; rope and QK norm.
+
+B batch, T tokens, Hq query heads, Hkv key/value heads, P head dim.
+The plain formula repeats K and V, builds its mask cell by cell and takes torch.softmax; the op folds the
+heads into one product and rebuilds its softmax from the logsumexp. The oracle is the reference in fp64, which
+must agree with the plain formula in fp64 first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from kernels.attention import attention, attention_mask, attention_reference, qk_norm, rope
+from suites.support.instruments import DynamoWatch
+from suites.support.lanes import Lane, lanes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CASES = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "window": {"window": 5},
+    "all": {"softcap": 2.0, "window": 7, "scale": 0.4},
+    "not causal": {"causal": False},
+}
+# FlashAttention's own rule: a gradient rebuilt from the logsumexp may be off by 3 times the formula's error.
+AT_MOST = {"forward": 2.0, "gradient": 3.0}
+quick = settings(derandomize=True, max_examples=15, deadline=None)
+
+
+def problem(
+    B=2, T=33, Hq=4, Hkv=2, P=16, dtype=torch.float64, device="cpu", seed=0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random q, k, v and documents: three of them in row 0 (ids 5, 1, 3), two in the others, then padding."""
+    g = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(B, T, H, P, generator=g, dtype=torch.float64) for H in (Hq, Hkv, Hkv)]
+    doc_ids = torch.ones(B, T, dtype=torch.int32)
+    doc_ids[0, : T // 3] = 5
+    doc_ids[:, T // 2 :] = 3
+    doc_ids[:, T - T // 8 :] = -1
+    return *(t.to(device, dtype) for t in tensors), doc_ids.to(device)
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale=None, softcap=0.0, window=0, causal=True
+) -> Tensor:
+    """The formula as one writes it first: in its inputs' dtype but for the softmax, K and V repeated."""
+    B, T, Hq, P = q.shape
+    R, ids = Hq // k.shape[2], doc_ids.tolist()
+    seen = torch.tensor(
+        [
+            [
+                [
+                    ids[b][i] == ids[b][j] and (j <= i or not causal) and (i - j < window or not window)
+                    for j in range(T)
+                ]
+                for i in range(T)
+            ]
+            for b in range(B)
+        ]
+    )
+    q, k, v = (
+        q.transpose(1, 2),
+        k.repeat_interleave(R, 2).transpose(1, 2),
+        v.repeat_interleave(R, 2).transpose(1, 2),
+    )
+    s = (q @ k.mT) * (1 / math.sqrt(P) if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    s = s.masked_fill(~seen.to(q.device).unsqueeze(1), -torch.inf)
+    p = torch.softmax(s, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return (p @ v).transpose(1, 2)
+
+
+def gradients(
+    function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, **options
+) -> list[Tensor]:
+    """The output and the gradients of a fixed random weighting of it."""
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    out = function(*leaves, doc_ids, **options)
+    g = torch.Generator().manual_seed(1)
+    weight = torch.randn(out.shape, generator=g, dtype=torch.float64).to(out)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weight)]
+
+
+def doubled(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor) -> tuple[Tensor, ...]:
+    return q.double(), k.double(), v.double(), doc_ids
+
+
+def error(found: Tensor, oracle: Tensor) -> tuple[float, float]:
+    """Largest and RMS difference."""
+    difference = (found.double() - oracle.double()).abs()
+    return difference.max().item(), difference.square().mean().sqrt().item()
+
+
+def error_ratio(found: Tensor, plain: Tensor, oracle: Tensor) -> float:
+    """How much further from the oracle than the plain formula in the same dtype: the worse of max and RMS."""
+    return max(ours / theirs for ours, theirs in zip(error(found, oracle), error(plain, oracle)))
+
+
+def rounding_bound(q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
+    """What rounding alone can do to `out` in fp32.
+
+    A logit is off by (P + 4) u times its largest size, a weight exp(s - lse) by twice that plus the same of
+    lse, and the weighted mean of v adds T + 8 roundings: all of it relative to max |v|.
+    """
+    T, P = q.shape[1], q.shape[3]
+    logit = scale * q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
+    return float((2 * (P + 4) * logit + T + 8) * 2**-24 * v.double().abs().max())
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("case", CASES)
+def test_fp64_equals_the_plain_formula(lane: Lane, case: str):
+    inputs = problem(device=lane.device)
+    plain = gradients(plain_attention, *inputs, **CASES[case])
+    for impl in ("op", "reference"):
+        for found, wanted in zip(gradients(partial(attention, impl=impl), *inputs, **CASES[case]), plain):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
+    ratios = {"forward": {}, "gradient": {}}
+    elements = 0
+    for case, options in CASES.items():
+        inputs = problem(dtype=DTYPES[dtype], device=lane.device)
+        oracle = gradients(attention_reference, *doubled(*inputs), **options)
+        plain = gradients(plain_attention, *inputs, **options)
+        found = gradients(attention, *inputs, **options)
+        assert all(t.dtype == DTYPES[dtype] for t in found)
+        forward, *backward = (error_ratio(*three) for three in zip(found, plain, oracle))
+        ratios["forward"][case], ratios["gradient"][case] = forward, max(backward)
+        elements += sum(t.numel() for t in oracle)
+    for direction, by_case in ratios.items():
+        row(
+            f"kernels/attention-{lane.name}-{dtype}/{direction}_error_ratio",
+            max(by_case.values()),
+            unit="ratio",
+            witness=elements,
+            at_most=AT_MOST[direction],
+            rule="C36",
+            evidence=[f"{case}: {ratio:.3f}" for case, ratio in by_case.items()],
+        )
+
+
+@lanes("cpu", "h200")
+def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane):
+    q, k, v, doc_ids = inputs = problem(dtype=torch.float32, device=lane.device)
+    options = {"scale": 0.4, "softcap": 2.0, "window": 7}
+    oracle = attention_reference(*doubled(*inputs), **options)
+    bound = rounding_bound(q, k, v, 0.4)
+    assert bound < 1e-3
+    assert error(attention(*inputs, **options), oracle)[0] <= bound
+    wrong = {
+        "softcap before scale": attention(*inputs, **options | {"softcap": 2.0 / 0.4}),
+        "no softcap": attention(*inputs, **options | {"softcap": 0.0}),
+        "window one too wide": attention(*inputs, **options | {"window": 8}),
+        "documents ignored": attention(q, k, v, torch.zeros_like(doc_ids), **options),
+        "heads interleaved": attention(q, k.flip(2), v.flip(2), doc_ids, **options),
+        "not causal": attention(*inputs, **options, causal=False),
+    }
+    missed = [name for name, out in wrong.items() if error(out, oracle)[0] <= bound]
+    assert not missed
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("case", ["plain", "all"])
+def test_gradcheck(lane: Lane, case: str):
+    q, k, v, doc_ids = problem(B=1, T=6, Hq=4, Hkv=2, P=3)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    assert torch.autograd.gradcheck(lambda *t: attention(*t, doc_ids, **CASES[case]), leaves)
+
+
+@lanes("cpu", "h200")
+def test_op_contract(lane: Lane):
+    inputs = problem(B=2, T=9, P=4, dtype=torch.float32, device=lane.device)
+    # Every tensor non-contiguous: the op may rely on no layout, and its results have the canonical one.
+    q, k, v, doc_ids = (t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
+    options = (0.5, 2.0, 4, True)
+    out, lse = torch.ops.bumpgate.attention_fwd(q, k, v, doc_ids, *options)
+    assert lse.dtype == torch.float32
+    assert torch.equal(out, torch.ops.bumpgate.attention_fwd(*inputs, *options)[0])
+    dout = out.transpose(1, 2).contiguous().transpose(1, 2)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    torch.library.opcheck(torch.ops.bumpgate.attention_fwd, (*leaves, doc_ids, *options))
+    torch.library.opcheck(torch.ops.bumpgate.attention_bwd, (q, k, v, doc_ids, out, lse, dout, *options))
+    for op, arguments in (
+        (torch.ops.bumpgate.attention_fwd, (q, k, v, doc_ids, *options)),
+        (torch.ops.bumpgate.attention_bwd, (q, k, v, doc_ids, out, lse, dout, *options)),
+    ):
+        real = op(*arguments)
+        fake = op(*(t.to("meta") if isinstance(t, Tensor) else t for t in arguments))
+        assert [(t.shape, t.stride(), t.dtype) for t in fake] == [
+            (t.shape, t.stride(), t.dtype) for t in real
+        ]
+
+
+@lanes("cpu", "h200")
+def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
+    with DynamoWatch() as watch:
+        compiled = torch.compile(attention, fullgraph=True, backend=watch.backend("aot_eager"))
+        for B in (2, 3, 5):
+            inputs = problem(B=B, T=16, dtype=torch.float32, device=lane.device)
+            eager = gradients(attention, *inputs, softcap=2.0)
+            gradients(partial(_marked, compiled), *inputs, softcap=2.0)  # tracing runs the op's fake too
+            with profile(activities=[ProfilerActivity.CPU]) as trace:
+                found = gradients(partial(_marked, compiled), *inputs, softcap=2.0)
+            ran = {event.key: event.count for event in trace.key_averages()}
+            assert ran["bumpgate::attention_fwd"] == ran["bumpgate::attention_bwd"] == 1
+            assert all(torch.equal(*pair) for pair in zip(found, eager))
+    assert [g.operators.count("bumpgate.attention_fwd.default") for g in watch.report.graphs] == [1]
+
+
+def _marked(function: Callable[..., Tensor], *inputs: Tensor, **options) -> Tensor:
+    """Calls `function` with the batch axis declared dynamic: a specialised one raises."""
+    for t in inputs:
+        torch._dynamo.mark_dynamic(t, 0)
+    return function(*inputs, **options)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), groups=st.sampled_from([1, 2, 3]), shared=st.sampled_from([1, 2, 4]))
+def test_grouped_heads_equal_repeated_heads(lane: Lane, seed: int, groups: int, shared: int):
+    q, k, v, doc_ids = problem(T=11, Hq=groups * shared, Hkv=groups, P=4, seed=seed, device=lane.device)
+    repeated = attention(q, k.repeat_interleave(shared, 2), v.repeat_interleave(shared, 2), doc_ids)
+    torch.testing.assert_close(attention(q, k, v, doc_ids), repeated, rtol=1e-13, atol=1e-13)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99))
+def test_a_large_softcap_is_none(lane: Lane, seed: int):
+    inputs = problem(T=11, P=4, seed=seed, device=lane.device)
+    # tanh(x) = x - x^3/3: at c = 1e6 the cubic term of a logit below 20 is under 3e-9
+    torch.testing.assert_close(attention(*inputs, softcap=1e6), attention(*inputs), rtol=0, atol=1e-7)
+    assert error(attention(*inputs, softcap=1.0), attention(*inputs))[0] > 1e-3
+
+
+@lanes("cpu", "h200")
+@quick
+@given(
+    seed=st.integers(0, 99),
+    first=st.integers(1, 12),
+    second=st.integers(1, 12),
+    window=st.sampled_from([0, 3]),
+)
+def test_a_packed_document_is_as_if_alone(lane: Lane, seed: int, first: int, second: int, window: int):
+    """With positions that restart at each document. Equal to rounding and not bit by bit: a row's sum runs
+    over other keys (at weight 0) and in other blocks."""
+    T = first + second
+    q, k, v, _ = problem(T=T, P=8, seed=seed, device=lane.device)
+    start = torch.tensor([0] * first + [first] * second, device=lane.device)
+    doc_ids = (start > 0).int().expand(2, T)
+    positions = (torch.arange(T, device=lane.device) - start).expand(2, T)
+
+    def turned(t: Tensor, at: Tensor) -> Tensor:
+        return rope(t, at, 10_000.0)
+
+    packed = attention(turned(q, positions), turned(k, positions), v, doc_ids, window=window)
+    b = slice(first, None)
+    at = torch.arange(second, device=lane.device).expand(2, second)
+    alone = attention(turned(q[:, b], at), turned(k[:, b], at), v[:, b], doc_ids[:, b], window=window)
+    torch.testing.assert_close(packed[:, b], alone, rtol=1e-13, atol=1e-13)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), at=st.integers(0, 15))
+def test_the_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int):
+    q, k, v, doc_ids = problem(T=16, dtype=torch.float32, seed=seed, device=lane.device)
+    before = attention(q, k, v, doc_ids, window=6)
+    k[:, at] += 1
+    v[:, at] -= 1
+    changed = (attention(q, k, v, doc_ids, window=6) != before).flatten(2).any(2)
+    sees = attention_mask(doc_ids, window=6)[:, :, at]
+    assert torch.equal(changed, sees)
+    assert not sees[:, :at].any()
+    assert sees[:, at].all()
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), T=st.integers(1, 12), extra=st.integers(0, 3))
+def test_a_window_of_all_tokens_is_none(lane: Lane, seed: int, T: int, extra: int):
+    inputs = problem(T=T, P=4, seed=seed, device=lane.device)
+    assert torch.equal(attention(*inputs, window=T + extra), attention(*inputs))
+
+
+@lanes("cpu", "h200")
+def test_one_token_returns_its_value(lane: Lane):
+    q, k, v, doc_ids = problem(T=1, dtype=torch.bfloat16, device=lane.device)
+    assert torch.equal(attention(q, k, v, doc_ids, softcap=30.0), v.repeat_interleave(2, 2))
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), shift=st.integers(0, 1000))
+def test_rope_turns_by_the_position_and_scores_by_the_distance(lane: Lane, seed: int, shift: int):
+    q, k, _, _ = problem(T=9, Hq=2, P=8, seed=seed, device=lane.device)
+    positions = torch.arange(9, device=lane.device).expand(2, 9)
+    turned = rope(q, positions, 100.0)
+    angle = positions[..., None, None] * 100.0 ** (
+        -torch.arange(4, device=lane.device, dtype=torch.float64) / 4
+    )
+    wanted = torch.complex(q[..., :4], q[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
+    torch.testing.assert_close(turned, torch.cat((wanted.real, wanted.imag), -1), rtol=1e-12, atol=1e-12)
+
+    def scores(offset: int) -> Tensor:
+        return torch.einsum(
+            "bihp,bjhp->bhij", rope(q, positions + offset, 100.0), rope(k, positions + offset, 100.0)
+        )
+
+    torch.testing.assert_close(scores(shift), scores(0), rtol=1e-10, atol=1e-10)
+    assert error(torch.einsum("bihp,bjhp->bhij", q, k), scores(0))[0] > 1e-2
+
+
+@lanes("cpu", "h200")
+def test_rope_and_qk_norm_are_fp32_inside(lane: Lane):
+    q, _, _, _ = problem(T=9, dtype=torch.bfloat16, device=lane.device)
+    positions = torch.full((2, 9), 4095, device=lane.device, dtype=torch.int32)
+    rounding = 2**-8  # half a unit in the last place of bf16, relative
+    turned, wide = rope(q, positions, 500_000.0), rope(q.double(), positions, 500_000.0)
+    # fp32 angles of 4095 are off by 4095 * 2^-24 radians, far below the cast; bf16 ones would be off by 16
+    torch.testing.assert_close(turned.double(), wide, rtol=rounding, atol=1e-3)
+    normed = qk_norm(q, 1e-5)
+    assert turned.dtype == normed.dtype == torch.bfloat16
+    x = q.double()
+    wanted = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(normed.double(), wanted, rtol=rounding, atol=0)
+    large = q.half() * 2000  # its mean square overflows fp16
+    assert qk_norm(large, 1e-5).isfinite().all()
+
+
+@lanes("cpu")
+def test_bad_input_is_one_clear_line(lane: Lane):
+    q, k, v, doc_ids = problem(B=2, T=4, Hq=4, Hkv=2, P=4, dtype=torch.float32)
+    bad = [
+        ((q, k[:, :, :1].repeat(1, 1, 3, 1), v, doc_ids), {}, "4 query heads"),
+        ((q[0], k, v, doc_ids), {}, "3-d"),
+        ((q, k[:, :3], v, doc_ids), {}, "k has shape"),
+        ((q, k, v[..., :3], doc_ids), {}, "v has shape"),
+        ((q, k, v, doc_ids[:, :3]), {}, "doc_ids has shape"),
+        ((q, k.bfloat16(), v, doc_ids), {}, "one float dtype"),
+        ((q, k, v, doc_ids.long()), {}, "int32"),
+        ((q, k, v, doc_ids), {"softcap": -1.0}, "softcap"),
+        ((q, k, v, doc_ids), {"window": -1}, "window"),
+        ((q, k, v, doc_ids), {"impl": "fast"}, "choices are"),
+    ]
+    for inputs, options, words in bad:
+        with pytest.raises(ValueError, match=words) as caught:
+            attention(*inputs, **options)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="even"):
+        rope(q[..., :3], torch.zeros(2, 4), 100.0)

@@ -1,0 +1,288 @@
+"""causal_conv1d against torch's own conv1d, document by document: value, gradient, compilation, and the step.
+
+B batch, T tokens, D channels, W conv width.
+The op shifts and adds; the plain formula cuts each row into its documents and runs F.conv1d on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from kernels.causal_conv1d import causal_conv1d, causal_conv1d_reference, causal_conv1d_step
+from suites.support.instruments import DynamoWatch
+from suites.support.lanes import Lane, lanes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LENGTHS = (9, 1, 2, 13, 5)
+quick = settings(derandomize=True, max_examples=15, deadline=None)
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def problem(B=2, D=8, W=4, lengths=LENGTHS, dtype=torch.float64, device="cpu", seed=0) -> Inputs:
+    """Random x, weight, bias and documents of these lengths in row 0, turned by one row after row; the last
+    is padding (-1)."""
+    g = torch.Generator().manual_seed(seed)
+    names = [*range(3, 2 + len(lengths)), -1]
+    ids = torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in zip(names, lengths)])
+    doc_ids = torch.stack([ids.roll(row) for row in range(B)])
+    shapes = ((B, len(ids), D), (D, W), (D,))
+    tensors = [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
+    return *(t.to(device, dtype) for t in tensors), doc_ids.to(device)
+
+
+def plain_conv(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, activation: str = "silu") -> Tensor:
+    """F.conv1d on each document of each row, in the dtype of x."""
+    W, rows = weight.shape[1], []
+    for row, ids in zip(x, doc_ids):
+        lengths = torch.unique_consecutive(ids, return_counts=True)[1].tolist()
+        parts = [F.pad(document.T, (W - 1, 0)) for document in row.split(lengths)]
+        rows.append(torch.cat([F.conv1d(p, weight.unsqueeze(1), bias, groups=len(bias)) for p in parts], 1).T)
+    pre = torch.stack(rows)
+    return F.silu(pre) if activation == "silu" else pre
+
+
+def gradients(function: Callable[..., Tensor], *inputs: Tensor, **options) -> list[Tensor]:
+    """The output, and the gradients of x, weight and bias of a fixed random weighting of it."""
+    leaves = [t.detach().clone().requires_grad_() for t in inputs[:3]]
+    y = function(*leaves, inputs[3], **options)
+    g = torch.Generator().manual_seed(1)
+    weighting = torch.randn(y.shape, generator=g, dtype=torch.float64).to(y)
+    return [y.detach(), *torch.autograd.grad(y, leaves, weighting)]
+
+
+def doubled(inputs: Inputs) -> Inputs:
+    return *(t.double() for t in inputs[:3]), inputs[3]
+
+
+def error(found: Tensor, oracle: Tensor) -> tuple[float, float]:
+    """Largest and RMS difference."""
+    difference = (found.double() - oracle.double()).abs()
+    return difference.max().item(), difference.square().mean().sqrt().item()
+
+
+def error_ratio(found: Tensor, plain: Tensor, oracle: Tensor) -> float:
+    """How much further from the oracle than the plain formula in the same dtype: the worse of max and RMS."""
+    return max(ours / theirs for ours, theirs in zip(error(found, oracle), error(plain, oracle)))
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("activation", ["silu", "none"])
+@pytest.mark.parametrize("W", [1, 2, 3, 4])
+def test_fp64_equals_conv1d_of_each_document(lane: Lane, W: int, activation: str):
+    inputs = problem(W=W, device=lane.device)
+    plain = gradients(plain_conv, *inputs, activation=activation)
+    for impl in ("op", "reference"):
+        found = gradients(partial(causal_conv1d, impl=impl), *inputs, activation=activation)
+        for ours, theirs in zip(found, plain):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
+    ratios = {"forward": {}, "gradient": {}}
+    elements = 0
+    for W in (2, 3, 4):
+        inputs = problem(W=W, dtype=DTYPES[dtype], device=lane.device)
+        oracle = gradients(plain_conv, *doubled(inputs))
+        plain = gradients(plain_conv, *inputs)
+        found = gradients(causal_conv1d, *inputs)
+        assert all(t.dtype == DTYPES[dtype] for t in found)
+        forward, *backward = (error_ratio(*three) for three in zip(found, plain, oracle))
+        ratios["forward"][W], ratios["gradient"][W] = forward, max(backward)
+        elements += sum(t.numel() for t in oracle)
+    for direction, by_width in ratios.items():
+        row(
+            f"kernels/causal_conv1d-{lane.name}-{dtype}/{direction}_error_ratio",
+            max(by_width.values()),
+            unit="ratio",
+            witness=elements,
+            at_most=2.0,
+            rule="C36",
+            evidence=[f"width {W}: {ratio:.3f}" for W, ratio in by_width.items()],
+        )
+
+
+@lanes("cpu", "h200")
+def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane):
+    """A sum of W products and a bias is off by at most (W + 1) u times the same sum of sizes, silu passes an
+    error on at most 1.1 times and adds a few roundings of its own (8 u)."""
+    x, weight, bias, doc_ids = inputs = problem(dtype=torch.float32, device=lane.device)
+    oracle = plain_conv(*doubled(inputs))
+    sizes = plain_conv(*(t.abs() for t in doubled(inputs)[:3]), doc_ids, activation="none")
+    bound = 2**-24 * (1.1 * 5 * sizes + 8 * oracle.abs())
+    assert ((causal_conv1d(*inputs) - oracle).abs() <= bound).all()
+    wrong = {
+        "taps reversed": causal_conv1d(x, weight.flip(1), bias, doc_ids),
+        "documents ignored": causal_conv1d(x, weight, bias, torch.zeros_like(doc_ids)),
+        "not causal": causal_conv1d(x.flip(1), weight.flip(1), bias, doc_ids.flip(1)).flip(1),
+        "no bias": causal_conv1d(x, weight, bias * 0, doc_ids),
+        "no activation": causal_conv1d(*inputs, activation="none"),
+    }
+    missed = [name for name, y in wrong.items() if ((y - oracle).abs() > bound).float().mean() < 0.2]
+    assert not missed
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("activation", ["silu", "none"])
+def test_gradcheck(lane: Lane, activation: str):
+    x, weight, bias, doc_ids = problem(B=2, D=2, W=3, lengths=(1, 3, 2))
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    assert torch.autograd.gradcheck(lambda *t: causal_conv1d(*t, doc_ids, activation=activation), leaves)
+
+
+@lanes("cpu", "h200")
+def test_op_contract(lane: Lane):
+    inputs = problem(D=3, lengths=(5, 2), dtype=torch.float32, device=lane.device)
+    # Every tensor non-contiguous: the op may rely on no layout, and its results have the canonical one.
+    x, weight, bias, doc_ids = (t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
+    y = torch.ops.bumpgate.causal_conv1d_fwd(x, weight, bias, doc_ids, "silu")
+    dy = y.transpose(0, 2).contiguous().transpose(0, 2)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    torch.library.opcheck(torch.ops.bumpgate.causal_conv1d_fwd, (*leaves, doc_ids, "silu"))
+    torch.library.opcheck(torch.ops.bumpgate.causal_conv1d_bwd, (x, weight, bias, doc_ids, dy, "silu"))
+    for op, tensors in (
+        (torch.ops.bumpgate.causal_conv1d_fwd, (x, weight, bias, doc_ids)),
+        (torch.ops.bumpgate.causal_conv1d_bwd, (x, weight, bias, doc_ids, dy)),
+    ):
+        real = op(*tensors, "silu")
+        fake = op(*(t.to("meta") for t in tensors), "silu")
+        real, fake = ([t] if isinstance(t, Tensor) else t for t in (real, fake))
+        assert [(t.shape, t.stride(), t.dtype) for t in fake] == [
+            (t.shape, t.stride(), t.dtype) for t in real
+        ]
+
+
+@lanes("cpu", "h200")
+def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
+    def marked(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor) -> Tensor:
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(doc_ids, 0)
+        return compiled(x, weight, bias, doc_ids)
+
+    with DynamoWatch() as watch:
+        compiled = torch.compile(causal_conv1d, fullgraph=True, backend=watch.backend("aot_eager"))
+        for B in (2, 3, 5):
+            inputs = problem(B=B, dtype=torch.float32, device=lane.device)
+            eager = gradients(causal_conv1d, *inputs)
+            gradients(marked, *inputs)  # tracing runs the op's fake too, so it is counted in a later call
+            with profile(activities=[ProfilerActivity.CPU]) as trace:
+                found = gradients(marked, *inputs)
+            ran = {event.key: event.count for event in trace.key_averages()}
+            assert ran["bumpgate::causal_conv1d_fwd"] == ran["bumpgate::causal_conv1d_bwd"] == 1
+            assert all(torch.equal(*pair) for pair in zip(found, eager))
+    assert [g.operators.count("bumpgate.causal_conv1d_fwd.default") for g in watch.report.graphs] == [1]
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), W=st.integers(2, 4), T=st.integers(1, 20))
+def test_one_document_equals_conv1d(lane: Lane, seed: int, W: int, T: int):
+    x, weight, bias, doc_ids = problem(W=W, lengths=(T,), seed=seed, device=lane.device)
+    full = F.conv1d(x.mT, weight.unsqueeze(1), bias, padding=W - 1, groups=8)[..., :T].mT
+    found = causal_conv1d(x, weight, bias, doc_ids, activation="none")
+    torch.testing.assert_close(found, full, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(causal_conv1d(x, weight, bias, doc_ids), F.silu(full), rtol=1e-13, atol=1e-13)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(
+    seed=st.integers(0, 99), W=st.integers(1, 4), lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4)
+)
+def test_a_packed_document_is_as_if_alone(lane: Lane, seed: int, W: int, lengths: list[int]):
+    """Its sums bit by bit; with silu to rounding, whose vectorised and scalar forms round differently."""
+    x, weight, bias, doc_ids = problem(
+        B=1, W=W, lengths=lengths, dtype=torch.float32, seed=seed, device=lane.device
+    )
+    sums, packed = (causal_conv1d(x, weight, bias, doc_ids, a) for a in ("none", "silu"))
+    for total, y, inside, ids in zip(*(t.split(lengths, 1) for t in (sums, packed, x, doc_ids))):
+        assert torch.equal(total, causal_conv1d(inside, weight, bias, ids, "none"))
+        torch.testing.assert_close(y, causal_conv1d(inside, weight, bias, ids), rtol=1e-6, atol=1e-7)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), W=st.integers(1, 4), at=st.integers(0, 29))
+def test_a_tap_reaches_forward_within_its_document_only(lane: Lane, seed: int, W: int, at: int):
+    """A nan at one token: the W tokens from it on in its document see it, no bit of the others changes."""
+    x, weight, bias, doc_ids = problem(W=W, seed=seed, device=lane.device)
+    before = causal_conv1d(x, weight, bias, doc_ids)
+    x[:, at] = torch.nan
+    after = causal_conv1d(x, weight, bias, doc_ids)
+    seen = after.isnan().any(2)
+    lag = torch.arange(30, device=lane.device) - at
+    assert torch.equal(seen, (lag >= 0) & (lag < W) & (doc_ids == doc_ids[:, at : at + 1]))
+    assert torch.equal(after[~seen], before[~seen])
+    assert seen.any()
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), W=st.integers(1, 4))
+def test_steps_equal_the_whole(lane: Lane, seed: int, W: int):
+    x, weight, bias, doc_ids = problem(W=W, seed=seed, device=lane.device)
+    state, outputs = x.new_zeros(2, W - 1, 8), []
+    for t in range(30):
+        starts = doc_ids[:, t] != doc_ids[:, max(t - 1, 0)]
+        y, state = causal_conv1d_step(
+            x[:, t], state.masked_fill(starts[:, None, None], 0), weight, bias, "silu"
+        )
+        outputs.append(y)
+    assert state.shape == (2, W - 1, 8)
+    whole = causal_conv1d(x, weight, bias, doc_ids)
+    torch.testing.assert_close(torch.stack(outputs, 1), whole, rtol=1e-13, atol=1e-13)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_slice_of_a_wider_tensor_gives_the_same_bits(lane: Lane, dtype: str):
+    x, weight, bias, doc_ids = problem(dtype=DTYPES[dtype], device=lane.device)
+    assert not _embedded(x).is_contiguous()
+    found = gradients(lambda x, *rest: causal_conv1d(_embedded(x), *rest), x, weight, bias, doc_ids)
+    for ours, theirs in zip(found, gradients(causal_conv1d, x, weight, bias, doc_ids)):
+        assert torch.equal(ours, theirs)
+
+
+def _embedded(x: Tensor) -> Tensor:
+    """x as the middle of a tensor three times as wide, as a split of one projection gives it."""
+    return torch.cat((x - 1, x, x + 1), -1).split(x.shape[-1], -1)[1]
+
+
+@lanes("cpu", "h200")
+def test_mixed_dtypes_keep_their_own(lane: Lane):
+    """Under autocast the activations are bf16 and the parameters fp32."""
+    x, weight, bias, doc_ids = problem(dtype=torch.float32, device=lane.device)
+    found = gradients(causal_conv1d, x.bfloat16(), weight, bias, doc_ids)
+    assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    wide = causal_conv1d_reference(x.bfloat16().double(), weight.double(), bias.double(), doc_ids)
+    torch.testing.assert_close(found[0].double(), wide, rtol=2**-8, atol=1e-6)
+
+
+@lanes("cpu")
+def test_bad_input_is_one_clear_line(lane: Lane):
+    x, weight, bias, doc_ids = problem(dtype=torch.float32)
+    bad = [
+        ((x[0], weight, bias, doc_ids), {}, "2-d"),
+        ((x, weight[:3], bias, doc_ids), {}, "weight has shape"),
+        ((x, weight[:, :0], bias, doc_ids), {}, "at least one tap"),
+        ((x, weight, bias[:3], doc_ids), {}, "bias has shape"),
+        ((x, weight, bias, doc_ids[:, 1:]), {}, "doc_ids has shape"),
+        ((x.int(), weight, bias, doc_ids), {}, "x must be floating point"),
+        ((x, weight, bias, doc_ids.long()), {}, "int32"),
+        ((x, weight, bias, doc_ids), {"activation": "relu"}, "choices are"),
+        ((x, weight, bias, doc_ids), {"impl": "fast"}, "choices are"),
+    ]
+    for inputs, options, words in bad:
+        with pytest.raises(ValueError, match=words) as caught:
+            causal_conv1d(*inputs, **options)
+        assert "\n" not in str(caught.value)

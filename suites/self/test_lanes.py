@@ -1,0 +1,87 @@
+"""Lanes: what runs where, and that every refusal is one line and exit 4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from suites.self.project import GOOD, Project, Result, counted
+from suites.support.lanes import detect, find, lanes
+
+
+def test_lane_tests_need_a_lane_and_self_tests_need_none(project: Project) -> None:
+    project.tests(GOOD)
+    project.write("suites/self/test_plain.py", "def test_plain(): pass\n")
+    for workers in "01":
+        bare = project.pytest("-n", workers)
+        assert bare.code == 4
+        assert (bare.out + bare.err).count("pick a lane: pytest -m cpu | h200 | v6e") == 1
+        assert "Traceback" not in bare.out + bare.err
+    other = project.pytest("-n", "0", "-m", "not h200")
+    assert (other.code, "pick a lane" in other.err) == (4, True)
+    own = project.pytest("suites/self")
+    assert own.code == 0, own.out
+    assert "1 passed" in own.out
+    assert not (project.root / "record.json").exists()
+
+
+def refuses(result: Result, *words: str) -> None:
+    """Exit 4, exactly one line, which holds the words."""
+    assert (result.code, result.out) == (4, ""), result.out + result.err
+    assert len(result.err.strip().splitlines()) == 1, result.err
+    for word in words:
+        assert word in result.err
+
+
+def test_refusals_are_one_line_and_exit_4(project: Project) -> None:
+    project.tests(GOOD)
+    refuses(project.pytest("-m", "cuda"), "no marker 'cuda'", "cpu, h200, v6e")
+    refuses(project.pytest("-m", "cpu or h200"), "one lane a run")
+    refuses(project.pytest("-m", "cpu", CXX="/no/such/g++"), "install g++ or set CXX")
+    refuses(project.pytest("-m", "cpu", "--record", "/no/such/place/record.json"), "No such file")
+    project.write("a-file", "")
+    refuses(project.pytest("-m", "cpu", TORCHINDUCTOR_CACHE_DIR="a-file"), "TORCHINDUCTOR_CACHE_DIR=a-file")
+    project.baseline(good=counted("test_good"))
+    path = project.root / "baselines/cpu.json"
+    path.write_text(path.read_text().replace('"unit"', "unit", 1))
+    refuses(project.pytest("-m", "cpu"), "baselines/cpu.json line 6", "git checkout baselines/cpu.json")
+
+
+def test_a_lane_without_its_device_is_refused_and_with_it_runs(project: Project) -> None:
+    body = GOOD.replace('"cpu"', '"cpu", "h200", "v6e"')
+    project.tests(body)
+    project.write("torch_xla/__init__.py", "raise ImportError('no libtpu')")
+    refuses(project.pytest("-m", "h200"), "no NVIDIA H200", "has no attribute 'cuda'")
+    refuses(project.pytest("-m", "v6e"), "no torch_xla", "pip install", "no libtpu")
+    project.write("torch/__init__.py", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    refuses(project.pytest("-m", "h200"), "the probe ended with -11")
+    project.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda _: 'NVIDIA H100'\n")
+    refuses(project.pytest("-m", "h200"), "the device is 'NVIDIA H100'")
+    project.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda _: 'NVIDIA H200'\n")
+    assert project.pytest("-m", "h200", "-n", "0").code == 1
+    assert project.verdicts() == {"good": "MISSING"}
+    assert project.record().provenance["device"] == "NVIDIA H200"
+    project.write("torch_xla/__init__.py", "")
+    project.write("torch_xla/runtime.py", "def device_type(): return 'CPU'\n")
+    assert project.pytest("-m", "v6e", "-n", "0").code == 1
+    assert project.record().provenance["device"] == "pjrt-cpu", "no TPU is never reported as one"
+
+
+def test_lane_names_are_checked_where_they_are_written() -> None:
+    with pytest.raises(ValueError, match="unknown lane"):
+        lanes("cpu", "tpu")
+    with pytest.raises(ValueError, match="unknown lane"):
+        lanes()
+
+
+def test_the_cpu_lane_needs_a_compiler_that_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    for chosen, words in (("", None), (str(broken), "ended with 3"), ("/none", "not on PATH")):
+        monkeypatch.setenv("CXX", chosen)
+        find.cache_clear()
+        reason = detect("cpu")
+        assert reason is None if words is None else words in (reason or "")
+    find.cache_clear()
