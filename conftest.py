@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)  # after the plugins that declare markers
 def pytest_configure(config: pytest.Config) -> None:
     lane = chosen_lane(config)
+    prepare_environment(lane)
     selection = Selection(config, lane)
     config.pluginmanager.register(selection, "bumpgate-selection")
     config.pluginmanager.register(rows, "bumpgate-rows")
@@ -56,6 +57,19 @@ def chosen_lane(config: pytest.Config) -> str | None:
     if len(chosen) > 1:
         raise pytest.UsageError(f"-m {expression}: one lane a run, pick one of {', '.join(chosen)}")
     return chosen[0] if chosen else None
+
+
+def prepare_environment(lane: str | None) -> None:
+    """What torch must find at import, here, in workers and in their children.
+
+    Compiled code outlives a run, so that the second one is warm, in a place of our own: Inductor's default holds
+    entries of programs that did not count bytes. One thread on CPU: thread counts change the generated code, and
+    with it every exact row, from one machine to the next.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "bumpgate" / "inductor"))
+    if lane == "cpu":
+        os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def cache_fault() -> str | None:

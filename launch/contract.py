@@ -53,9 +53,13 @@ def load(path: Path = PATH) -> Contract:
     try:
         raw = tomllib.loads(path.read_text())
     except OSError as error:
-        raise ContractError(f"{path.name}: cannot be read ({error.strerror}); restore it: git checkout {path.name}") from None
+        raise ContractError(
+            f"{path.name}: cannot be read ({error.strerror}); restore it: git checkout {path.name}"
+        ) from None
     except tomllib.TOMLDecodeError as error:
-        raise ContractError(f"{path.name}: not TOML ({error}); restore it: git checkout {path.name}") from None
+        raise ContractError(
+            f"{path.name}: not TOML ({error}); restore it: git checkout {path.name}"
+        ) from None
     try:
         return Contract(
             dynamo={name: line["value"] for name, line in raw["dynamo"].items() if line["reason"]},
@@ -64,14 +68,17 @@ def load(path: Path = PATH) -> Contract:
             recompiles_after_warmup=raw["recompiles"]["after_warmup"],
             default_policy=raw["policy"]["default"],
             disable_points=tuple(
-                DisablePoint(p["name"], p["letters"], tuple(p["policies"]), p["reason"]) for p in raw["disable_point"]
+                DisablePoint(p["name"], p["letters"], tuple(p["policies"]), p["reason"])
+                for p in raw["disable_point"]
             ),
             combine_dtype=raw["moe"]["combine_dtype"],
             deterministic_steps=raw["step"]["deterministic_steps"],
             recompile_budget_steps=raw["step"]["recompile_budget_steps"],
         )
     except (KeyError, TypeError) as error:
-        raise ContractError(f"{path.name}: field {error} is missing or misshapen; restore it: git checkout {path.name}") from None
+        raise ContractError(
+            f"{path.name}: field {error} is missing or misshapen; restore it: git checkout {path.name}"
+        ) from None
 
 
 def apply_dynamo(contract: Contract) -> None:
@@ -83,5 +90,7 @@ def apply_dynamo(contract: Contract) -> None:
 
     for name, value in contract.dynamo.items():
         if not hasattr(torch._dynamo.config, name):
-            raise ContractError(f"torch {torch.__version__} has no torch._dynamo.config.{name}: the contract cannot be obeyed")
+            raise ContractError(
+                f"torch {torch.__version__} has no torch._dynamo.config.{name}: the contract cannot be obeyed"
+            )
         setattr(torch._dynamo.config, name, value)

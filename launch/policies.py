@@ -33,7 +33,9 @@ class CompiledHybrid:
     an eager boundary.
     """
 
-    def __init__(self, model: Hybrid, policy: str, contract: Contract, forward: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, model: Hybrid, policy: str, contract: Contract, forward: Callable[[Tensor], Tensor]
+    ) -> None:
         self.model, self.policy, self.contract, self.forward = model, policy, contract, forward
 
     def __call__(self, ids: Tensor) -> Tensor:

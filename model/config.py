@@ -27,12 +27,16 @@ def expand_pattern(pattern: str, depth: int) -> str:
         raise ValueError("layer_pattern is empty: name at least one block letter of A, M, E, R")
     unknown = sorted(set(letters) - set(LETTERS))
     if unknown:
-        raise ValueError(f"layer_pattern {pattern!r} has unknown letters {unknown}: known are {sorted(LETTERS)}")
+        raise ValueError(
+            f"layer_pattern {pattern!r} has unknown letters {unknown}: known are {sorted(LETTERS)}"
+        )
     if depth < 1:
         raise ValueError(f"depth must be at least 1, not {depth}")
     if "|" in pattern:
         if len(letters) != depth:
-            raise ValueError(f"layer_pattern {pattern!r} has {len(letters)} layers in its stages, depth is {depth}")
+            raise ValueError(
+                f"layer_pattern {pattern!r} has {len(letters)} layers in its stages, depth is {depth}"
+            )
         return letters
     return "".join(letters[i % len(letters)] for i in range(depth))
 

@@ -28,4 +28,6 @@ class LossHead(nn.Module):
 
     def forward(self, x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
         """targets (B,T) int64, -1 where there is none -> () fp32."""
-        return F.cross_entropy(self.logits(x, embedding).flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+        return F.cross_entropy(
+            self.logits(x, embedding).flatten(0, 1), targets.flatten(), ignore_index=IGNORE
+        )

@@ -55,7 +55,9 @@ class MoEBlock(nn.Module):
         expert = torch.topk(scores + self.expert_bias, self.top_k, dim=-1).indices
         chosen = scores.gather(-1, expert)
         weights = chosen / chosen.sum(-1, keepdim=True) * self.routed_scale
-        share = F.one_hot(expert, self.experts).to(scores.dtype).mean((0, 1, 2))  # f: share of assignments
+        # Compared and not F.one_hot: that one reads its input's range on the host in eager mode.
+        chosen_by = expert.unsqueeze(-1) == torch.arange(self.experts, device=u.device)
+        share = chosen_by.to(scores.dtype).mean((0, 1, 2))  # f: share of assignments
         mass = (scores / scores.sum(-1, keepdim=True)).mean((0, 1))  # P: mean routing probability
         balance = self.experts * (share * mass).sum()
         z_loss = torch.logsumexp(logits, dim=-1).square().mean()

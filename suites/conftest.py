@@ -1,10 +1,8 @@
-"""Fixtures of every lane test: proved instruments, a machine to itself, a compile cache of the lane's own."""
+"""Fixtures of every lane test: proved instruments, and a machine to itself."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,16 +13,6 @@ from suites.support.rows import report_canaries
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Canaries first: what an instrument is worth is known before anything is measured with it."""
     items.sort(key=lambda item: "canaries" not in item.path.parts)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compile_cache() -> None:
-    """Compiled code outlives a run, so that the second one is warm; TORCHINDUCTOR_CACHE_DIR chooses another place.
-
-    A place of our own: Inductor's default directory holds entries of programs that did not count bytes.
-    """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "bumpgate" / "inductor"))
 
 
 @pytest.fixture

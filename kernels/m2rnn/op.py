@@ -91,7 +91,7 @@ def _check(q, k, v, W, f, doc_ids, h0, impl):
         if name != "doc_ids" and not tensor.is_floating_point():
             raise ValueError(f"m2rnn: {name} must be floating point, not {tensor.dtype}")
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"m2rnn: q, k, v want one dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
+        raise ValueError(f"m2rnn: q, k, v must share one dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
     if doc_ids.dtype != torch.int32:
         raise ValueError(f"m2rnn: doc_ids must be int32, not {doc_ids.dtype}")
 

@@ -316,7 +316,7 @@ def _log_decay_gradient(dlog_inside: Tensor, dlog_since: Tensor) -> Tensor:
 
 
 def _segment_sums(x: Tensor, segment: Tensor, wrap: bool = False) -> Tensor:
-    """Running sums of x (B,T,H,R) over tokens that begin anew with each segment id (B,T); to [-1/2, 1/2] if `wrap`.
+    """Running sums of x (B,T,H,R) over tokens, anew from each segment id (B,T); modulo 1 if `wrap`.
 
     By doubling: after step i each token holds the sum of its last 2^i tokens. No sum crosses a segment, so a
     document's angles are the same bits wherever it lies in a row; wrapping at each step keeps them small.

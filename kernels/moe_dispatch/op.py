@@ -57,6 +57,11 @@ def _backward(ctx, dpadded, _dslot, _doverflow):
 moe_dispatch_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
+def _has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:
+    """Axis by axis: to compare tuples would leave a dead node in the graph for a symbolic batch."""
+    return t.dim() == len(shape) and all(a == b for a, b in zip(t.shape, shape))
+
+
 def _check(x, expert, num_experts, bucket, impl):
     if impl not in IMPLS:
         raise ValueError(f"moe_dispatch: impl is {impl!r}, choices are {IMPLS}")
@@ -64,7 +69,7 @@ def _check(x, expert, num_experts, bucket, impl):
         raise ValueError(
             f"moe_dispatch: x must be (B,T,D) and expert (B,T,K), not {x.dim()}-d and {expert.dim()}-d"
         )
-    if tuple(expert.shape[:2]) != tuple(x.shape[:2]):
+    if not _has_shape(expert, (*x.shape[:2], expert.shape[2])):
         raise ValueError(
             f"moe_dispatch: expert has shape {tuple(expert.shape)}, x has {tuple(x.shape)}: B, T differ"
         )

@@ -24,7 +24,8 @@ def restarts(tmp_path_factory) -> tuple[dict, dict]:
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
     }
     cold, warm = (
-        run_json("suites.cache.restart", "nam12", "regional", environment=environment, timeout=500) for _ in range(2)
+        run_json("suites.cache.restart", "nam12", "regional", environment=environment, timeout=500)
+        for _ in range(2)
     )
     return cold, warm
 
@@ -37,8 +38,20 @@ def test_every_layer_hits(lane: Lane, restarts, row, canaries) -> None:
     evidence = (f"cold {before}", f"warm {after}")
     # Absent counters read None and count as 0 misses only beside a positive count of hits: the witness.
     shared = {"unit": "count", "rule": "C18", "evidence": evidence, "instruments": ("cache",)}
-    row(f"{CASE}/aot_hits", after["aot_hit"] or 0, witness=before["aot_miss"] or 0, expected=before["aot_miss"], **shared)
-    row(f"{CASE}/fx_hits", after["fx_hit"] or 0, witness=before["fx_miss"] or 0, expected=before["fx_miss"], **shared)
+    row(
+        f"{CASE}/aot_hits",
+        after["aot_hit"] or 0,
+        witness=before["aot_miss"] or 0,
+        expected=before["aot_miss"],
+        **shared,
+    )
+    row(
+        f"{CASE}/fx_hits",
+        after["fx_hit"] or 0,
+        witness=before["fx_miss"] or 0,
+        expected=before["fx_miss"],
+        **shared,
+    )
     for metric, key in (("aot_misses", "aot_miss"), ("fx_misses", "fx_miss")):
         row(f"{CASE}/{metric}", after[key] or 0, witness=after["aot_hit"] or 0, expected=0, **shared)
     for metric, key in (("aot_bypasses", "aot_bypass"), ("fx_bypasses", "fx_bypass")):

@@ -61,7 +61,9 @@ def test_only_declared_disable_points(lane: Lane, policy: str, row) -> None:
     apply(model, policy, contract, "eager")
     letters = contract.disabled_letters(policy)
     kinds = zip(model.config.letters, model.blocks)
-    declared = {f"{type(b).__module__}.{type(b).__qualname__}.forward" for letter, b in kinds if letter in letters}
+    declared = {
+        f"{type(b).__module__}.{type(b).__qualname__}.forward" for letter, b in kinds if letter in letters
+    }
     found = disabled_functions(model)
     row(
         f"compile/nam56r-{policy}/undeclared_disable_points",

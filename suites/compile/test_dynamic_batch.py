@@ -44,4 +44,9 @@ def test_batch_is_dynamic_and_sequence_is_static(lane: Lane, policy: str, warmup
     if warmup == 2:
         # Automatic promotion would serve the second new length from the graph that the first one made dynamic.
         added = by_length[lengths[-1]] - moved
-        row(f"{case}/graphs_added_by_two_sequence_lengths", added, expected=2 * want, **shared | {"rule": "C4"})
+        row(
+            f"{case}/graphs_added_by_two_sequence_lengths",
+            added,
+            expected=2 * want,
+            **shared | {"rule": "C4"},
+        )

@@ -58,8 +58,17 @@ def test_one_graph_a_bucket(lane: Lane, row, canaries) -> None:
                     worst = max(worst, float((y - dropless(block, x)).abs().max() / y.abs().max()))
         torch._dynamo.reset()
     report = watch.report
-    evidence = (f"buckets {sorted(buckets)} over {len(SKEWS)} routings (needed {largest})", *report.evidence())
+    evidence = (
+        f"buckets {sorted(buckets)} over {len(SKEWS)} routings (needed {largest})",
+        *report.evidence(),
+    )
     shared = {"witness": report.calls, "rule": "C11", "evidence": evidence, "instruments": INSTRUMENTS}
-    row("compile/nam52-moe_buckets/graphs", report.unique_graphs, unit="count", expected=len(buckets), **shared)
+    row(
+        "compile/nam52-moe_buckets/graphs",
+        report.unique_graphs,
+        unit="count",
+        expected=len(buckets),
+        **shared,
+    )
     row("compile/nam52-moe_buckets/overflow_count", int(block.overflow), unit="pairs", expected=0, **shared)
     row("compile/nam52-moe_buckets/error_to_dropless", worst, unit="ratio", at_most=1e-5, **shared)

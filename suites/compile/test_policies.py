@@ -82,7 +82,13 @@ def test_break_inside_the_layer_loop_drops_the_whole_frame(lane: Lane, row, cana
         report = hybrid.report()
     recurrent = sum(letter in RECURRENT for letter in letters)
     case = "compile/nam52-whole_loop"
-    shared = {"unit": "count", "witness": calls, "rule": "C6", "evidence": report.evidence(), "instruments": INSTRUMENTS}
+    shared = {
+        "unit": "count",
+        "witness": calls,
+        "rule": "C6",
+        "evidence": report.evidence(),
+        "instruments": INSTRUMENTS,
+    }
     row(f"{case}/eager_islands", islands, expected=recurrent, **shared)
     row(f"{case}/compiled_calls", calls, at_least=len(letters) - recurrent, **shared)
     row(f"{case}/counted_graph_breaks", report.counted_breaks, per_build=True, **shared)

@@ -26,10 +26,17 @@ def test_seventy_steps(lane: Lane, name: str, row, canaries) -> None:
         hybrid.compiled.warm_up(token_batch(hybrid.config, 2, device=lane.device))
         after_warmup = hybrid.report().unique_graphs
         for step in range(steps):
-            train_step(hybrid.compiled, optimizer, token_batch(hybrid.config, 2, seed=step, device=lane.device))
+            train_step(
+                hybrid.compiled, optimizer, token_batch(hybrid.config, 2, seed=step, device=lane.device)
+            )
         report = hybrid.report()
     case = f"compile/{name}-regional-70_steps"
-    shared = {"unit": "count", "witness": report.calls, "evidence": report.evidence(), "instruments": INSTRUMENTS}
+    shared = {
+        "unit": "count",
+        "witness": report.calls,
+        "evidence": report.evidence(),
+        "instruments": INSTRUMENTS,
+    }
     want = expected(hybrid.config.letters, "regional")
     row(f"{case}/unique_graphs", report.unique_graphs, rule="C27", expected=want.unique_graphs, **shared)
     row(f"{case}/graphs_after_warmup", report.unique_graphs - after_warmup, rule="C8", expected=0, **shared)
@@ -40,7 +47,10 @@ def test_seventy_steps(lane: Lane, name: str, row, canaries) -> None:
 def test_overflow_counter(lane: Lane, row, canaries) -> None:
     """A capacity too small for the routing: compiled and eager count the same drops, in a buffer of no checkpoint."""
     canaries("graphs")
-    tight = {"capacity_factor": 1.0, "top_k": 4}  # 4 slots an expert for 4 on average: skewed routing overflows
+    tight = {
+        "capacity_factor": 1.0,
+        "top_k": 4,
+    }  # 4 slots an expert for 4 on average: skewed routing overflows
     with watched_hybrid("nam12", "regional", device=lane.device, **tight) as hybrid:
         eager = build(hybrid.config, lane.device)
         ids = token_batch(hybrid.config, 2, device=lane.device)

@@ -174,6 +174,17 @@ def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane):
 
 
 @lanes("cpu")
+@pytest.mark.parametrize("case", CASES)
+def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane, case: str):
+    """Of the plain-torch form: a tensor-core kernel may round its weights before they meet v."""
+    q, k, v, _ = inputs = problem(dtype=torch.bfloat16)
+    oracle = attention_reference(*doubled(*inputs), **CASES[case])
+    bound = 2**-8 * oracle.abs() + rounding_bound(q, k, v, CASES[case].get("scale", 0.25))
+    assert ((attention(*inputs, **CASES[case]) - oracle).abs() <= bound).all()
+    assert ((plain_attention(*inputs, **CASES[case]) - oracle).abs() > bound).any()
+
+
+@lanes("cpu")
 @pytest.mark.parametrize("case", ["plain", "all"])
 def test_gradcheck(lane: Lane, case: str):
     q, k, v, doc_ids = problem(B=1, T=6, Hq=4, Hkv=2, P=3)
@@ -192,6 +203,10 @@ def test_op_contract(lane: Lane):
     assert torch.equal(out, torch.ops.bumpgate.attention_fwd(*inputs, *options)[0])
     dout = out.transpose(1, 2).contiguous().transpose(1, 2)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    assert [t.requires_grad for t in torch.ops.bumpgate.attention_fwd(*leaves, doc_ids, *options)] == [
+        True,
+        False,
+    ]
     torch.library.opcheck(torch.ops.bumpgate.attention_fwd, (*leaves, doc_ids, *options))
     torch.library.opcheck(torch.ops.bumpgate.attention_bwd, (q, k, v, doc_ids, out, lse, dout, *options))
     for op, arguments in (

@@ -92,7 +92,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
     ratios = {"forward": {}, "gradient": {}}
     elements = 0
     for W in (2, 3, 4):
-        inputs = problem(W=W, dtype=DTYPES[dtype], device=lane.device)
+        inputs = problem(D=64, W=W, dtype=DTYPES[dtype], device=lane.device)
         oracle = gradients(plain_conv, *doubled(inputs))
         plain = gradients(plain_conv, *inputs)
         found = gradients(causal_conv1d, *inputs)
@@ -121,6 +121,14 @@ def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane):
     sizes = plain_conv(*(t.abs() for t in doubled(inputs)[:3]), doc_ids, activation="none")
     bound = 2**-24 * (1.1 * 5 * sizes + 8 * oracle.abs())
     assert ((causal_conv1d(*inputs) - oracle).abs() <= bound).all()
+    narrow = (
+        *(t.bfloat16() for t in inputs[:3]),
+        doc_ids,
+    )  # fp32 inside and one cast: half a unit of bf16 more
+    rounded = plain_conv(*doubled(narrow))
+    cast = 2**-8 * rounded.abs() + 2 * bound
+    assert ((causal_conv1d(*narrow) - rounded).abs() <= cast).all()
+    assert ((plain_conv(*narrow) - rounded).abs() > cast).any()
     wrong = {
         "taps reversed": causal_conv1d(x, weight.flip(1), bias, doc_ids),
         "documents ignored": causal_conv1d(x, weight, bias, torch.zeros_like(doc_ids)),

@@ -36,7 +36,9 @@ def test_second_document_is_blind_to_the_first(lane: Lane, name: str, mixer: str
         alone = model.logits(ids[:, SPLIT:])
         ids[:, 5] += 1
         changed = model.logits(ids)
-    assert not torch.equal(changed[:, :SPLIT], packed[:, :SPLIT]), "the first document must react, or nothing is shown"
+    assert not torch.equal(changed[:, :SPLIT], packed[:, :SPLIT]), (
+        "the first document must react, or nothing is shown"
+    )
     row(
         f"model/{name}-{mixer}/document_leak",
         float((packed - alone).abs().max()),

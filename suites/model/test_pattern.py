@@ -54,7 +54,13 @@ def test_pipeline_stages(lane: Lane) -> None:
 @lanes("cpu")
 @pytest.mark.parametrize(
     ("pattern", "depth", "message"),
-    [("", 4, "empty"), ("|", 4, "empty"), ("AXE", 4, r"unknown letters \['X'\]"), ("AE|ME", 5, "4 layers"), ("AE", 0, "at least 1")],
+    [
+        ("", 4, "empty"),
+        ("|", 4, "empty"),
+        ("AXE", 4, r"unknown letters \['X'\]"),
+        ("AE|ME", 5, "4 layers"),
+        ("AE", 0, "at least 1"),
+    ],
 )
 def test_bad_patterns_are_refused(lane: Lane, pattern: str, depth: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -42,7 +42,9 @@ def routed(kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("kind", ["random", "cancelling"])
 def test_error_before_the_cast(lane: Lane, kind: str, row) -> None:
-    y, expert, slot, weights, bucket = (t.to(lane.device) if isinstance(t, Tensor) else t for t in routed(kind))
+    y, expert, slot, weights, bucket = (
+        t.to(lane.device) if isinstance(t, Tensor) else t for t in routed(kind)
+    )
     out = moe_combine(y, expert, slot, weights, bucket, out_dtype=torch.float32)
     rows = y.double()[expert, slot]
     oracle = (rows * weights.double().unsqueeze(-1)).sum(2)
@@ -54,7 +56,9 @@ def test_error_before_the_cast(lane: Lane, kind: str, row) -> None:
         witness=int((slot >= 0).sum()),
         rule="C33",
         at_most=BOUND,
-        evidence=("a bf16 multiply or sum reads 2e-3 (random) and 3e-2 (cancelling) here: kernels/moe_combine",),
+        evidence=(
+            "a bf16 multiply or sum reads 2e-3 (random) and 3e-2 (cancelling) here: kernels/moe_combine",
+        ),
     )
 
 
@@ -62,7 +66,15 @@ def test_error_before_the_cast(lane: Lane, kind: str, row) -> None:
 def test_accumulator_dtype_in_the_graph(lane: Lane, row) -> None:
     y, expert, slot, weights, bucket = routed("random")
     graph = make_fx(lambda *a: moe_combine_reference(*a, bucket))(y, expert, slot, weights)
-    sums = ("aten.index_add", "aten.scatter_add", "aten.index_put", "aten.sum", "aten.mul", "aten.bmm", "aten.einsum")
+    sums = (
+        "aten.index_add",
+        "aten.scatter_add",
+        "aten.index_put",
+        "aten.sum",
+        "aten.mul",
+        "aten.bmm",
+        "aten.einsum",
+    )
     found = [
         (str(n.target), n.meta["val"].dtype)
         for n in graph.graph.nodes

@@ -24,52 +24,84 @@ MUTANTS = (
     Mutant(
         "int_overflow_counter",
         (
-            ("model/moe.py", "        self.min_bucket = 0\n", "        self.min_bucket = 0\n        self.calls = 0\n"),
-            ("model/moe.py", "        u = rms_norm(x, self.eps)\n        expert,", "        self.calls += 1\n        u = rms_norm(x, self.eps)\n        expert,"),
+            (
+                "model/moe.py",
+                "        self.min_bucket = 0\n",
+                "        self.min_bucket = 0\n        self.calls = 0\n",
+            ),
+            (
+                "model/moe.py",
+                "        u = rms_norm(x, self.eps)\n        expert,",
+                "        self.calls += 1\n        u = rms_norm(x, self.eps)\n        expert,",
+            ),
             ("model/moe.py", "return x + routed +", "return x + self.calls * 0.0 + routed +"),
         ),
-        "suites/compile/test_recompiles.py::test_seventy_steps[cpu-nam56r]",
+        "suites/compile/test_recompiles.py::test_seventy_steps[nam56r-cpu]",
         "compile/nam56r-regional-70_steps/graphs_after_warmup",
         ("C8", "model/moe.py", "calls"),
     ),
     Mutant(
         "item_in_attention",
-        (("model/attention.py", "        u = rms_norm(x, self.eps)\n", "        u = rms_norm(x, self.eps) * (1.0 + 0.0 * x[0, 0, 0].item())\n"),),
-        "suites/compile/test_host_syncs.py::test_forward_reads_nothing_on_the_host[cpu-regional]",
+        (
+            (
+                "model/attention.py",
+                "        u = rms_norm(x, self.eps)\n",
+                "        u = rms_norm(x, self.eps) * (1.0 + 0.0 * x[0, 0, 0].item())\n",
+            ),
+        ),
+        "suites/compile/test_host_syncs.py::test_forward_reads_nothing_on_the_host[regional-cpu]",
         "compile/nam12-regional/host_syncs",
         ("C2", "model/attention.py", ".item()"),
     ),
     Mutant(
         "print_in_attention",
         (("model/attention.py", "        q = rope(", '        print(end="")\n        q = rope('),),
-        "suites/compile/test_policies.py::test_counts[cpu-nam52-regional]",
+        "suites/compile/test_policies.py::test_counts[nam52-regional-cpu]",
         "compile/nam52-regional/graph_breaks",
         ("C6", "model/attention.py", "print"),
     ),
     Mutant(
         "bf16_combine",
         (),
-        "suites/numerics/test_moe_combine.py::test_error_before_the_cast[cpu-cancelling]",
+        "suites/numerics/test_moe_combine.py::test_error_before_the_cast[cancelling-cpu]",
         "numerics/moe_combine-cancelling/error_before_cast",
         ("C33", "kernels/moe_combine"),
     ),
     Mutant(
         "no_disable_of_m",
-        (("launch/policies.py", "        if letter in contract.disabled_letters(policy):\n            disable(block)\n", "        pass\n"),),
-        "suites/compile/test_policies.py::test_counts[cpu-nam52-whole_disabled]",
+        (
+            (
+                "launch/policies.py",
+                "        if letter in contract.disabled_letters(policy):\n            disable(block)\n",
+                "        pass\n",
+            ),
+        ),
+        "suites/compile/test_policies.py::test_counts[nam52-whole_disabled-cpu]",
         "compile/nam52-whole_disabled/graph_breaks",
         ("C6", "expected 13"),
     ),
     Mutant(
         "no_dynamic_mark",
-        (("launch/policies.py", "        torch._dynamo.maybe_mark_dynamic(tensor, self.contract.dynamic_dim)\n", ""),),
-        "suites/compile/test_dynamic_batch.py::test_batch_is_dynamic_and_sequence_is_static[cpu-regional-2]",
+        (
+            (
+                "launch/policies.py",
+                "        torch._dynamo.maybe_mark_dynamic(tensor, self.contract.dynamic_dim)\n",
+                "",
+            ),
+        ),
+        "suites/compile/test_dynamic_batch.py::test_batch_is_dynamic_and_sequence_is_static[regional-2-cpu]",
         "compile/nam52-regional-warmup_2/graphs_over_batches_2_8_32",
         ("C12", "size mismatch at index 0", "model/"),
     ),
     Mutant(
         "automatic_dynamic_shapes",
-        (("contract.toml", "[dynamo.automatic_dynamic_shapes]\nvalue = false", "[dynamo.automatic_dynamic_shapes]\nvalue = true"),),
+        (
+            (
+                "contract.toml",
+                "[dynamo.automatic_dynamic_shapes]\nvalue = false",
+                "[dynamo.automatic_dynamic_shapes]\nvalue = true",
+            ),
+        ),
         "suites/compile/test_contract.py::test_six_lines_hold_at_the_first_backend_call[cpu]",
         "compile/contract/dynamo_lines_at_first_compile",
         ("C1", "automatic_dynamic_shapes"),
@@ -77,24 +109,34 @@ MUTANTS = (
     Mutant(
         "undeclared_disable",
         (("model/moe.py", "    def route(self", "    @torch.compiler.disable\n    def route(self"),),
-        "suites/compile/test_policies.py::test_counts[cpu-nam52-regional]",
+        "suites/compile/test_policies.py::test_counts[nam52-regional-cpu]",
         "compile/nam52-regional/graph_breaks",
         ("C6", "model/moe.py", "disable"),
     ),
     Mutant(
         "layer_number_at_limit_8",
         (
-            ("model/moe.py", "        self.min_bucket = 0\n", "        self.min_bucket = 0\n        MoEBlock.built = self.layer = getattr(MoEBlock, 'built', 0) + 1\n"),
+            (
+                "model/moe.py",
+                "        self.min_bucket = 0\n",
+                "        self.min_bucket = 0\n        MoEBlock.built = self.layer = getattr(MoEBlock, 'built', 0) + 1\n",
+            ),
             ("model/moe.py", "return x + routed +", "return x + self.layer * 0.0 + routed +"),
             ("contract.toml", "[dynamo.recompile_limit]\nvalue = 64", "[dynamo.recompile_limit]\nvalue = 8"),
         ),
-        "suites/compile/test_policies.py::test_counts[cpu-nam56r-regional]",
+        "suites/compile/test_policies.py::test_counts[nam56r-regional-cpu]",
         "compile/nam56r-regional/eager_islands",
         ("C6", "model/moe.py", "recompile_limit"),
     ),
     Mutant(
         "slice_to_largest_count",
-        (("launch/step.py", "    return 1 << (int(counts.max()) - 1).bit_length()\n", "    return int(counts.max())\n"),),
+        (
+            (
+                "launch/step.py",
+                "    return 1 << (int(counts.max()) - 1).bit_length()\n",
+                "    return int(counts.max())\n",
+            ),
+        ),
         "suites/compile/test_moe_buckets.py::test_one_graph_a_bucket[cpu]",
         "compile/nam52-moe_buckets/graphs",
         ("C11", "min_bucket"),

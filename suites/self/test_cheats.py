@@ -7,7 +7,7 @@ from pathlib import Path
 
 from suites.self.tree import copy_tree, edit, run_lane
 
-TEST = "suites/compile/test_policies.py::test_counts[cpu-nam52-regional]"
+TEST = "suites/compile/test_policies.py::test_counts[nam52-regional-cpu]"
 ROW = "compile/nam52-regional/graph_breaks"
 
 
@@ -34,7 +34,9 @@ def test_a_renamed_counter_is_an_instrument_failure(tmp_path: Path) -> None:
     """What the suite sees when torch renames the trace artifact that carries graph breaks."""
     root = copy_tree(tmp_path / "tree")
     device = root / "suites/support/instruments.py"
-    device.write_text(device.read_text().replace('"dynamo_graph_break_reason"', '"dynamo_graph_break_reason_v2"'))
+    device.write_text(
+        device.read_text().replace('"dynamo_graph_break_reason"', '"dynamo_graph_break_reason_v2"')
+    )
     run = run_lane(root, TEST)
     assert run.verdict(ROW) == "INSTRUMENT", run.output[-3000:]
     assert "graph_breaks" in run.rows[ROW]["reason"]

@@ -192,9 +192,10 @@ def refused(repository: Repository, *args: str) -> str:
         (count("x", 3.0, at_most=2.0), "expected at most 2.0"),
         (timed("x", math.nan), "not a finite number"),
         (timed("x", 1.08, interval=(0.8, 1.3)), "INCONCLUSIVE"),
+        (timed("x", 1.12, interval=(1.08, 1.16)), "INCONCLUSIVE"),
         (timed("new", 1.0, interval=(0.5, 1.5)), "INCONCLUSIVE whatever the baseline says"),
     ],
-    ids=str,
+    ids=lambda part: part if isinstance(part, str) else "row",
 )
 def test_rows_that_nobody_may_accept_are_refused(
     repository: Repository, row: Row | Judgement, words: str

@@ -17,6 +17,7 @@ def test_lane_tests_need_a_lane_and_self_tests_need_none(project: Project) -> No
         bare = project.pytest("-n", workers)
         assert bare.code == 4
         assert (bare.out + bare.err).count("pick a lane: pytest -m cpu | h200 | v6e") == 1
+        assert "no tests ran" in bare.out
         assert "Traceback" not in bare.out + bare.err
     other = project.pytest("-n", "0", "-m", "not h200")
     assert (other.code, "pick a lane" in other.err) == (4, True)

@@ -20,7 +20,9 @@ def test_mutant_is_killed(mutant: Mutant, tmp_path: Path, record_property) -> No
     assert judged, f"{mutant.name}: row {mutant.row} was not measured\n{run.output[-3000:]}"
     message = " ".join([judged["row"]["rule"], judged["reason"], *judged["row"]["evidence"]])
     record_property("mutant", f"{mutant.name} | {mutant.row} | {judged['verdict']} | {judged['reason']}")
-    assert judged["verdict"] in ("REGRESSION", "CHANGED"), f"{mutant.name} survived: {judged['verdict']}: {message}"
+    assert judged["verdict"] in ("REGRESSION", "CHANGED"), (
+        f"{mutant.name} survived: {judged['verdict']}: {message}"
+    )
     assert run.code == 1
     absent = [word for word in mutant.words if word not in message]
     assert not absent, f"{mutant.name}: the message does not name {absent}: {message}"
@@ -30,6 +32,10 @@ def test_the_unchanged_tree_is_green_on_the_same_tests(tmp_path: Path) -> None:
     """Without this, a mutant's row could be red for a reason of its own."""
     tests = sorted({mutant.test for mutant in MUTANTS})
     run = run_lane(copy_tree(tmp_path / "tree"), *tests)
-    red = {row: run.verdict(row) for row in {mutant.row for mutant in MUTANTS} if run.verdict(row) not in ("PASS", "WIN")}
+    red = {
+        row: run.verdict(row)
+        for row in {mutant.row for mutant in MUTANTS}
+        if run.verdict(row) not in ("PASS", "WIN")
+    }
     assert not red, red
     assert run.code == 0, run.output[-3000:]

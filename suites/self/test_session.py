@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import textwrap
 import time
 
@@ -111,6 +112,7 @@ def test_the_table_is_plain_worst_first_and_names_a_command_for_every_row(projec
         out,
         re.MULTILINE,
     ) or pytest.fail(out)
+    assert "3 failed, 1 passed" in out, "a red row fails its test, and not the teardown after it"
     assert "GB0007 at model.py:3" in out, "evidence stands with the failure"
     assert "compile/pass/graph_breaks: 13 breaks" in project.pytest("-m", "cpu", "-n", "0", "-v").out
 
@@ -214,15 +216,28 @@ def test_the_session_imports_no_torch(project: Project) -> None:
     } <= here.keys()
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
-def test_a_record_survives_ctrl_c(project: Project, workers: str) -> None:
-    project.tests(GOOD + "@lanes('cpu')\ndef test_z(lane):\n    open('there', 'w'); time.sleep(60)\n")
+def start_and_wait_for_the_second_test(project: Project, workers: str) -> subprocess.Popen[str]:
+    """A session whose first test has reported its row and whose second one sleeps."""
+    body = """
+    @lanes("cpu")
+    def test_z(lane):
+        with open("there", "w") as f:
+            f.write(str(os.getpid()))
+        time.sleep(60)
+    """
+    project.tests(GOOD + textwrap.dedent(body))
     project.baseline(good=counted("test_good"), z=counted("test_z"))
     process = project.start("-m", "pytest", "-m", "cpu", "-n", workers)
     until = time.monotonic() + 60
     while not (project.root / "there").exists() and time.monotonic() < until:
         time.sleep(0.05)
-    time.sleep(0.3)
+    time.sleep(0.5)
+    return process
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_record_survives_ctrl_c(project: Project, workers: str) -> None:
+    process = start_and_wait_for_the_second_test(project, workers)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
     process.communicate(timeout=60)
     assert process.returncode == 2
@@ -230,6 +245,17 @@ def test_a_record_survives_ctrl_c(project: Project, workers: str) -> None:
     assert project.record().red
     assert project.verdicts() == {"good": "PASS", "z": "MISSING"}
     assert "the run ended before" in project.reason("z")
+
+
+def test_the_record_is_written_before_xdist_waits_for_its_workers(project: Project) -> None:
+    """A worker that does not end keeps the session for seconds; whoever kills it then has the record."""
+    process = start_and_wait_for_the_second_test(project, "1")
+    process.send_signal(signal.SIGINT)
+    until = time.monotonic() + 60
+    while not project.record().judgements and time.monotonic() < until:
+        time.sleep(0.05)
+    os.kill(int((project.root / "there").read_text()), 0)  # raises if the worker has ended
+    assert project.verdicts() == {"good": "PASS", "z": "MISSING"}
 
 
 def test_a_killed_session_leaves_no_older_record_behind(project: Project) -> None:
@@ -243,9 +269,16 @@ def test_a_killed_session_leaves_no_older_record_behind(project: Project) -> Non
 
 def test_stopping_early_is_not_complete(project: Project) -> None:
     project.tests("@lanes('cpu')\ndef test_first(lane):\n    assert 1 == 2\n" + GOOD)
-    project.baseline(good=counted("test_good"))
-    assert project.pytest("-m", "cpu", "-n", "0", "-x").code == 1
+    project.baseline(good=counted("test_good"), gone=counted("test_gone"))
+    whole = project.pytest("-m", "cpu", "-n", "0")
+    assert (whole.code, "NOT COMPLETE" in whole.out) == (1, False)
+    assert [j.gone for j in project.record().judgements] == [True, False]
+    cut = project.pytest("-m", "cpu", "-n", "0", "-x")
+    assert (cut.code, "NOT COMPLETE" in cut.out) == (1, True)
     assert not project.record().complete
+    assert [j.gone for j in project.record().judgements] == [False, False], (
+        "a test that did not run is not gone"
+    )
     assert any("assert 1 == 2" in problem for problem in project.record().problems)
 
 
@@ -295,6 +328,9 @@ def test_a_module_that_does_not_import_costs_its_rows_by_name(project: Project) 
     assert "No module named 'no_such_module'" in project.reason("lost")
     assert project.pytest("-m", "cpu").code != 0
     assert not project.record().complete
+    assert any("could not be collected: " in problem for problem in project.record().problems)
+    assert project.pytest("-m", "cpu", "-n", "0", "suites/compile/test_a.py").code != 0
+    assert project.verdicts() == {"lost": "MISSING"}
 
 
 def test_node_ids_do_not_depend_on_the_directory(project: Project) -> None:
@@ -303,9 +339,26 @@ def test_node_ids_do_not_depend_on_the_directory(project: Project) -> None:
     assert project.pytest("-m", "cpu", "-n", "0", ".", cwd="suites/compile").code == 0
     judgement = project.record().judgements[0]
     assert judgement.row.test == "suites/compile/test_a.py::test_good[cpu]"
-    assert not project.record().provenance["full_run"]
-    assert project.pytest("-m", "cpu", "-n", "0", "../..", cwd="suites/compile").code == 0
-    assert project.record().provenance["full_run"]
+
+
+@pytest.mark.parametrize(
+    ("args", "full"),
+    [
+        (("-m", "cpu", "suites"), True),
+        (("-m", "cpu", "suites/compile"), False),
+        (("-m", "cpu", "-k", "good"), False),
+        (("-m", "cpu", "--deselect", "suites/other.py"), False),
+        (("-m", "cpu", "--ignore", "suites/other"), False),
+        (("-m", "cpu", "-o", "testpaths=suites/compile"), False),
+        (("-m", "cpu and not h200"), False),
+    ],
+    ids=str,
+)
+def test_a_narrowed_run_is_not_full(project: Project, args: tuple[str, ...], full: bool) -> None:
+    project.tests(GOOD)
+    project.baseline(good=counted("test_good"))
+    assert project.pytest(*args, "-n", "0").code == 0
+    assert project.record().provenance["full_run"] is full
 
 
 def test_an_id_belongs_to_one_test_and_a_row_to_a_lane(project: Project) -> None:
@@ -314,7 +367,7 @@ def test_an_id_belongs_to_one_test_and_a_row_to_a_lane(project: Project) -> None
     project.baseline(good=counted("test_good"))
     one = project.pytest("-m", "cpu", "-n", "0")
     assert one.code == 1
-    assert "already reported by suites/compile/test_a.py::test_good[cpu]" in one.out
+    assert "graph_breaks': already reported by suites/compile/test_a.py::test_good[cpu]" in one.out
     two = project.pytest("-m", "cpu", "-n", "2")
     assert two.code == 1
     assert any("was already reported by" in problem for problem in project.record().problems)
@@ -340,6 +393,7 @@ def test_a_red_row_in_a_finalizer_is_red_too(project: Project) -> None:
         pass
     """
     project.tests(body)
-    assert project.pytest("-m", "cpu", "-n", "0").code == 1
+    result = project.pytest("-m", "cpu", "-n", "0")
+    assert (result.code, "1 passed, 1 xfailed, 1 error" in result.out) == (1, True), result.out
     assert project.verdicts() == {"late": "REGRESSION", "hidden": "REGRESSION"}
     assert project.pytest("-m", "cpu", "-n", "0", "-k", "hidden").code == 1, "xfail does not hide a row"

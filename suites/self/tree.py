@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PARTS = ("bumpgate", "kernels", "launch", "model", "suites", "baselines", "conftest.py", "contract.toml", "pyproject.toml")
+PARTS = (
+    "bumpgate",
+    "kernels",
+    "launch",
+    "model",
+    "suites",
+    "baselines",
+    "conftest.py",
+    "contract.toml",
+    "pyproject.toml",
+)
 RUN_SECONDS = 420
 
 
@@ -52,10 +62,29 @@ def run_lane(root: Path, *arguments: str, environment: dict[str, str] | None = N
     """`pytest -m cpu` in `root` and in one process, with `arguments`; reads its record."""
     record = root / "record.json"
     record.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-m", "cpu", "-n", "0", "-q", "--record", str(record), *arguments]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "BUMPGATE_"))}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "cpu",
+        "-n",
+        "0",
+        "-q",
+        "--record",
+        str(record),
+        *arguments,
+    ]
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "BUMPGATE_"))
+    }
     done = subprocess.run(
-        command, cwd=root, env=clean | (environment or {}), capture_output=True, text=True, timeout=RUN_SECONDS
+        command,
+        cwd=root,
+        env=clean | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=RUN_SECONDS,
     )
     rows = {}
     if record.exists():

@@ -36,7 +36,11 @@ def graphs() -> None:
         compiled(torch.ones(4))
         compiled(torch.ones(4))
     r = watch.report
-    _expect("graphs, operators, calls, frames, frames_ok", (r.unique_graphs, r.graphs[0].ops if r.graphs else 0, r.calls, r.frames, r.frames_ok), (1, 2, 2, 1, 1))
+    _expect(
+        "graphs, operators, calls, frames, frames_ok",
+        (r.unique_graphs, r.graphs[0].ops if r.graphs else 0, r.calls, r.frames, r.frames_ok),
+        (1, 2, 2, 1, 1),
+    )
 
 
 def _prints(x: Tensor) -> Tensor:
@@ -185,7 +189,18 @@ def autotune() -> None:
 
 CANARIES: dict[str, Callable[[], None]] = {
     f.__name__: f
-    for f in (graphs, graph_breaks, recompiles, recompile_limit, guards, islands, host_syncs, inductor, cache, autotune)
+    for f in (
+        graphs,
+        graph_breaks,
+        recompiles,
+        recompile_limit,
+        guards,
+        islands,
+        host_syncs,
+        inductor,
+        cache,
+        autotune,
+    )
 }
 _results: dict[str, str] = {}
 
@@ -201,7 +216,9 @@ def prove(names: Iterable[str]) -> dict[str, str]:
                 CANARIES[name]()
                 _results[name] = ""
             except Exception as error:
-                _results[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
+                _results[name] = (
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
+                )
             finally:
                 torch._dynamo.reset()
     return {name: _results[name] for name in names}

@@ -24,7 +24,12 @@ def run_json(module: str, *arguments: str, environment: dict[str, str], timeout:
     command = [sys.executable, "-m", module, *arguments]
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=timeout
+            command,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
     except subprocess.TimeoutExpired:
         raise ChildError(f"{module} {' '.join(arguments)}: no result within {timeout:.0f} s") from None

@@ -22,7 +22,9 @@ SEED = 20260
 DOCUMENT_TOKENS = 24
 
 
-def token_batch(config: HybridConfig, batch: int, tokens: int = 0, seed: int = SEED, device: str = "cpu") -> Tensor:
+def token_batch(
+    config: HybridConfig, batch: int, tokens: int = 0, seed: int = SEED, device: str = "cpu"
+) -> Tensor:
     """Token ids (B,T) int64 with a BOS at each row's start and about every 24 tokens: packed documents.
 
     Ids follow a short random walk, so that next-token loss has something to learn.

@@ -98,7 +98,11 @@ class DynamoReport:
     def evidence(self, most: int = 3) -> tuple[str, ...]:
         """The breaks, recompiles and failures as lines, each kind cut to `most` distinct ones."""
         lines: list[str] = []
-        for kind, found in (("break", self.breaks), ("recompile", self.recompiles), ("failure", self.failures)):
+        for kind, found in (
+            ("break", self.breaks),
+            ("recompile", self.recompiles),
+            ("failure", self.failures),
+        ):
             tally = Counter(str(f) for f in found)
             lines += [f"{kind} x{n}: {text}" for text, n in tally.most_common(most)]
         return tuple(lines)
@@ -209,7 +213,11 @@ class DynamoWatch:
     def refresh(self) -> DynamoReport:
         """Brings the report up to date; may be called while the watch is open, for before/after differences."""
         metrics = get_compilation_metrics()
-        functions = [f"{m.co_name} ({_short(m.co_filename or '?')}:{m.co_firstlineno})" for m in metrics if m.recompile_reason]
+        functions = [
+            f"{m.co_name} ({_short(m.co_filename or '?')}:{m.co_firstlineno})"
+            for m in metrics
+            if m.recompile_reason
+        ]
         guards = [_parse_recompiles(text) for name, text in self._found if name == "recompile_reasons"]
         functions += ["?"] * (len(guards) - len(functions))
         r = self.report
@@ -224,7 +232,9 @@ class DynamoWatch:
 
 def operator_names(graph: torch.fx.GraphModule) -> tuple[str, ...]:
     """The names of the operators that a graph calls, in order."""
-    return tuple(str(n.target) for n in graph.graph.nodes if n.op in ("call_function", "call_method", "call_module"))
+    return tuple(
+        str(n.target) for n in graph.graph.nodes if n.op in ("call_function", "call_method", "call_module")
+    )
 
 
 def host_reads(graph: torch.fx.GraphModule) -> tuple[str, ...]:
@@ -301,7 +311,9 @@ def cache_counts() -> CacheCounts:
 
 def autotune_count() -> int:
     """Choices that Inductor benchmarked since the counters were cleared."""
-    return sum(n for key, n in counters["inductor"].items() if key.startswith("benchmarking.") and "benchmark" in key)
+    return sum(
+        n for key, n in counters["inductor"].items() if key.startswith("benchmarking.") and "benchmark" in key
+    )
 
 
 def count_bytes_accessed() -> None:

@@ -57,7 +57,9 @@ class Ratio:
     pairs: int
 
 
-def interleaved(functions: dict[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+def interleaved(
+    functions: dict[str, Callable[[], object]], rounds: int, warmup: int = 2
+) -> dict[str, list[float]]:
     """CPU seconds of each function in each round; the order turns by one place a round."""
     names = list(functions)
     for _ in range(warmup):

@@ -30,7 +30,14 @@ def test_generated_code(lane: Lane, name: str, row, canaries) -> None:
     row(f"{case}/code_hash", generated.code_hash, unit="sha256", per_build=True, **shared)
     # A cache entry that was written without byte counting replays 0 bytes: the count is its own witness.
     counted = shared | {"witness": generated.bytes_accessed}
-    row(f"{case}/bytes_accessed", generated.bytes_accessed, unit="bytes", better="lower", tolerance=0.01, **counted)
+    row(
+        f"{case}/bytes_accessed",
+        generated.bytes_accessed,
+        unit="bytes",
+        better="lower",
+        tolerance=0.01,
+        **counted,
+    )
 
 
 @lanes("cpu")

@@ -5,8 +5,6 @@ Rule C37. The anchor is NumPy and interpreter work, so that it holds still while
 
 from __future__ import annotations
 
-import torch
-
 from launch.step import make_optimizer, train_step
 from suites.support.hybrids import token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
@@ -19,23 +17,24 @@ TOLERANCE = 0.15
 @lanes("cpu")
 def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
     canaries("graphs")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with watched_hybrid("nam52", "regional") as hybrid, watched_hybrid("nam52", "eager") as eager:
-            ids = token_batch(hybrid.config, 2)
-            hybrid.compiled.warm_up(ids)
-            steps = {}
-            for name, each in (("regional", hybrid), ("eager", eager)):
-                optimizer = make_optimizer(each.model)
-                steps[name] = lambda each=each, optimizer=optimizer: train_step(each.compiled, optimizer, ids)
-            calls = hybrid.watch.report.calls
-            seconds = interleaved({"anchor": anchor, **steps}, ROUNDS)
-            calls = hybrid.watch.report.calls - calls
-    finally:
-        torch.set_num_threads(threads)
+    with watched_hybrid("nam52", "regional") as hybrid, watched_hybrid("nam52", "eager") as eager:
+        ids = token_batch(hybrid.config, 2)
+        hybrid.compiled.warm_up(ids)
+        steps = {}
+        for name, each in (("regional", hybrid), ("eager", eager)):
+            optimizer = make_optimizer(each.model)
+            steps[name] = lambda each=each, optimizer=optimizer: train_step(each.compiled, optimizer, ids)
+        calls = hybrid.watch.report.calls
+        seconds = interleaved({"anchor": anchor, **steps}, ROUNDS)
+        calls = hybrid.watch.report.calls - calls
     tokens = ids.numel()
-    shared = {"rule": "C37", "better": "higher", "tolerance": TOLERANCE, "witness": calls, "instruments": ("graphs",)}
+    shared = {
+        "rule": "C37",
+        "better": "higher",
+        "tolerance": TOLERANCE,
+        "witness": calls,
+        "instruments": ("graphs",),
+    }
     for name in steps:
         per_anchor = ratio(seconds["anchor"], seconds[name])
         rate = tokens / sorted(seconds[name])[len(seconds[name]) // 2]

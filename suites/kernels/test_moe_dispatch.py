@@ -1,0 +1,350 @@
+"""moe_dispatch against a loop over assignments: placement bit by bit, gradient, compilation, its promises.
+
+B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots an expert and a sequence).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.profiler import ProfilerActivity, profile
+
+from kernels.moe_combine import moe_combine
+from kernels.moe_dispatch import moe_dispatch, moe_dispatch_backward_reference, moe_dispatch_reference
+from suites.support.instruments import DynamoWatch, host_syncs
+from suites.support.lanes import Lane, lanes
+
+E = 5
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+quick = settings(derandomize=True, max_examples=15, deadline=None)
+sizes = {
+    "seed": st.integers(0, 99),
+    "B": st.integers(1, 3),
+    "T": st.integers(1, 17),
+    "K": st.integers(1, 4),
+    "C": st.integers(1, 8),
+}
+
+
+def problem(B=2, T=17, K=3, D=4, dtype=torch.float32, device="cpu", seed=0) -> tuple[Tensor, Tensor]:
+    """Random x (B,T,D), and K distinct experts a token, skewed to low ids so that buckets fill unevenly."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(B, T, D, generator=g, dtype=torch.float64).to(device, dtype)
+    scores = torch.rand(B, T, E, generator=g) - 0.1 * torch.arange(E)
+    return x, scores.topk(K, -1).indices.to(device)
+
+
+def by_loop(x: Tensor, expert: Tensor, num_experts: int, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition: one assignment after the other, token by token, then k by k."""
+    B, T, D = x.shape
+    padded = torch.zeros(num_experts, B * bucket, D, dtype=x.dtype, device=x.device)
+    slot, overflow = torch.full_like(expert, -1), 0
+    for b in range(B):
+        taken = [0] * num_experts
+        for t in range(T):
+            for k, e in enumerate(expert[b, t].tolist()):
+                if taken[e] < bucket:
+                    slot[b, t, k] = taken[e]
+                    padded[e, b * bucket + taken[e]] = x[b, t]
+                    taken[e] += 1
+                else:
+                    overflow += 1
+    return padded, slot, torch.tensor(overflow, device=x.device)
+
+
+def train(
+    dispatch: Callable[..., tuple[Tensor, ...]], x: Tensor, expert: Tensor, bucket: int
+) -> tuple[Tensor, ...]:
+    """Gradient of x for a fixed random weighting of `padded`, and the three outputs."""
+    leaf = x.detach().clone().requires_grad_()
+    outputs = dispatch(leaf, expert, E, bucket)
+    g = torch.Generator().manual_seed(1)
+    weighting = torch.randn(outputs[0].shape, generator=g, dtype=torch.float64).to(x)
+    return torch.autograd.grad(outputs[0], leaf, weighting)[0], *outputs
+
+
+def gradient(*arguments) -> Tensor:
+    return train(*arguments)[0]
+
+
+def gradient_by_loop(x: Tensor, expert: Tensor, bucket: int) -> Tensor:
+    """The same, one addition after the other in the dtype of x: the plain formula."""
+    _, slot, _ = by_loop(x, expert, E, bucket)
+    g = torch.Generator().manual_seed(1)
+    shape = (E, len(x) * bucket, x.shape[2])
+    weighting = torch.randn(shape, generator=g, dtype=torch.float64).to(x)
+    dx = torch.zeros_like(x)
+    for b, t, k in (slot >= 0).nonzero().tolist():
+        dx[b, t] += weighting[expert[b, t, k], b * bucket + slot[b, t, k]]
+    return dx
+
+
+def error(found: Tensor, oracle: Tensor) -> tuple[float, float]:
+    """Largest and RMS difference."""
+    difference = (found.double() - oracle.double()).abs()
+    return difference.max().item(), difference.square().mean().sqrt().item()
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_places_every_token_bit_by_bit(lane: Lane, dtype: str, row):
+    wrong, rows, dropped = 0, 0, []
+    for bucket in (1, 4, 8, 16):
+        x, expert = problem(dtype=DTYPES[dtype], device=lane.device)
+        padded, slot, overflow = moe_dispatch(x, expert, E, bucket)
+        wanted = by_loop(x, expert, E, bucket)
+        wrong += int((padded != wanted[0]).any(-1).sum() + (slot != wanted[1]).sum())
+        rows += padded.shape[0] * padded.shape[1] + slot.numel()
+        dropped.append(int(overflow))
+        assert torch.equal(overflow, wanted[2])
+        assert (padded.dtype, slot.dtype, overflow.dtype) == (DTYPES[dtype], torch.int64, torch.int64)
+    assert dropped[0] > dropped[1] > 0
+    assert dropped[-1] == 0
+    row(
+        f"kernels/moe_dispatch-{lane.name}-{dtype}/misplaced_rows",
+        wrong,
+        unit="rows",
+        witness=rows,
+        expected=0,
+        rule="C36",
+        evidence=[f"dropped at buckets 1, 4, 8, 16: {dropped}"],
+    )
+
+
+@lanes("cpu", "h200")
+@quick
+@given(**sizes)
+def test_equals_the_loop(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
+    x, expert = problem(B, T, K, seed=seed, device=lane.device)
+    repeated = expert[..., :1].expand(B, T, K)  # the same expert K times is as good a routing as any
+    for ids in (expert, repeated):
+        wanted = by_loop(x, ids, E, C)
+        for impl in ("op", "reference"):
+            for ours, theirs in zip(moe_dispatch(x, ids, E, C, impl=impl), wanted):
+                assert torch.equal(ours, theirs)
+
+
+@lanes("cpu")
+def test_wrong_placements_differ_from_the_loop(lane: Lane):
+    x, expert = problem()
+    padded, slot, overflow = by_loop(x, expert, E, 4)
+
+    def late_first() -> tuple[Tensor, ...]:
+        return moe_dispatch(x.flip(1), expert.flip(1), E, 4)
+
+    def k_major() -> tuple[Tensor, ...]:
+        found, place, dropped = moe_dispatch(
+            x.repeat(1, 3, 1), expert.transpose(1, 2).reshape(2, -1, 1), E, 4
+        )
+        return found, place.reshape(2, 3, 17).transpose(1, 2), dropped
+
+    assert not torch.equal(late_first()[0], padded)
+    assert not torch.equal(k_major()[1], slot)
+    assert torch.equal(k_major()[2], overflow)
+    shared = moe_dispatch(
+        x.reshape(1, 34, 4), expert.reshape(1, 34, 3), E, 8
+    )  # one group for the whole batch
+    assert not torch.equal(shared[0], padded)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_error_is_at_most_that_of_the_plain_sum(lane: Lane, dtype: str, row):
+    x, expert = problem(T=40, K=5, D=16, dtype=DTYPES[dtype], device=lane.device)
+    # The oracle takes the weighting that the low precision saw: its fp64 sum is of the same rounded terms.
+    plain = gradient_by_loop(x, expert, 32)
+    g = torch.Generator().manual_seed(1)
+    terms = torch.randn(E, 64, 16, generator=g, dtype=torch.float64).to(x).double()
+    leaf = x.double().requires_grad_()
+    oracle = torch.autograd.grad(moe_dispatch_reference(leaf, expert, E, 32)[0], leaf, terms)[0]
+    found = gradient(moe_dispatch, x, expert, 32)
+    assert found.dtype == DTYPES[dtype]
+    ours, theirs = error(found, oracle), error(plain, oracle)
+    row(
+        f"kernels/moe_dispatch-{lane.name}-{dtype}/gradient_error_ratio",
+        max(a / b for a, b in zip(ours, theirs)),
+        unit="ratio",
+        witness=oracle.numel(),
+        at_most=2.0,
+        rule="C36",
+        evidence=[f"max, rms error: {ours}, plain: {theirs}"],
+    )
+    # An fp32 sum and one cast: half a unit in the last place, plus 5 fp32 roundings of sums below 16.
+    unit = {"fp32": 0.0, "bf16": 2**-8}[dtype]
+    assert ((found.double() - oracle).abs() <= unit * oracle.abs() + 5 * 2**-24 * 16).all()
+
+
+@lanes("cpu")
+def test_the_graph_of_the_backward_shows_an_fp32_sum(lane: Lane):
+    """Read from the graph: a bf16 sum in torch is fp32 inside, so that the values cannot tell."""
+    x, expert = problem(dtype=torch.bfloat16)
+    padded, slot, _ = moe_dispatch(x, expert, E, 4)
+    graph = make_fx(lambda *t: moe_dispatch_backward_reference(*t, 4))(padded, expert, slot).graph
+    sums = [n.meta["val"].dtype for n in graph.nodes if str(n.target).startswith("aten.sum")]
+    assert sums == [torch.float32]
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("bucket", [2, 16])
+def test_gradient_equals_autograd_of_the_reference_and_the_loop(lane: Lane, bucket: int):
+    x, expert = problem(dtype=torch.float64, device=lane.device)
+    found = gradient(moe_dispatch, x, expert, bucket)
+    torch.testing.assert_close(found, gradient_by_loop(x, expert, bucket), rtol=1e-13, atol=1e-13)
+    reference = gradient(partial(moe_dispatch, impl="reference"), x, expert, bucket)
+    torch.testing.assert_close(found, reference, rtol=1e-13, atol=1e-13)
+    assert (found == 0).all(-1).any() == (bucket == 2)  # a token that lost all its slots has no gradient
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("bucket", [1, 4])
+def test_gradcheck(lane: Lane, bucket: int):
+    x, expert = problem(T=5, K=2, D=2, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda t: moe_dispatch(t, expert, E, bucket)[0], x.requires_grad_())
+
+
+@lanes("cpu", "h200")
+def test_op_contract(lane: Lane):
+    # Every tensor non-contiguous: the op may rely on no layout, and its results have the canonical one.
+    x, expert = (t.repeat_interleave(2, -1)[..., ::2] for t in problem(T=6, device=lane.device))
+    padded, slot, _ = torch.ops.bumpgate.moe_dispatch_fwd(x, expert, E, 2)
+    dpadded = padded.transpose(0, 2).contiguous().transpose(0, 2)
+    torch.library.opcheck(torch.ops.bumpgate.moe_dispatch_fwd, (x.clone().requires_grad_(), expert, E, 2))
+    torch.library.opcheck(torch.ops.bumpgate.moe_dispatch_bwd, (dpadded, expert, slot, 2))
+    for op, arguments in (
+        (torch.ops.bumpgate.moe_dispatch_fwd, (x, expert, E, 2)),
+        (torch.ops.bumpgate.moe_dispatch_bwd, (dpadded, expert, slot, 2)),
+    ):
+        real = op(*arguments)
+        fake = op(*(t.to("meta") if isinstance(t, Tensor) else t for t in arguments))
+        real, fake = ([t] if isinstance(t, Tensor) else t for t in (real, fake))
+        assert [(t.shape, t.stride(), t.dtype) for t in fake] == [
+            (t.shape, t.stride(), t.dtype) for t in real
+        ]
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("impl", ["op", "reference"])
+def test_one_graph_serves_every_batch_and_every_routing(lane: Lane, impl: str, row, canaries):
+    def marked(x: Tensor, expert: Tensor, num_experts: int, bucket: int) -> tuple[Tensor, ...]:
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(expert, 0)
+        return compiled(x, expert, num_experts, bucket)
+
+    canaries("graphs")
+    dispatch = partial(moe_dispatch, impl=impl)
+    steps = 0
+    with DynamoWatch() as watch:
+        compiled = torch.compile(dispatch, fullgraph=True, backend=watch.backend("aot_eager"))
+        for B in (2, 8, 32):
+            for seed in (0, 1):
+                x, expert = problem(B=B, seed=seed, device=lane.device)
+                assert all(map(torch.equal, train(marked, x, expert, 4), train(dispatch, x, expert, 4)))
+                steps += 1
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            gradient(marked, x, expert, 4)
+    ran = {event.key: event.count for event in trace.key_averages()}
+    opaque = [ran.get(f"bumpgate::moe_dispatch_{way}", 0) for way in ("fwd", "bwd")]
+    assert opaque == ([1, 1] if impl == "op" else [0, 0])
+    row(
+        f"kernels/moe_dispatch-{lane.name}-{impl}/unique_graphs",
+        watch.report.unique_graphs,
+        unit="graphs",
+        witness=steps,
+        expected=1,
+        rule="C12",
+        evidence=[f"{g.ops} operators" for g in watch.report.graphs],
+        instruments=["graphs"],
+    )
+
+
+@lanes("cpu")
+def test_reads_no_value_on_the_host(lane: Lane):
+    x, expert = problem()
+    for bucket in (2, 16):
+        with host_syncs() as tally:
+            gradient(moe_dispatch, x, expert, bucket)
+        assert tally["syncs"] == tally["aten::nonzero"] == 0
+        assert tally["bumpgate::moe_dispatch_fwd"] == tally["bumpgate::moe_dispatch_bwd"] == 1
+    with host_syncs() as tally:
+        int(moe_dispatch(x, expert, E, 2)[2])
+    assert tally["syncs"] == 1
+
+
+@lanes("cpu", "h200")
+@quick
+@given(**sizes)
+def test_renaming_the_experts_renames_the_buckets(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
+    x, expert = problem(B, T, K, seed=seed, device=lane.device)
+    padded, slot, overflow = moe_dispatch(x, expert, E, C)
+    name = torch.randperm(E, generator=torch.Generator().manual_seed(seed)).to(lane.device)
+    renamed, new_slot, new_overflow = moe_dispatch(x, name[expert], E, C)
+    assert torch.equal(renamed[name], padded)
+    assert torch.equal(new_slot, slot)
+    assert torch.equal(new_overflow, overflow)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(**sizes)
+def test_overflow_counts_what_does_not_fit(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
+    x, expert = problem(B, T, K, seed=seed, device=lane.device)
+    counts = torch.stack([ids.flatten().bincount(minlength=E) for ids in expert])  # (B,E)
+    _, slot, overflow = moe_dispatch(x, expert, E, C)
+    assert int(overflow) == int((counts - C).clamp(min=0).sum()) == int((slot < 0).sum())
+    for bucket, full in ((int(counts.max()), False), (int(counts.max()) - 1, True)):
+        if bucket:
+            assert (int(moe_dispatch(x, expert, E, bucket)[2]) > 0) == full
+
+
+@lanes("cpu", "h200")
+@quick
+@given(**sizes)
+def test_rows_of_a_batch_do_not_touch(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
+    x, expert = problem(B, T, K, seed=seed, device=lane.device)
+    padded, slot, overflow = moe_dispatch(x, expert, E, C)
+    alone = [moe_dispatch(x[b : b + 1], expert[b : b + 1], E, C) for b in range(B)]
+    assert torch.equal(padded, torch.cat([p for p, _, _ in alone], 1))
+    assert torch.equal(slot, torch.cat([s for _, s, _ in alone], 0))
+    assert int(overflow) == sum(int(o) for _, _, o in alone)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), B=st.integers(1, 3), T=st.integers(1, 17), K=st.sampled_from([1, 2, 4]))
+def test_there_and_back_is_the_identity(lane: Lane, seed: int, B: int, T: int, K: int):
+    """Identity experts and weights 1/K, a power of two: nothing rounds."""
+    x, expert = problem(B, T, K, seed=seed, device=lane.device)
+    padded, slot, overflow = moe_dispatch(x, expert, E, T)
+    weights = torch.full(expert.shape, 1 / K, device=lane.device)
+    assert int(overflow) == 0
+    assert torch.equal(moe_combine(padded, expert, slot, weights, T), x)
+    if T > 1:
+        full = moe_dispatch(x, expert * 0, E, 1)  # all tokens want expert 0: only the first finds a slot
+        back = moe_combine(full[0], expert * 0, full[1], weights * K, 1)
+        assert torch.equal(back[:, 0], x[:, 0])
+        assert (back[:, 1:] == 0).all()
+
+
+@lanes("cpu")
+def test_bad_input_is_one_clear_line(lane: Lane):
+    x, expert = problem()
+    bad = [
+        ((x[0], expert, E, 4), {}, "2-d"),
+        ((x, expert[:, :3], E, 4), {}, "expert has shape"),
+        ((x.int(), expert, E, 4), {}, "floating point"),
+        ((x, expert.int(), E, 4), {}, "int64"),
+        ((x, expert, 0, 4), {}, "num_experts"),
+        ((x, expert, E, 0), {}, "bucket"),
+        ((x, expert, E, 4), {"impl": "fast"}, "choices are"),
+    ]
+    for arguments, options, words in bad:
+        with pytest.raises(ValueError, match=words) as caught:
+            moe_dispatch(*arguments, **options)
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,266 @@
+"""rms_norm_gated against torch's own rms_norm: value, gradient, compilation, and what the formula promises.
+
+B batch, T tokens, D channels, S group size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from kernels.rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
+from suites.support.instruments import DynamoWatch
+from suites.support.lanes import Lane, lanes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CASES = {
+    f"{'norm first' if before else 'gate first'}, groups of {S}": {
+        "group_size": S,
+        "norm_before_gate": before,
+    }
+    for S, before in product((None, 16, 4), (False, True))
+}
+quick = settings(derandomize=True, max_examples=15, deadline=None)
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def problem(shape=(2, 9), D=64, dtype=torch.float64, device="cpu", seed=0) -> Inputs:
+    """Random x and gate (..., D) and a weight near 1."""
+    g = torch.Generator().manual_seed(seed)
+    x, gate = (torch.randn(*shape, D, generator=g, dtype=torch.float64) for _ in range(2))
+    weight = 1 + 0.2 * torch.randn(D, generator=g, dtype=torch.float64)
+    return tuple(t.to(device, dtype) for t in (x, gate, weight))
+
+
+def plain_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps=1e-5, group_size=None, norm_before_gate=False
+) -> Tensor:
+    """F.rms_norm on each group, every operation in the dtype of x."""
+    S = group_size or x.shape[-1]
+    u = x if norm_before_gate else x * F.silu(gate)
+    n = torch.cat([F.rms_norm(part, (S,), eps=eps) for part in u.split(S, -1)], -1) * weight
+    return n * F.silu(gate) if norm_before_gate else n
+
+
+def gradients(function: Callable[..., Tensor], *inputs: Tensor, **options) -> list[Tensor]:
+    """The output, and the gradients of x, gate and weight of a fixed random weighting of it."""
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    y = function(*leaves, **options)
+    g = torch.Generator().manual_seed(1)
+    weighting = torch.randn(y.shape, generator=g, dtype=torch.float64).to(y)
+    return [y.detach(), *torch.autograd.grad(y, leaves, weighting)]
+
+
+def doubled(inputs: Inputs) -> Inputs:
+    return tuple(t.double() for t in inputs)
+
+
+def error(found: Tensor, oracle: Tensor) -> tuple[float, float]:
+    """Largest and RMS difference."""
+    difference = (found.double() - oracle.double()).abs()
+    return difference.max().item(), difference.square().mean().sqrt().item()
+
+
+def error_ratio(found: Tensor, plain: Tensor, oracle: Tensor) -> float:
+    """How much further from the oracle than the plain formula in the same dtype: the worse of max and RMS."""
+    return max(ours / theirs for ours, theirs in zip(error(found, oracle), error(plain, oracle)))
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("case", CASES)
+def test_fp64_equals_rms_norm_of_each_group(lane: Lane, case: str):
+    inputs = problem(device=lane.device)
+    plain = gradients(plain_norm, *inputs, **CASES[case])
+    for impl in ("op", "reference"):
+        found = gradients(partial(rms_norm_gated, impl=impl), *inputs, **CASES[case])
+        for ours, theirs in zip(found, plain):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
+    ratios = {"forward": {}, "gradient": {}}
+    elements = 0
+    for case, options in CASES.items():
+        inputs = problem(dtype=DTYPES[dtype], device=lane.device)
+        oracle = gradients(plain_norm, *doubled(inputs), **options)
+        plain = gradients(plain_norm, *inputs, **options)
+        found = gradients(rms_norm_gated, *inputs, **options)
+        assert all(t.dtype == DTYPES[dtype] for t in found)
+        forward, *backward = (error_ratio(*three) for three in zip(found, plain, oracle))
+        ratios["forward"][case], ratios["gradient"][case] = forward, max(backward)
+        elements += sum(t.numel() for t in oracle)
+    for direction, by_case in ratios.items():
+        row(
+            f"kernels/rms_norm_gated-{lane.name}-{dtype}/{direction}_error_ratio",
+            max(by_case.values()),
+            unit="ratio",
+            witness=elements,
+            at_most=2.0,
+            rule="C36",
+            evidence=[f"{case}: {ratio:.3f}" for case, ratio in by_case.items()],
+        )
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("case", CASES)
+def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane, case: str):
+    """y is a product of single factors: relative to |y| a mean of S squares adds at most S/2 + 1 roundings
+    (halved by the root), silu, root and products no more than 16."""
+    x, gate, weight = inputs = problem(dtype=torch.float32, device=lane.device)
+    S = CASES[case]["group_size"] or 64
+    oracle = plain_norm(*doubled(inputs), **CASES[case])
+    bound = 2**-24 * (S / 2 + 17) * oracle.abs()
+    assert ((rms_norm_gated(*inputs, **CASES[case]) - oracle).abs() <= bound).all()
+    flipped = CASES[case] | {"norm_before_gate": not CASES[case]["norm_before_gate"]}
+    wrong = {
+        "norm and gate swapped": rms_norm_gated(*inputs, **flipped),
+        "other groups": rms_norm_gated(*inputs, **CASES[case] | {"group_size": 8}),
+        "gate negated": rms_norm_gated(x, -gate, weight, **CASES[case]),
+        "no weight": rms_norm_gated(x, gate, torch.ones_like(weight), **CASES[case]),
+        "eps a hundred times larger": rms_norm_gated(*inputs, eps=1e-3, **CASES[case]),
+    }
+    missed = [name for name, y in wrong.items() if ((y - oracle).abs() > bound).float().mean() < 0.5]
+    assert not missed
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("S", [None, 2])
+def test_gradcheck(lane: Lane, S: int | None, before: bool):
+    leaves = [t.requires_grad_() for t in problem((2, 3), D=4)]
+    assert torch.autograd.gradcheck(
+        lambda *t: rms_norm_gated(*t, group_size=S, norm_before_gate=before), leaves
+    )
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_op_contract(lane: Lane, shape: tuple[int, ...]):
+    inputs = problem(shape, D=6, dtype=torch.float32, device=lane.device)
+    # Every tensor non-contiguous: the op may rely on no layout, and its results have the canonical one.
+    x, gate, weight = (t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
+    options = (1e-5, 3, False)
+    dy = (x * 2).repeat_interleave(2, -1)[..., ::2]
+    leaves = [t.clone().requires_grad_() for t in (x, gate, weight)]
+    torch.library.opcheck(torch.ops.bumpgate.rms_norm_gated_fwd, (*leaves, *options))
+    torch.library.opcheck(torch.ops.bumpgate.rms_norm_gated_bwd, (x, gate, weight, dy, *options))
+    for op, tensors in (
+        (torch.ops.bumpgate.rms_norm_gated_fwd, (x, gate, weight)),
+        (torch.ops.bumpgate.rms_norm_gated_bwd, (x, gate, weight, dy)),
+    ):
+        real = op(*tensors, *options)
+        fake = op(*(t.to("meta") for t in tensors), *options)
+        real, fake = ([t] if isinstance(t, Tensor) else t for t in (real, fake))
+        assert [(t.shape, t.stride(), t.dtype) for t in fake] == [
+            (t.shape, t.stride(), t.dtype) for t in real
+        ]
+
+
+@lanes("cpu", "h200")
+def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
+    def marked(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(gate, 0)
+        return compiled(x, gate, weight, group_size=16)
+
+    with DynamoWatch() as watch:
+        compiled = torch.compile(rms_norm_gated, fullgraph=True, backend=watch.backend("aot_eager"))
+        for B in (2, 3, 5):
+            inputs = problem((B, 7), dtype=torch.float32, device=lane.device)
+            eager = gradients(rms_norm_gated, *inputs, group_size=16)
+            gradients(marked, *inputs)  # tracing runs the op's fake too, so it is counted in a later call
+            with profile(activities=[ProfilerActivity.CPU]) as trace:
+                found = gradients(marked, *inputs)
+            ran = {event.key: event.count for event in trace.key_averages()}
+            assert ran["bumpgate::rms_norm_gated_fwd"] == ran["bumpgate::rms_norm_gated_bwd"] == 1
+            assert all(torch.equal(*pair) for pair in zip(found, eager))
+    assert [g.operators.count("bumpgate.rms_norm_gated_fwd.default") for g in watch.report.graphs] == [1]
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), S=st.sampled_from([1, 2, 4, 8]), G=st.integers(1, 4), before=st.booleans())
+def test_groups_equal_a_manual_split(lane: Lane, seed: int, S: int, G: int, before: bool):
+    inputs = problem(D=S * G, seed=seed, device=lane.device)
+    found = rms_norm_gated(*inputs, group_size=S, norm_before_gate=before)
+    parts = zip(*(t.split(S, -1) for t in inputs))
+    split = torch.cat([rms_norm_gated(*part, norm_before_gate=before) for part in parts], -1)
+    torch.testing.assert_close(found, split, rtol=1e-14, atol=0)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), level=st.sampled_from([40.0, 80.0]))
+def test_an_open_gate_leaves_the_plain_norm(lane: Lane, seed: int, level: float):
+    """silu(g) = g to 1 part in e^40: before the norm it is divided out, after the norm it is a factor."""
+    x, gate, weight = problem(seed=seed, device=lane.device)
+    gate = torch.full_like(gate, level)
+    plain = F.rms_norm(x, (64,), weight, eps=0.0)
+    torch.testing.assert_close(rms_norm_gated(x, gate, weight, eps=0.0), plain, rtol=1e-12, atol=0)
+    last = rms_norm_gated(x, gate, weight, eps=0.0, norm_before_gate=True)
+    torch.testing.assert_close(last / level, plain, rtol=1e-12, atol=0)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), factor=st.sampled_from([1e-6, 0.3, 1e6]), before=st.booleans())
+def test_the_scale_of_x_is_lost_as_eps_vanishes(lane: Lane, seed: int, factor: float, before: bool):
+    x, gate, weight = problem(seed=seed, device=lane.device)
+    function = partial(rms_norm_gated, gate=gate, weight=weight, norm_before_gate=before)
+    torch.testing.assert_close(function(factor * x, eps=0.0), function(x, eps=0.0), rtol=1e-12, atol=0)
+    assert error(function(1e-6 * x), function(x))[0] > 1e-2  # eps counts where it is not small
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), row=st.integers(0, 8))
+def test_rows_do_not_mix(lane: Lane, seed: int, row: int):
+    x, gate, weight = problem((9,), dtype=torch.float32, seed=seed, device=lane.device)
+    before = rms_norm_gated(x, gate, weight)
+    x[row] += 1
+    changed = (rms_norm_gated(x, gate, weight) != before).any(-1)
+    assert changed.nonzero().flatten().tolist() == [row]
+
+
+@lanes("cpu", "h200")
+def test_mixed_dtypes_keep_their_own(lane: Lane):
+    """Under autocast the gate may be bf16 beside fp32; in fp16 a mean square above 65504 stays finite."""
+    x, gate, weight = problem(dtype=torch.float32, device=lane.device)
+    found = gradients(rms_norm_gated, x, gate.bfloat16(), weight)
+    assert [t.dtype for t in found] == [torch.float32, torch.float32, torch.bfloat16, torch.float32]
+    wide = rms_norm_gated_reference(x.double(), gate.bfloat16().double(), weight.double())
+    torch.testing.assert_close(found[0].double(), wide, rtol=1e-5, atol=0)
+    large = rms_norm_gated(x.half() * 5000, gate.half(), weight.half())
+    assert large.isfinite().all()
+    assert error(large, rms_norm_gated(x * 5000, gate, weight))[0] < 1e-2
+
+
+@lanes("cpu")
+def test_bad_input_is_one_clear_line(lane: Lane):
+    x, gate, weight = problem(dtype=torch.float32)
+    bad = [
+        ((x, gate[:1], weight), {}, "gate has shape"),
+        ((x, gate, weight[1:]), {}, "weight has shape"),
+        ((x[0, 0, 0], gate, weight), {}, "0-d"),
+        ((x.int(), gate, weight), {}, "x must be floating point"),
+        ((x, gate.int(), weight), {}, "gate must be floating point"),
+        ((x, gate, weight), {"group_size": 7}, "do not split"),
+        ((x, gate, weight), {"group_size": 0}, "do not split"),
+        ((x, gate, weight), {"eps": -1.0}, "eps"),
+        ((x, gate, weight), {"impl": "fast"}, "choices are"),
+    ]
+    for inputs, options, words in bad:
+        with pytest.raises(ValueError, match=words) as caught:
+            rms_norm_gated(*inputs, **options)
+        assert "\n" not in str(caught.value)
