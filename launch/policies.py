@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable
-from typing import Union
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from model import Hybrid
 POLICIES = ("eager", "per_block", "whole_disabled", "regional", "whole_opaque")
 RECURRENT = "MR"
 
-Backend = Union[str, Callable[..., object]]
+Backend = str | Callable[..., object]
 
 
 class CompiledHybrid:

@@ -13,8 +13,8 @@ from kernels.causal_conv1d import causal_conv1d
 from kernels.m2rnn import m2rnn
 from kernels.rms_norm_gated import rms_norm_gated
 from model.config import HybridConfig
-from model.mamba import inverse_softplus_of_log_uniform
 from model.layers import projection, rms_norm, widen
+from model.mamba import inverse_softplus_of_log_uniform
 
 
 class M2RNNBlock(nn.Module):

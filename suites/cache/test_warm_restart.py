@@ -40,14 +40,14 @@ def test_every_layer_hits(lane: Lane, restarts, row, canaries) -> None:
     shared = {"unit": "count", "rule": "C18", "evidence": evidence, "instruments": ("cache",)}
     row(
         f"{CASE}/aot_hits",
-        after["aot_hit"] or 0,
+        after["aot_hit"],
         witness=before["aot_miss"] or 0,
         expected=before["aot_miss"],
         **shared,
     )
     row(
         f"{CASE}/fx_hits",
-        after["fx_hit"] or 0,
+        after["fx_hit"],
         witness=before["fx_miss"] or 0,
         expected=before["fx_miss"],
         **shared,

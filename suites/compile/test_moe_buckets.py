@@ -12,8 +12,8 @@ from torch import Tensor
 from launch.contract import apply_dynamo, load
 from launch.step import needed_bucket
 from model import preset
-from model.moe import MoEBlock
 from model.layers import rms_norm
+from model.moe import MoEBlock
 from suites.support.hybrids import SEED
 from suites.support.instruments import DynamoWatch
 from suites.support.lanes import Lane, lanes

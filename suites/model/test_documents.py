@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from model import preset
 from model.hybrid import documents, next_token_targets
 from suites.support.hybrids import build, token_batch
 from suites.support.lanes import Lane, lanes
-from model import preset
 
 SPLIT = 24
 

@@ -84,5 +84,5 @@ def test_bad_configurations_are_refused(lane: Lane, changes: dict, message: str)
 
 @lanes("cpu")
 def test_unknown_preset_names_the_known_ones(lane: Lane) -> None:
-    with pytest.raises(ValueError, match="nam12.*nam52.*nam56r"):
+    with pytest.raises(ValueError, match=r"nam12.*nam52.*nam56r"):
         preset("nam53")

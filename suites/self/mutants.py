@@ -62,7 +62,13 @@ MUTANTS = (
     ),
     Mutant(
         "bf16_combine",
-        (),
+        (
+            (
+                "kernels/moe_combine/reference.py",
+                "    products = (outputs * weights.to(acc).reshape(-1, 1)).where(",
+                "    products = (outputs.bfloat16() * weights.bfloat16().reshape(-1, 1)).to(acc).where(",
+            ),
+        ),
         "suites/numerics/test_moe_combine.py::test_error_before_the_cast[cancelling-cpu]",
         "numerics/moe_combine-cancelling/error_before_cast",
         ("C33", "kernels/moe_combine"),
@@ -119,7 +125,7 @@ MUTANTS = (
             (
                 "model/moe.py",
                 "        self.min_bucket = 0\n",
-                "        self.min_bucket = 0\n        MoEBlock.built = self.layer = getattr(MoEBlock, 'built', 0) + 1\n",
+                "        self.min_bucket = 0\n        MoEBlock.n = self.layer = getattr(MoEBlock, 'n', 0) + 1\n",
             ),
             ("model/moe.py", "return x + routed +", "return x + self.layer * 0.0 + routed +"),
             ("contract.toml", "[dynamo.recompile_limit]\nvalue = 64", "[dynamo.recompile_limit]\nvalue = 8"),
