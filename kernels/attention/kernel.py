@@ -49,7 +49,7 @@ def _load(base, start, stride, T, P: tl.constexpr, SHAPE: tl.constexpr, CHECKED:
     """Rows start.. of a (T,P) matrix with a row stride, as a (rows, BLOCK_P) tile; zeros outside."""
     row = tl.arange(0, SHAPE[0])[:, None]
     column = tl.arange(0, SHAPE[1])[None, :]
-    at = base + start.to(tl.int64) * stride + row * stride + column
+    at = base + (start.to(tl.int64) * stride + column.to(tl.int64)) + row.to(tl.int64) * stride
     if CHECKED:
         return tl.load(at, mask=(start + row < T) & (column < P), other=0.0)
     if SHAPE[1] > P:
@@ -61,7 +61,7 @@ def _load(base, start, stride, T, P: tl.constexpr, SHAPE: tl.constexpr, CHECKED:
 def _store(base, start, stride, T, P: tl.constexpr, tile):
     row = tl.arange(0, tile.shape[0])[:, None]
     column = tl.arange(0, tile.shape[1])[None, :]
-    at = base + start.to(tl.int64) * stride + row * stride + column
+    at = base + (start.to(tl.int64) * stride + column.to(tl.int64)) + row.to(tl.int64) * stride
     tl.store(at, tile.to(base.dtype.element_ty), mask=(start + row < T) & (column < P))
 
 
@@ -265,9 +265,10 @@ def _dkdv_kernel(
             at = (batch.to(tl.int64) * Hq + head) * T + rows
             query = _load(q + q_head, start, Hq * P, T, P, (M, BLOCK_P), part != 1)
             do = _load(dout + q_head, start, Hq * P, T, P, (M, BLOCK_P), part != 1)
+            x = tl.dot(key, tl.trans(query), input_precision="ieee")
+            dp = tl.dot(value, tl.trans(do), input_precision="ieee")
+            u = _capped(x * gain, CAP)
             row_shift = tl.load(shift + at, mask=rows < T, other=0.0)
-            row_delta = tl.load(delta + at, mask=rows < T, other=0.0)
-            u = _capped(tl.dot(key, tl.trans(query), input_precision="ieee") * gain, CAP)
             x = u * a + row_shift[None, :]
             if part != 1:
                 row_ids = tl.load(ids + first_token + rows, mask=rows < T, other=0)
@@ -283,9 +284,10 @@ def _dkdv_kernel(
                 )
                 x = tl.where(seen, x, float("-inf"))
             p = tl.exp2(x)
+            slope = _through_cap(p, u, CAP)  # before dp is there: of S, only this and P in low precision live on
             dvalue = tl.dot(p.to(do.dtype), do, dvalue, input_precision="ieee")
-            dp = tl.dot(value, tl.trans(do), input_precision="ieee")
-            ds = _through_cap(p * (dp - row_delta[None, :]), u, CAP)
+            row_delta = tl.load(delta + at, mask=rows < T, other=0.0)
+            ds = slope * (dp - row_delta[None, :])
             dkey = tl.dot(ds.to(query.dtype), query, dkey, input_precision="ieee")
     _store(dk + kv_head, block * N, Hkv * P, T, P, dkey * gain_out)
     _store(dv + kv_head, block * N, Hkv * P, T, P, dvalue)

@@ -1,7 +1,8 @@
 """Triton kernels of the mamba3_siso forward, and the tile functions that the backward shares with them.
 
+A chunk has L places and holds CHUNK <= L tokens; the other places are padding, which neither decays nor adds.
+
 B batch, T tokens, H heads, P head dim, N state dim, G groups, R rotation angles, C chunks, L places of a chunk.
-A chunk holds CHUNK <= L tokens; the other places are padding, which neither decays nor adds.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import triton.language as tl
 TAU = tl.constexpr(6.283185307179586)
 LOG2E = tl.constexpr(1.4426950408889634)
 TWO_TO_32 = tl.constexpr(4294967296.0)
-COEFFICIENTS = tl.constexpr(4)  # (B,H,C,4,L): running log2 decay, what its rounding to fp32 left, gamma, scale
-# fp32 operands keep all their bits; 16-bit operands take the tensor cores and do not look at this.
+ROWS = tl.constexpr(4)  # of the coefficients (B,H,C,4,L): see `prepare_kernel`
+# fp32 operands keep all their bits; 16-bit operands go to the tensor cores whatever this says.
 PRECISION = tl.constexpr("ieee")
 
 
@@ -26,29 +27,22 @@ def begins(doc_ids, b, t, T):
 
 
 @triton.jit
-def places(c, CHUNK, T, L: tl.constexpr):
-    """Which places of chunk c hold a token (L,)."""
-    i = tl.arange(0, L)
-    return (i < CHUNK) & (c * CHUNK + i < T)
-
-
-@triton.jit
 def offset(strides, b, t, h):
     """Where (b, t, h) lies in a (B,T,H,...) tensor."""
-    return b.to(tl.int64) * strides[0] + t.to(tl.int64) * strides[1] + h * strides[2]
+    return tl.cast(b, tl.int64) * strides[0] + tl.cast(t, tl.int64) * strides[1] + h * strides[2]
 
 
 @triton.jit
 def load_rows(base, stride, live, n, N):
-    """Rows base + i stride, columns n < N, in fp32; zero where there is no token."""
+    """Rows base + i stride, columns n < N; zero in the places that hold no token."""
     i = tl.arange(0, live.shape[0])
     mask = live[:, None] & (n < N)[None, :]
-    return tl.load(base + i[:, None] * stride + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.load(base + i[:, None] * stride + n[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def pairs_of(x):
-    """(..., M) -> its even and its odd columns."""
+    """(L,M) -> its even and its odd columns (L,M/2)."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
@@ -60,33 +54,25 @@ def rotate(x, cos, sin):
 
 
 @triton.jit
-def wedge(x, dx):
-    """Gradient of the angles (...,M/2) that turn x, from x and its gradient, both (...,M)."""
-    even, odd = pairs_of(x)
-    deven, dodd = pairs_of(dx)
-    return even * dodd - odd * deven
-
-
-@triton.jit
 def cos_sin(turns):
     """Cosine and sine of an angle in [-1/2, 1/2] turns, each off by less than 2.5e-7.
 
-    Minimax polynomials of the half angle, doubled; no table, no slow path for large arguments.
+    Minimax polynomials of half the angle, doubled: no table, and no slow path for large arguments.
     """
     s = turns * turns
     c = 2.550042152404785 + s * (-0.5980979800224304 + s * 0.07730873674154282)
     half_sin = turns * (3.141592502593994 + s * (-5.167707920074463 + s * c))
     c = -1.3352121114730835 + s * (0.23493756353855133 - s * 0.024396715685725212)
     half_cos = 1.0 + s * (-4.934802055358887 + s * (4.058709144592285 + s * c))
-    # Either form of the cosine is exact where the other one's error is doubled most.
+    # Each form of the cosine doubles an error; take the one whose error is small.
     cos = tl.where(s > 0.0625, 2 * half_cos * half_cos - 1, 1 - 2 * half_sin * half_sin)
     return cos, 2 * half_sin * half_cos
 
 
 @triton.jit
 def tanh(x):
-    """The quotient cancels for small x: there a minimax polynomial, off by one unit in the last place."""
-    e = tl.exp2(-2 * LOG2E * tl.abs(x))
+    """The quotient cancels for small x: there a minimax polynomial, off by 1e-7 relatively."""
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     large = (1 - e) / (1 + e)
     s = x * x
     c = -0.05378813296556473 + s * (0.020809803158044815 - s * 0.005910614039748907)
@@ -95,68 +81,88 @@ def tanh(x):
 
 
 @triton.jit
+def to_ticks(turns):
+    """fp64 turns -> units of 2^-32 turns, modulo a whole turn, int32."""
+    return tl.floor(turns * TWO_TO_32 + 0.5).to(tl.int64).to(tl.int32)
+
+
+@triton.jit
 def restart(begun, total, begins_here, value):
     """Scan operator on (flag, sum): a running sum that starts anew wherever the flag is set."""
-    return begun | begins_here, value + tl.where(begins_here != 0, total - total, total)
+    return begun | begins_here, tl.where(begins_here != 0, value, total + value)
 
 
 @triton.jit
-def load_decay(coefficients, chunk, segment, L: tl.constexpr):
-    """Of one chunk: log2 decay and its low part (L,), both at the last place, segments (L,), the last one."""
+def load_decay(coefficients, segments, L: tl.constexpr):
+    """Of one chunk: running log2 decay, its low part, segment (L,), and each of the three at the last place."""
     i = tl.arange(0, L)
-    at = coefficients + chunk * (COEFFICIENTS * L)
-    high, low = tl.load(at + i), tl.load(at + L + i)
-    high_end, low_end = tl.load(at + L - 1), tl.load(at + 2 * L - 1)
-    return high, low, high_end, low_end, tl.load(segment + i), tl.load(segment + L - 1)
+    high, low, segment = tl.load(coefficients + i), tl.load(coefficients + L + i), tl.load(segments + i)
+    last = tl.load(coefficients + L - 1), tl.load(coefficients + 2 * L - 1), tl.load(segments + L - 1)
+    return high, low, segment, last[0], last[1], last[2]
 
 
 @triton.jit
-def since_entry(high, low, segments):
-    """Decay of the state that enters the chunk, up to and including a place; 0 once a document has begun."""
-    return tl.where(segments == 0, tl.exp2(high + low), 0.0)
+def decay_from_entry(high, low, segment):
+    """Decay of the state that enters a chunk, up to and including a place; 0 once a document has begun."""
+    return tl.where(segment == 0, tl.exp2(high + low), 0.0)
 
 
 @triton.jit
-def until_exit(high, low, high_end, low_end, segments, last_segment):
+def decay_to_exit(high, low, segment, high_end, low_end, segment_end):
     """Decay from after a place to the end of the chunk; 0 if a document begins in between."""
-    return tl.where(segments == last_segment, tl.exp2((high_end - high) + (low_end - low)), 0.0)
+    return tl.where(segment == segment_end, tl.exp2((high_end - high) + (low_end - low)), 0.0)
+
+
+@triton.jit
+def decay_between(high, low, segment, i, j):
+    """(L,L) decay from after place j to i > j; 0 elsewhere and across documents."""
+    seen = (i[:, None] > j[None, :]) & (segment[:, None] == segment[None, :])
+    return tl.where(seen, tl.exp2((high[:, None] - high[None, :]) + (low[:, None] - low[None, :])), 0.0)
+
+
+@triton.jit
+def first_beta(dt, trap, b, T, H, head):
+    """(1 - lam) dt of token 0: the weight of the given v_prev k_prev^T."""
+    at = b.to(tl.int64) * T * H + head
+    return tl.load(dt + at).to(tl.float32) / (1 + tl.exp(tl.load(trap + at).to(tl.float32)))
 
 
 @triton.jit
 def prepare_kernel(
     adt, dt, trap, doc_ids, coefficients, segments, T, H, C, CHUNK, L: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One program per (HEADS heads, chunk, row): the per-token scalars, transposed to (B,H,C,4,L).
+    """One program per (HEADS heads, chunk, row): the per-token scalars, transposed.
 
-    Decays are differences of running sums. In fp64, restarted with each document and kept as two fp32, such a
-    difference is as exact as a sum of its own terms, and no bit of it hangs on another document.
+    coefficients (B,H,C,4,L): the log2 decay summed from the start of the chunk or of the document, as the sum
+    of two fp32; gamma = lam dt; scale = gamma + beta of the next token. segments (B,C,L): documents begun in
+    the chunk so far. A decay is a difference of running sums. Summed in fp64, restarted with each document and
+    kept in two parts, it is as exact as a sum of its own terms, and no bit of it hangs on another document.
     """
-    heads, c, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i, h = tl.arange(0, L), heads * HEADS + tl.arange(0, HEADS)
+    c, b = tl.program_id(1), tl.program_id(2)
+    i, h = tl.arange(0, L), tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     t = c * CHUNK + i
-    live = places(c, CHUNK, T, L)
-    start = begins(doc_ids, b, t, T) & live
+    live = (i < CHUNK) & (t < T)
+    start = live & begins(doc_ids, b, t, T)
     wanted = live[:, None] & (h < H)[None, :]
-    followed = wanted & ((t < T - 1) & ~begins(doc_ids, b, t + 1, T))[:, None]
+    followed = wanted & ((t < T - 1) & (begins(doc_ids, b, t + 1, T) == 0))[:, None]
     at = (b.to(tl.int64) * T + t[:, None]) * H + h[None, :]
-    # A factor of 2^-256 is zero in fp32: past it nothing changes but the size of the sums.
-    log_decay = tl.load(adt + at, mask=wanted, other=0.0).to(tl.float64) * LOG2E
-    log_decay = tl.where(log_decay > -256.0, log_decay, -256.0)
-    own, after = tl.load(dt + at, mask=wanted, other=0.0), tl.load(dt + at + H, mask=followed, other=0.0)
-    trap_own = tl.load(trap + at, mask=wanted, other=0.0).to(tl.float64)
-    trap_after = tl.load(trap + at + H, mask=followed, other=0.0).to(tl.float64)
-    gamma = own.to(tl.float64) / (1 + tl.exp(-trap_own))
-    scale = gamma + after.to(tl.float64) / (1 + tl.exp(trap_after))
+    # A decay of 2^-256 is zero in fp32: clamping there changes nothing, and keeps -inf out of the sums.
+    decay = tl.load(adt + at, mask=wanted, other=0.0).to(tl.float64) * LOG2E
+    decay = tl.where(decay > -256.0, decay, -256.0)
+    lam = 1 / (1 + tl.exp(-tl.load(trap + at, mask=wanted, other=0.0).to(tl.float64)))
+    gamma = tl.load(dt + at, mask=wanted, other=0.0).to(tl.float64) * lam
+    lam_opposite = 1 / (1 + tl.exp(tl.load(trap + at + H, mask=followed, other=0.0).to(tl.float64)))
+    scale = gamma + tl.load(dt + at + H, mask=followed, other=0.0).to(tl.float64) * lam_opposite
 
-    begun, total = tl.associative_scan(((start[:, None] & wanted).to(tl.int32), log_decay), 0, restart)
+    _, total = tl.associative_scan(((start[:, None] & wanted).to(tl.int32), decay), 0, restart)
     high = total.to(tl.float32)
-    at = coefficients + ((b.to(tl.int64) * H + h[None, :]) * C + c) * (COEFFICIENTS * L) + i[:, None]
-    stored = (i >= 0)[:, None] & (h < H)[None, :]
-    tl.store(at, high, mask=stored)
-    tl.store(at + L, (total - high.to(tl.float64)).to(tl.float32), mask=stored)
-    tl.store(at + 2 * L, gamma.to(tl.float32), mask=stored)
-    tl.store(at + 3 * L, scale.to(tl.float32), mask=stored)
-    if heads == 0:
+    at = coefficients + ((b.to(tl.int64) * H + h[None, :]) * C + c) * (ROWS * L) + i[:, None]
+    exists = (i >= 0)[:, None] & (h < H)[None, :]
+    tl.store(at, high, mask=exists)
+    tl.store(at + L, (total - high.to(tl.float64)).to(tl.float32), mask=exists)
+    tl.store(at + 2 * L, gamma.to(tl.float32), mask=exists)
+    tl.store(at + 3 * L, scale.to(tl.float32), mask=exists)
+    if tl.program_id(0) == 0:
         tl.store(segments + (b * C + c) * L + i, tl.cumsum(start.to(tl.int32), 0))
 
 
@@ -165,19 +171,120 @@ def turn_kernel(
     angles, angle_strides, dt, doc_ids, theta, turns, theta_final, T, H,
     R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """One program per (head, row), along T: the running angle of each token in turns (B,H,T,R), in [-1/2, 1/2].
+    """One program per (head, row), along T: turns (B,H,T,R), the running angle of a token, in [-1/2, 1/2].
 
-    Summed as 32-bit fixed point, where a whole turn wraps around of itself: the sum is exact, in any order.
+    Summed as 32-bit fixed point, in which a whole turn wraps around of itself: exact, in any order.
     """
-    h, b = tl.program_id(0), tl.program_id(1)
+    head, b = tl.program_id(0), tl.program_id(1)
     i, r = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
-    row = b.to(tl.int64) * H + h
+    row = b.to(tl.int64) * H + head
     given = tl.load(theta + row * R + r, mask=r < R, other=0.0).to(tl.float64) / TAU
-    carry = tl.floor((given - tl.floor(given)) * TWO_TO_32 + 0.5).to(tl.int64).to(tl.int32)
+    carry = to_ticks(given - tl.floor(given))
     for t0 in range(0, T, BLOCK_T):
         t = t0 + i
         live = t < T
-        rate = tl.load(dt + (b.to(tl.int64) * T + t) * H + h, mask=live, other=0.0).to(tl.float32)
-        x = load_rows(angles + offset(angle_strides, b, t0 + i * 0, h)[:, None], 0, live, r, R)
-        x = tanh(load_rows(angles + offset(angle_strides, b, tl.max(i) * 0 + t0, h), angle_strides[1], live, r, R))
-        ticks = tl.floor((x * (rate * 0.5)[:, None]).to(tl.float64) * TWO_TO_32 + 0.5).to(tl.int64).to(tl.int32)
+        rate = tl.load(dt + (b.to(tl.int64) * T + t) * H + head, mask=live, other=0.0).to(tl.float32)
+        x = load_rows(angles + offset(angle_strides, b, t0, head), angle_strides[1], live, r, R)
+        ticks = to_ticks((tanh(x.to(tl.float32)) * (0.5 * rate)[:, None]).to(tl.float64))
+        start = (begins(doc_ids, b, t, T)[:, None] & (r >= 0)[None, :]).to(tl.int32)
+        begun, total = tl.associative_scan((start, ticks), 0, restart)
+        total += tl.where(begun != 0, 0, carry[None, :])
+        at = turns + (row * T + t[:, None]) * R + r[None, :]
+        tl.store(at, total.to(tl.float32) / TWO_TO_32, mask=live[:, None] & (r < R)[None, :])
+        carry = tl.sum(tl.where((i == BLOCK_T - 1)[:, None], total, 0), 0)
+    last = carry.to(tl.float64) / TWO_TO_32
+    radians = ((last - tl.floor(last)) * TAU).to(tl.float32)
+    # fp32 has no 2 pi: what rounds to its neighbour above is a whole turn, and that is 0.
+    tl.store(theta_final + row * R + r, tl.where(radians < 6.2831852, radians, 0.0), mask=r < R)
+
+
+@triton.jit
+def state_kernel(
+    k, k_strides, v, v_strides, k_bias, dt, trap, turns, coefficients, segments, h_given, k_given, v_given,
+    entering, h_final, k_final, v_final, T, H, HEADS_A_GROUP, C, CHUNK,
+    P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program per (head, BLOCK_N state dims, row), along the chunks, the state in fp32 registers.
+
+    entering (B,H,C,P,N) in v's dtype, as which the chunk products read it: the state before each chunk.
+    """
+    head, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group, row = head // HEADS_A_GROUP, b.to(tl.int64) * H + head
+    n = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    pair = part * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    p, i = tl.arange(0, BLOCK_P), tl.arange(0, L)
+    at, exists = p[:, None] * N + n[None, :], (p < P)[:, None] & (n < N)[None, :]
+    bias = tl.load(k_bias + head * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+
+    state = tl.load(h_given + row * P * N + at, mask=exists, other=0.0).to(tl.float32)
+    key = tl.load(k_given + row * N + n, mask=n < N, other=0.0).to(tl.float32)
+    value = tl.load(v_given + row * P + p, mask=p < P, other=0.0).to(tl.float32)
+    state += first_beta(dt, trap, b, T, H, head) * value[:, None] * key[None, :]
+    for c in range(0, C):
+        chunk, t0 = row * C + c, c * CHUNK
+        live = (i < CHUNK) & (t0 + i < T)
+        tl.store(entering + chunk * P * N + at, state.to(entering.dtype.element_ty), mask=exists)
+        here = coefficients + chunk * (ROWS * L)
+        high, low, segment, high_end, low_end, segment_end = load_decay(here, segments + (b * C + c) * L, L)
+        weight = decay_to_exit(high, low, segment, high_end, low_end, segment_end) * tl.load(here + 3 * L + i)
+        keys = load_rows(k + offset(k_strides, b, t0, group), k_strides[1], live, n, N).to(tl.float32) + bias
+        cos, sin = cos_sin(load_rows(turns + (row * T + t0) * R, R, live, pair, R))
+        keys = (rotate(keys, cos, sin) * weight[:, None]).to(v.dtype.element_ty)
+        values = load_rows(v + offset(v_strides, b, t0, head), v_strides[1], live, p, P)
+        state *= decay_from_entry(high_end, low_end, segment_end)
+        state = tl.dot(tl.trans(values), keys, acc=state, input_precision=PRECISION)
+    tl.store(h_final + row * P * N + at, state, mask=exists)
+
+    one = tl.full((1,), True, tl.int1)
+    key = load_rows(k + offset(k_strides, b, T - 1, group), 0, one, n, N).to(tl.float32) + bias
+    cos, sin = cos_sin(load_rows(turns + (row * T + T - 1) * R, R, one, pair, R))
+    tl.store(k_final + row * N + n[None, :], rotate(key, cos, sin), mask=(n < N)[None, :])
+    if part == 0:
+        last_value = tl.load(v + offset(v_strides, b, T - 1, head) + p, mask=p < P)
+        tl.store(v_final + row * P + p, last_value.to(tl.float32), mask=p < P)
+
+
+@triton.jit
+def scan_kernel(
+    q, q_strides, k, k_strides, v, v_strides, z, z_strides, q_bias, k_bias, D, turns, coefficients, segments,
+    entering, y, T, H, HEADS_A_GROUP, C, CHUNK,
+    P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program per (head, chunk, row): y. The heads of a group run side by side, so q and k come from L2.
+
+    A token weighs gamma for itself and scale for those after it; no weight is taken off again.
+    """
+    head, c, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group, row = head // HEADS_A_GROUP, b.to(tl.int64) * H + head
+    chunk, t0 = row * C + c, c * CHUNK
+    n, pair, p, i = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N // 2), tl.arange(0, BLOCK_P), tl.arange(0, L)
+    live = (i < CHUNK) & (t0 + i < T)
+
+    cos, sin = cos_sin(load_rows(turns + (row * T + t0) * R, R, live, pair, R))
+    queries = load_rows(q + offset(q_strides, b, t0, group), q_strides[1], live, n, N).to(tl.float32)
+    keys = load_rows(k + offset(k_strides, b, t0, group), k_strides[1], live, n, N).to(tl.float32)
+    queries += tl.load(q_bias + head * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    keys += tl.load(k_bias + head * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    queries = rotate(queries, cos, sin).to(v.dtype.element_ty)
+    keys = rotate(keys, cos, sin).to(v.dtype.element_ty)
+
+    at = chunk * P * N + p[:, None] * N + n[None, :]
+    state = tl.load(entering + at, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
+    high, low, segment = load_decay(coefficients + chunk * (ROWS * L), segments + (b * C + c) * L, L)[:3]
+    out = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
+    out *= decay_from_entry(high, low, segment)[:, None]
+
+    gamma = tl.load(coefficients + chunk * (ROWS * L) + 2 * L + i)
+    scale = tl.load(coefficients + chunk * (ROWS * L) + 3 * L + i)
+    weight = decay_between(high, low, segment, i, i) * scale[None, :]
+    weight = tl.where(i[:, None] == i[None, :], gamma[None, :], weight)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * weight
+    values = load_rows(v + offset(v_strides, b, t0, head), v_strides[1], live, p, P)
+    out = tl.dot(scores.to(v.dtype.element_ty), values, acc=out, input_precision=PRECISION)
+
+    out += tl.load(D + head).to(tl.float32) * values.to(tl.float32)
+    gate = load_rows(z + offset(z_strides, b, t0, head), z_strides[1], live, p, P).to(tl.float32)
+    at = ((b.to(tl.int64) * T + t0 + i[:, None]) * H + head) * P + p[None, :]
+    tl.store(y + at, out * gate * tl.sigmoid(gate), mask=live[:, None] & (p < P)[None, :])
