@@ -151,6 +151,33 @@ def _span_kernel(
 
 
 @triton.jit
+def _vector(base, rows, T, CHECKED: tl.constexpr):
+    """base[rows], zero outside."""
+    if CHECKED:
+        return tl.load(base + rows, mask=rows < T, other=0)
+    return tl.load(base + rows)
+
+
+@triton.jit
+def _walk_length(walk, FULL: tl.constexpr):
+    """How many blocks of the walk need no mask (FULL), or need it."""
+    full = tl.load(walk + 2) - tl.load(walk + 1)
+    if FULL:
+        return full
+    return tl.load(walk + 3) - tl.load(walk) - full
+
+
+@triton.jit
+def _walk_block(walk, step, FULL: tl.constexpr):
+    """The step-th of them. The masked ones lie on both sides of the run of full ones."""
+    begin, full_begin = tl.load(walk), tl.load(walk + 1)
+    if FULL:
+        return full_begin + step
+    block = begin + step
+    return tl.where(block < full_begin, block, block + tl.load(walk + 2) - full_begin)
+
+
+@triton.jit
 def _forward_kernel(
     q, k, v, ids, spans, out, lse, T, window, gain, a, b,
     Hq: tl.constexpr, Hkv: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -163,22 +190,22 @@ def _forward_kernel(
     q_head = (first_token * Hq + head) * P
     kv_head = (first_token * Hkv + head // (Hq // Hkv)) * P
     rows = block * M + tl.arange(0, M)
-    row_ids = tl.load(ids + first_token + rows, mask=rows < T, other=0)
+    row_ids = _vector(ids + first_token, rows, T, True)
     query = _load(q + q_head, block * M, Hq * P, T, P, (M, BLOCK_P), True)
     largest = tl.full((M,), -1e30, tl.float32)  # finite: a row that has seen no key yet stays free of nan
     total = tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, BLOCK_P), tl.float32)
     walk = spans + (batch * tl.num_programs(1) + block) * 4
-    for part in tl.static_range(3):
-        for step in range(tl.load(walk + part), tl.load(walk + part + 1)):
-            start = step * N
-            key = _load(k + kv_head, start, Hkv * P, T, P, (N, BLOCK_P), part != 1)
-            value = _load(v + kv_head, start, Hkv * P, T, P, (N, BLOCK_P), part != 1)
+    for FULL in tl.static_range(2):
+        for step in range(0, _walk_length(walk, FULL)):
+            start = _walk_block(walk, step, FULL) * N
+            key = _load(k + kv_head, start, Hkv * P, T, P, (N, BLOCK_P), not FULL)
+            value = _load(v + kv_head, start, Hkv * P, T, P, (N, BLOCK_P), not FULL)
             x = tl.dot(query, tl.trans(key), input_precision="ieee")
             x = _capped(x * gain, CAP) * a + b
-            if part != 1:
+            if not FULL:
                 columns = start + tl.arange(0, N)
-                column_ids = tl.load(ids + first_token + columns, mask=columns < T, other=0)
+                column_ids = _vector(ids + first_token, columns, T, True)
                 seen = _visible(
                     rows[:, None],
                     columns[None, :],
@@ -248,7 +275,7 @@ def _dkdv_kernel(
     first_token = batch.to(tl.int64) * T
     kv_head = (first_token * Hkv + group) * P
     columns = block * N + tl.arange(0, N)
-    column_ids = tl.load(ids + first_token + columns, mask=columns < T, other=0)
+    column_ids = _vector(ids + first_token, columns, T, True)
     key = _load(k + kv_head, block * N, Hkv * P, T, P, (N, BLOCK_P), True)
     value = _load(v + kv_head, block * N, Hkv * P, T, P, (N, BLOCK_P), True)
     dkey = tl.zeros((N, BLOCK_P), tl.float32)
@@ -262,16 +289,16 @@ def _dkdv_kernel(
             start = (begin + step % count) * M
             rows = start + tl.arange(0, M)
             q_head = (first_token * Hq + head) * P
-            at = (batch.to(tl.int64) * Hq + head) * T + rows
-            query = _load(q + q_head, start, Hq * P, T, P, (M, BLOCK_P), part != 1)
-            do = _load(dout + q_head, start, Hq * P, T, P, (M, BLOCK_P), part != 1)
+            q_row = (batch.to(tl.int64) * Hq + head) * T
+            query = _load(q + q_head, start, Hq * P, T, P, (M, BLOCK_P), not FULL)
+            do = _load(dout + q_head, start, Hq * P, T, P, (M, BLOCK_P), not FULL)
             x = tl.dot(key, tl.trans(query), input_precision="ieee")
             dp = tl.dot(value, tl.trans(do), input_precision="ieee")
             u = _capped(x * gain, CAP)
-            row_shift = tl.load(shift + at, mask=rows < T, other=0.0)
+            row_shift = _vector(shift + q_row, rows, T, not FULL)
             x = u * a + row_shift[None, :]
-            if part != 1:
-                row_ids = tl.load(ids + first_token + rows, mask=rows < T, other=0)
+            if not FULL:
+                row_ids = _vector(ids + first_token, rows, T, True)
                 seen = _visible(
                     rows[None, :],
                     columns[:, None],
@@ -286,7 +313,7 @@ def _dkdv_kernel(
             p = tl.exp2(x)
             slope = _through_cap(p, u, CAP)  # before dp is there: of S, only this and P in low precision live on
             dvalue = tl.dot(p.to(do.dtype), do, dvalue, input_precision="ieee")
-            row_delta = tl.load(delta + at, mask=rows < T, other=0.0)
+            row_delta = _vector(delta + q_row, rows, T, not FULL)
             ds = slope * (dp - row_delta[None, :])
             dkey = tl.dot(ds.to(query.dtype), query, dkey, input_precision="ieee")
     _store(dk + kv_head, block * N, Hkv * P, T, P, dkey * gain_out)
@@ -306,24 +333,24 @@ def _dq_kernel(
     q_head = (first_token * Hq + head) * P
     kv_head = (first_token * Hkv + head // (Hq // Hkv)) * P
     rows = block * M + tl.arange(0, M)
-    at = (batch.to(tl.int64) * Hq + head) * T + rows
-    row_ids = tl.load(ids + first_token + rows, mask=rows < T, other=0)
-    row_shift = tl.load(shift + at, mask=rows < T, other=0.0)
-    row_delta = tl.load(delta + at, mask=rows < T, other=0.0)
+    q_row = (batch.to(tl.int64) * Hq + head) * T
+    row_ids = _vector(ids + first_token, rows, T, True)
+    row_shift = _vector(shift + q_row, rows, T, True)
+    row_delta = _vector(delta + q_row, rows, T, True)
     query = _load(q + q_head, block * M, Hq * P, T, P, (M, BLOCK_P), True)
     do = _load(dout + q_head, block * M, Hq * P, T, P, (M, BLOCK_P), True)
     dquery = tl.zeros((M, BLOCK_P), tl.float32)
     walk = spans + (batch * tl.num_programs(1) + block) * 4
-    for part in tl.static_range(3):
-        for step in range(tl.load(walk + part), tl.load(walk + part + 1)):
-            start = step * N
-            key = _load(k + kv_head, start, Hkv * P, T, P, (N, BLOCK_P), part != 1)
-            value = _load(v + kv_head, start, Hkv * P, T, P, (N, BLOCK_P), part != 1)
+    for FULL in tl.static_range(2):
+        for step in range(0, _walk_length(walk, FULL)):
+            start = _walk_block(walk, step, FULL) * N
+            key = _load(k + kv_head, start, Hkv * P, T, P, (N, BLOCK_P), not FULL)
+            value = _load(v + kv_head, start, Hkv * P, T, P, (N, BLOCK_P), not FULL)
             u = _capped(tl.dot(query, tl.trans(key), input_precision="ieee") * gain, CAP)
             x = u * a + row_shift[:, None]
-            if part != 1:
+            if not FULL:
                 columns = start + tl.arange(0, N)
-                column_ids = tl.load(ids + first_token + columns, mask=columns < T, other=0)
+                column_ids = _vector(ids + first_token, columns, T, True)
                 seen = _visible(
                     rows[:, None],
                     columns[None, :],

@@ -56,55 +56,52 @@ def _columns(weight, d, in_d, W: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def _id(doc_ids, first, left, i):
-    """Document id of token i of a walk from `first`; any id will do where the row has no token, as inputs and
-    gradients are zero there."""
-    return tl.load(doc_ids + i, mask=(first + i >= 0) & (i < left), other=0)
-
-
-@triton.jit
-def _has_boundary(doc_ids, first, left, W: tl.constexpr, SPAN: tl.constexpr):
-    """Whether the tokens that a walk from `first` reads, and W - 1 either side, are of more than one document."""
-    REACH: tl.constexpr = triton.next_power_of_2(SPAN + 2 * W)
-    i = tl.arange(0, REACH) - (W - 1)
-    read = (first + i >= 0) & (i < left) & (i < SPAN + W - 1)
-    here = tl.load(doc_ids)
-    return tl.max((tl.load(doc_ids + i, mask=read, other=0) != here).to(tl.int32) * read.to(tl.int32), 0) != 0
-
-
-@triton.jit
-def _history(x, doc_ids, first, left, d, in_d, token_stride, W: tl.constexpr, BOUNDARY: tl.constexpr, ACC: tl.constexpr):
-    """Inputs (zero before the row begins) and document ids of the W tokens behind a walk, the newest in front."""
-    taps, docs = (), ()
-    for j in tl.static_range(1, W + 1):
-        tap = tl.load(x - j * token_stride + d, mask=in_d & (first >= j), other=0)
-        taps = _append(taps, tap.to(ACC))
-        if BOUNDARY:
-            docs = _append(docs, _id(doc_ids, first, left, -j))
-    return taps, docs
-
-
-@triton.jit
 def _row(x, i, left, d, in_d, token_stride):
+    """Token i of a walk, zero where the row has ended."""
     return tl.load(x + i * token_stride + d, mask=in_d & (i < left), other=0)
 
 
 @triton.jit
-def _same(values, docs, j, origin, BOUNDARY: tl.constexpr):
-    """values[j], zero where token j is of another document than token `origin`.
+def _id(doc_ids, i, left):
+    """Document of token i of a walk. Where the row has ended any id will do: inputs and gradients are 0 there."""
+    return tl.load(doc_ids + i, mask=i < left, other=0)
+
+
+@triton.jit
+def _history(x, doc_ids, first, d, in_d, token_stride, W: tl.constexpr, ACC: tl.constexpr):
+    """Inputs (zero before the row begins) and documents of the W tokens behind a walk, the newest in front."""
+    taps, docs = (), ()
+    for j in tl.static_range(1, W + 1):
+        taps = _append(taps, tl.load(x - j * token_stride + d, mask=in_d & (first >= j), other=0).to(ACC))
+        docs = _append(docs, tl.load(doc_ids - j, mask=first >= j, other=0))
+    return taps, docs
+
+
+@triton.jit
+def _one_document(doc_ids, first, left, W: tl.constexpr, SPAN: tl.constexpr):
+    """Whether SPAN tokens and the W - 1 behind them, those that the row has, are of one document."""
+    i = tl.arange(0, triton.next_power_of_2(SPAN + W)) - (W - 1)
+    read = (first + i >= 0) & (i < left) & (i < SPAN)
+    other = tl.load(doc_ids + i, mask=read, other=0) != tl.load(doc_ids)
+    return tl.max((read & other).to(tl.int32), 0) == 0
+
+
+@triton.jit
+def _same_document(values, docs, j, origin):
+    """values[j], but zero where token j is of another document than token `origin`.
 
     Selected and not multiplied: another document may hold inf or nan.
     """
-    return tl.where(docs[j] == docs[origin], values[j], 0.0) if BOUNDARY else values[j]
+    return tl.where(docs[j] == docs[origin], values[j], 0.0)
 
 
 @triton.jit
 def _forward_walk(
-    x, columns, bias_row, doc_ids, y, first, left, d, in_d, D, token_stride,
-    BOUNDARY: tl.constexpr, SILU: tl.constexpr, W: tl.constexpr, ACC: tl.constexpr,
+    x, doc_ids, y, columns, bias_row, first, left, d, in_d, D, token_stride,
+    ONE_DOCUMENT: tl.constexpr, SILU: tl.constexpr, W: tl.constexpr, ACC: tl.constexpr,
     SPAN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    taps, docs = _history(x, doc_ids, first, left, d, in_d, token_stride, W, BOUNDARY, ACC)
+    taps, docs = _history(x, doc_ids, first, d, in_d, token_stride, W, ACC)
     rows = ()
     for i in tl.static_range(AHEAD):
         rows = _append(rows, _row(x, i, left, d, in_d, token_stride))
@@ -112,11 +109,11 @@ def _forward_walk(
     for i in tl.range(0, tl.minimum(left, SPAN), loop_unroll_factor=UNROLL):
         taps = _push(taps, rows[0].to(ACC))
         rows = _append(rows[1:], _row(x, i + AHEAD, left, d, in_d, token_stride))
-        if BOUNDARY:
-            docs = _push(docs, _id(doc_ids, first, left, i))
+        if not ONE_DOCUMENT:
+            docs = _push(docs, _id(doc_ids, i, left))
         pre = bias_row
         for j in tl.static_range(W):
-            pre += columns[j] * _same(taps, docs, j, 0, BOUNDARY)
+            pre += columns[j] * (taps[j] if ONE_DOCUMENT else _same_document(taps, docs, j, 0))
         out = pre / _one_plus_exp_of_minus(pre) if SILU else pre
         tl.store(y + i * D + d, out.to(y.dtype.element_ty), mask=in_d)
 
@@ -136,64 +133,16 @@ def _forward_kernel(
     left = (T - first).to(tl.int32)
     columns = _columns(weight, d, in_d, W, ACC)
     bias_row = tl.load(bias + d, mask=in_d, other=0).to(ACC)
-    if _has_boundary(doc_ids, first, left, W, SPAN):
+    if _one_document(doc_ids, first, left, W, SPAN):
         _forward_walk(
-            x, columns, bias_row, doc_ids, y, first, left, d, in_d, D, token_stride,
+            x, doc_ids, y, columns, bias_row, first, left, d, in_d, D, token_stride,
             True, SILU, W, ACC, SPAN, AHEAD,
         )  # fmt: skip
     else:
         _forward_walk(
-            x, columns, bias_row, doc_ids, y, first, left, d, in_d, D, token_stride,
+            x, doc_ids, y, columns, bias_row, first, left, d, in_d, D, token_stride,
             False, SILU, W, ACC, SPAN, AHEAD,
         )  # fmt: skip
-
-
-@triton.jit
-def _backward_walk(
-    x, columns, bias_row, doc_ids, dy, dx, partial, first, left, d, in_d, D, token_stride,
-    BOUNDARY: tl.constexpr, SILU: tl.constexpr, W: tl.constexpr, ACC: tl.constexpr,
-    SPAN: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    taps, docs = _history(x, doc_ids, first, left, d, in_d, token_stride, W, BOUNDARY, ACC)
-    dbias = tl.zeros((BD,), ACC)
-    dpres, dcolumns, rows, drows = (), (), (), ()
-    for _ in tl.static_range(W):
-        dpres, dcolumns = _append(dpres, dbias), _append(dcolumns, dbias)
-    for i in tl.static_range(AHEAD):
-        rows = _append(rows, _row(x, i, left, d, in_d, token_stride))
-        drows = _append(drows, _row(dy, i, left, d, in_d, D))
-
-    span = tl.minimum(left, SPAN)
-    for i in tl.range(0, span + W - 1, loop_unroll_factor=UNROLL):
-        taps, dpre = _push(taps, rows[0].to(ACC)), drows[0].to(ACC)
-        rows = _append(rows[1:], _row(x, i + AHEAD, left, d, in_d, token_stride))
-        drows = _append(drows[1:], _row(dy, i + AHEAD, left, d, in_d, D))
-        if BOUNDARY:
-            docs = _push(docs, _id(doc_ids, first, left, i))
-        if SILU:
-            pre = bias_row
-            for j in tl.static_range(W):
-                pre += columns[j] * _same(taps, docs, j, 0, BOUNDARY)
-            gate = 1 / _one_plus_exp_of_minus(pre)
-            dpre = dpre * gate * (1 + pre * (1 - gate))
-        dpres = _push(dpres, tl.where(i < left, dpre, 0.0))
-
-        own = tl.where(i < span, dpre, 0.0)  # what lies beyond the span is summed by another program
-        summed = ()
-        for j in tl.static_range(W):
-            summed = _append(summed, dcolumns[j] + own * _same(taps, docs, j, 0, BOUNDARY))
-        dcolumns, dbias = summed, dbias + own
-
-        # The oldest of the W tokens now has all that it sent forward: entry W-1-j is the token j ahead of it.
-        done = i - (W - 1)
-        dx_row = tl.zeros((BD,), ACC)
-        for j in tl.static_range(W):
-            dx_row += columns[j] * _same(dpres, docs, W - 1 - j, W - 1, BOUNDARY)
-        tl.store(dx + done * D + d, dx_row.to(dx.dtype.element_ty), mask=in_d & (done >= 0))
-
-    for j in tl.static_range(W):
-        tl.store(partial + (W - 1 - j) * D + d, dcolumns[j], mask=in_d)
-    tl.store(partial + W * D + d, dbias, mask=in_d)
 
 
 @triton.jit
@@ -212,18 +161,49 @@ def _backward_kernel(
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     in_d = d < D
     left = (T - first).to(tl.int32)
+    span = tl.minimum(left, SPAN)
+
     columns = _columns(weight, d, in_d, W, ACC)
     bias_row = tl.load(bias + d, mask=in_d, other=0).to(ACC)
-    if _has_boundary(doc_ids, first, left, W, SPAN):
-        _backward_walk(
-            x, columns, bias_row, doc_ids, dy, dx, partial, first, left, d, in_d, D, token_stride,
-            True, SILU, W, ACC, SPAN, AHEAD, BD,
-        )  # fmt: skip
-    else:
-        _backward_walk(
-            x, columns, bias_row, doc_ids, dy, dx, partial, first, left, d, in_d, D, token_stride,
-            False, SILU, W, ACC, SPAN, AHEAD, BD,
-        )  # fmt: skip
+    taps, docs = _history(x, doc_ids, first, d, in_d, token_stride, W, ACC)
+    dbias = tl.zeros((BD,), ACC)
+    dpres, dcolumns, rows, drows = (), (), (), ()
+    for _ in tl.static_range(W):
+        dpres, dcolumns = _append(dpres, dbias), _append(dcolumns, dbias)
+    for i in tl.static_range(AHEAD):
+        rows = _append(rows, _row(x, i, left, d, in_d, token_stride))
+        drows = _append(drows, _row(dy, i, left, d, in_d, D))
+
+    for i in tl.range(0, span + W - 1, loop_unroll_factor=UNROLL):
+        taps, dpre = _push(taps, rows[0].to(ACC)), drows[0].to(ACC)
+        rows = _append(rows[1:], _row(x, i + AHEAD, left, d, in_d, token_stride))
+        drows = _append(drows[1:], _row(dy, i + AHEAD, left, d, in_d, D))
+        docs = _push(docs, _id(doc_ids, i, left))
+        pre, kept = bias_row, ()
+        for j in tl.static_range(W):
+            kept = _append(kept, _same_document(taps, docs, j, 0))
+            pre += columns[j] * kept[j]
+        if SILU:
+            gate = 1 / _one_plus_exp_of_minus(pre)
+            dpre = dpre * gate * (1 + pre * (1 - gate))
+        dpres = _push(dpres, tl.where(i < left, dpre, 0.0))
+
+        own = tl.where(i < span, dpre, 0.0)  # what lies beyond the span is summed by another program
+        summed = ()
+        for j in tl.static_range(W):
+            summed = _append(summed, dcolumns[j] + own * kept[j])
+        dcolumns, dbias = summed, dbias + own
+
+        # The oldest of the W tokens now has all that it sent forward: entry W-1-j is the token j ahead of it.
+        done = i - (W - 1)
+        dx_row = tl.zeros((BD,), ACC)
+        for j in tl.static_range(W):
+            dx_row += columns[j] * _same_document(dpres, docs, W - 1 - j, W - 1)
+        tl.store(dx + done * D + d, dx_row.to(dx.dtype.element_ty), mask=in_d & (done >= 0))
+
+    for j in tl.static_range(W):
+        tl.store(partial + (W - 1 - j) * D + d, dcolumns[j], mask=in_d)
+    tl.store(partial + W * D + d, dbias, mask=in_d)
 
 
 def _by_rows(x: Tensor) -> Tensor:

@@ -26,13 +26,21 @@ from kernels.mamba3_siso.kernel_forward import (
     load_decay,
     load_rows,
     offset,
+    pairs_of,
     restart,
     rotate,
     tanh,
-    wedge,
 )
 
 PI = tl.constexpr(3.141592653589793)
+
+
+@triton.jit
+def wedge(x, dx):
+    """Gradient of the angles (L,M/2) that turn the pairs of x, from x and its gradient, both (L,M)."""
+    even, odd = pairs_of(x)
+    deven, dodd = pairs_of(dx)
+    return even * dodd - odd * deven
 
 
 @triton.jit
@@ -112,7 +120,7 @@ def chunk_gradient_kernel(
     n, pair, p, i = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N // 2), tl.arange(0, BLOCK_P), tl.arange(0, L)
     group, t0 = split * HEADS // HEADS_A_GROUP, c * CHUNK
     live = (i < CHUNK) & (t0 + i < T)
-    final = (t0 + i == T - 1)[:, None]
+    final = (live & (t0 + i == T - 1))[:, None]
     diagonal = i[:, None] == i[None, :]
     at, exists = p[:, None] * N + n[None, :], (p < P)[:, None] & (n < N)[None, :]
     dq_sum = tl.zeros((L, BLOCK_N), tl.float32)
@@ -161,8 +169,8 @@ def chunk_gradient_kernel(
         product = dmixed * scores
         tl.store(dgamma + chunk * L + i, tl.sum(tl.where(diagonal, product, 0.0), 0))
         product *= inside
-        begun_here = tl.sum(product, 0)
-        log_decay = tl.sum(product * scale[None, :], 1)
+        weighted = tl.sum(product, 0)
+        ended = tl.sum(product * scale[None, :], 1)
         dscores = (dmixed * weight).to(v.dtype.element_ty)
 
         # and across its borders
@@ -170,21 +178,96 @@ def chunk_gradient_kernel(
         dvalues = tl.dot(tl.trans(mixed), dout, acc=dvalues, input_precision=PRECISION) + skip * dungated
         last_dv = tl.load(dv_final + row * P + p, mask=p < P, other=0.0).to(tl.float32)
         tl.store(dv + to, dvalues + tl.where(final, last_dv[None, :], 0.0), mask=stored)
-
         dqueries = tl.dot(dout, state, input_precision=PRECISION) * since[:, None]
-        log_decay += tl.sum(dqueries * queries.to(tl.float32), 1)
+        ended += tl.sum(dqueries * queries.to(tl.float32), 1)
         dqueries = tl.dot(dscores, keys, acc=dqueries, input_precision=PRECISION)
         dkeys = tl.dot(values, dstate, input_precision=PRECISION) * until[:, None]
         left = tl.sum(dkeys * keys.to(tl.float32), 1)
         dkeys = tl.dot(tl.trans(dscores), queries, acc=dkeys * scale[:, None], input_precision=PRECISION)
         last_dk = tl.load(dk_final + row * N + n, mask=n < N, other=0.0).to(tl.float32)
         dkeys += tl.where(final, last_dk[None, :], 0.0)
-        tl.store(dscale + chunk * L + i, begun_here + left)
+        tl.store(dscale + chunk * L + i, weighted + left)
 
-        # a_t is in every pair of places s < t <= i, in what entered before t and what left after it
+        # The log decay of a token is in each pair that ends at it or later, less those that begin there, ...
+        behind = ended - weighted * scale
         same = segment[:, None] == segment[None, :]
-        ended = tl.sum(tl.where(same & (i[:, None] >= i[None, :]), log_decay[:, None], 0.0), 0)
-        begun = tl.sum(tl.where(same & (i[:, None] >= i[None, :]), (begun_here * scale)[None, :] * 0, 0.0), 0)
+        later = tl.where(i[:, None] >= i[None, :], behind[:, None], (left * scale)[:, None])
+        decay = tl.sum(tl.where(same, later, 0.0), 0)
         through = tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
-        through *= decay_from_entry(high_end, low_end, segment_end)
-        tl.store(dadt + (b.to(tl.int64) * T + t0 + i) * H + head, ended + begun + through, mask=live)
+        decay += through * decay_from_entry(high_end, low_end, segment_end)
+        start = segment != tl.load(segments + (b * C + c) * L + i - 1, mask=i > 0, other=0)
+        to = (b.to(tl.int64) * T + t0 + i) * H + head
+        tl.store(dadt + to, tl.where(start, 0.0, decay), mask=live)
+
+        turn = wedge(queries.to(tl.float32), dqueries) + wedge(keys.to(tl.float32), dkeys)
+        last_turn = tl.load(dtheta_final + row * R + pair, mask=pair < R, other=0.0).to(tl.float32)
+        turn += tl.where(final, last_turn[None, :], 0.0)
+        to = dturns + (row * T + t0 + i[:, None]) * R + pair[None, :]
+        tl.store(to, turn, mask=live[:, None] & (pair < R)[None, :])
+        state = tl.load(entering + (chunk + 1) * P * N + at, mask=exists & (c < C - 1), other=0.0)
+        crossing = tl.sum(wedge(state.to(tl.float32), dstate.to(tl.float32)), 0)
+        to = carry + chunk * R + pair
+        tl.store(to, tl.load(to, mask=pair < R) - crossing, mask=pair < R)
+
+        dqueries = rotate(dqueries, cos, -sin)
+        dkeys = rotate(dkeys, cos, -sin)
+        to = ((b * C + c) * H + head) * N + n
+        tl.store(dq_bias + to, tl.sum(dqueries, 0), mask=n < N)
+        tl.store(dk_bias + to, tl.sum(dkeys, 0), mask=n < N)
+        dq_sum += dqueries
+        dk_sum += dkeys
+    to = ((b.to(tl.int64) * T + t0 + i[:, None]) * tl.num_programs(0) + split) * N + n[None, :]
+    tl.store(dq + to, dq_sum, mask=live[:, None] & (n < N)[None, :])
+    tl.store(dk + to, dk_sum, mask=live[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def token_gradient_kernel(
+    angles, angle_strides, dt, trap, doc_ids, segments, v_given, lifted, dturns, carry, dgamma, dscale,
+    dangles, ddt, dtrap, dtheta, dv_given, T, H, C, CHUNK, PARTS,
+    P: tl.constexpr, R: tl.constexpr, L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """One program per (head, chunk, row), its places in reverse: a sum over the tokens from t on is then a scan.
+
+    An angle turns every later token of its document; scale_t = gamma_t + beta_{t+1}.
+    """
+    head, c, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = b.to(tl.int64) * H + head
+    chunk, t0 = row * C + c, c * CHUNK
+    i, r, p = tl.arange(0, L), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    place = CHUNK - 1 - i
+    t = t0 + place
+    live = (place >= 0) & (t < T)
+    start, closed = begins(doc_ids, b, t, T), begins(doc_ids, b, t + 1, T)
+    segment = tl.load(segments + (b * C + c) * L + place, mask=live, other=-1)
+    segment_end = tl.load(segments + (b * C + c) * L + L - 1)
+
+    turn = load_rows(dturns + (row * T + t0 + CHUNK - 1) * R, -R, live, r, R)
+    _, turn = tl.associative_scan(((closed[:, None] & (r >= 0)[None, :]).to(tl.int32), turn), 0, restart)
+    after = tl.load(carry + chunk * R + r, mask=r < R, other=0.0)
+    turn += tl.where((segment == segment_end)[:, None], after[None, :], 0.0)
+    if c == 0:
+        tl.store(dtheta + row * R + r, tl.sum(tl.where((t == 0)[:, None], turn, 0.0), 0), mask=r < R)
+    turn *= PI
+    first = angles + offset(angle_strides, b, t0, head) + (CHUNK - 1) * angle_strides[1]
+    x = tanh(load_rows(first, -angle_strides[1], live, r, R).to(tl.float32))
+    at = (b.to(tl.int64) * T + t) * H + head
+    rate = tl.load(dt + at, mask=live, other=0.0).to(tl.float32)
+    to = at[:, None] * R + r[None, :]
+    tl.store(dangles + to, turn * rate[:, None] * (1 - x * x), mask=live[:, None] & (r < R)[None, :])
+
+    logit = tl.load(trap + at, mask=live, other=0.0).to(tl.float32)
+    lam, opposite = 1 / (1 + tl.exp(-logit)), 1 / (1 + tl.exp(logit))
+    own = tl.load(dscale + chunk * L + place, mask=live, other=0.0)
+    own += tl.load(dgamma + chunk * L + place, mask=live, other=0.0)
+    before = tl.where(place > 0, chunk * L + place, chunk * L - L + CHUNK) - 1
+    dbeta = tl.load(dscale + before, mask=live & (t > 0) & (start == 0), other=0.0)
+    if c == 0:
+        total = tl.zeros((BLOCK_P,), tl.float32)
+        for part in range(0, PARTS):
+            total += tl.load(lifted + (row * PARTS + part) * P + p, mask=p < P, other=0.0)
+        tl.store(dv_given + row * P + p, first_beta(dt, trap, b, T, H, head) * total, mask=p < P)
+        value = tl.load(v_given + row * P + p, mask=p < P, other=0.0).to(tl.float32)
+        dbeta += tl.where(t == 0, tl.sum(total * value), 0.0)
+    tl.store(ddt + at, own * lam + dbeta * opposite + tl.sum(turn * x, 1), mask=live)
+    tl.store(dtrap + at, (own - dbeta) * rate * lam * opposite, mask=live)

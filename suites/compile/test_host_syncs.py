@@ -22,10 +22,11 @@ def test_forward_reads_nothing_on_the_host(lane: Lane, policy: str, row, canarie
         with host_syncs() as tally:
             loss = hybrid.compiled(ids)
         loss.backward()
+        # Inductor turns a captured read into C++ that the profiler does not see, so the graphs are asked too.
         sites = [site for graph in hybrid.report().graphs for site in graph.host_reads]
     row(
         f"compile/nam12-{policy}/host_syncs",
-        tally["syncs"],
+        tally["syncs"] + len(sites),
         unit="count",
         witness=tally["ops"],
         rule="C2",

@@ -1,0 +1,149 @@
+"""rms_norm_gated in Triton, forward and backward.
+
+A program works on one group of S channels, tile after tile of a few rows: as many as fill its threads, which is
+one for the wide groups of a model. A tile is read once, held in registers, reduced and written: the bytes moved
+are the floor, but for the weight, which each program reads once and keeps.
+
+Backward: with n = r u and r = 1/sqrt(mean u^2 + eps), du = r (dn - n mean(n dn)) needs two sums over the row,
+mean(u^2) and mean(u dn), from one reading of x, gate and dy. The weight's gradient is summed in registers over
+the program's tiles and written once a program, (PROGRAMS, D) in fp32; torch adds these up in a fixed order. No
+atomics: both directions give the same bits every time.
+
+Bytes at 16384 rows of D 3584 in bf16: forward 3 tensors, 352 MB, 0.083 ms at 4.22 TB/s; backward 5 tensors,
+587 MB, 0.139 ms. D 7168: twice that.
+
+D channels, S group size (G = D / S groups).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096  # elements of a tile, if a row does not have more
+PROGRAMS = {"forward": 132 * 16, "backward": 132 * 4}  # programs a group: multiples of the H200's 132 SMs
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _sigmoid(x):
+    """exp2 spares the scaling that tl.exp spends on subnormal results: the 1 hides them anyway."""
+    return 1 / (1 + tl.exp2(x * -LOG2_E))
+
+
+@triton.jit
+def _read(pointer, row, s, inside, stride, ACC: tl.constexpr):
+    return tl.load(pointer + row[:, None].to(tl.int64) * stride + s[None, :], mask=inside, other=0).to(ACC)
+
+
+@triton.jit
+def _forward_kernel(
+    x, gate, weight, y, N, D, x_stride, gate_stride,
+    EPS: tl.constexpr, S: tl.constexpr, NORM_FIRST: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    s = tl.arange(0, BLOCK)
+    start = tl.program_id(1) * S
+    x, gate, y = x + start, gate + start, y + start
+    scale = tl.load(weight + start + s, mask=s < S, other=0).to(ACC)[None, :]
+    for first in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < N)[:, None] & (s < S)[None, :]
+        u = _read(x, row, s, inside, x_stride, ACC)
+        z = _read(gate, row, s, inside, gate_stride, ACC)
+        opened = z * _sigmoid(z)
+        if not NORM_FIRST:
+            u *= opened
+        out = u * tl.rsqrt(tl.sum(u * u, 1) / S + EPS)[:, None] * scale
+        if NORM_FIRST:
+            out *= opened
+        at = y + row[:, None].to(tl.int64) * D + s[None, :]
+        tl.store(at, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    x, gate, weight, dy, dx, dgate, partial, N, D, x_stride, gate_stride,
+    EPS: tl.constexpr, S: tl.constexpr, NORM_FIRST: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    s = tl.arange(0, BLOCK)
+    start = tl.program_id(1) * S
+    x, gate, dy, dx, dgate = x + start, gate + start, dy + start, dx + start, dgate + start
+    scale = tl.load(weight + start + s, mask=s < S, other=0).to(ACC)[None, :]
+    dscale = tl.zeros((ROWS, BLOCK), ACC)
+    for first in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < N)[:, None] & (s < S)[None, :]
+        wide = _read(x, row, s, inside, x_stride, ACC)
+        z = _read(gate, row, s, inside, gate_stride, ACC)
+        dout = _read(dy, row, s, inside, D, ACC)
+
+        open_share = _sigmoid(z)
+        opened, slope = z * open_share, open_share * (1 + z * (1 - open_share))  # silu and its derivative
+        u = wide if NORM_FIRST else wide * opened
+        dscaled = dout * opened if NORM_FIRST else dout  # gradient of n * weight
+        dn = dscaled * scale
+        r = tl.rsqrt(tl.sum(u * u, 1) / S + EPS)[:, None]
+        n = u * r
+        du = r * (dn - n * (r * (tl.sum(u * dn, 1) / S)[:, None]))
+        dscale += dscaled * n
+        row_dx = du if NORM_FIRST else du * opened
+        dopened = dout * n * scale if NORM_FIRST else du * wide
+
+        at = row[:, None].to(tl.int64) * D + s[None, :]
+        tl.store(dx + at, row_dx.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dgate + at, (dopened * slope).to(dgate.dtype.element_ty), mask=inside)
+    tl.store(partial + tl.program_id(0) * D + start + s, tl.sum(dscale, 0), mask=s < S)
+
+
+def _by_rows(t: Tensor) -> Tensor:
+    """(..., D) -> (N,D) with adjacent channels. A slice of a wider row, as a split of a projection gives, is
+    read in place."""
+    t = t.reshape(-1, t.shape[-1])
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _shape(x: Tensor, S: int) -> dict[str, object]:
+    """Sizes of a tile and its number of warps: 16 elements a thread, so that the backward fits in registers."""
+    block = triton.next_power_of_2(S)
+    rows = max(1, TILE // block)
+    warps = min(16, max(1, rows * block // 512))
+    acc = tl.float64 if x.dtype == torch.float64 else tl.float32
+    return {"ACC": acc, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+
+
+def rms_norm_gated_fwd_kernel(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, norm_before_gate: bool
+) -> Tensor:
+    """Arguments and result of bumpgate::rms_norm_gated_fwd: x and gate (..., D), weight (D,) -> y (..., D).
+
+    x and gate may have any strides; copied only where channels are not adjacent or rows not evenly spaced.
+    """
+    y = x.new_empty(x.shape)
+    D, tile = x.shape[-1], _shape(x, group_size)
+    x, gate = _by_rows(x), _by_rows(gate)
+    N = x.shape[0]
+    programs = min(triton.cdiv(N, tile["ROWS"]), PROGRAMS["forward"])
+    _forward_kernel[programs, D // group_size](
+        x, gate, weight.contiguous(), y, N, D, x.stride(0), gate.stride(0),
+        EPS=eps, S=group_size, NORM_FIRST=norm_before_gate, **tile,
+    )  # fmt: skip
+    return y
+
+
+def rms_norm_gated_bwd_kernel(
+    x: Tensor, gate: Tensor, weight: Tensor, dy: Tensor, eps: float, group_size: int, norm_before_gate: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments and results of bumpgate::rms_norm_gated_bwd: gradients of x, gate, weight from dy (..., D)."""
+    dx, dgate = x.new_empty(x.shape), gate.new_empty(gate.shape)
+    D, tile = x.shape[-1], _shape(x, group_size)
+    x, gate = _by_rows(x), _by_rows(gate)
+    N = x.shape[0]
+    programs = min(triton.cdiv(N, tile["ROWS"]), PROGRAMS["backward"])
+    partial = x.new_empty((programs, D), dtype=torch.promote_types(x.dtype, torch.float32))
+    _backward_kernel[programs, D // group_size](
+        x, gate, weight.contiguous(), dy.contiguous(), dx, dgate, partial, N, D, x.stride(0), gate.stride(0),
+        EPS=eps, S=group_size, NORM_FIRST=norm_before_gate, **tile,
+    )  # fmt: skip
+    return dx, dgate, weight.new_empty(weight.shape).copy_(partial.sum(0))
