@@ -11,13 +11,7 @@ from kernels.attention.reference import (
     attention_forward_with_lse,
     attention_reference,
 )
-
-IMPLS = ("op", "reference")
-
-
-def _fresh(t: Tensor) -> Tensor:
-    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
-    return t.clone(memory_format=torch.contiguous_format)
+from kernels.op_support import check_doc_ids, check_impl, check_shapes, fresh, full_precision
 
 
 @torch.library.custom_op("bumpgate::attention_fwd", mutates_args=())
@@ -25,8 +19,9 @@ def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale: float, softcap: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """-> out (B,T,Hq,P), lse (B,Hq,T) in fp32 (fp64 for fp64)."""
-    out, lse = attention_forward_with_lse(q, k, v, doc_ids, scale, softcap, window, causal)
-    return _fresh(out), _fresh(lse)
+    with full_precision(q):
+        out, lse = attention_forward_with_lse(q, k, v, doc_ids, scale, softcap, window, causal)
+    return fresh(out), fresh(lse)
 
 
 @attention_fwd.register_fake
@@ -41,8 +36,9 @@ def attention_bwd(
     scale: float, softcap: float, window: int, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v."""
-    grads = attention_backward_reference(q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal)
-    return tuple(_fresh(g) for g in grads)
+    with full_precision(q):
+        grads = attention_backward_reference(q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal)
+    return tuple(fresh(g) for g in grads)
 
 
 @attention_bwd.register_fake
@@ -65,14 +61,8 @@ def _backward(ctx, dout, _dlse):
 attention_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:
-    """Axis by axis: to compare tuples would leave a dead node in the graph for a symbolic batch."""
-    return t.dim() == len(shape) and all(a == b for a, b in zip(t.shape, shape))
-
-
 def _check(q, k, v, doc_ids, softcap, window, impl):
-    if impl not in IMPLS:
-        raise ValueError(f"attention: impl is {impl!r}, choices are {IMPLS}")
+    check_impl("attention", impl)
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(
             f"attention: q must be (B,T,Hq,P) and k (B,T,Hkv,P), not {q.dim()}-d and {k.dim()}-d"
@@ -81,17 +71,13 @@ def _check(q, k, v, doc_ids, softcap, window, impl):
     Hkv = k.shape[2]
     if Hkv < 1 or Hq % Hkv:
         raise ValueError(f"attention: {Hq} query heads are no multiple of {Hkv} key/value heads")
-    for name, tensor, shape in (
-        ("k", k, (B, T, Hkv, P)),
-        ("v", v, (B, T, Hkv, P)),
-        ("doc_ids", doc_ids, (B, T)),
-    ):
-        if not _has_shape(tensor, shape):
-            raise ValueError(f"attention: {name} has shape {tuple(tensor.shape)}, wanted {shape}")
+    check_shapes(
+        "attention",
+        {"k": (k, (B, T, Hkv, P)), "v": (v, (B, T, Hkv, P)), "doc_ids": (doc_ids, (B, T))},
+    )
     if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"attention: q, k, v want one float dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
-    if doc_ids.dtype != torch.int32:
-        raise ValueError(f"attention: doc_ids must be int32, not {doc_ids.dtype}")
+    check_doc_ids("attention", doc_ids)
     if softcap < 0 or window < 0:
         raise ValueError(
             f"attention: softcap ({softcap}) and window ({window}) must be at least 0, 0 is none"

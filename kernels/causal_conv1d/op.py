@@ -11,19 +11,14 @@ from kernels.causal_conv1d.reference import (
     causal_conv1d_backward_reference,
     causal_conv1d_reference,
 )
-
-IMPLS = ("op", "reference")
-
-
-def _fresh(t: Tensor) -> Tensor:
-    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
-    return t.clone(memory_format=torch.contiguous_format)
+from kernels.op_support import check_doc_ids, check_floating, check_impl, check_shapes, fresh, full_precision
 
 
 @torch.library.custom_op("bumpgate::causal_conv1d_fwd", mutates_args=())
 def causal_conv1d_fwd(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, activation: str) -> Tensor:
     """-> y (B,T,D)."""
-    return _fresh(causal_conv1d_reference(x, weight, bias, doc_ids, activation))
+    with full_precision(x):
+        return fresh(causal_conv1d_reference(x, weight, bias, doc_ids, activation))
 
 
 @causal_conv1d_fwd.register_fake
@@ -36,8 +31,9 @@ def causal_conv1d_bwd(
     x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, dy: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias."""
-    grads = causal_conv1d_backward_reference(x, weight, bias, doc_ids, dy, activation)
-    return tuple(_fresh(g) for g in grads)
+    with full_precision(x):
+        grads = causal_conv1d_backward_reference(x, weight, bias, doc_ids, dy, activation)
+    return tuple(fresh(g) for g in grads)
 
 
 @causal_conv1d_bwd.register_fake
@@ -58,14 +54,8 @@ def _backward(ctx, dy):
 causal_conv1d_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:
-    """Axis by axis: to compare tuples would leave a dead node in the graph for a symbolic batch."""
-    return t.dim() == len(shape) and all(a == b for a, b in zip(t.shape, shape))
-
-
 def _check(x, weight, bias, doc_ids, activation, impl):
-    if impl not in IMPLS:
-        raise ValueError(f"causal_conv1d: impl is {impl!r}, choices are {IMPLS}")
+    check_impl("causal_conv1d", impl)
     if activation not in ACTIVATIONS:
         raise ValueError(f"causal_conv1d: activation is {activation!r}, choices are {ACTIVATIONS}")
     if x.dim() != 3 or weight.dim() != 2:
@@ -76,15 +66,12 @@ def _check(x, weight, bias, doc_ids, activation, impl):
     W = weight.shape[1]
     if W < 1:
         raise ValueError("causal_conv1d: weight needs at least one tap")
-    shapes = {"weight": (weight, (D, W)), "bias": (bias, (D,)), "doc_ids": (doc_ids, (B, T))}
-    for name, (tensor, shape) in shapes.items():
-        if not _has_shape(tensor, shape):
-            raise ValueError(f"causal_conv1d: {name} has shape {tuple(tensor.shape)}, wanted {shape}")
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if not tensor.is_floating_point():
-            raise ValueError(f"causal_conv1d: {name} must be floating point, not {tensor.dtype}")
-    if doc_ids.dtype != torch.int32:
-        raise ValueError(f"causal_conv1d: doc_ids must be int32, not {doc_ids.dtype}")
+    check_shapes(
+        "causal_conv1d",
+        {"weight": (weight, (D, W)), "bias": (bias, (D,)), "doc_ids": (doc_ids, (B, T))},
+    )
+    check_floating("causal_conv1d", {"x": x, "weight": weight, "bias": bias})
+    check_doc_ids("causal_conv1d", doc_ids)
 
 
 def causal_conv1d(

@@ -7,18 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.m2rnn.reference import m2rnn_backward_reference, m2rnn_forward_with_states, m2rnn_reference
-
-IMPLS = ("op", "reference")
-
-
-def _full_precision(t: Tensor) -> torch.autocast:
-    """Autocast reaches into an op's body and would run its products in bf16; they belong in fp32."""
-    return torch.autocast(t.device.type, enabled=False)
-
-
-def _fresh(t: Tensor) -> Tensor:
-    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
-    return t.clone(memory_format=torch.contiguous_format)
+from kernels.op_support import check_doc_ids, check_floating, check_impl, check_shapes, fresh, full_precision
 
 
 @torch.library.custom_op("bumpgate::m2rnn_fwd", mutates_args=())
@@ -26,9 +15,9 @@ def m2rnn_fwd(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> y, final state, and the state after every token (B,T,H,K,V) for the backward."""
-    with _full_precision(v):
+    with full_precision(v):
         y, states = m2rnn_forward_with_states(q, k, v, W, f, doc_ids, h0)
-    return _fresh(y), _fresh(states[:, -1]), _fresh(states)
+    return fresh(y), fresh(states[:, -1]), fresh(states)
 
 
 @m2rnn_fwd.register_fake
@@ -44,9 +33,9 @@ def m2rnn_bwd(
     states: Tensor, dy: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, W, f, h0."""
-    with _full_precision(v):
+    with full_precision(v):
         grads = m2rnn_backward_reference(q, k, v, W, f, doc_ids, h0, states, dy, dfinal)
-    return tuple(_fresh(g) for g in grads)
+    return tuple(fresh(g) for g in grads)
 
 
 @m2rnn_bwd.register_fake
@@ -68,8 +57,7 @@ m2rnn_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check(q, k, v, W, f, doc_ids, h0, impl):
-    if impl not in IMPLS:
-        raise ValueError(f"m2rnn: impl is {impl!r}, choices are {IMPLS}")
+    check_impl("m2rnn", impl)
     if k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"m2rnn: k must be (B,T,H,K) and v (B,T,H,V), not {k.dim()}-d and {v.dim()}-d")
     B, T, H, K = k.shape
@@ -85,15 +73,11 @@ def _check(q, k, v, W, f, doc_ids, h0, impl):
     }
     if h0 is not None:
         shapes["h0"] = (h0, (B, H, K, V))
-    for name, (tensor, shape) in shapes.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"m2rnn: {name} has shape {tuple(tensor.shape)}, wanted {shape}")
-        if name != "doc_ids" and not tensor.is_floating_point():
-            raise ValueError(f"m2rnn: {name} must be floating point, not {tensor.dtype}")
+    check_shapes("m2rnn", shapes)
+    check_floating("m2rnn", {name: tensor for name, (tensor, _) in shapes.items() if name != "doc_ids"})
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"m2rnn: q, k, v must share one dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
-    if doc_ids.dtype != torch.int32:
-        raise ValueError(f"m2rnn: doc_ids must be int32, not {doc_ids.dtype}")
+    check_doc_ids("m2rnn", doc_ids)
 
 
 def m2rnn(
@@ -117,7 +101,7 @@ def m2rnn(
     """
     _check(q, k, v, W, f, doc_ids, h0, impl)
     if impl == "reference":
-        with _full_precision(v):
+        with full_precision(v):
             return m2rnn_reference(q, k, v, W, f, doc_ids, h0)
     if h0 is None:
         acc = torch.promote_types(v.dtype, torch.float32)

@@ -41,6 +41,15 @@ def load_rows(base, stride, live, n, N):
 
 
 @triton.jit
+def load_rotation(rotations, live, pair, R):
+    """Cosine and sine of the angles (L,M/2) of consecutive tokens; pairs from R on stay as they are."""
+    at = rotations + 2 * R * tl.arange(0, live.shape[0])[:, None] + pair[None, :]
+    mask = live[:, None] & (pair < R)[None, :]
+    cos, sin = tl.load(at, mask=mask, other=1.0), tl.load(at + R, mask=mask, other=0.0)
+    return cos.to(tl.float32), sin.to(tl.float32)
+
+
+@triton.jit
 def pairs_of(x):
     """(L,M) -> its even and its odd columns (L,M/2)."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
@@ -70,6 +79,15 @@ def cos_sin(turns):
 
 
 @triton.jit
+def sigmoid(x, EXACT: tl.constexpr):
+    """A division is eight instructions, a squared reciprocal root two, and off by 2.5e-7."""
+    if EXACT:
+        return 1 / (1 + tl.exp(-x))
+    root = tl.rsqrt(1 + tl.exp2(x * -LOG2E))
+    return root * root
+
+
+@triton.jit
 def tanh(x):
     """The quotient cancels for small x: there a minimax polynomial, off by 1e-7 relatively."""
     e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
@@ -93,31 +111,39 @@ def restart(begun, total, begins_here, value):
 
 
 @triton.jit
-def load_decay(coefficients, segments, L: tl.constexpr):
-    """Of one chunk: running log2 decay, its low part, segment (L,), and each of the three at the last place."""
+def load_decay(coefficients, spans, L: tl.constexpr):
+    """Of one chunk: running log2 decay, its low part, first and last place of a place's document (L,)."""
     i = tl.arange(0, L)
-    high, low, segment = tl.load(coefficients + i), tl.load(coefficients + L + i), tl.load(segments + i)
-    last = tl.load(coefficients + L - 1), tl.load(coefficients + 2 * L - 1), tl.load(segments + L - 1)
-    return high, low, segment, last[0], last[1], last[2]
+    decay = tl.load(coefficients + i), tl.load(coefficients + L + i)
+    return decay[0], decay[1], tl.load(spans + i), tl.load(spans + L + i)
 
 
 @triton.jit
-def decay_from_entry(high, low, segment):
+def decay_of(high, low, EXACT: tl.constexpr):
+    """The low part is beyond what 16-bit operands can show."""
+    if EXACT:
+        return tl.exp2(high + low)
+    return tl.exp2(high)
+
+
+@triton.jit
+def decay_from_entry(high, low, first, EXACT: tl.constexpr):
     """Decay of the state that enters a chunk, up to and including a place; 0 once a document has begun."""
-    return tl.where(segment == 0, tl.exp2(high + low), 0.0)
+    return tl.where(first < 0, decay_of(high, low, EXACT), 0.0)
 
 
 @triton.jit
-def decay_to_exit(high, low, segment, high_end, low_end, segment_end):
+def decay_to_exit(coefficients, high, low, last, L: tl.constexpr, EXACT: tl.constexpr):
     """Decay from after a place to the end of the chunk; 0 if a document begins in between."""
-    return tl.where(segment == segment_end, tl.exp2((high_end - high) + (low_end - low)), 0.0)
+    high, low = tl.load(coefficients + L - 1) - high, tl.load(coefficients + 2 * L - 1) - low
+    return tl.where(last == L - 1, decay_of(high, low, EXACT), 0.0)
 
 
 @triton.jit
-def decay_between(high, low, segment, i, j):
-    """(L,L) decay from after place j to i > j; 0 elsewhere and across documents."""
-    seen = (i[:, None] > j[None, :]) & (segment[:, None] == segment[None, :])
-    return tl.where(seen, tl.exp2((high[:, None] - high[None, :]) + (low[:, None] - low[None, :])), 0.0)
+def decay_through(coefficients, spans, L: tl.constexpr, EXACT: tl.constexpr):
+    """Decay of a state over the whole chunk; 0 if a document begins in it."""
+    high, low = tl.load(coefficients + L - 1), tl.load(coefficients + 2 * L - 1)
+    return decay_from_entry(high, low, tl.load(spans + L - 1), EXACT)
 
 
 @triton.jit
@@ -129,14 +155,15 @@ def first_beta(dt, trap, b, T, H, head):
 
 @triton.jit
 def prepare_kernel(
-    adt, dt, trap, doc_ids, coefficients, segments, T, H, C, CHUNK, L: tl.constexpr, HEADS: tl.constexpr,
+    adt, dt, trap, doc_ids, coefficients, spans, T, C, H: tl.constexpr, CHUNK: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One program per (HEADS heads, chunk, row): the per-token scalars, transposed.
 
     coefficients (B,H,C,4,L): the log2 decay summed from the start of the chunk or of the document, as the sum
-    of two fp32; gamma = lam dt; scale = gamma + beta of the next token. segments (B,C,L): documents begun in
-    the chunk so far. A decay is a difference of running sums. Summed in fp64, restarted with each document and
-    kept in two parts, it is as exact as a sum of its own terms, and no bit of it hangs on another document.
+    of two fp32; gamma = lam dt; scale = gamma + beta of the next token. spans (B,C,2,L): the places of the
+    chunk at which the document of a place begins (-1: before the chunk) and ends. A decay is a difference of
+    running sums. Summed in fp64, restarted with each document and kept in two parts, it is as exact as a sum
+    of its own terms, and no bit of it hangs on another document.
     """
     c, b = tl.program_id(1), tl.program_id(2)
     i, h = tl.arange(0, L), tl.program_id(0) * HEADS + tl.arange(0, HEADS)
@@ -163,17 +190,21 @@ def prepare_kernel(
     tl.store(at + 2 * L, gamma.to(tl.float32), mask=exists)
     tl.store(at + 3 * L, scale.to(tl.float32), mask=exists)
     if tl.program_id(0) == 0:
-        tl.store(segments + (b * C + c) * L + i, tl.cumsum(start.to(tl.int32), 0))
+        opens = start[None, :] & (i[None, :] <= i[:, None])
+        follows = start[None, :] & (i[None, :] > i[:, None])
+        to = spans + (b * C + c) * 2 * L + i
+        tl.store(to, tl.max(tl.where(opens, i[None, :], -1), 1))
+        tl.store(to + L, tl.min(tl.where(follows, i[None, :], L), 1) - 1)
 
 
 @triton.jit
 def turn_kernel(
-    angles, angle_strides, dt, doc_ids, theta, turns, theta_final, T, H,
-    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+    angles, angle_strides, dt, doc_ids, theta, rotations, theta_final, T,
+    H: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """One program per (head, row), along T: turns (B,H,T,R), the running angle of a token, in [-1/2, 1/2].
+    """One program per (head, row), along T: rotations (B,H,T,2,R), cosine and sine of a token's running angle.
 
-    Summed as 32-bit fixed point, in which a whole turn wraps around of itself: exact, in any order.
+    The angle is summed as 32-bit fixed point, in which a whole turn wraps around of itself: exact, in any order.
     """
     head, b = tl.program_id(0), tl.program_id(1)
     i, r = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
@@ -189,8 +220,10 @@ def turn_kernel(
         start = (begins(doc_ids, b, t, T)[:, None] & (r >= 0)[None, :]).to(tl.int32)
         begun, total = tl.associative_scan((start, ticks), 0, restart)
         total += tl.where(begun != 0, 0, carry[None, :])
-        at = turns + (row * T + t[:, None]) * R + r[None, :]
-        tl.store(at, total.to(tl.float32) / TWO_TO_32, mask=live[:, None] & (r < R)[None, :])
+        cos, sin = cos_sin(total.to(tl.float32) / TWO_TO_32)
+        at = rotations + (row * T + t[:, None]) * 2 * R + r[None, :]
+        tl.store(at, cos.to(rotations.dtype.element_ty), mask=live[:, None] & (r < R)[None, :])
+        tl.store(at + R, sin.to(rotations.dtype.element_ty), mask=live[:, None] & (r < R)[None, :])
         carry = tl.sum(tl.where((i == BLOCK_T - 1)[:, None], total, 0), 0)
     last = carry.to(tl.float64) / TWO_TO_32
     radians = ((last - tl.floor(last)) * TAU).to(tl.float32)
@@ -200,8 +233,9 @@ def turn_kernel(
 
 @triton.jit
 def state_kernel(
-    k, k_strides, v, v_strides, k_bias, dt, trap, turns, coefficients, segments, h_given, k_given, v_given,
-    entering, h_final, k_final, v_final, T, H, HEADS_A_GROUP, C, CHUNK,
+    k, k_strides, v, v_strides, k_bias, dt, trap, rotations, coefficients, spans, h_given, k_given, v_given,
+    entering, h_final, k_final, v_final, T, C,
+    H: tl.constexpr, HEADS_A_GROUP: tl.constexpr, CHUNK: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -214,6 +248,7 @@ def state_kernel(
     n = part * BLOCK_N + tl.arange(0, BLOCK_N)
     pair = part * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     p, i = tl.arange(0, BLOCK_P), tl.arange(0, L)
+    EXACT: tl.constexpr = v.dtype.element_ty == tl.float32
     at, exists = p[:, None] * N + n[None, :], (p < P)[:, None] & (n < N)[None, :]
     bias = tl.load(k_bias + head * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
 
@@ -226,19 +261,20 @@ def state_kernel(
         live = (i < CHUNK) & (t0 + i < T)
         tl.store(entering + chunk * P * N + at, state.to(entering.dtype.element_ty), mask=exists)
         here = coefficients + chunk * (ROWS * L)
-        high, low, segment, high_end, low_end, segment_end = load_decay(here, segments + (b * C + c) * L, L)
-        weight = decay_to_exit(high, low, segment, high_end, low_end, segment_end) * tl.load(here + 3 * L + i)
+        span = spans + (b * C + c) * 2 * L
+        high, low, _, last = load_decay(here, span, L)
+        weight = decay_to_exit(here, high, low, last, L, EXACT) * tl.load(here + 3 * L + i)
         keys = load_rows(k + offset(k_strides, b, t0, group), k_strides[1], live, n, N).to(tl.float32) + bias
-        cos, sin = cos_sin(load_rows(turns + (row * T + t0) * R, R, live, pair, R))
+        cos, sin = load_rotation(rotations + (row * T + t0) * 2 * R, live, pair, R)
         keys = (rotate(keys, cos, sin) * weight[:, None]).to(v.dtype.element_ty)
         values = load_rows(v + offset(v_strides, b, t0, head), v_strides[1], live, p, P)
-        state *= decay_from_entry(high_end, low_end, segment_end)
+        state *= decay_through(here, span, L, EXACT)
         state = tl.dot(tl.trans(values), keys, acc=state, input_precision=PRECISION)
     tl.store(h_final + row * P * N + at, state, mask=exists)
 
     one = tl.full((1,), True, tl.int1)
     key = load_rows(k + offset(k_strides, b, T - 1, group), 0, one, n, N).to(tl.float32) + bias
-    cos, sin = cos_sin(load_rows(turns + (row * T + T - 1) * R, R, one, pair, R))
+    cos, sin = load_rotation(rotations + (row * T + T - 1) * 2 * R, one, pair, R)
     tl.store(k_final + row * N + n[None, :], rotate(key, cos, sin), mask=(n < N)[None, :])
     if part == 0:
         last_value = tl.load(v + offset(v_strides, b, T - 1, head) + p, mask=p < P)
@@ -247,8 +283,9 @@ def state_kernel(
 
 @triton.jit
 def scan_kernel(
-    q, q_strides, k, k_strides, v, v_strides, z, z_strides, q_bias, k_bias, D, turns, coefficients, segments,
-    entering, y, T, H, HEADS_A_GROUP, C, CHUNK,
+    q, q_strides, k, k_strides, v, v_strides, z, z_strides, q_bias, k_bias, D, rotations, coefficients, spans,
+    entering, y, T, C,
+    H: tl.constexpr, HEADS_A_GROUP: tl.constexpr, CHUNK: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -261,8 +298,9 @@ def scan_kernel(
     chunk, t0 = row * C + c, c * CHUNK
     n, pair, p, i = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N // 2), tl.arange(0, BLOCK_P), tl.arange(0, L)
     live = (i < CHUNK) & (t0 + i < T)
+    EXACT: tl.constexpr = v.dtype.element_ty == tl.float32
 
-    cos, sin = cos_sin(load_rows(turns + (row * T + t0) * R, R, live, pair, R))
+    cos, sin = load_rotation(rotations + (row * T + t0) * 2 * R, live, pair, R)
     queries = load_rows(q + offset(q_strides, b, t0, group), q_strides[1], live, n, N).to(tl.float32)
     keys = load_rows(k + offset(k_strides, b, t0, group), k_strides[1], live, n, N).to(tl.float32)
     queries += tl.load(q_bias + head * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -272,14 +310,14 @@ def scan_kernel(
 
     at = chunk * P * N + p[:, None] * N + n[None, :]
     state = tl.load(entering + at, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
-    high, low, segment = load_decay(coefficients + chunk * (ROWS * L), segments + (b * C + c) * L, L)[:3]
+    here = coefficients + chunk * (ROWS * L)
+    high, low, first, _ = load_decay(here, spans + (b * C + c) * 2 * L, L)
     out = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
-    out *= decay_from_entry(high, low, segment)[:, None]
+    out *= decay_from_entry(high, low, first, EXACT)[:, None]
 
-    gamma = tl.load(coefficients + chunk * (ROWS * L) + 2 * L + i)
-    scale = tl.load(coefficients + chunk * (ROWS * L) + 3 * L + i)
-    weight = decay_between(high, low, segment, i, i) * scale[None, :]
-    weight = tl.where(i[:, None] == i[None, :], gamma[None, :], weight)
+    weight = decay_of(high[:, None] - high[None, :], low[:, None] - low[None, :], EXACT)
+    weight = tl.where(i[:, None] == i[None, :], tl.load(here + 2 * L + i)[:, None], weight * tl.load(here + 3 * L + i)[None, :])
+    weight = tl.where((i[None, :] <= i[:, None]) & (i[None, :] >= first[:, None]), weight, 0.0)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * weight
     values = load_rows(v + offset(v_strides, b, t0, head), v_strides[1], live, p, P)
     out = tl.dot(scores.to(v.dtype.element_ty), values, acc=out, input_precision=PRECISION)
@@ -287,4 +325,4 @@ def scan_kernel(
     out += tl.load(D + head).to(tl.float32) * values.to(tl.float32)
     gate = load_rows(z + offset(z_strides, b, t0, head), z_strides[1], live, p, P).to(tl.float32)
     at = ((b.to(tl.int64) * T + t0 + i[:, None]) * H + head) * P + p[None, :]
-    tl.store(y + at, out * gate * tl.sigmoid(gate), mask=live[:, None] & (p < P)[None, :])
+    tl.store(y + at, out * gate * sigmoid(gate, EXACT), mask=live[:, None] & (p < P)[None, :])

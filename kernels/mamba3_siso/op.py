@@ -12,18 +12,7 @@ from kernels.mamba3_siso.reference import (
     mamba3_siso_reference,
     zero_state,
 )
-
-IMPLS = ("op", "reference")
-
-
-def _full_precision(t: Tensor) -> torch.autocast:
-    """Autocast reaches into an op's body and would run its products in bf16; they belong in fp32."""
-    return torch.autocast(t.device.type, enabled=False)
-
-
-def _fresh(t: Tensor) -> Tensor:
-    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
-    return t.clone(memory_format=torch.contiguous_format)
+from kernels.op_support import check_doc_ids, check_floating, check_impl, check_shapes, fresh, full_precision
 
 
 @torch.library.custom_op("bumpgate::mamba3_siso_fwd", mutates_args=())
@@ -33,9 +22,9 @@ def mamba3_siso_fwd(
     theta: Tensor, h: Tensor, k_prev: Tensor, v_prev: Tensor, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
-    with _full_precision(v):
+    with full_precision(v):
         y, state = mamba3_siso_reference(*inputs, Mamba3State(theta, h, k_prev, v_prev), chunk_size)
-    return tuple(_fresh(t) for t in (y, *state))
+    return tuple(fresh(t) for t in (y, *state))
 
 
 @mamba3_siso_fwd.register_fake
@@ -55,9 +44,9 @@ def mamba3_siso_bwd(
     """Gradients of the floating-point inputs, in their order."""
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
     state, dstate = Mamba3State(theta, h, k_prev, v_prev), Mamba3State(dtheta, dh, dk_prev, dv_prev)
-    with _full_precision(v):
+    with full_precision(v):
         grads = mamba3_siso_backward_reference(*inputs, state, chunk_size, dy, dstate)
-    return [_fresh(t) for t in grads]
+    return [fresh(t) for t in grads]
 
 
 @mamba3_siso_bwd.register_fake
@@ -83,8 +72,7 @@ mamba3_siso_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids, state, chunk_size, impl):
-    if impl not in IMPLS:
-        raise ValueError(f"mamba3_siso: impl is {impl!r}, choices are {IMPLS}")
+    check_impl("mamba3_siso", impl)
     if v.dim() != 4 or q.dim() != 4 or angles.dim() != 4:
         dims = f"{v.dim()}-d, {q.dim()}-d, {angles.dim()}-d"
         raise ValueError(f"mamba3_siso: v must be (B,T,H,P), q (B,T,G,N), angles (B,T,H,R), not {dims}")
@@ -112,16 +100,12 @@ def _check(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids, state,
     if state is not None:
         wanted = {"theta": (B, H, R), "h": (B, H, P, N), "k_prev": (B, H, N), "v_prev": (B, H, P)}
         shapes |= {f"state.{name}": (t, shape) for t, (name, shape) in zip(state, wanted.items())}
-    for name, (tensor, shape) in shapes.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"mamba3_siso: {name} has shape {tuple(tensor.shape)}, wanted {shape}")
-        if name != "doc_ids" and not tensor.is_floating_point():
-            raise ValueError(f"mamba3_siso: {name} must be floating point, not {tensor.dtype}")
+    check_shapes("mamba3_siso", shapes)
+    check_floating("mamba3_siso", {name: tensor for name, (tensor, _) in shapes.items() if name != "doc_ids"})
     if not q.dtype == k.dtype == v.dtype == z.dtype:
         dtypes = ", ".join(str(t.dtype) for t in (q, k, v, z))
         raise ValueError(f"mamba3_siso: q, k, v, z must share one dtype, not {dtypes}")
-    if doc_ids.dtype != torch.int32:
-        raise ValueError(f"mamba3_siso: doc_ids must be int32, not {doc_ids.dtype}")
+    check_doc_ids("mamba3_siso", doc_ids)
     if chunk_size < 1:
         raise ValueError(f"mamba3_siso: chunk_size must be at least 1, not {chunk_size}")
 
@@ -144,7 +128,7 @@ def mamba3_siso(
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
     _check(*inputs, state, chunk_size, impl)
     if impl == "reference":
-        with _full_precision(v):
+        with full_precision(v):
             return mamba3_siso_reference(*inputs, state, chunk_size)
     state = zero_state(v, q, angles) if state is None else state
     y, *final = mamba3_siso_fwd(*inputs, *state, chunk_size)

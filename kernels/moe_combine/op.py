@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe_combine.reference import moe_combine_backward_reference, moe_combine_reference
-
-IMPLS = ("op", "reference")
-
-
-def _fresh(t: Tensor) -> Tensor:
-    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
-    return t.clone(memory_format=torch.contiguous_format)
+from kernels.op_support import check_impl, check_shapes, fresh, full_precision
 
 
 @torch.library.custom_op("bumpgate::moe_combine_fwd", mutates_args=())
@@ -21,7 +15,8 @@ def moe_combine_fwd(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, out_dtype: torch.dtype
 ) -> Tensor:
     """-> out (B,T,D) in out_dtype."""
-    return _fresh(moe_combine_reference(y, expert, slot, weights, bucket, out_dtype))
+    with full_precision(y):
+        return fresh(moe_combine_reference(y, expert, slot, weights, bucket, out_dtype))
 
 
 @moe_combine_fwd.register_fake
@@ -35,8 +30,9 @@ def moe_combine_bwd(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, dout: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of y and weights."""
-    dy, dweights = moe_combine_backward_reference(y, expert, slot, weights, bucket, dout)
-    return _fresh(dy), _fresh(dweights)
+    with full_precision(y):
+        dy, dweights = moe_combine_backward_reference(y, expert, slot, weights, bucket, dout)
+    return fresh(dy), fresh(dweights)
 
 
 @moe_combine_bwd.register_fake
@@ -57,14 +53,8 @@ def _backward(ctx, dout):
 moe_combine_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:
-    """Axis by axis: to compare tuples would leave a dead node in the graph for a symbolic batch."""
-    return t.dim() == len(shape) and all(a == b for a, b in zip(t.shape, shape))
-
-
 def _check(y, expert, slot, weights, bucket, out_dtype, impl):
-    if impl not in IMPLS:
-        raise ValueError(f"moe_combine: impl is {impl!r}, choices are {IMPLS}")
+    check_impl("moe_combine", impl)
     if y.dim() != 3 or expert.dim() != 3:
         raise ValueError(
             f"moe_combine: y must be (E,B*C,D) and expert (B,T,K), not {y.dim()}-d and {expert.dim()}-d"
@@ -73,11 +63,7 @@ def _check(y, expert, slot, weights, bucket, out_dtype, impl):
         raise ValueError(
             f"moe_combine: y has {y.shape[1]} rows an expert, wanted B * bucket, {expert.shape[0]} * {bucket}"
         )
-    for name, tensor in (("slot", slot), ("weights", weights)):
-        if not _has_shape(tensor, expert.shape):
-            raise ValueError(
-                f"moe_combine: {name} has shape {tuple(tensor.shape)}, wanted {tuple(expert.shape)}"
-            )
+    check_shapes("moe_combine", {"slot": (slot, expert.shape), "weights": (weights, expert.shape)})
     if expert.dtype != torch.int64 or slot.dtype != torch.int64:
         raise ValueError(f"moe_combine: expert and slot must be int64, not {expert.dtype} and {slot.dtype}")
     if weights.dtype not in (torch.float32, torch.float64):

@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe_dispatch.reference import moe_dispatch_backward_reference, moe_dispatch_reference
-
-IMPLS = ("op", "reference")
-
-
-def _fresh(t: Tensor) -> Tensor:
-    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
-    return t.clone(memory_format=torch.contiguous_format)
+from kernels.op_support import check_floating, check_impl, fresh, full_precision, has_shape
 
 
 @torch.library.custom_op("bumpgate::moe_dispatch_fwd", mutates_args=())
@@ -21,8 +15,9 @@ def moe_dispatch_fwd(
     x: Tensor, expert: Tensor, num_experts: int, bucket: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> padded (E, B*bucket, D), slot (B,T,K), overflow ()."""
-    padded, slot, overflow = moe_dispatch_reference(x, expert, num_experts, bucket)
-    return _fresh(padded), _fresh(slot), overflow
+    with full_precision(x):
+        padded, slot, overflow = moe_dispatch_reference(x, expert, num_experts, bucket)
+    return fresh(padded), fresh(slot), overflow
 
 
 @moe_dispatch_fwd.register_fake
@@ -35,7 +30,8 @@ def _(x, expert, num_experts, bucket):
 @torch.library.custom_op("bumpgate::moe_dispatch_bwd", mutates_args=())
 def moe_dispatch_bwd(dpadded: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
     """Gradient of x (B,T,D)."""
-    return _fresh(moe_dispatch_backward_reference(dpadded, expert, slot, bucket))
+    with full_precision(dpadded):
+        return fresh(moe_dispatch_backward_reference(dpadded, expert, slot, bucket))
 
 
 @moe_dispatch_bwd.register_fake
@@ -57,24 +53,17 @@ def _backward(ctx, dpadded, _dslot, _doverflow):
 moe_dispatch_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:
-    """Axis by axis: to compare tuples would leave a dead node in the graph for a symbolic batch."""
-    return t.dim() == len(shape) and all(a == b for a, b in zip(t.shape, shape))
-
-
 def _check(x, expert, num_experts, bucket, impl):
-    if impl not in IMPLS:
-        raise ValueError(f"moe_dispatch: impl is {impl!r}, choices are {IMPLS}")
+    check_impl("moe_dispatch", impl)
     if x.dim() != 3 or expert.dim() != 3:
         raise ValueError(
             f"moe_dispatch: x must be (B,T,D) and expert (B,T,K), not {x.dim()}-d and {expert.dim()}-d"
         )
-    if not _has_shape(expert, (*x.shape[:2], expert.shape[2])):
+    if not has_shape(expert, (*x.shape[:2], expert.shape[2])):
         raise ValueError(
             f"moe_dispatch: expert has shape {tuple(expert.shape)}, x has {tuple(x.shape)}: B, T differ"
         )
-    if not x.is_floating_point():
-        raise ValueError(f"moe_dispatch: x must be floating point, not {x.dtype}")
+    check_floating("moe_dispatch", {"x": x})
     if expert.dtype != torch.int64:
         raise ValueError(f"moe_dispatch: expert must be int64, not {expert.dtype}")
     if num_experts < 1 or bucket < 1:

@@ -1,8 +1,9 @@
 """rms_norm_gated in Triton, forward and backward.
 
 A program works on one group of S channels, tile after tile of a few rows: as many as fill its threads, which is
-one for the wide groups of a model. A tile is read once, held in registers, reduced and written: the bytes moved
-are the floor, but for the weight, which each program reads once and keeps.
+one for the wide groups of a model. The next tile is copied to shared memory while one is worked on; a tile is
+read once, held in registers, reduced and written. So the bytes moved are the floor, but for the weight, which
+each program reads once and keeps.
 
 Backward: with n = r u and r = 1/sqrt(mean u^2 + eps), du = r (dn - n mean(n dn)) needs two sums over the row,
 mean(u^2) and mean(u dn), from one reading of x, gate and dy. The weight's gradient is summed in registers over
@@ -21,7 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 4096  # elements of a tile, if a row does not have more
-PROGRAMS = {"forward": 132 * 16, "backward": 132 * 4}  # programs a group: multiples of the H200's 132 SMs
+# Programs a group: those that the H200's 132 SMs hold at once at this many registers a thread and D 3584.
+FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 132 * 4, 132 * 2
+FORWARD_REGISTERS, BACKWARD_REGISTERS = 64, 128
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -46,7 +49,7 @@ def _forward_kernel(
     start = tl.program_id(1) * S
     x, gate, y = x + start, gate + start, y + start
     scale = tl.load(weight + start + s, mask=s < S, other=0).to(ACC)[None, :]
-    for first in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=2):
         row = first + tl.arange(0, ROWS)
         inside = (row < N)[:, None] & (s < S)[None, :]
         u = _read(x, row, s, inside, x_stride, ACC)
@@ -72,7 +75,7 @@ def _backward_kernel(
     x, gate, dy, dx, dgate = x + start, gate + start, dy + start, dx + start, dgate + start
     scale = tl.load(weight + start + s, mask=s < S, other=0).to(ACC)[None, :]
     dscale = tl.zeros((ROWS, BLOCK), ACC)
-    for first in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=2):
         row = first + tl.arange(0, ROWS)
         inside = (row < N)[:, None] & (s < S)[None, :]
         wide = _read(x, row, s, inside, x_stride, ACC)
@@ -104,13 +107,17 @@ def _by_rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _shape(x: Tensor, S: int) -> dict[str, object]:
-    """Sizes of a tile and its number of warps: 16 elements a thread, so that the backward fits in registers."""
+def _tile(x: Tensor, S: int, registers: int) -> dict[str, object]:
+    """Shape of a tile and options of its program: 16 elements a thread."""
     block = triton.next_power_of_2(S)
     rows = max(1, TILE // block)
-    warps = min(16, max(1, rows * block // 512))
-    acc = tl.float64 if x.dtype == torch.float64 else tl.float32
-    return {"ACC": acc, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+    return {
+        "ACC": tl.float64 if x.dtype == torch.float64 else tl.float32,
+        "ROWS": rows,
+        "BLOCK": block,
+        "num_warps": min(16, max(1, rows * block // 512)),
+        "maxnreg": registers if x.element_size() == 2 else None,  # a wider row would spill
+    }
 
 
 def rms_norm_gated_fwd_kernel(
@@ -121,10 +128,10 @@ def rms_norm_gated_fwd_kernel(
     x and gate may have any strides; copied only where channels are not adjacent or rows not evenly spaced.
     """
     y = x.new_empty(x.shape)
-    D, tile = x.shape[-1], _shape(x, group_size)
+    D, tile = x.shape[-1], _tile(x, group_size, FORWARD_REGISTERS)
     x, gate = _by_rows(x), _by_rows(gate)
     N = x.shape[0]
-    programs = min(triton.cdiv(N, tile["ROWS"]), PROGRAMS["forward"])
+    programs = min(triton.cdiv(N, tile["ROWS"]), FORWARD_PROGRAMS)
     _forward_kernel[programs, D // group_size](
         x, gate, weight.contiguous(), y, N, D, x.stride(0), gate.stride(0),
         EPS=eps, S=group_size, NORM_FIRST=norm_before_gate, **tile,
@@ -137,10 +144,10 @@ def rms_norm_gated_bwd_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Arguments and results of bumpgate::rms_norm_gated_bwd: gradients of x, gate, weight from dy (..., D)."""
     dx, dgate = x.new_empty(x.shape), gate.new_empty(gate.shape)
-    D, tile = x.shape[-1], _shape(x, group_size)
+    D, tile = x.shape[-1], _tile(x, group_size, BACKWARD_REGISTERS)
     x, gate = _by_rows(x), _by_rows(gate)
     N = x.shape[0]
-    programs = min(triton.cdiv(N, tile["ROWS"]), PROGRAMS["backward"])
+    programs = min(triton.cdiv(N, tile["ROWS"]), BACKWARD_PROGRAMS)
     partial = x.new_empty((programs, D), dtype=torch.promote_types(x.dtype, torch.float32))
     _backward_kernel[programs, D // group_size](
         x, gate, weight.contiguous(), dy.contiguous(), dx, dgate, partial, N, D, x.stride(0), gate.stride(0),

@@ -6,14 +6,8 @@ D channels, S group size.
 import torch
 from torch import Tensor
 
+from kernels.op_support import check_floating, check_impl, check_shapes, fresh, full_precision
 from kernels.rms_norm_gated.reference import rms_norm_gated_backward_reference, rms_norm_gated_reference
-
-IMPLS = ("op", "reference")
-
-
-def _fresh(t: Tensor) -> Tensor:
-    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
-    return t.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("bumpgate::rms_norm_gated_fwd", mutates_args=())
@@ -21,7 +15,8 @@ def rms_norm_gated_fwd(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> Tensor:
     """-> y (..., D)."""
-    return _fresh(rms_norm_gated_reference(x, gate, weight, eps, group_size, norm_before_gate))
+    with full_precision(x):
+        return fresh(rms_norm_gated_reference(x, gate, weight, eps, group_size, norm_before_gate))
 
 
 @rms_norm_gated_fwd.register_fake
@@ -34,8 +29,9 @@ def rms_norm_gated_bwd(
     x: Tensor, gate: Tensor, weight: Tensor, dy: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, gate, weight."""
-    grads = rms_norm_gated_backward_reference(x, gate, weight, dy, eps, group_size, norm_before_gate)
-    return tuple(_fresh(g) for g in grads)
+    with full_precision(x):
+        grads = rms_norm_gated_backward_reference(x, gate, weight, dy, eps, group_size, norm_before_gate)
+    return tuple(fresh(g) for g in grads)
 
 
 @rms_norm_gated_bwd.register_fake
@@ -56,25 +52,15 @@ def _backward(ctx, dy):
 rms_norm_gated_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:
-    """Axis by axis: to compare tuples would leave a dead node in the graph for a symbolic batch."""
-    return t.dim() == len(shape) and all(a == b for a, b in zip(t.shape, shape))
-
-
 def _check(x, gate, weight, eps, group_size, impl) -> int:
     """-> the group size."""
-    if impl not in IMPLS:
-        raise ValueError(f"rms_norm_gated: impl is {impl!r}, choices are {IMPLS}")
+    check_impl("rms_norm_gated", impl)
     if x.dim() < 1:
         raise ValueError("rms_norm_gated: x must be (..., D), not 0-d")
     D = x.shape[-1]
     S = D if group_size is None else group_size
-    for name, tensor, shape in (("gate", gate, tuple(x.shape)), ("weight", weight, (D,))):
-        if not _has_shape(tensor, shape):
-            raise ValueError(f"rms_norm_gated: {name} has shape {tuple(tensor.shape)}, wanted {shape}")
-    for name, tensor in (("x", x), ("gate", gate), ("weight", weight)):
-        if not tensor.is_floating_point():
-            raise ValueError(f"rms_norm_gated: {name} must be floating point, not {tensor.dtype}")
+    check_shapes("rms_norm_gated", {"gate": (gate, x.shape), "weight": (weight, (D,))})
+    check_floating("rms_norm_gated", {"x": x, "gate": gate, "weight": weight})
     if S < 1 or D % S:
         raise ValueError(f"rms_norm_gated: {D} channels do not split into groups of {S}")
     if eps < 0:

@@ -64,39 +64,49 @@ def _store(base, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 @triton.jit
-def _decay(later, earlier, connected):
-    """exp of a difference of two summed log decays, 0 where a document start lies between them."""
+def _load_state(base, P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    p, n = tl.arange(0, BLOCK_P)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    if BLOCK_P == P and BLOCK_N == N:
+        return tl.load(base + p * N + n)
+    return tl.load(base + p * N + n, mask=(p < P) & (n < N), other=0.0)
+
+
+@triton.jit
+def _store_state(base, P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, state):
+    p, n = tl.arange(0, BLOCK_P)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    if BLOCK_P == P and BLOCK_N == N:
+        tl.store(base + p * N + n, state)
+    else:
+        tl.store(base + p * N + n, state, mask=(p < P) & (n < N))
+
+
+@triton.jit
+def _inside(later, earlier, connected):
+    """Decay from after token s to token t, 0 where s > t or a document begins in between."""
     return tl.where(connected, tl.exp2(later - earlier).to(tl.float32), 0.0)
 
 
 @triton.jit
-def _ends(decays, steps, runs, head, row, L: tl.constexpr):
-    """Of one chunk of one head, by token: summed log decay, dt, document number, decay since the chunk's start,
-    decay until its end; and the decay across it all."""
-    i = tl.arange(0, L)
-    decay, step, run = tl.load(decays + head + i), tl.load(steps + head + i), tl.load(runs + row + i)
-    last, last_run = tl.load(decays + head + L - 1), tl.load(runs + row + L - 1)
-    return (
-        decay,
-        step,
-        run,
-        _decay(decay, 0.0, run == 0),
-        _decay(last, decay, run == last_run),
-        _decay(last, 0.0, last_run == 0),
-    )
+def _trace(square, i):
+    return tl.sum(tl.where(i[:, None] == i[None, :], square, 0.0))
 
 
 @triton.jit
-def _join(sum_a, starts_a, sum_b, starts_b):
-    """Sums that begin anew at each start."""
-    return tl.where(starts_b > 0, sum_b, sum_a + sum_b), starts_a + starts_b
+def _least(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def _join(sum_a, first_a, sum_b, first_b):
+    """Sums that begin anew at each document start; the last start so far."""
+    return tl.where(first_b >= 0, sum_b, sum_a + sum_b), tl.maximum(first_a, first_b)
 
 
 @triton.jit
 def _prepare_kernel(
-    dt, A, doc_ids, decays, steps, runs, T, H, C, CHUNK, L: tl.constexpr, HEADS: tl.constexpr
+    dt, A, doc_ids, decays, gates, spans, T, H, C, CHUNK, L: tl.constexpr, HEADS: tl.constexpr
 ):  # fmt: skip
-    """dt (B,T,H), A (H,), doc_ids (B,T) -> decays (base 2) and steps (B,H,C,L), runs (B,C,L).
+    """dt (B,T,H), A (H,), doc_ids (B,T) -> what the module's docstring says of decays, gates and spans.
 
     Padding tokens have dt 0, so that they keep sum and document of the last token.
     """
@@ -104,63 +114,78 @@ def _prepare_kernel(
     i, h = tl.arange(0, L), block * HEADS + tl.arange(0, HEADS)
     t = c * CHUNK + i
     real = (i < CHUNK) & (t < T)
-    seen = real[:, None] & (h < H)[None, :]
-    step = tl.load(dt + (b * T + t)[:, None] * H + h[None, :], mask=seen, other=0.0)
+    step = tl.load(dt + (b * T + t)[:, None] * H + h[None, :], mask=real[:, None] & (h < H)[None, :], other=0.0)
     step = step.to(tl.float32)
     rate = tl.load(A + h, mask=h < H, other=0.0).to(decays.dtype.element_ty) * LOG2E
     doc = tl.load(doc_ids + b * T + t, mask=real, other=0)
     before = tl.load(doc_ids + b * T + t - 1, mask=real & (t > 0), other=0)
-    starts = (real & (t > 0) & (doc != before)).to(tl.int32)
-    logs = tl.maximum(rate[None, :] * step, FORGOTTEN)
-    decay, run = tl.associative_scan((logs, starts[:, None] + tl.zeros_like(h)[None, :]), 0, _join)
-    at = ((b * H + h)[None, :] * C + c) * L + i[:, None]
-    tl.store(decays + at, decay, mask=(h < H)[None, :])
-    tl.store(steps + at, step, mask=(h < H)[None, :])
-    # Every head has the same document numbers: the last to write leaves what the first wrote.
-    tl.store(runs + (b * C + c) * L + i[:, None] + tl.zeros_like(h)[None, :], run, mask=(h == 0)[None, :])
+    starts = real & (t > 0) & (doc != before)
+    # The start of the next document is looked up one token ahead, for it is not yet part of this token's own.
+    after = tl.load(doc_ids + b * T + t + 1, mask=(i + 1 < CHUNK) & (t + 1 < T), other=0)
+    ends = (i + 1 < CHUNK) & (t + 1 < T) & (doc != after)
+    until = tl.associative_scan(tl.where(ends, i + 1, L), 0, _least, reverse=True)[:, None] + tl.zeros_like(h)[None, :]
+    first = tl.where(starts, i, -1)[:, None] + tl.zeros_like(h)[None, :]
+    decay, first = tl.associative_scan((tl.maximum(rate[None, :] * step, FORGOTTEN), first), 0, _join)
+    last = tl.sum(tl.where(i[:, None] == L - 1, decay, 0.0), 0)[None, :]
+    last_first = tl.max(first, 0)[None, :]
+    since = tl.where(first < 0, tl.exp2(decay).to(tl.float32), 0.0)
+    leaving = tl.where(i[:, None] >= last_first, tl.exp2(last - decay).to(tl.float32), 0.0)
+    chunk = ((b * H + h) * C + c)[None, :] * L
+    own = (h < H)[None, :]
+    tl.store(decays + chunk + i[:, None], decay, mask=own)
+    tl.store(gates + chunk * 3 + i[:, None], step, mask=own)
+    tl.store(gates + chunk * 3 + L + i[:, None], since, mask=own)
+    tl.store(gates + chunk * 3 + 2 * L + i[:, None], leaving, mask=own)
+    span = spans + (b * C + c) * 2 * L + i[:, None] + tl.zeros_like(h)[None, :]
+    tl.store(span, first, mask=(h == 0)[None, :])
+    tl.store(span + L, until, mask=(h == 0)[None, :])
 
 
 @triton.jit
 def _forward_kernel(
-    x, key, query, D, decays, steps, runs, initial, y, final,
+    x, key, query, D, decays, gates, spans, initial, y, final,
     x_stride, key_stride, query_stride, T, C, CHUNK, H: tl.constexpr, R: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     head = b * H + h
-    i, p = tl.arange(0, L), tl.arange(0, BLOCK_P)
+    i = tl.arange(0, L)
     x += b * T * x_stride + h * P
     key += b * T * key_stride + h // R * N
     query += b * T * query_stride + h // R * N
     y += b * T * H * P + h * P
+    decays += head * C * L
+    gates += head * C * L * 3
+    spans += b * C * L * 2
     skip = tl.load(D + h).to(tl.float32)
-    state = _load(initial + head * P * N, p, P, N, N, BLOCK_N).to(tl.float32)
+    state = _load_state(initial + head * P * N, P, N, BLOCK_P, BLOCK_N).to(tl.float32)
     for c in range(C):
         count = tl.minimum(CHUNK, T - c * CHUNK)
-        value = _load(x, i, count, x_stride, P, BLOCK_P)
-        b_tile = _load(key, i, count, key_stride, N, BLOCK_N)
         c_tile = _load(query, i, count, query_stride, N, BLOCK_N)
-        decay, step, run, since, leaving, total = _ends(
-            decays, steps, runs, (head * C + c) * L, (b * C + c) * L, L
-        )
-        scores = _dot(c_tile, tl.trans(b_tile))
-        connected = (i[:, None] >= i[None, :]) & (run[:, None] == run[None, :])
-        mixed = scores * _decay(decay[:, None], decay[None, :], connected) * step[None, :]
-        out = since[:, None] * _dot(c_tile, tl.trans(state.to(value.dtype)))
+        out = tl.load(gates + L + i)[:, None] * _dot(c_tile, tl.trans(state.to(c_tile.dtype)))
+        b_tile = _load(key, i, count, key_stride, N, BLOCK_N)
+        decay, first, step = tl.load(decays + i), tl.load(spans + i), tl.load(gates + i)
+        inside = _inside(decay[:, None], decay[None, :], (i[None, :] <= i[:, None]) & (i[None, :] >= first[:, None]))
+        mixed = _dot(c_tile, tl.trans(b_tile)) * inside * step[None, :]
+        value = _load(x, i, count, x_stride, P, BLOCK_P)
         out = _dot(mixed.to(value.dtype), value, out)
         _store(y, i, count, H * P, P, BLOCK_P, out + skip * value)
-        weighted = (value * (leaving * step)[:, None]).to(value.dtype)
-        state = _dot(tl.trans(weighted), b_tile, total * state)
+        weight = step * tl.load(gates + 2 * L + i)
+        weighted = (value * weight[:, None]).to(value.dtype)
+        state = _dot(tl.trans(weighted), b_tile, tl.load(gates + 2 * L - 1) * state)
         x += CHUNK * x_stride
         key += CHUNK * key_stride
         query += CHUNK * query_stride
         y += CHUNK * H * P
-    _store(final + head * P * N, p, P, N, N, BLOCK_N, state)
+        decays += L
+        gates += 3 * L
+        spans += 2 * L
+    _store_state(final + head * P * N, P, N, BLOCK_P, BLOCK_N, state)
 
 
 @triton.jit
 def _states_kernel(
-    rows, columns, decays, steps, runs, begin, states, end,
+    rows, columns, gates, begin, states, end,
     row_stride, column_stride, T, C, CHUNK, H: tl.constexpr, R: tl.constexpr, REVERSE: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
@@ -171,28 +196,30 @@ def _states_kernel(
     """
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     head = b * H + h
-    i, p = tl.arange(0, L), tl.arange(0, BLOCK_P)
+    i = tl.arange(0, L)
     rows += b * T * row_stride + h * P
     columns += b * T * column_stride + h // R * N
-    state = _load(begin + head * P * N, p, P, N, N, BLOCK_N).to(tl.float32)
+    state = _load_state(begin + head * P * N, P, N, BLOCK_P, BLOCK_N).to(tl.float32)
     for j in range(C):
         c = C - 1 - j if REVERSE else j
         start, count = (c * CHUNK).to(tl.int64), tl.minimum(CHUNK, T - c * CHUNK)
-        _store(states + (head * C + c) * P * N, p, P, N, N, BLOCK_N, state)
+        _store_state(states + (head * C + c) * P * N, P, N, BLOCK_P, BLOCK_N, state)
         row = _load(rows + start * row_stride, i, count, row_stride, P, BLOCK_P)
         column = _load(columns + start * column_stride, i, count, column_stride, N, BLOCK_N)
-        _, step, _, since, leaving, total = _ends(
-            decays, steps, runs, (head * C + c) * L, (b * C + c) * L, L
-        )
-        weight = since if REVERSE else leaving * step
-        state = _dot(tl.trans((row * weight[:, None]).to(row.dtype)), column, total * state)
+        gate = gates + (head * C + c) * 3 * L
+        if REVERSE:
+            weight = tl.load(gate + L + i)
+        else:
+            weight = tl.load(gate + i) * tl.load(gate + 2 * L + i)
+        weighted = (row * weight[:, None]).to(row.dtype)
+        state = _dot(tl.trans(weighted), column, tl.load(gate + 2 * L - 1) * state)
     if REVERSE:
-        _store(end + head * P * N, p, P, N, N, BLOCK_N, state)
+        _store_state(end + head * P * N, P, N, BLOCK_P, BLOCK_N, state)
 
 
 @triton.jit
 def _backward_kernel(
-    x, key, query, dy, A, D, decays, steps, runs, states, dstates,
+    x, key, query, dy, A, D, decays, gates, spans, states, dstates,
     dx, ddt, dkey, dquery, dA, dD,
     x_stride, key_stride, query_stride, dy_stride, B, T, C, CHUNK, H: tl.constexpr, R: tl.constexpr,
     PART: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
@@ -208,44 +235,46 @@ def _backward_kernel(
     count, token = tl.minimum(CHUNK, T - c * CHUNK), b * T + c * CHUNK
     b_tile = _load(key + token * key_stride + group * N, i, count, key_stride, N, BLOCK_N)
     c_tile = _load(query + token * query_stride + group * N, i, count, query_stride, N, BLOCK_N)
-    scores = _dot(b_tile, tl.trans(c_tile))
     dscores = tl.zeros((L, L), tl.float32)
     db, dc = tl.zeros((L, BLOCK_N), tl.float32), tl.zeros((L, BLOCK_N), tl.float32)
     from_t = (i[:, None] >= i[None, :]).to(b_tile.dtype)
     for h in range(group * R + part * PART, group * R + tl.minimum(part * PART + PART, R)):
         head = b * H + h
+        decay, until = tl.load(decays + (head * C + c) * L + i), tl.load(spans + ((b * C + c) * 2 + 1) * L + i)
+        gate = gates + (head * C + c) * 3 * L
+        step, since, leaving = tl.load(gate + i), tl.load(gate + L + i), tl.load(gate + 2 * L + i)
+        state = _load_state(states + (head * C + c) * P * N, P, N, BLOCK_P, BLOCK_N)
+        dstate = _load_state(dstates + (head * C + c) * P * N, P, N, BLOCK_P, BLOCK_N)
         value = _load(x + token * x_stride + h * P, i, count, x_stride, P, BLOCK_P)
         dout = _load(dy + token * dy_stride + h * P, i, count, dy_stride, P, BLOCK_P)
-        state = _load(states + (head * C + c) * P * N, p, P, N, N, BLOCK_N)
-        dstate = _load(dstates + (head * C + c) * P * N, p, P, N, N, BLOCK_N)
-        decay, step, run, since, leaving, total = _ends(
-            decays, steps, runs, (head * C + c) * L, (b * C + c) * L, L
-        )
-        connected = (i[:, None] <= i[None, :]) & (run[:, None] == run[None, :])
-        inside = _decay(decay[None, :], decay[:, None], connected)
-
-        dmixed = _dot(value, tl.trans(dout))
-        tl.store(dD + (b * C + c) * H + h, tl.sum(tl.where(i[:, None] == i[None, :], dmixed, 0.0)))
-        dinside = dmixed * step[:, None] * inside
-        dscores += dinside
-        dweighted = leaving[:, None] * _dot(b_tile, tl.trans(dstate))
-        dweighted = _dot((scores * inside).to(value.dtype), dout, dweighted)
-        row = dx + token * H * P + h * P
-        skip = tl.load(D + h).to(tl.float32)
-        _store(row, i, count, H * P, P, BLOCK_P, step[:, None] * dweighted + skip * dout)
 
         read = since[:, None] * _dot(dout, state)
-        sent = (leaving * step)[:, None] * _dot(value, dstate)
         dc += read
-        db += sent
-        # A log decay at t lies between s < t and each i >= t, the chunk's end, and (below) the entering state.
-        pairs = _dot((dinside * scores).to(value.dtype), from_t) + tl.sum(sent * b_tile, 1)[:, None]
-        entered = tl.sum(read * c_tile, 1)[:, None]
-        dlog = tl.sum(tl.where(i[:, None] < i[None, :], pairs, entered), 0)
-        dlog += total * tl.sum(state.to(tl.float32) * dstate)
+        entered = tl.sum(read * c_tile, 1)
+        sent = leaving[:, None] * _dot(value, dstate)
+        db += step[:, None] * sent
+        left = tl.sum(sent * b_tile, 1)
+        carried = tl.load(gate + 2 * L - 1) * _trace(_dot(state, tl.trans(dstate)), p)
+
+        inside = _inside(decay[None, :], decay[:, None], (i[None, :] >= i[:, None]) & (i[None, :] < until[:, None]))
+        dmixed = _dot(value, tl.trans(dout))
+        tl.store(dD + (b * C + c) * H + h, _trace(dmixed, i))
+        dinside = dmixed * inside
+        dscores += dinside * step[:, None]
+        scores = _dot(b_tile, tl.trans(c_tile))
+        pair = dinside * scores
+        mixed = scores * inside * step[:, None]
+        mixed += tl.where(i[:, None] == i[None, :], tl.load(D + h).to(tl.float32), 0.0)
+        # A log decay at t lies between s < t and each i >= t, the chunk's end, and the state that enters.
+        dlog = _dot((pair * step[:, None]).to(value.dtype), from_t) + (step * left)[:, None]
+        dlog = tl.sum(tl.where(i[:, None] < i[None, :], dlog, entered[:, None]), 0) + carried
         tl.store(dA + (b * C + c) * H + h, tl.sum(dlog * step))
-        dstep = dlog * tl.load(A + h).to(tl.float32) + tl.sum(dweighted * value, 1)
+        dstep = dlog * tl.load(A + h).to(tl.float32) + (tl.sum(pair, 1) + left)
         tl.store(ddt + (token + i) * H + h, dstep, mask=i < count)
+
+        out = (leaving * step)[:, None] * _dot(b_tile, tl.trans(dstate))
+        out = _dot(mixed.to(value.dtype), dout, out)
+        _store(dx + token * H * P + h * P, i, count, H * P, P, BLOCK_P, out)
 
     db = _dot(dscores.to(b_tile.dtype), c_tile, db)
     dc = _dot(tl.trans(dscores.to(b_tile.dtype)), b_tile, dc)
@@ -259,13 +288,14 @@ class Run(NamedTuple):
 
     warps: int
     stages: int
+    registers: int | None = None
 
 
 def _runs(dtype: torch.dtype) -> dict[str, Run]:
     """The forward wants 4 programs on an SM (H200: 132), or the 448 heads of B4 H112 take two rounds."""
     if dtype == torch.float32:
-        return {"forward": Run(4, 1), "states": Run(4, 1), "backward": Run(8, 1)}
-    return {"forward": Run(4, 2), "states": Run(4, 3), "backward": Run(8, 2)}
+        return {"forward": Run(4, 1), "states": Run(4, 1), "backward": Run(4, 1)}
+    return {"forward": Run(4, 2), "states": Run(4, 3), "backward": Run(4, 2)}
 
 
 def _tokens(t: Tensor) -> Tensor:
@@ -295,17 +325,17 @@ class _Call:
         self.strides = self.x.stride(1), self.key.stride(1), self.query.stride(1)
         self.runs = _runs(x.dtype)
         decays = x.new_empty((B, H, self.C, L), dtype=torch.float64 if exact else torch.float32)
-        steps = x.new_empty((B, H, self.C, L), dtype=torch.float32)
-        runs = doc_ids.new_empty((B, self.C, L))
+        gates = x.new_empty((B, H, self.C, 3, L), dtype=torch.float32)
+        spans = doc_ids.new_empty((B, self.C, 2, L))
         _prepare_kernel[self.C, B, triton.cdiv(H, 16)](
-            dt.contiguous(), self.A, doc_ids.contiguous(), decays, steps, runs, T, H, self.C, self.chunk,
+            dt.contiguous(), self.A, doc_ids.contiguous(), decays, gates, spans, T, H, self.C, self.chunk,
             L=L, HEADS=16, num_warps=4,
         )  # fmt: skip
-        self.decays = decays, steps, runs
+        self.decays = decays, gates, spans
 
     def options(self, kernel: str) -> dict[str, int]:
         run = self.runs[kernel]
-        return self.dims | {"num_warps": run.warps, "num_stages": run.stages}
+        return self.dims | {"num_warps": run.warps, "num_stages": run.stages, "maxnreg": run.registers}
 
 
 def ssd_chunk_scan_fwd_kernel(
@@ -358,7 +388,7 @@ def ssd_chunk_scan_bwd_kernel(
         (dy, call.query, dfinal, dstates, (dy.stride(1), query_stride), True),
     ):
         _states_kernel[(B * H,)](
-            rows, columns, *call.decays, begin, out, dinitial, *strides, *call.sizes, REVERSE=reverse,
+            rows, columns, call.decays[1], begin, out, dinitial, *strides, *call.sizes, REVERSE=reverse,
             **call.options("states"),
         )  # fmt: skip
 

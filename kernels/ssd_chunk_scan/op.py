@@ -6,19 +6,8 @@ B batch, T tokens, H heads, P head dim, N state dim, G groups.
 import torch
 from torch import Tensor
 
+from kernels.op_support import check_doc_ids, check_floating, check_impl, check_shapes, fresh, full_precision
 from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
-
-IMPLS = ("op", "reference")
-
-
-def _full_precision(t: Tensor) -> torch.autocast:
-    """Autocast reaches into an op's body and would run its products in bf16; they belong in fp32."""
-    return torch.autocast(t.device.type, enabled=False)
-
-
-def _fresh(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copies in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
-    return tuple(t.clone(memory_format=torch.contiguous_format) for t in tensors)
 
 
 @torch.library.custom_op("bumpgate::ssd_chunk_scan_fwd", mutates_args=())
@@ -33,8 +22,10 @@ def ssd_chunk_scan_fwd(
     initial_state: Tensor,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    with _full_precision(x):
-        return _fresh(ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size))
+    inputs = (x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
+    with full_precision(x):
+        y, final = ssd_chunk_scan_reference(*inputs, chunk_size)
+    return fresh(y), fresh(final)
 
 
 @ssd_chunk_scan_fwd.register_fake
@@ -58,8 +49,9 @@ def ssd_chunk_scan_bwd(
     dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
-    with _full_precision(x):
-        return _fresh(ssd_chunk_scan_backward_reference(*inputs, chunk_size, dy, dfinal))
+    with full_precision(x):
+        grads = ssd_chunk_scan_backward_reference(*inputs, chunk_size, dy, dfinal)
+    return tuple(fresh(g) for g in grads)
 
 
 @ssd_chunk_scan_bwd.register_fake
@@ -81,8 +73,7 @@ ssd_chunk_scan_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl):
-    if impl not in IMPLS:
-        raise ValueError(f"ssd_chunk_scan: impl is {impl!r}, choices are {IMPLS}")
+    check_impl("ssd_chunk_scan", impl)
     if x.dim() != 4 or Bmat.dim() != 4:
         raise ValueError(
             f"ssd_chunk_scan: x must be (B,T,H,P), Bmat (B,T,G,N), not {x.dim()}-d, {Bmat.dim()}-d"
@@ -102,16 +93,13 @@ def _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl):
     }
     if initial_state is not None:
         shapes["initial_state"] = (initial_state, (B, H, P, N))
-    for name, (tensor, shape) in shapes.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"ssd_chunk_scan: {name} has shape {tuple(tensor.shape)}, wanted {shape}")
-        if name != "doc_ids" and not tensor.is_floating_point():
-            raise ValueError(f"ssd_chunk_scan: {name} must be floating point, not {tensor.dtype}")
+    check_shapes("ssd_chunk_scan", shapes)
+    floats = {name: tensor for name, (tensor, _) in shapes.items() if name != "doc_ids"}
+    check_floating("ssd_chunk_scan", floats)
     if not x.dtype == Bmat.dtype == Cmat.dtype:
         dtypes = ", ".join(str(t.dtype) for t in (x, Bmat, Cmat))
         raise ValueError(f"ssd_chunk_scan: x, Bmat, Cmat must share one dtype, not {dtypes}")
-    if doc_ids.dtype != torch.int32:
-        raise ValueError(f"ssd_chunk_scan: doc_ids must be int32, not {doc_ids.dtype}")
+    check_doc_ids("ssd_chunk_scan", doc_ids)
     if chunk_size < 1:
         raise ValueError(f"ssd_chunk_scan: chunk_size must be at least 1, not {chunk_size}")
 
@@ -139,7 +127,7 @@ def ssd_chunk_scan(
     """
     _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl)
     if impl == "reference":
-        with _full_precision(x):
+        with full_precision(x):
             return ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
     if initial_state is None:
         acc = torch.promote_types(x.dtype, torch.float32)

@@ -1,6 +1,7 @@
 """One process of the warm-restart check: compile and train a narrow hybrid, print what the caches did as JSON.
 
-`python -m suites.cache.restart nam12 regional` with TORCHINDUCTOR_CACHE_DIR set; the parent compares two of them.
+`python -m suites.cache.restart nam12 regional [PATTERN]` with TORCHINDUCTOR_CACHE_DIR set; the parent compares two
+of them. PATTERN replaces the preset's layers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ def tree_cpu_seconds() -> float:
     return sum(t.user + t.system + t.children_user + t.children_system for t in times)
 
 
-def main(name: str, policy: str) -> dict[str, object]:
+def shared_objects() -> dict[str, int]:
+    """Every compiled object in the cache directory with its time of writing: one built anew differs in it."""
+    directory = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    return {str(path.relative_to(directory)): path.stat().st_mtime_ns for path in directory.rglob("*.so")}
+
+
+def main(name: str, policy: str, pattern: str = "") -> dict[str, object]:
     """Warm-up and two train steps; returns the cache counters, shared objects, graphs and seconds."""
     from launch.step import make_optimizer, train_step
     from suites.support.hybrids import token_batch, watched_hybrid
@@ -32,7 +39,8 @@ def main(name: str, policy: str) -> dict[str, object]:
 
     imported = tree_cpu_seconds()
     started = time.perf_counter()
-    with watched_hybrid(name, policy) as hybrid:
+    layers = {"layer_pattern": pattern, "depth": len(pattern)} if pattern else {}
+    with watched_hybrid(name, policy, **layers) as hybrid:
         ids = token_batch(hybrid.config, 2)
         hybrid.compiled.warm_up(ids)
         optimizer = make_optimizer(hybrid.model)
@@ -45,9 +53,9 @@ def main(name: str, policy: str) -> dict[str, object]:
             "losses": losses,
             "cpu_seconds": tree_cpu_seconds() - imported,
             "wall_seconds": time.perf_counter() - started,
-            "shared_objects": len(list(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.so"))),
+            "shared_objects": shared_objects(),
         }
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:3])))
+    print(json.dumps(main(*sys.argv[1:4])))

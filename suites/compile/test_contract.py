@@ -6,13 +6,12 @@ Rules C1 (six lines before the first compile), C7 (each disable point declared w
 from __future__ import annotations
 
 import pytest
-import torch
 
 from launch.contract import load
 from launch.policies import POLICIES, apply
 from model import preset
 from suites.support.hybrids import build, token_batch, watched_hybrid
-from suites.support.instruments import disabled_functions
+from suites.support.instruments import disabled_functions, read_dynamo_config
 from suites.support.lanes import Lane, lanes
 
 
@@ -25,7 +24,7 @@ def test_six_lines_hold_at_the_first_backend_call(lane: Lane, row, canaries) -> 
         inner = hybrid.watch.backend("eager")
 
         def reading(graph, inputs):
-            met.append({name: getattr(torch._dynamo.config, name) for name in contract.dynamo})
+            met.append(read_dynamo_config(contract.dynamo))
             return inner(graph, inputs)
 
         ids = token_batch(hybrid.config, 2, device=lane.device)

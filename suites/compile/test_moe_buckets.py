@@ -15,7 +15,7 @@ from model import preset
 from model.layers import rms_norm
 from model.moe import MoEBlock
 from suites.support.hybrids import SEED
-from suites.support.instruments import DynamoWatch
+from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from suites.support.lanes import Lane, lanes
 
 INSTRUMENTS = ("graphs", "recompiles")
@@ -43,7 +43,7 @@ def test_one_graph_a_bucket(lane: Lane, row, canaries) -> None:
     inputs = torch.randn(2, config.seq_len, config.d_model)
     popular = torch.randn(config.d_model)
     worst, buckets, largest = 0.0, set(), []
-    with torch._dynamo.config.patch({name: getattr(torch._dynamo.config, name) for name in contract.dynamo}):
+    with dynamo_config(read_dynamo_config(contract.dynamo)):
         apply_dynamo(contract)
         with DynamoWatch() as watch:
             block.compile(backend=watch.backend("eager"))
@@ -56,7 +56,7 @@ def test_one_graph_a_bucket(lane: Lane, row, canaries) -> None:
                 with torch.no_grad():
                     y, _ = block(x)
                     worst = max(worst, float((y - dropless(block, x)).abs().max() / y.abs().max()))
-        torch._dynamo.reset()
+        forget_graphs()
     report = watch.report
     evidence = (
         f"buckets {sorted(buckets)} over {len(SKEWS)} routings (needed {largest})",

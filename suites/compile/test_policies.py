@@ -20,12 +20,17 @@ GENERATES = {"regional": "inductor"}
 INSTRUMENTS = ("graphs", "graph_breaks", "islands", "guards")
 
 
+CASES = {"nam52": ("nam52", {}), "nam56r": ("nam56r", {}), "nam12_mamba2": ("nam12", {"m_mixer": "mamba2"})}
+
+
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["nam52", "nam56r"])
+@pytest.mark.parametrize("name", CASES)
 def test_counts(lane: Lane, name: str, policy: str, row, canaries) -> None:
     canaries(*INSTRUMENTS)
-    with watched_hybrid(name, policy, device=lane.device, backend=GENERATES.get(policy, "eager")) as hybrid:
+    preset, changes = CASES[name]
+    backend = GENERATES.get(policy, "eager")
+    with watched_hybrid(preset, policy, device=lane.device, backend=backend, **changes) as hybrid:
         ids = token_batch(hybrid.config, batch=2, device=lane.device)
         hybrid.compiled.warm_up(ids)
         calls, islands = hybrid.forward(ids)

@@ -6,7 +6,6 @@ The op shifts and adds; the plain formula cuts each row into its documents and r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -15,13 +14,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_reference, causal_conv1d_step
-from suites.support.instruments import DynamoWatch
+from suites.support.comparison import DTYPES, doubled, error_ratios, gradients, report_cases
+from suites.support.custom_ops import check_one_graph, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LENGTHS = (9, 1, 2, 13, 5)
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -50,30 +48,6 @@ def plain_conv(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, activat
     return F.silu(pre) if activation == "silu" else pre
 
 
-def gradients(function: Callable[..., Tensor], *inputs: Tensor, **options) -> list[Tensor]:
-    """The output, and the gradients of x, weight and bias of a fixed random weighting of it."""
-    leaves = [t.detach().clone().requires_grad_() for t in inputs[:3]]
-    y = function(*leaves, inputs[3], **options)
-    g = torch.Generator().manual_seed(1)
-    weighting = torch.randn(y.shape, generator=g, dtype=torch.float64).to(y)
-    return [y.detach(), *torch.autograd.grad(y, leaves, weighting)]
-
-
-def doubled(inputs: Inputs) -> Inputs:
-    return *(t.double() for t in inputs[:3]), inputs[3]
-
-
-def error(found: Tensor, oracle: Tensor) -> tuple[float, float]:
-    """Largest and RMS difference."""
-    difference = (found.double() - oracle.double()).abs()
-    return difference.max().item(), difference.square().mean().sqrt().item()
-
-
-def error_ratio(found: Tensor, plain: Tensor, oracle: Tensor) -> float:
-    """How much further from the oracle than the plain formula in the same dtype: the worse of max and RMS."""
-    return max(ours / theirs for ours, theirs in zip(error(found, oracle), error(plain, oracle)))
-
-
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("activation", ["silu", "none"])
 @pytest.mark.parametrize("W", [1, 2, 3, 4])
@@ -89,27 +63,11 @@ def test_fp64_equals_conv1d_of_each_document(lane: Lane, W: int, activation: str
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
-    ratios = {"forward": {}, "gradient": {}}
-    elements = 0
+    ratios = {}
     for W in (2, 3, 4):
         inputs = problem(D=64, W=W, dtype=DTYPES[dtype], device=lane.device)
-        oracle = gradients(plain_conv, *doubled(inputs))
-        plain = gradients(plain_conv, *inputs)
-        found = gradients(causal_conv1d, *inputs)
-        assert all(t.dtype == DTYPES[dtype] for t in found)
-        forward, *backward = (error_ratio(*three) for three in zip(found, plain, oracle))
-        ratios["forward"][W], ratios["gradient"][W] = forward, max(backward)
-        elements += sum(t.numel() for t in oracle)
-    for direction, by_width in ratios.items():
-        row(
-            f"kernels/causal_conv1d-{lane.name}-{dtype}/{direction}_error_ratio",
-            max(by_width.values()),
-            unit="ratio",
-            witness=elements,
-            at_most=2.0,
-            rule="C36",
-            evidence=[f"width {W}: {ratio:.3f}" for W, ratio in by_width.items()],
-        )
+        ratios[f"width {W}"] = error_ratios(causal_conv1d, plain_conv, plain_conv, inputs)
+    report_cases(row, f"kernels/causal_conv1d-{lane.name}-{dtype}", ratios, gradient_at_most=2.0)
 
 
 @lanes("cpu", "h200")
@@ -150,45 +108,20 @@ def test_gradcheck(lane: Lane, activation: str):
 
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
-    inputs = problem(D=3, lengths=(5, 2), dtype=torch.float32, device=lane.device)
-    # Every tensor non-contiguous: the op may rely on no layout, and its results have the canonical one.
-    x, weight, bias, doc_ids = (t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
-    y = torch.ops.bumpgate.causal_conv1d_fwd(x, weight, bias, doc_ids, "silu")
-    dy = y.transpose(0, 2).contiguous().transpose(0, 2)
-    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    torch.library.opcheck(torch.ops.bumpgate.causal_conv1d_fwd, (*leaves, doc_ids, "silu"))
-    torch.library.opcheck(torch.ops.bumpgate.causal_conv1d_bwd, (x, weight, bias, doc_ids, dy, "silu"))
-    for op, tensors in (
-        (torch.ops.bumpgate.causal_conv1d_fwd, (x, weight, bias, doc_ids)),
-        (torch.ops.bumpgate.causal_conv1d_bwd, (x, weight, bias, doc_ids, dy)),
-    ):
-        real = op(*tensors, "silu")
-        fake = op(*(t.to("meta") for t in tensors), "silu")
-        real, fake = ([t] if isinstance(t, Tensor) else t for t in (real, fake))
-        assert [(t.shape, t.stride(), t.dtype) for t in fake] == [
-            (t.shape, t.stride(), t.dtype) for t in real
-        ]
+    FWD, BWD = torch.ops.bumpgate.causal_conv1d_fwd, torch.ops.bumpgate.causal_conv1d_bwd
+    inputs = strided(problem(D=3, lengths=(5, 2), dtype=torch.float32, device=lane.device))
+    dy = turned(FWD(*inputs, "silu"), 0, 2)
+    check_op(FWD, (*inputs, "silu"), differentiable=True)
+    check_op(BWD, (*inputs, dy, "silu"))
 
 
 @lanes("cpu", "h200")
 def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
-    def marked(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor) -> Tensor:
-        torch._dynamo.mark_dynamic(x, 0)
-        torch._dynamo.mark_dynamic(doc_ids, 0)
-        return compiled(x, weight, bias, doc_ids)
+    def train(function, inputs):
+        return gradients(function, *inputs)
 
-    with DynamoWatch() as watch:
-        compiled = torch.compile(causal_conv1d, fullgraph=True, backend=watch.backend("aot_eager"))
-        for B in (2, 3, 5):
-            inputs = problem(B=B, dtype=torch.float32, device=lane.device)
-            eager = gradients(causal_conv1d, *inputs)
-            gradients(marked, *inputs)  # tracing runs the op's fake too, so it is counted in a later call
-            with profile(activities=[ProfilerActivity.CPU]) as trace:
-                found = gradients(marked, *inputs)
-            ran = {event.key: event.count for event in trace.key_averages()}
-            assert ran["bumpgate::causal_conv1d_fwd"] == ran["bumpgate::causal_conv1d_bwd"] == 1
-            assert all(torch.equal(*pair) for pair in zip(found, eager))
-    assert [g.operators.count("bumpgate.causal_conv1d_fwd.default") for g in watch.report.graphs] == [1]
+    batches = [problem(B=B, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    check_one_graph(causal_conv1d, train, batches, op="causal_conv1d", dynamic=(0, 3))
 
 
 @lanes("cpu", "h200")
@@ -291,6 +224,5 @@ def test_bad_input_is_one_clear_line(lane: Lane):
         ((x, weight, bias, doc_ids), {"impl": "fast"}, "choices are"),
     ]
     for inputs, options, words in bad:
-        with pytest.raises(ValueError, match=words) as caught:
+        with refused("causal_conv1d", words):
             causal_conv1d(*inputs, **options)
-        assert "\n" not in str(caught.value)

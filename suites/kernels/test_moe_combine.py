@@ -14,14 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.profiler import ProfilerActivity, profile
 
 from kernels.moe_combine import moe_combine, moe_combine_reference
 from kernels.moe_dispatch import moe_dispatch
-from suites.support.instruments import DynamoWatch
+from suites.support.comparison import (
+    DTYPES,
+    doubled,
+    error_ratio,
+    gradients,
+    random_weights,
+    ratio_row,
+)
+from suites.support.custom_ops import check_compiled, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BOUND = (
     1e-5  # on the fp32 output before its cast: right reads 6e-8 (random) and 6e-7 (cancelling), wrong 2e-3 up
 )
@@ -55,32 +61,6 @@ def by_loop(
         rows = torch.where(slot[..., k, None] < 0, 0, rows)
         out = out + (weights[..., k, None].to(y.dtype) * rows).to(out.dtype)
     return out
-
-
-def gradients(combine: Callable[..., Tensor], *inputs, **options) -> list[Tensor]:
-    """The output, and the gradients of y and weights of a fixed random weighting of it."""
-    y, expert, slot, weights, bucket = inputs
-    y, weights = (t.detach().clone().requires_grad_() for t in (y, weights))
-    out = combine(y, expert, slot, weights, bucket, **options)
-    g = torch.Generator().manual_seed(1)
-    weighting = torch.randn(out.shape, generator=g, dtype=torch.float64).to(out)
-    return [out.detach(), *torch.autograd.grad(out, (y, weights), weighting)]
-
-
-def doubled(inputs: Inputs) -> Inputs:
-    y, expert, slot, weights, bucket = inputs
-    return y.double(), expert, slot, weights.double(), bucket
-
-
-def error(found: Tensor, oracle: Tensor) -> tuple[float, float]:
-    """Largest and RMS difference."""
-    difference = (found.double() - oracle.double()).abs()
-    return difference.max().item(), difference.square().mean().sqrt().item()
-
-
-def error_ratio(found: Tensor, plain: Tensor, oracle: Tensor) -> float:
-    """How much further from the oracle than the plain formula in the same dtype: the worse of max and RMS."""
-    return max(ours / theirs for ours, theirs in zip(error(found, oracle), error(plain, oracle)))
 
 
 def relative(found: Tensor, oracle: Tensor) -> float:
@@ -168,27 +148,21 @@ def test_fp64_equals_the_loop(lane: Lane, bucket: int):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
     inputs = problem(T=64, K=5, D=32, C=64, dtype=DTYPES[dtype], device=lane.device)
-    oracle = gradients(by_loop, *doubled(inputs))
     plain = gradients(by_loop, *inputs)
     found = gradients(moe_combine, *inputs)
     assert [t.dtype for t in found] == [DTYPES[dtype], DTYPES[dtype], torch.float32]
     # The weighting of the output is rounded to its dtype, so the oracle's gradients take the rounded one.
+    (weighting,) = random_weights([found[0]])
     y, expert, slot, weights, bucket = doubled(inputs)
-    weighting = torch.randn(oracle[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    leaves = [t.requires_grad_() for t in (y, weights)]
-    out = by_loop(leaves[0], expert, slot, leaves[1], bucket)
-    oracle[1:] = torch.autograd.grad(out, leaves, weighting.to(found[0]).double())
-    ratios = [error_ratio(*three) for three in zip(found, plain, oracle)]
-    row(
+    exact = by_loop(y.requires_grad_(), expert, slot, weights.requires_grad_(), bucket)
+    oracle = [exact.detach(), *torch.autograd.grad(exact, (y, weights), weighting.double())]
+    names = ("output", "grad y", "grad weights")
+    ratio_row(
+        row,
         f"kernels/moe_combine-{lane.name}-{dtype}/error_ratio",
-        max(ratios),
-        unit="ratio",
+        {name: error_ratio(*three) for name, *three in zip(names, found, plain, oracle)},
         witness=sum(t.numel() for t in oracle),
         at_most=2.0,
-        rule="C36",
-        evidence=[
-            f"{name}: {ratio:.3f}" for name, ratio in zip(("output", "grad y", "grad weights"), ratios)
-        ],
     )
 
 
@@ -202,25 +176,12 @@ def test_gradcheck(lane: Lane, bucket: int):
 
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
+    FWD, BWD = torch.ops.bumpgate.moe_combine_fwd, torch.ops.bumpgate.moe_combine_bwd
     *tensors, bucket = problem(T=6, C=2, dtype=torch.float32, device=lane.device)
-    # Every tensor non-contiguous: the op may rely on no layout, and its results have the canonical one.
-    y, expert, slot, weights = (t.repeat_interleave(2, -1)[..., ::2] for t in tensors)
-    forward = (y, expert, slot, weights, bucket, torch.bfloat16)
-    out = torch.ops.bumpgate.moe_combine_fwd(*forward)
-    backward = (y, expert, slot, weights, bucket, out.transpose(0, 2).contiguous().transpose(0, 2))
-    leaves = (y.clone().requires_grad_(), expert, slot, weights.clone().requires_grad_(), bucket)
-    torch.library.opcheck(torch.ops.bumpgate.moe_combine_fwd, (*leaves, torch.float32))
-    torch.library.opcheck(torch.ops.bumpgate.moe_combine_bwd, backward)
-    for op, arguments in (
-        (torch.ops.bumpgate.moe_combine_fwd, forward),
-        (torch.ops.bumpgate.moe_combine_bwd, backward),
-    ):
-        real = op(*arguments)
-        fake = op(*(t.to("meta") if isinstance(t, Tensor) else t for t in arguments))
-        real, fake = ([t] if isinstance(t, Tensor) else t for t in (real, fake))
-        assert [(t.shape, t.stride(), t.dtype) for t in fake] == [
-            (t.shape, t.stride(), t.dtype) for t in real
-        ]
+    inputs = (*strided(tensors), bucket)
+    for out_dtype in (torch.float32, torch.bfloat16):
+        check_op(FWD, (*inputs, out_dtype), differentiable=True)
+        check_op(BWD, (*inputs, turned(FWD(*inputs, out_dtype), 0, 2)))
 
 
 @lanes("cpu", "h200")
@@ -232,32 +193,28 @@ def test_one_graph_serves_every_batch_there_and_back(lane: Lane, impl: str):
         padded, slot, _ = moe_dispatch(x, expert, 6, 8, impl=impl)
         return moe_combine(torch.bmm(padded, matrix), expert, slot, weights, 8, impl=impl)
 
-    def train(layer: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-        x, expert, weights, matrix = inputs
-        leaves = [t.clone().requires_grad_() for t in (x, weights, matrix)]
-        for t in (leaves[0], leaves[1], expert):
-            torch._dynamo.mark_dynamic(t, 0)
-        out = layer(leaves[0], expert, *leaves[1:])
-        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+    def train(layer, inputs):
+        return gradients(layer, *inputs)
 
     g = torch.Generator(device=lane.device).manual_seed(0)
-    with DynamoWatch() as watch:
-        compiled = torch.compile(there_and_back, fullgraph=True, backend=watch.backend("aot_eager"))
-        for B in (2, 8, 32):
-            _, expert, _, weights, _ = problem(B=B, dtype=torch.float32, device=lane.device)
-            x = torch.randn(B, 24, 8, generator=g, device=lane.device)
-            matrix = torch.randn(6, 8, 8, generator=g, device=lane.device)
-            inputs = (x, expert, weights, matrix)
-            for ours, theirs in zip(train(compiled, *inputs), train(there_and_back, *inputs)):
-                # Bit by bit where no atomics add: the plain reference on a GPU may sum in another order.
-                exact = impl == "op" and lane.device == "cpu"
-                torch.testing.assert_close(ours, theirs, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5)
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
-            train(compiled, *inputs)
-    ran = {event.key: event.count for event in trace.key_averages()}
-    opaque = [ran.get(f"bumpgate::moe_combine_{way}", 0) for way in ("fwd", "bwd")]
-    assert opaque == ([1, 1] if impl == "op" else [0, 0])
-    assert watch.report.unique_graphs == 1
+    batches = []
+    for B in (2, 8, 32):
+        _, expert, _, weights, _ = problem(B=B, dtype=torch.float32, device=lane.device)
+        x, matrix = (
+            torch.randn(*shape, generator=g, device=lane.device) for shape in ((B, 24, 8), (6, 8, 8))
+        )
+        batches.append((x, expert, weights, matrix))
+    # Bit by bit where no atomics add: the plain reference on a GPU may sum in another order.
+    report = check_compiled(
+        there_and_back,
+        train,
+        batches,
+        op="moe_combine",
+        calls=int(impl == "op"),
+        dynamic=(0, 1, 2),
+        tolerance=0.0 if impl == "op" and lane.device == "cpu" else 1e-5,
+    )
+    assert report.unique_graphs == 1
 
 
 @lanes("cpu", "h200")
@@ -340,6 +297,5 @@ def test_bad_input_is_one_clear_line(lane: Lane):
         ((y, expert, slot, weights, C), {"impl": "fast"}, "choices are"),
     ]
     for arguments, options, words in bad:
-        with pytest.raises(ValueError, match=words) as caught:
+        with refused("moe_combine", words):
             moe_combine(*arguments, **options)
-        assert "\n" not in str(caught.value)

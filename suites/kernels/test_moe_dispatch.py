@@ -5,7 +5,6 @@ B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots an expert an
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 
@@ -15,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.profiler import ProfilerActivity, profile
 
 from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch, moe_dispatch_backward_reference, moe_dispatch_reference
-from suites.support.instruments import DynamoWatch, host_syncs
+from suites.support.comparison import DTYPES, error_ratio, gradients, random_weights, ratio_row
+from suites.support.custom_ops import check_compiled, check_op, refused, strided, turned
+from suites.support.instruments import host_syncs
 from suites.support.lanes import Lane, lanes
 
 E = 5
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 sizes = {
     "seed": st.integers(0, 99),
@@ -60,37 +59,19 @@ def by_loop(x: Tensor, expert: Tensor, num_experts: int, bucket: int) -> tuple[T
     return padded, slot, torch.tensor(overflow, device=x.device)
 
 
-def train(
-    dispatch: Callable[..., tuple[Tensor, ...]], x: Tensor, expert: Tensor, bucket: int
-) -> tuple[Tensor, ...]:
-    """Gradient of x for a fixed random weighting of `padded`, and the three outputs."""
-    leaf = x.detach().clone().requires_grad_()
-    outputs = dispatch(leaf, expert, E, bucket)
-    g = torch.Generator().manual_seed(1)
-    weighting = torch.randn(outputs[0].shape, generator=g, dtype=torch.float64).to(x)
-    return torch.autograd.grad(outputs[0], leaf, weighting)[0], *outputs
-
-
-def gradient(*arguments) -> Tensor:
-    return train(*arguments)[0]
+def gradient(dispatch, x: Tensor, expert: Tensor, bucket: int) -> Tensor:
+    """Of x, for a fixed random weighting of `padded`."""
+    return gradients(dispatch, x, expert, E, bucket)[-1]
 
 
 def gradient_by_loop(x: Tensor, expert: Tensor, bucket: int) -> Tensor:
     """The same, one addition after the other in the dtype of x: the plain formula."""
-    _, slot, _ = by_loop(x, expert, E, bucket)
-    g = torch.Generator().manual_seed(1)
-    shape = (E, len(x) * bucket, x.shape[2])
-    weighting = torch.randn(shape, generator=g, dtype=torch.float64).to(x)
+    padded, slot, _ = by_loop(x, expert, E, bucket)
+    (weighting,) = random_weights([padded])
     dx = torch.zeros_like(x)
     for b, t, k in (slot >= 0).nonzero().tolist():
         dx[b, t] += weighting[expert[b, t, k], b * bucket + slot[b, t, k]]
     return dx
-
-
-def error(found: Tensor, oracle: Tensor) -> tuple[float, float]:
-    """Largest and RMS difference."""
-    difference = (found.double() - oracle.double()).abs()
-    return difference.max().item(), difference.square().mean().sqrt().item()
 
 
 @lanes("cpu", "h200")
@@ -157,23 +138,20 @@ def test_wrong_placements_differ_from_the_loop(lane: Lane):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_error_is_at_most_that_of_the_plain_sum(lane: Lane, dtype: str, row):
     x, expert = problem(T=40, K=5, D=16, dtype=DTYPES[dtype], device=lane.device)
-    # The oracle takes the weighting that the low precision saw: its fp64 sum is of the same rounded terms.
     plain = gradient_by_loop(x, expert, 32)
-    g = torch.Generator().manual_seed(1)
-    terms = torch.randn(E, 64, 16, generator=g, dtype=torch.float64).to(x).double()
-    leaf = x.double().requires_grad_()
-    oracle = torch.autograd.grad(moe_dispatch_reference(leaf, expert, E, 32)[0], leaf, terms)[0]
     found = gradient(moe_dispatch, x, expert, 32)
     assert found.dtype == DTYPES[dtype]
-    ours, theirs = error(found, oracle), error(plain, oracle)
-    row(
+    # The oracle takes the weighting that the low precision saw: its fp64 sum is of the same rounded terms.
+    leaf = x.double().requires_grad_()
+    padded, _, _ = moe_dispatch_reference(leaf, expert, E, 32)
+    (terms,) = random_weights([padded.to(x.dtype)])
+    (oracle,) = torch.autograd.grad(padded, leaf, terms.double())
+    ratio_row(
+        row,
         f"kernels/moe_dispatch-{lane.name}-{dtype}/gradient_error_ratio",
-        max(a / b for a, b in zip(ours, theirs)),
-        unit="ratio",
+        {"grad x": error_ratio(found, plain, oracle)},
         witness=oracle.numel(),
         at_most=2.0,
-        rule="C36",
-        evidence=[f"max, rms error: {ours}, plain: {theirs}"],
     )
     # An fp32 sum and one cast: half a unit in the last place, plus 5 fp32 roundings of sums below 16.
     unit = {"fp32": 0.0, "bf16": 2**-8}[dtype]
@@ -210,55 +188,37 @@ def test_gradcheck(lane: Lane, bucket: int):
 
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
-    # Every tensor non-contiguous: the op may rely on no layout, and its results have the canonical one.
-    x, expert = (t.repeat_interleave(2, -1)[..., ::2] for t in problem(T=6, device=lane.device))
-    padded, slot, _ = torch.ops.bumpgate.moe_dispatch_fwd(x, expert, E, 2)
-    dpadded = padded.transpose(0, 2).contiguous().transpose(0, 2)
-    torch.library.opcheck(torch.ops.bumpgate.moe_dispatch_fwd, (x.clone().requires_grad_(), expert, E, 2))
-    torch.library.opcheck(torch.ops.bumpgate.moe_dispatch_bwd, (dpadded, expert, slot, 2))
-    for op, arguments in (
-        (torch.ops.bumpgate.moe_dispatch_fwd, (x, expert, E, 2)),
-        (torch.ops.bumpgate.moe_dispatch_bwd, (dpadded, expert, slot, 2)),
-    ):
-        real = op(*arguments)
-        fake = op(*(t.to("meta") if isinstance(t, Tensor) else t for t in arguments))
-        real, fake = ([t] if isinstance(t, Tensor) else t for t in (real, fake))
-        assert [(t.shape, t.stride(), t.dtype) for t in fake] == [
-            (t.shape, t.stride(), t.dtype) for t in real
-        ]
+    FWD, BWD = torch.ops.bumpgate.moe_dispatch_fwd, torch.ops.bumpgate.moe_dispatch_bwd
+    x, expert = strided(problem(T=6, device=lane.device))
+    padded, slot, _ = FWD(x, expert, E, 2)
+    check_op(FWD, (x, expert, E, 2), differentiable=True)
+    check_op(BWD, (turned(padded, 0, 2), expert, slot, 2))
 
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("impl", ["op", "reference"])
 def test_one_graph_serves_every_batch_and_every_routing(lane: Lane, impl: str, row, canaries):
-    def marked(x: Tensor, expert: Tensor, num_experts: int, bucket: int) -> tuple[Tensor, ...]:
-        torch._dynamo.mark_dynamic(x, 0)
-        torch._dynamo.mark_dynamic(expert, 0)
-        return compiled(x, expert, num_experts, bucket)
+    def train(dispatch, inputs):
+        return gradients(dispatch, *inputs, E, 4)
 
     canaries("graphs")
-    dispatch = partial(moe_dispatch, impl=impl)
-    steps = 0
-    with DynamoWatch() as watch:
-        compiled = torch.compile(dispatch, fullgraph=True, backend=watch.backend("aot_eager"))
-        for B in (2, 8, 32):
-            for seed in (0, 1):
-                x, expert = problem(B=B, seed=seed, device=lane.device)
-                assert all(map(torch.equal, train(marked, x, expert, 4), train(dispatch, x, expert, 4)))
-                steps += 1
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
-            gradient(marked, x, expert, 4)
-    ran = {event.key: event.count for event in trace.key_averages()}
-    opaque = [ran.get(f"bumpgate::moe_dispatch_{way}", 0) for way in ("fwd", "bwd")]
-    assert opaque == ([1, 1] if impl == "op" else [0, 0])
+    batches = [problem(B=B, seed=seed, device=lane.device) for B in (2, 8, 32) for seed in (0, 1)]
+    report = check_compiled(
+        partial(moe_dispatch, impl=impl),
+        train,
+        batches,
+        op="moe_dispatch",
+        calls=int(impl == "op"),
+        dynamic=(0, 1),
+    )
     row(
         f"kernels/moe_dispatch-{lane.name}-{impl}/unique_graphs",
-        watch.report.unique_graphs,
+        report.unique_graphs,
         unit="graphs",
-        witness=steps,
+        witness=len(batches),
         expected=1,
         rule="C12",
-        evidence=[f"{g.ops} operators" for g in watch.report.graphs],
+        evidence=[f"{g.ops} operators" for g in report.graphs],
         instruments=["graphs"],
     )
 
@@ -344,6 +304,5 @@ def test_bad_input_is_one_clear_line(lane: Lane):
         ((x, expert, E, 4), {"impl": "fast"}, "choices are"),
     ]
     for arguments, options, words in bad:
-        with pytest.raises(ValueError, match=words) as caught:
+        with refused("moe_dispatch", words):
             moe_dispatch(*arguments, **options)
-        assert "\n" not in str(caught.value)

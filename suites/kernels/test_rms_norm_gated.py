@@ -5,7 +5,6 @@ B batch, T tokens, D channels, S group size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 
@@ -15,13 +14,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from kernels.rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
-from suites.support.instruments import DynamoWatch
+from suites.support.comparison import DTYPES, doubled, error, error_ratios, gradients, report_cases
+from suites.support.custom_ops import check_one_graph, check_op, refused, strided
 from suites.support.lanes import Lane, lanes
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CASES = {
     f"{'norm first' if before else 'gate first'}, groups of {S}": {
         "group_size": S,
@@ -51,30 +49,6 @@ def plain_norm(
     return n * F.silu(gate) if norm_before_gate else n
 
 
-def gradients(function: Callable[..., Tensor], *inputs: Tensor, **options) -> list[Tensor]:
-    """The output, and the gradients of x, gate and weight of a fixed random weighting of it."""
-    leaves = [t.detach().clone().requires_grad_() for t in inputs]
-    y = function(*leaves, **options)
-    g = torch.Generator().manual_seed(1)
-    weighting = torch.randn(y.shape, generator=g, dtype=torch.float64).to(y)
-    return [y.detach(), *torch.autograd.grad(y, leaves, weighting)]
-
-
-def doubled(inputs: Inputs) -> Inputs:
-    return tuple(t.double() for t in inputs)
-
-
-def error(found: Tensor, oracle: Tensor) -> tuple[float, float]:
-    """Largest and RMS difference."""
-    difference = (found.double() - oracle.double()).abs()
-    return difference.max().item(), difference.square().mean().sqrt().item()
-
-
-def error_ratio(found: Tensor, plain: Tensor, oracle: Tensor) -> float:
-    """How much further from the oracle than the plain formula in the same dtype: the worse of max and RMS."""
-    return max(ours / theirs for ours, theirs in zip(error(found, oracle), error(plain, oracle)))
-
-
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("case", CASES)
 def test_fp64_equals_rms_norm_of_each_group(lane: Lane, case: str):
@@ -89,27 +63,12 @@ def test_fp64_equals_rms_norm_of_each_group(lane: Lane, case: str):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
-    ratios = {"forward": {}, "gradient": {}}
-    elements = 0
-    for case, options in CASES.items():
-        inputs = problem(dtype=DTYPES[dtype], device=lane.device)
-        oracle = gradients(plain_norm, *doubled(inputs), **options)
-        plain = gradients(plain_norm, *inputs, **options)
-        found = gradients(rms_norm_gated, *inputs, **options)
-        assert all(t.dtype == DTYPES[dtype] for t in found)
-        forward, *backward = (error_ratio(*three) for three in zip(found, plain, oracle))
-        ratios["forward"][case], ratios["gradient"][case] = forward, max(backward)
-        elements += sum(t.numel() for t in oracle)
-    for direction, by_case in ratios.items():
-        row(
-            f"kernels/rms_norm_gated-{lane.name}-{dtype}/{direction}_error_ratio",
-            max(by_case.values()),
-            unit="ratio",
-            witness=elements,
-            at_most=2.0,
-            rule="C36",
-            evidence=[f"{case}: {ratio:.3f}" for case, ratio in by_case.items()],
-        )
+    inputs = problem(dtype=DTYPES[dtype], device=lane.device)
+    ratios = {
+        case: error_ratios(rms_norm_gated, plain_norm, plain_norm, inputs, **options)
+        for case, options in CASES.items()
+    }
+    report_cases(row, f"kernels/rms_norm_gated-{lane.name}-{dtype}", ratios, gradient_at_most=2.0)
 
 
 @lanes("cpu", "h200")
@@ -147,45 +106,21 @@ def test_gradcheck(lane: Lane, S: int | None, before: bool):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 def test_op_contract(lane: Lane, shape: tuple[int, ...]):
-    inputs = problem(shape, D=6, dtype=torch.float32, device=lane.device)
-    # Every tensor non-contiguous: the op may rely on no layout, and its results have the canonical one.
-    x, gate, weight = (t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
+    FWD, BWD = torch.ops.bumpgate.rms_norm_gated_fwd, torch.ops.bumpgate.rms_norm_gated_bwd
+    x, gate, weight = strided(problem(shape, D=6, dtype=torch.float32, device=lane.device))
+    (dy,) = strided([x * 2])
     options = (1e-5, 3, False)
-    dy = (x * 2).repeat_interleave(2, -1)[..., ::2]
-    leaves = [t.clone().requires_grad_() for t in (x, gate, weight)]
-    torch.library.opcheck(torch.ops.bumpgate.rms_norm_gated_fwd, (*leaves, *options))
-    torch.library.opcheck(torch.ops.bumpgate.rms_norm_gated_bwd, (x, gate, weight, dy, *options))
-    for op, tensors in (
-        (torch.ops.bumpgate.rms_norm_gated_fwd, (x, gate, weight)),
-        (torch.ops.bumpgate.rms_norm_gated_bwd, (x, gate, weight, dy)),
-    ):
-        real = op(*tensors, *options)
-        fake = op(*(t.to("meta") for t in tensors), *options)
-        real, fake = ([t] if isinstance(t, Tensor) else t for t in (real, fake))
-        assert [(t.shape, t.stride(), t.dtype) for t in fake] == [
-            (t.shape, t.stride(), t.dtype) for t in real
-        ]
+    check_op(FWD, (x, gate, weight, *options), differentiable=True)
+    check_op(BWD, (x, gate, weight, dy, *options))
 
 
 @lanes("cpu", "h200")
 def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
-    def marked(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        torch._dynamo.mark_dynamic(x, 0)
-        torch._dynamo.mark_dynamic(gate, 0)
-        return compiled(x, gate, weight, group_size=16)
+    def train(function, inputs):
+        return gradients(function, *inputs, group_size=16)
 
-    with DynamoWatch() as watch:
-        compiled = torch.compile(rms_norm_gated, fullgraph=True, backend=watch.backend("aot_eager"))
-        for B in (2, 3, 5):
-            inputs = problem((B, 7), dtype=torch.float32, device=lane.device)
-            eager = gradients(rms_norm_gated, *inputs, group_size=16)
-            gradients(marked, *inputs)  # tracing runs the op's fake too, so it is counted in a later call
-            with profile(activities=[ProfilerActivity.CPU]) as trace:
-                found = gradients(marked, *inputs)
-            ran = {event.key: event.count for event in trace.key_averages()}
-            assert ran["bumpgate::rms_norm_gated_fwd"] == ran["bumpgate::rms_norm_gated_bwd"] == 1
-            assert all(torch.equal(*pair) for pair in zip(found, eager))
-    assert [g.operators.count("bumpgate.rms_norm_gated_fwd.default") for g in watch.report.graphs] == [1]
+    batches = [problem((B, 7), dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    check_one_graph(rms_norm_gated, train, batches, op="rms_norm_gated", dynamic=(0, 1))
 
 
 @lanes("cpu", "h200")
@@ -261,6 +196,5 @@ def test_bad_input_is_one_clear_line(lane: Lane):
         ((x, gate, weight), {"impl": "fast"}, "choices are"),
     ]
     for inputs, options, words in bad:
-        with pytest.raises(ValueError, match=words) as caught:
+        with refused("rms_norm_gated", words):
             rms_norm_gated(*inputs, **options)
-        assert "\n" not in str(caught.value)

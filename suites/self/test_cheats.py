@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from suites.cache.test_warm_restart import built_anew
 from suites.self.tree import copy_tree, edit, run_lane
+from suites.support.child import run_json
 
 TEST = "suites/compile/test_policies.py::test_counts[nam52-regional-cpu]"
 ROW = "compile/nam52-regional/graph_breaks"
@@ -58,3 +60,21 @@ def test_an_empty_selection_is_not_green(tmp_path: Path) -> None:
     run = run_lane(copy_tree(tmp_path / "tree"), "-k", "no_such_test_anywhere")
     assert run.code not in (0, 1), run.output[-3000:]
     assert "nothing was selected" in run.output
+
+
+def test_cache_hits_that_compile_everything_again_are_seen(tmp_path: Path) -> None:
+    """Without its shared objects a cache still reads hit/hit, and every C++ file is compiled anew."""
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+    def restart() -> dict:
+        return run_json("suites.cache.restart", "nam12", "regional", "A", environment=environment, timeout=200)
+
+    cold = restart()
+    for path in tmp_path.rglob("*.so"):
+        path.unlink()
+    gutted = restart()
+    warm = restart()
+    assert gutted["counts"]["aot_hit"] == cold["counts"]["aot_miss"] > 0, "the counters lie as they always did"
+    assert gutted["counts"]["fx_miss"] is None
+    assert len(built_anew(cold, gutted)) == len(cold["shared_objects"]) > 0
+    assert built_anew(gutted, warm) == []

@@ -6,14 +6,10 @@ off), not the product: its rows become INSTRUMENT, never PASS.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
-from torch._inductor.utils import fresh_cache
 
 from suites.support import instruments as device
 
@@ -55,14 +51,14 @@ def graph_breaks() -> None:
         torch.compile(_prints, backend=watch.backend("eager"))(torch.ones(4))
     breaks = watch.report.breaks
     _expect("breaks", len(breaks), 1)
-    _expect("counters['graph_break']", sum(counters["graph_break"].values()), 1)
+    _expect("counters['graph_break']", watch.report.counted_breaks, 1)
     _expect("call site", breaks[0].site, f"support/canaries.py:{_prints.__code__.co_firstlineno + 2}")
     _expect("registry id", breaks[0].code[:2] + str(breaks[0].code[2:].isdigit()), "GBTrue")
 
 
 def recompiles() -> None:
     """Two sizes under static shapes: exactly 1 recompile, whose guard names the size."""
-    with device.DynamoWatch() as watch, torch._dynamo.config.patch(STATIC):
+    with device.DynamoWatch() as watch, device.dynamo_config(STATIC):
         compiled = torch.compile(lambda x: x.sin(), backend=watch.backend("eager"))
         compiled(torch.ones(4))
         compiled(torch.ones(5))
@@ -74,7 +70,7 @@ def recompiles() -> None:
 def recompile_limit() -> None:
     """Four sizes at a limit of 2: 2 graphs, and the silent fallback to eager is reported as a failure."""
     limits = {**STATIC, "recompile_limit": 2}
-    with device.DynamoWatch() as watch, torch._dynamo.config.patch(limits):
+    with device.DynamoWatch() as watch, device.dynamo_config(limits):
         compiled = torch.compile(lambda x: x.sin(), backend=watch.backend("eager"))
         for size in (4, 5, 6, 7):
             compiled(torch.ones(size))
@@ -164,12 +160,11 @@ def cache() -> None:
     """An empty cache: 1 AOT miss, then after a reset 1 AOT hit; an autograd.Function in the graph is 1 bypass."""
 
     def run(function: Callable[[Tensor], Tensor]) -> device.CacheCounts:
-        torch._dynamo.reset()
-        counters.clear()
+        device.forget_graphs()
         torch.compile(function)(torch.ones(4, requires_grad=True)).sum().backward()
         return device.cache_counts()
 
-    with tempfile.TemporaryDirectory() as directory, fresh_cache(dir=directory):
+    with device.empty_cache():
         cold, warm, opaque = run(_sin_cos), run(_sin_cos), run(_Opaque.apply)
     _expect("cold AOT miss, hit", (cold.aot_miss, cold.aot_hit), (1, None))
     _expect("cold FX misses (forward, backward)", cold.fx_miss, 2)
@@ -180,10 +175,8 @@ def cache() -> None:
 
 def autotune() -> None:
     """One benchmarked choice: the benchmark counter moves by exactly 1."""
-    from torch._inductor.runtime.benchmarking import benchmarker
-
-    counters.clear()
-    benchmarker.benchmark_cpu(lambda: None, warmup=1, rep=1)
+    device.forget_graphs()
+    device.benchmark_one_choice()
     _expect("benchmarks", device.autotune_count(), 1)
 
 
@@ -220,5 +213,5 @@ def prove(names: Iterable[str]) -> dict[str, str]:
                     f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
                 )
             finally:
-                torch._dynamo.reset()
+                device.forget_graphs()
     return {name: _results[name] for name in names}

@@ -16,7 +16,14 @@ from torch import Tensor
 from launch.contract import Contract, apply_dynamo, load
 from launch.policies import CompiledHybrid, apply
 from model import Hybrid, HybridConfig, preset
-from suites.support.instruments import DynamoReport, DynamoWatch, eager_islands
+from suites.support.instruments import (
+    DynamoReport,
+    DynamoWatch,
+    dynamo_config,
+    eager_islands,
+    forget_graphs,
+    read_dynamo_config,
+)
 
 SEED = 20260
 DOCUMENT_TOKENS = 24
@@ -80,10 +87,9 @@ def watched_hybrid(
 ) -> Iterator[Watched]:
     """The narrow preset `name` under `policy`: contract applied, instruments open, all undone at exit."""
     contract = contract or load()
-    saved = {name: getattr(torch._dynamo.config, name) for name in contract.dynamo}
-    with torch._dynamo.config.patch(saved), DynamoWatch() as watch:
+    with dynamo_config(read_dynamo_config(contract.dynamo)), DynamoWatch() as watch:
         apply_dynamo(contract)
         config = preset(name, "narrow", **changes)
         model = build(config, device)
         yield Watched(config, model, apply(model, policy, contract, watch.backend(backend)), watch)
-    torch._dynamo.reset()
+    forget_graphs()

@@ -18,8 +18,9 @@ import json
 import logging
 import re
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -36,9 +37,34 @@ from torch._dynamo.utils import (
     get_compilation_metrics,
     set_compilation_metrics_limit,
 )
+from torch._inductor.runtime.benchmarking import benchmarker
+from torch._inductor.utils import fresh_cache
 
 # The metrics deque keeps 64 entries by default: a recompile storm of 80 would read as 64.
 METRICS_KEPT = 8192
+
+
+@contextmanager
+def dynamo_config(values: Mapping[str, Any]) -> Iterator[None]:
+    """Dynamo's configuration with `values` inside the block; every line set in it is put back at its end."""
+    with torch._dynamo.config.patch(dict(values)):
+        yield
+
+
+def read_dynamo_config(names: Iterable[str]) -> dict[str, Any]:
+    """The present values of the named Dynamo configuration lines."""
+    return {name: getattr(torch._dynamo.config, name) for name in names}
+
+
+def require_dynamic_batch(tensor: torch.Tensor) -> None:
+    """Declares the first axis dynamic: tracing a program that takes its present size for granted raises."""
+    torch._dynamo.mark_dynamic(tensor, 0)
+
+
+def forget_graphs() -> None:
+    """Drops every compiled graph of this process and clears the counters."""
+    torch._dynamo.reset()
+    counters.clear()
 
 
 @dataclass(frozen=True)
@@ -197,8 +223,7 @@ class DynamoWatch:
         return counting
 
     def __enter__(self) -> DynamoWatch:
-        torch._dynamo.reset()
-        counters.clear()
+        forget_graphs()
         count_bytes_accessed()
         set_compilation_metrics_limit(METRICS_KEPT)
         clear_compilation_metrics()
@@ -307,6 +332,18 @@ def cache_counts() -> CacheCounts:
         fx.get("fxgraph_cache_miss"),
         fx.get("fxgraph_cache_bypass"),
     )
+
+
+@contextmanager
+def empty_cache() -> Iterator[None]:
+    """Inductor's caches on an empty directory of their own inside the block."""
+    with tempfile.TemporaryDirectory() as directory, fresh_cache(dir=directory):
+        yield
+
+
+def benchmark_one_choice() -> None:
+    """What autotuning does for each candidate, once, on a candidate that does nothing."""
+    benchmarker.benchmark_cpu(lambda: None, warmup=1, rep=1)
 
 
 def autotune_count() -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 LOCK = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.machine"
 
@@ -38,13 +39,17 @@ def machine(*, exclusive: bool) -> Iterator[None]:
 
 
 def anchor() -> None:
-    """A fixed workload that no torch can change: NumPy arithmetic and interpreter work, about 30 CPU ms."""
-    a = np.linspace(0.0, 1.0, 1 << 14, dtype=np.float32)
-    total = 0
-    for _ in range(60):
-        a = np.tanh(a + 0.1) * 0.9
-        for i in range(4000):
-            total += i & 7
+    """A fixed workload that no torch can change: small NumPy arrays and interpreter work, about 40 CPU ms."""
+    for i in range(0, len(_ARRAYS), 2):
+        pair = np.concatenate([_ARRAYS[i], _ARRAYS[i + 1]], axis=1).reshape(256, 64)
+        mixed = np.tanh(pair @ _WEIGHTS[i % len(_WEIGHTS)])
+        sum(k & 7 for k in range(500))
+        _ARRAYS[i], _ARRAYS[i + 1] = mixed[:128], mixed[128:]
+
+
+_GENERATOR = np.random.default_rng(0)
+_ARRAYS = [_GENERATOR.standard_normal((128, 64), dtype=np.float32) for _ in range(600)]
+_WEIGHTS = [_GENERATOR.standard_normal((64, 64), dtype=np.float32) / 8 for _ in range(52)]
 
 
 @dataclass(frozen=True)
@@ -57,28 +62,66 @@ class Ratio:
     pairs: int
 
 
-def interleaved(
-    functions: dict[str, Callable[[], object]], rounds: int, warmup: int = 2
-) -> dict[str, list[float]]:
-    """CPU seconds of each function in each round; the order turns by one place a round."""
+@dataclass
+class Rounds:
+    """CPU seconds by function name, a value a quiet round; `disturbed` rounds were measured and not kept."""
+
+    seconds: dict[str, list[float]]
+    quiet: int = 0
+    disturbed: int = 0
+
+    def ratio(self, numerator: str, denominator: str) -> Ratio:
+        """The median of the paired ratios, with the order statistics that enclose it at 99 %.
+
+        With fewer than QUIET_NEEDED quiet rounds the interval is a factor of 2 either way, which no tolerance
+        contains: the row will be INCONCLUSIVE.
+        """
+        pairs = zip(self.seconds[numerator], self.seconds[denominator])
+        logs = sorted(math.log(a / b) for a, b in pairs) or [0.0]
+        n, median = len(logs), statistics.median(logs)
+        if self.quiet < QUIET_NEEDED:
+            return Ratio(math.exp(median), math.exp(median) / 2, math.exp(median) * 2, n)
+        reach = math.ceil(2.576 * math.sqrt(n) / 2)
+        low, high = logs[max(0, n // 2 - reach)], logs[min(n - 1, n // 2 + reach)]
+        return Ratio(math.exp(median), math.exp(low), math.exp(high), n)
+
+
+# CPU share of one processor that others may use in a round, and how many quiet rounds an interval needs.
+FOREIGN_SHARE = 0.1
+QUIET_NEEDED = 15
+
+
+def _busy_seconds() -> tuple[float, float]:
+    """CPU seconds used on this machine so far (stolen ones too): by everybody, and by this process."""
+    t = psutil.cpu_times()
+    everybody = sum(t) - t.idle - t.iowait - getattr(t, "guest", 0.0) - getattr(t, "guest_nice", 0.0)
+    return everybody, time.process_time()
+
+
+def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget: float = 90.0) -> Rounds:
+    """Times the functions in turn until `rounds` quiet rounds are kept or `budget` wall seconds are spent.
+
+    The order turns by one place a round. A round in which others used the machine is not kept: CPU time does not
+    count their work, but a busy sibling thread slows large code by a third and a tight loop hardly at all.
+    """
     names = list(functions)
-    for _ in range(warmup):
-        for name in names:
-            functions[name]()
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
+    for name in names:
+        functions[name]()
+    kept = Rounds({name: [] for name in names})
+    deadline = time.monotonic() + budget
+    while kept.quiet < rounds and time.monotonic() < deadline:
+        started, (all_before, own_before) = time.monotonic(), _busy_seconds()
+        turn = (kept.quiet + kept.disturbed) % len(names)
+        spent = {}
+        for name in names[turn:] + names[:turn]:
             start = time.process_time()
             functions[name]()
-            seconds[name].append(time.process_time() - start)
-    return seconds
-
-
-def ratio(numerator: list[float], denominator: list[float]) -> Ratio:
-    """The median of the paired ratios, with the order statistics that enclose it at 99 %."""
-    logs = sorted(math.log(a / b) for a, b in zip(numerator, denominator))
-    n = len(logs)
-    reach = min(n // 2, math.ceil(2.576 * math.sqrt(n) / 2))
-    low, high = logs[max(0, n // 2 - reach)], logs[min(n - 1, n // 2 + reach)]
-    return Ratio(math.exp(statistics.median(logs)), math.exp(low), math.exp(high), n)
+            spent[name] = time.process_time() - start
+        wall, (all_after, own_after) = time.monotonic() - started, _busy_seconds()
+        if (all_after - all_before) - (own_after - own_before) > FOREIGN_SHARE * wall:
+            kept.disturbed += 1
+            continue
+        kept.quiet += 1
+        for name in names:
+            kept.seconds[name].append(spent[name])
+    return kept

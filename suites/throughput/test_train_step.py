@@ -5,10 +5,12 @@ Rule C37. The anchor is NumPy and interpreter work, so that it holds still while
 
 from __future__ import annotations
 
+import statistics
+
 from launch.step import make_optimizer, train_step
 from suites.support.hybrids import token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
-from suites.support.timing import anchor, interleaved, ratio
+from suites.support.timing import anchor, interleaved
 
 ROUNDS = 40
 TOLERANCE = 0.15
@@ -25,9 +27,10 @@ def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
             optimizer = make_optimizer(each.model)
             steps[name] = lambda each=each, optimizer=optimizer: train_step(each.compiled, optimizer, ids)
         calls = hybrid.watch.report.calls
-        seconds = interleaved({"anchor": anchor, **steps}, ROUNDS)
+        timed = interleaved({"anchor": anchor, **steps}, ROUNDS)
         calls = hybrid.watch.report.calls - calls
     tokens = ids.numel()
+    evidence = (f"{timed.quiet} quiet rounds kept, {timed.disturbed} disturbed ones dropped",)
     shared = {
         "rule": "C37",
         "better": "higher",
@@ -36,21 +39,25 @@ def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
         "instruments": ("graphs",),
     }
     for name in steps:
-        per_anchor = ratio(seconds["anchor"], seconds[name])
-        rate = tokens / sorted(seconds[name])[len(seconds[name]) // 2]
+        per_anchor = timed.ratio("anchor", name)
         row(
             f"throughput/nam52-{name}/tokens_per_anchor",
             tokens * per_anchor.median,
             unit="tokens",
             interval=(tokens * per_anchor.low, tokens * per_anchor.high),
-            evidence=(f"{rate:.0f} tokens per CPU second, median of {ROUNDS}",),
+            evidence=(*evidence, f"{_rate(tokens, timed.seconds[name])} tokens per CPU second"),
             **shared,
         )
-    faster = ratio(seconds["eager"], seconds["regional"])
+    faster = timed.ratio("eager", "regional")
     row(
         "throughput/nam52-regional/speedup_over_eager",
         faster.median,
         unit="ratio",
         interval=(faster.low, faster.high),
+        evidence=evidence,
         **shared,
     )
+
+
+def _rate(tokens: int, seconds: list[float]) -> str:
+    return f"{tokens / statistics.median(seconds):.0f}" if seconds else "no quiet round:"

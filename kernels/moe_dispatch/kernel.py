@@ -1,0 +1,114 @@
+"""moe_dispatch in Triton, forward and backward.
+
+Forward, two kernels. `_slots_kernel`: one program an expert and a sequence reads the sequence's assignments in
+order, BLOCK at a time; a running count plus a prefix sum inside the block is the slot of those that are its own.
+So slots follow the order of tokens by construction, without atomics and without a pass that adds up counts; the
+ids are read E times, from the L2 cache. It also notes which token each row of the output holds, or none.
+`_rows_kernel`: one program a row copies that token or writes zeros, so that every row is written once. Programs
+run over the experts first and the slots of a sequence last: those that run together then read nearby tokens, and
+the K copies of a token come from the cache.
+The only atomic is the integer count of what was dropped, whose order does not matter.
+
+Backward: one program a token adds up its K rows in fp32 and writes the sum. No atomics.
+
+Bytes at B4 T4096 K6 E64 D3584 bucket 512 in bf16: forward reads x and writes E B C rows, 117 + 940 MB, 0.250 ms
+at 4.22 TB/s; backward reads the kept rows and writes dx, 705 + 117 MB, 0.195 ms.
+
+B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots an expert and a sequence).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SLOTS_BLOCK, SLOTS_WARPS = 2048, 8
+ROWS_BLOCK, ROWS_WARPS = 4096, 4
+BACKWARD_BLOCK, BACKWARD_WARPS = 2048, 4
+
+
+@triton.jit
+def _slots_kernel(expert, slot, source, overflow, T, K, C, BLOCK: tl.constexpr):
+    e, b, B = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    M = T * K
+    first = b.to(tl.int64) * M
+    rows = source + (e.to(tl.int64) * B + b) * C
+    taken = tl.zeros((), tl.int32)
+    for start in tl.range(0, M, BLOCK, num_stages=3):
+        m = start + tl.arange(0, BLOCK)
+        mine = tl.load(expert + first + m, mask=m < M, other=-1) == e
+        position = taken + tl.cumsum(mine.to(tl.int32), 0) - 1
+        kept = position < C
+        tl.store(slot + first + m, tl.where(kept, position, -1).to(tl.int64), mask=mine)
+        tl.store(rows + position, b * T + m // K, mask=mine & kept)
+        taken += tl.sum(mine.to(tl.int32), 0)
+    for start in range(0, C, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        tl.store(rows + c, tl.zeros((BLOCK,), tl.int32) - 1, mask=(c >= taken) & (c < C))
+    tl.atomic_add(overflow, tl.maximum(taken - C, 0).to(tl.int64))
+
+
+@triton.jit
+def _rows_kernel(x, source, padded, D, BLOCK: tl.constexpr):
+    e, c, C = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row = (e * tl.num_programs(2) + tl.program_id(2)) * C + c
+    token = tl.load(source + row).to(tl.int64)
+    for start in range(0, D, BLOCK):
+        d = start + tl.arange(0, BLOCK)
+        values = tl.load(x + token * D + d, mask=(d < D) & (token >= 0), other=0)
+        tl.store(padded + row * D + d, values, mask=d < D)
+
+
+@triton.jit
+def _append(items, item):
+    return items + (item,)  # noqa: RUF005 (Triton has no starred items)
+
+
+@triton.jit
+def _backward_kernel(
+    dpadded, expert, slot, dx, D, C, K: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr
+):
+    b, B = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    token = b * tl.num_programs(0) + tl.program_id(0)
+    d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    slots, experts, rows = (), (), ()
+    for k in tl.static_range(K):  # all loads of a kind before the first that waits for them
+        slots = _append(slots, tl.load(slot + token * K + k))
+        experts = _append(experts, tl.load(expert + token * K + k))
+    for k in tl.static_range(K):
+        at = dpadded + ((experts[k] * B + b) * C + slots[k]) * D
+        rows = _append(rows, tl.load(at + d, mask=(d < D) & (slots[k] >= 0), other=0))
+    total = tl.zeros((BLOCK,), ACC)
+    for k in tl.static_range(K):
+        total += rows[k].to(ACC)
+    tl.store(dx + token * D + d, total.to(dx.dtype.element_ty), mask=d < D)
+
+
+def moe_dispatch_fwd_kernel(
+    x: Tensor, expert: Tensor, num_experts: int, bucket: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments and results of bumpgate::moe_dispatch_fwd: x (B,T,D), expert (B,T,K) int64
+    -> padded (E, B*C, D), slot (B,T,K) int64, overflow () int64."""
+    B, T, D = x.shape
+    E, K, C = num_experts, expert.shape[2], bucket
+    padded = x.new_empty((E, B * C, D))
+    slot = expert.new_empty(expert.shape)
+    overflow = expert.new_zeros(())
+    source = expert.new_empty((E, B, C), dtype=torch.int32)
+    _slots_kernel[E, B](
+        expert.contiguous(), slot, source, overflow, T, K, C, BLOCK=SLOTS_BLOCK, num_warps=SLOTS_WARPS
+    )
+    _rows_kernel[E, C, B](x.contiguous(), source, padded, D, BLOCK=ROWS_BLOCK, num_warps=ROWS_WARPS)
+    return padded, slot, overflow
+
+
+def moe_dispatch_bwd_kernel(dpadded: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
+    """Arguments and result of bumpgate::moe_dispatch_bwd: dpadded (E, B*C, D) -> dx (B,T,D)."""
+    (B, T, K), D = expert.shape, dpadded.shape[2]
+    dx = dpadded.new_empty((B, T, D))
+    acc = tl.float64 if dpadded.dtype == torch.float64 else tl.float32
+    _backward_kernel[T, B, triton.cdiv(D, BACKWARD_BLOCK)](
+        dpadded.contiguous(), expert.contiguous(), slot.contiguous(), dx, D, bucket,
+        K=K, ACC=acc, BLOCK=BACKWARD_BLOCK, num_warps=BACKWARD_WARPS,
+    )  # fmt: skip
+    return dx

@@ -1,0 +1,53 @@
+"""What the ops have in common around their mathematics: autocast, fresh outputs, and checks of their inputs.
+
+Not an op: it knows none of them. The checks are static, they read shapes and dtypes and no data, and each raises
+ValueError in one line that begins with the op's name.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+IMPLS = ("op", "reference")
+
+
+def full_precision(t: Tensor) -> torch.autocast:
+    """Autocast reaches into an op's body and would run its products in bf16; they belong in fp32."""
+    return torch.autocast(t.device.type, enabled=False)
+
+
+def fresh(t: Tensor) -> Tensor:
+    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:
+    """Axis by axis: to compare tuples would leave a dead node in the graph for a symbolic batch."""
+    return t.dim() == len(shape) and all(a == b for a, b in zip(t.shape, shape))
+
+
+def check_impl(op: str, impl: str) -> None:
+    """Raises ValueError where impl is none of IMPLS."""
+    if impl not in IMPLS:
+        raise ValueError(f"{op}: impl is {impl!r}, choices are {IMPLS}")
+
+
+def check_shapes(op: str, wanted: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:
+    """`wanted`: name -> (tensor, its shape). Raises ValueError on the first tensor of another shape."""
+    for name, (tensor, shape) in wanted.items():
+        if not has_shape(tensor, shape):
+            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, wanted {tuple(shape)}")
+
+
+def check_floating(op: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError on the first tensor, by name, that is not floating point."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{op}: {name} must be floating point, not {tensor.dtype}")
+
+
+def check_doc_ids(op: str, doc_ids: Tensor) -> None:
+    """Raises ValueError where the document ids are not int32."""
+    if doc_ids.dtype != torch.int32:
+        raise ValueError(f"{op}: doc_ids must be int32, not {doc_ids.dtype}")

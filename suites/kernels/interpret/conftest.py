@@ -1,0 +1,11 @@
+"""Triton kernels run by Triton's interpreter, on CPU tensors.
+
+The interpreter is chosen when triton is imported, for the whole process. So these files are collected only in a
+process that was started for them: `TRITON_INTERPRET=1 pytest -m cpu -n 0 suites/kernels/interpret`.
+"""
+
+from __future__ import annotations
+
+import os
+
+collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]

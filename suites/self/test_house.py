@@ -1,0 +1,95 @@
+"""The house rules that no reader should have to check by eye."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from suites.self.tree import ROOT
+
+ROOMS = ("kernels", "model", "launch", "suites", "bumpgate")
+# Documented by torch as the way to set its compiler up; everything else private is an instrument's to read.
+LAUNCHER_MAY = {"torch._dynamo", "torch._dynamo.config", "torch._dynamo.maybe_mark_dynamic"}
+
+
+def python_files(*rooms: str) -> list[Path]:
+    return [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+def private_names(path: Path) -> set[str]:
+    """Dotted private torch names that a file imports or reads."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+    return {name for name in names if re.match(r"torch(\.\w+)*\._[a-z]", name)}
+
+
+def test_private_torch_names_stand_in_the_instruments_only() -> None:
+    found = {}
+    for path in python_files("kernels", "model", "suites"):
+        names = private_names(path)
+        if names and path != ROOT / "suites/support/instruments.py":
+            found[str(path.relative_to(ROOT))] = names
+    for path in python_files("launch"):
+        if names := private_names(path) - LAUNCHER_MAY:
+            found[str(path.relative_to(ROOT))] = names
+    assert not found, found
+
+
+def test_the_search_for_private_names_finds_them() -> None:
+    assert private_names(ROOT / "suites/support/instruments.py")
+
+
+def test_imports_keep_to_the_house() -> None:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_root_conftest_is_short_and_imports_no_torch() -> None:
+    text = (ROOT / "conftest.py").read_text()
+    assert len(text.splitlines()) < 100
+    assert not re.search(r"^(import|from) torch", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_files_can_be_read_to_the_end(room: str) -> None:
+    long = {str(p): n for p in python_files(room) if (n := len(p.read_text().splitlines())) > 500}
+    assert not long, long
+
+
+def test_every_op_has_its_files_its_suite_and_its_rows() -> None:
+    baseline = (ROOT / "baselines/cpu.json").read_text()
+    ops = [path.name for path in sorted((ROOT / "kernels").iterdir()) if (path / "__init__.py").exists()]
+    assert len(ops) >= 8
+    lacking = [
+        f"{op}: {thing}"
+        for op in ops
+        for thing, there in {
+            "reference.py": (ROOT / f"kernels/{op}/reference.py").exists(),
+            "op.py": (ROOT / f"kernels/{op}/op.py").exists(),
+            "suite": (ROOT / f"suites/kernels/test_{op}.py").exists(),
+            "baseline row": f'"kernels/{op}-' in baseline,
+        }.items()
+        if not there
+    ]
+    assert not lacking, lacking
+
+
+def test_readme_commands_exist() -> None:
+    tox = configparser.ConfigParser()
+    tox.read(ROOT / "tox.ini")
+    named = set(re.findall(r"tox -e (\w+)", (ROOT / "README.md").read_text()))
+    assert {"cpu", "self", "lint"} <= named
+    assert all(f"testenv:{name}" in tox for name in named)

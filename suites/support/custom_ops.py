@@ -1,0 +1,120 @@
+"""What torch asks of a custom op, and what we promise beside: layouts, one graph for every batch, clear refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from suites.support.instruments import DynamoReport, DynamoWatch, require_dynamic_batch
+
+
+def strided(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The same values with gaps between them. No tensor is contiguous: an op may rely on no layout."""
+    return [t.repeat_interleave(2, -1)[..., ::2] for t in tensors]
+
+
+def turned(t: Tensor, a: int, b: int) -> Tensor:
+    """The same values with axes a and b swapped in memory, as the gradient of a transposed view may come."""
+    return t.transpose(a, b).contiguous().transpose(a, b)
+
+
+def check_op(op: Callable[..., Any], arguments: Sequence[Any], differentiable: bool = False) -> None:
+    """torch.library.opcheck, and the fake's results: shapes, dtypes and strides of the real, contiguous ones.
+
+    A differentiable op is checked with and without gradients to its floating-point arguments.
+    """
+    real = _tensors(op(*arguments))
+    fake = _tensors(op(*(t.to("meta") if isinstance(t, Tensor) else t for t in arguments)))
+    assert [(t.shape, t.stride(), t.dtype) for t in fake] == [(t.shape, t.stride(), t.dtype) for t in real]
+    assert all(t.is_contiguous() for t in real)
+    torch.library.opcheck(op, tuple(arguments))
+    if differentiable:
+        leaves = (t.detach() if isinstance(t, Tensor) else t for t in arguments)
+        torch.library.opcheck(op, tuple(_with_gradient(t) for t in leaves))
+
+
+def _with_gradient(t: Any) -> Any:
+    return t.requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, Mapping):
+        return list(outputs.values())
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+
+def check_compiled(
+    function: Callable[..., Any],
+    train: Callable[[Callable[..., Any], Any], Any],
+    batches: Iterable[Any],
+    *,
+    op: str,
+    calls: int,
+    dynamic: Sequence[int | str],
+    tolerance: float = 0.0,
+) -> DynamoReport:
+    """`function` compiled with fullgraph gives what it gives eagerly, forward and backward, for every batch.
+
+    train(f, inputs): results and gradients of f. dynamic: positions or names of the arguments whose first axis is
+    the batch; a graph for one size of it raises. calls: how often one step runs bumpgate::<op>_fwd, and _bwd.
+    tolerance: relative and absolute; 0 is bit by bit. -> what Dynamo did; one graph is the caller's to assert.
+    """
+
+    def compiled_step(*inputs: Any, **named: Any) -> Any:
+        given = {**dict(enumerate(inputs)), **named}
+        for key in dynamic:
+            require_dynamic_batch(given[key])
+        return compiled(*inputs, **named)
+
+    with DynamoWatch() as watch:
+        compiled = torch.compile(function, fullgraph=True, backend=watch.backend("aot_eager"))
+        for inputs in batches:
+            eager = _tensors(train(function, inputs))
+            train(
+                compiled_step, inputs
+            )  # tracing runs the op's fake too, so calls are counted in a later step
+            with profile(activities=[ProfilerActivity.CPU]) as trace:
+                found = _tensors(train(compiled_step, inputs))
+            ran = {event.key: event.count for event in trace.key_averages()}
+            assert [ran.get(f"bumpgate::{op}_{way}", 0) for way in ("fwd", "bwd")] == [calls, calls]
+            for ours, theirs in zip(found, eager, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    return watch.report
+
+
+def check_one_graph(
+    function: Callable[..., Any],
+    train: Callable[[Callable[..., Any], Any], Any],
+    batches: Iterable[Any],
+    *,
+    op: str,
+    dynamic: Sequence[int | str],
+) -> None:
+    """check_compiled bit by bit, in one graph for all the batches, in which the op stands once."""
+    report = check_compiled(function, train, batches, op=op, calls=1, dynamic=dynamic)
+    assert [graph.operators.count(f"bumpgate.{op}_fwd.default") for graph in report.graphs] == [1]
+
+
+def traced_through(function: Callable[..., Any], train: Callable[..., Any], inputs: Any) -> Any:
+    """What `function` gives compiled to one graph of torch's own operators, more than 20 and none of ours."""
+    with DynamoWatch() as watch:
+        compiled = torch.compile(function, fullgraph=True, backend=watch.backend("aot_eager"))
+        found = train(compiled, inputs)
+    (graph,) = watch.report.graphs
+    assert graph.ops > 20
+    assert not any("bumpgate" in operator for operator in graph.operators)
+    return found
+
+
+@contextmanager
+def refused(op: str, words: str) -> Iterator[None]:
+    """The block raises ValueError in one line, which begins with the op's name and holds these words."""
+    with pytest.raises(ValueError, match=f"^{op}: .*{words}") as caught:
+        yield
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,48 @@
+"""What the suites of the scans have in common: documents in a row, and rows put together from parts.
+
+B batch, T tokens. Inputs go by name; per_token names those whose second axis is T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from suites.support.comparison import Named
+
+
+def documents(B: int, T: int, starts: Iterable[int]) -> Tensor:
+    """doc_ids (B,T) int32: a document begins at each of `starts` in row 0, three tokens later in each further row.
+
+    The ids go 5, 1, 5, 1: a change from one token to the next is what counts, not the value.
+    """
+    begins = torch.zeros(B, T, dtype=torch.int32)
+    for row in range(B):
+        begins[row, [start + 3 * row for start in starts if start + 3 * row < T]] = 1
+    return 5 - 4 * (begins.cumsum(1) % 2).int()
+
+
+def inner_token(T: int, at: float) -> int:
+    """The token at a fraction of the row: neither the first one nor behind the last."""
+    return min(max(1, round(at * T)), T - 1)
+
+
+def cut(inputs: Named, tokens: slice, per_token: Iterable[str]) -> Named:
+    """Some of the tokens."""
+    return inputs | {n: inputs[n][:, tokens] for n in per_token}
+
+
+def spliced(head: Named, tail: Named, at: int, per_token: Iterable[str]) -> Named:
+    """`tail`, but up to token `at` the tokens of `head`."""
+    return tail | {n: torch.cat((head[n][:, :at], tail[n][:, at:]), 1) for n in per_token}
+
+
+def carried(state: Tensor, doc_ids: Tensor, at: int) -> Tensor:
+    """The state (B,...) that a run from token `at` on begins with.
+
+    It cannot see that its first token begins a document: whoever carries the state zeroes it.
+    """
+    same_document = doc_ids[:, at] == doc_ids[:, at - 1]
+    return state * same_document.view(-1, *[1] * (state.dim() - 1))
