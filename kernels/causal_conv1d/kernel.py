@@ -24,7 +24,7 @@ from torch import Tensor
 
 FORWARD = {"SPAN": 64, "AHEAD": 4, "BD": 256, "num_warps": 1}
 BACKWARD = {"SPAN": 64, "AHEAD": 4, "BD": 256, "num_warps": 2}
-# Values rotate through tuples of W and AHEAD entries; unrolled by their common multiple the rotation costs nothing.
+# Values rotate through tuples of W and AHEAD entries: unrolled by a common multiple, that costs nothing.
 UNROLL = tl.constexpr(4)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -63,7 +63,7 @@ def _row(x, i, left, d, in_d, token_stride):
 
 @triton.jit
 def _id(doc_ids, i, left):
-    """Document of token i of a walk. Where the row has ended any id will do: inputs and gradients are 0 there."""
+    """Document of token i of a walk. Where the row has ended any id will do: what it is compared for is 0."""
     return tl.load(doc_ids + i, mask=i < left, other=0)
 
 

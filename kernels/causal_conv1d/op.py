@@ -26,6 +26,13 @@ def _(x, weight, bias, doc_ids, activation):
     return x.new_empty(x.shape)
 
 
+@causal_conv1d_fwd.register_kernel("cuda")
+def _(*inputs):
+    from kernels.causal_conv1d.kernel import causal_conv1d_fwd_kernel  # the CPU does without triton
+
+    return causal_conv1d_fwd_kernel(*inputs)
+
+
 @torch.library.custom_op("bumpgate::causal_conv1d_bwd", mutates_args=())
 def causal_conv1d_bwd(
     x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, dy: Tensor, activation: str
@@ -39,6 +46,13 @@ def causal_conv1d_bwd(
 @causal_conv1d_bwd.register_fake
 def _(x, weight, bias, doc_ids, dy, activation):
     return tuple(t.new_empty(t.shape) for t in (x, weight, bias))
+
+
+@causal_conv1d_bwd.register_kernel("cuda")
+def _(*inputs):
+    from kernels.causal_conv1d.kernel import causal_conv1d_bwd_kernel  # the CPU does without triton
+
+    return causal_conv1d_bwd_kernel(*inputs)
 
 
 def _setup_context(ctx, inputs, output):

@@ -27,6 +27,13 @@ def _(q, k, v, W, f, doc_ids, h0):
     return v.new_empty(v.shape), h0.new_empty(h0.shape, dtype=acc), states
 
 
+@m2rnn_fwd.register_kernel("cuda")
+def _(*inputs):
+    from kernels.m2rnn.kernel import m2rnn_fwd_kernel  # the CPU does without triton
+
+    return m2rnn_fwd_kernel(*inputs)
+
+
 @torch.library.custom_op("bumpgate::m2rnn_bwd", mutates_args=())
 def m2rnn_bwd(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor,
@@ -41,6 +48,13 @@ def m2rnn_bwd(
 @m2rnn_bwd.register_fake
 def _(q, k, v, W, f, doc_ids, h0, states, dy, dfinal):
     return tuple(t.new_empty(t.shape) for t in (q, k, v, W, f, h0))
+
+
+@m2rnn_bwd.register_kernel("cuda")
+def _(*inputs):
+    from kernels.m2rnn.kernel import m2rnn_bwd_kernel  # the CPU does without triton
+
+    return m2rnn_bwd_kernel(*inputs)
 
 
 def _setup_context(ctx, inputs, output):

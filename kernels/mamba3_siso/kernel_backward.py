@@ -19,6 +19,7 @@ from kernels.mamba3_siso.kernel_forward import (
     begins,
     decay_from_entry,
     decay_of,
+    decay_rows,
     decay_through,
     decay_to_exit,
     first_beta,
@@ -48,6 +49,14 @@ def wedge(x, dx):
     even, odd = pairs_of(x)
     deven, dodd = pairs_of(dx)
     return even * dodd - odd * deven
+
+
+@triton.jit
+def decay_columns(high, low, last, EXACT: tl.constexpr):
+    """Decay from after place i to j > i (L,L); 0 elsewhere, and where a document begins in between."""
+    i = tl.arange(0, high.shape[0])
+    decay = decay_of(high[None, :] - high[:, None], low[None, :] - low[:, None], EXACT)
+    return tl.where((i[None, :] > i[:, None]) & (i[None, :] <= last[:, None]), decay, 0.0)
 
 
 @triton.jit
@@ -86,7 +95,8 @@ def query_gradient_kernel(
     dtype: tl.constexpr = v.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
     total = tl.zeros((L, BLOCK_N), tl.float32)
-    for head in range(split * HEADS, split * HEADS + HEADS):
+    for j in range(0, HEADS):
+        head = split * HEADS + (j + c) % HEADS
         row = b.to(tl.int64) * H + head
         chunk = row * C + c
         here = coefficients + chunk * (ROWS * L)
@@ -103,35 +113,41 @@ def query_gradient_kernel(
 
         douts = load_rows(dout + ((b.to(tl.int64) * T + t0) * H + head) * P, H * P, live, p, P)
 
-        # out = since (Q S^T) + (scores weight) V, with gamma on the diagonal of weight, and then D v
-        high, low, first, _ = load_decay(here, spans + (b * C + c) * 2 * L, L)
-        gamma, scale = tl.load(here + 2 * L + i), tl.load(here + 3 * L + i)
-        weight = decay_of(high[:, None] - high[None, :], low[:, None] - low[None, :], EXACT) * scale[None, :]
-        weight = tl.where((i[None, :] < i[:, None]) & (i[None, :] >= first[:, None]), weight, 0.0)
+        span = spans + (b * C + c) * 2 * L
         diagonal = i[:, None] == i[None, :]
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        dmixed = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
-        ended = tl.sum(dmixed * scores * weight, 1)
-        to_sums = sums + chunk * (SUMS * L) + i
-        tl.store(to_sums + DGAMMA * L, tl.sum(tl.where(diagonal, dmixed * scores, 0.0), 1))
-        tl.store(dD + (b * C + c) * H + head, tl.sum(tl.where(diagonal, dmixed, 0.0)))
-        weight = tl.where(diagonal, gamma[:, None], weight)
-        mixed = scores * weight + tl.where(diagonal, tl.load(D + head).to(tl.float32), 0.0)
-        mixed, dscores = mixed.to(dtype), (dmixed * weight).to(dtype)
 
-        since = decay_from_entry(high, low, first, EXACT)[:, None]
-        out = tl.dot(queries, tl.trans(state), input_precision=PRECISION) * since
-        out = tl.dot(mixed, values, acc=out, input_precision=PRECISION)
+        # out = since (Q S^T) + (scores weight) V, with gamma on the diagonal of weight, and then D v
+        high, low, first, _ = load_decay(here, span, L)
+        out = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
+        out *= decay_from_entry(high, low, first, EXACT)[:, None]
+        weight = decay_rows(high, low, first, EXACT) * tl.load(here + 3 * L + i)[None, :]
+        weight = tl.where(diagonal, tl.load(here + 2 * L + i)[:, None], weight)
+        mixed = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * weight
+        mixed = tl.where(diagonal, mixed + tl.load(D + head).to(tl.float32), mixed)
+        out = tl.dot(mixed.to(dtype), values, acc=out, input_precision=PRECISION)
         to = ((b.to(tl.int64) * T + t0 + i[:, None]) * H + head) * P + p[None, :]
         stored = live[:, None] & (p < P)[None, :]
         tl.store(dz + to, out * tl.load(dz + to, mask=stored, other=0.0).to(tl.float32), mask=stored)
 
-        dqueries = tl.dot(douts, state, input_precision=PRECISION) * since
+        # Products and decays are made anew: kept, they would not fit in registers beside the gradients.
+        high, low, first, _ = load_decay(here, span, L)
+        weight = decay_rows(high, low, first, EXACT) * tl.load(here + 3 * L + i)[None, :]
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        dmixed = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
+        to_sums = sums + chunk * (SUMS * L) + i
+        tl.store(dD + (b * C + c) * H + head, tl.sum(tl.where(diagonal, dmixed, 0.0)))
+        product = dmixed * scores
+        tl.store(to_sums + DGAMMA * L, tl.sum(tl.where(diagonal, product, 0.0), 1))
+        ended = tl.sum(product * weight, 1)
+        dscores = dmixed * tl.where(diagonal, tl.load(here + 2 * L + i)[:, None], weight)
+        dqueries = tl.dot(douts, state, input_precision=PRECISION)
+        dqueries *= decay_from_entry(high, low, first, EXACT)[:, None]
         ended += tl.sum(dqueries * queries.to(tl.float32), 1)
         tl.store(to_sums + ENDED * L, ended)
-        dqueries = tl.dot(dscores, keys, acc=dqueries, input_precision=PRECISION)
+        dqueries = tl.dot(dscores.to(dtype), keys, acc=dqueries, input_precision=PRECISION)
         to = dturns + (row * T + t0 + i[:, None]) * R + pair[None, :]
         tl.store(to, wedge(queries.to(tl.float32), dqueries), mask=live[:, None] & (pair < R)[None, :])
+        cos, sin = load_rotation(rotations + (row * T + t0) * 2 * R, live, pair, R)
         dqueries = rotate(dqueries, cos, -sin)
         tl.store(dq_bias + ((b * C + c) * H + head) * N + n, tl.sum(dqueries, 0), mask=n < N)
         total += dqueries
@@ -217,7 +233,8 @@ def key_gradient_kernel(
     EXACT: tl.constexpr = dtype == tl.float32
     at, exists = p[:, None] * N + n[None, :], (p < P)[:, None] & (n < N)[None, :]
     total = tl.zeros((L, BLOCK_N), tl.float32)
-    for head in range(split * HEADS, split * HEADS + HEADS):
+    for j in range(0, HEADS):
+        head = split * HEADS + (j + c) % HEADS
         row = b.to(tl.int64) * H + head
         chunk = row * C + c
         here, span = coefficients + chunk * (ROWS * L), spans + (b * C + c) * 2 * L
@@ -232,38 +249,44 @@ def key_gradient_kernel(
         douts = load_rows(dout + ((b.to(tl.int64) * T + t0) * H + head) * P, H * P, live, p, P)
         dstate = tl.load(leaving + chunk * P * N + at, mask=exists, other=0.0)
 
+        diagonal = i[:, None] == i[None, :]
+
         high, low, _, last = load_decay(here, span, L)
-        gamma, scale = tl.load(here + 2 * L + i), tl.load(here + 3 * L + i)
-        decay = decay_of(high[None, :] - high[:, None], low[None, :] - low[:, None], EXACT)
-        decay = tl.where((i[None, :] > i[:, None]) & (i[None, :] <= last[:, None]), decay, 0.0)
+        scale = tl.load(here + 3 * L + i)
+        dvalues = tl.dot(keys, tl.trans(dstate), input_precision=PRECISION)
+        dvalues *= (decay_to_exit(here, high, low, last, L, EXACT) * scale)[:, None]
+        weight = decay_columns(high, low, last, EXACT) * scale[:, None]
+        weight = tl.where(diagonal, tl.load(here + 2 * L + i)[:, None], weight)
+        mixed = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * weight
+        mixed = tl.where(diagonal, mixed + tl.load(D + head).to(tl.float32), mixed)
+        dvalues = tl.dot(mixed.to(dtype), douts, acc=dvalues, input_precision=PRECISION)
+        last_dv = tl.load(dv_final + row * P + p, mask=p < P, other=0.0).to(tl.float32)
+        to = ((b.to(tl.int64) * T + t0 + i[:, None]) * H + head) * P + p[None, :]
+        tl.store(dv + to, dvalues + tl.where(final, last_dv[None, :], 0.0), mask=live[:, None] & (p < P)[None, :])
+
+        # Products and decays are made anew, as in the query kernel.
+        high, low, _, last = load_decay(here, span, L)
+        scale = tl.load(here + 3 * L + i)
+        decay = decay_columns(high, low, last, EXACT)
         scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
         dmixed = tl.dot(values, tl.trans(douts), input_precision=PRECISION)
         weighted = tl.sum(dmixed * scores * decay, 1)
         to_sums = sums + chunk * (SUMS * L) + i
         tl.store(to_sums + BEGUN * L, weighted * scale)
-        diagonal = i[:, None] == i[None, :]
-        weight = tl.where(diagonal, gamma[:, None], decay * scale[:, None])
-        mixed = scores * weight + tl.where(diagonal, tl.load(D + head).to(tl.float32), 0.0)
-        mixed, dscores = mixed.to(dtype), (dmixed * weight).to(dtype)
-
-        until = decay_to_exit(here, high, low, last, L, EXACT)
-        dvalues = tl.dot(keys, tl.trans(dstate), input_precision=PRECISION) * (until * scale)[:, None]
-        dvalues = tl.dot(mixed, douts, acc=dvalues, input_precision=PRECISION)
-        last_dv = tl.load(dv_final + row * P + p, mask=p < P, other=0.0).to(tl.float32)
-        to = ((b.to(tl.int64) * T + t0 + i[:, None]) * H + head) * P + p[None, :]
-        tl.store(dv + to, dvalues + tl.where(final, last_dv[None, :], 0.0), mask=live[:, None] & (p < P)[None, :])
-
-        dkeys = tl.dot(values, dstate, input_precision=PRECISION) * until[:, None]
+        dscores = dmixed * tl.where(diagonal, tl.load(here + 2 * L + i)[:, None], decay * scale[:, None])
+        dkeys = tl.dot(values, dstate, input_precision=PRECISION)
+        dkeys *= decay_to_exit(here, high, low, last, L, EXACT)[:, None]
         left = tl.sum(dkeys * keys.to(tl.float32), 1)
         tl.store(to_sums + LEFT * L, left * scale)
         tl.store(to_sums + DSCALE * L, left + weighted)
-        dkeys = tl.dot(dscores, queries, acc=dkeys * scale[:, None], input_precision=PRECISION)
+        dkeys = tl.dot(dscores.to(dtype), queries, acc=dkeys * scale[:, None], input_precision=PRECISION)
         last_dk = tl.load(dk_final + row * N + n, mask=n < N, other=0.0).to(tl.float32)
         dkeys += tl.where(final, last_dk[None, :], 0.0)
         last_turn = tl.load(dtheta_final + row * R + pair, mask=pair < R, other=0.0).to(tl.float32)
         turn = wedge(keys.to(tl.float32), dkeys) + tl.where(final, last_turn[None, :], 0.0)
         to, stored = dturns + (row * T + t0 + i[:, None]) * R + pair[None, :], live[:, None] & (pair < R)[None, :]
         tl.store(to, tl.load(to, mask=stored, other=0.0) + turn, mask=stored)
+        cos, sin = load_rotation(rotations + (row * T + t0) * 2 * R, live, pair, R)
         dkeys = rotate(dkeys, cos, -sin)
         tl.store(dk_bias + ((b * C + c) * H + head) * N + n, tl.sum(dkeys, 0), mask=n < N)
         total += dkeys

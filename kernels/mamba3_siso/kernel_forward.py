@@ -133,6 +133,14 @@ def decay_from_entry(high, low, first, EXACT: tl.constexpr):
 
 
 @triton.jit
+def decay_rows(high, low, first, EXACT: tl.constexpr):
+    """Decay from after place j to i > j (L,L); 0 elsewhere, and where a document begins in between."""
+    i = tl.arange(0, high.shape[0])
+    decay = decay_of(high[:, None] - high[None, :], low[:, None] - low[None, :], EXACT)
+    return tl.where((i[None, :] < i[:, None]) & (i[None, :] >= first[:, None]), decay, 0.0)
+
+
+@triton.jit
 def decay_to_exit(coefficients, high, low, last, L: tl.constexpr, EXACT: tl.constexpr):
     """Decay from after a place to the end of the chunk; 0 if a document begins in between."""
     high, low = tl.load(coefficients + L - 1) - high, tl.load(coefficients + 2 * L - 1) - low
@@ -315,9 +323,8 @@ def scan_kernel(
     out = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
     out *= decay_from_entry(high, low, first, EXACT)[:, None]
 
-    weight = decay_of(high[:, None] - high[None, :], low[:, None] - low[None, :], EXACT)
-    weight = tl.where(i[:, None] == i[None, :], tl.load(here + 2 * L + i)[:, None], weight * tl.load(here + 3 * L + i)[None, :])
-    weight = tl.where((i[None, :] <= i[:, None]) & (i[None, :] >= first[:, None]), weight, 0.0)
+    weight = decay_rows(high, low, first, EXACT) * tl.load(here + 3 * L + i)[None, :]
+    weight = tl.where(i[:, None] == i[None, :], tl.load(here + 2 * L + i)[:, None], weight)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * weight
     values = load_rows(v + offset(v_strides, b, t0, head), v_strides[1], live, p, P)
     out = tl.dot(scores.to(v.dtype.element_ty), values, acc=out, input_precision=PRECISION)

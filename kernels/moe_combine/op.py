@@ -25,6 +25,13 @@ def _(y, expert, slot, weights, bucket, out_dtype):
     return y.new_empty((B, T, y.shape[2]), dtype=out_dtype)
 
 
+@moe_combine_fwd.register_kernel("cuda")
+def _(*inputs):
+    from kernels.moe_combine.kernel import moe_combine_fwd_kernel  # the CPU does without triton
+
+    return moe_combine_fwd_kernel(*inputs)
+
+
 @torch.library.custom_op("bumpgate::moe_combine_bwd", mutates_args=())
 def moe_combine_bwd(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, dout: Tensor
@@ -38,6 +45,13 @@ def moe_combine_bwd(
 @moe_combine_bwd.register_fake
 def _(y, expert, slot, weights, bucket, dout):
     return y.new_empty(y.shape), weights.new_empty(weights.shape)
+
+
+@moe_combine_bwd.register_kernel("cuda")
+def _(*inputs):
+    from kernels.moe_combine.kernel import moe_combine_bwd_kernel  # the CPU does without triton
+
+    return moe_combine_bwd_kernel(*inputs)
 
 
 def _setup_context(ctx, inputs, output):

@@ -27,6 +27,13 @@ def _(x, expert, num_experts, bucket):
     return padded, expert.new_empty(expert.shape), expert.new_empty(())
 
 
+@moe_dispatch_fwd.register_kernel("cuda")
+def _(*inputs):
+    from kernels.moe_dispatch.kernel import moe_dispatch_fwd_kernel  # the CPU does without triton
+
+    return moe_dispatch_fwd_kernel(*inputs)
+
+
 @torch.library.custom_op("bumpgate::moe_dispatch_bwd", mutates_args=())
 def moe_dispatch_bwd(dpadded: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
     """Gradient of x (B,T,D)."""
@@ -38,6 +45,13 @@ def moe_dispatch_bwd(dpadded: Tensor, expert: Tensor, slot: Tensor, bucket: int)
 def _(dpadded, expert, slot, bucket):
     B, T, _ = expert.shape
     return dpadded.new_empty((B, T, dpadded.shape[2]))
+
+
+@moe_dispatch_bwd.register_kernel("cuda")
+def _(*inputs):
+    from kernels.moe_dispatch.kernel import moe_dispatch_bwd_kernel  # the CPU does without triton
+
+    return moe_dispatch_bwd_kernel(*inputs)
 
 
 def _setup_context(ctx, inputs, output):

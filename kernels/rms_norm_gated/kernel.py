@@ -7,7 +7,7 @@ each program reads once and keeps.
 
 Backward: with n = r u and r = 1/sqrt(mean u^2 + eps), du = r (dn - n mean(n dn)) needs two sums over the row,
 mean(u^2) and mean(u dn), from one reading of x, gate and dy. The weight's gradient is summed in registers over
-the program's tiles and written once a program, (PROGRAMS, D) in fp32; torch adds these up in a fixed order. No
+the program's tiles and written once a program, (programs, D) in fp32; torch adds these up in a fixed order. No
 atomics: both directions give the same bits every time.
 
 Bytes at 16384 rows of D 3584 in bf16: forward 3 tensors, 352 MB, 0.083 ms at 4.22 TB/s; backward 5 tensors,
@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096  # elements of a tile, if a row does not have more
-# Programs a group: those that the H200's 132 SMs hold at once at this many registers a thread and D 3584.
-FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 132 * 4, 132 * 2
-FORWARD_REGISTERS, BACKWARD_REGISTERS = 64, 128
+TILE = 2048  # elements of a tile, if a group has no more
+# Registers a thread, and the warps that the H200's 132 SMs then hold at once: there are programs to fill them once.
+FORWARD_REGISTERS, FORWARD_WARPS = 64, 132 * 32
+BACKWARD_REGISTERS, BACKWARD_WARPS = 128, 132 * 16
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -131,7 +131,7 @@ def rms_norm_gated_fwd_kernel(
     D, tile = x.shape[-1], _tile(x, group_size, FORWARD_REGISTERS)
     x, gate = _by_rows(x), _by_rows(gate)
     N = x.shape[0]
-    programs = min(triton.cdiv(N, tile["ROWS"]), FORWARD_PROGRAMS)
+    programs = min(triton.cdiv(N, tile["ROWS"]), FORWARD_WARPS // tile["num_warps"])
     _forward_kernel[programs, D // group_size](
         x, gate, weight.contiguous(), y, N, D, x.stride(0), gate.stride(0),
         EPS=eps, S=group_size, NORM_FIRST=norm_before_gate, **tile,
@@ -147,7 +147,7 @@ def rms_norm_gated_bwd_kernel(
     D, tile = x.shape[-1], _tile(x, group_size, BACKWARD_REGISTERS)
     x, gate = _by_rows(x), _by_rows(gate)
     N = x.shape[0]
-    programs = min(triton.cdiv(N, tile["ROWS"]), BACKWARD_PROGRAMS)
+    programs = min(triton.cdiv(N, tile["ROWS"]), BACKWARD_WARPS // tile["num_warps"])
     partial = x.new_empty((programs, D), dtype=torch.promote_types(x.dtype, torch.float32))
     _backward_kernel[programs, D // group_size](
         x, gate, weight.contiguous(), dy.contiguous(), dx, dgate, partial, N, D, x.stride(0), gate.stride(0),

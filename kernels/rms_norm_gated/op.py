@@ -24,6 +24,13 @@ def _(x, gate, weight, eps, group_size, norm_before_gate):
     return x.new_empty(x.shape)
 
 
+@rms_norm_gated_fwd.register_kernel("cuda")
+def _(*inputs):
+    from kernels.rms_norm_gated.kernel import rms_norm_gated_fwd_kernel  # the CPU does without triton
+
+    return rms_norm_gated_fwd_kernel(*inputs)
+
+
 @torch.library.custom_op("bumpgate::rms_norm_gated_bwd", mutates_args=())
 def rms_norm_gated_bwd(
     x: Tensor, gate: Tensor, weight: Tensor, dy: Tensor, eps: float, group_size: int, norm_before_gate: bool
@@ -37,6 +44,13 @@ def rms_norm_gated_bwd(
 @rms_norm_gated_bwd.register_fake
 def _(x, gate, weight, dy, eps, group_size, norm_before_gate):
     return tuple(t.new_empty(t.shape) for t in (x, gate, weight))
+
+
+@rms_norm_gated_bwd.register_kernel("cuda")
+def _(*inputs):
+    from kernels.rms_norm_gated.kernel import rms_norm_gated_bwd_kernel  # the CPU does without triton
+
+    return rms_norm_gated_bwd_kernel(*inputs)
 
 
 def _setup_context(ctx, inputs, output):

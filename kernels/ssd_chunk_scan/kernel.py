@@ -221,7 +221,7 @@ def _states_kernel(
 def _backward_kernel(
     x, key, query, dy, A, D, decays, gates, spans, states, dstates,
     dx, ddt, dkey, dquery, dA, dD,
-    x_stride, key_stride, query_stride, dy_stride, B, T, C, CHUNK, H: tl.constexpr, R: tl.constexpr,
+    x_stride, key_stride, query_stride, B, T, C, CHUNK, H: tl.constexpr, R: tl.constexpr,
     PART: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
@@ -246,15 +246,7 @@ def _backward_kernel(
         state = _load_state(states + (head * C + c) * P * N, P, N, BLOCK_P, BLOCK_N)
         dstate = _load_state(dstates + (head * C + c) * P * N, P, N, BLOCK_P, BLOCK_N)
         value = _load(x + token * x_stride + h * P, i, count, x_stride, P, BLOCK_P)
-        dout = _load(dy + token * dy_stride + h * P, i, count, dy_stride, P, BLOCK_P)
-
-        read = since[:, None] * _dot(dout, state)
-        dc += read
-        entered = tl.sum(read * c_tile, 1)
-        sent = leaving[:, None] * _dot(value, dstate)
-        db += step[:, None] * sent
-        left = tl.sum(sent * b_tile, 1)
-        carried = tl.load(gate + 2 * L - 1) * _trace(_dot(state, tl.trans(dstate)), p)
+        dout = _load(dy + token * H * P + h * P, i, count, H * P, P, BLOCK_P)
 
         inside = _inside(decay[None, :], decay[:, None], (i[None, :] >= i[:, None]) & (i[None, :] < until[:, None]))
         dmixed = _dot(value, tl.trans(dout))
@@ -265,16 +257,23 @@ def _backward_kernel(
         pair = dinside * scores
         mixed = scores * inside * step[:, None]
         mixed += tl.where(i[:, None] == i[None, :], tl.load(D + h).to(tl.float32), 0.0)
-        # A log decay at t lies between s < t and each i >= t, the chunk's end, and the state that enters.
-        dlog = _dot((pair * step[:, None]).to(value.dtype), from_t) + (step * left)[:, None]
-        dlog = tl.sum(tl.where(i[:, None] < i[None, :], dlog, entered[:, None]), 0) + carried
-        tl.store(dA + (b * C + c) * H + h, tl.sum(dlog * step))
-        dstep = dlog * tl.load(A + h).to(tl.float32) + (tl.sum(pair, 1) + left)
-        tl.store(ddt + (token + i) * H + h, dstep, mask=i < count)
-
+        pairs = (pair * step[:, None]).to(value.dtype)
+        own = tl.sum(pair, 1)
         out = (leaving * step)[:, None] * _dot(b_tile, tl.trans(dstate))
         out = _dot(mixed.to(value.dtype), dout, out)
         _store(dx + token * H * P + h * P, i, count, H * P, P, BLOCK_P, out)
+        carried = tl.load(gate + 2 * L - 1) * _trace(_dot(state, tl.trans(dstate)), p)
+        sent = leaving[:, None] * _dot(value, dstate)
+        db += step[:, None] * sent
+        left = tl.sum(sent * b_tile, 1)
+        read = since[:, None] * _dot(dout, state)
+        dc += read
+        entered = tl.sum(read * c_tile, 1)
+        dlog = _dot(pairs, from_t) + (step * left)[:, None]
+        dlog = tl.sum(tl.where(i[:, None] < i[None, :], dlog, entered[:, None]), 0) + carried
+        tl.store(dA + (b * C + c) * H + h, tl.sum(dlog * step))
+        dstep = dlog * tl.load(A + h).to(tl.float32) + (own + left)
+        tl.store(ddt + (token + i) * H + h, dstep, mask=i < count)
 
     db = _dot(dscores.to(b_tile.dtype), c_tile, db)
     dc = _dot(tl.trans(dscores.to(b_tile.dtype)), b_tile, dc)
@@ -379,13 +378,13 @@ def ssd_chunk_scan_bwd_kernel(
     """Gradients of x, dt, A, Bmat, Cmat, D, initial_state from those of the forward's results."""
     call = _Call(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
     (B, T, H, P), (G, N) = x.shape, Bmat.shape[2:]
-    dy, dfinal = _tokens(dy), dfinal.contiguous()
+    dy, dfinal = dy.contiguous(), dfinal.contiguous()
     x_stride, key_stride, query_stride = call.strides
     dinitial = torch.empty_like(call.initial)
     states, dstates = (x.new_empty((B, H, call.C, P, N)) for _ in range(2))
     for rows, columns, begin, out, strides, reverse in (
         (call.x, call.key, call.initial, states, (x_stride, key_stride), False),
-        (dy, call.query, dfinal, dstates, (dy.stride(1), query_stride), True),
+        (dy, call.query, dfinal, dstates, (H * P, query_stride), True),
     ):
         _states_kernel[(B * H,)](
             rows, columns, call.decays[1], begin, out, dinitial, *strides, *call.sizes, REVERSE=reverse,
@@ -399,7 +398,7 @@ def ssd_chunk_scan_bwd_kernel(
     dA, dD = x.new_empty((2, B * call.C, H), dtype=torch.float32)
     _backward_kernel[call.C, G * parts, B](
         call.x, call.key, call.query, dy, call.A, call.D, *call.decays, states, dstates,
-        dx, ddt, dkeys, dqueries, dA, dD, *call.strides, dy.stride(1), B, *call.sizes,
+        dx, ddt, dkeys, dqueries, dA, dD, *call.strides, B, *call.sizes,
         PART=part, **call.options("backward"),
     )  # fmt: skip
     dB, dC = (t[0] if parts == 1 else t.sum(0).to(x.dtype) for t in (dkeys, dqueries))

@@ -1,10 +1,12 @@
-"""One thread for the ops' suites."""
+"""For the ops' suites: shared checks that show their values when they fail, and one thread."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+
+pytest.register_assert_rewrite("suites.support.comparison", "suites.support.custom_ops")
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -1,14 +1,15 @@
 """No op hears autocast: under it, forward and backward give the bits that they give without.
 
-Autocast reaches into the body of a custom op. Its list of operators would run fp32 products there in bf16, and
-the gradient formula is run by autograd wherever backward() stands, often inside the same block.
+Autocast reaches into the body of a custom op, and would run the fp32 products there in bf16. An op's own switch
+is op_support.full_precision; here it is also taken away, to show that these tests would miss it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -24,30 +25,99 @@ from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch
 from kernels.rms_norm_gated import rms_norm_gated
 from kernels.ssd_chunk_scan import ssd_chunk_scan
-from suites.kernels import test_attention as attention_suite
-from suites.kernels import test_causal_conv1d as causal_conv1d_suite
-from suites.kernels import test_m2rnn as m2rnn_suite
-from suites.kernels import test_mamba3_siso as mamba3_siso_suite
-from suites.kernels import test_moe_combine as moe_combine_suite
-from suites.kernels import test_moe_dispatch as moe_dispatch_suite
-from suites.kernels import test_rms_norm_gated as rms_norm_gated_suite
-from suites.kernels import test_ssd_chunk_scan as ssd_chunk_scan_suite
+from suites.kernels.test_mamba3_siso import flat
 from suites.support.comparison import error, gradients
 from suites.support.lanes import Lane, lanes
 
-# Outputs and gradients of each op on the problem of its own suite.
-STEPS: dict[str, Callable[..., Iterable[Tensor]]] = {
-    "attention": lambda **o: gradients(attention, *attention_suite.problem(**o)),
-    "causal_conv1d": lambda **o: gradients(causal_conv1d, *causal_conv1d_suite.problem(**o)),
-    "m2rnn": lambda **o: m2rnn_suite.results(m2rnn, m2rnn_suite.problem(**o)).values(),
-    "mamba3_siso": lambda **o: mamba3_siso_suite.results(
-        mamba3_siso_suite.flat(mamba3_siso), mamba3_siso_suite.problem(**o)
-    ).values(),
-    "moe_combine": lambda **o: gradients(moe_combine, *moe_combine_suite.problem(**o)),
-    "moe_dispatch": lambda **o: gradients(moe_dispatch, *moe_dispatch_suite.problem(**o), 5, 4),
-    "rms_norm_gated": lambda **o: gradients(rms_norm_gated, *rms_norm_gated_suite.problem(**o)),
-    "ssd_chunk_scan": lambda **o: ssd_chunk_scan_suite.results(
-        ssd_chunk_scan, ssd_chunk_scan_suite.problem(**o)
-    ).values(),
+OPS: dict[str, Callable[..., Any]] = {
+    "attention": attention,
+    "causal_conv1d": causal_conv1d,
+    "m2rnn": m2rnn,
+    "mamba3_siso": flat(mamba3_siso),
+    "moe_combine": moe_combine,
+    "moe_dispatch": partial(moe_dispatch, num_experts=5, bucket=4),
+    "rms_norm_gated": rms_norm_gated,
+    "ssd_chunk_scan": ssd_chunk_scan,
 }
-WITH_PRODUCTS = ("attention", "m2rnn", "mamba3_siso", "ssd_chunk_scan")
+INLINED = {
+    "m2rnn": partial(m2rnn, impl="reference"),
+    "mamba3_siso": flat(mamba3_siso, impl="reference"),
+    "ssd_chunk_scan": partial(ssd_chunk_scan, impl="reference"),
+}
+# Of the ops with matrix products, those that would run; m2rnn's lerp refuses a bf16 product beside fp32. The other
+# ops have nothing that autocast on the CPU would cast.
+WOULD_LOSE_DIGITS = ("attention", "mamba3_siso", "ssd_chunk_scan")
+
+
+def problem(op: str, device: str) -> Any:
+    """The fp32 problem of the op's own suite: its tensors in order, or by name."""
+    return import_module(f"suites.kernels.test_{op}").problem(dtype=torch.float32, device=device)
+
+
+def step(op: str, device: str) -> list[Tensor]:
+    """Outputs and gradients of the op, forward and backward where this is called."""
+    inputs = problem(op, device)
+    if isinstance(inputs, dict):
+        return gradients(lambda *t: OPS[op](**dict(zip(inputs, t))), *inputs.values())
+    return gradients(OPS[op], *inputs)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_changes_no_bit(lane: Lane, op: str):
+    plain = step(op, lane.device)
+    with torch.autocast(lane.device, torch.bfloat16):
+        product = torch.eye(2, device=lane.device) @ torch.eye(2, device=lane.device)
+        cast = step(op, lane.device)
+    assert product.dtype == torch.bfloat16
+    assert all(map(torch.equal, cast, plain))
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("op", INLINED)
+def test_autocast_does_not_reach_an_inlined_scan(lane: Lane, op: str):
+    inputs = problem(op, lane.device)
+    plain = INLINED[op](**inputs)
+    with torch.autocast(lane.device, torch.bfloat16):
+        cast = INLINED[op](**inputs)
+    assert all(map(torch.equal, cast, plain))
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("op", WOULD_LOSE_DIGITS)
+def test_without_its_switch_an_op_would_lose_digits(lane: Lane, op: str, monkeypatch: pytest.MonkeyPatch):
+    """Known wrong. Not all results need be off: a state may be a copy of an input."""
+    plain = step(op, lane.device)
+    monkeypatch.setattr(f"kernels.{op}.op.full_precision", lambda t: nullcontext())
+    with torch.autocast(lane.device, torch.bfloat16):
+        cast = step(op, lane.device)
+    assert max(error(ours, exact)[0] for ours, exact in zip(cast, plain)) > 1e-3
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("switch", ["given", "taken away"])
+@pytest.mark.parametrize("op", OPS)
+def test_both_bodies_run_with_autocast_off(lane: Lane, op: str, switch: str, monkeypatch: pytest.MonkeyPatch):
+    """What the mathematics of each op sees, also where no bit would change today. It then runs in full precision."""
+    module = import_module(f"kernels.{op}.op")
+    seen = {"forward": set(), "backward": set()}
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any) -> Any:
+            direction = "backward" if "backward" in function.__name__ else "forward"
+            seen[direction].add(torch.is_autocast_enabled(lane.device))
+            with torch.autocast(lane.device, enabled=False):
+                return function(*args)
+
+        return run
+
+    for name, function in vars(module).copy().items():
+        if inspect.isfunction(function) and function.__module__ == f"kernels.{op}.reference":
+            monkeypatch.setattr(module, name, watched(function))
+    if switch == "taken away":
+        monkeypatch.setattr(module, "full_precision", lambda t: nullcontext())
+    with torch.autocast(lane.device, torch.bfloat16):
+        step(op, lane.device)
+    heard = switch == "taken away"
+    assert seen == {"forward": {heard}, "backward": {heard}}

@@ -2,8 +2,8 @@
 
 The ratio rule is that of flash-attention's tests (Dao-AILab/flash-attention, tests/test_flash_attn.py). How large
 a rounding error may be nobody can say in general, but the plain formula in the same dtype has one, too: with both
-measured against fp64, an output may be off by 2 times the formula's error, and a gradient, which is computed from
-a rounded output, by 3 times. We hold the RMS error to it beside the largest.
+measured against fp64, an output may be off by 2 times the formula's error and a gradient by 3 times, for a maximum
+over few entries wanders. We hold the RMS error to it beside the largest.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def gradients(function: Callable[..., Any], *inputs: Any, **options: Any) -> lis
     return [*(t.detach() for t in outputs), *_gradients(outputs, [t for t in leaves if _is_float(t)])]
 
 
-def values_and_gradients(outputs: Sequence[str], function: Callable[..., tuple[Tensor, ...]], inputs: Named) -> Named:
+def values_and_gradients(
+    outputs: Sequence[str], function: Callable[..., tuple[Tensor, ...]], inputs: Named
+) -> Named:
     """The same by name, for a function of keyword tensors whose outputs have these names."""
     leaves = {n: _leaf(t) for n, t in inputs.items()}
     found = function(**leaves)
@@ -120,7 +122,10 @@ def error_ratios(
 
 
 def report_cases(
-    row: Callable[..., Any], id: str, ratios: Mapping[str, Ratios], gradient_at_most: float = AT_MOST["gradient"]
+    row: Callable[..., Any],
+    id: str,
+    ratios: Mapping[str, Ratios],
+    gradient_at_most: float = AT_MOST["gradient"],
 ) -> None:
     """Rows <id>/forward_error_ratio and <id>/gradient_error_ratio: the worst case, with all of them as evidence."""
     compared = sum(ratio.elements for ratio in ratios.values())

@@ -13,7 +13,9 @@ from suites.support.lanes import Lane, lanes
 from suites.support.timing import anchor, interleaved
 
 ROUNDS = 40
-TOLERANCE = 0.15
+# Twenty repeats on a busy machine: the ratio of two torch steps wandered by 1.5 % (sd), the ratio to the anchor by
+# 12 %, because a busy sibling thread slows torch more than it slows NumPy. So the first finds 8 %, the second 40 %.
+TOLERANCE = {"speedup": 0.08, "anchor": 0.4}
 
 
 @lanes("cpu")
@@ -34,7 +36,6 @@ def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
     shared = {
         "rule": "C37",
         "better": "higher",
-        "tolerance": TOLERANCE,
         "witness": calls,
         "instruments": ("graphs",),
     }
@@ -45,6 +46,7 @@ def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
             tokens * per_anchor.median,
             unit="tokens",
             interval=(tokens * per_anchor.low, tokens * per_anchor.high),
+            tolerance=TOLERANCE["anchor"],
             evidence=(*evidence, f"{_rate(tokens, timed.seconds[name])} tokens per CPU second"),
             **shared,
         )
@@ -54,6 +56,7 @@ def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
         faster.median,
         unit="ratio",
         interval=(faster.low, faster.high),
+        tolerance=TOLERANCE["speedup"],
         evidence=evidence,
         **shared,
     )

@@ -22,8 +22,8 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several rows a tile where groups are small, several tiles a program, and a last one that is not full."""
     monkeypatch.setattr(kernel, "TILE", 32)
-    monkeypatch.setattr(kernel, "FORWARD_PROGRAMS", 3)
-    monkeypatch.setattr(kernel, "BACKWARD_PROGRAMS", 2)
+    monkeypatch.setattr(kernel, "FORWARD_WARPS", 3)
+    monkeypatch.setattr(kernel, "BACKWARD_WARPS", 2)
 
 
 def problem(N: int, D: int, dtype: torch.dtype = torch.float64) -> Inputs:
