@@ -54,11 +54,17 @@ def _times(rows, matrix):
 
 @triton.jit
 def _token(k, v, f, doc_ids, t, token, h, H, K, V, r, u, exists):
-    """Key rows, value, forget gate and document id of a token; `token` is its number in the whole batch."""
+    """Key rows, value and forget gate of a token, and whether it continues the document of the one before.
+
+    `token` is its number in the whole batch. Both ids are loaded: an id carried from step to step beside the
+    tuples of loaded ones compared equal to itself on the GPU (triton 3.6), and no document was ever reset.
+    """
     n = token * H + h
+    doc = tl.load(doc_ids + token, mask=exists, other=0)
+    before = tl.load(doc_ids + token - 1, mask=exists & (t > 0), other=0)
     key = tl.load(k + n * K + r, mask=exists & (r < K), other=0)
     value = tl.load(v + n * V + u, mask=exists & (u < V), other=0)
-    return key, value, tl.load(f + n, mask=exists, other=0), tl.load(doc_ids + token, mask=exists, other=0)
+    return key, value, tl.load(f + n, mask=exists, other=0), (doc == before) | (t <= 0)
 
 
 @triton.jit
@@ -74,24 +80,22 @@ def _forward_walk(
     W = tl.load(W + h * V * V + u[:, None] * V + u[None, :], mask=square, other=0).to(ACC)
     state = tl.load(h0 + (b * H + h) * K * V + at, mask=inside, other=0).to(ACC)
 
-    keys, values, forgets, docs = (), (), (), ()
+    keys, values, forgets, continues = (), (), (), ()
     for t in tl.static_range(AHEAD):
-        key, value, forget, doc = _token(k, v, f, doc_ids, t, b * T + t, h, H, K, V, r, u, t < T)
+        key, value, forget, same = _token(k, v, f, doc_ids, t, b * T + t, h, H, K, V, r, u, t < T)
         keys, values = _append(keys, key), _append(values, value)
-        forgets, docs = _append(forgets, forget), _append(docs, doc)
-    last_doc = docs[0]
+        forgets, continues = _append(forgets, forget), _append(continues, same)
 
     for t in tl.range(0, T, loop_unroll_factor=UNROLL):
         later = t + AHEAD
-        key, value, forget, doc = _token(k, v, f, doc_ids, later, b * T + later, h, H, K, V, r, u, later < T)
-        before = tl.where(docs[0] == last_doc, state, 0.0)
+        key, value, forget, same = _token(k, v, f, doc_ids, later, b * T + later, h, H, K, V, r, u, later < T)
+        before = tl.where(continues[0], state, 0.0)
         new = _tanh(_times(before, W) + keys[0].to(ACC)[:, None] * values[0].to(ACC)[None, :])
         share = forgets[0].to(ACC)
         state = share * before + (1 - share) * new
         tl.store(states + ((b * T + t) * H + h) * K * V + at, state, mask=inside)
-        last_doc = docs[0]
         keys, values = _append(keys[1:], key), _append(values[1:], value)
-        forgets, docs = _append(forgets[1:], forget), _append(docs[1:], doc)
+        forgets, continues = _append(forgets[1:], forget), _append(continues[1:], same)
     tl.store(final + (b * H + h) * K * V + at, state, mask=inside)
 
 
@@ -109,17 +113,16 @@ def _read_kernel(q, states, y, K, V, ACC: tl.constexpr, KP: tl.constexpr, VP: tl
 @triton.jit
 def _backward_token(q, k, v, f, doc_ids, h0, states, dy, t, b, h, H, T, K, V, r, u, at, inside):
     """All that the backward step of token t reads: as _token, then query rows, gradient of y, and the state
-    before the token (without regard to documents). The id is that of the token before, for token 0 its own."""
+    before the token (without regard to documents)."""
     exists = t >= 0
     token = b * T + t
-    key, value, forget, _ = _token(k, v, f, doc_ids, t, token, h, H, K, V, r, u, exists)
-    doc = tl.load(doc_ids + b * T + tl.maximum(t - 1, 0))
+    key, value, forget, same = _token(k, v, f, doc_ids, t, token, h, H, K, V, r, u, exists)
     n = token * H + h
     query = tl.load(q + n * K + r, mask=exists & (r < K), other=0)
     dout = tl.load(dy + n * V + u, mask=exists & (u < V), other=0)
     stored = tl.load(states + (n - H) * K * V + at, mask=inside & (t > 0), other=0)
     first = tl.load(h0 + (b * H + h) * K * V + at, mask=inside & (t == 0), other=0).to(stored.dtype)
-    return key, value, forget, doc, query, dout, stored + first
+    return key, value, forget, same, query, dout, stored + first
 
 
 @triton.jit
@@ -143,10 +146,9 @@ def _backward_walk(
         queue = queue + _backward_token(
             q, k, v, f, doc_ids, h0, states, dy, T - 1 - i, b, h, H, T, K, V, r, u, at, inside
         )
-    doc = tl.load(doc_ids + b * T + T - 1)
 
     for i in tl.range(0, T, loop_unroll_factor=UNROLL):
-        key, value, forget, last_doc, query, dout, before = queue[:7]
+        key, value, forget, same, query, dout, before = queue[:7]
         queue = queue[7:] + _backward_token(
             q, k, v, f, doc_ids, h0, states, dy, T - 1 - i - AHEAD, b, h, H, T, K, V, r, u, at, inside
         )
@@ -154,15 +156,14 @@ def _backward_walk(
         key, value, query, dout, share = (
             key.to(ACC), value.to(ACC), query.to(ACC), dout.to(ACC), forget.to(ACC),
         )  # fmt: skip
-        before = tl.where(doc == last_doc, before, 0.0)
+        before = tl.where(same, before, 0.0)
         new = _tanh(_times(before, W) + key[:, None] * value[None, :])
         state = share * before + (1 - share) * new
 
         dstate = carry + query[:, None] * dout[None, :]
         dpre = (1 - share) * (1 - new * new) * dstate
         carry = share * dstate + _times(dpre, transposed)
-        carry = tl.where(doc == last_doc, carry, 0.0)
-        doc = last_doc
+        carry = tl.where(same, carry, 0.0)
 
         row_dq, row_dk = tl.sum(state * dout[None, :], 1), tl.sum(dpre * value[None, :], 1)
         tl.store(dq + n * K + r, row_dq.to(dq.dtype.element_ty), mask=r < K)

@@ -67,14 +67,18 @@ def test_cache_hits_that_compile_everything_again_are_seen(tmp_path: Path) -> No
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
     def restart() -> dict:
-        return run_json("suites.cache.restart", "nam12", "regional", "A", environment=environment, timeout=200)
+        return run_json(
+            "suites.cache.restart", "nam12", "regional", "A", environment=environment, timeout=200
+        )
 
     cold = restart()
     for path in tmp_path.rglob("*.so"):
         path.unlink()
     gutted = restart()
     warm = restart()
-    assert gutted["counts"]["aot_hit"] == cold["counts"]["aot_miss"] > 0, "the counters lie as they always did"
+    assert gutted["counts"]["aot_hit"] == cold["counts"]["aot_miss"] > 0, (
+        "the counters lie as they always did"
+    )
     assert gutted["counts"]["fx_miss"] is None
     assert len(built_anew(cold, gutted)) == len(cold["shared_objects"]) > 0
     assert built_anew(gutted, warm) == []
