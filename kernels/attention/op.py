@@ -1,4 +1,4 @@
-"""attention as a custom op: opaque to Dynamo and Inductor in both directions.
+"""attention as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, plain elsewhere.
 
 B batch, T tokens, Hq query heads, Hkv key/value heads, P head dim.
 """
@@ -14,14 +14,35 @@ from kernels.attention.reference import (
 from kernels.op_support import check_doc_ids, check_impl, check_shapes, fresh, full_precision
 
 
+def _plain_fwd(q: Tensor, *rest) -> tuple[Tensor, Tensor]:
+    """The reference as the op's body: on the CPU, and for fp64, the oracle's dtype, anywhere."""
+    with full_precision(q):
+        out, lse = attention_forward_with_lse(q, *rest)
+    return fresh(out), fresh(lse)
+
+
+def _plain_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradients, likewise."""
+    with full_precision(q):
+        grads = attention_backward_reference(q, *rest)
+    return tuple(fresh(g) for g in grads)
+
+
 @torch.library.custom_op("bumpgate::attention_fwd", mutates_args=())
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale: float, softcap: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """-> out (B,T,Hq,P), lse (B,Hq,T) in fp32 (fp64 for fp64)."""
-    with full_precision(q):
-        out, lse = attention_forward_with_lse(q, k, v, doc_ids, scale, softcap, window, causal)
-    return fresh(out), fresh(lse)
+    return _plain_fwd(q, k, v, doc_ids, scale, softcap, window, causal)
+
+
+@attention_fwd.register_kernel("cuda")
+def _(q, *rest):
+    if q.dtype == torch.float64:
+        return _plain_fwd(q, *rest)
+    from kernels.attention.kernel import attention_fwd_kernel
+
+    return attention_fwd_kernel(q, *rest)
 
 
 @attention_fwd.register_fake
@@ -36,9 +57,16 @@ def attention_bwd(
     scale: float, softcap: float, window: int, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v."""
-    with full_precision(q):
-        grads = attention_backward_reference(q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal)
-    return tuple(fresh(g) for g in grads)
+    return _plain_bwd(q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal)
+
+
+@attention_bwd.register_kernel("cuda")
+def _(q, *rest):
+    if q.dtype == torch.float64:
+        return _plain_bwd(q, *rest)
+    from kernels.attention.kernel import attention_bwd_kernel
+
+    return attention_bwd_kernel(q, *rest)
 
 
 @attention_bwd.register_fake
@@ -104,7 +132,8 @@ def attention(
     window w > 0: keys j with i - j < w (a bound on the past, also where causal is False).
     impl "op" is opaque to the compiler, "reference" is traced through.
     -> (B,T,Hq,P) in q.dtype. Softmax is fp32 (fp64 for fp64).
-    Raises ValueError on a wrong shape, dtype, head count, negative softcap or window, or impl.
+    Raises ValueError on a wrong shape, dtype, head count, negative softcap or window, or impl; on CUDA also
+    where P is no power of two up to 128 (but for fp64, which runs the reference).
     Sources: GQA (Ainslie et al. 2023), softcap (Gemma 2, 2024), FlashAttention-2 (Dao 2023).
     """
     _check(q, k, v, doc_ids, softcap, window, impl)
