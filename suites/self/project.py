@@ -37,6 +37,11 @@ def test_good(lane, row):
 """
 
 
+def _interruptible() -> None:
+    """A runner that a shell put in the background ignores ctrl-C, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @dataclass(frozen=True)
 class Result:
     """Exit code and output of one run."""
@@ -64,6 +69,8 @@ class Project:
             k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TORCHINDUCTOR", "BUMPGATE"))
         }
         self.env |= PLUGINS
+        # A fake torch rewritten within a second, to the same length, would be read from its stale bytecode.
+        self.env["PYTHONDONTWRITEBYTECODE"] = "1"
 
     def write(self, path: str, text: str) -> None:
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -87,6 +94,7 @@ class Project:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_interruptible,
         )
         self.processes.append(process)
         return process
