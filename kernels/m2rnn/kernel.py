@@ -56,8 +56,9 @@ def _times(rows, matrix):
 def _token(k, v, f, doc_ids, t, token, h, H, K, V, r, u, exists):
     """Key rows, value and forget gate of a token, and whether it continues the document of the one before.
 
-    `token` is its number in the whole batch. Both ids are loaded: an id carried from step to step beside the
-    tuples of loaded ones compared equal to itself on the GPU (triton 3.6), and no document was ever reset.
+    `token` is its number in the whole batch. Both ids are loaded, none is carried from step to step: Triton's
+    compiler, unlike its interpreter, does not carry a variable that enters a loop as the very value that the body
+    assigns to it (last = ids[0] before and within), and no document would ever be reset.
     """
     n = token * H + h
     doc = tl.load(doc_ids + token, mask=exists, other=0)
