@@ -4,12 +4,15 @@ Not an op: it knows none of them. The checks are static, they read shapes and dt
 ValueError in one line that begins with the op's name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 IMPLS = ("op", "reference")
+WITH_PEER = (*IMPLS, "upstream")
 
 
 def full_precision(t: Tensor) -> torch.autocast:
@@ -22,15 +25,40 @@ def fresh(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format)
 
 
+def launch_on_cuda(op: Any, kernel: str, fp64: Callable[..., Any] | None = None) -> None:
+    """On CUDA the custom op runs `kernel`, a dotted name imported at the first call: the CPU does without triton.
+
+    `fp64` takes its place where the first input is fp64, the oracle's dtype, which the kernel does not know.
+    """
+    module, _, name = kernel.rpartition(".")
+
+    def launch(*inputs: Any) -> Any:
+        if fp64 is not None and inputs[0].dtype == torch.float64:
+            return fp64(*inputs)
+        return getattr(import_module(module), name)(*inputs)
+
+    op.register_kernel("cuda")(launch)
+
+
 def has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:
     """Axis by axis: to compare tuples would leave a dead node in the graph for a symbolic batch."""
     return t.dim() == len(shape) and all(a == b for a, b in zip(t.shape, shape))
 
 
-def check_impl(op: str, impl: str) -> None:
-    """Raises ValueError where impl is none of IMPLS."""
-    if impl not in IMPLS:
-        raise ValueError(f"{op}: impl is {impl!r}, choices are {IMPLS}")
+def check_impl(op: str, impl: str, impls: tuple[str, ...] = IMPLS) -> None:
+    """Raises ValueError where impl is none of `impls`."""
+    if impl not in impls:
+        raise ValueError(f"{op}: impl is {impl!r}, choices are {impls}")
+
+
+def peer(op: str, module: str, install: str) -> Any:
+    """The third-party module behind impl="upstream". Raises ImportError with the install line where it is absent."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{op}: impl 'upstream' needs {module} ({error}); install it with: {install}"
+        ) from error
 
 
 def check_shapes(op: str, wanted: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:

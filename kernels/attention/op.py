@@ -11,7 +11,16 @@ from kernels.attention.reference import (
     attention_forward_with_lse,
     attention_reference,
 )
-from kernels.op_support import check_doc_ids, check_impl, check_shapes, fresh, full_precision
+from kernels.attention.upstream import attention_upstream
+from kernels.op_support import (
+    WITH_PEER,
+    check_doc_ids,
+    check_impl,
+    check_shapes,
+    fresh,
+    full_precision,
+    launch_on_cuda,
+)
 
 
 def _plain_fwd(q: Tensor, *rest) -> tuple[Tensor, Tensor]:
@@ -36,13 +45,7 @@ def attention_fwd(
     return _plain_fwd(q, k, v, doc_ids, scale, softcap, window, causal)
 
 
-@attention_fwd.register_kernel("cuda")
-def _(q, *rest):
-    if q.dtype == torch.float64:
-        return _plain_fwd(q, *rest)
-    from kernels.attention.kernel import attention_fwd_kernel
-
-    return attention_fwd_kernel(q, *rest)
+launch_on_cuda(attention_fwd, "kernels.attention.kernel.attention_fwd_kernel", fp64=_plain_fwd)
 
 
 @attention_fwd.register_fake
@@ -60,13 +63,7 @@ def attention_bwd(
     return _plain_bwd(q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal)
 
 
-@attention_bwd.register_kernel("cuda")
-def _(q, *rest):
-    if q.dtype == torch.float64:
-        return _plain_bwd(q, *rest)
-    from kernels.attention.kernel import attention_bwd_kernel
-
-    return attention_bwd_kernel(q, *rest)
+launch_on_cuda(attention_bwd, "kernels.attention.kernel.attention_bwd_kernel", fp64=_plain_bwd)
 
 
 @attention_bwd.register_fake
@@ -90,7 +87,7 @@ attention_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check(q, k, v, doc_ids, softcap, window, impl):
-    check_impl("attention", impl)
+    check_impl("attention", impl, WITH_PEER)
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(
             f"attention: q must be (B,T,Hq,P) and k (B,T,Hkv,P), not {q.dim()}-d and {k.dim()}-d"
@@ -130,9 +127,11 @@ def attention(
     head h // (Hq/Hkv). doc_ids (B,T) int32: a token sees its own document only; padding (-1) sees padding.
     scale: of the logits, None is 1/sqrt(P). softcap c > 0: s <- c tanh(s/c) after scale and before the mask.
     window w > 0: keys j with i - j < w (a bound on the past, also where causal is False).
-    impl "op" is opaque to the compiler, "reference" is traced through.
+    impl "op" is opaque to the compiler, "reference" is traced through,
+    "upstream" is the peer of upstream.py.
     -> (B,T,Hq,P) in q.dtype. Softmax is fp32 (fp64 for fp64).
-    Raises ValueError on a wrong shape, dtype, head count, negative softcap or window, or impl; on CUDA also
+    Raises ValueError on a wrong shape, dtype, head count, negative softcap or window, or impl, ImportError on an
+    absent peer; on CUDA also
     where P is no power of two up to 128 (but for fp64, which runs the reference).
     Sources: GQA (Ainslie et al. 2023), softcap (Gemma 2, 2024), FlashAttention-2 (Dao 2023).
     """
@@ -140,6 +139,10 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if impl == "reference":
         return attention_reference(
+            q, k, v, doc_ids, scale=scale, softcap=softcap, window=window, causal=causal
+        )
+    if impl == "upstream":
+        return attention_upstream(
             q, k, v, doc_ids, scale=scale, softcap=softcap, window=window, causal=causal
         )
     return attention_fwd(q, k, v, doc_ids, float(scale), float(softcap), window, causal)[0]

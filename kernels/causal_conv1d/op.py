@@ -11,7 +11,17 @@ from kernels.causal_conv1d.reference import (
     causal_conv1d_backward_reference,
     causal_conv1d_reference,
 )
-from kernels.op_support import check_doc_ids, check_floating, check_impl, check_shapes, fresh, full_precision
+from kernels.causal_conv1d.upstream import causal_conv1d_upstream
+from kernels.op_support import (
+    WITH_PEER,
+    check_doc_ids,
+    check_floating,
+    check_impl,
+    check_shapes,
+    fresh,
+    full_precision,
+    launch_on_cuda,
+)
 
 
 @torch.library.custom_op("bumpgate::causal_conv1d_fwd", mutates_args=())
@@ -26,11 +36,7 @@ def _(x, weight, bias, doc_ids, activation):
     return x.new_empty(x.shape)
 
 
-@causal_conv1d_fwd.register_kernel("cuda")
-def _(*inputs):
-    from kernels.causal_conv1d.kernel import causal_conv1d_fwd_kernel  # the CPU does without triton
-
-    return causal_conv1d_fwd_kernel(*inputs)
+launch_on_cuda(causal_conv1d_fwd, "kernels.causal_conv1d.kernel.causal_conv1d_fwd_kernel")
 
 
 @torch.library.custom_op("bumpgate::causal_conv1d_bwd", mutates_args=())
@@ -48,11 +54,7 @@ def _(x, weight, bias, doc_ids, dy, activation):
     return tuple(t.new_empty(t.shape) for t in (x, weight, bias))
 
 
-@causal_conv1d_bwd.register_kernel("cuda")
-def _(*inputs):
-    from kernels.causal_conv1d.kernel import causal_conv1d_bwd_kernel  # the CPU does without triton
-
-    return causal_conv1d_bwd_kernel(*inputs)
+launch_on_cuda(causal_conv1d_bwd, "kernels.causal_conv1d.kernel.causal_conv1d_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):
@@ -69,7 +71,7 @@ causal_conv1d_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check(x, weight, bias, doc_ids, activation, impl):
-    check_impl("causal_conv1d", impl)
+    check_impl("causal_conv1d", impl, WITH_PEER)
     if activation not in ACTIVATIONS:
         raise ValueError(f"causal_conv1d: activation is {activation!r}, choices are {ACTIVATIONS}")
     if x.dim() != 3 or weight.dim() != 2:
@@ -95,10 +97,16 @@ def causal_conv1d(
 
     x (B,T,D), weight (D,W) with the current token's tap last, bias (D,): any float dtypes.
     doc_ids (B,T) int32: a tap counts where its document id equals the current token's.
-    activation "silu" or "none". impl "op" is opaque to the compiler, "reference" is traced through.
+    activation "silu" or "none". impl "op" is opaque to the compiler, "reference" is traced through,
+    "upstream" is the peer of upstream.py.
     -> (B,T,D) in x.dtype, accumulated in fp32 (fp64 for fp64 x).
-    Raises ValueError on a wrong shape, dtype, activation or impl. Source: Mamba (Gu & Dao 2023).
+    Raises ValueError on a wrong shape, dtype, activation or impl, ImportError on an absent peer.
+    Source: Mamba (Gu & Dao 2023).
     """
     _check(x, weight, bias, doc_ids, activation, impl)
-    function = causal_conv1d_fwd if impl == "op" else causal_conv1d_reference
-    return function(x, weight, bias, doc_ids, activation)
+    functions = {
+        "op": causal_conv1d_fwd,
+        "reference": causal_conv1d_reference,
+        "upstream": causal_conv1d_upstream,
+    }
+    return functions[impl](x, weight, bias, doc_ids, activation)

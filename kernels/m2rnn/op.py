@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from kernels.m2rnn.reference import m2rnn_backward_reference, m2rnn_forward_with_states, m2rnn_reference
-from kernels.op_support import check_doc_ids, check_floating, check_impl, check_shapes, fresh, full_precision
+from kernels.op_support import (
+    check_doc_ids,
+    check_floating,
+    check_impl,
+    check_shapes,
+    fresh,
+    full_precision,
+    launch_on_cuda,
+)
 
 
 @torch.library.custom_op("bumpgate::m2rnn_fwd", mutates_args=())
@@ -27,11 +35,7 @@ def _(q, k, v, W, f, doc_ids, h0):
     return v.new_empty(v.shape), h0.new_empty(h0.shape, dtype=acc), states
 
 
-@m2rnn_fwd.register_kernel("cuda")
-def _(*inputs):
-    from kernels.m2rnn.kernel import m2rnn_fwd_kernel  # the CPU does without triton
-
-    return m2rnn_fwd_kernel(*inputs)
+launch_on_cuda(m2rnn_fwd, "kernels.m2rnn.kernel.m2rnn_fwd_kernel")
 
 
 @torch.library.custom_op("bumpgate::m2rnn_bwd", mutates_args=())
@@ -50,11 +54,7 @@ def _(q, k, v, W, f, doc_ids, h0, states, dy, dfinal):
     return tuple(t.new_empty(t.shape) for t in (q, k, v, W, f, h0))
 
 
-@m2rnn_bwd.register_kernel("cuda")
-def _(*inputs):
-    from kernels.m2rnn.kernel import m2rnn_bwd_kernel  # the CPU does without triton
-
-    return m2rnn_bwd_kernel(*inputs)
+launch_on_cuda(m2rnn_bwd, "kernels.m2rnn.kernel.m2rnn_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):

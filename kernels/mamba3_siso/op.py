@@ -1,4 +1,4 @@
-"""mamba3_siso as a custom op: opaque to Dynamo and Inductor in both directions.
+"""mamba3_siso as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, plain elsewhere.
 
 B batch, T tokens, H heads, P head dim, N state dim, G groups, R rotation angles.
 """
@@ -12,7 +12,34 @@ from kernels.mamba3_siso.reference import (
     mamba3_siso_reference,
     zero_state,
 )
-from kernels.op_support import check_doc_ids, check_floating, check_impl, check_shapes, fresh, full_precision
+from kernels.mamba3_siso.upstream import mamba3_siso_upstream
+from kernels.op_support import (
+    WITH_PEER,
+    check_doc_ids,
+    check_floating,
+    check_impl,
+    check_shapes,
+    fresh,
+    full_precision,
+    launch_on_cuda,
+)
+
+
+def _plain_fwd(*inputs) -> tuple[Tensor, ...]:
+    """The reference as the op's body: on the CPU, and for fp64, the oracle's dtype, anywhere."""
+    *inputs, theta, h, k_prev, v_prev, chunk_size = inputs
+    with full_precision(inputs[2]):
+        y, state = mamba3_siso_reference(*inputs, Mamba3State(theta, h, k_prev, v_prev), chunk_size)
+    return tuple(fresh(t) for t in (y, *state))
+
+
+def _plain_bwd(*inputs) -> list[Tensor]:
+    """Its gradients, likewise."""
+    *inputs, theta, h, k_prev, v_prev, chunk_size, dy, dtheta, dh, dk_prev, dv_prev = inputs
+    state, dstate = Mamba3State(theta, h, k_prev, v_prev), Mamba3State(dtheta, dh, dk_prev, dv_prev)
+    with full_precision(inputs[2]):
+        grads = mamba3_siso_backward_reference(*inputs, state, chunk_size, dy, dstate)
+    return [fresh(t) for t in grads]
 
 
 @torch.library.custom_op("bumpgate::mamba3_siso_fwd", mutates_args=())
@@ -22,9 +49,10 @@ def mamba3_siso_fwd(
     theta: Tensor, h: Tensor, k_prev: Tensor, v_prev: Tensor, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
-    with full_precision(v):
-        y, state = mamba3_siso_reference(*inputs, Mamba3State(theta, h, k_prev, v_prev), chunk_size)
-    return tuple(fresh(t) for t in (y, *state))
+    return _plain_fwd(*inputs, theta, h, k_prev, v_prev, chunk_size)
+
+
+launch_on_cuda(mamba3_siso_fwd, "kernels.mamba3_siso.kernel.mamba3_siso_fwd_kernel", fp64=_plain_fwd)
 
 
 @mamba3_siso_fwd.register_fake
@@ -43,10 +71,11 @@ def mamba3_siso_bwd(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the floating-point inputs, in their order."""
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
-    state, dstate = Mamba3State(theta, h, k_prev, v_prev), Mamba3State(dtheta, dh, dk_prev, dv_prev)
-    with full_precision(v):
-        grads = mamba3_siso_backward_reference(*inputs, state, chunk_size, dy, dstate)
-    return [fresh(t) for t in grads]
+    state, dstate = (theta, h, k_prev, v_prev), (dtheta, dh, dk_prev, dv_prev)
+    return _plain_bwd(*inputs, *state, chunk_size, dy, *dstate)
+
+
+launch_on_cuda(mamba3_siso_bwd, "kernels.mamba3_siso.kernel.mamba3_siso_bwd_kernel", fp64=_plain_bwd)
 
 
 @mamba3_siso_bwd.register_fake
@@ -72,7 +101,7 @@ mamba3_siso_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids, state, chunk_size, impl):
-    check_impl("mamba3_siso", impl)
+    check_impl("mamba3_siso", impl, WITH_PEER)
     if v.dim() != 4 or q.dim() != 4 or angles.dim() != 4:
         dims = f"{v.dim()}-d, {q.dim()}-d, {angles.dim()}-d"
         raise ValueError(f"mamba3_siso: v must be (B,T,H,P), q (B,T,G,N), angles (B,T,H,R), not {dims}")
@@ -121,15 +150,19 @@ def mamba3_siso(
     negative; dt (B,T,H) after softplus; trap (B,T,H) before the sigmoid; q_bias, k_bias (H,N); angles
     (B,T,H,R) before the tanh, 2R <= N; D (H,); state, or None for zeros. doc_ids (B,T) int32: the state is
     zeroed where the id changes from one token to the next. `chunk_size` (tokens) changes speed and rounding,
-    not the function. impl "op" is opaque to the compiler, "reference" is traced through.
+    not the function. impl "op" is opaque to the compiler, "reference" is traced through,
+    "upstream" is the peer of upstream.py.
     -> y (B,T,H,P) in v.dtype, final state (theta in radians) in fp32 (fp64 for fp64 v).
-    Raises ValueError on a wrong shape, dtype, chunk size or impl. Source: Mamba-3 (arXiv 2603.15569).
+    Raises ValueError on a wrong shape, dtype, chunk size or impl, ImportError on an absent peer.
+    Source: Mamba-3 (arXiv 2603.15569).
     """
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
     _check(*inputs, state, chunk_size, impl)
     if impl == "reference":
         with full_precision(v):
             return mamba3_siso_reference(*inputs, state, chunk_size)
+    if impl == "upstream":
+        return mamba3_siso_upstream(*inputs, state)
     state = zero_state(v, q, angles) if state is None else state
     y, *final = mamba3_siso_fwd(*inputs, *state, chunk_size)
     return y, Mamba3State(*final)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe_combine.reference import moe_combine_backward_reference, moe_combine_reference
-from kernels.op_support import check_impl, check_shapes, fresh, full_precision
+from kernels.op_support import check_impl, check_shapes, fresh, full_precision, launch_on_cuda
 
 
 @torch.library.custom_op("bumpgate::moe_combine_fwd", mutates_args=())
@@ -25,11 +25,7 @@ def _(y, expert, slot, weights, bucket, out_dtype):
     return y.new_empty((B, T, y.shape[2]), dtype=out_dtype)
 
 
-@moe_combine_fwd.register_kernel("cuda")
-def _(*inputs):
-    from kernels.moe_combine.kernel import moe_combine_fwd_kernel  # the CPU does without triton
-
-    return moe_combine_fwd_kernel(*inputs)
+launch_on_cuda(moe_combine_fwd, "kernels.moe_combine.kernel.moe_combine_fwd_kernel")
 
 
 @torch.library.custom_op("bumpgate::moe_combine_bwd", mutates_args=())
@@ -47,11 +43,7 @@ def _(y, expert, slot, weights, bucket, dout):
     return y.new_empty(y.shape), weights.new_empty(weights.shape)
 
 
-@moe_combine_bwd.register_kernel("cuda")
-def _(*inputs):
-    from kernels.moe_combine.kernel import moe_combine_bwd_kernel  # the CPU does without triton
-
-    return moe_combine_bwd_kernel(*inputs)
+launch_on_cuda(moe_combine_bwd, "kernels.moe_combine.kernel.moe_combine_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe_dispatch.reference import moe_dispatch_backward_reference, moe_dispatch_reference
-from kernels.op_support import check_floating, check_impl, fresh, full_precision, has_shape
+from kernels.op_support import check_floating, check_impl, fresh, full_precision, has_shape, launch_on_cuda
 
 
 @torch.library.custom_op("bumpgate::moe_dispatch_fwd", mutates_args=())
@@ -27,11 +27,7 @@ def _(x, expert, num_experts, bucket):
     return padded, expert.new_empty(expert.shape), expert.new_empty(())
 
 
-@moe_dispatch_fwd.register_kernel("cuda")
-def _(*inputs):
-    from kernels.moe_dispatch.kernel import moe_dispatch_fwd_kernel  # the CPU does without triton
-
-    return moe_dispatch_fwd_kernel(*inputs)
+launch_on_cuda(moe_dispatch_fwd, "kernels.moe_dispatch.kernel.moe_dispatch_fwd_kernel")
 
 
 @torch.library.custom_op("bumpgate::moe_dispatch_bwd", mutates_args=())
@@ -47,11 +43,7 @@ def _(dpadded, expert, slot, bucket):
     return dpadded.new_empty((B, T, dpadded.shape[2]))
 
 
-@moe_dispatch_bwd.register_kernel("cuda")
-def _(*inputs):
-    from kernels.moe_dispatch.kernel import moe_dispatch_bwd_kernel  # the CPU does without triton
-
-    return moe_dispatch_bwd_kernel(*inputs)
+launch_on_cuda(moe_dispatch_bwd, "kernels.moe_dispatch.kernel.moe_dispatch_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):

@@ -6,8 +6,17 @@ D channels, S group size.
 import torch
 from torch import Tensor
 
-from kernels.op_support import check_floating, check_impl, check_shapes, fresh, full_precision
+from kernels.op_support import (
+    WITH_PEER,
+    check_floating,
+    check_impl,
+    check_shapes,
+    fresh,
+    full_precision,
+    launch_on_cuda,
+)
 from kernels.rms_norm_gated.reference import rms_norm_gated_backward_reference, rms_norm_gated_reference
+from kernels.rms_norm_gated.upstream import rms_norm_gated_upstream
 
 
 @torch.library.custom_op("bumpgate::rms_norm_gated_fwd", mutates_args=())
@@ -24,11 +33,7 @@ def _(x, gate, weight, eps, group_size, norm_before_gate):
     return x.new_empty(x.shape)
 
 
-@rms_norm_gated_fwd.register_kernel("cuda")
-def _(*inputs):
-    from kernels.rms_norm_gated.kernel import rms_norm_gated_fwd_kernel  # the CPU does without triton
-
-    return rms_norm_gated_fwd_kernel(*inputs)
+launch_on_cuda(rms_norm_gated_fwd, "kernels.rms_norm_gated.kernel.rms_norm_gated_fwd_kernel")
 
 
 @torch.library.custom_op("bumpgate::rms_norm_gated_bwd", mutates_args=())
@@ -46,11 +51,7 @@ def _(x, gate, weight, dy, eps, group_size, norm_before_gate):
     return tuple(t.new_empty(t.shape) for t in (x, gate, weight))
 
 
-@rms_norm_gated_bwd.register_kernel("cuda")
-def _(*inputs):
-    from kernels.rms_norm_gated.kernel import rms_norm_gated_bwd_kernel  # the CPU does without triton
-
-    return rms_norm_gated_bwd_kernel(*inputs)
+launch_on_cuda(rms_norm_gated_bwd, "kernels.rms_norm_gated.kernel.rms_norm_gated_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):
@@ -68,7 +69,7 @@ rms_norm_gated_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 def _check(x, gate, weight, eps, group_size, impl) -> int:
     """-> the group size."""
-    check_impl("rms_norm_gated", impl)
+    check_impl("rms_norm_gated", impl, WITH_PEER)
     if x.dim() < 1:
         raise ValueError("rms_norm_gated: x must be (..., D), not 0-d")
     D = x.shape[-1]
@@ -94,10 +95,16 @@ def rms_norm_gated(
     """RMS(x silu(gate)) weight, or with norm_before_gate RMS(x) weight silu(gate).
 
     x and gate (..., D), weight (D,): any float dtypes. group_size: channels that share one RMS, a divisor
-    of D; None is D. impl "op" is opaque to the compiler, "reference" is traced through.
+    of D; None is D. impl "op" is opaque to the compiler, "reference" is traced through,
+    "upstream" is the peer of upstream.py.
     -> (..., D) in x.dtype; fp32 inside (fp64 for fp64 x).
-    Raises ValueError on a wrong shape, dtype, group_size, eps or impl. Source: Mamba-2 (Dao & Gu 2024).
+    Raises ValueError on a wrong shape, dtype, group_size, eps or impl, ImportError on an absent peer.
+    Source: Mamba-2 (Dao & Gu 2024).
     """
     S = _check(x, gate, weight, eps, group_size, impl)
-    function = rms_norm_gated_fwd if impl == "op" else rms_norm_gated_reference
-    return function(x, gate, weight, eps, S, norm_before_gate)
+    functions = {
+        "op": rms_norm_gated_fwd,
+        "reference": rms_norm_gated_reference,
+        "upstream": rms_norm_gated_upstream,
+    }
+    return functions[impl](x, gate, weight, eps, S, norm_before_gate)

@@ -1,4 +1,4 @@
-"""ssd_chunk_scan as a custom op: opaque to Dynamo and Inductor in both directions.
+"""ssd_chunk_scan as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, plain elsewhere.
 
 B batch, T tokens, H heads, P head dim, N state dim, G groups.
 """
@@ -6,8 +6,32 @@ B batch, T tokens, H heads, P head dim, N state dim, G groups.
 import torch
 from torch import Tensor
 
-from kernels.op_support import check_doc_ids, check_floating, check_impl, check_shapes, fresh, full_precision
+from kernels.op_support import (
+    WITH_PEER,
+    check_doc_ids,
+    check_floating,
+    check_impl,
+    check_shapes,
+    fresh,
+    full_precision,
+    launch_on_cuda,
+)
 from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
+from kernels.ssd_chunk_scan.upstream import ssd_chunk_scan_upstream
+
+
+def _plain_fwd(x: Tensor, *rest) -> tuple[Tensor, Tensor]:
+    """The reference as the op's body: on the CPU, and for fp64, the oracle's dtype, anywhere."""
+    with full_precision(x):
+        y, final = ssd_chunk_scan_reference(x, *rest)
+    return fresh(y), fresh(final)
+
+
+def _plain_bwd(x: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Its gradients, likewise."""
+    with full_precision(x):
+        grads = ssd_chunk_scan_backward_reference(x, *rest)
+    return tuple(fresh(g) for g in grads)
 
 
 @torch.library.custom_op("bumpgate::ssd_chunk_scan_fwd", mutates_args=())
@@ -22,10 +46,10 @@ def ssd_chunk_scan_fwd(
     initial_state: Tensor,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    inputs = (x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
-    with full_precision(x):
-        y, final = ssd_chunk_scan_reference(*inputs, chunk_size)
-    return fresh(y), fresh(final)
+    return _plain_fwd(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
+
+
+launch_on_cuda(ssd_chunk_scan_fwd, "kernels.ssd_chunk_scan.kernel.ssd_chunk_scan_fwd_kernel", fp64=_plain_fwd)
 
 
 @ssd_chunk_scan_fwd.register_fake
@@ -48,10 +72,10 @@ def ssd_chunk_scan_bwd(
     dy: Tensor,
     dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = (x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
-    with full_precision(x):
-        grads = ssd_chunk_scan_backward_reference(*inputs, chunk_size, dy, dfinal)
-    return tuple(fresh(g) for g in grads)
+    return _plain_bwd(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, dy, dfinal)
+
+
+launch_on_cuda(ssd_chunk_scan_bwd, "kernels.ssd_chunk_scan.kernel.ssd_chunk_scan_bwd_kernel", fp64=_plain_bwd)
 
 
 @ssd_chunk_scan_bwd.register_fake
@@ -73,7 +97,7 @@ ssd_chunk_scan_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl):
-    check_impl("ssd_chunk_scan", impl)
+    check_impl("ssd_chunk_scan", impl, WITH_PEER)
     if x.dim() != 4 or Bmat.dim() != 4:
         raise ValueError(
             f"ssd_chunk_scan: x must be (B,T,H,P), Bmat (B,T,G,N), not {x.dim()}-d, {Bmat.dim()}-d"
@@ -121,14 +145,18 @@ def ssd_chunk_scan(
     x (B,T,H,P), Bmat and Cmat (B,T,G,N) in one float dtype. In any float dtype: dt (B,T,H) after softplus;
     A (H,) negative; D (H,); initial_state (B,H,P,N), or None for zeros. doc_ids (B,T) int32: h is zeroed
     where the id changes from one token to the next. `chunk_size` (tokens) changes speed and rounding, not the
-    function. impl "op" is opaque to the compiler, "reference" is traced through.
+    function. impl "op" is opaque to the compiler, "reference" is traced through,
+    "upstream" is the peer of upstream.py.
     -> y (B,T,H,P) in x.dtype, final state (B,H,P,N) in fp32 (fp64 for fp64 x).
-    Raises ValueError on a wrong shape, dtype, chunk size or impl. Source: Dao & Gu 2024 (arXiv 2405.21060).
+    Raises ValueError on a wrong shape, dtype, chunk size or impl, ImportError on an absent peer.
+    Source: Dao & Gu 2024 (arXiv 2405.21060).
     """
     _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl)
     if impl == "reference":
         with full_precision(x):
             return ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
+    if impl == "upstream":
+        return ssd_chunk_scan_upstream(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
     if initial_state is None:
         acc = torch.promote_types(x.dtype, torch.float32)
         initial_state = x.new_zeros((x.shape[0], x.shape[2], x.shape[3], Bmat.shape[3]), dtype=acc)

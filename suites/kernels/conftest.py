@@ -1,4 +1,4 @@
-"""For the ops' suites: shared checks that show their values when they fail, and one thread."""
+"""For the ops' suites: shared checks that show their values when they fail, one thread, and speed rows."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def speed(row, exclusive_machine):
+    """Times an op on the GPU, alone on the machine; see suites.kernels.speed.SpeedRows."""
+    from suites.kernels.speed import SpeedRows
+
+    return SpeedRows(row)

@@ -22,6 +22,7 @@ from kernels.ssd_chunk_scan import ssd_chunk_scan_reference
 from suites.support.comparison import (
     DTYPES,
     Named,
+    OperandsIn,
     doubled,
     pooled,
     report_pooled,
@@ -190,7 +191,12 @@ def test_the_published_form_holds_and_its_two_wrong_readings_do_not(lane: Lane):
 def test_is_as_close_to_the_oracle_as_the_plain_recurrence(lane: Lane, dtype: str, row):
     seeds = [problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
     oracle = pooled(results(recurrence, doubled(inputs)) for inputs in seeds)
-    plain = pooled(results(recurrence, inputs) for inputs in seeds)
+    if lane.device == "cuda" and dtype != "fp32":  # a kernel there multiplies 16-bit operands
+        with OperandsIn(DTYPES[dtype]):
+            chunked = flat(mamba3_siso, chunk_size=16, impl="reference")
+            plain = pooled(results(chunked, inputs) for inputs in seeds)
+    else:
+        plain = pooled(results(recurrence, inputs) for inputs in seeds)
     found = pooled(results(flat(mamba3_siso, chunk_size=16), inputs) for inputs in seeds)
     last_v = torch.cat([inputs["v"][:, -1].float().flatten() for inputs in seeds])
     assert torch.equal(found["final v_prev"], last_v)

@@ -8,11 +8,13 @@ over few entries wanders. We hold the RMS error to it beside the largest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AT_MOST = {"forward": 2.0, "gradient": 3.0}
@@ -38,8 +40,12 @@ def error(found: Tensor, oracle: Tensor) -> tuple[float, float]:
 
 
 def error_ratio(found: Tensor, plain: Tensor, oracle: Tensor) -> float:
-    """How much further from the oracle than the plain formula in the same dtype: the worse of max and RMS."""
-    return max(ours / theirs for ours, theirs in zip(error(found, oracle), error(plain, oracle)))
+    """How much further from the oracle than the plain formula in the same dtype: the worse of max and RMS.
+
+    Where the plain formula is exact, 0 if the result is exact too, else infinity.
+    """
+    pairs = zip(error(found, oracle), error(plain, oracle))
+    return max(ours / theirs if theirs else (math.inf if ours else 0.0) for ours, theirs in pairs)
 
 
 def worst(found: Named, oracle: Named) -> float:
@@ -85,6 +91,26 @@ def values_and_gradients(
     floats = {n: t for n, t in leaves.items() if _is_float(t)}
     by_input = dict(zip(floats, _gradients(found, [*floats.values()])))
     return {n: t.detach() for n, t in zip(outputs, found)} | by_input
+
+
+class OperandsIn(TorchDispatchMode):
+    """Matrix products of fp32 tensors as a tensor core takes them: operands rounded to `dtype`, sums in fp32.
+
+    The references multiply in fp32 whatever their inputs. A kernel for 16-bit inputs cannot: it multiplies 16-bit
+    operands, so the plain formula in the same dtype is the reference under this mode, forward and backward.
+    """
+
+    PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self.PRODUCTS:
+            *bias, a, b = args
+            args = (*bias, *(t.to(self.dtype).to(t.dtype) if t.dtype == torch.float32 else t for t in (a, b)))
+        return func(*args, **(kwargs or {}))
 
 
 def pooled(runs: Iterable[Named]) -> Named:
@@ -147,7 +173,12 @@ def report_pooled(
 
 
 def ratio_row(
-    row: Callable[..., Any], id: str, ratios: Mapping[str, float], witness: int, at_most: float
+    row: Callable[..., Any],
+    id: str,
+    ratios: Mapping[str, float],
+    witness: int,
+    at_most: float,
+    evidence: Iterable[str] = (),
 ) -> None:
     """Reports the largest of the error ratios by name under the ratio rule, and all of them as its evidence."""
     row(
@@ -157,5 +188,5 @@ def ratio_row(
         witness=witness,
         at_most=at_most,
         rule="C36",
-        evidence=[f"{name}: {ratio:.3f}" for name, ratio in ratios.items()],
+        evidence=[*(f"{name}: {ratio:.3f}" for name, ratio in ratios.items()), *evidence],
     )

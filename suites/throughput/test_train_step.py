@@ -13,9 +13,9 @@ from suites.support.lanes import Lane, lanes
 from suites.support.timing import anchor, interleaved
 
 ROUNDS = 40
-# Twenty repeats on a busy machine: the ratio of two torch steps wandered by 1.5 % (sd), the ratio to the anchor by
-# 12 %, because a busy sibling thread slows torch more than it slows NumPy. So the first finds 8 %, the second 40 %.
-TOLERANCE = {"speedup": 0.08, "anchor": 0.4}
+# Twenty processes on a quiet machine: the ratio of two torch steps wandered by 1.1 % (sd; largest deviation 3.2 %), the
+# ratio to the anchor by 3.0 % (8.7 %). So the first row finds a slowdown of 6 %, and the anchor rows one of 16 %.
+TOLERANCE = {"speedup": 0.05, "anchor": 0.15}
 
 
 @lanes("cpu")

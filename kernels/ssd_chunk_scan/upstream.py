@@ -1,0 +1,41 @@
+"""The peer of ssd_chunk_scan: mamba-ssm's Triton kernels (Dao & Gu), behind our signature."""
+
+from torch import Tensor
+
+from kernels.op_support import peer
+
+INSTALL = "pip install --no-build-isolation mamba-ssm==2.3.2.post1"
+
+
+def ssd_chunk_scan_upstream(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    Bmat: Tensor,
+    Cmat: Tensor,
+    D: Tensor,
+    doc_ids: Tensor,
+    initial_state: Tensor | None = None,
+    chunk_size: int = 128,
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results of `ssd_chunk_scan`, on CUDA; 128 tokens a chunk is its fastest on an H200.
+
+    Raises ImportError where mamba-ssm is absent.
+    """
+    package = peer("ssd_chunk_scan", "mamba_ssm.ops.triton.ssd_combined", INSTALL)
+    # It compares the ids at the ends of chunks only, and takes the first document for number 0.
+    starts = (doc_ids[:, 1:] != doc_ids[:, :-1]).cumsum(1)
+    segments = doc_ids.new_zeros(doc_ids.shape)
+    segments[:, 1:] = starts
+    return package.mamba_chunk_scan_combined(
+        x,
+        dt,
+        A,
+        Bmat,
+        Cmat,
+        chunk_size,
+        D=D,
+        initial_states=initial_state,
+        seq_idx=segments,
+        return_final_states=True,
+    )

@@ -1,0 +1,66 @@
+"""The speed rows of an op: milliseconds, share of the machine's ceilings, and the ratio to its peer in the same run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from suites.kernels.workloads import Case
+from suites.support.gpu_timing import (
+    CALLS,
+    copy_rate,
+    floor_milliseconds,
+    forward_and_backward,
+    matmul_rate,
+    milliseconds,
+)
+
+# Between two runs on two machines the medians of 20 moved by at most 3 %; the ratio to a peer carries both sides.
+TOLERANCE = {"milliseconds": 0.06, "ratio": 0.08, "fraction": 0.06}
+
+
+class SpeedRows:
+    """Callable; see __call__. Holds the `row` fixture of the test that asked for it."""
+
+    def __init__(self, row: Callable[..., Any]) -> None:
+        self._row = row
+
+    def __call__(self, name: str, case: Case) -> None:
+        """Rows kernels/<name>/{forward,both}_{milliseconds,roofline_fraction,over_peer}; both is forward and backward.
+
+        The first call, with its compiling, is evidence.
+        """
+        started = time.perf_counter()
+        ours = _ways(case.op, case)
+        ours["both"]()
+        torch.cuda.synchronize()
+        evidence = [f"first forward and backward, compiling: {time.perf_counter() - started:.1f} s"]
+        peers = _ways(case.peer, case) if case.peer else {}
+        for way, call in ours.items():
+            timing = milliseconds(call)
+            moved, multiplied = getattr(case.work, f"{way}_bytes"), getattr(case.work, f"{way}_flops")
+            self._row(
+                f"kernels/{name}/{way}_milliseconds", timing.median, unit="ms", witness=CALLS, rule="C36",
+                better="lower", interval=(timing.low, timing.high), tolerance=TOLERANCE["milliseconds"],
+                evidence=evidence,
+            )  # fmt: skip
+            self._row(
+                f"kernels/{name}/{way}_roofline_fraction", floor_milliseconds(moved, multiplied) / timing.median,
+                unit="fraction", witness=CALLS, rule="C36", better="higher", tolerance=TOLERANCE["fraction"],
+                evidence=[f"{moved / 1e6:.0f} MB at {copy_rate() / 1e12:.2f} TB/s, "
+                          f"{multiplied / 1e12:.2f} TFLOP at {matmul_rate() / 1e12:.0f} TFLOP/s"],
+            )  # fmt: skip
+            if peers:
+                other = milliseconds(peers[way])
+                self._row(
+                    f"kernels/{name}/{way}_over_peer", timing.median / other.median, unit="ratio", witness=CALLS,
+                    rule="C36", better="lower", tolerance=TOLERANCE["ratio"],
+                    evidence=[f"peer: {other.median:.4f} ms"],
+                )  # fmt: skip
+
+
+def _ways(function: Callable[..., Any], case: Case) -> dict[str, Callable[[], object]]:
+    return dict(zip(("forward", "both"), forward_and_backward(function, case.inputs)))

@@ -1,0 +1,183 @@
+"""The ops at the model's shapes: inputs, the op, its reference, its peer, and what the work costs at least.
+
+B batch, T tokens, H heads, P head dim, N state dim, D model dim, E experts, K top-k, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.attention import attention
+from kernels.causal_conv1d import causal_conv1d
+from kernels.m2rnn import m2rnn
+from kernels.mamba3_siso import mamba3_siso
+from kernels.moe_combine import moe_combine
+from kernels.moe_dispatch import moe_dispatch
+from kernels.rms_norm_gated import rms_norm_gated
+from kernels.ssd_chunk_scan import ssd_chunk_scan
+
+T = 4096
+BF16 = torch.bfloat16
+
+
+class Work(NamedTuple):
+    """What a call cannot avoid: bytes moved to and from memory, FLOP of its matrix products; forward, and in all."""
+
+    forward_bytes: float
+    both_bytes: float
+    forward_flops: float = 0.0
+    both_flops: float = 0.0
+
+
+class Case(NamedTuple):
+    """op(*inputs) -> a tensor, or a tuple that begins with one; so do the reference and the peer, if there is one."""
+
+    op: Callable[..., Any]
+    reference: Callable[..., Any]
+    peer: Callable[..., Any] | None
+    inputs: tuple[Tensor, ...]
+    work: Work
+
+
+def by_impl(
+    function: Callable[..., Any], peer: bool = True, **options: Any
+) -> tuple[Callable[..., Any], ...]:
+    """op, reference and peer of a public function with these options."""
+    impls = ("op", "reference", "upstream") if peer else ("op", "reference")
+    return *(partial(function, impl=impl, **options) for impl in impls), *(() if peer else (None,))
+
+
+def draw(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def one_document(B: int) -> Tensor:
+    return torch.zeros(B, T, dtype=torch.int32, device="cuda")
+
+
+def size(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def streaming(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], flops: float = 0.0) -> Work:
+    """Inputs read and outputs written; the backward reads both sides again and writes the inputs' gradients."""
+    forward, floats = size(*inputs, *outputs), [t for t in inputs if t.is_floating_point()]
+    return Work(forward, forward + size(*inputs, *outputs, *floats), flops, 3 * flops)
+
+
+def conv_case(B: int) -> Case:
+    D, W = 3584, 4
+    x, weight, bias = draw(B, T, D), draw(D, W), draw(D)
+    inputs = (x, weight, bias, one_document(B))
+    return Case(*by_impl(causal_conv1d), inputs, streaming(inputs, (x,)))
+
+
+def norm_case(B: int, norm_before_gate: bool) -> Case:
+    D, S = 7168, 896
+    inputs = (draw(B, T, D), draw(B, T, D), draw(D))
+    functions = by_impl(rms_norm_gated, group_size=S, norm_before_gate=norm_before_gate)
+    return Case(*functions, inputs, streaming(inputs, inputs[:1]))
+
+
+def attention_case(B: int, Hq: int, Hkv: int, P: int, softcap: float) -> Case:
+    q, k, v = draw(B, T, Hq, P), draw(B, T, Hkv, P), draw(B, T, Hkv, P)
+    inputs = (q, k, v, one_document(B))
+    moved, flops = streaming(inputs, (q,)), 4 * B * Hq * P * T * T / 2
+    # Two products forward; five backward.
+    work = Work(moved.forward_bytes, moved.both_bytes, flops, 3.5 * flops)
+    return Case(*by_impl(attention, softcap=softcap), inputs, work)
+
+
+def ssd_case(B: int, N: int, G: int) -> Case:
+    H, P = 112, 64
+    x, dt = draw(B, T, H, P), F.softplus(draw(B, T, H, dtype=torch.float32) - 3)
+    A, D = -torch.rand(H, device="cuda") * 15 - 1, torch.ones(H, device="cuda")
+    inputs = (x, dt, A, draw(B, T, G, N), draw(B, T, G, N), D, one_document(B))
+    return Case(*by_impl(ssd_chunk_scan), inputs, streaming(inputs, (x,), B * T * H * scan_flops(P, N)))
+
+
+def mamba3_case(B: int, N: int, G: int) -> Case:
+    H, P = 112, 64
+    v, z, dt = draw(B, T, H, P), draw(B, T, H, P), F.softplus(draw(B, T, H, dtype=torch.float32) - 3)
+    q_bias, k_bias, D = (torch.ones(*shape, device="cuda") for shape in ((H, N), (H, N), (H,)))
+    inputs = (
+        draw(B, T, G, N), draw(B, T, G, N), v, -2 * dt, dt, draw(B, T, H), q_bias, k_bias,
+        draw(B, T, H, N // 4), D, z, one_document(B),
+    )  # fmt: skip
+
+    def output_and_state(*inputs: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+        y, state = mamba3_siso(*inputs, impl=impl)
+        return y, state.h
+
+    return Case(*by_impl(output_and_state), inputs, streaming(inputs, (v,), B * T * H * scan_flops(P, N)))
+
+
+def scan_flops(P: int, N: int, L: int = 64) -> float:
+    """FLOP a token and head of the chunked form, the triangle counted as half: scores, their use, state in and out."""
+    return 2 * (L / 2 * N + L / 2 * P + 2 * P * N)
+
+
+def m2rnn_case(B: int) -> Case:
+    H, K, V = 8, 64, 16
+    q, k, v = draw(B, T, H, K), draw(B, T, H, K), draw(B, T, H, V)
+    W, f = draw(H, V, V) * V**-0.5, torch.rand(B, T, H, device="cuda")
+    inputs = (q, k, v, W, f, one_document(B))
+    return Case(*by_impl(m2rnn, peer=False), inputs, streaming(inputs, (v,)))
+
+
+def routing(B: int, E: int, K: int) -> Tensor:
+    """Uniform over the experts: K different ones a token, (B,T,K) int64."""
+    return torch.rand(B, T, E, device="cuda").topk(K, dim=-1).indices
+
+
+def dispatch_case(B: int) -> Case:
+    E, K, D, bucket = 64, 6, 3584, 512
+    x, expert = draw(B, T, D), routing(B, E, K)
+    forward = size(x, expert, expert) + E * B * bucket * D * 2
+    # Backward: a row of the padded gradient for each assignment, and x's gradient.
+    backward = B * T * K * D * 2 + size(x, expert, expert)
+
+    def padded(x: Tensor, impl: str) -> Tensor:
+        return moe_dispatch(x, expert, E, bucket, impl=impl)[0]
+
+    return Case(*by_impl(padded, peer=False), (x,), Work(forward, forward + backward))
+
+
+def combine_case(B: int) -> Case:
+    E, K, D, bucket = 64, 6, 3584, 512
+    expert = routing(B, E, K)
+    _, slot, _ = moe_dispatch(draw(B, T, 8), expert, E, bucket)
+    y, weights = draw(E, B * bucket, D), torch.rand(B, T, K, device="cuda")
+    rows, out = B * T * K * D * 2, B * T * D * 2
+    forward = rows + out + size(expert, slot, weights)
+    backward = out + rows + size(y) + size(expert, slot, weights, weights)
+
+    def combine(y: Tensor, weights: Tensor, impl: str) -> Tensor:
+        return moe_combine(y, expert, slot, weights, bucket, impl=impl)
+
+    return Case(*by_impl(combine, peer=False), (y, weights), Work(forward, forward + backward))
+
+
+# By batch size; B 4 is timed, B 1 is what an fp64 oracle of attention can hold.
+CASES: dict[str, Callable[[int], Case]] = {
+    "causal_conv1d-D3584": conv_case,
+    "rms_norm_gated-D7168-gate_first": partial(norm_case, norm_before_gate=False),
+    "rms_norm_gated-D7168-norm_first": partial(norm_case, norm_before_gate=True),
+    "attention-P128-softcap30": partial(attention_case, Hq=32, Hkv=8, P=128, softcap=30.0),
+    "attention-P128": partial(attention_case, Hq=32, Hkv=8, P=128, softcap=0.0),
+    "attention-P64-softcap30": partial(attention_case, Hq=56, Hkv=8, P=64, softcap=30.0),
+    "attention-P64": partial(attention_case, Hq=56, Hkv=8, P=64, softcap=0.0),
+    "ssd_chunk_scan-N64-G8": partial(ssd_case, N=64, G=8),
+    "ssd_chunk_scan-N128-G1": partial(ssd_case, N=128, G=1),
+    "mamba3_siso-N64-G8": partial(mamba3_case, N=64, G=8),
+    "mamba3_siso-N128-G1": partial(mamba3_case, N=128, G=1),
+    "m2rnn-H8-K64-V16": m2rnn_case,
+    "moe_dispatch-E64-K6": dispatch_case,
+    "moe_combine-E64-K6": combine_case,
+}

@@ -1,0 +1,102 @@
+"""Times of CUDA kernels that can be compared: medians of events, a cold L2, and the ceilings of the same run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CALLS = 20
+WARMUP = 5
+# Overwritten before each call. The L2 is a twentieth of it; eight times take 2 ms, in which the host enqueues the
+# whole call, so that launches and autograd's bookkeeping are not timed.
+FLUSHED_BYTES = 1 << 30
+FLUSHES = 8
+COPIED_BYTES = 1 << 30
+MATMUL_SIZE = 8192
+
+
+class Timing(NamedTuple):
+    """Milliseconds of one call: the median, and the order statistics that enclose it at 99 %."""
+
+    median: float
+    low: float
+    high: float
+
+
+def milliseconds(function: Callable[[], object], calls: int = CALLS) -> Timing:
+    """GPU time of `function` by CUDA events, the L2 overwritten before each call; WARMUP more calls are not kept.
+
+    A function that waits for the device is timed with its waiting.
+    """
+    flush = _flushed()
+    times = []
+    for call in range(WARMUP + calls):
+        for _ in range(FLUSHES):
+            flush.fill_(call)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        if call >= WARMUP:
+            times.append(start.elapsed_time(end))
+    times.sort()
+    # Ranks of the binomial 99 % interval of a median, 1.29 sqrt(n) to either side.
+    reach = int(1.29 * calls**0.5 + 1)
+    low, high = max(0, calls // 2 - reach), min(calls - 1, calls // 2 + reach)
+    return Timing(statistics.median(times), times[low], times[high])
+
+
+@cache
+def _flushed() -> Tensor:
+    return torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+
+
+@cache
+def copy_rate() -> float:
+    """Bytes per second, read and written, of a large device-to-device copy: the ceiling of what moves memory."""
+    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2e3 * COPIED_BYTES / milliseconds(lambda: target.copy_(source)).median
+
+
+@cache
+def matmul_rate() -> float:
+    """FLOP per second of one large bf16 matrix product: the ceiling of what multiplies."""
+    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2e3 * MATMUL_SIZE**3 / milliseconds(lambda: a @ b).median
+
+
+def floor_milliseconds(bytes: float, flops: float) -> float:
+    """The least time of a call that must move this much and multiply this much, by this machine's ceilings."""
+    return 1e3 * max(bytes / copy_rate(), flops / matmul_rate())
+
+
+def forward_and_backward(
+    function: Callable[..., Tensor | tuple[Tensor, ...]], leaves: Sequence[Tensor]
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Two calls to time: function(*leaves) without a graph, and the same with the gradients of its first result.
+
+    `leaves` that are floating point get gradients; the others, such as document ids, are passed on.
+    """
+    inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in leaves]
+    wanted = [t for t in inputs if t.requires_grad]
+
+    def first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+        return result if isinstance(result, Tensor) else result[0]
+
+    def forward() -> object:
+        with torch.no_grad():
+            return function(*inputs)
+
+    cotangent = torch.randn_like(first(forward()))
+
+    def both() -> object:
+        return torch.autograd.grad(first(function(*inputs)), wanted, cotangent, allow_unused=True)
+
+    return forward, both
