@@ -11,9 +11,9 @@ from kernels.attention.reference import (
     attention_forward_with_lse,
     attention_reference,
 )
-from kernels.attention.upstream import attention_upstream
+from kernels.attention.upstream import attention_fa4, attention_sdpa, attention_upstream
 from kernels.op_support import (
-    WITH_PEER,
+    IMPLS,
     check_doc_ids,
     check_impl,
     check_shapes,
@@ -21,6 +21,8 @@ from kernels.op_support import (
     full_precision,
     launch_on_cuda,
 )
+
+PEERS = {"upstream": attention_upstream, "fa4": attention_fa4, "sdpa": attention_sdpa}
 
 
 def _plain_fwd(q: Tensor, *rest) -> tuple[Tensor, Tensor]:
@@ -87,7 +89,7 @@ attention_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check(q, k, v, doc_ids, softcap, window, impl):
-    check_impl("attention", impl, WITH_PEER)
+    check_impl("attention", impl, (*IMPLS, *PEERS))
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(
             f"attention: q must be (B,T,Hq,P) and k (B,T,Hkv,P), not {q.dim()}-d and {k.dim()}-d"
@@ -128,7 +130,7 @@ def attention(
     scale: of the logits, None is 1/sqrt(P). softcap c > 0: s <- c tanh(s/c) after scale and before the mask.
     window w > 0: keys j with i - j < w (a bound on the past, also where causal is False).
     impl "op" is opaque to the compiler, "reference" is traced through,
-    "upstream" is the peer of upstream.py.
+    "upstream" (flash-attn 2), "fa4" and "sdpa" are the peers of upstream.py.
     -> (B,T,Hq,P) in q.dtype. Softmax is fp32 (fp64 for fp64).
     Raises ValueError on a wrong shape, dtype, head count, negative softcap or window, or impl, ImportError on an
     absent peer; on CUDA also
@@ -141,8 +143,6 @@ def attention(
         return attention_reference(
             q, k, v, doc_ids, scale=scale, softcap=softcap, window=window, causal=causal
         )
-    if impl == "upstream":
-        return attention_upstream(
-            q, k, v, doc_ids, scale=scale, softcap=softcap, window=window, causal=causal
-        )
+    if impl in PEERS:
+        return PEERS[impl](q, k, v, doc_ids, scale=scale, softcap=softcap, window=window, causal=causal)
     return attention_fwd(q, k, v, doc_ids, float(scale), float(softcap), window, causal)[0]

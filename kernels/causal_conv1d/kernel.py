@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FORWARD = {"SPAN": 64, "AHEAD": 4, "BD": 256, "num_warps": 1}
-BACKWARD = {"SPAN": 64, "AHEAD": 4, "BD": 256, "num_warps": 2}
+FORWARD = {"SPAN": 64, "AHEAD": 4, "BD": 256, "num_warps": 2}
+BACKWARD = {"SPAN": 64, "AHEAD": 4, "BD": 128, "num_warps": 2}
 # Values rotate through tuples of W and AHEAD entries: unrolled by a common multiple, that costs nothing.
 UNROLL = tl.constexpr(4)
 LOG2_E = tl.constexpr(1.4426950408889634)

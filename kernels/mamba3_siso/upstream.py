@@ -1,5 +1,7 @@
 """The peer of mamba3_siso: mamba-ssm's Triton kernels, behind our signature."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,11 @@ from kernels.mamba3_siso.reference import Mamba3State
 from kernels.op_support import peer
 
 INSTALL = "pip install --no-build-isolation mamba-ssm==2.3.2.post1"
+
+
+def load() -> Any:
+    """The peer's module. Raises ImportError with the install line."""
+    return peer("mamba3_siso", "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined", INSTALL)
 
 
 def mamba3_siso_upstream(
@@ -19,7 +26,7 @@ def mamba3_siso_upstream(
     Rows that hold several documents go as one varlen sequence, which a given state cannot precede. Reads doc_ids
     on the host. Raises ImportError where mamba-ssm is absent, ValueError on documents together with a state.
     """
-    package = peer("mamba3_siso", "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined", INSTALL)
+    package = load()
     B, T = doc_ids.shape
     starts = torch.ones_like(doc_ids, dtype=torch.bool)
     starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]

@@ -1,10 +1,17 @@
 """The peer of ssd_chunk_scan: mamba-ssm's Triton kernels (Dao & Gu), behind our signature."""
 
+from typing import Any
+
 from torch import Tensor
 
 from kernels.op_support import peer
 
 INSTALL = "pip install --no-build-isolation mamba-ssm==2.3.2.post1"
+
+
+def load() -> Any:
+    """The peer's module. Raises ImportError with the install line."""
+    return peer("ssd_chunk_scan", "mamba_ssm.ops.triton.ssd_combined", INSTALL)
 
 
 def ssd_chunk_scan_upstream(
@@ -22,7 +29,7 @@ def ssd_chunk_scan_upstream(
 
     Raises ImportError where mamba-ssm is absent.
     """
-    package = peer("ssd_chunk_scan", "mamba_ssm.ops.triton.ssd_combined", INSTALL)
+    package = load()
     # It compares the ids at the ends of chunks only, and takes the first document for number 0.
     starts = (doc_ids[:, 1:] != doc_ids[:, :-1]).cumsum(1)
     segments = doc_ids.new_zeros(doc_ids.shape)

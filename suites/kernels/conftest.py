@@ -20,6 +20,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def uninitialized_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a kernel forgets to write is NaN (for integers the largest value), and not what was there by luck.
+
+    Timed tests go without: the filling would be timed.
+    """
+    import torch
+
+    if "speed" in request.fixturenames:
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills only while this is on
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def speed(row, exclusive_machine):
     """Times an op on the GPU, alone on the machine; see suites.kernels.speed.SpeedRows."""

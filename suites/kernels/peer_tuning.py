@@ -1,0 +1,113 @@
+"""mamba-ssm tunes itself over hundreds of configurations one after the other, two to four minutes a shape. A full
+tuning was run once and its winners stand in peer_tuning.json; a run keeps to them, so that the peer is as fast as
+it can be and the lane does not wait for it.
+
+`python -m suites.kernels.peer_tuning` runs the full tuning again at the shapes of workloads.py and rewrites the file.
+It first compiles the configurations in parallel processes, into Triton's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kernels.mamba3_siso import upstream as mamba3_siso_upstream
+from kernels.ssd_chunk_scan import upstream as ssd_chunk_scan_upstream
+
+TUNED = ("ssd_chunk_scan", "mamba3_siso")
+WINNERS = Path(__file__).with_suffix(".json")
+
+
+def autotuners() -> Iterator[tuple[str, Any]]:
+    """Name and autotuner of every tuned Triton kernel in the mamba_ssm modules that are imported."""
+    from triton.runtime.autotuner import Autotuner
+
+    seen = set()
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("mamba_ssm.ops.triton"):
+            for attribute, value in sorted(vars(module).items()):
+                while value is not None and not isinstance(value, Autotuner):
+                    value = getattr(value, "fn", None)
+                if value is not None and id(value) not in seen:
+                    seen.add(id(value))
+                    yield attribute, value
+
+
+def described(config: Any) -> dict[str, Any]:
+    """What tells one configuration of a kernel from another."""
+    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def load_peers() -> None:
+    """Raises ImportError where mamba-ssm is absent."""
+    ssd_chunk_scan_upstream.load()
+    mamba3_siso_upstream.load()
+
+
+@cache
+def keep_winners() -> int:
+    """Loads the peers and drops every configuration but the recorded winners; a kernel without a record keeps its own.
+
+    -> kernels pruned. Raises ImportError where mamba-ssm is absent.
+    """
+    load_peers()
+    winners, pruned = json.loads(WINNERS.read_text()), 0
+    for name, tuner in autotuners():
+        kept = [config for config in tuner.configs if described(config) in winners.get(name, [])]
+        if kept:
+            tuner.configs, pruned = kept, pruned + 1
+    return pruned
+
+
+def call_peers(B: int) -> None:
+    """Forward and backward of each tuned peer at each timed shape."""
+    from suites.kernels.workloads import CASES
+    from suites.support.gpu_timing import forward_and_backward
+
+    for name, make in CASES.items():
+        if name.startswith(TUNED):
+            case = make(B)
+            _, both = forward_and_backward(case.peer, case.inputs)
+            both()
+
+
+def compile_share(number: int, shares: int) -> None:
+    """Compiles every `shares`-th configuration of each kernel, from `number` on."""
+    load_peers()
+    for _, tuner in autotuners():
+        tuner.configs = tuner.configs[number::shares] or tuner.configs[:1]
+    call_peers(B=2)
+
+
+def tune() -> dict[str, list[dict[str, Any]]]:
+    """-> the winners by kernel, of all configurations at the timed shapes."""
+    shares = os.cpu_count() or 1
+    command = [sys.executable, "-m", "suites.kernels.peer_tuning"]
+    for child in [subprocess.Popen([*command, str(i), str(shares)]) for i in range(shares)]:
+        child.wait()
+    call_peers(B=4)
+    winners: dict[str, list[dict[str, Any]]] = {}
+    for name, tuner in autotuners():
+        found = [described(config) for config in tuner.cache.values()]
+        if found:
+            winners[name] = [config for i, config in enumerate(found) if config not in found[:i]]
+    return winners
+
+
+def main(arguments: list[str]) -> None:
+    if arguments:
+        compile_share(*map(int, arguments))
+        return
+    temporary = WINNERS.with_suffix(".tmp")
+    temporary.write_text(json.dumps(tune(), indent=1, sort_keys=True) + "\n")
+    temporary.replace(WINNERS)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
