@@ -24,7 +24,7 @@ def _rows(expert: Tensor, slot: Tensor, C: int) -> Tensor:
     """The row of the flattened (E*B*C, D) outputs of each assignment, (B*T*K,); dropped: slot 0's."""
     B = expert.shape[0]
     sequence = torch.arange(B, device=expert.device).view(-1, 1, 1)
-    return ((expert * B + sequence) * C + slot.clamp(min=0)).flatten()
+    return ((expert.clamp(min=0) * B + sequence) * C + slot.clamp(min=0)).flatten()
 
 
 def _tokens(expert: Tensor) -> Tensor:

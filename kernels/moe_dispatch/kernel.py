@@ -92,7 +92,7 @@ def moe_dispatch_fwd_kernel(
     B, T, D = x.shape
     E, K, C = num_experts, expert.shape[2], bucket
     padded = x.new_empty((E, B * C, D))
-    slot = expert.new_empty(expert.shape)
+    slot = expert.new_full(expert.shape, -1)  # no expert's program writes what is nobody's
     overflow = expert.new_zeros(())
     source = expert.new_empty((E, B, C), dtype=torch.int32)
     _slots_kernel[E, B](

@@ -83,11 +83,12 @@ def moe_dispatch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Copies each token into a slot of each of its K experts; every sequence has `bucket` slots an expert.
 
-    x (B,T,D) float, expert (B,T,K) int64 in 0..num_experts-1 (not checked: that would read the device).
+    x (B,T,D) float, expert (B,T,K) int64 in 0..num_experts-1 (not checked: that would read the device), or -1
+    for no expert: a null assignment takes no slot and is no overflow.
     Slots are taken in token order, then k order. impl "op" is opaque to the compiler, "reference" is traced
     through.
     -> padded (E, B*bucket, D) in x.dtype: row b*bucket + slot of padded[e] is the token, unused rows are 0;
-       slot (B,T,K) int64, -1 where the expert's bucket was full; overflow () int64, how many those are.
+       slot (B,T,K) int64, -1 where the expert's bucket was full, or none; overflow () int64, the full ones.
     Backward: the sum over the K slots of a token, in fp32. B may be symbolic.
     Raises ValueError on a wrong shape, dtype, num_experts, bucket or impl.
     Source: GShard (Lepikhin et al. 2020).

@@ -2,8 +2,9 @@
 
 Each sequence is its own dispatch group (GShard): an expert has `bucket` slots a sequence, taken in token
 order. So the bucket follows from T alone and the routing of one row never drops a token of another. A token
-that finds no slot is dropped and counted. Nothing reads a value on the host: every index is computed on the
-device, and a dropped token is written to a spare row behind the last one.
+that finds no slot is dropped and counted. Expert -1 is none: a null assignment takes no slot and is not counted.
+Nothing reads a value on the host: every index is computed on the device, and a dropped token is written to a
+spare row behind the last one.
 
 B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots an expert and a sequence).
 Sources: GShard (Lepikhin et al. 2020), Switch Transformer (Fedus et al. 2021).
@@ -16,29 +17,30 @@ from torch import Tensor
 
 
 def moe_dispatch_slots(expert: Tensor, E: int, C: int) -> tuple[Tensor, Tensor]:
-    """expert (B,T,K) -> slot (B,T,K) int64 in 0..C-1, or -1 where the expert was full; overflow () int64."""
+    """expert (B,T,K) -> slot (B,T,K) int64 in 0..C-1, -1 where the expert was full or none; overflow () int64."""
+    wanted = expert >= 0
     ranked = expert.flatten(1).unsqueeze(-1) == torch.arange(E, device=expert.device)  # (B,T*K,E)
     # int32 halves the largest tensor here; a count never passes T*K.
     before = ranked.cumsum(1, dtype=torch.int32) - 1
-    position = before.gather(2, expert.flatten(1).unsqueeze(-1)).view_as(expert).to(torch.int64)
-    kept = position < C
-    return position.where(kept, -1), (~kept).sum()
+    position = before.gather(2, expert.clamp(min=0).flatten(1).unsqueeze(-1)).view_as(expert).to(torch.int64)
+    kept = wanted & (position < C)
+    return position.where(kept, -1), (wanted & ~kept).sum()
 
 
 def _rows(expert: Tensor, slot: Tensor, C: int) -> Tensor:
     """The row of the flattened (E*B*C, D) buffer of each assignment (B,T,K); a dropped one gets slot 0's."""
     B = expert.shape[0]
     sequence = torch.arange(B, device=expert.device).view(-1, 1, 1)
-    return (expert * B + sequence) * C + slot.clamp(min=0)
+    return (expert.clamp(min=0) * B + sequence) * C + slot.clamp(min=0)
 
 
 def moe_dispatch_reference(
     x: Tensor, expert: Tensor, num_experts: int, bucket: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (B,T,D), expert (B,T,K) int64 in 0..E-1
+    """x (B,T,D), expert (B,T,K) int64 in 0..E-1, or -1 for none
     -> padded (E, B*C, D) in x.dtype, slot (B,T,K) int64, overflow () int64.
 
-    Row b*C + slot of padded[e] is the token; rows that no token fills are exactly zero. Ids outside 0..E-1
+    Row b*C + slot of padded[e] is the token; rows that no token fills are exactly zero. Ids outside -1..E-1
     are not looked for: that would read the device.
     """
     E, C = num_experts, bucket

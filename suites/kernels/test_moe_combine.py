@@ -241,6 +241,12 @@ def test_a_dropped_assignment_adds_nothing(lane: Lane, seed: int, C: int):
     assert dropped.any()
     without = moe_combine(y, expert, slot, weights.masked_fill(dropped, 0), C)
     assert torch.equal(moe_combine(y, expert, slot, weights, C), without)
+    nobody = expert.where(~dropped, -1)  # a null assignment is one that was never anybody's
+    for ours, same in zip(
+        gradients(moe_combine, y, nobody, slot, weights, C),
+        gradients(moe_combine, y, expert, slot, weights, C),
+    ):
+        assert torch.equal(ours, same)
     y[:, ::C] = torch.inf
     untouched = (slot != 0).all(-1)
     assert torch.equal(moe_combine(y, expert, slot, weights, C)[untouched], without[untouched])
