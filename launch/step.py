@@ -33,6 +33,6 @@ def needed_bucket(block: MoEBlock, u: Tensor) -> int:
     Reads the routing on the host, so it belongs between steps (after an overflow), never in one.
     """
     with torch.no_grad():
-        expert, _, _ = block.route(u)
-        counts = torch.nn.functional.one_hot(expert, block.experts).sum((1, 2))  # (B,E)
+        chosen = block.route(u).expert.unsqueeze(-1) == torch.arange(block.experts, device=u.device)
+        counts = chosen.sum((1, 2))  # (B,E)
     return 1 << (int(counts.max()) - 1).bit_length()

@@ -42,6 +42,68 @@ def expand_pattern(pattern: str, depth: int) -> str:
 
 
 @dataclass(frozen=True)
+class NgramConfig:
+    """Hashed n-grams: `heads` tables for each order, of about `table` rows of width `dim`."""
+
+    orders: tuple[int, ...] = (2, 3)
+    heads: int = 8
+    table: int = 500_000
+    dim: int = 16
+    seed: int = 20260
+
+
+@dataclass(frozen=True)
+class StructureConfig:
+    """Rows of the category, dependency level, depth, sibling and node type tables, and their common width."""
+
+    sizes: tuple[int, ...] = (9, 16, 64, 64, 256)
+    dim: int = 64
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """Slots for chunks and for edges of each kind, width of a chunk's state, message steps.
+
+    `causal` off is the published form, in which a token reads the mean of its whole chunk, later tokens too.
+    """
+
+    chunks: int = 64
+    edges: int = 64
+    width: int = 64
+    steps: int = 3
+    causal: bool = True
+
+
+@dataclass(frozen=True)
+class EngramConfig:
+    """The A layers (0-based) that carry a branch, its pooling orders, and D over its bottleneck's width."""
+
+    layers: tuple[int, ...]
+    orders: tuple[int, ...] = (2, 3, 4)
+    reduction: int = 4
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """Future tokens beyond the next one, the decay of their weights, and the weight of the whole term."""
+
+    steps: int = 1
+    decay: float = 0.6
+    weight: float = 0.3
+
+
+@dataclass(frozen=True)
+class HyperConfig:
+    """Residual streams through the first `layers` layers; `mix_branches` weighs attention against Engram too."""
+
+    streams: int = 4
+    layers: int = 7
+    iterations: int = 5
+    uniform: float = 0.0
+    mix_branches: bool = False
+
+
+@dataclass(frozen=True)
 class HybridConfig:
     """Sizes and switches of one hybrid model. Widths count elements, `T` counts tokens."""
 
@@ -60,6 +122,7 @@ class HybridConfig:
     head_dim: int = 16
     rope_base: float = 500_000.0
     attention_softcap: float = 30.0
+    attention_gate: str = "none"  # or a sigmoid gate on the output by "head" or by "channel"
     window: int = 0
 
     # M: Mamba-3 SISO, or Mamba-2 ("mamba2")
@@ -85,6 +148,10 @@ class HybridConfig:
     routed_scale: float = 2.5
     aux_weight: float = 0.01
     z_weight: float = 1e-3
+    null_rho: float = 0.0  # share of real experts among the slots that a token may choose; 0: no null experts
+    bias_rate: float = 0.0  # step of the selection bias toward uniform load; 0: the bias stays
+    expert_groups: int = 1  # of which the best `chosen_groups` may be chosen from
+    chosen_groups: int = 1
 
     # R: M2RNN
     r_heads: int = 4
@@ -93,6 +160,14 @@ class HybridConfig:
 
     logit_softcap: float = 15.0
     norm_eps: float = 1e-5
+
+    # Optional features: None leaves the model bit-equal to one that never heard of them.
+    ngram: NgramConfig | None = None
+    structure: StructureConfig | None = None
+    tree: TreeConfig | None = None
+    engram: EngramConfig | None = None
+    mtp: MTPConfig | None = None
+    hyper: HyperConfig | None = None
 
     def __post_init__(self) -> None:
         expand_pattern(self.layer_pattern, self.depth)
@@ -103,10 +178,35 @@ class HybridConfig:
             "top_k must lie in 1..experts": 1 <= self.top_k <= self.experts,
             "m_mixer must be 'mamba3' or 'mamba2'": self.m_mixer in ("mamba3", "mamba2"),
             "capacity_factor must be at least 1": self.capacity_factor >= 1.0,
+            "null_rho must lie in 0..1": 0.0 <= self.null_rho <= 1.0,
+            "chosen_groups must lie in 1..expert_groups": 1 <= self.chosen_groups <= self.expert_groups,
+            "experts must be a multiple of expert_groups": self.experts % self.expert_groups == 0,
+            "the chosen groups must hold top_k experts": self.top_k * self.expert_groups
+            <= self.experts * self.chosen_groups,
+            "attention_gate must be 'none', 'head' or 'channel'": self.attention_gate
+            in ("none", "head", "channel"),
+            **self._feature_rules(),
         }
         for rule, holds in checks.items():
             if not holds:
                 raise ValueError(f"{self.name}: {rule}")
+
+    def _feature_rules(self) -> dict[str, bool]:
+        """What the features that are on ask of each other and of the layers."""
+        rules = {}
+        if self.engram:
+            on = [self.letters[i] if 0 <= i < self.depth else "none" for i in self.engram.layers]
+            rules["engram.layers is empty: name an A layer, or leave engram None"] = bool(on)
+            rules[f"engram.layers must be A layers, not {on}"] = set(on) <= {"A"}
+        if self.mtp:
+            rules["mtp.steps must be at least 1"] = self.mtp.steps >= 1
+        if self.hyper:
+            rules["hyper.streams must be at least 2"] = self.hyper.streams >= 2
+            rules["hyper.layers must lie in 1..depth"] = 1 <= self.hyper.layers <= self.depth
+            rules["hyper.uniform must lie in 0..1"] = 0.0 <= self.hyper.uniform <= 1.0
+            # With no second branch the mixer has nothing to mix and would do nothing without a word.
+            rules["hyper.mix_branches needs engram.layers"] = bool(self.engram) or not self.hyper.mix_branches
+        return rules
 
     @property
     def letters(self) -> str:
@@ -117,6 +217,16 @@ class HybridConfig:
     def m_angles(self) -> int:
         """Rotation angles a token: half of the even number of state dims that rotate."""
         return int(self.m_state * self.m_rope_fraction) // 2
+
+    @property
+    def null_slots(self) -> int:
+        """Copies of the null logit that stand beside the experts in a token's choice."""
+        return int(self.experts * (1 - self.null_rho) / self.null_rho) if self.null_rho else 0
+
+    @property
+    def choices(self) -> int:
+        """Slots that a token chooses, so that `top_k` of them are real experts at a share of `null_rho`."""
+        return math.ceil(self.top_k / self.null_rho) if self.null_rho else self.top_k
 
     def bucket(self, tokens: int) -> int:
         """Slots an expert and a sequence: the next power of two of the capacity for `tokens` tokens."""

@@ -25,7 +25,7 @@ SKEWS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def dropless(block: MoEBlock, x: Tensor) -> Tensor:
     """The block without any dispatch: every expert on every token, weighted; x (B,T,D) -> (B,T,D)."""
     u = rms_norm(x, block.eps)
-    expert, weights, _ = block.route(u)
+    expert, weights, _, _ = block.route(u)
     dense = torch.zeros(*expert.shape[:2], block.experts, dtype=weights.dtype).scatter(-1, expert, weights)
     hidden = F.relu(torch.einsum("btd,edf->btef", u, block.up)).square()
     routed = torch.einsum("btef,efd,bte->btd", hidden, block.down, dense.to(x.dtype))

@@ -31,8 +31,8 @@ MUTANTS = (
             ),
             (
                 "model/moe.py",
-                "        u = rms_norm(x, self.eps)\n        expert,",
-                "        self.calls += 1\n        u = rms_norm(x, self.eps)\n        expert,",
+                "        u = rms_norm(x, self.eps)\n        routing =",
+                "        self.calls += 1\n        u = rms_norm(x, self.eps)\n        routing =",
             ),
             ("model/moe.py", "return x + routed +", "return x + self.calls * 0.0 + routed +"),
         ),

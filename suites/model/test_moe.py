@@ -1,0 +1,153 @@
+"""The routing of the E block: null experts, groups, the moving bias, each against a loop over tokens; off is bit-equal.
+
+B batch, T tokens, D model dim, E experts, K choices a token, M null slots.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from model import HybridConfig, preset
+from model.layers import rms_norm
+from model.moe import LOAD_MEMORY, MoEBlock
+from suites.support.hybrids import SEED
+from suites.support.lanes import Lane, lanes
+
+NULL = {"null_rho": 0.5}
+GROUPS = {"expert_groups": 8, "chosen_groups": 3}
+B, T = 3, 20
+
+
+def block(lane: Lane, **changes: object) -> tuple[HybridConfig, MoEBlock, Tensor]:
+    """A block of nam52 narrow in fp64 that drops nothing, and a stream x (B,T,D)."""
+    config = preset("nam52", "narrow", capacity_factor=16.0, **changes)
+    torch.manual_seed(SEED)
+    made = MoEBlock(config).double().to(lane.device)
+    g = torch.Generator().manual_seed(1)
+    return config, made, torch.randn(B, T, config.d_model, generator=g, dtype=torch.float64).to(lane.device)
+
+
+def by_loop(config: HybridConfig, made: MoEBlock, u: Tensor) -> list[list[dict[int, float]]]:
+    """What each token gives to each expert: sorted, chosen and renormalised one token at a time."""
+    logits = u @ made.router.weight.T
+    null = made.null_logit.sigmoid().item() if config.null_slots else 0.0
+    chosen = []
+    for row in logits.sigmoid().tolist():
+        chosen.append([])
+        for scores in row:
+            biased = [s + b for s, b in zip(scores, made.expert_bias.tolist())]
+            size = config.experts // config.expert_groups
+            groups = [biased[g * size : (g + 1) * size] for g in range(config.expert_groups)]
+            best = sorted(range(len(groups)), key=lambda g: -sum(sorted(groups[g])[-2:]))[
+                : config.chosen_groups
+            ]
+            slots = [(biased[e], e) for e in range(config.experts) if e // size in best]
+            slots += [(null, -1)] * config.null_slots
+            taken = [e for _, e in sorted(slots, key=lambda slot: -slot[0])[: config.choices] if e >= 0]
+            total = sum(scores[e] for e in taken)
+            chosen[-1].append({e: scores[e] / total * config.routed_scale for e in taken})
+    return chosen
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize(
+    "changes", [{}, NULL, GROUPS, {**NULL, **GROUPS}], ids=["plain", "null", "groups", "both"]
+)
+def test_routing_is_the_loop_over_tokens(lane: Lane, changes: dict[str, object]):
+    config, made, u = block(lane, **changes)
+    torch.nn.init.normal_(made.expert_bias, std=0.1)
+    if config.null_slots:
+        made.null_logit.data.fill_(0.8)
+    routing = made.route(u)
+    wanted = by_loop(config, made, u)
+    counts = torch.zeros(config.experts)
+    for b in range(B):
+        for t in range(T):
+            pairs = zip(routing.expert[b, t].tolist(), routing.weights[b, t].tolist())
+            found = {e: w for e, w in pairs if e >= 0}
+            assert found.keys() == wanted[b][t].keys()
+            assert all(math.isclose(found[e], wanted[b][t][e], rel_tol=1e-12) for e in found)
+            counts[[*found]] += 1
+    torch.testing.assert_close(routing.share.cpu(), (counts / counts.sum()).double())
+    sizes = {len(token) for row in wanted for token in row}
+    assert sizes == {config.top_k} if not config.null_slots else len(sizes) > 1
+    assert torch.equal(routing.weights == 0, routing.expert < 0)
+
+
+@lanes("cpu", "h200")
+def test_a_token_of_nulls_alone_gets_the_shared_expert(lane: Lane):
+    _, made, x = block(lane, **NULL)
+    made.null_logit.data.fill_(50.0)
+    y, aux = made(x)
+    without = copy.deepcopy(made)
+    without.down.data.zero_()
+    assert torch.equal(y, without(x)[0])
+    assert (made.route(x).expert == -1).all()
+    aux.backward()
+    assert made.null_logit.grad.isfinite()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in made.parameters())
+
+
+@lanes("cpu", "h200")
+def test_the_null_logit_decides_how_many_experts_work(lane: Lane):
+    _, made, x = block(lane, **NULL)
+    working = []
+    for logit in (-50.0, 0.8, 50.0):
+        made.null_logit.data.fill_(logit)
+        working.append(int((made.route(x).expert >= 0).sum()))
+    assert working[0] == B * T * made.choices
+    assert working[0] > working[1] > working[2] == 0
+
+
+@lanes("cpu", "h200")
+def test_the_bias_moves_toward_uniform_load(lane: Lane):
+    config, made, x = block(lane, bias_rate=0.02)
+    made.router.weight.data[0] = made.router.weight.data[1] = 0
+    made.router.weight.data[0, 0] = 5.0
+    x[..., 0] = 3.0  # expert 0 is everybody's first
+    u = rms_norm(x, config.norm_eps)
+    before = made.route(u).share
+    assert before[0] == before.max()
+    for step in range(100):
+        load = made.load.clone()
+        bias = made.expert_bias.clone()
+        share = made.route(u).share
+        made(x)
+        torch.testing.assert_close(made.load, LOAD_MEMORY * load + (1 - LOAD_MEMORY) * share.to(load))
+        assert (made.expert_bias - bias).abs().max() <= 0.02 + 1e-12, step
+    spread = made.route(u).share - 1 / config.experts
+    assert spread.abs().max() < 0.5 * (before - 1 / config.experts).abs().max()
+    made.eval()
+    bias = made.expert_bias.clone()
+    made(x)
+    assert torch.equal(made.expert_bias, bias)
+    assert {"expert_bias", "load"} <= made.state_dict().keys()
+    assert "overflow" not in made.state_dict()
+
+
+@lanes("cpu", "h200")
+def test_switches_that_are_off_leave_every_bit(lane: Lane):
+    """rho 1 has no null slot, one group is no limit, rate 0 no movement: the block is the one without them."""
+    _, plain, x = block(lane)
+    _, same, _ = block(lane, null_rho=1.0, expert_groups=1, chosen_groups=1)
+    assert plain.state_dict().keys() == same.state_dict().keys()
+    for ours, theirs in zip(same(x), plain(x)):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(block(lane, **NULL)[1](x)[0], plain(x)[0])
+
+
+@lanes("cpu")
+def test_impossible_routings_are_refused(lane: Lane):
+    for changes, words in (
+        ({"null_rho": 1.5}, "null_rho must lie in 0..1"),
+        ({"expert_groups": 5}, "multiple of expert_groups"),
+        ({"expert_groups": 16, "chosen_groups": 1}, "the chosen groups must hold top_k experts"),
+        ({"expert_groups": 2, "chosen_groups": 3}, "chosen_groups must lie"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            preset("nam52", "narrow", **changes)
