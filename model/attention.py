@@ -5,13 +5,23 @@ B batch, T tokens, H heads, P head dim, D model dim.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.attention import attention, qk_norm, rope
+from kernels.attention import attention, attention_step, qk_norm, rope
 from model.config import HybridConfig
 from model.layers import projection, rms_norm
+
+
+class AttentionState(NamedTuple):
+    """The cache of S tokens so far: key and value (B,S,Hkv,P), seen (B,S) bool, false before a row's document."""
+
+    key: Tensor
+    value: Tensor
+    seen: Tensor
 
 
 class AttentionBlock(nn.Module):
@@ -34,15 +44,42 @@ class AttentionBlock(nn.Module):
     def forward(self, x: Tensor, doc_ids: Tensor, positions: Tensor) -> Tensor:
         """x (B,T,D), doc_ids and positions (B,T) int32 -> (B,T,D)."""
         u = rms_norm(x, self.eps)
-        q = self.query(u).unflatten(-1, (-1, self.head_dim))  # (B,T,Hq,P)
-        k = self.key(u).unflatten(-1, (-1, self.head_dim))
-        v = self.value(u).unflatten(-1, (-1, self.head_dim))
-        q = rope(qk_norm(q, self.eps), positions, self.rope_base)
-        k = rope(qk_norm(k, self.eps), positions, self.rope_base)
+        q, k, v = self._project(u, positions)
         y = attention(q, k, v, doc_ids, softcap=self.softcap, window=self.window)
+        return x + self._gated_output(y, u)
+
+    def step(self, x: Tensor, state: AttentionState, positions: Tensor) -> tuple[Tensor, AttentionState]:
+        """One token: x (B,D), the cache, positions (B,) int32 -> (B,D), the cache with this token in it."""
+        u = rms_norm(x, self.eps).unsqueeze(1)
+        q, k, v = self._project(u, positions.unsqueeze(1))
+        key, value = torch.cat((state.key, k), 1), torch.cat((state.value, v), 1)
+        seen = F.pad(state.seen, (0, 1), value=True)
+        if self.window:
+            seen = seen & (torch.arange(key.shape[1], 0, -1, device=x.device) <= self.window)
+        y = attention_step(q[:, 0], key, value, seen, softcap=self.softcap)
+        return x + self._gated_output(y, u[:, 0]), AttentionState(
+            key, value, F.pad(state.seen, (0, 1), value=True)
+        )
+
+    def empty_state(self, x: Tensor) -> AttentionState:
+        """The cache before any token, for x (B,D)."""
+        heads = self.key.out_features // self.head_dim
+        nothing = x.new_zeros(x.shape[0], 0, heads, self.head_dim)
+        return AttentionState(nothing, nothing, torch.zeros(x.shape[0], 0, dtype=torch.bool, device=x.device))
+
+    def _project(self, u: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """u (B,T,D) -> q (B,T,Hq,P), k and v (B,T,Hkv,P), q and k normed and rotated."""
+        q, k, v = (
+            layer(u).unflatten(-1, (-1, self.head_dim)) for layer in (self.query, self.key, self.value)
+        )
+        q, k = (rope(qk_norm(t, self.eps), positions, self.rope_base) for t in (q, k))
+        return q, k, v
+
+    def _gated_output(self, y: Tensor, u: Tensor) -> Tensor:
+        """y (...,Hq,P), u (...,D) -> (...,D)."""
         if self.gate is not None:
-            y = y * torch.sigmoid(F.linear(u, self.gate)).unflatten(-1, (y.shape[2], -1))
-        return x + self.output(y.flatten(-2))
+            y = y * torch.sigmoid(F.linear(u, self.gate)).unflatten(-1, (y.shape[-2], -1))
+        return self.output(y.flatten(-2))
 
 
 def output_gate(config: HybridConfig, heads: int, P: int) -> nn.Parameter | None:

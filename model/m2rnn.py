@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.causal_conv1d import causal_conv1d
-from kernels.m2rnn import m2rnn
+from kernels.causal_conv1d import causal_conv1d, causal_conv1d_step
+from kernels.m2rnn import m2rnn, m2rnn_step
 from kernels.rms_norm_gated import rms_norm_gated
 from model.config import HybridConfig
 from model.layers import projection, rms_norm, widen
@@ -41,8 +41,30 @@ class M2RNNBlock(nn.Module):
         """x (B,T,D), doc_ids (B,T) int32 -> (B,T,D). positions is unused."""
         z, qkv, dd_f = self.input(rms_norm(x, self.eps)).split(self.splits, dim=-1)
         qkv = causal_conv1d(qkv, self.conv_weight, self.conv_bias, doc_ids)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in qkv.split(self.conv_splits, dim=-1))
-        forget = torch.exp(-torch.exp(widen(self.a_log)) * F.softplus(widen(dd_f) + self.dt_bias))
+        q, k, v, forget = self._recurrence_inputs(qkv, dd_f)
         y, _ = m2rnn(q, k, v, self.recurrent, forget, doc_ids, h0=None)
+        return x + self._gated_output(y, v, z)
+
+    def step(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """One token: x (B,D), the conv's and the recurrence's state -> (B,D), both after it."""
+        taps, h = state
+        z, qkv, dd_f = self.input(rms_norm(x, self.eps)).split(self.splits, dim=-1)
+        qkv, taps = causal_conv1d_step(qkv, taps, self.conv_weight, self.conv_bias)
+        q, k, v, forget = self._recurrence_inputs(qkv, dd_f)
+        y, h = m2rnn_step(q, k, v, self.recurrent, forget, h)
+        return x + self._gated_output(y, v, z), (taps, h)
+
+    def empty_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The states before any token, for x (B,D): taps (B,W-1,channels), h (B,H,K,V)."""
+        B, H = x.shape[0], self.heads
+        taps = x.new_zeros(B, self.conv_weight.shape[1] - 1, self.splits[1])
+        return taps, widen(x.new_zeros(B, H, self.conv_splits[0] // H, self.conv_splits[2] // H))
+
+    def _recurrence_inputs(self, qkv: Tensor, dd_f: Tensor) -> tuple[Tensor, ...]:
+        """(...,channels), (...,H) -> q, k (...,H,K), v (...,H,V), forget (...,H)."""
+        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in qkv.split(self.conv_splits, dim=-1))
+        return q, k, v, torch.exp(-torch.exp(widen(self.a_log)) * F.softplus(widen(dd_f) + self.dt_bias))
+
+    def _gated_output(self, y: Tensor, v: Tensor, z: Tensor) -> Tensor:
         y = rms_norm_gated((y + self.skip * v).flatten(-2), z, self.norm_weight, eps=self.eps)
-        return x + self.output(y)
+        return self.output(y)

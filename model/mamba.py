@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.causal_conv1d import causal_conv1d
-from kernels.mamba3_siso import mamba3_siso
+from kernels.causal_conv1d import causal_conv1d, causal_conv1d_step
+from kernels.mamba3_siso import Mamba3State, mamba3_siso, mamba3_siso_step
 from kernels.rms_norm_gated import rms_norm_gated
-from kernels.ssd_chunk_scan import ssd_chunk_scan
+from kernels.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_step
 from model.config import HybridConfig
 from model.layers import projection, rms_norm, widen
 
@@ -48,6 +48,28 @@ class Mamba3Block(nn.Module):
 
     def forward(self, x: Tensor, doc_ids: Tensor, positions: Tensor) -> Tensor:
         """x (B,T,D), doc_ids (B,T) int32 -> (B,T,D). positions is unused: the scan keeps its own angle."""
+        q, k, v, adt, dt, trap, angles, z = self._project(x)
+        y, _ = mamba3_siso(
+            q, k, v, adt, dt, trap, self.q_bias, self.k_bias, angles, self.skip, z, doc_ids,
+            state=None, chunk_size=self.chunk,
+        )  # fmt: skip
+        return x + self.output(y.flatten(-2))
+
+    def step(self, x: Tensor, state: Mamba3State) -> tuple[Tensor, Mamba3State]:
+        """One token: x (B,D), the state that the token before left -> (B,D), the state after it."""
+        q, k, v, adt, dt, trap, angles, z = self._project(x)
+        y, state = mamba3_siso_step(
+            q, k, v, adt, dt, trap, self.q_bias, self.k_bias, angles, self.skip, z, state
+        )
+        return x + self.output(y.flatten(-2)), state
+
+    def empty_state(self, x: Tensor) -> Mamba3State:
+        """The state before any token, for x (B,D)."""
+        H, P, N, R = self.heads, self.splits[0] // self.heads, self.state, self.splits[-1]
+        return Mamba3State(*(widen(x.new_zeros(x.shape[0], H, *dims)) for dims in ((R,), (P, N), (N,), (P,))))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x (...,D) -> q, k (...,G,N), v (...,H,P), A dt, dt, trap (...,H), angles (...,H,R), z (...,H,P)."""
         z, v, k, q, dd_dt, dd_a, trap, angles = self.input(rms_norm(x, self.eps)).split(self.splits, dim=-1)
         k = F.rms_norm(k.unflatten(-1, (self.groups, -1)), (self.state,), self.k_norm, self.eps)
         q = F.rms_norm(q.unflatten(-1, (self.groups, -1)), (self.state,), self.q_norm, self.eps)
@@ -55,12 +77,8 @@ class Mamba3Block(nn.Module):
         z = z.unflatten(-1, (self.heads, -1))
         dt = F.softplus(widen(dd_dt) + self.dt_bias)
         A = -F.softplus(widen(dd_a)).clamp(min=self.a_floor)
-        per_head = angles.unsqueeze(2).expand(-1, -1, self.heads, -1)  # (B,T,H,R), one angle for all heads
-        y, _ = mamba3_siso(
-            q, k, v, A * dt, dt, trap, self.q_bias, self.k_bias, per_head, self.skip, z, doc_ids,
-            state=None, chunk_size=self.chunk,
-        )  # fmt: skip
-        return x + self.output(y.flatten(-2))
+        per_head = angles.unsqueeze(-2).expand(*dt.shape, -1)  # one angle for all heads
+        return q, k, v, A * dt, dt, trap, per_head, z
 
 
 class Mamba2Block(nn.Module):
@@ -87,12 +105,30 @@ class Mamba2Block(nn.Module):
         """x (B,T,D), doc_ids (B,T) int32 -> (B,T,D). positions is unused."""
         z, xbc, dd_dt = self.input(rms_norm(x, self.eps)).split(self.splits, dim=-1)
         xbc = causal_conv1d(xbc, self.conv_weight, self.conv_bias, doc_ids)
+        scanned = self._scan_inputs(xbc, dd_dt)
+        y, _ = ssd_chunk_scan(*scanned, self.skip, doc_ids, initial_state=None, chunk_size=self.chunk)
+        return x + self._gated_output(y, z)
+
+    def step(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """One token: x (B,D), the conv's and the scan's state -> (B,D), both after it."""
+        taps, scan = state
+        z, xbc, dd_dt = self.input(rms_norm(x, self.eps)).split(self.splits, dim=-1)
+        xbc, taps = causal_conv1d_step(xbc, taps, self.conv_weight, self.conv_bias)
+        y, scan = ssd_chunk_scan_step(*self._scan_inputs(xbc, dd_dt), self.skip, scan)
+        return x + self._gated_output(y, z), (taps, scan)
+
+    def empty_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The states before any token, for x (B,D): taps (B,W-1,channels), scan (B,H,P,N)."""
+        B, N = x.shape[0], self.conv_splits[1] // self.groups
+        taps = x.new_zeros(B, self.conv_weight.shape[1] - 1, self.splits[1])
+        return taps, widen(x.new_zeros(B, self.heads, self.inner // self.heads, N))
+
+    def _scan_inputs(self, xbc: Tensor, dd_dt: Tensor) -> tuple[Tensor, ...]:
+        """(...,channels), (...,H) -> x (...,H,P), dt (...,H), A (H,), B and C (...,G,N)."""
         v, k, q = xbc.split(self.conv_splits, dim=-1)
         dt = F.softplus(widen(dd_dt) + self.dt_bias)
-        y, _ = ssd_chunk_scan(
-            v.unflatten(-1, (self.heads, -1)), dt, -torch.exp(widen(self.a_log)),
-            k.unflatten(-1, (self.groups, -1)), q.unflatten(-1, (self.groups, -1)), self.skip, doc_ids,
-            initial_state=None, chunk_size=self.chunk,
-        )  # fmt: skip
-        y = rms_norm_gated(y.flatten(-2), z, self.norm_weight, eps=self.eps)
-        return x + self.output(y)
+        k, q = (t.unflatten(-1, (self.groups, -1)) for t in (k, q))
+        return v.unflatten(-1, (self.heads, -1)), dt, -torch.exp(widen(self.a_log)), k, q
+
+    def _gated_output(self, y: Tensor, z: Tensor) -> Tensor:
+        return self.output(rms_norm_gated(y.flatten(-2), z, self.norm_weight, eps=self.eps))

@@ -5,6 +5,7 @@ from kernels.attention.reference import (
     attention_backward_reference,
     attention_mask,
     attention_reference,
+    attention_step,
     qk_norm,
     rope,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "attention_backward_reference",
     "attention_mask",
     "attention_reference",
+    "attention_step",
     "qk_norm",
     "rope",
 ]

@@ -57,6 +57,19 @@ def attention_mask(doc_ids: Tensor, window: int = 0, causal: bool = True) -> Ten
     return visible
 
 
+def attention_step(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, scale: float | None = None, softcap: float = 0.0
+) -> Tensor:
+    """One query over a cache, the decode path: q (B,Hq,P), k and v (B,S,Hkv,P), seen (B,S) bool -> (B,Hq,P)."""
+    acc = torch.promote_types(q.dtype, torch.float32)
+    query, key, value = q.to(acc).unflatten(1, (k.shape[2], -1)), k.to(acc), v.to(acc)  # (B,Hkv,R,P)
+    s = torch.einsum("bgrp,bsgp->bgrs", query, key) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    weights = torch.softmax(s.masked_fill(~seen[:, None, None], -torch.inf), -1)
+    return torch.einsum("bgrs,bsgp->bgrp", weights, value).flatten(1, 2).to(q.dtype)
+
+
 def _fold(x: Tensor, Hkv: int) -> Tensor:
     """(B,T,Hq,P) -> (B,Hkv,R*T,P) in the accumulation dtype."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,75 @@
+"""Decoding token by token gives what the whole sequence gives at once, for each stateful block and the whole model.
+
+B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model import preset
+from model.config import NgramConfig
+from model.decode import decode_step, empty_state, forget
+from model.hybrid import documents
+from suites.support.hybrids import build, token_batch
+from suites.support.lanes import Lane, lanes
+
+T = 64
+BLOCKS = {
+    "attention": ("A", {}),
+    "attention_window": ("A", {"window": 9}),
+    "attention_gate": ("A", {"attention_gate": "head"}),
+    "mamba3": ("M", {}),
+    "mamba2": ("M", {"m_mixer": "mamba2"}),
+    "m2rnn": ("R", {}),
+}
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_step_by_step_is_the_block_at_once(lane: Lane, name: str) -> None:
+    letter, changes = BLOCKS[name]
+    config = preset("nam12", "narrow", **changes)
+    model = build(config, lane.device, torch.float64)
+    block = model.blocks[config.letters.index(letter)]
+    doc_ids, positions = documents(token_batch(config, 2, device=lane.device), config.bos_id)
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, T, config.d_model, generator=g, dtype=torch.float64).to(lane.device)
+    with torch.no_grad():
+        whole = block(x, doc_ids, positions)
+        state, found, leaking = block.empty_state(x[:, 0]), [], []
+        never = state
+        for t in range(T):
+            place = (positions[:, t],) if letter == "A" else ()
+            state = forget(state, positions[:, t] == 0)
+            y, state = block.step(x[:, t], state, *place)
+            found.append(y)
+            y, never = block.step(x[:, t], never, *place)
+            leaking.append(y)
+    torch.testing.assert_close(torch.stack(found, 1), whole, rtol=1e-10, atol=1e-10)
+    assert (positions == 0).sum() > 2
+    assert (torch.stack(leaking, 1) - whole).abs().max() > 1e-3, "a state that is never emptied must differ"
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("name", ["nam12", "nam56r"])
+def test_the_model_step_by_step_is_the_model_at_once(lane: Lane, name: str) -> None:
+    config = preset(name, "narrow", capacity_factor=16.0)
+    model = build(config, lane.device, torch.float64)
+    ids = token_batch(config, 2, device=lane.device)
+    with torch.no_grad():
+        whole = model.logits(ids)
+        state, found = empty_state(model, 2), []
+        for t in range(T):
+            logits, state = decode_step(model, ids[:, t], state)
+            found.append(logits)
+    torch.testing.assert_close(torch.stack(found, 1), whole, rtol=1e-9, atol=1e-9)
+    assert model.overflow() == 0
+
+
+@lanes("cpu")
+def test_features_that_need_more_are_refused(lane: Lane) -> None:
+    model = build(preset("nam12", "narrow", ngram=NgramConfig(table=500)))
+    with pytest.raises(ValueError, match="decoding knows no ngram"):
+        empty_state(model, 1)
