@@ -22,7 +22,6 @@ from kernels.ssd_chunk_scan import ssd_chunk_scan_reference
 from suites.support.comparison import (
     DTYPES,
     Named,
-    OperandsIn,
     doubled,
     pooled,
     report_pooled,
@@ -31,6 +30,7 @@ from suites.support.comparison import (
 )
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, traced_through, turned
 from suites.support.lanes import Lane, lanes
+from suites.support.operands import OperandsIn
 from suites.support.scans import carried, cut, documents, inner_token, spliced
 
 PER_TOKEN = ("q", "k", "v", "adt", "dt", "trap", "angles", "z", "doc_ids")

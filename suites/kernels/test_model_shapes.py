@@ -14,8 +14,9 @@ import torch
 
 from suites.kernels.peer_tuning import TUNED, keep_winners
 from suites.kernels.workloads import BF16, CASES, Case
-from suites.support.comparison import AT_MOST, OperandsIn, doubled, error_ratio, gradients, ratio_row
+from suites.support.comparison import AT_MOST, doubled, error_ratio, gradients, ratio_row
 from suites.support.lanes import Lane, lanes
+from suites.support.operands import OperandsIn
 
 
 def timed_case(name: str, B: int) -> Case:

@@ -18,8 +18,9 @@ from kernels.mamba3_siso import mamba3_siso
 from kernels.rms_norm_gated import rms_norm_gated
 from kernels.ssd_chunk_scan import ssd_chunk_scan
 from suites.kernels import test_attention, test_causal_conv1d, test_mamba3_siso, test_ssd_chunk_scan
-from suites.support.comparison import OperandsIn, doubled, error_ratio, gradients
+from suites.support.comparison import doubled, error_ratio, gradients
 from suites.support.lanes import Lane, lanes
+from suites.support.operands import OperandsIn
 
 BF16 = torch.bfloat16
 

@@ -24,7 +24,6 @@ from kernels.ssd_chunk_scan import (
 from suites.support.comparison import (
     DTYPES,
     Named,
-    OperandsIn,
     doubled,
     pooled,
     report_pooled,
@@ -33,6 +32,7 @@ from suites.support.comparison import (
 )
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, traced_through, turned
 from suites.support.lanes import Lane, lanes
+from suites.support.operands import OperandsIn
 from suites.support.scans import carried, cut, documents, inner_token, spliced
 
 NAMES = ("x", "dt", "A", "Bmat", "Cmat", "D", "doc_ids", "initial_state")

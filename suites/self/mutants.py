@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     Mutant(
         "print_in_attention",
-        (("model/attention.py", "        q = rope(", '        print(end="")\n        q = rope('),),
+        (("model/attention.py", "        y = attention(", '        print(end="")\n        y = attention('),),
         "suites/compile/test_policies.py::test_counts[nam52-regional-cpu]",
         "compile/nam52-regional/graph_breaks",
         ("C6", "model/attention.py", "print"),

@@ -69,24 +69,6 @@ def test_files_can_be_read_to_the_end(room: str) -> None:
     assert not long, long
 
 
-def test_every_op_has_its_files_its_suite_and_its_rows() -> None:
-    baseline = (ROOT / "baselines/cpu.json").read_text()
-    ops = [path.name for path in sorted((ROOT / "kernels").iterdir()) if (path / "__init__.py").exists()]
-    assert len(ops) >= 8
-    lacking = [
-        f"{op}: {thing}"
-        for op in ops
-        for thing, there in {
-            "reference.py": (ROOT / f"kernels/{op}/reference.py").exists(),
-            "op.py": (ROOT / f"kernels/{op}/op.py").exists(),
-            "suite": (ROOT / f"suites/kernels/test_{op}.py").exists(),
-            "baseline row": f'"kernels/{op}-' in baseline,
-        }.items()
-        if not there
-    ]
-    assert not lacking, lacking
-
-
 def test_readme_commands_exist() -> None:
     tox = configparser.ConfigParser()
     tox.read(ROOT / "tox.ini")

@@ -2,8 +2,9 @@
 
 The ratio rule is that of flash-attention's tests (Dao-AILab/flash-attention, tests/test_flash_attn.py). How large
 a rounding error may be nobody can say in general, but the plain formula in the same dtype has one, too: with both
-measured against fp64, an output may be off by 2 times the formula's error and a gradient by 3 times, for a maximum
-over few entries wanders. We hold the RMS error to it beside the largest.
+measured against fp64, an output may be off by 2 times the formula's error and a gradient by 3 times. We hold the RMS
+error to these factors, and the largest error, which is a single entry's, to twice them: held to the factors
+themselves it rejected 19 of 1300 right results in fp32, while the weakest known fault is off by 80 times.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AT_MOST = {"forward": 2.0, "gradient": 3.0}
@@ -40,12 +40,15 @@ def error(found: Tensor, oracle: Tensor) -> tuple[float, float]:
 
 
 def error_ratio(found: Tensor, plain: Tensor, oracle: Tensor) -> float:
-    """How much further from the oracle than the plain formula in the same dtype: the worse of max and RMS.
+    """How much further from the oracle than the plain formula in the same dtype: the worse of half the ratio of the
+    largest errors and of the ratio of the RMS errors.
 
-    Where the plain formula is exact, 0 if the result is exact too, else infinity.
+    Half, because a largest error is one entry's: that of two computations of equal worth differs from seed to seed
+    by a factor of up to 3.5, their RMS by 1.4 (suites/kernels/test_mutants.py). Where the plain formula is exact, 0
+    if the result is exact too, else infinity.
     """
-    pairs = zip(error(found, oracle), error(plain, oracle))
-    return max(ours / theirs if theirs else (math.inf if ours else 0.0) for ours, theirs in pairs)
+    pairs = zip((0.5, 1.0), error(found, oracle), error(plain, oracle))
+    return max(w * ours / theirs if theirs else (math.inf if ours else 0.0) for w, ours, theirs in pairs)
 
 
 def worst(found: Named, oracle: Named) -> float:
@@ -91,26 +94,6 @@ def values_and_gradients(
     floats = {n: t for n, t in leaves.items() if _is_float(t)}
     by_input = dict(zip(floats, _gradients(found, [*floats.values()])))
     return {n: t.detach() for n, t in zip(outputs, found)} | by_input
-
-
-class OperandsIn(TorchDispatchMode):
-    """Matrix products of fp32 tensors as a tensor core takes them: operands rounded to `dtype`, sums in fp32.
-
-    The references multiply in fp32 whatever their inputs. A kernel for 16-bit inputs cannot: it multiplies 16-bit
-    operands, so the plain formula in the same dtype is the reference under this mode, forward and backward.
-    """
-
-    PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in self.PRODUCTS:
-            *bias, a, b = args
-            args = (*bias, *(t.to(self.dtype).to(t.dtype) if t.dtype == torch.float32 else t for t in (a, b)))
-        return func(*args, **(kwargs or {}))
 
 
 def pooled(runs: Iterable[Named]) -> Named:

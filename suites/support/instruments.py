@@ -39,6 +39,7 @@ from torch._dynamo.utils import (
 )
 from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.utils import fresh_cache
+from torch.utils._python_dispatch import TorchDispatchMode as EveryOperator  # noqa: F401 (for suites.support.operands)
 
 # The metrics deque keeps 64 entries by default: a recompile storm of 80 would read as 64.
 METRICS_KEPT = 8192

@@ -1,0 +1,19 @@
+"""The Mamba-3 multi-input multi-output scan (arXiv 2603.15569)."""
+
+from kernels.mamba3_mimo.op import mamba3_mimo
+from kernels.mamba3_mimo.reference import (
+    Mamba3MimoState,
+    mamba3_mimo_recurrent,
+    mamba3_mimo_reference,
+    mamba3_mimo_step,
+    zero_state,
+)
+
+__all__ = [
+    "Mamba3MimoState",
+    "mamba3_mimo",
+    "mamba3_mimo_recurrent",
+    "mamba3_mimo_reference",
+    "mamba3_mimo_step",
+    "zero_state",
+]

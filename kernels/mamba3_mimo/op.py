@@ -1,0 +1,159 @@
+"""mamba3_mimo as a custom op: opaque to Dynamo and Inductor in both directions. Plain torch on every device.
+
+There is no Triton kernel of ours: on CUDA too the op runs the reference, whose products go to cuBLAS in fp32.
+B batch, T tokens, H heads, R MIMO rank, P head dim, N state dim, G groups, A rotation angles.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.mamba3_mimo.reference import (
+    Mamba3MimoState,
+    mamba3_mimo_backward_reference,
+    mamba3_mimo_reference,
+    zero_state,
+)
+from kernels.mamba3_mimo.upstream import mamba3_mimo_upstream
+from kernels.op_support import (
+    WITH_PEER,
+    check_doc_ids,
+    check_floating,
+    check_impl,
+    check_shapes,
+    fresh,
+    full_precision,
+)
+
+
+@torch.library.custom_op("bumpgate::mamba3_mimo_fwd", mutates_args=())
+def mamba3_mimo_fwd(
+    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
+    mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
+    theta: Tensor, h: Tensor, k_prev: Tensor, v_prev: Tensor, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids)
+    with full_precision(v):
+        y, state = mamba3_mimo_reference(*inputs, Mamba3MimoState(theta, h, k_prev, v_prev), chunk_size)
+    return tuple(fresh(t) for t in (y, *state))
+
+
+@mamba3_mimo_fwd.register_fake
+def _(
+    q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids,
+    theta, h, k_prev, v_prev, chunk_size,
+):  # fmt: skip
+    acc = torch.promote_types(v.dtype, torch.float32)
+    state = (t.new_empty(t.shape, dtype=acc) for t in (theta, h, k_prev, v_prev))
+    return v.new_empty(v.shape), *state
+
+
+@torch.library.custom_op("bumpgate::mamba3_mimo_bwd", mutates_args=())
+def mamba3_mimo_bwd(
+    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
+    mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
+    theta: Tensor, h: Tensor, k_prev: Tensor, v_prev: Tensor, chunk_size: int,
+    dy: Tensor, dtheta: Tensor, dh: Tensor, dk_prev: Tensor, dv_prev: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of the floating-point inputs, in their order."""
+    inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids)
+    state, dstate = (Mamba3MimoState(theta, h, k_prev, v_prev), Mamba3MimoState(dtheta, dh, dk_prev, dv_prev))
+    with full_precision(v):
+        grads = mamba3_mimo_backward_reference(*inputs, state, chunk_size, dy, dstate)
+    return [fresh(t) for t in grads]
+
+
+@mamba3_mimo_bwd.register_fake
+def _(
+    q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids,
+    theta, h, k_prev, v_prev, chunk_size, dy, dtheta, dh, dk_prev, dv_prev,
+):  # fmt: skip
+    inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z)
+    return [t.new_empty(t.shape) for t in (*inputs, theta, h, k_prev, v_prev)]
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.chunk_size = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, *grads):
+    *given, dtheta, dh, dk_prev, dv_prev = mamba3_mimo_bwd(*ctx.saved_tensors, ctx.chunk_size, *grads)
+    return *given, None, dtheta, dh, dk_prev, dv_prev, None
+
+
+mamba3_mimo_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(
+    q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids, state, chunk_size, impl
+):  # fmt: skip
+    check_impl("mamba3_mimo", impl, WITH_PEER)
+    if v.dim() != 4 or q.dim() != 5 or angles.dim() != 4:
+        dims = f"{v.dim()}-d, {q.dim()}-d, {angles.dim()}-d"
+        raise ValueError(f"mamba3_mimo: v must be (B,T,H,P), q (B,T,R,G,N), angles (B,T,H,A), not {dims}")
+    B, T, H, P = v.shape
+    R, G, N = q.shape[2:]
+    A = angles.shape[3]
+    if T < 1 or R < 1 or H % G or 2 * A > N:
+        raise ValueError(
+            "mamba3_mimo: T >= 1, R >= 1, H divisible by G and 2A <= N wanted, "
+            f"T={T}, R={R}, H={H}, G={G}, A={A}, N={N}"
+        )
+    shapes = {
+        "q": (q, (B, T, R, G, N)),
+        "k": (k, (B, T, R, G, N)),
+        "v": (v, (B, T, H, P)),
+        "adt": (adt, (B, T, H)),
+        "dt": (dt, (B, T, H)),
+        "trap": (trap, (B, T, H)),
+        "q_bias": (q_bias, (H, R, N)),
+        "k_bias": (k_bias, (H, R, N)),
+        "mimo_v": (mimo_v, (H, R, P)),
+        "mimo_z": (mimo_z, (H, R, P)),
+        "mimo_out": (mimo_out, (H, R, P)),
+        "angles": (angles, (B, T, H, A)),
+        "D": (D, (H,)),
+        "z": (z, (B, T, H, P)),
+        "doc_ids": (doc_ids, (B, T)),
+    }
+    if state is not None:
+        wanted = {"theta": (B, H, A), "h": (B, H, P, N), "k_prev": (B, H, R, N), "v_prev": (B, H, P)}
+        shapes |= {f"state.{name}": (t, shape) for t, (name, shape) in zip(state, wanted.items())}
+    check_shapes("mamba3_mimo", shapes)
+    check_floating("mamba3_mimo", {name: tensor for name, (tensor, _) in shapes.items() if name != "doc_ids"})
+    if not q.dtype == k.dtype == v.dtype == z.dtype:
+        dtypes = ", ".join(str(t.dtype) for t in (q, k, v, z))
+        raise ValueError(f"mamba3_mimo: q, k, v, z must share one dtype, not {dtypes}")
+    check_doc_ids("mamba3_mimo", doc_ids)
+    if chunk_size < 1:
+        raise ValueError(f"mamba3_mimo: chunk_size must be at least 1, not {chunk_size}")
+
+
+def mamba3_mimo(
+    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
+    mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
+    state: Mamba3MimoState | None = None, chunk_size: int = 16, impl: str = "op",
+) -> tuple[Tensor, Mamba3MimoState]:  # fmt: skip
+    """The Mamba-3 MIMO scan with bias, rotation, skip, gate and its three projections; the maths: reference.py.
+
+    q, k (B,T,R,G,N) normalised, v, z (B,T,H,P) in one float dtype. In any float dtype: adt (B,T,H) = A dt,
+    negative; dt (B,T,H) after softplus; trap (B,T,H) before the sigmoid; q_bias, k_bias (H,R,N); mimo_v, mimo_z
+    and mimo_out (H,R,P), up-projections of v and z and down-projection of the result; angles (B,T,H,A) before the
+    tanh, 2A <= N, each turning an adjacent pair of state dims; D (H,); state, or None for zeros. doc_ids (B,T)
+    int32: the state is zeroed where the id changes from one token to the next. `chunk_size` (tokens, so R times as
+    many rows) changes speed and rounding, not the function. impl "op" is opaque to the compiler, "reference" is
+    traced through, "upstream" is the peer of upstream.py.
+    -> y (B,T,H,P) in v.dtype, final state (theta in radians) in fp32 (fp64 for fp64 v).
+    Raises ValueError on a wrong shape, dtype, chunk size or impl, ImportError on an absent peer.
+    Source: Mamba-3 (arXiv 2603.15569).
+    """
+    inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids)
+    _check(*inputs, state, chunk_size, impl)
+    if impl == "reference":
+        with full_precision(v):
+            return mamba3_mimo_reference(*inputs, state, chunk_size)
+    if impl == "upstream":
+        return mamba3_mimo_upstream(*inputs, state, chunk_size)
+    state = zero_state(v, q, angles) if state is None else state
+    y, *final = mamba3_mimo_fwd(*inputs, *state, chunk_size)
+    return y, Mamba3MimoState(*final)

@@ -1,0 +1,75 @@
+"""The peer of mamba3_mimo: mamba-ssm's TileLang kernels, behind our signature.
+
+Theirs turn state dim i with i + N/2, ours the adjacent dims 2i and 2i + 1. A scan does not care in what order its
+state dims stand, so queries, keys and biases go there in their order, and the state comes back in ours.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.mamba3_mimo.reference import Mamba3MimoState
+from kernels.op_support import peer
+
+INSTALL = "pip install --no-build-isolation mamba-ssm==2.3.2.post1 tilelang==0.1.8"
+
+
+def load() -> Any:
+    """The peer's module. Raises ImportError with the install line."""
+    return peer("mamba3_mimo", "mamba_ssm.ops.tilelang.mamba3.mamba3_mimo", INSTALL)
+
+
+def halves_from_pairs(N: int, A: int) -> list[int]:
+    """Which of our N state dims stands at each place of theirs; A pairs turn."""
+    turned_first, turned_second = range(0, 2 * A, 2), range(1, 2 * A, 2)
+    still = range(2 * A, N)
+    middle = N // 2 - A
+    return [*turned_first, *still[:middle], *turned_second, *still[middle:]]
+
+
+def mamba3_mimo_upstream(
+    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
+    mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
+    state: Mamba3MimoState | None = None, chunk_size: int = 16,
+) -> tuple[Tensor, Mamba3MimoState]:  # fmt: skip
+    """Arguments and results of `mamba3_mimo`, on CUDA, in the dtype of v (theirs is bf16); no gradient of the state.
+
+    Rows that hold several documents go as one varlen sequence; doc_ids is read on the host. Raises ImportError
+    where mamba-ssm or tilelang is absent; ValueError on a given state, for which the peer has no place, or where
+    the angles turn neither the whole nor half of the state dims.
+    """
+    package = load()
+    N, A = q.shape[4], angles.shape[3]
+    if state is not None:
+        raise ValueError("mamba3_mimo: impl 'upstream' takes no state")
+    if N not in (2 * A, 4 * A):
+        raise ValueError(f"mamba3_mimo: impl 'upstream' turns all or half of the {N} state dims, not {2 * A}")
+    order = torch.tensor(halves_from_pairs(N, A), device=q.device)
+    q, k, q_bias, k_bias = (t.index_select(-1, order) for t in (q, k, q_bias.float(), k_bias.float()))
+    B, T = doc_ids.shape
+    starts = torch.ones_like(doc_ids, dtype=torch.bool)
+    starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+    packed = bool(starts[:, 1:].any())
+    per_token, borders, last_v = (
+        [q, k, v, adt.float(), dt.float(), trap.to(v.dtype), angles.float(), z],
+        None,
+        v[:, -1],
+    )
+    if packed:
+        end = doc_ids.new_tensor([B * T])
+        borders = torch.cat((starts.flatten().nonzero().flatten(), end)).to(torch.int32)
+        per_token = [t.reshape(1, B * T, *t.shape[2:]) for t in per_token]
+    q, k, v, adt, dt, trap, angles, z = per_token
+    adt, dt, trap = (t.transpose(1, 2).contiguous() for t in (adt, dt, trap))
+    y, theta, h, k_prev, _ = package.mamba3_mimo(
+        q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v.float(), mimo_z.float(), mimo_out.float(), angles, D.float(), z,
+        chunk_size=chunk_size, rotary_dim_divisor=N // A, dtype=v.dtype, return_state=True, cu_seqlens=borders,
+    )  # fmt: skip
+    if packed:
+        # A state a document; a row's final one is that of its last document.
+        last = starts.sum(1).cumsum(0) - 1
+        y, (theta, h, k_prev) = y.reshape(B, T, *y.shape[2:]), (t[last] for t in (theta, h, k_prev))
+    ours = order.argsort()
+    h, k_prev = (t.index_select(-1, ours) for t in (h, k_prev.transpose(1, 2)))
+    return y, Mamba3MimoState(theta, *(t.float() for t in (h, k_prev, last_v)))

@@ -1,0 +1,302 @@
+"""Every op beside wrong versions of it: what the ratio rule must reject, and what it must let pass.
+
+B batch, T tokens, R MIMO rank, D channels, K chosen keys, C bucket.
+A fault takes the fp32 inputs and the op's right outputs and returns wrong ones, so that one oracle serves all
+of an op. The oracle is the plain formula of the op's suite in fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.attention import attention
+from kernels.causal_conv1d import causal_conv1d
+from kernels.cross_entropy import cross_entropy
+from kernels.dsa_indexer import dsa_attention, dsa_indexer
+from kernels.grouped_gemm import grouped_gemm
+from kernels.m2rnn import m2rnn, m2rnn_recurrent
+from kernels.mamba3_mimo import mamba3_mimo
+from kernels.mamba3_siso import mamba3_siso
+from kernels.mla import mla
+from kernels.moe_combine import moe_combine
+from kernels.moe_dispatch import moe_dispatch
+from kernels.rms_norm_gated import rms_norm_gated
+from kernels.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_recurrent
+from suites.kernels import (
+    test_attention,
+    test_causal_conv1d,
+    test_cross_entropy,
+    test_dsa_indexer,
+    test_grouped_gemm,
+    test_m2rnn,
+    test_mamba3_mimo,
+    test_mamba3_siso,
+    test_mla,
+    test_moe_combine,
+    test_moe_dispatch,
+    test_rms_norm_gated,
+    test_ssd_chunk_scan,
+)
+from suites.support.comparison import doubled, error_ratio
+from suites.support.scans import carried
+
+Inputs = dict[str, Any]
+Outputs = tuple[Tensor, ...]
+Fault = Callable[["Subject", Inputs, Outputs], Outputs]
+Faults = dict[str, Fault]
+
+
+class Subject(NamedTuple):
+    """One op: problem(seed) -> its fp32 inputs by name, op and plain formula, and the faults of its own.
+
+    exact: the formula that in fp64 is the oracle, where that is another than the plain one.
+    """
+
+    problem: Callable[[int], Inputs]
+    op: Callable[..., Any]
+    plain: Callable[..., Any]
+    faults: Faults = {}
+    exact: Callable[..., Any] | None = None
+
+    def run(self, inputs: Inputs) -> Outputs:
+        return _outputs(self.op(**inputs))
+
+    def judge(self, inputs: Inputs) -> Callable[[Outputs], float]:
+        """The error ratio of the worst of some outputs for these inputs."""
+        plain = _outputs(self.plain(**inputs))
+        oracle = _outputs((self.exact or self.plain)(**doubled(inputs)))
+        return lambda found: max(error_ratio(*three) for three in zip(found, plain, oracle, strict=True))
+
+    def every_fault(self) -> Faults:
+        return EVERY_OP | self.faults
+
+
+def _outputs(result: Any) -> Outputs:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def _first(change: Callable[[Tensor], Tensor]) -> Fault:
+    """The fault that changes a copy of the first output alone."""
+    return lambda subject, inputs, right: (change(right[0].clone()), *right[1:])
+
+
+def _one_wrong_element(y: Tensor) -> Tensor:
+    """The entry of median size, off by 1 %. Zeros do not count: nothing would be wrong with 1.01 times them."""
+    sizes = y.abs().flatten()
+    used = sizes.nonzero().flatten()
+    y.view(-1)[used[sizes[used].argsort()[len(used) // 2]]] *= 1.01
+    return y
+
+
+def _zeroed_tail(y: Tensor) -> Tensor:
+    """The last token was never written; of dispatched tokens, the last row of each expert; of a product, a column."""
+    y[:, -1] = 0
+    return y
+
+
+def _tf32_operands(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
+    """What a Triton product of fp32 operands does unless it is told otherwise: 10 bits of each factor."""
+    return subject.run({n: _tf32(t) for n, t in inputs.items()})
+
+
+def _tf32(t: Any) -> Any:
+    if not isinstance(t, Tensor) or t.dtype != torch.float32:
+        return t
+    return ((t.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+EVERY_OP: Faults = {
+    "3 % scale": _first(lambda y: y * 1.03),
+    "one wrong element": _first(_one_wrong_element),
+    "zeroed tail": _first(_zeroed_tail),
+    "tf32 operands": _tf32_operands,
+}
+
+
+def _dropped_reset(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
+    """The whole row as one document."""
+    return subject.run(inputs | {"doc_ids": torch.zeros_like(inputs["doc_ids"])})
+
+
+def _bf16_state(scan: Callable[..., Any], per_token: Sequence[str], state: Sequence[str]) -> Fault:
+    """The state between two halves of the row kept in bf16. state: its names, in the order of scan's outputs."""
+
+    def fault(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
+        half = inputs["doc_ids"].shape[1] // 2
+        early = {n: t[:, :half] if n in per_token else t for n, t in inputs.items()}
+        late = {n: t[:, half:] if n in per_token else t for n, t in inputs.items()}
+        y0, *middle = scan(**early)
+        narrow = (carried(s.bfloat16().float(), inputs["doc_ids"], half) for s in middle)
+        y1, *final = subject.op(**late | dict(zip(state, narrow, strict=True)))
+        return torch.cat((y0, y1), 1), *final
+
+    return fault
+
+
+def _without_diagonal(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
+    """Mamba-3's whole-sequence form, which weighs a token for itself as for those after it."""
+    query, key = test_mamba3_siso.biased(inputs, "q"), test_mamba3_siso.biased(inputs, "k")
+    _, shifted = test_mamba3_siso.trapezoid(inputs)
+    itself = inputs["v"] * (shifted * (query * key).sum(-1))[..., None]
+    return right[0] + itself * F.silu(inputs["z"]), *right[1:]
+
+
+def _noconv(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
+    """Mamba-3 through the Mamba-2 scan with a scaled key: what that changes where no angle turns and no state
+    is given, which the other scan knows nothing of."""
+    still = inputs | {n: torch.zeros_like(inputs[n]) for n in ("angles", *test_mamba3_siso.STATE)}
+    return right[0] + test_mamba3_siso.scaled_k_in_mamba2(still) - subject.run(still)[0], *right[1:]
+
+
+def _bf16_weights(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
+    return subject.run(inputs | {"weights": inputs["weights"].bfloat16().float()})
+
+
+def _named(names: str, problem: Callable[..., Sequence[Any]], **sizes: Any) -> Callable[[int], Inputs]:
+    """A suite's problem in fp32, its tuple by name."""
+    return lambda seed: dict(
+        zip(names.split(), problem(dtype=torch.float32, seed=seed, **sizes), strict=True)
+    )
+
+
+def _scan(suite: Any, op: Callable[..., Any], plain: Callable[..., Any], state: Sequence[str]) -> Subject:
+    """A suite's scan, with documents and with a state that stands among its inputs by these names."""
+    faults = {"dropped document reset": _dropped_reset, "bf16 state": _bf16_state(op, suite.PER_TOKEN, state)}
+    return Subject(_wide(suite), op, plain, faults)
+
+
+def _wide(suite: Any) -> Callable[[int], Inputs]:
+    """A suite's problem in fp32: a batch of 8, so that the largest error is one of many."""
+    return lambda seed: suite.problem(B=8, dtype=torch.float32, seed=seed)
+
+
+def _mamba3(suite: Any, op: Callable[..., Any], chunk_size: int, faults: Faults) -> Subject:
+    """The plain formula is the whole row at once. The recurrence will not do: it adds its angles one by one, so that
+    neighbours share their errors, and in fp32 its y is 1.8 times as close as that of any sum in parallel."""
+
+    def on_circle(scan: Callable[..., Any]) -> Callable[..., Outputs]:
+        def run(**inputs: Tensor) -> Outputs:
+            y, theta, *rest = scan(**inputs)
+            return y, suite.on_circle(theta), *rest
+
+        return run
+
+    chunked, whole = suite.flat(op, chunk_size=chunk_size), suite.flat(op, chunk_size=64, impl="reference")
+    common = {
+        "dropped document reset": _dropped_reset,
+        "bf16 state": _bf16_state(chunked, suite.PER_TOKEN, suite.STATE),
+    }
+    functions = on_circle(chunked), on_circle(whole)
+    return Subject(_wide(suite), *functions, common | faults, on_circle(suite.recurrence))
+
+
+def _ranks_apart(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
+    """R scans of one rank, each with a state of its own."""
+    return test_mamba3_mimo.one_rank_each(**inputs)[0], *right[1:]
+
+
+def _dsa(function: Callable[..., Any]) -> Callable[..., Any]:
+    """dsa_attention, or its formula, where a choice that ignores documents stands beside the inputs."""
+    return lambda across_documents, **inputs: function(**inputs, **ATTENTION)
+
+
+def _dsa_problem(seed: int) -> Inputs:
+    """The choices are made in fp64: in fp32 a near tie may fall the other way, which is no error of attention."""
+    B, K = 4, 7
+    q, k, weights, doc_ids = test_dsa_indexer.index_problem(B=B, seed=seed)
+    named = _named("q k v indices", test_dsa_indexer.problem, B=B, K=K)(seed)
+    across = dsa_indexer(q, k, weights, torch.zeros_like(doc_ids), top_k=K)
+    return named | {"across_documents": across}
+
+
+def _chosen_across_documents(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
+    return subject.run(inputs | {"indices": inputs["across_documents"]})
+
+
+def _lost_key(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
+    """The last of the chosen keys is not looked at, by a query that has as many as it may."""
+    indices = inputs["indices"].clone()
+    indices[..., -1] = -1
+    return subject.run(inputs | {"indices": indices})
+
+
+def _next_expert(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
+    """The rows are cut by the counts of other experts."""
+    return subject.run(inputs | {"counts": inputs["counts"].roll(1)})
+
+
+ATTENTION = {"scale": 0.4, "softcap": 2.0}
+NORM = {"group_size": 16}
+EXPERTS = {"num_experts": test_moe_dispatch.E, "bucket": 4}
+
+SUBJECTS = {
+    "attention": Subject(
+        _named("q k v doc_ids", test_attention.problem, B=4),
+        partial(attention, window=7, **ATTENTION),
+        partial(test_attention.plain_attention, window=7, **ATTENTION),
+        {"dropped document reset": _dropped_reset},
+    ),
+    "causal_conv1d": Subject(
+        _named("x weight bias doc_ids", test_causal_conv1d.problem, D=64),
+        causal_conv1d,
+        test_causal_conv1d.plain_conv,
+        {"dropped document reset": _dropped_reset},
+    ),
+    "cross_entropy": Subject(
+        _named("logits target", test_cross_entropy.problem, B=8, T=64),
+        partial(cross_entropy, softcap=3.0),
+        partial(test_cross_entropy.plain_cross_entropy, softcap=3.0),
+        {"no softcap": lambda subject, inputs, right: (cross_entropy(**inputs),)},
+    ),
+    "dsa_indexer": Subject(
+        _dsa_problem,
+        _dsa(dsa_attention),
+        _dsa(test_dsa_indexer.plain_attention),
+        {"dropped document reset": _chosen_across_documents, "a chosen key lost": _lost_key},
+    ),
+    "grouped_gemm": Subject(
+        _named("x weight counts", test_grouped_gemm.problem, counts=(5, 0, 170, 80), D_in=20, D_out=25),
+        grouped_gemm,
+        test_grouped_gemm.loop_of_mm,
+        {"rows of another expert": _next_expert},
+    ),
+    "m2rnn": _scan(test_m2rnn, m2rnn, m2rnn_recurrent, ("h0",)),
+    "mamba3_mimo": _mamba3(test_mamba3_mimo, mamba3_mimo, 8, {"ranks apart": _ranks_apart}),
+    "mamba3_siso": _mamba3(
+        test_mamba3_siso, mamba3_siso, 16, {"no diagonal term": _without_diagonal, "noconv": _noconv}
+    ),
+    "mla": Subject(
+        _named(" ".join(test_mla.NAMES), test_mla.problem, B=4),
+        partial(mla, **ATTENTION),
+        partial(test_mla.plain_mla, **ATTENTION),
+        {"dropped document reset": _dropped_reset},
+    ),
+    "moe_combine": Subject(
+        _named("y expert slot weights bucket", test_moe_combine.problem, T=64, D=32, C=64),
+        moe_combine,
+        test_moe_combine.by_loop,
+        {"bf16 weights": _bf16_weights},
+    ),
+    "moe_dispatch": Subject(
+        _named("x expert", test_moe_dispatch.problem),
+        partial(moe_dispatch, **EXPERTS),
+        partial(test_moe_dispatch.by_loop, **EXPERTS),
+    ),
+    "rms_norm_gated": Subject(
+        _named("x gate weight", test_rms_norm_gated.problem),
+        partial(rms_norm_gated, **NORM),
+        partial(test_rms_norm_gated.plain_norm, **NORM),
+    ),
+    "ssd_chunk_scan": _scan(
+        test_ssd_chunk_scan,
+        partial(ssd_chunk_scan, chunk_size=16),
+        ssd_chunk_scan_recurrent,
+        ("initial_state",),
+    ),
+}

@@ -1,0 +1,92 @@
+"""Every op's reference still gives the stored golden arrays: in fp64 as they stand, in fp32 to rounding.
+
+B batch, T tokens. fixtures/make.py is the only writer of the arrays.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fixtures import make
+from suites.kernels.golden import FIXTURES, GOLDEN, RELATIVE, differences, ops, results, stored
+from suites.support.lanes import Lane, lanes
+
+# Of an array's largest entry. The inputs are exact in fp32, and the sums have some tens of terms: right reads at
+# most 13 units of roundoff on a CPU (the angle's gradient of mamba3_siso), and a GPU adds in another order.
+FP32_RELATIVE = 32 * 2**-24
+
+
+@lanes("cpu", "h200")
+def test_every_op_gives_its_golden_arrays_in_fp64(lane: Lane, row):
+    """Reference and op: what the op adds in fp64 is the backward derived by hand."""
+    faults, agreeing, compared = [], 0, 0
+    for op in ops():
+        arrays = stored(op) if op in GOLDEN else {}
+        wanted = {n: t for n, t in arrays.items() if n.startswith(("output.", "grad."))}
+        lines = [] if wanted else ["no fixture"]
+        for impl in ("reference", "op") if wanted else ():
+            found = results(op, arrays, impl, device=lane.device)
+            lines += [f"{impl}: {line}" for line in differences(found, wanted, RELATIVE)]
+            compared += sum(t.numel() for t in found.values())
+        agreeing += not lines
+        faults += [f"{op}: {line}" for line in lines]
+    row(
+        f"kernels/golden-{lane.name}/ops",
+        agreeing,
+        unit="count",
+        witness=compared,
+        expected=len(ops()),
+        rule="C36",
+        evidence=faults,
+    )
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("op", GOLDEN)
+def test_reference_in_fp32_is_within_rounding(lane: Lane, op: str):
+    arrays = stored(op)
+    found = results(op, arrays, dtype=torch.float32, device=lane.device)
+    wanted = {n: arrays[n] for n in found}
+    assert not differences(found, wanted, FP32_RELATIVE)
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("op", GOLDEN)
+def test_one_perturbed_entry_of_any_array_is_seen(lane: Lane, op: str):
+    arrays = stored(op)
+    found = {n: t for n, t in arrays.items() if n.startswith(("output.", "grad."))}
+    for name, t in found.items():
+        off = t.clone()
+        off.view(-1)[t.numel() // 2] += 2 * RELATIVE * t.abs().max() if t.is_floating_point() else 1
+        (line,) = differences(found, found | {name: off}, RELATIVE)
+        assert line.startswith(name)
+    assert differences(found, {}, RELATIVE)
+    # An input off by one part in a million must not pass either: the results depend on every one of them.
+    for name in (n for n, t in arrays.items() if n.startswith("input.") and t.is_floating_point()):
+        moved = results(op, arrays | {name: arrays[name] * (1 + 1e-6)})
+        assert differences(moved, found, RELATIVE), name
+
+
+@lanes("cpu")
+def test_the_writer_names_what_differs_and_mends_it_only_when_asked(lane: Lane, tmp_path, capsys):
+    for source in FIXTURES.glob("*.safetensors"):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    assert make.main(["--check"], tmp_path) == 0
+    file = tmp_path / "rms_norm_gated.safetensors"
+    arrays = stored("rms_norm_gated")
+    arrays["output.y"].view(-1)[3] += 1e-9
+    save_file(arrays, file)
+    perturbed = file.read_bytes()
+    (tmp_path / "no_op.safetensors").write_bytes(perturbed)
+    capsys.readouterr()
+    assert make.main(["--check"], tmp_path) == 1
+    told = capsys.readouterr().out
+    assert "rms_norm_gated: output.y: off by" in told
+    assert "no_op.safetensors: of no op" in told
+    assert file.read_bytes() == perturbed
+    (tmp_path / "no_op.safetensors").unlink()
+    assert make.main([], tmp_path) == 0
+    assert make.main(["--check"], tmp_path) == 0
+    assert {p.suffix for p in tmp_path.iterdir()} == {".safetensors"}

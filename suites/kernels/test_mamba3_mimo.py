@@ -1,0 +1,381 @@
+"""mamba3_mimo: the chunked op against the token-by-token recurrence and against mamba3_siso, forward and backward.
+
+B batch, T tokens, H heads, R MIMO rank, P head dim, N state dim, G groups, A rotation angles.
+The oracle is the recurrence in fp64. The op runs the chunked form, which is another computation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.mamba3_mimo import Mamba3MimoState, mamba3_mimo, mamba3_mimo_recurrent, mamba3_mimo_step
+from kernels.mamba3_mimo.upstream import halves_from_pairs
+from kernels.mamba3_siso import Mamba3State, mamba3_siso
+from suites.support.comparison import (
+    DTYPES,
+    Named,
+    doubled,
+    pooled,
+    report_pooled,
+    values_and_gradients,
+    worst,
+)
+from suites.support.custom_ops import check_one_graph, check_op, refused, strided, traced_through, turned
+from suites.support.lanes import Lane, lanes
+from suites.support.scans import carried, cut, documents, inner_token, spliced
+
+PER_TOKEN = ("q", "k", "v", "adt", "dt", "trap", "angles", "z", "doc_ids")
+FIXED = ("q_bias", "k_bias", "mimo_v", "mimo_z", "mimo_out", "D")
+STATE = Mamba3MimoState._fields
+NAMES = (
+    "q", "k", "v", "adt", "dt", "trap", "q_bias", "k_bias", "mimo_v", "mimo_z", "mimo_out", "angles", "D", "z",
+    "doc_ids", *STATE,
+)  # fmt: skip
+FLOATS = tuple(n for n in NAMES if n != "doc_ids")
+NARROW = ("q", "k", "v", "z")
+FWD, BWD = torch.ops.bumpgate.mamba3_mimo_fwd, torch.ops.bumpgate.mamba3_mimo_bwd
+Scan = Callable[..., tuple[Tensor, ...]]
+quick = settings(derandomize=True, max_examples=15, deadline=None)
+
+
+def flat(scan: Callable[..., tuple[Tensor, Mamba3MimoState]], **options: object) -> Scan:
+    """The scan over flat keyword tensors, a given state among them -> (y, theta, h, k_prev, v_prev)."""
+
+    def run(**inputs: Tensor) -> tuple[Tensor, ...]:
+        state = Mamba3MimoState(*(inputs.pop(n) for n in STATE))
+        y, final = scan(**inputs, state=state, **options)
+        return y, *final
+
+    return run
+
+
+op, recurrence = flat(mamba3_mimo), flat(mamba3_mimo_recurrent)
+
+
+def problem(
+    B=2, T=30, H=4, R=3, P=6, N=8, G=2, A=3, dtype=torch.float64, device="cpu", seed=0, starts=(9, 10, 22)
+) -> Named:
+    """Random inputs; a document begins at each of `starts` in row 0, three tokens later in each further row."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    dt = F.softplus(draw(B, T, H))
+    inputs = {
+        "q": draw(B, T, R, G, N),
+        "k": draw(B, T, R, G, N),
+        "v": draw(B, T, H, P),
+        "adt": -dt * (0.05 + torch.rand(B, T, H, generator=g, dtype=torch.float64)),
+        "dt": dt,
+        "trap": draw(B, T, H),
+        "q_bias": draw(H, R, N),
+        "k_bias": draw(H, R, N),
+        "mimo_v": draw(H, R, P),
+        "mimo_z": draw(H, R, P),
+        "mimo_out": draw(H, R, P),
+        "angles": draw(B, T, H, A),
+        "D": draw(H),
+        "z": draw(B, T, H, P),
+        "doc_ids": documents(B, T, starts),
+        "theta": 2 * math.pi * torch.rand(B, H, A, generator=g, dtype=torch.float64),
+        "h": draw(B, H, P, N),
+        "k_prev": draw(B, H, R, N),
+        "v_prev": draw(B, H, P),
+    }
+    wide = torch.promote_types(dtype, torch.float32)
+    dtypes = {n: dtype if n in NARROW else wide for n in FLOATS}
+    return {n: t.to(device, dtypes.get(n, t.dtype)) for n, t in inputs.items()}
+
+
+def segment(inputs: Named, tokens: slice, state: tuple[Tensor, ...]) -> Named:
+    """Some of the tokens, from a given state."""
+    return cut(inputs, tokens, PER_TOKEN) | dict(zip(STATE, state))
+
+
+def nothing(inputs: Named) -> tuple[Tensor, ...]:
+    """The state before any token."""
+    return tuple(torch.zeros_like(inputs[n]) for n in STATE)
+
+
+def results(scan: Scan, inputs: Named) -> Named:
+    """y, the final state (theta as a point on the circle), and the gradients of a weighting of both."""
+    found = values_and_gradients(("y", *(f"final {n}" for n in STATE)), scan, inputs)
+    return found | {"final theta": on_circle(found["final theta"])}
+
+
+def on_circle(angle: Tensor) -> Tensor:
+    """The point at an angle: angles compare up to whole turns."""
+    return torch.polar(torch.ones_like(angle), angle)
+
+
+def one_rank_each(**inputs: Tensor) -> tuple[Tensor, ...]:
+    """Known wrong: R scans of one rank, each with a state of its own, and their outputs summed."""
+    wrong = 0
+    for r in range(inputs["q"].shape[2]):
+        ranked = {n: inputs[n][:, :, r : r + 1] for n in ("q", "k", "k_prev")}
+        ranked |= {n: inputs[n][:, r : r + 1] for n in FIXED if n != "D"}
+        y, *state = op(**inputs | ranked)
+        wrong = wrong + y
+    return wrong, *state
+
+
+def as_siso(inputs: Named) -> tuple[Tensor, ...]:
+    """mamba3_siso on the inputs of rank 1, projections left out -> the results of mamba3_mimo."""
+    given = {n: t for n, t in inputs.items() if n not in STATE and not n.startswith("mimo_")}
+    given |= {n: inputs[n].squeeze(2) for n in ("q", "k")}
+    given |= {n: inputs[n].squeeze(1) for n in ("q_bias", "k_bias")}
+    state = Mamba3State(*(inputs[n].squeeze(2) if n == "k_prev" else inputs[n] for n in STATE))
+    y, (theta, h, k_prev, v_prev) = mamba3_siso(**given, state=state)
+    return y, theta, h, k_prev.unsqueeze(2), v_prev
+
+
+@lanes("cpu", "h200")
+def test_rank_one_with_unit_projections_is_siso(lane: Lane):
+    inputs = problem(R=1, device=lane.device)
+    inputs |= {n: torch.ones_like(inputs[n]) for n in ("mimo_v", "mimo_z", "mimo_out")}
+    projections = ("mimo_v", "mimo_z", "mimo_out")
+
+    def siso(**i: Tensor) -> tuple[Tensor, ...]:
+        y, *state = as_siso(i)
+        return y + 0 * sum(i[n].sum() for n in projections), *state
+
+    ours, theirs = results(op, inputs), results(siso, inputs)
+    for name in projections:
+        del ours[name], theirs[name]
+    assert worst(ours, theirs) < 1e-12
+    doubled_up = inputs | {"mimo_v": 2 * inputs["mimo_v"]}
+    assert worst({"y": op(**doubled_up)[0]}, {"y": theirs["y"]}) > 0.1
+
+
+@lanes("cpu", "h200")
+def test_ranks_share_one_state(lane: Lane):
+    """The state sums over ranks before any of them reads it; a rank's order among the others is of no matter."""
+    inputs = problem(device=lane.device)
+    right = op(**inputs)[0]
+    assert worst({"y": one_rank_each(**inputs)[0]}, {"y": right}) > 0.1
+    backward = {n: inputs[n].flip(2) for n in ("q", "k", "k_prev")} | {
+        n: inputs[n].flip(1) for n in FIXED if n != "D"
+    }
+    assert worst({"y": op(**inputs | backward)[0]}, {"y": right}) < 1e-13
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_is_as_close_to_the_oracle_as_the_plain_form(lane: Lane, dtype: str, row):
+    """The plain formula is the whole row at once. The recurrence will not do in its place: it adds its angles one by
+    one, so that neighbours share their errors, and in fp32 its y is closer than that of any sum in parallel."""
+    seeds = [problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
+    oracle = pooled(results(recurrence, doubled(inputs)) for inputs in seeds)
+    whole = flat(mamba3_mimo, chunk_size=30, impl="reference")
+    plain = pooled(results(whole, inputs) for inputs in seeds)
+    found = pooled(results(flat(mamba3_mimo, chunk_size=8), inputs) for inputs in seeds)
+    last_v = torch.cat([inputs["v"][:, -1].float().flatten() for inputs in seeds])
+    assert torch.equal(found["final v_prev"], last_v)
+    del oracle["final v_prev"]  # exact in all of them: there is no ratio
+    report_pooled(row, f"kernels/mamba3_mimo-{lane.name}-{dtype}", found, plain, oracle, inputs=FLOATS)
+
+
+@lanes("cpu", "h200")
+def test_a_small_lambda_keeps_its_digits(lane: Lane):
+    """Where lam is small a token weighs little for itself: that weight may be no difference of large ones."""
+    inputs = problem(starts=(), dtype=torch.float32, device=lane.device)
+    inputs |= dict(zip(STATE, nothing(inputs))) | {"D": torch.zeros_like(inputs["D"])}
+    inputs["trap"] = inputs["trap"] - 12
+    oracle = recurrence(**doubled(inputs))[0][:, 0]
+    assert ((op(**inputs)[0][:, 0] - oracle) / oracle).abs().median() < 1e-6
+
+
+@lanes("cpu")
+def test_gradcheck(lane: Lane):
+    inputs = problem(B=2, T=4, H=2, R=2, P=2, N=3, G=1, A=1, starts=(2,))
+    tensors = [inputs[n].requires_grad_(n in FLOATS) for n in NAMES]
+    scan = flat(mamba3_mimo, chunk_size=2)
+    assert torch.autograd.gradcheck(lambda *t: scan(**dict(zip(NAMES, t))), tensors)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("chunk_size", [1, 8, 64])
+def test_gradients_equal_autograd_of_both_forms(lane: Lane, chunk_size: int):
+    inputs = problem(device=lane.device)
+    found = results(flat(mamba3_mimo, chunk_size=chunk_size), inputs)
+    assert worst(found, results(recurrence, inputs)) < 1e-12
+    assert worst(found, results(flat(mamba3_mimo, chunk_size=chunk_size, impl="reference"), inputs)) < 1e-12
+    # Known wrong: the given state without its value and keys.
+    assert worst(results(lambda **i: op(**i | {"v_prev": i["v_prev"] * 0}), inputs), found) > 0.1
+
+
+@lanes("cpu", "h200")
+@quick
+@given(
+    T=st.integers(1, 40),
+    chunk_size=st.integers(1, 50),
+    R=st.integers(1, 4),
+    G=st.sampled_from([1, 2, 4]),
+    A=st.integers(0, 2),
+    start=st.integers(1, 40),
+)
+def test_any_chunk_size_is_the_recurrence(
+    lane: Lane, T: int, chunk_size: int, R: int, G: int, A: int, start: int
+):
+    inputs = problem(T=T, R=R, G=G, A=A, P=3, N=5, starts=(start,), device=lane.device, seed=T)
+    y, theta, *rest = flat(mamba3_mimo, chunk_size=chunk_size)(**inputs)
+    y0, theta0, *rest0 = recurrence(**inputs)
+    assert worst(dict(enumerate((y, *rest))), dict(enumerate((y0, *rest0)))) < 1e-12
+    assert (on_circle(theta) - on_circle(theta0)).abs().sum() < 1e-11
+    assert ((theta >= 0) & (theta < 2 * math.pi)).all()
+
+
+@lanes("cpu", "h200")
+@quick
+@given(T=st.integers(2, 40), at=st.floats(0, 1), chunk_size=st.integers(1, 40))
+def test_two_segments_with_carried_state_are_one_run(lane: Lane, T: int, at: float, chunk_size: int):
+    split = inner_token(T, at)
+    scan = flat(mamba3_mimo, chunk_size=chunk_size)
+
+    def in_two(**inputs: Tensor) -> tuple[Tensor, ...]:
+        y0, *state = scan(**segment(inputs, slice(0, split), tuple(inputs[n] for n in STATE)))
+        state = [carried(s, inputs["doc_ids"], split) for s in state]
+        y1, *state = scan(**segment(inputs, slice(split, T), tuple(state)))
+        return torch.cat((y0, y1), 1), *state
+
+    inputs = problem(T=T, P=3, N=6, starts=(T // 3, T // 2), device=lane.device, seed=T)
+    assert worst(results(in_two, inputs), results(scan, inputs)) < 1e-12
+
+
+@lanes("cpu", "h200")
+def test_decode_continues_a_prefill(lane: Lane):
+    inputs = problem(T=20, starts=(7,), device=lane.device)
+    whole, *last = op(**inputs)
+    _, *state = op(**segment(inputs, slice(0, 19), tuple(inputs[n] for n in STATE)))
+    token = {n: inputs[n][:, -1] for n in PER_TOKEN[:-1]} | {n: inputs[n] for n in FIXED}
+    y, state = mamba3_mimo_step(**token, state=Mamba3MimoState(*state))
+    named = [dict(zip(("y", *STATE), side)) for side in ((y, *state), (whole[:, -1], *last))]
+    assert worst(*named) < 1e-12
+
+
+@lanes("cpu", "h200")
+@quick
+@given(length=st.sampled_from([4, 8, 16, 32]), chunk_size=st.sampled_from([4, 8, 16]))
+def test_a_packed_document_is_alone(lane: Lane, length: int, chunk_size: int):
+    """[A|B] gives B as B alone gives it, and not a bit of B hangs on what A holds.
+
+    B has 64 tokens: the CPU's sigmoid rounds otherwise in the tail that is no whole vector.
+    """
+    scan = flat(mamba3_mimo, chunk_size=chunk_size)
+    inputs = problem(T=length + 64, dtype=torch.float32, starts=(), device=lane.device, seed=length)
+    inputs["doc_ids"][:, length:] += 1
+    alone, packed = scan(**segment(inputs, slice(length, None), nothing(inputs))), scan(**inputs)
+    if length % chunk_size == 0:  # else the chunk borders cut B in other places: another order of sums
+        assert torch.equal(packed[0][:, length:], alone[0])
+        assert all(torch.equal(a, b) for a, b in zip(packed[1:], alone[1:]))
+    other = problem(T=length + 64, dtype=torch.float32, starts=(), device=lane.device, seed=length + 1)
+    changed = scan(**spliced(other, inputs, length, PER_TOKEN[:-1]))
+    assert not torch.equal(changed[0][:, :length], packed[0][:, :length])
+    assert torch.equal(changed[0][:, length:], packed[0][:, length:])
+    assert all(torch.equal(a, b) for a, b in zip(changed[1:], packed[1:]))
+
+
+@lanes("cpu", "h200")
+@quick
+@given(T=st.integers(2, 40), at=st.floats(0, 1), chunk_size=st.integers(1, 40))
+def test_the_future_does_not_reach_the_past(lane: Lane, T: int, at: float, chunk_size: int):
+    now = inner_token(T, at)
+    inputs = problem(T=T, P=3, N=6, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
+    scan = flat(mamba3_mimo, chunk_size=chunk_size)
+    later = spliced(inputs, inputs | {n: inputs[n] * 3 + 1 for n in PER_TOKEN}, now, PER_TOKEN)
+    y, changed = scan(**inputs)[0], scan(**later)[0]
+    assert torch.equal(changed[:, :now], y[:, :now])
+    assert not torch.equal(changed[:, now], y[:, now])
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("chunk_size", [4, 64])
+def test_strong_decay_leaves_finite_and_right_gradients(lane: Lane, chunk_size: int):
+    inputs = problem(T=24, dtype=torch.float32, device=lane.device)
+    inputs["adt"][:, 5::7] = -3e4
+    inputs["adt"][:, 8, 0] = -float("inf")
+    found = results(flat(mamba3_mimo, chunk_size=chunk_size), inputs)
+    assert all(t.isfinite().all() for t in found.values())
+    assert worst(found, results(recurrence, doubled(inputs))) < 2e-5
+
+
+@lanes("cpu", "h200")
+def test_op_contract(lane: Lane):
+    inputs = problem(B=2, T=7, R=2, P=3, N=5, A=2, starts=(4,), dtype=torch.float32, device=lane.device)
+    arguments = (*strided(inputs[n] for n in NAMES), 4)
+    check_op(FWD, arguments, differentiable=True)
+    check_op(BWD, (*arguments, *(turned(t, 0, 1) for t in FWD(*arguments))))
+
+
+@lanes("cpu", "h200")
+def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
+    batches = [problem(B=B, T=12, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    check_one_graph(op, results, batches, op="mamba3_mimo", dynamic=(*PER_TOKEN, *STATE))
+    traced = traced_through(flat(mamba3_mimo, impl="reference"), results, batches[-1])
+    assert worst(traced, results(op, batches[-1])) < 1e-5
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("A", [2, 4])
+def test_the_peers_order_of_state_dims_turns_the_same_pairs(lane: Lane, A: int):
+    """Its rotation, i with i + N/2, on dims in its order is ours on adjacent dims; in our order it is not."""
+    g = torch.Generator().manual_seed(0)
+    x, angle, N = torch.randn(8, generator=g), torch.randn(A, generator=g), 8
+    order = halves_from_pairs(N, A)
+
+    def theirs(u: Tensor) -> Tensor:
+        a, b, out = u[:A], u[N // 2 : N // 2 + A], u.clone()
+        out[:A] = a * angle.cos() - b * angle.sin()
+        out[N // 2 : N // 2 + A] = a * angle.sin() + b * angle.cos()
+        return out
+
+    ours = x.clone()
+    ours[: 2 * A] = torch.view_as_real(
+        torch.view_as_complex(x[: 2 * A].view(A, 2)) * on_circle(angle)
+    ).flatten()
+    assert sorted(order) == [*range(N)]
+    torch.testing.assert_close(theirs(x[order]), ours[order])
+    assert (theirs(x) - ours).abs().max() > 0.1
+
+
+@lanes("cpu")
+def test_an_absent_peer_is_named_with_its_install_line(lane: Lane):
+    with pytest.raises(
+        ImportError, match=r"mamba3_mimo: impl 'upstream' needs .*tilelang.*pip install .*tilelang"
+    ):
+        flat(mamba3_mimo, impl="upstream")(**problem(T=6))
+
+
+BAD = {
+    "impl": (lambda i: {"impl": "fused"}, "choices are"),
+    "dims": (lambda i: {"v": i["v"][0]}, "v must be"),
+    "groups": (lambda i: {"q": i["q"][:, :, :, [0, 1, 0]]}, "H divisible by G"),
+    "angles": (lambda i: {"angles": i["angles"].repeat(1, 1, 1, 2)}, "2A <= N"),
+    "no tokens": (lambda i: {n: i[n][:, :0] for n in PER_TOKEN}, "T >= 1"),
+    "no ranks": (lambda i: {n: i[n][:, :, :0] for n in ("q", "k")}, "R >= 1"),
+    "k": (lambda i: {"k": i["k"][..., :-1]}, "k has shape"),
+    "ranks": (lambda i: {"mimo_out": i["mimo_out"][:, :1]}, "mimo_out has shape"),
+    "state": (lambda i: {"k_prev": i["k_prev"][:, :, :1]}, "state.k_prev has shape"),
+    "integer dt": (lambda i: {"dt": i["dt"].int()}, "dt must be floating"),
+    "mixed dtypes": (lambda i: {"z": i["z"].float()}, "share one dtype"),
+    "doc_ids": (lambda i: {"doc_ids": i["doc_ids"].long()}, "doc_ids must be int32"),
+    "chunk_size": (lambda i: {"chunk_size": 0}, "chunk_size must be"),
+}
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_line(lane: Lane, case: str):
+    inputs = problem(T=6)
+    change, words = BAD[case]
+    with refused("mamba3_mimo", words):
+        op(**{**inputs, **change(inputs)})

@@ -1,0 +1,57 @@
+"""The ratio rule rejects every known wrong result of every op, and no right one.
+
+In fp32, the strict case: there a formula's own error is some 1e-7, so that the rule sees every fault of note.
+"""
+
+from __future__ import annotations
+
+from suites.kernels.mutants import SUBJECTS
+from suites.support.comparison import AT_MOST
+from suites.support.lanes import Lane, lanes
+
+FAULTY_SEEDS, RIGHT_SEEDS = 3, 100
+
+
+@lanes("cpu")
+def test_every_fault_is_rejected(lane: Lane, row):
+    least = {}
+    for op, subject in SUBJECTS.items():
+        runs = [(inputs, subject.run(inputs)) for inputs in map(subject.problem, range(FAULTY_SEEDS))]
+        judges = [subject.judge(inputs) for inputs, _ in runs]
+        for name, fault in subject.every_fault().items():
+            found = (judge(fault(subject, *run)) for judge, run in zip(judges, runs))
+            least[f"{op}: {name}"] = min(found)
+    killed = [name for name, ratio in least.items() if ratio > AT_MOST["forward"]]
+    survived = [f"survived: {name} ({least[name]:.3g})" for name in least if name not in killed]
+    closest = min(killed, key=least.get, default=None)
+    row(
+        f"kernels/mutants-{lane.name}/killed",
+        len(killed),
+        unit="count",
+        witness=len(least),
+        expected=len(least),
+        rule="C36",
+        evidence=[*survived, f"least rejected: {closest} ({least.get(closest, 0):.3g})"],
+    )
+
+
+@lanes("cpu")
+def test_no_right_result_is_rejected(lane: Lane, row):
+    alarms, seen = [], {}
+    for op, subject in SUBJECTS.items():
+        ratios = []
+        for seed in range(RIGHT_SEEDS):
+            inputs = subject.problem(seed)
+            ratios.append(subject.judge(inputs)(subject.run(inputs)))
+        # A nan is no agreement either, and compares false.
+        alarms += [f"{op}, seed {i}: {r:.3f}" for i, r in enumerate(ratios) if not r <= AT_MOST["forward"]]
+        seen[op] = max(ratios)
+    row(
+        f"kernels/mutants-{lane.name}/false_alarms",
+        len(alarms),
+        unit="count",
+        witness=len(SUBJECTS) * RIGHT_SEEDS,
+        expected=0,
+        rule="C36",
+        evidence=[*alarms, *(f"{op}: at most {ratio:.3f}" for op, ratio in seen.items())],
+    )

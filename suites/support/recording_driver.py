@@ -1,0 +1,233 @@
+"""A Triton driver for an H200 that is not there: kernels are compiled as for sm_90a, recorded, and never run.
+
+Triton asks its active driver for the target, the device's limits, a loader of cubins and a launcher. This one
+answers for an H200; its loader reads the cubin instead of loading it, and its launcher notes which compiled kernel
+was launched. So a launch function runs as it is, on meta tensors, with the configuration, the specialised strides and
+the alignment that it has on the GPU. Names of Triton's inside stand in this file alone.
+
+What is read comes from the cubin that would be loaded, through the cuobjdump of the Triton wheel itself: registers and
+stack from its resource table, spilled bytes and instruction classes from its SASS.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.driver import driver as drivers
+
+WARP = 32
+TARGET = GPUTarget("cuda", 90, WARP)
+# What one program may hold, and the registers that its threads share, given out to a warp by 256.
+SHARED_MEMORY_BYTES = 227 * 1024
+REGISTERS, REGISTERS_AT_ONCE = 65536, 256
+THREADS = 1024
+
+# What an instruction belongs to, by the beginning of its SASS name.
+CLASSES = {
+    "wgmma": "HGMMA",
+    "mma": "HMMA",
+    "cp_async": "LDGSTS",
+    "tma": "UTMA",
+    "ldmatrix": "LDSM",
+    "mufu": "MUFU",
+    "ffma": "FFMA",
+    "shuffle": "SHFL",
+    "barrier": "BAR",
+    "local_load": "LDL",
+    "local_store": "STL",
+    "atomic": ("ATOM", "RED."),
+    "call": "CALL",
+}
+INSTRUCTION = re.compile(
+    r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.\w+)*)", re.MULTILINE
+)
+WIDTH = re.compile(r"\.(U8|S8|U16|S16|64|128)\b")
+BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+
+
+@dataclass(frozen=True)
+class Binary:
+    """One cubin. registers and stack_bytes a thread; instructions by their SASS name, in all (padding left out)."""
+
+    registers: int
+    stack_bytes: int
+    instructions: Counter[str]
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes that the code stores to local memory, each store counted once, as ptxas -v counts them.
+
+        An array that is indexed by a variable would count too: it is as slow, and our kernels have none.
+        """
+        return sum(_bytes(name) * n for name, n in self.instructions.items() if name.startswith("STL"))
+
+    def classes(self) -> dict[str, int]:
+        """Instructions of each class of CLASSES that occurs."""
+        counts = {
+            c: sum(n for name, n in self.instructions.items() if name.startswith(p))
+            for c, p in CLASSES.items()
+        }
+        return {c: n for c, n in counts.items() if n}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel in one configuration. constants: compile-time arguments by name, those that Triton took for itself too
+    (a stride of 1, an absent pointer); signature: the types of the others; shared_memory_bytes a program."""
+
+    kernel: str
+    constants: Mapping[str, object]
+    signature: Mapping[str, str]
+    num_warps: int
+    num_stages: int
+    shared_memory_bytes: int
+    binary: Binary
+
+    @property
+    def fits(self) -> bool:
+        """Whether an H200 would launch it."""
+        warp = -(-self.binary.registers * WARP // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
+        return self.shared_memory_bytes <= SHARED_MEMORY_BYTES and warp * self.num_warps <= REGISTERS
+
+    def configuration(self) -> str:
+        """Compile-time arguments, warps and stages, in one line."""
+        given = {**self.constants, "num_warps": self.num_warps, "num_stages": self.num_stages}
+        return " ".join(f"{name}={value}" for name, value in given.items())
+
+
+class RecordingDriver(DriverBase):
+    """`launched`: what was launched since the driver became active, each compiled kernel once, in order."""
+
+    def __init__(self) -> None:
+        self.launched: list[Compiled] = []
+        self.utils = _Loader()
+        self.launcher_cls = _Launcher
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_interface(self) -> Any:
+        return torch.cuda
+
+    def get_benchmarker(self) -> Any:
+        """The autotuner's stop watch: launches each configuration once and finds all of them equal."""
+
+        def launch_once(launch: Any, *, quantiles: Any = None, **_: Any) -> list[float]:
+            launch()
+            return [1.0] * len(quantiles or [1])
+
+        return launch_once
+
+    def get_empty_cache_for_benchmark(self) -> torch.Tensor:
+        return torch.empty(0)
+
+    def clear_cache(self, cache: torch.Tensor) -> None:
+        pass
+
+
+class _Loader:
+    """Takes a cubin apart where a driver would load it."""
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """No limit of shared memory: what does not fit is measured too, and its row says so."""
+        limits = {"max_shared_mem": 2**31 - 1, "max_num_regs": REGISTERS}
+        return limits | {"multiprocessor_count": 132, "warpSize": WARP}
+
+    def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        binary = read_cubin(cubin)
+        return name, binary, binary.registers, binary.stack_bytes // 4, THREADS
+
+
+class _Launcher:
+    """Stands for the C function that launches one compiled kernel."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.source, self.metadata = source, metadata
+        self.compiled: Compiled | None = None
+
+    def __call__(self, grid_x: int, grid_y: int, grid_z: int, stream: int, function: Binary, *_: Any) -> None:
+        if self.compiled is None:
+            self.compiled = _compiled(self.source, self.metadata, function)
+        launched = drivers.active.launched
+        if not any(self.compiled is c for c in launched):
+            launched.append(self.compiled)
+
+
+def _compiled(source: Any, metadata: Any, binary: Binary) -> Compiled:
+    names = source.fn.arg_names
+
+    def named(path: tuple[int, ...]) -> str:
+        return ".".join([names[path[0]], *map(str, path[1:])])
+
+    return Compiled(
+        kernel=metadata.name,
+        constants={named(path): getattr(value, "value", value) for path, value in source.constants.items()},
+        signature={name: str(ty) for name, ty in source.signature.items() if ty != "constexpr"},
+        num_warps=metadata.num_warps,
+        num_stages=metadata.num_stages,
+        shared_memory_bytes=metadata.shared,
+        binary=binary,
+    )
+
+
+@contextmanager
+def recording() -> Iterator[list[Compiled]]:
+    """Inside the block every launch of a Triton kernel is compiled for an H200 and recorded; nothing runs.
+
+    Yields the list that grows. Not under TRITON_INTERPRET=1: the interpreter asks no driver.
+    """
+    before, recorder = drivers._active, RecordingDriver()
+    drivers.set_active(recorder)
+    try:
+        yield recorder.launched
+    finally:
+        drivers._active = before
+
+
+def read_cubin(cubin: bytes) -> Binary:
+    """Raises RuntimeError on what cuobjdump cannot read, or reads no instruction in."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        done = subprocess.run(command, capture_output=True, text=True)
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
+    instructions = Counter(name for name in INSTRUCTION.findall(done.stdout) if name != "NOP")
+    if usage is None or not instructions:
+        raise RuntimeError(f"cuobjdump ended with {done.returncode} and said {done.stderr.strip()!r}")
+    return Binary(int(usage[1]), int(usage[2]), instructions)
+
+
+def _bytes(instruction: str) -> int:
+    width = WIDTH.search(instruction)
+    return BYTES[width[1]] if width else 4
