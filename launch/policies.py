@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from launch.contract import Contract
 from model import Hybrid
+from model.features import Features
 
 POLICIES = ("eager", "per_block", "whole_disabled", "regional", "whole_opaque")
 RECURRENT = "MR"
@@ -33,13 +34,13 @@ class CompiledHybrid:
     """
 
     def __init__(
-        self, model: Hybrid, policy: str, contract: Contract, forward: Callable[[Tensor], Tensor]
+        self, model: Hybrid, policy: str, contract: Contract, forward: Callable[..., Tensor]
     ) -> None:
         self.model, self.policy, self.contract, self.forward = model, policy, contract, forward
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """ids (B,T) int64 -> loss () fp32."""
-        return self.forward(ids)
+    def __call__(self, ids: Tensor, inputs: Features | None = None) -> Tensor:
+        """ids (B,T) int64, and what the model's token features read -> loss () fp32."""
+        return self.forward(ids, inputs)
 
     def warm_up(self, ids: Tensor) -> None:
         """One forward and backward on `ids` with the batch axis marked dynamic; leaves no gradient behind.
@@ -66,13 +67,16 @@ class CompiledHybrid:
         return tensor
 
 
-def straight_line(model: Hybrid) -> Callable[[Tensor], Tensor]:
+def straight_line(model: Hybrid) -> Callable[..., Tensor]:
     """The model's forward with its layer loop written out, one statement a layer.
 
     Dynamo cannot break inside a `for` loop: it gives up the whole frame, runs the loop eagerly and still
     counts 0 graph breaks. Straight-line code makes each break visible, countable and resumable.
     """
-    lines = ["def forward(ids):", "    x, doc_ids, positions, targets = model.embed(ids)"]
+    lines = [
+        "def forward(ids, inputs=None):",
+        "    x, doc_ids, positions, targets = model.embed(ids, inputs)",
+    ]
     lines.append("    aux = zeros((), device=x.device)")
     for layer, letter in enumerate(model.config.letters):
         if letter == "E":
@@ -104,6 +108,8 @@ def apply(model: Hybrid, policy: str, contract: Contract, backend: Backend = "in
             if policy == "regional" or letter not in RECURRENT:
                 block.compile(backend=backend)
         model.head.compile(backend=backend)
+        if model.token_features is not None:
+            model.token_features.compile(backend=backend)
     if policy.startswith("whole_"):
         return CompiledHybrid(model, policy, contract, torch.compile(straight_line(model), backend=backend))
     return CompiledHybrid(model, policy, contract, model)

@@ -77,9 +77,12 @@ class AttentionBlock(nn.Module):
 
     def _gated_output(self, y: Tensor, u: Tensor) -> Tensor:
         """y (...,Hq,P), u (...,D) -> (...,D)."""
-        if self.gate is not None:
-            y = y * torch.sigmoid(F.linear(u, self.gate)).unflatten(-1, (y.shape[-2], -1))
-        return self.output(y.flatten(-2))
+        return self.output(gated(y, u, self.gate).flatten(-2))
+
+
+def gated(y: Tensor, u: Tensor, gate: nn.Parameter | None) -> Tensor:
+    """y (...,H,P) times sigmoid of the gate's rows applied to u (...,D); as it is where there is no gate."""
+    return y if gate is None else y * torch.sigmoid(F.linear(u, gate)).unflatten(-1, (y.shape[-2], -1))
 
 
 def output_gate(config: HybridConfig, heads: int, P: int) -> nn.Parameter | None:

@@ -104,6 +104,28 @@ class HyperConfig:
 
 
 @dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention: ranks of the query's and the key-value latent, head dims by part."""
+
+    q_rank: int = 64
+    kv_rank: int = 64
+    nope_dim: int = 64
+    rope_dim: int = 64
+    value_dim: int = 64
+
+
+@dataclass(frozen=True)
+class DSAConfig:
+    """Sparse attention on the A layers of these ranks (the first A layer is rank 1): indexer sizes, chosen keys."""
+
+    ranks: tuple[int, ...]
+    heads: int = 32
+    width: int = 64
+    top_k: int = 256
+    loss_weight: float = 1e-3
+
+
+@dataclass(frozen=True)
 class HybridConfig:
     """Sizes and switches of one hybrid model. Widths count elements, `T` counts tokens."""
 
@@ -125,12 +147,16 @@ class HybridConfig:
     attention_gate: str = "none"  # or a sigmoid gate on the output by "head" or by "channel"
     window: int = 0
 
-    # M: Mamba-3 SISO, or Mamba-2 ("mamba2")
+    mla: MLAConfig | None = None  # on the A layers without sparse attention
+    dsa: DSAConfig | None = None
+
+    # M: Mamba-3 SISO ("mamba3") or MIMO ("mimo", with m_rank), or Mamba-2 ("mamba2")
     m_mixer: str = "mamba3"
     m_heads: int = 8
     m_head_dim: int = 16
     m_state: int = 16
     m_groups: int = 2
+    m_rank: int = 4
     m_rope_fraction: float = 0.5
     m_chunk: int = 64
     m_conv_width: int = 4
@@ -176,7 +202,7 @@ class HybridConfig:
             "m_heads must be a multiple of m_groups": self.m_heads % self.m_groups == 0,
             "head_dim must be even for rotary embedding": self.head_dim % 2 == 0,
             "top_k must lie in 1..experts": 1 <= self.top_k <= self.experts,
-            "m_mixer must be 'mamba3' or 'mamba2'": self.m_mixer in ("mamba3", "mamba2"),
+            "m_mixer must be 'mamba3', 'mimo' or 'mamba2'": self.m_mixer in ("mamba3", "mimo", "mamba2"),
             "capacity_factor must be at least 1": self.capacity_factor >= 1.0,
             "null_rho must lie in 0..1": 0.0 <= self.null_rho <= 1.0,
             "chosen_groups must lie in 1..expert_groups": 1 <= self.chosen_groups <= self.expert_groups,
@@ -194,6 +220,13 @@ class HybridConfig:
     def _feature_rules(self) -> dict[str, bool]:
         """What the features that are on ask of each other and of the layers."""
         rules = {}
+        if self.dsa:
+            count = self.letters.count("A")
+            rules[f"dsa.ranks must lie in 1..{count}, the A layers"] = set(self.dsa.ranks) <= {
+                *range(1, count + 1)
+            }
+        if self.mla:
+            rules["mla.rope_dim must be even"] = self.mla.rope_dim % 2 == 0
         if self.engram:
             on = [self.letters[i] if 0 <= i < self.depth else "none" for i in self.engram.layers]
             rules["engram.layers is empty: name an A layer, or leave engram None"] = bool(on)
@@ -212,6 +245,19 @@ class HybridConfig:
     def letters(self) -> str:
         """The expanded pattern, one letter a layer."""
         return expand_pattern(self.layer_pattern, self.depth)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What each layer is: its letter, and for A and M which of their blocks ("A:dsa", "M:mamba3", "E")."""
+        kinds, rank = [], 0
+        for letter in self.letters:
+            rank += letter == "A"
+            if letter == "A":
+                sparse = self.dsa is not None and rank in self.dsa.ranks
+                kinds.append("A:dsa" if sparse else "A:mla" if self.mla else "A:gqa")
+            else:
+                kinds.append(f"M:{self.m_mixer}" if letter == "M" else letter)
+        return tuple(kinds)
 
     @property
     def m_angles(self) -> int:

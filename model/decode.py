@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from model.attention import AttentionState
+from model.dsa import SparseState
 from model.hybrid import Hybrid
+from model.mla import LatentState
 
 FEATURES = ("ngram", "structure", "tree", "engram", "mtp", "hyper")
 
@@ -55,7 +57,9 @@ def decode_step(model: Hybrid, ids: Tensor, state: DecodeState) -> tuple[Tensor,
 
 def forget(state: Any, begins: Tensor) -> Any:
     """The state of the rows where a document begins (B,) bool is emptied; the same kind of state."""
-    if isinstance(state, AttentionState):
+    if isinstance(state, SparseState):
+        return state._replace(attention=forget(state.attention, begins))
+    if isinstance(state, (AttentionState, LatentState)):
         return state._replace(seen=state.seen & ~begins.unsqueeze(1))
     kept = (t.masked_fill(begins.view(-1, *[1] * (t.dim() - 1)), 0) for t in state)
     return type(state)(*kept) if hasattr(state, "_fields") else tuple(kept)

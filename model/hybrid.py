@@ -12,17 +12,27 @@ from torch import Tensor, nn
 
 from model.attention import AttentionBlock
 from model.config import HybridConfig
+from model.dsa import DSABlock
+from model.features import Features, TokenFeatures, with_branches
 from model.head import IGNORE, LossHead
 from model.m2rnn import M2RNNBlock
 from model.mamba import Mamba2Block, Mamba3Block
+from model.mamba_mimo import Mamba3MIMOBlock
+from model.mla import MLABlock
 from model.moe import MoEBlock
+from model.mtp import MTPHead
 
-
-def build_block(letter: str, config: HybridConfig) -> nn.Module:
-    """The block of one pattern letter."""
-    if letter == "M":
-        return Mamba3Block(config) if config.m_mixer == "mamba3" else Mamba2Block(config)
-    return {"A": AttentionBlock, "E": MoEBlock, "R": M2RNNBlock}[letter](config)
+# By the kinds of HybridConfig.kinds.
+BLOCKS: dict[str, type[nn.Module]] = {
+    "A:gqa": AttentionBlock,
+    "A:mla": MLABlock,
+    "A:dsa": DSABlock,
+    "E": MoEBlock,
+    "M:mamba3": Mamba3Block,
+    "M:mimo": Mamba3MIMOBlock,
+    "M:mamba2": Mamba2Block,
+    "R": M2RNNBlock,
+}
 
 
 def documents(ids: Tensor, bos_id: int) -> tuple[Tensor, Tensor]:
@@ -49,6 +59,8 @@ class Hybrid(nn.Module):
 
     `boundary` is called on the tensors that enter a region; it is the identity here. The regional compile
     policies mark the dynamic batch axis there during warm-up, which only eager code between regions can do.
+
+    The parameters of optional features are made after all others, so that these are the same with and without.
     """
 
     def __init__(self, config: HybridConfig) -> None:
@@ -56,21 +68,34 @@ class Hybrid(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
-        self.blocks = nn.ModuleList(build_block(letter, config) for letter in config.letters)
+        self.blocks = nn.ModuleList(BLOCKS[kind](config) for kind in config.kinds)
         self.head = LossHead(config.logit_softcap, config.norm_eps)
+        self.token_features = TokenFeatures(config) if TokenFeatures.wanted(config) else None
+        with_branches(self.blocks, config)
+        if config.mtp:
+            self.head = MTPHead(config)
         self.boundary: Callable[[Tensor], Tensor] = _identity
 
-    def embed(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """ids (B,T) int64 -> stream (B,T,D), doc_ids (B,T), positions (B,T), targets (B,T)."""
+    def embed(self, ids: Tensor, inputs: Features | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """ids (B,T) int64 -> stream (B,T,D), doc_ids (B,T), positions (B,T), targets (B,T).
+
+        Raises ValueError on inputs that no feature of this model reads.
+        """
         doc_ids, positions = documents(ids, self.config.bos_id)
         targets = next_token_targets(ids, doc_ids)
-        tensors = (self.embedding(ids), doc_ids, positions, targets)
-        x, doc_ids, positions, targets = (self.boundary(t) for t in tensors)
+        x = self.embedding(ids)
+        if self.token_features is not None:
+            inputs = Features.absent(ids, self.config) if inputs is None else inputs
+            x, marked_ids, marked_docs, *known = (self.boundary(t) for t in (x, ids, doc_ids, *inputs))
+            x = self.token_features(x, marked_ids, marked_docs, Features(*known))
+        elif inputs is not None:
+            raise ValueError(f"{self.config.name}: inputs given, but structure, ngram and tree are all off")
+        x, doc_ids, positions, targets = (self.boundary(t) for t in (x, doc_ids, positions, targets))
         return x, doc_ids, positions, targets
 
-    def features(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def features(self, ids: Tensor, inputs: Features | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """ids (B,T) int64 -> stream after the last block (B,T,D), targets (B,T), auxiliary loss () fp32."""
-        x, doc_ids, positions, targets = self.embed(ids)
+        x, doc_ids, positions, targets = self.embed(ids, inputs)
         aux = torch.zeros((), device=x.device)
         for letter, block in zip(self.config.letters, self.blocks):
             if letter == "E":
@@ -81,19 +106,19 @@ class Hybrid(nn.Module):
             x = self.boundary(x)
         return x, targets, aux
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, inputs: Features | None = None) -> Tensor:
         """ids (B,T) int64 -> mean next-token loss plus the experts' auxiliary losses, () fp32."""
-        x, targets, aux = self.features(ids)
+        x, targets, aux = self.features(ids, inputs)
         return self.head(x, self.embedding.weight, targets) + aux
 
-    def logits(self, ids: Tensor) -> Tensor:
+    def logits(self, ids: Tensor, inputs: Features | None = None) -> Tensor:
         """ids (B,T) int64 -> next-token logits (B,T,V) fp32."""
-        x, _, _ = self.features(ids)
+        x, _, _ = self.features(ids, inputs)
         return self.head.logits(x, self.embedding.weight)
 
     def overflow(self) -> int:
         """Dropped (token, expert) pairs since construction, over all E blocks. Reads the device: not for a step."""
-        return sum(int(block.overflow) for block in self.blocks if isinstance(block, MoEBlock))
+        return sum(int(block.overflow) for block in self.modules() if isinstance(block, MoEBlock))
 
 
 def _identity(x: Tensor) -> Tensor:

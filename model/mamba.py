@@ -71,14 +71,18 @@ class Mamba3Block(nn.Module):
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x (...,D) -> q, k (...,G,N), v (...,H,P), A dt, dt, trap (...,H), angles (...,H,R), z (...,H,P)."""
         z, v, k, q, dd_dt, dd_a, trap, angles = self.input(rms_norm(x, self.eps)).split(self.splits, dim=-1)
-        k = F.rms_norm(k.unflatten(-1, (self.groups, -1)), (self.state,), self.k_norm, self.eps)
-        q = F.rms_norm(q.unflatten(-1, (self.groups, -1)), (self.state,), self.q_norm, self.eps)
+        k = F.rms_norm(self._by_group(k), (self.state,), self.k_norm, self.eps)
+        q = F.rms_norm(self._by_group(q), (self.state,), self.q_norm, self.eps)
         v = v.unflatten(-1, (self.heads, -1))  # (B,T,H,P)
         z = z.unflatten(-1, (self.heads, -1))
         dt = F.softplus(widen(dd_dt) + self.dt_bias)
         A = -F.softplus(widen(dd_a)).clamp(min=self.a_floor)
         per_head = angles.unsqueeze(-2).expand(*dt.shape, -1)  # one angle for all heads
         return q, k, v, A * dt, dt, trap, per_head, z
+
+    def _by_group(self, x: Tensor) -> Tensor:
+        """(...,G*N) -> (...,G,N)."""
+        return x.unflatten(-1, (self.groups, -1))
 
 
 class Mamba2Block(nn.Module):

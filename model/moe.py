@@ -71,7 +71,8 @@ class MoEBlock(nn.Module):
         The bias moves the selection and stays out of the weights (auxiliary-loss-free balancing, Wang et al.
         2024). A null slot takes part in the choice and in nothing else, so that a token may choose fewer experts.
         """
-        logits = F.linear(widen(u), widen(self.router.weight))  # (B,T,E)
+        with torch.autocast(u.device.type, enabled=False):
+            logits = F.linear(widen(u), widen(self.router.weight))  # (B,T,E)
         scores = logits.sigmoid()
         expert = torch.topk(self._selection(scores), self.choices, dim=-1).indices
         if self.null_slots:

@@ -1,7 +1,8 @@
-"""What each compile policy must show on a layer pattern, derived from the pattern alone."""
+"""What each compile policy must show on a layer pattern, derived from the kinds of its layers alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -18,16 +19,18 @@ class Expected:
     unique_graphs: int
 
 
-def expected(letters: str, policy: str) -> Expected:
-    """The counts that `policy` must show on the expanded pattern `letters`; the loss head is one more region."""
-    recurrent = sum(letter in RECURRENT for letter in letters)
-    visible = set(letters) - set(RECURRENT)
+def expected(kinds: Sequence[str], policy: str) -> Expected:
+    """The counts that `policy` must show on the layers' kinds, each a block letter and what tells it from others of
+    the letter (HybridConfig.kinds); the loss head is one more region."""
+    hidden = [kind[0] in RECURRENT for kind in kinds]
+    recurrent, layers = sum(hidden), len(kinds)
+    visible = {kind for kind in kinds if kind[0] not in RECURRENT}
     # Adjacent disabled blocks share one gap between graphs: there is no code between them to compile.
-    gaps = sum(1 for disabled, _ in groupby(letters, lambda letter: letter in RECURRENT) if disabled)
+    gaps = sum(1 for disabled, _ in groupby(hidden) if disabled)
     return {
-        "eager": Expected(0, len(letters), 0, 0),
-        "per_block": Expected(0, recurrent, len(letters) - recurrent + 1, len(visible) + 1),
+        "eager": Expected(0, layers, 0, 0),
+        "per_block": Expected(0, recurrent, layers - recurrent + 1, len(visible) + 1),
         "whole_disabled": Expected(recurrent, recurrent, gaps + 1, gaps + 1),
-        "regional": Expected(0, 0, len(letters) + 1, len(set(letters)) + 1),
+        "regional": Expected(0, 0, layers + 1, len(set(kinds)) + 1),
         "whole_opaque": Expected(0, 0, 1, 1),
     }[policy]

@@ -31,7 +31,7 @@ def test_batch_is_dynamic_and_sequence_is_static(lane: Lane, policy: str, warmup
         lengths = (hybrid.config.seq_len // 2, hybrid.config.seq_len * 3 // 4) if warmup == 2 else ()
         by_length = {tokens: graphs_after(2, tokens) for tokens in lengths}
         report = hybrid.report()
-    want = expected(hybrid.config.letters, policy).unique_graphs
+    want = expected(hybrid.config.kinds, policy).unique_graphs
     case = f"compile/nam52-{policy}-warmup_{warmup}"
     shared = {
         "unit": "count",

@@ -35,7 +35,7 @@ def test_counts(lane: Lane, name: str, policy: str, row, canaries) -> None:
         hybrid.compiled.warm_up(ids)
         calls, islands = hybrid.forward(ids)
         report = hybrid.report()
-    want = expected(hybrid.config.letters, policy)
+    want = expected(hybrid.config.kinds, policy)
     case = f"compile/{name}-{policy}"
     witness = calls + islands
     for metric, value in (

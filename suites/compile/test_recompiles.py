@@ -37,7 +37,7 @@ def test_seventy_steps(lane: Lane, name: str, row, canaries) -> None:
         "evidence": report.evidence(),
         "instruments": INSTRUMENTS,
     }
-    want = expected(hybrid.config.letters, "regional")
+    want = expected(hybrid.config.kinds, "regional")
     row(f"{case}/unique_graphs", report.unique_graphs, rule="C27", expected=want.unique_graphs, **shared)
     row(f"{case}/graphs_after_warmup", report.unique_graphs - after_warmup, rule="C8", expected=0, **shared)
     row(f"{case}/limit_hits", len(report.failures), rule="C3", expected=0, **shared)

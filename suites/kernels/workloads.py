@@ -15,6 +15,8 @@ from torch import Tensor
 
 from kernels.attention import attention
 from kernels.causal_conv1d import causal_conv1d
+from kernels.cross_entropy import cross_entropy
+from kernels.grouped_gemm import grouped_gemm
 from kernels.m2rnn import m2rnn
 from kernels.mamba3_siso import mamba3_siso
 from kernels.moe_combine import moe_combine
@@ -164,6 +166,33 @@ def combine_case(B: int) -> Case:
     return Case(*by_impl(combine, peer=False), (y, weights), Work(forward, forward + backward))
 
 
+def grouped_case(B: int, D_in: int, D_out: int) -> Case:
+    E, K = 64, 6
+    counts = routing(B, E, K).flatten().bincount(minlength=E)
+    x, weight = draw(B * T * K, D_in), draw(E, D_in, D_out) * D_in**-0.5
+    read, y = size(x, weight), len(x) * D_out * 2
+    flops = 2 * len(x) * D_in * D_out
+
+    def grouped(x: Tensor, weight: Tensor, impl: str) -> Tensor:
+        return grouped_gemm(x, weight, counts, impl=impl)
+
+    return Case(*by_impl(grouped), (x, weight), Work(read + y, 3 * read + 2 * y, flops, 3 * flops))
+
+
+def cross_entropy_case(B: int, softcap: float) -> Case:
+    """The peer is what Inductor makes of the loss head as the model writes it."""
+    V = 65536
+    inputs = (draw(B, T, V), torch.randint(0, V, (B, T), device="cuda"))
+
+    def written_out(logits: Tensor, target: Tensor) -> Tensor:
+        s = logits.float()
+        s = softcap * torch.tanh(s / softcap) if softcap else s
+        return F.cross_entropy(s.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
+
+    op, reference, _ = by_impl(cross_entropy, peer=False, softcap=softcap)
+    return Case(op, reference, torch.compile(written_out, dynamic=False), inputs, streaming(inputs, ()))
+
+
 # By batch size; B 4 is timed, B 1 is what an fp64 oracle of attention can hold.
 CASES: dict[str, Callable[[int], Case]] = {
     "causal_conv1d-D3584": conv_case,
@@ -180,4 +209,8 @@ CASES: dict[str, Callable[[int], Case]] = {
     "m2rnn-H8-K64-V16": m2rnn_case,
     "moe_dispatch-E64-K6": dispatch_case,
     "moe_combine-E64-K6": combine_case,
+    "grouped_gemm-E64-K6-3584x896": partial(grouped_case, D_in=3584, D_out=896),
+    "grouped_gemm-E64-K6-896x3584": partial(grouped_case, D_in=896, D_out=3584),
+    "cross_entropy-V65536": partial(cross_entropy_case, softcap=0.0),
+    "cross_entropy-V65536-softcap15": partial(cross_entropy_case, softcap=15.0),
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model import preset
-from model.config import NgramConfig
+from model.config import DSAConfig, MLAConfig, NgramConfig
 from model.decode import decode_step, empty_state, forget
 from model.hybrid import documents
 from suites.support.hybrids import build, token_batch
@@ -20,7 +20,10 @@ BLOCKS = {
     "attention": ("A", {}),
     "attention_window": ("A", {"window": 9}),
     "attention_gate": ("A", {"attention_gate": "head"}),
+    "mla": ("A", {"mla": MLAConfig(16, 16, 8, 8, 8)}),
+    "dsa": ("A", {"dsa": DSAConfig(ranks=(1,), heads=2, width=8, top_k=7)}),
     "mamba3": ("M", {}),
+    "mimo": ("M", {"m_mixer": "mimo"}),
     "mamba2": ("M", {"m_mixer": "mamba2"}),
     "m2rnn": ("R", {}),
 }

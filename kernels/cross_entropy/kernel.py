@@ -1,0 +1,257 @@
+"""cross_entropy in Triton, forward and backward: one program a row, one pass over its logits.
+
+A program walks its row in tiles of 4 vectors. Every lane keeps a maximum and a sum of its own, which meet once, at
+the end of the row: nothing in the walk waits for another warp. An ignored row is not read.
+
+Memory is the bound only while the special-function unit keeps up: it gives 16 results a cycle and SM, and 8 bf16
+logits arrive in one (4.22 TB/s over 132 SMs at 2 GHz). That leaves 2 results for a logit of the forward, where a
+softcap and an exponential want 3, two exponentials and a reciprocal:
+
+    CAP       u                                 s                 ds/dx          shift         results an element
+    "none"    x                                 x                 1              row maximum   1.25
+    "exact"   tanh(x/c)                         c u               1 - u^2        row maximum   3.25
+    "fast"    1/(1 + 2^y) = (1 - tanh(x/c))/2   c - 2 c u         4 (u - u^2)    0             2.25
+
+"fast" divides once for 4 elements, 1/a = bcd / abcd, and needs no shift: for c up to 32, fp32 holds the sum of
+e^s. Its s is off by 1e-7 c absolutely where "exact" is off relatively. The gradient's cast to 16 bits hides that,
+and so does a sum of many terms, not one of a few; the target's own logit is capped exactly.
+
+Bytes at 16384 rows of V 65536 in bf16: forward 2.15 GB, 0.51 ms at 4.22 TB/s; backward 4.29 GB, 1.02 ms.
+
+V vocabulary, N rows, LANES elements of a vector.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LANES, WARPS = 1024, 4
+LARGEST_FAST_CAP, SMALLEST_FAST_V = 32.0, 1024
+LOG2_E = tl.constexpr(math.log2(math.e))
+LOWEST = tl.constexpr(-3.0e38)  # finite: -inf - -inf is nan
+
+
+@triton.jit
+def _tile(row, start, v, V, LANES: tl.constexpr, WHOLE: tl.constexpr):
+    """4 neighbouring vectors of the row in fp32, -inf beyond its end."""
+    first, left = row + start + v, V - start - v
+    absent = float("-inf")
+    if WHOLE:
+        a, b = tl.load(first), tl.load(first + LANES)
+        c, d = tl.load(first + 2 * LANES), tl.load(first + 3 * LANES)
+    else:
+        a, b = tl.load(first, left > 0, absent), tl.load(first + LANES, left > LANES, absent)
+        c = tl.load(first + 2 * LANES, left > 2 * LANES, absent)
+        d = tl.load(first + 3 * LANES, left > 3 * LANES, absent)
+    return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+
+
+@triton.jit
+def _tanh(x):
+    """1 - e cancels for small x: there an odd polynomial, least squares on [0, 0.625], off by 4.5e-9 relatively."""
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
+    large = (1.0 - e) / (1.0 + e)
+    y = x * x
+    c = -0.33333281 + y * (0.13331432 + y * (-0.053739157 + y * (0.020637861 - y * 0.0057040425)))
+    return tl.where(tl.abs(x) < 0.625, x + x * y * c, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def _one_plus_exp2(x):
+    """1 + 2^x with x up to 30, so that four of them multiply to a finite number. nan stays nan."""
+    return 1.0 + tl.exp2(tl.minimum(x, 30.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _capped(tile, softcap, CAP: tl.constexpr):
+    """u of the module's table for the 4 vectors."""
+    a, b, c, d = tile
+    if CAP == "exact":
+        a, b, c, d = _tanh(a / softcap), _tanh(b / softcap), _tanh(c / softcap), _tanh(d / softcap)
+    if CAP == "fast":
+        gain = 2.0 / softcap * LOG2_E
+        a, b = _one_plus_exp2(a * gain), _one_plus_exp2(b * gain)
+        c, d = _one_plus_exp2(c * gain), _one_plus_exp2(d * gain)
+        ab, cd = a * b, c * d
+        inverse = 1.0 / (ab * cd)
+        of_ab, of_cd = cd * inverse, ab * inverse
+        a, b, c, d = b * of_ab, a * of_ab, d * of_cd, c * of_cd
+    return a, b, c, d
+
+
+@triton.jit
+def _logit(u, softcap, CAP: tl.constexpr):
+    """s, where a maximum of it is wanted."""
+    return u * softcap if CAP == "exact" else u
+
+
+@triton.jit
+def _exponential(u, shift, softcap, CAP: tl.constexpr):
+    """exp(s - shift)."""
+    if CAP == "fast":
+        largest = softcap * LOG2_E
+        return tl.exp2(largest - u * (2 * largest))
+    return tl.exp2((_logit(u, softcap, CAP) - shift) * LOG2_E)
+
+
+@triton.jit
+def _add_tile(
+    row, start, v, V, shift, total, softcap, CAP: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Each lane's maximum and sum, with 4 more elements."""
+    a, b, c, d = _capped(_tile(row, start, v, V, LANES, WHOLE), softcap, CAP)
+    if CAP != "fast":
+        highest = _logit(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), softcap, CAP)
+        highest = tl.maximum(shift, highest)
+        total *= tl.exp2((shift - highest) * LOG2_E)
+        shift = highest
+    a, b = _exponential(a, shift, softcap, CAP), _exponential(b, shift, softcap, CAP)
+    c, d = _exponential(c, shift, softcap, CAP), _exponential(d, shift, softcap, CAP)
+    if not WHOLE and CAP != "none":  # the cap makes -c of what is absent
+        left = V - start - v
+        a, b = tl.where(left > 0, a, 0.0), tl.where(left > LANES, b, 0.0)
+        c, d = tl.where(left > 2 * LANES, c, 0.0), tl.where(left > 3 * LANES, d, 0.0)
+    return shift, total + ((a + b) + (c + d))
+
+
+@triton.jit
+def _forward_kernel(
+    logits, target, loss, row_shift, row_total, V, stride, softcap, ignore_index,
+    CAP: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    row, v, wanted = logits + n * stride, tl.arange(0, LANES), tl.load(target + n)
+    if wanted == ignore_index:  # the sums of zeros
+        tl.store(loss + n, 0.0)
+        tl.store(row_shift + n, 0.0)
+        tl.store(row_total + n, V)
+    else:
+        shift = tl.full((LANES,), LOWEST, tl.float32)
+        total = tl.zeros((LANES,), tl.float32)
+        whole = V // (4 * LANES) * (4 * LANES)
+        for start in range(0, whole, 4 * LANES):
+            shift, total = _add_tile(row, start, v, V, shift, total, softcap, CAP, LANES, True)
+        if whole < V:
+            shift, total = _add_tile(row, whole, v, V, shift, total, softcap, CAP, LANES, False)
+        exists = (wanted >= 0) & (wanted < V)
+        picked = tl.load(row + wanted, exists, float("nan")).to(tl.float32)
+        if CAP == "fast":
+            highest = 0.0
+        else:
+            highest = tl.max(shift, 0)
+            total *= tl.exp2((shift - highest) * LOG2_E)
+        if CAP != "none":
+            picked = softcap * _tanh(picked / softcap)
+        summed = tl.sum(total, 0)
+        tl.store(loss + n, (highest - picked) + tl.log(summed))
+        tl.store(row_shift + n, highest)
+        tl.store(row_total + n, summed)
+
+
+@triton.jit
+def _gradient(u, v, wanted, shift, inverse, dloss, softcap, CAP: tl.constexpr):
+    p = _exponential(u, shift, softcap, CAP) * inverse
+    ds = tl.where(v == wanted, p - 1.0, p) * dloss
+    if CAP == "exact":
+        ds *= 1.0 - u * u
+    if CAP == "fast":
+        ds *= 4.0 * (u - u * u)
+    return ds
+
+
+@triton.jit
+def _write_tile(
+    row, drow, start, v, V, wanted, shift, inverse, dloss, softcap,
+    CAP: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Gradient of 4 vectors. `wanted` is the target counted from the tile's first element."""
+    a, b, c, d = _capped(_tile(row, start, v, V, LANES, WHOLE), softcap, CAP)
+    a = _gradient(a, v, wanted, shift, inverse, dloss, softcap, CAP).to(drow.dtype.element_ty)
+    b = _gradient(b, v, wanted - LANES, shift, inverse, dloss, softcap, CAP).to(drow.dtype.element_ty)
+    c = _gradient(c, v, wanted - 2 * LANES, shift, inverse, dloss, softcap, CAP).to(drow.dtype.element_ty)
+    d = _gradient(d, v, wanted - 3 * LANES, shift, inverse, dloss, softcap, CAP).to(drow.dtype.element_ty)
+    first, left = drow + start + v, V - start - v
+    if WHOLE:
+        tl.store(first, a)
+        tl.store(first + LANES, b)
+        tl.store(first + 2 * LANES, c)
+        tl.store(first + 3 * LANES, d)
+    else:
+        tl.store(first, a, left > 0)
+        tl.store(first + LANES, b, left > LANES)
+        tl.store(first + 2 * LANES, c, left > 2 * LANES)
+        tl.store(first + 3 * LANES, d, left > 3 * LANES)
+
+
+@triton.jit
+def _backward_kernel(
+    logits, target, row_shift, row_total, dloss, dlogits, V, stride, softcap, ignore_index,
+    CAP: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    row, drow, v, wanted = logits + n * stride, dlogits + n * V, tl.arange(0, LANES), tl.load(target + n)
+    if wanted == ignore_index:
+        for start in range(0, V, LANES):
+            tl.store(drow + start + v, tl.zeros((LANES,), drow.dtype.element_ty), v < V - start)
+    else:
+        shift, inverse = tl.load(row_shift + n), 1.0 / tl.load(row_total + n)
+        exists = (wanted >= 0) & (wanted < V)
+        upstream = tl.where(exists, tl.load(dloss + n), float("nan"))
+        at = tl.where(exists, wanted, -1).to(tl.int32)
+        whole = V // (4 * LANES) * (4 * LANES)
+        for start in range(0, whole, 4 * LANES):
+            _write_tile(
+                row, drow, start, v, V, at - start, shift, inverse, upstream, softcap, CAP, LANES, True
+            )
+        if whole < V:
+            _write_tile(
+                row, drow, whole, v, V, at - whole, shift, inverse, upstream, softcap, CAP, LANES, False
+            )
+
+
+def _by_rows(logits: Tensor) -> Tensor:
+    """(..., V) -> (N,V) with adjacent logits. Evenly spaced rows are read in place."""
+    logits = logits.reshape(-1, logits.shape[-1])
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
+
+
+def _mode(logits: Tensor, softcap: float) -> str:
+    """CAP of the module's table."""
+    if softcap == 0:
+        return "none"
+    hidden = logits.element_size() == 2 and logits.shape[-1] >= SMALLEST_FAST_V
+    return "fast" if hidden and softcap <= LARGEST_FAST_CAP else "exact"
+
+
+def cross_entropy_fwd_kernel(
+    logits: Tensor, target: Tensor, softcap: float, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments and results of bumpgate::cross_entropy_fwd: logits (..., V), target (...) int64
+    -> loss, shift, total (...) fp32.
+
+    logits may have any strides; copied only where a row's are not adjacent or the rows not evenly spaced.
+    """
+    loss, shift, total = (logits.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
+    rows = _by_rows(logits)
+    _forward_kernel[(rows.shape[0],)](
+        rows, target.contiguous(), loss, shift, total, rows.shape[1], rows.stride(0), softcap, ignore_index,
+        CAP=_mode(logits, softcap), LANES=LANES, num_warps=WARPS,
+    )  # fmt: skip
+    return loss, shift, total
+
+
+def cross_entropy_bwd_kernel(
+    logits: Tensor, target: Tensor, shift: Tensor, total: Tensor, dloss: Tensor,
+    softcap: float, ignore_index: int,
+) -> Tensor:  # fmt: skip
+    """Arguments and result of bumpgate::cross_entropy_bwd: the gradient of logits (..., V) from dloss (...)."""
+    dlogits, rows = logits.new_empty(logits.shape), _by_rows(logits)
+    _backward_kernel[(rows.shape[0],)](
+        rows, target.contiguous(), shift.contiguous(), total.contiguous(), dloss.contiguous(), dlogits,
+        rows.shape[1], rows.stride(0), softcap, ignore_index,
+        CAP=_mode(logits, softcap), LANES=LANES, num_warps=WARPS,
+    )  # fmt: skip
+    return dlogits

@@ -1,0 +1,117 @@
+"""cross_entropy as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, plain elsewhere.
+
+V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.cross_entropy.reference import (
+    cross_entropy_backward_reference,
+    cross_entropy_reference,
+    cross_entropy_with_sums,
+)
+from kernels.op_support import (
+    check_floating,
+    check_impl,
+    check_shapes,
+    fresh,
+    full_precision,
+    launch_on_cuda,
+)
+
+
+def _plain_fwd(logits: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference as the op's body: on the CPU, and for fp64, the oracle's dtype, anywhere."""
+    with full_precision(logits):
+        return tuple(fresh(t) for t in cross_entropy_with_sums(logits, *rest))
+
+
+def _plain_bwd(logits: Tensor, *rest) -> Tensor:
+    """Its gradient, likewise."""
+    with full_precision(logits):
+        return fresh(cross_entropy_backward_reference(logits, *rest))
+
+
+@torch.library.custom_op("bumpgate::cross_entropy_fwd", mutates_args=())
+def cross_entropy_fwd(
+    logits: Tensor, target: Tensor, softcap: float, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> loss, shift, total: (...) each, in fp32 (fp64 for fp64). shift + log(total) is the logsumexp.
+
+    Which shift an implementation takes is its own choice; the backward gets both back.
+    """
+    return _plain_fwd(logits, target, softcap, ignore_index)
+
+
+launch_on_cuda(cross_entropy_fwd, "kernels.cross_entropy.kernel.cross_entropy_fwd_kernel", fp64=_plain_fwd)
+
+
+@cross_entropy_fwd.register_fake
+def _(logits, target, softcap, ignore_index):
+    acc = torch.promote_types(logits.dtype, torch.float32)
+    return tuple(logits.new_empty(target.shape, dtype=acc) for _ in range(3))
+
+
+@torch.library.custom_op("bumpgate::cross_entropy_bwd", mutates_args=())
+def cross_entropy_bwd(
+    logits: Tensor, target: Tensor, shift: Tensor, total: Tensor, dloss: Tensor,
+    softcap: float, ignore_index: int,
+) -> Tensor:  # fmt: skip
+    """Gradient of the logits."""
+    return _plain_bwd(logits, target, shift, total, dloss, softcap, ignore_index)
+
+
+launch_on_cuda(cross_entropy_bwd, "kernels.cross_entropy.kernel.cross_entropy_bwd_kernel", fp64=_plain_bwd)
+
+
+@cross_entropy_bwd.register_fake
+def _(logits, target, shift, total, dloss, softcap, ignore_index):
+    return logits.new_empty(logits.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    logits, target, *ctx.options = inputs
+    _, shift, total = output
+    ctx.mark_non_differentiable(shift, total)
+    ctx.save_for_backward(logits, target, shift, total)
+
+
+def _backward(ctx, dloss, _dshift, _dtotal):
+    return cross_entropy_bwd(*ctx.saved_tensors, dloss, *ctx.options), None, None, None
+
+
+cross_entropy_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(logits, target, softcap, impl):
+    check_impl("cross_entropy", impl)
+    check_floating("cross_entropy", {"logits": logits})
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(
+            f"cross_entropy: logits must be (..., V) with V at least 1, not {tuple(logits.shape)}"
+        )
+    check_shapes("cross_entropy", {"target": (target, logits.shape[:-1])})
+    if target.dtype != torch.int64:
+        raise ValueError(f"cross_entropy: target must be int64, not {target.dtype}")
+    if softcap < 0:
+        raise ValueError(f"cross_entropy: softcap must be at least 0, not {softcap}; 0 is none")
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, softcap: float = 0.0, ignore_index: int = -100, impl: str = "op"
+) -> Tensor:
+    """Cross entropy of each token; the mean over tokens is the caller's.
+
+    logits (..., V): any float dtype. target (...) int64: a token of 0..V-1, or ignore_index, whose loss and
+    gradient are exactly zero whatever its logits hold, nan included. softcap c > 0: logits <- c tanh(logits/c).
+    impl "op" is opaque to the compiler, "reference" is traced through.
+    -> loss (...) in fp32 (fp64 for fp64 logits); fp32 inside, the gradient cast once to logits.dtype.
+    Raises ValueError on a wrong shape or dtype, a negative softcap, or impl. Another target is not looked for,
+    which would read the device: it fails in torch's gather, and in Triton gives nan, loss and gradient.
+    Source: softcap (Gemma 2, 2024).
+    """
+    _check(logits, target, softcap, impl)
+    if impl == "reference":
+        return cross_entropy_reference(logits, target, softcap, ignore_index)
+    return cross_entropy_fwd(logits, target, float(softcap), ignore_index)[0]

@@ -1,0 +1,22 @@
+"""Sparse attention over the keys that an indexer chooses: the choice, the attention, and the indexer's loss."""
+
+from kernels.dsa_indexer.op import dsa_attention, dsa_distribution, dsa_indexer, dsa_indexer_loss
+from kernels.dsa_indexer.reference import (
+    dsa_attention_backward_reference,
+    dsa_attention_reference,
+    dsa_choice,
+    dsa_indexer_reference,
+    dsa_scores,
+)
+
+__all__ = [
+    "dsa_attention",
+    "dsa_attention_backward_reference",
+    "dsa_attention_reference",
+    "dsa_choice",
+    "dsa_distribution",
+    "dsa_indexer",
+    "dsa_indexer_loss",
+    "dsa_indexer_reference",
+    "dsa_scores",
+]

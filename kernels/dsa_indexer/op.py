@@ -1,0 +1,229 @@
+"""The choice of keys and the attention over them as custom ops: Triton on CUDA, plain elsewhere.
+
+B batch, T tokens, J index heads, I index head dim, K chosen keys a query, Hq and Hkv heads, P head dim.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.dsa_indexer.reference import (
+    dsa_attention_backward_reference,
+    dsa_attention_forward_with_lse,
+    dsa_attention_reference,
+    dsa_distribution_reference,
+    dsa_indexer_reference,
+    dsa_loss_reference,
+)
+from kernels.op_support import (
+    check_doc_ids,
+    check_floating,
+    check_impl,
+    check_shapes,
+    fresh,
+    full_precision,
+    launch_on_cuda,
+)
+
+
+def _plain_choice(q: Tensor, *rest) -> Tensor:
+    """The reference as the op's body: on the CPU, and for fp64, the oracle's dtype, anywhere."""
+    with full_precision(q):
+        return fresh(dsa_indexer_reference(q, *rest))
+
+
+@torch.library.custom_op("bumpgate::dsa_indexer_fwd", mutates_args=())
+def dsa_indexer_fwd(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor, top_k: int) -> Tensor:
+    """-> indices (B,T,K) int32; they have no gradient."""
+    return _plain_choice(q, k, weights, doc_ids, top_k)
+
+
+launch_on_cuda(
+    dsa_indexer_fwd, "kernels.dsa_indexer.kernel_indexer.dsa_indexer_fwd_kernel", fp64=_plain_choice
+)
+
+
+@dsa_indexer_fwd.register_fake
+def _(q, k, weights, doc_ids, top_k):
+    return q.new_empty((*q.shape[:2], top_k), dtype=torch.int32)
+
+
+def _plain_fwd(q: Tensor, *rest) -> tuple[Tensor, Tensor]:
+    with full_precision(q):
+        out, lse = dsa_attention_forward_with_lse(q, *rest)
+    return fresh(out), fresh(lse)
+
+
+def _plain_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    with full_precision(q):
+        grads = dsa_attention_backward_reference(q, *rest)
+    return tuple(fresh(g) for g in grads)
+
+
+@torch.library.custom_op("bumpgate::dsa_attention_fwd", mutates_args=())
+def dsa_attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """-> out (B,T,Hq,P), lse (B,Hq,T) in fp32 (fp64 for fp64)."""
+    return _plain_fwd(q, k, v, indices, scale, softcap)
+
+
+launch_on_cuda(
+    dsa_attention_fwd, "kernels.dsa_indexer.kernel_attention.dsa_attention_fwd_kernel", fp64=_plain_fwd
+)
+
+
+@dsa_attention_fwd.register_fake
+def _(q, k, v, indices, scale, softcap):
+    B, T, Hq, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((B, Hq, T), dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.custom_op("bumpgate::dsa_attention_bwd", mutates_args=())
+def dsa_attention_bwd(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    scale: float, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v."""
+    return _plain_bwd(q, k, v, indices, out, lse, dout, scale, softcap)
+
+
+launch_on_cuda(
+    dsa_attention_bwd, "kernels.dsa_indexer.kernel_attention.dsa_attention_bwd_kernel", fp64=_plain_bwd
+)
+
+
+@dsa_attention_bwd.register_fake
+def _(q, k, v, indices, out, lse, dout, scale, softcap):
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, indices, *ctx.options = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, indices, out, lse)
+
+
+def _backward(ctx, dout, _dlse):
+    dq, dk, dv = dsa_attention_bwd(*ctx.saved_tensors, dout, *ctx.options)
+    return dq, dk, dv, None, None, None
+
+
+dsa_attention_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check_index(op, q, k, weights):
+    if q.dim() != 4:
+        raise ValueError(f"{op}: q must be (B,T,J,I), not {q.dim()}-d")
+    B, T, J, width = q.shape
+    check_shapes(op, {"k": (k, (B, T, width)), "weights": (weights, (B, T, J))})
+    check_floating(op, {"q": q, "k": k, "weights": weights})
+    if q.dtype != k.dtype:
+        raise ValueError(f"{op}: q and k want one float dtype, not {q.dtype} and {k.dtype}")
+
+
+def _check_choice(op, q, indices):
+    if indices.dim() != 3 or indices.dtype != torch.int32:
+        raise ValueError(f"{op}: indices must be (B,T,K) int32, not {indices.dim()}-d {indices.dtype}")
+    check_shapes(op, {"indices": (indices, (*q.shape[:2], indices.shape[2]))})
+
+
+def _check_attention(op, q, k, indices, softcap):
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(f"{op}: q must be (B,T,Hq,P) and k (B,T,Hkv,P), not {q.dim()}-d and {k.dim()}-d")
+    B, T, Hq, P = q.shape
+    Hkv = k.shape[2]
+    if Hkv < 1 or Hq % Hkv:
+        raise ValueError(f"{op}: {Hq} query heads are no multiple of {Hkv} key/value heads")
+    check_shapes(op, {"k": (k, (B, T, Hkv, P))})
+    check_floating(op, {"q": q})
+    if q.dtype != k.dtype:
+        raise ValueError(f"{op}: q and k want one float dtype, not {q.dtype} and {k.dtype}")
+    _check_choice(op, q, indices)
+    if softcap < 0:
+        raise ValueError(f"{op}: softcap ({softcap}) must be at least 0, 0 is none")
+
+
+def dsa_indexer(
+    q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor, *, top_k: int, impl: str = "op"
+) -> Tensor:
+    """The top_k keys of each query by I[t,s] = sum_h w[t,h] relu(q_h[t].k[s]), causal and of the query's document.
+
+    q (B,T,J,I) and k (B,T,I) in one float dtype, weights (B,T,J) in any, doc_ids (B,T) int32 (padding is a document
+    like another). impl "op" is opaque to the compiler, "reference" is traced through.
+    -> indices (B,T,top_k) int32: positions along T, different ones, ascending, then -1 where the document has fewer.
+    Of equal scores the earlier key is chosen. Scores are fp32 (fp64 for fp64); the choice has no gradient, see
+    `dsa_indexer_loss`, and reads no data on the host.
+    Raises ValueError on a wrong shape, dtype, top_k or impl; on CUDA also where I is no power of two up to 128, or T
+    is above 65536 (but for fp64, which runs the reference).
+    Source: DeepSeek-V3.2-Exp (2025).
+    """
+    check_impl("dsa_indexer", impl)
+    _check_index("dsa_indexer", q, k, weights)
+    check_shapes("dsa_indexer", {"doc_ids": (doc_ids, (q.shape[0], q.shape[1]))})
+    check_doc_ids("dsa_indexer", doc_ids)
+    if top_k < 1:
+        raise ValueError(f"dsa_indexer: top_k ({top_k}) must be at least 1")
+    function = dsa_indexer_fwd if impl == "op" else dsa_indexer_reference
+    return function(q, k, weights, doc_ids, top_k)
+
+
+def dsa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    impl: str = "op",
+) -> Tensor:
+    """Softmax attention of each query over its chosen keys alone, with grouped heads and softcap.
+
+    q (B,T,Hq,P), k and v (B,T,Hkv,P) in one float dtype, Hq a multiple of Hkv. indices (B,T,K) int32 in any order:
+    positions along T, all different within a query, or -1 for none. Data are not checked: what a query may see is the
+    choice of whoever made the indices. scale: of the logits, None is 1/sqrt(P). softcap c > 0: s <- c tanh(s/c).
+    impl "op" is opaque to the compiler, "reference" is traced through.
+    -> (B,T,Hq,P) in q.dtype, 0 for a query without keys. Softmax is fp32 (fp64 for fp64); gradients are
+    bit-repeatable.
+    Raises ValueError on a wrong shape, dtype, head count, negative softcap or impl; on CUDA also where P is no power
+    of two up to 128 (but for fp64, which runs the reference).
+    Sources: DeepSeek-V3.2-Exp (2025), GQA (Ainslie et al. 2023), softcap (Gemma 2, 2024).
+    """
+    check_impl("dsa_attention", impl)
+    _check_attention("dsa_attention", q, k, indices, softcap)
+    check_shapes("dsa_attention", {"v": (v, tuple(k.shape))})
+    if v.dtype != q.dtype:
+        raise ValueError(f"dsa_attention: q and v want one float dtype, not {q.dtype} and {v.dtype}")
+    if impl == "reference":
+        return dsa_attention_reference(q, k, v, indices, scale=scale, softcap=softcap)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return dsa_attention_fwd(q, k, v, indices, float(scale), float(softcap))[0]
+
+
+def dsa_distribution(
+    q: Tensor, k: Tensor, indices: Tensor, *, scale: float | None = None, softcap: float = 0.0
+) -> Tensor:
+    """What the indexer is to learn: the attention weights of the chosen keys, mean over heads, without gradient.
+
+    Arguments and errors as `dsa_attention` -> (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1. Plain torch.
+    """
+    _check_attention("dsa_distribution", q, k, indices, softcap)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with torch.no_grad(), full_precision(q):
+        return dsa_distribution_reference(q, k, indices, float(scale), float(softcap))
+
+
+def dsa_indexer_loss(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, target: Tensor) -> Tensor:
+    """KL(target || softmax of the index scores over the chosen keys), mean over the B*T queries: a scalar, fp32.
+
+    q, k, weights as in `dsa_indexer`, indices (B,T,K) int32, target (B,T,K) from `dsa_distribution`. Plain torch;
+    its gradient reaches q, k and weights.
+    Raises ValueError on a wrong shape or dtype. Source: DeepSeek-V3.2-Exp (2025), the loss of the sparse stage.
+    """
+    _check_index("dsa_indexer_loss", q, k, weights)
+    _check_choice("dsa_indexer_loss", q, indices)
+    check_shapes("dsa_indexer_loss", {"target": (target, tuple(indices.shape))})
+    check_floating("dsa_indexer_loss", {"target": target})
+    with full_precision(q):
+        return dsa_loss_reference(q, k, weights, indices, target)

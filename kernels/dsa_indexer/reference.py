@@ -1,0 +1,137 @@
+"""Sparse attention over the keys that a small indexer chooses, in plain torch, with the attention's gradient.
+
+    I[t,s] = sum_h w[t,h] relu(q_h[t].k[s])      the index score, over earlier tokens s <= t of t's document
+    S[t]   = the K keys of the highest I[t,s], of equal ones the earlier
+    out[t] = sum over s in S[t] of softmax(scale q[t].k[s], softcapped) v[s]
+
+The choice has no gradient. The indexer learns from a loss of its own, KL(mean over heads of p || softmax of I), over
+the keys chosen.
+
+B batch, T tokens, J index heads, I index head dim, K chosen keys a query, Hq and Hkv heads, R = Hq / Hkv, P head dim.
+Sources: DeepSeek-V3.2-Exp (2025), section 2; softcap (Gemma 2, 2024); gradient from the saved logsumexp
+(FlashAttention-2, Dao 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In the accumulation dtype: fp32, or fp64 for fp64."""
+    return tuple(t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
+
+
+def dsa_scores(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor) -> Tensor:
+    """q (B,T,J,I), k (B,T,I), weights (B,T,J), doc_ids (B,T) -> I (B,T,T) in fp32 (fp64 for fp64), -inf where the
+    query (second axis) may not see the key. Heads are summed one by one: nothing of size J*T*T exists."""
+    q, k, weights = _wide(q, k, weights)
+    scores = sum(weights[:, :, h, None] * F.relu(q[:, :, h] @ k.mT) for h in range(q.shape[2]))
+    seen = (doc_ids.unsqueeze(2) == doc_ids.unsqueeze(1)).tril()
+    return scores.masked_fill(~seen, float("-inf"))
+
+
+def dsa_choice(scores: Tensor, top_k: int) -> Tensor:
+    """scores (B,T,T), -inf where there is no key -> the K best keys of each query, (B,T,K) int32.
+
+    Ascending, then -1 where there are fewer than K. A stable sort gives equal scores to the earlier key, which
+    torch.topk does not promise.
+    """
+    T = scores.shape[-1]
+    best, order = (t[..., :top_k] for t in torch.sort(scores, dim=-1, descending=True, stable=True))
+    keys = order.masked_fill(best == float("-inf"), T).sort(-1).values
+    keys = F.pad(keys, (0, max(top_k - T, 0)), value=T)
+    return keys.masked_fill(keys == T, -1).to(torch.int32)
+
+
+def dsa_indexer_reference(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor, top_k: int) -> Tensor:
+    """Arguments of `dsa_scores` -> the chosen keys (B,T,K) int32 as `dsa_choice` orders them."""
+    return dsa_choice(dsa_scores(q, k, weights, doc_ids), top_k)
+
+
+def _chosen(x: Tensor, indices: Tensor) -> Tensor:
+    """x (B,T,H,P), indices (B,T,K) -> each query's rows of x (B,T,H,K,P), widened; 0 for an index -1."""
+    B, T = indices.shape[:2]
+    row = indices.long().clamp(min=0) + torch.arange(B, device=x.device).view(B, 1, 1) * T
+    rows = _wide(x)[0].flatten(0, 1)[row].masked_fill((indices < 0)[..., None, None], 0)
+    return rows.transpose(2, 3)
+
+
+def _scattered(x: Tensor, indices: Tensor) -> Tensor:
+    """The transpose of `_chosen`: x (B,T,H,K,P), zero where the index is -1 -> its sums by key (B,T,H,P)."""
+    B, T, H, _, P = x.shape
+    row = indices.long().clamp(min=0) + torch.arange(B, device=x.device).view(B, 1, 1) * T
+    sums = x.new_zeros(B * T, H, P)
+    return sums.index_add(0, row.flatten(), x.transpose(2, 3).reshape(-1, H, P)).view(B, T, H, P)
+
+
+def _logits(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
+    """Scaled, then capped logits (B,T,Hkv,R,K) of the chosen keys, -inf for an index -1."""
+    query = _wide(q)[0].unflatten(2, (k.shape[2], -1))
+    s = query @ _chosen(k, indices).mT * scale
+    if softcap > 0:
+        s = softcap * torch.tanh(s / softcap)
+    return s.masked_fill((indices < 0)[:, :, None, None], float("-inf"))
+
+
+def _lse(s: Tensor) -> Tensor:
+    """The logsumexp over the chosen keys, 0 for a query without any: its weights exp(s - lse) are then 0, not nan."""
+    lse = torch.logsumexp(s, -1)
+    return lse.masked_fill(lse == float("-inf"), 0)
+
+
+def dsa_attention_forward_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """-> out (B,T,Hq,P) in q.dtype and the logsumexp (B,Hq,T) of the chosen logits, fp32 (fp64 for fp64)."""
+    s = _logits(q, k, indices, scale, softcap)
+    lse = _lse(s)
+    out = torch.exp(s - lse.unsqueeze(-1)) @ _chosen(v, indices)
+    return out.flatten(2, 3).to(q.dtype), lse.flatten(2, 3).transpose(1, 2)
+
+
+def dsa_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, scale: float | None = None, softcap: float = 0.0
+) -> Tensor:
+    """q (B,T,Hq,P), k and v (B,T,Hkv,P), indices (B,T,K) int32 -> (B,T,Hq,P) in q.dtype; scale None is 1/sqrt(P)."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return dsa_attention_forward_with_lse(q, k, v, indices, scale, softcap)[0]
+
+
+def dsa_attention_backward_reference(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    scale: float, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of (q, k, v) from dout (B,T,Hq,P) and the forward's out and lse; p is rebuilt as exp(s - lse)."""
+    Hkv = k.shape[2]
+    query, o, do = (t.unflatten(2, (Hkv, -1)) for t in _wide(q, out, dout))
+    s = _logits(q, k, indices, scale, softcap)
+    p = torch.exp(s - lse.transpose(1, 2).unflatten(2, (Hkv, -1)).unsqueeze(-1))
+    ds = p * (do @ _chosen(v, indices).mT - (do * o).sum(-1, keepdim=True)) * scale
+    if softcap > 0:
+        slope = 1 - (s / softcap).square()
+        ds = ds * slope.masked_fill((indices < 0)[:, :, None, None], 0)
+    dq = (ds @ _chosen(k, indices)).flatten(2, 3)
+    dk, dv = _scattered(ds.mT @ query, indices), _scattered(p.mT @ do, indices)
+    return tuple(g.to(q.dtype) for g in (dq, dk, dv))
+
+
+def dsa_distribution_reference(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
+    """Attention weights of the chosen keys, mean over the query heads: (B,T,K) in fp32 (fp64 for fp64), 0 for -1."""
+    s = _logits(q, k, indices, scale, softcap)
+    return torch.exp(s - _lse(s).unsqueeze(-1)).mean((2, 3))
+
+
+def dsa_loss_reference(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, target: Tensor) -> Tensor:
+    """KL(target || softmax over the chosen keys of I), mean over the B*T queries; a scalar in fp32 (fp64 for fp64)."""
+    q, weights, target = _wide(q, weights, target)
+    hidden = indices < 0
+    key = _chosen(k.unsqueeze(2), indices).squeeze(2)
+    dots = ((key @ q[:, :, h, :, None]).squeeze(-1) for h in range(q.shape[2]))
+    scores = sum(weights[:, :, h, None] * F.relu(dot) for h, dot in enumerate(dots))
+    # Finite, so that a query without any key has neither a value nor a gradient that is nan.
+    log_index = scores.masked_fill(hidden, torch.finfo(scores.dtype).min / 2).log_softmax(-1)
+    kl = torch.special.xlogy(target, target) - target * log_index
+    return kl.masked_fill(hidden, 0).sum(-1).mean()

@@ -1,0 +1,110 @@
+"""grouped_gemm as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, plain elsewhere.
+
+M rows, E experts, D_in and D_out model dims on both sides.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.grouped_gemm.padded import grouped_gemm_padded
+from kernels.grouped_gemm.reference import grouped_gemm_backward_reference, grouped_gemm_reference
+from kernels.grouped_gemm.upstream import grouped_gemm_upstream
+from kernels.op_support import WITH_PEER, check_impl, check_shapes, fresh, full_precision, launch_on_cuda
+
+IMPLS = (*WITH_PEER, "padded")
+
+
+def _plain_fwd(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """The reference as the op's body: on the CPU, and for fp64, the oracle's dtype, anywhere."""
+    with full_precision(x):
+        return fresh(grouped_gemm_reference(x, weight, counts))
+
+
+def _plain_bwd(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Its gradients, likewise."""
+    with full_precision(x):
+        return tuple(fresh(g) for g in grouped_gemm_backward_reference(x, weight, counts, dy))
+
+
+@torch.library.custom_op("bumpgate::grouped_gemm_fwd", mutates_args=())
+def grouped_gemm_fwd(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """-> y (M,D_out)."""
+    return _plain_fwd(x, weight, counts)
+
+
+launch_on_cuda(grouped_gemm_fwd, "kernels.grouped_gemm.kernel.grouped_gemm_fwd_kernel", fp64=_plain_fwd)
+
+
+@grouped_gemm_fwd.register_fake
+def _(x, weight, counts):
+    return x.new_empty((x.shape[0], weight.shape[2]))
+
+
+@torch.library.custom_op("bumpgate::grouped_gemm_bwd", mutates_args=())
+def grouped_gemm_bwd(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x, weight."""
+    return _plain_bwd(x, weight, counts, dy)
+
+
+launch_on_cuda(grouped_gemm_bwd, "kernels.grouped_gemm.kernel.grouped_gemm_bwd_kernel", fp64=_plain_bwd)
+
+
+@grouped_gemm_bwd.register_fake
+def _(x, weight, counts, dy):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, dy):
+    return *grouped_gemm_bwd(*ctx.saved_tensors, dy), None
+
+
+grouped_gemm_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(x, weight, counts, impl, bucket):
+    check_impl("grouped_gemm", impl, IMPLS)
+    if x.dim() != 2 or weight.dim() != 3:
+        raise ValueError(
+            f"grouped_gemm: x must be (M,D_in) and weight (E,D_in,D_out), not {x.dim()}-d and {weight.dim()}-d"
+        )
+    E, D_in, _ = weight.shape
+    if min(weight.shape) < 1:
+        raise ValueError(f"grouped_gemm: weight has shape {tuple(weight.shape)}, wanted no empty side")
+    check_shapes("grouped_gemm", {"x": (x, (x.shape[0], D_in)), "counts": (counts, (E,))})
+    if not x.is_floating_point() or x.dtype != weight.dtype:
+        raise ValueError(f"grouped_gemm: x and weight want one float dtype, not {x.dtype}, {weight.dtype}")
+    if counts.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"grouped_gemm: counts must be int32 or int64, not {counts.dtype}")
+    if bucket is not None and (impl != "padded" or bucket < 1):
+        raise ValueError(f"grouped_gemm: bucket is for impl 'padded' and at least 1, not {impl!r}, {bucket}")
+
+
+def grouped_gemm(
+    x: Tensor, weight: Tensor, counts: Tensor, impl: str = "op", bucket: int | None = None
+) -> Tensor:
+    """Each expert's rows times the expert's matrix.
+
+    x (M,D_in), weight (E,D_in,D_out): one float dtype. counts (E,) int32 or int64: rows of each expert, in order;
+    none negative, and no more than M in all, which is not looked for: it would read the device. Rows beyond the
+    sum are no expert's: zero in the result and in the gradient, whatever they hold.
+    impl "op" is opaque to the compiler and, on CUDA, never reads the counts on the host; "reference" does.
+    "padded" is a batched product of `bucket` rows an expert, a static size: None takes the power of two that holds
+    the largest count, and reads it on the host; a row that has no place in its bucket is nan.
+    "upstream" is the peer of upstream.py, for counts that sum to M.
+    -> (M,D_out) in x.dtype; sums are fp32 (fp64 for fp64), also those over the rows in weight's gradient.
+    Raises ValueError on a wrong shape, dtype, bucket or impl, ImportError on an absent peer.
+    Source: MegaBlocks (Gale et al. 2022).
+    """
+    _check(x, weight, counts, impl, bucket)
+    if impl == "padded":
+        return grouped_gemm_padded(x, weight, counts, bucket)
+    functions = {
+        "op": grouped_gemm_fwd,
+        "reference": grouped_gemm_reference,
+        "upstream": grouped_gemm_upstream,
+    }
+    return functions[impl](x, weight, counts)

@@ -1,0 +1,183 @@
+"""mla as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, plain elsewhere.
+
+B batch, T tokens, S query tokens, H heads, C latent dim, P, R and Pv head dims of q.k without and with position and
+of the values.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.mla.reference import (
+    mla_absorbed_reference,
+    mla_backward_reference,
+    mla_forward_with_lse,
+    mla_reference,
+)
+from kernels.op_support import (
+    check_doc_ids,
+    check_impl,
+    check_shapes,
+    fresh,
+    full_precision,
+    launch_on_cuda,
+)
+
+
+def _plain_fwd(q_nope: Tensor, *rest) -> tuple[Tensor, Tensor]:
+    """The reference as the op's body: on the CPU, and for fp64, the oracle's dtype, anywhere."""
+    with full_precision(q_nope):
+        out, lse = mla_forward_with_lse(q_nope, *rest)
+    return fresh(out), fresh(lse)
+
+
+def _plain_bwd(q_nope: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Its gradients, likewise."""
+    with full_precision(q_nope):
+        grads = mla_backward_reference(q_nope, *rest)
+    return tuple(fresh(g) for g in grads)
+
+
+@torch.library.custom_op("bumpgate::mla_fwd", mutates_args=())
+def mla_fwd(
+    q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, W_uk: Tensor, W_uv: Tensor, doc_ids: Tensor,
+    scale: float, softcap: float, causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """-> out (B,T,H,Pv), lse (B,H,T) in fp32 (fp64 for fp64)."""
+    return _plain_fwd(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, scale, softcap, causal)
+
+
+launch_on_cuda(mla_fwd, "kernels.mla.kernel.mla_fwd_kernel", fp64=_plain_fwd)
+
+
+@mla_fwd.register_fake
+def _(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, scale, softcap, causal):
+    B, T, H, _ = q_nope.shape
+    lse_dtype = torch.promote_types(q_nope.dtype, torch.float32)
+    return q_nope.new_empty((B, T, H, W_uv.shape[1])), q_nope.new_empty((B, H, T), dtype=lse_dtype)
+
+
+@torch.library.custom_op("bumpgate::mla_bwd", mutates_args=())
+def mla_bwd(
+    q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, W_uk: Tensor, W_uv: Tensor, doc_ids: Tensor,
+    out: Tensor, lse: Tensor, dout: Tensor, scale: float, softcap: float, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q_nope, q_rope, c_kv, k_rope, W_uk, W_uv."""
+    inputs = (q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids)
+    return _plain_bwd(*inputs, out, lse, dout, scale, softcap, causal)
+
+
+launch_on_cuda(mla_bwd, "kernels.mla.kernel.mla_bwd_kernel", fp64=_plain_bwd)
+
+
+@mla_bwd.register_fake
+def _(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, out, lse, dout, scale, softcap, causal):
+    return tuple(t.new_empty(t.shape) for t in (q_nope, q_rope, c_kv, k_rope, W_uk, W_uv))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, scale, softcap, causal = inputs
+    out, lse = output
+    ctx.options = (scale, softcap, causal)
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(*tensors, out, lse)  # the latent, and no key or value of a head
+
+
+def _backward(ctx, dout, _dlse):
+    grads = mla_bwd(*ctx.saved_tensors, dout, *ctx.options)
+    return *grads, None, None, None, None
+
+
+mla_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(op, q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, softcap):
+    if q_nope.dim() != 4 or c_kv.dim() != 3 or q_rope.dim() != 4 or W_uv.dim() != 3:
+        raise ValueError(
+            f"{op}: q_nope and q_rope must be 4-d, c_kv and W_uv 3-d, not "
+            f"{q_nope.dim()}-d, {q_rope.dim()}-d, {c_kv.dim()}-d and {W_uv.dim()}-d"
+        )
+    B, S, H, P = q_nope.shape
+    T, C = c_kv.shape[1:]
+    R, Pv = q_rope.shape[-1], W_uv.shape[1]
+    shapes = {
+        "q_rope": (q_rope, (B, S, H, R)),
+        "c_kv": (c_kv, (B, T, C)),
+        "k_rope": (k_rope, (B, T, R)),
+        "W_uk": (W_uk, (H, P, C)),
+        "W_uv": (W_uv, (H, Pv, C)),
+        "doc_ids": (doc_ids, (B, T)),
+    }
+    check_shapes(op, shapes)
+    tensors = (q_nope, q_rope, c_kv, k_rope, W_uk, W_uv)
+    if not q_nope.is_floating_point() or any(t.dtype != q_nope.dtype for t in tensors):
+        raise ValueError(f"{op}: its inputs want one float dtype, not {[t.dtype for t in tensors]}")
+    check_doc_ids(op, doc_ids)
+    if softcap < 0:
+        raise ValueError(f"{op}: softcap ({softcap}) must be at least 0, 0 is none")
+
+
+def mla(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    c_kv: Tensor,
+    k_rope: Tensor,
+    W_uk: Tensor,
+    W_uv: Tensor,
+    doc_ids: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    causal: bool = True,
+    impl: str = "op",
+) -> Tensor:
+    """The attention core of multi-head latent attention, in its train form: k = [W_uk c, k_rope], v = W_uv c.
+
+    q_nope (B,T,H,P), q_rope (B,T,H,R) and k_rope (B,T,R), both rotated by the caller, c_kv (B,T,C) normalised by the
+    caller, W_uk (H,P,C), W_uv (H,Pv,C): one float dtype. doc_ids (B,T) int32: a token sees its own document only;
+    padding (-1) sees padding. scale: of the logits, None is 1/sqrt(P+R). softcap c > 0: s <- c tanh(s/c) after scale
+    and before the mask. impl "op" is opaque to the compiler, "reference" is traced through.
+    -> (B,T,H,Pv) in q_nope.dtype. Softmax is fp32 (fp64 for fp64). Kept for the backward are the inputs, the output
+    and the logsumexp: keys and values are formed again.
+    Raises ValueError on a wrong shape, dtype, negative softcap or impl; on CUDA also where P, R or Pv is no power of
+    two up to 128 (but for fp64, which runs the reference).
+    Sources: DeepSeek-V2 (2024), softcap (Gemma 2, 2024), FlashAttention-2 (Dao 2023).
+    """
+    check_impl("mla", impl)
+    inputs = (q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids)
+    _check("mla", *inputs, softcap)
+    if q_nope.shape[1] != c_kv.shape[1]:
+        raise ValueError(
+            f"mla: {q_nope.shape[1]} queries for {c_kv.shape[1]} tokens; mla_absorbed takes fewer"
+        )
+    if impl == "reference":
+        return mla_reference(*inputs, scale=scale, softcap=softcap, causal=causal)
+    scale = (q_nope.shape[-1] + q_rope.shape[-1]) ** -0.5 if scale is None else scale
+    return mla_fwd(*inputs, float(scale), float(softcap), causal)[0]
+
+
+def mla_absorbed(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    c_kv: Tensor,
+    k_rope: Tensor,
+    W_uk: Tensor,
+    W_uv: Tensor,
+    doc_ids: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    causal: bool = True,
+) -> Tensor:
+    """The same function with W_uk taken to the queries and W_uv to the output: no key or value of a head exists.
+
+    Arguments as `mla`, but q_nope (B,S,H,P) and q_rope (B,S,H,R) may be those of the last S <= T tokens: a decoding
+    step holds a cache of c_kv and k_rope, and queries of one token. Plain torch, differentiable, fp32 inside.
+    -> (B,S,H,Pv) in q_nope.dtype. Raises ValueError on a wrong shape, dtype or negative softcap.
+    """
+    inputs = (q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids)
+    _check("mla_absorbed", *inputs, softcap)
+    if q_nope.shape[1] > c_kv.shape[1]:
+        raise ValueError(f"mla_absorbed: {q_nope.shape[1]} queries for {c_kv.shape[1]} tokens")
+    scale = (q_nope.shape[-1] + q_rope.shape[-1]) ** -0.5 if scale is None else scale
+    with full_precision(q_nope):
+        return mla_absorbed_reference(*inputs, float(scale), float(softcap), causal)

@@ -1,0 +1,282 @@
+"""cross_entropy against torch's own F.cross_entropy of capped logits: value, gradient, compilation, its promises.
+
+B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from suites.support.comparison import DTYPES, doubled, error, gradients, pooled, report_pooled
+from suites.support.custom_ops import check_one_graph, check_op, refused, strided, turned
+from suites.support.lanes import Lane, lanes
+
+CASES = {"plain": 0.0, "softcap": 3.0, "wide softcap": 50.0}
+quick = settings(derandomize=True, max_examples=15, deadline=None)
+sizes = {"seed": st.integers(0, 99), "V": st.integers(1, 40), "softcap": st.sampled_from([0.0, 3.0])}
+
+
+def problem(
+    B=3, T=5, V=37, dtype=torch.float64, device="cpu", seed=0, ignore_index=-100, scale=2.0
+) -> tuple[Tensor, Tensor]:
+    """Random logits (B,T,V) and targets (B,T), of which two are ignored in row 0 and one in the last row."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(B, T, V, generator=g, dtype=torch.float64) * scale
+    target = torch.randint(0, V, (B, T), generator=g)
+    target[0, :2] = target[-1, -1] = ignore_index
+    return logits.to(device, dtype), target.to(device)
+
+
+def plain_cross_entropy(logits: Tensor, target: Tensor, softcap=0.0, ignore_index=-100) -> Tensor:
+    """As a loss head writes it: widened to fp32, capped, then F.cross_entropy."""
+    s = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    flat = F.cross_entropy(s.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none")
+    return flat.view(target.shape)
+
+
+def slope_forgotten(logits: Tensor, target: Tensor, softcap: float) -> Tensor:
+    """The right loss with the gradient of the capped logits in place of the logits' own."""
+    capped = softcap * torch.tanh(logits.detach() / softcap)
+    return cross_entropy(capped + logits - logits.detach(), target)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("ignore_index", [-100, -1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_fp64_equals_torch(lane: Lane, case: str, ignore_index: int):
+    inputs = problem(device=lane.device, ignore_index=ignore_index)
+    options = {"softcap": CASES[case], "ignore_index": ignore_index}
+    plain = gradients(plain_cross_entropy, *inputs, **options)
+    for impl in ("op", "reference"):
+        found = gradients(partial(cross_entropy, impl=impl), *inputs, **options)
+        for ours, theirs in zip(found, plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
+    """V 5000 is several tiles of the kernel and a part of one; logits of 8 make rows that one entry rules."""
+    found, plain, oracle = [], [], []
+    for V, scale in ((37, 2.0), (5000, 1.0), (5000, 8.0)):
+        inputs = problem(V=V, T=16, scale=scale, dtype=DTYPES[dtype], device=lane.device)
+        for softcap in (0.0, 15.0, 50.0):
+            for runs, function, arguments in (
+                (found, cross_entropy, inputs),
+                (plain, plain_cross_entropy, inputs),
+                (oracle, plain_cross_entropy, doubled(inputs)),
+            ):
+                loss, dlogits = gradients(function, *arguments, softcap=softcap)
+                runs.append({"loss": loss, "logits": dlogits})
+    assert {t.dtype for run in found for t in run.values()} == {torch.float32, DTYPES[dtype]}
+    id = f"kernels/cross_entropy-{lane.name}-{dtype}"
+    report_pooled(row, id, pooled(found), pooled(plain), pooled(oracle), inputs=("logits",))
+
+
+@lanes("cpu", "h200")
+def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane):
+    """A capped logit is off by 4 u c, which moves loss and gradient by no more; exp, sum and log add 64 u."""
+    inputs = problem(dtype=torch.float32, device=lane.device)
+    oracle = gradients(plain_cross_entropy, *doubled(inputs), softcap=3.0)
+    bound = 2**-24 * (2 * 4 * 3.0 + 64)
+    found = gradients(cross_entropy, *inputs, softcap=3.0)
+    assert max(error(ours, exact)[0] for ours, exact in zip(found, oracle)) <= bound
+
+    def wrong(function) -> list[float]:
+        return [error(ours, exact)[0] for ours, exact in zip(gradients(function, *inputs), oracle)]
+
+    def next_target(x: Tensor, t: Tensor) -> Tensor:
+        return cross_entropy(x, t.where(t < 0, (t + 1) % 37), softcap=3.0)
+
+    both_wrong = {
+        "no softcap": cross_entropy,
+        "cap of another scale": partial(cross_entropy, softcap=3.1),
+        "next target": next_target,
+        "ignored by another index": lambda x, t: cross_entropy(x, t.clamp(min=0), softcap=3.0),
+        "in bits": lambda x, t: cross_entropy(x, t, softcap=3.0) * 1.4427,
+    }
+    missed = [name for name, function in both_wrong.items() if min(wrong(function)) <= 100 * bound]
+    assert not missed
+    value, gradient = wrong(partial(slope_forgotten, softcap=3.0))
+    assert value <= bound
+    assert gradient > 100 * bound
+
+
+@lanes("cpu", "h200")
+def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane):
+    """Its loss is fp32, and off by less than a bf16 loss must be; its gradient by one cast."""
+    inputs = problem(V=5000, dtype=torch.bfloat16, device=lane.device)
+    oracle = gradients(plain_cross_entropy, *doubled(inputs), softcap=15.0)
+    loss, dlogits = gradients(cross_entropy, *inputs, softcap=15.0)
+    assert (loss.dtype, dlogits.dtype) == (torch.float32, torch.bfloat16)
+    assert error(loss, oracle[0])[0] < 1e-5 < error(loss.bfloat16(), oracle[0])[0]
+    # Half a unit of the last place; 1e-6 is the fp32 error of the softmax, relative to the cotangents below 4.
+    assert ((dlogits - oracle[1]).abs() <= 2**-8 * oracle[1].abs() + 4e-6).all()
+    assert ((dlogits * 1.03 - oracle[1]).abs() > 2**-8 * oracle[1].abs() + 4e-6).any()
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_gradcheck(lane: Lane, softcap: float):
+    logits, target = problem(B=2, T=2, V=4)
+    target[1, 0] = 2
+    assert torch.autograd.gradcheck(lambda x: cross_entropy(x, target, softcap), logits.requires_grad_())
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("softcap", [0.0, 15.0])
+def test_op_contract(lane: Lane, softcap: float):
+    FWD, BWD = torch.ops.bumpgate.cross_entropy_fwd, torch.ops.bumpgate.cross_entropy_bwd
+    logits, target = strided(problem(V=9, dtype=torch.float32, device=lane.device))
+    loss, shift, total = FWD(logits, target, softcap, -100)
+    assert loss.dtype == shift.dtype == total.dtype == torch.float32
+    leaf = logits.clone().requires_grad_()
+    assert [t.requires_grad for t in FWD(leaf, target, softcap, -100)] == [True, False, False]
+    check_op(FWD, (logits, target, softcap, -100), differentiable=True)
+    check_op(BWD, (logits, target, shift, total, turned(loss, 0, 1), softcap, -100))
+    check_op(BWD, (turned(logits, 0, 2), target, shift, total, loss[:1, :1].expand(3, 5), softcap, -100))
+
+
+@lanes("cpu", "h200")
+def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
+    def train(function, inputs):
+        return gradients(function, *inputs, softcap=15.0)
+
+    batches = [problem(B=B, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    check_one_graph(cross_entropy, train, batches, op="cross_entropy", dynamic=(0, 1))
+
+
+@lanes("cpu", "h200")
+@quick
+@given(**sizes)
+def test_equals_torch_for_every_vocabulary(lane: Lane, seed: int, V: int, softcap: float):
+    inputs = problem(V=V, seed=seed, device=lane.device)
+    plain = gradients(plain_cross_entropy, *inputs, softcap=softcap)
+    for ours, theirs in zip(gradients(cross_entropy, *inputs, softcap=softcap), plain):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99))
+def test_a_large_softcap_is_none(lane: Lane, seed: int):
+    inputs = problem(seed=seed, device=lane.device)
+    # tanh(x) = x - x^3/3: at c = 1e6 the cubic term of a logit below 20 is under 3e-9
+    torch.testing.assert_close(cross_entropy(*inputs, softcap=1e6), cross_entropy(*inputs), rtol=0, atol=1e-8)
+    assert error(cross_entropy(*inputs, softcap=1.0), cross_entropy(*inputs))[0] > 1e-2
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), shift=st.integers(-512, 512))
+def test_a_shift_of_a_row_changes_no_bit_without_softcap(lane: Lane, seed: int, shift: int):
+    """Logits of multiples of 1/64 take the shift exactly, and only differences are computed with."""
+    logits, target = problem(seed=seed, dtype=torch.float32, device=lane.device)
+    logits = (logits * 64).round() / 64
+    before = gradients(cross_entropy, logits, target)
+    for ours, theirs in zip(gradients(cross_entropy, logits + shift, target), before):
+        assert torch.equal(ours, theirs)
+    if shift:
+        capped = cross_entropy(logits + shift, target, softcap=3.0)
+        assert not torch.equal(capped, cross_entropy(logits, target, softcap=3.0))
+
+
+@lanes("cpu", "h200")
+@quick
+@given(**sizes)
+def test_tokens_know_nothing_of_each_other(lane: Lane, seed: int, V: int, softcap: float):
+    """A permutation of the tokens permutes loss and gradient, bit by bit; one token alone is as among others."""
+    logits, target = problem(V=V, seed=seed, dtype=torch.float32, device=lane.device)
+    x, t = logits.flatten(0, 1), target.flatten()
+    order = torch.randperm(len(t), generator=torch.Generator().manual_seed(seed)).to(lane.device)
+
+    def train(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = x[tokens].requires_grad_()
+        loss = cross_entropy(leaf, t[tokens], softcap)
+        return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
+
+    whole, permuted, alone = (train(tokens) for tokens in (torch.arange(len(t)).to(order), order, order[:1]))
+    for all_tokens, some, one in zip(whole, permuted, alone):
+        assert torch.equal(some, all_tokens[order])
+        assert torch.equal(one, some[:1])
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("impl", ["op", "reference"])
+@pytest.mark.parametrize("softcap", [0.0, 15.0])
+@pytest.mark.parametrize("V", [37, 5000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_ignored_token_may_hold_anything(lane: Lane, dtype: str, V: int, softcap: float, impl: str):
+    logits, target = problem(V=V, dtype=DTYPES[dtype], device=lane.device)
+    function = partial(cross_entropy, softcap=softcap, impl=impl)
+    clean = gradients(function, logits, target)
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        poisoned = logits.clone()
+        poisoned[target == -100] = poison
+        found = gradients(function, poisoned, target)
+        assert all(map(torch.equal, found, clean))
+        assert all((t[target == -100] == 0).all() for t in found)
+    logits[1, 1, V // 2] = torch.nan  # and one that counts shows it, in its own row alone
+    for t, before in zip(gradients(function, logits, target), clean):
+        seen = t.isnan().reshape(*target.shape, -1).any(-1)
+        assert seen.nonzero().tolist() == [[1, 1]]
+        assert torch.equal(t[~seen], before[~seen])
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masked_entries_are_never_chosen(lane: Lane, dtype: str):
+    """-inf without a softcap: probability zero, gradient zero, and the loss of the entries that are left."""
+    logits, target = problem(V=40, dtype=DTYPES[dtype], device=lane.device)
+    hidden = torch.arange(40, device=lane.device) >= 30
+    target = target.where(target < 0, target % 30)
+    loss, dlogits = gradients(cross_entropy, logits.masked_fill(hidden, -torch.inf), target)
+    left, dleft = gradients(cross_entropy, logits[..., :30], target)
+    torch.testing.assert_close(loss, left, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(dlogits[..., :30], dleft, rtol=2**-7, atol=2e-6)
+    assert (dlogits[..., 30:] == 0).all()
+
+
+@lanes("h200")
+@pytest.mark.parametrize("wanted", [37, -1])
+def test_a_target_out_of_range_is_nan_in_triton(lane: Lane, wanted: int):
+    logits, target = problem(dtype=torch.bfloat16, device=lane.device)
+    target[1, 1] = wanted
+    for t in gradients(cross_entropy, logits, target, softcap=15.0):
+        assert t.isnan().reshape(3, 5, -1).any(-1).nonzero().tolist() == [[1, 1]]
+
+
+@lanes("cpu")
+def test_bad_input_is_one_clear_line(lane: Lane):
+    logits, target = problem(dtype=torch.float32)
+    bad = [
+        ((logits, target[:2]), {}, "target has shape"),
+        ((logits[0, 0], target), {}, "target has shape"),
+        ((logits[..., :0], target), {}, "V at least 1"),
+        ((logits.sum(), target), {}, "V at least 1"),
+        ((logits.int(), target), {}, "logits must be floating point"),
+        ((logits, target.int()), {}, "int64"),
+        ((logits, target), {"softcap": -1.0}, "softcap"),
+        ((logits, target), {"impl": "upstream"}, "choices are"),
+    ]
+    for inputs, options, words in bad:
+        with refused("cross_entropy", words):
+            cross_entropy(*inputs, **options)
+
+
+@lanes("cpu", "h200")
+def test_one_row_of_logits_gives_a_scalar(lane: Lane):
+    logits, target = problem(dtype=torch.float32, device=lane.device)
+    loss = cross_entropy(logits[1, 2], target[1, 2], softcap=3.0)
+    assert loss.shape == ()
+    assert torch.equal(loss, cross_entropy(logits, target, softcap=3.0)[1, 2])
+    assert cross_entropy_reference(logits[:0], target[:0]).shape == (0, 5)

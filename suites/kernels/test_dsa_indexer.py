@@ -1,0 +1,394 @@
+"""dsa_indexer against a choice written out query by query, dsa_attention against dense attention under a mask.
+
+B batch, T tokens, J index heads, I index head dim, K chosen keys a query, Hq and Hkv heads, P head dim.
+The plain attention is dense, its mask says who was chosen: nothing is gathered or scattered. The oracle is the
+reference in fp64, which must agree with it in fp64 first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.dsa_indexer import (
+    dsa_attention,
+    dsa_attention_reference,
+    dsa_choice,
+    dsa_distribution,
+    dsa_indexer,
+    dsa_indexer_loss,
+    dsa_scores,
+)
+from suites.support.comparison import DTYPES, Named, doubled, error, gradients, pooled, report_pooled
+from suites.support.custom_ops import check_compiled, check_one_graph, check_op, refused, strided, turned
+from suites.support.lanes import Lane, lanes
+
+CASES = {"plain": {}, "softcap": {"softcap": 2.0}, "softcap and scale": {"softcap": 2.0, "scale": 0.4}}
+quick = settings(derandomize=True, max_examples=15, deadline=None)
+
+
+def documents(B: int, T: int, device: str) -> Tensor:
+    """Three documents in row 0 (ids 5, 1, 3), two in the others, then padding."""
+    doc_ids = torch.ones(B, T, dtype=torch.int32)
+    doc_ids[0, : T // 3] = 5
+    doc_ids[:, T // 2 :] = 3
+    doc_ids[:, T - T // 8 :] = -1
+    return doc_ids.to(device)
+
+
+def index_problem(
+    B=2, T=33, J=3, width=16, dtype=torch.float64, device="cpu", seed=0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random q, k, weights of either sign, and documents."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = (B, T, J, width), (B, T, width), (B, T, J)
+    tensors = (torch.randn(*shape, generator=g, dtype=torch.float64).to(device, dtype) for shape in shapes)
+    return *tensors, documents(B, T, device)
+
+
+def problem(
+    B=2, T=33, Hq=4, Hkv=2, P=16, K=7, dtype=torch.float64, device="cpu", seed=0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random q, k, v and a choice of K keys: the indexer's, so that early queries of a document have fewer."""
+    g = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(B, T, H, P, generator=g, dtype=torch.float64) for H in (Hq, Hkv, Hkv)]
+    indices = dsa_indexer(*index_problem(B=B, T=T, seed=seed), top_k=K).to(device)
+    return *(t.to(device, dtype) for t in tensors), indices
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale=None, softcap=0.0) -> Tensor:
+    """Dense attention in its inputs' dtype but for the softmax, under a mask made from the indices."""
+    B, T, Hq, P = q.shape
+    R = Hq // k.shape[2]
+    seen = torch.zeros(B, T, T + 1, dtype=torch.bool, device=q.device)
+    seen = seen.scatter(2, torch.where(indices < 0, T, indices).long(), True)[:, None, :, :T]
+    key, value = (t.repeat_interleave(R, 2).transpose(1, 2) for t in (k, v))
+    s = q.transpose(1, 2) @ key.mT * (P**-0.5 if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    s = s.masked_fill(~seen, -torch.inf)
+    p = torch.softmax(s, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return (p @ value).transpose(1, 2)
+
+
+def chosen_one_by_one(scores: Tensor, ids: Tensor, top_k: int) -> Tensor:
+    """The rule in plain Python: keys s <= t of the same document, by falling score, earlier first among equals."""
+    B, T, _ = scores.shape
+    found = torch.full((B, T, top_k), -1, dtype=torch.int32)
+    for b in range(B):
+        for t in range(T):
+            keys = [s for s in range(t + 1) if ids[b, s] == ids[b, t]]
+            best = sorted(sorted(keys, key=lambda s: -scores[b, t, s].item())[:top_k])
+            found[b, t, : len(best)] = torch.tensor(best, dtype=torch.int32)
+    return found
+
+
+def rounding_bound(q: Tensor, k: Tensor, v: Tensor, scale: float, K: int) -> float:
+    """What rounding alone can do to `out` in fp32: a logit is off by (P + 4) u of its largest size, a weight by twice
+    that, and the mean of v adds K + 8 roundings; all of it relative to max |v|."""
+    logit = scale * q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
+    return float((2 * (q.shape[3] + 4) * logit + K + 8) * 2**-24 * v.double().abs().max())
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("top_k", [1, 7, 40])
+def test_the_choice_is_that_of_the_rule(lane: Lane, top_k: int):
+    inputs = index_problem(device=lane.device)
+    q, k, weights, doc_ids = inputs
+    dots = torch.relu(torch.einsum("btji,bsi->bjts", q, k))
+    scores = (weights.mT.unsqueeze(-1) * dots).sum(1)
+    wanted = chosen_one_by_one(scores.cpu(), doc_ids.cpu(), top_k)
+    for impl in ("op", "reference"):
+        found = dsa_indexer(*inputs, top_k=top_k, impl=impl)
+        assert found.dtype == torch.int32
+        assert torch.equal(found.cpu(), wanted)
+    without_relu = torch.einsum("btj,btji,bsi->bts", weights, q, k)
+    if top_k == 7:
+        assert not torch.equal(chosen_one_by_one(without_relu.cpu(), doc_ids.cpu(), top_k), wanted)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), T=st.integers(1, 40), top_k=st.integers(1, 20), levels=st.integers(1, 3))
+def test_of_equal_scores_the_earlier_key_is_chosen(lane: Lane, seed: int, T: int, top_k: int, levels: int):
+    """Keys of few different values: most scores are equal, and exact in every dtype."""
+    g = torch.Generator().manual_seed(seed)
+    q = torch.ones(1, T, 2, 16)
+    k = torch.randint(-1, levels, (1, T, 1), generator=g).float().expand(1, T, 16)
+    weights = torch.tensor([1.0, 0.5]).expand(1, T, 2)
+    ids = torch.randint(0, 2, (1, T), generator=g).int()
+    scores = 24 * k.relu()[..., 0].unsqueeze(1).expand(1, T, T)
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = (t.to(lane.device, dtype) for t in (q, k, weights))
+        found = dsa_indexer(*inputs, ids.to(lane.device), top_k=top_k).cpu()
+        assert torch.equal(found, chosen_one_by_one(scores, ids, top_k))
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_key_left_out_scores_clearly_better(lane: Lane, dtype: str):
+    """In 16 bits a product is exact in fp32 and its sum is not: keys closer than rounding may change places."""
+    inputs = index_problem(T=65, dtype=DTYPES[dtype], device=lane.device)
+    q, k, weights, _ = inputs
+    indices = dsa_indexer(*inputs, top_k=9)
+    scores = dsa_scores(*doubled(inputs))
+    taken = torch.zeros(2, 65, 66, dtype=torch.bool, device=lane.device)
+    taken = taken.scatter(2, torch.where(indices < 0, 65, indices).long(), True)[..., :65]
+    assert not (taken & scores.isneginf()).any()
+    assert torch.equal(taken.sum(-1), (~scores.isneginf()).sum(-1).clamp(max=9))
+    largest = (
+        q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max() * weights.double().abs().sum(-1).max()
+    )
+    worst_in = scores.masked_fill(~taken, torch.inf).amin(-1)
+    best_out = scores.masked_fill(taken, -torch.inf).amax(-1)
+    assert (best_out - worst_in).max() <= (16 + 3 + 2) * 2**-23 * largest
+    assert (best_out - worst_in.roll(1, 1)).max() > 0.1  # the same bound sees another query's choice
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("case", CASES)
+def test_fp64_equals_dense_attention_under_a_mask(lane: Lane, case: str):
+    inputs = problem(device=lane.device)
+    plain = gradients(plain_attention, *inputs, **CASES[case])
+    for impl in ("op", "reference"):
+        found = gradients(dsa_attention, *inputs, impl=impl, **CASES[case])
+        for ours, wanted in zip(found, plain, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
+    """Over several seeds: a query of one key has a gradient of 0, and what either side makes of it is luck."""
+
+    def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Named:
+        names = ("out", "q", "k", "v")
+        return pooled(dict(zip(names, gradients(function, *inputs, **CASES[case]))) for case in CASES)
+
+    problems = [problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
+    oracle = pooled(run(dsa_attention_reference, doubled(inputs)) for inputs in problems)
+    plain = pooled(run(plain_attention, inputs) for inputs in problems)
+    found = pooled(run(dsa_attention, inputs) for inputs in problems)
+    assert all(t.dtype == DTYPES[dtype] for t in found.values())
+    report_pooled(
+        row, f"kernels/dsa_indexer-{lane.name}-{dtype}", found, plain, oracle, inputs=("q", "k", "v")
+    )
+
+
+@lanes("cpu", "h200")
+def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane):
+    q, k, v, indices = inputs = problem(dtype=torch.float32, device=lane.device)
+    options = {"scale": 0.4, "softcap": 2.0}
+    oracle = dsa_attention_reference(*doubled(inputs), **options)
+    bound = rounding_bound(q, k, v, 0.4, 7)
+    assert bound < 1e-3
+    assert error(dsa_attention(*inputs, **options), oracle)[0] <= bound
+    wrong = {
+        "softcap before scale": dsa_attention(*inputs, **options | {"softcap": 2.0 / 0.4}),
+        "no softcap": dsa_attention(*inputs, **options | {"softcap": 0.0}),
+        "none taken for key 0": dsa_attention(q, k, v, indices.clamp(min=0), **options),
+        "a key too few": dsa_attention(q, k, v, indices[..., 1:].contiguous(), **options),
+        "choice of the query before": dsa_attention(q, k, v, indices.roll(1, 1), **options),
+        "heads interleaved": dsa_attention(q, k.flip(2), v.flip(2), indices, **options),
+    }
+    missed = [name for name, out in wrong.items() if error(out, oracle)[0] <= bound]
+    assert not missed
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("case", ["plain", "softcap and scale"])
+def test_gradcheck(lane: Lane, case: str):
+    q, k, v, indices = problem(B=1, T=6, Hq=4, Hkv=2, P=3, K=3)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    assert torch.autograd.gradcheck(lambda *t: dsa_attention(*t, indices, **CASES[case]), leaves)
+
+
+@lanes("cpu", "h200")
+def test_op_contract(lane: Lane):
+    ops = torch.ops.bumpgate
+    inputs = problem(B=2, T=9, P=4, K=3, dtype=torch.float32, device=lane.device)
+    q, k, v, indices = strided(inputs)
+    options = (0.5, 2.0)
+    out, lse = ops.dsa_attention_fwd(q, k, v, indices, *options)
+    assert lse.dtype == torch.float32
+    assert torch.equal(out, ops.dsa_attention_fwd(*inputs, *options)[0])
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    assert [t.requires_grad for t in ops.dsa_attention_fwd(*leaves, indices, *options)] == [True, False]
+    check_op(ops.dsa_attention_fwd, (q, k, v, indices, *options), differentiable=True)
+    gradient = turned(out, 1, 2)
+    check_op(ops.dsa_attention_bwd, (*(t.detach() for t in (q, k, v)), indices, out, lse, gradient, *options))
+    check_op(ops.dsa_indexer_fwd, (*strided(index_problem(T=9, dtype=torch.float32, device=lane.device)), 4))
+
+
+@lanes("cpu", "h200")
+def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
+    def train(function, inputs):
+        return gradients(function, *inputs, softcap=2.0)
+
+    batches = [problem(B=B, T=16, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    check_one_graph(dsa_attention, train, batches, op="dsa_attention", dynamic=(0, 1, 2, 3))
+
+
+@lanes("cpu", "h200")
+def test_choice_and_attention_compile_together(lane: Lane):
+    """And nothing on the way asks the host about data: fullgraph would refuse it."""
+
+    def choose_and_attend(q, k, v, index_q, index_k, weights, doc_ids):
+        return dsa_attention(q, k, v, dsa_indexer(index_q, index_k, weights, doc_ids, top_k=5))
+
+    def train(function, inputs):
+        return gradients(function, *inputs)
+
+    sizes = [{"B": B, "T": 16, "dtype": torch.float32, "device": lane.device} for B in (2, 3)]
+    batches = [(*problem(**size)[:3], *index_problem(**size)) for size in sizes]
+    options = {"op": "dsa_attention", "calls": 1, "dynamic": range(7)}
+    report = check_compiled(choose_and_attend, train, batches, **options)
+    (graph,) = report.graphs
+    found = [name for name in graph.operators if "getitem" not in name]
+    assert found == ["bumpgate.dsa_indexer_fwd.default", "bumpgate.dsa_attention_fwd.default"]
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), T=st.integers(1, 20), extra=st.integers(0, 3))
+def test_as_many_keys_as_tokens_is_dense_attention(lane: Lane, seed: int, T: int, extra: int):
+    q, k, v, _ = problem(T=T, seed=seed, device=lane.device)
+    doc_ids = documents(2, T, lane.device)
+    indices = dsa_indexer(*index_problem(T=T, seed=seed, device=lane.device), top_k=T + extra)
+    seen = (doc_ids.unsqueeze(2) == doc_ids.unsqueeze(1)).tril().unsqueeze(1)
+    q_, k_, v_ = (t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)))
+    dense = torch.softmax((q_ @ k_.mT / 4).masked_fill(~seen, -torch.inf), -1) @ v_
+    torch.testing.assert_close(dsa_attention(q, k, v, indices), dense.transpose(1, 2), rtol=1e-12, atol=1e-12)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), none=st.integers(0, 3))
+def test_the_order_of_the_indices_and_where_none_stands_do_not_matter(lane: Lane, seed: int, none: int):
+    q, k, v, indices = problem(T=17, seed=seed, device=lane.device)
+    more = torch.nn.functional.pad(indices, (none, 0), value=-1)
+    shuffled = more[..., torch.randperm(more.shape[-1], generator=torch.Generator().manual_seed(seed))]
+    pairs = zip(gradients(dsa_attention, q, k, v, shuffled), gradients(dsa_attention, q, k, v, indices))
+    for ours, wanted in pairs:
+        torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), at=st.integers(0, 15))
+def test_the_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int):
+    """Not the choice, and not the output: a token that is not seen may be nan."""
+    q, k, v, _ = problem(T=16, dtype=torch.float32, seed=seed, device=lane.device)
+    index_q, index_k, weights, doc_ids = index_problem(
+        T=16, dtype=torch.float32, seed=seed, device=lane.device
+    )
+    before = dsa_indexer(index_q, index_k, weights, doc_ids, top_k=5)
+    outs = dsa_attention(q, k, v, before)
+    index_k[:, at] = k[:, at] = v[:, at] = float("nan")
+    after = dsa_indexer(index_q, index_k, weights, doc_ids, top_k=5)
+    seen = (doc_ids.unsqueeze(2) == doc_ids.unsqueeze(1)).tril()[:, :, at]
+    assert torch.equal(before[~seen], after[~seen])
+    assert torch.equal(outs[~seen], dsa_attention(q, k, v, after)[~seen])
+    chosen = (before == at).any(-1)
+    assert torch.equal(dsa_attention(q, k, v, before).isnan().flatten(2).all(2), chosen)
+
+
+@lanes("cpu", "h200")
+def test_a_query_without_keys_gives_zeros(lane: Lane):
+    q, k, v, indices = problem(dtype=torch.float32, device=lane.device)
+    indices[:, 5] = -1
+    indices[:, :, 0] = torch.where(indices[:, :, 0] == 5, -1, indices[:, :, 0])
+    for impl in ("op", "reference"):
+        out, dq, dk, dv = gradients(dsa_attention, q, k, v, indices, softcap=2.0, impl=impl)
+        assert not out[:, 5].any()
+        assert not dq[:, 5].any()
+        assert all(t.isfinite().all() for t in (out, dq, dk, dv))
+
+
+@lanes("cpu", "h200")
+def test_the_loss_is_the_divergence_over_the_chosen_keys(lane: Lane):
+    """Against the definition cell by cell over all keys, and 0 where the indexer says what the attention says."""
+    q, k, _, _ = problem(T=11, device=lane.device)
+    index = index_problem(T=11, device=lane.device)
+    indices = dsa_indexer(*index, top_k=4)
+    target = dsa_distribution(q, k, indices)
+    torch.testing.assert_close(target.sum(-1), torch.ones_like(target[..., 0]), rtol=1e-12, atol=0)
+    scores, total = dsa_scores(*index), 0.0
+    for b, t in [(b, t) for b in range(2) for t in range(11)]:
+        keys = [s for s in indices[b, t].tolist() if s >= 0]
+        value = k[b, keys].repeat_interleave(2, 1)
+        p = torch.softmax(torch.einsum("hp,shp->hs", q[b, t], value) / 4, -1).mean(0)
+        total += (p * (p.log() - torch.log_softmax(scores[b, t, keys], -1))).sum()
+    loss = dsa_indexer_loss(*index[:3], indices, target)
+    torch.testing.assert_close(loss, total / 22, rtol=1e-12, atol=0)
+    assert loss > 1e-2
+    itself = dsa_scores(*index).gather(2, indices.long().clamp(min=0)).masked_fill(indices < 0, -torch.inf)
+    assert dsa_indexer_loss(*index[:3], indices, itself.softmax(-1)).abs() < 1e-12
+
+
+@lanes("cpu", "h200")
+def test_the_loss_and_not_the_choice_teaches_the_indexer(lane: Lane):
+    index = index_problem(B=1, T=7, J=2, width=4, device=lane.device)
+    leaves = [t.requires_grad_() for t in index[:3]]
+    q, k, _, _ = problem(B=1, T=7, device=lane.device)
+    indices = dsa_indexer(*index, top_k=3)
+    assert not indices.requires_grad
+    target = dsa_distribution(q.requires_grad_(), k, indices)
+    assert not target.requires_grad
+    assert torch.autograd.gradcheck(lambda *t: dsa_indexer_loss(*t, indices, target), leaves)
+    grads = torch.autograd.grad(dsa_indexer_loss(*leaves, indices, target), leaves)
+    assert all(g.abs().max() > 1e-4 for g in grads)
+
+
+@lanes("cpu")
+def test_bad_input_is_one_clear_line(lane: Lane):
+    q, k, v, indices = problem(B=2, T=4, P=4, K=3, dtype=torch.float32)
+    bad = [
+        ((q, k[:, :, :1].repeat(1, 1, 3, 1), v, indices), {}, "4 query heads"),
+        ((q[0], k, v, indices), {}, "3-d"),
+        ((q, k[:, :3], v, indices), {}, "k has shape"),
+        ((q, k, v[..., :3], indices), {}, "v has shape"),
+        ((q, k, v, indices[:, :3]), {}, "indices has shape"),
+        ((q, k, v, indices.long()), {}, "int32"),
+        ((q, k.bfloat16(), v, indices), {}, "one float dtype"),
+        ((q, k, v.bfloat16(), indices), {}, "one float dtype"),
+        ((q, k, v, indices), {"softcap": -1.0}, "softcap"),
+        ((q, k, v, indices), {"impl": "fast"}, "choices are"),
+    ]
+    for inputs, options, words in bad:
+        with refused("dsa_attention", words):
+            dsa_attention(*inputs, **options)
+    q, k, weights, doc_ids = index_problem(B=2, T=4, dtype=torch.float32)
+    bad = [
+        ((q[0], k, weights, doc_ids), {}, "3-d"),
+        ((q, k[:, :3], weights, doc_ids), {}, "k has shape"),
+        ((q, k, weights[..., :1], doc_ids), {}, "weights has shape"),
+        ((q, k, weights, doc_ids[:, :3]), {}, "doc_ids has shape"),
+        ((q, k, weights, doc_ids.long()), {}, "int32"),
+        ((q, k.bfloat16(), weights, doc_ids), {}, "one float dtype"),
+        ((q, k, weights.int(), doc_ids), {}, "floating point"),
+        ((q, k, weights, doc_ids), {"top_k": 0}, "top_k"),
+        ((q, k, weights, doc_ids), {"impl": "fast"}, "choices are"),
+    ]
+    for inputs, options, words in bad:
+        with refused("dsa_indexer", words):
+            dsa_indexer(*inputs, **{"top_k": 2} | options)
+    with refused("dsa_indexer_loss", "target has shape"):
+        dsa_indexer_loss(q, k, weights, indices, torch.ones(2, 4, 2))
+
+
+@lanes("cpu")
+def test_the_loss_ignores_what_stands_where_there_is_no_key(lane: Lane):
+    index = index_problem(B=1, T=5, dtype=torch.float32)
+    indices = dsa_indexer(*index, top_k=4)
+    target = torch.softmax(torch.zeros(1, 5, 4).masked_fill(indices < 0, -torch.inf), -1)
+    found = dsa_indexer_loss(*index[:3], indices, target)
+    assert torch.equal(found, dsa_indexer_loss(*index[:3], indices, target.masked_fill(indices < 0, 9.0)))
+    nothing = torch.full_like(indices, -1)
+    assert dsa_indexer_loss(*index[:3], nothing, torch.zeros_like(target)) == 0
+    assert dsa_choice(torch.full((1, 2, 2), -torch.inf), 3).eq(-1).all()

@@ -1,0 +1,272 @@
+"""grouped_gemm against a loop of torch.mm over the experts: value, gradient, compilation, its four forms.
+
+M rows, E experts, D_in and D_out model dims on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.grouped_gemm import grouped_gemm
+from kernels.grouped_gemm.padded import power_of_two_bucket
+from suites.support.comparison import DTYPES, doubled, error, error_ratios, gradients, report_cases
+from suites.support.custom_ops import check_compiled, check_one_graph, check_op, refused, strided, turned
+from suites.support.instruments import host_syncs
+from suites.support.lanes import Lane, lanes
+
+COUNTS = (5, 0, 17, 8)
+# The Triton kernels fetch whole chunks of 64 by TMA, and take other sizes by plain loads.
+DIMS = {"odd": (20, 25), "tall tiles": (64, 128), "wide tiles": (192, 256)}
+quick = settings(derandomize=True, max_examples=15, deadline=None)
+routings = st.lists(st.integers(0, 9), min_size=1, max_size=5)
+
+
+def problem(
+    counts: Sequence[int] = COUNTS, D_in=8, D_out=16, spare=3, dtype=torch.float64, device="cpu", seed=0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random x with `spare` rows of no expert at the end, weight, and the counts as int64."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(sum(counts) + spare, D_in, generator=g, dtype=torch.float64)
+    weight = torch.randn(len(counts), D_in, D_out, generator=g, dtype=torch.float64)
+    return x.to(device, dtype), weight.to(device, dtype), torch.tensor(counts, device=device)
+
+
+def loop_of_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """One torch.mm an expert, in the dtype of x."""
+    y, start = x.new_zeros(x.shape[0], weight.shape[2]), 0
+    for w, count in zip(weight, counts.tolist()):
+        y[start : start + count] = torch.mm(x[start : start + count], w)
+        start += count
+    return y
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("impl", ["op", "reference", "padded"])
+def test_fp64_equals_a_loop_of_mm(lane: Lane, impl: str, dims: str):
+    inputs = problem(D_in=DIMS[dims][0], D_out=DIMS[dims][1], device=lane.device)
+    plain = gradients(loop_of_mm, *inputs)
+    for ours, theirs in zip(gradients(partial(grouped_gemm, impl=impl), *inputs), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
+    """Counts that fill no tile, one and more than two of the kernel's, and experts without rows at both ends."""
+    ratios = {}
+    for dims, (D_in, D_out) in DIMS.items():
+        inputs = problem((0, 600, 3, 256, 0), D_in, D_out, dtype=DTYPES[dtype], device=lane.device)
+        ratios[dims] = error_ratios(grouped_gemm, loop_of_mm, loop_of_mm, inputs)
+    report_cases(row, f"kernels/grouped_gemm-{lane.name}-{dtype}", ratios)
+
+
+def three(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor, form=grouped_gemm) -> list[Tensor]:
+    """y, dx, dweight for this dy."""
+    leaves = [t.detach().requires_grad_() for t in (x, weight)]
+    y = form(*leaves, counts)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", DIMS)
+def test_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane, dims: str, dtype: str):
+    """A sum of n products in fp32 is off by n u times the same sum of sizes at most; bf16 adds one cast."""
+    D_in, D_out = DIMS[dims]
+    x, weight, counts = problem((5, 40, 17, 8), D_in, D_out, dtype=DTYPES[dtype], device=lane.device)
+    dy = torch.randn(len(x), D_out, generator=torch.Generator().manual_seed(1)).to(x)
+    exact = three(*doubled((x, weight, counts, dy)), form=loop_of_mm)
+    sizes = three(*(t.double().abs() for t in (x, weight)), counts, dy.double().abs(), form=loop_of_mm)
+    cast = {"fp32": 0.0, "bf16": 2**-8}[dtype]
+    bounds = [n * 2**-24 * s + cast * e.abs() for n, s, e in zip((D_in, D_out, 40), sizes, exact)]
+
+    def outside(found: list[Tensor]) -> list[bool]:
+        return [bool(((t - e).abs() > b).any()) for t, e, b in zip(found, exact, bounds)]
+
+    assert outside(three(x, weight, counts, dy)) == [False, False, False]
+    moved = counts + torch.tensor([1, -1, 0, 0], device=counts.device)
+    short = x.where(torch.arange(D_in, device=x.device) < D_in - 1, 0)
+    wrong = {
+        "next expert's matrix": (three(x, weight.roll(1, 0), counts, dy), [True, True, False]),
+        "a row too many": (three(x, weight, moved, dy), [True, True, True]),
+        "no last column": (three(short, weight, counts, dy), [True, False, True]),
+        "3 % off": ([1.03 * t for t in three(x, weight, counts, dy)], [True, True, True]),
+    }
+    for name, (found, seen) in wrong.items():
+        assert outside(found) == seen, name
+
+
+@lanes("cpu")
+def test_gradcheck(lane: Lane):
+    x, weight, counts = problem((2, 0, 3), 3, 2, spare=1)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda *t: grouped_gemm(*t, counts), leaves)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dims", ["odd", "tall tiles"])
+def test_op_contract(lane: Lane, dims: str):
+    FWD, BWD = torch.ops.bumpgate.grouped_gemm_fwd, torch.ops.bumpgate.grouped_gemm_bwd
+    x, weight, counts = strided(problem((3, 0, 5), *DIMS[dims], dtype=torch.float32, device=lane.device))
+    check_op(FWD, (x, weight, counts), differentiable=True)
+    check_op(BWD, (x, turned(weight, 0, 2), counts, turned(FWD(x, weight, counts), 0, 1)))
+
+
+@lanes("cpu", "h200")
+def test_compiles_to_one_graph_for_every_number_of_rows(lane: Lane):
+    def train(function, inputs):
+        return gradients(function, *inputs)
+
+    batches = [problem(spare=spare, dtype=torch.float32, device=lane.device) for spare in (2, 3, 5)]
+    check_one_graph(grouped_gemm, train, batches, op="grouped_gemm", dynamic=(0,))
+
+
+@lanes("cpu", "h200")
+def test_a_bucket_compiles_to_one_graph_for_every_routing(lane: Lane):
+    def train(function, inputs):
+        return gradients(function, *inputs)
+
+    batches = [problem(counts, device=lane.device) for counts in ((5, 0, 17, 8), (0, 32, 1, 0), (9, 9, 9, 9))]
+    padded = partial(grouped_gemm, impl="padded", bucket=32)
+    # A batched product of other shapes may be summed in another order.
+    report = check_compiled(padded, train, batches, op="grouped_gemm", calls=0, dynamic=(0,), tolerance=1e-12)
+    assert report.unique_graphs == 1
+    with host_syncs() as tally:
+        train(padded, batches[0])
+    assert tally["syncs"] == 0
+    assert tally["aten::bmm"] == 3
+
+
+@lanes("h200")
+def test_reads_no_value_on_the_host(lane: Lane):
+    inputs = problem(D_in=64, D_out=128, dtype=torch.bfloat16, device=lane.device)
+    gradients(grouped_gemm, *inputs)  # compiles
+    leaves = [t.requires_grad_() for t in inputs[:2]]
+    dy = torch.randn(len(inputs[0]), 128, device=lane.device).to(torch.bfloat16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(grouped_gemm(*leaves, inputs[2]), leaves, dy)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            grouped_gemm(*inputs, impl="reference")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), counts=routings, spare=st.integers(0, 3))
+def test_equals_the_loop_for_every_routing(lane: Lane, seed: int, counts: list[int], spare: int):
+    """Rows of no expert may hold anything: their results are zero, and nothing else sees them."""
+    x, weight, counts = problem(counts, spare=spare, dtype=torch.float32, seed=seed, device=lane.device)
+    dy = torch.randn(len(x), 16, generator=torch.Generator().manual_seed(seed)).to(x)
+    used = int(counts.sum())
+    plain = three(x, weight, counts, dy, form=loop_of_mm)
+    x[used:], dy[used:] = torch.nan, torch.nan
+    for impl in ("op", "padded"):
+        found = three(x, weight, counts, dy, form=partial(grouped_gemm, impl=impl))
+        for ours, theirs in zip(found, plain):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert (found[0][used:] == 0).all()
+        assert (found[1][used:] == 0).all()
+        assert (found[2][counts == 0] == 0).all()
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), counts=routings)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_know_nothing_of_each_other(lane: Lane, dtype: str, seed: int, counts: list[int]):
+    """Permuted with their rows they give the same bits, and so does one alone; on the CPU to rounding, where the
+    product of a matrix at another address may be summed in another order."""
+    x, weight, sizes = problem(counts, 64, 64, dtype=DTYPES[dtype], seed=seed, device=lane.device)
+    dy = torch.randn(len(x), 64, generator=torch.Generator().manual_seed(seed)).to(x)
+    order = torch.randperm(len(counts), generator=torch.Generator().manual_seed(seed)).tolist()
+    starts = sizes.cumsum(0) - sizes
+    rows = torch.cat([torch.arange(counts[e]) + int(starts[e]) for e in order]).to(sizes)
+
+    def same(ours: Tensor, theirs: Tensor) -> None:
+        tolerance = {"h200": 0.0, "cpu": {"fp32": 1e-5, "bf16": 2**-7}[dtype]}[lane.name]
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+    y, dx, dweight = three(x, weight, sizes, dy)
+    permuted = three(x[rows], weight[order], sizes[order], dy[rows])
+    for ours, theirs in zip(permuted, (y[rows], dx[rows], dweight[order])):
+        same(ours, theirs)
+    first = rows[: counts[order[0]]]
+    alone = three(x[first], weight[order[:1]], sizes[order[:1]], dy[first])
+    for ours, theirs in zip(alone, (y[first], dx[first], dweight[order[:1]])):
+        same(ours, theirs)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("impl", ["op", "reference", "padded"])
+def test_one_expert_may_take_all_rows(lane: Lane, impl: str, dtype: str):
+    x, weight, counts = problem((0, 300, 0), 64, 64, spare=0, dtype=DTYPES[dtype], device=lane.device)
+    tolerance = {"fp32": 1e-4, "bf16": 2**-7}[dtype]
+    found = grouped_gemm(x, weight, counts, impl=impl)
+    torch.testing.assert_close(found, x @ weight[1], rtol=tolerance, atol=8 * tolerance)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_counts_of_32_bits_and_of_64_give_the_same_bits(lane: Lane, dtype: str):
+    x, weight, counts = problem(D_in=64, D_out=64, dtype=DTYPES[dtype], device=lane.device)
+    for ours, theirs in zip(
+        gradients(grouped_gemm, x, weight, counts.int()), gradients(grouped_gemm, x, weight, counts)
+    ):
+        assert torch.equal(ours, theirs)
+
+
+@lanes("cpu", "h200")
+def test_a_row_without_a_place_in_its_bucket_is_nan(lane: Lane):
+    inputs = problem(device=lane.device)
+    y = grouped_gemm(*inputs, impl="padded", bucket=16)
+    assert y.isnan().any(1).nonzero().flatten().tolist() == [21]  # the 17th row of the third expert
+    assert not grouped_gemm(*inputs, impl="padded", bucket=32).isnan().any()
+    assert [power_of_two_bucket(torch.tensor([0, n])) for n in (0, 1, 2, 3, 16, 17)] == [1, 1, 2, 4, 16, 32]
+
+
+@lanes("cpu", "h200")
+def test_upstream_equals_the_loop(lane: Lane):
+    inputs = problem((5, 0, 17, 10), 64, 128, spare=0, dtype=torch.bfloat16, device=lane.device)
+    plain = gradients(loop_of_mm, *doubled(inputs))
+    for ours, exact in zip(gradients(partial(grouped_gemm, impl="upstream"), *inputs), plain):
+        assert error(ours, exact)[0] <= 2**-8 * float(exact.abs().max()) + 1e-5
+
+
+@lanes("cpu")
+def test_a_torch_without_grouped_mm_is_one_clear_line(lane: Lane, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(F, "grouped_mm")
+    with pytest.raises(ImportError, match=r"^grouped_gemm: .*grouped_mm.*pip install torch==\S+$"):
+        grouped_gemm(*problem(), impl="upstream")
+
+
+@lanes("cpu")
+def test_bad_input_is_one_clear_line(lane: Lane):
+    x, weight, counts = problem()
+    bad = [
+        ((x[None], weight, counts), {}, "3-d"),
+        ((x, weight[0], counts), {}, "2-d"),
+        ((x, weight[:, :7], counts), {}, "x has shape"),
+        ((x, weight, counts[1:]), {}, "counts has shape"),
+        ((x, weight[..., :0], counts), {}, "no empty side"),
+        ((x.float(), weight, counts), {}, "one float dtype"),
+        ((x.int(), weight.int(), counts), {}, "one float dtype"),
+        ((x, weight, counts.short()), {}, "int32 or int64"),
+        ((x, weight, counts), {"bucket": 8}, "bucket is for impl 'padded'"),
+        ((x, weight, counts), {"impl": "padded", "bucket": 0}, "at least 1"),
+        ((x, weight, counts), {"impl": "fast"}, "choices are"),
+    ]
+    for inputs, options, words in bad:
+        with refused("grouped_gemm", words):
+            grouped_gemm(*inputs, **options)

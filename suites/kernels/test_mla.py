@@ -1,0 +1,292 @@
+"""mla against the plain formula head by head, and its two forms against each other.
+
+B batch, T tokens, H heads, C latent dim, P, R and Pv head dims of q.k without and with position and of the values.
+The plain formula walks the heads one by one with a mask written out; the oracle is the reference in fp64, which
+must agree with the plain formula in fp64 first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.mla import mla, mla_absorbed, mla_reference
+from suites.support.comparison import DTYPES, Named, doubled, error, gradients, pooled, report_pooled
+from suites.support.custom_ops import check_one_graph, check_op, refused, strided, turned
+from suites.support.lanes import Lane, lanes
+
+CASES = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "softcap and scale": {"softcap": 2.0, "scale": 0.4},
+    "not causal": {"causal": False},
+}
+NAMES = ("q_nope", "q_rope", "c_kv", "k_rope", "W_uk", "W_uv", "doc_ids")
+quick = settings(derandomize=True, max_examples=15, deadline=None)
+
+
+def problem(
+    B=2, T=33, H=3, C=16, P=16, R=8, Pv=32, dtype=torch.float64, device="cpu", seed=0
+) -> tuple[Tensor, ...]:
+    """Random inputs in the order of NAMES; three documents in row 0 (ids 5, 1, 3), two in the others, then padding."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    tensors = (
+        draw(B, T, H, P), draw(B, T, H, R), draw(B, T, C), draw(B, T, R),
+        draw(H, P, C) * C**-0.5, draw(H, Pv, C) * C**-0.5,
+    )  # fmt: skip
+    doc_ids = torch.ones(B, T, dtype=torch.int32)
+    doc_ids[0, : T // 3] = 5
+    doc_ids[:, T // 2 :] = 3
+    doc_ids[:, T - T // 8 :] = -1
+    return *(t.to(device, dtype) for t in tensors), doc_ids.to(device)
+
+
+def seen_by(doc_ids: Tensor, causal: bool = True) -> Tensor:
+    """(B,T,T) bool, cell by cell."""
+    T, ids = doc_ids.shape[1], doc_ids.tolist()
+    cells = [
+        [[row[i] == row[j] and (j <= i or not causal) for j in range(T)] for i in range(T)] for row in ids
+    ]
+    return torch.tensor(cells, device=doc_ids.device)
+
+
+def plain_mla(
+    q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, scale=None, softcap=0.0, causal=True
+) -> Tensor:
+    """The formula as one writes it first: in its inputs' dtype but for the softmax, one head after the other."""
+    scale = (q_nope.shape[3] + q_rope.shape[3]) ** -0.5 if scale is None else scale
+    seen = seen_by(doc_ids, causal)
+    heads = []
+    for h in range(q_nope.shape[2]):
+        key, value = c_kv @ W_uk[h].T, c_kv @ W_uv[h].T
+        s = (q_nope[:, :, h] @ key.mT + q_rope[:, :, h] @ k_rope.mT) * scale
+        if softcap:
+            s = softcap * torch.tanh(s / softcap)
+        s = s.masked_fill(~seen, -torch.inf)
+        p = torch.softmax(s, -1, dtype=torch.promote_types(s.dtype, torch.float32)).to(s.dtype)
+        heads.append(p @ value)
+    return torch.stack(heads, 2)
+
+
+def rounding_bound(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, scale: float) -> float:
+    """What rounding alone can do to `out` in fp32.
+
+    A key is off by C u of its size and a logit by P + R + C + 4 of them, a weight exp(s - lse) by twice that, and
+    the weighted mean of v adds T + C + 8 roundings: all of it relative to the largest |v|.
+    """
+    C, T = c_kv.shape[2], c_kv.shape[1]
+    widest = q_nope.shape[3] + q_rope.shape[3] + C + 4
+    c = c_kv.double().norm(dim=-1).max()
+    nope = q_nope.double().norm(dim=-1).max() * c * W_uk.double().flatten(1).norm(dim=-1).max()
+    rope = q_rope.double().norm(dim=-1).max() * k_rope.double().norm(dim=-1).max()
+    largest = c * W_uv.double().norm(dim=-1).max()
+    return float((2 * widest * scale * (nope + rope) + T + C + 8) * 2**-24 * largest)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("case", CASES)
+def test_fp64_equals_the_plain_formula_in_both_forms(lane: Lane, case: str):
+    inputs = problem(device=lane.device)
+    plain = gradients(plain_mla, *inputs, **CASES[case])
+    for form in (mla, partial(mla, impl="reference"), mla_absorbed):
+        for found, wanted in zip(gradients(form, *inputs, **CASES[case]), plain, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
+    """Over several seeds: a row of one key has a gradient of 0, and what either side makes of it is luck."""
+
+    def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Named:
+        return pooled(
+            dict(zip(("out", *NAMES), gradients(function, *inputs, **CASES[case]))) for case in CASES
+        )
+
+    problems = [problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
+    oracle = pooled(run(mla_reference, doubled(inputs)) for inputs in problems)
+    plain = pooled(run(plain_mla, inputs) for inputs in problems)
+    found = pooled(run(mla, inputs) for inputs in problems)
+    assert all(t.dtype == DTYPES[dtype] for t in found.values())
+    report_pooled(row, f"kernels/mla-{lane.name}-{dtype}", found, plain, oracle, inputs=NAMES)
+
+
+@lanes("cpu", "h200")
+def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane):
+    inputs = problem(dtype=torch.float32, device=lane.device)
+    q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids = inputs
+    options = {"scale": 0.2, "softcap": 2.0}
+    oracle = mla_reference(*doubled(inputs), **options)
+    bound = rounding_bound(*inputs[:-1], 0.2)
+    assert bound < 5e-3
+    assert error(mla(*inputs, **options), oracle)[0] <= bound
+    assert error(mla_absorbed(*inputs, **options), oracle)[0] <= bound
+    wrong = {
+        "softcap before scale": mla(*inputs, **options | {"softcap": 2.0 / 0.2}),
+        "no softcap": mla(*inputs, **options | {"softcap": 0.0}),
+        "not causal": mla(*inputs, **options, causal=False),
+        "scale of P alone": mla(*inputs, softcap=2.0, scale=16**-0.5),
+        "documents ignored": mla(*inputs[:-1], torch.zeros_like(doc_ids), **options),
+        "no positions": mla(q_nope, q_rope, c_kv, torch.zeros_like(k_rope), W_uk, W_uv, doc_ids, **options),
+        "keys of other heads": mla(q_nope, q_rope, c_kv, k_rope, W_uk.roll(1, 0), W_uv, doc_ids, **options),
+        "values of other heads": mla(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv.roll(1, 0), doc_ids, **options),
+        "a transposed W_uk": mla(q_nope, q_rope, c_kv, k_rope, W_uk.mT, W_uv, doc_ids, **options),
+    }
+    missed = [name for name, out in wrong.items() if error(out, oracle)[0] <= bound]
+    assert not missed
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("case", CASES)
+def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane, case: str):
+    """Of the plain-torch forms: a tensor-core kernel rounds its keys, its values and its weights."""
+    inputs = problem(dtype=torch.bfloat16)
+    oracle = mla_reference(*doubled(inputs), **CASES[case])
+    bound = 2**-8 * oracle.abs() + rounding_bound(*inputs[:-1], CASES[case].get("scale", 0.25))
+    for form in (mla, mla_absorbed):
+        assert ((form(*inputs, **CASES[case]) - oracle).abs() <= bound).all()
+    assert ((plain_mla(*inputs, **CASES[case]) - oracle).abs() > bound).any()
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("case", ["plain", "softcap and scale"])
+def test_gradcheck(lane: Lane, case: str):
+    *floats, doc_ids = problem(B=1, T=5, H=2, C=3, P=2, R=2, Pv=3)
+    leaves = [t.requires_grad_() for t in floats]
+    assert torch.autograd.gradcheck(lambda *t: mla(*t, doc_ids, **CASES[case]), leaves)
+
+
+@lanes("cpu", "h200")
+def test_op_contract(lane: Lane):
+    FWD, BWD = torch.ops.bumpgate.mla_fwd, torch.ops.bumpgate.mla_bwd
+    inputs = problem(B=2, T=9, H=2, C=4, P=4, R=4, Pv=8, dtype=torch.float32, device=lane.device)
+    gapped, options = strided(inputs), (0.5, 2.0, True)
+    out, lse = FWD(*gapped, *options)
+    assert lse.dtype == torch.float32
+    assert torch.equal(out, FWD(*inputs, *options)[0])
+    leaves = [t.clone().requires_grad_() for t in gapped[:-1]]
+    assert [t.requires_grad for t in FWD(*leaves, gapped[-1], *options)] == [True, False]
+    check_op(FWD, (*gapped, *options), differentiable=True)
+    check_op(BWD, (*(t.detach() for t in gapped), out, lse, turned(out, 1, 2), *options))
+
+
+@lanes("cpu", "h200")
+def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
+    def train(function, inputs):
+        return gradients(function, *inputs, softcap=2.0)
+
+    batches = [problem(B=B, T=16, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    check_one_graph(mla, train, batches, op="mla", dynamic=(0, 1, 2, 3, 6))
+
+
+@lanes("cpu", "h200")
+def test_what_is_kept_for_the_backward_has_no_keys_or_values(lane: Lane):
+    """Of c, r, queries, output and logsumexp alone; the traced reference keeps K and V, which shows the count sees."""
+    B, T, H = 2, 33, 3
+    *floats, doc_ids = problem(B=B, T=T, H=H, dtype=torch.float32, device=lane.device)
+    leaves = [t.requires_grad_() for t in floats]
+
+    def kept(impl: str) -> int:
+        sizes: dict[int, int] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            sizes[t.data_ptr()] = t.numel()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = mla(*leaves, doc_ids, impl=impl)
+        wanted = sum(t.numel() for t in (*leaves, doc_ids, out)) + B * H * T
+        return sum(sizes.values()) - wanted
+
+    assert kept("op") == 0
+    assert kept("reference") > B * H * T * T
+
+
+@lanes("cpu", "h200")
+@quick
+@given(
+    seed=st.integers(0, 99),
+    T=st.integers(1, 12),
+    last=st.integers(1, 12),
+    softcap=st.sampled_from([0.0, 3.0]),
+)
+def test_decoding_the_last_tokens_in_the_absorbed_form_gives_their_rows(
+    lane: Lane, seed: int, T: int, last: int, softcap: float
+):
+    last = min(last, T)
+    q_nope, q_rope, *cache = problem(T=T, H=2, seed=seed, device=lane.device)
+    whole = mla(q_nope, q_rope, *cache, softcap=softcap)
+    step = mla_absorbed(q_nope[:, -last:], q_rope[:, -last:], *cache, softcap=softcap)
+    torch.testing.assert_close(step, whole[:, -last:], rtol=1e-12, atol=1e-12)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), first=st.integers(1, 12), second=st.integers(1, 12))
+def test_a_packed_document_is_as_if_alone(lane: Lane, seed: int, first: int, second: int):
+    q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, _ = problem(
+        T=first + second, H=2, seed=seed, device=lane.device
+    )
+    doc_ids = torch.tensor([[0] * first + [1] * second] * 2, dtype=torch.int32, device=lane.device)
+    packed = mla(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids)[:, first:]
+    b = slice(first, None)
+    alone = mla(q_nope[:, b], q_rope[:, b], c_kv[:, b], k_rope[:, b], W_uk, W_uv, doc_ids[:, b])
+    torch.testing.assert_close(packed, alone, rtol=1e-12, atol=1e-12)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), at=st.integers(0, 15))
+def test_the_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int):
+    inputs = problem(T=16, H=2, dtype=torch.float32, seed=seed, device=lane.device)
+    before = mla(*inputs)
+    inputs[2][:, at] += 1
+    inputs[3][:, at] -= 1
+    changed = (mla(*inputs) != before).flatten(2).any(2)
+    assert torch.equal(changed, seen_by(inputs[-1])[:, :, at])
+
+
+@lanes("cpu", "h200")
+def test_one_token_returns_its_value(lane: Lane):
+    inputs = problem(T=1, device=lane.device)
+    wanted = torch.einsum("btc,hvc->bthv", inputs[2], inputs[5])
+    torch.testing.assert_close(mla(*inputs, softcap=30.0), wanted, rtol=1e-14, atol=1e-14)
+
+
+@lanes("cpu")
+def test_bad_input_is_one_clear_line(lane: Lane):
+    inputs = dict(zip(NAMES, problem(B=2, T=4, H=2, C=4, P=4, R=2, Pv=4, dtype=torch.float32)))
+    bad = [
+        ({"q_nope": inputs["q_nope"][0]}, {}, "3-d"),
+        ({"c_kv": inputs["c_kv"][0]}, {}, "c_kv and W_uv 3-d"),
+        ({"q_rope": inputs["q_rope"][:, :3]}, {}, "q_rope has shape"),
+        ({"k_rope": inputs["k_rope"][..., :1]}, {}, "k_rope has shape"),
+        ({"W_uk": inputs["W_uk"][:1]}, {}, "W_uk has shape"),
+        ({"W_uv": inputs["W_uv"][..., :3]}, {}, "W_uv has shape"),
+        ({"doc_ids": inputs["doc_ids"][:, :3]}, {}, "doc_ids has shape"),
+        ({"W_uv": inputs["W_uv"].bfloat16()}, {}, "one float dtype"),
+        ({"doc_ids": inputs["doc_ids"].long()}, {}, "int32"),
+        ({}, {"softcap": -1.0}, "softcap"),
+    ]
+    for changed, options, words in bad:
+        for op, function in {"mla": mla, "mla_absorbed": mla_absorbed}.items():
+            with refused(op, words):
+                function(**inputs | changed, **options)
+    fewer = inputs | {name: inputs[name][:, 1:] for name in ("q_nope", "q_rope")}
+    with refused("mla", "mla_absorbed takes fewer"):
+        mla(**fewer)
+    more = inputs | {name: inputs[name][:, 1:] for name in ("c_kv", "k_rope", "doc_ids")}
+    with refused("mla_absorbed", "4 queries for 3 tokens"):
+        mla_absorbed(**more)
+    with refused("mla", "choices are"):
+        mla(**inputs, impl="upstream")

@@ -1,0 +1,127 @@
+"""mHC: doubly stochastic mixing, the identity at the start, streams that can part, and what is refused.
+
+B batch, T tokens, D model dim, N streams.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model import preset
+from model.config import EngramConfig, HyperConfig
+from model.hyper import HyperBlock, branch_weights, doubly_stochastic, sinkhorn
+from suites.support.hybrids import build, token_batch
+from suites.support.lanes import Lane, lanes
+
+CONFIG = preset("nam12", "narrow", hyper=HyperConfig(streams=4, layers=3))
+
+
+def logits(n: int, seed: int, spread: float = 1.0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return spread * torch.randn(2, 3, n, n, generator=g, dtype=torch.float64)
+
+
+def off_balance(matrix: torch.Tensor) -> float:
+    """The largest distance of a row or column sum from 1."""
+    return max(float((matrix.sum(dim) - 1).abs().max()) for dim in (-2, -1))
+
+
+@lanes("cpu")
+@settings(derandomize=True, max_examples=15, deadline=None)
+@given(n=st.integers(2, 6), seed=st.integers(0, 99), spread=st.floats(0.1, 1.0))
+def test_mixing_is_doubly_stochastic(lane: Lane, n: int, seed: int, spread: float) -> None:
+    mixing = doubly_stochastic(logits(n, seed, spread), iterations=5)
+    assert bool((mixing >= 0).all())
+    torch.testing.assert_close(mixing.sum(-1), torch.ones_like(mixing[..., 0]), rtol=1e-12, atol=1e-12)
+    assert off_balance(mixing) <= off_balance(doubly_stochastic(logits(n, seed, spread), iterations=1))
+    assert off_balance(doubly_stochastic(logits(n, seed, spread), iterations=100)) < 1e-9
+    assert off_balance(logits(n, seed, spread).softmax(-1)) > 1e-3, "rows alone are not enough"
+
+
+@lanes("cpu")
+def test_two_by_two_needs_a_softmax(lane: Lane) -> None:
+    """However far its scores are apart, a balanced 2x2 matrix has equal diagonals: weights read there are equal."""
+    scores = torch.tensor([3.0, -1.0], dtype=torch.float64)
+    matrix = torch.exp(torch.diag(scores))
+    for _ in range(100):
+        matrix = matrix / matrix.sum(-2, keepdim=True)
+        matrix = matrix / matrix.sum(-1, keepdim=True)
+    torch.testing.assert_close(matrix[0, 0], matrix[1, 1], rtol=1e-9, atol=1e-9)
+    weights = branch_weights(scores)
+    torch.testing.assert_close(weights, 2 * scores.softmax(-1))
+    with pytest.raises(ValueError, match="use a softmax over two"):
+        sinkhorn(torch.diag(scores), 5)
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("branches", [1, 3])
+def test_a_mixer_of_two_takes_two(lane: Lane, branches: int) -> None:
+    with pytest.raises(ValueError, match=f"two branches, not {branches}"):
+        branch_weights(torch.zeros(branches))
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_refused(lane: Lane, dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match="needs fp32 logits"):
+        sinkhorn(torch.zeros(3, 3, dtype=dtype), 5)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_coefficients_are_fp32_under_autocast(lane: Lane, dtype: torch.dtype) -> None:
+    block = HyperBlock(torch.nn.Identity(), CONFIG, layer=0, with_aux=False).to(lane.device)
+    torch.nn.init.normal_(block.dynamic)
+    H = torch.randn(2, 3, 4, CONFIG.d_model, device=lane.device).to(dtype)
+    with torch.autocast(lane.device, dtype=torch.bfloat16):
+        inside = block.coefficients(H)
+    for found, outside in zip(inside, block.coefficients(H)):
+        assert found.dtype == torch.float32
+        assert torch.equal(found, outside)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("hyper", [HyperConfig(4, 7), HyperConfig(2, 7), HyperConfig(4, 12, uniform=0.3)])
+def test_starts_as_the_model_without_streams(lane: Lane, hyper: HyperConfig) -> None:
+    config = preset("nam12", "narrow")
+    ids = token_batch(config, 2, device=lane.device)
+    with torch.no_grad():
+        plain = build(config, lane.device, torch.float64).logits(ids)
+        model = build(config.with_(hyper=hyper), lane.device, torch.float64)
+        torch.testing.assert_close(model.logits(ids), plain, rtol=1e-9, atol=1e-9)
+        model.blocks[1].bias[hyper.streams] += 1.0  # what one stream takes of the second block
+        assert float((model.logits(ids) - plain).abs().max()) > 1e-4
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("apart", [True, False])
+def test_streams_can_part(lane: Lane, apart: bool) -> None:
+    """Layers that read all streams alike would give all of them one gradient, and n streams would stay one."""
+    model = build(CONFIG, lane.device, torch.float64)
+    N = CONFIG.hyper.streams
+    if not apart:
+        for block in model.blocks[: CONFIG.hyper.layers]:
+            block.bias.data[:N] = 0.0
+    model(token_batch(CONFIG, 2, device=lane.device)).backward()
+    post = model.blocks[0].bias.grad[N : 2 * N]
+    assert (float((post - post.mean()).abs().max()) > 1e-3 * float(post.abs().max())) is apart
+
+
+@lanes("cpu")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hyper": HyperConfig(mix_branches=True)}, "mix_branches needs engram.layers"),
+        ({"hyper": HyperConfig(), "engram": EngramConfig(layers=())}, "engram.layers is empty"),
+        ({"hyper": HyperConfig(layers=0)}, "hyper.layers must lie in"),
+        ({"hyper": HyperConfig(layers=13)}, "hyper.layers must lie in"),
+        ({"hyper": HyperConfig(streams=1)}, "hyper.streams must be at least 2"),
+        ({"hyper": HyperConfig(uniform=1.5)}, "hyper.uniform must lie in"),
+    ],
+)
+def test_silent_no_ops_are_refused(lane: Lane, changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        preset("nam12", "narrow", **changes)

@@ -1,0 +1,159 @@
+"""Chunk relations against a loop over pairs, a graph whose size knows nothing of C, and the attention bias.
+
+B batch, T tokens, H heads, C chunks, K edges.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from model import preset
+from model.config import TreeConfig
+from model.features import Features
+from model.relations import RELATIONS, RelationBias, chunk_of_token, chunk_relations
+from suites.model.programs import program
+from suites.support.instruments import DynamoWatch
+from suites.support.lanes import Lane, lanes
+
+B, T = 2, 64
+SPANS = ((0, 24, 1), (24, T, 2))
+
+
+def documents_and_program(lane: Lane, chunks: int = 24) -> tuple[Tensor, Features]:
+    """Two documents a row, and one call from the first into the second, which may not show."""
+    config = preset("nam12", "narrow", tree=TreeConfig(chunks=chunks, edges=24))
+    known = program(config, B, *SPANS, device=lane.device)
+    known.calls[:, -1, 0] = 0
+    known.calls[:, -1, 1] = int((known.end[0] > 0).sum()) - 1
+    doc_ids = (torch.arange(T, device=lane.device) >= 24).to(torch.int32).expand(B, T)
+    return doc_ids, known
+
+
+def pair_loop(document: Tensor, known: Features, documents: bool = True) -> Tensor:
+    """The known-bad form, and the oracle: every pair of chunks by itself, in Python."""
+    B, C = document.shape
+    mask = torch.zeros(B, len(RELATIONS), C, C, dtype=torch.bool)
+    for b, i, j in itertools.product(range(B), range(C), range(C)):
+        if document[b, i] < 0 or document[b, j] < 0 or (documents and document[b, i] != document[b, j]):
+            continue
+        calls, types = ({tuple(e) for e in table[b].tolist()} for table in (known.calls, known.types))
+        near = (
+            abs(known.level[b, i] - known.level[b, j])
+            if min(known.level[b, i], known.level[b, j]) >= 0
+            else -1
+        )
+        preamble, other = int(known.preamble[b, i]), int(known.preamble[b, j])
+        holds = (
+            i == j, (i, j) in calls, (j, i) in calls, (i, j) in types, (j, i) in types,
+            near == 0, near == 1, (preamble, other) == (1, 0), (preamble, other) == (0, 1),
+        )  # fmt: skip
+        mask[b, :, i, j] = torch.tensor(holds)
+    return mask.to(document.device)
+
+
+def ours(document: Tensor, known: Features) -> Tensor:
+    return chunk_relations(document, known.level, known.preamble, known.calls, known.types)
+
+
+@lanes("cpu", "h200")
+def test_equals_the_loop_over_pairs(lane: Lane) -> None:
+    doc_ids, known = documents_and_program(lane)
+    _, document = chunk_of_token(known.start, known.end, doc_ids)
+    mask = ours(document, known)
+    assert torch.equal(mask, pair_loop(document, known))
+    assert bool(mask.any(0).any(-1).any(-1).all()), "every relation must occur"
+    assert not torch.equal(mask, pair_loop(document, known, documents=False)), "the crossing call must show"
+
+
+@lanes("cpu", "h200")
+def test_tokens_find_their_chunks(lane: Lane) -> None:
+    doc_ids, known = documents_and_program(lane)
+    chunk, document = chunk_of_token(known.start, known.end, doc_ids)
+    for b, t in itertools.product(range(B), range(T)):
+        inside = [c for c, (s, e) in enumerate(zip(known.start[b], known.end[b])) if s <= t < e]
+        assert chunk[b, t] == (inside[0] if inside else known.start.shape[1])
+    assert set(document.unique().tolist()) == {-2, 0, 1}
+    # A chunk that reaches into the next document ends with its own.
+    known.end[:, 0] = T
+    known.start[:, 1:] = T
+    chunk, _ = chunk_of_token(known.start, known.end, doc_ids)
+    assert set(chunk[0, 24:].tolist()) == {known.start.shape[1]}
+
+
+def operators(lane: Lane, function, chunks: int) -> int:
+    doc_ids, known = documents_and_program(lane, chunks)
+    _, document = chunk_of_token(known.start, known.end, doc_ids)
+    with DynamoWatch() as watch:
+        torch.compile(function, backend=watch.backend("eager"), fullgraph=True)(document, known)
+        return watch.refresh().graphs[0].ops
+
+
+def levels_pair_by_pair(document: Tensor, known: Features) -> Tensor:
+    """The known-bad form of one relation: a statement for each pair of chunks."""
+    C = document.shape[1]
+    pairs = [known.level[:, i] == known.level[:, j] for i in range(C) for j in range(C)]
+    return torch.stack(pairs, dim=1).unflatten(1, (C, C))
+
+
+@lanes("cpu", "h200")
+def test_graph_does_not_grow_with_the_chunks(lane: Lane, row, canaries) -> None:
+    canaries("graphs")
+    few, many = (operators(lane, ours, chunks) for chunks in (12, 48))
+    pairs = [operators(lane, levels_pair_by_pair, chunks) for chunks in (4, 8)]
+    assert pairs[1] > 3 * pairs[0], "the pair loop must show"
+    row(
+        f"model/relations-{lane.name}/operators_for_36_more_chunks",
+        many - few,
+        unit="operators",
+        witness=few,
+        rule="X5",
+        expected=0,
+        evidence=(f"one relation by pairs: {pairs[0]} operators for 4 chunks, {pairs[1]} for 8",),
+        instruments=("graphs",),
+    )
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float) -> Tensor:
+    """Plain causal attention (B,H,T,P) with an additive bias (B,H,T,T)."""
+    causal = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
+    logits = q @ k.mT * q.shape[-1] ** -0.5 + bias
+    return logits.masked_fill(~causal, float("-inf")).softmax(-1) @ v
+
+
+@lanes("cpu", "h200")
+def test_bias_of_plain_attention(lane: Lane) -> None:
+    H, P = 3, 8
+    doc_ids, known = documents_and_program(lane)
+    chunk, document = chunk_of_token(known.start, known.end, doc_ids)
+    relations, C = ours(document, known), known.start.shape[1]
+    module = RelationBias(H).to(lane.device).double()
+    g = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(B, H, T, P, generator=g, dtype=torch.float64).to(lane.device) for _ in range(3))
+    plain = attention(q, k, v, 0.0)
+    assert torch.equal(attention(q, k, v, module(relations, chunk)), plain), "zero at the start"
+    torch.nn.init.normal_(module.table)
+    bias = module(relations, chunk)
+    for b, t, s in itertools.product(range(B), range(0, T, 5), range(0, T, 3)):
+        i, j = int(chunk[b, t]), int(chunk[b, s])
+        holds = relations[b, :, i, j] if C not in (i, j) else torch.zeros(len(RELATIONS), dtype=torch.bool)
+        expected = module.table[holds.to(module.table.device)].sum(0)
+        torch.testing.assert_close(bias[b, :, t, s], expected, rtol=1e-12, atol=1e-12)
+    biased = attention(q, k, v, bias)
+    assert not torch.equal(biased, plain)
+    biased.square().sum().backward()
+    assert bool(module.table.grad.any(-1).all()), "every relation must learn"
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_no_chunks_at_all(lane: Lane, tokens: int) -> None:
+    config = preset("nam12", "narrow", tree=TreeConfig(chunks=4, edges=2))
+    known = Features.absent(torch.zeros(B, tokens, dtype=torch.int64), config)
+    doc_ids = torch.zeros(B, tokens, dtype=torch.int32)
+    chunk, document = chunk_of_token(known.start, known.end, doc_ids)
+    assert bool((chunk == 4).all())
+    assert not ours(document, known).any()

@@ -1,0 +1,132 @@
+"""StructureEmbedding: the formula token by token, absent components, and one graph for all 2^5 presences.
+
+B batch, T tokens, S structure components.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launch.contract import load
+from model import preset
+from model.config import StructureConfig
+from model.structure import COMPONENTS, StructureEmbedding, stack_columns
+from suites.model.programs import awaken
+from suites.support.hybrids import SEED
+from suites.support.instruments import DynamoWatch, dynamo_config
+from suites.support.lanes import Lane, lanes
+
+INSTRUMENTS = ("graphs", "recompile_limit")
+B, T = 2, 12
+CONFIG = preset("nam12", "narrow", structure=StructureConfig(sizes=(9, 16, 64, 64, 256), dim=16))
+
+
+def embedding(lane: Lane, dtype: torch.dtype = torch.float64) -> StructureEmbedding:
+    torch.manual_seed(SEED)
+    module = awaken(StructureEmbedding(CONFIG))
+    nn.init.normal_(module.gate)
+    return module.to(lane.device, dtype)
+
+
+def columns(lane: Lane) -> Tensor:
+    """Ids below, within and above their tables, and rows where nothing is present."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.stack([torch.randint(-size // 2, size + 3, (B, T), generator=generator) for size in
+                       CONFIG.structure.sizes], dim=-1)  # fmt: skip
+    ids[0, 3] = ids[1, 7] = -1
+    return ids.to(lane.device)
+
+
+def by_hand(module: StructureEmbedding, ids: Tensor) -> Tensor:
+    """One token at a time, with the components that are there."""
+    sizes = CONFIG.structure.sizes
+    out = torch.zeros(*ids.shape[:2], CONFIG.d_model, dtype=torch.float64, device=ids.device)
+    for b, t in itertools.product(range(ids.shape[0]), range(ids.shape[1])):
+        there = [s for s in range(len(sizes)) if ids[b, t, s] >= 0]
+        total = sum(math.exp(module.gate[s]) for s in there)
+        for s in there:
+            row = sum(sizes[:s]) + min(int(ids[b, t, s]), sizes[s] - 1)
+            weight = math.exp(module.gate[s]) / total * float(module.scale[s])
+            out[b, t] += weight * (module.up.weight @ module.table[row])
+    return out
+
+
+class WithoutMask(StructureEmbedding):
+    """The planted fault: absent components contribute zero, yet take their share of the softmax."""
+
+    def weights(self, present: Tensor) -> Tensor:
+        return self.gate.expand(present.shape).softmax(-1) * present
+
+
+class NaiveMask(StructureEmbedding):
+    """The planted fault: a token without any component takes the softmax of -inf alone."""
+
+    def weights(self, present: Tensor) -> Tensor:
+        return self.gate.expand(present.shape).masked_fill(~present, float("-inf")).softmax(-1)
+
+
+@lanes("cpu", "h200")
+def test_equals_the_formula_token_by_token(lane: Lane) -> None:
+    module, ids = embedding(lane), columns(lane)
+    with torch.no_grad():
+        oracle = by_hand(module, ids)
+        torch.testing.assert_close(module(ids), oracle, rtol=1e-12, atol=1e-12)
+        assert not module(ids)[0, 3].any()
+        module.__class__ = WithoutMask
+        assert float((module(ids) - oracle).abs().max()) > 1e-3
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize(("kind", "finite"), [(StructureEmbedding, True), (NaiveMask, False)])
+def test_tokens_without_components_leave_gradients_finite(lane: Lane, kind: type, finite: bool) -> None:
+    module = embedding(lane)
+    module.__class__ = kind
+    module(columns(lane)).square().sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in module.parameters()) is finite
+
+
+class DynamicList(nn.Module):
+    """The known-bad form: a Python list of the components that happen to be there."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(size, 16) for size in config.structure.sizes)
+
+    def forward(self, *given: Tensor | None) -> Tensor:
+        found = [table(ids) for table, ids in zip(self.tables, given) if ids is not None]
+        return torch.stack(found).mean(0) if found else torch.zeros(B, T, 16)
+
+
+@lanes("cpu", "h200")
+def test_one_graph_for_every_presence(lane: Lane, row, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    ids = columns(lane).clamp(min=0).minimum(torch.tensor(CONFIG.structure.sizes, device=lane.device) - 1)
+    patterns = list(itertools.product((False, True), repeat=len(COMPONENTS)))
+    reports = {}
+    for name, module in (("static", embedding(lane)), ("list", DynamicList(CONFIG).to(lane.device))):
+        with dynamo_config(load().dynamo), DynamoWatch() as watch:
+            compiled = torch.compile(module, backend=watch.backend("eager"))
+            for pattern in patterns:
+                given = [ids[..., s].contiguous() if there else None for s, there in enumerate(pattern)]
+                if name == "static":
+                    compiled(stack_columns(given, like=ids[..., 0]))
+                else:
+                    compiled(*given)
+            reports[name] = watch.refresh()
+    assert reports["list"].unique_graphs > 5, "the known-bad form must show"
+    row(
+        f"model/structure-{lane.name}/graphs_over_32_presences",
+        reports["static"].unique_graphs,
+        unit="count",
+        witness=reports["static"].calls,
+        rule="X4",
+        expected=1,
+        evidence=(f"a Python list of components: {reports['list'].unique_graphs} graphs",),
+        instruments=INSTRUMENTS,
+    )
+    assert reports["static"].calls == len(patterns) == 32

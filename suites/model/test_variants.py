@@ -1,0 +1,141 @@
+"""The blocks that a preset chooses between: which layer gets which, and how many parameters that makes.
+
+B batch, T tokens, D model dim.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model import Hybrid, HybridConfig, preset
+from model.attention import AttentionBlock
+from model.dsa import DSABlock
+from model.mamba import Mamba2Block, Mamba3Block
+from model.mamba_mimo import Mamba3MIMOBlock
+from model.mla import MLABlock
+from model.presets import NAMES, SIZES
+from suites.support.hybrids import build, token_batch
+from suites.support.lanes import Lane, lanes
+
+SPARSE = (1, 2, 3, 5, 6, 7, 9, 10, 11)
+MIXERS = {"mamba3": Mamba3Block, "mimo": Mamba3MIMOBlock, "mamba2": Mamba2Block}
+# Counted by `parameters` below, as the model's own tensors must: billions at full size.
+BILLIONS = {"nam12": 0.2013, "nam52": 4.2055, "nam56r": 4.2168, "nam56r_4096": 5.6874}
+
+
+def attention_parameters(c: HybridConfig) -> int:
+    D, heads = c.d_model, c.q_heads * c.head_dim
+    return D * heads + 2 * D * c.kv_heads * c.head_dim + heads * D
+
+
+def indexer_parameters(c: HybridConfig) -> int:
+    return c.d_model * (c.dsa.heads * c.dsa.width + c.dsa.width + c.dsa.heads)
+
+
+def latent_parameters(c: HybridConfig) -> int:
+    D, H, m = c.d_model, c.q_heads, c.mla
+    query = D * m.q_rank + m.q_rank * H * (m.nope_dim + m.rope_dim)
+    return (
+        query
+        + D * (m.kv_rank + m.rope_dim)
+        + H * m.kv_rank * (m.nope_dim + m.value_dim)
+        + H * m.value_dim * D
+    )
+
+
+def mamba3_parameters(c: HybridConfig) -> int:
+    D, H, N, R = c.d_model, c.m_heads, c.m_state, c.m_rank if c.m_mixer == "mimo" else 1
+    inner = H * c.m_head_dim
+    projected = 2 * inner + 2 * c.m_groups * N * R + 3 * H + c.m_angles
+    up_and_down = 3 * inner * R if c.m_mixer == "mimo" else 0
+    return D * projected + inner * D + 2 * H + 2 * N + 2 * H * N * R + up_and_down
+
+
+def expert_parameters(c: HybridConfig) -> int:
+    D = c.d_model
+    return D * c.experts + 2 * c.experts * D * c.expert_hidden + 3 * D * c.shared_hidden
+
+
+def m2rnn_parameters(c: HybridConfig) -> int:
+    D, H, K, V = c.d_model, c.r_heads, c.r_key, c.r_value
+    mixed = H * (2 * K + V)
+    return D * (H * V + mixed + H) + H * V * D + mixed * (c.m_conv_width + 1) + H * V * V + 3 * H + H * V
+
+
+def parameters(c: HybridConfig) -> int:
+    """Weights of the whole model by arithmetic, from the configuration alone; the head is tied."""
+    total, rank = c.vocab_size * c.d_model, 0
+    for letter in c.letters:
+        rank += letter == "A"
+        if letter == "A" and c.dsa and rank in c.dsa.ranks:
+            total += attention_parameters(c) + indexer_parameters(c)
+        elif letter == "A":
+            total += latent_parameters(c) if c.mla else attention_parameters(c)
+        else:
+            total += {"M": mamba3_parameters, "E": expert_parameters, "R": m2rnn_parameters}[letter](c)
+    return total
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_those_of_the_arithmetic(lane: Lane, name: str, size: str) -> None:
+    config = preset(name, size)
+    with torch.device("meta"):
+        model = Hybrid(config)
+    assert sum(p.numel() for p in model.parameters()) == parameters(config)
+    if size == "full":
+        assert parameters(config) / 1e9 == pytest.approx(BILLIONS[name], abs=5e-5)
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("size", SIZES)
+def test_nam56r_has_nine_sparse_and_four_latent_layers(lane: Lane, size: str) -> None:
+    config = preset("nam56r", size)
+    with torch.device("meta"):
+        blocks = [b for letter, b in zip(config.letters, Hybrid(config).blocks) if letter == "A"]
+    assert [type(b) for b in blocks] == [DSABlock if i in SPARSE else MLABlock for i in range(1, 14)]
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("name", ["nam12", "nam52"])
+def test_the_others_have_plain_attention(lane: Lane, name: str) -> None:
+    config = preset(name)
+    blocks = [b for letter, b in zip(config.letters, build(config).blocks) if letter == "A"]
+    assert {type(b) for b in blocks} == {AttentionBlock}
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_the_mixer_is_the_one_asked_for(lane: Lane, mixer: str) -> None:
+    config = preset("nam12", m_mixer=mixer)
+    blocks = [b for letter, b in zip(config.letters, build(config).blocks) if letter == "M"]
+    assert {type(b) for b in blocks} == {MIXERS[mixer]}
+
+
+@lanes("cpu", "h200")
+def test_the_indexer_learns_and_sends_nothing_into_the_stream(lane: Lane) -> None:
+    """Its gradient is that of its own loss; what the rest receives does not hang on it."""
+    config = preset("nam56r")
+    ids = token_batch(config, 2, device=lane.device)
+    gradients = []
+    for weight in (0.0, 1.0):
+        dsa = type(config.dsa)(**{**vars(config.dsa), "loss_weight": weight})
+        model = build(config.with_(dsa=dsa), lane.device, torch.float64)
+        model(ids).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    indexer = [n for n in gradients[0] if "index_" in n]
+    assert len(indexer) == 3 * len(SPARSE)
+    without, with_loss = gradients
+    assert all(without[n] is None for n in indexer)
+    assert all(with_loss[n].any() for n in indexer)
+    for n in without.keys() - set(indexer):
+        torch.testing.assert_close(with_loss[n], without[n], rtol=1e-12, atol=1e-14)
+
+
+@lanes("cpu")
+def test_ranks_beyond_the_layers_are_refused(lane: Lane) -> None:
+    config = preset("nam56r")
+    with pytest.raises(ValueError, match=r"dsa.ranks must lie in 1..13"):
+        config.with_(dsa=type(config.dsa)(ranks=(14,)))
