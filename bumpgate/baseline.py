@@ -32,6 +32,8 @@ LANES = ("cpu", "h200", "v6e")
 
 # Under another one of these a per-build value (a hash of generated code) differs for a good reason.
 BUILD = ("torch", "triton")
+# Tiers of a lane that run in environments of their own, beside the lane's: tox envs interpret and codegen-*.
+TIERS = ("suites/kernels/interpret/", "suites/kernels/codegen/")
 ROW_FIELDS = ("value", "unit", "better", "tolerance", "note", "test", "per_build")
 
 
@@ -139,6 +141,14 @@ def judge(
         if judgement is not None:
             return judgement
     return Judgement(row, Verdict.PASS, "")
+
+
+def in_tier(test: str) -> bool:
+    """Whether a row is measured in an environment of its tier.
+
+    A whole run of the lane does not owe it, and it is accepted from there, whatever build the lane was adopted with.
+    """
+    return test.startswith(TIERS)
 
 
 def violation(row: Row) -> str | None:

@@ -17,6 +17,7 @@ from bumpgate.baseline import (
     Baseline,
     Reviewed,
     find_root,
+    in_tier,
     judge,
     load,
     other_build,
@@ -114,7 +115,8 @@ def _refuse_record(record: Record, old: Baseline, only: str, prune: bool) -> Non
     if prune and not _whole(record):
         raise RefusedError(f"--prune needs the record of a whole run: pytest -m {old.lane}")
     other = old.made_with and other_build(old.made_with, record.provenance)
-    if other and (only or not _whole(record)):
+    tier = all(in_tier(j.row.test) for j in record.judgements)
+    if other and not tier and (only or not _whole(record)):
         raise RefusedError(
             f"{other}: another build is adopted from a whole run (pytest -m {old.lane}), without --only"
         )

@@ -19,8 +19,11 @@ from torch import Tensor
 
 from kernels.attention import attention
 from kernels.causal_conv1d import causal_conv1d
+from kernels.cross_entropy import cross_entropy
+from kernels.grouped_gemm import grouped_gemm
 from kernels.m2rnn import m2rnn
 from kernels.mamba3_siso import mamba3_siso
+from kernels.mla import mla
 from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch
 from kernels.rms_norm_gated import rms_norm_gated
@@ -32,8 +35,11 @@ from suites.support.lanes import Lane, lanes
 OPS: dict[str, Callable[..., Any]] = {
     "attention": attention,
     "causal_conv1d": causal_conv1d,
+    "cross_entropy": cross_entropy,
+    "grouped_gemm": grouped_gemm,
     "m2rnn": m2rnn,
     "mamba3_siso": flat(mamba3_siso),
+    "mla": mla,
     "moe_combine": moe_combine,
     "moe_dispatch": partial(moe_dispatch, num_experts=5, bucket=4),
     "rms_norm_gated": rms_norm_gated,
@@ -46,7 +52,7 @@ INLINED = {
 }
 # Of the ops with matrix products, those that would run; m2rnn's lerp refuses a bf16 product beside fp32. The other
 # ops have nothing that autocast on the CPU would cast.
-WOULD_LOSE_DIGITS = ("attention", "mamba3_siso", "ssd_chunk_scan")
+WOULD_LOSE_DIGITS = ("attention", "grouped_gemm", "mamba3_siso", "mla", "ssd_chunk_scan")
 
 
 def problem(op: str, device: str) -> Any:

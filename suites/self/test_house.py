@@ -72,6 +72,7 @@ def test_files_can_be_read_to_the_end(room: str) -> None:
 def test_readme_commands_exist() -> None:
     tox = configparser.ConfigParser()
     tox.read(ROOT / "tox.ini")
-    named = set(re.findall(r"tox -e (\w+)", (ROOT / "README.md").read_text()))
+    named = set(re.findall(r"tox -e ([\w-]+)", (ROOT / "README.md").read_text()))
     assert {"cpu", "self", "lint"} <= named
-    assert all(f"testenv:{name}" in tox for name in named)
+    sections = {name.replace("{triton36,triton37,triton39}", "triton37") for name in tox.sections()}
+    assert all(f"testenv:{name}" in sections for name in named)

@@ -186,6 +186,47 @@ def test_a_rebaseline_makes_the_next_run_green_and_the_next_rebaseline_idle(proj
     assert "nothing to accept" in again.out
 
 
+def test_a_tier_answers_for_its_rows_in_its_own_environment(project: Project) -> None:
+    """The plain run owes none of them; a run of the tier those of its tests, and it is accepted under its triton."""
+    project.tests(GOOD)
+    path = "suites/kernels/codegen/test_kernels.py"
+    body = GOOD.replace("(lane", "(lane, version").replace(
+        '@lanes("cpu")', '@lanes("cpu")\n@pytest.mark.parametrize("version", ["triton3.7.1"])'
+    )
+    project.tests(body.replace("compile/good", "compile/tier-triton3.7.1"), path)
+    project.write(
+        "suites/kernels/codegen/conftest.py",
+        "import os\ncollect_ignore_glob = os.environ.get('NONE', '').split()",
+    )
+    rows = {
+        v: Reviewed(13, "breaks", "derived", test=f"{path}::test_good[triton{v}-cpu]")
+        for v in ("3.7.1", "3.9.0")
+    }
+    accepted = {f"tier-triton{v}": reviewed for v, reviewed in rows.items()}
+
+    project.baseline(good=counted("test_good"), **accepted)
+    assert project.pytest("-m", "cpu", "-n", "0", NONE="test_*").code == 0, "no tier here, and none owed"
+    assert project.verdicts() == {"good": "PASS"}
+    assert project.pytest("-m", "cpu", "-n", "0", "suites/kernels/codegen").code == 0
+    assert project.verdicts() == {"tier-triton3.7.1": "PASS"}, "another version's rows are not owed"
+
+    project.baseline(good=counted("test_good"), silent=rows["3.7.1"], **accepted)
+    assert project.pytest("-m", "cpu", "-n", "0", "suites/kernels/codegen").code == 1, "its own rows are"
+    assert project.verdicts() == {"tier-triton3.7.1": "PASS", "silent": "MISSING"}
+
+    project.baseline(good=counted("test_good"))
+    project.write("triton-3.7.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: triton\nVersion: 3.7.1\n")
+    assert project.pytest("-m", "cpu", "-n", "0", "suites/kernels/codegen").code == 1
+    assert project.record().provenance["triton"] == "3.7.1"
+    wrote = project.bumpgate("rebaseline", "--lane", "cpu")
+    assert (wrote.code, wrote.err) == (0, "")
+    baseline = load(project.root / "baselines/cpu.json", "cpu")
+    assert set(baseline.rows) == {"compile/good/graph_breaks", "compile/tier-triton3.7.1/graph_breaks"}
+    assert baseline.made_with["triton"] is None, "the lane's build stays what it was"
+    assert project.pytest("-m", "cpu", "-n", "0", "suites/compile").code == 0
+    assert "another build is adopted" in project.bumpgate("rebaseline", "--lane", "cpu").err
+
+
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_an_empty_selection_is_not_green(project: Project, workers: str) -> None:
     project.tests(GOOD)

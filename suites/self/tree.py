@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 PARTS = (
     "bumpgate",
+    "fixtures",
     "kernels",
     "launch",
     "model",

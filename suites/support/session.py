@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bumpgate.baseline import Baseline, Reviewed, accept, comparable, investigate
+from bumpgate.baseline import Baseline, Reviewed, accept, comparable, in_tier, investigate
 from bumpgate.rows import Judgement, Record, Row, Verdict, one_line, write_record
 from bumpgate.table import verdict_table
 from suites.support import provenance
@@ -169,12 +169,14 @@ class LaneSession:
         terminalreporter.write(self.closing + "\n" if self.closing else "")
 
     def _missing(self, complete: bool) -> list[Judgement]:
-        """Reviewed rows that this run should have reported: those of its tests, on a full run all of them."""
+        """Reviewed rows that this run should have reported: those of its tests, on a full run all but a tier's."""
         silent = {id: r for id, r in self.baseline.rows.items() if id not in self.judgements}
         return [
             self._explain_missing(id, r, complete)
             for id, r in silent.items()
-            if self.full or r.test in self.selection.selected or _file_of(r.test) in self.uncollected
+            if (self.full and not in_tier(r.test))
+            or r.test in self.selection.selected
+            or _file_of(r.test) in self.uncollected
         ]
 
     def _explain_missing(self, row_id: str, reviewed: Reviewed, complete: bool) -> Judgement:

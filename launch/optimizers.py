@@ -1,0 +1,331 @@
+"""AdamW, Adagrad and Muon in plain tensors: every hyper-parameter and step count is a 0-d tensor, filled in place.
+
+A Python number in a compiled update is a constant of its graph: a new learning rate is a new graph at every step. A
+0-d tensor is an input. So the whole update, over all parameters, is one function that compiles to one graph
+(fullgraph), and a schedule fills tensors: `optimizer.param_groups[i]["lr"].fill_(value)`, which torch's own schedulers
+do as well.
+
+A, B the two sides of a matrix, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from launch.policies import Backend
+from model.layers import widen
+from model.moe import MoEBlock
+
+# Five quintic steps x <- a x + b x^3 + c x^5 (Polar Express, Amsel et al. 2025, arXiv 2505.16932; safety factor 2e-2).
+# Composed, they carry every singular value from [1e-3, 1] / 1.01 into POLAR_BOUNDS.
+POLAR_STEPS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+POLAR_NORM_MARGIN = 1.01
+POLAR_BOUNDS = (0.85, 1.15)
+
+Named = dict[str, Tensor]
+
+
+def adamw_(p: Tensor, g: Tensor, state: Named, hyper: Named) -> None:
+    """One AdamW step of p, in place; decoupled weight decay, moments and arithmetic in fp32 or wider.
+
+    Source: Loshchilov & Hutter 2019.
+    """
+    beta1, beta2, lr = hyper["beta1"], hyper["beta2"], hyper["lr"]
+    step = state["step"].add_(1)
+    g, w = g.to(state["mean"].dtype), widen(p)
+    mean = state["mean"].mul_(beta1).add_(g * (1 - beta1))
+    square = state["square"].mul_(beta2).add_(g * g * (1 - beta2))
+    scale = (square / (1 - beta2**step)).sqrt() + hyper["eps"]
+    w = w * (1 - lr * hyper["weight_decay"])
+    p.copy_(w - lr / (1 - beta1**step) * (mean / scale))
+
+
+def adagrad_(p: Tensor, g: Tensor, state: Named, hyper: Named) -> None:
+    """One Adagrad step of p, in place; weight decay is an L2 term of the gradient. Source: Duchi et al. 2011."""
+    rate = hyper["lr"] / (1 + state["step"] * hyper["lr_decay"])
+    state["step"].add_(1)
+    w = widen(p)
+    g = g.to(w.dtype) + hyper["weight_decay"] * w
+    total = state["total"].add_(g * g)
+    p.copy_(w - rate * (g / (total.sqrt() + hyper["eps"])))
+
+
+def polar(x: Tensor) -> Tensor:
+    """x (..., A, B) with its singular values moved near 1, its singular vectors kept; dtype kept. Zero stays zero."""
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x = x / (norm * POLAR_NORM_MARGIN).clamp(min=torch.finfo(x.dtype).tiny)
+    for a, b, c in POLAR_STEPS:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def muon_(batch: list[tuple[Tensor, Tensor, Named, Named]]) -> None:
+    """One Muon step, in place, of parameters of one shape (A,B) or (E,A,B): momentum, made orthogonal, at AdamW's size.
+
+    0.2 sqrt(max(A,B)) gives the update the RMS of AdamW's (Moonlight, arXiv 2502.16982), so both take one learning
+    rate. Weight decay is cautious: only where the step already shrinks the weight. The product chain runs on all of
+    them stacked, so that neither its launches nor its compile time grow with depth, and in bf16 where the device has
+    matrix units for it.
+    """
+    ahead = []
+    for p, g, state, hyper in batch:
+        mu = hyper["momentum"]
+        fresh = widen(g.to(p.dtype)) * (1 - mu)
+        ahead.append(fresh + state["momentum"].mul_(mu).add_(fresh) * mu)  # Nesterov
+    stack = torch.stack(ahead)
+    units = stack.device.type in ("cuda", "xla") and stack.dtype == torch.float32
+    directions = polar(stack.bfloat16() if units else stack).to(stack.dtype).unbind()
+    for (p, _, _, hyper), direction in zip(batch, directions):
+        w = widen(p)
+        decay = torch.where(direction * w > 0, hyper["weight_decay"] * w, 0.0)
+        p.copy_(w - hyper["lr"] * (direction * (0.2 * max(p.shape[-2:]) ** 0.5) + decay))
+
+
+class Rule(NamedTuple):
+    """What a group of this rule holds: its hyper-parameters, and each parameter's state tensors of its own shape."""
+
+    hyper: tuple[str, ...]
+    state: tuple[str, ...]
+
+
+RULES = {
+    "adamw": Rule(("lr", "beta1", "beta2", "eps", "weight_decay"), ("mean", "square")),
+    "adagrad": Rule(("lr", "lr_decay", "eps", "weight_decay"), ("total",)),
+    "muon": Rule(("lr", "momentum", "weight_decay"), ("momentum",)),
+}
+
+
+def update(work: list[tuple[str, Tensor, Tensor, Named, Named]]) -> None:
+    """Every parameter's step: (rule, parameter, gradient, state, hyper-parameters) each. One graph when compiled."""
+    matrices: dict[Any, list[tuple[Tensor, Tensor, Named, Named]]] = {}
+    for rule, p, g, state, hyper in work:
+        if rule == "adamw":
+            adamw_(p, g, state, hyper)
+        elif rule == "adagrad":
+            adagrad_(p, g, state, hyper)
+        else:
+            matrices.setdefault((p.shape, p.dtype), []).append((p, g, state, hyper))
+    for batch in matrices.values():
+        muon_(batch)
+
+
+class TensorOptimizer(torch.optim.Optimizer):
+    """What the three share. Each group names its `rule`; its hyper-parameters become 0-d tensors of its own.
+
+    They and the step counts lie on the CPU, or with `capturable` on the parameters' device, so that a step is one
+    device program: CUDA graphs and XLA want that. Their dtype is fp32, fp64 only for fp64 parameters: Dynamo follows
+    the value of a 0-d fp64 CPU tensor as it follows a Python float, finds that it need not, and compiles twice.
+    `compile` turns the update into one graph; `backend` is torch.compile's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        compile: bool,
+        capturable: bool,
+        backend: Backend,
+    ) -> None:
+        self.capturable = capturable
+        super().__init__(params, defaults)
+        self._update = (
+            torch.compile(update, fullgraph=True, dynamic=False, backend=backend) if compile else update
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; raises ValueError on an unknown rule, or on Muon for what is no matrix."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["rule"] not in RULES:
+            raise ValueError(f"unknown rule {group['rule']!r}: known are {', '.join(RULES)}")
+        if group["rule"] == "muon" and any(p.ndim not in (2, 3) for p in group["params"]):
+            raise ValueError("muon takes matrices (A,B) and stacks of them (E,A,B); give the others to adamw")
+        for name in RULES[group["rule"]].hyper:
+            group[name] = self._scalar(float(group[name]), group["params"][0])
+
+    def _scalar(self, value: float, p: Tensor) -> Tensor:
+        wide = torch.promote_types(p.dtype, torch.float32)
+        return torch.tensor(value, dtype=wide, device=p.device if self.capturable else "cpu")
+
+    def hyper(self, group: dict[str, Any]) -> Named:
+        """The group's hyper-parameters as the update takes them. Raises TypeError where one is no tensor any more."""
+        found = {name: group[name] for name in RULES[group["rule"]].hyper}
+        for name, value in found.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(f'{name} must stay a tensor: group["{name}"].fill_({value}), no assignment')
+        return found
+
+    def _state(self, rule: str, p: Tensor) -> Named:
+        """The parameter's state, zeros at its first step and after a wipe."""
+        state = self.state[p]
+        if not state:
+            wide = torch.promote_types(p.dtype, torch.float32)
+            for name in RULES[rule].state:
+                state[name] = torch.zeros_like(p, dtype=wide, memory_format=torch.preserve_format)
+            if rule != "muon":
+                state["step"] = self._scalar(0.0, p)
+            if rule == "adagrad":
+                state["total"].fill_(self.defaults["initial_total"])
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient. Takes no closure."""
+        work = []
+        for group in self.param_groups:
+            hyper, rule = self.hyper(group), group["rule"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    work.append((rule, p, p.grad, self._state(rule, p), hyper))
+        self._update(work)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Exactly what was saved, in tensors of our own.
+
+        torch's own casts fp32 state to the dtype of a 16-bit parameter, and shares the tensors that it need not cast.
+        """
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+            like = group["params"][0]
+            for name in RULES[group["rule"]].hyper:
+                group[name] = self._scalar(float(saved[name]), like)
+            for p, index in zip(group["params"], saved["params"]):
+                for name, value in state_dict["state"].get(index, {}).items():
+                    own = self._scalar(0.0, p) if name == "step" else torch.empty_like(p, dtype=value.dtype)
+                    self.state[p][name] = own.copy_(value)
+
+
+class AdamW(TensorOptimizer):
+    """AdamW, equal to torch.optim.AdamW."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        compile: bool = False,
+        capturable: bool = False,
+        backend: Backend = "inductor",
+    ) -> None:
+        names = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
+        options = {"compile": compile, "capturable": capturable, "backend": backend}
+        super().__init__(params, {"rule": "adamw", **names}, **options)
+
+
+class Adagrad(TensorOptimizer):
+    """Adagrad, equal to torch.optim.Adagrad."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_total: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        compile: bool = False,
+        capturable: bool = False,
+        backend: Backend = "inductor",
+    ) -> None:
+        names = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay}
+        options = {"compile": compile, "capturable": capturable, "backend": backend}
+        super().__init__(params, {"rule": "adagrad", "initial_total": initial_total, **names}, **options)
+
+
+class Muon(TensorOptimizer):
+    """Muon for matrices; groups with rule="adamw" take AdamW in the same step and the same graph."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 3e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        *,
+        compile: bool = False,
+        capturable: bool = False,
+        backend: Backend = "inductor",
+    ) -> None:
+        names = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eps": eps}
+        names |= {"beta1": betas[0], "beta2": betas[1]}
+        options = {"compile": compile, "capturable": capturable, "backend": backend}
+        super().__init__(params, {"rule": "muon", **names}, **options)
+
+
+def group_of(owner: nn.Module, path: str, p: Tensor) -> str:
+    """The group of parameter `path`, which `owner` holds itself.
+
+    embedding  tables that are looked up: a row's gradient is sparse, and no row is a direction of a linear map
+    matrix     linear maps of hidden vectors, one (A,B) or a stack of experts (E,A,B)
+    vector     0-D and 1-D: gains, biases, decays
+    other      everything else: the head and its MTP block, routers (made orthogonal, they dropped twice as many tokens
+               over 100 steps of narrow nam12: 33 % against 18 %), convolution taps, per-head tables, tables of
+               features, recurrent matrices (an identity at start)
+    """
+    if isinstance(owner, nn.Embedding):
+        return "embedding"
+    if p.ndim < 2:
+        return "vector"
+    if path.startswith("head.") or "router" in path.split("."):
+        return "other"
+    linear = isinstance(owner, nn.Linear) and p.ndim == 2 and min(p.shape) > 1
+    experts = isinstance(owner, MoEBlock) and p.ndim == 3
+    return "matrix" if linear or experts else "other"
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups {name, rule, params [(path, parameter)], and weight_decay 0 where none belongs} for Muon.
+
+    Raises AssertionError unless every parameter of the model is in exactly one group.
+    """
+    found: dict[str, list[tuple[str, nn.Parameter]]] = {
+        name: [] for name in ("matrix", "embedding", "vector", "other")
+    }
+    seen: set[int] = set()
+    for prefix, owner in model.named_modules():
+        for name, p in owner.named_parameters(prefix, recurse=False):
+            if id(p) not in seen:  # a tied weight belongs to its first owner
+                seen.add(id(p))
+                found[group_of(owner, name, p)].append((name, p))
+    placed = sorted(id(p) for params in found.values() for _, p in params)
+    assert placed == sorted(id(p) for p in model.parameters()), "each parameter must be in exactly one group"
+    return [
+        {"name": name, "params": params, "rule": "muon" if name == "matrix" else "adamw"}
+        | ({} if name == "matrix" else {"weight_decay": 0.0})
+        for name, params in found.items()
+        if params
+    ]
+
+
+OPTIMIZERS: dict[str, type[TensorOptimizer]] = {"adamw": AdamW, "adagrad": Adagrad, "muon": Muon}
+
+
+def build_optimizer(model: nn.Module, name: str, lr: float, **options: Any) -> TensorOptimizer:
+    """The named optimizer over the model's groups; only Muon treats matrices differently. ValueError on a bad name."""
+    if name not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZERS)}")
+    groups = parameter_groups(model)
+    if name != "muon":
+        groups = [group | {"rule": name} for group in groups]
+    return OPTIMIZERS[name](groups, lr=lr, **options)

@@ -1,0 +1,249 @@
+"""A small real trainer: contract, checked data, a hybrid under a compile policy, checkpoints that resume bit for bit.
+
+    python -m launch.train --preset nam12 --steps 200 --data fixtures/corpus --checkpoint run.pt
+
+The last line on standard output is one JSON summary; its `kind` is "training" only where the data passed its contract.
+Exit codes: 0 done, 2 usage, 3 contract or data refused, 4 a loss was not finite.
+
+B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launch.contract import ContractError, apply_dynamo, load
+from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches, receipt
+from launch.optimizers import OPTIMIZERS, build_optimizer
+from launch.policies import POLICIES, Backend, apply
+from launch.step import train_step
+from model import Hybrid, HybridConfig, preset
+from model.presets import NAMES, SIZES
+
+REFUSED, NOT_FINITE = 3, 4
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or a weight became infinite or NaN. The message is one line; no checkpoint holds such a weight."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does; `steps` is the whole schedule's length, wherever the run stops or resumes."""
+
+    steps: int
+    policy: str = "regional"
+    optimizer: str = "muon"
+    lr: float = 3e-3
+    warmup: int = 20
+    seed: int = 0
+    compile_optimizer: bool = False
+    checkpoint_every: int = 0
+
+    def lr_at(self, step: int) -> float:
+        """Up over `warmup` steps, then down in a straight line to a tenth at the last step."""
+        rising = min(1.0, (step + 1) / max(self.warmup, 1))
+        return self.lr * rising * (1.0 - 0.9 * step / max(self.steps - 1, 1))
+
+
+class Trainer:
+    """One model, one optimizer, one batch source. `losses` holds a float for each step that this object has done.
+
+    Raises ContractError where this torch cannot obey contract.toml, ValueError on an unknown policy or optimizer.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        plan: Plan,
+        source: Iterator[Tensor],
+        *,
+        device: str = "cpu",
+        checkpoint: Path | None = None,
+        log: Path | None = None,
+        backend: Backend = "inductor",
+    ) -> None:
+        contract = load()
+        apply_dynamo(contract)
+        torch.manual_seed(plan.seed)
+        self.config, self.plan, self.source, self.device = config, plan, source, device
+        self.model = Hybrid(config).to(device)
+        options = {"compile": plan.compile_optimizer, "backend": backend}
+        self.optimizer = build_optimizer(self.model, plan.optimizer, plan.lr, **options)
+        self.compiled = apply(self.model, plan.policy, contract, backend)
+        self.checkpoint, self.log = checkpoint, log
+        self.step, self.warm, self.losses = 0, False, list[float]()
+
+    def warm_up(self, ids: Tensor) -> None:
+        """Compiles on ids (B,T) and leaves no trace in the model, so that a resumed run is the run it resumes."""
+        before = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.compiled.warm_up(ids)
+        self.model.load_state_dict(before)
+        self.warm = True
+
+    def run(self, until: int | None = None, allow_synthetic: str = "") -> dict[str, Any]:
+        """Trains up to step `until` (the plan's end by default) -> the summary.
+
+        Raises DataError on a source that is no checked token file, unless it is SyntheticBatches and allow_synthetic
+        is "smoke"; NonFiniteError at the first loss, or weight at a checkpoint, that is not finite.
+        """
+        data = receipt(self.source)
+        if data["kind"] != "tokens" and allow_synthetic != "smoke":
+            raise DataError("random ids are no training data: give a token file, or ask for a smoke test")
+        ours, theirs = ((of["vocab_size"], of["bos_id"]) for of in (asdict(self.config), data))
+        if theirs[0] > ours[0] or theirs[1] != ours[1]:
+            raise DataError(
+                f"data of {theirs[0]} ids with BOS {theirs[1]}, a model of {ours[0]} with BOS {ours[1]}"
+            )
+        until = self.plan.steps if until is None else min(until, self.plan.steps)
+        first, tokens, seconds = self.step, 0, 0.0
+        while self.step < until:
+            ids = next(self.source).to(self.device)
+            if not self.warm:
+                self.warm_up(ids)
+            began = time.perf_counter()
+            loss = self._one(ids)
+            if self.step > first:  # the first step still compiles the optimizer and fills caches
+                tokens, seconds = tokens + ids.numel(), seconds + time.perf_counter() - began
+            self._after(loss)
+        if self.step > first:
+            self.save()
+        return self._summary(data, tokens / seconds if seconds else None)
+
+    def _one(self, ids: Tensor) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(self.plan.lr_at(self.step))
+        loss = float(train_step(self.compiled, self.optimizer, ids))
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"step {self.step}: the loss is {loss}; the last checkpoint is good")
+        return loss
+
+    def _after(self, loss: float) -> None:
+        self.losses.append(loss)
+        if self.log is not None:
+            line = {"step": self.step, "loss": loss, "lr": self.plan.lr_at(self.step)}
+            with self.log.open("a" if self.step else "w") as file:
+                file.write(json.dumps(line) + "\n")
+        self.step += 1
+        if self.plan.checkpoint_every and self.step % self.plan.checkpoint_every == 0:
+            self.save()
+
+    def _summary(self, data: dict[str, Any], rate: float | None) -> dict[str, Any]:
+        return {
+            "kind": "training" if data["kind"] == "tokens" else "smoke, not training",
+            "model": f"{self.config.name}-{self.config.size}",
+            "plan": asdict(self.plan),
+            "step": self.step,
+            "loss_first": self.losses[0] if self.losses else None,
+            "loss_last": self.losses[-1] if self.losses else None,
+            "tokens_per_second": rate,
+            "dropped_pairs": self.model.overflow(),
+            "device": self.device,
+            "torch": torch.__version__,
+            "data": data,
+        }
+
+    def save(self) -> None:
+        """Writes everything that the next step depends on, to a temporary name and renamed: whole or not at all."""
+        if self.checkpoint is None:
+            return
+        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+            raise NonFiniteError(f"step {self.step}: a weight is not finite; the last checkpoint is good")
+        state = {
+            "config": asdict(self.config),
+            "plan": asdict(self.plan),
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "source": self.source.state_dict(),  # type: ignore[attr-defined]
+            "rng": torch.get_rng_state(),
+        }
+        torch.save(state, temporary := self.checkpoint.with_suffix(".new"))
+        os.replace(temporary, self.checkpoint)
+
+    def resume(self) -> None:
+        """Goes on where the checkpoint was taken. Raises DataError, one line, where it is of another run."""
+        try:
+            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise DataError(f"{self.checkpoint}: no checkpoint ({type(error).__name__})") from None
+        for name, mine in (("config", asdict(self.config)), ("plan", asdict(self.plan))):
+            changed = [key for key in mine if state[name].get(key) != mine[key]]
+            if changed:
+                raise DataError(f"{self.checkpoint}: of another run: {name} differs in {', '.join(changed)}")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]
+        torch.set_rng_state(state["rng"])
+        self.step = state["step"]
+        if self.log is not None and self.log.exists():  # lines behind the checkpoint will be written anew
+            self.log.write_text("".join(self.log.read_text().splitlines(keepends=True)[: self.step]))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Defaults stand in Plan."""
+    p = argparse.ArgumentParser(prog="python -m launch.train", description=__doc__)
+    p.add_argument("--preset", choices=NAMES, default="nam12")
+    p.add_argument("--size", choices=SIZES, default="narrow")
+    p.add_argument("--policy", choices=POLICIES, default=Plan.policy)
+    p.add_argument("--steps", type=int, required=True)
+    p.add_argument("--data", type=Path, help="a token file or its directory; absent only with --smoke")
+    p.add_argument("--smoke", action="store_true", help="random ids: a step runs, nothing is trained")
+    p.add_argument("--batch", type=int, default=8)
+    p.add_argument("--tokens", type=int, default=0, help="tokens of a row (default: the preset's seq_len)")
+    p.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default=Plan.optimizer)
+    p.add_argument("--compile-optimizer", action="store_true")
+    p.add_argument("--lr", type=float, default=Plan.lr)
+    p.add_argument("--warmup", type=int, default=Plan.warmup)
+    p.add_argument("--seed", type=int, default=Plan.seed)
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--checkpoint", type=Path, help="where the state goes, at the end and every N steps")
+    p.add_argument("--checkpoint-every", type=int, default=Plan.checkpoint_every, metavar="N")
+    p.add_argument("--resume", action="store_true", help="go on from --checkpoint")
+    p.add_argument("--log", type=Path, help="one JSON line a step")
+    return p
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code; argparse itself exits with 2."""
+    o = (p := parser()).parse_args(arguments)
+    if o.smoke == bool(o.data):
+        p.error("give either --data or --smoke")
+    if (o.resume and not o.checkpoint) or min(o.steps, o.batch) < 1 or (o.tokens and o.tokens < 2):
+        p.error("--resume needs --checkpoint; --steps and --batch are at least 1, --tokens at least 2")
+    config = preset(o.preset, o.size)
+    shape = o.batch, o.tokens or config.seq_len
+    plan = Plan(**{name: getattr(o, name) for name in Plan.__dataclass_fields__})
+    try:
+        if o.smoke:
+            source = SyntheticBatches(config.vocab_size, *shape, o.seed, config.bos_id)
+        else:
+            source = packed_batches(TokenFile(o.data), *shape, o.seed)
+        trainer = Trainer(config, plan, source, device=o.device, checkpoint=o.checkpoint, log=o.log)
+        if o.resume:
+            trainer.resume()
+        print(json.dumps(trainer.run(allow_synthetic="smoke" if o.smoke else "")))
+    except (ContractError, DataError) as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return REFUSED
+    except NonFiniteError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return NOT_FINITE
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

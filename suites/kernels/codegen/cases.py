@@ -1,0 +1,112 @@
+"""The ops at the model's shapes (suites/kernels/workloads.py) on meta tensors: what each compiles for an H200.
+
+A case is called as a model calls it, forward and backward. Beside each of its custom ops runs the launch function that
+stands in its place on CUDA, with the same arguments; the fake's results go on. So a new op in CASES is compiled with
+no line here, as long as the op `x_fwd` of kernels/x/op.py is launched by `x_fwd_kernel` of kernels/x/kernel.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from suites.kernels.workloads import BF16, CASES
+from suites.support.recording_driver import Compiled, recording
+
+B = 4  # as the H200 lane times them
+
+
+class OnMeta(TorchFunctionMode):
+    """Tensors that are asked for on CUDA are made on meta: shapes, strides and dtypes, and no memory."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "meta"
+        if func == Tensor.bincount:  # meta knows none: its length hangs on the data, but for a minlength
+            return args[0].new_empty(kwargs["minlength"], dtype=torch.int64)
+        return func(*args, **kwargs)
+
+
+def compile_case(name: str, dtype: torch.dtype) -> tuple[list[Compiled], set[str]]:
+    """What the case's op launches forward and backward, `dtype` in the place of bf16, and which launch functions ran.
+
+    Raises AssertionError where a launch function's results differ from the fake's in shape, dtype or strides.
+    """
+    with OnMeta():
+        case = CASES[name](B)
+    inputs = [t.to(dtype) if t.dtype == BF16 else t for t in case.inputs]
+    leaves = [t.requires_grad_() for t in inputs if t.is_floating_point()]
+    ran: set[str] = set()
+    op, kernel = (import_module(f"kernels.{op_of(name)}.{file}") for file in ("op", "kernel"))
+    both = {
+        n: _beside(f, getattr(kernel, f"{n}_kernel"), ran)
+        for n, f in vars(op).items()
+        if isinstance(f, torch.library.CustomOpDef)
+    }
+    with recording() as launched, patch.multiple(op, **both):
+        result = case.op(*inputs)
+        outputs = [t for t in ((result,) if isinstance(result, Tensor) else result) if t.requires_grad]
+        torch.autograd.grad(outputs, leaves, [torch.empty_like(t) for t in outputs], allow_unused=True)
+    return launched, ran
+
+
+def op_of(case: str) -> str:
+    return case.partition("-")[0]
+
+
+def launch_functions(op: str) -> set[str]:
+    """Public plain functions of the op's kernel.py that end in `_kernel`."""
+    functions = vars(import_module(f"kernels.{op}.kernel"))
+    return {
+        name
+        for name, f in functions.items()
+        if isinstance(f, FunctionType) and name.endswith("_kernel") and not name.startswith("_")
+    }
+
+
+def _beside(op: Callable[..., Any], launch: Callable[..., Any], ran: set[str]) -> Callable[..., Any]:
+    """The custom op, with its launch function run beside it."""
+
+    def both(*args: Any) -> Any:
+        results = op(*args)
+        with torch.no_grad():
+            found = launch(*args)
+        ran.add(launch.__name__)
+        assert list(map(_layout, _tensors(found))) == list(map(_layout, _tensors(results))), launch.__name__
+        return results
+
+    return both
+
+
+def _tensors(results: Any) -> Iterable[Tensor]:
+    return (results,) if isinstance(results, Tensor) else results
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.dtype, t.stride()
+
+
+def by_label(launched: list[Compiled]) -> dict[str, Compiled]:
+    """Kernels by name; one that was compiled more than once, with the constants that tell its forms apart."""
+    forms: defaultdict[str, list[Compiled]] = defaultdict(list)
+    for compiled in launched:
+        forms[compiled.kernel.lstrip("_")].append(compiled)
+    return {label: c for kernel, several in forms.items() for label, c in _labelled(kernel, several)}
+
+
+def _labelled(kernel: str, several: list[Compiled]) -> list[tuple[str, Compiled]]:
+    names = list(dict.fromkeys(n for c in several for n in c.constants))
+    telling = [n for n in names if len({str(c.constants.get(n)) for c in several}) > 1]
+    labels = [".".join([kernel, *(f"{n}={c.constants.get(n)}" for n in telling)]) for c in several]
+    if len(set(labels)) < len(several):
+        labels = [f"{label}.{i}" for i, label in enumerate(labels, 1)]
+    return list(zip(labels, several))

@@ -1,0 +1,312 @@
+"""The data contract (rule X13): a broken token file is refused, rows are packed as promised, a stream resumes.
+
+B batch, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from launch.data import (
+    BOS,
+    SCHEMA,
+    DataError,
+    SyntheticBatches,
+    TokenFile,
+    decode,
+    encode,
+    packed_batches,
+    receipt,
+)
+from model.hybrid import documents, next_token_targets
+from suites.support.child import ROOT
+from suites.support.lanes import Lane, lanes
+
+CORPUS = ROOT / "fixtures" / "corpus"
+
+
+def written(
+    folder: Path, ids: list[int], raw: bytes | None = None, name: str = "t.bin", **fields: Any
+) -> Path:
+    """A token file and its receipt; `fields` overwrite what is true."""
+    raw = np.array(ids, np.uint16).tobytes() if raw is None else raw
+    path = folder / name
+    path.write_bytes(raw)
+    true = {"schema": SCHEMA, "format": path.suffix[1:], "dtype": "uint16", "tokens": len(ids), "bos_id": BOS}
+    true |= {"vocab_size": 512, "sha256": hashlib.sha256(raw).hexdigest()}
+    kept = {key: value for key, value in (true | fields).items() if value is not None}
+    path.with_suffix(".json").write_text(json.dumps(kept))
+    return path
+
+
+def lengths_file(folder: Path, lengths: list[int]) -> TokenFile:
+    """Documents of these lengths, BOS included; every other id is of its own document."""
+    ids = [i for number, length in enumerate(lengths) for i in [BOS, *[10 + number] * (length - 1)]]
+    return TokenFile(written(folder, ids))
+
+
+@lanes("cpu")
+@pytest.mark.parametrize(
+    ("ids", "fields", "message"),
+    [
+        ([2, 9, 600], {}, "id 600 in a vocabulary of 512"),
+        ([9, 9, 9], {}, r"no BOS \(2\)"),
+        ([9, 2, 9], {}, r"begins with id 9, not with BOS \(2\)"),
+        ([], {}, "no BOS"),
+        ([2, 9], {"tokens": 3}, "2 tokens, the receipt says 3"),
+        ([2, 9], {"sha256": "0" * 64}, "sha256 is not the receipt's"),
+        ([2, 9], {"dtype": "int8"}, "dtype 'int8', known are uint16, uint32"),
+        ([2, 9], {"dtype": "uint32", "tokens": 2}, "1 tokens, the receipt says 2"),
+        ([2, 9, 9], {"dtype": "uint32"}, "no multiple of uint32"),
+        ([2, 9], {"schema": "other-1"}, "schema 'other-1'"),
+        ([2, 9], {"format": "csv"}, "format 'csv', known are bin and parquet"),
+        ([2, 9], {"bos_id": None}, "'bos_id' is missing or no int"),
+        ([2, 9], {"tokens": "2"}, "'tokens' is missing or no int"),
+    ],
+)
+def test_a_broken_file_is_refused_in_one_line(
+    lane: Lane, tmp_path: Path, ids: list[int], fields: dict, message: str
+) -> None:
+    path = written(tmp_path, ids, **fields)
+    with pytest.raises(DataError, match=rf"^[^\n]*{message}[^\n]*$"):
+        TokenFile(path)
+
+
+@lanes("cpu")
+def test_missing_parts_are_refused_in_one_line(lane: Lane, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"0 receipts \(\*\.json\)"):
+        TokenFile(tmp_path)
+    path = written(tmp_path, [2, 9, 2, 9])
+    assert len(TokenFile(path, world=2).starts) == 2
+    with pytest.raises(DataError, match="2 documents for 3 ranks: a rank would have none"):
+        TokenFile(path, world=3)
+    with pytest.raises(DataError, match="2 documents for 3 ranks"):
+        packed_batches(TokenFile(path), 1, 8, 0, rank=0, world=3)
+    with pytest.raises(DataError, match="rank 2 of 2"):
+        packed_batches(TokenFile(path), 1, 8, 0, rank=2, world=2)
+    path.with_suffix(".json").write_text("{")
+    with pytest.raises(DataError, match=r"^[^\n]*the receipt is not JSON[^\n]*$"):
+        TokenFile(path)
+    path.with_suffix(".json").unlink()
+    with pytest.raises(DataError, match="no receipt"):
+        TokenFile(path)
+    written(tmp_path, [2, 9]).unlink()
+    with pytest.raises(DataError, match="no such file, though its receipt is there"):
+        TokenFile(tmp_path)
+
+
+@lanes("cpu")
+def test_uint32_ids(lane: Lane, tmp_path: Path) -> None:
+    raw = np.array([2, 70_000, 2, 9], np.uint32).tobytes()
+    file = TokenFile(written(tmp_path, [0] * 4, raw, dtype="uint32", vocab_size=131_072))
+    assert next(packed_batches(file, 1, 4, 0)).sort().values.tolist() == [[2, 2, 9, 70_000]]
+
+
+@lanes("cpu")
+def test_parquet_without_pyarrow_names_the_command(
+    lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match=r"^[^\n]*pip install pyarrow$"):
+        TokenFile(written(tmp_path, [2, 9], name="t.parquet"))
+
+
+def stand_in(columns: dict[str, list[np.ndarray]]) -> dict[str, ModuleType]:
+    """The little of pyarrow that the reader calls: a file whose batches hold flat lists of ids."""
+
+    def column(ids: np.ndarray) -> SimpleNamespace:
+        return SimpleNamespace(flatten=lambda: SimpleNamespace(to_numpy=lambda zero_copy_only: ids))
+
+    class ParquetFile:
+        schema_arrow = SimpleNamespace(names=list(columns))
+
+        def __init__(self, path: Path) -> None:
+            assert path.exists()
+
+        def iter_batches(self, columns: list[str]) -> Any:
+            for ids in every[columns[0]]:
+                yield SimpleNamespace(column=lambda name, ids=ids: column(ids))
+
+    every = columns
+    package, parquet = ModuleType("pyarrow"), ModuleType("pyarrow.parquet")
+    package.parquet, parquet.ParquetFile = parquet, ParquetFile  # type: ignore[attr-defined]
+    return {"pyarrow": package, "pyarrow.parquet": parquet}
+
+
+@lanes("cpu")
+def test_parquet_documents_are_read_end_to_end(
+    lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, [2, 9, 9, 2, 7], name="t.parquet")
+    batches = [np.array([2, 9, 9]), np.array([2, 7])]
+    for name, module in stand_in({"tokens": batches}).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert TokenFile(path).ids.tolist() == [2, 9, 9, 2, 7]
+    for columns, message in (
+        ({"text": batches}, "no column 'tokens'"),
+        ({"tokens": [np.array([2, -1])]}, "ids outside uint16"),
+        ({"tokens": [np.array([2, 70_000])]}, "ids outside uint16"),
+    ):
+        for name, module in stand_in(columns).items():
+            monkeypatch.setitem(sys.modules, name, module)
+        with pytest.raises(DataError, match=message):
+            TokenFile(path)
+
+    def broken(path: Path) -> None:
+        raise ValueError("magic bytes not found\nin a second line")
+
+    monkeypatch.setattr(sys.modules["pyarrow.parquet"], "ParquetFile", broken)
+    with pytest.raises(DataError, match=r"^[^\n]*: not parquet \(magic bytes not found\)$"):
+        TokenFile(path)
+
+
+def pieces_of(rows: Tensor) -> Counter[tuple[int, int]]:
+    """(id, length) of each document in the rows, padding left out; a piece holds one repeated id behind its BOS."""
+    found: Counter[tuple[int, int]] = Counter()
+    for row in rows.tolist():
+        starts = [i for i, token in enumerate(row) if token == BOS] + [len(row)]
+        for start, stop in pairwise(starts):
+            if stop - start > 1:
+                assert len(set(row[start + 1 : stop])) == 1, "two documents behind one BOS"
+                found[row[start + 1], stop - start] += 1
+    return found
+
+
+@lanes("cpu")
+def test_an_epoch_holds_every_document_once(lane: Lane, tmp_path: Path) -> None:
+    """Short documents whole; one of 25 in rows of 10 as 10 + 10 + 7, each piece behind a BOS of its own."""
+    lengths = [3, 10, 4, 25, 6, 7, 2, 9]
+    batches = packed_batches(lengths_file(tmp_path, lengths), 1, 10, seed=0)
+    batches.WAITING = 1  # a piece waits for no other, so that an epoch ends where its rows end
+    rows = [next(batches)[0] for _ in range(len(batches.pieces))]
+    assert all(row[0] == BOS for row in rows)
+    wanted = Counter((10 + number, length) for number, length in enumerate(lengths) if length <= 10)
+    wanted += Counter({(13, 10): 2, (13, 7): 1})
+    assert pieces_of(torch.stack(rows)) == wanted
+    assert batches.counts["cut"] == 2
+    assert batches.counts["padding"] == 10 * len(rows) - sum(n * length for (_, length), n in wanted.items())
+
+
+@lanes("cpu")
+def test_best_fit_packs_tighter_than_first_come(lane: Lane, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 60, (400,), generator=generator).tolist()
+    padding = {}
+    for waiting in (1, 64):
+        batches = packed_batches(lengths_file(tmp_path, lengths), 8, 64, seed=0)
+        batches.WAITING = waiting
+        rows = torch.cat([next(batches) for _ in range(20)])
+        assert pieces_of(rows).total() >= len(rows)
+        padding[waiting] = batches.counts["padding"] / rows.numel()
+    assert padding[64] < 0.02 < 0.2 < padding[1]
+
+
+@lanes("cpu")
+def test_padding_is_trained_on_by_nobody(lane: Lane, tmp_path: Path) -> None:
+    """BOS as filling: documents of one token, without a target and without a reader."""
+    ids = next(packed_batches(lengths_file(tmp_path, [5, 5, 5]), 1, 8, seed=0))
+    assert ids[0].tolist()[5:] == [BOS] * 3
+    doc_ids, _ = documents(ids, BOS)
+    assert doc_ids[0].tolist() == [1] * 5 + [2, 3, 4]
+    assert next_token_targets(ids, doc_ids)[0].tolist() == [*ids[0, 1:5].tolist(), -1, -1, -1, -1]
+
+
+@lanes("cpu")
+def test_order_depends_on_seed_and_epoch_only(lane: Lane) -> None:
+    file = TokenFile(CORPUS)
+    a, b, c = (packed_batches(file, 4, 64, seed) for seed in (0, 0, 1))
+    first = [next(a) for _ in range(3)]
+    assert all(torch.equal(x, next(b)) for x in first)
+    assert not torch.equal(first[0], next(c))
+    orders = [tuple(a._shuffled())]
+    a.epoch += 1
+    orders.append(tuple(a._shuffled()))
+    assert orders[0] != orders[1]
+
+
+@lanes("cpu")
+def test_a_stream_resumes_where_it_stood(lane: Lane, tmp_path: Path) -> None:
+    """Through JSON, in the middle of an epoch and across its end; another packing is refused."""
+    file = lengths_file(tmp_path, [3, 10, 4, 25, 6, 7, 2, 9] * 20)
+    stream = packed_batches(file, 2, 10, seed=3)
+    for _ in range(5):
+        next(stream)
+    state = json.loads(json.dumps(stream.state_dict()))
+    wanted = [next(stream) for _ in range(100)]
+    again = packed_batches(file, 2, 10, seed=3)
+    assert not torch.equal(next(again), wanted[0])
+    again.load_state_dict(state)
+    assert all(torch.equal(next(again), ids) for ids in wanted)
+    assert (again.counts, again.epoch) == (stream.counts, stream.epoch)
+    assert again.epoch > 0
+    with pytest.raises(DataError, match="cannot resume: seed was 3, now it is 4"):
+        packed_batches(file, 2, 10, seed=4).load_state_dict(state)
+
+
+@lanes("cpu")
+def test_ranks_share_no_document(lane: Lane, tmp_path: Path) -> None:
+    file = lengths_file(tmp_path, [4] * 30)
+    seen = []
+    for rank in range(3):
+        stream = packed_batches(file, 1, 4, seed=0, rank=rank, world=3)
+        seen.append({int(next(stream)[0, 1]) for _ in range(30)})
+    assert [len(ids) for ids in seen] == [10, 10, 10]
+    assert len(set.union(*seen)) == 30
+
+
+@lanes("cpu")
+def test_receipts_say_what_the_data_is(lane: Lane) -> None:
+    file = TokenFile(CORPUS)
+    packed = receipt(packed_batches(file, 4, 64, 0))
+    assert packed["kind"] == "tokens"
+    assert packed["sha256"] == hashlib.sha256(file.path.read_bytes()).hexdigest()
+    assert packed["packing"] == {"batch": 4, "tokens": 64, "seed": 0, "rank": 0, "world": 1}
+    assert receipt(SyntheticBatches(512, 4, 64, 0))["kind"] == "synthetic"
+    with pytest.raises(DataError, match="generator is no checked token file: it has no receipt"):
+        receipt(torch.randint(512, (4, 64)) for _ in range(3))
+
+
+@lanes("cpu")
+def test_the_corpus_is_what_its_source_gives(lane: Lane, row) -> None:
+    """The token file decodes to source.txt, and its writer finds nothing to change."""
+    file = TokenFile(CORPUS)
+    parts = np.split(np.asarray(file.ids), file.starts[1:])
+    source = (CORPUS / "source.txt").read_text()
+    texts = [part.split("\n", 1)[1] for part in f"\n{source}".split("\n=== ")[1:]]
+    assert [decode(part.tolist()).decode() for part in parts] == texts
+    assert parts[0].tolist() == encode(texts[0].encode())
+    command = [sys.executable, "fixtures/make_corpus.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    size = sum(path.stat().st_size for path in CORPUS.iterdir())
+    row("launch/corpus/bytes", size, unit="bytes", witness=len(texts), rule="X13", at_most=400_000)
+
+
+@lanes("cpu")
+def test_the_writer_sees_a_stale_file(lane: Lane, tmp_path: Path) -> None:
+    """One changed byte of the source, in a copy of what the writer reads."""
+    for name in ("launch", "model", "kernels", "fixtures"):
+        (tmp_path / name).symlink_to(ROOT / name) if name != "fixtures" else (tmp_path / name).mkdir()
+    (tmp_path / "fixtures" / "corpus").mkdir()
+    for path in [ROOT / "fixtures" / "make_corpus.py", *CORPUS.iterdir()]:
+        (tmp_path / path.relative_to(ROOT)).write_bytes(path.read_bytes())
+    source = tmp_path / "fixtures" / "corpus" / "source.txt"
+    source.write_text(source.read_text().replace("hybrid", "Hybrid", 1))
+    command = [sys.executable, "fixtures/make_corpus.py", "--check"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "stale: tokens.bin, tokens.json" in done.stdout

@@ -1,0 +1,205 @@
+"""FIRE, DASH and ReDo do what their formulas say, leave the rest alone, and refuse compiled regions and XLA (rule C31).
+
+A, B the two sides of a matrix, F hidden units, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launch.optimizers import build_optimizer
+from launch.surgery import ReDo, dash, fire, fire_model
+from model import preset
+from suites.support.hybrids import build, token_batch
+from suites.support.instruments import DynamoWatch
+from suites.support.lanes import Lane, lanes
+
+
+def normal(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def polar_factor(x: Tensor) -> Tensor:
+    left, _, right = torch.linalg.svd(x.double(), full_matrices=False)
+    return left @ right
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("shape", [(24, 64), (64, 24), (32, 32)])
+def test_fire_gives_the_nearest_orthogonal_matrix(lane: Lane, shape: tuple[int, int]) -> None:
+    # A spectrum from 1 down to 0.05: what 15 iterations promise to lift, and no random square matrix has.
+    left, _, right = torch.linalg.svd(normal(*shape).double(), full_matrices=False)
+    spectrum = torch.linspace(1, 0.05, min(shape), dtype=torch.float64)
+    x = ((left * spectrum) @ right).float().to(lane.device)
+    weight = nn.Parameter(x.clone())
+    fire(weight)
+    torch.testing.assert_close(weight.detach().double(), polar_factor(x), rtol=0, atol=2e-5)
+    values = torch.linalg.svdvals(weight.detach())
+    torch.testing.assert_close(values, torch.ones_like(values), rtol=0, atol=1e-5)
+    planted = x / torch.linalg.matrix_norm(x, 2)
+    for _ in range(15):
+        planted = 1.5 * planted - 0.4 * planted @ planted.mT @ planted
+    assert (torch.linalg.svdvals(planted) - 1).abs().max() > 0.05, "a wrong coefficient must be seen"
+
+
+@lanes("cpu")
+def test_fire_wipes_the_state_of_what_it_changed_only(lane: Lane) -> None:
+    model = build(preset("nam12", "narrow"))
+    optimizer = build_optimizer(model, "adamw", 1e-3)
+    model(token_batch(model.config, 2)).backward()
+    optimizer.step()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    changed = set(fire_model(model, optimizer, context=True))
+    named = dict(model.named_parameters())
+    assert changed
+    for name, p in named.items():
+        assert torch.equal(p, before[name]) != (name in changed), name
+        assert (p in optimizer.state) != (name in changed), name
+    letters = model.config.letters
+    assert not any(letters[int(name.split(".")[1])] == "M" for name in changed)
+    assert any(letters[int(name.split(".")[1])] == "M" for name in fire_model(model, optimizer))
+    assert "embedding.weight" not in changed
+
+
+@lanes("cpu")
+def test_fire_keeps_a_zero_output_zero(lane: Lane) -> None:
+    """A feature that starts as the identity must stay the identity."""
+    model = build(preset("nam12", "narrow"))
+    nn.init.zeros_(model.blocks[0].output.weight)
+    assert "blocks.0.output.weight" not in fire_model(model, build_optimizer(model, "adamw", 1e-3))
+    assert not model.blocks[0].output.weight.any()
+
+
+@lanes("cpu")
+def test_dash_shrinks_rows_along_their_gradient(lane: Lane) -> None:
+    weight = nn.Parameter(normal(6, 32))
+    other = normal(6, 32, seed=1)
+    across = (
+        other
+        - (other * weight.detach()).sum(1, True) / weight.detach().square().sum(1, True) * weight.detach()
+    )
+    unit, across = (nn.functional.normalize(t, dim=1) for t in (weight.detach(), across))
+    cosines = torch.tensor([1.0, 0.5, 0.05, 0.0, -0.5, -1.0])
+    weight.grad = 7.0 * (cosines[:, None] * unit + (1 - cosines[:, None] ** 2).sqrt() * across)
+    before = weight.detach().clone()
+    dash([weight])
+    factors = (weight.detach() / before).mean(1)
+    wanted = torch.tensor([1 - 0.0095, 1 - 0.0045, 1.0, 1.0, 1.0, 1.0])
+    torch.testing.assert_close(factors, wanted, rtol=0, atol=1e-6)
+    assert torch.equal(weight.detach()[3:], before[3:]), "rows that the gradient does not push keep every bit"
+
+
+@lanes("cpu", "h200")
+def test_redo_revives_the_dormant_and_leaves_the_others(lane: Lane) -> None:
+    F, D, dead = 64, 48, [3, 40]
+    incoming, outgoing = normal(F, D, device=lane.device), normal(D, F, seed=1, device=lane.device)
+    bias = torch.ones(F, device=lane.device)
+    incoming[dead] = 0
+    bias[dead] = -1
+    redo = ReDo(F, lane.device)
+    x = normal(256, D, seed=2, device=lane.device)
+
+    def activation() -> Tensor:
+        return torch.relu(x @ incoming.mT + bias)
+
+    for _ in range(20):
+        redo.observe(activation())
+    assert redo.dormant().nonzero().squeeze(1).tolist() == dead
+    kept = [i for i in range(F) if i not in dead]
+    before = incoming[kept].clone(), outgoing[:, kept].clone(), bias[kept].clone()
+    assert redo.recycle(incoming, outgoing, torch.Generator().manual_seed(0), bias) == len(dead)
+    after = incoming[kept], outgoing[:, kept], bias[kept]
+    assert all(torch.equal(a, b) for a, b in zip(after, before))
+    assert not redo.dormant().any()
+    assert bias[dead].tolist() == [0, 0]
+    assert 0.7 < incoming[dead].std() / incoming[kept].std() < 1.3
+    assert 0.07 < outgoing[:, dead].std() / outgoing[:, kept].std() < 0.13
+    for _ in range(200):
+        redo.observe(activation())
+    assert not redo.dormant().any(), "a revived unit must live on its own activity, not on the reset"
+
+
+@lanes("cpu")
+def test_redo_repeats_by_its_seed(lane: Lane) -> None:
+    runs = []
+    for seed in (0, 0, 1):
+        redo, incoming, outgoing = ReDo(4), normal(4, 3), normal(3, 4)
+        redo.activity = torch.tensor([1.0, 0.0, 1.0, 1.0])
+        redo.recycle(incoming, outgoing, torch.Generator().manual_seed(seed))
+        runs.append(torch.cat([incoming.flatten(), outgoing.flatten()]))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+class XlaTensor(Tensor):
+    """A host tensor that says it lies on XLA."""
+
+    device = property(lambda self: torch.device("xla", 0))
+
+
+def operations() -> dict[str, Callable[[Tensor], object]]:
+    def shrink(weight: Tensor) -> None:
+        dash([weight])
+
+    redo, generator = ReDo(8), torch.Generator().manual_seed(0)
+
+    def recycle(weight: Tensor) -> None:
+        redo.recycle(weight, weight.mT, generator)
+
+    return {"fire": fire, "dash": shrink, "redo recycle": recycle, "redo observe": redo.observe}
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("name", sorted(operations()))
+def test_refused_in_a_compiled_region(lane: Lane, name: str) -> None:
+    operation = operations()[name]
+    weight = normal(8, 8)
+    weight.grad = normal(8, 8, seed=1)
+    before = weight.clone()
+
+    def region(x: Tensor) -> Tensor:
+        operation(x)
+        return x + 1
+
+    with pytest.raises(RuntimeError, match="weight surgery is eager only: call it between steps"):
+        torch.compile(region, fullgraph=True, backend="eager")(weight)
+    assert torch.equal(weight, before)
+    region(weight)
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("name", sorted(operations()))
+def test_refused_on_xla(lane: Lane, name: str) -> None:
+    weight = normal(8, 8).as_subclass(XlaTensor)
+    with pytest.raises(RuntimeError, match=rf"^{name.split()[0]}: not on XLA: [^\n]*$"):
+        operations()[name](weight)
+
+
+@lanes("cpu")
+def test_bad_operands_are_refused(lane: Lane) -> None:
+    with pytest.raises(ValueError, match=r"fire: needs a matrix, not shape \(4,\)"):
+        fire(nn.Parameter(torch.ones(4)))
+    with pytest.raises(ValueError, match="fire: a zero matrix"):
+        fire(nn.Parameter(torch.zeros(4, 4)))
+    with pytest.raises(ValueError, match="after backward, before zero_grad"):
+        dash([nn.Parameter(torch.ones(4, 4))])
+
+
+@lanes("cpu")
+def test_without_fullgraph_the_region_falls_back_to_eager(lane: Lane) -> None:
+    """Dynamo gives such a frame up, so the surgery runs where it may; nothing of the region is compiled then."""
+    weight, eager = normal(8, 8), normal(8, 8)
+    fire(eager)
+    with DynamoWatch() as watch:
+
+        def region(x: Tensor) -> Tensor:
+            fire(x)
+            return x + 1
+
+        torch.compile(region, backend=watch.backend("eager"))(weight)
+    assert torch.equal(weight, eager)
+    assert watch.report.calls == 0

@@ -1,0 +1,286 @@
+"""The trainer learns from the shipped corpus, resumes bit for bit, compiles to the same curve, refuses what is no data.
+
+Rules X13 (data), C36 (numerics), C29 (refusal on violation). B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from launch import contract, train
+from launch.contract import load
+from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches
+from launch.optimizers import build_optimizer
+from launch.train import NonFiniteError, Plan, Trainer, main
+from model import preset
+from suites.support.child import ROOT, run_json
+from suites.support.comparison import AT_MOST, error_ratio
+from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
+from suites.support.lanes import Lane, lanes
+
+CORPUS = ROOT / "fixtures" / "corpus"
+BATCH, TOKENS, STEPS = 8, 100, 200
+CURVES = 4  # five losses alone are few: one near 0 decides the ratio
+
+
+@pytest.fixture(autouse=True)
+def dynamo_as_it_was() -> Iterator[None]:
+    """A trainer applies the contract to the process; other tests find their configuration again."""
+    with dynamo_config(read_dynamo_config(load().dynamo)):
+        yield
+
+
+def trainer(
+    plan: Plan,
+    *,
+    batch: int = 2,
+    tokens: int = 32,
+    seed: int = 0,
+    experts: int = 64,
+    top_k: int = 6,
+    **options: Any,
+) -> Trainer:
+    """nam12 narrow on the corpus."""
+    source = packed_batches(TokenFile(CORPUS), batch, tokens, seed)
+    return Trainer(preset("nam12", "narrow", experts=experts, top_k=top_k), plan, source, **options)
+
+
+def unigram_entropy(file: TokenFile) -> float:
+    """Nats a token of the best predictor that knows the corpus's frequencies and no context. BOS is no target."""
+    counts = np.bincount(file.ids, minlength=file.vocab_size).astype(np.float64)
+    counts[file.bos_id] = 0
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+@lanes("cpu", "h200")
+def test_two_hundred_steps_on_the_corpus(lane: Lane, row) -> None:
+    """Below the unigram entropy a model must use context. The loss holds the experts' auxiliary terms, too."""
+    run = trainer(
+        Plan(STEPS, policy="eager", optimizer="adamw"), batch=BATCH, tokens=TOKENS, device=lane.device
+    )
+    summary = run.run()
+    last = sum(run.losses[-10:]) / 10
+    entropy = unigram_entropy(run.source.file)
+    assert summary["kind"] == "training"
+    assert run.losses[0] > math.log(256) > entropy, "an untrained model must not pass"
+    row(
+        "model/nam12-corpus/loss_after_200_steps",
+        last,
+        unit="nats",
+        witness=STEPS * BATCH * TOKENS,
+        rule="X13",
+        at_most=entropy,
+        evidence=(
+            f"mean of the last 10 of {STEPS} steps; first {run.losses[0]:.3f}; unigram entropy {entropy:.3f}",
+        ),
+    )
+
+
+def curves(run: Trainer) -> Tensor:
+    """The losses of 5 steps from the same start on each of CURVES streams; the run compiles once."""
+    start = {name: value.clone() for name, value in run.model.state_dict().items()}
+    found = []
+    for seed in range(CURVES):
+        run.model.load_state_dict(start)
+        run.optimizer = build_optimizer(run.model, run.plan.optimizer, run.plan.lr)
+        run.source = packed_batches(TokenFile(CORPUS), 2, 32, seed)
+        run.step, run.losses = 0, []
+        run.run()
+        found += run.losses
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@lanes("cpu", "h200")
+def test_compiled_and_eager_train_alike(lane: Lane, row, canaries) -> None:
+    """Each loss stands behind the updates before it, so gradients and optimizer are in the curve, too.
+
+    Every token goes to all 8 experts here. With a choice among 64, one rounding in 20 losses sent a token elsewhere
+    and moved a loss by 5e-3, a thousand times the noise that this row is about.
+    """
+    canaries("graphs")
+    eager = Plan(5, policy="eager", optimizer="adamw", warmup=1)
+    every = {"experts": 8, "top_k": 8, "device": lane.device}
+    plain = curves(trainer(eager, **every))
+    exact = trainer(eager, **every)
+    exact.model.double()
+    oracle = curves(exact)
+    with DynamoWatch() as watch:
+        plan = replace(eager, policy="regional")
+        found = curves(trainer(plan, **every, backend=watch.backend()))
+        calls = watch.refresh().calls
+    forget_graphs()
+    planted = curves(trainer(replace(eager, lr=eager.lr * 1.01), **every))
+    assert error_ratio(planted, plain, oracle) > 10, "a learning rate 1 % off must be seen"
+    row(
+        f"launch/train-nam12-regional-{lane.name}/loss_error_ratio",
+        error_ratio(found, plain, oracle),
+        unit="ratio",
+        witness=calls,
+        rule="C36",
+        at_most=AT_MOST["gradient"],
+        evidence=(f"{len(oracle)} losses: {CURVES} streams of 5 steps",),
+        instruments=("graphs",),
+    )
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_interrupted_and_resumed_is_uninterrupted(lane: Lane, optimizer: str, tmp_path: Path) -> None:
+    plan = Plan(8, policy="eager", optimizer=optimizer, warmup=3, checkpoint_every=3)
+    (tmp_path / "whole.jsonl").write_text("of a former run\n")
+    whole = trainer(plan, device=lane.device, log=tmp_path / "whole.jsonl")
+    whole.run()
+    part = {"device": lane.device, "checkpoint": tmp_path / "state.pt", "log": tmp_path / "part.jsonl"}
+    first = trainer(plan, **part)
+    first.run(until=3)
+    saved = part["checkpoint"].read_bytes()
+    first.run(until=5)  # runs on behind the checkpoint of step 3, and is then lost
+    part["checkpoint"].write_bytes(saved)
+    second = trainer(plan, **part)
+    second.resume()
+    assert second.step == 3
+    second.run()
+    assert second.losses == whole.losses[3:]
+    for (name, a), b in zip(whole.model.state_dict().items(), second.model.state_dict().values()):
+        assert torch.equal(a, b), name
+    assert part["log"].read_text() == (tmp_path / "whole.jsonl").read_text()
+    assert not list(tmp_path.glob("*.new")), "the temporary name is gone"
+    # Resumed without its place in the data, the run is another one.
+    third = trainer(plan, device=lane.device, checkpoint=part["checkpoint"])
+    part["checkpoint"].write_bytes(saved)
+    third.resume()
+    third.source = packed_batches(TokenFile(CORPUS), 2, 32, 0)
+    third.run()
+    assert third.losses != whole.losses[3:]
+
+
+@lanes("cpu")
+def test_a_strange_checkpoint_is_refused(lane: Lane, tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    trainer(Plan(2, policy="eager"), checkpoint=path).run(until=1)
+    with pytest.raises(DataError, match=r"^[^\n]*of another run: plan differs in steps, lr$"):
+        trainer(Plan(3, policy="eager", lr=1e-2), checkpoint=path).resume()
+    with pytest.raises(DataError, match="cannot resume: seed was 0, now it is 5"):
+        trainer(Plan(2, policy="eager"), checkpoint=path, seed=5).resume()
+    for broken in (path.read_bytes()[:1000], b"no checkpoint", b""):
+        path.write_bytes(broken)
+        with pytest.raises(DataError, match=r"^[^\n]*: no checkpoint \([^\n]*\)$"):
+            trainer(Plan(2, policy="eager"), checkpoint=path).resume()
+
+
+@lanes("cpu")
+def test_warm_up_leaves_no_trace(lane: Lane) -> None:
+    run = trainer(Plan(2, policy="eager"))
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    run.warm_up(next(run.source))
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+    assert all(p.grad is None for p in run.model.parameters())
+
+
+@lanes("cpu")
+def test_random_ids_are_no_training(lane: Lane) -> None:
+    config = preset("nam12", "narrow")
+    run = Trainer(config, Plan(2, policy="eager"), SyntheticBatches(512, 2, 32, 0))
+    for word in ("", "yes"):
+        with pytest.raises(DataError, match="random ids are no training data"):
+            run.run(allow_synthetic=word)
+    assert run.losses == []
+    assert run.run(allow_synthetic="smoke")["kind"] == "smoke, not training"
+    disguised = Trainer(config, Plan(2, policy="eager"), iter([torch.randint(512, (2, 32))]))
+    with pytest.raises(DataError, match="is no checked token file: it has no receipt"):
+        disguised.run(allow_synthetic="smoke")
+
+
+@lanes("cpu")
+def test_data_of_another_vocabulary_is_refused(lane: Lane) -> None:
+    for changes, message in (
+        ({"vocab_size": 256}, "data of 512 ids with BOS 2, a model of 256 with BOS 2"),
+        ({"bos_id": 5}, "data of 512 ids with BOS 2, a model of 512 with BOS 5"),
+    ):
+        source = packed_batches(TokenFile(CORPUS), 2, 32, 0)
+        with pytest.raises(DataError, match=message):
+            Trainer(preset("nam12", "narrow", **changes), Plan(2, policy="eager"), source).run()
+
+
+@lanes("cpu")
+def test_a_loss_that_is_not_finite_stops_the_run(lane: Lane, tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    run = trainer(Plan(9, policy="eager", optimizer="adamw", lr=math.inf), checkpoint=path)
+    with pytest.raises(NonFiniteError, match=r"^step 1: the loss is nan; the last checkpoint is good$"):
+        run.run()
+    assert not path.exists()
+    # Here the weights break behind a loss that is still finite: they must not become the last checkpoint.
+    run = trainer(replace(run.plan, checkpoint_every=1), checkpoint=path)
+    with pytest.raises(
+        NonFiniteError, match=r"^step 1: a weight is not finite; the last checkpoint is good$"
+    ):
+        run.run()
+    assert not path.exists()
+
+
+@lanes("cpu")
+def test_schedule_rises_and_falls(lane: Lane) -> None:
+    plan = Plan(101, lr=1.0, warmup=10)
+    rates = [plan.lr_at(step) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates.index(max(rates)) == 9
+
+
+@lanes("cpu")
+def test_exit_codes(lane: Lane, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 done, 2 usage, 3 refused, 4 not finite; each refusal is one line."""
+    small = ["--policy", "eager", "--steps", "2", "--batch", "2", "--tokens", "32"]
+    assert main([*small, "--data", str(CORPUS), "--log", str(tmp_path / "log.jsonl")]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "training"
+    assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").open()] == [0, 1]
+    assert main([*small, "--smoke"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "smoke, not training"
+    for arguments in (
+        [],
+        small,
+        [*small, "--smoke", "--data", "x"],
+        [*small, "--smoke", "--resume"],
+        [*small, "--smoke", "--preset", "nam13"],
+        [*small, "--smoke", "--tokens", "1"],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2, arguments
+    capsys.readouterr()
+    assert main([*small, "--data", str(tmp_path)]) == 3
+    assert main([*small, "--smoke", "--lr", "inf"]) == 4
+    monkeypatch.setattr(train, "load", lambda: contract.load(tmp_path / "contract.toml"))
+    assert main([*small, "--smoke"]) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["refused", "stopped", "refused"]
+
+
+@lanes("cpu")
+def test_a_process_of_its_own(lane: Lane) -> None:
+    """`python -m launch.train` as a user starts it: its last line is the summary."""
+    options = ["--policy", "eager", "--steps", "2", "--batch", "2", "--tokens", "32", "--data", str(CORPUS)]
+    summary = run_json("launch.train", *options, environment={"OMP_NUM_THREADS": "1"}, timeout=120)
+    assert summary["step"] == 2
+    assert summary["data"]["file"] == "tokens.bin"
+
+
+def test_the_trainer_imports_no_suite() -> None:
+    program = "import json, sys, launch.train; print(json.dumps([m for m in sys.modules if 'suites' in m]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == []
