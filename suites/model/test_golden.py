@@ -1,0 +1,65 @@
+"""Every kind of block and every preset still gives its golden results, in fp64.
+
+fixtures/make.py is the only writer.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model.hybrid import BLOCKS
+from suites.model.golden import differences, results, stored, subjects
+from suites.support.lanes import Lane, lanes
+
+
+@lanes("cpu", "h200")
+def test_blocks_and_presets_give_their_golden_results(lane: Lane, row) -> None:
+    wanted, faults, agreeing, compared = stored(), [], 0, 0
+    for subject in subjects():
+        found = results(subject, lane.device)
+        lines = differences(found, wanted)
+        agreeing, compared = agreeing + (not lines), compared + sum(t.numel() for t in found.values())
+        faults += lines
+    row(
+        f"model/golden-{lane.name}/subjects",
+        agreeing,
+        unit="count",
+        witness=compared,
+        expected=len(subjects()),
+        rule="C35",
+        evidence=faults,
+    )
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_weight_off_by_a_millionth_is_seen(lane: Lane, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every parameter that has a gradient; the others are the indexer's, whose choice has none."""
+    before, blind = results(kind), []
+    make = BLOCKS[kind]
+    names = [n for n, _ in make(_config()).named_parameters()]
+    for name in names:
+        monkeypatch.setattr("suites.model.golden.set_by_formula", _off_by_a_millionth(name))
+        if not differences(results(kind), before):
+            blind.append(name)
+        monkeypatch.undo()
+    assert all(name.startswith("index_") for name in blind), blind
+
+
+def _config():
+    from model import preset
+
+    return preset("nam56r", "narrow")
+
+
+def _off_by_a_millionth(name: str):
+    from suites.model.golden import set_by_formula
+
+    def moved(model: torch.nn.Module) -> torch.nn.Module:
+        set_by_formula(model)
+        with torch.no_grad():
+            dict(model.named_parameters())[name].mul_(1 + 1e-6)
+        return model
+
+    return moved
