@@ -1,6 +1,7 @@
 """The choice of keys and the attention over them as custom ops: Triton on CUDA, plain elsewhere.
 
-B batch, T tokens, J index heads, I index head dim, K chosen keys a query, Hq and Hkv heads, P head dim.
+B batch, T tokens, J index heads, P head dim (of the indexer or of the attention), K chosen keys a query,
+Hq and Hkv heads.
 """
 
 import torch
@@ -37,9 +38,7 @@ def dsa_indexer_fwd(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor, top_
     return _plain_choice(q, k, weights, doc_ids, top_k)
 
 
-launch_on_cuda(
-    dsa_indexer_fwd, "kernels.dsa_indexer.kernel_indexer.dsa_indexer_fwd_kernel", fp64=_plain_choice
-)
+launch_on_cuda(dsa_indexer_fwd, "kernels.dsa_indexer.kernel.dsa_indexer_fwd_kernel", fp64=_plain_choice)
 
 
 @dsa_indexer_fwd.register_fake
@@ -67,9 +66,7 @@ def dsa_attention_fwd(
     return _plain_fwd(q, k, v, indices, scale, softcap)
 
 
-launch_on_cuda(
-    dsa_attention_fwd, "kernels.dsa_indexer.kernel_attention.dsa_attention_fwd_kernel", fp64=_plain_fwd
-)
+launch_on_cuda(dsa_attention_fwd, "kernels.dsa_indexer.kernel.dsa_attention_fwd_kernel", fp64=_plain_fwd)
 
 
 @dsa_attention_fwd.register_fake
@@ -87,9 +84,7 @@ def dsa_attention_bwd(
     return _plain_bwd(q, k, v, indices, out, lse, dout, scale, softcap)
 
 
-launch_on_cuda(
-    dsa_attention_bwd, "kernels.dsa_indexer.kernel_attention.dsa_attention_bwd_kernel", fp64=_plain_bwd
-)
+launch_on_cuda(dsa_attention_bwd, "kernels.dsa_indexer.kernel.dsa_attention_bwd_kernel", fp64=_plain_bwd)
 
 
 @dsa_attention_bwd.register_fake
@@ -114,7 +109,7 @@ dsa_attention_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 def _check_index(op, q, k, weights):
     if q.dim() != 4:
-        raise ValueError(f"{op}: q must be (B,T,J,I), not {q.dim()}-d")
+        raise ValueError(f"{op}: q must be (B,T,J,P), not {q.dim()}-d")
     B, T, J, width = q.shape
     check_shapes(op, {"k": (k, (B, T, width)), "weights": (weights, (B, T, J))})
     check_floating(op, {"q": q, "k": k, "weights": weights})
@@ -149,13 +144,13 @@ def dsa_indexer(
 ) -> Tensor:
     """The top_k keys of each query by I[t,s] = sum_h w[t,h] relu(q_h[t].k[s]), causal and of the query's document.
 
-    q (B,T,J,I) and k (B,T,I) in one float dtype, weights (B,T,J) in any, doc_ids (B,T) int32 (padding is a document
+    q (B,T,J,P) and k (B,T,P) in one float dtype, weights (B,T,J) in any, doc_ids (B,T) int32 (padding is a document
     like another). impl "op" is opaque to the compiler, "reference" is traced through.
     -> indices (B,T,top_k) int32: positions along T, different ones, ascending, then -1 where the document has fewer.
     Of equal scores the earlier key is chosen. Scores are fp32 (fp64 for fp64); the choice has no gradient, see
     `dsa_indexer_loss`, and reads no data on the host.
-    Raises ValueError on a wrong shape, dtype, top_k or impl; on CUDA also where I is no power of two up to 128, or T
-    is above 65536 (but for fp64, which runs the reference).
+    Raises ValueError on a wrong shape, dtype, top_k or impl; on CUDA also where P is no power of two up to 128, or T
+    is above 16384 (but for fp64, which runs the reference).
     Source: DeepSeek-V3.2-Exp (2025).
     """
     check_impl("dsa_indexer", impl)

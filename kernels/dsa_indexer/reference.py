@@ -7,7 +7,8 @@
 The choice has no gradient. The indexer learns from a loss of its own, KL(mean over heads of p || softmax of I), over
 the keys chosen.
 
-B batch, T tokens, J index heads, I index head dim, K chosen keys a query, Hq and Hkv heads, R = Hq / Hkv, P head dim.
+B batch, T tokens, J index heads, P head dim (of the indexer or of the attention), K chosen keys a query,
+Hq and Hkv heads, R = Hq / Hkv.
 Sources: DeepSeek-V3.2-Exp (2025), section 2; softcap (Gemma 2, 2024); gradient from the saved logsumexp
 (FlashAttention-2, Dao 2023).
 """
@@ -25,7 +26,7 @@ def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def dsa_scores(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor) -> Tensor:
-    """q (B,T,J,I), k (B,T,I), weights (B,T,J), doc_ids (B,T) -> I (B,T,T) in fp32 (fp64 for fp64), -inf where the
+    """q (B,T,J,P), k (B,T,P), weights (B,T,J), doc_ids (B,T) -> I (B,T,T) in fp32 (fp64 for fp64), -inf where the
     query (second axis) may not see the key. Heads are summed one by one: nothing of size J*T*T exists."""
     q, k, weights = _wide(q, k, weights)
     scores = sum(weights[:, :, h, None] * F.relu(q[:, :, h] @ k.mT) for h in range(q.shape[2]))

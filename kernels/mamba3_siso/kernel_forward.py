@@ -13,9 +13,9 @@ import triton.language as tl
 TAU = tl.constexpr(6.283185307179586)
 LOG2E = tl.constexpr(1.4426950408889634)
 TWO_TO_32 = tl.constexpr(4294967296.0)
-ROWS = tl.constexpr(4)  # of the coefficients (B,H,C,4,L): see `prepare_kernel`
-# fp32 operands keep all their bits; 16-bit operands go to the tensor cores whatever this says.
-PRECISION = tl.constexpr("ieee")
+ROWS = tl.constexpr(6)  # of the coefficients (B,H,C,6,L), see `prepare_kernel`
+HIGH, LOW, GAMMA, SCALE, SINCE, UNTIL = (tl.constexpr(i) for i in range(6))
+BEFORE = tl.constexpr(64)  # blocks whose ticks are added up at a time
 
 
 @triton.jit
@@ -33,20 +33,48 @@ def offset(strides, b, t, h):
 
 
 @triton.jit
-def load_rows(base, stride, live, n, N):
-    """Rows base + i stride, columns n < N; zero in the places that hold no token."""
-    i = tl.arange(0, live.shape[0])
-    mask = live[:, None] & (n < N)[None, :]
-    return tl.load(base + i[:, None] * stride + n[None, :], mask=mask, other=0.0)
+def seen(rows, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Which of a tile's elements a matrix of `count` rows and WIDTH columns has."""
+    inside = (rows[:, None] >= 0) & (rows[:, None] < count)
+    if BLOCK > WIDTH:
+        inside = inside & (tl.arange(0, BLOCK)[None, :] < WIDTH)
+    return inside
 
 
 @triton.jit
-def load_rotation(rotations, live, pair, R):
-    """Cosine and sine of the angles (L,M/2) of consecutive tokens; pairs from R on stay as they are."""
-    at = rotations + 2 * R * tl.arange(0, live.shape[0])[:, None] + pair[None, :]
-    mask = live[:, None] & (pair < R)[None, :]
-    cos, sin = tl.load(at, mask=mask, other=1.0), tl.load(at + R, mask=mask, other=0.0)
-    return cos.to(tl.float32), sin.to(tl.float32)
+def load_tile(base, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A (rows,BLOCK) tile of such a matrix; zeros outside."""
+    at = base + rows[:, None] * stride + tl.arange(0, BLOCK)[None, :]
+    return tl.load(at, mask=seen(rows, count, WIDTH, BLOCK), other=0.0)
+
+
+@triton.jit
+def store_tile(base, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, tile):
+    at = base + rows[:, None] * stride + tl.arange(0, BLOCK)[None, :]
+    tl.store(at, tile, mask=seen(rows, count, WIDTH, BLOCK))
+
+
+@triton.jit
+def load_row(base, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """(BLOCK,) fp32, zeros from WIDTH on."""
+    i = tl.arange(0, BLOCK)
+    return tl.load(base + i, mask=i < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_state(base, P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    return load_tile(base, tl.arange(0, BLOCK_P), P, N, N, BLOCK_N)
+
+
+@triton.jit
+def store_state(base, P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, state):
+    store_tile(base, tl.arange(0, BLOCK_P), P, N, N, BLOCK_N, state)
+
+
+@triton.jit
+def dot(a, b, total=None):
+    """fp32 operands keep all their bits; 16-bit operands go to the tensor cores."""
+    return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit
@@ -56,18 +84,17 @@ def pairs_of(x):
 
 
 @triton.jit
-def rotate(x, cos, sin):
-    """Turns the adjacent pairs of x (L,M) by angles (L,M/2)."""
-    even, odd = pairs_of(x)
-    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (x.shape[0], x.shape[1]))
+def from_pairs(even, odd):
+    return tl.reshape(tl.join(even, odd), (even.shape[0], even.shape[1] * 2))
 
 
 @triton.jit
-def cos_sin(turns):
-    """Cosine and sine of an angle in [-1/2, 1/2] turns, each off by less than 2.5e-7.
+def cos_sin(ticks):
+    """Cosine and sine of an angle in units of 2^-32 turns, int32; each off by less than 2.5e-7.
 
     Minimax polynomials of half the angle, doubled: no table, and no slow path for large arguments.
     """
+    turns = ticks.to(tl.float32) / TWO_TO_32
     s = turns * turns
     c = 2.550042152404785 + s * (-0.5980979800224304 + s * 0.07730873674154282)
     half_sin = turns * (3.141592502593994 + s * (-5.167707920074463 + s * c))
@@ -76,18 +103,6 @@ def cos_sin(turns):
     # Each form of the cosine doubles an error; take the one whose error is small.
     cos = tl.where(s > 0.0625, 2 * half_cos * half_cos - 1, 1 - 2 * half_sin * half_sin)
     return cos, 2 * half_sin * half_cos
-
-
-@triton.jit
-def load_rotated(x, stride, bias, rotations, live, n, pair, N, R):
-    """Rows of q or k of consecutive tokens, biased and rotated, in fp32 (L,M)."""
-    cos, sin = load_rotation(rotations, live, pair, R)
-    return rotate(load_rows(x, stride, live, n, N).to(tl.float32) + bias, cos, sin)
-
-
-@triton.jit
-def load_bias(bias, head, n, N):
-    return tl.load(bias + head * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -112,7 +127,7 @@ def tanh(x):
 
 @triton.jit
 def to_ticks(turns):
-    """fp64 turns -> units of 2^-32 turns, modulo a whole turn, int32."""
+    """Turns -> units of 2^-32 turns, modulo a whole turn, int32."""
     return tl.floor(turns * TWO_TO_32 + 0.5).to(tl.int64).to(tl.int32)
 
 
@@ -123,47 +138,18 @@ def restart(begun, total, begins_here, value):
 
 
 @triton.jit
-def load_decay(coefficients, spans, L: tl.constexpr):
-    """Of one chunk: running log2 decay, its low part, first and last place of a place's document (L,)."""
+def decay_between(coefficients, L: tl.constexpr, EXACT: tl.constexpr, LATER: tl.constexpr):
+    """Decay from after one place to a later one (L,L), the later ones along axis LATER; elsewhere anything.
+
+    The low part is beyond what 16-bit operands can show.
+    """
     i = tl.arange(0, L)
-    decay = tl.load(coefficients + i), tl.load(coefficients + L + i)
-    return decay[0], decay[1], tl.load(spans + i), tl.load(spans + L + i)
-
-
-@triton.jit
-def decay_of(high, low, EXACT: tl.constexpr):
-    """The low part is beyond what 16-bit operands can show."""
+    high = tl.load(coefficients + HIGH * L + i)
+    exponent = tl.expand_dims(high, 1 - LATER) - tl.expand_dims(high, LATER)
     if EXACT:
-        return tl.exp2(high + low)
-    return tl.exp2(high)
-
-
-@triton.jit
-def decay_from_entry(high, low, first, EXACT: tl.constexpr):
-    """Decay of the state that enters a chunk, up to and including a place; 0 once a document has begun."""
-    return tl.where(first < 0, decay_of(high, low, EXACT), 0.0)
-
-
-@triton.jit
-def decay_rows(high, low, first, EXACT: tl.constexpr):
-    """Decay from after place j to i > j (L,L); 0 elsewhere, and where a document begins in between."""
-    i = tl.arange(0, high.shape[0])
-    decay = decay_of(high[:, None] - high[None, :], low[:, None] - low[None, :], EXACT)
-    return tl.where((i[None, :] < i[:, None]) & (i[None, :] >= first[:, None]), decay, 0.0)
-
-
-@triton.jit
-def decay_to_exit(coefficients, high, low, last, L: tl.constexpr, EXACT: tl.constexpr):
-    """Decay from after a place to the end of the chunk; 0 if a document begins in between."""
-    high, low = tl.load(coefficients + L - 1) - high, tl.load(coefficients + 2 * L - 1) - low
-    return tl.where(last == L - 1, decay_of(high, low, EXACT), 0.0)
-
-
-@triton.jit
-def decay_through(coefficients, spans, L: tl.constexpr, EXACT: tl.constexpr):
-    """Decay of a state over the whole chunk; 0 if a document begins in it."""
-    high, low = tl.load(coefficients + L - 1), tl.load(coefficients + 2 * L - 1)
-    return decay_from_entry(high, low, tl.load(spans + L - 1), EXACT)
+        low = tl.load(coefficients + LOW * L + i)
+        exponent += tl.expand_dims(low, 1 - LATER) - tl.expand_dims(low, LATER)
+    return tl.exp2(exponent)
 
 
 @triton.jit
@@ -174,16 +160,31 @@ def first_beta(dt, trap, b, T, H, head):
 
 
 @triton.jit
+def initial_state(
+    h_given, k_given, v_given, dt, trap, b, T, H, head,
+    P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What enters the first chunk: h and the weighted v_prev k_prev^T."""
+    row = b.to(tl.int64) * H + head
+    key, value = load_row(k_given + row * N, N, BLOCK_N), load_row(v_given + row * P, P, BLOCK_P)
+    given = load_state(h_given + row * P * N, P, N, BLOCK_P, BLOCK_N).to(tl.float32)
+    return given + first_beta(dt, trap, b, T, H, head) * value[:, None] * key[None, :]
+
+
+@triton.jit
 def prepare_kernel(
-    adt, dt, trap, doc_ids, coefficients, spans, T, C, H: tl.constexpr, CHUNK: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
+    adt, dt, trap, doc_ids, coefficients, spans, T, C,
+    H: tl.constexpr, CHUNK: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program per (HEADS heads, chunk, row): the per-token scalars, transposed.
 
-    coefficients (B,H,C,4,L): the log2 decay summed from the start of the chunk or of the document, as the sum
-    of two fp32; gamma = lam dt; scale = gamma + beta of the next token. spans (B,C,2,L): the places of the
-    chunk at which the document of a place begins (-1: before the chunk) and ends. A decay is a difference of
-    running sums. Summed in fp64, restarted with each document and kept in two parts, it is as exact as a sum
-    of its own terms, and no bit of it hangs on another document.
+    coefficients (B,H,C,6,L): the log2 decay summed from the start of the chunk or of the document, as the sum
+    of two fp32; gamma = lam dt; scale = gamma + beta of the next token; decay of the state that enters the
+    chunk up to and including a place, 0 once a document has begun; decay from after a place to the end of the
+    chunk, 0 if a document begins in between. spans (B,C,2,L): the places of the chunk at which the document of a
+    place begins (-1: before the chunk) and ends. A decay is a difference of running sums. Summed in fp64,
+    restarted with each document and kept in two parts, it is as exact as a sum of its own terms, and no bit of
+    it hangs on another document. WIDE is the dtype of the weights, fp64 for fp32 operands.
     """
     c, b = tl.program_id(1), tl.program_id(2)
     i, h = tl.arange(0, L), tl.program_id(0) * HEADS + tl.arange(0, HEADS)
@@ -196,19 +197,25 @@ def prepare_kernel(
     # A decay of 2^-256 is zero in fp32: clamping there changes nothing, and keeps -inf out of the sums.
     decay = tl.load(adt + at, mask=wanted, other=0.0).to(tl.float64) * LOG2E
     decay = tl.where(decay > -256.0, decay, -256.0)
-    lam = 1 / (1 + tl.exp(-tl.load(trap + at, mask=wanted, other=0.0).to(tl.float64)))
-    gamma = tl.load(dt + at, mask=wanted, other=0.0).to(tl.float64) * lam
-    lam_opposite = 1 / (1 + tl.exp(tl.load(trap + at + H, mask=followed, other=0.0).to(tl.float64)))
-    scale = gamma + tl.load(dt + at + H, mask=followed, other=0.0).to(tl.float64) * lam_opposite
+    lam = 1 / (1 + tl.exp(-tl.load(trap + at, mask=wanted, other=0.0).to(WIDE)))
+    gamma = tl.load(dt + at, mask=wanted, other=0.0).to(WIDE) * lam
+    lam_opposite = 1 / (1 + tl.exp(tl.load(trap + at + H, mask=followed, other=0.0).to(WIDE)))
+    scale = gamma + tl.load(dt + at + H, mask=followed, other=0.0).to(WIDE) * lam_opposite
 
     _, total = tl.associative_scan(((start[:, None] & wanted).to(tl.int32), decay), 0, restart)
     high = total.to(tl.float32)
+    whole = tl.sum(tl.where((i == L - 1)[:, None], total, 0.0), 0)
+    untouched, last_start = i < tl.min(tl.where(start, i, L)), tl.max(tl.where(start, i, -1))
+    since = tl.where(untouched[:, None], tl.exp2(high), 0.0)
+    until = tl.where((i >= last_start)[:, None], tl.exp2((whole[None, :] - total).to(tl.float32)), 0.0)
     at = coefficients + ((b.to(tl.int64) * H + h[None, :]) * C + c) * (ROWS * L) + i[:, None]
     exists = (i >= 0)[:, None] & (h < H)[None, :]
-    tl.store(at, high, mask=exists)
-    tl.store(at + L, (total - high.to(tl.float64)).to(tl.float32), mask=exists)
-    tl.store(at + 2 * L, gamma.to(tl.float32), mask=exists)
-    tl.store(at + 3 * L, scale.to(tl.float32), mask=exists)
+    tl.store(at + HIGH * L, high, mask=exists)
+    tl.store(at + LOW * L, (total - high.to(tl.float64)).to(tl.float32), mask=exists)
+    tl.store(at + GAMMA * L, gamma.to(tl.float32), mask=exists)
+    tl.store(at + SCALE * L, scale.to(tl.float32), mask=exists)
+    tl.store(at + SINCE * L, since, mask=exists)
+    tl.store(at + UNTIL * L, until, mask=exists)
     if tl.program_id(0) == 0:
         opens = start[None, :] & (i[None, :] <= i[:, None])
         follows = start[None, :] & (i[None, :] > i[:, None])
@@ -218,129 +225,170 @@ def prepare_kernel(
 
 
 @triton.jit
-def turn_kernel(
-    angles, angle_strides, dt, doc_ids, theta, rotations, theta_final, T,
-    H: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+def token_ticks(
+    angles, strides, dt, b, t0, T, head, H, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr
 ):  # fmt: skip
-    """One program per (head, row), along T: rotations (B,H,T,2,R), cosine and sine of a token's running angle.
-
-    The angle is summed as 32-bit fixed point, in which a whole turn wraps around of itself: exact, in any order.
-    """
-    head, b = tl.program_id(0), tl.program_id(1)
-    i, r = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
-    row = b.to(tl.int64) * H + head
-    given = tl.load(theta + row * R + r, mask=r < R, other=0.0).to(tl.float64) / TAU
-    carry = to_ticks(given - tl.floor(given))
-    for t0 in range(0, T, BLOCK_T):
-        t = t0 + i
-        live = t < T
-        rate = tl.load(dt + (b.to(tl.int64) * T + t) * H + head, mask=live, other=0.0).to(tl.float32)
-        x = load_rows(angles + offset(angle_strides, b, t0, head), angle_strides[1], live, r, R)
-        ticks = to_ticks((tanh(x.to(tl.float32)) * (0.5 * rate)[:, None]).to(tl.float64))
-        start = (begins(doc_ids, b, t, T)[:, None] & (r >= 0)[None, :]).to(tl.int32)
-        begun, total = tl.associative_scan((start, ticks), 0, restart)
-        total += tl.where(begun != 0, 0, carry[None, :])
-        cos, sin = cos_sin(total.to(tl.float32) / TWO_TO_32)
-        at = rotations + (row * T + t[:, None]) * 2 * R + r[None, :]
-        tl.store(at, cos.to(rotations.dtype.element_ty), mask=live[:, None] & (r < R)[None, :])
-        tl.store(at + R, sin.to(rotations.dtype.element_ty), mask=live[:, None] & (r < R)[None, :])
-        carry = tl.sum(tl.where((i == BLOCK_T - 1)[:, None], total, 0), 0)
-    last = carry.to(tl.float64) / TWO_TO_32
-    radians = ((last - tl.floor(last)) * TAU).to(tl.float32)
-    # fp32 has no 2 pi: what rounds to its neighbour above is a whole turn, and that is 0.
-    tl.store(theta_final + row * R + r, tl.where(radians < 6.2831852, radians, 0.0), mask=r < R)
+    """By how much each token of a block turns (BLOCK_T,BLOCK_R): tanh(angle) dt / 2 turns."""
+    i = tl.arange(0, BLOCK_T)
+    rate = tl.load(dt + (b.to(tl.int64) * T + t0 + i) * H + head, mask=t0 + i < T, other=0.0).to(tl.float32)
+    x = load_tile(angles + offset(strides, b, t0, head), i, T - t0, strides[1], R, BLOCK_R)
+    return to_ticks(tanh(x.to(tl.float32)) * (0.5 * rate)[:, None])
 
 
 @triton.jit
-def state_kernel(
-    k, k_strides, v, v_strides, k_bias, dt, trap, rotations, coefficients, spans, h_given, k_given, v_given,
-    entering, h_final, k_final, v_final, T, C,
-    H: tl.constexpr, HEADS_A_GROUP: tl.constexpr, CHUNK: tl.constexpr,
-    P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+def turn_sum_kernel(
+    angles, angle_strides, dt, doc_ids, theta, block_turns, block_starts, T,
+    H: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """One program per (head, BLOCK_N state dims, row), along the chunks, the state in fp32 registers.
+    """One program per (head, block of BLOCK_T tokens, row): by how much a block turns what comes after it.
 
-    entering (B,H,C,P,N) in v's dtype, as which the chunk products read it: the state before each chunk.
+    block_turns (B,H,1+blocks,R): the given theta, then of each block the ticks since the last start of a document
+    in it; block_starts (B,1+blocks): whether there is one. Angles are summed as 32-bit fixed point, in which a
+    whole turn wraps around of itself: exact, in any order.
     """
-    head, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    group, row = head // HEADS_A_GROUP, b.to(tl.int64) * H + head
-    n = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    pair = part * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    p, i = tl.arange(0, BLOCK_P), tl.arange(0, L)
-    EXACT: tl.constexpr = v.dtype.element_ty == tl.float32
-    at, exists = p[:, None] * N + n[None, :], (p < P)[:, None] & (n < N)[None, :]
-    bias = load_bias(k_bias, head, n, N)
+    head, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i, r, t0 = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R), block * BLOCK_T
+    row, entries = b.to(tl.int64) * H + head, tl.num_programs(1) + 1
+    ticks = token_ticks(angles, angle_strides, dt, b, t0, T, head, H, R, BLOCK_R, BLOCK_T)
+    last_start = tl.max(tl.where(begins(doc_ids, b, t0 + i, T), i, -1))
+    total = tl.sum(tl.where((i >= last_start)[:, None], ticks, 0), 0)
+    tl.store(block_turns + (row * entries + 1 + block) * R + r, total, mask=r < R)
+    if head == 0:
+        tl.store(block_starts + b * entries + 1 + block, (last_start >= 0).to(tl.int32))
+    if block == 0:
+        given = tl.load(theta + row * R + r, mask=r < R, other=0.0).to(tl.float64) / TAU
+        tl.store(block_turns + row * entries * R + r, to_ticks(given - tl.floor(given)), mask=r < R)
+        tl.store(block_starts + b * entries, 0)
 
-    state = tl.load(h_given + row * P * N + at, mask=exists, other=0.0).to(tl.float32)
-    key = tl.load(k_given + row * N + n, mask=n < N, other=0.0).to(tl.float32)
-    value = tl.load(v_given + row * P + p, mask=p < P, other=0.0).to(tl.float32)
-    state += first_beta(dt, trap, b, T, H, head) * value[:, None] * key[None, :]
-    for c in range(C):
-        chunk, t0 = row * C + c, c * CHUNK
-        live = (i < CHUNK) & (t0 + i < T)
-        tl.store(entering + chunk * P * N + at, state.to(entering.dtype.element_ty), mask=exists)
-        here = coefficients + chunk * (ROWS * L)
-        span = spans + (b * C + c) * 2 * L
-        high, low, _, last = load_decay(here, span, L)
-        weight = decay_to_exit(here, high, low, last, L, EXACT) * tl.load(here + 3 * L + i)
-        at_k, turned = k + offset(k_strides, b, t0, group), rotations + (row * T + t0) * 2 * R
-        keys = load_rotated(at_k, k_strides[1], bias, turned, live, n, pair, N, R)
-        keys = (keys * weight[:, None]).to(v.dtype.element_ty)
-        values = load_rows(v + offset(v_strides, b, t0, head), v_strides[1], live, p, P)
-        state *= decay_through(here, span, L, EXACT)
-        state = tl.dot(tl.trans(values), keys, acc=state, input_precision=PRECISION)
-    tl.store(h_final + row * P * N + at, state, mask=exists)
 
-    one = tl.full((1,), True, tl.int1)
-    at_k, turned = k + offset(k_strides, b, T - 1, group), rotations + (row * T + T - 1) * 2 * R
-    key = load_rotated(at_k, 0, bias, turned, one, n, pair, N, R)
-    tl.store(k_final + row * N + n[None, :], key, mask=(n < N)[None, :])
-    if part == 0:
-        last_value = tl.load(v + offset(v_strides, b, T - 1, head) + p, mask=p < P)
-        tl.store(v_final + row * P + p, last_value.to(tl.float32), mask=p < P)
+@triton.jit
+def entering_ticks(block_turns, block_starts, row, b, block, entries, R: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The angle with which a block begins: the ticks of the blocks since the last start, or since the given theta."""
+    ticks = tl.zeros((BLOCK_R,), tl.int32)
+    for begin in range(0, block + 1, BEFORE):
+        j = begin + tl.arange(0, BEFORE)
+        started = tl.load(block_starts + b * entries + j, mask=j <= block, other=0) != 0
+        last_start = tl.max(tl.where(started, j, -1))
+        turns = load_tile(block_turns + row * entries * R, j, block + 1, R, R, BLOCK_R)
+        added = tl.sum(tl.where((j >= last_start)[:, None], turns, 0), 0)
+        ticks = tl.where(last_start >= 0, 0, ticks) + added
+    return ticks
+
+
+@triton.jit
+def turned_tile(base, bias, rows, count, stride, cos, sin, R: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The columns of q or k that turn, biased and turned, fp32 (BLOCK_T,2 BLOCK_R)."""
+    biases = load_row(bias, 2 * R, 2 * BLOCK_R)[None, :]
+    even, odd = pairs_of(load_tile(base, rows, count, stride, 2 * R, 2 * BLOCK_R).to(tl.float32) + biases)
+    return from_pairs(even * cos - odd * sin, even * sin + odd * cos)
+
+
+@triton.jit
+def turn_kernel(
+    q, q_strides, k, k_strides, q_bias, k_bias, angles, angle_strides, dt, doc_ids, block_turns, block_starts,
+    queries, keys, turns, theta_final, k_final, T,
+    H: tl.constexpr, HEADS_A_GROUP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, KEEP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """One program per (head, block of BLOCK_T tokens, row): queries and keys (B,H,T,N), biased and turned.
+
+    With KEEP also turns (B,H,T,R) int32, the running angle of each token in ticks. The program of the last block
+    writes theta_final and, of unrounded numbers, k_final.
+    """
+    head, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, blocks, group = b.to(tl.int64) * H + head, tl.num_programs(1), head // HEADS_A_GROUP
+    REST: tl.constexpr = N - 2 * R
+    t0, i = block * BLOCK_T, tl.arange(0, BLOCK_T)
+    entering = entering_ticks(block_turns, block_starts, row, b, block, blocks + 1, R, BLOCK_R)
+    ticks = token_ticks(angles, angle_strides, dt, b, t0, T, head, H, R, BLOCK_R, BLOCK_T)
+    starts = begins(doc_ids, b, t0 + i, T)
+    if tl.max(starts.to(tl.int32)) != 0:
+        flags = (starts[:, None] & (tl.arange(0, BLOCK_R) >= 0)[None, :]).to(tl.int32)
+        begun, total = tl.associative_scan((flags, ticks), 0, restart)
+        total += tl.where(begun != 0, 0, entering[None, :])
+    else:
+        total = tl.cumsum(ticks, 0) + entering[None, :]
+    first = row * T + t0
+    if KEEP:
+        store_tile(turns + first * R, i, T - t0, R, R, BLOCK_R, total)
+    cos, sin = cos_sin(total)
+
+    at_q, at_k = q + offset(q_strides, b, t0, group), k + offset(k_strides, b, t0, group)
+    q_bias += head * N
+    k_bias += head * N
+    query = turned_tile(at_q, q_bias, i, T - t0, q_strides[1], cos, sin, R, BLOCK_R)
+    store_tile(queries + first * N, i, T - t0, N, 2 * R, 2 * BLOCK_R, query)
+    key = turned_tile(at_k, k_bias, i, T - t0, k_strides[1], cos, sin, R, BLOCK_R)
+    store_tile(keys + first * N, i, T - t0, N, 2 * R, 2 * BLOCK_R, key)
+    rest_of_query = load_tile(at_q + 2 * R, i, T - t0, q_strides[1], REST, BLOCK_REST).to(tl.float32)
+    rest_of_query += load_row(q_bias + 2 * R, REST, BLOCK_REST)[None, :]
+    store_tile(queries + first * N + 2 * R, i, T - t0, N, REST, BLOCK_REST, rest_of_query)
+    rest_of_key = load_tile(at_k + 2 * R, i, T - t0, k_strides[1], REST, BLOCK_REST).to(tl.float32)
+    rest_of_key += load_row(k_bias + 2 * R, REST, BLOCK_REST)[None, :]
+    store_tile(keys + first * N + 2 * R, i, T - t0, N, REST, BLOCK_REST, rest_of_key)
+
+    if block == blocks - 1:
+        last = tl.where(t0 + i == T - 1, 0, -1)  # the row of k_final in which a token goes, if at all
+        store_tile(k_final + row * N, last, 1, N, 2 * R, 2 * BLOCK_R, key)
+        store_tile(k_final + row * N + 2 * R, last, 1, N, REST, BLOCK_REST, rest_of_key)
+        exact = tl.sum(tl.where((t0 + i == T - 1)[:, None], total, 0), 0).to(tl.float64) / TWO_TO_32
+        radians = ((exact - tl.floor(exact)) * TAU).to(tl.float32)
+        # fp32 has no 2 pi: what rounds to its neighbour above is a whole turn, and that is 0.
+        radians = tl.where(radians < 6.2831852, radians, 0.0)
+        r = tl.arange(0, BLOCK_R)
+        tl.store(theta_final + row * R + r, radians, mask=r < R)
 
 
 @triton.jit
 def scan_kernel(
-    q, q_strides, k, k_strides, v, v_strides, z, z_strides, q_bias, k_bias, D, rotations, coefficients, spans,
-    entering, y, T, C,
-    H: tl.constexpr, HEADS_A_GROUP: tl.constexpr, CHUNK: tl.constexpr,
-    P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    queries, keys, v, v_strides, z, z_strides, D, coefficients, spans, dt, trap, h_given, k_given, v_given,
+    y, h_final, v_final, T, C, H: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program per (head, chunk, row): y. The heads of a group run side by side, so q and k come from L2.
+    """One program per (head, row) walks the chunks with the state in fp32 registers.
 
-    A token weighs gamma for itself and scale for those after it; no weight is taken off again.
+    A chunk is four products: scores, what the state gives, what the chunk gives, and the new state. A token weighs
+    gamma for itself and scale for those after it; no weight is taken off again.
     """
-    head, c, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    group, row = head // HEADS_A_GROUP, b.to(tl.int64) * H + head
-    chunk, t0 = row * C + c, c * CHUNK
-    n, pair, p, i = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N // 2), tl.arange(0, BLOCK_P), tl.arange(0, L)
-    live = (i < CHUNK) & (t0 + i < T)
-    EXACT: tl.constexpr = v.dtype.element_ty == tl.float32
-
-    at_q, at_k = q + offset(q_strides, b, t0, group), k + offset(k_strides, b, t0, group)
-    turned = rotations + (row * T + t0) * 2 * R
-    queries = load_rotated(at_q, q_strides[1], load_bias(q_bias, head, n, N), turned, live, n, pair, N, R)
-    queries = queries.to(v.dtype.element_ty)
-    keys = load_rotated(at_k, k_strides[1], load_bias(k_bias, head, n, N), turned, live, n, pair, N, R)
-    keys = keys.to(v.dtype.element_ty)
-
-    at = chunk * P * N + p[:, None] * N + n[None, :]
-    state = tl.load(entering + at, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
-    here = coefficients + chunk * (ROWS * L)
-    high, low, first, _ = load_decay(here, spans + (b * C + c) * 2 * L, L)
-    out = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
-    out *= decay_from_entry(high, low, first, EXACT)[:, None]
-
-    weight = decay_rows(high, low, first, EXACT) * tl.load(here + 3 * L + i)[None, :]
-    weight = tl.where(i[:, None] == i[None, :], tl.load(here + 2 * L + i)[:, None], weight)
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * weight
-    values = load_rows(v + offset(v_strides, b, t0, head), v_strides[1], live, p, P)
-    out = tl.dot(scores.to(v.dtype.element_ty), values, acc=out, input_precision=PRECISION)
-
-    out += tl.load(D + head).to(tl.float32) * values.to(tl.float32)
-    gate = load_rows(z + offset(z_strides, b, t0, head), z_strides[1], live, p, P).to(tl.float32)
-    at = ((b.to(tl.int64) * T + t0 + i[:, None]) * H + head) * P + p[None, :]
-    tl.store(y + at, out * gate * sigmoid(gate, EXACT), mask=live[:, None] & (p < P)[None, :])
+    head, b, i = tl.program_id(0), tl.program_id(1), tl.arange(0, L)
+    row = b.to(tl.int64) * H + head
+    dtype: tl.constexpr = v.dtype.element_ty
+    EXACT: tl.constexpr = dtype == tl.float32
+    skip = tl.load(D + head).to(tl.float32)
+    state = initial_state(h_given, k_given, v_given, dt, trap, b, T, H, head, P, N, BLOCK_P, BLOCK_N)
+    v += offset(v_strides, b, 0, head)
+    z += offset(z_strides, b, 0, head)
+    y += b.to(tl.int64) * T * H * P + head * P
+    queries += row * T * N
+    keys += row * T * N
+    coefficients += row * C * (ROWS * L)
+    spans += b * C * 2 * L
+    for c in range(C):
+        count = tl.minimum(CHUNK, T - c * CHUNK)
+        query = load_tile(queries, i, count, N, N, BLOCK_N)
+        key = load_tile(keys, i, count, N, N, BLOCK_N)
+        first, scale = tl.load(spans + i), tl.load(coefficients + SCALE * L + i)
+        earlier = (i[None, :] < i[:, None]) & (i[None, :] >= first[:, None])
+        weight = tl.where(earlier, decay_between(coefficients, L, EXACT, 0) * scale[None, :], 0.0)
+        gamma = tl.load(coefficients + GAMMA * L + i)[:, None]
+        scores = dot(query, tl.trans(key))
+        diagonal = i[:, None] == i[None, :]
+        scores = tl.where(diagonal, scores * gamma + skip, scores * weight).to(dtype)
+        out = dot(query, tl.trans(state.to(dtype)))
+        out *= tl.load(coefficients + SINCE * L + i)[:, None]
+        value = load_tile(v, i, count, v_strides[1], P, BLOCK_P)
+        out = dot(scores, value, out)
+        gate = load_tile(z, i, count, z_strides[1], P, BLOCK_P).to(tl.float32)
+        store_tile(y, i, count, H * P, P, BLOCK_P, out * gate * sigmoid(gate, EXACT))
+        weighted = (value * (scale * tl.load(coefficients + UNTIL * L + i))[:, None]).to(dtype)
+        state = dot(tl.trans(weighted), key, state * tl.load(coefficients + SINCE * L + L - 1))
+        v += CHUNK * v_strides[1]
+        z += CHUNK * z_strides[1]
+        y += CHUNK * H * P
+        queries += CHUNK * N
+        keys += CHUNK * N
+        coefficients += ROWS * L
+        spans += 2 * L
+    store_state(h_final + row * P * N, P, N, BLOCK_P, BLOCK_N, state)
+    last = load_row(v + (T - 1 - C * CHUNK) * v_strides[1], P, BLOCK_P)
+    tl.store(v_final + row * P + tl.arange(0, BLOCK_P), last, mask=tl.arange(0, BLOCK_P) < P)

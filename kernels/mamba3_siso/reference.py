@@ -116,10 +116,10 @@ def mamba3_siso_backward_reference(
     entering, _ = _carry(s)
 
     # y = (scan + D value) silu(z)
-    skip, z, dy = D.to(acc)[:, None], z.to(acc), dy.to(acc)
-    gate = torch.sigmoid(z)
-    dungated = dy * z * gate
-    dz = dy * (_scan(s, entering, T) + skip * c.value) * gate * (1 + z * (1 - gate))
+    skip, opened, dy = D.to(acc)[:, None], z.to(acc), dy.to(acc)
+    gate = torch.sigmoid(opened)
+    dungated = dy * opened * gate
+    dz = dy * (_scan(s, entering, T) + skip * c.value) * gate * (1 + opened * (1 - gate))
     dD = (dungated * c.value).sum((0, 1, 3))
 
     g = _scan_backward(s, entering, dungated, dh_final)

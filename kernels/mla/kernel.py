@@ -197,7 +197,7 @@ def _tiles(P: int, R: int, V: int, dtype: torch.dtype) -> dict[str, tuple[int, i
         return dict.fromkeys(("forward", "dkdv", "dq"), (16, 16, 4, 1))
     if max(P, R, V) <= 64:
         return {"forward": (128, 64, 8, 2), "dkdv": (64, 128, 8, 2), "dq": (128, 64, 8, 2)}
-    return {"forward": (128, 64, 8, 2), "dkdv": (32, 64, 8, 1), "dq": (64, 32, 8, 1)}
+    return {"forward": (128, 64, 8, 2), "dkdv": (32, 32, 8, 1), "dq": (32, 32, 8, 1)}
 
 
 def _logit(scale: float, softcap: float, dtype: torch.dtype) -> tuple[str, float, float, float, float]:
@@ -234,9 +234,7 @@ def mla_fwd_kernel(
     B, T, H, P = q_nope.shape
     widths = _widths(P, q_rope.shape[-1], W_uv.shape[1])
     q_nope, q_rope, k_rope, doc_ids = (t.contiguous() for t in (q_nope, q_rope, k_rope, doc_ids))
-    with torch.autocast(
-        q_nope.device.type, enabled=False
-    ):  # it would take the product of fp32 inputs to bf16
+    with torch.autocast("cuda", enabled=False):  # it would take the product of fp32 inputs to bf16
         _, kv = _up(c_kv, W_uk, W_uv)
     M, N, warps, stages = _tiles(P, widths["R"], widths["V"], q_nope.dtype)["forward"]
     CAP, gain, a, b, _ = _logit(scale, softcap, q_nope.dtype)
@@ -267,7 +265,7 @@ def mla_bwd_kernel(
     _rows_kernel[grid](
         out, dout, lse, delta, shift, T, b, H=H, V=widths["V"], WV=widths["WV"], M=64, num_warps=4
     )
-    with torch.autocast(q_nope.device.type, enabled=False):
+    with torch.autocast("cuda", enabled=False):
         W, kv = _up(c_kv, W_uk, W_uv)
     dq_nope, dq_rope = q_nope.new_empty(q_nope.shape), q_rope.new_empty(q_rope.shape)
     dkv, dk_rope = kv.new_empty(kv.shape), q_rope.new_empty(q_rope.shape)
@@ -284,7 +282,7 @@ def mla_bwd_kernel(
         q_nope, q_rope, kv, k_rope, doc_ids, spans, dout, delta, shift, dq_nope, dq_rope, T, gain, a, gain_out,
         **options, M=M, N=N, EVEN=T % max(M, N) == 0, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    with torch.autocast(q_nope.device.type, enabled=False):
+    with torch.autocast("cuda", enabled=False):
         dkv = dkv.view(B * T, -1)
         dc = (dkv @ W).view(c_kv.shape)
         dW_uk, dW_uv = (dkv.T @ c_kv.flatten(0, 1)).view(H, -1, c_kv.shape[-1]).split((P, widths["V"]), 1)

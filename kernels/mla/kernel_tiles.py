@@ -146,7 +146,7 @@ def spans_of(doc_ids: Tensor, own: int, other: int, own_keys: bool, causal: bool
         T,
         OWN=own,
         OTHER=other,
-        CHUNK=4096 // other,
+        CHUNK=2048 // other,
         OWN_KEYS=own_keys,
         CAUSAL=causal,
         num_warps=4,

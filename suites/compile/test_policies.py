@@ -20,7 +20,12 @@ GENERATES = {"regional": "inductor"}
 INSTRUMENTS = ("graphs", "graph_breaks", "islands", "guards")
 
 
-CASES = {"nam52": ("nam52", {}), "nam56r": ("nam56r", {}), "nam12_mamba2": ("nam12", {"m_mixer": "mamba2"})}
+CASES = {
+    "nam52": ("nam52", {}),
+    "nam56r": ("nam56r", {}),
+    "nam12_mamba2": ("nam12", {"m_mixer": "mamba2"}),
+    "nam12_mimo": ("nam12", {"m_mixer": "mimo"}),
+}
 
 
 @lanes("cpu", "h200")

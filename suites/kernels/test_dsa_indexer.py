@@ -1,6 +1,6 @@
 """dsa_indexer against a choice written out query by query, dsa_attention against dense attention under a mask.
 
-B batch, T tokens, J index heads, I index head dim, K chosen keys a query, Hq and Hkv heads, P head dim.
+B batch, T tokens, J index heads, K chosen keys a query, Hq and Hkv heads, P head dim.
 The plain attention is dense, its mask says who was chosen: nothing is gathered or scattered. The oracle is the
 reference in fp64, which must agree with it in fp64 first.
 """
@@ -120,9 +120,9 @@ def test_of_equal_scores_the_earlier_key_is_chosen(lane: Lane, seed: int, T: int
     g = torch.Generator().manual_seed(seed)
     q = torch.ones(1, T, 2, 16)
     k = torch.randint(-1, levels, (1, T, 1), generator=g).float().expand(1, T, 16)
-    weights = torch.tensor([1.0, 0.5]).expand(1, T, 2)
+    weights = torch.tensor([1.0, -0.5]).expand(1, T, 2)
     ids = torch.randint(0, 2, (1, T), generator=g).int()
-    scores = 24 * k.relu()[..., 0].unsqueeze(1).expand(1, T, T)
+    scores = 8 * k.relu()[..., 0].unsqueeze(1).expand(1, T, T)
     for dtype in (torch.float32, torch.bfloat16):
         inputs = (t.to(lane.device, dtype) for t in (q, k, weights))
         found = dsa_indexer(*inputs, ids.to(lane.device), top_k=top_k).cpu()

@@ -16,9 +16,11 @@ from torch import Tensor
 from kernels.attention import attention
 from kernels.causal_conv1d import causal_conv1d
 from kernels.cross_entropy import cross_entropy
+from kernels.dsa_indexer import dsa_attention, dsa_indexer
 from kernels.grouped_gemm import grouped_gemm
 from kernels.m2rnn import m2rnn
 from kernels.mamba3_siso import mamba3_siso
+from kernels.mla import mla
 from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch
 from kernels.rms_norm_gated import rms_norm_gated
@@ -94,6 +96,39 @@ def attention_case(B: int, Hq: int, Hkv: int, P: int, softcap: float) -> Case:
     # Two products forward; five backward.
     work = Work(moved.forward_bytes, moved.both_bytes, flops, 3.5 * flops)
     return Case(*by_impl(attention, softcap=softcap), inputs, work)
+
+
+def mla_case(B: int, softcap: float) -> Case:
+    H, C, P, R, V = 56, 64, 64, 64, 64
+    inputs = (
+        draw(B, T, H, P), draw(B, T, H, R), draw(B, T, C), draw(B, T, R),
+        draw(H, P, C) * C**-0.5, draw(H, V, C) * C**-0.5, one_document(B),
+    )  # fmt: skip
+    moved = streaming(inputs, (draw(B, T, H, V),))
+    pairs, up = 2 * B * H * T * T / 2, 2 * B * T * C * H * (P + V)
+    flops, backward = pairs * (P + R + V) + up, pairs * (3 * (P + R) + 2 * V) + 2 * up
+    work = Work(moved.forward_bytes, moved.both_bytes, flops, flops + backward)
+    return Case(*by_impl(mla, peer=False, softcap=softcap), inputs, work)
+
+
+def dsa_case(B: int, choose: bool) -> Case:
+    """Attention over the keys of a choice; with `choose`, the op makes the choice on the way, from constants."""
+    Hq, Hkv, P, J, K = 56, 8, 64, 32, 256
+    index = (draw(B, T, J, P), draw(B, T, P), draw(B, T, J), one_document(B))
+    indices = dsa_indexer(*index, top_k=K)
+    inputs = (draw(B, T, Hq, P), draw(B, T, Hkv, P), draw(B, T, Hkv, P), indices)
+    moved, flops = streaming(inputs, inputs[:1]), 4 * B * T * K * Hq * P
+    work = Work(moved.forward_bytes, moved.both_bytes, flops, 3.5 * flops)
+    op, reference, peer = by_impl(dsa_attention, peer=False)
+    if not choose:
+        return Case(op, reference, peer, inputs, work)
+
+    def choose_and_attend(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
+        return dsa_attention(q, k, v, dsa_indexer(*index, top_k=K))
+
+    moved, flops = size(*index), 2 * B * J * P * T * T / 2
+    with_choice = Work(*(total + more for total, more in zip(work, (moved, moved, flops, flops))))
+    return Case(choose_and_attend, reference, peer, inputs, with_choice)
 
 
 def ssd_case(B: int, N: int, G: int) -> Case:
@@ -202,6 +237,10 @@ CASES: dict[str, Callable[[int], Case]] = {
     "attention-P128": partial(attention_case, Hq=32, Hkv=8, P=128, softcap=0.0),
     "attention-P64-softcap30": partial(attention_case, Hq=56, Hkv=8, P=64, softcap=30.0),
     "attention-P64": partial(attention_case, Hq=56, Hkv=8, P=64, softcap=0.0),
+    "mla-P64-softcap30": partial(mla_case, softcap=30.0),
+    "mla-P64": partial(mla_case, softcap=0.0),
+    "dsa_indexer-K256": partial(dsa_case, choose=True),
+    "dsa_indexer-K256-attention": partial(dsa_case, choose=False),
     "ssd_chunk_scan-N64-G8": partial(ssd_case, N=64, G=8),
     "ssd_chunk_scan-N128-G1": partial(ssd_case, N=128, G=1),
     "mamba3_siso-N64-G8": partial(mamba3_case, N=64, G=8),

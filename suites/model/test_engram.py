@@ -123,4 +123,6 @@ def test_other_layers_are_refused(lane: Lane, layers: tuple[int, ...], message: 
 @pytest.mark.parametrize("letter", ["M", "E", "R"])
 def test_other_blocks_are_refused(lane: Lane, letter: str) -> None:
     with pytest.raises(ValueError, match=f"may not stand on a layer '{letter}'"):
-        EngramBlock(letter, next(block for kind, block in BLOCKS.items() if kind[0] == letter)(CONFIG), CONFIG)
+        EngramBlock(
+            letter, next(block for kind, block in BLOCKS.items() if kind[0] == letter)(CONFIG), CONFIG
+        )

@@ -14,6 +14,7 @@ from model.dsa import DSABlock
 from model.mamba import Mamba2Block, Mamba3Block
 from model.mamba_mimo import Mamba3MIMOBlock
 from model.mla import MLABlock
+from model.moe import MoEBlock
 from model.presets import NAMES, SIZES
 from suites.support.hybrids import build, token_batch
 from suites.support.lanes import Lane, lanes
@@ -139,3 +140,21 @@ def test_ranks_beyond_the_layers_are_refused(lane: Lane) -> None:
     config = preset("nam56r")
     with pytest.raises(ValueError, match=r"dsa.ranks must lie in 1..13"):
         config.with_(dsa=type(config.dsa)(ranks=(14,)))
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("name", NAMES)
+def test_state_dict_there_and_back(lane: Lane, name: str) -> None:
+    """A model of other weights becomes this one; the overflow counter is bookkeeping and stays out."""
+    config = preset(name)
+    model, other = build(config, lane.device), Hybrid(config).to(lane.device)
+    ids = token_batch(config, 2, device=lane.device)
+    with torch.no_grad():
+        loss = model(ids)
+        assert not torch.equal(other(ids), loss)
+        saved = {key: value.clone() for key, value in model.state_dict().items()}
+        other.load_state_dict(saved)
+        assert torch.equal(other(ids), loss)
+    assert not any("overflow" in key for key in saved)
+    assert sum(isinstance(block, MoEBlock) for block in model.blocks) == config.letters.count("E")
+    assert {name.rsplit(".")[-1] for name, _ in model.named_buffers()} >= {"overflow"}

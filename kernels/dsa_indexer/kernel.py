@@ -1,0 +1,278 @@
+"""dsa_attention in Triton: keys gathered for the queries, queries walked in blocks for the keys.
+
+The choice of the keys is kernel_choice.py.
+
+    forward     one program per (query, key/value head): its R query heads are the rows of a tile, its K keys come by
+                N at a time, each a row of P adjacent numbers. Online softmax. Written: out and lse.
+    dQ          the same walk; on the way delta = sum_p dout * out, and the logsumexp in base 2.
+    dK, dV      one program per (key block, key/value head). It walks the blocks of queries in which any chose any of
+                its keys, and masks the pairs that were not chosen. A sum is a sum in registers: bit-repeatable.
+
+Why dK and dV are not gathered: a key would fetch the q and dout rows of every query that chose it, 4 R P bytes for
+4 R P multiply-adds on no tensor core: 60 GB from L2 at B 4, T 4096, K 256, 56 heads of 64 on 8. fp32 atomics from the
+queries' side would move 17 GB and not repeat. A block of N keys and M queries costs one tile of dense attention's
+products instead. At T = 4096 a choice of 256 leaves few blocks empty, and the walk is as long as dense attention's; at
+longer T it is shorter only where choices lie together. The mask is one byte a pair, (B,T,T), key by key, made by
+a scatter that writes only ones, the same in any order.
+
+A logit is kept as its base-2 form u * a + b, where u is what the softcap c leaves of x = gain * q.k:
+
+    CAP       u                                               ds/dx ~       a               b
+    "none"    x                                               1             scale log2e     0
+    "exact"   tanh(x), x = s/c                                1 - u^2       c log2e         0
+    "fast"    1/(1 + 2^x) = (1 - tanh(s/c))/2                 u - u^2       -2 c log2e      c log2e
+
+"fast" is off by 1e-7 c absolutely: for c <= 64 nothing beside the rounding of P to bf16 or fp16.
+Bytes of a gathering pass: 4 K P a query and key/value head, from L2: 8.6 GB at the sizes above.
+
+B batch, T tokens, K chosen keys a query, Hq and Hkv heads, R = Hq / Hkv, P head dim (WIDTH: padded to 16), M query
+rows and N keys of a tile. Sources: DeepSeek-V3.2-Exp (2025), FlashAttention-2 (Dao 2023), softcap (Gemma 2, 2024).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.dsa_indexer.kernel_choice import dsa_indexer_fwd_kernel
+
+__all__ = ["dsa_attention_bwd_kernel", "dsa_attention_fwd_kernel", "dsa_indexer_fwd_kernel"]
+
+LOG2E = math.log2(math.e)
+LARGEST_FAST_CAP = 64.0
+
+
+@triton.jit
+def _rows(x, at, columns, inside, P: tl.constexpr):
+    """x[at + column] as a tile, one row for each of `at`; zero where a row is not inside, or past P."""
+    mask = inside[:, None] & (columns < P)[None, :]
+    return tl.load(x + at.to(tl.int64)[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _capped(x, CAP: tl.constexpr):
+    """u of the module's table."""
+    if CAP == "none":
+        return x
+    if CAP == "fast":
+        root = tl.rsqrt(1.0 + tl.exp2(x))
+        return root * root  # a division takes 4 instructions more, for huge divisors
+    # 1 - e cancels for small x: there an odd polynomial, least squares on [0, 0.625], off by 4.5e-9 relatively.
+    e = tl.exp2(-2.8853900817779268 * tl.abs(x))
+    large = (1.0 - e) / (1.0 + e)
+    y = x * x
+    c = -0.33333281 + y * (0.13331432 + y * (-0.053739157 + y * (0.020637861 - y * 0.0057040425)))
+    return tl.where(tl.abs(x) < 0.625, x + x * y * c, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def _through_cap(grad, u, CAP: tl.constexpr):
+    """grad times the derivative of the softcap, up to the constant that the host puts into `gain_out`."""
+    if CAP == "none":
+        return grad
+    return grad * ((u if CAP == "fast" else 1.0) - u * u)
+
+
+@triton.jit
+def _forward_kernel(
+    q, k, v, indices, out, lse, T, K, gain, a, b,
+    Hq: tl.constexpr, Hkv: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one query and the R heads of one group. Groups are adjacent: they fetch the same tokens."""
+    R: tl.constexpr = Hq // Hkv
+    token, group = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv
+    batch, within = (token // T).to(tl.int64), token % T  # divided in 32 bits: in 64 it is a call
+    token = token.to(tl.int64)
+    columns, head = tl.arange(0, WIDTH), tl.arange(0, M)
+    q_at = (token * Hq + group * R + head) * P
+    query = _rows(q, q_at, columns, head < R, P)
+    largest = tl.full((M,), -1e30, tl.float32)  # finite: a query without keys stays free of nan
+    total, acc = tl.zeros((M,), tl.float32), tl.zeros((M, WIDTH), tl.float32)
+    for start in range(0, K, N):
+        place = start + tl.arange(0, N)
+        index = tl.load(indices + token * K + place, mask=place < K, other=-1)
+        at = ((batch * T + index) * Hkv + group) * P
+        key, value = _rows(k, at, columns, index >= 0, P), _rows(v, at, columns, index >= 0, P)
+        x = _capped(tl.dot(query, tl.trans(key), input_precision="ieee") * gain, CAP) * a + b
+        x = tl.where((index >= 0)[None, :], x, float("-inf"))
+        lower, largest = largest, tl.maximum(largest, tl.max(x, 1))
+        shrink = tl.exp2(lower - largest)
+        p = tl.exp2(x - largest[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+    some = total > 0
+    total = tl.where(some, total, 1.0)
+    mask = (head < R)[:, None] & (columns < P)[None, :]
+    tl.store(
+        out + q_at[:, None] + columns[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=mask
+    )
+    at = (batch * Hq + group * R + head) * T + within
+    log = tl.where(some, (largest + tl.log2(total)) * 0.6931471805599453, 0.0)
+    tl.store(lse + at, log, mask=head < R)
+
+
+@triton.jit
+def _dq_kernel(
+    q, k, v, indices, out, dout, lse, delta, shift, dq, T, K, gain, a, b, gain_out,
+    Hq: tl.constexpr, Hkv: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """dQ, delta and shift = b - lse log2e of one query and group, walking the keys as the forward does."""
+    R: tl.constexpr = Hq // Hkv
+    token, group = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv
+    batch, within = (token // T).to(tl.int64), token % T  # divided in 32 bits: in 64 it is a call
+    token = token.to(tl.int64)
+    columns, head = tl.arange(0, WIDTH), tl.arange(0, M)
+    q_at = (token * Hq + group * R + head) * P
+    row_at = (batch * Hq + group * R + head) * T + within
+    query, do = _rows(q, q_at, columns, head < R, P), _rows(dout, q_at, columns, head < R, P)
+    o = _rows(out, q_at, columns, head < R, P)
+    row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    row_shift = b - tl.load(lse + row_at, mask=head < R, other=0.0) * 1.4426950408889634
+    tl.store(delta + row_at, row_delta, mask=head < R)
+    tl.store(shift + row_at, row_shift, mask=head < R)
+    dquery = tl.zeros((M, WIDTH), tl.float32)
+    for start in range(0, K, N):
+        place = start + tl.arange(0, N)
+        index = tl.load(indices + token * K + place, mask=place < K, other=-1)
+        at = ((batch * T + index) * Hkv + group) * P
+        key, value = _rows(k, at, columns, index >= 0, P), _rows(v, at, columns, index >= 0, P)
+        u = _capped(tl.dot(query, tl.trans(key), input_precision="ieee") * gain, CAP)
+        dp = tl.dot(do, tl.trans(value), input_precision="ieee")
+        p = tl.exp2(tl.where((index >= 0)[None, :], u * a + row_shift[:, None], float("-inf")))
+        ds = _through_cap(p, u, CAP) * (dp - row_delta[:, None])
+        dquery = tl.dot(ds.to(key.dtype), key, dquery, input_precision="ieee")
+    mask = (head < R)[:, None] & (columns < P)[None, :]
+    tl.store(dq + q_at[:, None] + columns[None, :], (dquery * gain_out).to(dq.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dkdv_kernel(
+    q, k, v, chosen, walk, blocks, dout, delta, shift, dk, dv, T, gain, a, gain_out,
+    Hq: tl.constexpr, Hkv: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of N keys of one group. Logits are held transposed, (N,M): P and dS then leave one product where the
+    next one reads them. walk: the blocks of M queries to visit, `blocks` of them."""
+    R: tl.constexpr = Hq // Hkv
+    batch, group, block = (tl.program_id(0) // Hkv).to(tl.int64), tl.program_id(0) % Hkv, tl.program_id(1)
+    keys, columns = block * N + tl.arange(0, N), tl.arange(0, WIDTH)
+    kv_at = ((batch * T + keys) * Hkv + group) * P
+    key, value = _rows(k, kv_at, columns, keys < T, P), _rows(v, kv_at, columns, keys < T, P)
+    dkey, dvalue = tl.zeros((N, WIDTH), tl.float32), tl.zeros((N, WIDTH), tl.float32)
+    chosen += (batch * (T + 1) + keys)[:, None] * T
+    own = batch * tl.num_programs(1) + block
+    walk += own * tl.cdiv(T, M)
+    for step in range(R * tl.load(blocks + own)):  # blocks and heads in one loop: one pipeline
+        head = group * R + step % R
+        queries = tl.load(walk + step // R) * M + tl.arange(0, M)
+        q_at, row_at = ((batch * T + queries) * Hq + head) * P, (batch * Hq + head) * T + queries
+        query = _rows(q, q_at, columns, queries < T, P)
+        do = _rows(dout, q_at, columns, queries < T, P)
+        pair = tl.load(chosen + queries[None, :], mask=(keys < T)[:, None] & (queries < T)[None, :], other=0)
+        u = _capped(tl.dot(key, tl.trans(query), input_precision="ieee") * gain, CAP)
+        dp = tl.dot(value, tl.trans(do), input_precision="ieee")
+        x = u * a + tl.load(shift + row_at, mask=queries < T, other=0.0)[None, :]
+        p = tl.exp2(tl.where(pair != 0, x, float("-inf")))
+        slope = _through_cap(p, u, CAP)
+        dvalue = tl.dot(p.to(do.dtype), do, dvalue, input_precision="ieee")
+        ds = slope * (dp - tl.load(delta + row_at, mask=queries < T, other=0.0)[None, :])
+        dkey = tl.dot(ds.to(query.dtype), query, dkey, input_precision="ieee")
+    mask = (keys < T)[:, None] & (columns < P)[None, :]
+    at = kv_at[:, None] + columns[None, :]
+    tl.store(dk + at, (dkey * gain_out).to(dk.dtype.element_ty), mask=mask)
+    tl.store(dv + at, dvalue.to(dv.dtype.element_ty), mask=mask)
+
+
+def _tiles(P: int, R: int, dtype: torch.dtype) -> dict[str, tuple[int, int, int, int]]:
+    """(M, N, warps, stages) of each kernel. A query's heads are few: one warp holds 16 rows of a product."""
+    M = max(16, triton.next_power_of_2(R))
+    if dtype == torch.float32:
+        return {"gather": (M, 16, 4 if P <= 64 else 8, 1), "dkdv": (16, 16, 4, 1)}
+    if P <= 64:
+        return {"gather": (M, 64, M // 16, 2), "dkdv": (64, 64, 4, 2)}
+    return {"gather": (M, 32, M // 16, 2), "dkdv": (32, 64, 8, 2)}
+
+
+def _logit(scale: float, softcap: float, dtype: torch.dtype) -> tuple[str, float, float, float, float]:
+    """CAP, gain, a, b of the module's table, and what turns the sums of the backward into gradients."""
+    if softcap == 0:
+        return "none", 1.0, scale * LOG2E, 0.0, scale
+    a = softcap * LOG2E
+    if dtype == torch.float32 or softcap > LARGEST_FAST_CAP:
+        return "exact", scale / softcap, a, 0.0, scale
+    return "fast", 2 * LOG2E * scale / softcap, -2 * a, a, 4 * scale
+
+
+def _width(P: int) -> int:
+    """The head dim as a tile's width: a matrix product is at least 16 wide."""
+    if P & (P - 1) or not 1 <= P <= 128:
+        raise ValueError(f"dsa_attention: on CUDA the head dim must be a power of two up to 128, not {P}")
+    return max(P, 16)
+
+
+def _pairs(indices: Tensor, M: int, N: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Who chose whom: (B,T+1,T) int8, key by key, 1 where the query did; the last key stands for none.
+
+    Also, for each block of N keys: the blocks of M queries that chose any of them first, in order, (B, key blocks,
+    query blocks) int32, and how many these are, (B, key blocks) int32.
+    """
+    B, T, _ = indices.shape
+    rows, columns = triton.cdiv(T, M), triton.cdiv(T, N)
+    key = torch.where(indices < 0, T, indices).long()
+    chosen = indices.new_zeros((B, T + 1, T), dtype=torch.int8).scatter_(1, key.mT, 1)
+    block = torch.where(indices < 0, columns, indices // N).long() * rows
+    block += (torch.arange(T, device=indices.device) // M).unsqueeze(1)
+    some = indices.new_zeros((B, (columns + 1) * rows), dtype=torch.int8).scatter_(1, block.flatten(1), 1)
+    some = some.view(B, columns + 1, rows)[:, :columns]
+    walk = some.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return chosen, walk.contiguous(), some.sum(-1, dtype=torch.int32)
+
+
+def dsa_attention_fwd_kernel(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """q (B,T,Hq,P), k and v (B,T,Hkv,P) fp32, fp16 or bf16, indices (B,T,K) int32 -> out (B,T,Hq,P) in q.dtype, lse
+    (B,Hq,T) fp32. Inputs that are not contiguous are copied. Raises ValueError on P no power of two <= 128."""
+    B, T, Hq, P = q.shape
+    Hkv, K, width = k.shape[2], indices.shape[2], _width(P)
+    q, k, v, indices = (t.contiguous() for t in (q, k, v, indices))
+    M, N, warps, stages = _tiles(P, Hq // Hkv, q.dtype)["gather"]
+    CAP, gain, a, b, _ = _logit(scale, softcap, q.dtype)
+    out, lse = q.new_empty(q.shape), q.new_empty((B, Hq, T), dtype=torch.float32)
+    _forward_kernel[(B * T * Hkv,)](
+        q, k, v, indices, out, lse, T, K, gain, a, b,
+        Hq=Hq, Hkv=Hkv, P=P, WIDTH=width, M=M, N=N, CAP=CAP, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def dsa_attention_bwd_kernel(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    scale: float, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v in their shapes and dtype; bit-repeatable. Arguments and errors as the forward's."""
+    B, T, Hq, P = q.shape
+    Hkv, K = k.shape[2], indices.shape[2]
+    q, k, v, indices, out, lse, dout = (t.contiguous() for t in (q, k, v, indices, out, lse, dout))
+    tiles, (CAP, gain, a, b, gain_out) = _tiles(P, Hq // Hkv, q.dtype), _logit(scale, softcap, q.dtype)
+    delta, shift = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
+    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    options = {"Hq": Hq, "Hkv": Hkv, "P": P, "WIDTH": _width(P), "CAP": CAP}
+    M, N, warps, stages = tiles["gather"]
+    _dq_kernel[(B * T * Hkv,)](
+        q, k, v, indices, out, dout, lse, delta, shift, dq, T, K, gain, a, b, gain_out,
+        **options, M=M, N=N, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    M, N, warps, stages = tiles["dkdv"]
+    chosen, walk, blocks = _pairs(indices, M, N)
+    _dkdv_kernel[B * Hkv, triton.cdiv(T, N)](
+        q, k, v, chosen, walk, blocks, dout, delta, shift, dk, dv, T, gain, a, gain_out,
+        **options, M=M, N=N, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return dq, dk, dv

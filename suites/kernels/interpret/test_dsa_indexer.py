@@ -1,0 +1,240 @@
+"""The Triton kernels of dsa_indexer under the interpreter: scores, choice, attention over it and its gradient.
+
+B batch, T tokens, J index heads, K chosen keys a query, Hq and Hkv heads, P head dim.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.dsa_indexer import kernel, kernel_choice
+from kernels.dsa_indexer.reference import (
+    dsa_attention_backward_reference,
+    dsa_attention_forward_with_lse,
+    dsa_choice,
+    dsa_scores,
+)
+from suites.kernels.interpret.ratio import outside
+from suites.support.comparison import doubled, error
+from suites.support.lanes import Lane, lanes
+from suites.support.operands import OperandsIn
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+# At a softcap of 100 no shortcut is taken any more; a scale of 3 drives tanh into saturation.
+CASES = {"plain": (0.25, 0.0), "softcap": (0.25, 2.0), "saturated": (3.0, 5.0), "wide softcap": (0.25, 100.0)}
+SIZES = [(2, 6, 4, 2, 16, 5), (1, 5, 2, 2, 4, 9)]  # B T Hq Hkv P K
+Inputs = tuple[Tensor, ...]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks at a small T."""
+    monkeypatch.setattr(kernel, "_tiles", lambda *dims: {"gather": (16, 16, 4, 1), "dkdv": (16, 32, 4, 1)})
+
+
+def documents(B: int, T: int) -> Tensor:
+    doc_ids = torch.ones(B, T, dtype=torch.int32)
+    doc_ids[0, : T // 3] = 5
+    doc_ids[:, T - T // 8 :] = -1
+    return doc_ids
+
+
+def index_problem(B: int, T: int, J: int, P: int, dtype: torch.dtype = torch.float32) -> Inputs:
+    """q, k, weights of either sign, doc_ids."""
+    g = torch.Generator().manual_seed(T)
+    shapes = (B, T, J, P), (B, T, P), (B, T, J)
+    return *(torch.randn(*s, generator=g).to(dtype) for s in shapes), documents(B, T)
+
+
+def problem(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
+    """q, k, v, a random choice of earlier keys of the same document in random order, and dout."""
+    B, T, Hq, Hkv, P, K = sizes
+    g = torch.Generator().manual_seed(T)
+    q, k, v, dout = (
+        torch.randn(B, T, H, P, generator=g, dtype=torch.float64).to(dtype) for H in (Hq, Hkv, Hkv, Hq)
+    )
+    doc_ids = documents(B, T)
+    unseen = (doc_ids.unsqueeze(2) != doc_ids.unsqueeze(1)) | torch.ones(T, T, dtype=torch.bool).triu(1)
+    chosen = dsa_choice(torch.rand(B, T, T, generator=g).masked_fill(unseen, float("-inf")), K)
+    return q, k, v, chosen[..., torch.randperm(K, generator=g)].contiguous(), dout
+
+
+def reference(q, k, v, indices, dout, *options) -> tuple[Tensor, ...]:
+    out, lse = dsa_attention_forward_with_lse(q, k, v, indices, *options)
+    return lse, out, *dsa_attention_backward_reference(q, k, v, indices, out, lse, dout, *options)
+
+
+def plain(inputs: Inputs, options: tuple) -> tuple[Tensor, ...]:
+    """The reference in the inputs' dtype with the operands of its products in it, as the kernel takes its weights."""
+    if inputs[0].dtype == torch.float32:
+        return reference(*inputs, *options)
+    with OperandsIn(inputs[0].dtype):
+        return reference(*inputs, *options)
+
+
+def launched(q, k, v, indices, dout, *options) -> tuple[Tensor, ...]:
+    out, lse = kernel.dsa_attention_fwd_kernel(q, k, v, indices, *options)
+    return lse, out, *kernel.dsa_attention_bwd_kernel(q, k, v, indices, out, lse, dout, *options)
+
+
+def breaks_of_the_rule(inputs: Inputs, options: tuple) -> list[str]:
+    """out and the gradients by the ratio rule; lse by that or by what the kernel says of its "fast" softcap."""
+    oracle, usual = reference(*doubled(inputs), *options), plain(inputs, options)
+    lse, *found = launched(*inputs, *options)
+    assert lse.is_contiguous()
+    broken = outside(found, usual[1:], oracle[1:])
+    allowed = max(3 * error(usual[0], oracle[0])[0], 4e-7 * max(4.0, options[1]))
+    if not error(lse, oracle[0])[0] <= allowed:
+        broken.append(f"lse: {error(lse, oracle[0])[0]:.1e}, allowed {allowed:.1e}")
+    return broken
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("sizes", [(2, 35, 3, 16), (1, 1, 2, 8)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_are_the_reference_s_to_rounding(lane: Lane, dtype: str, sizes: tuple[int, ...]):
+    """fp16 products are exact in fp32, so both dtypes keep to fp32's bound: P + J roundings of the largest sum."""
+    q, k, weights, doc_ids = inputs = index_problem(*sizes, dtype=DTYPES[dtype])
+    found, exact = kernel_choice.dsa_scores_kernel(*inputs), dsa_scores(*doubled(inputs))
+    assert found.dtype == torch.float32
+    assert torch.equal(found.isneginf(), exact.isneginf())
+    sizes_of_sums = dsa_scores(q.double().abs(), k.double().abs(), weights.double().abs(), doc_ids)
+    bound = (sizes[2] + sizes[3] + 2) * 2**-24 * sizes_of_sums.masked_fill(exact.isneginf(), 0)
+    close = ((found - exact).abs() <= bound) | exact.isneginf()
+    assert close.all()
+    if sizes[1] > 1:
+        wrong = kernel_choice.dsa_scores_kernel(q.flip(2), k, weights, doc_ids)
+        assert not (((wrong - exact).abs() <= bound) | exact.isneginf()).all()
+
+
+@lanes("cpu")
+@settings(derandomize=True, max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    T=st.integers(1, 12),
+    top_k=st.integers(1, 14),
+    levels=st.sampled_from([2, 5, 10**9]),
+)
+def test_the_choice_is_the_reference_s(lane: Lane, seed: int, T: int, top_k: int, levels: int):
+    """Ties, zeros of both signs, tiny and huge scores, and rows of few keys or none."""
+    g = torch.Generator().manual_seed(seed)
+    scores = torch.randint(-levels, levels, (1, T, T), generator=g).float()
+    scores *= torch.tensor([1e-38, 1.0, 1e30])[torch.randint(0, 3, (1, T, T), generator=g)]
+    scores = torch.where(torch.rand(1, T, T, generator=g) < 0.3, -0.0, scores)
+    scores = scores.masked_fill(torch.rand(1, T, T, generator=g) < 0.3, float("-inf"))
+    assert torch.equal(kernel_choice.dsa_choice_kernel(scores, top_k), dsa_choice(scores, top_k))
+
+
+@lanes("cpu")
+def test_the_choice_of_many_keys_is_the_reference_s(lane: Lane):
+    """And the comparison sees a later key among equals."""
+    scores = torch.randint(0, 40, (1, 3, 700), generator=torch.Generator().manual_seed(0)).float()
+    indices = torch.empty(1, 3, 256, dtype=torch.int32)
+    kernel_choice._choice_kernel[(3,)](scores, indices, 700, 256, WIDTH=1024, PLACES=256, num_warps=1)
+    order = scores.sort(descending=True, stable=True).indices[..., :256].sort().values
+    assert torch.equal(indices.long(), order)
+    later = scores.flip(-1).sort(descending=True, stable=True).indices[..., :256]
+    assert not torch.equal(indices.long(), (699 - later).sort().values)
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_keeps_to_the_ratio_rule(lane: Lane, dtype: str, case: str, small_tiles: None):
+    assert not breaks_of_the_rule(problem((1, 22, 3, 1, 16, 18), DTYPES[dtype]), CASES[case])
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_size_keeps_to_it(lane: Lane, dtype: str, sizes: tuple[int, ...], small_tiles: None):
+    assert not breaks_of_the_rule(problem(sizes, DTYPES[dtype]), CASES["softcap"])
+
+
+@lanes("cpu")
+def test_the_tiles_of_the_gpu_keep_to_it(lane: Lane):
+    assert not breaks_of_the_rule(problem((1, 66, 3, 1, 16, 65), torch.float16), (0.125, 30.0))
+
+
+@lanes("cpu")
+def test_the_rule_finds_wrong_formulas(lane: Lane, small_tiles: None):
+    q, k, v, indices, dout = inputs = problem((1, 9, 4, 2, 16, 6), torch.float16)
+    options = (0.25, 2.0)
+    oracle, usual = reference(*doubled(inputs), *options), plain(inputs, options)
+    wrong = {
+        "softcap": launched(*inputs, 0.25, 2.2),
+        "none for key 0": launched(q, k, v, indices.clamp(min=0), dout, *options),
+        "a key too few": launched(q, k, v, indices[..., 1:], dout, *options),
+        "the choice of another": launched(q, k, v, indices.roll(1, 1), dout, *options),
+        "heads": launched(q, k.flip(2), v.flip(2), indices, dout, *options),
+    }
+    for name, found in wrong.items():
+        assert len({line.split(":")[0] for line in outside(found, usual, oracle)}) == 5, name
+
+
+@lanes("cpu")
+def test_what_nobody_chose_is_not_read(lane: Lane, small_tiles: None):
+    """A weight of 0 times nan is nan: keys that were not chosen are not fetched, and their gradient is 0."""
+    q, k, v, indices, dout = problem((1, 34, 2, 1, 16, 6), torch.float32)
+    indices = torch.where(indices % 3 == 0, -1, indices)
+    indices[:, 7] = -1
+    indices = torch.where(indices == 7, -1, indices)
+    k[:, ::3] = v[:, ::3] = float("nan")
+    out, lse = kernel.dsa_attention_fwd_kernel(q, k, v, indices, 0.25, 2.0)
+    assert out.isfinite().all()
+    assert not out[:, 7].any()
+    k, v = k.nan_to_num(9.0), v.nan_to_num(9.0)
+    dq, dk, dv = kernel.dsa_attention_bwd_kernel(q, k, v, indices, out, lse, dout, 0.25, 2.0)
+    assert not any(t[:, ::3].any() or t[:, 7].any() for t in (dk, dv))
+    assert not dq[:, 7].any()
+    assert all(t.isfinite().all() for t in (dq, dk, dv))
+
+
+@lanes("cpu")
+@settings(derandomize=True, max_examples=15, deadline=None)
+@given(seed=st.integers(0, 99), T=st.integers(1, 70), K=st.integers(1, 4))
+def test_a_walk_visits_each_block_that_holds_a_pair_and_no_other(lane: Lane, seed: int, T: int, K: int):
+    M, N = 16, 32
+    g = torch.Generator().manual_seed(seed)
+    near = torch.arange(T).unsqueeze(1) - torch.arange(K)  # the last K tokens: most blocks hold no pair
+    indices = torch.where(torch.rand(2, T, K, generator=g) < 0.2, -1, near.clamp(min=-1)).int()
+    chosen, walk, blocks = kernel._pairs(indices, M, N)
+    assert chosen.shape == (2, T + 1, T)
+    for b in range(2):
+        pairs = {(s, t) for t in range(T) for s in indices[b, t].tolist() if s >= 0}
+        assert {(s, t) for s, t in chosen[b, :T].nonzero().tolist()} == pairs
+        for block in range(-(-T // N)):
+            wanted = sorted({t // M for s, t in pairs if s // N == block})
+            assert walk[b, block, : blocks[b, block]].tolist() == wanted
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_key_returns_its_value(lane: Lane, dtype: str, small_tiles: None):
+    q, k, v, indices, dout = problem((2, 1, 2, 1, 16, 1), DTYPES[dtype])
+    _, out, dq, dk, dv = launched(q, k, v, indices, dout, *CASES["softcap"])
+    assert torch.equal(out, v.repeat_interleave(2, 2))
+    assert torch.equal(dv, dout.sum(2, keepdim=True, dtype=torch.float32).to(v.dtype))
+    assert dq.abs().max() <= 1e-6 >= dk.abs().max()  # exactly 0, but for dout.v - delta
+
+
+@lanes("cpu")
+def test_layouts_of_the_inputs_do_not_matter(lane: Lane, small_tiles: None):
+    inputs = problem((1, 6, 2, 1, 16, 5), torch.float16)
+    strided = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
+    pairs = zip(launched(*inputs, *CASES["softcap"]), launched(*strided, *CASES["softcap"]))
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
+
+
+@lanes("cpu")
+def test_what_the_kernels_cannot_is_one_clear_line(lane: Lane):
+    with pytest.raises(ValueError, match=r"power of two up to 128, not 48$"):
+        launched(*problem((1, 2, 1, 1, 48, 2), torch.float16), *CASES["plain"])
+    with pytest.raises(ValueError, match=r"power of two up to 128, not 48$"):
+        kernel_choice.dsa_scores_kernel(*index_problem(1, 2, 1, 48))
+    with pytest.raises(ValueError, match=r"at most 16384 tokens, not 16385$"):
+        kernel_choice.dsa_choice_kernel(torch.empty(1, 16385, 16385, device="meta"), 4)
