@@ -79,10 +79,9 @@ class DSABlock(AttentionBlock):
             torch.cat((state.attention.value, v), 1),
             F.pad(state.attention.seen, (0, 1), value=True),
         )
-        per_head = F.relu(torch.einsum("bji,bsi->bjs", widen(query[:, 0]), widen(keys)))
-        scores = torch.einsum("bj,bjs->bs", widen(weight[:, 0]), per_head).masked_fill(
-            ~cache.seen, -torch.inf
-        )
+        # Products and sums, and no matrix product: equal keys must score equal bits, or rounding decides a tie.
+        per_head = F.relu((widen(query).transpose(1, 2) * widen(keys).unsqueeze(1)).sum(-1))  # (B,J,S)
+        scores = (widen(weight).transpose(1, 2) * per_head).sum(1).masked_fill(~cache.seen, -torch.inf)
         # A stable sort: of equal scores the earlier key, as the indexer has it.
         best = scores.argsort(dim=1, descending=True, stable=True)[:, : self.top_k]
         chosen = cache.seen & torch.zeros_like(cache.seen).scatter(1, best, True)

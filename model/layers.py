@@ -26,6 +26,17 @@ def projection(d_in: int, d_out: int, depth: int = 0) -> nn.Linear:
     return linear
 
 
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (...,D) by weight (M,D) in fp32 or wider, also under autocast -> (...,M).
+
+    The context stands in a graph only where autocast is on: AOTAutograd caches no graph that enters one (torch 2.13).
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(widen(x), widen(weight))
+    return F.linear(widen(x), widen(weight))
+
+
 def widen(x: Tensor) -> Tensor:
     """x in fp32, or as it is where it is wider already: fp64 stays the oracle's fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch
 from model.config import HybridConfig
-from model.layers import projection, rms_norm, widen
+from model.layers import projection, rms_norm, wide_linear, widen
 
 LOAD_MEMORY = 0.9  # of the running load from step to step
 LARGEST_BIAS_STEP = 1.0  # in units of `bias_rate`
@@ -71,8 +71,7 @@ class MoEBlock(nn.Module):
         The bias moves the selection and stays out of the weights (auxiliary-loss-free balancing, Wang et al.
         2024). A null slot takes part in the choice and in nothing else, so that a token may choose fewer experts.
         """
-        with torch.autocast(u.device.type, enabled=False):
-            logits = F.linear(widen(u), widen(self.router.weight))  # (B,T,E)
+        logits = wide_linear(u, self.router.weight)  # (B,T,E)
         scores = logits.sigmoid()
         expert = torch.topk(self._selection(scores), self.choices, dim=-1).indices
         if self.null_slots:

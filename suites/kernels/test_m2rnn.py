@@ -121,7 +121,7 @@ def test_gradcheck(lane: Lane):
         torch.autograd.gradcheck(truncated, tensors)
 
 
-@lanes("cpu", "h200")
+@lanes("cpu")
 @quick
 @given(T=st.integers(1, 40), V=st.integers(1, 5), start=st.integers(1, 40))
 def test_values_and_gradients_equal_autograd_of_both_forms(lane: Lane, T: int, V: int, start: int):

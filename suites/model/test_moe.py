@@ -151,3 +151,18 @@ def test_impossible_routings_are_refused(lane: Lane):
     ):
         with pytest.raises(ValueError, match=words):
             preset("nam52", "narrow", **changes)
+
+
+@lanes("cpu", "h200")
+def test_the_router_stays_fp32_under_autocast(lane: Lane):
+    """Rule C34. In bf16 the choice itself would differ."""
+    config, made, x = block(lane)
+    made, u = made.float(), x.float()
+    plain = made.route(u)
+    with torch.autocast(lane.device, dtype=torch.bfloat16):
+        found = made.route(u)
+        in_bf16 = torch.nn.functional.linear(u, made.router.weight)
+    assert in_bf16.dtype == torch.bfloat16, "autocast is on, or nothing is shown"
+    for ours, theirs in zip(found, plain):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(in_bf16.sigmoid().topk(config.top_k).indices, plain.expert)
