@@ -1,0 +1,380 @@
+"""The state file: a bisect that is killed at any byte goes on as if it had not been."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bumpgate import journal
+from bumpgate.attribution import Attribution, Mixture, attribute
+from bumpgate.journal import Journal, JournalError, Plan, begin, resume
+from bumpgate.search import Outcome, Search, SearchError
+from suites.self.test_search import labels, planted
+from suites.self.tree import ROOT
+
+NIGHTS = tuple(labels(12))
+PLAN = Plan(NIGHTS, NIGHTS[0], NIGHTS[-1], ("pytest", "-q"), false_bad=0.1, false_good=0.05)
+PACKAGES = ("torch", "triton", "numpy")
+GOOD_SET, BAD_SET = dict.fromkeys(PACKAGES, "1"), dict.fromkeys(PACKAGES, "2")
+# The fault lies at 7; 6 does not install; the second reading of the good end and the first of 8 are false.
+MISREAD = {(8, 0): "GOOD", (0, 0): "BAD"}
+
+
+def read_candidate(searched: Search, index: int) -> Outcome:
+    """What a probe says depends on how often its candidate was read before, and on nothing else."""
+    if index == 6:
+        return Outcome.SKIP
+    before = Counter(i for i, _ in searched.history)[index]
+    return Outcome[MISREAD.get((index, before), "BAD" if index >= 7 else "GOOD")]
+
+
+def read_mixture(mixture: Mixture) -> Outcome:
+    return Outcome.BAD if "triton" in mixture else Outcome.GOOD
+
+
+def drive(state: Any, probed: list[object] | None = None) -> Attribution:
+    """A whole bisect: the search, then the attribution, each reading through the journal."""
+    while state.search.result() is None:
+        index = state.decide()[0]
+        if probed is not None:
+            probed.append(index)
+        state.record(index, read_candidate(state.search, index))
+
+    def probe(mixture: Mixture, packages: dict[str, str]) -> Outcome:
+        state.decide_mixture(mixture)
+        if probed is not None:
+            probed.append(mixture)
+        state.record_mixture(mixture, read_mixture(mixture))
+        return read_mixture(mixture)
+
+    return attribute(GOOD_SET, BAD_SET, probe, known=list(state.mixtures))
+
+
+@pytest.fixture
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand files need no disk: what is synced, and when, is check_order's to prove."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> tuple[bytes, Search, Attribution]:
+    """An uninterrupted run: its file, its search and its attribution."""
+    with begin(tmp_path / "whole.jsonl", PLAN) as state:
+        found = drive(state)
+    return (tmp_path / "whole.jsonl").read_bytes(), state.search, found
+
+
+def test_the_run_that_is_cut_holds_all_that_a_run_can_hold(whole: tuple[bytes, Search, Attribution]) -> None:
+    """Else the cuts below would prove little: a skip, misreads, a repeat, an answer that is a range, mixtures."""
+    text, searched, found = whole
+    result = searched.result()
+    assert result is not None
+    assert result.suspects == (6, 7)
+    assert result.misreads >= 1
+    assert Counter(i for i, _ in searched.history).most_common(1)[0][1] > 1
+    assert [change.name for change in found.changes] == ["triton"]
+    keys = {tuple(json.loads(line)) for line in text.splitlines()[1:]}
+    assert keys == {("probe",), ("index", "outcome"), ("mixture",), ("mixture", "outcome")}
+
+
+def check_cuts(module: Any, folder: Path, whole: tuple[bytes, Search, Attribution]) -> int:
+    """A file cut after each of its bytes is resumed to the same posterior, and runs on to the same last byte."""
+    text, searched, found = whole
+    header = text.index(b"\n")
+    path = folder / "cut.jsonl"
+    for cut in range(len(text) + 1):
+        path.write_bytes(text[:cut])
+        if cut <= header:
+            with pytest.raises(JournalError, match="begin anew"):
+                module.resume(path)
+            state = module.begin(path, PLAN)
+        else:
+            state = module.resume(path)
+        lines = [json.loads(line) for line in text[:cut].split(b"\n")[1:-1]]
+        replayed = PLAN.search()
+        for line in lines:
+            if "index" in line:
+                replayed.record(line["index"], Outcome(line["outcome"]))
+        assert state.search.history == replayed.history, cut
+        assert state.search.posterior() == replayed.posterior(), cut
+        with state:
+            again = drive(state)
+        assert path.read_bytes() == text, cut
+        assert state.search.posterior() == searched.posterior()
+        assert state.search.result() == searched.result()
+        assert again.changes == found.changes
+    return len(text) + 1
+
+
+@pytest.mark.usefixtures("unsynced")
+def test_a_kill_at_any_byte_changes_nothing(tmp_path: Path, whole: tuple[bytes, Search, Attribution]) -> None:
+    assert check_cuts(journal, tmp_path, whole) > 1000
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("file.truncate(sum(len(line) + 1 for line in whole))", "pass"),
+        ("whole = lines[:-1]", "whole = [line for line in lines if line]"),
+        ("self._asked = [i for i in self._asked if i != index]", "self._asked = []"),
+    ],
+    ids=["torn line kept in the file", "torn line believed", "decision forgotten"],
+)
+def test_a_journal_that_resumes_wrongly_is_caught(
+    old: str, new: str, tmp_path: Path, whole: tuple[bytes, Search, Attribution]
+) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        check_cuts(planted(journal, old, new), tmp_path, whole)
+
+
+def check_order(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decision is on the disk before its probe starts, each outcome before the search takes it."""
+    synced = b""
+    acted = []
+
+    def fsync(descriptor: int) -> None:
+        nonlocal synced
+        real_fsync(descriptor)
+        synced = path.read_bytes()
+
+    def record(searched: Search, index: int, outcome: Outcome) -> None:
+        entry = json.dumps({"index": index, "outcome": outcome.value}).encode() + b"\n"
+        assert synced.endswith(entry), "taken before it was on the disk"
+        acted.append(index)
+        real_record(searched, index, outcome)
+
+    real_fsync, real_record = os.fsync, Search.record
+    with monkeypatch.context() as patch, module.begin(path, PLAN) as state:
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(Search, "record", record)
+        while state.search.result() is None:
+            asked = state.decide()
+            decisions = [json.loads(line) for line in synced.splitlines() if b'"probe"' in line]
+            assert decisions, "no decision is on the disk"
+            assert asked[0] in decisions[-1]["probe"], "decided before it was on the disk"
+            state.record(asked[0], read_candidate(state.search, asked[0]))
+        patch.setattr(Search, "record", real_record)
+        state.decide_mixture(frozenset({"triton"}))
+        assert synced.endswith(b'{"mixture": ["triton"]}\n')
+        state.record_mixture(frozenset({"triton"}), Outcome.BAD)
+        assert synced.endswith(b'{"mixture": ["triton"], "outcome": "BAD"}\n')
+    assert len(acted) > 5
+
+
+def test_everything_is_on_the_disk_before_it_is_acted_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_order(journal, tmp_path / "state.jsonl", monkeypatch)
+
+
+WRITE = '        _write(self._file, {"index": index, "outcome": outcome.value})\n'
+TAKE = "        self._take(index, outcome)\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (f"{WRITE}{TAKE}", f"{TAKE}{WRITE}"),
+        ("        os.fsync(file.fileno())\n", "        pass\n"),
+        ('            _write(self._file, {"probe": asked})\n', ""),
+    ],
+    ids=["written after acting", "never synced", "decision not written"],
+)
+def test_a_journal_that_acts_first_is_caught(
+    old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError):
+        check_order(planted(journal, old, new), tmp_path / "state.jsonl", monkeypatch)
+
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from bumpgate.journal import begin, resume
+from suites.self import test_journal as t
+
+path, kill_at = Path(sys.argv[1]), int(sys.argv[2])
+state = resume(path, t.PLAN) if path.exists() else begin(path, t.PLAN)
+reads = 0
+real = t.read_candidate
+
+def read(searched, index):
+    global reads
+    reads += 1
+    if reads == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(searched, index)
+
+t.read_candidate = read
+t.drive(state)
+"""
+
+
+def test_a_real_kill_loses_only_the_probe_that_was_under_way(
+    tmp_path: Path, whole: tuple[bytes, Search, Attribution]
+) -> None:
+    path = tmp_path / "state.jsonl"
+    for kill_at, code in ((4, -signal.SIGKILL), (3, -signal.SIGKILL), (1000, 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD, str(path), str(kill_at)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stderr
+        assert whole[0].startswith(path.read_bytes())
+    assert path.read_bytes() == whole[0]
+
+
+def test_a_pending_probe_is_asked_for_again_and_nothing_else_is_repeated(tmp_path: Path) -> None:
+    path, probed = tmp_path / "state.jsonl", []
+    with begin(path, PLAN) as state:
+        asked = state.decide()
+        state.record(asked[0], Outcome.GOOD)
+        assert state.decide() == asked[1:]
+    with resume(path, PLAN) as state:
+        assert state.decide() == asked[1:]
+        drive(state, probed)
+    assert probed[0] == asked[1]
+    before = path.read_bytes()
+    with resume(path) as state:
+        assert state.decide() == []
+        again: list[object] = []
+        drive(state, again)
+    assert again == []
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_leaves_search_and_file_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state.jsonl"
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with begin(path, PLAN) as state:
+        asked = state.decide()
+        before = path.read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(OSError, match="No space"):
+                state.record(asked[0], Outcome.GOOD)
+        assert state.search.history == []
+        assert path.read_bytes() == before
+        state.record(asked[0], Outcome.GOOD)
+    with resume(path) as state:
+        assert state.search.history == [(asked[0], Outcome.GOOD)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"candidates": (*NIGHTS, "2.14.0")}, "candidates"),
+        ({"command": ("pytest", "-x")}, "command"),
+        ({"good": NIGHTS[1]}, "good"),
+        ({"false_bad": 0.2, "confidence": 0.9}, "false_bad, confidence"),
+        ({"budget": 20}, "budget"),
+    ],
+    ids=str,
+)
+def test_the_file_of_another_search_is_refused_in_one_line(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "state.jsonl"
+    begin(path, PLAN).close()
+    before = path.read_bytes()
+    with pytest.raises(JournalError) as caught:
+        resume(path, replace(PLAN, **changes))
+    assert str(caught.value) == f"state.jsonl is of another search (other {named}): name another file"
+    assert path.read_bytes() == before
+    resume(path, PLAN).close()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "begin anew"),
+        (b"# Notes\n", "no state file"),
+        (b"[]\n", "no state file"),
+        (b'{"bumpgate": "bisect", "schema": 2}\n', "no state file"),
+        (b'{"bumpgate": "bisect", "schema": 1, "candidates": ["a"]}\n', "no state file"),
+        (b"\xff\xfe\n", "no state file"),
+    ],
+    ids=str,
+)
+def test_a_file_that_is_not_ours_is_refused_and_left_alone(text: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "notes.md"
+    path.write_bytes(text)
+    with pytest.raises(JournalError, match=words):
+        resume(path)
+    if text:
+        with pytest.raises(JournalError, match="exists"):
+            begin(path, PLAN)
+    assert path.read_bytes() == text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{}",
+        b'{"index": 99, "outcome": "GOOD"}',
+        b'{"index": 1, "outcome": "FINE"}',
+        b"\0\0",
+        b"3",
+        b'{"probe": 1}',
+    ],
+    ids=str,
+)
+def test_a_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "state.jsonl"
+    with begin(path, PLAN) as state:
+        state.decide()
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match="line 3 is damaged"):
+        resume(path)
+    assert path.read_bytes() == before
+
+
+def test_a_second_bisect_on_the_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.jsonl"
+    with begin(path, PLAN):
+        for attempt in (lambda: begin(path, PLAN), lambda: resume(path)):
+            with pytest.raises(JournalError, match="in use by another bisect"):
+                attempt()
+    resume(path).close()
+
+
+def test_a_file_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    for attempt in (
+        lambda: resume(tmp_path / "none.jsonl"),
+        lambda: begin(tmp_path / "no" / "x.jsonl", PLAN),
+    ):
+        with pytest.raises(JournalError, match="cannot be opened") as caught:
+            attempt()
+        assert "\n" not in str(caught.value)
+    with pytest.raises(JournalError, match="cannot be opened"):
+        begin(tmp_path, PLAN)
+
+
+def test_a_plan_that_makes_no_sense_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(SearchError):
+        begin(tmp_path / "state.jsonl", replace(PLAN, good="2.0"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_journal_is_a_search_and_its_file() -> None:
+    """What a plan holds and what a search takes are the same, so that no argument is lost over a kill."""
+    assert isinstance(Journal, type)
+    plan = replace(PLAN, good=NIGHTS[-1], bad=NIGHTS[0], find_fix=True, budget=9, confidence=0.9)
+    searched = plan.search()
+    assert (searched.find_fix, searched.budget, searched.confidence) == (True, 9, 0.9)
+    assert (searched.old, searched.new) == (Outcome.BAD, Outcome.GOOD)

@@ -1,0 +1,460 @@
+"""The search core: every place found, in as few probes as the maths allows, through noise and broken builds."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bumpgate import search
+from bumpgate.search import Outcome, Result, Search, SearchError, capacity
+
+FIXED = settings(derandomize=True, max_examples=60, deadline=None)
+RUNS = 1000
+# Beyond log2(n), for 97 of 100 runs at 10 % false BAD: the two ends, what the noisy channel loses, and repeats
+# until the answer stands out from both neighbours at confidence 0.98.
+MARGIN = 14
+# A simulation's claim holds if chance alone would pass it less often than this.
+LUCK = 1e-3
+
+
+def planted(module: ModuleType, old: str, new: str) -> Any:
+    """A module with one fault in its source; its check must fail on it."""
+    source = Path(str(module.__file__)).read_text()
+    assert source.count(old) == 1, f"the text to mutate occurs {source.count(old)} times: {old!r}"
+    made = ModuleType(module.__name__)
+    exec(compile(source.replace(old, new), f"mutant of {module.__name__}", "exec"), made.__dict__)
+    return made
+
+
+def tail(count: int, trials: int, p: float) -> float:
+    """Probability of at least `count` of `trials`."""
+    return math.fsum(math.comb(trials, k) * p**k * (1 - p) ** (trials - k) for k in range(count, trials + 1))
+
+
+def labels(n: int) -> list[str]:
+    return [f"2.14.0.dev{day:04}" for day in range(n)]
+
+
+def drive(searched: Any, read: Callable[[int], str], limit: int = 400) -> Any:
+    """Runs a search to its end, one probe at a time."""
+    outcome = type(searched.old)
+    for _ in range(limit):
+        asked = searched.next()
+        if not asked:
+            return searched.result()
+        index = asked[0]
+        searched.record(index, outcome[read(index)])
+    raise AssertionError(f"no end after {limit} probes")
+
+
+def noisy(first_bad: int, false_bad: float, false_good: float, dice: random.Random) -> Callable[[int], str]:
+    def read(index: int) -> str:
+        if index >= first_bad:
+            return "GOOD" if dice.random() < false_good else "BAD"
+        return "BAD" if dice.random() < false_bad else "GOOD"
+
+    return read
+
+
+def check_every_place(module: Any, sizes: Iterator[int] | range) -> None:
+    for n in sizes:
+        bound = math.ceil(math.log2(n - 1)) + 2
+        for first_bad in range(1, n):
+            searched = module.Search(labels(n), labels(n)[0], labels(n)[-1])
+            result = drive(searched, lambda i: "BAD" if i >= first_bad else "GOOD", limit=2 * bound)  # noqa: B023
+            assert (result.suspects, result.last_old) == ((first_bad,), first_bad - 1), (n, first_bad, result)
+            assert result.posterior == pytest.approx(1.0, abs=1e-12)
+            assert result.probes <= bound, f"{n} candidates, first bad {first_bad}: {result.probes} > {bound}"
+
+
+def test_every_place_is_found_without_noise_in_the_fewest_probes() -> None:
+    """ceil(log2(places)) probes and the two ends: no search can promise less."""
+    check_every_place(search, range(2, 65))
+
+
+def test_sixty_nights_take_six_probes_and_the_ends() -> None:
+    worst = max(
+        drive(Search(labels(60), labels(60)[0], labels(60)[-1]), lambda i: "BAD" if i >= k else "GOOD").probes  # noqa: B023
+        for k in range(1, 60)
+    )
+    assert worst == 6 + 2
+
+
+def test_an_answer_off_by_one_is_caught() -> None:
+    mutant = planted(
+        search,
+        "range(self.first + kept[0], self.first + kept[-1] + 1)",
+        "range(self.first + kept[0] - 1, self.first + kept[-1])",
+    )
+    with pytest.raises(AssertionError):
+        check_every_place(mutant, range(2, 8))
+
+
+def test_a_likelihood_off_by_one_is_caught() -> None:
+    mutant = planted(
+        search, "accumulate(as_old, initial=0.0)", "accumulate([0.0, *as_old[:-1]], initial=0.0)"
+    )
+    with pytest.raises(AssertionError):
+        check_every_place(mutant, range(2, 8))
+
+
+def simulate(
+    n: int, false_bad: float, false_good: float, seed: int, count: int = RUNS, **options: Any
+) -> list[tuple[int, Result]]:
+    """Seeded runs, each with a place of its own: (first bad, result)."""
+    dice = random.Random(seed)
+    runs = []
+    for _ in range(count):
+        first_bad = dice.randrange(1, n)
+        searched = Search(labels(n), labels(n)[0], labels(n)[-1], false_bad, false_good, **options)
+        runs.append((first_bad, drive(searched, noisy(first_bad, false_bad, false_good, dice))))
+    return runs
+
+
+def summary(n: int, false_bad: float, false_good: float, runs: list[tuple[int, Result]]) -> str:
+    probes = sorted(result.probes for _, result in runs)
+    right = sum(result.suspects == (k,) for k, result in runs)
+    least = math.log2(n - 1) / capacity(false_bad, false_good)
+    return (
+        f"{n} candidates, {false_bad:.0%} false BAD, {false_good:.0%} false GOOD: {right} of {len(runs)} right;"
+        f" probes with ends: mean {sum(probes) / len(probes):.1f}, 97 % within {probes[int(0.97 * len(probes))]},"
+        f" most {probes[-1]}; log2 of the places {math.log2(n - 1):.1f}, over the channel's capacity {least:.1f}"
+    )
+
+
+@pytest.mark.parametrize("n", [8, 60])
+def test_a_flaky_probe_still_finds_it(n: int) -> None:
+    """10 % false BAD: right and within log2(n) + MARGIN in 97 % of all runs, by an exact binomial test."""
+    runs = simulate(n, 0.1, 0.0, seed=n)
+    within = sum(r.suspects == (k,) and r.probes <= math.log2(n) + MARGIN for k, r in runs)
+    text = summary(n, 0.1, 0.0, runs)
+    print(text)
+    assert tail(within, RUNS, 0.97) < LUCK, f"{within} right within log2(n) + {MARGIN}; {text}"
+
+
+def test_misreads_both_ways_within_twenty_probes_and_the_ends() -> None:
+    """10 % of all readings false, the answer forced after 20 probes and 2 ends: right in 95 % of all runs."""
+    runs = simulate(60, 0.1, 0.1, seed=5, budget=22)
+    text = summary(60, 0.1, 0.1, runs)
+    print(text)
+    right = sum(r.suspects == (k,) for k, r in runs)
+    assert max(r.probes for _, r in runs) <= 22
+    assert right >= 0.95 * RUNS, text
+    # What is not sure says so: posteriors are probabilities, checked against how often they were right.
+    stated = math.fsum(r.posterior for _, r in runs)
+    assert abs(stated - right) < 4 * math.sqrt(RUNS * 0.05), (stated, right)
+
+
+def test_without_a_budget_an_answer_is_as_sure_as_it_says() -> None:
+    count = 300
+    runs = simulate(60, 0.1, 0.1, seed=6, count=count)
+    right = sum(r.suspects == (k,) for k, r in runs)
+    text = summary(60, 0.1, 0.1, runs)
+    print(text)
+    assert right >= count * 0.98 - 3 * math.sqrt(count * 0.98 * 0.02), text
+
+
+def test_a_search_that_trusts_a_flaky_probe_is_caught() -> None:
+    """The control: a plain bisection of the same probe is right far less often than 97 %."""
+    dice = random.Random(3)
+    right = 0
+    for _ in range(200):
+        first_bad = dice.randrange(1, 60)
+        searched = Search(labels(60), labels(60)[0], labels(60)[-1])
+        right += drive(searched, noisy(first_bad, 0.1, 0.0, dice)).suspects == (first_bad,)
+    assert right / 200 < 0.9, right
+
+
+def test_steps_left_is_about_right() -> None:
+    for false_bad, false_good in ((0.0, 0.0), (0.1, 0.0), (0.1, 0.1)):
+        dice = random.Random(11)
+        said, took = [], []
+        for _ in range(150):
+            first_bad = dice.randrange(1, 60)
+            searched = Search(labels(60), labels(60)[0], labels(60)[-1], false_bad, false_good)
+            said.append(searched.steps_left())
+            took.append(drive(searched, noisy(first_bad, false_bad, false_good, dice)).probes)
+        assert 0.8 < sum(said) / sum(took) < 1.25, (false_bad, false_good, sum(said) / 150, sum(took) / 150)
+
+
+def test_steps_left_are_exact_without_noise_and_fall_by_one() -> None:
+    searched = Search(labels(33), labels(33)[0], labels(33)[-1])
+    said = []
+    while searched.result() is None:
+        said.append(searched.progress())
+        searched.record(searched.next()[0], Outcome.GOOD if searched.next()[0] < 9 else Outcome.BAD)
+    assert said == [f"about {k} steps left" for k in (7, 6, 5, 4, 3, 2)] + ["about 1 step left"]
+    assert searched.steps_left() == 0
+
+
+def check_skips(module: Any, n: int = 18) -> None:
+    """Every run of broken builds of up to four, against every place: the answer is exactly what can be known."""
+    for first_bad in range(1, n):
+        for start in range(1, n - 1):
+            for stop in range(start + 1, min(start + 5, n)):
+                broken = range(start, min(stop, n - 1))
+                searched = module.Search(labels(n), labels(n)[0], labels(n)[-1])
+                result = drive(
+                    searched,
+                    lambda i: "SKIP" if i in broken else "BAD" if i >= first_bad else "GOOD",  # noqa: B023
+                    limit=40,
+                )
+                low, high = first_bad, first_bad
+                while low - 1 in broken:
+                    low -= 1
+                while high in broken:
+                    high += 1
+                assert result.suspects == tuple(range(low, high + 1)), (first_bad, broken, result)
+                assert result.last_old == low - 1
+
+
+def test_broken_builds_at_the_border_make_the_answer_a_range() -> None:
+    check_skips(search)
+
+
+def test_a_search_that_ignores_skips_is_caught() -> None:
+    with pytest.raises(AssertionError):
+        check_skips(planted(search, "            self._aside.add(index)\n", "            pass\n"), n=8)
+
+
+def test_a_range_that_leaves_out_what_was_skipped_is_caught() -> None:
+    mutant = planted(
+        search, "                classes[-1].append(k)\n", "                classes.append([k])\n"
+    )
+    with pytest.raises(AssertionError):
+        check_skips(mutant, n=8)
+
+
+def skips_taken(module: Any) -> float:
+    """Mean failed installs where 20 nights in the middle of 60 are broken and the fault lies elsewhere."""
+    broken, taken = range(20, 40), []
+    for first_bad in (*range(1, 20), *range(41, 60)):
+        searched = module.Search(labels(60), labels(60)[0], labels(60)[-1])
+        result = drive(searched, lambda i: "SKIP" if i in broken else "BAD" if i >= first_bad else "GOOD")  # noqa: B023
+        assert result.suspects == (first_bad,)
+        taken.append(sum(outcome.value == "SKIP" for _, outcome in searched.history))
+    return sum(taken) / len(taken)
+
+
+def test_a_long_run_of_broken_builds_is_leapt_over() -> None:
+    """The control tries them one after the other."""
+    control = skips_taken(planted(search, "told * self._installs(i)", "told"))
+    assert skips_taken(search) <= 4 < control / 2, (skips_taken(search), control)
+
+
+def test_no_verdict_is_asked_again_then_set_aside() -> None:
+    searched = Search(labels(4), labels(4)[0], labels(4)[-1])
+    result = drive(searched, lambda i: "UNKNOWN" if i == 1 else "BAD" if i >= 2 else "GOOD")
+    assert result.suspects == (1, 2)
+    assert [i for i, _ in searched.history].count(1) == search.UNKNOWN_LIMIT
+
+
+def test_a_verdict_before_a_skip_still_counts() -> None:
+    searched = Search(labels(5), labels(5)[0], labels(5)[-1])
+    for index, outcome in ((0, "GOOD"), (4, "BAD"), (2, "GOOD"), (2, "SKIP"), (3, "SKIP")):
+        searched.record(index, Outcome[outcome])
+    result = searched.result()
+    assert result is not None
+    assert result.suspects == (3, 4)
+
+
+def test_a_fix_is_found_as_a_fault_is() -> None:
+    for first_good in range(1, 20):
+        searched = Search(labels(20), good=labels(20)[-1], bad=labels(20)[0], find_fix=True)
+        result = drive(searched, lambda i: "GOOD" if i >= first_good else "BAD")  # noqa: B023
+        assert result.suspects == (first_good,)
+    # 10 % false BAD now blurs the fixed side: the rates must have changed places too.
+    dice = random.Random(8)
+    right = 0
+    for _ in range(200):
+        first_good = dice.randrange(1, 20)
+        searched = Search(labels(20), labels(20)[-1], labels(20)[0], false_bad=0.1, find_fix=True)
+        flipped = noisy(first_good, 0.0, 0.1, dice)
+        result = drive(searched, lambda i: "GOOD" if flipped(i) == "BAD" else "BAD")  # noqa: B023
+        right += result.suspects == (first_good,)
+    assert right >= 190, right
+
+
+@pytest.mark.parametrize(
+    ("read", "failure"),
+    [
+        (lambda i: "BAD", "the good end 2.14.0.dev0002 is BAD: name an earlier one"),
+        (lambda i: "GOOD", "the bad end 2.14.0.dev0007 is GOOD: name a later one"),
+        (lambda i: "SKIP", "the good end 2.14.0.dev0002 does not install: name another"),
+        (lambda i: "UNKNOWN", "the good end 2.14.0.dev0002 gives no verdict: name another"),
+        (lambda i: "SKIP" if i == 7 else "GOOD", "the bad end 2.14.0.dev0007 does not install: name another"),
+    ],
+)
+def test_an_end_that_is_not_what_it_was_called_ends_the_search(
+    read: Callable[[int], str], failure: str
+) -> None:
+    searched = Search(labels(10), labels(10)[2], labels(10)[7])
+    result = drive(searched, read)
+    assert (result.failure, result.found, result.suspects, result.last_old) == (failure, False, (), None)
+    assert searched.next() == searched.prefetch() == []
+
+
+def test_an_end_that_stops_to_install_while_in_doubt_ends_the_search() -> None:
+    searched = Search(labels(9), labels(9)[0], labels(9)[8], 0.1, 0.1)
+    for index, outcome in ((0, "BAD"), (8, "BAD"), (0, "SKIP")):
+        searched.record(index, Outcome[outcome])
+    result = searched.result()
+    assert result is not None
+    assert result.failure == "the good end 2.14.0.dev0000 does not install: name another"
+
+
+def test_an_end_is_doubted_through_noise_too() -> None:
+    """False BADs at a good end are repeated; at a truly bad one they end the search."""
+    ended = {"right": 0, "wrong": 0}
+    dice = random.Random(4)
+    for _ in range(200):
+        right = drive(Search(labels(60), labels(60)[0], labels(60)[-1], 0.1, 0.1), noisy(30, 0.1, 0.1, dice))
+        wrong = drive(Search(labels(60), labels(60)[0], labels(60)[-1], 0.1, 0.1), noisy(0, 0.1, 0.1, dice))
+        ended["right"] += right.found
+        ended["wrong"] += wrong.failure.startswith("the good end")
+    assert ended["right"] >= 194, ended
+    assert ended["wrong"] >= 190, ended
+
+
+def test_outcomes_that_cannot_all_be_true_end_the_search_in_one_line() -> None:
+    swapped = Search(labels(9), labels(9)[0], labels(9)[8])
+    swapped.record(8, Outcome.GOOD)
+    swapped.record(0, Outcome.BAD)
+    assert swapped.result().failure.endswith("the ends look swapped")  # type: ignore[union-attr]
+    torn = Search(labels(9), labels(9)[0], labels(9)[8])
+    for index, outcome in ((0, "GOOD"), (8, "BAD"), (3, "BAD"), (5, "GOOD")):
+        torn.record(index, Outcome[outcome])
+    failure = torn.result().failure  # type: ignore[union-attr]
+    assert "2.14.0.dev0003 reads BAD but 2.14.0.dev0005 reads GOOD" in failure
+    assert "--false-bad" in failure
+
+
+def test_more_misreads_than_stated_leave_no_answer() -> None:
+    searched = Search(labels(9), labels(9)[0], labels(9)[8], false_bad=0.02, false_good=0.02, budget=13)
+    for index, outcome in ((0, "GOOD"), (8, "BAD")):
+        searched.record(index, Outcome[outcome])
+    for index in range(1, 7):
+        searched.record(index, Outcome.GOOD if index != 4 else Outcome.BAD)
+    for _ in range(3):
+        searched.record(4, Outcome.BAD)
+        searched.record(6, Outcome.GOOD)
+    result = searched.result()
+    assert result is not None
+    assert "the probe is noisier than stated" in result.failure
+
+
+def test_prefetch_names_what_is_asked_for_next() -> None:
+    dice = random.Random(2)
+    for _ in range(30):
+        first_bad = dice.randrange(1, 40)
+        searched = Search(labels(40), labels(40)[0], labels(40)[-1])
+        assert searched.next() == [0, 39]
+        ahead = searched.prefetch()
+        assert len(ahead) == 1
+        for index in searched.next():
+            searched.record(index, Outcome.BAD if index >= first_bad else Outcome.GOOD)
+        while searched.result() is None:
+            assert searched.next()[0] in ahead
+            ahead = searched.prefetch()
+            assert len(ahead) <= 2
+            now = searched.next()[0]
+            searched.record(now, Outcome.BAD if now >= first_bad else Outcome.GOOD)
+
+
+@given(st.data())
+@FIXED
+def test_the_order_of_outcomes_does_not_matter(data: st.DataObject) -> None:
+    n = data.draw(st.integers(2, 12))
+    readings = data.draw(
+        st.lists(st.tuples(st.integers(0, n - 1), st.sampled_from(list(Outcome))), max_size=12)
+    )
+    shuffled = data.draw(st.permutations(readings))
+    one, two = (Search(labels(n), labels(n)[0], labels(n)[-1], 0.1, 0.2) for _ in range(2))
+    for (i, a), (j, b) in zip(readings, shuffled):
+        one.record(i, a)
+        two.record(j, b)
+    assert one.posterior() == two.posterior()
+    assert math.isclose(math.fsum(one.posterior()), 1.0)
+    assert one.next() == two.next()
+
+
+@given(st.integers(3, 40), st.data())
+@FIXED
+def test_the_posterior_is_bayes_rule_written_out(n: int, data: st.DataObject) -> None:
+    false_bad, false_good = data.draw(st.sampled_from([(0.1, 0.0), (0.1, 0.2), (0.0, 0.3)]))
+    readings = data.draw(st.lists(st.tuples(st.integers(0, n - 1), st.booleans()), max_size=10))
+    searched = Search(labels(n), labels(n)[0], labels(n)[-1], false_bad, false_good)
+    weights = []
+    for first_bad in range(n + 1):
+        doubt = search.END_DOUBT
+        weight = doubt if first_bad in (0, n) else (1 - 2 * doubt) / (n - 1)
+        for index, bad in readings:
+            misread = false_good if index >= first_bad else false_bad
+            weight *= 1 - misread if bad == (index >= first_bad) else misread
+        weights.append(weight)
+    for index, bad in readings:
+        searched.record(index, Outcome.BAD if bad else Outcome.GOOD)
+    total = math.fsum(weights)
+    expected = [w / total if total else 0.0 for w in weights]
+    assert searched.posterior() == pytest.approx(expected, abs=1e-12)
+
+
+@given(st.data())
+@FIXED
+def test_every_search_ends_and_names_only_what_it_may(data: st.DataObject) -> None:
+    """Noise, broken builds and missing verdicts together, whatever was stated about the noise."""
+    n = data.draw(st.integers(2, 30))
+    first_bad, dice = data.draw(st.integers(1, n - 1)), random.Random(data.draw(st.integers(0, 10**6)))
+    stated = data.draw(st.sampled_from([(0.0, 0.0), (0.1, 0.0), (0.0, 0.2), (0.1, 0.1)]))
+    broken = data.draw(st.frozensets(st.integers(0, n - 1), max_size=n // 2))
+    read = noisy(first_bad, 0.1, 0.1, dice)
+    searched = Search(labels(n), labels(n)[0], labels(n)[-1], *stated)
+    states = {i: data.draw(st.sampled_from(["SKIP", "UNKNOWN"])) for i in sorted(broken)}
+    result = drive(searched, lambda i: states.get(i) or read(i))
+    assert result.found == bool(result.suspects)
+    assert "\n" not in result.failure
+    if result.found:
+        assert result.posterior >= searched.confidence
+        assert {*result.suspects[:-1]} <= broken
+        assert 0 < result.suspects[0] <= result.suspects[-1] < n
+
+
+def test_candidates_beside_the_ends_are_never_asked_for() -> None:
+    searched = Search(labels(30), labels(30)[10], labels(30)[20])
+    drive(searched, lambda i: "BAD" if i >= 13 else "GOOD")
+    assert all(10 <= i <= 20 for i, _ in searched.history)
+    with pytest.raises(SearchError, match="does not lie between the ends"):
+        searched.record(9, Outcome.GOOD)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((["a", "b", "a"], "a", "b"), {}, "'a' is listed 2 times"),
+        ((["a", "b"], "x", "b"), {}, "the good end 'x' is none of the 2"),
+        ((["a", "b"], "a", "x"), {}, "the bad end 'x' is none of the 2"),
+        ((["a", "b"], "a", "a"), {}, "named as good and as bad"),
+        ((["a", "b"], "b", "a"), {}, "swap them"),
+        ((["a", "b"], "a", "b"), {"find_fix": True}, "swap them"),
+        ((["a", "b"], "a", "b", 0.5), {}, "false_bad must lie"),
+        ((["a", "b"], "a", "b", 0.0, -0.1), {}, "false_good must lie"),
+        ((["a", "b"], "a", "b", math.nan), {}, "false_bad must lie"),
+        ((["a", "b"], "a", "b", 0.0, 0.0, 1.0), {}, "confidence must lie"),
+        ((["a", "b"], "a", "b"), {"budget": 1}, "does not reach both ends"),
+    ],
+    ids=str,
+)
+def test_a_search_that_makes_no_sense_is_refused_in_one_line(
+    arguments: tuple[Any, ...], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SearchError, match=words) as caught:
+        Search(*arguments, **options)
+    assert "\n" not in str(caught.value)
