@@ -1,0 +1,71 @@
+"""Slow drift: bumps that are each too small to hold, and that together cost what no one decided to pay.
+
+Once a week the gate also pairs its candidate with the build that stood adopted 30 days before: SESSIONS sessions,
+no early stop, and their `sequential.estimate` is the reading of a row.
+Against that anchor a creep of 1 % a week reads 1, 2, 3, 4, 4, 4 %, while the noise of each reading stays what it
+is; a chain of weekly steps would read 1 % each time and add up the noise of every link.
+
+The readings go into a one-sided cumulative sum (CUSUM: Page 1954, "Continuous inspection schemes", Biometrika 41):
+S = max(0, S + reading - ALLOWANCE), called where S passes LIMIT. A reading counts for at most CAP, so that one bad
+week alone cannot call; ALLOWANCE is half of what a month of 1 % a week comes to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+
+ANCHOR_DAYS = 30
+SESSIONS = 12
+ALLOWANCE = 0.02
+CAP = 0.04
+LIMIT = 0.03
+
+
+@dataclass(frozen=True)
+class Reading:
+    """log_ratio: log(time of that day's candidate / time of its anchor), the estimate from SESSIONS sessions."""
+
+    day: date
+    log_ratio: float
+
+
+@dataclass(frozen=True)
+class Creep:
+    """since: the first reading of the run that was called. called: the reading at which the sum passed the limit.
+
+    ratio: the largest reading of the run, as a ratio of times (1.04 is 4 % slower than the anchor).
+    """
+
+    since: date
+    called: date
+    ratio: float
+
+
+def anchor(adopted: Iterable[date], today: date) -> date | None:
+    """The day of adoption nearest to 30 days ago; the earlier of two as near. None where nothing was adopted yet."""
+    before = sorted(day for day in adopted if day < today)
+    return min(before, key=lambda day: abs((today - day).days - ANCHOR_DAYS), default=None)
+
+
+def creep(readings: Sequence[Reading]) -> Creep | None:
+    """The first creep that the readings of one row show, or None.
+
+    Pass the readings since the last accepted change of that row: what an owner has accepted is no drift.
+    Raises ValueError on readings out of order, or on one that is no finite number.
+    """
+    total, run = 0.0, list[Reading]()
+    for before, reading in zip([None, *readings], readings):
+        if not math.isfinite(reading.log_ratio):
+            raise ValueError(f"{reading.day}: no finite log-ratio: {reading.log_ratio!r}")
+        if before and before.day >= reading.day:
+            raise ValueError(f"readings must be in order of day: {before.day}, {reading.day}")
+        total += min(reading.log_ratio, CAP) - ALLOWANCE
+        run.append(reading)
+        if total <= 0:
+            total, run = 0.0, []
+        if total > LIMIT:
+            return Creep(run[0].day, reading.day, math.exp(max(r.log_ratio for r in run)))
+    return None

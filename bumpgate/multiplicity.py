@@ -1,0 +1,48 @@
+"""Many timed rows, one verdict: p-values adjusted for how many rows were looked at.
+
+Both functions take row id -> p-value and give row id -> adjusted p-value, to be compared with the level itself.
+Any p that is valid when the comparison stops, as those of `sequential` are, may go in at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Family-wise error: the chance that even one unchanged row falls under the level is at most the level.
+
+    The step-down rule of Holm (1979), whatever the dependence between rows: the smallest of R p-values is
+    multiplied by R, the next by R - 1, and none gets smaller than the one before it.
+    Raises ValueError on a p outside [0, 1].
+    """
+    out: dict[str, float] = {}
+    floor = 0.0
+    for rank, (row, p) in enumerate(_ascending(p_values)):
+        floor = max(floor, min(1.0, p * (len(p_values) - rank)))
+        out[row] = floor
+    return out
+
+
+def benjamini_hochberg(p_values: Mapping[str, float]) -> dict[str, float]:
+    """False discovery rate: of the rows under the level, the expected share of unchanged ones is at most it.
+
+    The step-up rule of Benjamini and Hochberg (1995), for independent or positively dependent rows. It says which
+    rows of a gate are worth a look; the gate's verdict stands on `holm`.
+    Raises ValueError on a p outside [0, 1].
+    """
+    out: dict[str, float] = {}
+    ceiling = 1.0
+    ascending = _ascending(p_values)
+    for rank in range(len(ascending), 0, -1):
+        row, p = ascending[rank - 1]
+        ceiling = min(ceiling, p * len(ascending) / rank)
+        out[row] = ceiling
+    return out
+
+
+def _ascending(p_values: Mapping[str, float]) -> list[tuple[str, float]]:
+    for row, p in p_values.items():
+        if not 0 <= p <= 1:  # false for NaN too
+            raise ValueError(f"{row}: a p-value lies in [0, 1], got {p!r}")
+    return sorted(p_values.items(), key=lambda item: item[1])

@@ -1,0 +1,334 @@
+"""The gate's verdict: every pair of row verdicts, every gap in the evidence, and findings grouped by cause."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import date
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bumpgate import verdict
+from bumpgate.drift import Creep
+from bumpgate.rows import Judgement, Record, Row, Value, Verdict
+from bumpgate.sequential import Outcome, Timed
+from bumpgate.verdict import Decision, Finding, GateVerdict, Side, group, judge_gate
+
+FIXED = settings(derandomize=True, max_examples=60, deadline=None)
+HOLD, UNKNOWN, ADOPT = Decision.HOLD, Decision.UNKNOWN, Decision.ADOPT
+TEST = "suites/compile/test_breaks.py::test_breaks[cpu]"
+
+
+def row(id: str = "compile/nam52-regional/graph_breaks", value: Value = 13, **fields: object) -> Row:
+    made = {"id": id, "value": value, "unit": "breaks", "witness": 1, "rule": "C6", "test": TEST}
+    return Row(**made | fields)  # type: ignore[arg-type]
+
+
+def gone(id: str = "compile/nam52-regional/graph_breaks") -> Row:
+    return row(id, None, witness=0, rule="")
+
+
+def judged(said: Verdict, made: Row | None = None, reason: str = "") -> Judgement:
+    return Judgement(made or row(), said, reason, "bumpgate rebaseline --lane cpu")
+
+
+def side(name: str, *judgements: Judgement, **fields: object) -> Side:
+    record = Record({"lane": "cpu"}, judgements)
+    for field in ("complete", "problems"):
+        if field in fields:
+            record = replace(record, **{field: fields.pop(field)})  # type: ignore[arg-type]
+    return Side(name, record, **fields)  # type: ignore[arg-type]
+
+
+def gate(
+    good: list[Judgement], bad: list[Judgement], timed: Mapping[str, Timed] | None = None
+) -> GateVerdict:
+    return judge_gate("cpu", side("torch 2.13.0", *good), side("torch 2.14.0", *bad), timed)
+
+
+def paired(outcome: Outcome, ratio: float = 1.0, sessions: int = 12) -> Timed:
+    return Timed(outcome, ratio, (ratio - 0.02, ratio + 0.02), sessions, 0.5, 0.5)
+
+
+def one(result: GateVerdict) -> Finding:
+    assert len(result.findings) == 1, result.findings
+    return result.findings[0]
+
+
+# Rows: what the adopted environment said; columns: what the candidate said. None: the row is not in the record.
+P, W, R, C, M, N, F, X = (
+    Verdict.PASS,
+    Verdict.WIN,
+    Verdict.REGRESSION,
+    Verdict.CHANGED,
+    Verdict.MISSING,
+    Verdict.INSTRUMENT,
+    Verdict.INFRA,
+    Verdict.INCONCLUSIVE,
+)
+COLUMNS = (P, W, R, C, M, N, F, X, None)
+TABLE: dict[Verdict | None, str] = {
+    #     P W R C M N F X None
+    P: "A A H H H U U U U",
+    W: "A A H H H U U U U",
+    R: "A A U U U U U U U",
+    C: "A A U U U U U U U",
+    M: "U U U U U U U U U",
+    N: "U U U U U U U U U",
+    F: "U U U U U U U U U",
+    X: "U U U U U U U U U",
+}
+
+
+def test_the_table_holds_every_verdict() -> None:
+    assert set(TABLE) == set(Verdict) == set(COLUMNS) - {None}
+    assert all(len(line.split()) == len(COLUMNS) for line in TABLE.values())
+
+
+def measured(said: Verdict | None) -> list[Judgement]:
+    if said is None:
+        return []
+    return [judged(said, gone() if said in (M, F) else row())]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "expected"),
+    [(g, b, cell) for g, line in TABLE.items() for b, cell in zip(COLUMNS, line.split())],
+)
+def test_a_row_that_both_sides_judged(good: Verdict, bad: Verdict | None, expected: str) -> None:
+    # A second row that is right on both sides: what decides is the first.
+    right = judged(P, row("compile/other/recompiles"))
+    result = gate([*measured(good), right], [*measured(bad), right])
+    assert result.decision is {"A": ADOPT, "H": HOLD, "U": UNKNOWN}[expected]
+    assert result.exit_code == {"A": 0, "H": 1, "U": 125}[expected]
+
+
+def test_exit_codes_are_the_ones_that_git_bisect_reads() -> None:
+    assert {d.name: d.value for d in Decision} == {"ADOPT": 0, "HOLD": 1, "UNKNOWN": 125}
+
+
+right = [judged(P)]
+GAPS = {
+    "canary failed in the adopted": (
+        side("a", *right, canaries={"breaks": "read 2, knows 1"}),
+        side("b", *right),
+    ),
+    "canary failed in the candidate": (side("a", *right), side("b", *right, canaries={"breaks": "read 2"})),
+    "row missing in the adopted": (side("a"), side("b", *right)),
+    "row missing in the candidate": (side("a", *right), side("b")),
+    "build of the adopted failed": (Side("a", None, "No space left on device"), side("b", *right)),
+    "build of the candidate failed": (side("a", *right), Side("b", None, "no such wheel")),
+    "both builds failed": (Side("a", None, "no index"), Side("b", None, "no index")),
+    "no record and no word why": (side("a", *right), Side("b", None)),
+    "nothing selected": (side("a"), side("b")),
+    "adopted run cut short": (side("a", *right, complete=False), side("b", *right)),
+    "candidate run cut short": (side("a", *right), side("b", *right, complete=False)),
+    "problem in the adopted": (side("a", *right, problems=("x.py::t: failed",)), side("b", *right)),
+    "same test failed in both": (
+        side("a", *right, problems=("x.py::t: took 3 s",)),
+        side("b", *right, problems=("x.py::t: took 4 s",)),
+    ),
+    "skip in the candidate": (
+        side("a", *right),
+        side("b", *right, problems=("x.py::t: skipped under --gate: no wheel",)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_a_gap_in_the_evidence_is_never_adopted_nor_held_against_the_candidate(name: str) -> None:
+    result = judge_gate("cpu", *GAPS[name])
+    assert result.decision is UNKNOWN
+    assert all(finding.head for finding in result.findings)
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_with_all_in_place_the_same_sides_are_adopted(name: str) -> None:
+    """The gaps above decide, and nothing else in those sides."""
+    good, bad = (Side(s.name, Record({"lane": "cpu"}, tuple(right))) for s in GAPS[name])
+    assert judge_gate("cpu", good, bad) == GateVerdict(ADOPT, ())
+
+
+def test_mutant_that_forgets_the_sides_adopts_a_broken_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "_environment", lambda lane, side, is_good: [])
+    assert judge_gate("cpu", *GAPS["canary failed in the candidate"]).decision is ADOPT
+
+
+def test_a_test_that_fails_in_the_candidate_only_holds() -> None:
+    bad = side("b", *right, problems=("x.py::t: AttributeError: gone",))
+    result = judge_gate("cpu", side("a", *right), bad)
+    assert result.decision is HOLD
+    assert one(result).repro == "pytest -m cpu -n 0 x.py::t"
+    cut = side("b", *right, problems=("the run was cut short: 3 of 9 tests did not finish",), complete=False)
+    assert judge_gate("cpu", side("a", *right), cut).decision is UNKNOWN
+
+
+def test_a_row_lost_by_a_run_that_was_cut_short_does_not_hold() -> None:
+    lost = judged(M, gone())
+    assert judge_gate("cpu", side("a", *right), side("b", lost)).decision is HOLD
+    assert judge_gate("cpu", side("a", *right), side("b", lost, complete=False)).decision is UNKNOWN
+
+
+def test_evidence_against_the_candidate_outweighs_a_gap() -> None:
+    bad = side("b", judged(R), canaries={"timer": "coarse"})
+    result = judge_gate("cpu", side("a", *right), bad)
+    assert [f.decision for f in result.findings] == [HOLD, UNKNOWN]
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        (Outcome.SAME, ADOPT),
+        (Outcome.FASTER, ADOPT),
+        (Outcome.SLOWER, HOLD),
+        (Outcome.INCONCLUSIVE, UNKNOWN),
+    ],
+)
+def test_timed_rows(outcome: Outcome, expected: Decision) -> None:
+    timed = {"throughput/nam52/seconds": paired(outcome, 1.06)}
+    result = gate(right, right, timed)
+    assert result.decision is expected
+    assert [f.label for f in result.findings] == ([] if outcome is Outcome.SAME else [outcome.value])
+    assert gate([], [], timed).decision is expected
+
+
+def test_a_timed_row_without_a_session_is_unknown_and_reads_so() -> None:
+    timed = {"a/b/seconds": Timed(Outcome.INCONCLUSIVE, math.nan, (0.0, math.inf), 0, 1.0, 1.0)}
+    found = one(gate(right, right, timed))
+    assert found.decision is UNKNOWN
+    assert found.bad == ("a/b/seconds: not measured after 0 sessions, adjusted p 1",)
+
+
+@pytest.mark.parametrize("said", [R, W, X])
+def test_paired_sessions_stand_in_place_of_a_stored_time(said: Verdict) -> None:
+    made = row("throughput/nam52/seconds", 1.2, better="lower", interval=(1.1, 1.3), unit="s")
+    good, bad = [judged(P, made)], [judged(said, made)]
+    assert gate(good, bad, {made.id: paired(Outcome.SAME)}) == GateVerdict(ADOPT, ())
+    assert gate(good, bad).decision is {R: HOLD, W: ADOPT, X: UNKNOWN}[said]
+    # What the test derived holds for a timed row as well, and so does a canary.
+    bound = replace(made, at_most=1.0)
+    assert gate([judged(P, made)], [judged(R, bound)], {made.id: paired(Outcome.SAME)}).decision is HOLD
+    assert gate(good, [judged(N, made)], {made.id: paired(Outcome.SAME)}).decision is UNKNOWN
+
+
+def test_timed_rows_that_no_record_measures_are_the_sessions_own() -> None:
+    lost = [judged(M, gone("a/b/seconds"))]
+    assert gate(right + lost, right + lost, {"a/b/seconds": paired(Outcome.SAME)}).decision is ADOPT
+    assert gate(right + lost, right + lost).decision is UNKNOWN
+
+
+def test_a_creep_holds() -> None:
+    creep = Creep(date(2026, 1, 5), date(2026, 2, 9), 1.041)
+    result = judge_gate("cpu", side("a", *right), side("b", *right), creeps={"a/b/seconds": creep})
+    assert result.decision is HOLD
+    assert one(result).bad == ("a/b/seconds: +4.1 %, rising since 2026-01-05, called 2026-02-09",)
+
+
+def breaks(case: str, *evidence: str, value: int = 14) -> Row:
+    return row(f"compile/{case}/graph_breaks", value, evidence=evidence)
+
+
+def test_rows_with_one_cause_are_one_finding_with_both_sides() -> None:
+    known = ("call to print at a.py:3", "call to print at a.py:3")
+    new = "data-dependent branch at moe.py:88 <object at 0x7f2a>"
+    good = [judged(P, breaks(case, *known, value=13)) for case in "abc"]
+    bad = [judged(C, breaks(case, *known, new)) for case in "ab"]
+    bad += [judged(C, breaks("c", known[0], "generic break at mla.py:5"))]
+    result = gate(good, bad)
+    assert [f.rows for f in result.findings] == [
+        ("compile/a/graph_breaks", "compile/b/graph_breaks"),
+        ("compile/c/graph_breaks",),
+    ]
+    first, second = result.findings
+    assert first.head == "data-dependent branch at moe.py:88 <object at 0x_>"
+    assert first.good == ("compile/a/graph_breaks: 13 breaks", "compile/b/graph_breaks: 13 breaks")
+    assert first.bad[:2] == ("compile/a/graph_breaks: 14 breaks", first.head)
+    assert first.repro == f"pytest -m cpu -n 0 '{TEST}'"
+    assert second.good == ("compile/c/graph_breaks: 13 breaks", known[0])
+
+
+def test_an_address_is_no_cause_and_a_metric_is() -> None:
+    good = [judged(P, row(f"compile/{c}/{m}")) for c in "ab" for m in ("breaks", "recompiles")]
+    bad = [
+        judged(C, row(f"compile/{c}/{m}", 20, evidence=(f"guard on 0x{c * 4}",)))
+        for c in "ab"
+        for m in ("breaks", "recompiles")
+    ]
+    assert [(f.metric, len(f.rows)) for f in gate(good, bad).findings] == [("breaks", 2), ("recompiles", 2)]
+
+
+def test_evidence_that_only_went_away_is_the_cause() -> None:
+    good = [judged(P, breaks("a", "kernel fused_add", "kernel mm"))]
+    bad = [judged(C, breaks("a", "kernel mm"))]
+    assert one(gate(good, bad)).head == "gone: kernel fused_add"
+
+
+def test_rows_that_one_failure_took_along_are_one_finding() -> None:
+    """Whatever their metric and test: the reason is the cause."""
+    ids = ["kernels/mla/forward_error_ratio", "kernels/mla/gradient_error_ratio"]
+    good = [judged(P, row(id)) for id in ids]
+    bad = []
+    for n, id in enumerate(ids):
+        test = f"suites/kernels/test_mla.py::test_{n}"
+        reason = f"not reported by {test}: AttributeError: no mla"
+        bad.append(judged(M, replace(gone(id), test=test), reason))
+    found = one(gate(good, bad))
+    assert found.rows == tuple(ids)
+    assert found.head == "not reported by its test: AttributeError: no mla"
+
+
+def test_rows_red_in_both_say_so_and_show_both_values() -> None:
+    found = one(gate([judged(C, row(value=14))], [judged(C, row(value=15))]))
+    assert (found.decision, found.label) == (UNKNOWN, "RED IN BOTH")
+    assert found.good[0].endswith("14 breaks")
+    assert found.bad[0].endswith("15 breaks")
+    assert found.repro == "bumpgate rebaseline --lane cpu"
+
+
+def test_a_canary_and_the_rows_that_rest_on_it_are_one_finding() -> None:
+    bad = side(
+        "b", judged(N, reason="instrument breaks: read 2, knows 1"), canaries={"breaks": "read 2, knows 1"}
+    )
+    found = one(judge_gate("cpu", side("a", *right), bad))
+    assert found.rows == (row().id,)
+    assert found.bad[0] == "b: instrument breaks: read 2, knows 1"
+
+
+def test_a_value_of_another_build_explains_and_does_not_judge() -> None:
+    differs = replace(judged(C, row(per_build=True)), explains=True)
+    assert gate([judged(P, row(per_build=True))], [differs]) == GateVerdict(ADOPT, ())
+
+
+def test_a_record_of_another_lane_is_no_verdict() -> None:
+    other = Side("b", Record({"lane": "h200"}, tuple(right)))
+    with pytest.raises(ValueError, match="record of lane 'h200', not 'cpu'"):
+        judge_gate("cpu", side("a", *right), other)
+
+
+findings = st.builds(
+    Finding,
+    st.sampled_from(Decision),
+    st.sampled_from(["CHANGED", "SLOWER"]),
+    st.sampled_from(["breaks", ""]),
+    st.sampled_from(["here", "there"]),
+    st.lists(st.sampled_from("abc"), max_size=2, unique=True).map(tuple),
+)
+
+
+@FIXED
+@given(st.lists(findings, max_size=12))
+def test_grouping_loses_no_row_and_no_decision(loose: list[Finding]) -> None:
+    grouped = group(loose)
+    assert {f.decision for f in grouped} == {f.decision for f in loose}
+    cells = {(f.decision, f.label, f.metric, f.head, r) for f in loose for r in f.rows}
+    assert {(f.decision, f.label, f.metric, f.head, r) for f in grouped for r in f.rows} == cells
+    assert group(grouped) == grouped
+    order = [list(Decision).index(f.decision) for f in grouped]
+    assert order == sorted(order)
+    for a, b in itertools.combinations(grouped, 2):
+        assert (a.decision, a.label, a.metric, a.head) != (b.decision, b.label, b.metric, b.head)

@@ -1,0 +1,294 @@
+"""The sequential test of timed rows: exact where it can be counted, and its error rates by simulation.
+
+Noise as measured: each fresh process is biased by 1 to 3 % (standard deviation, drawn for each row), its rounds
+scatter by 2 to 3 %. With heavy tails one session in 20 is off by 20 %; the noisiest rows have 3 % of both.
+Rates carry the 95 % interval of Wilson for their number of runs, and its end must keep the limit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bumpgate import sequential
+from bumpgate.sequential import LOOKS, Look, Outcome, Plan, abba, decide, estimate, interval, log_ratio
+
+FIXED = settings(derandomize=True, max_examples=40, deadline=None)
+PLAN = Plan()
+ROWS = tuple(f"throughput/case{i}/seconds" for i in range(15))
+ROUNDS = 20
+SLOW = math.log(1.05)
+MOVED = (Outcome.SLOWER, Outcome.FASTER)
+
+MEASURED, HEAVY, WORST = NOISES = ("measured", "heavy tails", "noisiest rows")
+
+Draw = Callable[[], float]
+ratios = st.lists(st.floats(-0.3, 0.3), min_size=8, max_size=32)
+
+
+def row_noise(rng: random.Random, noise: str) -> Draw:
+    """Draws the error of one session's log-ratio. Two processes a side: its variance is that of one reading."""
+    worst = noise == WORST
+    bias, scatter = (0.03, 0.03) if worst else (rng.uniform(0.01, 0.03), rng.uniform(0.02, 0.03))
+    # 1.25: a reading is the median of its rounds, not their mean.
+    deviation = math.hypot(bias, 1.25 * scatter / math.sqrt(ROUNDS))
+
+    def draw() -> float:
+        bad = noise == HEAVY and rng.random() < 1 / 20
+        return rng.gauss(0, deviation) + (rng.choice((-0.2, 0.2)) if bad else 0)
+
+    return draw
+
+
+def play(
+    rng: random.Random, effects: Mapping[str, float], noise: str = MEASURED, plan: Plan = PLAN
+) -> tuple[dict[str, Outcome], int]:
+    """One gate: the outcomes, and the sessions until its last row was decided or the budget spent."""
+    draw = {row: row_noise(rng, noise) for row in effects}
+    sessions: dict[str, list[float]] = {row: [] for row in effects}
+    outcomes = dict.fromkeys(effects, Outcome.INCONCLUSIVE)
+    for look in plan.looks:
+        still = [row for row, outcome in outcomes.items() if outcome is Outcome.INCONCLUSIVE]
+        if not still:
+            break
+        for row in still:
+            missing = look.sessions - len(sessions[row])
+            sessions[row] += [effects[row] + draw[row]() for _ in range(missing)]
+        outcomes = decide(sessions, plan)
+    return outcomes, max(map(len, sessions.values()))
+
+
+def wilson(hits: int, runs: int) -> tuple[float, float]:
+    """95 % interval of a rate."""
+    z = 1.96
+    middle = (hits + z * z / 2) / (runs + z * z)
+    half = z / (runs + z * z) * math.sqrt(hits * (runs - hits) / runs + z * z / 4)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def told(what: str, hits: int, runs: int, used: list[int] | None = None) -> str:
+    low, high = wilson(hits, runs)
+    text = f"{what}: {hits} of {runs} = {hits / runs:.2%} [{low:.2%}, {high:.2%}]"
+    if used:
+        text += (
+            f"; sessions median {statistics.median(used):g}, 95th percentile {sorted(used)[-len(used) // 20]}"
+        )
+    return text
+
+
+def false_alarms(seed: int, gates: int, effect: float, noise: str, plan: Plan = PLAN) -> tuple[int, str]:
+    """Gates of 15 rows, each moved by `effect`, in which any row was called SLOWER or FASTER."""
+    rng = random.Random(seed)
+    games = [play(rng, dict.fromkeys(ROWS, effect), noise, plan) for _ in range(gates)]
+    alarms = sum(any(o in MOVED for o in outcomes.values()) for outcomes, _ in games)
+    unsure = sum(Outcome.INCONCLUSIVE in outcomes.values() for outcomes, _ in games)
+    text = told("false alarms", alarms, gates, [n for _, n in games])
+    return alarms, f"{text}; {told('gates with an open row', unsure, gates)}"
+
+
+def found(seed: int, gates: int, noise: str) -> tuple[int, str]:
+    """Gates of 15 rows that call the one row slowed by 5 % SLOWER."""
+    rng = random.Random(seed)
+    effects = dict.fromkeys(ROWS, 0.0) | {ROWS[7]: SLOW}
+    games = [play(rng, effects, noise) for _ in range(gates)]
+    hits = sum(outcomes[ROWS[7]] is Outcome.SLOWER for outcomes, _ in games)
+    missed = sum(outcomes[ROWS[7]] is Outcome.SAME for outcomes, _ in games)
+    text = told("5 % slowdown found", hits, gates, [n for _, n in games])
+    return hits, f"{text}; {told('called SAME', missed, gates)}"
+
+
+@pytest.fixture
+def fresh_cache() -> Iterator[None]:
+    """For a test that changes what the cached p-values are made of."""
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    sequential.p_above.cache_clear()
+    sequential.p_below.cache_clear()
+
+
+@pytest.mark.parametrize(("noise", "gates"), [(MEASURED, 1000), (HEAVY, 1000), (WORST, 500)])
+def test_unchanged_gates_raise_no_alarm_and_rarely_stay_open(noise: str, gates: int) -> None:
+    alarms, text = false_alarms(1, gates, 0.0, noise)
+    print(text)
+    assert wilson(alarms, gates)[1] <= 0.02, text
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_slowdown_of_5_percent_in_one_row_is_found(noise: str) -> None:
+    gates = 600
+    hits, text = found(2, gates, noise)
+    print(text)
+    assert wilson(hits, gates)[0] >= 0.95, text
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_rows_that_moved_by_the_margin_itself_keep_the_level(noise: str) -> None:
+    """The worst case that the level covers: every row lies on the margin, and none beyond it."""
+    gates = 500
+    alarms, text = false_alarms(3, gates, math.log1p(PLAN.different), noise)
+    print(text)
+    assert wilson(alarms, gates)[1] <= PLAN.alpha, text
+
+
+def test_mutant_without_holm_raises_false_alarms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequential, "holm", dict)
+    gates = 300
+    alarms, text = false_alarms(3, gates, math.log1p(PLAN.different), MEASURED)
+    assert wilson(alarms, gates)[0] > PLAN.alpha, text
+
+
+def test_mutant_that_looks_after_every_session_without_a_share_raises_false_alarms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    every = tuple(Look(n, 1.0, 0.0) for n in range(8, PLAN.budget + 1))
+    with pytest.raises(ValueError, match="sum to at most 1"):
+        Plan(every)
+    monkeypatch.setattr(Plan, "__post_init__", lambda plan: None)
+    one = {ROWS[0]: math.log1p(PLAN.different)}
+    runs, rates = 400, {}
+    for name, looks in (("as planned", LOOKS), ("every session", every)):
+        rng, plan = random.Random(4), Plan(looks, alpha=0.2)
+        alarms = sum(play(rng, one, plan=plan)[0][ROWS[0]] is Outcome.SLOWER for _ in range(runs))
+        rates[name] = (wilson(alarms, runs), told(name, alarms, runs))
+    assert rates["as planned"][0][1] <= 0.1, rates
+    assert rates["every session"][0][0] > 0.1, rates
+
+
+def test_mutant_that_takes_the_mean_loses_the_slowdown_under_heavy_tails(
+    monkeypatch: pytest.MonkeyPatch, fresh_cache: None
+) -> None:
+    """With no distance capped, the sum is the mean's: still valid, but one bad session hides the slowdown."""
+    monkeypatch.setattr(sequential, "statistics", SimpleNamespace(median=max))
+    monkeypatch.setattr(sequential, "STEPS", 64)
+    gates = 100
+    hits, text = found(2, gates, HEAVY)
+    assert wilson(hits, gates)[1] < 0.95, text
+
+
+@FIXED
+@given(st.lists(st.integers(-40, 40), min_size=1, max_size=9), st.integers(-20, 20))
+def test_p_counts_sign_patterns(values: list[int], bound: int) -> None:
+    """Against the plain enumeration of all 2^n signs; "more than" in place of "at least" is told apart."""
+    distances = [v - bound for v in values]
+    cap = statistics.median(map(abs, distances))
+    p = sequential.p_above(tuple(map(float, values)), float(bound))
+    if cap == 0:
+        assert p == 1
+        return
+    scores = [round(8 * min(abs(d), cap) / cap) for d in distances]
+    observed = sum(s for s, d in zip(scores, distances) if d > 0)
+    sums = [sum(itertools.compress(scores, signs)) for signs in itertools.product((0, 1), repeat=len(scores))]
+    assert p == sum(s >= observed for s in sums) / len(sums)
+    assert p != sum(s > observed for s in sums) / len(sums)
+
+
+@FIXED
+@given(ratios, st.floats(-0.1, 0.1))
+def test_the_interval_holds_the_estimate_and_moves_with_the_data(values: list[float], shift: float) -> None:
+    low, high = interval(values, PLAN)
+    seen = max(look.sessions for look in LOOKS if look.sessions <= len(values))
+    assert low <= estimate(values[:seen]) <= high
+    moved = interval([x + shift for x in values], PLAN)
+    assert moved == pytest.approx((low + shift, high + shift), abs=1e-3)
+
+
+def test_the_interval_misses_the_truth_as_rarely_as_it_says() -> None:
+    rng, runs, missed = random.Random(5), 400, 0
+    for _ in range(runs):
+        draw = row_noise(rng, HEAVY)
+        low, _ = interval([SLOW + draw() for _ in range(12)], PLAN)
+        missed += low > SLOW
+    assert wilson(missed, runs)[1] <= PLAN.alpha_same, told("missed", missed, runs)
+
+
+def test_what_decide_says_is_what_the_interval_shows() -> None:
+    rng, seen = random.Random(6), set()
+    for effect in (-0.08, -0.02, 0.0, 0.02, 0.08):
+        draw = row_noise(rng, MEASURED)
+        values = [effect + draw() for _ in range(16)]
+        timed = sequential.summarise({"a/b/seconds": values}, PLAN)["a/b/seconds"]
+        low, high = timed.interval
+        seen.add(timed.outcome)
+        assert low <= timed.ratio <= high
+        if timed.outcome is Outcome.SLOWER:
+            assert low > 1 + PLAN.different
+            assert timed.p <= PLAN.alpha
+        if timed.outcome is Outcome.FASTER:
+            assert high < 1 / (1 + PLAN.different)
+        if timed.outcome is Outcome.SAME:
+            assert 1 / (1 + PLAN.same) < low
+            assert high < 1 + PLAN.same
+    assert seen >= {Outcome.SLOWER, Outcome.FASTER, Outcome.SAME}
+
+
+def test_too_few_sessions_are_inconclusive_whatever_they_say() -> None:
+    rows = {"a/b/seconds": [0.5] * 7, "a/c/seconds": []}
+    assert set(decide(rows, PLAN).values()) == {Outcome.INCONCLUSIVE}
+    timed = sequential.summarise(rows, PLAN)
+    assert timed["a/b/seconds"].interval == (0.0, math.inf)
+    assert math.isnan(timed["a/c/seconds"].ratio)
+    assert decide(rows | {"a/b/seconds": [0.5] * 12}, PLAN)["a/b/seconds"] is Outcome.SLOWER
+
+
+def test_a_steady_drift_cancels_within_a_session() -> None:
+    for order in abba(4):
+        readings = [(1.05 if letter == "B" else 1.0) * 1.1**i for i, letter in enumerate(order)]
+        assert log_ratio(order, readings) == pytest.approx(SLOW)
+        assert log_ratio("AABB", readings) != pytest.approx(SLOW, abs=0.01)
+
+
+def test_a_cold_first_process_cancels_within_a_pair_of_sessions() -> None:
+    assert abba(5) == ("ABBA", "BAAB", "BAAB", "ABBA", "ABBA")
+    both = [log_ratio(order, [1.3, 1.0, 1.0, 1.0]) for order in abba(2)]
+    assert both[0] != pytest.approx(0, abs=0.01)
+    assert sum(both) == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("order", "readings"),
+    [
+        ("ABBA", [1.0, 1.0, 1.0]),
+        ("ABB", [1.0, 1.0, 1.0]),
+        ("", []),
+        ("ACCA", [1.0] * 4),
+        ("ABBA", [1.0, 0.0, 1.0, 1.0]),
+        ("ABBA", [1.0, math.nan, 1.0, 1.0]),
+        ("ABBA", [1.0, math.inf, 1.0, 1.0]),
+    ],
+    ids=str,
+)
+def test_a_session_that_is_no_pair_is_refused(order: str, readings: list[float]) -> None:
+    with pytest.raises(ValueError):
+        log_ratio(order, readings)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"looks": ()},
+        {"looks": (Look(0, 1, 1),)},
+        {"looks": (Look(8, 0.5, 0.5), Look(8, 0.5, 0.5))},
+        {"looks": (Look(8, -0.1, 0.5),)},
+        {"looks": (Look(8, 0.5, 1.1),)},
+        {"different": 0.04},
+        {"different": -0.01},
+        {"alpha": 0.0},
+        {"alpha_same": 0.5},
+    ],
+    ids=str,
+)
+def test_a_plan_that_bounds_no_error_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        Plan(**fields)  # type: ignore[arg-type]
