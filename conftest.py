@@ -20,6 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--gate", action="store_true", help="a skip, an xpass or a deselected lane test is red too"
     )
+    group.addoption(
+        "--launcher", metavar="COMMAND", help="whose environment and exit codes suites/launch judges (ours)"
+    )
     group.addoption("--record", metavar="PATH", help="where the rows go (default: record.json in the root)")
 
 

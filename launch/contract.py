@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,8 +31,14 @@ class DisablePoint:
 
 @dataclass(frozen=True)
 class Contract:
-    """The whole contract. `dynamo` maps a torch._dynamo.config name to its value."""
+    """The whole contract. `dynamo` maps a torch._dynamo.config name to its value.
 
+    The environment: `variables` for every training process, `rank_variables` for a rank's, `refused_variables` for
+    none; `cache_folders` maps the variable of a cache directory to its default folder's name; `reasons` has the
+    reason of every variable.
+    """
+
+    path: Path
     dynamo: dict[str, Any]
     dynamic_dim: int
     warmup_minimum: int
@@ -42,16 +48,23 @@ class Contract:
     combine_dtype: str
     deterministic_steps: int
     recompile_budget_steps: int
+    variables: dict[str, str]
+    rank_variables: dict[str, str]
+    refused_variables: tuple[str, ...]
+    cache_folders: dict[str, str]
+    unusable_cache: Literal["refuse", "private"]
+    minimum_free_bytes: int
+    reasons: dict[str, str]
 
     def disabled_letters(self, policy: str) -> str:
         """Block letters that run outside Dynamo under `policy`, each by a declared disable point."""
         return "".join(p.letters for p in self.disable_points if policy in p.policies)
 
 
-def load(path: Path = PATH) -> Contract:
-    """Reads and checks a contract file. Raises ContractError with one line on anything wrong."""
+def read(path: Path = PATH) -> dict[str, Any]:
+    """The tables of a contract file. Raises ContractError with one line where it cannot be read or is not TOML."""
     try:
-        raw = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except OSError as error:
         raise ContractError(
             f"{path.name}: cannot be read ({error.strerror}); restore it: git checkout {path.name}"
@@ -60,8 +73,18 @@ def load(path: Path = PATH) -> Contract:
         raise ContractError(
             f"{path.name}: not TOML ({error}); restore it: git checkout {path.name}"
         ) from None
+
+
+def load(path: Path = PATH) -> Contract:
+    """Reads and checks a contract file. Raises ContractError with one line on anything wrong."""
+    raw = read(path)
     try:
+        environment, caches = raw["environment"], raw["caches"]
+        if caches["unusable"] not in ("refuse", "private"):
+            raise ContractError(f"{path.name}: caches.unusable is neither refuse nor private")
+        tables = environment["always"], environment["rank"], environment["refused"], caches["directory"]
         return Contract(
+            path=path,
             dynamo={name: line["value"] for name, line in raw["dynamo"].items() if line["reason"]},
             dynamic_dim=raw["dynamic_axis"]["dim"],
             warmup_minimum=raw["dynamic_axis"]["warmup_minimum"],
@@ -74,6 +97,13 @@ def load(path: Path = PATH) -> Contract:
             combine_dtype=raw["moe"]["combine_dtype"],
             deterministic_steps=raw["step"]["deterministic_steps"],
             recompile_budget_steps=raw["step"]["recompile_budget_steps"],
+            variables={name: line["value"] for name, line in environment["always"].items()},
+            rank_variables={name: line["value"] for name, line in environment["rank"].items()},
+            refused_variables=tuple(environment["refused"]),
+            cache_folders={name: line["folder"] for name, line in caches["directory"].items()},
+            unusable_cache=caches["unusable"],
+            minimum_free_bytes=caches["minimum_free_bytes"],
+            reasons={name: line["reason"] for table in tables for name, line in table.items()},
         )
     except (KeyError, TypeError) as error:
         raise ContractError(

@@ -3,7 +3,7 @@
     python -m launch.train --preset nam12 --steps 200 --data fixtures/corpus --checkpoint run.pt
 
 The last line on standard output is one JSON summary; its `kind` is "training" only where the data passed its contract.
-Exit codes: 0 done, 2 usage, 3 contract or data refused, 4 a loss was not finite.
+Exit codes: 0 done, 2 usage, 3 contract or data refused, 4 a loss was not finite, 5 the disk is full.
 
 B batch, T tokens.
 """
@@ -22,6 +22,11 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from launch import caches, environment
+
+if __name__ == "__main__":
+    environment.enter()  # before torch is imported: it reads its environment only then
+
 import torch
 from torch import Tensor
 
@@ -33,7 +38,7 @@ from launch.step import train_step
 from model import Hybrid, HybridConfig, preset
 from model.presets import NAMES, SIZES
 
-REFUSED, NOT_FINITE = 3, 4
+REFUSED, NOT_FINITE, DISK_FULL = environment.REFUSED, 4, environment.DISK_FULL
 
 
 class NonFiniteError(ArithmeticError):
@@ -171,8 +176,14 @@ class Trainer:
             "source": self.source.state_dict(),  # type: ignore[attr-defined]
             "rng": torch.get_rng_state(),
         }
-        torch.save(state, temporary := self.checkpoint.with_suffix(".new"))
-        os.replace(temporary, self.checkpoint)
+        temporary = self.checkpoint.with_suffix(".new")
+        try:
+            with temporary.open("wb") as file:  # given a path, torch.save hides the reason of a failed write
+                torch.save(state, file)
+            os.replace(temporary, self.checkpoint)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def resume(self) -> None:
         """Goes on where the checkpoint was taken. Raises DataError, one line, where it is of another run."""
@@ -228,6 +239,9 @@ def main(arguments: list[str] | None = None) -> int:
     shape = o.batch, o.tokens or config.seq_len
     plan = Plan(**{name: getattr(o, name) for name in Plan.__dataclass_fields__})
     try:
+        environment.check(contract := load())
+        if environment.RETRY in os.environ:
+            torch.compiler.reset()  # the one place (rule C21): a retry builds its model anew, nobody else does
         if o.smoke:
             source = SyntheticBatches(config.vocab_size, *shape, o.seed, config.bos_id)
         else:
@@ -235,13 +249,19 @@ def main(arguments: list[str] | None = None) -> int:
         trainer = Trainer(config, plan, source, device=o.device, checkpoint=o.checkpoint, log=o.log)
         if o.resume:
             trainer.resume()
-        print(json.dumps(trainer.run(allow_synthetic="smoke" if o.smoke else "")))
+        summary = trainer.run(allow_synthetic="smoke" if o.smoke else "")
+        print(json.dumps(summary | {"caches": environment.cache_report(contract)}))
     except (ContractError, DataError) as error:
         print(f"refused: {error}", file=sys.stderr)
         return REFUSED
     except NonFiniteError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return NOT_FINITE
+    except Exception as error:
+        if (full := caches.disk_full(error)) is None:
+            raise
+        print(f"disk full: {full}", file=sys.stderr)
+        return DISK_FULL
     return 0
 
 

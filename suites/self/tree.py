@@ -20,6 +20,7 @@ PARTS = (
     "suites",
     "baselines",
     "conftest.py",
+    "contract.lock",
     "contract.toml",
     "pyproject.toml",
 )

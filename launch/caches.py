@@ -1,0 +1,187 @@
+"""Cache directories: usable or not, a private one instead, one seeded from another, a full disk by its own name.
+
+Standard library only: a launcher asks all this before it imports torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from launch.contract import ContractError
+
+# A file system, a quota, a limit on file sizes: each is the machine's and never the model's.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Compilers and linkers run in children: of their errors only the text comes back.
+FULL_TEXTS = tuple(os.strerror(code) for code in FULL)
+PROBE = bytes(4096)
+SEED = ".seed"  # holds the digest of what was copied here last
+PART = ".part-"  # how the temporary names of unfinished copies begin
+PRIVATE = "BUMPGATE_PRIVATE_CACHE"
+
+
+class CacheError(ContractError):
+    """A cache directory cannot be used. The message is one line."""
+
+
+class DiskFull(OSError):  # noqa: N818
+    """A write met a full disk, quota or file limit; `strerror` is one line that says where."""
+
+    def __init__(self, code: int, place: str) -> None:
+        super().__init__(code, f"{place}: {os.strerror(code)}")
+
+
+@contextmanager
+def writing(place: str) -> Iterator[None]:
+    """Raises DiskFull or CacheError, one line that begins with `place`, for an OSError inside the block."""
+    try:
+        yield
+    except DiskFull:
+        raise
+    except OSError as error:
+        if error.errno in FULL:
+            raise DiskFull(error.errno, place) from error
+        raise CacheError(f"{place}: cannot be written ({error.strerror})") from error
+
+
+def disk_full(error: BaseException) -> str | None:
+    """The one line of the full disk behind an error, or None where no full disk is.
+
+    Inductor wraps the OSError of a cache write, torch.save raises over it, and g++ reports in words.
+    """
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        if isinstance(link, OSError) and link.errno in FULL:
+            where = f"{link.filename}: " if link.filename else ""
+            return f"{where}{link.strerror}"
+        told = next((line for line in str(link).splitlines() if any(t in line for t in FULL_TEXTS)), None)
+        if told:
+            return told.strip()
+        pending += [link.__context__, link.__cause__]
+    return None
+
+
+def usable(directory: Path, minimum_free: int = 0, name: str = "") -> None:
+    """Writes 4 KiB and reads the free space, in bytes; `name` begins each message.
+
+    Raises CacheError where the directory is absent (a volume that is not mounted must not become a directory on the
+    root disk), refuses the write (mode bits say nothing to root) or has less than minimum_free; DiskFull where the
+    write itself finds no space.
+    """
+    place = f"{name}={directory}" if name else str(directory)
+    if not directory.is_dir():
+        raise CacheError(f"{place}: no such directory")
+    with writing(place), tempfile.TemporaryFile(dir=directory) as probe:
+        probe.write(PROBE)
+        probe.flush()
+        os.fsync(probe.fileno())  # file systems that allocate late say only here that they are full
+    with writing(place):
+        free = shutil.disk_usage(directory).free
+    if free < minimum_free:
+        raise CacheError(f"{place}: {free >> 20} MiB free, the contract asks for {minimum_free >> 20}")
+
+
+def make_private(names: Iterable[str]) -> dict[str, str]:
+    """Variable -> a directory of this process alone, and PRIVATE -> the directory that holds them all."""
+    with writing(tempfile.gettempdir()):
+        root = Path(tempfile.mkdtemp(prefix=f"bumpgate-cache-{os.getpid()}-"))
+        given = {name: root / name.lower() for name in names}
+        for directory in given.values():
+            directory.mkdir()
+    return {PRIVATE: str(root), **{name: str(directory) for name, directory in given.items()}}
+
+
+def own_private(root: str | None) -> Path | None:
+    """`root` where this process made it, before an exec too; a child that inherits the variable must not delete it."""
+    path = Path(root) if root else None
+    return path if path and path.name.startswith(f"bumpgate-cache-{os.getpid()}-") else None
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as file:
+        return _digest(file)
+
+
+def _digest(file: BinaryIO, copy: BinaryIO | None = None) -> str:
+    digest = hashlib.sha256()
+    for block in iter(partial(file.read, 1 << 20), b""):
+        digest.update(block)
+        if copy is not None:
+            copy.write(block)
+    return digest.hexdigest()
+
+
+def files(directory: Path) -> dict[str, Path]:
+    """Relative name -> path of every file below, without the marks that syncing leaves."""
+    found = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {
+        path.relative_to(directory).as_posix(): path
+        for path in found
+        if path.name != SEED and not path.name.startswith(PART)
+    }
+
+
+def sync(source: Path, target: Path) -> list[str]:
+    """Copies what `target` lacks, or holds with another hash, and deletes nothing -> the names copied.
+
+    A target that was last seeded from this very content is warm: it only gets back what it has lost, whatever its
+    other files have become since. A file appears under its name whole or not at all, so that several syncers and
+    running jobs may share a target. Raises CacheError on an unusable target or a source that changes meanwhile,
+    DiskFull.
+    """
+    if not source.is_dir():
+        raise CacheError(f"{source}: no such directory")
+    usable(target)
+    given = {name: sha256(path) for name, path in files(source).items()}
+    seed = hashlib.sha256(repr(sorted(given.items())).encode()).hexdigest()
+    mark, copied = target / SEED, []
+    warm = mark.is_file() and mark.read_text() == seed
+    for name, digest in given.items():
+        path = target / name
+        if path.is_file() and (warm or sha256(path) == digest):
+            continue
+        with writing(str(path)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _put(source / name, path, digest)
+        copied.append(name)
+    if not warm:
+        with writing(str(mark)), _replacing(mark) as part:
+            part.write_text(seed)
+    return copied
+
+
+def _put(source: Path, path: Path, digest: str) -> None:
+    """Copies one file, time of writing included, under a temporary name and then its own."""
+    with _replacing(path) as part:
+        with source.open("rb") as file, part.open("wb") as copy:
+            arrived = _digest(file, copy)
+        if arrived != digest:
+            raise CacheError(f"{source}: changed while it was copied")
+        shutil.copystat(source, part)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A temporary name in path's directory, unique to this call, that becomes `path` where the block succeeds."""
+    handle, name = tempfile.mkstemp(prefix=PART, dir=path.parent)
+    os.close(handle)
+    try:
+        yield Path(name)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,371 @@
+"""What a run's log says, by the classes of contract.toml's [logs.*]: python -m launch.logs FILE [--json].
+
+A record is one line, or several that one event printed: a traceback with its chain, the lines that torch's logger
+prefixes alike, the stack below a C++ error. A warning or error that no class knows is reported as unknown. Lines of
+different ranks may interleave as they like, and a log is read once, in constant memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from launch.log_classes import LogClass, compile_pattern, load_classes
+
+CLEAN, ALERT, USAGE, UNKNOWN = 0, 1, 2, 3
+
+# A line is looked up with its digits read as 0: step numbers, times and sizes then cost nothing after the first line.
+ZERO = str.maketrans("123456789", "000000000")
+MEMO = 1 << 14
+LINE = 1 << 16  # characters; a longer line is read in pieces
+STREAMS = 1 << 12  # ranks and processes with an open record
+DISTINCT = 200  # unknown texts that are kept apart
+
+RANK = re.compile(r"\[(?:rank|default|trainer)(\d+)\]:? ?")
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+HEADERS = (
+    # torch, glog and absl: W1121 13:02:28.314000 31449 torch/_dynamo/x.py:17] text; [E321 02:07:08.4 x.cpp:6] text
+    re.compile(
+        r"(?:\d{4}-\d\d-\d\d [\d:.]+: )?\[?(?P<level>[VDIWEF])(?P<time>\d{2,4} [\d:.]+)? +(?P<pid>\d+)? ?"
+        r"(?P<source>[^\s\]]+:\d+)\] ?(?P<text>.*)"
+    ),
+    # torch 2.0 to 2.2: [2023-09-28 14:50:06,548] [0/0] torch._dynamo.x: [WARNING] text
+    re.compile(
+        r"(?:\[(?P<time>\d{4}-[\d: ,.-]+)\] )?(?:\[\d+/[\d_]+\] )?"
+        r"(?P<source>[\w.]+): \[(?P<level>[A-Z]+)\] ?(?P<text>.*)"
+    ),
+    # Python's logging: 2026-11-21 13:02:54,821 INFO text; WARNING:logger:text
+    re.compile(
+        r"(?P<stamp>\d{4}-\d\d-\d\d[T ][\d:,.]+Z?)?[ :\[-]*"
+        r"(?P<level>DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\]?[ :](?:(?P<source>[\w.]+):)? ?(?P<text>.*)"
+    ),
+)
+QUIET = {"V", "D", "I", "DEBUG", "INFO"}
+
+# Both must agree that a line is a warning or an error; the first costs a tenth of the second.
+ALARM_HINTS = (
+    "rror", "xception", "arning", "WARN", "ERR", "FAIL", "FATAL", "CRITICAL", "atal", "failed:", "fault", "dumped",
+    "terminate", "borted", "illed", "ssertion", "panic", "efused:", "topped:",
+)  # fmt: skip
+ALARM = re.compile(
+    r"(?:Error|Exception|Warning)\b|\b(?:[Ee]rror|[Ff]atal|[Ww]arning|panic|failed|refused|stopped) ?:"
+    r"|\b(?:ERROR|WARN|WARNING|FATAL|CRITICAL|FAIL|FAILED)\b|\b[Ff]atal (?:error|Python)|[Ss]egmentation fault"
+    r"|core dumped|terminate called|\bAborted\b|\bKilled\b|\bAssertion\b"
+)
+TRACEBACK = "Traceback (most recent call last):"
+CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
+EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
+BELOW = re.compile(r"\s|$|frame #|Exception raised from |\+ ")
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a record begins and what it says first: line counts from 1, rank is None where no prefix names one."""
+
+    line: int
+    rank: int | None
+    time: str
+    level: str
+    source: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """All records of one class. by_rank counts them, the rank that no prefix names under None."""
+
+    log_class: LogClass
+    by_rank: Mapping[int | None, int]
+    first: Record
+    alert: bool
+
+    @property
+    def count(self) -> int:
+        return sum(self.by_rank.values())
+
+
+@dataclass(frozen=True)
+class Report:
+    """lines read, findings in the contract's order, unknown records by text (digits as 0) with the first of each."""
+
+    lines: int
+    findings: tuple[Finding, ...]
+    unknown: Mapping[str, tuple[int, Record]]
+
+    @property
+    def unknown_count(self) -> int:
+        return sum(count for count, _ in self.unknown.values())
+
+    @property
+    def exit_code(self) -> int:
+        if any(f.alert for f in self.findings):
+            return ALERT
+        return UNKNOWN if self.unknown else CLEAN
+
+    def count(self, name: str) -> int:
+        """Records of the class `name`."""
+        return sum(f.count for f in self.findings if f.log_class.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "lines": self.lines,
+            "findings": [
+                asdict(f.log_class)
+                | {"count": f.count, "by_rank": {str(r): n for r, n in f.by_rank.items()}}
+                | {"alert": f.alert, "first": asdict(f.first)}
+                for f in self.findings
+            ],
+            "unknown": [{"count": n, "first": asdict(first)} for n, first in self.unknown.values()],
+            "exit_code": self.exit_code,
+        }
+
+
+@dataclass
+class _Seen:
+    """What a line is, whatever its digits: the class it names with the pattern that did, and whether it alarms."""
+
+    match: tuple[int, int] | None
+    alarm: bool
+    header: re.Pattern[str] | None
+    ranked: bool
+
+
+@dataclass
+class _Open:
+    """A record that further lines may join: by the prefix that torch's logger repeats, or by a traceback's state."""
+
+    first: Record
+    position: int
+    match: tuple[int, int] | None
+    alarm: bool
+    prefix: str = ""
+    state: str = ""
+    lines: int = 1
+
+
+@dataclass
+class _Reader:
+    """One pass over a log."""
+
+    classes: tuple[LogClass, ...]
+    memo: dict[str, _Seen] = field(default_factory=dict)
+    open: dict[tuple[str, str | int | None], _Open] = field(default_factory=dict)
+    position: Counter[int | None] = field(default_factory=Counter)
+    counts: dict[int, Counter[int | None]] = field(default_factory=dict)
+    first: dict[int, Record] = field(default_factory=dict)
+    last: dict[tuple[int | None, str], int] = field(default_factory=dict)
+    alerts: set[str] = field(default_factory=set)
+    unknown: dict[str, tuple[int, Record]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.patterns = [
+            (*compile_pattern(text), (i, k))
+            for i, log_class in enumerate(self.classes)
+            for k, text in enumerate(log_class.patterns)
+        ]
+
+    def read(self, lines: Iterable[str]) -> int:
+        """Takes every line in; returns how many there were."""
+        number = 0
+        for number, line in enumerate(lines, 1):
+            key = line.translate(ZERO)
+            seen = self.memo.get(key)
+            if seen is None:
+                if len(self.memo) >= MEMO:
+                    self.memo.clear()
+                seen = self.memo[key] = self.see(key)
+            rank = None
+            if seen.ranked:
+                prefix = RANK.match(line)
+                rank, line = int(prefix[1]), line[prefix.end() :]
+            self.position[rank] += 1
+            if self.open or seen.match or seen.alarm:
+                self.take(line.rstrip("\n"), number, rank, seen)
+        for record in self.open.values():
+            self.close(record)
+        return number
+
+    def see(self, key: str) -> _Seen:
+        """Judges a line on its own; `key` has its digits read as 0."""
+        rank = RANK.match(key)
+        rest = (key[rank.end() :] if rank else key).rstrip("\n")
+        if "\x1b" in rest:
+            rest = COLOUR.sub("", rest)
+        match = next(
+            (at for literal, regex, at in self.patterns if literal in rest and regex.search(rest)), None
+        )
+        header, alarm = None, False
+        for pattern in HEADERS:
+            if found := pattern.match(rest):
+                header, alarm = pattern, found["level"] not in QUIET
+                break
+        else:
+            if any(hint in rest for hint in ALARM_HINTS):
+                alarm = bool(ALARM.search(rest))
+            alarm = alarm or rest.startswith(TRACEBACK)
+        return _Seen(match, alarm, header, bool(rank))
+
+    def take(self, line: str, number: int, rank: int | None, seen: _Seen) -> None:
+        """Joins a line to the open record of its stream, or closes that and opens one where the line says so."""
+        if "\x1b" in line:
+            line = COLOUR.sub("", line)
+        found = seen.header.match(line) if seen.header else None
+        fields = found.groupdict() if found else {}
+        # Without ranks, a logger's process id still tells two writers apart.
+        stream = ("rank", rank) if rank is not None else ("pid", fields.get("pid"))
+        record = self.open.get(stream)
+        if record is not None:
+            if self.joins(record, line, seen, found):
+                return
+            self.close(self.open.pop(stream))
+        if not (seen.match or seen.alarm):
+            return
+        time, text = fields.get("time") or fields.get("stamp") or "", fields.get("text", line)[:500]
+        first = Record(number, rank, time, fields.get("level") or "", fields.get("source") or "", text)
+        # Only a logger that names time and place to the tick repeats its prefix on each line of one event.
+        prefix = line[: found.start("text")].rstrip() if found and fields.get("time") else ""
+        state = "frames" if line.startswith(TRACEBACK) else ""
+        if len(self.open) >= STREAMS:
+            self.close(self.open.pop(next(iter(self.open))))
+        self.open[stream] = _Open(first, self.position[rank], seen.match, seen.alarm, prefix, state)
+
+    def joins(self, record: _Open, line: str, seen: _Seen, found: re.Match[str] | None) -> bool:
+        """Whether a line belongs to the open record; takes over its class where the record has none."""
+        if record.state:
+            return self.joins_traceback(record, line, seen, found)
+        if record.prefix and line.startswith(record.prefix):
+            if seen.match and seen.match == record.match:
+                return False  # the logger's clock ticks in milliseconds: this is the same event once more
+            record.match = record.match or seen.match
+            return True
+        if (found and record.prefix) or not BELOW.match(found["text"] if found else line):
+            return False
+        # A warning is followed by the source line that raised it, which may read like another one.
+        own = seen.match is None and (not seen.alarm or found or record.lines == 1)
+        same = seen.match and record.match and seen.match[0] == record.match[0] and seen.match != record.match
+        record.lines += 1
+        return bool(own or same)
+
+    def joins_traceback(self, record: _Open, line: str, seen: _Seen, found: re.Match[str] | None) -> bool:
+        """Frames, then the exception's line, then what it quotes; a chained traceback is the same record.
+
+        Source lines in frames are code, which may name anything: only the exception's lines give the class.
+        """
+        state, blank = record.state, not line.strip()
+        if found is not None:
+            return False
+        if state == "frames":
+            plain = not (seen.match or seen.alarm or EXCEPTION.match(line))
+            if blank or line[0].isspace() or plain:  # plain: another writer's progress line
+                return True
+            # "raised:" and the like: the cause stands on the lines below, up to a blank one
+            record.state = "quote" if line.rstrip().endswith(":") else "tail"
+            record.first = replace(record.first, text=line[:500])
+        elif line.startswith(TRACEBACK):
+            record.state = "frames"
+            return state in ("chain", "quote", "quoted")
+        elif line.startswith(CHAIN):
+            record.state = "chain"
+            return True
+        elif blank:
+            record.state = "quoted" if state == "quote" else state
+            return True
+        elif state == "quote":
+            # torchrun's summary stands between two bars
+            record.lines += 1
+            record.state = "tail" if record.lines > 2 and not line.strip("=") else "quote"
+        elif not line[0].isspace():
+            return False
+        if seen.match and (record.match is None or seen.match < record.match):
+            record.match = seen.match
+        return True
+
+    def close(self, record: _Open) -> None:
+        """Counts a whole record."""
+        if record.match is None:
+            if record.alarm:
+                key = record.first.text.translate(ZERO)
+                key = key if key in self.unknown or len(self.unknown) < DISTINCT else "(others)"
+                count, first = self.unknown.get(key, (0, record.first))
+                self.unknown[key] = count + 1, first
+            return
+        index, rank, log_class = record.match[0], record.first.rank, self.classes[record.match[0]]
+        counts = self.counts.setdefault(index, Counter())
+        counts[rank] += 1
+        self.first.setdefault(index, record.first)
+        if log_class.action == "alert" or (log_class.bound is not None and counts[rank] > log_class.bound):
+            self.alerts.add(log_class.name)
+        self.last[rank, log_class.name] = record.position
+        for other in self.classes:
+            if other is log_class or log_class.name in other.companions:
+                near = other.companions if other is log_class else (other.name,)
+                places = [self.last[rank, name] for name in near if (rank, name) in self.last]
+                if any(abs(record.position - place) <= (other.within or 0) for place in places):
+                    self.alerts.add(other.name)
+
+
+def classify(lines: Iterable[str], classes: tuple[LogClass, ...] | None = None) -> Report:
+    """Reads lines once. `classes` are contract.toml's by default; raises ContractError where those are wrong."""
+    reader = _Reader(load_classes() if classes is None else classes)
+    count = reader.read(lines)
+    findings = (
+        Finding(c, dict(reader.counts[i]), reader.first[i], c.name in reader.alerts)
+        for i, c in enumerate(reader.classes)
+        if i in reader.counts
+    )
+    return Report(count, tuple(findings), reader.unknown)
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Lines of a log, bad bytes replaced, none longer than LINE. A progress bar's carriage return ends a line too."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from iter(partial(file.readline, LINE), "")
+
+
+def table(report: Report) -> str:
+    """The report for a reader, worst first."""
+    rows = []
+    for f in sorted(report.findings, key=lambda f: not f.alert):
+        c = f.log_class
+        bound = f"{c.action} <= {c.bound} a rank" if c.action == "count" else c.action
+        where = f"line {f.first.line}" + ("" if f.first.rank is None else f" rank {f.first.rank}")
+        rows.append((("ALERT" if f.alert else "ok"), c.name, str(f.count), bound, where, c.reason))
+    for count, first in report.unknown.values():
+        rows.append(("UNKNOWN", "-", str(count), "-", f"line {first.line}", first.text[:100]))
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[5]]) for row in rows]
+    return "\n".join([*lines, f"{report.lines} lines, {report.unknown_count} unknown records"])
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(prog="python -m launch.logs", description=__doc__.split("\n", 1)[0])
+    p.add_argument("file", type=Path)
+    p.add_argument("--json", action="store_true", help="the report as JSON")
+    p.add_argument(
+        "--bound", action="append", default=[], metavar="CLASS=N", help="in place of the contract's"
+    )
+    return p
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 clean, 1 alert, 2 usage (argparse's own code too), 3 unknown warnings or errors and no alert."""
+    o = (p := parser()).parse_args(arguments)
+    try:
+        bounds = {name: int(value) for name, _, value in (b.partition("=") for b in o.bound)}
+        report = classify(read_lines(o.file), load_classes(bounds=bounds))
+    except (OSError, ValueError) as error:
+        p.error(f"{o.file}: {error.strerror}" if isinstance(error, OSError) else str(error))
+    print(json.dumps(report.to_json(), indent=1) if o.json else table(report))
+    return report.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,318 @@
+"""Cache directories: refused or replaced, a full disk by its own name, a seed that two hosts may bring at once.
+
+Rules C17 (both modes), C19 (disk full is no model bug), C20 (sync). The small disks are real: a tmpfs of a few hundred
+KiB in a mount namespace of its own, and a limit on file sizes where no namespace is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import caches
+from launch.caches import CacheError, DiskFull, disk_full, sync, usable
+from suites.launch.conftest import Checkout, Launcher
+from suites.support.child import ROOT
+from suites.support.lanes import Lane, lanes
+from suites.support.rows import InfraError
+
+FILES = 200
+NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
+
+
+def small_disk(place: Path, kib: int, fill: bool = False) -> tuple[str, ...]:
+    """What runs a command with a tmpfs of `kib` at `place`, seen by it alone; afterwards lists what lies there.
+
+    Raises InfraError where the machine allows no mount namespace.
+    """
+    place.mkdir(exist_ok=True)
+    probe = subprocess.run(
+        [*NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", str(place)], capture_output=True, text=True
+    )
+    if probe.returncode:
+        raise InfraError(f"no tmpfs can be mounted here: {probe.stderr.strip()}")
+    filling = 'cat /dev/zero > "$0/fill" 2>/dev/null; ' if fill else ""
+    script = (
+        f'mount -t tmpfs -o size={kib}k tmpfs "$0" || exit 99; {filling}"$@"; code=$?; ls -A "$0"; exit $code'
+    )
+    return (*NAMESPACE, "sh", "-c", script, str(place))
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("variable", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
+def test_a_full_disk_has_its_own_exit_code(
+    lane: Lane, launcher: Launcher, tmp_path: Path, variable: str
+) -> None:
+    """5 where a write finds no space; 3 where the disk is writable and only smaller than the contract asks."""
+    place = tmp_path / "disk"
+    full = launcher({variable: str(place)}, wrapper=small_disk(place, 256, fill=True))
+    assert full.code == 5, full.err
+    assert variable in full.line
+    assert "No space left on device" in full.line
+    small = launcher({variable: str(place)}, wrapper=small_disk(place, 256))
+    assert small.code == 3, small.err
+    assert variable in small.line
+
+
+@lanes("cpu")
+def test_a_disk_that_fills_while_compiling(lane: Lane, checkout: Checkout, tmp_path: Path) -> None:
+    """Inductor wraps the failed write in an error of its own; what the user reads is the disk."""
+    checkout.edit("minimum_free_bytes = 1_073_741_824", "minimum_free_bytes = 0")
+    checkout.lock()
+    place = tmp_path / "disk"
+    run = checkout.launcher("--policy", "regional")(
+        {"TORCHINDUCTOR_CACHE_DIR": str(place)}, wrapper=small_disk(place, 64)
+    )
+    assert run.code == 5, run.err[-2000:]
+    assert run.line.startswith("disk full: ")
+    assert "No space left on device" in run.line
+
+
+@lanes("cpu")
+def test_a_disk_that_fills_while_saving(lane: Lane, checkout: Checkout, tmp_path: Path) -> None:
+    place = tmp_path / "disk"
+    run = checkout.launcher("--checkpoint", str(place / "state.pt"))(wrapper=small_disk(place, 256))
+    assert (run.code, run.line) == (5, "disk full: No space left on device")
+    assert run.out.split() == [], "the half-written state is gone"
+
+
+@lanes("cpu")
+def test_both_modes_of_an_unusable_cache(lane: Lane, checkout: Checkout, tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    planted = {"TORCHINDUCTOR_CACHE_DIR": str(file)}
+    refused = checkout.launcher()(planted)
+    assert (refused.code, refused.trained) == (3, [])
+    shutil.rmtree(checkout.root / "home")
+    checkout.edit('unusable = "refuse"', 'unusable = "private"')
+    checkout.lock()
+    run = checkout.launcher()(planted)
+    assert run.code == 0, run.err
+    report = json.loads(run.out.splitlines()[-1])["caches"]
+    private = Path(report["TORCHINDUCTOR_CACHE_DIR"]).parent
+    assert report["private"] is True
+    assert run.err.splitlines() == [
+        f"private cache: {private}, since {planted_line(planted)}: no such directory"
+    ]
+    started = run.trained[0]["environment"]
+    assert {name: started[name] for name in report if name != "private"} == {
+        name: place for name, place in report.items() if name != "private"
+    }
+    assert not private.exists(), "gone with its process"
+
+
+def planted_line(planted: dict[str, str]) -> str:
+    return "".join(f"{name}={value}" for name, value in planted.items())
+
+
+@lanes("cpu")
+def test_a_child_does_not_delete_the_cache_of_its_parent(lane: Lane) -> None:
+    made = caches.make_private(["A_DIR"])
+    root = Path(made[caches.PRIVATE])
+    assert caches.own_private(str(root)) == root
+    program = f"from launch.caches import own_private; print(own_private({str(root)!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "None"
+    assert Path(made["A_DIR"]).is_dir()
+    assert caches.own_private(None) is None
+    shutil.rmtree(root)
+
+
+@lanes("cpu")
+def test_only_a_real_write_counts(lane: Lane, tmp_path: Path) -> None:
+    usable(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "the probe leaves nothing"
+    (file := tmp_path / "file").touch()
+    for place, message in (
+        (file, "no such directory"),
+        (tmp_path / "missing", "no such directory"),
+        (Path("/proc"), r"cannot be written \("),
+    ):
+        with pytest.raises(CacheError, match=rf"^X={place}: {message}[^\n]*$"):
+            usable(place, name="X")
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(CacheError, match=r"MiB free, the contract asks for \d+$"):
+        usable(tmp_path, minimum_free=2 * free)
+
+
+def naive(source: Path, target: Path) -> None:
+    """The wrong way: each file written under its final name."""
+    for name, path in caches.files(source).items():
+        shutil.copyfile(path, target / name)
+
+
+@lanes("cpu")
+def test_a_copy_that_meets_a_limit_leaves_no_half_file(lane: Lane, tmp_path: Path) -> None:
+    """A limit on file sizes needs no privilege: a write past it fails with EFBIG, half-way."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir(), target.mkdir()
+    (source / "large").write_bytes(os.urandom(100_000))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(DiskFull) as caught:
+            sync(source, target)
+        left = list(target.rglob("*"))
+        with pytest.raises(OSError, match="File too large"):
+            naive(source, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(caught.value.strerror) == f"{target / 'large'}: File too large"
+    assert left == []
+    assert 0 < (target / "large").stat().st_size < 100_000, "a copy in place is torn here, so this can fail"
+
+
+@lanes("cpu")
+def test_disk_full_is_told_from_other_faults(lane: Lane) -> None:
+    def chained(inner: BaseException, outer: BaseException, silent: bool = False) -> BaseException:
+        try:
+            try:
+                raise inner
+            except BaseException as error:
+                raise outer from (None if silent else error)
+        except BaseException as error:
+            return error
+
+    space = OSError(28, "No space left on device", "/c/x.cpp")
+    assert disk_full(space) == "/c/x.cpp: No space left on device"
+    assert disk_full(chained(chained(space, RuntimeError("iostream")), ValueError("outer"))) is not None
+    assert disk_full(chained(space, RuntimeError("unexpected pos 704 vs 598"), silent=True)) is not None
+    compiler = "CppCompileError: g++ x.cpp\n/usr/bin/ld: final link failed: No space left on device\n"
+    assert disk_full(RuntimeError(compiler)) == "/usr/bin/ld: final link failed: No space left on device"
+    assert disk_full(OSError(122, os.strerror(122))) == "Disk quota exceeded"
+    for other in (
+        RuntimeError("step 1: the loss is nan"),
+        OSError(2, "No such file or directory"),
+        MemoryError(),
+        chained(OSError(13, "Permission denied"), RuntimeError("backend='inductor' raised")),
+    ):
+        assert disk_full(other) is None
+    looped = RuntimeError("a")
+    looped.__context__ = chained(looped, RuntimeError("b"))
+    assert disk_full(looped) is None
+
+
+def tree(root: Path, seed: int, count: int = FILES) -> Path:
+    """A cache of `count` files below three folders; one byte of each tells the seed."""
+    for i in range(count):
+        path = root / f"folder{i % 3}" / f"entry{i}.so"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes([seed]) + bytes([i % 251]) * (1000 + 400 * i))
+    return root
+
+
+def lost(target: Path, *sources: Path) -> list[str]:
+    """Names that the target lacks, or whose bytes are those of no source: a file is whole or it is lost."""
+    names = {name for source in sources for name in caches.files(source)}
+    return [name for name in sorted(names) if not whole(target / name, [s / name for s in sources])]
+
+
+def whole(path: Path, versions: list[Path]) -> bool:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    return any(content == version.read_bytes() for version in versions)
+
+
+@lanes("cpu")
+def test_two_syncers_lose_nothing(lane: Lane, tmp_path: Path, row) -> None:
+    """Both bring a new version onto a warm target, which a running job reads all the while."""
+    old, new = tree(tmp_path / "old", 1), tree(tmp_path / "new", 2)
+    target = tmp_path / "target"
+    target.mkdir()
+    sync(old, target)
+    program = (
+        "import pathlib, sys; from launch.caches import sync\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "print(len(sync(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))))"
+    )
+    command = [sys.executable, "-c", program, str(new), str(target)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    syncers = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    try:
+        assert [syncer.stdout.readline() for syncer in syncers] == ["ready\n"] * 2
+        for syncer in syncers:
+            syncer.stdin.write("go\n")
+            syncer.stdin.flush()
+        ever, scans, deadline = set[str](), 0, time.monotonic() + 60
+        while any(syncer.poll() is None for syncer in syncers) and time.monotonic() < deadline:
+            ever |= set(lost(target, old, new))
+            scans += 1
+        copied = [int(syncer.communicate(timeout=10)[0]) for syncer in syncers]
+    finally:
+        for syncer in syncers:
+            syncer.kill()
+            syncer.wait()
+    ever |= set(lost(target, new))
+    row(
+        "launch/caches-cpu/lost_files",
+        len(ever),
+        unit="files",
+        witness=min(FILES, sum(copied)),
+        rule="C20",
+        expected=0,
+        evidence=(
+            f"copied {copied[0]} and {copied[1]} of {FILES}; read {scans} times meanwhile",
+            *sorted(ever)[:3],
+        ),
+    )
+    assert not list(target.rglob(f"{caches.PART}*"))
+    (target / "folder0/entry3.so").write_bytes(b"torn")
+    (target / "folder1/entry1.so").unlink()
+    assert lost(target, old, new) == ["folder0/entry3.so", "folder1/entry1.so"], (
+        "what the row counts, planted"
+    )
+
+
+@lanes("cpu")
+def test_sync_copies_what_differs_and_only_that(lane: Lane, tmp_path: Path) -> None:
+    source, target = tree(tmp_path / "source", 1, 6), tmp_path / "target"
+    target.mkdir()
+    names = sorted(caches.files(source))
+    assert sorted(sync(source, target)) == names
+    assert lost(target, source) == []
+    before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
+    assert sync(source, target) == []
+    assert {path: path.stat().st_mtime_ns for path in target.rglob("*")} == before
+    # Warm: what the target has learnt since stays, though its name is in the source too.
+    (target / "own").write_text("of this host")
+    (target / names[0]).write_text("better")
+    assert sync(source, target) == []
+    assert (target / names[0]).read_text() == "better"
+    (target / names[1]).unlink()
+    assert sync(source, target) == [names[1]]
+    # A new source replaces what differs by its bytes alone.
+    changed = source / names[2]
+    times = changed.stat()
+    changed.write_bytes(b"\x07" + changed.read_bytes()[1:])
+    os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert sync(source, target) == [names[0], names[2]]
+    assert (target / "own").read_text() == "of this host"
+
+
+@lanes("cpu")
+def test_sync_refuses(lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tree(tmp_path / "source", 1, 3)
+    (file := tmp_path / "file").touch()
+    for place in (file, Path("/proc"), tmp_path / "missing"):
+        with pytest.raises(CacheError, match=rf"^{place}: "):
+            sync(source, place)
+    (target := tmp_path / "target").mkdir()
+    with pytest.raises(CacheError, match="missing: no such directory"):
+        sync(tmp_path / "missing", target)
+    # As if each file were rewritten after its hash was taken.
+    monkeypatch.setattr(caches, "sha256", lambda path: "0" * 64)
+    with pytest.raises(CacheError, match=r"entry0\.so: changed while it was copied"):
+        sync(source, target)
+    assert caches.files(target) == {}
+    assert not list(target.rglob(f"{caches.PART}*"))

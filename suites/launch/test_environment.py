@@ -1,0 +1,337 @@
+"""A launcher exports the contract's environment before Python starts, and refuses what breaks it.
+
+Rules C17, C21, C22, C23, C24, C29, C32. `pytest --launcher "command"` judges any other launcher by the same rows.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import mmap
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import contract as contracts
+from launch.contract import ContractError, load
+from launch.data import SyntheticBatches
+from launch.environment import RETRY, check, child_environment
+from launch.train import Plan, Trainer, main
+from model import preset
+from suites.launch.conftest import Checkout, Launcher
+from suites.support.child import ROOT
+from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
+from suites.support.lanes import Lane, lanes
+
+RANK = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+TABLES = contracts.read()["environment"]
+SMALL = ["--smoke", "--policy", "eager", "--steps", "2", "--batch", "2", "--tokens", "16"]
+
+
+def violations(file: Path) -> dict[str, tuple[str, dict[str, str]]]:
+    """Case -> the variable that its refusal must name, and the environment that is planted. `file` is no directory."""
+    cases = {}
+    for name, line in TABLES["always"].items():
+        cases[f"{name} flipped"] = name, {name: flipped(line["value"])}
+    for name, line in TABLES["rank"].items():
+        cases[f"{name} alone"] = name, {name: line["value"]}
+        cases[f"{name} differs"] = name, {**RANK, name: "600"}
+    for name, line in TABLES["refused"].items():
+        cases[name] = name, {name: line["planted"]}
+    for name in load().cache_folders:
+        # /proc is a directory that takes no file from anybody; mode bits would not stop root.
+        for place in (str(file), str(file.with_name("missing")), "/proc", ""):
+            cases[f"{name}={place}"] = name, {name: place}
+    return cases
+
+
+def flipped(value: str) -> str:
+    return {"0": "1", "1": "0"}[value]
+
+
+def refusals(launcher: Launcher, cases: Mapping[str, tuple[str, dict[str, str]]]) -> dict[str, str]:
+    """Case -> the last line, of each case refused as the rule asks: exit 3, its variable named, no device taken."""
+    found = {case: launcher(planted) for case, (_, planted) in cases.items()}
+    return {
+        case: run.line
+        for case, run in found.items()
+        if run.code == 3 and cases[case][0] in run.line and not any(told["device"] for told in run.trained)
+    }
+
+
+def exported(environment: Mapping[str, str], rank: bool) -> list[str]:
+    """What a training process's environment lacks or has too much, as lines."""
+    wanted = {name: line["value"] for name, line in TABLES["always"].items()}
+    trio = {name: line["value"] for name, line in TABLES["rank"].items()}
+    wanted |= trio if rank else dict.fromkeys(trio)
+    lines = [f"{n}={environment.get(n)}" for n, value in wanted.items() if environment.get(n) != value]
+    return lines + [
+        f"{n} names no directory" for n in load().cache_folders if not is_directory(environment, n)
+    ]
+
+
+def is_directory(environment: Mapping[str, str], name: str) -> bool:
+    return bool(environment.get(name)) and Path(environment[name]).is_dir()
+
+
+@lanes("cpu", "h200")
+def test_every_violation_is_refused(lane: Lane, launcher: Launcher, tmp_path: Path, row, request) -> None:
+    (file := tmp_path / "file").touch()
+    cases = violations(file)
+    refused = refusals(launcher, cases)
+    row(
+        f"launch/environment-{lane.name}/violations_refused",
+        len(refused),
+        unit="count",
+        witness=len(cases),
+        rule="C29",
+        expected=len(cases),
+        evidence=sorted(cases.keys() - refused.keys()),
+    )
+    assert len(set(refused.values())) == len(refused), "each violation has a line of its own"
+    if not request.config.option.launcher:
+        run = launcher({"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "NO_COLOR": "1"})
+        assert len(run.err.splitlines()) == 1
+        assert not run.trained, "torch itself was imported before the refusal"
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("rank", [False, True], ids=["alone", "rank"])
+def test_the_environment_stands_before_python(lane: Lane, launcher: Launcher, rank: bool) -> None:
+    """NCCL's trio is there iff LOCAL_RANK is; every process that imported torch is asked, and there is one."""
+    run = launcher(RANK if rank else {})
+    assert run.code == 0, run.err
+    assert run.trained
+    assert [line for told in run.trained for line in exported(told["environment"], rank)] == []
+
+
+@lanes("cpu")
+def test_other_launchers_are_seen_through(lane: Lane, tmp_path: Path) -> None:
+    """One that checks nothing, one that refuses everything in the same words, one that exports in Python."""
+    (file := tmp_path / "file").touch()
+    cases = dict(list(violations(file).items())[:3])
+    for name, program in (("careless", "pass"), ("sulky", "import os; print('refused'); os._exit(3)")):
+        assert refusals(Launcher([sys.executable, "-c", program], tmp_path / name), cases) == {}
+    late = "import os; os.environ['TORCHINDUCTOR_AUTOTUNE_IN_SUBPROC'] = '1'; import torch"
+    told = Launcher([sys.executable, "-c", late], tmp_path / "late")().trained[0]["environment"]
+    assert len(exported(told, rank=False)) == 8
+    assert "TORCHINDUCTOR_AUTOTUNE_IN_SUBPROC=None" in exported(told, rank=False)
+
+
+READ = """
+import importlib, json, sys
+
+def read(name):
+    parts, value = name.split("."), None
+    for cut in range(1, len(parts) + 1):
+        try:
+            value = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            for part in parts[cut - 1:]:
+                value = getattr(value, part)
+            break
+    return value
+
+print(json.dumps({name: read(name) for name in sys.argv[1:]}))
+"""
+
+
+@lanes("cpu", "h200")
+def test_each_variable_has_its_effect(lane: Lane, launcher: Launcher) -> None:
+    """Read back from torch's configuration: under the contract, and with every variable set to what it forbids."""
+    always, refused, inert = (TABLES[kind] for kind in ("always", "refused", "inert"))
+    shown = {n: line for table in (always, refused, inert) for n, line in table.items() if "shows" in line}
+
+    def read(planted: dict[str, str]) -> dict[str, object]:
+        fields = sorted({line["shows"] for line in shown.values()})
+        done = subprocess.run(
+            [sys.executable, "-c", READ, *fields],
+            env=launcher.environment(planted),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return json.loads(done.stdout)
+
+    kept = read({n: line["value"] for n, line in always.items()})
+    broken = read(
+        {n: flipped(line["value"]) for n, line in always.items()}
+        | {n: line["planted"] for n, line in refused.items()}
+        | dict.fromkeys(inert, "1")
+    )
+    for name, line in shown.items():
+        before, after = kept[line["shows"]], broken[line["shows"]]
+        if name in always:
+            assert (before, after) == (line["holds"], not line["holds"]), name
+        elif name in refused:
+            assert (before in (False, ""), after) == (True, line["holds"]), name
+        else:
+            assert (before, after) == (line["holds"], line["holds"]), name
+
+
+def mentioned(names: set[str]) -> set[str]:
+    """Which of the names occur in the installed torch: its Python, its headers, its libraries."""
+    home = Path(importlib.util.find_spec("torch").origin).parent
+    found = set()
+    for path in (p for p in home.rglob("*") if p.suffix in (".py", ".hpp", ".so") and p.stat().st_size):
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            found |= {name for name in names - found if text.find(name.encode()) >= 0}
+    return found
+
+
+@lanes("cpu", "h200")
+def test_torch_reads_what_is_exported_and_no_more(lane: Lane) -> None:
+    read = {n for kind in ("always", "rank", "refused") for n in TABLES[kind]} | set(load().cache_folders)
+    unread = {n for n, line in TABLES["rank"].items() if not line.get("read_by_torch", True)}
+    assert unread == {"TORCH_DISTRIBUTED_DEFAULT_TIMEOUT"}
+    assert mentioned(read | set(TABLES["inert"])) == read - unread
+
+
+@lanes("cpu")
+def test_the_environment_is_added_once_and_overrides_nothing(lane: Lane) -> None:
+    contract = load()
+    given = {"HOME": "/h", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TRITON_CACHE_DIR": "/t"}
+    child = child_environment(contract, given)
+    assert given.items() <= child.items()
+    assert not set(contract.rank_variables) & set(child)
+    assert child_environment(contract, child) == child
+    rank = child_environment(contract, given, {"LOCAL_RANK": "0"})
+    assert contract.rank_variables.items() <= rank.items()
+
+
+@lanes("cpu")
+def test_the_lock_is_of_this_contract(lane: Lane) -> None:
+    check(load())
+
+
+@lanes("cpu")
+def test_an_edited_contract_is_refused_until_it_is_reviewed(lane: Lane, checkout: Checkout) -> None:
+    check(load(checkout.contract))
+    checkout.edit("minimum_free_bytes = 1_073_741_824", "minimum_free_bytes = 1_073_741_823")
+    with pytest.raises(
+        ContractError, match=r"^contract.toml: sha256 \w{12} is not the reviewed \w{12}; .*sum"
+    ):
+        check(load(checkout.contract))
+    run = checkout.launcher()()
+    assert (run.code, len(run.err.splitlines()), run.trained) == (3, 1, [])
+    checkout.lock()
+    check(load(checkout.contract))
+    for damage in (lambda path: path.write_text(""), Path.unlink):
+        damage(checkout.contract.with_suffix(".lock"))
+        with pytest.raises(ContractError, match=r"^contract.lock: no pinned sha256; after review: sha256sum"):
+            check(load(checkout.contract))
+    checkout.edit('unusable = "refuse"', 'unusable = "ignore"')
+    with pytest.raises(ContractError, match=r"^contract.toml: caches.unusable is neither"):
+        load(checkout.contract)
+
+
+@pytest.fixture
+def dynamo_as_it_was():
+    with dynamo_config(read_dynamo_config(load().dynamo)):
+        yield
+    forget_graphs()
+
+
+def trainer(policy: str, backend) -> Trainer:
+    config = preset("nam12", "narrow", layer_pattern="AME", depth=3)
+    source = SyntheticBatches(config.vocab_size, 2, 16, 0, config.bos_id)
+    return Trainer(config, Plan(6, policy=policy), source, backend=backend)
+
+
+@lanes("cpu")
+def test_a_run_never_resets_the_compiler(lane: Lane, dynamo_as_it_was, monkeypatch, canaries) -> None:
+    """Steps after the warm-up compile nothing; with a reset among them they would. No variable turns compiling off."""
+    canaries("graphs")
+    for name in ("NO_COMPILE", "TORCH_NO_COMPILE", "BUMPGATE_NO_COMPILE"):
+        monkeypatch.setenv(name, "1")
+    with DynamoWatch() as watch:
+        run = trainer("regional", watch.backend("eager"))
+        graphs = []
+        for until in (2, 4, 5, 6):
+            if until == 5:
+                torch.compiler.reset()
+            run.run(until, allow_synthetic="smoke")
+            graphs.append(watch.refresh().unique_graphs)
+    assert graphs[0] > 0, "NO_COMPILE was honoured"
+    assert graphs[0] == graphs[1] < graphs[2] == graphs[3]
+
+
+@lanes("cpu")
+def test_a_retry_resets_the_compiler_once(lane: Lane, dynamo_as_it_was, monkeypatch, capsys) -> None:
+    calls = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: calls.append(1))
+    assert main(SMALL) == 0
+    assert calls == []
+    monkeypatch.setenv(RETRY, "1")
+    assert main(SMALL) == 0
+    assert calls == [1]
+
+
+@lanes("cpu")
+def test_a_backend_fault_stops_the_run(lane: Lane, dynamo_as_it_was) -> None:
+    def broken(graph, inputs):
+        raise ArithmeticError("planted backend fault")
+
+    with pytest.raises(RuntimeError, match="planted backend fault"):
+        trainer("regional", broken).run(1, allow_synthetic="smoke")
+    forget_graphs()
+    with dynamo_config({"suppress_errors": True}):
+        summary = trainer("regional", broken).run(1, allow_synthetic="smoke")
+    assert summary["step"] == 1, "suppressed, the fault is not seen: so the test above can fail"
+
+
+def sites(tree: ast.AST) -> tuple[list[int], list[int], list[int]]:
+    """Lines that reset the compiler; that suppress its errors or turn it off; those of the latter without an `if`."""
+    resets, silenced, guarded = [], [], set()
+    for node in ast.walk(tree):
+        text = ast.unparse(node) if isinstance(node, (ast.Call, ast.Assign, ast.ImportFrom)) else ""
+        if re.match(r"(torch\.)?(_dynamo|compiler)\.reset\(", text) or (
+            isinstance(node, ast.ImportFrom)
+            and re.match(r"from torch.(_dynamo|compiler) import .*\breset\b", text)
+        ):
+            resets.append(node.lineno)
+        if isinstance(node, ast.Assign) and re.match(r".*config\.(suppress_errors|disable) = ", text):
+            silenced.append(node.lineno)
+        if isinstance(node, ast.Call) and re.search(
+            r"(setattr|patch)\(.*(suppress_errors|'disable'|disable=)", text
+        ):
+            silenced.append(node.lineno)
+        if isinstance(node, ast.If):
+            guarded |= {inner.lineno for inner in ast.walk(node) if hasattr(inner, "lineno")}
+    return resets, silenced, [line for line in silenced if line not in guarded]
+
+
+@lanes("cpu")
+def test_one_reset_and_two_guarded_suppressions_at_most(lane: Lane) -> None:
+    found = {path.name: sites(ast.parse(path.read_text())) for path in sorted((ROOT / "launch").glob("*.py"))}
+    assert {name: len(resets) for name, (resets, _, _) in found.items() if resets} == {"train.py": 1}
+    assert sum(len(silenced) for _, silenced, _ in found.values()) <= 2
+    assert not any(bare for _, _, bare in found.values())
+    assert not {"suppress_errors", "disable"} & set(load().dynamo), "the contract would do it for everybody"
+    planted = """
+import torch
+torch._dynamo.reset(); torch.compiler.reset()
+from torch._dynamo import reset
+if off:
+    torch._dynamo.config.suppress_errors = True
+torch._dynamo.config.disable = True
+setattr(torch._dynamo.config, 'suppress_errors', True)
+with torch._dynamo.config.patch(suppress_errors=True): pass
+"""
+    assert tuple(map(len, sites(ast.parse(planted)))) == (3, 4, 3)
+
+
+@lanes("cpu")
+def test_no_switch_that_turns_compiling_off(lane: Lane) -> None:
+    """Rule C32: the word stands in no product file; the run above has it in its environment and compiles."""
+    pattern = re.compile(r"no_?compile|(skip|disable)_?compile", re.IGNORECASE)
+    assert pattern.search("if os.environ.get('NO_COMPILE'):")
+    files = [path for room in ("launch", "model", "kernels") for path in (ROOT / room).rglob("*.py")]
+    assert len(files) > 50
+    assert [str(path) for path in files if pattern.search(path.read_text())] == []
