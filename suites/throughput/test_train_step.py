@@ -15,8 +15,8 @@ from suites.support.timing import anchor, interleaved
 ROUNDS = 40
 # Twenty processes on a quiet machine: the ratio of two torch steps wandered by 1.1 % (sd; largest deviation 3.2 %), the
 # ratio to the anchor by 3.0 % (8.7 %). But neighbours on the host, whom no counter here shows, moved the latter by
-# 25 % for an hour, torch being slowed more than NumPy. So the first row finds a slowdown of 6 %, the anchor rows 40 %.
-TOLERANCE = {"speedup": 0.05, "anchor": 0.4}
+# 25 % for an hour, and made the former's interval 10 % wide. So the first row finds 8 %, the anchor rows 40 %.
+TOLERANCE = {"speedup": 0.08, "anchor": 0.4}
 
 
 @lanes("cpu")
