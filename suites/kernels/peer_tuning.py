@@ -1,9 +1,9 @@
-"""mamba-ssm tunes itself over hundreds of configurations one after the other, two to four minutes a shape. A full
-tuning was run once and its winners stand in peer_tuning.json; a run keeps to them, so that the peer is as fast as
-it can be and the lane does not wait for it.
+"""mamba-ssm tunes itself over hundreds of configurations one after the other, two to four minutes a shape. The winners
+of a full tuning belong in peer_tuning.json; a run keeps to them, so that the peer is as fast as it can be and the lane
+does not wait for it. A kernel without a record there, as all are until the tuning has been run, tunes itself in full.
 
-`python -m suites.kernels.peer_tuning` runs the full tuning again at the shapes of workloads.py and rewrites the file.
-It first compiles the configurations in parallel processes, into Triton's cache.
+`python -m suites.kernels.peer_tuning` runs the full tuning at the shapes of workloads.py and rewrites the file. It
+first compiles the configurations in parallel processes, into Triton's cache.
 """
 
 from __future__ import annotations
@@ -78,10 +78,14 @@ def call_peers(B: int) -> None:
 
 
 def compile_share(number: int, shares: int) -> None:
-    """Compiles every `shares`-th configuration of each kernel, from `number` on."""
+    """Compiles every `shares`-th configuration of each kernel, from `number` on.
+
+    And the one of fewest stages in every share: where none of a share fits into shared memory the tuner raises.
+    """
     load_peers()
     for _, tuner in autotuners():
-        tuner.configs = tuner.configs[number::shares] or tuner.configs[:1]
+        smallest = min(tuner.configs, key=lambda config: config.num_stages)
+        tuner.configs = [*tuner.configs[number::shares], smallest]
     call_peers(B=2)
 
 

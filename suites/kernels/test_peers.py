@@ -97,8 +97,8 @@ def test_an_absent_peer_says_how_to_install_it(lane: Lane, name: str, monkeypatc
 def test_a_peer_computes_what_our_op_computes(lane: Lane, name: str):
     """Both within the ratio rule of the same plain formula, in the output and every gradient.
 
-    Upstream's own tests allow 10 times our factor: what this must find is another function, and one rounding of
-    a peer's intermediate to bf16 is none.
+    A peer's bound is loose, for it rounds more between its kernels than the formula does (mamba-ssm's own test puts
+    the gradient of its angles at 20 %): what this must find is another function.
     """
     function, inputs, _ = PEERS[name]
     given = inputs(lane.device)
