@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from bumpgate import attribution
 from bumpgate.attribution import Attribution, AttributionError, Change, Mixture, attribute
 from bumpgate.search import Outcome
-from suites.self.test_search import LUCK, RUNS, planted, tail
+from suites.self.searching import planted, tail
+from suites.self.test_search import LUCK, RUNS
 
 FIXED = settings(derandomize=True, max_examples=80, deadline=None)
 NAMES = "abcdefghij"

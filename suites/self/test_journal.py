@@ -19,7 +19,7 @@ from bumpgate import journal
 from bumpgate.attribution import Attribution, Mixture, attribute
 from bumpgate.journal import Journal, JournalError, Plan, begin, resume
 from bumpgate.search import Outcome, Search, SearchError
-from suites.self.test_search import labels, planted
+from suites.self.searching import labels, planted
 from suites.self.tree import ROOT
 
 NIGHTS = tuple(labels(12))

@@ -5,63 +5,21 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bumpgate import search
 from bumpgate.search import Outcome, Result, Search, SearchError, capacity
+from suites.self.searching import drive, labels, noisy, planted, tail
 
-FIXED = settings(derandomize=True, max_examples=60, deadline=None)
 RUNS = 1000
 # Beyond log2(n), for 97 of 100 runs at 10 % false BAD: the two ends, what the noisy channel loses, and repeats
-# until the answer stands out from both neighbours at confidence 0.98.
+# until the answer stands out from both neighbours at confidence 0.98. Measured: 12 holds for 981 of 1000 runs at 60
+# candidates, too near 97 % to be shown by so few; 14 is what 1000 runs can show.
 MARGIN = 14
 # A simulation's claim holds if chance alone would pass it less often than this.
 LUCK = 1e-3
-
-
-def planted(module: ModuleType, old: str, new: str) -> Any:
-    """A module with one fault in its source; its check must fail on it."""
-    source = Path(str(module.__file__)).read_text()
-    assert source.count(old) == 1, f"the text to mutate occurs {source.count(old)} times: {old!r}"
-    made = ModuleType(module.__name__)
-    exec(compile(source.replace(old, new), f"mutant of {module.__name__}", "exec"), made.__dict__)
-    return made
-
-
-def tail(count: int, trials: int, p: float) -> float:
-    """Probability of at least `count` of `trials`."""
-    return math.fsum(math.comb(trials, k) * p**k * (1 - p) ** (trials - k) for k in range(count, trials + 1))
-
-
-def labels(n: int) -> list[str]:
-    return [f"2.14.0.dev{day:04}" for day in range(n)]
-
-
-def drive(searched: Any, read: Callable[[int], str], limit: int = 400) -> Any:
-    """Runs a search to its end, one probe at a time."""
-    outcome = type(searched.old)
-    for _ in range(limit):
-        asked = searched.next()
-        if not asked:
-            return searched.result()
-        index = asked[0]
-        searched.record(index, outcome[read(index)])
-    raise AssertionError(f"no end after {limit} probes")
-
-
-def noisy(first_bad: int, false_bad: float, false_good: float, dice: random.Random) -> Callable[[int], str]:
-    def read(index: int) -> str:
-        if index >= first_bad:
-            return "GOOD" if dice.random() < false_good else "BAD"
-        return "BAD" if dice.random() < false_bad else "GOOD"
-
-    return read
 
 
 def check_every_place(module: Any, sizes: Iterator[int] | range) -> None:
@@ -367,64 +325,6 @@ def test_prefetch_names_what_is_asked_for_next() -> None:
             assert len(ahead) <= 2
             now = searched.next()[0]
             searched.record(now, Outcome.BAD if now >= first_bad else Outcome.GOOD)
-
-
-@given(st.data())
-@FIXED
-def test_the_order_of_outcomes_does_not_matter(data: st.DataObject) -> None:
-    n = data.draw(st.integers(2, 12))
-    readings = data.draw(
-        st.lists(st.tuples(st.integers(0, n - 1), st.sampled_from(list(Outcome))), max_size=12)
-    )
-    shuffled = data.draw(st.permutations(readings))
-    one, two = (Search(labels(n), labels(n)[0], labels(n)[-1], 0.1, 0.2) for _ in range(2))
-    for (i, a), (j, b) in zip(readings, shuffled):
-        one.record(i, a)
-        two.record(j, b)
-    assert one.posterior() == two.posterior()
-    assert math.isclose(math.fsum(one.posterior()), 1.0)
-    assert one.next() == two.next()
-
-
-@given(st.integers(3, 40), st.data())
-@FIXED
-def test_the_posterior_is_bayes_rule_written_out(n: int, data: st.DataObject) -> None:
-    false_bad, false_good = data.draw(st.sampled_from([(0.1, 0.0), (0.1, 0.2), (0.0, 0.3)]))
-    readings = data.draw(st.lists(st.tuples(st.integers(0, n - 1), st.booleans()), max_size=10))
-    searched = Search(labels(n), labels(n)[0], labels(n)[-1], false_bad, false_good)
-    weights = []
-    for first_bad in range(n + 1):
-        doubt = search.END_DOUBT
-        weight = doubt if first_bad in (0, n) else (1 - 2 * doubt) / (n - 1)
-        for index, bad in readings:
-            misread = false_good if index >= first_bad else false_bad
-            weight *= 1 - misread if bad == (index >= first_bad) else misread
-        weights.append(weight)
-    for index, bad in readings:
-        searched.record(index, Outcome.BAD if bad else Outcome.GOOD)
-    total = math.fsum(weights)
-    expected = [w / total if total else 0.0 for w in weights]
-    assert searched.posterior() == pytest.approx(expected, abs=1e-12)
-
-
-@given(st.data())
-@FIXED
-def test_every_search_ends_and_names_only_what_it_may(data: st.DataObject) -> None:
-    """Noise, broken builds and missing verdicts together, whatever was stated about the noise."""
-    n = data.draw(st.integers(2, 30))
-    first_bad, dice = data.draw(st.integers(1, n - 1)), random.Random(data.draw(st.integers(0, 10**6)))
-    stated = data.draw(st.sampled_from([(0.0, 0.0), (0.1, 0.0), (0.0, 0.2), (0.1, 0.1)]))
-    broken = data.draw(st.frozensets(st.integers(0, n - 1), max_size=n // 2))
-    read = noisy(first_bad, 0.1, 0.1, dice)
-    searched = Search(labels(n), labels(n)[0], labels(n)[-1], *stated)
-    states = {i: data.draw(st.sampled_from(["SKIP", "UNKNOWN"])) for i in sorted(broken)}
-    result = drive(searched, lambda i: states.get(i) or read(i))
-    assert result.found == bool(result.suspects)
-    assert "\n" not in result.failure
-    if result.found:
-        assert result.posterior >= searched.confidence
-        assert {*result.suspects[:-1]} <= broken
-        assert 0 < result.suspects[0] <= result.suspects[-1] < n
 
 
 def test_candidates_beside_the_ends_are_never_asked_for() -> None:

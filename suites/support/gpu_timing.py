@@ -12,8 +12,8 @@ from torch import Tensor
 
 CALLS = 20
 WARMUP = 5
-# Overwritten before each call. The L2 is a twentieth of it; at the copy's rate eight times take 2 ms or more, in which the host enqueues the
-# whole call, so that launches and autograd's bookkeeping are not timed.
+# Overwritten before each call. The L2 is a twentieth of it; at the copy's rate eight times take 2 ms or more, in which
+# the host enqueues the whole call, so that launches and autograd's bookkeeping are not timed.
 FLUSHED_BYTES = 1 << 30
 FLUSHES = 8
 COPIED_BYTES = 1 << 30

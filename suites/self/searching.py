@@ -1,0 +1,49 @@
+"""What the tests of a search share: made-up nights, noisy probes, a search driven to its end, planted faults."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def planted(module: ModuleType, old: str, new: str) -> Any:
+    """A module with one fault in its source; its check must fail on it."""
+    source = Path(str(module.__file__)).read_text()
+    assert source.count(old) == 1, f"the text to mutate occurs {source.count(old)} times: {old!r}"
+    made = ModuleType(module.__name__)
+    exec(compile(source.replace(old, new), f"mutant of {module.__name__}", "exec"), made.__dict__)
+    return made
+
+
+def tail(count: int, trials: int, p: float) -> float:
+    """Probability of at least `count` of `trials`."""
+    return math.fsum(math.comb(trials, k) * p**k * (1 - p) ** (trials - k) for k in range(count, trials + 1))
+
+
+def labels(n: int) -> list[str]:
+    return [f"2.14.0.dev{day:04}" for day in range(n)]
+
+
+def drive(searched: Any, read: Callable[[int], str], limit: int = 400) -> Any:
+    """Runs a search to its end, one probe at a time."""
+    outcome = type(searched.old)
+    for _ in range(limit):
+        asked = searched.next()
+        if not asked:
+            return searched.result()
+        index = asked[0]
+        searched.record(index, outcome[read(index)])
+    raise AssertionError(f"no end after {limit} probes")
+
+
+def noisy(first_bad: int, false_bad: float, false_good: float, dice: random.Random) -> Callable[[int], str]:
+    def read(index: int) -> str:
+        if index >= first_bad:
+            return "GOOD" if dice.random() < false_good else "BAD"
+        return "BAD" if dice.random() < false_bad else "GOOD"
+
+    return read
