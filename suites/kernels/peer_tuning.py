@@ -12,8 +12,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ def autotuners() -> Iterator[tuple[str, Any]]:
 
 def described(config: Any) -> dict[str, Any]:
     """What tells one configuration of a kernel from another."""
-    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    launch = {name: getattr(config, name) for name in ("num_warps", "num_stages", "maxnreg")}
+    return {**config.kwargs, **launch}
 
 
 def load_peers() -> None:
@@ -77,24 +78,35 @@ def call_peers(B: int) -> None:
             both()
 
 
+def run_once(call: Callable[[], object], quantiles: tuple[float, ...]) -> list[float]:
+    """In place of a benchmark where a configuration is only to be compiled; all are equally fast."""
+    call()
+    return [1.0] * len(quantiles)
+
+
 def compile_share(number: int, shares: int) -> None:
-    """Compiles every `shares`-th configuration of each kernel, from `number` on.
+    """Compiles every `shares`-th configuration of each kernel, from `number` on, into Triton's cache.
 
     And the one of fewest stages in every share: where none of a share fits into shared memory the tuner raises.
     """
     load_peers()
     for _, tuner in autotuners():
         smallest = min(tuner.configs, key=lambda config: config.num_stages)
-        tuner.configs = [*tuner.configs[number::shares], smallest]
-    call_peers(B=2)
+        tuner.configs, tuner._do_bench = [*tuner.configs[number::shares], smallest], run_once
+    call_peers(B=1)
 
 
 def tune() -> dict[str, list[dict[str, Any]]]:
-    """-> the winners by kernel, of all configurations at the timed shapes."""
+    """-> the winners by kernel, of all configurations at the timed shapes; each is timed for 30 ms."""
+    from triton.testing import do_bench
+
     shares = os.cpu_count() or 1
     command = [sys.executable, "-m", "suites.kernels.peer_tuning"]
     for child in [subprocess.Popen([*command, str(i), str(shares)]) for i in range(shares)]:
         child.wait()
+    load_peers()
+    for _, tuner in autotuners():
+        tuner._do_bench = partial(do_bench, warmup=5, rep=30)
     call_peers(B=4)
     winners: dict[str, list[dict[str, Any]]] = {}
     for name, tuner in autotuners():
