@@ -73,6 +73,10 @@ def prepare_environment(lane: str | None) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "bumpgate" / "inductor"))
     if lane == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"
+    if lane == "v6e":
+        os.environ.setdefault(
+            "PJRT_DEVICE", "CPU"
+        )  # a TPU is for who asks for it, and a stand-in says that it is one
 
 
 def cache_fault() -> str | None:

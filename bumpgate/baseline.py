@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,11 @@ LANES = ("cpu", "h200", "v6e")
 
 # Under another one of these a per-build value (a hash of generated code) differs for a good reason.
 BUILD = ("torch", "triton")
+# Two timed numbers compare where these are equal: the class of the host, the software, and the work. A mixed fleet
+# (three hosts on one torch, one on another) makes numbers that mean nothing together.
+HOST = ("lane", "device", "cpu", "cores")
+SOFTWARE = ("torch", "torch_git", "triton")
+WORK = ("pattern", "dtype", "batch", "tokens")
 # Tiers of a lane that run in environments of their own, beside the lane's: tox envs interpret and codegen-*.
 TIERS = ("suites/kernels/interpret/", "suites/kernels/codegen/")
 ROW_FIELDS = ("value", "unit", "better", "tolerance", "note", "test", "per_build")
@@ -112,14 +117,21 @@ def save(path: Path, baseline: Baseline) -> None:
     write_atomic(path, f'{head} "rows": {body}\n}}\n')
 
 
-def comparable(made_with: Mapping[str, Any], provenance: Mapping[str, Any]) -> str | None:
+def comparable(
+    made_with: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    *,
+    bump: Container[str] = (*BUILD, "torch_git"),
+) -> str | None:
     """Why timed rows of this run cannot be compared with the baseline's, in one line; None where they can.
 
-    Another torch is the question, so it is no reason; another lane, device or processor is.
+    The class of the host must be the same, the software but for what `bump` names (another torch is mostly the
+    question; pass () where it is not, as between hosts of one fleet), and the work. What neither side states is no
+    reason; work that only one side states is, for nobody knows what the other one did.
     """
-    for key in ("lane", "device", "cpu"):
+    for key in (*HOST, *(name for name in SOFTWARE if name not in bump), *WORK):
         ours, theirs = provenance.get(key), made_with.get(key)
-        if None not in (ours, theirs) and ours != theirs:
+        if ours != theirs and (key in WORK or None not in (ours, theirs)):
             return f"timed rows do not compare: baseline made with {key} {theirs!r}, this run has {ours!r}"
     return None
 

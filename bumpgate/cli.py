@@ -1,6 +1,6 @@
 """The `bumpgate` command. One file a command; this one only names them and turns errors into one line.
 
-Exit codes: 0 done, 1 refused, 4 bad input.
+Exit codes: 0 done, 1 refused, 4 bad input, 125 the machine or an index failed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,33 @@ from typing import Annotated
 
 import typer
 
-from bumpgate import rebaseline
+from bumpgate import (
+    accept,
+    bisect,
+    doctor,
+    environments,
+    freeze,
+    gate,
+    history,
+    rebaseline,
+    report,
+    rollback,
+    versions,
+)
 from bumpgate.rows import BumpgateError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command("gate")(gate.command)
 app.command("rebaseline")(rebaseline.command)
+app.command("bisect")(bisect.command)
+app.command("accept")(accept.command)
+app.command("report")(report.command)
+app.command("history")(history.command)
+app.command("environments")(environments.command)
+app.command("versions")(versions.command)
+app.command("doctor")(doctor.command)
+app.command("freeze")(freeze.command)
+app.command("rollback")(rollback.command)
 
 
 @app.callback(invoke_without_command=True)
@@ -36,6 +58,8 @@ def main() -> None:
         sys.exit(app(prog_name="bumpgate", standalone_mode=False) or 0)
     except rebaseline.RefusedError as refusal:
         _fail("\n".join(f"refused: {reason}" for reason in refusal.args), 1)
+    except environments.BuildError as error:
+        _fail(f"bumpgate: {error}", 4 if isinstance(error, environments.NotInstallable) else 125)
     except BumpgateError as error:
         _fail(f"bumpgate: {error}", 4)
     except OSError as error:

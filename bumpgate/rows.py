@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,6 +19,8 @@ SCHEMA = 1
 ROW_ID = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9][A-Za-z0-9._+=-]*/[a-z][a-z0-9_]*")
 RULE = re.compile(r"[A-Z]\d+")
 BETTER = ("exact", "lower", "higher", "derived")
+# A curve is for the eye: more points than a plot has pixels only make the record heavy.
+MAX_CURVES, MAX_POINTS = 8, 4096
 
 # None: the instrument read nothing. It is never a good value, and it is not 0.
 Value = int | float | str | bool | None
@@ -83,6 +85,7 @@ class Row:
     test: pytest node id.
     per_build: the value belongs to one torch build (a hash of generated code): under another build than the
         baseline's a difference explains, and does not judge.
+    series: name -> points of a curve behind the value (a loss by step), for the report's plots; never judged.
     """
 
     id: str
@@ -100,6 +103,7 @@ class Row:
     instruments: tuple[str, ...] = ()
     test: str = ""
     per_build: bool = False
+    series: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for fault in _faults(self):
@@ -115,14 +119,16 @@ class Row:
         out = {f.name: getattr(self, f.name) for f in fields(self)}
         out["value"] = _encode(self.value)
         out["interval"] = None if self.interval is None else [_encode(x) for x in self.interval]
-        return out | {"evidence": list(self.evidence), "instruments": list(self.instruments)}
+        out |= {"evidence": list(self.evidence), "instruments": list(self.instruments)}
+        curves = {name: list(points) for name, points in out.pop("series").items()}
+        return out | {"series": curves} if curves else out
 
     @classmethod
     def from_json(cls, raw: Any) -> Row:
         """Raises RowError on anything that to_json did not write."""
-        if not isinstance(raw, dict) or raw.keys() != {f.name for f in fields(cls)}:
+        if not isinstance(raw, dict) or raw.keys() | {"series"} != {f.name for f in fields(cls)}:
             raise RowError("a row has the wrong fields")
-        interval = raw["interval"]
+        interval, series = raw["interval"], raw.get("series", {})
         try:
             return cls(
                 **raw
@@ -131,9 +137,10 @@ class Row:
                     "interval": None if interval is None else tuple(_decode(x) for x in interval),
                     "evidence": tuple(raw["evidence"]),
                     "instruments": tuple(raw["instruments"]),
+                    "series": {name: tuple(points) for name, points in series.items()},
                 }
             )
-        except TypeError:
+        except (TypeError, AttributeError):
             raise RowError(f"row {raw['id']!r}: a field has the wrong type") from None
 
 
@@ -142,6 +149,7 @@ class Judgement:
     """A verdict on a row, the reason in one line, and the one command that accepts or investigates it.
 
     explains: shown, but not judged (a per-build value under another build).
+    accepted: who accepted this difference, until when and why (baselines/accepted.toml); it is not red until then.
     gone: the run was whole and nothing measures this row any more, so `rebaseline --prune` may drop it.
     """
 
@@ -151,24 +159,26 @@ class Judgement:
     command: str = ""
     explains: bool = False
     gone: bool = False
+    accepted: str = ""
 
     @property
     def red(self) -> bool:
-        return self.verdict.red and not self.explains
+        return self.verdict.red and not self.explains and not self.accepted
 
     @property
     def label(self) -> str:
         """The verdict as shown to a reader."""
-        return f"{self.verdict.value} (not judged)" if self.explains else self.verdict.value
+        note = "accepted" if self.accepted else "not judged" if self.explains else ""
+        return f"{self.verdict.value} ({note})" if note else self.verdict.value
 
     def to_json(self) -> dict[str, Any]:
-        out = {f.name: getattr(self, f.name) for f in fields(self)}
+        out = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "accepted" or self.accepted}
         return out | {"row": self.row.to_json(), "verdict": self.verdict.value}
 
     @classmethod
     def from_json(cls, raw: Any) -> Judgement:
         """Raises RowError on anything that to_json did not write."""
-        if not isinstance(raw, dict) or raw.keys() != {f.name for f in fields(cls)}:
+        if not isinstance(raw, dict) or raw.keys() | {"accepted"} != {f.name for f in fields(cls)}:
             raise RowError("a judgement has the wrong fields")
         row = Row.from_json(raw["row"])
         if raw["verdict"] not in Verdict.__members__:
@@ -235,12 +245,12 @@ def read_record(path: Path) -> Record:
         raise RecordError(f"{path.name}: not a record ({one_line(error)}); {remake}") from None
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str | bytes) -> None:
     """Replaces a file in one step, through a temporary name in the same directory."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as f:
-            f.write(text)
+        with partial.open("wb") as f:
+            f.write(text.encode("utf-8") if isinstance(text, str) else text)
             f.flush()
             os.fsync(f.fileno())
         os.replace(partial, path)
@@ -309,6 +319,20 @@ def _faults(row: Row) -> Iterable[str]:
         low, high = row.interval
         if not low <= row.value <= high:
             yield f"the interval {row.interval!r} does not hold the value {row.value!r}"
+    yield from _series_faults(row.series)
+
+
+def _series_faults(series: Mapping[str, tuple[float, ...]]) -> Iterable[str]:
+    if not isinstance(series, Mapping) or len(series) > MAX_CURVES:
+        yield f"series maps at most {MAX_CURVES} names to points"
+        return
+    for name, points in series.items():
+        if not isinstance(name, str) or not name:
+            yield f"a curve has a name, got {name!r}"
+        elif not isinstance(points, tuple) or not 1 <= len(points) <= MAX_POINTS:
+            yield f"curve {name!r}: a tuple of 1 to {MAX_POINTS} points"
+        elif not all(is_finite(point) for point in points):
+            yield f"curve {name!r}: a point is no finite number"
 
 
 def _encode(value: Value) -> Any:

@@ -26,6 +26,8 @@ STYLE = {
     Verdict.PASS: "green",
 }
 PROBLEM = "PROBLEM"
+# A row that only another device can show: neither red nor green, and said aloud.
+NOT_RUN = "NOT RUN"
 
 Entry = tuple[str, str, str, str]  # label, style, text, command
 
@@ -37,6 +39,7 @@ def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal
     """
     entries = [_entry(j) for j in _worst_first(record.judgements) if verbose or j.verdict is not Verdict.PASS]
     entries += [(PROBLEM, "bold red", problem, "") for problem in record.problems]
+    entries += [(NOT_RUN, "dim", line, "") for line in record.provenance.get("not_run", ())]
     passed = Counter(j.row.id.split("/")[0] for j in record.judgements if j.verdict is Verdict.PASS)
     if passed and not verbose:
         counts = ", ".join(f"{suite} {n}" for suite, n in sorted(passed.items()))
@@ -53,6 +56,8 @@ def summary(record: Record) -> str:
     parts = [f"{p.get('lane')}: {rows} row{'s' * (rows != 1)}" + (f": {counts}" if counts else "")]
     parts += [f"{len(record.problems)} {PROBLEM}"] if record.problems else []
     parts += [] if record.complete else ["NOT COMPLETE"]
+    left = len(p.get("not_run", ()))
+    parts += [f"{left} NOT RUN: no {p.get('lane')} here"] if left else []
     parts += [f"device {p.get('device')}", f"torch {p.get('torch')}", f"{p.get('wall_seconds', 0):.0f} s"]
     return "; ".join(parts)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+T = TypeVar("T")
 PATH = Path(__file__).resolve().parent.parent / "contract.toml"
 
 
@@ -72,6 +74,16 @@ def read(path: Path = PATH) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ContractError(
             f"{path.name}: not TOML ({error}); restore it: git checkout {path.name}"
+        ) from None
+
+
+def section(name: str, build: Callable[[Any], T], path: Path = PATH) -> T:
+    """`build` of the table `name`. Raises ContractError, one line, where the table does not fit it."""
+    try:
+        return build(read(path)[name])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ContractError(
+            f"{path.name}: [{name}] is missing or misshapen ({error}); restore it: git checkout {path.name}"
         ) from None
 
 

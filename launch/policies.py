@@ -28,7 +28,7 @@ Backend = str | Callable[..., object]
 class CompiledHybrid:
     """A hybrid under one policy: call it with ids (B,T) for the loss, after `warm_up` has marked the batch axis.
 
-    `warm_up` is the one place that marks the dynamic axis: on the ids for whole-model policies, and on each
+    `first` is the one place that marks the dynamic axis: on the ids for whole-model policies, and on each
     tensor that enters a region for the policies that compile regions, since a mark does not travel through
     an eager boundary.
     """
@@ -50,17 +50,20 @@ class CompiledHybrid:
         minimum = self.contract.warmup_minimum
         if ids.shape[0] < minimum:
             ids = ids.repeat(minimum, 1)
+        self.first(ids).backward()
+        self.model.zero_grad(set_to_none=True)
+
+    def first(self, ids: Tensor) -> Tensor:
+        """The forward that marks the batch axis: the warm-up's, or the first step's of a run without one -> loss ()."""
         regions = self.policy in ("per_block", "regional")
         boundary = self.model.boundary
         if regions:
             self.model.boundary = self._mark
         try:
-            loss = self.forward(ids if regions else self._mark(ids.clone()))
+            return self.forward(ids if regions else self._mark(ids.clone()))
         finally:
             if regions:
                 self.model.boundary = boundary
-        loss.backward()
-        self.model.zero_grad(set_to_none=True)
 
     def _mark(self, tensor: Tensor) -> Tensor:
         torch._dynamo.maybe_mark_dynamic(tensor, self.contract.dynamic_dim)

@@ -3,7 +3,8 @@
     python -m launch.train --preset nam12 --steps 200 --data fixtures/corpus --checkpoint run.pt
 
 The last line on standard output is one JSON summary; its `kind` is "training" only where the data passed its contract.
-Exit codes: 0 done, 2 usage, 3 contract or data refused, 4 a loss was not finite, 5 the disk is full.
+Exit codes: 0 done, 2 usage, 3 contract or data refused, 4 a loss was not finite, 5 the disk is full, 6 more programs
+than the budget; then the last line is the alert.
 
 B batch, T tokens.
 """
@@ -30,15 +31,18 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
+from launch.autofit import accumulated_step, device_batch
 from launch.contract import ContractError, apply_dynamo, load
 from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches, receipt
 from launch.optimizers import OPTIMIZERS, build_optimizer
 from launch.policies import POLICIES, Backend, apply
-from launch.step import train_step
+from launch.programs import ProgramBudgetError, Programs, load_spare, pattern_programs
+from launch.retry import load_retry, passed
+from launch.warmup import Start, load_warmup
 from model import Hybrid, HybridConfig, preset
 from model.presets import NAMES, SIZES
 
-REFUSED, NOT_FINITE, DISK_FULL = environment.REFUSED, 4, environment.DISK_FULL
+REFUSED, NOT_FINITE, DISK_FULL, OVER_BUDGET = environment.REFUSED, 4, environment.DISK_FULL, 6
 
 
 class NonFiniteError(ArithmeticError):
@@ -67,6 +71,7 @@ class Plan:
 class Trainer:
     """One model, one optimizer, one batch source. `losses` holds a float for each step that this object has done.
 
+    rows: of a batch, those that go through the model at once; the rest is accumulated (all of them by default).
     Raises ContractError where this torch cannot obey contract.toml, ValueError on an unknown policy or optimizer.
     """
 
@@ -80,16 +85,28 @@ class Trainer:
         checkpoint: Path | None = None,
         log: Path | None = None,
         backend: Backend = "inductor",
+        rows: int | None = None,
     ) -> None:
         contract = load()
         apply_dynamo(contract)
         torch.manual_seed(plan.seed)
         self.config, self.plan, self.source, self.device = config, plan, source, device
         self.model = Hybrid(config).to(device)
+        allowed = pattern_programs(self.model, plan.policy, contract) + plan.compile_optimizer + load_spare()
+        self.programs = Programs(allowed, backend)
+        backend = self.programs.backend
         options = {"compile": plan.compile_optimizer, "backend": backend}
         self.optimizer = build_optimizer(self.model, plan.optimizer, plan.lr, **options)
         self.compiled = apply(self.model, plan.policy, contract, backend)
-        self.checkpoint, self.log = checkpoint, log
+        self.checkpoint, self.log, self.rows = checkpoint, log, rows
+        start = Start(
+            torch.device(device).type,
+            regional=plan.policy in ("regional", "per_block"),
+            moe="E" in config.letters,
+            compiled=plan.policy != "eager",
+        )
+        self.no_warm_up = load_warmup().skipped(start)
+        self.last_step_of_start = load_retry().last_step
         self.step, self.warm, self.losses = 0, False, list[float]()
 
     def warm_up(self, ids: Tensor) -> None:
@@ -117,13 +134,14 @@ class Trainer:
         first, tokens, seconds = self.step, 0, 0.0
         while self.step < until:
             ids = next(self.source).to(self.device)
-            if not self.warm:
-                self.warm_up(ids)
+            if not (self.warm or self.no_warm_up):
+                self.warm_up(ids[: self.rows])
             began = time.perf_counter()
             loss = self._one(ids)
             if self.step > first:  # the first step still compiles the optimizer and fills caches
                 tokens, seconds = tokens + ids.numel(), seconds + time.perf_counter() - began
             self._after(loss)
+            self.programs.check(self.step)
         if self.step > first:
             self.save()
         return self._summary(data, tokens / seconds if seconds else None)
@@ -131,13 +149,20 @@ class Trainer:
     def _one(self, ids: Tensor) -> float:
         for group in self.optimizer.param_groups:
             group["lr"].fill_(self.plan.lr_at(self.step))
-        loss = float(train_step(self.compiled, self.optimizer, ids))
+        rows = self.rows or len(ids)
+        loss = float(accumulated_step(self._forward, self.optimizer, ids, rows, self.config.bos_id))
         if not math.isfinite(loss):
             raise NonFiniteError(f"step {self.step}: the loss is {loss}; the last checkpoint is good")
         return loss
 
+    def _forward(self, ids: Tensor) -> Tensor:
+        """ids (B,T) -> loss (). Where no warm-up has marked the batch axis, the first call does."""
+        warm, self.warm = self.warm, True
+        return self.compiled(ids) if warm else self.compiled.first(ids)
+
     def _after(self, loss: float) -> None:
         self.losses.append(loss)
+        passed(len(self.losses) - 1, self.last_step_of_start)
         if self.log is not None:
             line = {"step": self.step, "loss": loss, "lr": self.plan.lr_at(self.step)}
             with self.log.open("a" if self.step else "w") as file:
@@ -156,6 +181,7 @@ class Trainer:
             "loss_last": self.losses[-1] if self.losses else None,
             "tokens_per_second": rate,
             "dropped_pairs": self.model.overflow(),
+            "rows_at_once": self.rows,
             "device": self.device,
             "torch": torch.__version__,
             "data": data,
@@ -246,7 +272,8 @@ def main(arguments: list[str] | None = None) -> int:
             source = SyntheticBatches(config.vocab_size, *shape, o.seed, config.bos_id)
         else:
             source = packed_batches(TokenFile(o.data), *shape, o.seed)
-        trainer = Trainer(config, plan, source, device=o.device, checkpoint=o.checkpoint, log=o.log)
+        places = {"checkpoint": o.checkpoint, "log": o.log}
+        trainer = Trainer(config, plan, source, device=o.device, rows=device_batch(o.batch), **places)
         if o.resume:
             trainer.resume()
         summary = trainer.run(allow_synthetic="smoke" if o.smoke else "")
@@ -257,6 +284,10 @@ def main(arguments: list[str] | None = None) -> int:
     except NonFiniteError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return NOT_FINITE
+    except ProgramBudgetError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        print(json.dumps(error.record))
+        return OVER_BUDGET
     except Exception as error:
         if (full := caches.disk_full(error)) is None:
             raise

@@ -276,13 +276,15 @@ class HybridConfig:
 
     def bucket(self, tokens: int) -> int:
         """Slots an expert and a sequence: the next power of two of the capacity for `tokens` tokens."""
-        capacity = math.ceil(tokens * self.top_k / self.experts * self.capacity_factor)
-        return 1 << max(capacity - 1, 0).bit_length()
+        return 1 << max(self.slots(tokens) - 1, 0).bit_length()
+
+    def slots(self, tokens: int) -> int:
+        """The capacity before it is rounded up: slots an expert and a sequence."""
+        return math.ceil(tokens * self.top_k / self.experts * self.capacity_factor)
 
     def padding_overhead(self, tokens: int) -> float:
         """Share of extra slots that rounding the capacity up to a power of two costs."""
-        capacity = math.ceil(tokens * self.top_k / self.experts * self.capacity_factor)
-        return self.bucket(tokens) / capacity - 1.0
+        return self.bucket(tokens) / self.slots(tokens) - 1.0
 
     def with_(self, **changes: object) -> HybridConfig:
         """A copy with some fields changed (and checked)."""

@@ -27,7 +27,11 @@ def chunk_of_token(start: Tensor, end: Tensor, doc_ids: Tensor) -> tuple[Tensor,
     """
     (B, T), C = doc_ids.shape, start.shape[1]
     token = torch.arange(T, device=start.device).expand(B, T).contiguous()
-    chunk = torch.searchsorted(start.contiguous(), token, right=True) - 1
+    if start.device.type == "xla":
+        # torch_xla 2.9 has no searchsorted: it would fetch both tensors and search on the host, at every step.
+        chunk = (start.unsqueeze(1) <= token.unsqueeze(2)).sum(-1) - 1
+    else:
+        chunk = torch.searchsorted(start.contiguous(), token, right=True) - 1
     used = end > start
     document = torch.where(used, doc_ids.gather(1, start.clamp(0, T - 1)), -2)
     slot = chunk.clamp(min=0)

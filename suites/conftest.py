@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from suites.support.lanes import lane_of
+from suites.support.planted import tell
 from suites.support.rows import report_canaries
 
 
@@ -21,6 +22,13 @@ def canaries() -> Callable[..., None]:
     from suites.support.canaries import prove
 
     return lambda *names: report_canaries(prove(names))
+
+
+@pytest.fixture(autouse=True)
+def planted_faults(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+    """The mutant matrix counts the faults that a test says it plants."""
+    for mark in request.node.iter_markers("planted"):
+        tell(record_property, *mark.args)
 
 
 @pytest.fixture(autouse=True)

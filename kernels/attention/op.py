@@ -11,7 +11,7 @@ from kernels.attention.reference import (
     attention_forward_with_lse,
     attention_reference,
 )
-from kernels.attention.upstream import attention_fa4, attention_sdpa, attention_upstream
+from kernels.attention.upstream import attention_fa4, attention_flex, attention_sdpa, attention_upstream
 from kernels.op_support import (
     IMPLS,
     check_doc_ids,
@@ -20,9 +20,10 @@ from kernels.op_support import (
     fresh,
     full_precision,
     launch_on_cuda,
+    plain_on_xla,
 )
 
-PEERS = {"upstream": attention_upstream, "fa4": attention_fa4, "sdpa": attention_sdpa}
+PEERS = {"upstream": attention_upstream, "fa4": attention_fa4, "sdpa": attention_sdpa, "flex": attention_flex}
 
 
 def _plain_fwd(q: Tensor, *rest) -> tuple[Tensor, Tensor]:
@@ -129,15 +130,15 @@ def attention(
     head h // (Hq/Hkv). doc_ids (B,T) int32: a token sees its own document only; padding (-1) sees padding.
     scale: of the logits, None is 1/sqrt(P). softcap c > 0: s <- c tanh(s/c) after scale and before the mask.
     window w > 0: keys j with i - j < w (a bound on the past, also where causal is False).
-    impl "op" is opaque to the compiler, "reference" is traced through,
-    "upstream" (flash-attn 2), "fa4" and "sdpa" are the peers of upstream.py.
+    impl "op" is opaque to the compiler, "reference" is traced through; "upstream" (flash-attn 2), "fa4", "sdpa" and
+    "flex" (softcap as a score_mod) are the peers of upstream.py.
     -> (B,T,Hq,P) in q.dtype. Softmax is fp32 (fp64 for fp64).
     Raises ValueError on a wrong shape, dtype, head count, negative softcap or window, or impl, ImportError on an
-    absent peer; on CUDA also
-    where P is no power of two up to 128 (but for fp64, which runs the reference).
+    absent peer; on CUDA also where P is no power of two up to 128 (but for fp64, which runs the reference).
     Sources: GQA (Ainslie et al. 2023), softcap (Gemma 2, 2024), FlashAttention-2 (Dao 2023).
     """
     _check(q, k, v, doc_ids, softcap, window, impl)
+    impl = plain_on_xla(impl, q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if impl == "reference":
         return attention_reference(

@@ -1,4 +1,4 @@
-"""The peers of attention behind our signature: flash-attn 2 and 4 (Dao), and torch's own SDPA.
+"""The peers of attention behind our signature: flash-attn 2 and 4 (Dao), and torch's own SDPA and FlexAttention.
 
 B batch, T tokens, Hq query heads, Hkv key/value heads, P head dim.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from kernels.op_support import peer
 
@@ -84,6 +85,31 @@ def attention_sdpa(
     out = F.scaled_dot_product_attention(
         *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask, is_causal=causal and mask is None, scale=scale,
         enable_gqa=True,
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def attention_flex(
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, *,
+    scale: float | None = None, softcap: float = 0.0, window: int = 0, causal: bool = True,
+) -> Tensor:  # fmt: skip
+    """torch's FlexAttention with the softcap as a score_mod: after the scale and before the mask, as ours.
+
+    Fused where the caller is compiled; torch has no backward of it on CPU and says so.
+    """
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        mask = doc_ids[b, i] == doc_ids[b, j]
+        mask = mask & (i >= j) if causal else mask
+        return mask & (i - j < window) if window else mask
+
+    (B, T), device = doc_ids.shape, str(q.device)
+    out = flex_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), score_mod=capped if softcap else None, scale=scale, enable_gqa=True,
+        block_mask=create_block_mask(seen, B, None, T, T, device=device),
     )  # fmt: skip
     return out.transpose(1, 2)
 

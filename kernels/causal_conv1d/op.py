@@ -21,6 +21,7 @@ from kernels.op_support import (
     fresh,
     full_precision,
     launch_on_cuda,
+    plain_on_xla,
 )
 
 
@@ -104,6 +105,7 @@ def causal_conv1d(
     Source: Mamba (Gu & Dao 2023).
     """
     _check(x, weight, bias, doc_ids, activation, impl)
+    impl = plain_on_xla(impl, x)
     functions = {
         "op": causal_conv1d_fwd,
         "reference": causal_conv1d_reference,

@@ -18,6 +18,7 @@ from kernels.op_support import (
     fresh,
     full_precision,
     launch_on_cuda,
+    plain_on_xla,
 )
 
 
@@ -112,6 +113,7 @@ def cross_entropy(
     Source: softcap (Gemma 2, 2024).
     """
     _check(logits, target, softcap, impl)
+    impl = plain_on_xla(impl, logits)
     if impl == "reference":
         return cross_entropy_reference(logits, target, softcap, ignore_index)
     return cross_entropy_fwd(logits, target, float(softcap), ignore_index)[0]

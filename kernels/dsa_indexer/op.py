@@ -23,6 +23,7 @@ from kernels.op_support import (
     fresh,
     full_precision,
     launch_on_cuda,
+    plain_on_xla,
 )
 
 
@@ -159,6 +160,7 @@ def dsa_indexer(
     check_doc_ids("dsa_indexer", doc_ids)
     if top_k < 1:
         raise ValueError(f"dsa_indexer: top_k ({top_k}) must be at least 1")
+    impl = plain_on_xla(impl, q)
     function = dsa_indexer_fwd if impl == "op" else dsa_indexer_reference
     return function(q, k, weights, doc_ids, top_k)
 
@@ -190,6 +192,7 @@ def dsa_attention(
     check_shapes("dsa_attention", {"v": (v, tuple(k.shape))})
     if v.dtype != q.dtype:
         raise ValueError(f"dsa_attention: q and v want one float dtype, not {q.dtype} and {v.dtype}")
+    impl = plain_on_xla(impl, q)
     if impl == "reference":
         return dsa_attention_reference(q, k, v, indices, scale=scale, softcap=softcap)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -15,6 +15,7 @@ from kernels.op_support import (
     fresh,
     full_precision,
     launch_on_cuda,
+    plain_on_xla,
 )
 
 
@@ -114,6 +115,7 @@ def m2rnn(
     Raises ValueError on a wrong shape, dtype or impl. Source: Mishra et al. 2026 (arXiv 2603.14360).
     """
     _check(q, k, v, W, f, doc_ids, h0, impl)
+    impl = plain_on_xla(impl, v)
     if impl == "reference":
         with full_precision(v):
             return m2rnn_reference(q, k, v, W, f, doc_ids, h0)

@@ -22,6 +22,7 @@ from kernels.op_support import (
     check_shapes,
     fresh,
     full_precision,
+    plain_on_xla,
 )
 
 
@@ -149,6 +150,7 @@ def mamba3_mimo(
     """
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids)
     _check(*inputs, state, chunk_size, impl)
+    impl = plain_on_xla(impl, v)
     if impl == "reference":
         with full_precision(v):
             return mamba3_mimo_reference(*inputs, state, chunk_size)

@@ -22,6 +22,7 @@ from kernels.op_support import (
     fresh,
     full_precision,
     launch_on_cuda,
+    plain_on_xla,
 )
 
 
@@ -158,6 +159,7 @@ def mamba3_siso(
     """
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
     _check(*inputs, state, chunk_size, impl)
+    impl = plain_on_xla(impl, v)
     if impl == "reference":
         with full_precision(v):
             return mamba3_siso_reference(*inputs, state, chunk_size)

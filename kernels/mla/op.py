@@ -20,6 +20,7 @@ from kernels.op_support import (
     fresh,
     full_precision,
     launch_on_cuda,
+    plain_on_xla,
 )
 
 
@@ -149,6 +150,7 @@ def mla(
         raise ValueError(
             f"mla: {q_nope.shape[1]} queries for {c_kv.shape[1]} tokens; mla_absorbed takes fewer"
         )
+    impl = plain_on_xla(impl, q_nope)
     if impl == "reference":
         return mla_reference(*inputs, scale=scale, softcap=softcap, causal=causal)
     scale = (q_nope.shape[-1] + q_rope.shape[-1]) ** -0.5 if scale is None else scale

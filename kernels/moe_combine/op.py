@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe_combine.reference import moe_combine_backward_reference, moe_combine_reference
-from kernels.op_support import check_impl, check_shapes, fresh, full_precision, launch_on_cuda
+from kernels.op_support import check_impl, check_shapes, fresh, full_precision, launch_on_cuda, plain_on_xla
 
 
 @torch.library.custom_op("bumpgate::moe_combine_fwd", mutates_args=())
@@ -102,5 +102,6 @@ def moe_combine(
     """
     out_dtype = y.dtype if out_dtype is None else out_dtype
     _check(y, expert, slot, weights, bucket, out_dtype, impl)
+    impl = plain_on_xla(impl, y)
     function = moe_combine_fwd if impl == "op" else moe_combine_reference
     return function(y, expert, slot, weights, bucket, out_dtype)

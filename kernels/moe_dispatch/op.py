@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from kernels.moe_dispatch.reference import moe_dispatch_backward_reference, moe_dispatch_reference
-from kernels.op_support import check_floating, check_impl, fresh, full_precision, has_shape, launch_on_cuda
+from kernels.op_support import (
+    check_floating,
+    check_impl,
+    fresh,
+    full_precision,
+    has_shape,
+    launch_on_cuda,
+    plain_on_xla,
+)
 
 
 @torch.library.custom_op("bumpgate::moe_dispatch_fwd", mutates_args=())
@@ -94,5 +102,6 @@ def moe_dispatch(
     Source: GShard (Lepikhin et al. 2020).
     """
     _check(x, expert, num_experts, bucket, impl)
+    impl = plain_on_xla(impl, x)
     function = moe_dispatch_fwd if impl == "op" else moe_dispatch_reference
     return function(x, expert, num_experts, bucket)

@@ -14,6 +14,7 @@ from kernels.op_support import (
     fresh,
     full_precision,
     launch_on_cuda,
+    plain_on_xla,
 )
 from kernels.rms_norm_gated.reference import rms_norm_gated_backward_reference, rms_norm_gated_reference
 from kernels.rms_norm_gated.upstream import rms_norm_gated_upstream
@@ -102,6 +103,7 @@ def rms_norm_gated(
     Source: Mamba-2 (Dao & Gu 2024).
     """
     S = _check(x, gate, weight, eps, group_size, impl)
+    impl = plain_on_xla(impl, x)
     functions = {
         "op": rms_norm_gated_fwd,
         "reference": rms_norm_gated_reference,

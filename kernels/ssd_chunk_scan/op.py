@@ -15,6 +15,7 @@ from kernels.op_support import (
     fresh,
     full_precision,
     launch_on_cuda,
+    plain_on_xla,
 )
 from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
 from kernels.ssd_chunk_scan.upstream import ssd_chunk_scan_upstream
@@ -152,6 +153,7 @@ def ssd_chunk_scan(
     Source: Dao & Gu 2024 (arXiv 2405.21060).
     """
     _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl)
+    impl = plain_on_xla(impl, x)
     if impl == "reference":
         with full_precision(x):
             return ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)

@@ -1,9 +1,9 @@
 """mamba-ssm tunes itself over hundreds of configurations one after the other, two to four minutes a shape. The winners
-of a full tuning belong in peer_tuning.json; a run keeps to them, so that the peer is as fast as it can be and the lane
-does not wait for it. A kernel without a record there, as all are until the tuning has been run, tunes itself in full.
+of a tuning belong in peer_tuning.json; a run keeps to them, so that the peer is as fast as it can be and the lane does
+not wait for it. A kernel without a record there tunes itself in full.
 
-`python -m suites.kernels.peer_tuning` runs the full tuning at the shapes of workloads.py and rewrites the file. It
-first compiles the configurations in parallel processes, into Triton's cache.
+`python -m suites.kernels.peer_tuning` tunes at the shapes of workloads.py and rewrites the file. It leaves out what
+cannot win (see `promising`), and first compiles the rest in parallel processes, into Triton's cache.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,22 @@ def call_peers(B: int) -> None:
             both()
 
 
+def promising(configs: list[Any]) -> list[Any]:
+    """Without those that spill most: where configurations bound registers, the highest bound and 4 warps or more.
+
+    A kernel that must spill and names no bound gets 32 registers from ptxas, and 2 warps hold half the tile of 4: the
+    codegen tier reads 25,360 bytes spilled a thread in mamba3_siso_fwd without a bound and 5,004 with one of 255.
+    """
+    bounded = [config for config in configs if config.maxnreg]
+    highest = max((config.maxnreg for config in bounded), default=None)
+    return [config for config in bounded if config.maxnreg == highest and config.num_warps >= 4] or configs
+
+
+def footprint(config: Any) -> float:
+    """Grows with the shared memory that a configuration takes."""
+    return config.num_stages * prod(v for v in config.kwargs.values() if isinstance(v, int))
+
+
 def run_once(call: Callable[[], object], quantiles: tuple[float, ...]) -> list[float]:
     """In place of a benchmark where a configuration is only to be compiled; all are equally fast."""
     call()
@@ -87,17 +104,17 @@ def run_once(call: Callable[[], object], quantiles: tuple[float, ...]) -> list[f
 def compile_share(number: int, shares: int) -> None:
     """Compiles every `shares`-th configuration of each kernel, from `number` on, into Triton's cache.
 
-    And the one of fewest stages in every share: where none of a share fits into shared memory the tuner raises.
+    And the smallest one in every share: where none of a share fits into shared memory the tuner raises.
     """
     load_peers()
     for _, tuner in autotuners():
-        smallest = min(tuner.configs, key=lambda config: config.num_stages)
-        tuner.configs, tuner._do_bench = [*tuner.configs[number::shares], smallest], run_once
+        kept = promising(tuner.configs)
+        tuner.configs, tuner._do_bench = [*kept[number::shares], min(kept, key=footprint)], run_once
     call_peers(B=1)
 
 
 def tune() -> dict[str, list[dict[str, Any]]]:
-    """-> the winners by kernel, of all configurations at the timed shapes; each is timed for 30 ms."""
+    """-> the winners by kernel, of the promising configurations at the timed shapes; each is timed for 30 ms."""
     from triton.testing import do_bench
 
     shares = os.cpu_count() or 1
@@ -106,7 +123,7 @@ def tune() -> dict[str, list[dict[str, Any]]]:
         child.wait()
     load_peers()
     for _, tuner in autotuners():
-        tuner._do_bench = partial(do_bench, warmup=5, rep=30)
+        tuner.configs, tuner._do_bench = promising(tuner.configs), partial(do_bench, warmup=5, rep=30)
     call_peers(B=4)
     winners: dict[str, list[dict[str, Any]]] = {}
     for name, tuner in autotuners():

@@ -8,12 +8,13 @@ from __future__ import annotations
 from suites.kernels.mutants import SUBJECTS
 from suites.support.comparison import AT_MOST
 from suites.support.lanes import Lane, lanes
+from suites.support.planted import tell
 
 FAULTY_SEEDS, RIGHT_SEEDS = 3, 100
 
 
 @lanes("cpu")
-def test_every_fault_is_rejected(lane: Lane, row):
+def test_every_fault_is_rejected(lane: Lane, row, record_property):
     least = {}
     for op, subject in SUBJECTS.items():
         runs = [(inputs, subject.run(inputs)) for inputs in map(subject.problem, range(FAULTY_SEEDS))]
@@ -22,6 +23,8 @@ def test_every_fault_is_rejected(lane: Lane, row):
             found = (judge(fault(subject, *run)) for judge, run in zip(judges, runs))
             least[f"{op}: {name}"] = min(found)
     killed = [name for name, ratio in least.items() if ratio > AT_MOST["forward"]]
+    for name in least:
+        tell(record_property, "C36", name, f"kernels/mutants-{lane.name}/killed")
     survived = [f"survived: {name} ({least[name]:.3g})" for name in least if name not in killed]
     closest = min(killed, key=least.get, default=None)
     row(

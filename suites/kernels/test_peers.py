@@ -122,6 +122,28 @@ def test_sdpa_is_the_same_function(lane: Lane, options: dict[str, Any]):
         attention(*inputs, softcap=2.0, impl="sdpa")
 
 
+FLEX = [
+    {},
+    {"softcap": 2.0},
+    {"softcap": 2.0, "causal": False},
+    {"window": 9},
+    {"scale": 0.3, "softcap": 1.0},
+]
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("options", FLEX)
+def test_flex_with_a_score_mod_is_the_same_function(lane: Lane, options: dict[str, Any]):
+    """Without gradients: torch has none on CPU."""
+    inputs = test_attention.problem(device=lane.device)
+    with torch.no_grad():
+        wanted, found = (attention(*inputs, **options, impl=impl) for impl in ("reference", "flex"))
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        if softcap := options.get("softcap"):
+            other = attention(*inputs, **options | {"softcap": softcap * 1.03}, impl="flex")
+            assert not torch.allclose(other, wanted, rtol=1e-4)
+
+
 @lanes("cpu")
 def test_the_tuple_of_fa4_is_unwrapped_before_the_cast(lane: Lane, monkeypatch: pytest.MonkeyPatch):
     asked: list[dict[str, Any]] = []

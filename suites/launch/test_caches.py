@@ -22,6 +22,7 @@ from launch.caches import CacheError, DiskFull, disk_full, sync, usable
 from suites.launch.conftest import Checkout, Launcher
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
 from suites.support.rows import InfraError
 
 FILES = 200
@@ -63,7 +64,8 @@ def test_a_full_disk_has_its_own_exit_code(
 
 
 @lanes("cpu")
-def test_a_disk_that_fills_while_compiling(lane: Lane, checkout: Checkout, tmp_path: Path) -> None:
+@planted("C19", "a disk that fills while compiling")
+def test_a_disk_that_fills_while_compiling(lane: Lane, checkout: Checkout, tmp_path: Path, row) -> None:
     """Inductor wraps the failed write in an error of its own; what the user reads is the disk."""
     checkout.edit("minimum_free_bytes = 1_073_741_824", "minimum_free_bytes = 0")
     checkout.lock()
@@ -71,12 +73,20 @@ def test_a_disk_that_fills_while_compiling(lane: Lane, checkout: Checkout, tmp_p
     run = checkout.launcher("--policy", "regional")(
         {"TORCHINDUCTOR_CACHE_DIR": str(place)}, wrapper=small_disk(place, 64)
     )
-    assert run.code == 5, run.err[-2000:]
+    row(
+        "launch/caches-cpu/exit_code_of_a_full_disk",
+        run.code,
+        unit="exit code",
+        witness=1,
+        rule="C19",
+        expected=5,
+    )
     assert run.line.startswith("disk full: ")
     assert "No space left on device" in run.line
 
 
 @lanes("cpu")
+@planted("C19", "a disk that fills while saving")
 def test_a_disk_that_fills_while_saving(lane: Lane, checkout: Checkout, tmp_path: Path) -> None:
     place = tmp_path / "disk"
     run = checkout.launcher("--checkpoint", str(place / "state.pt"))(wrapper=small_disk(place, 256))
@@ -128,6 +138,7 @@ def test_a_child_does_not_delete_the_cache_of_its_parent(lane: Lane) -> None:
 
 
 @lanes("cpu")
+@planted("C17", "a directory whose mode bits allow what it refuses")
 def test_only_a_real_write_counts(lane: Lane, tmp_path: Path) -> None:
     usable(tmp_path)
     assert list(tmp_path.iterdir()) == [], "the probe leaves nothing"
@@ -172,6 +183,7 @@ def test_a_copy_that_meets_a_limit_leaves_no_half_file(lane: Lane, tmp_path: Pat
 
 
 @lanes("cpu")
+@planted("C19", "other faults of the operating system, none of them a full disk")
 def test_disk_full_is_told_from_other_faults(lane: Lane) -> None:
     def chained(inner: BaseException, outer: BaseException, silent: bool = False) -> BaseException:
         try:
@@ -225,6 +237,7 @@ def whole(path: Path, versions: list[Path]) -> bool:
 
 
 @lanes("cpu")
+@planted("C20", "a torn file and a lost one")
 def test_two_syncers_lose_nothing(lane: Lane, tmp_path: Path, row) -> None:
     """Both bring a new version onto a warm target, which a running job reads all the while."""
     old, new = tree(tmp_path / "old", 1), tree(tmp_path / "new", 2)
@@ -301,6 +314,7 @@ def test_sync_copies_what_differs_and_only_that(lane: Lane, tmp_path: Path) -> N
 
 
 @lanes("cpu")
+@planted("C20", "a target that cannot be written, a source that changes meanwhile")
 def test_sync_refuses(lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tree(tmp_path / "source", 1, 3)
     (file := tmp_path / "file").touch()

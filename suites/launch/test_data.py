@@ -34,6 +34,7 @@ from launch.data import (
 from model.hybrid import documents, next_token_targets
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
 
 CORPUS = ROOT / "fixtures" / "corpus"
 
@@ -269,6 +270,7 @@ def test_ranks_share_no_document(lane: Lane, tmp_path: Path) -> None:
 
 
 @lanes("cpu")
+@planted("X13", "a generator without a receipt")
 def test_receipts_say_what_the_data_is(lane: Lane) -> None:
     file = TokenFile(CORPUS)
     packed = receipt(packed_batches(file, 4, 64, 0))

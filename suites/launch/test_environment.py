@@ -28,6 +28,7 @@ from suites.launch.conftest import Checkout, Launcher
 from suites.support.child import ROOT
 from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted, tell
 
 RANK = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 TABLES = contracts.read()["environment"]
@@ -49,6 +50,22 @@ def violations(file: Path) -> dict[str, tuple[str, dict[str, str]]]:
         for place in (str(file), str(file.with_name("missing")), "/proc", ""):
             cases[f"{name}={place}"] = name, {name: place}
     return cases
+
+
+def rule_of(variable: str) -> str:
+    """The rule that a wrong value of this variable breaks."""
+    if variable in TABLES["rank"]:
+        return "C23"
+    for word, rule in (
+        ("CACHE", "C17"),
+        ("AUTOTUNE", "C24"),
+        ("SUPPRESS", "C22"),
+        ("OVERRIDE", "C1"),
+        ("DISABLE", "C32"),
+    ):
+        if word in variable:
+            return rule
+    raise AssertionError(f"{variable}: no rule is known for it")
 
 
 def flipped(value: str) -> str:
@@ -81,19 +98,23 @@ def is_directory(environment: Mapping[str, str], name: str) -> bool:
 
 
 @lanes("cpu", "h200")
-def test_every_violation_is_refused(lane: Lane, launcher: Launcher, tmp_path: Path, row, request) -> None:
+def test_every_violation_is_refused(
+    lane: Lane, launcher: Launcher, tmp_path: Path, row, record_property, request
+) -> None:
     (file := tmp_path / "file").touch()
     cases = violations(file)
     refused = refusals(launcher, cases)
-    row(
-        f"launch/environment-{lane.name}/violations_refused",
-        len(refused),
-        unit="count",
-        witness=len(cases),
-        rule="C29",
-        expected=len(cases),
-        evidence=sorted(cases.keys() - refused.keys()),
-    )
+    by_rule: dict[str, list[str]] = {}
+    for case, (variable, _) in cases.items():
+        by_rule.setdefault(rule_of(variable), []).append(case)
+    for rule, own in by_rule.items():
+        name = f"launch/environment-{lane.name}-{rule}/violations_refused"
+        row(
+            name, len(refused.keys() & set(own)), unit="count", witness=len(own), rule=rule, expected=len(own),
+            evidence=sorted(set(own) - refused.keys()),
+        )  # fmt: skip
+        for case in own:
+            tell(record_property, rule, case.replace(str(tmp_path), "..."), name)
     assert len(set(refused.values())) == len(refused), "each violation has a line of its own"
     if not request.config.option.launcher:
         run = launcher({"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "NO_COLOR": "1"})
@@ -211,7 +232,8 @@ def test_the_lock_is_of_this_contract(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_an_edited_contract_is_refused_until_it_is_reviewed(lane: Lane, checkout: Checkout) -> None:
+@planted("C29", "one value of the contract edited")
+def test_an_edited_contract_is_refused_until_it_is_reviewed(lane: Lane, checkout: Checkout, row) -> None:
     check(load(checkout.contract))
     checkout.edit("minimum_free_bytes = 1_073_741_824", "minimum_free_bytes = 1_073_741_823")
     with pytest.raises(
@@ -220,6 +242,9 @@ def test_an_edited_contract_is_refused_until_it_is_reviewed(lane: Lane, checkout
         check(load(checkout.contract))
     run = checkout.launcher()()
     assert (run.code, len(run.err.splitlines()), run.trained) == (3, 1, [])
+    row(
+        "launch/contract/exit_code_when_edited", run.code, unit="exit code", witness=1, rule="C29", expected=3
+    )
     checkout.lock()
     check(load(checkout.contract))
     for damage in (lambda path: path.write_text(""), Path.unlink):
@@ -245,7 +270,9 @@ def trainer(policy: str, backend) -> Trainer:
 
 
 @lanes("cpu")
-def test_a_run_never_resets_the_compiler(lane: Lane, dynamo_as_it_was, monkeypatch, canaries) -> None:
+@planted("C21", "a reset among the steps")
+@planted("C32", "NO_COMPILE in the environment")
+def test_a_run_never_resets_the_compiler(lane: Lane, dynamo_as_it_was, monkeypatch, row, canaries) -> None:
     """Steps after the warm-up compile nothing; with a reset among them they would. No variable turns compiling off."""
     canaries("graphs")
     for name in ("NO_COMPILE", "TORCH_NO_COMPILE", "BUMPGATE_NO_COMPILE"):
@@ -260,6 +287,8 @@ def test_a_run_never_resets_the_compiler(lane: Lane, dynamo_as_it_was, monkeypat
             graphs.append(watch.refresh().unique_graphs)
     assert graphs[0] > 0, "NO_COMPILE was honoured"
     assert graphs[0] == graphs[1] < graphs[2] == graphs[3]
+    shared = {"unit": "count", "witness": graphs[0], "expected": 0, "instruments": ("graphs",)}
+    row("launch/train-regional/graphs_after_the_first_steps", graphs[1] - graphs[0], rule="C21", **shared)
 
 
 @lanes("cpu")
@@ -274,6 +303,7 @@ def test_a_retry_resets_the_compiler_once(lane: Lane, dynamo_as_it_was, monkeypa
 
 
 @lanes("cpu")
+@planted("C22", "suppress_errors set globally")
 def test_a_backend_fault_stops_the_run(lane: Lane, dynamo_as_it_was) -> None:
     def broken(graph, inputs):
         raise ArithmeticError("planted backend fault")
@@ -314,7 +344,7 @@ def test_one_reset_and_two_guarded_suppressions_at_most(lane: Lane) -> None:
     assert sum(len(silenced) for _, silenced, _ in found.values()) <= 2
     assert not any(bare for _, _, bare in found.values())
     assert not {"suppress_errors", "disable"} & set(load().dynamo), "the contract would do it for everybody"
-    planted = """
+    careless = """
 import torch
 torch._dynamo.reset(); torch.compiler.reset()
 from torch._dynamo import reset
@@ -324,10 +354,11 @@ torch._dynamo.config.disable = True
 setattr(torch._dynamo.config, 'suppress_errors', True)
 with torch._dynamo.config.patch(suppress_errors=True): pass
 """
-    assert tuple(map(len, sites(ast.parse(planted)))) == (3, 4, 3)
+    assert tuple(map(len, sites(ast.parse(careless)))) == (3, 4, 3)
 
 
 @lanes("cpu")
+@planted("C32", "a product file that reads NO_COMPILE")
 def test_no_switch_that_turns_compiling_off(lane: Lane) -> None:
     """Rule C32: the word stands in no product file; the run above has it in its environment and compiles."""
     pattern = re.compile(r"no_?compile|(skip|disable)_?compile", re.IGNORECASE)

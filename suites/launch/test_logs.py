@@ -35,6 +35,7 @@ from launch.logs import (
 from model import preset
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
 
 FILES = {
     path.stem: [line for line in read_lines(path) if not line.startswith("# ")]
@@ -60,6 +61,7 @@ NEAR = {
     "hbm_out_of_memory": "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 32.42M of 16.00M vmem.",
     "host_out_of_memory": "DefaultCPUAllocator: 12 blocks in use",
     "collective_timeout": "I0102 03:04:05.006000 7 x.cpp:8] Watchdog thread started, timeout 600000 ms",
+    "bootstrap": "curl: (7) Failed to connect to 127.0.0.1 port 80: Connection refused",
     "device_assert": "device-side checks are on",
     "non_finite": "step 3 loss nancy 0.1, infinite horizon, loss 2.5 info",
     "anomaly_mode": "Anomaly Detection is off",
@@ -131,6 +133,7 @@ def test_every_pattern_has_a_line(lane: Lane) -> None:
 
 
 @lanes("cpu")
+@planted("C26", "a line that is almost of a class")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_near_miss_is_none_of_it(lane: Lane, name: str) -> None:
     assert set(NEAR) == set(NAMES)
@@ -138,6 +141,7 @@ def test_a_near_miss_is_none_of_it(lane: Lane, name: str) -> None:
 
 
 @lanes("cpu")
+@planted("C26", "a wording dropped from its class")
 @pytest.mark.parametrize(
     ("name", "wording", "instead", "old"),
     [
@@ -161,6 +165,7 @@ def test_a_dropped_wording_is_missed(lane: Lane, name: str, wording: str, instea
 
 
 @lanes("cpu")
+@planted("C26", "a line that no class knows")
 @pytest.mark.parametrize(
     "line",
     [

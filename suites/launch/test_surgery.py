@@ -17,6 +17,7 @@ from model import preset
 from suites.support.hybrids import build, token_batch
 from suites.support.instruments import DynamoWatch
 from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
 
 
 def normal(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
@@ -154,8 +155,9 @@ def operations() -> dict[str, Callable[[Tensor], object]]:
 
 
 @lanes("cpu")
+@planted("C31", "surgery inside a compiled region")
 @pytest.mark.parametrize("name", sorted(operations()))
-def test_refused_in_a_compiled_region(lane: Lane, name: str) -> None:
+def test_refused_in_a_compiled_region(lane: Lane, name: str, row) -> None:
     operation = operations()[name]
     weight = normal(8, 8)
     weight.grad = normal(8, 8, seed=1)
@@ -167,11 +169,21 @@ def test_refused_in_a_compiled_region(lane: Lane, name: str) -> None:
 
     with pytest.raises(RuntimeError, match="weight surgery is eager only: call it between steps"):
         torch.compile(region, fullgraph=True, backend="eager")(weight)
-    assert torch.equal(weight, before)
+    moved = int((weight != before).sum())
+    case = f"launch/surgery-{name.replace(' ', '_')}"
+    row(
+        f"{case}/weights_moved_in_a_region",
+        moved,
+        unit="count",
+        witness=weight.numel(),
+        rule="C31",
+        expected=0,
+    )
     region(weight)
 
 
 @lanes("cpu")
+@planted("C31", "surgery on an XLA tensor")
 @pytest.mark.parametrize("name", sorted(operations()))
 def test_refused_on_xla(lane: Lane, name: str) -> None:
     weight = normal(8, 8).as_subclass(XlaTensor)

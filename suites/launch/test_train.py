@@ -29,6 +29,7 @@ from suites.support.child import ROOT, run_json
 from suites.support.comparison import AT_MOST, error_ratio
 from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
 
 CORPUS = ROOT / "fixtures" / "corpus"
 BATCH, TOKENS, STEPS = 8, 100, 200
@@ -86,6 +87,7 @@ def test_two_hundred_steps_on_the_corpus(lane: Lane, row) -> None:
         evidence=(
             f"mean of the last 10 of {STEPS} steps; first {run.losses[0]:.3f}; unigram entropy {entropy:.3f}",
         ),
+        series={"loss": run.losses, "unigram entropy": [entropy] * STEPS},
     )
 
 
@@ -191,6 +193,7 @@ def test_warm_up_leaves_no_trace(lane: Lane) -> None:
 
 
 @lanes("cpu")
+@planted("X13", "random ids, and random ids in disguise")
 def test_random_ids_are_no_training(lane: Lane) -> None:
     config = preset("nam12", "narrow")
     run = Trainer(config, Plan(2, policy="eager"), SyntheticBatches(512, 2, 32, 0))

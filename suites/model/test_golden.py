@@ -11,6 +11,7 @@ import torch
 from model.hybrid import BLOCKS
 from suites.model.golden import differences, results, stored, subjects
 from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
 
 
 @lanes("cpu", "h200")
@@ -33,6 +34,7 @@ def test_blocks_and_presets_give_their_golden_results(lane: Lane, row) -> None:
 
 
 @lanes("cpu")
+@planted("C35", "a weight off by a millionth")
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_weight_off_by_a_millionth_is_seen(lane: Lane, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every parameter that has a gradient; the others are the indexer's, whose choice has none."""

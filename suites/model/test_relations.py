@@ -18,6 +18,7 @@ from model.relations import RELATIONS, RelationBias, chunk_of_token, chunk_relat
 from suites.model.programs import program
 from suites.support.instruments import DynamoWatch
 from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
 
 B, T = 2, 64
 SPANS = ((0, 24, 1), (24, T, 2))
@@ -100,6 +101,7 @@ def levels_pair_by_pair(document: Tensor, known: Features) -> Tensor:
 
 
 @lanes("cpu", "h200")
+@planted("X5", "a statement for each pair of chunks")
 def test_graph_does_not_grow_with_the_chunks(lane: Lane, row, canaries) -> None:
     canaries("graphs")
     few, many = (operators(lane, ours, chunks) for chunks in (12, 48))

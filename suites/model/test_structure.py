@@ -20,6 +20,7 @@ from suites.model.programs import awaken
 from suites.support.hybrids import SEED
 from suites.support.instruments import DynamoWatch, dynamo_config
 from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
 
 INSTRUMENTS = ("graphs", "recompile_limit")
 B, T = 2, 12
@@ -103,6 +104,7 @@ class DynamicList(nn.Module):
 
 
 @lanes("cpu", "h200")
+@planted("X4", "a Python list of the components that are present")
 def test_one_graph_for_every_presence(lane: Lane, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     ids = columns(lane).clamp(min=0).minimum(torch.tensor(CONFIG.structure.sizes, device=lane.device) - 1)

@@ -21,6 +21,7 @@ from model.tree_ffn import CARRIERS, TreeFFN
 from suites.model.programs import awaken, program
 from suites.support.hybrids import SEED
 from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
 
 B, T = 2, 64
 
@@ -109,6 +110,7 @@ def flops(lane: Lane, function, tokens: int, chunks: int) -> int:
 
 
 @lanes("cpu", "h200")
+@planted("X5", "membership masks of all chunks by all tokens")
 def test_work_grows_like_the_tokens(lane: Lane, row) -> None:
     """A chunk for each 32 tokens, so that C grows with T and a (C,T) mask is quadratic.
 

@@ -15,7 +15,12 @@ from suites.self.tree import ROOT
 
 ROOMS = ("kernels", "model", "launch", "suites", "bumpgate")
 # Documented by torch as the way to set its compiler up; everything else private is an instrument's to read.
-LAUNCHER_MAY = {"torch._dynamo", "torch._dynamo.config", "torch._dynamo.maybe_mark_dynamic"}
+LAUNCHER_MAY = {
+    "torch._dynamo",
+    "torch._dynamo.config",
+    "torch._dynamo.lookup_backend",
+    "torch._dynamo.maybe_mark_dynamic",
+}
 
 
 def python_files(*rooms: str) -> list[Path]:

@@ -8,6 +8,9 @@ import pytest
 
 from suites.self.mutants import MUTANTS, Mutant
 from suites.self.tree import copy_tree, edit, run_lane
+from suites.support.planted import tell
+
+RED = ("REGRESSION", "CHANGED")
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -19,10 +22,9 @@ def test_mutant_is_killed(mutant: Mutant, tmp_path: Path, record_property) -> No
     judged = run.rows.get(mutant.row)
     assert judged, f"{mutant.name}: row {mutant.row} was not measured\n{run.output[-3000:]}"
     message = " ".join([judged["row"]["rule"], judged["reason"], *judged["row"]["evidence"]])
-    record_property("mutant", f"{mutant.name} | {mutant.row} | {judged['verdict']} | {judged['reason']}")
-    assert judged["verdict"] in ("REGRESSION", "CHANGED"), (
-        f"{mutant.name} survived: {judged['verdict']}: {message}"
-    )
+    beside = sorted(row for row in run.rows if row != mutant.row and run.verdict(row) in RED)
+    tell(record_property, mutant.words[0], mutant.name.replace("_", " "), mutant.row, beside)
+    assert judged["verdict"] in RED, f"{mutant.name} survived: {judged['verdict']}: {message}"
     assert run.code == 1
     absent = [word for word in mutant.words if word not in message]
     assert not absent, f"{mutant.name}: the message does not name {absent}: {message}"

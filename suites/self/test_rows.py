@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bumpgate.rows import (
+    MAX_CURVES,
+    MAX_POINTS,
     Judgement,
     RecordError,
     Row,
@@ -29,6 +31,7 @@ FIXED = settings(derandomize=True, max_examples=40, deadline=None)
 names = st.text(string.ascii_lowercase + "_", min_size=1).map(lambda s: "a" + s)
 ids = st.builds("{}/{}-1/{}".format, names, names, names)
 texts = st.text(max_size=20)
+finite = st.floats(-1e6, 1e6)
 values = st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.floats(allow_nan=False) | texts
 
 
@@ -53,11 +56,12 @@ def rows(draw: st.DrawFn) -> Row:
         instruments=tuple(draw(st.lists(names, max_size=3))),
         test=draw(texts),
         per_build=not interval and draw(st.booleans()),
+        series=draw(st.dictionaries(names, st.lists(finite, min_size=1, max_size=3).map(tuple), max_size=2)),
     )
 
 
 judgements = st.builds(
-    Judgement, rows(), st.sampled_from(list(Verdict)), texts, texts, st.booleans(), st.booleans()
+    Judgement, rows(), st.sampled_from(list(Verdict)), texts, texts, st.booleans(), st.booleans(), texts
 )
 
 
@@ -99,6 +103,14 @@ def make(**changes: object) -> Row:
         {"better": "lower", "interval": (2, 3)},
         {"better": "lower", "interval": (0, math.nan)},
         {"better": "lower", "interval": (0, 1, 2)},
+        {"series": [1.0]},
+        {"series": {"": (1.0,)}},
+        {"series": {"loss": ()}},
+        {"series": {"loss": [1.0]}},
+        {"series": {"loss": (1.0, math.nan)}},
+        {"series": {"loss": ("1",)}},
+        {"series": {"loss": (0.0,) * (MAX_POINTS + 1)}},
+        {"series": {f"loss{i}": (0.0,) for i in range(MAX_CURVES + 1)}},
     ],
     ids=str,
 )
@@ -114,6 +126,7 @@ def test_the_rows_around_those_are_accepted() -> None:
     make(better="derived", at_least=0)
     make(value="abc", per_build=True)
     make(value=10**400, better="lower", interval=(0, 1))
+    make(series={f"loss{i}": (0.0,) * MAX_POINTS for i in range(MAX_CURVES)})
     make(id="kernels/causal_conv1d-cpu-fp32/forward_error_ratio", rule="X14")
 
 
@@ -122,6 +135,9 @@ def test_only_pass_and_win_are_green_and_the_order_is_by_severity() -> None:
     assert sorted(Verdict, key=lambda v: v.severity)[0] is Verdict.REGRESSION
     assert Judgement(make(), Verdict.CHANGED, "").red
     assert not Judgement(make(), Verdict.CHANGED, "", explains=True).red
+    known = Judgement(make(), Verdict.CHANGED, "", accepted="ada, until 2026-12-31: known")
+    assert not known.red
+    assert known.label == "CHANGED (accepted)"
 
 
 @pytest.mark.parametrize(
@@ -147,6 +163,22 @@ def test_a_record_reads_back_as_it_was_written(
     assert read == wrote
     assert [j.row.id for j in read.judgements] == sorted(j.row.id for j in found)
     assert json.loads(path.read_text(), parse_constant=pytest.fail)["schema"] == 1
+
+
+def test_what_few_rows_have_stands_in_their_json_alone() -> None:
+    plain = Judgement(make(), Verdict.PASS, "").to_json()
+    assert "accepted" not in plain
+    assert "series" not in plain["row"]
+    curve = make(series={"loss": (2.0, 1.0)})
+    assert curve.to_json()["series"] == {"loss": [2.0, 1.0]}
+    assert hash(curve) == hash(make()), "a row can still be a key"
+
+
+@pytest.mark.parametrize("series", [[1.0], {"loss": 1.0}, {"loss": ["x"]}, {"loss": None}, "loss"])
+def test_a_curve_that_is_none_is_refused_in_one_line(series: object) -> None:
+    with pytest.raises(RowError) as caught:
+        Row.from_json(make().to_json() | {"series": series})
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_values_that_json_has_no_word_for_survive() -> None:

@@ -19,6 +19,7 @@ PARTS = (
     "model",
     "suites",
     "baselines",
+    "wheels",
     "conftest.py",
     "contract.lock",
     "contract.toml",

@@ -6,7 +6,9 @@ off), not the product: its rows become INSTRUMENT, never PASS.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
@@ -173,11 +175,51 @@ def cache() -> None:
     _expect("bypass of an autograd.Function", opaque.aot_bypass, 1)
 
 
+def op_definitions() -> None:
+    """An op with a body alone, and the same op once it has a fake and a backward."""
+    name = f"bumpgate_canary::op{len(device.op_definitions('bumpgate_canary'))}"
+    op = torch.library.custom_op(name, torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor")
+    bare = device.op_definitions("bumpgate_canary")[name.split("::")[1]]
+    op.register_fake(torch.empty_like)
+    op.register_autograd(lambda ctx, g: g)
+    whole = device.op_definitions("bumpgate_canary")[name.split("::")[1]]
+    _expect(
+        "fake, backward", (bare, whole), (device.OpDefinition(False, False), device.OpDefinition(True, True))
+    )
+
+
 def autotune() -> None:
     """One benchmarked choice: the benchmark counter moves by exactly 1."""
     device.forget_graphs()
     device.benchmark_one_choice()
     _expect("benchmarks", device.autotune_count(), 1)
+
+
+def group_timeout() -> None:
+    """A group of one rank made with 123 s: its backend reads 123, and 77 once told so."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=123)
+    )
+    try:
+        group = torch.distributed.group.WORLD
+        _expect("timeout", device.group_timeout(group), 123.0)
+        group.set_timeout(timedelta(seconds=77))
+        _expect("timeout after set_timeout", device.group_timeout(group), 77.0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def flight_record() -> None:
+    """Two collectives of one rank: exactly 2 more entries in the flight recorder, of that operator."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        before = len(pickle.loads(device.flight_record())["entries"])
+        for _ in range(2):
+            torch.distributed.all_reduce(torch.ones(2))
+        entries = pickle.loads(device.flight_record())["entries"][before:]
+        _expect("entries", [entry["profiling_name"] for entry in entries], ["gloo:all_reduce"] * 2)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 CANARIES: dict[str, Callable[[], None]] = {
@@ -193,12 +235,15 @@ CANARIES: dict[str, Callable[[], None]] = {
         inductor,
         cache,
         autotune,
+        op_definitions,
+        group_timeout,
+        flight_record,
     )
 }
 _results: dict[str, str] = {}
 
 
-def prove(names: Iterable[str]) -> dict[str, str]:
+def prove(names: Iterable[str], canaries: Mapping[str, Callable[[], None]] = CANARIES) -> dict[str, str]:
     """Runs each named canary once in this process; name -> reason, empty where the canary agreed.
 
     Any exception counts as disagreement: a device that raises cannot measure.
@@ -206,7 +251,7 @@ def prove(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         if name not in _results:
             try:
-                CANARIES[name]()
+                canaries[name]()
                 _results[name] = ""
             except Exception as error:
                 _results[name] = (

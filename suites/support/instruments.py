@@ -21,10 +21,11 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -37,8 +38,19 @@ from torch._dynamo.utils import (
     get_compilation_metrics,
     set_compilation_metrics_limit,
 )
+from torch._inductor.decomposition import decompositions
+from torch._inductor.lowering import lowerings
 from torch._inductor.runtime.benchmarking import benchmarker
+from torch._inductor.select_algorithm import (
+    AlgorithmSelectorCache,
+    add_feedback_saver,
+    add_preprocessing_fn,
+    clear_feedback_savers,
+    clear_preprocessing_fns,
+)
 from torch._inductor.utils import fresh_cache
+from torch._library.custom_ops import OPDEFS
+from torch.testing._internal.optests import OpCheckError  # noqa: F401 (what torch.library.opcheck raises)
 from torch.utils._python_dispatch import TorchDispatchMode as EveryOperator  # noqa: F401 (for suites.support.operands)
 
 # The metrics deque keeps 64 entries by default: a recompile storm of 80 would read as 64.
@@ -311,6 +323,24 @@ def disabled_functions(model: nn.Module) -> set[str]:
 
 
 @dataclass(frozen=True)
+class OpDefinition:
+    """What a custom op has registered beside its body."""
+
+    fake: bool
+    backward: bool
+
+
+def op_definitions(namespace: str) -> dict[str, OpDefinition]:
+    """Name -> definition of every torch.library.custom_op of the namespace that this process has imported."""
+    known = ((name.partition("::"), op) for name, op in OPDEFS.items())
+    return {
+        name: OpDefinition(op._abstract_fn is not None, op._backward_fn is not None)
+        for (space, _, name), op in known
+        if space == namespace
+    }
+
+
+@dataclass(frozen=True)
 class CacheCounts:
     """AOTAutograd and FX-graph cache events since the counters were cleared. None: torch never wrote the key."""
 
@@ -352,6 +382,43 @@ def autotune_count() -> int:
     return sum(
         n for key, n in counters["inductor"].items() if key.startswith("benchmarking.") and "benchmark" in key
     )
+
+
+@contextmanager
+def autotuning(time: Callable[..., float] | None = None) -> Iterator[list[dict[str, float]]]:
+    """Candidate -> milliseconds of each search that Inductor makes inside the block, measured or from its cache.
+
+    time: what times a template's candidate in place of torch's benchmark; picklable, since it runs in the autotuning
+    subprocess where there is one. ATen's own candidates are timed as ever, in this process.
+    """
+    found: list[dict[str, float]] = []
+
+    def plant(choices: list[Any]) -> list[Any]:
+        for choice in choices if time else ():
+            if not AlgorithmSelectorCache._is_extern(choice):
+                choice.bmreq.benchmark, choice.precompile = time, lambda: None
+        return choices
+
+    def save(timings: Mapping[Any, float], *_: object) -> None:
+        found.append({choice.name: milliseconds for choice, milliseconds in timings.items()})
+
+    add_preprocessing_fn(plant)
+    add_feedback_saver(save)
+    try:
+        yield found
+    finally:
+        clear_feedback_savers()
+        clear_preprocessing_fns()
+
+
+def wrong_decomposition(op: Any, body: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """AOTAutograd traces `body` for the ATen overload `op` wherever Inductor's table is used inside the block."""
+    return mock.patch.dict(decompositions, {op: body})
+
+
+def wrong_lowering(op: Any, other: Any) -> AbstractContextManager[Any]:
+    """Inductor generates code for `other` where a graph holds the ATen overload `op` inside the block."""
+    return mock.patch.dict(lowerings, {op: lowerings[other]})
 
 
 def count_bytes_accessed() -> None:
@@ -410,3 +477,21 @@ def host_syncs() -> Iterator[Counter[str]]:
         tally[event.name] += 1
     tally["syncs"] = tally["aten::_local_scalar_dense"]
     tally["ops"] = sum(n for name, n in tally.items() if name.startswith("aten::"))
+
+
+def group_timeout(group: Any, device: str = "cpu") -> float:
+    """Seconds after which a collective of this process group gives up, read from its backend."""
+    backend = group._get_backend(torch.device(device))
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around it.
+    return getattr(backend, "wrapped_pg", backend).options._timeout.total_seconds()
+
+
+def functional_all_reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum over a process group by c10d's functional operator, which is given the group and not its name."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(tensor, "sum", group))
+
+
+def flight_record() -> bytes:
+    """What the collectives of this process left in torch's flight recorder, pickled as its analyzer reads it."""
+    return torch._C._distributed_c10d._dump_fr_trace()

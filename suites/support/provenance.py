@@ -35,6 +35,7 @@ def collect(lane: str, device: str, root: Path, *, full_run: bool) -> dict[str, 
         "platform": platform.platform(),
         "python": platform.python_version(),
         **versions(),
+        **({"xla": xla_versions()} if lane == "v6e" else {}),
         **_commit(root),
         "command": shlex.join(sys.argv),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -52,6 +53,13 @@ def versions() -> dict[str, str | None]:
         "triton": next((v for v in map(_installed, TRITON_NAMES) if v), None),
         "wheel_set": _wheel_set(),
     }
+
+
+def xla_versions() -> str:
+    """The pinned set in one line: libtpu and jax move a result as much as torch_xla does."""
+    names = ("torch_xla", "libtpu", "jax")
+    found = [f"torch {versions()['torch']}", *(f"{name} {_installed(name)}" for name in names)]
+    return " | ".join([*found, f"PJRT_DEVICE={os.environ.get('PJRT_DEVICE')}"])
 
 
 def _torch_version_file() -> dict[str, Any]:

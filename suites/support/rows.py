@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from bumpgate import accepted
 from bumpgate.baseline import Baseline, judge, load
 from bumpgate.rows import Judgement, Row, RowError, Value, one_line
 from suites.support.lanes import lane_of
@@ -22,6 +23,7 @@ from suites.support.provenance import versions
 # Names of the properties that carry rows and machine faults on a test report.
 ROW_PROPERTY = "bumpgate_row"
 INFRA_PROPERTY = "bumpgate_infra"
+NOT_RUN_PROPERTY = "bumpgate_not_run"
 MACHINE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 # Instruments whose canary agreed, and those whose canary did not with the reason, in this process.
@@ -45,12 +47,18 @@ def report_canaries(results: Mapping[str, str]) -> None:
     failed_instruments.update({name: reason for name, reason in results.items() if reason})
 
 
+Acceptances = Mapping[str, tuple[accepted.Acceptance, ...]]
+
+
 class RowRecorder:
     """The rows of one test. Callable; see __call__."""
 
-    def __init__(self, item: pytest.Item, baseline: Baseline, taken: dict[str, str]) -> None:
+    def __init__(
+        self, item: pytest.Item, baseline: Baseline, acceptances: Acceptances, taken: dict[str, str]
+    ) -> None:
         self._item = item
         self._baseline = baseline
+        self._acceptances = acceptances
         self._taken = taken
         self._unreported: list[Judgement] = []
 
@@ -71,6 +79,7 @@ class RowRecorder:
         evidence: Iterable[str] = (),
         instruments: Iterable[str] = (),
         per_build: bool = False,
+        series: Mapping[str, Iterable[float]] | None = None,
     ) -> Judgement:
         """Judges one measured value; the fields are those of bumpgate.rows.Row.
 
@@ -94,11 +103,13 @@ class RowRecorder:
             instruments=tuple(instruments),
             test=self._item.nodeid,
             per_build=per_build,
+            series={name: tuple(points) for name, points in (series or {}).items()},
         )
         if id in self._taken:
             raise RowError(f"row {id!r}: already reported by {self._taken[id]}")
         self._taken[id] = self._item.nodeid
         judgement = judge(row, self._baseline, failed_instruments=_unproved(row), build=versions())
+        judgement = accepted.apply(judgement, self._baseline, self._acceptances, accepted.today())
         self._item.user_properties.append((ROW_PROPERTY, json.dumps(judgement.to_json())))
         self._unreported.append(judgement)
         return judgement
@@ -132,8 +143,18 @@ def baseline_path(config: pytest.Config, lane: str) -> Path:
 
 @cache
 def lane_baseline(path: Path, lane: str) -> Baseline:
-    """The lane's baseline, read once a process. No file is an empty baseline: every row will be MISSING."""
+    """The lane's baseline, read once a process. No file is an empty baseline: every row will be MISSING.
+
+    Reads the acceptances beside it as well: whatever is wrong with either is said before a test runs.
+    """
+    lane_acceptances(path, lane)
     return load(path, lane, missing_ok=True)
+
+
+@cache
+def lane_acceptances(path: Path, lane: str) -> Acceptances:
+    """What was accepted of the lane's rows, by row id, from the file beside its baseline; read once a process."""
+    return accepted.of_lane(accepted.load(path.with_name(accepted.FILE)), lane)
 
 
 RECORDER = pytest.StashKey[RowRecorder]()
@@ -148,7 +169,8 @@ def row(request: pytest.FixtureRequest) -> Iterator[RowRecorder]:
     if lane is None:
         raise RowError(f"{item.nodeid} has rows but no lane: decorate it with @lanes(...)")
     taken = request.config.stash.setdefault(TAKEN, {})
-    recorder = RowRecorder(item, lane_baseline(baseline_path(request.config, lane), lane), taken)
+    path = baseline_path(request.config, lane)
+    recorder = RowRecorder(item, lane_baseline(path, lane), lane_acceptances(path, lane), taken)
     item.stash[RECORDER] = recorder
     yield recorder
     # Only rows that a finalizer reported are left here; the others have failed the call.

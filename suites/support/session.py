@@ -6,6 +6,7 @@ lives in each process that collects tests.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -13,12 +14,21 @@ from typing import Any
 
 import pytest
 
+from bumpgate import accepted
 from bumpgate.baseline import Baseline, Reviewed, accept, comparable, in_tier, investigate
 from bumpgate.rows import Judgement, Record, Row, Verdict, one_line, write_record
 from bumpgate.table import verdict_table
 from suites.support import provenance
-from suites.support.lanes import LANES, find, lane_of
-from suites.support.rows import INFRA_PROPERTY, ROW_PROPERTY
+from suites.support.lanes import LANES, PJRT_CPU, find, lane_of
+from suites.support.rows import (
+    INFRA_PROPERTY,
+    NOT_RUN_PROPERTY,
+    ROW_PROPERTY,
+    baseline_path,
+    lane_acceptances,
+)
+
+KEEP_SECONDS = 5.0
 
 
 class Selection:
@@ -90,6 +100,7 @@ class LaneSession:
         self.finished: set[str] = set()
         self.failed: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
+        self.not_run: dict[str, list[str]] = {}
         self.xpassed: set[str] = set()
         self.infra: dict[str, str] = {}
         self.uncollected: dict[str, str] = {}
@@ -99,7 +110,7 @@ class LaneSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
         """Leaves a record that is not complete: if this run is killed, no older record passes for its own."""
-        self.started = time.monotonic()
+        self.started = self.kept = time.monotonic()
         lane, root = self.baseline.lane, self.config.rootpath
         self.provenance = provenance.collect(lane, find(lane).device, root, full_run=self.full)
         try:
@@ -125,16 +136,27 @@ class LaneSession:
                 self._file(Judgement.from_json(json.loads(str(value))), report.nodeid)
             elif name == INFRA_PROPERTY:
                 self.infra[report.nodeid] = str(value)
+            elif name == NOT_RUN_PROPERTY:
+                self.not_run[report.nodeid] = json.loads(str(value))
         expected_failure = hasattr(report, "wasxfail")
         if report.failed:
             self.failed.setdefault(report.nodeid, _last_line(report))
-        elif report.skipped and not expected_failure:
+        elif report.skipped and not expected_failure and report.nodeid not in self.not_run:
             self.skipped[report.nodeid] = _last_line(report)
         elif report.passed and expected_failure and report.when == "call":
             self.xpassed.add(report.nodeid)
         # xdist files the report of a crashed worker's test under no phase.
         if report.when not in ("setup", "call"):
             self.finished.add(report.nodeid)
+            self._keep()
+
+    def _keep(self) -> None:
+        """What is measured so far, every few seconds, so that a run which is killed has lost no row."""
+        if time.monotonic() - self.kept < KEEP_SECONDS:
+            return
+        with contextlib.suppress(OSError):  # a full disk is told at the end
+            write_record(self.record_path, self.provenance, self.judgements.values(), complete=False)
+        self.kept = time.monotonic()
 
     def _file(self, judgement: Judgement, nodeid: str) -> None:
         """Each report of a test repeats the rows of its earlier phases."""
@@ -152,6 +174,10 @@ class LaneSession:
         judgements = [*self.judgements.values(), *self._missing(complete)]
         problems = self._problems(judgements, complete)
         here = self.provenance | {"wall_seconds": round(time.monotonic() - self.started, 3)}
+        notes = self._acceptances(judgements, complete)
+        here |= {"acceptances": notes} if notes else {}
+        not_run = sorted(line for lines in self.not_run.values() for line in lines)
+        here |= {"not_run": not_run} if not_run else {}
         try:
             record = write_record(self.record_path, here, judgements, complete=complete, problems=problems)
             where = str(self.record_path)
@@ -162,15 +188,23 @@ class LaneSession:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
         width = shutil.get_terminal_size().columns if reporter and reporter.hasmarkup else None
-        self.closing = verdict_table(record, where, verbose=self.config.option.verbose > 0, terminal=width)
+        table = verdict_table(record, where, verbose=self.config.option.verbose > 0, terminal=width)
+        self.closing = "".join(f"acceptance: {note}\n" for note in notes) + table
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.ensure_newline()
         terminalreporter.write(self.closing + "\n" if self.closing else "")
 
+    def _acceptances(self, judgements: list[Judgement], complete: bool) -> list[str]:
+        """What the entries of accepted.toml do in this run, one line each."""
+        acceptances = lane_acceptances(baseline_path(self.config, self.baseline.lane), self.baseline.lane)
+        whole = self.full and complete
+        return accepted.states(judgements, self.baseline, acceptances, accepted.today(), whole=whole)
+
     def _missing(self, complete: bool) -> list[Judgement]:
         """Reviewed rows that this run should have reported: those of its tests, on a full run all but a tier's."""
-        silent = {id: r for id, r in self.baseline.rows.items() if id not in self.judgements}
+        rows = self.baseline.rows.items()
+        silent = {id: r for id, r in rows if id not in self.judgements and r.test not in self.not_run}
         return [
             self._explain_missing(id, r, complete)
             for id, r in silent.items()
@@ -225,6 +259,9 @@ class LaneSession:
             lines += [f"{test}: skipped under --gate: {why}" for test, why in self.skipped.items()]
             lines += [f"{test}: passed where a failure is expected, under --gate" for test in self.xpassed]
             lines += [f"{test}: deselected under --gate" for test in self.selection.deselected]
+            # A stand-in owes no row of the device that it stands in for; a machine that claims it does.
+            owed = self.not_run if self.provenance["device"] != PJRT_CPU else {}
+            lines += [f"{test}: not run under --gate: {why}" for test, rows in owed.items() for why in rows]
         return sorted(lines)
 
 

@@ -1,0 +1,168 @@
+"""`bumpgate accept`: an expected difference gets an owner, a reason and a last day, in baselines/accepted.toml."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bumpgate.accepted import ACCEPTABLE, FILE, Acceptance, apply, covers, load, of_lane, today
+from bumpgate.baseline import LANES, find_root
+from bumpgate.baseline import load as load_baseline
+from bumpgate.drift import Creep
+from bumpgate.gate_file import GateFile, Paired, read
+from bumpgate.rebaseline import RefusedError
+from bumpgate.rows import BumpgateError, Judgement, Record, is_finite, write_atomic
+from bumpgate.sequential import Outcome, Timed
+
+__all__ = ["apply", "apply_to_times", "command"]
+
+MAX_DAYS = 366
+HEAD = """\
+# Differences that somebody has accepted until a day: `bumpgate accept` writes them, an expired one is red.
+# What is right for good belongs into the lane's baseline: `bumpgate rebaseline`.
+"""
+
+
+def command(
+    row: Annotated[str, typer.Argument(help="Row id: suite/case/metric.")],
+    lane: Annotated[str, typer.Option(help=f"One of {', '.join(LANES)}.")],
+    owner: Annotated[str, typer.Option(help="Who answers for it.")] = "",
+    reason: Annotated[str, typer.Option(help="Why the difference is expected, in one line.")] = "",
+    expires: Annotated[str, typer.Option(help="Its last day, such as 2026-12-31.")] = "",
+    record: Annotated[
+        Path | None, typer.Option(help="What was measured: record.json (the default) or a gate.json.")
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Drop every entry of the row instead.")] = False,
+) -> None:
+    """Accept the value that a row was measured at, until a day. It is then shown and not red.
+
+    Of a row that the gate timed in pairs, the ratio of times is accepted.
+
+    Exit codes: 0 done, 1 refused and nothing written, 4 bad input.
+    """
+    if os.environ.get("BUMPGATE_GATE") == "1":
+        raise BumpgateError("accept never runs inside a gate (BUMPGATE_GATE=1)")
+    if lane not in LANES:
+        raise BumpgateError(f"unknown lane {lane!r}; lanes: {', '.join(LANES)}")
+    root = find_root(Path.cwd())
+    path = root / "baselines" / FILE
+    entries = load(path)
+    if remove:
+        kept = [a for a in entries if (a.lane, a.row) != (lane, row)]
+        if len(kept) == len(entries):
+            raise BumpgateError(f"no acceptance of {row} on lane {lane}; baselines/{FILE} lists them")
+        save(path, kept)
+        typer.echo(f"removed {len(entries) - len(kept)} of {row}")
+    else:
+        made = _entry(root, record or root / "record.json", row, lane, owner, reason, _day(expires))
+        save(path, [*(a for a in entries if a.key != made.key), made])
+        typer.echo(f"accepted {row} {made.measured} for {made}")
+    typer.echo(f"wrote baselines/{FILE}; review it with: git diff baselines/{FILE}")
+
+
+def save(path: Path, entries: Iterable[Acceptance]) -> None:
+    """Writes accepted.toml in one step, in order of lane, row and value."""
+    import tomli_w
+
+    raw = []
+    for a in sorted(entries, key=lambda a: a.key):
+        what: dict[str, Any] = {"value": a.value} if a.ratio is None else {"ratio": a.ratio}
+        fields = {"lane": a.lane, "row": a.row, **what, "owner": a.owner, "reason": a.reason}
+        raw.append(fields | {"since": a.since, "expires": a.expires})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, HEAD + tomli_w.dumps({"accepted": raw} if raw else {}))
+
+
+def apply_to_times(
+    timed: Mapping[str, Timed],
+    creeps: Mapping[str, Creep],
+    acceptances: Iterable[Acceptance],
+    lane: str,
+    day: date,
+) -> tuple[dict[str, Timed], dict[str, Creep], list[str]]:
+    """What the verdict of a gate is to see: a slowdown that was accepted reads SAME, an accepted creep is gone.
+
+    An entry matches while the measured interval does not lie wholly above the accepted ratio, so a row that slows
+    further is SLOWER again. The third is one line for each entry that was used, or that has expired.
+    """
+    times, crept, lines = dict(timed), dict(creeps), list[str]()
+    for row, entries in sorted(of_lane(acceptances, lane).items()):
+        for a in entries:
+            if a.ratio is None:
+                continue
+            slower = (
+                row in times and times[row].outcome is Outcome.SLOWER and times[row].interval[0] <= a.ratio
+            )
+            creeping = row in crept and crept[row].ratio <= a.ratio
+            if not (slower or creeping):
+                continue
+            if a.expired(day):
+                lines.append(f"{row} {a.measured}: EXPIRED {a.expires}; {a.owner}: {a.reason}")
+                continue
+            lines.append(f"{row} {a.measured}: accepted by {a}")
+            if slower:
+                times[row] = replace(times[row], outcome=Outcome.SAME)
+            if creeping:
+                del crept[row]
+    return times, crept, lines
+
+
+def _day(text: str) -> date:
+    try:
+        day = date.fromisoformat(text)
+    except ValueError:
+        raise BumpgateError(f"--expires {text!r}: not a day such as 2026-12-31") from None
+    if not 0 <= (day - today()).days <= MAX_DAYS:
+        raise BumpgateError(f"--expires {day}: from today on, and at most {MAX_DAYS} days away")
+    return day
+
+
+def _entry(root: Path, path: Path, row: str, lane: str, owner: str, reason: str, expires: date) -> Acceptance:
+    """What to write. Raises RefusedError on a row that nobody may accept."""
+    for name, text in (("owner", owner), ("reason", reason)):
+        if not text.strip() or len(text.splitlines()) > 1:
+            raise BumpgateError(f"--{name} must be one line of text")
+    made = Acceptance(lane, row, None, owner.strip(), reason.strip(), today(), expires)
+    record, timed = _measured(path)
+    found = record.provenance.get("lane") if record else lane
+    if found != lane:
+        raise RefusedError(f"{path.name} is of lane {found!r}, not {lane!r}")
+    if row in timed:
+        return _timed_entry(made, timed[row])
+    judgement = next((j for j in record.judgements if j.row.id == row), None) if record else None
+    if judgement is None:
+        raise BumpgateError(f"{path.name} holds no row {row!r}")
+    made = replace(made, value=judgement.row.value)
+    baseline = load_baseline(root / "baselines" / f"{lane}.json", lane)
+    if fault := _unacceptable(judgement):
+        raise RefusedError(f"{row}: {fault}")
+    if not covers(made, judgement.row, baseline):
+        raise RefusedError(f"{row}: {judgement.verdict.value} whatever is accepted: {judgement.reason}")
+    return made
+
+
+def _measured(path: Path) -> tuple[Record | None, Mapping[str, Paired]]:
+    """The record to accept from (of a gate: the candidate's) and the gate's timed rows."""
+    found = read(path)
+    return (found.bad.record, found.timed) if isinstance(found, GateFile) else (found, {})
+
+
+def _timed_entry(made: Acceptance, timed: Paired) -> Acceptance:
+    if timed.outcome != Outcome.SLOWER.value or not is_finite(timed.ratio):
+        raise RefusedError(f"{made.row}: the paired sessions read {timed.outcome}: nothing to accept")
+    return replace(made, ratio=round(timed.ratio, 6))
+
+
+def _unacceptable(j: Judgement) -> str | None:
+    """Why nobody may accept a row, in a few words; None where one may."""
+    if not (j.red or j.accepted):
+        return f"{j.label}: nothing to accept"
+    if j.verdict not in ACCEPTABLE:
+        return f"{j.verdict.value}: {j.reason}; only a measured difference can be accepted"
+    return None

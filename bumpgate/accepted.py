@@ -1,0 +1,196 @@
+"""Accepted differences: which rows may read another value than the reviewed one, until when, and who said so.
+
+baselines/accepted.toml holds one entry a lane, row and value; `bumpgate accept` is its writer. A reviewed value says
+what is right for good; an acceptance says that somebody knows of a difference and has until a day to settle it.
+
+Standard library only (tomli where Python has no tomllib): this file must import under any candidate torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date, datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from bumpgate.baseline import LANES, Baseline, BaselineError, Failed, judge, violation
+from bumpgate.rows import ROW_ID, Judgement, Row, Value, Verdict, is_finite, is_number, one_line
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FILE = "accepted.toml"
+# A difference with a name to it. Every other red row says that nothing was measured, and nobody can accept that.
+ACCEPTABLE = (Verdict.REGRESSION, Verdict.CHANGED)
+NO_FAULTS: Failed = {}
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """One entry. The last day on which it holds is `expires`.
+
+    value: what the row may read, judged like a reviewed value, with the reviewed tolerance. None where `ratio` is set.
+    ratio: for a row that the gate times in pairs: time of the candidate over time of the adopted build.
+    """
+
+    lane: str
+    row: str
+    value: Value
+    owner: str
+    reason: str
+    since: date
+    expires: date
+    ratio: float | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What it accepts: one entry each."""
+        return self.lane, self.row, self.measured
+
+    @property
+    def measured(self) -> str:
+        return f"{self.value!r}" if self.ratio is None else f"ratio {self.ratio:.6g}"
+
+    def expired(self, today: date) -> bool:
+        return today > self.expires
+
+    def __str__(self) -> str:
+        return f"{self.owner}, until {self.expires}: {self.reason}"
+
+
+def today() -> date:
+    """The day in UTC, so that an acceptance ends everywhere at once."""
+    return datetime.now(timezone.utc).date()
+
+
+def load(path: Path) -> tuple[Acceptance, ...]:
+    """The entries of accepted.toml; none where there is no such file. Raises BaselineError, one line, on any other."""
+    name = f"{path.parent.name}/{path.name}"
+    restore = f"restore it with: git checkout {name}"
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise BaselineError(f"{name}: cannot be read ({error.strerror}); {restore}") from None
+    except (ValueError, RecursionError) as error:
+        raise BaselineError(f"{name}: not TOML ({one_line(error)}); {restore}") from None
+    entries = raw.get("accepted", [])
+    if raw.keys() - {"accepted"} or not isinstance(entries, list):
+        raise BaselineError(f"{name}: holds [[accepted]] entries and nothing else; {restore}")
+    found: dict[tuple[str, str, str], Acceptance] = {}
+    for number, entry in enumerate(entries, 1):
+        fault = _fault(entry)
+        made = None if fault else Acceptance(**{"value": None} | entry)
+        if made and made.key in found:
+            fault = f"{made.row} {made.measured} of lane {made.lane} stands there twice"
+        if fault:
+            raise BaselineError(f"{name} entry {number}: {fault}; {restore}")
+        assert made
+        found[made.key] = made
+    return tuple(found.values())
+
+
+def of_lane(acceptances: Iterable[Acceptance], lane: str) -> dict[str, tuple[Acceptance, ...]]:
+    """Row id -> its entries."""
+    out: dict[str, tuple[Acceptance, ...]] = {}
+    for a in acceptances:
+        if a.lane == lane:
+            out[a.row] = (*out.get(a.row, ()), a)
+    return out
+
+
+def covers(acceptance: Acceptance, row: Row, baseline: Baseline) -> bool:
+    """Whether the row is right with the accepted value in the place of the reviewed one. A derivation always stands."""
+    reviewed = baseline.rows.get(row.id)
+    value = acceptance.value
+    if reviewed is None or value is None or violation(row) is not None:
+        return False
+    if row.better in ("lower", "higher") and not is_number(value):
+        return False
+    moved = Baseline(baseline.lane, {}, {row.id: replace(reviewed, value=value)})
+    return not judge(row, moved, failed_instruments=NO_FAULTS).red
+
+
+def apply(
+    judgement: Judgement,
+    baseline: Baseline,
+    acceptances: Mapping[str, Sequence[Acceptance]],
+    day: date,
+) -> Judgement:
+    """The judgement with what was accepted of its row: no longer red, or red with the name of whose word ran out.
+
+    acceptances: of `of_lane`. An accepted row keeps its verdict, so a reader still sees the difference.
+    """
+    entries = acceptances.get(judgement.row.id, ())
+    if not (entries and judgement.red and judgement.verdict in ACCEPTABLE):
+        return judgement
+    matching = sorted(
+        (a for a in entries if covers(a, judgement.row, baseline)), key=lambda a: a.expires, reverse=True
+    )
+    if matching and not matching[0].expired(day):
+        return replace(judgement, accepted=str(matching[0]), command="")
+    if matching:
+        a = matching[0]
+        said = f"accepted by {a.owner}, expired {a.expires}: {a.reason}"
+    else:
+        said = ", ".join(f"{a.owner} accepted {a.measured} until {a.expires}" for a in entries) + ", not this"
+    return replace(judgement, reason=f"{judgement.reason}; {said}")
+
+
+def states(
+    judgements: Iterable[Judgement],
+    baseline: Baseline,
+    acceptances: Mapping[str, Sequence[Acceptance]],
+    day: date,
+    *,
+    whole: bool,
+) -> list[str]:
+    """One line an entry on what it does in this run, the useless ones with the command that removes them.
+
+    whole: the run measured every row of the lane, so an entry without its row is of no use.
+    """
+    measured = {j.row.id: j for j in judgements if not j.row.unmeasured}
+    lines = []
+    for row, entries in sorted(acceptances.items()):
+        j = measured.get(row)
+        for a in entries if j or whole else ():
+            lines.append(f"{row} {a.measured}: {_state(a, j, baseline, day)}")
+    return lines
+
+
+def _state(a: Acceptance, j: Judgement | None, baseline: Baseline, day: date) -> str:
+    remove = f"remove it with: bumpgate accept {a.row} --lane {a.lane} --remove"
+    if j is None:
+        return f"accepted by {a.owner}, and nothing measures it; {remove}"
+    if a.ratio is not None:
+        return f"judged by the gate; {a}"
+    if covers(a, j.row, baseline) and (j.accepted or j.red):
+        return f"EXPIRED {a.expires}; {a.owner}: {a.reason}" if a.expired(day) else f"accepted by {a}"
+    return f"accepted by {a.owner}, but measured {j.row.value!r} ({j.label}); {remove}"
+
+
+def _fault(raw: Any) -> str | None:
+    """What is wrong with one entry; None where nothing is."""
+    names = {"lane", "row", "owner", "reason", "since", "expires"}
+    if not isinstance(raw, dict) or raw.keys() not in (names | {"value"}, names | {"ratio"}):
+        return f"an entry has the fields {', '.join(sorted(names))}, and value or ratio"
+    if raw["lane"] not in LANES:
+        return f"lane must be one of {', '.join(LANES)}, got {raw['lane']!r}"
+    if not isinstance(raw["row"], str) or not ROW_ID.fullmatch(raw["row"]):
+        return f"row must read suite/case/metric, got {raw['row']!r}"
+    for name in ("owner", "reason"):
+        if not isinstance(raw[name], str) or not raw[name].strip() or len(raw[name].splitlines()) > 1:
+            return f"{name} must be one line of text"
+    for name in ("since", "expires"):
+        if type(raw[name]) is not date:  # a datetime is a date, too
+            return f"{name} must be a day such as 2026-12-31, got {raw[name]}"
+    value = raw.get("value", "")
+    if not (isinstance(value, (str, bool)) or is_finite(value)):
+        return f"value must be a finite number, a text or a flag, got {value!r}"
+    ratio = raw.get("ratio", 1.0)
+    return None if is_finite(ratio) and ratio > 0 else f"ratio must be a positive number, got {ratio!r}"

@@ -1,0 +1,22 @@
+"""What the extra `report` installs, asked for in one place: a missing library is one line with its command."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from bumpgate.rows import BumpgateError
+
+
+class ExtraMissingError(BumpgateError):
+    """A command needs libraries that a plain install of bumpgate leaves out."""
+
+
+def need(*modules: str, command: str) -> ModuleType:
+    """Imports the modules and returns the last one. Raises ExtraMissingError where one is not installed."""
+    try:
+        return [importlib.import_module(name) for name in modules][-1]
+    except ModuleNotFoundError as error:
+        raise ExtraMissingError(
+            f"{command} needs {error.name}; install it with: pip install 'bumpgate[report]'"
+        ) from None

@@ -1,0 +1,143 @@
+"""PEP 751 lock files of a lane, `wheels/pylock.<lane>.toml`: read, checked, and written in a form that names no host.
+
+Each wheel carries its file name, its sha256 and a path below `store/`; no URL and no index. An installer finds the
+file in the wheel store or through the index settings of its own host, and the hash says whether it is the one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from packaging.utils import canonicalize_name
+
+from bumpgate.rows import BumpgateError, one_line, write_atomic
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class LockError(BumpgateError):
+    """A lock file that cannot be read or does not pin what it names."""
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """One wheel file. sha256: 64 hexadecimal digits."""
+
+    file: str
+    sha256: str
+
+    @property
+    def path(self) -> str:
+        """Where it lies below a wheel store: two files of one name and other bytes never meet."""
+        return f"{self.sha256}/{self.file}"
+
+
+@dataclass(frozen=True)
+class Locked:
+    """One package of a set."""
+
+    name: str
+    version: str
+    wheels: tuple[Wheel, ...]
+
+    @property
+    def requirement(self) -> str:
+        """As a line of a requirements file for `--require-hashes`."""
+        return " ".join([f"{self.name}=={self.version}", *(f"--hash=sha256:{w.sha256}" for w in self.wheels)])
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A whole set. python: "3.11", the one interpreter that its wheels are for; "" where the file leaves it open."""
+
+    packages: tuple[Locked, ...]
+    python: str = ""
+    environments: tuple[str, ...] = ()
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Package name to version."""
+        return {p.name: p.version for p in self.packages}
+
+
+def lane_lock(root: Path, lane: str) -> Path:
+    """Where a lane's lock file stands in a source tree."""
+    return root / "wheels" / f"pylock.{lane}.toml"
+
+
+def read_lock(path: Path) -> Lock:
+    """Raises LockError, one line, on a file that is missing, no lock, or leaves a wheel without its sha256."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not text"
+        raise LockError(f"{path.name}: cannot be read ({why}); bumpgate freeze writes it") from None
+    packages = tuple(package for package, _ in parse_lock(path.name, text))
+    raw = tomllib.loads(text)
+    python = re.fullmatch(r"==(\d+\.\d+)\.\*", str(raw.get("requires-python", "")))
+    return Lock(packages, python[1] if python else "", tuple(map(str, raw.get("environments", ()))))
+
+
+def parse_lock(name: str, text: str) -> list[tuple[Locked, dict[Wheel, str]]]:
+    """The packages of a lock, ours or uv's, and the URL or path of each wheel. Raises LockError."""
+    try:
+        raw = tomllib.loads(text)
+        if raw.get("lock-version") != "1.0":
+            raise LockError(f"{name}: not a lock file of version 1.0 (PEP 751)")
+        return [_locked(name, entry) for entry in raw["packages"]]
+    except LockError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LockError(f"{name}: not a lock file ({one_line(error, 120)})") from None
+
+
+def _locked(name: str, entry: Mapping[str, Any]) -> tuple[Locked, dict[Wheel, str]]:
+    package, version = canonicalize_name(entry["name"]), str(entry["version"])
+    places = {}
+    # A requirement on one wheel file has it as an archive.
+    for raw in [*entry.get("wheels", ()), *([entry["archive"]] if "archive" in entry else ())]:
+        place = str(raw.get("url") or raw["path"])
+        file = raw.get("name") or unquote(place.rsplit("/", 1)[-1])
+        sha256 = raw.get("hashes", {}).get("sha256", "")
+        if not SHA256.fullmatch(sha256):
+            raise LockError(f"{name}: {package} {version} has a wheel without its sha256; freeze anew")
+        places[Wheel(file, sha256)] = place
+    if not places:
+        raise LockError(f"{name}: {package} {version} has no wheel; only wheels can be gated")
+    return Locked(package, version, tuple(places)), places
+
+
+def write_lock(path: Path, lock: Lock) -> None:
+    """Writes the committed form, packages by name, in one step."""
+    lines = ['lock-version = "1.0"']
+    if lock.environments:
+        lines.append(f"environments = {json.dumps(list(lock.environments))}")
+    if lock.python:
+        lines.append(f'requires-python = "=={lock.python}.*"')
+    lines.append('created-by = "bumpgate"')
+    for package in sorted(lock.packages, key=lambda p: p.name):
+        lines += [
+            "",
+            "[[packages]]",
+            f'name = "{package.name}"',
+            f'version = "{package.version}"',
+            "wheels = [",
+        ]
+        lines += [
+            f'  {{ name = "{w.file}", path = "store/{w.path}", hashes = {{ sha256 = "{w.sha256}" }} }},'
+            for w in sorted(package.wheels, key=lambda w: w.file)
+        ]
+        lines.append("]")
+    write_atomic(path, "\n".join(lines) + "\n")

@@ -1,0 +1,30 @@
+"""Runs a command, and ends it with all its children when whoever started it is gone.
+
+Run by path, in a process group of its own: `python supervise.py COMMAND ...`, stdin a pipe that the starter never
+writes to. A starter that is killed cannot clean up; the pipe that closes with it can.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+# Added to the number of a signal that ended the command; pytest's own exit codes are far below.
+SIGNALLED = 128
+
+
+def end_with_the_starter() -> None:
+    """The read returns when the other end of the pipe is closed, by whatever way its holder ended."""
+    os.read(0, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    # The command gets the signal itself, as part of the group; a handler, unlike SIG_IGN, is not inherited.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    threading.Thread(target=end_with_the_starter, daemon=True).start()
+    code = subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL)
+    os._exit(code if code >= 0 else SIGNALLED - code)

@@ -1,0 +1,159 @@
+"""A hybrid that several ranks train: its regions compiled, then under DDP or FSDP2, in the one order that works (C14).
+
+build    the model as its constructor left it, seeded alike on every rank
+shard    tensor or sequence parallelism, by the caller's own function
+compile  the policy's regions, in place: Module.compile keeps type and names, a wrapper changes both
+fsdp2    or ddp; last, so that its hooks stand around a compiled region and not inside it
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from launch.contract import Contract, ContractError
+from launch.policies import Backend, CompiledHybrid, apply
+from model import Hybrid
+from model.moe import MoEBlock
+
+STYLES = ("ddp", "fsdp2")
+# One compile over the model's straight line calls no hook of the model's own, where DDP and FSDP2 stand.
+POLICIES = ("eager", "per_block", "regional")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """compiled: what a train step calls. order: the stages that the model went through."""
+
+    compiled: CompiledHybrid
+    order: tuple[str, ...]
+
+
+def parallelize(
+    model: Hybrid,
+    contract: Contract,
+    mesh: DeviceMesh,
+    style: str,
+    policy: str = "",
+    *,
+    backend: Backend = "inductor",
+    shard: Callable[[Hybrid], None] | None = None,
+    unused: bool = False,
+) -> Parallel:
+    """Compiles and wraps `model`, in place, for the ranks of a mesh of one axis. Gradients become means over ranks.
+
+    policy: by default the contract's. shard: tensor or sequence parallelism, applied to the model before it is
+    compiled. unused: whether a parameter may have a gradient on some ranks only; without it DDP waits for such a
+    gradient until the group's timeout, and FSDP2's ranks reduce buffers of different lengths.
+    Raises ContractError, one line, on a policy or style that is not for ranks, a model that is already compiled or
+    wrapped, a stage that changes types or names, and where this torch has no FSDP2 that knows unused parameters.
+    """
+    policy = policy or contract.default_policy
+    if style not in STYLES or policy not in POLICIES:
+        raise ContractError(
+            f"{style} with {policy}: ranks know {' and '.join(STYLES)}, with {', '.join(POLICIES)}"
+        )
+    _check_as_built(model)
+    before, order = identity(model), ["build"]
+    if shard is not None:
+        shard(model)
+        _check_as_built(model)
+        check_identity(model, before)
+        order.append("shard")
+    compiled = apply(model, policy, contract, backend)
+    check_identity(model, before)
+    order.append("compile")
+    if style == "ddp":
+        compiled.forward = DistributedDataParallel(
+            model, device_mesh=mesh, find_unused_parameters=unused, **_own_buffers()
+        )
+    else:
+        _fully_shard(model, mesh, unused)
+        check_identity(model, before, subclasses=True)
+    return Parallel(compiled, (*order, style))
+
+
+def identity(model: nn.Module) -> dict[str, type]:
+    """Name -> type of every module, parameter and entry of the state_dict: what plans and checkpoints go by."""
+    tensors = [*dict(model.named_parameters()), *model.state_dict()]
+    return {
+        **{name: type(module) for name, module in model.named_modules()},
+        **dict.fromkeys(tensors, Tensor),
+    }
+
+
+def check_identity(model: nn.Module, before: dict[str, type], subclasses: bool = False) -> None:
+    """Raises ContractError where a name has come or gone, or a module's type changed.
+
+    subclasses: FSDP2 derives each module's type from its own, which isinstance does not notice.
+    """
+    after = identity(model)
+    if changed := sorted(before.keys() ^ after.keys()):
+        raise ContractError(f"{changed[0]} and {len(changed) - 1} more names have come or gone: {AS_BUILT}")
+    for name, kind in before.items():
+        if not (issubclass(after[name], kind) if subclasses else after[name] is kind):
+            raise ContractError(f"{name} was {kind.__name__} and is {after[name].__name__}: {AS_BUILT}")
+
+
+AS_BUILT = "the order is build, shard, compile by Module.compile, then DDP or FSDP2"
+
+
+def _check_as_built(model: Hybrid) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ContractError(f"{name or 'the model'} is under FSDP2 already: {AS_BUILT}")
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            raise ContractError(f"{name or 'the model'} is compiled already: {AS_BUILT}")
+
+
+def _own_buffers() -> dict[str, bool]:
+    """DDP's option that leaves buffers to their rank.
+
+    By default each forward copies rank 0's over everybody's, and with them its overflow counts. Torch renamed it.
+    """
+    known = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+
+
+def _fully_shard(model: Hybrid, mesh: DeviceMesh, unused: bool) -> None:
+    """Each block a group of its own; the embedding, which the head reads too, in the root's."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if unused:
+        if not hasattr(model, "set_reduce_scatter_unused_params"):
+            raise ContractError(f"torch {torch.__version__}: FSDP2 cannot reduce unused parameters, DDP can")
+        model.set_reduce_scatter_unused_params(True)
+
+
+def average_buffers(model: Hybrid, group: dist.ProcessGroup | None = None) -> None:
+    """After a step: the floating-point buffers become their means over the ranks; nobody else keeps them alike.
+
+    These are the experts' running load and selection bias, which each rank moves by its own tokens.
+    """
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if not buffers:
+        return
+    flat = torch.cat([buffer.flatten().float() for buffer in buffers])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
+        buffer.copy_(mean.view_as(buffer))
+
+
+def overflow(model: Hybrid, group: dist.ProcessGroup | None = None) -> int:
+    """Dropped (token, expert) pairs of all ranks since construction. Reads the device: not for a step."""
+    counts = [block.overflow for block in model.modules() if isinstance(block, MoEBlock)]
+    if not counts:
+        return 0
+    total = torch.stack(counts).sum()
+    dist.all_reduce(total, group=group)
+    return int(total)

@@ -1,0 +1,161 @@
+"""A launcher that starts a failed run once more: python -m launch.retry [--ranks N] -- -m launch.train ...
+
+The first launch's last traceback is classified by contract.toml's [logs.*]. Only the classes of [retry.error] are
+launched again, only where training had not begun, and once. What is different then are four patches, each a function
+of its own: the debug level in the environment (here) and in the process, lazy groups and the barrier that is skipped
+(launch/process_group.py). The last line on standard output is the run's, or its first rank's. Exit codes: the run's
+own; 1 where it was killed or stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.children import Child, ChildError, run
+from launch.contract import PATH, ContractError, section
+from launch.environment import REFUSED, RETRY
+from launch.log_classes import load_classes
+from launch.logs import TRACEBACK, classify
+
+REASON = "BUMPGATE_RETRY_REASON"  # in a retry's environment: the log class of the first failure
+BEGUN = "BUMPGATE_BEGUN"  # names the file that a run makes once a failure is training's and not the start's
+DEBUG = "TORCH_DISTRIBUTED_DEBUG"
+LAZY_GROUPS = ("cuda", "listed")
+
+
+@dataclass(frozen=True)
+class Retry:
+    """[retry] of the contract. errors: log class -> whether its retry makes lazy groups whatever the device."""
+
+    times: int
+    last_step: int
+    debug_level: str
+    lazy_groups: str
+    skip_barrier: str
+    errors: Mapping[str, bool]
+
+
+def load_retry(path: Path = PATH) -> Retry:
+    """Raises ContractError, one line, where the table is misshapen or an error is no log class that alerts."""
+
+    def build(table: dict) -> Retry:
+        values = {name: line["value"] for name, line in table.items() if name != "error" and line["reason"]}
+        return Retry(
+            **values, errors={name: line.get("lazy", False) for name, line in table["error"].items()}
+        )
+
+    retry = section("retry", build, path)
+    alerts = {c.name for c in load_classes(path) if c.action == "alert"}
+    if unknown := sorted(set(retry.errors) - alerts):
+        raise ContractError(f"{path.name}: [retry.error.{unknown[0]}] is no class of [logs] that alerts")
+    if retry.lazy_groups not in LAZY_GROUPS or retry.skip_barrier != "expert_parallel":
+        raise ContractError(f"{path.name}: [retry] lazy_groups or skip_barrier has an unknown value")
+    return retry
+
+
+def failure(tail: Sequence[str]) -> tuple[str, ...]:
+    """The alerting log classes of a child's last traceback, or of all its last lines where it printed none.
+
+    What stands before the last traceback was survived: a candidate of autotuning that ran out of memory.
+    """
+    begins = [i for i, line in enumerate(tail) if line.startswith(TRACEBACK)]
+    report = classify(line + "\n" for line in tail[begins[-1] if begins else 0 :])
+    return tuple(f.log_class.name for f in report.findings if f.alert)
+
+
+def relaunch(
+    retry: Retry, error: ChildError, given: Mapping[str, str], begun: bool
+) -> tuple[dict[str, str] | None, str]:
+    """The environment of the second launch, or None, and in words what decided."""
+    if len(classes := failure(error.tail)) != 1 or classes[0] not in retry.errors:
+        return None, f"{' and '.join(classes) or 'no known error'}: not listed"
+    if begun:
+        return None, f"{classes[0]} behind step {retry.last_step}: training had begun"
+    if (before := int(given.get(RETRY) or 0)) >= retry.times:
+        return None, f"{classes[0]} again in launch {before + 1}"
+    changed = {**given, RETRY: str(before + 1), REASON: classes[0]}
+    return quiet_environment(retry, changed), classes[0]
+
+
+def quiet_environment(retry: Retry, given: Mapping[str, str]) -> dict[str, str]:
+    """Patch 1: DETAIL becomes the contract's level before the new process, and whatever it starts, reads it."""
+    return {**given, DEBUG: retry.debug_level} if given.get(DEBUG, "").upper() == "DETAIL" else dict(given)
+
+
+def passed(step: int, last_step: int, given: Mapping[str, str] = os.environ) -> None:
+    """Called by a run after each step, counted from 0 in this process: behind the last one a failure is final."""
+    if step == last_step and given.get(BEGUN):
+        Path(given[BEGUN]).touch()
+
+
+def ranks(count: int, command: Sequence[str], given: Mapping[str, str]) -> list[Child]:
+    """One child a rank, `command` given to this Python; at a port of their own, so that no stale rank joins them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    return [
+        Child(
+            f"rank{rank}",
+            [sys.executable, *command],
+            {**given, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)},
+        )
+        for rank in range(count)
+    ]
+
+
+def supervise(
+    count: int, command: Sequence[str], given: Mapping[str, str], *, seconds: float, log: Path
+) -> int:
+    """Launches, and launches again where the contract allows it; 0 ranks: one process, not distributed -> exit code."""
+    retry, environment = load_retry(), dict(given)
+    with tempfile.TemporaryDirectory() as place:
+        begun = Path(place) / "begun"
+        while True:
+            told = {**environment, BEGUN: str(begun)}
+            single = [Child("run", [sys.executable, *command], told)]
+            try:
+                tails = run(ranks(count, command, told) if count else single, seconds=seconds, log=log)
+                print(*next(iter(tails.values()))[-1:])
+                return 0
+            except ChildError as error:
+                second, why = relaunch(retry, error, environment, begun.exists())
+                print(
+                    f"{'launched again' if second else 'final'}: {why}; {error}", file=sys.stderr, flush=True
+                )
+                if second is None:
+                    return error.code if error.code and error.code > 0 else 1
+                environment = second
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(prog="python -m launch.retry", description=__doc__.split("\n", 1)[0])
+    p.add_argument("--ranks", type=int, default=0, help="processes on this host; 0 is one that is no rank")
+    p.add_argument("--seconds", type=float, default=float("inf"), help="the longest that a launch may take")
+    p.add_argument("--log", type=Path, required=True, help="every line of every launch, behind its rank")
+    p.add_argument("command", nargs="+", help="what Python is given: -m launch.train ...")
+    return p
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code; argparse itself exits with 2."""
+    o = parser().parse_args(arguments)
+    # Ranks are sessions of their own: asked to stop, their launcher must not leave them behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return supervise(o.ranks, o.command, os.environ, seconds=o.seconds, log=o.log)
+    except ContractError as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return REFUSED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,45 @@
+"""What a process on XLA must find in its environment before torch_xla is imported, and the refusal where it does not.
+
+torch_xla reads most of these once, at import. So this module imports the standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+
+# Variable -> its value and the reason.
+ALWAYS = {
+    "XLA_NO_SPECIAL_SCALARS": (
+        "1",
+        "else 0 and 1 are constants of the program: a scalar that becomes 0 compiles the step anew",
+    ),
+}
+# Where PJRT runs on CPU in the TPU's place: the same programs, compiled in a third of the time.
+STAND_IN = {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+}
+DEVICES = ("CPU", "TPU")
+
+
+class XlaEnvironmentError(ValueError):
+    """The environment breaks the rules of this path. The message is one line."""
+
+
+def enter(environment: MutableMapping[str, str]) -> None:
+    """Adds what is absent; nobody's choice is undone. PJRT_DEVICE is CPU unless somebody asks for TPU."""
+    environment.setdefault("PJRT_DEVICE", "CPU")
+    wanted = {name: value for name, (value, _) in ALWAYS.items()}
+    for name, value in (wanted | (STAND_IN if environment["PJRT_DEVICE"] == "CPU" else {})).items():
+        environment.setdefault(name, value)
+
+
+def check(environment: Mapping[str, str]) -> None:
+    """Raises XlaEnvironmentError where a variable is missing or differs."""
+    device = environment.get("PJRT_DEVICE")
+    if device not in DEVICES:
+        raise XlaEnvironmentError(f"PJRT_DEVICE is {device!r}: export PJRT_DEVICE={' or '.join(DEVICES)}")
+    for name, (value, reason) in ALWAYS.items():
+        if environment.get(name) != value:
+            raise XlaEnvironmentError(
+                f"{name} is {environment.get(name)!r}: export {name}={value} before Python starts ({reason})"
+            )

@@ -1,0 +1,83 @@
+"""One process of the cache checks: compiles variants of one small program and prints what the caches did as JSON.
+
+`python -m suites.cache.programs DEVICE VARIANT...` with TORCHINDUCTOR_CACHE_DIR set; the parent compares processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+CODE = (".so", ".cubin")
+# Defaults of an option or two, and what of them a variant changes; the order in which a dict names them says nothing.
+OPTIONS = {"epilogue_fusion": True, "max_fusion_size": 64}
+
+Changes = dict[str, Any]
+VARIANTS: dict[str, Changes] = {
+    "same": {},
+    "without_aotautograd": {"forget": "aotautograd"},
+    "without_fxgraph": {"forget": "fxgraph"},
+    "options_reordered": {"options": dict(reversed(OPTIONS.items()))},
+    "source": {"constant": 3.0},
+    "shape": {"size": 8},
+    "dtype": {"dtype": "float64"},
+    "inductor_option": {"options": OPTIONS | {"max_fusion_size": 8}},
+    "torch_version": {"version": "2.0.0"},
+}
+
+
+def compiled_code() -> dict[str, int]:
+    """Every compiled object in the cache directory with its time of writing: one built anew differs in it."""
+    directory = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    found = (path for path in directory.rglob("*") if path.suffix in CODE)
+    return {str(path.relative_to(directory)): path.stat().st_mtime_ns for path in found}
+
+
+def run(
+    device: str,
+    constant: float = 2.0,
+    size: int = 16,
+    dtype: str = "float32",
+    options: Changes = OPTIONS,
+    version: str = "",
+    forget: str = "",
+) -> dict[str, Any]:
+    """Compiles the forward and backward of sin(constant x) for x (size,size) -> what each layer of the caches did.
+
+    version: what torch says it is. forget: a layer's directory that is deleted first.
+    """
+    import torch
+
+    from suites.support.instruments import DynamoWatch, autotune_count, cache_counts
+
+    if version:
+        torch.__version__ = version
+    if forget:
+        shutil.rmtree(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / forget)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return (x * constant).sin()
+
+    with DynamoWatch() as watch:
+        x = torch.ones(size, size, dtype=getattr(torch, dtype), device=device, requires_grad=True)
+        torch.compile(forward, options=dict(options))(x).sum().backward()
+        counts = asdict(cache_counts())
+        autotunes = autotune_count()
+    frames = watch.report.frames_ok
+    return {"counts": counts, "frames": frames, "autotunes": autotunes, "code": compiled_code()}
+
+
+def main(device: str, *variants: str) -> dict[str, Any]:
+    """Variant -> what its compilation did, one after the other in this process."""
+    return {name: run(device, **VARIANTS[name]) for name in variants}
+
+
+if __name__ == "__main__":
+    # `python -m` has found this file in the root; from here on another directory is as good.
+    os.chdir(os.environ.get("BUMPGATE_ELSEWHERE", "."))
+    print(json.dumps(main(*sys.argv[1:])))

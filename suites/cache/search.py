@@ -1,0 +1,57 @@
+"""One process of the autotuning checks: trains a batched product whose kernel Inductor searches for.
+
+`python -m suites.cache.search DEVICE CASE...` with TORCHINDUCTOR_CACHE_DIR set. A case is SIZE=CANDIDATE[=GRAPH]: the
+inner size of the product, how its template candidates behave, and "transposed" for another graph around the same
+product. The last line of output is JSON: for each case the losses, the searches, and whether ATen's product was taken.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from suites.cache.candidates import CANDIDATES
+
+STEPS = 3
+
+
+def train(device: str, size: int, candidate: str, graph: str) -> dict[str, object]:
+    """STEPS steps of SGD on the sum of x @ w, x (2,8,size) and w (2,size,32). Nothing but the product is compiled."""
+    import torch
+
+    from suites.support.instruments import autotuning, forget_graphs, trace_artifacts
+
+    forget_graphs()
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, size, device=device)
+    w = torch.randn(2, size, 32, device=device, requires_grad=True)
+
+    @torch.compile
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.bmm(x, w)
+        return y.transpose(1, 2) if graph == "transposed" else y
+
+    losses = []
+    with autotuning(CANDIDATES[candidate]) as searches, trace_artifacts("inductor_output_code") as found:
+        for _ in range(STEPS):
+            loss = product(x, w).sum()
+            loss.backward()
+            with torch.no_grad():
+                w -= 0.01 * w.grad
+            w.grad = None
+            losses.append(float(loss))
+    first = found[0][1]  # the forward's code: the search of the backward's product has an outcome of its own
+    return {"losses": losses, "searches": searches, "aten": "extern_kernels.bmm(" in first}
+
+
+def main(device: str, *cases: str) -> dict[str, object]:
+    """Case -> what happened."""
+    parts = {case: (*case.split("="), "")[:3] for case in cases}
+    return {case: train(device, int(size), fault, graph) for case, (size, fault, graph) in parts.items()}
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(main(*sys.argv[1:])))
+    except Exception as error:
+        raise SystemExit(f"{type(error).__name__}: {str(error).splitlines()[0]}") from None

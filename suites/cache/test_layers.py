@@ -1,0 +1,132 @@
+"""A warm restart, layer by layer: what each cache gave is told apart, and a lost layer is named.
+
+Rule C18. Dynamo (traced anew in each process), AOTAutograd, FX graphs, compiled code, autotuning. The hybrid's own
+restart stands in test_warm_restart.py; this is a program of two kernels, cheap enough to break in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from suites.support.child import run_json
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+SECONDS = 300
+
+
+def compiled(lane: Lane, directory: Path, *variants: str, **variables: str) -> dict[str, Any]:
+    """suites.cache.programs in a process of its own, on a cache directory, with further environment variables."""
+    environment = {
+        "TORCHINDUCTOR_CACHE_DIR": str(directory),
+        "TRITON_CACHE_DIR": str(directory / "triton"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        **variables,
+    }
+    return run_json("suites.cache.programs", lane.device, *variants, environment=environment, timeout=SECONDS)
+
+
+def cold_layers(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The layers that `after` did not take from the cache that `before` has filled.
+
+    A layer is warm only by a positive count of hits: with the caches off torch counts no misses either.
+    """
+    counts = after["counts"]
+    cold = [
+        layer
+        for layer in ("aot", "fx")
+        if not counts[f"{layer}_hit"] or counts[f"{layer}_miss"] or counts[f"{layer}_bypass"]
+    ]
+    if not before["code"] or new_code(before, after):
+        cold.append("code")
+    return [*cold, "autotune"] if after["autotunes"] else cold
+
+
+def new_code(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Shared objects and cubins that were written since, under whatever name."""
+    return [path for path, written in after["code"].items() if before["code"].get(path) != written]
+
+
+@pytest.fixture(scope="module")
+def restart(lane: Lane, tmp_path_factory) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """A cache directory, the cold process on it, and the warm one, which then loses one layer after another."""
+    directory = tmp_path_factory.mktemp("inductor")
+    cold = compiled(lane, directory, "same")["same"]
+    return directory, cold, compiled(lane, directory, "same", "without_aotautograd", "without_fxgraph")
+
+
+@lanes("cpu", "h200")
+def test_every_layer_is_warm(lane: Lane, restart, row, canaries) -> None:
+    canaries("cache", "autotune", "graphs")
+    _, cold, warm = restart
+    same, counts = warm["same"], warm["same"]["counts"]
+    hits = (counts["aot_hit"] or 0) + (counts["fx_hit"] or 0)
+    found = cold_layers(cold, same)
+    row(
+        f"cache/layers-{lane.name}/cold_after_restart",
+        len(found),
+        unit="layers",
+        witness=hits,
+        rule="C18",
+        expected=0,
+        evidence=(*found, f"cold {cold['counts']}", f"warm {counts}"),
+        instruments=("cache", "autotune"),
+    )
+    # What Dynamo traces no restart saves: guards and bytecode are of this process.
+    row(
+        f"cache/layers-{lane.name}/frames_traced_again",
+        same["frames"],
+        unit="count",
+        witness=cold["frames"],
+        rule="C18",
+        expected=cold["frames"],
+        instruments=("graphs",),
+    )
+
+
+@lanes("cpu", "h200")
+@planted("C18", "the directory of one layer deleted: AOTAutograd's, then the FX graphs'")
+def test_a_lost_layer_is_named(lane: Lane, restart) -> None:
+    """An AOTAutograd entry refers to its FX graphs, so that losing those loses both."""
+    _, cold, warm = restart
+    assert cold_layers(cold, warm["without_aotautograd"]) == ["aot"]
+    assert cold_layers(cold, warm["without_fxgraph"]) == ["aot", "fx"]
+
+
+@lanes("cpu", "h200")
+@planted("C18", "the caches off: no miss is counted")
+def test_caches_that_are_off_are_cold(lane: Lane, restart) -> None:
+    directory, cold, _ = restart
+    off = compiled(lane, directory, "same", TORCHINDUCTOR_FX_GRAPH_CACHE="0")["same"]
+    assert not any(off["counts"].values()), "a miss would be counted, and this fault would be another one"
+    assert {"aot", "fx"} <= set(cold_layers(cold, off))
+
+
+@lanes("cpu")
+@planted("C18", "every shared object deleted; the same cache on a CPU of fewer instructions")
+def test_counters_that_say_hit_over_cold_code(lane: Lane, restart, row, canaries) -> None:
+    """Both read as hits in every counter while each kernel is compiled again: only the files tell."""
+    canaries("cache")
+    directory, cold, _ = restart
+    other_cpu = compiled(lane, directory, "same", ATEN_CPU_CAPABILITY="avx2")["same"]
+    for path in directory.rglob("*.so"):
+        path.unlink()
+    emptied = compiled(lane, directory, "same")["same"]
+    assert cold_layers(cold, other_cpu) == ["code"]
+    assert cold_layers(cold, emptied) == ["code"]
+    built = new_code(cold, other_cpu)
+    row(
+        "cache/layers-cpu/objects_built_for_another_cpu",
+        len(built),
+        unit="files",
+        witness=other_cpu["counts"]["fx_hit"],
+        rule="C18",
+        at_least=1,
+        evidence=(f"counters {other_cpu['counts']}",),
+        instruments=("cache",),
+    )

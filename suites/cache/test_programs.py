@@ -1,0 +1,151 @@
+"""The budget of unique programs: derived from the layer pattern, and a run that exceeds it stops with an alert.
+
+Rule C27. The trainer counts what goes through its own backend, so that no torch counter can be renamed away.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from launch import train
+from launch.contract import load
+from launch.data import SyntheticBatches
+from launch.policies import POLICIES
+from launch.programs import ProgramBudgetError, Programs, load_spare, pattern_programs
+from launch.train import Plan, Trainer
+from model import preset
+from model.presets import NAMES
+from suites.compile.expectations import expected
+from suites.launch.conftest import launched  # noqa: F401 (autouse: what a launcher exports, for main)
+from suites.support.hybrids import build
+from suites.support.instruments import dynamo_config, forget_graphs, read_dynamo_config
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+OVER_BUDGET = 6
+LAYERS = {"layer_pattern": "AME", "depth": 3}
+
+
+class LastBatchIsShort(SyntheticBatches):
+    """Batches of which the third has half the tokens: the shape that nobody planned."""
+
+    def __next__(self) -> torch.Tensor:
+        ids = super().__next__()
+        return ids[:, : ids.shape[1] // 2] if self.drawn == 3 else ids
+
+
+@pytest.fixture(autouse=True)
+def dynamo_as_it_was():
+    with dynamo_config(read_dynamo_config(load().dynamo)):
+        yield
+    forget_graphs()
+
+
+def trainer(source=SyntheticBatches, **plan) -> Trainer:
+    config = preset("nam12", **LAYERS)
+    batches = source(config.vocab_size, 2, 16, 0, config.bos_id)
+    return Trainer(config, Plan(4, **plan), batches, backend="eager")
+
+
+@lanes("cpu")
+def test_the_budget_follows_from_the_pattern(lane: Lane, row) -> None:
+    """The trainer's derivation and the suite's, which the compile suite measures, agree on every preset and policy."""
+    contract = load()
+    apart = []
+    for name in NAMES:
+        model = build(preset(name))
+        for policy in POLICIES:
+            want = expected(model.config.kinds, policy).unique_graphs
+            if (found := pattern_programs(model, policy, contract)) != want:
+                apart.append(f"{name} {policy}: {found}, not {want}")
+    row(
+        "cache/programs/budgets_that_differ",
+        len(apart),
+        unit="count",
+        witness=len(NAMES) * len(POLICIES),
+        rule="C27",
+        expected=0,
+        evidence=apart,
+    )
+    with pytest.raises(ValueError, match="unknown compile policy 'magic'"):
+        pattern_programs(model, "magic", contract)
+
+
+@lanes("cpu")
+def test_a_run_uses_its_budget_and_no_more(lane: Lane, row) -> None:
+    """Three steps under every policy: as many programs as derived, none of them spare."""
+    apart, steps = [], 0
+    for policy in POLICIES:
+        run = trainer(policy=policy)
+        run.run(3, allow_synthetic="smoke")
+        steps += len(run.losses)
+        want = expected(run.config.kinds, policy).unique_graphs
+        if len(run.programs.seen) != want or run.programs.allowed != want + load_spare():
+            apart.append(f"{policy}: {len(run.programs.seen)} of {run.programs.allowed}, derived {want}")
+        forget_graphs()
+    row(
+        "cache/programs/runs_off_their_budget",
+        len(apart),
+        unit="count",
+        witness=steps,
+        rule="C27",
+        expected=0,
+        evidence=apart,
+    )
+
+
+@lanes("cpu")
+def test_a_compiled_optimizer_is_one_program_more(lane: Lane) -> None:
+    run = trainer(policy="regional", compile_optimizer=True, optimizer="adamw")
+    run.run(3, allow_synthetic="smoke")
+    assert len(run.programs.seen) == run.programs.allowed
+
+
+@lanes("cpu")
+@planted("C27", "one extra shape in the third step")
+def test_one_shape_more_stops_the_run(lane: Lane, monkeypatch, capsys, row) -> None:
+    run = trainer(LastBatchIsShort, policy="regional")
+    with pytest.raises(ProgramBudgetError, match=r"^step 3: \d+ unique programs, the budget is 4; "):
+        run.run(allow_synthetic="smoke")
+    assert run.step == 3
+    monkeypatch.setattr(train, "preset", partial(preset, **LAYERS))
+    monkeypatch.setattr(train, "SyntheticBatches", LastBatchIsShort)
+    monkeypatch.setattr(train, "Trainer", partial(Trainer, backend="eager"))
+    code = train.main(["--smoke", "--steps", "4", "--batch", "2", "--tokens", "16"])
+    out, err = (stream.splitlines() for stream in capsys.readouterr())
+    alert = json.loads(out[-1])
+    assert {key: alert[key] for key in ("alert", "rule", "step", "allowed")} == {
+        "alert": "program_budget",
+        "rule": "C27",
+        "step": 3,
+        "allowed": 4,
+    }
+    assert alert["inputs"]
+    assert len(err) == 1
+    assert err[0].startswith("stopped: step 3: ")
+    row(
+        "cache/programs/exit_code_over_budget",
+        code,
+        unit="exit code",
+        witness=alert["programs"] - alert["allowed"],
+        rule="C27",
+        expected=OVER_BUDGET,
+    )
+
+
+@lanes("cpu")
+def test_the_same_program_twice_is_one(lane: Lane) -> None:
+    """Compiled again after a reset, a program is known; of another shape or dtype it is another."""
+    programs = Programs(2, "eager")
+    for x in (torch.ones(4), torch.ones(4), torch.ones(5), torch.ones(4, dtype=torch.float64)):
+        forget_graphs()
+        torch.compile(torch.sin, backend=programs.backend)(x)
+        if len(programs.seen) <= 2:
+            programs.check(0)
+    assert len(programs.seen) == 3
+    with pytest.raises(ProgramBudgetError, match=r"the last one takes float64\[4\]$"):
+        programs.check(0)

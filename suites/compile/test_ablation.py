@@ -1,0 +1,81 @@
+"""A fault planted in one stage of the compiler is attributed to that stage: Dynamo, AOTAutograd or Inductor.
+
+Section 4, Dynamo/Inductor: backends "eager" and "aot_eager" as an ablation, as `python -m launch.ablation` does it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.ablation import FACTOR, STAGES, Finding, main
+from suites.launch.conftest import launched  # noqa: F401 (autouse: what a launcher exports, for main)
+from suites.support.child import run_json
+from suites.support.instruments import dynamo_config, forget_graphs, read_dynamo_config
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+SECONDS = 400
+# What is planted -> the stage that it is planted in, and the first backend that shows it.
+FAULTS = {
+    "guards": ("dynamo", "eager"),
+    "decomposition": ("aot", "aot_eager_decomp_partition"),
+    "lowering": ("inductor", "inductor"),
+}
+
+
+@lanes("cpu")
+@planted("C36", "Dynamo without guards, a wrong decomposition, a wrong Inductor lowering")
+def test_a_fault_is_attributed_to_its_stage(lane: Lane, tmp_path: Path, row) -> None:
+    found = {}
+    for fault in FAULTS:
+        directory = tmp_path / fault
+        directory.mkdir()
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(directory)}
+        found[fault] = run_json(
+            "suites.compile.stage_faults", fault, environment=environment, timeout=SECONDS
+        )
+    wrong = [
+        told["line"] for fault, told in found.items() if (told["stage"], told["backend"]) != FAULTS[fault]
+    ]
+    assert all(told["ratio"] > 100 * FACTOR for told in found.values()), "a fault, and no rounding"
+    row(
+        "compile/ablation/faults_misattributed",
+        len(wrong),
+        unit="count",
+        witness=len(found),
+        rule="C36",
+        expected=0,
+        evidence=wrong,
+    )
+
+
+@pytest.fixture
+def dynamo_as_it_was():
+    from launch.contract import load
+
+    with dynamo_config(read_dynamo_config(load().dynamo)):
+        yield
+    forget_graphs()
+
+
+@lanes("cpu")
+def test_a_sound_compiler_is_not_accused(lane: Lane, dynamo_as_it_was, capsys) -> None:
+    """Every stage ran, and one line says so."""
+    assert main(["--preset", "nam12", "--layers", "E"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("no stage at fault: backend ")
+
+
+@lanes("cpu")
+def test_usage_and_words(lane: Lane, capsys) -> None:
+    for wrong in ([], ["--preset", "nam13"], ["--preset", "nam12", "--policy", "eager"]):
+        with pytest.raises(SystemExit) as caught:
+            main(wrong)
+        assert caught.value.code == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["--preset", "nam12", "--layers", "AX"])
+    assert caught.value.code == 2
+    assert set(STAGES.values()) == {"dynamo", "aot", "inductor"}
+    assert str(Finding("aot", "aot_eager", error="ValueError: x")) == "aot: backend aot_eager: ValueError: x"

@@ -1,0 +1,68 @@
+"""Each kind of block as a CUDA graph: recorded once, replayed on new inputs, equal to eager bit by bit.
+
+B batch, T tokens, D model dim.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launch.cuda_graphs import CaptureError, capture, chosen_blocks
+from model import Hybrid, preset
+from model.hybrid import documents
+from suites.support.hybrids import build, token_batch
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+KINDS = sorted(set(preset("nam56r", "narrow").kinds))
+BATCH = 2
+
+
+def inputs(model: Hybrid, kind: str, seed: int, device: str) -> tuple[Tensor, ...]:
+    """What a block of this kind takes: the stream (B,T,D), and document ids and positions where it is no E."""
+    config = model.config
+    torch.manual_seed(seed)
+    x = torch.randn(BATCH, config.seq_len, config.d_model, device=device)
+    ids = token_batch(config, BATCH, seed=seed, device=device)
+    return (x,) if kind == "E" else (x, *documents(ids, config.bos_id))
+
+
+@lanes("h200")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replay_is_the_forward(lane: Lane, kind: str, row) -> None:
+    model = build(preset("nam56r", "narrow"), lane.device).eval()
+    block = chosen_blocks(model, [kind])[kind]
+    replay = capture(block, inputs(model, kind, 0, lane.device))
+    differing = elements = 0
+    for seed in (1, 2):
+        given = inputs(model, kind, seed, lane.device)
+        with torch.no_grad():
+            wanted = block(*given)
+        for found, eager in zip(replay(*given), (wanted,) if isinstance(wanted, Tensor) else wanted):
+            differing += int((found != eager).sum())
+            elements += eager.numel()
+    row(
+        f"compile/nam56r-cuda_graph-{kind.replace(':', '_')}/elements_that_differ", differing, unit="count",
+        witness=elements, rule="C2", expected=0,
+    )  # fmt: skip
+
+
+class ReadsOnTheHost(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+
+@lanes("h200")
+@planted("C2", "a host read inside a CUDA graph")
+def test_a_host_read_cannot_be_recorded(lane: Lane) -> None:
+    with pytest.raises(CaptureError, match=r"^ReadsOnTheHost: [^\n]*$"):
+        capture(ReadsOnTheHost(), (torch.ones(4, device=lane.device),))
+
+
+@lanes("cpu", "h200")
+def test_a_kind_that_the_model_lacks_is_named(lane: Lane) -> None:
+    model = build(preset("nam12", "narrow"), lane.device)
+    with pytest.raises(ValueError, match=r"^nam12 has no block of kind M:mimo; it has A:gqa, E, M:mamba3, R$"):
+        chosen_blocks(model, ["E", "M:mimo"])

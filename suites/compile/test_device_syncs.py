@@ -1,0 +1,62 @@
+"""A warm training step never waits for the device: torch's own synchronisation watch stays silent.
+
+The CPU lane counts reads of a value (test_host_syncs.py); only the device knows all the others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from launch.step import make_optimizer, train_step
+from suites.support.hybrids import token_batch, watched_hybrid
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+
+@contextmanager
+def synchronisations() -> Iterator[list[str]]:
+    """Where the host waited for the device inside the block, as torch warns of it."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found += [f"{w.filename.split('/')[-1]}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)]
+
+
+@lanes("h200")
+@pytest.mark.parametrize("name", ["nam52", "nam56r"])
+@pytest.mark.parametrize("policy", ["eager", "regional"])
+def test_a_step_waits_for_nothing(lane: Lane, name: str, policy: str, row, canaries) -> None:
+    canaries("graphs")
+    with watched_hybrid(name, policy, device=lane.device) as hybrid:
+        ids = token_batch(hybrid.config, 2, device=lane.device)
+        hybrid.compiled.warm_up(ids)
+        optimizer = make_optimizer(hybrid.model)
+        train_step(hybrid.compiled, optimizer, ids)
+        with synchronisations() as found:
+            train_step(hybrid.compiled, optimizer, ids)
+        calls = hybrid.report().calls
+    row(
+        f"compile/{name}-{policy}/device_syncs", len(found), unit="count", rule="C2", expected=0,
+        witness=len(hybrid.model.blocks) if policy == "eager" else calls, evidence=sorted(set(found)),
+    )  # fmt: skip
+
+
+@lanes("h200")
+@planted("C2", "a loss read in the step")
+def test_a_read_is_seen(lane: Lane) -> None:
+    x = torch.ones(4, device=lane.device)
+    with synchronisations() as found:
+        x.sum().item()
+        (x > 0).nonzero()
+    assert len(found) >= 2
+    assert all(place.startswith("test_device_syncs.py") for place in found), found

@@ -1,0 +1,241 @@
+"""The forms of a forward that the sources warn of, each beside the form that the model uses, in one small region.
+
+Each is called with the inputs that make it misbehave, under the contract's Dynamo lines; its number of graphs is
+derived from what changes between the calls. Two forms that once broke a graph are kept as expectations that they no
+longer do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launch.contract import load
+from suites.support.instruments import DynamoReport, DynamoWatch, dynamo_config
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+INSTRUMENTS = ("graphs", "graph_breaks", "recompiles", "recompile_limit")
+VARIABLE = "BUMPGATE_FORM"
+CALLS = 70
+
+
+class Region(nn.Module):
+    """What a form adds to: one weight, and an int, a flag and a configuration that a careless forward may read."""
+
+    def __init__(self, forward: Callable[..., Tensor], number: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("counter", torch.zeros((), dtype=torch.long), persistent=False)
+        self.calls, self.flag, self.number = 0, False, number
+        self.form = forward
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return self.form(self, x, *args, **kwargs)
+
+
+def counts_in_python(m: Region, x: Tensor) -> Tensor:
+    m.calls += 1
+    return x * m.weight + m.calls
+
+
+def counts_in_a_buffer(m: Region, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.counter.add_(1)
+    return x * m.weight + m.counter
+
+
+def reads_the_environment(m: Region, x: Tensor) -> Tensor:
+    return x * m.weight if os.environ.get(VARIABLE) == "1" else x + m.weight
+
+
+def reads_a_flag(m: Region, x: Tensor) -> Tensor:
+    return x * m.weight if m.flag else x + m.weight
+
+
+def takes_none_or_a_tensor(m: Region, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    return x * m.weight if mask is None else x * m.weight * mask
+
+
+def branches_on_a_tensor(m: Region, x: Tensor) -> Tensor:
+    y = x * m.weight
+    return y.sin() if y.sum() > 0 else y.cos()
+
+
+def selects_by_a_tensor(m: Region, x: Tensor) -> Tensor:
+    y = x * m.weight
+    return torch.where(y.sum() > 0, y.sin(), y.cos())
+
+
+def reads_by_getattr(m: Region, x: Tensor) -> Tensor:
+    return x * getattr(m, "wei" + "ght")
+
+
+def takes_keywords(m: Region, x: Tensor, **kwargs: Tensor) -> Tensor:
+    return x * m.weight + kwargs["more"]
+
+
+def reads_an_item(m: Region, x: Tensor) -> Tensor:
+    return x * m.weight * x.sum().item()
+
+
+@contextmanager
+def watched(limit: int = 0, **config: object) -> Iterator[DynamoWatch]:
+    contract = load().dynamo | ({"recompile_limit": limit} if limit else {}) | config
+    with dynamo_config(contract), DynamoWatch() as watch:
+        yield watch
+
+
+X = torch.ones(4)
+
+
+def plain(m: nn.Module) -> None:
+    for _ in range(CALLS):
+        m(X)
+
+
+def flips_the_environment(m: nn.Module) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for value in ("0", "1", "0", "1"):
+            patch.setenv(VARIABLE, value)
+            m(X)
+
+
+def flips_the_flag(m: nn.Module) -> None:
+    for value in (False, True, False):
+        m.flag = value
+        m(X)
+
+
+def with_and_without_mask(m: nn.Module) -> None:
+    for mask in (None, X, None):
+        m(X, mask)
+
+
+def both_signs(m: nn.Module) -> None:
+    for x in (X, -X, X):
+        m(x)
+
+
+def with_keywords(m: nn.Module) -> None:
+    for _ in range(3):
+        m(X, more=X)
+
+
+@dataclass(frozen=True)
+class Form:
+    """graphs, and places where a graph breaks, as derived; `why` says from what."""
+
+    name: str
+    forward: Callable[..., Tensor]
+    drive: Callable[[nn.Module], None]
+    graphs: int
+    breaks: int
+    rule: str
+    why: str
+
+
+LIMIT = load().dynamo["recompile_limit"]
+TRAPS = (
+    Form("python_counter", counts_in_python, plain, LIMIT, 0, "C8", "a graph a value, until the limit"),
+    Form("environment", reads_the_environment, flips_the_environment, 2, 0, "C9", "a graph a value"),
+    Form("flag", reads_a_flag, flips_the_flag, 2, 0, "C9", "a graph a value"),
+    Form("none_or_tensor", takes_none_or_a_tensor, with_and_without_mask, 2, 0, "C9", "a graph each"),
+    Form("host_branch", branches_on_a_tensor, both_signs, 3, 1, "C9", "before the branch, and each side"),
+)
+CLEAN = (
+    Form("buffer_counter", counts_in_a_buffer, plain, 1, 0, "C8", "a buffer is an input"),
+    Form("where", selects_by_a_tensor, both_signs, 1, 0, "C9", "both sides in one graph"),
+    Form("item", reads_an_item, both_signs, 1, 0, "C2", "captured as a symbol"),
+    Form("getattr", reads_by_getattr, plain, 1, 0, "C9", "harmless now: a constant name is resolved"),
+    Form(
+        "keywords", takes_keywords, with_keywords, 1, 0, "C9", "harmless now: a dict of tensors is unpacked"
+    ),
+)
+
+
+def measure(form: Form, **options: object) -> DynamoReport:
+    with watched(**options) as watch:
+        region = Region(form.forward)
+        region.compile(backend=watch.backend("eager"))
+        form.drive(region)
+    return watch.report
+
+
+def places(report: DynamoReport) -> set[str]:
+    """Where graphs broke. A break in an inlined function is told once more for the frame that called it."""
+    return {found.site for found in report.breaks}
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("form", CLEAN, ids=lambda form: form.name)
+def test_a_clean_form_is_one_graph(lane: Lane, form: Form, row, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    report = measure(form)
+    row(
+        f"compile/form-{form.name}/unique_graphs", report.unique_graphs, unit="count", witness=report.calls,
+        rule=form.rule, expected=form.graphs, evidence=[form.why, *report.evidence()], instruments=INSTRUMENTS,
+    )  # fmt: skip
+    assert not report.breaks
+
+
+@lanes("cpu")
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(f, id=f.name, marks=planted(f.rule, f.name.replace("_", " "))) for f in TRAPS],
+)
+def test_a_trap_makes_its_known_graphs(lane: Lane, form: Form, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    report = measure(form)
+    assert (report.unique_graphs, len(places(report))) == (form.graphs, form.breaks), report.evidence()
+    limit_met = any("limit" in failure for failure in report.failures)
+    assert limit_met == (form.graphs == LIMIT), report.failures
+
+
+@lanes("cpu")
+@planted("C2", "scalar outputs are not captured")
+def test_an_item_that_is_not_captured_breaks_the_graph(lane: Lane, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    form = next(f for f in CLEAN if f.name == "item")
+    assert len(places(measure(form, capture_scalar_outputs=False))) == 1
+    assert not places(measure(form))
+
+
+def adds_its_number(m: Region, x: Tensor) -> Tensor:
+    return x * m.weight + m.number
+
+
+def layers(limit: int = 0, depth: int = 13) -> DynamoReport:
+    """`depth` blocks of one class, each of which reads an int of its own, as a layer index is."""
+    with watched(limit) as watch:
+        blocks = [Region(adds_its_number, number) for number in range(depth)]
+        for block in blocks:
+            block.compile(backend=watch.backend("eager"))
+        for block in blocks:
+            block(X)
+    return watch.report
+
+
+@lanes("cpu")
+def test_layers_with_a_number_each_stay_below_the_limit(lane: Lane, row, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    report = layers()
+    shared = {"unit": "count", "witness": report.calls, "rule": "C3", "instruments": INSTRUMENTS}
+    row("compile/form-layer_number/unique_graphs", report.unique_graphs, expected=13, **shared)
+    row("compile/form-layer_number/limit_hits", len(report.failures), expected=0, **shared)
+
+
+@lanes("cpu")
+@planted("C3", "a recompile limit of 8")
+def test_a_low_limit_is_hit_and_told(lane: Lane, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    report = layers(limit=8)
+    assert report.unique_graphs == 8
+    assert report.failures
+    assert "limit" in report.failures[0]

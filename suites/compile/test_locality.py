@@ -1,0 +1,145 @@
+"""What a changed condition costs under each policy, and what may not change at all.
+
+Rules C4 (a new length is one more set of static graphs), C7 (declared disable points), C10 (routing is fixed when the
+model is built), C13 (a guard miss stays in its region).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from launch.contract import load
+from launch.policies import apply, disable
+from model import preset
+from suites.compile.expectations import expected
+from suites.support.hybrids import Watched, build, token_batch, watched_hybrid
+from suites.support.instruments import disabled_functions, dynamo_config
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+INSTRUMENTS = ("graphs", "recompiles")
+
+
+def graphs_after_a_miss_in_one_expert_block(hybrid: Watched) -> tuple[int, int, tuple[str, ...]]:
+    """Graphs and operators compiled anew after one E block's bucket was raised, and what was recompiled."""
+    ids = token_batch(hybrid.config, 2)
+    hybrid.compiled.warm_up(ids)
+    hybrid.forward(ids)
+    before = hybrid.report().unique_graphs
+    block = hybrid.model.blocks[hybrid.config.letters.index("E")]
+    block.min_bucket = 2 * block.capacity(hybrid.config.seq_len)
+    hybrid.forward(ids)
+    report = hybrid.report()
+    added = report.graphs[before:]
+    return len(added), sum(graph.ops for graph in added), tuple(str(r) for r in report.recompiles)
+
+
+@lanes("cpu")
+def test_a_guard_miss_stays_in_its_region(lane: Lane, row, canaries) -> None:
+    """One raised bucket: under regional the E region alone is compiled again, under whole_opaque all 52 layers."""
+    canaries(*INSTRUMENTS)
+    ops = {}
+    for policy in ("regional", "whole_opaque"):
+        with watched_hybrid("nam52", policy, backend="eager") as hybrid:
+            graphs, ops[policy], causes = graphs_after_a_miss_in_one_expert_block(hybrid)
+            calls = hybrid.report().calls
+        row(
+            f"compile/nam52-{policy}-guard_miss/graphs_recompiled", graphs, unit="count", witness=calls, rule="C13",
+            expected=1, evidence=[f"{ops[policy]} operators", *causes], instruments=INSTRUMENTS,
+        )  # fmt: skip
+        if policy == "regional":
+            assert causes
+            assert all("moe.py" in cause for cause in causes), causes
+    row(
+        "compile/nam52-guard_miss/operators_regional_over_whole", ops["regional"] / ops["whole_opaque"],
+        unit="ratio", witness=ops["whole_opaque"], rule="C13", at_most=2 / 52, instruments=INSTRUMENTS,
+    )  # fmt: skip
+
+
+@lanes("cpu")
+@planted("C13", "one graph for the whole model")
+def test_a_whole_model_graph_is_not_local(lane: Lane, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    with watched_hybrid("nam12", "whole_opaque", backend="eager") as hybrid:
+        graphs, _, causes = graphs_after_a_miss_in_one_expert_block(hybrid)
+    assert graphs == 1
+    assert not any("moe.py" in cause.split(":")[0] for cause in causes), causes
+
+
+@lanes("cpu")
+@planted("C4", "automatic dynamic shapes")
+def test_promotion_to_a_dynamic_length_is_seen(lane: Lane, canaries) -> None:
+    """The second new length compiles nothing: the first one's graph was made dynamic, where the rule wants static."""
+    canaries(*INSTRUMENTS)
+    counts = {}
+    for automatic in (False, True):
+        with (
+            watched_hybrid("nam12", "regional", backend="eager") as hybrid,
+            dynamo_config({"automatic_dynamic_shapes": automatic}),
+        ):
+            hybrid.compiled.warm_up(token_batch(hybrid.config, 2))
+            counts[automatic] = []
+            for tokens in (hybrid.config.seq_len // 2, hybrid.config.seq_len * 3 // 4):
+                before = hybrid.report().unique_graphs
+                hybrid.forward(token_batch(hybrid.config, 2, tokens))
+                counts[automatic].append(hybrid.report().unique_graphs - before)
+            want = expected(hybrid.config.kinds, "regional").unique_graphs
+    assert counts[False] == [want, want]
+    assert counts[True][1] < want
+
+
+@lanes("cpu")
+@planted("C7", "a block disabled and not declared")
+def test_a_fifth_disable_point_is_seen(lane: Lane) -> None:
+    contract = load()
+    model = build(preset("nam12"))
+    apply(model, "regional", contract, "eager")
+    known = disabled_functions(model)
+    disable(model.blocks[model.config.letters.index("A")])
+    assert disabled_functions(model) - known == {"model.attention.AttentionBlock.forward"}
+
+
+ROUTING = {"top_k": 1, "capacity_factor": 8.0, "routed_scale": 0.0, "experts": 2}
+
+
+def moved_by_the_config(model, ids: torch.Tensor) -> list[str]:
+    """The routing fields whose change in the live configuration changes the loss."""
+    want = model(ids)
+    moved = []
+    for name, value in ROUTING.items():
+        known = getattr(model.config, name)
+        object.__setattr__(model.config, name, value)
+        if not torch.equal(model(ids), want):
+            moved.append(name)
+        object.__setattr__(model.config, name, known)
+    return moved
+
+
+@lanes("cpu")
+def test_routing_is_fixed_when_the_model_is_built(lane: Lane, row) -> None:
+    model = build(preset("nam12"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        model.config.top_k = 1
+    moved = moved_by_the_config(model, token_batch(model.config, 2))
+    row(
+        "compile/nam12-routing/fields_read_in_a_forward", len(moved), unit="count", witness=len(ROUTING),
+        rule="C10", expected=0, evidence=moved,
+    )  # fmt: skip
+
+
+@lanes("cpu")
+@planted("C10", "a forward that reads the live configuration")
+def test_a_forward_that_reads_the_configuration_is_seen(lane: Lane) -> None:
+    model = build(preset("nam12"))
+    block = model.blocks[model.config.letters.index("E")]
+    inner = block.forward
+
+    def reading(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        block.routed_scale = model.config.routed_scale
+        return inner(x)
+
+    block.forward = reading
+    assert moved_by_the_config(model, token_batch(model.config, 2)) == ["routed_scale"]

@@ -1,0 +1,174 @@
+"""What a rank of two does; each returns numbers for JSON.
+
+B batch, T tokens, D model dim.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from launch import parallel
+from launch.contract import load
+from launch.parallel import average_buffers, parallelize
+from model import Hybrid, HybridConfig, preset
+from suites.support.hybrids import build, token_batch
+from suites.support.instruments import DynamoWatch, flight_record, functional_all_reduce
+
+TOKENS = 32
+SEEDS = (1, 2)  # of each rank's batch
+
+
+class Branched(nn.Module):
+    """A block and a branch beside it that runs only where this rank's batch asks for it."""
+
+    def __init__(self, block: nn.Module, config: HybridConfig, asked: bool) -> None:
+        super().__init__()
+        self.block, self.side, self.asked = block, nn.Linear(config.d_model, config.d_model), asked
+
+    def forward(self, x: Tensor, doc_ids: Tensor, positions: Tensor) -> Tensor:
+        """x (B,T,D) -> (B,T,D)."""
+        y = self.block(x, doc_ids, positions)
+        return y + self.side(x) if self.asked else y
+
+
+def model_of(config: HybridConfig, rank: int, branch: bool) -> Hybrid:
+    """The seeded model as `rank` has it: its branch, where there is one, is used on rank 0 only."""
+    model = build(config)
+    if branch:
+        model.blocks[0] = Branched(model.blocks[0], config, asked=rank == 0)
+    return model
+
+
+def alone(config: HybridConfig, branch: bool) -> tuple[dict[str, Tensor], list[int], dict[str, Tensor]]:
+    """One process, eager, batch by batch -> mean gradients (no gradient counts as 0), overflows, mean buffers."""
+    gradients: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    overflows = []
+    for rank, seed in enumerate(SEEDS):
+        model = model_of(config, rank, branch)
+        model(token_batch(config, 1, TOKENS, seed)).backward()
+        for name, p in model.named_parameters():
+            share = torch.zeros_like(p) if p.grad is None else p.grad / len(SEEDS)
+            gradients[name] = gradients.get(name, 0) + share
+        for name, buffer in model.named_buffers():
+            if buffer.is_floating_point():
+                buffers[name] = buffers.get(name, 0) + buffer / len(SEEDS)
+        overflows.append(model.overflow())
+    return gradients, overflows, buffers
+
+
+def gradients(rank: int, style: str, policy: str, branch: bool, unused: bool) -> dict[str, Any]:
+    """One forward and backward of the narrow nam12 under `style`, against the process alone, bit by bit."""
+    config = preset("nam12", "narrow")
+    wanted, _, _ = alone(config, branch)
+    with DynamoWatch() as watch:
+        ranks = parallelize(
+            model_of(config, rank, branch),
+            load(),
+            init_device_mesh("cpu", (2,)),
+            style,
+            policy,
+            backend=watch.backend("aot_eager"),
+            unused=unused,
+        )
+        ranks.compiled(token_batch(config, 1, TOKENS, SEEDS[rank])).backward()
+    found = {name: p.grad for name, p in ranks.compiled.model.named_parameters()}
+    for name, gradient in found.items():
+        if gradient is not None and hasattr(gradient, "full_tensor"):
+            found[name] = gradient.full_tensor()
+    other = [
+        name for name, want in wanted.items() if found[name] is None or not torch.equal(found[name], want)
+    ]
+    report = watch.report
+    return {
+        "tensors": len(wanted),
+        "zero": sum(not want.any() for want in wanted.values()),
+        "different": len(other),
+        "names": other[:5],
+        "order": ranks.order,
+        "graphs": report.unique_graphs,
+        "calls": report.calls,
+        "breaks": report.counted_breaks,
+    }
+
+
+def buffers(rank: int, synced: bool) -> dict[str, Any]:
+    """Two forwards under DDP with a moving selection bias. synced: with DDP's own broadcast of rank 0's buffers."""
+    config = preset("nam12", "narrow", depth=4, bias_rate=0.01)
+    _, overflows, means = alone(config, branch=False)
+    if synced:
+        parallel._own_buffers = dict
+    ranks = parallelize(build(config), load(), init_device_mesh("cpu", (2,)), "ddp", "eager")
+    model, ids = ranks.compiled.model, token_batch(config, 1, TOKENS, SEEDS[rank])
+    ranks.compiled(ids).backward()
+    average_buffers(model)
+    now = dict(model.named_buffers())
+    apart = [name for name, mean in means.items() if not torch.equal(now[name], mean)]
+    total = parallel.overflow(model)
+    ranks.compiled(ids)  # the broadcast comes with a forward, before anything is counted
+    return {
+        "buffers": len(means),
+        "apart": apart,
+        "total": total,
+        "alone": overflows[rank],
+        "after_two": model.overflow(),
+        "saved": [name for name in model.state_dict() if name.endswith("overflow")],
+    }
+
+
+def collectives(rank: int, dumps: str) -> dict[str, Any]:
+    """Compiled against eager, and groups as arguments; then a flight record of two groups goes to `dumps`."""
+    x = torch.linspace(-2, 2, 8) * (rank + 1)
+    world, further = dist.group.WORLD, dist.new_group([0, 1])
+
+    def scatter(x: Tensor) -> Tensor:
+        part = torch.empty(4)
+        dist.reduce_scatter_tensor(part, x.sin())
+        return part * 2
+
+    def functional(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return functional_all_reduce(x.cos(), group) * 2
+
+    @torch.library.custom_op("bumpgate_ranks::summed", mutates_args=())
+    def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        y = x.clone()
+        dist.all_reduce(y, group=group)
+        return y
+
+    summed.register_fake(lambda x, group: torch.empty_like(x))
+    expected = {"scatter": scatter(x), "functional": functional(x, world), "op": summed(x, further) + 1}
+    with DynamoWatch() as watch:
+        backend = watch.backend("aot_eager")
+        whole = {
+            "scatter": torch.compile(scatter, backend=backend, fullgraph=True)(x),
+            "functional": torch.compile(functional, backend=backend, fullgraph=True)(x, world),
+            "op": torch.compile(lambda x: summed(x, further) + 1, backend=backend, fullgraph=True)(x),
+        }
+    # The sum by hand: two ranks that both did nothing would agree with each other.
+    by_hand = sum((torch.linspace(-2, 2, 8) * scale).sin() for scale in (1, 2))[4 * rank : 4 * rank + 4] * 2
+    Path(dumps, f"rank_{rank}").write_bytes(flight_record())
+    return {
+        "equal": {name: torch.equal(found, expected[name]) for name, found in whole.items()},
+        "by_hand": torch.allclose(expected["scatter"], by_hand),
+        "graphs": watch.report.unique_graphs,
+        "operators": [name for graph in watch.report.graphs for name in graph.operators],
+    }
+
+
+def divergent(rank: int, diverge: bool) -> dict[str, Any]:
+    """A compiled function that enters a collective for long inputs only, which rank 1 does not have."""
+
+    def step(x: Tensor) -> Tensor:
+        y = x.sin()
+        if x.shape[0] > 4:
+            dist.all_reduce(y)
+        return y.sum()
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    return {"sum": float(compiled(torch.ones(4 if diverge and rank else 8)))}

@@ -1,0 +1,95 @@
+"""DDP and FSDP2 on two ranks of gloo: gradients, experts' counters and buffers are those of one process. Rules C8, C14.
+
+The narrow nam12, one batch a rank, bit by bit against the mean of both batches' gradients in one eager process.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from model import preset
+from suites.compile.expectations import expected
+from suites.distributed.ranks import run_cases
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+STYLES = ("ddp", "fsdp2")
+REGIONAL = expected(preset("nam12", "narrow").kinds, "regional")
+
+
+def case(style: str, policy: str, branch: bool, unused: bool, **more: int) -> dict[str, object]:
+    """A case of programs.gradients. branch: one on rank 0 alone. unused: whether that is declared."""
+    arguments = {"style": style, "policy": policy, "branch": branch, "unused": unused}
+    return {"program": "gradients", **arguments, **more}
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, list[dict]]:
+    """One start of the ranks for all tests of this file."""
+    cases: dict[str, dict] = {"buffers": {"program": "buffers", "synced": False}}
+    cases["DDP's buffers"] = {"program": "buffers", "synced": True}
+    for style in STYLES:
+        cases[f"{style}, eager"] = case(style, "eager", branch=False, unused=False)
+        cases[f"{style}, regional"] = case(style, "regional", branch=True, unused=True)
+        cases[f"{style}, undeclared"] = case(
+            style, "eager", branch=True, unused=False, group_timeout=4, within=60
+        )
+    return run_cases(cases)
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("style", STYLES)
+def test_gradients(lane: Lane, style: str, told, row) -> None:
+    """Eager; and regional, with a branch for which rank 1 has no gradient at all."""
+    regional = told[f"{style}, regional"]
+    compared = [*told[f"{style}, eager"], *regional]
+    assert not any("error" in one for one in compared), compared
+    row(
+        f"distributed/nam12-{style}/gradients_that_differ",
+        sum(one["different"] for one in compared),
+        unit="count",
+        witness=sum(one["tensors"] - one["zero"] for one in compared),
+        rule="C14",
+        expected=0,
+        evidence=[name for one in compared for name in one["names"]],
+    )
+    for one in regional:
+        assert one["order"] == ["build", "compile", style]
+        # The branched block is a kind of its own.
+        found = one["breaks"], one["calls"], one["graphs"]
+        assert found == (REGIONAL.graph_breaks, REGIONAL.compiled_calls, REGIONAL.unique_graphs + 1)
+    assert [one["zero"] for one in compared] == [0] * 4, "a gradient of 0 would prove nothing"
+
+
+@lanes("cpu")
+@planted("C14", "one rank has no gradient for a parameter, and nobody told DDP or FSDP2")
+def test_unused_parameters_must_be_declared(lane: Lane, told) -> None:
+    ddp, fsdp2 = (told[f"{style}, undeclared"] for style in STYLES)
+    assert "Timed out waiting 4000ms" in ddp[0]["error"]
+    # DDP's other rank goes on with what it has, and learns of it in its next forward only.
+    assert ddp[1]["different"] > 0
+    # FSDP2's ranks reduce buffers of other lengths: gloo aborts the process that gets too much.
+    assert all("error" in one for one in fsdp2)
+
+
+@lanes("cpu")
+@planted("C8", "DDP broadcasts rank 0's buffers, and its overflow counts with them")
+def test_buffers(lane: Lane, told, row) -> None:
+    """Each rank counts its own dropped tokens; load and bias, which are model state, are averaged after a step."""
+    ours, theirs = told["buffers"], told["DDP's buffers"]
+    assert not any("error" in one for one in [*ours, *theirs]), [ours, theirs]
+    row(
+        "distributed/nam12-ddp/overflow_of_all_ranks",
+        ours[0]["total"],
+        unit="count",
+        witness=min(one["alone"] for one in ours),
+        rule="C8",
+        expected=sum(one["alone"] for one in ours),
+        evidence=[f"rank {rank}: {one}" for rank, one in enumerate(ours)],
+    )
+    for one in ours:
+        assert (one["apart"], one["saved"], one["buffers"]) == ([], [], 4)
+    lost = ours[1]["alone"] - ours[0]["alone"]
+    assert lost > 0
+    assert ours[1]["after_two"] - theirs[1]["after_two"] == lost, "rank 1 goes on from rank 0's count"
+    assert ours[0]["after_two"] == theirs[0]["after_two"]

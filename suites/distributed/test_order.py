@@ -1,0 +1,127 @@
+"""Build, shard, compile, FSDP2: recorded, watched from outside, and refused in any other order. Rule C14."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from launch import parallel
+from launch.contract import ContractError, load
+from launch.parallel import check_identity, identity, parallelize
+from model import Hybrid, preset
+from suites.support.hybrids import build
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def model() -> Hybrid:
+    return build(preset("nam12", "narrow"))
+
+
+def stage(model: Hybrid) -> tuple[int, int]:
+    """Regions under Module.compile, groups of FSDP2."""
+    modules = list(model.modules())
+    return (
+        sum(module._compiled_call_impl is not None for module in modules),
+        sum(isinstance(module, FSDPModule) for module in modules),
+    )
+
+
+@lanes("cpu")
+def test_the_order(lane: Lane, mesh: DeviceMesh, model: Hybrid, monkeypatch, row) -> None:
+    """The record, and beside it what the model looked like when each stage began."""
+    seen, before = [], identity(model)
+    blocks = len(model.blocks)
+    letters = [type(block) for block in model.blocks]
+    monkeypatch.setattr(
+        parallel,
+        "fully_shard",
+        lambda module, mesh: (seen.append(stage(model)), fully_shard(module, mesh=mesh)),
+    )
+    done = parallelize(
+        model, load(), mesh, "fsdp2", backend="eager", shard=lambda model: seen.append(stage(model))
+    )
+    row(
+        "distributed/nam12-fsdp2/order",
+        " ".join(done.order),
+        unit="stages",
+        witness=len(seen),
+        rule="C14",
+        expected="build shard compile fsdp2",
+        evidence=[f"{compiled} regions compiled, {groups} groups" for compiled, groups in seen],
+    )
+    assert seen == [(0, 0), *((blocks + 1, groups) for groups in range(blocks + 1))]
+    assert done.compiled.policy == load().default_policy
+    assert identity(model).keys() == before.keys()
+    assert all(isinstance(block, kind) for block, kind in zip(model.blocks, letters))
+
+
+@lanes("cpu")
+def test_compiling_keeps_identity(lane: Lane, mesh: DeviceMesh, model: Hybrid, row) -> None:
+    """Under DDP nothing else happens to the model: the types are the very same, and so is every name."""
+    before, state = identity(model), list(model.state_dict())
+    done = parallelize(model, load(), mesh, "ddp", backend="eager")
+    after = identity(model)
+    row(
+        "distributed/nam12-ddp/names_and_types_changed",
+        sum(before.get(name) is not after.get(name) for name in {*before, *after}),
+        unit="count",
+        witness=len(before),
+        rule="C14",
+        expected=0,
+    )
+    assert list(model.state_dict()) == state
+    assert stage(model) == (len(model.blocks) + 1, 0)
+    assert done.order == ("build", "compile", "ddp")
+
+
+@lanes("cpu")
+@planted("C14", "a block is wrapped by torch.compile before sharding")
+@planted("C14", "FSDP2 before the regions are compiled")
+def test_another_order_is_refused(lane: Lane, mesh: DeviceMesh, model: Hybrid) -> None:
+    before = identity(model)
+
+    def wrap(model: Hybrid) -> None:
+        model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+
+    with pytest.raises(ContractError, match=r"blocks\.0 is compiled already: the order is build, shard"):
+        parallelize(model, load(), mesh, "fsdp2", shard=wrap)
+    # What the wrapper does to the names, which is why it is refused.
+    assert type(model.blocks[0]) is not before["blocks.0"]
+    assert "blocks.0._orig_mod.query.weight" in model.state_dict()
+    with pytest.raises(ContractError, match=r"and \d+ more names have come or gone"):
+        check_identity(model, before)
+
+    sharded = build(preset("nam12", "narrow", depth=4))
+    fully_shard(sharded.blocks[1], mesh=mesh)
+    with pytest.raises(ContractError, match=r"blocks\.1 is under FSDP2 already"):
+        parallelize(sharded, load(), mesh, "fsdp2")
+    compiled = build(preset("nam12", "narrow", depth=4))
+    compiled.blocks[2].compile(backend="eager")
+    with pytest.raises(ContractError, match=r"blocks\.2 is compiled already"):
+        parallelize(compiled, load(), mesh, "ddp")
+
+
+@lanes("cpu")
+@pytest.mark.parametrize(
+    ("style", "policy"), [("fsdp2", "whole_opaque"), ("ddp", "whole_disabled"), ("fsdp1", "")]
+)
+def test_what_is_not_for_ranks_is_refused(
+    lane: Lane, mesh: DeviceMesh, model: Hybrid, style: str, policy: str
+) -> None:
+    with pytest.raises(ContractError, match="ranks know ddp and fsdp2, with eager, per_block, regional"):
+        parallelize(model, load(), mesh, style, policy)
+    assert stage(model) == (0, 0)

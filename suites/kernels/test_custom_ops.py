@@ -1,0 +1,114 @@
+"""Every kernel of ours is a custom op, opaque to the compiler in both directions: rule C15.
+
+The checks of suites/support/custom_ops.py, which each op's own suite runs, are shown here to refuse what they are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from suites.support.custom_ops import check_op
+from suites.support.instruments import DynamoWatch, OpCheckError, OpDefinition, op_definitions
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+OPS = sorted(path.parent.name for path in (Path(__file__).parents[2] / "kernels").glob("*/op.py"))
+NUMBER = count()
+
+
+def lacks(name: str, op: OpDefinition, ops: Mapping[str, OpDefinition]) -> list[str]:
+    """What an op of ours should have and has not."""
+    missing = [] if op.fake else [f"{name}: no fake"]
+    if name.replace("_fwd", "_bwd") in ops.keys() - {name} and not op.backward:
+        missing.append(f"{name}: no registered backward")
+    return missing
+
+
+@lanes("cpu")
+def test_every_op_is_opaque_both_ways(lane: Lane, row, canaries) -> None:
+    canaries("op_definitions")
+    for op in OPS:
+        import_module(f"kernels.{op}.op")
+    found = op_definitions("bumpgate")
+    faults = [line for name, op in sorted(found.items()) for line in lacks(name, op, found)]
+    absent = [op for op in OPS if not any(name.startswith(op) for name in found)]
+    row(
+        "kernels/custom_ops-cpu/ops_not_opaque", len(faults) + len(absent), unit="count", witness=len(found),
+        rule="C15", expected=0, evidence=[*faults, *(f"{op}: registers no op" for op in absent)],
+        instruments=("op_definitions",),
+    )  # fmt: skip
+
+
+def scratch_op(
+    real: Callable[[Tensor], Tensor], fake: Callable[[Tensor], Tensor], backward: Callable[..., Tensor] | None
+) -> Callable[..., Tensor]:
+    """A throwaway custom op under a name that no other has."""
+    name = f"bumpgate_planted::op{next(NUMBER)}"
+    op = torch.library.custom_op(name, real, mutates_args=(), schema="(Tensor x) -> Tensor")
+    op.register_fake(fake)
+    if backward:
+        op.register_autograd(backward)
+    return op
+
+
+def doubled(x: Tensor) -> Tensor:
+    return (2 * x).contiguous()
+
+
+def same(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def gradient(ctx: object, g: Tensor) -> Tensor:
+    return 2 * g
+
+
+FAULTS = {
+    "a fake of another shape": (doubled, lambda x: x.new_empty(x.shape[0], x.shape[1] + 1), gradient),
+    "a fake of another dtype": (doubled, lambda x: torch.empty_like(x, dtype=torch.float64), gradient),
+    "a fake of other strides": (doubled, lambda x: x.new_empty(x.shape[::-1]).mT, gradient),
+    "a result that is its input": (lambda x: x, same, gradient),
+    "an input that is changed": (lambda x: x.mul_(2).clone(), same, gradient),
+    "no registered backward": (doubled, same, None),
+}
+
+
+@lanes("cpu")
+def test_a_right_op_passes(lane: Lane) -> None:
+    check_op(scratch_op(doubled, same, gradient), (torch.randn(3, 5),), differentiable=True)
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=planted("C15", name)) for name in FAULTS])
+def test_a_wrong_op_is_refused(lane: Lane, name: str) -> None:
+    op = scratch_op(*FAULTS[name])
+    with pytest.raises((AssertionError, RuntimeError, OpCheckError)):
+        check_op(op, (torch.randn(3, 5),), differentiable=True)
+
+
+def reads_a_pointer(x: Tensor) -> Tensor:
+    return x * float(x.data_ptr() != 0)
+
+
+@lanes("cpu")
+@planted("C15", "allow_in_graph over a kernel that takes pointers")
+def test_allow_in_graph_cannot_stand_for_a_custom_op(lane: Lane, canaries) -> None:
+    """A fake tensor has no storage to point to; a custom op is never run on one."""
+    canaries("graphs")
+    allowed = torch.compiler.allow_in_graph(reads_a_pointer)
+    with DynamoWatch() as watch, pytest.raises(RuntimeError, match=r"data_ptr|pointer|storage"):
+        torch.compile(lambda x: allowed(x) + 1, backend=watch.backend("eager"), fullgraph=True)(
+            torch.randn(3)
+        )
+    op = scratch_op(lambda x: reads_a_pointer(x).clone(), same, gradient)
+    with DynamoWatch() as watch:
+        compiled = torch.compile(lambda x: op(x) + 1, backend=watch.backend("eager"), fullgraph=True)
+        compiled(torch.randn(3))
+    assert watch.report.unique_graphs == 1

@@ -1,0 +1,183 @@
+"""A batch that does not fit is split in the retry, and a step still sees all of it. Rules C25, C21, C12.
+
+B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from launch import train
+from launch.autofit import MEMORY, accumulated_step, device_batch
+from launch.contract import ContractError, load
+from launch.environment import RETRY
+from launch.retry import REASON, load_retry, supervise
+from launch.step import train_step
+from model import Hybrid, preset
+from suites.support.child import ROOT
+from suites.support.instruments import dynamo_config, forget_graphs, read_dynamo_config
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+
+@lanes("cpu")
+def test_the_next_batch_of_the_contract(lane: Lane) -> None:
+    assert set(MEMORY) < set(load_retry().errors)
+    for reason in MEMORY:
+        again = {RETRY: "1", REASON: reason}
+        assert device_batch(8, again) == 4
+        assert device_batch(16, again) == 8
+        for batch in (4, 2, 9):
+            with pytest.raises(
+                ContractError, match=rf"^a batch of {batch} does not fit, and \[autofit\] has none"
+            ):
+                device_batch(batch, again)
+    for given in ({}, {RETRY: "1"}, {RETRY: "1", REASON: "bootstrap"}, {REASON: MEMORY[0]}):
+        assert device_batch(8, given) == 8
+
+
+def dense() -> Hybrid:
+    """Without experts the loss of a batch is a mean over its targets alone, so that parts add up to the whole."""
+    torch.manual_seed(0)
+    return Hybrid(preset("nam12", "narrow", layer_pattern="AM", depth=2)).double()
+
+
+def batch_of(model: Hybrid) -> Tensor:
+    """Ids (8,32) with 1 to 25 documents a row: the parts differ in targets."""
+    ids = torch.randint(3, model.config.vocab_size, (8, 32), generator=torch.Generator().manual_seed(1))
+    ids[:, 0] = model.config.bos_id
+    ids[:3, 1:25] = model.config.bos_id
+    return ids
+
+
+def after(step) -> tuple[Tensor, Tensor]:
+    """The loss () and the gradient of every weight, flat, of one step."""
+    model = dense()
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    loss = step(model, torch.optim.SGD(model.parameters(), lr=1.0), batch_of(model))
+    return loss, before - torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@lanes("cpu")
+@planted("C25", "parts weighted alike, and a batch that shrinks with the device's")
+def test_a_split_batch_is_the_same_step(lane: Lane, row) -> None:
+    whole = after(train_step)
+    bos = dense().config.bos_id
+    split = {
+        rows: after(lambda m, o, ids, r=rows: accumulated_step(m, o, ids, r, bos)) for rows in (8, 4, 2, 3)
+    }
+    error = max(float((a - b).abs().max()) for found in split.values() for a, b in zip(found, whole))
+    row(
+        "launch/autofit/difference_of_a_split_step",
+        error,
+        unit="gradient",
+        witness=sum(len(found[1]) for found in split.values()),
+        rule="C25",
+        at_most=1e-9,
+        evidence=[f"8 rows, {rows} at a time: loss {found[0]:.12f}" for rows, found in split.items()],
+    )
+    assert torch.equal(split[8][1], whole[1]), "unsplit, it is train_step itself"
+
+    def alike(model, optimizer, ids):
+        for part in ids.split(4):
+            (model(part) / 2).backward()
+        optimizer.step()
+
+    def shrunk(model, optimizer, ids):
+        return train_step(model, optimizer, ids[:4])
+
+    for fault in (alike, shrunk):
+        _, gradient = after(lambda m, o, ids, f=fault: (f(m, o, ids), torch.zeros(()))[1])
+        assert float((gradient - whole[1]).abs().max()) > 1e-3, fault.__name__
+
+
+# The trainer with a device on which more than four rows do not fit. It says what went through, and what was reset.
+OUT_OF_MEMORY = """
+import json, os, sys, torch
+from launch import train
+from model import Hybrid
+
+rows, resets, forward = [], [], Hybrid.forward
+
+def small_device(self, ids, inputs=None):
+    if len(ids) > 4:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    rows.append(len(ids))
+    return forward(self, ids, inputs)
+
+Hybrid.forward, torch.compiler.reset = small_device, lambda: resets.append(1)
+try:
+    code = train.main(sys.argv[1:])
+finally:
+    variables = {name: os.environ.get(name) for name in train.load().variables}
+    print(json.dumps({"rows": rows, "resets": len(resets), "variables": variables}), flush=True)
+raise SystemExit(code)
+"""
+SMALL = ["--smoke", "--policy", "eager", "--tokens", "16", "--batch", "8", "--steps", "2"]
+
+
+@lanes("cpu")
+def test_out_of_memory_ends_in_a_smaller_device_batch(lane: Lane, tmp_path: Path, row) -> None:
+    """A real second process: 8 rows a step as before, 4 at a time, under the same contract, reset once."""
+    log = tmp_path / "log"
+    given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    given = {name: value for name, value in given.items() if name not in (RETRY, REASON)}
+    assert supervise(0, ["-c", OUT_OF_MEMORY, *SMALL], given, seconds=300, log=log) == 0, log.read_text()
+    lines = [line.removeprefix("[run]: ") for line in log.read_text().splitlines()]
+    first, summary, second = [json.loads(line) for line in lines if line.startswith("{")]
+    row(
+        "launch/autofit/rows_of_a_step",
+        sum(second["rows"][1:]) / summary["step"],
+        unit="rows",
+        witness=len(second["rows"]),
+        rule="C25",
+        expected=8.0,
+        evidence=[f"through the model: {second['rows']}, the first of them the warm-up"],
+    )
+    row(
+        "launch/autofit/resets_of_a_retry",
+        second["resets"],
+        unit="count",
+        witness=1 + first["resets"] + len(second["rows"]),
+        rule="C21",
+        expected=1,
+    )
+    assert (first["rows"], first["resets"]) == ([], 0)
+    assert second["rows"] == [4] * 5
+    assert summary["rows_at_once"] == 4
+    assert first["variables"] == second["variables"]
+    assert None not in second["variables"].values()
+
+
+@pytest.fixture
+def dynamo_as_it_was():
+    with dynamo_config(read_dynamo_config(load().dynamo)):
+        yield
+    forget_graphs()
+
+
+@lanes("cpu")
+@planted("C21", "auto-fit resets the compiler for each candidate")
+def test_a_reset_for_each_candidate_is_counted(lane: Lane, dynamo_as_it_was, monkeypatch, capsys) -> None:
+    """By the counter of the row above: 1 in a retry, 3 where trying a batch resets, too."""
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    monkeypatch.setenv(RETRY, "1")
+    monkeypatch.setenv(REASON, MEMORY[0])
+    assert train.main(SMALL) == 0
+    assert len(resets) == 1
+
+    def eager_fit(batch: int) -> int:
+        for _ in (8, 4):
+            torch.compiler.reset()
+        return device_batch(batch)
+
+    monkeypatch.setattr(train, "device_batch", eager_fit)
+    assert train.main(SMALL) == 0
+    assert len(resets) == 1 + 3

@@ -1,0 +1,222 @@
+"""Capabilities are probed and versions parsed: rule C16, and what follows from a GPU's age.
+
+The version strings are those of real wheels and of the public accounts of living on them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.version import Version
+from torch.torch_version import TorchVersion
+
+from launch.capabilities import (
+    GRAPHS,
+    Seen,
+    at_least,
+    chosen,
+    low_precision,
+    probe,
+    probe_in_child,
+)
+from launch.children import places
+from launch.contract import PATH, ContractError
+from suites.support.instruments import forget_graphs
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+# Oldest first. A build from source and a nightly come before the release that they lead to.
+LABELS = (
+    "2.6.0+cu124",
+    "2.9.0a0+git21fec65",
+    "2.9.0",
+    "2.10.0+cu128",
+    "2.10.0+cu130",
+    "2.11.0a0+git7afdbae",
+    "2.12.0.dev20260304+cu130",
+    "2.12.0+cu130",
+    "2.13.0+cpu",
+)
+OF_2_12 = {label: at for at, label in enumerate(LABELS) if at >= LABELS.index("2.12.0.dev20260304+cu130")}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Seen]:
+    return probe_in_child()
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("form", GRAPHS)
+def test_what_this_torch_does_with_an_opaque_kernel(lane: Lane, form: str, found, row) -> None:
+    """Belongs to this build: under another torch the answer may differ, and explains."""
+    seen = found[form]
+    row(
+        f"launch/capability-{form}/works",
+        seen.works,
+        unit="bool",
+        witness=sum(one.graphs for one in found.values()),
+        rule="C16",
+        per_build=True,
+        evidence=[f"{form}: {seen.graphs} graphs; {seen.why or 'forward and gradient as in eager'}"],
+    )
+
+
+@lanes("cpu", "h200")
+def test_child_and_process_agree(lane: Lane, found, row) -> None:
+    forget_graphs()
+    here = {form: probe(form) for form in GRAPHS}
+    same = [
+        form
+        for form in GRAPHS
+        if (here[form].works, here[form].graphs) == (found[form].works, found[form].graphs)
+    ]
+    row(
+        "launch/capability/forms_that_agree_in_a_child",
+        len(same),
+        unit="count",
+        witness=len(found),
+        rule="C16",
+        expected=len(GRAPHS),
+        evidence=[
+            f"{form}: here {here[form]}, in a child {found[form]}" for form in GRAPHS if form not in same
+        ],
+    )
+
+
+@lanes("cpu", "h200")
+@planted("C16", "a kernel that computes something else each time")
+def test_a_kernel_of_plain_operators_works_in_every_form(lane: Lane, found, row) -> None:
+    """So a no above is about the kernel and the form. A kernel that gives something else each time works in none."""
+    forget_graphs()
+    plain = {form: probe(form, lambda x: x + x) for form in GRAPHS}
+    row(
+        "launch/capability-plain_kernel/forms_that_work",
+        sum(seen.works for seen in plain.values()),
+        unit="count",
+        witness=sum(seen.graphs for seen in plain.values()),
+        rule="C16",
+        expected=len(GRAPHS),
+        evidence=[f"{form}: {seen.why}" for form, seen in plain.items() if not seen.works],
+    )
+    assert {form: seen.graphs for form, seen in plain.items()} == GRAPHS
+    noise = random.Random(0)
+    unsteady = {form: probe(form, lambda x: x * noise.random()) for form in ("custom_op", "disable")}
+    assert [seen.why for seen in unsteady.values()] == ["compiled, it computes something else"] * 2
+
+
+@lanes("cpu")
+def test_the_first_form_that_works_is_chosen(lane: Lane, found, row) -> None:
+    """Our own kernels are custom ops: where the probe chose another form, they could not stay so."""
+    row(
+        "launch/capability/chosen_form",
+        chosen(found),
+        unit="form",
+        witness=sum(seen.works for seen in found.values()),
+        rule="C16",
+        expected="custom_op",
+    )
+    no, yes = Seen(False, 0, "no"), Seen(True, 1)
+    assert chosen({"custom_op": no, "allow_in_graph": yes, "disable": yes}) == "allow_in_graph"
+    assert chosen({"custom_op": no, "allow_in_graph": no, "disable": yes}) == "disable"
+    with pytest.raises(ContractError, match="works as none of custom_op, allow_in_graph, disable"):
+        chosen(dict.fromkeys(GRAPHS, no))
+
+
+ODD = """
+import json, os, sys
+from launch.children import places
+for form in sys.argv[1:]:
+    if form == "allow_in_graph":
+        os.abort()
+    seen = {"works": True, "graphs": 1, "why": ""}
+    where = places() | json.loads(os.environ["ELSEWHERE"])
+    print(json.dumps({"form": form, "seen": seen, "places": where}), flush=True)
+"""
+
+
+@lanes("cpu")
+@planted("C16", "a form that crashes the process, and a probe of another installation")
+def test_a_crash_and_a_foreign_probe_are_no_yes(lane: Lane, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("ELSEWHERE", "{}")
+    seen = probe_in_child(command=(sys.executable, "-c", ODD))
+    assert {form: one.works for form, one in seen.items()} == {
+        "custom_op": True,
+        "allow_in_graph": False,
+        "disable": True,
+    }
+    assert seen["allow_in_graph"].why.startswith("probe: killed by SIGABRT")
+    monkeypatch.setenv("ELSEWHERE", json.dumps({"checkout": str(tmp_path)}))
+    with pytest.raises(ContractError, match="about another installation: the child's checkout"):
+        probe_in_child(command=(sys.executable, "-c", ODD))
+    assert os.path.isdir(places()["checkout"])
+
+
+@lanes("cpu")
+@planted("C16", "allow_in_graph by torch.__version__ >= '2.12', as text and as TorchVersion")
+def test_labels_are_parsed_and_a_string_decides_wrongly(lane: Lane, found, row) -> None:
+    right = {label: label in OF_2_12 for label in LABELS}
+    gate = {label: at_least(label, "2.12") for label in LABELS}
+    row(
+        "launch/version_labels/of_a_release_or_later",
+        sum(gate[label] == right[label] for label in LABELS),
+        unit="count",
+        witness=sum(gate.values()),
+        rule="C16",
+        expected=len(LABELS),
+        evidence=[
+            f"torch {torch.__version__} >= 2.12 is {at_least(torch.__version__, '2.12')}, "
+            f"allow_in_graph works is {found['allow_in_graph'].works}"
+        ],
+    )
+    assert sorted(random.Random(0).sample(LABELS, len(LABELS)), key=Version) == list(LABELS)
+    assert [str(Version(label)) for label in LABELS] == list(LABELS)
+    assert {Version(label).local for label in LABELS} >= {"cu128", "cu130", "git21fec65", "git7afdbae", "cpu"}
+    # The two gates of the accounts, on the same table.
+    text = {label for label in LABELS if (label >= "2.12") != right[label]}
+    typed = {label for label in LABELS if (TorchVersion(label) >= "2.12") != right[label]}
+    assert text == {"2.6.0+cu124", "2.9.0a0+git21fec65", "2.9.0"}
+    assert typed == {"2.12.0.dev20260304+cu130"}
+
+
+AGES = [("cuda", 70), ("cuda", 75), ("cuda", 80), ("cuda", 90), ("cuda", 120), ("cpu", 0), ("xla", 0)]
+
+
+def dtypes(switch: str | None, path: Path = PATH) -> list[str]:
+    given = {} if switch is None else {"BUMPGATE_FP16_BELOW_SM80": switch}
+    return [dtype_or_refusal(device, sm, given, path) for device, sm in AGES]
+
+
+def dtype_or_refusal(device: str, sm: int, given: dict[str, str], path: Path) -> str:
+    try:
+        return low_precision(device, sm, given, path)
+    except ContractError as error:
+        told = re.fullmatch(
+            r"sm_\d+ is below sm_80: .*; to have float16: BUMPGATE_FP16_BELOW_SM80=1", str(error)
+        )
+        return "refused" if told else str(error)
+
+
+@lanes("cpu")
+@planted("C16", "bf16 on every GPU")
+def test_the_dtype_of_an_old_gpu(lane: Lane, tmp_path: Path, row) -> None:
+    new = ["bfloat16"] * 5
+    wanted = {"1": ["float16"] * 2 + new, **dict.fromkeys((None, "", "0"), ["refused"] * 2 + new)}
+    found = {switch: dtypes(switch) for switch in wanted}
+    row(
+        "launch/low_precision/decisions_as_the_rule",
+        sum(a == b for switch in wanted for a, b in zip(found[switch], wanted[switch])),
+        unit="count",
+        witness=sum(line.count("float16") for line in found.values()),
+        rule="C16",
+        expected=len(wanted) * len(AGES),
+    )
+    careless = tmp_path / "contract.toml"
+    careless.write_text(PATH.read_text().replace("minimum_sm = 80", "minimum_sm = 0"))
+    assert dtypes("1", careless) == ["bfloat16"] * len(AGES) != wanted["1"]

@@ -1,0 +1,190 @@
+"""Children of a launcher: their output is kept, a failure is told in seconds, paths are compared resolved. Rule C38."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch import children
+from launch.children import KEPT, LINE, Child, ChildError, last_line, moved, places, run, same_place
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+SOON = 10.0  # seconds: the bound that the rule asks for an import that fails
+HANGS = "import time; print('up', flush=True); time.sleep(600)"
+
+
+def python(name: str, program: str, **variables: str) -> Child:
+    return Child(name, [sys.executable, "-S", "-c", program], {**os.environ, **variables})
+
+
+def module(directory: Path, text: str) -> Child:
+    """A program whose import of `model_code` runs `text`."""
+    (directory / "model_code.py").write_text(text)
+    return python("rank0", f"import sys; sys.path.insert(0, {str(directory)!r}); import model_code")
+
+
+@lanes("cpu")
+@planted("C38", "os is used and not imported, in a rank that others wait for")
+def test_an_import_failure_is_told_in_seconds(lane: Lane, tmp_path: Path, row) -> None:
+    broken = module(tmp_path, 'DEVICE = os.environ.get("PJRT_DEVICE")\n')
+    began = time.monotonic()
+    with pytest.raises(ChildError) as caught:
+        run([python("rank1", HANGS), broken, python("rank2", HANGS)], seconds=120, log=tmp_path / "log")
+    seconds = time.monotonic() - began
+    said = str(caught.value)
+    row(
+        "launch/children/import_failure_told",
+        said == "rank0: exit 1: NameError: name 'os' is not defined" and seconds < SOON,
+        unit="bool",
+        witness=len(caught.value.tail),
+        rule="C38",
+        expected=True,
+        evidence=[f"{said!r}, bound {SOON:.0f} s"],
+    )
+    assert any("model_code.py" in line for line in caught.value.tail), "the traceback names the file"
+
+
+@lanes("cpu")
+@planted("C38", "a launcher that swallows what its children print")
+def test_a_launcher_that_swallows_is_told_apart(lane: Lane, tmp_path: Path) -> None:
+    """The test above asks for the exception's name: a launcher without a pipe has only the exit code to tell."""
+    broken = module(tmp_path, "DEVICE = os.environ\n")
+    quiet = subprocess.run(broken.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert (quiet.returncode, last_line([])) == (1, "no output")
+    with pytest.raises(ChildError, match="NameError"):
+        run([broken], seconds=60)
+
+
+@lanes("cpu")
+def test_lines_of_several_children_stay_whole_and_tagged(lane: Lane, tmp_path: Path) -> None:
+    """Standard output and error of four children at once: 2000 lines, each with its own tag, none torn or lost."""
+    program = "import sys\nfor i in range(250): print('out', i); print('err', i, file=sys.stderr)"
+    names = [f"rank{n}" for n in range(4)]
+    log = tmp_path / "log"
+    tails = run([python(name, program) for name in names], seconds=60, log=log)
+    lines = log.read_text().splitlines()
+    for name in names:
+        mine = [line for line in lines if line.startswith(f"[{name}]: ")]
+        assert mine == [f"[{name}]: {kind} {i}" for i in range(250) for kind in ("out", "err")]
+        assert list(tails[name]) == [line.removeprefix(f"[{name}]: ") for line in mine[-KEPT:]]
+    assert len(lines) == 2000
+
+
+@lanes("cpu")
+def test_memory_is_bounded(lane: Lane, tmp_path: Path) -> None:
+    """64 MiB, half of it one line without an end, pass through less than 4 MiB."""
+    program = (
+        "import sys; w = sys.stdout.write\n"
+        "for _ in range(1 << 15): w('x' * 1023 + '\\n')\n"
+        "for _ in range(1 << 15): w('y' * 1024)\n"
+        "w('\\nlast\\n')"
+    )
+    tracemalloc.start()
+    try:
+        tail = run([python("a", program)], seconds=120, log=tmp_path / "log")["a"]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert tail[-1] == "last"
+    assert len(tail) == KEPT
+    assert max(map(len, tail)) == LINE
+    assert peak < 4 << 20, peak
+    assert (tmp_path / "log").stat().st_size > 64 << 20
+
+
+def gone(pid: int) -> bool:
+    """Dead, or a zombie that its new parent has not reaped yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def eventually(true: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.02)
+    return true()
+
+
+@lanes("cpu")
+def test_nothing_outlives_the_call(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that ignores the request to stop, and one that has ended and left a process with its pipe behind."""
+    monkeypatch.setattr(children, "GRACE", 0.5)
+    leaves = (
+        "import subprocess, sys\n"
+        "left = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
+        "print(left.pid)"
+    )
+    (pid,) = run([python("leaves", leaves)], seconds=60)["leaves"]
+    assert eventually(lambda: gone(int(pid)))
+    deaf = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
+    with pytest.raises(ChildError, match=r"^deaf: not ended in 1 s: \d+$") as caught:
+        run([python("deaf", deaf)], seconds=1)
+    assert gone(int(caught.value.tail[0]))
+
+
+@lanes("cpu")
+def test_how_a_child_ended_is_in_one_line(lane: Lane) -> None:
+    dies = "import os, signal; print('step 3', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    chained = "try: 1 / 0\nexcept Exception as e: raise RuntimeError('no\\nsecond line') from e"
+    for program, line in (
+        (dies, "a: killed by SIGKILL: step 3"),
+        ("raise SystemExit(7)", "a: exit 7: no output"),
+        (chained, "a: exit 1: RuntimeError: no"),
+        ("print('refused: x'); raise SystemExit(3)", "a: exit 3: refused: x"),
+    ):
+        with pytest.raises(ChildError) as caught:
+            run([python("a", program)], seconds=60)
+        assert str(caught.value) == line
+    with pytest.raises(ChildError, match=r"^b: not started: .*No such file"):
+        run([python("a", HANGS), Child("b", ["/no/such/program"])], seconds=60)
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> tuple[Path, Path]:
+    """A checkout and a venv reached through links, beside the real ones."""
+    for name in ("checkout", "venv/bin"):
+        (tmp_path / "real" / name).mkdir(parents=True)
+    (tmp_path / "real/venv/bin/python").symlink_to(sys.executable)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    return tmp_path / "real", tmp_path / "link"
+
+
+@lanes("cpu")
+@planted("C38", "only one side of a comparison is resolved")
+def test_paths_are_resolved_on_both_sides(lane: Lane, linked: tuple[Path, Path], row) -> None:
+    real, link = linked
+    pairs = [(real / name, link / name) for name in ("checkout", "venv", "venv/bin/python")]
+    sides = [(a, b) for pair in pairs for a, b in (pair, pair[::-1])]
+    row(
+        "launch/children/linked_paths_that_agree",
+        sum(same_place(a, b) for a, b in sides),
+        unit="count",
+        witness=len(sides),
+        rule="C38",
+        expected=len(sides),
+    )
+    one_sided = [a.resolve() == b for a, b in sides]
+    assert one_sided.count(False) >= 3, "resolving one side fails on these paths, so the row can"
+    assert not same_place(real / "checkout", real / "venv")
+
+
+@lanes("cpu")
+def test_a_child_of_another_installation_is_told(lane: Lane, linked: tuple[Path, Path], monkeypatch) -> None:
+    """Two venvs link one interpreter: compared by its resolved path they would be one."""
+    real, link = linked
+    assert same_place(real / "venv/bin/python", sys.executable)
+    assert list(moved(places())) == []
+    monkeypatch.setattr(sys, "prefix", str(link / "venv"))
+    assert list(moved({**places(), "environment": str(real / "venv")})) == []
+    (line,) = moved({**places(), "environment": str(real / "checkout")})
+    assert line.startswith("the child's environment is ")

@@ -1,0 +1,294 @@
+"""A failed launch is started again once, for listed errors only, and differently. Rules C25, C21.
+
+Patches 2 to 4, which the new process applies to itself, stand in test_process_group.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch import contract as contracts
+from launch import retry as retries
+from launch.children import ChildError
+from launch.contract import ContractError
+from launch.environment import RETRY
+from launch.log_classes import load_classes
+from launch.logs import classify, read_lines
+from launch.retry import BEGUN, DEBUG, REASON, failure, load_retry, main, passed, relaunch, supervise
+from suites.support.child import ROOT
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+# What every child here does first: it leaves a file of its launch with what it was started with.
+TOLD = """
+import json, os, sys
+started = dict(
+    entry.split("=", 1) for entry in open("/proc/self/environ").read().split("\\0") if "=" in entry
+)
+name = f"{started.get('BUMPGATE_RETRY', '0')}-{os.getpid()}"
+open(os.path.join(os.environ["HOME"], name), "w").write(json.dumps(started))
+"""
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def fails(text: str, code: int = 1) -> list[str]:
+    """A program that prints `text` and fails, whichever launch it is."""
+    return ["-S", "-c", f"{TOLD}\nprint({text!r}); raise SystemExit({code})"]
+
+
+def fails_once(text: str) -> list[str]:
+    return ["-S", "-c", f"{TOLD}\nif 'BUMPGATE_RETRY' not in started: raise SystemExit({text!r})"]
+
+
+class Launches:
+    """Runs commands under the supervisor in a home of its own, and reads what each launch was started with."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.log = home, home.with_suffix(".log")
+        home.mkdir()
+
+    def __call__(self, command: list[str], ranks: int = 0, **given: str) -> int:
+        for path in self.home.iterdir():
+            path.unlink()
+        clean = {n: v for n, v in os.environ.items() if not n.startswith(("BUMPGATE_", "TORCH_DISTRIBUTED"))}
+        environment = {**clean, "HOME": str(self.home), "PYTHONPATH": str(ROOT), **given}
+        return supervise(ranks, command, environment, seconds=120, log=self.log)
+
+    @property
+    def started(self) -> list[dict[str, str]]:
+        """The environment of each process, first launches first."""
+        return [json.loads(path.read_text()) for path in sorted(self.home.iterdir())]
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Launches:
+    return Launches(tmp_path / "home")
+
+
+def a_line_of_each_class() -> dict[str, str]:
+    """Alerting class -> a line of the corpus that is of this class alone."""
+    found = {}
+    for path in sorted((ROOT / "fixtures" / "logs").glob("*.log")):
+        for line in read_lines(path):
+            report = classify([line])
+            if not line.startswith(("#", "[rank")) and len(report.findings) == 1 and report.findings[0].alert:
+                found.setdefault(report.findings[0].log_class.name, line.rstrip("\n"))
+    return found
+
+
+@lanes("cpu")
+@planted("C25", "an error that is not listed")
+def test_only_listed_errors_are_launched_again(lane: Lane, launches: Launches, row) -> None:
+    """Every alerting class of the log, each printed by a real child that fails."""
+    lines, again = a_line_of_each_class(), set()
+    listed = set(load_retry().errors)
+    assert listed < {c.name for c in load_classes() if c.action == "alert"}
+    for name, line in lines.items():
+        assert launches(fails(line)) == 1
+        if len(launches.started) > 1:
+            again.add(name)
+    row(
+        "launch/retry/classes_launched_again",
+        len(again & listed),
+        unit="count",
+        witness=len(lines),
+        rule="C25",
+        expected=len(listed),
+        evidence=[f"not listed: {name}" for name in sorted(again - listed)],
+    )
+    assert again == listed
+    assert len(lines) > 4 * len(listed)
+    for text, code in (("", 1), ("nothing that a class knows", 7), ("refused: the contract", 3)):
+        assert launches(fails(text, code)) == code
+        assert len(launches.started) == 1
+
+
+@lanes("cpu")
+@planted("C25", "a retry that is retried without end")
+def test_a_launch_is_retried_once(lane: Lane, launches: Launches, monkeypatch, capsys, row) -> None:
+    assert launches(fails(OOM, code=9)) == 9
+    row(
+        "launch/retry/launches_of_a_lasting_error",
+        len(launches.started),
+        unit="count",
+        witness=len(launches.started),
+        rule="C25",
+        expected=2,
+    )
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("; run:")[0] for line in lines] == [
+        "launched again: cuda_out_of_memory",
+        "final: cuda_out_of_memory again in launch 2",
+    ]
+    assert [line.endswith(f"exit 9: {OOM}") for line in lines] == [True, True]
+    # A supervisor inside a retry knows that it is one.
+    assert launches(fails(OOM), BUMPGATE_RETRY="1") == 1
+    assert len(launches.started) == 1
+    monkeypatch.setattr(retries, "load_retry", lambda: replace(load_retry(), times=4))
+    launches(fails(OOM))
+    assert len(launches.started) == 5, "more often where the contract says so: the row can fail"
+
+
+@lanes("cpu")
+@planted("C25", "the retry inherits DETAIL")
+def test_patch_1_the_level_in_the_environment(lane: Lane, launches: Launches, monkeypatch, row) -> None:
+    """Read from /proc: what the new process was started with, and not what it set itself."""
+    levels = {}
+    for given, after in (
+        ("DETAIL", "INFO"),
+        ("detail", "INFO"),
+        ("INFO", "INFO"),
+        ("OFF", "OFF"),
+        (None, None),
+    ):
+        variables = {DEBUG: given} if given else {}
+        assert launches(fails_once(OOM), **variables) == 0
+        first, second = launches.started
+        assert (first.get(DEBUG), second.get(DEBUG)) == (given, after)
+        assert (first.get(RETRY), second.get(RETRY), second.get(REASON)) == (None, "1", "cuda_out_of_memory")
+        levels[given] = second.get(DEBUG)
+    row(
+        "launch/retry/debug_level_in_environment",
+        levels["DETAIL"],
+        unit="setting",
+        witness=len(levels),
+        rule="C25",
+        expected=load_retry().debug_level,
+    )
+    monkeypatch.setattr(retries, "quiet_environment", lambda retry, given: dict(given))
+    launches(fails_once(OOM), **{DEBUG: "DETAIL"})
+    assert launches.started[1][DEBUG] == "DETAIL"
+
+
+@lanes("cpu")
+@planted("C25", "a run that fails behind its first steps starts anew")
+def test_training_that_had_begun_is_not_started_again(lane: Lane, launches: Launches, row) -> None:
+    last = load_retry().last_step
+
+    def count(steps: int, last_step: int = last) -> int:
+        program = (
+            f"{TOLD}\nfrom launch.retry import passed\n"
+            f"for step in range({steps}): passed(step, {last_step})\nraise SystemExit({OOM!r})"
+        )
+        assert launches(["-c", program]) == 1
+        return len(launches.started)
+
+    found = {steps: count(steps) for steps in range(5)}
+    row(
+        "launch/retry/steps_that_may_be_lost",
+        max(steps for steps, count in found.items() if count == 2),
+        unit="count",
+        witness=len(found),
+        rule="C25",
+        expected=last,
+        evidence=[f"{steps} steps done: {count} launches" for steps, count in found.items()],
+    )
+    assert found == {0: 2, 1: 2, 2: 1, 3: 1, 4: 1}
+    assert count(4, last_step=99) == 2, "a run that does not tell is started anew: the row can fail"
+    passed(last, last, {})  # nobody supervises: nothing to tell, and no error
+
+
+TRACE = "Traceback (most recent call last):"
+
+
+@lanes("cpu")
+def test_the_last_traceback_is_the_failure(lane: Lane) -> None:
+    survived = [
+        TRACE,
+        '  File "a.py", line 1, in f',
+        OOM,
+    ]
+    nan = [TRACE, '  File "a.py", line 1, in f', "ArithmeticError: step 9: the loss is nan"]
+    assert failure([*survived, "step 1", *nan]) == ("non_finite",)
+    assert failure([*nan, *survived]) == ("cuda_out_of_memory",)
+    assert failure(["no class knows this"]) == ()
+    both = [*survived[:2], "RuntimeError: CUDA out of memory. Tried to allocate; No space left on device"]
+    error = ChildError("a", 1, "exit 1", [*survived, TRACE, *nan[1:]])
+    assert relaunch(load_retry(), error, {}, begun=False)[0] is None
+    assert failure(both)[0] == "disk_full", "the first class of the contract has a line that two would have"
+
+
+@lanes("cpu")
+def test_a_misshapen_table_is_refused(lane: Lane, tmp_path: Path) -> None:
+    text = contracts.PATH.read_text()
+    for old, new, words in (
+        (
+            "[retry.error.bootstrap]",
+            "[retry.error.bootstrop]",
+            r"\[retry.error.bootstrop\] is no class of \[logs\]",
+        ),
+        ("[retry.error.bootstrap]", "[retry.error.graph_break]", "is no class of .* that alerts"),
+        ("[retry.times]", "[retry.often]", r"\[retry\] is missing or misshapen"),
+        ('value = "cuda"', 'value = "sometimes"', "lazy_groups or skip_barrier has an unknown value"),
+    ):
+        assert text.count(old) == 1
+        (tmp_path / "contract.toml").write_text(text.replace(old, new))
+        with pytest.raises(ContractError, match=words):
+            load_retry(tmp_path / "contract.toml")
+
+
+# A rank on gloo. In the first launch rank 0 fails as a retry of the accounts did, and rank 1 waits for it.
+RANK = (
+    TOLD
+    + """
+import torch, torch.distributed as dist
+from launch import process_group
+from launch.contract import load
+from launch.retry import load_retry
+
+if "BUMPGATE_RETRY" not in started and os.environ["RANK"] == "0":
+    raise RuntimeError("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] Connection refused")
+process_group.start(load(), load_retry(), "gloo", expert_parallel=True)
+total = torch.tensor([1.0 + dist.get_rank()])
+dist.all_reduce(total)
+print(json.dumps({"sum": total.item(), "level": dist.get_debug_level().name}), flush=True)
+dist.destroy_process_group()
+"""
+)
+
+
+@lanes("cpu")
+def test_two_ranks_on_gloo_start_again(lane: Lane, launches: Launches, capsys, row) -> None:
+    """The rank that hangs in its rendezvous is stopped with the other, and the second launch meets and adds up."""
+    assert launches(["-c", RANK], ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL", OMP_NUM_THREADS="1") == 0
+    told = [line.partition("]: ") for line in launches.log.read_text().splitlines() if line.endswith("}")]
+    sums = {tag: json.loads(text) for tag, _, text in told}
+    row(
+        "launch/retry-gloo_2_ranks/ranks_that_added_up",
+        sum(found == {"sum": 3.0, "level": "INFO"} for found in sums.values()),
+        unit="count",
+        witness=len(launches.started),
+        rule="C25",
+        expected=2,
+        evidence=launches.log.read_text().splitlines()[-5:],
+    )
+    assert "launched again: bootstrap; rank0: exit 1: RuntimeError: Gloo" in capsys.readouterr().err
+    first, second = launches.started[:-2], launches.started[-2:]
+    assert {env["MASTER_PORT"] for env in first}.isdisjoint(env["MASTER_PORT"] for env in second)
+    assert [env["WORLD_SIZE"] for env in second] == ["2", "2"]
+
+
+@lanes("cpu")
+def test_command(lane: Lane, tmp_path: Path, monkeypatch, capsys) -> None:
+    log = ["--log", str(tmp_path / "log")]
+    assert main([*log, "--", "-S", "-c", "print('done')"]) == 0
+    assert main([*log, "--", "-S", "-c", "raise SystemExit(5)"]) == 5
+    assert main([*log, "--seconds", "0.2", "--", "-S", "-c", "import time; time.sleep(60)"]) == 1
+    assert (tmp_path / "log").read_text().splitlines()[0] == "[run]: done"
+    out, err = (text.splitlines() for text in capsys.readouterr())
+    assert out == ["done"]
+    assert err == [
+        "final: no known error: not listed; run: exit 5: no output",
+        "final: no known error: not listed; run: not ended in 0.2 s: no output",
+    ]
+    with pytest.raises(SystemExit) as caught:
+        main(["--", "-c", "pass"])
+    assert caught.value.code == 2
+    monkeypatch.setattr(retries, "load_retry", lambda: load_retry(tmp_path / "contract.toml"))
+    assert main([*log, "--", "-c", "pass"]) == 3
+    assert BEGUN not in os.environ

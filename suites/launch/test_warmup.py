@@ -1,0 +1,128 @@
+"""Whether a warm-up runs, by the table (rule C30); a run without one marks its batch axis in the first step (C12)."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from launch import contract as contracts
+from launch import train
+from launch.contract import ContractError
+from launch.data import SyntheticBatches
+from launch.train import Plan, Trainer
+from launch.warmup import Start, WarmUp, load_warmup
+from model import preset
+from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+BOOLEANS = (False, True)
+STARTS = [
+    Start(device, *flags)
+    for device in ("cpu", "cuda", "xla")
+    for flags in itertools.product(BOOLEANS, repeat=5)
+]
+
+
+def wanted(start: Start) -> bool:
+    """Whether a warm-up runs, as the rule says it in words: not the table of the contract."""
+    if not start.asked or start.device == "xla" or (start.fsdp and not start.compiled):
+        return False
+    return not (start.device == "cuda" and start.regional and start.moe)
+
+
+def wrong(table: WarmUp) -> list[Start]:
+    return [start for start in STARTS if (table.skipped(start) == "") != wanted(start)]
+
+
+@lanes("cpu")
+def test_the_table_of_six_inputs(lane: Lane, row) -> None:
+    table = load_warmup()
+    row(
+        "launch/warmup/decisions_as_the_rule",
+        len(STARTS) - len(wrong(table)),
+        unit="count",
+        witness=sum(map(wanted, STARTS)),
+        rule="C30",
+        expected=len(STARTS),
+        evidence=[str(start) for start in wrong(table)],
+    )
+    assert len(STARTS) == 3 * 2**5
+    assert {table.skipped(start) for start in STARTS} == {"", *table.skip}, "each table decides somewhere"
+
+
+@lanes("cpu")
+@planted("C30", "the warm-up is forced where cuda, regional and MoE meet")
+def test_each_table_is_needed(lane: Lane) -> None:
+    table = load_warmup()
+    for name in table.skip:
+        without = WarmUp({n: when for n, when in table.skip.items() if n != name}, table.monitoring)
+        missed = wrong(without)
+        assert missed, name
+        assert not any(map(wanted, missed))
+
+
+@lanes("cpu")
+def test_a_misshapen_table_is_refused(lane: Lane, tmp_path: Path) -> None:
+    text = contracts.PATH.read_text()
+    for old, new, words in (
+        ('when = { device = "xla" }', "when = { }", r"\[warmup.skip.xla\]: `when` names no field"),
+        (
+            'when = { device = "xla" }',
+            'when = { chip = "v6e" }',
+            r"\[warmup.skip.xla\]: `when` names no field",
+        ),
+        ("[warmup.monitoring]", "[warmup.other]", r"\[warmup\] is missing or misshapen \('monitoring'\)"),
+    ):
+        assert text.count(old) == 1
+        (tmp_path / "contract.toml").write_text(text.replace(old, new))
+        with pytest.raises(ContractError, match=words):
+            load_warmup(tmp_path / "contract.toml")
+
+
+@pytest.fixture
+def dynamo_as_it_was():
+    with dynamo_config(read_dynamo_config(contracts.load().dynamo)):
+        yield
+    forget_graphs()
+
+
+@lanes("cpu")
+@planted("C12", "no warm-up, and the first step marks no axis")
+def test_the_first_step_takes_the_warm_ups_place(
+    lane: Lane, dynamo_as_it_was, monkeypatch, canaries, row
+) -> None:
+    """Without a warm-up: the same losses, and another batch compiles nothing. A step that marks none would."""
+    canaries("graphs")
+    losses, more = {}, {}
+    for case in ("warm_up", "first_step", "no_mark"):
+        forget_graphs()
+        skip = {} if case == "warm_up" else {"all": {"asked": True}}
+        monkeypatch.setattr(train, "load_warmup", lambda skip=skip: WarmUp(skip, "1"))
+        config = preset("nam12", "narrow", layer_pattern="AE", depth=2)
+        with DynamoWatch() as watch:
+            source = SyntheticBatches(config.vocab_size, 4, 16, 0, config.bos_id)
+            run = Trainer(config, Plan(4), source, backend=watch.backend("eager"))
+            assert run.no_warm_up == ("" if case == "warm_up" else "all")
+            if case == "no_mark":
+                run.compiled.first = run.compiled.forward
+            run.run(2, allow_synthetic="smoke")
+            before = watch.refresh().unique_graphs
+            run.source = SyntheticBatches(config.vocab_size, 6, 16, 0, config.bos_id)
+            run.run(4, allow_synthetic="smoke")
+            more[case] = watch.refresh().unique_graphs - before
+        losses[case] = run.losses
+        assert before > 0
+    row(
+        "launch/warmup-first_step/graphs_of_another_batch",
+        more["first_step"],
+        unit="count",
+        witness=before,
+        rule="C30",
+        expected=0,
+        instruments=("graphs",),
+    )
+    assert losses["first_step"] == losses["warm_up"]
+    assert more["warm_up"] == 0 < more["no_mark"]

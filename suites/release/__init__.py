@@ -1,0 +1,1 @@
+"""What the adopted torch's release promises, held on the devices that are here."""

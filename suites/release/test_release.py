@@ -1,0 +1,341 @@
+"""Facts of torch 2.12 and later that this stack builds on, each shown by doing it. Rule R1.
+
+What only another device shows is listed in one row by name, and turns red where such a device is at hand.
+
+N matrices, D their side.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import io
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from suites.support.child import ROOT
+from suites.support.comparison import error_ratio
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+OURS = ("bumpgate", "fixtures", "kernels", "launch", "model", "suites")
+
+
+def fact(
+    row: Callable[..., Any], name: str, shown: dict[str, bool], evidence: list[str] | None = None
+) -> None:
+    """A row of parts that each hold or not; all of them must."""
+    missing = [part for part, holds in shown.items() if not holds]
+    row(
+        f"release/{name}/parts_that_do_not_hold",
+        len(missing),
+        unit="count",
+        witness=len(shown),
+        rule="R1",
+        expected=0,
+        evidence=[*missing, *(evidence or [])],
+    )
+
+
+def symmetric(N: int, D: int, device: str) -> Tensor:
+    """(N,D,D) fp32."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(N, D, D, generator=generator)
+    return (a + a.mT).to(device)
+
+
+def residual(a: Tensor, values: Tensor, vectors: Tensor) -> float:
+    """|A V - V diag(w)| over |A|, in fp64."""
+    a, values, vectors = a.double(), values.double(), vectors.double()
+    return float((a @ vectors - vectors * values.unsqueeze(-2)).norm() / a.norm())
+
+
+@lanes("cpu", "h200")
+@planted("R1", "an eigenvector that is another matrix's")
+def test_batched_eigh(lane: Lane, row) -> None:
+    a = symmetric(64, 32, lane.device)
+    values, vectors = torch.linalg.eigh(a)
+    # Rounding of a backward stable method: a few units in the last place times sqrt(D).
+    bound = 8 * 32**0.5 * torch.finfo(torch.float32).eps
+    row(
+        "release/batched_eigh/residual",
+        residual(a, values, vectors),
+        unit="ratio",
+        witness=len(a),
+        rule="R1",
+        at_most=bound,
+    )
+    one_by_one = torch.stack([torch.linalg.eigvalsh(matrix) for matrix in a])
+    torch.testing.assert_close(values, one_by_one, rtol=1e-4, atol=1e-4)
+    assert residual(a, values, vectors.roll(1, 0)) > 100 * bound
+
+
+def adagrad(device: str, fused: bool, dtype: torch.dtype) -> Tensor:
+    """Two parameters after ten steps, laid end to end."""
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randn(size, generator=generator) for _ in range(11) for size in (231, 5)]
+    parameters = [nn.Parameter(t.to(device, dtype)) for t in draws[:2]]
+    options = {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.01, "foreach": False, "fused": fused}
+    optimizer = torch.optim.Adagrad(parameters, **options)
+    for step in range(1, 11):
+        for p, gradient in zip(parameters, draws[2 * step : 2 * step + 2]):
+            p.grad = gradient.to(device, dtype)
+        optimizer.step()
+    return torch.cat([p.detach() for p in parameters])
+
+
+@lanes("cpu", "h200")
+def test_fused_adagrad(lane: Lane, row) -> None:
+    """Not bit by bit: fused, it rounds in another order. By the ratio rule of suites/support/comparison.py."""
+    oracle = adagrad(lane.device, False, torch.float64)
+    plain = adagrad(lane.device, False, torch.float32)
+    row(
+        "release/fused_adagrad/error_ratio",
+        error_ratio(adagrad(lane.device, True, torch.float32), plain, oracle),
+        unit="ratio",
+        witness=oracle.numel(),
+        rule="R1",
+        at_most=2.0,
+    )
+
+
+def branch(chosen: Tensor, x: Tensor) -> Tensor:
+    return torch.cond(chosen, lambda x: x.sin(), lambda x: 2 * x.cos(), (x,))
+
+
+@lanes("cpu", "h200")
+def test_cond_in_eager(lane: Lane, row) -> None:
+    x = torch.linspace(-2, 2, 8, device=lane.device, requires_grad=True)
+    shown = {}
+    for chosen, plain in ((True, x.sin()), (False, 2 * x.cos())):
+        found = branch(torch.tensor(chosen, device=lane.device), x)
+        shown[f"{chosen}: value"] = torch.equal(found, plain)
+        gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (found, plain)]
+        shown[f"{chosen}: gradient"] = torch.equal(*gradients)
+    fact(row, "cond", shown)
+
+
+class Scaled(nn.Module):
+    """x times block scales of MX formats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([0.5, 1, 2, 4]).to(torch.float8_e8m0fnu))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B,4) -> (B,4)."""
+        return x * self.scale.to(x.dtype)
+
+
+@lanes("cpu")
+def test_export_of_float8_e8m0fnu(lane: Lane, row) -> None:
+    model, x, file = Scaled(), torch.randn(3, 4), io.BytesIO()
+    torch.export.save(torch.export.export(model, (x,)), file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    fact(
+        row,
+        "export_float8_e8m0fnu",
+        {
+            "dtype": loaded.scale.dtype is torch.float8_e8m0fnu,
+            "bytes": torch.equal(loaded.scale.view(torch.uint8), model.scale.view(torch.uint8)),
+            "result": torch.equal(loaded(x), model(x)),
+        },
+    )
+
+
+@lanes("cpu")
+def test_profiler_events(lane: Lane, row) -> None:
+    """What the trace file always had is on the events: flows, kinds of activity, Python functions."""
+    with torch.profiler.profile(with_stack=True) as profile:
+        torch.randn(8, 8, requires_grad=True).matmul(torch.randn(8, 8)).sum().backward()
+    events = profile.events()
+    kinds = {event.activity_type for event in events}
+    fact(
+        row,
+        "profiler_events",
+        {
+            "flow_id": any(event.flow_id for event in events),
+            "flow_type": any(event.flow_type for event in events),
+            "activity_type": "cpu_op" in kinds,
+            "python functions": any(event.is_python_function for event in events),
+        },
+        [f"{len(events)} events of kinds {sorted(map(str, kinds))}"],
+    )
+
+
+@lanes("cpu")
+def test_names_that_need_a_device_to_work(lane: Lane, row) -> None:
+    """Present is all that this lane can say; what they do is shown on h200."""
+    graph = inspect.signature(torch.cuda.graph).parameters
+    fact(
+        row,
+        "names",
+        {
+            "torch.accelerator.Graph": hasattr(torch.accelerator, "Graph"),
+            "torch.Stream.is_capturing": callable(getattr(torch.Stream, "is_capturing", None)),
+            "torch.cuda.graph(enable_annotations=)": "enable_annotations" in graph,
+        },
+    )
+
+
+def scripted(source: str) -> list[str]:
+    """Uses of TorchScript in a file's text, as it spells them."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        found += [name for name in names if name.startswith("torch.jit")]
+    return found
+
+
+@lanes("cpu")
+@planted("R1", "a module of ours uses TorchScript")
+def test_no_torchscript(lane: Lane, row) -> None:
+    files = [path for room in OURS for path in sorted((ROOT / room).rglob("*.py"))]
+    # This file calls it once, below, to see that it warns.
+    found = {path: uses for path in files if path != Path(__file__) and (uses := scripted(path.read_text()))}
+    row(
+        "release/torchscript/uses",
+        sum(map(len, found.values())),
+        unit="count",
+        witness=len(files),
+        rule="R1",
+        expected=0,
+        evidence=[f"{path.relative_to(ROOT)}: {', '.join(uses)}" for path, uses in found.items()],
+    )
+    for source in ("import torch\ntorch.jit.script(f)", "from torch import jit", "import torch.jit as j"):
+        assert scripted(source), source
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        torch.jit.script(nn.ReLU())
+
+
+@lanes("h200")
+def test_accelerator_graph(lane: Lane, row) -> None:
+    """Captured once and replayed on new numbers: eager, bit by bit; the stream knows that it is captured."""
+    x, y = torch.zeros(64, device=lane.device), torch.zeros(64, device=lane.device)
+    stream, graph, capturing = torch.Stream(device=lane.device), torch.accelerator.Graph(), []
+    y.copy_(x.sin() * 2)
+    with stream, graph:
+        capturing.append(stream.is_capturing())
+        y.copy_(x.sin() * 2)
+    capturing.append(stream.is_capturing())
+    x.copy_(torch.linspace(-3, 3, 64))
+    torch.accelerator.synchronize()
+    graph.replay()
+    torch.accelerator.synchronize()
+    fact(
+        row,
+        "accelerator_graph",
+        {"replay": torch.equal(y, x.sin() * 2), "is_capturing": capturing == [True, False]},
+    )
+
+
+@lanes("h200")
+def test_cond_inside_a_cuda_graph(lane: Lane, row) -> None:
+    """One capture holds both branches: the predicate is read on the device at each replay."""
+    x = torch.linspace(-2, 2, 8, device=lane.device)
+    chosen = torch.tensor(True, device=lane.device)
+    compiled = torch.compile(branch, backend="cudagraphs")
+    shown = {}
+    for value, plain in ((True, x.sin()), (False, 2 * x.cos()), (True, x.sin())):
+        chosen.fill_(value)
+        shown[f"{value}, call {len(shown)}"] = torch.equal(compiled(chosen, x), plain)
+    fact(row, "cond_in_cuda_graph", shown)
+
+
+@lanes("h200")
+def test_compiled_addcdiv_is_the_eager_one(lane: Lane, row) -> None:
+    """Inductor multiplies and adds in one rounding, as the eager kernel does. On CPU it does not."""
+    generator = torch.Generator().manual_seed(0)
+    a, b, c = (torch.randn(4096, generator=generator).to(lane.device) for _ in range(3))
+
+    def update(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return torch.addcdiv(a, b, c.abs() + 1, value=-0.37)
+
+    differing = int((torch.compile(update)(a, b, c) != update(a, b, c)).sum())
+    row(
+        "release/addcdiv/entries_that_differ",
+        differing,
+        unit="count",
+        witness=a.numel(),
+        rule="R1",
+        expected=0,
+    )
+
+
+@lanes("h200")
+def test_batched_eigh_is_one_launch(lane: Lane, row) -> None:
+    """The release speaks of up to 100 times; the row is what a batch saves here against a loop."""
+    a = symmetric(256, 32, lane.device)
+
+    def seconds(call: Callable[[], object]) -> float:
+        call()
+        torch.accelerator.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.accelerator.synchronize()
+        return time.perf_counter() - start
+
+    batched, loop = (
+        seconds(lambda: torch.linalg.eigh(a)),
+        seconds(lambda: [torch.linalg.eigh(m) for m in a]),
+    )
+    row(
+        "release/batched_eigh/loop_over_batched",
+        loop / batched,
+        unit="ratio",
+        witness=len(a),
+        rule="R1",
+        at_least=2.0,
+        evidence=[f"batched {1e3 * batched:.2f} ms, loop {1e3 * loop:.2f} ms"],
+    )
+
+
+# Item of the release -> whether its device or package is here, and what it would take. None is shown by any lane.
+CUDA, ROCM = torch.cuda.is_available(), bool(torch.version.hip)
+NOT_SHOWN: dict[str, tuple[bool, str]] = {
+    "ROCm expandable segments": (ROCM, "ROCm >= 7.02"),
+    "ROCm rocSHMEM": (ROCM, "ROCm"),
+    "ROCm hipSPARSELt, FP8 semi-structured": (ROCM, "ROCm >= 7.12, MI350X"),
+    "ROCm FlexAttention in two stages": (ROCM, "ROCm, MI350X"),
+    "MPS Metal-4 shaders": (torch.backends.mps.is_built(), "macOS 26"),
+    "XPU graphs and addcdiv": (torch.xpu.is_available(), "an XPU build"),
+    "NCCL seq_num alike on all ranks": (CUDA and torch.cuda.device_count() > 1, "2 GPUs"),
+    "FlightRecorder of ncclx": (importlib.util.find_spec("torchcomms") is not None, "torchcomms"),
+    "torchcomms as the default": (importlib.util.find_spec("torchcomms") is not None, "torchcomms"),
+}
+
+
+def parked(items: dict[str, tuple[bool, str]]) -> list[str]:
+    """Those of the items whose device or package is not here."""
+    return [name for name, (here, _) in items.items() if not here]
+
+
+@lanes("cpu", "h200")
+@planted("R1", "the device of a parked item is here, and nothing was shown on it")
+def test_parked_items_have_no_device_here(lane: Lane, row) -> None:
+    """The count says what is not shown. An item whose device is present may not stay parked."""
+    row(
+        "release/parked/items_not_shown",
+        len(parked(NOT_SHOWN)),
+        unit="count",
+        witness=len(NOT_SHOWN),
+        rule="R1",
+        expected=len(NOT_SHOWN),
+        evidence=[f"not shown: {name}: needs {needs}" for name, (_, needs) in NOT_SHOWN.items()],
+    )
+    on_a_mac = {**NOT_SHOWN, "MPS Metal-4 shaders": (True, "macOS 26")}
+    assert len(parked(on_a_mac)) == len(NOT_SHOWN) - 1

@@ -1,0 +1,167 @@
+"""A machine to gate on that needs no process: what each side would measure, in the place of the runs themselves."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bumpgate import bench, result
+from bumpgate.bench import Bench, Place
+from bumpgate.drift import Reading
+from bumpgate.gate_view import View
+from bumpgate.result import Asked, Gate, SideState
+from bumpgate.rows import Judgement, Row, Value, Verdict, write_record
+from bumpgate.runner import NOTHING_SELECTED, Installed, LaneRun
+from bumpgate.timed import plan_for
+
+COUNT_TEST = "suites/compile/test_a.py::test_count[cpu]"
+TIME_TEST = "suites/throughput/test_b.py::test_time[cpu]"
+TODAY = date(2026, 3, 2)
+# As CPU seconds wander between fresh processes on a quiet machine (DESIGN.md, suites/throughput).
+PROCESS_SD = 0.012
+
+
+def count(
+    value: Value = 13, verdict: Verdict = Verdict.PASS, id: str = "compile/a/graph_breaks"
+) -> Judgement:
+    return Judgement(Row(id, value, "breaks", 1, "C6", test=COUNT_TEST), verdict, "")
+
+
+def gone(
+    verdict: Verdict = Verdict.MISSING, reason: str = "not reported", test: str = COUNT_TEST
+) -> Judgement:
+    case = "compile/a/graph_breaks" if test == COUNT_TEST else "throughput/b/seconds"
+    return Judgement(Row(case, None, "breaks", 0, "", test=test), verdict, reason)
+
+
+def seconds(value: float, id: str = "throughput/b/seconds", spread: float = 0.03) -> Judgement:
+    interval = (value * (1 - spread), value * (1 + spread))
+    row = Row(id, value, "s", 1, "C37", better="lower", tolerance=0.1, interval=interval, test=TIME_TEST)
+    return Judgement(row, Verdict.PASS, "")
+
+
+@dataclass
+class Behaviour:
+    """One side. counts: what its one run reports beside the timed rows. canaries: name -> reason of the failed ones.
+
+    slower: row -> factor of its time. signal: ends the timed processes of sessions from `dies_from` on.
+    spoiled: how many runs of the timed test the machine spoils.
+    """
+
+    torch: str = "2.13.0"
+    failure: str = ""
+    counts: Sequence[Judgement] = field(default_factory=lambda: [count()])
+    problems: tuple[str, ...] = ()
+    canaries: Mapping[str, str] = field(default_factory=dict)
+    slower: Mapping[str, float] = field(default_factory=dict)
+    complete: bool = True
+    signal: int = 0
+    dies_from: int = 0
+    spoiled: int = 0
+
+
+class Machine:
+    """Runs nothing. Each timed process draws its bias from the session and its place in it, so a gate that was cut
+    short and resumed reads what it would have read."""
+
+    def __init__(self, root: Path, seed: int = 0, sd: float = PROCESS_SD, rows: Sequence[str] = ()) -> None:
+        (root / bench.CANARIES).mkdir(parents=True)
+        self.root = root
+        self.seed, self.sd = seed, sd
+        self.rows = tuple(rows) or ("throughput/b/seconds",)
+        self.sides = {name: Behaviour() for name in ("good", "bad", "anchor")}
+        self.processes: list[str] = []
+        self.before_process: Callable[[], None] = lambda: None
+        self.recent: Mapping[str, Sequence[Reading]] = {}
+        self.bench: Bench | None = None
+
+    def installed(self, python: Path, *_: object) -> Installed:
+        side = self.sides[python.name]
+        return Installed({} if side.failure else {"torch": side.torch}, {}, side.failure)
+
+    def run_lane(
+        self, python: Path, root: Path, lane: str, selection: Sequence[str], record: Path, **options: Any
+    ) -> LaneRun:
+        self.before_process()
+        side = self.sides[python.name]
+        timed = options["timeout"] is not None
+        self.processes.append(f"{'timed' if timed else selection[0] if selection else 'all'}:{python.name}")
+        if timed:
+            return self._timed(python.name, side, record)
+        if list(selection) == [bench.CANARIES]:
+            judgements = [self._canary(name, side.canaries.get(name, "")) for name in ("graphs", "inductor")]
+            return self._done(record, judgements)
+        judgements = [*side.counts, *(seconds(self._value(python.name, row, -1)) for row in self.rows)]
+        if side.spoiled:
+            side.spoiled -= 1
+            judgements = [*side.counts, gone(Verdict.INFRA, "none of 40 rounds was quiet", TIME_TEST)]
+        if selection and "::" in selection[0]:
+            judgements = [j for j in judgements if j.row.test in selection]
+        return self._done(record, judgements, side)
+
+    def _timed(self, name: str, side: Behaviour, record: Path) -> LaneRun:
+        assert self.bench
+        sessions = self.bench.gate.drifted if name == "anchor" else self.bench.gate.paired
+        begun = sessions.begun if sessions else 0
+        if side.signal and begun >= side.dies_from:
+            write_record(record, {"lane": "cpu"}, (), complete=False)
+            return LaneRun(-side.signal, None, f"died of {signal.Signals(side.signal).name}", 0.1, record)
+        if side.spoiled:
+            side.spoiled -= 1
+            return self._done(record, [gone(Verdict.INFRA, "not quiet", TIME_TEST)])
+        return self._done(record, [seconds(self._value(name, row, begun), row) for row in self.rows])
+
+    def _value(self, name: str, row: str, session: int) -> float:
+        place = sum(p == f"timed:{name}" for p in self.processes) % 2
+        noise = random.Random(f"{self.seed} {name} {row} {session} {place}").gauss(0, self.sd)
+        return 2.0 * self.sides[name].slower.get(row, 1.0) * 2.718281828459045**noise
+
+    def _canary(self, name: str, reason: str) -> Judgement:
+        row = Row(
+            f"canaries/{name}/agrees", not reason, "bool", 1, "I1", expected=True,
+            better="derived", evidence=(reason or "agrees",), test=f"{bench.CANARIES}/test_c.py::test[{name}-cpu]",
+        )  # fmt: skip
+        return Judgement(row, Verdict.REGRESSION if reason else Verdict.PASS, reason)
+
+    def _done(self, record: Path, judgements: Sequence[Judgement], side: Behaviour | None = None) -> LaneRun:
+        side = side or Behaviour()
+        made = write_record(
+            record,
+            {"lane": "cpu", "torch": side.torch},
+            judgements,
+            complete=side.complete,
+            problems=side.problems,
+        )
+        return LaneRun(0 if judgements else NOTHING_SELECTED, made, "", 0.1, record.with_suffix(".log"))
+
+    def prepare(self, out: Path, asked: Asked | None = None, **options: Any) -> Bench:
+        """A bench over this machine; a gate that already lies in `out` is gone on with."""
+        asked = asked or Asked("cpu", candidate="torch==2.14.0")
+        plan = plan_for(asked.sessions)
+        out.mkdir(exist_ok=True)
+        gate = result.read(out, plan) or Gate(asked, "2026-03-02T03:00:00+00:00", "bumpgate gate")
+        if asked.anchor:
+            gate.sides.setdefault("anchor", SideState())
+        places = {name: Place(Path(f"/envs/{name}"), {"CACHE": name}) for name in gate.sides}
+        view = View(Console(file=(out / "said.txt").open("a"), width=200))
+        recent = lambda lane, rows, days: self.recent  # noqa: E731 - the shape of history.recent
+        self.bench = Bench(gate, self.root, out, places, view, plan, recent, TODAY, **options)
+        return self.bench
+
+    def gate(self, out: Path, asked: Asked | None = None, **options: Any) -> Gate:
+        """One gate from its beginning, or from where it was left, to its verdict."""
+        made = self.prepare(out, asked, **options)
+        made.run()
+        return made.gate
+
+
+def labels(gate: Gate) -> list[tuple[str, str]]:
+    """(decision, label) of each finding, worst first."""
+    return [(f.decision.name, f.label) for f in gate.findings]

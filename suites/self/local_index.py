@@ -1,0 +1,220 @@
+"""A package index on loopback that serves small fake wheels, for tests of what installs, lists and bisects.
+
+    with LocalIndex([fake_wheel(folder, "torch", "1.0", {"torch/__init__.py": "..."})]) as index:
+        index.url            # PEP 503 (HTML) and PEP 691 (JSON), with PEP 700 upload times and sizes
+        index.yank("torch", "1.0", "broken")
+        index.fail(500)      # every answer from now on; fail(0) ends it
+        index.vanish(path)   # listed, but its file answers 404, as a nightly index forgets
+        index.pause()        # files are not sent until index.resume()
+        index.requests       # paths asked for, in order
+
+A wheel holds nothing but what the test writes into it, so a build takes well under a second.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import pytest
+from packaging.utils import canonicalize_name, parse_wheel_filename
+
+JSON_TYPE = "application/vnd.pypi.simple.v1+json"
+
+
+def isolated(monkeypatch: pytest.MonkeyPatch, folder: Path, index_url: str) -> None:
+    """No setting of the host's pip and uv, none of its caches: this index alone, and everything below `folder`."""
+    for name in list(os.environ):
+        if name.startswith(("PIP_", "UV_", "BUMPGATE_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("UV_DEFAULT_INDEX", index_url)
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    monkeypatch.setenv("UV_CACHE_DIR", str(folder / "uv"))
+    monkeypatch.setenv("BUMPGATE_HOME", str(folder / "home"))
+
+
+def fake_wheel(
+    folder: Path,
+    name: str,
+    version: str,
+    body: str | Mapping[str, str] = "",
+    requires: Iterable[str] = (),
+    *,
+    tag: str = "py3-none-any",
+    requires_python: str = "",
+    source: str = "",
+) -> Path:
+    """Writes a wheel and returns its path.
+
+    body: the text of `<name>/__init__.py`, or file name to text; `__version__` is added to an __init__ of text.
+    requires: PEP 508 strings. tag: of the file name, e.g. "cp311-cp311-manylinux_2_28_x86_64".
+    source: URL of the repository that its metadata names.
+    """
+    package = name.replace("-", "_")
+    if isinstance(body, str):
+        body = {f"{package}/__init__.py": f"__version__ = {version!r}\n{body}"}
+    info = f"{package}-{version}.dist-info"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {r}" for r in requires]
+    lines += [f"Requires-Python: {requires_python}"] if requires_python else []
+    lines += [f"Project-URL: Repository, {source}"] if source else []
+    files = {
+        **body,
+        f"{info}/METADATA": "\n".join(lines) + "\n",
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
+    }
+    record = "".join(f"{path},sha256={_digest(text)},{len(text.encode())}\n" for path, text in files.items())
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{package}-{version}-{tag}.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
+            # A fixed date: the same wheel has the same bytes in every run.
+            archive.writestr(zipfile.ZipInfo(file, (2020, 1, 1, 0, 0, 0)), text)
+    return path
+
+
+def _digest(text: str) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+
+
+@dataclass
+class LocalIndex:
+    """Serves wheels while the `with` block runs. packages: wheel files, more can be added with `add`.
+
+    dates: upload time by version, for every package; a version without one has none in the answer.
+    """
+
+    packages: Iterable[Path] = ()
+    dates: Mapping[str, datetime] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._files: dict[str, dict[str, Path]] = {}
+        self._yanked: dict[tuple[str, str], str] = {}
+        self._gone: set[str] = set()
+        self._sending = threading.Event()
+        self._sending.set()
+        self._status = 0
+        for path in self.packages:
+            self.add(path)
+
+    @property
+    def url(self) -> str:
+        """Of the simple index, without a slash at its end."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}/simple"
+
+    def add(self, path: Path) -> None:
+        name = str(parse_wheel_filename(path.name)[0])
+        self._files.setdefault(name, {})[path.name] = path
+
+    def remove(self, path: Path) -> None:
+        """No longer listed, as a nightly index forgets."""
+        del self._files[str(parse_wheel_filename(path.name)[0])][path.name]
+
+    def vanish(self, path: Path) -> None:
+        self._gone.add(path.name)
+
+    def pause(self) -> None:
+        self._sending.clear()
+
+    def resume(self) -> None:
+        self._sending.set()
+
+    def yank(self, name: str, version: str, reason: str = "") -> None:
+        self._yanked[canonicalize_name(name), version] = reason
+
+    def fail(self, status: int) -> None:
+        """Answers everything with this status; 0 answers again."""
+        self._status = status
+
+    def __enter__(self) -> LocalIndex:
+        index = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                index._answer(self)
+
+            def do_HEAD(self) -> None:
+                index._answer(self, body=False)
+
+            def log_message(self, *args: object) -> None:
+                """Quiet."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.resume()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _answer(self, handler: BaseHTTPRequestHandler, body: bool = True) -> None:
+        self.requests.append(handler.path)
+        status, kind, content = self._page(unquote(handler.path), handler.headers.get("Accept", ""))
+        handler.send_response(status)
+        handler.send_header("Content-Type", kind)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        if body:
+            # A client that was killed is no fault of the server.
+            with contextlib.suppress(ConnectionError):
+                handler.wfile.write(content)
+
+    def _page(self, path: str, accepts: str) -> tuple[int, str, bytes]:
+        if self._status:
+            return self._status, "text/plain", b"planted"
+        parts = path.strip("/").split("/")
+        if parts[0] == "files":
+            self._sending.wait()
+            if parts[-1] in self._gone:
+                return 404, "text/plain", b"gone"
+        if parts[0] == "files" and len(parts) == 3 and parts[2] in self._files.get(parts[1], {}):
+            return 200, "application/octet-stream", self._files[parts[1]][parts[2]].read_bytes()
+        if parts[0] == "simple" and len(parts) == 2 and parts[1] in self._files:
+            files = [self._entry(parts[1], p) for p in self._files[parts[1]].values()]
+            if JSON_TYPE in accepts:
+                return 200, JSON_TYPE, _json(parts[1], files)
+            return 200, "text/html", _html(files)
+        return 404, "text/plain", b"not here"
+
+    def _entry(self, name: str, path: Path) -> dict[str, object]:
+        version = str(parse_wheel_filename(path.name)[1])
+        content = path.read_bytes()
+        entry: dict[str, object] = {
+            "filename": path.name,
+            "url": f"/files/{name}/{quote(path.name)}",
+            "hashes": {"sha256": hashlib.sha256(content).hexdigest()},
+            "size": len(content),
+            "yanked": self._yanked.get((name, version), False) or (name, version) in self._yanked,
+        }
+        if version in self.dates:
+            uploaded = self.dates[version].astimezone(timezone.utc)
+            entry["upload-time"] = uploaded.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        return entry
+
+
+def _json(name: str, files: list[dict[str, object]]) -> bytes:
+    return json.dumps({"meta": {"api-version": "1.1"}, "name": name, "files": files}).encode()
+
+
+def _html(files: list[dict[str, object]]) -> bytes:
+    lines = ["<!DOCTYPE html><html><body>"]
+    for entry in files:
+        yanked = f' data-yanked="{entry["yanked"]}"' if entry["yanked"] else ""
+        sha256 = entry["hashes"]["sha256"]  # type: ignore[index]
+        lines.append(f'<a href="{entry["url"]}#sha256={sha256}"{yanked}>{entry["filename"]}</a>')
+    return "\n".join([*lines, "</body></html>"]).encode()

@@ -1,0 +1,151 @@
+"""The mutant matrix: every rule, what checks it, the faults it was shown to catch, and by what.
+
+`python -m suites.self.matrix cpu.xml self.xml --record record.json` reads the JUnit files of two runs:
+
+    pytest -m cpu --junitxml cpu.xml
+    pytest suites/self --junitxml self.xml
+
+A fault comes from suites/self/mutants.py (an edit of a copy of the tree: its row must turn red) or from a test marked
+`@planted(rule, fault)` (it plants the fault itself and passes only if the check refuses it). Exit code 1 where a rule
+of the lanes that ran has no check or no fault, or where a fault survived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from bumpgate.rows import read_record, write_atomic
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+RULES = Path(__file__).parents[1] / "rules.toml"
+
+
+class Rule(NamedTuple):
+    """name: "C6". says: the rule in a line. lane: the lane that alone can check it, or "" for every lane."""
+
+    name: str
+    says: str
+    lane: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """rule, what was planted, the row or test that must catch it, other rows that turned red, and whether it did."""
+
+    rule: str
+    planted: str
+    killer: str
+    companions: tuple[str, ...]
+    killed: bool
+
+
+def rules(path: Path = RULES) -> dict[str, Rule]:
+    """By name, in the order of the file."""
+    raw = tomllib.loads(path.read_text())
+    return {name: Rule(name, entry["says"], entry.get("lane", "")) for name, entry in raw.items()}
+
+
+def faults(junit: Path) -> Iterator[Fault]:
+    """The faults that one run planted. A test that did not run to its end has killed nothing."""
+    for case in ElementTree.parse(junit).getroot().iter("testcase"):
+        killed = not any(case.find(tag) is not None for tag in ("failure", "error", "skipped"))
+        test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        seen = {(p.get("name"), p.get("value", "")) for p in case.iter("property")}
+        for name, value in sorted(seen):
+            if name == "planted":
+                told = json.loads(value)
+                yield Fault(told["rule"], told["fault"], told.get("row") or test, tuple(told["red"]), killed)
+
+
+def checked(records: Iterable[Path]) -> dict[str, set[str]]:
+    """Rule -> rows that name it and saw something."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        for judgement in read_record(record).judgements:
+            if judgement.row.witness > 0:
+                found[judgement.row.rule].add(judgement.row.id)
+    return found
+
+
+def gaps(
+    known: dict[str, Rule], planted: list[Fault], rows: dict[str, set[str]], lanes: set[str]
+) -> list[str]:
+    """One line for each rule without a check or a fault, each survivor and each unknown rule."""
+    lines = [f"{f.rule}: {f.planted}: survived {f.killer}" for f in planted if not f.killed]
+    lines += [f"{f.rule}: {f.planted}: no such rule in rules.toml" for f in planted if f.rule not in known]
+    covered = {f.rule for f in planted}
+    for rule in known.values():
+        if rule.lane and rule.lane not in lanes:
+            continue
+        if rule.name not in covered:
+            lines.append(f"{rule.name}: no planted fault: {rule.says}")
+        if not rows.get(rule.name):
+            lines.append(f"{rule.name}: no row checks it: {rule.says}")
+    return lines
+
+
+def markdown(known: dict[str, Rule], planted: list[Fault], rows: dict[str, set[str]], lanes: set[str]) -> str:
+    """The report: one line a fault, below its rule."""
+    killed = sum(f.killed for f in planted)
+    lines = [
+        "# Mutant matrix",
+        "",
+        f"{len(planted)} planted faults of {len({f.rule for f in planted})} rules, {killed} killed. "
+        f"Lanes: {', '.join(sorted(lanes))}.",
+        "",
+        "| rule | rows that check it | planted fault | killed by | red beside it |",
+        "|---|---|---|---|---|",
+    ]
+    for rule in known.values():
+        if rule.lane and rule.lane not in lanes:
+            lines.append(f"| {rule.name}: {rule.says} | lane {rule.lane} did not run | | | |")
+            continue
+        count = len(rows.get(rule.name, ()))
+        own = sorted((f for f in planted if f.rule == rule.name), key=lambda f: f.planted)
+        for i, fault in enumerate(own or [Fault(rule.name, "none", "", (), False)]):
+            head = f"{rule.name}: {rule.says} | {count}" if i == 0 else " | "
+            killer = f"`{fault.killer}`" if fault.killed else "**SURVIVED**" if own else "**no fault**"
+            beside = ", ".join(fault.companions[:3]) + (" ..." if len(fault.companions) > 3 else "")
+            lines.append(f"| {head} | {_cell(fault.planted)} | {_cell(killer)} | {_cell(beside)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m suites.self.matrix", description=__doc__.splitlines()[0])
+    parser.add_argument("junit", nargs="+", type=Path, help="JUnit files of the runs that planted faults")
+    parser.add_argument(
+        "--record", action="append", type=Path, default=[], help="records whose rows check rules"
+    )
+    parser.add_argument("--lane", action="append", default=[], help="lanes that ran beside cpu")
+    parser.add_argument("--out", type=Path, default=Path("mutants.md"))
+    given = parser.parse_args(arguments)
+    known, lanes = rules(), {"cpu", *given.lane}
+    planted = [fault for file in given.junit for fault in faults(file)]
+    rows = checked(given.record)
+    write_atomic(given.out, markdown(known, planted, rows, lanes))
+    open_ends = gaps(known, planted, rows, lanes)
+    for line in open_ends:
+        print(line)
+    print(f"{given.out}: {len(planted)} planted faults, {sum(f.killed for f in planted)} killed")
+    return 1 if open_ends else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

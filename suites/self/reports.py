@@ -1,0 +1,165 @@
+"""Records and gates as a run leaves them on disk, for the tests of what reads them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bumpgate import cli
+from bumpgate.rows import Judgement, Record, Row, Value, Verdict, write_record
+from bumpgate.sequential import Outcome, Timed
+from bumpgate.verdict import GateVerdict, Side, judge_gate
+
+TEST = "suites/compile/test_policies.py::test_counts[nam52-regional-cpu]"
+EVIL = "<script>alert('x')</script> & \"$\\alpha$\" `|` ]]>"
+BREAK = "break x1: GB0098 at model/hybrid.py:{line} `x = block(x)`: Skip calling disabled function <function {name}>"
+HERE = {
+    "lane": "cpu",
+    "device": "cpu",
+    "cpu": "AMD EPYC",
+    "torch": "2.13.0+cpu",
+    "torch_git": "c" * 40,
+    "triton": None,
+    "wheel_set": "4f7f599cac02c236",
+    "commit": "f" * 40,
+    "started": "2026-11-20T02:00:00+00:00",
+    "wall_seconds": 312.0,
+    "full_run": True,
+}
+THERE = HERE | {"torch": "2.14.0+cpu", "torch_git": "d" * 40, "wheel_set": "77aa"}
+
+
+def row(id: str = "compile/nam52-regional/graph_breaks", value: Value = 13, **fields: Any) -> Row:
+    made = {"id": id, "value": value, "unit": "count", "witness": 1, "rule": "C6", "test": TEST}
+    return Row(**made | fields)
+
+
+def judged(said: Verdict, made: Row, reason: str = "", **fields: Any) -> Judgement:
+    return Judgement(made, said, reason, "" if said is Verdict.PASS else "pytest -m cpu -n 0", **fields)
+
+
+def loss_curve(slope: float) -> tuple[float, ...]:
+    return tuple(6.7 * math.exp(-slope * step) + 1.9 + 0.05 * math.sin(step) for step in range(200))
+
+
+def shared_rows(kernels: int, line: int, name: str, slope: float) -> list[Row]:
+    """Rows of one side: a break with its reason, kernels, a curve, a timed row, and an ordinary one."""
+    evidence = (BREAK.format(line=line, name=name), "4 operators", f"at 0x7f{line}")
+    return [
+        row(evidence=evidence),
+        row("compile/nam52-regional/recompiles", 0),
+        row("throughput/nam52-regional/generated_kernels", kernels, per_build=True),
+        row("model/nam12-corpus/loss_after_200_steps", 2.4, unit="nats", series={"loss": loss_curve(slope)}),
+        row(
+            "throughput/nam52-regional/seconds",
+            1.0,
+            unit="s",
+            better="lower",
+            tolerance=0.1,
+            interval=(0.98, 1.03),
+        ),
+    ]
+
+
+def write_gate(
+    folder: Path,
+    good: Side,
+    bad: Side,
+    timed: Mapping[str, Timed] | None = None,
+    *,
+    lane: str = "cpu",
+    started: str = "2026-11-21T02:00:00+00:00",
+) -> tuple[Path, GateVerdict]:
+    """gate.json as the gate leaves it, with good.json and bad.json beside it, and its verdict."""
+    verdict = judge_gate(lane, good, bad, timed)
+    sides = {}
+    for key, side in (("good", good), ("bad", bad)):
+        if r := side.record:
+            write_record(
+                folder / f"{key}.json", r.provenance, r.judgements, complete=r.complete, problems=r.problems
+            )
+        sides[key] = {
+            "name": side.name,
+            "record": f"{key}.json" if side.record else None,
+            "failure": side.failure,
+            "canaries": dict(side.canaries),
+            "command": side.command,
+            "packages": {"torch": side.name.split()[-1], "numpy": "2.4.6"},
+            "git_version": {"torch": r.provenance["torch_git"]} if r else {},
+        }
+    raw = {
+        "schema": 1,
+        "lane": lane,
+        "decision": verdict.decision.name,
+        "exit_code": verdict.exit_code,
+        "started": started,
+        "wall_seconds": 803.5,
+        "command": "bumpgate gate --lane cpu --candidate torch==2.14.0",
+        "sides": sides,
+        "findings": [asdict(f) | {"decision": f.decision.name} for f in verdict.findings],
+        "timed": {
+            name: {
+                "outcome": t.outcome.value,
+                "ratio": t.ratio,
+                "interval": list(t.interval),
+                "sessions": t.sessions,
+                "log_ratios": [math.log(t.ratio)] * t.sessions,
+            }
+            for name, t in (timed or {}).items()
+        },
+        "creeps": {},
+        "accepted": [],
+    }
+    path = folder / "gate.json"
+    path.write_text(json.dumps(raw))
+    return path, verdict
+
+
+def paired(outcome: Outcome, ratio: float, sessions: int = 16) -> Timed:
+    return Timed(outcome, ratio, (ratio - 0.015, ratio + 0.02), sessions, 0.001, 0.001)
+
+
+def record(*judgements: Judgement, **fields: object) -> Record:
+    return Record(HERE, judgements, **fields)  # type: ignore[arg-type]
+
+
+def held(folder: Path) -> Path:
+    """A gate that finds something of every kind, with hostile text wherever text can stand."""
+    before = shared_rows(113, 66, "Mamba3Block.forward", 0.05)
+    after = shared_rows(121, 71, "M2RNNBlock.forward", 0.03)
+    after[0] = row(value=17, evidence=(*after[0].evidence, EVIL))
+    good = Side("torch 2.13.0", Record(HERE, tuple(judged(Verdict.PASS, r) for r in before)))
+    changed = judged(Verdict.CHANGED, after[0], f"reviewed 13, measured 17 {EVIL}")
+    kept = judged(
+        Verdict.CHANGED, after[1], "reviewed 1, measured 0", accepted=f"ada, until 2026-12-31: {EVIL}"
+    )
+    bad = Side(
+        f"torch 2.14.0 {EVIL}",
+        Record(
+            THERE,
+            (changed, kept, *(judged(Verdict.PASS, r) for r in after[2:])),
+            problems=(f"t.py::a: {EVIL}",),
+        ),
+        canaries={"graphs": EVIL},
+        command=EVIL,
+    )
+    timed = {
+        "throughput/nam52-regional/seconds": paired(Outcome.SLOWER, 1.061),
+        "throughput/nam52-eager/seconds": paired(Outcome.SAME, 1.003),
+    }
+    return write_gate(folder, good, bad, timed)[0]
+
+
+def bumpgate(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    """Calls the command in this process; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["bumpgate", *args])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)

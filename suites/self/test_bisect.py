@@ -1,0 +1,204 @@
+"""`bumpgate bisect` on real environments: fake wheels on a loopback index, installed by uv, probed by children."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from suites.self import builds, golden
+from suites.self.builds import CRASHES, JUDGE, RAISES, Ran, bisecting, host_pytest, make_builds
+from suites.self.local_index import LocalIndex, fake_wheel, isolated
+from suites.self.project import HEAD, REPO
+from suites.self.simulate_bisect import TABLE, simulated, table
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """uv's cache and the environments, shared by the tests of this file."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def triton_breaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalIndex]:
+    """The fault is triton's, from week 7 on; around it builds that are missing, yanked, or cannot be imported."""
+    with LocalIndex() as index:
+        import_text = {5: RAISES, 6: CRASHES}
+        make_builds(tmp_path_factory.mktemp("a"), index, triton_fault=7, import_text=import_text, missing=[4])
+        index.yank("torch", builds.torch(8), "broken")
+        yield index
+
+
+@pytest.fixture(scope="module")
+def torch_breaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalIndex]:
+    """The fault is torch's own, from week 3 on."""
+    with LocalIndex() as index:
+        folder = tmp_path_factory.mktemp("b")
+        make_builds(folder, index, torch_fault=3)
+        # "==2.3.0" would take this one, and find nothing wrong with 2.3.0.
+        other = {"torch/__init__.py": builds.TORCH.format(fault=0)}
+        index.add(fake_wheel(folder, "torch", "2.3.0+cpu", other, ["triton==3.3.0"]))
+        index.add(host_pytest(folder))
+        yield index
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with bisecting(tmp_path) as call:
+        yield call
+
+
+def found(folder: Path) -> dict[str, Any]:
+    answer = json.loads((folder / "bisect.json").read_text())
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_a_fault_of_triton_alone_is_blamed_on_triton(
+    run: Run, triton_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By dates, through a missing week, a yanked build, one that raises at import and one that segfaults there."""
+    isolated(monkeypatch, cache, triton_breaks.url)
+    arguments = ("--good", "2026-01-05", "--bad", "2026-03-23", "--command", JUDGE, "--out", "out")
+    ran = run(*arguments)
+    assert (ran.code, ran.err) == (0, "")
+    golden.check(
+        "bisect_triton", golden.transcript(["bisect", *arguments], *vars(ran).values(), {str(cache): "CACHE"})
+    )
+    answer = found(tmp_path / "out")
+    assert (answer["first"], answer["suspects"], answer["last"]) == (
+        "2.7.0",
+        ["2.5.0", "2.6.0", "2.7.0"],
+        "2.3.0",
+    )
+    assert answer["at_fault"] == [{"name": "triton", "old": "3.3.0", "new": "3.7.0"}]
+    triton = "https://github.com/triton-lang/triton/compare"
+    assert answer["compare"] == [f"{triton}/{builds.commit(3)}...{builds.commit(7)}"]
+    skipped = {r["version"]: r["failure"] for r in answer["readings"] if r["outcome"] == "SKIP"}
+    assert skipped.keys() == {"2.5.0", "2.6.0"}
+    assert "libcudart.so.13" in skipped["2.5.0"]
+    assert "SIGSEGV" in skipped["2.6.0"]
+    assert "2.8.0" not in {r["version"] for r in answer["readings"]}, "a yanked build was probed"
+
+
+def test_a_fault_of_torch_is_blamed_on_torch_and_its_fix_is_found(
+    run: Run, torch_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolated(monkeypatch, cache, torch_breaks.url)
+    ran = run("--good", "2.0.0", "--bad", "2.11", "--command", JUDGE, "--out", "out")
+    answer = found(tmp_path / "out")
+    assert (ran.code, answer["suspects"], answer["last"]) == (0, ["2.3.0"], "2.2.0")
+    assert [change["name"] for change in answer["at_fault"]] == ["torch"]
+    assert answer["compare"] == [
+        f"https://github.com/pytorch/pytorch/compare/{builds.commit(2)}...{builds.commit(3)}"
+    ]
+    assert answer["probes"] <= answer["bound"] == 6
+    # The same wheels, and a test that fails where the fault is not: its fix is the fault.
+    fixed = 'python -c "import torch; raise SystemExit(torch.graph_breaks() == 13)"'
+    ran = run("--find-fix", "--bad", "2.0.0", "--good", "2.11.0", "--command", fixed, "--out", "fix")
+    answer = found(tmp_path / "fix")
+    assert (ran.code, answer["suspects"], answer["last"]) == (0, ["2.3.0"], "2.2.0")
+    assert answer["at_fault"] == [{"name": "torch", "old": "2.2.0", "new": "2.3.0"}]
+
+
+SUITE = f"""{HEAD}
+import torch
+
+@lanes("cpu")
+def test_breaks(lane, row):
+    row("compile/model/graph_breaks", torch.graph_breaks(), expected=13, **COUNT)
+
+@lanes("cpu")
+def test_red_everywhere(lane, row):
+    row("compile/old/graph_breaks", 2, expected=1, **COUNT)
+
+@lanes("cpu")
+def test_red_for_a_while(lane, row):
+    row("compile/passing/graph_breaks", int(torch.__version__ in ("2.1.0", "2.2.0")), expected=0, **COUNT)
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A source tree with the row machinery and three tests; its lane needs pytest and torch."""
+    root = tmp_path / "tree"
+    for part in ("bumpgate", "suites/support"):
+        (root / part).parent.mkdir(parents=True, exist_ok=True)
+        (root / part).symlink_to(REPO / part)
+    shutil.copy(REPO / "conftest.py", root / "conftest.py")
+    text = (REPO / "pyproject.toml").read_text()
+    pytest_options = text[text.index("[tool.pytest.ini_options]") : text.index("[tool.ruff]")]
+    extras = '[project.optional-dependencies]\ncpu = ["pytest", "torch==2.0.0"]\n'
+    (root / "pyproject.toml").write_text(f'[project]\nname = "bumpgate"\n{extras}\n{pytest_options}')
+    (root / "suites/__init__.py").touch()
+    (root / "suites/compile").mkdir()
+    (root / "suites/compile/test_a.py").write_text(SUITE)
+    return root
+
+
+def test_rows_that_differ_between_the_ends_decide(
+    tree: Path, torch_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row is red at both ends, one only in between; neither misleads the search."""
+    isolated(monkeypatch, cache, torch_breaks.url)
+    arguments = (
+        "--lane",
+        "cpu",
+        "--good",
+        "2.0.0",
+        "--bad",
+        "2.11.0",
+        "--out",
+        "out",
+        "--",
+        "suites",
+        "-n",
+        "0",
+    )
+    with bisecting(tree) as run:
+        ran = run(*arguments)
+    names = {str(cache): "CACHE", str(tree): "TREE"}
+    golden.check("bisect_lane", golden.transcript(["bisect", *arguments], *vars(ran).values(), names))
+    answer = found(tree / "out")
+    assert (ran.code, answer["suspects"], answer["last"]) == (0, ["2.3.0"], "2.2.0")
+    assert answer["deciding"] == ["compile/model/graph_breaks"]
+    assert [change["name"] for change in answer["at_fault"]] == ["torch"]
+    assert answer["findings"][0]["good"] == ["compile/model/graph_breaks: 13 breaks"]
+    assert answer["findings"][0]["bad"] == ["compile/model/graph_breaks: 14 breaks"]
+
+
+def test_what_is_beside_the_probes_takes_five_percent(
+    run: Run, torch_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Probes of a known length in environments that are there: what is left is the bisect's own.
+
+    Journal, search, readings and report, and for each BAD probe an import that tells it from a SKIP: 0.1 s a probe.
+    """
+    isolated(monkeypatch, cache, torch_breaks.url)
+    asleep = f"sleep 2.5; {JUDGE}"
+    arguments = ("--good", "2.0.0", "--bad", "2.11.0", "--no-attribution", "--command")
+    assert run(*arguments, JUDGE, "--out", "warm").code == 0
+    assert run(*arguments, asleep, "--out", "out").code == 0
+    seconds = found(tmp_path / "out")["seconds"]
+    assert seconds["probes"] > 12
+    assert seconds["beside"] <= 0.05 * seconds["probes"], seconds
+
+
+def test_the_table_of_the_docs_is_what_the_simulation_gives() -> None:
+    """The first rows anew, at their full size where they are quick; the others are read for what they promise."""
+    text = (REPO / "docs" / "bisect.md").read_text()
+    rows = {row.title: row for row in TABLE}
+    assert all(f"| {title} |" in text for title in rows)
+    exact = simulated(rows["no misreads"])
+    assert (exact.right, exact.most) == (exact.runs, 8)
+    assert table([exact]).splitlines()[-1] in text
+    small = simulated(replace(rows["10 % both ways, at most 20 probes and the ends"], repeats=2))
+    assert small.most <= 22
+    assert small.right >= 0.9 * small.runs, small

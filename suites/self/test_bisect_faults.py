@@ -1,0 +1,437 @@
+"""A bisect that is asked nonsense, is killed, or runs on a failing machine: one line, the right code, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bumpgate import bisection, journal
+from bumpgate.bisection import Bench
+from bumpgate.environments import Environment, NotInstallable
+from bumpgate.journal import Plan
+from bumpgate.probe import Cause, Reading, Said
+from bumpgate.request import Request
+from bumpgate.search import Outcome, Result
+from suites.self import golden
+from suites.self.builds import JUDGE, RAISES, Ran, bisecting, make_builds, start
+from suites.self.local_index import LocalIndex, isolated
+from suites.self.searching import planted
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalIndex]:
+    """The fault is triton's, from week 7 on; the torch of week 5 does not import."""
+    with LocalIndex() as index:
+        make_builds(tmp_path_factory.mktemp("wheels"), index, triton_fault=7, import_text={5: RAISES})
+        yield index
+
+
+@pytest.fixture
+def index(served: LocalIndex, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalIndex]:
+    isolated(monkeypatch, cache, served.url)
+    yield served
+    served.fail(0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with bisecting(tmp_path) as call:
+        yield call
+
+
+ENDS = ("--good", "2.0.0", "--bad", "2.11.0")
+TRUE = ("--command", "true")
+LANE = ("--lane", "cpu", "--", "suites/self/test_rows.py")
+REFUSED: dict[str, tuple[str, ...]] = {
+    "swapped": ("--good", "2.11.0", "--bad", "2.0.0", *TRUE),
+    "fix_swapped": (*ENDS, "--find-fix", *TRUE),
+    "equal": ("--good", "2.3.0", "--bad", "2.3", *TRUE),
+    "unknown_version": ("--good", "2.0.0", "--bad", "2.12.0", *TRUE),
+    "no_version": ("--good", "2.0.0", "--bad", "newest", *TRUE),
+    "no_such_day": ("--good", "2026-02-30", "--bad", "2.3.0", *TRUE),
+    "before_the_first_day": ("--good", "2025-12-24", "--bad", "2.3.0", *TRUE),
+    "unknown_package": ("--package", "torchx", *ENDS, *TRUE),
+    "unreachable": (*ENDS, "--index", "http://127.0.0.1:1/simple", *TRUE),
+    "no_folder": (*ENDS, "--find-links", "wheels", *TRUE),
+    "nothing_to_run": ENDS,
+    "lane_without_tests": (*ENDS, "--lane", "cpu"),
+    "both_tests": (*ENDS, *TRUE, *LANE),
+    "unknown_lane": (*ENDS, "--lane", "tpu", "--", "suites"),
+    "noise_without_information": (*ENDS, "--false-bad", "0.5", *TRUE),
+    "no_time": (*ENDS, "--timeout", "0", *TRUE),
+    "no_end": ("--good", "2.0.0", *TRUE),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_one_line_before_anything_is_installed(
+    case: str, run: Run, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
+    ran = run(*REFUSED[case])
+    assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
+    golden.check(f"bisect_{case}", golden.transcript(["bisect", *REFUSED[case]], ran.code, ran.out, ran.err))
+    assert list(tmp_path.iterdir()) == [], "something was left behind"
+
+
+@pytest.mark.parametrize(
+    ("selection", "words"),
+    [
+        (("suites/self/test_rows.py",), "selects no test of lane cpu"),
+        (("suites/numerics/test_moe_combine.py", "-k", "nothing_like_it"), "selects no test of lane cpu"),
+        (("suites/none.py",), "file or directory not found: suites/none.py"),
+    ],
+    ids=str,
+)
+def test_a_selection_that_matches_nothing_is_refused(
+    selection: tuple[str, ...], words: str, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
+    from suites.self.tree import ROOT
+
+    with bisecting(ROOT) as call:
+        ran = call(*ENDS, "--lane", "cpu", "--out", str(tmp_path / "out"), "--", *selection)
+    assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
+    assert words in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        (
+            "ends_swapped_in_fact",
+            ("--command", "{python} -c 'import torch; raise SystemExit(torch.graph_breaks() == 13)'"),
+        ),
+        ("good_end_is_bad", ("--command", "false")),
+        ("bad_end_is_good", TRUE),
+        ("cannot_be_run", ("--command", "no-such-program")),
+        ("strange_exit", ("--command", "exit 255")),
+        ("always_skipped", ("--command", "exit 125")),
+    ],
+)
+def test_ends_that_are_not_what_they_are_said_to_be(
+    name: str, arguments: tuple[str, ...], run: Run, index: LocalIndex
+) -> None:
+    ran = run(*ENDS, *arguments, "--out", "out")
+    assert (ran.code, len(ran.err.splitlines())) == (4, 1), ran
+    golden.check(
+        f"bisect_{name}", golden.transcript(["bisect", *ENDS, *arguments], ran.code, ran.out, ran.err)
+    )
+
+
+def test_one_folder_holds_one_bisect(run: Run, index: LocalIndex, tmp_path: Path) -> None:
+    judged = (*ENDS, "--command", JUDGE, "--no-attribution")
+    first = run(*judged, "--out", "out")
+    state = (tmp_path / "out/state.jsonl").read_bytes()
+    again = run(*judged, "--out", "out")
+    other = run(*ENDS, "--command", "true", "--out", "out", "--resume")
+    for ran, words in (
+        (again, "out holds a bisect already: continue it with --resume"),
+        (other, "another bisect"),
+    ):
+        assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
+        assert words in ran.err
+    assert (tmp_path / "out/state.jsonl").read_bytes() == state
+    # A finished one is told again, and nothing is probed.
+    told = run(*judged, "--out", "out", "--resume")
+    assert told.code == first.code == 0
+    assert "first bad   torch 2.7.0" in told.out
+    assert not re.search("^(GOOD|BAD) ", told.out, re.MULTILINE)
+    assert (tmp_path / "out/state.jsonl").read_bytes() == state
+
+
+def judged_slowly(folder: Path) -> str:
+    """Leaves a line for each probe that came to its end."""
+    return f"sleep 0.1; {JUDGE}; code=$?; echo {{version}} >> {folder}/probed; exit $code"
+
+
+def left_behind(marker: str) -> list[str]:
+    """Processes that still carry a text on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if marker in line and path.parent.name != str(os.getpid()):
+            found.append(line)
+    return found
+
+
+def settled(marker: str) -> bool:
+    """Whether all of them end within a few seconds."""
+    for _ in range(50):
+        if not left_behind(marker):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def kill_after(process: subprocess.Popen[str], state: Path, lines: int, seconds: float) -> bool:
+    """Kills the whole process group once the journal has grown by so many lines, and a moment later; False if late."""
+
+    def length() -> int:
+        return state.read_bytes().count(b"\n") if state.exists() else 0
+
+    wanted = length() + lines
+    while length() < wanted and process.poll() is None:
+        time.sleep(0.005)
+    time.sleep(seconds)
+    if process.poll() is not None:
+        return False
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return True
+
+
+def test_kill_9_at_random_moments_loses_no_probe(index: LocalIndex, tmp_path: Path) -> None:
+    """Killed four times, each resume goes on, and the answer is the one of a quiet run."""
+    dice = random.Random(9)
+    arguments = [*ENDS, "--command", judged_slowly(tmp_path), "--out", "out"]
+    kills = 0
+    for attempt in range(4):
+        process = start(tmp_path, *arguments, *(["--resume"] if attempt else []))
+        kills += kill_after(process, tmp_path / "out/state.jsonl", dice.randint(1, 4), dice.random() * 0.3)
+    process = start(tmp_path, *arguments, "--resume")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    answer = json.loads((tmp_path / "out/bisect.json").read_text())
+    assert kills >= 3
+    assert (answer["suspects"], answer["last"]) == (["2.7.0"], "2.6.0")
+    assert [change["name"] for change in answer["at_fault"]] == ["triton"]
+    assert "first bad   torch 2.7.0" in out
+    # A probe is lost only where the kill falls between its last breath and its reading.
+    ended = (tmp_path / "probed").read_text().split()
+    kept = [code for code in readings(tmp_path / "out").values() if code is not None]
+    assert len(kept) <= len(ended) <= len(kept) + kills
+    assert settled(index.url), left_behind(index.url)
+    assert settled(str(tmp_path)), left_behind(str(tmp_path))
+
+
+def test_ctrl_c_ends_in_130_and_the_printed_command_goes_on(index: LocalIndex, tmp_path: Path) -> None:
+    process = start(tmp_path, *ENDS, "--command", judged_slowly(tmp_path))
+    probed = tmp_path / "probed"
+    for _ in range(200):
+        if probed.exists() and len(probed.read_text().split()) >= 2:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert settled(str(tmp_path)), left_behind(str(tmp_path))
+    said, command = err.splitlines()
+    assert said.endswith("probes are kept. Continue with:")
+    process = start(tmp_path, *shlex.split(command)[2:])
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "resuming after" in out
+    assert "at fault    triton 3.6.0 -> 3.7.0, not torch" in out
+    assert max(Counter(probed.read_text().split()).values()) <= 2, "2.6.0 and 2.7.0 stand in mixtures too"
+
+
+def test_an_index_that_dies_under_way_is_no_verdict(run: Run, index: LocalIndex, tmp_path: Path) -> None:
+    """Exit 125, no candidate blamed; once it answers again the same bisect ends well."""
+    dies = f"{JUDGE}; code=$?; test -e {tmp_path}/up || kill -9 $$; exit $code"
+    arguments = (*ENDS, "--command", dies, "--out", "out", "--no-prefetch", "--no-attribution")
+    ran = run(*arguments)
+    assert (ran.code, len(ran.err.splitlines())) == (125, 1), ran
+    assert "died of SIGKILL; what was read is kept, continue with: bumpgate bisect" in ran.err
+    (tmp_path / "up").touch()
+    ran = run(*arguments, "--resume")
+    assert ran.code == 0, ran
+    assert "first bad   torch 2.7.0" in ran.out
+
+
+def test_a_probe_that_takes_too_long_says_nothing(run: Run, index: LocalIndex) -> None:
+    ran = run(*ENDS, "--command", "sleep 30", "--timeout", "0.2", "--out", "out")
+    assert ran.code == 125
+    assert "torch 2.0.0: no end within 0 s" in ran.err
+
+
+# The loop alone, without uv and without processes: every moment of it can be interrupted.
+
+NIGHTS = tuple(f"2.{n}.0" for n in range(12))
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing after it runs."""
+
+
+class Moments:
+    """Counts the moments of a run and dies at one of them."""
+
+    def __init__(self, fatal: int = -1) -> None:
+        self.count = 0
+        self.fatal = fatal
+
+    def pass_one(self) -> None:
+        self.count += 1
+        if self.count == self.fatal:
+            raise Killed
+
+
+class FakeTest:
+    """Reads the fault of triton; each run begins and ends with a moment.
+
+    runs: the package sets, one a run. misread: which of them, by their number from 1, read the opposite.
+    """
+
+    def __init__(self, moments: Moments, runs: list[str], misread: tuple[int, ...] = ()) -> None:
+        self.moments = moments
+        self.runs = runs
+        self.misread = misread
+
+    def run(self, environment: Environment, place: Path) -> Reading:
+        self.moments.pass_one()
+        self.runs.append("/".join(environment.packages.values()))
+        self.moments.pass_one()
+        code = int(int(environment.packages["triton"].split(".")[1]) >= 7)
+        if len(self.runs) in self.misread:
+            code = 1 - code
+        return Reading(place, Cause.RAN, code, seconds=0.0, packages=dict(environment.packages))
+
+    def void(self, reading: Reading) -> Said | None:
+        return Said(Outcome.SKIP, reading.failure) if reading.cause is Cause.BROKEN else None
+
+    def learn(self, good: Any, bad: Any) -> None:
+        """It knows a fault when it sees one."""
+
+    def judge(self, reading: Reading) -> Said:
+        if void := self.void(reading):
+            return void
+        return Said(Outcome.BAD if reading.code else Outcome.GOOD, f"exit {reading.code}")
+
+
+class Silent:
+    def probing(self, name: str) -> None:
+        pass
+
+    def said(self, name: str, reading: Reading, said: Said, left: str) -> None:
+        pass
+
+
+def fake_build(request: Request) -> Environment:
+    packages = dict(part.split("===") for part in request.requirements)
+    version = packages["torch"]
+    if version == "2.5.0" and "triton" not in packages:
+        raise NotInstallable("torch 2.5.0: no such version", Path("log"), "")
+    packages.setdefault("triton", version.replace("2.", "3.", 1))
+    return Environment("fake", Path("/nowhere/bin/python"), "key", packages)
+
+
+def hunt(
+    out: Path,
+    moments: Moments,
+    runs: list[str],
+    module: Any = bisection,
+    misread: tuple[int, ...] = (),
+    **noise: float,
+) -> tuple[Result | None, list[str]]:
+    """A bisect with its attribution, from whatever stands in `out`; each write of the journal is two moments."""
+    out.mkdir(exist_ok=True)
+    plan = Plan(NIGHTS, NIGHTS[0], NIGHTS[-1], ("x",), **noise)
+    path = out / "state.jsonl"
+    write = journal._write
+
+    def writes(file: Any, entry: Any) -> None:
+        moments.pass_one()
+        write(file, entry)
+        moments.pass_one()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "_write", writes)
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        whole = path.exists() and b"\n" in path.read_bytes()
+        with journal.resume(path) if whole else journal.begin(path, plan) as state:
+
+            def request(version: str) -> Request:
+                return Request((f"torch==={version}",), name=f"torch {version}")
+
+            bench = Bench("torch", out, request, fake_build, FakeTest(moments, runs, misread), Silent())
+            run = module.Bisection(state, bench)
+            result = run.run()
+            return result, [str(change) for change in run.attribute(result).changes]
+
+
+def readings(out: Path) -> dict[str, int | None]:
+    """Place -> exit code of every reading that is on the disk."""
+    return {p.parent.name: json.loads(p.read_text())["code"] for p in out.rglob("reading.json")}
+
+
+def check_every_moment(module: Any, folder: Path) -> int:
+    """Killed at each of its moments in turn, and resumed: the same answer, the same files, no reading taken twice."""
+    moments, quiet_runs = Moments(), list[str]()
+    quiet = hunt(folder / "quiet", moments, quiet_runs, module)
+    assert quiet[0] is not None
+    assert (quiet[0].suspects, quiet[1]) == ((7,), ["triton 3.6.0 -> 3.7.0"])
+    for fatal in range(1, moments.count + 1):
+        out, runs = folder / str(fatal), list[str]()
+        with pytest.raises(Killed):
+            hunt(out, Moments(fatal), runs, module)
+        lost = len(runs) - sum(code is not None for code in readings(out).values())
+        assert hunt(out, Moments(), runs, module) == quiet, fatal
+        assert len(runs) == len(quiet_runs) + lost, f"moment {fatal}: a reading that was kept was taken again"
+        assert readings(out) == readings(folder / "quiet"), fatal
+        assert (out / "state.jsonl").read_bytes() == (folder / "quiet/state.jsonl").read_bytes(), fatal
+    return moments.count
+
+
+def test_a_kill_at_every_moment_of_the_loop_changes_nothing(tmp_path: Path) -> None:
+    assert check_every_moment(bisection, tmp_path) > 40
+
+
+def test_a_flaky_test_is_read_again_until_it_is_settled(tmp_path: Path) -> None:
+    """The good end, a candidate in the middle and a mixture are misread once each."""
+    runs: list[str] = []
+    result, blamed = hunt(
+        tmp_path / "noisy",
+        Moments(),
+        runs,
+        misread=(1, 4, 20),
+        false_bad=0.1,
+        false_good=0.1,
+        confidence=0.99,
+    )
+    assert result is not None
+    assert (result.suspects, blamed) == ((7,), ["triton 3.6.0 -> 3.7.0"])
+    assert result.misreads == 2
+    assert len(runs) == sum(code is not None for code in readings(tmp_path / "noisy").values())
+    assert max(Counter(runs).values()) > 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("known=[*known, *self.state.mixtures]", "known=known"),
+        (
+            "            reading = take(place, request, build, self.bench.test)",
+            "            place.mkdir(parents=True, exist_ok=True)\n"
+            "            reading = self.bench.test.run(build(request), place)\n            keep(reading)",
+        ),
+        ("        self.state.record_mixture(mixture, said.outcome)\n", ""),
+    ],
+    ids=["mixtures forgotten", "readings on disk ignored", "mixtures not written down"],
+)
+def test_a_loop_that_forgets_is_caught(old: str, new: str, tmp_path: Path) -> None:
+    with pytest.raises((AssertionError, NotInstallable)):
+        check_every_moment(planted(bisection, old, new), tmp_path)

@@ -1,0 +1,387 @@
+"""The pure parts of a bisect: the range between two ends, what decides, what two environments say of their source."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterable
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bumpgate import blame, probe
+from bumpgate.bisect_report import Watcher
+from bumpgate.candidates import Range, RangeError, between, wants_prereleases
+from bumpgate.environments import Environment, build
+from bumpgate.prefetch import Prefetch
+from bumpgate.probe import Cause, Reading, Said, SuiteTest
+from bumpgate.request import Request
+from bumpgate.rows import Judgement, Row, Verdict, write_record
+from bumpgate.search import Outcome
+from bumpgate.versions import Found
+from suites.self.builds import make_builds
+from suites.self.local_index import LocalIndex, isolated
+from suites.self.searching import planted
+
+DAY = date(2026, 10, 1)
+
+
+def found(*versions: str, day: date | None = DAY, **fields: Any) -> list[Found]:
+    """One a day."""
+    days = [day and day + timedelta(n) for n in range(len(versions))]
+    return [Found(v, d, fields.get("yanked"), "", "", fields.get("note", "")) for v, d in zip(versions, days)]
+
+
+NIGHTS = found(
+    *(f"2.14.0.dev2026100{n}+cpu" for n in (1, 2, 3)), *(f"2.14.0.dev2026100{n}+cpu" for n in (5, 7))
+)
+NIGHTS[3:] = [Found(f.version, DAY + timedelta(n), None, "") for f, n in zip(NIGHTS[3:], (4, 6))]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "expected"),
+    [
+        ("2026-10-02", "2026-10-05", ["02", "03", "05"]),
+        ("2026-10-04", "2026-10-06", ["03", "05", "07"]),
+        ("2.14.0.dev20261001", "2026-10-03", ["01", "02", "03"]),
+        ("2.14.0.dev20261001+cpu", "2.14.0.dev20261007+cpu", ["01", "02", "03", "05", "07"]),
+    ],
+    ids=str,
+)
+def test_a_date_is_the_last_build_before_or_the_first_one_after(
+    good: str, bad: str, expected: list[str]
+) -> None:
+    """The range is never narrower than what was asked for, for a night without a build."""
+    span = between("torch", NIGHTS, good, bad)
+    assert [v.removesuffix("+cpu")[-2:] for v in span.versions] == expected
+    assert (span.good, span.bad) == (span.versions[0], span.versions[-1])
+
+
+def test_the_summary_counts_what_is_left_out() -> None:
+    listed = [*NIGHTS]
+    listed[1] = Found(listed[1].version, listed[1].date, "broken", "")
+    assert between("torch", listed, "2026-10-01", "2026-10-07").summary() == (
+        "torch: 2 versions between 2.14.0.dev20261001+cpu (good) and 2.14.0.dev20261007+cpu (bad),"
+        " at most 4 probes if all install: 2 and both ends;"
+        " left out: 1 yanked (2.14.0.dev20261002+cpu), 3 days without a build"
+    )
+
+
+def test_the_summary_of_a_flaky_test_promises_less() -> None:
+    span = between("torch", found("2.0.0", "2.1.0", "2.2.0"), "2.0.0", "2.2.0")
+    assert span.summary(9).endswith("and 2.2.0 of 2026-10-03 (bad), about 9 probes, for some misread")
+
+
+def test_a_yanked_end_is_still_an_end() -> None:
+    listed = found("2.0.0", "2.1.0", "2.2.0", yanked="all of them")
+    assert between("torch", listed, "2.0.0", "2.2.0").versions == ("2.0.0", "2.2.0")
+
+
+@pytest.mark.parametrize(
+    ("listed", "good", "bad", "words"),
+    [
+        (
+            found("2.0.0", "2.1.0", day=None),
+            "2026-10-01",
+            "2.1.0",
+            "no version here has a date: name versions",
+        ),
+        (
+            NIGHTS,
+            "2026-10-01",
+            "2026-10-08",
+            "no build of 2026-10-08 or later; the newest is 2.14.0.dev20261007",
+        ),
+        (found("2.0.0+cpu", "2.0.0+cu126"), "2.0.0", "2.0.0+cpu", "are one version"),
+        (
+            found("2.0.0+cu126", "2.0.0+xpu", "2.1.0+cu126"),
+            "2.0.0",
+            "2.1.0",
+            "comes as 2.0.0+cu126, 2.0.0+xpu",
+        ),
+        (
+            found("2.0.0", "2.1.0+a1", "2.1.0+a2", "2.2.0"),
+            "2.0.0",
+            "2.2.0",
+            "comes in variants (2.1.0+a1, 2.1.0+a2)",
+        ),
+        (found("2.0.0+cpu", "2.1.0+xpu"), "2.0.0+cpu", "2.1.0+xpu", "two variants, cpu and xpu"),
+        (
+            found("3.6.0+git1111111", "3.6.0+git2222222", note="its place is not known"),
+            "3.6.0+git1111111",
+            "3.6.0+git2222222",
+            "name an index that gives upload times",
+        ),
+        (
+            found("2.0.0", "2.2.0"),
+            "2.0.0",
+            "2.1.0",
+            "2.1.0 is not among the 2 versions here; next to it: 2.0.0, 2.2.0",
+        ),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_ends_that_span_nothing_are_refused_in_one_line(
+    listed: list[Found], good: str, bad: str, words: str
+) -> None:
+    with pytest.raises(RangeError) as caught:
+        between("torch", listed, good, bad)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_other_variants_of_a_version_are_left_out() -> None:
+    listed = found("2.0.0", "2.1.0+cpu", "2.1.0", "2.2.0+cpu", "2.3.0")
+    plain = between("torch", [listed[0], listed[2], listed[1], listed[4]], "2.0.0", "2.3.0")
+    assert plain.versions == ("2.0.0", "2.1.0", "2.3.0")
+    assert between("torch", listed, "2.0.0", "2.2.0+cpu").versions == ("2.0.0", "2.1.0+cpu", "2.2.0+cpu")
+
+
+def test_builds_by_commit_keep_the_order_of_their_days() -> None:
+    listed = found("3.6.0+gitf000000", "3.6.0+git1111111", "3.6.0+git0000000")
+    span = between("triton", listed, "3.6.0+gitf000000", "3.6.0+git0000000")
+    assert span.versions == tuple(f.version for f in listed)
+
+
+def test_releases_alone_ask_for_no_nightlies() -> None:
+    assert not wants_prereleases("2.9.0", "2.13.0")
+    assert wants_prereleases("2.9.0", "2026-10-01")
+    assert wants_prereleases("2.9.0", "2.14.0.dev20261001")
+
+
+# What a reading of a suite says.
+
+
+def row(case: str, verdict: Verdict, *, better: str = "exact", gone: bool = False) -> Judgement:
+    row_id = f"compile/{case}/graph_breaks"
+    if gone:
+        return Judgement(Row(row_id, None, "n", 0, "", test=f"t.py::{case}"), verdict, "not reported")
+    expected = {"expected": 1} if better == "derived" else {}
+    made = Row(row_id, 1, "n", 1, "C6", better=better, test=f"t.py::{case}", **expected)  # type: ignore[arg-type]
+    return Judgement(made, verdict, "")
+
+
+class Readings:
+    """Makes readings of suites in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.module: Any = probe
+        self.made = 0
+
+    def __call__(
+        self,
+        *rows: Judgement,
+        problems: Iterable[str] = (),
+        complete: bool = True,
+        failure: str = "",
+        **fields: Any,
+    ) -> Reading:
+        self.made += 1
+        place = self.folder / str(self.made)
+        place.mkdir()
+        write_record(place / "record.json", {"lane": "cpu"}, rows, complete=complete, problems=problems)
+        return self.module.Reading(place, self.module.Cause[fields.get("cause", "RAN")], 1, failure)
+
+
+@pytest.fixture
+def reading(tmp_path: Path) -> Readings:
+    return Readings(tmp_path)
+
+
+GREEN, RED = Verdict.PASS, Verdict.REGRESSION
+
+
+def suite(module: Any, reading: Readings) -> Any:
+    """Of two ends: `model` is red at the bad one, `old` at both, `fixed` at the good one."""
+    made = module.SuiteTest(Path(), "cpu", (), "torch")
+    good = reading(row("model", GREEN), row("old", RED), row("fixed", RED))
+    bad = reading(
+        row("model", Verdict.CHANGED), row("old", RED), row("fixed", GREEN), problems=["t.py::x: raised"]
+    )
+    made.learn([good], [bad])
+    return made
+
+
+def check_what_decides(module: Any, reading: Readings) -> None:
+    reading.module = module
+    test = suite(module, reading)
+    assert test.deciding == ("compile/model/graph_breaks", "t.py::x")
+    said = {
+        "all green": reading(row("model", GREEN), row("old", RED)),
+        "another fault": reading(row("model", GREEN), row("old", GREEN), row("new", RED)),
+        "the row": reading(row("model", RED)),
+        "the test": reading(row("model", GREEN), problems=["t.py::x: raised otherwise"]),
+        "the row is lost": reading(row("model", Verdict.MISSING, gone=True)),
+        "its test was skipped": reading(
+            row("model", Verdict.MISSING, gone=True),
+            problems=["t.py::model: skipped under --gate: old torch"],
+        ),
+        "too noisy": reading(row("model", Verdict.INCONCLUSIVE)),
+        "its instrument broke": reading(row("model", Verdict.INSTRUMENT)),
+        "cut short": reading(row("model", GREEN), complete=False, problems=["the run was cut short: 1 of 2"]),
+        "cut short and red": reading(row("model", RED), complete=False),
+        "not collected": reading(complete=False, problems=["t.py: could not be collected: AttributeError"]),
+        "does not import": reading(cause="BROKEN", failure="import torch: killed by SIGSEGV"),
+    }
+    outcomes = {name: test.judge(r).outcome.value for name, r in said.items()}
+    assert outcomes == {
+        "all green": "GOOD",
+        "another fault": "GOOD",
+        "the row": "BAD",
+        "the test": "BAD",
+        "the row is lost": "BAD",
+        "its test was skipped": "SKIP",
+        "too noisy": "UNKNOWN",
+        "its instrument broke": "SKIP",
+        "cut short": "UNKNOWN",
+        "cut short and red": "BAD",
+        "not collected": "SKIP",
+        "does not import": "SKIP",
+    }
+
+
+def test_rows_and_tests_that_are_red_at_the_bad_end_alone_decide(reading: Readings) -> None:
+    check_what_decides(probe, reading)
+    # A copy of the module is as good: what the faults below are caught by is not the copying.
+    check_what_decides(planted(probe, "LAST_SIGNAL = 64", "LAST_SIGNAL = 64"), reading)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("if at_good[name] < at_bad[name])", "if at_bad[name])"),
+        (
+            "        if not reading.whole:\n            return self._cut_short(reading)\n        unread",
+            "        unread",
+        ),
+        ("and j.row.test not in skipped", ""),
+        ("if state is not Verdict.PASS]", "if state is Verdict.REGRESSION]"),
+    ],
+    ids=["red at both ends counts", "a cut run is green", "a skip is red", "what was not read is green"],
+)
+def test_a_reading_that_is_misunderstood_is_caught(old: str, new: str, reading: Readings) -> None:
+    with pytest.raises(AssertionError):
+        check_what_decides(planted(probe, old, new), reading)
+
+
+def test_ends_without_a_difference_refute_themselves(reading: Readings) -> None:
+    for good, bad, expected in (
+        ([row("a", GREEN)], [row("a", GREEN)], ("GOOD", "GOOD")),
+        ([row("a", RED)], [row("a", RED)], ("BAD", "BAD")),
+        ([row("a", RED), row("b", RED)], [row("a", GREEN), row("b", RED)], ("BAD", "GOOD")),
+    ):
+        test = SuiteTest(Path(), "cpu", (), "torch")
+        ends = reading(*good), reading(*bad)
+        test.learn([ends[0]], [ends[1]])
+        assert tuple(test.judge(end).outcome.value for end in ends) == expected
+
+
+def test_a_derived_row_needs_no_review_to_be_green(reading: Readings) -> None:
+    """Its expectation comes from the layer pattern; the baseline adds nothing to it."""
+    seen = reading(row("a", Verdict.MISSING, better="derived"), row("b", Verdict.MISSING))
+    assert seen.signals["compile/a/graph_breaks"] is Verdict.PASS
+    assert seen.signals["compile/b/graph_breaks"] is Verdict.MISSING
+
+
+def test_a_crash_of_the_whole_run_is_a_fault_and_a_kill_is_none(reading: Readings) -> None:
+    crashed = reading(complete=False, failure="died of SIGSEGV")
+    assert crashed.signals == {"the run": Verdict.REGRESSION}
+    assert reading(complete=False, failure="died of SIGKILL").signals == {}
+    test = SuiteTest(Path(), "cpu", (), "torch")
+    test.learn([reading(row("a", GREEN))], [crashed])
+    assert test.deciding == ("the run",)
+    assert test.judge(reading(row("a", GREEN))).outcome is Outcome.GOOD
+
+
+# What environments say of themselves.
+
+
+def environment(
+    folder: Path, name: str, version: str, requires: Iterable[str] = (), **more: str
+) -> Environment:
+    site = folder / "lib/python3.11/site-packages"
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+    lines += [f"Home-page: {more['home']}"] if "home" in more else []
+    (info / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n")
+    if "commit" in more:
+        (site / name).mkdir()
+        (site / name / "version.py").write_text(f"__version__ = 'x'\ngit_version: str = '{more['commit']}'\n")
+    return Environment(name, folder / "bin/python", "key", {name: version})
+
+
+def test_torch_moves_with_the_cuda_libraries_that_it_pins(tmp_path: Path) -> None:
+    pins = [
+        "nvidia-cublas==13.1.0.3; platform_system == 'Linux'",
+        "nvidia-nccl-cu13>=2",
+        "triton==3.7.1",
+        "sympy",
+    ]
+    old = environment(tmp_path / "a", "torch", "2.13.0", pins)
+    new = environment(tmp_path / "b", "torch", "2.14.0", ["cuda-bindings==13.0"])
+    assert blame.together(old, new) == [{"torch", "nvidia-cublas", "cuda-bindings"}], (
+        "triton is judged by itself"
+    )
+
+
+def test_the_compare_link_is_made_of_the_wheels_own_words(tmp_path: Path) -> None:
+    home = "https://github.com/triton-lang/triton/"
+    old = environment(tmp_path / "a", "triton", "3.7.0+gitabcdef12", home=home)
+    new = environment(tmp_path / "b", "triton", "3.7.1", home=home, commit="9" * 40)
+    link = blame.compare_link(old, new, "triton")
+    assert link == f"https://github.com/triton-lang/triton/compare/abcdef12...{'9' * 40}"
+    silent = environment(tmp_path / "c", "triton", "3.7.2", home=home)
+    elsewhere = environment(tmp_path / "d", "triton", "3.7.3", home="https://pytorch.org", commit="8" * 40)
+    assert blame.compare_link(old, silent, "triton") == ""
+    assert blame.compare_link(elsewhere, elsewhere, "triton") == ""
+
+
+def test_the_next_candidates_are_built_ahead_unless_the_disk_is_nearly_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalIndex() as index:
+        isolated(monkeypatch, tmp_path, index.url)
+        make_builds(tmp_path / "wheels", index)
+        requests = [Request((f"torch=={v}",)) for v in ("2.0.0", "99.0", "2.1.0")]
+        full = Prefetch(free=1 << 62)
+        full.start(requests)
+        assert index.requests == []
+        ahead = Prefetch(free=0)
+        ahead.start(requests)
+        places = tmp_path / "home/environments"
+        deadline = time.monotonic() + 60
+        while len(list(places.glob("[!.]*/bumpgate.json"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ahead.stop()
+        asked = len(index.requests)
+        for request in (requests[0], requests[2]):
+            assert build(request).packages["torch"] == request.requirements[0][len("torch==") :]
+        assert len(index.requests) == asked, "it was built again"
+
+
+def test_on_a_terminal_the_watcher_says_what_is_under_way() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100)
+    with Watcher(console) as watcher:
+        watcher.probing("torch 2.1.0")
+        watcher.said(
+            "torch 2.1.0", Reading(Path(), Cause.RAN, 1, seconds=2.5), Said(Outcome.BAD, "exit [1]"), "x"
+        )
+    assert "\x1b[" in out.getvalue()
+    assert "torch 2.1.0 in 2.5 s: exit [1]; x" in out.getvalue()
+    assert watcher.seconds == 2.5
+    plain = io.StringIO()
+    with Watcher(Console(file=plain, width=40)) as watcher:
+        watcher.said("torch 2.1.0", Reading(Path(), Cause.RAN, 1), Said(Outcome.GOOD, "z" * 90), "")
+    assert plain.getvalue() == f"GOOD    torch 2.1.0 in 0.0 s: {'z' * 90}\n"
+
+
+def test_two_neighbours_need_no_probe_but_the_ends() -> None:
+    span = Range("torch", ("2.0.0", "2.1.0"), "2.0.0", "2.1.0", {})
+    assert "0 versions between" in span.summary()
+    assert "at most 2 probes" in span.summary()

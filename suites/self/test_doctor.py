@@ -1,0 +1,389 @@
+"""`bumpgate doctor`: a healthy machine, and every kind of defect by its own code, reason and fix (rule C28)."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bumpgate import doctor
+from bumpgate.examination import CHECKS
+from bumpgate.findings import Finding, Part, Status
+from suites.self.machine import Machine, defects
+from suites.self.tree import ROOT
+from suites.support.planted import planted
+
+Break = Callable[[Machine], object]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def cli(machine: Machine, *arguments: str) -> subprocess.CompletedProcess[str]:
+    program = "import sys; sys.path.insert(0, sys.argv.pop(1)); from bumpgate.cli import main; main()"
+    command = [sys.executable, "-c", program, str(ROOT), "doctor", *arguments]
+    return subprocess.run(
+        command, cwd=machine.root, env=machine.environment, capture_output=True, text=True, timeout=600
+    )
+
+
+def by_code(findings: list[Finding], code: str) -> Finding:
+    return next(f for f in findings if f.code == code and f.status is not Status.OK)
+
+
+def test_this_machine_is_healthy(machine: Machine) -> None:
+    """The whole of it, as a user runs it; and torch was met by children that saw no device."""
+    done = cli(machine, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert (told["schema"], told["lane"], told["healthy"]) == (1, "cpu", True)
+    assert [c["code"] for c in told["checks"]] == [check.code for check in CHECKS]
+    assert {c["status"] for c in told["checks"]} == {"ok"}
+    assert all(set(c) == {"code", "part", "check", "status", "reason", "fix"} for c in told["checks"])
+    assert machine.torch_imports.count("''") >= 3
+    assert set(machine.torch_imports) == {"''"}
+
+
+FINDER = """
+import importlib.util
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "kernels":
+            place = {!r}
+            file, places = place + "/__init__.py", [place]
+            return importlib.util.spec_from_file_location(name, file, submodule_search_locations=places)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def foreign_kernels(machine: Machine) -> None:
+    """Answered for before any path is searched, as an editable install has it."""
+    machine.at_start(FINDER.format(str(machine.package("other_kernels"))))
+
+
+def variable(name: str, value: str) -> Break:
+    return lambda machine: machine.environment.update({name: value})
+
+
+def cache_is_a_file(machine: Machine) -> None:
+    machine.environment["XDG_CACHE_HOME"] = str(machine.root / "pyproject.toml")
+
+
+def little_space(machine: Machine) -> None:
+    machine.edit(
+        "contract.toml", "minimum_free_bytes = 1_073_741_824", f"minimum_free_bytes = {1 << 62}", lock=True
+    )
+
+
+def edited_contract(machine: Machine) -> None:
+    machine.edit("contract.toml", "deterministic_steps = 20", "deterministic_steps = 2")
+
+
+def crashing_interpreter(machine: Machine) -> None:
+    machine.python = machine.program("python-that-crashes", "kill -SEGV $$")
+
+
+ENVIRONMENT: dict[str, tuple[Break, str, str, str]] = {
+    "an interpreter that crashes": (crashing_interpreter, "BG101", "does not answer: killed by SIGSEGV", "--python"),
+    "a python that the lane was not adopted with": (
+        lambda m: m.edit("wheels/manifest.toml", 'python = ">=3.10"\ntorch = "==2.13.0"',
+                         'python = "==3.9.*"\ntorch = "==2.13.0"'),
+        "BG102", "asks for CPython ==3.9.*", "uv venv --python '==3.9.*'",
+    ),
+    "PYTHONOPTIMIZE": (variable("PYTHONOPTIMIZE", "1"), "BG103", "PYTHONOPTIMIZE=1: asserts", "unset PYTHONOPTIMIZE"),
+    "a foreign package kernels": (foreign_kernels, "BG104", "other_kernels, not", "uninstall kernels"),
+    "kernels first on PYTHONPATH": (lambda m: m.package("kernels"), "BG104", "PYTHONPATH puts", "export PYTHONPATH="),
+    "an edited contract.toml": (
+        edited_contract, "BG105", "reviewed was", "git checkout contract.toml",
+    ),
+    "no contract.lock": (
+        lambda m: (m.root / "contract.lock").unlink(), "BG105", "contract.lock cannot be read", "sha256sum"
+    ),
+    "a cache turned off": (
+        variable("TORCHINDUCTOR_FX_GRAPH_CACHE", "0"), "BG106", "the contract says 1", "unset TORCHINDUCTOR_FX",
+    ),
+    "NCCL variables without a rank": (
+        variable("TORCH_NCCL_ENABLE_MONITORING", "0"), "BG106", "without LOCAL_RANK", "unset TORCH_NCCL",
+    ),
+    "compiling turned off": (variable("TORCH_COMPILE_DISABLE", "1"), "BG106", "nothing is compiled", "unset TORCH_C"),
+    "a cache directory that is not there": (
+        variable("TORCHINDUCTOR_CACHE_DIR", "/absent"), "BG107", "=/absent does not exist", "mkdir -p /absent",
+    ),
+    "no place for the default cache": (cache_is_a_file, "BG107", "/pyproject.toml is a file", "export TORCHINDUCTOR"),
+    "an unwritable cache": (variable("TRITON_CACHE_DIR", "/proc"), "BG108", "/proc cannot be written", "export TRITON"),
+    "a disk with too little space": (little_space, "BG109", "MiB free, the contract asks for", "free space"),
+    "no temporary directory": (variable("TMPDIR", "/absent"), "BG110", "TMPDIR=/absent", "export TMPDIR"),
+    "no g++": (variable("PATH", "/absent"), "BG111", "g++ is not on PATH", "apt-get install g++"),
+    "a compiler that fails": (variable("CXX", "false"), "BG111", "does not compile", "export CXX"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(f, marks=planted("C28", f)) for f in ENVIRONMENT],
+    ids=lambda f: f.replace(" ", "-"),
+)
+def test_a_broken_environment_is_named_before_torch_is_imported(machine: Machine, fault: str) -> None:
+    plant, code, reason, fix = ENVIRONMENT[fault]
+    plant(machine)
+    findings = machine.examine()
+    assert defects(findings) == [code]
+    found = by_code(findings, code)
+    assert reason in found.reason
+    assert fix in found.fix
+    assert "\n" not in found.reason + found.fix
+    later = [f for f in findings if f.part is not Part.ENVIRONMENT]
+    assert {f.status for f in later} == {Status.NOT_RUN}
+    assert later[0].reason.startswith(code)
+    assert machine.torch_imports == []
+
+
+@planted("C28", "a cache disk that refuses the write itself")
+def test_a_full_disk_is_its_own_defect(machine: Machine) -> None:
+    cache = [check for check in CHECKS if check.title == "cache directories"]
+    assert defects(machine.examine(checks=cache)) == []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        findings = machine.examine(checks=cache)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert defects(findings) == ["BG109"]
+    assert "File too large" in findings[0].reason
+
+
+def lying_wheel(machine: Machine) -> None:
+    machine.package("flash_attn", version="2.8.3+cu130torch2.10")
+
+
+def not_an_extension(machine: Machine) -> None:
+    place = machine.package("causal_conv1d", version="1.7.0")
+    (place / "_C.so").write_bytes(b"cut off")
+    record = machine.packages / "causal_conv1d-1.7.0.dist-info" / "RECORD"
+    record.write_text(record.read_text() + "causal_conv1d/_C.so,,\n")
+
+
+ADOPTED = '[environment.cpu]\nstatus = "adopted"'
+TORCH = 'python = ">=3.10"\ntorch = "==2.13.0"'
+WHEEL = "[environment.cpu.wheels.causal-conv1d]\nversion = '1.7.0'\ntorch = '2.13.0'"
+VERSIONS: dict[str, tuple[Break, str, str, str]] = {
+    "torch is missing": (Machine.bare_python, "BG201", "torch is not installed", "pip install 'torch==2.13.0'"),
+    "another torch than the lane's": (
+        lambda m: m.edit("wheels/manifest.toml", TORCH, TORCH.replace("2.13.0", "2.12.0")),
+        "BG202", "lane cpu was adopted with ==2.12.0", "pip install 'torch==2.12.0'",
+    ),
+    "a source tree of torch before the installed one": (
+        lambda m: m.package("torch", files={"version.py": "__version__ = '2.14.0a0+gitabc'"}),
+        "BG203", "says 2.14.0a0+gitabc", "clear PYTHONPATH",
+    ),
+    "two torch distributions": (lambda m: m.torch("2.13.0+cpu"), "BG203", "two torch distributions", "pip uninstall"),
+    "another triton than the lane's": (
+        lambda m: m.edit("wheels/manifest.toml", TORCH, f'{TORCH}\npackages = {{ triton = "==0.1" }}'),
+        "BG204", "lane cpu was adopted with ==0.1", "pip install 'triton==0.1'",
+    ),
+    "a kernel wheel is missing": (
+        lambda m: m.edit("wheels/manifest.toml", TORCH, f"{TORCH}\n{WHEEL}"),
+        "BG205", "causal-conv1d is not installed", "causal-conv1d==1.7.0",
+    ),
+    "a package of the suites is missing": (
+        lambda m: m.edit("pyproject.toml", "suite = [", 'suite = [\n    "absent-package>=2",'),
+        "BG206", "need absent-package>=2 (absent)", "pip install 'absent-package>=2'",
+    ),
+    "a wheel label that names another torch": (lying_wheel, "BG207", "built for torch 2.10, not 2.13", "flash_attn"),
+    "an extension that is no library": (not_an_extension, "BG208", "cannot be audited: nm:", "causal_conv1d"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=planted("C28", f)) for f in VERSIONS], ids=lambda f: f.replace(" ", "-")
+)
+def test_wrong_versions_are_named_without_importing_torch(machine: Machine, fault: str) -> None:
+    plant, code, reason, fix = VERSIONS[fault]
+    plant(machine)
+    findings = machine.examine(Part.VERSIONS, Part.ACCELERATOR)
+    assert code in defects(findings)
+    found = by_code(findings, code)
+    assert reason in found.reason
+    assert fix in found.fix
+    assert {f.status for f in findings if f.part is Part.ACCELERATOR} == {Status.NOT_RUN}
+    assert machine.torch_imports == []
+
+
+@pytest.mark.parametrize(
+    ("torch", "cuda", "driver", "wanted"),
+    [
+        ("2.11.0+cu130", "13.0", "580.159.04", {}),
+        ("2.11.0+cu130", "13.0", "580.65.06", {}),
+        pytest.param(
+            "2.11.0+cu130", "13.0", "570.86.15", {"BG210": "driver 570.86.15, CUDA 13.0 needs 580.65.06"},
+            marks=planted("C28", "a driver too old for CUDA 13"),
+        ),
+        pytest.param(
+            "2.11.0+cu130", "13.0", "", {"BG210": "no NVIDIA driver answers, CUDA 13.0 needs 580.65.06"},
+            marks=planted("C28", "no driver on a GPU lane"),
+        ),
+        pytest.param(
+            "2.12.0.dev20260304+cu128", "12.8", "580.65.06", {"BG209": "CUDA 12.8 is no longer built since torch 2.12"},
+            marks=planted("C28", "a CUDA 12.8 build of a torch that has none"),
+        ),
+        ("2.11.0+cu128", "12.8", "580.65.06", {}),
+        ("2.12.0+cu132", "13.2", "580.65.06", {"BG209": "CUDA 13.2 is experimental"}),
+        ("2.14.0+cu132", "13.2", "580.65.06", {}),
+        ("2.13.0+cu126", "12.6", "580.65.06", {"BG209": "CUDA 12.6 is legacy"}),
+        ("2.13.0+cu990", "99.0", "580.65.06", {"BG209": "the contract knows no build for CUDA 99.0"}),
+    ],
+)  # fmt: skip
+def test_cuda_builds_and_drivers(machine: Machine, torch: str, cuda: str, driver: str, wanted: dict) -> None:
+    machine.torch(torch, cuda)
+    machine.program("nvidia-smi", f"echo {driver}" if driver else "echo no devices >&2; exit 9")
+    checks = [check for check in CHECKS if check.code in ("BG209", "BG210")]
+    told = {f.code: f for f in machine.examine(lane="h200", checks=checks) if f.status is not Status.OK}
+    assert {code: words in told[code].reason for code, words in wanted.items()} == dict.fromkeys(told, True)
+    assert all(
+        (f.status is Status.WARNING) == ("is no longer" not in f.reason)
+        for f in told.values()
+        if "09" in f.code
+    )
+
+
+TORCHES = {
+    "raises": (
+        "raise ImportError('libcudart.so.13: cannot open shared object file')",
+        "exit 1: ImportError: libcudart",
+    ),
+    "aborts": ("import os; os.abort()", "killed by SIGABRT"),
+    "segfaults": ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
+    "exits": ("raise SystemExit(0)", "printed no result"),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=planted("C28", f"a torch that {f} at import")) for f in TORCHES]
+)
+def test_a_torch_that_does_not_import(machine: Machine, fault: str) -> None:
+    text, words = TORCHES[fault]
+    machine.torch("2.13.0", text=text)
+    findings = machine.examine(Part.INSTRUMENTS)
+    assert defects(findings) == ["BG301"]
+    assert words in findings[0].reason
+    assert "import torch" in findings[0].fix
+    assert {f.status for f in findings[1:]} == {Status.NOT_RUN}
+    assert machine.torch_imports == ["''"], "one child has met it"
+
+
+@planted("C28", "a counter that torch renamed")
+def test_a_silent_instrument_is_named(machine: Machine) -> None:
+    machine.own_support()
+    machine.edit(
+        "suites/support/instruments.py", 'sum(counters["graph_break"]', 'sum(counters["graph_breaks"]'
+    )
+    findings = machine.examine(checks=[check for check in CHECKS if check.title == "instruments"])
+    assert [f.code for f in findings] == ["BG302"]
+    assert findings[0].reason.startswith("canary graph_breaks: CanaryError: ")
+    assert "counters['graph_break']: read 0, known 1" in findings[0].reason
+    assert "suites/canaries" in findings[0].fix
+
+
+@planted("C28", "the autotuning timeout taken away")
+def test_a_setting_without_its_effect_is_named(machine: Machine) -> None:
+    checks = [check for check in CHECKS if check.code == "BG303"]
+    assert defects(machine.examine(checks=checks)) == []
+    name = "max_autotune_subproc_result_timeout_seconds"
+    machine.at_start(f"import torch._inductor.config as c\nc.{name} = None\n")
+    findings = machine.examine(checks=checks)
+    assert defects(findings) == ["BG303"]
+    assert f"{name} is None where" in findings[0].reason
+
+
+SMOKE = """[smoke.pytest]
+command = ["-c", "import os, sys; os.abort() if sys.argv[1] == 'crash' else print('computed')"]
+device = "{}"
+cases = ["fine", "crash", "fine too"]
+"""
+
+
+@planted("C39", "an installed wheel that crashes on one of its shapes")
+def test_an_installed_wheel_is_run(machine: Machine) -> None:
+    path = machine.root / "wheels" / "manifest.toml"
+    whole = path.read_text()
+    checks = [check for check in CHECKS if check.code == "BG402"]
+    path.write_text(whole + SMOKE.format("cpu"))
+    findings = machine.examine(checks=checks)
+    assert [(f.code, f.reason) for f in findings] == [("BG402", "pytest crash: killed by SIGABRT")]
+    assert findings[0].fix.endswith(" pytest")
+    path.write_text(whole + SMOKE.format("cuda"))
+    (idle,) = machine.examine(checks=checks)
+    assert (idle.status, idle.reason) == (Status.NOT_RUN, "pytest: needs cuda, which lane cpu does not have")
+
+
+@planted("C28", "a lane without its device")
+def test_the_device_is_asked_for_last(machine: Machine) -> None:
+    assert [check.code for check in CHECKS if check.part is Part.ACCELERATOR] == ["BG401", "BG402"]
+    assert CHECKS[-2].code == "BG401"
+    machine.torch("2.11.0+cu130", "13.0", "cuda = None")
+    findings = machine.examine(lane="h200", checks=[CHECKS[-2]])
+    assert defects(findings) == ["BG401"]
+    assert "no NVIDIA H200" in findings[0].reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--lane", "gpu"), "unknown lane 'gpu'; lanes: cpu, h200, v6e"),
+        (("--python", "/absent/python"), "--python /absent/python: no such interpreter"),
+        (("--frob",), "--frob"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_4(machine: Machine, arguments: tuple[str, ...], words: str) -> None:
+    done = cli(machine, *arguments)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (4, "", 1)
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("contract.toml", "schema = ", "contract.toml: not TOML"),
+        ("contract.toml", "schema = 1", "contract.toml: 'caches' is missing or misshapen"),
+        ("wheels/manifest.toml", "schema = 2", "manifest.toml: the field 'environment' is missing"),
+    ],
+)
+def test_unreadable_files_are_one_line_and_exit_4(
+    machine: Machine, file: str, content: str, words: str
+) -> None:
+    (machine.root / file).write_text(content)
+    done = cli(machine)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (4, "", 1)
+    assert words in done.stderr
+
+
+def test_a_defect_exits_with_1_and_both_forms_say_the_same(machine: Machine) -> None:
+    machine.environment["TORCHINDUCTOR_CACHE_DIR"] = "/absent"
+    plain, told = cli(machine), cli(machine, "--json")
+    assert (plain.returncode, told.returncode, plain.stderr) == (1, 1, "")
+    assert (
+        "DEFECT   BG107  cache directories: TORCHINDUCTOR_CACHE_DIR=/absent does not exist\n" in plain.stdout
+    )
+    assert "\n                -> mkdir -p /absent, or export TORCHINDUCTOR_CACHE_DIR" in plain.stdout
+    assert plain.stdout.splitlines()[-1] == "doctor: lane cpu: not fit: 8 ok, 1 DEFECT, 11 not run"
+    document = json.loads(told.stdout)
+    assert not document["healthy"]
+    assert [c["code"] for c in document["checks"] if c["status"] == "DEFECT"] == ["BG107"]
+    assert machine.torch_imports == []
+
+
+def test_on_a_terminal_no_word_is_lost() -> None:
+    finding = Finding(
+        "BG107", Part.ENVIRONMENT, "cache directories", Status.DEFECT, "y" * 90, "mkdir -p " + "z" * 90
+    )
+    shown = doctor.render([finding], terminal=60)
+    assert "\x1b[" in shown
+    assert (shown.count("y"), shown.count("z")) == (90, 90)
+    assert "\x1b[" not in doctor.render([finding])

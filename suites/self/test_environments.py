@@ -1,0 +1,377 @@
+"""Environments from fake wheels on loopback: built once, never half, and every failure says whose fault it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from bumpgate import cli, environments
+from bumpgate.environments import (
+    BuildError,
+    Environment,
+    NotInstallable,
+    Request,
+    build,
+    discard,
+    kept,
+    lane_request,
+    release,
+)
+from bumpgate.request import request_key
+from bumpgate.rows import BumpgateError
+from bumpgate.uv import host_settings
+from suites.self.local_index import LocalIndex, fake_wheel, isolated
+from suites.self.tree import ROOT
+from suites.support.planted import planted
+
+TORCH = Request(("torch==1.0",))
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalIndex]:
+    folder = tmp_path / "wheels"
+    wheels = [
+        fake_wheel(folder, "torch", "1.0", requires=["triton==3.0"]),
+        fake_wheel(folder, "torch", "1.1", requires=["triton==3.1"]),
+        fake_wheel(folder, "torch", "1.2", tag="cp27-cp27mu-linux_x86_64"),
+        fake_wheel(folder, "triton", "3.0"),
+        fake_wheel(folder, "triton", "3.1"),
+        fake_wheel(folder, "helper", "1.0"),
+        fake_wheel(folder, "helper", "2.0"),
+    ]
+    with LocalIndex(wheels) as served:
+        isolated(monkeypatch, tmp_path, served.url)
+        yield served
+
+
+def cache() -> Path:
+    return Path(os.environ["BUMPGATE_HOME"]) / "environments"
+
+
+def torch_in(environment: Environment) -> str:
+    program = "import torch, triton; print(torch.__version__, triton.__version__)"
+    return subprocess.run([environment.python, "-c", program], capture_output=True, text=True).stdout.strip()
+
+
+def left_behind() -> list[str]:
+    """What stands in the cache beside its logs and lock files."""
+    return sorted(p.name for p in cache().iterdir() if p.name not in ("logs", ".locks"))
+
+
+def test_a_second_build_is_the_first_one_and_calls_no_uv(
+    index: LocalIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build(TORCH)
+    assert (torch_in(first), dict(first.packages)) == ("1.0 3.0", {"torch": "1.0", "triton": "3.0"})
+    assert left_behind() == [first.key]
+    asked = len(index.requests)
+    monkeypatch.setattr(environments, "run_uv", None)
+    assert build(TORCH) == first
+    assert len(index.requests) == asked
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"requirements": ("triton", "torch==1.0")}, True),
+        ({"name": "another title"}, True),
+        ({"requirements": ("torch==1.1", "triton")}, False),
+        ({"python": "3.77"}, False),
+        ({"index": "http://127.0.0.1:9/simple"}, False),
+        ({"find_links": ("/elsewhere",)}, False),
+        ({"dependencies": False}, False),
+        ({"offline": True}, False),
+    ],
+    ids=str,
+)
+def test_the_key_is_of_what_decides_the_content(
+    change: dict[str, object], same: bool, index: LocalIndex
+) -> None:
+    request = Request(("torch==1.0", "triton"))
+    assert (request_key(request, None) == request_key(replace(request, **change), None)) is same  # type: ignore[arg-type]
+
+
+def test_the_key_knows_the_host_the_lock_and_the_files(
+    index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "pylock.cpu.toml"
+    lock.write_text("a")
+    wheel = fake_wheel(tmp_path / "mine", "torch", "1.0")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "mine"))
+
+    def keys() -> list[str]:
+        requests = (TORCH, replace(TORCH, prefer=lock), Request((f"torch @ {wheel.as_uri()}",)))
+        return [request_key(request, None) for request in (*requests, Request(lock=lock))]
+
+    seen = [keys()]
+    lock.write_text("b")
+    seen.append(keys())
+    # The same version built anew: a developer's loop.
+    fake_wheel(tmp_path / "mine", "torch", "1.0", "changed = True\n")
+    seen.append(keys())
+    monkeypatch.setenv("UV_EXCLUDE_NEWER", "2026-01-01")
+    seen.append(keys())
+    moved = [[a != b for a, b in zip(before, after)] for before, after in pairwise(seen)]
+    assert moved == [[False, True, False, True], [True, True, True, False], [True, True, True, False]]
+
+
+@pytest.mark.parametrize(
+    ("requirements", "words"),
+    [
+        (("torch==9",), "no version of torch==9"),
+        (("no-such-thing",), "not found"),
+        (("torch==1.0", "triton==3.1"), "unsatisfiable|conclude"),
+        (("torch==1.2",), "no wheels? with a matching|no usable wheels|platform|ABI"),
+    ],
+    ids=["version", "package", "conflict", "interpreter"],
+)
+def test_what_cannot_exist_is_not_installable(
+    requirements: tuple[str, ...], words: str, index: LocalIndex
+) -> None:
+    with pytest.raises(NotInstallable, match=words) as caught:
+        build(Request(requirements))
+    assert "\n" not in str(caught.value)
+    assert "torch" in caught.value.log.read_text() or "no-such" in caught.value.log.read_text()
+    assert caught.value.tail
+    assert left_behind() == []
+
+
+def test_a_forgotten_file_is_not_installable(index: LocalIndex, tmp_path: Path) -> None:
+    index.vanish(tmp_path / "wheels" / "torch-1.1-py3-none-any.whl")
+    with pytest.raises(NotInstallable, match="404"):
+        build(Request(("torch==1.1",)))
+
+
+@pytest.mark.parametrize("fault", ["500", "401", "403", "refused", "offline", "corrupt"])
+def test_a_broken_machine_or_index_is_no_statement_about_torch(
+    fault: str, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault.isdigit():
+        index.fail(int(fault))
+    elif fault == "refused":
+        monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
+    elif fault == "offline":
+        monkeypatch.setenv("UV_OFFLINE", "1")
+    else:
+        path = tmp_path / "wheels" / "torch-1.0-py3-none-any.whl"
+        path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(BuildError) as caught:
+        build(TORCH)
+    assert type(caught.value) is BuildError, caught.value
+    assert "\n" not in str(caught.value)
+    assert caught.value.log.is_file()
+    assert left_behind() == []
+
+
+def test_exit_codes_tell_the_two_apart(
+    index: LocalIndex, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for raised, code in ((NotInstallable("a", cache(), ""), 4), (BuildError("b", cache(), ""), 125)):
+
+        def fail(error: BuildError = raised, **_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(cli, "app", fail)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == code
+        assert capsys.readouterr().err == f"bumpgate: {raised}\n"
+
+
+CHILD = """
+import resource, sys
+from pathlib import Path
+from bumpgate.environments import BuildError, Request, build
+if sys.argv[2] == "full":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+try:
+    print(build(Request((sys.argv[1],)), say=print).key, flush=True)
+except BuildError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a process that builds one requirement."""
+    started = []
+
+    def start(requirement: str, fault: str = "") -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", CHILD, requirement, fault]
+        started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@planted("C19", "the disk is full in mid-build")
+def test_a_full_disk_leaves_nothing_and_says_so(
+    index: LocalIndex, tmp_path: Path, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    big = {"torch/__init__.py": "__version__ = '5.0'", "torch/data": "x" * 1_000_000}
+    index.add(fake_wheel(tmp_path / "wheels", "torch", "5.0", big))
+    said = child("torch==5.0", "full").communicate(timeout=60)[0].splitlines()[-1]
+    assert said.startswith("BuildError torch==5.0: ")
+    assert "File too large" in said or "SIGXFSZ" in said
+    assert left_behind() == []
+    assert build(Request(("torch==5.0",))).packages == {"torch": "5.0"}
+
+
+def test_a_killed_build_is_built_anew(index: LocalIndex, child: Callable[..., subprocess.Popen[str]]) -> None:
+    index.pause()
+    killed = child("torch==1.0")
+    wait_for(lambda: any(path.startswith("/files/") for path in index.requests))
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert [name.rsplit(".", 1)[-1] for name in left_behind()] == ["partial"]
+    index.resume()
+    built = build(TORCH)
+    assert torch_in(built) == "1.0 3.0"
+    assert left_behind() == [built.key]
+
+
+def test_two_processes_build_one_environment(
+    index: LocalIndex, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    index.pause()
+    both = [child("torch==1.0")]
+    wait_for(lambda: any(path.startswith("/files/") for path in index.requests))
+    both.append(child("torch==1.0"))
+    assert both[1].stdout is not None
+    waiting = both[1].stdout.readline()
+    index.resume()
+    said = [process.communicate(timeout=60)[0].split() for process in both]
+    assert waiting == "torch==1.0: another process builds it; waiting\n"
+    assert said == [["torch==1.0:", "building", said[1][0]], [said[1][0]]]
+    assert left_behind() == [said[1][0]]
+
+
+def test_what_is_in_use_is_not_deleted(
+    index: LocalIndex, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used, other = build(TORCH), build(Request(("helper==1.0",)))
+    release(other)
+    assert [(k.key, k.in_use) for k in kept()] == [(used.key, True), (other.key, False)]
+    monkeypatch.setattr(sys, "argv", ["bumpgate", "environments", "--prune", "--keep", "0"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    told = capsys.readouterr().out.splitlines()
+    assert told[2:] == [f"kept, in use: {used.key}", f"deleted {other.key}"]
+    assert left_behind() == [used.key]
+    assert discard("never-built")
+
+
+def test_a_damaged_environment_is_built_anew(index: LocalIndex) -> None:
+    for damage in ("interpreter", "note"):
+        built = build(TORCH)
+        if damage == "interpreter":
+            built.python.unlink()
+            built.python.symlink_to("/no/longer/installed/python3.11")
+        else:
+            (built.python.parents[1] / environments.NOTE).write_text("{")
+        assert torch_in(build(TORCH)) == "1.0 3.0", damage
+
+
+def test_an_open_requirement_is_asked_again_only_with_refresh(index: LocalIndex, tmp_path: Path) -> None:
+    request = Request(("helper",))
+    assert build(request).packages == {"helper": "2.0"}
+    index.add(fake_wheel(tmp_path / "wheels", "helper", "3.0"))
+    assert build(request).packages == {"helper": "2.0"}
+    # uv takes an index's listing as fresh for some minutes.
+    assert build(replace(request, refresh=True)).packages == {"helper": "3.0"}
+
+
+def test_a_mixture_that_its_own_pins_forbid_installs_without_them(index: LocalIndex) -> None:
+    mixed = build(Request(("torch==1.0", "triton==3.1"), dependencies=False))
+    assert torch_in(mixed) == "1.0 3.1"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "tree"
+    (root / "wheels").mkdir(parents=True)
+    (root / "pyproject.toml").write_text(
+        '[project]\nname = "bumpgate"\n[project.optional-dependencies]\n'
+        'suite = ["helper>=1"]\ncpu = ["bumpgate[suite]", "torch==1.0"]\nh200 = ["bumpgate[suite]"]\n'
+    )
+    return root
+
+
+def test_a_candidate_takes_the_place_of_its_pin_and_the_rest_stays(index: LocalIndex, tree: Path) -> None:
+    assert build(lane_request(tree, "cpu")).packages == {"helper": "2.0", "torch": "1.0", "triton": "3.0"}
+    digest = "0" * 64
+    (tree / "wheels" / "pylock.cpu.toml").write_text(
+        'lock-version = "1.0"\ncreated-by = "t"\n[[packages]]\nname = "helper"\nversion = "1.0"\n'
+        f'wheels = [{{ name = "helper-1.0-py3-none-any.whl", path = "x", hashes = {{ sha256 = "{digest}" }} }}]\n'
+    )
+    request = lane_request(tree, "cpu", "torch==1.1")
+    assert request.requirements == ("torch==1.1", "helper>=1")
+    assert not request.refresh
+    assert build(request).packages == {"helper": "1.0", "torch": "1.1", "triton": "3.1"}
+    assert lane_request(tree, "cpu", "torch>=1.0").refresh
+    assert lane_request(tree, "h200", "triton==3.0").requirements == ("triton==3.0", "helper>=1")
+
+
+def test_a_wheel_file_is_a_candidate(index: LocalIndex, tree: Path, tmp_path: Path) -> None:
+    mine = fake_wheel(tmp_path / "mine", "torch", "7.0+local", requires=["triton"])
+    assert build(lane_request(tree, "cpu", str(mine))).packages["torch"] == "7.0+local"
+
+
+@pytest.mark.parametrize(
+    ("lane", "candidate", "words"),
+    [
+        ("tpu", None, "no lane 'tpu'"),
+        ("cpu", "torch=1.1", "no requirement"),
+        ("cpu", "/none/torch-1.0-py3-none-any.whl", "no such wheel file"),
+    ],
+)
+def test_bad_input_is_one_line(lane: str, candidate: str | None, words: str, tree: Path) -> None:
+    with pytest.raises(BumpgateError, match=words) as caught:
+        lane_request(tree, lane, candidate)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_uv_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch, index: LocalIndex) -> None:
+    monkeypatch.setitem(sys.modules, "uv", None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(BumpgateError, match=r"pip install uv$"):
+        build(TORCH)
+
+
+def test_settings_of_pip_stand_in_for_those_of_uv() -> None:
+    pip = {
+        "PIP_INDEX_URL": "https://a/simple",
+        "PIP_EXTRA_INDEX_URL": "https://b https://c",
+        "PIP_FIND_LINKS": "/one  /two",
+        "PIP_TRUSTED_HOST": "a",
+    }
+    found = host_settings(pip)
+    assert {n: v for n, v in found.items() if n.startswith("UV_")} == {
+        "UV_DEFAULT_INDEX": "https://a/simple",
+        "UV_INDEX": "https://b https://c",
+        "UV_FIND_LINKS": "/one,/two",
+        "UV_INSECURE_HOST": "a",
+    }
+    own = {"UV_INDEX_URL": "https://mine", "UV_FIND_LINKS": "/three"}
+    kept_settings = host_settings(pip | own)
+    assert "UV_DEFAULT_INDEX" not in kept_settings
+    assert kept_settings["UV_FIND_LINKS"] == "/three"

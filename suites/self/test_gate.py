@@ -1,0 +1,363 @@
+"""What a gate measures, in what order, and what it makes of it; each fault is planted in one side of a machine.
+
+The machine of suites/self/gating.py runs no process: test_gate_faults.py has the real ones.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import signal
+from datetime import date, timedelta
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bumpgate import bench, drift, gate_file, result
+from bumpgate.bench import creeps
+from bumpgate.drift import Reading
+from bumpgate.gate_view import findings_text
+from bumpgate.result import Asked, Gate, GateError
+from bumpgate.rows import Judgement, Verdict, read_record
+from bumpgate.sequential import Outcome, Plan
+from bumpgate.timed import BARREN, SIDE, Sessions
+from bumpgate.verdict import Decision, Finding
+from suites.self.gating import COUNT_TEST, TIME_TEST, TODAY, Machine, count, gone, labels
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(tmp_path / "tree")
+    adopt(made, monkeypatch)
+    return made
+
+
+def adopt(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "run_lane", machine.run_lane)
+    monkeypatch.setattr(bench, "installed", machine.installed)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of gates: what a power cut would lose is no matter here."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def test_an_unchanged_pair_is_adopted(machine: Machine, out: Path) -> None:
+    gate = machine.gate(out)
+    assert (gate.decision, gate.findings, gate.finished) == (Decision.ADOPT, (), True)
+    steps = list(dict.fromkeys(machine.processes))
+    canary = f"{bench.CANARIES}:"
+    assert steps == [canary + "good", canary + "bad", "all:good", "all:bad", "timed:good", "timed:bad"]
+    order = [p.removeprefix("timed:") for p in machine.processes[4:12]]
+    assert order == [SIDE[letter] for letter in "ABBABAAB"]
+
+
+def test_every_step_is_on_the_disk_before_the_next_begins(machine: Machine, out: Path) -> None:
+    seen = []
+
+    def look() -> None:
+        raw = json.loads((out / result.NAME).read_text())
+        assert (raw["decision"], raw["exit_code"], raw["finished"]) == ("UNKNOWN", 125, False)
+        sides = raw["sides"]
+        done = [(s["canaries"] is not None) + s["measured"] for s in sides.values()]
+        seen.append((*done, (raw["sessions"] or {"begun": 0})["begun"]))
+
+    machine.before_process = look
+    machine.gate(out)
+    assert seen[:5] == [(0, 0, 0), (1, 0, 0), (1, 1, 0), (2, 1, 0), (2, 2, 0)]
+    assert [s[2] for s in seen[4:]] == [i // 4 for i in range(len(seen[4:]))]
+    raw = json.loads((out / result.NAME).read_text())
+    assert (raw["decision"], raw["exit_code"], raw["finished"]) == ("ADOPT", 0, True)
+
+
+def test_the_report_reads_what_the_gate_wrote(machine: Machine, out: Path) -> None:
+    machine.sides["bad"].slower = {"throughput/b/seconds": 1.2}
+    gate = machine.gate(out, Asked("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0"))
+    found = gate_file.read(out / result.NAME)
+    assert isinstance(found, gate_file.GateFile)
+    assert (found.decision, found.findings) == (Decision.HOLD, gate.findings)
+    paired = found.timed["throughput/b/seconds"]
+    assert (paired.outcome, paired.sessions) == ("SLOWER", len(paired.log_ratios))
+    assert paired.ratio == pytest.approx(1.2, rel=0.03)
+    assert found.good.record == read_record(out / "good.json")
+    assert found.readings["throughput/b/seconds"] == pytest.approx(math.log(1.2), abs=0.03)
+
+
+def test_a_row_that_is_five_percent_slower_is_held(machine: Machine, out: Path) -> None:
+    machine.sides["bad"].slower = {"throughput/b/seconds": 1.05}
+    gate = machine.gate(out)
+    assert labels(gate) == [("HOLD", "SLOWER")]
+    assert gate.findings[0].repro == f"/envs/bad -m pytest -m cpu -n 0 '{TIME_TEST}'"
+    assert gate.timed["throughput/b/seconds"].interval[0] > 1.01
+
+
+def test_five_percent_is_found_nineteen_times_of_twenty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the noise of PROCESS_SD a process; test_sequential has the detection rate under others."""
+    held = 0
+    for seed in range(20):
+        machine = Machine(tmp_path / f"tree{seed}", seed)
+        machine.sides["bad"].slower = {"throughput/b/seconds": 1.05}
+        adopt(machine, monkeypatch)
+        held += machine.gate(tmp_path / f"out{seed}").decision is Decision.HOLD
+    assert held >= 19
+
+
+def changed(value: object = 14) -> list[Judgement]:
+    return [count(value, Verdict.CHANGED)]
+
+
+FAULTS = {
+    "a changed exact row": ({"counts": changed()}, Decision.HOLD, "CHANGED"),
+    "a lost row": ({"counts": [gone()]}, Decision.HOLD, "MISSING"),
+    "a lost row in a run cut short": ({"counts": [gone()], "complete": False}, Decision.UNKNOWN, "MISSING"),
+    "a failed test": ({"problems": (f"{COUNT_TEST}: assert 1 == 2",)}, Decision.HOLD, "PROBLEM"),
+    "a canary that disagrees": ({"canaries": {"graphs": "read 0, known 1"}}, Decision.UNKNOWN, "INSTRUMENT"),
+    "a row whose instrument broke": (
+        {"counts": [count(13, Verdict.INSTRUMENT)]}, Decision.UNKNOWN, "INSTRUMENT",
+    ),
+    "a torch that does not import": ({"failure": "import torch: exit 1"}, Decision.UNKNOWN, "INFRA"),
+    "a crash in timed processes": ({"signal": signal.SIGSEGV, "dies_from": 3}, Decision.HOLD, "PROBLEM"),
+    "a kill from outside": ({"signal": signal.SIGKILL}, Decision.UNKNOWN, "INCONCLUSIVE"),
+    "a timed row lost for good": ({"spoiled": 1000}, Decision.UNKNOWN, "INFRA"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_candidate(machine: Machine, out: Path, fault: str) -> None:
+    planted, decision, label = FAULTS[fault]
+    for name, value in planted.items():  # type: ignore[attr-defined]
+        setattr(machine.sides["bad"], name, value)
+    gate = machine.gate(out)
+    assert gate.decision is decision, gate.findings
+    assert label in [found for _, found in labels(gate)]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_same_fault_of_the_adopted_build_is_no_evidence(machine: Machine, out: Path, fault: str) -> None:
+    """Of the adopted build alone it is a gap or something fixed, and no fault of the candidate."""
+    for name, value in FAULTS[fault][0].items():  # type: ignore[attr-defined]
+        setattr(machine.sides["good"], name, value)
+    gate = machine.gate(out)
+    fixed = fault == "a changed exact row"
+    assert gate.decision is (Decision.ADOPT if fixed else Decision.UNKNOWN), gate.findings
+
+
+def test_a_candidate_that_does_not_import_costs_no_run(machine: Machine, out: Path) -> None:
+    machine.sides["bad"].failure = "import torch: killed by SIGSEGV"
+    gate = machine.gate(out)
+    assert machine.processes == []
+    assert gate.findings[0].head == "import torch: killed by SIGSEGV"
+
+
+def test_an_empty_selection_is_unknown(machine: Machine, out: Path) -> None:
+    machine.rows = ()
+    for side in machine.sides.values():
+        side.counts = []
+    assert labels(machine.gate(out)) == [("UNKNOWN", "NOTHING")]
+
+
+def test_what_the_machine_spoiled_is_run_once_more(machine: Machine, out: Path) -> None:
+    machine.sides["bad"].spoiled = 1
+    gate = machine.gate(out)
+    assert gate.decision is Decision.ADOPT, gate.findings
+    assert f"{TIME_TEST}:bad" in machine.processes
+    ids = [j.row.id for j in read_record(out / "bad.json").judgements]
+    assert ids == ["compile/a/graph_breaks", "throughput/b/seconds"]
+
+
+def test_a_spoiled_session_says_nothing_and_another_takes_its_place(machine: Machine, out: Path) -> None:
+    made = machine.prepare(out)
+    made.enter()
+    for name in ("good", "bad"):
+        made.gate.sides[name].canaries = {}
+        made.measure(name)
+    machine.sides["good"].spoiled = 1
+    made.run()
+    sessions = made.gate.paired
+    assert sessions
+    assert sessions.begun == len(sessions.log_ratios["throughput/b/seconds"]) + 1
+    assert "last lost: good: throughput/b/seconds: not quiet" in (out / "said.txt").read_text()
+    assert made.gate.decision is Decision.ADOPT
+
+
+def test_sessions_that_give_nothing_come_to_an_end(machine: Machine, out: Path) -> None:
+    machine.sides["bad"].signal = signal.SIGABRT
+    gate = machine.gate(out)
+    assert gate.paired
+    assert (gate.paired.begun, gate.paired.open_rows()) == (BARREN, [])
+    assert labels(gate) == [("HOLD", "PROBLEM"), ("UNKNOWN", "INCONCLUSIVE")]
+    assert gate.findings[0].bad[0] == f"{TIME_TEST}: died of SIGABRT (in 3 timed processes, 3 sessions)"
+
+
+def test_a_spent_budget_leaves_open_rows_inconclusive(machine: Machine, out: Path) -> None:
+    gate = machine.gate(out, deadline=0.0)
+    assert labels(gate) == [("UNKNOWN", "INCONCLUSIVE")]
+    assert not any(p.startswith("timed:") for p in machine.processes)
+    assert "the budget is spent" in (out / "said.txt").read_text()
+
+
+class Killed(BaseException):
+    """As a kill: nothing of ours catches it."""
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.05])
+def test_killed_anywhere_and_resumed_it_comes_to_the_same_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float
+) -> None:
+    def one(name: str) -> Machine:
+        machine = Machine(tmp_path / name)
+        machine.sides["bad"].slower = {"throughput/b/seconds": slower}
+        adopt(machine, monkeypatch)
+        return machine
+
+    def what(gate: Gate) -> tuple[object, ...]:
+        assert gate.paired
+        return gate.decision, gate.findings, gate.timed, gate.paired.log_ratios
+
+    whole_machine = one("whole")
+    whole = what(whole_machine.gate(tmp_path / "whole-out"))
+    processes = len(whole_machine.processes)
+    for at in range(processes):
+        machine, out = one(f"killed{at}"), tmp_path / f"out{at}"
+
+        def kill(machine: Machine = machine, at: int = at) -> None:
+            if len(machine.processes) == at:
+                raise Killed
+
+        machine.before_process = kill
+        with pytest.raises(Killed):
+            machine.gate(out)
+        again = one(f"again{at}")
+        assert what(again.gate(out)) == whole, at
+        lost = len(machine.processes) + len(again.processes) - processes
+        assert 0 <= lost <= 3, "at most the session that was under way"
+
+
+def test_a_resumed_gate_refuses_other_packages(machine: Machine, out: Path) -> None:
+    def kill() -> None:
+        raise Killed
+
+    machine.before_process = kill
+    with pytest.raises(Killed):
+        machine.gate(out)
+    machine.sides["bad"].torch = "2.15.0"
+    with pytest.raises(GateError, match="candidate packages are others than before"):
+        machine.gate(out)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"asked": 3}', "[]"])
+def test_a_file_that_is_no_gate_is_one_line(out: Path, text: str) -> None:
+    out.mkdir()
+    (out / result.NAME).write_text(text)
+    with pytest.raises(GateError, match="no gate that can be resumed"):
+        result.read(out, Plan())
+
+
+def weekly(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weeks: int) -> list[Gate]:
+    """A gate a week, each 1 % slower than the last; the anchor is the build of four weeks before."""
+    row = "throughput/b/seconds"
+    history: list[Reading] = []
+    gates = []
+    for week in range(1, weeks + 1):
+        machine.recent = {row: tuple(history)}
+        machine.sides["bad"].slower = {row: 1.01**week}
+        machine.sides["good"].slower = {row: 1.01 ** (week - 1)}
+        machine.sides["anchor"].slower = {row: 1.01 ** max(0, week - 4)}
+        day = TODAY + timedelta(weeks=week)
+        monkeypatch.setattr("suites.self.gating.TODAY", day)
+        machine.seed = week
+        gate = machine.gate(tmp_path / f"week{week}", Asked("cpu", candidate="torch", anchor="torch==0"))
+        gates.append(gate)
+        found = gate_file.read(tmp_path / f"week{week}" / result.NAME)
+        assert isinstance(found, gate_file.GateFile)
+        history.append(Reading(day, found.readings[row]))
+    return gates
+
+
+def test_a_creep_of_one_percent_a_week_is_called_by_week_6(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = weekly(machine, tmp_path, monkeypatch, 6)
+    last = labels(gates[-1])
+    assert ("HOLD", "CREEP") in last, [labels(g) for g in gates]
+    assert not any("CREEP" in found for _, found in labels(gates[1])), "two weeks are no drift yet"
+
+
+def test_a_history_alone_calls_a_creep_until_somebody_accepts_it(machine: Machine, out: Path) -> None:
+    row = "throughput/b/seconds"
+    weeks = [TODAY - timedelta(weeks=n) for n in (4, 3, 2, 1)]
+    machine.recent = {row: tuple(Reading(day, x) for day, x in zip(weeks, (0.03, 0.04, 0.04, 0.04)))}
+    assert labels(machine.gate(out)) == [("HOLD", "CREEP")]
+    write_acceptance(machine.root, row, 1.05, TODAY + timedelta(days=9))
+    accepted = machine.gate(out.with_name("accepted"))
+    assert (accepted.decision, len(accepted.accepted)) == (Decision.ADOPT, 1)
+
+
+def write_acceptance(root: Path, row: str, ratio: float, expires: date) -> None:
+    (root / "baselines").mkdir()
+    (root / "baselines/accepted.toml").write_text(
+        f'[[accepted]]\nlane = "cpu"\nrow = "{row}"\nratio = {ratio}\nowner = "ann"\n'
+        f'reason = "known"\nsince = 2026-01-01\nexpires = {expires}\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "days", "decision"),
+    [(1.06, 1, Decision.ADOPT), (1.06, -1, Decision.HOLD), (1.01, 1, Decision.HOLD)],
+    ids=["accepted", "expired", "slower than that"],
+)
+def test_an_accepted_slowdown_is_shown_until_it_expires(
+    machine: Machine, out: Path, ratio: float, days: int, decision: Decision
+) -> None:
+    row = "throughput/b/seconds"
+    machine.sides["bad"].slower = {row: 1.06}
+    write_acceptance(machine.root, row, ratio, TODAY + timedelta(days=days))
+    gate = machine.gate(out)
+    assert (gate.decision, gate.timed[row].outcome) == (decision, Outcome.SLOWER)
+    assert len(gate.accepted) == (ratio > 1.01)
+
+
+def test_an_anchor_that_cannot_be_paired_is_a_gap(machine: Machine, out: Path) -> None:
+    machine.sides["anchor"].failure = "import torch: exit 1"
+    gate = machine.gate(out, Asked("cpu", candidate="torch", anchor="torch==2.12.0"))
+    assert labels(gate) == [("UNKNOWN", "INFRA")]
+
+
+def test_an_anchor_with_sessions_missing_gives_no_reading() -> None:
+    few = Sessions({"a/b/s": "t"}, None, drift.SESSIONS, {"a/b/s": [0.5] * (drift.SESSIONS - 1)})
+    before = {"a/b/s": [Reading(TODAY - timedelta(days=7), 0.04)]}
+    assert creeps(lambda *_: before, "cpu", ["a/b/s"], few, TODAY) == {}
+    few.log_ratios["a/b/s"].append(0.5)
+    assert creeps(lambda *_: before, "cpu", ["a/b/s"], few, TODAY)["a/b/s"].called == TODAY
+
+
+FINDING = Finding(
+    Decision.HOLD, "CHANGED", "graph_breaks", "GB0007", tuple(f"compile/{i}/graph_breaks" for i in range(9)),
+    ("compile/0/graph_breaks: 13 breaks",), ("compile/0/graph_breaks: 14 breaks", "GB0007 at model.py:3"),
+    "pytest -m cpu -n 0 t.py",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [None, 160])
+def test_both_sides_and_the_repro_are_shown(width: int | None) -> None:
+    """None is a log: whole lines, so that it can be searched."""
+    console = Console(file=io.StringIO(), force_terminal=width is not None, width=width or 40, no_color=True)
+    findings_text([FINDING], console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    squeezed = "".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+    for part in ("HOLD", "... and 3 more in gate.json", FINDING.repro, "GB0007"):
+        assert "".join(part.split()) in squeezed
+    if width is None:
+        assert f"candidate: {FINDING.bad[1]}\n" in text
+        assert f"-> {FINDING.repro}\n" in text

@@ -1,0 +1,328 @@
+"""`bumpgate gate` as a user runs it, on a miniature tree: real processes, real interpreters, and every way to fail."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bumpgate import cli, gate, result
+from bumpgate.baseline import Baseline, Reviewed, save
+from bumpgate.environments import BuildError, NotInstallable
+from bumpgate.sequential import Plan
+from suites.self.project import GOOD, PLUGINS, Project, Result, counted
+
+CANARY = """
+@lanes("cpu")
+def test_canary(lane, row):
+    reason = os.environ.get("CANARY", "")
+    report_canaries({"graphs": reason})
+    row("canaries/graphs/agrees", not reason, unit="bool", witness=1, rule="I1", expected=True, evidence=[reason],
+        instruments=["graphs"])
+"""
+# The same loop under both names, so that a process's memory layout cancels; SLOWER lengthens one of them.
+TIMES = """
+import statistics
+
+def spent(n):
+    start = time.process_time()
+    for k in range(n):
+        k & 7
+    return time.process_time() - start
+
+@lanes("cpu")
+def test_times(lane, row):
+    for case, factor in (("same", 1.0), ("slow", float(os.environ.get("SLOWER", "1")))):
+        ratios = sorted(spent(int(30000 * factor)) / spent(30000) for _ in range(41))
+        row(f"throughput/{case}/ratio", ratios[20], unit="ratio", witness=3, rule="C37", better="lower",
+            tolerance=9.0, interval=(ratios[14], ratios[26]))
+"""
+TIMED = ("throughput/same/ratio", "throughput/slow/ratio")
+
+
+class Tree(Project):
+    """A project with a canary, one count and two timed rows, and an interpreter for each side."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.env |= {"BUMPGATE_HOME": str(root / "home"), "TMPDIR": str(root)}
+        self.tests(CANARY, "suites/canaries/test_canaries.py")
+        self.tests(GOOD)
+        self.tests(TIMES, "suites/throughput/test_times.py")
+        rows = {row: Reviewed(1.0, "ratio", "lower", 9.0, test=TIMES_TEST) for row in TIMED}
+        rows["canaries/graphs/agrees"] = Reviewed(
+            True, "bool", "derived", test="suites/canaries/test_canaries.py::test_canary[cpu]"
+        )
+        rows["compile/good/graph_breaks"] = counted("test_good")
+        save(root / "baselines/cpu.json", Baseline("cpu", {"torch": "9.9.0", "triton": None}, rows))
+        self.good, self.bad = self.interpreter("good"), self.interpreter("bad")
+
+    def interpreter(self, side: str, **variables: str) -> Path:
+        """A python that is this one with other variables; quick, because it loads few plugins."""
+        given = " ".join(f"{k}='{v}'" for k, v in (PLUGINS | {"SIDE": side} | variables).items())
+        path = self.root / side / "python"
+        self.write(f"{side}/python", f'#!/bin/sh\n{given} exec "{sys.executable}" "$@"\n')
+        path.chmod(0o755)
+        return path
+
+    def sides(self) -> tuple[str, ...]:
+        return (
+            "gate",
+            "--lane",
+            "cpu",
+            "--python-good",
+            str(self.good),
+            "--python-bad",
+            str(self.bad),
+            "--out",
+            "g",
+        )
+
+    def gate(self, *more: str) -> Result:
+        return self.bumpgate(*self.sides(), *more)
+
+    def raw(self) -> Any:
+        return json.loads((self.root / "g" / result.NAME).read_text())
+
+
+TIMES_TEST = "suites/throughput/test_times.py::test_times[cpu]"
+COUNTS = ("--", "suites/canaries", "suites/compile")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Any:
+    made = Tree(tmp_path)
+    yield made
+    made.end()
+
+
+def wait_for(condition: Any, seconds: float = 300) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come to that"
+        time.sleep(0.05)
+
+
+def test_a_slower_row_is_found_though_the_gate_is_interrupted_and_killed(tree: Tree) -> None:
+    """5 % more work in one of two loops: HOLD for that one, SAME for the other, from sessions of three gates."""
+    tree.bad = tree.interpreter("bad", SLOWER="1.05")
+
+    def sessions() -> int:
+        return (
+            (tree.raw()["sessions"] or {"begun": 0})["begun"]
+            if (tree.root / "g" / result.NAME).exists()
+            else 0
+        )
+
+    def begin(*more: str) -> subprocess.Popen[str]:
+        return tree.start(
+            "-c", "from bumpgate.cli import main; main()", *tree.sides(), "--sessions", "8", *more
+        )
+
+    first = begin()
+    wait_for(lambda: sessions() >= 2)
+    first.send_signal(signal.SIGINT)
+    _, err = first.communicate(timeout=120)
+    assert first.returncode == gate.INTERRUPTED
+    told = err.splitlines()[-1]
+    assert told.startswith("interrupted; what was measured is kept, go on with: bumpgate gate")
+    assert told.endswith("--resume")
+    kept = tree.raw()["sessions"]["log_ratios"]
+
+    again = tree.gate("--sessions", "8")
+    assert (again.code, len(again.err.splitlines())) == (4, 1)
+    assert "go on with --resume, or name another --out" in again.err
+    other = tree.gate("--sessions", "9", "--resume")
+    assert (other.code, "is of another gate (other sessions)" in other.err) == (4, True)
+
+    before = sessions()
+    second = begin("--resume")
+    wait_for(lambda: sessions() >= before + 1)
+    second.kill()
+    second.communicate(timeout=120)
+    assert tree.raw()["decision"] == "UNKNOWN"
+
+    last = tree.gate("--sessions", "8", "--resume")
+    assert last.code == 1, last.out + last.err
+    raw = tree.raw()
+    outcomes = {row: t["outcome"] for row, t in raw["timed"].items()}
+    assert outcomes == {"throughput/same/ratio": "SAME", "throughput/slow/ratio": "SLOWER"}
+    assert raw["timed"]["throughput/slow/ratio"]["ratio"] == pytest.approx(1.05, abs=0.02)
+    for row in TIMED:
+        found = raw["timed"][row]["log_ratios"]
+        assert (found[: len(kept[row])], len(found)) == (kept[row], 8), "sessions measured before stay"
+    assert [f["label"] for f in raw["findings"]] == ["SLOWER"]
+    assert f"-> {tree.bad} -m pytest -m cpu -n 0 '{TIMES_TEST}'" in last.out
+    assert "(candidate) against torch" in last.out.splitlines()[-1]
+    finished = tree.gate("--sessions", "8", "--resume")
+    assert (finished.code, finished.out) == (1, last.out), "a finished gate says its verdict again"
+
+
+def test_an_unchanged_pair_is_adopted_and_each_side_has_caches_of_its_own(tree: Tree) -> None:
+    body = """
+    @lanes("cpu")
+    def test_caches(lane):
+        with open(f"caches-{os.environ['SIDE']}", "w") as f:
+            f.write(os.environ["TORCHINDUCTOR_CACHE_DIR"] + " " + os.environ["TRITON_CACHE_DIR"])
+    """
+    tree.tests(body, "suites/compile/test_caches.py")
+    done = tree.gate(*COUNTS)
+    assert done.code == 0, done.out + done.err
+    assert done.out.startswith("ADOPT: ")
+    good, bad = (set((tree.root / f"caches-{side}").read_text().split()) for side in ("good", "bad"))
+    assert len(good | bad) == 4
+    assert all(path.startswith(str(tree.root / "home" / "compiled")) for path in good | bad)
+    quiet = [line for line in done.err.splitlines() if line]
+    assert len(quiet) == 6, "a line a step where no terminal is"
+
+
+FAILURES = {
+    "canary": ({"CANARY": "read 0"}, 125, "INSTRUMENT instrument graphs: read 0"),
+    "raises": (
+        {"TORCH": "raise ImportError('libcudart.so.13: gone')"},
+        125,
+        "ImportError: libcudart.so.13: gone",
+    ),
+    "segfault": ({"TORCH": "os.kill(os.getpid(), 11)"}, 125, "import torch: killed by SIGSEGV"),
+    "changed": ({"BREAKS": "14"}, 1, "REGRESSION graph_breaks"),
+    "lost": ({"BREAKS": "none"}, 1, "MISSING"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_broken_candidate_is_one_finding_and_its_exit_code(tree: Tree, name: str) -> None:
+    variables, code, words = FAILURES[name]
+    quoted = {k: v.replace("'", '"') for k, v in variables.items()}
+    tree.bad = tree.interpreter("bad", **quoted)
+    tree.write("torch/__init__.py", "import os\nexec(os.environ.get('TORCH', ''))\n")
+    tree.tests(
+        GOOD.replace("    row(", "    if os.environ.get('BREAKS') != 'none': row(").replace(
+            "13, expected", "int(os.environ.get('BREAKS', '13')), expected"
+        )
+    )
+    done = tree.gate(*COUNTS)
+    assert done.code == code, done.out + done.err
+    assert words in done.out
+    assert "Traceback" not in done.out + done.err
+    assert (tree.raw()["exit_code"], tree.raw()["finished"]) == (code, True)
+
+
+def test_a_selection_that_matches_nothing_is_unknown(tree: Tree) -> None:
+    tree.tests("@lanes('h200')\ndef test_elsewhere(lane):\n    pass\n", "suites/compile/test_h200.py")
+    done = tree.gate("--", "suites/compile/test_h200.py")
+    assert done.code == 125
+    assert "NOTHING no row was selected" in done.out
+
+
+PAIR = ("gate", "--lane", "cpu", "--python-bad", sys.executable)
+REFUSALS = {
+    "unknown lane 'tpu'; lanes: cpu, h200, v6e": ("gate", "--lane", "tpu", "--candidate", "torch==1"),
+    "name the candidate: --candidate 'torch==X'": ("gate", "--lane", "cpu"),
+    "or --python-bad PATH": (*PAIR, "--candidate", "torch==1"),
+    "--adopted or an interpreter for it, not both": (*PAIR, "--python-good", "x", "--adopted", "torch==1"),
+    "the selection names suites/nope.py, which is not there": (*PAIR, "--", "suites/nope.py::test_a"),
+    "-m is set by the gate": (*PAIR, "--", "-m", "h200"),
+    "--record is set by the gate": (*PAIR, "--", "--record=x"),
+    "--sessions: at least 8 sessions, got 3": (*PAIR, "--sessions", "3"),
+    "'torch=>1' is no requirement": ("gate", "--lane", "cpu", "--candidate", "torch=>1"),
+}
+
+
+@pytest.fixture
+def run(tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The command in this process: exit code, stdout, stderr."""
+    monkeypatch.chdir(tree.root)
+    for name in ("BUMPGATE_HOME", "TMPDIR"):
+        monkeypatch.setenv(name, tree.env[name])
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["bumpgate", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_bad_input_is_one_line_and_exit_4(run: Any, words: str) -> None:
+    code, out, err = run(*REFUSALS[words])
+    assert (code, out, len(err.splitlines())) == (4, "", 1), err
+    assert words in err
+
+
+@pytest.mark.parametrize("error", [NotInstallable, BuildError])
+def test_an_environment_that_cannot_be_built_is_unknown(
+    run: Any, tree: Tree, monkeypatch: pytest.MonkeyPatch, error: type[BuildError]
+) -> None:
+    def refuse(request: object, **_: object) -> None:
+        raise error("torch==99: there is no version of torch==99 (log: build.log)", Path("build.log"), "tail")
+
+    monkeypatch.setattr(gate, "build", refuse)
+    monkeypatch.setattr(gate, "lane_request", lambda *_, **__: None)
+    code, out, _ = run(
+        "gate", "--lane", "cpu", "--python-good", str(tree.good), "--candidate", "torch==99", *COUNTS
+    )
+    assert code == 125
+    assert "INFRA torch==99: there is no version of torch==99" in out
+    assert "-> less build.log" in out
+    place = tree.root / "build/gate/cpu-torch-99" / result.NAME
+    assert json.loads(place.read_text())["decision"] == "UNKNOWN"
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_was_measured(
+    run: Any, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, written = result.write_atomic, []
+
+    def full(path: Path, text: str) -> None:
+        written.append(text)
+        if len(written) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, text)
+
+    monkeypatch.setattr(result, "write_atomic", full)
+    code, out, err = run(*tree.sides(), *COUNTS)
+    assert (code, out) == (125, "")
+    assert "gate.json: No space left on device; what was measured is kept, go on with: bumpgate gate" in err
+    assert "--out g --resume -- suites/canaries suites/compile" in err
+    kept = result.read(tree.root / "g", Plan())
+    assert kept
+    assert (kept.finished, kept.sides["good"].canaries, kept.sides["bad"].canaries) == (False, {}, None)
+
+
+def test_a_second_gate_on_the_device_says_whom_it_waits_for(tree: Tree) -> None:
+    with (tree.root / f"bumpgate-{os.getuid()}.gate-cpu").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4711")
+        lock.flush()
+        said = tree.root / "said"
+        program = "import sys; sys.stderr = open('said', 'w', 1); from bumpgate.cli import main; main()"
+        second = tree.start("-c", program, *tree.sides())
+        wait_for(lambda: said.exists() and "waiting" in said.read_text())
+        assert said.read_text() == "device cpu is taken by the gate of process 4711; waiting for it\n"
+        assert not (tree.root / "g" / result.NAME).exists()
+        second.send_signal(signal.SIGINT)
+        second.communicate(timeout=120)
+    assert second.returncode == gate.INTERRUPTED
+
+
+def test_the_controller_names_the_command_in_its_help(run: Any) -> None:
+    code, out, _ = run("gate", "--help")
+    assert code == 0
+    assert re.search(r"0 ADOPT, 1 HOLD, 125 UNKNOWN, 4 bad input", " ".join(out.split()))

@@ -1,0 +1,106 @@
+"""The mutant matrix reads what ran, and names what is missing."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from xml.sax.saxutils import quoteattr
+
+import pytest
+
+from bumpgate.rows import Judgement, Row, Verdict, write_record
+from suites.self import matrix
+from suites.self.mutants import MUTANTS
+from suites.self.tree import ROOT
+
+TESTS = sorted((ROOT / "suites").rglob("test_*.py"))
+
+
+def marks(path: Path) -> list[tuple[str, str]]:
+    """rule and fault of each @planted of a file, read and not imported."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [
+        tuple(map(ast.literal_eval, call.args))
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "planted" and len(call.args) == 2
+        if all(isinstance(a, ast.Constant) for a in call.args) and str(call.args[0].value)[:1] in "CRX"
+    ]
+
+
+def test_every_rule_has_a_planted_fault() -> None:
+    """From the sources, so that a rule without a killer is seen before anything runs."""
+    have = {rule for path in TESTS for rule, _ in marks(path)} | {m.words[0] for m in MUTANTS}
+    wanted = set(matrix.rules())
+    assert len(wanted) >= 45
+    assert not have - wanted, f"rules.toml does not know {sorted(have - wanted)}"
+    assert not wanted - have, f"no fault is planted for {sorted(wanted - have)}"
+
+
+@pytest.fixture
+def run(tmp_path: Path, three_rules: None):
+    """Writes a JUnit file of (property value or None, child tag or "") and the record of rows that name rules."""
+
+    def write(cases, rules):
+        body = ""
+        for i, (told, child) in enumerate(cases):
+            value = quoteattr(json.dumps(told)) if told else ""
+            told_xml = f'<properties><property name="planted" value={value}/></properties>' if told else ""
+            body += f'<testcase classname="suites.a.test_b" name="test_{i}">{told_xml}{child}</testcase>'
+        junit, record = tmp_path / "run.xml", tmp_path / "record.json"
+        junit.write_text(f"<testsuites><testsuite>{body}</testsuite></testsuites>")
+        rows = [Row(f"a/{rule}/count", 1, "count", witness, rule, expected=1) for rule, witness in rules]
+        write_record(record, {"lane": "cpu"}, [Judgement(row, Verdict.PASS, "") for row in rows])
+        return [str(junit), "--record", str(record), "--out", str(tmp_path / "mutants.md")]
+
+    return write
+
+
+def told(rule: str, **more) -> dict:
+    return {"rule": rule, "fault": f"a fault of {rule}", "row": "", "red": [], **more}
+
+
+@pytest.fixture
+def three_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_text('[C1]\nsays = "one"\n[C2]\nsays = "two"\n[X1]\nsays = "three"\nlane = "v6e"\n')
+    real = matrix.rules
+    monkeypatch.setattr(matrix, "rules", lambda path=file: real(path))
+
+
+def test_a_whole_run_has_no_gap(run, tmp_path: Path, capsys) -> None:
+    arguments = run([(told("C1"), ""), (told("C2", row="a/b/c", red=["d/e/f"]), "")], [("C1", 1), ("C2", 3)])
+    assert matrix.main(arguments) == 0
+    report = (tmp_path / "mutants.md").read_text()
+    assert "2 planted faults of 2 rules, 2 killed" in report
+    assert "| C2: two | 1 | a fault of C2 | `a/b/c` | d/e/f |" in report
+    assert "lane v6e did not run" in report
+    assert "2 killed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("cases", "rules", "line"),
+    [
+        ([("C1", "<failure/>"), ("C2", "")], ["C1", "C2"], "C1: a fault of C1: survived"),
+        ([("C1", "<skipped/>"), ("C2", "")], ["C1", "C2"], "C1: a fault of C1: survived"),
+        ([("C1", "")], ["C1", "C2"], "C2: no planted fault: two"),
+        ([("C1", ""), ("C2", "")], ["C1"], "C2: no row checks it: two"),
+        ([("C1", ""), ("C2", ""), ("C9", "")], ["C1", "C2"], "C9: a fault of C9: no such rule"),
+    ],
+)
+def test_a_gap_is_a_line_and_exit_1(run, cases, rules, line: str, capsys) -> None:
+    arguments = run([(told(rule), child) for rule, child in cases], [(rule, 1) for rule in rules])
+    assert matrix.main(arguments) == 1
+    assert line in capsys.readouterr().out
+
+
+def test_a_row_that_saw_nothing_checks_nothing(run, capsys) -> None:
+    arguments = run([(told("C1"), ""), (told("C2"), "")], [("C1", 1), ("C2", 0)])
+    assert matrix.main(arguments) == 1
+    assert "C2: no row checks it" in capsys.readouterr().out
+
+
+def test_a_lane_that_ran_owes_its_rules(run, capsys) -> None:
+    arguments = run([(told("C1"), ""), (told("C2"), "")], [("C1", 1), ("C2", 1)])
+    assert matrix.main([*arguments, "--lane", "v6e"]) == 1
+    assert "X1: no planted fault" in capsys.readouterr().out

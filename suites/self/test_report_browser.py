@@ -1,0 +1,159 @@
+"""The report in a real browser: `tox -e browser`, on a machine that has Chromium or Chrome.
+
+Marked `browser` and left to that environment. Run without a browser it fails and says what to install: a skip would
+hide that nobody has looked.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bumpgate import report
+from suites.self.reports import held
+
+pytestmark = pytest.mark.browser
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+ROWS = "#rows tbody tr:not([hidden])"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.fail(f"no browser: none of {', '.join(BROWSERS)}; apt-get install chromium", pytrace=False)
+    with sync_playwright() as driver:
+        # The sandbox refuses to start for root, which is who a container's test is; the page is our own.
+        opened = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def tab(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The report of a gate in a window of (width, scheme); at the end nothing may have gone to the console or out."""
+    width, scheme = getattr(request, "param", (1200, "light"))
+    html, *_ = report.render(held(tmp_path), tmp_path)
+    opened = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    said: list[str] = []
+    asked: list[str] = []
+    opened.on("console", lambda message: said.append(message.text))
+    opened.on("pageerror", lambda error: said.append(str(error)))
+    opened.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
+    opened.on("request", lambda sent: asked.append(sent.url))
+    opened.goto(html.as_uri())
+    yield opened
+    opened.close()
+    assert said == []
+    assert [url for url in asked if not url.startswith("data:")] == [html.as_uri()]
+
+
+def column(tab: Any, number: int) -> list[str]:
+    return [text.strip() for text in tab.locator(f"{ROWS} > :nth-child({number})").all_inner_texts()]
+
+
+def names(tab: Any) -> list[str]:
+    return [text.splitlines()[0] for text in column(tab, 2)]
+
+
+def test_a_click_on_a_header_sorts_and_a_second_one_turns_it_round(tab: Any) -> None:
+    assert column(tab, 1)[:2] == ["CHANGED", "SLOWER"], "worst first"
+    head = tab.get_by_role("columnheader", name="Row")
+    head.get_by_role("button").click()
+    assert names(tab) == sorted(names(tab))
+    assert head.get_attribute("aria-sort") == "ascending"
+    head.get_by_role("button").click()
+    assert names(tab) == sorted(names(tab), reverse=True)
+    assert head.get_attribute("aria-sort") == "descending"
+
+
+def test_numbers_sort_as_numbers_and_empty_cells_come_last(tab: Any) -> None:
+    for _ in range(2):
+        tab.get_by_role("columnheader", name="Change").get_by_role("button").click()
+    shown = column(tab, 5)
+    numbers = [float(text.split()[0]) for text in shown if text]
+    assert numbers == sorted(numbers, reverse=True)
+    assert len(numbers) > 2
+    assert shown[: len(numbers)] == [text for text in shown if text]
+
+
+def test_the_keyboard_alone_sorts(tab: Any) -> None:
+    tab.locator("#label").focus()
+    tab.keyboard.press("Tab")
+    tab.keyboard.press("Tab")
+    assert tab.evaluate("document.activeElement.textContent.trim()") == "Row"
+    tab.keyboard.press("Enter")
+    assert names(tab) == sorted(names(tab))
+
+
+def test_words_and_a_verdict_filter_the_rows(tab: Any) -> None:
+    whole = tab.locator(ROWS).count()
+    tab.get_by_label("Filter rows by words").fill("throughput SECONDS")
+    assert 0 < tab.locator(ROWS).count() < whole
+    assert all("seconds" in name for name in names(tab))
+    tab.get_by_label("Filter rows by verdict").select_option("SLOWER")
+    assert names(tab) == ["throughput/nam52-regional/seconds"]
+    assert tab.locator("#shown").inner_text() == f"1 of {whole} rows"
+    tab.get_by_label("Filter rows by words").fill("no such row")
+    assert tab.locator(ROWS).count() == 0
+
+
+@pytest.mark.parametrize(
+    "tab", [(400, "dark"), (400, "light"), (1130, "light"), (1200, "dark")], indirect=True, ids=str
+)
+def test_it_fits_its_window_and_can_be_read(tab: Any, tmp_path: Path) -> None:
+    width = tab.viewport_size["width"]
+    assert tab.evaluate("document.scrollingElement.scrollWidth") == width, "no scrolling to the side"
+    wide = tab.evaluate(
+        "[...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1).length"
+    )
+    assert wide == 0
+    for selector in (
+        "header h1",
+        "main h2",
+        ".finding h3",
+        "#rows code",
+        ".pill.bad",
+        ".pill.good",
+        "figcaption",
+    ):
+        assert contrast(tab, selector) >= 4.5, f"{selector}: WCAG AA"
+    smallest = tab.evaluate("Math.min(...[...document.querySelectorAll('figure text')].map(t => "
+                            "t.getBoundingClientRect().height))")  # fmt: skip
+    assert smallest >= 8, "the words of a plot"
+    tab.get_by_label("Filter rows by words").fill("graph_breaks")
+    assert tab.locator(ROWS).count() == 1
+    tab.locator(ROWS).get_by_text("evidence").click()
+    assert "GB0098" in tab.locator(ROWS).inner_text()
+    picture = tab.screenshot(path=tmp_path / "report.png", full_page=True)
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert len(picture) > 50_000, "not an empty page"
+
+
+def contrast(tab: Any, selector: str) -> float:
+    """WCAG 2.2 contrast ratio of the first such element's text against what lies behind it."""
+    return float(
+        tab.evaluate(
+            """selector => {
+              const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+              const light = (colour) => {
+                const [r, g, b] = parts(colour).map((x) => x / 255)
+                  .map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
+                return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+              };
+              let element = document.querySelector(selector);
+              const front = light(getComputedStyle(element).color);
+              while ((parts(getComputedStyle(element).backgroundColor)[3] ?? 1) === 0) element = element.parentElement;
+              const back = light(getComputedStyle(element).backgroundColor);
+              return (Math.max(front, back) + 0.05) / (Math.min(front, back) + 0.05);
+            }""",
+            selector,
+        )
+    )

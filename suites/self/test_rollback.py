@@ -1,0 +1,131 @@
+"""Rollback: the adopted set comes back with no index, or the first wrong byte is named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bumpgate import cli, freeze, rollback, store
+from bumpgate.locks import Wheel, lane_lock, read_lock
+from bumpgate.rows import Judgement, Record, Row, Verdict
+from bumpgate.runner import LaneRun
+from bumpgate.store import StoreError
+from suites.self.local_index import LocalIndex, fake_wheel, isolated
+from suites.support.planted import planted
+
+PASSED = Judgement(Row("a/b/n", 1, "n", 1, "C1"), Verdict.PASS, "")
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A frozen lane; its index is gone again."""
+    root = tmp_path / "tree"
+    root.mkdir()
+    (root / "pyproject.toml").write_text(
+        '[project]\nname = "bumpgate"\n[project.optional-dependencies]\ncpu = ["torch==1.0"]\n'
+    )
+    wheels = [
+        fake_wheel(tmp_path / "wheels", "torch", "1.0", requires=["triton"]),
+        fake_wheel(tmp_path / "wheels", "triton", "3.0"),
+    ]
+    with LocalIndex(wheels) as index:
+        isolated(monkeypatch, tmp_path, index.url)
+        freeze.freeze(root, "cpu")
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "another cache"))
+    monkeypatch.chdir(root)
+    return root
+
+
+@pytest.fixture
+def smoke(monkeypatch: pytest.MonkeyPatch) -> dict[str, LaneRun]:
+    """What the smoke suite says; the test may put another run in."""
+    said = {"run": LaneRun(0, Record({}, (PASSED,)), "", 2.0, Path("smoke.log"))}
+    monkeypatch.setattr(rollback, "run_lane", lambda *_, **__: said["run"])
+    return said
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["bumpgate", "rollback", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return call
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def stored(tree: Path, name: str) -> Path:
+    lock = read_lock(lane_lock(tree, "cpu"))
+    return store.verify(next(p.wheels[0] for p in lock.packages if p.name == name))
+
+
+def test_the_adopted_set_comes_back_without_an_index(tree: Path, run: Run, smoke: dict[str, LaneRun]) -> None:
+    code, out, err = run("cpu")
+    assert (code, err, len(out.splitlines())) == (0, "", 1)
+    assert out.startswith("rollback cpu: 2 wheels verified, built offline in ")
+    assert "suites/canaries green in 2 s" in out
+
+
+@planted("C39", "one bit of a wheel in the store has flipped")
+def test_a_corrupt_byte_is_refused_and_the_file_named(
+    tree: Path, run: Run, smoke: dict[str, LaneRun]
+) -> None:
+    path = stored(tree, "torch")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    stored(tree, "triton").unlink()
+    code, out, err = run("cpu")
+    assert (code, out) == (1, "")
+    first, second = err.splitlines()
+    assert first.startswith("refused: torch-1.0-py3-none-any.whl: corrupt in the wheel store (sha256 ")
+    assert second.startswith("refused: triton-3.0-py3-none-any.whl: not in the wheel store")
+    assert not (store.home() / "rollback").exists(), "nothing is built before every wheel is verified"
+
+
+@planted("C39", "the restored set fails its smoke suite")
+def test_a_red_smoke_suite_is_no_rollback(tree: Path, run: Run, smoke: dict[str, LaneRun]) -> None:
+    red = Judgement(Row("a/b/n", 2, "n", 1, "C1"), Verdict.REGRESSION, "")
+    log = Path("smoke.log")
+    for said, words in (
+        (LaneRun(1, Record({}, (PASSED, red)), "", 2.0, log), "1 red rows, first a/b/n"),
+        (LaneRun(-11, None, "import torch: died of SIGSEGV", 2.0, log), "died of SIGSEGV"),
+        (LaneRun(5, None, "", 2.0, log), "pytest ended with 5"),
+    ):
+        smoke["run"] = said
+        code, out, err = run("cpu")
+        assert (code, out, len(err.splitlines())) == (1, "", 1)
+        assert words in err
+
+
+def test_an_older_lock_can_be_named(tree: Path, run: Run, smoke: dict[str, LaneRun]) -> None:
+    older = tree / "pylock.older.toml"
+    lane_lock(tree, "cpu").rename(older)
+    code, _, err = run("cpu")
+    assert (code, len(err.splitlines()), "bumpgate freeze writes it" in err) == (4, 1, True)
+    assert run("cpu", "--lock", str(older), "--no-smoke")[0] == 0
+    assert run("tpu")[0] == 4
+
+
+def test_the_store_takes_only_what_hashes_to_its_name(tree: Path) -> None:
+    wheel = Wheel("x-1.0-py3-none-any.whl", "0" * 64)
+    before = sorted(store.store_root().iterdir())
+    with pytest.raises(StoreError, match="other bytes"):
+        store.put(wheel, [b"x"])
+    assert sorted(store.store_root().iterdir()) == before
+
+
+def test_a_corrupt_wheel_is_replaced_by_a_whole_one(tree: Path) -> None:
+    path = stored(tree, "torch")
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    assert store.put(Wheel(path.name, path.parent.name), [whole]).read_bytes() == whole

@@ -1,0 +1,129 @@
+"""The paired sessions: what a process says of a row, which rows are timed again, and how rarely an equal is held."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from bumpgate.rows import Judgement, Row, Verdict
+from bumpgate.sequential import Outcome, Plan, summarise
+from bumpgate.timed import Reading, Sessions, cost, plan_for
+from suites.self.gating import TIME_TEST, count, gone, seconds
+from suites.self.test_sequential import told
+from suites.support import timing
+from suites.support.rows import InfraError
+
+ROWS = ("throughput/compiled/rate", "throughput/eager/rate", "throughput/compiled/speedup")
+# Standard deviations between fresh processes on a quiet machine, as suites/throughput/test_train_step.py has them:
+# 3.0 % of a torch step to the anchor, 1.1 % of two torch steps to each other; here split over the three workloads.
+STEP_SD = 0.011 / math.sqrt(2)
+ANCHOR_SD = math.sqrt(0.030**2 - STEP_SD**2)
+
+
+def simulated(
+    rng: random.Random, bad_processes: float, slower: float = 1.0
+) -> Callable[[str, Sequence[str]], Reading]:
+    """A timed process: three workloads, each with a bias of this process, in three ratios.
+
+    bad_processes: the share of those whose biases are three times as wide. slower: of the candidate's compiled step.
+    """
+
+    def process(side: str, tests: Sequence[str]) -> Reading:
+        wide = 3 if rng.random() < bad_processes else 1
+        anchor, compiled, eager = (rng.gauss(0, wide * sd) for sd in (ANCHOR_SD, STEP_SD, STEP_SD))
+        compiled += math.log(slower) * (side == "bad")
+        logs = (compiled - anchor, eager - anchor, compiled - eager)
+        return Reading({row: math.exp(x) for row, x in zip(ROWS, logs)})
+
+    return process
+
+
+def outcomes_of(process: Callable[[str, Sequence[str]], Reading]) -> list[Outcome]:
+    sessions = Sessions(dict.fromkeys(ROWS, TIME_TEST), Plan(), Plan().budget)
+    while sessions.open_rows():
+        sessions.run_one(process)
+    return [t.outcome for t in summarise(sessions.log_ratios, Plan()).values()]
+
+
+@pytest.mark.parametrize("bad_processes", [0.0, 0.1])
+def test_false_hold_of_simulated_gates_is_at_most_two_percent(bad_processes: float) -> None:
+    """No recording: the noise is drawn with the deviations that were measured, and with worse."""
+    rng, runs = random.Random(7), 300
+    found = [outcomes_of(simulated(rng, bad_processes)) for _ in range(runs)]
+    held = sum(Outcome.SLOWER in outcomes for outcomes in found)
+    unknown = sum(Outcome.INCONCLUSIVE in outcomes for outcomes in found)
+    text = f"{told('false HOLD', held, runs)}; {unknown} UNKNOWN"
+    print(text)
+    assert held <= 0.02 * runs, text
+
+
+def test_five_percent_are_found_in_the_same_noise() -> None:
+    rng, runs = random.Random(8), 60
+    held = sum(Outcome.SLOWER in outcomes_of(simulated(rng, 0.1, slower=1.05)) for _ in range(runs))
+    print(told("found", held, runs))
+    assert held >= 0.95 * runs
+
+
+def test_only_open_rows_are_timed_again_and_a_decided_one_keeps_its_sessions() -> None:
+    """The slow row needs 12 sessions; the other one is SAME after 8 and must not be looked at again."""
+    sessions = Sessions({"a/same/s": "t::same", "a/slow/s": "t::slow"}, Plan(), Plan().budget)
+    asked: list[list[str]] = []
+
+    def process(side: str, tests: list[str]) -> Reading:
+        asked.append(list(tests))
+        draw = random.Random(len(asked)).gauss
+        slow = 1.06 if side == "bad" else 1.0
+        return Reading({"a/same/s": math.exp(draw(0, 0.005)), "a/slow/s": slow * math.exp(draw(0, 0.005))})
+
+    while sessions.open_rows():
+        sessions.run_one(process)
+    counts = {row: len(found) for row, found in sessions.log_ratios.items()}
+    assert counts == {"a/same/s": 8, "a/slow/s": 12}
+    assert (asked[0], asked[-1]) == (["t::same", "t::slow"], ["t::slow"])
+
+
+@pytest.mark.parametrize(
+    ("judgement", "expected"),
+    [
+        (seconds(4.0), 4.0),
+        (
+            Judgement(Row("a/b/c", 4.0, "x", 1, "C1", better="higher", interval=(3.9, 4.1)), Verdict.WIN, ""),
+            0.25,
+        ),
+        (seconds(4.0, spread=0.4), None),
+        (seconds(-4.0, spread=-0.01), None),
+        (Judgement(seconds(4.0).row, Verdict.INSTRUMENT, ""), None),
+        (Judgement(seconds(4.0).row, Verdict.MISSING, "not reviewed"), None),
+        (count(4), None),
+        (gone(), None),
+    ],
+    ids=["time", "rate", "rough", "negative", "instrument", "unreviewed", "count", "gone"],
+)
+def test_what_counts_as_a_time(judgement: Judgement, expected: float | None) -> None:
+    assert cost(judgement) == expected
+
+
+def test_fewer_sessions_spend_the_whole_level_by_their_last_look() -> None:
+    assert plan_for(None) == plan_for(99) == Plan()
+    short = plan_for(10)
+    assert [look.sessions for look in short.looks] == [8, 10]
+    assert sum(look.different for look in short.looks) == sum(look.same for look in short.looks) == 1
+    assert plan_for(8).looks[0].different == 1
+    with pytest.raises(ValueError, match="at least 8 sessions, got 7"):
+        plan_for(7)
+
+
+def test_a_timing_without_a_quiet_round_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to read a ratio of 1: as a rate over the anchor, a WIN by a factor of 8."""
+    monkeypatch.setenv("BUMPGATE_ROUNDS", "3")
+    ran: list[str] = []
+    kept = timing.interleaved({"a": lambda: ran.append("a")}, 40)
+    assert kept.quiet + kept.disturbed + 1 == len(ran)
+    assert kept.quiet == 3
+    clock = iter(range(10**6))
+    monkeypatch.setattr(timing, "_busy_seconds", lambda: (float(next(clock)), 0.0))
+    with pytest.raises(InfraError, match="rounds was quiet: others use this machine"):
+        timing.interleaved({"a": lambda: None}, 40, budget=0.05)

@@ -1,0 +1,105 @@
+"""Small wheels with one compiled extension each, built here and now: right ones, and ones built for another torch.
+
+The sources of the wrong ones declare what another torch's headers declare. They need none of its files for that: a
+compiler believes a declaration, which is how a real wheel comes to be wrong.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import subprocess
+import sysconfig
+from pathlib import Path
+
+TORCH = Path(importlib.util.find_spec("torch").origin).parent
+
+MODULE = """
+#include <Python.h>
+{code}
+static PyObject* run(PyObject*, PyObject* argument) {{ {body} }}
+static PyMethodDef methods[] = {{{{"run", run, METH_O, ""}}, {{nullptr, nullptr, 0, nullptr}}}};
+static PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods}};
+PyMODINIT_FUNC PyInit__C() {{ return PyModule_Create(&definition); }}
+"""
+# Sums four copies of a number, through torch's own headers and libraries.
+REAL = (
+    "#include <ATen/core/Tensor.h>\n#include <ATen/ops/full.h>",
+    "return PyFloat_FromDouble(at::full({4}, PyFloat_AsDouble(argument)).sum().item<double>());",
+)
+# One function of c10, as torch 2.11 and torch 2.13 declare it; each has its own only.
+BY_TORCH = {
+    "2.11": (
+        "materialize_cow_storage(StorageImpl&)",
+        "materialize_cow_storage(*(c10::StorageImpl*)argument)",
+    ),
+    "2.13": ("materialize_cow(StorageImpl*)", "materialize_cow((c10::StorageImpl*)argument)"),
+}
+OTHER_TORCH = {
+    torch: (
+        f"namespace c10 {{ struct StorageImpl; namespace impl::cow {{ void {declared}; }} }}",
+        f"c10::impl::cow::{call}; Py_RETURN_NONE;",
+    )
+    for torch, (declared, call) in BY_TORCH.items()
+}
+DEVICE = """
+#include <string>
+namespace c10 {{ enum class DeviceType : {width} {{ CPU }};
+struct Device {{ DeviceType type; {width} index; std::string str() const; }}; }}"""
+# Names a device by its index. Up to torch 1.5 both fields were as wide as in WIDE; the function's name has not changed.
+NAME_OF_DEVICE = (
+    "c10::Device d{{c10::DeviceType::CPU, ({width})PyLong_AsLong(argument)}};"
+    "return PyUnicode_FromString(d.str().c_str());"
+)
+NARROW, WIDE = (
+    (DEVICE.format(width=width), NAME_OF_DEVICE.format(width=width)) for width in ("signed char", "short")
+)
+
+
+def build(
+    site: Path, name: str, source: tuple[str, str], *flags: str, version: str = "1.0", lazy: bool = False
+) -> Path:
+    """Installs a package `name` with an extension `_C` into `site` -> the extension.
+
+    lazy: the package opens its extension with RTLD_LAZY, so that a missing function is only missed at its call.
+    """
+    package = site / name
+    package.mkdir(parents=True)
+    extension = package / "_C.so"
+    includes = [TORCH / "include", TORCH / "include/torch/csrc/api/include", sysconfig.get_path("include")]
+    command = [
+        *shlex.split(os.environ.get("CXX", "g++")),
+        "-std=c++20",
+        "-O0",
+        "-fPIC",
+        "-shared",
+        "-x",
+        "c++",
+        "-",
+    ]
+    command += [f"-I{path}" for path in includes] + [*flags, "-o", str(extension), f"-L{TORCH / 'lib'}"]
+    command += ["-Wl,--no-as-needed", "-ltorch_python", "-ltorch_cpu", "-lc10", "-Wl,--allow-shlib-undefined"]
+    code, body = source
+    subprocess.run(
+        command, input=MODULE.format(code=code, body=body), text=True, check=True, capture_output=True
+    )
+    flags_line = "sys.setdlopenflags(os.RTLD_LAZY)\n" if lazy else ""
+    (package / "__init__.py").write_text(f"import os, sys, torch\n{flags_line}from {name}._C import run\n")
+    label(site, name, version)
+    return extension
+
+
+def label(site: Path, name: str, version: str, *requires: str) -> None:
+    """Writes the metadata that an installer leaves of a wheel: its name, its version and what it holds."""
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {r}" for r in requires),
+    ]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+    files = [path.relative_to(site) for path in (site / name).rglob("*") if path.is_file()]
+    (info / "RECORD").write_text("".join(f"{path},,\n" for path in files))

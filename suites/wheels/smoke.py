@@ -1,0 +1,50 @@
+"""Runs one kernel wheel on one shape of the model: `python -m suites.wheels.smoke CASE/B`, B the batch size.
+
+A wheel built for another torch imports, and some of its shapes may even compute; so the cases are the model's own
+(suites/kernels/workloads.py), each in a process of its own, forward and backward. Exits with 1 and one line where the
+result is another function than the reference's, and as it must where the kernel crashes.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from suites.kernels.peer_tuning import TUNED, keep_winners
+from suites.kernels.workloads import BF16, CASES
+from suites.support.comparison import doubled, error_ratio, gradients
+from suites.support.operands import OperandsIn
+
+# As suites/kernels/test_peers.py: a peer rounds more than the plain formula; this is to find another function.
+FACTOR = 20.0
+
+
+def error_ratios(name: str, B: int) -> list[float]:
+    """The peer's outputs and gradients against fp64, beside the plain formula's. Raises KeyError on another name."""
+    torch.manual_seed(0)
+    case = CASES[name](B)
+    if case.peer is None:
+        raise KeyError(name)
+    if name.startswith(TUNED):
+        keep_winners()
+    exact = gradients(case.reference, *doubled(case.inputs))
+    with OperandsIn(BF16):
+        plain = gradients(case.reference, *case.inputs)
+    found = gradients(case.peer, *case.inputs)
+    return [error_ratio(*three) for three in zip(found, plain, exact, strict=True)]
+
+
+def main(argument: str) -> int:
+    name, _, batch = argument.partition("/")
+    worst = max(error_ratios(name, int(batch)))
+    # A NaN is not below any bound.
+    right = worst <= FACTOR
+    print(
+        f"{argument}: error {worst:.2f} times the plain formula's", file=sys.stdout if right else sys.stderr
+    )
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,212 @@
+"""Kernel wheels against the torch that is installed (rule C39): their labels, their symbols, and a run.
+
+Each of the three finds what the others cannot. The wheels here are built on the spot (extensions.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from bumpgate import abi
+from bumpgate.interpreter import ChildFault, Interpreter
+from bumpgate.inventory import Distribution, Inventory, take
+from bumpgate.manifest import Smoke
+from suites.support.child import ROOT
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+from suites.wheels import extensions
+
+# The torch that an extension is built for here and must not be used with.
+OTHER = "2.13" if version("torch").startswith("2.11.") else "2.11"
+LACKING = {
+    "2.11": "c10::impl::cow::materialize_cow_storage(c10::StorageImpl&)",
+    "2.13": "c10::impl::cow::materialize_cow(c10::StorageImpl*)",
+}
+# Each runs one case: a name of the fake wheels is not enough, `run` must be right for its argument.
+RIGHT = {
+    "fake_real": ("1.5", "6.0"),
+    "fake_layout": ("1", "cpu:1"),
+    "fake_symbol": ("0", "None"),
+    "fake_strings": ("1", "cpu:1"),
+    "fake_twin": ("1", "cpu:1"),
+}
+CASE = "import {0}; found = str({0}.run({1})); assert found == '{2}', found"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory with every fake wheel."""
+    site = tmp_path_factory.mktemp("site")
+    extensions.build(site, "fake_real", extensions.REAL)
+    extensions.build(site, "fake_twin", extensions.NARROW)
+    extensions.build(site, "fake_layout", extensions.WIDE, version="2.8.3+cu130torch1.5")
+    extensions.build(site, "fake_symbol", extensions.OTHER_TORCH[OTHER], lazy=True)
+    extensions.build(site, "fake_strings", extensions.NARROW, "-D_GLIBCXX_USE_CXX11_ABI=0", lazy=True)
+    return site
+
+
+@pytest.fixture(scope="module")
+def interpreter(site: Path) -> Interpreter:
+    return Interpreter(Path(sys.executable), ROOT, {**os.environ, "PYTHONPATH": str(site)})
+
+
+@pytest.fixture(scope="module")
+def installed(interpreter: Interpreter) -> Inventory:
+    return take(interpreter)
+
+
+def faults(name: str, installed: Inventory) -> Mapping[str, abi.Fault]:
+    return {fault.kind: fault for fault in abi.audit(installed.installed(name), installed)}
+
+
+def runs(name: str, interpreter: Interpreter) -> list[abi.Fault]:
+    smoke = Smoke(("-c",), (CASE.format(name, *RIGHT[name]),), "cpu")
+    return list(abi.run_cases(name, smoke, interpreter, seconds=120))
+
+
+def imports(name: str, interpreter: Interpreter) -> bool:
+    interpreter.run("-c", f"import {name}", timeout=120)
+    return True
+
+
+@lanes("cpu", "h200")
+def test_an_extension_built_for_this_torch_passes(
+    lane: Lane, interpreter: Interpreter, installed: Inventory, row
+) -> None:
+    extension = abi.read_extension(installed.installed("fake_real").extensions[0])
+    torch_symbols = {s for s in extension.undefined if abi.TORCH_SYMBOL.match(s)}
+    assert {"libtorch_cpu.so", "libc10.so"} <= set(extension.needed)
+    assert runs("fake_real", interpreter) == runs("fake_twin", interpreter) == []
+    row(
+        "wheels/extension-of-this-torch/audit_faults",
+        len(faults("fake_real", installed)) + len(faults("fake_twin", installed)),
+        unit="faults",
+        witness=len(torch_symbols),
+        rule="C39",
+        expected=0,
+    )
+
+
+@planted(
+    "C39", "an extension built against another torch, bound lazily: it imports, and dies when it is called"
+)
+@lanes("cpu", "h200")
+def test_a_function_that_this_torch_lacks(
+    lane: Lane, interpreter: Interpreter, installed: Inventory, row
+) -> None:
+    assert imports("fake_symbol", interpreter)
+    found = faults("fake_symbol", installed)
+    lacking = "c10::impl::cow::materialize_cow_storage(c10::StorageImpl&)"
+    if installed.torch_version.startswith("2.11."):
+        pytest.fail("this torch is the one that the extension was built for: plant a function of another")
+    assert found["symbols"].symbols == (lacking,)
+    assert (
+        f"_C.so calls what torch {installed.torch_version} does not have: {lacking}"
+        == found["symbols"].reason
+    )
+    (ran,) = runs("fake_symbol", interpreter)
+    assert "exit 127: " in ran.reason
+    assert "undefined symbol" in ran.reason
+    row(
+        "wheels/extension-of-another-torch/audit_faults",
+        len(found),
+        unit="faults",
+        witness=1,
+        rule="C39",
+        expected=1,
+    )
+
+
+@planted(
+    "C39", "a structure of another torch under the same symbols: import and audit pass, the result is wrong"
+)
+@lanes("cpu")
+def test_only_a_run_finds_a_structure_that_moved(
+    lane: Lane, interpreter: Interpreter, installed: Inventory
+) -> None:
+    assert imports("fake_layout", interpreter)
+    assert "symbols" not in faults("fake_layout", installed)
+    (ran,) = runs("fake_layout", interpreter)
+    assert ran.reason.endswith("exit 1: AssertionError: cpu:0")
+
+
+@planted("C39", "std::string of the old C++ ABI")
+@lanes("cpu")
+def test_the_old_string_abi_is_named(lane: Lane, interpreter: Interpreter, installed: Inventory) -> None:
+    assert imports("fake_strings", interpreter)
+    found = faults("fake_strings", installed)
+    assert set(found) == {"string-abi"}
+    assert "_GLIBCXX_USE_CXX11_ABI=0" in found["string-abi"].reason
+    assert found["string-abi"].symbols == ("c10::Device::str() const",)
+
+
+@pytest.mark.parametrize(
+    ("label", "file", "requires", "words"),
+    [
+        pytest.param(
+            "2.8.3+cu130torch2.10", "", (), "for torch 2.10, not 2.12.0.dev20260304+cu130",
+            marks=planted("C39", "a wheel labelled torch2.10 on a 2.12 nightly"),
+        ),
+        pytest.param(
+            "2.8.3", "flash_attn-2.8.3%2Bcu12torch2.8cxx11abiFALSE-cp312-cp312-linux_x86_64.whl", (), "for torch 2.8",
+            marks=planted("C39", "a label that only the file name had"),
+        ),
+        pytest.param("1.0", "", ("torch==2.10.*",), "for torch 2.10", marks=planted("C39", "a pinned older torch")),
+        pytest.param("1.0+cu128torch2.12", "", (), "for CUDA 12.8", marks=planted("C39", "another CUDA major")),
+        ("2.8.3+cu130torch2.12", "", ("torch>=2.0",), ""),
+        ("1.7.0", "causal_conv1d-1.7.0-cp312-cp312-linux_x86_64.whl", ("torch",), ""),
+    ],
+)  # fmt: skip
+@lanes("cpu")
+def test_a_label_is_held_against_the_build(lane: Lane, label, file, requires, words) -> None:
+    torch = {"__version__": "2.12.0.dev20260304+cu130", "cuda": "13.0"}
+    found = Inventory("3.13.1", "CPython", None, None, None, torch)
+    told = list(abi.audit(Distribution("flash-attn", label, file, requires=requires), found))
+    assert all(fault.kind == "label" for fault in told)
+    assert (words in told[0].reason) if words else told == []
+
+
+@planted("C39", "one case of a wheel crashes, one hangs")
+@lanes("cpu")
+def test_a_crash_or_a_hang_costs_its_own_case(lane: Lane) -> None:
+    programs = ("pass", "import os; os.abort()", "import time; time.sleep(60)", "print('still run')")
+    found = list(
+        abi.run_cases("w", Smoke(("-c",), programs, "cpu"), Interpreter(Path(sys.executable), ROOT), 3.0)
+    )
+    assert [f.reason.rpartition(": ")[2] for f in found] == ["killed by SIGABRT", "no answer in 3 s"]
+
+
+@lanes("cpu")
+def test_an_absent_torch_library_and_an_unreadable_file_are_told(
+    lane: Lane, installed: Inventory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        abi, "read_extension", lambda p: abi.Extension(p, frozenset(), frozenset(), ("libc10_other.so",))
+    )
+    wheel = Distribution("w", "1.0", extensions=(tmp_path / "_C.so",))
+    wheel.extensions[0].write_bytes(b"not ELF")
+    (fault,) = abi.audit(wheel, installed)
+    assert (fault.kind, "needs libc10_other.so" in fault.reason) == ("library", True)
+    monkeypatch.undo()
+    with pytest.raises(abi.ToolError, match=r"^nm: .*file format not recognized"):
+        list(abi.audit(wheel, installed))
+    monkeypatch.setenv("PATH", "")
+    assert abi.missing_tool() == "nm"
+    with pytest.raises(abi.ToolError, match="apt-get install binutils"):
+        list(abi.audit(wheel, installed))
+
+
+@lanes("cpu")
+def test_a_child_that_says_nothing_is_a_fault_in_one_line(lane: Lane) -> None:
+    here = Interpreter(Path(sys.executable), ROOT)
+    for program, words in (("print('no json')", "printed no result"), ("raise SystemExit(3)", "exit 3")):
+        with pytest.raises(ChildFault, match=words):
+            here.json("-c", program, timeout=60)
+    with pytest.raises(ChildFault, match="No such file"):
+        Interpreter(ROOT / "absent", ROOT).run(timeout=60)

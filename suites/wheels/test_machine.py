@@ -1,0 +1,28 @@
+"""The machine that runs this lane is fit for it: doctor from end to end, as it stands (rule C28)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from bumpgate.examination import examine, make_site
+from bumpgate.findings import Status
+from suites.support.child import ROOT
+from suites.support.lanes import Lane, lanes
+
+
+@lanes("cpu", "h200")
+def test_doctor_finds_no_defect(lane: Lane, row) -> None:
+    findings = examine(make_site(ROOT, lane.name, Path(sys.executable), os.environ))
+    defects = [f"{f.code} {f.check}: {f.reason}" for f in findings if f.status is Status.DEFECT]
+    passed = sum(f.status is Status.OK for f in findings)
+    row(
+        "wheels/doctor/defects",
+        len(defects),
+        unit="defects",
+        witness=passed,
+        rule="C28",
+        expected=0,
+        evidence=defects,
+    )

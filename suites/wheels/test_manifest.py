@@ -1,0 +1,241 @@
+"""wheels/manifest.toml: its schema, its versions, and what is installed held against it (rule C39)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from bumpgate import manifest
+from bumpgate.baseline import LANES
+from bumpgate.interpreter import Interpreter
+from bumpgate.inventory import Distribution, Inventory, take
+from bumpgate.manifest import Environment, KernelWheel, Label, ManifestError, label, load, mismatches
+from suites.kernels import workloads
+from suites.support.child import ROOT
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+PATH = ROOT / "wheels" / "manifest.toml"
+NIGHTLY = "2.12.0.dev20260304+cu130"
+
+
+@lanes("cpu", "h200")
+def test_what_is_installed_is_what_was_adopted(lane: Lane, row) -> None:
+    adopted = load(PATH).adopted(lane.name)
+    found = take(Interpreter(Path(sys.executable), ROOT, os.environ))
+    differences = [
+        f"{m.package}: {m.found or 'absent'}, adopted {m.wanted}" for m in mismatches(adopted, found)
+    ]
+    row(
+        "wheels/manifest/mismatches",
+        len(differences),
+        unit="packages",
+        witness=2 + len(adopted.packages) + len(adopted.wheels),
+        rule="C39",
+        expected=0,
+        evidence=differences,
+    )
+
+
+@lanes("cpu")
+def test_every_environment_of_the_stack_has_its_row(lane: Lane) -> None:
+    rows = {row.name: row for row in load(PATH).environments}
+    assert {row.lane for row in rows.values() if row.status == "adopted"} == set(LANES)
+    assert {str(row.torch) for row in rows.values()} >= {
+        "==2.13.0",
+        "==2.11.0+cu130",
+        "==2.12.0.dev20260304+cu130",
+        "==2.10.0+cu128",
+        "==2.10.0+cu130",
+        "==2.9.0a0+git21fec65",
+        "==2.11.0a0+git7afdbae",
+        "==2.9.1",
+    }
+    libtpu = {str(row.packages["libtpu"]) for row in rows.values() if "libtpu" in row.packages}
+    assert libtpu == {"==0.0.36", "==0.0.37.dev20260224", "==0.0.23.1", "==0.0.51"}
+    assert [row.name for row in rows.values() if row.status == "parked"] == ["rocm"]
+    lie = "flash-attn: built against torch 2.10.0, the row has 2.12.0.dev20260304+cu130"
+    told = {name: list(manifest.contradictions(row)) for name, row in rows.items()}
+    assert {name: lines for name, lines in told.items() if lines} == {"h200-nightly": [lie]}
+    assert all(row.source for row in rows.values())
+
+
+@lanes("cpu")
+def test_every_case_that_a_wheel_is_run_on_is_a_shape_of_the_model(lane: Lane) -> None:
+    known = load(PATH)
+    assert set(known.smoke) == {wheel.name for wheel in known.adopted("h200").wheels}
+    for smoke in known.smoke.values():
+        assert smoke.command == ("-m", "suites.wheels.smoke")
+        for case in smoke.cases:
+            name, batch = case.split("/")
+            assert name in workloads.CASES
+            assert int(batch) > 0
+
+
+@lanes("cpu")
+def test_a_development_build_belongs_to_the_release_that_it_leads_to(lane: Lane) -> None:
+    assert Version(NIGHTLY) < Version("2.12")
+    assert not SpecifierSet(">=2.12").contains(NIGHTLY, prereleases=True), (
+        "why `release` is asked, not PEP 440"
+    )
+    assert manifest.release(NIGHTLY) == manifest.release("2.12.0a0+git21fec65") == Version("2.12.0")
+    order = [
+        "2.9.0a0+git21fec65",
+        "2.9.1",
+        "2.10.0+cu128",
+        "2.10.0+cu130",
+        "2.11.0a0+git7afdbae",
+        NIGHTLY,
+        "2.12.0",
+    ]
+    assert all(Version(older) < Version(newer) for older, newer in pairwise(order))
+    assert "2.9" > "2.12", "as text"
+    assert manifest.same_minor(NIGHTLY, "2.12")
+    assert not manifest.same_minor(NIGHTLY, "2.1.2")
+    exact = SpecifierSet(f"=={NIGHTLY}")
+    assert manifest.satisfies(NIGHTLY, exact)
+    for other in ("2.12.0.dev20260305+cu130", "2.12.0.dev20260304+cu128", "2.12.0.dev20260304", "nonsense"):
+        assert not manifest.satisfies(other, exact)
+    assert manifest.satisfies("2.13.0+cpu", SpecifierSet("==2.13.0"))
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("2.8.3+cu130torch2.10", Label(Version("2.10"), "13.0")),
+        (
+            "flash_attn-2.8.3+cu12torch2.8cxx11abiTRUE-cp312-cp312-linux_x86_64.whl",
+            Label(Version("2.8"), "12", True),
+        ),
+        ("x-1%2Bcu126torch2.9.1cxx11abiFALSE-py3-none-any.whl", Label(Version("2.9.1"), "12.6", False)),
+        ("2.9.0+gitc04e61c", Label()),
+        ("1.7.0", Label()),
+    ],
+)
+@lanes("cpu")
+def test_a_label_is_read(lane: Lane, text: str, wanted: Label) -> None:
+    assert label(text) == wanted
+
+
+ROW = Environment(
+    "x", "adopted", "h200", "", SpecifierSet("==3.12.*"), SpecifierSet("==2.11.0+cu130"),
+    packages={"triton": SpecifierSet("==3.6.0")},
+    wheels=(KernelWheel("flash-attn", "2.8.3", "2.11.0", sha256="a" * 64),),
+)  # fmt: skip
+
+
+def inventory(python="3.12.3", torch="2.11.0+cu130", **packages: str | Distribution) -> Inventory:
+    found = {"triton": "3.6.0", "flash-attn": "2.8.3"} | packages
+    made = {n: v if isinstance(v, Distribution) else Distribution(n, v) for n, v in found.items() if v}
+    version = {"__version__": torch}
+    return Inventory(
+        python, "CPython", None, None, Path("/torch"), version, {n: (d,) for n, d in made.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "package"),
+    [
+        (inventory(), None),
+        (inventory(python="3.11.7"), "python"),
+        (inventory(torch="2.11.0+cu128"), "torch"),
+        (inventory(torch="2.12.0.dev20260304+cu130"), "torch"),
+        (inventory(torch=""), "torch"),
+        (inventory(triton="3.7.1"), "triton"),
+        (inventory(triton=""), "triton"),
+        (inventory(**{"flash-attn": "2.8.3+cu130torch2.10"}), "flash-attn"),
+        (inventory(**{"flash-attn": ""}), "flash-attn"),
+        (inventory(**{"flash-attn": Distribution("flash-attn", "2.8.3", sha256="b" * 64)}), "flash-attn"),
+    ],
+)
+@planted(
+    "C39", "another python, torch, triton or kernel wheel than adopted, and another file of the same version"
+)
+@lanes("cpu")
+def test_a_mismatch_is_named(lane: Lane, found: Inventory, package: str | None) -> None:
+    assert [m.package for m in mismatches(ROW, found)] == ([package] if package else [])
+
+
+GOOD = """schema = 1
+[environment.a]
+status = "adopted"
+lane = "cpu"
+source = "here"
+python = ">=3.10"
+torch = "==2.13.0"
+[environment.a.wheels.fast]
+version = "1.0+torch2.13"
+torch = "2.13.0"
+[smoke.fast]
+command = ["-m", "fast"]
+cases = ["1"]
+device = "cpu"
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("schema = 1", "schema = 2", "schema 2, this bumpgate reads 1"),
+        ("schema = 1", "schema = true", "schema must be a number, got True"),
+        ("schema = 1\n", "", "the field 'schema' is missing"),
+        ("schema = 1", "schema = ", "not TOML"),
+        ('source = "here"\n', "", "a: the field 'source' is missing"),
+        ('source = "here"', "source = 3", "a: source must be a text, got 3"),
+        ('source = "here"', 'source = "here"\nsorce = "x"', "a: unknown field 'sorce'; fields: status, lane"),
+        ('"adopted"', '"adapted"', "a: status must be one of adopted, historic, parked, got 'adapted'"),
+        ('lane = "cpu"', 'lane = "gpu"', "a: unknown lane 'gpu'"),
+        ('"==2.13.0"', '"2.13.0"', "a.torch: '2.13.0' is no PEP 440 specifier (write ==2.13.0)"),
+        ('">=3.10"', '">=three"', "a.python: '>=three' is no PEP 440 specifier"),
+        ('torch = "2.13.0"', 'torch = "new"', "a.wheels.fast.torch: 'new' is no PEP 440 version"),
+        (
+            'torch = "2.13.0"',
+            'torch = "2.13.0"\nsha256 = "12"',
+            "a.wheels.fast: sha256 must be 64 hexadecimal digits",
+        ),
+        (
+            'torch = "2.13.0"',
+            'torch = "2.12.0"',
+            "a: fast: its label says torch 2.13, it was built against 2.12.0",
+        ),
+        ("torch2.13", "torch2.12", "a: fast: its label says torch 2.12, it was built against 2.13.0"),
+        ('device = "cpu"', 'device = "tpu"', "smoke.fast: device must be cpu or cuda, got 'tpu'"),
+        ('cases = ["1"]', "cases = []", "smoke.fast: command and cases are lists of texts"),
+        ("[environment.a.wheels.fast]", "[environment.a.wheels]\nfast = 1\n[other]", "unknown field 'other'"),
+    ],
+)
+@planted("C39", "a manifest with a wrong field, version or label")
+@lanes("cpu")
+def test_a_bad_manifest_is_one_line(lane: Lane, tmp_path: Path, old: str, new: str, words: str) -> None:
+    path = tmp_path / "manifest.toml"
+    path.write_text(GOOD)
+    assert load(path).adopted("cpu").wheels[0].name == "fast"
+    assert GOOD.count(old) == 1
+    path.write_text(GOOD.replace(old, new))
+    with pytest.raises(ManifestError) as refused:
+        load(path)
+    line = str(refused.value)
+    assert line.startswith("manifest.toml: ")
+    assert words in line
+    assert "\n" not in line
+
+
+@lanes("cpu")
+def test_an_absent_manifest_two_adopted_rows_and_none_are_one_line(lane: Lane, tmp_path: Path) -> None:
+    path = tmp_path / "manifest.toml"
+    with pytest.raises(ManifestError, match=r"cannot be read .*git checkout wheels"):
+        load(path)
+    head, _, row = GOOD.partition("\n")
+    row = row.partition("[smoke")[0]
+    path.write_text(f"{head}\n{row}\n{row.replace('environment.a', 'environment.b')}")
+    with pytest.raises(ManifestError, match="two adopted environments of lane 'cpu'"):
+        load(path)
+    path.write_text(GOOD)
+    with pytest.raises(ManifestError, match="no adopted environment of lane 'v6e'"):
+        load(path).adopted("v6e")

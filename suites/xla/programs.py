@@ -1,0 +1,127 @@
+"""Programs for fresh processes: `python -m suites.xla.programs NAME [ARGUMENT]` prints one JSON object.
+
+What is decided once a process (the environment, the persistent cache) or may end it (a crash) is measured in one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from launch import xla_environment
+
+xla_environment.enter(os.environ)
+
+PROGRAMS: dict[str, Callable[..., dict[str, Any]]] = {}
+
+
+def program(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Files a program under its name."""
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+@program
+def cached_step(directory: str) -> dict[str, Any]:
+    """Two training steps of a small hybrid on a persistent cache."""
+    import torch_xla.runtime as runtime
+
+    runtime.initialize_cache(directory)
+    from launch.xla import TrainStep
+    from model import preset
+    from suites.xla import support
+
+    made = support.on_device(preset("nam12", "narrow", layer_pattern="A", depth=1))
+    step = TrainStep(made.model, made.optimizer)
+    counts = support.each_step(step, [[made.batch()], [made.batch(seed=2)]])
+    return {"compiles": sum(c.compiles for c in counts), **support.cache_counters()}
+
+
+@program
+def rate_schedule() -> dict[str, Any]:
+    """Compiles of a step whose learning rate, a device tensor, takes the values 0.5, 1, 0 and 2 by fill_."""
+    import torch_xla
+
+    from suites.xla import support
+
+    x, rate = torch.ones(7, 3).to(torch_xla.device()), torch.tensor(0.25).to(torch_xla.device())
+    torch_xla.sync()
+    compiles = []
+    for value in (0.5, 1.0, 0.0, 2.0):
+        with support.counted() as counts:
+            rate.fill_(value)
+            x.mul_(rate)
+            torch_xla.sync()
+        compiles.append(counts.compiles)
+    return {"compiles": compiles}
+
+
+@program
+def defects() -> dict[str, Any]:
+    """Small programs that give another result, or take another way, than on the CPU."""
+    import torch_xla
+
+    from suites.xla import support
+
+    @torch.library.custom_op("bumpgate_test::first_row", mutates_args=())
+    def first_row(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[0] += 2.5
+        return y
+
+    x = torch.arange(6.0).view(2, 3)
+    on_device = x.to(torch_xla.device())
+    torch_xla.sync()
+    with support.counted() as counts:
+        torch.searchsorted(on_device[1], on_device[0])
+        torch_xla.sync()
+    return {
+        "searchsorted": {"fallbacks": sum(counts.fallbacks.values()), "downloads": counts.downloads},
+        "amax": [x.amax().tolist(), on_device.amax().cpu().tolist()],
+        "view_write": [first_row(x).tolist(), first_row(on_device).cpu().tolist()],
+    }
+
+
+@program
+def grouped_mm() -> dict[str, Any]:
+    """Two groups of two rows each."""
+    import torch_xla
+
+    a, b = (
+        torch.ones(*shape, dtype=torch.bfloat16).to(torch_xla.device()) for shape in ((4, 16), (2, 16, 16))
+    )
+    ends = torch.tensor([2, 4], dtype=torch.int32).to(torch_xla.device())
+    from suites.xla.support import grouped_mm as product
+
+    return {"sum": product(a, b, ends).float().sum().item()}
+
+
+@program
+def jax_cache(directory: str) -> dict[str, Any]:
+    """Hits and misses of JAX's own persistent cache for one compiled function."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+    import jax.numpy as jnp
+
+    assert jax.config.jax_compilation_cache_dir == directory, "JAX did not read JAX_COMPILATION_CACHE_DIR"
+    seen = {"hits": 0, "misses": 0}
+
+    def listen(event: str, **_: Any) -> None:
+        kind = event.rpartition("/cache_")[2]
+        if event.startswith("/jax/compilation_cache/") and kind in seen:
+            seen[kind] += 1
+
+    jax.monitoring.register_event_listener(listen)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.jit(lambda x: jnp.tanh(x @ x).sum())(jnp.ones((37, 37))).block_until_ready()
+    return seen
+
+
+if __name__ == "__main__":
+    print(json.dumps(PROGRAMS[sys.argv[1]](*sys.argv[2:])))

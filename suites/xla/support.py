@@ -1,0 +1,202 @@
+"""Measuring devices for torch_xla: every private name of it that this project reads, and programs to put them on.
+
+Nothing here judges. Each device is proved by a canary (suites/xla/canaries.py) before a row may rely on it.
+
+* compiles, executions and transfers by torch_xla's own metrics, as differences around a block
+* operators that fall back to the CPU by its counters: they are `aten::` there, what runs on the device is `xla::`
+* the program itself by its HLO, its hash and its operators' count, none of which executes anything
+* host reads inside a trace by forbidding execution: the first one raises, with its own Python frame
+
+B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as metrics
+from torch import Tensor
+
+from launch.optimizers import AdamW, TensorOptimizer
+from model import Hybrid, HybridConfig, preset
+from model.config import DSAConfig
+from suites.support.hybrids import build, token_batch
+
+METRICS = {
+    "compiles": "CompileTime",
+    "executions": "ExecuteTime",
+    "downloads": "TransferFromDeviceTime",
+    "uploads": "TransferToDeviceTime",
+}
+TOKENS = 32
+# One tile of each preset, with each of its block kinds: what runs. Whole depths are traced, not run.
+TILES: dict[str, dict[str, Any]] = {
+    "nam12": {"depth": 12},
+    "nam52": {"depth": 4},
+    "nam56r": {"depth": 12, "dsa": DSAConfig((1, 2), heads=4, width=16, top_k=16)},
+}
+# Each use gives a program of its own: XLA keeps compiled programs, and no call clears them.
+_fresh_size = count(33)
+
+
+@dataclass
+class Counts:
+    """What happened inside a block; `fallbacks` by operator."""
+
+    compiles: int = 0
+    executions: int = 0
+    downloads: int = 0
+    uploads: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{name} {getattr(self, name)}" for name in METRICS)
+        return f"{counts}, fallbacks {dict(self.fallbacks)}"
+
+
+def _read() -> dict[str, int]:
+    """Every metric and counter of interest since the process began; one that never moved is absent."""
+    xm.wait_device_ops()
+    found = {name: metrics.metric_data(metric) for name, metric in METRICS.items()}
+    values = {name: data[0] for name, data in found.items() if data is not None}
+    return values | {name: metrics.counter_value(name) for name in metrics.counter_names() if "::" in name}
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Fills the counts at the block's end, after the device has done what was asked of it."""
+    counts, before = Counts(), _read()
+    yield counts
+    moved = Counter(_read())
+    moved.subtract(before)
+    for name in METRICS:
+        setattr(counts, name, moved[name])
+    counts.fallbacks = Counter({n: k for n, k in moved.items() if n.startswith("aten::") and k})
+
+
+def cache_counters() -> dict[str, int | None]:
+    """The persistent cache's counters; None for one that torch_xla has never written."""
+    names = ("PersistentCacheHit", "PersistentCacheMiss", "PersistentCacheDeserializeFailure")
+    return {name: metrics.counter_value(name) for name in names}
+
+
+def replicated_executions() -> int:
+    """Executions under SPMD since the process began, which torch_xla counts apart."""
+    xm.wait_device_ops()
+    data = metrics.metric_data("ExecuteReplicatedTime")
+    return data[0] if data else 0
+
+
+def hlo(tensors: Iterable[Tensor]) -> str:
+    """The program that would give the tensors, as text; executes nothing."""
+    return torch_xla._XLAC._get_xla_tensors_hlo(list(tensors))
+
+
+def instructions(tensors: Iterable[Tensor]) -> int:
+    """Instructions of that program, in all its computations."""
+    return len(re.findall(r"^\s+(?:ROOT )?%\S+ = ", hlo(tensors), re.MULTILINE))
+
+
+def opcodes(tensors: Iterable[Tensor]) -> Counter[str]:
+    """How often each HLO operation stands in that program."""
+    return Counter(re.findall(r"^\s+(?:ROOT )?%\S+ = \S+ ([\w-]+)\(", hlo(tensors), re.MULTILINE))
+
+
+def graph_hash(tensors: Iterable[Tensor]) -> str:
+    """What torch_xla keys its compiled programs by; executes nothing."""
+    return torch_xla._XLAC._get_graph_hash(list(tensors)).hex()
+
+
+@contextmanager
+def no_execution() -> Iterator[None]:
+    """Inside, whatever would execute a program raises RuntimeError: a host read, or a sync."""
+    allowed = torch_xla._XLAC._get_allow_execution()
+    torch_xla._XLAC._set_allow_execution(False)
+    try:
+        yield
+    finally:
+        torch_xla._XLAC._set_allow_execution(allowed)
+
+
+def refused_by_tracer(function: Callable[[], object]) -> str:
+    """The line of our own code at which a trace of `function` would have executed; empty where none would."""
+    try:
+        with no_execution():
+            function()
+    except RuntimeError as error:
+        if "Unexpected execution" not in str(error):
+            raise
+        frames = [f for f in _frames(error) if "/model/" in f or "/suites/xla/test" in f or "/kernels/" in f]
+        return frames[-1] if frames else str(error).splitlines()[0]
+    return ""
+
+
+def _frames(error: BaseException) -> list[str]:
+    frames, at = [], error.__traceback__
+    while at is not None:
+        frames.append(f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}")
+        at = at.tb_next
+    return frames
+
+
+def fresh_size() -> int:
+    """A size that no other program of this process has."""
+    return next(_fresh_size)
+
+
+def tile(name: str, **changes: Any) -> HybridConfig:
+    """One tile of the narrow preset, with every kind of block that the preset has."""
+    return preset(name, "narrow", **(TILES[name] | changes))
+
+
+@dataclass
+class OnDevice:
+    """A seeded hybrid on the XLA device, its optimizer and its batches of ids (B,T)."""
+
+    config: HybridConfig
+    model: Hybrid
+    optimizer: TensorOptimizer
+
+    def batch(self, batch: int = 2, tokens: int = TOKENS, seed: int = 1) -> Tensor:
+        return token_batch(self.config, batch, tokens, seed).to(torch_xla.device())
+
+    def state(self) -> list[Tensor]:
+        """Every tensor that a step writes."""
+        states = [t for state in self.optimizer.state.values() for t in state.values()]
+        return [*self.model.parameters(), *self.model.buffers(), *states]
+
+
+def on_device(config: HybridConfig, optimizer: type[TensorOptimizer] = AdamW) -> OnDevice:
+    """The model with its seeded weights, all transfers done."""
+    model = build(config).to(torch_xla.device())
+    made = OnDevice(config, model, optimizer(model.parameters(), lr=1e-3, capturable=True))
+    torch_xla.sync()
+    xm.wait_device_ops()
+    return made
+
+
+def each_step(
+    step: Callable[[Sequence[Tensor]], Tensor], batches: Sequence[Sequence[Tensor]]
+) -> list[Counts]:
+    """The counts of each step, one a member of `batches`."""
+    torch_xla.sync()
+    found = []
+    for micro in batches:
+        with counted() as counts:
+            step(micro)
+        found.append(counts)
+    return found
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """a (rows,K), b (G,K,N), ends (G,) int32 -> (rows,N): each group's rows by its own matrix."""
+    return torch._grouped_mm(a, b, ends)

@@ -1,0 +1,318 @@
+"""Training steps that are executed: compiles, executions, transfers and fallbacks of each, and the loss beside eager's.
+
+T tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from torch import Tensor
+
+from launch import xla
+from launch.contract import load
+from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches
+from launch.optimizers import AdamW, Muon, TensorOptimizer
+from launch.policies import apply
+from launch.train import Plan, Trainer
+from launch.xla import TrainStep, XlaError, barrier_layers, set_learning_rate
+from launch.xla_environment import XlaEnvironmentError, check
+from model import HybridConfig, preset
+from suites.support.child import ROOT
+from suites.support.hybrids import build, token_batch
+from suites.support.lanes import Lane, lanes, needs_tpu
+from suites.support.planted import planted
+from suites.xla.support import TILES, Counts, OnDevice, counted, each_step, fresh_size, on_device, tile
+
+INSTRUMENTS = ("xla_compiles", "xla_transfers", "xla_fallbacks")
+STEPS = 4
+
+
+def dense() -> HybridConfig:
+    """Two layers without experts: small enough to be compiled whole in 3 s. Each call's programs are new to XLA."""
+    return preset("nam12", "narrow", layer_pattern="AM", depth=2, vocab_size=512 + fresh_size())
+
+
+def small() -> HybridConfig:
+    """One A, E, M, E tile, new to XLA as well."""
+    return preset("nam12", "narrow", depth=4, vocab_size=512 + fresh_size())
+
+
+def micro_batches(made: OnDevice, steps: int, accumulate: int = 1) -> list[list[Tensor]]:
+    """Another batch for every micro-batch of every step."""
+    return [[made.batch(seed=accumulate * s + m) for m in range(accumulate)] for s in range(steps)]
+
+
+def step_rows(
+    row, case: str, rule: str, found: Sequence[Counts], first: int, executions: int, settled: int = 1
+) -> None:
+    """The rows of a run: `first` compiles at step 0, none after `settled` steps, `executions` a step, no host read.
+
+    The first step also uploads the program's constants, once.
+    """
+    asked = {"unit": "count", "rule": rule, "instruments": INSTRUMENTS, "evidence": found}
+    later, done = found[settled:], sum(c.executions for c in found)
+    expected = {
+        "compiles_of_first_step": (found[0].compiles, first),
+        "compiles_once_settled": (sum(c.compiles for c in later), 0),
+        "executions_a_step": (max(c.executions for c in found), executions),
+        "downloads_a_step": (max(c.downloads for c in found), 0),
+        "uploads_once_settled": (max(c.uploads for c in later), 0),
+        "cpu_fallbacks": (sum(sum(c.fallbacks.values()) for c in found), 0),
+    }
+    for metric, (value, wanted) in expected.items():
+        row(f"xla/{case}/{metric}", value, witness=done, expected=wanted, **asked)
+
+
+def eager_losses(config: HybridConfig, optimizer: type[TensorOptimizer], steps: int) -> list[float]:
+    """The losses of the same run on the CPU, by eager torch."""
+    model = build(config)
+    update, losses = optimizer(model.parameters(), lr=1e-3), []
+    for step in range(steps):
+        loss = model(token_batch(config, 2, 32, step))
+        loss.backward()
+        update.step()
+        update.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses
+
+
+@lanes("v6e")
+@pytest.mark.parametrize("name", TILES)
+def test_a_tile_trains(lane: Lane, name: str, row, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    made = on_device(tile(name))
+    step, losses = TrainStep(made.model, made.optimizer), []
+    found = each_step(lambda micro: losses.append(step(micro)), micro_batches(made, STEPS))
+    step_rows(row, f"{name}-tile", "X7", found, first=2, executions=2)
+    ours, eager = [loss.item() for loss in losses], eager_losses(made.config, AdamW, STEPS)
+    row(
+        f"xla/{name}-tile/loss_error",
+        max(abs(a - b) / b for a, b in zip(ours, eager)),
+        unit="relative",
+        witness=len(set(eager)),
+        rule="C36",
+        # Roundings of 6e-8 over some 1e3 chained fp32 operations; 6e-7 was the most on PJRT CPU.
+        at_most=1e-5,
+        evidence=[f"xla {ours}", f"eager {eager}"],
+        series={"xla": ours, "eager": eager},
+    )
+
+
+@lanes("v6e")
+@pytest.mark.parametrize("optimizer", [AdamW, Muon])
+def test_mode_a_is_one_program_at_any_learning_rate(
+    lane: Lane, optimizer: type[TensorOptimizer], row, canaries
+) -> None:
+    canaries(*INSTRUMENTS)
+    if optimizer is Muon:
+        made = on_device(dense())
+        matrices = [p for p in made.model.parameters() if p.ndim == 2]
+        others = [p for p in made.model.parameters() if p.ndim != 2]
+        groups = [{"params": matrices}, {"params": others, "rule": "adamw"}]
+        made.optimizer = Muon(groups, lr=1e-3, capturable=True)
+    else:
+        made = on_device(dense())
+    step = TrainStep(made.model, made.optimizer)
+    assert step.mode == "A"
+    case = f"mode_a-{optimizer.__name__.lower()}"
+    step_rows(row, case, "X2", each_step(step, micro_batches(made, STEPS)), first=1, executions=1)
+    set_learning_rate(made.optimizer, 5e-4)  # the small program that sets it is compiled here
+    found = []
+    for lr in (3e-4, 0.0, 1.0):
+        with counted() as counts:
+            set_learning_rate(made.optimizer, lr)
+            step([made.batch()])
+        found.append(counts)
+    rates = {float(group["lr"]) for group in made.optimizer.param_groups}
+    row(
+        f"xla/{case}/compiles_of_new_rates",
+        sum(c.compiles for c in found),
+        unit="count",
+        witness=len(found) if rates == {1.0} else 0,
+        rule="X6",
+        expected=0,
+        evidence=found,
+        instruments=INSTRUMENTS,
+    )
+
+
+@lanes("v6e")
+def test_accumulation_has_two_variants_at_step_0_and_none_later(lane: Lane, row, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    made = on_device(small())
+    step = TrainStep(made.model, made.optimizer)
+    found = each_step(step, micro_batches(made, STEPS, accumulate=3))
+    # Gradients made, gradients added to, the update; the mean of the three losses is a program of its own.
+    step_rows(row, "mode_b-accumulate_3", "X7", found, first=4, executions=5)
+
+
+@lanes("v6e")
+def test_barriers_cut_forward_and_backward_alike(lane: Lane, row, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    made = on_device(small())
+    every = 2
+    step = TrainStep(made.model, made.optimizer, barrier_every=every)
+    programs = 2 * len(barrier_layers(made.config.depth, every)) + 1
+    found = each_step(step, micro_batches(made, STEPS))
+    # Constants that cross a barrier are fresh uploads at step 0 and cached ones from then on, which share buffers.
+    case = f"barrier_every_{every}"
+    step_rows(row, case, "X8", found, first=programs, executions=programs, settled=2)
+    second = found[1].compiles
+    row(
+        f"xla/{case}/compiles_of_second_step",
+        second,
+        unit="count",
+        witness=programs,
+        rule="X8",
+        evidence=found,
+    )
+
+
+@pytest.mark.v6e
+def test_where_barriers_stand() -> None:
+    assert barrier_layers(52, 0) == ()
+    assert barrier_layers(52, 13) == (12, 25, 38)
+    assert barrier_layers(5, 2) == (1, 3)
+    assert barrier_layers(4, 2) == (1,)
+    assert barrier_layers(4, 4) == barrier_layers(4, 9) == ()
+
+
+@pytest.mark.v6e
+@planted("X8", "a barrier behind the last layer")
+def test_a_barrier_behind_the_last_layer_is_more_programs(monkeypatch: pytest.MonkeyPatch, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    monkeypatch.setattr(xla, "barrier_layers", lambda depth, every: tuple(range(every - 1, depth, every)))
+    made = on_device(dense())
+    step = TrainStep(made.model, made.optimizer, barrier_every=2)
+    (counts,) = each_step(step, micro_batches(made, 1))
+    assert counts.executions == 3 != 2 * len(barrier_layers(2, 2)) + 1
+
+
+@lanes("v6e")
+def test_the_mode_follows_from_the_model(lane: Lane, row) -> None:
+    patterns = {
+        "A": "A",
+        "M": "A",
+        "R": "A",
+        "AM": "A",
+        "AMR": "A",
+        "E": "B",
+        "AEME": "B",
+        "AEMEAEMEAEMR": "B",
+    }
+    modes = {p: xla.mode_of(preset("nam12", "narrow", layer_pattern=p, depth=len(p))) for p in patterns}
+    wrong = {p: mode for p, mode in modes.items() if mode != patterns[p]}
+    row(
+        "xla/modes/wrong", len(wrong), unit="count", witness=len(modes), rule="X6", expected=0, evidence=wrong
+    )
+
+
+@pytest.mark.v6e
+@planted("X6", "Mode A for a model with experts")
+def test_mode_a_with_experts_is_refused() -> None:
+    made = on_device(small())
+    with pytest.raises(XlaError, match="has experts: Mode A has crashed libtpu on them, use Mode B"):
+        TrainStep(made.model, made.optimizer, mode="A")
+
+
+@pytest.mark.v6e
+@planted("X8", "torch.compile in front of XLA, as a policy and as Module.compile")
+def test_torch_compile_is_refused() -> None:
+    made = on_device(dense())
+    with pytest.raises(XlaError, match="on XLA the policy is eager"):
+        TrainStep(apply(made.model, "whole_opaque", load()), made.optimizer)
+    made.model.blocks[1].compile(backend="eager")
+    with pytest.raises(XlaError, match=r"blocks\.1 and 0 more are under torch\.compile"):
+        TrainStep(made.model, made.optimizer)
+
+
+@pytest.mark.v6e
+@planted("X2", "a tensor to the power of a Python step count: a program at every step")
+def test_a_python_step_count_compiles_every_step(canaries) -> None:
+    canaries(*INSTRUMENTS)
+    x, steps = torch.ones(17, 3).to(torch_xla.device()), itertools.count(2)
+
+    def step(_: Sequence[Tensor]) -> Tensor:
+        x.copy_(x ** next(steps))
+        torch_xla.sync()
+        return x
+
+    assert [counts.compiles for counts in each_step(step, [[]] * 4)] == [1, 1, 1, 1]
+
+
+@pytest.mark.v6e
+@planted("X2", "an optimizer that is not capturable; scalars that share one buffer")
+def test_what_compiles_a_step_twice(monkeypatch: pytest.MonkeyPatch, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    made = on_device(dense())
+    with pytest.raises(XlaError, match="must be capturable"):
+        TrainStep(made.model, AdamW(made.model.parameters()))
+    monkeypatch.setattr(xla, "own_buffers", lambda scalars: torch_xla.sync())
+    step = TrainStep(made.model, made.optimizer)
+    assert [counts.compiles for counts in each_step(step, micro_batches(made, 3))][1:] == [1, 0]
+
+
+@pytest.mark.v6e
+@planted("X10", "XLA_NO_SPECIAL_SCALARS unset, and PJRT_DEVICE")
+def test_the_environment_is_checked() -> None:
+    check({"PJRT_DEVICE": "TPU", "XLA_NO_SPECIAL_SCALARS": "1"})
+    with pytest.raises(XlaEnvironmentError, match="export XLA_NO_SPECIAL_SCALARS=1 before Python starts"):
+        check({"PJRT_DEVICE": "TPU"})
+    with pytest.raises(XlaEnvironmentError, match="export PJRT_DEVICE=CPU or TPU"):
+        check({"XLA_NO_SPECIAL_SCALARS": "1"})
+
+
+@lanes("v6e")
+@planted("X12", "a runtime that reports 0 bytes, and one that reports nothing")
+def test_memory_is_read_or_refused(lane: Lane, row, monkeypatch, device_class: str) -> None:
+    told = []
+    for info in ({"bytes_used": 0}, {}):
+        monkeypatch.setattr(xm, "get_memory_info", lambda device, info=info: info)
+        with pytest.raises(XlaError, match="no memory reading of this device"):
+            xla.memory_in_use()
+    monkeypatch.undo()
+    try:
+        told.append(f"{xla.memory_in_use()} bytes")
+    except XlaError as error:
+        told.append(str(error))
+    loud = "GetAllocatorStats" in told[0] if device_class == "pjrt-cpu" else not told[0].startswith("0 ")
+    row("xla/memory/loud", loud, unit="bool", witness=1, rule="X12", expected=True, evidence=told)
+
+
+@lanes("v6e")
+@needs_tpu("PJRT on CPU keeps no allocator statistics", "xla/memory_tpu/bytes_in_use_rise")
+def test_memory_in_use_rises_with_an_allocation(lane: Lane, row) -> None:
+    before = xla.memory_in_use()
+    block = torch.ones(1 << 26, device=torch_xla.device())
+    torch_xla.sync()
+    xm.wait_device_ops()
+    rise = xla.memory_in_use() - before
+    size = block.numel() * block.element_size()
+    row("xla/memory_tpu/bytes_in_use_rise", rise, unit="bytes", witness=1, rule="X12", at_least=size)
+
+
+@lanes("v6e")
+@planted("X13", "random ids as training data")
+def test_a_run_needs_the_receipt_of_its_data(lane: Lane, row) -> None:
+    config = preset("nam12", "narrow", layer_pattern="A", depth=1)
+    corpus = packed_batches(TokenFile(ROOT / "fixtures/corpus"), 2, 16, seed=0)
+    plan = Plan(steps=1, policy="eager", optimizer="adamw")
+    random = SyntheticBatches(config.vocab_size, 2, 16, 0, config.bos_id)
+    with pytest.raises(DataError, match="random ids are no training data"):
+        Trainer(config, plan, random, device="xla").run()
+    summary = Trainer(config, plan, corpus, device="xla").run()
+    row(
+        "xla/receipt/kind",
+        summary["kind"],
+        unit="kind",
+        witness=summary["step"],
+        rule="X13",
+        expected="training",
+        evidence=[str(summary["data"])],
+    )

@@ -1,0 +1,219 @@
+"""Programs that are traced and never executed: their number, their size, and that nothing in them reads the host.
+
+B batch, T tokens, C chunks, K edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_xla
+from torch import Tensor, nn
+
+from model import preset
+from model.config import StructureConfig, TreeConfig
+from model.features import Features
+from model.relations import chunk_relations
+from model.structure import StructureEmbedding, stack_columns
+from model.tree_ffn import TreeFFN
+from suites.model.programs import FEATURES, TOGETHER, VARIANTS, program
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+from suites.xla import support
+from suites.xla.support import TOKENS, counted, graph_hash, instructions, on_device, refused_by_tracer
+
+INSTRUMENTS = ("xla_fallbacks", "xla_programs", "xla_no_execution")
+COLUMNS = 5
+
+
+def traced(made: support.OnDevice, inputs: Features | None = None) -> tuple[str, list[Tensor]]:
+    """One forward and backward, traced -> where it would have executed (empty: nowhere), loss and gradients."""
+    ids, found = made.batch(), []
+
+    def step() -> None:
+        loss = made.model(ids, inputs)
+        loss.backward()
+        found.extend([loss.detach(), *(p.grad for p in made.model.parameters() if p.grad is not None)])
+        made.model.zero_grad(set_to_none=True)
+
+    return refused_by_tracer(step), found
+
+
+@lanes("v6e")
+@pytest.mark.parametrize("name", ["nam12", "nam52", "nam56r"])
+def test_a_whole_model_is_one_program_without_a_host_read(lane: Lane, name: str, row, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    made = on_device(preset(name, "narrow"))
+    with counted() as counts:
+        (where, results), (again, _) = traced(made), traced(made)
+        first = graph_hash(results) if results else ""
+        hashes = {first, graph_hash(traced(made)[1])} if results else set()
+    asked = {"rule": "X3", "witness": len(results), "instruments": INSTRUMENTS}
+    row(
+        f"xla/{name}/host_reads",
+        bool(where) + bool(again),
+        unit="count",
+        expected=0,
+        evidence=[where],
+        **asked,
+    )
+    fallbacks = sum(counts.fallbacks.values())
+    row(f"xla/{name}/cpu_fallbacks", fallbacks, unit="count", expected=0, evidence=[counts], **asked)
+    row(f"xla/{name}/executions_of_a_trace", counts.executions, unit="count", expected=0, **asked)
+    row(f"xla/{name}/programs", len(hashes), unit="count", expected=1, evidence=sorted(hashes), **asked)
+    # What XLA is given: a loop that was unrolled, or an op written out, shows here first.
+    row(f"xla/{name}/hlo_instructions", instructions(results), unit="count", better="exact", **asked)
+
+
+@lanes("v6e")
+def test_every_feature_and_variant_is_traced_without_a_host_read(lane: Lane, row, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    reads, fallbacks, seen = [], [], 0
+    for name, changes in (FEATURES | VARIANTS | TOGETHER).items():
+        config = preset("nam12", "narrow", **changes)
+        made = on_device(config)
+        inputs = None
+        if config.structure or config.ngram or config.tree:
+            inputs = Features(*(t.to(torch_xla.device()) for t in program(config, 2, (0, TOKENS, 1))))
+        with counted() as counts:
+            where, results = traced(made, inputs)
+        seen += bool(results)
+        reads += [f"{name}: {where}"] if where else []
+        fallbacks += [f"{name}: {dict(counts.fallbacks)}"] if counts.fallbacks else []
+        # What is left pending would be compiled by the next model's sync.
+        del made, results
+    asked = {"rule": "X3", "unit": "programs", "expected": 0, "witness": seen, "instruments": INSTRUMENTS}
+    row("xla/variants/host_reads", len(reads), evidence=reads, **asked)
+    row("xla/variants/cpu_fallbacks", len(fallbacks), evidence=fallbacks, **asked)
+
+
+def uniform_documents(doc_ids: Tensor, x: Tensor) -> Tensor:
+    """Whether all tokens are of one document, asked on the host."""
+    return x if (doc_ids == doc_ids[:, :1]).all().item() else x * 2
+
+
+def has_boundaries(doc_ids: Tensor, x: Tensor) -> Tensor:
+    """A branch on mask.any()."""
+    return x * 2 if (doc_ids[:, 1:] != doc_ids[:, :-1]).any() else x
+
+
+def pad_value(doc_ids: Tensor, x: Tensor) -> Tensor:
+    """An id that no document has, from their maximum."""
+    return x + F.pad(doc_ids, (0, 1), value=doc_ids.max().item() + 1)[:, :-1]
+
+
+def aux_branch(doc_ids: Tensor, x: Tensor) -> Tensor:
+    """An auxiliary loss added only where it is not zero."""
+    return x + x.sum() if x.sum().abs() > 0 else x
+
+
+@lanes("v6e")
+@planted(
+    "X3",
+    "the four host reads of the incidents: .item() of a comparison, mask.any(), doc_ids.max().item(), abs() > 0",
+)
+@pytest.mark.parametrize("incident", [uniform_documents, has_boundaries, pad_value, aux_branch])
+def test_each_incident_is_refused(lane: Lane, incident: Callable[..., Tensor], row, canaries) -> None:
+    canaries("xla_no_execution")
+    made = on_device(preset("nam12", "narrow", layer_pattern="A", depth=1))
+    doc_ids = torch.zeros(2, TOKENS, dtype=torch.int32, device=torch_xla.device())
+    x = made.model.embedding(made.batch()).sum(-1)
+    torch_xla.sync()
+    where = refused_by_tracer(lambda: incident(doc_ids, x))
+    row(
+        f"xla/incident-{incident.__name__}/refused",
+        where.rpartition("/")[2].startswith("test_trace.py"),
+        unit="bool",
+        witness=1,
+        rule="X3",
+        expected=True,
+        evidence=[where],
+        instruments=["xla_no_execution"],
+    )
+
+
+def presences() -> list[list[Tensor | None]]:
+    """For each of the 2^5 sets of columns, the columns (B,T), None for one that the data lacks."""
+    column = torch.ones(2, TOKENS, dtype=torch.int64)
+    return [[column if mask >> c & 1 else None for c in range(COLUMNS)] for mask in range(2**COLUMNS)]
+
+
+class PresentOnly(nn.Module):
+    """The fault: a Python list of the components that are present."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(8 + c, 4) for c in range(COLUMNS))
+
+    def forward(self, columns: list[Tensor | None]) -> Tensor:
+        found = [table(c) for table, c in zip(self.tables, columns) if c is not None]
+        return torch.stack(found).mean(0) if found else torch.zeros(1, device=torch_xla.device())
+
+
+@lanes("v6e")
+@planted("X4", "a list of the components that are present: a program for each of the 32 presences")
+def test_every_presence_of_columns_is_one_program(lane: Lane, row, canaries) -> None:
+    canaries("xla_programs")
+    device = torch_xla.device()
+    ours = StructureEmbedding(preset("nam12", "narrow", structure=StructureConfig(dim=16))).to(device)
+    theirs = PresentOnly().to(device)
+    like = torch.zeros(2, TOKENS)
+    stacked = [stack_columns(columns, like).to(device) for columns in presences()]
+    lists = [[c if c is None else c.to(device) for c in columns] for columns in presences()]
+    torch_xla.sync()
+    found = {graph_hash([ours(columns)]) for columns in stacked}
+    by_list = {graph_hash([theirs(columns)]) for columns in lists}
+    assert len(by_list) == 2**COLUMNS
+    asked = {"unit": "count", "witness": len(by_list), "rule": "X4", "instruments": ["xla_programs"]}
+    row("xla/structure/programs_of_32_presences", len(found), expected=1, **asked)
+
+
+def chunk_tables(C: int) -> Features:
+    """Tables of C chunks and C edges, on the device."""
+    config = preset("nam12", "narrow", tree=TreeConfig(chunks=C, edges=C, width=16))
+    known = program(config, 2, (0, TOKENS, 1))
+    return Features(*(t.to(torch_xla.device()) for t in known))
+
+
+def pairs_in_python(document: Tensor, level: Tensor) -> Tensor:
+    """The fault: one operation a pair of chunks. document, level (B,C) -> (B,C,C) bool."""
+    C = document.shape[1]
+    rows = [
+        torch.stack([(document[:, i] == document[:, j]) & (level[:, i] == level[:, j]) for j in range(C)], 1)
+        for i in range(C)
+    ]
+    return torch.stack(rows, 1)
+
+
+@lanes("v6e")
+@planted("X5", "relations by a Python loop over pairs of chunks: the program grows with their number squared")
+def test_programs_of_chunks_do_not_grow_with_their_number(lane: Lane, row, canaries) -> None:
+    canaries(*INSTRUMENTS)
+    device, sizes = torch_xla.device(), (4, 8, 16)
+    relations, trees, loops, fallbacks = [], [], [], 0
+    for C in sizes:
+        tables = chunk_tables(C)
+        config = preset("nam12", "narrow", tree=TreeConfig(chunks=C, edges=C, width=16))
+        tree = TreeFFN(config).to(device)
+        x = torch.ones(2, TOKENS, config.d_model).to(device).requires_grad_()
+        doc_ids = torch.zeros(2, TOKENS, dtype=torch.int32).to(device)
+        torch_xla.sync()
+        _, start, end, level, preamble, calls, types = tables
+        document = start.clamp(max=1)
+        relations.append(instructions([chunk_relations(document, level, preamble, calls, types)]))
+        with counted() as counts:
+            y = tree(x, doc_ids, start, end, level, preamble, calls, types)
+            (dx,) = torch.autograd.grad(y.square().sum(), x)
+        fallbacks += sum(counts.fallbacks.values())
+        trees.append(instructions([y, dx]))
+        loops.append(instructions([pairs_in_python(document, level)]))
+    assert loops[1] > 3 * loops[0]
+    assert loops[2] > 3 * loops[1]
+    asked = {"rule": "X5", "witness": min(relations), "instruments": INSTRUMENTS, "expected": 0}
+    evidence = [f"C {sizes}", f"relations {relations}", f"TreeFFN {trees}", f"pair loop {loops}"]
+    row("xla/relations/hlo_growth", max(relations) - min(relations), unit="count", evidence=evidence, **asked)
+    row("xla/tree_ffn/hlo_growth", max(trees) - min(trees), unit="count", evidence=evidence, **asked)
+    row("xla/tree_ffn/cpu_fallbacks", fallbacks, unit="count", evidence=evidence, **asked)

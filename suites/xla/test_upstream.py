@@ -1,0 +1,193 @@
+"""What torch_xla does wrong, each in a process of its own, keyed to the versions that do it. 8 processes.
+
+A defect is two tests: a row that it is there, word for word, with what we do instead; and what would be right, as a
+strict xfail under the versions named. A build that mends it turns both red: take the detour out, and the xfail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from suites.support.child import ROOT
+from suites.support.lanes import PJRT_CPU, Lane, lanes, needs_tpu
+
+SECONDS = 300
+VERSION = metadata.version("torch_xla")
+DESERIALIZE = (
+    "Failed to deserialize executable: UNIMPLEMENTED: Deserializing serialized executable not supported."
+)
+
+pytestmark = pytest.mark.fresh_process
+
+
+class Child:
+    """One run of a program of suites/xla/programs.py: its exit code, its result, what it printed on the way."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        # The CPU also where a TPU is: these are torch_xla's own, and the chip may be another process's.
+        env = {**os.environ, "PJRT_DEVICE": "CPU", **environment}
+        command = [sys.executable, "-m", "suites.xla.programs", *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS)
+        self.code, self.log = done.returncode, done.stderr
+        self.result = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+
+
+def broken_in(issue: str, *versions: str) -> pytest.MarkDecorator:
+    """A strict xfail under the versions of torch_xla that have the defect, and none under others."""
+    return pytest.mark.xfail(VERSION in versions, reason=f"torch_xla {VERSION}: {issue}", strict=True)
+
+
+@pytest.fixture(scope="module")
+def cold_and_warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Child, Child, Path]:
+    """The same two steps in two processes on one persistent cache."""
+    directory = tmp_path_factory.mktemp("xla-cache")
+    cold, warm = (Child("cached_step", str(directory)) for _ in range(2))
+    assert cold.result, cold.log
+    assert warm.result, warm.log
+    return cold, warm, directory
+
+
+@lanes("v6e")
+def test_cache_keys_are_stable_over_a_restart(lane: Lane, row, cold_and_warm) -> None:
+    cold, warm, directory = cold_and_warm
+    written = len(list(directory.iterdir()))
+    row(
+        "xla/persistent_cache/misses_after_restart",
+        warm.result["PersistentCacheMiss"] or 0,
+        unit="count",
+        # A cold run that never asked the cache would have no key to keep.
+        witness=min(written, cold.result["PersistentCacheMiss"] or 0),
+        rule="X1",
+        expected=0,
+        evidence=[f"cold {cold.result}", f"warm {warm.result}", f"{written} files"],
+        device=PJRT_CPU,
+    )
+    row(
+        "xla/persistent_cache/deserialize_failures",
+        warm.result["PersistentCacheDeserializeFailure"] or 0,
+        unit="count",
+        witness=warm.log.count(DESERIALIZE),
+        rule="X1",
+        expected=cold.result["PersistentCacheMiss"],
+        evidence=[line for line in warm.log.splitlines() if DESERIALIZE in line][:1],
+        device=PJRT_CPU,
+    )
+
+
+@lanes("v6e")
+@broken_in("pytorch/xla#9094: the cache is written, and loading calls a method that no client has", "2.9.0")
+def test_cache_is_hit_after_a_restart(lane: Lane, cold_and_warm) -> None:
+    cold, warm, _ = cold_and_warm
+    assert warm.result["PersistentCacheHit"] == cold.result["PersistentCacheMiss"]
+    assert warm.result["compiles"] == 0
+
+
+@lanes("v6e")
+@needs_tpu("needs the TPU client's own loader", "xla/persistent_cache_tpu/hits_after_restart")
+@broken_in("pytorch/xla#9094", "2.9.0")
+def test_cache_is_hit_after_a_restart_on_a_tpu(lane: Lane, tmp_path: Path) -> None:
+    cold, warm = (Child("cached_step", str(tmp_path), PJRT_DEVICE="TPU") for _ in range(2))
+    assert warm.result["PersistentCacheHit"] == cold.result["PersistentCacheMiss"]
+
+
+@lanes("v6e")
+def test_jax_cache_is_hit_in_a_fresh_process(lane: Lane, row, tmp_path: Path) -> None:
+    cold, warm = (
+        Child("jax_cache", str(tmp_path), JAX_COMPILATION_CACHE_DIR=str(tmp_path)) for _ in range(2)
+    )
+    assert cold.result, cold.log
+    assert warm.result, warm.log
+    row(
+        "xla/jax_cache/hits_after_restart",
+        warm.result["hits"],
+        unit="count",
+        witness=len(list(tmp_path.iterdir())),
+        rule="X1",
+        expected=cold.result["misses"],
+        evidence=[f"cold {cold.result}", f"warm {warm.result}"],
+        device=PJRT_CPU,
+    )
+
+
+@lanes("v6e")
+def test_a_rate_that_becomes_0_or_1_compiles_nothing(lane: Lane, row) -> None:
+    ours = Child("rate_schedule")
+    without = Child("rate_schedule", XLA_NO_SPECIAL_SCALARS="0")
+    assert ours.result, ours.log
+    assert without.result, without.log
+    row(
+        "xla/special_scalars/compiles_after_first_step",
+        sum(ours.result["compiles"][1:]),
+        unit="count",
+        # The values are special: without the variable each of the two is a program of its own.
+        witness=sum(without.result["compiles"][1:]),
+        rule="X10",
+        expected=0,
+        evidence=[f"XLA_NO_SPECIAL_SCALARS=1 {ours.result}", f"=0 {without.result}"],
+        device=PJRT_CPU,
+    )
+
+
+@pytest.fixture(scope="module")
+def defects() -> dict[str, Any]:
+    """Results of the programs in which torch_xla has been wrong; each [on the CPU, on the device]."""
+    child = Child("defects")
+    assert child.result, child.log
+    return child.result
+
+
+@lanes("v6e")
+def test_defects_are_there_word_for_word(lane: Lane, row, defects) -> None:
+    there = {
+        "searchsorted_on_the_host": defects["searchsorted"] == {"fallbacks": 1, "downloads": 1},
+        "amax_without_dim_unreduced": defects["amax"] == [5.0, [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]],
+        "view_write_lost_in_custom_op": defects["view_write"]
+        == [[[2.5, 3.5, 4.5], [3.0, 4.0, 5.0]], [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]],
+    }
+    row(
+        "xla/torch_xla/known_defects",
+        ", ".join(name for name, found in there.items() if found),
+        unit="names",
+        witness=len(there),
+        rule="X3",
+        better="exact",
+        evidence=[f"{name} {found}" for name, found in defects.items()],
+        device=PJRT_CPU,
+    )
+
+
+@lanes("v6e")
+@broken_in("searchsorted, bucketize have no lowering", "2.9.0")
+def test_searchsorted_runs_on_the_device(lane: Lane, defects) -> None:
+    assert defects["searchsorted"] == {"fallbacks": 0, "downloads": 0}
+
+
+@lanes("v6e")
+@broken_in("amax() and amin() without a dimension return their input", "2.9.0")
+def test_amax_without_dimension_reduces(lane: Lane, defects) -> None:
+    on_cpu, on_device = defects["amax"]
+    assert on_cpu == on_device
+
+
+@lanes("v6e")
+@broken_in("a custom op's body runs below functionalization, where a write into a view is lost", "2.9.0")
+def test_a_custom_op_may_write_into_a_view_of_its_own(lane: Lane, defects) -> None:
+    on_cpu, on_device = defects["view_write"]
+    assert on_cpu == on_device
+
+
+@lanes("v6e")
+@broken_in("_grouped_mm has no XLA kernel and no fallback: segmentation fault", "2.9.0")
+def test_grouped_mm_does_not_crash(lane: Lane) -> None:
+    child = Child("grouped_mm")
+    assert child.code in (0, -signal.SIGSEGV), child.log
+    assert child.result == {"sum": 4 * 16 * 16.0}
