@@ -14,11 +14,11 @@ import typer
 from bumpgate.accepted import ACCEPTABLE, FILE, Acceptance, apply, covers, load, of_lane, today
 from bumpgate.baseline import LANES, find_root
 from bumpgate.baseline import load as load_baseline
-from bumpgate.drift import Creep
-from bumpgate.gate_file import GateFile, Paired, read
+from bumpgate.gate.drift import Creep
+from bumpgate.gate.sequential import Outcome, Timed
 from bumpgate.rebaseline import RefusedError
+from bumpgate.report.gate_file import GateFile, Paired, read
 from bumpgate.rows import BumpgateError, Judgement, Record, is_finite, write_atomic
-from bumpgate.sequential import Outcome, Timed
 
 __all__ = ["apply", "apply_to_times", "command"]
 

@@ -11,19 +11,14 @@ from typing import Annotated
 
 import typer
 
-from bumpgate import (
-    accept,
-    bisect,
-    doctor,
-    environments,
-    freeze,
-    gate,
-    history,
-    rebaseline,
-    report,
-    rollback,
-    versions,
-)
+from bumpgate import accept, rebaseline
+from bumpgate.bisect import command as bisect
+from bumpgate.doctor import command as doctor
+from bumpgate.environments import build as environments
+from bumpgate.environments import freeze, rollback, versions
+from bumpgate.gate import command as gate
+from bumpgate.report import command as report
+from bumpgate.report import history
 from bumpgate.rows import BumpgateError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -42,7 +42,9 @@ def installed() -> str:
 def check_pinned(version: str, pinned: str) -> None:
     """Raises LibtpuError unless the two are the same text: 0.0.36, 0.0.37 and a nightly of it are three programs."""
     if version != pinned:
-        raise LibtpuError(f"libtpu {version} is installed, {pinned} is pinned: uv pip install libtpu=={pinned}")
+        raise LibtpuError(
+            f"libtpu {version} is installed, {pinned} is pinned: uv pip install libtpu=={pinned}"
+        )
 
 
 def flags(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -59,4 +61,6 @@ def check_flags(environment: Mapping[str, str], version: str) -> None:
             raise LibtpuError(f"{VARIABLE}: --{flag} has not been tried on libtpu {version}: add it to FLAGS")
         if not known[flag]:
             takes = [other for other, yes in known.items() if yes]
-            raise LibtpuError(f"{VARIABLE}: libtpu {version} does not take --{flag} (of its kind: {', '.join(takes)})")
+            raise LibtpuError(
+                f"{VARIABLE}: libtpu {version} does not take --{flag} (of its kind: {', '.join(takes)})"
+            )

@@ -65,9 +65,11 @@ class Programs:
         self._inner = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
 
     def backend(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """To be given to torch.compile."""
-        self.seen[(graph.code, *map(_kind, inputs))] = None
-        return self._inner(graph, inputs)
+        """To be given to torch.compile. A graph that `inner` cannot compile is no program."""
+        program = graph.code, *map(_kind, inputs)  # before `inner`, which may change the graph
+        compiled = self._inner(graph, inputs)
+        self.seen[program] = None
+        return compiled
 
     def check(self, step: int) -> None:
         """Raises ProgramBudgetError where this run has compiled more than it may."""

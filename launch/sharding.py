@@ -49,7 +49,7 @@ SHARDED: dict[tuple[str, int], Spec] = {
 WHOLE = {
     2: "router conv_weight k_bias q_bias skip latent query_down query_up index_query index_key index_weight "
     "merge dynamic score up",
-    3: "recurrent key_up value_up mimo_v mimo_z mimo_out mix relation",
+    3: "k_bias q_bias recurrent key_up value_up mimo_v mimo_z mimo_out mix relation",
 }
 
 
@@ -113,7 +113,9 @@ def _spec_of(path: str, p: Tensor) -> Spec:
         return found
     if p.ndim < 2 or name in WHOLE.get(p.ndim, "").split():
         return (None,) * p.ndim
-    raise ShardingError(f"{path} {tuple(p.shape)}: launch/sharding.py has no line for {name!r} of {p.ndim} dims")
+    raise ShardingError(
+        f"{path} {tuple(p.shape)}: launch/sharding.py has no line for {name!r} of {p.ndim} dims"
+    )
 
 
 def annotate(model: nn.Module, mesh: xs.Mesh, optimizer: TensorOptimizer | None = None) -> None:

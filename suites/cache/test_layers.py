@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from suites.support.child import run_json
+from suites.support.child import ChildError, run_json
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
@@ -103,7 +103,8 @@ def test_a_lost_layer_is_named(lane: Lane, restart) -> None:
 def test_caches_that_are_off_are_cold(lane: Lane, restart) -> None:
     directory, cold, _ = restart
     off = compiled(lane, directory, "same", TORCHINDUCTOR_FX_GRAPH_CACHE="0")["same"]
-    assert not any(off["counts"].values()), "a miss would be counted, and this fault would be another one"
+    assert not off["counts"]["aot_miss"], "a gate on misses alone would pass"
+    assert not off["counts"]["fx_miss"]
     assert {"aot", "fx"} <= set(cold_layers(cold, off))
 
 
@@ -130,3 +131,23 @@ def test_counters_that_say_hit_over_cold_code(lane: Lane, restart, row, canaries
         evidence=(f"counters {other_cpu['counts']}",),
         instruments=("cache",),
     )
+
+
+@lanes("cpu")
+@pytest.mark.xfail(
+    strict=True,
+    raises=ChildError,
+    reason="torch 2.13.0 loads a shared object that exists, whole or not, and its linker writes under the final name: "
+    "a run that is killed there leaves an object that every later run fails on (ImportError: file too short)",
+)
+def test_a_truncated_object_is_built_again(lane: Lane, restart) -> None:
+    directory, cold, _ = restart
+    for path in directory.rglob("*.main.so"):
+        path.unlink()
+        path.touch()
+    try:
+        warm = compiled(lane, directory, "same")["same"]
+    except ChildError as error:
+        assert "file too short" in str(error)
+        raise
+    assert cold_layers(cold, warm) == ["code"]

@@ -64,5 +64,7 @@ def test_a_host_read_cannot_be_recorded(lane: Lane) -> None:
 @lanes("cpu", "h200")
 def test_a_kind_that_the_model_lacks_is_named(lane: Lane) -> None:
     model = build(preset("nam12", "narrow"), lane.device)
-    with pytest.raises(ValueError, match=r"^nam12 has no block of kind M:mimo; it has A:gqa, E, M:mamba3, R$"):
+    with pytest.raises(
+        ValueError, match=r"^nam12 has no block of kind M:mimo; it has A:gqa, E, M:mamba3, R$"
+    ):
         chosen_blocks(model, ["E", "M:mimo"])

@@ -64,8 +64,9 @@ def groups() -> list[dict[str, str]]:
 
 
 def look(environment: dict[str, str]) -> dict[str, Any]:
-    """suites.launch.knobs in a process of its own; what `environment` lacks is as a launcher exports it."""
+    """suites.launch.knobs in a process of its own, in the contract's environment but for what is given here."""
     fields = sorted({field for _, field in VARIABLES.values() if field} | set(LINES))
+    environment = load().variables | environment
     return run_json("suites.launch.knobs", *fields, environment=environment, timeout=120)
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from rich.console import Console
 
-from bumpgate import bench, result
-from bumpgate.bench import Bench, Place
-from bumpgate.drift import Reading
-from bumpgate.gate_view import View
-from bumpgate.result import Asked, Gate, SideState
+from bumpgate.gate import bench, result
+from bumpgate.gate.bench import Bench, Place
+from bumpgate.gate.drift import Reading
+from bumpgate.gate.result import Asked, Gate, SideState
+from bumpgate.gate.timed import plan_for
+from bumpgate.gate.view import View
+from bumpgate.processes.runner import NOTHING_SELECTED, Installed, LaneRun
 from bumpgate.rows import Judgement, Row, Value, Verdict, write_record
-from bumpgate.runner import NOTHING_SELECTED, Installed, LaneRun
-from bumpgate.timed import plan_for
 
 COUNT_TEST = "suites/compile/test_a.py::test_count[cpu]"
 TIME_TEST = "suites/throughput/test_b.py::test_time[cpu]"

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from bumpgate.examination import CHECKS, examine, make_site
-from bumpgate.findings import Check, Finding, Part, Status
+from bumpgate.doctor.examination import CHECKS, examine, make_site
+from bumpgate.doctor.findings import Check, Finding, Part, Status
 from suites.self.tree import ROOT
 
 # In every Python of the machine: each import of torch is written down, with the devices that it could see; to ask where

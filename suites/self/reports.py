@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from bumpgate import cli
+from bumpgate.gate.sequential import Outcome, Timed
+from bumpgate.gate.verdict import GateVerdict, Side, judge_gate
 from bumpgate.rows import Judgement, Record, Row, Value, Verdict, write_record
-from bumpgate.sequential import Outcome, Timed
-from bumpgate.verdict import GateVerdict, Side, judge_gate
 
 TEST = "suites/compile/test_policies.py::test_counts[nam52-regional-cpu]"
 EVIL = "<script>alert('x')</script> & \"$\\alpha$\" `|` ]]>"

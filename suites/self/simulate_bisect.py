@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bumpgate.search import Search
+from bumpgate.bisect.search import Search
 from suites.self.searching import drive, labels, noisy
 from suites.self.tree import ROOT
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from bumpgate import accept, accepted
 from bumpgate.accepted import Acceptance
 from bumpgate.baseline import Baseline, BaselineError, Reviewed, judge
-from bumpgate.drift import Creep
+from bumpgate.gate.drift import Creep
+from bumpgate.gate.sequential import Outcome, Timed
+from bumpgate.gate.verdict import Decision, Side, judge_gate
 from bumpgate.rows import Judgement, Record, Row, Verdict
-from bumpgate.sequential import Outcome, Timed
-from bumpgate.verdict import Decision, Side, judge_gate
 from suites.self.project import GOOD, Project, counted
 from suites.self.reports import HERE, judged, paired, row
 

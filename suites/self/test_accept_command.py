@@ -11,9 +11,9 @@ import pytest
 
 from bumpgate import accepted, cli
 from bumpgate.baseline import Baseline, Reviewed, judge, save
+from bumpgate.gate.sequential import Outcome
+from bumpgate.gate.verdict import Side
 from bumpgate.rows import Record, write_record
-from bumpgate.sequential import Outcome
-from bumpgate.verdict import Side
 from suites.self.reports import HERE, paired, row, write_gate
 
 SECONDS = "throughput/nam52-regional/seconds"

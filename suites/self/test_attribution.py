@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate import attribution
-from bumpgate.attribution import Attribution, AttributionError, Change, Mixture, attribute
-from bumpgate.search import Outcome
+from bumpgate.bisect import attribution
+from bumpgate.bisect.attribution import Attribution, AttributionError, Change, Mixture, attribute
+from bumpgate.bisect.search import Outcome
 from suites.self.searching import planted, tail
 from suites.self.test_search import LUCK, RUNS
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from bumpgate import bisection, journal
-from bumpgate.bisection import Bench
-from bumpgate.environments import Environment, NotInstallable
-from bumpgate.journal import Plan
-from bumpgate.probe import Cause, Reading, Said
-from bumpgate.request import Request
-from bumpgate.search import Outcome, Result
+from bumpgate.bisect import bisection, journal
+from bumpgate.bisect.bisection import Bench
+from bumpgate.bisect.journal import Plan
+from bumpgate.bisect.probe import Cause, Reading, Said
+from bumpgate.bisect.search import Outcome, Result
+from bumpgate.environments.build import Environment, NotInstallable
+from bumpgate.environments.request import Request
 from suites.self import golden
 from suites.self.builds import JUDGE, RAISES, Ran, bisecting, make_builds, start
 from suites.self.local_index import LocalIndex, isolated

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bumpgate import blame, probe
-from bumpgate.bisect_report import Watcher
-from bumpgate.candidates import Range, RangeError, between, wants_prereleases
-from bumpgate.environments import Environment, build
-from bumpgate.prefetch import Prefetch
-from bumpgate.probe import Cause, Reading, Said, SuiteTest
-from bumpgate.request import Request
+from bumpgate.bisect import blame, probe
+from bumpgate.bisect.answer import Watcher
+from bumpgate.bisect.candidates import Range, RangeError, between, wants_prereleases
+from bumpgate.bisect.prefetch import Prefetch
+from bumpgate.bisect.probe import Cause, Reading, Said, SuiteTest
+from bumpgate.bisect.search import Outcome
+from bumpgate.environments.build import Environment, build
+from bumpgate.environments.request import Request
+from bumpgate.environments.versions import Found
 from bumpgate.rows import Judgement, Row, Verdict, write_record
-from bumpgate.search import Outcome
-from bumpgate.versions import Found
 from suites.self.builds import make_builds
 from suites.self.local_index import LocalIndex, isolated
 from suites.self.searching import planted

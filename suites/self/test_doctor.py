@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import doctor
-from bumpgate.examination import CHECKS
-from bumpgate.findings import Finding, Part, Status
+from bumpgate.doctor import command as doctor
+from bumpgate.doctor.examination import CHECKS
+from bumpgate.doctor.findings import Finding, Part, Status
 from suites.self.machine import Machine, defects
 from suites.self.tree import ROOT
 from suites.support.planted import planted

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate import drift
-from bumpgate.drift import Reading, anchor, creep
-from bumpgate.sequential import estimate
+from bumpgate.gate import drift
+from bumpgate.gate.drift import Reading, anchor, creep
+from bumpgate.gate.sequential import estimate
 from suites.self.test_sequential import NOISES, ROWS, row_noise, told, wilson
 
 FIXED = settings(derandomize=True, max_examples=60, deadline=None)

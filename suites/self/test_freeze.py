@@ -11,11 +11,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from bumpgate import cli, manifest, store
-from bumpgate.environments import BuildError, build, lane_request
-from bumpgate.locks import LockError, lane_lock, read_lock
-from bumpgate.manifest import satisfies
-from bumpgate.request import lane_requirements
+from bumpgate import cli
+from bumpgate.environments import manifest, store
+from bumpgate.environments.build import BuildError, build, lane_request
+from bumpgate.environments.locks import LockError, lane_lock, read_lock
+from bumpgate.environments.manifest import satisfies
+from bumpgate.environments.request import lane_requirements
 from suites.self.local_index import LocalIndex, fake_wheel, isolated
 from suites.self.tree import ROOT
 from suites.support.planted import planted

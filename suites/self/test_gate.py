@@ -16,15 +16,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bumpgate import bench, drift, gate_file, result
-from bumpgate.bench import creeps
-from bumpgate.drift import Reading
-from bumpgate.gate_view import findings_text
-from bumpgate.result import Asked, Gate, GateError
+from bumpgate.gate import bench, drift, result
+from bumpgate.gate.bench import creeps
+from bumpgate.gate.drift import Reading
+from bumpgate.gate.result import Asked, Gate, GateError
+from bumpgate.gate.sequential import Outcome, Plan
+from bumpgate.gate.timed import BARREN, SIDE, Sessions
+from bumpgate.gate.verdict import Decision, Finding
+from bumpgate.gate.view import findings_text
+from bumpgate.report import gate_file
 from bumpgate.rows import Judgement, Verdict, read_record
-from bumpgate.sequential import Outcome, Plan
-from bumpgate.timed import BARREN, SIDE, Sessions
-from bumpgate.verdict import Decision, Finding
 from suites.self.gating import COUNT_TEST, TIME_TEST, TODAY, Machine, count, gone, labels
 
 

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
-from bumpgate import cli, gate, result
+from bumpgate import cli
 from bumpgate.baseline import Baseline, Reviewed, save
-from bumpgate.environments import BuildError, NotInstallable
-from bumpgate.sequential import Plan
+from bumpgate.environments.build import BuildError, NotInstallable
+from bumpgate.gate import command as gate
+from bumpgate.gate import result
+from bumpgate.gate.sequential import Plan
 from suites.self.project import GOOD, PLUGINS, Project, Result, counted
 
 CANARY = """

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate import verdict
-from bumpgate.drift import Creep
+from bumpgate.gate import verdict
+from bumpgate.gate.drift import Creep
+from bumpgate.gate.sequential import Outcome, Timed
+from bumpgate.gate.verdict import Decision, Finding, GateVerdict, Side, group, judge_gate
 from bumpgate.rows import Judgement, Record, Row, Value, Verdict
-from bumpgate.sequential import Outcome, Timed
-from bumpgate.verdict import Decision, Finding, GateVerdict, Side, group, judge_gate
 
 FIXED = settings(derandomize=True, max_examples=60, deadline=None)
 HOLD, UNKNOWN, ADOPT = Decision.HOLD, Decision.UNKNOWN, Decision.ADOPT

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import history
-from bumpgate.archive import Archive
-from bumpgate.drift import Reading, anchor, creep
+from bumpgate.gate.drift import Reading, anchor, creep
+from bumpgate.gate.sequential import Outcome
+from bumpgate.gate.verdict import Side
+from bumpgate.report import history
+from bumpgate.report.archive import Archive
 from bumpgate.rows import Record, Verdict, write_record
-from bumpgate.sequential import Outcome
-from bumpgate.verdict import Side
 from suites.self.project import REPO
 from suites.self.reports import EVIL, HERE, bumpgate, judged, paired, row, write_gate
 
@@ -196,7 +196,7 @@ def test_a_killed_writer_leaves_a_whole_record_or_none(tmp_path: Path, archive: 
     archive.add(a_record(tmp_path, "11-01"))
     path = a_record(tmp_path, "11-02")
     program = (
-        "import sys, pathlib, time; from bumpgate.archive import Archive; from bumpgate import gate_file\n"
+        "import sys, pathlib, time; from bumpgate.report.archive import Archive; from bumpgate.report import gate_file\n"
         "a = Archive(sys.argv[1])\n"
         "with a._engine.begin() as c:\n"
         "    a._add_record(c, gate_file.read(pathlib.Path(sys.argv[2])), 'x')\n"

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from bumpgate import journal
-from bumpgate.attribution import Attribution, Mixture, attribute
-from bumpgate.journal import Journal, JournalError, Plan, begin, resume
-from bumpgate.search import Outcome, Search, SearchError
+from bumpgate.bisect import journal
+from bumpgate.bisect.attribution import Attribution, Mixture, attribute
+from bumpgate.bisect.journal import Journal, JournalError, Plan, begin, resume
+from bumpgate.bisect.search import Outcome, Search, SearchError
 from suites.self.searching import labels, planted
 from suites.self.tree import ROOT
 
@@ -200,7 +200,7 @@ def test_a_journal_that_acts_first_is_caught(
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from bumpgate.journal import begin, resume
+from bumpgate.bisect.journal import begin, resume
 from suites.self import test_journal as t
 
 path, kill_at = Path(sys.argv[1]), int(sys.argv[2])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate.multiplicity import benjamini_hochberg, holm
+from bumpgate.gate.multiplicity import benjamini_hochberg, holm
 from suites.self.test_sequential import told, wilson
 
 FIXED = settings(derandomize=True, max_examples=100, deadline=None)

@@ -14,10 +14,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bumpgate import diffs, gate_file, markdown, page, report
-from bumpgate.result import Asked, Gate, SideState
+from bumpgate.gate.result import Asked, Gate, SideState
+from bumpgate.gate.verdict import Decision, Finding, Side
+from bumpgate.report import command as report
+from bumpgate.report import diffs, gate_file, markdown, page
 from bumpgate.rows import Record, RecordError, Row, Verdict, write_record
-from bumpgate.verdict import Decision, Finding, Side
 from suites.self.reports import EVIL, HERE, TEST, bumpgate, held, judged, loss_curve, record, row, write_gate
 
 P = Verdict.PASS

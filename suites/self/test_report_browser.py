@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bumpgate import report
+from bumpgate.report import command as report
 from suites.self.reports import held
 
 pytestmark = pytest.mark.browser

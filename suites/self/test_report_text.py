@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate import gate_file, junit, markdown, page, report
+from bumpgate.gate.verdict import Side
+from bumpgate.report import command as report
+from bumpgate.report import gate_file, junit, markdown, page
 from bumpgate.rows import Judgement, Verdict
-from bumpgate.verdict import Side
 from suites.self.reports import EVIL, judged, record, row, write_gate
 from suites.self.test_report import Seen
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import cli, freeze, rollback, store
-from bumpgate.locks import Wheel, lane_lock, read_lock
+from bumpgate import cli
+from bumpgate.environments import freeze, rollback, store
+from bumpgate.environments.locks import Wheel, lane_lock, read_lock
+from bumpgate.environments.store import StoreError
+from bumpgate.processes.runner import LaneRun
 from bumpgate.rows import Judgement, Record, Row, Verdict
-from bumpgate.runner import LaneRun
-from bumpgate.store import StoreError
 from suites.self.local_index import LocalIndex, fake_wheel, isolated
 from suites.support.planted import planted
 

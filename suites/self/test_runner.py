@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bumpgate.runner import NOTHING_SELECTED, USAGE, LaneRun, installed, run_lane
+from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneRun, installed, run_lane
 from suites.self.project import GOOD, PLUGINS, Project, counted
 
 PYTHON = Path(sys.executable)
@@ -74,7 +74,9 @@ def test_what_pytest_refuses_is_its_own_line(project: Project) -> None:
 
 TORCHES = {
     "raise ImportError('libcudart.so.13: no such file')": "exit 1: ImportError: libcudart.so.13: no such file",
-    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": "killed by SIGSEGV: Fatal Python error: Segmentation fault",
+    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": (
+        "killed by SIGSEGV: Fatal Python error: Segmentation fault"
+    ),
     "import no_such_module": "exit 1: ModuleNotFoundError: No module named 'no_such_module'",
 }
 
@@ -124,7 +126,7 @@ def test_a_run_without_end_is_interrupted_and_leaves_its_record_and_no_process(p
 def test_a_starter_that_ends_takes_the_run_with_it(project: Project, number: signal.Signals) -> None:
     project.tests(GOOD + SLEEPER)
     program = (
-        "import sys; from pathlib import Path; from bumpgate.runner import run_lane\n"
+        "import sys; from pathlib import Path; from bumpgate.processes.runner import run_lane\n"
         f"run_lane(Path(sys.executable), Path.cwd(), 'cpu', ['-n', '0'], Path('r.json'), environment={QUICK!r})"
     )
     starter = project.start("-c", program)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from bumpgate import search
-from bumpgate.search import Outcome, Result, Search, SearchError, capacity
+from bumpgate.bisect import search
+from bumpgate.bisect.search import Outcome, Result, Search, SearchError, capacity
 from suites.self.searching import drive, labels, noisy, planted, tail
 
 RUNS = 1000

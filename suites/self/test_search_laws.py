@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate import search
-from bumpgate.search import Outcome, Search
+from bumpgate.bisect import search
+from bumpgate.bisect.search import Outcome, Search
 from suites.self.searching import drive, labels, noisy
 
 FIXED = settings(derandomize=True, max_examples=60, deadline=None)

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate import sequential
-from bumpgate.sequential import LOOKS, Look, Outcome, Plan, abba, decide, estimate, interval, log_ratio
+from bumpgate.gate import sequential
+from bumpgate.gate.sequential import LOOKS, Look, Outcome, Plan, abba, decide, estimate, interval, log_ratio
 
 FIXED = settings(derandomize=True, max_examples=40, deadline=None)
 PLAN = Plan()

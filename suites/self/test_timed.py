@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from bumpgate.gate.sequential import Outcome, Plan, summarise
+from bumpgate.gate.timed import Reading, Sessions, cost, plan_for
 from bumpgate.rows import Judgement, Row, Verdict
-from bumpgate.sequential import Outcome, Plan, summarise
-from bumpgate.timed import Reading, Sessions, cost, plan_for
 from suites.self.gating import TIME_TEST, count, gone, seconds
 from suites.self.test_sequential import told
 from suites.support import timing

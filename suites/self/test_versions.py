@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import cli, store, versions
-from bumpgate.locks import Wheel
+from bumpgate import cli
+from bumpgate.environments import store, versions
+from bumpgate.environments.locks import Wheel
+from bumpgate.environments.versions import UnreachableError, VersionsError, build_day, missing_days
 from bumpgate.rows import BumpgateError
-from bumpgate.versions import UnreachableError, VersionsError, build_day, missing_days
 from suites.self.local_index import LocalIndex, fake_wheel, isolated
 
 

@@ -31,6 +31,7 @@ import torch
 import torch._dynamo
 import torch._inductor.metrics
 import torch._logging
+from torch import _grouped_mm as grouped_mm  # noqa: F401 (for suites.xla.programs; private in torch 2.9)
 from torch import nn
 from torch._dynamo.utils import (
     clear_compilation_metrics,

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import abi
-from bumpgate.interpreter import ChildFault, Interpreter
-from bumpgate.inventory import Distribution, Inventory, take
-from bumpgate.manifest import Smoke
+from bumpgate.doctor import abi
+from bumpgate.environments.interpreter import ChildFault, Interpreter
+from bumpgate.environments.inventory import Distribution, Inventory, take
+from bumpgate.environments.manifest import Smoke
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted

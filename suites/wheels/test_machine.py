@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from bumpgate.examination import examine, make_site
-from bumpgate.findings import Status
+from bumpgate.doctor.examination import examine, make_site
+from bumpgate.doctor.findings import Status
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
 

@@ -11,11 +11,19 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from bumpgate import manifest
 from bumpgate.baseline import LANES
-from bumpgate.interpreter import Interpreter
-from bumpgate.inventory import Distribution, Inventory, take
-from bumpgate.manifest import Environment, KernelWheel, Label, ManifestError, label, load, mismatches
+from bumpgate.environments import manifest
+from bumpgate.environments.interpreter import Interpreter
+from bumpgate.environments.inventory import Distribution, Inventory, take
+from bumpgate.environments.manifest import (
+    Environment,
+    KernelWheel,
+    Label,
+    ManifestError,
+    label,
+    load,
+    mismatches,
+)
 from suites.kernels import workloads
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes

@@ -76,7 +76,7 @@ def compile_for(topology: str, bytecode: bytes) -> Compiled:
 
 
 def _options(xla_client: Any, chips: int, dump: str) -> Any:
-    """One program, partitioned over the chips; its text goes to `dump`, for jaxlib cannot parse a newer libtpu's HLO."""
+    """One program, partitioned over the chips; its text goes to `dump`: jaxlib cannot parse a newer libtpu's HLO."""
     import numpy as np
 
     options = xla_client.CompileOptions()

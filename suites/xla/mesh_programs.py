@@ -9,13 +9,27 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+from suites.support.child import run_json
+from suites.xla import aot
 from suites.xla.programs import PROGRAMS, program
 
 BATCH, TOKENS, STEPS = 8, 32, 3
 # (expert, model): the four shapes of a mesh.
 MESHES = ((1, 1), (1, 2), (2, 1), (2, 2))
+GIB = 1 << 30
+
+
+@cache
+def on_meshes(platform: str) -> dict[str, Any]:
+    """trained_on_meshes in a process of its own, once; the TPU's compiler beside where the device is the CPU."""
+    topology, environment = "", {"PJRT_DEVICE": platform}
+    if platform == "CPU":
+        topology, environment = "v6e:2x2", aot.ENVIRONMENT | {"CPU_NUM_DEVICES": "4"}
+    return run_json(__name__, "trained_on_meshes", topology, environment=environment, timeout=570)
 
 
 def small_moe() -> Any:
@@ -37,50 +51,35 @@ def traced_step(made: Any, ids: Any) -> list[Any]:
 
 
 @program
-def compiled_for_one_chip(name: str) -> dict[str, Any]:
-    """The whole narrow preset's train step, compiled for v6e:1x1."""
+def compiled_for_one_chip(name: str, *gib: str) -> dict[str, Any]:
+    """The whole narrow preset's train step, compiled for v6e:1x1; then programs with a result of so many GiB each."""
+    import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
 
     from launch.xla import prepare
     from model import preset
-    from suites.xla import aot, support
+    from suites.xla import support
 
     made = support.on_device(preset(name, "narrow"))
     prepare(made.model, made.optimizer)
-    ids = made.batch()
+    ids, x = made.batch(), torch.ones(1).to(torch_xla.device())
     torch_xla.sync()
-    return aot.compile_for("v6e:1x1", xm.get_stablehlo_bytecode(traced_step(made, ids))).to_json()
-
-
-@program
-def compiled_over_budget(rows: str) -> dict[str, Any]:
-    """A step of one attention layer at a batch of 2 and at one whose logits alone do not fit into a chip."""
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-
-    from launch.xla import prepare
-    from model import preset
-    from suites.xla import aot, support
-
-    made = support.on_device(preset("nam12", "narrow", layer_pattern="A", depth=1))
-    prepare(made.model, made.optimizer)
-    found = {}
-    for batch in (2, int(rows)):
-        ids = made.batch(batch)
-        torch_xla.sync()
+    found = aot.compile_for("v6e:1x1", xm.get_stablehlo_bytecode(traced_step(made, ids))).to_json()
+    refusals = {}
+    for size in gib:
+        large = x + torch.zeros(int(size) * GIB // 1024 // 4, 1024, device=torch_xla.device())
         try:
-            found[str(batch)] = aot.compile_for(
-                "v6e:1x1", xm.get_stablehlo_bytecode([made.model(ids).detach()])
-            ).temporary_bytes
+            aot.compile_for("v6e:1x1", xm.get_stablehlo_bytecode([large]))
+            refusals[size] = ""
         except aot.AotError as error:
-            found[str(batch)] = str(error)
-    return found
+            refusals[size] = str(error)
+    return found | {"refusals": refusals}
 
 
 @program
-def trained_on_meshes(compile_for: str) -> dict[str, Any]:
-    """Three AdamW steps of the small hybrid on each mesh and in eager mode; compiled for `compile_for` unless empty."""
+def trained_on_meshes(topology: str) -> dict[str, Any]:
+    """Three AdamW steps of the small hybrid on each mesh and in eager mode; its step compiled for a topology."""
     import torch_xla
 
     from launch import sharding
@@ -92,7 +91,8 @@ def trained_on_meshes(compile_for: str) -> dict[str, Any]:
     meshes = {}
     for expert, model in MESHES:
         mesh = sharding.make_mesh(expert, model)
-        meshes["-".join(mesh.axis_names)] = _trained(mesh, compile_for)
+        name = "-".join(mesh.axis_names)
+        meshes[name] = _trained(mesh, topology if name == "data-expert" else "")
     # After the first tensor on the device: a backward before it leaves autograd without a queue for the device.
     config = small_moe()
     eager, losses = build(config), []
@@ -105,16 +105,16 @@ def trained_on_meshes(compile_for: str) -> dict[str, Any]:
         losses.append(loss.item())
     with support.counted() as read:
         loss.detach().to(torch_xla.device()).add(1).item()
-    return {"meshes": meshes, "eager": losses, "downloads_of_item": read.downloads}
+    return {"meshes": meshes, "swapped": _swapped(), "eager": losses, "downloads_of_item": read.downloads}
 
 
-def _trained(mesh: Any, compile_for: str) -> dict[str, Any]:
+def _trained(mesh: Any, topology: str) -> dict[str, Any]:
     import torch_xla
     import torch_xla.core.xla_model as xm
 
     from launch import sharding
     from launch.xla import TrainStep
-    from suites.xla import aot, support
+    from suites.xla import support
 
     made = support.on_device(small_moe())
     sharding.annotate(made.model, mesh, made.optimizer)
@@ -126,8 +126,7 @@ def _trained(mesh: Any, compile_for: str) -> dict[str, Any]:
         before = support.replicated_executions()
         with support.counted() as count:
             losses.append(step([ids]))
-        executions = support.replicated_executions() - before
-        counts.append([count.compiles, executions, count.downloads])
+        counts.append([count.compiles, support.replicated_executions() - before, count.downloads])
     found = {
         "shape": [int(size) for size in mesh.mesh_shape],
         "losses": [loss.item() for loss in losses],
@@ -135,10 +134,149 @@ def _trained(mesh: Any, compile_for: str) -> dict[str, Any]:
         "specs": sharding.annotations(dict(made.model.named_parameters())),
         "receipt": sharding.receipt(made.model, mesh),
     }
-    if compile_for:
+    if topology:
         bytecode = xm.get_stablehlo_bytecode(traced_step(made, batches[0]))
-        found["aot"] = aot.compile_for(compile_for, bytecode).to_json()
+        found["aot"] = aot.compile_for(topology, bytecode).to_json()
     return found
+
+
+def _swapped() -> dict[str, Any]:
+    """The experts' annotation on a mesh whose last two axes have changed places, made behind launch.sharding's back."""
+    import numpy as np
+    import torch
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime as runtime
+
+    from launch import sharding
+
+    devices = runtime.global_runtime_device_count()
+    mesh = xs.Mesh(np.arange(devices), (devices // 4, 2, 2), ("data", "model", "expert"))
+    experts = torch.zeros(8, 64, 16).to(torch_xla.device())
+    xs.mark_sharding(experts, mesh, sharding.SHARDED["up", 3])
+    try:
+        sharding.check_axes(mesh.axis_names)
+        refusal = ""
+    except sharding.ShardingError as error:
+        refusal = str(error)
+    return {"up": sharding.annotations({"up": experts})["up"], "refusal": refusal}
+
+
+@program
+def audited() -> dict[str, Any]:
+    """A model with every feature on, annotated over all devices; then an Engram weight that surgery has replaced."""
+    import torch
+    import torch_xla
+    from torch import nn
+
+    from launch import sharding
+    from model.engram import EngramBranch
+    from suites.xla import support
+
+    sharding.start_spmd()
+    made = support.on_device(everything_on())
+    bare = sharding.unannotated(made.model)
+    mesh = sharding.make_mesh(2, 2)
+    sharding.annotate(made.model, mesh, made.optimizer)
+    found = {"before": len(bare), "after": sharding.unannotated(made.model)}
+    found |= {"receipt": sharding.receipt(made.model, mesh), "again": sharding.receipt(made.model, mesh)}
+    states = {
+        str(i): t for i, t in enumerate(made.state()) if t.ndim and i >= len(list(made.model.parameters()))
+    }
+    found["states"] = sum(bool(spec) for spec in sharding.annotations(states).values())
+    branch = next(m for m in made.model.modules() if isinstance(m, EngramBranch))
+    branch.mix = nn.Parameter(torch.zeros(branch.mix.shape).to(torch_xla.device()))
+    found["planted"] = sharding.unannotated(made.model)
+    found["refusal"] = _refusal(lambda: sharding.receipt(made.model, mesh))
+    return found | {"reductions": _reductions()} | {"memory": _memory_messages()}
+
+
+def everything_on() -> Any:
+    """Each feature that has parameters of its own, on a layer of each letter."""
+    from model import preset
+    from model.config import EngramConfig, HyperConfig, MTPConfig, NgramConfig, StructureConfig, TreeConfig
+
+    return preset(
+        "nam12", "narrow", layer_pattern="AEMR", depth=4, experts=8, top_k=2, null_rho=0.5, attention_gate="head",
+        ngram=NgramConfig(table=500), structure=StructureConfig(dim=16), tree=TreeConfig(24, 24, 16),
+        engram=EngramConfig(layers=(0,)), mtp=MTPConfig(), hyper=HyperConfig(layers=3, mix_branches=True),
+    )  # fmt: skip
+
+
+def _refusal(act: Callable[[], Any]) -> str:
+    """What a rule of this project says against `act`, "" where it lets it pass."""
+    from launch.sharding import ShardingError
+    from launch.tpu_memory import MemoryReadingError
+    from launch.xla import XlaError
+
+    try:
+        act()
+    except (ShardingError, MemoryReadingError, XlaError) as error:
+        return str(error)
+    return ""
+
+
+def _reductions() -> dict[str, Any]:
+    """Sums of one metric over all devices, and by three reductions that are none."""
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime as runtime
+
+    from launch import sharding
+
+    devices = runtime.global_runtime_device_count()
+    local = torch.arange(float(devices)).unsqueeze(1).to(torch_xla.device())
+    xs.mark_sharding(local, sharding.make_mesh(), ("data", None))
+
+    def raised(x: Any) -> Any:
+        raise RuntimeError("the other hosts are gone")
+
+    def swallowed(x: Any) -> Any:
+        try:
+            return raised(x)
+        except RuntimeError:
+            return x
+
+    refused = {"stock": lambda x: xm.all_reduce(xm.REDUCE_SUM, x), "swallowed": swallowed, "raised": raised}
+    alone = torch.ones(1).to(torch_xla.device())
+    total = sharding.global_sums(local, lambda x: x.sum(0), devices)
+    return {
+        "devices": devices,
+        "sum": total.item(),
+        "refusals": {
+            name: _refusal(lambda reduce=reduce: sharding.global_sums(alone, reduce, devices))
+            for name, reduce in refused.items()
+        },
+    }
+
+
+def _memory_messages() -> dict[str, Any]:
+    """What is said of the memory of the virtual device and of a physical one by its runtime name."""
+    import torch_xla
+    import torch_xla.runtime as runtime
+
+    from launch.tpu_memory import BINDING, chip_memory
+    from launch.xla import memory_in_use
+
+    chip = f"{runtime.device_type()}:0"
+    acts = {
+        "SPMD:0": memory_in_use,
+        "physical": lambda: memory_in_use(chip),
+        "binding": lambda: chip_memory(chip),
+    }
+    refusals = {name: _refusal(act) for name, act in acts.items()}
+    return refusals | {"has_binding": hasattr(torch_xla._XLAC, BINDING)}
+
+
+@program
+def topology() -> dict[str, Any]:
+    """Chips of the smallest topology, once libtpu has taken its flags."""
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc("v6e:1x1", platform="tpu").devices
+    return {"chips": len(devices), "kind": devices[0].device_kind}
 
 
 if __name__ == "__main__":

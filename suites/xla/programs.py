@@ -92,12 +92,12 @@ def grouped_mm() -> dict[str, Any]:
     """Two groups of two rows each."""
     import torch_xla
 
+    from suites.support.instruments import grouped_mm as product
+
     a, b = (
         torch.ones(*shape, dtype=torch.bfloat16).to(torch_xla.device()) for shape in ((4, 16), (2, 16, 16))
     )
     ends = torch.tensor([2, 4], dtype=torch.int32).to(torch_xla.device())
-    from suites.xla.support import grouped_mm as product
-
     return {"sum": product(a, b, ends).float().sum().item()}
 
 

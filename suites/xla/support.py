@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
@@ -195,8 +194,3 @@ def each_step(
             step(micro)
         found.append(counts)
     return found
-
-
-def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """a (rows,K), b (G,K,N), ends (G,) int32 -> (rows,N): each group's rows by its own matrix."""
-    return torch._grouped_mm(a, b, ends)

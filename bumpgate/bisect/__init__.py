@@ -1,0 +1,1 @@
+"""The bisection: the first bad version, then the package at fault."""

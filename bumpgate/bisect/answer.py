@@ -1,0 +1,288 @@
+"""What a bisect says: one line a probe while it runs, the answer at its end, and bisect.json for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+
+from bumpgate.baseline import investigate
+from bumpgate.bisect import blame
+from bumpgate.bisect.attribution import Attribution, Change, changes
+from bumpgate.bisect.bisection import Bisection
+from bumpgate.bisect.candidates import Range
+from bumpgate.bisect.journal import Plan
+from bumpgate.bisect.probe import LOG, CommandTest, Reading, Said, SuiteTest
+from bumpgate.bisect.search import Outcome, Result, capacity
+from bumpgate.environments.build import Environment
+from bumpgate.gate.verdict import Decision, Finding, Side, judge_gate
+from bumpgate.rows import one_line, write_atomic
+
+SCHEMA = 1
+LOG_LINES = 3
+FINDINGS = 8
+SHOWN = 4
+STYLE = {Outcome.GOOD: "green", Outcome.BAD: "red", Outcome.SKIP: "yellow", Outcome.UNKNOWN: "yellow"}
+
+
+class Watcher:
+    """Prints a line a probe; on a terminal also what is under way.
+
+    seconds: what the probes themselves took; last: the reason of the last outcome.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.seconds = 0.0
+        self.last = ""
+        self._left = ""
+        self._status = Status("", console=console) if console.is_terminal else None
+
+    def __enter__(self) -> Watcher:
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._status:
+            self._status.stop()
+
+    def probing(self, name: str) -> None:
+        if self._status:
+            self._status.update(f"probing {name}{f' ({self._left})' if self._left else ''}")
+
+    def said(self, name: str, reading: Reading, said: Said, left: str) -> None:
+        self.seconds += reading.seconds
+        self.last = said.reason
+        self._left = left
+        outcome = (
+            f"[{STYLE[said.outcome]}]{said.outcome.value:7}[/]" if self._status else f"{said.outcome.value:7}"
+        )
+        self.console.print(outcome, end=" ", highlight=False, markup=bool(self._status))
+        text = f"{name} in {reading.seconds:.1f} s: {said.reason}{f'; {left}' if left else ''}"
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Everything that a bisect found. good, bad: the two neighbours; found: what the rows show side by side."""
+
+    range: Range
+    plan: Plan
+    result: Result
+    attribution: Attribution | None = None
+    good: str = ""
+    bad: str = ""
+    links: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    repro: str = ""
+    changed: tuple[str, ...] = ()
+    deciding: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+    @property
+    def blamed(self) -> tuple[Change, ...]:
+        """The packages at fault, from the earlier candidate to the later one."""
+        found = self.attribution.changes if self.attribution else ()
+        return tuple(replace(c, old=c.new, new=c.old) for c in found) if self.plan.find_fix else found
+
+    @property
+    def sure(self) -> bool:
+        return self.result.found and self.result.posterior >= self.plan.confidence
+
+    @property
+    def bound(self) -> int:
+        """Probes that no search can do without: both ends, and the bits of the places over those of one probe."""
+        bits = math.log2(len(self.range.versions) - 1)
+        return 2 + math.ceil(round(bits / capacity(self.plan.false_bad, self.plan.false_good), 9))
+
+
+def answer(
+    bisection: Bisection,
+    span: Range,
+    result: Result,
+    attribution: Attribution | None,
+    test: SuiteTest | CommandTest,
+) -> Answer:
+    """Gathers what a found result means; reads environments and readings, runs nothing."""
+    good_env, bad_env = bisection.environments(result)
+    good, bad = (span.versions[i] for i in bisection.neighbours(result))
+    first, last = (bad_env, good_env) if bisection.search.find_fix else (good_env, bad_env)
+    found = Answer(span, bisection.state.plan, result, attribution, good, bad)
+    readings = [
+        bisection.reading_of(index, outcome)
+        for index, outcome in zip(bisection.neighbours(result), (Outcome.GOOD, Outcome.BAD))
+    ]
+    suspects = [span.versions[i] for i in result.suspects[:-1]]
+    return replace(
+        found,
+        links=tuple(_links(first, last, [c.name for c in found.blamed] or [span.package])),
+        findings=tuple(_findings(test, span.package, good, bad, *readings)),
+        repro=_repro(test, bad_env, readings[1]),
+        changed=tuple(map(str, changes(first.packages, last.packages))),
+        deciding=test.deciding,
+        unread=tuple(suspects),
+    )
+
+
+def _links(first: Environment, last: Environment, packages: list[str]) -> list[str]:
+    links = [(name, blame.compare_link(first, last, name)) for name in packages]
+    return [
+        f"{link}{' (commits of the nightly branch: their messages name those of main)' if nightly else ''}"
+        for name, link in links
+        if link
+        for nightly in [blame.is_nightly(last.packages.get(name)) and not _of_main(last, name)]
+    ]
+
+
+def _of_main(environment: Environment, package: str) -> bool:
+    """A build by commit names in its version the commit of main itself."""
+    return "+git" in environment.packages.get(package, "")
+
+
+def _findings(
+    test: SuiteTest | CommandTest,
+    package: str,
+    good: str,
+    bad: str,
+    before: Reading | None,
+    after: Reading | None,
+) -> list[Finding]:
+    """The good and the bad evidence side by side, one finding a cause."""
+    if before is None or after is None:
+        return []
+    if isinstance(test, CommandTest):
+        return [Finding(Decision.HOLD, "BAD", "", test.judge(after).reason, (), _tail(before), _tail(after))]
+    was = Side(f"{package} {good}", before.record, before.failure)
+    now = Side(f"{package} {bad}", after.record, after.failure)
+    verdict = judge_gate(test.lane, was, now)
+    ours = [
+        f
+        for f in verdict.findings
+        if set(test.deciding) & {*f.rows, *(line.partition(": ")[0] for line in f.bad)}
+    ]
+    if after.crash:
+        ours.append(
+            Finding(Decision.HOLD, "CRASH", "", after.crash, (), ("ran to its end",), (after.failure,))
+        )
+    return ours
+
+
+def _tail(reading: Reading) -> tuple[str, ...]:
+    try:
+        text = (reading.place / LOG).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    lines = [one_line(line, 160) for line in text.splitlines() if line.strip()]
+    return tuple(lines[-LOG_LINES:]) or ("(it printed nothing)",)
+
+
+def _repro(test: SuiteTest | CommandTest, bad: Environment, reading: Reading | None) -> str:
+    if isinstance(test, CommandTest):
+        path = "" if "{python}" in test.command else f"PATH={bad.python.parent}:$PATH "
+        return f"{path}{test.line(bad)}"
+    rows = {j.row.id: j.row.test for j in reading.record.judgements} if reading and reading.record else {}
+    names = [rows.get(name, name) for name in test.deciding]
+    node = next((name for name in names if "::" in name), "")
+    return f"{bad.python} -m {investigate(test.lane, node)}"
+
+
+def text(found: Answer, seconds: float, beside: float) -> str:
+    """The answer for a reader. seconds: of the probes of this run; beside: everything else that it did."""
+    span, result = found.range, found.result
+    fix = found.plan.find_fix
+    if not result.found:
+        return f"no answer: {result.failure}"
+    name = span.versions[result.suspects[-1]]
+    new, old = ("first good", "last bad") if fix else ("first bad", "last good")
+    lines = [f"{new:11} {span.package} {span.label(name)}"]
+    if found.unread:
+        lines.append(f"{'':11} or one of {', '.join(found.unread)}, which could not be probed")
+    if not found.sure:
+        lines[0] += (
+            f", likely (posterior {result.posterior:.2f}; --confidence asks for {found.plan.confidence})"
+        )
+    assert result.last_old is not None, "a found result has a candidate before it"
+    lines.append(f"{old:11} {span.package} {span.label(span.versions[result.last_old])}")
+    lines += _fault_lines(found)
+    lines += [f"{'compare':11} {link}" for link in found.links]
+    if found.deciding:
+        more = f" and {len(found.deciding) - SHOWN} more" if len(found.deciding) > SHOWN else ""
+        lines.append(f"{'decided by':11} {', '.join(found.deciding[:SHOWN])}{more}")
+    for finding in found.findings[:FINDINGS]:
+        lines.append(f"{finding.label.lower():11} {finding.metric or 'test'}: {finding.head or 'its value'}")
+        lines += [f"{'':11}   good {found.good}: {line}" for line in finding.good]
+        lines += [f"{'':11}   bad  {found.bad}: {line}" for line in finding.bad]
+    if len(found.findings) > FINDINGS:
+        lines.append(f"{'':11} and {len(found.findings) - FINDINGS} more causes in bisect.json")
+    misreads = f", {result.misreads} of them misread" if result.misreads else ""
+    lines.append(
+        f"{'probes':11} {result.probes}{misreads}; no search needs fewer than {found.bound} in the worst case"
+    )
+    lines.append(f"{'time':11} {seconds:.1f} s in probes, {beside:.1f} s beside them")
+    lines.append(f"{'again':11} {found.repro}")
+    return "\n".join(lines)
+
+
+def _fault_lines(found: Answer) -> list[str]:
+    attribution = found.attribution
+    if attribution is None:
+        return []
+    if attribution.failure:
+        return [f"{'at fault':11} not found: {attribution.failure}"]
+    named = {c.name for c in found.blamed}
+    spared = "" if found.range.package in named else f", not {found.range.package}"
+    line = f"{'at fault':11} {', '.join(map(str, found.blamed))}{spared}"
+    if attribution.unresolved:
+        line += f" (it may be less: {attribution.unresolved} mixtures could not be run)"
+    return [line]
+
+
+def write_json(path: Path, found: Answer, bisection: Bisection, **more: Any) -> None:
+    """Everything that the bisect saw and found, in one step."""
+    span, result = found.range, found.result
+    suspects = [span.versions[i] for i in result.suspects]
+    attribution = found.attribution
+    raw = {
+        "schema": SCHEMA,
+        "command": " ".join(found.plan.command),
+        "package": span.package,
+        "good": span.good,
+        "bad": span.bad,
+        "find_fix": found.plan.find_fix,
+        "candidates": list(span.versions),
+        "failure": result.failure,
+        "first": suspects[-1] if suspects else None,
+        "suspects": suspects,
+        "last": None if result.last_old is None else span.versions[result.last_old],
+        "posterior": result.posterior,
+        "sure": found.sure,
+        "probes": result.probes,
+        "bound": found.bound if len(span.versions) > 1 else None,
+        "misreads": result.misreads,
+        "at_fault": [vars(c) for c in found.blamed],
+        "attribution": attribution and {k: v for k, v in vars(attribution).items() if k != "changes"},
+        "deciding": list(found.deciding),
+        "changed": list(found.changed),
+        "compare": list(found.links),
+        "findings": [vars(f) | {"decision": f.decision.name} for f in found.findings],
+        "repro": found.repro,
+        "readings": [
+            {
+                "version": step.version,
+                "outcome": step.outcome.value,
+                "failure": step.reading.failure,
+                "exit_code": step.reading.code,
+                "seconds": step.reading.seconds,
+                "folder": f"probes/{step.reading.place.name}",
+            }
+            for step in bisection.steps()
+        ],
+        **more,
+    }
+    write_atomic(path, json.dumps(raw, indent=1) + "\n")

@@ -1,0 +1,195 @@
+"""Which changed package turns a package set red: delta debugging (ddmin; Zeller & Hildebrandt 2002) over two locks.
+
+The good set is green and the bad set is red. A mixture is the good set with some packages as in the bad one.
+Packages that only work together form one part, which is taken from one side whole. Pure: the probe is the
+caller's, and what it said is handed out reading by reading, so that a journal can hand it back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bumpgate.bisect.search import UNKNOWN_LIMIT, Outcome
+from bumpgate.rows import BumpgateError
+
+Packages = Mapping[str, str]
+Mixture = frozenset[str]
+"""Names of the packages that are as in the bad set; all others are as in the good one."""
+
+# Attribution begins after a search has found both sets to be what they are said to be.
+PRIOR_RED = 0.5
+
+
+class AttributionError(BumpgateError):
+    """Two sets that leave nothing to attribute, or noise without information."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One package; None stands for absent."""
+
+    name: str
+    old: str | None
+    new: str | None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.old or '(absent)'} -> {self.new or '(absent)'}"
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """What delta debugging found.
+
+    changes: the packages at fault, by name: with them alone the set is red, and without any one part of them
+        it was not seen red. Where they are more than one part, no other single part is red alone either.
+    probes: readings taken, repeats and failed installs included.
+    mixtures: how many different package sets they were of.
+    unresolved: mixtures that did not install or gave no verdict; where any, the answer may hold too much.
+    failure: why there is no answer, one line; empty where there is one.
+    """
+
+    changes: tuple[Change, ...]
+    probes: int
+    mixtures: int
+    unresolved: int
+    failure: str = ""
+
+
+def attribute(
+    good: Packages,
+    bad: Packages,
+    probe: Callable[[Mixture, dict[str, str]], Outcome],
+    together: Iterable[Collection[str]] = (),
+    *,
+    false_bad: float = 0.0,
+    false_good: float = 0.0,
+    confidence: float = 0.98,
+    known: Iterable[tuple[Mixture, Outcome]] = (),
+) -> Attribution:
+    """The smallest change that turns the good set red, as far as single parts and parts of the answer go.
+
+    good, bad: name to version. probe: takes a mixture's name set and its package set, and reads it once.
+    together: groups of names that are installed from one side only; groups that share a changed name
+        are one.
+    false_bad, false_good, confidence: as of search.Search; under noise a mixture is read until it is settled.
+    known: readings of an interrupted run in their order, taken before the probe is asked.
+    Raises AttributionError, one line, where the sets do not differ or a number makes no sense.
+    """
+    parts = _parts(good, bad, together)
+    readings = _Readings(good, bad, probe, false_bad, false_good, confidence, known, len(parts))
+    everything = [name for part in parts for name in part]
+    for said, names in ((Outcome.GOOD, []), (Outcome.BAD, everything)):
+        read = readings.of(names)
+        if read is not said:
+            return readings.answer(
+                [], f"the {said.value.lower()} set reads {read.value}: nothing to attribute"
+            )
+    red = _ddmin(parts, readings)
+    if len(red) > 1:
+        red = next(([part] for part in parts if readings.red([part])), red)
+    return readings.answer([name for part in red for name in part])
+
+
+def changes(good: Packages, bad: Packages) -> list[Change]:
+    """Every package that the two sets hold differently, by name."""
+    names = sorted(good.keys() | bad.keys())
+    return [Change(n, good.get(n), bad.get(n)) for n in names if good.get(n) != bad.get(n)]
+
+
+def _ddmin(parts: list[Mixture], readings: _Readings) -> list[Mixture]:
+    """A red list of parts, no part of which can be left out: halves, then finer, each alone and then without it."""
+    pieces = 2
+    while len(parts) > 1:
+        cuts = list(pairwise(len(parts) * i // pieces for i in range(pieces + 1)))
+        subsets = [parts[a:b] for a, b in cuts]
+        rests = [parts[:a] + parts[b:] for a, b in cuts] if pieces > 2 else []
+        if subset := next((s for s in subsets if readings.red(s)), None):
+            parts, pieces = subset, 2
+        elif rest := next((r for r in rests if readings.red(r)), None):
+            parts, pieces = rest, max(pieces - 1, 2)
+        elif pieces < len(parts):
+            pieces = min(2 * pieces, len(parts))
+        else:
+            break
+    return parts
+
+
+class _Readings:
+    """Verdicts on mixtures: each read until it is settled, once."""
+
+    def __init__(
+        self,
+        good: Packages,
+        bad: Packages,
+        probe: Callable[[Mixture, dict[str, str]], Outcome],
+        false_bad: float,
+        false_good: float,
+        confidence: float,
+        known: Iterable[tuple[Mixture, Outcome]],
+        parts: int,
+    ) -> None:
+        if not (0 <= false_bad < 0.5 and 0 <= false_good < 0.5 and 0.5 < confidence < 1):
+            raise AttributionError("false_bad and false_good must lie in [0, 0.5), confidence in (0.5, 1)")
+        self.good, self.bad, self.probe = good, bad, probe
+        self.false_bad, self.false_good = false_bad, false_good
+        # One wrong verdict spoils the answer, so they share its doubt: about two mixtures a part, and the ends.
+        self.doubt = (1 - confidence) / (2 * parts + 2)
+        self.known: dict[Mixture, deque[Outcome]] = defaultdict(deque)
+        for mixture, outcome in known:
+            self.known[mixture].append(outcome)
+        self.verdicts: dict[Mixture, Outcome] = {}
+        self.probes = 0
+
+    def red(self, parts: list[Mixture]) -> bool:
+        return self.of([name for part in parts for name in part]) is Outcome.BAD
+
+    def of(self, names: Iterable[str]) -> Outcome:
+        mixture = frozenset(names)
+        if mixture not in self.verdicts:
+            self.verdicts[mixture] = self._settle(mixture)
+        return self.verdicts[mixture]
+
+    def answer(self, names: list[str], failure: str = "") -> Attribution:
+        blamed = tuple(change for change in changes(self.good, self.bad) if change.name in names)
+        unresolved = sum(v in (Outcome.SKIP, Outcome.UNKNOWN) for v in self.verdicts.values())
+        return Attribution(blamed, self.probes, len(self.verdicts), unresolved, failure)
+
+    def _settle(self, mixture: Mixture) -> Outcome:
+        """Reads until one verdict is sure enough (Wald's sequential test); SKIP at once, UNKNOWN after a few."""
+        seen = dict.fromkeys(Outcome, 0)
+        while True:
+            outcome = self._read(mixture)
+            seen[outcome] += 1
+            if outcome is Outcome.SKIP or seen[Outcome.UNKNOWN] >= UNKNOWN_LIMIT:
+                return outcome
+            counts = seen[Outcome.BAD], seen[Outcome.GOOD]
+            if_bad = PRIOR_RED * math.prod(map(pow, (1 - self.false_good, self.false_good), counts))
+            if_good = (1 - PRIOR_RED) * math.prod(map(pow, (self.false_bad, 1 - self.false_bad), counts))
+            for verdict, weight, other in ((Outcome.BAD, if_bad, if_good), (Outcome.GOOD, if_good, if_bad)):
+                if any(counts) and other <= self.doubt * (weight + other):
+                    return verdict
+
+    def _read(self, mixture: Mixture) -> Outcome:
+        self.probes += 1
+        if self.known[mixture]:
+            return self.known[mixture].popleft()
+        changed = {n: v for n, v in self.bad.items() if n in mixture}
+        kept = {n: v for n, v in self.good.items() if n not in mixture}
+        return self.probe(mixture, dict(sorted({**kept, **changed}.items())))
+
+
+def _parts(good: Packages, bad: Packages, together: Iterable[Collection[str]]) -> list[Mixture]:
+    """The changed packages in parts that move together, in order of their first names."""
+    changed = {change.name for change in changes(good, bad)}
+    if not changed:
+        raise AttributionError("the good and the bad set hold the same packages: nothing to attribute")
+    parts = [frozenset({name}) for name in changed]
+    for group in together:
+        joined = [part for part in parts if part & set(group)]
+        parts = [part for part in parts if part not in joined]
+        parts += [frozenset().union(*joined)] if joined else []
+    return sorted(parts, key=min)

@@ -1,0 +1,242 @@
+"""The loop of a bisect: asks the search, takes readings, writes the journal, then finds the package at fault.
+
+Everything that outlives a kill is on disk: the journal decides, and a reading that ended is never taken again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from packaging.version import Version
+
+from bumpgate.bisect import blame
+from bumpgate.bisect.attribution import Attribution, Mixture, attribute, changes
+from bumpgate.bisect.journal import Journal
+from bumpgate.bisect.probe import READING, Build, Cause, Reading, Said, Test, keep, load, take
+from bumpgate.bisect.search import Outcome, Result
+from bumpgate.environments.build import Environment, NotInstallable
+from bumpgate.environments.request import Request
+from bumpgate.rows import BumpgateError
+
+# uv and pip try again by themselves when the network fails; this is for what is left.
+TRIES = 2
+
+
+class MachineError(BumpgateError):
+    """The machine or the index fails one candidate after the other, or an end: nothing of it is a verdict."""
+
+
+class Ahead(Protocol):
+    """Builds ahead of need."""
+
+    def start(self, requests: Sequence[Request]) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Show(Protocol):
+    """What a watcher is told."""
+
+    def probing(self, name: str) -> None: ...
+
+    def said(self, name: str, reading: Reading, said: Said, left: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a bisect works with. request: of a version; out: the folder of the readings."""
+
+    package: str
+    out: Path
+    request: Callable[[str], Request]
+    build: Build
+    test: Test
+    show: Show
+    ahead: Ahead | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One reading that the search took in."""
+
+    version: str
+    outcome: Outcome
+    reading: Reading
+
+
+class Bisection:
+    """One bisect, from wherever its journal stands."""
+
+    def __init__(self, state: Journal, bench: Bench) -> None:
+        self.state = state
+        self.bench = bench
+        self.search = state.search
+        self._spoilt = False
+
+    def run(self) -> Result:
+        """Probes until the search has its answer. Raises MachineError, ProbeError, KeyboardInterrupt."""
+        try:
+            self._learn()
+            while asked := self.state.decide():
+                if any(self._unjudged(end) for end in self._ends()):
+                    self._read_ends()
+                else:
+                    reading = self._reading(asked[0])
+                    if asked[0] in self._ends():
+                        self._learn()
+                    self._record(asked[0], reading, self.bench.test.judge(reading))
+        finally:
+            if self.bench.ahead:
+                self.bench.ahead.stop()
+        result = self.search.result()
+        assert result is not None, "the journal decides nothing more only where there is an answer"
+        return result
+
+    def steps(self) -> Iterator[Step]:
+        """All readings that were recorded, in order."""
+        seen = Counter[int]()
+        for index, outcome in self.search.history:
+            place = self._place(index, seen[index])
+            gone = Reading(place, Cause.RAN, failure="its files are gone")
+            yield Step(self.search.candidates[index], outcome, load(place) or gone)
+            seen[index] += 1
+
+    def reading_of(self, index: int, outcome: Outcome) -> Reading | None:
+        """The first reading of a candidate that said so."""
+        version = self.search.candidates[index]
+        return next((s.reading for s in self.steps() if (s.version, s.outcome) == (version, outcome)), None)
+
+    def neighbours(self, result: Result) -> tuple[int, int]:
+        """Indices of the two candidates that differ, the good one first."""
+        assert result.last_old is not None, "a search that failed has no neighbours"
+        pair = result.last_old, result.suspects[-1]
+        return (pair[1], pair[0]) if self.search.find_fix else pair
+
+    def environments(self, result: Result) -> tuple[Environment, Environment]:
+        """Of the two neighbours, the good one first; both are in the cache."""
+        good, bad = (self.bench.build(self._request(i)) for i in self.neighbours(result))
+        return good, bad
+
+    def attribute(self, result: Result) -> Attribution | None:
+        """Which package of the two neighbours' sets is at fault; None where the sets are the same."""
+        good, bad = self.environments(result)
+        changed = frozenset(change.name for change in changes(good.packages, bad.packages))
+        if not changed:
+            return None
+        sides = dict(zip(self.neighbours(result), (frozenset[str](), changed)))
+        known = [(sides[i], outcome) for i, outcome in self.search.history if i in sides]
+        plan = self.state.plan
+        return attribute(
+            good.packages,
+            bad.packages,
+            self._probe_mixture,
+            blame.together(good, bad),
+            false_bad=plan.false_bad,
+            false_good=plan.false_good,
+            confidence=plan.confidence,
+            known=[*known, *self.state.mixtures],
+        )
+
+    def _probe_mixture(self, mixture: Mixture, packages: Mapping[str, str]) -> Outcome:
+        self.state.decide_mixture(mixture)
+        digest = hashlib.sha256("\n".join(sorted(mixture)).encode()).hexdigest()[:12]
+        taken = sum(m == mixture for m, _ in self.state.mixtures)
+        name = "the good set with " + (
+            ", ".join(f"{n} {packages.get(n, '(absent)')}" for n in sorted(mixture)) or "nothing"
+        )
+        self.bench.show.probing(name)
+        like = self._request(self.search.first)
+        place = self.bench.out / "mixtures" / f"{digest}.{taken}"
+        reading = self._retried(place, blame.mixture_request(packages, like), self.bench.build)
+        said = self.bench.test.judge(reading)
+        self.state.record_mixture(mixture, said.outcome)
+        self.bench.show.said(name, reading, said, "")
+        return said.outcome
+
+    def _read_ends(self) -> None:
+        """Both, before either is judged: what differs between them is what decides."""
+        readings = {}
+        for end in self._ends():
+            if not self._unjudged(end):
+                continue
+            reading = self._reading(end)
+            void = self.bench.test.void(reading)
+            if void is not None:
+                self._record(end, reading, void)
+                return
+            readings[end] = reading
+        self._learn()
+        for end, reading in readings.items():
+            self._record(end, reading, self.bench.test.judge(reading))
+
+    def _learn(self) -> None:
+        """From all readings of the ends that lie on disk, so that a resumed bisect learns the same."""
+        good, bad = ([r for r in self._kept(end) if r.cause is Cause.RAN] for end in self._ends())
+        if self.search.find_fix:
+            good, bad = bad, good
+        if good and bad:
+            self.bench.test.learn(good, bad)
+
+    def _kept(self, index: int) -> Iterator[Reading]:
+        taken = 0
+        while reading := load(self._place(index, taken)):
+            yield reading
+            taken += 1
+
+    def _reading(self, index: int) -> Reading:
+        version = self.search.candidates[index]
+        self.bench.show.probing(f"{self.bench.package} {version}")
+        taken = sum(i == index for i, _ in self.search.history)
+
+        def build(request: Request) -> Environment:
+            environment = self.bench.build(request)
+            came = environment.packages.get(self.bench.package)
+            if came is None or Version(came) != Version(version):
+                raise NotInstallable(f"{request.title}: {came} came instead", self.bench.out, "")
+            # Only now: what was being built ahead may have been this one.
+            later = [*(i for i in self.state.decide() if i != index), *self.search.prefetch()]
+            if self.bench.ahead:
+                self.bench.ahead.start([self._request(i) for i in dict.fromkeys(later)])
+            return environment
+
+        return self._retried(self._place(index, taken), self._request(index), build, index in self._ends())
+
+    def _retried(self, place: Path, request: Request, build: Build, end: bool = False) -> Reading:
+        """A reading that the machine spoilt is taken anew. What it spoils again is kept, and its candidate set aside.
+
+        Raises MachineError, and keeps no reading, where an end or two candidates in a row would be set aside for it.
+        """
+        for _ in range(TRIES):
+            reading = take(place, request, build, self.bench.test)
+            if reading.cause is not Cause.MACHINE:
+                self._spoilt = False
+                return reading
+            (place / READING).unlink()
+        if self._spoilt or end:
+            raise MachineError(f"{request.title}: {reading.failure.removeprefix(f'{request.title}: ')}")
+        self._spoilt = True
+        keep(reading)
+        return reading
+
+    def _record(self, index: int, reading: Reading, said: Said) -> None:
+        version = self.search.candidates[index]
+        self.state.record(index, said.outcome)
+        left = "" if self.search.result() else self.search.progress()
+        self.bench.show.said(f"{self.bench.package} {version}", reading, said, left)
+
+    def _unjudged(self, index: int) -> bool:
+        return not any(i == index and o in (Outcome.GOOD, Outcome.BAD) for i, o in self.search.history)
+
+    def _ends(self) -> tuple[int, int]:
+        return self.search.first, self.search.last
+
+    def _request(self, index: int) -> Request:
+        return self.bench.request(self.search.candidates[index])
+
+    def _place(self, index: int, taken: int) -> Path:
+        return self.bench.out / "probes" / f"{self.search.candidates[index]}.{taken}"

@@ -1,0 +1,179 @@
+"""From two ends, versions or dates, to the list that a bisect searches: pure, oldest first, one build a version."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+
+from packaging.version import InvalidVersion, Version
+
+from bumpgate.environments.versions import Found, missing_days
+from bumpgate.rows import BumpgateError
+
+DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+
+
+class RangeError(BumpgateError):
+    """Two ends with nothing to search between them. One line: why, and what to name instead."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """versions: both ends included, oldest first. yanked: left out of them; missing: days on which none was built."""
+
+    package: str
+    versions: tuple[str, ...]
+    good: str
+    bad: str
+    dates: Mapping[str, date]
+    yanked: tuple[str, ...] = ()
+    missing: int = 0
+
+    def summary(self, about: int | None = None) -> str:
+        """`torch: 17 versions between 2.9.0 (good) and 2.13.0 (bad), at most 7 probes: 5 and both ends`.
+
+        about: how many probes a test that misreads is likely to take; None for one that does not.
+        """
+        inner = math.ceil(math.log2(len(self.versions) - 1))
+        text = f"{self.package}: {len(self.versions) - 2} version{'s' * (len(self.versions) != 3)} between "
+        states = ("good", "bad") if self.good == self.versions[0] else ("bad", "good")
+        ends = [f"{self.label(v)} ({s})" for v, s in zip((self.versions[0], self.versions[-1]), states)]
+        text += f"{' and '.join(ends)}, "
+        exact = f"at most {inner + 2} probes if all install: {inner} and both ends"
+        text += exact if about is None else f"about {about} probes, for some misread"
+        left_out = [f"{len(self.yanked)} yanked ({', '.join(self.yanked)})"] if self.yanked else []
+        left_out += [f"{self.missing} day{'s' * (self.missing != 1)} without a build"] if self.missing else []
+        return f"{text}; left out: {', '.join(left_out)}" if left_out else text
+
+    def label(self, version: str) -> str:
+        """A version with the day of its build, where that is known and the version does not say it."""
+        day = self.dates.get(version)
+        return f"{version} of {day}" if day and f"{day:%Y%m%d}" not in version else version
+
+
+def wants_prereleases(*ends: str) -> bool:
+    """Dates mean nightlies; releases alone mean releases."""
+    return any(DATE.fullmatch(end) or _version(end).is_prerelease for end in ends)
+
+
+def between(package: str, found: Sequence[Found], good: str, bad: str, *, find_fix: bool = False) -> Range:
+    """The range that --good and --bad span. found: all versions in order, as `versions.versions` gives them.
+
+    A date means, for the earlier end, the last build of that day or before, and for the later one the first of that
+    day or after. Raises RangeError where an end is no version here, where both are one, are in the wrong order, or
+    where nothing tells in which order or variant the builds between them come.
+    """
+    early, late = (bad, good) if find_fix else (good, bad)
+    if any(DATE.fullmatch(end) for end in (early, late)) and not any(f.date for f in found):
+        raise RangeError(
+            f"{package}: no version here has a date: name versions, such as --good {found[0].version}"
+        )
+    variant = _variant(early, late)
+    listed = _of_variant(found, variant)
+    first, last = _resolve(package, listed, early, later=False), _resolve(package, listed, late, later=True)
+    if first == last:
+        raise RangeError(f"--good {good} and --bad {bad} are one version, {package} {listed[first].version}")
+    if first > last:
+        other = (
+            "drop --find-fix to find the first bad one" if find_fix else "--find-fix finds the first good one"
+        )
+        order = "after" if find_fix else "before"
+        raise RangeError(f"good {good} does not come {order} bad {bad}: swap them, or {other}")
+    inside = listed[first : last + 1]
+    kept = [f for f in inside if f.yanked is None or f in (inside[0], inside[-1])]
+    _check_order(package, kept)
+    names = [f.version for f in kept]
+    ends = (names[-1], names[0]) if find_fix else (names[0], names[-1])
+    nightly = any(Version(v).is_devrelease for v in names)
+    return Range(
+        package,
+        tuple(names),
+        *ends,
+        dates={f.version: f.date for f in kept if f.date},
+        yanked=tuple(f.version for f in inside if f not in kept),
+        missing=len(missing_days(kept)) if nightly else 0,
+    )
+
+
+def _version(text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        raise RangeError(
+            f"{text!r} is neither a version such as 2.13.0 nor a date such as 2026-10-01"
+        ) from None
+
+
+def _variant(*ends: str) -> str | None:
+    """The build variant ("cpu", "cu126") that the named ends agree on."""
+    named = {Version(end).local for end in ends if not DATE.fullmatch(end) and _version(end).local}
+    variants = {local for local in named if local and not local.startswith("git")}
+    if len(variants) > 1:
+        raise RangeError(f"the ends are of two variants, {' and '.join(sorted(variants))}: name both of one")
+    return variants.pop() if variants else None
+
+
+def _of_variant(found: Sequence[Found], variant: str | None) -> list[Found]:
+    """Without the other variants of a version that comes in the wanted one; without a name, that is the plain one."""
+    plain = {Version(f.version).public for f in found if Version(f.version).local == variant}
+    return [
+        f
+        for f in found
+        if Version(f.version).local == variant
+        or (Version(f.version).public not in plain and (not variant or not Version(f.version).local))
+    ]
+
+
+def _resolve(package: str, found: Sequence[Found], end: str, *, later: bool) -> int:
+    """Index of the version that an end names."""
+    if DATE.fullmatch(end):
+        return _on(package, found, end, later=later)
+    wanted = _version(end)
+    exact = [i for i, f in enumerate(found) if Version(f.version) == wanted]
+    public = [
+        i for i, f in enumerate(found) if not wanted.local and Version(f.version).public == wanted.public
+    ]
+    matches = exact or public
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise RangeError(f"{package} {end} comes as {', '.join(found[i].version for i in matches)}: name one")
+    older = [f.version for f in found if Version(f.version) < wanted][-1:]
+    newer = [f.version for f in found if Version(f.version) > wanted][:1]
+    near = ", ".join(older + newer)
+    raise RangeError(f"{package} {end} is not among the {len(found)} versions here; next to it: {near}")
+
+
+def _on(package: str, found: Sequence[Found], end: str, *, later: bool) -> int:
+    try:
+        day = date.fromisoformat(end)
+    except ValueError:
+        raise RangeError(f"{end!r} is no date") from None
+    dated = [(f.date, i) for i, f in enumerate(found) if f.date]
+    fitting = [(d, i) for d, i in dated if (d >= day if later else d <= day)]
+    if fitting:
+        return (min if later else max)(fitting)[1]
+    edge, i = (max if later else min)(dated)
+    side, which = ("later", "newest") if later else ("earlier", "oldest")
+    raise RangeError(f"{package}: no build of {day} or {side}; the {which} is {found[i].version} of {edge}")
+
+
+def _check_order(package: str, found: Iterable[Found]) -> None:
+    found = list(found)
+    loose = [f for f in found if "is not known" in f.note]
+    if loose:
+        raise RangeError(
+            f"{package} {loose[0].version}: {loose[0].note}: name an index that gives upload times"
+        )
+    # Builds by commit are ordered by their day; variants of one version are not ordered at all.
+    publics = Counter(
+        Version(f.version).public for f in found if not (Version(f.version).local or "").startswith("git")
+    )
+    public, count = publics.most_common(1)[0] if publics else ("", 0)
+    if count > 1:
+        names = [f.version for f in found if Version(f.version).public == public]
+        raise RangeError(f"{package} comes in variants ({', '.join(names)}): name one in both ends")

@@ -1,0 +1,229 @@
+"""The state file of a bisect: JSON lines, only ever appended to, each on the disk before anything acts on it.
+
+The first line says what is searched. Then come a decision before each probe and an outcome after it, first of
+candidates, then of package mixtures. A line counts once its newline is there: a kill at any byte loses at most
+the reading that was under way, and the search that is rebuilt is the search that was killed, to the bit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from bumpgate.bisect.attribution import Mixture
+from bumpgate.bisect.search import Outcome, Search
+from bumpgate.rows import BumpgateError, one_line
+
+SCHEMA = 1
+
+
+class JournalError(BumpgateError):
+    """A state file that cannot be begun or continued. One line: why, and what puts it right."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is searched: the arguments of search.Search, and the command that judges a candidate."""
+
+    candidates: tuple[str, ...]
+    good: str
+    bad: str
+    command: tuple[str, ...]
+    false_bad: float = 0.0
+    false_good: float = 0.0
+    confidence: float = 0.98
+    find_fix: bool = False
+    budget: int | None = None
+
+    def search(self) -> Search:
+        """Raises search.SearchError where the plan makes no sense."""
+        return Search(
+            self.candidates,
+            self.good,
+            self.bad,
+            self.false_bad,
+            self.false_good,
+            self.confidence,
+            find_fix=self.find_fix,
+            budget=self.budget,
+        )
+
+
+class Journal:
+    """A search, and the file that it can be rebuilt from. Made by begin and resume; locked until it is closed.
+
+    search: as all recorded outcomes leave it. mixtures: readings of package mixtures, in order.
+    """
+
+    def __init__(self, file: BinaryIO, plan: Plan) -> None:
+        self._file = file
+        self.plan = plan
+        self.search = plan.search()
+        self.mixtures: list[tuple[Mixture, Outcome]] = []
+        self._asked: list[int] = []
+        self._asked_mixture: Mixture | None = None
+
+    def decide(self) -> list[int]:
+        """search.next(), written down; what was decided already and not yet answered, as it was."""
+        if self.search.result() is not None:
+            return []
+        if not self._asked:
+            asked = self.search.next()
+            _write(self._file, {"probe": asked})
+            self._asked = asked
+        return list(self._asked)
+
+    def record(self, index: int, outcome: Outcome) -> None:
+        """Writes an outcome down, then gives it to the search."""
+        _write(self._file, {"index": index, "outcome": outcome.value})
+        self._take(index, outcome)
+
+    def decide_mixture(self, mixture: Mixture) -> None:
+        """Writes down that a mixture will now be probed."""
+        if self._asked_mixture != mixture:
+            _write(self._file, {"mixture": sorted(mixture)})
+            self._asked_mixture = mixture
+
+    def record_mixture(self, mixture: Mixture, outcome: Outcome) -> None:
+        """Writes the reading of a mixture down."""
+        _write(self._file, {"mixture": sorted(mixture), "outcome": outcome.value})
+        self._take_mixture(mixture, outcome)
+
+    def close(self) -> None:
+        """Gives the lock back. A killed process gives it back too."""
+        self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _take(self, index: int, outcome: Outcome) -> None:
+        self.search.record(index, outcome)
+        self._asked = [i for i in self._asked if i != index]
+
+    def _take_mixture(self, mixture: Mixture, outcome: Outcome) -> None:
+        self.mixtures.append((mixture, outcome))
+        self._asked_mixture = None
+
+    def _replay(self, entry: Any) -> None:
+        """Raises KeyError, TypeError or ValueError on an entry that was not written here."""
+        keys = entry.keys()
+        if keys == {"probe"}:
+            self._asked = [int(i) for i in entry["probe"]]
+        elif keys == {"index", "outcome"}:
+            self._take(entry["index"], Outcome(entry["outcome"]))
+        elif keys == {"mixture"}:
+            self._asked_mixture = frozenset(entry["mixture"])
+        elif keys == {"mixture", "outcome"}:
+            self._take_mixture(frozenset(entry["mixture"]), Outcome(entry["outcome"]))
+        else:
+            raise ValueError(f"an entry of {', '.join(keys)}")
+
+
+def begin(path: Path, plan: Plan) -> Journal:
+    """A new state file. Raises JournalError where there is one already, unless it died within its first line."""
+    plan.search()
+    file = _open(path, os.O_CREAT)
+    there = file.read()
+    header = _line(_header(plan))
+    if there and not (len(there) < len(header) and header.startswith(there)):
+        file.close()
+        raise JournalError(f"{path.name} exists: continue it with --resume, or name another --state file")
+    file.truncate(0)
+    _write(file, _header(plan))
+    # The name too must outlive a power cut, not only what stands under it.
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+    return Journal(file, plan)
+
+
+def resume(path: Path, plan: Plan | None = None) -> Journal:
+    """The search as the file leaves it; a last line without its newline is dropped.
+
+    plan: what the caller is about to search; a file of another search is refused. None takes the file's own.
+    Raises JournalError, one line, on a file that is missing, in use, not a state file, or of another search.
+    """
+    file = _open(path, 0)
+    try:
+        lines = file.read().split(b"\n")
+        whole = lines[:-1]
+        if not whole:
+            raise JournalError(f"{path.name} died before its first decision: begin anew, without --resume")
+        found = _plan(path, whole[0])
+        if plan is not None and found != plan:
+            other = [f.name for f in fields(Plan) if getattr(found, f.name) != getattr(plan, f.name)]
+            raise JournalError(
+                f"{path.name} is of another search (other {', '.join(other)}): name another file"
+            )
+        journal = Journal(file, found)
+        _replay_all(path, journal, whole[1:])
+        file.truncate(sum(len(line) + 1 for line in whole))
+        return journal
+    except BaseException:
+        file.close()
+        raise
+
+
+def _replay_all(path: Path, journal: Journal, lines: Iterable[bytes]) -> None:
+    for number, line in enumerate(lines, start=2):
+        try:
+            journal._replay(json.loads(line))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise JournalError(f"{path.name}: line {number} is damaged ({one_line(error, 80)})") from None
+
+
+def _open(path: Path, flags: int) -> BinaryIO:
+    """Opened for appending, and locked: two bisects that write into one file would spoil both."""
+    try:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o644), "rb+", 0)
+    except OSError as error:
+        raise JournalError(f"{path.name}: cannot be opened ({error.strerror})") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise JournalError(f"{path.name} is in use by another bisect") from None
+    return file
+
+
+def _write(file: BinaryIO, entry: dict[str, Any]) -> None:
+    """On the disk when this returns. A full disk takes back what it took of the line, and is an OSError."""
+    line = _line(entry)
+    end = os.fstat(file.fileno()).st_size
+    try:
+        while line:
+            line = line[file.write(line) :]
+        os.fsync(file.fileno())
+    except OSError:
+        os.ftruncate(file.fileno(), end)
+        raise
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry, allow_nan=False).encode() + b"\n"
+
+
+def _header(plan: Plan) -> dict[str, Any]:
+    return {"bumpgate": "bisect", "schema": SCHEMA, **asdict(plan)}
+
+
+def _plan(path: Path, line: bytes) -> Plan:
+    try:
+        raw = json.loads(line)
+        if raw.pop("bumpgate") != "bisect" or raw.pop("schema") != SCHEMA:
+            raise ValueError
+        plan = Plan(**raw | {"candidates": tuple(raw["candidates"]), "command": tuple(raw["command"])})
+        plan.search()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise JournalError(f"{path.name} is no state file of schema {SCHEMA}: name another") from None
+    return plan

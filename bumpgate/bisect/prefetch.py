@@ -1,0 +1,91 @@
+"""Builds the environments that a bisect may want next, in a child process while the current probe runs.
+
+A child, and not a thread: it runs at low priority, ends with its process group, and what it built is found in the
+cache under the same key. What fails there fails again, and is heard, when the environment is really asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from bumpgate.environments.build import NOTE, build
+from bumpgate.environments.request import Request, request_key
+from bumpgate.environments.store import home
+from bumpgate.processes import supervise
+from bumpgate.rows import BumpgateError
+
+# Two CUDA builds of torch, unpacked and in uv's cache: below this nothing is built that may never be asked for.
+FREE_BYTES = 24 << 30
+PATHS = ("lock", "prefer", "overrides")
+
+
+class Prefetch:
+    """One child at a time. free: bytes that must be free on the disk of the cache."""
+
+    def __init__(self, free: int = FREE_BYTES) -> None:
+        self.free = free
+        self._child: subprocess.Popen[bytes] | None = None
+        self._wanted = ""
+
+    def start(self, requests: Iterable[Request]) -> None:
+        """Replaces what was under way by those that are not built yet, unless it is the same.
+
+        Does nothing where the disk is nearly full.
+        """
+        root = home() / "environments"
+        new = [request for request in requests if not (root / request_key(request, None) / NOTE).exists()]
+        wanted = json.dumps([asdict(request) for request in new], default=str)
+        if wanted == self._wanted:
+            return
+        self.stop()
+        self._wanted = wanted
+        place = home()
+        place.mkdir(parents=True, exist_ok=True)
+        if wanted == "[]" or shutil.disk_usage(place).free < self.free:
+            return
+        source = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+        self._child = subprocess.Popen(
+            [sys.executable, "-I", "-S", supervise.__file__, sys.executable, "-m", __name__, wanted],
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def stop(self) -> None:
+        """Ends the child; a half-built environment is none, and its lock is free."""
+        self._wanted = ""
+        if self._child is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+        if self._child.stdin:
+            self._child.stdin.close()
+        self._child = None
+
+
+def main(text: str) -> None:
+    os.nice(10)
+    for raw in json.loads(text):
+        paths = {name: Path(raw[name]) if raw[name] else None for name in PATHS}
+        lists = {name: tuple(raw[name]) for name in ("requirements", "find_links")}
+        try:
+            build(Request(**raw | paths | lists))
+        except BumpgateError:
+            continue
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,1 @@
+"""Checks of a machine and its environment before anything runs on it."""

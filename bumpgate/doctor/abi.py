@@ -1,0 +1,201 @@
+"""Was a kernel wheel's extension built for the torch that is installed? Answered from its ELF symbols, then by a run.
+
+`nm` and `c++filt` read the symbols: binutils is there wherever g++ is, which Inductor needs, and nm reads the 74,000
+exports of libtorch_cpu in half a second, which a reader written in Python takes minutes for.
+
+Symbols cannot show everything. A structure whose fields moved keeps its symbols; a library that is bound lazily
+imports with a symbol missing. So each extension is also run, on shapes of the model, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import Version
+
+from bumpgate.environments.interpreter import ChildFault, Interpreter
+from bumpgate.environments.inventory import Distribution, Inventory
+from bumpgate.environments.manifest import Smoke, label_of, same_minor
+from bumpgate.rows import BumpgateError
+
+TOOLS = ("nm", "c++filt", "readelf")
+TOOL_SECONDS = 120
+CASE_SECONDS = 300
+# A mangled name whose outermost scope is torch's: of functions and data, of vtables, typeinfo, thunks and guards.
+TORCH_SYMBOL = re.compile(
+    r"_Z(?:T[VTIS]|Th\w*?_|GV|GR)?N?[KVrRO]*(?:3c10|2at|5torch|6caffe2)(?=\d|[A-Z])|_?THP|_Z\d+THP"
+)
+TORCH_LIBRARY = re.compile(r"lib(?:torch|c10|caffe2|shm|aoti)[\w.-]*\.so")
+CUDA_RUNTIME = re.compile(r"libcudart\.so\.\d+")
+OLD_STRING = re.compile(r"std::(?:string|basic_string<char)\b")
+NEW_STRING, STRING_TAG = "__cxx11::basic_string", "B5cxx11"
+SHOWN = 3
+
+
+class ToolError(BumpgateError):
+    """nm, c++filt or readelf is missing, or cannot read a file."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind: "label", "library", "string-abi", "symbols" or "run". reason: one line. symbols: demangled, all of them."""
+
+    wheel: str
+    kind: str
+    reason: str
+    symbols: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A shared library of a wheel. undefined: mangled, without those that the linker may leave unresolved (weak)."""
+
+    path: Path
+    undefined: frozenset[str]
+    exported: frozenset[str]
+    needed: tuple[str, ...]
+
+    @property
+    def uses_torch(self) -> bool:
+        return any(map(TORCH_LIBRARY.fullmatch, self.needed)) or any(map(TORCH_SYMBOL.match, self.undefined))
+
+
+def audit(wheel: Distribution, found: Inventory) -> Iterator[Fault]:
+    """What says that this wheel was not built for the installed torch, without importing either.
+
+    Raises ToolError.
+    """
+    yield from label_faults(wheel, found)
+    if found.torch is None:
+        return
+    extensions = [read_extension(path) for path in wheel.extensions if path.is_file()]
+    libraries = {path.name: path for path in (found.torch / "lib").glob("*.so*")}
+    exported = exports(libraries.values()).union(*(e.exported for e in extensions))
+    for extension in extensions:
+        if extension.uses_torch:
+            yield from _library_faults(wheel.name, extension, set(libraries), found)
+            yield from _symbol_faults(wheel.name, extension, exported, found.torch_version)
+
+
+def label_faults(wheel: Distribution, found: Inventory) -> Iterator[Fault]:
+    """A label that names another torch, CUDA or string ABI than the installed torch has. It is believed: a wheel that
+    claims torch 2.10 was compiled with the structures of 2.10, whatever it imports on."""
+    claim, torch = label_of(wheel), found.torch_version
+    if claim.torch and torch and not same_minor(claim.torch, torch):
+        yield Fault(
+            wheel.name, "label", f"{wheel.name} {wheel.version} is built for torch {claim.torch}, not {torch}"
+        )
+    cuda = found.version.get("cuda")
+    if claim.cuda and cuda and Version(claim.cuda).major != Version(cuda).major:
+        yield Fault(
+            wheel.name,
+            "label",
+            f"{wheel.name} {wheel.version} is built for CUDA {claim.cuda}, torch for {cuda}",
+        )
+    if claim.cxx11_abi is False:
+        yield Fault(
+            wheel.name,
+            "label",
+            f"{wheel.name} {wheel.version} is built with _GLIBCXX_USE_CXX11_ABI=0, torch with 1",
+        )
+
+
+def _library_faults(
+    wheel: str, extension: Extension, libraries: set[str], found: Inventory
+) -> Iterator[Fault]:
+    name, torch, cuda = extension.path.name, found.torch_version, found.version.get("cuda")
+    absent = [n for n in extension.needed if TORCH_LIBRARY.fullmatch(n) and n not in libraries]
+    if absent:
+        yield Fault(wheel, "library", f"{name} needs {', '.join(absent)}, which torch {torch} does not have")
+    runtimes = [n for n in extension.needed if CUDA_RUNTIME.match(n)]
+    if cuda and runtimes and runtimes[0] != f"libcudart.so.{Version(cuda).major}":
+        yield Fault(wheel, "library", f"{name} needs {runtimes[0]}, torch {torch} brings CUDA {cuda}")
+
+
+def _symbol_faults(wheel: str, extension: Extension, exported: frozenset[str], torch: str) -> Iterator[Fault]:
+    name = extension.path.name
+    missing = sorted(s for s in extension.undefined - exported if TORCH_SYMBOL.match(s))
+    if not missing:
+        return
+    # The new ABI tags what returns a string, and says so in the type of each that is passed.
+    untagged = {s.replace(STRING_TAG, "") for s in exported if STRING_TAG in s}
+    old: list[str] = []
+    other: list[str] = []
+    for symbol, shown in zip(missing, demangle(missing)):
+        passes_old = OLD_STRING.search(shown) and NEW_STRING not in shown
+        (old if passes_old or symbol in untagged else other).append(shown)
+    if old:
+        reason = f"{name} was compiled with _GLIBCXX_USE_CXX11_ABI=0, torch {torch} with 1: {_some(old)}"
+        yield Fault(wheel, "string-abi", reason, tuple(old))
+    if other:
+        # Those of an absent CUDA library are told already: the ones that say more come first.
+        other.sort(key=lambda shown: ("cuda" in shown.lower(), shown))
+        reason = f"{name} calls what torch {torch} does not have: {_some(other)}"
+        yield Fault(wheel, "symbols", reason, tuple(other))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return "; ".join(names[:SHOWN]) + more
+
+
+def run_cases(
+    wheel: str, smoke: Smoke, interpreter: Interpreter, seconds: float = CASE_SECONDS
+) -> Iterator[Fault]:
+    """Runs each case in a process of its own; a crash, a hang or a wrong result is the fault of that case alone."""
+    for case in smoke.cases:
+        try:
+            interpreter.run(*smoke.command, case, timeout=seconds)
+        except ChildFault as fault:
+            yield Fault(wheel, "run", f"{wheel} {case}: {fault}")
+
+
+def read_extension(path: Path) -> Extension:
+    """The symbols and needed libraries of one ELF file. Raises ToolError."""
+    undefined, exported = set(), set()
+    for line in _tool("nm", "-D", "--no-demangle", str(path)):
+        kind, symbol = line.split()[-2:]
+        symbol = symbol.partition("@")[0]
+        if kind == "U":
+            undefined.add(symbol)
+        elif kind not in "wv":
+            exported.add(symbol)
+    entries = _tool("readelf", "--dynamic", "--wide", str(path))
+    needed = (re.search(r"\(NEEDED\).*\[(.+)\]", line) for line in entries)
+    return Extension(path, frozenset(undefined), frozenset(exported), tuple(n[1] for n in needed if n))
+
+
+def exports(libraries: Iterable[Path]) -> frozenset[str]:
+    """Every symbol that these libraries define for others. Raises ToolError."""
+    lines = _tool("nm", "-D", "--defined-only", "--no-demangle", *map(str, libraries))
+    return frozenset(line.split()[-1].partition("@")[0] for line in lines if len(line.split()) == 3)
+
+
+def demangle(symbols: Iterable[str]) -> list[str]:
+    """C++ names as a reader writes them. Raises ToolError."""
+    return _tool("c++filt", given="\n".join(symbols))
+
+
+def missing_tool() -> str | None:
+    """The first tool of TOOLS that is not on PATH."""
+    return next((tool for tool in TOOLS if shutil.which(tool) is None), None)
+
+
+def _tool(name: str, *arguments: str, given: str = "") -> list[str]:
+    try:
+        done = subprocess.run(
+            [name, *arguments], input=given, capture_output=True, text=True, timeout=TOOL_SECONDS
+        )
+    except FileNotFoundError:
+        raise ToolError(f"{name} is not on PATH: apt-get install binutils") from None
+    except subprocess.TimeoutExpired:
+        raise ToolError(f"{name}: no answer in {TOOL_SECONDS} s") from None
+    if done.returncode:
+        last = (done.stderr.strip() or "failed").splitlines()[-1]
+        raise ToolError(f"{name}: {last.removeprefix(f'{name}: ')}")
+    return done.stdout.splitlines()

@@ -1,0 +1,87 @@
+"""`bumpgate doctor`: is this machine fit for a lane? Each defect with its code, reason and fix, for eyes or as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bumpgate.baseline import LANES, find_root
+from bumpgate.doctor.examination import examine, healthy, make_site
+from bumpgate.doctor.findings import Finding, Site, Status
+from bumpgate.rows import BumpgateError
+
+SCHEMA = 1
+STYLE = {Status.OK: "green", Status.WARNING: "yellow", Status.DEFECT: "bold red", Status.NOT_RUN: "dim"}
+
+
+def command(
+    lane: Annotated[str, typer.Option(help=f"One of {', '.join(LANES)}.")] = "cpu",
+    python: Annotated[
+        Path | None, typer.Option(help="The interpreter to examine; by default this one.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+) -> None:
+    """Examine this machine before a run: environment, versions, instruments, and last the accelerator.
+
+    Exit codes: 0 healthy (a warning is no defect), 1 a defect, 4 bad input.
+    """
+    if lane not in LANES:
+        raise BumpgateError(f"unknown lane {lane!r}; lanes: {', '.join(LANES)}")
+    site = make_site(find_root(Path.cwd()), lane, python or Path(sys.executable), os.environ)
+    findings = examine(site)
+    if as_json:
+        typer.echo(json.dumps(document(site, findings), indent=1))
+    else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        typer.echo(render(findings, width) + summary(site, findings))
+    raise typer.Exit(0 if healthy(findings) else 1)
+
+
+def document(site: Site, findings: Sequence[Finding]) -> dict[str, Any]:
+    """What --json prints. Fields are only ever added; `schema` moves where one changes its meaning."""
+    return {
+        "schema": SCHEMA,
+        "lane": site.lane,
+        "python": str(site.interpreter.python),
+        "healthy": healthy(findings),
+        "checks": [f.to_json() for f in findings],
+    }
+
+
+def summary(site: Site, findings: Sequence[Finding]) -> str:
+    """`doctor: lane cpu: healthy: 19 ok`."""
+    counts = [f"{n} {s.value}" for s in Status if (n := sum(f.status is s for f in findings))]
+    verdict = "healthy" if healthy(findings) else "not fit"
+    return f"doctor: lane {site.lane}: {verdict}: {', '.join(counts)}"
+
+
+def render(findings: Iterable[Finding], terminal: int | None = None) -> str:
+    """In the order of the checks, a defect with its fix below. terminal: width in columns; None: plain lines."""
+    if terminal is None:
+        return "".join(
+            f"{f.status.value:<8} {f.code}  {f.check}: {f.reason}\n"
+            + (f"{'':<15} -> {f.fix}\n" if f.fix else "")
+            for f in findings
+        )
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for options in ({"no_wrap": True}, {"no_wrap": True}, {}, {"overflow": "fold"}):
+        table.add_column(**options)
+    for f in findings:
+        cell = Text(f.reason)
+        if f.fix:
+            cell.append(f"\n-> {f.fix}", style="dim")
+        table.add_row(Text(f.status.value, style=STYLE[f.status]), f.code, f.check, cell)
+    out = io.StringIO()
+    Console(file=out, force_terminal=True, width=terminal).print(table)
+    return out.getvalue()

@@ -1,0 +1,120 @@
+"""What a check of doctor says: found in good order, a warning, a defect with its code and fix, or not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from bumpgate.environments.interpreter import Interpreter
+from bumpgate.environments.inventory import Inventory, take
+from bumpgate.environments.manifest import Environment, Manifest
+
+
+class Status(Enum):
+    OK = "ok"
+    WARNING = "warning"
+    DEFECT = "DEFECT"
+    NOT_RUN = "not run"
+
+
+class Part(Enum):
+    """In the order of the checks: a part runs only if those that it needs hold no defect."""
+
+    ENVIRONMENT = "environment"
+    VERSIONS = "versions"
+    INSTRUMENTS = "instruments"
+    ACCELERATOR = "accelerator"
+
+
+@dataclass(frozen=True)
+class Defect:
+    """code: BG and three digits, one for each kind of defect. fix: the command, or the edit, that puts it right."""
+
+    code: str
+    reason: str
+    fix: str
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of doctor's report. code: of the defect; of the check where there is none."""
+
+    code: str
+    part: Part
+    check: str
+    status: Status
+    reason: str
+    fix: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        fields = {"code": self.code, "part": self.part.value, "check": self.check}
+        return fields | {"status": self.status.value, "reason": self.reason, "fix": self.fix}
+
+
+@dataclass(frozen=True)
+class Site:
+    """What doctor examines: an interpreter, started as the suites start it, for one lane of one source tree."""
+
+    lane: str
+    interpreter: Interpreter
+    contract: Mapping[str, Any]
+    manifest: Manifest
+
+    @property
+    def root(self) -> Path:
+        return self.interpreter.root
+
+    @property
+    def given(self) -> Mapping[str, str]:
+        return self.interpreter.environment
+
+    @property
+    def row(self) -> Environment:
+        return self.manifest.adopted(self.lane)
+
+    @cached_property
+    def inventory(self) -> Inventory:
+        """Raises ChildFault where the interpreter does not answer."""
+        return take(self.interpreter)
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """What a check could not examine here, in words: it must not read as good."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """code: of the check itself, and of the first kind of defect that it finds. examine: yields defects, what it could
+    not run, and a text that says what was seen in good order, shown where it found nothing else. needs: codes, or
+    beginnings of codes, which where they were found leave nothing to examine."""
+
+    code: str
+    part: Part
+    title: str
+    examine: Callable[[Site], Iterator[Defect | NotRun | str]]
+    needs: tuple[str, ...] = ()
+
+    def run(self, site: Site) -> list[Finding]:
+        """Everything that this check found; one ok finding where it is nothing."""
+        seen, found = "", []
+        for each in self.examine(site):
+            if isinstance(each, str):
+                seen = each
+                continue
+            if isinstance(each, NotRun):
+                found.append(self.not_run(each.reason))
+                continue
+            status = Status.WARNING if each.warning else Status.DEFECT
+            found.append(Finding(each.code, self.part, self.title, status, each.reason, each.fix))
+        return found or [Finding(self.code, self.part, self.title, Status.OK, seen)]
+
+    def not_run(self, why: str) -> Finding:
+        return Finding(self.code, self.part, self.title, Status.NOT_RUN, why)

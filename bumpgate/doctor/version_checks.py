@@ -1,0 +1,209 @@
+"""Doctor's second part: what is installed, read from metadata and ELF files. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from bumpgate.doctor import abi
+from bumpgate.doctor.findings import Check, Defect, NotRun, Part, Site
+from bumpgate.environments.interpreter import ChildFault, run
+from bumpgate.environments.inventory import Inventory
+from bumpgate.environments.manifest import Mismatch, mismatches, release
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DRIVER_SECONDS = 60
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+DEVICE_LANES = {"h200": "cuda"}
+# From source, against the torch that is there.
+REBUILD = "pip install --no-build-isolation --no-binary :all: --force-reinstall --no-deps {}"
+Found = Iterator[Defect | NotRun | str]
+
+
+def torch_installed(site: Site) -> Found:
+    """BG201: torch is there. BG203: its metadata and its files are of one build."""
+    found, install = site.inventory, f"{site.interpreter.python} -m pip install 'torch{site.row.torch}'"
+    distributions = found.distributions.get("torch", ())
+    if found.torch is None or not found.torch_version:
+        yield Defect("BG201", "torch is not installed", install)
+        return
+    if len(distributions) > 1:
+        places = ", ".join(f"{d.version} in {d.place}" for d in distributions)
+        yield Defect(
+            "BG203",
+            f"two torch distributions: {places}",
+            f"pip uninstall torch until none is left, then {install}",
+        )
+    elif distributions and not _one_build(distributions[0].version, found.torch_version):
+        yield Defect(
+            "BG203",
+            f"metadata says torch {distributions[0].version}, {found.torch} says {found.torch_version}",
+            f"pip uninstall torch, clear PYTHONPATH, then {install}",
+        )
+    yield f"{found.torch_version} in {found.torch}"
+
+
+def _one_build(metadata: str, files: str) -> bool:
+    """PyPI's metadata leaves out the local label that the files have."""
+    try:
+        a, b = Version(metadata), Version(files)
+    except InvalidVersion:
+        return metadata == files
+    return a.public == b.public and a.local in (None, b.local)
+
+
+def versions(site: Site) -> Found:
+    """BG202: torch against the lane's row; BG204: triton and other packages; BG205: kernel wheels."""
+    found = site.inventory
+    wheels = {wheel.name: wheel for wheel in site.row.wheels}
+    for m in mismatches(site.row, found):
+        if m.package == "torch":
+            yield Defect("BG202", _differs(site, m), f"pip install 'torch{m.wanted}'")
+        elif m.package in wheels:
+            command = f"pip install --no-deps '{m.package}=={wheels[m.package].version}', built on this torch"
+            yield Defect("BG205", _differs(site, m), command)
+        elif m.package != "python":  # BG102
+            yield Defect("BG204", _differs(site, m), f"pip install '{m.package}{m.wanted}'")
+    yield f"as lane {site.lane} was adopted: torch {site.row.torch}" + "".join(
+        f", {name} {wanted}" for name, wanted in site.row.packages.items()
+    )
+
+
+def _differs(site: Site, m: Mismatch) -> str:
+    installed = f"{m.found} is installed" if m.found else "is not installed"
+    return f"{m.package} {installed}, lane {site.lane} was adopted with {m.wanted}"
+
+
+def requirements(site: Site) -> Found:
+    """BG206: what the suites import beside torch."""
+    found = site.inventory
+    here = {"python_version": ".".join(found.python.split(".")[:2]), "python_full_version": found.python}
+    every = map(Requirement, _suite_requirements(site.root))
+    wanted = [r for r in every if r.marker is None or r.marker.evaluate(here)]
+    lacking: dict[str, str] = {}
+    for r in wanted:
+        installed = found.installed(r.name)
+        if installed is None or not r.specifier.contains(installed.version, prereleases=True):
+            lacking[f"{r.name}{r.specifier}"] = installed.version if installed else "absent"
+    if lacking:
+        told = ", ".join(f"{text} ({has})" for text, has in lacking.items())
+        command = shlex.join([str(site.interpreter.python), "-m", "pip", "install", *lacking])
+        yield Defect("BG206", f"the suites need {told}", command)
+    yield f"{len(wanted)} packages of the extra `suite`"
+
+
+def _suite_requirements(root: Path) -> list[str]:
+    project: dict[str, Any] = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return list(project.get("optional-dependencies", {}).get("suite", ()))
+
+
+def kernel_wheels(site: Site) -> Found:
+    """BG207: a wheel's label names another torch. BG208: its extensions need what this torch does not have."""
+    found = site.inventory
+    names = {*site.manifest.smoke, *(wheel.name for wheel in site.row.wheels)}
+    wheels = [w for name in sorted(names) if (w := found.installed(name))]
+    if wheels and (tool := abi.missing_tool()):
+        yield Defect(
+            "BG208", f"{tool} is not on PATH: extensions cannot be audited", "apt-get install binutils"
+        )
+        return
+    for wheel in wheels:
+        rebuild = (
+            f"pip install --no-build-isolation --no-binary :all: --force-reinstall --no-deps {wheel.name}"
+        )
+        try:
+            for fault in abi.audit(wheel, found):
+                yield Defect("BG207" if fault.kind == "label" else "BG208", fault.reason, rebuild)
+        except abi.ToolError as error:
+            yield Defect("BG208", f"{wheel.name} cannot be audited: {error}", rebuild)
+    extensions = sum(len(wheel.extensions) for wheel in wheels)
+    yield f"{len(wheels)} wheels, {extensions} extensions need nothing that this torch lacks"
+
+
+def cuda_build(site: Site) -> Found:
+    """BG209: the CUDA build of torch is one that its release has (experimental and legacy ones are warned of)."""
+    found, fix = site.inventory, f"pip install 'torch{site.row.torch}'"
+    cuda, torch = _cuda(found), found.torch_version
+    if cuda is None or not torch:
+        yield "no CUDA build"
+        return
+    rule = site.contract["wheels"]["cuda"].get(cuda)
+    if rule is None:
+        yield Defect(
+            "BG209", f"torch {torch}: the contract knows no build for CUDA {cuda}", fix, warning=True
+        )
+    elif not _holds(rule["published"], torch):
+        yield Defect("BG209", f"torch {torch}: CUDA {cuda} is {rule['reason']}", fix)
+    else:
+        for kind in ("experimental", "legacy"):
+            if kind in rule and _holds(rule[kind], torch):
+                yield Defect("BG209", f"CUDA {cuda} is {kind}: {rule['reason']}", fix, warning=True)
+    yield f"CUDA {cuda}"
+
+
+def driver(site: Site) -> Found:
+    """BG210: a lane with a GPU has a driver, new enough for torch's CUDA and for the lane's row."""
+    if site.lane not in DEVICE_LANES:
+        yield "the lane needs none"
+        return
+    cuda, found = _cuda(site.inventory), driver_version(site.given, site.root)
+    rule: Mapping[str, str] = site.contract["wheels"]["cuda"].get(cuda or "", {})
+    bounds = [text for text in (rule.get("driver"), str(site.row.driver or "")) if text]
+    oldest = max(bounds, key=Version, default="0")
+    if found is None or Version(found) < Version(oldest):
+        has = f"driver {found}" if found else "no NVIDIA driver answers"
+        fix = f"install an NVIDIA driver of at least {oldest}: https://www.nvidia.com/drivers"
+        yield Defect("BG210", f"{has}, {f'CUDA {cuda}' if cuda else f'lane {site.lane}'} needs {oldest}", fix)
+    yield f"{found}, at least {oldest} is needed"
+
+
+def driver_version(given: Mapping[str, str], root: Path) -> str | None:
+    """Of nvidia-smi, else of the loaded kernel module; None where neither tells."""
+    smi = shutil.which("nvidia-smi", path=given.get("PATH"))
+    told = ""
+    if smi:
+        try:
+            told = run(
+                [smi, "--query-gpu=driver_version", "--format=csv,noheader"], root, given, DRIVER_SECONDS
+            )
+        except ChildFault:
+            told = ""  # it is there and finds no driver, or the driver hangs: the module's own file may still tell
+    if not told.strip() and DRIVER_FILE.is_file():
+        told = (re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", DRIVER_FILE.read_text()) or [""])[-1]
+    version = re.match(r"\d+(\.\d+)*", told.strip())
+    return version[0] if version else None
+
+
+def _cuda(found: Inventory) -> str | None:
+    cuda = found.version.get("cuda")
+    return str(cuda) if cuda else None
+
+
+def _holds(rule: str, torch: str) -> bool:
+    try:
+        return SpecifierSet(rule).contains(release(torch))
+    except InvalidVersion:
+        return False
+
+
+CHECKS = (
+    Check("BG201", Part.VERSIONS, "torch", torch_installed),
+    Check("BG202", Part.VERSIONS, "versions", versions, needs=("BG201",)),
+    Check("BG206", Part.VERSIONS, "suite packages", requirements),
+    Check("BG207", Part.VERSIONS, "kernel wheels", kernel_wheels, needs=("BG201",)),
+    Check("BG209", Part.VERSIONS, "CUDA build", cuda_build, needs=("BG201",)),
+    Check("BG210", Part.VERSIONS, "driver", driver),
+)

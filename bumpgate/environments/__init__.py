@@ -1,0 +1,1 @@
+"""Environments for a candidate: resolved, built by uv, kept by content, frozen and rolled back."""

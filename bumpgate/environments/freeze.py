@@ -1,0 +1,177 @@
+"""`bumpgate freeze`: writes down what a lane has adopted, so that it can be had again, byte by byte.
+
+wheels/pylock.<lane>.toml names each wheel by file name and sha256, the wheel store takes the files, and the lane's row
+in wheels/manifest.toml follows. Nothing is written before every wheel is in the store.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import unquote
+
+import typer
+from packaging.tags import Tag
+from packaging.utils import canonicalize_name, parse_wheel_filename
+
+from bumpgate.baseline import LANES, find_root
+from bumpgate.environments import store
+from bumpgate.environments.build import resolve
+from bumpgate.environments.locks import (
+    Lock,
+    Locked,
+    LockError,
+    Wheel,
+    lane_lock,
+    parse_lock,
+    read_lock,
+    write_lock,
+)
+from bumpgate.environments.manifest import Environment, load, satisfies
+from bumpgate.environments.request import lane_request
+from bumpgate.environments.uv import host_settings, public_url
+from bumpgate.environments.versions import tag_ranks
+from bumpgate.rows import BumpgateError, one_line, write_atomic
+
+
+def command(
+    lane: Annotated[
+        str, typer.Option(help=f"One of {', '.join(LANES)}; by default every lane with a lock.")
+    ] = "",
+    candidate: Annotated[str, typer.Option(help="Adopt this too: torch==2.14.0, or a wheel file.")] = "",
+    upgrade: Annotated[
+        bool, typer.Option("--upgrade", help="Take the newest of everything that no pin holds.")
+    ] = False,
+    index: Annotated[str | None, typer.Option(help="An index asked before the host's own.")] = None,
+    find_links: Annotated[
+        list[str] | None, typer.Option(help="A folder or page of wheels; repeatable.")
+    ] = None,
+) -> None:
+    """Write the lock of a lane, its wheels into the wheel store, and its manifest row.
+
+    Versions of the old lock stay where the requirements allow them. The diff of wheels/ is what a human reviews.
+
+    Exit codes: 0 done, 4 bad input or a set that cannot be installed, 125 the index or the machine failed.
+    """
+    root = find_root(Path.cwd())
+    lanes = [lane] if lane else [name for name in LANES if lane_lock(root, name).exists()]
+    if not lanes:
+        raise BumpgateError(f"no lane has a lock yet; name one: bumpgate freeze --lane {LANES[0]}")
+    if lane and lane not in LANES:
+        raise BumpgateError(f"unknown lane {lane!r}; lanes: {', '.join(LANES)}")
+    for name in lanes:
+        old = read_lock(lane_lock(root, name)).versions if lane_lock(root, name).exists() else {}
+        lock = freeze(root, name, candidate, upgrade=upgrade, index=index, find_links=tuple(find_links or ()))
+        for line in changes(old, lock.versions):
+            typer.echo(f"  {line}")
+        typer.echo(
+            f"froze {len(lock.packages)} packages in wheels/{lane_lock(root, name).name}; review: git diff wheels"
+        )
+
+
+def freeze(
+    root: Path,
+    lane: str,
+    candidate: str = "",
+    *,
+    upgrade: bool = False,
+    index: str | None = None,
+    find_links: tuple[str, ...] = (),
+) -> Lock:
+    """Resolves a lane, fills the wheel store and writes lock and manifest row. Raises BumpgateError, OSError."""
+    path = lane_lock(root, lane)
+    request = lane_request(root, lane, candidate or None, locked=False, index=index, find_links=find_links)
+    if upgrade:
+        request = request.without_preferences()
+    found, sources = pinned(path.name, resolve(request), request.python)
+    machine = f"platform_machine == '{platform.machine()}'"
+    implementation = f"implementation_name == '{sys.implementation.name}'"
+    here = (f"sys_platform == '{sys.platform}' and {machine} and {implementation}",)
+    lock = Lock(found, request.python, here)
+    for package in lock.packages:
+        for wheel in package.wheels:
+            store.put(wheel, _blocks(sources[wheel]))
+    path.parent.mkdir(exist_ok=True)
+    write_lock(path, lock)
+    _follow(root / "wheels" / "manifest.toml", lane, lock)
+    return lock
+
+
+def pinned(name: str, text: str, python: str) -> tuple[tuple[Locked, ...], dict[Wheel, str]]:
+    """What uv resolved, with the one wheel of each package that fits best; and where each wheel is, a URL."""
+    ranks = tag_ranks(python)
+    packages, sources = [], {}
+    for package, urls in parse_lock(name, text):
+        fitting = [(rank, wheel) for wheel in package.wheels if (rank := _rank(wheel, ranks)) is not None]
+        if not fitting:
+            raise LockError(f"{name}: no wheel of {package.name} {package.version} fits Python {python}")
+        best = min(fitting, key=lambda pair: pair[0])[1]
+        packages.append(Locked(package.name, package.version, (best,)))
+        sources[best] = urls[best]
+    return tuple(packages), sources
+
+
+def _rank(wheel: Wheel, ranks: Mapping[Tag, int]) -> int | None:
+    return min((ranks[tag] for tag in parse_wheel_filename(wheel.file)[3] if tag in ranks), default=None)
+
+
+def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """The difference of two sets, one line a package."""
+    return [
+        f"{name} {old.get(name, '(absent)')} -> {new.get(name, '(absent)')}"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _blocks(url: str) -> Iterator[bytes]:
+    """The bytes of a wheel, from a file or over HTTP."""
+    if url.startswith("file://"):
+        with Path(unquote(url.removeprefix("file://"))).open("rb") as f:
+            while block := f.read(1 << 20):
+                yield block
+        return
+    import requests
+
+    settings = host_settings()
+    try:
+        with requests.get(
+            url,
+            stream=True,
+            timeout=float(settings.get("UV_HTTP_TIMEOUT") or 30),
+            verify=settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True,
+        ) as answer:
+            answer.raise_for_status()
+            yield from answer.iter_content(1 << 20)
+    except requests.RequestException as error:
+        raise BumpgateError(f"{public_url(url)} cannot be fetched: {one_line(error, 120)}") from None
+
+
+def _follow(path: Path, lane: str, lock: Lock) -> None:
+    """Moves the lane's adopted row to the frozen set: only the pins that it breaks, comments stay."""
+    if not path.exists():
+        return
+    row = next((r for r in load(path).environments if (r.status, r.lane) == ("adopted", lane)), None)
+    broken = _broken(row, lock.versions) if row else {}
+    if row is None or not broken:
+        return
+    import tomlkit
+
+    document = tomlkit.parse(path.read_text(encoding="utf-8"))
+    table = document["environment"][row.name]
+    for name, version in broken.items():
+        if name == "torch":
+            table["torch"] = f"=={version}"
+        else:
+            table["packages"][name] = f"=={version}"
+    write_atomic(path, tomlkit.dumps(document))
+
+
+def _broken(row: Environment, versions: Mapping[str, str]) -> dict[str, str]:
+    """Pins of a row that the set does not keep, under their names in the row, with the versions that replace them."""
+    wanted = {"torch": row.torch, **row.packages}
+    have = {name: versions.get(canonicalize_name(name), "") for name in wanted}
+    return {name: have[name] for name, pin in wanted.items() if have[name] and not satisfies(have[name], pin)}

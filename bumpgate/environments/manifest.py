@@ -1,0 +1,304 @@
+"""wheels/manifest.toml: which python, torch, triton and kernel wheels make up each environment, and what is installed.
+
+Versions are compared by `packaging`. As text "2.9" is newer than "2.12"; and by PEP 440 2.12.0.dev20260304 is older
+than 2.12, though its C++ structures and its wheels are those of 2.12: `release` says which release a build leads to.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from bumpgate.baseline import LANES
+from bumpgate.environments.inventory import Distribution, Inventory
+from bumpgate.rows import BumpgateError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SCHEMA = 1
+STATUS = ("adopted", "historic", "parked")
+Types = Mapping[str, type]
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class ManifestError(BumpgateError):
+    """wheels/manifest.toml is not a manifest. One line: the row, the field and what it should be."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """What the name of a wheel claims it was built for; None where it claims nothing."""
+
+    torch: Version | None = None
+    cuda: str | None = None
+    cxx11_abi: bool | None = None
+
+
+@dataclass(frozen=True)
+class KernelWheel:
+    """A wheel with compiled extensions. version: exact, "" where the source states none. torch: built against it.
+
+    fault: the known contradiction of a historic row, in words; an adopted row has none.
+    """
+
+    name: str
+    version: str
+    torch: str
+    sha256: str = ""
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One row. python, torch and packages are PEP 440 specifiers; a build must satisfy them, local label included."""
+
+    name: str
+    status: str
+    lane: str
+    source: str
+    python: SpecifierSet
+    torch: SpecifierSet
+    driver: Version | None = None
+    packages: Mapping[str, SpecifierSet] = field(default_factory=dict)
+    wheels: tuple[KernelWheel, ...] = ()
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """How a kernel wheel is run: `python *command case`, a process for each case. device: "cpu" or "cuda"."""
+
+    command: tuple[str, ...]
+    cases: tuple[str, ...]
+    device: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The whole file. smoke: by canonical wheel name."""
+
+    environments: tuple[Environment, ...]
+    smoke: Mapping[str, Smoke]
+
+    def adopted(self, lane: str) -> Environment:
+        """The one adopted row of a lane. Raises ManifestError."""
+        for row in self.environments:
+            if (row.status, row.lane) == ("adopted", lane):
+                return row
+        raise ManifestError(f"manifest.toml: no adopted environment of lane {lane!r}")
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What is installed and is not what the row asks for. found: "" where it is absent."""
+
+    package: str
+    wanted: str
+    found: str
+
+
+def release(version: str | Version) -> Version:
+    """The release that a build leads to: 2.12.0 for 2.12.0.dev20260304+cu130 and for 2.12.0a0+git21fec65."""
+    return Version((version if isinstance(version, Version) else Version(version)).base_version)
+
+
+def same_minor(a: str | Version, b: str | Version) -> bool:
+    """Whether two torch versions belong to one minor release: between minors, C++ structures and symbols move."""
+    return release(a).release[:2] == release(b).release[:2]
+
+
+def label(text: str) -> Label:
+    """Reads a wheel's local version or file name: `2.8.3+cu130torch2.10`, `...+cu12torch2.8cxx11abiTRUE-cp312-...`."""
+    local = text.replace("%2B", "+").partition("+")[2].lower()
+    torch = re.search(r"(?:torch|pt)(\d+\.\d+(?:\.\d+)?)", local)
+    cuda = re.search(r"cu(\d{2})(\d?)", local)
+    abi = re.search(r"cxx11abi(true|false)", local)
+    return Label(
+        torch=Version(torch[1]) if torch else None,
+        cuda=cuda and (f"{cuda[1]}.{cuda[2]}" if cuda[2] else cuda[1]),
+        cxx11_abi=abi and abi[1] == "true",
+    )
+
+
+def label_of(wheel: Distribution) -> Label:
+    """The label of an installed wheel, from its version, else from the file it came from, else from its torch pin."""
+    claims = [label(wheel.version), label(wheel.file), Label(torch=_pinned_torch(wheel.requires))]
+    return Label(
+        *(
+            next((v for c in claims if (v := getattr(c, name)) is not None), None)
+            for name in ("torch", "cuda", "cxx11_abi")
+        )
+    )
+
+
+def _pinned_torch(requires: tuple[str, ...]) -> Version | None:
+    """The torch that a wheel requires exactly: `torch==2.10.*`."""
+    pins = (re.fullmatch(r"torch\s*\(?==\s*(\d+\.\d+)[\w.*+]*\)?", text.strip()) for text in requires)
+    return next((Version(pin[1]) for pin in pins if pin), None)
+
+
+def satisfies(version: str, wanted: SpecifierSet) -> bool:
+    """PEP 440, pre-releases included: a row that names a nightly means it."""
+    try:
+        return wanted.contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def mismatches(row: Environment, found: Inventory) -> Iterator[Mismatch]:
+    """Where an interpreter differs from a row: python, torch, packages, kernel wheels, in this order."""
+    if not satisfies(found.python, row.python):
+        yield Mismatch("python", str(row.python), found.python)
+    if not satisfies(found.torch_version, row.torch):
+        yield Mismatch("torch", str(row.torch), found.torch_version)
+    for name, wanted in row.packages.items():
+        installed = found.installed(name)
+        if installed is None or not satisfies(installed.version, wanted):
+            yield Mismatch(name, str(wanted), installed.version if installed else "")
+    for wheel in row.wheels:
+        installed = found.installed(wheel.name)
+        if installed is None or (wheel.version and not _same(installed.version, wheel.version)):
+            yield Mismatch(wheel.name, wheel.version or "any version", installed.version if installed else "")
+        elif wheel.sha256 and installed.sha256 and installed.sha256 != wheel.sha256:
+            yield Mismatch(
+                wheel.name, f"the wheel of sha256 {wheel.sha256[:12]}", f"one of {installed.sha256[:12]}"
+            )
+
+
+def _same(a: str, b: str) -> bool:
+    """Equal as versions: 2.8.3+cu130torch2.10 is not 2.8.3, for the label is all that tells the two wheels apart."""
+    try:
+        return Version(a) == Version(b)
+    except InvalidVersion:
+        return a == b
+
+
+def contradictions(row: Environment) -> Iterator[str]:
+    """Kernel wheels of a row that by their own label or build were not made for the row's torch."""
+    pinned = _exact(row.torch)
+    for wheel in row.wheels if pinned else ():
+        claimed = label(wheel.version).torch
+        if claimed and not same_minor(claimed, wheel.torch):
+            yield f"{wheel.name}: its label says torch {claimed}, it was built against {wheel.torch}"
+        if not same_minor(wheel.torch, pinned):
+            yield f"{wheel.name}: built against torch {wheel.torch}, the row has {pinned}"
+
+
+def _exact(wanted: SpecifierSet) -> str:
+    return next((s.version for s in wanted if s.operator in ("==", "===") and "*" not in s.version), "")
+
+
+def load(path: Path) -> Manifest:
+    """Reads and checks a manifest. Raises ManifestError with one line."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ManifestError(
+            f"{path.name}: cannot be read ({error.strerror}); restore it: git checkout wheels"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ManifestError(f"{path.name}: not TOML ({error}); restore it: git checkout wheels") from None
+    reader = _Reader(path.name)
+    reader.table(raw, "", {"schema": int, "environment": dict}, {"smoke": dict})
+    if raw["schema"] != SCHEMA:
+        raise ManifestError(f"{path.name}: schema {raw['schema']}, this bumpgate reads {SCHEMA}")
+    rows = tuple(reader.environment(name, row) for name, row in raw["environment"].items())
+    lanes = [row.lane for row in rows if row.status == "adopted"]
+    for lane in LANES:
+        if lanes.count(lane) > 1:
+            raise ManifestError(f"{path.name}: two adopted environments of lane {lane!r}")
+    smoke = {str(canonicalize_name(name)): reader.smoke(name, s) for name, s in raw.get("smoke", {}).items()}
+    return Manifest(rows, smoke)
+
+
+class _Reader:
+    """Turns tables into records; every fault is a ManifestError that begins with file, row and field."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def fail(self, where: str, fault: str) -> ManifestError:
+        return ManifestError(f"{self.file}: {where + ': ' if where else ''}{fault}")
+
+    def table(self, raw: Any, where: str, needed: Types, optional: Types) -> None:
+        """A table with all the needed fields, some of the optional ones and no other, each of its type."""
+        if not isinstance(raw, dict):
+            raise self.fail(where, "must be a table")
+        for name in needed:
+            if name not in raw:
+                raise self.fail(where, f"the field {name!r} is missing")
+        for name, value in raw.items():
+            kind = {**needed, **optional}.get(name)
+            if kind is None:
+                raise self.fail(where, f"unknown field {name!r}; fields: {', '.join([*needed, *optional])}")
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise self.fail(where, f"{name} must be {_WORDS[kind]}, got {value!r}")
+
+    def specifier(self, where: str, text: Any) -> SpecifierSet:
+        try:
+            return SpecifierSet(text, prereleases=True)
+        except (InvalidSpecifier, AttributeError, TypeError):
+            raise self.fail(where, f"{text!r} is no PEP 440 specifier (write ==2.13.0)") from None
+
+    def version(self, where: str, text: str) -> Version:
+        try:
+            return Version(text)
+        except InvalidVersion:
+            raise self.fail(where, f"{text!r} is no PEP 440 version") from None
+
+    def environment(self, name: str, raw: Any) -> Environment:
+        texts = {"status": str, "lane": str, "source": str, "python": str, "torch": str}
+        self.table(raw, name, texts, {"driver": str, "packages": dict, "wheels": dict})
+        if raw["status"] not in STATUS:
+            raise self.fail(name, f"status must be one of {', '.join(STATUS)}, got {raw['status']!r}")
+        if raw["lane"] not in LANES:
+            raise self.fail(name, f"unknown lane {raw['lane']!r}; lanes: {', '.join(LANES)}")
+        row = Environment(
+            name=name,
+            status=raw["status"],
+            lane=raw["lane"],
+            source=raw["source"],
+            python=self.specifier(f"{name}.python", raw["python"]),
+            torch=self.specifier(f"{name}.torch", raw["torch"]),
+            driver=self.version(f"{name}.driver", raw["driver"]) if "driver" in raw else None,
+            packages={
+                n: self.specifier(f"{name}.packages.{n}", v) for n, v in raw.get("packages", {}).items()
+            },
+            wheels=tuple(self.wheel(f"{name}.wheels.{n}", n, w) for n, w in raw.get("wheels", {}).items()),
+        )
+        known = any(wheel.fault for wheel in row.wheels)
+        for fault in contradictions(row):
+            if row.status == "adopted" or not known:
+                raise self.fail(name, fault)
+        return row
+
+    def wheel(self, where: str, name: str, raw: Any) -> KernelWheel:
+        self.table(raw, where, {"torch": str}, {"version": str, "sha256": str, "fault": str})
+        self.version(f"{where}.torch", raw["torch"])
+        if raw.get("version"):
+            self.version(f"{where}.version", raw["version"])
+        if raw.get("sha256") and not SHA256.fullmatch(raw["sha256"]):
+            raise self.fail(where, "sha256 must be 64 hexadecimal digits")
+        return KernelWheel(**{"version": "", **raw, "name": str(canonicalize_name(name))})
+
+    def smoke(self, name: str, raw: Any) -> Smoke:
+        where = f"smoke.{name}"
+        self.table(raw, where, {"command": list, "cases": list, "device": str}, {})
+        if not all(raw[n] and all(isinstance(each, str) for each in raw[n]) for n in ("command", "cases")):
+            raise self.fail(where, "command and cases are lists of texts, none of them empty")
+        if raw["device"] not in ("cpu", "cuda"):
+            raise self.fail(where, f"device must be cpu or cuda, got {raw['device']!r}")
+        return Smoke(tuple(raw["command"]), tuple(raw["cases"]), raw["device"])
+
+
+_WORDS = {str: "a text", int: "a number", dict: "a table", list: "a list"}

@@ -1,0 +1,255 @@
+"""What to build: a request names requirements or a lock, and hashes to the key of its environment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+
+from bumpgate.environments.locks import lane_lock, read_lock
+from bumpgate.environments.manifest import Environment, load
+from bumpgate.environments.uv import deciding_settings
+from bumpgate.rows import BumpgateError, one_line
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SCHEMA = 1
+RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
+# PyPI's torch wheel brings CUDA, which a lane without it leaves out.
+OVERRIDES = {"v6e": Path("xla/overrides.txt")}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to build.
+
+    requirements: PEP 508 strings. A path is written `name @ file:///...`.
+    python: "3.11", or a path; by default the version that runs.
+    lock: a committed lock file, installed exactly as it stands and hash by hash; `requirements` stays empty.
+    prefer: a lock file whose versions are kept wherever the requirements allow them.
+    index: URL of an index that is asked before the host's; find_links: folders or pages of wheels beside them.
+    overrides: a uv file of requirements that replace what packages ask for.
+    offline: nothing but `find_links`, the wheel store and uv's cache; no index.
+    dependencies: False installs the requirements alone (mixtures whose own pins contradict each other).
+    refresh: resolve anew though a build of the same request is there ("torch" without a version).
+    only_wheels: False lets uv build source distributions.
+    name: how messages call it.
+    """
+
+    requirements: tuple[str, ...] = ()
+    python: str = RUNNING
+    lock: Path | None = None
+    index: str | None = None
+    find_links: tuple[str, ...] = ()
+    prefer: Path | None = None
+    overrides: Path | None = None
+    offline: bool = False
+    dependencies: bool = True
+    refresh: bool = False
+    only_wheels: bool = True
+    name: str = ""
+
+    def without_preferences(self) -> Request:
+        """As if no lock were there."""
+        return replace(self, prefer=None)
+
+    @property
+    def title(self) -> str:
+        if self.name:
+            return self.name
+        return self.lock.name if self.lock else " ".join(self.requirements[:1]) or "an empty environment"
+
+
+def lane_request(
+    root: Path, lane: str, candidate: str | None = None, *, locked: bool = True, **changes: Any
+) -> Request:
+    """The adopted set of a lane, or with `candidate` ("torch==2.14.0", a wheel file) that set with it put in.
+
+    Without a candidate the lane's lock is installed as it stands. With one, the lane's requirements are resolved
+    anew, every version of the lock kept that the candidate allows. A lane without a lock takes its extra from
+    pyproject.toml and its manifest row. locked: False resolves the adopted set, too. changes: fields of Request.
+    Raises BumpgateError on a lane or a candidate that is none.
+    """
+    lock = lane_lock(root, lane)
+    if candidate is None and locked and lock.exists():
+        return replace(Request(lock=lock, python=lane_python(root, lane), name=f"adopted {lane}"), **changes)
+    requirements = lane_requirements(root, lane)
+    exact = True
+    if candidate is not None:
+        chosen = _candidate(candidate)
+        exact = chosen.url is not None or any(
+            s.operator in ("==", "===") and "*" not in s.version for s in chosen.specifier
+        )
+        kept = [
+            r
+            for r in requirements
+            if canonicalize_name(Requirement(r).name) != canonicalize_name(chosen.name)
+        ]
+        requirements = (str(chosen), *kept)
+    request = Request(
+        requirements,
+        python=lane_python(root, lane),
+        prefer=lock if lock.exists() else None,
+        overrides=lane_overrides(root, lane),
+        refresh=not exact,
+        name=candidate or f"adopted {lane}",
+    )
+    return replace(request, **changes)
+
+
+def lane_requirements(root: Path, lane: str) -> tuple[str, ...]:
+    """What the lane needs: its extra in pyproject.toml, and what its adopted row in wheels/manifest.toml pins beside.
+
+    Every `bumpgate[...]` in the extra is unfolded; bumpgate itself is left out.
+    """
+    try:
+        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        extras = project["optional-dependencies"]
+    except (OSError, ValueError, KeyError) as error:
+        raise BumpgateError(f"pyproject.toml names no lanes ({one_line(error, 80)})") from None
+    if lane not in extras:
+        raise BumpgateError(f"no lane {lane!r} in pyproject.toml; extras: {', '.join(sorted(extras))}")
+
+    def unfold(extra: str) -> Iterator[str]:
+        for text in extras[extra]:
+            requirement = Requirement(text)
+            if canonicalize_name(requirement.name) == canonicalize_name(project["name"]):
+                for inner in sorted(requirement.extras):
+                    yield from unfold(inner)
+            else:
+                yield text
+
+    texts = list(dict.fromkeys(unfold(lane)))
+    named = {canonicalize_name(Requirement(text).name) for text in texts}
+    pinned = _row_pins(root, lane)
+    return (*texts, *(f"{name}{wanted}" for name, wanted in pinned.items() if name not in named))
+
+
+def _row(root: Path, lane: str) -> Environment | None:
+    path = root / "wheels" / "manifest.toml"
+    if not path.exists():
+        return None
+    rows = load(path).environments
+    return next((row for row in rows if (row.status, row.lane) == ("adopted", lane)), None)
+
+
+def _row_pins(root: Path, lane: str) -> dict[str, str]:
+    row = _row(root, lane)
+    if row is None:
+        return {}
+    wheels = {w.name: f"=={w.version}" if w.version else "" for w in row.wheels}
+    pins = {"torch": str(row.torch), **{name: str(wanted) for name, wanted in row.packages.items()}, **wheels}
+    return {canonicalize_name(name): wanted for name, wanted in pins.items()}
+
+
+def lane_python(root: Path, lane: str) -> str:
+    """The Python that the lane's lock or manifest row is made for; else the one that runs."""
+    lock = lane_lock(root, lane)
+    if lock.exists() and (python := read_lock(lock).python):
+        return python
+    row = _row(root, lane)
+    exact = re.fullmatch(r"==(\d+\.\d+)\.\*", str(row.python)) if row else None
+    return exact[1] if exact else RUNNING
+
+
+def lane_overrides(root: Path, lane: str) -> Path | None:
+    """The lane's file of uv overrides, where it has one."""
+    path = root / OVERRIDES[lane] if lane in OVERRIDES else None
+    return path if path is not None and path.exists() else None
+
+
+def _candidate(text: str) -> Requirement:
+    try:
+        if text.endswith(".whl") and "://" not in text:
+            path = Path(text).expanduser().absolute()
+            if not path.is_file():
+                raise BumpgateError(f"{text}: no such wheel file")
+            return Requirement(f"{parse_wheel_filename(path.name)[0]} @ {path.as_uri()}")
+        return Requirement(text)
+    except (InvalidRequirement, InvalidWheelFilename) as error:
+        raise BumpgateError(
+            f"{text!r} is no requirement such as torch==2.14.0 ({one_line(error, 80)})"
+        ) from None
+
+
+def check_request(request: Request) -> None:
+    """Raises BumpgateError on a request that no build could serve."""
+    if request.lock is not None and request.requirements:
+        raise BumpgateError("a request has a lock or requirements, not both")
+    for text in request.requirements:
+        try:
+            Requirement(text)
+        except InvalidRequirement as error:
+            raise BumpgateError(f"{text!r} is no requirement ({one_line(error, 80)})") from None
+    if request.lock is not None:
+        python = read_lock(request.lock).python
+        if python and request.python.count(".") == 1 and request.python != python:
+            raise BumpgateError(
+                f"{request.lock.name} is for Python {python}, not {request.python}: freeze it anew"
+            )
+
+
+def request_key(request: Request, resolved: str | None) -> str:
+    """Hash of everything that decides what lies in the environment, and of nothing else."""
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "requirements": sorted(request.requirements),
+        "files": sorted(_file_stamp(Requirement(r)) for r in request.requirements),
+        "python": platform.python_version() if request.python == RUNNING else request.python,
+        "platform": [sysconfig.get_platform(), platform.python_implementation(), *platform.libc_ver()],
+        "lock": request.lock.read_text(encoding="utf-8") if request.lock else None,
+        "prefer": request.prefer.read_text(encoding="utf-8") if request.prefer and resolved is None else None,
+        "overrides": request.overrides.read_text(encoding="utf-8") if request.overrides else None,
+        "index": request.index,
+        "find_links": list(request.find_links),
+        "switches": [request.offline, request.dependencies, request.only_wheels],
+        "host": deciding_settings(),
+        "resolved": resolved,
+    }
+    # A lock decides every byte by hash: where a file comes from does not matter, nor which one of two mirrors.
+    if request.lock:
+        content |= {"index": None, "find_links": [], "host": {}, "switches": []}
+    else:
+        content["folders"] = _folder_stamps(request)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def _file_stamp(requirement: Requirement) -> list[Any]:
+    """A developer builds one version many times under one file name."""
+    url = requirement.url or ""
+    if not url.startswith("file://"):
+        return []
+    return [url, *_stamp(Path(url.removeprefix("file://")))]
+
+
+def _folder_stamps(request: Request) -> list[Any]:
+    places = [*request.find_links, *deciding_settings().get("UV_FIND_LINKS", "").split(",")]
+    folders = [Path(p.removeprefix("file://")) for p in places if p]
+    return [[str(f), sorted([w.name, *_stamp(w)] for w in f.glob("*.whl"))] for f in folders if f.is_dir()]
+
+
+def _stamp(path: Path) -> list[int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return []
+    return [found.st_size, found.st_mtime_ns]
+
+
+def without_url(text: str) -> str:
+    """Without the place, which may hold a password."""
+    requirement = Requirement(text)
+    return f"{requirement.name} @ ..." if requirement.url else text

@@ -1,0 +1,93 @@
+"""`bumpgate rollback LANE`: the adopted set again, offline from our own wheel store, proven by its smoke suite."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bumpgate.baseline import LANES, find_root
+from bumpgate.environments import store
+from bumpgate.environments.build import Environment, build, discard, release
+from bumpgate.environments.locks import Lock, lane_lock, read_lock
+from bumpgate.environments.request import RUNNING, Request, request_key
+from bumpgate.environments.store import StoreError, home
+from bumpgate.processes.runner import LaneRun, run_lane
+from bumpgate.rebaseline import RefusedError
+from bumpgate.rows import BumpgateError
+
+# Proves that the instruments work under the restored torch; a whole lane is the next command, not part of this one.
+SMOKE = ("suites/canaries",)
+SMOKE_SECONDS = 1800
+
+
+def command(
+    lane: Annotated[str, typer.Argument(help=f"One of {', '.join(LANES)}.")],
+    lock: Annotated[
+        Path | None, typer.Option(help="Another lock than the lane's, e.g. an older one.")
+    ] = None,
+    smoke: Annotated[bool, typer.Option("--smoke/--no-smoke", help="Run the smoke suite in it.")] = True,
+) -> None:
+    """Rebuild the last adopted set of a lane offline from the wheel store, every checksum verified first.
+
+    Exit codes: 0 done, 1 refused (a wheel is missing or corrupt, or the smoke suite is red), 4 bad input, 125 the
+    machine failed.
+    """
+    root = find_root(Path.cwd())
+    if lane not in LANES:
+        raise BumpgateError(f"unknown lane {lane!r}; lanes: {', '.join(LANES)}")
+    started = time.monotonic()
+    path = lock or lane_lock(root, lane)
+    found = read_lock(path)
+    verify(found)
+    environment = rebuild(path, found, lane)
+    built = time.monotonic() - started
+    line = f"rollback {lane}: {len(found.packages)} wheels verified, built offline in {built:.0f} s"
+    try:
+        if smoke:
+            run = run_smoke(environment, root, lane)
+            line += f", {'; '.join(SMOKE)} green in {run.seconds:.0f} s"
+    finally:
+        release(environment, _cache())
+    typer.echo(f"{line}: {environment.python}")
+
+
+def _cache() -> Path:
+    """Beside the cache of the other environments: what is restored is built anew each time."""
+    return home() / "rollback"
+
+
+def verify(lock: Lock) -> None:
+    """Reads every wheel of a lock in the store. Raises RefusedError with a line for each missing or corrupt one."""
+    faults = []
+    for package in lock.packages:
+        for wheel in package.wheels:
+            try:
+                store.verify(wheel)
+            except StoreError as error:
+                faults.append(str(error))
+    if faults:
+        raise RefusedError(*faults)
+
+
+def rebuild(path: Path, lock: Lock, lane: str) -> Environment:
+    """A new environment of the lock: a cached one may be what broke. Raises RefusedError while it is in use."""
+    request = Request(lock=path, python=lock.python or RUNNING, offline=True, name=f"rollback {lane}")
+    if not discard(request_key(request, None), _cache()):
+        raise RefusedError(f"the last rollback of {lane} is in use; end what runs in it first")
+    return build(request, root=_cache())
+
+
+def run_smoke(environment: Environment, root: Path, lane: str) -> LaneRun:
+    """Raises RefusedError, one line, where it is not green."""
+    record = environment.python.parents[1] / "smoke.json"
+    run = run_lane(environment.python, root, lane, SMOKE, record, timeout=SMOKE_SECONDS)
+    if run.failure or run.code or run.record is None or run.record.red:
+        red = [j.row.id for j in run.record.judgements if j.red] if run.record else []
+        why = run.failure or (
+            f"{len(red)} red rows, first {red[0]}" if red else f"pytest ended with {run.code}"
+        )
+        raise RefusedError(f"rebuilt, but its smoke suite is not green: {why} (log: {run.log})")
+    return run

@@ -1,0 +1,113 @@
+"""Our own wheel store: files by content, `<store>/<sha256>/<file name>`, and SHA256SUMS over all of them.
+
+An index forgets (the nightly one after 60 builds) and a mirror may hold other bytes under the same name; what was
+adopted must be there again on the night it is needed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from bumpgate.environments.locks import SHA256, Wheel
+from bumpgate.rows import BumpgateError, write_atomic
+
+SUMS = "SHA256SUMS"
+
+
+class StoreError(BumpgateError):
+    """A file of the store is missing or is not what its name says."""
+
+
+def home() -> Path:
+    """Where bumpgate keeps what it can make again: $BUMPGATE_HOME, else bumpgate/ in the user's cache."""
+    chosen = os.environ.get("BUMPGATE_HOME")
+    if chosen:
+        return Path(chosen).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "bumpgate"
+
+
+def store_root() -> Path:
+    """$BUMPGATE_STORE, else store/ in `home()`."""
+    chosen = os.environ.get("BUMPGATE_STORE")
+    return Path(chosen).expanduser() if chosen else home() / "store"
+
+
+def find(wheel: Wheel, root: Path | None = None) -> Path | None:
+    """Where the store holds a wheel; None where it does not. Its bytes are not read."""
+    path = (root or store_root()) / wheel.path
+    return path if path.is_file() else None
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal digest of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as f:
+        while block := f.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def contents(root: Path | None = None) -> list[tuple[str, Path]]:
+    """Digest and path of each wheel, as named: the bytes are not read."""
+    root = root or store_root()
+    return sorted(
+        (path.parent.name, path) for path in root.glob("*/*.whl") if SHA256.fullmatch(path.parent.name)
+    )
+
+
+def verify(wheel: Wheel, root: Path | None = None) -> Path:
+    """The path of a wheel whose bytes are what its name says. Raises StoreError, which names the file."""
+    root = root or store_root()
+    path = find(wheel, root)
+    if path is None:
+        raise StoreError(f"{wheel.file}: not in the wheel store; bring it back with: bumpgate freeze")
+    found = sha256_of(path)
+    if found != wheel.sha256:
+        raise StoreError(
+            f"{wheel.file}: corrupt in the wheel store (sha256 {found[:12]}..., adopted {wheel.sha256[:12]}...);"
+            f" delete {path} and fetch it again with: bumpgate freeze"
+        )
+    return path
+
+
+def put(wheel: Wheel, blocks: Iterable[bytes], root: Path | None = None) -> Path:
+    """Takes a wheel in, in one step; its bytes must hash to its name. A wheel that is there whole stays.
+
+    Raises StoreError on other bytes, OSError on a full disk; neither leaves anything behind.
+    """
+    root = root or store_root()
+    path = root / wheel.path
+    if path.is_file() and sha256_of(path) == wheel.sha256:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    digest = hashlib.sha256()
+    try:
+        with partial.open("wb") as f:
+            for block in blocks:
+                digest.update(block)
+                f.write(block)
+            f.flush()
+            os.fsync(f.fileno())
+        if digest.hexdigest() != wheel.sha256:
+            raise StoreError(f"{wheel.file}: the source holds other bytes than the lock names; freeze anew")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+        if not any(path.parent.iterdir()):
+            path.parent.rmdir()
+    _write_sums(root)
+    return path
+
+
+def _write_sums(root: Path) -> None:
+    """SHA256SUMS over what the store holds, as `sha256sum --check` reads it; writers wait for each other."""
+    with (root / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lines = [f"{sha256}  {sha256}/{path.name}\n" for sha256, path in contents(root)]
+        write_atomic(root / SUMS, "".join(lines))

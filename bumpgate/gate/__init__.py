@@ -1,0 +1,1 @@
+"""The gate: two environments measured in pairs, and one verdict."""

@@ -1,0 +1,297 @@
+"""The steps of a gate: canaries in both environments, the selection once in each, paired sessions, the verdict.
+
+Each step is on the disk before the next begins. The selection runs whole in each, timed tests as well: that fills both
+compile caches, so that no session pays for a cold one, and shows which rows are timed, those that carry an interval.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from pathlib import Path
+
+from bumpgate import accept, accepted
+from bumpgate.gate import drift
+from bumpgate.gate.drift import Creep, creep
+from bumpgate.gate.result import Gate, GateError
+from bumpgate.gate.sequential import Plan, decide, estimate, summarise
+from bumpgate.gate.timed import Reading, Sessions, reading, timed_rows
+from bumpgate.gate.verdict import Decision, Finding, Side, group, judge_gate
+from bumpgate.gate.view import View, session_line, timed_line
+from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneRun, installed, run_lane
+from bumpgate.rows import Record, Verdict, one_line, read_record, write_record
+from bumpgate.table import summary
+
+TITLES = {"good": "adopted", "bad": "candidate", "anchor": "anchor"}
+CANARIES = "suites/canaries"
+# Rounds that a timed test keeps in a session. Enough for a median: what is left is a bias of the process.
+ROUNDS = 15
+# Above pytest's own limit of a test, which names the test; this one only ends what that cannot.
+TEST_SECONDS = 660
+# A creep stays called until somebody accepts it, for as long as the history is asked about.
+HISTORY_DAYS = 183
+
+# (lane, row ids, days) -> of each row its readings against an anchor, in order of day.
+Recent = Callable[[str, Sequence[str], int], Mapping[str, Sequence[drift.Reading]]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a side runs. variables: its own compile caches. failure: why there is no interpreter.
+
+    command: makes the environment again, or looks into what kept it from being made.
+    """
+
+    python: Path
+    variables: Mapping[str, str] = field(default_factory=dict)
+    failure: str = ""
+    command: str = ""
+
+
+@dataclass
+class Bench:
+    """One gate on one machine. deadline: of time.monotonic(); no session begins that would end after it."""
+
+    gate: Gate
+    root: Path
+    out: Path
+    places: Mapping[str, Place]
+    view: View
+    plan: Plan
+    recent: Recent
+    today: date
+    deadline: float = math.inf
+
+    def __post_init__(self) -> None:
+        self._started = time.monotonic() - self.gate.wall_seconds
+
+    def run(self) -> None:
+        """Whatever is not yet done, then the verdict. Raises GateError on what pytest refuses to select."""
+        sides = self.gate.sides
+        self.enter()
+        if not (sides["good"].failure or sides["bad"].failure):
+            for name in ("good", "bad"):
+                if sides[name].canaries is None:
+                    sides[name].canaries = self.canaries(name)
+                    self.save()
+            for name in ("good", "bad"):
+                if not sides[name].measured:
+                    self.measure(name)
+                    self.save()
+            self.pair()
+        self.judge()
+        self.gate.finished = True
+        self.save()
+
+    def save(self) -> None:
+        """Puts what is known on the disk."""
+        self.gate.wall_seconds = time.monotonic() - self._started
+        self.gate.write(self.out)
+
+    def enter(self) -> None:
+        """Who is there: the packages of each side, or why there is no such side."""
+        for name, side in self.gate.sides.items():
+            place = self.places[name]
+            side.command = place.command
+            failure, found = place.failure, None
+            if not failure:
+                with self.view.doing(f"{TITLES[name]}: importing torch"):
+                    found = installed(place.python, self.root, self.gate.asked.lane, place.variables)
+                failure = found.failure
+            if found and not failure:
+                if side.packages and side.packages != found.packages:
+                    raise GateError(
+                        f"the {TITLES[name]} packages are others than before: gate anew, in another --out"
+                    )
+                side.packages, side.git_version = dict(found.packages), dict(found.git_version)
+            version = side.packages.get("torch")
+            side.name = f"torch {version} ({TITLES[name]})" if version else TITLES[name]
+            if not side.measured:
+                side.failure = failure
+            self.view.say(f"{side.name}: {failure}" if failure else side.name)
+        self.save()
+
+    def canaries(self, name: str) -> dict[str, str]:
+        """Canary -> reason, of those that failed in this environment."""
+        if not (self.root / CANARIES).is_dir():
+            return {"canaries": f"no {CANARIES} in this tree, so no instrument is proved"}
+        with self.view.doing(f"{TITLES[name]}: canaries"):
+            run = self._lane(name, [CANARIES], self.out / f"canaries-{name}.json")
+        if run.code == NOTHING_SELECTED:
+            self.view.say(f"{TITLES[name]}: this lane has no canaries")
+            return {}
+        judgements = run.record.judgements if run.record else ()
+        failed = {
+            j.row.id.split("/")[1]: one_line(j.row.evidence[0] if j.row.evidence else j.reason)
+            for j in judgements
+            if j.row.value is not True
+        }
+        if not failed and (run.failure or (run.record and run.record.problems)):
+            failed["canaries"] = one_line(run.failure or (run.record and run.record.problems[0]))
+        said = f"FAILED: {', '.join(failed)}" if failed else f"{len(judgements)} agree"
+        self.view.say(f"{TITLES[name]}: canaries: {said}; {run.seconds:.0f} s")
+        return failed
+
+    def measure(self, name: str) -> None:
+        """The whole selection, once. Raises GateError where pytest refuses it in the adopted environment."""
+        side, path = self.gate.sides[name], self.out / f"{name}.json"
+        with self.view.doing(f"{TITLES[name]}: counts and numerics"):
+            run = self._lane(name, self.gate.asked.selection, path)
+        if run.code == USAGE and name == "good":
+            raise GateError(f"pytest refuses the selection: {run.failure}")
+        side.measured, side.failure = True, run.failure
+        if run.record:
+            record = self._spoiled_again(name, run.record, path)
+            side.record = path.name
+            self.view.say(f"{TITLES[name]}: {summary(record)}")
+        if run.failure:
+            self.view.say(f"{TITLES[name]}: {run.failure} (log: {run.log})")
+
+    def pair(self) -> None:
+        """The sessions with the adopted build, then those with the anchor, where there is one."""
+        sides = self.gate.sides
+        good, bad = self._record("good"), self._record("bad")
+        if good is None or bad is None or sides["good"].failure or sides["bad"].failure:
+            return
+        if self.gate.paired is None:
+            self.gate.paired = Sessions(timed_rows(good, bad), self.plan, self.plan.budget)
+        self._sessions(self.gate.paired, "good")
+        if "anchor" in sides and not sides["anchor"].failure:
+            if self.gate.drifted is None:
+                self.gate.drifted = Sessions(self.gate.paired.tests, None, drift.SESSIONS)
+            self._sessions(self.gate.drifted, "anchor")
+
+    def judge(self) -> None:
+        """From everything that was measured to the decision and its findings."""
+        gate, lane = self.gate, self.gate.asked.lane
+        sides = {
+            name: Side(s.name, self._judged(name), s.failure, s.canaries or {}, s.command)
+            for name, s in gate.sides.items()
+        }
+        if gate.paired:
+            sides |= {name: _with_faults(sides[name], gate.paired.problems(name)) for name in ("good", "bad")}
+            gate.timed = summarise(gate.paired.log_ratios, self.plan)
+        gate.creeps = creeps(self.recent, lane, list(gate.timed), gate.drifted, self.today)
+        acceptances = accepted.load(self.root / "baselines" / accepted.FILE)
+        timed, crept, lines = accept.apply_to_times(gate.timed, gate.creeps, acceptances, lane, self.today)
+        verdict = judge_gate(lane, sides["good"], sides["bad"], timed, crept)
+        findings = group([*verdict.findings, *self._anchor_gap()])
+        gate.decision = findings[0].decision if findings else verdict.decision
+        gate.findings = tuple(self._with_interpreter(f) for f in findings)
+        gate.accepted = tuple(lines)
+
+    def _lane(
+        self, name: str, selection: Sequence[str], record: Path, timeout: float | None = None
+    ) -> LaneRun:
+        place = self.places[name]
+        rounds = {} if timeout is None else {"BUMPGATE_ROUNDS": str(ROUNDS)}
+        return run_lane(
+            place.python,
+            self.root,
+            self.gate.asked.lane,
+            selection,
+            record,
+            environment={**place.variables, **rounds},
+            timeout=timeout,
+            check_import=False,
+        )
+
+    def _record(self, name: str) -> Record | None:
+        found = self.gate.sides[name].record
+        return read_record(self.out / found) if found else None
+
+    def _judged(self, name: str) -> Record | None:
+        """What the verdict is to see: of a side that was not run because of the other one, nothing at all."""
+        side = self.gate.sides[name]
+        spared = not (side.measured or side.failure)
+        return Record({"lane": self.gate.asked.lane}, ()) if spared else self._record(name)
+
+    def _spoiled_again(self, name: str, record: Record, path: Path) -> Record:
+        """Runs the tests that the machine spoiled (INFRA) once more, and puts what they say now in the record."""
+        tests = sorted({j.row.test for j in record.judgements if j.verdict is Verdict.INFRA})
+        if not tests:
+            return record
+        with self.view.doing(f"{TITLES[name]}: once more what the machine spoiled"):
+            again = self._lane(name, tests, self.out / f"again-{name}.json").record
+        if again is None or not again.complete:
+            return record
+        kept = [j for j in record.judgements if j.row.test not in tests]
+        problems = [p for p in record.problems if p.partition(": ")[0] not in tests]
+        return write_record(
+            path,
+            record.provenance,
+            [*kept, *again.judgements],
+            complete=record.complete,
+            problems=[*problems, *again.problems],
+        )
+
+    def _sessions(self, sessions: Sessions, other: str) -> None:
+        """Sessions of the candidate with `other` until every row is decided, or the budget is spent."""
+        begun_here, longest = sessions.begun, 0.0
+        with self.view.doing("") as update:
+            while sessions.open_rows():
+                started = time.monotonic()
+                if started + longest > self.deadline:
+                    self.view.say("the budget is spent: rows that are still open stay INCONCLUSIVE")
+                    break
+                update(f"{TITLES[other]} and candidate: {session_line(sessions)}")
+                sessions.run_one(
+                    lambda side, tests: self._timed_process(side if side == "bad" else other, tests)
+                )
+                longest = max(longest, time.monotonic() - started)
+                self.save()
+                if sessions.begun % 4 == 0:
+                    self.view.say(
+                        f"{TITLES[other]} and candidate: {session_line(sessions)}; {longest:.0f} s each"
+                    )
+        if sessions.begun > begun_here and sessions.plan:
+            outcomes = decide(sessions.log_ratios, sessions.plan)
+            self.view.say(timed_line(list(outcomes.values()), sessions))
+
+    def _timed_process(self, name: str, tests: Sequence[str]) -> Reading:
+        record = self.out / f"timed-{name}.json"
+        return reading(self._lane(name, ["-n", "0", *tests], record, TEST_SECONDS * len(tests)), tests)
+
+    def _anchor_gap(self) -> list[Finding]:
+        """An anchor that was asked for and could not be paired is a gap in the evidence."""
+        side = self.gate.sides.get("anchor")
+        if side is None or not side.failure:
+            return []
+        head = one_line(side.failure)
+        return [
+            Finding(Decision.UNKNOWN, "INFRA", "", head, good=(f"{side.name}: {head}",), repro=side.command)
+        ]
+
+    def _with_interpreter(self, f: Finding) -> Finding:
+        """pytest means another environment in every shell: the repro names the interpreter of the side to look at."""
+        python = self.places["good" if f.good and not f.bad else "bad"].python
+        if not f.repro.startswith("pytest "):
+            return f
+        return replace(f, repro=f"{shlex.quote(str(python))} -m {f.repro}")
+
+
+def creeps(
+    recent: Recent, lane: str, rows: Sequence[str], drifted: Sessions | None, today: date
+) -> dict[str, Creep]:
+    """The creep of each row that shows one, from its history and what the sessions with the anchor read today."""
+    series = recent(lane, rows, HISTORY_DAYS) if rows else {}
+    found = {}
+    for row in rows:
+        readings = [r for r in series.get(row, ()) if r.day < today]
+        values = drifted.log_ratios.get(row, []) if drifted else []
+        if len(values) == drift.SESSIONS:
+            readings.append(drift.Reading(today, estimate(values)))
+        if called := creep(readings):
+            found[row] = called
+    return found
+
+
+def _with_faults(side: Side, problems: Sequence[str]) -> Side:
+    """The side with what went wrong in its timed processes among the problems of its record."""
+    if side.record is None or not problems:
+        return side
+    return replace(side, record=replace(side.record, problems=(*side.record.problems, *problems)))

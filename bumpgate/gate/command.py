@@ -1,0 +1,255 @@
+"""`bumpgate gate`: the adopted environment and a candidate, measured in pairs on one machine, one verdict."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from bumpgate import accepted
+from bumpgate.baseline import LANES, find_root
+from bumpgate.environments.build import BuildError, build, lane_request
+from bumpgate.environments.store import home
+from bumpgate.gate import drift, result
+from bumpgate.gate.bench import TITLES, Bench, Place
+from bumpgate.gate.result import Asked, Gate, GateError, SideState
+from bumpgate.gate.timed import plan_for
+from bumpgate.gate.verdict import Decision
+from bumpgate.gate.view import View, findings_text
+from bumpgate.report import gate_file, history
+from bumpgate.report.extra import ExtraMissingError
+from bumpgate.report.gate_file import GateFile
+from bumpgate.rows import BumpgateError, one_line
+
+# Set by the gate itself; given twice they would turn the two runs into something else.
+OURS = ("-m", "--record", "--gate", "--launcher")
+INTERRUPTED = 130
+
+
+def command(
+    lane: Annotated[str, typer.Option(help=f"One of {', '.join(LANES)}.")],
+    candidate: Annotated[str, typer.Option(help="What is judged: 'torch==2.14.0', or a wheel file.")] = "",
+    adopted: Annotated[
+        str, typer.Option(help="Instead of the lane's adopted set: that set with this in it.")
+    ] = "",
+    anchor: Annotated[
+        str, typer.Option(help="Pair the candidate also with this build of a month ago, or with `history`'s.")
+    ] = "",
+    python_good: Annotated[str, typer.Option(help="Adopted: this interpreter as it stands.")] = "",
+    python_bad: Annotated[str, typer.Option(help="Candidate: this interpreter as it stands.")] = "",
+    python_anchor: Annotated[str, typer.Option(help="Anchor: this interpreter as it stands.")] = "",
+    index: Annotated[str | None, typer.Option(help="URL of an index asked before the host's.")] = None,
+    find_links: Annotated[
+        list[str] | None, typer.Option(help="Folder or page of wheels; repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of gate.json and both records.")] = None,
+    sessions: Annotated[int | None, typer.Option(help="At most so many sessions of four processes.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Minutes after which no session begins.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the gate in --out.")] = False,
+    selection: Annotated[list[str] | None, typer.Argument(help="After --: what pytest is to run.")] = None,
+) -> None:
+    """Measure the adopted build and a candidate in pairs: ADOPT, HOLD, or UNKNOWN where evidence is missing.
+
+    Without a selection, the whole lane.
+
+    Exit codes: 0 ADOPT, 1 HOLD, 125 UNKNOWN, 4 bad input, 130 interrupted (what was measured is kept for --resume).
+    """
+    asked = Asked(
+        lane=lane,
+        candidate=candidate,
+        adopted=adopted,
+        anchor=_adopted_a_month_ago(lane) if anchor == "history" else anchor,
+        python_good=_absolute(python_good),
+        python_bad=_absolute(python_bad),
+        python_anchor=_absolute(python_anchor),
+        sessions=sessions,
+        selection=tuple(selection or ()),
+    )
+    root = find_root(Path.cwd())
+    _refuse(asked, root)
+    place = out or root / "build" / "gate" / f"{lane}-{_slug(candidate or 'python')}"
+    place.mkdir(parents=True, exist_ok=True)
+    view = View(Console(stderr=True))
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with _device(lane, view):
+            gate = _begin(asked, place, resume)
+            if not gate.finished:
+                places = _places(asked, view, root, {"index": index, "find_links": tuple(find_links or ())})
+                limit = time.monotonic() + 60 * budget if budget is not None else float("inf")
+                plan = plan_for(sessions)
+                Bench(gate, root, place, places, view, plan, _recent, accepted.today(), limit).run()
+    except KeyboardInterrupt:
+        view.say(f"interrupted; what was measured is kept, go on with: {_resume_line()}")
+        raise typer.Exit(INTERRUPTED) from None
+    except OSError as error:
+        where = error.filename or place
+        view.say(
+            f"bumpgate: {where}: {error.strerror}; what was measured is kept, go on with: {_resume_line()}"
+        )
+        raise typer.Exit(Decision.UNKNOWN.value) from None
+    found = gate_file.read(place / result.NAME)
+    assert isinstance(found, GateFile)
+    _show(found, place)
+    raise typer.Exit(found.decision.value)
+
+
+def _refuse(asked: Asked, root: Path) -> None:
+    """Raises BumpgateError, one line, on a question that cannot be asked."""
+    if asked.lane not in LANES:
+        raise BumpgateError(f"unknown lane {asked.lane!r}; lanes: {', '.join(LANES)}")
+    if bool(asked.candidate) == bool(asked.python_bad):
+        raise BumpgateError("name the candidate: --candidate 'torch==X', or --python-bad PATH")
+    for name in ("adopted", "anchor"):
+        python = {"adopted": asked.python_good, "anchor": asked.python_anchor}[name]
+        if getattr(asked, name) and python:
+            raise BumpgateError(f"--{name} or an interpreter for it, not both")
+    try:
+        plan_for(asked.sessions)
+    except ValueError as error:
+        raise BumpgateError(f"--sessions: {error}") from None
+    for before, part in zip(("", *asked.selection), asked.selection):
+        if part.split("=")[0] in OURS:
+            raise BumpgateError(f"{part.split('=')[0]} is set by the gate: leave it out of the selection")
+        path = part.split("::")[0]
+        if not part.startswith("-") and not before.startswith("-") and not (root / path).exists():
+            raise BumpgateError(f"the selection names {path}, which is not there")
+
+
+def _begin(asked: Asked, out: Path, resume: bool) -> Gate:
+    """A new gate, or the one in `out`. Raises GateError on one that must not be mixed with this one."""
+    there = result.read(out, plan_for(asked.sessions))
+    if there is None or (there.finished and not resume):
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        gate = Gate(asked, now, shlex.join(["bumpgate", *sys.argv[1:]]))
+        if asked.anchor or asked.python_anchor:
+            gate.sides["anchor"] = SideState()
+        return gate
+    where = out / result.NAME
+    if not resume:
+        raise GateError(f"{where} is of a gate that did not end: go on with --resume, or name another --out")
+    if there.asked != asked:
+        names = [n for n in vars(asked) if getattr(asked, n) != getattr(there.asked, n)]
+        raise GateError(f"{where} is of another gate (other {', '.join(names)}): name another --out")
+    return there
+
+
+def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> dict[str, Place]:
+    """An interpreter for each side. One that cannot be built is a side with a failure."""
+    wanted = {"good": (asked.python_good, asked.adopted), "bad": (asked.python_bad, asked.candidate)}
+    if asked.anchor or asked.python_anchor:
+        wanted["anchor"] = (asked.python_anchor, asked.anchor)
+    requests = {
+        name: lane_request(root, asked.lane, requirement or None, **sources)
+        for name, (python, requirement) in wanted.items()
+        if not python
+    }
+    places: dict[str, Place] = {}
+    for name, (python, _) in wanted.items():
+        if python:
+            key = "python-" + hashlib.sha256(python.encode()).hexdigest()[:16]
+            places[name] = Place(
+                Path(python), _caches(name, key), command=f"{shlex.quote(python)} -m pip list"
+            )
+            continue
+        try:
+            with view.doing(f"{TITLES[name]}: building its environment"):
+                made = build(requests[name], say=view.say)
+            places[name] = Place(
+                made.python, _caches(name, made.key), command=f"cat {made.lock}" if made.lock else ""
+            )
+        except BuildError as error:
+            places[name] = Place(Path(), {}, one_line(error), f"less {shlex.quote(str(error.log))}")
+    return places
+
+
+def _caches(name: str, key: str) -> dict[str, str]:
+    """Compile caches of one environment on one side: the same build judged against itself shares nothing either."""
+    place = home() / "compiled" / f"{key}-{name}"
+    return {"TORCHINDUCTOR_CACHE_DIR": str(place / "inductor"), "TRITON_CACHE_DIR": str(place / "triton")}
+
+
+@contextmanager
+def _device(lane: str, view: View) -> Iterator[None]:
+    """One gate a device: two would time each other. The second waits; a killed one leaves no lock behind."""
+    device = {"cpu": "cpu", "h200": f"cuda-{os.environ.get('CUDA_VISIBLE_DEVICES', '0')}", "v6e": "tpu"}[lane]
+    path = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gate-{_slug(device)}"
+    with path.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            view.say(
+                f"device {device} is taken by the gate of process {lock.read().strip() or '?'}; waiting for it"
+            )
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def _show(gate: GateFile, out: Path) -> None:
+    """The findings, then one line that says it all."""
+    console = Console()
+    findings_text(gate.findings, console)
+    lines = [f"acceptance: {line}" for line in gate.accepted]
+    parts = [f"{gate.decision.name}: {gate.bad.name} against {gate.good.name}, lane {gate.lane}"]
+    parts += [
+        f"{len(gate.findings)} finding{'s' * (len(gate.findings) != 1)}",
+        f"{gate.wall_seconds / 60:.1f} min",
+    ]
+    for line in [*lines, "; ".join([*parts, str(out / result.NAME)])]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _recent(lane: str, rows: Sequence[str], days: int) -> Mapping[str, Sequence[drift.Reading]]:
+    """Of the history; none where its libraries are not installed, for a gate without them still judges this bump."""
+    try:
+        return history.recent(lane, rows, days)
+    except ExtraMissingError:
+        return {}
+
+
+def _adopted_a_month_ago(lane: str) -> str:
+    """The requirement that `--anchor history` stands for. Raises BumpgateError where nothing was adopted yet."""
+    builds = history.adopted(lane)
+    day = drift.anchor([day for day, _ in builds], accepted.today())
+    if day is None:
+        raise BumpgateError(
+            f"--anchor history: the history knows no adopted build of lane {lane}: leave it out"
+        )
+    return f"torch=={dict(builds)[day]}"
+
+
+def _resume_line() -> str:
+    arguments = [a for a in sys.argv[1:] if a != "--resume"]
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return shlex.join(["bumpgate", *arguments[:at], "--resume", *arguments[at:]])
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _absolute(python: str) -> str:
+    """Not resolved: the link is what makes an environment of an interpreter."""
+    return os.path.abspath(python) if python else ""
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.+-]+", "-", text).strip("-")

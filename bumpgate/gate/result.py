@@ -1,0 +1,167 @@
+"""gate.json: what a gate has measured so far and, at its end, its verdict.
+
+It is written whole after every step, so a gate that was killed left a true file behind: UNKNOWN, not finished, and
+everything that `--resume` needs to go on. Readers of a finished one use bumpgate.report.gate_file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bumpgate.gate.drift import Creep
+from bumpgate.gate.sequential import Plan, Timed, estimate
+from bumpgate.gate.timed import Sessions
+from bumpgate.gate.verdict import Decision, Finding
+from bumpgate.rows import SCHEMA, BumpgateError, one_line, write_atomic
+
+NAME = "gate.json"
+
+
+class GateError(BumpgateError):
+    """A gate that cannot be begun or resumed. One line: why, and what puts it right."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a gate is about; `--resume` goes on with the same question only. Interpreters and requirements as given."""
+
+    lane: str
+    candidate: str = ""
+    adopted: str = ""
+    anchor: str = ""
+    python_good: str = ""
+    python_bad: str = ""
+    python_anchor: str = ""
+    sessions: int | None = None
+    selection: tuple[str, ...] = ()
+
+
+@dataclass
+class SideState:
+    """One environment as far as it got. canaries: None until they have run. measured: its one run is over.
+
+    record: the file beside gate.json; None where the run left none. command: makes the environment again.
+    """
+
+    name: str = ""
+    failure: str = ""
+    canaries: dict[str, str] | None = None
+    measured: bool = False
+    record: str | None = None
+    command: str = ""
+    packages: dict[str, str] = field(default_factory=dict)
+    git_version: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Gate:
+    """A gate under way. sides: good, bad, and anchor where one is paired. wall_seconds: over all resumes.
+
+    paired: sessions of the candidate with the adopted build; None until it is known which rows are timed.
+    drifted: the same with the anchor. accepted: one line for each acceptance that was used or has expired.
+    """
+
+    asked: Asked
+    started: str
+    command: str
+    wall_seconds: float = 0.0
+    finished: bool = False
+    decision: Decision = Decision.UNKNOWN
+    sides: dict[str, SideState] = field(default_factory=lambda: {"good": SideState(), "bad": SideState()})
+    paired: Sessions | None = None
+    drifted: Sessions | None = None
+    findings: tuple[Finding, ...] = ()
+    timed: Mapping[str, Timed] = field(default_factory=dict)
+    creeps: Mapping[str, Creep] = field(default_factory=dict)
+    accepted: tuple[str, ...] = ()
+
+    def write(self, out: Path) -> None:
+        """Replaces gate.json in one step."""
+        write_atomic(out / NAME, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        paired = self.paired or Sessions({}, None, 0)
+        return {
+            "schema": SCHEMA,
+            "lane": self.asked.lane,
+            "decision": self.decision.name,
+            "exit_code": self.decision.value,
+            "finished": self.finished,
+            "started": self.started,
+            "wall_seconds": round(self.wall_seconds, 1),
+            "command": self.command,
+            "asked": asdict(self.asked),
+            "sides": {name: asdict(side) for name, side in self.sides.items()},
+            "findings": [asdict(f) | {"decision": f.decision.name} for f in self.findings],
+            "timed": {row: _timed(self.timed.get(row), x) for row, x in paired.log_ratios.items()},
+            "sessions": _sessions(self.paired),
+            "anchor": _sessions(self.drifted),
+            "creeps": {
+                row: asdict(c) | {"since": c.since.isoformat(), "called": c.called.isoformat()}
+                for row, c in self.creeps.items()
+            },
+            "accepted": list(self.accepted),
+        }
+
+
+def read(out: Path, plan: Plan) -> Gate | None:
+    """The gate in a directory, to be gone on with; None where there is none. plan: of its paired sessions.
+
+    Raises GateError on a file that `Gate.write` did not write.
+    """
+    path = out / NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        asked = Asked(**raw["asked"] | {"selection": tuple(raw["asked"]["selection"])})
+        gate = Gate(asked, raw["started"], raw["command"], raw["wall_seconds"], raw["finished"])
+        gate.decision = Decision[raw["decision"]]
+        for name, side in raw["sides"].items():
+            gate.sides[name] = SideState(**side)
+        gate.paired = _read_sessions(raw["sessions"], plan)
+        gate.drifted = _read_sessions(raw["anchor"], None)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise GateError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        why = one_line(f"{type(error).__name__}: {error}", 80)
+        raise GateError(f"{path} is no gate that can be resumed ({why}): name another --out") from None
+    return gate
+
+
+def _timed(t: Timed | None, log_ratios: list[float]) -> dict[str, Any]:
+    """`t` is None before the verdict."""
+    return {
+        "outcome": t.outcome.value if t else "INCONCLUSIVE",
+        "ratio": _finite(t.ratio) if t else None,
+        "interval": [_finite(x) for x in t.interval] if t else [None, None],
+        "sessions": len(log_ratios),
+        "p": t.p if t else None,
+        "q": t.q if t else None,
+        "log_ratios": log_ratios,
+    }
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None
+
+
+def _sessions(sessions: Sessions | None) -> dict[str, Any] | None:
+    """readings: the estimate of each row, which the history keeps of sessions with an anchor."""
+    if sessions is None:
+        return None
+    out = asdict(sessions)
+    out.pop("plan")
+    return out | {"readings": {row: estimate(x) for row, x in sessions.log_ratios.items() if x}}
+
+
+def _read_sessions(raw: Any, plan: Plan | None) -> Sessions | None:
+    if raw is None:
+        return None
+    raw.pop("readings")
+    return Sessions(plan=plan, **raw)

@@ -1,0 +1,259 @@
+"""The sequential test of timed rows: did the candidate's time move, judged as sessions come in.
+
+A session is four fresh processes in the order ABBA (A adopted, B candidate) and gives one log-ratio a row,
+log(time of B / time of A). What is left in it is mostly a bias of each process (memory layout; standard deviation
+1 to 3 %), which more rounds within a process do not remove, so sessions are what is counted.
+
+The test of "the true log-ratio is at most b": each session's distance from b counts with its sign, and at most
+with the median distance (winsorised, so one bad session weighs like an ordinary one). If the claim holds, swapping
+A and B in a session is a fair coin, so the sum is compared with its exact distribution over all 2^n signs given
+the distances. No normal law, no estimate of a variance: any noise that treats A and B alike will do, heavy tails
+and sessions of unequal quality included. (Fisher's randomisation test with the score of an M-estimate: Maritz 1979,
+"A note on exact robust confidence intervals for location", Biometrika 66.)
+
+Several looks: each look owns a share of the level, the shares sum to 1, and p is divided by its look's share. By
+Bonferroni's inequality the smallest quotient so far is a p-value whenever one stops (alpha spending as of Slud and
+Wei 1982, in its simplest form; "always valid" p of Johari, Pekelis and Walsh 2022). Few looks beat many: a look
+after each session spends the level on nearly the same data again.
+
+Between the two margins lies Wald's indifference zone, where SAME and DIFFERENT are both right answers. With one
+margin, a row that moved by just that much would use up every budget.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from itertools import combinations_with_replacement, pairwise
+
+from bumpgate.gate.multiplicity import benjamini_hochberg, holm
+
+# Steps of the winsorised distances: whole numbers make the exact distribution a product of polynomials.
+STEPS = 8
+BISECTIONS = 24
+
+
+class Outcome(Enum):
+    """What the sessions so far say of one row."""
+
+    SAME = "SAME"
+    SLOWER = "SLOWER"
+    FASTER = "FASTER"
+    INCONCLUSIVE = "INCONCLUSIVE"
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look, after `sessions` sessions; `different` and `same` are its shares of the two levels."""
+
+    sessions: int
+    different: float
+    same: float
+
+
+# 12 sessions are the fewest with which 15 rows leave a row significant: 2^-12 is 0.366 of 0.01 / 15.
+LOOKS = (
+    Look(8, 0.0, 0.3),
+    Look(12, 0.37, 0.2),
+    Look(16, 0.13, 0.15),
+    Look(20, 0.1, 0.1),
+    Look(24, 0.1, 0.1),
+    Look(32, 0.3, 0.15),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When to look, and what counts as moved. Raises ValueError on a plan whose errors would not be bounded.
+
+    different: a row is SLOWER or FASTER where its interval lies beyond this change, 0.01 is 1 %.
+    same: a row is SAME where its interval lies within this change, either way.
+    alpha: chance of a false SLOWER or FASTER in the whole family of rows, over all looks; half for each direction.
+    alpha_same: chance that one row which moved by more than `same` is called SAME, over all looks.
+    """
+
+    looks: tuple[Look, ...] = LOOKS
+    different: float = 0.01
+    same: float = 0.035
+    alpha: float = 0.02
+    alpha_same: float = 0.05
+
+    def __post_init__(self) -> None:
+        counts = [look.sessions for look in self.looks]
+        if not counts or counts[0] < 1 or any(a >= b for a, b in pairwise(counts)):
+            raise ValueError(f"looks must come after ever more sessions, got {counts}")
+        for shares in ([x.different for x in self.looks], [x.same for x in self.looks]):
+            if min(shares) < 0 or sum(shares) > 1 + 1e-9:
+                raise ValueError(f"shares of a level are at least 0 and sum to at most 1, got {shares}")
+        if not 0 <= self.different <= self.same:
+            raise ValueError(f"need 0 <= different <= same, got {self.different} and {self.same}")
+        if not (0 < self.alpha < 1 and 0 < self.alpha_same < 0.5):
+            raise ValueError(f"levels out of range: {self.alpha} and {self.alpha_same}")
+
+    @property
+    def budget(self) -> int:
+        """Sessions after which an open row is left INCONCLUSIVE."""
+        return self.looks[-1].sessions
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One row as the gate reports it.
+
+    ratio: time of the candidate over time of the adopted build, Hodges-Lehmann estimate (1.05 is 5 % slower).
+    interval: of the ratio; over all looks, each end errs with at most `alpha_same`. SAME lies within the margin
+        `same`, SLOWER and FASTER beyond the margin `different`, at the look that decided.
+    p: Holm-adjusted, of the likelier direction. q: the same by Benjamini-Hochberg.
+    """
+
+    outcome: Outcome
+    ratio: float
+    interval: tuple[float, float]
+    sessions: int
+    p: float
+    q: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Always-valid p-values of one row against: not slower, not faster, not the same."""
+
+    slower: float
+    faster: float
+    same: float
+
+
+def abba(sessions: int) -> tuple[str, ...]:
+    """The order of processes, one string a session: ABBA, then BAAB, BAAB, ABBA, and again.
+
+    Within a session a steady drift of the machine cancels; within a pair of sessions, what the first and the last
+    process of a session suffer (cold caches, a waking machine) as well.
+    """
+    return tuple("ABBA" if i % 4 in (0, 3) else "BAAB" for i in range(sessions))
+
+
+def log_ratio(order: str, readings: Sequence[float]) -> float:
+    """log(time of B / time of A) of one session: mean log of B less mean log of A, in the order they ran.
+
+    readings: positive times (or costs), one a process. Raises ValueError on any other, or on a letter too few.
+    """
+    if len(readings) != len(order) or order.count("A") != order.count("B") or set(order) != {"A", "B"}:
+        raise ValueError(f"order {order!r} does not pair {len(readings)} readings")
+    if not all(0 < x < math.inf for x in readings):
+        raise ValueError(f"a time is positive and finite, got {list(readings)}")
+    signed = (math.log(x) if letter == "B" else -math.log(x) for letter, x in zip(order, readings))
+    return math.fsum(signed) / order.count("B")
+
+
+@lru_cache(maxsize=4096)  # a later look asks for the p-values of the earlier ones again
+def p_above(log_ratios: tuple[float, ...], bound: float) -> float:
+    """Exact one-sided p-value of "the true log-ratio is at most `bound`"; small means that it lies above."""
+    distances = [x - bound for x in log_ratios]
+    cap = statistics.median(map(abs, distances))
+    if cap == 0:  # half of the sessions lie on the bound itself
+        return 1.0
+    scores = [round(STEPS * min(abs(d), cap) / cap) for d in distances]
+    observed = sum(score for score, d in zip(scores, distances) if d > 0)
+    # How many sign patterns give each sum: the coefficients of the product of (1 + z^score). One integer holds
+    # them all, each in `width` bits, more than all 2^n patterns need; a remainder sums the upper ones.
+    width = len(scores) + 2
+    counts = 1
+    for score in scores:
+        counts += counts << (score * width)
+    at_least = (counts >> (observed * width)) % (
+        (1 << width) - 1
+    )  # the remainder sums the upper coefficients
+    return float(at_least / 2 ** len(scores))
+
+
+@lru_cache(maxsize=4096)
+def p_below(log_ratios: tuple[float, ...], bound: float) -> float:
+    """The same of "the true log-ratio is at least `bound`"."""
+    return p_above(tuple(-x for x in log_ratios), -bound)
+
+
+def evidence(log_ratios: Sequence[float], plan: Plan) -> Evidence:
+    """p-values over all looks that these sessions reached; 1 before the first."""
+    different, same = math.log1p(plan.different), math.log1p(plan.same)
+    slower = faster = alike = 1.0
+    for look in plan.looks:
+        if look.sessions > len(log_ratios):
+            break
+        seen = tuple(log_ratios[: look.sessions])
+        if look.different:
+            slower = min(slower, p_above(seen, different) / look.different)
+            faster = min(faster, p_below(seen, -different) / look.different)
+        if look.same:  # two one-sided tests, and both must hold (Schuirmann 1987)
+            above = p_above(seen, -same) / look.same
+            if above < alike:  # the other one can only raise it
+                alike = min(alike, max(above, p_below(seen, same) / look.same))
+    return Evidence(slower, faster, alike)
+
+
+def decide(sessions: Mapping[str, Sequence[float]], plan: Plan) -> dict[str, Outcome]:
+    """Row id -> outcome, from each row's log-ratios so far, in the order they were measured.
+
+    The whole family comes in at every call: rows already decided with the sessions they stopped at, rows without
+    a session as well. A pure function, so a gate that was killed goes on from what it has stored. A row needs
+    more sessions while it is INCONCLUSIVE and has fewer than `plan.budget`.
+    """
+    found = {row: evidence(values, plan) for row, values in sessions.items()}
+    slower = holm({row: e.slower for row, e in found.items()})
+    faster = holm({row: e.faster for row, e in found.items()})
+    return {row: _outcome(e, slower[row], faster[row], plan) for row, e in found.items()}
+
+
+def summarise(sessions: Mapping[str, Sequence[float]], plan: Plan) -> dict[str, Timed]:
+    """What `decide` says, with the numbers that a report shows. A row without a session has no number."""
+    outcomes = decide(sessions, plan)
+    found = {row: evidence(values, plan) for row, values in sessions.items()}
+    likelier = {row: min(1.0, 2 * min(e.slower, e.faster)) for row, e in found.items()}
+    p, q = holm(likelier), benjamini_hochberg(likelier)
+    out = {}
+    for row, values in sessions.items():
+        ratio = math.exp(estimate(values)) if values else math.nan
+        low, high = interval(values, plan)
+        out[row] = Timed(outcomes[row], ratio, (math.exp(low), math.exp(high)), len(values), p[row], q[row])
+    return out
+
+
+def estimate(log_ratios: Sequence[float]) -> float:
+    """Hodges-Lehmann: the median of the means of all pairs. Up to 29 % of bad sessions cannot carry it away."""
+    return statistics.median((a + b) / 2 for a, b in combinations_with_replacement(log_ratios, 2))
+
+
+def interval(log_ratios: Sequence[float], plan: Plan) -> tuple[float, float]:
+    """Bounds of the log-ratio that the last look cannot reject, each at its share of `alpha_same`."""
+    look = next((x for x in reversed(plan.looks) if x.sessions <= len(log_ratios)), None)
+    if look is None:
+        return -math.inf, math.inf
+    seen = tuple(log_ratios[: look.sessions])
+    level = plan.alpha_same * look.same
+    return _lower_end(seen, level), -_lower_end(tuple(-x for x in seen), level)
+
+
+def _outcome(e: Evidence, slower: float, faster: float, plan: Plan) -> Outcome:
+    if slower <= plan.alpha / 2:
+        return Outcome.SLOWER
+    if faster <= plan.alpha / 2:
+        return Outcome.FASTER
+    return Outcome.SAME if e.same <= plan.alpha_same else Outcome.INCONCLUSIVE
+
+
+def _lower_end(log_ratios: tuple[float, ...], level: float) -> float:
+    """The largest bound below the estimate that is rejected."""
+    high = estimate(log_ratios)
+    low = min(log_ratios) - (max(log_ratios) - min(log_ratios)) - 1e-6
+    if p_above(log_ratios, low) > level:
+        return -math.inf
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        if p_above(log_ratios, middle) <= level:
+            low = middle
+        else:
+            high = middle
+    return low

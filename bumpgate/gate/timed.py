@@ -1,0 +1,165 @@
+"""Paired sessions of the timed rows: fresh processes in ABBA order, until every row is decided or the budget ends.
+
+A timed row is one that carries an interval. What a process says of it becomes a cost, a session of four processes a
+log-ratio (bumpgate.gate.sequential), and a session that lost one of its four readings of a row says nothing of it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from bumpgate.gate.sequential import Look, Outcome, Plan, abba, decide, log_ratio
+from bumpgate.processes.runner import LaneRun
+from bumpgate.rows import Judgement, Record, Verdict, is_finite
+
+# A row whose interval spans more than this ratio was measured in too few quiet moments to be worth a reading.
+ROUGH = 1.5
+# Sessions in a row that gave nothing, after which no further one is tried.
+BARREN = 3
+# Signals that a program earns by what it does; any other one was sent to it, and is the machine's.
+CRASHES = tuple(
+    -s for s in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
+)
+# What a record says of a time that could be measured; the sessions decide in its place.
+MEASURED = (Verdict.PASS, Verdict.WIN, Verdict.REGRESSION, Verdict.INCONCLUSIVE)
+SIDE = {"A": "good", "B": "bad"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One process. costs: row id -> positive cost, less is better. faults: node id -> why its test gave none.
+    lost: why a time could not be read, whosever fault it is; "" where all were.
+
+    A disturbed machine and a broken instrument are no fault: what they spoil is left out and measured again.
+    """
+
+    costs: Mapping[str, float] = field(default_factory=dict)
+    faults: Mapping[str, str] = field(default_factory=dict)
+    lost: str = ""
+
+
+# Measures the named tests once, in a fresh process of side "good" or "bad".
+Process = Callable[[str, Sequence[str]], Reading]
+
+
+def timed_rows(good: Record, bad: Record) -> dict[str, str]:
+    """Row id -> node id of the rows that both sides timed. What one side lacks is told by the records alone."""
+
+    def times(record: Record) -> dict[str, str]:
+        return {j.row.id: j.row.test for j in record.judgements if j.row.interval and j.verdict in MEASURED}
+
+    after = times(bad)
+    return {row: test for row, test in times(good).items() if row in after}
+
+
+def cost(j: Judgement) -> float | None:
+    """Time, or what stands for it: less is better. None where this process could not tell."""
+    value, interval = j.row.value, j.row.interval
+    if j.verdict not in MEASURED or interval is None or not is_finite(value) or value <= 0:
+        return None
+    if not 0 < interval[0] <= interval[1] <= ROUGH * interval[0]:
+        return None
+    return value if j.row.better == "lower" else 1 / value
+
+
+def reading(run: LaneRun, tests: Sequence[str]) -> Reading:
+    """What a process that ran `tests` says."""
+    judgements = run.record.judgements if run.record else ()
+    costs = {j.row.id: c for j in judgements if (c := cost(j)) is not None}
+    faults = {j.row.test: j.reason for j in judgements if j.verdict is Verdict.MISSING and j.row.unmeasured}
+    for problem in run.record.problems if run.record else ():
+        node, _, why = problem.partition(": ")
+        if node in tests:
+            faults.setdefault(node, why)
+    spoiled = (j for j in judgements if j.row.test in tests and j.row.id not in costs)
+    lost = run.failure or next(
+        (_why_lost(j) for j in spoiled if j.verdict is Verdict.INFRA or j.row.interval), ""
+    )
+    if run.code < 0 and run.code not in CRASHES:
+        return Reading(costs, {}, lost)
+    if run.failure:
+        faults = dict.fromkeys(faults or tests, run.failure)
+    return Reading(costs, faults, lost or next(iter(faults.values()), ""))
+
+
+def _why_lost(j: Judgement) -> str:
+    return f"{j.row.id}: " + (j.reason if j.verdict not in MEASURED else "too few quiet rounds for a time")
+
+
+def plan_for(sessions: int | None) -> Plan:
+    """The plan of `sequential`, cut to so many sessions; the last look gets what the looks after it would have had.
+
+    Raises ValueError on fewer sessions than its first look needs.
+    """
+    whole = Plan()
+    if sessions is None or sessions >= whole.budget:
+        return whole
+    looks = [look for look in whole.looks if look.sessions < sessions]
+    if sessions < whole.looks[0].sessions:
+        raise ValueError(f"at least {whole.looks[0].sessions} sessions, got {sessions}")
+    rest = Look(sessions, 1 - sum(x.different for x in looks), 1 - sum(x.same for x in looks))
+    return replace(whole, looks=(*looks, rest))
+
+
+@dataclass
+class Sessions:
+    """The sessions so far. Rows are decided by `plan`; without one, each gets `wanted` sessions and no verdict here.
+
+    tests: row id -> node id. begun: sessions started and ended, with those that gave nothing; barren: how many of the
+    last ones gave nothing; lost: why a time was last lost. faults: side -> node id -> why, the first time. faulty: side
+    -> processes with a fault.
+    """
+
+    tests: Mapping[str, str]
+    plan: Plan | None
+    wanted: int
+    log_ratios: dict[str, list[float]] = field(default_factory=dict)
+    begun: int = 0
+    barren: int = 0
+    lost: str = ""
+    faults: dict[str, dict[str, str]] = field(default_factory=lambda: {"good": {}, "bad": {}})
+    faulty: dict[str, int] = field(default_factory=lambda: {"good": 0, "bad": 0})
+
+    def __post_init__(self) -> None:
+        self.log_ratios = {row: list(self.log_ratios.get(row, ())) for row in self.tests}
+
+    def open_rows(self) -> list[str]:
+        """Rows that another session may still decide."""
+        if self.barren >= BARREN or self.begun >= 2 * self.wanted:
+            return []
+        outcomes = decide(self.log_ratios, self.plan) if self.plan else {}
+        return [
+            row
+            for row, found in self.log_ratios.items()
+            if len(found) < self.wanted and outcomes.get(row, Outcome.INCONCLUSIVE) is Outcome.INCONCLUSIVE
+        ]
+
+    def run_one(self, process: Process) -> None:
+        """One session of the open rows. Nothing is kept of a session that an exception cut short: the four readings
+        of a pair belong into one hour."""
+        rows = self.open_rows()
+        order = abba(self.begun + 1)[-1]
+        readings: list[Reading] = []
+        for letter in order:
+            found = process(SIDE[letter], list(dict.fromkeys(self.tests[row] for row in rows)))
+            readings.append(found)
+            self.lost = f"{SIDE[letter]}: {found.lost}" if found.lost else self.lost
+            rows = [row for row in rows if row in found.costs]
+            if not rows:
+                break
+        for letter, found in zip(order, readings):
+            known = self.faults[SIDE[letter]]
+            for test, why in found.faults.items():
+                known.setdefault(test, why)
+            self.faulty[SIDE[letter]] += bool(found.faults)
+        for row in rows:
+            self.log_ratios[row].append(log_ratio(order, [r.costs[row] for r in readings]))
+        self.begun += 1
+        self.barren = 0 if rows else self.barren + 1
+
+    def problems(self, side: str) -> tuple[str, ...]:
+        """Faults of one side as a record tells problems: `node id: why`."""
+        seen = f"(in {self.faulty[side]} timed processes, {self.begun} sessions)"
+        return tuple(f"{test}: {why} {seen}" for test, why in self.faults[side].items())

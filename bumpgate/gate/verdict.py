@@ -1,0 +1,291 @@
+"""The verdict of a gate: a pure function from what two environments measured to ADOPT, HOLD or UNKNOWN.
+
+HOLD needs evidence against the candidate: a row that is right in the adopted environment and wrong or gone in a
+whole run of the candidate, a test that fails there only, a slower timed row, a creep. UNKNOWN is any gap in the
+evidence: a canary that failed, a build that failed, a row missing, open or red on both sides, nothing selected.
+ADOPT is what is left.
+
+Rows are grouped by cause: one metric whose evidence starts alike is one finding, shown once with both sides.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from bumpgate.baseline import investigate, violation
+from bumpgate.gate.drift import Creep
+from bumpgate.gate.sequential import Outcome, Timed
+from bumpgate.rows import Judgement, Record, Verdict, one_line
+
+# What a row says of the product. Everything else that is red says that it could not be measured or was not reviewed.
+PRODUCT = (Verdict.REGRESSION, Verdict.CHANGED)
+ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+class Decision(Enum):
+    """Worst first. The value is the exit code; 125 is what `git bisect run` skips."""
+
+    HOLD = 1
+    UNKNOWN = 125
+    ADOPT = 0
+
+
+@dataclass(frozen=True)
+class Side:
+    """One environment of the gate.
+
+    name: as shown, "torch 2.13.0". record: what it measured; None where it never came to that.
+    failure: why there is no record, in one line (the end of the build's log). canaries: name -> reason, of those
+    that failed. command: the one that builds the environment again.
+    """
+
+    name: str
+    record: Record | None
+    failure: str = ""
+    canaries: Mapping[str, str] = field(default_factory=dict)
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause, and all the rows that it shows in.
+
+    decision: what it alone would make of the gate; ADOPT for what is shown and does not block (WIN, FASTER, FIXED).
+    label: the row verdict or the outcome ("CHANGED", "SLOWER"). metric, head: the signature; no metric where rows
+    could not be measured, for then the reason alone is the cause. good, bad: what each side showed, line by line.
+    repro: one command.
+    """
+
+    decision: Decision
+    label: str
+    metric: str
+    head: str
+    rows: tuple[str, ...] = ()
+    good: tuple[str, ...] = ()
+    bad: tuple[str, ...] = ()
+    repro: str = ""
+
+
+@dataclass(frozen=True)
+class GateVerdict:
+    """findings: worst first, then the one that covers most rows."""
+
+    decision: Decision
+    findings: tuple[Finding, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return self.decision.value
+
+
+def judge_gate(
+    lane: str,
+    good: Side,
+    bad: Side,
+    timed: Mapping[str, Timed] | None = None,
+    creeps: Mapping[str, Creep] | None = None,
+) -> GateVerdict:
+    """good: the adopted environment; bad: the candidate.
+
+    timed: row id -> result of the paired sessions, for every row selected for them. It decides in place of the
+    records' comparison of that row with a stored time. creeps: row id -> the creep that `drift.creep` called.
+    Raises ValueError where a record is of another lane: a mistake of the caller is no verdict.
+    """
+    for side in (good, bad):
+        found = side.record.provenance.get("lane") if side.record else lane
+        if found != lane:
+            raise ValueError(f"{side.name}: record of lane {found!r}, not {lane!r}")
+    timed, creeps = timed or {}, creeps or {}
+    loose = [f for side in (good, bad) for f in _environment(lane, side, side is good)]
+    tests: dict[str, str] = {}
+    if good.record and bad.record:
+        before, after = _by_id(good.record), _by_id(bad.record)
+        tests = {row: j.row.test for row, j in (before | after).items()}
+        for row in sorted(tests):
+            g, b = before.get(row), after.get(row)
+            if row in timed:
+                g, b = _without_stored_times(g), _without_stored_times(b)
+                if _absent(g) and _absent(b):
+                    continue  # the sessions alone measure it
+            loose += _row(lane, g, b, whole=bad.record.complete)
+        loose += _problems(lane, good.record, bad.record)
+        if not (before or after or timed):
+            head = "no row was selected"
+            loose.append(Finding(Decision.UNKNOWN, "NOTHING", "", head, repro=f"pytest -m {lane}"))
+    loose += [f for row, t in sorted(timed.items()) for f in _timed(lane, row, t, tests.get(row, ""))]
+    loose += [_creep(lane, row, c, tests.get(row, "")) for row, c in sorted(creeps.items())]
+    findings = group(loose)
+    return GateVerdict(findings[0].decision if findings else Decision.ADOPT, findings)
+
+
+def group(loose: Iterable[Finding]) -> tuple[Finding, ...]:
+    """One finding a signature: rows and evidence joined, the first repro kept; worst first."""
+    merged: dict[tuple[Decision, str, str, str], Finding] = {}
+    for f in loose:
+        key = (f.decision, f.label, f.metric, f.head)
+        if known := merged.get(key):
+            rows, good, bad = _union(known.rows, f.rows), _union(known.good, f.good), _union(known.bad, f.bad)
+            f = replace(known, rows=rows, good=good, bad=bad)
+        merged[key] = f
+    severity = list(Decision)
+    return tuple(sorted(merged.values(), key=lambda f: (severity.index(f.decision), -len(f.rows), f.rows)))
+
+
+def _union(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[str, ...]:
+    """Both, in order, each line once."""
+    return tuple(dict.fromkeys((*a, *b)))
+
+
+def _by_id(record: Record) -> dict[str, Judgement]:
+    return {j.row.id: j for j in record.judgements}
+
+
+def _absent(j: Judgement | None) -> bool:
+    return j is None or j.row.unmeasured
+
+
+def _environment(lane: str, side: Side, is_good: bool) -> list[Finding]:
+    """What is wrong with a side as a whole. Never evidence against the candidate."""
+
+    def finding(label: str, head: str, repro: str) -> Finding:
+        seen = (f"{side.name}: {head}",)
+        good, bad = (seen, ()) if is_good else ((), seen)
+        return Finding(Decision.UNKNOWN, label, "", head, (), good, bad, repro)
+
+    out = [
+        finding("INSTRUMENT", f"instrument {name}: {one_line(reason)}", f"pytest -m {lane}")
+        for name, reason in side.canaries.items()
+    ]
+    if side.record is None or side.failure:
+        out.append(finding("INFRA", one_line(side.failure) or "it left no record", side.command))
+    elif not (side.record.complete or side.record.problems):
+        out.append(finding("INFRA", "the run was cut short", f"pytest -m {lane}"))
+    return out
+
+
+def _problems(lane: str, good: Record, bad: Record) -> list[Finding]:
+    """Failed tests without a red row, skips, files that could not be collected: `node id: why`.
+
+    Compared by node id: the same failure may tell other times and addresses in each run.
+    """
+    out = []
+    for test in dict.fromkeys(_node(p) for p in (*bad.problems, *good.problems)):
+        before, after = (tuple(p for p in r.problems if _node(p) == test) for r in (good, bad))
+        # A skip, or a test that passes where a failure is expected, is a gap and no fault.
+        fault = not before and any("under --gate" not in p for p in after)
+        decision = Decision.HOLD if fault and good.complete and bad.complete else Decision.UNKNOWN
+        why = (after or before)[0].removeprefix(f"{test}: ")
+        out.append(Finding(decision, "PROBLEM", "", why, (), before, after, investigate(lane, test)))
+    return out
+
+
+def _node(problem: str) -> str:
+    return problem.partition(": ")[0]
+
+
+def _without_stored_times(j: Judgement | None) -> Judgement | None:
+    """A timed row without its verdict against the baseline's time; what the test derived still stands."""
+    settled = (Verdict.REGRESSION, Verdict.WIN, Verdict.INCONCLUSIVE)
+    if j is None or j.verdict not in settled or violation(j.row) is not None:
+        return j
+    return replace(j, verdict=Verdict.PASS, reason="judged by the paired sessions")
+
+
+def _row(lane: str, good: Judgement | None, bad: Judgement | None, *, whole: bool) -> list[Finding]:
+    said = _compare(good, bad, whole)
+    shown = bad if bad and (bad.red or not (good and good.red)) else good
+    if said is None or shown is None:
+        return []
+    decision, label = said
+    product = label in ("FIXED", "WIN", "RED IN BOTH", *(v.value for v in PRODUCT))
+    metric = shown.row.id.rsplit("/", 1)[1] if product else ""
+    head = _head(good, bad) if product else _reason(shown)
+    repro = investigate(lane, shown.row.test)
+    if decision is Decision.UNKNOWN:
+        repro = shown.command or repro
+    return [
+        Finding(decision, label, metric, head, (shown.row.id,), _shown(good, bad), _shown(bad, good), repro)
+    ]
+
+
+def _reason(j: Judgement) -> str:
+    """Why a row could not be measured, without the name of its test: that is no cause."""
+    text = j.reason.replace(j.row.test, "its test") if j.row.test else j.reason
+    return one_line(text) or "measured on one side only"
+
+
+def _compare(good: Judgement | None, bad: Judgement | None, whole: bool) -> tuple[Decision, str] | None:
+    """What one row of both records comes to; None where it says nothing. whole: the candidate's run ended."""
+    right = good is not None and not _absent(good) and not good.red
+    if bad is None or _absent(bad):
+        lost = bad is not None and bad.verdict is Verdict.MISSING and whole and right
+        label = bad.verdict.value if bad else Verdict.MISSING.value
+        return (Decision.HOLD if lost else Decision.UNKNOWN), label
+    if good is None or _absent(good):
+        return Decision.UNKNOWN, good.verdict.value if good else Verdict.MISSING.value
+    if bad.red:
+        if right and bad.verdict in PRODUCT:
+            return Decision.HOLD, bad.verdict.value
+        both = good.verdict in PRODUCT and bad.verdict in PRODUCT
+        return Decision.UNKNOWN, "RED IN BOTH" if both else bad.verdict.value
+    if good.red:
+        return (
+            (Decision.ADOPT, "FIXED") if good.verdict in PRODUCT else (Decision.UNKNOWN, good.verdict.value)
+        )
+    won = bad.verdict is Verdict.WIN and good.verdict is not Verdict.WIN
+    return (Decision.ADOPT, Verdict.WIN.value) if won else None
+
+
+def _only(j: Judgement | None, other: Judgement | None) -> list[str]:
+    """Evidence of one side that the other lacks, as often as it lacks it."""
+    mine = [ADDRESS.sub("0x_", line) for line in j.row.evidence] if j else []
+    spare = Counter(ADDRESS.sub("0x_", line) for line in other.row.evidence) if other else Counter[str]()
+    out = []
+    for line in mine:
+        if spare[line]:
+            spare[line] -= 1
+        else:
+            out.append(line)
+    return out
+
+
+def _head(good: Judgement | None, bad: Judgement | None) -> str:
+    """What came first and new in the candidate's evidence; if nothing came, what went; else nothing."""
+    came, went = _only(bad, good), _only(good, bad)
+    return one_line(came[0]) if came else f"gone: {one_line(went[0])}" if went else ""
+
+
+def _shown(j: Judgement | None, other: Judgement | None) -> tuple[str, ...]:
+    if j is None or _absent(j):
+        return (f"{other.row.id}: not measured" if other else "not measured", *([j.reason] if j else []))
+    value = f"{j.row.value:.6g}" if isinstance(j.row.value, float) else str(j.row.value)
+    return (f"{j.row.id}: {value} {j.row.unit}", *(one_line(line) for line in _only(j, other)))
+
+
+def _timed(lane: str, row: str, t: Timed, test: str) -> list[Finding]:
+    if t.outcome is Outcome.SAME:
+        return []
+    decision = {Outcome.SLOWER: Decision.HOLD, Outcome.FASTER: Decision.ADOPT}.get(
+        t.outcome, Decision.UNKNOWN
+    )
+    low, high = (f"{100 * (x - 1):+.1f} %" if math.isfinite(x) else "?" for x in t.interval)
+    change = f"{100 * (t.ratio - 1):+.1f} % in [{low}, {high}]" if t.sessions else "not measured"
+    bad = f"{row}: {change} after {t.sessions} sessions, adjusted p {t.p:.2g}"
+    metric = row.rsplit("/", 1)[1]
+    return [
+        Finding(
+            decision, t.outcome.value, metric, "", (row,), (f"{row}: 1",), (bad,), investigate(lane, test)
+        )
+    ]
+
+
+def _creep(lane: str, row: str, c: Creep, test: str) -> Finding:
+    good = f"{row}: 1 at its anchor, the build adopted a month before"
+    bad = f"{row}: {100 * (c.ratio - 1):+.1f} %, rising since {c.since}, called {c.called}"
+    metric = row.rsplit("/", 1)[1]
+    return Finding(Decision.HOLD, "CREEP", metric, "", (row,), (good,), (bad,), investigate(lane, test))

@@ -1,0 +1,90 @@
+"""What `bumpgate gate` shows: live progress on a terminal, a line a step anywhere else, the findings at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bumpgate.gate.sequential import Outcome
+from bumpgate.gate.timed import Sessions
+from bumpgate.gate.verdict import Decision, Finding
+
+STYLE = {Decision.HOLD: "bold red", Decision.UNKNOWN: "yellow", Decision.ADOPT: "green"}
+SHOWN_LINES = 6
+
+
+class View:
+    """Progress goes to `console` (stderr), so that stdout holds the findings alone."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def say(self, line: str) -> None:
+        """One finished step."""
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[Callable[[str], None]]:
+        """What runs now: on a terminal a line that lives until it is done, and which the yielded function rewrites."""
+        if not self.console.is_terminal:
+            yield lambda text: None
+            return
+        with self.console.status(Text(what)) as status:
+            yield lambda text: status.update(Text(text))
+
+
+def session_line(sessions: Sessions) -> str:
+    """How far the sessions are: `8 sessions of at most 32; 2 of 3 rows open`."""
+    rows, still = len(sessions.tests), len(sessions.open_rows())
+    return f"{sessions.begun} sessions of at most {sessions.wanted}; {still} of {rows} rows open"
+
+
+def timed_line(outcomes: Sequence[Outcome], sessions: Sessions) -> str:
+    """`timed rows after 12 sessions: 2 SAME, 1 SLOWER`, and why a time was last lost, where one was."""
+    counts = [f"{outcomes.count(o)} {o.value}" for o in Outcome if o in outcomes]
+    line = f"timed rows after {sessions.begun} sessions: {', '.join(counts) or 'none'}"
+    return f"{line}; last lost: {sessions.lost}" if sessions.lost else line
+
+
+def findings_text(findings: Sequence[Finding], console: Console) -> None:
+    """Prints the findings: a table where there is a terminal, blocks of whole lines where a log is searched."""
+    if console.is_terminal:
+        console.print(_table(findings))
+        return
+    for f in findings:
+        console.print(_block(f), markup=False, highlight=False, soft_wrap=True)
+
+
+def _cause(f: Finding) -> str:
+    what = f"{f.metric}: {f.head}" if f.metric and f.head else f.metric or f.head
+    return f"{f.label} {what}".strip()
+
+
+def _cut(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - SHOWN_LINES
+    return [*lines[:SHOWN_LINES], *([f"... and {more} more in gate.json"] if more > 0 else [])]
+
+
+def _block(f: Finding) -> str:
+    lines = [f"{f.decision.name:<8} {_cause(f)}"]
+    lines += [f"{'':<8} row {row}" for row in _cut(f.rows)]
+    lines += [f"{'':<8} adopted:   {line}" for line in _cut(f.good)]
+    lines += [f"{'':<8} candidate: {line}" for line in _cut(f.bad)]
+    return "\n".join([*lines, f"{'':<8} -> {f.repro}"] if f.repro else lines)
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
+    for title in ("", "cause", "adopted", "candidate"):
+        table.add_column(title, overflow="fold", no_wrap=not title)
+    for f in findings:
+        cause = Text("\n".join([_cause(f), *_cut(f.rows)]))
+        if f.repro:
+            cause.append(f"\n-> {f.repro}", style="dim")
+        sides = (Text("\n".join(_cut(side))) for side in (f.good, f.bad))
+        table.add_row(Text(f.decision.name, style=STYLE[f.decision]), cause, *sides)
+    return table

@@ -1,0 +1,1 @@
+"""Runs of a suite in another interpreter, and their ends."""

@@ -1,0 +1,168 @@
+"""`bumpgate report`: what a run or a gate found, as one HTML page that needs no network, JUnit XML and Markdown."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bumpgate.gate.sequential import Plan
+from bumpgate.report import diffs, gate_file, junit, markdown, page, plots
+from bumpgate.report.extra import need
+from bumpgate.report.page import Page
+from bumpgate.rows import Record, is_finite, write_atomic
+
+TEMPLATES = Path(__file__).with_name("templates")
+MAX_INTERVALS = 40
+OUTCOME_TONE = {"SLOWER": "bad", "FASTER": "good", "INCONCLUSIVE": "open"}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """svg: markup of our own, the one thing that a template may pass through as it is."""
+
+    caption: str
+    svg: str
+
+
+def command(
+    path: Annotated[Path, typer.Argument(help="record.json of a run, or gate.json of a gate.")],
+    html: Annotated[
+        Path | None, typer.Option(help="Where the page goes; by default beside the input.")
+    ] = None,
+    junit: Annotated[Path | None, typer.Option(help="Where the JUnit XML goes.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Where the job summary goes.")] = None,
+) -> None:
+    """Lay out a record or a gate as an HTML page, JUnit XML and a Markdown job summary.
+
+    With none of the three options all are written beside the input; with some, those only.
+
+    Exit codes: 0 written, whatever the verdict says; 4 bad input.
+    """
+    asked = (html, junit, markdown)
+    where = asked if any(asked) else beside(path)
+    for written in render_to(path, *where):
+        typer.echo(f"wrote {written}")
+
+
+def beside(path: Path, out: Path | None = None) -> tuple[Path, Path, Path]:
+    """gate.json -> gate.html, gate.junit.xml and gate.md, in the same folder or in `out`."""
+    folder = out or path.parent
+    return folder / f"{path.stem}.html", folder / f"{path.stem}.junit.xml", folder / f"{path.stem}.md"
+
+
+def render(path: Path, out: Path) -> tuple[Path, ...]:
+    """Writes all three forms of a record.json or gate.json into the folder `out`; returns what was written."""
+    out.mkdir(parents=True, exist_ok=True)
+    return render_to(path, *beside(path, out))
+
+
+def render_to(
+    path: Path, html: Path | None = None, junit_xml: Path | None = None, summary: Path | None = None
+) -> tuple[Path, ...]:
+    """Writes the forms that have a path, each in one step.
+
+    Raises GateFileError or RecordError on an input that is neither, ExtraMissingError where HTML is asked for and
+    its libraries are not installed.
+    """
+    shown = page.of(gate_file.read(path))
+    forms = ((html, html_page), (junit_xml, junit.xml), (summary, markdown.summary))
+    texts = [(target, form(shown)) for target, form in forms if target]
+    for target, text in texts:
+        # A lone surrogate in foreign text has no bytes.
+        write_atomic(target, text.encode("utf-8", "replace").decode("utf-8"))
+    return tuple(target for target, _ in texts)
+
+
+def html_page(shown: Page) -> str:
+    """The page as one self-contained file: no script, style, font or picture from anywhere else."""
+    suspects = [row for finding in shown.findings for row in finding.rows]
+    changed, more = diffs.of_records(*shown.records, suspects)
+    return fill(
+        "report.html.j2", page=shown, plots=all_plots(shown), diffs=changed, more_diffs=more, isnan=math.isnan
+    )
+
+
+def fill(template: str, **values: Any) -> str:
+    """A template with every value escaped. The policy of the page lets no script run but its own."""
+    script = (TEMPLATES / "script.html.j2").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return str(_environment().get_template(template).render(script=script, script_digest=digest, **values))
+
+
+def all_plots(shown: Page) -> list[Plot]:
+    """Whatever this record or gate has the numbers for."""
+    out = _curves(shown)
+    if shown.paired:
+        margin = Plan().same
+        axis = "time of the candidate over time of the adopted build"
+        lines = [
+            plots.Interval(row, _reading(t), OUTCOME_TONE.get(t.outcome, ""), t.ratio, *t.interval)
+            for row, t in sorted(shown.timed.items(), key=lambda item: -_or(item[1].ratio, math.inf))
+        ]
+        caption = f"Timed rows in paired sessions. Within the band (\u00b1{100 * margin:g} %) a row counts as unmoved."
+    else:
+        margin, axis, lines = 0.0, "interval over the value itself", _own_intervals(shown)
+        caption = "How well each timed row was measured: its confidence interval, relative to its value."
+    if lines:
+        caption += f" {len(lines[MAX_INTERVALS:])} more rows are in the table." * (len(lines) > MAX_INTERVALS)
+        out.append(
+            Plot(caption, plots.forest("Intervals of timed rows", lines[:MAX_INTERVALS], margin, axis))
+        )
+    if moved := diffs.kernels(*shown.records):
+        caption = "Kernels that the candidate's compiler added and removed, by program."
+        out.append(Plot(caption, plots.changes("Kernels added and removed", moved)))
+    return out
+
+
+def _curves(shown: Page) -> list[Plot]:
+    """One plot a row with curves; those of both sides lie over each other."""
+    found: dict[str, dict[str, tuple[float, ...]]] = {}
+    units = {}
+    for side, record in zip(("adopted: ", "candidate: " if shown.paired else ""), shown.records):
+        for row in (j.row for j in record.judgements) if record else ():
+            for name, points in row.series.items():
+                found.setdefault(row.id, {})[side + name] = points
+                units[row.id] = row.unit
+    return [Plot(row, plots.curves(f"Curves of {row}", series, units[row])) for row, series in found.items()]
+
+
+def _own_intervals(shown: Page) -> list[plots.Interval]:
+    record: Record | None = shown.records[1]
+    tones: Mapping[str, str] = {row.id: row.tone for row in shown.rows}
+    out = []
+    for row in (j.row for j in record.judgements) if record else ():
+        if row.interval and is_finite(row.value) and row.value:
+            low, high = sorted(x / row.value for x in row.interval)
+            said = f"{page.show(row.value)} {row.unit}"
+            out.append(plots.Interval(row.id, said, tones[row.id], 1.0, low, high))
+    return out
+
+
+def _reading(timed: gate_file.Paired) -> str:
+    if not math.isfinite(timed.ratio):
+        return f"{timed.outcome}, not measured"
+    return f"{timed.outcome} {100 * (timed.ratio - 1):+.1f} %"
+
+
+def _or(value: float, other: float) -> float:
+    return value if math.isfinite(value) else other
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Any:
+    jinja2 = need("jinja2", command="an HTML report")
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

@@ -1,0 +1,129 @@
+"""What changed between the evidence of two sides: break, guard and recompile reasons line by line, kernels by name."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import zip_longest
+
+from bumpgate.gate.verdict import ADDRESS
+from bumpgate.rows import Judgement, Record, is_finite
+
+# Evidence that explains what the compiler did. Other lines (seconds, counts of rounds) differ in any two runs.
+REASON = re.compile(r"(break|recompile|failure|guard|kernel) ")
+KERNEL = re.compile(r"kernel (?:x(\d+): )?(.+)")
+KERNEL_COUNTS = ("generated_kernels", "kernels")
+TOKEN = re.compile(r"\w+|\s+|.")
+CONTEXT = 2
+MAX_LINES, MAX_DIFFS = 300, 40
+
+
+@dataclass(frozen=True)
+class Line:
+    """kind: " " both, "-" adopted only, "+" candidate only. parts: (text, whether it is what differs)."""
+
+    kind: str
+    parts: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True)
+class Diff:
+    """One difference, and every row that shows it."""
+
+    rows: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+
+def of_records(good: Record | None, bad: Record | None, suspects: Iterable[str]) -> tuple[list[Diff], int]:
+    """The differences in evidence, and how many more there are than are shown.
+
+    suspects: rows whose evidence is compared whole; of all others only the lines that say what the compiler did.
+    """
+    if good is None or bad is None:
+        return [], 0
+    suspected = set(suspects)
+    after = {j.row.id: j for j in bad.judgements}
+    found: dict[tuple[Line, ...], list[str]] = {}
+    for before in good.judgements:
+        row = before.row.id
+        if row not in after:
+            continue
+        sides = [_lines(j, whole=row in suspected) for j in (before, after[row])]
+        if sides[0] != sides[1]:
+            found.setdefault(tuple(compare(*sides)), []).append(row)
+    diffs = [Diff(tuple(rows), lines) for lines, rows in found.items()]
+    diffs.sort(key=lambda d: not suspected.intersection(d.rows))
+    return diffs[:MAX_DIFFS], len(diffs[MAX_DIFFS:])
+
+
+def compare(before: Sequence[str], after: Sequence[str]) -> list[Line]:
+    """Lines of both in order, with CONTEXT equal ones around a difference; what differs within a line is marked."""
+    before, after = before[:MAX_LINES], after[:MAX_LINES]
+    out: list[Line] = []
+    for group in SequenceMatcher(None, before, after, autojunk=False).get_grouped_opcodes(CONTEXT):
+        for tag, i, j, k, m in group:
+            if tag == "equal":
+                out += [Line(" ", ((line, False),)) for line in before[i:j]]
+            else:
+                out += _replaced(before[i:j], after[k:m])
+    return out
+
+
+def kernels(good: Record | None, bad: Record | None) -> dict[str, tuple[float, float]]:
+    """Row id -> kernels (added, removed) by the candidate, of the rows that count generated kernels and moved.
+
+    By name where the evidence names them ("kernel x2: triton_poi_fused_add"); else the difference of the counts.
+    """
+    if good is None or bad is None:
+        return {}
+    after = {j.row.id: j.row for j in bad.judgements}
+    out = {}
+    for before in (j.row for j in good.judgements):
+        now = after.get(before.id)
+        if now is None or before.id.rsplit("/", 1)[1] not in KERNEL_COUNTS:
+            continue
+        names = [_kernel_names(row.evidence) for row in (before, now)]
+        if all(names):
+            added, removed = (float((a - b).total()) for a, b in (names[::-1], names))
+        elif is_finite(before.value) and is_finite(now.value):
+            moved = now.value - before.value
+            added, removed = max(0.0, moved), max(0.0, -moved)
+        else:
+            continue
+        if added or removed:
+            out[before.id] = (added, removed)
+    return out
+
+
+def _lines(j: Judgement, *, whole: bool) -> list[str]:
+    lines = [ADDRESS.sub("0x_", line) for line in j.row.evidence]
+    return [line for line in lines if whole or REASON.match(line)]
+
+
+def _replaced(before: Sequence[str], after: Sequence[str]) -> list[Line]:
+    """Old lines, then new ones; a line that has a counterpart at its place shows which words differ."""
+    old: list[Line] = []
+    new: list[Line] = []
+    for a, b in zip_longest(before, after):
+        if a is None or b is None:
+            side, kind, text = (new, "+", b) if a is None else (old, "-", a)
+            side.append(Line(kind, ((text, False),)))
+            continue
+        mine, theirs = TOKEN.findall(a), TOKEN.findall(b)
+        steps = SequenceMatcher(None, mine, theirs, autojunk=False).get_opcodes()
+        was = (("".join(mine[i:j]), tag != "equal") for tag, i, j, _, _ in steps)
+        now = (("".join(theirs[k:m]), tag != "equal") for tag, _, _, k, m in steps)
+        old.append(Line("-", tuple(part for part in was if part[0])))
+        new.append(Line("+", tuple(part for part in now if part[0])))
+    return old + new
+
+
+def _kernel_names(evidence: Iterable[str]) -> Counter[str]:
+    tally: Counter[str] = Counter()
+    for line in evidence:
+        if found := KERNEL.fullmatch(line):
+            tally[found[2]] += int(found[1] or 1)
+    return tally

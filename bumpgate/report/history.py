@@ -1,0 +1,173 @@
+"""`bumpgate history`: how a row moved over builds and days, with the levels that it jumped between."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections.abc import Sequence
+from datetime import date, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bumpgate.accepted import today
+from bumpgate.gate.drift import Reading
+from bumpgate.report import plots
+from bumpgate.report.archive import Archive, Point, default_store
+from bumpgate.report.extra import need
+from bumpgate.report.page import show
+from bumpgate.rows import BumpgateError, is_finite, write_atomic
+
+ADD = "add"
+# A level is at least this many readings: one odd night is no new level.
+LEVEL = 3
+# A jump must lower the squared error by PENALTY * log(n), in units of the noise. Of series of pure normal noise, 3 in
+# 100 of 20 readings and 1 in 100 of 60 then show a jump that is none; one of 3 sigma is placed within 2 readings in 95.
+PENALTY = 4.0
+
+
+def command(
+    what: Annotated[
+        list[str], typer.Argument(help="A row id; or `add` and the record.json and gate.json files.")
+    ],
+    lane: Annotated[str, typer.Option(help="Only this lane's.")] = "",
+    store: Annotated[str, typer.Option(help="SQLAlchemy URL; by default a SQLite file of this user.")] = "",
+    days: Annotated[int, typer.Option(help="Only the last days; 0 for all.", min=0)] = 0,
+    html: Annotated[Path | None, typer.Option(help="Also write a page with the plot.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Also write the plot as a picture.")] = None,
+) -> None:
+    """Keep records and gates (`history add FILE...`), or show a row's values over time (`history ROW`).
+
+    Adding a file twice keeps it once. Marks where the row jumped to another level.
+
+    Exit codes: 0 done, 4 bad input, or a store that is none.
+    """
+    archive = Archive(store or default_store())
+    if what[0] == ADD:
+        if not what[1:]:
+            raise BumpgateError("history add: name record.json or gate.json files")
+        for name in what[1:]:
+            typer.echo(f"{name}: {'added' if archive.add(Path(name)) else 'already there'}")
+        return
+    if len(what) > 1:
+        raise BumpgateError(
+            f"history shows one row, got {len(what)}; to keep files: bumpgate history add FILE..."
+        )
+    points = archive.points(what[0], lane, days)
+    if not points:
+        raise BumpgateError(
+            f"no reading of {what[0]}{f' on lane {lane}' if lane else ''} in {archive.name}; "
+            "add records with: bumpgate history add FILE..."
+        )
+    lanes = sorted({p.lane for p in points})
+    if len(lanes) > 1:
+        raise BumpgateError(
+            f"{what[0]} has readings of {len(lanes)} lanes: name one with --lane {' | '.join(lanes)}"
+        )
+    breaks = changes([p.value for p in points])
+    typer.echo(listing(points, breaks), nl=False)
+    _write(what[0], points, breaks, html, png)
+
+
+def changes(values: Sequence[Any]) -> list[int]:
+    """Indices at which a new level starts: exact values at every move, measured ones where PELT finds a jump.
+
+    PELT (Killick, Fearnhead and Eckley 2012, "Optimal detection of changepoints with a linear computational cost",
+    JASA 107) with squared error, in units of the noise. The noise is read off the differences of neighbours, by
+    their median: a jump is one difference among many. A series that mostly stands still has no noise.
+    """
+    if not all(is_finite(v) for v in values):
+        return [i for i, (a, b) in enumerate(pairwise(values), 1) if a != b]
+    noise = statistics.median([abs(b - a) for a, b in pairwise(values)] or [0.0]) / (0.6745 * math.sqrt(2))
+    if noise == 0:
+        return [i for i, (a, b) in enumerate(pairwise(values), 1) if a != b]
+    if len(values) < 2 * LEVEL:
+        return []
+    ruptures = need("ruptures", "ruptures.base", "ruptures", command="bumpgate history")
+    cost = _squared_error(ruptures.base.BaseCost)
+    scaled = memoryview(array("d", [(v - values[0]) / noise for v in values]))
+    search = ruptures.Pelt(custom_cost=cost, min_size=LEVEL, jump=1).fit(scaled)
+    return [int(i) for i in search.predict(pen=PENALTY * math.log(len(values)))[:-1]]
+
+
+def _squared_error(base: Any) -> Any:
+    """The cost of a stretch as one level, by running sums: ruptures's own asks for numpy, which stays out of here."""
+
+    class SquaredError(base):  # type: ignore[misc]
+        model = ""
+        min_size = LEVEL
+
+        def fit(self, signal: Any) -> Any:
+            self.signal = signal
+            self.sums, self.squares = [0.0], [0.0]
+            for x in signal:
+                self.sums.append(self.sums[-1] + x)
+                self.squares.append(self.squares[-1] + x * x)
+            return self
+
+        def error(self, start: int, end: int) -> float:
+            total = self.sums[end] - self.sums[start]
+            return self.squares[end] - self.squares[start] - total * total / (end - start)
+
+    return SquaredError()
+
+
+def listing(points: Sequence[Point], breaks: Sequence[int]) -> str:
+    """One line a reading, oldest first; `>` where a new level starts."""
+    rows = [
+        (
+            ">" if i in breaks else " ",
+            p.when[:16].replace("T", " "),
+            show(p.value),
+            p.unit,
+            p.verdict,
+            f"torch {p.torch or '?'}",
+            (p.commit or "")[:12],
+        )
+        for i, p in enumerate(points)
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows)
+    last = f"{len(points)} readings, {len(breaks)} change{'s' * (len(breaks) != 1)} of level"
+    return "".join(f"{line}\n" for line in lines) + last + "\n"
+
+
+def _write(
+    row: str, points: Sequence[Point], breaks: Sequence[int], html: Path | None, png: Path | None
+) -> None:
+    if not (html or png):
+        return
+    figure = None
+    values = [p.value for p in points if is_finite(p.value)]
+    if len(values) == len(points):
+        dates = need("matplotlib", "matplotlib.dates", command="bumpgate history")
+        days = [float(dates.date2num(datetime.fromisoformat(p.when))) for p in points]
+        red = [p.red for p in points]
+        figure = plots.over_time(row, days, values, breaks, points[0].unit, red)
+    if html:
+        from bumpgate.report.command import fill
+
+        svg = plots.svg(figure, row) if figure else ""
+        page = fill("history.html.j2", row=row, points=points, breaks=set(breaks), svg=svg, show=show)
+        write_atomic(html, page)
+        typer.echo(f"wrote {html}")
+    if png:
+        if figure is None:
+            raise BumpgateError(f"{row}: its values are no numbers: there is nothing to plot")
+        write_atomic(png, plots.png(figure))
+        typer.echo(f"wrote {png}")
+
+
+def recent(
+    lane: str, rows: Sequence[str], days: int, *, store: str = "", day: date | None = None
+) -> dict[str, tuple[Reading, ...]]:
+    """Row id -> what `drift.creep` asks for: the adopted builds' readings against the build of a month before."""
+    return Archive(store or default_store()).drifted(lane, rows, days, day or today())
+
+
+def adopted(lane: str, *, store: str = "") -> list[tuple[date, str]]:
+    """(day, torch) of every candidate that a gate adopted, oldest first: `drift.anchor` picks from the days."""
+    return Archive(store or default_store()).adopted(lane)

@@ -1,0 +1,84 @@
+"""The page as Markdown, for a CI's job summary: the verdict, its causes and the rows that are not right.
+
+GitHub drops a summary of more than 1 MiB as a whole, so what does not fit is left out and counted.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable
+
+from bumpgate.gate.verdict import Finding
+from bumpgate.report.page import Page
+
+LIMIT = 1024 * 1024
+ROOM = 512  # for the last lines
+MAX_ROWS = 10  # of one cause; the table below has them all
+# Read as markup, a mention or a link somewhere in GitHub's Markdown. An entity is never markup.
+MARKUP = re.compile(r"[\\`*_\[\]|~@#]")
+SIGN = {"bad": "\U0001f534", "open": "\U0001f7e0", "good": "\U0001f7e2", "info": "\U0001f535"}
+
+
+def summary(page: Page, limit: int = LIMIT) -> str:
+    """At most `limit` bytes of UTF-8."""
+    head = [f"## {SIGN[page.tone]} {page.word}: {escape(page.headline)}", ""]
+    if page.compare:
+        head += [f"[What lies between the two builds of torch]({page.compare})", ""]
+    head += [f"- {escape(problem)}" for problem in page.problems]
+    head += [f"- acceptance: {escape(note)}" for note in page.notes]
+    head += [f"- not run on this device: {escape(line)}" for line in page.not_run]
+    blocks = ["\n".join(head) + "\n"]
+    blocks += [_finding(finding) for finding in page.findings]
+    moved = [row for row in page.rows if row.tone != "good"]
+    if moved:
+        blocks.append("\n| verdict | row | adopted | candidate | why |\n|---|---|---|---|---|\n")
+    blocks += [
+        f"| {SIGN[row.tone]} {escape(row.label)} | {escape(row.id)} | {escape(row.good)} |"
+        f" {escape(row.bad)} | {escape(row.reason)} |\n"
+        for row in moved
+    ]
+    shown, used = [], 0
+    for block in blocks:
+        size = len(block.encode("utf-8", "replace"))
+        if used + size > limit - ROOM:
+            break
+        shown.append(block)
+        used += size
+    if left := len(blocks) - len(shown):
+        shown.append(f"\n{left} more causes and rows do not fit here; the HTML report has them all.\n")
+    right = sum(row.tone == "good" for row in page.rows)
+    shown.append(f"\n{right} of {len(page.rows)} rows are right.\n")
+    return "".join(shown).encode("utf-8", "replace").decode("utf-8")
+
+
+def escape(text: str) -> str:
+    """Text that no reader of Markdown takes for markup, in one line."""
+    line = html.escape(" ".join(text.split()))
+    return MARKUP.sub(lambda found: f"&#{ord(found[0])};", line.replace("&#x27;", "'"))
+
+
+def _finding(finding: Finding) -> str:
+    rows = f"{len(finding.rows)} row{'s' * (len(finding.rows) != 1)}" if finding.rows else "the environment"
+    tone = {"HOLD": "bad", "UNKNOWN": "open"}.get(finding.decision.name, "info")
+    title = " ".join(word for word in (finding.label, finding.metric) if word)
+    lines = [
+        f"\n<details{' open' * (tone == 'bad')}><summary>{SIGN[tone]} <b>{html.escape(title)}</b> ({rows})"
+    ]
+    lines += [f"{escape(finding.head)}</summary>", ""]
+    for name, evidence in (("adopted", finding.good), ("candidate", finding.bad)):
+        if evidence:
+            lines += [f"**{name}**", "", *_fenced(evidence[:MAX_ROWS]), ""]
+            if more := len(evidence[MAX_ROWS:]):
+                lines += [f"and {more} more lines", ""]
+    if finding.repro:
+        lines += _fenced([finding.repro])
+    return "\n".join([*lines, "</details>\n"])
+
+
+def _fenced(lines: Iterable[str]) -> list[str]:
+    """A code block whose fence is longer than any run of backticks inside."""
+    text = [" ".join(line.split()) for line in lines]
+    longest = max((len(run) for line in text for run in re.findall("`+", line)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [fence, *text, fence]

@@ -1,0 +1,327 @@
+"""What a report shows, worked out once for all its forms: HTML, JUnit XML and Markdown only lay it out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bumpgate.gate.verdict import PRODUCT, Decision, Finding, group
+from bumpgate.report.gate_file import GateFile, Paired, Side
+from bumpgate.rows import Judgement, Record, Value, Verdict, is_finite, one_line
+from bumpgate.table import summary
+
+TONE = {Decision.HOLD: "bad", Decision.UNKNOWN: "open", Decision.ADOPT: "good"}
+# What differs between two rows of one cause: quoted values and numbers.
+VALUE = re.compile(r"'[^']*'|(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?!\w)")
+# Of the provenance, shown in a place of their own.
+ELSEWHERE = ("acceptances", "command", "not_run")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class RowView:
+    """One line of the table of rows. order: worst first. change: relative, NaN where there is none.
+
+    good: the adopted side's value; empty in the report of one record. tone: bad, open, good or info.
+    """
+
+    id: str
+    label: str
+    tone: str
+    order: int
+    good: str
+    bad: str
+    change: float
+    unit: str
+    reason: str
+    rule: str
+    test: str
+    evidence: tuple[str, ...]
+    command: str
+
+    @property
+    def percent(self) -> str:
+        return f"{100 * self.change:+.1f} %" if math.isfinite(self.change) else ""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of the provenance: what each side says (of one record: `bad` alone)."""
+
+    name: str
+    good: str
+    bad: str
+
+    @property
+    def differs(self) -> bool:
+        return self.good != self.bad
+
+
+@dataclass(frozen=True)
+class Page:
+    """One report. word: the verdict, as the banner shows it; failed: whether the run or the gate is to stop a CI.
+
+    sides: names of the adopted and the candidate environment; the first is empty for one record.
+    notes: what baselines/accepted.toml did. not_run: rows that another device alone can show.
+    records: of both sides, None where a side left none.
+    """
+
+    kind: str
+    word: str
+    tone: str
+    failed: bool
+    lane: str
+    headline: str
+    started: str
+    seconds: float
+    command: str
+    sides: tuple[str, str]
+    facts: tuple[Fact, ...]
+    findings: tuple[Finding, ...]
+    rows: tuple[RowView, ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    not_run: tuple[str, ...]
+    records: tuple[Record | None, Record | None]
+    timed: dict[str, Paired]
+    compare: str = ""
+
+    @property
+    def paired(self) -> bool:
+        return self.kind == "gate"
+
+    @property
+    def counts(self) -> list[tuple[str, str, int]]:
+        """(label, tone, rows), worst first."""
+        tally = Counter((row.label, row.tone) for row in self.rows)
+        return [(label, tone, n) for (label, tone), n in tally.items()]
+
+
+def of(found: Record | GateFile) -> Page:
+    return of_gate(found) if isinstance(found, GateFile) else of_record(found)
+
+
+def of_record(record: Record) -> Page:
+    """The report of one run, whole or cut short."""
+    p = record.provenance
+    if not record.complete:
+        word, tone = "NOT COMPLETE", "bad"
+    elif record.red:
+        word, tone = "RED", "bad"
+    else:
+        word, tone = ("GREEN", "good") if record.judgements else ("NO ROWS", "open")
+    rows = sorted((_record_row(j) for j in record.judgements), key=lambda r: (r.order, r.id))
+    return Page(
+        kind="record",
+        word=word,
+        tone=tone,
+        failed=record.red,
+        lane=str(p.get("lane")),
+        headline=summary(record),
+        started=str(p.get("started", "")),
+        seconds=_seconds(p.get("wall_seconds")),
+        command=str(p.get("command", "")),
+        sides=("", f"torch {p.get('torch')}"),
+        facts=tuple(Fact(k, "", _text(v)) for k, v in p.items() if k not in ELSEWHERE and v is not None),
+        findings=group(f for j in record.judgements if (f := _record_finding(j))),
+        rows=tuple(rows),
+        problems=record.problems,
+        notes=_lines(record, "acceptances"),
+        not_run=_lines(record, "not_run"),
+        records=(None, record),
+        timed={},
+    )
+
+
+def of_gate(gate: GateFile) -> Page:
+    """The report of a gate. A side without a record is shown by what it said instead."""
+    worst: dict[str, Finding] = {}
+    for finding in gate.findings:
+        for row in finding.rows:
+            worst.setdefault(row, finding)
+    before, after = (_by_id(side.record) for side in (gate.good, gate.bad))
+    ids = dict.fromkeys([*worst, *after, *before, *gate.timed])
+    rows = [_gate_row(id, before.get(id), after.get(id), gate.timed.get(id), worst.get(id)) for id in ids]
+    sides = (gate.good, gate.bad)
+    return Page(
+        kind="gate",
+        word=gate.decision.name,
+        tone=TONE[gate.decision],
+        failed=gate.decision is not Decision.ADOPT,
+        lane=gate.lane,
+        headline=_headline(gate),
+        started=gate.started,
+        seconds=gate.wall_seconds,
+        command=gate.command,
+        sides=(gate.good.name, gate.bad.name),
+        facts=tuple(_facts(*sides)),
+        findings=gate.findings,
+        rows=tuple(sorted(rows, key=lambda r: (r.order, r.id))),
+        problems=(
+            *(() if gate.finished else ("the gate was cut short: its own command with --resume goes on",)),
+            *(f"{side.name}: {line}" for side in sides for line in _broken(side)),
+        ),
+        notes=tuple(dict.fromkeys((*gate.accepted, *_lines(gate.bad.record, "acceptances")))),
+        not_run=_lines(gate.bad.record, "not_run"),
+        records=(gate.good.record, gate.bad.record),
+        timed=dict(gate.timed),
+        compare=_compare_link(gate),
+    )
+
+
+def show(value: Value) -> str:
+    return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _record_row(j: Judgement) -> RowView:
+    value = "-" if j.row.unmeasured else show(j.row.value)
+    reason = f"accepted by {j.accepted}; {j.reason}" if j.accepted else j.reason
+    order = j.verdict.severity if j.red else 50 + j.verdict.severity
+    r = j.row
+    return RowView(
+        r.id,
+        j.label,
+        _tone(j),
+        order,
+        "",
+        value,
+        math.nan,
+        r.unit,
+        reason,
+        r.rule,
+        r.test,
+        r.evidence,
+        j.command,
+    )
+
+
+def _gate_row(
+    id: str, good: Judgement | None, bad: Judgement | None, timed: Paired | None, finding: Finding | None
+) -> RowView:
+    shown = bad or good
+    row = shown.row if shown else None
+    values = [None if j is None or j.row.unmeasured else j.row.value for j in (good, bad)]
+    before, after = values
+    change, unit = math.nan, row.unit if row else "ratio"
+    if is_finite(before) and is_finite(after) and before:
+        change = (after - before) / abs(before)
+    said = [show(value) for value in values]
+    if timed:
+        said, change, unit = ["1", f"{timed.ratio:.4g}"], timed.ratio - 1, "ratio of times"
+    accepted = bad.accepted if bad else ""
+    label = (
+        finding.label if finding else bad.label if bad and accepted else timed.outcome if timed else "PASS"
+    )
+    decision = finding.decision if finding else Decision.ADOPT
+    tone = TONE[decision] if decision is not Decision.ADOPT else "info" if accepted or finding else "good"
+    order = list(Decision).index(decision) * 20 + (0 if finding else 10 if accepted else 15)
+    reason = bad.reason if bad else "not measured by the candidate"
+    if timed:
+        low, high = (f"{x:.4g}" if math.isfinite(x) else "?" for x in timed.interval)
+        reason = f"{timed.outcome} in [{low}, {high}] after {timed.sessions} sessions"
+    if accepted:
+        reason = f"accepted by {accepted}; {reason}"
+    return RowView(
+        id,
+        label,
+        tone,
+        order,
+        said[0],
+        said[1],
+        change,
+        unit,
+        reason if finding or accepted or timed else "",
+        row.rule if row else "",
+        row.test if row else "",
+        row.evidence if row else (),
+        finding.repro if finding else "",
+    )
+
+
+def _record_finding(j: Judgement) -> Finding | None:
+    """Rows of one record by cause: the same metric, and evidence or a reason that starts alike."""
+    if j.verdict is Verdict.PASS:
+        return None
+    product = j.verdict in PRODUCT
+    decision = Decision.ADOPT if not j.red else Decision.HOLD if product else Decision.UNKNOWN
+    reason = VALUE.sub("\u2026", j.reason.replace(j.row.test, "its test") if j.row.test else j.reason)
+    head = one_line(j.row.evidence[0]) if product and j.row.evidence else one_line(reason)
+    metric = j.row.id.rsplit("/", 1)[1] if product else ""
+    shown = (f"{j.row.id}: {j.reason}", *j.row.evidence)
+    return Finding(decision, j.label, metric, head, (j.row.id,), (), shown, j.command)
+
+
+def _tone(j: Judgement) -> str:
+    if j.red:
+        return "bad" if j.verdict in PRODUCT else "open"
+    return "good" if j.verdict is Verdict.PASS else "info"
+
+
+def _headline(gate: GateFile) -> str:
+    tally = Counter(f.decision for f in gate.findings)
+    parts = [f"{gate.good.name} \u2192 {gate.bad.name} on {gate.lane}"]
+    for decision, one, many in (
+        (Decision.HOLD, "cause holds it", "causes hold it"),
+        (Decision.UNKNOWN, "gap in the evidence", "gaps in the evidence"),
+    ):
+        if n := tally[decision]:
+            parts.append(f"{n} {one if n == 1 else many}")
+    if gate.decision is Decision.ADOPT:
+        parts.append("nothing stands against it")
+    return "; ".join(parts)
+
+
+def _facts(good: Side, bad: Side) -> Iterable[Fact]:
+    """What differs first; what neither side knows is left out."""
+    known = []
+    for side in (good, bad):
+        p = dict(side.record.provenance) if side.record else {}
+        p |= {f"package {name}": version for name, version in side.packages.items()}
+        p |= {f"git version of {name}": commit for name, commit in side.git_version.items()}
+        p |= {"environment": side.command}
+        known.append({name: value for name, value in p.items() if name not in ELSEWHERE})
+    facts = [
+        Fact(name, *(_text(p.get(name)) for p in known)) for name in dict.fromkeys((*known[0], *known[1]))
+    ]
+    return sorted((f for f in facts if f.good or f.bad), key=lambda f: not f.differs)
+
+
+def _broken(side: Side) -> Iterable[str]:
+    if side.failure or side.record is None:
+        yield side.failure or "it left no record"
+    yield from (f"canary {name}: {reason}" for name, reason in side.canaries.items())
+    if side.record and not side.record.complete:
+        yield "its run was cut short"
+    yield from side.record.problems if side.record else ()
+
+
+def _compare_link(gate: GateFile) -> str:
+    """GitHub's page of what lies between the two builds of torch, where both say their commits."""
+    commits = [
+        side.git_version.get("torch") or str(side.record.provenance.get("torch_git") if side.record else "")
+        for side in (gate.good, gate.bad)
+    ]
+    if not all(COMMIT.fullmatch(c) for c in commits) or commits[0] == commits[1]:
+        return ""
+    return f"https://github.com/pytorch/pytorch/compare/{commits[0]}...{commits[1]}"
+
+
+def _lines(record: Record | None, name: str) -> tuple[str, ...]:
+    lines: Sequence[Any] = record.provenance.get(name, ()) if record else ()
+    return tuple(str(line) for line in lines)
+
+
+def _by_id(record: Record | None) -> dict[str, Judgement]:
+    return {j.row.id: j for j in record.judgements} if record else {}
+
+
+def _seconds(value: object) -> float:
+    return float(value) if is_finite(value) else math.nan
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)

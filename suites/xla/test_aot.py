@@ -1,0 +1,115 @@
+"""The aot tier: the hybrid's train step through the real v6e compiler, without a TPU. 40 s of CPU, two processes.
+
+The step is a whole one (forward, backward, AdamW) of the real model with its reference ops. What it needs on a chip is
+judged by value; the program itself belongs to one libtpu, whose version stands in each row.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from launch import libtpu
+from suites.support.child import run_json
+from suites.support.lanes import V6E_AOT, Lane, lanes
+from suites.support.planted import planted
+from suites.xla import aot
+from suites.xla.mesh_programs import on_meshes
+
+PROGRAM = "nam12"
+FITS, DOES_NOT = "1", "40"  # GiB of a result; a v6e has 32
+GROWTH = 0.02  # of bytes; from libtpu 0.0.37 to 0.0.51 the temporaries of a dense step halved
+
+pytestmark = pytest.mark.fresh_process
+
+
+@pytest.fixture(scope="module")
+def one_chip() -> dict[str, Any]:
+    arguments = ("compiled_for_one_chip", PROGRAM, FITS, DOES_NOT)
+    return run_json("suites.xla.mesh_programs", *arguments, environment=aot.ENVIRONMENT, timeout=570)
+
+
+def report(row, name: str, found: dict[str, Any], rule: str) -> None:
+    """The rows of one compiled program."""
+    evidence = [f"libtpu {libtpu.installed()}, {found['code_bytes']} bytes of code, {found['collectives']}"]
+    shared = {
+        "witness": found["instructions"],
+        "rule": rule,
+        "device": V6E_AOT,
+        "evidence": evidence,
+    }
+    row(f"aot/{name}/chip", found["chip"], unit="name", expected="TPU v6 lite", **shared)
+    for bytes_of in ("temporary", "argument"):
+        metric = f"{bytes_of}_bytes"
+        row(f"aot/{name}/{metric}", found[metric], unit="bytes", better="lower", tolerance=GROWTH, **shared)
+    row(f"aot/{name}/fusions", found["fusions"], unit="count", **shared)
+
+
+@lanes("v6e")
+def test_the_train_step_compiles_for_one_chip(lane: Lane, row, one_chip: dict[str, Any]) -> None:
+    """All twelve layers of narrow nam12, experts and M2RNN among them, as one program."""
+    report(row, f"{PROGRAM}-narrow-v6e-1x1", one_chip, rule="X11")
+    assert one_chip["collectives"] == {}, "one chip talks to nobody"
+    row(
+        f"aot/{PROGRAM}-narrow-v6e-1x1/program",
+        f"libtpu {libtpu.installed()}: {one_chip['instructions']} instructions",
+        unit="name",
+        witness=one_chip["instructions"],
+        rule="X11",
+        device=V6E_AOT,
+        per_build=True,
+        evidence=["another libtpu gives another program: this row says so, the rows of bytes judge it"],
+    )
+
+
+@lanes("v6e")
+def test_the_train_step_compiles_for_four_chips(lane: Lane, row) -> None:
+    """A small hybrid over (data, expert): one program, partitioned four ways."""
+    found = on_meshes("CPU")["meshes"]["data-expert"]["aot"]
+    report(row, "small-moe-v6e-2x2", found, rule="X9")
+    row(
+        "aot/small-moe-v6e-2x2/collectives",
+        ", ".join(f"{count} {kind}" for kind, count in sorted(found["collectives"].items())),
+        unit="kinds",
+        witness=sum(found["collectives"].values()),
+        rule="X9",
+        device=V6E_AOT,
+    )
+    assert found["collectives"]["all-reduce"] > 0, "gradients over the data axis are summed"
+
+
+@lanes("v6e")
+@planted("X12", "a program that needs more than the chip's memory")
+def test_a_program_over_budget_is_refused_when_it_is_compiled(lane: Lane, row, one_chip) -> None:
+    assert one_chip["refusals"][FITS] == "", "a program within the budget compiles"
+    refusal = one_chip["refusals"][DOES_NOT]
+    assert "CompileTimeHbmOom" in refusal, refusal
+    available = re.search(r"available HBM \(([\d.]+)G\)|of ([\d.]+)G hbm", refusal)
+    assert available, refusal
+    row(
+        "aot/over-budget/available_gib",
+        float(available[1] or available[2]),
+        unit="GiB",
+        witness=len(one_chip["refusals"]),
+        rule="X12",
+        device=V6E_AOT,
+        evidence=[refusal[:300]],
+    )
+
+
+@lanes("v6e")
+def test_opcodes_are_read_from_a_dump(lane: Lane) -> None:
+    """The reader on lines as the compiler writes them: layouts, tuples, asynchronous collectives."""
+    text = """ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0:T(256)} parameter(0)
+  %s = (f32[4]{0}, f32[8]{0:T(256)S(1)}) all-gather-start(%p), channel_id=1, dimensions={0}
+  %d = f32[8]{0} all-gather-done(%s)
+  %r = f32[]{:T(128)} all-reduce(%d), to_apply=%add
+  ROOT %f = f32[8]{0} fusion(%d, %r), kind=kLoop, calls=%fused (1)
+}"""
+    counts = aot.opcode_counts(text)
+    assert counts.total() == 5
+    assert counts["fusion"] == 1
+    assert aot.collectives(counts) == {"all-gather": 1, "all-reduce": 1}

@@ -1,0 +1,109 @@
+"""libtpu is pinned, told in every record, and asked about its flags (rule X11). 12 s of CPU: a process a flag.
+
+Nothing runs here: the compile-only client reads LIBTPU_INIT_ARGS as a TPU's does.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+from packaging.requirements import Requirement
+
+from launch import libtpu
+from suites.support.child import ChildError, run_json
+from suites.support.lanes import V6E_AOT, Lane, lanes
+from suites.support.planted import planted
+from suites.support.provenance import xla_versions
+from suites.xla import aot
+
+REMOVED = "xla_disable_hlo_passes"
+RENAMED = "xla_jf_vmem_memory_space_assignment"
+
+
+def pinned() -> str:
+    """The version that this project's extra v6e asks for."""
+    wanted = [Requirement(line) for line in metadata.requires("bumpgate") or ()]
+    (specifier,) = next(wish for wish in wanted if wish.name == "libtpu").specifier
+    assert specifier.operator == "==", f"libtpu{specifier} is no pin"
+    return specifier.version
+
+
+def refusal(*flags: str) -> str:
+    """What libtpu says to flags, "" where it takes them and offers a chip."""
+    environment = aot.ENVIRONMENT | {libtpu.VARIABLE: " ".join(flags)}
+    try:
+        found = run_json("suites.xla.mesh_programs", "topology", environment=environment, timeout=200)
+    except ChildError as error:
+        return str(error)
+    assert found == {"chips": 1, "kind": "TPU v6 lite"}
+    return ""
+
+
+@lanes("v6e")
+@planted("X11", "a removed flag in LIBTPU_INIT_ARGS")
+def test_this_libtpu_takes_the_flags_of_its_table(lane: Lane, row) -> None:
+    version = libtpu.installed()
+    table = libtpu.FLAGS[version]
+    taken = [f"--{flag}=false" for flag, takes in table.items() if takes]
+    said = {"taken": refusal(*taken)}
+    said |= {flag: refusal(f"--{flag}=false") for flag, takes in table.items() if not takes}
+    assert taken, "with none taken a broken client would pass for a strict one"
+    unknown = [flag for flag in said if f"Unknown command line flag '{flag}'" in said[flag]]
+    assert REMOVED in unknown, said
+    row(
+        f"libtpu/{version}/flags_as_tabled",
+        len(unknown) + (len(taken) if not said["taken"] else 0),
+        unit="count",
+        witness=len(table),
+        rule="X11",
+        device=V6E_AOT,
+        expected=len(table),
+        evidence=[f"{flag}: {words}" for flag, words in said.items()],
+    )
+
+
+@lanes("v6e")
+def test_the_pinned_libtpu_is_installed_and_told(lane: Lane, row) -> None:
+    version = libtpu.installed()
+    libtpu.check_pinned(version, pinned())
+    row(
+        "libtpu/pinned/installed",
+        version,
+        unit="version",
+        witness=xla_versions().count(f"libtpu {version} "),
+        rule="X11",
+        device=V6E_AOT,
+        expected=pinned(),
+        evidence=[xla_versions()],
+    )
+
+
+@lanes("v6e")
+@planted("X11", "two versions of libtpu are taken for equal")
+@pytest.mark.parametrize(
+    ("installed", "wanted"),
+    [
+        ("0.0.37", "0.0.36"),
+        ("0.0.37.dev20260224", "0.0.37"),
+        ("0.0.37.dev20260224+nightly", "0.0.37.dev20260224"),
+    ],
+)
+def test_close_versions_are_not_equal(lane: Lane, installed: str, wanted: str) -> None:
+    libtpu.check_pinned(wanted, wanted)
+    with pytest.raises(libtpu.LibtpuError, match=f"{wanted} is pinned"):
+        libtpu.check_pinned(installed, wanted)
+
+
+@lanes("v6e")
+@planted("X11", "flags go by another version's table")
+def test_flags_go_by_the_whole_version(lane: Lane) -> None:
+    environment = {libtpu.VARIABLE: f"--{RENAMED}=false"}
+    libtpu.check_flags(environment, "0.0.37")
+    with pytest.raises(libtpu.LibtpuError, match=r"0\.0\.51 does not take .*xla_vf_vmem"):
+        libtpu.check_flags(environment, "0.0.51")
+    with pytest.raises(libtpu.LibtpuError, match="has not been tried"):
+        libtpu.check_flags(environment, "0.0.37.dev20260224")
+    with pytest.raises(libtpu.LibtpuError, match=f"does not take --{REMOVED}"):
+        libtpu.check_flags({libtpu.VARIABLE: f"--{REMOVED}=fusion --{RENAMED}=false"}, "0.0.36")
+    libtpu.check_flags({}, "0.0.37.dev20260224")

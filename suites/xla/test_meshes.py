@@ -1,0 +1,118 @@
+"""The four shapes of a mesh: a small hybrid with experts trains alike on each of them and in eager mode (rule X9).
+
+One process trains on all four, 45 s of CPU. A loss cannot tell the order of the axes, for the compiler keeps every
+result right: that is read from the annotations, whose text is derived here.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+import torch_xla.runtime as runtime
+
+from launch import sharding
+from suites.support.hybrids import build
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+from suites.xla.mesh_programs import STEPS, on_meshes, small_moe
+
+SHAPES = ("data", "data-model", "data-expert", "data-expert-model")
+LOSS_DIFFERENCE = 2e-5  # of fp32 AdamW over devices, the project's threshold; measured: 1e-6
+PROGRAMS = 2  # with experts: forward and backward, and the update
+
+
+def spec_text(shape: list[int], axes: tuple[str, ...], spec: sharding.Spec) -> str:
+    """A mesh of this shape and these axes, and what cuts each dim -> XLA's text, device ids by tile."""
+    cuts = [axis for axis in spec if axis in axes]
+    rest = [axis for axis in axes if axis not in cuts]
+    sizes = dict(zip(axes, shape))
+    tiles = [sizes[axis] if axis in axes else 1 for axis in spec]
+    if int(np.prod(tiles)) == 1:
+        return "{replicated}"
+    ids = np.arange(np.prod(shape)).reshape(shape).transpose([axes.index(axis) for axis in (*cuts, *rest)])
+    copies = ids.size // int(np.prod(tiles))
+    dims = tiles + ([copies] if copies > 1 else [])
+    told = f"devices=[{','.join(map(str, dims))}]{','.join(map(str, ids.flatten()))}"
+    return "{" + told + (" last_tile_dim_replicate" if copies > 1 else "") + "}"
+
+
+@lanes("v6e")
+@pytest.mark.fresh_process
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_mesh_agrees_with_eager(lane: Lane, name: str, row) -> None:
+    children = on_meshes(os.environ["PJRT_DEVICE"])
+    found, eager = children["meshes"][name], children["eager"]
+    compiles, executions, downloads = (sum(column) for column in zip(*found["counts"]))
+    assert eager[0] - eager[-1] > 0.1, "three steps that learn: the optimizer took part"
+    assert children["downloads_of_item"] == 1, "the counter of downloads counts under SPMD"
+    assert downloads == 0, "nothing is read on the host within a step"
+    counts = [f"shape {found['shape']}", f"compiles, executions, downloads by step {found['counts']}"]
+    row(
+        f"meshes/{name}/loss_difference",
+        max(abs(one - other) for one, other in zip(found["losses"], eager)),
+        unit="nats",
+        witness=executions,
+        rule="X9",
+        at_most=LOSS_DIFFERENCE,
+        evidence=[*counts, f"losses {found['losses']}, eager {eager}"],
+    )
+    row(
+        f"meshes/{name}/compiles",
+        compiles,
+        unit="count",
+        witness=executions // STEPS,
+        rule="X9",
+        expected=PROGRAMS,
+        evidence=counts,
+    )
+    axes, plan = tuple(name.split("-")), sharding.plan(build(small_moe()))
+    wrong = [
+        f"{path}: {found['specs'][path]}, derived {wanted}"
+        for path, spec in plan.items()
+        if found["specs"][path] != (wanted := spec_text(found["shape"], axes, spec))
+    ]
+    row(
+        f"meshes/{name}/annotations_wrong",
+        len(wrong),
+        unit="count",
+        witness=len(found["specs"]),
+        rule="X9",
+        expected=0,
+        evidence=wrong or [f"receipt {found['receipt']}"],
+    )
+
+
+@lanes("v6e")
+@pytest.mark.fresh_process
+@planted("X9", "the axes expert and model have changed places")
+def test_swapped_axes_are_refused_and_seen(lane: Lane) -> None:
+    children = on_meshes(os.environ["PJRT_DEVICE"])
+    right, swapped = children["meshes"]["data-expert-model"], children["swapped"]
+    assert "take some of ('data', 'expert', 'model'), in this order" in swapped["refusal"]
+    assert right["shape"][1:] == [2, 2], "only the order tells them apart"
+    spec = sharding.SHARDED["up", 3]
+    assert swapped["up"] == spec_text(right["shape"], ("data", "model", "expert"), spec)
+    assert swapped["up"] != spec_text(right["shape"], ("data", "expert", "model"), spec)
+
+
+@lanes("v6e")
+@planted("X9", "use_spmd after the first tensor")
+def test_spmd_after_the_first_tensor_is_refused(lane: Lane) -> None:
+    torch.ones(3).to(torch_xla.device())
+    with pytest.raises(sharding.ShardingError, match="before the first tensor"):
+        sharding.start_spmd()
+    assert not runtime.is_spmd()
+
+
+@lanes("v6e")
+@pytest.mark.parametrize(
+    ("expert", "model", "axes"),
+    [(1, 1, "data"), (1, 2, "data-model"), (2, 1, "data-expert"), (4, 2, SHAPES[-1])],
+)
+def test_the_axes_follow_from_the_degrees(lane: Lane, expert: int, model: int, axes: str) -> None:
+    assert "-".join(sharding.axes_of(expert, model)) == axes
+    sharding.check_axes(sharding.axes_of(expert, model))

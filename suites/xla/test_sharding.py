@@ -1,0 +1,139 @@
+"""Every parameter carries its annotation, metrics prove that they are global, memory has no silent zero (X14, X12).
+
+One process with 8 virtual devices, 15 s of CPU; the plan itself is tested on the CPU for every feature of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from torch import nn
+
+from launch import sharding, tpu_memory
+from launch.xla import XlaError, memory_in_use
+from model import preset
+from suites.model.programs import FEATURES, VARIANTS
+from suites.support.child import run_json
+from suites.support.hybrids import build
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+from suites.xla.mesh_programs import everything_on
+
+# What torch_xla says of the virtual device, and of a physical one by the runtime's name.
+VIRTUAL = "MemoryInfo not supported for SPMD virtual device"
+PHYSICAL = "device type at start of device string"
+
+
+@pytest.fixture(scope="module")
+def audit() -> dict[str, Any]:
+    environment = {"CPU_NUM_DEVICES": "8"}
+    return run_json("suites.xla.mesh_programs", "audited", environment=environment, timeout=570)
+
+
+@lanes("v6e")
+@pytest.mark.fresh_process
+@planted("X14", "an Engram weight without an annotation")
+def test_every_parameter_is_annotated(lane: Lane, row, audit: dict[str, Any]) -> None:
+    receipt = audit["receipt"]
+    row(
+        "sharding/everything-on/unannotated",
+        len(audit["after"]),
+        unit="count",
+        witness=min(audit["before"], receipt["cut"], audit["states"]),
+        rule="X14",
+        expected=0,
+        evidence=[*audit["after"], f"before: {audit['before']}", f"receipt {receipt}"],
+    )
+    assert audit["planted"] == ["blocks.0.block.engram.mix"], "what surgery replaced has none, and is found"
+    assert "1 parameters without an annotation: blocks.0.block.engram.mix" in audit["refusal"]
+
+
+@lanes("v6e")
+@pytest.mark.fresh_process
+def test_the_fingerprint_is_of_the_annotations(lane: Lane, row, audit: dict[str, Any]) -> None:
+    assert audit["receipt"] == audit["again"]
+    row(
+        "sharding/everything-on/fingerprint",
+        audit["receipt"]["fingerprint"],
+        unit="hash",
+        witness=audit["receipt"]["cut"],
+        rule="X14",
+        evidence=[f"receipt {audit['receipt']}"],
+    )
+
+
+@lanes("v6e")
+@pytest.mark.fresh_process
+@planted("X14", "an all_reduce whose error is swallowed")
+@planted("X14", "an all_reduce that SPMD leaves out")
+def test_metrics_prove_that_they_are_global(lane: Lane, row, audit: dict[str, Any]) -> None:
+    found = audit["reductions"]
+    devices, refused = found["devices"], found["refusals"]
+    row(
+        "sharding/metrics/sum_over_devices",
+        found["sum"],
+        unit="sum",
+        witness=devices - 1,
+        rule="X14",
+        expected=float(sum(range(devices))),
+        evidence=[f"{name}: {words}" for name, words in refused.items()],
+    )
+    local = f"the reduction covered 1 of {devices} parts"
+    assert local in refused["swallowed"]
+    assert local in refused["stock"], "xm.all_reduce reduces under SPMD now: say so in launch/sharding.py"
+    assert "the metrics were not reduced: the other hosts are gone" in refused["raised"]
+
+
+@lanes("v6e")
+@pytest.mark.fresh_process
+def test_no_memory_reading_under_spmd_is_said_loudly(lane: Lane, row, audit: dict[str, Any]) -> None:
+    said = audit["memory"]
+    loud = [VIRTUAL in said["SPMD:0"], PHYSICAL in said["physical"]]
+    loud += [] if said["has_binding"] else ["has no _xla_runtime_memory_info" in said["binding"]]
+    row(
+        "sharding/memory/loud_refusals",
+        sum(loud),
+        unit="count",
+        witness=len(loud),
+        rule="X12",
+        expected=len(loud),
+        evidence=[f"{name}: {words}" for name, words in said.items()],
+    )
+
+
+@lanes("v6e")
+@planted("X12", "zero returned silently")
+def test_a_reading_of_zero_is_refused(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xm, "get_memory_info", lambda device: {"bytes_used": 0, "bytes_limit": 0})
+    with pytest.raises(XlaError, match="no memory reading"):
+        memory_in_use()
+    readings = {"TPU:0": {"bytes_used": 7, "bytes_limit": 9}, "TPU:1": {"bytes_used": 0, "bytes_limit": 9}}
+    monkeypatch.setattr(torch_xla._XLAC, tpu_memory.BINDING, readings.__getitem__, raising=False)
+    assert tpu_memory.chip_memory("TPU:0") == readings["TPU:0"]
+    with pytest.raises(tpu_memory.MemoryReadingError, match="TPU:1: the runtime says"):
+        tpu_memory.chip_memory("TPU:1")
+
+
+@lanes("v6e")
+@pytest.mark.parametrize("feature", [*FEATURES, *VARIANTS])
+def test_the_plan_has_a_line_for_every_parameter(lane: Lane, feature: str) -> None:
+    changes = (FEATURES | VARIANTS)[feature]
+    for name in ("nam12", "nam52"):
+        model = build(preset(name, "narrow", **{"depth": 12, **changes}))
+        plan = sharding.plan(model)
+        assert {path: p.ndim for path, p in model.named_parameters()} == {p: len(s) for p, s in plan.items()}
+    assert any("expert" in spec for spec in plan.values())
+
+
+@lanes("v6e")
+@planted("X14", "a parameter that no line of the plan names")
+def test_a_new_parameter_without_a_line_is_refused(lane: Lane) -> None:
+    model = build(everything_on())
+    sharding.plan(model)
+    model.blocks[0].side_door = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(sharding.ShardingError, match=r"blocks\.0\.side_door .* no line for 'side_door'"):
+        sharding.plan(model)
