@@ -66,7 +66,7 @@ def instruments(site: Site) -> Found:
             yield Defect(
                 "BG302",
                 f"canary {name}: {one_line(reason, 200)}",
-                f"pytest -m {site.lane} suites/canaries; what torch renamed stands in suites/support/instruments.py",
+                f"pytest -m {site.lane} suites/canaries; what torch renamed stands in suites/support/instruments/",
             )
     if not told:
         yield Defect("BG302", "no canary ran", f"pytest -m {site.lane} suites/canaries")

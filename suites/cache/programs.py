@@ -80,4 +80,7 @@ def main(device: str, *variants: str) -> dict[str, Any]:
 if __name__ == "__main__":
     # `python -m` has found this file in the root; from here on another directory is as good.
     os.chdir(os.environ.get("BUMPGATE_ELSEWHERE", "."))
-    print(json.dumps(main(*sys.argv[1:])))
+    try:
+        print(json.dumps(main(*sys.argv[1:])))
+    except Exception as error:
+        raise SystemExit(" ".join(str(error).splitlines()[:2])) from None

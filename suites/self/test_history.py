@@ -196,7 +196,9 @@ def test_a_killed_writer_leaves_a_whole_record_or_none(tmp_path: Path, archive: 
     archive.add(a_record(tmp_path, "11-01"))
     path = a_record(tmp_path, "11-02")
     program = (
-        "import sys, pathlib, time; from bumpgate.report.archive import Archive; from bumpgate.report import gate_file\n"
+        "import sys, pathlib, time\n"
+        "from bumpgate.report import gate_file\n"
+        "from bumpgate.report.archive import Archive\n"
         "a = Archive(sys.argv[1])\n"
         "with a._engine.begin() as c:\n"
         "    a._add_record(c, gate_file.read(pathlib.Path(sys.argv[2])), 'x')\n"

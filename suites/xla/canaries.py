@@ -37,6 +37,7 @@ def xla_compiles() -> None:
 
 def xla_transfers() -> None:
     """One .to(device): 1 upload; one .item(): 1 download and the execution that it forces."""
+    _fresh()  # a process's first transfer carries the device's own state, too
     host = torch.ones(device.fresh_size(), 3)
     with device.counted() as counts:
         x = host.to(torch_xla.device())

@@ -1,0 +1,263 @@
+"""Dynamo: its configuration, graphs, calls, breaks, recompiles, guards, and what stays eager."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.utils import (
+    clear_compilation_metrics,
+    counters,
+    get_compilation_metrics,
+    set_compilation_metrics_limit,
+)
+
+from suites.support.instruments.inductor import count_bytes_accessed
+from suites.support.instruments.trace import trace_artifacts
+
+# The metrics deque keeps 64 entries by default: a recompile storm of 80 would read as 64.
+METRICS_KEPT = 8192
+
+
+@contextmanager
+def dynamo_config(values: Mapping[str, Any]) -> Iterator[None]:
+    """Dynamo's configuration with `values` inside the block; every line set in it is put back at its end."""
+    with torch._dynamo.config.patch(dict(values)):
+        yield
+
+
+def read_dynamo_config(names: Iterable[str]) -> dict[str, Any]:
+    """The present values of the named Dynamo configuration lines."""
+    return {name: getattr(torch._dynamo.config, name) for name in names}
+
+
+def require_dynamic_batch(tensor: torch.Tensor) -> None:
+    """Declares the first axis dynamic: tracing a program that takes its present size for granted raises."""
+    torch._dynamo.mark_dynamic(tensor, 0)
+
+
+def forget_graphs() -> None:
+    """Drops every compiled graph of this process and clears the counters."""
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@dataclass(frozen=True)
+class Break:
+    """One graph break: Dynamo's registry id, the user's call site, the source line there, the first reason line."""
+
+    code: str
+    site: str
+    line: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.code} at {self.site} `{self.line}`: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """One recompile: the function that was compiled anew and the guard that failed."""
+
+    function: str
+    guard: str
+
+    def __str__(self) -> str:
+        return f"{self.function}: {self.guard}"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One captured graph: the operator names in order, and the user call sites that read a value on the host."""
+
+    operators: tuple[str, ...]
+    host_reads: tuple[str, ...] = ()
+
+    @property
+    def ops(self) -> int:
+        return len(self.operators)
+
+
+@dataclass
+class DynamoReport:
+    """What Dynamo did while a watch was open."""
+
+    graphs: list[Graph] = field(default_factory=list)
+    calls: int = 0
+    breaks: list[Break] = field(default_factory=list)
+    counted_breaks: int = 0
+    recompiles: list[Recompile] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    guards: int = 0
+    frames: int = 0
+    frames_ok: int = 0
+
+    @property
+    def unique_graphs(self) -> int:
+        return len(self.graphs)
+
+    def evidence(self, most: int = 3) -> tuple[str, ...]:
+        """The breaks, recompiles and failures as lines, each kind cut to `most` distinct ones."""
+        lines: list[str] = []
+        for kind, found in (
+            ("break", self.breaks),
+            ("recompile", self.recompiles),
+            ("failure", self.failures),
+        ):
+            tally = Counter(str(f) for f in found)
+            lines += [f"{kind} x{n}: {text}" for text, n in tally.most_common(most)]
+        return tuple(lines)
+
+
+def _parse_break(text: str) -> Break:
+    code = re.search(r"/gb/(gb\d+)", text, re.IGNORECASE)
+    head = text.split("Traceback (most recent call last)")[0]
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s+(.*)', head)
+    if not frames:
+        frames = [(path, line, "") for path, line in re.findall(r'File "([^"]+)", line (\d+)', head)]
+    ours = [f for f in frames if "/torch/" not in f[0]] or frames or [("?", "0", "")]
+    path, line, source = ours[-1]
+    reason = re.search(r"(?:Reason: .*\n\n|^)([A-Z][^\n]*)\n\s+Explanation: ([^\n]*)", text, re.MULTILINE)
+    words = f"{reason[1]}: {reason[2]}" if reason else head.strip().splitlines()[0]
+    words = re.sub(r" at 0x[0-9a-f]+", "", words)
+    return Break(code[1].upper() if code else "GB?", f"{_short(path)}:{line}", source.strip(), words)
+
+
+def _short(path: str) -> str:
+    """A path from its last two parts, the same on every machine."""
+    return "/".join(path.split("/")[-2:])
+
+
+def _parse_recompiles(text: str) -> str:
+    """The failed guards of one recompile; Dynamo gives a string or a JSON list, newest cache entry first."""
+    try:
+        reasons = json.loads(text)
+    except json.JSONDecodeError:
+        reasons = [text]
+    if isinstance(reasons, str):
+        reasons = [reasons]
+    return re.sub(r"^\d+/\d+: ", "", str(reasons[0]))
+
+
+class DynamoWatch:
+    """Context manager that reports what Dynamo compiled, broke and recompiled between enter and exit.
+
+    `backend(inner)` is the backend to hand to torch.compile: it counts each graph and each call of one, and
+    hands the graph on to the named torch backend.
+    """
+
+    def __init__(self) -> None:
+        self.report = DynamoReport()
+
+    def backend(self, inner: str = "inductor") -> Callable[..., Any]:
+        """A torch.compile backend that counts, then compiles with the registered backend `inner`."""
+        compile_graph = torch._dynamo.lookup_backend(inner)
+
+        def counting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            self.report.graphs.append(Graph(operator_names(graph), host_reads(graph)))
+            compiled = compile_graph(graph, inputs)
+
+            def call(*args: Any) -> Any:
+                self.report.calls += 1
+                return compiled(*args)
+
+            return call
+
+        return counting
+
+    def __enter__(self) -> DynamoWatch:
+        forget_graphs()
+        count_bytes_accessed()
+        set_compilation_metrics_limit(METRICS_KEPT)
+        clear_compilation_metrics()
+        self._trace = trace_artifacts("dynamo_graph_break_reason", "recompile_reasons")
+        self._found = self._trace.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.refresh()
+        self._trace.__exit__(None, None, None)
+
+    def refresh(self) -> DynamoReport:
+        """Brings the report up to date; may be called while the watch is open, for before/after differences."""
+        metrics = get_compilation_metrics()
+        functions = [
+            f"{m.co_name} ({_short(m.co_filename or '?')}:{m.co_firstlineno})"
+            for m in metrics
+            if m.recompile_reason
+        ]
+        guards = [_parse_recompiles(text) for name, text in self._found if name == "recompile_reasons"]
+        functions += ["?"] * (len(guards) - len(functions))
+        r = self.report
+        r.recompiles = [Recompile(f, g) for f, g in zip(functions, guards)]
+        r.breaks = [_parse_break(text) for name, text in self._found if name == "dynamo_graph_break_reason"]
+        r.counted_breaks = sum(counters["graph_break"].values())
+        r.failures = [f"{m.fail_type}: {m.fail_reason}" for m in metrics if m.fail_type]
+        r.guards = sum(m.guard_count or 0 for m in metrics)
+        r.frames, r.frames_ok = counters["frames"]["total"], counters["frames"]["ok"]
+        return r
+
+
+def operator_names(graph: torch.fx.GraphModule) -> tuple[str, ...]:
+    """The names of the operators that a graph calls, in order."""
+    return tuple(
+        str(n.target) for n in graph.graph.nodes if n.op in ("call_function", "call_method", "call_module")
+    )
+
+
+def host_reads(graph: torch.fx.GraphModule) -> tuple[str, ...]:
+    """User call sites of the captured `.item()` calls: in the graph they are no break, yet they stop the host."""
+    reads = [n for n in graph.graph.nodes if str(n.target) in ("item", "aten._local_scalar_dense.default")]
+    return tuple(_call_site(n.stack_trace or "") for n in reads)
+
+
+def _call_site(stack: str) -> str:
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s+(.*)', stack)
+    path, line, source = frames[-1] if frames else ("?", "0", "")
+    return f"{_short(path)}:{line} `{source.strip()}`"
+
+
+@contextmanager
+def eager_islands(blocks: Iterable[nn.Module]) -> Iterator[Counter[str]]:
+    """Counts, by class name, the block executions inside the context that run as plain Python.
+
+    A compiled block runs code that Dynamo generated, so the interpreter never enters the code object of its
+    `forward`: entering it means a declared island, an undeclared one, or a silent fallback to eager. The
+    interpreter's own profile hook sees that and leaves the model, its graphs and its guards as they are.
+    """
+    tally: Counter[str] = Counter()
+    codes = {inspect.unwrap(type(block).forward).__code__: type(block).__name__ for block in blocks}
+
+    def entered(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in codes:
+            tally[codes[frame.f_code]] += 1
+
+    previous = sys.getprofile()
+    sys.setprofile(entered)
+    try:
+        yield tally
+    finally:
+        sys.setprofile(previous)
+
+
+def disabled_functions(model: nn.Module) -> set[str]:
+    """Qualified names of the methods in `model` that carry torch.compiler.disable, on class or instance."""
+    found = set()
+    for module in model.modules():
+        kind = type(module)
+        for name in {*vars(kind), *vars(module)} if kind.__module__.startswith("model.") else ():
+            function = vars(module).get(name, vars(kind).get(name))
+            if callable(function) and getattr(function, "_torchdynamo_disable", False):
+                found.add(f"{kind.__module__}.{kind.__qualname__}.{name}")
+    return found

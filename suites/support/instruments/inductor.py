@@ -1,0 +1,159 @@
+"""AOTAutograd and Inductor: caches, autotuning, and what their code generation counts."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor.metrics
+from torch._dynamo.utils import (
+    counters,
+)
+from torch._inductor.decomposition import decompositions
+from torch._inductor.lowering import lowerings
+from torch._inductor.runtime.benchmarking import benchmarker
+from torch._inductor.select_algorithm import (
+    AlgorithmSelectorCache,
+    add_feedback_saver,
+    add_preprocessing_fn,
+    clear_feedback_savers,
+    clear_preprocessing_fns,
+)
+from torch._inductor.utils import fresh_cache
+
+from suites.support.instruments.trace import trace_artifacts
+
+
+@dataclass(frozen=True)
+class CacheCounts:
+    """AOTAutograd and FX-graph cache events since the counters were cleared. None: torch never wrote the key."""
+
+    aot_hit: int | None
+    aot_miss: int | None
+    aot_bypass: int | None
+    fx_hit: int | None
+    fx_miss: int | None
+    fx_bypass: int | None
+
+
+def cache_counts() -> CacheCounts:
+    """Reads the cache counters. An absent key is None, never 0: a renamed counter may not pass as 'no misses'."""
+    aot, fx = counters["aot_autograd"], counters["inductor"]
+    return CacheCounts(
+        aot.get("autograd_cache_hit"),
+        aot.get("autograd_cache_miss"),
+        aot.get("autograd_cache_bypass"),
+        fx.get("fxgraph_cache_hit"),
+        fx.get("fxgraph_cache_miss"),
+        fx.get("fxgraph_cache_bypass"),
+    )
+
+
+@contextmanager
+def empty_cache() -> Iterator[None]:
+    """Inductor's caches on an empty directory of their own inside the block."""
+    with tempfile.TemporaryDirectory() as directory, fresh_cache(dir=directory):
+        yield
+
+
+def benchmark_one_choice() -> None:
+    """What autotuning does for each candidate, once, on a candidate that does nothing."""
+    benchmarker.benchmark_cpu(lambda: None, warmup=1, rep=1)
+
+
+def autotune_count() -> int:
+    """Choices that Inductor benchmarked since the counters were cleared."""
+    return sum(
+        n for key, n in counters["inductor"].items() if key.startswith("benchmarking.") and "benchmark" in key
+    )
+
+
+@contextmanager
+def autotuning(time: Callable[..., float] | None = None) -> Iterator[list[dict[str, float]]]:
+    """Candidate -> milliseconds of each search that Inductor makes inside the block, measured or from its cache.
+
+    time: what times a template's candidate in place of torch's benchmark; picklable, since it runs in the autotuning
+    subprocess where there is one. ATen's own candidates are timed as ever, in this process.
+    """
+    found: list[dict[str, float]] = []
+
+    def plant(choices: list[Any]) -> list[Any]:
+        for choice in choices if time else ():
+            if not AlgorithmSelectorCache._is_extern(choice):
+                choice.bmreq.benchmark, choice.precompile = time, lambda: None
+        return choices
+
+    def save(timings: Mapping[Any, float], *_: object) -> None:
+        found.append({choice.name: milliseconds for choice, milliseconds in timings.items()})
+
+    add_preprocessing_fn(plant)
+    add_feedback_saver(save)
+    try:
+        yield found
+    finally:
+        clear_feedback_savers()
+        clear_preprocessing_fns()
+
+
+def wrong_decomposition(op: Any, body: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """AOTAutograd traces `body` for the ATen overload `op` wherever Inductor's table is used inside the block."""
+    return mock.patch.dict(decompositions, {op: body})
+
+
+def wrong_lowering(op: Any, other: Any) -> AbstractContextManager[Any]:
+    """Inductor generates code for `other` where a graph holds the ATen overload `op` inside the block."""
+    return mock.patch.dict(lowerings, {op: lowerings[other]})
+
+
+def count_bytes_accessed() -> None:
+    """Makes Inductor count bytes from here on: it only does while this log is enabled.
+
+    A cache entry holds the bytes only if they were counted when it was written, so the count stays on for
+    every compile of a process, not just around a measurement. The log's own lines go nowhere.
+    """
+    log = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.handlers[:] = [logging.NullHandler()]
+
+
+@dataclass
+class InductorReport:
+    """Exact proxies of the generated code; all of them replayed by a cache hit, so cold and warm runs agree."""
+
+    kernels: int = 0
+    bytes_accessed: int = 0
+    nodes_before_fusion: int = 0
+    code_hash: str = ""
+    modules: int = 0
+
+
+@contextmanager
+def inductor_report() -> Iterator[InductorReport]:
+    """Kernels, bytes and code hash of what Inductor generates inside the block."""
+    report = InductorReport()
+    metrics = torch._inductor.metrics
+    metrics.reset()
+    with trace_artifacts("inductor_output_code") as found:
+        yield report
+    report.kernels = metrics.generated_kernel_count
+    report.bytes_accessed = metrics.num_bytes_accessed
+    report.nodes_before_fusion = metrics.ir_nodes_pre_fusion
+    codes = sorted(_normalised(text) for _, text in found)
+    report.modules = len(codes)
+    report.code_hash = hashlib.sha256("\n".join(codes).encode()).hexdigest()[:16]
+
+
+def _normalised(code: str) -> str:
+    """Generated code without what differs between machines and runs: comments, paths, hashes of paths."""
+    code = re.sub(r"#[^\n]*", "", code)
+    code = re.sub(r"/[\w./-]+", "/PATH", code)
+    return re.sub(r"\n\s*\n+", "\n", code)
