@@ -110,7 +110,7 @@ def compile_share(number: int, shares: int) -> None:
     for _, tuner in autotuners():
         kept = promising(tuner.configs)
         tuner.configs, tuner._do_bench = [*kept[number::shares], min(kept, key=footprint)], run_once
-    call_peers(B=1)
+    call_peers(B=2)  # a size of 1 is compiled in, and would make other programs
 
 
 def tune() -> dict[str, list[dict[str, Any]]]:

@@ -19,6 +19,7 @@ import pytest
 
 from suites.support.child import ROOT, ChildError
 from suites.support.lanes import PJRT_CPU, Lane, lanes, needs_tpu
+from suites.support.planted import planted
 
 SECONDS = 300
 VERSION = metadata.version("torch_xla")
@@ -88,6 +89,15 @@ def test_cache_keys_are_stable_over_a_restart(lane: Lane, row, cold_and_warm) ->
         evidence=[line for line in warm.log.splitlines() if DESERIALIZE in line][:1],
         device=PJRT_CPU,
     )
+
+
+@lanes("v6e")
+@planted("X1", "a process that makes other keys")
+def test_another_key_is_a_miss(lane: Lane, cold_and_warm) -> None:
+    _, warm, directory = cold_and_warm
+    other = Child("cached_step", str(directory), XLA_NO_SPECIAL_SCALARS="0")
+    assert not warm.result["PersistentCacheMiss"]
+    assert other.result["PersistentCacheMiss"] > 0
 
 
 @lanes("v6e")
