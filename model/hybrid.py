@@ -68,7 +68,9 @@ class Hybrid(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
-        self.blocks = nn.ModuleList(BLOCKS[kind](config) for kind in config.kinds)
+        # A copy that the blocks share: whatever a forward reads of it, routing among it, is fixed from here on.
+        built = config.with_()
+        self.blocks = nn.ModuleList(BLOCKS[kind](built) for kind in config.kinds)
         self.head = LossHead(config.logit_softcap, config.norm_eps)
         self.token_features = TokenFeatures(config) if TokenFeatures.wanted(config) else None
         with_branches(self.blocks, config)

@@ -49,8 +49,7 @@ class MoEBlock(nn.Module):
         D, E, hidden = config.d_model, config.experts, config.expert_hidden
         self.experts, self.choices, self.null_slots = E, config.choices, config.null_slots
         self.groups, self.chosen_groups = config.expert_groups, config.chosen_groups
-        self.routed_scale, self.eps = config.routed_scale, config.norm_eps
-        self.capacity = config.with_().bucket  # of a copy: what the routing is made of is fixed from here on
+        self.routed_scale, self.capacity, self.eps = config.routed_scale, config.bucket, config.norm_eps
         self.aux_weight, self.z_weight, self.bias_rate = config.aux_weight, config.z_weight, config.bias_rate
         self.router = projection(D, E)
         self.up = nn.Parameter(torch.randn(E, D, hidden) * D**-0.5)
