@@ -18,8 +18,9 @@ from suites.support.gpu_timing import (
     milliseconds,
 )
 
-# In one run the 99 % intervals of the medians were at most 1.8 % wide. Two runs on different days differ by 0.5 % at most
-# in eight times and their roofline fractions, and by 4.3 % in one of eight ratios to a peer: the peer's time moved.
+# In one run the 99 % intervals of the medians were at most 1.8 % wide. Two runs hours apart, each on a machine of its
+# own lease, differ by 0.6 % at most in eight times and their fractions of the ceiling; of eight ratios to a peer one
+# moved by 4.3 %, with the peer's time.
 TOLERANCE = {"milliseconds": 0.06, "ratio": 0.08, "fraction": 0.06}
 
 

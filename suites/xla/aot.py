@@ -7,6 +7,7 @@ be run here. Every private name of jax that this project reads stands in this fi
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import tempfile
@@ -42,6 +43,15 @@ class Compiled:
         return asdict(self)
 
 
+def chips(topology: str) -> Any:
+    """The devices of a topology that is not there. One process at a time: libtpu aborts where two load at once."""
+    from jax.experimental import topologies
+
+    with open(Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.libtpu", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return topologies.get_topology_desc(topology, platform="tpu").devices
+
+
 def compile_for(topology: str, bytecode: bytes) -> Compiled:
     """StableHLO (torch_xla's portable bytecode) -> the program for each chip of the topology, one of CHIPS.
 
@@ -50,11 +60,10 @@ def compile_for(topology: str, bytecode: bytes) -> Compiled:
     os.environ.pop("TPU_ACCELERATOR_TYPE", None)  # older compile-only clients abort on it
     from jax._src.interpreters import mlir
     from jax.errors import JaxRuntimeError
-    from jax.experimental import topologies
     from jaxlib import xla_client
     from jaxlib.mlir.dialects import stablehlo
 
-    devices = topologies.get_topology_desc(topology, platform="tpu").devices
+    devices = chips(topology)
     module = stablehlo.deserialize_portable_artifact(mlir.make_ir_context(), bytecode)
     with tempfile.TemporaryDirectory() as dump:
         options = _options(xla_client, len(devices), dump)

@@ -273,9 +273,7 @@ def _memory_messages() -> dict[str, Any]:
 @program
 def topology() -> dict[str, Any]:
     """Chips of the smallest topology, once libtpu has taken its flags."""
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc("v6e:1x1", platform="tpu").devices
+    devices = aot.chips("v6e:1x1")
     return {"chips": len(devices), "kind": devices[0].device_kind}
 
 
