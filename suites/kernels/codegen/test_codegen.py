@@ -39,8 +39,6 @@ SPILLING = {
     "mamba3_siso.head_sum_kernel",  # fp32 on 3.9.0
     "mamba3_siso.scan_kernel",  # N 128
     "mamba3_siso.turn_kernel",  # bf16 on 3.7.1
-    "ssd_chunk_scan.backward_kernel",
-    "ssd_chunk_scan.forward_kernel",  # N 128, and N 64 on 3.6.0
 }
 
 
