@@ -24,7 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--launcher", metavar="COMMAND", help="whose environment and exit codes suites/launch judges (ours)"
     )
     # With = and no space: pytest's first look at the line takes a file that exists for a test path.
-    group.addoption("--record", metavar="PATH", help="--record=PATH: where the rows go (default: record.json)")
+    group.addoption(
+        "--record", metavar="PATH", help="--record=PATH: where the rows go (default: record.json)"
+    )
 
 
 @pytest.hookimpl(trylast=True)  # after the plugins that declare markers
