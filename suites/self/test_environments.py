@@ -253,7 +253,8 @@ def test_a_killed_build_is_built_anew(index: LocalIndex, child: Callable[..., su
 def test_two_processes_build_one_environment(
     index: LocalIndex, child: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("UV_HTTP_TIMEOUT", "300")  # uv gives a silent index up before a busy machine starts a process
+    # uv gives a silent index up before a busy machine has started a process.
+    monkeypatch.setenv("UV_HTTP_TIMEOUT", "300")
     index.pause()
     both = [child("torch==1.0")]
     wait_for(lambda: any(path.startswith("/files/") for path in index.requests))
