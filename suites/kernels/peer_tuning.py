@@ -3,7 +3,7 @@ of a tuning belong in peer_tuning.json; a run keeps to them, so that the peer is
 not wait for it. A kernel without a record there tunes itself in full.
 
 `python -m suites.kernels.peer_tuning` tunes at the shapes of workloads.py and rewrites the file. It leaves out what
-cannot win (see `promising`), and first compiles the rest in parallel processes, into Triton's cache.
+spills most (see `promising`), and first compiles the rest in parallel processes, into Triton's cache.
 """
 
 from __future__ import annotations

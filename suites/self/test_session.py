@@ -299,34 +299,6 @@ def test_the_record_is_written_before_xdist_waits_for_its_workers(project: Proje
     assert project.verdicts() == {"good": "PASS", "z": "MISSING"}
 
 
-def test_a_killed_session_keeps_what_it_measured(project: Project) -> None:
-    project.tests(
-        """
-        @lanes("cpu")
-        def test_good(lane, row):
-            row("compile/good/graph_breaks", 13, expected=13, **COUNT)
-            time.sleep(5.2)  # rows are kept every five seconds
-
-        @lanes("cpu")
-        def test_killer(lane):
-            os.kill(os.getpid(), signal.SIGKILL)
-        """
-    )
-    project.pytest("-m", "cpu", "-n", "0")
-    record = project.record()
-    assert [j.row.id for j in record.judgements] == ["compile/good/graph_breaks"]
-    assert not record.complete
-
-
-def test_a_killed_session_leaves_no_older_record_behind(project: Project) -> None:
-    project.tests(GOOD)
-    project.baseline(good=counted("test_good"))
-    assert project.pytest("-m", "cpu", "-n", "0").code == 0
-    project.tests("@lanes('cpu')\ndef test_good(lane):\n    os.kill(os.getpid(), signal.SIGKILL)\n")
-    assert project.pytest("-m", "cpu", "-n", "0").code == -signal.SIGKILL
-    assert (project.record().complete, project.verdicts()) == (False, {})
-
-
 def test_stopping_early_is_not_complete(project: Project) -> None:
     project.tests("@lanes('cpu')\ndef test_first(lane):\n    assert 1 == 2\n" + GOOD)
     project.baseline(good=counted("test_good"), gone=counted("test_gone"))
