@@ -207,7 +207,7 @@ def child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started = []
 
     def start(requirement: str, fault: str = "") -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", CHILD, requirement, fault]
+        command = [sys.executable, "-u", "-c", CHILD, requirement, fault]
         started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
         return started[-1]
 
