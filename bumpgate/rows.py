@@ -21,6 +21,8 @@ RULE = re.compile(r"[A-Z]\d+")
 BETTER = ("exact", "lower", "higher", "derived")
 # A curve is for the eye: more points than a plot has pixels only make the record heavy.
 MAX_CURVES, MAX_POINTS = 8, 4096
+# The series that paired sessions compare point by point: what each round of a timed row cost, less is better.
+COST_PER_ROUND = "cost_per_round"
 
 # None: the instrument read nothing. It is never a good value, and it is not 0.
 Value = int | float | str | bool | None
@@ -85,7 +87,7 @@ class Row:
     test: pytest node id.
     per_build: the value belongs to one torch build (a hash of generated code): under another build than the
         baseline's a difference explains, and does not judge.
-    series: name -> points of a curve behind the value (a loss by step), for the report's plots; never judged.
+    series: name -> points of a curve behind the value (a loss by step), for the report's plots; no verdict reads it.
     """
 
     id: str

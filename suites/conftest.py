@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from suites.support.duet import partner
 from suites.support.lanes import lane_of
 from suites.support.planted import tell
-from suites.support.rows import report_canaries
+from suites.support.rows import MACHINE_STATE, baseline_path, lane_baseline, report_canaries
+
+
+def pytest_configure() -> None:
+    """One side of a paired session takes its cores before anything makes a thread pool as wide as the machine."""
+    partner()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,8 +40,12 @@ def planted_faults(request: pytest.FixtureRequest, record_property: Callable[[st
 
 @pytest.fixture(autouse=True)
 def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A lane test shares the machine with others; one that asks for `exclusive_machine` waits until it has it alone."""
-    if lane_of(request.node) is None:
+    """A lane test shares the machine with others; one that asks for `exclusive_machine` waits until it has it alone.
+
+    Of the two sides of a paired session the one that leads has it for both.
+    """
+    duet = partner()
+    if lane_of(request.node) is None or (duet and not duet.leads):
         yield
         return
     from suites.support.timing import machine
@@ -44,5 +55,23 @@ def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def exclusive_machine(machine_share: None) -> None:
-    """Asked for by timed tests: nothing else of ours runs while they do."""
+def exclusive_machine(request: pytest.FixtureRequest, machine_share: None) -> Iterator[None]:
+    """Asked for by timed tests: nothing else of ours runs while they do, and on a GPU nobody else's.
+
+    There each row of a cost or a gain carries the GPU's state, and is INFRA in one that spoils times.
+    """
+    if lane_of(request.node) != "h200":
+        yield
+        return
+    from suites.support.gpu_state import alone_on_gpu
+
+    with alone_on_gpu() as state:
+        request.node.stash[MACHINE_STATE] = lambda: [state(), *_anchors(request.config)]
+        yield
+
+
+def _anchors(config: pytest.Config) -> list[str]:
+    """This run's ceilings beside the reviewed ones, where a test of this process has measured any."""
+    gpu_timing = sys.modules.get("suites.support.gpu_timing")
+    reviewed = lane_baseline(baseline_path(config, "h200"), "h200").rows
+    return gpu_timing.beside_reviewed(reviewed) if gpu_timing else []

@@ -24,7 +24,7 @@ from typing import Annotated
 import typer
 from packaging.utils import canonicalize_name
 
-from bumpgate.environments import store
+from bumpgate.environments import compiled, store
 from bumpgate.environments.locks import read_lock
 from bumpgate.environments.request import (
     RUNNING,
@@ -381,7 +381,7 @@ def command(
     ] = False,
     keep: Annotated[int, typer.Option(help="How many --prune leaves, most recently used first.", min=0)] = 4,
 ) -> None:
-    """List the cached environments, least recently used first, or delete old ones.
+    """List the cached environments, least recently used first, or delete old ones and their compile caches.
 
     Exit codes: 0 done, 4 bad input.
     """
@@ -397,3 +397,5 @@ def command(
     if prune:
         for entry in found[: max(0, len(found) - keep)]:
             typer.echo(f"{'deleted' if discard(entry.key) else 'kept, in use:'} {entry.key}")
+        for name in compiled.prune({entry.key for entry in kept()}):
+            typer.echo(f"deleted the compile caches {name}")

@@ -17,12 +17,14 @@ from pathlib import Path
 from bumpgate import accept, accepted
 from bumpgate.gate import drift
 from bumpgate.gate.drift import Creep, creep
+from bumpgate.gate.duet import run_duet, shares
 from bumpgate.gate.result import Gate, GateError
 from bumpgate.gate.sequential import Plan, decide, estimate, summarise
 from bumpgate.gate.timed import Reading, Sessions, reading, timed_rows
 from bumpgate.gate.verdict import Decision, Finding, Side, group, judge_gate
 from bumpgate.gate.view import View, session_line, timed_line
-from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneRun, installed, run_lane
+from bumpgate.processes.host import host_class
+from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneCall, LaneRun, installed, run_lane
 from bumpgate.rows import Record, Verdict, one_line, read_record, write_record
 from bumpgate.table import summary
 
@@ -94,6 +96,10 @@ class Bench:
 
     def enter(self) -> None:
         """Who is there: the packages of each side, or why there is no such side."""
+        here = host_class()
+        if self.gate.host not in ("", here):
+            raise GateError(f"begun on {self.gate.host}, and this is {here}: gate anew, in another --out")
+        self.gate.host = here
         for name, side in self.gate.sides.items():
             place = self.places[name]
             side.command = place.command
@@ -239,9 +245,7 @@ class Bench:
                     self.view.say("the budget is spent: rows that are still open stay INCONCLUSIVE")
                     break
                 update(f"{TITLES[other]} and candidate: {session_line(sessions)}")
-                sessions.run_one(
-                    lambda side, tests: self._timed_process(side if side == "bad" else other, tests)
-                )
+                self._session(sessions, other)
                 longest = max(longest, time.monotonic() - started)
                 self.save()
                 if sessions.begun % 4 == 0:
@@ -251,6 +255,28 @@ class Bench:
         if sessions.begun > begun_here and sessions.plan:
             outcomes = decide(sessions.log_ratios, sessions.plan)
             self.view.say(timed_line(list(outcomes.values()), sessions))
+
+    def _session(self, sessions: Sessions, other: str) -> None:
+        """Both at once where each can have cores of its own; one GPU is for one process after the other."""
+        if self.gate.asked.lane == "cpu" and shares():
+            sessions.run_duet(lambda tests, flip: self._timed_pair(other, tests, flip))
+        else:
+            sessions.run_one(lambda side, tests: self._timed_process(side if side == "bad" else other, tests))
+
+    def _timed_pair(self, other: str, tests: Sequence[str], flip: bool) -> tuple[Reading, Reading]:
+        calls = [
+            LaneCall(
+                self.places[name].python,
+                self.root,
+                self.gate.asked.lane,
+                ["-n", "0", *tests],
+                self.out / f"timed-{name}.json",
+                environment=self.places[name].variables,
+            )
+            for name in (other, "bad")
+        ]
+        good, bad = (reading(run, tests) for run in run_duet(calls, flip, TEST_SECONDS * len(tests)))
+        return good, bad
 
     def _timed_process(self, name: str, tests: Sequence[str]) -> Reading:
         record = self.out / f"timed-{name}.json"

@@ -22,8 +22,8 @@ from rich.console import Console
 
 from bumpgate import accepted
 from bumpgate.baseline import LANES, find_root
+from bumpgate.environments import compiled
 from bumpgate.environments.build import BuildError, build, lane_request
-from bumpgate.environments.store import home
 from bumpgate.gate import drift, result
 from bumpgate.gate.bench import TITLES, Bench, Place
 from bumpgate.gate.result import Asked, Gate, GateError, SideState
@@ -161,26 +161,22 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
     places: dict[str, Place] = {}
     for name, (python, _) in wanted.items():
         if python:
-            key = "python-" + hashlib.sha256(python.encode()).hexdigest()[:16]
+            key = compiled.HANDED_IN + hashlib.sha256(python.encode()).hexdigest()[:16]
             places[name] = Place(
-                Path(python), _caches(name, key), command=f"{shlex.quote(python)} -m pip list"
+                Path(python), compiled.variables(key, name), command=f"{shlex.quote(python)} -m pip list"
             )
             continue
         try:
             with view.doing(f"{TITLES[name]}: building its environment"):
                 made = build(requests[name], say=view.say)
             places[name] = Place(
-                made.python, _caches(name, made.key), command=f"cat {made.lock}" if made.lock else ""
+                made.python,
+                compiled.variables(made.key, name),
+                command=f"cat {made.lock}" if made.lock else "",
             )
         except BuildError as error:
             places[name] = Place(Path(), {}, one_line(error), f"less {shlex.quote(str(error.log))}")
     return places
-
-
-def _caches(name: str, key: str) -> dict[str, str]:
-    """Compile caches of one environment on one side: the same build judged against itself shares nothing either."""
-    place = home() / "compiled" / f"{key}-{name}"
-    return {"TORCHINDUCTOR_CACHE_DIR": str(place / "inductor"), "TRITON_CACHE_DIR": str(place / "triton")}
 
 
 @contextmanager

@@ -64,6 +64,7 @@ class Gate:
 
     paired: sessions of the candidate with the adopted build; None until it is known which rows are timed.
     drifted: the same with the anchor. accepted: one line for each acceptance that was used or has expired.
+    host: the class of the machine, which a gate stays on.
     """
 
     asked: Asked
@@ -79,6 +80,7 @@ class Gate:
     timed: Mapping[str, Timed] = field(default_factory=dict)
     creeps: Mapping[str, Creep] = field(default_factory=dict)
     accepted: tuple[str, ...] = ()
+    host: str = ""
 
     def write(self, out: Path) -> None:
         """Replaces gate.json in one step."""
@@ -94,6 +96,7 @@ class Gate:
             "finished": self.finished,
             "started": self.started,
             "wall_seconds": round(self.wall_seconds, 1),
+            "host": self.host,
             "command": self.command,
             "asked": asdict(self.asked),
             "sides": {name: asdict(side) for name, side in self.sides.items()},
@@ -119,7 +122,7 @@ def read(out: Path, plan: Plan) -> Gate | None:
         raw = json.loads(path.read_text(encoding="utf-8"))
         asked = Asked(**raw["asked"] | {"selection": tuple(raw["asked"]["selection"])})
         gate = Gate(asked, raw["started"], raw["command"], raw["wall_seconds"], raw["finished"])
-        gate.decision = Decision[raw["decision"]]
+        gate.decision, gate.host = Decision[raw["decision"]], raw["host"]
         for name, side in raw["sides"].items():
             gate.sides[name] = SideState(**side)
         gate.paired = _read_sessions(raw["sessions"], plan)

@@ -1,8 +1,8 @@
 """The sequential test of timed rows: did the candidate's time move, judged as sessions come in.
 
-A session is four fresh processes in the order ABBA (A adopted, B candidate) and gives one log-ratio a row,
-log(time of B / time of A). What is left in it is mostly a bias of each process (memory layout; standard deviation
-1 to 3 %), which more rounds within a process do not remove, so sessions are what is counted.
+A session is fresh processes of both sides, two at once or four in the order ABBA (A adopted, B candidate), and gives
+one log-ratio a row, log(time of B / time of A). What is left in it is mostly a bias of each process (memory layout;
+standard deviation 1 to 3 %), which more rounds within a process do not remove, so sessions are what is counted.
 
 The test of "the true log-ratio is at most b": each session's distance from b counts with its sign, and at most
 with the median distance (winsorised, so one bad session weighs like an ordinary one). If the claim holds, swapping
@@ -147,6 +147,21 @@ def log_ratio(order: str, readings: Sequence[float]) -> float:
         raise ValueError(f"a time is positive and finite, got {list(readings)}")
     signed = (math.log(x) if letter == "B" else -math.log(x) for letter, x in zip(order, readings))
     return math.fsum(signed) / order.count("B")
+
+
+def log_ratio_of_rounds(good: Sequence[float], bad: Sequence[float]) -> float:
+    """log(cost of bad / cost of good) of two processes that went through the same rounds at the same time.
+
+    Neighbouring rounds are taken together first: the sides change places after each, so that what one core suffers
+    cancels; then Hodges-Lehmann over them. Raises ValueError on costs that do not pair.
+    """
+    if len(good) != len(bad) or not good or not all(0 < x < math.inf for x in (*good, *bad)):
+        raise ValueError(
+            f"{len(good)} and {len(bad)} rounds do not pair, or a cost is not positive and finite"
+        )
+    logs = [math.log(b / a) for a, b in zip(good, bad)]
+    places = [(x + y) / 2 for x, y in zip(logs[::2], logs[1::2])]
+    return estimate(places or logs)
 
 
 @lru_cache(maxsize=4096)  # a later look asks for the p-values of the earlier ones again

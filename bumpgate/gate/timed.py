@@ -1,18 +1,21 @@
-"""Paired sessions of the timed rows: fresh processes in ABBA order, until every row is decided or the budget ends.
+"""Paired sessions of the timed rows: fresh processes of both sides, until every row is decided or the budget ends.
 
-A timed row is one that carries an interval. What a process says of it becomes a cost, a session of four processes a
-log-ratio (bumpgate.gate.sequential), and a session that lost one of its four readings of a row says nothing of it.
+A timed row is one that carries an interval. What a process says of it becomes a cost, a session a log-ratio
+(bumpgate.gate.sequential), and a session that lost one of its readings of a row says nothing of it.
+
+duet    two processes at once, a share of the cores each, which they exchange after every round: a busy neighbour
+        slows both. Four in a row, ABBA, where both need the same device.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from bumpgate.gate.sequential import Look, Outcome, Plan, abba, decide, log_ratio
+from bumpgate.gate.sequential import Look, Outcome, Plan, abba, decide, log_ratio, log_ratio_of_rounds
 from bumpgate.processes.runner import LaneRun
-from bumpgate.rows import Judgement, Record, Verdict, is_finite
+from bumpgate.rows import COST_PER_ROUND, Judgement, Record, Verdict, is_finite
 
 # A row whose interval spans more than this ratio was measured in too few quiet moments to be worth a reading.
 ROUGH = 1.5
@@ -30,7 +33,8 @@ SIDE = {"A": "good", "B": "bad"}
 @dataclass(frozen=True)
 class Reading:
     """One process. costs: row id -> positive cost, less is better. faults: node id -> why its test gave none.
-    lost: why a time could not be read, whosever fault it is; "" where all were.
+    lost: why a time could not be read, whosever fault it is; "" where all were. rounds: row id -> its cost in each
+    round of a duet.
 
     A disturbed machine and a broken instrument are no fault: what they spoil is left out and measured again.
     """
@@ -38,20 +42,33 @@ class Reading:
     costs: Mapping[str, float] = field(default_factory=dict)
     faults: Mapping[str, str] = field(default_factory=dict)
     lost: str = ""
+    rounds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 # Measures the named tests once, in a fresh process of side "good" or "bad".
 Process = Callable[[str, Sequence[str]], Reading]
+# Measures them in one of each at the same time. The flag: the candidate begins on the cores that are the adopted
+# build's in other sessions.
+Duet = Callable[[Sequence[str], bool], tuple[Reading, Reading]]
 
 
 def timed_rows(good: Record, bad: Record) -> dict[str, str]:
-    """Row id -> node id of the rows that both sides timed. What one side lacks is told by the records alone."""
+    """Row id -> node id of the rows that both sides timed, or one of them where the machine spoiled the other's test.
+
+    What one side lacks for another reason is told by the records alone.
+    """
 
     def times(record: Record) -> dict[str, str]:
         return {j.row.id: j.row.test for j in record.judgements if j.row.interval and j.verdict in MEASURED}
 
-    after = times(bad)
-    return {row: test for row, test in times(good).items() if row in after}
+    before, after = times(good), times(bad)
+    by_both = (before.keys() | spoiled(good)) & (after.keys() | spoiled(bad))
+    return {row: test for row, test in (before | after).items() if row in by_both}
+
+
+def spoiled(record: Record) -> set[str]:
+    """Rows that the machine kept from being measured."""
+    return {j.row.id for j in record.judgements if j.verdict is Verdict.INFRA and j.row.unmeasured}
 
 
 def cost(j: Judgement) -> float | None:
@@ -68,6 +85,7 @@ def reading(run: LaneRun, tests: Sequence[str]) -> Reading:
     """What a process that ran `tests` says."""
     judgements = run.record.judgements if run.record else ()
     costs = {j.row.id: c for j in judgements if (c := cost(j)) is not None}
+    rounds = {j.row.id: j.row.series[COST_PER_ROUND] for j in judgements if COST_PER_ROUND in j.row.series}
     faults = {j.row.test: j.reason for j in judgements if j.verdict is Verdict.MISSING and j.row.unmeasured}
     for problem in run.record.problems if run.record else ():
         node, _, why = problem.partition(": ")
@@ -78,10 +96,10 @@ def reading(run: LaneRun, tests: Sequence[str]) -> Reading:
         (_why_lost(j) for j in spoiled if j.verdict is Verdict.INFRA or j.row.interval), ""
     )
     if run.code < 0 and run.code not in CRASHES:
-        return Reading(costs, {}, lost)
+        return Reading(costs, {}, lost, rounds)
     if run.failure:
         faults = dict.fromkeys(faults or tests, run.failure)
-    return Reading(costs, faults, lost or next(iter(faults.values()), ""))
+    return Reading(costs, faults, lost or next(iter(faults.values()), ""), rounds)
 
 
 def _why_lost(j: Judgement) -> str:
@@ -137,27 +155,50 @@ class Sessions:
         ]
 
     def run_one(self, process: Process) -> None:
-        """One session of the open rows. Nothing is kept of a session that an exception cut short: the four readings
-        of a pair belong into one hour."""
+        """One session of the open rows, ABBA. Nothing is kept of a session that an exception cut short: the four
+        readings of a pair belong into one hour."""
         rows = self.open_rows()
         order = abba(self.begun + 1)[-1]
         readings: list[Reading] = []
         for letter in order:
-            found = process(SIDE[letter], list(dict.fromkeys(self.tests[row] for row in rows)))
+            found = process(SIDE[letter], self._tests_of(rows))
             readings.append(found)
-            self.lost = f"{SIDE[letter]}: {found.lost}" if found.lost else self.lost
             rows = [row for row in rows if row in found.costs]
             if not rows:
                 break
-        for letter, found in zip(order, readings):
-            known = self.faults[SIDE[letter]]
+        self._keep(
+            zip((SIDE[letter] for letter in order), readings),
+            {row: log_ratio(order, [r.costs[row] for r in readings]) for row in rows},
+        )
+
+    def run_duet(self, duet: Duet) -> None:
+        """One session of the open rows, both sides at once."""
+        rows = self.open_rows()
+        good, bad = duet(self._tests_of(rows), self.begun % 2 == 1)
+        rows = [row for row in rows if row in good.costs and row in bad.costs]
+        self._keep(
+            (("good", good), ("bad", bad)),
+            {
+                row: log_ratio_of_rounds(good.rounds[row], bad.rounds[row])
+                if len(good.rounds.get(row, ())) == len(bad.rounds.get(row, ())) > 0
+                else log_ratio("AB", [good.costs[row], bad.costs[row]])
+                for row in rows
+            },
+        )
+
+    def _tests_of(self, rows: Sequence[str]) -> list[str]:
+        return list(dict.fromkeys(self.tests[row] for row in rows))
+
+    def _keep(self, readings: Iterable[tuple[str, Reading]], log_ratios: Mapping[str, float]) -> None:
+        for side, found in readings:
+            self.lost = f"{side}: {found.lost}" if found.lost else self.lost
             for test, why in found.faults.items():
-                known.setdefault(test, why)
-            self.faulty[SIDE[letter]] += bool(found.faults)
-        for row in rows:
-            self.log_ratios[row].append(log_ratio(order, [r.costs[row] for r in readings]))
+                self.faults[side].setdefault(test, why)
+            self.faulty[side] += bool(found.faults)
+        for row, value in log_ratios.items():
+            self.log_ratios[row].append(value)
         self.begun += 1
-        self.barren = 0 if rows else self.barren + 1
+        self.barren = 0 if log_ratios else self.barren + 1
 
     def problems(self, side: str) -> tuple[str, ...]:
         """Faults of one side as a record tells problems: `node id: why`."""

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 
 from bumpgate.baseline import investigate, violation
 from bumpgate.gate.drift import Creep
@@ -110,7 +111,7 @@ def judge_gate(
             g, b = before.get(row), after.get(row)
             if row in timed:
                 g, b = _without_stored_times(g), _without_stored_times(b)
-                if _absent(g) and _absent(b):
+                if (_absent(g) and _absent(b)) or _spoiled(g) or _spoiled(b):
                     continue  # the sessions alone measure it
             loose += _row(lane, g, b, whole=bad.record.complete)
         loose += _problems(lane, good.record, bad.record)
@@ -125,20 +126,25 @@ def judge_gate(
 
 def group(loose: Iterable[Finding]) -> tuple[Finding, ...]:
     """One finding a signature: rows and evidence joined, the first repro kept; worst first."""
-    merged: dict[tuple[Decision, str, str, str], Finding] = {}
+    causes: dict[tuple[Decision, str, str, str], list[Finding]] = {}
     for f in loose:
-        key = (f.decision, f.label, f.metric, f.head)
-        if known := merged.get(key):
-            rows, good, bad = _union(known.rows, f.rows), _union(known.good, f.good), _union(known.bad, f.bad)
-            f = replace(known, rows=rows, good=good, bad=bad)
-        merged[key] = f
+        causes.setdefault((f.decision, f.label, f.metric, f.head), []).append(f)
+    merged = [
+        replace(
+            found[0],
+            rows=_union(f.rows for f in found),
+            good=_union(f.good for f in found),
+            bad=_union(f.bad for f in found),
+        )
+        for found in causes.values()
+    ]
     severity = list(Decision)
-    return tuple(sorted(merged.values(), key=lambda f: (severity.index(f.decision), -len(f.rows), f.rows)))
+    return tuple(sorted(merged, key=lambda f: (severity.index(f.decision), -len(f.rows), f.rows)))
 
 
-def _union(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[str, ...]:
-    """Both, in order, each line once."""
-    return tuple(dict.fromkeys((*a, *b)))
+def _union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """All, in order, each line once."""
+    return tuple(dict.fromkeys(chain.from_iterable(parts)))
 
 
 def _by_id(record: Record) -> dict[str, Judgement]:
@@ -147,6 +153,10 @@ def _by_id(record: Record) -> dict[str, Judgement]:
 
 def _absent(j: Judgement | None) -> bool:
     return j is None or j.row.unmeasured
+
+
+def _spoiled(j: Judgement | None) -> bool:
+    return j is not None and j.row.unmeasured and j.verdict is Verdict.INFRA
 
 
 def _environment(lane: str, side: Side, is_good: bool) -> list[Finding]:

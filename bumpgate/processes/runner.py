@@ -23,6 +23,7 @@ USAGE, NOTHING_SELECTED = 4, 5  # exit codes of pytest
 IMPORT_SECONDS = 300
 # How long pytest may take to write its record after ctrl-C or a timeout, before it is killed.
 GRACE_SECONDS = 20
+POLL_SECONDS = 0.1
 MODULES = {"cpu": "torch", "h200": "torch", "v6e": "torch, torch_xla"}
 DESCRIBE = """
 import importlib.metadata, json
@@ -90,36 +91,65 @@ def run_lane(
     check_import: import torch in a process before, so that one that crashes costs a line and not a run of crashes.
     Raises KeyboardInterrupt after the run was ended and has left its record.
     """
-    log = log or record.with_suffix(".log")
-    record.unlink(missing_ok=True)
-    started = time.monotonic()
+    call = LaneCall(python, root, lane, selection, record, gate, environment, log)
     if check_import:
+        started = time.monotonic()
         found = installed(python, root, lane, environment)
         if found.failure:
-            return LaneRun(1, None, found.failure, time.monotonic() - started, log)
-    command = [
-        str(python),
-        "-X",
-        "faulthandler",
-        "-m",
-        "pytest",
-        "-m",
-        lane,
-        "--record",
-        str(record.resolve()),
-    ]
-    command += [*(["--gate"] if gate else []), *selection]
-    code, seconds = run_child(command, root, child_environment(python, root, environment), timeout, log)
-    found_record, failure = None, ""
-    if code != USAGE:
-        try:
-            found_record = read_record(record)
-        except BumpgateError as error:
-            failure = _last_words(log) or one_line(error)
-    failure = _death(code, seconds, timeout) or failure
-    if code == USAGE:
-        failure = _last_words(log)
-    return LaneRun(code, found_record, failure, time.monotonic() - started, log)
+            record.unlink(missing_ok=True)
+            return LaneRun(1, None, found.failure, time.monotonic() - started, call.output)
+    return run_lanes([call], timeout)[0]
+
+
+@dataclass(frozen=True)
+class LaneCall:
+    """One `pytest -m LANE SELECTION`, not yet run; the fields are run_lane's, and the descriptors that it inherits."""
+
+    python: Path
+    root: Path
+    lane: str
+    selection: Sequence[str]
+    record: Path
+    gate: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+    log: Path | None = None
+    keep_open: tuple[int, ...] = ()
+
+    @property
+    def output(self) -> Path:
+        return self.log or self.record.with_suffix(".log")
+
+    @property
+    def child(self) -> Child:
+        flags = ["-m", self.lane, "--record", str(self.record.resolve()), *(["--gate"] if self.gate else [])]
+        return Child(
+            (str(self.python), "-X", "faulthandler", "-m", "pytest", *flags, *self.selection),
+            self.root,
+            child_environment(self.python, self.root, self.environment),
+            self.output,
+            self.keep_open,
+        )
+
+    def read(self, code: int, seconds: float, timeout: float | None) -> LaneRun:
+        """What the run left behind."""
+        found, failure = None, ""
+        if code != USAGE:
+            try:
+                found = read_record(self.record)
+            except BumpgateError as error:
+                failure = _last_words(self.output) or one_line(error)
+        failure = _death(code, seconds, timeout) or failure
+        if code == USAGE:
+            failure = _last_words(self.output)
+        return LaneRun(code, found, failure, seconds, self.output)
+
+
+def run_lanes(calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:
+    """Runs all of them at once, and returns when the last one has ended. As run_lane otherwise."""
+    for call in calls:
+        call.record.unlink(missing_ok=True)
+    ended = run_children([call.child for call in calls], timeout)
+    return [call.read(code, seconds, timeout) for call, (code, seconds) in zip(calls, ended)]
 
 
 def child_environment(python: Path, root: Path | None, extra: Mapping[str, str] = {}) -> dict[str, str]:
@@ -127,11 +157,36 @@ def child_environment(python: Path, root: Path | None, extra: Mapping[str, str] 
 
     root: a source tree to import from; None where the command is not ours.
     """
-    ours = ("PYTEST_", "BUMPGATE_GATE", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
+    ours = ("PYTEST_", "BUMPGATE_GATE", "BUMPGATE_DUET", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     path = os.pathsep.join([str(python.parent), clean.get("PATH", os.defpath)])
     source = {} if root is None else {"PYTHONPATH": str(root)}
     return clean | {"PATH": path} | source | dict(extra)
+
+
+@dataclass(frozen=True)
+class Child:
+    """A command and where its output goes. keep_open: descriptors that it inherits, and no other child here."""
+
+    command: Sequence[str]
+    cwd: Path
+    environment: Mapping[str, str]
+    log: Path
+    keep_open: tuple[int, ...] = ()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        guarded = [sys.executable, "-I", "-S", supervise.__file__, *self.command]
+        with self.log.open("wb") as output:
+            return subprocess.Popen(
+                guarded,
+                cwd=self.cwd,
+                env=dict(self.environment),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # ctrl-C at a terminal comes here alone, and is passed on below
+                pass_fds=self.keep_open,
+            )
 
 
 def run_child(
@@ -141,31 +196,53 @@ def run_child(
 
     The command and its children end with this call, and with this process. Raises KeyboardInterrupt after that.
     """
+    return run_children([Child(command, cwd, environment, log)], timeout)[0]
+
+
+def run_children(children: Sequence[Child], timeout: float | None) -> list[tuple[int, float]]:
+    """run_child of several at once. What one leaves running ends with it, and does not wait for the others."""
     started = time.monotonic()
-    guarded = [sys.executable, "-I", "-S", supervise.__file__, *command]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            guarded,
-            cwd=cwd,
-            env=dict(environment),
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # ctrl-C at a terminal comes here alone, and is passed on below
-        )
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = _interrupt(process)
-        except KeyboardInterrupt:
-            _interrupt(process)
-            raise
-        finally:
+    processes: list[subprocess.Popen[bytes]] = []
+    ended: dict[int, tuple[int, float]] = {}
+    try:
+        for child in children:
+            try:
+                processes.append(child.start())
+            finally:
+                for descriptor in child.keep_open:
+                    os.close(descriptor)  # so that whoever holds the other end reads the end of this child
+        while running := [i for i in range(len(processes)) if i not in ended]:
+            left = None if timeout is None else started + timeout - time.monotonic()
+            for i in running:
+                code = _interrupt(processes[i]) if left is not None and left <= 0 else processes[i].poll()
+                if code is not None:
+                    ended[i] = code, time.monotonic() - started
+                    _signal_group(processes[i], signal.SIGKILL)
+            _wait_for_one([processes[i] for i in running if i not in ended], left)
+    except KeyboardInterrupt:
+        for i, process in enumerate(processes):
+            if i not in ended:
+                _interrupt(process)
+        raise
+    finally:
+        for process in processes:
             _signal_group(process, signal.SIGKILL)
             process.wait()
             if process.stdin:
                 process.stdin.close()
-    return (supervise.SIGNALLED - code if code > supervise.SIGNALLED else code), time.monotonic() - started
+    return [
+        (supervise.SIGNALLED - code if code > supervise.SIGNALLED else code, seconds)
+        for code, seconds in (ended[i] for i in range(len(processes)))
+    ]
+
+
+def _wait_for_one(processes: Sequence[subprocess.Popen[bytes]], seconds: float | None) -> None:
+    """Until a single one ends or the time is over; several are looked at again after POLL_SECONDS."""
+    if len(processes) > 1:
+        time.sleep(POLL_SECONDS)
+    elif processes:
+        with suppress(subprocess.TimeoutExpired):
+            processes[0].wait(seconds)
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> int:

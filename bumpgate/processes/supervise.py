@@ -26,5 +26,6 @@ if __name__ == "__main__":
     # The command gets the signal itself, as part of the group; a handler, unlike SIG_IGN, is not inherited.
     signal.signal(signal.SIGINT, lambda *_: None)
     threading.Thread(target=end_with_the_starter, daemon=True).start()
-    code = subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL)
+    # What was handed down to this process is meant for the command; its own descriptors are not inherited.
+    code = subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL, close_fds=False)
     os._exit(code if code >= 0 else SIGNALLED - code)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
@@ -25,7 +25,7 @@ from bumpgate.report.extra import need
 from bumpgate.report.gate_file import GateFile
 from bumpgate.rows import BumpgateError, Judgement, Record, Value, is_finite, one_line
 
-VERSION = 1
+VERSION = 2
 WAIT_SECONDS = 60  # for another writer
 PREFIX = "bumpgate_"
 
@@ -36,7 +36,10 @@ class ArchiveError(BumpgateError):
 
 @dataclass(frozen=True)
 class Point:
-    """One reading of a row. when: the start of its run, ISO 8601 in UTC. commit: of the work tree."""
+    """One reading of a row. when: the start of its run, ISO 8601 in UTC. commit: of the work tree.
+
+    timed: with an interval. host_class: device, processor and cores; None where the record does not say.
+    """
 
     when: str
     lane: str
@@ -48,6 +51,8 @@ class Point:
     torch_git: str | None
     commit: str | None
     device: str | None
+    timed: bool = False
+    host_class: str | None = None
 
     @property
     def day(self) -> date:
@@ -163,6 +168,7 @@ class Archive:
             return int(known[0]), False
         fields: dict[str, Any] = {column: _text(p.get(column)) for column in TEXTS}
         fields |= {"digest": digest, "started": _started(p.get("started"), name), "red": record.red}
+        fields["host_class"] = _host_class(p)
         made = int(connection.execute(self._sql.insert(runs).values(**fields)).inserted_primary_key[0])
         readings = [_reading(made, j) for j in record.judgements if not j.row.unmeasured]
         if readings:
@@ -204,7 +210,11 @@ class Archive:
         text, real = sql.Text, sql.Float(53)
         columns = {
             "meta": [sql.Column("version", sql.Integer, primary_key=True)],
-            "runs": [*head(), *(sql.Column(name, text) for name in TEXTS), sql.Column("red", sql.Boolean)],
+            "runs": [
+                *head(),
+                *(sql.Column(name, text) for name in (*TEXTS, "host_class")),
+                sql.Column("red", sql.Boolean),
+            ],
             "readings": [
                 key("run", "runs"),
                 sql.Column("row", sql.String(255), primary_key=True, index=True),
@@ -250,6 +260,9 @@ class Archive:
             versions = [found[0] for found in connection.execute(sql.select(meta.c.version))]
             if not versions:
                 connection.execute(sql.insert(meta).values(version=VERSION))
+            elif versions == [1]:  # the class of the host came with 2
+                connection.exec_driver_sql(f"ALTER TABLE {PREFIX}runs ADD COLUMN host_class TEXT")
+                connection.execute(sql.update(meta).values(version=VERSION))
             elif versions != [VERSION]:
                 raise ArchiveError(f"{self.name}: a history of version {versions[0]}, this is {VERSION}")
         return engine
@@ -315,7 +328,15 @@ def _point(found: Any) -> Point:
         found.torch_git,
         found.commit,
         found.device,
+        found.low is not None,
+        found.host_class,
     )
+
+
+def _host_class(provenance: Mapping[str, Any]) -> str | None:
+    cores = provenance.get("cores")
+    stated = [provenance.get("device"), provenance.get("cpu"), None if cores is None else f"{cores} cores"]
+    return ", ".join(map(str, filter(None, stated))) or None
 
 
 def _started(raw: object, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from array import array
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ def command(
         list[str], typer.Argument(help="A row id; or `add` and the record.json and gate.json files.")
     ],
     lane: Annotated[str, typer.Option(help="Only this lane's.")] = "",
+    host: Annotated[str, typer.Option(help="Only hosts with this in their class: 'H200', '16 cores'.")] = "",
     store: Annotated[str, typer.Option(help="SQLAlchemy URL; by default a SQLite file of this user.")] = "",
     days: Annotated[int, typer.Option(help="Only the last days; 0 for all.", min=0)] = 0,
     html: Annotated[Path | None, typer.Option(help="Also write a page with the plot.")] = None,
@@ -56,7 +58,7 @@ def command(
         raise BumpgateError(
             f"history shows one row, got {len(what)}; to keep files: bumpgate history add FILE..."
         )
-    points = archive.points(what[0], lane, days)
+    points = [p for p in archive.points(what[0], lane, days) if host in (p.host_class or host)]
     if not points:
         raise BumpgateError(
             f"no reading of {what[0]}{f' on lane {lane}' if lane else ''} in {archive.name}; "
@@ -66,6 +68,12 @@ def command(
     if len(lanes) > 1:
         raise BumpgateError(
             f"{what[0]} has readings of {len(lanes)} lanes: name one with --lane {' | '.join(lanes)}"
+        )
+    classes = sorted({p.host_class for p in points if p.timed and p.host_class})
+    if len(classes) > 1:
+        raise BumpgateError(
+            f"{what[0]} is timed, and its readings of {len(classes)} classes of host do not compare: "
+            f"name one with --host {' | '.join(map(shlex.quote, classes))}"
         )
     breaks = changes([p.value for p in points])
     typer.echo(listing(points, breaks), nl=False)

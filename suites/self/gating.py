@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -18,7 +19,7 @@ from bumpgate.gate.drift import Reading
 from bumpgate.gate.result import Asked, Gate, SideState
 from bumpgate.gate.timed import plan_for
 from bumpgate.gate.view import View
-from bumpgate.processes.runner import NOTHING_SELECTED, Installed, LaneRun
+from bumpgate.processes.runner import NOTHING_SELECTED, Installed, LaneCall, LaneRun
 from bumpgate.rows import Judgement, Row, Value, Verdict, write_record
 
 COUNT_TEST = "suites/compile/test_a.py::test_count[cpu]"
@@ -78,6 +79,7 @@ class Machine:
         self.rows = tuple(rows) or ("throughput/b/seconds",)
         self.sides = {name: Behaviour() for name in ("good", "bad", "anchor")}
         self.processes: list[str] = []
+        self.read = Counter[tuple[str, str, int]]()
         self.before_process: Callable[[], None] = lambda: None
         self.recent: Mapping[str, Sequence[Reading]] = {}
         self.bench: Bench | None = None
@@ -106,6 +108,11 @@ class Machine:
             judgements = [j for j in judgements if j.row.test in selection]
         return self._done(record, judgements, side)
 
+    def run_duet(self, calls: Sequence[LaneCall], flip: bool, timeout: float) -> list[LaneRun]:
+        return [
+            self.run_lane(c.python, c.root, c.lane, c.selection, c.record, timeout=timeout) for c in calls
+        ]
+
     def _timed(self, name: str, side: Behaviour, record: Path) -> LaneRun:
         assert self.bench
         sessions = self.bench.gate.drifted if name == "anchor" else self.bench.gate.paired
@@ -119,7 +126,8 @@ class Machine:
         return self._done(record, [seconds(self._value(name, row, begun), row) for row in self.rows])
 
     def _value(self, name: str, row: str, session: int) -> float:
-        place = sum(p == f"timed:{name}" for p in self.processes) % 2
+        place = self.read[name, row, session]
+        self.read[name, row, session] += 1
         noise = random.Random(f"{self.seed} {name} {row} {session} {place}").gauss(0, self.sd)
         return 2.0 * self.sides[name].slower.get(row, 1.0) * 2.718281828459045**noise
 
@@ -134,7 +142,7 @@ class Machine:
         side = side or Behaviour()
         made = write_record(
             record,
-            {"lane": "cpu", "torch": side.torch},
+            {"lane": self.bench.gate.asked.lane if self.bench else "cpu", "torch": side.torch},
             judgements,
             complete=side.complete,
             problems=side.problems,

@@ -16,6 +16,7 @@ import pytest
 
 from bumpgate import cli
 from bumpgate.environments import build as environments
+from bumpgate.environments import compiled
 from bumpgate.environments.build import (
     BuildError,
     Environment,
@@ -273,13 +274,24 @@ def test_what_is_in_use_is_not_deleted(
 ) -> None:
     used, other = build(TORCH), build(Request(("helper==1.0",)))
     release(other)
+    for key, side in ((used.key, "good"), (other.key, "good"), ("python-old", "bad"), ("python-new", "bad")):
+        compiled.variables(key, side)
+    os.utime(compiled.caches() / "python-old-bad" / "used", (0, 0))
     assert [(k.key, k.in_use) for k in kept()] == [(used.key, True), (other.key, False)]
     monkeypatch.setattr(sys, "argv", ["bumpgate", "environments", "--prune", "--keep", "0"])
     with pytest.raises(SystemExit):
         cli.main()
     told = capsys.readouterr().out.splitlines()
-    assert told[2:] == [f"kept, in use: {used.key}", f"deleted {other.key}"]
+    assert told[2:] == [
+        f"kept, in use: {used.key}",
+        f"deleted {other.key}",
+        f"deleted the compile caches {other.key}-good",
+        f"deleted the compile caches {compiled.HANDED_IN}old-bad",
+    ]
     assert left_behind() == [used.key]
+    assert [place.name for place in sorted(compiled.caches().iterdir())] == sorted(
+        [f"{used.key}-good", f"{compiled.HANDED_IN}new-bad"]
+    )
     assert discard("never-built")
 
 

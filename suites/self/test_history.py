@@ -23,6 +23,7 @@ from bumpgate.report.archive import Archive
 from bumpgate.rows import Record, Verdict, write_record
 from suites.self.project import REPO
 from suites.self.reports import EVIL, HERE, bumpgate, judged, paired, row, write_gate
+from suites.support.planted import planted
 
 P = Verdict.PASS
 ROW = "throughput/nam52-regional/seconds"
@@ -217,6 +218,44 @@ def test_a_killed_writer_leaves_a_whole_record_or_none(tmp_path: Path, archive: 
     assert time.monotonic() - begun < 10, "its lock died with it"
 
 
+@pytest.mark.parametrize(
+    "timed", [pytest.param(True, marks=planted("C37", "a history of two classes of host")), False]
+)
+def test_timed_readings_of_two_classes_of_host_are_not_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], timed: bool
+) -> None:
+    kind = {"better": "lower", "tolerance": 0.1, "interval": (0.9, 1.1)} if timed else {}
+    store = f"sqlite:///{tmp_path / 'a.sqlite'}"
+    for day, cpu in (("11-01", "Xeon"), ("11-02", "EPYC"), ("11-03", "Xeon")):
+        path = tmp_path / f"{day}.json"
+        here = HERE | {"started": f"2026-{day}T02:00:00+00:00", "cpu": cpu}
+        write_record(path, here, [judged(P, row(ROW, 1.0, unit="s", **kind))])
+        assert bumpgate(monkeypatch, "history", "add", str(path), "--store", store) == 0
+    capsys.readouterr()
+    assert bumpgate(monkeypatch, "history", ROW, "--store", store) == (4 if timed else 0)
+    if timed:
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "its readings of 2 classes of host do not compare: name one with --host " in line
+        assert "EPYC" in line
+    assert bumpgate(monkeypatch, "history", ROW, "--store", store, "--host", "Xeon") == 0
+    assert "2 readings" in capsys.readouterr().out
+
+
+def test_a_store_of_the_first_version_is_carried_over(tmp_path: Path) -> None:
+    """It knew no class of host, and neither do its readings now."""
+    path = tmp_path / "old.sqlite"
+    Archive(f"sqlite:///{path}").add(a_record(tmp_path, "11-01"))
+    with sqlite3.connect(path) as connection:
+        connection.execute("alter table bumpgate_runs drop column host_class")
+        connection.execute("update bumpgate_meta set version = 1")
+    archive = Archive(f"sqlite:///{path}")
+    assert archive.add(a_record(tmp_path, "11-02", cpu="Xeon"))
+    before, after = archive.points(ROW)
+    assert before.host_class is None
+    assert after.host_class
+    assert "Xeon" in after.host_class
+
+
 def foreign(path: Path) -> str:
     with sqlite3.connect(path) as connection:
         connection.execute("create table recipes (name)")
@@ -227,7 +266,7 @@ def newer(path: Path) -> str:
     Archive(f"sqlite:///{path}").points(ROW)
     with sqlite3.connect(path) as connection:
         connection.execute("update bumpgate_meta set version = 99")
-    return "a history of version 99, this is 1"
+    return "a history of version 99, this is 2"
 
 
 def corrupt(path: Path) -> str:

@@ -102,5 +102,13 @@ def test_a_row_that_saw_nothing_checks_nothing(run, capsys) -> None:
 
 def test_a_lane_that_ran_owes_its_rules(run, capsys) -> None:
     arguments = run([(told("C1"), ""), (told("C2"), "")], [("C1", 1), ("C2", 1)])
-    assert matrix.main([*arguments, "--lane", "v6e"]) == 1
+    assert matrix.main([*arguments, "--lane", "cpu", "--lane", "v6e"]) == 1
     assert "X1: no planted fault" in capsys.readouterr().out
+
+
+def test_one_lane_owes_nothing_of_another(run, tmp_path: Path) -> None:
+    arguments = run([(told("X1"), ""), (told("C2"), "")], [("X1", 1)])
+    assert matrix.main([*arguments, "--lane", "v6e"]) == 0
+    report = (tmp_path / "mutants.md").read_text()
+    assert "| C1: one | lane cpu did not run |" in report
+    assert "| C2: two | 0 | a fault of C2 |" in report

@@ -20,6 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bumpgate.processes.host import cores, cpu_model, read_or_empty
+
 TRITON_NAMES = ("triton", "pytorch-triton", "pytorch-triton-xpu", "pytorch-triton-rocm")
 
 
@@ -29,8 +31,8 @@ def collect(lane: str, device: str, root: Path, *, full_run: bool) -> dict[str, 
         "lane": lane,
         "device": device,
         "driver": _driver(),
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": cpu_model(),
+        "cores": cores(),
         "host": platform.node(),
         "platform": platform.platform(),
         "python": platform.python_version(),
@@ -83,13 +85,8 @@ def _wheel_set() -> str:
 
 def _driver() -> str | None:
     """Version of the loaded NVIDIA kernel module."""
-    found = re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", _read("/proc/driver/nvidia/version"))
+    found = re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", read_or_empty("/proc/driver/nvidia/version"))
     return found[1] if found else None
-
-
-def _cpu() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _commit(root: Path) -> dict[str, Any]:
@@ -104,10 +101,3 @@ def _git(root: Path, *args: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

@@ -17,10 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import psutil
 
+from bumpgate.rows import COST_PER_ROUND
+from suites.support.duet import Duet, partner
 from suites.support.rows import InfraError
 
 LOCK = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.machine"
@@ -28,16 +31,31 @@ LOCK = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.machine"
 
 @contextmanager
 def machine(*, exclusive: bool) -> Iterator[None]:
-    """Holds the machine: timed rows exclusively, everything else shared.
+    """Holds the machine: timed rows exclusively, everything else shared."""
+    with locked(LOCK, exclusive=exclusive):
+        yield
+
+
+@contextmanager
+def locked(what: Path, *, exclusive: bool) -> Iterator[None]:
+    """Holds `what`, which is any path and need not exist.
 
     Two locks: an exclusive waiter keeps the gate, so that a stream of shared holders cannot starve it.
     """
-    with open(f"{LOCK}.gate", "w") as gate, open(f"{LOCK}.lock", "w") as lock:
+    with _lock_file(Path(f"{what}.gate")) as gate, _lock_file(Path(f"{what}.lock")) as lock:
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         if not exclusive:
             fcntl.flock(gate, fcntl.LOCK_UN)
         yield
+
+
+def _lock_file(path: Path) -> TextIO:
+    """Open for reading: enough to lock it, and all that a sticky directory allows with a file of another user's."""
+    if not path.exists():
+        path.touch()
+        path.chmod(0o644)
+    return path.open()
 
 
 def anchor() -> None:
@@ -66,11 +84,15 @@ class Ratio:
 
 @dataclass
 class Rounds:
-    """CPU seconds by function name, a value a quiet round; `disturbed` rounds were measured and not kept."""
+    """CPU seconds by function name, a value a quiet round; `disturbed` rounds were measured and not kept.
+
+    paired: the other side of a session went through the same rounds.
+    """
 
     seconds: dict[str, list[float]]
     quiet: int = 0
     disturbed: int = 0
+    paired: bool = False
 
     def ratio(self, numerator: str, denominator: str) -> Ratio:
         """The median of the paired ratios, with the order statistics that enclose it at 99 %.
@@ -87,17 +109,19 @@ class Rounds:
         low, high = logs[max(0, n // 2 - reach)], logs[min(n - 1, n // 2 + reach)]
         return Ratio(math.exp(median), math.exp(low), math.exp(high), n)
 
+    def paired_costs(self, numerator: str, denominator: str = "") -> dict[str, tuple[float, ...]]:
+        """The series of a row that the gate compares round by round with the other side's; none outside of a duet.
+
+        CPU seconds of a function, or their ratio to another one's: less is better.
+        """
+        below = self.seconds[denominator] if denominator else [1.0] * self.quiet
+        costs = tuple(a / b for a, b in zip(self.seconds[numerator], below))
+        return {COST_PER_ROUND: costs} if self.paired else {}
+
 
 # CPU share of one processor that others may use in a round, and how many quiet rounds an interval needs.
 FOREIGN_SHARE = 0.1
 QUIET_NEEDED = 15
-
-
-def _busy_seconds() -> tuple[float, float]:
-    """CPU seconds used on this machine so far (stolen ones too): by everybody, and by this process."""
-    t = psutil.cpu_times()
-    everybody = sum(t) - t.idle - t.iowait - getattr(t, "guest", 0.0) - getattr(t, "guest_nice", 0.0)
-    return everybody, time.process_time()
 
 
 def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget: float = 90.0) -> Rounds:
@@ -105,25 +129,30 @@ def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget:
 
     The order turns by one place a round. A round in which others used the machine is not kept: CPU time does not
     count their work, but a busy sibling thread slows large code by a third and a tight loop hardly at all.
-    $BUMPGATE_ROUNDS asks for fewer rounds: the gate's paired sessions need more processes, not more rounds.
+    $BUMPGATE_ROUNDS asks for fewer rounds: the gate's paired sessions need more processes, not more rounds. Under
+    $BUMPGATE_DUET the other side of the session goes through the same rounds at the same time.
     Raises InfraError where no round was quiet: a ratio of nothing is no measurement.
     """
+    duet = partner()
     rounds = min(rounds, int(os.environ.get("BUMPGATE_ROUNDS", rounds)))
     names = list(functions)
     for name in names:
         functions[name]()
-    kept = Rounds({name: [] for name in names})
+    if duet:
+        duet.agree(names, "what they time")
+    kept = Rounds({name: [] for name in names}, paired=duet is not None)
     deadline = time.monotonic() + budget
-    while kept.quiet < rounds and time.monotonic() < deadline:
-        started, (all_before, own_before) = time.monotonic(), _busy_seconds()
+    while kept.quiet < rounds and not _over(deadline, duet):
+        if duet:
+            duet.change_places()
+        began = _Round()
         turn = (kept.quiet + kept.disturbed) % len(names)
         spent = {}
         for name in names[turn:] + names[:turn]:
             start = time.process_time()
             functions[name]()
             spent[name] = time.process_time() - start
-        wall, (all_after, own_after) = time.monotonic() - started, _busy_seconds()
-        if (all_after - all_before) - (own_after - own_before) > FOREIGN_SHARE * wall:
+        if not began.was_quiet(duet):
             kept.disturbed += 1
             continue
         kept.quiet += 1
@@ -132,3 +161,29 @@ def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget:
     if not kept.quiet:
         raise InfraError(f"none of {kept.disturbed} rounds was quiet: others use this machine")
     return kept
+
+
+def _over(deadline: float, duet: Duet | None) -> bool:
+    over = time.monotonic() >= deadline
+    return bool(duet.exchange(over)) or over if duet else over
+
+
+class _Round:
+    """From its making on: did anybody else use the machine?"""
+
+    def __init__(self) -> None:
+        self.started, self.everybody, self.own = time.monotonic(), _busy_seconds(), time.process_time()
+
+    def was_quiet(self, duet: Duet | None) -> bool:
+        """On both sides, where there are two."""
+        own = time.process_time() - self.own
+        ours = own + (duet.exchange(own) if duet else 0.0)
+        foreign = _busy_seconds() - self.everybody - ours
+        quiet = foreign <= FOREIGN_SHARE * (time.monotonic() - self.started)
+        return bool(duet.exchange(quiet)) and quiet if duet else quiet
+
+
+def _busy_seconds() -> float:
+    """CPU seconds that everybody has used on this machine so far, stolen ones too."""
+    t = psutil.cpu_times()
+    return float(sum(t) - t.idle - t.iowait - getattr(t, "guest", 0.0) - getattr(t, "guest_nice", 0.0))

@@ -49,6 +49,7 @@ def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
             interval=(tokens * per_anchor.low, tokens * per_anchor.high),
             tolerance=TOLERANCE["anchor"],
             evidence=(*evidence, f"{_rate(tokens, timed.seconds[name])} tokens per CPU second"),
+            series=timed.paired_costs(name),
             **shared,
         )
     faster = timed.ratio("eager", "regional")
@@ -59,6 +60,7 @@ def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
         interval=(faster.low, faster.high),
         tolerance=TOLERANCE["speedup"],
         evidence=evidence,
+        series=timed.paired_costs("regional", "eager"),
         **shared,
     )
 

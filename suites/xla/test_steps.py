@@ -152,6 +152,29 @@ def test_accumulation_has_two_variants_at_step_0_and_none_later(lane: Lane, row,
     step_rows(row, "mode_b-accumulate_3", "X7", found, first=4, executions=5)
 
 
+@pytest.mark.v6e
+@planted("X7", "a short last micro-batch in a later step: further variants")
+def test_a_short_micro_batch_compiles_again(canaries) -> None:
+    canaries(*INSTRUMENTS)
+    made = on_device(small())
+    batches = micro_batches(made, 2, accumulate=2)
+    batches[1][1] = made.batch(batch=1, seed=9)
+    first, later = each_step(TrainStep(made.model, made.optimizer), batches)
+    assert first.compiles == 4
+    assert later.compiles > 0
+
+
+@pytest.mark.v6e
+@planted("X7", "micro-batches of a model with experts traced into one program")
+def test_an_uncut_step_is_one_program(canaries) -> None:
+    canaries(*INSTRUMENTS)
+    made = on_device(small())
+    step = TrainStep(made.model, made.optimizer)
+    step._step = step._plain_step
+    (counts,) = each_step(step, micro_batches(made, 1, accumulate=3))
+    assert (counts.compiles, counts.executions) == (1, 1)
+
+
 @lanes("v6e")
 def test_barriers_cut_forward_and_backward_alike(lane: Lane, row, canaries) -> None:
     canaries(*INSTRUMENTS)

@@ -29,11 +29,13 @@ def trace_artifacts(*names: str) -> Iterator[list[tuple[str, str]]]:
     """The named artifacts of torch's structured trace log that appear inside the block, in order."""
     handler = _TraceHandler(set(names))
     log = logging.getLogger("torch.__trace")
-    level = log.level
+    level, propagate = log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.DEBUG)
+    log.propagate = False  # thousands of lines, which pytest would print under every red row
     try:
         yield handler.found
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
+        log.propagate = propagate

@@ -1,0 +1,42 @@
+"""The class of this host: timed rows of another one do not compare (rule C37). Read from files alone."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def read_or_empty(path: Path | str) -> str:
+    """The text of a file; "" where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def cpu_model() -> str:
+    """As the kernel names it."""
+    found = re.search(r"^model name\s*:\s*(.+)$", read_or_empty("/proc/cpuinfo"), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def cores() -> int | None:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def gpu_models() -> list[str]:
+    """Of the GPUs that the NVIDIA driver knows, in order of their bus."""
+    texts = [read_or_empty(path) for path in sorted(GPUS.glob("*/information"))]
+    return [
+        found[1].strip() for text in texts if (found := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))
+    ]
+
+
+def host_class() -> str:
+    """Processor, cores and GPUs in one line."""
+    return ", ".join([cpu_model(), f"{cores()} cores", *gpu_models()])

@@ -1,0 +1,131 @@
+"""A paired session on cores of their own: two real processes that keep step, and what becomes of one left alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from bumpgate.gate.duet import ROUNDS, VARIABLE, run_duet, shares
+from bumpgate.gate.sequential import log_ratio_of_rounds
+from bumpgate.gate.timed import reading
+from bumpgate.processes.runner import LaneCall
+from suites.self.project import PLUGINS, REPO, Project
+
+TEST = "suites/throughput/test_work.py::test_work[cpu]"
+# SLOWER lengthens the work of one side; the machine is never quiet enough for a suite beside it.
+WORK = """
+import statistics
+from suites.support import timing
+from suites.support.duet import partner
+
+timing.FOREIGN_SHARE = float("inf")
+
+def work(n):
+    for k in range(n):
+        k & 7
+
+@lanes("cpu")
+def test_work(lane, row, exclusive_machine):
+    if os.environ.get("DIES"):
+        os._exit(3)
+    cores = []
+    def one():
+        cores.append(sorted(os.sched_getaffinity(0)))
+        work(int(300000 * float(os.environ.get("SLOWER", "1"))))
+    names = {os.environ.get("NAMED", "work"): one}
+    timed = timing.interleaved(names, 40)
+    (name,) = names
+    seconds = sorted(timed.seconds[name])
+    row("throughput/work/seconds", statistics.median(seconds), unit="s", witness=timed.quiet, rule="C37",
+        better="lower", tolerance=9.0, interval=(seconds[0], seconds[-1]), series=timed.paired_costs(name),
+        evidence=[str(cores), str(bool(partner() and partner().leads)), str("BUMPGATE_DUET" in os.environ)])
+"""
+needs_two_cores = pytest.mark.skipif(not shares(), reason="a duet needs two cores")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    made = Project(tmp_path)
+    (tmp_path / "suites/conftest.py").symlink_to(REPO / "suites/conftest.py")
+    made.tests(WORK, "suites/throughput/test_work.py")
+    return made
+
+
+def duet(project: Project, flip: bool = False, **of_second: str):
+    """Both sides of one session -> their runs."""
+    calls = [
+        LaneCall(
+            Path(sys.executable),
+            project.root,
+            "cpu",
+            ["-n", "0", TEST],
+            project.root / f"{side}.json",
+            environment=PLUGINS | {"TMPDIR": str(project.root)} | more,
+        )
+        for side, more in (("good", {}), ("bad", of_second))
+    ]
+    return run_duet(calls, flip, 120)
+
+
+def rows(run):
+    assert run.record, run.failure
+    return {j.row.id: j.row for j in run.record.judgements if not j.row.unmeasured}
+
+
+@needs_two_cores
+@pytest.mark.parametrize("flip", [False, True])
+def test_both_sides_go_through_the_same_rounds_and_change_places(project: Project, flip: bool) -> None:
+    runs = duet(project, flip, SLOWER="1.5")
+    good, bad = (rows(run)["throughput/work/seconds"] for run in runs)
+    # The first call is no round: it comes before both are ready.
+    ours, theirs = (json.loads(row.evidence[0])[1:] for row in (good, bad))
+    assert len(ours) == ROUNDS
+    halves = shares()[::-1] if flip else shares()
+    assert ours[:3] == [halves[1], halves[0], halves[1]]
+    assert [place for places in zip(ours, theirs) for place in places] == [*halves[::-1], *halves] * (ROUNDS // 2)
+    assert (good.evidence[1:], bad.evidence[1:]) == (("True", "False"), ("False", "False"))
+    before, after = (reading(run, [TEST]).rounds["throughput/work/seconds"] for run in runs)
+    assert math.exp(log_ratio_of_rounds(before, after)) == pytest.approx(1.5, rel=0.15)
+
+
+@needs_two_cores
+def test_a_side_that_dies_ends_the_wait_of_the_other(project: Project) -> None:
+    alone, dead = duet(project, DIES="1")
+    assert dead.record is None or not rows(dead)
+    said = reading(alone, [TEST])
+    assert not said.costs
+    assert "the other side of this session has ended" in said.lost
+    assert alone.seconds < 60
+
+
+@needs_two_cores
+def test_sides_that_time_other_things_are_no_pair(project: Project) -> None:
+    for run in duet(project, NAMED="other"):
+        assert "the two sides of this session differ in what they time" in reading(run, [TEST]).lost
+
+
+def test_outside_of_a_duet_no_series_is_kept(project: Project) -> None:
+    assert VARIABLE not in os.environ
+    project.pytest("-m", "cpu", "-n", "0", TEST.partition("::")[0], TMPDIR=str(project.root))
+    (row,) = (j.row for j in project.record().judgements if j.row.id == "throughput/work/seconds")
+    assert row.series == {}
+
+
+def test_rounds_that_do_not_pair_are_refused() -> None:
+    for good, bad in (((), ()), ((1.0,), (1.0, 2.0)), ((1.0, math.inf), (1.0, 2.0)), ((0.0,), (1.0,))):
+        with pytest.raises(ValueError, match="do not pair"):
+            log_ratio_of_rounds(good, bad)
+
+
+def test_what_one_core_suffers_cancels() -> None:
+    """The first core is slower by half; the sides change places after each round, and one round is spoilt."""
+    cores = [1.5, 1.0] * 10
+    good = [2.0 * a for a in cores]
+    bad = [2.1 * b for b in (cores[1:] + cores[:1])]
+    bad[4] *= 3
+    assert math.exp(log_ratio_of_rounds(good, bad)) == pytest.approx(1.05, rel=1e-9)
