@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +47,10 @@ def report_canaries(results: Mapping[str, str]) -> None:
     failed_instruments.update({name: reason for name, reason in results.items() if reason})
 
 
+# On an item: tells the state of the machine in lines that stand beside a timed row. Raises InfraError where it spoils
+# times.
+MACHINE_STATE = pytest.StashKey[Callable[[], list[str]]]()
+
 Acceptances = Mapping[str, tuple[accepted.Acceptance, ...]]
 
 
@@ -84,8 +88,12 @@ class RowRecorder:
         """Judges one measured value; the fields are those of bumpgate.rows.Row.
 
         better: where it is not given, "derived" if the test derived an expectation, else "exact".
-        Raises RowError, one line, on a row that makes no sense or an id that this run has already used.
+        Raises RowError, one line, on a row that makes no sense or an id that this run has already used, and InfraError
+        on a measured cost or gain where the machine's state spoils it.
         """
+        state = self._item.stash.get(MACHINE_STATE, None)
+        if state and better in ("lower", "higher"):
+            evidence = [*evidence, *state()]
         derived = expected is not None or at_most is not None or at_least is not None
         row = Row(
             id=id,

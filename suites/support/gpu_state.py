@@ -1,0 +1,267 @@
+"""The state of the GPU around a timed test: clocks, power, temperature, what holds the clocks down, who else is there.
+
+Read from NVML (nvidia-ml-py), else from nvidia-smi. A power cap is how an H200 works under load, and is only told.
+Heat, a power brake or a foreign process is no state to time in: the row is INFRA. So it is where nobody tells the
+state. Nothing is read while a test measures, for that would be timed as well; what came and went between two readings
+shows in NVML's count of the time that heat has cost.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from suites.support.rows import InfraError
+from suites.support.timing import locked
+
+# Bits of nvml.h's nvmlClocksEventReasons.
+REASONS = {
+    0x1: "idle",
+    0x2: "applications clocks",
+    0x4: "software power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+    0x100: "display clocks",
+}
+HARDWARE_SLOWDOWN = 0x8
+SPOILING = HARDWARE_SLOWDOWN | 0x20 | 0x40 | 0x80
+# The share of a test's time that heat may cost: a median does not show it.
+HOT_SHARE = 0.01
+# Memory that a process holds beside torch's pool: its context, its modules, the stacks of its kernels. More than this
+# belongs to somebody else; a foreign process that holds less is not seen where no process can be named.
+UNEXPLAINED_BYTES = 2 << 30
+# Not $TMPDIR: two users of one GPU must meet.
+LOCKS = Path("/tmp")
+SMI_SECONDS = 30
+SMI_FIELDS = "uuid,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active,memory.used"
+
+
+@dataclass(frozen=True)
+class State:
+    """One reading. Clocks in MHz, watts, degrees Celsius.
+
+    source: what told it. reasons: bits of REASONS. hot_seconds: how long heat has held the clocks down since the driver
+    was loaded, None where that is not told. strangers: processes that compute there and are not of this session, None
+    where the driver's process ids are not this machine's. unexplained: bytes in use that this process did not reserve.
+    """
+
+    source: str
+    uuid: str
+    sm: float
+    memory: float
+    watts: float
+    celsius: float
+    reasons: int
+    hot_seconds: float | None
+    strangers: tuple[int, ...] | None
+    unexplained: int
+
+
+def read() -> State:
+    """The state of the GPU that CUDA counts first. Raises InfraError, one line, where nothing tells it."""
+    state = _read_once()
+    if state.reasons & SPOILING == HARDWARE_SLOWDOWN:
+        time.sleep(0.05)  # by nvml.h it may be reported in the middle of a change of clocks
+        state = _read_once()
+    return state
+
+
+def _read_once() -> State:
+    try:
+        import pynvml
+    except ImportError:
+        return _by_nvidia_smi(_first_gpu())
+    return _by_nvml(pynvml, _first_gpu())
+
+
+def _first_gpu() -> str:
+    """An index or a UUID. An index means the same to CUDA and to NVML where the GPUs of a machine are all alike."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+
+
+def _by_nvml(nvml: Any, gpu: str) -> State:
+    try:
+        nvml.nvmlInit()  # NVML counts the calls: only the first one of a process does anything
+        by_index = gpu.isdecimal()
+        handle = (
+            nvml.nvmlDeviceGetHandleByIndex(int(gpu)) if by_index else nvml.nvmlDeviceGetHandleByUUID(gpu)
+        )
+        return State(
+            source="NVML",
+            uuid=nvml.nvmlDeviceGetUUID(handle),
+            sm=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            memory=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+            watts=nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            celsius=nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            reasons=nvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
+            hot_seconds=_hot_seconds(nvml, handle),
+            strangers=_strangers(p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)),
+            unexplained=nvml.nvmlDeviceGetMemoryInfo(handle).used - _reserved(),
+        )
+    except (nvml.NVMLError, AttributeError) as error:
+        raise InfraError(f"the state of GPU {gpu} is unknown: NVML: {error}") from None
+
+
+def _hot_seconds(nvml: Any, handle: Any) -> float | None:
+    try:
+        return nvml.nvmlDeviceGetViolationStatus(handle, nvml.NVML_PERF_POLICY_THERMAL).violationTime / 1e9
+    except nvml.NVMLError:
+        return None
+
+
+def _by_nvidia_smi(gpu: str) -> State:
+    told = _nvidia_smi(gpu, f"--query-gpu={SMI_FIELDS}")
+    listed = _nvidia_smi(gpu, "--query-compute-apps=pid")
+    try:
+        uuid, sm, memory, watts, celsius, reasons, used = told[0].split(", ")
+        return State(
+            source="nvidia-smi",
+            uuid=uuid,
+            sm=float(sm),
+            memory=float(memory),
+            watts=float(watts),
+            celsius=float(celsius),
+            reasons=int(reasons, 16),
+            hot_seconds=None,
+            strangers=_strangers(map(int, listed)),
+            unexplained=(int(used) << 20) - _reserved(),
+        )
+    except (ValueError, IndexError):
+        raise InfraError(f"the state of GPU {gpu} is unknown: nvidia-smi says {[*told, *listed]}") from None
+
+
+def _nvidia_smi(gpu: str, query: str) -> list[str]:
+    """Its lines of output without the empty ones."""
+    command = ["nvidia-smi", "-i", gpu, query, "--format=csv,noheader,nounits"]
+    unknown = f"the state of GPU {gpu} is unknown"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
+    except FileNotFoundError:
+        raise InfraError(f"{unknown}: no NVML and no nvidia-smi; pip install nvidia-ml-py") from None
+    except subprocess.TimeoutExpired:
+        raise InfraError(f"{unknown}: no answer of nvidia-smi in {SMI_SECONDS} s") from None
+    if done.returncode:
+        raise InfraError(f"{unknown}: nvidia-smi: {(done.stdout + done.stderr).strip()}")
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def _cuda() -> Any:
+    """torch.cuda where this process has taken the GPU: whoever has not pays no import of torch for a reading."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch and torch.cuda.is_initialized() else None
+
+
+def _reserved() -> int:
+    """Bytes that torch holds in this process."""
+    cuda = _cuda()
+    return cuda.memory_reserved(0) if cuda else 0
+
+
+def _strangers(listed: Iterable[int]) -> tuple[int, ...] | None:
+    """Which of the driver's processes are not of this session; None where its ids are of another namespace.
+
+    They are where it does not list this process, which holds a context, or lists one that is not there.
+    """
+    pids = set(listed)
+    if (_cuda() and os.getpid() not in pids) or not all(map(psutil.pid_exists, pids)):
+        return None
+    return tuple(sorted(pids - _session()))
+
+
+def _session() -> set[int]:
+    """This session's processes. xdist's workers are children of one controller; those that wait hold contexts, too."""
+    root = psutil.Process()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent() or root
+    return {root.pid, *(child.pid for child in root.children(recursive=True))}
+
+
+def _only_worker() -> bool:
+    return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
+
+
+def spoiled(before: State, after: State, seconds: float, *, only_worker: bool = True) -> list[str]:
+    """Why a time taken between two readings, `seconds` apart, says nothing: a line a cause, none where it does.
+
+    only_worker: no other worker of this session holds memory of its own.
+    """
+    causes = []
+    if before.uuid != after.uuid:
+        causes.append(f"{before.uuid} before it and {after.uuid} after it")
+    for when, state in (("before", before), ("after", after)):
+        if state.reasons & SPOILING:
+            causes.append(f"{_names(state.reasons & SPOILING)} {when} it")
+    if before.hot_seconds is not None and after.hot_seconds is not None:
+        hot = after.hot_seconds - before.hot_seconds
+        if hot > HOT_SHARE * seconds:
+            causes.append(f"heat held the clocks down for {hot:.2f} of {seconds:.2f} s")
+    strangers = {*(before.strangers or ()), *(after.strangers or ())}
+    if strangers:
+        causes.append(
+            f"process {', '.join(map(str, sorted(strangers)))} computes there, and is not of this session"
+        )
+    if before.strangers is None or after.strangers is None:
+        came = after.unexplained - before.unexplained
+        there = max(before.unexplained, after.unexplained) if only_worker else 0
+        if max(came, there) > UNEXPLAINED_BYTES:
+            causes.append(f"{max(came, there) / 2**30:.1f} GiB of its memory are not of this process")
+    return causes
+
+
+def told(before: State, after: State) -> str:
+    """Both readings in one line."""
+    return (
+        f"{after.uuid} by {after.source}, before and after: SM {before.sm:.0f}, {after.sm:.0f} MHz; "
+        f"memory {before.memory:.0f}, {after.memory:.0f} MHz; {before.watts:.0f}, {after.watts:.0f} W; "
+        f"{before.celsius:.0f}, {after.celsius:.0f} C; clocks held by {_names(before.reasons)}, {_names(after.reasons)}"
+    )
+
+
+def _names(reasons: int) -> str:
+    return " + ".join(name for bit, name in REASONS.items() if reasons & bit) or "nothing"
+
+
+@contextmanager
+def alone_on_gpu() -> Iterator[Callable[[], str]]:
+    """Holds the GPU against every session that asks for it here; yields what tells its state since then, in one line.
+
+    That raises InfraError where a time since then says nothing, or where the state is not told. Entering raises
+    nothing: a test that times nothing, and never asks, has no need to know.
+    """
+    found = _attempt()
+    if isinstance(found, InfraError):
+        yield lambda: _since(found, 0.0)
+        return
+    with locked(LOCKS / f"bumpgate-{found.uuid}", exclusive=True):
+        before, started = _attempt(), time.monotonic()
+        yield lambda: _since(before, started)
+
+
+def _attempt() -> State | InfraError:
+    try:
+        return read()
+    except InfraError as error:
+        return error
+
+
+def _since(before: State | InfraError, started: float) -> str:
+    if isinstance(before, InfraError):
+        raise before
+    after = read()
+    line = told(before, after)
+    causes = spoiled(before, after, time.monotonic() - started, only_worker=_only_worker())
+    if causes:
+        raise InfraError(f"no time to trust: {'; '.join(causes)} ({line})")
+    return line
