@@ -13,7 +13,7 @@ import torch.distributed as dist
 from launch.contract import Contract
 from launch.environment import RETRY
 from launch.retry import REASON, Retry
-from launch.warmup import MONITORING
+from launch.warmup import MONITORING, Start, WarmUp
 
 
 def timeout(contract: Contract) -> timedelta:
@@ -67,6 +67,19 @@ def lazy(retry: Retry, device: str, given: Mapping[str, str], expert_parallel: b
 def barrier(given: Mapping[str, str], expert_parallel: bool) -> bool:
     """Patch 4: whether the ranks wait for each other at the start. Under expert parallelism a retry does not."""
     return not (given.get(RETRY) and expert_parallel)
+
+
+def warm_up(table: WarmUp, begin: Start, compile: Callable[[], None], regroup: Callable[[], None]) -> str:
+    """A rank's warm-up, and the monitor on again behind it -> the name of the table that skips both, "" for none.
+
+    compile: runs the warm-up. regroup: makes the groups of the run. Where the first steps compile in the warm-up's
+    place the groups stay as they are, without the monitor: DDP or FSDP2 hold them before anything has compiled.
+    """
+    if skipped := table.skipped(begin):
+        return skipped
+    compile()
+    monitor_again(table.monitoring, regroup)
+    return ""
 
 
 def monitor_again(value: str, regroup: Callable[[], None]) -> None:

@@ -18,7 +18,7 @@ from bumpgate import accept, accepted
 from bumpgate.gate import drift
 from bumpgate.gate.drift import Creep, creep
 from bumpgate.gate.duet import run_duet, shares
-from bumpgate.gate.result import Gate, GateError
+from bumpgate.gate.result import NAME, Gate, GateError
 from bumpgate.gate.sequential import Plan, decide, estimate, summarise
 from bumpgate.gate.timed import Reading, Sessions, reading, timed_rows
 from bumpgate.gate.verdict import Decision, Finding, Side, group, judge_gate
@@ -30,7 +30,7 @@ from bumpgate.table import summary
 
 TITLES = {"good": "adopted", "bad": "candidate", "anchor": "anchor"}
 CANARIES = "suites/canaries"
-# Rounds that a timed test keeps in a session. Enough for a median: what is left is a bias of the process.
+# Rounds that a timed test keeps in a process of its own. Enough for a median: what is left is a bias of the process.
 ROUNDS = 15
 # Above pytest's own limit of a test, which names the test; this one only ends what that cannot.
 TEST_SECONDS = 660
@@ -148,6 +148,8 @@ class Bench:
         with self.view.doing(f"{TITLES[name]}: counts and numerics"):
             run = self._lane(name, self.gate.asked.selection, path)
         if run.code == USAGE and name == "good":
+            # Nothing is measured yet: there is no gate to go on with.
+            (self.out / NAME).unlink()
             raise GateError(f"pytest refuses the selection: {run.failure}")
         side.measured, side.failure = True, run.failure
         if run.record:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,10 +14,12 @@ from typing import Annotated, Any
 import typer
 
 from bumpgate.gate.sequential import Plan
-from bumpgate.report import diffs, gate_file, junit, markdown, page, plots
+from bumpgate.report import diffs, gate_file, junit, markdown, page, plots, tlparse
+from bumpgate.report import trace as traces
 from bumpgate.report.extra import need
 from bumpgate.report.page import Page
-from bumpgate.rows import Record, is_finite, write_atomic
+from bumpgate.report.trace import Trace
+from bumpgate.rows import BumpgateError, Record, is_finite, write_atomic
 
 TEMPLATES = Path(__file__).with_name("templates")
 MAX_INTERVALS = 40
@@ -39,16 +41,19 @@ def command(
     ] = None,
     junit: Annotated[Path | None, typer.Option(help="Where the JUnit XML goes.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Where the job summary goes.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="What TORCH_TRACE wrote; the page says what was compiled, and why.")
+    ] = None,
 ) -> None:
     """Lay out a record or a gate as an HTML page, JUnit XML and a Markdown job summary.
 
-    With none of the three options all are written beside the input; with some, those only.
+    With none of --html, --junit and --markdown all are written beside the input; with some, those only.
 
     Exit codes: 0 written, whatever the verdict says; 4 bad input.
     """
     asked = (html, junit, markdown)
     where = asked if any(asked) else beside(path)
-    for written in render_to(path, *where):
+    for written in render_to(path, *where, trace=trace):
         typer.echo(f"wrote {written}")
 
 
@@ -65,15 +70,25 @@ def render(path: Path, out: Path) -> tuple[Path, ...]:
 
 
 def render_to(
-    path: Path, html: Path | None = None, junit_xml: Path | None = None, summary: Path | None = None
+    path: Path,
+    html: Path | None = None,
+    junit_xml: Path | None = None,
+    summary: Path | None = None,
+    *,
+    trace: Path | None = None,
 ) -> tuple[Path, ...]:
-    """Writes the forms that have a path, each in one step.
+    """Writes the forms that have a path, each in one step; tlparse's pages of a trace into a folder beside the HTML.
 
-    Raises GateFileError or RecordError on an input that is neither, ExtraMissingError where HTML is asked for and
-    its libraries are not installed.
+    Raises GateFileError or RecordError on an input that is neither, TraceError on a trace that is not whole,
+    ExtraMissingError where HTML is asked for and its libraries are not installed.
     """
     shown = page.of(gate_file.read(path))
-    forms = ((html, html_page), (junit_xml, junit.xml), (summary, markdown.summary))
+    traced = _traced(trace, html) if trace else None
+    forms: tuple[tuple[Path | None, Callable[[Page], str]], ...] = (
+        (html, lambda shown: html_page(shown, traced)),
+        (junit_xml, junit.xml),
+        (summary, markdown.summary),
+    )
     texts = [(target, form(shown)) for target, form in forms if target]
     for target, text in texts:
         # A lone surrogate in foreign text has no bytes.
@@ -81,12 +96,26 @@ def render_to(
     return tuple(target for target, _ in texts)
 
 
-def html_page(shown: Page) -> str:
+def _traced(place: Path, html: Path | None) -> Trace:
+    if html is None:
+        raise BumpgateError("a trace is shown by the HTML page: name it with --html")
+    files = traces.read(place)
+    logs = [file.path for file in files]
+    return Trace(files, *tlparse.pages(logs, html.with_name(f"{html.stem}.tlparse")))
+
+
+def html_page(shown: Page, trace: Trace | None = None) -> str:
     """The page as one self-contained file: no script, style, font or picture from anywhere else."""
     suspects = [row for finding in shown.findings for row in finding.rows]
     changed, more = diffs.of_records(*shown.records, suspects)
     return fill(
-        "report.html.j2", page=shown, plots=all_plots(shown), diffs=changed, more_diffs=more, isnan=math.isnan
+        "report.html.j2",
+        page=shown,
+        plots=all_plots(shown),
+        diffs=changed,
+        more_diffs=more,
+        trace=trace,
+        isnan=math.isnan,
     )
 
 

@@ -5,31 +5,14 @@ The CPU lane counts reads of a value (test_host_syncs.py); only the device knows
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from launch.step import make_optimizer, train_step
 from suites.support.hybrids import token_batch, watched_hybrid
+from suites.support.instruments import synchronisations
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
-
-
-@contextmanager
-def synchronisations() -> Iterator[list[str]]:
-    """Where the host waited for the device inside the block, as torch warns of it."""
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    found += [f"{w.filename.split('/')[-1]}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)]
 
 
 @lanes("h200")

@@ -23,9 +23,9 @@ from launch import process_group
 from launch.children import Child, run
 from launch.contract import load
 from launch.environment import RETRY, expected
-from launch.process_group import barrier, lazy, monitor_again, new_group, quiet_process, start
+from launch.process_group import barrier, lazy, monitor_again, new_group, quiet_process, start, warm_up
 from launch.retry import REASON, load_retry
-from launch.warmup import MONITORING, load_warmup
+from launch.warmup import MONITORING, Start, WarmUp, load_warmup
 from suites.support.child import ROOT
 from suites.support.instruments import group_timeout
 from suites.support.lanes import Lane, lanes
@@ -157,6 +157,33 @@ def test_monitoring_is_on_before_the_groups_of_the_run(lane: Lane, monkeypatch, 
     monkeypatch.setenv(MONITORING, "0")
     too_late()
     assert seen[-1][0] == "0", "set behind it, the group is made without"
+
+
+@lanes("cpu")
+@planted("C23", "the monitor is on for groups under which the first steps compile")
+def test_the_monitor_waits_for_a_warm_up(lane: Lane, monkeypatch) -> None:
+    """Where the contract skips the warm-up, the compilation is still to come: the groups stay unmonitored."""
+    contract, retry, table = load(), load_retry(), load_warmup()
+    compiles_in_steps = Start("cuda", regional=True, moe=True)
+    seen: list[str] = []
+
+    def regroup() -> None:
+        start(contract, retry, "gloo", given={}, **alone())
+        seen.append(os.environ[MONITORING])
+
+    def sequence(table: WarmUp, begin: Start) -> tuple[str, list[str]]:
+        monkeypatch.setenv(MONITORING, contract.rank_variables[MONITORING])
+        seen.clear()
+        regroup()
+        skipped = warm_up(table, begin, lambda: seen.append("warm-up"), regroup)
+        dist.destroy_process_group()
+        return skipped, list(seen)
+
+    assert sequence(table, Start("cuda", regional=False, moe=True)) == ("", ["0", "warm-up", "1"])
+    assert sequence(table, compiles_in_steps) == ("cuda_regional_moe", ["0"])
+    assert sequence(table, Start("cpu", regional=True, moe=True, asked=False)) == ("asked", ["0"])
+    careless = WarmUp({}, table.monitoring)
+    assert sequence(careless, compiles_in_steps)[1][-1] == "1", "without the table they would be monitored"
 
 
 @lanes("cpu")

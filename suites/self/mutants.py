@@ -7,6 +7,13 @@ message names the rule and the place. A mutant that survives means that a rule i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from suites.self.tree import edit
+
+# What a planted fault must make of its row.
+RED = ("REGRESSION", "CHANGED")
 
 
 @dataclass(frozen=True)
@@ -18,6 +25,20 @@ class Mutant:
     test: str
     row: str
     words: tuple[str, ...]
+
+    def plant(self, root: Path) -> None:
+        """Edits a copy of the tree. Raises AssertionError where an edit no longer fits the code."""
+        for file, old, new in self.edits:
+            edit(root, file, old, new)
+
+    def unnamed(self, judged: dict[str, Any]) -> list[str]:
+        """The words that the message of a judgement lacks."""
+        return [word for word in self.words if word not in message(judged)]
+
+
+def message(judged: dict[str, Any]) -> str:
+    """What a judgement, as its record holds it, says to a reader."""
+    return " ".join([judged["row"]["rule"], judged["reason"], *judged["row"]["evidence"]])
 
 
 MUTANTS = (

@@ -87,7 +87,9 @@ def test_both_sides_go_through_the_same_rounds_and_change_places(project: Projec
     assert len(ours) == ROUNDS
     halves = shares()[::-1] if flip else shares()
     assert ours[:3] == [halves[1], halves[0], halves[1]]
-    assert [place for places in zip(ours, theirs) for place in places] == [*halves[::-1], *halves] * (ROUNDS // 2)
+    assert [place for places in zip(ours, theirs) for place in places] == [*halves[::-1], *halves] * (
+        ROUNDS // 2
+    )
     assert (good.evidence[1:], bad.evidence[1:]) == (("True", "False"), ("False", "False"))
     before, after = (reading(run, [TEST]).rounds["throughput/work/seconds"] for run in runs)
     assert math.exp(log_ratio_of_rounds(before, after)) == pytest.approx(1.5, rel=0.15)

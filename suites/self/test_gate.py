@@ -10,6 +10,7 @@ import json
 import math
 import re
 import signal
+from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from bumpgate.gate.sequential import Outcome, Plan
 from bumpgate.gate.timed import BARREN, SIDE, Sessions
 from bumpgate.gate.verdict import Decision, Finding
 from bumpgate.gate.view import findings_text
+from bumpgate.processes.runner import USAGE, LaneRun
 from bumpgate.report import gate_file
 from bumpgate.rows import Judgement, Verdict, read_record
 from suites.self.gating import COUNT_TEST, TIME_TEST, TODAY, Machine, count, gone, labels
@@ -259,6 +261,19 @@ def test_killed_anywhere_and_resumed_it_comes_to_the_same_verdict(
         assert what(again.gate(out)) == whole, at
         lost = len(machine.processes) + len(again.processes) - processes
         assert 0 <= lost <= 1, "at most the session that was under way"
+
+
+def test_a_refused_selection_leaves_no_gate_to_go_on_with(
+    machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> LaneRun:
+        run = machine.run_lane(*args, **options)  # type: ignore[arg-type]
+        return run if args[3] == [bench.CANARIES] else replace(run, code=USAGE, failure="no such option")
+
+    monkeypatch.setattr(bench, "run_lane", refuse)
+    with pytest.raises(GateError, match="pytest refuses the selection: no such option"):
+        machine.gate(out)
+    assert not (out / result.NAME).exists()
 
 
 def test_a_resumed_gate_refuses_other_packages(machine: Machine, out: Path) -> None:

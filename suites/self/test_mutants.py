@@ -6,28 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from suites.self.mutants import MUTANTS, Mutant
-from suites.self.tree import copy_tree, edit, run_lane
+from suites.self.mutants import MUTANTS, RED, Mutant, message
+from suites.self.tree import copy_tree, run_lane
 from suites.support.planted import tell
-
-RED = ("REGRESSION", "CHANGED")
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_is_killed(mutant: Mutant, tmp_path: Path, record_property) -> None:
     root = copy_tree(tmp_path / "tree")
-    for file, old, new in mutant.edits:
-        edit(root, file, old, new)
+    mutant.plant(root)
     run = run_lane(root, mutant.test)
     judged = run.rows.get(mutant.row)
     assert judged, f"{mutant.name}: row {mutant.row} was not measured\n{run.output[-3000:]}"
-    message = " ".join([judged["row"]["rule"], judged["reason"], *judged["row"]["evidence"]])
     beside = sorted(row for row in run.rows if row != mutant.row and run.verdict(row) in RED)
     tell(record_property, mutant.words[0], mutant.name.replace("_", " "), mutant.row, beside)
-    assert judged["verdict"] in RED, f"{mutant.name} survived: {judged['verdict']}: {message}"
+    assert judged["verdict"] in RED, f"{mutant.name} survived: {judged['verdict']}: {message(judged)}"
     assert run.code == 1
-    absent = [word for word in mutant.words if word not in message]
-    assert not absent, f"{mutant.name}: the message does not name {absent}: {message}"
+    absent = mutant.unnamed(judged)
+    assert not absent, f"{mutant.name}: the message does not name {absent}: {message(judged)}"
 
 
 def test_the_unchanged_tree_is_green_on_the_same_tests(tmp_path: Path) -> None:

@@ -61,8 +61,10 @@ class LaneRun:
         return self.rows[row]["verdict"] if row in self.rows else "(row absent)"
 
 
-def run_lane(root: Path, *arguments: str, environment: dict[str, str] | None = None) -> LaneRun:
-    """`pytest -m cpu` in `root` and in one process, with `arguments`; reads its record."""
+def run_lane(
+    root: Path, *arguments: str, lane: str = "cpu", environment: dict[str, str] | None = None
+) -> LaneRun:
+    """`pytest -m lane` in `root`, in one process unless `arguments` say otherwise; reads its record."""
     record = root / "record.json"
     record.unlink(missing_ok=True)
     command = [
@@ -70,7 +72,7 @@ def run_lane(root: Path, *arguments: str, environment: dict[str, str] | None = N
         "-m",
         "pytest",
         "-m",
-        "cpu",
+        lane,
         "-n",
         "0",
         "-q",

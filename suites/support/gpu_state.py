@@ -94,10 +94,7 @@ def _first_gpu() -> str:
 def _by_nvml(nvml: Any, gpu: str) -> State:
     try:
         nvml.nvmlInit()  # NVML counts the calls: only the first one of a process does anything
-        by_index = gpu.isdecimal()
-        handle = (
-            nvml.nvmlDeviceGetHandleByIndex(int(gpu)) if by_index else nvml.nvmlDeviceGetHandleByUUID(gpu)
-        )
+        handle = _handle(nvml, gpu)
         return State(
             source="NVML",
             uuid=nvml.nvmlDeviceGetUUID(handle),
@@ -112,6 +109,12 @@ def _by_nvml(nvml: Any, gpu: str) -> State:
         )
     except (nvml.NVMLError, AttributeError) as error:
         raise InfraError(f"the state of GPU {gpu} is unknown: NVML: {error}") from None
+
+
+def _handle(nvml: Any, gpu: str) -> Any:
+    if gpu.isdecimal():
+        return nvml.nvmlDeviceGetHandleByIndex(int(gpu))
+    return nvml.nvmlDeviceGetHandleByUUID(gpu)
 
 
 def _hot_seconds(nvml: Any, handle: Any) -> float | None:
@@ -209,9 +212,7 @@ def spoiled(before: State, after: State, seconds: float, *, only_worker: bool = 
             causes.append(f"heat held the clocks down for {hot:.2f} of {seconds:.2f} s")
     strangers = {*(before.strangers or ()), *(after.strangers or ())}
     if strangers:
-        causes.append(
-            f"process {', '.join(map(str, sorted(strangers)))} computes there, and is not of this session"
-        )
+        causes.append(f"foreign processes on it: {', '.join(map(str, sorted(strangers)))}")
     if before.strangers is None or after.strangers is None:
         came = after.unexplained - before.unexplained
         there = max(before.unexplained, after.unexplained) if only_worker else 0

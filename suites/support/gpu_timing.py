@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from bumpgate.baseline import Reviewed
 
 CALLS = 20
 WARMUP = 5
@@ -57,19 +59,58 @@ def _flushed() -> Tensor:
     return torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
 
 
+class Rate(NamedTuple):
+    """Of so much a second: by the median call, and by the order statistics that enclose it at 99 %."""
+
+    median: float
+    low: float
+    high: float
+
+
+def _rate(work: float, timing: Timing) -> Rate:
+    return Rate(*(1e3 * work / ms for ms in (timing.median, timing.high, timing.low)))
+
+
 @cache
-def copy_rate() -> float:
+def copied() -> Rate:
     """Bytes per second, read and written, of a large device-to-device copy: the ceiling of what moves memory."""
     source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2e3 * COPIED_BYTES / milliseconds(lambda: target.copy_(source)).median
+    return _rate(2 * COPIED_BYTES, milliseconds(lambda: target.copy_(source)))
 
 
 @cache
-def matmul_rate() -> float:
+def multiplied() -> Rate:
     """FLOP per second of one large bf16 matrix product: the ceiling of what multiplies."""
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2e3 * MATMUL_SIZE**3 / milliseconds(lambda: a @ b).median
+    return _rate(2 * MATMUL_SIZE**3, milliseconds(lambda: a @ b))
+
+
+def copy_rate() -> float:
+    """The median of copied()."""
+    return copied().median
+
+
+def matmul_rate() -> float:
+    """The median of multiplied()."""
+    return multiplied().median
+
+
+# By the row that holds each: the ceilings of a run, which move with the machine and not with what runs on it.
+ANCHORS = {
+    "throughput/anchors/copy_bytes_per_second": copied,
+    "throughput/anchors/matmul_flops": multiplied,
+}
+
+
+def beside_reviewed(reviewed: Mapping[str, Reviewed]) -> list[str]:
+    """The anchors that this process has measured, as fractions of their reviewed values: a line, or none of neither."""
+    known = [
+        f"{id.rpartition('/')[2]} {anchor().median / reviewed[id].value:.3f}"
+        for id, anchor in ANCHORS.items()
+        if id in reviewed and anchor.cache_info().currsize
+    ]
+    return [f"anchors over their reviewed values: {', '.join(known)}"] if known else []
 
 
 def floor_milliseconds(bytes: float, flops: float) -> float:

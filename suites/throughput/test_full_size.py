@@ -1,104 +1,161 @@
-"""Training steps of the full-size models on one GPU, in bf16: what compiling gains, and what a step costs.
+"""Training steps of the full-size models on one GPU, in bf16, under each compile policy: what a step costs.
 
-B batch, T tokens. One step is forward, backward and a fused AdamW update; the first steps, which compile, are dropped.
+One step is forward, backward and a fused AdamW update of B 2 sequences of T 4096 tokens; the first, which compiles,
+is a row of its own. Documents are some 24 tokens long, so that attention's share of a step is small here.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from launch.contract import apply_dynamo, load
-from launch.policies import apply
-from launch.step import make_optimizer, train_step
-from model import Hybrid, preset
-from suites.support.gpu_timing import CALLS, matmul_rate, milliseconds
-from suites.support.hybrids import SEED, token_batch
-from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
+from suites.compile.expectations import expected
+from suites.support.gpu_timing import CALLS, Timing, copy_rate, matmul_rate, milliseconds
+from suites.support.instruments import eager_islands, empty_cache, synchronisations
 from suites.support.lanes import Lane, lanes
+from suites.throughput.full_size import BATCH, FullSize, full_size, kernels_launched, step_flops
 
-BATCH = 1
+# What is stepped. Assumed and not measured: compiled cold, the regions of a model take under a minute, the fourteen
+# graphs of nam52 under whole_disabled two, and one graph of all 52 layers three or more, which with the restarts
+# (test_restart.py) would put the lane above its nine minutes. So the whole graph is that of nam12's twelve layers.
+POLICIES = {
+    "nam52": ("eager", "per_block", "whole_disabled", "regional"),
+    "nam12": ("whole_disabled", "regional", "whole_opaque"),
+    "nam56r": ("eager", "regional"),
+}
+# Compiled on caches of their own that start empty, in every run, so that first compiles compare with each other.
+COLD = ("nam12",)
+# The default timeout of a process group: a rank that compiles for longer is killed by its peers' watchdog.
+LONGEST_FIRST_STEP = 600
+FURTHER_STEPS = 30
+# A model that learns nothing yet and one that explodes are far apart: 15 -> 5014 in four steps is a growth of 334.
+FIRST_STEPS, LARGEST_GROWTH = 4, 1.5
+# The compiled step against the same model's step in eager; what the lane promises of nam52, and no loss elsewhere.
+LEAST_SPEEDUP = {"nam52": 1.15, "nam12": 1.0, "nam56r": 1.0}
 # One run's 99 % intervals; two machines have not been compared.
-TOLERANCE = 0.06
-
-
-def kernels_launched(step: Callable[[], object]) -> int:
-    """Kernels that the device ran in one call, by its own trace."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        step()
-        torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA
-    return sum(e.device_type == on_device and not e.name.startswith("Mem") for e in trace.events())
+TOLERANCE = {"rate": 0.06, "first": 0.5, "peak": 0.02}
+INSTRUMENTS = ("graphs", "graph_breaks", "recompiles", "islands")
 
 
 @lanes("h200")
-@pytest.mark.parametrize("name", ["nam52", "nam56r"])
-@pytest.mark.parametrize("policy", ["eager", "regional"])
+@pytest.mark.parametrize(("name", "policy"), [(n, p) for n, chosen in POLICIES.items() for p in chosen])
 def test_a_training_step(lane: Lane, name: str, policy: str, row, canaries, exclusive_machine) -> None:
-    canaries("graphs", "recompiles")
-    contract, config = load(), preset(name, "full")
-    torch.manual_seed(SEED)
-    with dynamo_config(read_dynamo_config(contract.dynamo)), DynamoWatch() as watch:
-        apply_dynamo(contract)
-        with torch.device("cuda"):
-            model = Hybrid(config).to(torch.bfloat16)
-        compiled = apply(model, policy, contract, watch.backend())
-        ids = token_batch(config, BATCH, device=lane.device)
-        step = partial(train_step, compiled, make_optimizer(model), ids)
-        torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        compiled.warm_up(ids)
-        torch.cuda.synchronize()
-        first = time.perf_counter() - started
-        for _ in range(2):
-            step()
-        known = watch.refresh().unique_graphs
-        timing = milliseconds(step)
-        launched = kernels_launched(step)
-        loss, peak = float(step()), torch.cuda.max_memory_allocated()
-        report = watch.refresh()
-        weights = sum(p.numel() for p in model.parameters())
-        del model, compiled, step
-    forget_graphs()
-    torch.cuda.empty_cache()
-    assert 0 < loss < 20
-    tokens = BATCH * config.seq_len
-    case = f"throughput/{name}-full-{policy}-{BATCH}x{config.seq_len}"
-    shared = {"rule": "C37", "instruments": ("graphs", "recompiles")}
-    timed = {"better": "higher", "tolerance": TOLERANCE, "witness": CALLS}
-    rate = [tokens / ms * 1e3 for ms in (timing.median, timing.high, timing.low)]
+    canaries(*INSTRUMENTS)
+    with empty_cache() if name in COLD else nullcontext(), full_size(name, policy) as hybrid:
+        case = f"throughput/{name}-full-{policy}-{BATCH}x{hybrid.config.seq_len}"
+        if name in COLD:
+            hybrid.load_kernels()
+        first = hybrid.first_step()
+        losses = [float(hybrid.step()) for _ in range(FIRST_STEPS)]
+        peak = hybrid.peak_memory()
+        _report_first(row, case, name, first)
+        _report_losses(row, case, losses)
+        weights = sum(p.numel() for p in hybrid.model.parameters())
+        row(
+            f"{case}/peak_memory_bytes", peak, unit="bytes", rule="C37", better="lower",
+            tolerance=TOLERANCE["peak"], witness=weights,
+        )  # fmt: skip
+        timing = _report_further_steps(row, case, policy, hybrid)
+        _report_rate(row, case, hybrid, timing)
+        if policy == "regional":
+            _report_speedup(row, case, name, hybrid, timing)
+
+
+def _report_first(row, case: str, name: str, seconds: float) -> None:
+    if name in COLD:
+        row(
+            f"{case}/cold_first_step_seconds", seconds, unit="s", rule="C13", better="lower",
+            tolerance=TOLERANCE["first"], witness=1,
+        )  # fmt: skip
+        return
     row(
-        f"{case}/tokens_per_second", rate[0], unit="tokens/s", interval=(rate[1], rate[2]),
-        evidence=[f"{timing.median:.1f} ms a step, {weights / 1e9:.2f}e9 parameters, loss {loss:.3f}",
-                  f"6 x parameters x tokens is {6 * weights * tokens / timing.median / matmul_rate() * 1e3:.2f} of "
-                  "the matrix ceiling, as if all experts were active"],
-        **shared, **timed,
+        f"{case}/first_step_seconds", seconds, unit="s", rule="C23", at_most=LONGEST_FIRST_STEP, witness=1,
+        evidence=["on the caches that this run found"],
     )  # fmt: skip
+
+
+def _report_losses(row, case: str, losses: list[float]) -> None:
     row(
-        f"{case}/peak_memory_bytes",
-        peak,
-        unit="bytes",
-        better="lower",
-        tolerance=0.02,
-        witness=weights,
+        f"{case}/loss_growth", max(losses) / losses[0], unit="ratio", rule="C33", at_most=LARGEST_GROWTH,
+        witness=len(losses), evidence=[" -> ".join(f"{loss:.3f}" for loss in losses)],
+    )  # fmt: skip
+
+
+def _report_further_steps(row, case: str, policy: str, hybrid: FullSize) -> Timing:
+    """Rows on what FURTHER_STEPS more steps compile, wait for and launch -> the time of those that were timed."""
+    known = hybrid.watch.refresh()
+    graphs, recompiles, steps = known.unique_graphs, len(known.recompiles), hybrid.steps
+    timing = milliseconds(hybrid.step)
+    launched = kernels_launched(hybrid.step)
+    with synchronisations() as waits:
+        hybrid.step()
+    calls = hybrid.watch.report.calls
+    with eager_islands(hybrid.model.blocks) as islands:
+        hybrid.step()
+    calls = hybrid.watch.report.calls - calls
+    while hybrid.steps - steps < FURTHER_STEPS:
+        hybrid.step()
+    report = hybrid.watch.refresh()
+    shared = {"unit": "count", "instruments": INSTRUMENTS, "evidence": report.evidence()}
+    seen = calls + islands.total()
+    row(f"{case}/kernels_per_step", launched, unit="count", rule="C37", better="lower", witness=launched)
+    row(
+        f"{case}/host_syncs_per_step", len(waits), unit="count", rule="C2", expected=0, witness=seen,
+        evidence=sorted(set(waits)),
+    )  # fmt: skip
+    want = expected(hybrid.config.kinds, policy)
+    row(
+        f"{case}/eager_islands",
+        islands.total(),
+        rule="C6",
+        expected=want.eager_islands,
+        witness=seen,
         **shared,
     )
-    row(f"{case}/kernels_per_step", launched, unit="count", better="lower", witness=launched, **shared)
+    if policy == "eager":
+        return timing
+    again = len(report.recompiles) - recompiles + report.unique_graphs - graphs
     row(
-        f"{case}/first_step_seconds", first, unit="s", better="lower", tolerance=0.5, witness=1,
-        evidence=[f"forward and backward, with compiling: {report.unique_graphs} graphs"], **shared,
-    )  # fmt: skip
-    added = report.unique_graphs - known
-    row(
-        f"{case}/graphs_after_warmup",
-        added,
-        unit="count",
-        expected=0,
-        witness=CALLS,
-        **shared | {"rule": "C8"},
+        f"{case}/graph_breaks",
+        len(report.breaks),
+        rule="C6",
+        expected=want.graph_breaks,
+        witness=seen,
+        **shared,
     )
+    row(f"{case}/unique_graphs", graphs, rule="C13", expected=want.unique_graphs, witness=calls, **shared)
+    further = hybrid.steps - steps
+    row(f"{case}/recompiles_over_30_steps", again, rule="C8", expected=0, witness=further, **shared)
+    return timing
+
+
+def _report_rate(row, case: str, hybrid: FullSize, timing: Timing) -> None:
+    rate = [hybrid.tokens / ms * 1e3 for ms in (timing.median, timing.high, timing.low)]
+    flops = step_flops(hybrid.model, hybrid.tokens)
+    row(
+        f"{case}/tokens_per_second", rate[0], unit="tokens/s", interval=(rate[1], rate[2]), rule="C37",
+        better="higher", tolerance=TOLERANCE["rate"], witness=CALLS,
+        evidence=[
+            f"{timing.median:.1f} ms a step",
+            f"MFU {flops / timing.median * 1e3 / matmul_rate():.3f}: 6 x active parameters x tokens, "
+            f"{flops / 1e12:.1f} TFLOP, at this run's {matmul_rate() / 1e12:.0f} TFLOP/s",
+            f"copy {copy_rate() / 1e12:.2f} TB/s",
+        ],
+    )  # fmt: skip
+
+
+def _report_speedup(row, case: str, name: str, hybrid: FullSize, timing: Timing) -> None:
+    """Against the same weights and ops in the same process with every compiled block called eagerly."""
+    with torch.compiler.set_stance("force_eager"):
+        calls = hybrid.watch.report.calls
+        eager = milliseconds(hybrid.step)
+        calls = hybrid.watch.report.calls - calls
+    assert calls == 0, f"{calls} compiled calls in the eager steps"
+    row(
+        f"{case}/speedup_over_eager", eager.median / timing.median, unit="ratio", rule="C37",
+        at_least=LEAST_SPEEDUP[name], witness=CALLS,
+        evidence=[f"eager {eager.median:.1f} ms ({eager.low:.1f} to {eager.high:.1f}), "
+                  f"compiled {timing.median:.1f} ms ({timing.low:.1f} to {timing.high:.1f})"],
+    )  # fmt: skip

@@ -49,6 +49,7 @@ from suites.support.instruments.runtime import (
     grouped_mm,
     host_syncs,
     op_definitions,
+    synchronisations,
 )
 from suites.support.instruments.trace import trace_artifacts
 
@@ -85,6 +86,7 @@ __all__ = [
     "operator_names",
     "read_dynamo_config",
     "require_dynamic_batch",
+    "synchronisations",
     "trace_artifacts",
     "wrong_decomposition",
     "wrong_lowering",

@@ -1,7 +1,8 @@
-"""Custom ops, host reads and process groups, and the other private names that a suite needs."""
+"""Custom ops, host reads, waits for the device and process groups, and the other private names that a suite needs."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ __all__ = [
     "grouped_mm",
     "host_syncs",
     "op_definitions",
+    "synchronisations",
 ]
 
 
@@ -55,6 +57,20 @@ def host_syncs() -> Iterator[Counter[str]]:
         tally[event.name] += 1
     tally["syncs"] = tally["aten::_local_scalar_dense"]
     tally["ops"] = sum(n for name, n in tally.items() if name.startswith("aten::"))
+
+
+@contextmanager
+def synchronisations() -> Iterator[list[str]]:
+    """Where the host waited for the CUDA device inside the block, as torch warns of it: file:line, one entry a wait."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found += [f"{w.filename.split('/')[-1]}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)]
 
 
 def group_timeout(group: Any, device: str = "cpu") -> float:

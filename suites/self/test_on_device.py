@@ -1,0 +1,191 @@
+"""The faults that are planted on an H200: their edits fit today's sources, and what each run may count as a kill.
+
+No GPU and no lane run here: the runs are made up.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bumpgate.baseline import load
+from suites.self import on_device
+from suites.self.mutants import Mutant
+from suites.self.on_device import FAULTS, LIMIT, SLOWDOWN, held, outcome, slower_step, step_milliseconds
+from suites.self.tree import ROOT, LaneRun
+
+EVERY = {**FAULTS, "slowdown": slower_step(20.5)}
+NO_DEVICE = "no NVIDIA H200 seen by torch.cuda"
+
+
+def copy_of(mutant: Mutant, target: Path) -> Path:
+    for file in {file for file, _, _ in mutant.edits}:
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / file, target / file)
+    return target
+
+
+def judged(row: str, verdict: str, value: float | None = 2e4, message: str = "") -> dict:
+    """As a record holds it."""
+    fields = {"id": row, "value": value, "unit": "x", "better": "higher", "interval": [1.9e4, 2.1e4]}
+    row_of = fields | {"rule": message, "evidence": [], "test": "t", "tolerance": 0.06}
+    return {"verdict": verdict, "reason": "", "row": row_of}
+
+
+def test_every_class_of_fault_is_planted() -> None:
+    assert set(EVERY) == {"graph_break", "recompile", "cache", "numerics", "slowdown"}
+
+
+@pytest.mark.parametrize("mutant", EVERY.values(), ids=EVERY)
+def test_the_edits_apply_to_the_sources_of_today(mutant: Mutant, tmp_path: Path) -> None:
+    mutant.plant(copy_of(mutant, tmp_path))
+    for file, _, new in mutant.edits:
+        text = (tmp_path / file).read_text()
+        assert new in text
+        compile(text, file, "exec")
+
+
+@pytest.mark.parametrize("mutant", EVERY.values(), ids=EVERY)
+def test_the_test_is_one_of_the_lane(mutant: Mutant) -> None:
+    file, _, case = mutant.test.partition("::")
+    name = case.partition("[")[0]
+    (function,) = (
+        node
+        for node in ast.parse((ROOT / file).read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    assert any("lanes(" in (d := ast.unparse(mark)) and "'h200'" in d for mark in function.decorator_list)
+    assert case.endswith("h200]")
+
+
+def run_with(verdict: str, message: str = "C6 model/attention.py print", beside: str = "PASS") -> LaneRun:
+    row = FAULTS["graph_break"].row
+    rows = {
+        row: judged(row, verdict, message=message),
+        "compile/other/graphs": judged("compile/other/graphs", beside),
+    }
+    return LaneRun(1, "", rows)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "unchanged", "survived"),
+    [
+        (run_with("REGRESSION"), run_with("PASS"), ""),
+        (run_with("REGRESSION"), run_with("MISSING"), ""),
+        (run_with("PASS"), run_with("PASS"), "no fault found"),
+        (run_with("INCONCLUSIVE"), run_with("PASS"), "no fault found"),
+        (run_with("INFRA"), run_with("PASS"), "no fault found"),
+        (run_with("REGRESSION"), run_with("REGRESSION"), "without it REGRESSION"),
+        (run_with("REGRESSION"), LaneRun(1, "E  no such test", {}), "without it (row absent): E no such test"),
+        (LaneRun(2, "E  the worker crashed", {}), run_with("PASS"), "E the worker crashed"),
+        (run_with("REGRESSION", message="C6 model/moe.py print"), run_with("PASS"), "does not name model/attention.py"),
+    ],
+)  # fmt: skip
+def test_a_kill_is_a_red_row_that_is_not_red_without_the_fault_and_says_where(
+    faulty: LaneRun, unchanged: LaneRun, survived: str
+) -> None:
+    found = outcome("graph_break", FAULTS["graph_break"], faulty, unchanged, 3.0)
+    assert survived in found.survived if survived else not found.survived, found
+    assert ("SURVIVED" in str(found)) == bool(survived)
+
+
+def test_what_turned_red_beside_it_is_told() -> None:
+    beside = run_with("REGRESSION", beside="CHANGED")
+    found = outcome("graph_break", FAULTS["graph_break"], beside, run_with("PASS"), 3.0)
+    assert found.beside == ("compile/other/graphs",)
+    assert "red beside it: compile/other/graphs" in str(found)
+
+
+def test_a_row_that_was_not_measured_did_not_hold() -> None:
+    row = FAULTS["cache"].row
+    assert held(LaneRun(1, "", {row: judged(row, "MISSING")}), row)
+    assert not held(LaneRun(1, "", {row: judged(row, "MISSING", None)}), row)
+
+
+def test_the_sleep_is_a_share_of_the_step_and_the_limit_lies_between() -> None:
+    assert step_milliseconds("throughput/nam52-full-eager-2x4096/tokens_per_second", 16384.0) == 500.0
+    lost = 1 - 1 / (1 + SLOWDOWN)
+    assert 0.018 / 2 < LIMIT < lost - 0.018 / 2, "half an interval on either side does not reach over it"
+
+
+class Device:
+    """Stands for an H200: every fault is red but `missed`, and the unchanged tree is not."""
+
+    def __init__(self, tmp_path: Path, missed: str = "") -> None:
+        self.tmp_path, self.missed, self.asked = tmp_path, missed, []
+
+    def copy_tree(self, target: Path) -> Path:
+        for mutant in EVERY.values():
+            copy_of(mutant, target)
+        (target / "baselines").mkdir()
+        shutil.copy2(ROOT / "baselines/h200.json", target / "baselines")
+        return target
+
+    def run_lane(self, root: Path, *arguments: str, lane: str) -> LaneRun:
+        assert lane == "h200"
+        self.asked.append(root.name)
+        rows = {}
+        for name, mutant in EVERY.items():
+            if mutant.test in arguments:
+                sound = root.name.startswith("unchanged") or name == self.missed
+                message = " ".join(mutant.words)
+                rows[mutant.row] = judged(mutant.row, "MISSING" if sound else "REGRESSION", message=message)
+        if root.name.endswith("_step"):
+            self.limit = load(root / "baselines/h200.json", "h200").rows.get(EVERY["slowdown"].row)
+            self.step = (root / "launch/step.py").read_text()
+            (self.tmp_path / f"{len(self.asked)}.json").write_text(json.dumps("Asleep" in self.step))
+        return LaneRun(1, "", rows)
+
+
+@pytest.fixture
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device(tmp_path)
+    for name in ("copy_tree", "run_lane"):
+        monkeypatch.setattr(on_device, name, getattr(made, name))
+    monkeypatch.setattr(on_device, "detect", lambda lane: None)
+    return made
+
+
+def test_every_fault_has_a_line_and_a_copy_of_its_own(device: Device, capsys) -> None:
+    assert on_device.main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{name} " in out for name in EVERY)
+    assert out.endswith("every fault was killed\n")
+    assert device.asked[: 1 + len(FAULTS)] == ["unchanged", *FAULTS]
+    assert device.asked[-3:] == ["unchanged_step", "slower_step", "unchanged_step"]
+
+
+def test_the_slower_step_is_judged_by_the_rate_of_the_unchanged_one(device: Device, capsys) -> None:
+    assert on_device.main(["--only", "slowdown"]) == 0
+    slept = [json.loads((device.tmp_path / f"{i}.json").read_text()) for i in (1, 2, 3)]
+    assert slept == [False, True, False]
+    assert (device.limit.value, device.limit.tolerance) == (2e4, LIMIT)
+    assert "[20000.0, 20000.0, 20000.0]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("missed", EVERY)
+def test_a_survivor_is_exit_code_1(device: Device, capsys, missed: str) -> None:
+    device.missed = missed
+    assert on_device.main([]) == 1
+    out = capsys.readouterr().out
+    assert out.count("SURVIVED") == 1
+    assert out.endswith("1 survived\n")
+
+
+def test_one_fault_alone(device: Device) -> None:
+    assert on_device.main(["--only", "cache"]) == 0
+    assert device.asked == ["unchanged", "cache"]
+
+
+def test_bad_usage_is_exit_code_2(device: Device, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        on_device.main(["--only", "nothing"])
+    monkeypatch.setattr(on_device, "detect", lambda lane: NO_DEVICE)
+    with pytest.raises(SystemExit, match="2"):
+        on_device.main([])
+    assert NO_DEVICE in capsys.readouterr().err
+    assert not device.asked

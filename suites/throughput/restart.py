@@ -1,0 +1,36 @@
+"""One process of the full-size restart check: the first step of a model under a policy, and what each cache gave it.
+
+`python -m suites.throughput.restart nam52 regional` with TORCHINDUCTOR_CACHE_DIR set; the last line of output is JSON.
+The parent compares a process on an empty directory with one on what that left.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+
+def main(name: str, policy: str) -> dict[str, object]:
+    """Seconds of the first step, loss of the second, cache events, graphs, and the compiled code in the directory."""
+    from suites.cache.programs import compiled_code
+    from suites.support.instruments import autotune_count, cache_counts
+    from suites.throughput.full_size import full_size
+
+    with full_size(name, policy) as hybrid:
+        seconds = hybrid.first_step()
+        loss = float(hybrid.step())
+        report = hybrid.watch.refresh()
+        return {
+            "seconds": seconds,
+            "loss": loss,
+            "counts": asdict(cache_counts()),
+            "autotunes": autotune_count(),
+            "graphs": report.unique_graphs,
+            "frames": report.frames_ok,
+            "code": compiled_code(),
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:3])))

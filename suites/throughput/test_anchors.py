@@ -1,0 +1,31 @@
+"""The ceilings of this run: what a copy moves and what a matrix product multiplies a second.
+
+They move with the machine and not with what is measured on it. So a timed row that moved with them accuses the GPU,
+and each stands beside them as a fraction of its reviewed value (suites/support/gpu_timing.py).
+"""
+
+from __future__ import annotations
+
+from suites.support.gpu_timing import ANCHORS, CALLS, COPIED_BYTES, MATMUL_SIZE
+from suites.support.lanes import Lane, lanes
+
+# On two machines copies ran at 4.3 TB/s, and products at 769 to 798 TFLOP/s.
+TOLERANCE = 0.05
+# What no H200 does: its memory by the datasheet, and 132 SMs of 4096 dense bf16 FLOP a clock at 1980 MHz. A clock that
+# shows more is broken.
+CEILINGS = {"copy_bytes_per_second": 4.8e12, "matmul_flops": 132 * 4096 * 1.98e9}
+UNITS = {"copy_bytes_per_second": "bytes/s", "matmul_flops": "FLOP/s"}
+WORK = {
+    "copy_bytes_per_second": f"{COPIED_BYTES >> 20} MiB, read and written",
+    "matmul_flops": f"bf16, {MATMUL_SIZE} cubed, random numbers",
+}
+
+
+@lanes("h200")
+def test_anchors(lane: Lane, row, exclusive_machine) -> None:
+    for id, anchor in ANCHORS.items():
+        rate, metric = anchor(), id.rpartition("/")[2]
+        row(
+            id, rate.median, unit=UNITS[metric], witness=CALLS, rule="C37", better="higher", tolerance=TOLERANCE,
+            interval=(rate.low, rate.high), at_most=CEILINGS[metric], evidence=[WORK[metric]],
+        )  # fmt: skip

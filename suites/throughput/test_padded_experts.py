@@ -1,0 +1,139 @@
+"""The padded experts of the full-size model against the dropless form over F.grouped_mm: time, memory, and padding.
+
+Rule C11: the power-of-two bucket buys one graph for every routing, and this is its price. Both are called eagerly on
+the same routing, uniform over the experts, with nothing dropped; what a compiler would fuse of the plain torch around
+grouped_mm is in its time.
+
+B batch, T tokens, D model dim, E experts, K top-k, F expert hidden, C bucket (slots an expert and a sequence).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.grouped_gemm import grouped_gemm
+from kernels.moe_combine import moe_combine
+from kernels.moe_dispatch import moe_dispatch
+from model import preset
+from suites.kernels.workloads import draw, routing
+from suites.support.gpu_timing import CALLS, forward_and_backward, milliseconds
+from suites.support.lanes import Lane, lanes
+from suites.throughput.full_size import BATCH
+
+TOLERANCE = {"milliseconds": 0.06, "peak": 0.02, "ratio": 0.08}
+# Both multiply in bf16 and sum in fp32: they differ by the rounding of the expert's hidden and output.
+LARGEST_DIFFERENCE = 1e-2
+
+
+class Experts:
+    """The routed experts of one E block, as the model pads them and without padding, on one routing (B,T,K)."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        config = preset(name, "full")
+        B, T, D, hidden = BATCH, config.seq_len, config.d_model, config.expert_hidden
+        self.E, self.K, self.bucket = config.experts, config.top_k, config.bucket(T)
+        self.expert = routing(B, self.E, self.K)
+        assert self.expert.shape[1] == T
+        self.counts = (self.expert.unsqueeze(-1) == torch.arange(self.E, device="cuda")).sum((0, 1, 2))
+        self.order = self.expert.flatten().argsort(stable=True)  # assignments by expert
+        self.place = self.order.argsort()  # of each assignment in that order
+        weights = torch.rand(B, T, self.K, device="cuda")
+        self.leaves = (
+            draw(B, T, D), draw(self.E, D, hidden) * D**-0.5, draw(self.E, hidden, D) * hidden**-0.5,
+            weights / weights.sum(-1, keepdim=True),
+        )  # fmt: skip
+
+    def padded(self, x: Tensor, up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
+        """As model.moe.MoEBlock.forward: x (B,T,D), up (E,D,F), down (E,F,D), weights (B,T,K) fp32 -> (B,T,D)."""
+        rows, slot, _ = moe_dispatch(x, self.expert, self.E, self.bucket)
+        return moe_combine(self.padded_products(rows, up, down), self.expert, slot, weights, self.bucket)
+
+    def padded_products(self, rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """rows (E,B*C,D) -> (E,B*C,D)."""
+        return torch.bmm(F.relu(torch.bmm(rows, up)).square(), down)
+
+    def grouped(self, x: Tensor, up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
+        """The same without padding: tokens sorted by expert, a gather back, the weighted sum in fp32."""
+        rows = x.flatten(0, 1).index_select(0, self.order // self.K)
+        y = self.grouped_products(rows, up, down).index_select(0, self.place)
+        products = y.view(-1, self.K, x.shape[-1]).float() * weights.view(-1, self.K, 1)
+        return products.sum(1).to(x.dtype).view_as(x)
+
+    def grouped_products(self, rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """rows (B*T*K,D) in order of their expert -> (B*T*K,D)."""
+        hidden = F.relu(grouped_gemm(rows, up, self.counts, impl="upstream")).square()
+        return grouped_gemm(hidden, down, self.counts, impl="upstream")
+
+
+@pytest.fixture
+def memory_given_back() -> Iterator[None]:
+    yield
+    torch.cuda.empty_cache()
+
+
+def peak_memory(call: Callable[[], object]) -> int:
+    """Bytes that the second call allocates at most, above what stands already."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - held
+
+
+@lanes("h200")
+@pytest.mark.parametrize("name", ["nam52", "nam56r"])
+def test_padded_against_grouped(lane: Lane, name: str, row, exclusive_machine, memory_given_back) -> None:
+    experts = Experts(name)
+    x, up, down, _ = experts.leaves
+    with torch.no_grad():
+        wanted, found = experts.grouped(*experts.leaves), experts.padded(*experts.leaves)
+        rows, _, overflow = moe_dispatch(x, experts.expert, experts.E, experts.bucket)
+        assert int(overflow) == 0
+        difference = float((found.double() - wanted.double()).norm() / wanted.double().norm())
+        assert difference < LARGEST_DIFFERENCE
+        real = x.flatten(0, 1).index_select(0, experts.order // experts.K)
+    ways = {
+        "padded": (experts.padded, experts.padded_products, rows),
+        "grouped": (experts.grouped, experts.grouped_products, real),
+    }
+    layer, products = {}, {}
+    for way, (whole, inner, inner_rows) in ways.items():
+        _, both = forward_and_backward(whole, experts.leaves)
+        peak = peak_memory(both)
+        layer[way] = milliseconds(both)
+        products[way] = milliseconds(forward_and_backward(inner, (inner_rows, up, down))[1])
+        case = f"throughput/{name}-full-experts-{way}"
+        for metric, timing in (("layer", layer[way]), ("products", products[way])):
+            row(
+                f"{case}/{metric}_milliseconds", timing.median, unit="ms", rule="C11", better="lower",
+                interval=(timing.low, timing.high), tolerance=TOLERANCE["milliseconds"], witness=CALLS,
+            )  # fmt: skip
+        row(
+            f"{case}/layer_peak_bytes", peak, unit="bytes", rule="C11", better="lower", tolerance=TOLERANCE["peak"],
+            witness=CALLS,
+        )  # fmt: skip
+    case = f"throughput/{name}-full-experts"
+    for metric, timings in (("layer", layer), ("products", products)):
+        row(
+            f"{case}/{metric}_padded_over_grouped", timings["padded"].median / timings["grouped"].median,
+            unit="ratio", rule="C11", better="lower", tolerance=TOLERANCE["ratio"], witness=CALLS,
+            evidence=[f"outputs differ by {difference:.1e}"],
+        )  # fmt: skip
+    slots, assignments = rows.shape[0] * rows.shape[1], experts.expert.numel()
+    wanted_slots = experts.E * BATCH * experts.bucket
+    row(
+        f"{case}/padded_slots", slots, unit="slots", rule="C11", expected=wanted_slots, witness=assignments,
+        evidence=[f"{slots / assignments - 1:.1%} more than the {assignments} assignments"],
+    )  # fmt: skip
+    row(
+        f"{case}/assignments", int(experts.counts.sum()), unit="slots", rule="C11",
+        expected=BATCH * x.shape[1] * experts.K, witness=slots,
+    )  # fmt: skip
