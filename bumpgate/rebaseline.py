@@ -50,6 +50,9 @@ def command(
     prune: Annotated[
         bool, typer.Option("--prune", help="Also drop rows that nothing measures any more.")
     ] = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Also rows that moved within their tolerance; needs --only.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the diff and write nothing.")] = False,
 ) -> None:
     """Accept what a run measured: rewrite the rows that are new or outside their tolerance, and no other.
@@ -65,7 +68,10 @@ def command(
     root = find_root(Path.cwd())
     path = root / "baselines" / f"{lane}.json"
     old = load(path, lane, missing_ok=True)
-    new, changes = plan(read_record(record or root / "record.json"), old, only=only, prune=prune)
+    if refresh and not only:
+        raise BumpgateError("--refresh takes what moved within its tolerance: name the rows with --only")
+    found = read_record(record or root / "record.json")
+    new, changes = plan(found, old, only=only, prune=prune, refresh=refresh)
     if new == old:
         typer.echo("nothing to accept: every measured row is within its tolerance")
         return
@@ -78,9 +84,11 @@ def command(
 
 
 def plan(
-    record: Record, old: Baseline, *, only: str = "", prune: bool = False
+    record: Record, old: Baseline, *, only: str = "", prune: bool = False, refresh: bool = False
 ) -> tuple[Baseline, list[Change]]:
     """The baseline that accepts a record, and its difference from the old one; a second time nothing differs.
+
+    refresh: takes the values of rows that pass, too. A tolerance is room for what comes, and our own changes use it up.
 
     Raises RefusedError with every reason at once; BumpgateError where `only` matches no row of the record.
     """
@@ -91,7 +99,7 @@ def plan(
     refused = [f"{j.row.id}: {reason}" for j in selected if (reason := _unacceptable(j, old, record))]
     if refused:
         raise RefusedError(*refused)
-    changes = [c for j in selected if (c := _change(j, old, record, prune))]
+    changes = [c for j in selected if (c := _change(j, old, record, prune, refresh))]
     rows = dict(old.rows)
     for change in changes:
         if change.new is None:
@@ -143,13 +151,15 @@ def _unacceptable(j: Judgement, old: Baseline, record: Record) -> str | None:
     return f"{then.verdict.value} whatever the baseline says: {then.reason}" if then.red else None
 
 
-def _change(j: Judgement, old: Baseline, record: Record, prune: bool) -> Change | None:
+def _change(j: Judgement, old: Baseline, record: Record, prune: bool, refresh: bool) -> Change | None:
     row, was = j.row, old.rows.get(j.row.id)
     if row.unmeasured:
         return Change(row.id, was, None, "nothing measures it") if prune and j.gone and was else None
     verdict = _judged(j, old, record).verdict
     if verdict is not Verdict.PASS:
         return Change(row.id, was, _reviewed(row, was), "new" if was is None else verdict.value.lower())
+    if refresh and was and was.value != row.value:
+        return Change(row.id, was, _reviewed(row, was), "refreshed")
     if was and was.test != row.test:
         return Change(row.id, was, replace(was, test=row.test), "test moved")
     return None

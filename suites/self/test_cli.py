@@ -147,6 +147,19 @@ def test_only_takes_a_glob_and_a_dry_run_writes_nothing(repository: Repository) 
     assert (code, len(err.splitlines())) == (4, 1)
 
 
+def test_refresh_takes_what_moved_within_its_tolerance(repository: Repository) -> None:
+    repository.review(near=old("near", 100.0, "lower", 0.1, "mine"), other=old("other", 100.0, "lower", 0.1))
+    repository.measure(timed("near", 109.0), timed("other", 109.0))
+    assert repository.run(*ACCEPT, "--refresh")[0] == 4, "not all at once"
+    code, out, _ = repository.run(*ACCEPT, "--refresh", "--only", "a/near/*")
+    assert (code, "a/near/n  100 -> 109  +9.0 %  refreshed" in out) == (0, True), out
+    assert {id: (r.value, r.note) for id, r in repository.rows.items()} == {
+        "a/near/n": (109.0, "mine"),
+        "a/other/n": (100.0, ""),
+    }
+    assert "nothing to accept" in repository.run(*ACCEPT, "--refresh", "--only", "a/near/*")[1]
+
+
 def test_a_moved_test_and_another_kind_of_row_are_followed(repository: Repository) -> None:
     repository.review(x=old("x", 1, note="keep"), kind=old("kind", 100))
     repository.measure(count("x", 1, test="t.py::moved"), timed("kind", 100))
