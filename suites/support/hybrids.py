@@ -5,7 +5,7 @@ B batch, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,6 @@ from suites.support.instruments import (
 
 SEED = 20260
 DOCUMENT_TOKENS = 24
-LINE_BYTES, PAGE_BYTES = 64, 4096
 
 
 def token_batch(
@@ -51,20 +50,6 @@ def build(config: HybridConfig, device: str = "cpu", dtype: torch.dtype = torch.
     """The model with seeded weights: the same numbers in every process and under every policy."""
     torch.manual_seed(SEED)
     return Hybrid(config).to(device=device, dtype=dtype)
-
-
-def move(tensors: Iterable[Tensor], generator: torch.Generator) -> None:
-    """Gives each tensor another place in memory, at a random multiple of 64 bytes within a page; values stay.
-
-    How fast a process is hangs on where its tensors happen to lie; moved often, it runs through many such places.
-    (Curtsinger and Berger 2013, "Stabilizer: statistically sound performance evaluation", ASPLOS.)
-    """
-    for tensor in tensors:
-        if tensor.is_contiguous() and tensor.numel():
-            step = max(1, LINE_BYTES // tensor.element_size())
-            start = step * int(torch.randint(PAGE_BYTES // LINE_BYTES, (), generator=generator))
-            room = torch.empty(start + tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-            tensor.data = room[start:].view_as(tensor).copy_(tensor.data)
 
 
 @dataclass

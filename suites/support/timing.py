@@ -124,15 +124,8 @@ FOREIGN_SHARE = 0.1
 QUIET_NEEDED = 15
 
 
-def interleaved(
-    functions: dict[str, Callable[[], object]],
-    rounds: int,
-    budget: float = 90.0,
-    before_round: Callable[[], object] = lambda: None,
-) -> Rounds:
+def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget: float = 90.0) -> Rounds:
     """Times the functions in turn until `rounds` quiet rounds are kept or `budget` wall seconds are spent.
-
-    before_round: called before each, and not timed.
 
     The order turns by one place a round. A round in which others used the machine is not kept: CPU time does not
     count their work, but a busy sibling thread slows large code by a third and a tight loop hardly at all.
@@ -150,7 +143,6 @@ def interleaved(
     kept = Rounds({name: [] for name in names}, paired=duet is not None)
     deadline = time.monotonic() + budget
     while kept.quiet < rounds and not _over(deadline, duet):
-        before_round()
         if duet:
             duet.change_places()
         began = _Round()

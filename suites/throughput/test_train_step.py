@@ -5,15 +5,10 @@ Rule C37. The anchor is NumPy and interpreter work, so that it holds still while
 
 from __future__ import annotations
 
-import os
 import statistics
-from collections.abc import Iterator
-
-import torch
-from torch import nn
 
 from launch.step import make_optimizer, train_step
-from suites.support.hybrids import move, token_batch, watched_hybrid
+from suites.support.hybrids import token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
 from suites.support.timing import anchor, interleaved
 
@@ -30,18 +25,12 @@ def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
     with watched_hybrid("nam52", "regional") as hybrid, watched_hybrid("nam52", "eager") as eager:
         ids = token_batch(hybrid.config, 2)
         hybrid.compiled.warm_up(ids)
-        steps, held = {}, []
+        steps = {}
         for name, each in (("regional", hybrid), ("eager", eager)):
             optimizer = make_optimizer(each.model)
-            held.append((each.model, optimizer))
             steps[name] = lambda each=each, optimizer=optimizer: train_step(each.compiled, optimizer, ids)
         calls = hybrid.watch.report.calls
-        generator = torch.Generator().manual_seed(os.getpid())
-        timed = interleaved(
-            {"anchor": anchor, **steps},
-            ROUNDS,
-            before_round=lambda: [move(tensors_of(*each), generator) for each in held],
-        )
+        timed = interleaved({"anchor": anchor, **steps}, ROUNDS)
         calls = hybrid.watch.report.calls - calls
     tokens = ids.numel()
     evidence = (f"{timed.quiet} quiet rounds kept, {timed.disturbed} disturbed ones dropped",)
@@ -74,14 +63,6 @@ def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
         series=timed.paired_costs("regional", "eager"),
         **shared,
     )
-
-
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """What lies in memory from one step to the next."""
-    yield from model.parameters()
-    yield from model.buffers()
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _rate(tokens: int, seconds: list[float]) -> str:
