@@ -11,11 +11,11 @@ import ast
 import importlib.util
 import inspect
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -204,7 +204,7 @@ def scripted(source: str) -> list[str]:
 @planted("R1", "a module of ours uses TorchScript")
 def test_no_torchscript(lane: Lane, row) -> None:
     files = [path for room in OURS for path in sorted((ROOT / room).rglob("*.py"))]
-    # This file calls it once, below, to see that it warns.
+    # This file calls it once, below, to see how it warns.
     found = {path: uses for path in files if path != Path(__file__) and (uses := scripted(path.read_text()))}
     row(
         "release/torchscript/uses",
@@ -217,8 +217,23 @@ def test_no_torchscript(lane: Lane, row) -> None:
     )
     for source in ("import torch\ntorch.jit.script(f)", "from torch import jit", "import torch.jit as j"):
         assert scripted(source), source
-    with pytest.warns(DeprecationWarning, match="deprecated"):
+
+
+@lanes("cpu")
+def test_torchscript_says_that_it_ends(lane: Lane, row) -> None:
+    """By which category, decides who sees it: Python shows a DeprecationWarning to the caller's own module alone."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         torch.jit.script(nn.ReLU())
+    said = [w for w in caught if "torch.jit.script` is deprecated" in str(w.message)]
+    row(
+        "release/torchscript/deprecation_category",
+        said[0].category.__name__ if said else "none",
+        unit="category",
+        witness=1 + len(caught),
+        rule="R1",
+        evidence=[str(w.message) for w in said],
+    )
 
 
 @lanes("h200")
