@@ -57,7 +57,7 @@ def command(
         list[str] | None, typer.Option(help="Folder or page of wheels; repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of gate.json and both records.")] = None,
-    sessions: Annotated[int | None, typer.Option(help="At most so many sessions of four processes.")] = None,
+    sessions: Annotated[int | None, typer.Option(help="At most so many paired sessions.")] = None,
     budget: Annotated[float | None, typer.Option(help="Minutes after which no session begins.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the gate in --out.")] = False,
     selection: Annotated[list[str] | None, typer.Argument(help="After --: what pytest is to run.")] = None,

@@ -1,7 +1,8 @@
 """Both sides of a paired session at once, a share of the cores each (suites/support/duet.py is their end of it).
 
-A neighbour of a shared machine slows whatever runs while it is busy: over a minute the CPU time of one training step
-wandered by 40 % there, and that of two processes at the same time by the same. Run together they suffer together.
+A neighbour of a shared machine slows whatever runs while it is busy: within three minutes the CPU time of one
+training step wandered from 155 to 235 ms there, in two processes at the same time nearly alike. Run together they
+suffer together.
 """
 
 from __future__ import annotations

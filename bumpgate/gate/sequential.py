@@ -2,7 +2,8 @@
 
 A session is fresh processes of both sides, two at once or four in the order ABBA (A adopted, B candidate), and gives
 one log-ratio a row, log(time of B / time of A). What is left in it is mostly a bias of each process (memory layout;
-standard deviation 1 to 3 %), which more rounds within a process do not remove, so sessions are what is counted.
+standard deviation 1 to 3 %, on a busy host 5), which more rounds within a process do not remove, so sessions are what
+is counted.
 
 The test of "the true log-ratio is at most b": each session's distance from b counts with its sign, and at most
 with the median distance (winsorised, so one bad session weighs like an ordinary one). If the claim holds, swapping

@@ -61,7 +61,8 @@ def command(
     points = [p for p in archive.points(what[0], lane, days) if host in (p.host_class or host)]
     if not points:
         raise BumpgateError(
-            f"no reading of {what[0]}{f' on lane {lane}' if lane else ''} in {archive.name}; "
+            f"no reading of {what[0]}{f' on lane {lane}' if lane else ''}{f' on a host like {host!r}' if host else ''} "
+            f"in {archive.name}; "
             "add records with: bumpgate history add FILE..."
         )
     lanes = sorted({p.lane for p in points})
