@@ -14,6 +14,10 @@ from suites.support import rows
 from suites.support.lanes import LANES, detect
 from suites.support.session import LaneSession, Selection
 
+# Each worker of the H200 lane holds a context and its last test's memory on the GPU.
+MOST_WORKERS = 12
+SPARE_CORES = 2
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("bumpgate")
@@ -33,6 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     lane = chosen_lane(config)
     prepare_environment(lane)
+    if lane == "h200":
+        config.option.maxschedchunk = 1  # tests that compile for a minute must not queue behind each other
     selection = Selection(config, lane)
     config.pluginmanager.register(selection, "bumpgate-selection")
     config.pluginmanager.register(rows, "bumpgate-rows")
@@ -65,6 +71,17 @@ def chosen_lane(config: pytest.Config) -> str | None:
     return chosen[0] if chosen else None
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Of `-n auto`, the default. A worker at least: a crash or a hang then costs one test, not the run.
+
+    On a GPU as many as its machine has cores for: nearly all of the lane's time is compiling.
+    """
+    if chosen_lane(config) != "h200":
+        return 1
+    return max(1, min(MOST_WORKERS, (os.cpu_count() or 1) - SPARE_CORES))
+
+
 def prepare_environment(lane: str | None) -> None:
     """What torch must find at import, here, in workers and in their children.
 
@@ -76,6 +93,9 @@ def prepare_environment(lane: str | None) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "bumpgate" / "inductor"))
     if lane == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"
+    if lane == "h200":  # every worker has threads and compiler processes of its own
+        os.environ.setdefault("OMP_NUM_THREADS", "2")
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     if lane == "v6e":
         os.environ.setdefault(
             "PJRT_DEVICE", "CPU"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -19,8 +20,16 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Canaries first: what an instrument is worth is known before anything is measured with it."""
-    items.sort(key=lambda item: "canaries" not in item.path.parts)
+    """Canaries first: what an instrument is worth is known before anything is measured with it.
+
+    On a GPU the tests that want the machine to themselves come last: one among the others would wait for all of them
+    to end, and they for it. What the others compile is on disk by then.
+    """
+    items.sort(key=lambda item: ("canaries" not in item.path.parts, _alone_on_gpu(item)))
+
+
+def _alone_on_gpu(item: pytest.Item) -> bool:
+    return lane_of(item) == "h200" and "exclusive_machine" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture
@@ -42,16 +51,29 @@ def planted_faults(request: pytest.FixtureRequest, record_property: Callable[[st
 def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
     """A lane test shares the machine with others; one that asks for `exclusive_machine` waits until it has it alone.
 
-    Of the two sides of a paired session the one that leads has it for both.
+    Of the two sides of a paired session the one that leads has it for both. Of the tests that ask for
+    `most_gpu_memory` one runs at a time; it waits for that before it takes its share, so that none waits for the other.
     """
     duet = partner()
     if lane_of(request.node) is None or (duet and not duet.leads):
         yield
         return
-    from suites.support.timing import machine
+    from suites.support.timing import gpu_memory, machine
 
-    with machine(exclusive="exclusive_machine" in request.fixturenames):
+    with (
+        gpu_memory() if "most_gpu_memory" in request.fixturenames else nullcontext(),
+        machine(exclusive="exclusive_machine" in request.fixturenames),
+    ):
         yield
+
+
+@pytest.fixture
+def most_gpu_memory(machine_share: None) -> Iterator[None]:
+    """Asked for by tests that take tens of GB: no other such test runs meanwhile, and what they took is given back."""
+    yield
+    import torch
+
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from suites.kernels.workloads import Case
 from suites.support.gpu_timing import (
@@ -31,15 +28,11 @@ class SpeedRows:
         self._row = row
 
     def __call__(self, name: str, case: Case) -> None:
-        """Rows kernels/<name>/{forward,both}_{milliseconds,roofline_fraction,over_peer}; both is forward and backward.
+        """Rows kernels/<name>/{forward,both}_{milliseconds,roofline_fraction,over_peer}.
 
-        The first call, with its compiling, is evidence.
+        both is forward and backward.
         """
-        started = time.perf_counter()
         ours = _ways(case.op, case)
-        ours["both"]()
-        torch.cuda.synchronize()
-        evidence = [f"first forward and backward, compiling: {time.perf_counter() - started:.1f} s"]
         peers = _ways(case.peer, case) if case.peer else {}
         for way, call in ours.items():
             timing = milliseconds(call)
@@ -47,7 +40,6 @@ class SpeedRows:
             self._row(
                 f"kernels/{name}/{way}_milliseconds", timing.median, unit="ms", witness=CALLS, rule="C36",
                 better="lower", interval=(timing.low, timing.high), tolerance=TOLERANCE["milliseconds"],
-                evidence=evidence,
             )  # fmt: skip
             self._row(
                 f"kernels/{name}/{way}_roofline_fraction", floor_milliseconds(moved, multiplied) / timing.median,

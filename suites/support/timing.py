@@ -37,6 +37,13 @@ def machine(*, exclusive: bool) -> Iterator[None]:
 
 
 @contextmanager
+def gpu_memory() -> Iterator[None]:
+    """Holds the right to most of the GPU's memory; the GPU itself may be shared."""
+    with locked(LOCK.with_suffix(".gpu_memory"), exclusive=True):
+        yield
+
+
+@contextmanager
 def locked(what: Path, *, exclusive: bool) -> Iterator[None]:
     """Holds `what`, which is any path and need not exist.
 

@@ -9,7 +9,7 @@ B batch, T tokens, D model dim, E experts, K top-k, F expert hidden, C bucket (s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -71,12 +71,6 @@ class Experts:
         return grouped_gemm(hidden, down, self.counts, impl="upstream")
 
 
-@pytest.fixture
-def memory_given_back() -> Iterator[None]:
-    yield
-    torch.cuda.empty_cache()
-
-
 def peak_memory(call: Callable[[], object]) -> int:
     """Bytes that the second call allocates at most, above what stands already."""
     call()
@@ -90,7 +84,7 @@ def peak_memory(call: Callable[[], object]) -> int:
 
 @lanes("h200")
 @pytest.mark.parametrize("name", ["nam52", "nam56r"])
-def test_padded_against_grouped(lane: Lane, name: str, row, exclusive_machine, memory_given_back) -> None:
+def test_padded_against_grouped(lane: Lane, name: str, row, exclusive_machine, most_gpu_memory) -> None:
     experts = Experts(name)
     x, up, down, _ = experts.leaves
     with torch.no_grad():
