@@ -37,8 +37,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     lane = chosen_lane(config)
     prepare_environment(lane)
-    if lane == "h200":
-        config.option.maxschedchunk = 1  # tests that compile for a minute must not queue behind each other
     selection = Selection(config, lane)
     config.pluginmanager.register(selection, "bumpgate-selection")
     config.pluginmanager.register(rows, "bumpgate-rows")
@@ -80,6 +78,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if chosen_lane(config) != "h200":
         return 1
     return max(1, min(MOST_WORKERS, (os.cpu_count() or 1) - SPARE_CORES))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """On a GPU a test a time, for one that compiles for a minute must not have others queue behind it."""
+    if chosen_lane(config) != "h200":
+        return None
+    from suites.support.scheduling import TestByTest
+
+    return TestByTest(config, log)
 
 
 def prepare_environment(lane: str | None) -> None:

@@ -33,6 +33,16 @@ def chosen_blocks(model: Hybrid, kinds: Iterable[str]) -> dict[str, nn.Module]:
     return {kind: first[kind] for kind in kinds}
 
 
+def _end_of_recording() -> None:
+    """Makes random numbers possible again after a recording that failed.
+
+    torch 2.11 leaves the device's generator as one that is being recorded, and each later draw raises "Offset
+    increment outside graph capture encountered unexpectedly". A copy of its state is not marked so.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
 def capture(block: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
     """Records block(*inputs) without gradients on CUDA -> a function of like tensors that replays it.
 
@@ -50,6 +60,7 @@ def capture(block: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[..., tuple
         with torch.no_grad(), torch.cuda.graph(graph):
             recorded = block(*held)
     except RuntimeError as error:
+        _end_of_recording()
         raise CaptureError(f"{type(block).__name__}: {str(error).splitlines()[0]}") from error
     outputs = (recorded,) if isinstance(recorded, Tensor) else tuple(recorded)
 

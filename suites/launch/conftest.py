@@ -10,9 +10,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from launch.contract import PATH, load
 from launch.environment import child_environment
@@ -20,6 +24,7 @@ from suites.support.child import ROOT
 
 OURS = "-m launch.train --smoke --preset nam12 --policy eager --steps 1 --batch 2 --tokens 16"
 SECONDS = 300
+TORCH = Version(version("torch"))
 
 # Every Python of the launcher's reads this before its program. At its end, one that has imported torch says what
 # environment it was started with, and whether it took a device.
@@ -33,6 +38,11 @@ def tell():
             json.dump({"environment": started, "device": torch.cuda.is_initialized()}, file)
 atexit.register(tell)
 """
+
+
+def known(line: Mapping[str, Any]) -> bool:
+    """Whether this torch reads the variable of a contract's line; `torch` names the versions that do."""
+    return SpecifierSet(line.get("torch", "")).contains(TORCH, prereleases=True)
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from launch import contract as contracts
 from launch.contract import load
+from suites.launch.conftest import TORCH, known
 from suites.launch.knobs import ABSENT
 from suites.support.child import run_json
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
 TABLES = contracts.read()["environment"]
+# Seen on 2.13.0 and not on 2.11.0; nobody has looked at 2.12.
+CONFIGURATION_OF_ONE_THREAD = SpecifierSet(">=2.12").contains(TORCH, prereleases=True)
 INDUCTOR, DYNAMO = "torch._inductor.config", "torch._dynamo.config"
 # Variable -> what is set, and the field that it should move; "" where suites.launch.knobs probes for something else.
 VARIABLES = {
@@ -102,7 +106,10 @@ def test_every_variable_is_effective_inert_or_absent(lane: Lane, untouched, tmp_
             per_build=True,
         )
     wanted = {
-        **dict.fromkeys((*TABLES["always"], *TABLES["refused"]), "effective"),
+        **{
+            n: "effective" if known(line) else "absent"
+            for n, line in (TABLES["always"] | TABLES["refused"]).items()
+        },
         **dict.fromkeys(TABLES["inert"], "inert"),
     }
     wrong = [
@@ -161,6 +168,7 @@ def test_how_many_lines_stay_in_their_thread(lane: Lane, untouched, row) -> None
 
 @lanes("cpu", "h200")
 @pytest.mark.xfail(
+    CONFIGURATION_OF_ONE_THREAD,
     strict=True,
     reason="torch 2.13.0: a value assigned to a configuration is a ContextVar of the thread that assigned it. The pool "
     "that waits for an autotuning candidate reads max_autotune_subproc_result_timeout_seconds in a thread of its own, "

@@ -31,6 +31,8 @@ from torch._inductor.utils import fresh_cache
 
 from suites.support.instruments.trace import trace_artifacts
 
+PLANTED = 2  # templates of a search whose benchmark is replaced
+
 
 @dataclass(frozen=True)
 class CacheCounts:
@@ -81,15 +83,20 @@ def autotuning(time: Callable[..., float] | None = None) -> Iterator[list[dict[s
     """Candidate -> milliseconds of each search that Inductor makes inside the block, measured or from its cache.
 
     time: what times a template's candidate in place of torch's benchmark; picklable, since it runs in the autotuning
-    subprocess where there is one. ATen's own candidates are timed as ever, in this process.
+    subprocess where there is one. ATen's own candidates are timed as ever, in this process. Then PLANTED templates
+    stay of a search's tens: each that crashes costs a new subprocess, which on a GPU takes seconds.
     """
     found: list[dict[str, float]] = []
 
     def plant(choices: list[Any]) -> list[Any]:
-        for choice in choices if time else ():
-            if not AlgorithmSelectorCache._is_extern(choice):
-                choice.bmreq.benchmark, choice.precompile = time, lambda: None
-        return choices
+        if time is None:
+            return choices
+        extern, templates = [], []
+        for choice in choices:
+            (extern if AlgorithmSelectorCache._is_extern(choice) else templates).append(choice)
+        for choice in templates[:PLANTED]:
+            choice.bmreq.benchmark, choice.precompile = time, lambda: None
+        return [*extern, *templates[:PLANTED]]
 
     def save(timings: Mapping[Any, float], *_: object) -> None:
         found.append({choice.name: milliseconds for choice, milliseconds in timings.items()})

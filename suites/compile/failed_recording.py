@@ -1,0 +1,45 @@
+"""One process of the CUDA-graph check: a block that cannot be recorded, and what the process can still do after it.
+
+`python -m suites.compile.failed_recording DEVICE`; the last line of output is JSON. A process of its own, since torch
+does not promise one that goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from launch.cuda_graphs import CaptureError, capture
+
+
+class ReadsOnTheHost(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+
+class Doubles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def main(device: str) -> dict[str, object]:
+    """refusal: the error in one line. drawn, replayed: whether random numbers and a sound block's replay are right."""
+    x, refusal = torch.ones(4, device=device), ""
+    try:
+        capture(ReadsOnTheHost(), (x,))
+    except CaptureError as error:
+        refusal = str(error)
+    drawn = torch.randn(1000, device=device).std()
+    (doubled,) = capture(Doubles(), (x,))(x + 1)
+    return {
+        "refusal": refusal,
+        "drawn": bool(0.8 < drawn < 1.2),
+        "replayed": torch.equal(doubled, 2 * (x + 1)),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))

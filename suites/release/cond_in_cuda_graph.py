@@ -1,0 +1,37 @@
+"""One process of the conditional's check: torch.cond in a CUDA graph, recorded and replayed.
+
+`python -m suites.release.cond_in_cuda_graph DEVICE`; the last line of output is JSON: what each call gave, and the
+refusal of a torch that cannot record it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def branch(chosen: Tensor, x: Tensor) -> Tensor:
+    return torch.cond(chosen, lambda x: x.sin(), lambda x: 2 * x.cos(), (x,))
+
+
+def main(device: str) -> dict[str, Any]:
+    """shown: call -> whether it was the branch that the value asked for. refusal: "" where it was recorded."""
+    x, chosen = torch.linspace(-2, 2, 8, device=device), torch.tensor(True, device=device)
+    plain = {True: x.sin(), False: 2 * x.cos()}
+    compiled = torch.compile(branch, backend="cudagraphs")
+    shown: dict[str, bool] = {}
+    try:
+        for value in (True, False, True, False, True):
+            chosen.fill_(value)
+            shown[f"call {len(shown)}, {value}"] = torch.equal(compiled(chosen, x), plain[value])
+    except RuntimeError as error:
+        return {"shown": shown, "refusal": str(error).splitlines()[0]}
+    return {"shown": shown, "refusal": ""}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))
