@@ -104,6 +104,8 @@ def prepare_environment(lane: str | None) -> None:
     if lane == "h200":  # every worker has threads and compiler processes of its own
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+        # At import, under deterministic algorithms, mamba-ssm would keep one configuration of each kernel: a slow peer.
+        os.environ.setdefault("MAMBA_DETERMINISTIC", "0")
     if lane == "v6e":
         os.environ.setdefault(
             "PJRT_DEVICE", "CPU"
