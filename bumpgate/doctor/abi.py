@@ -21,6 +21,7 @@ from packaging.version import Version
 from bumpgate.environments.interpreter import ChildFault, Interpreter
 from bumpgate.environments.inventory import Distribution, Inventory
 from bumpgate.environments.manifest import Smoke, label_of, same_minor
+from bumpgate.processes.side_by_side import side_by_side
 from bumpgate.rows import BumpgateError
 
 TOOLS = ("nm", "c++filt", "readelf")
@@ -148,11 +149,15 @@ def run_cases(
     wheel: str, smoke: Smoke, interpreter: Interpreter, seconds: float = CASE_SECONDS
 ) -> Iterator[Fault]:
     """Runs each case in a process of its own; a crash, a hang or a wrong result is the fault of that case alone."""
-    for case in smoke.cases:
+
+    def run(case: str) -> Fault | None:
         try:
             interpreter.run(*smoke.command, case, timeout=seconds)
         except ChildFault as fault:
-            yield Fault(wheel, "run", f"{wheel} {case}: {fault}")
+            return Fault(wheel, "run", f"{wheel} {case}: {fault}")
+        return None
+
+    yield from filter(None, side_by_side(run, smoke.cases))
 
 
 def read_extension(path: Path) -> Extension:

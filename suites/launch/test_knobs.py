@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from bumpgate.processes.side_by_side import side_by_side
 from launch import contract as contracts
 from launch.contract import load
 from suites.launch.conftest import TORCH, known
@@ -91,9 +92,11 @@ def untouched() -> dict[str, Any]:
 
 @lanes("cpu", "h200")
 def test_every_variable_is_effective_inert_or_absent(lane: Lane, untouched, tmp_path: Path, row) -> None:
+    planted = [
+        {name: value.format(directory=tmp_path) for name, value in group.items()} for group in groups()
+    ]
     effects = {}
-    for group in groups():
-        told = look({name: value.format(directory=tmp_path) for name, value in group.items()})
+    for group, told in zip(planted, side_by_side(look, planted), strict=True):
         effects |= {name: effect(name, untouched, told) for name in group}
     for kind in ("effective", "inert", "absent"):
         names = sorted(name for name, found in effects.items() if found == kind)

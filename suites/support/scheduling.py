@@ -6,7 +6,6 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Each has a fixture of the module's scope that compiles, builds or searches for ten seconds to two minutes.
 TOGETHER = {
-    "suites/cache/test_autotune.py",
     "suites/cache/test_keys.py",
     "suites/cache/test_layers.py",
     "suites/launch/test_capabilities.py",

@@ -31,7 +31,7 @@ from torch._inductor.utils import fresh_cache
 
 from suites.support.instruments.trace import trace_artifacts
 
-PLANTED = 2  # templates of a search whose benchmark is replaced
+PLANTED = 1  # templates of a search whose benchmark is replaced
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def autotuning(time: Callable[..., float] | None = None) -> Iterator[list[dict[s
 
     time: what times a template's candidate in place of torch's benchmark; picklable, since it runs in the autotuning
     subprocess where there is one. ATen's own candidates are timed as ever, in this process. Then PLANTED templates
-    stay of a search's tens: each that crashes costs a new subprocess, which on a GPU takes seconds.
+    stay of a search's tens: each that crashes costs a new subprocess, which on a GPU takes many seconds.
     """
     found: list[dict[str, float]] = []
 
