@@ -1,0 +1,119 @@
+"""The kernels on an H200 in one table: error, speed beside the peer's, and what their code takes of the machine.
+
+`python -m suites.kernels.op_table [--out docs/kernels.md]` prints GitHub Markdown, made of the reviewed rows:
+baselines/h200.json for what ran, baselines/cpu.json for what the codegen tier read of the same triton's code. A cell
+without a row reads "-". Exit codes: 0 the table is out, 2 usage, or a baseline or --out that is of no use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from bumpgate.baseline import Baseline, BaselineError, load
+from bumpgate.rows import Value, write_atomic
+from suites.support.comparison import AT_MOST
+
+ROOT = Path(__file__).resolve().parents[2]
+WAYS = {"forward": "forward", "both": "forward + backward"}
+HEAD = (
+    "op, shape",
+    f"error, forward (at most {AT_MOST['forward']:g})",
+    f"error, gradients (at most {AT_MOST['gradient']:g})",
+    "pass",
+    "ours, ms",
+    "peer, ms",
+    "ours / peer",
+    "share of the roofline",
+    "registers",
+    "spilled bytes",
+)
+NOTES = """
+Error: the largest over all tensors of the error against fp64, relative to that of the plain formula in bf16. Median
+times over cold caches, B 4, T 4096, in bf16; the peer's in the same run: flash-attn 2, mamba-ssm, causal-conv1d,
+F.grouped_mm, and Inductor's code for the loss. Roofline: the larger of the bytes that must move at the copy rate, and
+the products at the matmul rate, both measured in the run. Registers and spills: the most that any of the op's kernels
+takes, and of all kernels together, a thread, in the code that triton {triton} makes of that shape.
+"""
+
+
+def number(rows: Mapping[str, Value], id: str, places: int) -> str:
+    """A row's value as it is printed; "-" where there is no such row."""
+    value = rows.get(id)
+    return "-" if value is None else f"{value:.{places}f}"
+
+
+def peer_milliseconds(rows: Mapping[str, Value], case: str, way: str) -> str:
+    """Ours over the ratio that the same run measured."""
+    ours, ratio = rows.get(f"{case}/{way}_milliseconds"), rows.get(f"{case}/{way}_over_peer")
+    return "-" if ours is None or ratio is None else f"{ours / ratio:.3f}"
+
+
+def code(rows: Mapping[str, Value], name: str, triton: str, metric: str) -> list[int]:
+    """The metric of each kernel that an op launches at a timed shape, forward and backward, in bf16."""
+    op, _, shape = name.partition("-")
+    end = f"-{shape}-bf16-triton{triton}/{metric}"
+    return [value for id, value in rows.items() if id.startswith(f"kernels/{op}.") and id.endswith(end)]
+
+
+def lines(name: str, ran: Mapping[str, Value], compiled: Mapping[str, Value], triton: str) -> list[tuple]:
+    """Two lines of a case, one a way; what holds for both stands in the first."""
+    case = f"kernels/{name}"
+    registers, spills = (code(compiled, name, triton, metric) for metric in ("registers", "spills"))
+    of_both = (str(max(registers)), str(sum(spills))) if registers else ("-", "-")
+    errors = tuple(number(ran, f"{case}/{way}_error_ratio", 2) for way in AT_MOST)
+    found = []
+    for i, (way, title) in enumerate(WAYS.items()):
+        speed = (
+            title, number(ran, f"{case}/{way}_milliseconds", 3), peer_milliseconds(ran, case, way),
+            number(ran, f"{case}/{way}_over_peer", 2), number(ran, f"{case}/{way}_roofline_fraction", 2),
+        )  # fmt: skip
+        found.append((f"`{name}`", *errors, *speed, *of_both) if i == 0 else ("", "", "", *speed, "", ""))
+    return found
+
+
+def markdown(ran: Baseline, compiled: Baseline) -> str:
+    """The table of every case that has a timed row. Raises BaselineError where there is none."""
+    end = "/forward_milliseconds"
+    values, code_values = ({id: row.value for id, row in b.rows.items()} for b in (ran, compiled))
+    names = [id.split("/")[1] for id in values if id.startswith("kernels/") and id.endswith(end)]
+    if not names:
+        raise BaselineError("baselines/h200.json: no kernel was timed; pytest -m h200 suites/kernels")
+    made = ran.made_with
+    triton = str(made.get("triton"))
+    table = [line for name in names for line in lines(name, values, code_values, triton)]
+    cells = ["| " + " | ".join(line) + " |" for line in (HEAD, ("---",) * len(HEAD), *table)]
+    machine = f"{made.get('device')}, driver {made.get('driver')}, torch {made.get('torch')}, triton {triton}"
+    return "\n".join(["# The kernels on an H200", "", f"{machine}.", "", *cells, NOTES.format(triton=triton)])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code; argparse itself exits with 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m suites.kernels.op_table", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--out", type=Path, help="writes the table there instead of printing it")
+    given = parser.parse_args(arguments)
+    try:
+        ran, compiled = (load(ROOT / "baselines" / f"{lane}.json", lane) for lane in ("h200", "cpu"))
+        text = markdown(ran, compiled)
+        if given.out is None:
+            print(text, end="")
+        else:
+            write_atomic(given.out, text)
+    except BaselineError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(
+            f"--out {given.out}: {error.strerror}; name a file in a directory that can be written",
+            file=sys.stderr,
+        )
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

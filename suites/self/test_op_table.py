@@ -1,0 +1,64 @@
+"""The table of the kernels: what is reviewed, and "-" for what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bumpgate.baseline import Baseline, BaselineError, Reviewed, load
+from suites.kernels import op_table
+from suites.self.tree import ROOT
+
+HERE = {"device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}
+TIMED = {
+    "kernels/scan-N64/forward_milliseconds": 0.5,
+    "kernels/scan-N64/forward_over_peer": 0.25,
+    "kernels/scan-N64/forward_error_ratio": 1.25,
+}
+COMPILED = {
+    "kernels/scan.walk_kernel-N64-bf16-triton3.6.0/registers": 96,
+    "kernels/scan.sum_kernel-N64-bf16-triton3.6.0/registers": 128,
+    "kernels/scan.walk_kernel-N64-bf16-triton3.6.0/spills": 4,
+    "kernels/scan.sum_kernel-N64-bf16-triton3.6.0/spills": 8,
+    "kernels/scan.walk_kernel-N64-bf16-triton3.7.1/registers": 255,  # of another triton
+    "kernels/scan.walk_kernel-N64-G1-bf16-triton3.6.0/registers": 254,  # of another shape
+    "kernels/scanner.walk_kernel-N64-bf16-triton3.6.0/registers": 253,  # of another op
+}
+
+
+def baseline(lane: str, values: dict[str, float]) -> Baseline:
+    rows = {id: Reviewed(value, "", "lower") for id, value in values.items()}
+    return Baseline(lane, made_with=HERE, rows=rows)
+
+
+def cells(text: str) -> list[list[str]]:
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_a_case_has_its_errors_times_and_code() -> None:
+    _, _, forward, both = cells(op_table.markdown(baseline("h200", TIMED), baseline("cpu", COMPILED)))
+    assert forward == [
+        "`scan-N64`", "1.25", "-", "forward", "0.500", "2.000", "0.25", "-", "128", "12",
+    ]  # fmt: skip
+    assert both == ["", "", "", "forward + backward", "-", "-", "-", "-", "", ""]
+
+
+def test_without_a_timed_kernel_there_is_no_table() -> None:
+    with pytest.raises(BaselineError, match=r"no kernel was timed; pytest -m h200 suites/kernels$"):
+        op_table.markdown(baseline("h200", {}), baseline("cpu", COMPILED))
+
+
+def test_the_table_in_the_docs_is_that_of_the_reviewed_rows() -> None:
+    ran, compiled = (load(ROOT / "baselines" / f"{lane}.json", lane) for lane in ("h200", "cpu"))
+    assert (ROOT / "docs" / "kernels.md").read_text() == op_table.markdown(ran, compiled), (
+        "python -m suites.kernels.op_table --out docs/kernels.md"
+    )
+
+
+def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path: Path, capsys) -> None:
+    assert op_table.main(["--out", str(tmp_path / "absent" / "table.md")]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "No such file or directory" in told
