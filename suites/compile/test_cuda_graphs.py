@@ -16,11 +16,13 @@ from model import Hybrid, preset
 from model.hybrid import documents
 from suites.support.child import run_json
 from suites.support.hybrids import build, token_batch
+from suites.support.instruments import DynamoWatch, cuda_graph_skips
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
 KINDS = sorted(set(preset("nam56r", "narrow").kinds))
 BATCH = 2
+STEPS = 4  # two to warm up, one to record, one to replay
 
 
 def inputs(model: Hybrid, kind: str, seed: int, device: str) -> tuple[Tensor, ...]:
@@ -59,6 +61,27 @@ def test_a_host_read_cannot_be_recorded(lane: Lane) -> None:
     told = run_json("suites.compile.failed_recording", lane.device, environment={}, timeout=120)
     assert re.fullmatch(r"ReadsOnTheHost: [^\n]+", told["refusal"])
     assert (told["drawn"], told["replayed"]) == (True, True)
+
+
+@lanes("h200")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_inductor_leaves_out_of_its_own(lane: Lane, kind: str, row, canaries) -> None:
+    """A training step of a compiled block with Inductor's CUDA graphs on: every graph left out, with its reason."""
+    canaries("graphs", "cuda_graph_skips")
+    model = build(preset("nam56r", "narrow"), lane.device)
+    block = chosen_blocks(model, [kind])[kind]
+    with DynamoWatch() as watch, cuda_graph_skips() as skips:
+        compiled = torch.compile(block, backend=watch.backend())
+        for seed in range(STEPS):
+            torch.compiler.cudagraph_mark_step_begin()
+            found = compiled(*inputs(model, kind, seed, lane.device))
+            sum(part.sum() for part in (found if isinstance(found, tuple) else (found,))).backward()
+            block.zero_grad(set_to_none=True)
+    row(
+        f"compile/nam56r-inductor_cuda_graphs-{kind.replace(':', '_')}/skips", skips.count, unit="graphs",
+        witness=watch.report.calls, rule="C2", better="lower", evidence=sorted(set(skips.reasons)),
+        instruments=("graphs", "cuda_graph_skips"),
+    )  # fmt: skip
 
 
 @lanes("cpu", "h200")

@@ -175,6 +175,23 @@ def cache() -> None:
     _expect("bypass of an autograd.Function", opaque.aot_bypass, 1)
 
 
+def cuda_graph_skips() -> None:
+    """A graph that writes into its input is 1 skip, and a sound one none; on CPU every graph is a skip, untold why."""
+    gpu = torch.cuda.is_available()
+    x = torch.ones(64, device="cuda" if gpu else "cpu")
+
+    def skips(function: Callable[[Tensor], Tensor]) -> device.GraphSkips:
+        device.forget_graphs()
+        with device.cuda_graph_skips() as found:
+            torch.compile(function)(x)
+        return found
+
+    sound, writing = skips(_sin_cos), skips(lambda x: x.add_(1))
+    _expect("skips of a sound graph and of one that writes", (sound.count, writing.count), (int(not gpu), 1))
+    _expect("reasons", (len(sound.reasons), len(writing.reasons)), (0, int(gpu)))
+    _expect("the reason names the write", "mutated inputs" in "".join(writing.reasons), gpu)
+
+
 def op_definitions() -> None:
     """An op with a body alone, and the same op once it has a fake and a backward."""
     name = f"bumpgate_canary::op{len(device.op_definitions('bumpgate_canary'))}"
@@ -234,6 +251,7 @@ CANARIES: dict[str, Callable[[], None]] = {
         host_syncs,
         inductor,
         cache,
+        cuda_graph_skips,
         autotune,
         op_definitions,
         group_timeout,

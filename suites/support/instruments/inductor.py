@@ -8,7 +8,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -108,6 +108,38 @@ def autotuning(time: Callable[..., float] | None = None) -> Iterator[list[dict[s
     finally:
         clear_feedback_savers()
         clear_preprocessing_fns()
+
+
+@dataclass
+class GraphSkips:
+    """How often Inductor left a compiled graph out of its CUDA graphs, and the reason wherever it gave one."""
+
+    count: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def cuda_graph_skips() -> Iterator[GraphSkips]:
+    """Inductor puts what it compiles inside the block into CUDA graphs of its own, or counts that it does not.
+
+    It gives no reason for a graph of another device than CUDA.
+    """
+    skips, before = GraphSkips(), counters["inductor"]["cudagraph_skips"]
+    log = logging.getLogger("torch._inductor.cudagraph_utils.__cudagraphs")
+    handler = logging.Handler()
+    handler.emit = lambda record: skips.reasons.append(record.getMessage())  # type: ignore[method-assign]
+    level, propagate = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.WARNING)
+    log.propagate = False
+    try:
+        with torch._inductor.config.patch({"triton.cudagraphs": True}):
+            yield skips
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
+        skips.count = counters["inductor"]["cudagraph_skips"] - before
 
 
 def wrong_decomposition(op: Any, body: Callable[..., Any]) -> AbstractContextManager[Any]:
