@@ -102,6 +102,7 @@ def prepare_environment(lane: str | None) -> None:
     if lane == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"
     if lane == "h200":  # every worker has threads and compiler processes of its own
+        os.environ.setdefault("TRITON_CACHE_DIR", str(home / "bumpgate" / "triton"))
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
         # At import, under deterministic algorithms, mamba-ssm would keep one configuration of each kernel: a slow peer.

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import sys
 
-import torch
-
-from suites.kernels.peer_tuning import TUNED, keep_winners
-from suites.kernels.workloads import BF16, CASES
+from suites.kernels.peer_tuning import tuned_case
+from suites.kernels.workloads import BF16
 from suites.support.comparison import doubled, error_ratio, gradients
 from suites.support.operands import OperandsIn
 
@@ -22,12 +20,9 @@ FACTOR = 20.0
 
 def error_ratios(name: str, B: int) -> list[float]:
     """The peer's outputs and gradients against fp64, beside the plain formula's. Raises KeyError on another name."""
-    torch.manual_seed(0)
-    case = CASES[name](B)
+    case = tuned_case(name, B)
     if case.peer is None:
         raise KeyError(name)
-    if name.startswith(TUNED):
-        keep_winners()
     exact = gradients(case.reference, *doubled(case.inputs))
     with OperandsIn(BF16):
         plain = gradients(case.reference, *case.inputs)
