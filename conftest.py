@@ -94,13 +94,14 @@ def prepare_environment(lane: str | None) -> None:
     """What torch must find at import, here, in workers and in their children.
 
     Compiled code outlives a run, so that the second one is warm, in a place of our own: Inductor's default holds
-    entries of programs that did not count bytes. One thread on CPU: thread counts change the generated code, and
-    with it every exact row, from one machine to the next.
+    entries of programs that did not count bytes. On CPU one thread, and no wider vectors than AVX2: both change the
+    generated code, and with it every exact row, from one machine to the next.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "bumpgate" / "inductor"))
     if lane == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
     if lane == "h200":  # every worker has threads and compiler processes of its own
         os.environ.setdefault("TRITON_CACHE_DIR", str(home / "bumpgate" / "triton"))
         os.environ.setdefault("OMP_NUM_THREADS", "2")

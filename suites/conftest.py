@@ -12,6 +12,7 @@ from suites.support.duet import partner
 from suites.support.lanes import lane_of
 from suites.support.planted import tell
 from suites.support.rows import MACHINE_STATE, baseline_path, lane_baseline, report_canaries
+from suites.support.scheduling import FIRST
 
 
 def pytest_configure() -> None:
@@ -22,10 +23,16 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Canaries first: what an instrument is worth is known before anything is measured with it.
 
-    On a GPU the tests that want the machine to themselves come last: one among the others would wait for all of them
-    to end, and they for it. What the others compile is on disk by then.
+    On a GPU what takes minutes comes before them, and the tests that want the machine to themselves come last: one
+    among the others would wait for all of them to end, and they for it. What the others compile is on disk by then.
     """
-    items.sort(key=lambda item: ("canaries" not in item.path.parts, _alone_on_gpu(item)))
+    items.sort(
+        key=lambda item: (not _long_on_gpu(item), "canaries" not in item.path.parts, _alone_on_gpu(item))
+    )
+
+
+def _long_on_gpu(item: pytest.Item) -> bool:
+    return lane_of(item) == "h200" and item.nodeid.partition("::")[0] in FIRST
 
 
 def _alone_on_gpu(item: pytest.Item) -> bool:

@@ -14,8 +14,11 @@ from pathlib import Path
 
 import torch
 
+from bumpgate.rows import write_atomic
 from suites.kernels.peer_tuning import tuned_case
 from suites.support.gpu_timing import forward_and_backward
+
+LIST = "__grp__"  # how Triton begins the name of the list of an entry's files
 
 
 def main(name: str) -> dict[str, float]:
@@ -30,6 +33,24 @@ def main(name: str) -> dict[str, float]:
     if case.peer:
         forward_and_backward(case.peer, case.inputs)[1]()
     return {"seconds": seconds, "kernels": kernels}
+
+
+def keep(made: Path, cache: Path) -> None:
+    """Brings the entries of one directory of Triton's into another that other processes use meanwhile.
+
+    A file that is there is left alone, for it may be mapped. The list of an entry's files names them by their place,
+    and comes after them.
+    """
+    files = [path for path in made.rglob("*") if path.is_file()]
+    for file in sorted(files, key=lambda path: path.name.startswith(LIST)):
+        place = cache / file.relative_to(made)
+        if place.exists():
+            continue
+        data = file.read_bytes()
+        if file.name.startswith(LIST):
+            data = data.replace(os.fsencode(made), os.fsencode(cache))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(place, data)
 
 
 if __name__ == "__main__":

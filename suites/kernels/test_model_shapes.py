@@ -7,13 +7,13 @@ bf16, as a tensor core takes them. B batch.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from suites.kernels.first_call import keep
 from suites.kernels.peer_tuning import tuned_case
 from suites.kernels.workloads import BF16, CASES
 from suites.support.child import run_json
@@ -63,7 +63,7 @@ def test_first_call(lane: Lane, name: str, row, tmp_path: Path) -> None:
         f"kernels/{name}/first_call_seconds", told["seconds"], unit="s", witness=told["kernels"], rule="C36",
         at_most=LONGEST_FIRST_CALL, evidence=[f"{told['kernels']} kernels compiled, beside other tests"],
     )  # fmt: skip
-    shutil.copytree(tmp_path, os.environ["TRITON_CACHE_DIR"], dirs_exist_ok=True)
+    keep(tmp_path, Path(os.environ["TRITON_CACHE_DIR"]))
 
 
 @lanes("h200")

@@ -42,7 +42,10 @@ def read(name: str) -> Any:
 
 
 def lost_in_threads(name: str) -> bool:
-    """Whether a value assigned in this thread is not what another reads: autotuning and the backward have their own."""
+    """Whether a value assigned in this thread is not what another reads: autotuning and the backward have their own.
+
+    A field that a variable of the environment holds down takes no assignment, which is no difference of threads.
+    """
     holder, field = resolve(name)
     before = getattr(holder, field)
     other = not before if isinstance(before, bool) else before + 1
@@ -51,8 +54,9 @@ def lost_in_threads(name: str) -> bool:
     thread = threading.Thread(target=lambda: seen.append(getattr(holder, field)))
     thread.start()
     thread.join()
+    here = getattr(holder, field)
     setattr(holder, field, before)
-    return seen != [other]
+    return seen != [here]
 
 
 def probes() -> dict[str, Any]:

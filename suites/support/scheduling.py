@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from xdist.scheduler import LoadScopeScheduling
 
 # Each has a fixture of the module's scope that compiles, builds or searches for ten seconds to two minutes.
@@ -12,13 +14,46 @@ TOGETHER = {
     "suites/launch/test_knobs.py",
     "suites/wheels/test_abi.py",
 }
+# One or two minutes each: begun late, they would be what the timed tests wait for.
+FIRST = {"suites/cache/test_keys.py", "suites/cache/test_layers.py", "suites/wheels/test_machine.py"}
+AHEAD = 2
 
 
 class TestByTest(LoadScopeScheduling):
-    """Hands out single tests in the order of their collection, after the modules of TOGETHER."""
+    """Hands out single tests in the order of their collection, the modules of TOGETHER each to one worker.
+
+    Three things that xdist 3.8.0 does not do. A test that ends its worker counts as run: it would be run again. A
+    worker that replaces another takes tests once it has collected them: where two are replaced at a time the run would
+    end with a KeyError. And each worker has two tests or knows that no more will come: it begins none before it knows
+    the next, so that one with a single test would wait forever.
+    """
 
     __test__ = False
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return file if file in TOGETHER else nodeid
+
+    def remove_node(self, node: Any) -> str | None:
+        """-> the test in which the worker ended; None where it had none left."""
+        crashed = None
+        for unit in self.assigned_work[node].values():
+            crashed = next((test for test, completed in unit.items() if not completed), None)
+            if crashed:
+                unit[crashed] = True
+                break
+        super().remove_node(node)
+        return crashed
+
+    def _reschedule(self, node: Any) -> None:
+        if node not in self.registered_collections:
+            return
+        super()._reschedule(node)
+        while (
+            self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < AHEAD
+        ):
+            self._assign_work_unit(node)
+        if not self.workqueue:
+            for other in self.assigned_work.keys() & self.registered_collections.keys():
+                if not other.shutting_down:
+                    other.shutdown()
