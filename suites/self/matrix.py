@@ -141,6 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     known, lanes = rules(), set(given.lane or ["cpu"])
     planted = [fault for file in given.junit for fault in faults(file)]
     rows = checked(given.record)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(given.out, markdown(known, planted, rows, lanes))
     open_ends = gaps(known, planted, rows, lanes)
     for line in open_ends:
