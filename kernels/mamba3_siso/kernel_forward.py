@@ -44,13 +44,14 @@ def seen(rows, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def load_tile(base, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """A (rows,BLOCK) tile of such a matrix; zeros outside."""
-    at = base + rows[:, None] * stride + tl.arange(0, BLOCK)[None, :]
+    # 64 bits throughout, the fixed part last: then it goes into the instructions, and few registers hold addresses.
+    at = base + tl.arange(0, BLOCK)[None, :].to(tl.int64) + rows[:, None].to(tl.int64) * stride
     return tl.load(at, mask=seen(rows, count, WIDTH, BLOCK), other=0.0)
 
 
 @triton.jit
 def store_tile(base, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, tile):
-    at = base + rows[:, None] * stride + tl.arange(0, BLOCK)[None, :]
+    at = base + tl.arange(0, BLOCK)[None, :].to(tl.int64) + rows[:, None].to(tl.int64) * stride
     tl.store(at, tile, mask=seen(rows, count, WIDTH, BLOCK))
 
 
