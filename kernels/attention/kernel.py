@@ -345,7 +345,7 @@ def _spans(doc_ids: Tensor, own: int, other: int, own_keys: bool, window: int, c
     spans = doc_ids.new_empty((B, triton.cdiv(T, own), 4))
     _span_kernel[spans.shape[1], B](
         doc_ids, spans, T, OWN=own, OTHER=other, CHUNK=4096 // other,
-        OWN_KEYS=own_keys, CAUSAL=causal, WINDOW=window, num_warps=4,
+        OWN_KEYS=own_keys, CAUSAL=causal, WINDOW=window, num_warps=8,
     )  # fmt: skip
     return spans
 

@@ -1,0 +1,141 @@
+"""mamba-ssm's own SSD kernels under the interpreter, as they are, against our reference in fp64.
+
+Our kernels are held to our reference; that others' kernels keep to it by the same rule says that it means what they
+mean. Which of their autotune configurations wins is known on a GPU alone: here the smallest tiles stand for all.
+
+B batch, T tokens, H heads, P head dim, N state dim, G groups.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.autotuner import Autotuner
+
+from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_reference, ssd_chunk_scan_step
+from kernels.ssd_chunk_scan.upstream import INSTALL, load, ssd_chunk_scan_upstream
+from suites.kernels.interpret.ratio import DTYPES, outside
+from suites.kernels.interpret.test_ssd_chunk_scan import problem
+from suites.support.comparison import doubled, gradients
+from suites.support.lanes import Lane, lanes
+from suites.support.operands import OperandsIn
+
+TILES = "mamba_ssm.ops.triton."
+SIZES = (2, 37, 4, 8, 16, 2, 16)  # B T H P N G chunk size
+# Where documents begin, and whether a state is given.
+CASES = {
+    "state": ((), True),
+    "documents": ((5, 6, 27), False),
+    "documents-state": ((5, 6, 27), True),
+    "documents-at-chunks": ((16, 29), True),  # in row 0 with its second chunk, in row 1 with its third
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted() -> Iterator[None]:
+    """The package without its __init__, which wants a CUDA extension and the transformers library; a device that is
+    the host, of one SM; and of each kernel's configurations the one with the smallest tiles, the cheapest here."""
+    found = importlib.util.find_spec("mamba_ssm")
+    assert found is not None, f"mamba_ssm is absent: {INSTALL}"
+    package = ModuleType("mamba_ssm")
+    package.__path__ = list(found.submodule_search_locations)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "mamba_ssm", package)
+        patched.setattr(torch.cuda, "device", lambda *_: nullcontext())
+        patched.setattr(
+            torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=1)
+        )
+        load()
+        for kernel in tuned():
+            patched.setattr(kernel, "configs", [min(kernel.configs, key=size)])
+        yield
+        for name in [n for n in sys.modules if n.startswith("mamba_ssm.")]:
+            del sys.modules[name]
+
+
+def tuned() -> list[Autotuner]:
+    modules = [m for name, m in sys.modules.items() if name.startswith(TILES)]
+    return [k for m in modules for k in vars(m).values() if isinstance(k, Autotuner)]
+
+
+def size(configuration: triton.Config) -> int:
+    return math.prod(configuration.kwargs.values())
+
+
+def broken(
+    launch: Callable[..., Sequence[Tensor]], dtype: torch.dtype, starts: tuple[int, ...], state: bool
+) -> list[str]:
+    """What the ratio rule finds wrong in (y, final state, gradients of the inputs) of `launch`."""
+    *inputs, given = problem(SIZES, dtype, starts)[:8]
+    inputs.append(given if state else torch.zeros_like(given))
+    chunk_size = SIZES[-1]
+    exact = gradients(ssd_chunk_scan_reference, *doubled(inputs), chunk_size=chunk_size)
+    with OperandsIn(dtype) if dtype == torch.float16 else nullcontext():
+        plain = gradients(ssd_chunk_scan_reference, *inputs, chunk_size=chunk_size)
+    return outside(gradients(launch, *inputs, chunk_size=chunk_size), plain, exact)
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_the_scan_keeps_to_the_ratio_rule(lane: Lane, dtype: str, case: str) -> None:
+    assert not broken(ssd_chunk_scan_upstream, DTYPES[dtype], *CASES[case])
+
+
+@lanes("cpu")
+def test_the_rule_finds_documents_that_leak(lane: Lane) -> None:
+    def leaking(*inputs: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+        *others, doc_ids, state = inputs
+        return ssd_chunk_scan_upstream(*others, torch.zeros_like(doc_ids), state, chunk_size)
+
+    assert broken(leaking, torch.float32, *CASES["documents"])
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_the_step_keeps_to_the_ratio_rule(lane: Lane, dtype: str) -> None:
+    x, dt, A, Bmat, Cmat, D, _, state = problem(SIZES, DTYPES[dtype])[:8]
+    inputs = (x[:, 0], dt[:, 0], A, Bmat[:, 0], Cmat[:, 0], D, state)
+    exact, plain = ssd_chunk_scan_step(*doubled(inputs)), ssd_chunk_scan_step(*inputs)
+    assert not outside(upstream_step(*inputs), plain, exact)
+
+
+@lanes("cpu")
+@pytest.mark.xfail(
+    strict=True,
+    raises=(AttributeError, TypeError),
+    reason="mamba-ssm 2.3.2.post1: selective_state_update asks dt_bias for its strides, also where it is None, as by "
+    "default; a bias of zeros is the way round",
+)
+def test_the_step_needs_no_bias(lane: Lane) -> None:
+    x, dt, A, Bmat, Cmat, D, _, state = problem(SIZES, torch.float32)[:8]
+    upstream_step(x[:, 0], dt[:, 0], A, Bmat[:, 0], Cmat[:, 0], D, state, biased=False)
+
+
+def upstream_step(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    Bmat: Tensor,
+    Cmat: Tensor,
+    D: Tensor,
+    state: Tensor,
+    biased: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results of `ssd_chunk_scan_step`; the kernel updates the state in place. biased: with zeros."""
+    H, P, N = state.shape[1:]
+    state = state.clone()
+    rate, decay = dt[..., None].expand(-1, -1, P), A[:, None, None].expand(-1, P, N)
+    step = import_module(f"{TILES}selective_state_update").selective_state_update
+    bias = dt.new_zeros(H, 1).expand(-1, P) if biased else None
+    return step(state, x, rate, decay, Bmat, Cmat, D[:, None].expand(-1, P), dt_bias=bias), state
