@@ -64,7 +64,7 @@ NARROW = {  # P and N up to 64; four warps are one wgmma high (64 rows)
 WIDE = NARROW | {
     "scan": Run(4, 2), "state": Run(8, 2), "state_gradient": Run(8, 2), "chunk": Run(4), "head_sum": Run(4),
 }  # fmt: skip
-EXACT = {name: Run(8) for name in NARROW} | {"head_sum": Run(16)}  # fp32
+EXACT = {name: Run(8) for name in NARROW}  # fp32
 
 
 class _Call:
@@ -192,7 +192,7 @@ def mamba3_siso_bwd_kernel(*inputs: Any) -> list[Tensor]:
         *call.sizes, R=R, **call.tiles, **call.run("state_gradient"),
     )  # fmt: skip
     dqueries, dkeys = (torch.empty_like(call.queries) for _ in range(2))
-    dD, sums, borders = call.fp32(B * C, H), call.fp32(B, H, C, SUMS.value, L), call.fp32(B, H, C, 2, R)
+    dD, sums, borders = call.fp32(B * C, H), call.fp32(B, H, C, SUMS.value, L), call.fp32(B, H, C, R)
     chunk_gradient_kernel[H, C, B](
         call.queries, call.keys, call.v, _strides(call.v), dout, call.D, call.coefficients, call.spans,
         entering, leaving, dk_final, dv_final, dqueries, dkeys, dv, dz, dD, sums, borders,

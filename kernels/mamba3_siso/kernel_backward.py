@@ -39,8 +39,8 @@ from kernels.mamba3_siso.kernel_forward import (
 )
 
 PI = tl.constexpr(3.141592653589793)
-SUMS = tl.constexpr(4)  # of (B,H,C,4,L): gradients of the log decay in two parts, of scale and of gamma
-INSIDE, ACROSS, DSCALE, DGAMMA = (tl.constexpr(i) for i in range(4))
+SUMS = tl.constexpr(3)  # of (B,H,C,3,L): gradients of the log decay, of scale and of gamma
+DECAY, DSCALE, DGAMMA = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
@@ -147,10 +147,8 @@ def chunk_gradient_kernel(
     """One program per (head, chunk, row): all products of a chunk, with the places of keys down, of queries across.
 
     dqueries and dkeys (B,H,T,N) in v.dtype, of the turned ones; dv; dz, which holds the gate's slope before;
-    dD (B,C,H); sums; borders (B,H,C,2,R), wedge(state, its gradient) where a chunk begins: the second less the first.
-    The gradient of a log decay is the sum over the pairs s < t <= i that it lies between: a product with a triangle
-    of ones forms it. Registers are scarce: what is known is stored, also where another part of it comes later, and
-    the weights of the tokens are loaded where they are used.
+    dD (B,C,H); sums; borders (B,H,C,R), wedge(state, its gradient) where a chunk begins. The gradient of a log
+    decay is the sum over the pairs s < t <= i that it lies between: a product with a triangle of ones forms it.
     """
     head, c, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, i, pair = b.to(tl.int64) * H + head, tl.arange(0, L), tl.arange(0, BLOCK_N // 2)
@@ -170,8 +168,7 @@ def chunk_gradient_kernel(
     scale = tl.load(coefficients + SCALE * L + i)
     total = tl.load(coefficients + SINCE * L + L - 1)
     through = total * tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
-    borders += chunk * (2 * R) + pair
-    tl.store(borders + R, total * wedge(state, dstate), mask=pair < R)
+    border = total * wedge(state, dstate)
 
     dmixed = dot(value, tl.trans(douts))
     scores = dot(key, tl.trans(query))
@@ -181,46 +178,44 @@ def chunk_gradient_kernel(
     last = tl.load(spans + (b * C + c) * 2 * L + L + i)
     later = (i[None, :] > i[:, None]) & (i[None, :] <= last[:, None])
     weight = tl.where(later, decay_between(coefficients, L, EXACT, 1), 0.0)
-    dscale = tl.sum(dmixed * scores * weight, 1)
+    weighted = dmixed * scores * weight
+    dscale = tl.sum(weighted, 1)
     gamma = tl.load(coefficients + GAMMA * L + i)[:, None]
     weight = tl.where(diagonal, gamma, weight * scale[:, None])
+    dscores = (dmixed * weight).to(dtype)
     skip = tl.where(diagonal, tl.load(D + head).to(tl.float32), 0.0)
     mixed = (scores * weight + skip).to(dtype)
-    dmixed *= weight
-    dscores = dmixed.to(dtype)
     from_t = (i[:, None] >= i[None, :]).to(dtype)
-    dlog = dot(tl.where(diagonal, 0.0, dmixed * scores).to(dtype), from_t)
-    dlog = tl.sum(tl.where(i[:, None] < i[None, :], dlog, 0.0), 0)
-    tl.store(sums + INSIDE * L, dlog + through)
+    dlog = dot((weighted * scale[:, None]).to(dtype), from_t)
+    dlog = tl.sum(tl.where(i[:, None] < i[None, :], dlog, 0.0), 0) + through
 
-    out = dot(query, tl.trans(state)) * tl.load(coefficients + SINCE * L + i)[:, None]
+    until, since = tl.load(coefficients + UNTIL * L + i), tl.load(coefficients + SINCE * L + i)
+    out = dot(query, tl.trans(state)) * since[:, None]
     out = dot(tl.trans(mixed), value, out)
     slope = load_tile(dz + at_value, i, count, H * P, P, BLOCK_P)
     store_tile(dz + at_value, i, count, H * P, P, BLOCK_P, out * slope)
-    leaves = tl.load(coefficients + UNTIL * L + i) * tl.load(coefficients + SCALE * L + i)
-    dvalue = dot(key, tl.trans(dstate)) * leaves[:, None]
+    dvalue = dot(key, tl.trans(dstate)) * (until * scale)[:, None]
     dvalue = dot(mixed, douts, dvalue)
     final = (t0 + i == T - 1)[:, None]
     if c == C - 1:
         dvalue += tl.where(final, load_row(dv_final + row * P, P, BLOCK_P)[None, :], 0.0)
     store_tile(dv + at_value, i, count, H * P, P, BLOCK_P, dvalue)
 
-    dkey = dot(value, dstate) * tl.load(coefficients + UNTIL * L + i)[:, None]
+    dkey = dot(value, dstate) * until[:, None]
     left = tl.sum(dkey * load_tile(keys + at_key, i, count, N, N, BLOCK_N), 1)
     tl.store(sums + DSCALE * L, left + dscale)
-    dkey = dot(dscores, query, dkey * tl.load(coefficients + SCALE * L + i)[:, None])
+    dkey = dot(dscores, query, dkey * scale[:, None])
     if c == C - 1:
         dkey += tl.where(final, load_row(dk_final + row * N, N, BLOCK_N)[None, :], 0.0)
     store_tile(dkeys + at_key, i, count, N, N, BLOCK_N, dkey)
-    dquery = dot(douts, state) * tl.load(coefficients + SINCE * L + i)[:, None]
+    dquery = dot(douts, state) * since[:, None]
     again = load_tile(queries + at_key, i, count, N, N, BLOCK_N)
     entered = tl.sum(dquery * again, 1)
-    tl.store(borders, wedge(again, dquery), mask=pair < R)
+    tl.store(borders + chunk * R + pair, border - wedge(again, dquery), mask=pair < R)
     dquery = dot(tl.trans(dscores), key, dquery)
     store_tile(dqueries + at_key, i, count, N, N, BLOCK_N, dquery)
-    left *= tl.load(coefficients + SCALE * L + i)
-    crossing = tl.where(i[:, None] < i[None, :], left[:, None], entered[:, None])
-    tl.store(sums + ACROSS * L, tl.sum(crossing, 0))
+    crossing = tl.where(i[:, None] < i[None, :], (scale * left)[:, None], entered[:, None])
+    tl.store(sums + DECAY * L, dlog + tl.sum(crossing, 0))
 
 
 @triton.jit
@@ -296,13 +291,10 @@ def token_gradient_kernel(
     angle = load_tile(angles + offset(angle_strides, b, t0, head), place, count, angle_strides[1], R, BLOCK_R)
     inner = (r < R) & (c < C - 1)
     after = tl.load(carry + chunk * R + r, mask=inner, other=0.0)
-    border = borders + (chunk + 1) * (2 * R) + r
-    after += tl.load(border, mask=inner, other=0.0) - tl.load(border + R, mask=inner, other=0.0)
+    after -= tl.load(borders + (chunk + 1) * R + r, mask=inner, other=0.0)
     rate = tl.load(dt + scalar, mask=live, other=0.0).to(tl.float32)
     logit = tl.load(trap + scalar, mask=live, other=0.0).to(tl.float32)
-    decay = tl.load(here + ACROSS * L, mask=live, other=0.0) + tl.load(
-        here + INSIDE * L, mask=live, other=0.0
-    )
+    decay = tl.load(here + DECAY * L, mask=live, other=0.0)
     own = tl.load(here + DSCALE * L, mask=live, other=0.0) + tl.load(here + DGAMMA * L, mask=live, other=0.0)
     before = chunk * (SUMS * L) + DSCALE * L + tl.where(place > 0, place, CHUNK - SUMS * L) - 1
     dbeta = tl.load(sums + before, mask=live & (t > 0) & (start == 0), other=0.0)

@@ -44,14 +44,13 @@ def seen(rows, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def load_tile(base, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """A (rows,BLOCK) tile of such a matrix; zeros outside."""
-    # 64 bits throughout, the fixed part last: then it goes into the instructions, and few registers hold addresses.
-    at = base + tl.arange(0, BLOCK)[None, :].to(tl.int64) + rows[:, None].to(tl.int64) * stride
+    at = base + rows[:, None] * stride + tl.arange(0, BLOCK)[None, :]
     return tl.load(at, mask=seen(rows, count, WIDTH, BLOCK), other=0.0)
 
 
 @triton.jit
 def store_tile(base, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, tile):
-    at = base + tl.arange(0, BLOCK)[None, :].to(tl.int64) + rows[:, None].to(tl.int64) * stride
+    at = base + rows[:, None] * stride + tl.arange(0, BLOCK)[None, :]
     tl.store(at, tile, mask=seen(rows, count, WIDTH, BLOCK))
 
 
@@ -348,9 +347,8 @@ def scan_kernel(
 ):  # fmt: skip
     """One program per (head, row) walks the chunks with the state in fp32 registers.
 
-    A chunk is four products: what the state gives, the new state, scores, what the chunk gives. A token weighs
-    gamma for itself and scale for those after it; no weight is taken off again. The state goes first: it is the
-    largest thing in registers, and what the next chunk waits for. Only then are the scores and weights made.
+    A chunk is four products: scores, what the state gives, what the chunk gives, and the new state. A token weighs
+    gamma for itself and scale for those after it; no weight is taken off again.
     """
     head, b, i = tl.program_id(0), tl.program_id(1), tl.arange(0, L)
     row = b.to(tl.int64) * H + head
@@ -363,35 +361,34 @@ def scan_kernel(
     y += b.to(tl.int64) * T * H * P + head * P
     queries += row * T * N
     keys += row * T * N
-    row_coefficients, row_spans = coefficients + row * C * (ROWS * L), spans + b * C * 2 * L
+    coefficients += row * C * (ROWS * L)
+    spans += b * C * 2 * L
     for c in range(C):
         count = tl.minimum(CHUNK, T - c * CHUNK)
-        # Not one pointer moved along: two chunks ahead of it the loads are out of reach of an instruction's offset,
-        # and each asks for an address register of its own.
-        coefficients, spans = row_coefficients + c * (ROWS * L), row_spans + c * 2 * L
         query = load_tile(queries, i, count, N, N, BLOCK_N)
         key = load_tile(keys, i, count, N, N, BLOCK_N)
-        value = load_tile(v, i, count, v_strides[1], P, BLOCK_P)
-        out = dot(query, tl.trans(state.to(dtype)))
-        out *= tl.load(coefficients + SINCE * L + i)[:, None]
-        left = tl.load(coefficients + SCALE * L + i) * tl.load(coefficients + UNTIL * L + i)
-        weighted = (value * left[:, None]).to(dtype)
-        state = dot(tl.trans(weighted), key, state * tl.load(coefficients + SINCE * L + L - 1))
-        scores = dot(query, tl.trans(key))
         first, scale = tl.load(spans + i), tl.load(coefficients + SCALE * L + i)
         earlier = (i[None, :] < i[:, None]) & (i[None, :] >= first[:, None])
         weight = tl.where(earlier, decay_between(coefficients, L, EXACT, 0) * scale[None, :], 0.0)
         gamma = tl.load(coefficients + GAMMA * L + i)[:, None]
+        scores = dot(query, tl.trans(key))
         diagonal = i[:, None] == i[None, :]
         scores = tl.where(diagonal, scores * gamma + skip, scores * weight).to(dtype)
+        out = dot(query, tl.trans(state.to(dtype)))
+        out *= tl.load(coefficients + SINCE * L + i)[:, None]
+        value = load_tile(v, i, count, v_strides[1], P, BLOCK_P)
         out = dot(scores, value, out)
         gate = load_tile(z, i, count, z_strides[1], P, BLOCK_P).to(tl.float32)
         store_tile(y, i, count, H * P, P, BLOCK_P, out * gate * sigmoid(gate, EXACT))
+        weighted = (value * (scale * tl.load(coefficients + UNTIL * L + i))[:, None]).to(dtype)
+        state = dot(tl.trans(weighted), key, state * tl.load(coefficients + SINCE * L + L - 1))
         v += CHUNK * v_strides[1]
         z += CHUNK * z_strides[1]
         y += CHUNK * H * P
         queries += CHUNK * N
         keys += CHUNK * N
+        coefficients += ROWS * L
+        spans += 2 * L
     store_state(h_final + row * P * N, P, N, BLOCK_P, BLOCK_N, state)
     last = load_row(v + (T - 1 - C * CHUNK) * v_strides[1], P, BLOCK_P)
     tl.store(v_final + row * P + tl.arange(0, BLOCK_P), last, mask=tl.arange(0, BLOCK_P) < P)
