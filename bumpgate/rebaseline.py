@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -46,7 +46,10 @@ class Change:
 def command(
     lane: Annotated[str, typer.Option(help=f"One of {', '.join(LANES)}.")],
     record: Annotated[Path | None, typer.Option(help="What a run measured; by default record.json.")] = None,
-    only: Annotated[str, typer.Option(help="Row ids to accept, as a glob: 'compile/*/graph_breaks'.")] = "",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Row ids to accept, as a glob: 'compile/*/graph_breaks'. May be given again."),
+    ] = None,
     prune: Annotated[
         bool, typer.Option("--prune", help="Also drop rows that nothing measures any more.")
     ] = False,
@@ -71,7 +74,7 @@ def command(
     if refresh and not only:
         raise BumpgateError("--refresh takes what moved within its tolerance: name the rows with --only")
     found = read_record(record or root / "record.json")
-    new, changes = plan(found, old, only=only, prune=prune, refresh=refresh)
+    new, changes = plan(found, old, only=only or (), prune=prune, refresh=refresh)
     if new == old:
         typer.echo("nothing to accept: every measured row is within its tolerance")
         return
@@ -84,18 +87,20 @@ def command(
 
 
 def plan(
-    record: Record, old: Baseline, *, only: str = "", prune: bool = False, refresh: bool = False
+    record: Record, old: Baseline, *, only: Sequence[str] = (), prune: bool = False, refresh: bool = False
 ) -> tuple[Baseline, list[Change]]:
     """The baseline that accepts a record, and its difference from the old one; a second time nothing differs.
 
     refresh: takes the values of rows that pass, too. A tolerance is room for what comes, and our own changes use it up.
 
-    Raises RefusedError with every reason at once; BumpgateError where `only` matches no row of the record.
+    Raises RefusedError with every reason at once; BumpgateError where a glob of `only` matches no row of the record.
     """
     _refuse_record(record, old, only, prune)
-    selected = [j for j in record.judgements if fnmatchcase(j.row.id, only or "*")]
-    if only and not selected:
-        raise BumpgateError(f"--only {only!r} matches no row of the record")
+    ids = [j.row.id for j in record.judgements]
+    for glob in only:
+        if not any(fnmatchcase(id, glob) for id in ids):
+            raise BumpgateError(f"--only {glob!r} matches no row of the record")
+    selected = [j for j in record.judgements if not only or any(fnmatchcase(j.row.id, g) for g in only)]
     refused = [f"{j.row.id}: {reason}" for j in selected if (reason := _unacceptable(j, old, record))]
     if refused:
         raise RefusedError(*refused)
@@ -116,7 +121,7 @@ def _whole(record: Record) -> bool:
     return record.complete and bool(record.provenance.get("full_run"))
 
 
-def _refuse_record(record: Record, old: Baseline, only: str, prune: bool) -> None:
+def _refuse_record(record: Record, old: Baseline, only: Sequence[str], prune: bool) -> None:
     lane = record.provenance.get("lane")
     if lane != old.lane:
         raise RefusedError(f"the record is of lane {lane!r}, not {old.lane!r}")

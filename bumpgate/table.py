@@ -62,13 +62,19 @@ def summary(record: Record) -> str:
     return "; ".join(parts)
 
 
+WIDEST = 80
+
+
 def change_lines(changes: Iterable[tuple[str, Value, Value, str]]) -> str:
-    """One line a change: id, old -> new, percent where both are numbers, and why. None: no such value."""
+    """One line a change: id, old -> new, percent where both are numbers, and why. None: no such value.
+
+    Columns are as wide as most cells need: a value may be a list of names, and its line is long alone.
+    """
     rows = [
         (row_id, f"{_show(old)} -> {_show(new)}", _percent(old, new), why)
         for row_id, old, new, why in changes
     ]
-    widths = [max((len(r[i]) for r in rows), default=0) for i in range(3)]
+    widths = [max((n for r in rows if (n := len(r[i])) <= WIDEST), default=0) for i in range(3)]
     lines = ("  ".join([*(f"{cell:<{w}}" for cell, w in zip(r, widths)), r[3]]).rstrip() for r in rows)
     return "".join(f"{line}\n" for line in lines)
 

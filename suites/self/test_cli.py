@@ -147,6 +147,15 @@ def test_only_takes_a_glob_and_a_dry_run_writes_nothing(repository: Repository) 
     assert (code, len(err.splitlines())) == (4, 1)
 
 
+def test_only_may_be_given_again(repository: Repository) -> None:
+    repository.review(**{name: old(name, 1) for name in "xyz"})
+    repository.measure(*(count(name, 2) for name in "xyz"))
+    code, _, err = repository.run(*ACCEPT, "--only", "a/x/*", "--only", "b/*")
+    assert (code, len(err.splitlines())) == (4, 1), "each must match"
+    assert repository.run(*ACCEPT, "--only", "a/x/*", "--only", "a/z/*")[0] == 0
+    assert [r.value for r in repository.rows.values()] == [2, 1, 2]
+
+
 def test_refresh_takes_what_moved_within_its_tolerance(repository: Repository) -> None:
     repository.review(near=old("near", 100.0, "lower", 0.1, "mine"), other=old("other", 100.0, "lower", 0.1))
     repository.measure(timed("near", 109.0), timed("other", 109.0))

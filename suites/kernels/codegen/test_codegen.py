@@ -31,11 +31,14 @@ FIRST = {op_of(name): name for name in reversed(CASES)}
 SHAPES = [(name, "bf16") for name in CASES] + [(name, "fp32") for name in CASES if name in FIRST.values()]
 
 # Kernels that spill today, where nothing is said in every version, shape and dtype. Their rows are held to the
-# reviewed bytes instead of to 0: more is red, also where the review says 0, and fewer is a WIN.
+# reviewed bytes instead of to 0: more is red, also where the review says 0, and fewer is a WIN. Forms of mamba3_siso's
+# that spilled less or nothing were 2 to 6 % slower on an H200 than these.
 SPILLING = {
     "attention.dkdv_kernel",  # P 128 with softcap on 3.9.0
     "mamba3_siso.chunk_gradient_kernel",  # bf16
-    "mamba3_siso.scan_kernel",  # fp32 on 3.9.0
+    "mamba3_siso.head_sum_kernel",  # fp32 on 3.9.0
+    "mamba3_siso.scan_kernel",  # N 128, and bf16 at N 64 on 3.6.0
+    "mamba3_siso.turn_kernel",  # bf16 on 3.7.1
 }
 
 
