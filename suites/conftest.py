@@ -12,7 +12,7 @@ from suites.support.duet import partner
 from suites.support.lanes import lane_of
 from suites.support.planted import tell
 from suites.support.rows import MACHINE_STATE, baseline_path, lane_baseline, report_canaries
-from suites.support.scheduling import FIRST
+from suites.support.scheduling import FIRST, MEMORY, memory_slot
 
 
 def pytest_configure() -> None:
@@ -32,7 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _long_on_gpu(item: pytest.Item) -> bool:
-    return lane_of(item) == "h200" and item.nodeid.partition("::")[0] in FIRST
+    turns = MEMORY in getattr(item, "fixturenames", ()) and not _alone_on_gpu(item)
+    return lane_of(item) == "h200" and (turns or item.nodeid.partition("::")[0] in FIRST)
 
 
 def _alone_on_gpu(item: pytest.Item) -> bool:
@@ -59,7 +60,8 @@ def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
     """A lane test shares the machine with others; one that asks for `exclusive_machine` waits until it has it alone.
 
     Of the two sides of a paired session the one that leads has it for both. Of the tests that ask for
-    `most_gpu_memory` one runs at a time; it waits for that before it takes its share, so that none waits for the other.
+    `most_gpu_memory` as many run as there are slots; each waits for its own before it takes its share, so that none
+    waits for the other.
     """
     duet = partner()
     if lane_of(request.node) is None or (duet and not duet.leads):
@@ -68,7 +70,7 @@ def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
     from suites.support.timing import gpu_memory, machine
 
     with (
-        gpu_memory() if "most_gpu_memory" in request.fixturenames else nullcontext(),
+        gpu_memory(memory_slot(request.node.nodeid)) if MEMORY in request.fixturenames else nullcontext(),
         machine(exclusive="exclusive_machine" in request.fixturenames),
     ):
         yield
@@ -76,7 +78,7 @@ def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def most_gpu_memory(machine_share: None) -> Iterator[None]:
-    """Asked for by tests that take tens of GB: no other such test runs meanwhile, and what they took is given back."""
+    """Asked for by tests that take tens of GB: few such run side by side, and what they took is given back."""
     yield
     import torch
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 from suites.kernels.first_call import keep
 from suites.self.tree import ROOT
+from suites.support.scheduling import MEMORY_SLOTS
 
 CONFTEST = """
 import sys
@@ -36,23 +38,46 @@ def test_lives(i):
 """
 
 
+SHARING = """
+import pytest
+@pytest.fixture
+def exclusive_machine(): pass
+@pytest.fixture
+def most_gpu_memory(): pass
+@pytest.mark.parametrize("i", range(6))
+def test_timed(i, worker_id, exclusive_machine, record_property):
+    record_property("alone", worker_id)
+@pytest.mark.parametrize("i", range(8))
+def test_large(i, worker_id, most_gpu_memory, record_property):
+    record_property("memory", worker_id)
+@pytest.mark.parametrize("i", range(8))
+def test_other(i, worker_id):
+    pass
+"""
+
+
+def run(folder: Path, tests: str, workers: int) -> str:
+    """The output of a run of these tests, each worker's tests handed out by ours."""
+    (folder / "conftest.py").write_text(CONFTEST.format(root=str(ROOT)))
+    (folder / "test_it.py").write_text(tests)
+    (folder / "pytest.ini").write_text("[pytest]\njunit_family = xunit1\n")
+    command = [sys.executable, "-m", "pytest", "-n", str(workers), "-p", "no:cacheprovider", "test_it.py"]
+    command += ["--max-worker-restart=9", "--junitxml=ran.xml"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_what_may_not_run_side_by_side_has_one_worker(tmp_path: Path) -> None:
+    printed = run(tmp_path, SHARING, workers=4)
+    assert "22 passed" in printed, printed
+    properties = ElementTree.parse(tmp_path / "ran.xml").iter("property")
+    found = {(p.attrib["name"], p.attrib["value"]) for p in properties}
+    assert sum(name == "alone" for name, _ in found) == 1
+    assert 1 <= sum(name == "memory" for name, _ in found) <= MEMORY_SLOTS
+
+
 def test_workers_that_die_together_cost_a_test_each(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(CONFTEST.format(root=str(ROOT)))
-    (tmp_path / "test_dying.py").write_text(TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-n",
-        "3",
-        "-p",
-        "no:cacheprovider",
-        "--max-worker-restart=9",
-        "test_dying.py",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert "3 failed, 10 passed" in done.stdout, done.stdout
+    printed = run(tmp_path, TESTS, workers=3)
+    assert "3 failed, 10 passed" in printed, printed
     ran = (tmp_path / "ran").read_text().splitlines()
     assert sorted(ran) == sorted(["died"] * 3 + [f"lived {i}" for i in range(10)])
 

@@ -1,8 +1,16 @@
-"""Which worker runs what on the H200 lane: test by test, but for modules whose tests share what is dear to make."""
+"""Which worker runs what on the H200 lane: test by test, but for tests that share something.
+
+That is what is dear to make, the right to most of the GPU's memory, or the machine as a whole: one worker runs those
+that may not run side by side, so that no others wait for each other's locks.
+"""
 
 from __future__ import annotations
 
+import ast
+from functools import cache
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from xdist.scheduler import LoadScopeScheduling
 
@@ -17,6 +25,22 @@ TOGETHER = {
 # One or two minutes each: begun late, they would be what the timed tests wait for.
 FIRST = {"suites/cache/test_keys.py", "suites/cache/test_layers.py", "suites/wheels/test_machine.py"}
 AHEAD = 2
+ALONE = {"exclusive_machine", "speed"}  # fixtures that give a test the machine to itself
+MEMORY = "most_gpu_memory"
+MEMORY_SLOTS = 2  # half each of what a dozen contexts leave of 139 GiB
+
+
+def memory_slot(nodeid: str) -> int:
+    """Which of the tests that ask for most of the GPU's memory this one takes turns with."""
+    return crc32(nodeid.encode()) % MEMORY_SLOTS
+
+
+@cache
+def arguments(file: Path) -> dict[str, frozenset[str]]:
+    """Test function -> its arguments. Read from the text: the process that hands out tests imports none."""
+    tree = ast.parse(file.read_text())
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return {f.name: frozenset(arg.arg for arg in f.args.args) for f in functions}
 
 
 class TestByTest(LoadScopeScheduling):
@@ -31,7 +55,12 @@ class TestByTest(LoadScopeScheduling):
     __test__ = False
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
+        file, _, test = nodeid.partition("::")
+        asked = arguments(self.config.rootpath / file).get(test.partition("[")[0], frozenset())
+        if asked & ALONE:
+            return "alone"
+        if MEMORY in asked:
+            return f"memory {memory_slot(nodeid)}"
         return file if file in TOGETHER else nodeid
 
     def remove_node(self, node: Any) -> str | None:

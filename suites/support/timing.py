@@ -37,9 +37,9 @@ def machine(*, exclusive: bool) -> Iterator[None]:
 
 
 @contextmanager
-def gpu_memory() -> Iterator[None]:
-    """Holds the right to most of the GPU's memory; the GPU itself may be shared."""
-    with locked(LOCK.with_suffix(".gpu_memory"), exclusive=True):
+def gpu_memory(slot: int) -> Iterator[None]:
+    """Holds the right to a slot of the GPU's memory; the GPU itself may be shared."""
+    with locked(LOCK.with_suffix(f".gpu_memory_{slot}"), exclusive=True):
         yield
 
 
