@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,18 +146,20 @@ def _some(names: list[str]) -> str:
 
 
 def run_cases(
-    wheel: str, smoke: Smoke, interpreter: Interpreter, seconds: float = CASE_SECONDS
+    wheels: Mapping[str, Smoke], interpreter: Interpreter, seconds: float = CASE_SECONDS
 ) -> Iterator[Fault]:
-    """Runs each case in a process of its own; a crash, a hang or a wrong result is the fault of that case alone."""
+    """Runs each case of each wheel in a process of its own; a crash, a hang or a wrong result is its fault alone."""
 
-    def run(case: str) -> Fault | None:
+    def run(wheel_and_case: tuple[str, str]) -> Fault | None:
+        wheel, case = wheel_and_case
         try:
-            interpreter.run(*smoke.command, case, timeout=seconds)
+            interpreter.run(*wheels[wheel].command, case, timeout=seconds)
         except ChildFault as fault:
             return Fault(wheel, "run", f"{wheel} {case}: {fault}")
         return None
 
-    yield from filter(None, side_by_side(run, smoke.cases))
+    cases = [(wheel, case) for wheel, smoke in wheels.items() for case in smoke.cases]
+    yield from filter(None, side_by_side(run, cases))
 
 
 def read_extension(path: Path) -> Extension:

@@ -120,9 +120,9 @@ def kernel_wheels_run(site: Site) -> Found:
     for name, smoke in installed.items():
         if smoke.device not in reachable:
             yield NotRun(f"{name}: needs {smoke.device}, which lane {site.lane} does not have")
-            continue
-        for fault in abi.run_cases(name, smoke, site.interpreter):
-            yield Defect("BG402", fault.reason, REBUILD.format(name))
+    here = {name: smoke for name, smoke in installed.items() if smoke.device in reachable}
+    for fault in abi.run_cases(here, site.interpreter):
+        yield Defect("BG402", fault.reason, REBUILD.format(fault.wheel))
     yield (
         ", ".join(f"{n}: {len(s.cases)} cases" for n, s in installed.items())
         or "no kernel wheel is installed"

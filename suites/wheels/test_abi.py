@@ -67,7 +67,7 @@ def faults(name: str, installed: Inventory) -> Mapping[str, abi.Fault]:
 
 def runs(name: str, interpreter: Interpreter) -> list[abi.Fault]:
     smoke = Smoke(("-c",), (CASE.format(name, *RIGHT[name]),), "cpu")
-    return list(abi.run_cases(name, smoke, interpreter, seconds=120))
+    return list(abi.run_cases({name: smoke}, interpreter, seconds=120))
 
 
 def imports(name: str, interpreter: Interpreter) -> bool:
@@ -175,7 +175,7 @@ def test_a_label_is_held_against_the_build(lane: Lane, label, file, requires, wo
 def test_a_crash_or_a_hang_costs_its_own_case(lane: Lane) -> None:
     programs = ("pass", "import os; os.abort()", "import time; time.sleep(60)", "print('still run')")
     found = list(
-        abi.run_cases("w", Smoke(("-c",), programs, "cpu"), Interpreter(Path(sys.executable), ROOT), 3.0)
+        abi.run_cases({"w": Smoke(("-c",), programs, "cpu")}, Interpreter(Path(sys.executable), ROOT), 3.0)
     )
     assert [f.reason.rpartition(": ")[2] for f in found] == ["killed by SIGABRT", "no answer in 3 s"]
 
