@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bumpgate.baseline import Baseline, BaselineError, load
-from bumpgate.rows import Value, write_atomic
+from bumpgate.rows import Value
 from suites.support.comparison import AT_MOST
+from suites.support.tables import line, publish
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = {"forward": "forward", "both": "forward + backward"}
@@ -83,10 +84,10 @@ def markdown(ran: Baseline, compiled: Baseline) -> str:
         raise BaselineError("baselines/h200.json: no kernel was timed; pytest -m h200 suites/kernels")
     made = ran.made_with
     triton = str(made.get("triton"))
-    table = [line for name in names for line in lines(name, values, code_values, triton)]
-    cells = ["| " + " | ".join(line) + " |" for line in (HEAD, ("---",) * len(HEAD), *table)]
+    table = [cells for name in names for cells in lines(name, values, code_values, triton)]
+    body = [line(cells) for cells in (HEAD, ("---",) * len(HEAD), *table)]
     machine = f"{made.get('device')}, driver {made.get('driver')}, torch {made.get('torch')}, triton {triton}"
-    return "\n".join(["# The kernels on an H200", "", f"{machine}.", "", *cells, NOTES.format(triton=triton)])
+    return "\n".join(["# The kernels on an H200", "", f"{machine}.", "", *body, NOTES.format(triton=triton)])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -99,20 +100,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         ran, compiled = (load(ROOT / "baselines" / f"{lane}.json", lane) for lane in ("h200", "cpu"))
         text = markdown(ran, compiled)
-        if given.out is None:
-            print(text, end="")
-        else:
-            write_atomic(given.out, text)
     except BaselineError as error:
         print(error, file=sys.stderr)
         return 2
-    except OSError as error:
-        print(
-            f"--out {given.out}: {error.strerror}; name a file in a directory that can be written",
-            file=sys.stderr,
-        )
-        return 2
-    return 0
+    return publish(text, given.out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bumpgate.rows import Judgement, Record, RecordError, Verdict, is_finite, read_record, write_atomic
+from bumpgate.rows import Judgement, Record, RecordError, Verdict, is_finite, read_record
+from suites.support.tables import line, publish
 
 # The row holds no measurement, whatever its value reads.
 UNTRUSTED = (Verdict.INSTRUMENT, Verdict.INFRA)
@@ -151,14 +152,10 @@ def markdown(records: Sequence[Record], lines: Sequence[Line] = LINES) -> str:
             f"commit {str(p.get('commit'))[:12]}, {p.get('started')}{whole}"
         )
     table = [told(line, rows) for line in lines]
-    text += ["", _cells(HEAD), _cells(("---",) * len(HEAD)), *map(_cells, table), ""]
+    text += ["", line(HEAD), line(("---",) * len(HEAD)), *map(line, table), ""]
     count = sum(NOT_MEASURED not in cells[3] for cells in table)
     text.append(f"{count} of {len(table)} lines measured. An interval is what those of its two rows allow.")
     return "\n".join(text) + "\n"
-
-
-def _cells(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -173,20 +170,10 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         text = markdown([read_record(path) for path in given.record])
-        if given.out is None:
-            print(text, end="")
-        else:
-            write_atomic(given.out, text)
     except RecordError as error:
         print(error, file=sys.stderr)
         return 2
-    except OSError as error:
-        print(
-            f"--out {given.out}: {error.strerror}; name a file in a directory that can be written",
-            file=sys.stderr,
-        )
-        return 2
-    return 0
+    return publish(text, given.out)
 
 
 if __name__ == "__main__":
