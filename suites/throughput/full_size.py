@@ -23,6 +23,12 @@ from model.moe import MoEBlock
 from suites.support.hybrids import SEED, token_batch
 from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 
+# What is stepped. One graph of all layers is compiled of nam12's twelve alone, to keep the lane short.
+POLICIES = {
+    "nam52": ("eager", "per_block", "whole_disabled", "regional"),
+    "nam12": ("whole_disabled", "regional", "whole_opaque"),
+    "nam56r": ("eager", "regional"),
+}
 # The least batch that Dynamo does not specialise: a step at 1 would compile everything a second time.
 BATCH = 2
 # More than one, so that no step finds its own input in the L2, and a guard on values would miss.
@@ -68,14 +74,18 @@ class FullSize:
         """Of one step."""
         return self.batches[0].numel()
 
-    def load_kernels(self) -> None:
-        """A forward and backward with nothing compiled: the ops' own kernels are on the device after it.
+    def load_kernels(self) -> float:
+        """Seconds of a forward and backward with nothing compiled: the ops' own kernels are on the device after it.
 
         A first step behind it costs what its graphs cost to compile, and not what ran in this process before.
         """
+        torch.cuda.synchronize()
+        started = time.perf_counter()
         with torch.compiler.set_stance("force_eager"):
             self.compiled(self.batches[0]).backward()
         self.model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
 
     def first_step(self) -> float:
         """Seconds of the first forward and backward, compiling included."""

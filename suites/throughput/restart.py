@@ -1,7 +1,7 @@
 """One process of the full-size restart check: the first step of a model under a policy, and what each cache gave it.
 
 `python -m suites.throughput.restart nam52 regional` with TORCHINDUCTOR_CACHE_DIR set; the last line of output is JSON.
-The parent compares a process on an empty directory with one on what that left.
+The parent compares a process on an empty directory with one on what that left, or with another policy's.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ from dataclasses import asdict
 
 
 def main(name: str, policy: str) -> dict[str, object]:
-    """Seconds of the first step, loss of the second, cache events, graphs, and the compiled code in the directory."""
+    """Seconds of the first step and, before it, of the ops' own kernels; what the caches gave, and what is in them.
+
+    kernels_seconds: a step with nothing compiled by Inductor. loss: the second step's. code: files by their time.
+    """
     from suites.cache.programs import compiled_code
     from suites.support.instruments import autotune_count, cache_counts
     from suites.throughput.full_size import full_size
 
     with full_size(name, policy) as hybrid:
+        kernels_seconds = hybrid.load_kernels()
         seconds = hybrid.first_step()
         loss = float(hybrid.step())
         report = hybrid.watch.refresh()
         return {
+            "kernels_seconds": kernels_seconds,
             "seconds": seconds,
             "loss": loss,
             "counts": asdict(cache_counts()),
