@@ -36,9 +36,9 @@ def main(name: str) -> dict[str, float]:
 
 
 def keep(made: Path, cache: Path) -> None:
-    """Brings the entries of one directory of Triton's into another that other processes use meanwhile.
+    """Brings the entries of one cache, of Triton or Inductor, into another that other processes use meanwhile.
 
-    A file that is there is left alone, for it may be mapped. The list of an entry's files names them by their place,
+    A file that is there is left alone, for it may be mapped. Triton's list of an entry's files names them by place,
     and comes after them.
     """
     files = [path for path in made.rglob("*") if path.is_file()]
