@@ -45,13 +45,14 @@ def fact(
 
 
 def present(row: Callable[..., Any], name: str, found: bool, evidence: list[str] | None = None) -> bool:
-    """A row that says whether this torch can do it at all: reviewed, so that a build which loses it is red."""
+    """A row of 1 where this torch can do it at all, and of 0: a build that loses it is red, one that gains it a WIN."""
     row(
         f"release/{name}/capability",
-        "present" if found else "absent",
-        unit="state",
+        int(found),
+        unit="capability",
         witness=1,
         rule="R1",
+        better="higher",
         evidence=evidence or [f"torch {torch.__version__}"],
     )
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from suites.self.project import GOOD, Project, Result, counted
-from suites.support.lanes import detect, find, lanes
+from suites.support.lanes import _no_avx2, detect, find, lanes
 
 
 def test_lane_tests_need_a_lane_and_self_tests_need_none(project: Project) -> None:
@@ -86,3 +86,13 @@ def test_the_cpu_lane_needs_a_compiler_that_answers(monkeypatch: pytest.MonkeyPa
         reason = detect("cpu")
         assert reason is None if words is None else words in (reason or "")
     find.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "refused"),
+    [("flags\t\t: fpu avx avx2 bmi2\n", False), ("flags\t\t: fpu avx bmi2\n", True), ("", False)],
+)
+def test_a_cpu_without_the_lanes_instructions_is_told_in_one_line(cpuinfo: str, refused: bool) -> None:
+    reason = _no_avx2(cpuinfo)
+    assert (reason is not None) is refused
+    assert "\n" not in (reason or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
+
+from bumpgate.processes.host import read_or_empty
 
 PROBE_SECONDS = 180
 
@@ -65,7 +68,7 @@ def find(name: str) -> Found:
     context, must not do so in the process that judges.
     """
     if name == "cpu":
-        return Found("cpu", _no_compiler())
+        return Found("cpu", _no_compiler() or _no_avx2(read_or_empty("/proc/cpuinfo")))
     device, fault = _probe(PROBES[name])
     if name == "h200" and not fault and "H200" not in device:
         fault = f"the device is {device!r}"
@@ -128,3 +131,11 @@ def _no_compiler() -> str | None:
     except OSError as error:
         fault = error.strerror
     return fault and f"no working C++ compiler ({chosen[0]}: {fault}): install g++ or set CXX"
+
+
+def _no_avx2(cpuinfo: str) -> str | None:
+    """The lane generates AVX2 code everywhere. Nothing is said of a machine that does not list its instructions."""
+    flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
+    if flags is None or "avx2" in flags[1].split():
+        return None
+    return "this CPU has no AVX2, which the reviewed code is generated for: run the lane on one that has"
