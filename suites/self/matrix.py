@@ -9,7 +9,7 @@ With `--lane v6e` the rules of that lane alone, and with `--lane cpu --lane v6e`
 
 A fault comes from suites/self/mutants.py (an edit of a copy of the tree: its row must turn red) or from a test marked
 `@planted(rule, fault)` (it plants the fault itself and passes only if the check refuses it). Exit code 1 where a rule
-of the lanes that ran has no check or no fault, or where a fault survived.
+of the lanes that ran has no check or no fault, or where a fault survived; 2 on files that cannot be read or written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from bumpgate.rows import read_record, write_atomic
+from bumpgate.rows import BumpgateError, read_record, write_atomic
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -61,8 +61,15 @@ def rules(path: Path = RULES) -> dict[str, Rule]:
 
 
 def faults(junit: Path) -> Iterator[Fault]:
-    """The faults that one run planted. A test that did not run to its end has killed nothing."""
-    for case in ElementTree.parse(junit).getroot().iter("testcase"):
+    """The faults that one run planted. A test that did not run to its end has killed nothing.
+
+    Raises OSError and BumpgateError where the file cannot be read.
+    """
+    try:
+        root = ElementTree.parse(junit).getroot()
+    except ElementTree.ParseError as error:
+        raise BumpgateError(f"{junit}: no XML ({error})") from None
+    for case in root.iter("testcase"):
         killed = not any(case.find(tag) is not None for tag in ("failure", "error", "skipped"))
         test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
         seen = {(p.get("name"), p.get("value", "")) for p in case.iter("property")}
@@ -139,10 +146,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("mutants.md"))
     given = parser.parse_args(arguments)
     known, lanes = rules(), set(given.lane or ["cpu"])
-    planted = [fault for file in given.junit for fault in faults(file)]
-    rows = checked(given.record)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(given.out, markdown(known, planted, rows, lanes))
+    try:
+        planted = [fault for file in given.junit for fault in faults(file)]
+        rows = checked(given.record)
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(given.out, markdown(known, planted, rows, lanes))
+    except (OSError, BumpgateError) as error:
+        where = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        print(
+            f"{where}; give the JUnit files and records of whole runs, and an --out to write", file=sys.stderr
+        )
+        return 2
     open_ends = gaps(known, planted, rows, lanes)
     for line in open_ends:
         print(line)

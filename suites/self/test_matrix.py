@@ -112,3 +112,12 @@ def test_one_lane_owes_nothing_of_another(run, tmp_path: Path) -> None:
     report = (tmp_path / "mutants.md").read_text()
     assert "| C1: one | lane cpu did not run |" in report
     assert "| C2: two | 0 | a fault of C2 |" in report
+
+
+@pytest.mark.parametrize("bad", ["absent.xml", "broken.xml"])
+def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path: Path, bad: str, capsys) -> None:
+    (tmp_path / "broken.xml").write_text("no XML")
+    assert matrix.main([str(tmp_path / bad), "--out", str(tmp_path / "made" / "mutants.md")]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert not (tmp_path / "made").exists()
