@@ -14,7 +14,7 @@ from suites.support.lanes import LANES, detect
 from suites.support.session import LaneSession, Selection
 
 # Each worker of the H200 lane holds a context and its last test's memory on the GPU.
-MOST_WORKERS = 12
+MOST_WORKERS = 14
 SPARE_CORES = 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 
 import pytest
 
@@ -12,7 +11,7 @@ from suites.support.duet import partner
 from suites.support.lanes import lane_of
 from suites.support.planted import tell
 from suites.support.rows import MACHINE_STATE, baseline_path, lane_baseline, report_canaries
-from suites.support.scheduling import FIRST, MEMORY, memory_slot
+from suites.support.scheduling import FIRST
 
 
 def pytest_configure() -> None:
@@ -32,8 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _long_on_gpu(item: pytest.Item) -> bool:
-    turns = MEMORY in getattr(item, "fixturenames", ()) and not _alone_on_gpu(item)
-    return lane_of(item) == "h200" and (turns or item.nodeid.partition("::")[0] in FIRST)
+    return lane_of(item) == "h200" and item.nodeid.partition("::")[0] in FIRST
 
 
 def _alone_on_gpu(item: pytest.Item) -> bool:
@@ -59,30 +57,17 @@ def planted_faults(request: pytest.FixtureRequest, record_property: Callable[[st
 def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
     """A lane test shares the machine with others; one that asks for `exclusive_machine` waits until it has it alone.
 
-    Of the two sides of a paired session the one that leads has it for both. Of the tests that ask for
-    `most_gpu_memory` as many run as there are slots; each waits for its own before it takes its share, so that none
-    waits for the other.
+    Of the two sides of a paired session the one that leads has it for both. On a GPU those that wait for it are all in
+    one worker, which lets the others go first.
     """
-    duet = partner()
-    if lane_of(request.node) is None or (duet and not duet.leads):
+    duet, lane = partner(), lane_of(request.node)
+    if lane is None or (duet and not duet.leads):
         yield
         return
-    from suites.support.timing import gpu_memory, machine
+    from suites.support.timing import machine
 
-    with (
-        gpu_memory(memory_slot(request.node.nodeid)) if MEMORY in request.fixturenames else nullcontext(),
-        machine(exclusive="exclusive_machine" in request.fixturenames),
-    ):
+    with machine(exclusive="exclusive_machine" in request.fixturenames, patient=lane == "h200"):
         yield
-
-
-@pytest.fixture
-def most_gpu_memory(machine_share: None) -> Iterator[None]:
-    """Asked for by tests that take tens of GB: few such run side by side, and what they took is given back."""
-    yield
-    import torch
-
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture

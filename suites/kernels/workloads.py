@@ -253,3 +253,15 @@ CASES: dict[str, Callable[[int], Case]] = {
     "cross_entropy-V65536": partial(cross_entropy_case, softcap=0.0),
     "cross_entropy-V65536-softcap15": partial(cross_entropy_case, softcap=15.0),
 }
+
+# GiB that an op's reference takes in fp64 with its gradients, at B 1: of those that keep all pairs of tokens or a state
+# each. By the beginning of a case's name.
+ORACLE_GIB = {
+    "attention-P128": 32, "attention-P64": 48, "mla": 48, "dsa_indexer": 32, "ssd_chunk_scan": 32, "mamba3_siso": 40,
+}  # fmt: skip
+LEAST_ORACLE_GIB = 12
+
+
+def oracle_gib(name: str) -> int:
+    """Of a case of CASES."""
+    return next((gib for start, gib in ORACLE_GIB.items() if name.startswith(start)), LEAST_ORACLE_GIB)

@@ -1,7 +1,7 @@
 """Which worker runs what on the H200 lane: test by test, but for tests that share something.
 
-That is what is dear to make, the right to most of the GPU's memory, or the machine as a whole: one worker runs those
-that may not run side by side, so that no others wait for each other's locks.
+That is what is dear to make, or the machine as a whole: one worker runs those that may not run side by side, so that
+no others wait for each other's locks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ast
 from functools import cache
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from xdist.scheduler import LoadScopeScheduling
 
@@ -23,16 +22,14 @@ TOGETHER = {
     "suites/wheels/test_abi.py",
 }
 # One or two minutes each: begun late, they would be what the timed tests wait for.
-FIRST = {"suites/cache/test_keys.py", "suites/cache/test_layers.py", "suites/wheels/test_machine.py"}
+FIRST = {
+    "suites/cache/test_keys.py",
+    "suites/cache/test_layers.py",
+    "suites/throughput/test_restart.py",
+    "suites/wheels/test_machine.py",
+}
 AHEAD = 2
 ALONE = {"exclusive_machine", "speed"}  # fixtures that give a test the machine to itself
-MEMORY = "most_gpu_memory"
-MEMORY_SLOTS = 2  # half each of what a dozen contexts leave of 139 GiB
-
-
-def memory_slot(nodeid: str) -> int:
-    """Which of the tests that ask for most of the GPU's memory this one takes turns with."""
-    return crc32(nodeid.encode()) % MEMORY_SLOTS
 
 
 @cache
@@ -59,8 +56,6 @@ class TestByTest(LoadScopeScheduling):
         asked = arguments(self.config.rootpath / file).get(test.partition("[")[0], frozenset())
         if asked & ALONE:
             return "alone"
-        if MEMORY in asked:
-            return f"memory {memory_slot(nodeid)}"
         return file if file in TOGETHER else nodeid
 
     def remove_node(self, node: Any) -> str | None:

@@ -27,29 +27,29 @@ from suites.support.duet import Duet, partner
 from suites.support.rows import InfraError
 
 LOCK = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.machine"
+POLL_SECONDS = 0.1
 
 
 @contextmanager
-def machine(*, exclusive: bool) -> Iterator[None]:
-    """Holds the machine: timed rows exclusively, everything else shared."""
-    with locked(LOCK, exclusive=exclusive):
+def machine(*, exclusive: bool, patient: bool = False) -> Iterator[None]:
+    """Holds the machine: timed rows exclusively, everything else shared. patient: see locked()."""
+    with locked(LOCK, exclusive=exclusive, patient=patient):
         yield
 
 
 @contextmanager
-def gpu_memory(slot: int) -> Iterator[None]:
-    """Holds the right to a slot of the GPU's memory; the GPU itself may be shared."""
-    with locked(LOCK.with_suffix(f".gpu_memory_{slot}"), exclusive=True):
-        yield
-
-
-@contextmanager
-def locked(what: Path, *, exclusive: bool) -> Iterator[None]:
+def locked(what: Path, *, exclusive: bool, patient: bool = False) -> Iterator[None]:
     """Holds `what`, which is any path and need not exist.
 
-    Two locks: an exclusive waiter keeps the gate, so that a stream of shared holders cannot starve it.
+    Two locks: an exclusive waiter keeps the gate, so that a stream of shared holders cannot starve it. A patient one
+    lets them pass, where they are known to end.
     """
-    with _lock_file(Path(f"{what}.gate")) as gate, _lock_file(Path(f"{what}.lock")) as lock:
+    with lock_file(Path(f"{what}.gate")) as gate, lock_file(Path(f"{what}.lock")) as lock:
+        if exclusive and patient:
+            while not taken(lock):
+                time.sleep(POLL_SECONDS)
+            yield
+            return
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         if not exclusive:
@@ -57,12 +57,21 @@ def locked(what: Path, *, exclusive: bool) -> Iterator[None]:
         yield
 
 
-def _lock_file(path: Path) -> TextIO:
+def lock_file(path: Path) -> TextIO:
     """Open for reading: enough to lock it, and all that a sticky directory allows with a file of another user's."""
     if not path.exists():
         path.touch()
         path.chmod(0o644)
     return path.open()
+
+
+def taken(file: TextIO) -> bool:
+    """Locks it where nobody holds it -> whether this process does now. Does not wait."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def anchor() -> None:

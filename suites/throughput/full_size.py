@@ -25,7 +25,7 @@ from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs
 
 # What is stepped. One graph of all layers is compiled of nam12's twelve alone, to keep the lane short.
 POLICIES = {
-    "nam52": ("eager", "per_block", "whole_disabled", "regional"),
+    "nam52": ("eager", "whole_disabled", "per_block", "regional"),
     "nam12": ("whole_disabled", "regional", "whole_opaque"),
     "nam56r": ("eager", "regional"),
 }
@@ -33,6 +33,8 @@ POLICIES = {
 BATCH = 2
 # More than one, so that no step finds its own input in the L2, and a guard on values would miss.
 BATCHES = 4
+# A forward and backward of B 2 with the weights and their gradients: what the processes that share the GPU claim of it.
+GIB = {"nam52": 48, "nam12": 12, "nam56r": 48}
 # Small: these steps are timed and learn nothing, and must stay finite.
 LEARNING_RATE = 1e-4
 
@@ -99,6 +101,11 @@ class FullSize:
         """Forward, backward and update on the next batch -> the loss before the update, () fp32."""
         self.steps += 1
         return train_step(self.compiled, self.optimizer, self.batches[self.steps % len(self.batches)])
+
+    def loss(self) -> float:
+        """Of the next batch, with nothing updated: an optimizer's state would take 16 GiB more."""
+        self.steps += 1
+        return float(self.compiled(self.batches[self.steps % len(self.batches)]).detach())
 
     def peak_memory(self) -> int:
         """Bytes that one step needs at most, weights and optimizer state included and nobody else's memory."""

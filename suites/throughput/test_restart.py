@@ -13,22 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from packaging.version import Version
 
 from suites.cache.test_layers import cold_layers, new_code
 from suites.kernels.first_call import keep
 from suites.support.child import run_json
 from suites.support.lanes import Lane, lanes
+from suites.support.shared import made_once
 from suites.throughput.full_size import BATCH, POLICIES
 
+RELEASE = Version(torch.__version__).release
 NAME, POLICY = "nam52", "regional"
 CASE = f"cache/{NAME}-full-{POLICY}-restart"
 SMALL = "nam12"
-LARGE = [
-    (name, policy)
-    for name, policies in POLICIES.items()
-    for policy in policies
-    if name != SMALL and policy != "eager" and (name, policy) != (NAME, POLICY)
-]
+COMPILED = [(name, policy) for name, chosen in POLICIES.items() for policy in chosen if policy != "eager"]
+# The longest first: two of the large models have room at a time.
+COLD = sorted((case for case in COMPILED if case != (NAME, POLICY)), key=lambda case: case[0] == SMALL)
 TOKENS = 4096
 # Seconds of a process: the import, four billion random weights, the first step.
 LONGEST = 420
@@ -57,28 +58,48 @@ def kept(directory: Path) -> None:
             keep(layer, Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / layer.name)
 
 
+@pytest.fixture
+def restart(tmp_path_factory) -> tuple[Process, Process]:
+    """A cold process and the warm one on what it left."""
+
+    def make(directory: Path) -> Process:
+        cold, warm = (started(directory, NAME, POLICY) for _ in range(2))
+        kept(directory)
+        return {"cold": cold, "warm": warm}
+
+    _, told = made_once(tmp_path_factory, "full_size_restart", make)
+    return told["cold"], told["warm"]
+
+
 @lanes("h200")
-def test_a_warm_restart(lane: Lane, tmp_path: Path, row, canaries, most_gpu_memory) -> None:
+def test_a_warm_restart(lane: Lane, restart, row, canaries) -> None:
     canaries("cache", "autotune", "graphs")
-    cold, warm = (started(tmp_path, NAME, POLICY) for _ in range(2))
-    _report_seconds(row, cold, warm)
-    _report_layers(row, cold, warm)
-    _report_cold(row, NAME, POLICY, cold)
-    kept(tmp_path)
+    _report_seconds(row, *restart)
+    _report_layers(row, *restart)
+    _report_cold(row, NAME, POLICY, restart[0])
 
 
 @lanes("h200")
-@pytest.mark.parametrize(("name", "policy"), LARGE)
-def test_a_cold_first_step(lane: Lane, name: str, policy: str, tmp_path: Path, row, most_gpu_memory) -> None:
+@pytest.mark.parametrize(("name", "policy"), COLD)
+def test_a_cold_first_step(lane: Lane, name: str, policy: str, tmp_path: Path, row) -> None:
     _report_cold(row, name, policy, started(tmp_path, name, policy))
     kept(tmp_path)
 
 
 @lanes("h200")
-@pytest.mark.parametrize("policy", POLICIES[SMALL])
-def test_a_cold_first_step_of_twelve_layers(lane: Lane, policy: str, tmp_path: Path, row) -> None:
-    _report_cold(row, SMALL, policy, started(tmp_path, SMALL, policy))
-    kept(tmp_path)
+@pytest.mark.xfail(
+    RELEASE[:2] == (2, 11),
+    strict=True,
+    raises=AssertionError,
+    reason="torch 2.11.0: a reduction that runs best in a configuration which _dynamic_scale_rblock has added to its "
+    "list is searched again in every process, and compiled, for the search's winner is looked up in the list without "
+    "it (pytorch#181789; 2.13.0 has the remedy)",
+)
+def test_nothing_is_searched_or_compiled_again(lane: Lane, restart, canaries) -> None:
+    canaries("cache", "autotune")
+    cold, warm = restart
+    found = f"{warm['autotunes']} of {cold['autotunes']} benchmarks, {new_code(cold, warm)}"
+    assert not cold_layers(cold, warm), found
 
 
 def _report_cold(row, name: str, policy: str, cold: Process) -> None:
@@ -91,7 +112,6 @@ def _report_cold(row, name: str, policy: str, cold: Process) -> None:
 
 def _report_layers(row, cold: Process, warm: Process) -> None:
     before, after = cold["counts"], warm["counts"]
-    written = new_code(cold, warm)
     evidence = (
         f"cold {before}, {cold['autotunes']} benchmarks",
         f"warm {after}, {warm['autotunes']} benchmarks",
@@ -103,19 +123,6 @@ def _report_layers(row, cold: Process, warm: Process) -> None:
             f"{CASE}/{layer}_hits", after[f"{layer}_hit"], witness=missed, expected=missed, instruments=("cache",),
             **shared,
         )  # fmt: skip
-    row(
-        f"{CASE}/new_code_files", len(written), unit="files", rule="C18", witness=len(cold["code"]), expected=0,
-        evidence=written[:3],
-    )  # fmt: skip
-    row(
-        f"{CASE}/autotune_benchmarks", warm["autotunes"], witness=warm["graphs"], expected=0,
-        instruments=("autotune",), **shared,
-    )  # fmt: skip
-    lost = cold_layers(cold, warm)
-    row(
-        f"{CASE}/cold_layers", len(lost), unit="layers", rule="C18", witness=after["aot_hit"] or 0, expected=0,
-        evidence=[*lost, *evidence], instruments=("cache", "autotune"),
-    )  # fmt: skip
     row(
         f"{CASE}/frames_traced_again", warm["frames"], witness=cold["frames"], expected=cold["frames"],
         instruments=("graphs",), **shared,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 
 from suites.kernels.peer_tuning import tuned_case
-from suites.kernels.workloads import BF16
+from suites.kernels.workloads import BF16, oracle_gib
 from suites.support.comparison import doubled, error_ratio, gradients
+from suites.support.gpu_memory import claimed
 from suites.support.operands import OperandsIn
 
 # As suites/kernels/test_peers.py: a peer rounds more than the plain formula; this is to find another function.
@@ -32,7 +33,8 @@ def error_ratios(name: str, B: int) -> list[float]:
 
 def main(argument: str) -> int:
     name, _, batch = argument.partition("/")
-    worst = max(error_ratios(name, int(batch)))
+    with claimed(oracle_gib(name)):
+        worst = max(error_ratios(name, int(batch)))
     # A NaN is not below any bound.
     right = worst <= FACTOR
     print(
