@@ -91,7 +91,8 @@ def started(folder: Path, count: int, seconds: float = 0.3) -> subprocess.Popen[
     child = subprocess.Popen(
         [sys.executable, "-c", script], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
     )
-    assert child.stdout and child.stdout.readline() == "asks\n"
+    assert child.stdout
+    assert child.stdout.readline() == "asks\n"
     time.sleep(0.3)
     return child
 

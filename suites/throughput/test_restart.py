@@ -31,8 +31,8 @@ COMPILED = [(name, policy) for name, chosen in POLICIES.items() for policy in ch
 # The longest first: two of the large models have room at a time.
 COLD = sorted((case for case in COMPILED if case != (NAME, POLICY)), key=lambda case: case[0] == SMALL)
 TOKENS = 4096
-# Seconds of a process: the import, four billion random weights, the first step.
-LONGEST = 420
+# Seconds of a process: its turn for the memory, the import, four billion random weights, the first step.
+LONGEST = 600
 LARGEST_RATIO = 0.1
 TOLERANCE = 0.5
 
