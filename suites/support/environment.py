@@ -20,7 +20,9 @@ def prepare_environment(lane: str | None) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
     if lane == "h200":  # every worker has threads and compiler processes of its own
-        os.environ.setdefault("TRITON_CACHE_DIR", str(home / "bumpgate" / "triton"))
+        Path(os.environ.setdefault("TRITON_CACHE_DIR", str(home / "bumpgate" / "triton"))).mkdir(
+            parents=True, exist_ok=True
+        )
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
         # At import, under deterministic algorithms, mamba-ssm would keep one configuration of each kernel: a slow peer.

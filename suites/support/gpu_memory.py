@@ -18,14 +18,14 @@ from suites.support.timing import POLL_SECONDS, lock_file, locked, taken
 
 LOCKS = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gpu_memory"
 SLOT_GIB = 2
-UNCLAIMED_GIB = 36
+UNCLAIMED_GIB = 35
 
 
 @contextmanager
 def claimed(gib: float) -> Iterator[None]:
     """Holds this much of the first GPU's memory, or all that may be claimed where that is less.
 
-    Waits in turn: a large claim is not overtaken by small ones. What torch keeps of it is given back at the end.
+    A small claim may overtake a large one: a run's claims come to an end. What torch keeps of it is given back.
     """
     import torch
 
@@ -40,15 +40,20 @@ def claimed(gib: float) -> Iterator[None]:
 @contextmanager
 def held(count: int, slots: int) -> Iterator[None]:
     """Holds `count` of the slots, all where there are fewer. They are locks: a process that dies has freed its own."""
-    with ExitStack() as stack:
-        with locked(Path(f"{LOCKS}.turn"), exclusive=True):
-            free = [stack.enter_context(lock_file(Path(f"{LOCKS}.{i}"))) for i in range(slots)]
-            wanted = min(count, slots)
-            while wanted:
-                for slot in [*free]:
-                    if wanted and taken(slot):
-                        free.remove(slot)
-                        wanted -= 1
-                if wanted:
-                    time.sleep(POLL_SECONDS)
-        yield
+    while True:
+        with ExitStack() as stack:
+            if _took(min(count, slots), slots, stack):
+                yield
+                return
+        time.sleep(POLL_SECONDS)
+
+
+def _took(count: int, slots: int, stack: ExitStack) -> bool:
+    """Takes so many free slots, until the stack is closed; False where there are not enough, and none is to be kept."""
+    with locked(Path(f"{LOCKS}.turn"), exclusive=True):
+        for i in range(slots):
+            slot = stack.enter_context(lock_file(Path(f"{LOCKS}.{i}")))
+            count -= taken(slot)
+            if not count:
+                return True
+    return False

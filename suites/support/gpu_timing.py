@@ -23,35 +23,54 @@ MATMUL_SIZE = 8192
 
 
 class Timing(NamedTuple):
-    """Milliseconds of one call: the median, and the order statistics that enclose it at 99 %."""
+    """Of one call, in milliseconds, or of whatever else was sampled: the median and its 99 % interval."""
 
     median: float
     low: float
     high: float
 
 
-def milliseconds(function: Callable[[], object], calls: int = CALLS) -> Timing:
-    """GPU time of `function` by CUDA events, the L2 overwritten before each call; WARMUP more calls are not kept.
+def milliseconds(function: Callable[[], object], calls: int = CALLS, warmup: int = WARMUP) -> Timing:
+    """GPU time of `function` by CUDA events, the L2 overwritten before each call; `warmup` more calls are not kept.
 
     A function that waits for the device is timed with its waiting.
     """
-    flush = _flushed()
-    times = []
-    for call in range(WARMUP + calls):
-        for _ in range(FLUSHES):
-            flush.fill_(call)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        if call >= WARMUP:
-            times.append(start.elapsed_time(end))
-    times.sort()
+    for _ in range(warmup):
+        _timed(function)
+    return median([_timed(function) for _ in range(calls)])
+
+
+def alternately(
+    functions: Sequence[Callable[[], object]], calls: int = CALLS, warmup: int = WARMUP
+) -> list[list[float]]:
+    """Milliseconds of each function's calls, as in milliseconds(), one of each in turn: what drifts meets all alike."""
+    for function in functions:
+        for _ in range(warmup):
+            _timed(function)
+    rounds = [[_timed(function) for function in functions] for _ in range(calls)]
+    return [[*times] for times in zip(*rounds)]
+
+
+def median(samples: Sequence[float]) -> Timing:
+    """The median of any samples and the order statistics that enclose it at 99 %; of few, the smallest and largest."""
+    ordered, n = sorted(samples), len(samples)
     # Ranks of the binomial 99 % interval of a median, 1.29 sqrt(n) to either side.
-    reach = int(1.29 * calls**0.5 + 1)
-    low, high = max(0, calls // 2 - reach), min(calls - 1, calls // 2 + reach)
-    return Timing(statistics.median(times), times[low], times[high])
+    reach = int(1.29 * n**0.5 + 1)
+    return Timing(
+        statistics.median(ordered), ordered[max(0, n // 2 - reach)], ordered[min(n - 1, n // 2 + reach)]
+    )
+
+
+def _timed(function: Callable[[], object]) -> float:
+    flush = _flushed()
+    for value in range(FLUSHES):
+        flush.fill_(value)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 @cache

@@ -9,7 +9,8 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +34,16 @@ POLICIES = {
 BATCH = 2
 # More than one, so that no step finds its own input in the L2, and a guard on values would miss.
 BATCHES = 4
-# A forward and backward of B 2 with the weights and their gradients: what the processes that share the GPU claim of it.
-GIB = {"nam52": 48, "nam12": 12, "nam56r": 48}
+# A forward and backward of B 2 with the weights and their gradients, compiled: what the processes that share the GPU
+# claim of it.
+GIB = {"nam52": 42, "nam12": 8, "nam56r": 62}
+STACK_GIB = 10  # a block of each kind
+# A step of nam56r takes more than a second: of fewer calls the 99 % interval is from the smallest to the largest.
+CALLS = {"nam52": 20, "nam12": 20, "nam56r": 8}
+WARMUP = {"nam52": 5, "nam12": 5, "nam56r": 2}
+# Of tokens per second. A step of nam52 or nam12 waits for the host, which launches up to 5800 kernels: on four machines
+# it took 10 % more or less, where a step of nam56r, which keeps the device busy, took 0.4 %.
+HOST_TOLERANCE = {"nam52": 0.15, "nam12": 0.15, "nam56r": 0.04}
 # Small: these steps are timed and learn nothing, and must stay finite.
 LEARNING_RATE = 1e-4
 
@@ -75,19 +84,6 @@ class FullSize:
     def tokens(self) -> int:
         """Of one step."""
         return self.batches[0].numel()
-
-    def load_kernels(self) -> float:
-        """Seconds of a forward and backward with nothing compiled: the ops' own kernels are on the device after it.
-
-        A first step behind it costs what its graphs cost to compile, and not what ran in this process before.
-        """
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        with torch.compiler.set_stance("force_eager"):
-            self.compiled(self.batches[0]).backward()
-        self.model.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        return time.perf_counter() - started
 
     def first_step(self) -> float:
         """Seconds of the first forward and backward, compiling included."""
@@ -142,10 +138,49 @@ def full_size(name: str, policy: str) -> Iterator[FullSize]:
             torch.cuda.empty_cache()
 
 
-def kernels_launched(step: Callable[[], object]) -> int:
-    """Kernels that the device ran in one call, by its own trace."""
+class DeviceWork(NamedTuple):
+    """Of one call, by the device's own trace: kernels that ran, and milliseconds that they took in all.
+
+    What a host that is too slow to keep the device busy adds to a step is not in them.
+    """
+
+    kernels: int
+    milliseconds: float
+
+
+def device_work(step: Callable[[], object]) -> DeviceWork:
+    """Traces one call."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         step()
         torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
-    return sum(e.device_type == on_device and not e.name.startswith("Mem") for e in trace.events())
+    kernels = [e for e in trace.events() if e.device_type == on_device and not e.name.startswith("Mem")]
+    return DeviceWork(len(kernels), sum(e.time_range.elapsed_us() for e in kernels) / 1e3)
+
+
+def load_kernels(name: str) -> float:
+    """Seconds of an eager forward and backward of a stack with one block of each kind of the model's.
+
+    The ops' own kernels are compiled and on the device after it: a first step of the model behind it costs what its
+    graphs cost to compile. At the model's widths and batch, so that they are the same kernels.
+    """
+    config = one_of_each_kind(preset(name, "full"))
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    with torch.device("cuda"):
+        stack = Hybrid(config).to(torch.bfloat16)
+    stack(token_batch(config, BATCH, seed=SEED, device="cuda")).backward()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def one_of_each_kind(config: HybridConfig) -> HybridConfig:
+    """The same widths with a layer of each kind, in the order in which they first come."""
+    kinds = [*dict.fromkeys(config.kinds)]
+    attention = [kind for kind in kinds if kind[0] == "A"]
+    ranks = tuple(rank for rank, kind in enumerate(attention, 1) if kind == "A:dsa")
+    return config.with_(
+        layer_pattern="".join(kind[0] for kind in kinds),
+        depth=len(kinds),
+        dsa=replace(config.dsa, ranks=ranks) if config.dsa else None,
+    )

@@ -14,15 +14,16 @@ from dataclasses import asdict
 def main(name: str, policy: str) -> dict[str, object]:
     """Seconds of the first step and, before it, of the ops' own kernels; what the caches gave, and what is in them.
 
-    kernels_seconds: a step with nothing compiled by Inductor. loss: of another batch. code: files by their time.
+    loss: of another batch. code: files by their time.
     """
     from suites.cache.programs import compiled_code
     from suites.support.gpu_memory import claimed
     from suites.support.instruments import autotune_count, cache_counts
-    from suites.throughput.full_size import GIB, full_size
+    from suites.throughput.full_size import GIB, STACK_GIB, full_size, load_kernels
 
+    with claimed(STACK_GIB):
+        kernels_seconds = load_kernels(name)
     with claimed(GIB[name]), full_size(name, policy) as hybrid:
-        kernels_seconds = hybrid.load_kernels()
         seconds = hybrid.first_step()
         loss = hybrid.loss()
         report = hybrid.watch.refresh()

@@ -80,9 +80,9 @@ LINES = (
     Line("padding: peak memory of a layer", f"{EXPERTS}-padded/layer_peak_bytes",
          f"{EXPERTS}-grouped/layer_peak_bytes"),
     Line("kernels: ours over the peers', eager, tokens/s, nam52", rate("nam52-full-ours"),
-         rate("nam52-full-upstream"), ratio="throughput/nam52-full-upstream-2x4096/kernels_speedup_over_upstream"),
+         rate("nam52-full-upstream"), ratio="throughput/nam52-full-upstream-2x4096/speedup_over_upstream"),
     Line("kernels: ours over the peers', eager, tokens/s, nam56r", rate("nam56r-full-ours"),
-         rate("nam56r-full-upstream"), ratio="throughput/nam56r-full-upstream-2x4096/kernels_speedup_over_upstream"),
+         rate("nam56r-full-upstream"), ratio="throughput/nam56r-full-upstream-2x4096/speedup_over_upstream"),
 )  # fmt: skip
 
 HEAD = ("what", "first row", "second row", "first / second", "the sources say")

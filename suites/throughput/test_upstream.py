@@ -23,10 +23,10 @@ import model.m2rnn
 import model.mamba
 from model import preset
 from suites.kernels.peer_tuning import keep_winners
-from suites.support.gpu_timing import milliseconds
+from suites.support.gpu_timing import alternately, median
 from suites.support.lanes import Lane, lanes
 from suites.support.rows import NOT_RUN_PROPERTY
-from suites.throughput.full_size import BATCH, full_size
+from suites.throughput.full_size import BATCH, CALLS, HOST_TOLERANCE, WARMUP, device_work, full_size
 
 # Model -> the ops that have a peer where the model calls them, and the peer's package. nam56r's attention has none.
 PEERS: dict[str, list[tuple[ModuleType, str, str]]] = {
@@ -37,8 +37,11 @@ PEERS: dict[str, list[tuple[ModuleType, str, str]]] = {
         (model.m2rnn, "rms_norm_gated", "mamba_ssm"),
     ],
 }
-TOLERANCE = {"rate": 0.06, "peak": 0.02}
-METRICS = ("tokens_per_second", "peak_memory_bytes", "kernels_speedup_over_upstream")
+PEAK_TOLERANCE = 0.02
+METRICS = ("tokens_per_second", "peak_memory_bytes", "speedup_over_upstream", "kernels_speedup_over_upstream")
+# Of nam52 a step is as long as the host takes to launch it, whoever's kernels they are: the bound on that model is on
+# the time that the device works.
+PACED_BY_THE_DEVICE = "nam56r"
 
 
 @contextmanager
@@ -74,31 +77,42 @@ def test_ours_against_the_peers(lane: Lane, name: str, row, record_property, exc
     with full_size(name, "eager") as hybrid:
         for ids in hybrid.batches:
             ids[:, 1:].masked_fill_(ids[:, 1:] == hybrid.config.bos_id, hybrid.config.bos_id + 1)
-        hybrid.first_step()
-        hybrid.step()
-        ours = milliseconds(hybrid.step)
         with upstream(name) as calls:
+            hybrid.first_step()
             loss = float(hybrid.step())
             called = min(calls.values())
             peak = hybrid.peak_memory()
-            peers = milliseconds(hybrid.step)
+            peers_work = device_work(hybrid.step)
+        hybrid.step()
+        work = device_work(hybrid.step)
+
+        def peers_step() -> None:
+            with upstream(name):
+                hybrid.step()
+
+        ours, peers = alternately((hybrid.step, peers_step), CALLS[name], WARMUP[name])
         tokens = hybrid.tokens
     assert 0 < loss < 20
-    times = (
-        f"ours {ours.median:.1f} ms ({ours.low:.1f} to {ours.high:.1f}), "
-        f"peers {peers.median:.1f} ms ({peers.low:.1f} to {peers.high:.1f})"
-    )
-    for which, timing in ((own, ours), (case, peers)):
-        rate = [tokens / ms * 1e3 for ms in (timing.median, timing.high, timing.low)]
+    for which, times in ((own, ours), (case, peers)):
+        timing = median([tokens / ms * 1e3 for ms in times])
         row(
-            f"{which}/tokens_per_second", rate[0], unit="tokens/s", interval=(rate[1], rate[2]), rule="C37",
-            better="higher", tolerance=TOLERANCE["rate"], witness=called, evidence=[times],
+            f"{which}/tokens_per_second", timing.median, unit="tokens/s", interval=(timing.low, timing.high),
+            rule="C37", better="higher", tolerance=HOST_TOLERANCE[name], witness=called,
         )  # fmt: skip
     row(
-        f"{case}/peak_memory_bytes", peak, unit="bytes", rule="C37", better="lower", tolerance=TOLERANCE["peak"],
+        f"{case}/peak_memory_bytes", peak, unit="bytes", rule="C37", better="lower", tolerance=PEAK_TOLERANCE,
         witness=called,
     )  # fmt: skip
+    paired = median([theirs / mine for mine, theirs in zip(ours, peers)])
     row(
-        f"{case}/kernels_speedup_over_upstream", peers.median / ours.median, unit="ratio", rule="C37",
-        at_least=1.0, witness=called, evidence=[times],
+        f"{case}/speedup_over_upstream", paired.median, unit="ratio", interval=(paired.low, paired.high), rule="C37",
+        better="higher", tolerance=HOST_TOLERANCE[name], witness=called,
+        at_least=1.0 if name == PACED_BY_THE_DEVICE else None,
+        evidence=[f"ours {median(ours).median:.1f} ms, peers {median(peers).median:.1f} ms, step by step in turn"],
+    )  # fmt: skip
+    row(
+        f"{case}/kernels_speedup_over_upstream", peers_work.milliseconds / work.milliseconds, unit="ratio",
+        rule="C37", at_least=1.0, witness=called,
+        evidence=[f"on the device: ours {work.milliseconds:.1f} ms in {work.kernels} kernels, "
+                  f"peers {peers_work.milliseconds:.1f} ms in {peers_work.kernels}"],
     )  # fmt: skip
