@@ -257,6 +257,11 @@ def test_the_session_imports_no_torch(project: Project) -> None:
     } <= here.keys()
 
 
+def test_a_command_names_its_program_wherever_that_is_installed() -> None:
+    assert command_line(["/opt/env/lib/pytest/__main__.py", "-m", "cpu"]) == "python -m pytest -m cpu"
+    assert command_line(["/opt/env/bin/pytest", "-k", "a b"]) == "pytest -k 'a b'"
+
+
 def start_and_wait_for_the_second_test(project: Project, workers: str) -> subprocess.Popen[str]:
     """A session whose first test has reported its row and whose second one sleeps."""
     body = """

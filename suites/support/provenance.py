@@ -39,10 +39,18 @@ def collect(lane: str, device: str, root: Path, *, full_run: bool) -> dict[str, 
         **versions(),
         **({"xla": xla_versions()} if lane == "v6e" else {}),
         **_commit(root),
-        "command": shlex.join(sys.argv),
+        "command": command_line(sys.argv),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "full_run": full_run,
     }
+
+
+def command_line(arguments: list[str]) -> str:
+    """What a reader types to run the same: the program by its name, wherever it is installed here."""
+    program, *rest = arguments
+    module = Path(program)
+    started = ("python", "-m", module.parent.name) if module.name == "__main__.py" else (module.name,)
+    return shlex.join([*started, *rest])
 
 
 @lru_cache(maxsize=1)

@@ -41,6 +41,11 @@ def rate(case: str) -> str:
     return f"throughput/{case}-2x4096/tokens_per_second"
 
 
+def busy(case: str) -> str:
+    """The row of the time that the device works in a step of a full-size case."""
+    return f"throughput/{case}-2x4096/device_milliseconds_per_step"
+
+
 BREAKS = "24 % lost on an H200 (2.12 notes); 1 to 2 % on eight (Dynamo notes)"
 OPAQUE = "a win at the target shapes (compile-tax notes)"
 WHOLE = "within noise (compile-tax notes)"
@@ -53,12 +58,19 @@ MISS = "compile/nam52-{}-guard_miss/graphs_recompiled"
 LINES = (
     Line("13 graph breaks: whole_disabled over regional, tokens/s", rate("nam52-full-whole_disabled"),
          rate("nam52-full-regional"), BREAKS),
+    Line("- the time that the device works a step", busy("nam52-full-whole_disabled"), busy("nam52-full-regional"),
+         BREAKS),
     Line("breaks alone: whole_disabled over whole_opaque, tokens/s, 12 layers", rate("nam12-full-whole_disabled"),
          rate("nam12-full-whole_opaque"), BREAKS),
+    Line("- the time that the device works a step", busy("nam12-full-whole_disabled"),
+         busy("nam12-full-whole_opaque"), BREAKS),
     Line("M as a custom op in a region: regional over per_block (M eager), tokens/s", rate("nam52-full-regional"),
          rate("nam52-full-per_block"), OPAQUE),
+    Line("- the time that the device works a step", busy("nam52-full-regional"), busy("nam52-full-per_block"), OPAQUE),
     Line("one graph: whole_opaque over regional, tokens/s, 12 layers", rate("nam12-full-whole_opaque"),
          rate("nam12-full-regional"), WHOLE),
+    Line("- the time that the device works a step", busy("nam12-full-whole_opaque"), busy("nam12-full-regional"),
+         WHOLE),
     Line("one graph: whole_opaque over regional, first compile, 12 layers",
          "throughput/nam12-full-whole_opaque-2x4096/cold_first_step_seconds",
          "throughput/nam12-full-regional-2x4096/cold_first_step_seconds", "strictly worse (compile-tax notes)"),
@@ -67,6 +79,7 @@ LINES = (
          "all 52 blocks against one region (compile-tax notes)",
          ratio="compile/nam52-guard_miss/operators_regional_over_whole"),
     Line("compiled over eager, tokens/s, nam52", rate("nam52-full-regional"), rate("nam52-full-eager"), EAGER),
+    Line("- the time that the device works a step", busy("nam52-full-regional"), busy("nam52-full-eager"), EAGER),
     Line("compiled over eager, tokens/s, nam56r", rate("nam56r-full-regional"), rate("nam56r-full-eager"), EAGER),
     Line("caches: warm over cold, first step", f"{RESTART}/warm_first_step_seconds",
          f"{RESTART}/cold_first_step_seconds", "15 minutes to 30 s, 0.033 (Dynamo notes)",
@@ -81,8 +94,12 @@ LINES = (
          f"{EXPERTS}-grouped/layer_peak_bytes"),
     Line("kernels: ours over the peers', eager, tokens/s, nam52", rate("nam52-full-ours"),
          rate("nam52-full-upstream"), ratio="throughput/nam52-full-upstream-2x4096/speedup_over_upstream"),
+    Line("- the time that the device works a step, the peers' over ours", busy("nam52-full-upstream"),
+         busy("nam52-full-ours"), ratio="throughput/nam52-full-upstream-2x4096/kernels_speedup_over_upstream"),
     Line("kernels: ours over the peers', eager, tokens/s, nam56r", rate("nam56r-full-ours"),
          rate("nam56r-full-upstream"), ratio="throughput/nam56r-full-upstream-2x4096/speedup_over_upstream"),
+    Line("- the time that the device works a step, the peers' over ours", busy("nam56r-full-upstream"),
+         busy("nam56r-full-ours"), ratio="throughput/nam56r-full-upstream-2x4096/kernels_speedup_over_upstream"),
 )  # fmt: skip
 
 HEAD = ("what", "first row", "second row", "first / second", "the sources say")

@@ -18,6 +18,7 @@ from suites.throughput.full_size import (
     CALLS,
     HOST_TOLERANCE,
     POLICIES,
+    TOLERANCE,
     WARMUP,
     FullSize,
     device_work,
@@ -32,8 +33,6 @@ FURTHER_STEPS = 30
 FIRST_STEPS, LARGEST_GROWTH = 4, 1.5
 # The compiled step against the same model's step in eager; what the lane promises of nam52, and no loss elsewhere.
 LEAST_SPEEDUP = {"nam52": 1.15, "nam12": 1.0, "nam56r": 1.0}
-# What the device does repeats from machine to machine within 2 %, and its clocks give way to a cap of power.
-TOLERANCE = {"device": 0.06, "peak": 0.02}
 INSTRUMENTS = ("graphs", "graph_breaks", "recompiles", "islands")
 
 

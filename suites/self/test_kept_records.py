@@ -1,0 +1,31 @@
+"""What baselines/records keeps: records of complete runs of a lane or a suite, of the build that the baseline holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bumpgate.baseline import BUILD, judge, load, other_build
+from bumpgate.rows import Verdict, read_record
+from suites.self.tree import ROOT
+
+RECORDS = sorted((ROOT / "baselines" / "records").glob("*.json"))
+
+
+def test_the_complete_run_of_the_kernels_is_kept() -> None:
+    assert "h200-suites-kernels" in [path.stem for path in RECORDS]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_a_kept_record_passes_the_baseline(path: Path) -> None:
+    """A baseline that moved away from what a kept run measured is not that run's any more: keep another one."""
+    record = read_record(path)
+    baseline = load(ROOT / "baselines" / f"{record.provenance['lane']}.json", record.provenance["lane"])
+    assert record.complete
+    assert not other_build(baseline.made_with, record.provenance)
+    build = {name: record.provenance.get(name) for name in BUILD}
+    judged = [judge(j.row, baseline, failed_instruments={}, build=build) for j in record.judgements]
+    assert {j.verdict for j in judged} <= {Verdict.PASS, Verdict.WIN}, [
+        f"{j.row.id}: {j.reason}" for j in judged if j.verdict not in (Verdict.PASS, Verdict.WIN)
+    ]
