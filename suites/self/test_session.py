@@ -13,6 +13,7 @@ import pytest
 
 from bumpgate.baseline import Baseline, Reviewed, load, save
 from suites.self.project import GOOD, Project, counted
+from suites.support.provenance import command_line
 
 ALL_VERDICTS = """
 @lanes("cpu", "h200")

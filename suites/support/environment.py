@@ -24,7 +24,7 @@ def prepare_environment(lane: str | None) -> None:
             parents=True, exist_ok=True
         )
         os.environ.setdefault("OMP_NUM_THREADS", "2")
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
         # At import, under deterministic algorithms, mamba-ssm would keep one configuration of each kernel: a slow peer.
         os.environ.setdefault("MAMBA_DETERMINISTIC", "0")
     if lane == "v6e":

@@ -10,6 +10,7 @@ import contextlib
 import json
 import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,10 @@ class Selection:
         self.selected: set[str] = set()
         self.deselected: set[str] = set()
         self.refusal: str | None = None
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """A lane has no tests in suites/self, and each of its workers would import them all."""
+        return True if self.lane and collection_path == self.config.rootpath / "suites" / "self" else None
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         self.deselected.update(item.nodeid for item in items if self.lane and lane_of(item) == self.lane)
