@@ -1,4 +1,4 @@
-"""What the lane of a GPU makes of its samples, and the short stack on which it loads the ops' kernels; no GPU is here."""
+"""What the lane of a GPU makes of its samples, and the stack on which it loads the ops' kernels. No GPU is here."""
 
 from __future__ import annotations
 

@@ -88,6 +88,16 @@ _ARRAYS = [_GENERATOR.standard_normal((128, 64), dtype=np.float32) for _ in rang
 _WEIGHTS = [_GENERATOR.standard_normal((64, 64), dtype=np.float32) / 8 for _ in range(52)]
 
 
+def anchor_milliseconds() -> float:
+    """Wall time of the anchor's quickest of five runs: how fast this host is at the moment."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        anchor()
+        times.append(time.perf_counter() - start)
+    return 1e3 * min(times)
+
+
 @dataclass(frozen=True)
 class Ratio:
     """A median ratio with its 99 % confidence interval from order statistics."""

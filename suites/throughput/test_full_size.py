@@ -13,6 +13,7 @@ from suites.compile.expectations import expected
 from suites.support.gpu_timing import Timing, copy_rate, matmul_rate, milliseconds
 from suites.support.instruments import eager_islands, synchronisations
 from suites.support.lanes import Lane, lanes
+from suites.support.timing import anchor_milliseconds
 from suites.throughput.full_size import (
     BATCH,
     CALLS,
@@ -138,7 +139,7 @@ def _report_rate(row, case: str, hybrid: FullSize, timing: Timing) -> None:
             f"{timing.median:.1f} ms a step",
             f"MFU {flops / timing.median * 1e3 / matmul_rate():.3f}: 6 x active parameters x tokens, "
             f"{flops / 1e12:.1f} TFLOP, at this run's {matmul_rate() / 1e12:.0f} TFLOP/s",
-            f"copy {copy_rate() / 1e12:.2f} TB/s",
+            f"copy {copy_rate() / 1e12:.2f} TB/s; host: {anchor_milliseconds():.1f} ms for the anchor's work",
         ],
     )  # fmt: skip
 

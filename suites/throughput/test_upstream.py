@@ -26,6 +26,7 @@ from suites.kernels.peer_tuning import keep_winners
 from suites.support.gpu_timing import alternately, median
 from suites.support.lanes import Lane, lanes
 from suites.support.rows import NOT_RUN_PROPERTY
+from suites.support.timing import anchor_milliseconds
 from suites.throughput.full_size import (
     BATCH,
     CALLS,
@@ -114,6 +115,7 @@ def test_ours_against_the_peers(lane: Lane, name: str, row, record_property, exc
         row(
             f"{which}/tokens_per_second", timing.median, unit="tokens/s", interval=(timing.low, timing.high),
             rule="C37", better="higher", tolerance=HOST_TOLERANCE[name], witness=called,
+            evidence=[f"host: {anchor_milliseconds():.1f} ms for the anchor's work"],
         )  # fmt: skip
     for which, done in ((own, work), (case, peers_work)):
         row(
