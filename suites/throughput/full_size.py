@@ -42,8 +42,8 @@ STACK_GIB = 10  # a block of each kind
 CALLS = {"nam52": 20, "nam12": 20, "nam56r": 8}
 WARMUP = {"nam52": 5, "nam12": 5, "nam56r": 1}
 # Of tokens per second. A step of nam52 or nam12 is little longer than the host takes to launch its kernels, 5800 at
-# most: on four H200s nam52's rates were up to 19 % apart and nam12's 37 %. Those of nam56r, whose kernels leave the host
-# behind, were 0.4 % apart. What the device works a step is the sharper row.
+# most: on four H200s nam52's rates were up to 19 % apart and nam12's 37 %. Those of nam56r, whose kernels outlast
+# their launches, were 0.4 % apart. What the device works a step is the sharper row.
 HOST_TOLERANCE = {"nam52": 0.2, "nam12": 0.4, "nam56r": 0.04}
 # Of the time that the device works, whose clocks give way to a cap of power, and of a peak of memory.
 TOLERANCE = {"device": 0.06, "peak": 0.02}
