@@ -130,8 +130,8 @@ def dsa_loss_reference(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, t
     q, weights, target = _wide(q, weights, target)
     hidden = indices < 0
     key = _chosen(k.unsqueeze(2), indices).squeeze(2)
-    # (B,T,K,J), all heads at once: a pass over the chosen keys for each would be the most of a step.
-    scores = (F.relu(key @ q.mT) @ weights.unsqueeze(-1)).squeeze(-1)
+    dots = ((key @ q[:, :, h, :, None]).squeeze(-1) for h in range(q.shape[2]))
+    scores = sum(weights[:, :, h, None] * F.relu(dot) for h, dot in enumerate(dots))
     # Finite, so that a query without any key has neither a value nor a gradient that is nan.
     log_index = scores.masked_fill(hidden, torch.finfo(scores.dtype).min / 2).log_softmax(-1)
     kl = torch.special.xlogy(target, target) - target * log_index
