@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from bumpgate.baseline import Baseline, BaselineError, load
 from bumpgate.rows import Value
@@ -38,6 +39,63 @@ F.grouped_mm, and Inductor's code for the loss. Roofline: the larger of the byte
 the products at the matmul rate, both measured in the run. Registers and spills: the most that any of the op's kernels
 takes, and of all kernels together, a thread, in the code that triton {triton} makes of that shape.
 """
+
+
+class Mark(NamedTuple):
+    """What a row is to reach: at most so many milliseconds, at least such a fraction. bound: what keeps it from more."""
+
+    name: str
+    metric: str
+    limit: float
+    bound: str
+
+    @property
+    def least(self) -> bool:
+        """A fraction is to be reached, and a time not to be exceeded."""
+        return self.metric.endswith("_fraction")
+
+
+STREAM = "the copy ceiling"
+RECURRENCE = (
+    "registers: 255 a thread leave two warps to a scheduler, and forms that spilled less were slower"
+)
+MARKS = (
+    Mark("causal_conv1d-D3584", "forward_milliseconds", 0.080, STREAM),
+    Mark("causal_conv1d-D3584", "both_milliseconds", 0.36, STREAM),
+    Mark("ssd_chunk_scan-N64-G8", "forward_milliseconds", 0.83, RECURRENCE),
+    Mark("ssd_chunk_scan-N64-G8", "both_milliseconds", 4.1, RECURRENCE),
+    Mark("mamba3_siso-N64-G8", "forward_milliseconds", 1.42, RECURRENCE),
+    Mark("mamba3_siso-N64-G8", "both_milliseconds", 3.9, RECURRENCE),
+    Mark(
+        "attention-P128-softcap30", "forward_milliseconds", 1.9, "the softcap's tanh: see the time without it"
+    ),
+    Mark("attention-P128-softcap30", "both_milliseconds", 7.8, "the softcap's tanh: see the time without it"),
+    Mark("rms_norm_gated-D7168-gate_first", "forward_roofline_fraction", 0.8, STREAM),
+    Mark("rms_norm_gated-D7168-gate_first", "both_roofline_fraction", 0.8, STREAM),
+    Mark("rms_norm_gated-D7168-norm_first", "forward_roofline_fraction", 0.8, STREAM),
+    Mark("rms_norm_gated-D7168-norm_first", "both_roofline_fraction", 0.8, STREAM),
+    Mark("moe_combine-E64-K6", "forward_roofline_fraction", 0.8, STREAM),
+    Mark("moe_combine-E64-K6", "both_roofline_fraction", 0.8, STREAM),
+    # 631 GFLOP at 600 TFLOP/s
+    Mark("grouped_gemm-E64-K6-3584x896", "forward_milliseconds", 1.052, "the matmul ceiling"),
+    Mark("grouped_gemm-E64-K6-896x3584", "forward_milliseconds", 1.052, "the matmul ceiling"),
+)
+MARKS_HEAD = ("op, shape", "row", "mark", "measured", "beyond the mark by", "what bounds it")
+
+
+def marks(rows: Mapping[str, Value]) -> list[tuple[str, ...]]:
+    """A line a mark: how far it is passed, or missed and then by what."""
+    found = []
+    for mark in MARKS:
+        value = rows.get(f"kernels/{mark.name}/{mark.metric}")
+        if value is None:
+            found.append((f"`{mark.name}`", mark.metric, f"{mark.limit:g}", "-", "-", ""))
+            continue
+        gain = value / mark.limit - 1 if mark.least else 1 - value / mark.limit
+        told = f"{gain:.1%}" if gain >= 0 else f"missed by {-gain:.1%}"
+        bound = mark.bound if gain < 0 else ""
+        found.append((f"`{mark.name}`", mark.metric, f"{mark.limit:g}", f"{value:.3f}", told, bound))
+    return found
 
 
 def number(rows: Mapping[str, Value], id: str, places: int) -> str:
@@ -87,7 +145,9 @@ def markdown(ran: Baseline, compiled: Baseline) -> str:
     table = [cells for name in names for cells in lines(name, values, code_values, triton)]
     body = [line(cells) for cells in (HEAD, ("---",) * len(HEAD), *table)]
     machine = f"{made.get('device')}, driver {made.get('driver')}, torch {made.get('torch')}, triton {triton}"
-    return "\n".join(["# The kernels on an H200", "", f"{machine}.", "", *body, NOTES.format(triton=triton)])
+    reached = [line(cells) for cells in (MARKS_HEAD, ("---",) * len(MARKS_HEAD), *marks(values))]
+    head = ["# The kernels on an H200", "", f"{machine}.", ""]
+    return "\n".join([*head, *body, NOTES.format(triton=triton), "## First marks", "", *reached, ""])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -33,7 +33,8 @@ def baseline(lane: str, values: dict[str, float]) -> Baseline:
 
 
 def cells(text: str) -> list[list[str]]:
-    table = [line for line in text.splitlines() if line.startswith("|")]
+    """Of the first table."""
+    table = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
@@ -43,6 +44,24 @@ def test_a_case_has_its_errors_times_and_code() -> None:
         "`scan-N64`", "1.25", "-", "forward", "0.500", "2.000", "0.25", "-", "128", "12",
     ]  # fmt: skip
     assert both == ["", "", "", "forward + backward", "-", "-", "-", "-", "", ""]
+
+
+def test_a_mark_is_passed_or_missed_by_so_much_and_then_what_bounds_it_is_told() -> None:
+    conv, norm = "kernels/causal_conv1d-D3584", "kernels/moe_combine-E64-K6"
+    found = op_table.marks(
+        {
+            f"{conv}/forward_milliseconds": 0.072,
+            f"{conv}/both_milliseconds": 0.378,
+            f"{norm}/forward_roofline_fraction": 0.76,
+            f"{norm}/both_roofline_fraction": 0.88,
+        }
+    )
+    told = {cells[:2]: cells[3:] for cells in found}
+    assert told["`causal_conv1d-D3584`", "forward_milliseconds"] == ("0.072", "10.0%", "")
+    assert told["`causal_conv1d-D3584`", "both_milliseconds"] == ("0.378", "missed by 5.0%", op_table.STREAM)
+    assert told["`moe_combine-E64-K6`", "forward_roofline_fraction"][1] == "missed by 5.0%"
+    assert told["`moe_combine-E64-K6`", "both_roofline_fraction"][1] == "10.0%"
+    assert told["`mamba3_siso-N64-G8`", "both_milliseconds"] == ("-", "-", "")
 
 
 def test_without_a_timed_kernel_there_is_no_table() -> None:
