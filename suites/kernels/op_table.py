@@ -42,7 +42,7 @@ takes, and of all kernels together, a thread, in the code that triton {triton} m
 
 
 class Mark(NamedTuple):
-    """What a row is to reach: at most so many milliseconds, at least such a fraction. bound: what keeps it from more."""
+    """What a row is to reach: at most so many milliseconds, at least such a share. bound: what keeps it from more."""
 
     name: str
     metric: str
@@ -56,9 +56,7 @@ class Mark(NamedTuple):
 
 
 STREAM = "the copy ceiling"
-RECURRENCE = (
-    "registers: 255 a thread leave two warps to a scheduler, and forms that spilled less were slower"
-)
+RECURRENCE = "registers: 255 a thread leave two warps to a scheduler, and forms that spilled less were slower"
 MARKS = (
     Mark("causal_conv1d-D3584", "forward_milliseconds", 0.080, STREAM),
     Mark("causal_conv1d-D3584", "both_milliseconds", 0.36, STREAM),
