@@ -11,7 +11,7 @@ from suites.support.duet import partner
 from suites.support.lanes import lane_of
 from suites.support.planted import tell
 from suites.support.rows import MACHINE_STATE, baseline_path, lane_baseline, report_canaries
-from suites.support.scheduling import FIRST
+from suites.support.scheduling import turn
 
 
 def pytest_configure() -> None:
@@ -23,26 +23,17 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Canaries first: what an instrument is worth is known before anything is measured with it.
 
-    On a GPU what takes minutes comes before them, and the tests that want the machine to themselves come last: one
-    among the others would wait for all of them to end, and they for it. What the others compile is on disk by then.
-    Of those the kernels come first: behind a model that filled the memory, what only moves memory was slower by 10 %.
+    On a GPU what is long comes before them, and the tests that want the machine to themselves come last: one among the
+    others would wait for all of them to end, and they for it. What the others compile is on disk by then.
     """
-    items.sort(
-        key=lambda item: (
-            not _long_on_gpu(item),
-            "canaries" not in item.path.parts,
-            _alone_on_gpu(item),
-            _alone_on_gpu(item) and "kernels" not in item.path.parts,
-        )
-    )
+    items.sort(key=lambda item: (*_turn_on_gpu(item), "canaries" not in item.path.parts))
 
 
-def _long_on_gpu(item: pytest.Item) -> bool:
-    return lane_of(item) == "h200" and item.nodeid.partition("::")[0] in FIRST
-
-
-def _alone_on_gpu(item: pytest.Item) -> bool:
-    return lane_of(item) == "h200" and "exclusive_machine" in getattr(item, "fixturenames", ())
+def _turn_on_gpu(item: pytest.Item) -> tuple[int, int]:
+    if lane_of(item) != "h200":
+        return 0, 0
+    alone = "exclusive_machine" in getattr(item, "fixturenames", ())
+    return turn(item.nodeid.partition("::")[0], alone)
 
 
 @pytest.fixture

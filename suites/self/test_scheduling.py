@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 from suites.kernels.first_call import keep
 from suites.self.tree import ROOT
+from suites.support.scheduling import FIRST, turn
 from suites.support.timing import locked
 
 CONFTEST = """
@@ -62,6 +63,13 @@ def run(folder: Path, tests: str, workers: int) -> str:
     command = [sys.executable, "-m", "pytest", "-n", str(workers), "-p", "no:cacheprovider", "test_it.py"]
     command += ["--max-worker-restart=9", "--junitxml=ran.xml"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_what_is_long_begins_first_and_what_is_timed_comes_last() -> None:
+    timed = [("suites/kernels/test_model_shapes.py", True), ("suites/throughput/test_full_size.py", True)]
+    shared = [(file, False) for file in (*FIRST, "suites/canaries/test_canaries.py")]
+    assert sorted({*timed, *shared}, key=lambda test: turn(*test)) == [*shared, *timed]
+    assert all((ROOT / file).is_file() for file in FIRST)
 
 
 def test_what_may_not_run_side_by_side_has_one_worker(tmp_path: Path) -> None:

@@ -21,15 +21,32 @@ TOGETHER = {
     "suites/launch/test_knobs.py",
     "suites/wheels/test_abi.py",
 }
-# One or two minutes each: begun late, they would be what the timed tests wait for.
-FIRST = {
-    "suites/cache/test_keys.py",
-    "suites/cache/test_layers.py",
+# Of twenty seconds to three minutes a test, the longest first: begun late, one would be what the timed tests wait for.
+FIRST = (
     "suites/throughput/test_restart.py",
     "suites/wheels/test_machine.py",
-}
+    "suites/cache/test_keys.py",
+    "suites/cache/test_layers.py",
+    "suites/kernels/test_model_shapes.py",
+    "suites/compile/test_dynamic_batch.py",
+    "suites/launch/test_optimizers.py",
+    "suites/compile/test_recompiles.py",
+    "suites/numerics/test_compiled_gradients.py",
+    "suites/launch/test_train.py",
+    "suites/cache/test_autotune.py",
+)
 AHEAD = 2
 ALONE = {"exclusive_machine", "speed"}  # fixtures that give a test the machine to itself
+
+
+def turn(file: str, alone: bool) -> tuple[int, int]:
+    """Sorts tests: the long ones, the others, and behind them those that want the machine to themselves.
+
+    Of the last the kernels come first: behind a model that filled the memory, what only moves memory was slower by 10 %.
+    """
+    if alone:
+        return (1 if file.startswith("suites/kernels/") else 2), 0
+    return 0, FIRST.index(file) if file in FIRST else len(FIRST)
 
 
 @cache
