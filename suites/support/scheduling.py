@@ -42,7 +42,7 @@ ALONE = {"exclusive_machine", "speed"}  # fixtures that give a test the machine 
 def turn(file: str, alone: bool) -> tuple[int, int]:
     """Sorts tests: the long ones, the others, and behind them those that want the machine to themselves.
 
-    Of the last the kernels come first: behind a model that filled the memory, what only moves memory was slower by 10 %.
+    Of the last, the kernels come first: behind a model that filled the memory, what moves memory was slower by 10 %.
     """
     if alone:
         return (1 if file.startswith("suites/kernels/") else 2), 0
