@@ -42,7 +42,8 @@ def test_refusals_are_one_line_and_exit_4(project: Project) -> None:
     refuses(project.pytest("-m", "cpu", CXX="/no/such/g++"), "install g++ or set CXX")
     refuses(project.pytest("-m", "cpu", "--record", "/no/such/place/record.json"), "No such file")
     project.write("a-file", "")
-    refuses(project.pytest("-m", "cpu", TORCHINDUCTOR_CACHE_DIR="a-file"), "TORCHINDUCTOR_CACHE_DIR=a-file")
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        refuses(project.pytest("-m", "cpu", **{variable: "a-file"}), f"{variable}=a-file")
     project.baseline(good=counted("test_good"))
     path = project.root / "baselines/cpu.json"
     path.write_text(path.read_text().replace('"unit"', "unit", 1))

@@ -47,21 +47,19 @@ def test_a_case_has_its_errors_times_and_code() -> None:
 
 
 def test_a_mark_is_passed_or_missed_by_so_much_and_then_what_bounds_it_is_told() -> None:
-    conv, norm = "kernels/causal_conv1d-D3584", "kernels/moe_combine-E64-K6"
-    found = op_table.marks(
-        {
-            f"{conv}/forward_milliseconds": 0.072,
-            f"{conv}/both_milliseconds": 0.378,
-            f"{norm}/forward_roofline_fraction": 0.76,
-            f"{norm}/both_roofline_fraction": 0.88,
-        }
-    )
-    told = {cells[:2]: cells[3:] for cells in found}
-    assert told["`causal_conv1d-D3584`", "forward_milliseconds"] == ("0.072", "10.0%", "")
-    assert told["`causal_conv1d-D3584`", "both_milliseconds"] == ("0.378", "missed by 5.0%", op_table.STREAM)
-    assert told["`moe_combine-E64-K6`", "forward_roofline_fraction"][1] == "missed by 5.0%"
-    assert told["`moe_combine-E64-K6`", "both_roofline_fraction"][1] == "10.0%"
-    assert told["`mamba3_siso-N64-G8`", "both_milliseconds"] == ("-", "-", "")
+    slow, capped = "causal_conv1d-D3584/both_milliseconds", "attention-P128-softcap30/forward_milliseconds"
+    low, high = (f"moe_combine-E64-K6/{way}_roofline_fraction" for way in ("forward", "both"))
+    values = {slow: 0.378, capped: 1.995, low: 0.76, high: 0.88}
+    told = {
+        cells[0].strip("`"): cells[2:]
+        for cells in op_table.marks({f"kernels/{id}": v for id, v in values.items()})
+    }
+    assert told[slow] == ("0.378", "missed by 5.0%", "not known")
+    assert told[capped] == ("1.995", "missed by 5.0%", op_table.BOUNDS[capped])
+    assert told[low][1] == "missed by 5.0%"
+    assert told[high][1:] == ("10.0%", "")
+    assert told["mamba3_siso-N64-G8/both_milliseconds"] == ("-", "-", "")
+    assert set(op_table.BOUNDS) <= set(op_table.MARKS)
 
 
 def test_without_a_timed_kernel_there_is_no_table() -> None:

@@ -20,9 +20,7 @@ def prepare_environment(lane: str | None) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
     if lane == "h200":  # every worker has threads and compiler processes of its own
-        Path(os.environ.setdefault("TRITON_CACHE_DIR", str(home / "bumpgate" / "triton"))).mkdir(
-            parents=True, exist_ok=True
-        )
+        os.environ.setdefault("TRITON_CACHE_DIR", str(home / "bumpgate" / "triton"))
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
         # At import, under deterministic algorithms, mamba-ssm would keep one configuration of each kernel: a slow peer.
@@ -34,8 +32,16 @@ def prepare_environment(lane: str | None) -> None:
 
 
 def cache_fault() -> str | None:
-    """Why TORCHINDUCTOR_CACHE_DIR is of no use, in one line. A real write: mode bits say nothing to root."""
-    name = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    """Why a cache directory is of no use, in one line; it is made where it is missing.
+
+    A real write: mode bits say nothing to root.
+    """
+    faults = map(_directory_fault, ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"))
+    return next((fault for fault in faults if fault), None)
+
+
+def _directory_fault(variable: str) -> str | None:
+    name = os.environ.get(variable)
     if not name:
         return None
     try:
@@ -43,5 +49,5 @@ def cache_fault() -> str | None:
         with tempfile.TemporaryFile(dir=name) as probe:
             probe.write(b"0")
     except OSError as error:
-        return f"TORCHINDUCTOR_CACHE_DIR={name}: {error.strerror}; unset it or name a writable directory"
+        return f"{variable}={name}: {error.strerror}; unset it or name a writable directory"
     return None

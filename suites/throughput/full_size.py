@@ -35,7 +35,8 @@ BATCH = 2
 # More than one, so that no step finds its own input in the L2, and a guard on values would miss.
 BATCHES = 4
 # A forward and backward of B 2 with the weights and their gradients, compiled: what the processes that share the GPU
-# claim of it.
+# claim of it. nam52's and nam12's are their measured peaks without AdamW's state and with room for fragments; nam56r's
+# is reckoned from its eager peak of 73.
 GIB = {"nam52": 42, "nam12": 8, "nam56r": 62}
 STACK_GIB = 10  # a block of each kind
 # A step of nam56r takes more than a second: of fewer calls the 99 % interval is from the smallest to the largest.

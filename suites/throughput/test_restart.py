@@ -126,6 +126,16 @@ def _report_layers(row, cold: Process, warm: Process) -> None:
             f"{CASE}/{layer}_hits", after[f"{layer}_hit"], witness=missed, expected=missed, instruments=("cache",),
             **shared,
         )  # fmt: skip
+    # No more than the defect of test_nothing_is_searched_or_compiled_again costs.
+    written = new_code(cold, warm)
+    row(
+        f"{CASE}/new_code_files", len(written), unit="files", rule="C18", better="lower", witness=len(cold["code"]),
+        evidence=written[:3],
+    )  # fmt: skip
+    row(
+        f"{CASE}/autotune_benchmarks", warm["autotunes"], better="lower", witness=cold["autotunes"],
+        instruments=("autotune",), **shared,
+    )  # fmt: skip
     row(
         f"{CASE}/frames_traced_again", warm["frames"], witness=cold["frames"], expected=cold["frames"],
         instruments=("graphs",), **shared,
