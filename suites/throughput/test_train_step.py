@@ -12,11 +12,12 @@ from suites.support.hybrids import token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
 from suites.support.timing import anchor, interleaved
 
-ROUNDS = 40
+ROUNDS = 80
 # Twenty processes on a quiet machine: the ratio of two torch steps wandered by 1.1 % (sd; largest deviation 3.2 %), the
-# ratio to the anchor by 3.0 % (8.7 %). But neighbours on the host, whom no counter here shows, moved the latter by
-# 25 % for an hour, and made the former's interval 10 % wide. So the first row finds 8 %, the anchor rows 40 %.
-TOLERANCE = {"speedup": 0.08, "anchor": 0.4}
+# ratio to the anchor by 3.0 % (8.7 %). Neighbours on the host, whom no counter here shows, moved the latter by 25 % for
+# an hour and the former by up to 8 %; a copy of 8 MiB without end on the other core, by 6 to 10 % in three processes.
+# So the first row finds 15 %, the anchor rows 40 %. What is smaller, the gate finds: it steps both sides at a time.
+TOLERANCE = {"speedup": 0.15, "anchor": 0.4}
 
 
 @lanes("cpu")
