@@ -1,6 +1,12 @@
 """Sparse attention over the keys that an indexer chooses: the choice, the attention, and the indexer's loss."""
 
-from kernels.dsa_indexer.op import dsa_attention, dsa_distribution, dsa_indexer, dsa_indexer_loss
+from kernels.dsa_indexer.op import (
+    dsa_attention,
+    dsa_chosen_scores,
+    dsa_distribution,
+    dsa_indexer,
+    dsa_indexer_loss,
+)
 from kernels.dsa_indexer.reference import (
     dsa_attention_backward_reference,
     dsa_attention_reference,
@@ -14,6 +20,7 @@ __all__ = [
     "dsa_attention_backward_reference",
     "dsa_attention_reference",
     "dsa_choice",
+    "dsa_chosen_scores",
     "dsa_distribution",
     "dsa_indexer",
     "dsa_indexer_loss",

@@ -1,6 +1,6 @@
 """dsa_attention in Triton: keys gathered for the queries, queries walked in blocks for the keys.
 
-The choice of the keys is kernel_choice.py.
+The choice of the keys is kernel_choice.py, what the indexer learns from kernel_loss.py.
 
     forward     one program per (query, key/value head): its R query heads are the rows of a tile, its K keys come by
                 N at a time, each a row of P adjacent numbers. Online softmax. Written: out and lse.
@@ -15,14 +15,6 @@ products instead. At T = 4096 a choice of 256 leaves few blocks empty, and the w
 longer T it is shorter only where choices lie together. The mask is one byte a pair, (B,T,T), key by key, made by
 a scatter that writes only ones, the same in any order.
 
-A logit is kept as its base-2 form u * a + b, where u is what the softcap c leaves of x = gain * q.k:
-
-    CAP       u                                               ds/dx ~       a               b
-    "none"    x                                               1             scale log2e     0
-    "exact"   tanh(x), x = s/c                                1 - u^2       c log2e         0
-    "fast"    1/(1 + 2^x) = (1 - tanh(s/c))/2                 u - u^2       -2 c log2e      c log2e
-
-"fast" is off by 1e-7 c absolutely: for c <= 64 nothing beside the rounding of P to bf16 or fp16.
 Bytes of a gathering pass: 4 K P a query and key/value head, from L2: 8.6 GB at the sizes above.
 
 B batch, T tokens, K chosen keys a query, Hq and Hkv heads, R = Hq / Hkv, P head dim (WIDTH: padded to 16), M query
@@ -31,42 +23,27 @@ rows and N keys of a tile. Sources: DeepSeek-V3.2-Exp (2025), FlashAttention-2 (
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.dsa_indexer.kernel_choice import dsa_indexer_fwd_kernel
+from kernels.dsa_indexer.kernel_loss import (
+    dsa_chosen_scores_bwd_kernel,
+    dsa_chosen_scores_fwd_kernel,
+    dsa_distribution_fwd_kernel,
+)
+from kernels.dsa_indexer.kernel_tiles import by_key, capped, checked_width, logit, rows, walks
 
-__all__ = ["dsa_attention_bwd_kernel", "dsa_attention_fwd_kernel", "dsa_indexer_fwd_kernel"]
-
-LOG2E = math.log2(math.e)
-LARGEST_FAST_CAP = 64.0
-
-
-@triton.jit
-def _rows(x, at, columns, inside, P: tl.constexpr):
-    """x[at + column] as a tile, one row for each of `at`; zero where a row is not inside, or past P."""
-    mask = inside[:, None] & (columns < P)[None, :]
-    return tl.load(x + at.to(tl.int64)[:, None] + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _capped(x, CAP: tl.constexpr):
-    """u of the module's table."""
-    if CAP == "none":
-        return x
-    if CAP == "fast":
-        root = tl.rsqrt(1.0 + tl.exp2(x))
-        return root * root  # a division takes 4 instructions more, for huge divisors
-    # 1 - e cancels for small x: there an odd polynomial, least squares on [0, 0.625], off by 4.5e-9 relatively.
-    e = tl.exp2(-2.8853900817779268 * tl.abs(x))
-    large = (1.0 - e) / (1.0 + e)
-    y = x * x
-    c = -0.33333281 + y * (0.13331432 + y * (-0.053739157 + y * (0.020637861 - y * 0.0057040425)))
-    return tl.where(tl.abs(x) < 0.625, x + x * y * c, tl.where(x < 0, -large, large))
+__all__ = [
+    "dsa_attention_bwd_kernel",
+    "dsa_attention_fwd_kernel",
+    "dsa_chosen_scores_bwd_kernel",
+    "dsa_chosen_scores_fwd_kernel",
+    "dsa_distribution_fwd_kernel",
+    "dsa_indexer_fwd_kernel",
+]
 
 
 @triton.jit
@@ -90,15 +67,15 @@ def _forward_kernel(
     token = token.to(tl.int64)
     columns, head = tl.arange(0, WIDTH), tl.arange(0, M)
     q_at = (token * Hq + group * R + head) * P
-    query = _rows(q, q_at, columns, head < R, P)
+    query = rows(q, q_at, columns, head < R, P)
     largest = tl.full((M,), -1e30, tl.float32)  # finite: a query without keys stays free of nan
     total, acc = tl.zeros((M,), tl.float32), tl.zeros((M, WIDTH), tl.float32)
     for start in range(0, K, N):
         place = start + tl.arange(0, N)
         index = tl.load(indices + token * K + place, mask=place < K, other=-1)
         at = ((batch * T + index) * Hkv + group) * P
-        key, value = _rows(k, at, columns, index >= 0, P), _rows(v, at, columns, index >= 0, P)
-        x = _capped(tl.dot(query, tl.trans(key), input_precision="ieee") * gain, CAP) * a + b
+        key, value = rows(k, at, columns, index >= 0, P), rows(v, at, columns, index >= 0, P)
+        x = capped(tl.dot(query, tl.trans(key), input_precision="ieee") * gain, CAP) * a + b
         x = tl.where((index >= 0)[None, :], x, float("-inf"))
         lower, largest = largest, tl.maximum(largest, tl.max(x, 1))
         shrink = tl.exp2(lower - largest)
@@ -130,8 +107,8 @@ def _dq_kernel(
     columns, head = tl.arange(0, WIDTH), tl.arange(0, M)
     q_at = (token * Hq + group * R + head) * P
     row_at = (batch * Hq + group * R + head) * T + within
-    query, do = _rows(q, q_at, columns, head < R, P), _rows(dout, q_at, columns, head < R, P)
-    o = _rows(out, q_at, columns, head < R, P)
+    query, do = rows(q, q_at, columns, head < R, P), rows(dout, q_at, columns, head < R, P)
+    o = rows(out, q_at, columns, head < R, P)
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     row_shift = b - tl.load(lse + row_at, mask=head < R, other=0.0) * 1.4426950408889634
     tl.store(delta + row_at, row_delta, mask=head < R)
@@ -141,8 +118,8 @@ def _dq_kernel(
         place = start + tl.arange(0, N)
         index = tl.load(indices + token * K + place, mask=place < K, other=-1)
         at = ((batch * T + index) * Hkv + group) * P
-        key, value = _rows(k, at, columns, index >= 0, P), _rows(v, at, columns, index >= 0, P)
-        u = _capped(tl.dot(query, tl.trans(key), input_precision="ieee") * gain, CAP)
+        key, value = rows(k, at, columns, index >= 0, P), rows(v, at, columns, index >= 0, P)
+        u = capped(tl.dot(query, tl.trans(key), input_precision="ieee") * gain, CAP)
         dp = tl.dot(do, tl.trans(value), input_precision="ieee")
         p = tl.exp2(tl.where((index >= 0)[None, :], u * a + row_shift[:, None], float("-inf")))
         ds = _through_cap(p, u, CAP) * (dp - row_delta[:, None])
@@ -163,7 +140,7 @@ def _dkdv_kernel(
     batch, group, block = (tl.program_id(0) // Hkv).to(tl.int64), tl.program_id(0) % Hkv, tl.program_id(1)
     keys, columns = block * N + tl.arange(0, N), tl.arange(0, WIDTH)
     kv_at = ((batch * T + keys) * Hkv + group) * P
-    key, value = _rows(k, kv_at, columns, keys < T, P), _rows(v, kv_at, columns, keys < T, P)
+    key, value = rows(k, kv_at, columns, keys < T, P), rows(v, kv_at, columns, keys < T, P)
     dkey, dvalue = tl.zeros((N, WIDTH), tl.float32), tl.zeros((N, WIDTH), tl.float32)
     chosen += (batch * (T + 1) + keys)[:, None] * T
     own = batch * tl.num_programs(1) + block
@@ -172,10 +149,10 @@ def _dkdv_kernel(
         head = group * R + step % R
         queries = tl.load(walk + step // R) * M + tl.arange(0, M)
         q_at, row_at = ((batch * T + queries) * Hq + head) * P, (batch * Hq + head) * T + queries
-        query = _rows(q, q_at, columns, queries < T, P)
-        do = _rows(dout, q_at, columns, queries < T, P)
+        query = rows(q, q_at, columns, queries < T, P)
+        do = rows(dout, q_at, columns, queries < T, P)
         pair = tl.load(chosen + queries[None, :], mask=(keys < T)[:, None] & (queries < T)[None, :], other=0)
-        u = _capped(tl.dot(key, tl.trans(query), input_precision="ieee") * gain, CAP)
+        u = capped(tl.dot(key, tl.trans(query), input_precision="ieee") * gain, CAP)
         dp = tl.dot(value, tl.trans(do), input_precision="ieee")
         x = u * a + tl.load(shift + row_at, mask=queries < T, other=0.0)[None, :]
         p = tl.exp2(tl.where(pair != 0, x, float("-inf")))
@@ -199,39 +176,8 @@ def _tiles(P: int, R: int, dtype: torch.dtype) -> dict[str, tuple[int, int, int,
     return {"gather": (M, 32, M // 16, 2), "dkdv": (32, 64, 8, 2)}
 
 
-def _logit(scale: float, softcap: float, dtype: torch.dtype) -> tuple[str, float, float, float, float]:
-    """CAP, gain, a, b of the module's table, and what turns the sums of the backward into gradients."""
-    if softcap == 0:
-        return "none", 1.0, scale * LOG2E, 0.0, scale
-    a = softcap * LOG2E
-    if dtype == torch.float32 or softcap > LARGEST_FAST_CAP:
-        return "exact", scale / softcap, a, 0.0, scale
-    return "fast", 2 * LOG2E * scale / softcap, -2 * a, a, 4 * scale
-
-
 def _width(P: int) -> int:
-    """The head dim as a tile's width: a matrix product is at least 16 wide."""
-    if P & (P - 1) or not 1 <= P <= 128:
-        raise ValueError(f"dsa_attention: on CUDA the head dim must be a power of two up to 128, not {P}")
-    return max(P, 16)
-
-
-def _pairs(indices: Tensor, M: int, N: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Who chose whom: (B,T+1,T) int8, key by key, 1 where the query did; the last key stands for none.
-
-    Also, for each block of N keys: the blocks of M queries that chose any of them first, in order, (B, key blocks,
-    query blocks) int32, and how many these are, (B, key blocks) int32.
-    """
-    B, T, _ = indices.shape
-    rows, columns = triton.cdiv(T, M), triton.cdiv(T, N)
-    key = torch.where(indices < 0, T, indices).long()
-    chosen = indices.new_zeros((B, T + 1, T), dtype=torch.int8).scatter_(1, key.mT, 1)
-    block = torch.where(indices < 0, columns, indices // N).long() * rows
-    block += (torch.arange(T, device=indices.device) // M).unsqueeze(1)
-    some = indices.new_zeros((B, (columns + 1) * rows), dtype=torch.int8).scatter_(1, block.flatten(1), 1)
-    some = some.view(B, columns + 1, rows)[:, :columns]
-    walk = some.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    return chosen, walk.contiguous(), some.sum(-1, dtype=torch.int32)
+    return checked_width("dsa_attention: on CUDA the head dim", P)
 
 
 def dsa_attention_fwd_kernel(
@@ -243,7 +189,7 @@ def dsa_attention_fwd_kernel(
     Hkv, K, width = k.shape[2], indices.shape[2], _width(P)
     q, k, v, indices = (t.contiguous() for t in (q, k, v, indices))
     M, N, warps, stages = _tiles(P, Hq // Hkv, q.dtype)["gather"]
-    CAP, gain, a, b, _ = _logit(scale, softcap, q.dtype)
+    CAP, gain, a, b, _ = logit(scale, softcap, q.dtype)
     out, lse = q.new_empty(q.shape), q.new_empty((B, Hq, T), dtype=torch.float32)
     _forward_kernel[(B * T * Hkv,)](
         q, k, v, indices, out, lse, T, K, gain, a, b,
@@ -260,7 +206,7 @@ def dsa_attention_bwd_kernel(
     B, T, Hq, P = q.shape
     Hkv, K = k.shape[2], indices.shape[2]
     q, k, v, indices, out, lse, dout = (t.contiguous() for t in (q, k, v, indices, out, lse, dout))
-    tiles, (CAP, gain, a, b, gain_out) = _tiles(P, Hq // Hkv, q.dtype), _logit(scale, softcap, q.dtype)
+    tiles, (CAP, gain, a, b, gain_out) = _tiles(P, Hq // Hkv, q.dtype), logit(scale, softcap, q.dtype)
     delta, shift = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     options = {"Hq": Hq, "Hkv": Hkv, "P": P, "WIDTH": _width(P), "CAP": CAP}
@@ -270,9 +216,9 @@ def dsa_attention_bwd_kernel(
         **options, M=M, N=N, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     M, N, warps, stages = tiles["dkdv"]
-    chosen, walk, blocks = _pairs(indices, M, N)
+    chosen = by_key(indices, torch.ones_like(indices, dtype=torch.int8))
     _dkdv_kernel[B * Hkv, triton.cdiv(T, N)](
-        q, k, v, chosen, walk, blocks, dout, delta, shift, dk, dv, T, gain, a, gain_out,
+        q, k, v, chosen, *walks(indices, M, N), dout, delta, shift, dk, dv, T, gain, a, gain_out,
         **options, M=M, N=N, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dq, dk, dv

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.dsa_indexer.kernel_tiles import checked_width
+
 LONGEST = 16384
 
 
@@ -82,17 +84,14 @@ def _choice_kernel(scores, indices, T, K, WIDTH: tl.constexpr, PLACES: tl.conste
 def dsa_scores_kernel(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor) -> Tensor:
     """q (B,T,J,P) and k (B,T,P) fp32, fp16 or bf16, weights (B,T,J), doc_ids (B,T) int32 -> (B,T,T) fp32, -inf where
     the query (second axis) may not see the key. Raises ValueError on P no power of two <= 128."""
-    B, T, J, width = q.shape
-    if width & (width - 1) or not 1 <= width <= 128:
-        raise ValueError(
-            f"dsa_indexer: on CUDA the index head dim must be a power of two up to 128, not {width}"
-        )
+    B, T, J, P = q.shape
+    width = checked_width("dsa_indexer: on CUDA the index head dim", P)
     q, k, weights, doc_ids = (t.contiguous() for t in (q, k, weights, doc_ids))
     M, N, warps = (32, 32, 4) if q.dtype == torch.float32 else (128, 128, 8)
     scores = q.new_empty((B, T, T), dtype=torch.float32)
     _score_kernel[triton.cdiv(T, N), triton.cdiv(T, M), B](
         q, k, weights, doc_ids, scores, T,
-        J=J, P=width, WIDTH=max(width, 16), M=M, N=N, num_warps=warps, num_stages=3,
+        J=J, P=P, WIDTH=width, M=M, N=N, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return scores
 

@@ -1,4 +1,4 @@
-"""The choice of keys and the attention over them as custom ops: Triton on CUDA, plain elsewhere.
+"""The choice of keys, the attention over them and what it teaches, as custom ops: Triton on CUDA, plain elsewhere.
 
 B batch, T tokens, J index heads, P head dim (of the indexer or of the attention), K chosen keys a query,
 Hq and Hkv heads.
@@ -11,6 +11,8 @@ from kernels.dsa_indexer.reference import (
     dsa_attention_backward_reference,
     dsa_attention_forward_with_lse,
     dsa_attention_reference,
+    dsa_chosen_scores_backward_reference,
+    dsa_chosen_scores_reference,
     dsa_distribution_reference,
     dsa_indexer_reference,
     dsa_loss_reference,
@@ -108,6 +110,82 @@ def _backward(ctx, dout, _dlse):
 dsa_attention_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
+def _plain_scores(q: Tensor, *rest) -> Tensor:
+    with full_precision(q):
+        return fresh(dsa_chosen_scores_reference(q, *rest))
+
+
+def _plain_scores_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    with full_precision(q):
+        return tuple(fresh(g) for g in dsa_chosen_scores_backward_reference(q, *rest))
+
+
+@torch.library.custom_op("bumpgate::dsa_chosen_scores_fwd", mutates_args=())
+def dsa_chosen_scores_fwd(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """-> the index scores of the chosen keys (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1."""
+    return _plain_scores(q, k, weights, indices)
+
+
+launch_on_cuda(
+    dsa_chosen_scores_fwd, "kernels.dsa_indexer.kernel.dsa_chosen_scores_fwd_kernel", fp64=_plain_scores
+)
+
+
+@dsa_chosen_scores_fwd.register_fake
+def _(q, k, weights, indices):
+    return q.new_empty(indices.shape, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.custom_op("bumpgate::dsa_chosen_scores_bwd", mutates_args=())
+def dsa_chosen_scores_bwd(
+    q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, dscores: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, weights."""
+    return _plain_scores_bwd(q, k, weights, indices, dscores)
+
+
+launch_on_cuda(
+    dsa_chosen_scores_bwd, "kernels.dsa_indexer.kernel.dsa_chosen_scores_bwd_kernel", fp64=_plain_scores_bwd
+)
+
+
+@dsa_chosen_scores_bwd.register_fake
+def _(q, k, weights, indices, dscores):
+    return tuple(t.new_empty(t.shape) for t in (q, k, weights))
+
+
+def _save_for_scores(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _scores_backward(ctx, dscores):
+    return *dsa_chosen_scores_bwd(*ctx.saved_tensors, dscores), None
+
+
+dsa_chosen_scores_fwd.register_autograd(_scores_backward, setup_context=_save_for_scores)
+
+
+def _plain_distribution(q: Tensor, *rest) -> Tensor:
+    with full_precision(q):
+        return fresh(dsa_distribution_reference(q, *rest))
+
+
+@torch.library.custom_op("bumpgate::dsa_distribution_fwd", mutates_args=())
+def dsa_distribution_fwd(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
+    """-> (B,T,K) in fp32 (fp64 for fp64); it has no gradient."""
+    return _plain_distribution(q, k, indices, scale, softcap)
+
+
+launch_on_cuda(
+    dsa_distribution_fwd, "kernels.dsa_indexer.kernel.dsa_distribution_fwd_kernel", fp64=_plain_distribution
+)
+
+
+@dsa_distribution_fwd.register_fake
+def _(q, k, indices, scale, softcap):
+    return q.new_empty(indices.shape, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
 def _check_index(op, q, k, weights):
     if q.dim() != 4:
         raise ValueError(f"{op}: q must be (B,T,J,P), not {q.dim()}-d")
@@ -200,28 +278,58 @@ def dsa_attention(
 
 
 def dsa_distribution(
-    q: Tensor, k: Tensor, indices: Tensor, *, scale: float | None = None, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    impl: str = "op",
 ) -> Tensor:
     """What the indexer is to learn: the attention weights of the chosen keys, mean over heads, without gradient.
 
-    Arguments and errors as `dsa_attention` -> (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1. Plain torch.
+    Arguments and errors as `dsa_attention` -> (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1.
     """
+    check_impl("dsa_distribution", impl)
     _check_attention("dsa_distribution", q, k, indices, softcap)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    with torch.no_grad(), full_precision(q):
-        return dsa_distribution_reference(q, k, indices, float(scale), float(softcap))
+    options = float(scale), float(softcap)
+    with torch.no_grad():
+        if plain_on_xla(impl, q) == "op":
+            return dsa_distribution_fwd(q, k, indices, *options)
+        with full_precision(q):
+            return dsa_distribution_reference(q, k, indices, *options)
 
 
-def dsa_indexer_loss(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, target: Tensor) -> Tensor:
+def dsa_chosen_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, *, impl: str = "op") -> Tensor:
+    """The index scores I[t,s] of the chosen keys alone, with a gradient.
+
+    q, k, weights as in `dsa_indexer`, indices (B,T,K) int32 as in `dsa_attention`. impl "op" is opaque to the compiler,
+    "reference" is traced through.
+    -> (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1. The gradients of q, k and weights are bit-repeatable.
+    Raises ValueError on a wrong shape, dtype or impl; on CUDA also where P is no power of two up to 128 (but for
+    fp64, which runs the reference). Source: DeepSeek-V3.2-Exp (2025).
+    """
+    check_impl("dsa_chosen_scores", impl)
+    _check_index("dsa_chosen_scores", q, k, weights)
+    _check_choice("dsa_chosen_scores", q, indices)
+    if plain_on_xla(impl, q) == "op":
+        return dsa_chosen_scores_fwd(q, k, weights, indices)
+    with full_precision(q):
+        return dsa_chosen_scores_reference(q, k, weights, indices)
+
+
+def dsa_indexer_loss(
+    q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, target: Tensor, *, impl: str = "op"
+) -> Tensor:
     """KL(target || softmax of the index scores over the chosen keys), mean over the B*T queries: a scalar, fp32.
 
-    q, k, weights as in `dsa_indexer`, indices (B,T,K) int32, target (B,T,K) from `dsa_distribution`. Plain torch;
-    its gradient reaches q, k and weights.
-    Raises ValueError on a wrong shape or dtype. Source: DeepSeek-V3.2-Exp (2025), the loss of the sparse stage.
+    Arguments and errors as `dsa_chosen_scores`, target (B,T,K) floating point from `dsa_distribution`. The divergence
+    of the scores is plain torch. Its gradient reaches q, k and weights.
+    Source: DeepSeek-V3.2-Exp (2025), the loss of the sparse stage.
     """
-    _check_index("dsa_indexer_loss", q, k, weights)
-    _check_choice("dsa_indexer_loss", q, indices)
+    scores = dsa_chosen_scores(q, k, weights, indices, impl=impl)
     check_shapes("dsa_indexer_loss", {"target": (target, tuple(indices.shape))})
     check_floating("dsa_indexer_loss", {"target": target})
     with full_precision(q):
-        return dsa_loss_reference(q, k, weights, indices, target)
+        return dsa_loss_reference(scores, indices, target)

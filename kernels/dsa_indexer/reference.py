@@ -125,13 +125,37 @@ def dsa_distribution_reference(q: Tensor, k: Tensor, indices: Tensor, scale: flo
     return torch.exp(s - _lse(s).unsqueeze(-1)).mean((2, 3))
 
 
-def dsa_loss_reference(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, target: Tensor) -> Tensor:
-    """KL(target || softmax over the chosen keys of I), mean over the B*T queries; a scalar in fp32 (fp64 for fp64)."""
-    q, weights, target = _wide(q, weights, target)
+def dsa_chosen_scores_reference(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """q (B,T,J,P), k (B,T,P), weights (B,T,J), indices (B,T,K) -> I of the chosen keys (B,T,K) in fp32 (fp64 for
+    fp64), 0 for an index -1."""
+    q, weights = _wide(q, weights)
+    return (F.relu(_chosen_keys(k, indices) @ q.mT) @ weights.unsqueeze(-1)).squeeze(-1)
+
+
+def dsa_chosen_scores_backward_reference(
+    q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, dscores: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of (q, k, weights) from dscores (B,T,K)."""
+    query, weight, ds = _wide(q, weights, dscores.unsqueeze(-1))
+    key = _chosen_keys(k, indices)
+    dots = key @ query.mT  # (B,T,K,J)
+    grad = torch.where(dots > 0, ds * weight.unsqueeze(2), 0)
+    dk = _scattered((grad @ query).unsqueeze(2), indices).squeeze(2)
+    return (grad.mT @ key).to(q.dtype), dk.to(k.dtype), (F.relu(dots) * ds).sum(2).to(weights.dtype)
+
+
+def _chosen_keys(k: Tensor, indices: Tensor) -> Tensor:
+    """k (B,T,P), indices (B,T,K) -> (B,T,K,P), widened; 0 for an index -1."""
+    return _chosen(k.unsqueeze(2), indices).squeeze(2)
+
+
+def dsa_loss_reference(scores: Tensor, indices: Tensor, target: Tensor) -> Tensor:
+    """KL(target || softmax over the chosen keys of their scores), mean over the B*T queries.
+
+    scores, target (B,T,K) -> a scalar in fp32 (fp64 for fp64).
+    """
+    scores, target = _wide(scores, target)
     hidden = indices < 0
-    key = _chosen(k.unsqueeze(2), indices).squeeze(2)
-    dots = ((key @ q[:, :, h, :, None]).squeeze(-1) for h in range(q.shape[2]))
-    scores = sum(weights[:, :, h, None] * F.relu(dot) for h, dot in enumerate(dots))
     # Finite, so that a query without any key has neither a value nor a gradient that is nan.
     log_index = scores.masked_fill(hidden, torch.finfo(scores.dtype).min / 2).log_softmax(-1)
     kl = torch.special.xlogy(target, target) - target * log_index

@@ -157,8 +157,8 @@ def _dsa(impl: str, q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, **index: T
     of_index = index["index_q"], index["index_k"], index["index_weights"]
     indices = dsa_indexer(*of_index, doc_ids, top_k=5, impl=impl)
     out = dsa_attention(q, k, v, indices, scale=0.4, softcap=2.0, impl=impl)
-    target = dsa_distribution(q, k, indices, scale=0.4, softcap=2.0)
-    return indices, out, dsa_indexer_loss(*of_index, indices, target)
+    target = dsa_distribution(q, k, indices, scale=0.4, softcap=2.0, impl=impl)
+    return indices, out, dsa_indexer_loss(*of_index, indices, target, impl=impl)
 
 
 MAMBA3 = ("y", "theta", "h", "k_prev", "v_prev")

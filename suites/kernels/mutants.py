@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.attention import attention
 from kernels.causal_conv1d import causal_conv1d
 from kernels.cross_entropy import cross_entropy
-from kernels.dsa_indexer import dsa_attention, dsa_indexer
+from kernels.dsa_indexer import dsa_attention, dsa_chosen_scores, dsa_indexer
 from kernels.grouped_gemm import grouped_gemm
 from kernels.m2rnn import m2rnn, m2rnn_recurrent
 from kernels.mamba3_mimo import mamba3_mimo
@@ -33,6 +33,7 @@ from suites.kernels import (
     test_causal_conv1d,
     test_cross_entropy,
     test_dsa_indexer,
+    test_dsa_loss,
     test_grouped_gemm,
     test_m2rnn,
     test_mamba3_mimo,
@@ -226,6 +227,10 @@ def _lost_key(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
     return subject.run(inputs | {"indices": indices})
 
 
+def _choice_of_another(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
+    return subject.run(inputs | {"indices": inputs["indices"].roll(1, 1)})
+
+
 def _next_expert(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
     """The rows are cut by the counts of other experts."""
     return subject.run(inputs | {"counts": inputs["counts"].roll(1)})
@@ -259,6 +264,12 @@ SUBJECTS = {
         _dsa(dsa_attention),
         _dsa(test_dsa_indexer.plain_attention),
         {"dropped document reset": _chosen_across_documents, "a chosen key lost": _lost_key},
+    ),
+    "dsa_indexer's scores": Subject(
+        _named("q k weights indices", test_dsa_loss.scores_problem),
+        dsa_chosen_scores,
+        test_dsa_loss.plain_scores,
+        {"a chosen key lost": _lost_key, "choice of the query before": _choice_of_another},
     ),
     "grouped_gemm": Subject(
         _named("x weight counts", test_grouped_gemm.problem, counts=(5, 0, 170, 80), D_in=20, D_out=25),

@@ -18,10 +18,7 @@ from torch import Tensor
 from kernels.dsa_indexer import (
     dsa_attention,
     dsa_attention_reference,
-    dsa_choice,
-    dsa_distribution,
     dsa_indexer,
-    dsa_indexer_loss,
     dsa_scores,
 )
 from suites.support.comparison import DTYPES, Named, doubled, error, gradients, pooled, report_pooled
@@ -310,41 +307,6 @@ def test_a_query_without_keys_gives_zeros(lane: Lane):
         assert all(t.isfinite().all() for t in (out, dq, dk, dv))
 
 
-@lanes("cpu", "h200")
-def test_the_loss_is_the_divergence_over_the_chosen_keys(lane: Lane):
-    """Against the definition cell by cell over all keys, and 0 where the indexer says what the attention says."""
-    q, k, _, _ = problem(T=11, device=lane.device)
-    index = index_problem(T=11, device=lane.device)
-    indices = dsa_indexer(*index, top_k=4)
-    target = dsa_distribution(q, k, indices)
-    torch.testing.assert_close(target.sum(-1), torch.ones_like(target[..., 0]), rtol=1e-12, atol=0)
-    scores, total = dsa_scores(*index), 0.0
-    for b, t in [(b, t) for b in range(2) for t in range(11)]:
-        keys = [s for s in indices[b, t].tolist() if s >= 0]
-        value = k[b, keys].repeat_interleave(2, 1)
-        p = torch.softmax(torch.einsum("hp,shp->hs", q[b, t], value) / 4, -1).mean(0)
-        total += (p * (p.log() - torch.log_softmax(scores[b, t, keys], -1))).sum()
-    loss = dsa_indexer_loss(*index[:3], indices, target)
-    torch.testing.assert_close(loss, total / 22, rtol=1e-12, atol=0)
-    assert loss > 1e-2
-    itself = dsa_scores(*index).gather(2, indices.long().clamp(min=0)).masked_fill(indices < 0, -torch.inf)
-    assert dsa_indexer_loss(*index[:3], indices, itself.softmax(-1)).abs() < 1e-12
-
-
-@lanes("cpu", "h200")
-def test_the_loss_and_not_the_choice_teaches_the_indexer(lane: Lane):
-    index = index_problem(B=1, T=7, J=2, width=4, device=lane.device)
-    leaves = [t.requires_grad_() for t in index[:3]]
-    q, k, _, _ = problem(B=1, T=7, device=lane.device)
-    indices = dsa_indexer(*index, top_k=3)
-    assert not indices.requires_grad
-    target = dsa_distribution(q.requires_grad_(), k, indices)
-    assert not target.requires_grad
-    assert torch.autograd.gradcheck(lambda *t: dsa_indexer_loss(*t, indices, target), leaves)
-    grads = torch.autograd.grad(dsa_indexer_loss(*leaves, indices, target), leaves)
-    assert all(g.abs().max() > 1e-4 for g in grads)
-
-
 @lanes("cpu")
 def test_bad_input_is_one_clear_line(lane: Lane):
     q, k, v, indices = problem(B=2, T=4, P=4, K=3, dtype=torch.float32)
@@ -378,17 +340,3 @@ def test_bad_input_is_one_clear_line(lane: Lane):
     for inputs, options, words in bad:
         with refused("dsa_indexer", words):
             dsa_indexer(*inputs, **{"top_k": 2} | options)
-    with refused("dsa_indexer_loss", "target has shape"):
-        dsa_indexer_loss(q, k, weights, indices, torch.ones(2, 4, 2))
-
-
-@lanes("cpu")
-def test_the_loss_ignores_what_stands_where_there_is_no_key(lane: Lane):
-    index = index_problem(B=1, T=5, dtype=torch.float32)
-    indices = dsa_indexer(*index, top_k=4)
-    target = torch.softmax(torch.zeros(1, 5, 4).masked_fill(indices < 0, -torch.inf), -1)
-    found = dsa_indexer_loss(*index[:3], indices, target)
-    assert torch.equal(found, dsa_indexer_loss(*index[:3], indices, target.masked_fill(indices < 0, 9.0)))
-    nothing = torch.full_like(indices, -1)
-    assert dsa_indexer_loss(*index[:3], nothing, torch.zeros_like(target)) == 0
-    assert dsa_choice(torch.full((1, 2, 2), -torch.inf), 3).eq(-1).all()

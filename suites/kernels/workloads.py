@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.attention import attention
 from kernels.causal_conv1d import causal_conv1d
 from kernels.cross_entropy import cross_entropy
-from kernels.dsa_indexer import dsa_attention, dsa_indexer
+from kernels.dsa_indexer import dsa_attention, dsa_chosen_scores, dsa_distribution, dsa_indexer
 from kernels.grouped_gemm import grouped_gemm
 from kernels.m2rnn import m2rnn
 from kernels.mamba3_siso import mamba3_siso
@@ -131,6 +131,27 @@ def dsa_case(B: int, choose: bool) -> Case:
     return Case(choose_and_attend, reference, peer, inputs, with_choice)
 
 
+def dsa_loss_case(B: int) -> Case:
+    """The scores of the chosen keys and their target: what a sparse layer's training adds to its attention."""
+    Hq, Hkv, P, J, K = 56, 8, 64, 32, 256
+    index = draw(B, T, J, P), draw(B, T, P), draw(B, T, J)
+    indices = dsa_indexer(*index, one_document(B), top_k=K)
+    inputs = (*index, indices, draw(B, T, Hq, P), draw(B, T, Hkv, P))
+
+    def learn(
+        q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, query: Tensor, key: Tensor, impl: str
+    ) -> tuple[Tensor, Tensor]:
+        scores = dsa_chosen_scores(q, k, weights, indices, impl=impl)
+        return scores, dsa_distribution(query, key, indices, softcap=30.0, impl=impl)
+
+    written = draw(B, T, K, dtype=torch.float32)
+    scored, forward = 2 * B * T * K * J * P, streaming(inputs, (written, written)).forward_bytes
+    flops = scored + 2 * B * T * K * Hq * P
+    both = forward + size(written) + 2 * size(*index) + size(indices)
+    op, reference = (partial(learn, impl=impl) for impl in ("op", "reference"))
+    return Case(op, reference, None, inputs, Work(forward, both, flops, flops + 3 * scored))
+
+
 def ssd_case(B: int, N: int, G: int) -> Case:
     H, P = 112, 64
     x, dt = draw(B, T, H, P), F.softplus(draw(B, T, H, dtype=torch.float32) - 3)
@@ -241,6 +262,7 @@ CASES: dict[str, Callable[[int], Case]] = {
     "mla-P64": partial(mla_case, softcap=0.0),
     "dsa_indexer-K256": partial(dsa_case, choose=True),
     "dsa_indexer-K256-attention": partial(dsa_case, choose=False),
+    "dsa_indexer-K256-loss": dsa_loss_case,
     "ssd_chunk_scan-N64-G8": partial(ssd_case, N=64, G=8),
     "ssd_chunk_scan-N128-G1": partial(ssd_case, N=128, G=1),
     "mamba3_siso-N64-G8": partial(mamba3_case, N=64, G=8),

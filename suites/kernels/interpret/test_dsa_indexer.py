@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.dsa_indexer import kernel, kernel_choice
+from kernels.dsa_indexer import kernel, kernel_choice, kernel_tiles
 from kernels.dsa_indexer.reference import (
     dsa_attention_backward_reference,
     dsa_attention_forward_with_lse,
@@ -202,7 +202,8 @@ def test_a_walk_visits_each_block_that_holds_a_pair_and_no_other(lane: Lane, see
     g = torch.Generator().manual_seed(seed)
     near = torch.arange(T).unsqueeze(1) - torch.arange(K)  # the last K tokens: most blocks hold no pair
     indices = torch.where(torch.rand(2, T, K, generator=g) < 0.2, -1, near.clamp(min=-1)).int()
-    chosen, walk, blocks = kernel._pairs(indices, M, N)
+    chosen = kernel_tiles.by_key(indices, torch.ones_like(indices))
+    walk, blocks = kernel_tiles.walks(indices, M, N)
     assert chosen.shape == (2, T + 1, T)
     for b in range(2):
         pairs = {(s, t) for t in range(T) for s in indices[b, t].tolist() if s >= 0}

@@ -1,0 +1,252 @@
+"""What dsa_indexer learns from: its scores of the chosen keys, their gradient, and the divergence from the attention.
+
+B batch, T tokens, J index heads, K chosen keys a query. The plain scores are dense, and gathered by the choice; the
+oracle is the reference in fp64, which must agree with them in fp64 first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.dsa_indexer import (
+    dsa_choice,
+    dsa_chosen_scores,
+    dsa_distribution,
+    dsa_indexer,
+    dsa_indexer_loss,
+    dsa_scores,
+)
+from suites.kernels.test_dsa_indexer import index_problem, problem
+from suites.support.comparison import (
+    AT_MOST,
+    DTYPES,
+    Named,
+    doubled,
+    error_ratio,
+    gradients,
+    pooled,
+    ratio_row,
+    report_pooled,
+)
+from suites.support.custom_ops import check_compiled, check_op, refused, strided, turned
+from suites.support.lanes import Lane, lanes
+
+ATTENTION = {"scale": 0.4, "softcap": 2.0}
+
+
+def scores_problem(
+    B=2, T=33, J=3, width=16, K=7, dtype=torch.float64, device="cpu", seed=0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, weights of either sign, and the choice that they make in fp64."""
+    exact = index_problem(B, T, J, width, seed=seed)
+    indices = dsa_indexer(*exact, top_k=K).to(device)
+    return *(t.to(device, dtype) for t in exact[:3]), indices
+
+
+def plain_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """Of every key, in the inputs' dtype, and of these the chosen ones."""
+    dots = torch.relu(q.transpose(1, 2) @ k.mT.unsqueeze(1))
+    scores = (weights.mT.unsqueeze(-1) * dots).sum(1)
+    chosen = scores.gather(2, indices.long().clamp(min=0)).masked_fill(indices < 0, 0)
+    return chosen.to(torch.promote_types(q.dtype, torch.float32))
+
+
+def plain_distribution(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
+    """Dense attention's weights in the inputs' dtype but for the softmax, and of these the chosen keys'."""
+    key = k.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2)
+    s = softcap * torch.tanh(q.transpose(1, 2) @ key.mT * scale / softcap)
+    at = indices.long().clamp(min=0).unsqueeze(1).expand(-1, q.shape[2], -1, -1)
+    s = s.gather(3, at).masked_fill((indices < 0).unsqueeze(1), -torch.inf)
+    return torch.softmax(s, -1, dtype=torch.promote_types(q.dtype, torch.float32)).nan_to_num(0).mean(1)
+
+
+@lanes("cpu", "h200")
+def test_fp64_equals_the_dense_scores_gathered(lane: Lane):
+    inputs = scores_problem(device=lane.device)
+    plain = gradients(plain_scores, *inputs)
+    for impl in ("op", "reference"):
+        for ours, wanted in zip(gradients(dsa_chosen_scores, *inputs, impl=impl), plain, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+
+
+@lanes("cpu", "h200")
+def test_fp64_equals_the_dense_weights_gathered(lane: Lane):
+    q, k, _, indices = problem(device=lane.device)
+    for impl in ("op", "reference"):
+        found = dsa_distribution(q, k, indices, **ATTENTION, impl=impl)
+        torch.testing.assert_close(
+            found, plain_distribution(q, k, indices, **ATTENTION), rtol=1e-12, atol=1e-14
+        )
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
+    """Over several seeds: a query of one key has a gradient of few terms, and what either side makes of it is luck."""
+
+    def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Named:
+        return dict(zip(("scores", "q", "k", "weights"), gradients(function, *inputs)))
+
+    problems = [scores_problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
+    oracle = pooled(run(plain_scores, doubled(inputs)) for inputs in problems)
+    plain = pooled(run(plain_scores, inputs) for inputs in problems)
+    found = pooled(run(dsa_chosen_scores, inputs) for inputs in problems)
+    assert all(t.dtype == DTYPES[dtype] for n, t in found.items() if n != "scores")
+    assert found["scores"].dtype == torch.float32
+    report_pooled(
+        row, f"kernels/dsa_indexer-{lane.name}-{dtype}-scores", found, plain, oracle,
+        inputs=("q", "k", "weights"),
+    )  # fmt: skip
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_target_s_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
+    problems = [problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
+    sides = [
+        torch.cat([function(q, k, i, **ATTENTION).flatten() for q, k, _, i in inputs])
+        for function, inputs in (
+            (dsa_distribution, problems),
+            (plain_distribution, problems),
+            (plain_distribution, [doubled(inputs) for inputs in problems]),
+        )
+    ]
+    ratio_row(
+        row, f"kernels/dsa_indexer-{lane.name}-{dtype}-target/forward_error_ratio",
+        {"target": error_ratio(*sides)}, sides[0].numel(), AT_MOST["forward"],
+    )  # fmt: skip
+
+
+@lanes("cpu", "h200")
+def test_a_gradient_below_the_range_of_fp16_arrives(lane: Lane):
+    """A mean over B T queries under a loss weight of 1e-3 hands 1e-9 a key down: fp16's least number is 6e-8."""
+    q, k, weights, indices = scores_problem(dtype=torch.float16, device=lane.device)
+    leaves = [t.requires_grad_() for t in (q, k, weights.float())]
+    scores = dsa_chosen_scores(*leaves, indices)
+    size = 2.0**-32
+    g = torch.randn(scores.shape, generator=torch.Generator().manual_seed(0)).to(scores)
+    large = torch.autograd.grad(scores, leaves, g, retain_graph=True)[2]
+    small = torch.autograd.grad(scores, leaves, g * size)[2]
+    torch.testing.assert_close(small / size, large, rtol=1e-3, atol=1e-3)
+
+
+@lanes("cpu", "h200")
+def test_op_contract(lane: Lane):
+    ops = torch.ops.bumpgate
+    q, k, weights, indices = strided(scores_problem(T=9, K=3, dtype=torch.float32, device=lane.device))
+    scores = ops.dsa_chosen_scores_fwd(q, k, weights, indices)
+    assert scores.dtype == torch.float32
+    check_op(ops.dsa_chosen_scores_fwd, (q, k, weights, indices), differentiable=True)
+    inputs = tuple(t.detach() for t in (q, k, weights))
+    check_op(ops.dsa_chosen_scores_bwd, (*inputs, indices, turned(scores, 1, 2)))
+    q, k, _, indices = strided(problem(T=9, P=4, K=3, dtype=torch.float32, device=lane.device))
+    check_op(ops.dsa_distribution_fwd, (q, k, indices, 0.4, 2.0))
+
+
+@lanes("cpu", "h200")
+def test_gradients_are_bit_repeatable(lane: Lane):
+    inputs = scores_problem(T=200, K=40, dtype=torch.bfloat16, device=lane.device)
+    first, again = (gradients(dsa_chosen_scores, *inputs) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+
+
+@lanes("cpu", "h200")
+def test_the_loss_compiles_to_one_graph_for_every_batch_size(lane: Lane):
+    """And nothing on the way asks the host about data: fullgraph would refuse it."""
+
+    def learn(q, k, index_q, index_k, weights, indices):
+        target = dsa_distribution(q, k, indices, **ATTENTION)
+        return dsa_indexer_loss(index_q, index_k, weights, indices, target)
+
+    def train(function, inputs):
+        return gradients(function, *inputs)
+
+    sizes = [{"B": B, "T": 16, "dtype": torch.float32, "device": lane.device} for B in (2, 3, 5)]
+    batches = [(*problem(**size)[:2], *scores_problem(**size)) for size in sizes]
+    report = check_compiled(
+        learn, train, batches, op="dsa_chosen_scores", calls=1, dynamic=range(6), tolerance=1e-6
+    )
+    (graph,) = report.graphs
+    found = [name for name in graph.operators if name.startswith("bumpgate")]
+    assert found == ["bumpgate.dsa_distribution_fwd.default", "bumpgate.dsa_chosen_scores_fwd.default"]
+
+
+@lanes("cpu", "h200")
+def test_what_nobody_chose_is_not_read(lane: Lane):
+    q, k, weights, indices = scores_problem(T=34, dtype=torch.float32, device=lane.device)
+    indices = torch.where(indices % 3 == 0, -1, indices)
+    k[:, ::3] = float("nan")
+    scores, dq, dk, dweights = gradients(dsa_chosen_scores, q, k, weights, indices)
+    assert all(t.isfinite().all() for t in (scores, dq, dweights))
+    assert not dk[:, ::3].any()
+    assert dk[:, 1::3].abs().max() > 0.1
+
+
+@lanes("cpu", "h200")
+def test_the_loss_is_the_divergence_over_the_chosen_keys(lane: Lane):
+    """Against the definition cell by cell over all keys, and 0 where the indexer says what the attention says."""
+    q, k, _, _ = problem(T=11, device=lane.device)
+    index = index_problem(T=11, device=lane.device)
+    indices = dsa_indexer(*index, top_k=4)
+    target = dsa_distribution(q, k, indices)
+    torch.testing.assert_close(target.sum(-1), torch.ones_like(target[..., 0]), rtol=1e-12, atol=0)
+    scores, total = dsa_scores(*index), 0.0
+    for b, t in [(b, t) for b in range(2) for t in range(11)]:
+        keys = [s for s in indices[b, t].tolist() if s >= 0]
+        value = k[b, keys].repeat_interleave(2, 1)
+        p = torch.softmax(torch.einsum("hp,shp->hs", q[b, t], value) / 4, -1).mean(0)
+        total += (p * (p.log() - torch.log_softmax(scores[b, t, keys], -1))).sum()
+    loss = dsa_indexer_loss(*index[:3], indices, target)
+    torch.testing.assert_close(loss, total / 22, rtol=1e-12, atol=0)
+    assert loss > 1e-2
+    itself = dsa_scores(*index).gather(2, indices.long().clamp(min=0)).masked_fill(indices < 0, -torch.inf)
+    assert dsa_indexer_loss(*index[:3], indices, itself.softmax(-1)).abs() < 1e-12
+
+
+@lanes("cpu", "h200")
+def test_the_loss_and_not_the_choice_teaches_the_indexer(lane: Lane):
+    index = index_problem(B=1, T=7, J=2, width=4, device=lane.device)
+    leaves = [t.requires_grad_() for t in index[:3]]
+    q, k, _, _ = problem(B=1, T=7, device=lane.device)
+    indices = dsa_indexer(*index, top_k=3)
+    assert not indices.requires_grad
+    target = dsa_distribution(q.requires_grad_(), k, indices)
+    assert not target.requires_grad
+    assert torch.autograd.gradcheck(lambda *t: dsa_indexer_loss(*t, indices, target), leaves)
+    grads = torch.autograd.grad(dsa_indexer_loss(*leaves, indices, target), leaves)
+    assert all(g.abs().max() > 1e-4 for g in grads)
+
+
+@lanes("cpu")
+def test_the_loss_ignores_what_stands_where_there_is_no_key(lane: Lane):
+    index = index_problem(B=1, T=5, dtype=torch.float32)
+    indices = dsa_indexer(*index, top_k=4)
+    target = torch.softmax(torch.zeros(1, 5, 4).masked_fill(indices < 0, -torch.inf), -1)
+    found = dsa_indexer_loss(*index[:3], indices, target)
+    assert torch.equal(found, dsa_indexer_loss(*index[:3], indices, target.masked_fill(indices < 0, 9.0)))
+    nothing = torch.full_like(indices, -1)
+    assert dsa_indexer_loss(*index[:3], nothing, torch.zeros_like(target)) == 0
+    assert dsa_choice(torch.full((1, 2, 2), -torch.inf), 3).eq(-1).all()
+
+
+@lanes("cpu")
+def test_bad_input_is_one_clear_line(lane: Lane):
+    q, k, weights, indices = scores_problem(T=4, K=3, dtype=torch.float32)
+    target = torch.ones(2, 4, 3)
+    bad = [
+        ((q, k, weights, indices, target[..., :2]), {}, "dsa_indexer_loss", "target has shape"),
+        ((q, k, weights, indices, target.int()), {}, "dsa_indexer_loss", "floating point"),
+        ((q[0], k, weights, indices, target), {}, "dsa_chosen_scores", "3-d"),
+        ((q, k, weights, indices.long(), target), {}, "dsa_chosen_scores", "int32"),
+        ((q, k, weights, indices, target), {"impl": "fast"}, "dsa_chosen_scores", "choices are"),
+    ]
+    for inputs, options, op, words in bad:
+        with refused(op, words):
+            dsa_indexer_loss(*inputs, **options)
+    q, k, _, indices = problem(T=4, dtype=torch.float32)
+    with refused("dsa_distribution", "choices are"):
+        dsa_distribution(q, k, indices, impl="fast")
