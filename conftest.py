@@ -13,9 +13,10 @@ from suites.support.environment import cache_fault, prepare_environment
 from suites.support.lanes import LANES, detect
 from suites.support.session import LaneSession, Selection
 
-# Each worker of the H200 lane holds a context and its last test's memory on the GPU.
-MOST_WORKERS = 14
-SPARE_CORES = 2
+# Each worker of the H200 lane holds a context and its last test's memory on the GPU. One waits for the others' end, to
+# run what is timed.
+MOST_WORKERS = 15
+SPARE_CORES = 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -33,7 +33,7 @@ def _turn_on_gpu(item: pytest.Item) -> tuple[int, int]:
     if lane_of(item) != "h200":
         return 0, 0
     alone = "exclusive_machine" in getattr(item, "fixturenames", ())
-    return turn(item.nodeid.partition("::")[0], alone)
+    return turn(item.nodeid, alone)
 
 
 @pytest.fixture

@@ -208,8 +208,8 @@ def dsa_distribution_fwd_kernel(
     Hkv, K, width = k.shape[2], indices.shape[2], checked_width("dsa_distribution: on CUDA the head dim", P)
     q, k, indices = (t.contiguous() for t in (q, k, indices))
     M, N, warps, stages = _tiles(Hq // Hkv, q.dtype)["gather"]
-    CAP, gain, a, b, _ = logit(scale, softcap, q.dtype)
     target = q.new_empty((B, T, Hkv, K), dtype=torch.float32)
+    CAP, gain, a, b, _ = logit(scale, softcap, target.dtype)
     _target_kernel[(B * T * Hkv,)](
         q, k, indices, target, T, K, gain, a, b,
         Hq=Hq, Hkv=Hkv, P=P, WIDTH=width, M=M, N=N, CAP=CAP, num_warps=warps, num_stages=stages,

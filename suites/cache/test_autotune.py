@@ -90,7 +90,7 @@ def test_a_bad_candidate_is_passed_over(lane: Lane, broken, row) -> None:
 @lanes("cpu", "h200")
 def test_the_next_process_does_not_take_it(lane: Lane, broken, row) -> None:
     """The same programs, and one with the same product in another graph: the candidate is sound and fast by now."""
-    directory, _ = broken
+    directory, result = broken
     size = FAULTS["launcher_without_stream"]
     again = search(lane, directory, *(f"{size}=fast" for size in FAULTS.values()), f"{size}=fast=transposed")
     other = again.pop(f"{size}=fast=transposed")
@@ -115,6 +115,10 @@ def test_the_next_process_does_not_take_it(lane: Lane, broken, row) -> None:
         witness=len(other["searches"]),
         rule="C24",
         per_build=True,
+        evidence=[
+            f"first process {result[f'{size}=launcher_without_stream']['searches']}",
+            f"the next {other['searches']}",
+        ],
     )
 
 
@@ -132,7 +136,8 @@ def test_a_poisoned_entry_is_seen(lane: Lane, broken) -> None:
         entry.update({name: math.inf if math.isfinite(time) else 1.0 for name, time in entry.items()})
     file.write_text(json.dumps(kept))
     case = f"{size}=infinite=transposed"
-    assert harmed(search(lane, directory, case)) == [case]
+    told = search(lane, directory, case)
+    assert harmed(told) == [case], told
 
 
 @lanes("cpu", "h200")

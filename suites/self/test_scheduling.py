@@ -66,10 +66,17 @@ def run(folder: Path, tests: str, workers: int) -> str:
 
 
 def test_what_is_long_begins_first_and_what_is_timed_comes_last() -> None:
-    timed = [("suites/kernels/test_model_shapes.py", True), ("suites/throughput/test_full_size.py", True)]
-    shared = [(file, False) for file in (*FIRST, "suites/canaries/test_canaries.py")]
+    timed = [
+        ("suites/kernels/test_model_shapes.py::test_speed[mla-P64-h200]", True),
+        ("suites/throughput/test_full_size.py::test_a_training_step[nam52-eager-h200]", True),
+    ]
+    shared = [
+        (f"{start}-h200]", False) for start in (*FIRST, "suites/canaries/test_canaries.py::test_canary")
+    ]
     assert sorted({*timed, *shared}, key=lambda test: turn(*test)) == [*shared, *timed]
-    assert all((ROOT / file).is_file() for file in FIRST)
+    for start in FIRST:
+        file, _, test = start.partition("::")
+        assert f"def {test.partition('[')[0] or 'test_'}" in (ROOT / file).read_text(), start
 
 
 def test_what_may_not_run_side_by_side_has_one_worker(tmp_path: Path) -> None:
@@ -85,16 +92,16 @@ import sys, time
 sys.path.insert(0, {root!r})
 from suites.support.gpu_memory import held
 print("asks", flush=True)
-with held({count}, slots=6):
+with held({count}, slots=6, first={first}):
     open("log", "a").write("+{count}\\n")
     time.sleep({seconds})
     open("log", "a").write("-{count}\\n")
 """
 
 
-def started(folder: Path, count: int, seconds: float = 0.3) -> subprocess.Popen[str]:
+def started(folder: Path, count: int, seconds: float = 0.3, first: bool = False) -> subprocess.Popen[str]:
     """A process that holds so many of six slots for a while. It has asked for them."""
-    script = HOLD.format(root=str(ROOT), count=count, seconds=seconds)
+    script = HOLD.format(root=str(ROOT), count=count, seconds=seconds, first=first)
     environment = {**os.environ, "TMPDIR": str(folder)}
     child = subprocess.Popen(
         [sys.executable, "-c", script], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
@@ -114,6 +121,14 @@ def test_claims_fit_into_the_memory(tmp_path: Path) -> None:
     assert log[:3] == ["+2", "+1", "-2"]
     assert sorted(log[3:6]) == ["+5", "-1", "-5"]
     assert log[6:] == ["+9", "-9"]
+
+
+def test_no_claim_overtakes_one_that_is_to_come_first(tmp_path: Path) -> None:
+    """Of 6 slots 4 are held; 1 is free, and given to nobody before the 5 that wait."""
+    children = [started(tmp_path, 4, seconds=3), started(tmp_path, 5, seconds=2, first=True)]
+    children.append(started(tmp_path, 1))
+    assert [child.wait(timeout=60) for child in children] == [0] * 3
+    assert (tmp_path / "log").read_text().split()[:4] == ["+4", "-4", "+5", "+1"]
 
 
 def test_a_claim_of_a_process_that_died_is_free(tmp_path: Path) -> None:

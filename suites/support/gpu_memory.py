@@ -18,19 +18,20 @@ from suites.support.timing import POLL_SECONDS, lock_file, locked, taken
 
 LOCKS = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gpu_memory"
 SLOT_GIB = 2
-UNCLAIMED_GIB = 35
+UNCLAIMED_GIB = 30  # of fifteen workers 27 to 29 were seen in use
 
 
 @contextmanager
-def claimed(gib: float) -> Iterator[None]:
+def claimed(gib: float, *, first: bool = False) -> Iterator[None]:
     """Holds this much of the first GPU's memory, or all that may be claimed where that is less.
 
-    A small claim may overtake a large one: a run's claims come to an end. What torch keeps of it is given back.
+    A small claim may overtake a large one, for a run's claims come to an end; but none overtakes one that is to come
+    first. What torch keeps of it is given back.
     """
     import torch
 
     total = torch.cuda.get_device_properties(0).total_memory / 2**30
-    with held(ceil(gib / SLOT_GIB), slots=max(1, int((total - UNCLAIMED_GIB) / SLOT_GIB))):
+    with held(ceil(gib / SLOT_GIB), slots=max(1, int((total - UNCLAIMED_GIB) / SLOT_GIB)), first=first):
         try:
             yield
         finally:
@@ -38,22 +39,31 @@ def claimed(gib: float) -> Iterator[None]:
 
 
 @contextmanager
-def held(count: int, slots: int) -> Iterator[None]:
-    """Holds `count` of the slots, all where there are fewer. They are locks: a process that dies has freed its own."""
+def held(count: int, slots: int, *, first: bool = False) -> Iterator[None]:
+    """Holds `count` of the slots, all where there are fewer. They are locks: a process that dies has freed its own.
+
+    first: nobody else is given one until it has them.
+    """
+    count = min(count, slots)
     while True:
-        with ExitStack() as stack:
-            if _took(min(count, slots), slots, stack):
-                yield
-                return
+        with locked(Path(f"{LOCKS}.turn"), exclusive=True):
+            found = _taken(count, slots)
+            while first and found is None:
+                time.sleep(POLL_SECONDS)
+                found = _taken(count, slots)
+        if found is not None:
+            break
         time.sleep(POLL_SECONDS)
+    with found:
+        yield
 
 
-def _took(count: int, slots: int, stack: ExitStack) -> bool:
-    """Takes so many free slots, until the stack is closed; False where there are not enough, and none is to be kept."""
-    with locked(Path(f"{LOCKS}.turn"), exclusive=True):
+def _taken(count: int, slots: int) -> ExitStack | None:
+    """So many free slots, until the stack is closed; None where there are not enough, and none is kept."""
+    with ExitStack() as stack:
         for i in range(slots):
             slot = stack.enter_context(lock_file(Path(f"{LOCKS}.{i}")))
             count -= taken(slot)
             if not count:
-                return True
-    return False
+                return stack.pop_all()
+    return None

@@ -1,6 +1,7 @@
 """One process of the full-size restart check: the first step of a model under a policy, and what each cache gave it.
 
 `python -m suites.throughput.restart nam52 regional` with TORCHINDUCTOR_CACHE_DIR set; the last line of output is JSON.
+With a third argument, "first", its claim of the GPU's memory comes before all others'.
 The parent compares a process on an empty directory with one on what that left, or with another policy's.
 """
 
@@ -11,7 +12,7 @@ import sys
 from dataclasses import asdict
 
 
-def main(name: str, policy: str) -> dict[str, object]:
+def main(name: str, policy: str, claim: str = "") -> dict[str, object]:
     """Seconds of the first step and, before it, of the ops' own kernels; what the caches gave, and what is in them.
 
     loss: of another batch. code: files by their time.
@@ -23,7 +24,7 @@ def main(name: str, policy: str) -> dict[str, object]:
 
     with claimed(STACK_GIB):
         kernels_seconds = load_kernels(name)
-    with claimed(GIB[name]), full_size(name, policy) as hybrid:
+    with claimed(GIB[name], first=claim == "first"), full_size(name, policy) as hybrid:
         seconds = hybrid.first_step()
         loss = hybrid.loss()
         report = hybrid.watch.refresh()
@@ -40,4 +41,4 @@ def main(name: str, policy: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:3])))
+    print(json.dumps(main(*sys.argv[1:4])))

@@ -17,7 +17,7 @@ from kernels.dsa_indexer.reference import (
 )
 from suites.kernels.interpret.ratio import outside
 from suites.kernels.interpret.test_dsa_indexer import CASES, DTYPES, Inputs, index_problem, problem
-from suites.support.comparison import doubled
+from suites.support.comparison import AT_MOST, doubled, error_ratio
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
 
@@ -115,6 +115,19 @@ def test_the_target_keeps_to_the_ratio_rule(lane: Lane, dtype: str, case: str, s
         assert outside(
             [wrong], [dsa_distribution_reference(q, k, indices, *CASES[case])], [oracle], terms=1.0
         )
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("softcap", [30.0, 50.0])
+def test_the_target_of_fp16_inputs_is_as_exact_as_fp32_makes_it(
+    lane: Lane, softcap: float, small_tiles: None
+):
+    """Their products are exact, and the target is fp32: a softcap that serves a P in bf16 is off by 9 times as much."""
+    q, k, _, indices, _ = problem((1, 40, 14, 2, 64, 24), torch.float16)
+    found = kernel.dsa_distribution_fwd_kernel(q, k, indices, 0.125, softcap)
+    plain = dsa_distribution_reference(q.float(), k.float(), indices, 0.125, softcap)
+    oracle = dsa_distribution_reference(*doubled((q, k, indices)), 0.125, softcap)
+    assert error_ratio(found, plain, oracle) < AT_MOST["forward"]
 
 
 @lanes("cpu")

@@ -82,6 +82,8 @@ def autotune_count() -> int:
 def autotuning(time: Callable[..., float] | None = None) -> Iterator[list[dict[str, float]]]:
     """Candidate -> milliseconds of each search that Inductor makes inside the block, measured or from its cache.
 
+    A template's candidate is named with the end of the key under which torch keeps its time.
+
     time: what times a template's candidate in place of torch's benchmark; picklable, since it runs in the autotuning
     subprocess where there is one. ATen's own candidates are timed as ever, in this process. Then PLANTED templates
     stay of a search's tens: each that crashes costs a new subprocess, which on a GPU takes many seconds.
@@ -94,12 +96,18 @@ def autotuning(time: Callable[..., float] | None = None) -> Iterator[list[dict[s
         extern, templates = [], []
         for choice in choices:
             (extern if AlgorithmSelectorCache._is_extern(choice) else templates).append(choice)
+        templates.sort(key=lambda choice: choice.hash_key())  # the same ones in every process
         for choice in templates[:PLANTED]:
             choice.bmreq.benchmark, choice.precompile = time, lambda: None
         return [*extern, *templates[:PLANTED]]
 
+    def name(choice: Any) -> str:
+        if AlgorithmSelectorCache._is_extern(choice):
+            return str(choice.name)
+        return f"{choice.name} {choice.hash_key()[-8:]}"
+
     def save(timings: Mapping[Any, float], *_: object) -> None:
-        found.append({choice.name: milliseconds for choice, milliseconds in timings.items()})
+        found.append({name(choice): milliseconds for choice, milliseconds in timings.items()})
 
     add_preprocessing_fn(plant)
     add_feedback_saver(save)

@@ -1,0 +1,50 @@
+"""What counts as the result of a process that measures something: its last line, and nothing of one that crashed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from suites.support.child import ENDING, ChildError, run_json
+
+RESULT = "print('a line before it')\nprint('{\"seconds\": 1.5}')\n"
+
+
+def run(tmp_path: Path, program: str) -> dict[str, float]:
+    (tmp_path / "a_child.py").write_text(f"import os, sys, time\n{program}")
+    return run_json("a_child", environment={"PYTHONPATH": str(tmp_path)}, timeout=20)
+
+
+def dying(last: str, end: str = "os.abort()") -> str:
+    return f"print({last!r}, file=sys.stderr, flush=True)\n{end}\n"
+
+
+@pytest.mark.parametrize("end", ["", dying(ENDING)], ids=["exit 0", "an abort while the interpreter ends"])
+def test_the_last_line_is_the_result(tmp_path: Path, end: str) -> None:
+    assert run(tmp_path, RESULT + end) == {"seconds": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (dying(ENDING), f"a_child: exit -6: {ENDING}"),
+        (dying(ENDING) + RESULT, f"a_child: exit -6: {ENDING}"),
+        (RESULT + dying("free(): invalid pointer"), "a_child: exit -6: free"),
+        (RESULT + dying(ENDING, "os.kill(os.getpid(), 11)"), "a_child: exit -11"),
+        (RESULT + dying(ENDING, "os._exit(1)"), "a_child: exit 1"),
+        (RESULT + "raise SystemExit('a reason')", "a_child: exit 1: a reason"),
+        ("print('nothing')", "a_child: printed no JSON result"),
+    ],
+)
+def test_a_crash_is_one_line_and_no_result(tmp_path: Path, program: str, words: str) -> None:
+    with pytest.raises(ChildError) as caught:
+        run(tmp_path, program)
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hang_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a_child.py").write_text("import time\ntime.sleep(60)")
+    with pytest.raises(ChildError, match=r"^a_child: no result within 0 s$"):
+        run_json("a_child", environment={"PYTHONPATH": str(tmp_path)}, timeout=0.3)
