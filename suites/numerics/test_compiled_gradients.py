@@ -1,7 +1,7 @@
 """Compiled against eager by the fp64 ratio: compiling may not lose more accuracy than fp32 itself does.
 
 For every kind of parameter, |g_compiled - g_fp64| is held against |g_eager - g_fp64|, both pooled over the blocks
-that have one and over four batches. No stored values, so a torch that rounds elsewhere stays green and one that
+that have one and over several batches. No stored values, so a torch that rounds elsewhere stays green and one that
 loses digits does not. Source of the rule: torch's own accuracy check for compiled models, restated per gradient.
 """
 
@@ -20,9 +20,10 @@ from suites.support.hybrids import build, token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
 
 # Both errors are rounding noise. One tensor's ratio has a heavy tail (a 4-element bias read 15 on unchanged
-# code); pooled, 18 groups of 4 batches over three models read at most 1.8. A lost digit reads 10.
+# code); pooled, 18 groups of 4 batches over three models read at most 1.8 on cpu. On H200s, where atomic sums round in
+# an order of their own, a kind of a single block in four batches read 0.98, 1.5 and 2.6. A lost digit reads 10.
 FACTOR = 3.0
-BATCHES = 4
+BATCHES = {"cpu": 4, "h200": 12}
 
 
 def kind(model: Hybrid, name: str) -> str:
@@ -55,7 +56,9 @@ def test_gradients(lane: Lane, name: str, policy: str, row, canaries) -> None:
     errors: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     non_finite: set[str] = set()
     with watched_hybrid(name, policy, device=lane.device) as hybrid:
-        batches = [token_batch(hybrid.config, 2, seed=seed, device=lane.device) for seed in range(BATCHES)]
+        batches = [
+            token_batch(hybrid.config, 2, seed=seed, device=lane.device) for seed in range(BATCHES[lane.name])
+        ]
         hybrid.compiled.warm_up(batches[0])
         eager = build(hybrid.config, lane.device)
         oracle = build(hybrid.config, lane.device).double()
@@ -68,7 +71,7 @@ def test_gradients(lane: Lane, name: str, policy: str, row, canaries) -> None:
                         non_finite.add(key)
         calls = hybrid.report().calls
     # The floor is one rounding of fp32: an eager error of 0 must not turn one last bit into a huge ratio.
-    floor = BATCHES * torch.finfo(torch.float32).eps ** 2
+    floor = len(batches) * torch.finfo(torch.float32).eps ** 2
     ratios = {key: (compiled / max(plain, floor)) ** 0.5 for key, (compiled, plain) in errors.items()}
     worst = max(ratios, key=ratios.__getitem__)
     row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,15 @@ def test_a_crash_is_one_line_and_no_result(tmp_path: Path, program: str, words: 
         run(tmp_path, program)
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)
+
+
+def test_what_this_process_has_exported_since_is_not_there(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/left/by/a/test")
+    program = "import json\nprint(json.dumps({name: os.environ.get(name) for name in sys.argv[1:]}))"
+    (tmp_path / "a_child.py").write_text(f"import os, sys\n{program}")
+    names = "TRITON_PTXAS_PATH", "TORCHINDUCTOR_CACHE_DIR", "GIVEN"
+    told = run_json("a_child", *names, environment={"PYTHONPATH": str(tmp_path), "GIVEN": "1"}, timeout=20)
+    assert told == {"TRITON_PTXAS_PATH": None, "TORCHINDUCTOR_CACHE_DIR": os.environ[names[1]], "GIVEN": "1"}
 
 
 def test_a_hang_is_one_line(tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # The last words of a process whose autograd thread found the interpreter gone: Python before 3.14 ends such a thread by
 # force, which its C++ frames do not survive (pytorch#38230). It has said and done all by then.
 ENDING = "terminate called without an active exception"
+# When the tests are collected. Nobody's fresh process has what later tests, and what torch compiled in them, leave in
+# os.environ: torch 2.11.0+cu130 names its own ptxas to Triton once it compiles, and each key of Triton's and of
+# Inductor's templates has the ptxas in it (pytorch#163988).
+ENVIRONMENT = dict(os.environ)
 
 
 class ChildError(RuntimeError):
@@ -23,6 +27,7 @@ class ChildError(RuntimeError):
 def run_json(module: str, *arguments: str, environment: dict[str, str], timeout: float) -> dict[str, Any]:
     """`python -m module arguments` from the repository root; its last line of output, parsed as JSON.
 
+    Its environment is the one that this process was given, and `environment`.
     `timeout` is in seconds. Raises ChildError with one line on a crash, a hang or output that is not JSON. An abort
     while the interpreter ends is no crash of what was measured, where the result stands before it.
     """
@@ -31,7 +36,7 @@ def run_json(module: str, *arguments: str, environment: dict[str, str], timeout:
         done = subprocess.run(
             [sys.executable, "-m", module, *arguments],
             cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+            env={**ENVIRONMENT, "PYTHONUNBUFFERED": "1", **environment},
             capture_output=True,
             text=True,
             timeout=timeout,

@@ -22,18 +22,18 @@ TOGETHER = {
     "suites/wheels/test_abi.py",
 }
 # Of ten seconds to three minutes a test, the longest first: begun late, one would be what the timed tests wait for. By
-# how a test's id begins. Two large models have room at a time, and the errors' oracles want it after them; what only
-# reads another test's result comes with the short ones.
+# how a test's id begins. Two large models have room at a time, before what doctor's and the errors' oracles take.
+# What only reads another test's result comes with the short ones.
 FIRST = (
     "suites/throughput/test_restart.py::test_a_warm_restart",
     "suites/throughput/test_restart.py::test_a_cold_first_step[nam52-whole_disabled",
     "suites/throughput/test_restart.py::test_a_cold_first_step[nam56r",
     "suites/throughput/test_restart.py::test_a_cold_first_step[nam12",
-    "suites/wheels/test_machine.py",
     "suites/cache/test_keys.py",
     "suites/cache/test_layers.py",
     "suites/kernels/test_model_shapes.py::test_first_call",
     "suites/throughput/test_restart.py::test_a_cold_first_step",
+    "suites/wheels/test_machine.py",
     "suites/compile/test_dynamic_batch.py",
     "suites/launch/test_optimizers.py",
     "suites/compile/test_recompiles.py",

@@ -1,15 +1,18 @@
 """One process of the full-size restart check: the first step of a model under a policy, and what each cache gave it.
 
 `python -m suites.throughput.restart nam52 regional` with TORCHINDUCTOR_CACHE_DIR set; the last line of output is JSON.
-With a third argument, "first", its claim of the GPU's memory comes before all others'.
-The parent compares a process on an empty directory with one on what that left, or with another policy's.
+The ops' own kernels are looked for in the environment's Triton cache, Inductor's in the folder "triton" of its own.
+With a third argument, "first", its claim of the GPU's memory comes before all others'. The parent compares a process
+on an empty directory with one on what that left, or with another policy's.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 
 def main(name: str, policy: str, claim: str = "") -> dict[str, object]:
@@ -24,6 +27,7 @@ def main(name: str, policy: str, claim: str = "") -> dict[str, object]:
 
     with claimed(STACK_GIB):
         kernels_seconds = load_kernels(name)
+    os.environ["TRITON_CACHE_DIR"] = str(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "triton")
     with claimed(GIB[name], first=claim == "first"), full_size(name, policy) as hybrid:
         seconds = hybrid.first_step()
         loss = hybrid.loss()

@@ -39,11 +39,11 @@ TOLERANCE = 0.5
 Process = dict[str, Any]
 
 
-def started(directory: Path, name: str, policy: str, *claim: str) -> Process:
-    """The first step of a model in a process of its own, on a cache directory. claim: see suites.throughput.restart."""
-    environment = {
+def started(directory: Path, name: str, policy: str, *claim: str, **environment: str) -> Process:
+    """The first step of a model in a process of its own, its graphs on a cache directory, the ops' own kernels on the
+    run's where `environment` does not say otherwise. claim: see suites.throughput.restart."""
+    environment |= {
         "TORCHINDUCTOR_CACHE_DIR": str(directory),
-        "TRITON_CACHE_DIR": str(directory / "triton"),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": THREADS,
@@ -69,7 +69,8 @@ def restart(tmp_path_factory) -> tuple[Process, Process]:
     """
 
     def make(directory: Path) -> Process:
-        cold, *warm = (started(directory, NAME, POLICY, "first") for _ in range(1 + RESTARTS))
+        own = {"TRITON_CACHE_DIR": str(directory / "triton")}
+        cold, *warm = (started(directory, NAME, POLICY, "first", **own) for _ in range(1 + RESTARTS))
         kept(directory)
         return {"cold": cold, "warm": min(warm, key=seconds)}
 
@@ -88,7 +89,9 @@ def test_a_warm_restart(lane: Lane, restart, row, canaries) -> None:
 @lanes("h200")
 @pytest.mark.parametrize(("name", "policy"), COLD)
 def test_a_cold_first_step(lane: Lane, name: str, policy: str, tmp_path: Path, row) -> None:
-    _report_cold(row, name, policy, started(tmp_path, name, policy))
+    cold = started(tmp_path, name, policy)
+    assert any(path.startswith("triton/") for path in cold["code"]), "its graphs' kernels are not its own"
+    _report_cold(row, name, policy, cold)
     kept(tmp_path)
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -28,6 +29,7 @@ from suites.support.instruments.trace import trace_artifacts
 
 # The metrics deque keeps 64 entries by default: a recompile storm of 80 would read as 64.
 METRICS_KEPT = 8192
+CHECKOUT = f"{Path(__file__).resolve().parents[3]}/"
 
 
 @contextmanager
@@ -116,7 +118,7 @@ class DynamoReport:
             ("failure", self.failures),
         ):
             tally = Counter(str(f) for f in found)
-            lines += [f"{kind} x{n}: {text}" for text, n in tally.most_common(most)]
+            lines += [f"{kind} x{n}: {_as_anywhere(text)}" for text, n in tally.most_common(most)]
         return tuple(lines)
 
 
@@ -130,8 +132,14 @@ def _parse_break(text: str) -> Break:
     path, line, source = ours[-1]
     reason = re.search(r"(?:Reason: .*\n\n|^)([A-Z][^\n]*)\n\s+Explanation: ([^\n]*)", text, re.MULTILINE)
     words = f"{reason[1]}: {reason[2]}" if reason else head.strip().splitlines()[0]
-    words = re.sub(r" at 0x[0-9a-f]+", "", words)
-    return Break(code[1].upper() if code else "GB?", f"{_short(path)}:{line}", source.strip(), words)
+    return Break(
+        code[1].upper() if code else "GB?", f"{_short(path)}:{line}", source.strip(), _as_anywhere(words)
+    )
+
+
+def _as_anywhere(text: str) -> str:
+    """Without what differs from one process or checkout to the next."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text.replace(CHECKOUT, ""))
 
 
 def _short(path: str) -> str:
