@@ -8,7 +8,7 @@ compile is kept for the timed steps of this run, which find it on disk.
 
 from __future__ import annotations
 
-import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from suites.cache.test_layers import cold_layers, new_code
 from suites.kernels.first_call import keep
-from suites.support.child import run_json
+from suites.support.child import ENVIRONMENT, run_json
 from suites.support.lanes import Lane, lanes
 from suites.support.shared import made_once
 from suites.throughput.full_size import BATCH, POLICIES
@@ -55,17 +55,18 @@ def started(directory: Path, name: str, policy: str, *claim: str, **environment:
 
 def kept(directory: Path) -> None:
     """The caches of a process become part of the run's."""
-    keep(directory / "triton", Path(os.environ["TRITON_CACHE_DIR"]))
+    keep(directory / "triton", Path(ENVIRONMENT["TRITON_CACHE_DIR"]))
     for layer in directory.iterdir():
         if layer.name != "triton":
-            keep(layer, Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / layer.name)
+            keep(layer, Path(ENVIRONMENT["TORCHINDUCTOR_CACHE_DIR"]) / layer.name)
 
 
 @pytest.fixture
-def restart(tmp_path_factory) -> tuple[Process, Process]:
+def restart(tmp_path_factory, canaries) -> tuple[Process, Process]:
     """A cold process and the quicker of the warm ones on what it left: others run beside them.
 
-    Nothing of the lane takes longer than these in turn, so that they do not wait for the other models' memory.
+    Nothing of the lane takes longer than these in turn, so that they do not wait for the other models' memory, and the
+    instruments are proved meanwhile.
     """
 
     def make(directory: Path) -> Process:
@@ -74,13 +75,15 @@ def restart(tmp_path_factory) -> tuple[Process, Process]:
         kept(directory)
         return {"cold": cold, "warm": min(warm, key=seconds)}
 
-    _, told = made_once(tmp_path_factory, "full_size_restart", make)
+    with ThreadPoolExecutor(1) as beside:
+        made = beside.submit(made_once, tmp_path_factory, "full_size_restart", make)
+        canaries("cache", "autotune", "graphs")
+        _, told = made.result()
     return told["cold"], told["warm"]
 
 
 @lanes("h200")
-def test_a_warm_restart(lane: Lane, restart, row, canaries) -> None:
-    canaries("cache", "autotune", "graphs")
+def test_a_warm_restart(lane: Lane, restart, row) -> None:
     _report_seconds(row, *restart)
     _report_layers(row, *restart)
     _report_cold(row, NAME, POLICY, restart[0])
@@ -104,8 +107,7 @@ def test_a_cold_first_step(lane: Lane, name: str, policy: str, tmp_path: Path, r
     "list is searched again in every process, and compiled, for the search's winner is looked up in the list without "
     "it (pytorch#181789; 2.13.0 has the remedy)",
 )
-def test_nothing_is_searched_or_compiled_again(lane: Lane, restart, canaries) -> None:
-    canaries("cache", "autotune")
+def test_nothing_is_searched_or_compiled_again(lane: Lane, restart) -> None:
     cold, warm = restart
     found = f"{warm['autotunes']} of {cold['autotunes']} benchmarks, {new_code(cold, warm)}"
     assert not cold_layers(cold, warm), found
