@@ -24,7 +24,7 @@ def prepare_environment(lane: str | None) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
         # Or each process that compiles anything for the CPU would build a probe of each of its vector units, and before
-        # torch 2.13 import torch once more to load it.
+        # torch 2.13 import torch once more to load it (pytorch#183515): half of a first compile's time.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
         # At import, under deterministic algorithms, mamba-ssm would keep one configuration of each kernel: a slow peer.
         os.environ.setdefault("MAMBA_DETERMINISTIC", "0")

@@ -107,14 +107,11 @@ def test_ours_against_the_peers(lane: Lane, name: str, row, record_property, exc
         ours, peers = alternately((hybrid.step, peers_step), CALLS[name], WARMUP[name])
         tokens = hybrid.tokens
     assert 0 < loss < 20
-    for which, times, tolerance in (
-        (own, ours, HOST_TOLERANCE[name]),
-        (case, peers, HOST_TOLERANCE["peers"]),
-    ):
+    for which, times in ((own, ours), (case, peers)):
         timing = median([tokens / ms * 1e3 for ms in times])
         row(
             f"{which}/tokens_per_second", timing.median, unit="tokens/s", interval=(timing.low, timing.high),
-            rule="C37", better="higher", tolerance=tolerance, witness=called,
+            rule="C37", better="higher", tolerance=HOST_TOLERANCE[name], witness=called,
             evidence=[f"host: {anchor_milliseconds():.1f} ms for the anchor's work"],
         )  # fmt: skip
     for which, done in ((own, work), (case, peers_work)):
@@ -129,7 +126,7 @@ def test_ours_against_the_peers(lane: Lane, name: str, row, record_property, exc
     paired = median([theirs / mine for mine, theirs in zip(ours, peers)])
     row(
         f"{case}/speedup_over_upstream", paired.median, unit="ratio", interval=(paired.low, paired.high), rule="C37",
-        better="higher", tolerance=HOST_TOLERANCE["peers"], witness=called, at_least=1.0,
+        better="higher", tolerance=HOST_TOLERANCE[name], witness=called, at_least=1.0,
         evidence=[f"ours {median(ours).median:.1f} ms, peers {median(peers).median:.1f} ms, step by step in turn"],
     )  # fmt: skip
     row(
