@@ -116,7 +116,10 @@ def wait_for(condition: Any, seconds: float = 300) -> None:
 
 
 def test_a_slower_row_is_found_though_the_gate_is_interrupted_and_killed(tree: Tree) -> None:
-    """5 % more work in one of two loops: HOLD for that one, SAME for the other, from sessions of three gates."""
+    """5 % more work in one of two loops: HOLD for that one, SAME for the other, from sessions of three gates.
+
+    With the sessions that a user's gate has: with 8, each must find it, and beside a busy neighbour one may not.
+    """
     tree.bad = tree.interpreter("bad", SLOWER="1.05")
 
     def sessions() -> int:
@@ -127,9 +130,7 @@ def test_a_slower_row_is_found_though_the_gate_is_interrupted_and_killed(tree: T
         )
 
     def begin(*more: str) -> subprocess.Popen[str]:
-        return tree.start(
-            "-c", "from bumpgate.cli import main; main()", *tree.sides(), "--sessions", "8", *more
-        )
+        return tree.start("-c", "from bumpgate.cli import main; main()", *tree.sides(), *more)
 
     first = begin()
     wait_for(lambda: sessions() >= 2)
@@ -141,7 +142,7 @@ def test_a_slower_row_is_found_though_the_gate_is_interrupted_and_killed(tree: T
     assert told.endswith("--resume")
     kept = tree.raw()["sessions"]["log_ratios"]
 
-    again = tree.gate("--sessions", "8")
+    again = tree.gate()
     assert (again.code, len(again.err.splitlines())) == (4, 1)
     assert "go on with --resume, or name another --out" in again.err
     other = tree.gate("--sessions", "9", "--resume")
@@ -154,7 +155,7 @@ def test_a_slower_row_is_found_though_the_gate_is_interrupted_and_killed(tree: T
     second.communicate(timeout=120)
     assert tree.raw()["decision"] == "UNKNOWN"
 
-    last = tree.gate("--sessions", "8", "--resume")
+    last = tree.gate("--resume")
     assert last.code == 1, last.out + last.err
     raw = tree.raw()
     outcomes = {row: t["outcome"] for row, t in raw["timed"].items()}
@@ -162,11 +163,12 @@ def test_a_slower_row_is_found_though_the_gate_is_interrupted_and_killed(tree: T
     assert raw["timed"]["throughput/slow/ratio"]["ratio"] == pytest.approx(1.05, abs=0.02)
     for row in TIMED:
         found = raw["timed"][row]["log_ratios"]
-        assert (found[: len(kept[row])], len(found)) == (kept[row], 8), "sessions measured before stay"
+        assert found[: len(kept[row])] == kept[row], "sessions measured before stay"
+        assert len(found) in [look.sessions for look in Plan().looks], "and those after them end with a look"
     assert [f["label"] for f in raw["findings"]] == ["SLOWER"]
     assert f"-> {tree.bad} -m pytest -m cpu -n 0 '{TIMES_TEST}'" in last.out
     assert "(candidate) against torch" in last.out.splitlines()[-1]
-    finished = tree.gate("--sessions", "8", "--resume")
+    finished = tree.gate("--resume")
     assert (finished.code, finished.out) == (1, last.out), "a finished gate says its verdict again"
 
 
