@@ -8,11 +8,12 @@ import sys
 import time
 from pathlib import Path
 from threading import Event, Thread
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 from suites.kernels.first_call import keep
 from suites.self.tree import ROOT
-from suites.support.scheduling import FIRST, turn
+from suites.support.scheduling import FIRST, TestByTest, turn
 from suites.support.timing import locked
 
 CONFTEST = """
@@ -22,6 +23,7 @@ from suites.support.scheduling import TestByTest
 def pytest_xdist_make_scheduler(config, log):
     return TestByTest(config, log)
 """
+FILE = "suites/self/test_scheduling.py"
 # All of the first workers die at the same time.
 TESTS = """
 import os, time
@@ -165,6 +167,46 @@ def test_workers_that_die_together_cost_a_test_each(tmp_path: Path) -> None:
     assert "3 failed, 10 passed" in printed, printed
     ran = (tmp_path / "ran").read_text().splitlines()
     assert sorted(ran) == sorted(["died"] * 3 + [f"lived {i}" for i in range(10)])
+
+
+class Worker:
+    """What the scheduler sees of one: ours alone, without a process."""
+
+    shutting_down = False
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.dead = False
+        self.gateway = SimpleNamespace(id="gw")
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        if self.dead:
+            raise OSError("cannot send (already closed?)")
+        self.told += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def test_a_worker_whose_death_nobody_has_said_yet_costs_the_test_it_died_in() -> None:
+    """It dies in its second test, and before that is known it is given another: that one is for the others to run."""
+    options = SimpleNamespace(verbose=0, loadscopereorder=False)
+    config = SimpleNamespace(getvalue=lambda _: ["popen", "popen"], rootpath=ROOT, option=options)
+    scheduler, (dying, other) = TestByTest(config), (Worker(), Worker())
+    tests = [f"{FILE}::test_lives[{i}]" for i in range(12)]
+    for worker in (dying, other):
+        scheduler.add_node(worker)
+    for worker in (dying, other):
+        scheduler.add_node_collection(worker, tests)
+    scheduler.schedule()
+    first, second = dying.told[:2]
+    dying.dead = True
+    scheduler.mark_test_complete(dying, first)
+    assert scheduler.remove_node(dying) == tests[second]
+    for index in other.told:  # which grows as they are run
+        scheduler.mark_test_complete(other, index)
+    assert sorted([first, second, *other.told]) == list(range(12))
+    assert scheduler.tests_finished
 
 
 def test_what_one_call_compiled_is_kept_without_touching_what_others_map(tmp_path: Path) -> None:

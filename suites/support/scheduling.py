@@ -7,6 +7,7 @@ no others wait for each other's locks.
 from __future__ import annotations
 
 import ast
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,11 @@ def arguments(file: Path) -> dict[str, frozenset[str]]:
 class TestByTest(LoadScopeScheduling):
     """Hands out single tests in the order of their collection, the modules of TOGETHER each to one worker.
 
-    Three things that xdist 3.8.0 does not do. A test that ends its worker counts as run: it would be run again. A
+    Four things that xdist 3.8.0 does not do. A test that ends its worker counts as run: it would be run again. A
     worker that replaces another takes tests once it has collected them: where two are replaced at a time the run would
-    end with a KeyError. And each worker has two tests or knows that no more will come: it begins none before it knows
-    the next, so that one with a single test would wait forever.
+    end with a KeyError. One that died a moment ago, which nobody has said yet, can be given tests: the run would end
+    with the pipe's OSError. And each worker has two tests or knows that no more will come: it begins none before it
+    knows the next, so that one with a single test would wait forever.
     """
 
     __test__ = False
@@ -92,6 +94,10 @@ class TestByTest(LoadScopeScheduling):
                 break
         super().remove_node(node)
         return crashed
+
+    def _assign_work_unit(self, node: Any) -> None:
+        with suppress(OSError):  # its death comes next, and what it was to run goes to the others
+            super()._assign_work_unit(node)
 
     def _reschedule(self, node: Any) -> None:
         if node not in self.registered_collections:
