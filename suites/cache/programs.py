@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 CODE = (".so", ".cubin")
+GIVEN = dict(os.environ)  # before torch is imported
 # Defaults of an option or two, and what of them a variant changes; the order in which a dict names them says nothing.
 OPTIONS = {"epilogue_fusion": True, "max_fusion_size": 64}
 
@@ -69,7 +70,13 @@ def run(
         counts = asdict(cache_counts())
         autotunes = autotune_count()
     frames = watch.report.frames_ok
-    return {"counts": counts, "frames": frames, "autotunes": autotunes, "code": compiled_code()}
+    report = {"counts": counts, "frames": frames, "autotunes": autotunes, "code": compiled_code()}
+    return report | {"exported": exported()}
+
+
+def exported() -> dict[str, str]:
+    """The variables that importing torch and compiling have changed in this process's environment."""
+    return {name: value for name, value in os.environ.items() if GIVEN.get(name) != value}
 
 
 def main(device: str, *variants: str) -> dict[str, Any]:

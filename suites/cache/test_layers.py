@@ -96,6 +96,23 @@ def test_every_layer_is_warm(lane: Lane, restart, row, canaries) -> None:
 
 
 @lanes("cpu", "h200")
+def test_what_a_process_exports_once_it_compiles(lane: Lane, restart, row) -> None:
+    """Its children inherit it and it itself began without: torch 2.9 to 2.11 for CUDA 13 name torch's own ptxas to
+    Triton (pytorch#163988), which is in the keys of Triton's cache and of Inductor's templates."""
+    _, cold, _ = restart
+    names = sorted(name for name in cold["exported"] if not name.startswith("_"))
+    row(
+        f"cache/layers-{lane.name}/variables_exported",
+        " ".join(names) or "none",
+        unit="variables",
+        witness=cold["frames"],
+        rule="C18",
+        per_build=True,
+        evidence=[f"{name}={Path(cold['exported'][name]).name}" for name in names],
+    )
+
+
+@lanes("cpu", "h200")
 @planted("C18", "the directory of one layer deleted: AOTAutograd's, then the FX graphs'")
 def test_a_lost_layer_is_named(lane: Lane, restart) -> None:
     """An AOTAutograd entry refers to its FX graphs, so that losing those loses both."""
