@@ -1,0 +1,27 @@
+"""How many warm processes the full-size restart check starts, and which of them it tells of."""
+
+from __future__ import annotations
+
+import pytest
+
+from suites.throughput.test_restart import LARGEST_RATIO, MOST_RESTARTS, ratio, restarts, seconds
+
+COLD = 60.0
+
+
+@pytest.mark.parametrize(
+    ("warm", "begun"),
+    [
+        pytest.param([5.0, 5.5], 2, id="quick"),
+        pytest.param([9.0, 5.0], 2, id="one beside busy neighbours"),
+        pytest.param([9.0, 8.0, 5.0], 3, id="two beside busy neighbours"),
+        pytest.param([30.0, 31.0, 29.0, 30.5], MOST_RESTARTS, id="a layer lost"),
+    ],
+)
+def test_the_quickest_is_timed_and_the_slowest_kept(warm: list[float], begun: int) -> None:
+    """What is slow for its own sake stays too slow, however often it is started."""
+    times = iter([COLD, *warm])
+    told = restarts(lambda: {"kernels_seconds": 1.0, "seconds": next(times) - 1.0})
+    assert [seconds(process) for process in told["warm"]] == sorted(warm)
+    assert len(told["warm"]) == begun
+    assert (ratio(told["cold"], told["warm"]) <= LARGEST_RATIO) == (min(warm) <= COLD * LARGEST_RATIO)
