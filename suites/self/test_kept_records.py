@@ -7,27 +7,43 @@ from pathlib import Path
 import pytest
 
 from bumpgate.baseline import BUILD, judge, load, other_build
-from bumpgate.rows import Verdict, read_record
+from bumpgate.rows import Judgement, Record, Verdict, read_record
 from suites.self.tree import ROOT
 
 RECORDS = sorted((ROOT / "baselines" / "records").glob("*.json"))
+WHOLE = ("h200-whole", "h200-whole-another-machine")
+
+
+def kept(name: str) -> Record:
+    return read_record(ROOT / "baselines" / "records" / f"{name}.json")
+
+
+def judged_anew(record: Record) -> list[Judgement]:
+    """By the baseline as it is now."""
+    baseline = load(ROOT / "baselines" / f"{record.provenance['lane']}.json", record.provenance["lane"])
+    assert not other_build(baseline.made_with, record.provenance)
+    build = {name: record.provenance.get(name) for name in BUILD}
+    return [judge(j.row, baseline, failed_instruments={}, build=build) for j in record.judgements]
 
 
 def test_the_complete_runs_are_kept() -> None:
     """Of the H200 lane, and of the kernels alone, whose first calls had fewer others beside them."""
-    assert {"h200-whole", "h200-suites-kernels"} <= {path.stem for path in RECORDS}
-    assert read_record(ROOT / "baselines" / "records" / "h200-whole.json").provenance["full_run"]
+    assert {*WHOLE, "h200-suites-kernels"} <= {path.stem for path in RECORDS}
+    assert all(kept(name).provenance["full_run"] for name in WHOLE)
+
+
+def test_a_run_on_another_machine_has_the_same_verdicts() -> None:
+    one, other = ({j.row.id: j.verdict for j in judged_anew(kept(name))} for name in WHOLE)
+    assert one.keys() ^ other.keys() <= {"cache/layers-h200/variables_exported"}  # newer than that run
+    assert {row: (one[row], verdict) for row, verdict in other.items() if one[row] != verdict} == {}
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_a_kept_record_passes_the_baseline(path: Path) -> None:
     """A baseline that moved away from what a kept run measured is not that run's any more: keep another one."""
     record = read_record(path)
-    baseline = load(ROOT / "baselines" / f"{record.provenance['lane']}.json", record.provenance["lane"])
     assert record.complete
-    assert not other_build(baseline.made_with, record.provenance)
-    build = {name: record.provenance.get(name) for name in BUILD}
-    judged = [judge(j.row, baseline, failed_instruments={}, build=build) for j in record.judgements]
+    judged = judged_anew(record)
     assert {j.verdict for j in judged} <= {Verdict.PASS, Verdict.WIN}, [
         f"{j.row.id}: {j.reason}" for j in judged if j.verdict not in (Verdict.PASS, Verdict.WIN)
     ]
