@@ -70,8 +70,13 @@ def run(
         counts = asdict(cache_counts())
         autotunes = autotune_count()
     frames = watch.report.frames_ok
-    report = {"counts": counts, "frames": frames, "autotunes": autotunes, "code": compiled_code()}
-    return report | {"exported": exported()}
+    return {
+        "counts": counts,
+        "frames": frames,
+        "autotunes": autotunes,
+        "code": compiled_code(),
+        "exported": exported(),
+    }
 
 
 def exported() -> dict[str, str]:

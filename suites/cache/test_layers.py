@@ -98,7 +98,10 @@ def test_every_layer_is_warm(lane: Lane, restart, row, canaries) -> None:
 @lanes("cpu", "h200")
 def test_what_a_process_exports_once_it_compiles(lane: Lane, restart, row) -> None:
     """Its children inherit it and it itself began without: torch 2.9 to 2.11 for CUDA 13 name torch's own ptxas to
-    Triton (pytorch#163988), which is in the keys of Triton's cache and of Inductor's templates."""
+    Triton (pytorch#163988), which is in the keys of Triton's cache and of Inductor's templates.
+
+    Without the names that torch marks as its own: _TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR is an address in a process.
+    """
     _, cold, _ = restart
     names = sorted(name for name in cold["exported"] if not name.startswith("_"))
     row(

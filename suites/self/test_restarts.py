@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from suites.throughput.test_restart import LARGEST_RATIO, MOST_RESTARTS, ratio, restarts, seconds
+from suites.throughput.test_restart import LARGEST_RATIO, MOST_RESTARTS, coldest, ratio, restarts, seconds
 
 COLD = 60.0
+WARM = {"aot_hit": 4, "aot_miss": 0, "aot_bypass": 0, "fx_hit": 8, "fx_miss": 0, "fx_bypass": 0}
 
 
 @pytest.mark.parametrize(
@@ -18,10 +19,24 @@ COLD = 60.0
         pytest.param([30.0, 31.0, 29.0, 30.5], MOST_RESTARTS, id="a layer lost"),
     ],
 )
-def test_the_quickest_is_timed_and_the_slowest_kept(warm: list[float], begun: int) -> None:
+def test_the_quickest_is_timed(warm: list[float], begun: int) -> None:
     """What is slow for its own sake stays too slow, however often it is started."""
     times = iter([COLD, *warm])
     told = restarts(lambda: {"kernels_seconds": 1.0, "seconds": next(times) - 1.0})
     assert [seconds(process) for process in told["warm"]] == sorted(warm)
     assert len(told["warm"]) == begun
     assert (ratio(told["cold"], told["warm"]) <= LARGEST_RATIO) == (min(warm) <= COLD * LARGEST_RATIO)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        pytest.param({"counts": {**WARM, "aot_hit": 3, "aot_miss": 1}}, id="a graph of AOTAutograd's"),
+        pytest.param({"code": {"a.cubin": 2}}, id="a kernel"),
+        pytest.param({"autotunes": 9}, id="a search"),
+    ],
+)
+def test_a_layer_that_is_lost_now_and_then_is_told(lost: dict[str, object]) -> None:
+    """Though the process that lost it was neither the first nor the slowest."""
+    usual = {"counts": WARM, "code": {"a.cubin": 1}, "autotunes": 8}
+    assert coldest(usual, [usual, usual | lost, usual]) == usual | lost
