@@ -6,15 +6,20 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
+
+import pytest
 
 from suites.kernels.first_call import keep
 from suites.self.tree import ROOT
+from suites.support.gpu_memory import LOCKS
 from suites.support.scheduling import FIRST, TestByTest, turn
-from suites.support.timing import locked
+from suites.support.timing import lock_file, locked, taken
 
 CONFTEST = """
 import sys
@@ -90,56 +95,119 @@ def test_what_may_not_run_side_by_side_has_one_worker(tmp_path: Path) -> None:
 
 
 HOLD = """
-import sys, time
+import sys
 sys.path.insert(0, {root!r})
 from suites.support.gpu_memory import held
+def told(what):
+    with open("log", "a") as f:
+        f.write(what + "\\n")
 print("asks", flush=True)
 with held({count}, slots=6, first={first}):
-    open("log", "a").write("+{count}\\n")
-    time.sleep({seconds})
-    open("log", "a").write("-{count}\\n")
+    told("+{count}")
+    print("has", flush=True)
+    sys.stdin.read()
+    told("-{count}")
 """
+PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+UNSEEN = 0.3  # seconds in which a claim that should wait would be seen if it did not
 
 
-def started(folder: Path, count: int, seconds: float = 0.3, first: bool = False) -> subprocess.Popen[str]:
-    """A process that holds so many of six slots for a while. It has asked for them."""
-    script = HOLD.format(root=str(ROOT), count=count, seconds=seconds, first=first)
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    child = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
-    )
+class Claims:
+    """Processes that hold some of six slots each, from when they are given them until they are told to end.
+
+    Their log has one possible order: whatever may write to it next was waiting for what is in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.children: list[subprocess.Popen[str]] = []
+
+    @property
+    def log(self) -> list[str]:
+        path = self.folder / "log"
+        return path.read_text().split() if path.exists() else []
+
+    def asks(self, count: int, first: bool = False) -> subprocess.Popen[str]:
+        script = HOLD.format(root=str(ROOT), count=count, first=first)
+        environment = {**os.environ, "TMPDIR": str(self.folder)}
+        child = subprocess.Popen([sys.executable, "-c", script], cwd=self.folder, env=environment, **PIPES)
+        self.children.append(child)
+        assert read_line(child) == "asks"
+        return child
+
+    def has(self, count: int) -> subprocess.Popen[str]:
+        child = self.asks(count)
+        assert read_line(child) == "has"
+        return child
+
+    def nobody_else_has_a_turn(self) -> None:
+        """Waits until one that is to come first keeps the others from asking."""
+        path = Path(f"{self.folder / LOCKS.name}.turn.lock")
+        until = time.monotonic() + 60
+        while True:
+            with lock_file(path) as lock:
+                if not taken(lock):
+                    return
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+def read_line(child: subprocess.Popen[str]) -> str:
     assert child.stdout
-    assert child.stdout.readline() == "asks\n"
-    time.sleep(0.3)
-    return child
+    return child.stdout.readline().rstrip()
 
 
-def test_claims_fit_into_the_memory(tmp_path: Path) -> None:
-    """Beside 2 of 6 slots 5 must wait, and 1 need not; 9 are all of them, and come last."""
-    children = [started(tmp_path, count, seconds=4) for count in (2, 5, 1)]
-    children.append(started(tmp_path, 9))
-    assert [child.wait(timeout=60) for child in children] == [0] * 4
-    log = (tmp_path / "log").read_text().split()
-    assert log[:3] == ["+2", "+1", "-2"]
-    assert sorted(log[3:6]) == ["+5", "-1", "-5"]
-    assert log[6:] == ["+9", "-9"]
+def release(child: subprocess.Popen[str]) -> None:
+    child.communicate("", timeout=60)
+    assert child.returncode == 0
 
 
-def test_no_claim_overtakes_one_that_is_to_come_first(tmp_path: Path) -> None:
-    """Of 6 slots 4 are held; 1 is free, and given to nobody before the 5 that wait."""
-    children = [started(tmp_path, 4, seconds=3), started(tmp_path, 5, seconds=2, first=True)]
-    children.append(started(tmp_path, 1))
-    assert [child.wait(timeout=60) for child in children] == [0] * 3
-    assert (tmp_path / "log").read_text().split()[:4] == ["+4", "-4", "+5", "+1"]
+@pytest.fixture
+def claims(tmp_path: Path) -> Iterator[Claims]:
+    made = Claims(tmp_path)
+    yield made
+    for child in made.children:
+        child.kill()
+        child.communicate()
 
 
-def test_a_claim_of_a_process_that_died_is_free(tmp_path: Path) -> None:
-    child = started(tmp_path, 6, seconds=600)
-    child.kill()
-    child.wait()
-    (tmp_path / "log").unlink()
-    assert started(tmp_path, 6).wait(timeout=60) == 0
-    assert (tmp_path / "log").read_text().split() == ["+6", "-6"]
+def test_claims_fit_into_the_memory(claims: Claims) -> None:
+    """Beside 2 of 6 slots 5 must wait, and 1 need not; 9 are all of them."""
+    two, five, one, nine = claims.has(2), claims.asks(5), claims.has(1), claims.asks(9)
+    time.sleep(UNSEEN)
+    assert claims.log == ["+2", "+1"]
+    release(two)
+    assert read_line(five) == "has"
+    release(one)
+    time.sleep(UNSEEN)
+    assert claims.log == ["+2", "+1", "-2", "+5", "-1"]
+    release(five)
+    assert read_line(nine) == "has"
+    release(nine)
+    assert claims.log[5:] == ["-5", "+9", "-9"]
+
+
+def test_no_claim_overtakes_one_that_is_to_come_first(claims: Claims) -> None:
+    """Of 6 slots 4 are held; 2 are free, and given to nobody before the 5 that wait."""
+    four, five = claims.has(4), claims.asks(5, first=True)
+    claims.nobody_else_has_a_turn()
+    two = claims.asks(2)
+    time.sleep(UNSEEN)
+    assert claims.log == ["+4"]
+    release(four)
+    assert read_line(five) == "has"
+    release(five)
+    assert read_line(two) == "has"
+    release(two)
+    assert claims.log == ["+4", "-4", "+5", "-5", "+2", "-2"]
+
+
+def test_a_claim_of_a_process_that_died_is_free(claims: Claims) -> None:
+    dead = claims.has(6)
+    dead.kill()
+    dead.wait()
+    release(claims.has(6))
+    assert claims.log == ["+6", "+6", "-6"]
 
 
 def test_a_patient_waiter_lets_shared_holders_pass(tmp_path: Path) -> None:
