@@ -15,7 +15,9 @@ from datetime import date
 from pathlib import Path
 
 from bumpgate import accept, accepted
+from bumpgate.environments.freeze import changes
 from bumpgate.gate import drift
+from bumpgate.gate.binding import SHOWN, Binding
 from bumpgate.gate.drift import Creep, creep
 from bumpgate.gate.duet import run_duet, shares
 from bumpgate.gate.result import NAME, Gate, GateError
@@ -45,18 +47,22 @@ Recent = Callable[[str, Sequence[str], int], Mapping[str, Sequence[drift.Reading
 class Place:
     """Where a side runs. variables: its own compile caches. failure: why there is no interpreter.
 
-    command: makes the environment again, or looks into what kept it from being made.
+    command: makes the environment again, or looks into what kept it from being made. lock: what was resolved for it.
     """
 
     python: Path
     variables: Mapping[str, str] = field(default_factory=dict)
     failure: str = ""
     command: str = ""
+    lock: Path | None = None
 
 
 @dataclass
 class Bench:
-    """One gate on one machine. deadline: of time.monotonic(); no session begins that would end after it."""
+    """One gate on one machine. deadline: of time.monotonic(); no session begins that would end after it.
+
+    tree: reads the binding of the work tree, which must not change while the gate measures.
+    """
 
     gate: Gate
     root: Path
@@ -67,6 +73,7 @@ class Bench:
     recent: Recent
     today: date
     deadline: float = math.inf
+    tree: Callable[[], Binding | None] = lambda: None
 
     def __post_init__(self) -> None:
         self._started = time.monotonic() - self.gate.wall_seconds
@@ -110,9 +117,7 @@ class Bench:
                 failure = found.failure
             if found and not failure:
                 if side.packages and side.packages != found.packages:
-                    raise GateError(
-                        f"the {TITLES[name]} packages are others than before: gate anew, in another --out"
-                    )
+                    raise other_packages(name, side.packages, found.packages)
                 side.packages, side.git_version = dict(found.packages), dict(found.git_version)
             version = side.packages.get("torch")
             side.name = f"torch {version} ({TITLES[name]})" if version else TITLES[name]
@@ -187,7 +192,7 @@ class Bench:
         acceptances = accepted.load(self.root / "baselines" / accepted.FILE)
         timed, crept, lines = accept.apply_to_times(gate.timed, gate.creeps, acceptances, lane, self.today)
         verdict = judge_gate(lane, sides["good"], sides["bad"], timed, crept)
-        findings = group([*verdict.findings, *self._anchor_gap()])
+        findings = group([*verdict.findings, *self._anchor_gap(), *self._tree_gap()])
         gate.decision = findings[0].decision if findings else verdict.decision
         gate.findings = tuple(self._with_interpreter(f) for f in findings)
         gate.accepted = tuple(lines)
@@ -294,12 +299,29 @@ class Bench:
             Finding(Decision.UNKNOWN, "INFRA", "", head, good=(f"{side.name}: {head}",), repro=side.command)
         ]
 
+    def _tree_gap(self) -> list[Finding]:
+        """A work tree that was edited during the gate: the two sides may have run different tests."""
+        now, then = self.tree(), self.gate.binding
+        differences = then.differences(now) if then and now else []
+        if not differences:
+            return []
+        head = f"the work tree changed while the gate measured ({'; '.join(differences)})"
+        return [Finding(Decision.UNKNOWN, "INFRA", "", head, repro=self.gate.command)]
+
     def _with_interpreter(self, f: Finding) -> Finding:
         """pytest means another environment in every shell: the repro names the interpreter of the side to look at."""
         python = self.places["good" if f.good and not f.bad else "bad"].python
         if not f.repro.startswith("pytest "):
             return f
         return replace(f, repro=f"{shlex.quote(str(python))} -m {f.repro}")
+
+
+def other_packages(name: str, then: Mapping[str, str], now: Mapping[str, str]) -> GateError:
+    """The refusal to go on with a side whose environment is not what it was."""
+    moved = changes(then, now)
+    more = f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
+    what = f"{', '.join(moved[:SHOWN])}{more}"
+    return GateError(f"the {TITLES[name]} packages differ from before ({what}): gate again, in another --out")
 
 
 def creeps(

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -24,12 +25,15 @@ from bumpgate import accepted
 from bumpgate.baseline import LANES, find_root
 from bumpgate.environments import compiled
 from bumpgate.environments.build import BuildError, build, lane_request
+from bumpgate.environments.store import sha256_of
 from bumpgate.gate import drift, result
-from bumpgate.gate.bench import TITLES, Bench, Place
+from bumpgate.gate.bench import TITLES, Bench, Place, other_packages
+from bumpgate.gate.binding import Binding, bind
 from bumpgate.gate.result import Asked, Gate, GateError, SideState
 from bumpgate.gate.timed import plan_for
 from bumpgate.gate.verdict import Decision
 from bumpgate.gate.view import View, findings_text
+from bumpgate.processes.runner import installed
 from bumpgate.report import gate_file, history
 from bumpgate.report.extra import ExtraMissingError
 from bumpgate.report.gate_file import GateFile
@@ -78,6 +82,7 @@ def command(
         python_anchor=_absolute(python_anchor),
         sessions=sessions,
         selection=tuple(selection or ()),
+        candidate_file=_file_digest(candidate),
     )
     root = find_root(Path.cwd())
     _refuse(asked, root)
@@ -87,12 +92,28 @@ def command(
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with _device(lane, view):
-            gate = _begin(asked, place, resume)
-            if not gate.finished:
-                places = _places(asked, view, root, {"index": index, "find_links": tuple(find_links or ())})
+            now = bind(root, place)
+            gate = _begin(asked, place, resume, now)
+            places = _places(asked, view, root, {"index": index, "find_links": tuple(find_links or ())})
+            again = gate.finished
+            if again:
+                _check_packages(gate, places, root)
+            else:
+                _keep_locks(places, place)
                 limit = time.monotonic() + 60 * budget if budget is not None else float("inf")
                 plan = plan_for(sessions)
-                Bench(gate, root, place, places, view, plan, _recent, accepted.today(), limit).run()
+                Bench(
+                    gate,
+                    root,
+                    place,
+                    places,
+                    view,
+                    plan,
+                    _recent,
+                    accepted.today(),
+                    limit,
+                    lambda: bind(root, place),
+                ).run()
     except KeyboardInterrupt:
         view.say(f"interrupted; what was measured is kept, go on with: {_resume_line()}")
         raise typer.Exit(INTERRUPTED) from None
@@ -104,7 +125,7 @@ def command(
         raise typer.Exit(Decision.UNKNOWN.value) from None
     found = gate_file.read(place / result.NAME)
     assert isinstance(found, GateFile)
-    _show(found, place)
+    _show(found, place, again)
     raise typer.Exit(found.decision.value)
 
 
@@ -130,12 +151,18 @@ def _refuse(asked: Asked, root: Path) -> None:
             raise BumpgateError(f"the selection names {path}, which is not there")
 
 
-def _begin(asked: Asked, out: Path, resume: bool) -> Gate:
+def _file_digest(candidate: str) -> str:
+    """sha256 of a candidate that is a wheel file; "" of a requirement."""
+    path = Path(candidate).expanduser()
+    return sha256_of(path) if candidate.endswith(".whl") and path.is_file() else ""
+
+
+def _begin(asked: Asked, out: Path, resume: bool, now: Binding) -> Gate:
     """A new gate, or the one in `out`. Raises GateError on one that must not be mixed with this one."""
     there = result.read(out, plan_for(asked.sessions))
     if there is None or (there.finished and not resume):
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        gate = Gate(asked, now, shlex.join(["bumpgate", *sys.argv[1:]]))
+        started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        gate = Gate(asked, started, shlex.join(["bumpgate", *sys.argv[1:]]), binding=now)
         if asked.anchor or asked.python_anchor:
             gate.sides["anchor"] = SideState()
         return gate
@@ -145,7 +172,29 @@ def _begin(asked: Asked, out: Path, resume: bool) -> Gate:
     if there.asked != asked:
         names = [n for n in vars(asked) if getattr(asked, n) != getattr(there.asked, n)]
         raise GateError(f"{where} is of another gate (other {', '.join(names)}): name another --out")
+    if there.binding is None or (differences := there.binding.differences(now)):
+        what = "; ".join(differences) if there.binding else "no record of its work tree"
+        raise GateError(f"{where} does not hold for what is here now ({what}): gate again, in another --out")
     return there
+
+
+def _check_packages(gate: Gate, places: Mapping[str, Place], root: Path) -> None:
+    """Raises GateError where an environment of a finished gate is not what it was."""
+    for name, side in gate.sides.items():
+        place = places[name]
+        found = (
+            {} if place.failure else installed(place.python, root, gate.asked.lane, place.variables).packages
+        )
+        if found != side.packages:
+            raise other_packages(name, side.packages, found)
+
+
+def _keep_locks(places: Mapping[str, Place], out: Path) -> None:
+    """What was resolved, beside gate.json: `bumpgate adopt` needs it when the environment is gone."""
+    for name, place in places.items():
+        (out / f"{name}.pylock.toml").unlink(missing_ok=True)
+        if place.lock:
+            shutil.copyfile(place.lock, out / f"{name}.pylock.toml")
 
 
 def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> dict[str, Place]:
@@ -173,6 +222,7 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
                 made.python,
                 compiled.variables(made.key, name),
                 command=f"cat {made.lock}" if made.lock else "",
+                lock=made.lock,
             )
         except BuildError as error:
             places[name] = Place(Path(), {}, one_line(error), f"less {shlex.quote(str(error.log))}")
@@ -199,8 +249,8 @@ def _device(lane: str, view: View) -> Iterator[None]:
         yield
 
 
-def _show(gate: GateFile, out: Path) -> None:
-    """The findings, then one line that says it all."""
+def _show(gate: GateFile, out: Path, again: bool) -> None:
+    """The findings, then a summary in one line. again: of a gate that had ended before this command."""
     console = Console()
     findings_text(gate.findings, console)
     lines = [f"acceptance: {line}" for line in gate.accepted]
@@ -209,6 +259,7 @@ def _show(gate: GateFile, out: Path) -> None:
         f"{len(gate.findings)} finding{'s' * (len(gate.findings) != 1)}",
         f"{gate.wall_seconds / 60:.1f} min",
     ]
+    parts += [f"an earlier verdict, begun {gate.started}; nothing was measured now"] if again else []
     for line in [*lines, "; ".join([*parts, str(out / result.NAME)])]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bumpgate.gate.binding import Binding
 from bumpgate.gate.drift import Creep
 from bumpgate.gate.sequential import Plan, Timed, estimate
 from bumpgate.gate.timed import Sessions
@@ -28,7 +29,10 @@ class GateError(BumpgateError):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a gate is about; `--resume` goes on with the same question only. Interpreters and requirements as given."""
+    """The options of a gate; `--resume` goes on with the same ones only. Interpreters and requirements as written.
+
+    candidate_file: sha256 of a candidate that is a wheel file; developers build one version many times.
+    """
 
     lane: str
     candidate: str = ""
@@ -39,6 +43,7 @@ class Asked:
     python_anchor: str = ""
     sessions: int | None = None
     selection: tuple[str, ...] = ()
+    candidate_file: str = ""
 
 
 @dataclass
@@ -64,7 +69,7 @@ class Gate:
 
     paired: sessions of the candidate with the adopted build; None until it is known which rows are timed.
     drifted: the same with the anchor. accepted: one line for each acceptance that was used or has expired.
-    host: the class of the machine, which a gate stays on.
+    host: the class of the machine, which a gate stays on. binding: the work tree that it measures.
     """
 
     asked: Asked
@@ -81,6 +86,7 @@ class Gate:
     creeps: Mapping[str, Creep] = field(default_factory=dict)
     accepted: tuple[str, ...] = ()
     host: str = ""
+    binding: Binding | None = None
 
     def write(self, out: Path) -> None:
         """Replaces gate.json in one step."""
@@ -99,6 +105,7 @@ class Gate:
             "host": self.host,
             "command": self.command,
             "asked": asdict(self.asked),
+            "binding": self.binding.to_json() if self.binding else None,
             "sides": {name: asdict(side) for name, side in self.sides.items()},
             "findings": [asdict(f) | {"decision": f.decision.name} for f in self.findings],
             "timed": {row: _timed(self.timed.get(row), x) for row, x in paired.log_ratios.items()},
@@ -123,6 +130,7 @@ def read(out: Path, plan: Plan) -> Gate | None:
         asked = Asked(**raw["asked"] | {"selection": tuple(raw["asked"]["selection"])})
         gate = Gate(asked, raw["started"], raw["command"], raw["wall_seconds"], raw["finished"])
         gate.decision, gate.host = Decision[raw["decision"]], raw["host"]
+        gate.binding = Binding.from_json(raw["binding"]) if raw["binding"] else None
         for name, side in raw["sides"].items():
             gate.sides[name] = SideState(**side)
         gate.paired = _read_sessions(raw["sessions"], plan)
@@ -133,7 +141,7 @@ def read(out: Path, plan: Plan) -> Gate | None:
         raise GateError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         why = one_line(f"{type(error).__name__}: {error}", 80)
-        raise GateError(f"{path} is no gate that can be resumed ({why}): name another --out") from None
+        raise GateError(f"{path}: not a gate that can be resumed ({why}): name another --out") from None
     return gate
 
 

@@ -263,6 +263,26 @@ def test_killed_anywhere_and_resumed_it_comes_to_the_same_verdict(
         assert 0 <= lost <= 1, "at most the session that was under way"
 
 
+def test_anchor_sessions_survive_a_resume(machine: Machine, out: Path) -> None:
+    asked = Asked("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0")
+
+    def kill() -> None:
+        drifted = machine.bench and machine.bench.gate.drifted
+        if drifted and drifted.begun == 3:
+            raise Killed
+
+    machine.before_process = kill
+    with pytest.raises(Killed):
+        machine.gate(out, asked)
+    before = json.loads((out / result.NAME).read_text())["anchor"]["log_ratios"]
+    assert [len(x) for x in before.values()] == [3]
+    machine.before_process, machine.processes = lambda: None, []
+    gate = machine.gate(out, asked)
+    assert gate.drifted
+    assert {row: x[:3] for row, x in gate.drifted.log_ratios.items()} == before
+    assert machine.processes.count("timed:anchor") == drift.SESSIONS - 3
+
+
 def test_a_refused_selection_leaves_no_gate_to_go_on_with(
     machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +304,7 @@ def test_a_resumed_gate_refuses_other_packages(machine: Machine, out: Path) -> N
     with pytest.raises(Killed):
         machine.gate(out)
     machine.sides["bad"].torch = "2.15.0"
-    with pytest.raises(GateError, match="candidate packages are others than before"):
+    with pytest.raises(GateError, match=r"candidate packages differ from before \(torch 2.13.0 -> 2.15.0\)"):
         machine.gate(out)
 
 
@@ -292,7 +312,7 @@ def test_a_resumed_gate_refuses_other_packages(machine: Machine, out: Path) -> N
 def test_a_file_that_is_no_gate_is_one_line(out: Path, text: str) -> None:
     out.mkdir()
     (out / result.NAME).write_text(text)
-    with pytest.raises(GateError, match="no gate that can be resumed"):
+    with pytest.raises(GateError, match="not a gate that can be resumed"):
         result.read(out, Plan())
 
 
