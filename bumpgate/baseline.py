@@ -217,9 +217,14 @@ def _derived(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judg
 
 
 def _review(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
-    """A row must stand in the baseline as the same kind of row, or the numbers would not compare."""
+    """A row must be in the baseline as the same kind of row, or the numbers would not compare.
+
+    A paired row needs no reviewed value: the gate compares it with the adopted build's.
+    """
     command = accept(baseline.lane, row.id)
     old = baseline.rows.get(row.id)
+    if old is None and row.paired:
+        return Judgement(row, Verdict.PASS, "not reviewed: compared in paired sessions of the gate only")
     if old is None:
         return Judgement(row, Verdict.MISSING, f"not reviewed: measured {row.value!r} {row.unit}", command)
     for name in ("unit", "better", "per_build"):

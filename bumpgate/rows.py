@@ -88,6 +88,8 @@ class Row:
     per_build: the value belongs to one torch build (a hash of generated code): under another build than the
         baseline's a difference explains, and does not judge.
     series: name -> points of a curve behind the value (a loss by step), for the report's plots; no verdict reads it.
+    paired: the gate's paired sessions compare the row although a process reads it once and gives no interval. Such a
+        row needs no reviewed value.
     """
 
     id: str
@@ -106,6 +108,7 @@ class Row:
     test: str = ""
     per_build: bool = False
     series: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
+    paired: bool = False
 
     def __post_init__(self) -> None:
         for fault in _faults(self):
@@ -123,12 +126,13 @@ class Row:
         out["interval"] = None if self.interval is None else [_encode(x) for x in self.interval]
         out |= {"evidence": list(self.evidence), "instruments": list(self.instruments)}
         curves = {name: list(points) for name, points in out.pop("series").items()}
-        return out | {"series": curves} if curves else out
+        out |= {"series": curves} if curves else {}
+        return out if self.paired else {name: x for name, x in out.items() if name != "paired"}
 
     @classmethod
     def from_json(cls, raw: Any) -> Row:
         """Raises RowError on anything that to_json did not write."""
-        if not isinstance(raw, dict) or raw.keys() | {"series"} != {f.name for f in fields(cls)}:
+        if not isinstance(raw, dict) or raw.keys() | {"series", "paired"} != {f.name for f in fields(cls)}:
             raise RowError("a row has the wrong fields")
         interval, series = raw["interval"], raw.get("series", {})
         try:
@@ -305,6 +309,10 @@ def _faults(row: Row) -> Iterable[str]:
             yield f"{name} needs a number, got {row.value!r}"
     if not is_finite(row.tolerance) or row.tolerance < 0:
         yield f"tolerance must be a finite number of at least 0, got {row.tolerance!r}"
+    if not isinstance(row.paired, bool):
+        yield f"paired is True or False, got {row.paired!r}"
+    if row.paired and row.better not in ("lower", "higher"):
+        yield f"a paired row is better lower or higher, got {row.better!r}"
     if row.better in ("exact", "derived") and (row.tolerance or row.interval is not None):
         yield f"a row whose better is {row.better!r} has neither tolerance nor interval"
     if row.better in ("lower", "higher") and row.value is not None and not is_number(row.value):

@@ -1,6 +1,7 @@
 """Paired sessions of the timed rows: fresh processes of both sides, until every row is decided or the budget ends.
 
-A timed row is one that carries an interval. What a process says of it becomes a cost, a session a log-ratio
+A timed row is one that carries an interval or is marked as paired; a time read once that looks worse joins them
+(bumpgate.gate.between). What a process says of it becomes a cost, a session a log-ratio
 (bumpgate.gate.sequential), and a session that lost one of its readings of a row says nothing of it.
 
 duet    two processes at once, a share of the cores each, which they exchange after every round: a busy neighbour
@@ -13,9 +14,10 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from bumpgate.gate.between import Change, change, direction, timed
 from bumpgate.gate.sequential import Look, Outcome, Plan, abba, decide, log_ratio, log_ratio_of_rounds
 from bumpgate.processes.runner import LaneRun
-from bumpgate.rows import COST_PER_ROUND, Judgement, Record, Verdict, is_finite
+from bumpgate.rows import COST_PER_ROUND, Judgement, Record, Row, Verdict, is_finite
 
 # A row whose interval spans more than this ratio was measured in too few quiet moments to be worth a reading.
 ROUGH = 1.5
@@ -53,17 +55,25 @@ Duet = Callable[[Sequence[str], bool], tuple[Reading, Reading]]
 
 
 def timed_rows(good: Record, bad: Record) -> dict[str, str]:
-    """Row id -> node id of the rows that both sides timed, or one of them where the machine spoiled the other's test.
+    """Row id -> node id of the rows that both sides timed, or one of them where the machine spoiled the other's test;
+    and of the times read once that look worse than a reading can show.
 
-    What one side lacks for another reason is told by the records alone.
+    The records alone explain what one side lacks for another reason.
     """
 
-    def times(record: Record) -> dict[str, str]:
-        return {j.row.id: j.row.test for j in record.judgements if j.row.interval and j.verdict in MEASURED}
+    def measured(record: Record) -> dict[str, Row]:
+        return {j.row.id: j.row for j in record.judgements if j.verdict in MEASURED}
 
-    before, after = times(good), times(bad)
+    read_before, read_after = measured(good), measured(bad)
+    before, after = ({id: r for id, r in side.items() if timed(r)} for side in (read_before, read_after))
     by_both = (before.keys() | spoiled(good)) & (after.keys() | spoiled(bad))
-    return {row: test for row, test in (before | after).items() if row in by_both}
+    again = {
+        id: row
+        for id, row in read_after.items()
+        if id in read_before and change(read_before[id], row) is Change.AGAIN
+    }
+    found = {id: row for id, row in (before | after).items() if id in by_both} | again
+    return {id: row.test for id, row in found.items()}
 
 
 def spoiled(record: Record) -> set[str]:
@@ -72,13 +82,13 @@ def spoiled(record: Record) -> set[str]:
 
 
 def cost(j: Judgement) -> float | None:
-    """Time, or what stands for it: less is better. None where this process could not tell."""
-    value, interval = j.row.value, j.row.interval
-    if j.verdict not in MEASURED or interval is None or not is_finite(value) or value <= 0:
+    """Time, or an equivalent: less is better. None where this process could not read it, or no direction is better."""
+    value, interval, sign = j.row.value, j.row.interval, direction(j.row)
+    if j.verdict not in MEASURED or not sign or not is_finite(value) or value <= 0:
         return None
-    if not 0 < interval[0] <= interval[1] <= ROUGH * interval[0]:
+    if interval and not 0 < interval[0] <= interval[1] <= ROUGH * interval[0]:
         return None
-    return value if j.row.better == "lower" else 1 / value
+    return value if sign > 0 else 1 / value
 
 
 def reading(run: LaneRun, tests: Sequence[str]) -> Reading:
@@ -93,7 +103,7 @@ def reading(run: LaneRun, tests: Sequence[str]) -> Reading:
             faults.setdefault(node, why)
     spoiled = (j for j in judgements if j.row.test in tests and j.row.id not in costs)
     lost = run.failure or next(
-        (_why_lost(j) for j in spoiled if j.verdict is Verdict.INFRA or j.row.interval), ""
+        (_why_lost(j) for j in spoiled if j.verdict is Verdict.INFRA or timed(j.row)), ""
     )
     if run.code < 0 and run.code not in CRASHES:
         return Reading(costs, {}, lost, rounds)

@@ -1,7 +1,8 @@
 """The verdict of a gate: a pure function from what two environments measured to ADOPT, HOLD or UNKNOWN.
 
 HOLD needs evidence against the candidate: a row that is right in the adopted environment and wrong or gone in a
-whole run of the candidate, a test that fails there only, a slower timed row, a creep. UNKNOWN is any gap in the
+whole run of the candidate, a row that is right on both sides and worse than the adopted one's (bumpgate.gate.between),
+a test that fails there only, a slower timed row, a creep. UNKNOWN is any gap in the
 evidence: a canary that failed, a build that failed, a row missing, open or red on both sides, nothing selected.
 ADOPT is what is left.
 
@@ -19,12 +20,16 @@ from enum import Enum
 from itertools import chain
 
 from bumpgate.baseline import investigate, violation
+from bumpgate.gate.between import Change, change
 from bumpgate.gate.drift import Creep
 from bumpgate.gate.sequential import Outcome, Timed
 from bumpgate.rows import Judgement, Record, Verdict, one_line
 
 # What a row says of the product. Everything else that is red says that it could not be measured or was not reviewed.
 PRODUCT = (Verdict.REGRESSION, Verdict.CHANGED)
+# Right on both sides, and worse than on the adopted one by more than its kind allows.
+WORSE = "WORSE"
+ONE_SIDE = "measured on one side only"
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -113,7 +118,7 @@ def judge_gate(
                 g, b = _without_stored_times(g), _without_stored_times(b)
                 if (_absent(g) and _absent(b)) or _spoiled(g) or _spoiled(b):
                     continue  # the sessions alone measure it
-            loose += _row(lane, g, b, whole=bad.record.complete)
+            loose += _row(lane, g, b, whole=bad.record.complete, paired=row in timed)
         loose += _problems(lane, good.record, bad.record)
         if not (before or after or timed):
             head = "no row was selected"
@@ -206,15 +211,18 @@ def _without_stored_times(j: Judgement | None) -> Judgement | None:
     return replace(j, verdict=Verdict.PASS, reason="judged by the paired sessions")
 
 
-def _row(lane: str, good: Judgement | None, bad: Judgement | None, *, whole: bool) -> list[Finding]:
-    said = _compare(good, bad, whole)
+def _row(
+    lane: str, good: Judgement | None, bad: Judgement | None, *, whole: bool, paired: bool
+) -> list[Finding]:
+    said = _compare(good, bad, whole, paired)
     shown = bad if bad and (bad.red or not (good and good.red)) else good
     if said is None or shown is None:
         return []
     decision, label = said
-    product = label in ("FIXED", "WIN", "RED IN BOTH", *(v.value for v in PRODUCT))
+    product = label in ("FIXED", "WIN", "RED IN BOTH", WORSE, *(v.value for v in PRODUCT))
     metric = shown.row.id.rsplit("/", 1)[1] if product else ""
-    head = _head(good, bad) if product else _reason(shown)
+    twice = not (_absent(good) or _absent(bad))
+    head = _head(good, bad) if product else _reason(shown, "read once on each side" if twice else ONE_SIDE)
     repro = investigate(lane, shown.row.test)
     if decision is Decision.UNKNOWN:
         repro = shown.command or repro
@@ -223,14 +231,19 @@ def _row(lane: str, good: Judgement | None, bad: Judgement | None, *, whole: boo
     ]
 
 
-def _reason(j: Judgement) -> str:
-    """Why a row could not be measured, without the name of its test: that is no cause."""
+def _reason(j: Judgement, otherwise: str) -> str:
+    """Why a row could not be judged, without the name of its test, which is not a cause."""
     text = j.reason.replace(j.row.test, "its test") if j.row.test else j.reason
-    return one_line(text) or "measured on one side only"
+    return one_line(text) or otherwise
 
 
-def _compare(good: Judgement | None, bad: Judgement | None, whole: bool) -> tuple[Decision, str] | None:
-    """What one row of both records comes to; None where it says nothing. whole: the candidate's run ended."""
+def _compare(
+    good: Judgement | None, bad: Judgement | None, whole: bool, paired: bool = False
+) -> tuple[Decision, str] | None:
+    """Decision and label of one row of both records; None where nothing is to be shown.
+
+    whole: the candidate's run ended. paired: the sessions compare its values.
+    """
     right = good is not None and not _absent(good) and not good.red
     if bad is None or _absent(bad):
         lost = bad is not None and bad.verdict is Verdict.MISSING and whole and right
@@ -248,7 +261,14 @@ def _compare(good: Judgement | None, bad: Judgement | None, whole: bool) -> tupl
             (Decision.ADOPT, "FIXED") if good.verdict in PRODUCT else (Decision.UNKNOWN, good.verdict.value)
         )
     won = bad.verdict is Verdict.WIN and good.verdict is not Verdict.WIN
-    return (Decision.ADOPT, Verdict.WIN.value) if won else None
+    moved = None if paired else change(good.row, bad.row)
+    if moved in (None, Change.BETTER):
+        return (Decision.ADOPT, Verdict.WIN.value) if moved or won else None
+    if moved is Change.AGAIN:
+        return Decision.UNKNOWN, Verdict.INCONCLUSIVE.value
+    reviewed = bad.accepted or good.accepted or (moved is Change.OTHER and bad.row.per_build)
+    label = WORSE if moved is Change.WORSE else Verdict.CHANGED.value
+    return (Decision.ADOPT if reviewed else Decision.HOLD), label
 
 
 def _only(j: Judgement | None, other: Judgement | None) -> list[str]:

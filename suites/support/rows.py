@@ -84,6 +84,7 @@ class RowRecorder:
         instruments: Iterable[str] = (),
         per_build: bool = False,
         series: Mapping[str, Iterable[float]] | None = None,
+        paired: bool = False,
     ) -> Judgement:
         """Judges one measured value; the fields are those of bumpgate.rows.Row.
 
@@ -112,6 +113,7 @@ class RowRecorder:
             test=self._item.nodeid,
             per_build=per_build,
             series={name: tuple(points) for name, points in (series or {}).items()},
+            paired=paired,
         )
         if id in self._taken:
             raise RowError(f"row {id!r}: already reported by {self._taken[id]}")

@@ -1,0 +1,115 @@
+"""Values that each side measured once, compared between the sides: by how much may a candidate be worse?
+
+A stored tolerance bounds each side against the baseline alone, so a candidate may lose twice the tolerance against the
+adopted build. What repeats to the last digit (counts, bytes, errors) is compared here. A time does not repeat: one
+reading of it never decides, and where it looks worse the paired sessions measure it again. docs/gate.md has the table.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+from bumpgate.rows import Row, is_finite, same_value
+
+# Numbers that rounding and the order of a sum move, by name and by unit.
+ERROR = re.compile(r"error|residual|leak|difference")
+# Of two H200s under one build (baselines/records) 4 of 112 error rows moved, by a factor of 1.83 at most; between torch
+# 2.13.0 and 2.15.0 on the CPU 31 of 54 did, by 1.72 at most. Below a hundredth of its bound an error counts as that
+# hundredth: rounding alone moves an error of 1e-15 by a factor of ten.
+ERROR_FACTOR, OF_BOUND = 2.0, 0.01
+# A short training run amplifies rounding: 6.8 % between the two H200s.
+LOSS_FACTOR = 1.25
+# Peaks of a caching allocator: 4 of 17 moved by at most 0.03 % between the two H200s, bytes that kernels access by
+# 0.23 % between the torch releases. All other numbers but guards did not move.
+BYTES_FACTOR = 1.005
+# Guards are counted exactly, and a release adds some: 1.2 and 1.3 % in 2.15.0.
+GUARDS_FACTOR = 1.05
+# Generated code differs between builds for good reasons: 1 to 2 kernels of 200 for each release so far.
+PER_BUILD_FACTOR = 1.25
+# Units of times and rates, and how much worse a single reading must look to be measured again: beyond what two H200s
+# read under one build (ms 2.5 %, fraction 3.4 %, ratios 5.5 %, seconds of a compile next to other tests 31 %, of a
+# kernel's first call 62 %).
+TIMES = {"ms": 1.05, "us": 1.05, "s": 1.4, "fraction": 1.07, "ratio": 1.1}
+RATES = ("tokens/s", "bytes/s", "FLOP/s", "tokens")
+# A time below a bound that the test derived is mostly far below it, and measured next to other tests.
+BOUNDED_FACTOR = 2.0
+
+
+class Change(Enum):
+    """What differs between the sides. OTHER: neither better nor worse. AGAIN: a time that one reading cannot judge."""
+
+    WORSE = "WORSE"
+    BETTER = "BETTER"
+    OTHER = "OTHER"
+    AGAIN = "AGAIN"
+
+
+def change(good: Row, bad: Row) -> Change | None:
+    """What differs between two measured values of one row; None where nothing does, or each has its own judge.
+
+    An expectation that a test derived judges each side by itself, and paired sessions judge what carries an interval.
+    """
+    if bad.expected is not None or timed(bad) or same_value(good.value, bad.value):
+        return None
+    before, after = good.value, bad.value
+    sign = direction(bad)
+    if isinstance(before, bool) and isinstance(after, bool) and bad.per_build:
+        return Change.OTHER if after else Change.WORSE  # a capability that went
+    if not sign or not (is_finite(before) and is_finite(after)):
+        return None if bad.better == "derived" else Change.OTHER
+    factor, floor = _allowed(bad)
+    worse, better = (after, before) if sign > 0 else (before, after)
+    if _beyond(worse, better, factor, floor):
+        return Change.AGAIN if is_time(bad) else Change.WORSE
+    if _beyond(better, worse, factor, floor):
+        return None if is_time(bad) else Change.BETTER
+    return Change.OTHER if bad.per_build else None
+
+
+def timed(row: Row) -> bool:
+    """Whether the paired sessions measure this row in every gate."""
+    return row.paired or row.interval is not None
+
+
+def is_time(row: Row) -> bool:
+    """Whether a reading of this row wanders with the machine: a time, a rate, or a ratio of times."""
+    if row.unit == "ratio":
+        return not ERROR.search(_metric(row))
+    return row.unit in TIMES or row.unit in RATES
+
+
+def direction(row: Row) -> int:
+    """1 where less is better, -1 where more is; 0 where there is no better."""
+    if row.better in ("lower", "higher"):
+        return 1 if row.better == "lower" else -1
+    if row.per_build:  # kernels, breaks, bytes of generated code
+        return 1
+    return (row.at_most is not None) - (row.at_least is not None)
+
+
+def _allowed(row: Row) -> tuple[float, float]:
+    """The factor by which a row may be worse, and the size below which its values count as that size."""
+    bound = row.at_most if row.at_most is not None else row.at_least
+    if row.per_build:
+        return PER_BUILD_FACTOR, 0.0
+    if is_time(row):
+        return BOUNDED_FACTOR if row.at_most is not None else TIMES.get(row.unit, TIMES["ms"]), 0.0
+    if row.unit == "nats" or ERROR.search(_metric(row)):
+        factor = LOSS_FACTOR if row.unit == "nats" else ERROR_FACTOR
+        return factor, OF_BOUND * abs(bound or 0.0)
+    if _metric(row) == "guard_count":
+        return GUARDS_FACTOR, 0.0
+    return BYTES_FACTOR if row.unit == "bytes" else 1.0, 0.0
+
+
+def _beyond(high: float, low: float, factor: float, floor: float) -> bool:
+    """Whether `high` exceeds `low` by more than the factor allows, whatever the signs."""
+    if high <= low:
+        return False
+    low, high = max(low, floor), max(high, floor)
+    return high > low + (factor - 1) * abs(low)
+
+
+def _metric(row: Row) -> str:
+    return row.id.rsplit("/", 1)[1]
