@@ -1,45 +1,35 @@
-"""Lanes and flags of the suite. Every refusal is one line and exit code 4, before a test is collected."""
+"""The suite's part of a lane run; bumpgate/plugin has its options. A refusal is one line and exit code 4."""
 
 from __future__ import annotations
 
 import os
-import re
+import sys
 
 import pytest
 
 from bumpgate.baseline import BaselineError
+from bumpgate.plugin import chosen_lane
 from suites.support import rows
 from suites.support.environment import cache_fault, prepare_environment
-from suites.support.lanes import LANES, detect
+from suites.support.lanes import detect
 from suites.support.session import LaneSession, Selection
-
-# Each worker of the H200 lane holds a context and its last test's memory on the GPU. One waits for the others' end, to
-# run what is timed.
-MOST_WORKERS = 15
-SPARE_CORES = 1
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("bumpgate")
-    group.addoption(
-        "--gate", action="store_true", help="a skip, an xpass or a deselected lane test is red too"
-    )
-    group.addoption(
-        "--launcher", metavar="COMMAND", help="whose environment and exit codes suites/launch judges (ours)"
-    )
-    # With = and no space: pytest's first look at the line takes a file that exists for a test path.
-    group.addoption(
-        "--record", metavar="PATH", help="--record=PATH: where the rows go (default: record.json)"
-    )
 
 
 @pytest.hookimpl(trylast=True)  # after the plugins that declare markers
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("bumpgate.plugin"):
+        raise pytest.UsageError(
+            "bumpgate.plugin is not loaded: leave out -p no:bumpgate.plugin and -o addopts"
+        )
+    if sys.flags.optimize:
+        raise pytest.UsageError(
+            "PYTHONOPTIMIZE or -O removes the checks that are assert statements: leave it out"
+        )
     lane = chosen_lane(config)
     prepare_environment(lane)
     selection = Selection(config, lane)
-    config.pluginmanager.register(selection, "bumpgate-selection")
-    config.pluginmanager.register(rows, "bumpgate-rows")
+    _register(config, selection, "bumpgate-selection")
+    _register(config, rows, "bumpgate-rows")
     if hasattr(config, "workerinput"):
         return  # the controller has checked everything once
     fault = cache_fault() or (detect(lane) if lane else None)
@@ -52,32 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
             baseline = rows.lane_baseline(rows.baseline_path(config, lane), lane)
         except BaselineError as error:
             raise pytest.UsageError(str(error)) from None
-        config.pluginmanager.register(LaneSession(config, baseline, selection), "bumpgate-session")
+        _register(config, LaneSession(config, baseline, selection), "bumpgate-session")
 
 
-def chosen_lane(config: pytest.Config) -> str | None:
-    """The lane that -m asks for. Raises UsageError on two lanes, or on a name that is no marker."""
-    expression = re.sub(r"\([^()]*=[^()]*\)", "", config.option.markexpr)
-    names = set(re.findall(r"[\w:+\-.\[\]\\/]+", expression)) - {"and", "or", "not"}
-    known = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
-    unknown = sorted(names - known)
-    if unknown:
-        raise pytest.UsageError(f"-m {expression}: no marker {unknown[0]!r}; lanes: {', '.join(LANES)}")
-    chosen = [lane for lane in LANES if lane in names and not re.search(rf"\bnot\s+{lane}\b", expression)]
-    if len(chosen) > 1:
-        raise pytest.UsageError(f"-m {expression}: one lane a run, pick one of {', '.join(chosen)}")
-    return chosen[0] if chosen else None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Of `-n auto`, the default. A worker at least: a crash or a hang then costs one test, not the run.
-
-    On a GPU as many as its machine has cores for: nearly all of the lane's time is compiling.
-    """
-    if chosen_lane(config) != "h200":
-        return 1
-    return max(1, min(MOST_WORKERS, (os.cpu_count() or 1) - SPARE_CORES))
+def _register(config: pytest.Config, plugin: object, name: str) -> None:
+    """Raises UsageError if -p blocks the plugin, without which a lane judges nothing."""
+    if config.pluginmanager.register(plugin, name) is None:
+        raise pytest.UsageError(f"-p no:{name}: a lane run needs this plugin: leave the option out")
 
 
 @pytest.hookimpl(optionalhook=True)

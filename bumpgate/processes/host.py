@@ -29,6 +29,14 @@ def cores() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+def available_gib(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """Memory that can still be taken, in GiB; at most the limit of this container."""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", read_or_empty(proc / "meminfo"), re.MULTILINE)
+    free = int(found[1]) * 1024 if found else 0
+    limit = read_or_empty(cgroup / "memory.max").strip()
+    return min(free, int(limit) if limit.isdigit() else free) / 2**30
+
+
 def gpu_models() -> list[str]:
     """Of the GPUs that the NVIDIA driver knows, in order of their bus."""
     texts = [read_or_empty(path) for path in sorted(GPUS.glob("*/information"))]

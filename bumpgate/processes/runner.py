@@ -121,7 +121,7 @@ class LaneCall:
 
     @property
     def child(self) -> Child:
-        flags = ["-m", self.lane, "--record", str(self.record.resolve()), *(["--gate"] if self.gate else [])]
+        flags = ["-m", self.lane, f"--record={self.record.resolve()}", *(["--gate"] if self.gate else [])]
         return Child(
             (str(self.python), "-X", "faulthandler", "-m", "pytest", *flags, *self.selection),
             self.root,
@@ -138,6 +138,9 @@ class LaneCall:
                 found = read_record(self.record)
             except BumpgateError as error:
                 failure = _last_words(self.output) or one_line(error)
+        if found and found.problems and not found.complete and not found.judgements:
+            # A run that collected nothing: its problem is the cause, and an empty record would read as lost rows.
+            failure, found = found.problems[0], None
         failure = _death(code, seconds, timeout) or failure
         if code == USAGE:
             failure = _last_words(self.output)
@@ -157,7 +160,15 @@ def child_environment(python: Path, root: Path | None, extra: Mapping[str, str] 
 
     root: a source tree to import from; None where the command is not ours.
     """
-    ours = ("PYTEST_", "BUMPGATE_GATE", "BUMPGATE_DUET", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
+    ours = (
+        "PYTEST_",
+        "BUMPGATE_GATE",
+        "BUMPGATE_DUET",
+        "PYTHONHOME",
+        "PYTHONOPTIMIZE",
+        "PYTHONPATH",
+        "VIRTUAL_ENV",
+    )
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     path = os.pathsep.join([str(python.parent), clean.get("PATH", os.defpath)])
     source = {} if root is None else {"PYTHONPATH": str(root)}

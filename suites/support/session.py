@@ -17,6 +17,7 @@ import pytest
 
 from bumpgate import accepted
 from bumpgate.baseline import Baseline, Reviewed, accept, comparable, in_tier, investigate
+from bumpgate.plugin import JUDGED
 from bumpgate.rows import Judgement, Record, Row, Verdict, one_line, write_record
 from bumpgate.table import verdict_table
 from suites.support import provenance
@@ -36,6 +37,7 @@ class Selection:
     """Which lane tests are selected; refuses those of another lane than the one that -m names.
 
     Registered in the controller and in every worker, which reports to the controller when it ends.
+    worker_deaths: the last line of each worker that crashed. collected: any process has collected its tests.
     """
 
     def __init__(self, config: pytest.Config, lane: str | None) -> None:
@@ -44,6 +46,8 @@ class Selection:
         self.selected: set[str] = set()
         self.deselected: set[str] = set()
         self.refusal: str | None = None
+        self.collected = False
+        self.worker_deaths: list[str] = []
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """A lane has no tests in suites/self, and each of its workers would import them all."""
@@ -65,13 +69,18 @@ class Selection:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.selected.update(item.nodeid for item in session.items)
+        self.collected = True
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
         self.selected.update(ids)
+        self.collected = True
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        if error:  # a traceback of the worker, or a line of xdist if it left none
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            self.worker_deaths.append(one_line(lines[-1]) if lines else "no reason given")
         refusal, deselected = getattr(node, "workeroutput", {}).get("selection", (None, ()))
         self.refusal = refusal or self.refusal
         self.deselected.update(deselected)
@@ -175,7 +184,10 @@ class LaneSession:
         if exitstatus == pytest.ExitCode.USAGE_ERROR or self.selection.refusal:
             return
         ended = exitstatus in (0, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-        complete = ended and not self.uncollected and self.selection.selected <= self.finished
+        selection = self.selection
+        collected = selection.collected and not self.uncollected
+        complete = ended and collected and selection.selected <= self.finished
+        self.config.stash[JUDGED] = True
         judgements = [*self.judgements.values(), *self._missing(complete)]
         problems = self._problems(judgements, complete)
         here = self.provenance | {"wall_seconds": round(time.monotonic() - self.started, 3)}
@@ -207,7 +219,12 @@ class LaneSession:
         return accepted.states(judgements, self.baseline, acceptances, accepted.today(), whole=whole)
 
     def _missing(self, complete: bool) -> list[Judgement]:
-        """Reviewed rows that this run should have reported: those of its tests, on a full run all but a tier's."""
+        """Reviewed rows that this run should have reported: those of its tests, on a full run all but a tier's.
+
+        None if no test was collected: that has one cause, and is one problem.
+        """
+        if not self.selection.collected:
+            return []
         rows = self.baseline.rows.items()
         silent = {id: r for id, r in rows if id not in self.judgements and r.test not in self.not_run}
         return [
@@ -231,7 +248,7 @@ class LaneSession:
         elif file in self.uncollected:
             reason = f"{file} could not be collected: {self.uncollected[file]}"
         elif ran and test not in self.finished:
-            reason = f"the run ended before {test} did"
+            reason = f"the run ended before {test} did{self._deaths(': ')}"
         else:
             reason = f"{test} no longer reports it" if ran else f"its test is gone: {test}"
             gone = self.full and complete
@@ -250,16 +267,28 @@ class LaneSession:
         )
         return Judgement(row, verdict, reason, command, gone=gone)
 
+    def _nothing_collected(self) -> str:
+        why = self._deaths("") or "the run ended before it collected a test"
+        owed = sum(not in_tier(r.test) for r in self.baseline.rows.values()) if self.full else 0
+        return f"all {owed} rows missing: {why}" if owed else f"no row measured: {why}"
+
+    def _deaths(self, before: str) -> str:
+        """How workers died, the last one's words; "" if none did."""
+        deaths = self.selection.worker_deaths
+        return f"{before}{len(deaths)} workers died: {deaths[-1]}" if deaths else ""
+
     def _problems(self, judgements: list[Judgement], complete: bool) -> list[str]:
         """What is wrong outside any red row, one line each."""
         told = {j.row.test for j in judgements if j.red}
         lines = [f"{test}: {why}" for test, why in self.failed.items() if test not in told]
         lines += [f"{path}: could not be collected: {why}" for path, why in self.uncollected.items()]
         lines += self.duplicates
-        if not complete:
+        if not self.selection.collected:
+            lines.append(self._nothing_collected())
+        elif not complete:
             selected = self.selection.selected
             unfinished = f"{len(selected - self.finished)} of {len(selected)} tests did not finish"
-            lines.append(f"the run was cut short: {unfinished}")
+            lines.append(f"the run was cut short: {unfinished}{self._deaths('; ')}")
         if self.config.option.gate:
             lines += [f"{test}: skipped under --gate: {why}" for test, why in self.skipped.items()]
             lines += [f"{test}: passed where a failure is expected, under --gate" for test in self.xpassed]
