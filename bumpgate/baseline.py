@@ -105,7 +105,13 @@ def load(path: Path, lane: str, *, missing_ok: bool = False) -> Baseline:
 
 
 def save(path: Path, baseline: Baseline) -> None:
-    """Writes a baseline in one step, one row a line in order of id, so that a diff shows rows only."""
+    """Writes a baseline in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, file_text(baseline))
+
+
+def file_text(baseline: Baseline) -> str:
+    """The file of a baseline: one row a line in order of id, so that a diff shows rows only."""
     rows = [
         f"  {json.dumps(id)}: {json.dumps({f: getattr(r, f) for f in ROW_FIELDS}, allow_nan=False)}"
         for id, r in sorted(baseline.rows.items())
@@ -113,8 +119,7 @@ def save(path: Path, baseline: Baseline) -> None:
     body = "{\n" + ",\n".join(rows) + "\n }" if rows else "{}"
     made_with = json.dumps(dict(sorted(baseline.made_with.items())))
     head = f'{{\n "schema": {SCHEMA},\n "lane": {json.dumps(baseline.lane)},\n "made_with": {made_with},\n'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, f'{head} "rows": {body}\n}}\n')
+    return f'{head} "rows": {body}\n}}\n'
 
 
 def comparable(

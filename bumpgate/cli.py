@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from bumpgate import accept, rebaseline
+from bumpgate.adopt import command as adopt
 from bumpgate.bisect import command as bisect
 from bumpgate.doctor import command as doctor
 from bumpgate.environments import build as environments
@@ -23,6 +24,7 @@ from bumpgate.rows import BumpgateError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command("gate")(gate.command)
+app.command("adopt")(adopt.command)
 app.command("rebaseline")(rebaseline.command)
 app.command("bisect")(bisect.command)
 app.command("accept")(accept.command)

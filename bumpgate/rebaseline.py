@@ -78,7 +78,7 @@ def command(
     if new == old:
         typer.echo("nothing to accept: every measured row is within its tolerance")
         return
-    typer.echo(_diff(old, new, changes), nl=False)
+    typer.echo(diff(old, new, changes), nl=False)
     if dry_run:
         typer.echo("dry run: nothing written")
         return
@@ -135,8 +135,8 @@ def _refuse_record(record: Record, old: Baseline, only: Sequence[str], prune: bo
         )
 
 
-def _judged(j: Judgement, old: Baseline, record: Record) -> Judgement:
-    """Judged anew: the baseline may have moved since the run."""
+def judged(j: Judgement, old: Baseline, record: Record) -> Judgement:
+    """A row judged again: the baseline may have moved since the run."""
     build = {name: record.provenance.get(name) for name in BUILD}
     return judge(j.row, old, failed_instruments={}, build=build)
 
@@ -147,11 +147,11 @@ def _unacceptable(j: Judgement, old: Baseline, record: Record) -> str | None:
         return f"{j.verdict.value}: {j.reason}"
     if j.row.unmeasured:  # stays as it is, unless --prune drops it
         return None
-    now = _judged(j, old, record)
+    now = judged(j, old, record)
     if now.verdict is Verdict.INCONCLUSIVE:
         return f"{now.verdict.value}: {now.reason}"
     # Red even against itself: a broken derivation, no witness, an interval wider than its tolerance.
-    accepted = Baseline(old.lane, {}, {j.row.id: _reviewed(j.row, old.rows.get(j.row.id))})
+    accepted = Baseline(old.lane, {}, {j.row.id: reviewed(j.row, old.rows.get(j.row.id))})
     then = judge(j.row, accepted, failed_instruments={})
     return f"{then.verdict.value} whatever the baseline says: {then.reason}" if then.red else None
 
@@ -160,24 +160,24 @@ def _change(j: Judgement, old: Baseline, record: Record, prune: bool, refresh: b
     row, was = j.row, old.rows.get(j.row.id)
     if row.unmeasured:
         return Change(row.id, was, None, "nothing measures it") if prune and j.gone and was else None
-    verdict = _judged(j, old, record).verdict
+    verdict = judged(j, old, record).verdict
     if verdict is not Verdict.PASS:
-        return Change(row.id, was, _reviewed(row, was), "new" if was is None else verdict.value.lower())
+        return Change(row.id, was, reviewed(row, was), "new" if was is None else verdict.value.lower())
     if refresh and was and was.value != row.value:
-        return Change(row.id, was, _reviewed(row, was), "refreshed")
+        return Change(row.id, was, reviewed(row, was), "refreshed")
     if was and was.test != row.test:
         return Change(row.id, was, replace(was, test=row.test), "test moved")
     return None
 
 
-def _reviewed(row: Row, was: Reviewed | None) -> Reviewed:
+def reviewed(row: Row, was: Reviewed | None) -> Reviewed:
     """A reviewer's note outlives the value; the tolerance too, as long as it means the same."""
     tolerance = was.tolerance if was and was.better == row.better else row.tolerance
     note = was.note if was else ""
     return Reviewed(row.value, row.unit, row.better, tolerance, note, row.test, row.per_build)
 
 
-def _diff(old: Baseline, new: Baseline, changes: Iterable[Change]) -> str:
+def diff(old: Baseline, new: Baseline, changes: Iterable[Change]) -> str:
     rows = [(c.id, c.old.value if c.old else None, c.new.value if c.new else None, c.why) for c in changes]
     was = old.made_with
     made = [(f"made_with {n}", was.get(n), v, "") for n, v in new.made_with.items() if was.get(n) != v]

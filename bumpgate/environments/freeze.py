@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import unquote
@@ -86,18 +86,34 @@ def freeze(
     request = lane_request(root, lane, candidate or None, locked=False, index=index, find_links=find_links)
     if upgrade:
         request = request.without_preferences()
-    found, sources = pinned(path.name, resolve(request), request.python)
+    lock, sources = lock_of(path.name, resolve(request), request.python)
+    fill_store(lock, sources)
+    path.parent.mkdir(exist_ok=True)
+    write_lock(path, lock)
+    manifest = root / "wheels" / "manifest.toml"
+    if row := moved_row(manifest, lane, lock):
+        write_atomic(manifest, row)
+    return lock
+
+
+def lock_of(name: str, resolution: str, python: str) -> tuple[Lock, dict[Wheel, str]]:
+    """The lock for this platform of what uv resolved, and where each wheel is, a URL. Raises LockError."""
+    found, sources = pinned(name, resolution, python)
     machine = f"platform_machine == '{platform.machine()}'"
     implementation = f"implementation_name == '{sys.implementation.name}'"
     here = (f"sys_platform == '{sys.platform}' and {machine} and {implementation}",)
-    lock = Lock(found, request.python, here)
+    return Lock(found, python, here), sources
+
+
+def fill_store(
+    lock: Lock, sources: Mapping[Wheel, str], say: Callable[[str], None] = lambda line: None
+) -> None:
+    """Puts every wheel of a lock into the wheel store; whole ones stay. say: takes a line a download."""
     for package in lock.packages:
         for wheel in package.wheels:
+            if store.find(wheel) is None:
+                say(f"fetching {wheel.file}")
             store.put(wheel, _blocks(sources[wheel]))
-    path.parent.mkdir(exist_ok=True)
-    write_lock(path, lock)
-    _follow(root / "wheels" / "manifest.toml", lane, lock)
-    return lock
 
 
 def pinned(name: str, text: str, python: str) -> tuple[tuple[Locked, ...], dict[Wheel, str]]:
@@ -150,14 +166,17 @@ def _blocks(url: str) -> Iterator[bytes]:
         raise BumpgateError(f"{public_url(url)} cannot be fetched: {one_line(error, 120)}") from None
 
 
-def _follow(path: Path, lane: str, lock: Lock) -> None:
-    """Moves the lane's adopted row to the frozen set: only the pins that it breaks, comments stay."""
+def moved_row(path: Path, lane: str, lock: Lock) -> str | None:
+    """manifest.toml with the lane's adopted row moved to the frozen set: only the pins that it breaks, comments stay.
+
+    None where there is nothing to move.
+    """
     if not path.exists():
-        return
+        return None
     row = next((r for r in load(path).environments if (r.status, r.lane) == ("adopted", lane)), None)
     broken = _broken(row, lock.versions) if row else {}
     if row is None or not broken:
-        return
+        return None
     import tomlkit
 
     document = tomlkit.parse(path.read_text(encoding="utf-8"))
@@ -167,7 +186,7 @@ def _follow(path: Path, lane: str, lock: Lock) -> None:
             table["torch"] = f"=={version}"
         else:
             table["packages"][name] = f"=={version}"
-    write_atomic(path, tomlkit.dumps(document))
+    return tomlkit.dumps(document)
 
 
 def _broken(row: Environment, versions: Mapping[str, str]) -> dict[str, str]:

@@ -120,7 +120,12 @@ def _locked(name: str, entry: Mapping[str, Any]) -> tuple[Locked, dict[Wheel, st
 
 
 def write_lock(path: Path, lock: Lock) -> None:
-    """Writes the committed form, packages by name, in one step."""
+    """Writes the committed form in one step."""
+    write_atomic(path, lock_text(lock))
+
+
+def lock_text(lock: Lock) -> str:
+    """The committed form, packages by name."""
     lines = ['lock-version = "1.0"']
     if lock.environments:
         lines.append(f"environments = {json.dumps(list(lock.environments))}")
@@ -140,4 +145,4 @@ def write_lock(path: Path, lock: Lock) -> None:
             for w in sorted(package.wheels, key=lambda w: w.file)
         ]
         lines.append("]")
-    write_atomic(path, "\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"

@@ -8,6 +8,10 @@ from typing import Annotated
 
 import typer
 
+from bumpgate.accepted import today
+from bumpgate.adopt import log
+from bumpgate.adopt.command import one_at_a_time
+from bumpgate.adopt.files import interrupted, recover
 from bumpgate.baseline import LANES, find_root
 from bumpgate.environments import store
 from bumpgate.environments.build import Environment, build, discard, release
@@ -29,8 +33,14 @@ def command(
         Path | None, typer.Option(help="Another lock than the lane's, e.g. an older one.")
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke/--no-smoke", help="Run the smoke suite in it.")] = True,
+    adoption: Annotated[
+        bool, typer.Option("--adoption", help="First undo the lane's last `bumpgate adopt`.")
+    ] = False,
 ) -> None:
     """Rebuild the last adopted set of a lane offline from the wheel store, every checksum verified first.
+
+    With --adoption, first restore the files that the last adoption wrote. Where the wheel store lacks a wheel of the
+    set before it, the index of this host is used; its hash decides.
 
     Exit codes: 0 done, 1 refused (a wheel is missing or corrupt, or the smoke suite is red), 4 bad input, 125 the
     machine failed.
@@ -38,13 +48,20 @@ def command(
     root = find_root(Path.cwd())
     if lane not in LANES:
         raise BumpgateError(f"unknown lane {lane!r}; lanes: {', '.join(LANES)}")
+    if adoption and lock:
+        raise BumpgateError("--adoption restores the lane's own lock: leave out --lock")
+    if adoption:
+        _undo(root, lane)
     started = time.monotonic()
     path = lock or lane_lock(root, lane)
     found = read_lock(path)
-    verify(found)
-    environment = rebuild(path, found, lane)
-    built = time.monotonic() - started
-    line = f"rollback {lane}: {len(found.packages)} wheels verified, built offline in {built:.0f} s"
+    stored = adoption and all(store.find(wheel) for package in found.packages for wheel in package.wheels)
+    offline = stored or not adoption
+    if offline:
+        verify(found)
+    environment = rebuild(path, found, lane, offline=offline)
+    how = "verified, built offline" if offline else "built by their hashes"
+    line = f"rollback {lane}: {len(found.packages)} wheels {how} in {time.monotonic() - started:.0f} s"
     try:
         if smoke:
             run = run_smoke(environment, root, lane)
@@ -52,6 +69,17 @@ def command(
     finally:
         release(environment, _cache())
     typer.echo(f"{line}: {environment.python}")
+
+
+def _undo(root: Path, lane: str) -> None:
+    """Restores the files that the last adoption wrote, or those of one that was cut short."""
+    with one_at_a_time():
+        if interrupted(root):
+            restored = recover(root)
+            typer.echo(f"restored {', '.join(restored) or 'nothing'}: the adoption was cut short")
+            return
+        entry = log.undo(root, lane, today())
+    typer.echo(f"restored {', '.join(entry.after)}: lane {lane}, torch {entry.new} -> {entry.old}")
 
 
 def _cache() -> Path:
@@ -72,9 +100,9 @@ def verify(lock: Lock) -> None:
         raise RefusedError(*faults)
 
 
-def rebuild(path: Path, lock: Lock, lane: str) -> Environment:
+def rebuild(path: Path, lock: Lock, lane: str, *, offline: bool = True) -> Environment:
     """A new environment of the lock: a cached one may be what broke. Raises RefusedError while it is in use."""
-    request = Request(lock=path, python=lock.python or RUNNING, offline=True, name=f"rollback {lane}")
+    request = Request(lock=path, python=lock.python or RUNNING, offline=offline, name=f"rollback {lane}")
     if not discard(request_key(request, None), _cache()):
         raise RefusedError(f"the last rollback of {lane} is in use; end what runs in it first")
     return build(request, root=_cache())

@@ -109,7 +109,7 @@ class Bench:
         self.gate.host = here
         for name, side in self.gate.sides.items():
             place = self.places[name]
-            side.command = place.command
+            side.command, side.python = place.command, "" if place.failure else str(place.python)
             failure, found = place.failure, None
             if not failure:
                 with self.view.doing(f"{TITLES[name]}: importing torch"):

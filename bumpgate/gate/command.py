@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 
 from bumpgate import accepted
+from bumpgate.adopt.files import interrupted
 from bumpgate.baseline import LANES, find_root
 from bumpgate.environments import compiled
 from bumpgate.environments.build import BuildError, build, lane_request
@@ -131,6 +132,10 @@ def command(
 
 def _refuse(asked: Asked, root: Path) -> None:
     """Raises BumpgateError, one line, on a question that cannot be asked."""
+    if interrupted(root):
+        raise BumpgateError(
+            f"an adoption was cut short here: restore with: bumpgate rollback {asked.lane} --adoption"
+        )
     if asked.lane not in LANES:
         raise BumpgateError(f"unknown lane {asked.lane!r}; lanes: {', '.join(LANES)}")
     if bool(asked.candidate) == bool(asked.python_bad):

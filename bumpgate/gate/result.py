@@ -51,6 +51,7 @@ class SideState:
     """One environment as far as it got. canaries: None until they have run. measured: its one run is over.
 
     record: the file beside gate.json; None where the run left none. command: makes the environment again.
+    python: its interpreter.
     """
 
     name: str = ""
@@ -59,6 +60,7 @@ class SideState:
     measured: bool = False
     record: str | None = None
     command: str = ""
+    python: str = ""
     packages: dict[str, str] = field(default_factory=dict)
     git_version: dict[str, str] = field(default_factory=dict)
 

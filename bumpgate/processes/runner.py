@@ -28,7 +28,8 @@ MODULES = {"cpu": "torch", "h200": "torch", "v6e": "torch, torch_xla"}
 DESCRIBE = """
 import importlib.metadata, json
 import {modules}
-found = {{d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}}
+# Reversed: of two distributions of one name, the first on the path is the one that is imported.
+found = {{d.metadata["Name"].lower(): d.version for d in reversed([*importlib.metadata.distributions()])}}
 version = getattr(torch, "version", None)
 git = {{"torch": version.git_version}} if getattr(version, "git_version", None) else {{}}
 print(json.dumps([dict(sorted(found.items())), git]))

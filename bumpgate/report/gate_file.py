@@ -29,6 +29,7 @@ class Side:
     failure: str = ""
     canaries: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
+    python: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)
     git_version: Mapping[str, str] = field(default_factory=dict)
 
@@ -49,7 +50,8 @@ class GateFile:
     """One gate. good: the adopted environment; bad: the candidate. started: UTC, ISO 8601.
 
     finished: False for what a gate that was killed left behind. readings: row id -> log-ratio to the build of a
-    month before (bumpgate.gate.drift), where the gate was paired with one.
+    month before (bumpgate.gate.drift), where the gate was paired with one. asked, binding: its options, and the work
+    tree that it measured, as bumpgate.gate.result writes them.
     """
 
     lane: str
@@ -65,6 +67,8 @@ class GateFile:
     accepted: tuple[str, ...]
     finished: bool = True
     readings: Mapping[str, float] = field(default_factory=dict)
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    binding: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read(path: Path) -> Record | GateFile:
@@ -96,6 +100,8 @@ def read(path: Path) -> Record | GateFile:
             readings={
                 str(row): _number(x) for row, x in ((raw.get("anchor") or {}).get("readings") or {}).items()
             },
+            asked=dict(raw.get("asked") or {}),
+            binding=dict(raw.get("binding") or {}),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GateFileError(
@@ -116,6 +122,7 @@ def _side(path: Path, raw: Mapping[str, Any]) -> Side:
         failure=failure,
         canaries=_texts(raw.get("canaries")),
         command=str(raw.get("command") or ""),
+        python=str(raw.get("python") or ""),
         packages=_texts(raw.get("packages")),
         git_version=_texts(raw.get("git_version")),
     )

@@ -1,0 +1,283 @@
+"""`bumpgate adopt`: a candidate that passed its gate becomes the adopted set of its lane, in one reviewable diff."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from packaging.utils import canonicalize_name
+
+from bumpgate import accepted
+from bumpgate.adopt import log
+from bumpgate.adopt.files import AdoptionError, Edit, diff, digest, read, recover, replace_all
+from bumpgate.adopt.log import Adoption, Reviewed
+from bumpgate.adopt.plan import moved_baseline, moved_extra
+from bumpgate.baseline import LANES, file_text, find_root, load
+from bumpgate.environments.freeze import changes, fill_store, lock_of, moved_row
+from bumpgate.environments.locks import Lock, Wheel, lane_lock, lock_text, read_lock
+from bumpgate.environments.manifest import ManifestError
+from bumpgate.environments.manifest import load as load_manifest
+from bumpgate.environments.store import home
+from bumpgate.gate.binding import Binding, bind
+from bumpgate.gate.verdict import Decision, Finding
+from bumpgate.rebaseline import diff as baseline_diff
+from bumpgate.report import gate_file
+from bumpgate.report.gate_file import GateFile
+from bumpgate.rows import BumpgateError
+
+
+@dataclass(frozen=True)
+class Adopting:
+    """Everything that one adoption writes, and what it prints. sources: where each wheel of the lock is."""
+
+    edits: tuple[Edit, ...]
+    lock: Lock
+    sources: dict[Wheel, str]
+    summary: str
+
+
+def command(
+    gate: Annotated[Path, typer.Argument(help="The gate.json of the candidate.")],
+    reviewed: Annotated[
+        list[str] | None,
+        typer.Option(help="A row of a finding that holds the gate, or a glob: it is right. Repeatable."),
+    ] = None,
+    reason: Annotated[
+        list[str] | None, typer.Option(help="Why: one line for each --reviewed, or one for all.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the diff and write nothing.")] = False,
+    store: Annotated[
+        bool, typer.Option("--store/--no-store", help="Put the wheels into the wheel store, for rollback.")
+    ] = True,
+) -> None:
+    """Make the candidate of a gate the adopted set of its lane: lock, manifest row, extra, baseline and history.
+
+    After ADOPT; or after HOLD where every finding that holds it is named by --reviewed, with a reason. The work tree
+    must be the one that was gated. Nothing is committed; `bumpgate rollback LANE --adoption` undoes it.
+
+    Exit codes: 0 done, 4 refused or bad input and nothing written, 125 the machine or the index failed and nothing
+    was written.
+    """
+    if os.environ.get("BUMPGATE_GATE") == "1":
+        raise BumpgateError("adopt never runs inside a gate (BUMPGATE_GATE=1)")
+    root = find_root(Path.cwd())
+    with one_at_a_time():
+        for path in recover(root):
+            typer.echo(f"restored {path}: an earlier adoption was cut short", err=True)
+        found, binding = _gate(gate, root)
+        findings = _reviewed(found, reviewed or [], reason or [])
+        made = _adopting(root, gate, found, binding, findings)
+        if dry_run:
+            typer.echo(diff(made.edits), nl=False)
+            typer.echo(made.summary, nl=False)
+            typer.echo("dry run: nothing written")
+            return
+        try:
+            if store:
+                fill_store(made.lock, made.sources, lambda line: typer.echo(line, err=True))
+            log.keep(made.edits)
+            replace_all(root, made.edits)
+        except OSError as error:
+            typer.echo(f"bumpgate: {error.filename or root}: {error.strerror}; nothing was adopted", err=True)
+            raise typer.Exit(Decision.UNKNOWN.value) from None
+    typer.echo(made.summary, nl=False)
+    typer.echo(f"wrote {', '.join(edit.path for edit in made.edits)}; review: git diff")
+    typer.echo(f"check: {found.bad.python} -m pytest -m {found.lane} --gate")
+    typer.echo(f"undo: bumpgate rollback {found.lane} --adoption")
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Adoptions and their undoing wait for each other."""
+    folder = home() / "adoptions"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _gate(path: Path, root: Path) -> tuple[GateFile, Binding]:
+    """A gate that may be adopted as far as itself goes. Raises AdoptionError, one line, on any other."""
+    found = gate_file.read(path)
+    if not isinstance(found, GateFile):
+        raise AdoptionError(f"{path} is the record of one run: name the gate.json of a gate")
+    if not found.finished:
+        raise AdoptionError(
+            f"{path}: the gate did not end: go on with its command and --resume: {found.command}"
+        )
+    if found.decision is Decision.UNKNOWN:
+        gaps = sum(f.decision is Decision.UNKNOWN for f in found.findings)
+        raise AdoptionError(f"{path}: UNKNOWN, with {gaps} gaps in the evidence: close them and gate again")
+    if found.lane not in LANES:
+        raise AdoptionError(f"{path}: unknown lane {found.lane!r}; lanes: {', '.join(LANES)}")
+    record = found.bad.record
+    selection = found.asked.get("selection")
+    if selection or record is None or not record.complete or not record.provenance.get("full_run"):
+        part = " ".join(selection) if selection else "it left no whole record"
+        raise AdoptionError(f"{path} measured a part of lane {found.lane} ({part}): gate the whole lane")
+    if found.asked.get("adopted"):
+        raise AdoptionError(
+            f"{path} compares with {found.asked['adopted']}, not with the adopted set: gate without --adopted"
+        )
+    if found.asked.get("python_bad"):
+        raise AdoptionError(
+            f"{path}: the candidate was an interpreter (--python-bad), which no lock can name: gate a --candidate"
+        )
+    try:
+        binding = Binding.from_json(found.binding)
+    except (KeyError, TypeError, AttributeError):
+        raise AdoptionError(f"{path} does not record its work tree: gate again") from None
+    if differences := binding.differences(bind(root, path.parent)):
+        raise AdoptionError(f"{path} is stale ({'; '.join(differences)}): gate again")
+    _check_adopted(root, path, found)
+    return found, binding
+
+
+def _check_adopted(root: Path, path: Path, gate: GateFile) -> None:
+    """Raises AdoptionError where the side that stood for the adopted set was another one."""
+    lock = lane_lock(root, gate.lane)
+    if not (gate.asked.get("python_good") and lock.exists()):
+        return
+    moved = _moved(read_lock(lock).versions, gate.good.packages)
+    if moved:
+        raise AdoptionError(
+            f"{path} does not compare with the adopted set ({moved[0]}): gate without --python-good"
+        )
+
+
+def _moved(lock: Mapping[str, str], packages: Mapping[str, str]) -> list[str]:
+    """Packages of a lock that an environment has in another version."""
+    have = {str(canonicalize_name(name)): version for name, version in packages.items()}
+    return changes(lock, {name: have.get(name, "(absent)") for name in lock})
+
+
+def _reviewed(gate: GateFile, rows: Sequence[str], reasons: Sequence[str]) -> tuple[Reviewed, ...]:
+    """What was reviewed, row by row. Raises AdoptionError unless it covers every finding that holds the gate."""
+    if rows and len(reasons) not in (1, len(rows)):
+        raise AdoptionError(
+            f"{len(rows)} --reviewed and {len(reasons)} --reason: give one reason for each, or one for all"
+        )
+    if reasons and not rows:
+        raise AdoptionError("--reason without --reviewed: name the rows that it is about")
+    if any(not reason.strip() or len(reason.splitlines()) > 1 for reason in reasons):
+        raise AdoptionError("--reason must be one line of text")
+    blocking = [f for f in gate.findings if f.decision is not Decision.ADOPT]
+    by_row = {row: f for f in blocking for row in f.rows if f.decision is Decision.HOLD}
+    named: dict[str, str] = {}
+    for glob, reason in zip(rows, list(reasons) * (len(rows) if len(reasons) == 1 else 1)):
+        matched = [row for row in by_row if fnmatchcase(row, glob)]
+        if not matched:
+            raise AdoptionError(f"--reviewed {glob!r}: no finding that holds this gate has such a row")
+        named |= {row: reason.strip() for row in matched if row not in named}
+    if gaps := [f for f in blocking if f.decision is Decision.UNKNOWN]:
+        raise AdoptionError(f"a review does not close gaps in the evidence: {'; '.join(map(_cause, gaps))}")
+    if failed := [f for f in blocking if not f.rows]:
+        raise AdoptionError(f"a failed test cannot be reviewed away: {'; '.join(map(_cause, failed))}")
+    if left := [row for row in by_row if row not in named]:
+        causes = "; ".join(f"{by_row[row].label} {row}" for row in left)
+        raise AdoptionError(
+            f"not reviewed ({len(left)}): {causes}; name each with --reviewed ROW --reason TEXT"
+        )
+    return tuple(Reviewed(row, _cause(by_row[row]), reason) for row, reason in named.items())
+
+
+def _cause(f: Finding) -> str:
+    return " ".join(word for word in (f.label, f.metric, f.head) if word)
+
+
+def _adopting(
+    root: Path, path: Path, gate: GateFile, binding: Binding, findings: tuple[Reviewed, ...]
+) -> Adopting:
+    """Every file as it will be. Raises AdoptionError on what the gate's folder does not hold or the files refuse."""
+    record = gate.bad.record
+    assert record is not None
+    resolution = path.parent / "bad.pylock.toml"
+    resolved = read(resolution)
+    if resolved is None:
+        raise AdoptionError(f"{resolution}: not there, so the candidate's wheels are not known: gate again")
+    python = ".".join(str(record.provenance.get("python")).split(".")[:2])
+    lock, sources = lock_of(resolution.name, resolved, python)
+    if moved := _moved(lock.versions, gate.bad.packages):
+        raise AdoptionError(f"{resolution} is not the set that was measured ({moved[0]}): gate again")
+    lane, locked = gate.lane, lane_lock(root, gate.lane)
+    manifest, project, reviewed_rows = (
+        root / "wheels/manifest.toml",
+        root / "pyproject.toml",
+        root / f"baselines/{lane}.json",
+    )
+    row = moved_row(manifest, lane, lock)
+    _check_manifest(manifest, row)
+    old = load(reviewed_rows, lane, missing_ok=True)
+    new, moved_rows, left = moved_baseline(gate, old, {r.row for r in findings})
+    after = {
+        locked: lock_text(lock),
+        manifest: row,
+        project: moved_extra(project, lane, lock.versions),
+        reviewed_rows: file_text(new),
+    }
+    edits = [
+        Edit(p.relative_to(root).as_posix(), before, text)
+        for p, text in after.items()
+        if text is not None and (before := read(p)) != text
+    ]
+    versions = read_lock(locked).versions if locked.exists() else {}
+    entry = Adoption(
+        lane=lane,
+        day=accepted.today(),
+        candidate=str(gate.asked.get("candidate")),
+        old=str(gate.good.packages.get("torch") or versions.get("torch", "")),
+        new=str(gate.bad.packages.get("torch") or lock.versions.get("torch", "")),
+        decision=gate.decision.name,
+        gate=hashlib.sha256(path.read_bytes()).hexdigest(),
+        commit=binding.commit,
+        before={e.path: digest(e.before) for e in edits},
+        after={e.path: digest(e.after) for e in edits},
+        reviewed=findings,
+    )
+    entries = log.Log((*log.load(root).entries, entry))
+    edits.append(Edit(log.FILE, read(root / log.FILE), log.text(entries)))
+    packages = changes(versions, lock.versions)
+    return Adopting(
+        tuple(edits),
+        lock,
+        sources,
+        _summary(gate, entry, packages, baseline_diff(old, new, moved_rows), left),
+    )
+
+
+def _check_manifest(path: Path, text: str | None) -> None:
+    """Raises AdoptionError where the new manifest contradicts itself: kernel wheels built for another torch."""
+    if text is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder) / path.name
+        probe.write_text(text, encoding="utf-8")
+        try:
+            load_manifest(probe)
+        except ManifestError as error:
+            raise AdoptionError(
+                f"wheels/{path.name} would contradict itself with the new set: {error}"
+            ) from None
+
+
+def _summary(gate: GateFile, entry: Adoption, packages: Sequence[str], rows: str, left: Sequence[str]) -> str:
+    """What moved, old -> new, and why it may."""
+    lines = [
+        f"lane {entry.lane}: torch {entry.old} -> {entry.new}, {entry.decision} of the gate of {gate.started[:10]}",
+        *(f"  reviewed {r.row} ({r.finding}): {r.reason}" for r in entry.reviewed),
+        f"packages: {len(packages)} moved",
+        *(f"  {line}" for line in packages),
+        "baseline:" if rows else "baseline: nothing moved",
+        *(f"  {line}" for line in rows.splitlines()),
+        *(f"  stays red, as in the adopted set: {row}" for row in left),
+    ]
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,136 @@
+"""What an adoption writes: pure functions from a gate and the present files to the new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from bumpgate.adopt.files import AdoptionError
+from bumpgate.baseline import BUILD, Baseline, judge
+from bumpgate.environments.manifest import satisfies
+from bumpgate.gate.sequential import Outcome
+from bumpgate.rebaseline import MADE_WITH, Change, judged, reviewed
+from bumpgate.report.gate_file import GateFile
+from bumpgate.rows import Judgement, Record, Verdict
+
+# The paired sessions decide these in place of a stored time.
+SETTLED = (Outcome.SAME.value, Outcome.FASTER.value)
+
+
+def moved_baseline(
+    gate: GateFile, old: Baseline, accepted_rows: Collection[str]
+) -> tuple[Baseline, list[Change], list[str]]:
+    """The baseline of the candidate, what moved, and the rows that stay red under it.
+
+    Takes from the candidate's record: rows that are new, per-build values, wins, times that the paired sessions found
+    no slower, and the rows of reviewed findings (`accepted_rows`); one of those that the candidate does not report is
+    dropped. Tolerances and notes stay. Raises AdoptionError on a reviewed row that no baseline can excuse.
+    """
+    record = gate.bad.record
+    assert record is not None
+    rows, changes, left = dict(old.rows), [], []
+    for j in record.judgements:
+        change = _change(j, old, record, gate, accepted_rows)
+        if change is None:
+            if j.red and not j.row.unmeasured and judged(j, old, record).red and not _settled(gate, j):
+                left.append(j.row.id)
+            continue
+        changes.append(change)
+        if change.new is None:
+            del rows[change.id]
+        else:
+            rows[change.id] = change.new
+    made_with = {name: record.provenance.get(name) for name in MADE_WITH}
+    return Baseline(old.lane, made_with, rows), changes, left
+
+
+def _change(
+    j: Judgement, old: Baseline, record: Record, gate: GateFile, accepted_rows: Collection[str]
+) -> Change | None:
+    row, was = j.row, old.rows.get(j.row.id)
+    named = row.id in accepted_rows
+    if row.unmeasured:
+        return Change(row.id, was, None, "reviewed: not measured any more") if named and was else None
+    verdict = judged(j, old, record).verdict
+    new = reviewed(row, was)
+    then = judge(row, Baseline(old.lane, {}, {row.id: new}), failed_instruments={})
+    if named and then.verdict in (Verdict.REGRESSION, Verdict.INSTRUMENT):
+        raise AdoptionError(
+            f"{row.id} is red whatever the baseline holds ({then.reason}): no review can adopt it, change its test"
+        )
+    if named:
+        return Change(row.id, was, new, "reviewed")
+    if was is None:
+        return Change(row.id, None, new, "new")
+    taken = verdict is Verdict.WIN or (
+        verdict is Verdict.CHANGED and row.per_build and _other_build(old, record)
+    )
+    if taken or (verdict is not Verdict.PASS and _settled(gate, j) and not then.red):
+        return Change(row.id, was, new, verdict.value.lower())
+    if was.test != row.test:
+        return Change(row.id, was, replace(was, test=row.test), "test moved")
+    return None
+
+
+def _other_build(old: Baseline, record: Record) -> bool:
+    return any(old.made_with.get(name) != record.provenance.get(name) for name in BUILD)
+
+
+def _settled(gate: GateFile, j: Judgement) -> bool:
+    timed = gate.timed.get(j.row.id)
+    return timed is not None and timed.outcome in SETTLED
+
+
+def moved_extra(path: Path, lane: str, versions: Mapping[str, str]) -> str | None:
+    """pyproject.toml with the exact pins of a lane's extra moved to what the set holds, comments and order kept.
+
+    None where no pin moves.
+    """
+    import tomlkit
+
+    document = tomlkit.parse(path.read_bytes().decode("utf-8"))
+    project: Any = document["project"]
+    extras = project["optional-dependencies"]
+    moved = False
+    for extra in _extras(extras, lane, canonicalize_name(str(project["name"]))):
+        for index, text in enumerate(extras[extra]):
+            pinned = _repinned(str(text), versions)
+            if pinned:
+                extras[extra][index] = pinned
+                moved = True
+    return tomlkit.dumps(document) if moved else None
+
+
+def _extras(extras: Mapping[str, Sequence[str]], lane: str, project: str) -> Iterator[str]:
+    """A lane's extra and those that it names."""
+    waiting, seen = [lane], set[str]()
+    while waiting:
+        extra = waiting.pop(0)
+        if extra in seen or extra not in extras:
+            continue
+        seen.add(extra)
+        yield extra
+        for text in extras[extra]:
+            requirement = Requirement(str(text))
+            if canonicalize_name(requirement.name) == project:
+                waiting += sorted(requirement.extras)
+
+
+def _repinned(text: str, versions: Mapping[str, str]) -> str | None:
+    """A requirement with its exact pin moved; None where it has none or the set keeps it."""
+    requirement = Requirement(text)
+    version = versions.get(canonicalize_name(requirement.name))
+    exact = [s for s in requirement.specifier if s.operator in ("==", "===")]
+    if version is None or not exact or satisfies(version, requirement.specifier):
+        return None
+    # A local label in the pin names one build; without it any build of the release is taken, as before.
+    label = any(Version(s.version).local for s in exact if "*" not in s.version)
+    requirement.specifier = SpecifierSet(f"=={version if label else Version(version).public}")
+    return str(requirement)
