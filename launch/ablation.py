@@ -12,6 +12,7 @@ B batch, T tokens.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections import defaultdict
@@ -90,6 +91,17 @@ def group_errors(found: Mapping[str, list[Tensor]], exact: Mapping[str, list[Ten
     return {group: error**0.5 for group, error in squared.items()}
 
 
+def worst_group(errors: Mapping[str, float], limits: Mapping[str, float]) -> tuple[str, float]:
+    """Return the group whose error is the largest multiple of its limit, and the multiple.
+
+    A limit that is not finite bounds nothing: the multiple is NaN, which counts as the largest.
+    """
+    ratios = {g: e / limits[g] if math.isfinite(limits[g]) else math.nan for g, e in errors.items()}
+    # Python's max alone would drop a NaN that is not first.
+    worst = max(ratios, key=lambda group: (math.isnan(ratios[group]), ratios[group]))
+    return worst, ratios[worst]
+
+
 def attribute(
     config: HybridConfig, batches: list[Tensor], policy: str, contract: Contract, device: str = "cpu"
 ) -> Finding:
@@ -118,8 +130,7 @@ def attribute(
             return Finding(
                 stage, backend, error=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             )
-        worst = max(errors, key=lambda group: errors[group] / limits[group])
-        ratio = errors[worst] / limits[worst]
+        worst, ratio = worst_group(errors, limits)
         if not ratio <= FACTOR:
             return Finding(stage, backend, worst, ratio)
         if ratio >= finding.ratio:

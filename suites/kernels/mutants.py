@@ -45,6 +45,7 @@ from suites.kernels import (
     test_ssd_chunk_scan,
 )
 from suites.support.comparison import doubled, error_ratio
+from suites.support.reduce import largest
 from suites.support.scans import carried
 
 Inputs = dict[str, Any]
@@ -72,7 +73,7 @@ class Subject(NamedTuple):
         """The error ratio of the worst of some outputs for these inputs."""
         plain = _outputs(self.plain(**inputs))
         oracle = _outputs((self.exact or self.plain)(**doubled(inputs)))
-        return lambda found: max(error_ratio(*three) for three in zip(found, plain, oracle, strict=True))
+        return lambda found: largest(error_ratio(*three) for three in zip(found, plain, oracle, strict=True))
 
     def every_fault(self) -> Faults:
         return EVERY_OP | self.faults

@@ -31,6 +31,7 @@ from kernels.ssd_chunk_scan import ssd_chunk_scan
 from suites.kernels.test_mamba3_siso import flat
 from suites.support.comparison import error, gradients
 from suites.support.lanes import Lane, lanes
+from suites.support.reduce import largest
 
 OPS: dict[str, Callable[..., Any]] = {
     "attention": attention,
@@ -97,7 +98,7 @@ def test_without_its_switch_an_op_would_lose_digits(lane: Lane, op: str, monkeyp
     monkeypatch.setattr(f"kernels.{op}.op.full_precision", lambda t: nullcontext())
     with torch.autocast(lane.device, torch.bfloat16):
         cast = step(op, lane.device)
-    assert max(error(ours, exact)[0] for ours, exact in zip(cast, plain)) > 1e-3
+    assert largest(error(ours, exact)[0] for ours, exact in zip(cast, plain)) > 1e-3
 
 
 @lanes("cpu")

@@ -29,6 +29,7 @@ from suites.support.comparison import (
 )
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, traced_through, turned
 from suites.support.lanes import Lane, lanes
+from suites.support.reduce import largest
 from suites.support.scans import carried, cut, documents, inner_token, spliced
 
 NAMES = ("q", "k", "v", "W", "f", "doc_ids", "h0")
@@ -75,7 +76,7 @@ def rounding_bound(inputs: Named) -> Tensor:
     """
     i = doubled(inputs)
     T, K, V = i["q"].shape[1], i["k"].shape[3], i["v"].shape[3]
-    m = max(1.0, i["h0"].abs().max().item())
+    m = largest((1.0, i["h0"].abs().max().item()))
     one_step = (V + 8) * (2 * m * V + i["k"].abs().max() * i["v"].norm(dim=-1).max())
     return 2**-24 * (T * one_step + (K + 1) * m) * i["q"].abs().sum(-1, keepdim=True)
 

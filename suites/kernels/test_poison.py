@@ -1,9 +1,16 @@
-"""The other tests of this folder see NaN where an op leaves its output unwritten; here that is shown to be so."""
+"""The other tests of this folder see NaN where an op leaves an output or a gradient unwritten, whichever it is.
+
+Here: memory that is not written is NaN, and the error ratio of a tensor with one NaN is NaN. That each row is red then,
+suites/self/test_non_finite.py shows op by op, for the last tensor of the last case.
+"""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from suites.support.comparison import error_ratio
 from suites.support.lanes import Lane, lanes
 
 
@@ -18,4 +25,7 @@ def test_memory_that_nobody_wrote_is_nan(lane: Lane):
             torch.empty_like(given),
         ):
             assert fresh.isnan().all()
+            written = given.clone()
+            written[-1:] = fresh[-1:]
+            assert math.isnan(error_ratio(written, given + 1, given))
     assert (torch.empty(5, dtype=torch.int32, device=lane.device) == torch.iinfo(torch.int32).max).all()

@@ -24,6 +24,7 @@ from suites.support.child import ROOT
 from suites.support.instruments import dynamo_config, forget_graphs, read_dynamo_config
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
+from suites.support.reduce import largest
 
 
 @lanes("cpu")
@@ -72,7 +73,7 @@ def test_a_split_batch_is_the_same_step(lane: Lane, row) -> None:
     split = {
         rows: after(lambda m, o, ids, r=rows: accumulated_step(m, o, ids, r, bos)) for rows in (8, 4, 2, 3)
     }
-    error = max(float((a - b).abs().max()) for found in split.values() for a, b in zip(found, whole))
+    error = largest(float((a - b).abs().max()) for found in split.values() for a, b in zip(found, whole))
     row(
         "launch/autofit/difference_of_a_split_step",
         error,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -328,5 +329,5 @@ def test_the_hybrid_learns(lane: Lane, name: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    assert losses == sorted(losses, reverse=True)
+    assert all(after <= before for before, after in pairwise(losses)), losses
     assert losses[-1] < losses[0] - 0.5

@@ -31,6 +31,7 @@ from suites.support.comparison import AT_MOST, error_ratio
 from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
+from suites.support.reduce import largest
 
 CORPUS = ROOT / "fixtures" / "corpus"
 BATCH, TOKENS, STEPS = 8, 100, 200
@@ -241,7 +242,7 @@ def test_schedule_rises_and_falls(lane: Lane) -> None:
     rates = [plan.lr_at(step) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[-1] == pytest.approx(0.1)
-    assert rates.index(max(rates)) == 9
+    assert rates.index(largest(rates)) == 9
 
 
 @lanes("cpu")

@@ -15,6 +15,7 @@ from model.config import EngramConfig, HyperConfig
 from model.hyper import HyperBlock, branch_weights, doubly_stochastic, sinkhorn
 from suites.support.hybrids import build, token_batch
 from suites.support.lanes import Lane, lanes
+from suites.support.reduce import largest
 
 CONFIG = preset("nam12", "narrow", hyper=HyperConfig(streams=4, layers=3))
 
@@ -26,7 +27,7 @@ def logits(n: int, seed: int, spread: float = 1.0) -> torch.Tensor:
 
 def off_balance(matrix: torch.Tensor) -> float:
     """The largest distance of a row or column sum from 1."""
-    return max(float((matrix.sum(dim) - 1).abs().max()) for dim in (-2, -1))
+    return largest(float((matrix.sum(dim) - 1).abs().max()) for dim in (-2, -1))
 
 
 @lanes("cpu")

@@ -10,6 +10,7 @@ from launch.contract import load
 from launch.step import make_optimizer, train_step
 from suites.support.hybrids import build, token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
+from suites.support.reduce import largest_difference
 
 
 @lanes("cpu", "h200")
@@ -35,5 +36,5 @@ def test_twenty_steps(lane: Lane, name: str, row, canaries) -> None:
     row(f"{case}/finite_losses", finite, unit="count", rule="C33", expected=steps, **shared)
     fall = sum(first[:5]) / 5 - sum(first[-5:]) / 5
     row(f"{case}/loss_fall", fall, unit="nats", rule="C33", at_least=0.2, **shared)
-    apart = max(abs(a - b) for a, b in zip(first, second))
+    apart = largest_difference(first, second)
     row(f"{case}/repeat_difference", apart, unit="nats", rule="C33", expected=0.0, **shared)

@@ -95,6 +95,33 @@ MUTANTS = (
         ("C33", "kernels/moe_combine"),
     ),
     Mutant(
+        "nan_in_the_gradients_after_the_first",
+        (
+            (
+                "kernels/rms_norm_gated/op.py",
+                "    return tuple(fresh(g) for g in grads)\n",
+                "    dx, *rest = (fresh(g) for g in grads)\n"
+                '    return dx, *(g * float("nan") if x.dtype == torch.bfloat16 else g for g in rest)\n',
+            ),
+        ),
+        "suites/kernels/test_rms_norm_gated.py::test_error_is_at_most_that_of_the_plain_formula[bf16-cpu]",
+        "kernels/rms_norm_gated-cpu-bf16/gradient_error_ratio",
+        ("C36", "measured nan, not a finite number"),
+    ),
+    Mutant(
+        "nan_in_a_weight_after_the_first_step",
+        (
+            (
+                "launch/step.py",
+                "    optimizer.step()\n",
+                '    optimizer.step()\n    next(compiled.model.parameters()).data.fill_(float("nan"))\n',
+            ),
+        ),
+        "suites/numerics/test_loss_explosion.py::test_the_loss_stays_where_it_is[cpu]",
+        "numerics/cancelling_experts-four_steps/largest_loss",
+        ("C33", "measured nan, not a finite number", "-> nan"),
+    ),
+    Mutant(
         "no_disable_of_m",
         (
             (

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from suites.support.reduce import largest
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AT_MOST = {"forward": 2.0, "gradient": 3.0}
 Named = dict[str, Tensor]
@@ -39,21 +41,29 @@ def error(found: Tensor, oracle: Tensor) -> tuple[float, float]:
     return difference.max().item(), difference.square().mean().sqrt().item()
 
 
+def over(ours: float, theirs: float) -> float:
+    """One error over another, which is to bound it; NaN if the other one is not finite, infinity for x / 0."""
+    if not math.isfinite(theirs):
+        return math.nan
+    return ours / theirs if theirs else (math.inf if ours else 0.0)
+
+
 def error_ratio(found: Tensor, plain: Tensor, oracle: Tensor) -> float:
     """How much further from the oracle than the plain formula in the same dtype: the worse of half the ratio of the
     largest errors and of the ratio of the RMS errors.
 
     Half, because a largest error is one entry's: that of two computations of equal worth differs from seed to seed
     by a factor of up to 3.5, their RMS by 1.4 (suites/kernels/test_mutants.py). Where the plain formula is exact, 0
-    if the result is exact too, else infinity.
+    if the result is exact too, else infinity. NaN where the error of the plain formula is not finite: it bounds
+    nothing.
     """
     pairs = zip((0.5, 1.0), error(found, oracle), error(plain, oracle))
-    return max(w * ours / theirs if theirs else (math.inf if ours else 0.0) for w, ours, theirs in pairs)
+    return largest(weight * over(ours, theirs) for weight, ours, theirs in pairs)
 
 
 def worst(found: Named, oracle: Named) -> float:
     """Largest difference, relative to the largest entry of each tensor."""
-    return max(((found[n] - oracle[n]).abs().max() / oracle[n].abs().max()).item() for n in oracle)
+    return largest(((found[n] - oracle[n]).abs().max() / oracle[n].abs().max()).item() for n in oracle)
 
 
 def random_weights(outputs: Iterable[Tensor]) -> list[Tensor]:
@@ -127,7 +137,7 @@ def error_ratios(
     floats = [t for t in inputs if _is_float(t)]
     assert [t.dtype for t in found] == [t.dtype for t in (inputs[0], *floats)]
     forward, *backward = (error_ratio(*three) for three in zip(found, rounded, exact))
-    return Ratios(forward, max(backward), sum(t.numel() for t in exact))
+    return Ratios(forward, largest(backward), sum(t.numel() for t in exact))
 
 
 def report_cases(
@@ -166,7 +176,7 @@ def ratio_row(
     """Reports the largest of the error ratios by name under the ratio rule, and all of them as its evidence."""
     row(
         id,
-        max(ratios.values()),
+        largest(ratios.values()),
         unit="ratio",
         witness=witness,
         at_most=at_most,

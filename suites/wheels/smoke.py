@@ -14,6 +14,7 @@ from suites.kernels.workloads import BF16, oracle_gib
 from suites.support.comparison import doubled, error_ratio, gradients
 from suites.support.gpu_memory import claimed
 from suites.support.operands import OperandsIn
+from suites.support.reduce import largest
 
 # As suites/kernels/test_peers.py: a peer rounds more than the plain formula; this is to find another function.
 FACTOR = 20.0
@@ -34,8 +35,7 @@ def error_ratios(name: str, B: int) -> list[float]:
 def main(argument: str) -> int:
     name, _, batch = argument.partition("/")
     with claimed(oracle_gib(name)):
-        worst = max(error_ratios(name, int(batch)))
-    # A NaN is not below any bound.
+        worst = largest(error_ratios(name, int(batch)))
     right = worst <= FACTOR
     print(
         f"{argument}: error {worst:.2f} times the plain formula's", file=sys.stdout if right else sys.stderr

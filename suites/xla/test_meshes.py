@@ -18,6 +18,7 @@ from launch import sharding
 from suites.support.hybrids import build
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
+from suites.support.reduce import largest_difference
 from suites.xla.mesh_programs import STEPS, on_meshes, small_moe
 
 SHAPES = ("data", "data-model", "data-expert", "data-expert-model")
@@ -53,7 +54,7 @@ def test_a_mesh_agrees_with_eager(lane: Lane, name: str, row) -> None:
     counts = [f"shape {found['shape']}", f"compiles, executions, downloads by step {found['counts']}"]
     row(
         f"meshes/{name}/loss_difference",
-        max(abs(one - other) for one, other in zip(found["losses"], eager)),
+        largest_difference(found["losses"], eager),
         unit="nats",
         witness=executions,
         rule="X9",
