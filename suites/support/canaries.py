@@ -175,6 +175,20 @@ def cache() -> None:
     _expect("bypass of an autograd.Function", opaque.aot_bypass, 1)
 
 
+def compile_phases() -> None:
+    """A forward and backward on an empty cache: CPU seconds in each of four phases, in all no more than were used."""
+    device.forget_graphs()
+    before = device.cpu_seconds()
+    with device.empty_cache(), device.compile_phases() as phases:
+        torch.compile(_sin_cos)(torch.ones(4, requires_grad=True)).sum().backward()
+    used = device.cpu_seconds() - before
+    _expect("phases without a time", [name for name, x in vars(phases).items() if x is None], [])
+    _expect("the phases' sum is at most the CPU time used", sum(vars(phases).values()) <= used, True)
+    with device.compile_phases() as idle:
+        torch.compile(_sin_cos)(torch.ones(4, requires_grad=True)).sum().backward()
+    _expect("phases of a compiled call", set(vars(idle).values()), {None})
+
+
 def cuda_graph_skips() -> None:
     """A graph that writes into its input is 1 skip, and a sound one none; on CPU every graph is a skip, untold why."""
     gpu = torch.cuda.is_available()
@@ -251,6 +265,7 @@ CANARIES: dict[str, Callable[[], None]] = {
         host_syncs,
         inductor,
         cache,
+        compile_phases,
         cuda_graph_skips,
         autotune,
         op_definitions,

@@ -1,12 +1,15 @@
-"""Timed rows that can be believed on a busy machine: CPU time, interleaved with an anchor, as log-ratio medians.
+"""Timed rows for a busy machine: CPU time, interleaved with an anchor, as log-ratio medians; and waiting.
 
 Wall medians wander by a third on a loaded box; the ratio of CPU times of two workloads that alternate in one
 process wanders by 2-3 %. What is left is a bias of the process, which only more processes remove.
+CPU time does not see a sleep, a lock, I/O or lost parallelism, so wall time is measured in the same rounds, less the
+time that the thread was ready to run and had no core: what is left over CPU time is waiting of the step's own.
 pytest-benchmark times one function after the other and switches itself off under xdist, so it does not fit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import math
 import os
@@ -112,10 +115,12 @@ class Ratio:
 class Rounds:
     """CPU seconds by function name, a value a quiet round; `disturbed` rounds were measured and not kept.
 
-    paired: the other side of a session went through the same rounds.
+    wall: seconds by function name, without those that the thread waited for a core. paired: the other side of a
+    session went through the same rounds.
     """
 
     seconds: dict[str, list[float]]
+    wall: dict[str, list[float]]
     quiet: int = 0
     disturbed: int = 0
     paired: bool = False
@@ -126,7 +131,14 @@ class Rounds:
         With fewer than QUIET_NEEDED quiet rounds the interval is a factor of 2 either way, which no tolerance
         contains: the row will be INCONCLUSIVE.
         """
-        pairs = zip(self.seconds[numerator], self.seconds[denominator])
+        return self._ratio(self.seconds[numerator], self.seconds[denominator])
+
+    def wall_over_cpu(self, name: str) -> Ratio:
+        """The same of a function's wall time to its CPU time: 1 where it never waits."""
+        return self._ratio(self.wall[name], self.seconds[name])
+
+    def _ratio(self, numerator: list[float], denominator: list[float]) -> Ratio:
+        pairs = zip(numerator, denominator)
         logs = sorted(math.log(a / b) for a, b in pairs)
         n, median = len(logs), statistics.median(logs)
         if self.quiet < QUIET_NEEDED:
@@ -142,6 +154,11 @@ class Rounds:
         """
         below = self.seconds[denominator] if denominator else [1.0] * self.quiet
         costs = tuple(a / b for a, b in zip(self.seconds[numerator], below))
+        return {COST_PER_ROUND: costs} if self.paired else {}
+
+    def paired_waits(self, name: str) -> dict[str, tuple[float, ...]]:
+        """The series of a function's wall time over its CPU time; none outside of a duet."""
+        costs = tuple(a / b for a, b in zip(self.wall[name], self.seconds[name]))
         return {COST_PER_ROUND: costs} if self.paired else {}
 
 
@@ -166,27 +183,36 @@ def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget:
         functions[name]()
     if duet:
         duet.agree(names, "what they time")
-    kept = Rounds({name: [] for name in names}, paired=duet is not None)
+    kept = Rounds({name: [] for name in names}, {name: [] for name in names}, paired=duet is not None)
     deadline = time.monotonic() + budget
     while kept.quiet < rounds and not _over(deadline, duet):
         if duet:
             duet.change_places()
         began = _Round()
         turn = (kept.quiet + kept.disturbed) % len(names)
-        spent = {}
+        spent, passed = {}, {}
         for name in names[turn:] + names[:turn]:
-            start = time.process_time()
+            start, wall = time.process_time(), _wall_seconds()
             functions[name]()
-            spent[name] = time.process_time() - start
+            spent[name], passed[name] = time.process_time() - start, _wall_seconds() - wall
         if not began.was_quiet(duet):
             kept.disturbed += 1
             continue
         kept.quiet += 1
         for name in names:
             kept.seconds[name].append(spent[name])
+            kept.wall[name].append(passed[name])
     if not kept.quiet:
         raise InfraError(f"none of {kept.disturbed} rounds was quiet: others use this machine")
     return kept
+
+
+def _wall_seconds() -> float:
+    """Wall time less what this thread has waited for a core so far, by Linux's scheduler statistics."""
+    now = time.perf_counter()
+    with contextlib.suppress(OSError):
+        return now - int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return now
 
 
 def _over(deadline: float, duet: Duet | None) -> bool:

@@ -41,6 +41,7 @@ from suites.support.instruments.inductor import (
     wrong_decomposition,
     wrong_lowering,
 )
+from suites.support.instruments.phases import Phases, compile_phases, cpu_seconds
 from suites.support.instruments.runtime import (
     EveryOperator,
     OpCheckError,
@@ -67,12 +68,15 @@ __all__ = [
     "InductorReport",
     "OpCheckError",
     "OpDefinition",
+    "Phases",
     "Recompile",
     "autotune_count",
     "autotuning",
     "benchmark_one_choice",
     "cache_counts",
+    "compile_phases",
     "count_bytes_accessed",
+    "cpu_seconds",
     "cuda_graph_skips",
     "disabled_functions",
     "dynamo_config",

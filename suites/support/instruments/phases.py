@@ -1,0 +1,87 @@
+"""CPU seconds of compiling by phase, from the spans of torch's own `dynamo_timed`.
+
+Spans are named and nested in private code, so an absent one reads None, and the canary proves all of them.
+Their clock is replaced by CPU time of the process and its ended children: wall time would count other processes' work.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch._dynamo.utils
+
+# What one of ours contains -> torch's name. A frame holds the call of its compiler; Inductor's work on a graph holds
+# the making of its module, which holds code generation. The backward graph is compiled at its first call.
+SPANS = {
+    "frame": "_compile.compile_inner",
+    "compiler": "OutputGraph.call_user_compiler",
+    "backward": "backward._backward_impl",
+    "inductor": "compile_fx_inner",
+    "module": "GraphLowering.compile_to_module",
+    "codegen": "GraphLowering.codegen",
+}
+
+
+@dataclass
+class Phases:
+    """CPU seconds by phase, no second in two of them; None where torch reported no such span, or nothing in it.
+
+    dynamo: tracing, guards, bytecode. aot: joint graph, decompositions, partition. inductor: passes, lowering,
+    scheduling, code generation. backend: g++, Triton and ptxas, and loading what they made.
+    """
+
+    dynamo: float | None = None
+    aot: float | None = None
+    inductor: float | None = None
+    backend: float | None = None
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of its children that have ended."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(u.ru_utime + u.ru_stime for u in used)
+
+
+class _CpuClock:
+    """The time module, with CPU time for time_ns."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(time, name)
+
+    def time_ns(self) -> int:
+        return int(cpu_seconds() * 1e9)
+
+
+@contextmanager
+def compile_phases() -> Iterator[Phases]:
+    """The phases of everything compiled inside the block, filled in at its end.
+
+    Compile in this process (TORCHINDUCTOR_COMPILE_THREADS=1): the CPU time of workers counts when they have ended.
+    """
+    measured = torch._dynamo.utils.compilation_time_metrics
+    before = {name: len(measured.get(name, ())) for name in SPANS.values()}
+    phases = Phases()
+    with mock.patch.object(torch._dynamo.utils, "time", _CpuClock()):
+        yield phases
+    spans = {ours: sum(measured.get(name, ())[before[name] :]) for ours, name in SPANS.items()}
+    backend = spans["module"] - spans["codegen"]
+    found = {
+        "dynamo": ("frame", "compiler"),
+        "aot": ("compiler", "backward", "inductor"),
+        "inductor": ("inductor", "module", "codegen"),
+        "backend": ("module", "codegen"),
+    }
+    seconds = {
+        "dynamo": spans["frame"] - spans["compiler"],
+        "aot": spans["compiler"] + spans["backward"] - spans["inductor"],
+        "inductor": spans["inductor"] - backend,
+        "backend": backend,
+    }
+    for phase, needed in found.items():
+        read = all(spans[name] > 0 for name in needed) and seconds[phase] > 0
+        setattr(phases, phase, seconds[phase] if read else None)

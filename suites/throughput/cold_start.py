@@ -1,0 +1,49 @@
+"""One process of the start-up check: import torch, then the first training step of a hybrid with one Mamba block.
+
+`python -m suites.throughput.cold_start DEVICE` with TORCHINDUCTOR_CACHE_DIR set; the last line of output is JSON. On an
+empty cache the step compiles all its graphs, on a filled one it loads them.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+
+# One block keeps a cold start at about 15 CPU seconds, half of them in g++.
+MODEL, LAYERS = "nam52", "M"
+
+
+def main(device: str) -> dict[str, object]:
+    """Seconds of the import and the first step, by phase; peak bytes of resident memory; losses of two steps."""
+    started = time.process_time()
+    import torch
+
+    imported = time.process_time() - started
+    from launch.step import make_optimizer, train_step
+    from suites.support.hybrids import token_batch, watched_hybrid
+    from suites.support.instruments import compile_phases, cpu_seconds
+
+    with watched_hybrid(MODEL, "regional", device=device, layer_pattern=LAYERS, depth=len(LAYERS)) as hybrid:
+        ids = token_batch(hybrid.config, 2, device=device)
+        optimizer = make_optimizer(hybrid.model)
+        before, start = cpu_seconds(), time.perf_counter()
+        with compile_phases() as phases:
+            losses = [float(train_step(hybrid.compiled, optimizer, ids))]
+        used, wall = cpu_seconds() - before, time.perf_counter() - start
+        losses.append(float(train_step(hybrid.compiled, optimizer, ids)))
+        return {
+            "import_cpu_seconds": imported,
+            "cpu_seconds": used,
+            "wall_seconds": wall,
+            "phases": vars(phases),
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "graphs": hybrid.report().unique_graphs,
+            "losses": losses,
+            "torch": torch.__version__,
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:2])))

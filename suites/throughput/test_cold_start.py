@@ -1,0 +1,51 @@
+"""What a start costs: importing torch, compiling a step on an empty cache by phase, and starting on the filled cache.
+
+Rules C13, C18. Seconds of a machine are not reviewed: a lane run records them, and paired sessions of the gate compare
+them with the adopted build's, two processes at once.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from suites.support.child import run_json
+from suites.support.duet import partner
+from suites.support.lanes import Lane, lanes
+
+LONGEST = 300.0
+
+
+def started(lane: Lane, caches: Path) -> dict[str, Any]:
+    """A fresh process on these caches; in a paired session the other side's starts at the same time."""
+    if duet := partner():
+        duet.agree("start", "what they start")
+    environment = {
+        "TORCHINDUCTOR_CACHE_DIR": str(caches),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        # In the process itself: a phase counts what its own compilers use.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
+    }
+    return run_json("suites.throughput.cold_start", lane.device, environment=environment, timeout=LONGEST)
+
+
+@lanes("cpu", "h200")
+def test_start(lane: Lane, row, tmp_path: Path, exclusive_machine) -> None:
+    cold, warm = started(lane, tmp_path), started(lane, tmp_path)
+    case = f"throughput/start-{lane.name}"
+    shared = {"better": "lower", "paired": True, "witness": cold["graphs"]}
+    seconds = shared | {"unit": "s"}
+    for phase, spent in cold["phases"].items():
+        row(f"{case}/cold_{phase}_cpu_seconds", spent, rule="C13", **seconds)
+    row(f"{case}/cold_cpu_seconds", cold["cpu_seconds"], rule="C13", **seconds)
+    row(f"{case}/cold_wall_seconds", cold["wall_seconds"], rule="C13", **seconds)
+    row(f"{case}/warm_cpu_seconds", warm["cpu_seconds"], rule="C18", **seconds)
+    imports = [process["import_cpu_seconds"] for process in (cold, warm)]
+    row(f"{case}/import_cpu_seconds", statistics.mean(imports), rule="C13", **seconds)
+    row(f"{case}/cold_peak_rss_bytes", cold["peak_rss_bytes"], unit="bytes", rule="C13", **shared)
+    row(f"{case}/warm_peak_rss_bytes", warm["peak_rss_bytes"], unit="bytes", rule="C18", **shared)
+    assert cold["losses"] == warm["losses"], "the graphs of the cache compute another loss"
