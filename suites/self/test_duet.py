@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import sys
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def test_work(lane, row, exclusive_machine):
     def one():
         cores.append(sorted(os.sched_getaffinity(0)))
         work(int(300000 * float(os.environ.get("SLOWER", "1"))))
+        time.sleep(float(os.environ.get("SLEEPS", "0")))
     names = {os.environ.get("NAMED", "work"): one}
     timed = timing.interleaved(names, 40)
     (name,) = names
@@ -44,6 +46,9 @@ def test_work(lane, row, exclusive_machine):
     row("throughput/work/seconds", statistics.median(seconds), unit="s", witness=timed.quiet, rule="C37",
         better="lower", tolerance=9.0, interval=(seconds[0], seconds[-1]), series=timed.paired_costs(name),
         evidence=[str(cores), str(bool(partner() and partner().leads)), str("BUMPGATE_DUET" in os.environ)])
+    waits = timed.wall_over_cpu(name)
+    row("throughput/work/wall_over_cpu", waits.median, unit="ratio", witness=timed.quiet, rule="C37", better="lower",
+        interval=(waits.low, waits.high), paired=True, series=timed.paired_waits(name))
 """
 needs_two_cores = pytest.mark.skipif(not shares(), reason="a duet needs two cores")
 
@@ -105,6 +110,17 @@ def test_the_rounds_tell_how_much_longer_the_other_sides_work_is(project: Projec
     """One session of three does: beside busy processes, 2 of 14 single ones were off by more, at 1.26 and 1.87."""
     sessions = (log_ratio_of_rounds(*rounds(duet(project, flip, SLOWER="1.5"))) for _ in range(3))
     assert pytest.approx(1.5, rel=0.15) in map(math.exp, sessions)
+
+
+@needs_two_cores
+@pytest.mark.parametrize("sleeps", ["0", "0.002"])
+def test_rounds_show_waiting_that_cpu_time_does_not(project: Project, sleeps: str) -> None:
+    """A sleep of 2 ms next to some 20 ms of work reads as its share of the CPU time, and without one nothing waits."""
+    runs = duet(project, SLEEPS=sleeps)
+    good, bad = (reading(run, [TEST]).rounds["throughput/work/wall_over_cpu"] for run in runs)
+    waits = math.exp(log_ratio_of_rounds(good, bad))
+    cpu = statistics.median(rounds(runs)[1])
+    assert waits == pytest.approx(1 + float(sleeps) / cpu, rel=0.03)
 
 
 @needs_two_cores
