@@ -61,6 +61,7 @@ def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
             unit="ratio",
             interval=(waits.low, waits.high),
             tolerance=TOLERANCE["wall"],
+            paired=True,
             evidence=evidence,
             series=timed.paired_waits(name),
             **shared | {"better": "lower"},
