@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +156,28 @@ def judge(
     for rule in (_instrument, _derived, _review, _exact, _ordered):
         judgement = rule(row, baseline, failed_instruments, build)
         if judgement is not None:
-            return judgement
-    return Judgement(row, Verdict.PASS, "")
+            break
+    else:
+        judgement = Judgement(row, Verdict.PASS, "")
+    old = baseline.rows.get(row.id)
+    return replace(judgement, reviewed=old.value if old else None, limit=limit(row, old))
+
+
+def limit(row: Row, old: Reviewed | None) -> str:
+    """What a row's value may be, from the test and the baseline: "= 13", "<= 105, >= 1"; "" for anything."""
+    bounds = []
+    if row.expected is not None:
+        bounds.append(f"= {row.expected!r}")
+    elif row.better == "exact" and old is not None:
+        bounds.append(f"= {old.value!r}")
+    if old is not None and row.better in ("lower", "higher") and is_number(old.value):
+        slack = old.tolerance * abs(old.value)
+        bounds.append(
+            f"<= {old.value + slack:.6g}" if row.better == "lower" else f">= {old.value - slack:.6g}"
+        )
+    bounds += [f"<= {row.at_most:.6g}"] if row.at_most is not None else []
+    bounds += [f">= {row.at_least:.6g}"] if row.at_least is not None else []
+    return ", ".join(bounds)
 
 
 def in_tier(test: str) -> bool:

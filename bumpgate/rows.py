@@ -24,6 +24,9 @@ MAX_CURVES, MAX_POINTS = 8, 4096
 # The series that paired sessions compare point by point: what each round of a timed row cost, less is better.
 COST_PER_ROUND = "cost_per_round"
 
+# How the reason of a row begins that a run did not come to: one red test with -x leaves many of them.
+STOPPED_EARLY = "the run ended before"
+
 # None: the instrument read nothing. It is never a good value, and it is not 0.
 Value = int | float | str | bool | None
 
@@ -90,6 +93,7 @@ class Row:
     series: name -> points of a curve behind the value (a loss by step), for the report's plots; no verdict reads it.
     paired: the gate's paired sessions compare the row although a process reads it once and gives no interval. Such a
         row needs no reviewed value.
+    place: "suites/compile/test_a.py:42", where the test reports it.
     """
 
     id: str
@@ -109,6 +113,7 @@ class Row:
     per_build: bool = False
     series: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
     paired: bool = False
+    place: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for fault in _faults(self):
@@ -127,12 +132,14 @@ class Row:
         out |= {"evidence": list(self.evidence), "instruments": list(self.instruments)}
         curves = {name: list(points) for name, points in out.pop("series").items()}
         out |= {"series": curves} if curves else {}
-        return out if self.paired else {name: x for name, x in out.items() if name != "paired"}
+        return {name: x for name, x in out.items() if x or name not in ("paired", "place")}
 
     @classmethod
     def from_json(cls, raw: Any) -> Row:
         """Raises RowError on anything that to_json did not write."""
-        if not isinstance(raw, dict) or raw.keys() | {"series", "paired"} != {f.name for f in fields(cls)}:
+        if not isinstance(raw, dict) or raw.keys() | {"series", "paired", "place"} != {
+            f.name for f in fields(cls)
+        }:
             raise RowError("a row has the wrong fields")
         interval, series = raw["interval"], raw.get("series", {})
         try:
@@ -157,6 +164,7 @@ class Judgement:
     explains: shown, but not judged (a per-build value under another build).
     accepted: who accepted this difference, until when and why (baselines/accepted.toml); it is not red until then.
     gone: the run was whole and nothing measures this row any more, so `rebaseline --prune` may drop it.
+    reviewed: the baseline's value. limit: what the value may be, such as "<= 105"; "" where nothing limits it.
     """
 
     row: Row
@@ -166,6 +174,8 @@ class Judgement:
     explains: bool = False
     gone: bool = False
     accepted: str = ""
+    reviewed: Value = field(default=None, compare=False)
+    limit: str = field(default="", compare=False)
 
     @property
     def red(self) -> bool:
@@ -178,13 +188,16 @@ class Judgement:
         return f"{self.verdict.value} ({note})" if note else self.verdict.value
 
     def to_json(self) -> dict[str, Any]:
-        out = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "accepted" or self.accepted}
+        shown = {"accepted": self.accepted, "reviewed": self.reviewed is not None, "limit": self.limit}
+        out = {f.name: getattr(self, f.name) for f in fields(self) if shown.get(f.name, True)}
         return out | {"row": self.row.to_json(), "verdict": self.verdict.value}
 
     @classmethod
     def from_json(cls, raw: Any) -> Judgement:
         """Raises RowError on anything that to_json did not write."""
-        if not isinstance(raw, dict) or raw.keys() | {"accepted"} != {f.name for f in fields(cls)}:
+        if not isinstance(raw, dict) or raw.keys() | {"accepted", "reviewed", "limit"} != {
+            f.name for f in fields(cls)
+        }:
             raise RowError("a judgement has the wrong fields")
         row = Row.from_json(raw["row"])
         if raw["verdict"] not in Verdict.__members__:

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bumpgate.rows import Judgement, Record, Value, Verdict, is_number
+from bumpgate.rows import STOPPED_EARLY, Judgement, Record, Value, Verdict, is_number, one_line
+from bumpgate.rules import places, sentence
 
 STYLE = {
     Verdict.REGRESSION: "bold red",
@@ -37,7 +38,12 @@ def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal
 
     where: the path of record.json, as shown. terminal: its width in columns; None where stdout is none.
     """
-    entries = [_entry(j) for j in _worst_first(record.judgements) if verbose or j.verdict is not Verdict.PASS]
+    stopped = [j for j in record.judgements if j.row.unmeasured and j.reason.startswith(STOPPED_EARLY)]
+    rows = [j for j in record.judgements if j not in stopped] if len(stopped) > 1 else record.judgements
+    entries = [_entry(j, record) for j in _worst_first(rows) if verbose or j.verdict is not Verdict.PASS]
+    if len(stopped) > 1:
+        text = f"{len(stopped)} rows not measured because the run stopped early"
+        entries.append((Verdict.MISSING.value, STYLE[Verdict.MISSING], text, ""))
     entries += [(PROBLEM, "bold red", problem, "") for problem in record.problems]
     entries += [(NOT_RUN, "dim", line, "") for line in record.provenance.get("not_run", ())]
     passed = Counter(j.row.id.split("/")[0] for j in record.judgements if j.verdict is Verdict.PASS)
@@ -83,15 +89,27 @@ def _worst_first(judgements: Sequence[Judgement]) -> list[Judgement]:
     return sorted(judgements, key=lambda j: (not j.red, j.verdict.severity, j.row.id))
 
 
-def _entry(j: Judgement) -> Entry:
+def _entry(j: Judgement, record: Record) -> Entry:
+    """A row with its reason; one that is no PASS also with its numbers side by side, its rule and its place."""
     text = f"{j.row.id}: {j.reason}" if j.reason else f"{j.row.id}: {_show(j.row.value)} {j.row.unit}"
-    return j.label, STYLE[j.verdict], text, j.command
+    lines = [text]
+    if j.verdict is not Verdict.PASS and not j.row.unmeasured:
+        # Long texts are whole in the reason above.
+        value, reviewed, limit = (
+            one_line(x, 40) for x in (_show(j.row.value), _show(j.reviewed), j.limit or "-")
+        )
+        lines.append(f"value {value} | reviewed {reviewed} | limit {limit}")
+        lines.append(sentence(record, j.row.rule))
+        lines += [f"at {where}"] if (where := places(j)) else []
+    return j.label, STYLE[j.verdict], "\n".join(lines), j.command
 
 
 def _plain(entries: Iterable[Entry]) -> str:
     lines = []
     for label, _, text, command in entries:
-        lines.append(f"{label:<13} {text}\n")
+        first, *rest = text.split("\n")
+        lines.append(f"{label:<13} {first}\n")
+        lines += [f"{'':<13} {line}\n" for line in rest]
         if command:
             lines.append(f"{'':<13} -> {command}\n")
     return "".join(lines)

@@ -68,7 +68,8 @@ def _change(
     if named:
         return Change(row.id, was, new, "reviewed")
     if was is None:
-        return Change(row.id, None, new, "new")
+        # A paired row needs no reviewed value: it passes without one.
+        return None if verdict is Verdict.PASS else Change(row.id, None, new, "new")
     taken = verdict is Verdict.WIN or (
         verdict is Verdict.CHANGED and row.per_build and _other_build(old, record)
     )

@@ -32,10 +32,12 @@ def summary(page: Page, limit: int = LIMIT) -> str:
     blocks += [_finding(finding) for finding in page.findings]
     moved = [row for row in page.rows if row.tone != "good"]
     if moved:
-        blocks.append("\n| verdict | row | adopted | candidate | why |\n|---|---|---|---|---|\n")
+        heads = ("verdict", "row", "adopted", "candidate", "reviewed", "limit", "why", "rule", "place")
+        blocks.append(f"\n| {' | '.join(heads)} |\n{'|---' * len(heads)}|\n")
     blocks += [
         f"| {SIGN[row.tone]} {escape(row.label)} | {escape(row.id)} | {escape(row.good)} |"
-        f" {escape(row.bad)} | {escape(row.reason)} |\n"
+        f" {escape(row.bad)} | {escape(row.reviewed)} | {escape(row.limit)} | {escape(row.reason)} |"
+        f" {escape(row.rule)} | {escape(row.place)} |\n"
         for row in moved
     ]
     shown, used = [], 0

@@ -12,13 +12,14 @@ from typing import Any
 from bumpgate.gate.verdict import PRODUCT, Decision, Finding, group
 from bumpgate.report.gate_file import GateFile, Paired, Side
 from bumpgate.rows import Judgement, Record, Value, Verdict, is_finite, one_line
+from bumpgate.rules import places, sentence
 from bumpgate.table import summary
 
 TONE = {Decision.HOLD: "bad", Decision.UNKNOWN: "open", Decision.ADOPT: "good"}
 # What differs between two rows of one cause: quoted values and numbers.
 VALUE = re.compile(r"'[^']*'|(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?!\w)")
 # Of the provenance, shown in a place of their own.
-ELSEWHERE = ("acceptances", "command", "not_run")
+ELSEWHERE = ("acceptances", "command", "not_run", "rules")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -27,6 +28,7 @@ class RowView:
     """One line of the table of rows. order: worst first. change: relative, NaN where there is none.
 
     good: the adopted side's value; empty in the report of one record. tone: bad, open, good or info.
+    reviewed, limit: the baseline's value, and what the value may be. rule: its id and sentence. place: in the source.
     """
 
     id: str
@@ -42,6 +44,9 @@ class RowView:
     test: str
     evidence: tuple[str, ...]
     command: str
+    reviewed: str = ""
+    limit: str = ""
+    place: str = ""
 
     @property
     def percent(self) -> str:
@@ -114,7 +119,7 @@ def of_record(record: Record) -> Page:
         word, tone = "RED", "bad"
     else:
         word, tone = ("GREEN", "good") if record.judgements else ("NO ROWS", "open")
-    rows = sorted((_record_row(j) for j in record.judgements), key=lambda r: (r.order, r.id))
+    rows = sorted((_record_row(j, record) for j in record.judgements), key=lambda r: (r.order, r.id))
     return Page(
         kind="record",
         word=word,
@@ -145,7 +150,10 @@ def of_gate(gate: GateFile) -> Page:
             worst.setdefault(row, finding)
     before, after = (_by_id(side.record) for side in (gate.good, gate.bad))
     ids = dict.fromkeys([*worst, *after, *before, *gate.timed])
-    rows = [_gate_row(id, before.get(id), after.get(id), gate.timed.get(id), worst.get(id)) for id in ids]
+    written = gate.bad.record or gate.good.record
+    rows = [
+        _gate_row(id, before.get(id), after.get(id), gate.timed.get(id), worst.get(id), written) for id in ids
+    ]
     sides = (gate.good, gate.bad)
     return Page(
         kind="gate",
@@ -177,7 +185,7 @@ def show(value: Value) -> str:
     return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _record_row(j: Judgement) -> RowView:
+def _record_row(j: Judgement, record: Record) -> RowView:
     value = "-" if j.row.unmeasured else show(j.row.value)
     reason = f"accepted by {j.accepted}; {j.reason}" if j.accepted else j.reason
     order = j.verdict.severity if j.red else 50 + j.verdict.severity
@@ -192,15 +200,28 @@ def _record_row(j: Judgement) -> RowView:
         math.nan,
         r.unit,
         reason,
-        r.rule,
+        sentence(record, r.rule),
         r.test,
         r.evidence,
         j.command,
+        *_numbers(j),
     )
 
 
+def _numbers(j: Judgement | None) -> tuple[str, str, str]:
+    """Reviewed value, limit and place of a row."""
+    if j is None:
+        return "", "", ""
+    return "" if j.reviewed is None else show(j.reviewed), j.limit, places(j)
+
+
 def _gate_row(
-    id: str, good: Judgement | None, bad: Judgement | None, timed: Paired | None, finding: Finding | None
+    id: str,
+    good: Judgement | None,
+    bad: Judgement | None,
+    timed: Paired | None,
+    finding: Finding | None,
+    record: Record | None,
 ) -> RowView:
     shown = bad or good
     row = shown.row if shown else None
@@ -235,10 +256,11 @@ def _gate_row(
         change,
         unit,
         reason if finding or accepted or timed else "",
-        row.rule if row else "",
+        sentence(record, row.rule) if row else "",
         row.test if row else "",
         row.evidence if row else (),
         finding.repro if finding else "",
+        *_numbers(shown),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -113,6 +114,7 @@ class RowRecorder:
             test=self._item.nodeid,
             per_build=per_build,
             series={name: tuple(points) for name, points in (series or {}).items()},
+            place=self._place(),
             paired=paired,
         )
         if id in self._taken:
@@ -123,6 +125,16 @@ class RowRecorder:
         self._item.user_properties.append((ROW_PROPERTY, json.dumps(judgement.to_json())))
         self._unreported.append(judgement)
         return judgement
+
+    def _place(self) -> str:
+        """Where the test's own file reports a row, as "path:line"; of its function where a helper elsewhere does."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename == str(self._item.path):
+                return f"{self._item.nodeid.split('::')[0]}:{frame.f_lineno}"
+            frame = frame.f_back
+        file, line, _ = self._item.location
+        return f"{file}:{(line or 0) + 1}"
 
     def fail_if_red(self) -> None:
         """Fails the test with every red row that it has not yet failed for, in one message."""

@@ -18,7 +18,8 @@ import pytest
 from bumpgate import accepted
 from bumpgate.baseline import Baseline, Reviewed, accept, comparable, in_tier, investigate
 from bumpgate.plugin import JUDGED
-from bumpgate.rows import Judgement, Record, Row, Verdict, one_line, write_record
+from bumpgate.rows import STOPPED_EARLY, Judgement, Record, Row, Verdict, one_line, write_record
+from bumpgate.rules import sentences
 from bumpgate.table import verdict_table
 from suites.support import provenance
 from suites.support.lanes import LANES, PJRT_CPU, find, lane_of
@@ -154,7 +155,7 @@ class LaneSession:
                 self.not_run[report.nodeid] = json.loads(str(value))
         expected_failure = hasattr(report, "wasxfail")
         if report.failed:
-            self.failed.setdefault(report.nodeid, _last_line(report))
+            self.failed.setdefault(report.nodeid, _last_line(report) + _place(report, self.config.rootpath))
         elif report.skipped and not expected_failure and report.nodeid not in self.not_run:
             self.skipped[report.nodeid] = _last_line(report)
         elif report.passed and expected_failure and report.when == "call":
@@ -195,6 +196,9 @@ class LaneSession:
         here |= {"acceptances": notes} if notes else {}
         not_run = sorted(line for lines in self.not_run.values() for line in lines)
         here |= {"not_run": not_run} if not_run else {}
+        said, used = sentences(self.config.rootpath), {j.row.rule for j in judgements}
+        rules = {rule: said[rule] for rule in sorted(used) if rule in said}
+        here |= {"rules": rules} if rules else {}
         try:
             record = write_record(self.record_path, here, judgements, complete=complete, problems=problems)
             where = str(self.record_path)
@@ -248,7 +252,7 @@ class LaneSession:
         elif file in self.uncollected:
             reason = f"{file} could not be collected: {self.uncollected[file]}"
         elif ran and test not in self.finished:
-            reason = f"the run ended before {test} did{self._deaths(': ')}"
+            reason = f"{STOPPED_EARLY} {test} did{self._deaths(': ')}"
         else:
             reason = f"{test} no longer reports it" if ran else f"its test is gone: {test}"
             gone = self.full and complete
@@ -277,10 +281,20 @@ class LaneSession:
         deaths = self.selection.worker_deaths
         return f"{before}{len(deaths)} workers died: {deaths[-1]}" if deaths else ""
 
+    def _rules(self, test: str) -> str:
+        """The rules of the rows that a failed test has reported, in brackets; "" of none."""
+        said = sentences(self.config.rootpath)
+        rules = sorted({j.row.rule for j in self.judgements.values() if j.row.test == test and j.row.rule})
+        return (
+            f" [{'; '.join(f'{rule}: {said[rule]}' if rule in said else rule for rule in rules)}]"
+            if rules
+            else ""
+        )
+
     def _problems(self, judgements: list[Judgement], complete: bool) -> list[str]:
         """What is wrong outside any red row, one line each."""
         told = {j.row.test for j in judgements if j.red}
-        lines = [f"{test}: {why}" for test, why in self.failed.items() if test not in told]
+        lines = [f"{test}: {why}{self._rules(test)}" for test, why in self.failed.items() if test not in told]
         lines += [f"{path}: could not be collected: {why}" for path, why in self.uncollected.items()]
         lines += self.duplicates
         if not self.selection.collected:
@@ -311,6 +325,15 @@ def _is_full(config: pytest.Config, lane: str) -> bool:
 
 def _file_of(nodeid: str) -> str:
     return nodeid.split("::")[0]
+
+
+def _place(report: pytest.TestReport, root: Path) -> str:
+    """ " (at suites/support/a.py:84)", where the exception was raised; "" where pytest does not report it."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:
+        return ""
+    path = Path(crash.path)
+    return f" (at {path.relative_to(root) if path.is_relative_to(root) else path.name}:{crash.lineno})"
 
 
 def _last_line(report: pytest.TestReport | pytest.CollectReport) -> str:
