@@ -96,16 +96,16 @@ def m2rnn_backward_reference(
     `states` are the forward's: from them the candidates n_t follow for all tokens at once, without a loop.
     """
     acc = torch.promote_types(v.dtype, torch.float32)
-    query, key, value, weight, f, first, dy = (t.to(acc) for t in (q, k, v, W, f, h0, dy))
+    query, key, value, weight, gate, first, dy = (t.to(acc) for t in (q, k, v, W, f, h0, dy))
     B, T, H, _ = v.shape
-    keep = _keep(doc_ids, f)
+    keep = _keep(doc_ids, gate)
     states = states.to(acc)
     before = torch.cat((first.unsqueeze(1), states[:, :-1]), 1)
     before = before.masked_fill(_document_starts(doc_ids)[..., None, None, None], 0)
     new = torch.tanh(before @ weight + key.unsqueeze(-1) * value.unsqueeze(-2))
 
     # h = f before + (1 - f) tanh(pre): dpre = slope dh, and the carry is f dh + dpre W^T where it is kept
-    forget = f[..., None, None]
+    forget = gate[..., None, None]
     slope = (1 - forget) * (1 - new.square())
     by_read = _by_time(query.unsqueeze(-1) * dy.unsqueeze(-2))
     carried_forget, carried_slope = keep * _by_time(forget), keep * _by_time(slope)

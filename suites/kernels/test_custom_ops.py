@@ -9,13 +9,22 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from suites.support.custom_ops import check_op
-from suites.support.instruments import DynamoWatch, OpCheckError, OpDefinition, op_definitions
+from suites.kernels.mutants import SUBJECTS
+from suites.support.comparison import gradients
+from suites.support.custom_ops import check_op, turned
+from suites.support.instruments import (
+    DynamoWatch,
+    EveryOperator,
+    OpCheckError,
+    OpDefinition,
+    op_definitions,
+)
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
@@ -112,3 +121,44 @@ def test_allow_in_graph_cannot_stand_for_a_custom_op(lane: Lane, canaries) -> No
         compiled = torch.compile(lambda x: op(x) + 1, backend=watch.backend("eager"), fullgraph=True)
         compiled(torch.randn(3))
     assert watch.report.unique_graphs == 1
+
+
+# The op refuses another dtype.
+STAYS_FP32 = {("moe_combine", "weights")}
+
+
+class FakeAgrees(EveryOperator):
+    """Compares each call of our ops with its fake: shapes, dtypes and strides of the outputs. Counts the calls."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func.namespace == "bumpgate":
+            fake = func(*(t.to("meta") if isinstance(t, Tensor) else t for t in args), **(kwargs or {}))
+            real, fake = ([t] if isinstance(t, Tensor) else t for t in (found, fake))
+            for i, (ours, theirs) in enumerate(zip(real, fake, strict=True)):
+                kinds = [(t.shape, t.stride(), t.dtype) for t in (ours, theirs)]
+                assert kinds[0] == kinds[1], f"{func}: output {i} is {kinds[0]}, its fake's is {kinds[1]}"
+            self.calls += 1
+        return found
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("layout", ["contiguous", "turned"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_fake_is_like_the_result(lane: Lane, name: str, dtype: torch.dtype, layout: str) -> None:
+    """In a training step in both dtypes; turned: with the last two axes of each input swapped in memory."""
+    subject = SUBJECTS[name]
+
+    def cast(n: str, t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        t = t.to(dtype) if t.is_floating_point() and (name, n) not in STAYS_FP32 else t
+        return turned(t, -1, -2) if layout == "turned" and t.dim() > 1 else t
+
+    inputs = {n: cast(n, t) for n, t in subject.problem(0).items()}
+    with FakeAgrees() as agrees:
+        gradients(lambda *values: subject.op(**dict(zip(inputs, values))), *inputs.values())
+    assert agrees.calls >= 2

@@ -240,12 +240,14 @@ def test_order_depends_on_seed_and_epoch_only(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_a_stream_resumes_where_it_stood(lane: Lane, tmp_path: Path) -> None:
-    """Through JSON, in the middle of an epoch and across its end; another packing is refused."""
+@pytest.mark.parametrize(("before", "epoch"), [(5, 0), (70, 1)])
+def test_stream_resumes_where_it_was(lane: Lane, before: int, epoch: int, tmp_path: Path) -> None:
+    """Through JSON, in the middle of the first or of a later epoch and across its end; another packing is refused."""
     file = lengths_file(tmp_path, [3, 10, 4, 25, 6, 7, 2, 9] * 20)
     stream = packed_batches(file, 2, 10, seed=3)
-    for _ in range(5):
+    for _ in range(before):
         next(stream)
+    assert stream.epoch == epoch
     state = json.loads(json.dumps(stream.state_dict()))
     wanted = [next(stream) for _ in range(100)]
     again = packed_batches(file, 2, 10, seed=3)
@@ -253,7 +255,7 @@ def test_a_stream_resumes_where_it_stood(lane: Lane, tmp_path: Path) -> None:
     again.load_state_dict(state)
     assert all(torch.equal(next(again), ids) for ids in wanted)
     assert (again.counts, again.epoch) == (stream.counts, stream.epoch)
-    assert again.epoch > 0
+    assert again.epoch > epoch
     with pytest.raises(DataError, match="cannot resume: seed was 3, now it is 4"):
         packed_batches(file, 2, 10, seed=4).load_state_dict(state)
 

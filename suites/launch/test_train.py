@@ -187,7 +187,9 @@ def test_a_strange_checkpoint_is_refused(lane: Lane, tmp_path: Path) -> None:
 
 @lanes("cpu")
 def test_warm_up_leaves_no_trace(lane: Lane) -> None:
-    run = trainer(Plan(2, policy="eager"))
+    """With experts that are balanced by a bias, which every training forward moves."""
+    source = packed_batches(TokenFile(CORPUS), 2, 32, 0)
+    run = Trainer(preset("nam12", "narrow", bias_rate=0.01), Plan(2, policy="eager"), source)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     run.warm_up(next(run.source))
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
@@ -234,6 +236,29 @@ def test_a_loss_that_is_not_finite_stops_the_run(lane: Lane, tmp_path: Path) -> 
     ):
         run.run()
     assert not path.exists()
+
+
+@lanes("cpu")
+def test_one_weight_that_is_not_finite_is_not_saved(lane: Lane, tmp_path: Path) -> None:
+    run = trainer(Plan(2, policy="eager"), checkpoint=tmp_path / "state.pt")
+    with torch.no_grad():
+        [*run.model.parameters()][-1].flatten()[-1] = math.nan
+    with pytest.raises(NonFiniteError, match="a weight is not finite"):
+        run.save()
+    assert not run.checkpoint.exists()
+
+
+@lanes("cpu")
+def test_resumed_run_counts_its_own_steps(lane: Lane, tmp_path: Path, monkeypatch) -> None:
+    """The supervisor stops to retry once a process has passed its first steps, wherever the run was resumed."""
+    steps: list[int] = []
+    monkeypatch.setattr("launch.train.passed", lambda step, last_step: steps.append(step))
+    plan = Plan(4, policy="eager", checkpoint_every=2)
+    trainer(plan, checkpoint=tmp_path / "state.pt").run(until=2)
+    resumed = trainer(plan, checkpoint=tmp_path / "state.pt")
+    resumed.resume()
+    resumed.run()
+    assert (resumed.step, steps) == (4, [0, 1, 0, 1])
 
 
 @lanes("cpu")
