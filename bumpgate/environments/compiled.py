@@ -13,6 +13,8 @@ from pathlib import Path
 from bumpgate.environments.store import home
 
 DAYS = 30
+# Independently filled caches of each side: what autotuning froze in one of them is not a property of the build.
+COPIES = 2
 HANDED_IN = "python-"
 
 
@@ -21,16 +23,22 @@ def caches() -> Path:
     return home() / "compiled"
 
 
-def variables(key: str, side: str) -> dict[str, str]:
-    """What points torch and Triton at the caches of one environment on one side.
+def variables(key: str, side: str, copy: int = 0) -> dict[str, str]:
+    """Environment variables that point torch and Triton at the caches of one environment on one side.
 
     The same build gated against itself shares nothing either. key: of the environment, or HANDED_IN and the digest of
-    an interpreter's path.
+    an interpreter's path. copy: of several caches that are filled independently of each other.
     """
-    place = caches() / f"{key}-{side}"
+    top = caches() / f"{key}-{side}"
+    place = top / f"copy{copy}" if copy else top
     place.mkdir(parents=True, exist_ok=True)
-    (place / "used").touch()
+    (top / "used").touch()
     return {"TORCHINDUCTOR_CACHE_DIR": str(place / "inductor"), "TRITON_CACHE_DIR": str(place / "triton")}
+
+
+def copies(key: str, side: str) -> list[dict[str, str]]:
+    """The variables of each of the COPIES caches."""
+    return [variables(key, side, copy) for copy in range(COPIES)]
 
 
 def prune(environments: set[str]) -> list[str]:

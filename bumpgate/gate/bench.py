@@ -20,10 +20,11 @@ from bumpgate.gate import drift
 from bumpgate.gate.binding import SHOWN, Binding
 from bumpgate.gate.drift import Creep, creep
 from bumpgate.gate.duet import run_duet, shares
+from bumpgate.gate.plan import Plan
 from bumpgate.gate.result import NAME, Gate, GateError
-from bumpgate.gate.sequential import Plan, decide, estimate, summarise
+from bumpgate.gate.sequential import decide, estimate, summarise
 from bumpgate.gate.timed import Reading, Sessions, reading, timed_rows
-from bumpgate.gate.verdict import Decision, Finding, Side, group, judge_gate
+from bumpgate.gate.verdict import Decision, Finding, Side, group, judge_gate, unequal_losses
 from bumpgate.gate.view import View, session_line, timed_line
 from bumpgate.processes.host import host_class
 from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneCall, LaneRun, installed, run_lane
@@ -45,8 +46,9 @@ Recent = Callable[[str, Sequence[str], int], Mapping[str, Sequence[drift.Reading
 
 @dataclass(frozen=True)
 class Place:
-    """Where a side runs. variables: its own compile caches. failure: why there is no interpreter.
+    """Where a side runs. variables: its own compile caches. more: independent copies of them, for the timed tests.
 
+    failure: why there is no interpreter.
     command: makes the environment again, or looks into what kept it from being made. lock: what was resolved for it.
     """
 
@@ -55,6 +57,11 @@ class Place:
     failure: str = ""
     command: str = ""
     lock: Path | None = None
+    more: tuple[Mapping[str, str], ...] = ()
+
+    def caches(self, pair: int) -> Mapping[str, str]:
+        """The compile caches of the sessions of one pair."""
+        return (self.variables, *self.more)[pair]
 
 
 @dataclass
@@ -171,7 +178,11 @@ class Bench:
         if good is None or bad is None or sides["good"].failure or sides["bad"].failure:
             return
         if self.gate.paired is None:
-            self.gate.paired = Sessions(timed_rows(good, bad), self.plan, self.plan.budget)
+            pairs = 1 + min(len(self.places[name].more) for name in ("good", "bad"))
+            rows = timed_rows(good, bad)
+            self.gate.paired = Sessions(rows, self.plan, self.plan.budget, cache_pairs=pairs)
+        if not self.gate.paired.warm:
+            self._warm(self.gate.paired)
         self._sessions(self.gate.paired, "good")
         if "anchor" in sides and not sides["anchor"].failure:
             if self.gate.drifted is None:
@@ -187,28 +198,35 @@ class Bench:
         }
         if gate.paired:
             sides |= {name: _with_faults(sides[name], gate.paired.problems(name)) for name in ("good", "bad")}
-            gate.timed = summarise(gate.paired.log_ratios, self.plan)
+            gate.timed = summarise(gate.paired.log_ratios, self.plan, gate.paired.family)
         gate.creeps = creeps(self.recent, lane, list(gate.timed), gate.drifted, self.today)
         acceptances = accepted.load(self.root / "baselines" / accepted.FILE)
         timed, crept, lines = accept.apply_to_times(gate.timed, gate.creeps, acceptances, lane, self.today)
         verdict = judge_gate(lane, sides["good"], sides["bad"], timed, crept)
-        findings = group([*verdict.findings, *self._anchor_gap(), *self._tree_gap()])
+        lost = unequal_losses(lane, gate.paired) if gate.paired else []
+        findings = group([*verdict.findings, *lost, *self._anchor_gap(), *self._tree_gap()])
         gate.decision = findings[0].decision if findings else verdict.decision
         gate.findings = tuple(self._with_interpreter(f) for f in findings)
         gate.accepted = tuple(lines)
 
     def _lane(
-        self, name: str, selection: Sequence[str], record: Path, timeout: float | None = None
+        self,
+        name: str,
+        selection: Sequence[str],
+        record: Path,
+        timeout: float | None = None,
+        pair: int = 0,
+        rounds: int = ROUNDS,
     ) -> LaneRun:
         place = self.places[name]
-        rounds = {} if timeout is None else {"BUMPGATE_ROUNDS": str(ROUNDS)}
+        fewer = {} if timeout is None else {"BUMPGATE_ROUNDS": str(rounds)}
         return run_lane(
             place.python,
             self.root,
             self.gate.asked.lane,
             selection,
             record,
-            environment={**place.variables, **rounds},
+            environment={**place.caches(pair), **fewer},
             timeout=timeout,
             check_import=False,
         )
@@ -242,35 +260,61 @@ class Bench:
             problems=[*problems, *again.problems],
         )
 
+    def _warm(self, sessions: Sessions) -> None:
+        """Fills the further compile caches by the timed tests; the run of the whole selection filled the first."""
+        tests = sorted(set(sessions.tests.values()))
+        for pair in range(1, sessions.cache_pairs if tests else 1):
+            for name in ("good", "bad"):
+                with self.view.doing(f"{TITLES[name]}: compile cache {pair + 1}"):
+                    record = self.out / f"warm-{name}-{pair}.json"
+                    timeout = TEST_SECONDS * len(tests)
+                    run = self._lane(name, ["-n", "0", *tests], record, timeout, pair, rounds=1)
+                self.view.say(f"{TITLES[name]}: compile cache {pair + 1} filled; {run.seconds:.0f} s")
+        sessions.warm = True
+        self.save()
+
     def _sessions(self, sessions: Sessions, other: str) -> None:
-        """Sessions of the candidate with `other` until every row is decided, or the budget is spent."""
-        begun_here, longest = sessions.begun, 0.0
+        """Sessions of the candidate with `other` until every row is decided, or the budget is spent.
+
+        Towards its end a session takes as many of the open tests as still fit, the most important ones.
+        """
+        begun_here, longest, per_test = sessions.begun, 0.0, 0.0
         with self.view.doing("") as update:
-            while sessions.open_rows():
+            while tests := sessions.open_tests():
                 started = time.monotonic()
-                if started + longest > self.deadline:
+                left = self.deadline - started
+                fitting = len(tests)
+                if per_test and left < math.inf:
+                    fitting = min(fitting, int(left / per_test))
+                if left <= 0 or fitting < 1:
                     self.view.say("the budget is spent: rows that are still open stay INCONCLUSIVE")
                     break
                 update(f"{TITLES[other]} and candidate: {session_line(sessions)}")
-                self._session(sessions, other)
+                self._session(sessions, other, fitting)
                 longest = max(longest, time.monotonic() - started)
+                per_test = max(per_test, (time.monotonic() - started) / fitting)
                 self.save()
                 if sessions.begun % 4 == 0:
                     self.view.say(
                         f"{TITLES[other]} and candidate: {session_line(sessions)}; {longest:.0f} s each"
                     )
         if sessions.begun > begun_here and sessions.plan:
-            outcomes = decide(sessions.log_ratios, sessions.plan)
+            outcomes = decide(sessions.log_ratios, sessions.plan, sessions.family)
             self.view.say(timed_line(list(outcomes.values()), sessions))
 
-    def _session(self, sessions: Sessions, other: str) -> None:
+    def _session(self, sessions: Sessions, other: str, tests: int) -> None:
         """Both at once where each can have cores of its own; one GPU is for one process after the other."""
         if self.gate.asked.lane == "cpu" and shares():
-            sessions.run_duet(lambda tests, flip: self._timed_pair(other, tests, flip))
+            sessions.run_duet(lambda nodes, flip: self._timed_pair(other, nodes, flip, sessions.cache), tests)
         else:
-            sessions.run_one(lambda side, tests: self._timed_process(side if side == "bad" else other, tests))
+            sessions.run_one(
+                lambda side, nodes: self._timed_process(
+                    side if side == "bad" else other, nodes, sessions.cache
+                ),
+                tests,
+            )
 
-    def _timed_pair(self, other: str, tests: Sequence[str], flip: bool) -> tuple[Reading, Reading]:
+    def _timed_pair(self, other: str, tests: Sequence[str], flip: bool, pair: int) -> tuple[Reading, Reading]:
         calls = [
             LaneCall(
                 self.places[name].python,
@@ -278,16 +322,16 @@ class Bench:
                 self.gate.asked.lane,
                 ["-n", "0", *tests],
                 self.out / f"timed-{name}.json",
-                environment=self.places[name].variables,
+                environment=self.places[name].caches(pair),
             )
             for name in (other, "bad")
         ]
         good, bad = (reading(run, tests) for run in run_duet(calls, flip, TEST_SECONDS * len(tests)))
         return good, bad
 
-    def _timed_process(self, name: str, tests: Sequence[str]) -> Reading:
+    def _timed_process(self, name: str, tests: Sequence[str], pair: int) -> Reading:
         record = self.out / f"timed-{name}.json"
-        return reading(self._lane(name, ["-n", "0", *tests], record, TEST_SECONDS * len(tests)), tests)
+        return reading(self._lane(name, ["-n", "0", *tests], record, TEST_SECONDS * len(tests), pair), tests)
 
     def _anchor_gap(self) -> list[Finding]:
         """An anchor that was asked for and could not be paired is a gap in the evidence."""

@@ -30,8 +30,8 @@ from bumpgate.environments.store import sha256_of
 from bumpgate.gate import drift, result
 from bumpgate.gate.bench import TITLES, Bench, Place, other_packages
 from bumpgate.gate.binding import Binding, bind
+from bumpgate.gate.plan import plan_for
 from bumpgate.gate.result import Asked, Gate, GateError, SideState
-from bumpgate.gate.timed import plan_for
 from bumpgate.gate.verdict import Decision
 from bumpgate.gate.view import View, findings_text
 from bumpgate.processes.runner import installed
@@ -102,7 +102,7 @@ def command(
             else:
                 _keep_locks(places, place)
                 limit = time.monotonic() + 60 * budget if budget is not None else float("inf")
-                plan = plan_for(sessions)
+                plan = plan_for(sessions, lane)
                 Bench(
                     gate,
                     root,
@@ -145,7 +145,7 @@ def _refuse(asked: Asked, root: Path) -> None:
         if getattr(asked, name) and python:
             raise BumpgateError(f"--{name} or an interpreter for it, not both")
     try:
-        plan_for(asked.sessions)
+        plan_for(asked.sessions, asked.lane)
     except ValueError as error:
         raise BumpgateError(f"--sessions: {error}") from None
     for before, part in zip(("", *asked.selection), asked.selection):
@@ -164,7 +164,7 @@ def _file_digest(candidate: str) -> str:
 
 def _begin(asked: Asked, out: Path, resume: bool, now: Binding) -> Gate:
     """A new gate, or the one in `out`. Raises GateError on one that must not be mixed with this one."""
-    there = result.read(out, plan_for(asked.sessions))
+    there = result.read(out, plan_for(asked.sessions, asked.lane))
     if there is None or (there.finished and not resume):
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         gate = Gate(asked, started, shlex.join(["bumpgate", *sys.argv[1:]]), binding=now)
@@ -216,18 +216,21 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
     for name, (python, _) in wanted.items():
         if python:
             key = compiled.HANDED_IN + hashlib.sha256(python.encode()).hexdigest()[:16]
+            first, *more = compiled.copies(key, name)
             places[name] = Place(
-                Path(python), compiled.variables(key, name), command=f"{shlex.quote(python)} -m pip list"
+                Path(python), first, command=f"{shlex.quote(python)} -m pip list", more=tuple(more)
             )
             continue
         try:
             with view.doing(f"{TITLES[name]}: building its environment"):
                 made = build(requests[name], say=view.say)
+            first, *more = compiled.copies(made.key, name)
             places[name] = Place(
                 made.python,
-                compiled.variables(made.key, name),
+                first,
                 command=f"cat {made.lock}" if made.lock else "",
                 lock=made.lock,
+                more=tuple(more),
             )
         except BuildError as error:
             places[name] = Place(Path(), {}, one_line(error), f"less {shlex.quote(str(error.log))}")

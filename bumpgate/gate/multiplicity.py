@@ -6,20 +6,26 @@ Any p that is valid when the comparison stops, as those of `sequential` are, may
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+def holm(p_values: Mapping[str, float], shares: Mapping[str, float] | None = None) -> dict[str, float]:
     """Family-wise error: the chance that even one unchanged row falls under the level is at most the level.
 
     The step-down rule of Holm (1979), whatever the dependence between rows: the smallest of R p-values is
-    multiplied by R, the next by R - 1, and none gets smaller than the one before it.
+    multiplied by R, the next by R - 1, and none gets smaller than the one before it. With `shares` (positive, summing
+    to 1) instead of equal parts, in the weighted form of the same paper: each p is divided by its row's share of what
+    is left.
     Raises ValueError on a p outside [0, 1].
     """
+    _check(p_values)
+    weights = shares or dict.fromkeys(p_values, 1.0)
     out: dict[str, float] = {}
-    floor = 0.0
-    for rank, (row, p) in enumerate(_ascending(p_values)):
-        floor = max(floor, min(1.0, p * (len(p_values) - rank)))
+    floor, left = 0.0, math.fsum(weights[row] for row in p_values)
+    for row in sorted(p_values, key=lambda row: p_values[row] / weights[row]):
+        floor = max(floor, min(1.0, p_values[row] * left / weights[row]))
+        left -= weights[row]
         out[row] = floor
     return out
 
@@ -33,7 +39,8 @@ def benjamini_hochberg(p_values: Mapping[str, float]) -> dict[str, float]:
     """
     out: dict[str, float] = {}
     ceiling = 1.0
-    ascending = _ascending(p_values)
+    _check(p_values)
+    ascending = sorted(p_values.items(), key=lambda item: item[1])
     for rank in range(len(ascending), 0, -1):
         row, p = ascending[rank - 1]
         ceiling = min(ceiling, p * len(ascending) / rank)
@@ -41,8 +48,7 @@ def benjamini_hochberg(p_values: Mapping[str, float]) -> dict[str, float]:
     return out
 
 
-def _ascending(p_values: Mapping[str, float]) -> list[tuple[str, float]]:
+def _check(p_values: Mapping[str, float]) -> None:
     for row, p in p_values.items():
         if not 0 <= p <= 1:  # false for NaN too
             raise ValueError(f"{row}: a p-value lies in [0, 1], got {p!r}")
-    return sorted(p_values.items(), key=lambda item: item[1])

@@ -15,7 +15,8 @@ from typing import Any
 
 from bumpgate.gate.binding import Binding
 from bumpgate.gate.drift import Creep
-from bumpgate.gate.sequential import Plan, Timed, estimate
+from bumpgate.gate.plan import Plan
+from bumpgate.gate.sequential import Timed, estimate
 from bumpgate.gate.timed import Sessions
 from bumpgate.gate.verdict import Decision, Finding
 from bumpgate.rows import SCHEMA, BumpgateError, one_line, write_atomic
@@ -156,6 +157,7 @@ def _timed(t: Timed | None, log_ratios: list[float]) -> dict[str, Any]:
         "sessions": len(log_ratios),
         "p": t.p if t else None,
         "q": t.q if t else None,
+        "slow": list(t.slow) if t else [0, 0],
         "log_ratios": log_ratios,
     }
 

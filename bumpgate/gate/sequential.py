@@ -1,6 +1,6 @@
 """The sequential test of timed rows: did the candidate's time move, judged as sessions come in.
 
-A session is fresh processes of both sides, two at once or four in the order ABBA (A adopted, B candidate), and gives
+A session is a fresh process of each side (A adopted, B candidate), both at once or one after the other, and gives
 one log-ratio a row, log(time of B / time of A). What is left in it is mostly a bias of each process (memory layout;
 standard deviation 1 to 3 %, on a busy host 5), which more rounds within a process do not remove, so sessions are what
 is counted.
@@ -29,9 +29,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from itertools import combinations_with_replacement, pairwise
+from itertools import combinations_with_replacement
 
+from bumpgate.gate.modes import Mode, slow_mode, slow_sessions
 from bumpgate.gate.multiplicity import benjamini_hochberg, holm
+from bumpgate.gate.plan import Family, Plan, Rule, cache_allowance, shares
 
 # Steps of the winsorised distances: whole numbers make the exact distribution a product of polynomials.
 STEPS = 8
@@ -39,66 +41,13 @@ BISECTIONS = 24
 
 
 class Outcome(Enum):
-    """What the sessions so far say of one row."""
+    """What the sessions so far show of one row. SLOW MODE: frequent slow processes of the candidate."""
 
     SAME = "SAME"
     SLOWER = "SLOWER"
     FASTER = "FASTER"
+    SLOW_MODE = "SLOW MODE"
     INCONCLUSIVE = "INCONCLUSIVE"
-
-
-@dataclass(frozen=True)
-class Look:
-    """One look, after `sessions` sessions; `different` and `same` are its shares of the two levels."""
-
-    sessions: int
-    different: float
-    same: float
-
-
-# 12 sessions are the fewest with which 15 rows leave a row significant: 2^-12 is 0.366 of 0.01 / 15.
-LOOKS = (
-    Look(8, 0.0, 0.3),
-    Look(12, 0.37, 0.2),
-    Look(16, 0.13, 0.15),
-    Look(20, 0.1, 0.1),
-    Look(24, 0.1, 0.1),
-    Look(32, 0.3, 0.15),
-)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """When to look, and what counts as moved. Raises ValueError on a plan whose errors would not be bounded.
-
-    different: a row is SLOWER or FASTER where its interval lies beyond this change, 0.01 is 1 %.
-    same: a row is SAME where its interval lies within this change, either way.
-    alpha: chance of a false SLOWER or FASTER in the whole family of rows, over all looks; half for each direction.
-    alpha_same: chance that one row which moved by more than `same` is called SAME, over all looks.
-    """
-
-    looks: tuple[Look, ...] = LOOKS
-    different: float = 0.01
-    same: float = 0.035
-    alpha: float = 0.02
-    alpha_same: float = 0.05
-
-    def __post_init__(self) -> None:
-        counts = [look.sessions for look in self.looks]
-        if not counts or counts[0] < 1 or any(a >= b for a, b in pairwise(counts)):
-            raise ValueError(f"looks must come after ever more sessions, got {counts}")
-        for shares in ([x.different for x in self.looks], [x.same for x in self.looks]):
-            if min(shares) < 0 or sum(shares) > 1 + 1e-9:
-                raise ValueError(f"shares of a level are at least 0 and sum to at most 1, got {shares}")
-        if not 0 <= self.different <= self.same:
-            raise ValueError(f"need 0 <= different <= same, got {self.different} and {self.same}")
-        if not (0 < self.alpha < 1 and 0 < self.alpha_same < 0.5):
-            raise ValueError(f"levels out of range: {self.alpha} and {self.alpha_same}")
-
-    @property
-    def budget(self) -> int:
-        """Sessions after which an open row is left INCONCLUSIVE."""
-        return self.looks[-1].sessions
 
 
 @dataclass(frozen=True)
@@ -109,6 +58,7 @@ class Timed:
     interval: of the ratio; over all looks, each end errs with at most `alpha_same`. SAME lies within the margin
         `same`, SLOWER and FASTER beyond the margin `different`, at the look that decided.
     p: Holm-adjusted, of the likelier direction. q: the same by Benjamini-Hochberg.
+    slow: sessions with a slow process of the candidate, and of the adopted build (bumpgate.gate.modes).
     """
 
     outcome: Outcome
@@ -117,6 +67,7 @@ class Timed:
     sessions: int
     p: float
     q: float
+    slow: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -128,13 +79,13 @@ class Evidence:
     same: float
 
 
-def abba(sessions: int) -> tuple[str, ...]:
-    """The order of processes, one string a session: ABBA, then BAAB, BAAB, ABBA, and again.
+def alternate(session: int) -> str:
+    """The order of the two processes of a session, counted from 0: AB, BA, BA, AB, and again.
 
-    Within a session a steady drift of the machine cancels; within a pair of sessions, what the first and the last
-    process of a session suffer (cold caches, a waking machine) as well.
+    A steady drift of the machine, and what the first process of a session suffers (a waking machine), change sign from
+    one session to the next, and from one session on a pair of compile caches to its next.
     """
-    return tuple("ABBA" if i % 4 in (0, 3) else "BAAB" for i in range(sessions))
+    return "AB" if session % 4 in (0, 3) else "BA"
 
 
 def log_ratio(order: str, readings: Sequence[float]) -> float:
@@ -192,17 +143,34 @@ def p_below(log_ratios: tuple[float, ...], bound: float) -> float:
     return p_above(tuple(-x for x in log_ratios), -bound)
 
 
-def evidence(log_ratios: Sequence[float], plan: Plan) -> Evidence:
-    """p-values over all looks that these sessions reached; 1 before the first."""
-    different, same = math.log1p(plan.different), math.log1p(plan.same)
+def evidence(
+    log_ratios: Sequence[float],
+    plan: Plan,
+    rule: Rule | None = None,
+    share: float = 1.0,
+    caches: Sequence[int] = (),
+) -> Evidence:
+    """p-values over all looks that these sessions reached; 1 before the first.
+
+    A look counts for SLOWER or FASTER only if the estimate exceeds what compile caches alone explain, and lies beyond
+    the margin on each pair of caches. share: of the level, see `shares`. caches: the pair of each
+    session; two in turn by default.
+    """
+    rule = rule or plan.rule("")
+    different, same = math.log1p(rule.different), math.log1p(rule.same)
+    level = plan.alpha / 2
     slower = faster = alike = 1.0
     for look in plan.looks:
         if look.sessions > len(log_ratios):
             break
         seen = tuple(log_ratios[: look.sessions])
         if look.different:
-            slower = min(slower, p_above(seen, different) / look.different)
-            faster = min(faster, p_below(seen, -different) / look.different)
+            above, below = (p / look.different for p in (p_above(seen, different), p_below(seen, -different)))
+            # No call is possible on a larger p, so the estimates are not needed.
+            if above > level or _beyond_caches(seen, caches, different, plan, share):
+                slower = min(slower, above)
+            if below > level or _beyond_caches([-x for x in seen], caches, different, plan, share):
+                faster = min(faster, below)
         if look.same:  # two one-sided tests, and both must hold (Schuirmann 1987)
             above = p_above(seen, -same) / look.same
             if above < alike:  # the other one can only raise it
@@ -210,30 +178,53 @@ def evidence(log_ratios: Sequence[float], plan: Plan) -> Evidence:
     return Evidence(slower, faster, alike)
 
 
-def decide(sessions: Mapping[str, Sequence[float]], plan: Plan) -> dict[str, Outcome]:
+def decide(
+    sessions: Mapping[str, Sequence[float]], plan: Plan, family: Family | None = None
+) -> dict[str, Outcome]:
     """Row id -> outcome, from each row's log-ratios so far, in the order they were measured.
 
     The whole family comes in at every call: rows already decided with the sessions they stopped at, rows without
     a session as well. A pure function, so a gate that was killed goes on from what it has stored. A row needs
     more sessions while it is INCONCLUSIVE and has fewer than `plan.budget`.
     """
-    found = {row: evidence(values, plan) for row, values in sessions.items()}
-    slower = holm({row: e.slower for row, e in found.items()})
-    faster = holm({row: e.faster for row, e in found.items()})
-    return {row: _outcome(e, slower[row], faster[row], plan) for row, e in found.items()}
+    return {row: outcome for row, (outcome, _) in _judge(sessions, plan, family or Family()).items()}
 
 
-def summarise(sessions: Mapping[str, Sequence[float]], plan: Plan) -> dict[str, Timed]:
-    """What `decide` says, with the numbers that a report shows. A row without a session has no number."""
-    outcomes = decide(sessions, plan)
-    found = {row: evidence(values, plan) for row, values in sessions.items()}
-    likelier = {row: min(1.0, 2 * min(e.slower, e.faster)) for row, e in found.items()}
-    p, q = holm(likelier), benjamini_hochberg(likelier)
+def summarise(
+    sessions: Mapping[str, Sequence[float]], plan: Plan, family: Family | None = None
+) -> dict[str, Timed]:
+    """The outcomes of `decide`, with the numbers that a report shows. A row without a session has no number."""
+    judged = _judge(sessions, plan, family or Family())
+    likelier = {row: min(1.0, 2 * min(e.slower, e.faster)) for row, (_, e) in judged.items()}
+    p, q = holm(likelier, shares(sessions, plan)), benjamini_hochberg(likelier)
     out = {}
     for row, values in sessions.items():
         ratio = math.exp(estimate(values)) if values else math.nan
-        low, high = interval(values, plan)
-        out[row] = Timed(outcomes[row], ratio, (math.exp(low), math.exp(high)), len(values), p[row], q[row])
+        low, high = (math.exp(x) for x in interval(values, plan))
+        slow = slow_sessions(values)
+        out[row] = Timed(judged[row][0], ratio, (low, high), len(values), p[row], q[row], slow)
+    return out
+
+
+def _judge(
+    sessions: Mapping[str, Sequence[float]], plan: Plan, family: Family
+) -> dict[str, tuple[Outcome, Evidence]]:
+    share = shares(sessions, plan)
+    found = {
+        row: evidence(values, plan, plan.rule(row), share[row], family.caches.get(row, ()))
+        for row, values in sessions.items()
+    }
+    slower = holm({row: e.slower for row, e in found.items()}, share)
+    faster = holm({row: e.faster for row, e in found.items()}, share)
+    # Rows of one test come from the same processes, so its slow modes are tested once, with the shares of all its rows.
+    of_test = dict.fromkeys((family.tests.get(row, row) for row in sessions), 0.0)
+    for row in sessions:
+        of_test[family.tests.get(row, row)] += share[row]
+    out = {}
+    for row, e in found.items():
+        mode = slow_mode(sessions[row], plan.modes, of_test[family.tests.get(row, row)])
+        seen = plan.rule(row).watch or slow_sessions(sessions[row])[0] > 0
+        out[row] = _outcome(e, slower[row], faster[row], plan, mode, seen), e
     return out
 
 
@@ -252,12 +243,26 @@ def interval(log_ratios: Sequence[float], plan: Plan) -> tuple[float, float]:
     return _lower_end(seen, level), -_lower_end(tuple(-x for x in seen), level)
 
 
-def _outcome(e: Evidence, slower: float, faster: float, plan: Plan) -> Outcome:
+def _outcome(e: Evidence, slower: float, faster: float, plan: Plan, mode: Mode, watch: bool) -> Outcome:
     if slower <= plan.alpha / 2:
         return Outcome.SLOWER
+    if mode is Mode.FOUND:
+        return Outcome.SLOW_MODE
     if faster <= plan.alpha / 2:
         return Outcome.FASTER
-    return Outcome.SAME if e.same <= plan.alpha_same else Outcome.INCONCLUSIVE
+    same = e.same <= plan.alpha_same and (mode is Mode.CLEARED or not watch)
+    return Outcome.SAME if same else Outcome.INCONCLUSIVE
+
+
+def _beyond_caches(
+    log_ratios: Sequence[float], caches: Sequence[int], different: float, plan: Plan, share: float
+) -> bool:
+    """Whether compile caches alone do not explain the change, and each pair of caches shows it."""
+    groups: dict[int, list[float]] = {}
+    for i, value in enumerate(log_ratios):
+        groups.setdefault(caches[i] if caches else i % 2, []).append(value)
+    allowance = cache_allowance(plan, share, len(groups))
+    return estimate(log_ratios) > allowance and min(map(estimate, groups.values())) > different
 
 
 def _lower_end(log_ratios: tuple[float, ...], level: float) -> float:

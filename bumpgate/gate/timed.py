@@ -4,25 +4,30 @@ A timed row is one that carries an interval or is marked as paired; a time read 
 (bumpgate.gate.between). What a process says of it becomes a cost, a session a log-ratio
 (bumpgate.gate.sequential), and a session that lost one of its readings of a row says nothing of it.
 
-duet    two processes at once, a share of the cores each, which they exchange after every round: a busy neighbour
-        slows both. Four in a row, ABBA, where both need the same device.
+A duet is two processes at once, a share of the cores each, which they exchange after every round: a busy neighbour
+slows both. Where both need the same device, they run one after the other, and in turns the other way round.
 """
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from bumpgate.gate.between import Change, change, direction, timed
-from bumpgate.gate.sequential import Look, Outcome, Plan, abba, decide, log_ratio, log_ratio_of_rounds
+from bumpgate.gate.modes import p_lost
+from bumpgate.gate.plan import Family, Plan, shares
+from bumpgate.gate.sequential import Outcome, alternate, decide, log_ratio, log_ratio_of_rounds
 from bumpgate.processes.runner import LaneRun
 from bumpgate.rows import COST_PER_ROUND, Judgement, Record, Row, Verdict, is_finite
 
 # A row whose interval spans more than this ratio was measured in too few quiet moments to be worth a reading.
 ROUGH = 1.5
-# Sessions in a row that gave nothing, after which no further one is tried.
-BARREN = 3
+# Chance of a false call that the candidate loses more readings, in all tests of a gate.
+ALPHA_LOST = 0.004
+# Sessions in a row that gave nothing, after which no further one is tried. As many as show that one side alone loses
+# all its readings: 2^-8 is 0.98 of ALPHA_LOST.
+BARREN = 8
 # Signals that a program earns by what it does; any other one was sent to it, and is the machine's.
 CRASHES = tuple(
     -s for s in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
@@ -116,28 +121,16 @@ def _why_lost(j: Judgement) -> str:
     return f"{j.row.id}: " + (j.reason if j.verdict not in MEASURED else "too few quiet rounds for a time")
 
 
-def plan_for(sessions: int | None) -> Plan:
-    """The plan of `sequential`, cut to so many sessions; the last look gets what the looks after it would have had.
-
-    Raises ValueError on fewer sessions than its first look needs.
-    """
-    whole = Plan()
-    if sessions is None or sessions >= whole.budget:
-        return whole
-    looks = [look for look in whole.looks if look.sessions < sessions]
-    if sessions < whole.looks[0].sessions:
-        raise ValueError(f"at least {whole.looks[0].sessions} sessions, got {sessions}")
-    rest = Look(sessions, 1 - sum(x.different for x in looks), 1 - sum(x.same for x in looks))
-    return replace(whole, looks=(*looks, rest))
-
-
 @dataclass
 class Sessions:
     """The sessions so far. Rows are decided by `plan`; without one, each gets `wanted` sessions and no verdict here.
 
-    tests: row id -> node id. begun: sessions started and ended, with those that gave nothing; barren: how many of the
-    last ones gave nothing; lost: why a time was last lost. faults: side -> node id -> why, the first time. faulty: side
-    -> processes with a fault.
+    tests: row id -> node id. A test is timed while one of its rows is open, and gives all its rows.
+    cache_pairs: pairs of compile caches, which the sessions use in turn; warm: all of them have been filled.
+    caches: row id -> the pair that each of its log-ratios used. begun: sessions started and ended, with those that
+    gave nothing; barren: how many of the last ones gave nothing; lost: why a time was last lost. lost_processes: node
+    id -> side -> processes that lost a reading of that test. faults: side -> node id -> why, the first time. faulty:
+    side -> processes with a fault.
     """
 
     tests: Mapping[str, str]
@@ -149,45 +142,63 @@ class Sessions:
     lost: str = ""
     faults: dict[str, dict[str, str]] = field(default_factory=lambda: {"good": {}, "bad": {}})
     faulty: dict[str, int] = field(default_factory=lambda: {"good": 0, "bad": 0})
+    cache_pairs: int = 1
+    warm: bool = False
+    caches: dict[str, list[int]] = field(default_factory=dict)
+    lost_processes: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.log_ratios = {row: list(self.log_ratios.get(row, ())) for row in self.tests}
+        self.caches = {row: list(self.caches.get(row, ())) for row in self.tests}
+
+    @property
+    def cache(self) -> int:
+        """The pair of compile caches of the session that is next."""
+        return self.begun % self.cache_pairs
+
+    @property
+    def family(self) -> Family:
+        """What the plan needs to know of the rows."""
+        return Family(self.tests, self.caches)
 
     def open_rows(self) -> list[str]:
-        """Rows that another session may still decide."""
+        """Rows that another session may still decide, the most important first."""
         if self.barren >= BARREN or self.begun >= 2 * self.wanted:
             return []
-        outcomes = decide(self.log_ratios, self.plan) if self.plan else {}
-        return [
+        outcomes = decide(self.log_ratios, self.plan, self.family) if self.plan else {}
+        rows = [
             row
             for row, found in self.log_ratios.items()
             if len(found) < self.wanted and outcomes.get(row, Outcome.INCONCLUSIVE) is Outcome.INCONCLUSIVE
         ]
+        share = shares(self.log_ratios, self.plan) if self.plan else {}
+        return sorted(rows, key=lambda row: -share.get(row, 1.0))
 
-    def run_one(self, process: Process) -> None:
-        """One session of the open rows, ABBA. Nothing is kept of a session that an exception cut short: the four
-        readings of a pair belong into one hour."""
-        rows = self.open_rows()
-        order = abba(self.begun + 1)[-1]
-        readings: list[Reading] = []
-        for letter in order:
+    def open_tests(self) -> list[str]:
+        """The tests of those rows, the most important first."""
+        return list(dict.fromkeys(self.tests[row] for row in self.open_rows()))
+
+    def run_one(self, process: Process, at_most: int | None = None) -> None:
+        """One session, one process after the other. Nothing is kept of a session that an exception cut short: the
+        readings of a pair belong into one hour. at_most: only so many of the open tests."""
+        rows = self._rows_of(self.open_tests()[:at_most])
+        readings: list[tuple[str, list[str], Reading]] = []
+        for letter in alternate(self.begun):
             found = process(SIDE[letter], self._tests_of(rows))
-            readings.append(found)
+            readings.append((SIDE[letter], rows, found))
             rows = [row for row in rows if row in found.costs]
             if not rows:
                 break
-        self._keep(
-            zip((SIDE[letter] for letter in order), readings),
-            {row: log_ratio(order, [r.costs[row] for r in readings]) for row in rows},
-        )
+        order = alternate(self.begun)
+        self._keep(readings, {row: log_ratio(order, [r.costs[row] for _, _, r in readings]) for row in rows})
 
-    def run_duet(self, duet: Duet) -> None:
-        """One session of the open rows, both sides at once."""
-        rows = self.open_rows()
-        good, bad = duet(self._tests_of(rows), self.begun % 2 == 1)
-        rows = [row for row in rows if row in good.costs and row in bad.costs]
+    def run_duet(self, duet: Duet, at_most: int | None = None) -> None:
+        """One session, both sides at once."""
+        asked = self._rows_of(self.open_tests()[:at_most])
+        good, bad = duet(self._tests_of(asked), alternate(self.begun) == "BA")
+        rows = [row for row in asked if row in good.costs and row in bad.costs]
         self._keep(
-            (("good", good), ("bad", bad)),
+            [("good", asked, good), ("bad", asked, bad)],
             {
                 row: log_ratio_of_rounds(good.rounds[row], bad.rounds[row])
                 if len(good.rounds.get(row, ())) == len(bad.rounds.get(row, ())) > 0
@@ -196,17 +207,26 @@ class Sessions:
             },
         )
 
+    def _rows_of(self, tests: Sequence[str]) -> list[str]:
+        return [row for row in self.tests if self.tests[row] in tests]
+
     def _tests_of(self, rows: Sequence[str]) -> list[str]:
         return list(dict.fromkeys(self.tests[row] for row in rows))
 
-    def _keep(self, readings: Iterable[tuple[str, Reading]], log_ratios: Mapping[str, float]) -> None:
-        for side, found in readings:
+    def _keep(
+        self, readings: Iterable[tuple[str, list[str], Reading]], log_ratios: Mapping[str, float]
+    ) -> None:
+        for side, asked, found in readings:
             self.lost = f"{side}: {found.lost}" if found.lost else self.lost
+            for test in self._tests_of([row for row in asked if row not in found.costs]):
+                self.lost_processes.setdefault(test, {"good": 0, "bad": 0})[side] += 1
             for test, why in found.faults.items():
                 self.faults[side].setdefault(test, why)
             self.faulty[side] += bool(found.faults)
         for row, value in log_ratios.items():
-            self.log_ratios[row].append(value)
+            if len(self.log_ratios[row]) < self.wanted:
+                self.log_ratios[row].append(value)
+                self.caches[row].append(self.cache)
         self.begun += 1
         self.barren = 0 if log_ratios else self.barren + 1
 
@@ -214,3 +234,11 @@ class Sessions:
         """Faults of one side as a record tells problems: `node id: why`."""
         seen = f"(in {self.faulty[side]} timed processes, {self.begun} sessions)"
         return tuple(f"{test}: {why} {seen}" for test, why in self.faults[side].items())
+
+    def unequal_losses(self) -> dict[str, float]:
+        """Node id -> adjusted p, of the tests whose readings the candidate loses more often than the adopted build."""
+        adjusted = {
+            test: p_lost(lost["bad"], lost["good"]) * len(set(self.tests.values()))
+            for test, lost in self.lost_processes.items()
+        }
+        return {test: p for test, p in adjusted.items() if p <= ALPHA_LOST}

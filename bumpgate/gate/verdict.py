@@ -23,6 +23,7 @@ from bumpgate.baseline import investigate, violation
 from bumpgate.gate.between import Change, change
 from bumpgate.gate.drift import Creep
 from bumpgate.gate.sequential import Outcome, Timed
+from bumpgate.gate.timed import Sessions
 from bumpgate.rows import Judgement, Record, Verdict, one_line
 
 # What a row says of the product. Everything else that is red says that it could not be measured or was not reviewed.
@@ -300,18 +301,39 @@ def _shown(j: Judgement | None, other: Judgement | None) -> tuple[str, ...]:
 def _timed(lane: str, row: str, t: Timed, test: str) -> list[Finding]:
     if t.outcome is Outcome.SAME:
         return []
-    decision = {Outcome.SLOWER: Decision.HOLD, Outcome.FASTER: Decision.ADOPT}.get(
-        t.outcome, Decision.UNKNOWN
-    )
+    decisions = {
+        Outcome.SLOWER: Decision.HOLD,
+        Outcome.SLOW_MODE: Decision.HOLD,
+        Outcome.FASTER: Decision.ADOPT,
+    }
+    decision = decisions.get(t.outcome, Decision.UNKNOWN)
     low, high = (f"{100 * (x - 1):+.1f} %" if math.isfinite(x) else "?" for x in t.interval)
     change = f"{100 * (t.ratio - 1):+.1f} % in [{low}, {high}]" if t.sessions else "not measured"
     bad = f"{row}: {change} after {t.sessions} sessions, adjusted p {t.p:.2g}"
+    if any(t.slow):
+        bad += f"; slow processes: {t.slow[0]} of the candidate, {t.slow[1]} of the adopted build"
     metric = row.rsplit("/", 1)[1]
     return [
         Finding(
             decision, t.outcome.value, metric, "", (row,), (f"{row}: 1",), (bad,), investigate(lane, test)
         )
     ]
+
+
+def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
+    """Tests whose timed readings the candidate loses: they are too rough to be used, or their processes end."""
+    found = []
+    for test, p in sessions.unequal_losses().items():
+        lost = sessions.lost_processes[test]
+        good, bad = (
+            f"{lost[side]} timed processes without a reading in {sessions.begun} sessions"
+            for side in ("good", "bad")
+        )
+        rows = tuple(row for row, node in sessions.tests.items() if node == test)
+        head = f"timed processes without a reading, more than the adopted build's (adjusted p {p:.2g})"
+        repro = investigate(lane, test)
+        found.append(Finding(Decision.HOLD, "LOST", "", head, rows, (good,), (bad,), repro))
+    return found
 
 
 def _creep(lane: str, row: str, c: Creep, test: str) -> Finding:

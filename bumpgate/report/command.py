@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bumpgate.gate.sequential import Plan
+from bumpgate.gate.plan import Plan
 from bumpgate.report import diffs, gate_file, junit, markdown, page, plots, tlparse
 from bumpgate.report import trace as traces
 from bumpgate.report.extra import need

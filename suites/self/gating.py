@@ -16,8 +16,8 @@ from rich.console import Console
 from bumpgate.gate import bench, result
 from bumpgate.gate.bench import Bench, Place
 from bumpgate.gate.drift import Reading
+from bumpgate.gate.plan import plan_for
 from bumpgate.gate.result import Asked, Gate, SideState
-from bumpgate.gate.timed import plan_for
 from bumpgate.gate.view import View
 from bumpgate.processes.runner import NOTHING_SELECTED, Installed, LaneCall, LaneRun
 from bumpgate.rows import Judgement, Row, Value, Verdict, write_record

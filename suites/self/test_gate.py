@@ -10,6 +10,7 @@ import json
 import math
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -20,12 +21,13 @@ from rich.console import Console
 from bumpgate.gate import bench, drift, result
 from bumpgate.gate.bench import creeps
 from bumpgate.gate.drift import Reading
+from bumpgate.gate.plan import Plan
 from bumpgate.gate.result import Asked, Gate, GateError
-from bumpgate.gate.sequential import Outcome, Plan
+from bumpgate.gate.sequential import Outcome
 from bumpgate.gate.timed import BARREN, SIDE, Sessions
 from bumpgate.gate.verdict import Decision, Finding
 from bumpgate.gate.view import findings_text
-from bumpgate.processes.runner import USAGE, LaneRun
+from bumpgate.processes.runner import USAGE, LaneCall, LaneRun
 from bumpgate.report import gate_file
 from bumpgate.rows import Judgement, Verdict, read_record
 from suites.self.gating import COUNT_TEST, TIME_TEST, TODAY, Machine, count, gone, labels
@@ -138,8 +140,8 @@ FAULTS = {
     ),
     "a torch that does not import": ({"failure": "import torch: exit 1"}, Decision.UNKNOWN, "INFRA"),
     "a crash in timed processes": ({"signal": signal.SIGSEGV, "dies_from": 3}, Decision.HOLD, "PROBLEM"),
-    "a kill from outside": ({"signal": signal.SIGKILL}, Decision.UNKNOWN, "INCONCLUSIVE"),
-    "a timed row lost for good": ({"spoiled": 1000}, Decision.UNKNOWN, "INCONCLUSIVE"),
+    "a kill from outside": ({"signal": signal.SIGKILL}, Decision.HOLD, "LOST"),
+    "a timed row lost for good": ({"spoiled": 1000}, Decision.HOLD, "LOST"),
 }  # fmt: skip
 
 
@@ -215,8 +217,31 @@ def test_sessions_that_give_nothing_come_to_an_end(machine: Machine, out: Path) 
     gate = machine.gate(out)
     assert gate.paired
     assert (gate.paired.begun, gate.paired.open_rows()) == (BARREN, [])
-    assert labels(gate) == [("HOLD", "PROBLEM"), ("UNKNOWN", "INCONCLUSIVE")]
-    assert gate.findings[0].bad[0] == f"{TIME_TEST}: died of SIGABRT (in 3 timed processes, 3 sessions)"
+    assert labels(gate) == [("HOLD", "LOST"), ("HOLD", "PROBLEM"), ("UNKNOWN", "INCONCLUSIVE")]
+    assert gate.findings[1].bad[0] == f"{TIME_TEST}: died of SIGABRT (in 8 timed processes, 8 sessions)"
+
+
+def test_second_cache_is_filled_once_and_used_in_turn(machine: Machine, out: Path) -> None:
+    made = machine.prepare(out)
+    for name, place in made.places.items():
+        made.places[name] = replace(place, more=({"CACHE": f"{name} 2"},))
+    used: list[str] = []
+    original = bench.run_duet
+
+    def run_duet(calls: Sequence[LaneCall], flip: bool, timeout: float) -> list[LaneRun]:
+        used.extend(call.environment["CACHE"] for call in calls)
+        return original(calls, flip, timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "run_duet", run_duet)
+        made.run()
+    assert used[:8] == ["good", "bad", "good 2", "bad 2", "good", "bad", "good 2", "bad 2"]
+    assert made.gate.paired
+    assert made.gate.paired.warm
+    assert made.gate.paired.caches["throughput/b/seconds"][:4] == [0, 1, 0, 1]
+    assert [p for p in machine.processes if p.startswith("timed:")][:2] == ["timed:good", "timed:bad"]
+    assert (out / "said.txt").read_text().count("compile cache 2 filled") == 2
+    assert made.gate.decision is Decision.ADOPT, made.gate.findings
 
 
 def test_a_spent_budget_leaves_open_rows_inconclusive(machine: Machine, out: Path) -> None:

@@ -19,7 +19,7 @@ from bumpgate import cli
 from bumpgate.environments.build import BuildError, NotInstallable
 from bumpgate.gate import command as gate
 from bumpgate.gate import result
-from bumpgate.gate.sequential import Plan
+from bumpgate.gate.plan import Plan
 from suites.self.gate_tree import COUNTS, TIMED, TIMES_TEST, Tree, wait_for
 from suites.self.project import GOOD
 

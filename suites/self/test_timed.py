@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from bumpgate.gate.sequential import Outcome, Plan, summarise
-from bumpgate.gate.timed import Reading, Sessions, cost, plan_for
+from bumpgate.gate.plan import Plan, plan_for
+from bumpgate.gate.sequential import Outcome, summarise
+from bumpgate.gate.timed import Reading, Sessions, cost
 from bumpgate.rows import Judgement, Row, Verdict
 from suites.self.gating import TIME_TEST, count, gone, seconds
 from suites.self.test_sequential import told
@@ -51,7 +52,7 @@ def outcomes_of(process: Callable[[str, Sequence[str]], Reading]) -> list[Outcom
 @pytest.mark.parametrize("bad_processes", [0.0, 0.1])
 def test_false_hold_of_simulated_gates_is_at_most_two_percent(bad_processes: float) -> None:
     """No recording: the noise is drawn with the deviations that were measured, and with worse."""
-    rng, runs = random.Random(7), 300
+    rng, runs = random.Random(7), 100
     found = [outcomes_of(simulated(rng, bad_processes)) for _ in range(runs)]
     held = sum(Outcome.SLOWER in outcomes for outcomes in found)
     unknown = sum(Outcome.INCONCLUSIVE in outcomes for outcomes in found)
@@ -68,7 +69,7 @@ def test_five_percent_are_found_in_the_same_noise() -> None:
 
 
 def test_only_open_rows_are_timed_again_and_a_decided_one_keeps_its_sessions() -> None:
-    """The slow row needs 12 sessions; the other one is SAME after 8 and must not be looked at again."""
+    """The slow row needs 12 sessions; the other test is decided after 6 and must not be timed again."""
     sessions = Sessions({"a/same/s": "t::same", "a/slow/s": "t::slow"}, Plan(), Plan().budget)
     asked: list[list[str]] = []
 
@@ -81,8 +82,62 @@ def test_only_open_rows_are_timed_again_and_a_decided_one_keeps_its_sessions() -
     while sessions.open_rows():
         sessions.run_one(process)
     counts = {row: len(found) for row, found in sessions.log_ratios.items()}
-    assert counts == {"a/same/s": 8, "a/slow/s": 12}
+    assert counts == {"a/same/s": 6, "a/slow/s": 12}
     assert (asked[0], asked[-1]) == (["t::same", "t::slow"], ["t::slow"])
+
+
+def test_a_test_is_timed_while_one_of_its_rows_is_open() -> None:
+    """Its other rows are read too: they cost nothing, and count for the search for slow modes."""
+    sessions = Sessions(dict.fromkeys(("a/same/s", "a/slow/s"), TIME_TEST), Plan(), Plan().budget)
+    noise = random.Random(1)
+
+    def process(side: str, tests: Sequence[str]) -> Reading:
+        slow = 1.06 if side == "bad" else 1.0
+        return Reading({"a/same/s": math.exp(noise.gauss(0, 0.005)), "a/slow/s": slow})
+
+    while sessions.open_rows():
+        sessions.run_one(process)
+    assert {row: len(found) for row, found in sessions.log_ratios.items()} == {"a/same/s": 12, "a/slow/s": 12}
+
+
+def test_cache_pairs_alternate_and_are_kept_with_readings() -> None:
+    sessions = Sessions({"a/b/s": "t::a"}, Plan(), 6, cache_pairs=2)
+    used, lose = [], iter([False, False, True, False] + [False] * 20)
+
+    def process(side: str, tests: Sequence[str]) -> Reading:
+        used.append((side, sessions.cache))
+        return Reading({} if next(lose) else {"a/b/s": 1.0 + 0.1 * len(used)})
+
+    for _ in range(5):
+        sessions.run_one(process)
+    assert [pair for _, pair in used] == [0, 0, 1, 0, 0, 1, 1, 0, 0]
+    assert sessions.caches == {"a/b/s": [0, 0, 1, 0]}, "the second session lost its reading"
+    assert sessions.lost_processes == {"t::a": {"good": 0, "bad": 1}}
+
+
+def test_the_most_important_tests_are_timed_when_time_is_short() -> None:
+    rows = {f"kernels/k{i}/s": f"t::k{i}" for i in range(4)} | {"throughput/step/s": "t::step"}
+    sessions = Sessions(rows, plan_for(), 6)
+    asked: list[list[str]] = []
+
+    def process(side: str, tests: Sequence[str]) -> Reading:
+        asked.append(list(tests))
+        return Reading(dict.fromkeys(rows, 1.0))
+
+    sessions.run_one(process, at_most=2)
+    assert asked[0] == asked[1] == ["t::k0", "t::step"]
+    assert [row for row, found in sessions.log_ratios.items() if found] == [
+        "kernels/k0/s",
+        "throughput/step/s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "called"), [(0, 7, False), (0, 8, True), (8, 0, False), (8, 12, False)]
+)
+def test_unequal_losses_are_called_at_their_level(good: int, bad: int, called: bool) -> None:
+    sessions = Sessions({"a/b/s": "t::a"}, Plan(), 72, lost_processes={"t::a": {"good": good, "bad": bad}})
+    assert bool(sessions.unequal_losses()) is called
 
 
 @pytest.mark.parametrize(
@@ -107,13 +162,19 @@ def test_what_counts_as_a_time(judgement: Judgement, expected: float | None) -> 
 
 
 def test_fewer_sessions_spend_the_whole_level_by_their_last_look() -> None:
-    assert plan_for(None) == plan_for(99) == Plan()
+    assert plan_for() == plan_for(99)
     short = plan_for(10)
-    assert [look.sessions for look in short.looks] == [8, 10]
+    assert [look.sessions for look in short.looks] == [6, 8, 10]
     assert sum(look.different for look in short.looks) == sum(look.same for look in short.looks) == 1
-    assert plan_for(8).looks[0].different == 1
-    with pytest.raises(ValueError, match="at least 8 sessions, got 7"):
-        plan_for(7)
+    assert plan_for(6).looks[0].different == 1
+    with pytest.raises(ValueError, match="at least 6 sessions, got 5"):
+        plan_for(5)
+
+
+def test_slow_modes_are_watched_for_where_sessions_are_enough() -> None:
+    assert plan_for(None, "cpu").rule("throughput/a/b").watch
+    assert not plan_for(12, "cpu").rule("throughput/a/b").watch
+    assert not plan_for(None, "h200").rule("throughput/a/b").watch
 
 
 def test_a_timing_without_a_quiet_round_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

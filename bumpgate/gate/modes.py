@@ -1,0 +1,93 @@
+"""Slow modes: processes of the candidate that are now and then much slower, which a typical session does not show.
+
+A winsorised test sets a slow process aside as noise, so it never calls a build in which one process in ten takes twice
+as long. Here those processes are counted, in Wald's sequential test of "as rare as in an unchanged build" against
+"frequent" (Wald 1945, "Sequential tests of statistical hypotheses"). Noise alone cannot prove a slow mode: with signs
+alone, k slow processes of one side and none of the other have p = 2^-k. The test therefore assumes how rare a slow
+process is where nothing changed (`Modes.rare`); slow processes of the adopted build are subtracted.
+
+Readings that were lost are counted too: a build that is too rough to be timed, or that dies, loses more of them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+# A session this far above the median of its row had a slow process of the candidate; this far below, of the adopted.
+SLOW = math.log(1.3)
+
+
+class Mode(Enum):
+    """FOUND: frequent. CLEARED: rare. OPEN: more sessions are needed."""
+
+    FOUND = "FOUND"
+    CLEARED = "CLEARED"
+    OPEN = "OPEN"
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The two hypotheses and their errors. Raises ValueError on values that bound no error.
+
+    rare, frequent: share of slow processes in an unchanged build, and the share that must be found.
+    alpha: chance of a false FOUND in all tests of a gate. beta: chance that a frequent slow mode is CLEARED.
+    """
+
+    rare: float = 0.002
+    frequent: float = 0.1
+    alpha: float = 0.006
+    beta: float = 0.06
+
+    def __post_init__(self) -> None:
+        if not (0 < self.rare < self.frequent < 1 and 0 < self.alpha < 0.5 and 0 < self.beta < 0.5):
+            raise ValueError(f"need 0 < rare < frequent < 1 and levels below 0.5, got {self}")
+
+    @property
+    def sessions(self) -> int:
+        """Sessions without a slow process that clear a row."""
+        return math.ceil(math.log(self.beta) / math.log((1 - self.frequent) / (1 - self.rare)))
+
+
+def slow_sessions(log_ratios: Sequence[float]) -> tuple[int, int]:
+    """How many sessions had a slow process of the candidate, and how many one of the adopted build."""
+    signs = _signs(log_ratios)
+    return signs.count(1), signs.count(-1)
+
+
+def slow_mode(log_ratios: Sequence[float], modes: Modes, share: float = 1.0) -> Mode:
+    """The first bound that the log-likelihood ratio crosses, session by session.
+
+    share: of `modes.alpha`, where several tests are judged.
+    """
+    slow = math.log(modes.frequent / modes.rare)
+    normal = math.log((1 - modes.frequent) / (1 - modes.rare))
+    upper, lower = -math.log(modes.alpha * share), math.log(modes.beta)
+    total = 0.0
+    for sign in _signs(log_ratios):
+        total += sign * slow if sign else normal
+        if total >= upper:
+            return Mode.FOUND
+        if total <= lower:
+            return Mode.CLEARED
+    return Mode.OPEN
+
+
+def p_lost(bad: int, good: int) -> float:
+    """Exact one-sided p of "the candidate loses no more readings than the adopted build", from the readings lost.
+
+    If the claim holds, a lost reading is of either side with equal chance (binomial test).
+    """
+    total = bad + good
+    return float(sum(math.comb(total, k) for k in range(bad, total + 1)) / 2**total)
+
+
+def _signs(log_ratios: Sequence[float]) -> list[int]:
+    """1, -1 or 0 a session: a slow process of the candidate, of the adopted build, of neither."""
+    if not log_ratios:
+        return []
+    middle = statistics.median(log_ratios)
+    return [(x - middle > SLOW) - (x - middle < -SLOW) for x in log_ratios]

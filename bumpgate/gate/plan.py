@@ -1,0 +1,154 @@
+"""The plan of the paired sessions: when to look, which margins count, how the levels are divided among the rows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from statistics import NormalDist
+
+from bumpgate.gate.modes import Modes
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look, after `sessions` sessions; `different` and `same` are its shares of the two levels."""
+
+    sessions: int
+    different: float
+    same: float
+
+
+# 6 sessions are the fewest that can call SAME: 2^-6 is 0.32 of 0.05. With 71 rows, 16 are the fewest that can call
+# SLOWER; by then the other tests are decided and dropped, so these sessions are short.
+LOOKS = (
+    Look(6, 0.0, 0.32),
+    Look(8, 0.05, 0.1),
+    Look(12, 0.2, 0.1),
+    Look(16, 0.2, 0.08),
+    Look(20, 0.1, 0.08),
+    Look(28, 0.15, 0.12),
+    Look(36, 0.1, 0.05),
+    Look(48, 0.1, 0.1),
+    Look(72, 0.1, 0.05),
+)
+
+
+# Of the level of SLOWER: what the biases of compile caches may use of it.
+CACHE_PART = 0.25
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the rows whose id matches `pattern` (fnmatch) are judged; the first rule that matches counts.
+
+    different, same: margins, as in `Plan`. weight: importance; the levels are divided among the rules that have rows,
+    in proportion to their weights, and within a rule equally. watch: SAME needs as many sessions as clear a row of
+    slow modes, also where no slow process was seen.
+    """
+
+    pattern: str
+    different: float = 0.01
+    same: float = 0.035
+    weight: float = 1.0
+    watch: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When to look, and what counts as moved. Raises ValueError on a plan whose errors would not be bounded.
+
+    different: a row is SLOWER or FASTER where its interval lies beyond this change, 0.01 is 1 %.
+    same: a row is SAME where its interval lies within this change, either way.
+    alpha: chance of a false SLOWER or FASTER in the whole family of rows, over all looks; half for each direction.
+    alpha_same: chance that one row which moved by more than `same` is called SAME, over all looks.
+    rules: for rows with other margins, importance or watch. modes: the test of slow modes.
+    cache_sd: standard deviation of what a compile cache (autotuning choices, code layout) adds to the log of a time.
+    """
+
+    looks: tuple[Look, ...] = LOOKS
+    different: float = 0.01
+    same: float = 0.035
+    alpha: float = 0.02
+    alpha_same: float = 0.05
+    rules: tuple[Rule, ...] = ()
+    modes: Modes = field(default_factory=Modes)
+    cache_sd: float = 0.01
+
+    def __post_init__(self) -> None:
+        counts = [look.sessions for look in self.looks]
+        if not counts or counts[0] < 1 or any(a >= b for a, b in pairwise(counts)):
+            raise ValueError(f"looks must come after ever more sessions, got {counts}")
+        for shares in ([x.different for x in self.looks], [x.same for x in self.looks]):
+            if min(shares) < 0 or sum(shares) > 1 + 1e-9:
+                raise ValueError(f"shares of a level are at least 0 and sum to at most 1, got {shares}")
+        for rule in (Rule("*", self.different, self.same), *self.rules):
+            if not 0 <= rule.different <= rule.same:
+                raise ValueError(f"need 0 <= different <= same, got {rule.different} and {rule.same}")
+        if not all(rule.weight > 0 for rule in self.rules):
+            raise ValueError(f"weights are positive, got {[rule.weight for rule in self.rules]}")
+        if not (0 < self.alpha < 1 and 0 < self.alpha_same < 0.5 and self.cache_sd >= 0):
+            raise ValueError(f"levels out of range: {self.alpha}, {self.alpha_same} and {self.cache_sd}")
+
+    @property
+    def budget(self) -> int:
+        """Sessions after which an open row is left INCONCLUSIVE."""
+        return self.looks[-1].sessions
+
+    def rule(self, row: str) -> Rule:
+        """The rule of one row."""
+        found = (rule for rule in self.rules if fnmatchcase(row, rule.pattern))
+        return next(found, Rule("*", self.different, self.same))
+
+
+@dataclass(frozen=True)
+class Family:
+    """The rows that are judged together, and how each reading came about.
+
+    tests: row id -> node id; rows of one test come from the same processes. A row without one is a test of its own.
+    caches: row id -> the pair of compile caches that each reading used; a row without one alternated between two.
+    """
+
+    tests: Mapping[str, str] = field(default_factory=dict)
+    caches: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+def cache_allowance(plan: Plan, share: float, pairs: int) -> float:
+    """The log-ratio that compile caches alone exceed with a chance of `share` of CACHE_PART of half of alpha.
+
+    Each side's cache adds a bias of its own, normal with `plan.cache_sd`. More sessions do not remove it; `pairs`
+    independent pairs of caches average it.
+    """
+    if not plan.cache_sd:
+        return 0.0
+    deviation = plan.cache_sd * math.sqrt(2 / pairs)
+    return deviation * NormalDist().inv_cdf(1 - CACHE_PART * plan.alpha / 2 * share)
+
+
+def shares(names: Iterable[str], plan: Plan) -> dict[str, float]:
+    """Row id -> its share of the level: the rules that have rows divide it by weight, and their rows equally."""
+    rules = {name: plan.rule(name) for name in names}
+    counts = Counter(rules.values())
+    total = sum(rule.weight for rule in counts)
+    return {name: rule.weight / total / counts[rule] for name, rule in rules.items()}
+
+
+def plan_for(sessions: int | None = None, lane: str = "") -> Plan:
+    """The plan of a lane, cut to `sessions`; the last look gets the shares of the looks that are cut off.
+
+    Slow modes are watched for on the CPU lane, where two processes run at once, and only if there are sessions enough
+    to clear a row of them. Raises ValueError on fewer sessions than the first look needs.
+    """
+    whole = Plan()
+    watch = lane == "cpu" and (sessions is None or sessions >= whole.modes.sessions)
+    whole = replace(whole, rules=(Rule("throughput/*", watch=watch),))
+    if sessions is None or sessions >= whole.budget:
+        return whole
+    if sessions < whole.looks[0].sessions:
+        raise ValueError(f"at least {whole.looks[0].sessions} sessions, got {sessions}")
+    looks = [look for look in whole.looks if look.sessions < sessions]
+    rest = Look(sessions, 1 - sum(x.different for x in looks), 1 - sum(x.same for x in looks))
+    return replace(whole, looks=(*looks, rest))
