@@ -57,6 +57,10 @@ class Rule:
     watch: bool = False
 
 
+# A start is a whole compilation, read once a process: wider margins, fewer sessions, less of the level.
+START = (Rule("throughput/start-*", different=0.03, same=0.1, weight=0.25),)
+
+
 @dataclass(frozen=True)
 class Plan:
     """When to look, and what counts as moved. Raises ValueError on a plan whose errors would not be bounded.
@@ -139,12 +143,12 @@ def shares(names: Iterable[str], plan: Plan) -> dict[str, float]:
 def plan_for(sessions: int | None = None, lane: str = "") -> Plan:
     """The plan of a lane, cut to `sessions`; the last look gets the shares of the looks that are cut off.
 
-    Slow modes are watched for on the CPU lane, where two processes run at once, and only if there are sessions enough
-    to clear a row of them. Raises ValueError on fewer sessions than the first look needs.
+    Slow modes of a training step are watched for on the CPU lane, where a session is cheap, and only if there are
+    sessions enough to clear a row of them. Raises ValueError on fewer sessions than the first look needs.
     """
     whole = Plan()
     watch = lane == "cpu" and (sessions is None or sessions >= whole.modes.sessions)
-    whole = replace(whole, rules=(Rule("throughput/*", watch=watch),))
+    whole = replace(whole, rules=(*START, Rule("throughput/*", watch=watch)))
     if sessions is None or sessions >= whole.budget:
         return whole
     if sessions < whole.looks[0].sessions:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bumpgate.gate.sequential import Outcome, Plan, decide
+from bumpgate.gate.plan import Plan
+from bumpgate.gate.sequential import Outcome, decide
 from bumpgate.rows import write_atomic
 
 PLACE = Path(__file__).with_name("recorded_sessions.json")

@@ -7,7 +7,8 @@ import math
 import random
 from collections import Counter
 
-from bumpgate.gate.sequential import Outcome, Plan
+from bumpgate.gate.plan import Plan
+from bumpgate.gate.sequential import Outcome
 from suites.self.recorded import PLACE, Session, replay, sessions
 from suites.self.test_sequential import told
 
