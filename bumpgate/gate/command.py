@@ -127,6 +127,13 @@ def command(
     found = gate_file.read(place / result.NAME)
     assert isinstance(found, GateFile)
     _show(found, place, again)
+    if found.decision is not Decision.UNKNOWN and candidate and not asked.selection:
+        review = (
+            ""
+            if found.decision is Decision.ADOPT
+            else " --reviewed ROW --reason TEXT, for each row that is right"
+        )
+        view.say(f"to adopt it: bumpgate adopt {shlex.quote(str(place / result.NAME))}{review}")
     raise typer.Exit(found.decision.value)
 
 

@@ -15,6 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from bumpgate.accepted import today
+from bumpgate.adopt import log
+from bumpgate.baseline import find_root
 from bumpgate.gate.drift import Reading
 from bumpgate.report import plots
 from bumpgate.report.archive import Archive, Point, default_store
@@ -177,6 +179,20 @@ def recent(
     return Archive(store or default_store()).drifted(lane, rows, days, day or today())
 
 
-def adopted(lane: str, *, store: str = "") -> list[tuple[date, str]]:
-    """(day, torch) of every candidate that a gate adopted, oldest first: `drift.anchor` picks from the days."""
-    return Archive(store or default_store()).adopted(lane)
+def adopted(lane: str, *, store: str = "", root: Path | None = None) -> list[tuple[date, str]]:
+    """(day, torch) of every build that a lane adopted, oldest first: `drift.anchor` picks from the days.
+
+    Candidates that a gate of the history adopted, and what `bumpgate adopt` wrote down in the work tree of `root`;
+    without the builds whose adoption was rolled back.
+    """
+    entries = [a for a in log.load(root or find_root(Path.cwd())).entries if a.lane == lane]
+    undone = {_release(a.new) for a in entries if a.rolled_back} - {
+        _release(a.new) for a in entries if not a.rolled_back
+    }
+    builds = {(a.day, a.new) for a in entries} | set(Archive(store or default_store()).adopted(lane))
+    return sorted((day, torch) for day, torch in builds if _release(torch) not in undone)
+
+
+def _release(torch: str) -> str:
+    """Without the local label, which a wheel's metadata may leave out."""
+    return torch.partition("+")[0]

@@ -31,6 +31,8 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdoptTree]:
         for version, code in (("9.10.0", 0), ("9.11.0", 1), ("9.12.0", 1)):
             done = tree.gate(version)
             assert done.code == code, done.out + done.err
+            review = " --reviewed ROW --reason TEXT, for each row that is right" if code else ""
+            assert done.err.endswith(f"to adopt it: bumpgate adopt {version}/gate.json{review}\n")
         yield tree
         tree.end()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from bumpgate.adopt import log
 from bumpgate.gate.drift import Reading, anchor, creep
 from bumpgate.gate.sequential import Outcome
 from bumpgate.gate.verdict import Side
@@ -95,6 +96,19 @@ def test_readings_come_in_order_of_time_not_of_adding(tmp_path: Path, archive: A
     # The same moment in another zone.
     archive.add(a_record(tmp_path, "11-02", 2.5, started="2026-11-02T12:00:00+09:00"))
     assert [p.value for p in archive.points(ROW)] == [1.0, 2.0, 2.5, 3.0]
+
+
+def test_adoptions_of_the_tree_are_adopted_builds(tmp_path: Path) -> None:
+    def entry(day: int, new: str, lane: str = "cpu", undone: bool = False) -> log.Adoption:
+        closed = date(2026, 3, 9) if undone else None
+        return log.Adoption(lane, date(2026, 3, day), "", "", new, "HOLD", "", "", {}, {}, (), closed)
+
+    entries = (entry(1, "2.14.0"), entry(2, "2.15.0", undone=True), entry(3, "2.16.0", lane="h200"))
+    (tmp_path / "baselines").mkdir()
+    (tmp_path / log.FILE).write_text(log.text(log.Log(entries)))
+    assert log.load(tmp_path).entries == entries
+    found = history.adopted("cpu", store=f"sqlite:///{tmp_path / 'h.sqlite'}", root=tmp_path)
+    assert found == [(date(2026, 3, 1), "2.14.0")]
 
 
 def test_drift_is_read_from_adopted_builds_alone(

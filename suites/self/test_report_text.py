@@ -24,7 +24,11 @@ P = Verdict.PASS
 def gate_of(folder: Path, said: Verdict, **side: object) -> page.Page:
     """A gate whose candidate has one row of this verdict beside one that is right."""
     good = Side("torch 2.13.0", record(judged(P, row()), judged(P, row("a/b/c"))))
-    bad = Side("torch 2.14.0", record(judged(said, row(value=17), "why"), judged(P, row("a/b/c"))), **side)
+    bad = Side(
+        "torch 2.14.0",
+        record(judged(said, row(value=17) if said.red else row(), "why"), judged(P, row("a/b/c"))),
+        **side,
+    )
     return page.of(gate_file.read(write_gate(folder, good, bad)[0]))
 
 
