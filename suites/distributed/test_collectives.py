@@ -86,7 +86,6 @@ def test_divergent_guards_end_in_a_reason(lane: Lane, told, row) -> None:
 
 
 @lanes("cpu")
-@planted("R1", "one rank's record lacks a collective")
 def test_flight_records_agree(lane: Lane, told, dumps: Path, canaries, row) -> None:
     """Two groups on gloo: the recorder numbers each group's collectives alike on both ranks."""
     canaries("flight_record")
@@ -109,7 +108,6 @@ def test_flight_records_agree(lane: Lane, told, dumps: Path, canaries, row) -> N
     assert {group for group, _, _ in named[0]} == {"0", "1"}
     # gloo reduces and scatters by an all_reduce, and records it as one.
     assert {name for _, _, name in named[0]} == {"gloo:barrier", "gloo:all_reduce"}
-    assert set(named[0][:-1]) ^ set(named[1])
 
 
 @lanes("cpu")

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from launch import process_group
 from launch.children import Child, run
-from launch.contract import load
-from launch.environment import RETRY, expected
+from launch.contract import ContractError, load
+from launch.environment import RETRY, check, child_environment, expected
 from launch.process_group import barrier, lazy, monitor_again, new_group, quiet_process, start, warm_up
 from launch.retry import REASON, load_retry
 from launch.warmup import MONITORING, Start, WarmUp, load_warmup
@@ -117,10 +117,10 @@ def test_the_trio_if_and_only_if_local_rank(lane: Lane, row) -> None:
         expected=len(cases),
     )
     assert len(trio) == 3
-    careless = [
-        trio & {**contract.rank_variables, **given}.keys() == trio for given, rank in cases if not rank
-    ]
-    assert all(careless), "exported always, the trio stands where the rule has none"
+    for other in others:
+        careless = child_environment(contract, other) | contract.rank_variables
+        with pytest.raises(ContractError, match=r"^\w+ is set without LOCAL_RANK: .* \(and 2 more\)$"):
+            check(contract, careless)
 
 
 @lanes("cpu")
