@@ -1,0 +1,56 @@
+"""The phases of a compilation: what each span counts for, and that an absent one is no 0."""
+
+from __future__ import annotations
+
+import time
+from unittest import mock
+
+import pytest
+import torch._dynamo.utils
+
+from bumpgate.baseline import Baseline, judge
+from bumpgate.rows import Row, Verdict
+from suites.support.instruments import Phases, compile_phases
+from suites.support.instruments.phases import SPANS
+from suites.support.planted import planted
+
+SECONDS = {"frame": 10.0, "compiler": 9.0, "backward": 4.0, "inductor": 11.0, "module": 8.0, "codegen": 2.0}
+
+
+def measured(seconds: dict[str, float]) -> Phases:
+    """The phases of spans that torch reports inside the block, after others of the same names."""
+    names = {SPANS[ours]: spent for ours, spent in seconds.items()}
+    spans = {name: [100.0] for name in SPANS.values()}
+    with (
+        mock.patch.object(torch._dynamo.utils, "compilation_time_metrics", spans),
+        compile_phases() as phases,
+    ):
+        for name, spent in names.items():
+            spans[name].append(spent)
+    return phases
+
+
+def test_no_second_counts_in_two_phases() -> None:
+    phases = measured(SECONDS)
+    assert phases == Phases(dynamo=1.0, aot=2.0, inductor=5.0, backend=6.0)
+    assert sum(vars(phases).values()) == SECONDS["frame"] + SECONDS["backward"]
+
+
+@pytest.mark.parametrize("lost", SECONDS)
+@planted("C13", "torch renames a span of its compile times")
+def test_renamed_span_is_none_and_never_zero(lost: str) -> None:
+    phases = measured({name: spent for name, spent in SECONDS.items() if name != lost})
+    absent = [name for name, spent in vars(phases).items() if spent is None]
+    assert absent
+    assert 0 not in vars(phases).values()
+    row = Row(f"throughput/start/{absent[0]}", None, "s", 1, "C13", better="lower", paired=True)
+    assert judge(row, Baseline("cpu"), failed_instruments={}).verdict is Verdict.INSTRUMENT
+
+
+def test_spans_are_timed_in_cpu_seconds() -> None:
+    """A sleep is no work; the module's own clock is back at the end."""
+    with mock.patch.object(torch._dynamo.utils, "compilation_time_metrics", {}), compile_phases():
+        before = torch._dynamo.utils.time.time_ns()
+        time.sleep(0.2)
+        assert torch._dynamo.utils.time.time_ns() - before < 0.1e9
+    assert torch._dynamo.utils.time is time
