@@ -219,6 +219,23 @@ def op_definitions() -> None:
     )
 
 
+def op_calls() -> None:
+    """An op of tensors called twice eagerly, and once from a compiled function that was traced before: 2, then 1."""
+    op = torch.library.custom_op(
+        "bumpgate_canary::called", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    op.register_fake(torch.empty_like)
+    x = torch.ones(4)
+    with device.op_calls("bumpgate_canary") as eager:
+        op(op(x))
+    compiled = torch.compile(lambda x: op(x.sin()), backend="aot_eager", fullgraph=True)
+    compiled(x)
+    with device.op_calls("bumpgate_canary") as later:
+        compiled(x)
+    op(x)  # after the block: not counted
+    _expect("calls, eager and compiled", (eager["called"], later["called"]), (2, 1))
+
+
 def autotune() -> None:
     """One benchmarked choice: the benchmark counter moves by exactly 1."""
     device.forget_graphs()
@@ -269,6 +286,7 @@ CANARIES: dict[str, Callable[[], None]] = {
         cuda_graph_skips,
         autotune,
         op_definitions,
+        op_calls,
         group_timeout,
         flight_record,
     )

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from suites.support.instruments import DynamoReport, DynamoWatch, require_dynamic_batch
+from suites.support.canaries import prove
+from suites.support.instruments import DynamoReport, DynamoWatch, op_calls, require_dynamic_batch
 
 
 def strided(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -72,16 +72,17 @@ def check_compiled(
             require_dynamic_batch(given[key])
         return compiled(*inputs, **named)
 
+    fault = prove(["op_calls"])["op_calls"]
+    assert not fault, f"instrument op_calls: {fault}"
     with DynamoWatch() as watch:
         compiled = torch.compile(function, fullgraph=True, backend=watch.backend("aot_eager"))
         for inputs in batches:
             eager = _tensors(train(function, inputs))
             train(compiled_step, inputs)
             # Tracing ran the op's fake too, so calls are counted in a later step.
-            with profile(activities=[ProfilerActivity.CPU]) as trace:
+            with op_calls("bumpgate") as ran:
                 found = _tensors(train(compiled_step, inputs))
-            ran = {event.key: event.count for event in trace.key_averages()}
-            assert [ran.get(f"bumpgate::{op}_{way}", 0) for way in ("fwd", "bwd")] == [calls, calls]
+            assert [ran[f"{op}_{way}"] for way in ("fwd", "bwd")] == [calls, calls]
             for ours, theirs in zip(found, eager, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     return watch.report

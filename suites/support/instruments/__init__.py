@@ -51,6 +51,7 @@ from suites.support.instruments.runtime import (
     group_timeout,
     grouped_mm,
     host_syncs,
+    op_calls,
     op_definitions,
     synchronisations,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "host_reads",
     "host_syncs",
     "inductor_report",
+    "op_calls",
     "op_definitions",
     "operator_names",
     "read_dynamo_config",
