@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bumpgate.bisect.search import Outcome
+from bumpgate.environments import reference
 from bumpgate.environments.build import BuildError, Environment, NotInstallable
 from bumpgate.environments.interpreter import ChildFault, Interpreter
 from bumpgate.environments.request import Request
@@ -284,6 +285,7 @@ class SuiteTest:
             self.lane,
             self.selection,
             place / RECORD,
+            environment=reference.variables(environment.lock),
             timeout=self.timeout,
             log=place / LOG,
             # Where the run is whole, torch was imported; where it is not, the question is asked below.
@@ -344,6 +346,9 @@ class SuiteTest:
 
 
 def _row_signal(j: Judgement, record: Record, skipped: set[str]) -> Verdict:
+    if j.row.better == "defect" and j.row.value is not None and j.verdict is not Verdict.INSTRUMENT:
+        # Its range is a statement about versions, and a bisection asks which version it is.
+        return Verdict.REGRESSION if j.row.value else Verdict.PASS
     # What a test derives it has judged itself, reviewed or not.
     derived = j.row.better == "derived" and j.verdict is Verdict.MISSING and not j.row.unmeasured
     if not j.red or derived:

@@ -47,8 +47,13 @@ NEEDS: Mapping[Part, tuple[str, ...]] = {
 }
 
 
-def make_site(root: Path, lane: str, python: Path, environment: Mapping[str, str]) -> Site:
-    """Raises BumpgateError with one line: no such interpreter, a contract or manifest that cannot be read."""
+def make_site(
+    root: Path, lane: str, python: Path, environment: Mapping[str, str], *, own_lock: bool = False
+) -> Site:
+    """What doctor looks at. own_lock: as in Site.
+
+    Raises BumpgateError with one line: no such interpreter, a contract or manifest that cannot be read.
+    """
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise BumpgateError(f"--python {python}: no such interpreter")
     # Not resolved: the python of a virtual environment is a link, and finds its packages beside the link.
@@ -56,7 +61,7 @@ def make_site(root: Path, lane: str, python: Path, environment: Mapping[str, str
     contract = read_contract(root / "contract.toml")
     rows = manifest.load(root / "wheels" / "manifest.toml")
     rows.adopted(lane)
-    return Site(lane, Interpreter(python, root, environment), contract, rows)
+    return Site(lane, Interpreter(python, root, environment), contract, rows, own_lock)
 
 
 def read_contract(path: Path) -> dict[str, Any]:

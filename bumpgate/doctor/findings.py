@@ -12,6 +12,7 @@ from typing import Any
 from bumpgate.environments.interpreter import Interpreter
 from bumpgate.environments.inventory import Inventory, take
 from bumpgate.environments.manifest import Environment, Manifest
+from bumpgate.environments.reference import Reference, of_lane, reference
 
 
 class Status(Enum):
@@ -58,12 +59,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Site:
-    """What doctor examines: an interpreter, started as the suites start it, for one lane of one source tree."""
+    """What doctor examines: an interpreter, started as the suites start it, for one lane of one source tree.
+
+    own_lock: compare what is installed with the environment's own lock, named by the interpreter's variables, where
+    there is one; by default always with the adopted row of the lane.
+    """
 
     lane: str
     interpreter: Interpreter
     contract: Mapping[str, Any]
     manifest: Manifest
+    own_lock: bool = False
 
     @property
     def root(self) -> Path:
@@ -73,9 +79,15 @@ class Site:
     def given(self) -> Mapping[str, str]:
         return self.interpreter.environment
 
+    @cached_property
+    def reference(self) -> Reference:
+        """What is expected to be installed."""
+        adopted = self.manifest.adopted(self.lane)
+        return reference(adopted, self.inventory, self.given) if self.own_lock else of_lane(adopted)
+
     @property
     def row(self) -> Environment:
-        return self.manifest.adopted(self.lane)
+        return self.reference.row
 
     @cached_property
     def inventory(self) -> Inventory:

@@ -66,7 +66,7 @@ def _one_build(metadata: str, files: str) -> bool:
 
 
 def versions(site: Site) -> Found:
-    """BG202: torch against the lane's row; BG204: triton and other packages; BG205: kernel wheels."""
+    """BG202: torch against the reference set; BG204: triton and other packages; BG205: kernel wheels."""
     found = site.inventory
     wheels = {wheel.name: wheel for wheel in site.row.wheels}
     for m in mismatches(site.row, found):
@@ -77,14 +77,16 @@ def versions(site: Site) -> Found:
             yield Defect("BG205", _differs(site, m), command)
         elif m.package != "python":  # BG102
             yield Defect("BG204", _differs(site, m), f"pip install '{m.package}{m.wanted}'")
-    yield f"as lane {site.lane} was adopted: torch {site.row.torch}" + "".join(
+    yield f"as in {site.reference.source}: torch {site.row.torch or 'of any version'}" + "".join(
         f", {name} {wanted}" for name, wanted in site.row.packages.items()
     )
 
 
 def _differs(site: Site, m: Mismatch) -> str:
     installed = f"{m.found} is installed" if m.found else "is not installed"
-    return f"{m.package} {installed}, lane {site.lane} was adopted with {m.wanted}"
+    if not site.own_lock:
+        return f"{m.package} {installed}, lane {site.lane} was adopted with {m.wanted}"
+    return f"{m.package} {installed}, {site.reference.source} has {m.wanted or 'it'}"
 
 
 def requirements(site: Site) -> Found:

@@ -24,7 +24,7 @@ from rich.console import Console
 from bumpgate import accepted
 from bumpgate.adopt.files import interrupted
 from bumpgate.baseline import LANES, find_root
-from bumpgate.environments import compiled
+from bumpgate.environments import compiled, reference
 from bumpgate.environments.build import BuildError, build, lane_request
 from bumpgate.environments.store import sha256_of
 from bumpgate.gate import drift, result
@@ -223,7 +223,7 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
     for name, (python, _) in wanted.items():
         if python:
             key = compiled.HANDED_IN + hashlib.sha256(python.encode()).hexdigest()[:16]
-            first, *more = compiled.copies(key, name)
+            first, *more = ({**c, **reference.variables(None)} for c in compiled.copies(key, name))
             places[name] = Place(
                 Path(python), first, command=f"{shlex.quote(python)} -m pip list", more=tuple(more)
             )
@@ -231,7 +231,8 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
         try:
             with view.doing(f"{TITLES[name]}: building its environment"):
                 made = build(requests[name], say=view.say)
-            first, *more = compiled.copies(made.key, name)
+            own = reference.variables(made.lock)
+            first, *more = ({**c, **own} for c in compiled.copies(made.key, name))
             places[name] = Place(
                 made.python,
                 first,

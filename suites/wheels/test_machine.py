@@ -1,4 +1,7 @@
-"""The machine that runs this lane is fit for it: doctor from end to end, as it stands (rule C28)."""
+"""The machine that runs this lane is fit for it: doctor from end to end (rule C28).
+
+In a gate each side is compared with its own lock; `bumpgate doctor` always compares with the adopted set.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from suites.support.lanes import Lane, lanes
 
 @lanes("cpu", "h200")
 def test_doctor_finds_no_defect(lane: Lane, row) -> None:
-    findings = examine(make_site(ROOT, lane.name, Path(sys.executable), os.environ))
+    findings = examine(make_site(ROOT, lane.name, Path(sys.executable), os.environ, own_lock=True))
     defects = [f"{f.code} {f.check}: {f.reason}" for f in findings if f.status is Status.DEFECT]
     passed = sum(f.status is Status.OK for f in findings)
     row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from bumpgate.environments.manifest import (
     load,
     mismatches,
 )
+from bumpgate.environments.reference import NO_LOCK, VARIABLE, reference
 from suites.kernels import workloads
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
@@ -35,19 +37,21 @@ NIGHTLY = "2.12.0.dev20260304+cu130"
 
 @lanes("cpu", "h200")
 def test_what_is_installed_is_what_was_adopted(lane: Lane, row) -> None:
-    adopted = load(PATH).adopted(lane.name)
+    """Against the adopted row in a lane run, against its own lock in a gate, against torch's metadata without one."""
     found = take(Interpreter(Path(sys.executable), ROOT, os.environ))
+    wanted = reference(load(PATH).adopted(lane.name), found, os.environ)
     differences = [
-        f"{m.package}: {m.found or 'absent'}, adopted {m.wanted}" for m in mismatches(adopted, found)
+        f"{m.package}: {m.found or 'absent'}, {wanted.source} has {m.wanted or 'it'}"
+        for m in mismatches(wanted.row, found)
     ]
     row(
         "wheels/manifest/mismatches",
         len(differences),
         unit="packages",
-        witness=2 + len(adopted.packages) + len(adopted.wheels),
+        witness=wanted.facts,
         rule="C39",
         expected=0,
-        evidence=differences,
+        evidence=[f"compared with {wanted.source}", *differences],
     )
 
 
@@ -168,6 +172,55 @@ def inventory(python="3.12.3", torch="2.11.0+cu130", **packages: str | Distribut
 @lanes("cpu")
 def test_a_mismatch_is_named(lane: Lane, found: Inventory, package: str | None) -> None:
     assert [m.package for m in mismatches(ROW, found)] == ([package] if package else [])
+
+
+LOCK = """lock-version = "1.0"
+requires-python = "==3.12.*"
+[[packages]]
+name = "torch"
+version = "2.14.1"
+wheels = [{ name = "torch-2.14.1.whl", path = "t", hashes = { sha256 = "AAAA" } }]
+[[packages]]
+name = "triton"
+version = "3.8.0"
+wheels = [{ name = "triton-3.8.0.whl", path = "t", hashes = { sha256 = "BBBB" } }]
+""".replace("AAAA", "a" * 64).replace("BBBB", "b" * 64)
+
+
+@planted("C39", "a candidate that is not what its own lock names")
+@lanes("cpu")
+def test_a_candidate_is_compared_with_its_own_lock(lane: Lane, tmp_path: Path) -> None:
+    path = tmp_path / "pylock.toml"
+    path.write_text(LOCK)
+    candidate = inventory(torch="2.14.1+cu130", triton="3.8.0")
+
+    def differing(found: Inventory, lock: str) -> list[str]:
+        return [m.package for m in mismatches(reference(ROW, found, {VARIABLE: lock}).row, found)]
+
+    assert differing(candidate, "") == ["torch", "triton"], "a lane run judges against the adopted row"
+    assert differing(candidate, str(path)) == []
+    assert differing(inventory(torch="2.14.1+cu130", triton="3.7.1"), str(path)) == ["triton"]
+    assert differing(inventory(torch="2.15.0", triton="3.8.0"), str(path)) == ["torch"]
+    assert differing(inventory(python="3.11.2", torch="2.14.1", triton="3.8.0"), str(path)) == ["python"]
+    assert reference(ROW, candidate, {VARIABLE: str(path)}).facts == 3
+
+
+@planted("C39", "an interpreter without a lock whose triton is not the one that its torch requires")
+@lanes("cpu")
+def test_an_interpreter_without_a_lock_is_held_to_its_torch(lane: Lane) -> None:
+    requires = ("triton==3.8.0; platform_system == 'Linux'", "filelock", "winonly; sys_platform == 'win32'")
+    torch = Distribution("torch", "2.14.1", requires=(*requires, "optree>=0.13; extra == 'optree'"))
+    bare = inventory(torch="2.14.1+cu130", triton="3.8.0", filelock="3.20")
+    found = replace(bare, distributions={**bare.distributions, "torch": (torch,)})
+    wanted = reference(ROW, found, {VARIABLE: NO_LOCK})
+    assert (wanted.facts, "no lock" in wanted.source) == (2, True)
+    assert list(mismatches(wanted.row, found)) == []
+    for name in ("triton", "filelock"):
+        lacking = {n: d for n, d in found.distributions.items() if n != name}
+        assert [m.package for m in mismatches(wanted.row, replace(found, distributions=lacking))] == [name]
+    other = {**found.distributions, "triton": (Distribution("triton", "3.7.1"),)}
+    assert [m.package for m in mismatches(wanted.row, replace(found, distributions=other))] == ["triton"]
+    assert reference(ROW, bare, {VARIABLE: NO_LOCK}).facts == 0, "an instrument that saw nothing, not a pass"
 
 
 GOOD = """schema = 1
