@@ -153,7 +153,7 @@ def judge(
     failed_instruments: canary name -> reason, for those that disagreed or never ran.
     build: what BUILD names, in the environment that measured the row; None stands for the baseline's own.
     """
-    for rule in (_instrument, _derived, _review, _exact, _ordered):
+    for rule in (_instrument, _derived, _review, _exact, _ordered, _fixed):
         judgement = rule(row, baseline, failed_instruments, build)
         if judgement is not None:
             break
@@ -185,7 +185,12 @@ def in_tier(test: str) -> bool:
 
     A whole run of the lane does not owe it, and it is accepted from there, whatever build the lane was adopted with.
     """
-    return test.startswith(TIERS)
+    return bool(tier(test))
+
+
+def tier(test: str) -> str:
+    """The folder of the tier that a test belongs to; "" for a test of every run of its lane."""
+    return next((folder for folder in TIERS if test.startswith(folder)), "")
 
 
 def violation(row: Row) -> str | None:
@@ -198,6 +203,8 @@ def violation(row: Row) -> str | None:
         return f"measured {value}, not a finite number"
     if row.expected is not None and not same_value(value, row.expected):
         return f"expected {row.expected!r} (derived), measured {value!r}"
+    if row.better == "defect" and value == 1 and row.at_most == 0:
+        return f"present outside its range ({row.evidence[0]}): it is back, or the range is too narrow"
     if row.at_most is not None and is_number(value) and value > row.at_most:
         return f"expected at most {row.at_most!r} (derived), measured {value!r}"
     if row.at_least is not None and is_number(value) and value < row.at_least:
@@ -300,6 +307,14 @@ def _ordered(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judg
     return None
 
 
+def _fixed(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
+    """A known defect that is absent inside its range. Outside of it, absence is what is expected."""
+    if row.better != "defect" or row.value != 0 or row.at_most == 0:
+        return None
+    reason = f"absent inside its range ({row.evidence[0]}): narrow the range in its test"
+    return Judgement(row, Verdict.FIXED, reason, investigate(baseline.lane, row.test))
+
+
 def other_build(made_with: Mapping[str, str | None], build: Mapping[str, str | None]) -> str | None:
     """Which package of BUILD differs from the baseline's, in a few words; None where none does."""
     for name in BUILD:
@@ -348,7 +363,7 @@ def _row_fault(row_id: str, raw: Any) -> str | None:
         return f"better={raw['better']!r} needs a number, got {value!r}"
     if not is_finite(tolerance) or tolerance < 0:
         return f"tolerance must be a finite number of at least 0, got {tolerance!r}"
-    if raw["better"] in ("exact", "derived") and tolerance:
+    if raw["better"] not in ("lower", "higher") and tolerance:
         return f"a row whose better is {raw['better']!r} has no tolerance"
     if not all(isinstance(raw[name], str) for name in ("unit", "note", "test")):
         return "unit, note and test are texts"

@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 SCHEMA = 1
 ROW_ID = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9][A-Za-z0-9._+=-]*/[a-z][a-z0-9_]*")
 RULE = re.compile(r"[A-Z]\d+")
-BETTER = ("exact", "lower", "higher", "derived")
+BETTER = ("exact", "lower", "higher", "derived", "defect")
 # A curve is for the eye: more points than a plot has pixels only make the record heavy.
 MAX_CURVES, MAX_POINTS = 8, 4096
 # The series that paired sessions compare point by point: what each round of a timed row cost, less is better.
@@ -44,7 +44,7 @@ class RecordError(BumpgateError):
 
 
 class Verdict(Enum):
-    """What a row says, worst first. Everything but PASS and WIN is red."""
+    """The verdict on a row, worst first. Everything but WIN, FIXED and PASS is red."""
 
     REGRESSION = "REGRESSION"
     """Worse than the limit, against the derived expectation, or not a finite number."""
@@ -60,12 +60,14 @@ class Verdict(Enum):
     """The interval of a timed row reaches over the limit: measure again."""
     WIN = "WIN"
     """Better than the tolerance. Never blocks; proposes a new review."""
+    FIXED = "FIXED"
+    """A known upstream defect is absent from a version listed as having it. Never blocks; narrow its range."""
     PASS = "PASS"
     """Measured, and right."""
 
     @property
     def red(self) -> bool:
-        return self not in (Verdict.PASS, Verdict.WIN)
+        return self not in (Verdict.PASS, Verdict.WIN, Verdict.FIXED)
 
     @property
     def severity(self) -> int:
@@ -83,7 +85,9 @@ class Row:
     rule: the contract row that this one checks, e.g. "C6".
     expected, at_most, at_least: what the test derived from the model, not from an earlier run.
     better: "exact" any change is red; "lower"/"higher" judged against the baseline with `tolerance`;
-        "derived" judged by the expectation alone.
+        "derived" judged by the expectation alone; "defect" 1 where a known upstream defect is present and 0 where
+        it is fixed, with at_most 1 inside the range of versions in which it is known and 0 outside. The first line
+        of its evidence names that range.
     tolerance: relative to the baseline value, 0.02 is 2 %.
     interval: (low, high) around the value, for timed rows.
     instruments: canaries that must have agreed before this value means anything.
@@ -326,13 +330,16 @@ def _faults(row: Row) -> Iterable[str]:
         yield f"paired is True or False, got {row.paired!r}"
     if row.paired and row.better not in ("lower", "higher"):
         yield f"a paired row is better lower or higher, got {row.better!r}"
-    if row.better in ("exact", "derived") and (row.tolerance or row.interval is not None):
+    if row.better not in ("lower", "higher") and (row.tolerance or row.interval is not None):
         yield f"a row whose better is {row.better!r} has neither tolerance nor interval"
     if row.better in ("lower", "higher") and row.value is not None and not is_number(row.value):
         yield f"better={row.better!r} needs a number, got {row.value!r}"
     derived = row.expected is not None or row.at_most is not None or row.at_least is not None
     if row.better == "derived" and not (derived or row.unmeasured):
         yield "a derived row needs expected, at_most or at_least: nothing would judge it"
+    sound = row.value in (0, 1, None) and row.at_most in (0, 1) and row.evidence
+    if row.better == "defect" and not (sound or row.unmeasured):
+        yield "a defect row has value and at_most 0 or 1, and evidence that names its range"
     if row.per_build and row.better != "exact":
         yield "a per-build row is exact"
     if row.interval is not None and not (len(row.interval) == 2 and all(map(is_number, row.interval))):

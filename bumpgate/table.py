@@ -24,6 +24,7 @@ STYLE = {
     Verdict.INFRA: "yellow",
     Verdict.INCONCLUSIVE: "yellow",
     Verdict.WIN: "cyan",
+    Verdict.FIXED: "cyan",
     Verdict.PASS: "green",
 }
 PROBLEM = "PROBLEM"

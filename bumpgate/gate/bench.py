@@ -7,6 +7,7 @@ compile caches, so that no session pays for a cold one, and shows which rows are
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ TITLES = {"good": "adopted", "bad": "candidate", "anchor": "anchor"}
 CANARIES = "suites/canaries"
 # Rounds that a timed test keeps in a process of its own. Enough for a median: what is left is a bias of the process.
 ROUNDS = 15
+# A requirement, or a wheel file, of triton.
+TRITON = re.compile(r"(.*/)?triton(-\d|\s*([=<>!~@;]|$))", re.IGNORECASE)
 # Above pytest's own limit of a test, which names the test; this one only ends what that cannot.
 TEST_SECONDS = 660
 # A creep stays called until somebody accepts it, for as long as the history is asked about.
@@ -158,7 +161,7 @@ class Bench:
         """The whole selection, once. Raises GateError where pytest refuses it in the adopted environment."""
         side, path = self.gate.sides[name], self.out / f"{name}.json"
         with self.view.doing(f"{TITLES[name]}: counts and numerics"):
-            run = self._lane(name, self.gate.asked.selection, path)
+            run = self._lane(name, self.gate.asked.selection, path, env_vars=self._tiers())
         if run.code == USAGE and name == "good":
             # Nothing is measured yet: there is no gate to go on with.
             (self.out / NAME).unlink()
@@ -217,6 +220,7 @@ class Bench:
         timeout: float | None = None,
         pair: int = 0,
         rounds: int = ROUNDS,
+        env_vars: Mapping[str, str] = {},
     ) -> LaneRun:
         place = self.places[name]
         fewer = {} if timeout is None else {"BUMPGATE_ROUNDS": str(rounds)}
@@ -226,10 +230,17 @@ class Bench:
             self.gate.asked.lane,
             selection,
             record,
-            environment={**place.caches(pair), **fewer},
+            environment={**place.caches(pair), **fewer, **env_vars},
             timeout=timeout,
             check_import=False,
         )
+
+    def _tiers(self) -> dict[str, str]:
+        """What makes a whole-lane gate of triton collect the codegen tier, if both sides have a triton to compare."""
+        asked, sides = self.gate.asked, self.gate.sides
+        of_triton = any(TRITON.match(text) for text in (asked.candidate, asked.adopted))
+        both = all("triton" in sides[name].packages for name in ("good", "bad"))
+        return {"BUMPGATE_TIERS": "codegen"} if of_triton and both and not asked.selection else {}
 
     def _record(self, name: str) -> Record | None:
         found = self.gate.sides[name].record

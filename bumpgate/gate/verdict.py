@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 
-from bumpgate.baseline import investigate, violation
+from bumpgate.baseline import investigate, tier, violation
 from bumpgate.gate.between import Change, change
 from bumpgate.gate.drift import Creep
 from bumpgate.gate.sequential import Outcome, Timed
@@ -113,7 +113,9 @@ def judge_gate(
     if good.record and bad.record:
         before, after = _by_id(good.record), _by_id(bad.record)
         tests = {row: j.row.test for row, j in (before | after).items()}
-        for row in sorted(tests):
+        new = _new_rows(good.record, bad.record)
+        loose += _new_tiers(lane, [after[row] for row in sorted(new)])
+        for row in sorted(tests.keys() - new):
             g, b = before.get(row), after.get(row)
             if row in timed:
                 g, b = _without_stored_times(g), _without_stored_times(b)
@@ -121,7 +123,7 @@ def judge_gate(
                     continue  # the sessions alone measure it
             loose += _row(lane, g, b, whole=bad.record.complete, paired=row in timed)
         loose += _problems(lane, good.record, bad.record)
-        if not (before or after or timed):
+        if not (before or after.keys() - new or timed):
             head = "no row was selected"
             loose.append(Finding(Decision.UNKNOWN, "NOTHING", "", head, repro=f"pytest -m {lane}"))
     loose += [f for row, t in sorted(timed.items()) for f in _timed(lane, row, t, tests.get(row, ""))]
@@ -155,6 +157,37 @@ def _union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 def _by_id(record: Record) -> dict[str, Judgement]:
     return {j.row.id: j for j in record.judgements}
+
+
+def _new_rows(good: Record, bad: Record) -> set[str]:
+    """Rows of tiers that the candidate alone collected: the adopted environment lacks what they need."""
+    if not good.complete:
+        return set()
+    collected = {tier(j.row.test) for j in good.judgements} | {tier(_node(p)) for p in good.problems}
+    return {j.row.id for j in bad.judgements if (t := tier(j.row.test)) and t not in collected}
+
+
+def _new_tiers(lane: str, judgements: Iterable[Judgement]) -> list[Finding]:
+    """One finding a tier: there is nothing to compare its rows with, so they decide nothing."""
+    by_tier: dict[str, list[Judgement]] = {}
+    for j in judgements:
+        by_tier.setdefault(tier(j.row.test), []).append(j)
+    found = []
+    for folder, rows in by_tier.items():
+        wrong = sum(violation(j.row) is not None for j in rows)
+        found.append(
+            Finding(
+                Decision.ADOPT,
+                "NEW",
+                "",
+                f"{folder}: not measured in the adopted environment, so not compared",
+                tuple(j.row.id for j in rows),
+                ("not collected",),
+                (f"{len(rows)} rows, {wrong} of them against what their tests derive",),
+                f"pytest -m {lane} {folder}",
+            )
+        )
+    return found
 
 
 def _absent(j: Judgement | None) -> bool:
@@ -220,7 +253,8 @@ def _row(
     if said is None or shown is None:
         return []
     decision, label = said
-    product = label in ("FIXED", "WIN", "RED IN BOTH", WORSE, *(v.value for v in PRODUCT))
+    shown_by_metric = ("FIXED", "WIN", "KNOWN DEFECT", "RED IN BOTH", WORSE, *(v.value for v in PRODUCT))
+    product = label in shown_by_metric
     metric = shown.row.id.rsplit("/", 1)[1] if product else ""
     twice = not (_absent(good) or _absent(bad))
     head = _head(good, bad) if product else _reason(shown, "read once on each side" if twice else ONE_SIDE)
@@ -252,6 +286,8 @@ def _compare(
         return (Decision.HOLD if lost else Decision.UNKNOWN), label
     if good is None or _absent(good):
         return Decision.UNKNOWN, good.verdict.value if good else Verdict.MISSING.value
+    if _is_defect(good) and _is_defect(bad):
+        return _compare_defect(good, bad)
     if bad.red:
         if right and bad.verdict in PRODUCT:
             return Decision.HOLD, bad.verdict.value
@@ -270,6 +306,22 @@ def _compare(
     reviewed = bad.accepted or good.accepted or (moved is Change.OTHER and bad.row.per_build)
     label = WORSE if moved is Change.WORSE else Verdict.CHANGED.value
     return (Decision.ADOPT if reviewed else Decision.HOLD), label
+
+
+def _is_defect(j: Judgement) -> bool:
+    """A defect row whose reproducer ran and gave an answer."""
+    return j.row.better == "defect" and j.row.value is not None and j.verdict is not Verdict.INSTRUMENT
+
+
+def _compare_defect(good: Judgement, bad: Judgement) -> tuple[Decision, str] | None:
+    """A known upstream defect, by its presence on each side.
+
+    One that both sides have is no difference. Where the candidate lies outside its range it is shown all the same:
+    a lane run under the candidate is red until the range is widened.
+    """
+    if good.row.value == bad.row.value:
+        return (Decision.ADOPT, "KNOWN DEFECT") if bad.red else None
+    return (Decision.HOLD, Verdict.REGRESSION.value) if bad.row.value else (Decision.ADOPT, "FIXED")
 
 
 def _only(j: Judgement | None, other: Judgement | None) -> list[str]:

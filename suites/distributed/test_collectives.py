@@ -10,9 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from launch.children import Child, ChildError, run
 from launch.logs import classify
@@ -20,7 +17,7 @@ from suites.distributed.ranks import run_cases
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
-RELEASE = Version(Version(torch.__version__).base_version)
+UNNAMED_GROUP = "torch>=2.13,<2.16"  # seen on 2.13.0, 2.14.1, 2.15.0
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +108,23 @@ def test_flight_records_agree(lane: Lane, told, dumps: Path, canaries, row) -> N
 
 
 @lanes("cpu")
-@pytest.mark.xfail(
-    RELEASE in SpecifierSet("==2.13.*"),
-    reason="torch 2.13.0: ProcessGroupGloo records its ranks before it has a name, so that the dump's pg_config has"
-    " one group '' for all and the analyzer looks for '0': KeyError: ('0', 0)",
-    raises=ChildError,
-    strict=True,
-)
-def test_flight_records_are_analysed(lane: Lane, told, dumps: Path) -> None:
+def test_flight_records_are_analysed(lane: Lane, told, dumps: Path, row) -> None:
+    """Present: torch's own analyzer does not find the group of a gloo dump."""
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(dumps)]
-    run([Child("fr_trace", command)], seconds=60)
+    signature = ""
+    try:
+        run([Child("fr_trace", command)], seconds=60)
+    except ChildError as error:
+        signature = str(error)
+        if "KeyError: ('0', 0)" not in signature:
+            raise
+    row.defect(
+        "distributed/flight_recorder/gloo_group_unnamed",
+        bool(signature),
+        known_in=UNNAMED_GROUP,
+        reason="ProcessGroupGloo records its ranks before it has a name: the dump's pg_config has one group '' and the "
+        "analyzer looks for '0' (torch/distributed/flight_recorder/components/builder.py)",
+        witness=len(list(dumps.iterdir())),
+        rule="R1",
+        evidence=[signature] if signature else [],
+    )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bumpgate.baseline import Baseline, BaselineError, Reviewed, comparable, judge, load, save
-from bumpgate.rows import Row, Verdict
+from bumpgate.rows import Row, RowError, Verdict
 
 FIXED = settings(derandomize=True, max_examples=200, deadline=None)
 
@@ -381,3 +381,33 @@ def test_timed_rows_compare_on_one_kind_of_machine() -> None:
         assert line is not None
         assert key in line
         assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("value", "inside", "expected"),
+    [
+        (1, True, Verdict.PASS),
+        (0, False, Verdict.PASS),
+        (0, True, Verdict.FIXED),
+        (1, False, Verdict.REGRESSION),
+    ],
+)
+def test_a_defect_is_judged_by_its_range(value: int, inside: bool, expected: Verdict) -> None:
+    row = measured(
+        value, "defect", at_most=int(inside), evidence=("known in torch==2.13.*, installed 2.14.1",)
+    )
+    judgement = judge(row, reviewed(1, "defect"), failed_instruments={})
+    assert judgement.verdict is expected
+    assert judgement.red is (expected is Verdict.REGRESSION)
+    assert expected is Verdict.PASS or "known in torch==2.13.*, installed 2.14.1" in judgement.reason
+
+
+def test_an_unreviewed_defect_row_is_missing() -> None:
+    row = measured(1, "defect", at_most=1, evidence=("known in torch==2.13.*",))
+    assert verdict(row, Baseline("cpu")) is Verdict.MISSING
+
+
+@pytest.mark.parametrize("fields", [{}, {"at_most": 1}, {"at_most": 2, "evidence": ("x",)}])
+def test_a_defect_row_needs_its_range(fields: dict[str, object]) -> None:
+    with pytest.raises(RowError, match="a defect row has"):
+        measured(1, "defect", **fields)

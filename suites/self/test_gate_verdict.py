@@ -60,8 +60,9 @@ def one(result: GateVerdict) -> Finding:
 
 
 # Rows: what the adopted environment said; columns: what the candidate said. None: the row is not in the record.
-P, W, R, C, M, N, F, X = (
+P, D, W, R, C, M, N, F, X = (
     Verdict.PASS,
+    Verdict.FIXED,
     Verdict.WIN,
     Verdict.REGRESSION,
     Verdict.CHANGED,
@@ -70,17 +71,18 @@ P, W, R, C, M, N, F, X = (
     Verdict.INFRA,
     Verdict.INCONCLUSIVE,
 )
-COLUMNS = (P, W, R, C, M, N, F, X, None)
+COLUMNS = (P, D, W, R, C, M, N, F, X, None)
 TABLE: dict[Verdict | None, str] = {
-    #     P W R C M N F X None
-    P: "A A H H H U U U U",
-    W: "A A H H H U U U U",
-    R: "A A U U U U U U U",
-    C: "A A U U U U U U U",
-    M: "U U U U U U U U U",
-    N: "U U U U U U U U U",
-    F: "U U U U U U U U U",
-    X: "U U U U U U U U U",
+    #     P D W R C M N F X None
+    P: "A A A H H H U U U U",
+    D: "A A A H H H U U U U",
+    W: "A A A H H H U U U U",
+    R: "A A A U U U U U U U",
+    C: "A A A U U U U U U U",
+    M: "U U U U U U U U U U",
+    N: "U U U U U U U U U U",
+    F: "U U U U U U U U U U",
+    X: "U U U U U U U U U U",
 }
 
 
@@ -302,6 +304,77 @@ def test_a_canary_and_the_rows_that_rest_on_it_are_one_finding() -> None:
 def test_a_value_of_another_build_explains_and_does_not_judge() -> None:
     differs = replace(judged(C, row(per_build=True)), explains=True)
     assert gate([judged(P, row(per_build=True))], [differs]) == GateVerdict(ADOPT, ())
+
+
+def defect(value: int, inside: bool, said: Verdict) -> Judgement:
+    made = row(
+        "cache/layers-cpu/truncated_object_loaded",
+        value,
+        unit="present",
+        better="defect",
+        at_most=int(inside),
+        evidence=("known in torch==2.13.*",),
+    )
+    return judged(said, made)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "expected"),
+    [
+        ((1, True, P), (1, True, P), None),
+        ((0, False, P), (0, False, P), None),
+        ((0, True, D), (0, True, D), None),
+        ((1, True, P), (0, True, D), (ADOPT, "FIXED")),
+        ((1, True, P), (0, False, P), (ADOPT, "FIXED")),
+        ((0, False, P), (1, True, P), (HOLD, "REGRESSION")),
+        ((0, False, P), (1, False, R), (HOLD, "REGRESSION")),
+        ((1, True, P), (1, False, R), (ADOPT, "KNOWN DEFECT")),
+        ((1, True, P), (1, True, N), (UNKNOWN, "INSTRUMENT")),
+    ],
+)
+def test_defect_rows_compare_presence(
+    good: tuple[int, bool, Verdict], bad: tuple[int, bool, Verdict], expected: tuple[Decision, str] | None
+) -> None:
+    found = gate([defect(*good)], [defect(*bad)]).findings
+    assert [(f.decision, f.label) for f in found] == ([expected] if expected else [])
+
+
+def test_a_lost_defect_row_holds() -> None:
+    lost = judged(M, gone("cache/layers-cpu/truncated_object_loaded"))
+    assert gate([defect(1, True, P)], [lost]).decision is HOLD
+
+
+CODEGEN = "suites/kernels/codegen/test_codegen.py::test_kernels[cpu]"
+
+
+def compiled(number: int, **fields: object) -> Judgement:
+    made = row(f"kernels/op{number}-bf16-triton3.8.0/spills", unit="bytes", test=CODEGEN, **fields)
+    return judged(M, made, "not reviewed: measured 13 bytes")
+
+
+def test_a_tier_of_the_candidate_alone_is_listed_as_new() -> None:
+    bad = [judged(P), *(compiled(n) for n in range(3)), compiled(3, value=76, expected=0, better="derived")]
+    finding = one(gate([judged(P)], bad))
+    assert (finding.decision, finding.label, len(finding.rows)) == (ADOPT, "NEW", 4)
+    assert finding.bad == ("4 rows, 1 of them against what their tests derive",)
+
+
+def test_a_new_row_outside_a_tier_is_a_gap() -> None:
+    assert gate([judged(P)], [judged(P), judged(M, row("compile/new/breaks"))]).decision is UNKNOWN
+
+
+def test_a_gate_of_new_rows_alone_compares_nothing() -> None:
+    result = gate([], [compiled(1)])
+    assert [(f.decision, f.label) for f in result.findings] == [(UNKNOWN, "NOTHING"), (ADOPT, "NEW")]
+
+
+def test_a_tier_that_both_sides_collected_is_compared() -> None:
+    assert gate([judged(P), compiled(1)], [judged(P), compiled(2)]).decision is UNKNOWN
+
+
+def test_a_tier_is_not_new_to_a_run_that_was_cut_short() -> None:
+    good = side("torch 2.13.0", judged(P), complete=False)
+    assert judge_gate("cpu", good, side("torch 2.14.0", judged(P), compiled(1))).decision is UNKNOWN
 
 
 def test_a_record_of_another_lane_is_no_verdict() -> None:

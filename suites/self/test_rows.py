@@ -130,8 +130,8 @@ def test_the_rows_around_those_are_accepted() -> None:
     make(id="kernels/causal_conv1d-cpu-fp32/forward_error_ratio", rule="X14")
 
 
-def test_only_pass_and_win_are_green_and_the_order_is_by_severity() -> None:
-    assert [v.value for v in Verdict if not v.red] == ["WIN", "PASS"]
+def test_green_verdicts_and_order_by_severity() -> None:
+    assert [v.value for v in Verdict if not v.red] == ["WIN", "FIXED", "PASS"]
     assert sorted(Verdict, key=lambda v: v.severity)[0] is Verdict.REGRESSION
     assert Judgement(make(), Verdict.CHANGED, "").red
     assert not Judgement(make(), Verdict.CHANGED, "", explains=True).red

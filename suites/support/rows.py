@@ -11,9 +11,12 @@ import json
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion, Version
 
 from bumpgate import accepted
 from bumpgate.baseline import Baseline, judge, load
@@ -135,6 +138,46 @@ class RowRecorder:
             frame = frame.f_back
         file, line, _ = self._item.location
         return f"{file}:{(line or 0) + 1}"
+
+    def defect(
+        self,
+        id: str,
+        present: bool,
+        *,
+        known_in: str,
+        reason: str,
+        witness: int,
+        rule: str,
+        evidence: Iterable[str] = (),
+        instruments: Iterable[str] = (),
+    ) -> Judgement:
+        """Judges a known upstream defect: 1 where its own signature was seen, 0 where the right result was.
+
+        Any other failure of the reproducer must raise: it is neither. known_in: the package and the versions that have
+        the defect, "torch>=2.13,<2.16"; a pre-release counts as the release that it leads to. reason: what is wrong,
+        with its upstream link. Raises RowError where that package is not installed or known_in is not a requirement.
+        """
+        try:
+            requirement = Requirement(known_in)
+            installed = (
+                versions()["torch"] if requirement.name == "torch" else metadata.version(requirement.name)
+            )
+            version = Version(str(installed))
+        except (InvalidRequirement, InvalidVersion, metadata.PackageNotFoundError) as error:
+            raise RowError(f"row {id!r}: known_in {known_in!r}: {one_line(error)}") from None
+        public = version.base_version if version.is_prerelease else version.public
+        known = f"known in {known_in}, installed {installed}: {one_line(reason)}"
+        return self(
+            id,
+            int(present),
+            unit="present",
+            witness=witness,
+            rule=rule,
+            at_most=int(requirement.specifier.contains(public)),
+            better="defect",
+            evidence=[known, *evidence],
+            instruments=instruments,
+        )
 
     def fail_if_red(self) -> None:
         """Fails the test with every red row that it has not yet failed for, in one message."""

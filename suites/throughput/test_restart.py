@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from packaging.version import Version
 
 from suites.cache.test_layers import cold_layers, new_code
 from suites.kernels.first_call import keep
@@ -24,7 +22,7 @@ from suites.support.lanes import Lane, lanes
 from suites.support.shared import made_once
 from suites.throughput.full_size import BATCH, POLICIES
 
-RELEASE = Version(torch.__version__).release
+SEARCHED_AGAIN = "torch>=2.11,<2.13"  # seen on 2.11.0; 2.12 was not tested, 2.13.0 has the remedy
 NAME, POLICY = "nam52", "regional"
 CASE = f"cache/{NAME}-full-{POLICY}-restart"
 COMPILED = [(name, policy) for name, chosen in POLICIES.items() for policy in chosen if policy != "eager"]
@@ -116,18 +114,24 @@ def test_a_cold_first_step(lane: Lane, name: str, policy: str, tmp_path: Path, r
 
 
 @lanes("h200")
-@pytest.mark.xfail(
-    RELEASE[:2] == (2, 11),
-    strict=True,
-    raises=AssertionError,
-    reason="torch 2.11.0: a reduction that runs best in a configuration which _dynamic_scale_rblock has added to its "
-    "list is searched again in every process, and compiled, for the search's winner is looked up in the list without "
-    "it (pytorch#181789; 2.13.0 has the remedy)",
-)
-def test_nothing_is_searched_or_compiled_again(lane: Lane, restart) -> None:
+def test_nothing_is_searched_or_compiled_again(lane: Lane, restart, row) -> None:
+    """Present: a few of the searches of the cold start are repeated, with the code that they compile."""
     cold, warm = restart[0], coldest(*restart)
     found = f"{warm['autotunes']} of {cold['autotunes']} benchmarks, {new_code(cold, warm)}"
-    assert not cold_layers(cold, warm), found
+    lost = set(cold_layers(cold, warm))
+    # Lost graphs, or every search anew, are another fault; so is new code without a search.
+    assert lost in (set(), {"autotune"}, {"autotune", "code"}), found
+    assert 2 * warm["autotunes"] < cold["autotunes"], found
+    row.defect(
+        f"throughput/{NAME}-full-{POLICY}-{BATCH}x{TOKENS}/reductions_searched_again",
+        bool(lost),
+        known_in=SEARCHED_AGAIN,
+        reason="the winner of a reduction's search is looked up in the list of configurations without those that "
+        "_dynamic_scale_rblock adds (pytorch#181789)",
+        witness=cold["autotunes"],
+        rule="C18",
+        evidence=[found],
+    )
 
 
 def _report_cold(row, name: str, policy: str, cold: Process) -> None:

@@ -1,9 +1,12 @@
 """Every Triton kernel compiled for an H200, on a machine without one: `pytest -m cpu suites/kernels/codegen`.
 
-Collected where a compiler is: with triton installed, and not under TRITON_INTERPRET=1, which puts the interpreter in
-its place. Rows carry the version of triton, so that the environments codegen-triton36, -triton37 and -triton39 of
-tox.ini stand side by side in one baseline. Upstream's kernels are compiled where BUMPGATE_UPSTREAM names a folder that
-holds the unpacked wheel of mamba-ssm.
+A tier of the cpu lane that is collected on request: where the command line names this folder or something in it, or
+BUMPGATE_TIERS names it, as in a gate of triton. A plain lane run leaves it out, whether or not its torch brings triton.
+It needs triton, and no TRITON_INTERPRET=1, which puts the interpreter in the compiler's place.
+
+Rows carry the version of triton, so that the environments codegen-triton36, -triton37 and -triton39 of tox.ini are
+next to each other in one baseline. Upstream's kernels are compiled where BUMPGATE_UPSTREAM names a folder that holds
+the unpacked wheel of mamba-ssm.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ import importlib.util
 import os
 from pathlib import Path
 
+import pytest
+
+FOLDER = Path(__file__).parent
 COMPILES = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") != "1"
 UPSTREAM = os.environ.get("BUMPGATE_UPSTREAM")
 HAS_UPSTREAM = bool(UPSTREAM) and (Path(UPSTREAM) / "mamba_ssm").is_dir()
@@ -20,14 +26,26 @@ collect_ignore = ["test_upstream.py"] if COMPILES and not HAS_UPSTREAM else []
 collect_ignore_glob = [] if COMPILES else ["test_*.py"]
 
 
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """True where the tier was not requested."""
+    return None if requested(config) else True
+
+
+def requested(config: pytest.Config) -> bool:
+    """Whether this run is to measure the tier."""
+    paths = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
+    named = any(path.is_relative_to(FOLDER) for path in paths)
+    return named or FOLDER.name in os.environ.get("BUMPGATE_TIERS", "").split(",")
+
+
 def pytest_configure() -> None:
     """What is compiled outlives a run, in a place of our own."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("TRITON_CACHE_DIR", str(home / "bumpgate" / "triton"))
 
 
-def pytest_report_header() -> str | None:
-    if HAS_UPSTREAM or not COMPILES:
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if HAS_UPSTREAM or not COMPILES or not requested(config):
         return None
     why = f"{UPSTREAM} holds no mamba_ssm" if UPSTREAM else "BUMPGATE_UPSTREAM names no unpacked wheel"
     return f"codegen: upstream's kernels are not collected: {why}"

@@ -24,6 +24,8 @@ from suites.support.recording_driver import SHARED_MEMORY_BYTES, Compiled, recor
 
 # In the test's id as well as in its rows: an environment owes the rows of its own version and no others.
 VERSION = pytest.mark.parametrize("version", [f"triton{triton.__version__}"])
+# Of the ptxas that triton ships: seen in 12.8 (3.6.0, 3.7.1) and 13.4 (3.9.0).
+REGISTERS_LEFT = "triton>=3.6,<3.10"
 KERNELS = Path(__file__).parents[3] / "kernels"
 
 # In bf16, as the model runs, every shape; in fp32, the strict dtype, of which no speed is asked, one shape an op.
@@ -143,17 +145,21 @@ def test_a_spill_is_seen(lane: Lane, version: str) -> None:
 
 @lanes("cpu")
 @VERSION
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="ptxas 12.8 (triton 3.6.0, 3.7.1) and 13.4 (3.9.0): where 255 registers are far too few and the "
-    "kernel names no bound, it takes 32 and spills 2.3 times as much; maxnreg=255 is the way round",
-)
-def test_a_kernel_that_must_spill_uses_every_register(lane: Lane, version: str) -> None:
-    """512 numbers a thread: as many registers, and as few spilled bytes, as with a bound that allows them all."""
+def test_a_kernel_that_must_spill_uses_every_register(lane: Lane, version: str, row) -> None:
+    """512 numbers a thread. Present: fewer registers and more spills than with a bound that allows them all."""
     free, bounded = held(512 * 128, None).binary, held(512 * 128, 255).binary
     assert bounded.registers == 255
-    assert (free.registers, free.spilled_bytes) == (bounded.registers, bounded.spilled_bytes)
+    assert free.registers <= 255
+    row.defect(
+        f"kernels/control-{version}/registers_left_while_spilling",
+        free.registers < bounded.registers and free.spilled_bytes > bounded.spilled_bytes,
+        known_in=REGISTERS_LEFT,
+        reason="where 255 registers are far too few and the kernel names no bound, ptxas takes 32 and spills 2.3 times "
+        "as much; maxnreg=255 is the way round",
+        witness=free.instructions.total(),
+        rule="C36",
+        evidence=[f"{b.registers} registers, {b.spilled_bytes} bytes spilled" for b in (free, bounded)],
+    )
 
 
 @lanes("cpu")
