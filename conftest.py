@@ -35,6 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
     fault = cache_fault() or (detect(lane) if lane else None)
     if fault:
         raise pytest.UsageError(fault)
+    if config.option.gate and config.option.collectonly:
+        raise pytest.UsageError("--collect-only measures nothing: leave it out, or leave out --gate")
     if config.option.gate:
         os.environ["BUMPGATE_GATE"] = "1"  # nothing that a gate starts may rewrite a baseline
     if lane and not config.option.collectonly:

@@ -11,7 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
-from bumpgate.accepted import ACCEPTABLE, FILE, Acceptance, apply, covers, load, of_lane, today
+from bumpgate.accepted import (
+    ACCEPTABLE,
+    FILE,
+    MAX_DAYS,
+    MAX_RATIO,
+    Acceptance,
+    apply,
+    covers,
+    load,
+    of_lane,
+    today,
+)
 from bumpgate.baseline import LANES, find_root
 from bumpgate.baseline import load as load_baseline
 from bumpgate.gate.drift import Creep
@@ -22,7 +33,6 @@ from bumpgate.rows import BumpgateError, Judgement, Record, is_finite, write_ato
 
 __all__ = ["apply", "apply_to_times", "command"]
 
-MAX_DAYS = 366
 HEAD = """\
 # Differences that somebody has accepted until a day: `bumpgate accept` writes them, an expired one is red.
 # What is right for good belongs into the lane's baseline: `bumpgate rebaseline`.
@@ -156,7 +166,10 @@ def _measured(path: Path) -> tuple[Record | None, Mapping[str, Paired]]:
 def _timed_entry(made: Acceptance, timed: Paired) -> Acceptance:
     if timed.outcome != Outcome.SLOWER.value or not is_finite(timed.ratio):
         raise RefusedError(f"{made.row}: the paired sessions read {timed.outcome}: nothing to accept")
-    return replace(made, ratio=round(timed.ratio, 6))
+    ratio = round(timed.ratio, 6)
+    if ratio > MAX_RATIO:
+        raise RefusedError(f"{made.row}: {ratio:.3g} times as long: at most {MAX_RATIO:g} can be accepted")
+    return replace(made, ratio=ratio)
 
 
 def _unacceptable(j: Judgement) -> str | None:

@@ -27,6 +27,9 @@ FILE = "accepted.toml"
 # A difference with a name to it. Every other red row says that nothing was measured, and nobody can accept that.
 ACCEPTABLE = (Verdict.REGRESSION, Verdict.CHANGED)
 NO_FAULTS: Failed = {}
+# What the writer allows; an entry beyond it was edited by hand.
+MAX_DAYS = 366
+MAX_RATIO = 2.0
 
 
 @dataclass(frozen=True)
@@ -189,8 +192,11 @@ def _fault(raw: Any) -> str | None:
     for name in ("since", "expires"):
         if type(raw[name]) is not date:  # a datetime is a date, too
             return f"{name} must be a day such as 2026-12-31, got {raw[name]}"
+    if raw["since"] > today() or not 0 <= (raw["expires"] - raw["since"]).days <= MAX_DAYS:
+        return f"since must not be in the future, and expires at most {MAX_DAYS} days later"
     value = raw.get("value", "")
     if not (isinstance(value, (str, bool)) or is_finite(value)):
         return f"value must be a finite number, a text or a flag, got {value!r}"
-    ratio = raw.get("ratio", 1.0)
-    return None if is_finite(ratio) and ratio > 0 else f"ratio must be a positive number, got {ratio!r}"
+    ratio = raw.get("ratio", MAX_RATIO)
+    fits = is_finite(ratio) and 1 < ratio <= MAX_RATIO
+    return None if fits else f"ratio must be above 1 and at most {MAX_RATIO:g}, got {ratio!r}"

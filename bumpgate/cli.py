@@ -51,6 +51,8 @@ def bumpgate(
 
 def main() -> None:
     """Entry point. Errors that a user can put right are one line on stderr, never a traceback."""
+    if sys.flags.optimize:
+        _fail("bumpgate: PYTHONOPTIMIZE or -O removes checks that are assert statements: leave it out", 4)
     try:
         sys.exit(app(prog_name="bumpgate", standalone_mode=False) or 0)
     except rebaseline.RefusedError as refusal:

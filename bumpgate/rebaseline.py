@@ -23,6 +23,7 @@ from bumpgate.baseline import (
     other_build,
     save,
 )
+from bumpgate.gate.binding import measured_tree
 from bumpgate.rows import BumpgateError, Judgement, Record, Row, Verdict, read_record
 from bumpgate.table import change_lines
 
@@ -56,10 +57,14 @@ def command(
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Also rows that moved within their tolerance; needs --only.")
     ] = False,
+    other_tree: Annotated[
+        bool, typer.Option("--other-tree", help="Take a record that was measured from other sources.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the diff and write nothing.")] = False,
 ) -> None:
     """Accept what a run measured: rewrite the rows that are new or outside their tolerance, and no other.
 
+    The record must be of the sources as they are now, committed or not; documents and baselines may have changed.
     Hand-edited tolerances and notes stay. A record of another torch or triton is accepted whole or not.
 
     Exit codes: 0 done (or nothing to do), 1 refused and nothing written, 4 bad input.
@@ -74,6 +79,8 @@ def command(
     if refresh and not only:
         raise BumpgateError("--refresh takes what moved within its tolerance: name the rows with --only")
     found = read_record(record or root / "record.json")
+    if not other_tree:
+        _refuse_other_tree(found, measured_tree(root))
     new, changes = plan(found, old, only=only or (), prune=prune, refresh=refresh)
     if new == old:
         typer.echo("nothing to accept: every measured row is within its tolerance")
@@ -115,6 +122,18 @@ def plan(
     adopt = not old.made_with or (whole and (bool(changes) or other_build(old.made_with, record.provenance)))
     made_with = {name: record.provenance.get(name) for name in MADE_WITH} if adopt else old.made_with
     return Baseline(old.lane, made_with, rows), changes
+
+
+def _refuse_other_tree(record: Record, now: str) -> None:
+    """Raises RefusedError on a record of other sources than those of this work tree."""
+    if record.provenance.get("tree") == now:
+        return
+    commit = record.provenance.get("commit")
+    of = f"commit {str(commit)[:12]}" if commit else "no commit"
+    raise RefusedError(
+        f"the record was measured from other sources ({of}) than these: run pytest -m "
+        f"{record.provenance.get('lane')} again, or take it as it is with --other-tree"
+    )
 
 
 def _whole(record: Record) -> bool:

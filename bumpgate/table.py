@@ -63,6 +63,7 @@ def summary(record: Record) -> str:
     parts = [f"{p.get('lane')}: {rows} row{'s' * (rows != 1)}" + (f": {counts}" if counts else "")]
     parts += [f"{len(record.problems)} {PROBLEM}"] if record.problems else []
     parts += [] if record.complete else ["NOT COMPLETE"]
+    parts += ["part of the lane: {} of {} rows".format(*p["part"])] if p.get("part") else []
     left = len(p.get("not_run", ()))
     parts += [f"{left} NOT RUN: no {p.get('lane')} here"] if left else []
     parts += [f"device {p.get('device')}", f"torch {p.get('torch')}", f"{p.get('wall_seconds', 0):.0f} s"]

@@ -25,6 +25,8 @@ SOURCES = (".py", ".toml", ".ini", ".cfg", ".json", ".txt", ".npz", ".safetensor
 RESULTS = ("record.json", "smoke.json")
 # A folder with one of these is an environment or the output of a gate, and no part of the tree.
 FOREIGN = ("pyvenv.cfg", "gate.json")
+# What a row's value cannot depend on. A baseline is written after the run that it accepts.
+UNMEASURED = ("baselines/", "docs/", ".github/", ".ci/")
 SKIPPED = ("__pycache__", "build", "dist", "node_modules")
 
 
@@ -68,6 +70,13 @@ class Binding:
     def from_json(cls, raw: Any) -> Binding:
         """Raises KeyError, TypeError or AttributeError on anything that to_json did not write."""
         return cls(raw["bumpgate"], raw["commit"], dict(raw["files"].items()))
+
+
+def measured_tree(root: Path) -> str:
+    """One digest of what a lane run executes and reads, of any commit: all but baselines, documents and CI files."""
+    files = bind(root).files.items()
+    kept = {path: digest for path, digest in files if not path.startswith(UNMEASURED) and path[-3:] != ".md"}
+    return Binding("", "", kept).tree
 
 
 def bind(root: Path, *outputs: Path) -> Binding:

@@ -275,6 +275,8 @@ def _show(gate: GateFile, out: Path, again: bool) -> None:
         f"{len(gate.findings)} finding{'s' * (len(gate.findings) != 1)}",
         f"{gate.wall_seconds / 60:.1f} min",
     ]
+    part = gate.good.record.provenance.get("part") if gate.good.record else None
+    parts += ["part of the lane: {} of {} rows".format(*part)] if part else []
     parts += [f"an earlier verdict, begun {gate.started}; nothing was measured now"] if again else []
     for line in [*lines, "; ".join([*parts, str(out / result.NAME)])]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

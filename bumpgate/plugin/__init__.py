@@ -24,8 +24,8 @@ MOST_GPU_WORKERS = 15
 SPARE_CORES = 1
 # What a worker of the CPU lane takes at most while it compiles the 52-layer model.
 WORKER_GIB = 4
-# Set by the lane's session once it has judged the run.
-JUDGED = pytest.StashKey[bool]()
+# Set by the lane's session once it has judged the run: whether it is green.
+GREEN = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,6 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gate",
         action="store_true",
         help="a skip, an xpass, a deselected lane test, or a part of the lane is red too",
+    )
+    group.addoption(
+        "--part",
+        action="store_true",
+        help="this run is a part of its lane on purpose: --gate does not take that for red",
     )
     group.addoption(
         "--launcher", metavar="COMMAND", help="whose environment and exit codes suites/launch judges (ours)"
@@ -63,11 +68,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
-    """`--gate` exits with 0 only if a lane was judged, whatever other options make pytest do instead."""
+    """`--gate` exits with 0 only if a lane was judged green, whatever other options make pytest do instead."""
     code = yield
-    unjudged = config.option.gate and not config.stash.get(JUDGED, False)
+    # Not config.option, which --help leaves without its values.
+    unjudged = config.known_args_namespace.gate and not config.stash.get(GREEN, False)
     if unjudged and not code and not hasattr(config, "workerinput"):
-        print("ERROR: --gate: this run has judged no lane", file=sys.stderr)
+        print("ERROR: --gate: this run did not judge a lane green", file=sys.stderr)
         return pytest.ExitCode.USAGE_ERROR
     return code
 

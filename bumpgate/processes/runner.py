@@ -123,6 +123,7 @@ class LaneCall:
     @property
     def child(self) -> Child:
         flags = ["-m", self.lane, f"--record={self.record.resolve()}", *(["--gate"] if self.gate else [])]
+        flags += ["--part"] if self.selection else []
         return Child(
             (str(self.python), "-X", "faulthandler", "-m", "pytest", *flags, *self.selection),
             self.root,

@@ -15,6 +15,7 @@ from rich.cells import cell_len
 
 from bumpgate import cli
 from bumpgate.baseline import Baseline, Reviewed, judge, load, save
+from bumpgate.gate.binding import measured_tree
 from bumpgate.rows import Judgement, Row, Verdict, read_record, write_record
 from bumpgate.table import summary, verdict_table
 
@@ -45,7 +46,8 @@ class Repository:
         """Writes the record of a run that measured these rows, judged as a session judges them."""
         old = load(self.path, "cpu", missing_ok=True)
         judged = [r if isinstance(r, Judgement) else judge(r, old, failed_instruments={}) for r in rows]
-        write_record(self.root / "record.json", HERE | provenance, judged, complete=complete)
+        here = HERE | {"tree": measured_tree(self.root)} | provenance
+        write_record(self.root / "record.json", here, judged, complete=complete)
 
 
 @pytest.fixture

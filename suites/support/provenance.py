@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bumpgate.gate.binding import measured_tree
 from bumpgate.processes.host import cores, cpu_model, read_or_empty
 
 TRITON_NAMES = ("triton", "pytorch-triton", "pytorch-triton-xpu", "pytorch-triton-rocm")
@@ -39,6 +40,7 @@ def collect(lane: str, device: str, root: Path, *, full_run: bool) -> dict[str, 
         **versions(),
         **({"xla": xla_versions()} if lane == "v6e" else {}),
         **_commit(root),
+        "tree": measured_tree(root),
         "command": command_line(sys.argv),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "full_run": full_run,

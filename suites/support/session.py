@@ -17,7 +17,7 @@ import pytest
 
 from bumpgate import accepted
 from bumpgate.baseline import Baseline, Reviewed, accept, comparable, in_tier, investigate
-from bumpgate.plugin import JUDGED
+from bumpgate.plugin import GREEN
 from bumpgate.rows import STOPPED_EARLY, Judgement, Record, Row, Verdict, one_line, write_record
 from bumpgate.rules import sentences
 from bumpgate.table import verdict_table
@@ -188,10 +188,11 @@ class LaneSession:
         selection = self.selection
         collected = selection.collected and not self.uncollected
         complete = ended and collected and selection.selected <= self.finished
-        self.config.stash[JUDGED] = True
         judgements = [*self.judgements.values(), *self._missing(complete)]
-        problems = self._problems(judgements, complete)
+        part = self._part()
+        problems = self._problems(judgements, complete, part)
         here = self.provenance | {"wall_seconds": round(time.monotonic() - self.started, 3)}
+        here |= {"part": part} if part else {}
         notes = self._acceptances(judgements, complete)
         here |= {"acceptances": notes} if notes else {}
         not_run = sorted(line for lines in self.not_run.values() for line in lines)
@@ -205,6 +206,7 @@ class LaneSession:
         except OSError as error:
             record = Record(here, tuple(judgements), False, tuple(problems))
             where = f"not written: {self.record_path}: {error.strerror}"
+        self.config.stash[GREEN] = not record.red
         if record.red and exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
@@ -271,6 +273,16 @@ class LaneSession:
         )
         return Judgement(row, verdict, reason, command, gone=gone)
 
+    def _part(self) -> list[int] | None:
+        """[n, m] if this run was to report n of the lane's m reviewed rows, however it was narrowed; else None.
+
+        A run that selects the whole lane by its command line is no part of it: its lost rows are MISSING.
+        """
+        tests = self.selection.selected
+        rows = [(id, r) for id, r in self.baseline.rows.items() if not in_tier(r.test) or r.test in tests]
+        n = sum(id in self.judgements or r.test in tests for id, r in rows)
+        return [n, len(rows)] if n < len(rows) and not self.full else None
+
     def _nothing_collected(self) -> str:
         why = self._deaths("") or "the run ended before it collected a test"
         owed = sum(not in_tier(r.test) for r in self.baseline.rows.values()) if self.full else 0
@@ -291,7 +303,7 @@ class LaneSession:
             else ""
         )
 
-    def _problems(self, judgements: list[Judgement], complete: bool) -> list[str]:
+    def _problems(self, judgements: list[Judgement], complete: bool, part: list[int] | None) -> list[str]:
         """What is wrong outside any red row, one line each."""
         told = {j.row.test for j in judgements if j.red}
         lines = [f"{test}: {why}{self._rules(test)}" for test, why in self.failed.items() if test not in told]
@@ -306,7 +318,10 @@ class LaneSession:
         if self.config.option.gate:
             lines += [f"{test}: skipped under --gate: {why}" for test, why in self.skipped.items()]
             lines += [f"{test}: passed where a failure is expected, under --gate" for test in self.xpassed]
-            lines += [f"{test}: deselected under --gate" for test in self.selection.deselected]
+            if not self.config.option.part:
+                lines += [f"{test}: deselected under --gate" for test in self.selection.deselected]
+            if part and not self.config.option.part:
+                lines.append(f"part of the lane: {part[0]} of {part[1]} rows; add --part if that is intended")
             # A stand-in owes no row of the device that it stands in for; a machine that claims it does.
             owed = self.not_run if self.provenance["device"] != PJRT_CPU else {}
             lines += [f"{test}: not run under --gate: {why}" for test, rows in owed.items() for why in rows]
