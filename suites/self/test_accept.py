@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -233,7 +234,7 @@ def test_a_file_is_read_as_it_was_written_in_order_whatever_came_in(tmp_path: Pa
         (GOOD_ENTRY.replace("2026-11-21", "2026-11-21T10:00:00"), "expires must be a day"),
         (GOOD_ENTRY.replace("value = 17", "value = nan"), "value must be a finite number"),
         (GOOD_ENTRY.replace("value = 17", "value = [17]"), "value must be a finite number"),
-        (GOOD_ENTRY.replace("value = 17", "ratio = -1.0"), "ratio must be a positive number"),
+        (GOOD_ENTRY.replace("value = 17", "ratio = -1.0"), "ratio must be above 1 and at most 2"),
     ],
 )
 def test_a_broken_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:
@@ -248,20 +249,29 @@ def test_a_broken_file_is_one_line(tmp_path: Path, text: str, words: str) -> Non
 MOVED = GOOD.replace("expected=13, ", "").replace("13", "17")
 
 
-def entries_of(*entries: tuple[int, str]) -> str:
-    text = GOOD_ENTRY.replace("nam52-regional", "good")
-    return "".join(text.replace("17", str(value)).replace("2026-11-21", day) for value, day in entries)
+SOON, LONG_AGO = accepted.today() + timedelta(days=30), date(2020, 1, 1)
+
+
+def entries_of(*entries: tuple[int, date]) -> str:
+    """Each of a month: (value, last day)."""
+    text = re.sub("(since|expires) = .*", r"\1 = \1-day", GOOD_ENTRY.replace("nam52-regional", "good"))
+    return "".join(
+        text.replace("17", str(value))
+        .replace("since-day", f"{last - timedelta(days=30)}")
+        .replace("expires-day", f"{last}")
+        for value, last in entries
+    )
 
 
 def test_a_lane_run_is_green_on_what_was_accepted_and_tells_it(project: Project) -> None:
     project.tests(MOVED)
     project.baseline(good=counted("test_good", 13, "exact"))
     assert project.pytest("-m", "cpu").code == 1
-    project.write("baselines/accepted.toml", entries_of((17, "2999-01-01")))
+    project.write("baselines/accepted.toml", entries_of((17, SOON)))
     done = project.pytest("-m", "cpu", "--gate")
     assert done.code == 0, done.out
     assert project.verdicts() == {"good": "CHANGED (accepted)"}
-    line = "compile/good/graph_breaks 17: accepted by ada, until 2999-01-01: fixed in 2.14.1"
+    line = f"compile/good/graph_breaks 17: accepted by ada, until {SOON}: fixed in 2.14.1"
     assert f"acceptance: {line}" in done.out
     assert project.record().provenance["acceptances"] == [line]
 
@@ -269,13 +279,13 @@ def test_a_lane_run_is_green_on_what_was_accepted_and_tells_it(project: Project)
 def test_a_lane_run_is_red_on_what_has_expired_or_is_another_value(project: Project) -> None:
     project.tests(MOVED)
     project.baseline(good=counted("test_good", 13, "exact"))
-    project.write("baselines/accepted.toml", entries_of((17, "2020-01-01")))
+    project.write("baselines/accepted.toml", entries_of((17, LONG_AGO)))
     assert project.pytest("-m", "cpu").code == 1
     assert "accepted by ada, expired 2020-01-01" in project.reason("good")
-    project.write("baselines/accepted.toml", entries_of((16, "2999-01-01")))
+    project.write("baselines/accepted.toml", entries_of((16, SOON)))
     done = project.pytest("-m", "cpu")
     assert done.code == 1
-    assert "ada accepted 16 until 2999-01-01, not this" in project.reason("good")
+    assert f"ada accepted 16 until {SOON}, not this" in project.reason("good")
     assert "graph_breaks 16: accepted by ada, but measured 17 (CHANGED)" in done.out
 
 

@@ -385,7 +385,7 @@ def write_acceptance(root: Path, row: str, ratio: float, expires: date) -> None:
     (root / "baselines").mkdir()
     (root / "baselines/accepted.toml").write_text(
         f'[[accepted]]\nlane = "cpu"\nrow = "{row}"\nratio = {ratio}\nowner = "ann"\n'
-        f'reason = "known"\nsince = 2026-01-01\nexpires = {expires}\n'
+        f'reason = "known"\nsince = {expires - timedelta(days=30)}\nexpires = {expires}\n'
     )
 
 
