@@ -5,13 +5,18 @@ Nothing runs here: the compile-only client reads LIBTPU_INIT_ARGS as a TPU's doe
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from bumpgate.environments.locks import read_lock
+from bumpgate.environments.reference import NO_LOCK, VARIABLE
+from bumpgate.environments.request import lane_requirements
 from launch import libtpu
-from suites.support.child import ChildError, run_json
+from suites.support.child import ROOT, ChildError, run_json
 from suites.support.lanes import V6E_AOT, Lane, lanes
 from suites.support.planted import planted
 from suites.support.provenance import xla_versions
@@ -22,9 +27,15 @@ RENAMED = "xla_jf_vmem_memory_space_assignment"
 
 
 def pinned() -> str:
-    """The version that this project's extra v6e asks for."""
-    wanted = [Requirement(line) for line in metadata.requires("bumpgate") or ()]
-    (specifier,) = next(wish for wish in wanted if wish.name == "libtpu").specifier
+    """The version in this environment's own lock in a gate; without a lock the one that torch_xla requires.
+
+    In a lane run the one of the lane's extra.
+    """
+    lock = os.environ.get(VARIABLE, "")
+    if lock not in ("", NO_LOCK):
+        return read_lock(Path(lock)).versions["libtpu"]
+    lines = lane_requirements(ROOT, "v6e") if not lock else metadata.requires("torch_xla") or ()
+    (specifier,) = next(r for r in map(Requirement, lines) if r.name == "libtpu").specifier
     assert specifier.operator == "==", f"libtpu{specifier} is no pin"
     return specifier.version
 
