@@ -55,7 +55,7 @@ def a_gate(folder: Path, day: str, *, drift: float | None = None, held: bool = F
     said = Verdict.REGRESSION if held else P
     good = Side("torch 2.13.0", Record(here, (judged(P, row(ROW, 1.0, unit="s")),)))
     there = here | {"torch": f"2.14.{day}"}
-    bad = Side("torch 2.14.0", Record(there, (judged(said, row(ROW, 1.1, unit="s")),)))
+    bad = Side("torch 2.14.0", Record(there, (judged(said, row(ROW, 1.1 if held else 1.0, unit="s")),)))
     timed = {"throughput/nam52-eager/seconds": paired(Outcome.SAME, 1.003)}
     path, _ = write_gate(folder, good, bad, timed, started=f"2026-{day}T03:00:00+00:00")
     if drift is not None:
@@ -86,7 +86,7 @@ def test_a_gate_keeps_both_sides_and_its_records_are_not_kept_again(tmp_path: Pa
     assert archive.add(path)
     assert not archive.add(path)
     assert not archive.add(path.with_name("bad.json"))
-    assert [p.value for p in archive.points(ROW)] == [1.0, 1.1]
+    assert [(p.value, p.torch) for p in archive.points(ROW)] == [(1.0, "2.13.0+cpu"), (1.0, "2.14.11-01")]
     assert archive.points(ROW, lane="h200") == []
 
 
