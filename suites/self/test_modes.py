@@ -1,0 +1,75 @@
+"""Slow modes and lost readings: the counts that decide, and an anchor that no history knows yet."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bumpgate.gate import command
+from bumpgate.gate.modes import Mode, Modes, p_lost, slow_mode, slow_sessions
+from bumpgate.gate.plan import Plan, Rule
+from bumpgate.gate.sequential import Outcome, decide
+
+SLOW = math.log(2)
+
+
+def series(slow: int, normal: int, fast: int = 0) -> list[float]:
+    return [0.01 * (i % 3) for i in range(normal)] + [SLOW] * slow + [-SLOW] * fast
+
+
+def test_slow_sessions_are_counted_by_side() -> None:
+    assert slow_sessions(series(2, 10, 1)) == (2, 1)
+    assert slow_sessions([x + 0.5 for x in series(2, 10)]) == (2, 0), "a row that moved as a whole has none"
+    assert slow_sessions([]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (series(0, 27), Mode.OPEN),
+        (series(0, 28), Mode.CLEARED),
+        (series(1, 20), Mode.OPEN),
+        (series(2, 20), Mode.FOUND),
+        (series(2, 20, 2), Mode.FOUND),
+        ([*series(0, 10), -SLOW, -SLOW, SLOW, SLOW], Mode.CLEARED),
+    ],
+    ids=["too few", "none slow", "one slow", "two slow", "found before", "both sides slow"],
+)
+def test_slow_mode_is_called_at_the_first_bound(values: list[float], expected: Mode) -> None:
+    assert slow_mode(values, Modes()) is expected
+
+
+def test_watched_row_is_same_only_when_cleared() -> None:
+    watched = Plan(rules=(Rule("*", watch=True),))
+    assert decide({"a/b/s": series(0, 20)}, Plan()) == {"a/b/s": Outcome.SAME}
+    assert decide({"a/b/s": series(0, 20)}, watched) == {"a/b/s": Outcome.INCONCLUSIVE}
+    assert decide({"a/b/s": series(0, 28)}, watched) == {"a/b/s": Outcome.SAME}
+    assert decide({"a/b/s": series(2, 20)}, watched) == {"a/b/s": Outcome.SLOW_MODE}
+
+
+def test_p_lost_is_the_binomial_tail() -> None:
+    assert p_lost(8, 0) == 2**-8
+    assert p_lost(1, 1) == 0.75
+    assert p_lost(0, 8) == 1
+
+
+def test_difference_on_one_cache_pair_alone_is_not_slower() -> None:
+    one = [0.12 + 0.001 * (i % 5) if i % 2 else 0.001 * (i % 5) for i in range(28)]
+    both = [0.06 + 0.001 * (i % 5) for i in range(28)]
+    assert decide({"a/b/s": one}, Plan())["a/b/s"] is Outcome.INCONCLUSIVE
+    assert decide({"a/b/s": both}, Plan())["a/b/s"] is Outcome.SLOWER
+
+
+def test_anchor_history_without_adopted_build_is_a_notice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command.history, "adopted", lambda lane: [])
+    assert command._adopted_a_month_ago("cpu") == ""
+    assert "no adopted build of lane cpu yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fields", [{"rare": 0.2}, {"alpha": 0.0}, {"beta": 0.7}], ids=str)
+def test_modes_that_bound_no_error_are_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="need 0 < rare"):
+        Modes(**fields)
