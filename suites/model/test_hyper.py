@@ -43,6 +43,18 @@ def test_mixing_is_doubly_stochastic(lane: Lane, n: int, seed: int, spread: floa
 
 
 @lanes("cpu")
+@pytest.mark.parametrize("iterations", [1, 2, 5])
+def test_sinkhorn_takes_its_iterations(lane: Lane, iterations: int) -> None:
+    """Each divides by the column sums, then by the row sums."""
+    scores = logits(4, seed=0)
+    matrix = scores.exp()
+    for _ in range(iterations):
+        matrix = matrix / matrix.sum(-2, keepdim=True)
+        matrix = matrix / matrix.sum(-1, keepdim=True)
+    torch.testing.assert_close(sinkhorn(scores, iterations), matrix, rtol=1e-12, atol=0)
+
+
+@lanes("cpu")
 def test_two_by_two_needs_a_softmax(lane: Lane) -> None:
     """However far its scores are apart, a balanced 2x2 matrix has equal diagonals: weights read there are equal."""
     scores = torch.tensor([3.0, -1.0], dtype=torch.float64)

@@ -80,6 +80,20 @@ def test_routing_is_the_loop_over_tokens(lane: Lane, changes: dict[str, object])
 
 
 @lanes("cpu", "h200")
+@pytest.mark.parametrize("changes", [{}, NULL], ids=["plain", "null"])
+def test_small_scores_are_weighted_in_full(lane: Lane, changes: dict[str, object]):
+    """Weights are relative to the sum of the chosen scores, which may lie far below 1."""
+    config, made, u = block(lane, **changes)
+    with torch.no_grad():
+        made.router.weight.copy_(-made.router.weight.abs() - 1)
+        if config.null_slots:
+            made.null_logit.fill_(-100.0)
+    routing = made.route(u.abs() / u.abs().sum(-1, keepdim=True) * 4)
+    total = routing.weights.sum(-1)
+    torch.testing.assert_close(total, torch.full_like(total, config.routed_scale))
+
+
+@lanes("cpu", "h200")
 def test_a_token_of_nulls_alone_gets_the_shared_expert(lane: Lane):
     _, made, x = block(lane, **NULL)
     made.null_logit.data.fill_(50.0)

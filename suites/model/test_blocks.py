@@ -1,0 +1,37 @@
+"""Small laws of single blocks that no whole-model comparison can see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import preset
+from model.head import LossHead
+from model.layers import rms_norm
+from suites.support.hybrids import build
+from suites.support.lanes import Lane, lanes
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_softcap_is_taken_in_fp32(lane: Lane, dtype: torch.dtype) -> None:
+    """The product is in the model's dtype, and what follows it is not: tanh in 16 bits is off by 4e-3."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 16, generator=g).to(lane.device, dtype)
+    embedding = 4 * torch.randn(50, 16, generator=g).to(lane.device)
+    found = LossHead(softcap=15.0, eps=1e-5).logits(x, embedding)
+    product = F.linear(rms_norm(x, 1e-5), embedding.to(dtype)).double()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), 15 * torch.tanh(product / 15), rtol=1e-6, atol=1e-6)
+
+
+@lanes("cpu", "h200")
+def test_decay_of_mamba3_has_a_floor(lane: Lane) -> None:
+    """However small its projection, A stays a_floor away from 0, so that a state is forgotten at last."""
+    config = preset("nam12", "narrow", a_floor=1e-3)
+    block = build(config, lane.device, torch.float64).blocks[config.letters.index("M")]
+    block.input.register_forward_hook(lambda module, inputs, output: torch.full_like(output, -50.0))
+    x = torch.ones(1, 3, config.d_model, dtype=torch.float64, device=lane.device)
+    _, _, _, a_dt, dt, *_ = block._project(x)
+    torch.testing.assert_close(a_dt / dt, torch.full_like(dt, -1e-3))
