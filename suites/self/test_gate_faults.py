@@ -157,7 +157,7 @@ REFUSALS = {
     "the selection names suites/nope.py, which is not there": (*PAIR, "--", "suites/nope.py::test_a"),
     "-m is set by the gate": (*PAIR, "--", "-m", "h200"),
     "--record is set by the gate": (*PAIR, "--", "--record=x"),
-    "--sessions: at least 8 sessions, got 3": (*PAIR, "--sessions", "3"),
+    "--sessions: at least 6 sessions, got 3": (*PAIR, "--sessions", "3"),
     "'torch=>1' is no requirement": ("gate", "--lane", "cpu", "--candidate", "torch=>1"),
 }
 
