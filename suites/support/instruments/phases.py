@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
-import torch._dynamo.utils
+import torch._dynamo.utils as spans_module
 
 # What one of ours contains -> torch's name. A frame holds the call of its compiler; Inductor's work on a graph holds
 # the making of its module, which holds code generation. The backward graph is compiled at its first call.
@@ -63,10 +63,10 @@ def compile_phases() -> Iterator[Phases]:
 
     Compile in this process (TORCHINDUCTOR_COMPILE_THREADS=1): the CPU time of workers counts when they have ended.
     """
-    measured = torch._dynamo.utils.compilation_time_metrics
+    measured = spans_module.compilation_time_metrics
     before = {name: len(measured.get(name, ())) for name in SPANS.values()}
     phases = Phases()
-    with mock.patch.object(torch._dynamo.utils, "time", _CpuClock()):
+    with mock.patch.object(spans_module, "time", _CpuClock()):
         yield phases
     spans = {ours: sum(measured.get(name, ())[before[name] :]) for ours, name in SPANS.items()}
     backend = spans["module"] - spans["codegen"]
