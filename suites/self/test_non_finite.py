@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -109,7 +110,8 @@ OF_OPS = [test for test in TESTS if "test_model_shapes" not in test]
 
 def run_test(function: Callable[..., Any], lane: Lane, **arguments: Any) -> dict[str, Judgement]:
     """The rows that a test function reports, as its lane judges them; a failed assertion of its own ends it early."""
-    item = SimpleNamespace(stash={}, nodeid=function.__name__, user_properties=[])
+    name = function.__name__
+    item = SimpleNamespace(stash={}, nodeid=name, user_properties=[], path=Path(), location=("", 0, name))
     recorder = rows.RowRecorder(item, Baseline(lane.name), {}, {})
     found: dict[str, Judgement] = {}
 
