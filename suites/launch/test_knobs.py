@@ -21,8 +21,8 @@ from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
 TABLES = contracts.read()["environment"]
-# Seen on 2.13.0 and 2.14.1, and not on 2.11.0; 2.12 and 2.15 were not tested.
-CONFIGURATION_OF_ONE_THREAD = "torch>=2.12,<2.15"
+# Seen on 2.13.0, 2.14.1 and 2.15.0, and not on 2.11.0; 2.12 was not tested.
+CONFIGURATION_OF_ONE_THREAD = "torch>=2.12,<2.16"
 INDUCTOR, DYNAMO = "torch._inductor.config", "torch._dynamo.config"
 # Variable -> what is set, and the field that it should move; "" where suites.launch.knobs probes for something else.
 VARIABLES = {
