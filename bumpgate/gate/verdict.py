@@ -31,6 +31,8 @@ PRODUCT = (Verdict.REGRESSION, Verdict.CHANGED)
 # Right on both sides, and worse than on the adopted one by more than its kind allows.
 WORSE = "WORSE"
 ONE_SIDE = "measured on one side only"
+# Rows that only the candidate can measure, such as those of a capability that its release adds.
+NEW = "NEW"
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -178,7 +180,7 @@ def _new_tiers(lane: str, judgements: Iterable[Judgement]) -> list[Finding]:
         found.append(
             Finding(
                 Decision.ADOPT,
-                "NEW",
+                NEW,
                 "",
                 f"{folder}: not measured in the adopted environment, so not compared",
                 tuple(j.row.id for j in rows),
@@ -253,7 +255,7 @@ def _row(
     if said is None or shown is None:
         return []
     decision, label = said
-    shown_by_metric = ("FIXED", "WIN", "KNOWN DEFECT", "RED IN BOTH", WORSE, *(v.value for v in PRODUCT))
+    shown_by_metric = ("FIXED", "WIN", NEW, "KNOWN DEFECT", "RED IN BOTH", WORSE, *(v.value for v in PRODUCT))
     product = label in shown_by_metric
     metric = shown.row.id.rsplit("/", 1)[1] if product else ""
     twice = not (_absent(good) or _absent(bad))
@@ -284,6 +286,8 @@ def _compare(
         lost = bad is not None and bad.verdict is Verdict.MISSING and whole and right
         label = bad.verdict.value if bad else Verdict.MISSING.value
         return (Decision.HOLD if lost else Decision.UNKNOWN), label
+    if good is None and bad.verdict is Verdict.MISSING:
+        return Decision.ADOPT, NEW  # no baseline has it and the adopted run never had it: nothing was lost
     if good is None or _absent(good):
         return Decision.UNKNOWN, good.verdict.value if good else Verdict.MISSING.value
     if _is_defect(good) and _is_defect(bad):

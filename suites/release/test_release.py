@@ -263,10 +263,17 @@ def test_torchscript_says_that_it_ends(lane: Lane, row) -> None:
 @lanes("h200")
 def test_accelerator_graph(lane: Lane, row) -> None:
     """Captured once and replayed on new numbers: eager, bit by bit; the stream knows that it is captured."""
-    if not present(row, "accelerator_graph", hasattr(torch.accelerator, "Graph")):
+    graph, refusal = None, []
+    try:
+        graph = torch.accelerator.Graph() if hasattr(torch.accelerator, "Graph") else None
+    except RuntimeError as error:  # PyPI's 2.13.0 and 2.15.0 have the class and register no CUDA graph for it
+        if "not supported on device type" not in str(error):
+            raise
+        refusal = [str(error)]
+    if not present(row, "accelerator_graph", graph is not None, refusal):
         return
     x, y = torch.zeros(64, device=lane.device), torch.zeros(64, device=lane.device)
-    stream, graph, capturing = torch.Stream(device=lane.device), torch.accelerator.Graph(), []
+    stream, capturing = torch.Stream(device=lane.device), []
     y.copy_(x.sin() * 2)
     with stream, graph:
         capturing.append(stream.is_capturing())
