@@ -17,7 +17,7 @@ import typer
 from packaging.utils import canonicalize_name
 from rich.console import Console
 
-from bumpgate.baseline import LANES, find_root
+from bumpgate.baseline import LANES, find_root, tier
 from bumpgate.bisect.answer import Answer, Watcher, answer, text, write_json
 from bumpgate.bisect.bisection import Bench, Bisection, MachineError
 from bumpgate.bisect.candidates import Range, between, wants_prereleases
@@ -259,7 +259,13 @@ def _range(asked: Question, root: Path | None) -> Range:
 
 
 def _check_selection(root: Path, asked: Question) -> None:
-    """Asks this interpreter's own pytest what would run. One that cannot tell, for it has no torch, says nothing."""
+    """Raises BisectError if this interpreter's pytest selects no test or refuses an option.
+
+    An interpreter without torch cannot collect, and nothing follows from that. Nor can it collect a tier, whose package
+    comes with the candidate.
+    """
+    if any(tier(f"{part}/") for part in asked.selection):
+        return
     line = [
         sys.executable,
         "-m",

@@ -150,9 +150,15 @@ def tune() -> dict[str, list[dict[str, Any]]]:
 
 
 def main(arguments: list[str]) -> None:
+    """Exits with 2 on a machine without an H200."""
     if arguments:
         compile_share(*map(int, arguments))
         return
+    from suites.support.lanes import detect
+
+    if missing := detect("h200"):
+        print(missing, file=sys.stderr)
+        sys.exit(2)
     temporary = WINNERS.with_suffix(".tmp")
     temporary.write_text(json.dumps(tune(), indent=1, sort_keys=True) + "\n")
     temporary.replace(WINNERS)
