@@ -19,7 +19,7 @@ from bumpgate.environments.store import home
 
 GIT_SECONDS = 60
 SHOWN = 3
-# Of the files that git does not track, only these can change what a lane measures. A job's log beside them cannot.
+# Of the files that git does not track, only these can change what a lane measures. A job's log next to them cannot.
 SOURCES = (".py", ".toml", ".ini", ".cfg", ".json", ".txt", ".npz", ".safetensors", ".cu", ".cpp", ".h")
 # What a run or a gate writes, by file name.
 RESULTS = ("record.json", "smoke.json")

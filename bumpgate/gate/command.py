@@ -202,7 +202,7 @@ def _check_packages(gate: Gate, places: Mapping[str, Place], root: Path) -> None
 
 
 def _keep_locks(places: Mapping[str, Place], out: Path) -> None:
-    """What was resolved, beside gate.json: `bumpgate adopt` needs it when the environment is gone."""
+    """Keep the resolved lock next to gate.json: `bumpgate adopt` needs it when the environment is gone."""
     for name, place in places.items():
         (out / f"{name}.pylock.toml").unlink(missing_ok=True)
         if place.lock:

@@ -163,7 +163,7 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
         "UNKNOWN, with 1 gaps in the evidence",
         lambda raw: (gap(raw), raw.update(decision="UNKNOWN")),
     ),
-    "a gap beside": ("a review does not close gaps in the evidence: INFRA no disk", gap),
+    "another gap": ("a review does not close gaps in the evidence: INFRA no disk", gap),
     "unfinished": (
         "the gate did not end: go on with its command and --resume",
         lambda raw: raw.update(finished=False),

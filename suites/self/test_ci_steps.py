@@ -43,7 +43,7 @@ DECISIONS = {"ADOPT": 0, "HOLD": 1, "UNKNOWN": 125}
 
 
 class Runner:
-    """A CI machine: one folder, environment variables, and the stub on PATH beside a silent `python -m pip`."""
+    """A CI machine: one folder, environment variables, and the stub on PATH next to a silent `python -m pip`."""
 
     def __init__(self, folder: Path, decision: str) -> None:
         self.folder, self.bin = folder, folder / "bin"
