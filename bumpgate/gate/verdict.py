@@ -363,8 +363,12 @@ def _timed(lane: str, row: str, t: Timed, test: str) -> list[Finding]:
         Outcome.FASTER: Decision.ADOPT,
     }
     decision = decisions.get(t.outcome, Decision.UNKNOWN)
+    if not t.sessions:  # one cause for all such rows: the budget, or sessions that were all lost
+        seen = (f"{row}: not measured",)
+        head = "no paired session gave a time"
+        return [Finding(decision, t.outcome.value, "", head, (row,), (), seen, investigate(lane, test))]
     low, high = (f"{100 * (x - 1):+.1f} %" if math.isfinite(x) else "?" for x in t.interval)
-    change = f"{100 * (t.ratio - 1):+.1f} % in [{low}, {high}]" if t.sessions else "not measured"
+    change = f"{100 * (t.ratio - 1):+.1f} % in [{low}, {high}]"
     bad = f"{row}: {change} after {t.sessions} sessions, adjusted p {t.p:.2g}"
     if any(t.slow):
         bad += f"; slow processes: {t.slow[0]} of the candidate, {t.slow[1]} of the adopted build"
