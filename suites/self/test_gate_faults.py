@@ -80,7 +80,9 @@ def test_a_slower_row_is_found_though_the_gate_is_interrupted_and_killed(tree: T
     for row in TIMED:
         found = raw["timed"][row]["log_ratios"]
         assert found[: len(kept[row])] == kept[row], "sessions measured before stay"
-        assert len(found) in [look.sessions for look in Plan().looks], "and those after them end with a look"
+    # A row that lost a reading lies behind; the last one to be decided ends the sessions, at a look.
+    counts = {len(raw["timed"][row]["log_ratios"]) for row in TIMED}
+    assert counts & {look.sessions for look in Plan().looks}
     assert [f["label"] for f in raw["findings"]] == ["SLOWER"]
     assert f"-> {tree.bad} -m pytest -m cpu -n 0 '{TIMES_TEST}'" in last.out
     assert "(candidate) against torch" in last.out.splitlines()[-1]
