@@ -77,10 +77,10 @@ def wheels(folder: Path, root: Path) -> list[Path]:
         made += [fake_wheel(folder, name, v, "float_ = float\n" * (v < "2")) for v in versions]
     named = {("torch", v) for v in TORCH}
     for text in lane_requirements(root, "cpu"):
-        wanted = Requirement(text)
-        version = next((s.version for s in wanted.specifier), "1.0")
-        if wanted.name not in ("pytest", *OTHERS) and (wanted.name, version) not in named:
-            made.append(fake_wheel(folder, wanted.name, version))
+        requirement = Requirement(text)
+        version = next((s.version for s in requirement.specifier), "1.0")
+        if requirement.name not in ("pytest", *OTHERS) and (requirement.name, version) not in named:
+            made.append(fake_wheel(folder, requirement.name, version))
     return made
 
 

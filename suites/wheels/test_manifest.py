@@ -39,19 +39,19 @@ NIGHTLY = "2.12.0.dev20260304+cu130"
 def test_what_is_installed_is_what_was_adopted(lane: Lane, row) -> None:
     """Against the adopted row in a lane run, against its own lock in a gate, against torch's metadata without one."""
     found = take(Interpreter(Path(sys.executable), ROOT, os.environ))
-    wanted = reference(load(PATH).adopted(lane.name), found, os.environ)
+    chosen = reference(load(PATH).adopted(lane.name), found, os.environ)
     differences = [
-        f"{m.package}: {m.found or 'absent'}, {wanted.source} has {m.wanted or 'it'}"
-        for m in mismatches(wanted.row, found)
+        f"{m.package}: {m.found or 'absent'}, {chosen.source} has {m.wanted or 'it'}"
+        for m in mismatches(chosen.row, found)
     ]
     row(
         "wheels/manifest/mismatches",
         len(differences),
         unit="packages",
-        witness=wanted.facts,
+        witness=chosen.facts,
         rule="C39",
         expected=0,
-        evidence=[f"compared with {wanted.source}", *differences],
+        evidence=[f"compared with {chosen.source}", *differences],
     )
 
 
@@ -212,14 +212,14 @@ def test_an_interpreter_without_a_lock_is_held_to_its_torch(lane: Lane) -> None:
     torch = Distribution("torch", "2.14.1", requires=(*requires, "optree>=0.13; extra == 'optree'"))
     bare = inventory(torch="2.14.1+cu130", triton="3.8.0", filelock="3.20")
     found = replace(bare, distributions={**bare.distributions, "torch": (torch,)})
-    wanted = reference(ROW, found, {VARIABLE: NO_LOCK})
-    assert (wanted.facts, "no lock" in wanted.source) == (2, True)
-    assert list(mismatches(wanted.row, found)) == []
+    chosen = reference(ROW, found, {VARIABLE: NO_LOCK})
+    assert (chosen.facts, "no lock" in chosen.source) == (2, True)
+    assert list(mismatches(chosen.row, found)) == []
     for name in ("triton", "filelock"):
         lacking = {n: d for n, d in found.distributions.items() if n != name}
-        assert [m.package for m in mismatches(wanted.row, replace(found, distributions=lacking))] == [name]
+        assert [m.package for m in mismatches(chosen.row, replace(found, distributions=lacking))] == [name]
     other = {**found.distributions, "triton": (Distribution("triton", "3.7.1"),)}
-    assert [m.package for m in mismatches(wanted.row, replace(found, distributions=other))] == ["triton"]
+    assert [m.package for m in mismatches(chosen.row, replace(found, distributions=other))] == ["triton"]
     assert reference(ROW, bare, {VARIABLE: NO_LOCK}).facts == 0, "an instrument that saw nothing, not a pass"
 
 

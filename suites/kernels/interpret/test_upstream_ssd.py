@@ -118,8 +118,8 @@ def test_the_step_needs_no_bias(lane: Lane, row) -> None:
     inputs = (x[:, 0], dt[:, 0], A, Bmat[:, 0], Cmat[:, 0], D, state)
     signature = ""
     try:
-        found, wanted = upstream_step(*inputs, biased=False), upstream_step(*inputs)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        found, expected = upstream_step(*inputs, biased=False), upstream_step(*inputs)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     except (AttributeError, TypeError) as error:
         signature = str(error)
         if "NoneType" not in signature:
