@@ -1,7 +1,9 @@
 """The steps of a gate: canaries in both environments, the selection once in each, paired sessions, the verdict.
 
-Each step is on the disk before the next begins. The selection runs whole in each, timed tests as well: that fills both
-compile caches, so that no session pays for a cold one, and shows which rows are timed, those that carry an interval.
+Each step is on the disk before the next begins. On a CPU both environments run at once, each with half of the
+workers; a test that needs the machine to itself waits for the other side too. The selection runs whole in each, timed
+tests as well: that fills both compile caches, so that no session pays for a cold one, and shows which rows are timed,
+those that carry an interval.
 """
 
 from __future__ import annotations
@@ -27,15 +29,17 @@ from bumpgate.gate.sequential import decide, estimate, summarise
 from bumpgate.gate.timed import Reading, Sessions, reading, timed_rows
 from bumpgate.gate.verdict import Decision, Finding, Side, group, judge_gate, unequal_losses
 from bumpgate.gate.view import View, session_line, timed_line
-from bumpgate.processes.host import host_class
-from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneCall, LaneRun, installed, run_lane
+from bumpgate.processes.host import cpu_workers, host_class
+from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneCall, LaneRun, installed, run_lanes
 from bumpgate.rows import Record, Verdict, one_line, read_record, write_record
 from bumpgate.table import summary
 
 TITLES = {"good": "adopted", "bad": "candidate", "anchor": "anchor"}
 CANARIES = "suites/canaries"
-# Rounds that a timed test keeps in a process of its own. Enough for a median: what is left is a bias of the process.
+# Rounds that a timed test keeps in a process. Enough for a median: what is left is a bias of the process.
 ROUNDS = 15
+# xdist's own variable: the workers of `-n auto`.
+WORKERS = "PYTEST_XDIST_AUTO_NUM_WORKERS"
 # A requirement, or a wheel file, of triton.
 TRITON = re.compile(r"(.*/)?triton(-\d|\s*([=<>!~@;]|$))", re.IGNORECASE)
 # Above pytest's own limit of a test, which names the test; this one only ends what that cannot.
@@ -91,16 +95,15 @@ class Bench:
     def run(self) -> None:
         """Whatever is not yet done, then the verdict. Raises GateError on what pytest refuses to select."""
         sides = self.gate.sides
+        self.gate.finished = False
         self.enter()
         if not (sides["good"].failure or sides["bad"].failure):
-            for name in ("good", "bad"):
-                if sides[name].canaries is None:
-                    sides[name].canaries = self.canaries(name)
-                    self.save()
-            for name in ("good", "bad"):
-                if not sides[name].measured:
-                    self.measure(name)
-                    self.save()
+            for names in self._groups([name for name in ("good", "bad") if sides[name].canaries is None]):
+                self.canaries(names)
+                self.save()
+            for names in self._groups([name for name in ("good", "bad") if not sides[name].measured]):
+                self.measure(names)
+                self.save()
             self.pair()
         self.judge()
         self.gate.finished = True
@@ -136,12 +139,18 @@ class Bench:
             self.view.say(f"{side.name}: {failure}" if failure else side.name)
         self.save()
 
-    def canaries(self, name: str) -> dict[str, str]:
-        """Canary -> reason, of those that failed in this environment."""
+    def canaries(self, names: Sequence[str]) -> None:
+        """Runs the canaries in these environments and keeps, of each, why it failed."""
         if not (self.root / CANARIES).is_dir():
-            return {"canaries": f"no {CANARIES} in this tree, so no instrument is proved"}
-        with self.view.doing(f"{TITLES[name]}: canaries"):
-            run = self._lane(name, [CANARIES], self.out / f"canaries-{name}.json")
+            for name in names:
+                reason = f"no {CANARIES} in this tree, so no instrument is proved"
+                self.gate.sides[name].canaries = {"canaries": reason}
+            return
+        runs = self._run(names, "canaries", [CANARIES], "canaries-{}.json")
+        for name, run in runs.items():
+            self.gate.sides[name].canaries = self._failed_canaries(name, run)
+
+    def _failed_canaries(self, name: str, run: LaneRun) -> dict[str, str]:
         if run.code == NOTHING_SELECTED:
             self.view.say(f"{TITLES[name]}: this lane has no canaries")
             return {}
@@ -157,22 +166,26 @@ class Bench:
         self.view.say(f"{TITLES[name]}: canaries: {said}; {run.seconds:.0f} s")
         return failed
 
-    def measure(self, name: str) -> None:
-        """The whole selection, once. Raises GateError where pytest refuses it in the adopted environment."""
-        side, path = self.gate.sides[name], self.out / f"{name}.json"
-        with self.view.doing(f"{TITLES[name]}: counts and numerics"):
-            run = self._lane(name, self.gate.asked.selection, path, env_vars=self._tiers())
-        if run.code == USAGE and name == "good":
+    def measure(self, names: Sequence[str]) -> None:
+        """The whole selection, once a side. Raises GateError where pytest refuses it in the adopted environment."""
+        variables = {"BUMPGATE_ROUNDS": str(ROUNDS), **self._tiers()}
+        runs = self._run(
+            names, "counts and numerics", self.gate.asked.selection, "{}.json", env_vars=variables
+        )
+        if "good" in runs and runs["good"].code == USAGE:
             # Nothing is measured yet: there is no gate to go on with.
             (self.out / NAME).unlink()
-            raise GateError(f"pytest refuses the selection: {run.failure}")
-        side.measured, side.failure = True, run.failure
-        if run.record:
-            record = self._spoiled_again(name, run.record, path)
-            side.record = path.name
-            self.view.say(f"{TITLES[name]}: {summary(record)}")
-        if run.failure:
-            self.view.say(f"{TITLES[name]}: {run.failure} (log: {run.log})")
+            raise GateError(f"pytest refuses the selection: {runs['good'].failure}")
+        for name, run in runs.items():
+            side = self.gate.sides[name]
+            side.measured, side.failure = True, run.failure
+            if run.record:
+                path = self.out / f"{name}.json"
+                record = self._spoiled_again(name, run.record, path)
+                side.record = path.name
+                self.view.say(f"{TITLES[name]}: {summary(record)}")
+            if run.failure:
+                self.view.say(f"{TITLES[name]}: {run.failure} (log: {run.log})")
 
     def pair(self) -> None:
         """The sessions with the adopted build, then those with the anchor, where there is one."""
@@ -212,28 +225,41 @@ class Bench:
         gate.findings = tuple(self._with_interpreter(f) for f in findings)
         gate.accepted = tuple(lines)
 
-    def _lane(
+    def _run(
         self,
-        name: str,
+        names: Sequence[str],
+        what: str,
         selection: Sequence[str],
-        record: Path,
+        record: str,
+        *,
         timeout: float | None = None,
         pair: int = 0,
-        rounds: int = ROUNDS,
         env_vars: Mapping[str, str] = {},
-    ) -> LaneRun:
-        place = self.places[name]
-        fewer = {} if timeout is None else {"BUMPGATE_ROUNDS": str(rounds)}
-        return run_lane(
-            place.python,
-            self.root,
-            self.gate.asked.lane,
-            selection,
-            record,
-            environment={**place.caches(pair), **fewer, **env_vars},
-            timeout=timeout,
-            check_import=False,
-        )
+    ) -> dict[str, LaneRun]:
+        """One lane run a side, all at once, each with its share of the workers.
+
+        record: the file's name, with {} for the side. timeout: wall seconds. pair: of compile caches.
+        """
+        workers = {WORKERS: str(cpu_workers(len(names)))} if len(names) > 1 else {}
+        calls = [
+            LaneCall(
+                self.places[name].python,
+                self.root,
+                self.gate.asked.lane,
+                selection,
+                self.out / record.format(name),
+                environment={**self.places[name].caches(pair), **workers, **env_vars},
+            )
+            for name in names
+        ]
+        with self.view.doing(f"{' and '.join(TITLES[name] for name in names)}: {what}"):
+            return dict(zip(names, run_lanes(calls, timeout)))
+
+    def _groups(self, names: Sequence[str]) -> list[list[str]]:
+        """The sides that run at once: all of them on a CPU, one at a time on a device that they share."""
+        if self.gate.asked.lane == "cpu" and names:
+            return [list(names)]
+        return [[name] for name in names]
 
     def _tiers(self) -> dict[str, str]:
         """What makes a whole-lane gate of triton collect the codegen tier, if both sides have a triton to compare."""
@@ -257,8 +283,7 @@ class Bench:
         tests = sorted({j.row.test for j in record.judgements if j.verdict is Verdict.INFRA})
         if not tests:
             return record
-        with self.view.doing(f"{TITLES[name]}: once more what the machine spoiled"):
-            again = self._lane(name, tests, self.out / f"again-{name}.json").record
+        again = self._run([name], "once more what the machine spoiled", tests, "again-{}.json")[name].record
         if again is None or not again.complete:
             return record
         kept = [j for j in record.judgements if j.row.test not in tests]
@@ -275,12 +300,18 @@ class Bench:
         """Fills the further compile caches by the timed tests; the run of the whole selection filled the first."""
         tests = sorted(set(sessions.tests.values()))
         for pair in range(1, sessions.cache_pairs if tests else 1):
-            for name in ("good", "bad"):
-                with self.view.doing(f"{TITLES[name]}: compile cache {pair + 1}"):
-                    record = self.out / f"warm-{name}-{pair}.json"
-                    timeout = TEST_SECONDS * len(tests)
-                    run = self._lane(name, ["-n", "0", *tests], record, timeout, pair, rounds=1)
-                self.view.say(f"{TITLES[name]}: compile cache {pair + 1} filled; {run.seconds:.0f} s")
+            for names in self._groups(("good", "bad")):
+                runs = self._run(
+                    names,
+                    f"compile cache {pair + 1}",
+                    ["-n", "0", *tests],
+                    f"warm-{{}}-{pair}.json",
+                    timeout=TEST_SECONDS * len(tests),
+                    pair=pair,
+                    env_vars={"BUMPGATE_ROUNDS": "1"},
+                )
+                for name, run in runs.items():
+                    self.view.say(f"{TITLES[name]}: compile cache {pair + 1} filled; {run.seconds:.0f} s")
         sessions.warm = True
         self.save()
 
@@ -341,8 +372,16 @@ class Bench:
         return good, bad
 
     def _timed_process(self, name: str, tests: Sequence[str], pair: int) -> Reading:
-        record = self.out / f"timed-{name}.json"
-        return reading(self._lane(name, ["-n", "0", *tests], record, TEST_SECONDS * len(tests), pair), tests)
+        runs = self._run(
+            [name],
+            "a timed process",
+            ["-n", "0", *tests],
+            "timed-{}.json",
+            timeout=TEST_SECONDS * len(tests),
+            pair=pair,
+            env_vars={"BUMPGATE_ROUNDS": str(ROUNDS)},
+        )
+        return reading(runs[name], tests)
 
     def _anchor_gap(self) -> list[Finding]:
         """An anchor that was asked for and could not be paired is a gap in the evidence."""

@@ -63,7 +63,9 @@ def command(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of gate.json and both records.")] = None,
     sessions: Annotated[int | None, typer.Option(help="At most so many paired sessions.")] = None,
-    budget: Annotated[float | None, typer.Option(help="Minutes after which no session begins.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Minutes after which no session begins; --resume goes on.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the gate in --out.")] = False,
     selection: Annotated[list[str] | None, typer.Argument(help="After --: what pytest is to run.")] = None,
 ) -> None:
@@ -96,7 +98,7 @@ def command(
             now = bind(root, place)
             gate = _begin(asked, place, resume, now)
             places = _places(asked, view, root, {"index": index, "find_links": tuple(find_links or ())})
-            again = gate.finished
+            again = gate.finished and not gate.undecided
             if again:
                 _check_packages(gate, places, root)
             else:
@@ -127,6 +129,8 @@ def command(
     found = gate_file.read(place / result.NAME)
     assert isinstance(found, GateFile)
     _show(found, place, again)
+    if gate.undecided:
+        view.say(f"the budget ended before every timed row was decided, go on with: {_resume_line()}")
     if found.decision is not Decision.UNKNOWN and candidate and not asked.selection:
         review = (
             ""

@@ -91,6 +91,11 @@ class Gate:
     host: str = ""
     binding: Binding | None = None
 
+    @property
+    def undecided(self) -> bool:
+        """Whether a timed row is open that more sessions can decide: the gate ended by its budget."""
+        return any(part is not None and bool(part.open_tests()) for part in (self.paired, self.drifted))
+
     def write(self, out: Path) -> None:
         """Replaces gate.json in one step."""
         write_atomic(out / NAME, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")

@@ -16,14 +16,12 @@ from dataclasses import replace
 import pytest
 
 from bumpgate.baseline import LANES
-from bumpgate.processes.host import available_gib, cores
+from bumpgate.processes.host import cpu_workers
 
 # Each worker of the H200 lane holds a context and its last test's memory on the GPU. One waits for the others' end, to
 # run what is timed.
 MOST_GPU_WORKERS = 15
 SPARE_CORES = 1
-# What a worker of the CPU lane takes at most while it compiles the 52-layer model.
-WORKER_GIB = 4
 # Set by the lane's session once it has judged the run: whether it is green.
 GREEN = pytest.StashKey[bool]()
 
@@ -107,11 +105,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """The workers of `-n auto`, the default. At least one: a crash or a hang then costs one test, not the run.
 
     On a GPU as many as its machine has cores for: nearly all of the lane's time is compiling. On a CPU one for each
-    core that has WORKER_GIB of memory. None, which is xdist's own number, outside a lane.
+    core that has memory for it, or what PYTEST_XDIST_AUTO_NUM_WORKERS says. None, which is xdist's own number,
+    outside a lane.
     """
     lanes = _lanes(config)
     if lanes == ["h200"]:
         return max(1, min(MOST_GPU_WORKERS, (os.cpu_count() or 1) - SPARE_CORES))
     if lanes == ["cpu"]:
-        return max(1, min(cores() or 1, int(available_gib() / WORKER_GIB)))
+        return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else cpu_workers()
     return 1 if lanes else None

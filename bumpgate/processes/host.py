@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 
 GPUS = Path("/proc/driver/nvidia/gpus")
+# What a worker of the CPU lane takes at most while it compiles the 52-layer model.
+WORKER_GIB = 4
 
 
 def read_or_empty(path: Path | str) -> str:
@@ -35,6 +37,11 @@ def available_gib(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgrou
     free = int(found[1]) * 1024 if found else 0
     limit = read_or_empty(cgroup / "memory.max").strip()
     return min(free, int(limit) if limit.isdigit() else free) / 2**30
+
+
+def cpu_workers(sides: int = 1) -> int:
+    """Workers of a CPU lane where `sides` lanes run at once: a core and WORKER_GIB of memory each, at least one."""
+    return max(1, min(cores() or 1, int(available_gib() / WORKER_GIB)) // sides)
 
 
 def gpu_models() -> list[str]:

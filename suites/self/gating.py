@@ -88,12 +88,11 @@ class Machine:
         side = self.sides[python.name]
         return Installed({} if side.failure else {"torch": side.torch}, {}, side.failure)
 
-    def run_lane(
-        self, python: Path, root: Path, lane: str, selection: Sequence[str], record: Path, **options: Any
-    ) -> LaneRun:
+    def run_lane(self, call: LaneCall, timeout: float | None = None) -> LaneRun:
+        python, selection, record = call.python, call.selection, call.record
         self.before_process()
         side = self.sides[python.name]
-        timed = options["timeout"] is not None
+        timed = timeout is not None
         self.processes.append(f"{'timed' if timed else selection[0] if selection else 'all'}:{python.name}")
         if timed:
             return self._timed(python.name, side, record)
@@ -108,10 +107,11 @@ class Machine:
             judgements = [j for j in judgements if j.row.test in selection]
         return self._done(record, judgements, side)
 
+    def run_lanes(self, calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:
+        return [self.run_lane(call, timeout) for call in calls]
+
     def run_duet(self, calls: Sequence[LaneCall], flip: bool, timeout: float) -> list[LaneRun]:
-        return [
-            self.run_lane(c.python, c.root, c.lane, c.selection, c.record, timeout=timeout) for c in calls
-        ]
+        return self.run_lanes(calls, timeout)
 
     def _timed(self, name: str, side: Behaviour, record: Path) -> LaneRun:
         assert self.bench

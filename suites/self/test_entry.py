@@ -125,8 +125,9 @@ def test_existing_record_after_a_space_is_explained(
 def test_auto_workers_are_bounded_by_cores_and_memory(
     monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, cores: int | None, gib: float, workers: int
 ) -> None:
-    monkeypatch.setattr(plugin, "cores", lambda: cores)
-    monkeypatch.setattr(plugin, "available_gib", lambda: gib)
+    monkeypatch.setattr(host, "cores", lambda: cores)
+    monkeypatch.setattr(host, "available_gib", lambda: gib)
+    monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
     monkeypatch.setattr(pytestconfig.option, "markexpr", "cpu")
     assert plugin.pytest_xdist_auto_num_workers(pytestconfig) == workers
 

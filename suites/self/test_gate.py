@@ -42,7 +42,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def adopt(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "run_lane", machine.run_lane)
+    monkeypatch.setattr(bench, "run_lanes", machine.run_lanes)
     monkeypatch.setattr(bench, "run_duet", machine.run_duet)
     monkeypatch.setattr(bench, "installed", machine.installed)
 
@@ -69,6 +69,7 @@ def test_an_unchanged_pair_is_adopted(machine: Machine, out: Path) -> None:
 
 def test_sides_that_share_a_gpu_take_turns(machine: Machine, out: Path) -> None:
     machine.gate(out, Asked("h200", candidate="torch==2.14.0"))
+    assert machine.processes[2:4] == ["all:good", "all:bad"]
     order = [p.removeprefix("timed:") for p in machine.processes[4:12]]
     assert order == [SIDE[letter] for letter in "ABBABAAB"]
 
@@ -85,7 +86,8 @@ def test_every_step_is_on_the_disk_before_the_next_begins(machine: Machine, out:
 
     machine.before_process = look
     machine.gate(out)
-    assert seen[:5] == [(0, 0, 0), (1, 0, 0), (1, 1, 0), (2, 1, 0), (2, 2, 0)]
+    # Both sides of a step run at once.
+    assert seen[:5] == [(0, 0, 0), (0, 0, 0), (1, 1, 0), (1, 1, 0), (2, 2, 0)]
     assert [s[2] for s in seen[4:]] == [i // 2 for i in range(len(seen[4:]))]
     raw = json.loads((out / result.NAME).read_text())
     assert (raw["decision"], raw["exit_code"], raw["finished"]) == ("ADOPT", 0, True)
@@ -202,7 +204,7 @@ def test_a_spoiled_session_says_nothing_and_another_takes_its_place(machine: Mac
     made.enter()
     for name in ("good", "bad"):
         made.gate.sides[name].canaries = {}
-        made.measure(name)
+        made.measure([name])
     machine.sides["good"].spoiled = 1
     made.run()
     sessions = made.gate.paired
@@ -249,6 +251,12 @@ def test_a_spent_budget_leaves_open_rows_inconclusive(machine: Machine, out: Pat
     assert labels(gate) == [("UNKNOWN", "INCONCLUSIVE")]
     assert not any(p.startswith("timed:") for p in machine.processes)
     assert "the budget is spent" in (out / "said.txt").read_text()
+    assert gate.undecided
+
+    resumed = machine.gate(out)
+    assert (resumed.decision, resumed.undecided, resumed.finished) == (Decision.ADOPT, False, True)
+    steps = [p for p in machine.processes if not p.startswith("timed:")]
+    assert len(steps) == len(set(steps)), "canaries and lanes run once"
 
 
 class Killed(BaseException):
@@ -311,11 +319,14 @@ def test_anchor_sessions_survive_a_resume(machine: Machine, out: Path) -> None:
 def test_a_refused_selection_leaves_no_gate_to_go_on_with(
     machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*args: object, **options: object) -> LaneRun:
-        run = machine.run_lane(*args, **options)  # type: ignore[arg-type]
-        return run if args[3] == [bench.CANARIES] else replace(run, code=USAGE, failure="no such option")
+    def refuse(calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:
+        refused = [call.selection != [bench.CANARIES] for call in calls]
+        return [
+            replace(run, code=USAGE, failure="no such option") if no else run
+            for run, no in zip(machine.run_lanes(calls, timeout), refused)
+        ]
 
-    monkeypatch.setattr(bench, "run_lane", refuse)
+    monkeypatch.setattr(bench, "run_lanes", refuse)
     with pytest.raises(GateError, match="pytest refuses the selection: no such option"):
         machine.gate(out)
     assert not (out / result.NAME).exists()

@@ -112,6 +112,21 @@ def test_an_unchanged_pair_is_adopted_and_each_side_has_caches_of_its_own(tree: 
     assert len(quiet) == 6, "a line a step where no terminal is"
 
 
+def test_gate_at_its_budget_resumes_to_the_same_verdict(tree: Tree) -> None:
+    ended = tree.gate("--budget", "0")
+    assert ended.code == 125, ended.out + ended.err
+    line = ended.err.splitlines()[-1]
+    assert line.startswith("the budget ended before every timed row was decided, go on with: bumpgate gate")
+    assert (line.endswith("--resume"), tree.raw()["sessions"]["begun"]) == (True, 0)
+    started = tree.raw()["started"]
+
+    resumed = tree.gate("--resume")
+    assert resumed.code == 0, resumed.out + resumed.err
+    assert "nothing was measured now" not in resumed.out
+    assert (tree.raw()["started"], tree.raw()["decision"]) == (started, "ADOPT")
+    assert tree.raw()["sessions"]["begun"] >= min(look.sessions for look in Plan().looks)
+
+
 FAILURES = {
     "canary": ({"CANARY": "read 0"}, 125, "INSTRUMENT instrument graphs: read 0"),
     "raises": (
@@ -229,7 +244,7 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_measured(
     assert "--out g --resume -- suites/canaries suites/compile" in err
     kept = result.read(tree.root / "g", Plan())
     assert kept
-    assert (kept.finished, kept.sides["good"].canaries, kept.sides["bad"].canaries) == (False, {}, None)
+    assert (kept.finished, kept.sides["good"].canaries, kept.sides["bad"].canaries) == (False, {}, {})
 
 
 def test_a_second_gate_on_the_device_says_whom_it_waits_for(tree: Tree) -> None:
