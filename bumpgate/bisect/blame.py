@@ -31,6 +31,7 @@ def mixture_request(packages: Mapping[str, str], like: Request) -> Request:
         find_links=like.find_links,
         offline=like.offline,
         dependencies=False,
+        script=like.script,
         only_wheels=like.only_wheels,
         name="a mixture",
     )

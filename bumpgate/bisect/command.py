@@ -189,7 +189,7 @@ def _search(
     test = _test(asked, root)
     with Watcher(Console(soft_wrap=True)) as watcher:
         ahead = Prefetch() if prefetch else None
-        bench = Bench(asked.package, out, _requests(asked, out, root), build, test, watcher, ahead)
+        bench = Bench(asked.package, out, _requests(asked, root), build, test, watcher, ahead)
         bisection = Bisection(state, bench)
         result = bisection.run()
         blamed = bisection.attribute(result) if result.found and attribution else None
@@ -337,8 +337,8 @@ def _test(asked: Question, root: Path | None) -> SuiteTest | CommandTest:
     return SuiteTest(root, asked.lane, asked.selection, asked.package, asked.timeout)
 
 
-def _requests(asked: Question, out: Path, root: Path | None) -> Callable[[str], Request]:
-    """How the environment of a version is asked for."""
+def _requests(asked: Question, root: Path | None) -> Callable[[str], Request]:
+    """How the environment of a version is requested. One of another package than torch replaces what torch requires."""
 
     def request(version: str) -> Request:
         # 2.13.0+cpu is a 2.13.0 to "==", and another build.
@@ -349,16 +349,7 @@ def _requests(asked: Question, out: Path, root: Path | None) -> Callable[[str], 
         else:
             found = lane_request(root, asked.lane, wanted, name=name)
         requirements = (*found.requirements, *asked.extra)
-        found = replace(found, requirements=requirements, index=asked.index, find_links=asked.find_links)
-        if root is None or asked.package == "torch":
-            return found
-        # torch pins its triton exactly; which triton breaks this torch is the question.
-        path = out / "overrides" / f"{version}.txt"
-        text = f"{wanted}\n{found.overrides.read_text() if found.overrides else ''}"
-        if not path.exists() or path.read_text() != text:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        return replace(found, overrides=path.absolute())
+        return replace(found, requirements=requirements, index=asked.index, find_links=asked.find_links)
 
     return request
 

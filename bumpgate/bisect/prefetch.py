@@ -25,7 +25,7 @@ from bumpgate.rows import BumpgateError
 
 # Two CUDA builds of torch, unpacked and in uv's cache: below this nothing is built that may never be asked for.
 FREE_BYTES = 24 << 30
-PATHS = ("lock", "prefer", "overrides")
+PATHS = ("lock", "prefer", "overrides", "script")
 
 
 class Prefetch:
@@ -80,7 +80,7 @@ def main(text: str) -> None:
     os.nice(10)
     for raw in json.loads(text):
         paths = {name: Path(raw[name]) if raw[name] else None for name in PATHS}
-        lists = {name: tuple(raw[name]) for name in ("requirements", "find_links")}
+        lists = {name: tuple(raw[name]) for name in ("requirements", "find_links", "forced")}
         try:
             build(Request(**raw | paths | lists))
         except BumpgateError:

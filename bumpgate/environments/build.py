@@ -24,7 +24,8 @@ from typing import Annotated
 import typer
 from packaging.utils import canonicalize_name
 
-from bumpgate.environments import compiled, store
+from bumpgate.environments import compiled, interpreter, store
+from bumpgate.environments.interpreter import ChildFault
 from bumpgate.environments.locks import read_lock
 from bumpgate.environments.request import (
     RUNNING,
@@ -55,6 +56,7 @@ NOTE = "bumpgate.json"
 RESOLUTION = "pylock.toml"
 PYLOCK = ("--preview-features", "pylock")
 TAIL_LINES = 12
+SCRIPT_SECONDS = 300
 # What uv's resolver and installer say where the set cannot exist; anything else is the machine or the index.
 CANNOT_EXIST = (
     "No solution found when resolving dependencies",
@@ -227,12 +229,25 @@ class _Installation:
         if self.request.lock is not None:
             self.install_locked(self.request.lock)
             shutil.copyfile(self.request.lock, resolution)
-            return
-        if resolved is None:
-            self.resolve(resolution, self.python)
         else:
-            resolution.write_text(resolved, encoding="utf-8")
-        self.uv("pip", "sync", "--quiet", *PYLOCK, "--python", self.python, *self.sources, resolution)
+            if resolved is None:
+                self.resolve(resolution, self.python)
+            else:
+                resolution.write_text(resolved, encoding="utf-8")
+            self.uv("pip", "sync", "--quiet", *PYLOCK, "--python", self.python, *self.sources, resolution)
+        if self.request.script is not None:
+            self.run_script(self.request.script)
+
+    def run_script(self, script: Path) -> None:
+        """Completes the environment; what the script prints goes into the log."""
+        try:
+            said = interpreter.run(
+                [str(self.python), "-I", str(script)], self.place, os.environ, SCRIPT_SECONDS
+            )
+        except ChildFault as fault:
+            raise BuildError(f"{self.request.title}: {script.name}: {fault}", self.log, str(fault)) from None
+        with self.log.open("a", encoding="utf-8") as f:
+            f.write(f"$ {script.name}\n{said}")
 
     @property
     def python(self) -> Path:
@@ -260,6 +275,10 @@ class _Installation:
         flags: list[str | Path] = [] if self.request.dependencies else ["--no-deps"]
         if self.request.overrides is not None:
             flags += ["--override", self.request.overrides]
+        if self.request.forced:
+            forced = out.with_suffix(".overrides.txt")
+            forced.write_text("".join(f"{text}\n" for text in self.request.forced), encoding="utf-8")
+            flags += ["--override", forced]
         self.uv(
             *("pip", "compile", "-", "--quiet", *PYLOCK, "--format", "pylock.toml", "--no-header"),
             *("--output-file", out, "--python", python, *flags, *self.sources),

@@ -7,6 +7,7 @@ in wheels/manifest.toml follows. Nothing is written before every wheel is in the
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Annotated
 from urllib.parse import unquote
 
 import typer
+from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag
 from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.version import Version
 
 from bumpgate.baseline import LANES, find_root
 from bumpgate.environments import store
@@ -193,4 +196,10 @@ def _broken(row: Environment, versions: Mapping[str, str]) -> dict[str, str]:
     """Pins of a row that the set does not keep, under their names in the row, with the versions that replace them."""
     wanted = {"torch": row.torch, **row.packages}
     have = {name: versions.get(canonicalize_name(name), "") for name in wanted}
-    return {name: have[name] for name, pin in wanted.items() if have[name] and not satisfies(have[name], pin)}
+    return {name: have[name] for name, pin in wanted.items() if have[name] and not keeps(have[name], pin)}
+
+
+def keeps(version: str, pin: SpecifierSet) -> bool:
+    """Whether a version satisfies a pin; an index may leave out the local label that the pin has."""
+    without = re.sub(r"\+[\w.]+", "", str(pin)) if Version(version).local is None else str(pin)
+    return satisfies(version, SpecifierSet(without))

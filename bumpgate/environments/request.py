@@ -8,16 +8,18 @@ import platform
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import Version
 
 from bumpgate.environments.locks import lane_lock, read_lock
 from bumpgate.environments.manifest import Environment, load
+from bumpgate.environments.store import find
 from bumpgate.environments.uv import deciding_settings
 from bumpgate.rows import BumpgateError, one_line
 
@@ -28,8 +30,13 @@ else:
 
 SCHEMA = 1
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
-# PyPI's torch wheel brings CUDA, which a lane without it leaves out.
+# PyPI's torch wheel brings CUDA, which a lane without it leaves out; its libraries are replaced by stubs.
 OVERRIDES = {"v6e": Path("xla/overrides.txt")}
+SCRIPTS = {"v6e": Path("xla/make_cuda_stubs.py")}
+# Packages of a lane that are built against one minor release of each other, which their metadata does not state.
+PAIRS = {"v6e": ("torch", "torch-xla")}
+# Packages that torch itself requires in one version: they follow the torch of a candidate.
+OF_TORCH = ("triton",)
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,11 @@ class Request:
     lock: a committed lock file, installed exactly as it stands and hash by hash; `requirements` stays empty.
     prefer: a lock file whose versions are kept wherever the requirements allow them.
     index: URL of an index that is asked before the host's; find_links: folders or pages of wheels beside them.
-    overrides: a uv file of requirements that replace what packages ask for.
+    overrides: a uv file of requirements that replace those of the packages. forced: further such requirements.
+    script: a program that the new interpreter runs once everything is installed.
     offline: nothing but `find_links`, the wheel store and uv's cache; no index.
     dependencies: False installs the requirements alone (mixtures whose own pins contradict each other).
-    refresh: resolve anew though a build of the same request is there ("torch" without a version).
+    refresh: resolve again although the same request was built ("torch" without a version).
     only_wheels: False lets uv build source distributions.
     name: how messages call it.
     """
@@ -56,6 +64,8 @@ class Request:
     find_links: tuple[str, ...] = ()
     prefer: Path | None = None
     overrides: Path | None = None
+    forced: tuple[str, ...] = ()
+    script: Path | None = None
     offline: bool = False
     dependencies: bool = True
     refresh: bool = False
@@ -78,36 +88,70 @@ def lane_request(
 ) -> Request:
     """The adopted set of a lane, or with `candidate` ("torch==2.14.0", a wheel file) that set with it put in.
 
-    Without a candidate the lane's lock is installed as it stands. With one, the lane's requirements are resolved
-    anew, every version of the lock kept that the candidate allows. A lane without a lock takes its extra from
-    pyproject.toml and its manifest row. locked: False resolves the adopted set, too. changes: fields of Request.
-    Raises BumpgateError on a lane or a candidate that is none.
+    Without a candidate the lane's lock is installed as it is. A candidate names one package: what torch requires in
+    one version follows torch, and every other pin of the lane is a version of the lock that is kept unless it
+    conflicts. The lane's kernel wheels are built for one torch, so a candidate of torch has none of them;
+    `bumpgate wheels plan` selects those that fit. Any other candidate replaces what torch requires of that package.
+    A lane without a lock takes its extra from pyproject.toml and its manifest row. locked: False resolves the adopted
+    set, too. changes: fields of Request. Raises BumpgateError on an unknown lane or an invalid candidate.
     """
     lock = lane_lock(root, lane)
+    script = lane_script(root, lane)
     if candidate is None and locked and lock.exists():
-        return replace(Request(lock=lock, python=lane_python(root, lane), name=f"adopted {lane}"), **changes)
+        request = Request(lock=lock, python=lane_python(root, lane), script=script, name=f"adopted {lane}")
+        return replace(request, **changes)
     requirements = lane_requirements(root, lane)
     exact = True
+    forced: tuple[str, ...] = ()
     if candidate is not None:
         chosen = _candidate(candidate)
-        exact = chosen.url is not None or any(
-            s.operator in ("==", "===") and "*" not in s.version for s in chosen.specifier
-        )
-        kept = [
-            r
-            for r in requirements
-            if canonicalize_name(Requirement(r).name) != canonicalize_name(chosen.name)
-        ]
-        requirements = (str(chosen), *kept)
+        exact = chosen.url is not None or _exact(chosen) is not None
+        requirements = _with_candidate(root, lane, requirements, chosen)
+        if canonicalize_name(chosen.name) != "torch":
+            forced = (str(chosen),)
     request = Request(
         requirements,
         python=lane_python(root, lane),
         prefer=lock if lock.exists() else None,
         overrides=lane_overrides(root, lane),
+        forced=forced,
+        script=script,
         refresh=not exact,
         name=candidate or f"adopted {lane}",
     )
     return replace(request, **changes)
+
+
+def _with_candidate(
+    root: Path, lane: str, requirements: tuple[str, ...], chosen: Requirement
+) -> tuple[str, ...]:
+    """The requirements of a lane with `chosen` in place of its own, as lane_request describes."""
+    lock = lane_lock(root, lane)
+    locked = {p.name: p for p in read_lock(lock).packages} if lock.exists() else {}
+    kernels, name, version = kernel_wheels(root, lane), canonicalize_name(chosen.name), _exact(chosen)
+    pair = PAIRS.get(lane, ())
+    kept = []
+    for text in requirements:
+        own = Requirement(text)
+        other = canonicalize_name(own.name)
+        if other == name or (name == "torch" and other in (*kernels, *OF_TORCH)):
+            continue
+        if name in pair and other in pair and version:
+            kept.append(f"{other}=={'.'.join(map(str, Version(version).release[:2]))}.*")
+        elif other in kernels:
+            stored = [found for w in locked[other].wheels if (found := find(w))] if other in locked else []
+            kept.append(f"{other} @ {stored[0].as_uri()}" if stored else text)
+        elif other in locked and other != "torch" and _exact(own):
+            kept.append(own.name)
+        else:
+            kept.append(text)
+    return (str(chosen), *kept)
+
+
+def _exact(requirement: Requirement) -> str | None:
+    """The one version that a requirement allows; None where it allows several."""
+    pins = [s.version for s in requirement.specifier if s.operator in ("==", "===") and "*" not in s.version]
+    return pins[0] if pins else None
 
 
 def lane_requirements(root: Path, lane: str) -> tuple[str, ...]:
@@ -151,8 +195,16 @@ def _row_pins(root: Path, lane: str) -> dict[str, str]:
     if row is None:
         return {}
     wheels = {w.name: f"=={w.version}" if w.version else "" for w in row.wheels}
-    pins = {"torch": str(row.torch), **{name: str(wanted) for name, wanted in row.packages.items()}, **wheels}
+    # An index may name a build without its local label, as PyPI does: torch 2.11.0 is 2.11.0+cu130.
+    torch = re.sub(r"\+[\w.]+", "", str(row.torch))
+    pins = {"torch": torch, **{name: str(wanted) for name, wanted in row.packages.items()}, **wheels}
     return {canonicalize_name(name): wanted for name, wanted in pins.items()}
+
+
+def kernel_wheels(root: Path, lane: str) -> tuple[str, ...]:
+    """Names of the kernel wheels that the adopted row of the lane has."""
+    row = _row(root, lane)
+    return tuple(str(canonicalize_name(wheel.name)) for wheel in row.wheels) if row else ()
 
 
 def lane_python(root: Path, lane: str) -> str:
@@ -167,7 +219,16 @@ def lane_python(root: Path, lane: str) -> str:
 
 def lane_overrides(root: Path, lane: str) -> Path | None:
     """The lane's file of uv overrides, where it has one."""
-    path = root / OVERRIDES[lane] if lane in OVERRIDES else None
+    return _lane_file(root, lane, OVERRIDES)
+
+
+def lane_script(root: Path, lane: str) -> Path | None:
+    """The program that completes an environment of the lane, where it has one."""
+    return _lane_file(root, lane, SCRIPTS)
+
+
+def _lane_file(root: Path, lane: str, files: Mapping[str, Path]) -> Path | None:
+    path = root / files[lane] if lane in files else None
     return path if path is not None and path.exists() else None
 
 
@@ -181,7 +242,7 @@ def _candidate(text: str) -> Requirement:
         return Requirement(text)
     except (InvalidRequirement, InvalidWheelFilename) as error:
         raise BumpgateError(
-            f"{text!r} is no requirement such as torch==2.14.0 ({one_line(error, 80)})"
+            f"invalid candidate {text!r} (expected a requirement such as torch==2.14.0): {one_line(error, 80)}"
         ) from None
 
 
@@ -219,6 +280,10 @@ def request_key(request: Request, resolved: str | None) -> str:
         "host": deciding_settings(),
         "resolved": resolved,
     }
+    if request.forced:
+        content["forced"] = sorted(request.forced)
+    if request.script:
+        content["script"] = request.script.read_text(encoding="utf-8")
     # A lock decides every byte by hash: where a file comes from does not matter, nor which one of two mirrors.
     if request.lock:
         content |= {"index": None, "find_links": [], "host": {}, "switches": []}

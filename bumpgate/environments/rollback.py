@@ -16,7 +16,7 @@ from bumpgate.baseline import LANES, find_root
 from bumpgate.environments import store
 from bumpgate.environments.build import Environment, build, discard, release
 from bumpgate.environments.locks import Lock, lane_lock, read_lock
-from bumpgate.environments.request import RUNNING, Request, request_key
+from bumpgate.environments.request import RUNNING, Request, lane_script, request_key
 from bumpgate.environments.store import StoreError, home
 from bumpgate.processes.runner import LaneRun, run_lane
 from bumpgate.rebaseline import RefusedError
@@ -59,7 +59,7 @@ def command(
     offline = stored or not adoption
     if offline:
         verify(found)
-    environment = rebuild(path, found, lane, offline=offline)
+    environment = rebuild(root, path, found, lane, offline=offline)
     how = "verified, built offline" if offline else "built by their hashes"
     line = f"rollback {lane}: {len(found.packages)} wheels {how} in {time.monotonic() - started:.0f} s"
     try:
@@ -100,9 +100,15 @@ def verify(lock: Lock) -> None:
         raise RefusedError(*faults)
 
 
-def rebuild(path: Path, lock: Lock, lane: str, *, offline: bool = True) -> Environment:
+def rebuild(root: Path, path: Path, lock: Lock, lane: str, *, offline: bool = True) -> Environment:
     """A new environment of the lock: a cached one may be what broke. Raises RefusedError while it is in use."""
-    request = Request(lock=path, python=lock.python or RUNNING, offline=offline, name=f"rollback {lane}")
+    request = Request(
+        lock=path,
+        python=lock.python or RUNNING,
+        script=lane_script(root, lane),
+        offline=offline,
+        name=f"rollback {lane}",
+    )
     if not discard(request_key(request, None), _cache()):
         raise RefusedError(f"the last rollback of {lane} is in use; end what runs in it first")
     return build(request, root=_cache())

@@ -28,6 +28,7 @@ from bumpgate.environments.build import (
     lane_request,
     release,
 )
+from bumpgate.environments.freeze import freeze
 from bumpgate.environments.request import request_key
 from bumpgate.environments.uv import host_settings
 from bumpgate.rows import BumpgateError
@@ -346,6 +347,89 @@ def test_a_candidate_takes_the_place_of_its_pin_and_the_rest_stays(index: LocalI
     assert lane_request(tree, "h200", "triton==3.0").requirements == ("triton==3.0", "helper>=1")
 
 
+ROW = """schema = 1
+[environment.h200]
+status = "adopted"
+lane = "h200"
+source = "a test"
+python = ">=3.10"
+torch = "==1.0+cu130"
+packages = { triton = "==3.0", jax = "==1.0", jaxlib = "==1.0" }
+[environment.h200.wheels.fast]
+version = "1.0"
+torch = "1.0+cu130"
+"""
+
+
+@pytest.fixture
+def device_tree(index: LocalIndex, tree: Path, tmp_path: Path) -> Path:
+    """A lane with pins of its own: triton, a pair that pins itself, and a kernel wheel outside of the index."""
+    (tree / "wheels" / "manifest.toml").write_text(ROW)
+    for version in ("1.0", "2.0", "3.0"):
+        folder = tmp_path / "wheels"
+        index.add(fake_wheel(folder, "jax", version, requires=[f"jaxlib=={version}"]))
+        index.add(fake_wheel(folder, "jaxlib", version))
+    fake_wheel(tmp_path / "kernels", "fast", "1.0", requires=["torch"])
+    fake_wheel(tmp_path / "kernels", "fast", "1.1", requires=["torch"])
+    lock = freeze(tree, "h200", find_links=(str(tmp_path / "kernels"),))
+    assert lock.versions == {
+        "fast": "1.0", "helper": "2.0", "jax": "1.0", "jaxlib": "1.0", "torch": "1.0", "triton": "3.0"
+    }  # fmt: skip
+    return tree
+
+
+def test_freezing_keeps_the_local_label_of_the_manifest(device_tree: Path) -> None:
+    assert (device_tree / "wheels" / "manifest.toml").read_text() == ROW
+
+
+def test_an_adopted_set_takes_local_wheels_by_their_hash(
+    device_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUMPGATE_STORE", str(tmp_path / "empty"))
+    links = (str(tmp_path / "kernels"),)
+    assert build(lane_request(device_tree, "h200", find_links=links)).packages["fast"] == "1.0"
+    changed = fake_wheel(tmp_path / "other", "fast", "1.0", "changed = True\n", requires=["torch"])
+    with pytest.raises(BuildError, match=r"[Hh]ash"):
+        build(lane_request(device_tree, "h200", find_links=(str(changed.parent),)), root=tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("candidate", "moved"),
+    [
+        ("torch==1.1", {"torch": "1.1", "triton": "3.1", "fast": None}),
+        ("triton==3.1", {"triton": "3.1"}),
+        ("jax==2.0", {"jax": "2.0", "jaxlib": "2.0"}),
+    ],
+)
+def test_a_candidate_moves_only_what_conflicts(
+    candidate: str, moved: dict[str, str | None], device_tree: Path
+) -> None:
+    adopted = build(lane_request(device_tree, "h200")).packages
+    found = build(lane_request(device_tree, "h200", candidate)).packages
+    assert {n: found.get(n) for n in {*adopted, *found} if found.get(n) != adopted.get(n)} == moved
+
+
+def test_paired_packages_move_to_one_minor_release(tree: Path) -> None:
+    text = (tree / "pyproject.toml").read_text()
+    (tree / "pyproject.toml").write_text(f'{text}v6e = ["torch==2.9.1", "torch_xla==2.9.0"]\n')
+    assert lane_request(tree, "v6e", "torch_xla==2.8.1").requirements == ("torch_xla==2.8.1", "torch==2.8.*")
+    assert lane_request(tree, "v6e", "torch==2.10.2").requirements == ("torch==2.10.2", "torch-xla==2.10.*")
+
+
+def test_a_script_completes_the_environment(index: LocalIndex, tmp_path: Path) -> None:
+    script = tmp_path / "stubs.py"
+    script.write_text(
+        "import sysconfig; open(sysconfig.get_path('purelib') + '/stub.py', 'w').write('A = 1')"
+    )
+    request = replace(TORCH, script=script)
+    built = build(request)
+    assert subprocess.run([built.python, "-c", "import stub; assert stub.A == 1"]).returncode == 0
+    script.write_text("raise SystemExit('no readelf')")
+    with pytest.raises(BuildError, match=r"stubs\.py: exit 1: no readelf"):
+        build(request)
+    assert left_behind() == [built.key]
+
+
 def test_a_wheel_file_is_a_candidate(index: LocalIndex, tree: Path, tmp_path: Path) -> None:
     mine = fake_wheel(tmp_path / "mine", "torch", "7.0+local", requires=["triton"])
     assert build(lane_request(tree, "cpu", str(mine))).packages["torch"] == "7.0+local"
@@ -355,7 +439,7 @@ def test_a_wheel_file_is_a_candidate(index: LocalIndex, tree: Path, tmp_path: Pa
     ("lane", "candidate", "words"),
     [
         ("tpu", None, "no lane 'tpu'"),
-        ("cpu", "torch=1.1", "no requirement"),
+        ("cpu", "torch=1.1", "invalid candidate"),
         ("cpu", "/none/torch-1.0-py3-none-any.whl", "no such wheel file"),
     ],
 )

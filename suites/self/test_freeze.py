@@ -12,8 +12,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from bumpgate import cli
+from bumpgate.baseline import LANES
 from bumpgate.environments import manifest, store
 from bumpgate.environments.build import BuildError, build, lane_request
+from bumpgate.environments.freeze import keeps
 from bumpgate.environments.locks import LockError, lane_lock, read_lock
 from bumpgate.environments.manifest import satisfies
 from bumpgate.environments.request import lane_requirements
@@ -187,15 +189,18 @@ def test_a_file_that_is_no_lock_is_one_line(text: str, words: str, tmp_path: Pat
     assert "\n" not in str(caught.value)
 
 
-def test_the_committed_lock_is_the_set_that_the_lane_asks_for() -> None:
-    """Whoever edits the extra or the manifest row freezes anew."""
-    path = lane_lock(ROOT, "cpu")
+@pytest.mark.parametrize("lane", LANES)
+def test_the_committed_lock_is_the_set_that_the_lane_asks_for(lane: str) -> None:
+    """Whoever edits the extra or the manifest row freezes the lane again."""
+    path = lane_lock(ROOT, lane)
     lock = read_lock(path)
     assert "://" not in path.read_text()
-    for text in lane_requirements(ROOT, "cpu"):
+    for text in lane_requirements(ROOT, lane):
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate({"python_version": lock.python}):
             version = lock.versions[canonicalize_name(requirement.name)]
             assert satisfies(version, requirement.specifier), text
-    row = manifest.load(ROOT / "wheels" / "manifest.toml").adopted("cpu")
-    assert satisfies(lock.versions["torch"], row.torch)
+    row = manifest.load(ROOT / "wheels" / "manifest.toml").adopted(lane)
+    assert keeps(lock.versions["torch"], row.torch)
+    files = {package.name: [wheel.sha256 for wheel in package.wheels] for package in lock.packages}
+    assert [files[wheel.name] for wheel in row.wheels] == [[wheel.sha256] for wheel in row.wheels]
