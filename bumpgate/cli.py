@@ -21,6 +21,7 @@ from bumpgate.gate import command as gate
 from bumpgate.report import command as report
 from bumpgate.report import history
 from bumpgate.rows import BumpgateError
+from bumpgate.wheels import command as wheels
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command("gate")(gate.command)
@@ -35,6 +36,7 @@ app.command("versions")(versions.command)
 app.command("doctor")(doctor.command)
 app.command("freeze")(freeze.command)
 app.command("rollback")(rollback.command)
+app.add_typer(wheels.app, name="wheels", help="Kernel wheels of a lane: plan, audit and fetch them.")
 
 
 @app.callback(invoke_without_command=True)

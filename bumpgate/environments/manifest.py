@@ -49,6 +49,7 @@ class Label:
 class KernelWheel:
     """A wheel with compiled extensions. version: exact, "" where the source states none. torch: built against it.
 
+    sha256: of the wheel; sdist: of the source distribution that `bumpgate wheels build` compiles.
     fault: the known contradiction of a historic row, in words; an adopted row has none.
     """
 
@@ -57,6 +58,7 @@ class KernelWheel:
     torch: str
     sha256: str = ""
     fault: str = ""
+    sdist: str = ""
 
 
 @dataclass(frozen=True)
@@ -283,12 +285,13 @@ class _Reader:
         return row
 
     def wheel(self, where: str, name: str, raw: Any) -> KernelWheel:
-        self.table(raw, where, {"torch": str}, {"version": str, "sha256": str, "fault": str})
+        self.table(raw, where, {"torch": str}, {"version": str, "sha256": str, "fault": str, "sdist": str})
         self.version(f"{where}.torch", raw["torch"])
         if raw.get("version"):
             self.version(f"{where}.version", raw["version"])
-        if raw.get("sha256") and not SHA256.fullmatch(raw["sha256"]):
-            raise self.fail(where, "sha256 must be 64 hexadecimal digits")
+        for digest in ("sha256", "sdist"):
+            if raw.get(digest) and not SHA256.fullmatch(raw[digest]):
+                raise self.fail(where, f"{digest} must be 64 hexadecimal digits")
         return KernelWheel(**{"version": "", **raw, "name": str(canonicalize_name(name))})
 
     def smoke(self, name: str, raw: Any) -> Smoke:

@@ -1,0 +1,271 @@
+"""Whether a wheel file may be installed next to a torch: its bytes, its label, its symbols, then two runs.
+
+The checks go from cheap to dear, and nothing of the wheel is executed before everything static agrees. Each check
+finds what the others cannot: a structure whose fields moved keeps its symbols, so what was built for another minor
+release of torch is only accepted after a run over shapes of the model.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import os
+import platform
+import re
+import struct
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from email.parser import Parser
+from pathlib import Path
+
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
+
+from bumpgate.doctor import abi
+from bumpgate.doctor.abi import Fault
+from bumpgate.environments.interpreter import ChildFault, Interpreter
+from bumpgate.environments.inventory import Distribution, Inventory
+from bumpgate.environments.manifest import Smoke, label_of, same_minor
+from bumpgate.environments.store import sha256_of
+from bumpgate.environments.versions import tag_ranks
+from bumpgate.rows import one_line
+
+IMPORT_SECONDS = 120
+# The machine field of an ELF header.
+MACHINES = {"x86_64": 62, "aarch64": 183}
+# A container of GPU code, and its entries: kind, header size, size of the code, and the architecture that it is for.
+FATBIN, HEADER, ENTRY = b"\x50\xed\x55\xba", struct.Struct("<4xHHQ"), struct.Struct("<HHIQ12xI")
+PTX, CUBIN = 1, 2
+# Imports every module of a wheel's top level after torch. A dependency of the wheel that the environment does not
+# have yet is no fault of the wheel.
+IMPORT = """
+import importlib, sys, torch
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] in sys.argv[1:]:
+            raise
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The environment that a wheel is to be installed into.
+
+    root: the source tree, whose smoke cases run. arch: of the lane's GPU, as in sm_90; 0 where it has none.
+    device: "cpu" or "cuda", the devices that smoke cases can run on here.
+    """
+
+    interpreter: Interpreter
+    found: Inventory
+    arch: int = 0
+    devices: tuple[str, ...] = ("cpu",)
+
+    @property
+    def python(self) -> str:
+        """As in "3.12"."""
+        return ".".join(self.found.python.split(".")[:2])
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the checks of one wheel file found. notes: what could not be checked here."""
+
+    path: Path
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """The first fault, "" of a wheel that may be installed."""
+        return self.faults[0].reason if self.faults else ""
+
+
+def audit(
+    path: Path,
+    package: str,
+    target: Target,
+    *,
+    sha256: str = "",
+    built_for: str = "",
+    smoke: Smoke | None = None,
+) -> Audit:
+    """Audits one wheel file of a package.
+
+    sha256: what the file must hash to, where that is known. built_for: the torch that it was compiled against, where
+    a reviewed source states it. smoke: the cases that run it. Raises ToolError where binutils are missing.
+    """
+    faults = list(_file_faults(path, package, target, sha256))
+    if faults:
+        return Audit(path, tuple(faults))
+    with tempfile.TemporaryDirectory(prefix="bumpgate-wheel-") as folder:
+        place = Path(folder)
+        with zipfile.ZipFile(path) as archive:
+            archive.extractall(place)
+        wheel = _distribution(place, path)
+        faults = [*_binary_faults(wheel, target), *abi.audit(wheel, target.found)]
+        if faults:
+            return Audit(path, tuple(faults))
+        return _run(path, wheel, place, target, built_for, smoke)
+
+
+def _run(
+    path: Path, wheel: Distribution, place: Path, target: Target, built_for: str, smoke: Smoke | None
+) -> Audit:
+    """Imports the wheel and runs its cases, in processes of their own."""
+    source = f"{place}{os.pathsep}{target.interpreter.root}"
+    child = replace(target.interpreter, environment={**target.interpreter.environment, "PYTHONPATH": source})
+    try:
+        child.run("-c", IMPORT, *_top_level(place), timeout=IMPORT_SECONDS)
+    except ChildFault as fault:
+        return Audit(path, (Fault(wheel.name, "import", f"{path.name} does not import: {fault}"),))
+    ran = smoke is not None and smoke.device in target.devices
+    if smoke is not None and ran:
+        faults = tuple(abi.run_cases({wheel.name: smoke}, child))
+        if faults:
+            return Audit(path, faults)
+    compiled_for = built_for or str(label_of(wheel).torch or "")
+    torch = target.found.torch_version
+    known = compiled_for and same_minor(compiled_for, torch)
+    if wheel.extensions and not known and not ran:
+        what = (
+            f"was built for torch {compiled_for}"
+            if compiled_for
+            else "does not state the torch that it was built for"
+        )
+        reason = f"{path.name} {what}, and no device here shows that it computes right on {torch}"
+        return Audit(path, (Fault(wheel.name, "unproven", reason),))
+    return Audit(path, (), () if ran else ("not run over shapes of the model: no device here",))
+
+
+def _file_faults(path: Path, package: str, target: Target, sha256: str) -> Iterator[Fault]:
+    """What is wrong with the file itself: its bytes, its name, its tags, and its own list of contents."""
+    name = canonicalize_name(package)
+
+    def fault(kind: str, reason: str) -> Fault:
+        return Fault(name, kind, f"{path.name}: {reason}")
+
+    if sha256 and (found := sha256_of(path)) != sha256:
+        yield fault("hash", f"sha256 {found[:12]}..., expected {sha256[:12]}...")
+        return
+    try:
+        claimed, version, _, tags = parse_wheel_filename(path.name)
+        with zipfile.ZipFile(path) as archive:
+            if (broken := archive.testzip()) is not None:
+                yield fault("file", f"{broken} is corrupt")
+                return
+            yield from (fault("file", reason) for reason in _contents(archive, claimed, version))
+    except (InvalidWheelFilename, zipfile.BadZipFile, OSError, EOFError, KeyError, ValueError) as error:
+        yield fault("file", f"not a whole wheel ({one_line(error, 100)})")
+        return
+    if claimed != name:
+        yield fault("file", f"the name of another package than {name}")
+    if not tags & tag_ranks(target.python).keys():
+        yield fault("tag", f"not for Python {target.python} on this platform")
+
+
+def _contents(archive: zipfile.ZipFile, name: str, version: Version) -> Iterator[str]:
+    """Differences between a wheel's file name, its metadata, its RECORD and its files."""
+    files = {info.filename for info in archive.infolist() if not info.is_dir()}
+    infos = {file.split("/")[0] for file in files if file.split("/")[0].endswith(".dist-info")}
+    if len(infos) != 1:
+        yield f"{len(infos)} dist-info folders (expected one)"
+        return
+    info = infos.pop()
+    metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode("utf-8"))
+    try:
+        own = canonicalize_name(str(metadata["Name"])), Version(str(metadata["Version"]))
+    except InvalidVersion as error:
+        yield one_line(error)
+        return
+    if own != (name, version):
+        yield f"its metadata is of {own[0]} {own[1]}"
+    record = {
+        row[0]: row[1]
+        for row in csv.reader(io.StringIO(archive.read(f"{info}/RECORD").decode("utf-8")))
+        if row
+    }
+    for file in sorted(files - {f"{info}/RECORD", f"{info}/RECORD.jws", f"{info}/RECORD.p7s"}):
+        algorithm, _, digest = record.get(file, "").partition("=")
+        if algorithm not in ("sha256", "sha384", "sha512"):
+            yield f"{file} is not in its RECORD"
+            return
+        real = (
+            base64.urlsafe_b64encode(hashlib.new(algorithm, archive.read(file)).digest())
+            .rstrip(b"=")
+            .decode()
+        )
+        if real != digest:
+            yield f"{file} is not the file of its RECORD"
+            return
+
+
+def _distribution(place: Path, path: Path) -> Distribution:
+    """An unpacked wheel, as the inventory of an environment describes an installed one."""
+    (info,) = place.glob("*.dist-info")
+    metadata = Parser().parsestr((info / "METADATA").read_text(encoding="utf-8"))
+    libraries = sorted(p for p in place.rglob("*") if p.name.endswith(".so") or ".so." in p.name)
+    return Distribution(
+        str(canonicalize_name(str(metadata["Name"]))),
+        str(metadata["Version"]),
+        file=path.name,
+        place=place,
+        requires=tuple(metadata.get_all("Requires-Dist", [])),
+        extensions=tuple(libraries),
+    )
+
+
+def _binary_faults(wheel: Distribution, target: Target) -> Iterator[Fault]:
+    """Extensions of another processor, Python or GPU than the target's."""
+    machine = platform.machine()
+    wanted = f"cpython-{target.python.replace('.', '')}"
+    for path in wheel.extensions:
+        with path.open("rb") as f:
+            head = f.read(20)
+        if head[:4] != b"\x7fELF" or int.from_bytes(head[18:20], "little") != MACHINES.get(machine, -1):
+            yield Fault(wheel.name, "arch", f"{path.name} is not a library for {machine}")
+            continue
+        tagged = re.search(r"\.(cpython-\d+)[\w-]*\.so$", path.name)
+        if tagged and tagged[1] != wanted:
+            yield Fault(wheel.name, "tag", f"{path.name} is not for Python {target.python}")
+        archs = gpu_archs(path.read_bytes()) if target.arch else frozenset[tuple[int, int]]()
+        if archs and not any(_runs_on(kind, arch, target.arch) for kind, arch in archs):
+            held = ", ".join(f"sm_{arch}" for _, arch in sorted(archs))
+            yield Fault(
+                wheel.name, "arch", f"{path.name} has GPU code for {held} (expected sm_{target.arch})"
+            )
+
+
+def _runs_on(kind: int, code: int, device: int) -> bool:
+    """A cubin runs on its own major architecture, from its minor one upwards; PTX on everything later."""
+    return code <= device and (kind == PTX or code // 10 == device // 10)
+
+
+def gpu_archs(data: bytes) -> frozenset[tuple[int, int]]:
+    """(kind, architecture) of all GPU code that a library holds, kind PTX or CUBIN; empty where it holds none."""
+    found, at = set(), data.find(FATBIN)
+    while at >= 0:
+        version, header, size = HEADER.unpack_from(data.ljust(at + HEADER.size, b"\0"), at)
+        end = at + header + size
+        entry = at + header
+        while version == 1 and entry + ENTRY.size <= min(end, len(data)):
+            kind, _, length, code, arch = ENTRY.unpack_from(data, entry)
+            if kind not in (PTX, CUBIN) or not length:
+                break
+            found.add((kind, arch))
+            entry += length + code
+        at = data.find(FATBIN, max(entry, at + len(FATBIN)) if version == 1 else at + len(FATBIN))
+    return frozenset(found)
+
+
+def _top_level(place: Path) -> list[str]:
+    """Names of the modules that the wheel installs; extensions first, which need nothing but torch."""
+    extensions = [p.name.split(".")[0] for p in place.glob("*.so")]
+    packages = [p.parent.name for p in place.glob("*/__init__.py")]
+    modules = [p.stem for p in place.glob("*.py")]
+    return [name for name in (*extensions, *sorted(packages), *sorted(modules)) if name.isidentifier()]

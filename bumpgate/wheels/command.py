@@ -1,0 +1,127 @@
+"""`bumpgate wheels`: which kernel wheels a lane gets next to a torch, and where they come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+from bumpgate.baseline import LANES, find_root
+from bumpgate.environments.build import build, lane_request
+from bumpgate.environments.store import sha256_of
+from bumpgate.rows import BumpgateError
+from bumpgate.wheels import store
+from bumpgate.wheels.audit import Target
+from bumpgate.wheels.plan import Offer, audited, build_of, make_target, plan, read_manifest
+
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+
+Lane = Annotated[str, typer.Option(help=f"One of {', '.join(LANES)}.")]
+Torch = Annotated[str, typer.Option(help="A version: its environment is built, or taken from the cache.")]
+Python = Annotated[str, typer.Option(help="Instead of --torch: this interpreter and its torch.")]
+FindLinks = Annotated[list[str] | None, typer.Option(help="A folder of wheels; repeatable.")]
+
+
+def targets(
+    root: Path, lane: str, torches: list[str], python: str, find_links: list[str] | None
+) -> list[Target]:
+    """The environments to look at. Raises BumpgateError on an unknown lane or neither torch nor interpreter."""
+    if lane not in LANES:
+        raise BumpgateError(f"unknown lane {lane!r}; lanes: {', '.join(LANES)}")
+    if bool(torches) == bool(python):
+        raise BumpgateError("name the torch: --torch 2.14.1, or --python PATH")
+    if python and not Path(python).is_file():
+        raise BumpgateError(f"--python {python}: no such interpreter")
+    pythons = [Path(python).absolute()] if python else []
+    for torch in torches:
+        request = lane_request(root, lane, f"torch=={torch}", find_links=tuple(find_links or ()))
+        pythons.append(build(request, say=lambda line: typer.echo(line, err=True)).python)
+    return [make_target(root, lane, each) for each in pythons]
+
+
+def _title(target: Target) -> str:
+    parts = [f"torch {target.found.torch_version}", f"Python {target.python}"]
+    return ", ".join([*parts, f"sm_{target.arch}"] if target.arch else parts)
+
+
+@app.command("plan")
+def plan_command(
+    lane: Lane,
+    torch: Annotated[list[str] | None, typer.Option(help="A version; repeatable.")] = None,
+    python: Python = "",
+    find_links: FindLinks = None,
+) -> None:
+    """Show for each kernel wheel of a lane whether it can be reused, built or neither.
+
+    Exit codes: 0 done, 4 bad input, 125 an environment could not be built.
+    """
+    root = find_root(Path.cwd())
+    for target in targets(root, lane, torch or [], python, find_links):
+        choices = plan(root, lane, target, find_links or ())
+        typer.echo(f"{_title(target)}: {'no kernel wheels in this lane' if not choices else ''}".rstrip(": "))
+        for choice in choices:
+            typer.echo(f"  {choice.package} {choice.version}: {choice.action}: {choice.reason}")
+            for reason in choice.refused:
+                if reason != choice.reason:
+                    typer.echo(f"    refused: {reason}")
+
+
+@app.command("audit")
+def audit_command(
+    wheels: Annotated[list[Path], typer.Argument(help="Wheel files.")],
+    lane: Lane,
+    torch: Torch = "",
+    python: Python = "",
+) -> None:
+    """Audit wheel files against a torch, without installing them.
+
+    Exit codes: 0 all of them pass, 1 one is refused, 4 bad input, 125 an environment could not be built.
+    """
+    root = find_root(Path.cwd())
+    absent = [path for path in wheels if not path.is_file()]
+    if absent:
+        raise BumpgateError(f"{absent[0]}: no such wheel file")
+    (target,) = targets(root, lane, [torch] if torch else [], python, None)
+    manifest = read_manifest(root)
+    known = {w.sha256: w.torch for row in manifest.environments for w in row.wheels if w.sha256}
+    refused = False
+    for path in wheels:
+        built_for = known.get(sha256_of(path), "")
+        found = audited(Offer(path, built_for=built_for), _package(path), target, manifest)
+        refused = refused or bool(found.faults)
+        typer.echo(f"{path.name}: {'refused' if found.faults else 'passes'} on {_title(target)}")
+        for line in (*(f"{fault.kind}: {fault.reason}" for fault in found.faults), *found.notes):
+            typer.echo(f"  {line}")
+    raise typer.Exit(1 if refused else 0)
+
+
+def _package(path: Path) -> str:
+    try:
+        return str(parse_wheel_filename(path.name)[0])
+    except InvalidWheelFilename:
+        return path.name.split("-")[0]
+
+
+@app.command("fetch")
+def fetch_command(
+    lane: Lane,
+    source: Annotated[str, typer.Option("--from", help="A kernel store: a directory, or its https address.")],
+    torch: Torch = "",
+    python: Python = "",
+) -> None:
+    """Copy the wheels that were built for this lane and torch into the kernel store, checksummed.
+
+    Exit codes: 0 all are there, 1 the store lacks one, 4 bad input or other bytes than noted, 125 no environment.
+    """
+    root = find_root(Path.cwd())
+    (target,) = targets(root, lane, [torch] if torch else [], python, None)
+    lacking = False
+    for wheel in read_manifest(root).adopted(lane).wheels:
+        found = store.fetch(build_of(wheel, target), source)
+        lacking = lacking or found is None
+        typer.echo(
+            f"{wheel.name} {wheel.version}: {found.path if found else 'not there for ' + _title(target)}"
+        )
+    raise typer.Exit(1 if lacking else 0)

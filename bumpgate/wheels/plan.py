@@ -1,0 +1,242 @@
+"""The kernel wheels that a torch gets: one that fits is reused, else built if it can be, else absent."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import Version
+
+from bumpgate.doctor import abi
+from bumpgate.doctor.version_checks import driver_version
+from bumpgate.environments import store as wheel_store
+from bumpgate.environments.build import Environment, Request, Say, build
+from bumpgate.environments.interpreter import Interpreter
+from bumpgate.environments.inventory import take
+from bumpgate.environments.locks import Wheel, lane_lock, read_lock
+from bumpgate.environments.manifest import KernelWheel, Manifest, load, satisfies
+from bumpgate.environments.store import sha256_of
+from bumpgate.processes.runner import child_environment
+from bumpgate.rows import BumpgateError
+from bumpgate.wheels import store
+from bumpgate.wheels.audit import Audit, Target, audit
+from bumpgate.wheels.store import Build
+
+# The GPU architecture of a lane, as in sm_90.
+ARCHS = {"h200": 90}
+SUMS = "SHA256SUMS"
+REUSE, BUILD, ABSENT = "reuse", "build", "absent"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What happens to one package. wheel: the file that is reused. refused: why others were not, one line each."""
+
+    package: str
+    version: str
+    action: str
+    reason: str
+    wheel: Path | None = None
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A wheel file to audit. sha256: what it must hash to; built_for: its torch; "" where nothing states them."""
+
+    path: Path
+    sha256: str = ""
+    built_for: str = ""
+
+
+def make_target(root: Path, lane: str, python: Path) -> Target:
+    """The environment of an interpreter. Raises ChildFault where it does not answer."""
+    interpreter = Interpreter(python, root, child_environment(python, root))
+    devices = ("cpu", "cuda") if driver_version(interpreter.environment, root) else ("cpu",)
+    return Target(interpreter, take(interpreter), ARCHS.get(lane, 0), devices)
+
+
+def read_manifest(root: Path) -> Manifest:
+    """wheels/manifest.toml of a source tree. Raises ManifestError."""
+    return load(root / "wheels" / "manifest.toml")
+
+
+def plan(root: Path, lane: str, target: Target, find_links: Sequence[str] = ()) -> list[Choice]:
+    """One choice for each kernel wheel of the lane's adopted row. Raises BumpgateError where binutils are missing."""
+    manifest = read_manifest(root)
+    wheels = manifest.adopted(lane).wheels
+    if wheels and (tool := abi.missing_tool()):
+        raise BumpgateError(f"{tool} is not on PATH, so no wheel can be audited: apt-get install binutils")
+    return [_choose(root, lane, wheel, target, manifest, find_links) for wheel in wheels]
+
+
+def _choose(
+    root: Path, lane: str, wheel: KernelWheel, target: Target, manifest: Manifest, find_links: Sequence[str]
+) -> Choice:
+    refused: dict[str, None] = {}
+    smoke = manifest.smoke.get(wheel.name)
+    for offer in _offers(root, lane, wheel, target, find_links):
+        found = audited(offer, wheel.name, target, manifest)
+        if not found.faults:
+            ran = "run over shapes of the model" if smoke and smoke.device in target.devices else ""
+            reason = "; ".join([f"{offer.path.name} passes its audit", *filter(None, (ran, *found.notes))])
+            return Choice(wheel.name, wheel.version, REUSE, reason, offer.path, tuple(refused))
+        refused[found.reason] = None
+    if wheel.sdist and target.arch and shutil.which("nvcc"):
+        made = (
+            f"bumpgate wheels build --lane {lane} --torch {target.found.torch_version} --package {wheel.name}"
+        )
+        return Choice(wheel.name, wheel.version, BUILD, made, refused=tuple(refused))
+    why = next(iter(refused), f"no wheel of {wheel.name} {wheel.version} was found")
+    return Choice(wheel.name, wheel.version, ABSENT, why, refused=tuple(refused))
+
+
+def audited(offer: Offer, package: str, target: Target, manifest: Manifest) -> Audit:
+    """The audit of one wheel file; one that cannot be read is a fault of the file."""
+    try:
+        return audit(
+            offer.path,
+            package,
+            target,
+            sha256=offer.sha256,
+            built_for=offer.built_for,
+            smoke=manifest.smoke.get(package),
+        )
+    except (abi.ToolError, OSError) as error:
+        return Audit(offer.path, (abi.Fault(package, "file", f"{offer.path.name}: {error}"),))
+
+
+def build_of(wheel: KernelWheel, target: Target) -> Build:
+    """What a wheel of this package for this target is built from and for."""
+    version = target.found.version
+    return Build(
+        wheel.name,
+        wheel.version,
+        wheel.sdist,
+        target.found.torch_version,
+        str(version.get("git_version", "")),
+        str(version.get("cuda") or ""),
+        target.arch,
+        target.python,
+    )
+
+
+def _offers(
+    root: Path, lane: str, wheel: KernelWheel, target: Target, find_links: Sequence[str]
+) -> Iterator[Offer]:
+    """The kernel store's wheel for this target first, then the adopted one, then those of the folders."""
+    if stored := store.find(build_of(wheel, target)):
+        yield Offer(stored.path, stored.sha256, target.found.torch_version)
+    lock = lane_lock(root, lane)
+    locked = [p for p in read_lock(lock).packages if p.name == wheel.name] if lock.exists() else []
+    adopted = {w.file: w for package in locked for w in package.wheels}
+    for each in adopted.values():
+        if path := wheel_store.find(each):
+            yield Offer(path, each.sha256, wheel.torch)
+    for path, listed in folder_wheels(find_links, wheel):
+        # The adopted torch takes the adopted file; another torch has its own, under the same name perhaps.
+        own = adopted.get(path.name) if satisfies(wheel.torch, _pin(target.found.torch_version)) else None
+        expected = listed or (own.sha256 if own else "")
+        known = wheel.sha256 and sha256_of(path) == wheel.sha256
+        yield Offer(path, expected, wheel.torch if known else "")
+
+
+def _pin(version: str) -> SpecifierSet:
+    return SpecifierSet(f"=={version}", prereleases=True)
+
+
+def folder_wheels(find_links: Sequence[str], wheel: KernelWheel) -> Iterator[tuple[Path, str]]:
+    """The wheels of a package and version in folders, whatever their labels, with the sha256 that SHA256SUMS lists."""
+    for place in find_links:
+        folder = Path(place.removeprefix("file://")).expanduser()
+        sums = _sums(folder / SUMS)
+        for path in sorted(folder.glob("*.whl")):
+            try:
+                name, version, *_ = parse_wheel_filename(path.name)
+            except InvalidWheelFilename:
+                if path.name.lower().replace("-", "_").startswith(wheel.name.replace("-", "_")):
+                    yield path, sums.get(path.name, "")
+                continue
+            if name == wheel.name and (not wheel.version or version.public == Version(wheel.version).public):
+                yield path, sums.get(path.name, "")
+
+
+def _sums(path: Path) -> dict[str, str]:
+    """File name to sha256, as sha256sum writes them."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    return {
+        m[2].rsplit("/", 1)[-1]: m[1]
+        for line in lines
+        if (m := re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line))
+    }
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """An environment with the kernel wheels that fit it. absent: package to the reason why it has none."""
+
+    environment: Environment
+    choices: tuple[Choice, ...]
+
+    @property
+    def absent(self) -> dict[str, str]:
+        return {c.package: c.reason for c in self.choices if c.action != REUSE}
+
+
+def fit(
+    root: Path,
+    lane: str,
+    request: Request,
+    environment: Environment,
+    find_links: Sequence[str],
+    say: Say = lambda line: None,
+) -> Fitted:
+    """Adds the kernel wheels that pass their audit to a built environment of a candidate.
+
+    Wheels that were refused are left out. Raises BuildError, ChildFault, BumpgateError.
+    """
+    target = make_target(root, lane, environment.python)
+    choices = plan(root, lane, target, find_links)
+    for choice in choices:
+        for reason in choice.refused:
+            say(f"refused: {reason}")
+        say(f"{choice.package} {choice.version}: {choice.action}: {choice.reason}")
+    reused = [c for c in choices if c.wheel is not None]
+    if not reused:
+        return Fitted(environment, tuple(choices))
+    wheels = tuple(f"{c.package} @ {_kept(c.wheel).as_uri()}" for c in reused if c.wheel)
+    more = replace(request, requirements=(*request.requirements, *wheels))
+    return Fitted(build(more, say=say), tuple(choices))
+
+
+def _kept(path: Path) -> Path:
+    """The wheel in the wheel store, where a lock finds it again."""
+    wheel = Wheel(path.name, sha256_of(path))
+    return wheel_store.put(wheel, [path.read_bytes()])
+
+
+def missing(root: Path, lane: str, python: Path) -> dict[str, str]:
+    """Kernel wheels of the lane's adopted row that an interpreter lacks, with the reason.
+
+    Raises BumpgateError, one line, on a kernel wheel that is installed there and fails its audit.
+    """
+    wheels = read_manifest(root).adopted(lane).wheels
+    if not wheels:
+        return {}
+    target = make_target(root, lane, python)
+    absent = {}
+    for wheel in wheels:
+        installed = target.found.installed(wheel.name)
+        if installed is None:
+            absent[str(canonicalize_name(wheel.name))] = f"{wheel.name} is not installed"
+        elif faults := list(abi.audit(installed, target.found)):
+            raise BumpgateError(faults[0].reason)
+    return absent

@@ -1,0 +1,170 @@
+"""Built kernel wheels by what they were built from and for: `PLACE/<package>/<key>/`, a wheel and wheel.json each.
+
+The key is a hash of the sdist, the commit of torch, CUDA, the GPU architecture and Python, so a place needs no list of
+its contents: it may be a directory, or the address of one that a web server shows. wheel.json has the wheel's sha256,
+and every copy is hashed on its way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bumpgate.environments.store import StoreError, home, sha256_of
+from bumpgate.environments.uv import host_settings, public_url
+from bumpgate.rows import one_line, write_atomic
+
+if TYPE_CHECKING:
+    import requests
+
+NOTE = "wheel.json"
+SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a wheel is built from and for. sdist: sha256. torch_git: commit. cuda: "13.0". arch: 90 of sm_90."""
+
+    package: str
+    version: str
+    sdist: str
+    torch: str
+    torch_git: str
+    cuda: str
+    arch: int
+    python: str
+
+    @property
+    def key(self) -> str:
+        """Of all that decides the binary; the names of the versions are there for the reader."""
+        content = [self.package, self.sdist, self.torch_git, self.cuda, self.arch, self.python]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A wheel of a store. path: in a local store; sha256: of the file, as wheel.json has it."""
+
+    path: Path
+    sha256: str
+
+
+def kernel_store() -> Path:
+    """$BUMPGATE_KERNELS, else kernels/ in `home()`."""
+    chosen = os.environ.get("BUMPGATE_KERNELS")
+    return Path(chosen).expanduser() if chosen else home() / "kernels"
+
+
+def find(build: Build, root: Path | None = None) -> Stored | None:
+    """The wheel of a build in a local store; None where it has none. Raises StoreError on other bytes."""
+    folder = (root or kernel_store()) / build.package / build.key
+    if not (folder / NOTE).is_file():
+        return None
+    file, sha256 = _note((folder / NOTE).read_bytes(), build, str(folder / NOTE))
+    path = folder / file
+    if not path.is_file() or sha256_of(path) != sha256:
+        raise StoreError(f"{path}: not the file of its {NOTE}; delete {folder} and fetch or build it again")
+    return Stored(path, sha256)
+
+
+def put(build: Build, wheel: Path, root: Path | None = None) -> Stored:
+    """Takes a wheel in, the note last: a wheel without one is not there."""
+    folder = (root or kernel_store()) / build.package / build.key
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / wheel.name
+    partial = folder / f".{wheel.name}.{os.getpid()}.partial"
+    try:
+        shutil.copyfile(wheel, partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    stored = Stored(path, sha256_of(path))
+    note = {"build": asdict(build), "file": wheel.name, "sha256": stored.sha256}
+    write_atomic(folder / NOTE, json.dumps(note, indent=1) + "\n")
+    return stored
+
+
+def fetch(build: Build, place: str, root: Path | None = None) -> Stored | None:
+    """Copies the wheel of a build from another store, a directory or a URL; None where that has none.
+
+    Raises StoreError on a place that does not answer, and on bytes that are not those of the note.
+    """
+    there = f"{place.rstrip('/')}/{build.package}/{build.key}"
+    raw = b"".join(_read(f"{there}/{NOTE}") or ())
+    if not raw:
+        return None
+    file, sha256 = _note(raw, build, public_url(f"{there}/{NOTE}"))
+    folder = root or kernel_store()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{build.key}.{os.getpid()}"
+    partial.mkdir()
+    try:
+        with (partial / file).open("wb") as f:
+            for block in _read(f"{there}/{file}") or ():
+                f.write(block)
+        found = sha256_of(partial / file)
+        if found != sha256:
+            raise StoreError(
+                f"{public_url(there)}/{file}: sha256 {found[:12]}..., its {NOTE} says {sha256[:12]}...; build it again"
+            )
+        return put(build, partial / file, root)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _note(raw: bytes, build: Build, where: str) -> tuple[str, str]:
+    """File name and sha256 of a wheel.json. Raises StoreError where it is not of this build."""
+    try:
+        note = json.loads(raw)
+        own, file, sha256 = Build(**note["build"]), str(note["file"]), str(note["sha256"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{where}: not a note of a wheel ({one_line(error, 80)}); delete it") from None
+    if own.key != build.key or Path(file).name != file:
+        raise StoreError(
+            f"{where}: of another build ({own.package} {own.version}, torch {own.torch}); delete it"
+        )
+    return file, sha256
+
+
+def _read(address: str) -> Iterator[bytes] | None:
+    """The bytes of a file, in blocks; None where there is no such file."""
+    if "://" not in address or address.startswith("file://"):
+        path = Path(address.removeprefix("file://")).expanduser()
+        return _blocks(path) if path.is_file() else None
+    import requests
+
+    settings = host_settings()
+    try:
+        answer = requests.get(
+            address,
+            stream=True,
+            timeout=float(settings.get("UV_HTTP_TIMEOUT") or SECONDS),
+            verify=settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True,
+        )
+        if answer.status_code == 404:
+            return None
+        answer.raise_for_status()
+    except requests.RequestException as error:
+        raise StoreError(f"{public_url(address)} cannot be fetched: {one_line(error, 120)}") from None
+    return _checked(answer, address)
+
+
+def _checked(answer: requests.Response, address: str) -> Iterator[bytes]:
+    import requests
+
+    try:
+        yield from answer.iter_content(1 << 20)
+    except requests.RequestException as error:
+        raise StoreError(f"{public_url(address)} cannot be read whole: {one_line(error, 120)}") from None
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as f:
+        while block := f.read(1 << 20):
+            yield block

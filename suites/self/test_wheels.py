@@ -1,0 +1,312 @@
+"""Kernel wheels that do not fit, or are not what they claim to be, are refused before a row is measured.
+
+The wheels are built here, against the torch of this interpreter; each lie is planted in a folder for `--find-links`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from bumpgate import cli
+from bumpgate.environments.interpreter import Interpreter
+from bumpgate.environments.inventory import take
+from bumpgate.environments.store import StoreError, sha256_of
+from bumpgate.wheels import store
+from bumpgate.wheels.audit import Target, gpu_archs
+from bumpgate.wheels.plan import Choice, plan
+from suites.self.local_index import isolated
+from suites.self.tree import ROOT
+from suites.support.planted import planted
+from suites.wheels import extensions
+
+# A torch that this interpreter does not have.
+TORCH = "2.13" if version("torch").startswith("2.11.") else "2.11"
+TAG = (
+    f"cp{sys.version_info[0]}{sys.version_info[1]}-cp{sys.version_info[0]}{sys.version_info[1]}-linux_x86_64"
+)
+MANIFEST = """schema = 1
+[environment.h200]
+status = "adopted"
+lane = "h200"
+source = "a test"
+python = ">=3.10"
+torch = "==2.0.0"
+[environment.h200.wheels.fast]
+version = "1.0"
+torch = "2.0.0"
+sdist = "{sdist}"
+[smoke.fast]
+command = ["-c", "import fast, sys; found = fast.run(int(sys.argv[1])); assert found == 'cpu:' + sys.argv[1], found"]
+cases = ["1", "3"]
+device = "cpu"
+"""
+GONE = ("namespace c10 { void gone_since_then(int); }", "c10::gone_since_then(1); Py_RETURN_NONE;")
+CRASH_OF_3 = (
+    "from fast import _C\ndef run(n):\n    if n == 3:\n        import os; os.abort()\n    return _C.run(n)\n"
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Extensions, by what they were compiled as."""
+    site = tmp_path_factory.mktemp("site")
+    library = site / "libcudart.so.12"
+    subprocess.run(
+        ["g++", "-shared", "-x", "c", os.devnull, "-Wl,-soname,libcudart.so.12", "-o", library], check=True
+    )
+    sources = {
+        "right": (extensions.NARROW, ()),
+        "old strings": (extensions.NARROW, ("-D_GLIBCXX_USE_CXX11_ABI=0",)),
+        "other torch": (extensions.OTHER_TORCH[TORCH], ()),
+        "gone": (GONE, ()),
+        "cuda 12": (extensions.NARROW, (f"-L{site}", "-Wl,--no-as-needed", "-l:libcudart.so.12")),
+        "moved field": (extensions.WIDE, ()),
+    }
+    return {
+        name: extensions.build(site / name.replace(" ", "_"), "fast", source, *flags).read_bytes()
+        for name, (source, flags) in sources.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """This interpreter, its torch taken for a CUDA 13.0 build next to an sm_90 GPU."""
+    interpreter = Interpreter(Path(sys.executable), ROOT, dict(os.environ))
+    found = take(interpreter)
+    return Target(interpreter, replace(found, version={**found.version, "cuda": "13.0"}), 90)
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    isolated(monkeypatch, tmp_path, "http://127.0.0.1:9/simple")
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "manifest.toml").write_text(MANIFEST.format(sdist="a" * 64))
+    (tmp_path / "links").mkdir()
+    monkeypatch.setattr("shutil.which", lambda name, **_: None if name == "nvcc" else f"/usr/bin/{name}")
+    return tmp_path
+
+
+def wheel(
+    folder: Path,
+    extension: bytes,
+    init: str = "from fast._C import run\n",
+    *,
+    version: str = "1.0",
+    requires: str = "torch",
+    tag: str = TAG,
+    library: str = "_C.so",
+    own_name: str = "fast",
+    swapped: bytes = b"",
+) -> Path:
+    """A wheel of the package fast. swapped: the library of the archive, in place of the one that RECORD lists."""
+    info = f"fast-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {own_name}\nVersion: {version}\nRequires-Dist: {requires}\n"
+    files = {
+        "fast/__init__.py": f"import torch\n{init}".encode(),
+        f"fast/{library}": extension,
+        f"{info}/METADATA": metadata.encode(),
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n".encode(),
+    }
+
+    def digest(data: bytes) -> str:
+        return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+    record = "".join(f"{name},sha256={digest(data)},{len(data)}\n" for name, data in files.items())
+    path = folder / f"fast-{version}-{tag}.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n".encode()}.items():
+            archive.writestr(name, swapped if swapped and name.endswith(library) else data)
+    return path
+
+
+def gpu_code(arch: int, kind: int = 2) -> bytes:
+    """A container with one entry of GPU code for an architecture, as nvcc writes it."""
+    entry = struct.pack("<HHIQ12xI", kind, 0, 64, 8, arch).ljust(64 + 8, b"\0")
+    return struct.pack("<4sHHQ", b"\x50\xed\x55\xba", 1, 16, len(entry)) + entry
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def other_sum(path: Path) -> None:
+    (path.parent / "SHA256SUMS").write_text(f"{'0' * 64}  {path.name}\n")
+
+
+LIES: dict[str, tuple[str, dict[str, object], Callable[[Path], None] | None, str]] = {
+    "wrong label": ("right", {"version": "1.0+cu130torch2.5"}, None, "is built for torch 2.5"),
+    "wrong pin": ("right", {"requires": "torch==2.5.*"}, None, "is built for torch 2.5"),
+    "wrong torch": ("other torch", {}, None, "does not have: c10::impl::cow::materialize_cow"),
+    "wrong CUDA": ("cuda 12", {}, None, "needs libcudart.so.12"),
+    "wrong C++ ABI": ("old strings", {}, None, "_GLIBCXX_USE_CXX11_ABI=0"),
+    "missing symbol": ("gone", {}, None, "c10::gone_since_then(int)"),
+    "wrong GPU": ("sm_80", {}, None, "GPU code for sm_80 (expected sm_90)"),
+    "wrong processor": ("aarch64", {}, None, "not a library for x86_64"),
+    "truncated": ("right", {}, cut, "not a whole wheel"),
+    "swapped file": ("right", {"swapped": b"\x7fELF"}, None, "fast/_C.so is not the file of its RECORD"),
+    "another package": ("right", {"own_name": "slow"}, None, "its metadata is of slow 1.0"),
+    "wrong python": ("right", {"tag": "cp27-cp27m-linux_x86_64"}, None, "not for Python"),
+    "wrong suffix": ("right", {"library": "_C.cpython-27-x86_64-linux-gnu.so"}, None, "not for Python"),
+    "wrong hash": ("right", {}, other_sum, "expected 000000000000"),
+    "import-time crash": ("right", {"init": "import os; os.abort()\n"}, None, "does not import: killed by SIGABRT"),
+    "shape-dependent crash": ("right", {"init": CRASH_OF_3}, None, "fast 3: killed by SIGABRT"),
+    "moved field": ("moved field", {}, None, "fast 1: exit 1: AssertionError: cpu:0"),
+}  # fmt: skip
+
+
+@planted("C39", "seventeen kernel wheels that do not fit or are not what they claim to be")
+@pytest.mark.parametrize("lie", LIES)
+def test_a_wheel_that_lies_is_refused(lie: str, built: dict[str, bytes], tree: Path, target: Target) -> None:
+    kind, changes, spoil, words = LIES[lie]
+    right = built["right"]
+    data = {**built, "sm_80": right + gpu_code(80), "aarch64": right[:18] + b"\xb7\0" + right[20:]}[kind]
+    path = wheel(tree / "links", data, **changes)  # type: ignore[arg-type]
+    if spoil:
+        spoil(path)
+    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    assert (choice.action, choice.wheel) == ("absent", None)
+    assert words in choice.reason
+    assert "\n" not in choice.reason
+
+
+def test_a_right_wheel_is_reused(built: dict[str, bytes], tree: Path, target: Target) -> None:
+    path = wheel(tree / "links", built["right"] + gpu_code(90))
+    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    assert choice == Choice(
+        "fast", "1.0", "reuse", f"{path.name} passes its audit; run over shapes of the model", path
+    )
+
+
+def test_a_right_wheel_is_found_among_wrong_ones(built: dict[str, bytes], tree: Path, target: Target) -> None:
+    wheel(tree / "links", built["right"], version="1.0+torch2.5")
+    path = wheel(tree / "links", built["right"])
+    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    assert (choice.action, choice.wheel) == ("reuse", path)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.0+torch"])
+def test_what_no_run_can_show_needs_a_label(
+    version: str, built: dict[str, bytes], tree: Path, target: Target
+) -> None:
+    """A structure that moved keeps its symbols; without a device only a statement of its torch is left."""
+    manifest = tree / "wheels" / "manifest.toml"
+    manifest.write_text(manifest.read_text().replace('device = "cpu"', 'device = "cuda"'))
+    version = version.replace("+torch", f"+torch{'.'.join(target.found.torch_version.split('.')[:2])}")
+    wheel(tree / "links", built["right"], version=version)
+    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    assert (choice.action, "no device here" in choice.reason) == (
+        "reuse" if "+" in version else "absent",
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b"", frozenset()),
+        (b"\x50\xed\x55\xba", frozenset()),
+        (b"x" + gpu_code(90) + b"y" + gpu_code(80, 1), frozenset({(2, 90), (1, 80)})),
+        (gpu_code(90)[:40], frozenset()),
+    ],
+)
+def test_gpu_architectures_are_read(data: bytes, found: frozenset[tuple[int, int]]) -> None:
+    assert gpu_archs(data) == found
+
+
+BUILD = store.Build("fast", "1.0", "a" * 64, "2.13.0", "b" * 40, "13.0", 90, "3.12")
+
+
+@pytest.fixture
+def stored(built: dict[str, bytes], tmp_path: Path) -> store.Stored:
+    return store.put(BUILD, wheel(tmp_path, built["right"]), tmp_path / "there")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"sdist": "c" * 64}, {"torch_git": "c"}, {"cuda": "12.8"}, {"arch": 100}, {"python": "3.11"}]
+)
+def test_the_key_is_of_what_decides_the_binary(changed: dict[str, object]) -> None:
+    assert replace(BUILD, **changed).key != BUILD.key  # type: ignore[arg-type]
+    assert replace(BUILD, torch="2.13.0+cu130").key == BUILD.key
+
+
+def test_a_store_is_fetched_and_checked(stored: store.Stored, tmp_path: Path) -> None:
+    there, here = str(tmp_path / "there"), tmp_path / "here"
+    fetched = store.fetch(BUILD, there, here)
+    assert fetched == store.find(BUILD, here)
+    assert fetched is not None
+    assert fetched.sha256 == stored.sha256 == sha256_of(fetched.path)
+    assert store.fetch(replace(BUILD, python="3.11"), there, here) is None
+    stored.path.write_bytes(b"other bytes")
+    for root in (here, tmp_path / "nowhere"):
+        with pytest.raises(StoreError, match=r"sha256 .* says"):
+            store.fetch(BUILD, there, root)
+    assert store.find(BUILD, here) == fetched, "what was there stays"
+    with pytest.raises(StoreError, match="not the file of its wheel"):
+        store.find(BUILD, tmp_path / "there")
+
+
+def test_a_store_is_read_over_http(stored: store.Stored, tmp_path: Path) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "-d", tmp_path / "there"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        port = server.stdout.readline().split(" port ")[1].split()[0]
+        place = f"http://127.0.0.1:{port}/"
+        fetched = store.fetch(BUILD, place, tmp_path / "here")
+        assert fetched is not None
+        assert fetched.path.read_bytes() == stored.path.read_bytes()
+        assert store.fetch(replace(BUILD, arch=80), place, tmp_path / "here") is None
+    finally:
+        server.kill()
+        server.communicate()
+    with pytest.raises(StoreError, match="cannot be fetched"):
+        store.fetch(BUILD, place, tmp_path / "here")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["bumpgate", "wheels", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_the_commands_report_and_exit(
+    built: dict[str, bytes], tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On this CPU build of torch the audit of the right wheel passes, and that of a truncated one does not."""
+    (tree / "pyproject.toml").write_text('[project]\nname = "bumpgate"\n')
+    (tree / "baselines").mkdir()
+    monkeypatch.chdir(tree)
+    path = wheel(tree / "links", built["right"])
+    here = ("--lane", "h200", "--python", sys.executable)
+    assert run(monkeypatch, "plan", *here, "--find-links", str(path.parent)) == 0
+    assert "fast 1.0: reuse: " in capsys.readouterr().out
+    assert run(monkeypatch, "audit", str(path), *here) == 0
+    cut(path)
+    assert run(monkeypatch, "audit", str(path), *here) == 1
+    assert "file: fast-1.0" in capsys.readouterr().out
+    assert run(monkeypatch, "fetch", *here, "--from", str(tree / "none")) == 1
+    assert "fast 1.0: not there for torch" in capsys.readouterr().out
+    for arguments, words in (
+        (("plan", "--lane", "h200"), "name the torch"),
+        (("plan", "--lane", "tpu", "--torch", "1"), "unknown lane 'tpu'"),
+        (("audit", "none.whl", *here), "none.whl: no such wheel file"),
+    ):
+        assert run(monkeypatch, *arguments) == 4
+        assert words in capsys.readouterr().err
