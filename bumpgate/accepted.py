@@ -113,6 +113,8 @@ def covers(acceptance: Acceptance, row: Row, baseline: Baseline) -> bool:
     value = acceptance.value
     if reviewed is None or value is None or violation(row) is not None:
         return False
+    if row.better == "code":
+        return row.value == value
     if row.better in ("lower", "higher") and not is_number(value):
         return False
     moved = Baseline(baseline.lane, {}, {row.id: replace(reviewed, value=value)})

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bumpgate import code
 from bumpgate.rows import (
     BETTER,
     ROW_ID,
@@ -48,7 +49,10 @@ class BaselineError(BumpgateError):
 
 @dataclass(frozen=True)
 class Reviewed:
-    """One accepted row. `tolerance` and `note` may be edited by hand; rebaseline writes all the rest."""
+    """One accepted row. `tolerance` and `note` may be edited by hand; rebaseline writes all the rest.
+
+    values: of a row whose better is "code" the value by version of triton; such a row has no `value`.
+    """
 
     value: Value
     unit: str
@@ -57,6 +61,17 @@ class Reviewed:
     note: str = ""
     test: str = ""
     per_build: bool = False
+    values: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def at(self, triton: str | None) -> Value:
+        """The reviewed value under a version of triton: of a "code" row that of the nearest reviewed version."""
+        return self.values[code.nearest(triton or "", self.values)] if self.values else self.value
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as they are in the file."""
+        of_code = {"values": dict(sorted(self.values.items(), key=lambda item: code.numbers(item[0])))}
+        fields = {name: getattr(self, name) for name in ROW_FIELDS}
+        return of_code | {n: x for n, x in fields.items() if n != "value"} if self.values else fields
 
 
 @dataclass(frozen=True)
@@ -101,7 +116,11 @@ def load(path: Path, lane: str, *, missing_ok: bool = False) -> Baseline:
     fault = _file_fault(raw, lane)
     if fault:
         raise BaselineError(f"{name}: {fault}; {restore}")
-    return Baseline(lane, raw["made_with"], {id: Reviewed(**fields) for id, fields in raw["rows"].items()})
+    return Baseline(
+        lane,
+        raw["made_with"],
+        {id: Reviewed(**{"value": None, **fields}) for id, fields in raw["rows"].items()},
+    )
 
 
 def save(path: Path, baseline: Baseline) -> None:
@@ -113,7 +132,7 @@ def save(path: Path, baseline: Baseline) -> None:
 def file_text(baseline: Baseline) -> str:
     """The file of a baseline: one row a line in order of id, so that a diff shows rows only."""
     rows = [
-        f"  {json.dumps(id)}: {json.dumps({f: getattr(r, f) for f in ROW_FIELDS}, allow_nan=False)}"
+        f"  {json.dumps(id)}: {json.dumps(r.to_json(), allow_nan=False)}"
         for id, r in sorted(baseline.rows.items())
     ]
     body = "{\n" + ",\n".join(rows) + "\n }" if rows else "{}"
@@ -153,14 +172,14 @@ def judge(
     failed_instruments: canary name -> reason, for those that disagreed or never ran.
     build: what BUILD names, in the environment that measured the row; None stands for the baseline's own.
     """
-    for rule in (_instrument, _derived, _review, _exact, _ordered, _fixed):
+    for rule in (_instrument, _derived, _review, _exact, _code, _ordered, _fixed):
         judgement = rule(row, baseline, failed_instruments, build)
         if judgement is not None:
             break
     else:
         judgement = Judgement(row, Verdict.PASS, "")
     old = baseline.rows.get(row.id)
-    return replace(judgement, reviewed=old.value if old else None, limit=limit(row, old))
+    return replace(judgement, reviewed=old.at(_triton(build)) if old else None, limit=limit(row, old))
 
 
 def limit(row: Row, old: Reviewed | None) -> str:
@@ -277,6 +296,30 @@ def _exact(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgem
     return Judgement(row, Verdict.CHANGED, reason, accept(baseline.lane, row.id), explains=bool(other))
 
 
+def _code(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
+    """Equal to the reviewed code of this triton, or of an unreviewed one no worse than the nearest reviewed one's."""
+    old = baseline.rows[row.id]
+    if row.better != "code":
+        return None
+    triton = _triton(build) or "none"
+    if triton in old.values:
+        if row.value == old.values[triton]:
+            return None
+        reason = f"reviewed {old.values[triton]!r} with triton {triton}, measured {row.value!r}"
+        return Judgement(row, Verdict.CHANGED, reason, accept(baseline.lane, row.id))
+    other = code.nearest(triton, old.values)
+    found = code.worse(code.parse(old.values[other]), code.parse(row.value))
+    reason = f"triton {triton} is not reviewed, compared with {other}: "
+    if not found:
+        return Judgement(row, Verdict.PASS, f"{reason}no worse")
+    reason += ", ".join(f"{name} {step}" for name, step in found.items())
+    return Judgement(row, Verdict.REGRESSION, reason, investigate(baseline.lane, row.test))
+
+
+def _triton(build: Build) -> str | None:
+    return build.get("triton") if build else None
+
+
 def _ordered(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
     """lower and higher: the limit lies `tolerance` of the reviewed value beyond it, whatever its sign.
 
@@ -352,12 +395,17 @@ def _file_fault(raw: Any, lane: str) -> str | None:
 def _row_fault(row_id: str, raw: Any) -> str | None:
     if not ROW_ID.fullmatch(row_id):
         return "the id must read suite/case/metric"
-    if not isinstance(raw, dict) or raw.keys() != set(ROW_FIELDS):
-        return f"a row has the fields {', '.join(ROW_FIELDS)}"
-    value, tolerance = raw["value"], raw["tolerance"]
+    fields = {*ROW_FIELDS} - {"value"} if isinstance(raw, dict) and "values" in raw else {*ROW_FIELDS}
+    if not isinstance(raw, dict) or raw.keys() - {"values"} != fields:
+        return f"a row has the fields {', '.join(ROW_FIELDS)}, or values in the place of value"
+    value, tolerance = raw.get("value"), raw["tolerance"]
     if raw["better"] not in BETTER:
         return f"better must be one of {', '.join(BETTER)}"
-    if not (isinstance(value, (str, bool)) or is_finite(value)):
+    if ("values" in raw) != (raw["better"] == "code"):
+        return "a row whose better is 'code' has values by version of triton, and no other row has them"
+    if "values" in raw and (fault := _values_fault(raw["values"])):
+        return fault
+    if "values" not in raw and not (isinstance(value, (str, bool)) or is_finite(value)):
         return f"value must be a finite number, a text or a flag, got {value!r}"
     if raw["better"] in ("lower", "higher") and not is_number(value):
         return f"better={raw['better']!r} needs a number, got {value!r}"
@@ -368,3 +416,14 @@ def _row_fault(row_id: str, raw: Any) -> str | None:
     if not all(isinstance(raw[name], str) for name in ("unit", "note", "test")):
         return "unit, note and test are texts"
     return None if isinstance(raw["per_build"], bool) else "per_build is true or false"
+
+
+def _values_fault(values: Any) -> str | None:
+    if not isinstance(values, dict) or not values:
+        return "values maps versions of triton to the counts of the code"
+    for version, text in values.items():
+        try:
+            code.parse(text)
+        except ValueError as error:
+            return f"triton {version}: {error}"
+    return None

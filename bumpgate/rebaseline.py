@@ -24,7 +24,7 @@ from bumpgate.baseline import (
     save,
 )
 from bumpgate.gate.binding import measured_tree
-from bumpgate.rows import BumpgateError, Judgement, Record, Row, Verdict, read_record
+from bumpgate.rows import BumpgateError, Judgement, Record, Row, Value, Verdict, read_record
 from bumpgate.table import change_lines
 
 MADE_WITH = ("torch", "torch_git", "triton", "python", "wheel_set", "device", "cpu", "driver")
@@ -156,8 +156,12 @@ def _refuse_record(record: Record, old: Baseline, only: Sequence[str], prune: bo
 
 def judged(j: Judgement, old: Baseline, record: Record) -> Judgement:
     """A row judged again: the baseline may have moved since the run."""
-    build = {name: record.provenance.get(name) for name in BUILD}
-    return judge(j.row, old, failed_instruments={}, build=build)
+    return judge(j.row, old, failed_instruments={}, build=build_of(record))
+
+
+def build_of(record: Record) -> dict[str, str | None]:
+    """What BUILD names, in the environment that was measured."""
+    return {name: record.provenance.get(name) for name in BUILD}
 
 
 def _unacceptable(j: Judgement, old: Baseline, record: Record) -> str | None:
@@ -170,8 +174,8 @@ def _unacceptable(j: Judgement, old: Baseline, record: Record) -> str | None:
     if now.verdict is Verdict.INCONCLUSIVE:
         return f"{now.verdict.value}: {now.reason}"
     # Red even against itself: a broken derivation, no witness, an interval wider than its tolerance.
-    accepted = Baseline(old.lane, {}, {j.row.id: reviewed(j.row, old.rows.get(j.row.id))})
-    then = judge(j.row, accepted, failed_instruments={})
+    accepted = Baseline(old.lane, {}, {j.row.id: reviewed(j.row, old.rows.get(j.row.id), record)})
+    then = judge(j.row, accepted, failed_instruments={}, build=build_of(record))
     return f"{then.verdict.value} whatever the baseline says: {then.reason}" if then.red else None
 
 
@@ -180,24 +184,47 @@ def _change(j: Judgement, old: Baseline, record: Record, prune: bool, refresh: b
     if row.unmeasured:
         return Change(row.id, was, None, "nothing measures it") if prune and j.gone and was else None
     verdict = judged(j, old, record).verdict
+    new = reviewed(row, was, record)
     if verdict is not Verdict.PASS:
-        return Change(row.id, was, reviewed(row, was), "new" if was is None else verdict.value.lower())
-    if refresh and was and was.value != row.value:
-        return Change(row.id, was, reviewed(row, was), "refreshed")
+        return Change(row.id, was, new, "new" if was is None else verdict.value.lower())
+    if was and new.values.keys() != was.values.keys():
+        return Change(row.id, was, new, "new triton")
+    if refresh and was and was.at(build_of(record)["triton"]) != row.value:
+        return Change(row.id, was, new, "refreshed")
     if was and was.test != row.test:
         return Change(row.id, was, replace(was, test=row.test), "test moved")
     return None
 
 
-def reviewed(row: Row, was: Reviewed | None) -> Reviewed:
-    """A reviewer's note outlives the value; the tolerance too, as long as it means the same."""
+def reviewed(row: Row, was: Reviewed | None, record: Record) -> Reviewed:
+    """A reviewer's note outlives the value; the tolerance too, as long as it means the same.
+
+    The value of a "code" row is that of the record's triton; those of other versions stay.
+    """
     tolerance = was.tolerance if was and was.better == row.better else row.tolerance
     note = was.note if was else ""
-    return Reviewed(row.value, row.unit, row.better, tolerance, note, row.test, row.per_build)
+    found = Reviewed(row.value, row.unit, row.better, tolerance, note, row.test, row.per_build)
+    if row.better != "code":
+        return found
+    values = was.values if was and was.better == "code" else {}
+    return replace(found, value=None, values={**values, str(record.provenance.get("triton")): str(row.value)})
+
+
+def _moved(change: Change) -> tuple[Value, Value]:
+    """Old and new value; of a "code" row those of the version that moved."""
+    old, new = change.old, change.new
+    versions = [
+        v for v in (new.values if new else {}) if new and (not old or old.values.get(v) != new.values[v])
+    ]
+    if versions and new:
+        return (
+            old.values.get(versions[0]) if old else None
+        ), f"triton {versions[0]}: {new.values[versions[0]]}"
+    return (old.value if old else None), (new.value if new else None)
 
 
 def diff(old: Baseline, new: Baseline, changes: Iterable[Change]) -> str:
-    rows = [(c.id, c.old.value if c.old else None, c.new.value if c.new else None, c.why) for c in changes]
+    rows = [(c.id, *_moved(c), c.why) for c in changes]
     was = old.made_with
     made = [(f"made_with {n}", was.get(n), v, "") for n, v in new.made_with.items() if was.get(n) != v]
     return change_lines(rows) + change_lines(made)

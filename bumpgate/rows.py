@@ -15,10 +15,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from bumpgate import code
+
 SCHEMA = 1
 ROW_ID = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9][A-Za-z0-9._+=-]*/[a-z][a-z0-9_]*")
 RULE = re.compile(r"[A-Z]\d+")
-BETTER = ("exact", "lower", "higher", "derived", "defect")
+BETTER = ("exact", "lower", "higher", "derived", "defect", "code")
 # A curve is for the eye: more points than a plot has pixels only make the record heavy.
 MAX_CURVES, MAX_POINTS = 8, 4096
 # The series that paired sessions compare point by point: what each round of a timed row cost, less is better.
@@ -87,7 +89,8 @@ class Row:
     better: "exact" any change is red; "lower"/"higher" judged against the baseline with `tolerance`;
         "derived" judged by the expectation alone; "defect" 1 where a known upstream defect is present and 0 where
         it is fixed, with at_most 1 inside the range of versions in which it is known and 0 outside. The first line
-        of its evidence names that range.
+        of its evidence names that range; "code" counts of a kernel's compiled code in one text (bumpgate.code), with
+        a reviewed text for each version of triton.
     tolerance: relative to the baseline value, 0.02 is 2 %.
     interval: (low, high) around the value, for timed rows.
     instruments: canaries that must have agreed before this value means anything.
@@ -340,6 +343,11 @@ def _faults(row: Row) -> Iterable[str]:
     sound = row.value in (0, 1, None) and row.at_most in (0, 1) and row.evidence
     if row.better == "defect" and not (sound or row.unmeasured):
         yield "a defect row has value and at_most 0 or 1, and evidence that names its range"
+    if row.better == "code" and row.value is not None:
+        try:
+            code.parse(row.value)
+        except ValueError as error:
+            yield str(error)
     if row.per_build and row.better != "exact":
         yield "a per-build row is exact"
     if row.interval is not None and not (len(row.interval) == 2 and all(map(is_number, row.interval))):

@@ -16,7 +16,7 @@ from bumpgate.adopt.files import AdoptionError
 from bumpgate.baseline import BUILD, Baseline, judge
 from bumpgate.environments.manifest import satisfies
 from bumpgate.gate.sequential import Outcome
-from bumpgate.rebaseline import MADE_WITH, Change, judged, reviewed
+from bumpgate.rebaseline import MADE_WITH, Change, build_of, judged, reviewed
 from bumpgate.report.gate_file import GateFile
 from bumpgate.rows import Judgement, Record, Verdict
 
@@ -59,8 +59,8 @@ def _change(
     if row.unmeasured:
         return Change(row.id, was, None, "reviewed: not measured any more") if named and was else None
     verdict = judged(j, old, record).verdict
-    new = reviewed(row, was)
-    then = judge(row, Baseline(old.lane, {}, {row.id: new}), failed_instruments={})
+    new = reviewed(row, was, record)
+    then = judge(row, Baseline(old.lane, {}, {row.id: new}), failed_instruments={}, build=build_of(record))
     if named and then.verdict in (Verdict.REGRESSION, Verdict.INSTRUMENT):
         raise AdoptionError(
             f"{row.id} is red whatever the baseline holds ({then.reason}): no review can adopt it, change its test"
@@ -75,6 +75,8 @@ def _change(
     )
     if taken or (verdict is not Verdict.PASS and _settled(gate, j) and not then.red):
         return Change(row.id, was, new, verdict.value.lower())
+    if new.values.keys() != was.values.keys():
+        return Change(row.id, was, new, "new triton")
     if was.test != row.test:
         return Change(row.id, was, replace(was, test=row.test), "test moved")
     return None

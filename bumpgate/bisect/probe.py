@@ -11,7 +11,7 @@ import math
 import re
 import shlex
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -23,6 +23,7 @@ from bumpgate.environments import reference
 from bumpgate.environments.build import BuildError, Environment, NotInstallable
 from bumpgate.environments.interpreter import ChildFault, Interpreter
 from bumpgate.environments.request import Request
+from bumpgate.gate.between import Change, change
 from bumpgate.gate.verdict import PRODUCT
 from bumpgate.processes.runner import (
     IMPORT_SECONDS,
@@ -39,6 +40,7 @@ from bumpgate.rows import (
     BumpgateError,
     Judgement,
     Record,
+    Row,
     Verdict,
     one_line,
     read_record,
@@ -92,6 +94,11 @@ class Reading:
     def record(self) -> Record | None:
         path = self.place / RECORD
         return read_record(path) if path.exists() else None
+
+    @cached_property
+    def rows(self) -> Mapping[str, Row]:
+        """The rows of the record, by id."""
+        return {j.row.id: j.row for j in self.record.judgements} if self.record else {}
 
     @property
     def whole(self) -> bool:
@@ -263,6 +270,8 @@ class CommandTest:
 class SuiteTest:
     """A selection of a lane's tests. What decides are the rows and tests that are red at the bad end alone.
 
+    A row that is worse than in the first whole record of the good end, by the margins of a gate, is red as well.
+
     A candidate is GOOD where its run is whole and all of them are green, BAD where one is red: what else is red
     there, and not at the bad end, is another fault.
 
@@ -277,6 +286,7 @@ class SuiteTest:
     deciding: tuple[str, ...] = ()
     differs: bool = True
     run_lane: Callable[..., LaneRun] = run_lane
+    reference: Mapping[str, Row] = field(default_factory=dict)
 
     def run(self, environment: Environment, place: Path) -> Reading:
         done = self.run_lane(
@@ -305,8 +315,10 @@ class SuiteTest:
         return Reading(place, cause, done.code, failure, done.seconds, dict(environment.packages))
 
     def learn(self, good: Sequence[Reading], bad: Sequence[Reading]) -> None:
+        whole = [r.record for r in good if r.whole and r.record]
+        self.reference = {j.row.id: j.row for j in whole[0].judgements} if whole else {}
         names = sorted({name for reading in (*good, *bad) for name in reading.signals})
-        at_good, at_bad = ({name: _red_share(name, ends) for name in names} for ends in (good, bad))
+        at_good, at_bad = ({name: self._red_share(name, ends) for name in names} for ends in (good, bad))
         worse = tuple(name for name in names if at_good[name] < at_bad[name])
         better = tuple(name for name in names if at_good[name] > at_bad[name])
         # Where nothing is worse at the bad end, what is better there refutes the ends, or else what is red at both.
@@ -316,13 +328,13 @@ class SuiteTest:
     def void(self, reading: Reading) -> Said | None:
         if said := _without_verdict(reading):
             return said
-        red = Verdict.REGRESSION in reading.signals.values()
+        red = any(self._signal(reading, name) is Verdict.REGRESSION for name in reading.signals)
         return None if reading.whole or red else self._cut_short(reading)
 
     def judge(self, reading: Reading) -> Said:
         if said := _without_verdict(reading):
             return said
-        states = {name: reading.signal(name) for name in self.deciding}
+        states = {name: self._signal(reading, name) for name in self.deciding}
         red = [name for name, state in states.items() if state is Verdict.REGRESSION]
         if red:
             return Said(Outcome.BAD, f"red: {red[0]}{f' and {len(red) - 1} more' if len(red) > 1 else ''}")
@@ -333,8 +345,29 @@ class SuiteTest:
             name, state = unread[0]
             again = state in (Verdict.INFRA, Verdict.INCONCLUSIVE)
             return Said(Outcome.UNKNOWN if again else Outcome.SKIP, f"{name}: {state.value}")
-        others = sum(s is Verdict.REGRESSION for n, s in reading.signals.items() if n not in states)
+        others = sum(
+            self._signal(reading, n) is Verdict.REGRESSION for n in reading.signals if n not in states
+        )
         return Said(Outcome.GOOD, f"{len(states)} green{f'; {others} red, not counted' if others else ''}")
+
+    def _signal(self, reading: Reading, name: str) -> Verdict:
+        """The signal of a reading, and REGRESSION where the value is worse than at the good end.
+
+        Compiled code is compared with the good end alone: which tritons are reviewed is another question.
+        """
+        state = reading.signal(name)
+        before, now = self.reference.get(name), reading.rows.get(name)
+        if before is None or now is None or before.unmeasured or now.unmeasured:
+            return state
+        if state is not Verdict.PASS and now.better != "code":
+            return state
+        return Verdict.REGRESSION if change(before, now) is Change.WORSE else Verdict.PASS
+
+    def _red_share(self, name: str, readings: Sequence[Reading]) -> float:
+        """In how many of the readings that can show it is red; NaN, which compares with nothing, where none can."""
+        states = [self._signal(reading, name) for reading in readings]
+        shown = [s for s in states if s in (Verdict.PASS, Verdict.REGRESSION)]
+        return sum(s is Verdict.REGRESSION for s in shown) / len(shown) if shown else math.nan
 
     @staticmethod
     def _cut_short(reading: Reading) -> Said:
@@ -355,13 +388,6 @@ def _row_signal(j: Judgement, record: Record, skipped: set[str]) -> Verdict:
         return Verdict.PASS
     lost = j.row.unmeasured and j.verdict is Verdict.MISSING and record.complete and j.row.test not in skipped
     return Verdict.REGRESSION if lost or j.verdict in PRODUCT else j.verdict
-
-
-def _red_share(name: str, readings: Sequence[Reading]) -> float:
-    """In how many of the readings that can tell it is red; NaN, which compares with nothing, where none can."""
-    said = [reading.signal(name) for reading in readings]
-    told = [s for s in said if s in (Verdict.PASS, Verdict.REGRESSION)]
-    return sum(s is Verdict.REGRESSION for s in told) / len(told) if told else math.nan
 
 
 def _crash(failure: str) -> str:

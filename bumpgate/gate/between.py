@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from enum import Enum
 
+from bumpgate import code
 from bumpgate.rows import Row, is_finite, same_value
 
 # Numbers that rounding and the order of a sum move, by name and by unit.
@@ -52,6 +53,11 @@ def change(good: Row, bad: Row) -> Change | None:
     """
     if bad.expected is not None or timed(bad) or same_value(good.value, bad.value):
         return None
+    if bad.better == "code":
+        before_counts, after_counts = code.parse(good.value), code.parse(bad.value)
+        if code.worse(before_counts, after_counts):
+            return Change.WORSE
+        return Change.BETTER if code.worse(after_counts, before_counts) else None
     before, after = good.value, bad.value
     sign = direction(bad)
     if isinstance(before, bool) and isinstance(after, bool) and bad.per_build:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 
+from bumpgate import code
 from bumpgate.baseline import investigate, tier, violation
 from bumpgate.gate.between import Change, change
 from bumpgate.gate.drift import Creep
@@ -118,7 +119,7 @@ def judge_gate(
         new = _new_rows(good.record, bad.record)
         loose += _new_tiers(lane, [after[row] for row in sorted(new)])
         for row in sorted(tests.keys() - new):
-            g, b = before.get(row), after.get(row)
+            g, b = _code_of_both(before.get(row), after.get(row))
             if row in timed:
                 g, b = _without_stored_times(g), _without_stored_times(b)
                 if (_absent(g) and _absent(b)) or _spoiled(g) or _spoiled(b):
@@ -247,6 +248,19 @@ def _without_stored_times(j: Judgement | None) -> Judgement | None:
     return replace(j, verdict=Verdict.PASS, reason="judged by the paired sessions")
 
 
+def _code_of_both(good: Judgement | None, bad: Judgement | None) -> tuple[Judgement | None, Judgement | None]:
+    """A row of compiled code without the verdicts against reviewed versions of triton: the sides are compared."""
+    if good is None or bad is None or not (_is_code(good) and _is_code(bad)):
+        return good, bad
+    passes, reason = Verdict.PASS, "compared between the sides"
+    return replace(good, verdict=passes, reason=reason), replace(bad, verdict=passes, reason=reason)
+
+
+def _is_code(j: Judgement) -> bool:
+    """A row of compiled code that was measured."""
+    return j.row.better == "code" and j.row.value is not None and j.verdict is not Verdict.INSTRUMENT
+
+
 def _row(
     lane: str, good: Judgement | None, bad: Judgement | None, *, whole: bool, paired: bool
 ) -> list[Finding]:
@@ -342,7 +356,12 @@ def _only(j: Judgement | None, other: Judgement | None) -> list[str]:
 
 
 def _head(good: Judgement | None, bad: Judgement | None) -> str:
-    """What came first and new in the candidate's evidence; if nothing came, what went; else nothing."""
+    """What came first and new in the candidate's evidence; if nothing came, what went; else nothing.
+
+    Of compiled code the names of the counts that are worse, so that kernels which lost alike are one finding.
+    """
+    if good and bad and _is_code(good) and _is_code(bad):
+        return ", ".join(code.worse(code.parse(good.row.value), code.parse(bad.row.value)))
     came, went = _only(bad, good), _only(good, bad)
     return one_line(came[0]) if came else f"gone: {one_line(went[0])}" if went else ""
 

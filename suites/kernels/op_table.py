@@ -12,7 +12,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from bumpgate.baseline import Baseline, BaselineError, load
+from bumpgate import code
+from bumpgate.baseline import Baseline, BaselineError, Reviewed, load
 from bumpgate.rows import Value
 from suites.support.comparison import AT_MOST
 from suites.support.tables import line, publish
@@ -95,18 +96,20 @@ def peer_milliseconds(rows: Mapping[str, Value], case: str, way: str) -> str:
     return "-" if ours is None or ratio is None else f"{ours / ratio:.3f}"
 
 
-def code(rows: Mapping[str, Value], name: str, triton: str, metric: str) -> list[int]:
-    """The metric of each kernel that an op launches at a timed shape, forward and backward, in bf16."""
+def counts(rows: Mapping[str, Reviewed], name: str, triton: str) -> list[dict[str, int]]:
+    """The code of each kernel that an op launches at a timed shape, forward and backward, in bf16."""
     op, _, shape = name.partition("-")
-    end = f"-{shape}-bf16-triton{triton}/{metric}"
-    return [value for id, value in rows.items() if id.startswith(f"kernels/{op}.") and id.endswith(end)]
+    end = f"-{shape}-bf16/code"
+    named = [row for id, row in rows.items() if id.startswith(f"kernels/{op}.") and id.endswith(end)]
+    return [code.parse(row.values[triton]) for row in named if triton in row.values]
 
 
-def lines(name: str, ran: Mapping[str, Value], compiled: Mapping[str, Value], triton: str) -> list[tuple]:
-    """Two lines of a case, one a way; what holds for both stands in the first."""
+def lines(name: str, ran: Mapping[str, Value], compiled: Mapping[str, Reviewed], triton: str) -> list[tuple]:
+    """Two lines of a case, one a way; what holds for both is in the first."""
     case = f"kernels/{name}"
-    registers, spills = (code(compiled, name, triton, metric) for metric in ("registers", "spills"))
-    of_both = (str(max(registers)), str(sum(spills))) if registers else ("-", "-")
+    kernels = counts(compiled, name, triton)
+    most, spilled = max((k["registers"] for k in kernels), default=0), sum(k["spills"] for k in kernels)
+    of_both = (str(most), str(spilled)) if kernels else ("-", "-")
     errors = tuple(number(ran, f"{case}/{way}_error_ratio", 2) for way in AT_MOST)
     found = []
     for i, (way, title) in enumerate(WAYS.items()):
@@ -121,13 +124,13 @@ def lines(name: str, ran: Mapping[str, Value], compiled: Mapping[str, Value], tr
 def markdown(ran: Baseline, compiled: Baseline) -> str:
     """The table of every case that has a timed row. Raises BaselineError where there is none."""
     end = "/forward_milliseconds"
-    values, code_values = ({id: row.value for id, row in b.rows.items()} for b in (ran, compiled))
+    values = {id: row.value for id, row in ran.rows.items()}
     names = [id.split("/")[1] for id in values if id.startswith("kernels/") and id.endswith(end)]
     if not names:
         raise BaselineError("baselines/h200.json: no kernel was timed; pytest -m h200 suites/kernels")
     made = ran.made_with
     triton = str(made.get("triton"))
-    table = [cells for name in names for cells in lines(name, values, code_values, triton)]
+    table = [cells for name in names for cells in lines(name, values, compiled.rows, triton)]
     body = [line(cells) for cells in (HEAD, ("---",) * len(HEAD), *table)]
     machine = f"{made.get('device')}, driver {made.get('driver')}, torch {made.get('torch')}, triton {triton}"
     reached = [line(cells) for cells in (MARKS_HEAD, ("---",) * len(MARKS_HEAD), *marks(values))]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from bumpgate.baseline import BUILD, judge, load, other_build
+from bumpgate.baseline import BUILD, LANES, Reviewed, judge, load, other_build
 from bumpgate.rows import Judgement, Record, Verdict, read_record
 from suites.self.tree import ROOT
 
@@ -47,3 +48,36 @@ def test_a_kept_record_passes_the_baseline(path: Path) -> None:
     assert {j.verdict for j in judged} <= {Verdict.PASS, Verdict.WIN}, [
         f"{j.row.id}: {j.reason}" for j in judged if j.verdict not in (Verdict.PASS, Verdict.WIN)
     ]
+
+
+# A tolerance above this needs a note with the measurement that asks for it, in percent.
+UNEXPLAINED = 0.1
+PERCENT = re.compile(r"(\d+(?:\.\d+)?) %")
+
+
+def unfounded(row: Reviewed) -> bool:
+    """Whether a tolerance is more than 10 points above the largest percentage that its note measured."""
+    if row.tolerance <= UNEXPLAINED:
+        return False
+    measured = max(map(float, PERCENT.findall(row.note)), default=0.0)
+    return not measured or round(100 * row.tolerance - measured, 6) > 10
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_wide_tolerance_has_its_measurement(lane: str) -> None:
+    rows = load(ROOT / "baselines" / f"{lane}.json", lane).rows
+    assert [id for id, row in rows.items() if unfounded(row)] == []
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "note", "red"),
+    [
+        (0.1, "", False),
+        (0.11, "", True),
+        (0.4, "noisy", True),
+        (0.4, "sd 3 %, at most 25 %", True),
+        (0.35, "sd 3 %, at most 25 %", False),
+    ],
+)
+def test_tolerance_without_measurement_is_found(tolerance: float, note: str, red: bool) -> None:
+    assert unfounded(Reviewed(1.0, "s", "lower", tolerance, note)) is red

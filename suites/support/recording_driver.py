@@ -32,6 +32,9 @@ TARGET = GPUTarget("cuda", 90, WARP)
 SHARED_MEMORY_BYTES = 227 * 1024
 REGISTERS, REGISTERS_AT_ONCE = 65536, 256
 THREADS = 1024
+# What an SM of compute capability 9.0 holds: shared memory, of which each program reserves a part, warps and programs.
+SM_SHARED_MEMORY_BYTES, RESERVED_BYTES = 228 * 1024, 1024
+WARPS, PROGRAMS = 64, 32
 
 # What an instruction belongs to, by the beginning of its SASS name.
 CLASSES = {
@@ -99,6 +102,13 @@ class Compiled:
         """Whether an H200 would launch it."""
         warp = -(-self.binary.registers * WARP // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
         return self.shared_memory_bytes <= SHARED_MEMORY_BYTES and warp * self.num_warps <= REGISTERS
+
+    @property
+    def programs_per_sm(self) -> int:
+        """Programs that one SM of an H200 holds at once; 0 where not even one fits."""
+        warp = -(-self.binary.registers * WARP // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
+        by_shared_memory = SM_SHARED_MEMORY_BYTES // (self.shared_memory_bytes + RESERVED_BYTES)
+        return min(REGISTERS // (warp * self.num_warps), by_shared_memory, WARPS // self.num_warps, PROGRAMS)
 
     def configuration(self) -> str:
         """Compile-time arguments, warps and stages, in one line."""

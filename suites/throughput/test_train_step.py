@@ -17,9 +17,9 @@ ROUNDS = 80
 # ratio to the anchor by 3.0 % (8.7 %). What no counter here shows moves both on other days: the latter by 25 % for an
 # hour; the former was 8 % below its reviewed value in a run beside which nobody was seen, 2 to 6 % in four others,
 # 6 to 10 % in three beside a copy of 8 MiB without end on the other core. So one run finds 15 % in the first row and
-# 40 % in the anchor rows. What is smaller is for the gate, which steps both sides at a time. Waiting is read within
+# 35 % in the anchor rows. What is smaller is for the gate, which steps both sides at a time. Waiting is read within
 # 0.02 % next to any neighbour.
-TOLERANCE = {"speedup": 0.15, "anchor": 0.4, "wall": 0.03}
+TOLERANCE = {"speedup": 0.15, "anchor": 0.35, "wall": 0.03}
 
 
 @lanes("cpu")

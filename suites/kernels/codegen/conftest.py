@@ -4,9 +4,9 @@ A tier of the cpu lane that is collected on request: where the command line name
 BUMPGATE_TIERS names it, as in a gate of triton. A plain lane run leaves it out, whether or not its torch brings triton.
 It needs triton, and no TRITON_INTERPRET=1, which puts the interpreter in the compiler's place.
 
-Rows carry the version of triton, so that the environments codegen-triton36, -triton37 and -triton39 of tox.ini are
-next to each other in one baseline. Upstream's kernels are compiled where BUMPGATE_UPSTREAM names a folder that holds
-the unpacked wheel of mamba-ssm.
+A row has one reviewed value for each version of triton, measured in the environments codegen-triton36, -triton37 and
+-triton39 of tox.ini. Under another version the code is compared with that of the nearest reviewed one. Upstream's
+kernels are compiled where BUMPGATE_UPSTREAM names a folder that holds the unpacked wheel of mamba-ssm.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ import os
 from pathlib import Path
 
 import pytest
+
+from bumpgate import code
+from bumpgate.baseline import Baseline, load
+from suites.support.provenance import versions
 
 FOLDER = Path(__file__).parent
 COMPILES = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") != "1"
@@ -44,8 +48,20 @@ def pytest_configure() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", str(home / "bumpgate" / "triton"))
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
-    if HAS_UPSTREAM or not COMPILES or not requested(config):
-        return None
-    why = f"{UPSTREAM} holds no mamba_ssm" if UPSTREAM else "BUMPGATE_UPSTREAM names no unpacked wheel"
-    return f"codegen: upstream's kernels are not collected: {why}"
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if not COMPILES or not requested(config):
+        return []
+    lines = [reviewed_line(load(config.rootpath / "baselines" / "cpu.json", "cpu"), versions()["triton"])]
+    if not HAS_UPSTREAM:
+        why = f"{UPSTREAM} holds no mamba_ssm" if UPSTREAM else "BUMPGATE_UPSTREAM names no unpacked wheel"
+        lines.append(f"codegen: upstream's kernels are not collected: {why}")
+    return lines
+
+
+def reviewed_line(baseline: Baseline, triton: str | None) -> str:
+    """Which reviewed code this run is compared with."""
+    reviewed = sorted({v for row in baseline.rows.values() for v in row.values}, key=code.numbers)
+    if triton in reviewed or not reviewed:
+        return f"codegen: triton {triton}, reviewed: {', '.join(reviewed) or 'no version'}"
+    other = code.nearest(triton or "", reviewed)
+    return f"codegen: triton {triton} is not reviewed; its code is compared with that of triton {other}"

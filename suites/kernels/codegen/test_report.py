@@ -1,4 +1,4 @@
-"""The report of the versions side by side says what differs, and nothing where nothing does."""
+"""The report of the versions next to each other: what is worse in a version, and nothing where nothing is."""
 
 from __future__ import annotations
 
@@ -6,58 +6,60 @@ from pathlib import Path
 
 import pytest
 
+from bumpgate import code
 from bumpgate.rows import Judgement, Row, Verdict, write_record
-from suites.kernels.codegen.report import differences, lines, main, table
+from suites.kernels.codegen.report import lines, losses, main, table
 from suites.support.lanes import Lane, lanes
 
-EQUAL = {"registers": 200, "spills": 0, "shared_memory_bytes": 1024, "wgmma": 8}
+COUNTS = {"registers": 200, "spills": 0, "shared_memory": 1024, "wgmma": 8, "programs_per_sm": 4}
 
 
-def judged(version: str, **values: int) -> list[Judgement]:
-    ids = {
-        f"kernels/op.kernel-N64-bf16-triton{version}/{metric}": v for metric, v in (EQUAL | values).items()
-    }
-    return [Judgement(Row(id, v, "count", 1, "C36"), Verdict.PASS, "") for id, v in ids.items()]
+def judged(**changes: int) -> list[Judgement]:
+    value = code.text(**COUNTS | changes)
+    made = Row("kernels/op.kernel-N64-bf16/code", value, "counts", 1, "C36", better="code")
+    return [Judgement(made, Verdict.PASS, "")]
 
 
 @lanes("cpu")
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("changes", "expected"),
     [
         ({}, []),
-        ({"registers": 208, "shared_memory_bytes": 2048}, []),
-        ({"registers": 191}, ["registers 200 on 3.7.1, 191 on 3.9.0"]),
-        ({"spills": 8}, ["spills 0 on 3.7.1, 8 on 3.9.0"]),
-        ({"wgmma": 7}, ["wgmma 8 on 3.7.1, 7 on 3.9.0"]),
+        ({"registers": 255, "shared_memory": 2048}, []),
+        ({"programs_per_sm": 3}, []),
+        ({"programs_per_sm": 2}, ["3.9.0: programs_per_sm 4 -> 2"]),
+        ({"spills": 8}, ["3.9.0: spills 0 -> 8"]),
+        ({"wgmma": 7}, ["3.9.0: wgmma 8 -> 7"]),
+        ({"wgmma": 9}, []),
     ],
 )
-def test_differences(lane: Lane, other: dict[str, int], said: list[str]) -> None:
-    assert differences({"3.7.1": EQUAL, "3.9.0": EQUAL | other}) == said
+def test_losses(lane: Lane, changes: dict[str, int], expected: list[str]) -> None:
+    assert losses({"3.7.1": COUNTS, "3.9.0": COUNTS | changes}) == expected
 
 
 @lanes("cpu")
 def test_versions_side_by_side(lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = {tmp_path / "a.json": judged("3.10.0"), tmp_path / "b.json": judged("3.9.0", spills=8)}
-    for path, judgements in records.items():
-        write_record(path, {}, judgements)
-    assert main([str(path) for path in records]) == 0
+    records = {"3.10.0": judged(spills=8), "3.9.0": judged()}
+    for version, judgements in records.items():
+        write_record(tmp_path / f"{version}.json", {"triton": version}, judgements)
+    assert main([str(tmp_path / f"{version}.json") for version in records]) == 0
     title, head, line, _, total = capsys.readouterr().out.splitlines()
-    assert title == "registers / shared_memory_bytes / spills / wgmma"
-    assert head.split() == ["kernel", "3.9.0", "3.10.0", "differs"]
-    assert line.split()[:3] == ["op.kernel-N64-bf16", "200/1024/8/8", "200/1024/0/8"]
-    assert line.endswith("spills 0 on 3.10.0, 8 on 3.9.0")
-    assert total == "1 kernels, 2 versions, 1 kernels differ"
+    assert title == "registers / spills / shared_memory / wgmma / programs_per_sm"
+    assert head.split() == ["kernel", "3.9.0", "3.10.0", "worse"]
+    assert line.split()[:3] == ["op.kernel-N64-bf16", "200/0/1024/8/4", "200/8/1024/8/4"]
+    assert line.endswith("3.10.0: spills 0 -> 8")
+    assert total == "1 kernels, 2 versions, 1 kernels worse"
 
 
 @lanes("cpu")
-def test_a_kernel_that_one_version_lacks_is_said(lane: Lane) -> None:
-    cases = table([("kernels/a-triton3.7.1/spills", 0), ("kernels/b-triton3.9.0/spills", 0)])
+def test_kernel_that_one_version_lacks(lane: Lane) -> None:
+    cases = table([("kernels/a/code", "3.7.1", "spills=0"), ("kernels/b/code", "3.9.0", "spills=0")])
     assert [line.split("  ")[-1].strip() for line in lines(cases)][2:4] == ["not on 3.9.0", "not on 3.7.1"]
 
 
 @lanes("cpu")
-def test_nothing_to_report_is_said(lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_row_of_code(lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_record(tmp_path / "empty.json", {}, [])
-    for record, said in (("empty", "names a version of triton"), ("absent", "cannot be read")):
+    for record, message in (("empty", "no row of compiled code"), ("absent", "cannot be read")):
         assert main([str(tmp_path / f"{record}.json")]) == 4
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err

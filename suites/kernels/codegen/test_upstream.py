@@ -17,9 +17,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 
+from bumpgate import code
 from suites.support.lanes import Lane, lanes
 from suites.support.recording_driver import Compiled, recording
 
@@ -81,9 +81,8 @@ def forward(upstream: SimpleNamespace, N: int, G: int) -> list[Compiled]:
 
 
 @lanes("cpu")
-@pytest.mark.parametrize("version", [f"triton{triton.__version__}"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_configurations(lane: Lane, version: str, shape: str, row, upstream: SimpleNamespace) -> None:
+def test_configurations(lane: Lane, shape: str, row, upstream: SimpleNamespace) -> None:
     kernels: defaultdict[str, list[Compiled]] = defaultdict(list)
     for compiled in forward(upstream, *SHAPES[shape]):
         kernels[compiled.kernel].append(compiled)
@@ -91,8 +90,12 @@ def test_configurations(lane: Lane, version: str, shape: str, row, upstream: Sim
     for kernel, tried in kernels.items():
         fitting = [c for c in tried if c.fits]
         spilling = [c for c in fitting if c.binary.spilled_bytes]
-        case = f"kernels/mamba_ssm.{kernel.lstrip('_')}-{shape}-bf16-{version}"
-        seen = {"unit": "configurations", "rule": "C36", "witness": len(tried)}
-        worst = [f"{c.binary.spilled_bytes} bytes: {c.configuration()}" for c in spilling]
-        row(f"{case}/fitting_configurations", len(fitting), **seen)
-        row(f"{case}/spilling_configurations", len(spilling), evidence=worst, **seen)
+        row(
+            f"kernels/mamba_ssm.{kernel.lstrip('_')}-{shape}-bf16/code",
+            code.text(fitting_configurations=len(fitting), spilling_configurations=len(spilling)),
+            unit="counts",
+            witness=len(tried),
+            rule="C36",
+            better="code",
+            evidence=[f"{c.binary.spilled_bytes} bytes: {c.configuration()}" for c in spilling],
+        )
