@@ -28,7 +28,7 @@ STYLE = {
     Verdict.PASS: "green",
 }
 PROBLEM = "PROBLEM"
-# A row that only another device can show: neither red nor green, and said aloud.
+# A row that this device or environment cannot show: neither red nor green, and listed.
 NOT_RUN = "NOT RUN"
 
 Entry = tuple[str, str, str, str]  # label, style, text, command
@@ -65,7 +65,8 @@ def summary(record: Record) -> str:
     parts += [] if record.complete else ["NOT COMPLETE"]
     parts += ["part of the lane: {} of {} rows".format(*p["part"])] if p.get("part") else []
     left = len(p.get("not_run", ()))
-    parts += [f"{left} NOT RUN: no {p.get('lane')} here"] if left else []
+    stand_in = f": no {p.get('lane')} here" if str(p.get("device")).startswith("pjrt-") else ""
+    parts += [f"{left} NOT RUN{stand_in}"] if left else []
     parts += [f"device {p.get('device')}", f"torch {p.get('torch')}", f"{p.get('wall_seconds', 0):.0f} s"]
     return "; ".join(parts)
 

@@ -26,6 +26,7 @@ from bumpgate.adopt.files import interrupted
 from bumpgate.baseline import LANES, find_root
 from bumpgate.environments import compiled, reference
 from bumpgate.environments.build import BuildError, build, lane_request
+from bumpgate.environments.freeze import changes
 from bumpgate.environments.store import sha256_of
 from bumpgate.gate import drift, result
 from bumpgate.gate.bench import TITLES, Bench, Place, other_packages
@@ -39,6 +40,7 @@ from bumpgate.report import gate_file, history
 from bumpgate.report.extra import ExtraMissingError
 from bumpgate.report.gate_file import GateFile
 from bumpgate.rows import BumpgateError, one_line
+from bumpgate.wheels import plan as wheels
 
 # Set by the gate itself; given twice they would turn the two runs into something else.
 OURS = ("-m", "--record", "--gate", "--launcher")
@@ -224,10 +226,16 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
         if not python
     }
     places: dict[str, Place] = {}
+    packages: dict[str, Mapping[str, str]] = {}
     for name, (python, _) in wanted.items():
         if python:
+            try:
+                lacking = wheels.variables(wheels.missing(root, asked.lane, Path(python)))
+            except BumpgateError as error:
+                places[name] = Place(Path(), {}, one_line(error), f"{shlex.quote(python)} -m pip list")
+                continue
             key = compiled.HANDED_IN + hashlib.sha256(python.encode()).hexdigest()[:16]
-            first, *more = ({**c, **reference.variables(None)} for c in compiled.copies(key, name))
+            first, *more = ({**c, **reference.variables(None), **lacking} for c in compiled.copies(key, name))
             places[name] = Place(
                 Path(python), first, command=f"{shlex.quote(python)} -m pip list", more=tuple(more)
             )
@@ -235,7 +243,10 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
         try:
             with view.doing(f"{TITLES[name]}: building its environment"):
                 made = build(requests[name], say=view.say)
-            own = reference.variables(made.lock)
+                fitted = wheels.fit(root, asked.lane, requests[name], made, sources["find_links"], view.say)
+            made = fitted.environment
+            packages[name] = made.packages
+            own = {**reference.variables(made.lock), **wheels.variables(fitted.absent)}
             first, *more = ({**c, **own} for c in compiled.copies(made.key, name))
             places[name] = Place(
                 made.python,
@@ -246,6 +257,11 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
             )
         except BuildError as error:
             places[name] = Place(Path(), {}, one_line(error), f"less {shlex.quote(str(error.log))}")
+        except BumpgateError as error:
+            places[name] = Place(Path(), {}, one_line(error), "bumpgate doctor")
+    if "good" in packages and "bad" in packages:
+        for line in changes(packages["good"], packages["bad"]):
+            view.say(f"moved: {line}")
     return places
 
 

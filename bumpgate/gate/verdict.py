@@ -34,6 +34,8 @@ WORSE = "WORSE"
 ONE_SIDE = "measured on one side only"
 # Rows that only the candidate can measure, such as those of a capability that its release adds.
 NEW = "NEW"
+# Rows that the candidate does not owe: no kernel wheel fits it.
+NOT_RUN = "NOT RUN"
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -117,8 +119,10 @@ def judge_gate(
         before, after = _by_id(good.record), _by_id(bad.record)
         tests = {row: j.row.test for row, j in (before | after).items()}
         new = _new_rows(good.record, bad.record)
+        spared = _not_run(bad.record)
+        loose += _not_run_findings(spared)
         loose += _new_tiers(lane, [after[row] for row in sorted(new)])
-        for row in sorted(tests.keys() - new):
+        for row in sorted(tests.keys() - new - spared.keys()):
             g, b = _code_of_both(before.get(row), after.get(row))
             if row in timed:
                 g, b = _without_stored_times(g), _without_stored_times(b)
@@ -191,6 +195,23 @@ def _new_tiers(lane: str, judgements: Iterable[Judgement]) -> list[Finding]:
             )
         )
     return found
+
+
+def _not_run(record: Record) -> dict[str, str]:
+    """Row id to the reason why the run did not owe it; its session has judged whether that is a problem."""
+    lines = (str(line).partition(": ") for line in record.provenance.get("not_run", ()))
+    return {row: reason for row, _, reason in lines}
+
+
+def _not_run_findings(spared: Mapping[str, str]) -> list[Finding]:
+    """One finding for each reason: listed, and no evidence in either direction."""
+    reasons: dict[str, list[str]] = {}
+    for row, reason in spared.items():
+        reasons.setdefault(reason, []).append(row)
+    return [
+        Finding(Decision.ADOPT, NOT_RUN, "", reason, tuple(rows), (), (f"{len(rows)} rows not run",))
+        for reason, rows in reasons.items()
+    ]
 
 
 def _absent(j: Judgement | None) -> bool:

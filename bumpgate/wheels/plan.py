@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
-from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 
 from bumpgate.doctor import abi
@@ -20,6 +21,7 @@ from bumpgate.environments.interpreter import Interpreter
 from bumpgate.environments.inventory import take
 from bumpgate.environments.locks import Wheel, lane_lock, read_lock
 from bumpgate.environments.manifest import KernelWheel, Manifest, load, satisfies
+from bumpgate.environments.request import kernel_wheels
 from bumpgate.environments.store import sha256_of
 from bumpgate.processes.runner import child_environment
 from bumpgate.rows import BumpgateError
@@ -29,6 +31,8 @@ from bumpgate.wheels.store import Build
 
 # The GPU architecture of a lane, as in sm_90.
 ARCHS = {"h200": 90}
+# Read by the suites: JSON, package to the reason why the environment has no wheel of it.
+VARIABLE = "BUMPGATE_ABSENT"
 SUMS = "SHA256SUMS"
 REUSE, BUILD, ABSENT = "reuse", "build", "absent"
 
@@ -184,11 +188,7 @@ class Fitted:
     """An environment with the kernel wheels that fit it. absent: package to the reason why it has none."""
 
     environment: Environment
-    choices: tuple[Choice, ...]
-
-    @property
-    def absent(self) -> dict[str, str]:
-        return {c.package: c.reason for c in self.choices if c.action != REUSE}
+    absent: Mapping[str, str]
 
 
 def fit(
@@ -199,22 +199,28 @@ def fit(
     find_links: Sequence[str],
     say: Say = lambda line: None,
 ) -> Fitted:
-    """Adds the kernel wheels that pass their audit to a built environment of a candidate.
+    """Adds the kernel wheels that pass their audit to a built environment, then audits what is installed.
 
-    Wheels that were refused are left out. Raises BuildError, ChildFault, BumpgateError.
+    Wheels that were refused are left out; a lock has its own. Raises BuildError, ChildFault, BumpgateError.
     """
+    if request.lock is not None or not kernel_wheels(root, lane):
+        return Fitted(environment, missing(root, lane, environment.python))
     target = make_target(root, lane, environment.python)
-    choices = plan(root, lane, target, find_links)
+    here = {n for n in kernel_wheels(root, lane) if n in environment.packages}
+    choices = [c for c in plan(root, lane, target, find_links) if c.package not in here]
     for choice in choices:
         for reason in choice.refused:
             say(f"refused: {reason}")
         say(f"{choice.package} {choice.version}: {choice.action}: {choice.reason}")
-    reused = [c for c in choices if c.wheel is not None]
-    if not reused:
-        return Fitted(environment, tuple(choices))
-    wheels = tuple(f"{c.package} @ {_kept(c.wheel).as_uri()}" for c in reused if c.wheel)
-    more = replace(request, requirements=(*request.requirements, *wheels))
-    return Fitted(build(more, say=say), tuple(choices))
+    absent = {
+        c.package: f"not built: {c.reason}" if c.action == BUILD else c.reason for c in choices if not c.wheel
+    }
+    files = {c.package: _kept(c.wheel) for c in choices if c.wheel}
+    if files:
+        wheels = tuple(f"{package} @ {path.as_uri()}" for package, path in files.items())
+        environment = build(replace(request, requirements=(*request.requirements, *wheels)), say=say)
+    missing(root, lane, environment.python)
+    return Fitted(environment, absent)
 
 
 def _kept(path: Path) -> Path:
@@ -228,15 +234,22 @@ def missing(root: Path, lane: str, python: Path) -> dict[str, str]:
 
     Raises BumpgateError, one line, on a kernel wheel that is installed there and fails its audit.
     """
-    wheels = read_manifest(root).adopted(lane).wheels
-    if not wheels:
+    names = kernel_wheels(root, lane)
+    if not names:
         return {}
     target = make_target(root, lane, python)
     absent = {}
-    for wheel in wheels:
-        installed = target.found.installed(wheel.name)
+    for name in names:
+        installed = target.found.installed(name)
         if installed is None:
-            absent[str(canonicalize_name(wheel.name))] = f"{wheel.name} is not installed"
+            absent[name] = f"{name} is not installed"
         elif faults := list(abi.audit(installed, target.found)):
-            raise BumpgateError(faults[0].reason)
+            raise BumpgateError(
+                f"{faults[0].reason}: the wheel was not built for this torch; uninstall {name}"
+            )
     return absent
+
+
+def variables(absent: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables by which the suites know which peers a gate does not expect."""
+    return {VARIABLE: json.dumps(absent)} if absent else {}

@@ -20,11 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.mamba3_siso import upstream as mamba3_siso_upstream
 from kernels.ssd_chunk_scan import upstream as ssd_chunk_scan_upstream
+from suites.support.absent import absent
 
 if TYPE_CHECKING:
     from suites.kernels.workloads import Case
 
 TUNED = ("ssd_chunk_scan", "mamba3_siso")
+# Op -> what its peer is imported from.
+PACKAGES = {
+    "attention": ("flash_attn",),
+    "causal_conv1d": ("causal_conv1d",),
+    "mamba3_siso": ("mamba_ssm",),
+    "rms_norm_gated": ("mamba_ssm",),
+    "ssd_chunk_scan": ("mamba_ssm",),
+}
 WINNERS = Path(__file__).with_suffix(".json")
 
 
@@ -71,16 +80,26 @@ def keep_winners() -> int:
 
 
 def tuned_case(name: str, B: int) -> Case:
-    """A case of workloads.py on random inputs, its peer as fast as it was tuned. Raises KeyError on another name."""
+    """A case of workloads.py on random inputs, its peer as fast as it was tuned; None where it is not installed.
+
+    Raises KeyError on another name, ImportError on a peer that is installed and does not import.
+    """
     import torch
 
     from suites.kernels.workloads import CASES
 
     torch.manual_seed(0)
     case = CASES[name](B)
+    if absent(peer_packages(name)):
+        return case._replace(peer=None)
     if case.peer and name.startswith(TUNED):
         keep_winners()
     return case
+
+
+def peer_packages(name: str) -> tuple[str, ...]:
+    """Import names of what the peer of a case needs; empty where the peer is torch itself, or there is none."""
+    return PACKAGES.get(name.partition("-")[0], ())
 
 
 def call_peers(B: int) -> None:

@@ -15,6 +15,7 @@ from suites.support.gpu_timing import (
     milliseconds,
 )
 
+WAYS = ("forward", "both")
 # In one run the 99 % intervals of the medians were at most 1.8 % wide. Two runs hours apart, each on a machine of its
 # own lease, differ by 0.6 % at most in eight times and their fractions of the ceiling; of eight ratios to a peer one
 # moved by 4.3 %, with the peer's time.
@@ -57,4 +58,4 @@ class SpeedRows:
 
 
 def _ways(function: Callable[..., Any], case: Case) -> dict[str, Callable[[], object]]:
-    return dict(zip(("forward", "both"), forward_and_backward(function, case.inputs)))
+    return dict(zip(WAYS, forward_and_backward(function, case.inputs)))

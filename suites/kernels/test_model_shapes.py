@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from suites.kernels.first_call import keep
-from suites.kernels.peer_tuning import tuned_case
+from suites.kernels.peer_tuning import peer_packages, tuned_case
+from suites.kernels.speed import WAYS
 from suites.kernels.workloads import BF16, CASES, oracle_gib
+from suites.support.absent import not_run
 from suites.support.child import run_json
 from suites.support.comparison import AT_MOST, doubled, error_ratio, gradients, ratio_row
 from suites.support.gpu_memory import claimed
@@ -91,5 +93,7 @@ def first_call(name: str, cache: Path) -> dict[str, float]:
 
 @lanes("h200")
 @pytest.mark.parametrize("name", CASES)
-def test_speed(lane: Lane, name: str, speed) -> None:
+def test_speed(lane: Lane, name: str, speed, record_property) -> None:
+    """Without the peer's package, the rows of the ratio to it alone are not run."""
+    not_run(record_property, [f"kernels/{name}/{way}_over_peer" for way in WAYS], peer_packages(name))
     speed(name, tuned_case(name, B=4))

@@ -175,7 +175,7 @@ REFUSALS = {
     "-m is set by the gate": (*PAIR, "--", "-m", "h200"),
     "--record is set by the gate": (*PAIR, "--", "--record=x"),
     "--sessions: at least 6 sessions, got 3": (*PAIR, "--sessions", "3"),
-    "'torch=>1' is no requirement": ("gate", "--lane", "cpu", "--candidate", "torch=>1"),
+    "invalid candidate 'torch=>1'": ("gate", "--lane", "cpu", "--candidate", "torch=>1"),
 }
 
 

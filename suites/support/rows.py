@@ -28,6 +28,8 @@ from suites.support.provenance import versions
 ROW_PROPERTY = "bumpgate_row"
 INFRA_PROPERTY = "bumpgate_infra"
 NOT_RUN_PROPERTY = "bumpgate_not_run"
+# The gate knows that these rows cannot be measured in this environment.
+EXCUSED_PROPERTY = "bumpgate_not_run_excused"
 MACHINE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 # Instruments whose canary agreed, and those whose canary did not with the reason, in this process.

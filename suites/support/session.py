@@ -24,6 +24,7 @@ from bumpgate.table import verdict_table
 from suites.support import provenance
 from suites.support.lanes import LANES, PJRT_CPU, find, lane_of
 from suites.support.rows import (
+    EXCUSED_PROPERTY,
     INFRA_PROPERTY,
     NOT_RUN_PROPERTY,
     ROW_PROPERTY,
@@ -116,6 +117,7 @@ class LaneSession:
         self.failed: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
         self.not_run: dict[str, list[str]] = {}
+        self.excused: set[str] = set()
         self.xpassed: set[str] = set()
         self.infra: dict[str, str] = {}
         self.uncollected: dict[str, str] = {}
@@ -153,6 +155,8 @@ class LaneSession:
                 self.infra[report.nodeid] = str(value)
             elif name == NOT_RUN_PROPERTY:
                 self.not_run[report.nodeid] = json.loads(str(value))
+            elif name == EXCUSED_PROPERTY:
+                self.excused.add(report.nodeid)
         expected_failure = hasattr(report, "wasxfail")
         if report.failed:
             self.failed.setdefault(report.nodeid, _last_line(report) + _place(report, self.config.rootpath))
@@ -232,7 +236,8 @@ class LaneSession:
         if not self.selection.collected:
             return []
         rows = self.baseline.rows.items()
-        silent = {id: r for id, r in rows if id not in self.judgements and r.test not in self.not_run}
+        not_run = {line.partition(": ")[0] for lines in self.not_run.values() for line in lines}
+        silent = {id: r for id, r in rows if id not in self.judgements and id not in not_run}
         return [
             self._explain_missing(id, r, complete)
             for id, r in silent.items()
@@ -324,6 +329,7 @@ class LaneSession:
                 lines.append(f"part of the lane: {part[0]} of {part[1]} rows; add --part if that is intended")
             # A stand-in owes no row of the device that it stands in for; a machine that claims it does.
             owed = self.not_run if self.provenance["device"] != PJRT_CPU else {}
+            owed = {test: rows for test, rows in owed.items() if test not in self.excused}
             lines += [f"{test}: not run under --gate: {why}" for test, rows in owed.items() for why in rows]
         return sorted(lines)
 

@@ -7,8 +7,6 @@ document ids on the host, a wait a layer, which their time holds.
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,9 +21,9 @@ import model.m2rnn
 import model.mamba
 from model import preset
 from suites.kernels.peer_tuning import keep_winners
+from suites.support.absent import not_run
 from suites.support.gpu_timing import alternately, median
 from suites.support.lanes import Lane, lanes
-from suites.support.rows import NOT_RUN_PROPERTY
 from suites.support.timing import anchor_milliseconds
 from suites.throughput.full_size import (
     BATCH,
@@ -78,14 +76,8 @@ def upstream(name: str) -> Iterator[Counter[str]]:
 def test_ours_against_the_peers(lane: Lane, name: str, row, record_property, exclusive_machine) -> None:
     shape = f"{BATCH}x{preset(name, 'full').seq_len}"
     case, own = (f"throughput/{name}-full-{impl}-{shape}" for impl in ("upstream", "ours"))
-    absent = sorted({package for *_, package in PEERS[name] if importlib.util.find_spec(package) is None})
-    if absent:
-        reason = f"{', '.join(absent)} not installed"
-        missing = [
-            *(f"{case}/{metric}" for metric in METRICS),
-            *(f"{own}/{metric}" for metric in METRICS[:2]),
-        ]
-        record_property(NOT_RUN_PROPERTY, json.dumps([f"{id}: {reason}" for id in missing]))
+    rows = [*(f"{case}/{metric}" for metric in METRICS), *(f"{own}/{metric}" for metric in METRICS[:2])]
+    if reason := not_run(record_property, rows, [package for *_, package in PEERS[name]]):
         pytest.skip(f"not run: {reason}")
     keep_winners()
     with full_size(name, "eager") as hybrid:

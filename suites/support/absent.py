@@ -1,0 +1,42 @@
+"""Peers that are not installed: their rows are not run, with the reason, and no other row is lost.
+
+A kernel wheel is built for one torch, so the environment of a candidate may have none. Under --gate its absence is
+red, unless the gate has found that no wheel fits the candidate and names it in VARIABLE.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterable
+
+from packaging.utils import canonicalize_name
+
+from suites.support.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
+
+# Set by the gate: JSON, distribution name to the reason why this environment has no such wheel.
+VARIABLE = "BUMPGATE_ABSENT"
+
+
+def absent(packages: Iterable[str]) -> list[str]:
+    """The packages, by their import names, that are not installed. One that is broken counts as installed."""
+    return sorted({package for package in packages if importlib.util.find_spec(package) is None})
+
+
+def not_run(
+    record_property: Callable[[str, object], None], rows: Iterable[str], packages: Iterable[str]
+) -> str:
+    """Lists rows as not run because these packages are not installed -> the reason. No package: nothing is listed."""
+    missing = absent(packages)
+    if not missing:
+        return ""
+    known = {
+        canonicalize_name(name): why for name, why in json.loads(os.environ.get(VARIABLE) or "{}").items()
+    }
+    why = [known.get(canonicalize_name(package), f"{package} is not installed") for package in missing]
+    reason = "; ".join(dict.fromkeys(why))
+    record_property(NOT_RUN_PROPERTY, json.dumps([f"{row}: {reason}" for row in rows]))
+    if all(canonicalize_name(package) in known for package in missing):
+        record_property(EXCUSED_PROPERTY, "1")
+    return reason
