@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,8 @@ LANES = ("cpu", "h200", "v6e")
 
 # Under another one of these a per-build value (a hash of generated code) differs for a good reason.
 BUILD = ("torch", "triton")
-# Two timed numbers compare where these are equal: the class of the host, the software, and the work. A mixed fleet
-# (three hosts on one torch, one on another) makes numbers that mean nothing together.
+# Two timed numbers compare where the class of the host is equal, and their rows' work (Row.work).
 HOST = ("lane", "device", "cpu", "cores")
-SOFTWARE = ("torch", "torch_git", "triton")
-WORK = ("pattern", "dtype", "batch", "tokens")
 # Tiers of a lane that run in environments of their own, beside the lane's: tox envs interpret and codegen-*.
 TIERS = ("suites/kernels/interpret/", "suites/kernels/codegen/")
 ROW_FIELDS = ("value", "unit", "better", "tolerance", "note", "test", "per_build")
@@ -62,6 +59,7 @@ class Reviewed:
     test: str = ""
     per_build: bool = False
     values: Mapping[str, str] = field(default_factory=dict, hash=False)
+    work: str = ""
 
     def at(self, triton: str | None) -> Value:
         """The reviewed value under a version of triton: of a "code" row that of the nearest reviewed version."""
@@ -70,7 +68,9 @@ class Reviewed:
     def to_json(self) -> dict[str, Any]:
         """The fields as they are in the file."""
         of_code = {"values": dict(sorted(self.values.items(), key=lambda item: code.numbers(item[0])))}
-        fields = {name: getattr(self, name) for name in ROW_FIELDS}
+        fields = {name: getattr(self, name) for name in ROW_FIELDS} | (
+            {"work": self.work} if self.work else {}
+        )
         return of_code | {n: x for n, x in fields.items() if n != "value"} if self.values else fields
 
 
@@ -141,23 +141,30 @@ def file_text(baseline: Baseline) -> str:
     return f'{head} "rows": {body}\n}}\n'
 
 
-def comparable(
-    made_with: Mapping[str, Any],
-    provenance: Mapping[str, Any],
-    *,
-    bump: Container[str] = (*BUILD, "torch_git"),
-) -> str | None:
+def comparable(made_with: Mapping[str, Any], provenance: Mapping[str, Any]) -> str | None:
     """Why timed rows of this run cannot be compared with the baseline's, in one line; None where they can.
 
-    The class of the host must be the same, the software but for what `bump` names (another torch is mostly the
-    question; pass () where it is not, as between hosts of one fleet), and the work. What neither side states is no
-    reason; work that only one side states is, for nobody knows what the other one did.
+    The class of the host must be the same; what one of the sides does not state is no reason.
     """
-    for key in (*HOST, *(name for name in SOFTWARE if name not in bump), *WORK):
+    for key in HOST:
         ours, theirs = provenance.get(key), made_with.get(key)
-        if ours != theirs and (key in WORK or None not in (ours, theirs)):
+        if ours != theirs and None not in (ours, theirs):
             return f"timed rows do not compare: baseline made with {key} {theirs!r}, this run has {ours!r}"
     return None
+
+
+def other_host(judgement: Judgement, made_with: Mapping[str, Any], host: Mapping[str, Any]) -> Judgement:
+    """A timed row's verdict against the reviewed time of another class of host: shown, not judged.
+
+    What the test derived, a broken instrument and a row that does not compare for another reason stay as they are.
+    """
+    settled = (Verdict.PASS, Verdict.WIN, Verdict.REGRESSION, Verdict.INCONCLUSIVE)
+    if judgement.row.interval is None or judgement.verdict not in settled or violation(judgement.row):
+        return judgement
+    reason = comparable(made_with, host)
+    if reason is None:
+        return judgement
+    return replace(judgement, verdict=Verdict.INCONCLUSIVE, reason=reason, command="", explains=True)
 
 
 def judge(
@@ -278,9 +285,9 @@ def _review(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judge
         return Judgement(row, Verdict.PASS, "not reviewed: compared in paired sessions of the gate only")
     if old is None:
         return Judgement(row, Verdict.MISSING, f"not reviewed: measured {row.value!r} {row.unit}", command)
-    for name in ("unit", "better", "per_build"):
+    for name in ("unit", "better", "per_build", "work"):
         was, now = getattr(old, name), getattr(row, name)
-        if was != now:
+        if was != now and (name != "work" or was):
             return Judgement(row, Verdict.CHANGED, f"{name} was {was!r} when reviewed, is {now!r}", command)
     return None
 
@@ -396,7 +403,7 @@ def _row_fault(row_id: str, raw: Any) -> str | None:
     if not ROW_ID.fullmatch(row_id):
         return "the id must read suite/case/metric"
     fields = {*ROW_FIELDS} - {"value"} if isinstance(raw, dict) and "values" in raw else {*ROW_FIELDS}
-    if not isinstance(raw, dict) or raw.keys() - {"values"} != fields:
+    if not isinstance(raw, dict) or raw.keys() - {"values", "work"} != fields:
         return f"a row has the fields {', '.join(ROW_FIELDS)}, or values in the place of value"
     value, tolerance = raw.get("value"), raw["tolerance"]
     if raw["better"] not in BETTER:
@@ -413,8 +420,8 @@ def _row_fault(row_id: str, raw: Any) -> str | None:
         return f"tolerance must be a finite number of at least 0, got {tolerance!r}"
     if raw["better"] not in ("lower", "higher") and tolerance:
         return f"a row whose better is {raw['better']!r} has no tolerance"
-    if not all(isinstance(raw[name], str) for name in ("unit", "note", "test")):
-        return "unit, note and test are texts"
+    if not all(isinstance(raw.get(name, ""), str) for name in ("unit", "note", "test", "work")):
+        return "unit, note, test and work are texts"
     return None if isinstance(raw["per_build"], bool) else "per_build is true or false"
 
 

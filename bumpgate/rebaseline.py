@@ -16,6 +16,7 @@ from bumpgate.baseline import (
     LANES,
     Baseline,
     Reviewed,
+    comparable,
     find_root,
     in_tier,
     judge,
@@ -112,6 +113,7 @@ def plan(
     if refused:
         raise RefusedError(*refused)
     changes = [c for j in selected if (c := _change(j, old, record, prune, refresh))]
+    _refuse_other_host(record, old, changes, whole=_whole(record) and not only)
     rows = dict(old.rows)
     for change in changes:
         if change.new is None:
@@ -134,6 +136,14 @@ def _refuse_other_tree(record: Record, now: str) -> None:
         f"the record was measured from other sources ({of}) than these: run pytest -m "
         f"{record.provenance.get('lane')} again, or take it as it is with --other-tree"
     )
+
+
+def _refuse_other_host(record: Record, old: Baseline, changes: Sequence[Change], *, whole: bool) -> None:
+    """Raises RefusedError where times of another class of host would be next to those of the baseline's."""
+    timed = {j.row.id for j in record.judgements if j.row.interval is not None}
+    reason = comparable(old.made_with, record.provenance)
+    if reason and not whole and any(change.id in timed for change in changes):
+        raise RefusedError(f"{reason}: accept them from a whole run, without --only: pytest -m {old.lane}")
 
 
 def _whole(record: Record) -> bool:
@@ -193,6 +203,8 @@ def _change(j: Judgement, old: Baseline, record: Record, prune: bool, refresh: b
         return Change(row.id, was, new, "refreshed")
     if was and was.test != row.test:
         return Change(row.id, was, replace(was, test=row.test), "test moved")
+    if was and was.work != row.work:
+        return Change(row.id, was, replace(was, work=row.work), "work stated")
     return None
 
 
@@ -203,7 +215,7 @@ def reviewed(row: Row, was: Reviewed | None, record: Record) -> Reviewed:
     """
     tolerance = was.tolerance if was and was.better == row.better else row.tolerance
     note = was.note if was else ""
-    found = Reviewed(row.value, row.unit, row.better, tolerance, note, row.test, row.per_build)
+    found = Reviewed(row.value, row.unit, row.better, tolerance, note, row.test, row.per_build, work=row.work)
     if row.better != "code":
         return found
     values = was.values if was and was.better == "code" else {}

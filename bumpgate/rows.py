@@ -100,6 +100,8 @@ class Row:
     series: name -> points of a curve behind the value (a loss by step), for the report's plots; no verdict reads it.
     paired: the gate's paired sessions compare the row although a process reads it once and gives no interval. Such a
         row needs no reviewed value.
+    work: of a timed row what was run: "pattern AEME, dtype float32, batch 2, tokens 64". Times of different work are
+        never compared.
     place: "suites/compile/test_a.py:42", where the test reports it.
     """
 
@@ -120,6 +122,7 @@ class Row:
     per_build: bool = False
     series: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
     paired: bool = False
+    work: str = ""
     place: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -139,12 +142,12 @@ class Row:
         out |= {"evidence": list(self.evidence), "instruments": list(self.instruments)}
         curves = {name: list(points) for name, points in out.pop("series").items()}
         out |= {"series": curves} if curves else {}
-        return {name: x for name, x in out.items() if x or name not in ("paired", "place")}
+        return {name: x for name, x in out.items() if x or name not in ("paired", "work", "place")}
 
     @classmethod
     def from_json(cls, raw: Any) -> Row:
         """Raises RowError on anything that to_json did not write."""
-        if not isinstance(raw, dict) or raw.keys() | {"series", "paired", "place"} != {
+        if not isinstance(raw, dict) or raw.keys() | {"series", "paired", "work", "place"} != {
             f.name for f in fields(cls)
         }:
             raise RowError("a row has the wrong fields")
@@ -331,6 +334,8 @@ def _faults(row: Row) -> Iterable[str]:
         yield f"tolerance must be a finite number of at least 0, got {row.tolerance!r}"
     if not isinstance(row.paired, bool):
         yield f"paired is True or False, got {row.paired!r}"
+    if not isinstance(row.work, str):
+        yield f"work is a text, got {row.work!r}"
     if row.paired and row.better not in ("lower", "higher"):
         yield f"a paired row is better lower or higher, got {row.better!r}"
     if row.better not in ("lower", "higher") and (row.tolerance or row.interval is not None):

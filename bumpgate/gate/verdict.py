@@ -32,6 +32,8 @@ PRODUCT = (Verdict.REGRESSION, Verdict.CHANGED)
 # Right on both sides, and worse than on the adopted one by more than its kind allows.
 WORSE = "WORSE"
 ONE_SIDE = "measured on one side only"
+# The sides ran another pattern, dtype, batch or number of tokens, so their values do not compare.
+OTHER_WORK = "OTHER WORK"
 # Rows that only the candidate can measure, such as those of a capability that its release adds.
 NEW = "NEW"
 # Rows that the candidate does not owe: no kernel wheel fits it.
@@ -294,6 +296,8 @@ def _row(
     product = label in shown_by_metric
     metric = shown.row.id.rsplit("/", 1)[1] if product else ""
     twice = not (_absent(good) or _absent(bad))
+    if good and bad and label == OTHER_WORK:
+        shown = replace(shown, reason=f"{shown.row.id}: work {good.row.work!r} and {bad.row.work!r}")
     head = _head(good, bad) if product else _reason(shown, "read once on each side" if twice else ONE_SIDE)
     repro = investigate(lane, shown.row.test)
     if decision is Decision.UNKNOWN:
@@ -327,6 +331,8 @@ def _compare(
         return Decision.UNKNOWN, good.verdict.value if good else Verdict.MISSING.value
     if _is_defect(good) and _is_defect(bad):
         return _compare_defect(good, bad)
+    if bad.row.work != good.row.work:
+        return Decision.UNKNOWN, OTHER_WORK
     if bad.red:
         if right and bad.verdict in PRODUCT:
             return Decision.HOLD, bad.verdict.value

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate.baseline import Baseline, BaselineError, Reviewed, comparable, judge, load, save
+from bumpgate.baseline import Baseline, BaselineError, Reviewed, judge, load, save
 from bumpgate.rows import Row, RowError, Verdict
 
 FIXED = settings(derandomize=True, max_examples=200, deadline=None)
@@ -370,17 +370,6 @@ def test_an_absent_file_is_an_error_or_on_request_empty(tmp_path: Path) -> None:
     (tmp_path / "cpu.json").mkdir()
     with pytest.raises(BaselineError, match="cannot be read"):
         load(tmp_path / "cpu.json", "cpu", missing_ok=True)
-
-
-def test_timed_rows_compare_on_one_kind_of_machine() -> None:
-    made_with = {"lane": "cpu", "device": "cpu", "cpu": "EPYC", "torch": "2.13"}
-    assert comparable(made_with, made_with | {"torch": "2.14"}) is None
-    assert comparable({}, made_with) is None
-    for key in ("lane", "device", "cpu"):
-        line = comparable(made_with, made_with | {key: "other"})
-        assert line is not None
-        assert key in line
-        assert "\n" not in line
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,13 @@ def token_batch(
     return ids.to(device)
 
 
+def work_of(hybrid: Hybrid, ids: Tensor) -> str:
+    """What a step on `ids` (B,T) does, as rows state it: times of another pattern, dtype or size do not compare."""
+    config, dtype = hybrid.config, next(hybrid.parameters()).dtype
+    size = "batch {}, tokens {}".format(*ids.shape)
+    return f"pattern {config.layer_pattern} of depth {config.depth}, dtype {str(dtype).removeprefix('torch.')}, {size}"
+
+
 def build(config: HybridConfig, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Hybrid:
     """The model with seeded weights: the same numbers in every process and under every policy."""
     torch.manual_seed(SEED)

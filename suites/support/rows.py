@@ -19,7 +19,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from bumpgate import accepted
-from bumpgate.baseline import Baseline, judge, load
+from bumpgate.baseline import Baseline, judge, load, other_host
+from bumpgate.processes.host import cores, cpu_model
 from bumpgate.rows import Judgement, Row, RowError, Value, one_line
 from suites.support.lanes import lane_of
 from suites.support.provenance import versions
@@ -91,6 +92,7 @@ class RowRecorder:
         per_build: bool = False,
         series: Mapping[str, Iterable[float]] | None = None,
         paired: bool = False,
+        work: str = "",
     ) -> Judgement:
         """Judges one measured value; the fields are those of bumpgate.rows.Row.
 
@@ -121,11 +123,13 @@ class RowRecorder:
             series={name: tuple(points) for name, points in (series or {}).items()},
             place=self._place(),
             paired=paired,
+            work=work,
         )
         if id in self._taken:
             raise RowError(f"row {id!r}: already reported by {self._taken[id]}")
         self._taken[id] = self._item.nodeid
         judgement = judge(row, self._baseline, failed_instruments=_unproved(row), build=versions())
+        judgement = other_host(judgement, self._baseline.made_with, {"cpu": cpu_model(), "cores": cores()})
         judgement = accepted.apply(judgement, self._baseline, self._acceptances, accepted.today())
         self._item.user_properties.append((ROW_PROPERTY, json.dumps(judgement.to_json())))
         self._unreported.append(judgement)

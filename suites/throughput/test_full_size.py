@@ -11,6 +11,7 @@ import torch
 
 from suites.compile.expectations import expected
 from suites.support.gpu_timing import Timing, copy_rate, matmul_rate, milliseconds
+from suites.support.hybrids import work_of
 from suites.support.instruments import eager_islands, synchronisations
 from suites.support.lanes import Lane, lanes
 from suites.support.reduce import growth
@@ -136,6 +137,7 @@ def _report_rate(row, case: str, hybrid: FullSize, timing: Timing) -> None:
     row(
         f"{case}/tokens_per_second", rate[0], unit="tokens/s", interval=(rate[1], rate[2]), rule="C37",
         better="higher", tolerance=HOST_TOLERANCE[hybrid.config.name], witness=CALLS[hybrid.config.name],
+        work=work_of(hybrid.model, hybrid.batches[0]),
         evidence=[
             f"{timing.median:.1f} ms a step",
             f"MFU {flops / timing.median * 1e3 / matmul_rate():.3f}: 6 x active parameters x tokens, "

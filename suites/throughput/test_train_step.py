@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 
 from launch.step import make_optimizer, train_step
-from suites.support.hybrids import token_batch, watched_hybrid
+from suites.support.hybrids import token_batch, watched_hybrid, work_of
 from suites.support.lanes import Lane, lanes
 from suites.support.timing import anchor, interleaved
 
@@ -42,6 +42,7 @@ def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
         "better": "higher",
         "witness": calls,
         "instruments": ("graphs",),
+        "work": work_of(hybrid.model, ids),
     }
     for name in steps:
         per_anchor = timed.ratio("anchor", name)
