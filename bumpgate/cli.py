@@ -36,7 +36,7 @@ app.command("versions")(versions.command)
 app.command("doctor")(doctor.command)
 app.command("freeze")(freeze.command)
 app.command("rollback")(rollback.command)
-app.add_typer(wheels.app, name="wheels", help="Kernel wheels of a lane: plan, audit and fetch them.")
+app.add_typer(wheels.app, name="wheels", help="Kernel wheels of a lane: plan, audit, fetch and build them.")
 
 
 @app.callback(invoke_without_command=True)

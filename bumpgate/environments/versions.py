@@ -214,6 +214,11 @@ def _listed(package: str, index: str | None, find_links: tuple[str, ...]) -> Ite
             return
 
 
+def source_distributions(package: str, index: str | None = None) -> list[DistributionPackage]:
+    """The sdists of a package that the host's index lists. Raises UnreachableError."""
+    return [file for file in _listed(package, index, ()) if file.package_type == "sdist"]
+
+
 def _page(package: str, url: str, settings: dict[str, str]) -> list[DistributionPackage] | None:
     """What one index lists; None where it does not know the package."""
     from pypi_simple import ACCEPT_JSON_PREFERRED, ProjectPage

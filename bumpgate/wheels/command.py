@@ -14,6 +14,7 @@ from bumpgate.environments.store import sha256_of
 from bumpgate.rows import BumpgateError
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target
+from bumpgate.wheels.build import Limits, WheelBuildError, build_wheel, download_sdist
 from bumpgate.wheels.plan import Offer, audited, build_of, make_target, plan, read_manifest
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
@@ -102,6 +103,53 @@ def _package(path: Path) -> str:
         return str(parse_wheel_filename(path.name)[0])
     except InvalidWheelFilename:
         return path.name.split("-")[0]
+
+
+@app.command("build")
+def build_command(
+    lane: Lane,
+    torch: Torch = "",
+    python: Python = "",
+    package: Annotated[
+        list[str] | None, typer.Option(help="One of the lane's kernel wheels; by default all.")
+    ] = None,
+    sdist: Annotated[
+        Path | None, typer.Option(help="The source archive of --package, instead of the index's.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Compiler processes at once.", min=1)] = 2,
+    hours: Annotated[float, typer.Option(help="Wall time for each package.", min=0.001)] = 4.0,
+    memory: Annotated[float, typer.Option(help="GiB of each compiler process; 0 for no limit.", min=0)] = 0.0,
+) -> None:
+    """Compile kernel wheels from their sdists against a torch, into the kernel store. No GPU is needed.
+
+    A build that failed or was stopped continues with the same command. A wheel is audited before it is kept.
+
+    Exit codes: 0 done, 1 a package could not be built, 4 bad input, 125 an environment could not be built.
+    """
+    root = find_root(Path.cwd())
+    (target,) = targets(root, lane, [torch] if torch else [], python, None)
+    wheels = {wheel.name: wheel for wheel in read_manifest(root).adopted(lane).wheels}
+    names = package or list(wheels)
+    if unknown := [name for name in names if name not in wheels]:
+        known = ", ".join(wheels) or "none"
+        raise BumpgateError(f"lane {lane} has no kernel wheel {unknown[0]!r}; it has: {known}")
+    if sdist and (len(names) != 1 or not sdist.is_file()):
+        raise BumpgateError(f"--sdist {sdist}: name one --package and an archive that is there")
+    failed = False
+    for name in names:
+        wanted = build_of(wheels[name], target)
+        if kept := store.find(wanted):
+            typer.echo(f"{name} {wanted.version}: kept: {kept.path}")
+            continue
+        try:
+            source = sdist or download_sdist(wanted)
+            limits = Limits(jobs, 3600 * hours, memory)
+            made = build_wheel(wanted, target, source, limits)
+            typer.echo(f"{name} {wanted.version}: built: {made.path}")
+        except WheelBuildError as error:
+            typer.echo(f"{error}", err=True)
+            failed = True
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command("fetch")

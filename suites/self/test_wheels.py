@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
+import io
 import os
 import struct
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +26,7 @@ from bumpgate import cli
 from bumpgate.environments.interpreter import Interpreter
 from bumpgate.environments.inventory import take
 from bumpgate.environments.store import StoreError, sha256_of
+from bumpgate.wheels import build as building
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target, gpu_archs
 from bumpgate.wheels.plan import Choice, plan
@@ -310,3 +314,89 @@ def test_the_commands_report_and_exit(
     ):
         assert run(monkeypatch, *arguments) == 4
         assert words in capsys.readouterr().err
+
+
+SETUP = """
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+setup(
+    name="fast", version="1.0", packages=["fast"], cmdclass={"build_ext": BuildExtension},
+    ext_modules=[CppExtension("fast._C", ["fast.cpp"], extra_compile_args=["-O0"])],
+)
+"""
+
+
+def sdist(folder: Path, code: str) -> Path:
+    """A source archive of the package fast."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "fast-1.0.tar.gz"
+    files = {
+        "setup.py": SETUP,
+        "fast.cpp": code,
+        "fast/__init__.py": "import torch\nfrom fast._C import run\n",
+    }
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in files.items():
+            info = tarfile.TarInfo(f"fast-1.0/{name}")
+            info.size = len(text.encode())
+            archive.addfile(info, io.BytesIO(text.encode()))
+    return path
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The build tools of this interpreter, for nothing is installed from an index here."""
+    place = tmp_path / "tools"
+    place.mkdir()
+    for name in ("setuptools", "_distutils_hack", "wheel", "ninja", "packaging"):
+        spec = importlib.util.find_spec(name)
+        if spec and spec.origin:
+            (place / name).symlink_to(Path(spec.origin).parent)
+    monkeypatch.setattr(building, "_tools", lambda *_: place)
+
+
+def test_a_wheel_is_built_audited_and_kept(
+    tree: Path,
+    tools: None,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = extensions.MODULE.format(code=extensions.NARROW[0], body=extensions.NARROW[1])
+    archive = sdist(tree / "sources", code)
+    manifest = tree / "wheels" / "manifest.toml"
+    manifest.write_text(MANIFEST.format(sdist=sha256_of(archive)))
+    (tree / "pyproject.toml").write_text('[project]\nname = "bumpgate"\n')
+    (tree / "baselines").mkdir()
+    monkeypatch.chdir(tree)
+    broken = sdist(tree / "broken", "#error not a program")
+    build = ("build", "--lane", "h200", "--python", sys.executable, "--package", "fast", "--sdist")
+    assert run(monkeypatch, *build, str(broken)) == 1
+    assert "wheels/manifest.toml has" in capsys.readouterr().err
+    manifest.write_text(MANIFEST.format(sdist=sha256_of(broken)))
+    assert run(monkeypatch, *build, str(broken), "--jobs", "1") == 1
+    said = capsys.readouterr().err
+    assert "fast 1.0: exit " in said
+    assert "the same command continues it" in said
+    assert "not a program" in Path(said.partition("(log: ")[2].split(";")[0]).read_text()
+    manifest.write_text(MANIFEST.format(sdist=sha256_of(archive)))
+    assert run(monkeypatch, *build, str(archive), "--hours", "0.001") == 1
+    assert "no wheel within 4 s" in capsys.readouterr().err
+    assert run(monkeypatch, *build, str(archive)) == 0
+    assert "fast 1.0: built: " in capsys.readouterr().out
+    assert run(monkeypatch, *build, str(archive)) == 0
+    assert "fast 1.0: kept: " in capsys.readouterr().out
+    assert run(monkeypatch, "plan", "--lane", "h200", "--python", sys.executable) == 0
+    assert "fast 1.0: reuse: " in capsys.readouterr().out
+
+
+def test_the_compiler_is_called_for_one_architecture(tmp_path: Path) -> None:
+    """Setup scripts add architectures of their own, and ignore TORCH_CUDA_ARCH_LIST."""
+    nvcc, wrapper = tmp_path / "nvcc", tmp_path / "wrapper"
+    nvcc.write_text('#!/bin/sh\necho "$@"\n')
+    wrapper.write_text(building.NVCC.format(python=sys.executable, arch=90, nvcc=str(nvcc)))
+    for path in (nvcc, wrapper):
+        path.chmod(0o755)
+    given = "-c a.cu -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 --threads 4 -lineinfo -O3"
+    done = subprocess.run([wrapper, *given.split()], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["-c", "a.cu", "-gencode", "arch=compute_90,code=sm_90", "-O3"]

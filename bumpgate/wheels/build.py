@@ -1,0 +1,246 @@
+"""Builds a kernel wheel from its sdist against one torch: isolated from the host, limited, logged and resumable.
+
+The recipe is of CUDA packages on a machine that needs no GPU. Their setup scripts add architectures of their own and
+ignore TORCH_CUDA_ARCH_LIST, so a wrapper of nvcc keeps the one of the lane. A copy of the sources stays next to the
+log until the wheel is there, so that a build which was stopped continues with the objects that it had (ninja).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tarfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bumpgate.environments.interpreter import Interpreter
+from bumpgate.environments.locks import SHA256
+from bumpgate.environments.store import home, sha256_of
+from bumpgate.environments.uv import find_uv, host_settings, public_url
+from bumpgate.environments.versions import source_distributions
+from bumpgate.processes.runner import run_child
+from bumpgate.rows import BumpgateError, one_line
+from bumpgate.wheels import store
+from bumpgate.wheels.audit import Target, audit
+from bumpgate.wheels.store import Build, Stored
+
+# What the setup of a package needs beside torch.
+TOOLS = ("setuptools", "wheel", "ninja", "packaging", "psutil", "numpy", "einops")
+# Without these their setups look for a wheel of their own on GitHub, or build for every architecture.
+SWITCHES: Mapping[str, Mapping[str, str]] = {
+    "causal-conv1d": {"CAUSAL_CONV1D_FORCE_BUILD": "TRUE"},
+    "mamba-ssm": {"MAMBA_FORCE_BUILD": "TRUE"},
+    "flash-attn": {"FLASH_ATTENTION_FORCE_BUILD": "TRUE"},
+}
+# Keeps one -gencode pair and drops line information, which is most of a wheel's size.
+NVCC = """#!{python}
+import os, sys
+given, kept = sys.argv[1:], []
+while given:
+    word = given.pop(0)
+    if word in ("-gencode", "--generate-code"):
+        pair = given.pop(0)
+        kept += [word, pair] if "sm_{arch}" in pair else []
+    elif word.startswith(("-gencode=", "--generate-code=")):
+        kept += [word] if "sm_{arch}" in word else []
+    elif word == "--threads":
+        given.pop(0)
+    elif word != "-lineinfo":
+        kept.append(word)
+os.execv({nvcc!r}, [{nvcc!r}, *kept])
+"""
+TAIL_LINES = 3
+
+
+class WheelBuildError(BumpgateError):
+    """A wheel that could not be built. One line, which names the log."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """jobs: compiler processes at once. seconds: wall time of a package. memory_gib: of each process, 0 for any."""
+
+    jobs: int = 2
+    seconds: float = 4 * 3600.0
+    memory_gib: float = 0.0
+
+
+def build_wheel(build: Build, target: Target, sdist: Path, limits: Limits) -> Stored:
+    """Compiles one package against the torch of an environment, and puts the wheel into the kernel store.
+
+    sdist: its source archive. Raises WheelBuildError with the log on a failure, at the time limit, or on a wheel that
+    its audit refuses; what was compiled by then is used by the next call.
+    """
+    interpreter = target.interpreter
+    if build.sdist and SHA256.fullmatch(build.sdist) and (found := sha256_of(sdist)) != build.sdist:
+        raise WheelBuildError(
+            f"{sdist.name}: sha256 {found[:12]}..., wheels/manifest.toml has {build.sdist[:12]}..."
+        )
+    place = home() / "building" / f"{build.package}-{build.key}"
+    place.mkdir(parents=True, exist_ok=True)
+    log = place.with_suffix(".log")
+    tools = _tools(place / "tools", interpreter.python, log)
+    source = _unpacked(sdist, place / "source")
+    variables = _variables(build, interpreter, tools, place, limits)
+    uv = [
+        find_uv(),
+        "build",
+        "--wheel",
+        "--no-build-isolation",
+        "--offline",
+        "--python",
+        str(interpreter.python),
+    ]
+    command = [*_limited(limits), *uv, "--out-dir", str(place / "out"), str(source)]
+    code, seconds = run_child(command, source, variables, limits.seconds, log)
+    wheels = sorted((place / "out").glob("*.whl"))
+    if code or len(wheels) != 1:
+        ended = f"no wheel within {limits.seconds:.0f} s" if seconds >= limits.seconds else f"exit {code}"
+        again = "the same command continues it"
+        raise WheelBuildError(f"{build.package} {build.version}: {ended}: {_last(log)} (log: {log}; {again})")
+    audited = audit(wheels[0], build.package, target, built_for=build.torch)
+    if audited.faults:
+        raise WheelBuildError(
+            f"{build.package} {build.version}: built, and refused: {audited.reason} (log: {log})"
+        )
+    stored = store.put(build, wheels[0])
+    shutil.rmtree(place, ignore_errors=True)
+    return stored
+
+
+def _limited(limits: Limits) -> list[str]:
+    prefix = ["nice", "-n", "10"]
+    kib = int(limits.memory_gib * 2**20)
+    return [*prefix, "sh", "-c", f'ulimit -v {kib}; exec "$@"', "sh"] if kib else prefix
+
+
+def _variables(
+    build: Build, interpreter: Interpreter, tools: Path, place: Path, limits: Limits
+) -> dict[str, str]:
+    """The environment of the compilation: torch from the interpreter, the tools, and nvcc for one architecture."""
+    clean = {
+        n: v for n, v in interpreter.environment.items() if not n.startswith(("TORCH_CUDA_ARCH", "BUMPGATE_"))
+    }
+    path = os.pathsep.join(
+        [str(tools / "bin"), str(interpreter.python.parent), clean.get("PATH", os.defpath)]
+    )
+    variables = {
+        **clean,
+        **SWITCHES.get(build.package, {}),
+        "PATH": path,
+        "PYTHONPATH": str(tools),
+        "MAX_JOBS": str(limits.jobs),
+    }
+    nvcc = shutil.which("nvcc", path=clean.get("PATH"))
+    if build.arch and nvcc:
+        prefix = cuda_prefix(Path(nvcc))
+        wrapper = place / "nvcc"
+        wrapper.write_text(
+            NVCC.format(python=sys.executable, arch=build.arch, nvcc=str(prefix / "bin" / "nvcc")),
+            encoding="utf-8",
+        )
+        wrapper.chmod(0o755)
+        headers = [
+            str(p) for p in interpreter.python.parents[1].glob("lib/python*/site-packages/nvidia/*/include")
+        ]
+        variables |= {
+            "CUDA_HOME": str(prefix),
+            "PYTORCH_NVCC": str(wrapper),
+            "TORCH_CUDA_ARCH_LIST": f"{build.arch // 10}.{build.arch % 10}",
+            "FLASH_ATTN_CUDA_ARCHS": str(build.arch),
+            # pip's headers of cuBLAS and others, which a toolkit may lack.
+            "CPATH": os.pathsep.join([*headers, *filter(None, [clean.get("CPATH")])]),
+        }
+    return variables
+
+
+def cuda_prefix(nvcc: Path) -> Path:
+    """The toolkit of an nvcc; one on PATH may be a script that starts the real one."""
+    real = nvcc.resolve()
+    with suppress(OSError, UnicodeDecodeError):
+        for word in real.read_text(encoding="utf-8").split():
+            if word.startswith("/") and word.endswith("/bin/nvcc") and Path(word).is_file():
+                real = Path(word)
+    return real.parents[1]
+
+
+def _tools(place: Path, python: Path, log: Path) -> Path:
+    """A folder with what a setup script imports, apart from the environment, which stays as it is."""
+    done = place / ".done"
+    if not done.exists():
+        from bumpgate.environments.uv import run_uv
+
+        code, said = run_uv(
+            ["pip", "install", "--quiet", "--target", place, "--python", python, "--no-build", *TOOLS], log
+        )
+        if code:
+            raise WheelBuildError(f"the build tools cannot be installed: {one_line(said, 200)} (log: {log})")
+        done.touch()
+    return place
+
+
+def _unpacked(sdist: Path, place: Path) -> Path:
+    """The source tree; one that is there, with what was compiled in it, stays."""
+    done = place / ".unpacked"
+    if not done.exists():
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        try:
+            with tarfile.open(sdist) as archive:
+                archive.extractall(place, filter="data")
+        except (tarfile.TarError, OSError, EOFError) as error:
+            raise WheelBuildError(f"{sdist.name}: cannot be unpacked ({one_line(error, 100)})") from None
+        done.touch()
+    folders = [p for p in place.iterdir() if p.is_dir()]
+    if len(folders) != 1:
+        raise WheelBuildError(f"{sdist.name}: {len(folders)} folders (expected one)")
+    return folders[0]
+
+
+def _last(log: Path) -> str:
+    try:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return "no output"
+    return one_line(" | ".join(lines[-TAIL_LINES:]), 300)
+
+
+def download_sdist(build: Build, index: str | None = None) -> Path:
+    """The source archive of a package, by its sha256, from the index of this host.
+
+    Raises WheelBuildError where the index has no such file, UnreachableError where it does not answer.
+    """
+    import requests
+
+    place = home() / "sdists" / build.sdist
+    if kept := [p for p in place.glob("*.tar.gz") if sha256_of(p) == build.sdist]:
+        return kept[0]
+    files = [f for f in source_distributions(build.package, index) if f.digests.get("sha256") == build.sdist]
+    if not files:
+        raise WheelBuildError(
+            f"{build.package} {build.version}: the index has no sdist of sha256 {build.sdist[:12]}..."
+        )
+    place.mkdir(parents=True, exist_ok=True)
+    settings = host_settings()
+    verify = settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True
+    partial = place / f".{os.getpid()}.partial"
+    try:
+        with (
+            requests.get(files[0].url, stream=True, timeout=60, verify=verify) as answer,
+            partial.open("wb") as f,
+        ):
+            answer.raise_for_status()
+            for block in answer.iter_content(1 << 20):
+                f.write(block)
+        if sha256_of(partial) != build.sdist:
+            raise WheelBuildError(f"{files[0].filename}: the index served other bytes than it lists")
+        return partial.rename(place / files[0].filename)
+    except requests.RequestException as error:
+        raise WheelBuildError(
+            f"{public_url(files[0].url)} cannot be fetched: {one_line(error, 100)}"
+        ) from None
+    finally:
+        partial.unlink(missing_ok=True)
