@@ -8,8 +8,10 @@ import pytest
 
 from bumpgate.baseline import Baseline, Reviewed, comparable, judge, load, other_host, save
 from bumpgate.gate.verdict import Decision, Side, judge_gate
+from bumpgate.processes.host import cpu_model
 from bumpgate.rebaseline import RefusedError, plan
 from bumpgate.rows import Judgement, Record, Row, Verdict
+from suites.self.project import Project
 from suites.support.planted import planted
 
 HOST = {"lane": "cpu", "device": "cpu", "cpu": "EPYC", "cores": 16}
@@ -106,3 +108,39 @@ def test_gate_refuses_sides_of_different_work() -> None:
     (finding,) = judge_gate("cpu", side("batch 2"), side("batch 4")).findings
     assert (finding.decision, finding.label) == (Decision.UNKNOWN, "OTHER WORK")
     assert finding.head == "a/b/c: work 'batch 2' and 'batch 4'"
+
+
+TIMED_TEST = """
+@lanes("cpu")
+def test_time(lane, row):
+    row("compile/time/graph_breaks", 3.0, interval=(2.9, 3.1), work="batch 4", **TIMED)
+"""
+
+
+@pytest.mark.parametrize(
+    ("made_on", "work", "code", "label", "reason"),
+    [
+        ("here", "batch 4", 1, "REGRESSION", "reviewed 1.0, limit 1.1"),
+        ("EPYC 9999", "batch 4", 0, "INCONCLUSIVE (not judged)", "baseline made with cpu 'EPYC 9999'"),
+        ("here", "batch 2", 1, "CHANGED", "work was 'batch 2' when reviewed, is 'batch 4'"),
+    ],
+    ids=["same", "other host", "other work"],
+)
+def test_lane_run_refuses_to_compare(
+    project: Project, made_on: str, work: str, code: int, label: str, reason: str
+) -> None:
+    """A lane run and, where it is of another host, a rebaseline of that row alone."""
+    project.tests(TIMED_TEST)
+    test = "suites/compile/test_a.py::test_time[cpu]"
+    kept = Reviewed(1.0, "s", "lower", 0.1, test=test, work=work)
+    made_with = {"torch": "9.9.0", "triton": None, "cpu": cpu_model() if made_on == "here" else made_on}
+    rows = {"compile/time/graph_breaks": kept}
+    save(project.root / "baselines/cpu.json", Baseline("cpu", made_with, rows))
+    done = project.pytest("-m", "cpu", "-n", "0")
+    assert (done.code, project.verdicts()) == (code, {"time": label}), done.out
+    assert reason in project.reason("time")
+    if made_on != "here":
+        assert reason in done.out
+        again = project.bumpgate("rebaseline", "--lane", "cpu", "--only", "compile/time/graph_breaks")
+        assert again.code == 1
+        assert reason in again.err
