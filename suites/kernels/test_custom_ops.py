@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.rms_norm_gated import op as norm
 from suites.kernels.mutants import SUBJECTS
 from suites.support.comparison import gradients
 from suites.support.custom_ops import check_op, turned
@@ -79,27 +80,42 @@ def gradient(ctx: object, g: Tensor) -> Tensor:
     return 2 * g
 
 
-FAULTS = {
-    "a fake of another shape": (doubled, lambda x: x.new_empty(x.shape[0], x.shape[1] + 1), gradient),
-    "a fake of another dtype": (doubled, lambda x: torch.empty_like(x, dtype=torch.float64), gradient),
-    "a fake of other strides": (doubled, lambda x: x.new_empty(x.shape[::-1]).mT, gradient),
-    "a result that is its input": (lambda x: x, same, gradient),
-    "an input that is changed": (lambda x: x.mul_(2).clone(), same, gradient),
-    "no registered backward": (doubled, same, None),
+# Faults in an op of ours: attributes of kernels/rms_norm_gated/op.py, or of its forward op, and what takes their place.
+FAULTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "a fake of another shape": {"_abstract_fn": lambda x, *_: x.new_empty(x.shape[0], x.shape[1] + 1)},
+    "a fake of another dtype": {"_abstract_fn": lambda x, *_: x.new_empty(x.shape, dtype=torch.float64)},
+    "a fake of other strides": {"_abstract_fn": lambda x, *_: x.new_empty(x.shape[::-1]).mT},
+    "a result that is its input": {"rms_norm_gated_reference": lambda x, *_: x, "fresh": lambda t: t},
+    "an input that is changed": {"rms_norm_gated_reference": lambda x, *_: x.mul_(2)},
 }
 
 
+def check_norm() -> None:
+    """The forward op of rms_norm_gated, on (3,6) in fp32."""
+    inputs = torch.randn(3, 6), torch.randn(3, 6), torch.randn(6)
+    check_op(norm.rms_norm_gated_fwd, (*inputs, 1e-5, 3, False), differentiable=True)
+
+
 @lanes("cpu")
-def test_a_right_op_passes(lane: Lane) -> None:
-    check_op(scratch_op(doubled, same, gradient), (torch.randn(3, 5),), differentiable=True)
+def test_right_op_passes(lane: Lane) -> None:
+    check_norm()
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=planted("C15", name)) for name in FAULTS])
-def test_a_wrong_op_is_refused(lane: Lane, name: str) -> None:
-    op = scratch_op(*FAULTS[name])
+def test_wrong_op_is_refused(lane: Lane, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for attribute, fault in FAULTS[name].items():
+        holder = norm.rms_norm_gated_fwd if attribute == "_abstract_fn" else norm
+        assert callable(getattr(holder, attribute)), "what the fault replaces is not there"
+        monkeypatch.setattr(holder, attribute, fault)
     with pytest.raises((AssertionError, RuntimeError, OpCheckError)):
-        check_op(op, (torch.randn(3, 5),), differentiable=True)
+        check_norm()
+
+
+@lanes("cpu")
+def test_op_without_backward_is_refused(lane: Lane) -> None:
+    with pytest.raises((AssertionError, RuntimeError, OpCheckError)):
+        check_op(scratch_op(doubled, same, None), (torch.randn(3, 5),), differentiable=True)
 
 
 def reads_a_pointer(x: Tensor) -> Tensor:
