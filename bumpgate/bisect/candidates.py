@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,18 +32,13 @@ class Range:
     yanked: tuple[str, ...] = ()
     missing: int = 0
 
-    def summary(self, about: int | None = None) -> str:
-        """`torch: 17 versions between 2.9.0 (good) and 2.13.0 (bad), at most 7 probes: 5 and both ends`.
-
-        about: how many probes a test that misreads is likely to take; None for one that does not.
-        """
-        inner = math.ceil(math.log2(len(self.versions) - 1))
+    def summary(self, about: int) -> str:
+        """`torch: 17 versions between 2.9.0 (good) and 2.13.0 (bad), about 9 probes`; about: the number of probes."""
         text = f"{self.package}: {len(self.versions) - 2} version{'s' * (len(self.versions) != 3)} between "
         states = ("good", "bad") if self.good == self.versions[0] else ("bad", "good")
         ends = [f"{self.label(v)} ({s})" for v, s in zip((self.versions[0], self.versions[-1]), states)]
         text += f"{' and '.join(ends)}, "
-        exact = f"at most {inner + 2} probes if all install: {inner} and both ends"
-        text += exact if about is None else f"about {about} probes, for some misread"
+        text += f"about {about} probes if all install and none misreads"
         left_out = [f"{len(self.yanked)} yanked ({', '.join(self.yanked)})"] if self.yanked else []
         left_out += [f"{self.missing} day{'s' * (self.missing != 1)} without a build"] if self.missing else []
         return f"{text}; left out: {', '.join(left_out)}" if left_out else text

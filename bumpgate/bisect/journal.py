@@ -34,11 +34,12 @@ class Plan:
     good: str
     bad: str
     command: tuple[str, ...]
-    false_bad: float = 0.0
-    false_good: float = 0.0
+    false_bad: float | None = None
+    false_good: float | None = None
     confidence: float = 0.98
     find_fix: bool = False
     budget: int | None = None
+    confirm: int = 2
 
     def search(self) -> Search:
         """Raises search.SearchError where the plan makes no sense."""
@@ -51,6 +52,7 @@ class Plan:
             self.confidence,
             find_fix=self.find_fix,
             budget=self.budget,
+            confirm=self.confirm,
         )
 
 

@@ -10,13 +10,17 @@ import json
 import math
 import re
 import shlex
+import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
+
+from packaging.utils import canonicalize_name
 
 from bumpgate.bisect.search import Outcome
 from bumpgate.environments import reference
@@ -53,6 +57,12 @@ CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
 # Lines of a record's problems that accuse no test: a skip, a selection, an interrupt.
 NO_FAULT = ("under --gate", "the run was cut short")
 THE_RUN = "the run"
+# How a deciding row is red: by its value, or because its test raised an exception of this type.
+BY_VALUE = "its value"
+EXCEPTION = re.compile(
+    r"(?:^|: )(?:[a-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failed|Unsupported))\b"
+)
+NO_MODULE = re.compile(r"^ModuleNotFoundError: No module named '(\w+)'", re.MULTILINE)
 LAST_SIGNAL = 64
 IMPORT = """
 import importlib, importlib.util, sys
@@ -115,6 +125,18 @@ class Reading:
         found |= {j.row.id: _row_signal(j, record, skipped) for j in record.judgements}
         told = [p for p in record.problems if not any(words in p for words in NO_FAULT)]
         return found | {_node(p): Verdict.REGRESSION for p in told}
+
+    @cached_property
+    def kinds(self) -> dict[str, str]:
+        """How each row or test is red, if it is: BY_VALUE, an exception type, or the signal of a crash."""
+        found = {THE_RUN: self.crash} if self.crash else {}
+        if self.record:
+            found |= {p.partition(": ")[0]: _exception(p.partition(": ")[2]) for p in self.record.problems}
+            found |= {
+                j.row.id: _exception(j.reason) if j.row.unmeasured else BY_VALUE
+                for j in self.record.judgements
+            }
+        return found
 
     def signal(self, name: str) -> Verdict:
         """As seen; a test that is not spoken of has passed, where the run is whole."""
@@ -184,6 +206,24 @@ def load(place: Path) -> Reading | None:
         return None
 
 
+@contextmanager
+def fresh_caches(place: Path) -> Iterator[dict[str, str]]:
+    """Variables that point torch and Triton at empty compile caches, so that no reading depends on an earlier one.
+
+    The caches are deleted at the end; those of a killed probe when it is repeated.
+    """
+    caches = place / "caches"
+    shutil.rmtree(caches, ignore_errors=True)
+    caches.mkdir(parents=True)
+    try:
+        yield {
+            "TORCHINDUCTOR_CACHE_DIR": str((caches / "inductor").absolute()),
+            "TRITON_CACHE_DIR": str((caches / "triton").absolute()),
+        }
+    finally:
+        shutil.rmtree(caches, ignore_errors=True)
+
+
 def import_fault(environment: Environment, *packages: str) -> str:
     """Why one of the packages does not import there, in one line; "" where all do that are installed."""
     names = [name.replace("-", "_") for name in dict.fromkeys(packages) if name in environment.packages]
@@ -230,8 +270,9 @@ class CommandTest:
     def run(self, environment: Environment, place: Path) -> Reading:
         log = place / LOG
         line = ["/bin/sh", "-c", self.line(environment)]
-        variables = child_environment(environment.python, None)
-        code, seconds = run_child(line, self.folder, variables, self.timeout, log)
+        with fresh_caches(place) as caches:
+            variables = child_environment(environment.python, None, caches)
+            code, seconds = run_child(line, self.folder, variables, self.timeout, log)
         cause, failure = Cause.RAN, ""
         if self.timeout is not None and seconds >= self.timeout:
             cause, failure = Cause.MACHINE, f"no end within {self.timeout:.0f} s"
@@ -248,6 +289,8 @@ class CommandTest:
             cause = Cause.RAN if name in CRASHES else Cause.MACHINE
         if (code or failure) and code != 125 and (fault := import_fault(environment, self.package, "torch")):
             cause, failure = Cause.BROKEN, fault
+        elif code > 0 and code != 125 and (missing := _missing_module(log, environment)):
+            cause, failure = Cause.BROKEN, f"no module {missing} in this environment; add --with {missing}"
         return Reading(place, cause, code, failure, seconds, dict(environment.packages))
 
     def void(self, reading: Reading) -> Said | None:
@@ -272,10 +315,11 @@ class SuiteTest:
 
     A row that is worse than in the first whole record of the good end, by the margins of a gate, is red as well.
 
-    A candidate is GOOD where its run is whole and all of them are green, BAD where one is red: what else is red
-    there, and not at the bad end, is another fault.
+    A candidate is GOOD where its run is whole and all of them are green, and BAD where one is red in the way it is at
+    an end. What else is red there is not counted. Where a deciding row is red in another way only (its test raised,
+    while at the bad end the value is worse), another fault hides the answer: OTHER.
 
-    deciding: row ids and node ids. differs: False where they are red at both ends.
+    deciding: row ids and node ids. kinds: how each is red at the ends. differs: False where they are red at both ends.
     """
 
     root: Path
@@ -287,20 +331,22 @@ class SuiteTest:
     differs: bool = True
     run_lane: Callable[..., LaneRun] = run_lane
     reference: Mapping[str, Row] = field(default_factory=dict)
+    kinds: dict[str, set[str]] = field(default_factory=dict)
 
     def run(self, environment: Environment, place: Path) -> Reading:
-        done = self.run_lane(
-            environment.python,
-            self.root,
-            self.lane,
-            self.selection,
-            place / RECORD,
-            environment=reference.variables(environment.lock),
-            timeout=self.timeout,
-            log=place / LOG,
-            # Where the run is whole, torch was imported; where it is not, the question is asked below.
-            check_import=False,
-        )
+        with fresh_caches(place) as caches:
+            done = self.run_lane(
+                environment.python,
+                self.root,
+                self.lane,
+                self.selection,
+                place / RECORD,
+                environment={**reference.variables(environment.lock), **caches},
+                timeout=self.timeout,
+                log=place / LOG,
+                # A whole run has imported torch; import_fault below checks one that is not whole.
+                check_import=False,
+            )
         if done.code == USAGE:
             raise ProbeError(f"pytest refuses: {done.failure} (log: {place / LOG})")
         if done.code == NOTHING_SELECTED:
@@ -324,6 +370,7 @@ class SuiteTest:
         # Where nothing is worse at the bad end, what is better there refutes the ends, or else what is red at both.
         self.differs = bool(worse or better)
         self.deciding = worse or better or tuple(name for name in names if at_good[name] > 0)
+        self.kinds = {name: self._ways(name, (*good, *bad)) for name in self.deciding}
 
     def void(self, reading: Reading) -> Said | None:
         if said := _without_verdict(reading):
@@ -335,9 +382,16 @@ class SuiteTest:
         if said := _without_verdict(reading):
             return said
         states = {name: self._signal(reading, name) for name in self.deciding}
-        red = [name for name, state in states.items() if state is Verdict.REGRESSION]
+        every = [name for name, state in states.items() if state is Verdict.REGRESSION]
+        red = [name for name in every if reading.kinds[name] in self.kinds[name]]
         if red:
             return Said(Outcome.BAD, f"red: {red[0]}{f' and {len(red) - 1} more' if len(red) > 1 else ''}")
+        if every:
+            ways = " or ".join(sorted(self.kinds[every[0]]))
+            return Said(
+                Outcome.OTHER,
+                f"another fault: {every[0]}: {reading.kinds[every[0]]}; at the end it is {ways}",
+            )
         if not reading.whole:
             return self._cut_short(reading)
         unread = [(name, state) for name, state in states.items() if state is not Verdict.PASS]
@@ -362,6 +416,10 @@ class SuiteTest:
         if state is not Verdict.PASS and now.better != "code":
             return state
         return Verdict.REGRESSION if change(before, now) is Change.WORSE else Verdict.PASS
+
+    def _ways(self, name: str, readings: Sequence[Reading]) -> set[str]:
+        """How a row or test is red in the readings in which it is."""
+        return {r.kinds[name] for r in readings if self._signal(r, name) is Verdict.REGRESSION}
 
     def _red_share(self, name: str, readings: Sequence[Reading]) -> float:
         """In how many of the readings that can show it is red; NaN, which compares with nothing, where none can."""
@@ -388,6 +446,20 @@ def _row_signal(j: Judgement, record: Record, skipped: set[str]) -> Verdict:
         return Verdict.PASS
     lost = j.row.unmeasured and j.verdict is Verdict.MISSING and record.complete and j.row.test not in skipped
     return Verdict.REGRESSION if lost or j.verdict in PRODUCT else j.verdict
+
+
+def _exception(reason: str) -> str:
+    """The type of the exception that a reason begins with, after the test's name; "a failed test" without one."""
+    found = EXCEPTION.search(reason.removeprefix("not reported by "))
+    if found:
+        return found[1]
+    return "AssertionError" if re.search(r"(?:^|: )assert ", reason) else "a failed test"
+
+
+def _missing_module(log: Path, environment: Environment) -> str:
+    """The module that ended a command because no package of the environment provides it; "" for none."""
+    missing = NO_MODULE.findall(log.read_text(encoding="utf-8", errors="replace"))
+    return missing[-1] if missing and canonicalize_name(missing[-1]) not in environment.packages else ""
 
 
 def _crash(failure: str) -> str:

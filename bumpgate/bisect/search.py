@@ -1,7 +1,8 @@
 """Noise-aware search for the first bad version: pure, no clock, no files, no environment.
 
-The state is a posterior over where the change lies; a probe is chosen by the bits that it is expected to tell
-(Horstein 1963; Burnashev & Zigangirov 1974), so a repeat of an earlier probe is made where a repeat tells most.
+The state is a posterior over the place of the change and, where the misread rates are not stated, over the rates:
+repeats that agree lower them, contradictions raise them. A probe is chosen by its expected information about the place
+(Horstein 1963; Burnashev & Zigangirov 1974), so an earlier probe is repeated where a repeat gives most information.
 
 n candidates lie from the early end to the late one. Hypothesis k (0..n) says: the first k of them are still as
 the early end is, all later ones as the late end is. 0 and n are the two ways in which an end was named wrongly.
@@ -22,6 +23,15 @@ from bumpgate.rows import BumpgateError
 
 # How probable it is, before any probe, that the person at the keyboard named one end wrongly. Each end.
 END_DOUBT = 0.05
+# Misread rates to choose from where they are not stated, and the prior probability of a test without misreads.
+RATES = (0.0, 0.03, 0.1, 0.2, 0.35, 0.5)
+NO_MISREADS = 0.6
+# Readings after which a search that estimates the rates gives its likeliest answer.
+PATIENCE = 60
+# So many readings, all of one state, overrule the assumption that the state changes once.
+UNANIMOUS = 3
+# Readings of each end, all against its name, after which both ends count as swapped.
+SETTLED_ENDS = 2
 # A candidate that so many probes could not judge is set aside, as one that does not install.
 UNKNOWN_LIMIT = 3
 # Readings that contradict the answer, as improbable as this under the stated noise, leave no answer.
@@ -41,6 +51,8 @@ class Outcome(Enum):
     """It does not install, or does not exist: it will never be probed again."""
     UNKNOWN = "UNKNOWN"
     """It ran and gave no verdict: the machine's fault, or an interval over the limit."""
+    OTHER = "OTHER"
+    """Another fault than the one searched hides the answer: set aside like a candidate that does not install."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +64,11 @@ class Result:
     last_old: the candidate before the first suspect; None where the search failed.
     posterior: of the suspects together.
     probes: outcomes recorded, ends, repeats and skips included.
-    misreads: GOOD and BAD readings that the answer calls false.
+    misreads: GOOD and BAD readings that the answer calls false; those of `earlier` do not count.
     failure: why there is no answer, one line; empty where there is one.
+    confirmed: whether both neighbours of the change were read often enough (Search.confirm).
+    earlier: indices that read as the late end does, again and again, although a later candidate before the answer
+        reads as the early end does, again and again: the state changes more than once.
     """
 
     suspects: tuple[int, ...]
@@ -62,10 +77,16 @@ class Result:
     probes: int
     misreads: int
     failure: str = ""
+    confirmed: bool = True
+    earlier: tuple[int, ...] = ()
 
     @property
     def found(self) -> bool:
         return not self.failure
+
+    def sure(self, confidence: float) -> bool:
+        """Whether the answer is confirmed and its posterior reaches `confidence`."""
+        return self.found and self.confirmed and self.posterior >= confidence
 
 
 class Search:
@@ -73,11 +94,13 @@ class Search:
 
     candidates: labels in order (dates, versions); opaque, but no two alike.
     good, bad: the labels of the two ends. With find_fix the bad one comes first, and the first good is found.
-    false_bad, false_good: how often a probe of a good candidate reads BAD, and the reverse, each in [0, 0.5).
-        Repeats of a probe are taken as independent of each other.
+    false_bad, false_good: how often a probe of a good candidate reads BAD, and the reverse, each in [0, 0.5);
+        None: estimated from the readings. Repeats of a probe are taken as independent of each other.
     confidence: the posterior at which an answer is an answer, in (0.5, 1).
     budget: after so many GOOD and BAD readings, ends included, the likeliest answer is given as it stands, with
-        its posterior; by default there is no end to patience.
+        its posterior; None: PATIENCE where a rate is estimated, and no limit where both are stated.
+    confirm: how many more readings of each neighbour of the change must agree with the answer than contradict it,
+        whatever the posterior; 0: the posterior alone decides.
     Raises SearchError, one line, on anything else.
     """
 
@@ -86,44 +109,51 @@ class Search:
         candidates: Sequence[str],
         good: str,
         bad: str,
-        false_bad: float = 0.0,
-        false_good: float = 0.0,
+        false_bad: float | None = 0.0,
+        false_good: float | None = 0.0,
         confidence: float = 0.98,
         *,
         find_fix: bool = False,
         budget: int | None = None,
+        confirm: int = 0,
     ) -> None:
         _check(candidates, good, bad, find_fix)
         _check_numbers(false_bad, false_good, confidence, budget)
         self.candidates = tuple(candidates)
         self.find_fix = find_fix
         self.confidence = confidence
-        self.budget = budget
+        self.budget = PATIENCE if budget is None and None in (false_bad, false_good) else budget
+        self.confirm = confirm
         self.history: list[tuple[int, Outcome]] = []
         early, late = (bad, good) if find_fix else (good, bad)
         self.old, self.new = (Outcome.BAD, Outcome.GOOD) if find_fix else (Outcome.GOOD, Outcome.BAD)
         self.first, self.last = self.candidates.index(early), self.candidates.index(late)
-        self._false_new, self._false_old = (false_good, false_bad) if find_fix else (false_bad, false_good)
-        self._noise_bits = entropy(self._false_new), entropy(self._false_old)
+        self._noises = _noises(*((false_good, false_bad) if find_fix else (false_bad, false_good)))
         self._tally = {outcome: Counter[int]() for outcome in Outcome}
         self._aside: set[int] = set()
-        self._posterior: list[float] | None = None
+        self._belief: _Belief | None = None
 
     def record(self, index: int, outcome: Outcome) -> None:
-        """Takes one outcome in. Any candidate between the ends may be recorded, asked for or not."""
+        """Takes one outcome in. Any candidate between the ends may be recorded, next() or not."""
         if not self.first <= index <= self.last:
             raise SearchError(f"candidate {index} does not lie between the ends {self.first} and {self.last}")
         self.history.append((index, outcome))
         self._tally[outcome][index] += 1
-        if outcome is Outcome.SKIP or self._tally[Outcome.UNKNOWN][index] >= UNKNOWN_LIMIT:
+        if outcome in (Outcome.SKIP, Outcome.OTHER) or self._tally[Outcome.UNKNOWN][index] >= UNKNOWN_LIMIT:
             self._aside.add(index)
-        self._posterior = None
+        self._belief = None
 
     def next(self) -> list[int]:
         """What to probe now: both ends at first (in any order, or at once), then one; empty when it is over."""
         if self.result() is not None:
             return []
-        return self._unseen_ends() or [self._most_telling()]
+        if ends := self._unseen_ends():
+            return ends
+        if doubted := self._doubted_ends():
+            return doubted[:1]
+        suspects, mass = self._likeliest()
+        unconfirmed = self._unconfirmed(suspects)
+        return unconfirmed[:1] if mass >= self.confidence and unconfirmed else [self._most_informative()]
 
     def prefetch(self) -> list[int]:
         """What may be asked for after next(), one index for each way it may turn out: to be installed ahead."""
@@ -144,28 +174,66 @@ class Search:
             return self._failed(failure)
         if self._unseen_ends():
             return None
+        suspects, mass = self._likeliest()
+        if not self._spent() and (mass < self.confidence or self._unconfirmed(suspects)):
+            return None
+        return self._answer(suspects, mass)
+
+    def noise(self) -> tuple[float, float]:
+        """Misread rates (false BAD, false GOOD): as stated, or the estimate from all readings so far."""
+        belief = self._believe()
+        new, old = (
+            math.fsum(p * rate for p, rate in zip(belief.places, rates))
+            for rates in (belief.false_new, belief.false_old)
+        )
+        return (old, new) if self.find_fix else (new, old)
+
+    def _likeliest(self) -> tuple[range, float]:
+        """Indices of the likeliest suspects, and their posterior."""
+        posterior = self.posterior()
         masses = [(math.fsum(posterior[k] for k in ks), ks) for ks in self._classes()]
         mass, likely = max(masses, key=lambda each: each[0])
         # Evidence from before a candidate was set aside may have cleared part of the class.
         share = (1 - self.confidence) * mass / len(likely)
         kept = [k for k in likely if posterior[k] >= share]
         mass = math.fsum(posterior[k] for k in kept)
-        if mass < self.confidence and not self._spent():
-            return None
-        return self._answer(range(self.first + kept[0], self.first + kept[-1] + 1), mass)
+        return range(self.first + kept[0], self.first + kept[-1] + 1), mass
+
+    def _unconfirmed(self, suspects: range) -> list[int]:
+        """Candidates to read again before the answer is sure, the one most against it first: the two neighbours of
+        the change until they are confirmed, and any other whose readings mostly contradict it."""
+        if not self.confirm:
+            return []
+        margins = {i: self._margin(i, suspects) for i in {i for i, _ in self.history} - self._aside}
+        wanted = dict.fromkeys((suspects[0] - 1, suspects[-1]), self.confirm)
+        overruled = self._overruled()
+        return [
+            i
+            for margin, i in sorted((margin, i) for i, margin in margins.items())
+            if margin < wanted.get(i, 0) and i not in overruled
+        ]
+
+    def _margin(self, index: int, suspects: range) -> int:
+        """How many more of its readings agree with the answer than contradict it."""
+        margin = self._tally[self.new][index] - self._tally[self.old][index]
+        return margin if index >= suspects[-1] else -margin
 
     def _answer(self, suspects: range, mass: float) -> Result:
+        earlier = self._overruled()
         misreads = sum(
             (i < suspects[0] and outcome is self.new) or (i >= suspects[-1] and outcome is self.old)
             for i, outcome in self.history
+            if i not in earlier
         )
         readings = self._readings()
-        if _tail(misreads, readings, max(self._false_new, self._false_old)) < UNRELIABLE:
+        if _tail(misreads, readings, max(max(pair) for pair, _ in self._noises)) < UNRELIABLE:
             label = self.candidates[suspects[-1]]
             return self._failed(
                 f"{misreads} of {readings} readings contradict {label}: the probe is noisier than stated"
             )
-        return Result(tuple(suspects), suspects[0] - 1, mass, len(self.history), misreads)
+        confirmed = not self._unconfirmed(suspects)
+        last_old, probes = suspects[0] - 1, len(self.history)
+        return Result(tuple(suspects), last_old, mass, probes, misreads, "", confirmed, earlier)
 
     def _failed(self, failure: str) -> Result:
         return Result((), None, 0.0, len(self.history), 0, failure)
@@ -178,17 +246,20 @@ class Search:
         return self._tally[self.old].total() + self._tally[self.new].total()
 
     def steps_left(self) -> int:
-        """About how many probes are still needed: bits that are missing over bits that one probe can tell."""
+        """About how many probes are still needed: bits that are missing over the capacity of one probe."""
         if self.result() is not None:
             return 0
         posterior = self.posterior()
         masses = [math.fsum(posterior[k] for k in ks) for ks in self._classes()]
         total = math.fsum(masses)
         missing = math.fsum(-m / total * math.log2(m / total) for m in masses if m > 0) if total else 0.0
+        noise = self.noise()
         # Noise leaves the last bits to repeats: the answer must stand out from its neighbours by the confidence.
-        noisy = max(self._false_new, self._false_old)
+        noisy = max(noise)
         closing = math.log2(1 / (1 - self.confidence)) / math.log2((1 - noisy) / noisy) if noisy else 0.0
-        steps = math.ceil(round(missing / capacity(self._false_new, self._false_old) + closing, 9))
+        if len(self._noises) > 1:
+            closing = self.confirm if missing > 1 else len(self._unconfirmed(self._likeliest()[0]))
+        steps = math.ceil(round(missing / capacity(*noise) + closing, 9))
         return max(1, len(self._unseen_ends()) + steps)
 
     def progress(self) -> str:
@@ -201,57 +272,72 @@ class Search:
 
         A function of how often each candidate read what, and not of the order: a replay gives the same bits.
         """
-        if self._posterior is None:
-            indices = range(self.first, self.last + 1)
-            as_old = [self._log_likelihood(i, self._false_new, 1 - self._false_new) for i in indices]
-            as_new = [self._log_likelihood(i, 1 - self._false_old, self._false_old) for i in indices]
-            before = accumulate(as_old, initial=0.0)
-            after = reversed(list(accumulate(reversed(as_new), initial=0.0)))
-            logs = [p + a + b for p, a, b in zip(self._log_prior(), before, after)]
-            top = max(logs)
-            weights = [math.exp(x - top) if top > -math.inf else 0.0 for x in logs]
-            total = math.fsum(weights)
-            self._posterior = [w / total if total else 0.0 for w in weights]
-        return self._posterior
+        return self._believe().places
+
+    def _believe(self) -> _Belief:
+        if self._belief is None:
+            overruled = self._overruled()
+            counts = [
+                (0, 0) if i in overruled else (self._tally[self.new][i], self._tally[self.old][i])
+                for i in range(self.first, self.last + 1)
+            ]
+            prior = self._log_prior()
+            joint = [_log_joint(prior, counts, *pair, weight) for pair, weight in self._noises]
+            self._belief = _Belief.of(joint, [pair for pair, _ in self._noises])
+        return self._belief
+
+    def _overruled(self) -> tuple[int, ...]:
+        """Candidates that read new before one that reads old, where both are settled: the state changes more than once.
+
+        Settled: many readings, all alike. What else reads new alone before that old one belongs to the same stretch.
+        """
+        if all(p == 0.0 for pair, _ in self._noises for p in pair):
+            return ()
+        last = max((i for i in self._tally[self.old] if self._unanimous(i, self.old, self.new)), default=-1)
+        before = [i for i in self._tally[self.new] if i < last and not self._tally[self.old][i]]
+        return tuple(sorted(before)) if any(self._tally[self.new][i] >= UNANIMOUS for i in before) else ()
+
+    def _unanimous(self, index: int, state: Outcome, other: Outcome) -> bool:
+        return self._tally[state][index] >= UNANIMOUS and not self._tally[other][index]
 
     def _log_prior(self) -> list[float]:
         inner = math.log((1 - 2 * END_DOUBT) / (self.last - self.first))
         return [math.log(END_DOUBT), *[inner] * (self.last - self.first), math.log(END_DOUBT)]
 
-    def _log_likelihood(self, index: int, reads_new: float, reads_old: float) -> float:
-        """Of this candidate's readings, given the chance of each."""
-        new, old = self._tally[self.new][index], self._tally[self.old][index]
-        return _times_log(new, reads_new) + _times_log(old, reads_old) if new or old else 0.0
-
     def _unseen_ends(self) -> list[int]:
         """Ends without a verdict. What is left of their doubt afterwards, next() weighs like any other."""
         return [i for i in (self.first, self.last) if not self._judged(i)]
 
+    def _doubted_ends(self) -> list[int]:
+        """Ends that never read as they were named, the least read first: they are settled before anything else."""
+        if not self.confirm:
+            return []
+        sides = (self.first, self.old, self.new), (self.last, self.new, self.old)
+        doubted = [
+            (self._tally[wrong][i], i)
+            for i, right, wrong in sides
+            if self._tally[wrong][i] and not self._tally[right][i] and i not in self._aside
+        ]
+        return [i for _, i in sorted(doubted)]
+
     def _judged(self, index: int) -> bool:
         return index in self._tally[self.old] or index in self._tally[self.new]
 
-    def _most_telling(self) -> int:
+    def _most_informative(self) -> int:
         """The probe with the highest expected gain; the first of equals, rounded so that libm decides none."""
-        reached = list(accumulate(self.posterior()))
+        gains = self._believe().gains()
         best, best_gain = self.first, -1.0
         for i in range(self.first, self.last + 1):
             if i in self._aside:
                 continue
-            told = self._gain(min(1.0, reached[i - self.first]))
-            told = round(told * self._installs(i), 12)
-            if told > best_gain:
-                best, best_gain = i, told
+            gain = round(gains[i - self.first] * self._installs(i), 12)
+            if gain > best_gain:
+                best, best_gain = i, gain
         return best
 
     def _installs(self, index: int) -> float:
         """How likely a candidate installs: broken builds come in runs, and end somewhere near."""
         return 1 - 0.5 ** min((abs(index - i) for i in self._aside), default=math.inf)
-
-    def _gain(self, mass: float) -> float:
-        """Bits that a probe is expected to tell where its candidate is new with probability `mass`."""
-        reads_new = mass * (1 - self._false_old) + (1 - mass) * self._false_new
-        bits_new, bits_old = self._noise_bits
-        return entropy(reads_new) - mass * bits_old - (1 - mass) * bits_new
 
     def _classes(self) -> list[list[int]]:
         """Hypotheses 1..n-1 in classes that no probe can tell apart: those with a set-aside candidate between."""
@@ -266,20 +352,24 @@ class Search:
     def _end_fault(self, posterior: list[float]) -> str:
         """Why the ends, or the outcomes, allow no answer; empty where they do."""
         ends = (
-            (self.first, self.old, posterior[0], "an earlier"),
-            (self.last, self.new, posterior[-1], "a later"),
+            (self.first, self.old, posterior[0], "an earlier one"),
+            (self.last, self.new, posterior[-1], "a later one, or an earlier one if it has changed back"),
         )
         for index, said, doubt, _ in ends:
             if index in self._aside and (not self._judged(index) or doubt > (1 - self.confidence) / 2):
                 what = "does not install" if self._tally[Outcome.SKIP][index] else "gives no verdict"
                 return f"the {said.value.lower()} end {self.candidates[index]} {what}: name another"
         sure = max(posterior) if self._spent() else self.confidence
+        doubted = self._doubted_ends()
+        if len(doubted) == 2 and all(self._readings_of(i) >= SETTLED_ENDS for i in doubted):
+            return self._swapped()
         wrong = [end for end in ends if end[2] >= sure > 0]
+        wrong += [end for end in ends if end[0] in doubted and self._readings_of(end[0]) >= UNANIMOUS]
         if wrong:
             index, said, _, other = wrong[0]
             state = self.new if said is self.old else self.old
             label = self.candidates[index]
-            return f"the {said.value.lower()} end {label} is {state.value}: name {other} one"
+            return f"the {said.value.lower()} end {label} is {state.value}: name {other}"
         return "" if any(posterior) else self._contradiction()
 
     def _contradiction(self) -> str:
@@ -287,11 +377,19 @@ class Search:
         old = max(i for i, outcome in self.history if outcome is self.old)
         names = self.candidates
         if (new, old) == (self.first, self.last):
-            return f"{names[new]} reads {self.new.value} and {names[old]} {self.old.value}: the ends look swapped"
+            return self._swapped()
         return (
             f"{names[new]} reads {self.new.value} but {names[old]} reads {self.old.value}:"
             " the probe is noisy (say how often: --false-bad, --false-good) or the fault comes and goes"
         )
+
+    def _swapped(self) -> str:
+        first, last = self.candidates[self.first], self.candidates[self.last]
+        return f"{first} reads {self.new.value} and {last} {self.old.value}: the ends look swapped"
+
+    def _readings_of(self, index: int) -> int:
+        """How many GOOD and BAD of one candidate."""
+        return self._tally[self.old][index] + self._tally[self.new][index]
 
     def _after(self, outcomes: list[tuple[int, Outcome]]) -> Search:
         """This search as it would stand after some outcomes."""
@@ -301,6 +399,72 @@ class Search:
         for index, outcome in outcomes:
             ahead.record(index, outcome)
         return ahead
+
+
+@dataclass(frozen=True)
+class _Belief:
+    """places: the posterior of each hypothesis; false_new, false_old: the expected misread rates under it."""
+
+    places: list[float]
+    false_new: list[float]
+    false_old: list[float]
+
+    @classmethod
+    def of(cls, joint: Sequence[Sequence[float]], noises: Sequence[tuple[float, float]]) -> _Belief:
+        """From the logarithms of the weights: one sequence for each pair of rates, one entry for each hypothesis."""
+        top = max(map(max, joint))
+        if top == -math.inf:
+            return cls(*([0.0] * len(joint[0]) for _ in range(3)))
+        columns = [[math.exp(x - top) for x in column] for column in zip(*joint)]
+        sums = [math.fsum(column) for column in columns]
+        total = math.fsum(sums)
+        false_new, false_old = (
+            [
+                math.fsum(w * pair[side] for w, pair in zip(column, noises)) / s if s else 0.0
+                for column, s in zip(columns, sums)
+            ]
+            for side in (0, 1)
+        )
+        return cls([s / total for s in sums], false_new, false_old)
+
+    def gains(self) -> list[float]:
+        """Bits about the place that one reading of each candidate is expected to give."""
+        as_new = list(accumulate(p * (1 - e) for p, e in zip(self.places, self.false_old)))
+        as_old = list(accumulate(p * e for p, e in zip(self.places, self.false_new)))
+        bits_new = list(accumulate(p * entropy(e) for p, e in zip(self.places, self.false_old)))
+        bits_old = list(accumulate(p * entropy(e) for p, e in zip(self.places, self.false_new)))
+        return [
+            entropy(min(1.0, new + as_old[-1] - old)) - in_new - (bits_old[-1] - in_old)
+            for new, old, in_new, in_old in zip(as_new, as_old, bits_new, bits_old)
+        ]
+
+
+def _noises(false_new: float | None, false_old: float | None) -> list[tuple[tuple[float, float], float]]:
+    """Pairs of misread rates with the prior probability of each."""
+    new = RATES if false_new is None else (false_new,)
+    old = RATES if false_old is None else (false_old,)
+    pairs = [(a, b) for a in new for b in old]
+    if len(pairs) == 1:
+        return [(pairs[0], 1.0)]
+    noisy = (1 - NO_MISREADS) / (len(pairs) - 1)
+    return [(pair, noisy if i else NO_MISREADS) for i, pair in enumerate(pairs)]
+
+
+def _log_joint(
+    prior: Sequence[float],
+    counts: Sequence[tuple[int, int]],
+    false_new: float,
+    false_old: float,
+    weight: float,
+) -> list[float]:
+    """Of each hypothesis, with the readings (new, old) of each candidate, under one pair of misread rates."""
+    # Most candidates have no reading: one term for all of them.
+    old_terms = {c: _times_log(c[0], false_new) + _times_log(c[1], 1 - false_new) for c in set(counts)}
+    new_terms = {c: _times_log(c[0], 1 - false_old) + _times_log(c[1], false_old) for c in set(counts)}
+    as_old, as_new = [old_terms[c] for c in counts], [new_terms[c] for c in counts]
+    before = accumulate(as_old, initial=0.0)
+    after = reversed(list(accumulate(reversed(as_new), initial=0.0)))
+    return [p + math.log(weight) + a + b for p, a, b in zip(prior, before, after)]
 
 
 def capacity(false_new: float, false_old: float) -> float:
@@ -343,10 +507,12 @@ def _check(candidates: Sequence[str], good: str, bad: str, find_fix: bool) -> No
         raise SearchError(f"good {good} does not come {order} bad {bad}: swap them, or {other}")
 
 
-def _check_numbers(false_bad: float, false_good: float, confidence: float, budget: int | None) -> None:
+def _check_numbers(
+    false_bad: float | None, false_good: float | None, confidence: float, budget: int | None
+) -> None:
     for name, rate in (("false_bad", false_bad), ("false_good", false_good)):
-        if not 0 <= rate < 0.5:
-            raise SearchError(f"{name} must lie in [0, 0.5), got {rate!r}: at a half a probe tells nothing")
+        if rate is not None and not 0 <= rate < 0.5:
+            raise SearchError(f"{name} must lie in [0, 0.5), got {rate!r}: at a half a probe is a coin flip")
     if not 0.5 < confidence < 1:
         raise SearchError(f"confidence must lie in (0.5, 1), got {confidence!r}")
     if budget is not None and budget < 2:

@@ -1,17 +1,18 @@
-"""How well the search of a bisect does over 60 builds, every place of the fault in turn: the table of docs/bisect.md.
+"""How well the search of a bisect does over 60 builds, each place of the fault in turn: the table of docs/bisect.md.
 
-python -m suites.self.simulate_bisect --write    # a minute; rewrites the table between its two marks
+python -m suites.self.simulate_bisect --write    # some minutes; rewrites the table between its two marks
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bumpgate.bisect.search import Search
+from bumpgate.bisect.journal import Plan
 from suites.self.searching import drive, labels, noisy
 from suites.self.tree import ROOT
 
@@ -22,56 +23,74 @@ BEGIN, END = "<!-- table: python -m suites.self.simulate_bisect --write -->", "<
 
 @dataclass(frozen=True)
 class Case:
-    """One row. repeats: runs of each of the 59 places; budget: readings after which the answer is forced."""
+    """One row. repeats: runs of each of the 59 places; budget: readings after which the answer is forced.
+
+    stated: whether --false-bad and --false-good give the search the true rates; otherwise it estimates them.
+    """
 
     title: str
     false_bad: float = 0.0
     false_good: float = 0.0
     budget: int | None = None
     repeats: int = 1
+    stated: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a case. probes include the two ends."""
+    """Counts of a case. right: the named build is the first bad one; wrong_sure: it is not, and the exit code is 0.
+
+    unsure: no answer, or one that is called likely. probes include the two ends and all repeats.
+    """
 
     title: str
     runs: int
     right: int
-    mean: float
+    wrong_sure: int
+    unsure: int
+    median: float
     most: int
 
 
 TABLE = (
-    Case("no misreads"),
+    Case("none"),
     Case("10 % false BAD", 0.1, 0.0, repeats=20),
     Case("5 % both ways", 0.05, 0.05, repeats=20),
     Case("10 % both ways", 0.1, 0.1, repeats=20),
-    Case("10 % both ways, at most 20 probes and the ends", 0.1, 0.1, budget=22, repeats=20),
+    Case("20 % both ways", 0.2, 0.2, repeats=5),
+    Case("the fault shows in half of the probes", 0.0, 0.5, repeats=5),
+    Case("5 % both ways, stated", 0.05, 0.05, repeats=20, stated=True),
+    Case("10 % both ways, stated", 0.1, 0.1, repeats=20, stated=True),
+    Case("10 % both ways, stated, budget of 22", 0.1, 0.1, budget=22, repeats=20, stated=True),
 )
 
 
 def simulated(case: Case, seed: int = 6) -> Row:
-    """Runs a case: each place `repeats` times, each run with dice of its own."""
-    names = labels(BUILDS)
-    probes, right = [], 0
+    """Runs a case: each place `repeats` times, each run with a generator of its own."""
+    names = tuple(labels(BUILDS))
+    rates = {"false_bad": case.false_bad, "false_good": case.false_good} if case.stated else {}
+    plan = Plan(names, names[0], names[-1], (), **rates, budget=case.budget)  # type: ignore[arg-type]
+    probes, right, wrong_sure, unsure = [], 0, 0, 0
     for first_bad in range(1, BUILDS):
         for repeat in range(case.repeats):
             dice = random.Random(f"{seed} {first_bad} {repeat}")
-            search = Search(names, names[0], names[-1], case.false_bad, case.false_good, budget=case.budget)
-            result = drive(search, noisy(first_bad, case.false_bad, case.false_good, dice))
+            result = drive(plan.search(), noisy(first_bad, case.false_bad, case.false_good, dice))
             probes.append(result.probes)
-            right += result.suspects == (first_bad,)
-    return Row(case.title, len(probes), right, sum(probes) / len(probes), max(probes))
+            hit, sure = result.suspects == (first_bad,), result.sure(plan.confidence)
+            right += hit
+            wrong_sure += sure and not hit
+            unsure += not sure
+    median = statistics.median(probes)
+    return Row(case.title, len(probes), right, wrong_sure, unsure, median, max(probes))
 
 
 def table(rows: Iterable[Row]) -> str:
     """As Markdown."""
-    lines = ["| misreads | runs | right | probes with ends, mean | most |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {r.title} | {r.runs} | {r.right} ({100 * r.right / r.runs:.1f} %) | {r.mean:.1f} | {r.most} |"
-        for r in rows
-    ]
+    lines = ["| misreads | runs | right | wrong and sure | not sure | probes, median | most |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for r in rows:
+        shares = (f"{count} ({100 * count / r.runs:.1f} %)" for count in (r.right, r.wrong_sure, r.unsure))
+        lines.append(f"| {r.title} | {r.runs} | {' | '.join(shares)} | {r.median:g} | {r.most} |")
     return "\n".join(lines)
 
 
@@ -84,7 +103,9 @@ def write(path: Path, text: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true")
-    made = table(simulated(case) for case in TABLE)
-    print(made)
+    rows = []
+    for case in TABLE:
+        rows.append(simulated(case))
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
     if parser.parse_args().write:
-        write(DOCS, made)
+        write(DOCS, table(rows))

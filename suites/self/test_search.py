@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -204,7 +205,9 @@ def skips_taken(module: Any) -> float:
 
 def test_a_long_run_of_broken_builds_is_leapt_over() -> None:
     """The control tries them one after the other."""
-    control = skips_taken(planted(search, "told * self._installs(i)", "told"))
+    control = skips_taken(
+        planted(search, "gains[i - self.first] * self._installs(i)", "gains[i - self.first]")
+    )
     assert skips_taken(search) <= 4 < control / 2, (skips_taken(search), control)
 
 
@@ -245,7 +248,10 @@ def test_a_fix_is_found_as_a_fault_is() -> None:
     ("read", "failure"),
     [
         (lambda i: "BAD", "the good end 2.14.0.dev0002 is BAD: name an earlier one"),
-        (lambda i: "GOOD", "the bad end 2.14.0.dev0007 is GOOD: name a later one"),
+        (
+            lambda i: "GOOD",
+            "the bad end 2.14.0.dev0007 is GOOD: name a later one, or an earlier one if it has changed back",
+        ),
         (lambda i: "SKIP", "the good end 2.14.0.dev0002 does not install: name another"),
         (lambda i: "UNKNOWN", "the good end 2.14.0.dev0002 gives no verdict: name another"),
         (lambda i: "SKIP" if i == 7 else "GOOD", "the bad end 2.14.0.dev0007 does not install: name another"),
@@ -296,17 +302,103 @@ def test_outcomes_that_cannot_all_be_true_end_the_search_in_one_line() -> None:
 
 
 def test_more_misreads_than_stated_leave_no_answer() -> None:
-    searched = Search(labels(9), labels(9)[0], labels(9)[8], false_bad=0.02, false_good=0.02, budget=13)
+    searched = Search(labels(9), labels(9)[0], labels(9)[8], false_bad=0.01, false_good=0.01, budget=13)
     for index, outcome in ((0, "GOOD"), (8, "BAD")):
         searched.record(index, Outcome[outcome])
     for index in range(1, 7):
         searched.record(index, Outcome.GOOD if index != 4 else Outcome.BAD)
-    for _ in range(3):
-        searched.record(4, Outcome.BAD)
+    for outcome in (Outcome.BAD, Outcome.BAD, Outcome.GOOD):
+        searched.record(4, outcome)
         searched.record(6, Outcome.GOOD)
     result = searched.result()
     assert result is not None
     assert "the probe is noisier than stated" in result.failure
+
+
+def estimating(n: int = 60) -> Search:
+    """A search as the command makes it: misread rates estimated, the answer confirmed."""
+    return Search(labels(n), labels(n)[0], labels(n)[-1], None, None, confirm=2)
+
+
+def test_both_neighbours_are_read_twice_before_an_answer() -> None:
+    for first_bad in range(1, 60):
+        searched = estimating()
+        result = drive(searched, lambda i: "BAD" if i >= first_bad else "GOOD")  # noqa: B023
+        read = Counter(i for i, _ in searched.history)
+        assert (result.suspects, result.confirmed, result.sure(0.98)) == ((first_bad,), True, True)
+        assert min(read[first_bad - 1], read[first_bad]) >= 2
+        assert result.probes <= 12
+
+
+def test_a_misread_neighbour_does_not_become_the_answer() -> None:
+    """The first reading of one version near the change is false: its repeat shows it."""
+    for first_bad in (2, 17, 30, 58):
+        for false in (first_bad - 1, first_bad):
+            searched, seen = estimating(), Counter[int]()
+
+            def read(index: int) -> str:
+                seen[index] += 1  # noqa: B023
+                bad = index >= first_bad  # noqa: B023
+                return "BAD" if bad != (index == false and seen[index] == 1) else "GOOD"  # noqa: B023
+
+            result = drive(searched, read)
+            assert result.suspects == (first_bad,), (first_bad, false, result)
+
+
+def test_misread_rates_are_estimated_from_repeats() -> None:
+    searched = estimating(4)
+    for index, outcome in ((0, Outcome.GOOD), (3, Outcome.BAD)):
+        searched.record(index, outcome)
+    before = searched.noise()
+    for _ in range(6):
+        searched.record(0, Outcome.GOOD)
+    assert searched.noise()[0] < before[0], "repeats that agree lower the rate"
+    for _ in range(3):
+        searched.record(0, Outcome.BAD)
+    assert searched.noise()[0] > 0.2, "repeats that contradict each other raise it"
+    stated = Search(labels(4), labels(4)[0], labels(4)[3], 0.1, 0.0)
+    stated.record(0, Outcome.BAD)
+    assert stated.noise() == pytest.approx((0.1, 0.0))
+
+
+def test_a_test_without_information_ends_unsure_within_its_patience() -> None:
+    dice = random.Random(5)
+    for _ in range(5):
+        result = drive(estimating(), lambda i: dice.choice(["GOOD", "BAD"]))
+        assert not result.sure(0.98)
+        assert result.probes <= search.PATIENCE
+
+
+def test_a_fault_that_comes_and_goes_is_reported_with_its_last_edge() -> None:
+    """BAD from 10 to 33, GOOD to 41, BAD again; one version of each stretch has been read."""
+    searched = estimating()
+    for index, outcome in ((0, "GOOD"), (59, "BAD"), (20, "BAD"), (40, "GOOD")):
+        searched.record(index, Outcome[outcome])
+    result = drive(searched, lambda i: "BAD" if 10 <= i < 34 or i >= 42 else "GOOD")
+    assert (result.suspects, result.sure(0.98), result.misreads) == ((42,), True, 0)
+    assert 20 in result.earlier
+    assert all(10 <= i < 34 for i in result.earlier)
+
+
+@pytest.mark.parametrize(
+    ("read", "words", "probes"),
+    [
+        (lambda i: "BAD", "the good end 2.14.0.dev0000 is BAD", 4),
+        (lambda i: "GOOD", "the bad end 2.14.0.dev0059 is GOOD", 4),
+        (lambda i: "GOOD" if i else "BAD", "the ends look swapped", 4),
+    ],
+)
+def test_an_end_is_refused_after_few_repeats(read: Callable[[int], str], words: str, probes: int) -> None:
+    result = drive(estimating(), read)
+    assert words in result.failure
+    assert result.probes == probes
+
+
+def test_another_fault_sets_a_candidate_aside() -> None:
+    """It counts neither as BAD nor as GOOD, so the answer is a range."""
+    searched = estimating(10)
+    result = drive(searched, lambda i: "OTHER" if i in (4, 5) else "BAD" if i >= 6 else "GOOD")
+    assert (result.suspects, result.last_old) == ((4, 5, 6), 3)
 
 
 def test_prefetch_names_what_is_asked_for_next() -> None:
