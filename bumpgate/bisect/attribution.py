@@ -1,8 +1,9 @@
 """Which changed package turns a package set red: delta debugging (ddmin; Zeller & Hildebrandt 2002) over two locks.
 
 The good set is green and the bad set is red. A mixture is the good set with some packages as in the bad one.
-Packages that only work together form one part, which is taken from one side whole. Pure: the probe is the
-caller's, and what it said is handed out reading by reading, so that a journal can hand it back.
+Packages that only work together form one part, which is taken from one side whole. A cause is then checked from the
+other side: the bad set without it must be green. Pure: the probe is the caller's, and readings of an interrupted run
+are passed back in.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from bumpgate.rows import BumpgateError
 Packages = Mapping[str, str]
 Mixture = frozenset[str]
 """Names of the packages that are as in the bad set; all others are as in the good one."""
+
+# Sets, each red alone, that are looked for where the bad set without the first one stays red.
+CAUSES = 3
 
 # Attribution begins after a search has found both sets to be what they are said to be.
 PRIOR_RED = 0.5
@@ -44,8 +48,12 @@ class Change:
 class Attribution:
     """What delta debugging found.
 
-    changes: the packages at fault, by name: with them alone the set is red, and without any one part of them
-        it was not seen red. Where they are more than one part, no other single part is red alone either.
+    changes: the packages at fault, by name: with them alone the good set is red, and without any one part of them
+        it was not seen red.
+    needed: whether the bad set without these changes was seen green. Where it was not, they explain the bad set only
+        together with `others`, or not for certain.
+    others: further sets of changes that turn the good set red, each alone.
+    separable: False where a mixture that could show a smaller cause, or check this one, could not be run.
     probes: readings taken, repeats and failed installs included.
     mixtures: how many different package sets they were of.
     unresolved: mixtures that did not install or gave no verdict; where any, the answer may hold too much.
@@ -57,6 +65,9 @@ class Attribution:
     mixtures: int
     unresolved: int
     failure: str = ""
+    needed: bool = True
+    others: tuple[tuple[Change, ...], ...] = ()
+    separable: bool = True
 
 
 def attribute(
@@ -69,29 +80,56 @@ def attribute(
     false_good: float = 0.0,
     confidence: float = 0.98,
     known: Iterable[tuple[Mixture, Outcome]] = (),
+    first: str = "",
 ) -> Attribution:
-    """The smallest change that turns the good set red, as far as single parts and parts of the answer go.
+    """The smallest changes that turn the good set red, and whether the bad set needs them to be red.
 
     good, bad: name to version. probe: takes a mixture's name set and its package set, and reads it once.
     together: groups of names that are installed from one side only; groups that share a changed name
         are one.
     false_bad, false_good, confidence: as of search.Search; under noise a mixture is read until it is settled.
-    known: readings of an interrupted run in their order, taken before the probe is asked.
+    known: readings of an interrupted run in their order, used before the probe is called.
+    first: the likeliest package; its part is tried alone before all others.
     Raises AttributionError, one line, where the sets do not differ or a number makes no sense.
     """
     parts = _parts(good, bad, together)
     readings = _Readings(good, bad, probe, false_bad, false_good, confidence, known, len(parts))
-    everything = [name for part in parts for name in part]
+    everything = _names(parts)
     for said, names in ((Outcome.GOOD, []), (Outcome.BAD, everything)):
         read = readings.of(names)
         if read is not said:
             return readings.answer(
                 [], f"the {said.value.lower()} set reads {read.value}: nothing to attribute"
             )
-    red = _ddmin(parts, readings)
-    if len(red) > 1:
-        red = next(([part] for part in parts if readings.red([part])), red)
-    return readings.answer([name for part in red for name in part])
+    causes, left = [_cause(parts, readings, first)], parts
+    while left := [part for part in left if part not in causes[-1]]:
+        if len(causes) == CAUSES or not readings.red(left):
+            break
+        causes.append(_ddmin(left, readings))
+    needed = [cause for cause in causes if _needed(cause, parts, readings)]
+    cause = needed[0] if len(needed) == 1 else causes[0]
+    return readings.answer(_names(cause), "", bool(needed), [_names(c) for c in causes if c is not cause])
+
+
+def _cause(parts: list[Mixture], readings: _Readings, first: str) -> list[Mixture]:
+    """A minimal red list of parts; the part of `first` is tried alone, then the others without it."""
+    likely = [part for part in parts if first in part]
+    if likely and len(parts) > 1:
+        if readings.red(likely):
+            return likely
+        rest = [part for part in parts if part not in likely]
+        if readings.red(rest):
+            return _ddmin(rest, readings)
+    return _ddmin(parts, readings)
+
+
+def _needed(cause: list[Mixture], parts: list[Mixture], readings: _Readings) -> bool:
+    """Whether the bad set without a cause is green."""
+    return readings.of(_names([part for part in parts if part not in cause])) is Outcome.GOOD
+
+
+def _names(parts: Iterable[Mixture]) -> list[str]:
+    return [name for part in parts for name in part]
 
 
 def changes(good: Packages, bad: Packages) -> list[Change]:
@@ -145,7 +183,7 @@ class _Readings:
         self.probes = 0
 
     def red(self, parts: list[Mixture]) -> bool:
-        return self.of([name for part in parts for name in part]) is Outcome.BAD
+        return self.of(_names(parts)) is Outcome.BAD
 
     def of(self, names: Iterable[str]) -> Outcome:
         mixture = frozenset(names)
@@ -153,10 +191,21 @@ class _Readings:
             self.verdicts[mixture] = self._settle(mixture)
         return self.verdicts[mixture]
 
-    def answer(self, names: list[str], failure: str = "") -> Attribution:
-        blamed = tuple(change for change in changes(self.good, self.bad) if change.name in names)
-        unresolved = sum(v in (Outcome.SKIP, Outcome.UNKNOWN) for v in self.verdicts.values())
-        return Attribution(blamed, self.probes, len(self.verdicts), unresolved, failure)
+    def answer(
+        self,
+        names: Collection[str],
+        failure: str = "",
+        needed: bool = True,
+        others: Iterable[Collection[str]] = (),
+    ) -> Attribution:
+        every = changes(self.good, self.bad)
+        blamed, *more = (tuple(c for c in every if c.name in part) for part in (names, *others))
+        unread = [m for m, v in self.verdicts.items() if v not in (Outcome.GOOD, Outcome.BAD)]
+        without = frozenset(c.name for c in every).difference(names)
+        open_ = any(m < frozenset(names) or m == without for m in unread)
+        return Attribution(
+            blamed, self.probes, len(self.verdicts), len(unread), failure, needed, tuple(more), not open_
+        )
 
     def _settle(self, mixture: Mixture) -> Outcome:
         """Reads until one verdict is sure enough (Wald's sequential test); SKIP at once, UNKNOWN after a few."""
@@ -164,7 +213,7 @@ class _Readings:
         while True:
             outcome = self._read(mixture)
             seen[outcome] += 1
-            if outcome is Outcome.SKIP or seen[Outcome.UNKNOWN] >= UNKNOWN_LIMIT:
+            if outcome in (Outcome.SKIP, Outcome.OTHER) or seen[Outcome.UNKNOWN] >= UNKNOWN_LIMIT:
                 return outcome
             counts = seen[Outcome.BAD], seen[Outcome.GOOD]
             if_bad = PRIOR_RED * math.prod(map(pow, (1 - self.false_good, self.false_good), counts))

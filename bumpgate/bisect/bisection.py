@@ -25,6 +25,10 @@ from bumpgate.rows import BumpgateError
 
 # uv and pip try again by themselves when the network fails; this is for what is left.
 TRIES = 2
+# The highest misread rate at which a mixture is still read until it is settled.
+MISREADS = 0.4
+# Packages of a mixture that its line names.
+SHOWN = 4
 
 
 class MachineError(BumpgateError):
@@ -130,25 +134,29 @@ class Bisection:
             return None
         sides = dict(zip(self.neighbours(result), (frozenset[str](), changed)))
         known = [(sides[i], outcome) for i, outcome in self.search.history if i in sides]
-        plan = self.state.plan
+        # A test that contradicted itself is read more than once; of the others one reading settles a mixture.
+        estimated = self.search.noise() if result.misreads else (0.0, 0.0)
+        stated = self.state.plan.false_bad, self.state.plan.false_good
+        false_bad, false_good = (e if s is None else s for s, e in zip(stated, estimated))
         return attribute(
             good.packages,
             bad.packages,
             self._probe_mixture,
             blame.together(good, bad),
-            false_bad=plan.false_bad,
-            false_good=plan.false_good,
-            confidence=plan.confidence,
+            false_bad=min(false_bad, MISREADS),
+            false_good=min(false_good, MISREADS),
+            confidence=self.state.plan.confidence,
             known=[*known, *self.state.mixtures],
+            first=self.bench.package,
         )
 
     def _probe_mixture(self, mixture: Mixture, packages: Mapping[str, str]) -> Outcome:
         self.state.decide_mixture(mixture)
         digest = hashlib.sha256("\n".join(sorted(mixture)).encode()).hexdigest()[:12]
         taken = sum(m == mixture for m, _ in self.state.mixtures)
-        name = "the good set with " + (
-            ", ".join(f"{n} {packages.get(n, '(absent)')}" for n in sorted(mixture)) or "nothing"
-        )
+        parts = [f"{n} {packages.get(n, '(absent)')}" for n in self._by_importance(mixture)]
+        more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
+        name = f"the good set with {', '.join(parts[:SHOWN]) or 'nothing'}{more}"
         self.bench.show.probing(name)
         like = self._request(self.search.first)
         place = self.bench.out / "mixtures" / f"{digest}.{taken}"
@@ -157,6 +165,10 @@ class Bisection:
         self.state.record_mixture(mixture, said.outcome)
         self.bench.show.said(name, reading, said, "")
         return said.outcome
+
+    def _by_importance(self, mixture: Mixture) -> list[str]:
+        """Its names, the bisected package first and libraries that move with another package last."""
+        return sorted(mixture, key=lambda n: (n != self.bench.package, bool(blame.LINKED.fullmatch(n)), n))
 
     def _read_ends(self) -> None:
         """Both, before either is judged: what differs between them is what decides."""

@@ -38,14 +38,30 @@ def mixture_request(packages: Mapping[str, str], like: Request) -> Request:
 
 
 def together(*environments: Environment) -> list[set[str]]:
-    """Each package with the CUDA libraries that it pins exactly: it is linked against them."""
+    """Each package with the CUDA libraries that it pins, directly or through cuda-toolkit."""
     groups: dict[str, set[str]] = {}
     for environment in environments:
         for name in environment.packages:
-            linked = {n for n in _pinned(environment, name) if LINKED.fullmatch(n)}
-            if linked:
+            if linked := _linked(environment, name):
                 groups.setdefault(name, {name}).update(linked)
     return list(groups.values())
+
+
+def _linked(environment: Environment, package: str) -> set[str]:
+    """CUDA libraries that a package pins (==2.1, ==2.1.*), and those that they require in turn, with their extras."""
+    found: set[tuple[str, frozenset[str]]] = set()
+    pending = [(canonicalize_name(package), frozenset[str]())]
+    while pending:
+        name, extras = pending.pop()
+        for requirement in _requirements(environment, name, extras):
+            pinned = any(s.operator in ("==", "===") for s in requirement.specifier)
+            wanted = canonicalize_name(requirement.name), frozenset(requirement.extras)
+            # A library of a library moves with it, however loosely it is required.
+            follow = LINKED.fullmatch(wanted[0]) and (pinned or LINKED.fullmatch(name))
+            if follow and wanted not in found:
+                found.add(wanted)
+                pending.append(wanted)
+    return {name for name, _ in found}
 
 
 def commit(environment: Environment, package: str) -> str:
@@ -83,15 +99,17 @@ def is_nightly(version: str | None) -> bool:
     return version is not None and Version(version).is_devrelease
 
 
-def _pinned(environment: Environment, package: str) -> Iterator[str]:
-    told = _metadata(environment, package)
-    for text in (told.get_all("Requires-Dist") or ()) if told else ():
+def _requirements(environment: Environment, package: str, extras: frozenset[str]) -> Iterator[Requirement]:
+    """What a package requires with these extras, on this platform."""
+    found = _metadata(environment, package)
+    for text in (found.get_all("Requires-Dist") or ()) if found else ():
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
             continue
-        if any(s.operator == "==" and "*" not in s.version for s in requirement.specifier):
-            yield canonicalize_name(requirement.name)
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in (extras or {""})):
+            yield requirement
 
 
 def _metadata(environment: Environment, package: str) -> metadata.PackageMetadata | None:
