@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from bumpgate.bisect.bisection import Bisection
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.journal import Plan
 from bumpgate.bisect.probe import LOG, CommandTest, Reading, Said, SuiteTest
-from bumpgate.bisect.search import Outcome, Result, capacity
+from bumpgate.bisect.search import Outcome, Result
 from bumpgate.environments.build import Environment
 from bumpgate.gate.verdict import Decision, Finding, Side, judge_gate
 from bumpgate.rows import one_line, write_atomic
@@ -27,7 +26,7 @@ SCHEMA = 1
 LOG_LINES = 3
 FINDINGS = 8
 SHOWN = 4
-STYLE = {Outcome.GOOD: "green", Outcome.BAD: "red", Outcome.SKIP: "yellow", Outcome.UNKNOWN: "yellow"}
+STYLE = dict.fromkeys(Outcome, "yellow") | {Outcome.GOOD: "green", Outcome.BAD: "red"}
 
 
 class Watcher:
@@ -70,7 +69,11 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that a bisect found. good, bad: the two neighbours; found: what the rows show side by side."""
+    """Everything that a bisect found.
+
+    good, bad: the two neighbours. findings: what the rows show of them. unread: suspects without a reading.
+    read: versions with a reading. noise: misread rates, false BAD and false GOOD.
+    """
 
     range: Range
     plan: Plan
@@ -84,22 +87,25 @@ class Answer:
     changed: tuple[str, ...] = ()
     deciding: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    read: int = 0
+    noise: tuple[float, float] = (0.0, 0.0)
 
     @property
     def blamed(self) -> tuple[Change, ...]:
         """The packages at fault, from the earlier candidate to the later one."""
-        found = self.attribution.changes if self.attribution else ()
+        return self._in_order(self.attribution.changes) if self.attribution else ()
+
+    @property
+    def others(self) -> tuple[tuple[Change, ...], ...]:
+        """Further sets of packages that are enough by themselves, in the same order."""
+        return tuple(map(self._in_order, self.attribution.others)) if self.attribution else ()
+
+    def _in_order(self, found: tuple[Change, ...]) -> tuple[Change, ...]:
         return tuple(replace(c, old=c.new, new=c.old) for c in found) if self.plan.find_fix else found
 
     @property
     def sure(self) -> bool:
-        return self.result.found and self.result.posterior >= self.plan.confidence
-
-    @property
-    def bound(self) -> int:
-        """Probes that no search can do without: both ends, and the bits of the places over those of one probe."""
-        bits = math.log2(len(self.range.versions) - 1)
-        return 2 + math.ceil(round(bits / capacity(self.plan.false_bad, self.plan.false_good), 9))
+        return self.result.sure(self.plan.confidence)
 
 
 def answer(
@@ -127,6 +133,8 @@ def answer(
         changed=tuple(map(str, changes(first.packages, last.packages))),
         deciding=test.deciding,
         unread=tuple(suspects),
+        read=len({i for i, o in bisection.search.history if o in (Outcome.GOOD, Outcome.BAD)}),
+        noise=bisection.search.noise(),
     )
 
 
@@ -192,8 +200,8 @@ def _repro(test: SuiteTest | CommandTest, bad: Environment, reading: Reading | N
     return f"{bad.python} -m {investigate(test.lane, node)}"
 
 
-def text(found: Answer, seconds: float, beside: float) -> str:
-    """The answer for a reader. seconds: of the probes of this run; beside: everything else that it did."""
+def text(found: Answer) -> str:
+    """The answer for a reader, without the package at fault: closing_text adds it."""
     span, result = found.range, found.result
     fix = found.plan.find_fix
     if not result.found:
@@ -204,13 +212,11 @@ def text(found: Answer, seconds: float, beside: float) -> str:
     if found.unread:
         lines.append(f"{'':11} or one of {', '.join(found.unread)}, which could not be probed")
     if not found.sure:
-        lines[0] += (
-            f", likely (posterior {result.posterior:.2f}; --confidence asks for {found.plan.confidence})"
-        )
+        why = "" if result.confirmed else ", and not confirmed by repeats"
+        lines[0] += f", likely (posterior {result.posterior:.2f} of {found.plan.confidence}{why})"
     assert result.last_old is not None, "a found result has a candidate before it"
     lines.append(f"{old:11} {span.package} {span.label(span.versions[result.last_old])}")
-    lines += _fault_lines(found)
-    lines += [f"{'compare':11} {link}" for link in found.links]
+    lines += _history_lines(found)
     if found.deciding:
         more = f" and {len(found.deciding) - SHOWN} more" if len(found.deciding) > SHOWN else ""
         lines.append(f"{'decided by':11} {', '.join(found.deciding[:SHOWN])}{more}")
@@ -220,13 +226,38 @@ def text(found: Answer, seconds: float, beside: float) -> str:
         lines += [f"{'':11}   bad  {found.bad}: {line}" for line in finding.bad]
     if len(found.findings) > FINDINGS:
         lines.append(f"{'':11} and {len(found.findings) - FINDINGS} more causes in bisect.json")
-    misreads = f", {result.misreads} of them misread" if result.misreads else ""
-    lines.append(
-        f"{'probes':11} {result.probes}{misreads}; no search needs fewer than {found.bound} in the worst case"
+    misreads = (
+        f", {result.misreads} misread ({found.noise[0]:.0%} false BAD, {found.noise[1]:.0%} false GOOD)"
+        if result.misreads
+        else ""
     )
-    lines.append(f"{'time':11} {seconds:.1f} s in probes, {beside:.1f} s beside them")
+    lines.append(
+        f"{'probes':11} {result.probes}{misreads}, of {found.read} of {len(span.versions)} versions;"
+        " a fault that comes and goes between two of them is not seen"
+    )
     lines.append(f"{'again':11} {found.repro}")
     return "\n".join(lines)
+
+
+def closing_text(found: Answer, probes: float, beside: float) -> str:
+    """The package at fault, and the time. probes: seconds of the probes of this run; beside: all other seconds."""
+    lines = _fault_lines(found)
+    lines += [f"{'compare':11} {link}" for link in found.links]
+    lines.append(f"{'time':11} {probes:.1f} s in probes, {beside:.1f} s beside them")
+    return "\n".join(lines)
+
+
+def _history_lines(found: Answer) -> list[str]:
+    """A warning where the state changes more than once; the answer is the last change."""
+    if not found.result.earlier:
+        return []
+    new, old = ("GOOD", "BAD") if found.plan.find_fix else ("BAD", "GOOD")
+    names = ", ".join(found.range.versions[i] for i in found.result.earlier[:SHOWN])
+    more = f" and {len(found.result.earlier) - SHOWN} more" if len(found.result.earlier) > SHOWN else ""
+    return [
+        f"{'history':11} changes more than once: {names}{more} read {new}, then {old} again before the last change"
+        " above; bisect the earlier range for the others"
+    ]
 
 
 def _fault_lines(found: Answer) -> list[str]:
@@ -235,11 +266,21 @@ def _fault_lines(found: Answer) -> list[str]:
         return []
     if attribution.failure:
         return [f"{'at fault':11} not found: {attribution.failure}"]
+    label = "fixed by" if found.plan.find_fix else "at fault"
     named = {c.name for c in found.blamed}
     spared = "" if found.range.package in named else f", not {found.range.package}"
-    line = f"{'at fault':11} {', '.join(map(str, found.blamed))}{spared}"
-    if attribution.unresolved:
-        line += f" (it may be less: {attribution.unresolved} mixtures could not be run)"
+    line = f"{label:11} {', '.join(map(str, found.blamed))}"
+    others = [", ".join(map(str, other)) for other in found.others]
+    if not attribution.separable:
+        line += f": not separable, {attribution.unresolved} mixtures could not be run"
+    elif others and not attribution.needed:
+        line = f"{label:11} either suffices: {'; or '.join([line[12:], *others])}"
+    elif others:
+        line += f"{spared}; in the good set also {'; or '.join(others)}, without which the bad set stays red"
+    elif not attribution.needed:
+        line += f"{spared}: sufficient, but the bad set without it stays red"
+    else:
+        line += spared
     return [line]
 
 
@@ -263,10 +304,15 @@ def write_json(path: Path, found: Answer, bisection: Bisection, **more: Any) -> 
         "posterior": result.posterior,
         "sure": found.sure,
         "probes": result.probes,
-        "bound": found.bound if len(span.versions) > 1 else None,
+        "confirmed": result.confirmed,
         "misreads": result.misreads,
+        "noise": {"false_bad": found.noise[0], "false_good": found.noise[1]},
+        "versions_read": found.read,
+        "earlier_changes": [span.versions[i] for i in result.earlier],
         "at_fault": [vars(c) for c in found.blamed],
-        "attribution": attribution and {k: v for k, v in vars(attribution).items() if k != "changes"},
+        "also_sufficient": [[vars(c) for c in other] for other in found.others],
+        "attribution": attribution
+        and {k: v for k, v in vars(attribution).items() if k not in ("changes", "others")},
         "deciding": list(found.deciding),
         "changed": list(found.changed),
         "compare": list(found.links),

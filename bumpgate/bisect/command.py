@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from rich.console import Console
 
 from bumpgate.baseline import LANES, find_root, tier
-from bumpgate.bisect.answer import Answer, Watcher, answer, text, write_json
+from bumpgate.bisect.answer import Answer, Watcher, answer, closing_text, text, write_json
 from bumpgate.bisect.bisection import Bench, Bisection, MachineError
 from bumpgate.bisect.candidates import Range, between, wants_prereleases
 from bumpgate.bisect.journal import Journal, JournalError, Plan, begin, resume
@@ -57,8 +57,8 @@ class Question:
     extra: tuple[str, ...]
     timeout: float | None
     find_fix: bool
-    false_bad: float
-    false_good: float
+    false_bad: float | None
+    false_good: float | None
     confidence: float
     budget: int | None
 
@@ -72,8 +72,8 @@ class Question:
             "--index": public_url(self.index or ""),
             "--command": self.command,
             "--timeout": "" if self.timeout is None else f"{self.timeout:g}",
-            "--false-bad": f"{self.false_bad:g}" if self.false_bad else "",
-            "--false-good": f"{self.false_good:g}" if self.false_good else "",
+            "--false-bad": "" if self.false_bad is None else f"{self.false_bad:g}",
+            "--false-good": "" if self.false_good is None else f"{self.false_good:g}",
             "--confidence": f"{self.confidence:g}",
             "--budget": "" if self.budget is None else str(self.budget),
         }
@@ -109,11 +109,15 @@ def command(
         bool, typer.Option("--find-fix", help="Find the first good version after a bad one.")
     ] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which a probe says nothing.")] = None,
-    false_bad: Annotated[float, typer.Option(help="How often a probe of a good version reads bad.")] = 0.0,
-    false_good: Annotated[float, typer.Option(help="How often a probe of a bad version reads good.")] = 0.0,
-    confidence: Annotated[float, typer.Option(help="The posterior at which an answer is one.")] = 0.98,
+    false_bad: Annotated[
+        float | None, typer.Option(help="How often a good version reads bad; estimated by default.")
+    ] = None,
+    false_good: Annotated[
+        float | None, typer.Option(help="How often a bad version reads good; estimated by default.")
+    ] = None,
+    confidence: Annotated[float, typer.Option(help="The posterior at which an answer is sure.")] = 0.98,
     budget: Annotated[
-        int | None, typer.Option(help="Readings after which the likeliest answer is given.")
+        int | None, typer.Option(help="Readings after which the likeliest answer is given; 60 by default.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where state, logs and bisect.json go.")] = None,
     go_on: Annotated[
@@ -162,18 +166,19 @@ def run(asked: Question, out: Path, *, go_on: bool, attribution: bool = True, pr
         if root is not None and not asked.command:
             _check_selection(root, asked)
         state = _begin(asked, out, span)
-        typer.echo(span.summary(state.search.steps_left() if asked.false_bad or asked.false_good else None))
+        typer.echo(span.summary(state.search.steps_left()))
+    flags = [*([] if attribution else ["--no-attribution"]), *([] if prefetch else ["--no-prefetch"])]
     with state:
         try:
             return _search(asked, out, state, span, root, attribution, prefetch)
         except KeyboardInterrupt:
             typer.echo(f"interrupted; {len(state.search.history)} probes are kept. Continue with:", err=True)
-            typer.echo(f"  {_again(asked, out)}", err=True)
+            typer.echo(f"  {_again(asked, out, flags)}", err=True)
             return INTERRUPTED
         except MachineError as error:
-            return _stopped(str(error), asked, out)
+            return _stopped(str(error), _again(asked, out, flags))
         except OSError as error:
-            return _stopped(f"{error.filename or out}: {error.strerror}", asked, out)
+            return _stopped(f"{error.filename or out}: {error.strerror}", _again(asked, out, flags))
 
 
 def _search(
@@ -187,23 +192,34 @@ def _search(
 ) -> int:
     started = time.monotonic()
     test = _test(asked, root)
-    with Watcher(Console(soft_wrap=True)) as watcher:
-        ahead = Prefetch() if prefetch else None
-        bench = Bench(asked.package, out, _requests(asked, root), build, test, watcher, ahead)
-        bisection = Bisection(state, bench)
+    watcher = Watcher(Console(soft_wrap=True))
+    ahead = Prefetch() if prefetch else None
+    bench = Bench(asked.package, out, _requests(asked, root), build, test, watcher, ahead)
+    bisection = Bisection(state, bench)
+
+    def seconds() -> dict[str, float]:
+        # A resumed bisect takes over the reading, and the seconds, of a probe that had ended before the kill.
+        return {
+            "probes": watcher.seconds,
+            "beside": max(0.0, time.monotonic() - started - watcher.seconds),
+        }
+
+    with watcher:
         result = bisection.run()
-        blamed = bisection.attribute(result) if result.found and attribution else None
-        found = (
-            answer(bisection, span, result, blamed, test)
-            if result.found
-            else Answer(span, state.plan, result, deciding=test.deciding)
-        )
-    # A resumed bisect takes over the reading, and the seconds, of a probe that had ended before the kill.
-    beside = max(0.0, time.monotonic() - started - watcher.seconds)
-    write_json(out / JSON, found, bisection, seconds={"probes": watcher.seconds, "beside": beside})
     if not result.found:
+        found = Answer(span, state.plan, result, deciding=test.deciding)
+        write_json(out / JSON, found, bisection, seconds=seconds())
         return _no_answer(result.failure, test, watcher.last)
-    typer.echo(text(found, watcher.seconds, beside))
+    found = answer(bisection, span, result, None, test)
+    # Printed and saved first: an attribution may take longer than the search, and may be interrupted.
+    write_json(out / JSON, found, bisection, seconds=seconds())
+    typer.echo(text(found))
+    if attribution:
+        with watcher:
+            blamed = bisection.attribute(result)
+        found = answer(bisection, span, result, blamed, test)
+        write_json(out / JSON, found, bisection, seconds=seconds())
+    typer.echo(closing_text(found, **seconds()))
     typer.echo(f"{'written':11} {out / JSON}")
     return 0 if found.sure else UNKNOWN
 
@@ -221,15 +237,17 @@ def _no_answer(failure: str, test: SuiteTest | CommandTest, last: str) -> int:
     return UNKNOWN
 
 
-def _stopped(why: str, asked: Question, out: Path) -> int:
-    typer.echo(f"bumpgate: {why}; what was read is kept, continue with: {_again(asked, out)}", err=True)
+def _stopped(why: str, again: str) -> int:
+    typer.echo(f"bumpgate: {why}; what was read is kept, continue with: {again}", err=True)
     return UNKNOWN
 
 
-def _again(asked: Question, out: Path) -> str:
+def _again(asked: Question, out: Path, flags: Sequence[str]) -> str:
+    """The command that continues a bisect. flags: options that are not part of the question."""
     line = asked.line()
     cut = line.index("--") if "--" in line else len(line)
-    return shlex.join(["bumpgate", "bisect", *line[:cut], "--out", str(out), "--resume", *line[cut:]])
+    line = (*line[:cut], "--out", str(out), *flags, "--resume", *line[cut:])
+    return shlex.join(["bumpgate", "bisect", *line])
 
 
 def _check(asked: Question) -> Path | None:
