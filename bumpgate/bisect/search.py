@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 
+from bumpgate.bisect.noise import capacity, entropy, noises, tail, times_log
 from bumpgate.rows import BumpgateError
 
 # How probable it is, before any probe, that the person at the keyboard named one end wrongly. Each end.
 END_DOUBT = 0.05
-# Misread rates to choose from where they are not stated, and the prior probability of a test without misreads.
-RATES = (0.0, 0.03, 0.1, 0.2, 0.35, 0.5)
-NO_MISREADS = 0.6
 # Readings after which a search that estimates the rates gives its likeliest answer.
 PATIENCE = 60
 # So many readings, all of one state, overrule the assumption that the state changes once.
@@ -128,7 +126,7 @@ class Search:
         early, late = (bad, good) if find_fix else (good, bad)
         self.old, self.new = (Outcome.BAD, Outcome.GOOD) if find_fix else (Outcome.GOOD, Outcome.BAD)
         self.first, self.last = self.candidates.index(early), self.candidates.index(late)
-        self._noises = _noises(*((false_good, false_bad) if find_fix else (false_bad, false_good)))
+        self._noises = noises(*((false_good, false_bad) if find_fix else (false_bad, false_good)))
         self._tally = {outcome: Counter[int]() for outcome in Outcome}
         self._aside: set[int] = set()
         self._belief: _Belief | None = None
@@ -226,7 +224,7 @@ class Search:
             if i not in earlier
         )
         readings = self._readings()
-        if _tail(misreads, readings, max(max(pair) for pair, _ in self._noises)) < UNRELIABLE:
+        if tail(misreads, readings, max(max(pair) for pair, _ in self._noises)) < UNRELIABLE:
             label = self.candidates[suspects[-1]]
             return self._failed(
                 f"{misreads} of {readings} readings contradict {label}: the probe is noisier than stated"
@@ -439,17 +437,6 @@ class _Belief:
         ]
 
 
-def _noises(false_new: float | None, false_old: float | None) -> list[tuple[tuple[float, float], float]]:
-    """Pairs of misread rates with the prior probability of each."""
-    new = RATES if false_new is None else (false_new,)
-    old = RATES if false_old is None else (false_old,)
-    pairs = [(a, b) for a in new for b in old]
-    if len(pairs) == 1:
-        return [(pairs[0], 1.0)]
-    noisy = (1 - NO_MISREADS) / (len(pairs) - 1)
-    return [(pair, noisy if i else NO_MISREADS) for i, pair in enumerate(pairs)]
-
-
 def _log_joint(
     prior: Sequence[float],
     counts: Sequence[tuple[int, int]],
@@ -459,37 +446,12 @@ def _log_joint(
 ) -> list[float]:
     """Of each hypothesis, with the readings (new, old) of each candidate, under one pair of misread rates."""
     # Most candidates have no reading: one term for all of them.
-    old_terms = {c: _times_log(c[0], false_new) + _times_log(c[1], 1 - false_new) for c in set(counts)}
-    new_terms = {c: _times_log(c[0], 1 - false_old) + _times_log(c[1], false_old) for c in set(counts)}
+    old_terms = {c: times_log(c[0], false_new) + times_log(c[1], 1 - false_new) for c in set(counts)}
+    new_terms = {c: times_log(c[0], 1 - false_old) + times_log(c[1], false_old) for c in set(counts)}
     as_old, as_new = [old_terms[c] for c in counts], [new_terms[c] for c in counts]
     before = accumulate(as_old, initial=0.0)
     after = reversed(list(accumulate(reversed(as_new), initial=0.0)))
     return [p + math.log(weight) + a + b for p, a, b in zip(prior, before, after)]
-
-
-def capacity(false_new: float, false_old: float) -> float:
-    """Bits that the best probe tells: the capacity of the binary asymmetric channel."""
-    clear = 1 - false_new - false_old
-    tilt = (entropy(false_new) - entropy(false_old)) / clear
-    lost = ((1 - false_old) * entropy(false_new) - false_new * entropy(false_old)) / clear
-    return math.log2(1 + 2**tilt) - lost
-
-
-def entropy(p: float) -> float:
-    """Bits of a coin that falls one way with probability p."""
-    return -p * math.log2(p) - (1 - p) * math.log2(1 - p) if 0 < p < 1 else 0.0
-
-
-def _times_log(count: int, p: float) -> float:
-    """count * log(p), where none of an impossible thing is no evidence."""
-    if not count:
-        return 0.0
-    return count * math.log(p) if p > 0 else -math.inf
-
-
-def _tail(count: int, trials: int, p: float) -> float:
-    """Probability of at least `count` in so many trials."""
-    return math.fsum(math.comb(trials, k) * p**k * (1 - p) ** (trials - k) for k in range(count, trials + 1))
 
 
 def _check(candidates: Sequence[str], good: str, bad: str, find_fix: bool) -> None:
