@@ -1,56 +1,27 @@
-"""The suite's part of a lane run; bumpgate/plugin has its options. A refusal is one line and exit code 4."""
+"""This repository's part of a lane run; bumpgate/plugin has the rest."""
 
 from __future__ import annotations
 
-import os
-import sys
+from pathlib import Path
 
 import pytest
 
-from bumpgate.baseline import BaselineError
-from bumpgate.plugin import chosen_lane
-from suites.support import rows
-from suites.support.environment import cache_fault, prepare_environment
-from suites.support.lanes import detect
-from suites.support.session import LaneSession, Selection
+from bumpgate.plugin import chosen_lane, named_lanes
+from suites.support.environment import prepare_environment
 
 
-@pytest.hookimpl(trylast=True)  # after the plugins that declare markers
 def pytest_configure(config: pytest.Config) -> None:
+    """Before the plugin looks for the lane's device, which imports torch."""
     if not config.pluginmanager.hasplugin("bumpgate.plugin"):
         raise pytest.UsageError(
             "bumpgate.plugin is not loaded: leave out -p no:bumpgate.plugin and -o addopts"
         )
-    if sys.flags.optimize:
-        raise pytest.UsageError(
-            "PYTHONOPTIMIZE or -O removes the checks that are assert statements: leave it out"
-        )
-    lane = chosen_lane(config)
-    prepare_environment(lane)
-    selection = Selection(config, lane)
-    _register(config, selection, "bumpgate-selection")
-    _register(config, rows, "bumpgate-rows")
-    if hasattr(config, "workerinput"):
-        return  # the controller has checked everything once
-    fault = cache_fault() or (detect(lane) if lane else None)
-    if fault:
-        raise pytest.UsageError(fault)
-    if config.option.gate and config.option.collectonly:
-        raise pytest.UsageError("--collect-only measures nothing: leave it out, or leave out --gate")
-    if config.option.gate:
-        os.environ["BUMPGATE_GATE"] = "1"  # nothing that a gate starts may rewrite a baseline
-    if lane and not config.option.collectonly:
-        try:
-            baseline = rows.lane_baseline(rows.baseline_path(config, lane), lane)
-        except BaselineError as error:
-            raise pytest.UsageError(str(error)) from None
-        _register(config, LaneSession(config, baseline, selection), "bumpgate-session")
+    prepare_environment(next(iter(named_lanes(config)), None))
 
 
-def _register(config: pytest.Config, plugin: object, name: str) -> None:
-    """Raises UsageError if -p blocks the plugin, without which a lane judges nothing."""
-    if config.pluginmanager.register(plugin, name) is None:
-        raise pytest.UsageError(f"-p no:{name}: a lane run needs this plugin: leave the option out")
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A lane has no tests in suites/self, and each of its workers would import them all."""
+    return True if named_lanes(config) and collection_path == config.rootpath / "suites" / "self" else None
 
 
 @pytest.hookimpl(optionalhook=True)

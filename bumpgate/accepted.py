@@ -15,7 +15,8 @@ from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from bumpgate.baseline import LANES, Baseline, BaselineError, Failed, judge, violation
+from bumpgate import lanes
+from bumpgate.baseline import Baseline, BaselineError, Failed, judge, violation
 from bumpgate.rows import ROW_ID, Judgement, Row, Value, Verdict, is_finite, is_number, one_line
 
 if sys.version_info >= (3, 11):
@@ -85,9 +86,10 @@ def load(path: Path) -> tuple[Acceptance, ...]:
     entries = raw.get("accepted", [])
     if raw.keys() - {"accepted"} or not isinstance(entries, list):
         raise BaselineError(f"{name}: holds [[accepted]] entries and nothing else; {restore}")
+    known = lanes.known(path)
     found: dict[tuple[str, str, str], Acceptance] = {}
     for number, entry in enumerate(entries, 1):
-        fault = _fault(entry)
+        fault = _fault(entry, known)
         made = None if fault else Acceptance(**{"value": None} | entry)
         if made and made.key in found:
             fault = f"{made.row} {made.measured} of lane {made.lane} stands there twice"
@@ -179,13 +181,13 @@ def _state(a: Acceptance, j: Judgement | None, baseline: Baseline, day: date) ->
     return f"accepted by {a.owner}, but measured {j.row.value!r} ({j.label}); {remove}"
 
 
-def _fault(raw: Any) -> str | None:
-    """What is wrong with one entry; None where nothing is."""
+def _fault(raw: Any, known: Sequence[str]) -> str | None:
+    """What is wrong with one entry; None where nothing is. known: the lanes that are declared, () where none is."""
     names = {"lane", "row", "owner", "reason", "since", "expires"}
     if not isinstance(raw, dict) or raw.keys() not in (names | {"value"}, names | {"ratio"}):
         return f"an entry has the fields {', '.join(sorted(names))}, and value or ratio"
-    if raw["lane"] not in LANES:
-        return f"lane must be one of {', '.join(LANES)}, got {raw['lane']!r}"
+    if known and raw["lane"] not in known:
+        return f"lane must be one of {', '.join(known)}, got {raw['lane']!r}"
     if not isinstance(raw["row"], str) or not ROW_ID.fullmatch(raw["row"]):
         return f"row must read suite/case/metric, got {raw['row']!r}"
     for name in ("owner", "reason"):

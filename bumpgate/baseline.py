@@ -29,8 +29,6 @@ from bumpgate.rows import (
     write_atomic,
 )
 
-LANES = ("cpu", "h200", "v6e")
-
 # Under another one of these a per-build value (a hash of generated code) differs for a good reason.
 BUILD = ("torch", "triton")
 # Two timed numbers compare where the class of the host is equal, and their rows' work (Row.work).
@@ -86,9 +84,9 @@ class Baseline:
 def find_root(start: Path) -> Path:
     """The repository that holds `start`. Raises BaselineError outside of one."""
     for directory in (start, *start.parents):
-        if (directory / "pyproject.toml").is_file():
+        if (directory / "pyproject.toml").is_file() or (directory / "bumpgate.toml").is_file():
             return directory
-    raise BaselineError("no pyproject.toml here or above: run inside the repository")
+    raise BaselineError("no pyproject.toml or bumpgate.toml here or above: run inside the repository")
 
 
 def load(path: Path, lane: str, *, missing_ok: bool = False) -> Baseline:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from bumpgate import accept, rebaseline
+from bumpgate import accept, init, rebaseline
 from bumpgate.adopt import command as adopt
 from bumpgate.bisect import command as bisect
 from bumpgate.doctor import command as doctor
@@ -24,6 +24,7 @@ from bumpgate.rows import BumpgateError
 from bumpgate.wheels import command as wheels
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command("init")(init.command)
 app.command("gate")(gate.command)
 app.command("adopt")(adopt.command)
 app.command("rebaseline")(rebaseline.command)

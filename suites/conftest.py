@@ -1,4 +1,4 @@
-"""Fixtures of every lane test: proved instruments, and a machine to itself."""
+"""Fixtures of every lane test of this repository, on top of the plugin's."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from suites.support.duet import partner
-from suites.support.lanes import lane_of
+from bumpgate.plugin import lane_of
+from bumpgate.plugin.rows import MACHINE_STATE, baseline_path, lane_baseline, report_canaries
 from suites.support.planted import tell
-from suites.support.rows import MACHINE_STATE, baseline_path, lane_baseline, report_canaries
 from suites.support.scheduling import turn
-
-
-def pytest_configure() -> None:
-    """One side of a paired session takes its cores before anything makes a thread pool as wide as the machine."""
-    partner()
 
 
 @pytest.hookimpl(trylast=True)  # behind pytest's own, which sorts by the parameters of the session's fixtures
@@ -51,26 +45,9 @@ def planted_faults(request: pytest.FixtureRequest, record_property: Callable[[st
         tell(record_property, *mark.args)
 
 
-@pytest.fixture(autouse=True)
-def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A lane test shares the machine with others; one that asks for `exclusive_machine` waits until it has it alone.
-
-    Of the two sides of a paired session the one that leads has it for both. On a GPU those that wait for it are all in
-    one worker, which lets the others go first.
-    """
-    duet, lane = partner(), lane_of(request.node)
-    if lane is None or (duet and not duet.leads):
-        yield
-        return
-    from suites.support.timing import machine
-
-    with machine(exclusive="exclusive_machine" in request.fixturenames, patient=lane == "h200"):
-        yield
-
-
 @pytest.fixture
-def exclusive_machine(request: pytest.FixtureRequest, machine_share: None) -> Iterator[None]:
-    """Asked for by timed tests: nothing else of ours runs while they do, and on a GPU nobody else's.
+def exclusive_machine(request: pytest.FixtureRequest, exclusive_machine: None) -> Iterator[None]:
+    """The plugin's, and on an H200 no other process may use the GPU.
 
     There each row of a cost or a gain carries the GPU's state, and is INFRA in one that spoils times.
     """

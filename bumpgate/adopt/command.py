@@ -16,12 +16,12 @@ from typing import Annotated
 import typer
 from packaging.utils import canonicalize_name
 
-from bumpgate import accepted
+from bumpgate import accepted, lanes
 from bumpgate.adopt import log
 from bumpgate.adopt.files import AdoptionError, Edit, diff, digest, read, recover, replace_all
 from bumpgate.adopt.log import Adoption, Reviewed
 from bumpgate.adopt.plan import moved_baseline, moved_extra
-from bumpgate.baseline import LANES, file_text, find_root, load
+from bumpgate.baseline import file_text, find_root, load
 from bumpgate.environments.freeze import changes, fill_store, lock_of, moved_row
 from bumpgate.environments.locks import Lock, Wheel, lane_lock, lock_text, read_lock
 from bumpgate.environments.manifest import ManifestError
@@ -117,8 +117,8 @@ def _gate(path: Path, root: Path) -> tuple[GateFile, Binding]:
     if found.decision is Decision.UNKNOWN:
         gaps = sum(f.decision is Decision.UNKNOWN for f in found.findings)
         raise AdoptionError(f"{path}: UNKNOWN, with {gaps} gaps in the evidence: close them and gate again")
-    if found.lane not in LANES:
-        raise AdoptionError(f"{path}: unknown lane {found.lane!r}; lanes: {', '.join(LANES)}")
+    if found.lane not in (known := lanes.load(root)):
+        raise AdoptionError(f"{path}: unknown lane {found.lane!r}; lanes: {', '.join(known)}")
     record = found.bad.record
     selection = found.asked.get("selection")
     if selection or record is None or not record.complete or not record.provenance.get("full_run"):

@@ -17,7 +17,8 @@ import typer
 from packaging.utils import canonicalize_name
 from rich.console import Console
 
-from bumpgate.baseline import LANES, find_root, tier
+from bumpgate import lanes
+from bumpgate.baseline import find_root, tier
 from bumpgate.bisect.answer import Answer, Watcher, answer, closing_text, text, write_json
 from bumpgate.bisect.bisection import Bench, Bisection, MachineError
 from bumpgate.bisect.candidates import Range, between, wants_prereleases
@@ -88,9 +89,7 @@ def command(
     good: Annotated[str, typer.Option(help="A good version, or the date of a good nightly (2026-10-01).")],
     bad: Annotated[str, typer.Option(help="A bad version or date; later, unless --find-fix.")],
     selection: Annotated[list[str] | None, typer.Argument(help="After --: what pytest runs.")] = None,
-    lane: Annotated[
-        str, typer.Option(help=f"One of {', '.join(LANES)}; its set stands around the package.")
-    ] = "",
+    lane: Annotated[str, typer.Option(help="A declared lane; its set is installed around the package.")] = "",
     package: Annotated[str, typer.Option(help="torch, triton, or any package of the set.")] = "torch",
     test: Annotated[
         str,
@@ -252,8 +251,9 @@ def _again(asked: Question, out: Path, flags: Sequence[str]) -> str:
 
 def _check(asked: Question) -> Path | None:
     """The source tree, where the bisect needs one."""
-    if asked.lane and asked.lane not in LANES:
-        raise BisectError(f"unknown lane {asked.lane!r}; lanes: {', '.join(LANES)}")
+    root = find_root(Path.cwd()) if asked.lane else None
+    if root:
+        lanes.require(root, asked.lane)
     if asked.command and asked.selection:
         raise BisectError("--command and a pytest selection: name one of them")
     if not asked.command and not (asked.lane and asked.selection):
@@ -262,7 +262,7 @@ def _check(asked: Question) -> Path | None:
         )
     if asked.timeout is not None and asked.timeout <= 0:
         raise BisectError(f"--timeout {asked.timeout:g}: a probe needs more time than none")
-    return find_root(Path.cwd()) if asked.lane else None
+    return root
 
 
 def _range(asked: Question, root: Path | None) -> Range:

@@ -16,17 +16,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bumpgate.baseline import LANES, find_root
+from bumpgate import lanes
+from bumpgate.baseline import find_root
 from bumpgate.doctor.examination import examine, healthy, make_site
 from bumpgate.doctor.findings import Finding, Site, Status
-from bumpgate.rows import BumpgateError
 
 SCHEMA = 1
 STYLE = {Status.OK: "green", Status.WARNING: "yellow", Status.DEFECT: "bold red", Status.NOT_RUN: "dim"}
 
 
 def command(
-    lane: Annotated[str, typer.Option(help=f"One of {', '.join(LANES)}.")] = "cpu",
+    lane: Annotated[str, typer.Option(help="A declared lane.")] = "cpu",
     python: Annotated[
         Path | None, typer.Option(help="The interpreter to examine; by default this one.")
     ] = None,
@@ -36,9 +36,9 @@ def command(
 
     Exit codes: 0 healthy (a warning is no defect), 1 a defect, 4 bad input.
     """
-    if lane not in LANES:
-        raise BumpgateError(f"unknown lane {lane!r}; lanes: {', '.join(LANES)}")
-    site = make_site(find_root(Path.cwd()), lane, python or Path(sys.executable), os.environ)
+    root = find_root(Path.cwd())
+    lanes.require(root, lane)
+    site = make_site(root, lane, python or Path(sys.executable), os.environ)
     findings = examine(site)
     if as_json:
         typer.echo(json.dumps(document(site, findings), indent=1))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 
+from bumpgate import lanes
 from bumpgate.doctor import abi
 from bumpgate.doctor.findings import Check, Defect, NotRun, Part, Site
-from bumpgate.doctor.version_checks import DEVICE_LANES, REBUILD
+from bumpgate.doctor.version_checks import REBUILD
 from bumpgate.environments.interpreter import ChildFault
 from bumpgate.rows import one_line
 
@@ -27,8 +28,8 @@ def read(name):
 print(json.dumps({name: read(name) for name in sys.argv[1:]}))
 """
 DEVICE = (
-    "import dataclasses, json, sys; from suites.support.lanes import find; "
-    "print(json.dumps(dataclasses.asdict(find(sys.argv[1]))))"
+    "import dataclasses, json, pathlib, sys; from bumpgate import lanes; from bumpgate.plugin.devices import find; "
+    "print(json.dumps(dataclasses.asdict(find(lanes.require(pathlib.Path.cwd(), sys.argv[1])))))"
 )
 Found = Iterator[Defect | NotRun | str]
 
@@ -116,7 +117,7 @@ def device(site: Site) -> Found:
 def kernel_wheels_run(site: Site) -> Found:
     """BG402: each installed kernel wheel computes what its reference does, on shapes of the model."""
     installed = {n: s for n, s in site.manifest.smoke.items() if site.inventory.installed(n)}
-    reachable = {"cpu", DEVICE_LANES.get(site.lane, "cpu")}
+    reachable = {"cpu", lanes.require(site.root, site.lane).device}
     for name, smoke in installed.items():
         if smoke.device not in reachable:
             yield NotRun(f"{name}: needs {smoke.device}, which lane {site.lane} does not have")

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from bumpgate import lanes
 from bumpgate.doctor import abi
 from bumpgate.doctor.findings import Check, Defect, NotRun, Part, Site
 from bumpgate.environments.interpreter import ChildFault, run
@@ -27,7 +28,6 @@ else:
 
 DRIVER_SECONDS = 60
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-DEVICE_LANES = {"h200": "cuda"}
 # From source, against the torch that is there.
 REBUILD = "pip install --no-build-isolation --no-binary :all: --force-reinstall --no-deps {}"
 Found = Iterator[Defect | NotRun | str]
@@ -158,7 +158,7 @@ def cuda_build(site: Site) -> Found:
 
 def driver(site: Site) -> Found:
     """BG210: a lane with a GPU has a driver, new enough for torch's CUDA and for the lane's row."""
-    if site.lane not in DEVICE_LANES:
+    if lanes.require(site.root, site.lane).device != "cuda":
         yield "the lane needs none"
         return
     cuda, found = _cuda(site.inventory), driver_version(site.given, site.root)

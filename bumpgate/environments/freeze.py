@@ -20,7 +20,8 @@ from packaging.tags import Tag
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
-from bumpgate.baseline import LANES, find_root
+from bumpgate import lanes as declared
+from bumpgate.baseline import find_root
 from bumpgate.environments import store
 from bumpgate.environments.build import resolve
 from bumpgate.environments.locks import (
@@ -41,9 +42,7 @@ from bumpgate.rows import BumpgateError, one_line, write_atomic
 
 
 def command(
-    lane: Annotated[
-        str, typer.Option(help=f"One of {', '.join(LANES)}; by default every lane with a lock.")
-    ] = "",
+    lane: Annotated[str, typer.Option(help="A declared lane; by default every lane with a lock.")] = "",
     candidate: Annotated[str, typer.Option(help="Adopt this too: torch==2.14.0, or a wheel file.")] = "",
     upgrade: Annotated[
         bool, typer.Option("--upgrade", help="Take the newest of everything that no pin holds.")
@@ -60,11 +59,14 @@ def command(
     Exit codes: 0 done, 4 bad input or a set that cannot be installed, 125 the index or the machine failed.
     """
     root = find_root(Path.cwd())
-    lanes = [lane] if lane else [name for name in LANES if lane_lock(root, name).exists()]
+    known = declared.load(root)
+    lanes = [lane] if lane else [name for name in known if lane_lock(root, name).exists()]
     if not lanes:
-        raise BumpgateError(f"no lane has a lock yet; name one: bumpgate freeze --lane {LANES[0]}")
-    if lane and lane not in LANES:
-        raise BumpgateError(f"unknown lane {lane!r}; lanes: {', '.join(LANES)}")
+        raise BumpgateError(
+            f"no lane has a lock; name one: bumpgate freeze --lane {next(iter(known), 'LANE')}"
+        )
+    if lane:
+        declared.choose(known, lane)
     for name in lanes:
         old = read_lock(lane_lock(root, name)).versions if lane_lock(root, name).exists() else {}
         lock = freeze(root, name, candidate, upgrade=upgrade, index=index, find_links=tuple(find_links or ()))

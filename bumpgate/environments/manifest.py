@@ -17,7 +17,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from bumpgate.baseline import LANES
+from bumpgate import lanes as declared
 from bumpgate.environments.inventory import Distribution, Inventory
 from bumpgate.rows import BumpgateError
 
@@ -210,13 +210,13 @@ def load(path: Path) -> Manifest:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ManifestError(f"{path.name}: not TOML ({error}); restore it: git checkout wheels") from None
-    reader = _Reader(path.name)
+    reader = _Reader(path.name, declared.known(path))
     reader.table(raw, "", {"schema": int, "environment": dict}, {"smoke": dict})
     if raw["schema"] != SCHEMA:
         raise ManifestError(f"{path.name}: schema {raw['schema']}, this bumpgate reads {SCHEMA}")
     rows = tuple(reader.environment(name, row) for name, row in raw["environment"].items())
     lanes = [row.lane for row in rows if row.status == "adopted"]
-    for lane in LANES:
+    for lane in dict.fromkeys(lanes):
         if lanes.count(lane) > 1:
             raise ManifestError(f"{path.name}: two adopted environments of lane {lane!r}")
     smoke = {str(canonicalize_name(name)): reader.smoke(name, s) for name, s in raw.get("smoke", {}).items()}
@@ -226,8 +226,8 @@ def load(path: Path) -> Manifest:
 class _Reader:
     """Turns tables into records; every fault is a ManifestError that begins with file, row and field."""
 
-    def __init__(self, file: str) -> None:
-        self.file = file
+    def __init__(self, file: str, lanes: tuple[str, ...]) -> None:
+        self.file, self.lanes = file, lanes
 
     def fail(self, where: str, fault: str) -> ManifestError:
         return ManifestError(f"{self.file}: {where + ': ' if where else ''}{fault}")
@@ -263,8 +263,8 @@ class _Reader:
         self.table(raw, name, texts, {"driver": str, "packages": dict, "wheels": dict})
         if raw["status"] not in STATUS:
             raise self.fail(name, f"status must be one of {', '.join(STATUS)}, got {raw['status']!r}")
-        if raw["lane"] not in LANES:
-            raise self.fail(name, f"unknown lane {raw['lane']!r}; lanes: {', '.join(LANES)}")
+        if self.lanes and raw["lane"] not in self.lanes:
+            raise self.fail(name, f"unknown lane {raw['lane']!r}; lanes: {', '.join(self.lanes)}")
         row = Environment(
             name=name,
             status=raw["status"],

@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
+from bumpgate import lanes
 from bumpgate.environments.locks import lane_lock, read_lock
 from bumpgate.environments.manifest import Environment, load
 from bumpgate.environments.store import find
@@ -30,11 +31,19 @@ else:
 
 SCHEMA = 1
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
-# PyPI's torch wheel brings CUDA, which a lane without it leaves out; its libraries are replaced by stubs.
-OVERRIDES = {"v6e": Path("xla/overrides.txt")}
-SCRIPTS = {"v6e": Path("xla/make_cuda_stubs.py")}
+# Completes an environment whose overrides left libraries out.
+SCRIPTS = {"v6e": "xla/make_cuda_stubs.py"}
 # Packages of a lane that are built against one minor release of each other, which their metadata does not state.
 PAIRS = {"v6e": ("torch", "torch-xla")}
+# What the pytest plugin and a gate's command lines import in an environment without bumpgate.
+OF_PLUGIN = {
+    "packaging": ">=24.2",
+    "psutil": ">=6.0",
+    "pytest": ">=8.3",
+    "pytest-xdist": ">=3.6",
+    "rich": ">=13.7",
+    **({"tomli": ">=2.0"} if sys.version_info < (3, 11) else {}),
+}
 # Packages that torch itself requires in one version: they follow the torch of a candidate.
 OF_TORCH = ("triton",)
 
@@ -155,17 +164,46 @@ def _exact(requirement: Requirement) -> str | None:
 
 
 def lane_requirements(root: Path, lane: str) -> tuple[str, ...]:
-    """What the lane needs: its extra in pyproject.toml, and what its adopted row in wheels/manifest.toml pins beside.
+    """What the lane needs: its requirements file, or its extra in pyproject.toml with what its adopted row in
+    wheels/manifest.toml pins too; for another repository than bumpgate's own also what the pytest plugin imports.
 
-    Every `bumpgate[...]` in the extra is unfolded; bumpgate itself is left out.
+    An extra's references to its own project are unfolded. bumpgate is left out: a lane run imports the controller's.
     """
+    declared = lanes.require(root, lane)
+    if declared.requirements:
+        texts = _file_requirements(root, declared.requirements)
+    else:
+        texts = _extra_requirements(root, declared.extra or lane)
+    texts = [text for text in texts if canonicalize_name(Requirement(text).name) != "bumpgate"]
+    named = {canonicalize_name(Requirement(text).name) for text in texts}
+    pinned = _row_pins(root, lane) | (OF_PLUGIN if lanes.is_foreign(root) else {})
+    return (*texts, *(f"{name}{wanted}" for name, wanted in pinned.items() if name not in named))
+
+
+def _file_requirements(root: Path, name: str) -> list[str]:
+    try:
+        lines = (root / name).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BumpgateError(
+            f"{name}: cannot be read ({getattr(error, 'strerror', None) or 'not text'})"
+        ) from None
+    texts = [text for line in lines if (text := re.sub(r"(^|\s)#.*", "", line).strip())]
+    for text in texts:
+        try:
+            Requirement(text)
+        except InvalidRequirement:
+            raise BumpgateError(f"{name}: {text!r} is not a requirement such as torch==2.13.0") from None
+    return texts
+
+
+def _extra_requirements(root: Path, lane: str) -> list[str]:
     try:
         project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         extras = project["optional-dependencies"]
     except (OSError, ValueError, KeyError) as error:
-        raise BumpgateError(f"pyproject.toml names no lanes ({one_line(error, 80)})") from None
+        raise BumpgateError(f"pyproject.toml has no extra {lane!r} ({one_line(error, 80)})") from None
     if lane not in extras:
-        raise BumpgateError(f"no lane {lane!r} in pyproject.toml; extras: {', '.join(sorted(extras))}")
+        raise BumpgateError(f"no extra {lane!r} in pyproject.toml; extras: {', '.join(sorted(extras))}")
 
     def unfold(extra: str) -> Iterator[str]:
         for text in extras[extra]:
@@ -176,10 +214,7 @@ def lane_requirements(root: Path, lane: str) -> tuple[str, ...]:
             else:
                 yield text
 
-    texts = list(dict.fromkeys(unfold(lane)))
-    named = {canonicalize_name(Requirement(text).name) for text in texts}
-    pinned = _row_pins(root, lane)
-    return (*texts, *(f"{name}{wanted}" for name, wanted in pinned.items() if name not in named))
+    return list(dict.fromkeys(unfold(lane)))
 
 
 def _row(root: Path, lane: str) -> Environment | None:
@@ -219,16 +254,16 @@ def lane_python(root: Path, lane: str) -> str:
 
 def lane_overrides(root: Path, lane: str) -> Path | None:
     """The lane's file of uv overrides, where it has one."""
-    return _lane_file(root, lane, OVERRIDES)
+    return _existing(root, lanes.require(root, lane).overrides)
 
 
 def lane_script(root: Path, lane: str) -> Path | None:
     """The program that completes an environment of the lane, where it has one."""
-    return _lane_file(root, lane, SCRIPTS)
+    return _existing(root, SCRIPTS.get(lane, ""))
 
 
-def _lane_file(root: Path, lane: str, files: Mapping[str, Path]) -> Path | None:
-    path = root / files[lane] if lane in files else None
+def _existing(root: Path, name: str) -> Path | None:
+    path = root / name if name else None
     return path if path is not None and path.exists() else None
 
 

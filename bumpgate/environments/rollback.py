@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from bumpgate import lanes
 from bumpgate.accepted import today
 from bumpgate.adopt import log
 from bumpgate.adopt.command import one_at_a_time
 from bumpgate.adopt.files import interrupted, recover
-from bumpgate.baseline import LANES, find_root
+from bumpgate.baseline import find_root
 from bumpgate.environments import store
 from bumpgate.environments.build import Environment, build, discard, release
 from bumpgate.environments.locks import Lock, lane_lock, read_lock
@@ -28,7 +29,7 @@ SMOKE_SECONDS = 1800
 
 
 def command(
-    lane: Annotated[str, typer.Argument(help=f"One of {', '.join(LANES)}.")],
+    lane: Annotated[str, typer.Argument(help="A declared lane.")],
     lock: Annotated[
         Path | None, typer.Option(help="Another lock than the lane's, e.g. an older one.")
     ] = None,
@@ -46,8 +47,7 @@ def command(
     machine failed.
     """
     root = find_root(Path.cwd())
-    if lane not in LANES:
-        raise BumpgateError(f"unknown lane {lane!r}; lanes: {', '.join(LANES)}")
+    lanes.require(root, lane)
     if adoption and lock:
         raise BumpgateError("--adoption restores the lane's own lock: leave out --lock")
     if adoption:

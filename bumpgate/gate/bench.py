@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
-from bumpgate import accept, accepted
+from bumpgate import accept, accepted, lanes
 from bumpgate.environments.freeze import changes
 from bumpgate.gate import drift
 from bumpgate.gate.binding import SHOWN, Binding
@@ -35,7 +35,6 @@ from bumpgate.rows import Record, Verdict, one_line, read_record, write_record
 from bumpgate.table import summary
 
 TITLES = {"good": "adopted", "bad": "candidate", "anchor": "anchor"}
-CANARIES = "suites/canaries"
 # Rounds that a timed test keeps in a process. Enough for a median: what is left is a bias of the process.
 ROUNDS = 15
 # xdist's own variable: the workers of `-n auto`.
@@ -141,12 +140,14 @@ class Bench:
 
     def canaries(self, names: Sequence[str]) -> None:
         """Runs the canaries in these environments and keeps, of each, why it failed."""
-        if not (self.root / CANARIES).is_dir():
+        folder = lanes.require(self.root, self.gate.asked.lane).canaries
+        if not folder or not (self.root / folder).is_dir():
+            # A lane without a folder: what a row's instrument reads is proved in the row's own process.
+            reason = f"no {folder} in this tree, so no instrument is proved"
             for name in names:
-                reason = f"no {CANARIES} in this tree, so no instrument is proved"
-                self.gate.sides[name].canaries = {"canaries": reason}
+                self.gate.sides[name].canaries = {"canaries": reason} if folder else {}
             return
-        runs = self._run(names, "canaries", [CANARIES], "canaries-{}.json")
+        runs = self._run(names, "canaries", [folder], "canaries-{}.json")
         for name, run in runs.items():
             self.gate.sides[name].canaries = self._failed_canaries(name, run)
 
@@ -257,7 +258,7 @@ class Bench:
 
     def _groups(self, names: Sequence[str]) -> list[list[str]]:
         """The sides that run at once: all of them on a CPU, one at a time on a device that they share."""
-        if self.gate.asked.lane == "cpu" and names:
+        if lanes.require(self.root, self.gate.asked.lane).device == "cpu" and names:
             return [list(names)]
         return [[name] for name in names]
 
@@ -346,7 +347,7 @@ class Bench:
 
     def _session(self, sessions: Sessions, other: str, tests: int) -> None:
         """Both at once where each can have cores of its own; one GPU is for one process after the other."""
-        if self.gate.asked.lane == "cpu" and shares():
+        if lanes.require(self.root, self.gate.asked.lane).device == "cpu" and shares():
             sessions.run_duet(lambda nodes, flip: self._timed_pair(other, nodes, flip, sessions.cache), tests)
         else:
             sessions.run_one(

@@ -21,9 +21,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from bumpgate import accepted
+from bumpgate import accepted, lanes
 from bumpgate.adopt.files import interrupted
-from bumpgate.baseline import LANES, find_root
+from bumpgate.baseline import find_root
 from bumpgate.environments import compiled, reference
 from bumpgate.environments.build import BuildError, build, lane_request
 from bumpgate.environments.freeze import changes
@@ -48,7 +48,7 @@ INTERRUPTED = 130
 
 
 def command(
-    lane: Annotated[str, typer.Option(help=f"One of {', '.join(LANES)}.")],
+    lane: Annotated[str, typer.Option(help="A declared lane.")],
     candidate: Annotated[str, typer.Option(help="What is judged: 'torch==2.14.0', or a wheel file.")] = "",
     adopted: Annotated[
         str, typer.Option(help="Instead of the lane's adopted set: that set with this in it.")
@@ -96,7 +96,7 @@ def command(
     view = View(Console(stderr=True))
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with _device(lane, view):
+        with _device(lanes.require(root, lane).device, view):
             now = bind(root, place)
             gate = _begin(asked, place, resume, now)
             places = _places(asked, view, root, {"index": index, "find_links": tuple(find_links or ())})
@@ -149,8 +149,7 @@ def _refuse(asked: Asked, root: Path) -> None:
         raise BumpgateError(
             f"an adoption was cut short here: restore with: bumpgate rollback {asked.lane} --adoption"
         )
-    if asked.lane not in LANES:
-        raise BumpgateError(f"unknown lane {asked.lane!r}; lanes: {', '.join(LANES)}")
+    lanes.require(root, asked.lane)
     if bool(asked.candidate) == bool(asked.python_bad):
         raise BumpgateError("name the candidate: --candidate 'torch==X', or --python-bad PATH")
     for name in ("adopted", "anchor"):
@@ -266,9 +265,9 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
 
 
 @contextmanager
-def _device(lane: str, view: View) -> Iterator[None]:
+def _device(kind: str, view: View) -> Iterator[None]:
     """One gate a device: two would time each other. The second waits; a killed one leaves no lock behind."""
-    device = {"cpu": "cpu", "h200": f"cuda-{os.environ.get('CUDA_VISIBLE_DEVICES', '0')}", "v6e": "tpu"}[lane]
+    device = {"cuda": f"cuda-{os.environ.get('CUDA_VISIBLE_DEVICES', '0')}", "xla": "tpu"}.get(kind, kind)
     path = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gate-{_slug(device)}"
     with path.open("a+") as lock:
         try:

@@ -1,4 +1,4 @@
-"""Both sides of a paired session at once, a share of the cores each (suites/support/duet.py is their end of it).
+"""Both sides of a paired session at once, a share of the cores each (bumpgate/plugin/duet.py is their end of it).
 
 A neighbour of a shared machine slows whatever runs while it is busy: within three minutes the CPU time of one
 training step wandered from 155 to 235 ms there, in two processes at the same time nearly alike. Run together they

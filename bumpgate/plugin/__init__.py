@@ -1,8 +1,9 @@
-"""The pytest plugin: the options and the lane of a run, known before any conftest is imported.
+"""The pytest plugin: the options, the lane of a run, and what a lane run registers.
 
 pyproject.toml loads it with `-p bumpgate.plugin`, and an installed bumpgate through an entry point of the same name,
 so that pytest registers it once. An option that a conftest defines is unknown while pytest looks for the conftest
-files: its value would count as a test path. Imports neither torch nor the suites.
+files: its value would count as a test path. Imports no torch, and the machinery of a lane only in a repository that
+declares lanes.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Generator
+import tempfile
+from collections.abc import Generator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from bumpgate.baseline import LANES
+from bumpgate.lanes import Lane, LaneError, how_to_declare, load
 from bumpgate.processes.host import cpu_workers
 
 # Each worker of the H200 lane holds a context and its last test's memory on the GPU. One waits for the others' end, to
@@ -24,6 +27,7 @@ MOST_GPU_WORKERS = 15
 SPARE_CORES = 1
 # Set by the lane's session once it has judged the run: whether it is green.
 GREEN = pytest.StashKey[bool]()
+LANES = pytest.StashKey[Mapping[str, Lane]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,6 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    from bumpgate.plugin import fixtures
+
+    _register(config, fixtures, "bumpgate-fixtures")
+    _register(config, _LaneRun(), "bumpgate-lane")
     record, given = config.option.record, config.invocation_params
     if not (record or config.option.launcher) or hasattr(config, "workerinput"):
         return
@@ -76,13 +84,86 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
     return code
 
 
+class _LaneRun:
+    """What a repository with lanes gets. A refusal is one line and exit code 4."""
+
+    @pytest.hookimpl(trylast=True)  # after the plugins that declare markers
+    def pytest_configure(self, config: pytest.Config) -> None:
+        if not lanes_of(config):
+            if config.option.gate:
+                raise pytest.UsageError(f"--gate: no lanes here; {how_to_declare('mine')}")
+            return
+        if sys.flags.optimize:
+            raise pytest.UsageError(
+                "PYTHONOPTIMIZE or -O removes the checks that are assert statements: leave it out"
+            )
+        from bumpgate.baseline import BaselineError
+        from bumpgate.plugin import rows, sharing
+        from bumpgate.plugin.devices import detect
+        from bumpgate.plugin.session import LaneSession, Selection
+
+        declared = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
+        for lane in lanes_of(config).values():
+            if lane.name not in declared:
+                config.addinivalue_line("markers", f"{lane.name}: a lane of bumpgate ({lane.device})")
+        name = chosen_lane(config)
+        selection = Selection(config, name)
+        _register(config, selection, "bumpgate-selection")
+        _register(config, rows, "bumpgate-rows")
+        if name:
+            _register(config, sharing, "bumpgate-sharing")
+        if hasattr(config, "workerinput"):
+            return  # the controller has checked everything once
+        fault = cache_fault() or (detect(lanes_of(config)[name]) if name else None)
+        if fault:
+            raise pytest.UsageError(fault)
+        if config.option.gate and config.option.noconftest:
+            raise pytest.UsageError(
+                "--noconftest leaves out how the repository prepares a lane: leave it out, or leave out --gate"
+            )
+        if config.option.gate and config.option.collectonly:
+            raise pytest.UsageError("--collect-only measures nothing: leave it out, or leave out --gate")
+        if config.option.gate:
+            os.environ["BUMPGATE_GATE"] = "1"  # nothing that a gate starts may rewrite a baseline
+        if name and not config.option.collectonly:
+            try:
+                baseline = rows.lane_baseline(rows.baseline_path(config, name), name)
+            except BaselineError as error:
+                raise pytest.UsageError(str(error)) from None
+            _register(config, LaneSession(config, baseline, selection), "bumpgate-session")
+
+
+def _register(config: pytest.Config, plugin: object, name: str) -> None:
+    """Raises UsageError if -p blocks the plugin, without which a lane judges nothing."""
+    if config.pluginmanager.register(plugin, name) is None:
+        raise pytest.UsageError(f"-p no:{name}: a lane run needs this plugin: leave the option out")
+
+
+def lanes_of(config: pytest.Config) -> Mapping[str, Lane]:
+    """The lanes that the repository declares, by name. Raises UsageError on a declaration that cannot be read."""
+    if LANES not in config.stash:
+        try:
+            config.stash[LANES] = load(config.rootpath)
+        except LaneError as error:
+            raise pytest.UsageError(str(error)) from None
+    return config.stash[LANES]
+
+
+def lane_of(item: pytest.Item) -> str | None:
+    """The lane whose marker an item carries."""
+    return next((name for name in lanes_of(item.config) if item.get_closest_marker(name)), None)
+
+
 def chosen_lane(config: pytest.Config) -> str | None:
     """The lane that -m selects. Raises UsageError on two lanes, or on a name that is not a marker."""
     known = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
     expression, unknown = config.option.markexpr, sorted(_names(config) - known)
     if unknown:
-        raise pytest.UsageError(f"-m {expression}: no marker {unknown[0]!r}; lanes: {', '.join(LANES)}")
-    chosen = _lanes(config)
+        raise pytest.UsageError(
+            f"-m {expression}: no marker {unknown[0]!r}; lanes: {', '.join(lanes_of(config))}; "
+            f"{how_to_declare(unknown[0])}"
+        )
+    chosen = named_lanes(config)
     if len(chosen) > 1:
         raise pytest.UsageError(f"-m {expression}: one lane a run, pick one of {', '.join(chosen)}")
     return chosen[0] if chosen else None
@@ -94,10 +175,10 @@ def _names(config: pytest.Config) -> set[str]:
     return set(re.findall(r"[\w:+\-.\[\]\\/]+", expression)) - {"and", "or", "not"}
 
 
-def _lanes(config: pytest.Config) -> list[str]:
+def named_lanes(config: pytest.Config) -> list[str]:
     """The lanes that -m names, without those that it excludes."""
     names, expression = _names(config), config.option.markexpr
-    return [lane for lane in LANES if lane in names and not re.search(rf"\bnot\s+{lane}\b", expression)]
+    return [n for n in lanes_of(config) if n in names and not re.search(rf"\bnot\s+{n}\b", expression)]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -108,9 +189,31 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     core that has memory for it, or what PYTEST_XDIST_AUTO_NUM_WORKERS says. None, which is xdist's own number,
     outside a lane.
     """
-    lanes = _lanes(config)
-    if lanes == ["h200"]:
+    devices = [lanes_of(config)[name].device for name in named_lanes(config)]
+    if devices == ["cuda"]:
         return max(1, min(MOST_GPU_WORKERS, (os.cpu_count() or 1) - SPARE_CORES))
-    if lanes == ["cpu"]:
+    if devices == ["cpu"]:
         return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else cpu_workers()
-    return 1 if lanes else None
+    return 1 if devices else None
+
+
+def cache_fault() -> str | None:
+    """Why a compile cache's folder cannot be used, in one line; it is made where it is missing.
+
+    A real write: mode bits do not hold for root.
+    """
+    faults = map(_folder_fault, ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"))
+    return next((fault for fault in faults if fault), None)
+
+
+def _folder_fault(variable: str) -> str | None:
+    name = os.environ.get(variable)
+    if not name:
+        return None
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=name) as probe:
+            probe.write(b"0")
+    except OSError as error:
+        return f"{variable}={name}: {error.strerror}; unset it or name a writable directory"
+    return None

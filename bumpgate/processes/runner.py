@@ -5,6 +5,7 @@ The source tree is on PYTHONPATH and bumpgate itself is not needed there: what c
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -15,7 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bumpgate import lanes
 from bumpgate.environments.interpreter import ChildFault, Interpreter
+from bumpgate.environments.store import home
 from bumpgate.processes import supervise
 from bumpgate.rows import BumpgateError, Record, one_line, read_record
 
@@ -24,7 +27,6 @@ IMPORT_SECONDS = 300
 # How long pytest may take to write its record after ctrl-C or a timeout, before it is killed.
 GRACE_SECONDS = 20
 POLL_SECONDS = 0.1
-MODULES = {"cpu": "torch", "h200": "torch", "v6e": "torch, torch_xla"}
 DESCRIBE = """
 import importlib.metadata, json
 import {modules}
@@ -62,7 +64,7 @@ class LaneRun:
 
 def installed(python: Path, root: Path, lane: str, environment: Mapping[str, str] = {}) -> Installed:
     """Imports torch there. One that does not import, crashes or hangs in it comes back with a `failure`."""
-    modules = MODULES[lane]
+    modules = "torch, torch_xla" if lanes.require(root, lane).device == "xla" else "torch"
     child = Interpreter(python, root, child_environment(python, root, environment))
     program = ("-X", "faulthandler", "-c", DESCRIBE.format(modules=modules))
     try:
@@ -122,7 +124,8 @@ class LaneCall:
 
     @property
     def child(self) -> Child:
-        flags = ["-m", self.lane, f"--record={self.record.resolve()}", *(["--gate"] if self.gate else [])]
+        flags = ["-p", "bumpgate.plugin"] if lanes.is_foreign(self.root) else []
+        flags += ["-m", self.lane, f"--record={self.record.resolve()}", *(["--gate"] if self.gate else [])]
         flags += ["--part"] if self.selection else []
         return Child(
             (str(self.python), "-X", "faulthandler", "-m", "pytest", *flags, *self.selection),
@@ -166,8 +169,20 @@ def child_environment(python: Path, root: Path | None, extra: Mapping[str, str] 
     ours = (*gate, "PYTEST_", "PYTHONHOME", "PYTHONOPTIMIZE", "PYTHONPATH", "VIRTUAL_ENV")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     path = os.pathsep.join([str(python.parent), clean.get("PATH", os.defpath)])
-    source = {} if root is None else {"PYTHONPATH": str(root)}
+    source = {} if root is None else {"PYTHONPATH": os.pathsep.join([str(root), *_ourselves(root)])}
     return clean | {"PATH": path} | source | dict(extra)
+
+
+def _ourselves(root: Path) -> list[str]:
+    """A folder with a link to this bumpgate and nothing else: the other interpreter has a site-packages of its own."""
+    if not lanes.is_foreign(root):
+        return []
+    package = Path(__file__).resolve().parents[1]
+    folder = home() / "import" / hashlib.sha256(str(package).encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        (folder / "bumpgate").symlink_to(package)
+    return [str(folder)]
 
 
 @dataclass(frozen=True)

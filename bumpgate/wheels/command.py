@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from bumpgate.baseline import LANES, find_root
+from bumpgate import lanes
+from bumpgate.baseline import find_root
 from bumpgate.environments.build import build, lane_request
 from bumpgate.environments.store import sha256_of
 from bumpgate.rows import BumpgateError
@@ -19,7 +20,7 @@ from bumpgate.wheels.plan import Offer, audited, build_of, make_target, plan, re
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 
-Lane = Annotated[str, typer.Option(help=f"One of {', '.join(LANES)}.")]
+Lane = Annotated[str, typer.Option(help="A declared lane.")]
 Torch = Annotated[str, typer.Option(help="A version: its environment is built, or taken from the cache.")]
 Python = Annotated[str, typer.Option(help="Instead of --torch: this interpreter and its torch.")]
 FindLinks = Annotated[list[str] | None, typer.Option(help="A folder of wheels; repeatable.")]
@@ -29,8 +30,7 @@ def targets(
     root: Path, lane: str, torches: list[str], python: str, find_links: list[str] | None
 ) -> list[Target]:
     """The environments to look at. Raises BumpgateError on an unknown lane or neither torch nor interpreter."""
-    if lane not in LANES:
-        raise BumpgateError(f"unknown lane {lane!r}; lanes: {', '.join(LANES)}")
+    lanes.require(root, lane)
     if bool(torches) == bool(python):
         raise BumpgateError("name the torch: --torch 2.14.1, or --python PATH")
     if python and not Path(python).is_file():

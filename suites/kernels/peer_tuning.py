@@ -173,9 +173,10 @@ def main(arguments: list[str]) -> None:
     if arguments:
         compile_share(*map(int, arguments))
         return
-    from suites.support.lanes import detect
+    from bumpgate.plugin.devices import detect
+    from suites.support.lanes import LANES
 
-    if missing := detect("h200"):
+    if missing := detect(LANES["h200"]):
         print(missing, file=sys.stderr)
         sys.exit(2)
     temporary = WINNERS.with_suffix(".tmp")

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from bumpgate.plugin.rows import InfraError
 from launch import caches
 from launch.caches import CacheError, DiskFull, disk_full, sync, usable
 from suites.launch.conftest import Checkout, Launcher
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
-from suites.support.rows import InfraError
 
 FILES = 200
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")

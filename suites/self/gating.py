@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bumpgate.gate import bench, result
+from bumpgate.gate import result
 from bumpgate.gate.bench import Bench, Place
 from bumpgate.gate.drift import Reading
 from bumpgate.gate.plan import plan_for
@@ -21,6 +21,7 @@ from bumpgate.gate.result import Asked, Gate, SideState
 from bumpgate.gate.view import View
 from bumpgate.processes.runner import NOTHING_SELECTED, Installed, LaneCall, LaneRun
 from bumpgate.rows import Judgement, Row, Value, Verdict, write_record
+from suites.self.tree import CANARIES, declare_lanes
 
 COUNT_TEST = "suites/compile/test_a.py::test_count[cpu]"
 TIME_TEST = "suites/throughput/test_b.py::test_time[cpu]"
@@ -73,7 +74,8 @@ class Machine:
     short and resumed reads what it would have read."""
 
     def __init__(self, root: Path, seed: int = 0, sd: float = PROCESS_SD, rows: Sequence[str] = ()) -> None:
-        (root / bench.CANARIES).mkdir(parents=True)
+        (root / CANARIES).mkdir(parents=True)
+        declare_lanes(root)
         self.root = root
         self.seed, self.sd = seed, sd
         self.rows = tuple(rows) or ("throughput/b/seconds",)
@@ -96,7 +98,7 @@ class Machine:
         self.processes.append(f"{'timed' if timed else selection[0] if selection else 'all'}:{python.name}")
         if timed:
             return self._timed(python.name, side, record)
-        if list(selection) == [bench.CANARIES]:
+        if list(selection) == [CANARIES]:
             judgements = [self._canary(name, side.canaries.get(name, "")) for name in ("graphs", "inductor")]
             return self._done(record, judgements)
         judgements = [*side.counts, *(seconds(self._value(python.name, row, -1)) for row in self.rows)]
@@ -134,7 +136,7 @@ class Machine:
     def _canary(self, name: str, reason: str) -> Judgement:
         row = Row(
             f"canaries/{name}/agrees", not reason, "bool", 1, "I1", expected=True,
-            better="derived", evidence=(reason or "agrees",), test=f"{bench.CANARIES}/test_c.py::test[{name}-cpu]",
+            better="derived", evidence=(reason or "agrees",), test=f"{CANARIES}/test_c.py::test[{name}-cpu]",
         )  # fmt: skip
         return Judgement(row, Verdict.REGRESSION if reason else Verdict.PASS, reason)
 

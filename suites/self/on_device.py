@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bumpgate.baseline import Baseline, Reviewed, load, save
+from bumpgate.plugin.devices import detect
 from bumpgate.rows import one_line
 from suites.self.mutants import MUTANTS, RED, Mutant
 from suites.self.tree import RUN_SECONDS, LaneRun, copy_tree, run_lane
-from suites.support.lanes import detect
+from suites.support.lanes import LANES
 
 LANE = "h200"
 WORKERS = "4"  # of the unchanged copy's run, which times nothing
@@ -216,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", choices=[*FAULTS, "slowdown"], help="one fault instead of all")
     only = parser.parse_args(arguments).only
-    missing = detect(LANE)
+    missing = detect(LANES[LANE])
     if missing:
         parser.error(missing)
     survived = 0

@@ -21,6 +21,7 @@ from bumpgate.gate.verdict import Decision, Side, judge_gate
 from bumpgate.rows import Judgement, Record, Row, Verdict
 from suites.self.project import GOOD, Project, counted
 from suites.self.reports import HERE, judged, paired, row
+from suites.self.tree import declare_lanes
 
 FIXED = settings(derandomize=True, max_examples=60, deadline=None)
 DAY = date(2026, 11, 21)
@@ -238,6 +239,7 @@ def test_a_file_is_read_as_it_was_written_in_order_whatever_came_in(tmp_path: Pa
     ],
 )
 def test_a_broken_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+    declare_lanes(tmp_path)
     path = tmp_path / "accepted.toml"
     path.write_text(text)
     with pytest.raises(BaselineError) as caught:

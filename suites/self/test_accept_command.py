@@ -15,6 +15,7 @@ from bumpgate.gate.sequential import Outcome
 from bumpgate.gate.verdict import Side
 from bumpgate.rows import Record, write_record
 from suites.self.reports import HERE, paired, row, write_gate
+from suites.self.tree import declare_lanes
 
 SECONDS = "throughput/nam52-regional/seconds"
 
@@ -33,7 +34,7 @@ def run(
         return int(ended.value.code or 0), out, err
 
     monkeypatch.delenv("BUMPGATE_GATE", raising=False)
-    (tmp_path / "pyproject.toml").touch()
+    declare_lanes(tmp_path)
     monkeypatch.chdir(tmp_path)
     reviewed = Baseline(
         "cpu", {}, {f"a/{n}/n": Reviewed(13, "count", "derived" if n == "e" else "exact") for n in "bcde"}

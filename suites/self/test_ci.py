@@ -15,9 +15,9 @@ import pytest
 import typer
 from ruamel.yaml import YAML
 
-from bumpgate.baseline import LANES
 from bumpgate.cli import app
 from suites.self.tree import ROOT
+from suites.support.lanes import LANES
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 ACTION = ROOT / "action.yml"
@@ -124,8 +124,8 @@ def every_lane(folder: Path) -> tuple[int, str]:
 
 def test_the_night_is_green_where_every_lane_adopts(tmp_path: Path) -> None:
     raw = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]
-    assert tuple(raw["gate"]["strategy"]["matrix"]["lane"]) == LANES
-    assert tuple(raw["every-lane"]["steps"][-1]["env"]["LANES"].split()) == LANES
+    assert tuple(raw["gate"]["strategy"]["matrix"]["lane"]) == tuple(LANES)
+    assert tuple(raw["every-lane"]["steps"][-1]["env"]["LANES"].split()) == tuple(LANES)
     assert raw["every-lane"]["if"] == "always()"
     assert raw["every-lane"]["needs"] == "gate"
     for lane in LANES:

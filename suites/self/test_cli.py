@@ -18,6 +18,7 @@ from bumpgate.baseline import Baseline, Reviewed, judge, load, save
 from bumpgate.gate.binding import measured_tree
 from bumpgate.rows import Judgement, Row, Verdict, read_record, write_record
 from bumpgate.table import summary, verdict_table
+from suites.self.tree import declare_lanes
 
 HERE = {"lane": "cpu", "torch": "2.13.0", "triton": None, "device": "cpu", "full_run": True}
 
@@ -61,7 +62,7 @@ def repository(
         out, err = capsys.readouterr()
         return int(ended.value.code or 0), out, err
 
-    (tmp_path / "pyproject.toml").touch()
+    declare_lanes(tmp_path)
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
     monkeypatch.delenv("BUMPGATE_GATE", raising=False)

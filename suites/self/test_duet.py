@@ -21,8 +21,8 @@ TEST = "suites/throughput/test_work.py::test_work[cpu]"
 # SLOWER lengthens the work of one side; the machine is never quiet enough for a suite beside it.
 WORK = """
 import statistics
-from suites.support import timing
-from suites.support.duet import partner
+from bumpgate.plugin import timing
+from bumpgate.plugin.duet import partner
 
 timing.FOREIGN_SHARE = float("inf")
 

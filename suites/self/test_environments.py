@@ -33,7 +33,7 @@ from bumpgate.environments.request import request_key
 from bumpgate.environments.uv import host_settings
 from bumpgate.rows import BumpgateError
 from suites.self.local_index import LocalIndex, fake_wheel, isolated
-from suites.self.tree import ROOT
+from suites.self.tree import ROOT, declare_lanes
 from suites.support.planted import planted
 
 TORCH = Request(("torch==1.0",))
@@ -325,6 +325,7 @@ def test_a_mixture_that_its_own_pins_forbid_installs_without_them(index: LocalIn
 def tree(tmp_path: Path) -> Path:
     root = tmp_path / "tree"
     (root / "wheels").mkdir(parents=True)
+    declare_lanes(root)
     (root / "pyproject.toml").write_text(
         '[project]\nname = "bumpgate"\n[project.optional-dependencies]\n'
         'suite = ["helper>=1"]\ncpu = ["bumpgate[suite]", "torch==1.0"]\nh200 = ["bumpgate[suite]"]\n'

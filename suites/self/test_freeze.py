@@ -12,7 +12,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from bumpgate import cli
-from bumpgate.baseline import LANES
 from bumpgate.environments import manifest, store
 from bumpgate.environments.build import BuildError, build, lane_request
 from bumpgate.environments.freeze import keeps
@@ -20,7 +19,8 @@ from bumpgate.environments.locks import LockError, lane_lock, read_lock
 from bumpgate.environments.manifest import satisfies
 from bumpgate.environments.request import lane_requirements
 from suites.self.local_index import LocalIndex, fake_wheel, isolated
-from suites.self.tree import ROOT
+from suites.self.tree import ROOT, declare_lanes
+from suites.support.lanes import LANES
 from suites.support.planted import planted
 
 MANIFEST = """schema = 1
@@ -50,6 +50,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "tree"
     (root / "wheels").mkdir(parents=True)
     (root / "wheels" / "manifest.toml").write_text(MANIFEST)
+    declare_lanes(root)
     (root / "pyproject.toml").write_text(
         '[project]\nname = "bumpgate"\n[project.optional-dependencies]\ncpu = ["helper>=1", "torch==1.0"]\n'
     )

@@ -31,6 +31,7 @@ from bumpgate.processes.runner import USAGE, LaneCall, LaneRun
 from bumpgate.report import gate_file
 from bumpgate.rows import Judgement, Verdict, read_record
 from suites.self.gating import COUNT_TEST, TIME_TEST, TODAY, Machine, count, gone, labels
+from suites.self.tree import CANARIES
 from suites.support.planted import planted
 
 
@@ -62,7 +63,7 @@ def test_an_unchanged_pair_is_adopted(machine: Machine, out: Path) -> None:
     gate = machine.gate(out)
     assert (gate.decision, gate.findings, gate.finished) == (Decision.ADOPT, (), True)
     steps = list(dict.fromkeys(machine.processes))
-    canary = f"{bench.CANARIES}:"
+    canary = f"{CANARIES}:"
     assert steps == [canary + "good", canary + "bad", "all:good", "all:bad", "timed:good", "timed:bad"]
     assert machine.processes[4:8] == ["timed:good", "timed:bad"] * 2
 
@@ -320,7 +321,7 @@ def test_a_refused_selection_leaves_no_gate_to_go_on_with(
     machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:
-        refused = [call.selection != [bench.CANARIES] for call in calls]
+        refused = [call.selection != [CANARIES] for call in calls]
         return [
             replace(run, code=USAGE, failure="no such option") if no else run
             for run, no in zip(machine.run_lanes(calls, timeout), refused)

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from bumpgate.baseline import Baseline, Reviewed, save
+from bumpgate.plugin.rows import InfraError
 from suites.self.project import REPO, Project
 from suites.support import gpu_state
 from suites.support.gpu_state import UNEXPLAINED_BYTES, State, alone_on_gpu, read, spoiled, told
 from suites.support.planted import planted
-from suites.support.rows import InfraError
 
 POWER_CAP, HARDWARE_SLOWDOWN, SOFTWARE_THERMAL, HARDWARE_THERMAL, BRAKE = 0x4, 0x8, 0x20, 0x40, 0x80
 QUIET = State("NVML", "GPU-1", 1980, 3201, 690, 61, POWER_CAP, 12.0, (), 1 << 29)

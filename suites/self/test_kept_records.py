@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.baseline import BUILD, LANES, Reviewed, judge, load, other_build
+from bumpgate.baseline import BUILD, Reviewed, judge, load, other_build
 from bumpgate.rows import Judgement, Record, Verdict, read_record
 from suites.self.tree import ROOT
+from suites.support.lanes import LANES
 
 RECORDS = sorted((ROOT / "baselines" / "records").glob("*.json"))
 WHOLE = ("h200-whole", "h200-whole-another-machine")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from bumpgate.plugin.devices import _no_avx2, detect, find
 from suites.self.project import GOOD, Project, Result, counted
-from suites.support.lanes import _no_avx2, detect, find, lanes
+from suites.support.lanes import LANES, lanes
 
 
 def test_lane_tests_need_a_lane_and_self_tests_need_none(project: Project) -> None:
@@ -84,7 +85,7 @@ def test_the_cpu_lane_needs_a_compiler_that_answers(monkeypatch: pytest.MonkeyPa
     for chosen, words in (("", None), (str(broken), "ended with 3"), ("/none", "not on PATH")):
         monkeypatch.setenv("CXX", chosen)
         find.cache_clear()
-        reason = detect("cpu")
+        reason = detect(LANES["cpu"])
         assert reason is None if words is None else words in (reason or "")
     find.cache_clear()
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from bumpgate.baseline import Baseline, violation
+from bumpgate.plugin import rows
 from bumpgate.rows import Judgement, Verdict
 from kernels.rms_norm_gated import rms_norm_gated
 from launch import ablation
@@ -42,7 +43,6 @@ from suites.launch import test_autofit
 from suites.model import golden as model_golden
 from suites.numerics import test_compiled_gradients, test_loss, test_loss_explosion
 from suites.self.tree import ROOT
-from suites.support import rows
 from suites.support.comparison import error_ratio
 from suites.support.instruments import EveryOperator
 from suites.support.lanes import LANES, Lane

@@ -7,7 +7,7 @@ from suites.self.project import Project
 
 BODY = """
 import json
-from suites.support.rows import NOT_RUN_PROPERTY
+from bumpgate.plugin.rows import NOT_RUN_PROPERTY
 
 @lanes("v6e")
 def test_good(lane, row):

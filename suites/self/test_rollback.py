@@ -15,6 +15,7 @@ from bumpgate.environments.store import StoreError
 from bumpgate.processes.runner import LaneRun
 from bumpgate.rows import Judgement, Record, Row, Verdict
 from suites.self.local_index import LocalIndex, fake_wheel, isolated
+from suites.self.tree import declare_lanes
 from suites.support.planted import planted
 
 PASSED = Judgement(Row("a/b/n", 1, "n", 1, "C1"), Verdict.PASS, "")
@@ -25,6 +26,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A frozen lane; its index is gone again."""
     root = tmp_path / "tree"
     root.mkdir()
+    declare_lanes(root)
     (root / "pyproject.toml").write_text(
         '[project]\nname = "bumpgate"\n[project.optional-dependencies]\ncpu = ["torch==1.0"]\n'
     )

@@ -15,11 +15,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bumpgate.plugin.timing import lock_file, locked, taken
 from suites.kernels.first_call import keep
 from suites.self.tree import ROOT
 from suites.support.gpu_memory import LOCKS
 from suites.support.scheduling import FIRST, TestByTest, turn
-from suites.support.timing import lock_file, locked, taken
 
 CONFTEST = """
 import sys

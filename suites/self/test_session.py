@@ -12,8 +12,8 @@ import time
 import pytest
 
 from bumpgate.baseline import Baseline, Reviewed, load, save
+from bumpgate.plugin.provenance import command_line
 from suites.self.project import GOOD, Project, counted
-from suites.support.provenance import command_line
 
 ALL_VERDICTS = """
 @lanes("cpu", "h200")

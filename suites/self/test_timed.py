@@ -11,11 +11,11 @@ import pytest
 from bumpgate.gate.plan import Plan, plan_for
 from bumpgate.gate.sequential import Outcome, summarise
 from bumpgate.gate.timed import Reading, Sessions, cost
+from bumpgate.plugin import timing
+from bumpgate.plugin.rows import InfraError
 from bumpgate.rows import Judgement, Row, Verdict
 from suites.self.gating import TIME_TEST, count, gone, seconds
 from suites.self.test_sequential import told
-from suites.support import timing
-from suites.support.rows import InfraError
 
 ROWS = ("throughput/compiled/rate", "throughput/eager/rate", "throughput/compiled/speedup")
 # Standard deviations between fresh processes on a quiet machine, as suites/throughput/test_train_step.py has them:

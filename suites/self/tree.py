@@ -10,6 +10,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import tomli_w
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PARTS = (
     "bumpgate",
@@ -26,6 +33,14 @@ PARTS = (
     "pyproject.toml",
 )
 RUN_SECONDS = 420
+# Where the lanes of this repository run their canaries.
+CANARIES = "suites/canaries"
+
+
+def declare_lanes(root: Path) -> None:
+    """Declares the lanes of this repository in a folder that has none of its files."""
+    lanes = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["bumpgate"]["lanes"]
+    (root / "bumpgate.toml").write_text(tomli_w.dumps({"lanes": lanes}))
 
 
 def copy_tree(target: Path) -> Path:

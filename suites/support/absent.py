@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from packaging.utils import canonicalize_name
 
-from suites.support.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
+from bumpgate.plugin.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
 
 # Set by the gate: JSON, distribution name to the reason why this environment has no such wheel.
 VARIABLE = "BUMPGATE_ABSENT"

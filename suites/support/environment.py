@@ -1,9 +1,8 @@
-"""The environment that a lane's processes are given before torch is imported, and what is wrong with the given one."""
+"""The environment variables that a lane's processes have before torch is imported."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 
@@ -32,25 +31,3 @@ def prepare_environment(lane: str | None) -> None:
         os.environ.setdefault(
             "PJRT_DEVICE", "CPU"
         )  # a TPU is for who asks for it, and a stand-in says that it is one
-
-
-def cache_fault() -> str | None:
-    """Why a cache directory is of no use, in one line; it is made where it is missing.
-
-    A real write: mode bits say nothing to root.
-    """
-    faults = map(_directory_fault, ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"))
-    return next((fault for fault in faults if fault), None)
-
-
-def _directory_fault(variable: str) -> str | None:
-    name = os.environ.get(variable)
-    if not name:
-        return None
-    try:
-        Path(name).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=name) as probe:
-            probe.write(b"0")
-    except OSError as error:
-        return f"{variable}={name}: {error.strerror}; unset it or name a writable directory"
-    return None

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from math import ceil
 from pathlib import Path
 
-from suites.support.timing import POLL_SECONDS, lock_file, locked, taken
+from bumpgate.plugin.timing import POLL_SECONDS, lock_file, locked, taken
 
 LOCKS = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gpu_memory"
 SLOT_GIB = 2

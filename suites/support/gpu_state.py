@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from suites.support.rows import InfraError
-from suites.support.timing import locked
+from bumpgate.plugin.rows import InfraError
+from bumpgate.plugin.timing import locked
 
 # Bits of nvml.h's nvmlClocksEventReasons.
 REASONS = {

@@ -10,8 +10,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from bumpgate.plugin.duet import partner
 from suites.support.child import run_json
-from suites.support.duet import partner
 from suites.support.lanes import Lane, lanes
 
 LONGEST = 300.0

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import statistics
 
+from bumpgate.plugin.timing import interleaved
 from launch.step import make_optimizer, train_step
+from suites.support.anchor import anchor
 from suites.support.hybrids import token_batch, watched_hybrid, work_of
 from suites.support.lanes import Lane, lanes
-from suites.support.timing import anchor, interleaved
 
 ROUNDS = 80
 # Twenty processes on a quiet machine: the ratio of two torch steps wandered by 1.1 % (sd; largest deviation 3.2 %), the

@@ -22,9 +22,9 @@ import model.mamba
 from model import preset
 from suites.kernels.peer_tuning import keep_winners
 from suites.support.absent import not_run
+from suites.support.anchor import anchor_milliseconds
 from suites.support.gpu_timing import alternately, median
 from suites.support.lanes import Lane, lanes
-from suites.support.timing import anchor_milliseconds
 from suites.throughput.full_size import (
     BATCH,
     CALLS,

@@ -12,7 +12,6 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from bumpgate.baseline import LANES
 from bumpgate.environments import manifest
 from bumpgate.environments.interpreter import Interpreter
 from bumpgate.environments.inventory import Distribution, Inventory, take
@@ -28,7 +27,7 @@ from bumpgate.environments.manifest import (
 from bumpgate.environments.reference import NO_LOCK, VARIABLE, reference
 from suites.kernels import workloads
 from suites.support.child import ROOT
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import LANES, Lane, lanes
 from suites.support.planted import planted
 
 PATH = ROOT / "wheels" / "manifest.toml"
@@ -275,6 +274,7 @@ device = "cpu"
 @lanes("cpu")
 def test_a_bad_manifest_is_one_line(lane: Lane, tmp_path: Path, old: str, new: str, words: str) -> None:
     path = tmp_path / "manifest.toml"
+    (tmp_path / "bumpgate.toml").write_text("[lanes.cpu]\n")
     path.write_text(GOOD)
     assert load(path).adopted("cpu").wheels[0].name == "fast"
     assert GOOD.count(old) == 1

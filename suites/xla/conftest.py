@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from bumpgate.plugin.rows import NOT_RUN_PROPERTY, report_canaries
 from bumpgate.rows import Judgement
 from launch import xla_environment
 from suites.support.lanes import PJRT_CPU, V6E
-from suites.support.rows import NOT_RUN_PROPERTY, report_canaries
 
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 collect_ignore_glob = [] if HAS_XLA else ["test_*.py"]

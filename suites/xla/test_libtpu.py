@@ -15,11 +15,11 @@ from packaging.requirements import Requirement
 from bumpgate.environments.locks import read_lock
 from bumpgate.environments.reference import NO_LOCK, VARIABLE
 from bumpgate.environments.request import lane_requirements
+from bumpgate.plugin.provenance import xla_versions
 from launch import libtpu
 from suites.support.child import ROOT, ChildError, run_json
 from suites.support.lanes import V6E_AOT, Lane, lanes
 from suites.support.planted import planted
-from suites.support.provenance import xla_versions
 from suites.xla import aot
 
 REMOVED = "xla_disable_hlo_passes"

@@ -19,7 +19,7 @@ import pytest
 
 from bumpgate import code
 from bumpgate.baseline import Baseline, load
-from suites.support.provenance import versions
+from bumpgate.plugin.provenance import versions
 
 FOLDER = Path(__file__).parent
 COMPILES = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") != "1"

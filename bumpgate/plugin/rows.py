@@ -1,7 +1,7 @@
 """The `row` fixture: a test measures, hands the value over, and is red at its end if any of its rows is.
 
 Each row is judged at once against the lane's baseline and rides on the test's reports, so that it reaches the
-session (suites/support/session.py) from any xdist worker.
+session (bumpgate/plugin/session.py) from any xdist worker.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from bumpgate import accepted
+from bumpgate import accepted, rules
 from bumpgate.baseline import Baseline, judge, load, other_host
+from bumpgate.lanes import how_to_declare
+from bumpgate.plugin import lane_of, lanes_of
+from bumpgate.plugin.provenance import versions
 from bumpgate.processes.host import cores, cpu_model
 from bumpgate.rows import Judgement, Row, RowError, Value, one_line
-from suites.support.lanes import lane_of
-from suites.support.provenance import versions
 
 # Names of the properties that carry rows and machine faults on a test report.
 ROW_PROPERTY = "bumpgate_row"
@@ -31,6 +33,8 @@ INFRA_PROPERTY = "bumpgate_infra"
 NOT_RUN_PROPERTY = "bumpgate_not_run"
 # The gate knows that these rows cannot be measured in this environment.
 EXCUSED_PROPERTY = "bumpgate_not_run_excused"
+# In a repository that has no rules.
+NO_RULE = "R0"
 MACHINE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 # Instruments whose canary agreed, and those whose canary did not with the reason, in this process.
@@ -54,8 +58,8 @@ def report_canaries(results: Mapping[str, str]) -> None:
     failed_instruments.update({name: reason for name, reason in results.items() if reason})
 
 
-# On an item: tells the state of the machine in lines that stand beside a timed row. Raises InfraError where it spoils
-# times.
+# On an item: reads the state of the machine, in lines that are shown with a timed row. Raises InfraError where it
+# spoils times.
 MACHINE_STATE = pytest.StashKey[Callable[[], list[str]]]()
 
 Acceptances = Mapping[str, tuple[accepted.Acceptance, ...]]
@@ -80,7 +84,7 @@ class RowRecorder:
         *,
         unit: str,
         witness: int,
-        rule: str,
+        rule: str = "",
         expected: Value = None,
         at_most: float | None = None,
         at_least: float | None = None,
@@ -109,7 +113,7 @@ class RowRecorder:
             value=value,
             unit=unit,
             witness=witness,
-            rule=rule,
+            rule=rule or self._no_rule(),
             expected=expected,
             at_most=at_most,
             at_least=at_least,
@@ -135,9 +139,13 @@ class RowRecorder:
         self._unreported.append(judgement)
         return judgement
 
+    def _no_rule(self) -> str:
+        """The rule of a row that names none; "", which a row refuses, where the repository has a file of rules."""
+        return "" if (self._item.config.rootpath / rules.FILE).is_file() else NO_RULE
+
     def _place(self) -> str:
         """Where the test's own file reports a row, as "path:line"; of its function where a helper elsewhere does."""
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_filename == str(self._item.path):
                 return f"{self._item.nodeid.split('::')[0]}:{frame.f_lineno}"
@@ -232,20 +240,21 @@ RECORDER = pytest.StashKey[RowRecorder]()
 TAKEN = pytest.StashKey[dict[str, str]]()
 
 
-@pytest.fixture
-def row(request: pytest.FixtureRequest) -> Iterator[RowRecorder]:
-    """Hands measured values to the session; see RowRecorder.__call__ for the signature."""
+def recorder(request: pytest.FixtureRequest) -> Iterator[RowRecorder]:
+    """The fixture `row` (bumpgate/plugin/fixtures.py)."""
     item = request.node
     lane = lane_of(item)
     if lane is None:
-        raise RowError(f"{item.nodeid} has rows but no lane: decorate it with @lanes(...)")
+        names = list(lanes_of(request.config))
+        mark = f"mark it with @pytest.mark.{names[0]}" if names else how_to_declare("mine")
+        raise RowError(f"{item.nodeid} has rows but no lane: {mark}")
     taken = request.config.stash.setdefault(TAKEN, {})
     path = baseline_path(request.config, lane)
-    recorder = RowRecorder(item, lane_baseline(path, lane), lane_acceptances(path, lane), taken)
-    item.stash[RECORDER] = recorder
-    yield recorder
+    made = RowRecorder(item, lane_baseline(path, lane), lane_acceptances(path, lane), taken)
+    item.stash[RECORDER] = made
+    yield made
     # Only rows that a finalizer reported are left here; the others have failed the call.
-    recorder.fail_if_red()
+    made.fail_if_red()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.gate.binding import measured_tree
+from bumpgate.lanes import Lane
 from bumpgate.processes.host import cores, cpu_model, read_or_empty
 
 TRITON_NAMES = ("triton", "pytorch-triton", "pytorch-triton-xpu", "pytorch-triton-rocm")
 
 
-def collect(lane: str, device: str, root: Path, *, full_run: bool) -> dict[str, Any]:
-    """What a reader needs to tell two records apart; JSON types only, null for what is not there."""
+def collect(lane: Lane, device: str, root: Path, *, full_run: bool) -> dict[str, Any]:
+    """What distinguishes one record from another; JSON types only, null for what is not there."""
     return {
-        "lane": lane,
+        "lane": lane.name,
         "device": device,
         "driver": _driver(),
         "cpu": cpu_model(),
@@ -38,7 +39,7 @@ def collect(lane: str, device: str, root: Path, *, full_run: bool) -> dict[str, 
         "platform": platform.platform(),
         "python": platform.python_version(),
         **versions(),
-        **({"xla": xla_versions()} if lane == "v6e" else {}),
+        **({"xla": xla_versions()} if lane.device == "xla" else {}),
         **_commit(root),
         "tree": measured_tree(root),
         "command": command_line(sys.argv),

@@ -17,13 +17,9 @@ import pytest
 
 from bumpgate import accepted
 from bumpgate.baseline import Baseline, Reviewed, accept, comparable, in_tier, investigate
-from bumpgate.plugin import GREEN
-from bumpgate.rows import STOPPED_EARLY, Judgement, Record, Row, Verdict, one_line, write_record
-from bumpgate.rules import sentences
-from bumpgate.table import verdict_table
-from suites.support import provenance
-from suites.support.lanes import LANES, PJRT_CPU, find, lane_of
-from suites.support.rows import (
+from bumpgate.plugin import GREEN, lane_of, lanes_of, provenance
+from bumpgate.plugin.devices import PJRT_CPU, find
+from bumpgate.plugin.rows import (
     EXCUSED_PROPERTY,
     INFRA_PROPERTY,
     NOT_RUN_PROPERTY,
@@ -31,6 +27,9 @@ from suites.support.rows import (
     baseline_path,
     lane_acceptances,
 )
+from bumpgate.rows import STOPPED_EARLY, Judgement, Record, Row, Verdict, one_line, write_record
+from bumpgate.rules import sentences
+from bumpgate.table import verdict_table
 
 KEEP_SECONDS = 5.0
 
@@ -51,10 +50,6 @@ class Selection:
         self.collected = False
         self.worker_deaths: list[str] = []
 
-    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """A lane has no tests in suites/self, and each of its workers would import them all."""
-        return True if self.lane and collection_path == self.config.rootpath / "suites" / "self" else None
-
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         self.deselected.update(item.nodeid for item in items if self.lane and lane_of(item) == self.lane)
 
@@ -62,10 +57,10 @@ class Selection:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self.config.option.collectonly or all(lane_of(item) in (None, self.lane) for item in items):
             return
-        refusal = f"pick a lane: pytest -m {' | '.join(LANES)}"
+        refusal = f"pick a lane: pytest -m {' | '.join(lanes_of(self.config))}"
         if not hasattr(self.config, "workeroutput"):
             raise pytest.UsageError(refusal)
-        # A worker cannot refuse the run: it selects nothing and tells the controller why.
+        # A worker cannot refuse the run: it selects nothing and reports the reason to the controller.
         self.refusal = refusal
         items.clear()
 
@@ -128,7 +123,7 @@ class LaneSession:
     def pytest_sessionstart(self) -> None:
         """Leaves a record that is not complete: if this run is killed, no older record passes for its own."""
         self.started = self.kept = time.monotonic()
-        lane, root = self.baseline.lane, self.config.rootpath
+        lane, root = lanes_of(self.config)[self.baseline.lane], self.config.rootpath
         self.provenance = provenance.collect(lane, find(lane).device, root, full_run=self.full)
         try:
             write_record(self.record_path, self.provenance, (), complete=False)
@@ -340,7 +335,7 @@ def _is_full(config: pytest.Config, lane: str) -> bool:
     narrowed = [o.markexpr.strip() != lane, o.keyword, o.deselect, o.ignore, o.ignore_glob]
     narrowed += [ini for ini in o.override_ini or () if ini.startswith(("testpaths", "python_"))]
     given = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
-    wanted = [(config.rootpath / path).resolve() for path in config.getini("testpaths")]
+    wanted = [(config.rootpath / path).resolve() for path in config.getini("testpaths") or ["."]]
     return not any(narrowed) and all(any(w.is_relative_to(g) for g in given) for w in wanted)
 
 

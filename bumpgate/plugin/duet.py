@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from suites.support.rows import InfraError
+from bumpgate.plugin.rows import InfraError
 
 VARIABLE = "BUMPGATE_DUET"
 # The other side may compile everything before it is ready.

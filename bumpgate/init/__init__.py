@@ -1,0 +1,59 @@
+"""`bumpgate init`: the files with which a repository gets a lane, rows and a gate of its own."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bumpgate.lanes import NAME, OWN
+from bumpgate.rows import BumpgateError, write_atomic
+
+HERE = Path(__file__).parent
+# Without one of these pytest takes the folder of the tests for the root of the repository.
+CONFIGURATION = ("pyproject.toml", "pytest.ini", "tox.ini", "setup.cfg")
+VERSION = re.compile(r"\d+(\.\d+)+[\w.]*")
+
+
+def command(
+    lane: Annotated[str, typer.Option(help="Name of the lane: a pytest marker.")] = "mine",
+    torch: Annotated[str, typer.Option(help="The adopted torch; by default the installed one.")] = "",
+) -> None:
+    """Write a lane of this machine's CPU, an example test and a CI workflow into this folder.
+
+    Exit codes: 0 done, 4 bad input or a file that is already there (then nothing is written).
+    """
+    if not NAME.fullmatch(lane):
+        raise BumpgateError(
+            f"--lane {lane!r}: a lane's name is a pytest marker in lower case such as mine or h100"
+        )
+    torch = torch or _installed()
+    if not VERSION.fullmatch(torch):
+        raise BumpgateError(f"--torch {torch!r} is not a version such as 2.13.0")
+    root = Path.cwd()
+    files = {
+        OWN: "bumpgate.toml",
+        "bumps/requirements.txt": "requirements.txt",
+        "bumps/test_bump.py": "test_bump.py.in",
+        ".github/workflows/bumpgate.yml": "workflow.yml",
+    }
+    if not any((root / name).exists() for name in CONFIGURATION):
+        files["pytest.ini"] = "pytest.ini"
+    if there := [name for name in files if (root / name).exists()]:
+        raise BumpgateError(f"{there[0]} is already there: init overwrites nothing")
+    for name, template in files.items():
+        text = (HERE / template).read_text(encoding="utf-8")
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(root / name, text.replace("@LANE@", lane).replace("@TORCH@", torch))
+        typer.echo(f"wrote {name}")
+    typer.echo(f"next: pytest -m {lane}, then: bumpgate rebaseline --lane {lane}")
+
+
+def _installed() -> str:
+    try:
+        return metadata.version("torch").partition("+")[0]
+    except metadata.PackageNotFoundError:
+        raise BumpgateError("torch is not installed here: name the adopted one, --torch 2.13.0") from None
