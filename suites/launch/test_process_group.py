@@ -345,7 +345,7 @@ def finish(case, **lines):
         if pid := os.fork():
             pids.append(pid)
             continue
-        signal.alarm(30)  # a rank that waits for a collective which the other never enters
+        signal.alarm(60)  # a rank that waits for a collective which the other never enters
         try:
             apply_dynamo(load())
             with torch._dynamo.config.patch(lines):

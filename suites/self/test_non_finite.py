@@ -177,7 +177,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("direction", ["forward", "gradient"])
-@pytest.mark.parametrize("test", TESTS.keys() - OF_OPS)
+@pytest.mark.parametrize("test", [test for test in TESTS if test not in OF_OPS])
 def test_last_value_at_the_models_shapes(
     test: str, direction: str, value: float, without_a_gpu: None
 ) -> None:
