@@ -250,10 +250,7 @@ def _again(asked: Question, out: Path, flags: Sequence[str]) -> str:
 
 
 def _check(asked: Question) -> Path | None:
-    """The source tree, where the bisect needs one."""
-    root = find_root(Path.cwd()) if asked.lane else None
-    if root:
-        lanes.require(root, asked.lane)
+    """Check the options and return the source tree, if the bisect needs one. Raises BumpgateError, one line."""
     if asked.command and asked.selection:
         raise BisectError("--command and a pytest selection: name one of them")
     if not asked.command and not (asked.lane and asked.selection):
@@ -262,6 +259,10 @@ def _check(asked: Question) -> Path | None:
         )
     if asked.timeout is not None and asked.timeout <= 0:
         raise BisectError(f"--timeout {asked.timeout:g}: a probe needs more time than none")
+    if not asked.lane:
+        return None
+    root = find_root(Path.cwd())
+    lanes.require(root, asked.lane)
     return root
 
 

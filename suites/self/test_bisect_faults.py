@@ -28,6 +28,7 @@ from suites.self import golden
 from suites.self.builds import JUDGE, RAISES, Ran, bisecting, make_builds, start
 from suites.self.local_index import LocalIndex, isolated
 from suites.self.searching import planted
+from suites.support.child import ROOT
 
 Run = Callable[..., Ran]
 
@@ -87,7 +88,11 @@ def test_bad_input_is_one_line_before_anything_is_installed(
     case: str, run: Run, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
-    ran = run(*REFUSED[case])
+    if case == "unknown_lane":  # lanes are declared in a repository
+        with bisecting(ROOT) as run:
+            ran = run(*REFUSED[case])
+    else:
+        ran = run(*REFUSED[case])
     assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
     golden.check(f"bisect_{case}", golden.transcript(["bisect", *REFUSED[case]], ran.code, ran.out, ran.err))
     assert list(tmp_path.iterdir()) == [], "something was left behind"

@@ -198,14 +198,19 @@ def test_last_gradient_of_a_kernel_wheel(value: float, without_a_gpu: None, caps
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("call", [1, 2])
-def test_last_gradient_of_an_op_and_of_its_peer(value: float, call: int, monkeypatch) -> None:
+def test_last_gradient_of_an_op_and_of_its_peer(
+    value: float, call: int, request: pytest.FixtureRequest, record_property, monkeypatch
+) -> None:
     def norm(*inputs: Tensor, impl: str) -> Tensor:
         return rms_norm_gated(*inputs, group_size=64, impl="op" if impl == "upstream" else impl)
 
-    monkeypatch.setitem(test_peers.PEERS, "norm", (norm, test_peers.norm_inputs, ""))
-    test_peers.test_a_peer_computes_what_our_op_computes(CPU, "norm")
+    monkeypatch.setitem(test_peers.PEERS, "norm", (norm, test_peers.norm_inputs, "torch"))
+    compare = partial(
+        test_peers.test_a_peer_computes_what_our_op_computes, CPU, "norm", request, record_property
+    )
+    compare()
     with Poison("gradient", value, call=call), pytest.raises(AssertionError, match=str(value)):
-        test_peers.test_a_peer_computes_what_our_op_computes(CPU, "norm")
+        compare()
 
 
 @pytest.mark.parametrize("value", BAD)

@@ -40,6 +40,11 @@ TORCH = "2.13" if version("torch").startswith("2.11.") else "2.11"
 TAG = (
     f"cp{sys.version_info[0]}{sys.version_info[1]}-cp{sys.version_info[0]}{sys.version_info[1]}-linux_x86_64"
 )
+PROJECT = """[project]
+name = "bumpgate"
+[tool.bumpgate.lanes.h200]
+device = "cuda"
+"""
 MANIFEST = """schema = 1
 [environment.h200]
 status = "adopted"
@@ -294,7 +299,7 @@ def test_the_commands_report_and_exit(
     built: dict[str, bytes], tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On this CPU build of torch the audit of the right wheel passes, and that of a truncated one does not."""
-    (tree / "pyproject.toml").write_text('[project]\nname = "bumpgate"\n')
+    (tree / "pyproject.toml").write_text(PROJECT)
     (tree / "baselines").mkdir()
     monkeypatch.chdir(tree)
     path = wheel(tree / "links", built["right"])
@@ -366,7 +371,7 @@ def test_a_wheel_is_built_audited_and_kept(
     archive = sdist(tree / "sources", code)
     manifest = tree / "wheels" / "manifest.toml"
     manifest.write_text(MANIFEST.format(sdist=sha256_of(archive)))
-    (tree / "pyproject.toml").write_text('[project]\nname = "bumpgate"\n')
+    (tree / "pyproject.toml").write_text(PROJECT)
     (tree / "baselines").mkdir()
     monkeypatch.chdir(tree)
     broken = sdist(tree / "broken", "#error not a program")
