@@ -18,8 +18,8 @@ def test_dynamo_disabled_is_an_instrument_failure(tmp_path: Path) -> None:
     edit(
         root,
         "suites/conftest.py",
-        "import pytest\n\nfrom bumpgate.plugin import",
-        "import pytest\nimport torch\nimport torch._dynamo\n\ntorch._dynamo.config.disable = True\nfrom bumpgate.plugin import",
+        "import pytest\n\n",
+        "import pytest\nimport torch\nimport torch._dynamo\n\ntorch._dynamo.config.disable = True\n",
     )
     run = run_lane(root, TEST)
     assert run.verdict(ROW) == "INSTRUMENT", run.output[-3000:]
