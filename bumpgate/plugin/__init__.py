@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.lanes import Lane, LaneError, how_to_declare, load
-from bumpgate.processes.host import cpu_workers
+from bumpgate.processes.host import OWN_VARIABLES, PARENT, cpu_workers
 
 # Each worker of the H200 lane holds a context and its last test's memory on the GPU. One waits for the others' end, to
 # run what is timed.
@@ -84,6 +84,18 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
     return code
 
 
+def _foreign_variables() -> str | None:
+    """One line on variables that bumpgate sets for its own runs, if it is not bumpgate that started this one."""
+    found = [name for name in OWN_VARIABLES if name in os.environ]
+    if not found:
+        return None
+    import psutil
+
+    if os.environ.get(PARENT) in {str(process.pid) for process in psutil.Process().parents()}:
+        return None
+    return f"{' and '.join(found)} in the environment: only bumpgate sets them, for runs that it starts; unset them"
+
+
 class _LaneRun:
     """What a repository with lanes gets. A refusal is one line and exit code 4."""
 
@@ -114,7 +126,7 @@ class _LaneRun:
             _register(config, sharing, "bumpgate-sharing")
         if hasattr(config, "workerinput"):
             return  # the controller has checked everything once
-        fault = cache_fault() or (detect(lanes_of(config)[name]) if name else None)
+        fault = _foreign_variables() or cache_fault() or (detect(lanes_of(config)[name]) if name else None)
         if fault:
             raise pytest.UsageError(fault)
         if config.option.gate and config.option.noconftest:

@@ -7,6 +7,10 @@ import platform
 import re
 from pathlib import Path
 
+# What a run is compared with and which peers it may lack: bumpgate sets them for the lane runs that it starts, and
+# PARENT with its process id, so that the same variables in a user's shell are refused.
+OWN_VARIABLES = ("BUMPGATE_LOCK", "BUMPGATE_ABSENT")
+PARENT = "BUMPGATE_PARENT"
 GPUS = Path("/proc/driver/nvidia/gpus")
 # What a worker of the CPU lane takes at most while it compiles the 52-layer model.
 WORKER_GIB = 4

@@ -20,6 +20,7 @@ from bumpgate import lanes
 from bumpgate.environments.interpreter import ChildFault, Interpreter
 from bumpgate.environments.store import home
 from bumpgate.processes import supervise
+from bumpgate.processes.host import OWN_VARIABLES, PARENT
 from bumpgate.rows import BumpgateError, Record, one_line, read_record
 
 USAGE, NOTHING_SELECTED = 4, 5  # exit codes of pytest
@@ -130,7 +131,7 @@ class LaneCall:
         return Child(
             (str(self.python), "-X", "faulthandler", "-m", "pytest", *flags, *self.selection),
             self.root,
-            child_environment(self.python, self.root, self.environment),
+            child_environment(self.python, self.root, {**self.environment, PARENT: str(os.getpid())}),
             self.output,
             self.keep_open,
         )
@@ -165,7 +166,7 @@ def child_environment(python: Path, root: Path | None, extra: Mapping[str, str] 
 
     root: a source tree to import from; None where the command is not ours.
     """
-    gate = ("BUMPGATE_GATE", "BUMPGATE_DUET", "BUMPGATE_LOCK", "BUMPGATE_TIERS", "BUMPGATE_ABSENT")
+    gate = ("BUMPGATE_GATE", "BUMPGATE_DUET", "BUMPGATE_TIERS", *OWN_VARIABLES, PARENT)
     ours = (*gate, "PYTEST_", "PYTHONHOME", "PYTHONOPTIMIZE", "PYTHONPATH", "VIRTUAL_ENV")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     path = os.pathsep.join([str(python.parent), clean.get("PATH", os.defpath)])

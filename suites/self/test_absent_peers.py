@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from bumpgate.baseline import Baseline, Reviewed, save
 from bumpgate.gate.verdict import Decision, Side, judge_gate
+from bumpgate.processes.host import OWN_VARIABLES, PARENT
 from bumpgate.rows import Judgement, Record, Row, Verdict
 from suites.kernels import peer_tuning, speed, test_model_shapes, workloads
 from suites.kernels.workloads import Case, Work
@@ -59,10 +61,18 @@ def test_the_adopted_set_owes_its_peers_under_gate(reviewed: Project) -> None:
 
 
 def test_a_gate_excuses_what_it_has_found_absent(reviewed: Project) -> None:
-    reviewed.env[absent.VARIABLE] = f'{{"no-such-peer": "{REASON}"}}'
+    reviewed.env |= {absent.VARIABLE: f'{{"no-such-peer": "{REASON}"}}', PARENT: str(os.getpid())}
     done = reviewed.pytest("-m", "cpu", "-n", "0", "--gate")
     assert done.code == 0, done.out
     assert f"NOT RUN       kernels/a/over_peer: {REASON}" in done.out
+
+
+@pytest.mark.parametrize("name", OWN_VARIABLES)
+def test_variables_of_a_shell_are_refused(reviewed: Project, name: str) -> None:
+    reviewed.env |= {name: "none", PARENT: "999999999"}
+    done = reviewed.pytest("-m", "cpu", "-n", "0")
+    assert done.code == 4
+    assert f"ERROR: {name} in the environment: only bumpgate sets them" in done.out + done.err
 
 
 @planted("C39", "a row of an own kernel that vanishes together with the peer's")
