@@ -1,4 +1,4 @@
-"""Fixtures of every lane test of this repository, on top of the plugin's."""
+"""Fixtures of every lane test of this repository, in addition to the plugin's."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from suites.support.planted import tell
 from suites.support.scheduling import turn
 
 
-@pytest.hookimpl(trylast=True)  # behind pytest's own, which sorts by the parameters of the session's fixtures
+@pytest.hookimpl(trylast=True)  # after pytest's own, which sorts by the parameters of session fixtures
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Canaries first: what an instrument is worth is known before anything is measured with it.
+    """Run canaries first: an instrument is checked before anything is measured with it.
 
-    On a GPU what is long comes before them, and the tests that want the machine to themselves come last: one among the
-    others would wait for all of them to end, and they for it. What the others compile is on disk by then.
+    On a GPU, long tests come before them, and tests that need the machine to themselves come last: in between, one
+    would wait for all others to end, and they for it. By then the compiled code of the others is on disk.
     """
     items.sort(key=lambda item: (*_turn_on_gpu(item), "canaries" not in item.path.parts))
 
@@ -32,7 +32,7 @@ def _turn_on_gpu(item: pytest.Item) -> tuple[int, int]:
 
 @pytest.fixture
 def canaries() -> Callable[..., None]:
-    """Proves the named instruments in this process, once; a row that names an unproved one is INSTRUMENT."""
+    """Check the named instruments in this process, once; a row that names an unchecked one is INSTRUMENT."""
     from suites.support.canaries import prove
 
     return lambda *names: report_canaries(prove(names))
@@ -40,16 +40,16 @@ def canaries() -> Callable[..., None]:
 
 @pytest.fixture(autouse=True)
 def planted_faults(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """The mutant matrix counts the faults that a test says it plants."""
+    """Record the planted faults that a test declares, for the mutant matrix."""
     for mark in request.node.iter_markers("planted"):
         tell(record_property, *mark.args)
 
 
 @pytest.fixture
 def exclusive_machine(request: pytest.FixtureRequest, exclusive_machine: None) -> Iterator[None]:
-    """The plugin's, and on an H200 no other process may use the GPU.
+    """The plugin's fixture; on an H200, additionally, no other process may use the GPU.
 
-    There each row of a cost or a gain carries the GPU's state, and is INFRA in one that spoils times.
+    There each timed row carries the GPU's state, and is INFRA if that state invalidates times.
     """
     if lane_of(request.node) != "h200":
         yield
@@ -62,7 +62,7 @@ def exclusive_machine(request: pytest.FixtureRequest, exclusive_machine: None) -
 
 
 def _anchors(config: pytest.Config) -> list[str]:
-    """This run's ceilings beside the reviewed ones, where a test of this process has measured any."""
+    """Return this run's ceilings next to the reviewed ones, if a test of this process has measured any."""
     gpu_timing = sys.modules.get("suites.support.gpu_timing")
     reviewed = lane_baseline(baseline_path(config, "h200"), "h200").rows
     return gpu_timing.beside_reviewed(reviewed) if gpu_timing else []

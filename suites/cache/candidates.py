@@ -1,6 +1,6 @@
-"""Planted autotuning candidates: what times one, in the autotuning subprocess or without it.
+"""Fault candidates for autotuning: replacements of the benchmark function, in the autotuning subprocess or without it.
 
-A module of their own, since a subprocess unpickles them by name and knows no function of a program run by -m.
+They need a module of their own: a subprocess unpickles them by name and cannot import functions of a -m program.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from collections.abc import Callable
 
 
 def launcher_without_stream(*_: object, **__: object) -> float:
-    """What a Triton launcher of another version raised for each candidate."""
+    """Raise what a Triton launcher of another version raised for each candidate."""
     raise TypeError("launcher() got multiple values for argument 'stream'")
 
 
 def infinite(*_: object, **__: object) -> float:
-    """What a candidate that ran out of memory, or time, was reported as."""
+    """Return an infinite time, as reported for a candidate that ran out of memory or time."""
     return float("inf")
 
 
 def crash(*_: object, **__: object) -> float:
-    """An illegal access, in whichever process this is timed."""
+    """Fail with an illegal access in the process that times the candidate."""
     os.kill(os.getpid(), signal.SIGSEGV)
     return 0.0
 
 
 def fast(*_: object, **__: object) -> float:
-    """A sound candidate that wins every search."""
+    """Return the time of a valid candidate that wins every search."""
     return 1e-6
 
 

@@ -1,4 +1,4 @@
-"""One process of the cache checks: compiles variants of one small program and prints what the caches did as JSON.
+"""One process of the cache checks: compiles variants of one small program and prints the cache counts as JSON.
 
 `python -m suites.cache.programs DEVICE VARIANT...` with TORCHINDUCTOR_CACHE_DIR set; the parent compares processes.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 CODE = (".so", ".cubin")
 GIVEN = dict(os.environ)  # before torch is imported
-# Defaults of an option or two, and what of them a variant changes; the order in which a dict names them says nothing.
+# Defaults of two options, which the variants change; the order of the keys must not matter.
 OPTIONS = {"epilogue_fusion": True, "max_fusion_size": 64}
 
 Changes = dict[str, Any]
@@ -33,7 +33,7 @@ VARIANTS: dict[str, Changes] = {
 
 
 def compiled_code() -> dict[str, int]:
-    """Every compiled object in the cache directory with its time of writing: one built anew differs in it."""
+    """Return every compiled object in the cache directory with its write time, which changes if it is built again."""
     directory = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     found = (path for path in directory.rglob("*") if path.suffix in CODE)
     return {str(path.relative_to(directory)): path.stat().st_mtime_ns for path in found}
@@ -48,9 +48,9 @@ def run(
     version: str = "",
     forget: str = "",
 ) -> dict[str, Any]:
-    """Compiles the forward and backward of sin(constant x) for x (size,size) -> what each layer of the caches did.
+    """Compile forward and backward of sin(constant x) for x (size,size) and return the counts of each cache layer.
 
-    version: what torch says it is. forget: a layer's directory that is deleted first.
+    version: what torch reports as its version. forget: a layer whose directory is deleted first.
     """
     import torch
 
@@ -80,17 +80,17 @@ def run(
 
 
 def exported() -> dict[str, str]:
-    """The variables that importing torch and compiling have changed in this process's environment."""
+    """Return the variables that importing torch and compiling have changed in this process's environment."""
     return {name: value for name, value in os.environ.items() if GIVEN.get(name) != value}
 
 
 def main(device: str, *variants: str) -> dict[str, Any]:
-    """Variant -> what its compilation did, one after the other in this process."""
+    """Return variant -> cache counts, compiled one after the other in this process."""
     return {name: run(device, **VARIANTS[name]) for name in variants}
 
 
 if __name__ == "__main__":
-    # `python -m` has found this file in the root; from here on another directory is as good.
+    # `python -m` needed the repository root to find this file; from here on any directory works.
     os.chdir(os.environ.get("BUMPGATE_ELSEWHERE", "."))
     try:
         print(json.dumps(main(*sys.argv[1:])))

@@ -1,7 +1,7 @@
-"""One process of the warm-restart check: compile and train a narrow hybrid, print what the caches did as JSON.
+"""One process of the warm-restart check: compiles and trains a narrow hybrid and prints the cache counts as JSON.
 
-`python -m suites.cache.restart nam12 regional [PATTERN]` with TORCHINDUCTOR_CACHE_DIR set; the parent compares two
-of them. PATTERN replaces the preset's layers.
+`python -m suites.cache.restart nam12 regional [PATTERN]` with TORCHINDUCTOR_CACHE_DIR set; the parent compares two of
+them. PATTERN replaces the preset's layers.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ STEPS = 2
 
 
 def tree_cpu_seconds() -> float:
-    """CPU seconds of this process, its compile workers and every compiler they ran."""
+    """Return the CPU seconds of this process, its compile workers and every compiler they ran."""
     me = psutil.Process()
     times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
     return sum(t.user + t.system + t.children_user + t.children_system for t in times)
 
 
 def shared_objects() -> dict[str, int]:
-    """Every compiled object in the cache directory with its time of writing: one built anew differs in it."""
+    """Return every compiled object in the cache directory with its write time, which changes if it is built again."""
     directory = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     return {str(path.relative_to(directory)): path.stat().st_mtime_ns for path in directory.rglob("*.so")}
 
 
 def main(name: str, policy: str, pattern: str = "") -> dict[str, object]:
-    """Warm-up and two train steps; returns the cache counters, shared objects, graphs and seconds."""
+    """Warm up and run two train steps; return the cache counters, shared objects, graphs and seconds."""
     from launch.step import make_optimizer, train_step
     from suites.support.hybrids import token_batch, watched_hybrid
     from suites.support.instruments import autotune_count, cache_counts

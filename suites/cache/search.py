@@ -2,7 +2,7 @@
 
 `python -m suites.cache.search DEVICE CASE...` with TORCHINDUCTOR_CACHE_DIR set. A case is SIZE=CANDIDATE[=GRAPH]: the
 inner size of the product, how its template candidates behave, and "transposed" for another graph around the same
-product. The last line of output is JSON: for each case the losses, the searches, and whether ATen's product was taken.
+product. The last line of output is JSON: for each case the losses, the searches, and whether ATen's product was chosen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def train(device: str, size: int, candidate: str, graph: str) -> dict[str, object]:
-    """STEPS steps of SGD on the sum of x @ w, x (2,8,size) and w (2,size,32). Nothing but the product is compiled."""
+    """Run STEPS steps of SGD on the sum of x @ w, x (2,8,size) and w (2,size,32). Only the product is compiled."""
     import torch
 
     from suites.support.instruments import autotuning, forget_graphs, trace_artifacts
@@ -40,12 +40,12 @@ def train(device: str, size: int, candidate: str, graph: str) -> dict[str, objec
                 w -= 0.01 * w.grad
             w.grad = None
             losses.append(float(loss))
-    first = found[0][1]  # the forward's code: the search of the backward's product has an outcome of its own
+    first = found[0][1]  # the forward's code: the backward's product has a search of its own
     return {"losses": losses, "searches": searches, "aten": "extern_kernels.bmm(" in first}
 
 
 def main(device: str, *cases: str) -> dict[str, object]:
-    """Case -> what happened."""
+    """Return case -> its result."""
     parts = {case: (*case.split("="), "")[:3] for case in cases}
     return {case: train(device, int(size), fault, graph) for case, (size, fault, graph) in parts.items()}
 

@@ -1,7 +1,7 @@
-"""The autotuning firebreak: a bad candidate neither ends the training nor is taken, here or in the next process.
+"""The autotuning firebreak: a bad candidate neither ends the training nor is chosen, in this process or the next.
 
-Rule C24. The contract searches for no GEMM, so these processes turn the search on: Inductor's C++ templates on cpu,
-its Triton templates on an H200. A candidate's behaviour is planted in what times it.
+Rule C24. The contract disables GEMM autotuning, so these processes enable it: Inductor's C++ templates on cpu, its
+Triton templates on an H200. A fault is injected by replacing the benchmark of the template candidates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SECONDS = 300
 
 
 def search(lane: Lane, directory: Path, *cases: str, **variables: str) -> dict[str, Any]:
-    """suites.cache.search in a process of its own, searching behind the firebreak unless `variables` say otherwise."""
+    """Run suites.cache.search in a new process, with autotuning in a subprocess unless `variables` override it."""
     environment = {
         "TORCHINDUCTOR_CACHE_DIR": str(directory),
         "TORCHINDUCTOR_MAX_AUTOTUNE": "1",
@@ -40,16 +40,18 @@ def search(lane: Lane, directory: Path, *cases: str, **variables: str) -> dict[s
 
 
 def templates(search: Mapping[str, float]) -> list[float]:
-    """Milliseconds of the candidates that are no kernel of ATen's."""
+    """Return the milliseconds of the candidates that are not ATen kernels."""
     return [milliseconds for name, milliseconds in search.items() if name not in ("bmm", "mm", "bmm_dtype")]
 
 
 def harmed(result: Mapping[str, Any]) -> list[str]:
-    """Cases in which a bad candidate was taken, or after which the training did not go on."""
+    """Return the cases in which a bad candidate was chosen, or after which the training did not continue."""
     return [
         case
-        for case, told in result.items()
-        if not told["aten"] or len(told["losses"]) != STEPS or not all(map(math.isfinite, told["losses"]))
+        for case, report in result.items()
+        if not report["aten"]
+        or len(report["losses"]) != STEPS
+        or not all(map(math.isfinite, report["losses"]))
     ]
 
 
@@ -62,7 +64,7 @@ def broken(lane: Lane, tmp_path: Path, tmp_path_factory) -> tuple[Path, dict[str
 
 
 def local_cache(directory: Path) -> Path:
-    """The one file in which torch keeps what its searches have measured on this machine."""
+    """Return the one file in which torch stores the search results of this machine."""
     (file,) = (path for path in (directory / "cache").iterdir() if path.is_file())
     return file
 
@@ -73,7 +75,7 @@ def local_cache(directory: Path) -> Path:
 )
 def test_a_bad_candidate_is_passed_over(lane: Lane, broken, row) -> None:
     _, result = broken
-    timed = [templates(one) for told in result.values() for one in told["searches"]]
+    timed = [templates(one) for report in result.values() for one in report["searches"]]
     assert len(timed) >= len(FAULTS)
     assert all(milliseconds and not any(map(math.isfinite, milliseconds)) for milliseconds in timed)
     row(
@@ -89,12 +91,12 @@ def test_a_bad_candidate_is_passed_over(lane: Lane, broken, row) -> None:
 
 @lanes("cpu", "h200")
 def test_the_next_process_does_not_take_it(lane: Lane, broken, row) -> None:
-    """The same programs, and one with the same product in another graph: the candidate is sound and fast by now."""
+    """Run the same programs, and one with the same product in another graph, when the candidate is valid and fast."""
     directory, result = broken
     size = FAULTS["launcher_without_stream"]
     again = search(lane, directory, *(f"{size}=fast" for size in FAULTS.values()), f"{size}=fast=transposed")
     other = again.pop(f"{size}=fast=transposed")
-    assert [told["searches"] for told in again.values()] == [[]] * len(FAULTS), (
+    assert [report["searches"] for report in again.values()] == [[]] * len(FAULTS), (
         "their code came from the cache"
     )
     row(
@@ -107,7 +109,7 @@ def test_the_next_process_does_not_take_it(lane: Lane, broken, row) -> None:
         evidence=harmed(again),
     )
     remembered = [m for one in other["searches"] for m in templates(one) if not math.isfinite(m)]
-    # torch 2.13 writes the infinite time beside the others, so that one accident rules a candidate out for good.
+    # torch 2.13 stores the infinite time like any other, so that a single failure excludes a candidate permanently.
     row(
         f"cache/autotune-{lane.name}/accidents_remembered",
         len(remembered),
@@ -125,7 +127,7 @@ def test_the_next_process_does_not_take_it(lane: Lane, broken, row) -> None:
 @lanes("cpu", "h200")
 @planted("C24", "a poisoned entry: ATen's own product at infinite milliseconds")
 def test_a_poisoned_entry_is_seen(lane: Lane, broken) -> None:
-    """What a search has measured decides: this candidate is taken, so that the rows above can turn red."""
+    """The stored measurement decides: this candidate is chosen, so the rows above can turn red."""
     directory, _ = broken
     size = FAULTS["infinite"]
     file = local_cache(directory)
@@ -136,8 +138,8 @@ def test_a_poisoned_entry_is_seen(lane: Lane, broken) -> None:
         entry.update({name: math.inf if math.isfinite(time) else 1.0 for name, time in entry.items()})
     file.write_text(json.dumps(kept))
     case = f"{size}=infinite=transposed"
-    told = search(lane, directory, case)
-    assert harmed(told) == [case], told
+    report = search(lane, directory, case)
+    assert harmed(report) == [case], report
 
 
 @lanes("cpu", "h200")
@@ -147,7 +149,7 @@ def test_a_poisoned_entry_is_seen(lane: Lane, broken) -> None:
     [("launcher_without_stream", "multiple values for argument 'stream'"), ("crash", "exit -11")],
 )
 def test_without_the_firebreak_the_run_ends(lane: Lane, tmp_path: Path, fault: str, end: str) -> None:
-    """So AUTOTUNE_IN_SUBPROC has its effect. A RuntimeError torch survives without it; these two it does not."""
+    """AUTOTUNE_IN_SUBPROC has an effect: without it torch survives a RuntimeError, but not these two faults."""
     with pytest.raises(ChildError) as caught:
         search(lane, tmp_path, f"{FAULTS[fault]}={fault}", TORCHINDUCTOR_AUTOTUNE_IN_SUBPROC="0")
     assert end in str(caught.value)
@@ -155,14 +157,14 @@ def test_without_the_firebreak_the_run_ends(lane: Lane, tmp_path: Path, fault: s
 
 @lanes("cpu", "h200")
 def test_the_contract_searches_nothing(lane: Lane, broken, row) -> None:
-    """The same program under the contract's variables: no candidate is timed."""
+    """Under the contract's variables the same program benchmarks no candidate."""
     directory, result = broken
     size = FAULTS["crash"]
-    (told,) = (done := search(lane, directory, f"{size}=crash", **load().variables)).values()
+    (report,) = (done := search(lane, directory, f"{size}=crash", **load().variables)).values()
     assert not harmed(done)
     row(
         f"cache/autotune-{lane.name}/searches_under_the_contract",
-        len(told["searches"]),
+        len(report["searches"]),
         unit="count",
         witness=len(result[f"{size}=crash"]["searches"]),
         rule="C24",

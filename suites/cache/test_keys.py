@@ -1,4 +1,4 @@
-"""What is in a cache's key and what is not: a change that matters misses, one that does not still hits.
+"""Contents of a cache key: a change that matters misses, one that does not still hits.
 
 Rule C18, and "cache key contents" of the sources. A key without the torch version would run the old compiler's code
 after a bump; one with the working directory in it would never be warm.
@@ -16,7 +16,7 @@ from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
 MATTERS = ("source", "shape", "dtype", "inductor_option")
-# All at once: where they hit together, none of them is in the key.
+# All at once: if they hit together, none of them is in the key.
 HARMLESS = {
     "PYTHONHASHSEED": "7",
     "BUMPGATE_UNRELATED": "1",
@@ -27,7 +27,7 @@ HARMLESS = {
 
 
 def missed(told: dict[str, Any]) -> bool:
-    """True on a miss of both layers, False on a hit of both. Raises AssertionError on anything between."""
+    """Return True on a miss of both layers, False on a hit of both. Raises AssertionError on anything between."""
     counts = told["counts"]
     hits, misses = (bool(counts[f"aot_{kind}"]) and bool(counts[f"fx_{kind}"]) for kind in ("hit", "miss"))
     assert hits != misses, f"neither a miss nor a hit: {counts}"
@@ -41,14 +41,14 @@ def outcomes(lane: Lane, tmp_path_factory) -> dict[str, bool]:
     first = compiled(lane, directory, "same", OMP_NUM_THREADS="1")
     assert missed(first["same"]), "the directory was empty"
     elsewhere = {"BUMPGATE_ELSEWHERE": str(tmp_path_factory.mktemp("elsewhere"))}
-    told = compiled(lane, directory, "same", "options_reordered", *MATTERS, **HARMLESS, **elsewhere)
-    told["process"] = told.pop("same")
-    # The version enters a key once a process, and the tag is read at import: each has a process of its own.
-    told |= compiled(lane, directory, "torch_version", OMP_NUM_THREADS="1")
-    told["key_tag"] = compiled(lane, directory, "same", OMP_NUM_THREADS="1", TORCH_COMPILE_CACHE_KEY_TAG="x")[
-        "same"
-    ]
-    return {change: missed(one) for change, one in told.items()}
+    results = compiled(lane, directory, "same", "options_reordered", *MATTERS, **HARMLESS, **elsewhere)
+    results["process"] = results.pop("same")
+    # The version enters a key once per process, and the tag is read at import: each needs a new process.
+    results |= compiled(lane, directory, "torch_version", OMP_NUM_THREADS="1")
+    results["key_tag"] = compiled(
+        lane, directory, "same", OMP_NUM_THREADS="1", TORCH_COMPILE_CACHE_KEY_TAG="x"
+    )["same"]
+    return {change: missed(one) for change, one in results.items()}
 
 
 @lanes("cpu", "h200")

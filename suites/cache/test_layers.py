@@ -1,7 +1,7 @@
-"""A warm restart, layer by layer: what each cache gave is told apart, and a lost layer is named.
+"""A warm restart, layer by layer: each cache's contribution is separated, and a lost layer is named.
 
-Rule C18. Dynamo (traced anew in each process), AOTAutograd, FX graphs, compiled code, autotuning. The hybrid's own
-restart stands in test_warm_restart.py; this is a program of two kernels, cheap enough to break in every layer.
+Rule C18. Dynamo (traced again in each process), AOTAutograd, FX graphs, compiled code, autotuning. The restart of the
+hybrid itself is in test_warm_restart.py; this is a program of two kernels, cheap enough to break in every layer.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
 SECONDS = 300
-# Instructions that Inductor generates code for: none but the scalar ones, and those that the lane itself runs with.
+# Instruction sets that Inductor generates code for: scalar only, and those that the lane itself uses.
 CPUS = ("default", "avx2")
-# Known defects, with the versions that they were reproduced on at the ends of each range.
+# Known defects, with the versions at both ends of each range on which they were reproduced.
 UNKEYED_INSTRUCTIONS = "torch>=2.13,<2.16"  # seen on 2.13.0, 2.14.1, 2.15.0
 TRUNCATED_OBJECTS = "torch>=2.13,<2.16"  # seen on 2.13.0, 2.14.1, 2.15.0
 
 
 def compiled(lane: Lane, directory: Path, *variants: str, **variables: str) -> dict[str, Any]:
-    """suites.cache.programs in a process of its own, on a cache directory, with further environment variables."""
+    """Run suites.cache.programs in a new process, on a cache directory, with additional environment variables."""
     environment = {
         "TORCHINDUCTOR_CACHE_DIR": str(directory),
         "TRITON_CACHE_DIR": str(directory / "triton"),
@@ -37,7 +37,7 @@ def compiled(lane: Lane, directory: Path, *variants: str, **variables: str) -> d
 
 
 def cold_layers(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The layers that `after` did not take from the cache that `before` has filled.
+    """Return the layers that `after` did not take from the cache that `before` has filled.
 
     A layer is warm only by a positive count of hits: with the caches off torch counts no misses either.
     """
@@ -53,13 +53,13 @@ def cold_layers(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
 
 
 def new_code(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Shared objects and cubins that were written since, under whatever name."""
+    """Return shared objects and cubins that were written since `before`, with a new name or not."""
     return [path for path, written in after["code"].items() if before["code"].get(path) != written]
 
 
 @pytest.fixture(scope="module")
 def restart(lane: Lane, tmp_path_factory) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """A cache directory, the cold process on it, and the warm one, which then loses one layer after another."""
+    """A cache directory, its cold process, and its warm process, after which one layer after another is lost."""
     directory = tmp_path_factory.mktemp("inductor")
     cold = compiled(lane, directory, "same")["same"]
     return directory, cold, compiled(lane, directory, "same", "without_aotautograd", "without_fxgraph")
@@ -82,7 +82,7 @@ def test_every_layer_is_warm(lane: Lane, restart, row, canaries) -> None:
         evidence=(*found, f"cold {cold['counts']}", f"warm {counts}"),
         instruments=("cache", "autotune"),
     )
-    # What Dynamo traces no restart saves: guards and bytecode are of this process.
+    # No restart saves Dynamo's tracing: guards and bytecode belong to the process.
     row(
         f"cache/layers-{lane.name}/frames_traced_again",
         same["frames"],
@@ -96,10 +96,10 @@ def test_every_layer_is_warm(lane: Lane, restart, row, canaries) -> None:
 
 @lanes("cpu", "h200")
 def test_what_a_process_exports_once_it_compiles(lane: Lane, restart, row) -> None:
-    """Its children inherit it and it itself began without: torch 2.9 to 2.11 for CUDA 13 name torch's own ptxas to
-    Triton (pytorch#163988), which is in the keys of Triton's cache and of Inductor's templates.
+    """Variables that children inherit although this process started without them: torch 2.9 to 2.11 for CUDA 13 sets
+    Triton's ptxas to torch's own (pytorch#163988), which is in the keys of Triton's cache and of Inductor's templates.
 
-    Without the names that torch marks as its own: _TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR is an address in a process.
+    Excludes names that torch marks as its own: _TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR is an address in a process.
     """
     _, cold, _ = restart
     names = sorted(name for name in cold["exported"] if not name.startswith("_"))
@@ -136,7 +136,7 @@ def test_caches_that_are_off_are_cold(lane: Lane, restart) -> None:
 @lanes("cpu")
 @planted("C18", "every shared object deleted; the same cache on a CPU of more instructions")
 def test_counters_that_say_hit_over_cold_code(lane: Lane, restart, tmp_path: Path, row, canaries) -> None:
-    """Both read as hits in every counter while each kernel is compiled again: only the files tell."""
+    """Both cases read as hits in every counter while each kernel is compiled again: only the files show it."""
     canaries("cache")
     directory, cold, _ = restart
     for path in directory.rglob("*.so"):
@@ -160,7 +160,7 @@ def test_counters_that_say_hit_over_cold_code(lane: Lane, restart, tmp_path: Pat
 
 @lanes("cpu")
 def test_cache_of_a_cpu_with_more_instructions(lane: Lane, tmp_path: Path, row) -> None:
-    """Present: a CPU without AVX2 finds the code that was generated for it, and cannot compile that."""
+    """Defect present: a CPU without AVX2 finds the code that was generated for AVX2, and cannot compile it."""
     scalar, wide = CPUS
     cold = compiled(lane, tmp_path, "same", ATEN_CPU_CAPABILITY=wide)["same"]
     signature = run_or_signature(lane, tmp_path, "CppCompileError", ATEN_CPU_CAPABILITY=scalar)
@@ -180,7 +180,7 @@ def test_cache_of_a_cpu_with_more_instructions(lane: Lane, tmp_path: Path, row) 
 
 @lanes("cpu")
 def test_a_truncated_object_is_built_again(lane: Lane, restart, row) -> None:
-    """Present: a run that was killed while linking leaves an object that every later run fails on."""
+    """Defect present: a run that was killed while linking leaves an object on which every later run fails."""
     directory, cold, _ = restart
     truncated = list(directory.rglob("*.main.so"))
     for path in truncated:
@@ -202,9 +202,9 @@ def test_a_truncated_object_is_built_again(lane: Lane, restart, row) -> None:
 def run_or_signature(
     lane: Lane, directory: Path, words: str, built_on: Mapping[str, Any] | None = None, **variables: str
 ) -> str:
-    """The last line of a run on this cache if it fails with these words, "" if it succeeds.
+    """Return the last line of a run on this cache if it fails with `words`, "" if it succeeds.
 
-    Raises ChildError on any other failure. built_on: the run that filled the cache, of which code alone is new.
+    Raises ChildError on any other failure. built_on: the run that filled the cache, relative to which code is new.
     """
     try:
         warm = compiled(lane, directory, "same", **variables)["same"]

@@ -1,6 +1,6 @@
-"""The budget of unique programs: derived from the layer pattern, and a run that exceeds it stops with an alert.
+"""The budget of unique programs: derived from the layer pattern; a run that exceeds it stops with an alert.
 
-Rule C27. The trainer counts what goes through its own backend, so that no torch counter can be renamed away.
+Rule C27. The trainer counts what passes through its own backend, so that no torch counter can be renamed away.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYERS = {"layer_pattern": "AME", "depth": 3}
 
 
 class LastBatchIsShort(SyntheticBatches):
-    """Batches of which the third has half the tokens: the shape that nobody planned."""
+    """Batches of which the third has half the tokens: an unplanned shape."""
 
     def __next__(self) -> torch.Tensor:
         ids = super().__next__()
@@ -77,7 +77,7 @@ def test_the_budget_follows_from_the_pattern(lane: Lane, row) -> None:
 
 @lanes("cpu")
 def test_a_run_uses_its_budget_and_no_more(lane: Lane, row) -> None:
-    """Three steps under every policy: as many programs as derived, none of them spare."""
+    """Three steps under every policy use exactly as many programs as derived."""
     apart, steps = [], 0
     for policy in POLICIES:
         run = trainer(policy=policy)
@@ -139,7 +139,7 @@ def test_one_shape_more_stops_the_run(lane: Lane, monkeypatch, capsys, row) -> N
 
 @lanes("cpu")
 def test_the_same_program_twice_is_one(lane: Lane) -> None:
-    """Compiled again after a reset, a program is known; of another shape or dtype it is another."""
+    """A program compiled again after a reset is recognized; another shape or dtype makes another program."""
     programs = Programs(2, "eager")
     for x in (torch.ones(4), torch.ones(4), torch.ones(5), torch.ones(4, dtype=torch.float64)):
         forget_graphs()

@@ -1,8 +1,8 @@
-"""A fresh process on a warm cache directory compiles nothing, proved layer by layer.
+"""A fresh process on a warm cache directory compiles nothing, checked layer by layer.
 
-Rules C17, C18. The hit counters alone lie on CPU in three ways (another CPU capability, deleted shared objects,
-a loaded artifact bundle: each reads hit/hit while every C++ file is compiled again), so new shared objects and
-CPU seconds are rows of their own.
+Rules C17, C18. The hit counters alone are wrong on CPU in three cases (another CPU capability, deleted shared objects,
+a loaded artifact bundle: each reads hit/hit while every C++ file is compiled again), so new shared objects and CPU
+seconds are rows of their own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def restarts(tmp_path_factory) -> tuple[dict, dict]:
 
 
 def built_anew(cold: dict, warm: dict) -> list[str]:
-    """Shared objects that the warm process wrote, whether their names are new or not."""
+    """Return the shared objects that the warm process wrote, whether their names are new or not."""
     known = cold["shared_objects"]
     return [path for path, written in warm["shared_objects"].items() if known.get(path) != written]
 
@@ -43,7 +43,7 @@ def test_every_layer_hits(lane: Lane, restarts, row, canaries) -> None:
     cold, warm = restarts
     before, after = cold["counts"], warm["counts"]
     evidence = (f"cold {before}", f"warm {after}")
-    # Absent counters read None and count as 0 misses only beside a positive count of hits: the witness.
+    # Absent counters read None, and count as 0 misses only with a positive count of hits: the witness.
     shared = {"unit": "count", "rule": "C18", "evidence": evidence, "instruments": ("cache",)}
     row(
         f"{CASE}/aot_hits",

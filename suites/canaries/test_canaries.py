@@ -1,4 +1,4 @@
-"""The instruments prove themselves: each canary's known count, as a row of every lane and every session."""
+"""Self-checks of the instruments: each canary's known count, as a row of every lane and every session."""
 
 from __future__ import annotations
 

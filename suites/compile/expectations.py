@@ -1,4 +1,4 @@
-"""What each compile policy must show on a layer pattern, derived from the kinds of its layers alone."""
+"""Expected counts of each compile policy on a layer pattern, derived from the kinds of its layers alone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Expected:
 
 
 def expected(kinds: Sequence[str], policy: str) -> Expected:
-    """The counts that `policy` must show on the layers' kinds, each a block letter and what tells it from others of
-    the letter (HybridConfig.kinds); the loss head is one more region."""
+    """Return the counts that `policy` must show on the layers' kinds (HybridConfig.kinds). A kind is a block letter and
+    what distinguishes blocks of that letter; the loss head is one more region.
+    """
     hidden = [kind[0] in RECURRENT for kind in kinds]
     recurrent, layers = sum(hidden), len(kinds)
     visible = {kind for kind in kinds if kind[0] not in RECURRENT}

@@ -1,7 +1,7 @@
-"""One process of the CUDA-graph check: a block that cannot be recorded, and what the process can still do after it.
+"""One process of the CUDA-graph check: a block that cannot be captured, and what the process can still do after it.
 
-`python -m suites.compile.failed_recording DEVICE`; the last line of output is JSON. A process of its own, since torch
-does not promise one that goes on.
+`python -m suites.compile.failed_recording DEVICE`; the last line of output is JSON. It needs a new process, since torch
+does not guarantee that the process survives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class Doubles(nn.Module):
 
 
 def main(device: str) -> dict[str, object]:
-    """refusal: the error in one line. drawn, replayed: whether random numbers and a sound block's replay are right."""
+    """refusal: the error in one line. drawn, replayed: whether random numbers and the replay of a valid block are
+    right.
+    """
     x, refusal = torch.ones(4, device=device), ""
     try:
         capture(ReadsOnTheHost(), (x,))

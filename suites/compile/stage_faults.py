@@ -1,7 +1,7 @@
-"""One process of the ablation checks: plants a fault in one stage of the compiler, prints the finding as JSON.
+"""One process of the ablation checks: injects a fault into one stage of the compiler, prints the finding as JSON.
 
-`python -m suites.compile.stage_faults FAULT` with TORCHINDUCTOR_CACHE_DIR set to a directory of its own: the code
-that a faulty stage makes is stored under the sound program's key.
+`python -m suites.compile.stage_faults FAULT` with TORCHINDUCTOR_CACHE_DIR set to a directory of its own: the code that
+a faulty stage generates is stored under the correct program's key.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from suites.support.hybrids import token_batch
 from suites.support.instruments import wrong_decomposition, wrong_lowering
 
 aten = torch.ops.aten
-# Two, so that a graph which is reused wrongly is seen; one where each costs a second run of the C++ compiler.
+# Two, so that a wrongly reused graph is detected; one where each costs a second run of the C++ compiler.
 LENGTHS = {"lowering": (16,)}
 
 
 def no_guards() -> AbstractContextManager[Any]:
-    """Dynamo keeps no guard, so that the first graph serves every later input."""
+    """Make Dynamo keep no guard, so that the first graph serves every later input."""
     options = {"guard_filter_fn": lambda guards: [False] * len(guards)}
     compile = torch.compile
     return mock.patch.object(
@@ -40,7 +40,7 @@ def no_guards() -> AbstractContextManager[Any]:
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "none": nullcontext,
     "guards": no_guards,
-    # Twice the gradient of relu, and relu without its corner.
+    # Twice the gradient of relu, and relu as the identity.
     "decomposition": partial(
         wrong_decomposition, aten.threshold_backward.default, lambda gradient, *_: 2 * gradient
     ),
@@ -49,7 +49,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def main(fault: str) -> dict[str, object]:
-    """The finding on one mixture-of-experts layer and the head."""
+    """Return the finding on one mixture-of-experts layer and the head."""
     apply_dynamo(contract := load())
     config = preset("nam12", layer_pattern="E", depth=1)
     batches = [token_batch(config, 2, tokens) for tokens in LENGTHS.get(fault, (32, 16))]

@@ -1,6 +1,6 @@
-"""A fault planted in one stage of the compiler is attributed to that stage: Dynamo, AOTAutograd or Inductor.
+"""A fault in one stage of the compiler is attributed to that stage: Dynamo, AOTAutograd or Inductor.
 
-Section 4, Dynamo/Inductor: backends "eager" and "aot_eager" as an ablation, as `python -m launch.ablation` does it.
+Section 4, Dynamo/Inductor: backends "eager" and "aot_eager" as an ablation, as in `python -m launch.ablation`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
 SECONDS = 400
-# What is planted -> the stage that it is planted in, and the first backend that shows it.
+# Fault -> the stage it is injected into, and the first backend that shows it.
 FAULTS = {
     "guards": ("dynamo", "eager"),
     "decomposition": ("aot", "aot_eager_decomp_partition"),
@@ -37,9 +37,11 @@ def test_a_fault_is_attributed_to_its_stage(lane: Lane, tmp_path: Path, row) -> 
             "suites.compile.stage_faults", fault, environment=environment, timeout=SECONDS
         )
     wrong = [
-        told["line"] for fault, told in found.items() if (told["stage"], told["backend"]) != FAULTS[fault]
+        finding["line"]
+        for fault, finding in found.items()
+        if (finding["stage"], finding["backend"]) != FAULTS[fault]
     ]
-    assert all(told["ratio"] > 100 * FACTOR for told in found.values()), "a fault, and no rounding"
+    assert all(finding["ratio"] > 100 * FACTOR for finding in found.values()), "a fault, and no rounding"
     row(
         "compile/ablation/faults_misattributed",
         len(wrong),
@@ -62,7 +64,7 @@ def dynamo_as_it_was():
 
 @lanes("cpu")
 def test_a_sound_compiler_is_not_accused(lane: Lane, dynamo_as_it_was, capsys) -> None:
-    """Every stage ran, and one line says so."""
+    """A correct compiler yields one line and no finding; every stage ran."""
     assert main(["--preset", "nam12", "--layers", "E"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("no stage at fault: backend ")

@@ -1,6 +1,6 @@
-"""The contract as the compiler meets it: six Dynamo lines at the first backend call, declared disable points only.
+"""The contract's effect on the compiler: six Dynamo options at the first backend call, declared disable points only.
 
-Rules C1 (six lines before the first compile), C7 (each disable point declared with a reason).
+Rules C1 (six options before the first compile), C7 (each disable point declared with a reason).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each kind of block as a CUDA graph: recorded once, replayed on new inputs, equal to eager bit by bit.
+"""Each kind of block as a CUDA graph: captured once, replayed on new inputs, bitwise equal to eager.
 
 B batch, T tokens, D model dim.
 """
@@ -22,11 +22,11 @@ from suites.support.planted import planted
 
 KINDS = sorted(set(preset("nam56r", "narrow").kinds))
 BATCH = 2
-STEPS = 4  # two to warm up, one to record, one to replay
+STEPS = 4  # two to warm up, one to capture, one to replay
 
 
 def inputs(model: Hybrid, kind: str, seed: int, device: str) -> tuple[Tensor, ...]:
-    """What a block of this kind takes: the stream (B,T,D), and document ids and positions where it is no E."""
+    """Return the inputs of a block of this kind: the stream (B,T,D) and, except for E, document ids and positions."""
     config = model.config
     torch.manual_seed(seed)
     x = torch.randn(BATCH, config.seq_len, config.d_model, device=device)
@@ -44,8 +44,8 @@ def test_a_replay_is_the_forward(lane: Lane, kind: str, row) -> None:
     for seed in (1, 2):
         given = inputs(model, kind, seed, lane.device)
         with torch.no_grad():
-            wanted = block(*given)
-        for found, eager in zip(replay(*given), (wanted,) if isinstance(wanted, Tensor) else wanted):
+            expected = block(*given)
+        for found, eager in zip(replay(*given), (expected,) if isinstance(expected, Tensor) else expected):
             differing += int((found != eager).sum())
             elements += eager.numel()
     row(
@@ -57,16 +57,18 @@ def test_a_replay_is_the_forward(lane: Lane, kind: str, row) -> None:
 @lanes("h200")
 @planted("C2", "a host read inside a CUDA graph")
 def test_a_host_read_cannot_be_recorded(lane: Lane) -> None:
-    """And the process goes on: it draws random numbers, and records the next block."""
-    told = run_json("suites.compile.failed_recording", lane.device, environment={}, timeout=120)
-    assert re.fullmatch(r"ReadsOnTheHost: [^\n]+", told["refusal"])
-    assert (told["drawn"], told["replayed"]) == (True, True)
+    """After a failed capture the process continues: it draws random numbers and captures the next block."""
+    result = run_json("suites.compile.failed_recording", lane.device, environment={}, timeout=120)
+    assert re.fullmatch(r"ReadsOnTheHost: [^\n]+", result["refusal"])
+    assert (result["drawn"], result["replayed"]) == (True, True)
 
 
 @lanes("h200")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_inductor_leaves_out_of_its_own(lane: Lane, kind: str, row, canaries) -> None:
-    """A training step of a compiled block with Inductor's CUDA graphs on: every graph left out, with its reason."""
+    """Run a training step of a compiled block with Inductor's CUDA graphs: each skipped graph is listed with its
+    reason.
+    """
     canaries("graphs", "cuda_graph_skips")
     model = build(preset("nam56r", "narrow"), lane.device)
     block = chosen_blocks(model, [kind])[kind]

@@ -1,6 +1,6 @@
-"""A warm training step never waits for the device: torch's own synchronisation watch stays silent.
+"""A warm training step never waits for the device: torch's own synchronization check reports nothing.
 
-The CPU lane counts reads of a value (test_host_syncs.py); only the device knows all the others.
+The CPU lane counts reads of a value (test_host_syncs.py); all other waits are visible only on the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exactly one dynamic axis: the batch moves freely inside one set of graphs, the sequence costs one set more.
+"""Exactly one dynamic axis: the batch size varies within one set of graphs; each new sequence length costs another set.
 
 Rules C4 (static first), C12 (one axis, marked once at warm-up; a warm-up at batch 1 is widened to 2).
 """

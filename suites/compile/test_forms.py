@@ -1,6 +1,6 @@
-"""The forms of a forward that the sources warn of, each beside the form that the model uses, in one small region.
+"""The forms of a forward that the sources warn of, each next to the form that the model uses, in one small region.
 
-Each is called with the inputs that make it misbehave, under the contract's Dynamo lines; its number of graphs is
+Each is called with the inputs that make it misbehave, under the contract's Dynamo options; its number of graphs is
 derived from what changes between the calls. Two forms that once broke a graph are kept as expectations that they no
 longer do.
 """
@@ -27,7 +27,9 @@ CALLS = 70
 
 
 class Region(nn.Module):
-    """What a form adds to: one weight, and an int, a flag and a configuration that a careless forward may read."""
+    """The region that a form is added to: one weight, and an int, a flag and a config that a careless forward may
+    read.
+    """
 
     def __init__(self, forward: Callable[..., Tensor], number: int = 0) -> None:
         super().__init__()
@@ -130,7 +132,7 @@ def with_keywords(m: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Form:
-    """graphs, and places where a graph breaks, as derived; `why` says from what."""
+    """graphs, and places of graph breaks, as derived; `why` is the derivation."""
 
     name: str
     forward: Callable[..., Tensor]
@@ -169,7 +171,7 @@ def measure(form: Form, **options: object) -> DynamoReport:
 
 
 def places(report: DynamoReport) -> set[str]:
-    """Where graphs broke. A break in an inlined function is told once more for the frame that called it."""
+    """Return where graphs broke. A break in an inlined function is reported again for the frame that called it."""
     return {found.site for found in report.breaks}
 
 
@@ -212,7 +214,7 @@ def adds_its_number(m: Region, x: Tensor) -> Tensor:
 
 
 def layers(limit: int = 0, depth: int = 13) -> DynamoReport:
-    """`depth` blocks of one class, each of which reads an int of its own, as a layer index is."""
+    """Compile `depth` blocks of one class, each of which reads an int of its own, such as a layer index."""
     with watched(limit) as watch:
         blocks = [Region(adds_its_number, number) for number in range(depth)]
         for block in blocks:

@@ -1,6 +1,6 @@
-"""A training forward reads no tensor value on the host: each read stops the device queue.
+"""A training forward reads no tensor value on the host: each read blocks on the device.
 
-Rule C2: with capture_scalar_outputs a `.item()` becomes part of the graph, so no break betrays it.
+Rule C2: with capture_scalar_outputs a `.item()` becomes part of the graph, so no break shows it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def test_forward_reads_nothing_on_the_host(lane: Lane, policy: str, row, canarie
         with host_syncs() as tally:
             loss = hybrid.compiled(ids)
         loss.backward()
-        # Inductor turns a captured read into C++ that the profiler does not see, so the graphs are asked too.
+        # Inductor turns a captured read into C++ that the profiler does not see, so the graphs are checked too.
         sites = [site for graph in hybrid.report().graphs for site in graph.host_reads]
     row(
         f"compile/nam12-{policy}/host_syncs",

@@ -1,4 +1,4 @@
-"""What a changed condition costs under each policy, and what may not change at all.
+"""The cost of a changed condition under each policy, and what must not change at all.
 
 Rules C4 (a new length is one more set of static graphs), C7 (declared disable points), C10 (routing is fixed when the
 model is built), C13 (a guard miss stays in its region).
@@ -24,7 +24,7 @@ INSTRUMENTS = ("graphs", "recompiles")
 
 
 def graphs_after_a_miss_in_one_expert_block(hybrid: Watched) -> tuple[int, int, tuple[str, ...]]:
-    """Graphs and operators compiled anew after one E block's bucket was raised, and what was recompiled."""
+    """Return the graphs and operators recompiled after one E block's bucket was raised, and the reasons."""
     ids = token_batch(hybrid.config, 2)
     hybrid.compiled.warm_up(ids)
     hybrid.forward(ids)
@@ -39,7 +39,7 @@ def graphs_after_a_miss_in_one_expert_block(hybrid: Watched) -> tuple[int, int, 
 
 @lanes("cpu")
 def test_a_guard_miss_stays_in_its_region(lane: Lane, row, canaries) -> None:
-    """One raised bucket: under regional the E region alone is compiled again, under whole_opaque all 52 layers."""
+    """One raised bucket: under regional only the E region is compiled again, under whole_opaque all 52 layers."""
     canaries(*INSTRUMENTS)
     ops = {}
     for policy in ("regional", "whole_opaque"):
@@ -72,7 +72,7 @@ def test_a_whole_model_graph_is_not_local(lane: Lane, canaries) -> None:
 @lanes("cpu")
 @planted("C4", "automatic dynamic shapes")
 def test_promotion_to_a_dynamic_length_is_seen(lane: Lane, canaries) -> None:
-    """The second new length compiles nothing: the first one's graph was made dynamic, where the rule wants static."""
+    """The second new length compiles nothing: the first one's graph was made dynamic, but the rule requires static."""
     canaries(*INSTRUMENTS)
     counts = {}
     for automatic in (False, True):
@@ -106,7 +106,7 @@ ROUTING = {"top_k": 1, "capacity_factor": 8.0, "routed_scale": 0.0, "experts": 2
 
 
 def moved_by_the_config(model, ids: torch.Tensor) -> list[str]:
-    """The routing fields whose change in the live configuration changes the loss."""
+    """Return the routing fields whose change in the live config changes the loss."""
     want = model(ids)
     moved = []
     for name, value in ROUTING.items():

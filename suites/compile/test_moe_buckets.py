@@ -1,4 +1,4 @@
-"""The padded dispatch: one graph a power-of-two bucket, whatever the routing, and nothing lost against dropless.
+"""The padded dispatch: one graph per power-of-two bucket for any routing, and the same result as dropless.
 
 Rule C11. Sources: GShard (capacity and groups), the padded path of the hybrid's own launchers.
 """
@@ -24,7 +24,7 @@ SKEWS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dropless(block: MoEBlock, x: Tensor) -> Tensor:
-    """The block without any dispatch: every expert on every token, weighted; x (B,T,D) -> (B,T,D)."""
+    """Compute the block without dispatch: every expert on every token, weighted; x (B,T,D) -> (B,T,D)."""
     u = rms_norm(x, block.eps)
     expert, weights, _, _ = block.route(u)
     dense = torch.zeros(*expert.shape[:2], block.experts, dtype=weights.dtype).scatter(-1, expert, weights)
@@ -49,7 +49,7 @@ def test_one_graph_a_bucket(lane: Lane, row, canaries) -> None:
         with DynamoWatch() as watch:
             block.compile(backend=watch.backend("eager"))
             for skew in SKEWS:
-                x = inputs + skew * popular  # the further the tokens lean one way, the fuller a few experts
+                x = inputs + skew * popular  # the more the tokens lean one way, the fuller a few experts
                 block.min_bucket = needed_bucket(block, rms_norm(x, block.eps))
                 slots = max(block.min_bucket, config.bucket(config.seq_len))
                 buckets.add(1 << (slots - 1).bit_length())

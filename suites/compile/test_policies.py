@@ -1,7 +1,7 @@
 """Graph breaks, eager islands, compiled calls and unique graphs of the 52-layer models under every policy.
 
-The expectation follows from the layer pattern. Rules C6, C7, C13, C27: breaks only at declared disable points,
-regional by default, a bounded number of programs.
+The expectation follows from the layer pattern. Rules C6, C7, C13, C27: breaks only at declared disable points, regional
+by default, a bounded number of programs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from suites.compile.expectations import RECURRENT, expected
 from suites.support.hybrids import token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
 
-# Dynamo's counts do not depend on the code generator, so the whole-model graphs stop before Inductor here;
-# the default policy compiles for real.
+# Dynamo's counts do not depend on the code generator, so the whole-model graphs stop before Inductor here; the default
+# policy is compiled fully.
 GENERATES = {"regional": "inductor"}
 INSTRUMENTS = ("graphs", "graph_breaks", "islands", "guards")
 
@@ -74,10 +74,10 @@ def test_counts(lane: Lane, name: str, policy: str, row, canaries) -> None:
 
 @lanes("cpu", "h200")
 def test_break_inside_the_layer_loop_drops_the_whole_frame(lane: Lane, row, canaries) -> None:
-    """A compiled layer loop with a disabled block inside: Dynamo gives up the frame and its counter reads 0.
+    """A compiled layer loop with a disabled block inside: Dynamo drops the frame and its counter reads 0.
 
-    The reason why `graph_breaks` may never be gated alone: here it reads like a clean model while the loop
-    runs as Python. Compiled calls and islands tell the truth.
+    This is why `graph_breaks` must never be gated alone: it reads like a clean model while the loop runs as Python.
+    Compiled calls and islands show the difference.
     """
     canaries(*INSTRUMENTS)
     with watched_hybrid("nam52", "eager", device=lane.device) as hybrid:

@@ -1,4 +1,4 @@
-"""Seventy training steps: nothing compiles after warm-up, and the overflow counter is state that nobody guards on.
+"""Seventy training steps: nothing compiles after warm-up, and the overflow counter is state that no guard checks.
 
 Rules C3 (limits are tripwires), C8 (no mutable Python state), C27 (program budget).
 """
@@ -45,12 +45,12 @@ def test_seventy_steps(lane: Lane, name: str, row, canaries) -> None:
 
 @lanes("cpu", "h200")
 def test_overflow_counter(lane: Lane, row, canaries) -> None:
-    """A capacity too small for the routing: compiled and eager count the same drops, in a buffer of no checkpoint."""
+    """With too small a capacity, compiled and eager count the same drops, in a non-persistent buffer."""
     canaries("graphs")
     tight = {
         "capacity_factor": 1.0,
         "top_k": 4,
-    }  # 4 slots an expert for 4 on average: skewed routing overflows
+    }  # 4 slots per expert for 4 on average: skewed routing overflows
     with watched_hybrid("nam12", "regional", device=lane.device, **tight) as hybrid:
         eager = build(hybrid.config, lane.device)
         ids = token_batch(hybrid.config, 2, device=lane.device)

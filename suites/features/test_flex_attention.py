@@ -1,7 +1,7 @@
-"""torch features next to the model: what a team with such a stack also compiles, and what releases broke of it.
+"""torch features that the model does not use but similar stacks compile, and their known regressions.
 
-Each row is the smallest program that shows one known regression, with the versions that have it. B batch, H heads,
-T tokens, P head dim.
+Each row is the smallest program that shows one known regression, with the affected versions. B batch, H heads, T
+tokens, P head dim.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from suites.support.instruments import forget_graphs
 from suites.support.lanes import Lane, lanes
 
-# The releases that the row was run on: present in 2.15.0; absent in 2.13.0 and 2.14.1.
+# Releases on which the row was run: present in 2.15.0; absent in 2.13.0 and 2.14.1.
 FLOAT_CAPTURE = "torch>=2.15,<2.16"
 SOFTCAPS = (30.0, 15.0, 7.0)
 B, H, T, P = 2, 4, 33, 16

@@ -1,8 +1,9 @@
 """Compiled against eager by the fp64 ratio: compiling may not lose more accuracy than fp32 itself does.
 
-For every kind of parameter, |g_compiled - g_fp64| is held against |g_eager - g_fp64|, both pooled over the blocks
-that have one and over several batches. No stored values, so a torch that rounds elsewhere stays green and one that
-loses digits does not. Source of the rule: torch's own accuracy check for compiled models, restated per gradient.
+For every kind of parameter, |g_compiled - g_fp64| is compared with |g_eager - g_fp64|, both pooled over the blocks that
+have one and over several batches. There are no stored values, so a torch that only rounds differently stays green and
+one that loses digits does not. Source of the rule: torch's own accuracy check for compiled models, applied per
+gradient.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from suites.support.hybrids import build, token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
 from suites.support.reduce import largest, name_of_largest
 
-# Both errors are rounding noise. One tensor's ratio has a heavy tail (a 4-element bias read 15 on unchanged
-# code); pooled, 18 groups of 4 batches over three models read at most 1.8 on cpu. On H200s, where atomic sums round in
-# an order of their own, a kind of a single block in four batches read 0.98, 1.5 and 2.6. A lost digit reads 10.
+# Both errors are rounding noise. One tensor's ratio has a heavy tail (a 4-element bias read 15 on unchanged code);
+# pooled, 18 groups of 4 batches over three models read at most 1.8 on cpu. On H200s, where atomic sums round in varying
+# order, a kind of a single block in four batches read 0.98, 1.5 and 2.6. A lost digit reads 10.
 FACTOR = 3.0
 BATCHES = {"cpu": 4, "h200": 12}
 
 
 def kind(model: Hybrid, name: str) -> str:
-    """The class and parameter that a name such as `blocks.6.skip` is one of many of."""
+    """Return the class and parameter that a name such as `blocks.6.skip` belongs to."""
     block = re.match(r"blocks\.(\d+)\.(.*)", name)
     return f"{type(model.blocks[int(block[1])]).__name__}.{block[2]}" if block else name
 
 
 def gradients(model: Hybrid, ids: Tensor, call: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Parameter name -> gradient in fp64, and the loss under the key `loss`."""
+    """Return parameter name -> gradient in fp64, and the loss under the key `loss`."""
     model.zero_grad(set_to_none=True)
     loss = call(ids)
     loss.backward()
@@ -45,14 +46,14 @@ def gradients(model: Hybrid, ids: Tensor, call: Callable[[Tensor], Tensor]) -> d
 
 
 def squared_error(found: Tensor, oracle: Tensor) -> float:
-    """Squared Frobenius error relative to the oracle's norm."""
+    """Return the squared Frobenius error relative to the oracle's norm."""
     return float((found - oracle).norm() / oracle.norm().clamp(min=1e-30)) ** 2
 
 
 def error_ratios(errors: Mapping[str, Sequence[float]], floor: float) -> dict[str, float]:
-    """Kind -> root of compiled over eager squared error, where the eager one counts as `floor` at least.
+    """Return kind -> square root of compiled over eager squared error, with `floor` as the minimum of the eager one.
 
-    NaN where the eager error is not finite: it bounds nothing.
+    NaN if the eager error is not finite: it bounds nothing.
     """
     return {key: over(ours, largest((plain, floor))) ** 0.5 for key, (ours, plain) in errors.items()}
 

@@ -1,11 +1,11 @@
-"""A combine in bf16 explodes the loss, and the model's does not; with real atomics on a GPU.
+"""A bf16 combine explodes the loss, and the model's combine does not, also with real atomics on a GPU.
 
-Rule C33. A training run of 64 experts and top-6 went from a loss of 15 to 5014 in four steps when its weighted
-multiply and its scatter-adds were bf16. That run is not public, and from random weights nothing of the kind can show:
-six terms lose 0.4 %, and a capped, normalised head bounds the loss. So the weights are made for the fault here.
-Experts come in pairs of +v and -v, chosen in the order +a +b +c -a -b -c and weighted alike, 10,000 times as large as
-the stream: in exact arithmetic they add nothing. The head has no cap, and predicts each token from itself on rows of
-one token each: the loss is near 0 while the stream is what it was, and thousands once rounding has replaced it.
+Rule C33. A training run of 64 experts and top-6 went from a loss of 15 to 5014 in four steps when its weighted multiply
+and its scatter-adds were bf16. That run is not public, and random weights cannot show the effect: six terms lose 0.4 %,
+and a capped, normalized head bounds the loss. So the weights are constructed for the fault here. Experts come in pairs
+of +v and -v, chosen in the order +a +b +c -a -b -c with equal weights, 10,000 times as large as the stream: in exact
+arithmetic they add nothing. The head has no cap, and predicts each token from itself on rows of one token each: the
+loss is near 0 while the stream is unchanged, and thousands once rounding has replaced it.
 
 B batch, T tokens, D model dim, E experts, K top-k, C bucket.
 """
@@ -34,18 +34,20 @@ from suites.support.reduce import largest
 
 BF16 = torch.bfloat16
 BATCH, STEPS, LAYERS = 2, 4, 4
-EMBEDDING = 1000.0  # the length of an embedding row, which scales the logits
+EMBEDDING = 1000.0  # norm of an embedding row, which scales the logits
 GAIN = 1e4  # a routed expert's output over the stream
-# Exact cancellation leaves a loss of 0; of a stream that rounding has replaced, the loss is some times EMBEDDING.
+# Exact cancellation leaves a loss of 0; if rounding has replaced the stream, the loss is a multiple of EMBEDDING.
 LARGEST_LOSS, EXPLODED = 1.0, 100.0
-# On the fp32 result before its cast. bf16 atomics read 4e-3 on an H200, fp32 ones 6e-8.
+# For the fp32 result before its cast. bf16 atomics read 4e-3 on an H200, fp32 ones 6e-8.
 BOUND = 1e-5
 
 Combine = Callable[..., Tensor]
 
 
 def rows_of(y: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
-    """The output (B,T,K,D) that each assignment of moe_combine's arguments reads; a dropped one reads slot 0's."""
+    """Return the row (B,T,K,D) that each assignment of moe_combine's arguments reads; a dropped one reads that of slot
+    0.
+    """
     first = torch.arange(expert.shape[0], device=y.device).view(-1, 1, 1) * bucket
     return y[expert, first + slot.clamp(min=0)]
 
@@ -53,7 +55,7 @@ def rows_of(y: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
 def combine_by_atomics(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, total: torch.dtype = BF16
 ) -> Tensor:
-    """moe_combine with products in `total`, added into the tokens by index_add, which on CUDA is an atomic each."""
+    """Compute moe_combine with products in `total`, added by index_add, which on CUDA uses one atomic for each."""
     B, T, K = expert.shape
     products = (rows_of(y, expert, slot, bucket).to(total) * weights.unsqueeze(-1).to(total)).where(
         (slot >= 0).unsqueeze(-1), 0
@@ -64,7 +66,9 @@ def combine_by_atomics(
 
 
 def combine_in_turn(y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int) -> Tensor:
-    """The same in a fixed order, rounded to bf16 after each addition: index_add on a CPU hides that rounding."""
+    """Compute the same in a fixed order, rounded to bf16 after each addition: index_add on a CPU hides that
+    rounding.
+    """
     products = rows_of(y, expert, slot, bucket) * weights.unsqueeze(-1).to(y.dtype)
     products = products.where((slot >= 0).unsqueeze(-1), 0)
     out = torch.zeros_like(products[:, :, 0])
@@ -74,7 +78,7 @@ def combine_in_turn(y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bu
 
 
 def cancelling(device: str) -> Hybrid:
-    """Four E blocks whose six chosen experts cancel, an uncapped head, in bf16."""
+    """Build four E blocks whose six chosen experts cancel and an uncapped head, in bf16."""
     config = preset(
         "nam12", "narrow", layer_pattern="E", depth=LAYERS, logit_softcap=1e9, aux_weight=0.0, z_weight=0.0
     )
@@ -85,7 +89,7 @@ def cancelling(device: str) -> Hybrid:
         rows.mul_(EMBEDDING / rows.norm(dim=-1, keepdim=True))
         stream = EMBEDDING / config.d_model**0.5  # root mean square
         for block in hybrid.blocks:
-            # The bias chooses the experts and their order, and stays out of the weights.
+            # The bias determines the experts and their order, and does not enter the weights.
             block.expert_bias[:chosen] = torch.arange(chosen, 0, -1, dtype=torch.float32)
             block.min_bucket = config.seq_len
             block.router.weight[half:chosen] = block.router.weight[:half]
@@ -99,7 +103,9 @@ def cancelling(device: str) -> Hybrid:
 
 
 def losses(device: str, policy: str) -> list[float]:
-    """Of four train steps on rows of one token each, which the cancelling model predicts from themselves."""
+    """Return the losses of four train steps on rows of one token, which the cancelling model predicts from
+    themselves.
+    """
     contract = load()
     with dynamo_config(read_dynamo_config(contract.dynamo)), DynamoWatch() as watch:
         apply_dynamo(contract)
@@ -115,7 +121,7 @@ def losses(device: str, policy: str) -> list[float]:
     return found
 
 
-# The compiled model on the GPU; on a CPU, where the code generator is not the subject, its eager form.
+# The compiled model on the GPU; on a CPU, where the code generator is not under test, its eager form.
 POLICY = {"cpu": "eager", "h200": "regional"}
 
 
@@ -129,7 +135,7 @@ def test_the_loss_stays_where_it_is(lane: Lane, row) -> None:
 
 
 def exploded(found: list[float], limit: float) -> bool:
-    """Whether a loss is above the limit or not a number."""
+    """Return whether a loss is above the limit or NaN."""
     return not largest(found) <= limit
 
 
@@ -153,7 +159,9 @@ def test_bf16_atomics_explode(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def full_size_errors() -> tuple[dict[str, float], int]:
-    """Relative error to fp64 of the op and of atomics in fp32 and bf16, at nam52's full size, and the assignments."""
+    """Return the relative error to fp64 of the op and of fp32 and bf16 atomics at nam52's full size, and the
+    assignments.
+    """
     torch.manual_seed(SEED)
     config = preset("nam52", "full")
     E, K, bucket = config.experts, config.top_k, config.bucket(config.seq_len)

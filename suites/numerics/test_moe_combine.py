@@ -1,8 +1,8 @@
 """The experts' combine keeps fp32 for both the multiply and the sum.
 
-Rule C33: a bf16 multiply exploded the loss from 15 to 5014 in four steps. The bound is taken on the fp32 output
-before the cast, where it separates right from wrong by more than 230x; CPU index_add hides a bf16 accumulator
-(it sums wider inside), so the accumulator's dtype is read from the FX graph as well.
+Rule C33: a bf16 multiply exploded the loss from 15 to 5014 in four steps. The bound is applied to the fp32 output
+before the cast, where it separates right from wrong by more than 230x. CPU index_add hides a bf16 accumulator (it sums
+wider inside), so the accumulator's dtype is read from the FX graph as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BOUND = 1e-5
 
 
 def routed(kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Expert outputs (E, C, D) bf16, expert and slot (1,T,K), weights (1,T,K) fp32, bucket C."""
+    """Return expert outputs (E, C, D) bf16, expert and slot (1,T,K), weights (1,T,K) fp32, bucket C."""
     generator = torch.Generator().manual_seed(7)
     scores = torch.rand(1, T, E, generator=generator)
     weights, expert = scores.topk(K, dim=-1)
@@ -30,7 +30,7 @@ def routed(kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     bucket = 1 << int(slot.max()).bit_length()
     values = torch.randn(1, T, K, D, generator=generator)
     if kind == "cancelling":
-        # Experts that cancel but for 5 %: the error of a short accumulator grows against what is left.
+        # Experts that cancel except for 5 %: the error of a short accumulator grows relative to the remainder.
         sign = torch.tensor([1.0, -1.0] * (K // 2))[:, None]
         values = torch.randn(1, T, 1, D, generator=generator) * sign + 0.05 * values
         weights = torch.full_like(weights, 1 / K)

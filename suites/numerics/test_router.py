@@ -1,6 +1,6 @@
-"""The router chooses in fp32 and chooses the same again: rule C34.
+"""The router chooses in fp32 and reproducibly: rule C34.
 
-B batch, T tokens, E experts, K choices a token.
+B batch, T tokens, E experts, K choices per token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ B, T, RERUNS = 4, 64, 5
 
 
 def router(lane: Lane) -> tuple[MoEBlock, Tensor]:
-    """An E block of which four experts each are almost alike: their weights differ by 1e-4 of them. And tokens.
+    """An E block in which groups of four experts differ only by a relative 1e-4 in their weights, and tokens.
 
     Six of them are chosen, so that the last two come from four near ties.
     """
@@ -33,13 +33,13 @@ def router(lane: Lane) -> tuple[MoEBlock, Tensor]:
 
 
 def exact_choice(block: MoEBlock, u: Tensor) -> Tensor:
-    """The K best experts of each token by logits in fp64, sorted."""
+    """Return the K best experts of each token by logits in fp64, sorted."""
     logits = u.double() @ block.router.weight.double().mT
     return logits.topk(block.choices, dim=-1).indices.sort(-1).values
 
 
 def moved(found: Tensor, wanted: Tensor) -> int:
-    """Tokens whose set of experts is another."""
+    """Count the tokens whose set of experts differs."""
     return int((found.sort(-1).values != wanted).any(-1).sum())
 
 
@@ -48,16 +48,18 @@ def test_near_ties_are_decided_in_fp32(lane: Lane, row) -> None:
     block, u = router(lane)
     with torch.no_grad(), torch.autocast(lane.device, dtype=torch.bfloat16):
         choices = [block.route(u).expert for _ in range(RERUNS)]
-    wanted = exact_choice(block, u)
+    expected = exact_choice(block, u)
     shared = {"unit": "tokens", "witness": B * T, "rule": "C34", "expected": 0}
-    row(f"numerics/router-{lane.name}/choices_off_fp64_under_autocast", moved(choices[0], wanted), **shared)
+    row(f"numerics/router-{lane.name}/choices_off_fp64_under_autocast", moved(choices[0], expected), **shared)
     changed = sum(not torch.equal(choice, choices[0]) for choice in choices)
     row(f"numerics/router-{lane.name}/reruns_that_differ", changed, **shared | {"witness": RERUNS})
 
 
 @lanes("cpu", "h200")
 def test_exact_ties_are_decided_alike(lane: Lane) -> None:
-    """Every expert four times: any choice is as good, and it is the same each time and in each row of the batch."""
+    """With four copies of every expert, any choice is valid, but it is the same each time and in each row of the
+    batch.
+    """
     block, u = router(lane)
     with torch.no_grad():
         block.router.weight.copy_(block.router.weight[::4].repeat_interleave(4, 0))

@@ -1,7 +1,7 @@
-"""Peers that are not installed: their rows are not run, with the reason, and no other row is lost.
+"""Peers that are not installed: their rows are NOT RUN with the reason, and no other row is lost.
 
-A kernel wheel is built for one torch, so the environment of a candidate may have none. Under --gate its absence is
-red, unless the gate has found that no wheel fits the candidate and names it in VARIABLE.
+A kernel wheel is built for one torch version, so a candidate's environment may lack it. Under --gate a missing peer is
+red, unless the gate has found that no wheel fits the candidate and lists it in VARIABLE.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from packaging.utils import canonicalize_name
 
 from bumpgate.plugin.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
 
-# Set by the gate: JSON, distribution name to the reason why this environment has no such wheel.
+# Set by the gate: JSON mapping of distribution name to the reason why this environment has no such wheel.
 VARIABLE = "BUMPGATE_ABSENT"
 
 
 def absent(packages: Iterable[str]) -> list[str]:
-    """The packages, by their import names, that are not installed. One that is broken counts as installed."""
+    """Return the packages, by import name, that are not installed. A broken one counts as installed."""
     return sorted({package for package in packages if importlib.util.find_spec(package) is None})
 
 
 def not_run(
     record_property: Callable[[str, object], None], rows: Iterable[str], packages: Iterable[str]
 ) -> str:
-    """Lists rows as not run because these packages are not installed -> the reason. No package: nothing is listed."""
+    """Record rows as NOT RUN because `packages` are not installed and return the reason. Does nothing without
+    packages.
+    """
     missing = absent(packages)
     if not missing:
         return ""

@@ -1,4 +1,4 @@
-"""The anchor workload: what a train step's time is divided by, so that rows of two hosts can be compared."""
+"""The anchor workload: the time of a train step is divided by its time, so that rows of two hosts compare."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def anchor() -> None:
-    """A fixed workload that no torch can change: small NumPy arrays and interpreter work, about 40 CPU ms."""
+    """Run a fixed workload independent of torch: small NumPy arrays and interpreter work, about 40 ms of CPU time."""
     for i in range(0, len(_ARRAYS), 2):
         pair = np.concatenate([_ARRAYS[i], _ARRAYS[i + 1]], axis=1).reshape(256, 64)
         mixed = np.tanh(pair @ _WEIGHTS[i % len(_WEIGHTS)])
@@ -22,7 +22,7 @@ _WEIGHTS = [_GENERATOR.standard_normal((64, 64), dtype=np.float32) / 8 for _ in 
 
 
 def anchor_milliseconds() -> float:
-    """Wall time of the anchor's quickest of five runs: how fast this host is at the moment."""
+    """Return the wall time of the fastest of five anchor runs: the current speed of this host."""
     times = []
     for _ in range(5):
         start = time.perf_counter()

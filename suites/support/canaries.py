@@ -1,7 +1,7 @@
-"""Canaries: tiny programs with a known count, one for each instrument, run before any row may rely on it.
+"""Canaries: tiny programs with a known count, one per instrument, run before any row may rely on it.
 
-A canary that disagrees means that the measuring device broke (a renamed counter, a moved log, Dynamo switched
-off), not the product: its rows become INSTRUMENT, never PASS.
+A canary that disagrees means that the instrument broke (a renamed counter, a moved log, Dynamo switched off), not the
+product. Its rows become INSTRUMENT, never PASS.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Visible(nn.Module):
 
 
 def islands() -> None:
-    """Three blocks, one disabled: 1 eager island a call under compile, 3 without."""
+    """Three blocks, one disabled: 1 eager island per call under compile, 3 without."""
     blocks = nn.ModuleList([_Visible(), _Disabled(), _Visible()])
     with device.DynamoWatch() as watch:
         compiled = torch.compile(lambda x: blocks[2](blocks[1](blocks[0](x))), backend=watch.backend("eager"))
@@ -127,7 +127,7 @@ def host_syncs() -> None:
 
 
 def inductor() -> None:
-    """One fused pointwise kernel: 1 kernel, 8 bytes an fp32 element, a hash that tells programs apart."""
+    """One fused pointwise kernel: 1 kernel, 8 bytes per fp32 element, and a hash that distinguishes programs."""
 
     def measure(function: Callable[[Tensor], Tensor]) -> device.InductorReport:
         with device.DynamoWatch() as watch, device.inductor_report() as report:
@@ -159,7 +159,7 @@ class _Opaque(torch.autograd.Function):
 
 
 def cache() -> None:
-    """An empty cache: 1 AOT miss, then after a reset 1 AOT hit; an autograd.Function in the graph is 1 bypass."""
+    """An empty cache: 1 AOT miss, then after a reset 1 AOT hit. An autograd.Function in the graph is 1 bypass."""
 
     def run(function: Callable[[Tensor], Tensor]) -> device.CacheCounts:
         device.forget_graphs()
@@ -176,7 +176,9 @@ def cache() -> None:
 
 
 def compile_phases() -> None:
-    """A forward and backward on an empty cache: CPU seconds in each of four phases, in all no more than were used."""
+    """Forward and backward on an empty cache: CPU seconds in each of four phases, whose sum is at most the CPU time
+    used.
+    """
     device.forget_graphs()
     before = device.cpu_seconds()
     with device.empty_cache(), device.compile_phases() as phases:
@@ -190,7 +192,7 @@ def compile_phases() -> None:
 
 
 def cuda_graph_skips() -> None:
-    """A graph that writes into its input is 1 skip, and a sound one none; on CPU every graph is a skip, untold why."""
+    """A graph that mutates its input is 1 skip and a valid one is 0; on CPU every graph is skipped without a reason."""
     gpu = torch.cuda.is_available()
     x = torch.ones(64, device="cuda" if gpu else "cpu")
 
@@ -207,7 +209,7 @@ def cuda_graph_skips() -> None:
 
 
 def op_definitions() -> None:
-    """An op with a body alone, and the same op once it has a fake and a backward."""
+    """An op with only a body, and the same op after a fake and a backward are registered."""
     name = f"bumpgate_canary::op{len(device.op_definitions('bumpgate_canary'))}"
     op = torch.library.custom_op(name, torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor")
     bare = device.op_definitions("bumpgate_canary")[name.split("::")[1]]
@@ -220,7 +222,7 @@ def op_definitions() -> None:
 
 
 def op_calls() -> None:
-    """An op of tensors called twice eagerly, and once from a compiled function that was traced before: 2, then 1."""
+    """An op of tensors called twice eagerly, then once from a function that was compiled before: 2, then 1."""
     op = torch.library.custom_op(
         "bumpgate_canary::called", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
     )
@@ -244,7 +246,7 @@ def autotune() -> None:
 
 
 def group_timeout() -> None:
-    """A group of one rank made with 123 s: its backend reads 123, and 77 once told so."""
+    """A one-rank group with a timeout of 123 s: its backend reads 123, and 77 after it is set to 77."""
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=123)
     )
@@ -258,7 +260,7 @@ def group_timeout() -> None:
 
 
 def flight_record() -> None:
-    """Two collectives of one rank: exactly 2 more entries in the flight recorder, of that operator."""
+    """Two collectives of one rank: exactly 2 more entries of that operator in the flight recorder."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         before = len(pickle.loads(device.flight_record())["entries"])
@@ -295,9 +297,9 @@ _results: dict[str, str] = {}
 
 
 def prove(names: Iterable[str], canaries: Mapping[str, Callable[[], None]] = CANARIES) -> dict[str, str]:
-    """Runs each named canary once in this process; name -> reason, empty where the canary agreed.
+    """Run each named canary once in this process. Return name -> reason, empty if the canary agreed.
 
-    Any exception counts as disagreement: a device that raises cannot measure.
+    Any exception counts as disagreement: an instrument that raises cannot measure.
     """
     for name in names:
         if name not in _results:

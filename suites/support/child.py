@@ -1,4 +1,4 @@
-"""Fresh interpreters: what must be true of a new process is measured in one."""
+"""Fresh interpreters, for measurements that need a new process."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# The last words of a process whose autograd thread found the interpreter gone: Python before 3.14 ends such a thread by
-# force, which its C++ frames do not survive (pytorch#38230). It has said and done all by then.
+# Last output of a process whose autograd thread outlived the interpreter: Python before 3.14 ends such a thread by
+# force, which its C++ frames do not survive (pytorch#38230). The result has already been printed at that point.
 ENDING = "terminate called without an active exception"
-# When the tests are collected. Nobody's fresh process has what later tests, and what torch compiled in them, leave in
-# os.environ: torch 2.11.0+cu130 names its own ptxas to Triton once it compiles, and each key of Triton's and of
-# Inductor's templates has the ptxas in it (pytorch#163988).
+# The variables at collection. Fresh processes must not inherit what later tests, and torch while compiling in them,
+# leave in os.environ: torch 2.11.0+cu130 sets Triton's ptxas to its own once it compiles, and every key of Triton's
+# cache and of Inductor's templates includes the ptxas (pytorch#163988).
 ENVIRONMENT = dict(os.environ)
 
 
 class ChildError(RuntimeError):
-    """A child process crashed, hung or printed no result. The message holds its last line."""
+    """A child process crashed, timed out or printed no result. The message holds its last line."""
 
 
 def run_json(module: str, *arguments: str, environment: dict[str, str], timeout: float) -> dict[str, Any]:
-    """`python -m module arguments` from the repository root; its last line of output, parsed as JSON.
+    """Run `python -m module arguments` from the repository root and return its last line of output, parsed as JSON.
 
-    Its environment is the one that this process was given, and `environment`.
-    `timeout` is in seconds. Raises ChildError with one line on a crash, a hang or output that is not JSON. An abort
-    while the interpreter ends is no crash of what was measured, where the result stands before it.
+    The child gets ENVIRONMENT, the variables at collection, updated with `environment`. `timeout` is in seconds. Raises
+    ChildError with one line on a crash, a timeout or output that is not JSON. An abort at interpreter shutdown is
+    ignored if the result was printed before it.
     """
     what = " ".join((module, *arguments))
     try:

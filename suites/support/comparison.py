@@ -1,10 +1,10 @@
-"""How far a result may lie from its oracle: errors, the ratio rule, and the gradients that every side is asked for.
+"""Error bounds against the oracle: errors, the ratio rule, and the gradients that every implementation is checked on.
 
-The ratio rule is that of flash-attention's tests (Dao-AILab/flash-attention, tests/test_flash_attn.py). How large
-a rounding error may be nobody can say in general, but the plain formula in the same dtype has one, too: with both
-measured against fp64, an output may be off by 2 times the formula's error and a gradient by 3 times. We hold the RMS
-error to these factors, and the largest error, which is a single entry's, to twice them: held to the factors
-themselves it rejected 19 of 1300 right results in fp32, while the weakest known fault is off by 80 times.
+The ratio rule is that of flash-attention's tests (Dao-AILab/flash-attention, tests/test_flash_attn.py). There is no
+general bound on rounding error, but the plain formula in the same dtype has one, too. With both measured against fp64,
+an output may have 2 times the formula's error and a gradient 3 times. We apply these factors to the RMS error, and
+twice these factors to the maximum error, which comes from a single entry: with the factors themselves it rejected 19 of
+1300 correct results in fp32, while the weakest known fault is off by 80 times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Named = dict[str, Tensor]
 
 
 def doubled(inputs: Any) -> Any:
-    """The same numbers in fp64, in a tuple or by name; what is no float is left as it is."""
+    """Convert floating-point tensors to fp64, in a tuple or a mapping; leave other values as they are."""
     if isinstance(inputs, Mapping):
         return dict(zip(inputs, doubled(inputs.values())))
     return tuple(t.double() if _is_float(t) else t for t in inputs)
@@ -35,60 +35,63 @@ def _is_float(t: object) -> bool:
 
 
 def error(found: Tensor, oracle: Tensor) -> tuple[float, float]:
-    """Largest and RMS difference, taken in fp64."""
+    """Return the maximum and the RMS difference, computed in fp64."""
     wide = torch.promote_types(oracle.dtype, torch.float64)
     difference = (found.to(wide) - oracle.to(wide)).abs()
     return difference.max().item(), difference.square().mean().sqrt().item()
 
 
 def over(ours: float, theirs: float) -> float:
-    """One error over another, which is to bound it; NaN if the other one is not finite, infinity for x / 0."""
+    """Return the ratio of an error to the one that bounds it: NaN if the bound is not finite, infinity for x / 0."""
     if not math.isfinite(theirs):
         return math.nan
     return ours / theirs if theirs else (math.inf if ours else 0.0)
 
 
 def error_ratio(found: Tensor, plain: Tensor, oracle: Tensor) -> float:
-    """How much further from the oracle than the plain formula in the same dtype: the worse of half the ratio of the
-    largest errors and of the ratio of the RMS errors.
+    """Return the error relative to that of the plain formula in the same dtype: the larger of half the ratio of the
+    maximum errors and of the ratio of the RMS errors.
 
-    Half, because a largest error is one entry's: that of two computations of equal worth differs from seed to seed
-    by a factor of up to 3.5, their RMS by 1.4 (suites/kernels/test_mutants.py). Where the plain formula is exact, 0
-    if the result is exact too, else infinity. NaN where the error of the plain formula is not finite: it bounds
-    nothing.
+    Half, because a maximum error comes from one entry: for two computations of equal accuracy it differs between seeds
+    by a factor of up to 3.5, the RMS by 1.4 (suites/kernels/test_mutants.py). If the plain formula is exact, 0 if the
+    result is exact too, else infinity. NaN if the error of the plain formula is not finite: it bounds nothing.
     """
     pairs = zip((0.5, 1.0), error(found, oracle), error(plain, oracle))
     return largest(weight * over(ours, theirs) for weight, ours, theirs in pairs)
 
 
 def worst(found: Named, oracle: Named) -> float:
-    """Largest difference, relative to the largest entry of each tensor."""
+    """Return the largest difference, relative to the largest entry of each tensor."""
     return largest(((found[n] - oracle[n]).abs().max() / oracle[n].abs().max()).item() for n in oracle)
 
 
 def random_weights(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Fixed random weights of the outputs, in their dtypes: the scalar sum w.out has the gradients to compare.
+    """Return fixed random weights of the outputs, in their dtypes; gradients are compared for the scalar sum w.out.
 
-    A plain sum would not do: it gives every entry the same cotangent, under which permuted entries look right.
+    A plain sum would give every entry the same cotangent, so that permuted entries would go unnoticed.
     """
     g = torch.Generator().manual_seed(1)
     return [torch.randn(t.shape, generator=g, dtype=torch.float64).to(t) for t in outputs]
 
 
 def _gradients(outputs: Iterable[Tensor], leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of the weighted sum of the outputs that have one; zeros for an input that no output depends on."""
+    """Return gradients of the weighted sum of the differentiable outputs; zeros for an input that no output
+    depends on.
+    """
     outputs = [t for t in outputs if t.requires_grad]
     weights = random_weights(outputs)
     return torch.autograd.grad(outputs, leaves, weights, allow_unused=True, materialize_grads=True)
 
 
 def _leaf(t: Any) -> Any:
-    """A copy of each tensor: no gradient and no mark of the compiler's reaches the caller's own."""
+    """Copy a tensor, so that neither gradients nor compiler marks reach the caller's."""
     return t.detach().clone().requires_grad_(_is_float(t)) if isinstance(t, Tensor) else t
 
 
 def gradients(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[Tensor]:
-    """The outputs, then the gradient of each floating-point input, of a fixed random weighting of the outputs."""
+    """Return the outputs, then the gradient of each floating-point input, of a fixed random weighting of the
+    outputs.
+    """
     leaves = [_leaf(t) for t in inputs]
     outputs = function(*leaves, **options)
     outputs = [outputs] if isinstance(outputs, Tensor) else outputs
@@ -98,7 +101,7 @@ def gradients(function: Callable[..., Any], *inputs: Any, **options: Any) -> lis
 def values_and_gradients(
     outputs: Sequence[str], function: Callable[..., tuple[Tensor, ...]], inputs: Named
 ) -> Named:
-    """The same by name, for a function of keyword tensors whose outputs have these names."""
+    """Like `gradients`, by name, for a function of keyword tensors whose outputs have the names `outputs`."""
     leaves = {n: _leaf(t) for n, t in inputs.items()}
     found = function(**leaves)
     floats = {n: t for n, t in leaves.items() if _is_float(t)}
@@ -107,13 +110,13 @@ def values_and_gradients(
 
 
 def pooled(runs: Iterable[Named]) -> Named:
-    """Each tensor of several runs laid end to end: the largest of few errors wanders from seed to seed."""
+    """Concatenate each tensor over several runs: the maximum of few errors varies from seed to seed."""
     runs = list(runs)
     return {n: torch.cat([run[n].flatten() for run in runs]) for n in runs[0]}
 
 
 class Ratios(NamedTuple):
-    """The error ratio of an output, the worst one of its gradients, and how many numbers were compared."""
+    """The error ratio of an output, the worst of its gradients, and the number of values compared."""
 
     forward: float
     gradient: float
@@ -127,9 +130,9 @@ def error_ratios(
     inputs: Sequence[Any],
     **options: Any,
 ) -> Ratios:
-    """`function` and `plain` on the inputs, against `oracle` on the inputs in fp64.
+    """Compare `function` and `plain` on the inputs with `oracle` on the inputs in fp64.
 
-    Raises AssertionError on a result in another dtype than its input: the output's is that of the first one.
+    Raises AssertionError if a gradient has another dtype than its input, or the output another than the first input.
     """
     exact = gradients(oracle, *doubled(inputs), **options)
     rounded = gradients(plain, *inputs, **options)
@@ -146,7 +149,9 @@ def report_cases(
     ratios: Mapping[str, Ratios],
     gradient_at_most: float = AT_MOST["gradient"],
 ) -> None:
-    """Rows <id>/forward_error_ratio and <id>/gradient_error_ratio: the worst case, with all of them as evidence."""
+    """Report rows <id>/forward_error_ratio and <id>/gradient_error_ratio: the worst case, with all cases as
+    evidence.
+    """
     compared = sum(ratio.elements for ratio in ratios.values())
     forward = {case: ratio.forward for case, ratio in ratios.items()}
     gradient = {case: ratio.gradient for case, ratio in ratios.items()}
@@ -157,7 +162,7 @@ def report_cases(
 def report_pooled(
     row: Callable[..., Any], id: str, found: Named, plain: Named, oracle: Named, inputs: Container[str]
 ) -> None:
-    """The same rows for pooled results: a name among the inputs is a gradient's, the others are outputs."""
+    """Report the same rows for pooled results: names in `inputs` are gradients, the others are outputs."""
     for direction, at_most in AT_MOST.items():
         names = [n for n in oracle if (n in inputs) == (direction == "gradient")]
         ratios = {n: error_ratio(found[n], plain[n], oracle[n]) for n in names}
@@ -173,7 +178,7 @@ def ratio_row(
     at_most: float,
     evidence: Iterable[str] = (),
 ) -> None:
-    """Reports the largest of the error ratios by name under the ratio rule, and all of them as its evidence."""
+    """Report the largest of the named error ratios under the ratio rule, with all of them as evidence."""
     row(
         id,
         largest(ratios.values()),

@@ -1,4 +1,4 @@
-"""What torch asks of a custom op, and what we promise beside: layouts, one graph for every batch, clear refusals."""
+"""Checks of custom ops: torch's requirements and ours on layouts, one graph for all batch sizes, and error messages."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from suites.support.instruments import DynamoReport, DynamoWatch, op_calls, requ
 
 
 def strided(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The same values with gaps between them. No tensor is contiguous: an op may rely on no layout."""
+    """Return copies with gaps between the values. No tensor is contiguous: an op may rely on no layout."""
     return [t.repeat_interleave(2, -1)[..., ::2] for t in tensors]
 
 
 def turned(t: Tensor, a: int, b: int) -> Tensor:
-    """The same values with axes a and b swapped in memory, as the gradient of a transposed view may come."""
+    """Swap axes a and b in memory but not in value, as in the gradient of a transposed view."""
     return t.transpose(a, b).contiguous().transpose(a, b)
 
 
 def check_op(op: Callable[..., Any], arguments: Sequence[Any], differentiable: bool = False) -> None:
-    """torch.library.opcheck, and the fake's results: shapes, dtypes and strides of the real, contiguous ones.
+    """Run torch.library.opcheck, and compare the fake's shapes, dtypes and strides with the real, contiguous results.
 
-    A differentiable op is checked with and without gradients to its floating-point arguments.
+    A differentiable op is checked with and without gradients of its floating-point arguments.
     """
     real = _tensors(op(*arguments))
     fake = _tensors(op(*(t.to("meta") if isinstance(t, Tensor) else t for t in arguments)))
@@ -59,11 +59,11 @@ def check_compiled(
     dynamic: Sequence[int | str],
     tolerance: float = 0.0,
 ) -> DynamoReport:
-    """`function` compiled with fullgraph gives what it gives eagerly, forward and backward, for every batch.
+    """Check that `function` compiled with fullgraph equals eager, forward and backward, for every batch.
 
-    train(f, inputs): results and gradients of f. dynamic: positions or names of the arguments whose first axis is
-    the batch; a graph for one size of it raises. calls: how often one step runs bumpgate::<op>_fwd, and _bwd.
-    tolerance: relative and absolute; 0 is bit by bit. -> what Dynamo did; one graph is the caller's to assert.
+    train(f, inputs): results and gradients of f. dynamic: positions or names of the arguments whose first axis is the
+    batch; a graph specialized to one size of it raises. calls: how often one step runs bumpgate::<op>_fwd and _bwd.
+    tolerance: relative and absolute; 0 is bitwise. Returns the Dynamo report; the caller asserts one graph.
     """
 
     def compiled_step(*inputs: Any, **named: Any) -> Any:
@@ -79,7 +79,7 @@ def check_compiled(
         for inputs in batches:
             eager = _tensors(train(function, inputs))
             train(compiled_step, inputs)
-            # Tracing ran the op's fake too, so calls are counted in a later step.
+            # Tracing also ran the op's fake, so calls are counted in a later step.
             with op_calls("bumpgate") as ran:
                 found = _tensors(train(compiled_step, inputs))
             assert [ran[f"{op}_{way}"] for way in ("fwd", "bwd")] == [calls, calls]
@@ -96,14 +96,18 @@ def check_one_graph(
     op: str,
     dynamic: Sequence[int | str],
 ) -> None:
-    """check_compiled bit by bit, in one graph for all the batches: the op once and no trace of its input checks."""
+    """Run check_compiled bitwise: one graph for all batches, which calls the op once and holds none of its input
+    checks.
+    """
     report = check_compiled(function, train, batches, op=op, calls=1, dynamic=dynamic)
     (graph,) = report.graphs
     assert [name for name in graph.operators if "getitem" not in name] == [f"bumpgate.{op}_fwd.default"]
 
 
 def traced_through(function: Callable[..., Any], train: Callable[..., Any], inputs: Any) -> Any:
-    """What `function` gives compiled to one graph of torch's own operators, more than 20 and none of ours."""
+    """Compile `function` to one graph of torch's own operators, more than 20 and none of ours, and return its
+    result.
+    """
     with DynamoWatch() as watch:
         compiled = torch.compile(function, fullgraph=True, backend=watch.backend("aot_eager"))
         found = train(compiled, inputs)
@@ -115,7 +119,7 @@ def traced_through(function: Callable[..., Any], train: Callable[..., Any], inpu
 
 @contextmanager
 def refused(op: str, words: str) -> Iterator[None]:
-    """The block raises ValueError in one line, which begins with the op's name and holds these words."""
+    """Assert that the block raises a one-line ValueError that begins with the op's name and contains `words`."""
     with pytest.raises(ValueError, match=f"^{op}: .*{words}") as caught:
         yield
     assert "\n" not in str(caught.value)

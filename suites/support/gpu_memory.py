@@ -1,7 +1,7 @@
-"""The memory of one GPU, shared out among a run's processes.
+"""Share one GPU's memory among the processes of a run.
 
-Who needs tens of GiB claims them and waits until they are free. What claims nothing has the rest: the contexts of a
-dozen workers and their small tests.
+A process that needs tens of GiB claims them and waits until they are free. Processes without a claim share the rest:
+the contexts of a dozen workers and their small tests.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from bumpgate.plugin.timing import POLL_SECONDS, lock_file, locked, taken
 
 LOCKS = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gpu_memory"
 SLOT_GIB = 2
-UNCLAIMED_GIB = 30  # fourteen workers had 27 to 29 in use while nobody claimed any
+UNCLAIMED_GIB = 30  # fourteen workers used 27 to 29 while nothing was claimed
 
 
 @contextmanager
 def claimed(gib: float, *, first: bool = False) -> Iterator[None]:
-    """Holds this much of the first GPU's memory, or all that may be claimed where that is less.
+    """Hold `gib` of the first GPU's memory, or all that may be claimed if that is less.
 
-    A small claim may overtake a large one, for a run's claims come to an end; but none overtakes one that is to come
-    first. What torch keeps of it is given back.
+    A small claim may overtake a large one, because a run's claims come to an end; but none overtakes a claim with
+    `first`. What torch has cached of it is released at exit.
     """
     import torch
 
@@ -40,9 +40,9 @@ def claimed(gib: float, *, first: bool = False) -> Iterator[None]:
 
 @contextmanager
 def held(count: int, slots: int, *, first: bool = False) -> Iterator[None]:
-    """Holds `count` of the slots, all where there are fewer. They are locks: a process that dies has freed its own.
+    """Hold `count` of the slots, all if there are fewer. They are file locks: a process that dies frees its own.
 
-    first: nobody else is given one until it has them.
+    first: no other process gets one until this one has them.
     """
     count = min(count, slots)
     while True:
@@ -59,7 +59,7 @@ def held(count: int, slots: int, *, first: bool = False) -> Iterator[None]:
 
 
 def _taken(count: int, slots: int) -> ExitStack | None:
-    """So many free slots, until the stack is closed; None where there are not enough, and none is kept."""
+    """Take `count` free slots until the stack is closed; None, with none held, if there are not enough."""
     with ExitStack() as stack:
         for i in range(slots):
             slot = stack.enter_context(lock_file(Path(f"{LOCKS}.{i}")))

@@ -1,9 +1,9 @@
-"""The state of the GPU around a timed test: clocks, power, temperature, what holds the clocks down, who else is there.
+"""The state of the GPU around a timed test: clocks, power, temperature, throttle reasons and foreign processes.
 
-Read from NVML (nvidia-ml-py), else from nvidia-smi. A power cap is how an H200 works under load, and is only told.
-Heat, a power brake or a foreign process is no state to time in: the row is INFRA. So it is where nobody tells the
-state. Nothing is read while a test measures, for that would be timed as well; what came and went between two readings
-shows in NVML's count of the time that heat has cost.
+Read from NVML (nvidia-ml-py), else from nvidia-smi. Power capping is normal on an H200 under load and is only reported.
+Thermal slowdown, a power brake, foreign processes or an unreadable state make the row INFRA. Nothing is read while a
+test measures, because that would be timed as well; what happens between two readings shows in NVML's count of the time
+lost to heat.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ REASONS = {
 }
 HARDWARE_SLOWDOWN = 0x8
 SPOILING = HARDWARE_SLOWDOWN | 0x20 | 0x40 | 0x80
-# The share of a test's time that heat may cost: a median does not show it.
+# The maximum share of a test's time lost to heat: a median does not show it.
 HOT_SHARE = 0.01
-# Memory that a process holds beside torch's pool: its context, its modules, the stacks of its kernels. More than this
-# belongs to somebody else; a foreign process that holds less is not seen where no process can be named.
+# Memory that a process holds outside torch's pool: its context, modules and kernel stacks. More than this belongs to
+# another process; a foreign process that holds less goes unnoticed if processes cannot be identified.
 UNEXPLAINED_BYTES = 2 << 30
-# Not $TMPDIR: two users of one GPU must meet.
+# Not $TMPDIR: two users of one GPU must share the locks.
 LOCKS = Path("/tmp")
 SMI_SECONDS = 30
 SMI_FIELDS = "uuid,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active,memory.used"
@@ -52,9 +52,9 @@ SMI_FIELDS = "uuid,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_
 class State:
     """One reading. Clocks in MHz, watts, degrees Celsius.
 
-    source: what told it. reasons: bits of REASONS. hot_seconds: how long heat has held the clocks down since the driver
-    was loaded, None where that is not told. strangers: processes that compute there and are not of this session, None
-    where the driver's process ids are not this machine's. unexplained: bytes in use that this process did not reserve.
+    source: NVML or nvidia-smi. reasons: bits of REASONS. hot_seconds: how long heat has limited the clocks since the
+    driver was loaded, None if not reported. strangers: compute processes that do not belong to this session, None if
+    the driver's process ids are of another namespace. unexplained: bytes in use that this process did not reserve.
     """
 
     source: str
@@ -70,10 +70,10 @@ class State:
 
 
 def read() -> State:
-    """The state of the GPU that CUDA counts first. Raises InfraError, one line, where nothing tells it."""
+    """Read the state of CUDA's first GPU. Raises InfraError, one line, if nothing reports it."""
     state = _read_once()
     if state.reasons & SPOILING == HARDWARE_SLOWDOWN:
-        time.sleep(0.05)  # by nvml.h it may be reported in the middle of a change of clocks
+        time.sleep(0.05)  # nvml.h: it may be reported in the middle of a clock change
         state = _read_once()
     return state
 
@@ -87,13 +87,13 @@ def _read_once() -> State:
 
 
 def _first_gpu() -> str:
-    """An index or a UUID. An index means the same to CUDA and to NVML where the GPUs of a machine are all alike."""
+    """Return an index or a UUID. An index means the same to CUDA and to NVML if all GPUs of a machine are alike."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
 
 
 def _by_nvml(nvml: Any, gpu: str) -> State:
     try:
-        nvml.nvmlInit()  # NVML counts the calls: only the first one of a process does anything
+        nvml.nvmlInit()  # NVML counts the calls: only the first one in a process has an effect
         handle = _handle(nvml, gpu)
         return State(
             source="NVML",
@@ -125,10 +125,10 @@ def _hot_seconds(nvml: Any, handle: Any) -> float | None:
 
 
 def _by_nvidia_smi(gpu: str) -> State:
-    told = _nvidia_smi(gpu, f"--query-gpu={SMI_FIELDS}")
+    lines = _nvidia_smi(gpu, f"--query-gpu={SMI_FIELDS}")
     listed = _nvidia_smi(gpu, "--query-compute-apps=pid")
     try:
-        uuid, sm, memory, watts, celsius, reasons, used = told[0].split(", ")
+        uuid, sm, memory, watts, celsius, reasons, used = lines[0].split(", ")
         return State(
             source="nvidia-smi",
             uuid=uuid,
@@ -142,11 +142,11 @@ def _by_nvidia_smi(gpu: str) -> State:
             unexplained=(int(used) << 20) - _reserved(),
         )
     except (ValueError, IndexError):
-        raise InfraError(f"the state of GPU {gpu} is unknown: nvidia-smi says {[*told, *listed]}") from None
+        raise InfraError(f"the state of GPU {gpu} is unknown: nvidia-smi says {[*lines, *listed]}") from None
 
 
 def _nvidia_smi(gpu: str, query: str) -> list[str]:
-    """Its lines of output without the empty ones."""
+    """Return the non-empty lines of the output."""
     command = ["nvidia-smi", "-i", gpu, query, "--format=csv,noheader,nounits"]
     unknown = f"the state of GPU {gpu} is unknown"
     try:
@@ -161,21 +161,21 @@ def _nvidia_smi(gpu: str, query: str) -> list[str]:
 
 
 def _cuda() -> Any:
-    """torch.cuda where this process has taken the GPU: whoever has not pays no import of torch for a reading."""
+    """Return torch.cuda if this process has initialized the GPU; otherwise a reading need not import torch."""
     torch = sys.modules.get("torch")
     return torch.cuda if torch and torch.cuda.is_initialized() else None
 
 
 def _reserved() -> int:
-    """Bytes that torch holds in this process."""
+    """Return the bytes that torch has reserved in this process."""
     cuda = _cuda()
     return cuda.memory_reserved(0) if cuda else 0
 
 
 def _strangers(listed: Iterable[int]) -> tuple[int, ...] | None:
-    """Which of the driver's processes are not of this session; None where its ids are of another namespace.
+    """Return the driver's processes outside this session; None if its ids are of another namespace.
 
-    They are where it does not list this process, which holds a context, or lists one that is not there.
+    That is the case if it does not list this process, which holds a context, or lists one that does not exist here.
     """
     pids = set(listed)
     if (_cuda() and os.getpid() not in pids) or not all(map(psutil.pid_exists, pids)):
@@ -184,7 +184,7 @@ def _strangers(listed: Iterable[int]) -> tuple[int, ...] | None:
 
 
 def _session() -> set[int]:
-    """This session's processes. xdist's workers are children of one controller; those that wait hold contexts, too."""
+    """Return this session's processes. xdist's workers are children of one controller; idle ones hold contexts, too."""
     root = psutil.Process()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent() or root
@@ -196,7 +196,8 @@ def _only_worker() -> bool:
 
 
 def spoiled(before: State, after: State, seconds: float, *, only_worker: bool = True) -> list[str]:
-    """Why a time taken between two readings, `seconds` apart, says nothing: a line a cause, none where it does.
+    """Return why a time taken between two readings, `seconds` apart, is invalid: a line per cause, empty if it is
+    valid.
 
     only_worker: no other worker of this session holds memory of its own.
     """
@@ -222,7 +223,7 @@ def spoiled(before: State, after: State, seconds: float, *, only_worker: bool = 
 
 
 def told(before: State, after: State) -> str:
-    """Both readings in one line."""
+    """Format both readings in one line."""
     return (
         f"{after.uuid} by {after.source}, before and after: SM {before.sm:.0f}, {after.sm:.0f} MHz; "
         f"memory {before.memory:.0f}, {after.memory:.0f} MHz; {before.watts:.0f}, {after.watts:.0f} W; "
@@ -236,10 +237,10 @@ def _names(reasons: int) -> str:
 
 @contextmanager
 def alone_on_gpu() -> Iterator[Callable[[], str]]:
-    """Holds the GPU against every session that asks for it here; yields what tells its state since then, in one line.
+    """Lock the GPU against other sessions; yield a function that returns its state since then, in one line.
 
-    That raises InfraError where a time since then says nothing, or where the state is not told. Entering raises
-    nothing: a test that times nothing, and never asks, has no need to know.
+    That function raises InfraError if a time taken since then is invalid or the state is unreadable. Entering raises
+    nothing: a test that times nothing and never calls it does not depend on the state.
     """
     found = _attempt()
     if isinstance(found, InfraError):

@@ -1,4 +1,4 @@
-"""Times of CUDA kernels that can be compared: medians of events, a cold L2, and the ceilings of the same run."""
+"""Comparable times of CUDA kernels: medians of events, a cold L2, and the ceilings measured in the same run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bumpgate.baseline import Reviewed
 
 CALLS = 20
 WARMUP = 5
-# Overwritten before each call. The L2 is a twentieth of it; at the copy's rate eight times take 2 ms or more, in which
+# Overwritten before each call. The L2 is a twentieth of it. At the copy's rate eight passes take 2 ms or more, in which
 # the host enqueues the whole call, so that launches and autograd's bookkeeping are not timed.
 FLUSHED_BYTES = 1 << 30
 FLUSHES = 8
@@ -23,7 +23,7 @@ MATMUL_SIZE = 8192
 
 
 class Timing(NamedTuple):
-    """Of one call, in milliseconds, or of whatever else was sampled: the median and its 99 % interval."""
+    """The median and its 99 % interval: of one call, in milliseconds, or of any other samples."""
 
     median: float
     low: float
@@ -31,9 +31,10 @@ class Timing(NamedTuple):
 
 
 def milliseconds(function: Callable[[], object], calls: int = CALLS, warmup: int = WARMUP) -> Timing:
-    """GPU time of `function` by CUDA events, the L2 overwritten before each call; `warmup` more calls are not kept.
+    """Time `function` on the GPU by CUDA events, with the L2 overwritten before each call, after `warmup` untimed
+    calls.
 
-    A function that waits for the device is timed with its waiting.
+    A device synchronization inside the function is included in its time.
     """
     for _ in range(warmup):
         _timed(function)
@@ -43,7 +44,7 @@ def milliseconds(function: Callable[[], object], calls: int = CALLS, warmup: int
 def alternately(
     functions: Sequence[Callable[[], object]], calls: int = CALLS, warmup: int = WARMUP
 ) -> list[list[float]]:
-    """Milliseconds of each function's calls, as in milliseconds(), one of each in turn: what drifts meets all alike."""
+    """Time each function as `milliseconds` does, one call of each in turn, so that drift affects all of them alike."""
     for function in functions:
         for _ in range(warmup):
             _timed(function)
@@ -52,9 +53,9 @@ def alternately(
 
 
 def median(samples: Sequence[float]) -> Timing:
-    """The median of any samples and the order statistics that enclose it at 99 %; of few, the smallest and largest."""
+    """Return the median and the order statistics that enclose it at 99 %; for few samples, the minimum and maximum."""
     ordered, n = sorted(samples), len(samples)
-    # Ranks of the binomial 99 % interval of a median, 1.29 sqrt(n) to either side.
+    # Ranks of the binomial 99 % interval of a median: 1.29 sqrt(n) to either side.
     reach = int(1.29 * n**0.5 + 1)
     return Timing(
         statistics.median(ordered), ordered[max(0, n // 2 - reach)], ordered[min(n - 1, n // 2 + reach)]
@@ -79,7 +80,7 @@ def _flushed() -> Tensor:
 
 
 class Rate(NamedTuple):
-    """Of so much a second: by the median call, and by the order statistics that enclose it at 99 %."""
+    """A rate per second: by the median call, and by the order statistics that enclose it at 99 %."""
 
     median: float
     low: float
@@ -92,7 +93,9 @@ def _rate(work: float, timing: Timing) -> Rate:
 
 @cache
 def copied() -> Rate:
-    """Bytes per second, read and written, of a large device-to-device copy: the ceiling of what moves memory."""
+    """Return the bytes per second, read and written, of a large device-to-device copy: the ceiling of
+    memory-bound ops.
+    """
     source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return _rate(2 * COPIED_BYTES, milliseconds(lambda: target.copy_(source)))
@@ -100,22 +103,22 @@ def copied() -> Rate:
 
 @cache
 def multiplied() -> Rate:
-    """FLOP per second of one large bf16 matrix product: the ceiling of what multiplies."""
+    """Return the FLOP per second of one large bf16 matrix product: the ceiling of compute-bound ops."""
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return _rate(2 * MATMUL_SIZE**3, milliseconds(lambda: a @ b))
 
 
 def copy_rate() -> float:
-    """The median of copied()."""
+    """Return the median of copied()."""
     return copied().median
 
 
 def matmul_rate() -> float:
-    """The median of multiplied()."""
+    """Return the median of multiplied()."""
     return multiplied().median
 
 
-# By the row that holds each: the ceilings of a run, which move with the machine and not with what runs on it.
+# By row: the ceilings of a run, which depend on the machine and not on the code under test.
 ANCHORS = {
     "throughput/anchors/copy_bytes_per_second": copied,
     "throughput/anchors/matmul_flops": multiplied,
@@ -123,7 +126,7 @@ ANCHORS = {
 
 
 def beside_reviewed(reviewed: Mapping[str, Reviewed]) -> list[str]:
-    """The anchors that this process has measured, as fractions of their reviewed values: a line, or none of neither."""
+    """Return a line with this process's anchors as fractions of their reviewed values; empty if it measured none."""
     known = [
         f"{id.rpartition('/')[2]} {anchor().median / reviewed[id].value:.3f}"
         for id, anchor in ANCHORS.items()
@@ -133,19 +136,19 @@ def beside_reviewed(reviewed: Mapping[str, Reviewed]) -> list[str]:
 
 
 def floor_milliseconds(bytes: float, flops: float) -> float:
-    """The least time of a call that must move this much and multiply this much, by this machine's ceilings."""
+    """Return the least time of a call that moves `bytes` and computes `flops`, by this machine's ceilings."""
     return 1e3 * max(bytes / copy_rate(), flops / matmul_rate())
 
 
 def forward_and_backward(
     function: Callable[..., Tensor | tuple[Tensor, ...]], leaves: Sequence[Tensor]
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Two calls to time: function(*leaves) without a graph, and the same with the gradients of its first result.
+    """Return two functions to time: function(*leaves) without a graph, and with the gradients of its first result.
 
-    `leaves` that are floating point get gradients; the others, such as document ids, are passed on.
+    Floating-point `leaves` get gradients; the others, such as document ids, are passed on.
     """
     inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in leaves]
-    wanted = [t for t in inputs if t.requires_grad]
+    differentiable = [t for t in inputs if t.requires_grad]
 
     def first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
         return result if isinstance(result, Tensor) else result[0]
@@ -157,6 +160,6 @@ def forward_and_backward(
     cotangent = torch.randn_like(first(forward()))
 
     def both() -> object:
-        return torch.autograd.grad(first(function(*inputs)), wanted, cotangent, allow_unused=True)
+        return torch.autograd.grad(first(function(*inputs)), differentiable, cotangent, allow_unused=True)
 
     return forward, both

@@ -1,4 +1,4 @@
-"""Seeded models, batches and compiled hybrids that the suites share.
+"""Seeded models, batches and compiled hybrids shared by the suites.
 
 B batch, T tokens.
 """
@@ -32,9 +32,9 @@ DOCUMENT_TOKENS = 24
 def token_batch(
     config: HybridConfig, batch: int, tokens: int = 0, seed: int = SEED, device: str = "cpu"
 ) -> Tensor:
-    """Token ids (B,T) int64 with a BOS at each row's start and about every 24 tokens: packed documents.
+    """Return token ids (B,T) int64 with a BOS at each row's start and about every 24 tokens: packed documents.
 
-    Ids follow a short random walk, so that next-token loss has something to learn.
+    Ids follow a short random walk, so that the next-token loss can decrease.
     """
     generator = torch.Generator().manual_seed(seed)
     T = tokens or config.seq_len
@@ -47,21 +47,21 @@ def token_batch(
 
 
 def work_of(hybrid: Hybrid, ids: Tensor) -> str:
-    """What a step on `ids` (B,T) does, as rows state it: times of another pattern, dtype or size do not compare."""
+    """Describe the work of a step on `ids` (B,T) for rows: times of another pattern, dtype or size do not compare."""
     config, dtype = hybrid.config, next(hybrid.parameters()).dtype
     size = "batch {}, tokens {}".format(*ids.shape)
     return f"pattern {config.layer_pattern} of depth {config.depth}, dtype {str(dtype).removeprefix('torch.')}, {size}"
 
 
 def build(config: HybridConfig, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Hybrid:
-    """The model with seeded weights: the same numbers in every process and under every policy."""
+    """Build the model with seeded weights: the same values in every process and under every policy."""
     torch.manual_seed(SEED)
     return Hybrid(config).to(device=device, dtype=dtype)
 
 
 @dataclass
 class Watched:
-    """A hybrid under a policy with every instrument on it. `forward` counts one call's events."""
+    """A hybrid under a policy with every instrument enabled. `forward` counts the events of one call."""
 
     config: HybridConfig
     model: Hybrid
@@ -69,7 +69,7 @@ class Watched:
     watch: DynamoWatch
 
     def forward(self, ids: Tensor) -> tuple[int, int]:
-        """One training forward and backward -> compiled graph calls, eager islands."""
+        """Run one training forward and backward; return the numbers of compiled graph calls and eager islands."""
         calls = self.watch.report.calls
         with eager_islands(self.model.blocks) as islands:
             loss = self.compiled(ids)
@@ -78,7 +78,7 @@ class Watched:
         return self.watch.report.calls - calls, islands.total()
 
     def report(self) -> DynamoReport:
-        """What Dynamo has done since the watch opened."""
+        """Return what Dynamo has done since the watch was opened."""
         return self.watch.refresh()
 
 
@@ -92,7 +92,9 @@ def watched_hybrid(
     contract: Contract | None = None,
     **changes: Any,
 ) -> Iterator[Watched]:
-    """The narrow preset `name` under `policy`: contract applied, instruments open, all undone at exit."""
+    """Yield the narrow preset `name` under `policy`, with the contract applied and instruments open; undo all at
+    exit.
+    """
     contract = contract or load()
     with dynamo_config(read_dynamo_config(contract.dynamo)), DynamoWatch() as watch:
         apply_dynamo(contract)

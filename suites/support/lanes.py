@@ -13,15 +13,15 @@ from bumpgate.plugin.devices import PJRT_CPU, V6E
 __all__ = ["LANES", "PJRT_CPU", "V6E", "V6E_AOT", "Lane", "lanes", "needs_tpu"]
 
 LANES = declared.load(Path(__file__).parents[2])
-# What a row of the v6e lane was measured on other than PJRT_CPU and V6E: the compiler of a TPU, without a TPU.
+# Device of v6e-lane rows that were measured with the TPU compiler but without a TPU, next to PJRT_CPU and V6E.
 V6E_AOT = "v6e-aot"
 
 
 def lanes(*names: str) -> pytest.MarkDecorator:
-    """Parametrises the fixture `lane` over the named lanes, each parameter carrying its lane's marker.
+    """Parametrize the fixture `lane` over the named lanes, each parameter with its lane's marker.
 
-    The scope is the session's, so that a module's fixture may ask for `lane` too. Raises ValueError on a name
-    that is no lane.
+    The scope is the session, so that module-scoped fixtures may request `lane` too. Raises ValueError on an unknown
+    lane.
     """
     unknown = [name for name in names if name not in LANES]
     if unknown or not names:
@@ -31,5 +31,5 @@ def lanes(*names: str) -> pytest.MarkDecorator:
 
 
 def needs_tpu(reason: str, *rows: str) -> pytest.MarkDecorator:
-    """Only a v6e can show these rows. Elsewhere the test is not run and they are listed so, neither red nor green."""
+    """Mark rows that only a v6e can show. Elsewhere the test is skipped and they are listed as NOT RUN."""
     return pytest.mark.needs_tpu(reason, rows)

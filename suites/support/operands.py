@@ -1,4 +1,4 @@
-"""Matrix products as a tensor core takes them."""
+"""Matrix products with the operands of a tensor core."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from suites.support.instruments import EveryOperator
 
 
 class OperandsIn(EveryOperator):
-    """Matrix products of fp32 tensors as a tensor core takes them: operands rounded to `dtype`, sums in fp32.
+    """Compute fp32 matrix products like a tensor core: operands rounded to `dtype`, sums in fp32.
 
-    The references multiply in fp32 whatever their inputs. A kernel for 16-bit inputs cannot: it multiplies 16-bit
-    operands, so the plain formula in the same dtype is the reference under this mode, forward and backward.
+    The references multiply in fp32 for all input dtypes. A kernel for 16-bit inputs multiplies 16-bit operands, so its
+    reference is the plain formula in the same dtype under this mode, forward and backward.
     """
 
     PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")

@@ -1,8 +1,8 @@
-"""A fault that a test plants itself and passes only if the check refuses it.
+"""Mark of tests that plant a fault themselves and pass only if the check rejects it.
 
-`suites/self/mutants.py` plants its faults in a copy of the tree and reads the row they turn red; some faults need no
+`suites/self/mutants.py` plants its faults in a copy of the tree and reads the row that turns red. Some faults need no
 copy: a wrong environment variable, a corrupt file, a collective that one rank never enters. Their tests carry this
-mark, so that the mutant matrix counts them beside the mutants.
+mark, so that the mutant matrix counts them with the mutants.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 
 def planted(rule: str, fault: str) -> pytest.MarkDecorator:
-    """rule: the contract row that must kill it ("C17"). fault: what is planted, in a few words."""
+    """rule: the contract row that must detect it ("C17"). fault: a short description of the fault."""
     return pytest.mark.planted(rule, fault)
 
 
@@ -25,6 +25,8 @@ def tell(
     row: str = "",
     red: Sequence[str] = (),
 ) -> None:
-    """Puts a fault on the test's report, for suites/self/matrix.py. row: what must turn red; red: what else did."""
-    told = {"rule": rule, "fault": fault, "row": row, "red": list(red)}
-    record_property("planted", json.dumps(told, sort_keys=True))
+    """Record a fault in the test's report, for suites/self/matrix.py. row: what must turn red; red: the other red
+    rows.
+    """
+    entry = {"rule": rule, "fault": fault, "row": row, "red": list(red)}
+    record_property("planted", json.dumps(entry, sort_keys=True))

@@ -1,12 +1,12 @@
-"""A Triton driver for an H200 that is not there: kernels are compiled as for sm_90a, recorded, and never run.
+"""A Triton driver that simulates an H200: kernels are compiled for sm_90a and recorded, and never run.
 
-Triton asks its active driver for the target, the device's limits, a loader of cubins and a launcher. This one
-answers for an H200; its loader reads the cubin instead of loading it, and its launcher notes which compiled kernel
-was launched. So a launch function runs as it is, on meta tensors, with the configuration, the specialised strides and
-the alignment that it has on the GPU. Names of Triton's inside stand in this file alone.
+Triton queries its active driver for the target, the device's limits, a loader of cubins and a launcher. This driver
+answers for an H200. Its loader parses the cubin instead of loading it, and its launcher records which compiled kernel
+was launched. So a launch function runs unchanged, on meta tensors, with the configuration, the specialized strides and
+the alignment that it has on the GPU. Triton's private names occur only in this file.
 
-What is read comes from the cubin that would be loaded, through the cuobjdump of the Triton wheel itself: registers and
-stack from its resource table, spilled bytes and instruction classes from its SASS.
+The data comes from the cubin that would be loaded, through the Triton wheel's own cuobjdump: registers and stack from
+its resource table, spilled bytes and instruction classes from its SASS.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from triton.runtime.driver import driver as drivers
 
 WARP = 32
 TARGET = GPUTarget("cuda", 90, WARP)
-# What one program may hold, and the registers that its threads share, given out to a warp by 256.
+# What one program may use, and the registers that its threads share, allocated per warp in units of 256.
 SHARED_MEMORY_BYTES = 227 * 1024
 REGISTERS, REGISTERS_AT_ONCE = 65536, 256
 THREADS = 1024
-# What an SM of compute capability 9.0 holds: shared memory, of which each program reserves a part, warps and programs.
+# Resources of an SM of compute capability 9.0: shared memory, of which each program reserves a part, warps and
+# programs.
 SM_SHARED_MEMORY_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 WARPS, PROGRAMS = 64, 32
 
-# What an instruction belongs to, by the beginning of its SASS name.
+# The class of an instruction, by the prefix of its SASS name.
 CLASSES = {
     "wgmma": "HGMMA",
     "mma": "HMMA",
@@ -61,7 +62,7 @@ BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
 @dataclass(frozen=True)
 class Binary:
-    """One cubin. registers and stack_bytes a thread; instructions by their SASS name, in all (padding left out)."""
+    """One cubin. registers and stack_bytes per thread; instructions: total count by SASS name (padding left out)."""
 
     registers: int
     stack_bytes: int
@@ -69,14 +70,14 @@ class Binary:
 
     @property
     def spilled_bytes(self) -> int:
-        """Bytes that the code stores to local memory, each store counted once, as ptxas -v counts them.
+        """Return the bytes that the code stores to local memory, each store counted once, as in ptxas -v.
 
         An array that is indexed by a variable would count too: it is as slow, and our kernels have none.
         """
         return sum(_bytes(name) * n for name, n in self.instructions.items() if name.startswith("STL"))
 
     def classes(self) -> dict[str, int]:
-        """Instructions of each class of CLASSES that occurs."""
+        """Return the number of instructions of each class of CLASSES that occurs."""
         counts = {
             c: sum(n for name, n in self.instructions.items() if name.startswith(p))
             for c, p in CLASSES.items()
@@ -86,8 +87,11 @@ class Binary:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel in one configuration. constants: compile-time arguments by name, those that Triton took for itself too
-    (a stride of 1, an absent pointer); signature: the types of the others; shared_memory_bytes a program."""
+    """A kernel in one configuration.
+
+    constants: compile-time arguments by name, including those that Triton specializes itself (a stride of 1, an absent
+    pointer). signature: the types of the others. shared_memory_bytes is per program.
+    """
 
     kernel: str
     constants: Mapping[str, object]
@@ -99,19 +103,19 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        """Whether an H200 would launch it."""
+        """Return whether an H200 would launch it."""
         warp = -(-self.binary.registers * WARP // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
         return self.shared_memory_bytes <= SHARED_MEMORY_BYTES and warp * self.num_warps <= REGISTERS
 
     @property
     def programs_per_sm(self) -> int:
-        """Programs that one SM of an H200 holds at once; 0 where not even one fits."""
+        """Return the number of programs that one SM of an H200 holds at once; 0 if not even one fits."""
         warp = -(-self.binary.registers * WARP // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
         by_shared_memory = SM_SHARED_MEMORY_BYTES // (self.shared_memory_bytes + RESERVED_BYTES)
         return min(REGISTERS // (warp * self.num_warps), by_shared_memory, WARPS // self.num_warps, PROGRAMS)
 
     def configuration(self) -> str:
-        """Compile-time arguments, warps and stages, in one line."""
+        """Format the compile-time arguments, warps and stages in one line."""
         given = {**self.constants, "num_warps": self.num_warps, "num_stages": self.num_stages}
         return " ".join(f"{name}={value}" for name, value in given.items())
 
@@ -150,7 +154,7 @@ class RecordingDriver(DriverBase):
         return torch.cuda
 
     def get_benchmarker(self) -> Any:
-        """The autotuner's stop watch: launches each configuration once and finds all of them equal."""
+        """Return the autotuner's benchmark function: it launches each configuration once and reports equal times."""
 
         def launch_once(launch: Any, *, quantiles: Any = None, **_: Any) -> list[float]:
             launch()
@@ -166,10 +170,10 @@ class RecordingDriver(DriverBase):
 
 
 class _Loader:
-    """Takes a cubin apart where a driver would load it."""
+    """Parses a cubin where a driver would load it."""
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """No limit of shared memory: what does not fit is measured too, and its row says so."""
+        """Report no limit of shared memory: a kernel that does not fit is measured too, and its row reports that."""
         limits = {"max_shared_mem": 2**31 - 1, "max_num_regs": REGISTERS}
         return limits | {"multiprocessor_count": 132, "warpSize": WARP}
 
@@ -212,9 +216,9 @@ def _compiled(source: Any, metadata: Any, binary: Binary) -> Compiled:
 
 @contextmanager
 def recording() -> Iterator[list[Compiled]]:
-    """Inside the block every launch of a Triton kernel is compiled for an H200 and recorded; nothing runs.
+    """Compile every launch of a Triton kernel inside the block for an H200 and record it; nothing runs.
 
-    Yields the list that grows. Not under TRITON_INTERPRET=1: the interpreter asks no driver.
+    Yields the growing list. Not for TRITON_INTERPRET=1: the interpreter does not use a driver.
     """
     before, recorder = drivers._active, RecordingDriver()
     drivers.set_active(recorder)
@@ -225,7 +229,7 @@ def recording() -> Iterator[list[Compiled]]:
 
 
 def read_cubin(cubin: bytes) -> Binary:
-    """Raises RuntimeError on what cuobjdump cannot read, or reads no instruction in."""
+    """Parse a cubin. Raises RuntimeError if cuobjdump cannot read it or lists no instruction."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,6 +1,6 @@
-"""What the suites of the scans have in common: documents in a row, and rows put together from parts.
+"""Shared inputs of the scan suites: documents in a row, and rows assembled from parts.
 
-B batch, T tokens. Inputs go by name; per_token names those whose second axis is T.
+B batch, T tokens. Inputs go by name; per_token lists those whose second axis is T.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from suites.support.comparison import Named
 
 
 def documents(B: int, T: int, starts: Iterable[int]) -> Tensor:
-    """doc_ids (B,T) int32: a document begins at each of `starts` in row 0, three tokens later in each further row.
+    """Return doc_ids (B,T) int32: a document begins at each of `starts` in row 0, three tokens later in each further
+    row.
 
-    The ids go 5, 1, 5, 1: a change from one token to the next is what counts, not the value.
+    The ids alternate 5, 1, 5, 1: a change from one token to the next is what counts, not the value.
     """
     begins = torch.zeros(B, T, dtype=torch.int32)
     for row in range(B):
@@ -25,24 +26,24 @@ def documents(B: int, T: int, starts: Iterable[int]) -> Tensor:
 
 
 def inner_token(T: int, at: float) -> int:
-    """The token at a fraction of the row: neither the first one nor behind the last."""
+    """Return the token at a fraction of the row, never the first one or one past the end."""
     return min(max(1, round(at * T)), T - 1)
 
 
 def cut(inputs: Named, tokens: slice, per_token: Iterable[str]) -> Named:
-    """Some of the tokens."""
+    """Slice the tokens of the per-token inputs."""
     return inputs | {n: inputs[n][:, tokens] for n in per_token}
 
 
 def spliced(head: Named, tail: Named, at: int, per_token: Iterable[str]) -> Named:
-    """`tail`, but up to token `at` the tokens of `head`."""
+    """Return `tail` with its tokens before `at` replaced by those of `head`."""
     return tail | {n: torch.cat((head[n][:, :at], tail[n][:, at:]), 1) for n in per_token}
 
 
 def carried(state: Tensor, doc_ids: Tensor, at: int) -> Tensor:
-    """The state (B,...) that a run from token `at` on begins with.
+    """Return the initial state (B,...) of a run that begins at token `at`.
 
-    It cannot see that its first token begins a document: whoever carries the state zeroes it.
+    The run cannot detect that its first token begins a document, so the caller zeroes the state there.
     """
     same_document = doc_ids[:, at] == doc_ids[:, at - 1]
     return state * same_document.view(-1, *[1] * (state.dim() - 1))

@@ -1,7 +1,7 @@
-"""Which worker runs what on the H200 lane: test by test, but for tests that share something.
+"""Assignment of tests to workers on the H200 lane: test by test, except for tests that share something.
 
-That is what is dear to make, or the machine as a whole: one worker runs those that may not run side by side, so that
-no others wait for each other's locks.
+These share an expensive fixture or the whole machine. One worker runs those that must not run in parallel, so that no
+others wait for each other's locks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-# Each has a fixture of the module's scope that compiles, builds or searches for ten seconds to two minutes.
+# Each has a module-scoped fixture that compiles, builds or searches for ten seconds to two minutes.
 TOGETHER = {
     "suites/cache/test_keys.py",
     "suites/cache/test_layers.py",
@@ -22,9 +22,9 @@ TOGETHER = {
     "suites/launch/test_knobs.py",
     "suites/wheels/test_abi.py",
 }
-# Of ten seconds to three minutes a test, the longest first: begun late, one would be what the timed tests wait for. By
-# how a test's id begins. Two large models have room at a time, before what doctor's and the errors' oracles take.
-# What only reads another test's result comes with the short ones.
+# Prefixes of the ids of tests that take ten seconds to three minutes, the longest first: started late, one would delay
+# the timed tests. Two large models fit at a time, before the memory of doctor's and the errors' oracles. Tests that
+# only read another test's result come with the short ones.
 FIRST = (
     "suites/throughput/test_restart.py::test_a_warm_restart",
     "suites/throughput/test_restart.py::test_a_cold_first_step[nam52-whole_disabled",
@@ -48,9 +48,10 @@ ALONE = {"exclusive_machine", "speed"}  # fixtures that give a test the machine 
 
 
 def turn(test: str, alone: bool) -> tuple[int, int]:
-    """Sorts tests by their ids: the long ones, the others, and behind them those that want the machine to themselves.
+    """Return the sort key of a test id: long tests first, then the others, then those that need the machine to
+    themselves.
 
-    Of the last, the kernels come first: behind a model that filled the memory, what moves memory was slower by 10 %.
+    Of the last, the kernels come first: after a model that filled the memory, memory-bound ones were slower by 10 %.
     """
     if alone:
         return (1 if test.startswith("suites/kernels/") else 2), 0
@@ -59,33 +60,33 @@ def turn(test: str, alone: bool) -> tuple[int, int]:
 
 @cache
 def arguments(file: Path) -> dict[str, frozenset[str]]:
-    """Test function -> its arguments. Read from the text: the process that hands out tests imports none."""
+    """Return test function -> its arguments. Parsed from the text: the scheduling process imports no tests."""
     tree = ast.parse(file.read_text())
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
     return {f.name: frozenset(arg.arg for arg in f.args.args) for f in functions}
 
 
 class TestByTest(LoadScopeScheduling):
-    """Hands out single tests in the order of their collection, the modules of TOGETHER each to one worker.
+    """Schedules single tests in collection order, the modules of TOGETHER each on one worker.
 
-    Four things that xdist 3.8.0 does not do. A test that ends its worker counts as run: it would be run again. A
-    worker that replaces another takes tests once it has collected them: where two are replaced at a time the run would
-    end with a KeyError. One that died a moment ago, which nobody has said yet, can be given tests: the run would end
-    with the pipe's OSError. And each worker has two tests or knows that no more will come: it begins none before it
-    knows the next, so that one with a single test would wait forever.
+    It changes four things in xdist 3.8.0. A test that crashes its worker counts as run; otherwise it would be run
+    again. A replacement worker gets tests once it has collected them; if two are replaced at a time, the run would end
+    with a KeyError. A worker that died but whose death is not yet reported may still be assigned tests; the run would
+    end with the pipe's OSError. Each worker has two tests or has been shut down: it starts a test only once the next is
+    known, so that a worker with a single test would wait forever.
     """
 
     __test__ = False
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
-        asked = arguments(self.config.rootpath / file).get(test.partition("[")[0], frozenset())
-        if asked & ALONE:
+        fixtures = arguments(self.config.rootpath / file).get(test.partition("[")[0], frozenset())
+        if fixtures & ALONE:
             return "alone"
         return file if file in TOGETHER else nodeid
 
     def remove_node(self, node: Any) -> str | None:
-        """-> the test in which the worker ended; None where it had none left."""
+        """Return the test in which the worker crashed; None if it had none left."""
         crashed = None
         for unit in self.assigned_work[node].values():
             crashed = next((test for test, completed in unit.items() if not completed), None)
@@ -96,7 +97,7 @@ class TestByTest(LoadScopeScheduling):
         return crashed
 
     def _assign_work_unit(self, node: Any) -> None:
-        with suppress(OSError):  # its death comes next, and what it was to run goes to the others
+        with suppress(OSError):  # its death is reported next, and its tests go to other workers
             super()._assign_work_unit(node)
 
     def _reschedule(self, node: Any) -> None:

@@ -1,4 +1,4 @@
-"""What several workers of one run need and one of them makes."""
+"""Values that several workers of one run need and one of them computes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from filelock import FileLock
 def made_once(
     factory: pytest.TempPathFactory, name: str, make: Callable[[Path], dict[str, Any]]
 ) -> tuple[Path, dict[str, Any]]:
-    """The directory `name` of this run and what make(directory) returned, which JSON must hold.
+    """Return the directory `name` of this run and the result of make(directory), which must be JSON-serializable.
 
-    The first worker that asks makes it while the others wait; none may write into the directory afterwards. Where
-    `make` raises, the next that asks tries again.
+    The first worker that calls this runs `make` while the others wait; none may write into the directory afterwards. If
+    `make` raises, the next caller tries again.
     """
     base = factory.getbasetemp()
     root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -26,6 +26,6 @@ def made_once(
     with FileLock(root / f"{name}.lock"):
         if not result.exists():
             directory.mkdir(exist_ok=True)
-            told = make(directory)
-            result.write_text(json.dumps(told))
+            value = make(directory)
+            result.write_text(json.dumps(value))
     return directory, json.loads(result.read_text())

@@ -1,4 +1,4 @@
-"""Tables in GitHub Markdown, for whoever asks: on standard output or in a file."""
+"""Tables in GitHub Markdown, printed or written to a file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from bumpgate.rows import write_atomic
 
 
 def line(cells: Iterable[str]) -> str:
-    """One line of a table."""
+    """Format one line of a table."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def publish(text: str, out: Path | None) -> int:
-    """Prints the text, or replaces the file `out` -> the exit code: 2 and one line where it cannot be written."""
+    """Print the text, or replace the file `out`. Return the exit code: 2 with one line if it cannot be written."""
     if out is None:
         print(text, end="")
         return 0

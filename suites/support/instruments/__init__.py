@@ -1,13 +1,13 @@
-"""Measuring devices for Dynamo, AOTAutograd and Inductor: every private torch name that this project reads.
+"""Instruments for Dynamo, AOTAutograd and Inductor: every private torch name that this project reads.
 
-Nothing here judges. A device that torch moved or renamed must not read 0: each is proved by a canary
-(suites/support/canaries.py), a tiny program with a known count, before any row may rely on it.
+Nothing here judges. If torch moves or renames a private counter, the instrument must fail rather than read 0: each is
+checked by a canary (suites/support/canaries.py), a tiny program with a known count, before any row may rely on it.
 
-What is counted, and why this way:
+What is counted, and how:
 * graphs and compiled calls by our own backend wrapper, which is public and cannot be renamed away;
 * graph breaks and recompiles from the structured trace log, because only it gives user call sites and guard
   reasons, and because `counters["graph_break"]` reads 0 when a break inside a loop makes Dynamo drop the frame;
-* eager islands by the interpreter's profile hook, so that a block which silently fell back to eager is seen too.
+* eager islands by the interpreter's profile hook, which also sees a block that silently fell back to eager.
 """
 
 from suites.support.instruments.dynamo import (

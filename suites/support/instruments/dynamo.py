@@ -1,4 +1,4 @@
-"""Dynamo: its configuration, graphs, calls, breaks, recompiles, guards, and what stays eager."""
+"""Dynamo: configuration, graphs, calls, breaks, recompiles, guards, and eager fallbacks."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ CHECKOUT = f"{Path(__file__).resolve().parents[3]}/"
 
 @contextmanager
 def dynamo_config(values: Mapping[str, Any]) -> Iterator[None]:
-    """Dynamo's configuration with `values` inside the block; every line set in it is put back at its end."""
+    """Set Dynamo's configuration to `values` inside the block; restore every changed option at its end."""
     with torch._dynamo.config.patch(dict(values)):
         yield
 
 
 def read_dynamo_config(names: Iterable[str]) -> dict[str, Any]:
-    """The present values of the named Dynamo configuration lines."""
+    """Return the current values of the named Dynamo options."""
     return {name: getattr(torch._dynamo.config, name) for name in names}
 
 
 def require_dynamic_batch(tensor: torch.Tensor) -> None:
-    """Declares the first axis dynamic: tracing a program that takes its present size for granted raises."""
+    """Mark the first axis as dynamic: tracing a program that specializes on its present size raises."""
     torch._dynamo.mark_dynamic(tensor, 0)
 
 
 def forget_graphs() -> None:
-    """Drops every compiled graph of this process and clears the counters."""
+    """Drop every compiled graph of this process and clear the counters."""
     torch._dynamo.reset()
     counters.clear()
 
 
 @dataclass(frozen=True)
 class Break:
-    """One graph break: Dynamo's registry id, the user's call site, the source line there, the first reason line."""
+    """One graph break: Dynamo's registry id, the user's call site, its source line and the first line of the reason."""
 
     code: str
     site: str
@@ -70,7 +70,7 @@ class Break:
 
 @dataclass(frozen=True)
 class Recompile:
-    """One recompile: the function that was compiled anew and the guard that failed."""
+    """One recompile: the recompiled function and the guard that failed."""
 
     function: str
     guard: str
@@ -110,7 +110,7 @@ class DynamoReport:
         return len(self.graphs)
 
     def evidence(self, most: int = 3) -> tuple[str, ...]:
-        """The breaks, recompiles and failures as lines, each kind cut to `most` distinct ones."""
+        """Return the breaks, recompiles and failures as lines, at most `most` distinct ones of each kind."""
         lines: list[str] = []
         for kind, found in (
             ("break", self.breaks),
@@ -138,17 +138,17 @@ def _parse_break(text: str) -> Break:
 
 
 def _as_anywhere(text: str) -> str:
-    """Without what differs from one process or checkout to the next."""
+    """Remove what differs between processes or checkouts."""
     return re.sub(r" at 0x[0-9a-f]+", "", text.replace(CHECKOUT, ""))
 
 
 def _short(path: str) -> str:
-    """A path from its last two parts, the same on every machine."""
+    """Shorten a path to its last two parts, which are the same on every machine."""
     return "/".join(path.split("/")[-2:])
 
 
 def _parse_recompiles(text: str) -> str:
-    """The failed guards of one recompile; Dynamo gives a string or a JSON list, newest cache entry first."""
+    """Parse the failed guards of one recompile. Dynamo writes a string or a JSON list, newest cache entry first."""
     try:
         reasons = json.loads(text)
     except json.JSONDecodeError:
@@ -161,15 +161,15 @@ def _parse_recompiles(text: str) -> str:
 class DynamoWatch:
     """Context manager that reports what Dynamo compiled, broke and recompiled between enter and exit.
 
-    `backend(inner)` is the backend to hand to torch.compile: it counts each graph and each call of one, and
-    hands the graph on to the named torch backend.
+    `backend(inner)` returns a backend for torch.compile that counts each graph and each call of one, and passes the
+    graph on to the named torch backend.
     """
 
     def __init__(self) -> None:
         self.report = DynamoReport()
 
     def backend(self, inner: str = "inductor") -> Callable[..., Any]:
-        """A torch.compile backend that counts, then compiles with the registered backend `inner`."""
+        """Return a torch.compile backend that counts, then compiles with the registered backend `inner`."""
         compile_graph = torch._dynamo.lookup_backend(inner)
 
         def counting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -198,7 +198,7 @@ class DynamoWatch:
         self._trace.__exit__(None, None, None)
 
     def refresh(self) -> DynamoReport:
-        """Brings the report up to date; may be called while the watch is open, for before/after differences."""
+        """Update the report. May be called while the watch is open, for before/after differences."""
         metrics = get_compilation_metrics()
         functions = [
             f"{m.co_name} ({_short(m.co_filename or '?')}:{m.co_firstlineno})"
@@ -218,14 +218,14 @@ class DynamoWatch:
 
 
 def operator_names(graph: torch.fx.GraphModule) -> tuple[str, ...]:
-    """The names of the operators that a graph calls, in order."""
+    """Return the names of the operators that a graph calls, in order."""
     return tuple(
         str(n.target) for n in graph.graph.nodes if n.op in ("call_function", "call_method", "call_module")
     )
 
 
 def host_reads(graph: torch.fx.GraphModule) -> tuple[str, ...]:
-    """User call sites of the captured `.item()` calls: in the graph they are no break, yet they stop the host."""
+    """Return user call sites of the captured `.item()` calls: no break in the graph, but each one blocks the host."""
     reads = [n for n in graph.graph.nodes if str(n.target) in ("item", "aten._local_scalar_dense.default")]
     return tuple(_call_site(n.stack_trace or "") for n in reads)
 
@@ -238,11 +238,11 @@ def _call_site(stack: str) -> str:
 
 @contextmanager
 def eager_islands(blocks: Iterable[nn.Module]) -> Iterator[Counter[str]]:
-    """Counts, by class name, the block executions inside the context that run as plain Python.
+    """Count, by class name, the block executions inside the context that run as plain Python.
 
-    A compiled block runs code that Dynamo generated, so the interpreter never enters the code object of its
-    `forward`: entering it means a declared island, an undeclared one, or a silent fallback to eager. The
-    interpreter's own profile hook sees that and leaves the model, its graphs and its guards as they are.
+    A compiled block runs code that Dynamo generated, so the interpreter never enters the code object of its `forward`.
+    Entering it means a declared island, an undeclared one, or a silent fallback to eager. The interpreter's profile
+    hook detects that without changing the model, its graphs or its guards.
     """
     tally: Counter[str] = Counter()
     codes = {inspect.unwrap(type(block).forward).__code__: type(block).__name__ for block in blocks}
@@ -260,7 +260,7 @@ def eager_islands(blocks: Iterable[nn.Module]) -> Iterator[Counter[str]]:
 
 
 def disabled_functions(model: nn.Module) -> set[str]:
-    """Qualified names of the methods in `model` that carry torch.compiler.disable, on class or instance."""
+    """Return the qualified names of the methods in `model` that carry torch.compiler.disable, on class or instance."""
     found = set()
     for module in model.modules():
         kind = type(module)

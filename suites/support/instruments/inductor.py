@@ -1,4 +1,4 @@
-"""AOTAutograd and Inductor: caches, autotuning, and what their code generation counts."""
+"""AOTAutograd and Inductor: caches, autotuning, and counts of code generation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch._inductor.utils import fresh_cache
 
 from suites.support.instruments.trace import trace_artifacts
 
-PLANTED = 1  # templates of a search whose benchmark is replaced
+PLANTED = 1  # templates kept per search if its benchmark is replaced
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class CacheCounts:
 
 
 def cache_counts() -> CacheCounts:
-    """Reads the cache counters. An absent key is None, never 0: a renamed counter may not pass as 'no misses'."""
+    """Read the cache counters. An absent key is None, never 0: a renamed counter must not pass as 'no misses'."""
     aot, fx = counters["aot_autograd"], counters["inductor"]
     return CacheCounts(
         aot.get("autograd_cache_hit"),
@@ -61,18 +61,18 @@ def cache_counts() -> CacheCounts:
 
 @contextmanager
 def empty_cache() -> Iterator[None]:
-    """Inductor's caches on an empty directory of their own inside the block."""
+    """Use an empty directory for Inductor's caches inside the block."""
     with tempfile.TemporaryDirectory() as directory, fresh_cache(dir=directory):
         yield
 
 
 def benchmark_one_choice() -> None:
-    """What autotuning does for each candidate, once, on a candidate that does nothing."""
+    """Run once what autotuning does for each candidate, on an empty candidate."""
     benchmarker.benchmark_cpu(lambda: None, warmup=1, rep=1)
 
 
 def autotune_count() -> int:
-    """Choices that Inductor benchmarked since the counters were cleared."""
+    """Return the number of choices that Inductor benchmarked since the counters were cleared."""
     return sum(
         n for key, n in counters["inductor"].items() if key.startswith("benchmarking.") and "benchmark" in key
     )
@@ -80,13 +80,13 @@ def autotune_count() -> int:
 
 @contextmanager
 def autotuning(time: Callable[..., float] | None = None) -> Iterator[list[dict[str, float]]]:
-    """Candidate -> milliseconds of each search that Inductor makes inside the block, measured or from its cache.
+    """Yield candidate -> milliseconds of each of Inductor's searches inside the block, measured or from its cache.
 
-    A template's candidate is named with the end of the key under which torch keeps its time.
+    A template candidate's name ends with the end of the key under which torch stores its time.
 
-    time: what times a template's candidate in place of torch's benchmark; picklable, since it runs in the autotuning
-    subprocess where there is one. ATen's own candidates are timed as ever, in this process. Then PLANTED templates
-    stay of a search's tens: each that crashes costs a new subprocess, which on a GPU takes many seconds.
+    time: replaces torch's benchmark of template candidates. It must be picklable, since it runs in the autotuning
+    subprocess if there is one. ATen candidates are still timed by torch in this process. With `time`, only PLANTED of a
+    search's tens of templates are kept: each crash costs a new subprocess, which on a GPU takes many seconds.
     """
     found: list[dict[str, float]] = []
 
@@ -120,7 +120,7 @@ def autotuning(time: Callable[..., float] | None = None) -> Iterator[list[dict[s
 
 @dataclass
 class GraphSkips:
-    """How often Inductor left a compiled graph out of its CUDA graphs, and the reason wherever it gave one."""
+    """How often Inductor left a compiled graph out of its CUDA graphs, and the reasons it gave."""
 
     count: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -128,9 +128,9 @@ class GraphSkips:
 
 @contextmanager
 def cuda_graph_skips() -> Iterator[GraphSkips]:
-    """Inductor puts what it compiles inside the block into CUDA graphs of its own, or counts that it does not.
+    """Enable Inductor's CUDA graphs for what it compiles inside the block, and count the graphs it skips.
 
-    It gives no reason for a graph of another device than CUDA.
+    It gives no reason for a graph of a device other than CUDA.
     """
     skips, before = GraphSkips(), counters["inductor"]["cudagraph_skips"]
     log = logging.getLogger("torch._inductor.cudagraph_utils.__cudagraphs")
@@ -151,20 +151,20 @@ def cuda_graph_skips() -> Iterator[GraphSkips]:
 
 
 def wrong_decomposition(op: Any, body: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """AOTAutograd traces `body` for the ATen overload `op` wherever Inductor's table is used inside the block."""
+    """Make AOTAutograd trace `body` for the ATen overload `op` wherever Inductor's table is used inside the block."""
     return mock.patch.dict(decompositions, {op: body})
 
 
 def wrong_lowering(op: Any, other: Any) -> AbstractContextManager[Any]:
-    """Inductor generates code for `other` where a graph holds the ATen overload `op` inside the block."""
+    """Make Inductor generate code for `other` instead of the ATen overload `op` inside the block."""
     return mock.patch.dict(lowerings, {op: lowerings[other]})
 
 
 def count_bytes_accessed() -> None:
-    """Makes Inductor count bytes from here on: it only does while this log is enabled.
+    """Make Inductor count bytes from here on; it does so only while this log is enabled.
 
-    A cache entry holds the bytes only if they were counted when it was written, so the count stays on for
-    every compile of a process, not just around a measurement. The log's own lines go nowhere.
+    A cache entry holds the bytes only if they were counted when it was written, so the count stays enabled for every
+    compile of a process, not just around a measurement. The log lines themselves are discarded.
     """
     log = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")
     log.setLevel(logging.INFO)
@@ -174,7 +174,7 @@ def count_bytes_accessed() -> None:
 
 @dataclass
 class InductorReport:
-    """Exact proxies of the generated code; all of them replayed by a cache hit, so cold and warm runs agree."""
+    """Exact proxies of the generated code. A cache hit replays all of them, so cold and warm runs agree."""
 
     kernels: int = 0
     bytes_accessed: int = 0
@@ -185,7 +185,7 @@ class InductorReport:
 
 @contextmanager
 def inductor_report() -> Iterator[InductorReport]:
-    """Kernels, bytes and code hash of what Inductor generates inside the block."""
+    """Yield the kernels, bytes and code hash of what Inductor generates inside the block."""
     report = InductorReport()
     metrics = torch._inductor.metrics
     metrics.reset()
@@ -200,7 +200,7 @@ def inductor_report() -> Iterator[InductorReport]:
 
 
 def _normalised(code: str) -> str:
-    """Generated code without what differs between machines and runs: comments, paths, hashes of paths."""
+    """Remove what differs between machines and runs from generated code: comments, paths, hashes of paths."""
     code = re.sub(r"#[^\n]*", "", code)
     code = re.sub(r"/[\w./-]+", "/PATH", code)
     return re.sub(r"\n\s*\n+", "\n", code)

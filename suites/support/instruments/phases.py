@@ -1,7 +1,7 @@
-"""CPU seconds of compiling by phase, from the spans of torch's own `dynamo_timed`.
+"""CPU seconds of compilation by phase, from the spans of torch's own `dynamo_timed`.
 
-Spans are named and nested in private code, so an absent one reads None, and the canary proves all of them.
-Their clock is replaced by CPU time of the process and its ended children: wall time would count other processes' work.
+Spans are named and nested in private code, so an absent one reads None, and the canary checks all of them. Their clock
+is replaced by the CPU time of the process and its ended children: wall time would include other processes' work.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from unittest import mock
 
 import torch._dynamo.utils as spans_module
 
-# What one of ours contains -> torch's name. A frame holds the call of its compiler; Inductor's work on a graph holds
-# the making of its module, which holds code generation. The backward graph is compiled at its first call.
+# Our phase -> torch's span names. The span of a frame includes the call of its compiler; the one of Inductor's work on
+# a graph includes creating its module, which includes code generation. The backward graph is compiled at its first
+# call.
 SPANS = {
     "frame": "_compile.compile_inner",
     "compiler": "OutputGraph.call_user_compiler",
@@ -29,10 +30,10 @@ SPANS = {
 
 @dataclass
 class Phases:
-    """CPU seconds by phase, no second in two of them; None where torch reported no such span, or nothing in it.
+    """CPU seconds by phase, each second in one phase only; None if torch reported no such span, or nothing in it.
 
     dynamo: tracing, guards, bytecode. aot: joint graph, decompositions, partition. inductor: passes, lowering,
-    scheduling, code generation. backend: g++, Triton and ptxas, and loading what they made.
+    scheduling, code generation. backend: g++, Triton and ptxas, and loading their output.
     """
 
     dynamo: float | None = None
@@ -42,7 +43,7 @@ class Phases:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of its children that have ended."""
+    """Return the CPU seconds of this process and of its children that have ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(u.ru_utime + u.ru_stime for u in used)
 
@@ -59,9 +60,9 @@ class _CpuClock:
 
 @contextmanager
 def compile_phases() -> Iterator[Phases]:
-    """The phases of everything compiled inside the block, filled in at its end.
+    """Yield the phases of everything compiled inside the block, filled in at its end.
 
-    Compile in this process (TORCHINDUCTOR_COMPILE_THREADS=1): the CPU time of workers counts when they have ended.
+    Compile in this process (TORCHINDUCTOR_COMPILE_THREADS=1): the CPU time of workers counts only when they have ended.
     """
     measured = spans_module.compilation_time_metrics
     before = {name: len(measured.get(name, ())) for name in SPANS.values()}

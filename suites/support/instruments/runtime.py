@@ -1,4 +1,4 @@
-"""Custom ops, host reads, waits for the device and process groups, and the other private names that a suite needs."""
+"""Custom ops, host reads, device synchronizations, process groups, and other private names that the suites need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import _grouped_mm as grouped_mm  # private in torch 2.9
 from torch._library.custom_ops import OPDEFS
-from torch.testing._internal.optests import OpCheckError  # what torch.library.opcheck raises
+from torch.testing._internal.optests import OpCheckError  # raised by torch.library.opcheck
 from torch.utils._python_dispatch import TorchDispatchMode as EveryOperator
 
 __all__ = [
@@ -32,14 +32,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class OpDefinition:
-    """What a custom op has registered beside its body."""
+    """What is registered for a custom op in addition to its body."""
 
     fake: bool
     backward: bool
 
 
 def op_definitions(namespace: str) -> dict[str, OpDefinition]:
-    """Name -> definition of every torch.library.custom_op of the namespace that this process has imported."""
+    """Return name -> definition of every torch.library.custom_op of the namespace imported in this process."""
     known = ((name.partition("::"), op) for name, op in OPDEFS.items())
     return {
         name: OpDefinition(op._abstract_fn is not None, op._backward_fn is not None)
@@ -50,9 +50,9 @@ def op_definitions(namespace: str) -> dict[str, OpDefinition]:
 
 @contextmanager
 def op_calls(namespace: str) -> Iterator[Counter[str]]:
-    """Counts how often the body of each torch.library.custom_op of the namespace runs inside the block, by name.
+    """Count by name how often the body of each torch.library.custom_op of the namespace runs inside the block.
 
-    Not through the profiler: since torch 2.14 its trace lacks every op that only takes and returns tensors (pytorch
+    The profiler is not used: since torch 2.14 its trace lacks every op that only takes and returns tensors (pytorch
     dispatches those from Python, without a RecordFunction). Tracing runs an op's fake and not its body.
     """
     tally: Counter[str] = Counter()
@@ -77,7 +77,7 @@ def _counted(body: Callable[..., Any], tally: Counter[str], name: str) -> Callab
 
 @contextmanager
 def host_syncs() -> Iterator[Counter[str]]:
-    """Counts reads of a tensor's value by the host inside the block: `.item()`, `bool(t)`, `int(t)`."""
+    """Count the host's reads of tensor values inside the block: `.item()`, `bool(t)`, `int(t)`."""
     tally: Counter[str] = Counter()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         yield tally
@@ -89,7 +89,9 @@ def host_syncs() -> Iterator[Counter[str]]:
 
 @contextmanager
 def synchronisations() -> Iterator[list[str]]:
-    """Where the host waited for the CUDA device inside the block, as torch warns of it: file:line, one entry a wait."""
+    """Yield where the host waited for the CUDA device inside the block, from torch's warnings: one file:line per
+    wait.
+    """
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -98,7 +100,7 @@ def synchronisations() -> Iterator[list[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    # Turning the watch on is itself warned of: that it is a prototype, and misses some.
+    # Enabling the check itself warns that it is a prototype and misses some synchronizations.
     found += [
         f"{w.filename.split('/')[-1]}:{w.lineno}"
         for w in caught
@@ -107,18 +109,18 @@ def synchronisations() -> Iterator[list[str]]:
 
 
 def group_timeout(group: Any, device: str = "cpu") -> float:
-    """Seconds after which a collective of this process group gives up, read from its backend."""
+    """Return the timeout in seconds of this process group's collectives, read from its backend."""
     backend = group._get_backend(torch.device(device))
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around it.
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend.
     return getattr(backend, "wrapped_pg", backend).options._timeout.total_seconds()
 
 
 def functional_all_reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum over a process group by c10d's functional operator, which is given the group and not its name."""
+    """Sum over a process group by c10d's functional operator, which takes the group and not its name."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(tensor, "sum", group))
 
 
 def flight_record() -> bytes:
-    """What the collectives of this process left in torch's flight recorder, pickled as its analyzer reads it."""
+    """Return torch's flight recorder of this process's collectives, pickled as its analyzer reads it."""
     return torch._C._distributed_c10d._dump_fr_trace()

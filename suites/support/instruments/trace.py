@@ -1,4 +1,4 @@
-"""torch's structured trace log, in process: what compilation writes down about itself."""
+"""torch's structured trace log, read in process."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class _TraceHandler(logging.Handler):
 
 @contextmanager
 def trace_artifacts(*names: str) -> Iterator[list[tuple[str, str]]]:
-    """The named artifacts of torch's structured trace log that appear inside the block, in order."""
+    """Yield the named artifacts of torch's structured trace log that appear inside the block, in order."""
     handler = _TraceHandler(set(names))
     log = logging.getLogger("torch.__trace")
     level, propagate = log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.DEBUG)
-    log.propagate = False  # thousands of lines, which pytest would print under every red row
+    log.propagate = False  # thousands of lines, which pytest would print for every red row
     try:
         yield handler.found
     finally:
