@@ -40,7 +40,7 @@ def no_guards() -> AbstractContextManager[Any]:
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "none": nullcontext,
     "guards": no_guards,
-    # Twice the gradient of relu, and relu as the identity.
+    # Twice the gradient of relu, and abs in place of relu.
     "decomposition": partial(
         wrong_decomposition, aten.threshold_backward.default, lambda gradient, *_: 2 * gradient
     ),

@@ -1,1 +1,1 @@
-"""What two ranks compute together is what one process computes alone, or ends in a reason."""
+"""Two ranks compute what one process computes alone, or end with a reason."""

@@ -1,4 +1,4 @@
-"""What a rank of two does; each returns numbers for JSON.
+"""The programs of a rank in a group of two; each returns numbers for JSON.
 
 B batch, T tokens, D model dim.
 """
@@ -25,7 +25,7 @@ SEEDS = (1, 2)  # of each rank's batch
 
 
 class Branched(nn.Module):
-    """A block and a branch beside it that runs only where this rank's batch asks for it."""
+    """A block and a parallel branch that runs only if this rank's batch uses it."""
 
     def __init__(self, block: nn.Module, config: HybridConfig, asked: bool) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Branched(nn.Module):
 
 
 def model_of(config: HybridConfig, rank: int, branch: bool) -> Hybrid:
-    """The seeded model as `rank` has it: its branch, where there is one, is used on rank 0 only."""
+    """Return the seeded model of `rank`: its branch, if any, is used on rank 0 only."""
     model = build(config)
     if branch:
         model.blocks[0] = Branched(model.blocks[0], config, asked=rank == 0)
@@ -46,7 +46,9 @@ def model_of(config: HybridConfig, rank: int, branch: bool) -> Hybrid:
 
 
 def alone(config: HybridConfig, branch: bool) -> tuple[dict[str, Tensor], list[int], dict[str, Tensor]]:
-    """One process, eager, batch by batch -> mean gradients (no gradient counts as 0), overflows, mean buffers."""
+    """Run one process, eager, batch by batch; return mean gradients (a missing one counts as 0), overflows, mean
+    buffers.
+    """
     gradients: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     overflows = []
@@ -64,9 +66,9 @@ def alone(config: HybridConfig, branch: bool) -> tuple[dict[str, Tensor], list[i
 
 
 def gradients(rank: int, style: str, policy: str, branch: bool, unused: bool) -> dict[str, Any]:
-    """One forward and backward of the narrow nam12 under `style`, against the process alone, bit by bit."""
+    """Compare one forward and backward of the narrow nam12 under `style` with a single process, bitwise."""
     config = preset("nam12", "narrow")
-    wanted, _, _ = alone(config, branch)
+    expected, _, _ = alone(config, branch)
     with DynamoWatch() as watch:
         ranks = parallelize(
             model_of(config, rank, branch),
@@ -83,12 +85,14 @@ def gradients(rank: int, style: str, policy: str, branch: bool, unused: bool) ->
         if gradient is not None and hasattr(gradient, "full_tensor"):
             found[name] = gradient.full_tensor()
     other = [
-        name for name, want in wanted.items() if found[name] is None or not torch.equal(found[name], want)
+        name
+        for name, reference in expected.items()
+        if found[name] is None or not torch.equal(found[name], reference)
     ]
     report = watch.report
     return {
-        "tensors": len(wanted),
-        "zero": sum(not want.any() for want in wanted.values()),
+        "tensors": len(expected),
+        "zero": sum(not reference.any() for reference in expected.values()),
         "different": len(other),
         "names": other[:5],
         "order": ranks.order,
@@ -99,7 +103,7 @@ def gradients(rank: int, style: str, policy: str, branch: bool, unused: bool) ->
 
 
 def buffers(rank: int, synced: bool) -> dict[str, Any]:
-    """Two forwards under DDP with a moving selection bias. synced: with DDP's own broadcast of rank 0's buffers."""
+    """Run two forwards under DDP with a moving selection bias. synced: with DDP's own broadcast of rank 0's buffers."""
     config = preset("nam12", "narrow", depth=4, bias_rate=0.01)
     _, overflows, means = alone(config, branch=False)
     if synced:
@@ -123,7 +127,7 @@ def buffers(rank: int, synced: bool) -> dict[str, Any]:
 
 
 def collectives(rank: int, dumps: str) -> dict[str, Any]:
-    """Compiled against eager, and groups as arguments; then a flight record of two groups goes to `dumps`."""
+    """Compare compiled with eager, and groups as arguments; then write a flight record of two groups to `dumps`."""
     x = torch.linspace(-2, 2, 8) * (rank + 1)
     world, further = dist.group.WORLD, dist.new_group([0, 1])
 
@@ -150,7 +154,7 @@ def collectives(rank: int, dumps: str) -> dict[str, Any]:
             "functional": torch.compile(functional, backend=backend, fullgraph=True)(x, world),
             "op": torch.compile(lambda x: summed(x, further) + 1, backend=backend, fullgraph=True)(x),
         }
-    # The sum by hand: two ranks that both did nothing would agree with each other.
+    # The expected sum: two ranks that both did nothing would agree with each other.
     by_hand = sum((torch.linspace(-2, 2, 8) * scale).sin() for scale in (1, 2))[4 * rank : 4 * rank + 4] * 2
     Path(dumps, f"rank_{rank}").write_bytes(flight_record())
     return {
@@ -162,7 +166,7 @@ def collectives(rank: int, dumps: str) -> dict[str, Any]:
 
 
 def divergent(rank: int, diverge: bool) -> dict[str, Any]:
-    """A compiled function that enters a collective for long inputs only, which rank 1 does not have."""
+    """Run a compiled function that enters a collective only for long inputs, which rank 1 does not have."""
 
     def step(x: Tensor) -> Tensor:
         y = x.sin()

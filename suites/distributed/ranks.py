@@ -1,7 +1,7 @@
-"""Two ranks on gloo: a function of suites/distributed/programs.py in two forked processes, behind one import of torch.
+"""Two ranks on gloo: a function of suites/distributed/programs.py in two forked processes after one import of torch.
 
-`python -m suites.distributed.ranks '{"case": {"program": ...}}'` prints a JSON line a case. A rank that has told its
-result stays until the other has told its own: one that leaves would end the other's collective by itself.
+`python -m suites.distributed.ranks '{"case": {"program": ...}}'` prints a JSON line per case. A rank that has returned
+its result stays alive until the other has returned its own: leaving would abort the other's collective.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ CASE = 120.0
 
 
 def run_cases(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Case -> what each rank told. A case names its `program`, and the rest of it are the program's arguments.
+    """Return case -> the result of each rank. A case names its `program`; its other keys are the program's arguments.
 
-    group_timeout: seconds that the rank's launcher gives the group, in place of the contract's. within: seconds that
-    the harness waits for a rank. A rank that raised tells `error`, one line; so does one that ended or never answered.
+    group_timeout: seconds that the rank's launcher sets for the group, in place of the contract's. within: seconds that
+    the harness waits for a rank. A rank that raised returns `error`, one line; so does one that ended or never
+    answered.
     """
     program = [sys.executable, "-m", "suites.distributed.ranks", json.dumps(cases)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -55,7 +56,7 @@ def _case(
             options = (there, Path(place) / "store", rank, group_timeout, program, arguments)
             process = fork.Process(target=_rank, args=options, daemon=True)
             process.start()
-            there.close()  # else the pipe of a rank that dies would stay open here
+            there.close()  # otherwise the pipe of a rank that dies would stay open here
             processes.append(process)
             connections.append(here)
         end = time.monotonic() + within

@@ -1,4 +1,4 @@
-"""Collectives of two ranks of gloo: compiled against eager, a rank that never comes, and what the recorder kept.
+"""Collectives of two ranks on gloo: compiled against eager, a rank that never joins, and the flight record.
 
 Rules C5, R1.
 """
@@ -27,7 +27,7 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told(dumps: Path) -> dict[str, list[dict]]:
-    """One start of the ranks for all tests of this file."""
+    """The results of one start of the ranks for all tests of this file."""
     divergent = {"program": "divergent", "diverge": True}
     return run_cases(
         {
@@ -41,7 +41,7 @@ def told(dumps: Path) -> dict[str, list[dict]]:
 
 @lanes("cpu")
 def test_compiled_collectives_are_the_eager_ones(lane: Lane, told, row) -> None:
-    """reduce_scatter_tensor; a functional operator and a custom op that are given a ProcessGroup, each one graph."""
+    """reduce_scatter_tensor; a functional operator and a custom op that take a ProcessGroup; each is one graph."""
     ranks = told["collectives"]
     assert not any("error" in one for one in ranks), ranks
     row(
@@ -63,7 +63,9 @@ def test_compiled_collectives_are_the_eager_ones(lane: Lane, told, row) -> None:
 @lanes("cpu")
 @planted("C5", "one rank's guards lead past a collective, under torch's own timeout")
 def test_divergent_guards_end_in_a_reason(lane: Lane, told, row) -> None:
-    """Rank 1's graph has no collective: rank 0 waits for the group's timeout, not for ever, and says so in a line."""
+    """Rank 1's graph has no collective: rank 0 waits for the group's timeout, not forever, and reports it in one
+    line.
+    """
     reason = told["divergent"][0]["error"]
     found = [finding.log_class.name for finding in classify([f"{reason}\n"]).findings]
     row(
@@ -103,13 +105,13 @@ def test_flight_records_agree(lane: Lane, told, dumps: Path, canaries, row) -> N
     )
     assert len(set(named[0])) == len(kept[0])
     assert {group for group, _, _ in named[0]} == {"0", "1"}
-    # gloo reduces and scatters by an all_reduce, and records it as one.
+    # gloo implements reduce_scatter as an all_reduce, and records it as one.
     assert {name for _, _, name in named[0]} == {"gloo:barrier", "gloo:all_reduce"}
 
 
 @lanes("cpu")
 def test_flight_records_are_analysed(lane: Lane, told, dumps: Path, row) -> None:
-    """Present: torch's own analyzer does not find the group of a gloo dump."""
+    """Defect present: torch's own analyzer does not find the group of a gloo dump."""
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(dumps)]
     signature = ""
     try:

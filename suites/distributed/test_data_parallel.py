@@ -1,6 +1,6 @@
-"""DDP and FSDP2 on two ranks of gloo: gradients, experts' counters and buffers are those of one process. Rules C8, C14.
+"""DDP and FSDP2 on two gloo ranks: gradients, experts' counters and buffers equal those of one process. Rules C8, C14.
 
-The narrow nam12, one batch a rank, bit by bit against the mean of both batches' gradients in one eager process.
+The narrow nam12, one batch per rank, bitwise equal to the mean of both batches' gradients in one eager process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ REGIONAL = expected(preset("nam12", "narrow").kinds, "regional")
 
 
 def case(style: str, policy: str, branch: bool, unused: bool, **more: int) -> dict[str, object]:
-    """A case of programs.gradients. branch: one on rank 0 alone. unused: whether that is declared."""
+    """Return a case of programs.gradients. branch: one on rank 0 only. unused: whether that is declared."""
     arguments = {"style": style, "policy": policy, "branch": branch, "unused": unused}
     return {"program": "gradients", **arguments, **more}
 
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, list[dict]]:
-    """One start of the ranks for all tests of this file."""
+    """The results of one start of the ranks for all tests of this file."""
     cases: dict[str, dict] = {"buffers": {"program": "buffers", "synced": False}}
     cases["DDP's buffers"] = {"program": "buffers", "synced": True}
     for style in STYLES:
@@ -55,7 +55,7 @@ def test_gradients(lane: Lane, style: str, told, row) -> None:
     )
     for one in regional:
         assert one["order"] == ["build", "compile", style]
-        # The branched block is a kind of its own.
+        # The branched block is a separate kind.
         found = one["breaks"], one["calls"], one["graphs"]
         assert found == (REGIONAL.graph_breaks, REGIONAL.compiled_calls, REGIONAL.unique_graphs + 1)
     assert [one["zero"] for one in compared] == [0] * 4, "a gradient of 0 would prove nothing"
@@ -66,9 +66,9 @@ def test_gradients(lane: Lane, style: str, told, row) -> None:
 def test_unused_parameters_must_be_declared(lane: Lane, told) -> None:
     ddp, fsdp2 = (told[f"{style}, undeclared"] for style in STYLES)
     assert "Timed out waiting 4000ms" in ddp[0]["error"]
-    # DDP's other rank goes on with what it has, and learns of it in its next forward only.
+    # DDP's other rank continues with what it has, and detects the error only in its next forward.
     assert ddp[1]["different"] > 0
-    # FSDP2's ranks reduce buffers of other lengths: gloo aborts the process that gets too much.
+    # FSDP2's ranks reduce buffers of different lengths: gloo aborts the process that receives too much.
     assert all("error" in one for one in fsdp2)
 
 

@@ -1,4 +1,4 @@
-"""Build, shard, compile, FSDP2: recorded, watched from outside, and refused in any other order. Rule C14."""
+"""Build, shard, compile, FSDP2: recorded, observed from outside, and rejected in any other order. Rule C14."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model() -> Hybrid:
 
 
 def stage(model: Hybrid) -> tuple[int, int]:
-    """Regions under Module.compile, groups of FSDP2."""
+    """Return the regions under Module.compile and the groups of FSDP2."""
     modules = list(model.modules())
     return (
         sum(module._compiled_call_impl is not None for module in modules),
@@ -42,7 +42,7 @@ def stage(model: Hybrid) -> tuple[int, int]:
 
 @lanes("cpu")
 def test_the_order(lane: Lane, mesh: DeviceMesh, model: Hybrid, monkeypatch, row) -> None:
-    """The record, and beside it what the model looked like when each stage began."""
+    """Compare the record with the state of the model at the start of each stage."""
     seen, before = [], identity(model)
     blocks = len(model.blocks)
     letters = [type(block) for block in model.blocks]
@@ -71,7 +71,7 @@ def test_the_order(lane: Lane, mesh: DeviceMesh, model: Hybrid, monkeypatch, row
 
 @lanes("cpu")
 def test_compiling_keeps_identity(lane: Lane, mesh: DeviceMesh, model: Hybrid, row) -> None:
-    """Under DDP nothing else happens to the model: the types are the very same, and so is every name."""
+    """Under DDP the model is otherwise unchanged: types and names stay identical."""
     before, state = identity(model), list(model.state_dict())
     done = parallelize(model, load(), mesh, "ddp", backend="eager")
     after = identity(model)
@@ -99,7 +99,7 @@ def test_another_order_is_refused(lane: Lane, mesh: DeviceMesh, model: Hybrid) -
 
     with pytest.raises(ContractError, match=r"blocks\.0 is compiled already: the order is build, shard"):
         parallelize(model, load(), mesh, "fsdp2", shard=wrap)
-    # What the wrapper does to the names, which is why it is refused.
+    # The wrapper changes the names, which is why it is rejected.
     assert type(model.blocks[0]) is not before["blocks.0"]
     assert "blocks.0._orig_mod.query.weight" in model.state_dict()
     with pytest.raises(ContractError, match=r"and \d+ more names have come or gone"):

@@ -1,4 +1,4 @@
-"""For the ops' suites: shared checks that show their values when they fail, one thread, and speed rows."""
+"""Fixtures of the ops' suites: assertion rewriting for shared checks, one thread, poisoned memory, and speed rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.register_assert_rewrite("suites.support.comparison", "suites.support.cust
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """These sizes gain nothing from threads, and lose tenfold on a busy machine."""
+    """Use one thread: these sizes gain nothing from more, and are ten times slower with more on a busy machine."""
     import torch
 
     threads = torch.get_num_threads()
@@ -22,16 +22,16 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def uninitialized_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a kernel forgets to write is NaN (for integers the largest value), and not what was there by luck.
+    """Fill uninitialized memory with NaN (for integers the largest value), so that a missing write is detected.
 
-    Timed tests go without: the filling would be timed.
+    Timed tests do not fill it, because that would be timed.
     """
     import torch
 
     if "speed" in request.fixturenames:
         yield
         return
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills only while this is on
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills only while this is enabled
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
@@ -39,7 +39,7 @@ def uninitialized_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None
 
 @pytest.fixture
 def speed(row, exclusive_machine):
-    """Times an op on the GPU, alone on the machine; see suites.kernels.speed.SpeedRows."""
+    """Time an op on the GPU, alone on the machine; see suites.kernels.speed.SpeedRows."""
     from suites.kernels.speed import SpeedRows
 
     return SpeedRows(row)

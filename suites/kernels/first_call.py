@@ -1,7 +1,7 @@
 """One process of the first-call check: `python -m suites.kernels.first_call CASE`, on the caches of its environment.
 
-The last line of output is JSON: seconds of the op's first forward and backward, compiling and choosing of
-configurations included, and how many kernels they compiled. The peer is called after it, so that its code is there.
+The last line of output is JSON: seconds of the op's first forward and backward, including compilation and autotuning,
+and how many kernels they compiled. The peer is called after it, so that its code is cached, too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from bumpgate.rows import write_atomic
 from suites.kernels.peer_tuning import tuned_case
 from suites.support.gpu_timing import forward_and_backward
 
-LIST = "__grp__"  # how Triton begins the name of the list of an entry's files
+LIST = "__grp__"  # prefix of Triton's file that lists an entry's files
 
 
 def main(name: str) -> dict[str, float]:
-    """Of the case at the batch size that is timed. Raises KeyError on an unknown case."""
+    """Run the case at the timed batch size. Raises KeyError on an unknown case."""
     case = tuned_case(name, B=4)
     torch.cuda.synchronize()
     started = time.perf_counter()
@@ -36,10 +36,10 @@ def main(name: str) -> dict[str, float]:
 
 
 def keep(made: Path, cache: Path) -> None:
-    """Brings the entries of one cache, of Triton or Inductor, into another that other processes use meanwhile.
+    """Copy the entries of one cache, of Triton or Inductor, into another that other processes use meanwhile.
 
-    A file that is there is left alone, for it may be mapped. Triton's list of an entry's files names them by place,
-    and comes after them.
+    An existing file is left alone, because it may be mapped. Triton's list of an entry's files has their absolute
+    paths, and is written after them.
     """
     files = [path for path in made.rglob("*") if path.is_file()]
     for file in sorted(files, key=lambda path: path.name.startswith(LIST)):

@@ -1,8 +1,8 @@
 """Golden arrays: inputs, results and gradients of every op's reference, stored as fp64 in fixtures/<op>.safetensors.
 
-A bump can move a reference and its kernel together; the stored arrays stay. They hold what a comparison needs,
-the weights of the outputs too, so that no random number is drawn where they are read. Names in a file:
-input.<n>, weight.<output>, output.<output>, grad.<input>. B batch, T tokens.
+A bump can change a reference and its kernel together; the stored arrays stay. They hold everything that a comparison
+needs, including the weights of the outputs, so that reading them draws no random number. Names in a file: input.<n>,
+weight.<output>, output.<output>, grad.<input>. B batch, T tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ RELATIVE = (
 
 
 class Golden(NamedTuple):
-    """One op: what draws its input tensors by name, the names of its outputs, and its function of both and impl."""
+    """One op: a function that draws its input tensors by name, its output names, and its function of inputs and
+    impl.
+    """
 
     inputs: Callable[[], Named]
     outputs: tuple[str, ...]
@@ -62,18 +64,18 @@ class Golden(NamedTuple):
 
 
 def ops() -> list[str]:
-    """Every folder under kernels/ that holds an op."""
+    """Return every folder under kernels/ that holds an op."""
     return sorted(path.parent.name for path in (ROOT / "kernels").glob("*/op.py"))
 
 
 def stored(op: str, folder: Path = FIXTURES) -> Named:
-    """The arrays in the file of an op, none where there is no file."""
+    """Return the arrays in the file of an op, empty if it has no file."""
     path = folder / f"{op}.safetensors"
     return load_file(path) if path.exists() else {}
 
 
 def made(op: str) -> Named:
-    """The arrays of an op, as they are now. fp32 holds its inputs: a run in fp32 starts from the same numbers."""
+    """Compute the current arrays of an op. Its inputs are exact in fp32: a run in fp32 starts from the same values."""
     inputs = {n: _as_fp32_holds(t) for n, t in GOLDEN[op].inputs().items()}
     outputs = _outputs(op, inputs, impl="reference")
     g = torch.Generator().manual_seed(1)
@@ -86,7 +88,7 @@ def made(op: str) -> Named:
 def results(
     op: str, arrays: Named, impl: str = "reference", dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> Named:
-    """output.* and grad.*, of the weighted sum of the outputs, from the input.* and weight.* among the arrays.
+    """Return output.* and grad.*, of the weighted sum of the outputs, from the input.* and weight.* among the arrays.
 
     Computed in `dtype` on `device`; returned in fp64 on the CPU.
     """
@@ -105,8 +107,9 @@ def results(
 
 
 def differences(found: Named, kept: Named, relative: float) -> list[str]:
-    """One line for each array that is missing, of another shape, or off by more than `relative` of its largest
-    entry. Integers are off or not."""
+    """Return a line for each array that is missing, has another shape, or is off by more than `relative` of its largest
+    entry. Integers must be equal.
+    """
     if not kept:
         return ["nothing stored"]
     lines = [f"{n}: not stored" for n in found if n not in kept]
@@ -153,7 +156,7 @@ def _dsa_inputs() -> Named:
 
 
 def _dsa(impl: str, q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, **index: Tensor) -> tuple[Tensor, ...]:
-    """The choice, the attention over it, and what the indexer learns from both."""
+    """Return the choice, the attention over it, and the indexer's training target and scores."""
     of_index = index["index_q"], index["index_k"], index["index_weights"]
     indices = dsa_indexer(*of_index, doc_ids, top_k=5, impl=impl)
     out = dsa_attention(q, k, v, indices, scale=0.4, softcap=2.0, impl=impl)

@@ -1,8 +1,8 @@
-"""Every op beside wrong versions of it: what the ratio rule must reject, and what it must let pass.
+"""Every op with faulty versions of it: what the ratio rule must reject, and what it must accept.
 
 B batch, T tokens, R MIMO rank, D channels, K chosen keys, C bucket.
-A fault takes the fp32 inputs and the op's right outputs and returns wrong ones, so that one oracle serves all
-of an op. The oracle is the plain formula of the op's suite in fp64.
+A fault takes the fp32 inputs and the op's correct outputs and returns wrong ones, so that all faults of an op share one
+oracle. The oracle is the plain formula of the op's suite in fp64.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ Faults = dict[str, Fault]
 
 
 class Subject(NamedTuple):
-    """One op: problem(seed) -> its fp32 inputs by name, op and plain formula, and the faults of its own.
+    """One op: problem(seed) -> its fp32 inputs by name, op and plain formula, and its specific faults.
 
-    exact: the formula that in fp64 is the oracle, where that is another than the plain one.
+    exact: the formula that in fp64 is the oracle, if it is not the plain one.
     """
 
     problem: Callable[[int], Inputs]
@@ -70,7 +70,7 @@ class Subject(NamedTuple):
         return _outputs(self.op(**inputs))
 
     def judge(self, inputs: Inputs) -> Callable[[Outputs], float]:
-        """The error ratio of the worst of some outputs for these inputs."""
+        """Return a function of outputs that computes their worst error ratio for these inputs."""
         plain = _outputs(self.plain(**inputs))
         oracle = _outputs((self.exact or self.plain)(**doubled(inputs)))
         return lambda found: largest(error_ratio(*three) for three in zip(found, plain, oracle, strict=True))
@@ -84,12 +84,12 @@ def _outputs(result: Any) -> Outputs:
 
 
 def _first(change: Callable[[Tensor], Tensor]) -> Fault:
-    """The fault that changes a copy of the first output alone."""
+    """Return the fault that changes a copy of the first output only."""
     return lambda subject, inputs, right: (change(right[0].clone()), *right[1:])
 
 
 def _one_wrong_element(y: Tensor) -> Tensor:
-    """The entry of median size, off by 1 %. Zeros do not count: nothing would be wrong with 1.01 times them."""
+    """Change the entry of median size by 1 %. Zeros do not count: a factor of 1.01 would not change them."""
     sizes = y.abs().flatten()
     used = sizes.nonzero().flatten()
     y.view(-1)[used[sizes[used].argsort()[len(used) // 2]]] *= 1.01
@@ -97,13 +97,13 @@ def _one_wrong_element(y: Tensor) -> Tensor:
 
 
 def _zeroed_tail(y: Tensor) -> Tensor:
-    """The last token was never written; of dispatched tokens, the last row of each expert; of a product, a column."""
+    """Leave the last token unwritten; of dispatched tokens, the last row of each expert; of a product, a column."""
     y[:, -1] = 0
     return y
 
 
 def _tf32_operands(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
-    """What a Triton product of fp32 operands does unless it is told otherwise: 10 bits of each factor."""
+    """Round operands as a Triton product of fp32 does by default: 10 bits of each factor."""
     return subject.run({n: _tf32(t) for n, t in inputs.items()})
 
 
@@ -122,12 +122,12 @@ EVERY_OP: Faults = {
 
 
 def _dropped_reset(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
-    """The whole row as one document."""
+    """Treat the whole row as one document."""
     return subject.run(inputs | {"doc_ids": torch.zeros_like(inputs["doc_ids"])})
 
 
 def _bf16_state(scan: Callable[..., Any], per_token: Sequence[str], state: Sequence[str]) -> Fault:
-    """The state between two halves of the row kept in bf16. state: its names, in the order of scan's outputs."""
+    """Store the state between two halves of the row in bf16. state: its names, in the order of scan's outputs."""
 
     def fault(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
         half = inputs["doc_ids"].shape[1] // 2
@@ -142,7 +142,7 @@ def _bf16_state(scan: Callable[..., Any], per_token: Sequence[str], state: Seque
 
 
 def _without_diagonal(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
-    """Mamba-3's whole-sequence form, which weighs a token for itself as for those after it."""
+    """Compute Mamba-3's whole-sequence form with the same weight for a token itself as for those after it."""
     query, key = test_mamba3_siso.biased(inputs, "q"), test_mamba3_siso.biased(inputs, "k")
     _, shifted = test_mamba3_siso.trapezoid(inputs)
     itself = inputs["v"] * (shifted * (query * key).sum(-1))[..., None]
@@ -150,8 +150,9 @@ def _without_diagonal(subject: Subject, inputs: Inputs, right: Outputs) -> Outpu
 
 
 def _noconv(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
-    """Mamba-3 through the Mamba-2 scan with a scaled key: what that changes where no angle turns and no state
-    is given, which the other scan knows nothing of."""
+    """Compute Mamba-3 by the Mamba-2 scan with a scaled key; the change is taken with zero angles and without a state,
+    which the other scan does not support.
+    """
     still = inputs | {n: torch.zeros_like(inputs[n]) for n in ("angles", *test_mamba3_siso.STATE)}
     return right[0] + test_mamba3_siso.scaled_k_in_mamba2(still) - subject.run(still)[0], *right[1:]
 
@@ -161,26 +162,28 @@ def _bf16_weights(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
 
 
 def _named(names: str, problem: Callable[..., Sequence[Any]], **sizes: Any) -> Callable[[int], Inputs]:
-    """A suite's problem in fp32, its tuple by name."""
+    """Return a suite's problem in fp32, its tuple by name."""
     return lambda seed: dict(
         zip(names.split(), problem(dtype=torch.float32, seed=seed, **sizes), strict=True)
     )
 
 
 def _scan(suite: Any, op: Callable[..., Any], plain: Callable[..., Any], state: Sequence[str]) -> Subject:
-    """A suite's scan, with documents and with a state that stands among its inputs by these names."""
+    """Return the subject of a suite's scan, with documents and with a state that is among its inputs by these names."""
     faults = {"dropped document reset": _dropped_reset, "bf16 state": _bf16_state(op, suite.PER_TOKEN, state)}
     return Subject(_wide(suite), op, plain, faults)
 
 
 def _wide(suite: Any) -> Callable[[int], Inputs]:
-    """A suite's problem in fp32: a batch of 8, so that the largest error is one of many."""
+    """Return a suite's problem in fp32: a batch of 8, so that the largest error is one of many."""
     return lambda seed: suite.problem(B=8, dtype=torch.float32, seed=seed)
 
 
 def _mamba3(suite: Any, op: Callable[..., Any], chunk_size: int, faults: Faults) -> Subject:
-    """The plain formula is the whole row at once. The recurrence will not do: it adds its angles one by one, so that
-    neighbours share their errors, and in fp32 its y is 1.8 times as close as that of any sum in parallel."""
+    """Return a subject whose plain formula is the whole row at once. The recurrence is not suitable: it adds its angles
+    one by one, so that neighbours share their errors, and in fp32 its y is 1.8 times as close as that of any parallel
+    sum.
+    """
 
     def on_circle(scan: Callable[..., Any]) -> Callable[..., Outputs]:
         def run(**inputs: Tensor) -> Outputs:
@@ -199,17 +202,17 @@ def _mamba3(suite: Any, op: Callable[..., Any], chunk_size: int, faults: Faults)
 
 
 def _ranks_apart(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
-    """R scans of one rank, each with a state of its own."""
+    """Compute R scans of one rank, each with a state of its own."""
     return test_mamba3_mimo.one_rank_each(**inputs)[0], *right[1:]
 
 
 def _dsa(function: Callable[..., Any]) -> Callable[..., Any]:
-    """dsa_attention, or its formula, where a choice that ignores documents stands beside the inputs."""
+    """Return dsa_attention, or its formula, for inputs that include a choice which ignores documents."""
     return lambda across_documents, **inputs: function(**inputs, **ATTENTION)
 
 
 def _dsa_problem(seed: int) -> Inputs:
-    """The choices are made in fp64: in fp32 a near tie may fall the other way, which is no error of attention."""
+    """Make the choices in fp64: in fp32 a near tie may be decided differently, which is not an error of attention."""
     B, K = 4, 7
     q, k, weights, doc_ids = test_dsa_indexer.index_problem(B=B, seed=seed)
     named = _named("q k v indices", test_dsa_indexer.problem, B=B, K=K)(seed)
@@ -222,7 +225,7 @@ def _chosen_across_documents(subject: Subject, inputs: Inputs, right: Outputs) -
 
 
 def _lost_key(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
-    """The last of the chosen keys is not looked at, by a query that has as many as it may."""
+    """Skip the last of the chosen keys, for queries that have the maximum number."""
     indices = inputs["indices"].clone()
     indices[..., -1] = -1
     return subject.run(inputs | {"indices": indices})
@@ -233,7 +236,7 @@ def _choice_of_another(subject: Subject, inputs: Inputs, right: Outputs) -> Outp
 
 
 def _next_expert(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
-    """The rows are cut by the counts of other experts."""
+    """Split the rows by the counts of other experts."""
     return subject.run(inputs | {"counts": inputs["counts"].roll(1)})
 
 

@@ -1,8 +1,8 @@
-"""The kernels on an H200 in one table: error, speed beside the peer's, and what their code takes of the machine.
+"""The kernels on an H200 in one table: error, speed next to the peer's, and the resources of their code.
 
-`python -m suites.kernels.op_table [--out docs/kernels.md]` prints GitHub Markdown, made of the reviewed rows:
-baselines/h200.json for what ran, baselines/cpu.json for what the codegen tier read of the same triton's code. A cell
-without a row reads "-". Exit codes: 0 the table is out, 2 usage, or a baseline or --out that is of no use.
+`python -m suites.kernels.op_table [--out docs/kernels.md]` prints GitHub Markdown from the reviewed rows:
+baselines/h200.json for what ran, baselines/cpu.json for the codegen tier's counts of the same triton. A cell without a
+row reads "-". Exit codes: 0 the table is written; 2 usage error, or an unusable baseline or --out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ takes, and of all kernels together, a thread, in the code that triton {triton} m
 """
 
 
-# What a row is to reach: at most so many milliseconds, or at least such a share of the roofline.
+# Targets of rows: at most so many milliseconds, or at least such a share of the roofline.
 MARKS = {
     "causal_conv1d-D3584/forward_milliseconds": 0.080,
     "causal_conv1d-D3584/both_milliseconds": 0.36,
@@ -61,7 +61,7 @@ MARKS = {
     "grouped_gemm-E64-K6-3584x896/forward_milliseconds": 1.052,
     "grouped_gemm-E64-K6-896x3584/forward_milliseconds": 1.052,
 }
-# Why a mark is missed, where it is known.
+# Why a target is missed, if known.
 BOUNDS = {
     "mamba3_siso-N64-G8/both_milliseconds": "registers: 255 a thread leave two warps to a scheduler, and forms that "
     "spilled less were slower",
@@ -71,7 +71,7 @@ MARKS_HEAD = ("row", "mark", "measured", "beyond the mark by", "what bounds it")
 
 
 def marks(rows: Mapping[str, Value]) -> list[tuple[str, ...]]:
-    """A line a mark: by how much it is passed, or missed and then what bounds the row."""
+    """Return a line per target: by how much it is met, or missed and then what bounds the row."""
     found = []
     for id, mark in MARKS.items():
         value = rows.get(f"kernels/{id}")
@@ -79,25 +79,27 @@ def marks(rows: Mapping[str, Value]) -> list[tuple[str, ...]]:
             found.append((f"`{id}`", f"{mark:g}", "-", "-", ""))
             continue
         gain = value / mark - 1 if id.endswith("_fraction") else 1 - value / mark
-        told = (f"{gain:.1%}", "") if gain >= 0 else (f"missed by {-gain:.1%}", BOUNDS.get(id, "not known"))
-        found.append((f"`{id}`", f"{mark:g}", f"{value:.3f}", *told))
+        outcome = (
+            (f"{gain:.1%}", "") if gain >= 0 else (f"missed by {-gain:.1%}", BOUNDS.get(id, "not known"))
+        )
+        found.append((f"`{id}`", f"{mark:g}", f"{value:.3f}", *outcome))
     return found
 
 
 def number(rows: Mapping[str, Value], id: str, places: int) -> str:
-    """A row's value as it is printed; "-" where there is no such row."""
+    """Format a row's value; "-" if there is no such row."""
     value = rows.get(id)
     return "-" if value is None else f"{value:.{places}f}"
 
 
 def peer_milliseconds(rows: Mapping[str, Value], case: str, way: str) -> str:
-    """Ours over the ratio that the same run measured."""
+    """Return our time over the ratio measured in the same run."""
     ours, ratio = rows.get(f"{case}/{way}_milliseconds"), rows.get(f"{case}/{way}_over_peer")
     return "-" if ours is None or ratio is None else f"{ours / ratio:.3f}"
 
 
 def counts(rows: Mapping[str, Reviewed], name: str, triton: str) -> list[dict[str, int]]:
-    """The code of each kernel that an op launches at a timed shape, forward and backward, in bf16."""
+    """Return the code counts of each kernel that an op launches at a timed shape, forward and backward, in bf16."""
     op, _, shape = name.partition("-")
     end = f"-{shape}-bf16/code"
     named = [row for id, row in rows.items() if id.startswith(f"kernels/{op}.") and id.endswith(end)]
@@ -105,7 +107,7 @@ def counts(rows: Mapping[str, Reviewed], name: str, triton: str) -> list[dict[st
 
 
 def lines(name: str, ran: Mapping[str, Value], compiled: Mapping[str, Reviewed], triton: str) -> list[tuple]:
-    """Two lines of a case, one a way; what holds for both is in the first."""
+    """Return two lines of a case, forward and both; shared cells are in the first."""
     case = f"kernels/{name}"
     kernels = counts(compiled, name, triton)
     most, spilled = max((k["registers"] for k in kernels), default=0), sum(k["spills"] for k in kernels)
@@ -122,7 +124,7 @@ def lines(name: str, ran: Mapping[str, Value], compiled: Mapping[str, Reviewed],
 
 
 def markdown(ran: Baseline, compiled: Baseline) -> str:
-    """The table of every case that has a timed row. Raises BaselineError where there is none."""
+    """Return the table of every case that has a timed row. Raises BaselineError if there is none."""
     end = "/forward_milliseconds"
     values = {id: row.value for id, row in ran.rows.items()}
     names = [id.split("/")[1] for id in values if id.startswith("kernels/") and id.endswith(end)]
@@ -139,7 +141,7 @@ def markdown(ran: Baseline, compiled: Baseline) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code; argparse itself exits with 2."""
+    """Return the exit code; argparse itself exits with 2."""
     parser = argparse.ArgumentParser(
         prog="python -m suites.kernels.op_table", description=__doc__.splitlines()[0]
     )

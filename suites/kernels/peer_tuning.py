@@ -1,9 +1,10 @@
-"""mamba-ssm tunes itself over hundreds of configurations one after the other, two to four minutes a shape. The winners
-of a tuning belong in peer_tuning.json; a run keeps to them, so that the peer is as fast as it can be and the lane does
-not wait for it. A kernel without a record there tunes itself in full.
+"""Recorded autotuning results of mamba-ssm, which tunes over hundreds of configurations sequentially, two to four
+minutes per shape. The winners belong in peer_tuning.json and a run uses only them, so that the peer is as fast as it
+can be and the lane does not wait. A kernel without a record there is tuned in full.
 
-`python -m suites.kernels.peer_tuning` tunes at the shapes of workloads.py and rewrites the file. It leaves out what
-spills most (see `promising`), and first compiles the rest in parallel processes, into Triton's cache.
+`python -m suites.kernels.peer_tuning` tunes at the shapes of workloads.py and rewrites the file. It skips the
+configurations that spill most (see `promising`), and first compiles the rest in parallel processes, into Triton's
+cache.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from suites.kernels.workloads import Case
 
 TUNED = ("ssd_chunk_scan", "mamba3_siso")
-# Op -> what its peer is imported from.
+# Op -> the packages that its peer is imported from.
 PACKAGES = {
     "attention": ("flash_attn",),
     "causal_conv1d": ("causal_conv1d",),
@@ -38,7 +39,7 @@ WINNERS = Path(__file__).with_suffix(".json")
 
 
 def autotuners() -> Iterator[tuple[str, Any]]:
-    """Name and autotuner of every tuned Triton kernel in the mamba_ssm modules that are imported."""
+    """Yield name and autotuner of every tuned Triton kernel in the imported mamba_ssm modules."""
     from triton.runtime.autotuner import Autotuner
 
     seen = set()
@@ -53,22 +54,22 @@ def autotuners() -> Iterator[tuple[str, Any]]:
 
 
 def described(config: Any) -> dict[str, Any]:
-    """What tells one configuration of a kernel from another."""
+    """Return what distinguishes one configuration of a kernel from another."""
     launch = {name: getattr(config, name) for name in ("num_warps", "num_stages", "maxnreg")}
     return {**config.kwargs, **launch}
 
 
 def load_peers() -> None:
-    """Raises ImportError where mamba-ssm is absent."""
+    """Import the peers. Raises ImportError if mamba-ssm is absent."""
     ssd_chunk_scan_upstream.load()
     mamba3_siso_upstream.load()
 
 
 @cache
 def keep_winners() -> int:
-    """Loads the peers and drops every configuration but the recorded winners; a kernel without a record keeps its own.
+    """Load the peers and drop every configuration but the recorded winners; a kernel without a record keeps its own.
 
-    -> kernels pruned. Raises ImportError where mamba-ssm is absent.
+    Returns the number of kernels pruned. Raises ImportError if mamba-ssm is absent.
     """
     load_peers()
     winners, pruned = json.loads(WINNERS.read_text()), 0
@@ -80,7 +81,7 @@ def keep_winners() -> int:
 
 
 def tuned_case(name: str, B: int) -> Case:
-    """A case of workloads.py on random inputs, its peer as fast as it was tuned; None where it is not installed.
+    """Return a case of workloads.py on random inputs with the tuned peer, or None as the peer if it is not installed.
 
     Raises KeyError on another name, ImportError on a peer that is installed and does not import.
     """
@@ -98,12 +99,12 @@ def tuned_case(name: str, B: int) -> Case:
 
 
 def peer_packages(name: str) -> tuple[str, ...]:
-    """Import names of what the peer of a case needs; empty where the peer is torch itself, or there is none."""
+    """Return import names that the peer of a case needs; empty if the peer is torch itself, or there is none."""
     return PACKAGES.get(name.partition("-")[0], ())
 
 
 def call_peers(B: int) -> None:
-    """Forward and backward of each tuned peer at each timed shape."""
+    """Run forward and backward of each tuned peer at each timed shape."""
     from suites.kernels.workloads import CASES
     from suites.support.gpu_timing import forward_and_backward
 
@@ -115,10 +116,10 @@ def call_peers(B: int) -> None:
 
 
 def promising(configs: list[Any]) -> list[Any]:
-    """Without those that spill most: where configurations bound registers, the highest bound and 4 warps or more.
+    """Drop those that spill most: if configurations bound registers, keep the highest bound and 4 warps or more.
 
-    A kernel that must spill and names no bound gets 32 registers from ptxas, and 2 warps hold half the tile of 4: the
-    codegen tier reads 25,360 bytes spilled a thread in mamba3_siso_fwd without a bound and 5,004 with one of 255.
+    A kernel that must spill and sets no bound gets 32 registers from ptxas, and 2 warps hold half the tile of 4: the
+    codegen tier reads 25,360 bytes spilled per thread in mamba3_siso_fwd without a bound and 5,004 with one of 255.
     """
     bounded = [config for config in configs if config.maxnreg]
     highest = max((config.maxnreg for config in bounded), default=None)
@@ -126,30 +127,30 @@ def promising(configs: list[Any]) -> list[Any]:
 
 
 def footprint(config: Any) -> float:
-    """Grows with the shared memory that a configuration takes."""
+    """Return a size that grows with the shared memory of a configuration."""
     return config.num_stages * prod(v for v in config.kwargs.values() if isinstance(v, int))
 
 
 def run_once(call: Callable[[], object], quantiles: tuple[float, ...]) -> list[float]:
-    """In place of a benchmark where a configuration is only to be compiled; all are equally fast."""
+    """Replace the benchmark if a configuration is only to be compiled; all report equal times."""
     call()
     return [1.0] * len(quantiles)
 
 
 def compile_share(number: int, shares: int) -> None:
-    """Compiles every `shares`-th configuration of each kernel, from `number` on, into Triton's cache.
+    """Compile every `shares`-th configuration of each kernel, from `number` on, into Triton's cache.
 
-    And the smallest one in every share: where none of a share fits into shared memory the tuner raises.
+    And the smallest one in every share: if none of a share fits into shared memory the tuner raises.
     """
     load_peers()
     for _, tuner in autotuners():
         kept = promising(tuner.configs)
         tuner.configs, tuner._do_bench = [*kept[number::shares], min(kept, key=footprint)], run_once
-    call_peers(B=2)  # a size of 1 is compiled in, and would make other programs
+    call_peers(B=2)  # a size of 1 is specialized, and would compile other programs
 
 
 def tune() -> dict[str, list[dict[str, Any]]]:
-    """-> the winners by kernel, of the promising configurations at the timed shapes; each is timed for 30 ms."""
+    """Return the winners by kernel, of the promising configurations at the timed shapes; each is timed for 30 ms."""
     from triton.testing import do_bench
 
     shares = os.cpu_count() or 1
@@ -169,7 +170,7 @@ def tune() -> dict[str, list[dict[str, Any]]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Exits with 2 on a machine without an H200."""
+    """Exit with 2 on a machine without an H200."""
     if arguments:
         compile_share(*map(int, arguments))
         return

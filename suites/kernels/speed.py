@@ -16,20 +16,20 @@ from suites.support.gpu_timing import (
 )
 
 WAYS = ("forward", "both")
-# In one run the 99 % intervals of the medians were at most 1.8 % wide. Two runs hours apart, each on a machine of its
-# own lease, differ by 0.6 % at most in eight times and their fractions of the ceiling; of eight ratios to a peer one
-# moved by 4.3 %, with the peer's time.
+# In one run the 99 % intervals of the medians were at most 1.8 % wide. Two runs hours apart, on different machines,
+# differ by at most 0.6 % in eight times and their fractions of the ceiling; one of eight ratios to a peer changed by
+# 4.3 %, with the peer's time.
 TOLERANCE = {"milliseconds": 0.06, "ratio": 0.08, "fraction": 0.06}
 
 
 class SpeedRows:
-    """Callable; see __call__. Holds the `row` fixture of the test that asked for it."""
+    """Callable; see __call__. Holds the `row` fixture of the test that requested it."""
 
     def __init__(self, row: Callable[..., Any]) -> None:
         self._row = row
 
     def __call__(self, name: str, case: Case) -> None:
-        """Rows kernels/<name>/{forward,both}_{milliseconds,roofline_fraction,over_peer}.
+        """Report rows kernels/<name>/{forward,both}_{milliseconds,roofline_fraction,over_peer}.
 
         both is forward and backward.
         """

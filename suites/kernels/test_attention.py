@@ -35,7 +35,7 @@ quick = settings(derandomize=True, max_examples=15, deadline=None)
 def problem(
     B=2, T=33, Hq=4, Hkv=2, P=16, dtype=torch.float64, device="cpu", seed=0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random q, k, v and documents: three of them in row 0 (ids 5, 1, 3), two in the others, then padding."""
+    """Return random q, k, v and documents: three of them in row 0 (ids 5, 1, 3), two in the others, then padding."""
     g = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(B, T, H, P, generator=g, dtype=torch.float64) for H in (Hq, Hkv, Hkv)]
     doc_ids = torch.ones(B, T, dtype=torch.int32)
@@ -48,7 +48,7 @@ def problem(
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale=None, softcap=0.0, window=0, causal=True
 ) -> Tensor:
-    """The formula as one writes it first: in its inputs' dtype but for the softmax, K and V repeated."""
+    """Compute the formula directly: in its inputs' dtype except for the softmax, with K and V repeated."""
     B, T, Hq, P = q.shape
     R, ids = Hq // k.shape[2], doc_ids.tolist()
     seen = torch.tensor(
@@ -77,10 +77,10 @@ def plain_attention(
 
 
 def rounding_bound(q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
-    """What rounding alone can do to `out` in fp32.
+    """Bound the rounding error of `out` in fp32.
 
-    A logit is off by (P + 4) u times its largest size, a weight exp(s - lse) by twice that plus the same of
-    lse, and the weighted mean of v adds T + 8 roundings: all of it relative to max |v|.
+    A logit is off by (P + 4) u times its largest size, a weight exp(s - lse) by twice that plus the same of lse, and
+    the weighted mean of v adds T + 8 roundings: all of it relative to max |v|.
     """
     T, P = q.shape[1], q.shape[3]
     logit = scale * q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
@@ -93,8 +93,8 @@ def test_fp64_equals_the_plain_formula(lane: Lane, case: str):
     inputs = problem(device=lane.device)
     plain = gradients(plain_attention, *inputs, **CASES[case])
     for impl in ("op", "reference"):
-        for found, wanted in zip(gradients(partial(attention, impl=impl), *inputs, **CASES[case]), plain):
-            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        for found, expected in zip(gradients(partial(attention, impl=impl), *inputs, **CASES[case]), plain):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @lanes("cpu", "h200")
@@ -131,7 +131,7 @@ def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane):
 @lanes("cpu")
 @pytest.mark.parametrize("case", CASES)
 def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane, case: str):
-    """Of the plain-torch form: a tensor-core kernel may round its weights before they meet v."""
+    """Only the plain-torch form: a tensor-core kernel may round its weights before they are multiplied with v."""
     q, k, v, _ = inputs = problem(dtype=torch.bfloat16)
     oracle = attention_reference(*doubled(inputs), **CASES[case])
     bound = 2**-8 * oracle.abs() + rounding_bound(q, k, v, CASES[case].get("scale", 0.25))
@@ -199,8 +199,9 @@ def test_a_large_softcap_is_none(lane: Lane, seed: int):
     window=st.sampled_from([0, 3]),
 )
 def test_a_packed_document_is_as_if_alone(lane: Lane, seed: int, first: int, second: int, window: int):
-    """With positions that restart at each document. Equal to rounding and not bit by bit: a row's sum runs
-    over other keys (at weight 0) and in other blocks."""
+    """With positions that restart at each document. Equal to rounding and not bitwise: a row's sum runs over other keys
+    (at weight 0) and in other blocks.
+    """
     T = first + second
     q, k, v, _ = problem(T=T, P=8, seed=seed, device=lane.device)
     start = torch.tensor([0] * first + [first] * second, device=lane.device)
@@ -256,8 +257,8 @@ def test_rope_turns_by_the_position_and_scores_by_the_distance(lane: Lane, seed:
     angle = positions[..., None, None] * 100.0 ** (
         -torch.arange(4, device=lane.device, dtype=torch.float64) / 4
     )
-    wanted = torch.complex(q[..., :4], q[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
-    torch.testing.assert_close(turned, torch.cat((wanted.real, wanted.imag), -1), rtol=1e-12, atol=1e-12)
+    expected = torch.complex(q[..., :4], q[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
+    torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1), rtol=1e-12, atol=1e-12)
 
     def scores(offset: int) -> Tensor:
         return torch.einsum(
@@ -279,8 +280,8 @@ def test_rope_and_qk_norm_are_fp32_inside(lane: Lane):
     normed = qk_norm(q, 1e-5)
     assert turned.dtype == normed.dtype == torch.bfloat16
     x = q.double()
-    wanted = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    torch.testing.assert_close(normed.double(), wanted, rtol=rounding, atol=0)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(normed.double(), expected, rtol=rounding, atol=0)
     large = q.half() * 2000  # its mean square overflows fp16
     assert qk_norm(large, 1e-5).isfinite().all()
 

@@ -1,7 +1,7 @@
-"""No op hears autocast: under it, forward and backward give the bits that they give without.
+"""Ops ignore autocast: under it, forward and backward are bitwise equal to the results without.
 
-Autocast reaches into the body of a custom op, and would run the fp32 products there in bf16. An op's own switch
-is op_support.full_precision; here it is also taken away, to show that these tests would miss it.
+Autocast affects the body of a custom op, and would run the fp32 products there in bf16. An op disables it by
+op_support.full_precision; here that is also removed, to show that these tests would detect it.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ INLINED = {
     "mamba3_siso": flat(mamba3_siso, impl="reference"),
     "ssd_chunk_scan": partial(ssd_chunk_scan, impl="reference"),
 }
-# Of the ops with matrix products, those that would run; m2rnn's lerp refuses a bf16 product beside fp32. The other
-# ops have nothing that autocast on the CPU would cast.
+# The ops with matrix products that would run; m2rnn's lerp rejects a bf16 product with fp32. The other ops have nothing
+# that autocast on the CPU would cast.
 WOULD_LOSE_DIGITS = ("attention", "grouped_gemm", "mamba3_siso", "mla", "ssd_chunk_scan")
 
 
 def problem(op: str, device: str) -> Any:
-    """The fp32 problem of the op's own suite: its tensors in order, or by name."""
+    """Return the fp32 problem of the op's own suite: its tensors in order, or by name."""
     return import_module(f"suites.kernels.test_{op}").problem(dtype=torch.float32, device=device)
 
 
 def step(op: str, device: str) -> list[Tensor]:
-    """Outputs and gradients of the op, forward and backward where this is called."""
+    """Run the op forward and backward under the caller's autocast state; return outputs and gradients."""
     inputs = problem(op, device)
     if isinstance(inputs, dict):
         return gradients(lambda *t: OPS[op](**dict(zip(inputs, t))), *inputs.values())
@@ -93,7 +93,7 @@ def test_autocast_does_not_reach_an_inlined_scan(lane: Lane, op: str):
 @lanes("cpu")
 @pytest.mark.parametrize("op", WOULD_LOSE_DIGITS)
 def test_without_its_switch_an_op_would_lose_digits(lane: Lane, op: str, monkeypatch: pytest.MonkeyPatch):
-    """Known wrong. Not all results need be off: a state may be a copy of an input."""
+    """The control. Not every result changes: a state may be a copy of an input."""
     plain = step(op, lane.device)
     monkeypatch.setattr(f"kernels.{op}.op.full_precision", lambda t: nullcontext())
     with torch.autocast(lane.device, torch.bfloat16):
@@ -105,7 +105,9 @@ def test_without_its_switch_an_op_would_lose_digits(lane: Lane, op: str, monkeyp
 @pytest.mark.parametrize("switch", ["given", "taken away"])
 @pytest.mark.parametrize("op", OPS)
 def test_both_bodies_run_with_autocast_off(lane: Lane, op: str, switch: str, monkeypatch: pytest.MonkeyPatch):
-    """What the mathematics of each op sees, also where no bit would change today. It then runs in full precision."""
+    """Records the autocast state of each op's math, even if no bit would change today. The math then runs without
+    autocast.
+    """
     module = import_module(f"kernels.{op}.op")
     seen = {"forward": set(), "backward": set()}
 

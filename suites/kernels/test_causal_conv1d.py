@@ -1,7 +1,7 @@
 """causal_conv1d against torch's own conv1d, document by document: value, gradient, compilation, and the step.
 
 B batch, T tokens, D channels, W conv width.
-The op shifts and adds; the plain formula cuts each row into its documents and runs F.conv1d on each.
+The op shifts and adds; the plain formula splits each row into its documents and runs F.conv1d on each.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def problem(B=2, D=8, W=4, lengths=LENGTHS, dtype=torch.float64, device="cpu", seed=0) -> Inputs:
-    """Random x, weight, bias and documents of these lengths in row 0, turned by one row after row; the last
-    is padding (-1)."""
+    """Return random x, weight, bias and documents of these lengths in row 0, rotated by one token per further row; the
+    last is padding (-1).
+    """
     g = torch.Generator().manual_seed(seed)
     names = [*range(3, 2 + len(lengths)), -1]
     ids = torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in zip(names, lengths)])
@@ -38,7 +39,7 @@ def problem(B=2, D=8, W=4, lengths=LENGTHS, dtype=torch.float64, device="cpu", s
 
 
 def plain_conv(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, activation: str = "silu") -> Tensor:
-    """F.conv1d on each document of each row, in the dtype of x."""
+    """Run F.conv1d on each document of each row, in the dtype of x."""
     W, rows = weight.shape[1], []
     for row, ids in zip(x, doc_ids):
         lengths = torch.unique_consecutive(ids, return_counts=True)[1].tolist()
@@ -72,8 +73,9 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 
 @lanes("cpu", "h200")
 def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane):
-    """A sum of W products and a bias is off by at most (W + 1) u times the same sum of sizes, silu passes an
-    error on at most 1.1 times and adds a few roundings of its own (8 u)."""
+    """A sum of W products and a bias is off by at most (W + 1) u times the same sum of absolute values; silu scales an
+    error by at most 1.1 and adds a few roundings of its own (8 u).
+    """
     x, weight, bias, doc_ids = inputs = problem(dtype=torch.float32, device=lane.device)
     oracle = plain_conv(*doubled(inputs))
     sizes = plain_conv(*(t.abs() for t in doubled(inputs)[:3]), doc_ids, activation="none")
@@ -141,7 +143,7 @@ def test_one_document_equals_conv1d(lane: Lane, seed: int, W: int, T: int):
     seed=st.integers(0, 99), W=st.integers(1, 4), lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4)
 )
 def test_a_packed_document_is_as_if_alone(lane: Lane, seed: int, W: int, lengths: list[int]):
-    """Its sums bit by bit; with silu to rounding, whose vectorised and scalar forms round differently."""
+    """Its sums bitwise; with silu up to rounding, because its vectorized and scalar forms round differently."""
     x, weight, bias, doc_ids = problem(
         B=1, W=W, lengths=lengths, dtype=torch.float32, seed=seed, device=lane.device
     )
@@ -155,7 +157,7 @@ def test_a_packed_document_is_as_if_alone(lane: Lane, seed: int, W: int, lengths
 @quick
 @given(seed=st.integers(0, 99), W=st.integers(1, 4), at=st.integers(0, 29))
 def test_a_tap_reaches_forward_within_its_document_only(lane: Lane, seed: int, W: int, at: int):
-    """A nan at one token: the W tokens from it on in its document see it, no bit of the others changes."""
+    """A nan at one token reaches the W tokens from it on in its document; no bit of the others changes."""
     x, weight, bias, doc_ids = problem(W=W, seed=seed, device=lane.device)
     before = causal_conv1d(x, weight, bias, doc_ids)
     x[:, at] = torch.nan
@@ -195,7 +197,7 @@ def test_a_slice_of_a_wider_tensor_gives_the_same_bits(lane: Lane, dtype: str):
 
 
 def _embedded(x: Tensor) -> Tensor:
-    """x as the middle of a tensor three times as wide, as a split of one projection gives it."""
+    """Return x as the middle of a tensor three times as wide, as in a split of one projection."""
     return torch.cat((x - 1, x, x + 1), -1).split(x.shape[-1], -1)[1]
 
 

@@ -1,4 +1,5 @@
-"""cross_entropy against torch's own F.cross_entropy of capped logits: value, gradient, compilation, its promises.
+"""cross_entropy against torch's own F.cross_entropy of capped logits: value, gradient, compilation, documented
+guarantees.
 
 B batch, T tokens, V vocabulary.
 """
@@ -28,7 +29,7 @@ sizes = {"seed": st.integers(0, 99), "V": st.integers(1, 40), "softcap": st.samp
 def problem(
     B=3, T=5, V=37, dtype=torch.float64, device="cpu", seed=0, ignore_index=-100, scale=2.0
 ) -> tuple[Tensor, Tensor]:
-    """Random logits (B,T,V) and targets (B,T), of which two are ignored in row 0 and one in the last row."""
+    """Return random logits (B,T,V) and targets (B,T), of which two are ignored in row 0 and one in the last row."""
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(B, T, V, generator=g, dtype=torch.float64) * scale
     target = torch.randint(0, V, (B, T), generator=g)
@@ -37,7 +38,7 @@ def problem(
 
 
 def plain_cross_entropy(logits: Tensor, target: Tensor, softcap=0.0, ignore_index=-100) -> Tensor:
-    """As a loss head writes it: widened to fp32, capped, then F.cross_entropy."""
+    """Compute the loss as a loss head does: cast to fp32, capped, then F.cross_entropy."""
     s = logits.to(torch.promote_types(logits.dtype, torch.float32))
     s = softcap * torch.tanh(s / softcap) if softcap else s
     flat = F.cross_entropy(s.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none")
@@ -45,7 +46,7 @@ def plain_cross_entropy(logits: Tensor, target: Tensor, softcap=0.0, ignore_inde
 
 
 def slope_forgotten(logits: Tensor, target: Tensor, softcap: float) -> Tensor:
-    """The right loss with the gradient of the capped logits in place of the logits' own."""
+    """Return the correct loss with the gradient of the capped logits instead of the logits' own."""
     capped = softcap * torch.tanh(logits.detach() / softcap)
     return cross_entropy(capped + logits - logits.detach(), target)
 
@@ -66,7 +67,7 @@ def test_fp64_equals_torch(lane: Lane, case: str, ignore_index: int):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
-    """V 5000 is several tiles of the kernel and a part of one; logits of 8 make rows that one entry rules."""
+    """V 5000 is several tiles of the kernel and a partial one; logits of 8 make rows dominated by one entry."""
     found, plain, oracle = [], [], []
     for V, scale in ((37, 2.0), (5000, 1.0), (5000, 8.0)):
         inputs = problem(V=V, T=16, scale=scale, dtype=DTYPES[dtype], device=lane.device)
@@ -85,7 +86,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 
 @lanes("cpu", "h200")
 def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane):
-    """A capped logit is off by 4 u c, which moves loss and gradient by no more; exp, sum and log add 64 u."""
+    """A capped logit is off by 4 u c, which changes loss and gradient by at most that; exp, sum and log add 64 u."""
     inputs = problem(dtype=torch.float32, device=lane.device)
     oracle = gradients(plain_cross_entropy, *doubled(inputs), softcap=3.0)
     bound = 2**-24 * (2 * 4 * 3.0 + 64)
@@ -114,13 +115,13 @@ def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane):
-    """Its loss is fp32, and off by less than a bf16 loss must be; its gradient by one cast."""
+    """Its loss is fp32, with an error below that of any bf16 loss; its gradient has the error of one cast."""
     inputs = problem(V=5000, dtype=torch.bfloat16, device=lane.device)
     oracle = gradients(plain_cross_entropy, *doubled(inputs), softcap=15.0)
     loss, dlogits = gradients(cross_entropy, *inputs, softcap=15.0)
     assert (loss.dtype, dlogits.dtype) == (torch.float32, torch.bfloat16)
     assert error(loss, oracle[0])[0] < 1e-5 < error(loss.bfloat16(), oracle[0])[0]
-    # Half a unit of the last place; 1e-6 is the fp32 error of the softmax, relative to the cotangents below 4.
+    # Half a unit in the last place; 1e-6 is the fp32 error of the softmax, relative to the cotangents below 4.
     assert ((dlogits - oracle[1]).abs() <= 2**-8 * oracle[1].abs() + 4e-6).all()
     assert ((dlogits * 1.03 - oracle[1]).abs() > 2**-8 * oracle[1].abs() + 4e-6).any()
 
@@ -180,7 +181,7 @@ def test_a_large_softcap_is_none(lane: Lane, seed: int):
 @quick
 @given(seed=st.integers(0, 99), shift=st.integers(-512, 512))
 def test_a_shift_of_a_row_changes_no_bit_without_softcap(lane: Lane, seed: int, shift: int):
-    """Logits of multiples of 1/64 take the shift exactly, and only differences are computed with."""
+    """Logits that are multiples of 1/64 shift exactly, and the computation uses only differences."""
     logits, target = problem(seed=seed, dtype=torch.float32, device=lane.device)
     logits = (logits * 64).round() / 64
     before = gradients(cross_entropy, logits, target)
@@ -195,7 +196,7 @@ def test_a_shift_of_a_row_changes_no_bit_without_softcap(lane: Lane, seed: int, 
 @quick
 @given(**sizes)
 def test_tokens_know_nothing_of_each_other(lane: Lane, seed: int, V: int, softcap: float):
-    """A permutation of the tokens permutes loss and gradient, bit by bit; one token alone is as among others."""
+    """A permutation of the tokens permutes loss and gradient bitwise; a single token gives the same as among others."""
     logits, target = problem(V=V, seed=seed, dtype=torch.float32, device=lane.device)
     x, t = logits.flatten(0, 1), target.flatten()
     order = torch.randperm(len(t), generator=torch.Generator().manual_seed(seed)).to(lane.device)
@@ -226,7 +227,7 @@ def test_an_ignored_token_may_hold_anything(lane: Lane, dtype: str, V: int, soft
         found = gradients(function, poisoned, target)
         assert all(map(torch.equal, found, clean))
         assert all((t[target == -100] == 0).all() for t in found)
-    logits[1, 1, V // 2] = torch.nan  # and one that counts shows it, in its own row alone
+    logits[1, 1, V // 2] = torch.nan  # one that counts does, in its own row only
     for t, before in zip(gradients(function, logits, target), clean):
         seen = t.isnan().reshape(*target.shape, -1).any(-1)
         assert seen.nonzero().tolist() == [[1, 1]]
@@ -236,7 +237,7 @@ def test_an_ignored_token_may_hold_anything(lane: Lane, dtype: str, V: int, soft
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masked_entries_are_never_chosen(lane: Lane, dtype: str):
-    """-inf without a softcap: probability zero, gradient zero, and the loss of the entries that are left."""
+    """-inf without a softcap: probability zero, gradient zero, and the loss of the remaining entries."""
     logits, target = problem(V=40, dtype=DTYPES[dtype], device=lane.device)
     hidden = torch.arange(40, device=lane.device) >= 30
     target = target.where(target < 0, target % 30)

@@ -1,6 +1,7 @@
 """Every kernel of ours is a custom op, opaque to the compiler in both directions: rule C15.
 
-The checks of suites/support/custom_ops.py, which each op's own suite runs, are shown here to refuse what they are for.
+The checks of suites/support/custom_ops.py, which each op's own suite runs, are tested here on the faults they exist
+for.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NUMBER = count()
 
 
 def lacks(name: str, op: OpDefinition, ops: Mapping[str, OpDefinition]) -> list[str]:
-    """What an op of ours should have and has not."""
+    """Return what a custom op of ours must define and does not."""
     missing = [] if op.fake else [f"{name}: no fake"]
     if name.replace("_fwd", "_bwd") in ops.keys() - {name} and not op.backward:
         missing.append(f"{name}: no registered backward")
@@ -59,7 +60,7 @@ def test_every_op_is_opaque_both_ways(lane: Lane, row, canaries) -> None:
 def scratch_op(
     real: Callable[[Tensor], Tensor], fake: Callable[[Tensor], Tensor], backward: Callable[..., Tensor] | None
 ) -> Callable[..., Tensor]:
-    """A throwaway custom op under a name that no other has."""
+    """Define a temporary custom op under a unique name."""
     name = f"bumpgate_planted::op{next(NUMBER)}"
     op = torch.library.custom_op(name, real, mutates_args=(), schema="(Tensor x) -> Tensor")
     op.register_fake(fake)
@@ -80,7 +81,7 @@ def gradient(ctx: object, g: Tensor) -> Tensor:
     return 2 * g
 
 
-# Faults in an op of ours: attributes of kernels/rms_norm_gated/op.py, or of its forward op, and what takes their place.
+# Faults in an op of ours: attributes of kernels/rms_norm_gated/op.py, or of its forward op, and their replacements.
 FAULTS: dict[str, dict[str, Callable[..., Any]]] = {
     "a fake of another shape": {"_abstract_fn": lambda x, *_: x.new_empty(x.shape[0], x.shape[1] + 1)},
     "a fake of another dtype": {"_abstract_fn": lambda x, *_: x.new_empty(x.shape, dtype=torch.float64)},
@@ -91,7 +92,7 @@ FAULTS: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def check_norm() -> None:
-    """The forward op of rms_norm_gated, on (3,6) in fp32."""
+    """Check the forward op of rms_norm_gated, on (3,6) in fp32."""
     inputs = torch.randn(3, 6), torch.randn(3, 6), torch.randn(6)
     check_op(norm.rms_norm_gated_fwd, (*inputs, 1e-5, 3, False), differentiable=True)
 
@@ -125,7 +126,7 @@ def reads_a_pointer(x: Tensor) -> Tensor:
 @lanes("cpu")
 @planted("C15", "allow_in_graph over a kernel that takes pointers")
 def test_allow_in_graph_cannot_stand_for_a_custom_op(lane: Lane, canaries) -> None:
-    """A fake tensor has no storage to point to; a custom op is never run on one."""
+    """A fake tensor has no data pointer; the body of a custom op is never run on one."""
     canaries("graphs")
     allowed = torch.compiler.allow_in_graph(reads_a_pointer)
     with DynamoWatch() as watch, pytest.raises(RuntimeError, match=r"data_ptr|pointer|storage"):
@@ -139,7 +140,7 @@ def test_allow_in_graph_cannot_stand_for_a_custom_op(lane: Lane, canaries) -> No
     assert watch.report.unique_graphs == 1
 
 
-# The op refuses another dtype.
+# The op rejects another dtype.
 STAYS_FP32 = {("moe_combine", "weights")}
 
 

@@ -1,7 +1,7 @@
 """dsa_indexer against a choice written out query by query, dsa_attention against dense attention under a mask.
 
-B batch, T tokens, J index heads, K chosen keys a query, Hq and Hkv heads, P head dim.
-The plain attention is dense, its mask says who was chosen: nothing is gathered or scattered. The oracle is the
+B batch, T tokens, J index heads, K chosen keys per query, Hq and Hkv heads, P head dim.
+The plain attention is dense, with a mask of the chosen keys: nothing is gathered or scattered. The oracle is the
 reference in fp64, which must agree with it in fp64 first.
 """
 
@@ -30,7 +30,7 @@ quick = settings(derandomize=True, max_examples=15, deadline=None)
 
 
 def documents(B: int, T: int, device: str) -> Tensor:
-    """Three documents in row 0 (ids 5, 1, 3), two in the others, then padding."""
+    """Return three documents in row 0 (ids 5, 1, 3), two in the others, then padding."""
     doc_ids = torch.ones(B, T, dtype=torch.int32)
     doc_ids[0, : T // 3] = 5
     doc_ids[:, T // 2 :] = 3
@@ -41,7 +41,7 @@ def documents(B: int, T: int, device: str) -> Tensor:
 def index_problem(
     B=2, T=33, J=3, width=16, dtype=torch.float64, device="cpu", seed=0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random q, k, weights of either sign, and documents."""
+    """Return random q, k, weights of either sign, and documents."""
     g = torch.Generator().manual_seed(seed)
     shapes = (B, T, J, width), (B, T, width), (B, T, J)
     tensors = (torch.randn(*shape, generator=g, dtype=torch.float64).to(device, dtype) for shape in shapes)
@@ -51,7 +51,7 @@ def index_problem(
 def problem(
     B=2, T=33, Hq=4, Hkv=2, P=16, K=7, dtype=torch.float64, device="cpu", seed=0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random q, k, v and a choice of K keys: the indexer's, so that early queries of a document have fewer."""
+    """Return random q, k, v and the indexer's choice of K keys, so that early queries of a document have fewer."""
     g = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(B, T, H, P, generator=g, dtype=torch.float64) for H in (Hq, Hkv, Hkv)]
     indices = dsa_indexer(*index_problem(B=B, T=T, seed=seed), top_k=K).to(device)
@@ -59,7 +59,7 @@ def problem(
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale=None, softcap=0.0) -> Tensor:
-    """Dense attention in its inputs' dtype but for the softmax, under a mask made from the indices."""
+    """Compute dense attention in its inputs' dtype except for the softmax, under a mask made from the indices."""
     B, T, Hq, P = q.shape
     R = Hq // k.shape[2]
     seen = torch.zeros(B, T, T + 1, dtype=torch.bool, device=q.device)
@@ -74,7 +74,9 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale=None
 
 
 def chosen_one_by_one(scores: Tensor, ids: Tensor, top_k: int) -> Tensor:
-    """The rule in plain Python: keys s <= t of the same document, by falling score, earlier first among equals."""
+    """Apply the rule in plain Python: keys s <= t of the same document, by descending score, earlier first among
+    equals.
+    """
     B, T, _ = scores.shape
     found = torch.full((B, T, top_k), -1, dtype=torch.int32)
     for b in range(B):
@@ -86,8 +88,9 @@ def chosen_one_by_one(scores: Tensor, ids: Tensor, top_k: int) -> Tensor:
 
 
 def rounding_bound(q: Tensor, k: Tensor, v: Tensor, scale: float, K: int) -> float:
-    """What rounding alone can do to `out` in fp32: a logit is off by (P + 4) u of its largest size, a weight by twice
-    that, and the mean of v adds K + 8 roundings; all of it relative to max |v|."""
+    """Bound the rounding error of `out` in fp32: a logit is off by (P + 4) u of its largest size, a weight by twice
+    that, and the mean of v adds K + 8 roundings; all of it relative to max |v|.
+    """
     logit = scale * q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
     return float((2 * (q.shape[3] + 4) * logit + K + 8) * 2**-24 * v.double().abs().max())
 
@@ -99,21 +102,21 @@ def test_the_choice_is_that_of_the_rule(lane: Lane, top_k: int):
     q, k, weights, doc_ids = inputs
     dots = torch.relu(torch.einsum("btji,bsi->bjts", q, k))
     scores = (weights.mT.unsqueeze(-1) * dots).sum(1)
-    wanted = chosen_one_by_one(scores.cpu(), doc_ids.cpu(), top_k)
+    expected = chosen_one_by_one(scores.cpu(), doc_ids.cpu(), top_k)
     for impl in ("op", "reference"):
         found = dsa_indexer(*inputs, top_k=top_k, impl=impl)
         assert found.dtype == torch.int32
-        assert torch.equal(found.cpu(), wanted)
+        assert torch.equal(found.cpu(), expected)
     without_relu = torch.einsum("btj,btji,bsi->bts", weights, q, k)
     if top_k == 7:
-        assert not torch.equal(chosen_one_by_one(without_relu.cpu(), doc_ids.cpu(), top_k), wanted)
+        assert not torch.equal(chosen_one_by_one(without_relu.cpu(), doc_ids.cpu(), top_k), expected)
 
 
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), T=st.integers(1, 40), top_k=st.integers(1, 20), levels=st.integers(1, 3))
 def test_of_equal_scores_the_earlier_key_is_chosen(lane: Lane, seed: int, T: int, top_k: int, levels: int):
-    """Keys of few different values: most scores are equal, and exact in every dtype."""
+    """Keys with few distinct values: most scores are equal, and exact in every dtype."""
     g = torch.Generator().manual_seed(seed)
     q = torch.ones(1, T, 2, 16)
     k = torch.randint(-1, levels, (1, T, 1), generator=g).float().expand(1, T, 16)
@@ -144,7 +147,7 @@ def test_no_key_left_out_scores_clearly_better(lane: Lane, dtype: str):
     worst_in = scores.masked_fill(~taken, torch.inf).amin(-1)
     best_out = scores.masked_fill(taken, -torch.inf).amax(-1)
     assert (best_out - worst_in).max() <= (16 + 3 + 2) * 2**-23 * largest
-    assert (best_out - worst_in.roll(1, 1)).max() > 0.1  # the same bound sees another query's choice
+    assert (best_out - worst_in.roll(1, 1)).max() > 0.1  # the same bound detects another query's choice
 
 
 @lanes("cpu", "h200")
@@ -154,14 +157,16 @@ def test_fp64_equals_dense_attention_under_a_mask(lane: Lane, case: str):
     plain = gradients(plain_attention, *inputs, **CASES[case])
     for impl in ("op", "reference"):
         found = gradients(dsa_attention, *inputs, impl=impl, **CASES[case])
-        for ours, wanted in zip(found, plain, strict=True):
-            torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+        for ours, expected in zip(found, plain, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
-    """Over several seeds: a query of one key has a gradient of 0, and what either side makes of it is luck."""
+    """Over several seeds: a query with a single key has a gradient of 0, and the rounding noise of either side is
+    random.
+    """
 
     def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Named:
         names = ("out", "q", "k", "v")
@@ -233,7 +238,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_choice_and_attention_compile_together(lane: Lane):
-    """And nothing on the way asks the host about data: fullgraph would refuse it."""
+    """Nothing on the way reads data on the host: fullgraph would fail."""
 
     def choose_and_attend(q, k, v, index_q, index_k, weights, doc_ids):
         return dsa_attention(q, k, v, dsa_indexer(index_q, index_k, weights, doc_ids, top_k=5))
@@ -271,15 +276,15 @@ def test_the_order_of_the_indices_and_where_none_stands_do_not_matter(lane: Lane
     more = torch.nn.functional.pad(indices, (none, 0), value=-1)
     shuffled = more[..., torch.randperm(more.shape[-1], generator=torch.Generator().manual_seed(seed))]
     pairs = zip(gradients(dsa_attention, q, k, v, shuffled), gradients(dsa_attention, q, k, v, indices))
-    for ours, wanted in pairs:
-        torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+    for ours, expected in pairs:
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), at=st.integers(0, 15))
 def test_the_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int):
-    """Not the choice, and not the output: a token that is not seen may be nan."""
+    """Neither the choice nor the output: a token that is not visible may be nan."""
     q, k, v, _ = problem(T=16, dtype=torch.float32, seed=seed, device=lane.device)
     index_q, index_k, weights, doc_ids = index_problem(
         T=16, dtype=torch.float32, seed=seed, device=lane.device

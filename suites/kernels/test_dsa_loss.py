@@ -1,6 +1,6 @@
-"""What dsa_indexer learns from: its scores of the chosen keys, their gradient, and the divergence from the attention.
+"""The training of dsa_indexer: its scores of the chosen keys, their gradient, and the divergence from the attention.
 
-B batch, T tokens, J index heads, K chosen keys a query. The plain scores are dense, and gathered by the choice; the
+B batch, T tokens, J index heads, K chosen keys per query. The plain scores are dense, and gathered by the choice; the
 oracle is the reference in fp64, which must agree with them in fp64 first.
 """
 
@@ -41,14 +41,14 @@ ATTENTION = {"scale": 0.4, "softcap": 2.0}
 def scores_problem(
     B=2, T=33, J=3, width=16, K=7, dtype=torch.float64, device="cpu", seed=0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, weights of either sign, and the choice that they make in fp64."""
+    """Return q, k, weights of either sign, and the choice that they make in fp64."""
     exact = index_problem(B, T, J, width, seed=seed)
     indices = dsa_indexer(*exact, top_k=K).to(device)
     return *(t.to(device, dtype) for t in exact[:3]), indices
 
 
 def plain_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """Of every key, in the inputs' dtype, and of these the chosen ones."""
+    """Score every key in the inputs' dtype, and gather the chosen ones."""
     dots = torch.relu(q.transpose(1, 2) @ k.mT.unsqueeze(1))
     scores = (weights.mT.unsqueeze(-1) * dots).sum(1)
     chosen = scores.gather(2, indices.long().clamp(min=0)).masked_fill(indices < 0, 0)
@@ -56,7 +56,9 @@ def plain_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tens
 
 
 def plain_distribution(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
-    """Dense attention's weights in the inputs' dtype but for the softmax, and of these the chosen keys'."""
+    """Compute dense attention weights in the inputs' dtype except for the softmax, and gather those of the chosen
+    keys.
+    """
     key = k.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2)
     s = softcap * torch.tanh(q.transpose(1, 2) @ key.mT * scale / softcap)
     at = indices.long().clamp(min=0).unsqueeze(1).expand(-1, q.shape[2], -1, -1)
@@ -69,8 +71,8 @@ def test_fp64_equals_the_dense_scores_gathered(lane: Lane):
     inputs = scores_problem(device=lane.device)
     plain = gradients(plain_scores, *inputs)
     for impl in ("op", "reference"):
-        for ours, wanted in zip(gradients(dsa_chosen_scores, *inputs, impl=impl), plain, strict=True):
-            torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+        for ours, expected in zip(gradients(dsa_chosen_scores, *inputs, impl=impl), plain, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 @lanes("cpu", "h200")
@@ -86,7 +88,9 @@ def test_fp64_equals_the_dense_weights_gathered(lane: Lane):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
-    """Over several seeds: a query of one key has a gradient of few terms, and what either side makes of it is luck."""
+    """Over several seeds: a query with a single key has a gradient of few terms, and the noise of either side is
+    random.
+    """
 
     def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Named:
         return dict(zip(("scores", "q", "k", "weights"), gradients(function, *inputs)))
@@ -123,7 +127,9 @@ def test_the_target_s_error_is_at_most_that_of_the_plain_formula(lane: Lane, dty
 
 @lanes("cpu", "h200")
 def test_a_gradient_below_the_range_of_fp16_arrives(lane: Lane):
-    """A mean over B T queries under a loss weight of 1e-3 hands 1e-9 a key down: fp16's least number is 6e-8."""
+    """A mean over B T queries with a loss weight of 1e-3 gives a gradient of 1e-9 per key; fp16's least number is
+    6e-8.
+    """
     q, k, weights, indices = scores_problem(dtype=torch.float16, device=lane.device)
     leaves = [t.requires_grad_() for t in (q, k, weights.float())]
     scores = dsa_chosen_scores(*leaves, indices)
@@ -156,7 +162,7 @@ def test_gradients_are_bit_repeatable(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_the_loss_compiles_to_one_graph_for_every_batch_size(lane: Lane):
-    """And nothing on the way asks the host about data: fullgraph would refuse it."""
+    """Nothing on the way reads data on the host: fullgraph would fail."""
 
     def learn(q, k, index_q, index_k, weights, indices):
         target = dsa_distribution(q, k, indices, **ATTENTION)
@@ -188,7 +194,7 @@ def test_what_nobody_chose_is_not_read(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_the_loss_is_the_divergence_over_the_chosen_keys(lane: Lane):
-    """Against the definition cell by cell over all keys, and 0 where the indexer says what the attention says."""
+    """Against the definition cell by cell over all keys, and 0 if the indexer and the attention agree."""
     q, k, _, _ = problem(T=11, device=lane.device)
     index = index_problem(T=11, device=lane.device)
     indices = dsa_indexer(*index, top_k=4)

@@ -1,6 +1,6 @@
-"""Every op's reference still gives the stored golden arrays: in fp64 as they stand, in fp32 to rounding.
+"""Every op's reference still gives the stored golden arrays: exactly in fp64, up to rounding in fp32.
 
-B batch, T tokens. fixtures/make.py is the only writer of the arrays.
+B batch, T tokens. Only fixtures/make.py writes the arrays.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from fixtures import make
 from suites.kernels.golden import FIXTURES, GOLDEN, RELATIVE, differences, ops, results, stored
 from suites.support.lanes import Lane, lanes
 
-# Of an array's largest entry. The inputs are exact in fp32, and the sums have some tens of terms: right reads at
-# most 13 units of roundoff on a CPU (the angle's gradient of mamba3_siso), and a GPU adds in another order.
+# Relative to an array's largest entry. The inputs are exact in fp32, and the sums have some tens of terms: correct
+# results read at most 13 units of roundoff on a CPU (the angle's gradient of mamba3_siso), and a GPU adds in another
+# order.
 FP32_RELATIVE = 32 * 2**-24
 
 
 @lanes("cpu", "h200")
 def test_every_op_gives_its_golden_arrays_in_fp64(lane: Lane, row):
-    """Reference and op: what the op adds in fp64 is the backward derived by hand."""
+    """Reference and op: in fp64 the op adds only the backward that is derived by hand."""
     faults, agreeing, compared = [], 0, 0
     for op in ops():
         arrays = stored(op) if op in GOLDEN else {}
-        wanted = {n: t for n, t in arrays.items() if n.startswith(("output.", "grad."))}
-        lines = [] if wanted else ["no fixture"]
-        for impl in ("reference", "op") if wanted else ():
+        expected = {n: t for n, t in arrays.items() if n.startswith(("output.", "grad."))}
+        lines = [] if expected else ["no fixture"]
+        for impl in ("reference", "op") if expected else ():
             found = results(op, arrays, impl, device=lane.device)
-            lines += [f"{impl}: {line}" for line in differences(found, wanted, RELATIVE)]
+            lines += [f"{impl}: {line}" for line in differences(found, expected, RELATIVE)]
             compared += sum(t.numel() for t in found.values())
         agreeing += not lines
         faults += [f"{op}: {line}" for line in lines]
@@ -48,8 +49,8 @@ def test_every_op_gives_its_golden_arrays_in_fp64(lane: Lane, row):
 def test_reference_in_fp32_is_within_rounding(lane: Lane, op: str):
     arrays = stored(op)
     found = results(op, arrays, dtype=torch.float32, device=lane.device)
-    wanted = {n: arrays[n] for n in found}
-    assert not differences(found, wanted, FP32_RELATIVE)
+    expected = {n: arrays[n] for n in found}
+    assert not differences(found, expected, FP32_RELATIVE)
 
 
 @lanes("cpu")
@@ -63,7 +64,7 @@ def test_one_perturbed_entry_of_any_array_is_seen(lane: Lane, op: str):
         (line,) = differences(found, found | {name: off}, RELATIVE)
         assert line.startswith(name)
     assert differences(found, {}, RELATIVE)
-    # An input off by one part in a million must not pass either: the results depend on every one of them.
+    # An input off by one part in a million must not pass either: the results depend on every input.
     for name in (n for n, t in arrays.items() if n.startswith("input.") and t.is_floating_point()):
         moved = results(op, arrays | {name: arrays[name] * (1 + 1e-6)})
         assert differences(moved, found, RELATIVE), name
@@ -84,9 +85,9 @@ def test_the_writer_names_what_differs_and_mends_it_only_when_asked(lane: Lane, 
     (tmp_path / "no_op.safetensors").write_bytes(perturbed)
     capsys.readouterr()
     assert make.main(["--check"], tmp_path) == 1
-    told = capsys.readouterr().out
-    assert "rms_norm_gated: output.y: off by" in told
-    assert "no_op.safetensors: of no op" in told
+    output = capsys.readouterr().out
+    assert "rms_norm_gated: output.y: off by" in output
+    assert "no_op.safetensors: of no op" in output
     assert file.read_bytes() == perturbed
     (tmp_path / "no_op.safetensors").unlink()
     assert make.main([], tmp_path) == 0

@@ -23,7 +23,7 @@ from suites.support.instruments import host_syncs
 from suites.support.lanes import Lane, lanes
 
 COUNTS = (5, 0, 17, 8)
-# The Triton kernels fetch whole chunks of 64 by TMA, and take other sizes by plain loads.
+# The Triton kernels load full chunks of 64 by TMA, and other sizes by plain loads.
 DIMS = {"odd": (20, 25), "tall tiles": (64, 128), "wide tiles": (192, 256)}
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 routings = st.lists(st.integers(0, 9), min_size=1, max_size=5)
@@ -32,7 +32,7 @@ routings = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 def problem(
     counts: Sequence[int] = COUNTS, D_in=8, D_out=16, spare=3, dtype=torch.float64, device="cpu", seed=0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random x with `spare` rows of no expert at the end, weight, and the counts as int64."""
+    """Return random x with `spare` unassigned rows at the end, weight, and the counts as int64."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(counts) + spare, D_in, generator=g, dtype=torch.float64)
     weight = torch.randn(len(counts), D_in, D_out, generator=g, dtype=torch.float64)
@@ -40,7 +40,7 @@ def problem(
 
 
 def loop_of_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """One torch.mm an expert, in the dtype of x."""
+    """Compute one torch.mm per expert, in the dtype of x."""
     y, start = x.new_zeros(x.shape[0], weight.shape[2]), 0
     for w, count in zip(weight, counts.tolist()):
         y[start : start + count] = torch.mm(x[start : start + count], w)
@@ -70,7 +70,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 
 
 def three(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor, form=grouped_gemm) -> list[Tensor]:
-    """y, dx, dweight for this dy."""
+    """Return y, dx, dweight for this dy."""
     leaves = [t.detach().requires_grad_() for t in (x, weight)]
     y = form(*leaves, counts)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
@@ -80,7 +80,7 @@ def three(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor, form=grouped_ge
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dims", DIMS)
 def test_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane, dims: str, dtype: str):
-    """A sum of n products in fp32 is off by n u times the same sum of sizes at most; bf16 adds one cast."""
+    """A sum of n products in fp32 is off by at most n u times the same sum of absolute values; bf16 adds one cast."""
     D_in, D_out = DIMS[dims]
     x, weight, counts = problem((5, 40, 17, 8), D_in, D_out, dtype=DTYPES[dtype], device=lane.device)
     dy = torch.randn(len(x), D_out, generator=torch.Generator().manual_seed(1)).to(x)
@@ -165,7 +165,7 @@ def test_reads_no_value_on_the_host(lane: Lane):
 @quick
 @given(seed=st.integers(0, 99), counts=routings, spare=st.integers(0, 3))
 def test_equals_the_loop_for_every_routing(lane: Lane, seed: int, counts: list[int], spare: int):
-    """Rows of no expert may hold anything: their results are zero, and nothing else sees them."""
+    """Unassigned rows may hold anything: their results are zero, and they affect nothing else."""
     x, weight, counts = problem(counts, spare=spare, dtype=torch.float32, seed=seed, device=lane.device)
     dy = torch.randn(len(x), 16, generator=torch.Generator().manual_seed(seed)).to(x)
     used = int(counts.sum())
@@ -185,8 +185,9 @@ def test_equals_the_loop_for_every_routing(lane: Lane, seed: int, counts: list[i
 @given(seed=st.integers(0, 99), counts=routings)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_experts_know_nothing_of_each_other(lane: Lane, dtype: str, seed: int, counts: list[int]):
-    """Permuted with their rows they give the same bits, and so does one alone; on the CPU to rounding, where the
-    product of a matrix at another address may be summed in another order."""
+    """Permuted with their rows they give the same bits, and so does a single one; on the CPU up to rounding, because
+    the product of a matrix at another address may be summed in another order.
+    """
     x, weight, sizes = problem(counts, 64, 64, dtype=DTYPES[dtype], seed=seed, device=lane.device)
     dy = torch.randn(len(x), 64, generator=torch.Generator().manual_seed(seed)).to(x)
     order = torch.randperm(len(counts), generator=torch.Generator().manual_seed(seed)).tolist()

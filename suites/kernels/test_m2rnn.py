@@ -1,8 +1,8 @@
 """m2rnn: the op against the token-by-token definition, in value, gradient and compilation.
 
 B batch, T tokens, H heads, K key dim, V value dim.
-The oracle is the recurrence in fp64, one step a token, differentiated by autograd. The op's forward is the
-same loop with everything but the carry taken out of it; its backward is derived by hand.
+The oracle is the recurrence in fp64, one step per token, differentiated by autograd. The op's forward is the same loop
+with everything except the recurrence computed outside of it; its backward is derived by hand.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ results = partial(values_and_gradients, ("y", "final"))
 
 
 def problem(B=2, T=30, H=3, K=6, V=4, dtype=torch.float64, device="cpu", seed=0, starts=(9, 10, 22)) -> Named:
-    """Random inputs, W of spectral norm 1; a document begins at each of `starts`, three tokens later a row."""
+    """Return random inputs, W of spectral norm 1; a document begins at each of `starts`, three tokens later per row."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -63,16 +63,16 @@ def problem(B=2, T=30, H=3, K=6, V=4, dtype=torch.float64, device="cpu", seed=0,
 
 
 def segment(inputs: Named, tokens: slice, state: Tensor | None) -> dict[str, Tensor | None]:
-    """Some of the tokens, from a given state."""
+    """Return some of the tokens, with a given state."""
     return cut(inputs, tokens, PER_TOKEN) | {"h0": state}
 
 
 def rounding_bound(inputs: Named) -> Tensor:
-    """What rounding alone can do to y (B,T,H,V) in fp32, where W has spectral norm 1.
+    """Bound the rounding error of y (B,T,H,V) in fp32, for W of spectral norm 1.
 
-    A step then stretches no row error of h, so T steps add up to T times one step's: (V + 8) u on a row of
-    h W + k v^T and of h, whose norms V m + |k| |v| and m V bound (m the largest entry of h, at least 1).
-    The read-out adds the rows with weights |q|, and K + 1 roundings of its own.
+    A step then does not amplify a row error of h, so T steps add up to T times the error of one: (V + 8) u on a row of
+    h W + k v^T and of h, whose norms V m + |k| |v| and m V bound (m the largest entry of h, at least 1). The read-out
+    adds the rows with weights |q|, and K + 1 roundings of its own.
     """
     i = doubled(inputs)
     T, K, V = i["q"].shape[1], i["k"].shape[3], i["v"].shape[3]
@@ -89,8 +89,8 @@ def test_is_as_close_to_the_oracle_as_the_plain_recurrence(lane: Lane, dtype: st
     plain = pooled(results(m2rnn_recurrent, inputs) for inputs in seeds)
     found = pooled(results(m2rnn, inputs) for inputs in seeds)
     for name in oracle:
-        wanted = seeds[0][{"y": "v", "final": "h0"}.get(name, name)].dtype
-        assert found[name].dtype == plain[name].dtype == wanted
+        expected = seeds[0][{"y": "v", "final": "h0"}.get(name, name)].dtype
+        assert found[name].dtype == plain[name].dtype == expected
     report_pooled(row, f"kernels/m2rnn-{lane.name}-{dtype}", found, plain, oracle, inputs=FLOATS)
 
 
@@ -100,7 +100,7 @@ def test_fp32_error_is_within_rounding(lane: Lane):
     oracle, _ = m2rnn_recurrent(**doubled(inputs))
     bound = rounding_bound(inputs)
     assert ((m2rnn(**inputs)[0] - oracle).abs() <= bound).all()
-    # The bound must tell a wrong recurrence from a right one.
+    # The bound must separate a wrong recurrence from a correct one.
     wrong = {"W": inputs["W"].mT, "f": 1 - inputs["f"], "doc_ids": torch.zeros_like(inputs["doc_ids"])}
     for name, tensor in wrong.items():
         y, _ = m2rnn(**inputs | {name: tensor})
@@ -114,7 +114,7 @@ def test_gradcheck(lane: Lane):
     assert torch.autograd.gradcheck(m2rnn, tensors)
 
     def truncated(*t: Tensor) -> tuple[Tensor, Tensor]:
-        """Known wrong: the same values, without the gradient through the carried state."""
+        """A fault: the same values, without the gradient through the carried state."""
         y, final = m2rnn(*t)
         return y, final.detach() + 0 * t[0].sum()
 
@@ -176,9 +176,9 @@ def test_decode_continues_a_prefill(lane: Lane):
 @quick
 @given(length=st.integers(1, 30), dtype=st.sampled_from([*DTYPES]))
 def test_a_packed_document_is_alone(lane: Lane, length: int, dtype: str):
-    """[A|B] gives B as B alone gives it, bit for bit: a step sums the same wherever it lies in the row.
+    """[A|B] gives the same bits for B as B alone: a step sums in the same order wherever it is in the row.
 
-    Only the read-out on a GPU is rounded in another order: cuBLAS picks its kernel by the number of tokens.
+    Only the read-out on a GPU rounds in another order: cuBLAS selects its kernel by the number of tokens.
     """
     inputs, others = (
         problem(T=length + 20, dtype=DTYPES[dtype], starts=(), device=lane.device, seed=length + i)

@@ -1,7 +1,7 @@
 """mamba3_mimo: the chunked op against the token-by-token recurrence and against mamba3_siso, forward and backward.
 
 B batch, T tokens, H heads, R MIMO rank, P head dim, N state dim, G groups, A rotation angles.
-The oracle is the recurrence in fp64. The op runs the chunked form, which is another computation.
+The oracle is the recurrence in fp64. The op runs the chunked form, which is a different computation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ quick = settings(derandomize=True, max_examples=15, deadline=None)
 
 
 def flat(scan: Callable[..., tuple[Tensor, Mamba3MimoState]], **options: object) -> Scan:
-    """The scan over flat keyword tensors, a given state among them -> (y, theta, h, k_prev, v_prev)."""
+    """Wrap the scan to take flat keyword tensors, including any state, and return (y, theta, h, k_prev, v_prev)."""
 
     def run(**inputs: Tensor) -> tuple[Tensor, ...]:
         state = Mamba3MimoState(*(inputs.pop(n) for n in STATE))
@@ -63,7 +63,7 @@ op, recurrence = flat(mamba3_mimo), flat(mamba3_mimo_recurrent)
 def problem(
     B=2, T=30, H=4, R=3, P=6, N=8, G=2, A=3, dtype=torch.float64, device="cpu", seed=0, starts=(9, 10, 22)
 ) -> Named:
-    """Random inputs; a document begins at each of `starts` in row 0, three tokens later in each further row."""
+    """Return random inputs; a document begins at each of `starts` in row 0, three tokens later in each further row."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -97,28 +97,28 @@ def problem(
 
 
 def segment(inputs: Named, tokens: slice, state: tuple[Tensor, ...]) -> Named:
-    """Some of the tokens, from a given state."""
+    """Return some of the tokens, with a given state."""
     return cut(inputs, tokens, PER_TOKEN) | dict(zip(STATE, state))
 
 
 def nothing(inputs: Named) -> tuple[Tensor, ...]:
-    """The state before any token."""
+    """Return the state before any token."""
     return tuple(torch.zeros_like(inputs[n]) for n in STATE)
 
 
 def results(scan: Scan, inputs: Named) -> Named:
-    """y, the final state (theta as a point on the circle), and the gradients of a weighting of both."""
+    """Return y, the final state (theta as a point on the circle), and the gradients of a weighting of both."""
     found = values_and_gradients(("y", *(f"final {n}" for n in STATE)), scan, inputs)
     return found | {"final theta": on_circle(found["final theta"])}
 
 
 def on_circle(angle: Tensor) -> Tensor:
-    """The point at an angle: angles compare up to whole turns."""
+    """Return the point at an angle: angles are equal up to full turns."""
     return torch.polar(torch.ones_like(angle), angle)
 
 
 def one_rank_each(**inputs: Tensor) -> tuple[Tensor, ...]:
-    """Known wrong: R scans of one rank, each with a state of its own, and their outputs summed."""
+    """A fault: R scans of one rank, each with a state of its own, and their outputs summed."""
     wrong = 0
     for r in range(inputs["q"].shape[2]):
         ranked = {n: inputs[n][:, :, r : r + 1] for n in ("q", "k", "k_prev")}
@@ -129,7 +129,7 @@ def one_rank_each(**inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def as_siso(inputs: Named) -> tuple[Tensor, ...]:
-    """mamba3_siso on the inputs of rank 1, projections left out -> the results of mamba3_mimo."""
+    """Run mamba3_siso on the inputs of rank 1, without projections; return the results of mamba3_mimo."""
     given = {n: t for n, t in inputs.items() if n not in STATE and not n.startswith("mimo_")}
     given |= {n: inputs[n].squeeze(2) for n in ("q", "k")}
     given |= {n: inputs[n].squeeze(1) for n in ("q_bias", "k_bias")}
@@ -158,7 +158,7 @@ def test_rank_one_with_unit_projections_is_siso(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_ranks_share_one_state(lane: Lane):
-    """The state sums over ranks before any of them reads it; a rank's order among the others is of no matter."""
+    """The state sums over ranks before any of them reads it; the order of the ranks does not matter."""
     inputs = problem(device=lane.device)
     right = op(**inputs)[0]
     assert worst({"y": one_rank_each(**inputs)[0]}, {"y": right}) > 0.1
@@ -171,8 +171,9 @@ def test_ranks_share_one_state(lane: Lane):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_is_as_close_to_the_oracle_as_the_plain_form(lane: Lane, dtype: str, row):
-    """The plain formula is the whole row at once. The recurrence will not do in its place: it adds its angles one by
-    one, so that neighbours share their errors, and in fp32 its y is closer than that of any sum in parallel."""
+    """The plain formula is the whole row at once. The recurrence is not suitable: it adds its angles one by one, so
+    that neighbours share their errors, and in fp32 its y is closer than that of any parallel sum.
+    """
     seeds = [problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
     oracle = pooled(results(recurrence, doubled(inputs)) for inputs in seeds)
     whole = flat(mamba3_mimo, chunk_size=30, impl="reference")
@@ -186,7 +187,7 @@ def test_is_as_close_to_the_oracle_as_the_plain_form(lane: Lane, dtype: str, row
 
 @lanes("cpu", "h200")
 def test_a_small_lambda_keeps_its_digits(lane: Lane):
-    """Where lam is small a token weighs little for itself: that weight may be no difference of large ones."""
+    """If lam is small, a token has little weight for itself: that weight must not be a difference of large numbers."""
     inputs = problem(starts=(), dtype=torch.float32, device=lane.device)
     inputs |= dict(zip(STATE, nothing(inputs))) | {"D": torch.zeros_like(inputs["D"])}
     inputs["trap"] = inputs["trap"] - 12
@@ -209,7 +210,7 @@ def test_gradients_equal_autograd_of_both_forms(lane: Lane, chunk_size: int):
     found = results(flat(mamba3_mimo, chunk_size=chunk_size), inputs)
     assert worst(found, results(recurrence, inputs)) < 1e-12
     assert worst(found, results(flat(mamba3_mimo, chunk_size=chunk_size, impl="reference"), inputs)) < 1e-12
-    # Known wrong: the given state without its value and keys.
+    # A fault: the given state without its value and keys.
     assert worst(results(lambda **i: op(**i | {"v_prev": i["v_prev"] * 0}), inputs), found) > 0.1
 
 
@@ -266,15 +267,15 @@ def test_decode_continues_a_prefill(lane: Lane):
 @quick
 @given(length=st.sampled_from([4, 8, 16, 32]), chunk_size=st.sampled_from([4, 8, 16]))
 def test_a_packed_document_is_alone(lane: Lane, length: int, chunk_size: int):
-    """[A|B] gives B as B alone gives it, and not a bit of B hangs on what A holds.
+    """[A|B] gives the same result for B as B alone, and no bit of B depends on the contents of A.
 
-    B has 64 tokens: the CPU's sigmoid rounds otherwise in the tail that is no whole vector.
+    B has 64 tokens: the CPU's sigmoid rounds differently in a tail that does not fill a vector.
     """
     scan = flat(mamba3_mimo, chunk_size=chunk_size)
     inputs = problem(T=length + 64, dtype=torch.float32, starts=(), device=lane.device, seed=length)
     inputs["doc_ids"][:, length:] += 1
     alone, packed = scan(**segment(inputs, slice(length, None), nothing(inputs))), scan(**inputs)
-    if length % chunk_size == 0:  # else the chunk borders cut B in other places: another order of sums
+    if length % chunk_size == 0:  # otherwise the chunk borders divide B elsewhere: another order of sums
         assert torch.equal(packed[0][:, length:], alone[0])
         assert all(torch.equal(a, b) for a, b in zip(packed[1:], alone[1:]))
     other = problem(T=length + 64, dtype=torch.float32, starts=(), device=lane.device, seed=length + 1)
@@ -327,7 +328,9 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 @lanes("cpu")
 @pytest.mark.parametrize("A", [2, 4])
 def test_the_peers_order_of_state_dims_turns_the_same_pairs(lane: Lane, A: int):
-    """Its rotation, i with i + N/2, on dims in its order is ours on adjacent dims; in our order it is not."""
+    """The peer's rotation, i with i + N/2, on dims in its order equals ours on adjacent dims; in our order it
+    does not.
+    """
     g = torch.Generator().manual_seed(0)
     x, angle, N = torch.randn(8, generator=g), torch.randn(A, generator=g), 8
     order = halves_from_pairs(N, A)

@@ -1,8 +1,8 @@
 """mamba3_siso: the chunked op against the token-by-token recurrence, in value, gradient and compilation.
 
 B batch, T tokens, H heads, P head dim, N state dim, G groups, R rotation angles.
-The oracle is the recurrence in fp64. The op runs the chunked form, which is another computation; a third one,
-the published whole-sequence form, is written here, with two readings of it that are known to be wrong.
+The oracle is the recurrence in fp64. The op runs the chunked form, which is a different computation. A third one, the
+published whole-sequence form, is written here, with two incorrect readings of it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ quick = settings(derandomize=True, max_examples=15, deadline=None)
 
 
 def flat(scan: Callable[..., tuple[Tensor, Mamba3State]], **options: object) -> Scan:
-    """The scan over flat keyword tensors, a given state among them -> (y, theta, h, k_prev, v_prev)."""
+    """Wrap the scan to take flat keyword tensors, including any state, and return (y, theta, h, k_prev, v_prev)."""
 
     def run(**inputs: Tensor) -> tuple[Tensor, ...]:
         state = Mamba3State(*(inputs.pop(n) for n in STATE))
@@ -61,7 +61,7 @@ op, recurrence = flat(mamba3_siso), flat(mamba3_siso_recurrent)
 def problem(
     B=2, T=50, H=4, P=8, N=8, G=2, R=3, dtype=torch.float64, device="cpu", seed=0, starts=(13, 14, 40)
 ) -> Named:
-    """Random inputs; a document begins at each of `starts` in row 0, three tokens later in each further row."""
+    """Return random inputs; a document begins at each of `starts` in row 0, three tokens later in each further row."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -92,46 +92,46 @@ def problem(
 
 
 def segment(inputs: Named, tokens: slice, state: tuple[Tensor, ...]) -> Named:
-    """Some of the tokens, from a given state."""
+    """Return some of the tokens, with a given state."""
     return cut(inputs, tokens, PER_TOKEN) | dict(zip(STATE, state))
 
 
 def nothing(inputs: Named) -> tuple[Tensor, ...]:
-    """The state before any token."""
+    """Return the state before any token."""
     return tuple(torch.zeros_like(inputs[n]) for n in STATE)
 
 
 def results(scan: Scan, inputs: Named) -> Named:
-    """y, the final state (theta as a point on the circle), and the gradients of a weighting of both."""
+    """Return y, the final state (theta as a point on the circle), and the gradients of a weighting of both."""
     found = values_and_gradients(("y", *(f"final {n}" for n in STATE)), scan, inputs)
     return found | {"final theta": on_circle(found["final theta"])}
 
 
 def on_circle(angle: Tensor) -> Tensor:
-    """The point at an angle: angles compare up to whole turns."""
+    """Return the point at an angle: angles are equal up to full turns."""
     return torch.polar(torch.ones_like(angle), angle)
 
 
 def biased(inputs: Named, name: str) -> Tensor:
-    """q or k with its bias, for each head: (B,T,H,N)."""
+    """Return q or k with its bias, for each head: (B,T,H,N)."""
     x, H = inputs[name], inputs["v"].shape[2]
     return x.repeat_interleave(H // x.shape[2], 2) + inputs[f"{name}_bias"]
 
 
 def trapezoid(inputs: Named) -> tuple[Tensor, Tensor]:
-    """What a token weighs in later ones, lam dt + next (1-lam) dt, and the second term alone: (B,T,H) both."""
+    """Return a token's weight in later ones, lam dt + next (1-lam) dt, and the second term alone: (B,T,H) both."""
     lam = inputs["trap"].sigmoid()
     shifted = F.pad((inputs["dt"] * (1 - lam))[:, 1:], (0, 0, 0, 1))
     return lam * inputs["dt"] + shifted, shifted
 
 
 def rounding_bound(inputs: Named) -> Tensor:
-    """What rounding alone can do to y (B,T,H,P) in fp32.
+    """Bound the rounding error of y (B,T,H,P) in fp32.
 
-    y is a sum over tokens of products of norms |q_t| |k_s| |v_s|. Each passes at most T + N additions, T more
-    in its exponent (T u |s| on a weight exp(s) is at most T u of the undecayed one), and two angles. An angle
-    is a sum of T terms: pi u a term for the addition, and 4 pi u dt for the term, 28 u for dt below 2.
-    16 u more for the roundings of single factors.
+    y is a sum over tokens of products of norms |q_t| |k_s| |v_s|. Each goes through at most T + N additions, T more in
+    its exponent (T u |s| on a weight exp(s) is at most T u of the undecayed one), and two angles. An angle is a sum of
+    T terms: pi u per term for the addition, and 4 pi u dt for the term, 28 u for dt below 2. 16 u more for the
+    roundings of single factors.
     """
     i = doubled(inputs)
     T, N = i["q"].shape[1], i["q"].shape[3]
@@ -146,7 +146,7 @@ def rounding_bound(inputs: Named) -> Tensor:
 
 
 def published_form(inputs: Named, diagonal: bool = True) -> Tensor:
-    """y of one document from zero state, all T tokens at once; without `diagonal`, less the diagonal term."""
+    """Return y of one document from zero state, all T tokens at once. diagonal: subtract the diagonal term."""
     i = inputs
     theta = (math.pi * i["angles"].tanh() * i["dt"][..., None]).cumsum(1)
 
@@ -167,7 +167,7 @@ def published_form(inputs: Named, diagonal: bool = True) -> Tensor:
 
 
 def scaled_k_in_mamba2(inputs: Named) -> Tensor:
-    """Known wrong: scale k, and give the Mamba-2 scan -adt for its dt, which then weighs v as well."""
+    """A fault: scale k, and pass -adt as dt to the Mamba-2 scan, which then weights v with it as well."""
     i, (scale, _) = inputs, trapezoid(inputs)
     q, k = biased(i, "q"), biased(i, "k") * scale[..., None]
     y, _ = ssd_chunk_scan_reference(i["v"], -i["adt"], -torch.ones_like(i["D"]), k, q, i["D"], i["doc_ids"])
@@ -212,7 +212,7 @@ def test_fp32_error_is_within_rounding(lane: Lane):
     for chunk_size in (1, 16, 64):
         y, *_ = flat(mamba3_siso, chunk_size=chunk_size)(**inputs)
         assert ((y - oracle).abs() <= bound).all()
-    # The bound must tell a wrong scan from a right one: no reset, and the angle not carried.
+    # The bound must separate a wrong scan from a correct one: no reset, and the angle not carried.
     unreset, *_ = op(**inputs | {"doc_ids": torch.zeros_like(inputs["doc_ids"])})
     assert ((unreset - oracle).abs() > bound).double().mean() > 0.1
     unturned, *_ = op(**inputs | {"theta": torch.zeros_like(inputs["theta"])})
@@ -221,7 +221,7 @@ def test_fp32_error_is_within_rounding(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_a_small_lambda_keeps_its_digits(lane: Lane):
-    """Where lam is small a token weighs little for itself: that weight may be no difference of large ones."""
+    """If lam is small, a token has little weight for itself: that weight must not be a difference of large numbers."""
     inputs = problem(starts=(), dtype=torch.float32, device=lane.device)
     inputs |= dict(zip(STATE, nothing(inputs))) | {"D": torch.zeros_like(inputs["D"])}
     inputs["trap"] = inputs["trap"] - 12
@@ -245,7 +245,7 @@ def test_gradients_equal_autograd_of_both_forms(lane: Lane, chunk_size: int):
     found = results(flat(mamba3_siso, chunk_size=chunk_size), inputs)
     assert worst(found, results(recurrence, inputs)) < 1e-12
     assert worst(found, results(flat(mamba3_siso, chunk_size=chunk_size, impl="reference"), inputs)) < 1e-12
-    # Known wrong: the given state without its v_prev k_prev^T.
+    # A fault: the given state without its v_prev k_prev^T.
     assert worst(results(lambda **i: op(**i | {"v_prev": i["v_prev"] * 0}), inputs), found) > 0.1
 
 
@@ -299,10 +299,10 @@ def test_decode_continues_a_prefill(lane: Lane):
 @quick
 @given(length=st.integers(1, 40), chunk_size=st.sampled_from([4, 16, 64]), dtype=st.sampled_from([*DTYPES]))
 def test_a_packed_document_is_alone(lane: Lane, length: int, chunk_size: int, dtype: str):
-    """[A|B] gives B as B alone gives it, and not a bit of B hangs on what A holds.
+    """[A|B] gives the same result for B as B alone, and no bit of B depends on the contents of A.
 
-    Bit-equal where A fills whole chunks (the same sums in the same order), and in the recurrence always.
-    Elsewhere the chunk borders cut B in other places, so its sums are rounded in another order.
+    Bitwise equal if A fills whole chunks (the same sums in the same order), and in the recurrence always. Otherwise the
+    chunk borders divide B elsewhere, so its sums are rounded in another order.
     """
     scan = flat(mamba3_siso, chunk_size=chunk_size)
     inputs, others = (
@@ -354,7 +354,7 @@ def test_strong_decay_leaves_finite_and_right_gradients(lane: Lane, chunk_size: 
     found = results(flat(mamba3_siso, chunk_size=chunk_size), inputs)
     assert all(t.isfinite().all() for t in found.values())
     assert worst(found, results(recurrence, doubled(inputs))) < 2e-5
-    # The usual way, exp of a difference of running sums and then a mask, does turn into NaN here.
+    # The usual way, exp of a difference of running sums and then a mask, does give NaN here.
     decay = inputs["adt"][0, :, 1].clone().requires_grad_()
     sums = decay.cumsum(0)
     torch.exp(sums[:, None] - sums[None, :]).tril().sum().backward()

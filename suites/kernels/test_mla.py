@@ -1,8 +1,8 @@
 """mla against the plain formula head by head, and its two forms against each other.
 
 B batch, T tokens, H heads, C latent dim, P, R and Pv head dims of q.k without and with position and of the values.
-The plain formula walks the heads one by one with a mask written out; the oracle is the reference in fp64, which
-must agree with the plain formula in fp64 first.
+The plain formula loops over the heads with an explicit mask; the oracle is the reference in fp64, which must agree with
+the plain formula in fp64 first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ quick = settings(derandomize=True, max_examples=15, deadline=None)
 def problem(
     B=2, T=33, H=3, C=16, P=16, R=8, Pv=32, dtype=torch.float64, device="cpu", seed=0
 ) -> tuple[Tensor, ...]:
-    """Random inputs in the order of NAMES; three documents in row 0 (ids 5, 1, 3), two in the others, then padding."""
+    """Return random inputs in the order of NAMES; three documents in row 0 (ids 5, 1, 3), two in the others, then
+    padding.
+    """
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -52,7 +54,7 @@ def problem(
 
 
 def seen_by(doc_ids: Tensor, causal: bool = True) -> Tensor:
-    """(B,T,T) bool, cell by cell."""
+    """Return the mask (B,T,T) bool, computed cell by cell."""
     T, ids = doc_ids.shape[1], doc_ids.tolist()
     cells = [
         [[row[i] == row[j] and (j <= i or not causal) for j in range(T)] for i in range(T)] for row in ids
@@ -63,7 +65,7 @@ def seen_by(doc_ids: Tensor, causal: bool = True) -> Tensor:
 def plain_mla(
     q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, scale=None, softcap=0.0, causal=True
 ) -> Tensor:
-    """The formula as one writes it first: in its inputs' dtype but for the softmax, one head after the other."""
+    """Compute the formula directly: in its inputs' dtype except for the softmax, one head after the other."""
     scale = (q_nope.shape[3] + q_rope.shape[3]) ** -0.5 if scale is None else scale
     seen = seen_by(doc_ids, causal)
     heads = []
@@ -79,10 +81,10 @@ def plain_mla(
 
 
 def rounding_bound(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, scale: float) -> float:
-    """What rounding alone can do to `out` in fp32.
+    """Bound the rounding error of `out` in fp32.
 
-    A key is off by C u of its size and a logit by P + R + C + 4 of them, a weight exp(s - lse) by twice that, and
-    the weighted mean of v adds T + C + 8 roundings: all of it relative to the largest |v|.
+    A key is off by C u of its size and a logit by P + R + C + 4 of them, a weight exp(s - lse) by twice that, and the
+    weighted mean of v adds T + C + 8 roundings: all of it relative to the largest |v|.
     """
     C, T = c_kv.shape[2], c_kv.shape[1]
     widest = q_nope.shape[3] + q_rope.shape[3] + C + 4
@@ -99,14 +101,16 @@ def test_fp64_equals_the_plain_formula_in_both_forms(lane: Lane, case: str):
     inputs = problem(device=lane.device)
     plain = gradients(plain_mla, *inputs, **CASES[case])
     for form in (mla, partial(mla, impl="reference"), mla_absorbed):
-        for found, wanted in zip(gradients(form, *inputs, **CASES[case]), plain, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        for found, expected in zip(gradients(form, *inputs, **CASES[case]), plain, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
-    """Over several seeds: a row of one key has a gradient of 0, and what either side makes of it is luck."""
+    """Over several seeds: a row with a single key has a gradient of 0, and the rounding noise of either side is
+    random.
+    """
 
     def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Named:
         return pooled(
@@ -149,7 +153,7 @@ def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane):
 @lanes("cpu")
 @pytest.mark.parametrize("case", CASES)
 def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane, case: str):
-    """Of the plain-torch forms: a tensor-core kernel rounds its keys, its values and its weights."""
+    """Only the plain-torch forms: a tensor-core kernel rounds its keys, its values and its weights."""
     inputs = problem(dtype=torch.bfloat16)
     oracle = mla_reference(*doubled(inputs), **CASES[case])
     bound = 2**-8 * oracle.abs() + rounding_bound(*inputs[:-1], CASES[case].get("scale", 0.25))
@@ -191,7 +195,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_what_is_kept_for_the_backward_has_no_keys_or_values(lane: Lane):
-    """Of c, r, queries, output and logsumexp alone; the traced reference keeps K and V, which shows the count sees."""
+    """Only c, r, queries, output and logsumexp; the traced reference saves K and V, which checks the count itself."""
     B, T, H = 2, 33, 3
     *floats, doc_ids = problem(B=B, T=T, H=H, dtype=torch.float32, device=lane.device)
     leaves = [t.requires_grad_() for t in floats]
@@ -205,8 +209,8 @@ def test_what_is_kept_for_the_backward_has_no_keys_or_values(lane: Lane):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             out = mla(*leaves, doc_ids, impl=impl)
-        wanted = sum(t.numel() for t in (*leaves, doc_ids, out)) + B * H * T
-        return sum(sizes.values()) - wanted
+        expected = sum(t.numel() for t in (*leaves, doc_ids, out)) + B * H * T
+        return sum(sizes.values()) - expected
 
     assert kept("op") == 0
     assert kept("reference") > B * H * T * T
@@ -259,8 +263,8 @@ def test_the_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at:
 @lanes("cpu", "h200")
 def test_one_token_returns_its_value(lane: Lane):
     inputs = problem(T=1, device=lane.device)
-    wanted = torch.einsum("btc,hvc->bthv", inputs[2], inputs[5])
-    torch.testing.assert_close(mla(*inputs, softcap=30.0), wanted, rtol=1e-14, atol=1e-14)
+    expected = torch.einsum("btc,hvc->bthv", inputs[2], inputs[5])
+    torch.testing.assert_close(mla(*inputs, softcap=30.0), expected, rtol=1e-14, atol=1e-14)
 
 
 @lanes("cpu")

@@ -1,7 +1,7 @@
-"""The ops on an H200 at the model's shapes: their error beside that of the plain formula, then their speed.
+"""The ops on an H200 at the model's shapes: their error next to that of the plain formula, then their speed.
 
 The oracle is the reference in fp64. The plain formula is the reference with the operands of its matrix products in
-bf16, as a tensor core takes them. B batch.
+bf16, as on a tensor core. B batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from suites.support.gpu_memory import claimed
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
 
-# Compiling and choosing of configurations included; upstream's Mamba-3 tunes for 130 s.
+# Includes compilation and autotuning; upstream's Mamba-3 tunes for 130 s.
 LONGEST_FIRST_CALL = 20
 SECONDS = 300
 
@@ -41,7 +41,9 @@ def test_error(lane: Lane, name: str, row) -> None:
 
 
 def compared(name: str) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, int]]:
-    """Of the op and of its peer, by "forward" and "gradient"; and how many numbers were compared of each."""
+    """Return the error ratios of the op and of its peer, by "forward" and "gradient", and the number of values
+    compared.
+    """
     case = tuned_case(name, B=1)
     exact = gradients(case.reference, *doubled(case.inputs))
     with OperandsIn(BF16):
@@ -64,20 +66,20 @@ def compared(name: str) -> tuple[dict[str, list[float]], dict[str, list[float]],
 @lanes("h200")
 @pytest.mark.parametrize("name", CASES)
 def test_first_call(lane: Lane, name: str, row, tmp_path: Path) -> None:
-    """A user waits for it once: in a process of its own, on an empty cache of Triton's.
+    """A user waits for it once; measured in a new process, on an empty Triton cache.
 
-    Others compile beside it, so that one which takes too long is called once more, and the quicker call counts. What it
-    and the peer compile is kept for the timed tests, which find it on disk.
+    Other tests compile in parallel, so one that takes too long is called once more, and the faster call counts. The
+    compiled code of op and peer is kept on disk for the timed tests.
     """
     calls = [first_call(name, tmp_path / "once")]
     if calls[0]["seconds"] > LONGEST_FIRST_CALL:
         calls.append(first_call(name, tmp_path / "again"))
-    told = min(calls, key=lambda call: call["seconds"])
+    fastest = min(calls, key=lambda call: call["seconds"])
     row(
-        f"kernels/{name}/first_call_seconds", told["seconds"], unit="s", witness=told["kernels"], rule="C36",
+        f"kernels/{name}/first_call_seconds", fastest["seconds"], unit="s", witness=fastest["kernels"], rule="C36",
         at_most=LONGEST_FIRST_CALL,
         evidence=[
-            f"{told['kernels']} kernels compiled, beside other tests",
+            f"{fastest['kernels']} kernels compiled, beside other tests",
             *(f"{call['seconds']:.1f} s" for call in calls),
         ],
     )  # fmt: skip
@@ -85,7 +87,7 @@ def test_first_call(lane: Lane, name: str, row, tmp_path: Path) -> None:
 
 
 def first_call(name: str, cache: Path) -> dict[str, float]:
-    """Seconds and kernels of suites.kernels.first_call on this cache."""
+    """Return seconds and kernels of suites.kernels.first_call on this cache."""
     return run_json(
         "suites.kernels.first_call", name, environment={"TRITON_CACHE_DIR": str(cache)}, timeout=SECONDS
     )
@@ -94,6 +96,6 @@ def first_call(name: str, cache: Path) -> dict[str, float]:
 @lanes("h200")
 @pytest.mark.parametrize("name", CASES)
 def test_speed(lane: Lane, name: str, speed, record_property) -> None:
-    """Without the peer's package, the rows of the ratio to it alone are not run."""
+    """Without the peer's package, only the rows of the ratio to it are not run."""
     not_run(record_property, [f"kernels/{name}/{way}_over_peer" for way in WAYS], peer_packages(name))
     speed(name, tuned_case(name, B=4))

@@ -1,6 +1,6 @@
 """moe_combine against a loop over the K assignments: value, gradient, compilation; product and sum are fp32.
 
-B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots an expert and a sequence).
+B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots per expert and sequence).
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from suites.support.comparison import (
 from suites.support.custom_ops import check_compiled, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
 
-BOUND = (
-    1e-5  # on the fp32 output before its cast: right reads 6e-8 (random) and 6e-7 (cancelling), wrong 2e-3 up
-)
+BOUND = 1e-5  # for the fp32 output before its cast: right reads 6e-8 (random) and 6e-7 (cancelling), wrong 2e-3 up
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, int]
 
@@ -38,7 +36,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, int]
 def problem(
     B=2, T=24, K=3, D=8, E=6, C=8, dtype=torch.float64, device="cpu", seed=0, weights_dtype=None
 ) -> Inputs:
-    """y (E,B*C,D) with noise in unused rows too, expert, slot, weights and bucket; a small C drops some."""
+    """Return y (E,B*C,D) with noise in unused rows too, expert, slot, weights and bucket; a small C drops some."""
     g = torch.Generator().manual_seed(seed)
     scores, expert = torch.rand(B, T, E, generator=g).sub(0.1 * torch.arange(E)).topk(K, -1)
     weights = torch.softmax(scores.double(), -1).to(
@@ -52,7 +50,7 @@ def problem(
 def by_loop(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, total: torch.dtype | None = None
 ) -> Tensor:
-    """The plain formula: products in the dtype of y, each addition rounds to `total` (y.dtype if None)."""
+    """Compute the plain formula: products in the dtype of y, each addition rounds to `total` (y.dtype if None)."""
     B, T, K = expert.shape
     first = torch.arange(B, device=y.device).unsqueeze(1) * bucket
     out = y.new_zeros((B, T, y.shape[2]), dtype=total)
@@ -64,13 +62,14 @@ def by_loop(
 
 
 def relative(found: Tensor, oracle: Tensor) -> float:
-    """Frobenius norm of the difference, relative."""
+    """Return the relative Frobenius norm of the difference."""
     return float((found.double() - oracle).norm() / oracle.norm())
 
 
 def routed(kind: str, device: str) -> Inputs:
-    """bf16 outputs of 64 experts, top-6, nothing dropped. Cancelling: a token's experts return +v, -v, +v ...
-    but for 5 %, so that an error shows against the little that is left."""
+    """Return bf16 outputs of 64 experts, top-6, nothing dropped. Cancelling: a token's experts return +v, -v, +v ...
+    except for 5 %, so that an error is large relative to the small remainder.
+    """
     B, T, K, D, E, C = 2, 256, 6, 64, 64, 256
     g = torch.Generator().manual_seed(7)
     scores, expert = torch.rand(B, T, E, generator=g).topk(K, -1)
@@ -118,7 +117,7 @@ def test_error_before_the_cast_is_that_of_fp32(lane: Lane, kind: str, row):
 @lanes("cpu")
 def test_the_graph_shows_fp32_product_and_accumulator(lane: Lane):
     def narrow(combine: Callable[..., Tensor]) -> tuple[list[str], list[str]]:
-        """The floating-point multiplications and sums of the traced graph: all of them, those below fp32."""
+        """Return the floating-point multiplications and sums of the traced graph: all of them, and those below fp32."""
         *tensors, bucket = problem(dtype=torch.bfloat16)
         graph = make_fx(lambda *t: combine(*t, bucket))(*tensors).graph
         kinds = ("aten.mul", "aten.index_add", "aten.index_put", "aten.scatter", "aten.add", "aten.sum")
@@ -151,7 +150,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
     plain = gradients(by_loop, *inputs)
     found = gradients(moe_combine, *inputs)
     assert [t.dtype for t in found] == [DTYPES[dtype], DTYPES[dtype], torch.float32]
-    # The weighting of the output is rounded to its dtype, so the oracle's gradients take the rounded one.
+    # The weighting of the output is rounded to its dtype, so the oracle's gradients use the rounded one.
     (weighting,) = random_weights([found[0]])
     y, expert, slot, weights, bucket = doubled(inputs)
     exact = by_loop(y.requires_grad_(), expert, slot, weights.requires_grad_(), bucket)
@@ -187,7 +186,7 @@ def test_op_contract(lane: Lane):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("impl", ["op", "reference"])
 def test_one_graph_serves_every_batch_there_and_back(lane: Lane, impl: str):
-    """Dispatch, one product an expert, combine: the way through an E block."""
+    """Dispatch, one product per expert, combine: the path through an E block."""
 
     def there_and_back(x: Tensor, expert: Tensor, weights: Tensor, matrix: Tensor) -> Tensor:
         padded, slot, _ = moe_dispatch(x, expert, 6, 8, impl=impl)
@@ -204,7 +203,7 @@ def test_one_graph_serves_every_batch_there_and_back(lane: Lane, impl: str):
             torch.randn(*shape, generator=g, device=lane.device) for shape in ((B, 24, 8), (6, 8, 8))
         )
         batches.append((x, expert, weights, matrix))
-    # Bit by bit where no atomics add: the plain reference on a GPU may sum in another order.
+    # Bitwise without atomics: the plain reference on a GPU may sum in another order.
     report = check_compiled(
         there_and_back,
         train,
@@ -235,15 +234,15 @@ def test_equals_the_loop(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
 @quick
 @given(seed=st.integers(0, 99), C=st.sampled_from([1, 3]))
 def test_a_dropped_assignment_adds_nothing(lane: Lane, seed: int, C: int):
-    """The row that stands in for it (slot 0) is inf, and so are all rows that no token has."""
+    """The row that is read in its place (slot 0) is inf, and so are all rows without a token."""
     y, expert, slot, weights, _ = problem(C=C, seed=seed, device=lane.device)
     dropped = slot < 0
     assert dropped.any()
     without = moe_combine(y, expert, slot, weights.masked_fill(dropped, 0), C)
     assert torch.equal(moe_combine(y, expert, slot, weights, C), without)
-    nobody = expert.where(~dropped, -1)  # a null assignment is one that was never anybody's
+    unassigned = expert.where(~dropped, -1)  # a null assignment, which never belonged to an expert
     for ours, same in zip(
-        gradients(moe_combine, y, nobody, slot, weights, C),
+        gradients(moe_combine, y, unassigned, slot, weights, C),
         gradients(moe_combine, y, expert, slot, weights, C),
     ):
         assert torch.equal(ours, same)
@@ -274,15 +273,15 @@ def test_the_cast_comes_last(lane: Lane):
     inputs = problem(dtype=torch.bfloat16, device=lane.device)
     wide = moe_combine(*inputs, out_dtype=torch.float32)
     assert (wide.bfloat16().float() != wide).any()
-    for out_dtype, wanted in (
+    for out_dtype, expected in (
         (None, torch.bfloat16),
         (torch.bfloat16, torch.bfloat16),
         (torch.float16, torch.float16),
     ):
         found = moe_combine(*inputs, out_dtype=out_dtype)
-        assert found.dtype == wanted
+        assert found.dtype == expected
         # The sum itself may run in another order on a GPU: one rounding step of the narrow type at most.
-        torch.testing.assert_close(found.float(), wide.to(wanted).float(), rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(found.float(), wide.to(expected).float(), rtol=2**-7, atol=1e-6)
     assert moe_combine(*problem(dtype=torch.float64)).dtype == torch.float64
     assert moe_combine(*problem(dtype=torch.float64, weights_dtype=torch.float32)).dtype == torch.float64
 

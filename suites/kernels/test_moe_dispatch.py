@@ -1,6 +1,6 @@
-"""moe_dispatch against a loop over assignments: placement bit by bit, gradient, compilation, its promises.
+"""moe_dispatch against a loop over assignments: placement bitwise, gradient, compilation, documented guarantees.
 
-B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots an expert and a sequence).
+B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots per expert and sequence).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ sizes = {
 
 
 def problem(B=2, T=17, K=3, D=4, dtype=torch.float32, device="cpu", seed=0) -> tuple[Tensor, Tensor]:
-    """Random x (B,T,D), and K distinct experts a token, skewed to low ids so that buckets fill unevenly."""
+    """Return random x (B,T,D), and K distinct experts per token, skewed to low ids so that buckets fill unevenly."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(B, T, D, generator=g, dtype=torch.float64).to(device, dtype)
     scores = torch.rand(B, T, E, generator=g) - 0.1 * torch.arange(E)
@@ -42,7 +42,7 @@ def problem(B=2, T=17, K=3, D=4, dtype=torch.float32, device="cpu", seed=0) -> t
 
 
 def by_loop(x: Tensor, expert: Tensor, num_experts: int, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition: one assignment after the other, token by token, then k by k."""
+    """Follow the definition: one assignment after the other, token by token, then k by k."""
     B, T, D = x.shape
     padded = torch.zeros(num_experts, B * bucket, D, dtype=x.dtype, device=x.device)
     slot, overflow = torch.full_like(expert, -1), 0
@@ -62,12 +62,12 @@ def by_loop(x: Tensor, expert: Tensor, num_experts: int, bucket: int) -> tuple[T
 
 
 def gradient(dispatch, x: Tensor, expert: Tensor, bucket: int) -> Tensor:
-    """Of x, for a fixed random weighting of `padded`."""
+    """Return the gradient of x, for a fixed random weighting of `padded`."""
     return gradients(dispatch, x, expert, E, bucket)[-1]
 
 
 def gradient_by_loop(x: Tensor, expert: Tensor, bucket: int) -> Tensor:
-    """The same, one addition after the other in the dtype of x: the plain formula."""
+    """Compute the same, one addition after the other in the dtype of x: the plain formula."""
     padded, slot, _ = by_loop(x, expert, E, bucket)
     (weighting,) = random_weights([padded])
     dx = torch.zeros_like(x)
@@ -82,11 +82,11 @@ def test_places_every_token_bit_by_bit(lane: Lane, row):
     for dtype, bucket in product(DTYPES.values(), (1, 4, 8, 16)):
         x, expert = problem(dtype=dtype, device=lane.device)
         padded, slot, overflow = moe_dispatch(x, expert, E, bucket)
-        wanted = by_loop(x, expert, E, bucket)
-        wrong += int((padded != wanted[0]).any(-1).sum() + (slot != wanted[1]).sum())
+        expected = by_loop(x, expert, E, bucket)
+        wrong += int((padded != expected[0]).any(-1).sum() + (slot != expected[1]).sum())
         rows += padded.shape[0] * padded.shape[1] + slot.numel()
         dropped[bucket] = int(overflow)
-        assert torch.equal(overflow, wanted[2])
+        assert torch.equal(overflow, expected[2])
         assert (padded.dtype, slot.dtype, overflow.dtype) == (dtype, torch.int64, torch.int64)
     assert dropped[1] > dropped[4] > dropped[16] == 0
     row(
@@ -105,12 +105,12 @@ def test_places_every_token_bit_by_bit(lane: Lane, row):
 @given(**sizes)
 def test_equals_the_loop(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
     x, expert = problem(B, T, K, seed=seed, device=lane.device)
-    repeated = expert[..., :1].expand(B, T, K)  # the same expert K times is as good a routing as any
+    repeated = expert[..., :1].expand(B, T, K)  # the same expert K times is a valid routing, too
     some_null = expert.where(expert != 1, -1)
     for ids in (expert, repeated, some_null, torch.full_like(expert, -1)):
-        wanted = by_loop(x, ids, E, C)
+        expected = by_loop(x, ids, E, C)
         for impl in ("op", "reference"):
-            for ours, theirs in zip(moe_dispatch(x, ids, E, C, impl=impl), wanted):
+            for ours, theirs in zip(moe_dispatch(x, ids, E, C, impl=impl), expected):
                 assert torch.equal(ours, theirs)
 
 
@@ -144,7 +144,7 @@ def test_gradient_error_is_at_most_that_of_the_plain_sum(lane: Lane, dtype: str,
     plain = gradient_by_loop(x, expert, 32)
     found = gradient(moe_dispatch, x, expert, 32)
     assert found.dtype == DTYPES[dtype]
-    # The oracle takes the weighting that the low precision saw: its fp64 sum is of the same rounded terms.
+    # The oracle uses the weighting of the low precision: its fp64 sum has the same rounded terms.
     leaf = x.double().requires_grad_()
     padded, _, _ = moe_dispatch_reference(leaf, expert, E, 32)
     (terms,) = random_weights([padded.to(x.dtype)])
@@ -163,7 +163,7 @@ def test_gradient_error_is_at_most_that_of_the_plain_sum(lane: Lane, dtype: str,
 
 @lanes("cpu")
 def test_the_graph_of_the_backward_shows_an_fp32_sum(lane: Lane):
-    """Read from the graph: a bf16 sum in torch is fp32 inside, so that the values cannot tell."""
+    """Read from the graph: a bf16 sum in torch is fp32 inside, so that the values cannot show it."""
     x, expert = problem(dtype=torch.bfloat16)
     padded, slot, _ = moe_dispatch(x, expert, E, 4)
     graph = make_fx(lambda *t: moe_dispatch_backward_reference(*t, 4))(padded, expert, slot).graph
@@ -288,7 +288,7 @@ def test_there_and_back_is_the_identity(lane: Lane, seed: int, B: int, T: int, K
     assert int(overflow) == 0
     assert torch.equal(moe_combine(padded, expert, slot, weights, T), x)
     if T > 1:
-        full = moe_dispatch(x, expert * 0, E, 1)  # all tokens want expert 0: only the first finds a slot
+        full = moe_dispatch(x, expert * 0, E, 1)  # all tokens choose expert 0: only the first gets a slot
         back = moe_combine(full[0], expert * 0, full[1], weights * K, 1)
         assert torch.equal(back[:, 0], x[:, 0])
         assert (back[:, 1:] == 0).all()

@@ -1,6 +1,6 @@
-"""The ratio rule rejects every known wrong result of every op, and no right one.
+"""The ratio rule rejects every known wrong result of every op, and no correct one.
 
-In fp32, the strict case: there a formula's own error is some 1e-7, so that the rule sees every fault of note.
+In fp32, the strict case: there a formula's own error is some 1e-7, so that the rule detects every relevant fault.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def test_every_fault_is_rejected(lane: Lane, row, record_property):
         judges = [subject.judge(inputs) for inputs, _ in runs]
         for name, fault in subject.every_fault().items():
             found = [judge(fault(subject, *run)) for judge, run in zip(judges, runs)]
-            # NaN is rejected by every bound, as infinity is: the least rejected result is another one.
+            # Every bound rejects NaN, like infinity: it must not be the least rejected ratio.
             least[f"{op}: {name}"] = min(math.inf if math.isnan(ratio) else ratio for ratio in found)
     killed = [name for name, ratio in least.items() if ratio > AT_MOST["forward"]]
     for name in least:
@@ -50,7 +50,7 @@ def test_no_right_result_is_rejected(lane: Lane, row):
         for seed in range(RIGHT_SEEDS):
             inputs = subject.problem(seed)
             ratios.append(subject.judge(inputs)(subject.run(inputs)))
-        # A nan is no agreement either, and compares false.
+        # NaN is not an agreement either, and compares false.
         alarms += [f"{op}, seed {i}: {r:.3f}" for i, r in enumerate(ratios) if not r <= AT_MOST["forward"]]
         seen[op] = largest(ratios)
     row(

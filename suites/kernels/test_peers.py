@@ -1,4 +1,4 @@
-"""The peers behind impl="upstream": absent ones say how to install them, present ones compute what our ops compute."""
+"""The peers of impl="upstream": an absent one names its install command, a present one computes the same as our op."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 
 
 def attention_inputs(**options: Any) -> tuple[Tensor, ...]:
-    """As the attention suite's, with a head dim that every peer takes and without padding."""
+    """Return the attention suite's inputs, with a head dim that every peer supports and without padding."""
     q, k, v, doc_ids = test_attention.problem(T=96, P=64, dtype=BF16, **options)
     return q, k, v, doc_ids.where(doc_ids >= 0, 9)
 
@@ -47,7 +47,7 @@ def scan_inputs(device: str) -> tuple[Tensor, ...]:
 
 
 def mamba3_inputs(device: str) -> tuple[Tensor, ...]:
-    """Without a given state: the peer cannot put one before packed documents."""
+    """Return inputs without an initial state: the peer does not support one before packed documents."""
     inputs = test_mamba3_siso.problem(T=130, P=64, N=64, R=16, dtype=BF16, device=device)
     return tuple(inputs[n] for n in test_mamba3_siso.NAMES[:12])
 
@@ -98,10 +98,10 @@ def test_an_absent_peer_says_how_to_install_it(lane: Lane, name: str, monkeypatc
 @lanes("h200")
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_computes_what_our_op_computes(lane: Lane, name: str, request, record_property):
-    """Both within the ratio rule of the same plain formula, in the output and every gradient.
+    """Both are within the ratio rule of the same plain formula, in the output and every gradient.
 
-    A peer's bound is loose, for it rounds more between its kernels than the formula does (mamba-ssm's own test puts
-    the gradient of its angles at 20 %): what this must find is another function.
+    A peer's bound is loose, because it rounds more between its kernels than the formula does (mamba-ssm's own test
+    allows 20 % for the gradient of its angles): it only detects a different function.
     """
     function, inputs, package = PEERS[name]
     if reason := not_run(record_property, [request.node.nodeid], [package]):
@@ -122,8 +122,8 @@ def test_a_peer_computes_what_our_op_computes(lane: Lane, name: str, request, re
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 9}, {"scale": 0.3}])
 def test_sdpa_is_the_same_function(lane: Lane, options: dict[str, Any]):
     inputs = test_attention.problem(device=lane.device)
-    wanted = gradients(partial(attention, impl="reference"), *inputs, **options)
-    for found, exact in zip(gradients(partial(attention, impl="sdpa"), *inputs, **options), wanted):
+    expected = gradients(partial(attention, impl="reference"), *inputs, **options)
+    for found, exact in zip(gradients(partial(attention, impl="sdpa"), *inputs, **options), expected):
         torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match="'sdpa' has no softcap"):
         attention(*inputs, softcap=2.0, impl="sdpa")
@@ -144,19 +144,19 @@ def test_flex_with_a_score_mod_is_the_same_function(lane: Lane, options: dict[st
     """Without gradients: torch has none on CPU."""
     inputs = test_attention.problem(device=lane.device)
     with torch.no_grad():
-        wanted, found = (attention(*inputs, **options, impl=impl) for impl in ("reference", "flex"))
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        expected, found = (attention(*inputs, **options, impl=impl) for impl in ("reference", "flex"))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
         if softcap := options.get("softcap"):
             other = attention(*inputs, **options | {"softcap": softcap * 1.03}, impl="flex")
-            assert not torch.allclose(other, wanted, rtol=1e-4)
+            assert not torch.allclose(other, expected, rtol=1e-4)
 
 
 @lanes("cpu")
 def test_the_tuple_of_fa4_is_unwrapped_before_the_cast(lane: Lane, monkeypatch: pytest.MonkeyPatch):
-    asked: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        asked.append(options)
+        calls.append(options)
         return q.float() * 2, torch.zeros(())
 
     package = ModuleType("flash_attn.cute")
@@ -167,7 +167,7 @@ def test_the_tuple_of_fa4_is_unwrapped_before_the_cast(lane: Lane, monkeypatch: 
     out = attention(q, k, v, torch.zeros_like(doc_ids), softcap=30.0, window=5, impl="fa4")
     assert out.dtype == BF16
     assert torch.equal(out, q * 2)
-    assert asked == [{"softmax_scale": 0.125, "causal": True, "window_size": (4, 0), "softcap": 30.0}]
+    assert calls == [{"softmax_scale": 0.125, "causal": True, "window_size": (4, 0), "softcap": 30.0}]
 
 
 @lanes("cpu")

@@ -1,4 +1,4 @@
-"""rms_norm_gated against torch's own rms_norm: value, gradient, compilation, and what the formula promises.
+"""rms_norm_gated against torch's own rms_norm: value, gradient, compilation, and properties of the formula.
 
 B batch, T tokens, D channels, S group size.
 """
@@ -32,7 +32,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 def problem(shape=(2, 9), D=64, dtype=torch.float64, device="cpu", seed=0) -> Inputs:
-    """Random x and gate (..., D) and a weight near 1."""
+    """Return random x and gate (..., D) and a weight near 1."""
     g = torch.Generator().manual_seed(seed)
     x, gate = (torch.randn(*shape, D, generator=g, dtype=torch.float64) for _ in range(2))
     weight = 1 + 0.2 * torch.randn(D, generator=g, dtype=torch.float64)
@@ -42,7 +42,7 @@ def problem(shape=(2, 9), D=64, dtype=torch.float64, device="cpu", seed=0) -> In
 def plain_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps=1e-5, group_size=None, norm_before_gate=False
 ) -> Tensor:
-    """F.rms_norm on each group, every operation in the dtype of x."""
+    """Apply F.rms_norm to each group, every operation in the dtype of x."""
     S = group_size or x.shape[-1]
     u = x if norm_before_gate else x * F.silu(gate)
     n = torch.cat([F.rms_norm(part, (S,), eps=eps) for part in u.split(S, -1)], -1) * weight
@@ -74,8 +74,9 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("case", CASES)
 def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane, case: str):
-    """y is a product of single factors: relative to |y| a mean of S squares adds at most S/2 + 1 roundings
-    (halved by the root), silu, root and products no more than 16."""
+    """y is a product of single factors: relative to |y| a mean of S squares adds at most S/2 + 1 roundings (halved by
+    the root), silu, root and products no more than 16.
+    """
     x, gate, weight = inputs = problem(dtype=torch.float32, device=lane.device)
     S = CASES[case]["group_size"] or 64
     oracle = plain_norm(*doubled(inputs), **CASES[case])
@@ -154,7 +155,7 @@ def test_the_scale_of_x_is_lost_as_eps_vanishes(lane: Lane, seed: int, factor: f
     x, gate, weight = problem(seed=seed, device=lane.device)
     function = partial(rms_norm_gated, gate=gate, weight=weight, norm_before_gate=before)
     torch.testing.assert_close(function(factor * x, eps=0.0), function(x, eps=0.0), rtol=1e-12, atol=0)
-    assert error(function(1e-6 * x), function(x))[0] > 1e-2  # eps counts where it is not small
+    assert error(function(1e-6 * x), function(x))[0] > 1e-2  # eps matters if it is not small
 
 
 @lanes("cpu", "h200")
@@ -170,7 +171,7 @@ def test_rows_do_not_mix(lane: Lane, seed: int, row: int):
 
 @lanes("cpu", "h200")
 def test_mixed_dtypes_keep_their_own(lane: Lane):
-    """Under autocast the gate may be bf16 beside fp32; in fp16 a mean square above 65504 stays finite."""
+    """Under autocast the gate may be bf16 with fp32 inputs; in fp16 a mean square above 65504 stays finite."""
     x, gate, weight = problem(dtype=torch.float32, device=lane.device)
     found = gradients(rms_norm_gated, x, gate.bfloat16(), weight)
     assert [t.dtype for t in found] == [torch.float32, torch.float32, torch.bfloat16, torch.float32]

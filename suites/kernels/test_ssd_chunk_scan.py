@@ -1,7 +1,7 @@
 """ssd_chunk_scan: the chunked op against the token-by-token recurrence, in value, gradient and compilation.
 
 B batch, T tokens, H heads, P head dim, N state dim, G groups.
-The oracle is the recurrence in fp64. The op runs the chunked form, which is another computation.
+The oracle is the recurrence in fp64. The op runs the chunked form, which is a different computation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ results = partial(values_and_gradients, ("y", "final"))
 def problem(
     B=2, T=50, H=4, P=8, N=8, G=2, dtype=torch.float64, device="cpu", seed=0, starts=(13, 14, 40)
 ) -> Named:
-    """Random inputs; a document begins at each of `starts` in row 0, three tokens later in each further row."""
+    """Return random inputs; a document begins at each of `starts` in row 0, three tokens later in each further row."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -67,16 +67,16 @@ def problem(
 
 
 def segment(inputs: Named, tokens: slice, state: Tensor | None) -> dict[str, Tensor | None]:
-    """Some of the tokens, from a given state."""
+    """Return some of the tokens, with a given state."""
     return cut(inputs, tokens, PER_TOKEN) | {"initial_state": state}
 
 
 def rounding_bound(inputs: Named) -> Tensor:
-    """What rounding alone can do to y (B,T,H,P) in fp32.
+    """Bound the rounding error of y (B,T,H,P) in fp32.
 
-    y is a sum of products. Each passes at most T + N additions, and T more in its exponent s, where an error
-    of T u |s| on a weight exp(s) is at most T u of the undecayed one. So (2 T + N + 16) u times the same scan
-    over absolute values, with no decay and no reset, bounds it; 16 for the roundings of single factors.
+    y is a sum of products. Each goes through at most T + N additions, and T more in its exponent s, where an error of T
+    u |s| on a weight exp(s) is at most T u of the undecayed one. So (2 T + N + 16) u times the same scan over absolute
+    values, with no decay and no reset, bounds it; 16 for the roundings of single factors.
     """
     sizes = {n: t.abs() if t.is_floating_point() else t * 0 for n, t in doubled(inputs).items()}
     T, N = inputs["x"].shape[1], inputs["Bmat"].shape[3]
@@ -84,7 +84,7 @@ def rounding_bound(inputs: Named) -> Tensor:
 
 
 def without_carry(chunk_size: int, **inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Known wrong: each chunk from a zero state, so the quadratic part without the state between chunks."""
+    """A fault: each chunk from a zero state, so the quadratic part without the state between chunks."""
     zero = torch.zeros_like(inputs["initial_state"])
     starts = range(0, inputs["x"].shape[1], chunk_size)
     parts = [ssd_chunk_scan_reference(**segment(inputs, slice(t, t + chunk_size), zero)) for t in starts]
@@ -104,8 +104,8 @@ def test_is_as_close_to_the_oracle_as_the_plain_recurrence(lane: Lane, dtype: st
         plain = pooled(results(ssd_chunk_scan_recurrent, inputs) for inputs in seeds)
     found = pooled(results(chunked, inputs) for inputs in seeds)
     for name in oracle:
-        wanted = seeds[0][{"y": "x", "final": "dt"}.get(name, name)].dtype
-        assert found[name].dtype == plain[name].dtype == wanted
+        expected = seeds[0][{"y": "x", "final": "dt"}.get(name, name)].dtype
+        assert found[name].dtype == plain[name].dtype == expected
     report_pooled(row, f"kernels/ssd_chunk_scan-{lane.name}-{dtype}", found, plain, oracle, inputs=FLOATS)
 
 
@@ -117,7 +117,7 @@ def test_fp32_error_is_within_rounding(lane: Lane):
     for chunk_size in (1, 16, 64):
         y, _ = ssd_chunk_scan(**inputs, chunk_size=chunk_size)
         assert ((y - oracle).abs() <= bound).all()
-    # The bound must tell a wrong scan from a right one: no state between chunks, and no reset.
+    # The bound must separate a wrong scan from a correct one: no state between chunks, and no reset.
     wrong, _ = without_carry(16, **inputs)
     assert ((wrong - oracle).abs() > bound).double().mean() > 0.5
     unreset, _ = ssd_chunk_scan(**inputs | {"doc_ids": torch.zeros_like(inputs["doc_ids"])})
@@ -195,10 +195,10 @@ def test_decode_continues_a_prefill(lane: Lane):
 @quick
 @given(length=st.integers(1, 40), chunk_size=st.sampled_from([4, 16, 64]), dtype=st.sampled_from([*DTYPES]))
 def test_a_packed_document_is_alone(lane: Lane, length: int, chunk_size: int, dtype: str):
-    """[A|B] gives B as B alone gives it, and not a bit of B hangs on what A holds.
+    """[A|B] gives the same result for B as B alone, and no bit of B depends on the contents of A.
 
-    Bit-equal where A fills whole chunks (the same sums in the same order), and in the recurrence always.
-    Elsewhere the chunk borders cut B in other places, so its sums are rounded in another order.
+    Bitwise equal if A fills whole chunks (the same sums in the same order), and in the recurrence always. Otherwise the
+    chunk borders divide B elsewhere, so its sums are rounded in another order.
     """
     inputs = problem(T=length + 64, dtype=DTYPES[dtype], starts=(), device=lane.device, seed=length)
     inputs["doc_ids"][:, length:] += 1
@@ -253,7 +253,7 @@ def test_strong_decay_leaves_finite_and_right_gradients(lane: Lane, chunk_size: 
     found = results(partial(ssd_chunk_scan, chunk_size=chunk_size), inputs)
     assert all(t.isfinite().all() for t in found.values())
     assert worst(found, results(ssd_chunk_scan_recurrent, doubled(inputs))) < 1e-5
-    # The usual way, exp of a difference of running sums and then a mask, does turn into NaN here.
+    # The usual way, exp of a difference of running sums and then a mask, does give NaN here.
     decay = (inputs["A"] * inputs["dt"])[0, :, 0].requires_grad_()
     sums = decay.cumsum(0)
     torch.exp(sums[:, None] - sums[None, :]).tril().sum().backward()

@@ -1,4 +1,4 @@
-"""The ops at the model's shapes: inputs, the op, its reference, its peer, and what the work costs at least.
+"""The ops at the model's shapes: inputs, the op, its reference, its peer, and the minimum work.
 
 B batch, T tokens, H heads, P head dim, N state dim, D model dim, E experts, K top-k, G groups.
 """
@@ -31,7 +31,9 @@ BF16 = torch.bfloat16
 
 
 class Work(NamedTuple):
-    """What a call cannot avoid: bytes moved to and from memory, FLOP of its matrix products; forward, and in all."""
+    """The minimum of a call: bytes moved to and from memory, FLOP of its matrix products; for forward, and both
+    passes.
+    """
 
     forward_bytes: float
     both_bytes: float
@@ -40,7 +42,9 @@ class Work(NamedTuple):
 
 
 class Case(NamedTuple):
-    """op(*inputs) -> a tensor, or a tuple that begins with one; so do the reference and the peer, if there is one."""
+    """op(*inputs) returns a tensor, or a tuple that begins with one; so do the reference and the peer, if there
+    is one.
+    """
 
     op: Callable[..., Any]
     reference: Callable[..., Any]
@@ -52,7 +56,7 @@ class Case(NamedTuple):
 def by_impl(
     function: Callable[..., Any], peer: bool = True, **options: Any
 ) -> tuple[Callable[..., Any], ...]:
-    """op, reference and peer of a public function with these options."""
+    """Return op, reference and peer of a public function with these options."""
     impls = ("op", "reference", "upstream") if peer else ("op", "reference")
     return *(partial(function, impl=impl, **options) for impl in impls), *(() if peer else (None,))
 
@@ -70,7 +74,7 @@ def size(*tensors: Tensor) -> int:
 
 
 def streaming(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], flops: float = 0.0) -> Work:
-    """Inputs read and outputs written; the backward reads both sides again and writes the inputs' gradients."""
+    """Count inputs read and outputs written; the backward reads both again and writes the inputs' gradients."""
     forward, floats = size(*inputs, *outputs), [t for t in inputs if t.is_floating_point()]
     return Work(forward, forward + size(*inputs, *outputs, *floats), flops, 3 * flops)
 
@@ -112,7 +116,7 @@ def mla_case(B: int, softcap: float) -> Case:
 
 
 def dsa_case(B: int, choose: bool) -> Case:
-    """Attention over the keys of a choice; with `choose`, the op makes the choice on the way, from constants."""
+    """Attention over the chosen keys; with `choose`, the op also makes the choice, from constants."""
     Hq, Hkv, P, J, K = 56, 8, 64, 32, 256
     index = (draw(B, T, J, P), draw(B, T, P), draw(B, T, J), one_document(B))
     indices = dsa_indexer(*index, top_k=K)
@@ -132,7 +136,7 @@ def dsa_case(B: int, choose: bool) -> Case:
 
 
 def dsa_loss_case(B: int) -> Case:
-    """The scores of the chosen keys and their target: what a sparse layer's training adds to its attention."""
+    """The scores of the chosen keys and their target: what training a sparse layer adds to its attention."""
     Hq, Hkv, P, J, K = 56, 8, 64, 32, 256
     index = draw(B, T, J, P), draw(B, T, P), draw(B, T, J)
     indices = dsa_indexer(*index, one_document(B), top_k=K)
@@ -177,7 +181,9 @@ def mamba3_case(B: int, N: int, G: int) -> Case:
 
 
 def scan_flops(P: int, N: int, L: int = 64) -> float:
-    """FLOP a token and head of the chunked form, the triangle counted as half: scores, their use, state in and out."""
+    """Return the FLOP per token and head of the chunked form, the triangle counted as half: scores, their use, state in
+    and out.
+    """
     return 2 * (L / 2 * N + L / 2 * P + 2 * P * N)
 
 
@@ -190,7 +196,7 @@ def m2rnn_case(B: int) -> Case:
 
 
 def routing(B: int, E: int, K: int) -> Tensor:
-    """Uniform over the experts: K different ones a token, (B,T,K) int64."""
+    """Return a uniform routing: K different experts per token, (B,T,K) int64."""
     return torch.rand(B, T, E, device="cuda").topk(K, dim=-1).indices
 
 
@@ -236,7 +242,7 @@ def grouped_case(B: int, D_in: int, D_out: int) -> Case:
 
 
 def cross_entropy_case(B: int, softcap: float) -> Case:
-    """The peer is what Inductor makes of the loss head as the model writes it."""
+    """The peer is Inductor's compilation of the model's loss head."""
     V = 65536
     inputs = (draw(B, T, V), torch.randint(0, V, (B, T), device="cuda"))
 
@@ -276,12 +282,12 @@ CASES: dict[str, Callable[[int], Case]] = {
     "cross_entropy-V65536-softcap15": partial(cross_entropy_case, softcap=15.0),
 }
 
-# GiB that an op, its peer and its reference take in turn, in fp64 too and with gradients, at B 1, as torch reserved
-# them on an H200. By the beginning of a case's name; all others stay below the last number.
+# GiB that an op, its peer and its reference need in turn, also in fp64 and with gradients, at B 1, as reserved by torch
+# on an H200. By prefix of a case's name; all others stay below the last number.
 ORACLE_GIB = {"attention-P128": 30, "attention-P64": 52, "mla": 52, "dsa_indexer": 18, "cross_entropy": 16}
 LEAST_ORACLE_GIB = 11
 
 
 def oracle_gib(name: str) -> int:
-    """Of a case of CASES."""
+    """Return the GiB for a case of CASES."""
     return next((gib for start, gib in ORACLE_GIB.items() if name.startswith(start)), LEAST_ORACLE_GIB)

@@ -1,4 +1,4 @@
-"""Any launcher, watched from outside, and the environment that a launcher gives to trainers in this process."""
+"""Runs any launcher and observes it from outside, and sets a launcher's variables for trainers in this process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ OURS = "-m launch.train --smoke --preset nam12 --policy eager --steps 1 --batch 
 SECONDS = 300
 TORCH = Version(version("torch"))
 
-# Every Python of the launcher's reads this before its program. At its end, one that has imported torch says what
-# environment it was started with, and whether it took a device.
+# Every Python process of the launcher runs this before its program. At exit, a process that has imported torch records
+# the environment it was started with, and whether it initialized a device.
 WITNESS = """
 import atexit, json, os, sys
 started = dict(os.environ)
@@ -41,13 +41,13 @@ atexit.register(tell)
 
 
 def known(line: Mapping[str, Any]) -> bool:
-    """Whether this torch reads the variable of a contract's line; `torch` names the versions that do."""
+    """Return whether this torch reads the variable of a contract's line; `torch` lists the versions that do."""
     return SpecifierSet(line.get("torch", "")).contains(TORCH, prereleases=True)
 
 
 @dataclass(frozen=True)
 class Launched:
-    """code: the exit code. out, err: what was printed. trained: the witness of each process that imported torch."""
+    """code: the exit code. out, err: the output. trained: the witness record of each process that imported torch."""
 
     code: int
     out: str
@@ -56,12 +56,12 @@ class Launched:
 
     @property
     def line(self) -> str:
-        """The last line on standard error."""
+        """Return the last line on standard error."""
         return (self.err.strip().splitlines() or [""])[-1]
 
 
 class Launcher:
-    """A command that starts a training run, in an environment that nobody has prepared but for the caches' place."""
+    """A command that starts a training run, in an environment that sets only the location of the caches."""
 
     def __init__(self, command: list[str], home: Path, cwd: Path = ROOT) -> None:
         self.command, self.home, self.cwd = command, home, cwd
@@ -73,11 +73,11 @@ class Launcher:
         ours = {*contract.reasons, "LOCAL_RANK", "BUMPGATE_RETRY"}
         clean = {name: value for name, value in os.environ.items() if name not in ours}
         path = os.pathsep.join(filter(None, [str(self.home / "witness"), clean.get("PYTHONPATH")]))
-        told = {"XDG_CACHE_HOME": str(self.home), "BUMPGATE_WITNESS": str(self.home / "witness")}
-        return {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **told, **planted}
+        paths = {"XDG_CACHE_HOME": str(self.home), "BUMPGATE_WITNESS": str(self.home / "witness")}
+        return {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **paths, **planted}
 
     def __call__(self, planted: Mapping[str, str] = {}, wrapper: tuple[str, ...] = ()) -> Launched:
-        """Runs the command with the planted variables, itself run by `wrapper`."""
+        """Run the command with the planted variables, under `wrapper`."""
         done = subprocess.run(
             [*wrapper, *self.command],
             cwd=self.cwd,
@@ -86,9 +86,9 @@ class Launcher:
             text=True,
             timeout=SECONDS,
         )
-        told = list((self.home / "witness").glob("*.json"))
-        trained = [json.loads(path.read_text()) for path in told]
-        for path in told:
+        paths = list((self.home / "witness").glob("*.json"))
+        trained = [json.loads(path.read_text()) for path in paths]
+        for path in paths:
             path.unlink()
         return Launched(done.returncode, done.stdout, done.stderr, trained)
 
@@ -101,7 +101,7 @@ def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Launcher:
 
 
 class Checkout:
-    """A copy of the launcher and its contract that a test may edit; what it launches is shared."""
+    """A copy of the launcher and its contract that a test may edit; the code that it launches is shared."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.contract = root, root / PATH.name
@@ -117,7 +117,7 @@ class Checkout:
         self.contract.write_text(text.replace(old, new))
 
     def lock(self) -> None:
-        """The command that a refusal names, as a reviewer runs it."""
+        """Run the lock command that an error message names, as a reviewer would."""
         subprocess.run("sha256sum contract.toml > contract.lock", shell=True, cwd=self.root, check=True)
 
     def launcher(self, *options: str) -> Launcher:
@@ -133,7 +133,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers in this process find what a launcher would have exported; torch has read its own long ago."""
+    """Set the variables that a launcher exports, for trainers in this process; torch has read its own at import."""
     contract = load()
     for name, value in child_environment(contract, os.environ).items():
         monkeypatch.setenv(name, value)

@@ -1,8 +1,8 @@
-"""One process of the knob checks: what torch's configuration and switches read in this environment, as JSON.
+"""One process of the knob checks: the values of torch's configuration and switches in this environment, as JSON.
 
-`python -m suites.launch.knobs NAME...` with dotted names of configuration fields; "absent" where torch has none. Beside
-them stand `lost`, the fields that read otherwise in a new thread after they were assigned here, and `probes`, for
-variables that move no field.
+`python -m suites.launch.knobs NAME...` with dotted names of configuration fields; "absent" if torch has none. The
+output also has `lost`, the fields that read differently in a new thread after they were assigned here, and `probes`,
+for variables that change no field.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ ABSENT = "absent"
 
 
 def resolve(name: str) -> tuple[Any, str]:
-    """A dotted name as the object that holds the field, and the field. Raises AttributeError where torch lacks it."""
+    """Resolve a dotted name to the object that holds the field, and the field. Raises AttributeError if torch
+    lacks it.
+    """
     parts = name.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         try:
@@ -42,9 +44,10 @@ def read(name: str) -> Any:
 
 
 def lost_in_threads(name: str) -> bool:
-    """Whether a value assigned in this thread is not what another reads: autotuning and the backward have their own.
+    """Return whether another thread does not see a value assigned here: autotuning and the backward have their own
+    threads.
 
-    A field that a variable of the environment holds down takes no assignment, which is no difference of threads.
+    A field that is overridden by an environment variable accepts no assignment; that is not a difference of threads.
     """
     holder, field = resolve(name)
     before = getattr(holder, field)
@@ -60,7 +63,7 @@ def lost_in_threads(name: str) -> bool:
 
 
 def probes() -> dict[str, Any]:
-    """Variable -> what it moves."""
+    """Return variable -> the value that it changes."""
     import torch
 
     calls: list[int] = []
@@ -81,7 +84,7 @@ def probes() -> dict[str, Any]:
 
 
 def main(*names: str) -> dict[str, Any]:
-    """The fields, the probes, and which of the fields an assignment does not carry into another thread."""
+    """Return the fields, the probes, and the fields whose assignment does not reach another thread."""
     warnings.simplefilter("ignore")
     fields = {name: read(name) for name in names}
     kinds = {name: type(value) for name, value in fields.items() if value != ABSENT}

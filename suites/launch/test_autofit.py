@@ -1,4 +1,4 @@
-"""A batch that does not fit is split in the retry, and a step still sees all of it. Rules C25, C21, C12.
+"""A batch that does not fit is split in the retry, and a step still uses all of it. Rules C25, C21, C12.
 
 B batch, T tokens.
 """
@@ -44,13 +44,13 @@ def test_the_next_batch_of_the_contract(lane: Lane) -> None:
 
 
 def dense() -> Hybrid:
-    """Without experts the loss of a batch is a mean over its targets alone, so that parts add up to the whole."""
+    """Without experts the loss of a batch is a mean over its targets alone, so that the parts add up to the whole."""
     torch.manual_seed(0)
     return Hybrid(preset("nam12", "narrow", layer_pattern="AM", depth=2)).double()
 
 
 def batch_of(model: Hybrid) -> Tensor:
-    """Ids (8,32) with 1 to 25 documents a row: the parts differ in targets."""
+    """Return ids (8,32) with 1 to 25 documents per row: the parts differ in their number of targets."""
     ids = torch.randint(3, model.config.vocab_size, (8, 32), generator=torch.Generator().manual_seed(1))
     ids[:, 0] = model.config.bos_id
     ids[:3, 1:25] = model.config.bos_id
@@ -58,7 +58,7 @@ def batch_of(model: Hybrid) -> Tensor:
 
 
 def after(step) -> tuple[Tensor, Tensor]:
-    """The loss () and the gradient of every weight, flat, of one step."""
+    """Return the loss () and the flattened gradient of every weight, of one step."""
     model = dense()
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     loss = step(model, torch.optim.SGD(model.parameters(), lr=1.0), batch_of(model))
@@ -98,7 +98,7 @@ def test_a_split_batch_is_the_same_step(lane: Lane, row) -> None:
         assert float((gradient - whole[1]).abs().max()) > 1e-3, fault.__name__
 
 
-# The trainer with a device on which more than four rows do not fit. It says what went through, and what was reset.
+# The trainer on a device that fits at most four rows. It prints which batches ran, and the resets.
 OUT_OF_MEMORY = """
 import json, os, sys, torch
 from launch import train
@@ -125,7 +125,7 @@ SMALL = ["--smoke", "--policy", "eager", "--tokens", "16", "--batch", "8", "--st
 
 @lanes("cpu")
 def test_out_of_memory_ends_in_a_smaller_device_batch(lane: Lane, tmp_path: Path, row) -> None:
-    """A real second process: 8 rows a step as before, 4 at a time, under the same contract, reset once."""
+    """A real second process: 8 rows per step as before, 4 at a time, under the same contract, with one reset."""
     log = tmp_path / "log"
     given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     given = {name: value for name, value in given.items() if name not in (RETRY, REASON)}
@@ -166,7 +166,7 @@ def dynamo_as_it_was():
 @lanes("cpu")
 @planted("C21", "auto-fit resets the compiler for each candidate")
 def test_a_reset_for_each_candidate_is_counted(lane: Lane, dynamo_as_it_was, monkeypatch, capsys) -> None:
-    """By the counter of the row above: 1 in a retry, 3 where trying a batch resets, too."""
+    """By the counter of the row above: 1 in a retry, 3 if trying a batch resets, too."""
     resets = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
     monkeypatch.setenv(RETRY, "1")

@@ -1,7 +1,7 @@
-"""Cache directories: refused or replaced, a full disk by its own name, a seed that two hosts may bring at once.
+"""Cache directories: rejected or replaced, a full disk reported as such, a seed that two hosts may sync at once.
 
-Rules C17 (both modes), C19 (disk full is no model bug), C20 (sync). The small disks are real: a tmpfs of a few hundred
-KiB in a mount namespace of its own, and a limit on file sizes where no namespace is needed.
+Rules C17 (both modes), C19 (a full disk is not a model bug), C20 (sync). The small disks are real: a tmpfs of a few
+hundred KiB in a mount namespace of its own, and a limit on file sizes where no namespace is needed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 
 
 def small_disk(place: Path, kib: int, fill: bool = False) -> tuple[str, ...]:
-    """What runs a command with a tmpfs of `kib` at `place`, seen by it alone; afterwards lists what lies there.
+    """Return a wrapper that runs a command with a private tmpfs of `kib` at `place` and lists its contents afterwards.
 
-    Raises InfraError where the machine allows no mount namespace.
+    Raises InfraError if the machine allows no mount namespace.
     """
     place.mkdir(exist_ok=True)
     probe = subprocess.run(
@@ -52,7 +52,7 @@ def small_disk(place: Path, kib: int, fill: bool = False) -> tuple[str, ...]:
 def test_a_full_disk_has_its_own_exit_code(
     lane: Lane, launcher: Launcher, tmp_path: Path, variable: str
 ) -> None:
-    """5 where a write finds no space; 3 where the disk is writable and only smaller than the contract asks."""
+    """5 if a write finds no space; 3 if the disk is writable but smaller than the contract requires."""
     place = tmp_path / "disk"
     full = launcher({variable: str(place)}, wrapper=small_disk(place, 256, fill=True))
     assert full.code == 5, full.err
@@ -66,7 +66,7 @@ def test_a_full_disk_has_its_own_exit_code(
 @lanes("cpu")
 @planted("C19", "a disk that fills while compiling")
 def test_a_disk_that_fills_while_compiling(lane: Lane, checkout: Checkout, tmp_path: Path, row) -> None:
-    """Inductor wraps the failed write in an error of its own; what the user reads is the disk."""
+    """Inductor wraps the failed write in an error of its own; the reported cause is the disk."""
     checkout.edit("minimum_free_bytes = 1_073_741_824", "minimum_free_bytes = 0")
     checkout.lock()
     place = tmp_path / "disk"
@@ -156,7 +156,7 @@ def test_only_a_real_write_counts(lane: Lane, tmp_path: Path) -> None:
 
 
 def naive(source: Path, target: Path) -> None:
-    """The wrong way: each file written under its final name."""
+    """The incorrect way: each file is written under its final name."""
     for name, path in caches.files(source).items():
         shutil.copyfile(path, target / name)
 
@@ -214,7 +214,7 @@ def test_disk_full_is_told_from_other_faults(lane: Lane) -> None:
 
 
 def tree(root: Path, seed: int, count: int = FILES) -> Path:
-    """A cache of `count` files below three folders; one byte of each tells the seed."""
+    """Create a cache of `count` files below three folders; one byte of each identifies the seed."""
     for i in range(count):
         path = root / f"folder{i % 3}" / f"entry{i}.so"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,7 +223,7 @@ def tree(root: Path, seed: int, count: int = FILES) -> Path:
 
 
 def lost(target: Path, *sources: Path) -> list[str]:
-    """Names that the target lacks, or whose bytes are those of no source: a file is whole or it is lost."""
+    """Return names that the target lacks, or whose bytes match no source: a file is either complete or lost."""
     names = {name for source in sources for name in caches.files(source)}
     return [name for name in sorted(names) if not whole(target / name, [s / name for s in sources])]
 
@@ -239,7 +239,7 @@ def whole(path: Path, versions: list[Path]) -> bool:
 @lanes("cpu")
 @planted("C20", "a torn file and a lost one")
 def test_two_syncers_lose_nothing(lane: Lane, tmp_path: Path, row) -> None:
-    """Both bring a new version onto a warm target, which a running job reads all the while."""
+    """Both sync a new version onto a warm target, which a running job reads all the time."""
     old, new = tree(tmp_path / "old", 1), tree(tmp_path / "new", 2)
     target = tmp_path / "target"
     target.mkdir()
@@ -297,14 +297,14 @@ def test_sync_copies_what_differs_and_only_that(lane: Lane, tmp_path: Path) -> N
     before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     assert sync(source, target) == []
     assert {path: path.stat().st_mtime_ns for path in target.rglob("*")} == before
-    # Warm: what the target has learnt since stays, though its name is in the source too.
+    # Warm: what the target has added stays, even if its name is in the source too.
     (target / "own").write_text("of this host")
     (target / names[0]).write_text("better")
     assert sync(source, target) == []
     assert (target / names[0]).read_text() == "better"
     (target / names[1]).unlink()
     assert sync(source, target) == [names[1]]
-    # A new source replaces what differs by its bytes alone.
+    # A new source replaces files that differ only in their contents.
     changed = source / names[2]
     times = changed.stat()
     changed.write_bytes(b"\x07" + changed.read_bytes()[1:])

@@ -1,6 +1,6 @@
-"""Capabilities are probed and versions parsed: rule C16, and what follows from a GPU's age.
+"""Capabilities are probed and versions parsed: rule C16, and what follows from a GPU's compute capability.
 
-The version strings are those of real wheels and of the public accounts of living on them.
+The version strings are those of real wheels and of public reports about such builds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from suites.support.instruments import forget_graphs
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
-# Oldest first. A build from source and a nightly come before the release that they lead to.
+# Oldest first. A build from source and a nightly precede the release that they lead to.
 LABELS = (
     "2.6.0+cu124",
     "2.9.0a0+git21fec65",
@@ -55,7 +55,7 @@ def found() -> dict[str, Seen]:
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("form", GRAPHS)
 def test_what_this_torch_does_with_an_opaque_kernel(lane: Lane, form: str, found, row) -> None:
-    """Belongs to this build: under another torch the answer may differ, and explains."""
+    """The result belongs to this build: it may differ under another torch, so the row is informative."""
     seen = found[form]
     row(
         f"launch/capability-{form}/works",
@@ -93,7 +93,7 @@ def test_child_and_process_agree(lane: Lane, found, row) -> None:
 @lanes("cpu", "h200")
 @planted("C16", "a kernel that computes something else each time")
 def test_a_kernel_of_plain_operators_works_in_every_form(lane: Lane, found, row) -> None:
-    """So a no above is about the kernel and the form. A kernel that gives something else each time works in none."""
+    """A negative result above thus concerns the kernel and the form. A nondeterministic kernel works in none."""
     forget_graphs()
     plain = {form: probe(form, lambda x: x + x) for form in GRAPHS}
     row(
@@ -113,7 +113,7 @@ def test_a_kernel_of_plain_operators_works_in_every_form(lane: Lane, found, row)
 
 @lanes("cpu")
 def test_the_first_form_that_works_is_chosen(lane: Lane, found, row) -> None:
-    """Our own kernels are custom ops: where the probe chose another form, they could not stay so."""
+    """Our own kernels are custom ops: if the probe chose another form, they would have to change."""
     row(
         "launch/capability/chosen_form",
         chosen(found),
@@ -178,7 +178,7 @@ def test_labels_are_parsed_and_a_string_decides_wrongly(lane: Lane, found, row) 
     assert sorted(random.Random(0).sample(LABELS, len(LABELS)), key=Version) == list(LABELS)
     assert [str(Version(label)) for label in LABELS] == list(LABELS)
     assert {Version(label).local for label in LABELS} >= {"cu128", "cu130", "git21fec65", "git7afdbae", "cpu"}
-    # The two gates of the accounts, on the same table.
+    # The two version gates of the reports, on the same table.
     text = {label for label in LABELS if (label >= "2.12") != right[label]}
     typed = {label for label in LABELS if (TorchVersion(label) >= "2.12") != right[label]}
     assert text == {"2.6.0+cu124", "2.9.0a0+git21fec65", "2.9.0"}
@@ -197,26 +197,26 @@ def dtype_or_refusal(device: str, sm: int, given: dict[str, str], path: Path) ->
     try:
         return low_precision(device, sm, given, path)
     except ContractError as error:
-        told = re.fullmatch(
+        refusal = re.fullmatch(
             r"sm_\d+ is below sm_80: .*; to have float16: BUMPGATE_FP16_BELOW_SM80=1", str(error)
         )
-        return "refused" if told else str(error)
+        return "refused" if refusal else str(error)
 
 
 @lanes("cpu")
 @planted("C16", "bf16 on every GPU")
 def test_the_dtype_of_an_old_gpu(lane: Lane, tmp_path: Path, row) -> None:
     new = ["bfloat16"] * 5
-    wanted = {"1": ["float16"] * 2 + new, **dict.fromkeys((None, "", "0"), ["refused"] * 2 + new)}
-    found = {switch: dtypes(switch) for switch in wanted}
+    expected = {"1": ["float16"] * 2 + new, **dict.fromkeys((None, "", "0"), ["refused"] * 2 + new)}
+    found = {switch: dtypes(switch) for switch in expected}
     row(
         "launch/low_precision/decisions_as_the_rule",
-        sum(a == b for switch in wanted for a, b in zip(found[switch], wanted[switch])),
+        sum(a == b for switch in expected for a, b in zip(found[switch], expected[switch])),
         unit="count",
         witness=sum(line.count("float16") for line in found.values()),
         rule="C16",
-        expected=len(wanted) * len(AGES),
+        expected=len(expected) * len(AGES),
     )
     careless = tmp_path / "contract.toml"
     careless.write_text(PATH.read_text().replace("minimum_sm = 80", "minimum_sm = 0"))
-    assert dtypes("1", careless) == ["bfloat16"] * len(AGES) != wanted["1"]
+    assert dtypes("1", careless) == ["bfloat16"] * len(AGES) != expected["1"]

@@ -1,4 +1,4 @@
-"""Children of a launcher: their output is kept, a failure is told in seconds, paths are compared resolved. Rule C38."""
+"""Children of a launcher: output is kept, failures are reported in seconds, paths are compared resolved. Rule C38."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launch.children import KEPT, LINE, Child, ChildError, moved, places, run, s
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
-SOON = 10.0  # seconds: the bound that the rule asks for an import that fails
+SOON = 10.0  # seconds: the rule's bound for an import that fails
 HANGS = "import time; print('up', flush=True); time.sleep(600)"
 
 
@@ -25,7 +25,7 @@ def python(name: str, program: str, **variables: str) -> Child:
 
 
 def module(directory: Path, text: str) -> Child:
-    """A program whose import of `model_code` runs `text`."""
+    """Return a program whose import of `model_code` runs `text`."""
     (directory / "model_code.py").write_text(text)
     return python("rank0", f"import sys; sys.path.insert(0, {str(directory)!r}); import model_code")
 
@@ -68,7 +68,7 @@ def test_lines_of_several_children_stay_whole_and_tagged(lane: Lane, tmp_path: P
 
 @lanes("cpu")
 def test_memory_is_bounded(lane: Lane, tmp_path: Path) -> None:
-    """64 MiB, half of it one line without an end, pass through less than 4 MiB."""
+    """64 MiB, half of it one line without an end, pass through in less than 4 MiB of memory."""
     program = (
         "import sys; w = sys.stdout.write\n"
         "for _ in range(1 << 15): w('x' * 1023 + '\\n')\n"
@@ -89,7 +89,7 @@ def test_memory_is_bounded(lane: Lane, tmp_path: Path) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Dead, or a zombie that its new parent has not reaped yet."""
+    """Return whether a process is dead, or a zombie that its new parent has not reaped yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -105,7 +105,7 @@ def eventually(true: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 @lanes("cpu")
 def test_nothing_outlives_the_call(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child that ignores the request to stop, and one that has ended and left a process with its pipe behind."""
+    """A child that ignores SIGTERM, and one that has ended but left a process holding its pipe."""
     monkeypatch.setattr(children, "GRACE", 0.5)
     leaves = (
         "import subprocess, sys\n"
@@ -139,7 +139,7 @@ def test_how_a_child_ended_is_in_one_line(lane: Lane) -> None:
 
 @pytest.fixture
 def linked(tmp_path: Path) -> tuple[Path, Path]:
-    """A checkout and a venv reached through links, beside the real ones."""
+    """A checkout and a venv reached through links, next to the real ones."""
     for name in ("checkout", "venv/bin"):
         (tmp_path / "real" / name).mkdir(parents=True)
     (tmp_path / "real/venv/bin/python").symlink_to(sys.executable)
@@ -168,7 +168,7 @@ def test_paths_are_resolved_on_both_sides(lane: Lane, linked: tuple[Path, Path],
 
 @lanes("cpu")
 def test_a_child_of_another_installation_is_told(lane: Lane, linked: tuple[Path, Path], monkeypatch) -> None:
-    """Two venvs link one interpreter: compared by its resolved path they would be one."""
+    """Two venvs link one interpreter: compared by its resolved path they would be the same."""
     real, link = linked
     assert same_place(real / "venv/bin/python", sys.executable)
     assert list(moved(places())) == []

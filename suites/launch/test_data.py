@@ -1,4 +1,4 @@
-"""The data contract (rule X13): a broken token file is refused, rows are packed as promised, a stream resumes.
+"""The data contract (rule X13): a broken token file is rejected, rows are packed as specified, a stream resumes.
 
 B batch, T tokens of a row.
 """
@@ -42,7 +42,7 @@ CORPUS = ROOT / "fixtures" / "corpus"
 def written(
     folder: Path, ids: list[int], raw: bytes | None = None, name: str = "t.bin", **fields: Any
 ) -> Path:
-    """A token file and its receipt; `fields` overwrite what is true."""
+    """Write a token file and its receipt; `fields` overwrite the true values."""
     raw = np.array(ids, np.uint16).tobytes() if raw is None else raw
     path = folder / name
     path.write_bytes(raw)
@@ -54,7 +54,7 @@ def written(
 
 
 def lengths_file(folder: Path, lengths: list[int]) -> TokenFile:
-    """Documents of these lengths, BOS included; every other id is of its own document."""
+    """Write documents of these lengths, BOS included; the other ids of a document all equal its own id."""
     ids = [i for number, length in enumerate(lengths) for i in [BOS, *[10 + number] * (length - 1)]]
     return TokenFile(written(folder, ids))
 
@@ -127,7 +127,7 @@ def test_parquet_without_pyarrow_names_the_command(
 
 
 def stand_in(columns: dict[str, list[np.ndarray]]) -> dict[str, ModuleType]:
-    """The little of pyarrow that the reader calls: a file whose batches hold flat lists of ids."""
+    """Return stubs for the part of pyarrow that the reader calls: a file whose batches hold flat lists of ids."""
 
     def column(ids: np.ndarray) -> SimpleNamespace:
         return SimpleNamespace(flatten=lambda: SimpleNamespace(to_numpy=lambda zero_copy_only: ids))
@@ -176,7 +176,7 @@ def test_parquet_documents_are_read_end_to_end(
 
 
 def pieces_of(rows: Tensor) -> Counter[tuple[int, int]]:
-    """(id, length) of each document in the rows, padding left out; a piece holds one repeated id behind its BOS."""
+    """Count (id, length) of each document in the rows, without padding; a piece is a BOS and one repeated id."""
     found: Counter[tuple[int, int]] = Counter()
     for row in rows.tolist():
         starts = [i for i, token in enumerate(row) if token == BOS] + [len(row)]
@@ -189,17 +189,19 @@ def pieces_of(rows: Tensor) -> Counter[tuple[int, int]]:
 
 @lanes("cpu")
 def test_an_epoch_holds_every_document_once(lane: Lane, tmp_path: Path) -> None:
-    """Short documents whole; one of 25 in rows of 10 as 10 + 10 + 7, each piece behind a BOS of its own."""
+    """Short documents stay whole; one of 25 in rows of 10 becomes 10 + 10 + 7, each piece after a BOS of its own."""
     lengths = [3, 10, 4, 25, 6, 7, 2, 9]
     batches = packed_batches(lengths_file(tmp_path, lengths), 1, 10, seed=0)
-    batches.WAITING = 1  # a piece waits for no other, so that an epoch ends where its rows end
+    batches.WAITING = 1  # no piece waits for another, so that an epoch ends where its rows end
     rows = [next(batches)[0] for _ in range(len(batches.pieces))]
     assert all(row[0] == BOS for row in rows)
-    wanted = Counter((10 + number, length) for number, length in enumerate(lengths) if length <= 10)
-    wanted += Counter({(13, 10): 2, (13, 7): 1})
-    assert pieces_of(torch.stack(rows)) == wanted
+    expected = Counter((10 + number, length) for number, length in enumerate(lengths) if length <= 10)
+    expected += Counter({(13, 10): 2, (13, 7): 1})
+    assert pieces_of(torch.stack(rows)) == expected
     assert batches.counts["cut"] == 2
-    assert batches.counts["padding"] == 10 * len(rows) - sum(n * length for (_, length), n in wanted.items())
+    assert batches.counts["padding"] == 10 * len(rows) - sum(
+        n * length for (_, length), n in expected.items()
+    )
 
 
 @lanes("cpu")
@@ -218,7 +220,7 @@ def test_best_fit_packs_tighter_than_first_come(lane: Lane, tmp_path: Path) -> N
 
 @lanes("cpu")
 def test_padding_is_trained_on_by_nobody(lane: Lane, tmp_path: Path) -> None:
-    """BOS as filling: documents of one token, without a target and without a reader."""
+    """BOS as padding: documents of one token, without targets, which nothing attends to."""
     ids = next(packed_batches(lengths_file(tmp_path, [5, 5, 5]), 1, 8, seed=0))
     assert ids[0].tolist()[5:] == [BOS] * 3
     doc_ids, _ = documents(ids, BOS)
@@ -242,18 +244,18 @@ def test_order_depends_on_seed_and_epoch_only(lane: Lane) -> None:
 @lanes("cpu")
 @pytest.mark.parametrize(("before", "epoch"), [(5, 0), (70, 1)])
 def test_stream_resumes_where_it_was(lane: Lane, before: int, epoch: int, tmp_path: Path) -> None:
-    """Through JSON, in the middle of the first or of a later epoch and across its end; another packing is refused."""
+    """Through JSON, in the middle of the first or a later epoch and across its end; a different packing is rejected."""
     file = lengths_file(tmp_path, [3, 10, 4, 25, 6, 7, 2, 9] * 20)
     stream = packed_batches(file, 2, 10, seed=3)
     for _ in range(before):
         next(stream)
     assert stream.epoch == epoch
     state = json.loads(json.dumps(stream.state_dict()))
-    wanted = [next(stream) for _ in range(100)]
+    expected = [next(stream) for _ in range(100)]
     again = packed_batches(file, 2, 10, seed=3)
-    assert not torch.equal(next(again), wanted[0])
+    assert not torch.equal(next(again), expected[0])
     again.load_state_dict(state)
-    assert all(torch.equal(next(again), ids) for ids in wanted)
+    assert all(torch.equal(next(again), ids) for ids in expected)
     assert (again.counts, again.epoch) == (stream.counts, stream.epoch)
     assert again.epoch > epoch
     with pytest.raises(DataError, match="cannot resume: seed was 3, now it is 4"):
@@ -302,7 +304,7 @@ def test_the_corpus_is_what_its_source_gives(lane: Lane, row) -> None:
 
 @lanes("cpu")
 def test_the_writer_sees_a_stale_file(lane: Lane, tmp_path: Path) -> None:
-    """One changed byte of the source, in a copy of what the writer reads."""
+    """One changed byte of the source, in a copy of the writer's input."""
     for name in ("launch", "model", "kernels", "fixtures"):
         (tmp_path / name).symlink_to(ROOT / name) if name != "fixtures" else (tmp_path / name).mkdir()
     (tmp_path / "fixtures" / "corpus").mkdir()

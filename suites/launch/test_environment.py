@@ -1,4 +1,4 @@
-"""A launcher exports the contract's environment before Python starts, and refuses what breaks it.
+"""A launcher exports the contract's environment before Python starts, and rejects violations.
 
 Rules C17, C21, C22, C23, C24, C29, C32. `pytest --launcher "command"` judges any other launcher by the same rows.
 """
@@ -36,7 +36,7 @@ SMALL = ["--smoke", "--policy", "eager", "--steps", "2", "--batch", "2", "--toke
 
 
 def violations(file: Path) -> dict[str, tuple[str, dict[str, str]]]:
-    """Case -> the variable that its refusal must name, and the environment that is planted. `file` is no directory."""
+    """Return case -> the variable that the error must name, and the planted environment. `file` is not a directory."""
     cases = {}
     for name, line in TABLES["always"].items():
         cases[f"{name} flipped"] = name, {name: flipped(line["value"])}
@@ -46,14 +46,14 @@ def violations(file: Path) -> dict[str, tuple[str, dict[str, str]]]:
     for name, line in TABLES["refused"].items():
         cases[name] = name, {name: line["planted"]}
     for name in load().cache_folders:
-        # /proc is a directory that takes no file from anybody; mode bits would not stop root.
+        # /proc is a directory in which no user can create a file; mode bits would not stop root.
         for place in (str(file), str(file.with_name("missing")), "/proc", ""):
             cases[f"{name}={place}"] = name, {name: place}
     return cases
 
 
 def rule_of(variable: str) -> str:
-    """The rule that a wrong value of this variable breaks."""
+    """Return the rule that a wrong value of this variable breaks."""
     if variable in TABLES["rank"]:
         return "C23"
     for word, rule in (
@@ -73,21 +73,25 @@ def flipped(value: str) -> str:
 
 
 def refusals(launcher: Launcher, cases: Mapping[str, tuple[str, dict[str, str]]]) -> dict[str, str]:
-    """Case -> the last line, of each case refused as the rule asks: exit 3, its variable named, no device taken."""
+    """Return case -> the last line, of each case rejected per the rule: exit 3, its variable named, no device
+    initialized.
+    """
     found = {case: launcher(planted) for case, (_, planted) in cases.items()}
     return {
         case: run.line
         for case, run in found.items()
-        if run.code == 3 and cases[case][0] in run.line and not any(told["device"] for told in run.trained)
+        if run.code == 3
+        and cases[case][0] in run.line
+        and not any(witness["device"] for witness in run.trained)
     }
 
 
 def exported(environment: Mapping[str, str], rank: bool) -> list[str]:
-    """What a training process's environment lacks or has too much, as lines."""
-    wanted = {name: line["value"] for name, line in TABLES["always"].items()}
+    """Return what a training process's environment lacks or has in excess, as lines."""
+    expected = {name: line["value"] for name, line in TABLES["always"].items()}
     trio = {name: line["value"] for name, line in TABLES["rank"].items()}
-    wanted |= trio if rank else dict.fromkeys(trio)
-    lines = [f"{n}={environment.get(n)}" for n, value in wanted.items() if environment.get(n) != value]
+    expected |= trio if rank else dict.fromkeys(trio)
+    lines = [f"{n}={environment.get(n)}" for n, value in expected.items() if environment.get(n) != value]
     return lines + [
         f"{n} names no directory" for n in load().cache_folders if not is_directory(environment, n)
     ]
@@ -125,24 +129,24 @@ def test_every_violation_is_refused(
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("rank", [False, True], ids=["alone", "rank"])
 def test_the_environment_stands_before_python(lane: Lane, launcher: Launcher, rank: bool) -> None:
-    """NCCL's trio is there iff LOCAL_RANK is; every process that imported torch is asked, and there is one."""
+    """NCCL's trio is set iff LOCAL_RANK is; every process that imported torch is checked, and there is one."""
     run = launcher(RANK if rank else {})
     assert run.code == 0, run.err
     assert run.trained
-    assert [line for told in run.trained for line in exported(told["environment"], rank)] == []
+    assert [line for witness in run.trained for line in exported(witness["environment"], rank)] == []
 
 
 @lanes("cpu")
 def test_other_launchers_are_seen_through(lane: Lane, tmp_path: Path) -> None:
-    """One that checks nothing, one that refuses everything in the same words, one that exports in Python."""
+    """One that checks nothing, one that rejects everything in the same words, one that exports in Python."""
     (file := tmp_path / "file").touch()
     cases = dict(list(violations(file).items())[:3])
     for name, program in (("careless", "pass"), ("sulky", "import os; print('refused'); os._exit(3)")):
         assert refusals(Launcher([sys.executable, "-c", program], tmp_path / name), cases) == {}
     late = "import os; os.environ['TORCHINDUCTOR_AUTOTUNE_IN_SUBPROC'] = '1'; import torch"
-    told = Launcher([sys.executable, "-c", late], tmp_path / "late")().trained[0]["environment"]
-    assert len(exported(told, rank=False)) == 8
-    assert "TORCHINDUCTOR_AUTOTUNE_IN_SUBPROC=None" in exported(told, rank=False)
+    witness = Launcher([sys.executable, "-c", late], tmp_path / "late")().trained[0]["environment"]
+    assert len(exported(witness, rank=False)) == 8
+    assert "TORCHINDUCTOR_AUTOTUNE_IN_SUBPROC=None" in exported(witness, rank=False)
 
 
 READ = """
@@ -165,7 +169,7 @@ print(json.dumps({name: read(name) for name in sys.argv[1:]}))
 
 @lanes("cpu", "h200")
 def test_each_variable_has_its_effect(lane: Lane, launcher: Launcher) -> None:
-    """Read back from torch's configuration: under the contract, and with every variable set to what it forbids."""
+    """Read back from torch's configuration: under the contract, and with every variable set to a forbidden value."""
     always, refused, inert = (TABLES[kind] for kind in ("always", "refused", "inert"))
     shown = {
         n: line
@@ -202,7 +206,7 @@ def test_each_variable_has_its_effect(lane: Lane, launcher: Launcher) -> None:
 
 
 def mentioned(names: set[str]) -> set[str]:
-    """Which of the names occur in the installed torch: its Python, its headers, its libraries."""
+    """Return which of the names occur in the installed torch: its Python, its headers, its libraries."""
     home = Path(importlib.util.find_spec("torch").origin).parent
     found = set()
     for path in (p for p in home.rglob("*") if p.suffix in (".py", ".hpp", ".so") and p.stat().st_size):
@@ -279,7 +283,7 @@ def trainer(policy: str, backend) -> Trainer:
 @planted("C21", "a reset among the steps")
 @planted("C32", "NO_COMPILE in the environment")
 def test_a_run_never_resets_the_compiler(lane: Lane, dynamo_as_it_was, monkeypatch, row, canaries) -> None:
-    """Steps after the warm-up compile nothing; with a reset among them they would. No variable turns compiling off."""
+    """Steps after the warm-up compile nothing; with a reset among them they would. No variable disables compilation."""
     canaries("graphs")
     for name in ("NO_COMPILE", "TORCH_NO_COMPILE", "BUMPGATE_NO_COMPILE"):
         monkeypatch.setenv(name, "1")
@@ -289,7 +293,7 @@ def test_a_run_never_resets_the_compiler(lane: Lane, dynamo_as_it_was, monkeypat
         for until in (2, 4, 5, 6):
             if until == 5:
                 torch.compiler.reset()
-                run.programs.allowed *= 2  # rule C27 would stop it: nobody marks the batch axis again
+                run.programs.allowed *= 2  # rule C27 would stop it: the batch axis is not marked again
             run.run(until, allow_synthetic="smoke")
             graphs.append(watch.refresh().unique_graphs)
     assert graphs[0] > 0, "NO_COMPILE was honoured"
@@ -324,7 +328,9 @@ def test_a_backend_fault_stops_the_run(lane: Lane, dynamo_as_it_was) -> None:
 
 
 def sites(tree: ast.AST) -> tuple[list[int], list[int], list[int]]:
-    """Lines that reset the compiler; that suppress its errors or turn it off; those of the latter without an `if`."""
+    """Return lines that reset the compiler; lines that suppress its errors or disable it; those of the latter without
+    `if`.
+    """
     resets, silenced, guarded = [], [], set()
     for node in ast.walk(tree):
         text = ast.unparse(node) if isinstance(node, (ast.Call, ast.Assign, ast.ImportFrom)) else ""
@@ -367,7 +373,7 @@ with torch._dynamo.config.patch(suppress_errors=True): pass
 @lanes("cpu")
 @planted("C32", "a product file that reads NO_COMPILE")
 def test_no_switch_that_turns_compiling_off(lane: Lane) -> None:
-    """Rule C32: the word stands in no product file; the run above has it in its environment and compiles."""
+    """Rule C32: the word occurs in no product file; the run above has it in its environment and still compiles."""
     pattern = re.compile(r"no_?compile|(skip|disable)_?compile", re.IGNORECASE)
     assert pattern.search("if os.environ.get('NO_COMPILE'):")
     files = [path for room in ("launch", "model", "kernels") for path in (ROOT / room).rglob("*.py")]

@@ -1,7 +1,7 @@
-"""Every knob that the sources name, tried for its effect: effective, inert or absent on this torch.
+"""Every knob that the sources name, tested for its effect: effective, inert or absent in this torch.
 
-Rules C23, C24, and section 4's names. What the contract demands of its own variables stands in test_environment.py;
-here are the names that recipes set beside them, and what assigning a configuration line really reaches.
+Rules C23, C24, and section 4's names. The variables that the contract requires are in test_environment.py; here are the
+names that recipes set in addition, and the threads that an assigned option reaches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TABLES = contracts.read()["environment"]
 # Seen on 2.13.0, 2.14.1 and 2.15.0, and not on 2.11.0; 2.12 was not tested.
 CONFIGURATION_OF_ONE_THREAD = "torch>=2.12,<2.16"
 INDUCTOR, DYNAMO = "torch._inductor.config", "torch._dynamo.config"
-# Variable -> what is set, and the field that it should move; "" where suites.launch.knobs probes for something else.
+# Variable -> its planted value, and the field that it should change; "" if suites.launch.knobs probes something else.
 VARIABLES = {
     **{name: (str(1 - int(line["value"])), line["shows"]) for name, line in TABLES["always"].items()},
     **{name: (line["planted"], line.get("shows", "")) for name, line in TABLES["refused"].items()},
@@ -39,7 +39,7 @@ VARIABLES = {
     "TORCH_TRACE": ("{directory}", ""),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", ""),
 }
-# Lines that the sources set by name. An alias moves the line that it stands for.
+# Options that the sources set by name. An alias changes the option that it stands for.
 LINES = [
     *(f"{DYNAMO}.{name}" for name in load().dynamo),
     f"{DYNAMO}.cache_size_limit",
@@ -51,13 +51,13 @@ LINES = [
 
 
 def moves(name: str) -> str:
-    """What a variable is expected to move: a field, the probe that compiles, or a probe of its own."""
+    """Return what a variable is expected to change: a field, the probe that compiles, or a probe of its own."""
     switches_off = name.endswith("_DISABLE") or name == "TORCH_COMPILE_OVERRIDE_BACKENDS"
     return "compiling" if switches_off else VARIABLES[name][1] or name
 
 
 def groups() -> list[dict[str, str]]:
-    """The variables with what is planted, in groups of which no two move the same: each effect has one cause."""
+    """Group the planted variables so that no two of a group change the same thing: each effect has one cause."""
     found: list[dict[str, str]] = []
     for name in VARIABLES:
         group = next((g for g in found if moves(name) not in map(moves, g)), None)
@@ -68,17 +68,17 @@ def groups() -> list[dict[str, str]]:
 
 
 def look(environment: dict[str, str]) -> dict[str, Any]:
-    """suites.launch.knobs in a process of its own, in the contract's environment but for what is given here."""
-    fields = sorted({field for _, field in VARIABLES.values() if field} | set(LINES))
+    """Run suites.launch.knobs in a new process, in the contract's environment updated with `environment`."""
+    fields = sorted({kind for _, kind in VARIABLES.values() if kind} | set(LINES))
     environment = load().variables | environment
     return run_json("suites.launch.knobs", *fields, environment=environment, timeout=120)
 
 
 def effect(name: str, before: dict[str, Any], after: dict[str, Any]) -> str:
-    """effective, inert or absent, by the difference between two processes."""
-    field = VARIABLES[name][1]
-    if field:
-        old, new = before["fields"][field], after["fields"][field]
+    """Return effective, inert or absent, by the difference between two processes."""
+    kind = VARIABLES[name][1]
+    if kind:
+        old, new = before["fields"][kind], after["fields"][kind]
     else:
         old, new = before["probes"][name], after["probes"][name]
     return "absent" if old == ABSENT else "inert" if old == new else "effective"
@@ -95,8 +95,8 @@ def test_every_variable_is_effective_inert_or_absent(lane: Lane, untouched, tmp_
         {name: value.format(directory=tmp_path) for name, value in group.items()} for group in groups()
     ]
     effects = {}
-    for group, told in zip(planted, side_by_side(look, planted), strict=True):
-        effects |= {name: effect(name, untouched, told) for name in group}
+    for group, report in zip(planted, side_by_side(look, planted), strict=True):
+        effects |= {name: effect(name, untouched, report) for name in group}
     for kind in ("effective", "inert", "absent"):
         names = sorted(name for name, found in effects.items() if found == kind)
         row(
@@ -107,7 +107,7 @@ def test_every_variable_is_effective_inert_or_absent(lane: Lane, untouched, tmp_
             rule="C24",
             per_build=True,
         )
-    wanted = {
+    expected = {
         **{
             n: "effective" if known(line) else "absent"
             for n, line in (TABLES["always"] | TABLES["refused"]).items()
@@ -115,15 +115,15 @@ def test_every_variable_is_effective_inert_or_absent(lane: Lane, untouched, tmp_
         **dict.fromkeys(TABLES["inert"], "inert"),
     }
     wrong = [
-        f"{name} is {effects[name]}, the contract takes it for {want}"
-        for name, want in wanted.items()
-        if effects[name] != want
+        f"{name} is {effects[name]}, the contract takes it for {claimed}"
+        for name, claimed in expected.items()
+        if effects[name] != claimed
     ]
     row(
         f"launch/knobs-{lane.name}/variables_taken_for_another_kind",
         len(wrong),
         unit="count",
-        witness=len(wanted),
+        witness=len(expected),
         rule="C24",
         expected=0,
         evidence=wrong,
@@ -133,7 +133,7 @@ def test_every_variable_is_effective_inert_or_absent(lane: Lane, untouched, tmp_
 @lanes("cpu", "h200")
 @planted("C24", "a variable without effect, a field that torch has not")
 def test_an_effect_is_a_difference(lane: Lane, untouched) -> None:
-    """The same process twice has none; a field of no torch is absent and not inert."""
+    """The same process twice shows none; a field that no torch has is absent and not inert."""
     assert {effect(name, untouched, untouched) for name in VARIABLES} <= {"inert", "absent"}
     name = "TORCHINDUCTOR_CUDAGRAPHS"
     without = {**untouched, "fields": {**untouched["fields"], VARIABLES[name][1]: ABSENT}}
@@ -156,7 +156,7 @@ def test_lines_that_torch_has(lane: Lane, untouched, row) -> None:
 
 @lanes("cpu", "h200")
 def test_how_many_lines_stay_in_their_thread(lane: Lane, untouched, row) -> None:
-    """How far an assignment reaches, for this build; the next test holds torch to what a reader expects."""
+    """How far an assignment reaches in this build; the next test compares torch with what a reader expects."""
     assigned = [line for line in LINES if untouched["fields"][line] != ABSENT]
     row(
         f"launch/knobs-{lane.name}/lines_lost_in_another_thread",
@@ -170,7 +170,7 @@ def test_how_many_lines_stay_in_their_thread(lane: Lane, untouched, row) -> None
 
 @lanes("cpu", "h200")
 def test_an_assigned_line_holds_in_every_thread(lane: Lane, untouched, row) -> None:
-    """Present: a second thread reads the default of a line that was assigned before it began."""
+    """Defect present: a second thread reads the default of an option that was assigned before it started."""
     assigned = [line for line in LINES if untouched["fields"][line] != ABSENT]
     lost = sorted(set(untouched["lost"]) & set(assigned))
     row.defect(

@@ -1,6 +1,6 @@
-"""What a log says (rule C26): each wording has a line in the corpus, nothing alarming is dropped, ranks interleave.
+"""Log classification (rule C26): each wording has a line in the corpus, nothing alarming is dropped, ranks interleave.
 
-The corpus is fixtures/logs; its NOTICE says which lines were measured and which restate public reports.
+The corpus is fixtures/logs; its NOTICE lists which lines were measured and which restate public reports.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAMES = [c.name for c in CLASSES]
 EITHER = "{recompile|cache_size}_limit"
 HERE = "W0102 03:04:05.006000 7 torch/_dynamo/x.py:8] [0/0] "
 
-# A line that stands close to each class and is none of it.
+# A line that is close to each class but does not belong to it.
 NEAR = {
     "disk_full": "OSError: [Errno 13] Permission denied: 'no space left for names'",
     "autotune_candidate": "E0102 03:04:05.006000 7 x.py:8] Runtime error during benchmarking",
@@ -80,14 +80,14 @@ def corpus() -> list[str]:
 
 
 def counted(lines: list[str], classes: tuple[LogClass, ...] = CLASSES) -> dict[str, dict[int | None, int]]:
-    """Records by class and rank; unknown ones under "unknown"."""
+    """Count records by class and rank; unknown ones under "unknown"."""
     report = classify(lines, classes)
     out = {f.log_class.name: dict(f.by_rank) for f in report.findings}
     return out | {"unknown": {None: report.unknown_count}}
 
 
 def without(name: str, wording: str, instead: str = "") -> tuple[LogClass, ...]:
-    """The contract with one wording of one class taken out."""
+    """Return the contract with one wording of one class removed or replaced by `instead`."""
     old = next(c for c in CLASSES if c.name == name)
     assert any(wording in p for p in old.patterns), f"{name} has no wording {wording!r}"
     patterns = tuple(p.replace(wording, instead) if instead else p for p in old.patterns)
@@ -156,7 +156,7 @@ def test_a_near_miss_is_none_of_it(lane: Lane, name: str) -> None:
     ],
 )
 def test_a_dropped_wording_is_missed(lane: Lane, name: str, wording: str, instead: str, old: str) -> None:
-    """The mutant that the corpus is for: a contract that forgot how one version of torch says it."""
+    """The mutant that the corpus exists for: a contract without the wording of one version of torch."""
     lines = [line for line in corpus() if old in line]
     assert lines
     assert sum(counted(lines)[name].values()) == len(lines)
@@ -324,7 +324,7 @@ def test_a_restart_after_torchruns_summary_is_read(lane: Lane) -> None:
 @lanes("cpu")
 @pytest.mark.parametrize("name", ["full", "file_limit"])
 def test_a_full_disk_is_its_own_class(lane: Lane, name: str) -> None:
-    """Rule C19: Inductor's traceback from a full cache is no model bug and no compile error."""
+    """Rule C19: Inductor's traceback from a full cache is neither a model bug nor a compile error."""
     assert counted(FILES[name]) == {"disk_full": {None: 1}, "unknown": {None: 0}}
 
 
@@ -336,7 +336,9 @@ def test_memory_does_not_grow_with_the_log(lane: Lane) -> None:
     lines = (f"[rank{n % 9}]:Error: {' '.join(pick.choices(words, k=9))}\n" for n in range(2 * MEMO))
     assert reader.read(lines) == 2 * MEMO
     assert len(reader.memo) <= MEMO
-    assert sum(n for n, _ in reader.unknown.values()) == 2 * MEMO  # each counted, though few are kept apart
+    assert (
+        sum(n for n, _ in reader.unknown.values()) == 2 * MEMO
+    )  # each is counted, though few are stored separately
     assert len(reader.unknown) < 300
     assert len(reader.first) + len(reader.last) == 0
 

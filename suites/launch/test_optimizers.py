@@ -1,4 +1,4 @@
-"""Our optimizers: the published updates, one graph for any schedule, and a state that goes on bit for bit.
+"""Our optimizers: the published updates, one graph for any schedule, and a state that resumes bitwise.
 
 Rules X2 and C8: an optimizer adds no program per step. Dims: A, B the two sides of a matrix, E experts.
 """
@@ -34,7 +34,7 @@ from suites.support.lanes import Lane, lanes
 
 MATRICES = ((6, 4), (6, 4), (3, 5, 4))
 VECTORS = ((7,), (1,))
-# Numbers that fp32 holds exactly: an oracle in fp64 must not differ by its hyper-parameters.
+# Values that fp32 represents exactly: an fp64 oracle must not differ by its hyperparameters.
 EXACT = {"adamw": {"lr": 2**-8, "betas": (0.875, 0.96875), "eps": 2**-20, "weight_decay": 2**-4}}
 EXACT["muon"] = EXACT["adamw"] | {"momentum": 0.9375}
 EXACT["adagrad"] = {"lr": 2**-5, "lr_decay": 2**-4, "eps": 2**-20, "weight_decay": 2**-4}
@@ -42,7 +42,7 @@ INSTRUMENTS = ("graphs", "recompiles", "recompile_limit")
 
 
 def parameters(device: str, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
-    """Two groups, matrices and vectors, of the same numbers in every dtype."""
+    """Return two groups, matrices and vectors, with the same values in every dtype."""
     g = torch.Generator().manual_seed(3)
 
     def made(shape: tuple[int, ...]) -> nn.Parameter:
@@ -55,7 +55,7 @@ def parameters(device: str, dtype: torch.dtype = torch.float32) -> list[dict[str
 
 
 def made(name: str, groups: list[dict[str, Any]], **options: Any) -> optimizers.TensorOptimizer:
-    """The optimizer `name` over both groups; Muon's vectors go to AdamW."""
+    """Construct the optimizer `name` over both groups; Muon's vectors go to AdamW."""
     if name == "muon":
         groups[1]["rule"] = "adamw"
     return OPTIMIZERS[name](groups, **options)
@@ -66,7 +66,7 @@ def every(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def train(optimizer: torch.optim.Optimizer, steps: int, seed: int = 0, schedule: bool = True) -> Tensor:
-    """`steps` updates on random gradients under torch's own scheduler -> all parameters end to end."""
+    """Run `steps` updates on random gradients under torch's own scheduler; return all parameters concatenated."""
     lr = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 32)
     g = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -80,7 +80,7 @@ def train(optimizer: torch.optim.Optimizer, steps: int, seed: int = 0, schedule:
 
 @contextmanager
 def watched() -> Iterator[DynamoWatch]:
-    """Dynamo as the contract wants it, and watched."""
+    """Watch Dynamo under the contract's configuration."""
     contract = load()
     with dynamo_config(read_dynamo_config(contract.dynamo)), DynamoWatch() as watch:
         apply_dynamo(contract)
@@ -99,10 +99,10 @@ def watched() -> Iterator[DynamoWatch]:
 def test_equal_to_torch(lane: Lane, name: str, theirs: Any, options: dict, capturable: bool) -> None:
     ours = made(name, parameters(lane.device, torch.float64), **options, capturable=capturable)
     found = train(ours, 20)
-    wanted = train(theirs(parameters(lane.device, torch.float64), **options), 20)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    expected = train(theirs(parameters(lane.device, torch.float64), **options), 20)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     planted = train(theirs(parameters(lane.device, torch.float64), **options | {"eps": 2e-6}), 20)
-    assert (planted - wanted).abs().max() > 1e-9, "another eps must be seen, or the comparison sees nothing"
+    assert (planted - expected).abs().max() > 1e-9, "another eps must be seen, or the comparison sees nothing"
 
 
 @lanes("cpu", "h200")
@@ -124,7 +124,7 @@ def test_one_graph_for_a_schedule(lane: Lane, name: str, row, canaries) -> None:
 
 
 class FloatHyper(AdamW):
-    """The mutant of rule X2: Python numbers into the compiled update."""
+    """The mutant of rule X2: Python numbers in the compiled update."""
 
     def hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return {name: value.item() for name, value in super().hyper(group).items()}
@@ -182,7 +182,7 @@ def test_polar_moves_singular_values_to_one(lane: Lane, shape: tuple[int, ...]) 
     left, _, right = torch.linalg.svd(x.double(), full_matrices=False)
     u, _, v = torch.linalg.svd(polar(x.double()), full_matrices=False)
     torch.testing.assert_close(u @ v, left @ right, rtol=0, atol=1e-9)
-    # Cut one step short, as a wrong loop would be, the values are not there yet.
+    # With one step fewer, as in an incorrect loop, the bounds are not met yet.
     steps = optimizers.POLAR_STEPS
     try:
         optimizers.POLAR_STEPS = steps[:-1]
@@ -193,7 +193,7 @@ def test_polar_moves_singular_values_to_one(lane: Lane, shape: tuple[int, ...]) 
 
 @lanes("cpu")
 def test_polar_steps_hold_their_bounds(lane: Lane) -> None:
-    """Every singular value that the stated interval allows, one by one: the product chain on scalars."""
+    """Every singular value in the stated interval, one by one: the product chain on scalars."""
     s = torch.logspace(-3, 0, 20_001, dtype=torch.float64) / optimizers.POLAR_NORM_MARGIN
     for a, b, c in optimizers.POLAR_STEPS:
         s = a * s + b * s**3 + c * s**5
@@ -217,7 +217,7 @@ def one_muon_step(w: Tensor, g: Tensor, **options: Any) -> Tensor:
 
 @lanes("cpu")
 def test_muon_sees_directions_only(lane: Lane) -> None:
-    """A power of two scales exactly, so the steps are equal to the last bit; the step has the RMS that is stated."""
+    """A power of two scales exactly, so the steps are bitwise equal; the step has the stated RMS."""
     g = torch.Generator().manual_seed(5)
     w, grad = torch.randn(40, 64, generator=g), torch.randn(40, 64, generator=g)
     plain = one_muon_step(w, grad, weight_decay=0.0)
@@ -229,7 +229,7 @@ def test_muon_sees_directions_only(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_muon_decay_is_cautious(lane: Lane) -> None:
-    """Decay only where the step shrinks the weight; there it is lr * weight_decay * w exactly."""
+    """Decay applies only if the step shrinks the weight; there it is lr * weight_decay * w exactly."""
     g = torch.Generator().manual_seed(6)
     w, grad = (torch.randn(40, 64, generator=g, dtype=torch.float64) for _ in range(2))
     plain = one_muon_step(w, grad, weight_decay=0.0)
@@ -291,22 +291,22 @@ def test_state_goes_on_bit_for_bit(lane: Lane, name: str, dtype: torch.dtype, ca
         ours.data.copy_(theirs)
     second.load_state_dict(first.state_dict())
     before = [value.clone() for state in second.state.values() for value in state.values()]
-    wanted = train(first, 3, seed=9, schedule=False)
+    expected = train(first, 3, seed=9, schedule=False)
     after = [value for state in second.state.values() for value in state.values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after)), "the first's steps moved the second's state"
     assert {value.dtype for value in after} <= {torch.float32, torch.float64}
-    assert torch.equal(train(second, 3, seed=9, schedule=False), wanted)
+    assert torch.equal(train(second, 3, seed=9, schedule=False), expected)
     fresh = made(name, parameters(lane.device, dtype), lr=0.1, capturable=capturable)
     for ours, theirs in zip(every(fresh), every(first)):
         ours.data.copy_(theirs)
-    assert not torch.equal(train(fresh, 3, seed=9, schedule=False), wanted), (
+    assert not torch.equal(train(fresh, 3, seed=9, schedule=False), expected), (
         "state must matter, or nothing is shown"
     )
 
 
 @lanes("cpu")
 def test_a_wiped_parameter_starts_anew(lane: Lane) -> None:
-    """Moments and step count together: a count that went on would mis-scale the first steps after surgery."""
+    """Moments and step count together: a count that continued would mis-scale the first steps after surgery."""
     optimizer = made("adamw", parameters("cpu"), lr=0.1, weight_decay=0.0)
     train(optimizer, 5, schedule=False)
     p = every(optimizer)[0]

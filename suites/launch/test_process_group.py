@@ -1,4 +1,5 @@
-"""A rank's process group: the contract's timeout read back, a retry's patches 2, 3 and 4, and ranks that compile apart.
+"""A rank's process group: the contract's timeout read back, a retry's patches 2, 3 and 4, and ranks with skewed
+compiles.
 
 Rules C23, C25, C5.
 """
@@ -91,7 +92,7 @@ print(found)
 
 @lanes("cpu")
 def test_the_variable_sets_no_timeout(lane: Lane) -> None:
-    """A fact of torch that the contract relies on, and no fault of ours: before the start, and set late."""
+    """A property of torch that the contract relies on, not a fault of ours: set before the start, and set late."""
     given = {**os.environ, "TORCH_DISTRIBUTED_DEFAULT_TIMEOUT": "55", "PYTHONPATH": str(ROOT)}
     tail = run([Child("rank0", [sys.executable, "-c", INERT], given)], seconds=120)["rank0"]
     assert json.loads(tail[-1]) == [1800.0, 1800.0]
@@ -100,7 +101,7 @@ def test_the_variable_sets_no_timeout(lane: Lane) -> None:
 @lanes("cpu")
 @planted("C23", "NCCL's variables exported without LOCAL_RANK")
 def test_the_trio_if_and_only_if_local_rank(lane: Lane, row) -> None:
-    """By LOCAL_RANK alone: RANK and WORLD_SIZE are there in schedulers' jobs of one process, too."""
+    """By LOCAL_RANK alone: schedulers set RANK and WORLD_SIZE in single-process jobs, too."""
     contract = load()
     trio = set(contract.rank_variables)
     others = ({}, {"RANK": "0", "WORLD_SIZE": "8"})
@@ -162,7 +163,7 @@ def test_monitoring_is_on_before_the_groups_of_the_run(lane: Lane, monkeypatch, 
 @lanes("cpu")
 @planted("C23", "the monitor is on for groups under which the first steps compile")
 def test_the_monitor_waits_for_a_warm_up(lane: Lane, monkeypatch) -> None:
-    """Where the contract skips the warm-up, the compilation is still to come: the groups stay unmonitored."""
+    """If the contract skips the warm-up, the compilation is still to come: the groups stay unmonitored."""
     contract, retry, table = load(), load_retry(), load_warmup()
     compiles_in_steps = Start("cuda", regional=True, moe=True)
     seen: list[str] = []
@@ -189,7 +190,7 @@ def test_the_monitor_waits_for_a_warm_up(lane: Lane, monkeypatch) -> None:
 @lanes("cpu")
 @planted("C25", "the retry keeps the process's own DETAIL")
 def test_patch_2_the_level_in_the_process(lane: Lane, monkeypatch, row) -> None:
-    """What C++ read at import outlives a changed environment; with DETAIL each group drags a second one along."""
+    """The value that C++ read at import outlives a changed environment; with DETAIL each group creates a second one."""
     contract, retry, made = load(), load_retry(), {}
     for case in ("first", "retry", "unpatched"):
         dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -228,7 +229,7 @@ STARTS = list(
 
 
 def lazily(retry, device: str, reason: str | None, expert_parallel: bool) -> bool:
-    """Whether `start` made the group without a device, which would connect it at once."""
+    """Return whether `start` created the group without a device; a device would make it connect at once."""
     given, seen = ({RETRY: "1", REASON: reason} if reason else {}), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", lambda *_, **options: seen.update(options))
@@ -243,21 +244,21 @@ def lazily(retry, device: str, reason: str | None, expert_parallel: bool) -> boo
 @lanes("cpu")
 @planted("C25", "the retry's group is eager")
 def test_patch_3_lazy_groups(lane: Lane, monkeypatch, row) -> None:
-    """The contract's reading (every retry on CUDA), and the other that the sources know (listed errors alone)."""
+    """The contract's reading (every retry on CUDA), and the other one in the sources (listed errors only)."""
     retry = load_retry()
     right = {
         "cuda": [bool(why) and (d == "cuda" or ep or why == "bootstrap") for d, why, ep in STARTS],
         "listed": [bool(why) and (ep or why == "bootstrap") for _, why, ep in STARTS],
     }
-    for reading, wanted in right.items():
+    for reading, outcomes in right.items():
         found = [lazily(replace(retry, lazy_groups=reading), *case) for case in STARTS]
-        assert found == wanted, reading
+        assert found == outcomes, reading
         if reading == retry.lazy_groups:
             row(
                 "launch/retry/lazy_groups_as_the_rule",
-                sum(a == b for a, b in zip(found, wanted)),
+                sum(a == b for a, b in zip(found, outcomes)),
                 unit="count",
-                witness=sum(wanted),
+                witness=sum(outcomes),
                 rule="C25",
                 expected=len(STARTS),
             )
@@ -267,7 +268,7 @@ def test_patch_3_lazy_groups(lane: Lane, monkeypatch, row) -> None:
     assert [lazily(retry, *case) for case in STARTS] != right["cuda"]
 
 
-# Two ranks, of which the second never comes to the barrier: it waits for a sign that the first is past it.
+# Two ranks, of which the second never reaches the barrier: it waits for a sign that the first is past it.
 BARRIER = """
 import json, os, sys
 from datetime import timedelta
@@ -331,7 +332,7 @@ def test_patch_4_no_barrier_for_expert_parallelism(lane: Lane, tmp_path: Path, r
     assert table == {(0, 0): True, (0, 1): True, (1, 0): True, (1, 1): False}
 
 
-# Rank 0 meets a new shape in each step and compiles for it, rank 1 does not.
+# Rank 0 gets a new shape in each step and compiles for it, rank 1 does not.
 SKEWED = """
 import json, os, signal, sys
 import torch, torch.distributed as dist
@@ -373,7 +374,7 @@ print(json.dumps({"contract": finish("contract"), "on": finish("on", enable_comp
 @lanes("cpu")
 @planted("C5", "compiler collectives are on")
 def test_ranks_with_skewed_shapes_finish(lane: Lane, tmp_path: Path, row) -> None:
-    """Exit codes are ten times the graphs: the ranks did compile apart."""
+    """Exit codes are ten times the number of graphs: the ranks did compile differently."""
     program = [sys.executable, "-c", SKEWED, str(tmp_path)]
     tail = run([Child("ranks", program, {**os.environ, "PYTHONPATH": str(ROOT)})], seconds=180)["ranks"]
     codes = json.loads(tail[-1])

@@ -1,6 +1,6 @@
-"""A failed launch is started again once, for listed errors only, and differently. Rules C25, C21.
+"""A failed launch is restarted once, for listed errors only, and with changes. Rules C25, C21.
 
-Patches 2 to 4, which the new process applies to itself, stand in test_process_group.py.
+Patches 2 to 4, which the new process applies to itself, are in test_process_group.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
-# What every child here does first: it leaves a file of its launch with what it was started with.
+# Every child here first writes a file per launch with the environment that it was started with.
 TOLD = """
 import json, os, sys
 started = dict(
@@ -37,7 +37,7 @@ OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 def fails(text: str, code: int = 1) -> list[str]:
-    """A program that prints `text` and fails, whichever launch it is."""
+    """Return a program that prints `text` and fails in every launch."""
     return ["-S", "-c", f"{TOLD}\nprint({text!r}); raise SystemExit({code})"]
 
 
@@ -46,7 +46,7 @@ def fails_once(text: str) -> list[str]:
 
 
 class Launches:
-    """Runs commands under the supervisor in a home of its own, and reads what each launch was started with."""
+    """Runs commands under the supervisor in a home of its own, and reads the environment of each launch."""
 
     def __init__(self, home: Path) -> None:
         self.home, self.log = home, home.with_suffix(".log")
@@ -61,7 +61,7 @@ class Launches:
 
     @property
     def started(self) -> list[dict[str, str]]:
-        """The environment of each process, first launches first."""
+        """Return the environment of each process, first launches first."""
         return [json.loads(path.read_text()) for path in sorted(self.home.iterdir())]
 
 
@@ -71,7 +71,7 @@ def launches(tmp_path: Path) -> Launches:
 
 
 def a_line_of_each_class() -> dict[str, str]:
-    """Alerting class -> a line of the corpus that is of this class alone."""
+    """Return alerting class -> a line of the corpus that belongs to this class only."""
     found = {}
     for path in sorted((ROOT / "fixtures" / "logs").glob("*.log")):
         for line in read_lines(path):
@@ -126,7 +126,7 @@ def test_a_launch_is_retried_once(lane: Lane, launches: Launches, monkeypatch, c
         "final: cuda_out_of_memory again in launch 2",
     ]
     assert [line.endswith(f"exit 9: {OOM}") for line in lines] == [True, True]
-    # A supervisor inside a retry knows that it is one.
+    # A supervisor inside a retry detects that it is one.
     assert launches(fails(OOM), BUMPGATE_RETRY="1") == 1
     assert len(launches.started) == 1
     monkeypatch.setattr(retries, "load_retry", lambda: replace(load_retry(), times=4))
@@ -137,7 +137,7 @@ def test_a_launch_is_retried_once(lane: Lane, launches: Launches, monkeypatch, c
 @lanes("cpu")
 @planted("C25", "the retry inherits DETAIL")
 def test_patch_1_the_level_in_the_environment(lane: Lane, launches: Launches, monkeypatch, row) -> None:
-    """Read from /proc: what the new process was started with, and not what it set itself."""
+    """Read from /proc: the environment that the new process was started with, not what it set itself."""
     levels = {}
     for given, after in (
         ("DETAIL", "INFO"),
@@ -190,7 +190,7 @@ def test_training_that_had_begun_is_not_started_again(lane: Lane, launches: Laun
     )
     assert found == {0: 2, 1: 2, 2: 1, 3: 1, 4: 1}
     assert count(4, last_step=99) == 2, "a run that does not tell is started anew: the row can fail"
-    passed(last, last, {})  # nobody supervises: nothing to tell, and no error
+    passed(last, last, {})  # without a supervisor: nothing to report, and no error
 
 
 TRACE = "Traceback (most recent call last):"
@@ -232,7 +232,7 @@ def test_a_misshapen_table_is_refused(lane: Lane, tmp_path: Path) -> None:
             load_retry(tmp_path / "contract.toml")
 
 
-# A rank on gloo. In the first launch rank 0 fails as a retry of the accounts did, and rank 1 waits for it.
+# A rank on gloo. In the first launch rank 0 fails as a retry in the reports did, and rank 1 waits for it.
 RANK = (
     TOLD
     + """
@@ -254,10 +254,10 @@ dist.destroy_process_group()
 
 @lanes("cpu")
 def test_two_ranks_on_gloo_start_again(lane: Lane, launches: Launches, capsys, row) -> None:
-    """The rank that hangs in its rendezvous is stopped with the other, and the second launch meets and adds up."""
+    """The rank that hangs in its rendezvous is stopped with the other; the second launch connects and adds up."""
     assert launches(["-c", RANK], ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL", OMP_NUM_THREADS="1") == 0
-    told = [line.partition("]: ") for line in launches.log.read_text().splitlines() if line.endswith("}")]
-    sums = {tag: json.loads(text) for tag, _, text in told}
+    reports = [line.partition("]: ") for line in launches.log.read_text().splitlines() if line.endswith("}")]
+    sums = {tag: json.loads(text) for tag, _, text in reports}
     row(
         "launch/retry-gloo_2_ranks/ranks_that_added_up",
         sum(found == {"sum": 3.0, "level": "INFO"} for found in sums.values()),

@@ -1,4 +1,4 @@
-"""FIRE, DASH and ReDo do what their formulas say, leave the rest alone, and refuse compiled regions and XLA (rule C31).
+"""FIRE, DASH and ReDo follow their formulas, change nothing else, and reject compiled regions and XLA (rule C31).
 
 A, B the two sides of a matrix, F hidden units, D model dim.
 """
@@ -32,7 +32,7 @@ def polar_factor(x: Tensor) -> Tensor:
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24), (32, 32)])
 def test_fire_gives_the_nearest_orthogonal_matrix(lane: Lane, shape: tuple[int, int]) -> None:
-    # A spectrum from 1 down to 0.05: what 15 iterations promise to lift, and no random square matrix has.
+    # A spectrum from 1 down to 0.05: the range that 15 iterations guarantee, and that no random square matrix has.
     left, _, right = torch.linalg.svd(normal(*shape).double(), full_matrices=False)
     spectrum = torch.linspace(1, 0.05, min(shape), dtype=torch.float64)
     x = ((left * spectrum) @ right).float().to(lane.device)
@@ -68,7 +68,7 @@ def test_fire_wipes_the_state_of_what_it_changed_only(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_fire_keeps_a_zero_output_zero(lane: Lane) -> None:
-    """A feature that starts as the identity must stay the identity."""
+    """A feature that is initialized as the identity must stay the identity."""
     model = build(preset("nam12", "narrow"))
     nn.init.zeros_(model.blocks[0].output.weight)
     assert "blocks.0.output.weight" not in fire_model(model, build_optimizer(model, "adamw", 1e-3))
@@ -89,8 +89,8 @@ def test_dash_shrinks_rows_along_their_gradient(lane: Lane) -> None:
     before = weight.detach().clone()
     dash([weight])
     factors = (weight.detach() / before).mean(1)
-    wanted = torch.tensor([1 - 0.0095, 1 - 0.0045, 1.0, 1.0, 1.0, 1.0])
-    torch.testing.assert_close(factors, wanted, rtol=0, atol=1e-6)
+    expected = torch.tensor([1 - 0.0095, 1 - 0.0045, 1.0, 1.0, 1.0, 1.0])
+    torch.testing.assert_close(factors, expected, rtol=0, atol=1e-6)
     assert torch.equal(weight.detach()[3:], before[3:]), "rows that the gradient does not push keep every bit"
 
 
@@ -137,7 +137,7 @@ def test_redo_repeats_by_its_seed(lane: Lane) -> None:
 
 
 class XlaTensor(Tensor):
-    """A host tensor that says it lies on XLA."""
+    """A host tensor whose device reads as XLA."""
 
     device = property(lambda self: torch.device("xla", 0))
 
@@ -203,7 +203,9 @@ def test_bad_operands_are_refused(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_without_fullgraph_the_region_falls_back_to_eager(lane: Lane) -> None:
-    """Dynamo gives such a frame up, so the surgery runs where it may; nothing of the region is compiled then."""
+    """Dynamo skips such a frame, so that the surgery runs where it is allowed; then nothing of the region is
+    compiled.
+    """
     weight, eager = normal(8, 8), normal(8, 8)
     fire(eager)
     with DynamoWatch() as watch:

@@ -1,4 +1,4 @@
-"""The trainer learns from the shipped corpus, resumes bit for bit, compiles to the same curve, refuses what is no data.
+"""The trainer learns from the shipped corpus, resumes bitwise, compiles to the same curve, and rejects invalid data.
 
 Rules X13 (data), C36 (numerics), C29 (refusal on violation). B batch, T tokens.
 """
@@ -35,12 +35,12 @@ from suites.support.reduce import largest
 
 CORPUS = ROOT / "fixtures" / "corpus"
 BATCH, TOKENS, STEPS = 8, 100, 200
-CURVES = 12  # with four, 20 losses, the ratio came out as 0.2, 2.9 and 3.1 on three H200s
+CURVES = 12  # with four, 20 losses, the ratio was 0.2, 2.9 and 3.1 on three H200s
 
 
 @pytest.fixture(autouse=True)
 def dynamo_as_it_was() -> Iterator[None]:
-    """A trainer applies the contract to the process; other tests find their configuration again."""
+    """Restore the process's configuration for other tests: a trainer applies the contract to the process."""
     with dynamo_config(read_dynamo_config(load().dynamo)):
         yield
 
@@ -55,13 +55,13 @@ def trainer(
     top_k: int = 6,
     **options: Any,
 ) -> Trainer:
-    """nam12 narrow on the corpus."""
+    """Build a trainer of nam12 narrow on the corpus."""
     source = packed_batches(TokenFile(CORPUS), batch, tokens, seed)
     return Trainer(preset("nam12", "narrow", experts=experts, top_k=top_k), plan, source, **options)
 
 
 def unigram_entropy(file: TokenFile) -> float:
-    """Nats a token of the best predictor that knows the corpus's frequencies and no context. BOS is no target."""
+    """Return the nats per token of the best predictor from the corpus's frequencies alone. BOS is not a target."""
     counts = np.bincount(file.ids, minlength=file.vocab_size).astype(np.float64)
     counts[file.bos_id] = 0
     p = counts[counts > 0] / counts.sum()
@@ -70,7 +70,7 @@ def unigram_entropy(file: TokenFile) -> float:
 
 @lanes("cpu", "h200")
 def test_two_hundred_steps_on_the_corpus(lane: Lane, row) -> None:
-    """Below the unigram entropy a model must use context. The loss holds the experts' auxiliary terms, too."""
+    """Below the unigram entropy a model must use context. The loss includes the experts' auxiliary terms, too."""
     run = trainer(
         Plan(STEPS, policy="eager", optimizer="adamw"), batch=BATCH, tokens=TOKENS, device=lane.device
     )
@@ -94,7 +94,7 @@ def test_two_hundred_steps_on_the_corpus(lane: Lane, row) -> None:
 
 
 def curves(run: Trainer) -> Tensor:
-    """The losses of 5 steps from the same start on each of CURVES streams; the run compiles once."""
+    """Return the losses of 5 steps from the same start on each of CURVES streams; the run compiles once."""
     start = {name: value.clone() for name, value in run.model.state_dict().items()}
     found = []
     for seed in range(CURVES):
@@ -109,10 +109,10 @@ def curves(run: Trainer) -> Tensor:
 
 @lanes("cpu", "h200")
 def test_compiled_and_eager_train_alike(lane: Lane, row, canaries) -> None:
-    """Each loss stands behind the updates before it, so gradients and optimizer are in the curve, too.
+    """Each loss follows the updates before it, so gradients and optimizer are in the curve, too.
 
-    Every token goes to all 8 experts here. With a choice among 64, one rounding in 20 losses sent a token elsewhere
-    and moved a loss by 5e-3, a thousand times the noise that this row is about.
+    Every token goes to all 8 experts here. With a choice among 64, one rounding in 20 losses sent a token elsewhere and
+    changed a loss by 5e-3, a thousand times the noise that this row measures.
     """
     canaries("graphs")
     eager = Plan(5, policy="eager", optimizer="adamw", warmup=1)
@@ -151,7 +151,7 @@ def test_interrupted_and_resumed_is_uninterrupted(lane: Lane, optimizer: str, tm
     first = trainer(plan, **part)
     first.run(until=3)
     saved = part["checkpoint"].read_bytes()
-    first.run(until=5)  # runs on behind the checkpoint of step 3, and is then lost
+    first.run(until=5)  # continues past the checkpoint of step 3, and is then lost
     part["checkpoint"].write_bytes(saved)
     second = trainer(plan, **part)
     second.resume()
@@ -162,7 +162,7 @@ def test_interrupted_and_resumed_is_uninterrupted(lane: Lane, optimizer: str, tm
         assert torch.equal(a, b), name
     assert part["log"].read_text() == (tmp_path / "whole.jsonl").read_text()
     assert not list(tmp_path.glob("*.new")), "the temporary name is gone"
-    # Resumed without its place in the data, the run is another one.
+    # Resumed without its position in the data, the run differs.
     third = trainer(plan, device=lane.device, checkpoint=part["checkpoint"])
     part["checkpoint"].write_bytes(saved)
     third.resume()
@@ -229,7 +229,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(lane: Lane, tmp_path: Path) -> 
     with pytest.raises(NonFiniteError, match=r"^step 1: the loss is nan; the last checkpoint is good$"):
         run.run()
     assert not path.exists()
-    # Here the weights break behind a loss that is still finite: they must not become the last checkpoint.
+    # Here the weights break after a loss that is still finite: they must not become the last checkpoint.
     run = trainer(replace(run.plan, checkpoint_every=1), checkpoint=path)
     with pytest.raises(
         NonFiniteError, match=r"^step 1: a weight is not finite; the last checkpoint is good$"
@@ -250,7 +250,7 @@ def test_one_weight_that_is_not_finite_is_not_saved(lane: Lane, tmp_path: Path) 
 
 @lanes("cpu")
 def test_resumed_run_counts_its_own_steps(lane: Lane, tmp_path: Path, monkeypatch) -> None:
-    """The supervisor stops to retry once a process has passed its first steps, wherever the run was resumed."""
+    """The supervisor retries only before a process has passed its first steps, wherever the run was resumed."""
     steps: list[int] = []
     monkeypatch.setattr("launch.train.passed", lambda step, last_step: steps.append(step))
     plan = Plan(4, policy="eager", checkpoint_every=2)

@@ -29,7 +29,7 @@ STARTS = [
 
 
 def wanted(start: Start) -> bool:
-    """Whether a warm-up runs, as the rule says it in words: not the table of the contract."""
+    """Return whether a warm-up runs, from the rule's wording and not from the table of the contract."""
     if not start.asked or start.device == "xla" or (start.fsdp and not start.compiled):
         return False
     return not (start.device == "cuda" and start.regional and start.moe)
@@ -96,7 +96,7 @@ def dynamo_as_it_was():
 def test_the_first_step_takes_the_warm_ups_place(
     lane: Lane, dynamo_as_it_was, monkeypatch, canaries, row
 ) -> None:
-    """Without a warm-up: the same losses, and another batch compiles nothing. A step that marks none would."""
+    """Without a warm-up: the same losses, and another batch compiles nothing. A step that marks none would compile."""
     canaries("graphs")
     losses, more = {}, {}
     for case in ("warm_up", "first_step", "no_mark"):

@@ -1,7 +1,7 @@
 """Golden results of every kind of block and every preset, in fp64: fixtures/model/golden.safetensors.
 
-Weights and inputs are given by formula, so that neither is stored and no random number is drawn. A gradient is kept as
-its inner product with such a formula: one number a parameter, which any change of any entry moves.
+Weights and inputs are computed by formula, so that neither is stored and no random number is drawn. A gradient is
+stored as its inner product with such a formula: one number per parameter, which changes with any entry.
 B batch, T tokens, D model dim.
 """
 
@@ -18,20 +18,20 @@ from model.hybrid import BLOCKS, documents
 from model.presets import NAMES
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures" / "model" / "golden.safetensors"
-# Of an array's largest entry. 52 layers of fp64 sums in another order read 1e-12 apart.
+# Relative to an array's largest entry. 52 layers of fp64 sums in another order read 1e-12 apart.
 RELATIVE = 1e-9
 TOKENS = 24
 Named = dict[str, Tensor]
 
 
 def formula(shape: tuple[int, ...], phase: int) -> Tensor:
-    """Numbers in -1..1 that no two tensors share, fp64."""
+    """Return fp64 values in -1..1, different for each phase."""
     n = int(torch.tensor(shape).prod()) if shape else 1
     return torch.cos(torch.arange(n, dtype=torch.float64) * 2.399963 + phase).reshape(shape)
 
 
 def set_by_formula(model: nn.Module) -> nn.Module:
-    """Matrices by their fan-in, vectors in 0..1, whatever they were."""
+    """Overwrite all parameters: matrices scaled by their fan-in, vectors in 0..1."""
     with torch.no_grad():
         for phase, parameter in enumerate(model.parameters()):
             values = formula(tuple(parameter.shape), phase)
@@ -42,7 +42,7 @@ def set_by_formula(model: nn.Module) -> nn.Module:
 
 
 def ids_by_formula(config) -> Tensor:
-    """Two rows of documents of 7 to 12 tokens (2,T) int64."""
+    """Return two rows of documents of 7 to 12 tokens (2,T) int64."""
     token = torch.arange(2 * TOKENS).view(2, TOKENS)
     ids = 8 + token * 7919 % 97
     ids[0, [0, 7, 19]] = ids[1, [0, 12]] = config.bos_id
@@ -50,7 +50,7 @@ def ids_by_formula(config) -> Tensor:
 
 
 def gradient_numbers(model: nn.Module) -> Tensor:
-    """One number a parameter; 0 where there is no gradient."""
+    """Return one number per parameter; 0 if there is no gradient."""
     numbers = [
         (p.grad.cpu() * formula(tuple(p.shape), 17 + i)).sum()
         if p.grad is not None
@@ -61,18 +61,18 @@ def gradient_numbers(model: nn.Module) -> Tensor:
 
 
 def subjects() -> list[str]:
-    """Kinds of blocks, then presets."""
+    """Return the kinds of blocks, then the presets."""
     return [*BLOCKS, *NAMES]
 
 
 def results(subject: str, device: str = "cpu") -> Named:
-    """output, gradient of the input, and the gradients' numbers, in fp64 on the CPU."""
+    """Compute output, gradient of the input, and the gradients' numbers, in fp64 on the CPU."""
     found = _block(subject, device) if subject in BLOCKS else _preset(subject, device)
     return {f"{subject}/{name}": t.detach().cpu().contiguous() for name, t in found.items()}
 
 
 def _block(kind: str, device: str) -> Named:
-    # Every sub-configuration that a kind may ask for; a block reads only its own.
+    # Every sub-config that a kind may need; a block reads only its own.
     config = preset("nam56r", "narrow", capacity_factor=16.0)
     block = set_by_formula(BLOCKS[kind](config).double()).to(device)
     doc_ids, positions = (t.to(device) for t in documents(ids_by_formula(config), config.bos_id))
@@ -94,12 +94,12 @@ def _preset(name: str, device: str) -> Named:
 
 
 def stored() -> Named:
-    """Every golden array."""
+    """Load every golden array."""
     return load_file(FIXTURE) if FIXTURE.exists() else {}
 
 
 def differences(found: Named, wanted: Named) -> list[str]:
-    """A line for each array that is not there, or off by more than RELATIVE of its largest entry."""
+    """Return a line for each array that is missing, or off by more than RELATIVE of its largest entry."""
     lines = []
     for name, t in found.items():
         if name not in wanted or wanted[name].shape != t.shape:

@@ -1,4 +1,4 @@
-"""Made-up programs for the feature tests, and models whose zero-initialised parameters are awake.
+"""Synthetic programs for the feature tests, and models whose zero-initialized parameters are set to nonzero values.
 
 B batch, T tokens, S structure components, C chunk slots, K edge slots.
 """
@@ -37,7 +37,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Other blocks, or other ways inside one: they change parameters that the base model has.
+# Other blocks, or other computations in a block: they change parameters that the base model has.
 VARIANTS: dict[str, dict[str, Any]] = {
     "mla": {"mla": MLAConfig(16, 16, 16, 16, 16)},
     "dsa": {"dsa": DSAConfig(ranks=(1, 3), heads=2, width=8, top_k=16)},
@@ -61,7 +61,7 @@ Span = tuple[int, int, int]  # first token, token after the last, seed of the do
 
 
 def program(config: HybridConfig, batch: int, *spans: Span, device: str = "cpu") -> Features:
-    """Documents of random chunks and edges at the given spans: a document's contents follow from its seed alone."""
+    """Return documents of random chunks and edges at the given spans: a document's contents depend only on its seed."""
     T = spans[-1][1]
     known = Features.absent(torch.zeros(batch, T, dtype=torch.int64), config)
     for row in range(batch):
@@ -90,7 +90,7 @@ def program(config: HybridConfig, batch: int, *spans: Span, device: str = "cpu")
 
 
 def awaken(model: nn.Module, seed: int = 3) -> nn.Module:
-    """Gives parameters that start at zero small random values, so that what they hold back takes part."""
+    """Set parameters that are initialized to zero to small random values, so that their branches contribute."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if not parameter.any():

@@ -1,4 +1,4 @@
-"""Small laws of single blocks that no whole-model comparison can see."""
+"""Properties of single blocks that no whole-model comparison can detect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_softcap_is_taken_in_fp32(lane: Lane, dtype: torch.dtype) -> None:
 
 @lanes("cpu", "h200")
 def test_decay_of_mamba3_has_a_floor(lane: Lane) -> None:
-    """However small its projection, A stays a_floor away from 0, so that a state is forgotten at last."""
+    """However small its projection, A stays a_floor away from 0, so that every state decays."""
     config = preset("nam12", "narrow", a_floor=1e-3)
     block = build(config, lane.device, torch.float64).blocks[config.letters.index("M")]
     block.input.register_forward_hook(lambda module, inputs, output: torch.full_like(output, -50.0))

@@ -1,4 +1,4 @@
-"""Decoding token by token gives what the whole sequence gives at once, for each stateful block and the whole model.
+"""Decoding token by token equals the full sequence at once, for each stateful block and the whole model.
 
 B batch, T tokens.
 """

@@ -1,4 +1,4 @@
-"""Packed documents do not see each other: [A|B] gives B what B alone gives, through all layers of the model."""
+"""Packed documents are isolated: [A|B] gives the same result for B as B alone, through all layers of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_documents_start_at_bos(lane: Lane) -> None:
 @lanes("cpu", "h200")
 @pytest.mark.parametrize(("name", "mixer"), [("nam12", "mamba3"), ("nam12", "mamba2"), ("nam56r", "mamba3")])
 def test_second_document_is_blind_to_the_first(lane: Lane, name: str, mixer: str, row) -> None:
-    # A capacity that no routing overflows: the experts' slots are the one thing that a packed row shares.
+    # A capacity that no routing overflows: the experts' slots are the only thing that a packed row shares.
     config = preset(name, "narrow", m_mixer=mixer, capacity_factor=16.0)
     model = build(config, lane.device).double()
     ids = token_batch(config, 1, device=lane.device)

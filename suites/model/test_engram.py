@@ -1,4 +1,4 @@
-"""Engram: the branch token by token, its documents, and the layers that it may stand on.
+"""Engram: the branch token by token, its documents, and the layers that it is allowed on.
 
 B batch, T tokens, D model dim, W bottleneck width.
 """
@@ -29,7 +29,7 @@ def branch(lane: Lane) -> EngramBranch:
 
 
 def stream(lane: Lane) -> tuple[Tensor, Tensor]:
-    """x (B,T,D) and the doc_ids of short documents."""
+    """Return x (B,T,D) and the doc_ids of short documents."""
     ids = token_batch(CONFIG, 2, T, device=lane.device)
     ids[:, 9] = CONFIG.bos_id
     g = torch.Generator().manual_seed(8)
@@ -38,7 +38,9 @@ def stream(lane: Lane) -> tuple[Tensor, Tensor]:
 
 
 def means_by_hand(z: Tensor, doc_ids: Tensor, order: int, over_present: bool = False) -> Tensor:
-    """`over_present` is the planted fault: the mean over the tokens of the document, not over N."""
+    """Compute the means in a loop. `over_present` is the fault: the mean over the tokens of the document, not
+    over N.
+    """
     out = torch.zeros_like(z)
     for b in range(z.shape[0]):
         for t in range(z.shape[1]):
@@ -48,7 +50,7 @@ def means_by_hand(z: Tensor, doc_ids: Tensor, order: int, over_present: bool = F
 
 
 def by_hand(module: EngramBranch, x: Tensor, doc_ids: Tensor, **fault: bool) -> Tensor:
-    """The branch from its formula, the convolution tap by tap."""
+    """Compute the branch from its formula, the convolution tap by tap."""
     z, D, eps = module.input(x), x.shape[-1], module.eps
     means = [means_by_hand(z, doc_ids, order, **fault) for order in module.orders]
     y = sum(mean @ mix for mean, mix in zip(means, module.mix)) / len(means)

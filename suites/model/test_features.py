@@ -1,5 +1,5 @@
-"""Every optional feature, and every other kind of block, inside the whole model: off is bit-equal to never heard of,
-on trains, isolates, compiles.
+"""Every optional feature, and every other kind of block, inside the whole model: disabled, it is bitwise equal to a
+model without it; enabled, it trains, isolates documents and compiles.
 
 B batch, T tokens.
 """
@@ -30,20 +30,20 @@ EVERY = {name: value for changes in FEATURES.values() for name, value in changes
 
 
 def inputs_for(config: HybridConfig, batch: int, *spans, device: str) -> Features | None:
-    """A made-up program where the model reads one."""
+    """Return a synthetic program if the model reads one."""
     reads = config.structure or config.ngram or config.tree
     return program(config, batch, *spans, device=device) if reads else None
 
 
 def featured(lane: Lane, dtype: torch.dtype = torch.float64, **changes):
-    """A configuration that no routing overflows, and its model with every feature awake, holding still."""
+    """Return a config that no routing overflows, and its model in eval mode with every feature's parameters nonzero."""
     config = preset("nam12", "narrow", capacity_factor=16.0, **changes)
     return config, awaken(build(config, lane.device)).to(dtype).eval()
 
 
 @lanes("cpu", "h200")
 def test_off_is_bit_equal_to_a_model_of_the_parts_alone(lane: Lane) -> None:
-    """The parts, put together here without a word of features, under the same seed."""
+    """Compare with the parts assembled here without any feature code, under the same seed."""
     config = preset("nam12", "narrow")
     model = build(config, lane.device)
     torch.manual_seed(SEED)
@@ -71,7 +71,7 @@ def test_on_leaves_every_other_parameter_as_it_was(lane: Lane, feature: str) -> 
     config = preset("nam12", "narrow")
     base = build(config).state_dict()
     on = build(config.with_(**FEATURES[feature])).state_dict()
-    # A wrapped block is one name deeper.
+    # A wrapped block has one more level in its name.
     shared = {name.replace(".block.block.", ".").replace(".block.", "."): value for name, value in on.items()}
     assert all(torch.equal(shared[name], value) for name, value in base.items())
     assert len(on) > len(base)
@@ -129,13 +129,13 @@ def test_second_document_is_blind_to_the_first(lane: Lane, feature: str) -> None
         alone = model.logits(ids[:, SPLIT:], second)
         changed = model.logits(changed_ids, other_first)
     assert not torch.equal(changed[:, :SPLIT], packed[:, :SPLIT]), "the first document must react"
-    # fp64: what is left is the order of sums over a longer row.
+    # fp64: the remaining difference is the order of sums over a longer row.
     assert float((packed[:, SPLIT:] - alone).abs().max()) <= 1e-10
     assert float((packed[:, SPLIT:] - changed[:, SPLIT:]).abs().max()) <= 1e-10
 
 
 def past_moves(model: nn.Module, config: HybridConfig, ids: Tensor, inputs: Features | None) -> float:
-    """How far the logits before token 40 move when the ids from it on change."""
+    """Return how far the logits before token 40 move when the ids from it on change."""
     later = ids.clone()
     later[:, 40:] = later[:, 40:] + 1
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_the_published_tree_ffn_leaks_the_future(lane: Lane) -> None:
     """Not causal: a token in a chunk reads the mean of the whole chunk. The control of the test above."""
     config, model = featured(lane, tree=TreeConfig(chunks=24, edges=24, width=16, causal=False))
     ids = token_batch(config, 1, device=lane.device)
-    ids[:, 36:44] = 9  # one document around the chunk, which reaches over token 40
+    ids[:, 36:44] = 9  # one document around the chunk, which extends past token 40
     inputs = Features.absent(ids, config)
     inputs.start[:, 0], inputs.end[:, 0] = 36, 44
     assert past_moves(model, config, ids, inputs) > 1e-6
@@ -167,9 +167,9 @@ def test_the_published_tree_ffn_leaks_the_future(lane: Lane) -> None:
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("feature", [feature for feature in ALL if feature != "hyper_two_streams"])
 def test_eight_regional_steps(lane: Lane, feature: str, row, canaries) -> None:
-    """Batches of three sizes, with what the data knows there at one step and absent at the next."""
+    """Batches of three sizes; the features' inputs are present at one step and absent at the next."""
     canaries(*INSTRUMENTS)
-    backend = "eager"  # breaks and recompiles are Dynamo's; AOTAutograd, five times slower, runs below
+    backend = "eager"  # breaks and recompiles come from Dynamo; AOTAutograd, five times slower, runs below
     with watched_hybrid("nam12", "regional", device=lane.device, backend=backend, **ALL[feature]) as hybrid:
         config, model = hybrid.config, hybrid.model
         regions = len(config.letters) + 1
@@ -199,9 +199,11 @@ def test_eight_regional_steps(lane: Lane, feature: str, row, canaries) -> None:
 @pytest.mark.parametrize("changes", ["features", *TOGETHER])
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in ("eager", "regional")])
 def test_everything_under_the_other_policies(lane: Lane, policy: str, changes: str, canaries) -> None:
-    """No policy knows of features or kinds of blocks: each compiles to as many graphs as without them."""
+    """No policy depends on features or kinds of blocks: each compiles to as many graphs as without them."""
     if policy == "per_block" and changes == "features":
-        changes = "latent_sparse_mimo"  # token features are a region of their own there, see test_eight_regional_steps
+        changes = (
+            "latent_sparse_mimo"  # token features are a separate region there, see test_eight_regional_steps
+        )
     canaries(*INSTRUMENTS)
     on = EVERY if changes == "features" else TOGETHER[changes]
     with watched_hybrid("nam12", policy, device=lane.device, backend="eager", **on) as hybrid:

@@ -16,7 +16,7 @@ from suites.support.hybrids import SEED, token_batch
 from suites.support.lanes import Lane, lanes
 
 BATCH = 1
-GIB = 40  # nam56r takes 34 at its peak, nam52 26
+GIB = 40  # peaks: nam56r 34, nam52 26
 
 
 @lanes("h200")
@@ -25,7 +25,7 @@ def test_a_step_fits(lane: Lane, name: str, row) -> None:
     config = preset(name, "full")
     with claimed(GIB):
         loss, peak, parameters, missing = forward_and_backward(config)
-    # A model that knows nothing predicts each id alike; the softcap keeps a random one near it.
+    # An untrained model predicts each id alike; the softcap keeps a random one close to that.
     assert abs(loss - math.log(config.vocab_size)) < 3
     assert not missing, missing
     row(
@@ -41,7 +41,7 @@ def test_a_step_fits(lane: Lane, name: str, row) -> None:
 
 
 def forward_and_backward(config: HybridConfig) -> tuple[float, int, int, list[str]]:
-    """The loss, the peak of bytes above what stands already, the parameters, and those without a finite gradient."""
+    """Return the loss, the peak of additional bytes, the parameter count, and parameters without a finite gradient."""
     torch.manual_seed(SEED)
     held = torch.cuda.memory_allocated()
     with torch.device("cuda"):

@@ -1,6 +1,6 @@
 """Every kind of block and every preset still gives its golden results, in fp64.
 
-fixtures/make.py is the only writer.
+Only fixtures/make.py writes them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from suites.support.planted import planted
 
 @lanes("cpu", "h200")
 def test_blocks_and_presets_give_their_golden_results(lane: Lane, row) -> None:
-    wanted, faults, agreeing, compared = stored(), [], 0, 0
+    golden, faults, agreeing, compared = stored(), [], 0, 0
     for subject in subjects():
         found = results(subject, lane.device)
-        lines = differences(found, wanted)
+        lines = differences(found, golden)
         agreeing, compared = agreeing + (not lines), compared + sum(t.numel() for t in found.values())
         faults += lines
     row(
@@ -37,7 +37,7 @@ def test_blocks_and_presets_give_their_golden_results(lane: Lane, row) -> None:
 @planted("C35", "a weight off by a millionth")
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_weight_off_by_a_millionth_is_seen(lane: Lane, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every parameter that has a gradient; the others are the indexer's, whose choice has none."""
+    """Checks every parameter that has a gradient; the others are the indexer's, whose choice has none."""
     before, blind = results(kind), []
     make = BLOCKS[kind]
     names = [n for n, _ in make(_config()).named_parameters()]

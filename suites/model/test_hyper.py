@@ -1,4 +1,4 @@
-"""mHC: doubly stochastic mixing, the identity at the start, streams that can part, and what is refused.
+"""mHC: doubly stochastic mixing, the identity at the start, streams that can diverge, and invalid arguments.
 
 B batch, T tokens, D model dim, N streams.
 """
@@ -26,7 +26,7 @@ def logits(n: int, seed: int, spread: float = 1.0) -> torch.Tensor:
 
 
 def off_balance(matrix: torch.Tensor) -> float:
-    """The largest distance of a row or column sum from 1."""
+    """Return the largest distance of a row or column sum from 1."""
     return largest(float((matrix.sum(dim) - 1).abs().max()) for dim in (-2, -1))
 
 
@@ -56,7 +56,7 @@ def test_sinkhorn_takes_its_iterations(lane: Lane, iterations: int) -> None:
 
 @lanes("cpu")
 def test_two_by_two_needs_a_softmax(lane: Lane) -> None:
-    """However far its scores are apart, a balanced 2x2 matrix has equal diagonals: weights read there are equal."""
+    """A balanced 2x2 matrix has equal diagonals for any scores, so weights read from it would be equal."""
     scores = torch.tensor([3.0, -1.0], dtype=torch.float64)
     matrix = torch.exp(torch.diag(scores))
     for _ in range(100):
@@ -105,14 +105,14 @@ def test_starts_as_the_model_without_streams(lane: Lane, hyper: HyperConfig) -> 
         plain = build(config, lane.device, torch.float64).logits(ids)
         model = build(config.with_(hyper=hyper), lane.device, torch.float64)
         torch.testing.assert_close(model.logits(ids), plain, rtol=1e-9, atol=1e-9)
-        model.blocks[1].bias[hyper.streams] += 1.0  # what one stream takes of the second block
+        model.blocks[1].bias[hyper.streams] += 1.0  # one stream's weight of the second block's output
         assert float((model.logits(ids) - plain).abs().max()) > 1e-4
 
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("apart", [True, False])
 def test_streams_can_part(lane: Lane, apart: bool) -> None:
-    """Layers that read all streams alike would give all of them one gradient, and n streams would stay one."""
+    """If layers read all streams alike, all of them would have the same gradient and remain one stream."""
     model = build(CONFIG, lane.device, torch.float64)
     N = CONFIG.hyper.streams
     if not apart:

@@ -1,6 +1,7 @@
-"""The routing of the E block: null experts, groups, the moving bias, each against a loop over tokens; off is bit-equal.
+"""Routing of the E block: null experts, groups and the moving bias, each against a loop over tokens; bitwise equal if
+off.
 
-B batch, T tokens, D model dim, E experts, K choices a token, M null slots.
+B batch, T tokens, D model dim, E experts, K choices per token, M null slots.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ B, T = 3, 20
 
 
 def block(lane: Lane, **changes: object) -> tuple[HybridConfig, MoEBlock, Tensor]:
-    """A block of nam52 narrow in fp64 that drops nothing, and a stream x (B,T,D)."""
+    """Return a block of nam52 narrow in fp64 that drops nothing, and a stream x (B,T,D)."""
     config = preset("nam52", "narrow", capacity_factor=16.0, **changes)
     torch.manual_seed(SEED)
     made = MoEBlock(config).double().to(lane.device)
@@ -33,7 +34,7 @@ def block(lane: Lane, **changes: object) -> tuple[HybridConfig, MoEBlock, Tensor
 
 
 def by_loop(config: HybridConfig, made: MoEBlock, u: Tensor) -> list[list[dict[int, float]]]:
-    """What each token gives to each expert: sorted, chosen and renormalised one token at a time."""
+    """Return each token's weight of each expert: sorted, chosen and renormalized one token at a time."""
     logits = u @ made.router.weight.T
     null = made.null_logit.sigmoid().item() if config.null_slots else 0.0
     chosen = []
@@ -64,17 +65,17 @@ def test_routing_is_the_loop_over_tokens(lane: Lane, changes: dict[str, object])
     if config.null_slots:
         made.null_logit.data.fill_(0.8)
     routing = made.route(u)
-    wanted = by_loop(config, made, u)
+    expected = by_loop(config, made, u)
     counts = torch.zeros(config.experts)
     for b in range(B):
         for t in range(T):
             pairs = zip(routing.expert[b, t].tolist(), routing.weights[b, t].tolist())
             found = {e: w for e, w in pairs if e >= 0}
-            assert found.keys() == wanted[b][t].keys()
-            assert all(math.isclose(found[e], wanted[b][t][e], rel_tol=1e-12) for e in found)
+            assert found.keys() == expected[b][t].keys()
+            assert all(math.isclose(found[e], expected[b][t][e], rel_tol=1e-12) for e in found)
             counts[[*found]] += 1
     torch.testing.assert_close(routing.share.cpu(), (counts / counts.sum()).double())
-    sizes = {len(token) for row in wanted for token in row}
+    sizes = {len(token) for row in expected for token in row}
     assert sizes == {config.top_k} if not config.null_slots else len(sizes) > 1
     assert torch.equal(routing.weights == 0, routing.expert < 0)
 
@@ -82,7 +83,7 @@ def test_routing_is_the_loop_over_tokens(lane: Lane, changes: dict[str, object])
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("changes", [{}, NULL], ids=["plain", "null"])
 def test_small_scores_are_weighted_in_full(lane: Lane, changes: dict[str, object]):
-    """Weights are relative to the sum of the chosen scores, which may lie far below 1."""
+    """Weights are relative to the sum of the chosen scores, which may be far below 1."""
     config, made, u = block(lane, **changes)
     with torch.no_grad():
         made.router.weight.copy_(-made.router.weight.abs() - 1)
@@ -123,7 +124,7 @@ def test_the_bias_moves_toward_uniform_load(lane: Lane):
     config, made, x = block(lane, bias_rate=0.02)
     made.router.weight.data[0] = made.router.weight.data[1] = 0
     made.router.weight.data[0, 0] = 5.0
-    x[..., 0] = 3.0  # expert 0 is everybody's first
+    x[..., 0] = 3.0  # expert 0 is the first choice of every token
     u = rms_norm(x, config.norm_eps)
     before = made.route(u).share
     assert before[0] == before.max()
@@ -146,7 +147,7 @@ def test_the_bias_moves_toward_uniform_load(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_switches_that_are_off_leave_every_bit(lane: Lane):
-    """rho 1 has no null slot, one group is no limit, rate 0 no movement: the block is the one without them."""
+    """rho 1 has no null slot, one group imposes no limit, rate 0 moves nothing: the block equals one without them."""
     _, plain, x = block(lane)
     _, same, _ = block(lane, null_rho=1.0, expert_groups=1, chosen_groups=1)
     assert plain.state_dict().keys() == same.state_dict().keys()

@@ -32,7 +32,7 @@ def head(lane: Lane, steps: int = 2, kind: type[MTPHead] = MTPHead) -> MTPHead:
 
 
 def batch(lane: Lane, head: MTPHead, tokens: int = T) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stream (B,T,D), embedding (V,D), ids (B,T) with short documents, targets (B,T)."""
+    """Return the stream (B,T,D), embedding (V,D), ids (B,T) with short documents, targets (B,T)."""
     config = preset("nam12", "narrow")
     ids = token_batch(config, 2, tokens, device=lane.device)
     g = torch.Generator().manual_seed(2)
@@ -44,7 +44,7 @@ def batch(lane: Lane, head: MTPHead, tokens: int = T) -> tuple[Tensor, Tensor, T
 
 
 def by_positions(head: MTPHead, x: Tensor, embedding: Tensor, ids: Tensor, doc_ids: Tensor) -> list[Tensor]:
-    """Loss of each step, its tokens and targets looked up one position at a time."""
+    """Compute the loss of each step, with tokens and targets looked up one position at a time."""
     (B, T), h, losses = ids.shape, x, []
     positions = torch.arange(T, dtype=torch.int32, device=ids.device).expand(B, T)
     for k in range(1, len(head.weights) + 1):
@@ -66,7 +66,7 @@ def by_positions(head: MTPHead, x: Tensor, embedding: Tensor, ids: Tensor, doc_i
 
 
 class ReductionNone(MTPHead):
-    """The planted fault: the unreduced loss has a zero where there is no target, and its mean counts them all."""
+    """Injected fault: the unreduced loss has a zero where there is no target, and its mean counts them all."""
 
     def mean_loss(self, h: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
         logits = self.logits(h, embedding).flatten(0, 1)
@@ -90,7 +90,7 @@ def test_equals_the_loop_over_positions(lane: Lane, steps: int) -> None:
 
 
 class OneDocument(MTPHead):
-    """The planted fault: attention of the shared block over all documents of the row."""
+    """Injected fault: attention of the shared block over all documents of the row."""
 
     def future(self, x: Tensor, embedding: Tensor, targets: Tensor) -> list[Tensor]:
         attend = self.block.forward
@@ -100,7 +100,7 @@ class OneDocument(MTPHead):
 
 @lanes("cpu", "h200")
 def test_documents_add_up(lane: Lane) -> None:
-    """The loss of [A|B] is that of A and of B, weighed by their targets: neither sees the other."""
+    """The loss of [A|B] is that of A and of B, weighted by their number of targets: documents are isolated."""
     split, steps = 17, 3
 
     def apart_and_together(kind: type[MTPHead]) -> list[tuple[Tensor, Tensor]]:
@@ -130,8 +130,8 @@ def test_targets_tell_the_documents(lane: Lane) -> None:
     ids = torch.tensor([[2, 9, 8, 2, 7, 2], [9, 9, 2, 6, 5, 4]])
     doc_ids, _ = documents(ids, 2)
     targets = next_token_targets(ids, doc_ids)
-    told = documents_of_targets(targets)
-    assert torch.equal(told - told[:, :1], doc_ids - doc_ids[:, :1])
+    counted = documents_of_targets(targets)
+    assert torch.equal(counted - counted[:, :1], doc_ids - doc_ids[:, :1])
     assert further(targets).tolist() == [[8, -1, -1, -1, -1, -1], [-1, -1, 5, 4, -1, -1]]
 
 

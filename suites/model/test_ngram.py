@@ -1,4 +1,4 @@
-"""NgramHash: rows of the table against a hash in Python integers, documents, and a hash that survives a build.
+"""NgramHash: rows of the table against a hash in Python integers, documents, and a hash that is stable across builds.
 
 B batch, T tokens, H hash heads.
 """
@@ -21,7 +21,7 @@ CONFIG = preset("nam12", "narrow", ngram=NGRAM)
 
 
 def by_hand(module: NgramHash, ids: Tensor, doc_ids: Tensor, across: bool = False) -> Tensor:
-    """Rows of the table, one token and one head at a time. `across` is the planted fault: no documents."""
+    """Look up rows of the table, one token and one head at a time. `across` is the fault: it ignores documents."""
     B, T = ids.shape
     multipliers, biases, primes = (t.tolist() for t in (module.multiplier, module.bias, module.prime))
     rows = torch.zeros(B, T, len(primes), dtype=torch.int64)
@@ -38,7 +38,7 @@ def by_hand(module: NgramHash, ids: Tensor, doc_ids: Tensor, across: bool = Fals
 
 
 class Unseeded(NgramHash):
-    """The known-bad form: multipliers from the global generator, and none in the checkpoint."""
+    """The incorrect form: multipliers from the global generator, and none in the checkpoint."""
 
     def __init__(self, config) -> None:
         super().__init__(config)
@@ -50,7 +50,7 @@ class Unseeded(NgramHash):
 def test_equals_the_hash_in_python_integers(lane: Lane) -> None:
     module = NgramHash(CONFIG).to(lane.device)
     ids = token_batch(CONFIG, 2, device=lane.device)
-    ids[1, 3] = 2**31  # a product near 2^62 must stay exact
+    ids[1, 3] = 2**31  # a product near 2^62 must be exact
     doc_ids, _ = documents(ids, CONFIG.bos_id)
     rows = module.rows(ids, doc_ids)
     assert torch.equal(rows, by_hand(module, ids, doc_ids))
@@ -70,7 +70,7 @@ def test_embeds_the_rows_it_names(lane: Lane) -> None:
 
 
 def two_builds(kind: type[NgramHash]) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of a build, of a build under another global seed, and of that one with the first one's checkpoint."""
+    """Return rows of a build, of a build under another global seed, and of that one with the first one's checkpoint."""
     ids = token_batch(CONFIG, 2)
     doc_ids, _ = documents(ids, CONFIG.bos_id)
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Chunk relations against a loop over pairs, a graph whose size knows nothing of C, and the attention bias.
+"""Chunk relations against a loop over pairs, a graph whose size is independent of C, and the attention bias.
 
 B batch, T tokens, H heads, C chunks, K edges.
 """
@@ -25,7 +25,7 @@ SPANS = ((0, 24, 1), (24, T, 2))
 
 
 def documents_and_program(lane: Lane, chunks: int = 24) -> tuple[Tensor, Features]:
-    """Two documents a row, and one call from the first into the second, which may not show."""
+    """Return two documents per row, with one call from the first into the second, which must have no effect."""
     config = preset("nam12", "narrow", tree=TreeConfig(chunks=chunks, edges=24))
     known = program(config, B, *SPANS, device=lane.device)
     known.calls[:, -1, 0] = 0
@@ -35,7 +35,7 @@ def documents_and_program(lane: Lane, chunks: int = 24) -> tuple[Tensor, Feature
 
 
 def pair_loop(document: Tensor, known: Features, documents: bool = True) -> Tensor:
-    """The known-bad form, and the oracle: every pair of chunks by itself, in Python."""
+    """The incorrect form for compilation, and the oracle: every pair of chunks separately, in Python."""
     B, C = document.shape
     mask = torch.zeros(B, len(RELATIONS), C, C, dtype=torch.bool)
     for b, i, j in itertools.product(range(B), range(C), range(C)):
@@ -78,7 +78,7 @@ def test_tokens_find_their_chunks(lane: Lane) -> None:
         inside = [c for c, (s, e) in enumerate(zip(known.start[b], known.end[b])) if s <= t < e]
         assert chunk[b, t] == (inside[0] if inside else known.start.shape[1])
     assert set(document.unique().tolist()) == {-2, 0, 1}
-    # A chunk that reaches into the next document ends with its own.
+    # A chunk that extends into the next document ends with its own.
     known.end[:, 0] = T
     known.start[:, 1:] = T
     chunk, _ = chunk_of_token(known.start, known.end, doc_ids)
@@ -94,7 +94,7 @@ def operators(lane: Lane, function, chunks: int) -> int:
 
 
 def levels_pair_by_pair(document: Tensor, known: Features) -> Tensor:
-    """The known-bad form of one relation: a statement for each pair of chunks."""
+    """The incorrect form of one relation: a statement for each pair of chunks."""
     C = document.shape[1]
     pairs = [known.level[:, i] == known.level[:, j] for i in range(C) for j in range(C)]
     return torch.stack(pairs, dim=1).unflatten(1, (C, C))
@@ -120,7 +120,7 @@ def test_graph_does_not_grow_with_the_chunks(lane: Lane, row, canaries) -> None:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float) -> Tensor:
-    """Plain causal attention (B,H,T,P) with an additive bias (B,H,T,T)."""
+    """Compute plain causal attention (B,H,T,P) with an additive bias (B,H,T,T)."""
     causal = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
     logits = q @ k.mT * q.shape[-1] ** -0.5 + bias
     return logits.masked_fill(~causal, float("-inf")).softmax(-1) @ v

@@ -35,7 +35,7 @@ def embedding(lane: Lane, dtype: torch.dtype = torch.float64) -> StructureEmbedd
 
 
 def columns(lane: Lane) -> Tensor:
-    """Ids below, within and above their tables, and rows where nothing is present."""
+    """Return ids below, within and above their tables, and rows without any component."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.stack([torch.randint(-size // 2, size + 3, (B, T), generator=generator) for size in
                        CONFIG.structure.sizes], dim=-1)  # fmt: skip
@@ -44,7 +44,7 @@ def columns(lane: Lane) -> Tensor:
 
 
 def by_hand(module: StructureEmbedding, ids: Tensor) -> Tensor:
-    """One token at a time, with the components that are there."""
+    """Compute one token at a time, with the components that are present."""
     sizes = CONFIG.structure.sizes
     out = torch.zeros(*ids.shape[:2], CONFIG.d_model, dtype=torch.float64, device=ids.device)
     for b, t in itertools.product(range(ids.shape[0]), range(ids.shape[1])):
@@ -58,14 +58,14 @@ def by_hand(module: StructureEmbedding, ids: Tensor) -> Tensor:
 
 
 class WithoutMask(StructureEmbedding):
-    """The planted fault: absent components contribute zero, yet take their share of the softmax."""
+    """Injected fault: absent components contribute zero, yet take their share of the softmax."""
 
     def weights(self, present: Tensor) -> Tensor:
         return self.gate.expand(present.shape).softmax(-1) * present
 
 
 class NaiveMask(StructureEmbedding):
-    """The planted fault: a token without any component takes the softmax of -inf alone."""
+    """Injected fault: a token without any component takes the softmax of -inf only."""
 
     def weights(self, present: Tensor) -> Tensor:
         return self.gate.expand(present.shape).masked_fill(~present, float("-inf")).softmax(-1)
@@ -92,7 +92,7 @@ def test_tokens_without_components_leave_gradients_finite(lane: Lane, kind: type
 
 
 class DynamicList(nn.Module):
-    """The known-bad form: a Python list of the components that happen to be there."""
+    """The incorrect form: a Python list of the components that are present."""
 
     def __init__(self, config) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""TreeFFN against membership masks of (C,T), and work that grows like T.
+"""TreeFFN against membership masks of (C,T), and work that is linear in T.
 
 B batch, T tokens, D model dim, C chunks, W width of a chunk's state.
 """
@@ -33,7 +33,7 @@ def tree(lane: Lane, chunks: int = 24, **changes) -> TreeFFN:
 
 
 def arguments(lane: Lane, tokens: int = T, chunks: int = 24) -> tuple[Tensor, ...]:
-    """Stream, two documents a row, chunk tables and edges."""
+    """Return the stream, two documents per row, chunk tables and edges."""
     config = preset("nam12", "narrow", tree=TreeConfig(chunks=chunks, edges=24))
     split = 3 * tokens // 8
     _, *known = program(config, B, (0, split, 1), (split, tokens, 2), device=lane.device)
@@ -44,7 +44,7 @@ def arguments(lane: Lane, tokens: int = T, chunks: int = 24) -> tuple[Tensor, ..
 
 
 def by_masks(module: TreeFFN, x: Tensor, doc_ids: Tensor, *known: Tensor, causal: bool) -> Tensor:
-    """The known-bad form, and the oracle: a (C,T) membership mask, multiplied with all tokens both ways."""
+    """The quadratic form, and the oracle: a (C,T) membership mask, multiplied with all tokens both ways."""
     start, end, level, preamble, calls, types = known
     token = torch.arange(x.shape[1], device=x.device)
     _, document = chunk_of_token(start, end, doc_ids)
@@ -84,9 +84,9 @@ def test_gradients_equal_those_of_the_masks(lane: Lane) -> None:
     module, (x, *rest) = tree(lane), arguments(lane)
     x.requires_grad_()
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype).to(x.device)
-    wanted = [x, *module.parameters()]
-    found = torch.autograd.grad((module(x, *rest) * weight).sum(), wanted)
-    oracle = torch.autograd.grad((by_masks(module, x, *rest, causal=True) * weight).sum(), wanted)
+    leaves = [x, *module.parameters()]
+    found = torch.autograd.grad((module(x, *rest) * weight).sum(), leaves)
+    oracle = torch.autograd.grad((by_masks(module, x, *rest, causal=True) * weight).sum(), leaves)
     for ours, theirs in zip(found, oracle):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
@@ -102,7 +102,7 @@ def test_tokens_outside_chunks_are_left_alone(lane: Lane) -> None:
 
 
 def flops(lane: Lane, function, tokens: int, chunks: int) -> int:
-    """Multiply-adds of forward and backward; writes of single elements are none."""
+    """Count the multiply-adds of forward and backward; writes of single elements are excluded."""
     module, given = tree(lane, chunks), arguments(lane, tokens, chunks)
     with FlopCounterMode(display=False) as counter:
         function(module, *given).sum().backward()
@@ -114,8 +114,8 @@ def flops(lane: Lane, function, tokens: int, chunks: int) -> int:
 def test_work_grows_like_the_tokens(lane: Lane, row) -> None:
     """A chunk for each 32 tokens, so that C grows with T and a (C,T) mask is quadratic.
 
-    Floating-point operations and not seconds: they are exact. Between 256 and 4096 tokens the chunks' own
-    exchange, C^2 of a sixteenth of the rest, is in the count too.
+    Counts floating-point operations and not seconds, because they are exact. Between 256 and 4096 tokens the count
+    includes the chunks' own exchange, C^2, a sixteenth of the rest.
     """
     short, long = 256, 4096
     counted = {

@@ -1,4 +1,4 @@
-"""The blocks that a preset chooses between: which layer gets which, and how many parameters that makes.
+"""The blocks that a preset chooses between: the block of each layer, and the resulting number of parameters.
 
 B batch, T tokens, D model dim.
 """
@@ -21,7 +21,7 @@ from suites.support.lanes import Lane, lanes
 
 SPARSE = (1, 2, 3, 5, 6, 7, 9, 10, 11)
 MIXERS = {"mamba3": Mamba3Block, "mimo": Mamba3MIMOBlock, "mamba2": Mamba2Block}
-# Counted by `parameters` below, as the model's own tensors must: billions at full size.
+# Computed by `parameters` below, and equal to the count of the model's own tensors: billions at full size.
 BILLIONS = {"nam12": 0.2013, "nam52": 4.2055, "nam56r": 4.2168, "nam56r_4096": 5.6874}
 
 
@@ -65,7 +65,7 @@ def m2rnn_parameters(c: HybridConfig) -> int:
 
 
 def parameters(c: HybridConfig) -> int:
-    """Weights of the whole model by arithmetic, from the configuration alone; the head is tied."""
+    """Compute the number of weights of the whole model from the config alone; the head is tied."""
     total, rank = c.vocab_size * c.d_model, 0
     for letter in c.letters:
         rank += letter == "A"
@@ -117,7 +117,7 @@ def test_the_mixer_is_the_one_asked_for(lane: Lane, mixer: str) -> None:
 
 @lanes("cpu", "h200")
 def test_the_indexer_learns_and_sends_nothing_into_the_stream(lane: Lane) -> None:
-    """Its gradient is that of its own loss; what the rest receives does not hang on it."""
+    """Its gradient is that of its own loss; the gradients of the rest do not depend on it."""
     config = preset("nam56r")
     ids = token_batch(config, 2, device=lane.device)
     gradients = []
@@ -145,7 +145,7 @@ def test_ranks_beyond_the_layers_are_refused(lane: Lane) -> None:
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("name", NAMES)
 def test_state_dict_there_and_back(lane: Lane, name: str) -> None:
-    """A model of other weights becomes this one; the overflow counter is bookkeeping and stays out."""
+    """A model with other weights loads it exactly; the overflow counter is bookkeeping and not included."""
     config = preset(name)
     model, other = build(config, lane.device), Hybrid(config).to(lane.device)
     ids = token_batch(config, 2, device=lane.device)

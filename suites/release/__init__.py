@@ -1,1 +1,1 @@
-"""What the adopted torch's release promises, held on the devices that are here."""
+"""Promises of the adopted torch release, checked on the available devices."""

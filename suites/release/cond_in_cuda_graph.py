@@ -1,7 +1,7 @@
-"""One process of the conditional's check: torch.cond in a CUDA graph, recorded and replayed.
+"""One process of the conditional's check: torch.cond in a CUDA graph, captured and replayed.
 
-`python -m suites.release.cond_in_cuda_graph DEVICE`; the last line of output is JSON: what each call gave, and the
-refusal of a torch that cannot record it.
+`python -m suites.release.cond_in_cuda_graph DEVICE`; the last line of output is JSON: the result of each call, and the
+error of a torch that cannot capture it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def branch(chosen: Tensor, x: Tensor) -> Tensor:
 
 
 def main(device: str) -> dict[str, Any]:
-    """shown: call -> whether it was the branch that the value asked for. refusal: "" where it was recorded."""
+    """shown: call -> whether it took the branch that the value selects. refusal: "" if it was captured."""
     x, chosen = torch.linspace(-2, 2, 8, device=device), torch.tensor(True, device=device)
     plain = {True: x.sin(), False: 2 * x.cos()}
     compiled = torch.compile(branch, backend="cudagraphs")

@@ -1,6 +1,6 @@
-"""Facts of torch 2.12 and later that this stack builds on, each shown by doing it. Rule R1.
+"""Facts of torch 2.12 and later that this stack relies on, each checked by running it. Rule R1.
 
-What only another device shows is listed in one row by name, and turns red where such a device is at hand.
+Facts that only another device shows are listed by name in one row, which turns red if such a device is present.
 
 N matrices, D their side.
 """
@@ -31,7 +31,7 @@ OURS = ("bumpgate", "fixtures", "kernels", "launch", "model", "suites")
 def fact(
     row: Callable[..., Any], name: str, shown: dict[str, bool], evidence: list[str] | None = None
 ) -> None:
-    """A row of parts that each hold or not; all of them must."""
+    """Report a row of parts that all must hold."""
     missing = [part for part, holds in shown.items() if not holds]
     row(
         f"release/{name}/parts_that_do_not_hold",
@@ -45,7 +45,7 @@ def fact(
 
 
 def present(row: Callable[..., Any], name: str, found: bool, evidence: list[str] | None = None) -> bool:
-    """A row of 1 where this torch can do it at all, and of 0: a build that loses it is red, one that gains it a WIN."""
+    """Report 1 if this torch has the feature, else 0: a build that loses it is red, one that gains it a WIN."""
     row(
         f"release/{name}/capability",
         int(found),
@@ -66,7 +66,7 @@ def symmetric(N: int, D: int, device: str) -> Tensor:
 
 
 def residual(a: Tensor, values: Tensor, vectors: Tensor) -> float:
-    """|A V - V diag(w)| over |A|, in fp64."""
+    """Return |A V - V diag(w)| over |A|, in fp64."""
     a, values, vectors = a.double(), values.double(), vectors.double()
     return float((a @ vectors - vectors * values.unsqueeze(-2)).norm() / a.norm())
 
@@ -92,7 +92,7 @@ def test_batched_eigh(lane: Lane, row) -> None:
 
 
 def adagrad(device: str, fused: bool, dtype: torch.dtype) -> Tensor:
-    """Two parameters after ten steps, laid end to end."""
+    """Return two parameters after ten steps, concatenated."""
     generator = torch.Generator().manual_seed(0)
     draws = [torch.randn(size, generator=generator) for _ in range(11) for size in (231, 5)]
     parameters = [nn.Parameter(t.to(device, dtype)) for t in draws[:2]]
@@ -107,9 +107,9 @@ def adagrad(device: str, fused: bool, dtype: torch.dtype) -> Tensor:
 
 @lanes("cpu", "h200")
 def test_fused_adagrad(lane: Lane, row) -> None:
-    """Not bit by bit: fused, it rounds in another order. By the ratio rule of suites/support/comparison.py.
+    """Not bitwise: the fused one rounds in another order. Uses the ratio rule of suites/support/comparison.py.
 
-    On CUDA since torch 2.12; an older one says which devices it has.
+    On CUDA since torch 2.12; an older one reports the devices that it supports.
     """
     refusal = ""
     try:
@@ -176,7 +176,7 @@ def test_export_of_float8_e8m0fnu(lane: Lane, row) -> None:
 
 @lanes("cpu")
 def test_profiler_events(lane: Lane, row) -> None:
-    """What the trace file always had is on the events: flows, kinds of activity, Python functions."""
+    """Events carry what the trace file always had: flows, kinds of activity, Python functions."""
     with torch.profiler.profile(with_stack=True) as profile:
         torch.randn(8, 8, requires_grad=True).matmul(torch.randn(8, 8)).sum().backward()
     events = profile.events()
@@ -196,7 +196,7 @@ def test_profiler_events(lane: Lane, row) -> None:
 
 @lanes("cpu")
 def test_names_that_need_a_device_to_work(lane: Lane, row) -> None:
-    """Present is all that this lane can say; what they do is shown on h200."""
+    """This lane can only check that they are present; their effect is checked on h200."""
     graph = inspect.signature(torch.cuda.graph).parameters
     fact(
         row,
@@ -210,7 +210,7 @@ def test_names_that_need_a_device_to_work(lane: Lane, row) -> None:
 
 
 def scripted(source: str) -> list[str]:
-    """Uses of TorchScript in a file's text, as it spells them."""
+    """Return the uses of TorchScript in a file's text, as spelled there."""
     found = []
     for node in ast.walk(ast.parse(source)):
         names = []
@@ -228,7 +228,7 @@ def scripted(source: str) -> list[str]:
 @planted("R1", "a module of ours uses TorchScript")
 def test_no_torchscript(lane: Lane, row) -> None:
     files = [path for room in OURS for path in sorted((ROOT / room).rglob("*.py"))]
-    # This file calls it once, below, to see how it warns.
+    # This file calls it once, below, to check its warning.
     found = {path: uses for path in files if path != Path(__file__) and (uses := scripted(path.read_text()))}
     row(
         "release/torchscript/uses",
@@ -245,7 +245,7 @@ def test_no_torchscript(lane: Lane, row) -> None:
 
 @lanes("cpu")
 def test_torchscript_says_that_it_ends(lane: Lane, row) -> None:
-    """By which category, decides who sees it: Python shows a DeprecationWarning to the caller's own module alone."""
+    """The category decides who sees it: Python shows a DeprecationWarning only to the caller's own module."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.jit.script(nn.ReLU())
@@ -262,7 +262,7 @@ def test_torchscript_says_that_it_ends(lane: Lane, row) -> None:
 
 @lanes("h200")
 def test_accelerator_graph(lane: Lane, row) -> None:
-    """Captured once and replayed on new numbers: eager, bit by bit; the stream knows that it is captured."""
+    """Captured once and replayed on new values: bitwise equal to eager; the stream reports that it is capturing."""
     graph, refusal = None, []
     try:
         graph = torch.accelerator.Graph() if hasattr(torch.accelerator, "Graph") else None
@@ -292,15 +292,15 @@ def test_accelerator_graph(lane: Lane, row) -> None:
 
 @lanes("h200")
 def test_cond_inside_a_cuda_graph(lane: Lane, row) -> None:
-    """Warm-up, recording, then replays that take the branch which the recording did not: the device decides.
+    """Warm-up, capture, then replays that take the branch which the capture did not: the device decides.
 
-    In a process of its own, which a torch that cannot do it leaves with a broken random generator.
+    In a new process, because a torch without this feature leaves its random generator broken.
     """
-    told = run_json("suites.release.cond_in_cuda_graph", lane.device, environment={}, timeout=120)
-    refusal = told["refusal"]
+    result = run_json("suites.release.cond_in_cuda_graph", lane.device, environment={}, timeout=120)
+    refusal = result["refusal"]
     assert not refusal or "captur" in refusal, refusal
     if present(row, "cond_in_cuda_graph", not refusal, [refusal] if refusal else None):
-        fact(row, "cond_in_cuda_graph", told["shown"])
+        fact(row, "cond_in_cuda_graph", result["shown"])
 
 
 @lanes("h200")
@@ -321,7 +321,7 @@ def test_compiled_addcdiv_is_the_eager_one(lane: Lane, row) -> None:
 ROCM = bool(torch.version.hip)
 TORCHCOMMS = importlib.util.find_spec("torchcomms") is not None
 NO_TEST = "and a test, which is not written"
-# What no lane shows of torch 2.12's release -> whether its device or package is here, and what it would take.
+# Items of torch 2.12's release that no lane shows -> whether the device or package is present, and what is needed.
 NOT_SHOWN: dict[str, tuple[bool, str]] = {
     "ROCm expandable segments": (ROCM, "ROCm >= 7.02"),
     "ROCm rocSHMEM": (ROCM, "ROCm"),
@@ -340,14 +340,14 @@ NOT_SHOWN: dict[str, tuple[bool, str]] = {
 
 
 def parked(items: dict[str, tuple[bool, str]]) -> list[str]:
-    """Those of the items whose device or package is not here."""
+    """Return the items whose device or package is not present."""
     return [name for name, (here, _) in items.items() if not here]
 
 
 @lanes("cpu")
 @planted("R1", "the device of a parked item is here, and nothing was shown on it")
 def test_parked_items_have_no_device_here(lane: Lane, row) -> None:
-    """The count says what is not shown. An item whose device is present may not stay parked."""
+    """The row counts what is not shown. An item whose device is present may not stay parked."""
     row(
         "release/parked/items_not_shown",
         len(parked(NOT_SHOWN)),

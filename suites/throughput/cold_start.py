@@ -16,7 +16,7 @@ MODEL, LAYERS = "nam52", "M"
 
 
 def main(device: str) -> dict[str, object]:
-    """Seconds of the import and the first step, by phase; peak bytes of resident memory; losses of two steps."""
+    """Return seconds of the import and the first step, by phase; peak bytes of resident memory; losses of two steps."""
     started = time.process_time()
     import torch
 

@@ -1,9 +1,9 @@
-"""One process of the full-size restart check: the first step of a model under a policy, and what each cache gave it.
+"""One process of the full-size restart check: the first step of a model under a policy, and the counts of each cache.
 
 `python -m suites.throughput.restart nam52 regional` with TORCHINDUCTOR_CACHE_DIR set; the last line of output is JSON.
-The ops' own kernels are looked for in the environment's Triton cache, Inductor's in the folder "triton" of its own.
-With a third argument, "first", its claim of the GPU's memory comes before all others'. The parent compares a process
-on an empty directory with one on what that left, or with another policy's.
+The ops' own kernels use the environment's Triton cache, Inductor's the subfolder "triton" of its own cache. With a
+third argument, "first", its claim of GPU memory has priority over all others. The parent compares a process on an empty
+directory with one on the directory it leaves, or with another policy's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main(name: str, policy: str, claim: str = "") -> dict[str, object]:
-    """Seconds of the first step and, before it, of the ops' own kernels; what the caches gave, and what is in them.
+    """Return seconds of the first step and, before it, of the ops' own kernels; cache counts and contents.
 
     loss: of another batch. code: files by their time.
     """

@@ -1,10 +1,10 @@
 """What each rule of the compile contract costs or gains, in one table, from the rows of a run.
 
-`python -m suites.throughput.tax RECORD.json [MORE.json ...] [--out docs/tax.md]` prints GitHub Markdown. A row that no
-record holds, or whose instrument or machine failed, makes its line "not measured". Of a row that several records hold
-the first one's counts: rows that only another lane has, such as the cpu lane's of recompiles, come from its record.
+`python -m suites.throughput.tax RECORD.json [MORE.json ...] [--out docs/tax.md]` prints GitHub Markdown. A line reads
+"not measured" if no record holds its row, or if the row's instrument or machine failed. If several records hold a row,
+the first one counts: rows that only another lane has, such as the cpu lane's recompiles, come from its record.
 
-Exit codes: 0 the table is out, 2 usage, or a record or --out that is of no use, in one line.
+Exit codes: 0 the table is written; 2 usage error, or an unusable record or --out, reported in one line.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import NamedTuple
 from bumpgate.rows import Judgement, Record, RecordError, Verdict, is_finite, read_record
 from suites.support.tables import line, publish
 
-# The row holds no measurement, whatever its value reads.
+# A row with one of these verdicts holds no measurement, whatever its value reads.
 UNTRUSTED = (Verdict.INSTRUMENT, Verdict.INFRA)
 NOT_MEASURED = "not measured"
 
 
 class Line(NamedTuple):
-    """question: what the ratio first / second answers. claim: what the sources of the stack say of it.
+    """question: what the ratio first / second answers. claim: the corresponding claim of the sources.
 
-    A ratio row that one test measured of both at once stands as `ratio`, and counts before the quotient of the two.
+    `ratio` is a ratio row of one test that measured both at once; it takes precedence over the quotient of the two.
     """
 
     question: str
@@ -37,12 +37,12 @@ class Line(NamedTuple):
 
 
 def rate(case: str) -> str:
-    """The row of tokens per second of a full-size case."""
+    """Return the row of tokens per second of a full-size case."""
     return f"throughput/{case}-2x4096/tokens_per_second"
 
 
 def busy(case: str) -> str:
-    """The row of the time that the device works in a step of a full-size case."""
+    """Return the row of the device time in a step of a full-size case."""
     return f"throughput/{case}-2x4096/device_milliseconds_per_step"
 
 
@@ -106,7 +106,7 @@ HEAD = ("what", "first row", "second row", "first / second", "the sources say")
 
 
 class Measured(NamedTuple):
-    """A number that can be divided by, with its interval where its row has one."""
+    """A positive number, with its interval if its row has one."""
 
     value: float
     unit: str
@@ -114,10 +114,10 @@ class Measured(NamedTuple):
 
 
 def measured(rows: Mapping[str, Judgement], id: str) -> Measured | None:
-    """The row's number; None where there is no row, no trustworthy one, or no number above 0.
+    """Return the row's number; None if the row is absent or not trustworthy, or its number is not above 0.
 
-    Whether the number was right or has been reviewed is not asked: a row that reads MISSING for want of a review was
-    measured, and one that stands in for a test which did not run has no witness.
+    A row that reads MISSING because it has not been reviewed was still measured. A row that replaces a test which did
+    not run has no witness.
     """
     judged = rows.get(id)
     if judged is None or judged.verdict in UNTRUSTED or judged.row.witness <= 0:
@@ -130,7 +130,7 @@ def measured(rows: Mapping[str, Judgement], id: str) -> Measured | None:
 
 
 def quotient(first: Measured, second: Measured) -> str:
-    """first / second, with the interval that holds it wherever in their own both lie; none where one has none."""
+    """Format first / second, with the interval that follows from theirs; without one if either has none."""
     text = f"{first.value / second.value:.3f}"
     if first.interval is None or second.interval is None:
         return text
@@ -139,7 +139,7 @@ def quotient(first: Measured, second: Measured) -> str:
 
 
 def told(line: Line, rows: Mapping[str, Judgement]) -> tuple[str, ...]:
-    """The cells of a line. The quotient of two rows of different units, or with one absent, is not measured."""
+    """Return the cells of a line. The quotient of two rows of different units, or with one absent, is not measured."""
     ids = (line.first, line.second)
     found = [measured(rows, id) for id in ids]
     sides = [
@@ -156,7 +156,7 @@ def told(line: Line, rows: Mapping[str, Judgement]) -> tuple[str, ...]:
 
 
 def markdown(records: Sequence[Record], lines: Sequence[Line] = LINES) -> str:
-    """The table over all records' rows, the first record's before the others', and what they were measured on."""
+    """Return the table over all records' rows, the first record's before the others', and the measured environment."""
     rows: dict[str, Judgement] = {}
     for record in reversed(records):
         rows |= {judged.row.id: judged for judged in record.judgements}
@@ -176,7 +176,7 @@ def markdown(records: Sequence[Record], lines: Sequence[Line] = LINES) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code; argparse itself exits with 2."""
+    """Return the exit code; argparse itself exits with 2."""
     parser = argparse.ArgumentParser(
         prog="python -m suites.throughput.tax", description=__doc__.splitlines()[0]
     )

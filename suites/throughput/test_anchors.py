@@ -1,7 +1,7 @@
-"""The ceilings of this run: what a copy moves and what a matrix product multiplies a second.
+"""The ceilings of this run: the bytes a copy moves and the FLOP a matrix product computes per second.
 
-They move with the machine and not with what is measured on it. So a timed row that moved with them accuses the GPU,
-and each stands beside them as a fraction of its reviewed value (suites/support/gpu_timing.py).
+They depend on the machine and not on the code under test. If a timed row changes together with them, the GPU is the
+likely cause, so timed rows list each as a fraction of its reviewed value (suites/support/gpu_timing.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from suites.support.lanes import Lane, lanes
 
 # On two machines copies ran at 4.3 TB/s, and products at 769 to 798 TFLOP/s.
 TOLERANCE = 0.05
-# What no H200 does: its memory by the datasheet, and 132 SMs of 4096 dense bf16 FLOP a clock at 1980 MHz. A clock that
-# shows more is broken.
+# Impossible on an H200: memory above the datasheet's rate, or more than 132 SMs of 4096 dense bf16 FLOP per clock at
+# 1980 MHz. A clock that measures more is broken.
 CEILINGS = {"copy_bytes_per_second": 4.8e12, "matmul_flops": 132 * 4096 * 1.98e9}
 UNITS = {"copy_bytes_per_second": "bytes/s", "matmul_flops": "FLOP/s"}
 WORK = {

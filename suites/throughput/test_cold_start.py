@@ -1,6 +1,6 @@
-"""What a start costs: importing torch, compiling a step on an empty cache by phase, and starting on the filled cache.
+"""The cost of a start: importing torch, compiling a step on an empty cache by phase, and starting on the filled cache.
 
-Rules C13, C18. Seconds of a machine are not reviewed: a lane run records them, and paired sessions of the gate compare
+Rules C13, C18. A machine's seconds are not reviewed: a lane run records them, and paired sessions of the gate compare
 them with the adopted build's, two processes at once.
 """
 
@@ -18,7 +18,7 @@ LONGEST = 300.0
 
 
 def started(lane: Lane, caches: Path) -> dict[str, Any]:
-    """A fresh process on these caches; in a paired session the other side's starts at the same time."""
+    """Start a fresh process on these caches; in a paired session the other side's starts at the same time."""
     if duet := partner():
         duet.agree("start", "what they start")
     environment = {
@@ -26,7 +26,7 @@ def started(lane: Lane, caches: Path) -> dict[str, Any]:
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-        # In the process itself: a phase counts what its own compilers use.
+        # Compile in the process itself: a phase counts only what its own compilers use.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
     }

@@ -1,7 +1,8 @@
-"""Training steps of the full-size models on one GPU, in bf16, under each compile policy: what a step costs.
+"""The cost of training steps of the full-size models on one GPU, in bf16, under each compile policy.
 
-One step is forward, backward and a fused AdamW update of B 2 sequences of T 4096 tokens; what the first one compiles is
-on disk (test_restart.py). Documents are some 24 tokens long, so that attention's share of a step is small here.
+One step is forward, backward and a fused AdamW update of B 2 sequences of T 4096 tokens; the code that the first one
+compiles is on disk (test_restart.py). Documents are some 24 tokens long, so that attention's share of a step is small
+here.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from suites.throughput.full_size import (
 # The default timeout of a process group: a rank that compiles for longer is killed by its peers' watchdog.
 LONGEST_FIRST_STEP = 600
 FURTHER_STEPS = 30
-# A model that learns nothing yet and one that explodes are far apart: 15 -> 5014 in four steps is a growth of 334.
+# Separates a model that has not learned yet from one that explodes: 15 -> 5014 in four steps is a growth of 334.
 FIRST_STEPS, LARGEST_GROWTH = 4, 1.5
-# The compiled step against the same model's step in eager; what the lane promises of nam52, and no loss elsewhere.
+# The compiled step against the same model's eager step: what the lane guarantees for nam52, and no loss elsewhere.
 LEAST_SPEEDUP = {"nam52": 1.15, "nam12": 1.0, "nam56r": 1.0}
 INSTRUMENTS = ("graphs", "graph_breaks", "recompiles", "islands")
 
@@ -72,7 +73,9 @@ def _report_losses(row, case: str, losses: list[float]) -> None:
 
 
 def _report_further_steps(row, case: str, policy: str, hybrid: FullSize) -> Timing:
-    """Rows on what FURTHER_STEPS more steps compile, wait for and launch -> the time of those that were timed."""
+    """Report rows on the compiles, waits and launches of FURTHER_STEPS more steps; return the time of the timed
+    ones.
+    """
     known = hybrid.watch.refresh()
     graphs, recompiles, steps = known.unique_graphs, len(known.recompiles), hybrid.steps
     name = hybrid.config.name
@@ -148,7 +151,7 @@ def _report_rate(row, case: str, hybrid: FullSize, timing: Timing) -> None:
 
 
 def _report_speedup(row, case: str, name: str, hybrid: FullSize, timing: Timing) -> None:
-    """Against the same weights and ops in the same process with every compiled block called eagerly."""
+    """Compare with the same weights and ops in the same process with every compiled block called eagerly."""
     with torch.compiler.set_stance("force_eager"):
         calls = hybrid.watch.report.calls
         eager = milliseconds(hybrid.step, CALLS[name], WARMUP[name])

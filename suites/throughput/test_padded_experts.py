@@ -1,10 +1,10 @@
 """The padded experts of the full-size model against the dropless form over F.grouped_mm: time, memory, and padding.
 
-Rule C11: the power-of-two bucket buys one graph for every routing, and this is its price. Both are called eagerly on
-the same routing, uniform over the experts, with nothing dropped; what a compiler would fuse of the plain torch around
-grouped_mm is in its time.
+Rule C11: the power-of-two bucket gives one graph for every routing, and this is its cost. Both are called eagerly on
+the same routing, uniform over the experts, with nothing dropped. The time of the dropless form includes the plain torch
+around grouped_mm that a compiler would fuse.
 
-B batch, T tokens, D model dim, E experts, K top-k, F expert hidden, C bucket (slots an expert and a sequence).
+B batch, T tokens, D model dim, E experts, K top-k, F expert hidden, C bucket (slots per expert and sequence).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGEST_DIFFERENCE = 1e-2
 
 
 class Experts:
-    """The routed experts of one E block, as the model pads them and without padding, on one routing (B,T,K)."""
+    """The routed experts of one E block, padded as in the model and without padding, on one routing (B,T,K)."""
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(0)
@@ -42,7 +42,7 @@ class Experts:
         assert self.expert.shape[1] == T
         self.counts = (self.expert.unsqueeze(-1) == torch.arange(self.E, device="cuda")).sum((0, 1, 2))
         self.order = self.expert.flatten().argsort(stable=True)  # assignments by expert
-        self.place = self.order.argsort()  # of each assignment in that order
+        self.place = self.order.argsort()  # position of each assignment in that order
         weights = torch.rand(B, T, self.K, device="cuda")
         self.leaves = (
             draw(B, T, D), draw(self.E, D, hidden) * D**-0.5, draw(self.E, hidden, D) * hidden**-0.5,
@@ -50,7 +50,9 @@ class Experts:
         )  # fmt: skip
 
     def padded(self, x: Tensor, up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
-        """As model.moe.MoEBlock.forward: x (B,T,D), up (E,D,F), down (E,F,D), weights (B,T,K) fp32 -> (B,T,D)."""
+        """Compute as model.moe.MoEBlock.forward: x (B,T,D), up (E,D,F), down (E,F,D), weights (B,T,K) fp32 ->
+        (B,T,D).
+        """
         rows, slot, _ = moe_dispatch(x, self.expert, self.E, self.bucket)
         return moe_combine(self.padded_products(rows, up, down), self.expert, slot, weights, self.bucket)
 
@@ -59,20 +61,20 @@ class Experts:
         return torch.bmm(F.relu(torch.bmm(rows, up)).square(), down)
 
     def grouped(self, x: Tensor, up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
-        """The same without padding: tokens sorted by expert, a gather back, the weighted sum in fp32."""
+        """Compute the same without padding: tokens sorted by expert, a gather back, the weighted sum in fp32."""
         rows = x.flatten(0, 1).index_select(0, self.order // self.K)
         y = self.grouped_products(rows, up, down).index_select(0, self.place)
         products = y.view(-1, self.K, x.shape[-1]).float() * weights.view(-1, self.K, 1)
         return products.sum(1).to(x.dtype).view_as(x)
 
     def grouped_products(self, rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        """rows (B*T*K,D) in order of their expert -> (B*T*K,D)."""
+        """rows (B*T*K,D) sorted by expert -> (B*T*K,D)."""
         hidden = F.relu(grouped_gemm(rows, up, self.counts, impl="upstream")).square()
         return grouped_gemm(hidden, down, self.counts, impl="upstream")
 
 
 def peak_memory(call: Callable[[], object]) -> int:
-    """Bytes that the second call allocates at most, above what stands already."""
+    """Return the peak of bytes that the second call allocates, above what is already allocated."""
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -88,10 +90,10 @@ def test_padded_against_grouped(lane: Lane, name: str, row, exclusive_machine) -
     experts = Experts(name)
     x, up, down, _ = experts.leaves
     with torch.no_grad():
-        wanted, found = experts.grouped(*experts.leaves), experts.padded(*experts.leaves)
+        expected, found = experts.grouped(*experts.leaves), experts.padded(*experts.leaves)
         rows, _, overflow = moe_dispatch(x, experts.expert, experts.E, experts.bucket)
         assert int(overflow) == 0
-        difference = float((found.double() - wanted.double()).norm() / wanted.double().norm())
+        difference = float((found.double() - expected.double()).norm() / expected.double().norm())
         assert difference < LARGEST_DIFFERENCE
         real = x.flatten(0, 1).index_select(0, experts.order // experts.K)
     ways = {

@@ -1,6 +1,6 @@
-"""Exact stand-ins for speed: what the compiler generated and what the model must compute and keep.
+"""Exact proxies for speed: the generated code, and the model's computation and saved memory.
 
-They repeat to the last digit, so they find a fusion or memory regression that no clock on this machine can.
+They are exactly reproducible, so they find a fusion or memory regression that no clock on this machine can.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def test_generated_code(lane: Lane, name: str, row, canaries) -> None:
 @lanes("cpu")
 @pytest.mark.parametrize("name", ["nam52", "nam56r"])
 def test_work_and_memory(lane: Lane, name: str, row, canaries) -> None:
-    """FLOPs of the eager step (by operator formulas), and bytes that a regional forward keeps for its backward."""
+    """Count FLOPs of the eager step (by operator formulas), and bytes that a regional forward saves for its
+    backward.
+    """
     canaries("graphs")
     with watched_hybrid(name, "regional", device=lane.device) as hybrid:
         ids = token_batch(hybrid.config, 2, device=lane.device)

@@ -1,9 +1,9 @@
-"""Step 0 of the full-size models in fresh processes, on empty caches and on full ones, told apart layer by layer.
+"""Step 0 of the full-size models in fresh processes: cold against warm start, broken down by cache layer.
 
 Rules C13 and C18. FX graphs and AOTAutograd by their counters, Triton by the code that is written, autotuning by its
-benchmarks; Dynamo traces anew in each process, which no cache saves. What a lost layer looks like stands in
-suites/cache/test_layers.py, on a program that is cheap enough to break. Others run beside these processes. What they
-compile is kept for the timed steps of this run, which find it on disk.
+benchmarks; Dynamo traces again in each process, which no cache saves. Lost layers are covered in
+suites/cache/test_layers.py, on a program that is cheap enough to break. Other tests run in parallel with these
+processes. The compiled code is kept on disk for the timed steps of this run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ CASE = f"cache/{NAME}-full-{POLICY}-restart"
 COMPILED = [(name, policy) for name, chosen in POLICIES.items() for policy in chosen if policy != "eager"]
 COLD = [case for case in COMPILED if case != (NAME, POLICY)]
 TOKENS = 4096
-# Seconds of a process: its turn for the memory, the import, four billion random weights, the first step.
+# Seconds of a process: waiting for memory, the import, four billion random weights, the first step.
 LONGEST = 600
 LARGEST_RATIO = 0.1
-# What runs beside a process only adds to its time, so that the quickest is timed: of two, of more while all are too
-# slow.
+# Parallel work only increases the time of a process, so the fastest counts: of two, of more while all are too slow.
 RESTARTS, MOST_RESTARTS = 2, 4
 THREADS = "4"  # a model compiles for longer than the lane's other programs
 TOLERANCE = 0.5
@@ -42,8 +41,9 @@ Process = dict[str, Any]
 
 
 def started(directory: Path, name: str, policy: str, *claim: str, **environment: str) -> Process:
-    """The first step of a model in a process of its own, its graphs on a cache directory, the ops' own kernels on the
-    run's where `environment` does not say otherwise. claim: see suites.throughput.restart."""
+    """Run the first step of a model in a new process, its graphs on a cache directory, the ops' own kernels on the
+    run's cache unless `environment` overrides it. claim: see suites.throughput.restart.
+    """
     environment |= {
         "TORCHINDUCTOR_CACHE_DIR": str(directory),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
@@ -56,7 +56,7 @@ def started(directory: Path, name: str, policy: str, *claim: str, **environment:
 
 
 def restarts(start: Callable[[], Process]) -> dict[str, Any]:
-    """The cold process, and "warm": those after it, the quickest first."""
+    """Return the cold process, and "warm": those after it, the fastest first."""
     cold, *warm = (start() for _ in range(1 + RESTARTS))
     while ratio(cold, warm) > LARGEST_RATIO and len(warm) < MOST_RESTARTS:
         warm.append(start())
@@ -64,12 +64,12 @@ def restarts(start: Callable[[], Process]) -> dict[str, Any]:
 
 
 def coldest(cold: Process, warm: list[Process]) -> Process:
-    """Of the warm processes the one that took least from the caches: a layer that is lost now and then is lost."""
+    """Return the warm process that took least from the caches: an intermittently lost layer counts as lost."""
     return max(warm, key=lambda process: (len(cold_layers(cold, process)), process["autotunes"]))
 
 
 def kept(directory: Path) -> None:
-    """The caches of a process become part of the run's."""
+    """Merge the caches of a process into the run's."""
     keep(directory / "triton", Path(ENVIRONMENT["TRITON_CACHE_DIR"]))
     for layer in directory.iterdir():
         if layer.name != "triton":
@@ -78,23 +78,23 @@ def kept(directory: Path) -> None:
 
 @pytest.fixture
 def restart(tmp_path_factory, canaries) -> tuple[Process, list[Process]]:
-    """A cold process, and the warm ones on what it left, the quickest first: others run beside them.
+    """A cold process, and the warm ones on its caches, the fastest first, in parallel with others.
 
-    Nothing of the lane takes longer than these in turn, so that they do not wait for the other models' memory, and the
-    instruments are proved meanwhile.
+    Nothing in the lane takes longer than these in sequence, so they do not wait for the other models' memory, and the
+    instruments are checked meanwhile.
     """
 
     def make(directory: Path) -> Process:
         own = {"TRITON_CACHE_DIR": str(directory / "triton")}
-        told = restarts(lambda: started(directory, NAME, POLICY, "first", **own))
+        result = restarts(lambda: started(directory, NAME, POLICY, "first", **own))
         kept(directory)
-        return told
+        return result
 
-    with ThreadPoolExecutor(1) as beside:
-        made = beside.submit(made_once, tmp_path_factory, "full_size_restart", make)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(made_once, tmp_path_factory, "full_size_restart", make)
         canaries("cache", "autotune", "graphs")
-        _, told = made.result()
-    return told["cold"], told["warm"]
+        _, result = made.result()
+    return result["cold"], result["warm"]
 
 
 @lanes("h200")
@@ -116,11 +116,11 @@ def test_a_cold_first_step(lane: Lane, name: str, policy: str, tmp_path: Path, r
 
 @lanes("h200")
 def test_nothing_is_searched_or_compiled_again(lane: Lane, restart, row) -> None:
-    """Present: a few of the searches of the cold start are repeated, with the code that they compile."""
+    """Defect present: a few of the searches of the cold start are repeated, with the code that they compile."""
     cold, warm = restart[0], coldest(*restart)
     found = f"{warm['autotunes']} of {cold['autotunes']} benchmarks, {new_code(cold, warm)}"
     lost = set(cold_layers(cold, warm))
-    # Lost graphs, or every search anew, are another fault; so is new code without a search.
+    # Lost graphs, or repeating every search, are another fault; so is new code without a search.
     assert lost in (set(), {"autotune"}, {"autotune", "code"}), found
     assert 2 * warm["autotunes"] < cold["autotunes"], found
     row.defect(
@@ -156,7 +156,7 @@ def _report_layers(row, cold: Process, warm: Process) -> None:
             f"{CASE}/{layer}_hits", after[f"{layer}_hit"], witness=missed, expected=missed, instruments=("cache",),
             **shared,
         )  # fmt: skip
-    # No more than the defect of test_nothing_is_searched_or_compiled_again costs.
+    # At most the cost of the defect in test_nothing_is_searched_or_compiled_again.
     written = new_code(cold, warm)
     row(
         f"{CASE}/new_code_files", len(written), unit="files", rule="C18", better="lower", witness=len(cold["code"]),
@@ -173,12 +173,12 @@ def _report_layers(row, cold: Process, warm: Process) -> None:
 
 
 def seconds(process: Process) -> float:
-    """Of step 0: the ops' own kernels, then the graphs."""
+    """Return the seconds of step 0: the ops' own kernels, then the graphs."""
     return process["kernels_seconds"] + process["seconds"]
 
 
 def ratio(cold: Process, warm: list[Process]) -> float:
-    """Of the quickest warm step 0 to the cold one."""
+    """Return the ratio of the fastest warm step 0 to the cold one."""
     return min(map(seconds, warm)) / seconds(cold)
 
 

@@ -1,8 +1,8 @@
-"""The full-size models with the kernels of their peers: ours may not be slower, in tokens a second of the whole model.
+"""The full-size models with their peers' kernels: ours may not be slower, in tokens per second of the whole model.
 
 Both run eagerly: under Dynamo the peers break graphs, so that a compiled step would compare policies and not kernels.
-The rows of a batch are one document each, which the peers take without packing; to find that out they read the
-document ids on the host, a wait a layer, which their time holds.
+The rows of a batch are one document each, which the peers accept without packing. To detect that, they read the
+document ids on the host, one wait per layer, which their time includes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ METRICS = (
 
 @contextmanager
 def upstream(name: str) -> Iterator[Counter[str]]:
-    """The model calls its ops' peers inside the block -> calls by op."""
+    """Make the model call its ops' peers inside the block; yield calls by op."""
     calls = Counter({op: 0 for _, op, _ in PEERS[name]})
 
     def counted(op: str, peer: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""Small wheels with one compiled extension each, built here and now: right ones, and ones built for another torch.
+"""Small wheels with one compiled extension each, built during the test: correct ones, and ones for another torch.
 
-The sources of the wrong ones declare what another torch's headers declare. They need none of its files for that: a
-compiler believes a declaration, which is how a real wheel comes to be wrong.
+The sources of the incompatible ones declare what another torch's headers declare, so they need none of its files: a
+compiler trusts a declaration, which is how a real wheel becomes incompatible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REAL = (
     "#include <ATen/core/Tensor.h>\n#include <ATen/ops/full.h>",
     "return PyFloat_FromDouble(at::full({4}, PyFloat_AsDouble(argument)).sum().item<double>());",
 )
-# One function of c10, as torch 2.11 and torch 2.13 declare it; each has its own only.
+# One function of c10, as torch 2.11 and torch 2.13 declare it; each has only its own.
 BY_TORCH = {
     "2.11": (
         "materialize_cow_storage(StorageImpl&)",
@@ -47,7 +47,8 @@ DEVICE = """
 #include <string>
 namespace c10 {{ enum class DeviceType : {width} {{ CPU }};
 struct Device {{ DeviceType type; {width} index; std::string str() const; }}; }}"""
-# Names a device by its index. Up to torch 1.5 both fields were as wide as in WIDE; the function's name has not changed.
+# Returns the name of a device by its index. Up to torch 1.5 both fields were as wide as in WIDE; the function's name
+# has not changed.
 NAME_OF_DEVICE = (
     "c10::Device d{{c10::DeviceType::CPU, ({width})PyLong_AsLong(argument)}};"
     "return PyUnicode_FromString(d.str().c_str());"
@@ -60,9 +61,9 @@ NARROW, WIDE = (
 def build(
     site: Path, name: str, source: tuple[str, str], *flags: str, version: str = "1.0", lazy: bool = False
 ) -> Path:
-    """Installs a package `name` with an extension `_C` into `site` -> the extension.
+    """Install a package `name` with an extension `_C` into `site` and return the extension.
 
-    lazy: the package opens its extension with RTLD_LAZY, so that a missing function is only missed at its call.
+    lazy: the package opens its extension with RTLD_LAZY, so that a missing function is only detected at its call.
     """
     package = site / name
     package.mkdir(parents=True)
@@ -91,7 +92,7 @@ def build(
 
 
 def label(site: Path, name: str, version: str, *requires: str) -> None:
-    """Writes the metadata that an installer leaves of a wheel: its name, its version and what it holds."""
+    """Write the metadata that an installer records for a wheel: its name, version and files."""
     info = site / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
     lines = [

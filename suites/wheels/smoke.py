@@ -1,8 +1,8 @@
-"""Runs one kernel wheel on one shape of the model: `python -m suites.wheels.smoke CASE/B`, B the batch size.
+"""Run one kernel wheel on one shape of the model: `python -m suites.wheels.smoke CASE/B`, B the batch size.
 
-A wheel built for another torch imports, and some of its shapes may even compute; so the cases are the model's own
-(suites/kernels/workloads.py), each in a process of its own, forward and backward. Exits with 1 and one line where the
-result is another function than the reference's, and as it must where the kernel crashes.
+A wheel built for another torch may import, and even compute some shapes correctly. So the cases are the model's own
+(suites/kernels/workloads.py), each in a new process, forward and backward. Exits with 1 and one line if the result is
+wrong; if the kernel crashes, the exit code is the crash's.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from suites.support.gpu_memory import claimed
 from suites.support.operands import OperandsIn
 from suites.support.reduce import largest
 
-# As suites/kernels/test_peers.py: a peer rounds more than the plain formula; this is to find another function.
+# As in suites/kernels/test_peers.py: a peer rounds more than the plain formula; this only detects a wrong function.
 FACTOR = 20.0
 
 
 def error_ratios(name: str, B: int) -> list[float]:
-    """The peer's outputs and gradients against fp64, beside the plain formula's. Raises KeyError on another name."""
+    """Compare the peer's outputs and gradients with fp64, relative to the plain formula. Raises KeyError on another
+    name.
+    """
     case = tuned_case(name, B)
     if case.peer is None:
         raise KeyError(name)

@@ -1,6 +1,6 @@
-"""Kernel wheels against the torch that is installed (rule C39): their labels, their symbols, and a run.
+"""Kernel wheels against the installed torch (rule C39): their labels, their symbols, and a run.
 
-Each of the three finds what the others cannot. The wheels here are built on the spot (extensions.py).
+Each of the three checks finds what the others cannot. The wheels here are built during the test (extensions.py).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 from suites.wheels import extensions
 
-# The torch that an extension is built for here and must not be used with.
+# The torch that an incompatible extension is built for here.
 OTHER = "2.13" if version("torch").startswith("2.11.") else "2.11"
 LACKING = {
     "2.11": "c10::impl::cow::materialize_cow_storage(c10::StorageImpl&)",
     "2.13": "c10::impl::cow::materialize_cow(c10::StorageImpl*)",
 }
-# Each runs one case: a name of the fake wheels is not enough, `run` must be right for its argument.
+# Each runs one case: importing the fake wheels is not enough, `run` must be right for its argument.
 RIGHT = {
     "fake_real": ("1.5", "6.0"),
     "fake_layout": ("1", "cpu:1"),
@@ -165,9 +165,9 @@ def test_the_old_string_abi_is_named(lane: Lane, interpreter: Interpreter, insta
 def test_a_label_is_held_against_the_build(lane: Lane, label, file, requires, words) -> None:
     torch = {"__version__": "2.12.0.dev20260304+cu130", "cuda": "13.0"}
     found = Inventory("3.13.1", "CPython", None, None, None, torch)
-    told = list(abi.audit(Distribution("flash-attn", label, file, requires=requires), found))
-    assert all(fault.kind == "label" for fault in told)
-    assert (words in told[0].reason) if words else told == []
+    faults = list(abi.audit(Distribution("flash-attn", label, file, requires=requires), found))
+    assert all(fault.kind == "label" for fault in faults)
+    assert (words in faults[0].reason) if words else faults == []
 
 
 @planted("C39", "one case of a wheel crashes, one hangs")

@@ -1,4 +1,4 @@
-"""The machine that runs this lane is fit for it: doctor from end to end (rule C28).
+"""Doctor, end to end, on the machine that runs this lane (rule C28).
 
 In a gate each side is compared with its own lock; `bumpgate doctor` always compares with the adopted set.
 """

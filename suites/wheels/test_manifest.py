@@ -1,4 +1,4 @@
-"""wheels/manifest.toml: its schema, its versions, and what is installed held against it (rule C39)."""
+"""wheels/manifest.toml: its schema, its versions, and its comparison with the installed packages (rule C39)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ NIGHTLY = "2.12.0.dev20260304+cu130"
 
 @lanes("cpu", "h200")
 def test_what_is_installed_is_what_was_adopted(lane: Lane, row) -> None:
-    """Against the adopted row in a lane run, against its own lock in a gate, against torch's metadata without one."""
+    """Compares with the adopted row in a lane run, with its own lock in a gate, and with torch's metadata without
+    one.
+    """
     found = take(Interpreter(Path(sys.executable), ROOT, os.environ))
     chosen = reference(load(PATH).adopted(lane.name), found, os.environ)
     differences = [
@@ -72,8 +74,8 @@ def test_every_environment_of_the_stack_has_its_row(lane: Lane) -> None:
     assert libtpu == {"==0.0.36", "==0.0.37.dev20260224", "==0.0.23.1", "==0.0.51"}
     assert [row.name for row in rows.values() if row.status == "parked"] == ["rocm"]
     lie = "flash-attn: built against torch 2.10.0, the row has 2.12.0.dev20260304+cu130"
-    told = {name: list(manifest.contradictions(row)) for name, row in rows.items()}
-    assert {name: lines for name, lines in told.items() if lines} == {"h200-nightly": [lie]}
+    lines_by_row = {name: list(manifest.contradictions(row)) for name, row in rows.items()}
+    assert {name: lines for name, lines in lines_by_row.items() if lines} == {"h200-nightly": [lie]}
     assert all(row.source for row in rows.values())
 
 

@@ -1,8 +1,8 @@
-"""The TPU's own compiler without a TPU: libtpu's compile-only client, reached through jax.
+"""The TPU's own compiler without a TPU: libtpu's compile-only client, used through jax.
 
-A train step is traced by torch_xla, handed over as StableHLO and compiled for chips that are not there. What comes
-back is what such a chip would run: its instructions, fusions and collectives, and the bytes that it needs. It cannot
-be run here. Every private name of jax that this project reads stands in this file; jax and libtpu are pinned.
+A train step is traced by torch_xla, exported as StableHLO and compiled for chips that are not present. The result is
+what such a chip would run: its instructions, fusions and collectives, and its memory in bytes. It cannot be run here.
+Every private name of jax that this project reads is in this file; jax and libtpu are pinned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# A compile-only client asks no metadata server, and jax itself needs no TPU.
+# A compile-only client must not query the metadata server, and jax itself needs no TPU.
 ENVIRONMENT = {"PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
 CHIPS = {"v6e:1x1": 1, "v6e:2x2": 4}
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
@@ -24,12 +24,12 @@ _OPCODE = re.compile(r"^\s+(?:ROOT )?%\S+ = .*?(?:\}|\]|\)) ([a-z][a-z0-9-]*)\("
 
 
 class AotError(RuntimeError):
-    """The compiler gave no program, or its dump is not what this reads. The message is one line."""
+    """The compiler returned no program, or its dump has an unexpected format. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program for a chip. instructions, fusions and collectives (by kind) are counts, the others bytes a chip."""
+    """A program for a chip. instructions, fusions and collectives (by kind) are counts, the others bytes per chip."""
 
     chip: str
     instructions: int
@@ -44,10 +44,10 @@ class Compiled:
 
 
 def chips(topology: str) -> Any:
-    """The devices of a topology that is not there. One process at a time: libtpu aborts where two load at once."""
+    """Return the devices of an absent topology. One process at a time: libtpu aborts if two load at once."""
     from jax.experimental import topologies
 
-    # No chip is taken here, so libtpu's lock of one process a chip guards nothing.
+    # No chip is used here, so libtpu's lock of one process per chip protects nothing.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     with open(Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.libtpu", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -55,9 +55,10 @@ def chips(topology: str) -> Any:
 
 
 def compile_for(topology: str, bytecode: bytes) -> Compiled:
-    """StableHLO (torch_xla's portable bytecode) -> the program for each chip of the topology, one of CHIPS.
+    """Compile StableHLO (torch_xla's portable bytecode) for each chip of the topology, one of CHIPS.
 
-    Raises AotError, with the compiler's own first line, where it refuses: too large for the chip's memory, for one.
+    Raises AotError with the compiler's own first line if compilation fails, for example if the program is too large for
+    the chip's memory.
     """
     os.environ.pop("TPU_ACCELERATOR_TYPE", None)  # older compile-only clients abort on it
     from jax._src.interpreters import mlir
@@ -87,7 +88,9 @@ def compile_for(topology: str, bytecode: bytes) -> Compiled:
 
 
 def _options(xla_client: Any, chips: int, dump: str) -> Any:
-    """One program, partitioned over the chips; its text goes to `dump`: jaxlib cannot parse a newer libtpu's HLO."""
+    """Set options for one program, partitioned over the chips, and a text dump: jaxlib cannot parse a newer libtpu's
+    HLO.
+    """
     import numpy as np
 
     options = xla_client.CompileOptions()
@@ -100,7 +103,7 @@ def _options(xla_client: Any, chips: int, dump: str) -> Any:
 
 
 def _optimized(dump: Path) -> str:
-    """The optimized module's text. The compiler takes parts out into modules of their own, dumped beside it."""
+    """Return the optimized module's text. The compiler moves parts into separate modules, dumped next to it."""
     found = [path for path in dump.glob("*.after_optimizations.txt") if ".extracted." not in path.name]
     if len(found) != 1:
         raise AotError(
@@ -110,11 +113,11 @@ def _optimized(dump: Path) -> str:
 
 
 def opcode_counts(text: str) -> Counter[str]:
-    """How often each operation stands in a module's text, in all its computations."""
+    """Count each operation in a module's text, in all its computations."""
     return Counter(_OPCODE.findall(text))
 
 
 def collectives(opcodes: Counter[str]) -> dict[str, int]:
-    """Collectives by kind; one that runs beside computation is counted at its start."""
+    """Count collectives by kind; one that runs in parallel with computation is counted at its start."""
     counts = {kind: opcodes[kind] + opcodes[f"{kind}-start"] for kind in COLLECTIVES}
     return {kind: count for kind, count in counts.items() if count}

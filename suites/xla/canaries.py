@@ -1,4 +1,4 @@
-"""Canaries of the XLA instruments: tiny programs with known counts, each of a size that nothing else has."""
+"""Canaries of the XLA instruments: tiny programs with known counts, each of a size used nowhere else."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def xla_compiles() -> None:
 
 
 def xla_transfers() -> None:
-    """One .to(device): 1 upload; one .item(): 1 download and the execution that it forces."""
-    _fresh()  # a process's first transfer carries the device's own state, too
+    """One .to(device): 1 upload; one .item(): 1 download and the execution that it triggers."""
+    _fresh()  # a process's first transfer includes the device's own state
     host = torch.ones(device.fresh_size(), 3)
     with device.counted() as counts:
         x = host.to(torch_xla.device())
@@ -49,7 +49,7 @@ def xla_transfers() -> None:
 
 
 def xla_fallbacks() -> None:
-    """nonzero has no lowering: 1 fallback by that name; sin has one: none."""
+    """nonzero has no lowering: 1 fallback of that name; sin has one: none."""
     x = _fresh()
     with device.counted() as counts:
         torch.nonzero(x)
@@ -72,7 +72,7 @@ def xla_programs() -> None:
 
 
 def xla_no_execution() -> None:
-    """A host read inside a trace is refused at its own line, and only there; execution is allowed again afterwards."""
+    """A host read inside a trace raises at its own line, and only there; execution is allowed again afterwards."""
     x = _fresh()
     _expect("refusal of arithmetic", device.refused_by_tracer(lambda: x + 1), "")
     _expect("refusal of .item() is silent", device.refused_by_tracer(lambda: x.sum().item()) == "", False)

@@ -1,7 +1,7 @@
-"""The v6e lane: torch_xla on PJRT, collected where torch_xla is.
+"""The v6e lane: torch_xla on PJRT, collected if torch_xla is installed.
 
-Every row says in its first line of evidence what it was measured on. In a process whose PJRT device is the CPU nothing
-here claims a TPU.
+Every row's first line of evidence is the device it was measured on. In a process whose PJRT device is the CPU no row
+claims a TPU.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ if HAS_XLA:  # before any test file imports it: it reads its environment once
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests in fresh processes first: one process holds a TPU, and a child needs it before this one takes it."""
+    """Run tests in fresh processes first: only one process holds a TPU, and a child needs it before this one
+    takes it.
+    """
     items.sort(key=lambda item: "suites/xla/" in item.nodeid and not item.get_closest_marker("fresh_process"))
 
 
 @pytest.fixture(scope="session")
 def device_class() -> str:
-    """What this process runs on: pjrt-cpu or v6e."""
+    """The device class of this process: pjrt-cpu or v6e."""
     return V6E if os.environ["PJRT_DEVICE"] == "TPU" else PJRT_CPU
 
 
 @pytest.fixture
 def row(row: Callable[..., Judgement], device_class: str) -> Callable[..., Judgement]:
-    """The row fixture, which says the device of each row. device: where it is not this process's."""
+    """The row fixture, with the device recorded in each row. device: if it is not this process's."""
 
     def tell(
         id: str, *args: Any, device: str = "", evidence: Iterable[object] = (), **fields: Any
@@ -50,7 +52,7 @@ def row(row: Callable[..., Judgement], device_class: str) -> Callable[..., Judge
 
 @pytest.fixture
 def canaries() -> Callable[..., None]:
-    """Proves the named XLA instruments in this process, once."""
+    """Check the named XLA instruments in this process, once."""
     from suites.support.canaries import prove
     from suites.xla.canaries import XLA_CANARIES
 
@@ -61,7 +63,7 @@ def canaries() -> Callable[..., None]:
 def only_on_a_tpu(
     request: pytest.FixtureRequest, device_class: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """A test that needs a TPU is not run elsewhere: its rows are listed as such."""
+    """Skip a test that needs a TPU elsewhere, and list its rows as NOT RUN."""
     mark = request.node.get_closest_marker("needs_tpu")
     if mark is None or device_class == V6E:
         return

@@ -1,6 +1,6 @@
-"""Programs for fresh processes with several devices, or with the TPU's compiler beside: see suites/xla/programs.py.
+"""Programs for fresh processes with several devices or the TPU's compiler: see suites/xla/programs.py.
 
-SPMD is decided once a process and imports are slow, so that one process serves every mesh of its number of devices.
+SPMD is decided once per process and imports are slow, so one process serves every mesh of its number of devices.
 
 B batch, T tokens.
 """
@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 @cache
 def on_meshes(platform: str) -> dict[str, Any]:
-    """trained_on_meshes in a process of its own, once; the TPU's compiler beside where the device is the CPU."""
+    """Run trained_on_meshes in a new process, once; with the TPU's compiler if the device is the CPU."""
     topology, environment = "", {"PJRT_DEVICE": platform}
     if platform == "CPU":
         topology, environment = "v6e:2x2", aot.ENVIRONMENT | {"CPU_NUM_DEVICES": "4"}
@@ -33,7 +33,9 @@ def on_meshes(platform: str) -> dict[str, Any]:
 
 
 def small_moe() -> Any:
-    """Attention with Engram, experts, Mamba: the kinds of block whose parameters are cut in different ways."""
+    """Return a config of attention with Engram, experts, Mamba: the block kinds whose parameters are sharded
+    differently.
+    """
     from model import preset
     from model.config import EngramConfig
 
@@ -42,7 +44,7 @@ def small_moe() -> Any:
 
 
 def traced_step(made: Any, ids: Any) -> list[Any]:
-    """What one step writes: loss, parameters and optimizer state, traced and not executed."""
+    """Return the outputs of one step: loss, parameters and optimizer state, traced and not executed."""
     loss = made.model(ids)
     loss.backward()
     made.optimizer.step()
@@ -52,7 +54,9 @@ def traced_step(made: Any, ids: Any) -> list[Any]:
 
 @program
 def compiled_for_one_chip(name: str, *gib: str) -> dict[str, Any]:
-    """The whole narrow preset's train step, compiled for v6e:1x1; then programs with a result of so many GiB each."""
+    """Compile the whole narrow preset's train step for v6e:1x1; then programs with results of the given sizes in
+    GiB.
+    """
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -79,7 +83,7 @@ def compiled_for_one_chip(name: str, *gib: str) -> dict[str, Any]:
 
 @program
 def trained_on_meshes(topology: str) -> dict[str, Any]:
-    """Three AdamW steps of the small hybrid on each mesh and in eager mode; its step compiled for a topology."""
+    """Run three AdamW steps of the small hybrid on each mesh and in eager mode; compile its step for a topology."""
     import torch_xla
 
     from launch import sharding
@@ -141,7 +145,7 @@ def _trained(mesh: Any, topology: str) -> dict[str, Any]:
 
 
 def _swapped() -> dict[str, Any]:
-    """The experts' annotation on a mesh whose last two axes have changed places, made behind launch.sharding's back."""
+    """Annotate the experts on a mesh whose last two axes are swapped, bypassing launch.sharding."""
     import numpy as np
     import torch
     import torch_xla
@@ -164,7 +168,7 @@ def _swapped() -> dict[str, Any]:
 
 @program
 def audited() -> dict[str, Any]:
-    """A model with every feature on, annotated over all devices; then an Engram weight that surgery has replaced."""
+    """Annotate a model with every feature enabled over all devices; then replace an Engram weight by surgery."""
     import torch
     import torch_xla
     from torch import nn
@@ -192,7 +196,7 @@ def audited() -> dict[str, Any]:
 
 
 def everything_on() -> Any:
-    """Each feature that has parameters of its own, on a layer of each letter."""
+    """Return a config with each feature that has parameters of its own, on a layer of each letter."""
     from model import preset
     from model.config import EngramConfig, HyperConfig, MTPConfig, NgramConfig, StructureConfig, TreeConfig
 
@@ -204,7 +208,7 @@ def everything_on() -> Any:
 
 
 def _refusal(act: Callable[[], Any]) -> str:
-    """What a rule of this project says against `act`, "" where it lets it pass."""
+    """Return the error of a rule of this project against `act`, "" if it is allowed."""
     from launch.sharding import ShardingError
     from launch.tpu_memory import MemoryReadingError
     from launch.xla import XlaError
@@ -217,7 +221,7 @@ def _refusal(act: Callable[[], Any]) -> str:
 
 
 def _reductions() -> dict[str, Any]:
-    """Sums of one metric over all devices, and by three reductions that are none."""
+    """Sum one metric over all devices, and apply three reductions that are not global."""
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -253,7 +257,7 @@ def _reductions() -> dict[str, Any]:
 
 
 def _memory_messages() -> dict[str, Any]:
-    """What is said of the memory of the virtual device and of a physical one by its runtime name."""
+    """Return the memory messages for the virtual device, and for a physical one by its runtime name."""
     import torch_xla
     import torch_xla.runtime as runtime
 
@@ -272,7 +276,7 @@ def _memory_messages() -> dict[str, Any]:
 
 @program
 def topology() -> dict[str, Any]:
-    """Chips of the smallest topology, once libtpu has taken its flags."""
+    """Return the chips of the smallest topology, once libtpu has parsed its flags."""
     devices = aot.chips("v6e:1x1")
     return {"chips": len(devices), "kind": devices[0].device_kind}
 

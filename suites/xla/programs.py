@@ -1,6 +1,6 @@
 """Programs for fresh processes: `python -m suites.xla.programs NAME [ARGUMENT]` prints one JSON object.
 
-What is decided once a process (the environment, the persistent cache) or may end it (a crash) is measured in one.
+They measure what is decided once per process (the environment, the persistent cache) or may end it (a crash).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PROGRAMS: dict[str, Callable[..., dict[str, Any]]] = {}
 
 
 def program(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Files a program under its name."""
+    """Register a program under its name."""
     PROGRAMS[function.__name__] = function
     return function
 
 
 @program
 def cached_step(directory: str) -> dict[str, Any]:
-    """Two training steps of a small hybrid on a persistent cache."""
+    """Run two training steps of a small hybrid on a persistent cache."""
     import torch_xla.runtime as runtime
 
     runtime.initialize_cache(directory)
@@ -44,7 +44,7 @@ def cached_step(directory: str) -> dict[str, Any]:
 
 @program
 def rate_schedule() -> dict[str, Any]:
-    """Compiles of a step whose learning rate, a device tensor, takes the values 0.5, 1, 0 and 2 by fill_."""
+    """Count compiles of a step whose learning rate, a device tensor, takes the values 0.5, 1, 0 and 2 by fill_."""
     import torch_xla
 
     from suites.xla import support
@@ -63,7 +63,7 @@ def rate_schedule() -> dict[str, Any]:
 
 @program
 def defects() -> dict[str, Any]:
-    """Small programs that give another result, or take another way, than on the CPU."""
+    """Run small programs that give another result, or take another path, than on the CPU."""
     import torch_xla
 
     from suites.xla import support
@@ -89,7 +89,7 @@ def defects() -> dict[str, Any]:
 
 @program
 def grouped_mm() -> dict[str, Any]:
-    """Two groups of two rows each."""
+    """Multiply two groups of two rows each."""
     import torch_xla
 
     from suites.support.instruments import grouped_mm as product
@@ -103,7 +103,7 @@ def grouped_mm() -> dict[str, Any]:
 
 @program
 def jax_cache(directory: str) -> dict[str, Any]:
-    """Hits and misses of JAX's own persistent cache for one compiled function."""
+    """Return hits and misses of JAX's own persistent cache for one compiled function."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     import jax.numpy as jnp

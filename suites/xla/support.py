@@ -1,9 +1,9 @@
-"""Measuring devices for torch_xla: every private name of it that this project reads, and programs to put them on.
+"""Instruments for torch_xla: every private name of it that this project reads, and programs to apply them to.
 
-Nothing here judges. Each device is proved by a canary (suites/xla/canaries.py) before a row may rely on it.
+Nothing here judges. Each instrument is checked by a canary (suites/xla/canaries.py) before a row may rely on it.
 
 * compiles, executions and transfers by torch_xla's own metrics, as differences around a block
-* operators that fall back to the CPU by its counters: they are `aten::` there, what runs on the device is `xla::`
+* operators that fall back to the CPU by its counters: `aten::` there, while `xla::` are those that run on the device
 * the program itself by its HLO, its hash and its operators' count, none of which executes anything
 * host reads inside a trace by forbidding execution: the first one raises, with its own Python frame
 
@@ -37,19 +37,19 @@ METRICS = {
     "uploads": "TransferToDeviceTime",
 }
 TOKENS = 32
-# One tile of each preset, with each of its block kinds: what runs. Whole depths are traced, not run.
+# One tile of each preset, with each of its block kinds, for execution. Full depths are traced, not run.
 TILES: dict[str, dict[str, Any]] = {
     "nam12": {"depth": 12},
     "nam52": {"depth": 4},
     "nam56r": {"depth": 12, "dsa": DSAConfig((1, 2), heads=4, width=16, top_k=16)},
 }
-# Each use gives a program of its own: XLA keeps compiled programs, and no call clears them.
+# Each use gives a new program: XLA caches compiled programs, and no call clears them.
 _fresh_size = count(33)
 
 
 @dataclass
 class Counts:
-    """What happened inside a block; `fallbacks` by operator."""
+    """The events inside a block; `fallbacks` by operator."""
 
     compiles: int = 0
     executions: int = 0
@@ -63,7 +63,7 @@ class Counts:
 
 
 def _read() -> dict[str, int]:
-    """Every metric and counter of interest since the process began; one that never moved is absent."""
+    """Read every metric and counter of interest since process start; one that never changed is absent."""
     xm.wait_device_ops()
     found = {name: metrics.metric_data(metric) for name, metric in METRICS.items()}
     values = {name: data[0] for name, data in found.items() if data is not None}
@@ -72,7 +72,7 @@ def _read() -> dict[str, int]:
 
 @contextmanager
 def counted() -> Iterator[Counts]:
-    """Fills the counts at the block's end, after the device has done what was asked of it."""
+    """Count events inside the block; filled in at its end, after the device has finished."""
     counts, before = Counts(), _read()
     yield counts
     moved = Counter(_read())
@@ -83,41 +83,41 @@ def counted() -> Iterator[Counts]:
 
 
 def cache_counters() -> dict[str, int | None]:
-    """The persistent cache's counters; None for one that torch_xla has never written."""
+    """Return the persistent cache's counters; None for one that torch_xla has never written."""
     names = ("PersistentCacheHit", "PersistentCacheMiss", "PersistentCacheDeserializeFailure")
     return {name: metrics.counter_value(name) for name in names}
 
 
 def replicated_executions() -> int:
-    """Executions under SPMD since the process began, which torch_xla counts apart."""
+    """Return the executions under SPMD since process start, which torch_xla counts separately."""
     xm.wait_device_ops()
     data = metrics.metric_data("ExecuteReplicatedTime")
     return data[0] if data else 0
 
 
 def hlo(tensors: Iterable[Tensor]) -> str:
-    """The program that would give the tensors, as text; executes nothing."""
+    """Return the program that would compute the tensors, as text; executes nothing."""
     return torch_xla._XLAC._get_xla_tensors_hlo(list(tensors))
 
 
 def instructions(tensors: Iterable[Tensor]) -> int:
-    """Instructions of that program, in all its computations."""
+    """Count the instructions of that program, in all its computations."""
     return len(re.findall(r"^\s+(?:ROOT )?%\S+ = ", hlo(tensors), re.MULTILINE))
 
 
 def opcodes(tensors: Iterable[Tensor]) -> Counter[str]:
-    """How often each HLO operation stands in that program."""
+    """Count each HLO operation of that program."""
     return Counter(re.findall(r"^\s+(?:ROOT )?%\S+ = \S+ ([\w-]+)\(", hlo(tensors), re.MULTILINE))
 
 
 def graph_hash(tensors: Iterable[Tensor]) -> str:
-    """What torch_xla keys its compiled programs by; executes nothing."""
+    """Return the key of torch_xla's compiled programs; executes nothing."""
     return torch_xla._XLAC._get_graph_hash(list(tensors)).hex()
 
 
 @contextmanager
 def no_execution() -> Iterator[None]:
-    """Inside, whatever would execute a program raises RuntimeError: a host read, or a sync."""
+    """Inside the block, anything that would execute a program raises RuntimeError: a host read, or a sync."""
     allowed = torch_xla._XLAC._get_allow_execution()
     torch_xla._XLAC._set_allow_execution(False)
     try:
@@ -127,7 +127,7 @@ def no_execution() -> Iterator[None]:
 
 
 def refused_by_tracer(function: Callable[[], object]) -> str:
-    """The line of our own code at which a trace of `function` would have executed; empty where none would."""
+    """Return the line of our own code at which a trace of `function` would have executed; empty if there is none."""
     try:
         with no_execution():
             function()
@@ -148,12 +148,12 @@ def _frames(error: BaseException) -> list[str]:
 
 
 def fresh_size() -> int:
-    """A size that no other program of this process has."""
+    """Return a size that no other program of this process has."""
     return next(_fresh_size)
 
 
 def tile(name: str, **changes: Any) -> HybridConfig:
-    """One tile of the narrow preset, with every kind of block that the preset has."""
+    """Return one tile of the narrow preset, with every kind of block that the preset has."""
     return preset(name, "narrow", **(TILES[name] | changes))
 
 
@@ -169,13 +169,13 @@ class OnDevice:
         return token_batch(self.config, batch, tokens, seed).to(torch_xla.device())
 
     def state(self) -> list[Tensor]:
-        """Every tensor that a step writes."""
+        """Return every tensor that a step writes."""
         states = [t for state in self.optimizer.state.values() for t in state.values()]
         return [*self.model.parameters(), *self.model.buffers(), *states]
 
 
 def on_device(config: HybridConfig, optimizer: type[TensorOptimizer] = AdamW) -> OnDevice:
-    """The model with its seeded weights, all transfers done."""
+    """Build the model with its seeded weights, with all transfers done."""
     model = build(config).to(torch_xla.device())
     made = OnDevice(config, model, optimizer(model.parameters(), lr=1e-3, capturable=True))
     torch_xla.sync()
@@ -186,7 +186,7 @@ def on_device(config: HybridConfig, optimizer: type[TensorOptimizer] = AdamW) ->
 def each_step(
     step: Callable[[Sequence[Tensor]], Tensor], batches: Sequence[Sequence[Tensor]]
 ) -> list[Counts]:
-    """The counts of each step, one a member of `batches`."""
+    """Return the counts of each step, one per member of `batches`."""
     torch_xla.sync()
     found = []
     for micro in batches:

@@ -1,7 +1,7 @@
 """The aot tier: the hybrid's train step through the real v6e compiler, without a TPU. 40 s of CPU, two processes.
 
-The step is a whole one (forward, backward, AdamW) of the real model with its reference ops. What it needs on a chip is
-judged by value; the program itself belongs to one libtpu, whose version stands in each row.
+The step is complete (forward, backward, AdamW), of the real model with its reference ops. Its resources on a chip are
+judged by value; the program itself belongs to one libtpu, whose version is in each row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def one_chip() -> dict[str, Any]:
 
 
 def report(row, name: str, found: dict[str, Any], rule: str) -> None:
-    """The rows of one compiled program."""
+    """Report the rows of one compiled program."""
     evidence = [f"libtpu {libtpu.installed()}, {found['code_bytes']} bytes of code, {found['collectives']}"]
     shared = {
         "witness": found["instructions"],
@@ -49,7 +49,7 @@ def report(row, name: str, found: dict[str, Any], rule: str) -> None:
 
 @lanes("v6e")
 def test_the_train_step_compiles_for_one_chip(lane: Lane, row, one_chip: dict[str, Any]) -> None:
-    """All twelve layers of narrow nam12, experts and M2RNN among them, as one program."""
+    """All twelve layers of narrow nam12, including experts and M2RNN, as one program."""
     report(row, f"{PROGRAM}-narrow-v6e-1x1", one_chip, rule="X11")
     assert one_chip["collectives"] == {}, "one chip talks to nobody"
     row(
@@ -101,7 +101,7 @@ def test_a_program_over_budget_is_refused_when_it_is_compiled(lane: Lane, row, o
 
 @lanes("v6e")
 def test_opcodes_are_read_from_a_dump(lane: Lane) -> None:
-    """The reader on lines as the compiler writes them: layouts, tuples, asynchronous collectives."""
+    """The parser on lines as the compiler writes them: layouts, tuples, asynchronous collectives."""
     text = """ENTRY %main (p: f32[8]) -> f32[8] {
   %p = f32[8]{0:T(256)} parameter(0)
   %s = (f32[4]{0}, f32[8]{0:T(256)S(1)}) all-gather-start(%p), channel_id=1, dimensions={0}

@@ -1,4 +1,4 @@
-"""The XLA instruments prove themselves: each canary's known count, as a row of every session. 1 s."""
+"""Self-checks of the XLA instruments: each canary's known count, as a row of every session. 1 s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""libtpu is pinned, told in every record, and asked about its flags (rule X11). 12 s of CPU: a process a flag.
+"""libtpu is pinned, recorded in every run, and its flags are checked (rule X11). 12 s of CPU: one process per flag.
 
 Nothing runs here: the compile-only client reads LIBTPU_INIT_ARGS as a TPU's does.
 """
@@ -29,7 +29,7 @@ RENAMED = "xla_jf_vmem_memory_space_assignment"
 def pinned() -> str:
     """The version in this environment's own lock in a gate; without a lock the one that torch_xla requires.
 
-    In a lane run the one of the lane's extra.
+    In a lane run, the version of the lane's extra.
     """
     lock = os.environ.get(VARIABLE, "")
     if lock not in ("", NO_LOCK):
@@ -41,7 +41,7 @@ def pinned() -> str:
 
 
 def refusal(*flags: str) -> str:
-    """What libtpu says to flags, "" where it takes them and offers a chip."""
+    """Return libtpu's error for flags, "" if it accepts them and provides a chip."""
     environment = aot.ENVIRONMENT | {libtpu.VARIABLE: " ".join(flags)}
     try:
         found = run_json("suites.xla.mesh_programs", "topology", environment=environment, timeout=200)

@@ -1,7 +1,7 @@
 """The four shapes of a mesh: a small hybrid with experts trains alike on each of them and in eager mode (rule X9).
 
-One process trains on all four, 45 s of CPU. A loss cannot tell the order of the axes, for the compiler keeps every
-result right: that is read from the annotations, whose text is derived here.
+One process trains on all four, 45 s of CPU. The loss does not depend on the order of the axes, because the compiler
+keeps every result right. The order is read from the annotations, whose text is derived here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROGRAMS = 2  # with experts: forward and backward, and the update
 
 
 def spec_text(shape: list[int], axes: tuple[str, ...], spec: sharding.Spec) -> str:
-    """A mesh of this shape and these axes, and what cuts each dim -> XLA's text, device ids by tile."""
+    """Return XLA's text, device ids by tile, for a mesh of this shape and axes and the axes that shard each dim."""
     cuts = [axis for axis in spec if axis in axes]
     rest = [axis for axis in axes if axis not in cuts]
     sizes = dict(zip(axes, shape))
@@ -37,8 +37,8 @@ def spec_text(shape: list[int], axes: tuple[str, ...], spec: sharding.Spec) -> s
     ids = np.arange(np.prod(shape)).reshape(shape).transpose([axes.index(axis) for axis in (*cuts, *rest)])
     copies = ids.size // int(np.prod(tiles))
     dims = tiles + ([copies] if copies > 1 else [])
-    told = f"devices=[{','.join(map(str, dims))}]{','.join(map(str, ids.flatten()))}"
-    return "{" + told + (" last_tile_dim_replicate" if copies > 1 else "") + "}"
+    assignment = f"devices=[{','.join(map(str, dims))}]{','.join(map(str, ids.flatten()))}"
+    return "{" + assignment + (" last_tile_dim_replicate" if copies > 1 else "") + "}"
 
 
 @lanes("v6e")
@@ -72,9 +72,9 @@ def test_a_mesh_agrees_with_eager(lane: Lane, name: str, row) -> None:
     )
     axes, plan = tuple(name.split("-")), sharding.plan(build(small_moe()))
     wrong = [
-        f"{path}: {found['specs'][path]}, derived {wanted}"
+        f"{path}: {found['specs'][path]}, derived {expected}"
         for path, spec in plan.items()
-        if found["specs"][path] != (wanted := spec_text(found["shape"], axes, spec))
+        if found["specs"][path] != (expected := spec_text(found["shape"], axes, spec))
     ]
     row(
         f"meshes/{name}/annotations_wrong",

@@ -1,4 +1,4 @@
-"""Every parameter carries its annotation, metrics prove that they are global, memory has no silent zero (X14, X12).
+"""Every parameter carries its annotation, metrics are verified to be global, memory has no silent zero (X14, X12).
 
 One process with 8 virtual devices, 15 s of CPU; the plan itself is tested on the CPU for every feature of the model.
 """
@@ -23,7 +23,7 @@ from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 from suites.xla.mesh_programs import everything_on
 
-# What torch_xla says of the virtual device, and of a physical one by the runtime's name.
+# torch_xla's messages for the virtual device, and for a physical one by the runtime's name.
 VIRTUAL = "MemoryInfo not supported for SPMD virtual device"
 PHYSICAL = "device type at start of device string"
 

@@ -1,4 +1,4 @@
-"""Training steps that are executed: compiles, executions, transfers and fallbacks of each, and the loss beside eager's.
+"""Executed training steps: compiles, executions, transfers and fallbacks of each, and the loss against eager's.
 
 T tokens.
 """
@@ -36,28 +36,29 @@ STEPS = 4
 
 
 def dense() -> HybridConfig:
-    """Two layers without experts: small enough to be compiled whole in 3 s. Each call's programs are new to XLA."""
+    """Two layers without experts: small enough to compile completely in 3 s. Each call's programs are new to XLA."""
     return preset("nam12", "narrow", layer_pattern="AM", depth=2, vocab_size=512 + fresh_size())
 
 
 def small() -> HybridConfig:
-    """One A, E, M, E tile, new to XLA as well."""
+    """One A, E, M, E tile, also new to XLA."""
     return preset("nam12", "narrow", depth=4, vocab_size=512 + fresh_size())
 
 
 def micro_batches(made: OnDevice, steps: int, accumulate: int = 1) -> list[list[Tensor]]:
-    """Another batch for every micro-batch of every step."""
+    """Return different data for every micro-batch of every step."""
     return [[made.batch(seed=accumulate * s + m) for m in range(accumulate)] for s in range(steps)]
 
 
 def step_rows(
     row, case: str, rule: str, found: Sequence[Counts], first: int, executions: int, settled: int = 1
 ) -> None:
-    """The rows of a run: `first` compiles at step 0, none after `settled` steps, `executions` a step, no host read.
+    """Report the rows of a run: `first` compiles at step 0, none after `settled` steps, `executions` per step, no host
+    read.
 
     The first step also uploads the program's constants, once.
     """
-    asked = {"unit": "count", "rule": rule, "instruments": INSTRUMENTS, "evidence": found}
+    shared = {"unit": "count", "rule": rule, "instruments": INSTRUMENTS, "evidence": found}
     later, done = found[settled:], sum(c.executions for c in found)
     expected = {
         "compiles_of_first_step": (found[0].compiles, first),
@@ -67,12 +68,12 @@ def step_rows(
         "uploads_once_settled": (max(c.uploads for c in later), 0),
         "cpu_fallbacks": (sum(sum(c.fallbacks.values()) for c in found), 0),
     }
-    for metric, (value, wanted) in expected.items():
-        row(f"xla/{case}/{metric}", value, witness=done, expected=wanted, **asked)
+    for metric, (value, required) in expected.items():
+        row(f"xla/{case}/{metric}", value, witness=done, expected=required, **shared)
 
 
 def eager_losses(config: HybridConfig, optimizer: type[TensorOptimizer], steps: int) -> list[float]:
-    """The losses of the same run on the CPU, by eager torch."""
+    """Return the losses of the same run on the CPU in eager torch."""
     model = build(config)
     update, losses = optimizer(model.parameters(), lr=1e-3), []
     for step in range(steps):
@@ -100,7 +101,7 @@ def test_a_tile_trains(lane: Lane, name: str, row, canaries) -> None:
         unit="relative",
         witness=len(set(eager)),
         rule="C36",
-        # Roundings of 6e-8 over some 1e3 chained fp32 operations; 6e-7 was the most on PJRT CPU.
+        # Roundings of 6e-8 over some 1e3 chained fp32 operations; the maximum was 6e-7 on PJRT CPU.
         at_most=1e-5,
         evidence=[f"xla {ours}", f"eager {eager}"],
         series={"xla": ours, "eager": eager} if math.isfinite(error) else {},
@@ -151,7 +152,7 @@ def test_accumulation_has_two_variants_at_step_0_and_none_later(lane: Lane, row,
     made = on_device(small())
     step = TrainStep(made.model, made.optimizer)
     found = each_step(step, micro_batches(made, STEPS, accumulate=3))
-    # Gradients made, gradients added to, the update; the mean of the three losses is a program of its own.
+    # Programs: gradients created, gradients accumulated, the update, and the mean of the three losses.
     step_rows(row, "mode_b-accumulate_3", "X7", found, first=4, executions=5)
 
 
@@ -186,7 +187,7 @@ def test_barriers_cut_forward_and_backward_alike(lane: Lane, row, canaries) -> N
     step = TrainStep(made.model, made.optimizer, barrier_every=every)
     programs = 2 * len(barrier_layers(made.config.depth, every)) + 1
     found = each_step(step, micro_batches(made, STEPS))
-    # Constants that cross a barrier are fresh uploads at step 0 and cached ones from then on, which share buffers.
+    # Constants that cross a barrier are new uploads at step 0 and cached ones from then on, which share buffers.
     case = f"barrier_every_{every}"
     step_rows(row, case, "X8", found, first=programs, executions=programs, settled=2)
     second = found[1].compiles
@@ -297,18 +298,20 @@ def test_the_environment_is_checked() -> None:
 @lanes("v6e")
 @planted("X12", "a runtime that reports 0 bytes, and one that reports nothing")
 def test_memory_is_read_or_refused(lane: Lane, row, monkeypatch, device_class: str) -> None:
-    told = []
+    messages = []
     for info in ({"bytes_used": 0}, {}):
         monkeypatch.setattr(xm, "get_memory_info", lambda device, info=info: info)
         with pytest.raises(XlaError, match="no memory reading of this device"):
             xla.memory_in_use()
     monkeypatch.undo()
     try:
-        told.append(f"{xla.memory_in_use()} bytes")
+        messages.append(f"{xla.memory_in_use()} bytes")
     except XlaError as error:
-        told.append(str(error))
-    loud = "GetAllocatorStats" in told[0] if device_class == "pjrt-cpu" else not told[0].startswith("0 ")
-    row("xla/memory/loud", loud, unit="bool", witness=1, rule="X12", expected=True, evidence=told)
+        messages.append(str(error))
+    loud = (
+        "GetAllocatorStats" in messages[0] if device_class == "pjrt-cpu" else not messages[0].startswith("0 ")
+    )
+    row("xla/memory/loud", loud, unit="bool", witness=1, rule="X12", expected=True, evidence=messages)
 
 
 @lanes("v6e")

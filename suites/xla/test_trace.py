@@ -1,4 +1,4 @@
-"""Programs that are traced and never executed: their number, their size, and that nothing in them reads the host.
+"""Programs that are traced and never executed: their number, their size, and the absence of host reads.
 
 B batch, T tokens, C chunks, K edges.
 """
@@ -30,7 +30,7 @@ COLUMNS = 5
 
 
 def traced(made: support.OnDevice, inputs: Features | None = None) -> tuple[str, list[Tensor]]:
-    """One forward and backward, traced -> where it would have executed (empty: nowhere), loss and gradients."""
+    """Trace one forward and backward; return where it would have executed (empty: nowhere), loss and gradients."""
     ids, found = made.batch(), []
 
     def step() -> None:
@@ -51,21 +51,21 @@ def test_a_whole_model_is_one_program_without_a_host_read(lane: Lane, name: str,
         (where, results), (again, _) = traced(made), traced(made)
         first = graph_hash(results) if results else ""
         hashes = {first, graph_hash(traced(made)[1])} if results else set()
-    asked = {"rule": "X3", "witness": len(results), "instruments": INSTRUMENTS}
+    shared = {"rule": "X3", "witness": len(results), "instruments": INSTRUMENTS}
     row(
         f"xla/{name}/host_reads",
         bool(where) + bool(again),
         unit="count",
         expected=0,
         evidence=[where],
-        **asked,
+        **shared,
     )
     fallbacks = sum(counts.fallbacks.values())
-    row(f"xla/{name}/cpu_fallbacks", fallbacks, unit="count", expected=0, evidence=[counts], **asked)
-    row(f"xla/{name}/executions_of_a_trace", counts.executions, unit="count", expected=0, **asked)
-    row(f"xla/{name}/programs", len(hashes), unit="count", expected=1, evidence=sorted(hashes), **asked)
-    # What XLA is given: a loop that was unrolled, or an op written out, shows here first.
-    row(f"xla/{name}/hlo_instructions", instructions(results), unit="count", better="exact", **asked)
+    row(f"xla/{name}/cpu_fallbacks", fallbacks, unit="count", expected=0, evidence=[counts], **shared)
+    row(f"xla/{name}/executions_of_a_trace", counts.executions, unit="count", expected=0, **shared)
+    row(f"xla/{name}/programs", len(hashes), unit="count", expected=1, evidence=sorted(hashes), **shared)
+    # The program as XLA receives it: an unrolled loop or an expanded op shows here first.
+    row(f"xla/{name}/hlo_instructions", instructions(results), unit="count", better="exact", **shared)
 
 
 @lanes("v6e")
@@ -83,15 +83,15 @@ def test_every_feature_and_variant_is_traced_without_a_host_read(lane: Lane, row
         seen += bool(results)
         reads += [f"{name}: {where}"] if where else []
         fallbacks += [f"{name}: {dict(counts.fallbacks)}"] if counts.fallbacks else []
-        # What is left pending would be compiled by the next model's sync.
+        # Pending tensors would be compiled by the next model's sync.
         del made, results
-    asked = {"rule": "X3", "unit": "programs", "expected": 0, "witness": seen, "instruments": INSTRUMENTS}
-    row("xla/variants/host_reads", len(reads), evidence=reads, **asked)
-    row("xla/variants/cpu_fallbacks", len(fallbacks), evidence=fallbacks, **asked)
+    shared = {"rule": "X3", "unit": "programs", "expected": 0, "witness": seen, "instruments": INSTRUMENTS}
+    row("xla/variants/host_reads", len(reads), evidence=reads, **shared)
+    row("xla/variants/cpu_fallbacks", len(fallbacks), evidence=fallbacks, **shared)
 
 
 def uniform_documents(doc_ids: Tensor, x: Tensor) -> Tensor:
-    """Whether all tokens are of one document, asked on the host."""
+    """Whether all tokens are of one document, evaluated on the host."""
     return x if (doc_ids == doc_ids[:, :1]).all().item() else x * 2
 
 
@@ -101,12 +101,12 @@ def has_boundaries(doc_ids: Tensor, x: Tensor) -> Tensor:
 
 
 def pad_value(doc_ids: Tensor, x: Tensor) -> Tensor:
-    """An id that no document has, from their maximum."""
+    """An id that no document has, computed from the maximum."""
     return x + F.pad(doc_ids, (0, 1), value=doc_ids.max().item() + 1)[:, :-1]
 
 
 def aux_branch(doc_ids: Tensor, x: Tensor) -> Tensor:
-    """An auxiliary loss added only where it is not zero."""
+    """An auxiliary loss added only if it is not zero."""
     return x + x.sum() if x.sum().abs() > 0 else x
 
 
@@ -136,7 +136,7 @@ def test_each_incident_is_refused(lane: Lane, incident: Callable[..., Tensor], r
 
 
 def presences() -> list[list[Tensor | None]]:
-    """For each of the 2^5 sets of columns, the columns (B,T), None for one that the data lacks."""
+    """For each of the 2^5 sets of columns, return the columns (B,T), None for one that the data lacks."""
     column = torch.ones(2, TOKENS, dtype=torch.int64)
     return [[column if mask >> c & 1 else None for c in range(COLUMNS)] for mask in range(2**COLUMNS)]
 
@@ -167,19 +167,19 @@ def test_every_presence_of_columns_is_one_program(lane: Lane, row, canaries) -> 
     found = {graph_hash([ours(columns)]) for columns in stacked}
     by_list = {graph_hash([theirs(columns)]) for columns in lists}
     assert len(by_list) == 2**COLUMNS
-    asked = {"unit": "count", "witness": len(by_list), "rule": "X4", "instruments": ["xla_programs"]}
-    row("xla/structure/programs_of_32_presences", len(found), expected=1, **asked)
+    shared = {"unit": "count", "witness": len(by_list), "rule": "X4", "instruments": ["xla_programs"]}
+    row("xla/structure/programs_of_32_presences", len(found), expected=1, **shared)
 
 
 def chunk_tables(C: int) -> Features:
-    """Tables of C chunks and C edges, on the device."""
+    """Return tables of C chunks and C edges, on the device."""
     config = preset("nam12", "narrow", tree=TreeConfig(chunks=C, edges=C, width=16))
     known = program(config, 2, (0, TOKENS, 1))
     return Features(*(t.to(torch_xla.device()) for t in known))
 
 
 def pairs_in_python(document: Tensor, level: Tensor) -> Tensor:
-    """The fault: one operation a pair of chunks. document, level (B,C) -> (B,C,C) bool."""
+    """The fault: one operation per pair of chunks. document, level (B,C) -> (B,C,C) bool."""
     C = document.shape[1]
     rows = [
         torch.stack([(document[:, i] == document[:, j]) & (level[:, i] == level[:, j]) for j in range(C)], 1)
@@ -212,8 +212,10 @@ def test_programs_of_chunks_do_not_grow_with_their_number(lane: Lane, row, canar
         loops.append(instructions([pairs_in_python(document, level)]))
     assert loops[1] > 3 * loops[0]
     assert loops[2] > 3 * loops[1]
-    asked = {"rule": "X5", "witness": min(relations), "instruments": INSTRUMENTS, "expected": 0}
+    shared = {"rule": "X5", "witness": min(relations), "instruments": INSTRUMENTS, "expected": 0}
     evidence = [f"C {sizes}", f"relations {relations}", f"TreeFFN {trees}", f"pair loop {loops}"]
-    row("xla/relations/hlo_growth", max(relations) - min(relations), unit="count", evidence=evidence, **asked)
-    row("xla/tree_ffn/hlo_growth", max(trees) - min(trees), unit="count", evidence=evidence, **asked)
-    row("xla/tree_ffn/cpu_fallbacks", fallbacks, unit="count", evidence=evidence, **asked)
+    row(
+        "xla/relations/hlo_growth", max(relations) - min(relations), unit="count", evidence=evidence, **shared
+    )
+    row("xla/tree_ffn/hlo_growth", max(trees) - min(trees), unit="count", evidence=evidence, **shared)
+    row("xla/tree_ffn/cpu_fallbacks", fallbacks, unit="count", evidence=evidence, **shared)

@@ -1,7 +1,7 @@
-"""What torch_xla does wrong, each in a process of its own, keyed to the versions that do it. 8 processes.
+"""Known defects of torch_xla, each in a new process, keyed to the affected versions. 8 processes.
 
-A defect is two tests: a row that it is there, word for word, with what we do instead; and what would be right, as a
-strict xfail under the versions named. A build that mends it turns both red: take the detour out, and the xfail.
+A defect is two tests: a row that it is present, verbatim, with our workaround; and the correct behaviour, as a strict
+xfail under the versions named. A build that fixes it turns both red: remove the workaround and the xfail.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ pytestmark = pytest.mark.fresh_process
 
 
 class Child:
-    """One run of a program of suites/xla/programs.py: its exit code and what it printed on the way."""
+    """One run of a program of suites/xla/programs.py: its exit code and its output."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
-        # The CPU also where a TPU is: these are torch_xla's own, and the chip may be another process's.
+        # Use the CPU even if a TPU is present: these defects are torch_xla's own, and the chip may be another
+        # process's.
         env = {**os.environ, "PJRT_DEVICE": "CPU", **environment}
         command = [sys.executable, "-m", "suites.xla.programs", *arguments]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS)
@@ -43,7 +44,7 @@ class Child:
 
     @property
     def result(self) -> dict[str, Any]:
-        """What the program found. Raises ChildError, which no xfail here expects, where it did not end well."""
+        """Return the program's result. Raises ChildError, which no xfail here expects, if it failed."""
         if self.code != 0:
             last = (self.log.strip() or "no output").splitlines()[-1]
             raise ChildError(f"{self.name}: exit {self.code}: {last}")
@@ -72,7 +73,7 @@ def test_cache_keys_are_stable_over_a_restart(lane: Lane, row, cold_and_warm) ->
         "xla/persistent_cache/misses_after_restart",
         warm.result["PersistentCacheMiss"] or 0,
         unit="count",
-        # A cold run that never asked the cache would have no key to keep.
+        # A cold run that never queried the cache would have no key to store.
         witness=min(written, cold.result["PersistentCacheMiss"] or 0),
         rule="X1",
         expected=0,
@@ -141,7 +142,7 @@ def test_a_rate_that_becomes_0_or_1_compiles_nothing(lane: Lane, row) -> None:
         "xla/special_scalars/compiles_after_first_step",
         sum(ours.result["compiles"][1:]),
         unit="count",
-        # The values are special: without the variable each of the two is a program of its own.
+        # The values are special: without the variable each of the two is a separate program.
         witness=sum(without.result["compiles"][1:]),
         rule="X10",
         expected=0,
@@ -152,7 +153,7 @@ def test_a_rate_that_becomes_0_or_1_compiles_nothing(lane: Lane, row) -> None:
 
 @pytest.fixture(scope="module")
 def defects() -> dict[str, Any]:
-    """Results of the programs in which torch_xla has been wrong; each [on the CPU, on the device]."""
+    """Results of programs that torch_xla has computed wrongly; each [on the CPU, on the device]."""
     return Child("defects").result
 
 

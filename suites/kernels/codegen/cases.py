@@ -1,8 +1,9 @@
-"""The ops at the model's shapes (suites/kernels/workloads.py) on meta tensors: what each compiles for an H200.
+"""The ops at the model's shapes (suites/kernels/workloads.py) on meta tensors, and the kernels each compiles for an
+H200.
 
-A case is called as a model calls it, forward and backward. Beside each of its custom ops runs the launch function that
-stands in its place on CUDA, with the same arguments; the fake's results go on. So a new op in CASES is compiled with
-no line here, as long as the op `x_fwd` of kernels/x/op.py is launched by `x_fwd_kernel` of kernels/x/kernel.py.
+A case is called as in the model, forward and backward. Next to each of its custom ops runs the launch function that
+replaces it on CUDA, with the same arguments; the fake's results are passed on. So a new op in CASES is compiled without
+a change here, as long as the op `x_fwd` of kernels/x/op.py is launched by `x_fwd_kernel` of kernels/x/kernel.py.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ from torch.overrides import TorchFunctionMode
 from suites.kernels.workloads import BF16, CASES
 from suites.support.recording_driver import Compiled, recording
 
-B = 4  # as the H200 lane times them
+B = 4  # as timed on the H200 lane
 
 
 class OnMeta(TorchFunctionMode):
-    """Tensors that are asked for on CUDA are made on meta: shapes, strides and dtypes, and no memory."""
+    """Create tensors requested on CUDA on meta instead: shapes, strides and dtypes without memory."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "meta"
-        if func == Tensor.bincount:  # meta knows none: its length hangs on the data, but for a minlength
+        if func == Tensor.bincount:  # not on meta: without a minlength, its length depends on the data
             return args[0].new_empty(kwargs["minlength"], dtype=torch.int64)
         return func(*args, **kwargs)
 
 
 def compile_case(name: str, dtype: torch.dtype) -> tuple[list[Compiled], set[str]]:
-    """What the case's op launches forward and backward, `dtype` in the place of bf16, and which launch functions ran.
+    """Return the kernels of the case's op, forward and backward, with `dtype` for bf16, and the launch functions
+    called.
 
-    Raises AssertionError where a launch function's results differ from the fake's in shape, dtype or strides.
+    Raises AssertionError if a launch function's results differ from the fake's in shape, dtype or strides.
     """
     with OnMeta():
         case = CASES[name](B)
@@ -64,7 +66,7 @@ def op_of(case: str) -> str:
 
 
 def launch_functions(op: str) -> set[str]:
-    """Public plain functions of the op's kernel.py that end in `_kernel`."""
+    """Return the public plain functions of the op's kernel.py that end in `_kernel`."""
     functions = vars(import_module(f"kernels.{op}.kernel"))
     return {
         name
@@ -74,7 +76,7 @@ def launch_functions(op: str) -> set[str]:
 
 
 def _beside(op: Callable[..., Any], launch: Callable[..., Any], ran: set[str]) -> Callable[..., Any]:
-    """The custom op, with its launch function run beside it."""
+    """Wrap the custom op so that its launch function runs next to it."""
 
     def both(*args: Any) -> Any:
         results = op(*args)
@@ -96,7 +98,9 @@ def _layout(t: Tensor) -> tuple[Any, ...]:
 
 
 def by_label(launched: list[Compiled]) -> dict[str, Compiled]:
-    """Kernels by name; one that was compiled more than once, with the constants that tell its forms apart."""
+    """Return kernels by name; one that was compiled more than once, with the constants that distinguish its
+    variants.
+    """
     forms: defaultdict[str, list[Compiled]] = defaultdict(list)
     for compiled in launched:
         forms[compiled.kernel.lstrip("_")].append(compiled)

@@ -1,7 +1,7 @@
-"""The versions of triton side by side: `python -m suites.kernels.codegen.report [RECORD...]`.
+"""Compare the versions of triton: `python -m suites.kernels.codegen.report [RECORD...]`.
 
-Reads records, one a version (`tox -e codegen-triton37` writes .tox/codegen-triton37.json), or without any the
-reviewed rows of baselines/cpu.json. One line a kernel, one column a version, and what is worse than in the version
+Reads records, one per version (`tox -e codegen-triton37` writes .tox/codegen-triton37.json), or without arguments the
+reviewed rows of baselines/cpu.json. One line per kernel, one column per version, and what is worse than in the version
 before, by the bounds of bumpgate/code.py.
 """
 
@@ -26,7 +26,7 @@ Table = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
 def table(rows: Iterable[tuple[str, str, Value]]) -> Table:
-    """Of (row id, version of triton, value); rows of anything but code are left out."""
+    """Build the table from (row id, version of triton, value); rows of anything but code are left out."""
     cases: defaultdict[str, dict[str, Mapping[str, int]]] = defaultdict(dict)
     for row_id, version, value in rows:
         if found := ROW.fullmatch(row_id):
@@ -35,7 +35,7 @@ def table(rows: Iterable[tuple[str, str, Value]]) -> Table:
 
 
 def losses(versions: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What each version of one kernel has worse than the version before it."""
+    """Return what is worse in each version of one kernel than in the version before it."""
     found = []
     for old, new in pairwise(sorted(versions, key=code.numbers)):
         worse = code.worse(versions[old], versions[new])
@@ -44,7 +44,7 @@ def losses(versions: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def lines(cases: Table) -> Iterator[str]:
-    """The report: kernels that have the same counts are in one table, under a line that names these."""
+    """Format the report: kernels with the same counts share one table, under a line that lists them."""
     versions = sorted({v for by_version in cases.values() for v in by_version}, key=code.numbers)
     groups: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for case, by_version in sorted(cases.items()):
@@ -74,7 +74,7 @@ def _cell(values: Mapping[str, int] | None, names: Iterable[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0 with a report, 4 with one line where there is nothing to report on."""
+    """Return exit code 0 with a report, 4 with one line if there is nothing to report on."""
     try:
         if arguments:
             records = [read_record(Path(name)) for name in arguments]

@@ -1,7 +1,7 @@
 """Every Triton kernel of ours, at the model's shapes, compiled for an H200: registers, spills, shared memory, wgmma.
 
-Exact rows: Triton and ptxas give the same code every time. A row has a reviewed value for each version of triton; in
-a gate or a bisect of triton the code of both versions is compared (bumpgate/code.py has the bounds).
+Exact rows: Triton and ptxas are deterministic. A row has a reviewed value for each version of triton; in a gate or a
+bisect of triton the code of both versions is compared (bumpgate/code.py has the bounds).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from suites.support.comparison import DTYPES
 from suites.support.lanes import Lane, lanes
 from suites.support.recording_driver import Compiled, recording
 
-# Of the ptxas that triton ships: seen in 12.8 (3.6.0, 3.7.1) and 13.4 (3.9.0).
+# In the ptxas shipped with triton: seen in 12.8 (3.6.0, 3.7.1) and 13.4 (3.9.0).
 REGISTERS_LEFT = "triton>=3.6,<3.10"
 KERNELS = Path(__file__).parents[3] / "kernels"
 
-# In bf16, as the model runs, every shape; in fp32, the strict dtype, of which no speed is asked, one shape an op.
+# bf16, as in the model: every shape; fp32, the strict dtype without a speed requirement: one shape per op.
 FIRST = {op_of(name): name for name in reversed(CASES)}
 SHAPES = [(name, "bf16") for name in CASES] + [(name, "fp32") for name in CASES if name in FIRST.values()]
 
-# Kernels that may spill; without a comment in every version, shape and dtype. All others are red at the first spilled
-# byte, whatever was reviewed. Forms of mamba3_siso's kernels that spilled less or nothing were 2 to 6 % slower on an
-# H200 than these.
+# Kernels that may spill; without a comment, in every version, shape and dtype. All others are red at the first spilled
+# byte, regardless of the reviewed value. Variants of mamba3_siso's kernels that spilled less or nothing were 2 to 6 %
+# slower on an H200 than these.
 SPILLING = {
     "attention.dkdv_kernel",  # P 128 with softcap on 3.9.0
     "mamba3_siso.chunk_gradient_kernel",  # bf16
@@ -60,7 +60,7 @@ def test_kernels(lane: Lane, name: str, dtype: str, row) -> None:
 
 
 def report_code(row, case: str, compiled: Compiled) -> None:
-    """The row of a kernel; the witness is the number of instructions that were read."""
+    """Report the row of a kernel; the witness is the number of parsed instructions."""
     binary = compiled.binary
     classes = binary.classes()
     row(
@@ -81,7 +81,7 @@ def report_code(row, case: str, compiled: Compiled) -> None:
 
 
 def report_limits(row, case: str, kernels: list[tuple[str, Compiled]], may_spill: Collection[str]) -> None:
-    """One row of a case: how many of its (name, kernel) spill where they must not, or do not fit on the device."""
+    """Report one row per case: how many of its (name, kernel) spill without permission, or do not fit on the device."""
     beyond = [
         f"{name} spills {c.binary.spilled_bytes} bytes"
         for name, c in kernels
@@ -107,7 +107,7 @@ def test_every_kernel_of_ours_is_a_case(lane: Lane) -> None:
 
 @triton.jit
 def _product_kernel(a, b, c, N: tl.constexpr):
-    """One N x N tile of a product in bf16."""
+    """Compute one N x N tile of a product in bf16."""
     i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     tile = i * N + j
     tl.store(c + tile, tl.dot(tl.load(a + tile), tl.load(b + tile)))
@@ -115,7 +115,7 @@ def _product_kernel(a, b, c, N: tl.constexpr):
 
 @triton.jit
 def _held_kernel(a, c, N: tl.constexpr):
-    """N numbers, held until their sum is known."""
+    """Load N numbers and keep them in registers until their sum is known."""
     i = tl.arange(0, N)
     x = tl.load(a + i)
     tl.store(c + i, x - tl.sum(x, 0))
@@ -129,14 +129,14 @@ def compiled_alone(launch: Callable[[], object]) -> Compiled:
 
 
 def product(N: int, num_warps: int = 4) -> Compiled:
-    """Of (N,N) by (N,N), bf16 to fp32, in one program."""
+    """Compile a product of (N,N) by (N,N), bf16 to fp32, in one program."""
     a, b = (torch.empty(N, N, dtype=torch.bfloat16, device="meta") for _ in range(2))
     c = a.new_empty((N, N), dtype=torch.float32)
     return compiled_alone(lambda: _product_kernel[(1,)](a, b, c, N=N, num_warps=num_warps))
 
 
 def held(N: int, registers: int | None) -> Compiled:
-    """N fp32 numbers in one program of 4 warps; registers: the most a thread may have, None to leave it to ptxas."""
+    """Compile N fp32 numbers in one program of 4 warps; registers: the limit per thread, None to leave it to ptxas."""
     a = torch.empty(N, device="meta")
     return compiled_alone(lambda: _held_kernel[(1,)](a, torch.empty_like(a), N=N, maxnreg=registers))
 
@@ -149,13 +149,13 @@ def test_a_product_that_fits_reads_as_such(lane: Lane) -> None:
     assert (compiled.binary.spilled_bytes, compiled.binary.stack_bytes, compiled.fits) == (0, 0, True)
     assert (compiled.kernel, compiled.constants, compiled.num_warps) == ("_product_kernel", {"N": 64}, 4)
     assert compiled.signature == {"a": "*bf16", "b": "*bf16", "c": "*fp32"}
-    # Two tiles of 8 KiB; the third goes through the same memory, once they are used up.
+    # Two tiles of 8 KiB; the third reuses the same memory afterwards.
     assert compiled.shared_memory_bytes == 2 * 64 * 64 * 2
 
 
 @lanes("cpu")
 def test_a_spill_is_seen(lane: Lane) -> None:
-    """The control of the rows that read 0: 128 numbers a thread, and all else, in 64 registers, then in 255."""
+    """The control of the rows that read 0: 128 numbers per thread, and all else, in 64 registers, then in 255."""
     spilling, roomy = held(128 * 128, 64).binary, held(128 * 128, 255).binary
     assert spilling.registers <= 64 < 128 < roomy.registers
     assert spilling.spilled_bytes >= (128 - 64) * 4
@@ -167,7 +167,9 @@ def test_a_spill_is_seen(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_a_kernel_that_must_spill_uses_every_register(lane: Lane, row) -> None:
-    """512 numbers a thread. Present: fewer registers and more spills than with a bound that allows them all."""
+    """512 numbers per thread. Defect present: fewer registers and more spills than with a bound that allows them
+    all.
+    """
     free, bounded = held(512 * 128, None).binary, held(512 * 128, 255).binary
     assert bounded.registers == 255
     assert free.registers <= 255
@@ -185,14 +187,14 @@ def test_a_kernel_that_must_spill_uses_every_register(lane: Lane, row) -> None:
 
 @lanes("cpu")
 def test_too_much_shared_memory_is_seen(lane: Lane) -> None:
-    """Two tiles of 128 KiB do not fit into 227 KiB: measured all the same, and said."""
+    """Two tiles of 128 KiB do not fit into 227 KiB: they are measured all the same, and reported."""
     compiled = product(256, num_warps=8)
     assert compiled.shared_memory_bytes >= 2 * 256 * 256 * 2
     assert not compiled.fits
 
 
 def limits_row(compiled: Compiled, may_spill: bool = False) -> tuple[bool, str]:
-    """Whether the row of the limits is red for a case of this one kernel, and the row's evidence."""
+    """Return whether the limits row is red for a case of this one kernel, and the row's evidence."""
     made: list[Row] = []
 
     def row(id: str, value: int, **fields: Any) -> None:
@@ -215,7 +217,7 @@ def test_kernel_beyond_a_limit_is_red(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_code_that_spills_is_worse(lane: Lane) -> None:
-    """One program, with registers for all its numbers and with a fraction of them: the row of the second is worse."""
+    """One program with registers for all its numbers, and with fewer: the second's row is worse."""
     values: list[str] = []
     for registers in (255, 64):
         report_code(lambda _, value, **__: values.append(value), "case", held(128 * 128, registers))
@@ -226,7 +228,7 @@ def test_code_that_spills_is_worse(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_alignment_is_that_of_the_gpu(lane: Lane) -> None:
-    """Loads of 16 bytes need pointers that are known to be aligned, as the GPU's are; meta tensors say so too."""
+    """Loads of 16 bytes need pointers that are known to be aligned, as on the GPU; meta tensors report the same."""
     loads = [n for n in product(64).binary.instructions if n.startswith("LDG")]
     assert loads
     assert all(".128" in n for n in loads)

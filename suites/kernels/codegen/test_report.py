@@ -1,4 +1,4 @@
-"""The report of the versions next to each other: what is worse in a version, and nothing where nothing is."""
+"""The report that compares versions: it lists what is worse in a version, and nothing otherwise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """mamba-ssm's SSD kernels, forward, at the model's shapes: each autotune configuration compiled for an H200.
 
-Which configuration wins is known on the GPU alone. What a version of triton can lose is seen here: configurations
-that no longer fit, and those that begin to spill. B batch, T tokens, H heads, P head dim, N state dim, G groups.
+Only a GPU can determine the fastest configuration. This finds what a version of triton can lose: configurations that no
+longer fit, and those that begin to spill. B batch, T tokens, H heads, P head dim, N state dim, G groups.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def upstream() -> Iterator[SimpleNamespace]:
-    """The launch functions of the unpacked wheel, without what its package imports beside them."""
+    """The launch functions of the unpacked wheel, without the other imports of its package."""
     with pytest.MonkeyPatch.context() as patched:
         package = ModuleType("mamba_ssm")
         package.__path__ = [os.path.join(os.environ["BUMPGATE_UPSTREAM"], "mamba_ssm")]
         patched.setitem(sys.modules, "mamba_ssm", package)
         if importlib.util.find_spec("einops") is None:
-            # Named at the top of each file; the launch functions do without.
+            # Imported at the top of each file; the launch functions do not need it.
             patched.setitem(sys.modules, "einops", SimpleNamespace(rearrange=None, repeat=None))
         patched.setattr(torch.cuda, "device", lambda *_: nullcontext())
         files = ("ssd_chunk_state", "ssd_state_passing", "ssd_bmm", "ssd_chunk_scan")
@@ -59,9 +59,9 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def forward(upstream: SimpleNamespace, N: int, G: int) -> list[Compiled]:
-    """The five launches of a call with documents, as kernels/ssd_chunk_scan/upstream.py makes it.
+    """Compile the five launches of a call with documents, as in kernels/ssd_chunk_scan/upstream.py.
 
-    Each with every configuration: what the autotuner has chosen for another shape is forgotten first.
+    Each with every configuration: the autotuner's choice for another shape is cleared first.
     """
     for kernel in KERNELS:
         getattr(upstream, kernel).cache.clear()

@@ -1,6 +1,6 @@
 """Triton kernels run by Triton's interpreter, on CPU tensors.
 
-The interpreter is chosen when triton is imported, for the whole process. So these files are collected only in a
+The interpreter is selected for the whole process when triton is imported. So these files are collected only in a
 process that was started for them: `TRITON_INTERPRET=1 pytest -m cpu -n 0 suites/kernels/interpret`.
 """
 

@@ -18,7 +18,7 @@ from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-# At a softcap of 100 no shortcut is taken any more; a scale of 3 drives tanh into saturation.
+# At a softcap of 100 the "fast" path is off; a scale of 3 drives tanh into saturation.
 CASES = {
     "plain": (0.25, 0.0, 0, True),
     "softcap": (0.25, 2.0, 0, True),
@@ -40,7 +40,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problem(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
-    """q, k, v, doc_ids, dout. Row 0 holds documents 5, 1, 3 and padding, the others 1, 3 and padding."""
+    """Return q, k, v, doc_ids, dout. Row 0 holds documents 5, 1, 3 and padding, the others 1, 3 and padding."""
     B, T, Hq, Hkv, P = sizes
     g = torch.Generator().manual_seed(T)
     q, k, v, dout = (
@@ -64,7 +64,7 @@ def launched(q, k, v, doc_ids, dout, *options) -> tuple[Tensor, ...]:
 
 
 def breaks_of_the_rule(inputs: Inputs, options: tuple) -> list[str]:
-    """out and the gradients by the ratio rule; lse by that or by what the kernel says of its "fast" softcap.
+    """Check out and the gradients by the ratio rule; lse by that or by the documented error of the "fast" softcap.
 
     A difference of 1e-7 c is lost in fp16 weights, but lse is fp32 in both.
     """
@@ -136,7 +136,7 @@ def test_the_rule_finds_wrong_formulas(lane: Lane, small_tiles: None):
 def test_a_walk_misses_no_block_and_masks_where_it_must(
     lane: Lane, ids: list[tuple[int, int]], window: int, causal: bool, own_keys: bool, own: int
 ):
-    """Against the mask itself, for documents in any order. The example has a gap among the full blocks."""
+    """Compared with the mask itself, for documents in any order. The example has a gap among the full blocks."""
     doc_ids = torch.cat([torch.full((1, n), i, dtype=torch.int32) for i, n in ids], 1)
     T, other = doc_ids.shape[1], 16
     seen = attention_mask(doc_ids, window, causal)[0]
@@ -155,7 +155,7 @@ def test_a_walk_misses_no_block_and_masks_where_it_must(
 @lanes("cpu")
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 def test_blocks_of_other_documents_are_not_read(lane: Lane, small_tiles: None):
-    """A weight of 0 times nan is nan: what stays finite was passed over."""
+    """A weight of 0 times nan is nan: finite results prove that a block was skipped."""
     q, k, v, doc_ids, dout = problem((1, 96, 2, 1, 16), torch.float32)
     for document in range(3):
         doc_ids[:, 32 * document : 32 * document + 32] = document
@@ -173,7 +173,7 @@ def test_one_token_returns_its_value(lane: Lane, dtype: str, small_tiles: None):
     _, out, dq, dk, dv = launched(q, k, v, doc_ids, dout, *CASES["softcap"])
     assert torch.equal(out, v.repeat_interleave(2, 2))
     assert torch.equal(dv, dout.sum(2, keepdim=True, dtype=torch.float32).to(v.dtype))
-    assert dq.abs().max() <= 1e-6 >= dk.abs().max()  # exactly 0, but for dout.v - delta
+    assert dq.abs().max() <= 1e-6 >= dk.abs().max()  # exactly 0, apart from dout.v - delta
 
 
 @lanes("cpu")

@@ -27,7 +27,7 @@ def short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problem(T: int = 11, W: int = 4, D: int = 20, dtype: torch.dtype = torch.float64) -> Inputs:
-    """x is a slice of a wider row, dy has strides of its own; documents begin at random, ids go 0, 1, 0, 1."""
+    """x is a slice of a wider row, dy has other strides; documents begin at random, ids go 0, 1, 0, 1."""
     g = torch.Generator().manual_seed(T)
     x, dy = (torch.randn(2, T, D + 7, generator=g, dtype=torch.float64).to(dtype) for _ in range(2))
     weight = torch.randn(D, W, generator=g, dtype=torch.float64).to(dtype)

@@ -38,7 +38,7 @@ def problem(V: int, dtype: torch.dtype = torch.float64, N: int = 4, scale: float
 
 
 def reference(logits: Tensor, target: Tensor, dloss: Tensor, softcap: float) -> tuple[Tensor, ...]:
-    """loss, logsumexp, gradient."""
+    """Return loss, logsumexp, gradient."""
     loss, shift, total = cross_entropy_with_sums(logits, target, softcap, IGNORE)
     rest = (shift, total, dloss, softcap, IGNORE)
     return loss, shift + total.log(), cross_entropy_backward_reference(logits, target, *rest)
@@ -78,7 +78,7 @@ def test_saturated_logits_keep_to_the_rule(lane: Lane, softcap: float):
 @pytest.mark.parametrize("case", SOFTCAPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_shows_in_its_own_row_alone(lane: Lane, dtype: str, case: str):
-    """No maximum and no bound of the fast softcap may swallow it, in a whole tile or in the last."""
+    """Neither the maximum nor the bound of the fast softcap may hide it, in a full tile or in the last one."""
     for at in (3, 130):
         logits, target, dloss = problem(133, DTYPES[dtype])
         logits[3, at] = torch.nan

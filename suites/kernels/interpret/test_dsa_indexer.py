@@ -1,6 +1,6 @@
 """The Triton kernels of dsa_indexer under the interpreter: scores, choice, attention over it and its gradient.
 
-B batch, T tokens, J index heads, K chosen keys a query, Hq and Hkv heads, P head dim.
+B batch, T tokens, J index heads, K chosen keys per query, Hq and Hkv heads, P head dim.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-# At a softcap of 100 no shortcut is taken any more; a scale of 3 drives tanh into saturation.
+# At a softcap of 100 the "fast" path is off; a scale of 3 drives tanh into saturation.
 CASES = {"plain": (0.25, 0.0), "softcap": (0.25, 2.0), "saturated": (3.0, 5.0), "wide softcap": (0.25, 100.0)}
 SIZES = [(2, 6, 4, 2, 16, 5), (1, 5, 2, 2, 4, 9)]  # B T Hq Hkv P K
 Inputs = tuple[Tensor, ...]
@@ -44,14 +44,14 @@ def documents(B: int, T: int) -> Tensor:
 
 
 def index_problem(B: int, T: int, J: int, P: int, dtype: torch.dtype = torch.float32) -> Inputs:
-    """q, k, weights of either sign, doc_ids."""
+    """Return q, k, weights of either sign, doc_ids."""
     g = torch.Generator().manual_seed(T)
     shapes = (B, T, J, P), (B, T, P), (B, T, J)
     return *(torch.randn(*s, generator=g).to(dtype) for s in shapes), documents(B, T)
 
 
 def problem(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
-    """q, k, v, a random choice of earlier keys of the same document in random order, and dout."""
+    """Return q, k, v, a random choice of earlier keys of the same document in random order, and dout."""
     B, T, Hq, Hkv, P, K = sizes
     g = torch.Generator().manual_seed(T)
     q, k, v, dout = (
@@ -69,7 +69,7 @@ def reference(q, k, v, indices, dout, *options) -> tuple[Tensor, ...]:
 
 
 def plain(inputs: Inputs, options: tuple) -> tuple[Tensor, ...]:
-    """The reference in the inputs' dtype with the operands of its products in it, as the kernel takes its weights."""
+    """Compute the reference in the inputs' dtype with operands of its products in it, like the kernel's weights."""
     if inputs[0].dtype == torch.float32:
         return reference(*inputs, *options)
     with OperandsIn(inputs[0].dtype):
@@ -82,7 +82,7 @@ def launched(q, k, v, indices, dout, *options) -> tuple[Tensor, ...]:
 
 
 def breaks_of_the_rule(inputs: Inputs, options: tuple) -> list[str]:
-    """out and the gradients by the ratio rule; lse by that or by what the kernel says of its "fast" softcap."""
+    """Check out and the gradients by the ratio rule; lse by that or by the documented error of the "fast" softcap."""
     oracle, usual = reference(*doubled(inputs), *options), plain(inputs, options)
     lse, *found = launched(*inputs, *options)
     assert lse.is_contiguous()
@@ -94,7 +94,7 @@ def breaks_of_the_rule(inputs: Inputs, options: tuple) -> list[str]:
 @pytest.mark.parametrize("sizes", [(2, 35, 3, 16), (1, 1, 2, 8)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_are_the_reference_s_to_rounding(lane: Lane, dtype: str, sizes: tuple[int, ...]):
-    """fp16 products are exact in fp32, so both dtypes keep to fp32's bound: P + J roundings of the largest sum."""
+    """fp16 products are exact in fp32, so both dtypes meet fp32's bound: P + J roundings of the largest sum."""
     q, k, weights, doc_ids = inputs = index_problem(*sizes, dtype=DTYPES[dtype])
     found, exact = kernel_choice.dsa_scores_kernel(*inputs), dsa_scores(*doubled(inputs))
     assert found.dtype == torch.float32
@@ -128,7 +128,7 @@ def test_the_choice_is_the_reference_s(lane: Lane, seed: int, T: int, top_k: int
 
 @lanes("cpu")
 def test_the_choice_of_many_keys_is_the_reference_s(lane: Lane):
-    """And the comparison sees a later key among equals."""
+    """Also checks that the comparison detects a later key among equals."""
     scores = torch.randint(0, 40, (1, 3, 700), generator=torch.Generator().manual_seed(0)).float()
     indices = torch.empty(1, 3, 256, dtype=torch.int32)
     kernel_choice._choice_kernel[(3,)](scores, indices, 700, 256, WIDTH=1024, PLACES=256, num_warps=1)
@@ -175,7 +175,7 @@ def test_the_rule_finds_wrong_formulas(lane: Lane, small_tiles: None):
 
 @lanes("cpu")
 def test_what_nobody_chose_is_not_read(lane: Lane, small_tiles: None):
-    """A weight of 0 times nan is nan: keys that were not chosen are not fetched, and their gradient is 0."""
+    """A weight of 0 times nan is nan: keys that were not chosen are not loaded, and their gradient is 0."""
     q, k, v, indices, dout = problem((1, 34, 2, 1, 16, 6), torch.float32)
     indices = torch.where(indices % 3 == 0, -1, indices)
     indices[:, 7] = -1
@@ -206,8 +206,8 @@ def test_a_walk_visits_each_block_that_holds_a_pair_and_no_other(lane: Lane, see
         pairs = {(s, t) for t in range(T) for s in indices[b, t].tolist() if s >= 0}
         assert {(s, t) for s, t in chosen[b, :T].nonzero().tolist()} == pairs
         for block in range(-(-T // N)):
-            wanted = sorted({t // M for s, t in pairs if s // N == block})
-            assert walk[b, block, : blocks[b, block]].tolist() == wanted
+            expected = sorted({t // M for s, t in pairs if s // N == block})
+            assert walk[b, block, : blocks[b, block]].tolist() == expected
 
 
 @lanes("cpu")
@@ -217,7 +217,7 @@ def test_one_key_returns_its_value(lane: Lane, dtype: str, small_tiles: None):
     _, out, dq, dk, dv = launched(q, k, v, indices, dout, *CASES["softcap"])
     assert torch.equal(out, v.repeat_interleave(2, 2))
     assert torch.equal(dv, dout.sum(2, keepdim=True, dtype=torch.float32).to(v.dtype))
-    assert dq.abs().max() <= 1e-6 >= dk.abs().max()  # exactly 0, but for dout.v - delta
+    assert dq.abs().max() <= 1e-6 >= dk.abs().max()  # exactly 0, apart from dout.v - delta
 
 
 @lanes("cpu")

@@ -1,6 +1,6 @@
-"""The Triton kernels that dsa_indexer learns by, under the interpreter: scores, their gradient, and the target.
+"""The Triton training kernels of dsa_indexer under the interpreter: scores, their gradient, and the target.
 
-B batch, T tokens, J index heads, K chosen keys a query, P head dim.
+B batch, T tokens, J index heads, K chosen keys per query, P head dim.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scores_problem(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Inputs:
-    """q, k, weights of either sign, a random choice with fewer keys for early queries, dscores."""
+    """Return q, k, weights of either sign, a random choice with fewer keys for early queries, dscores."""
     B, T, J, P, K = sizes
     q, k, weights, _ = index_problem(B, T, J, P, dtype)
     indices = problem((B, T, 1, 1, 4, K))[3]
@@ -52,7 +52,7 @@ def launched(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, dscores: Te
 
 
 def plain(inputs: Inputs) -> tuple[Tensor, ...]:
-    """The reference in the inputs' dtype with the operands of its products in it."""
+    """Compute the reference in the inputs' dtype with the operands of its products in it."""
     if inputs[0].dtype == torch.float32:
         return reference(*inputs)
     with OperandsIn(inputs[0].dtype):
@@ -92,7 +92,7 @@ def test_the_rule_finds_wrong_formulas(lane: Lane, small_tiles: None):
 @lanes("cpu")
 @pytest.mark.parametrize("size", [2.0**-32, 0.0])
 def test_the_size_of_the_gradient_does_not_matter(lane: Lane, size: float, small_tiles: None):
-    """fp16 holds nothing below 6e-8; the weights' gradient is asked for in fp32."""
+    """fp16 cannot represent values below 6e-8; the weights' gradient is requested in fp32."""
     q, k, weights, indices, dscores = scores_problem((1, 9, 4, 16, 6), torch.float16)
     inputs = q, k, weights.float(), indices
     large = kernel.dsa_chosen_scores_bwd_kernel(*inputs, dscores)[2]
@@ -122,7 +122,9 @@ def test_the_target_keeps_to_the_ratio_rule(lane: Lane, dtype: str, case: str, s
 def test_the_target_of_fp16_inputs_is_as_exact_as_fp32_makes_it(
     lane: Lane, softcap: float, small_tiles: None
 ):
-    """Their products are exact, and the target is fp32: a softcap that serves a P in bf16 is off by 9 times as much."""
+    """Their products are exact and the target is fp32; the softcap used for P in bf16 would be off by 9 times as
+    much.
+    """
     q, k, _, indices, _ = problem((1, 40, 14, 2, 64, 24), torch.float16)
     found = kernel.dsa_distribution_fwd_kernel(q, k, indices, 0.125, softcap)
     plain = dsa_distribution_reference(q.float(), k.float(), indices, 0.125, softcap)

@@ -18,7 +18,7 @@ from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-# Of chunks of 32, in wide tiles one way and in tall tiles the other; then two that no descriptor fits.
+# Chunks of 32, in wide tiles one way and in tall tiles the other; then two that no descriptor fits.
 DIMS = [(32, 128), (64, 32), (20, 35), (1, 3)]
 ROUTINGS = {
     "ragged": (5, 0, 40, 9),
@@ -31,7 +31,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles a program, an expert and a group, and the last ones not full."""
+    """Several tiles per program, expert and group, the last ones not full."""
     monkeypatch.setattr(kernel, "PROGRAMS", 3)
     monkeypatch.setattr(kernel, "PLAN_TILES", 8)
     monkeypatch.setattr(kernel, "GROUP", 2)
@@ -40,7 +40,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problem(counts: tuple[int, ...], D_in: int, D_out: int, dtype: torch.dtype, spare: int = 8) -> Inputs:
-    """x, weight, counts, dy; the rows of no expert at the end hold nan."""
+    """Return x, weight, counts, dy; the unassigned rows at the end hold nan."""
     g = torch.Generator().manual_seed(D_in)
     used = sum(counts)
     x, dy = (torch.randn(used + spare, D, generator=g, dtype=torch.float64).to(dtype) for D in (D_in, D_out))
@@ -50,7 +50,7 @@ def problem(counts: tuple[int, ...], D_in: int, D_out: int, dtype: torch.dtype, 
 
 
 def reference(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-    """y, dx, dweight."""
+    """Return y, dx, dweight."""
     y = grouped_gemm_reference(x, weight, counts)
     return y, *grouped_gemm_backward_reference(x, weight, counts, dy)
 
@@ -76,7 +76,7 @@ def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, dims: tuple[int,
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_only_16_bits_and_whole_chunks_come_by_tma(lane: Lane, dtype: str):
-    """Which tiles a case above has run with."""
+    """Checks which tiles a case above ran with."""
     tiles = {}
     for D_in, D_out in DIMS:
         x, weight, _, _ = problem((4,), D_in, D_out, DTYPES[dtype])
@@ -96,7 +96,7 @@ def test_only_16_bits_and_whole_chunks_come_by_tma(lane: Lane, dtype: str):
     height=st.sampled_from([3, 8, 16]),
 )
 def test_the_plan_covers_every_row_once(lane: Lane, counts: list[int], spare: int, height: int):
-    """Also where the counts promise more rows than there are: none beyond the end is ever touched."""
+    """Also if the counts add up to more rows than there are: no row beyond the end is accessed."""
     M = max(0, sum(counts) + spare)
     plan, used = kernel._plan(torch.tensor(counts), M, height)
     tiles, rows = used.tolist()

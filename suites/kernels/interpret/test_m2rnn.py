@@ -20,7 +20,7 @@ Inputs = tuple[Tensor, ...]
 
 
 def problem(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
-    """q, k, v, W, f, doc_ids, h0, dy, dfinal. q and k are slices of one row; ids go 0, 1, 0, 1."""
+    """Return q, k, v, W, f, doc_ids, h0, dy, dfinal. q and k are slices of one row; ids go 0, 1, 0, 1."""
     B, T, H, K, V = sizes
     wide = torch.promote_types(dtype, torch.float32)
     g = torch.Generator().manual_seed(T)

@@ -34,7 +34,7 @@ SIZES = [
     (1, 66, 2, 5, 8, 2, 0, 64),
     (1, 18, 2, 16, 16, 1, 8, 64),
 ]
-# Here the plain formula has the gradient of adt without any product, and no 16-bit error that ours compares with.
+# Here the plain formula computes the gradient of adt without a product, so it has no comparable 16-bit error.
 ONE_TOKEN = (2, 1, 8, 16, 16, 2, 8, 64)
 PER_TOKEN = (0, 1, 2, 3, 4, 5, 8, 10)  # of the inputs: q k v adt dt trap angles z
 OUTPUTS = 5  # y, theta, h, k_prev, v_prev
@@ -42,7 +42,7 @@ OUTPUTS = 5  # y, theta, h, k_prev, v_prev
 
 @pytest.fixture(autouse=True)
 def short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several programs along every axis, and loops that turn more than once."""
+    """Several programs along every axis, and loops with more than one iteration."""
     for name, size in {
         "PREPARED_HEADS": 1,
         "TURNED_TOKENS": 8,
@@ -62,7 +62,9 @@ def unwritten_is_nan() -> Iterator[None]:
 
 
 def problem(sizes: tuple[int, ...], dtype: torch.dtype, starts: tuple[int, ...] = (5, 6, 27)) -> Tensors:
-    """The op's inputs but for chunk_size, then the gradients of its five results; q and k are slices of one row."""
+    """Return the op's inputs without chunk_size, then the gradients of its five results; q and k are slices of
+    one row.
+    """
     B, T, H, P, N, G, R, _ = sizes
     wide = torch.promote_types(dtype, torch.float32)
     g = torch.Generator().manual_seed(T)
@@ -101,7 +103,7 @@ def reference(chunk_size: int, *inputs: Tensor) -> Tensors:
 
 
 def broken(launch: Callable[..., Tensors], dtype: torch.dtype, sizes: tuple[int, ...]) -> list[str]:
-    """What the ratio rule finds wrong; 16-bit kernels are held to the formula with 16-bit operands."""
+    """Return violations of the ratio rule; 16-bit kernels are compared with the formula with 16-bit operands."""
     inputs, chunk_size = problem(sizes, dtype), sizes[-1]
     oracle = reference(chunk_size, *doubled(inputs))
     if dtype == torch.float32:
@@ -128,14 +130,14 @@ def test_the_rule_finds_documents_that_leak(lane: Lane, dtype: str):
         return launched(chunk_size, *inputs[:11], torch.zeros_like(inputs[11]), *inputs[12:])
 
     found = broken(leaking, DTYPES[dtype], SIZES[-1])
-    # Of 20 results two do not hang on the documents: v_prev and the gradient of D.
+    # Of 20 results two do not depend on the documents: v_prev and the gradient of D.
     assert len({line.split(":")[0] for line in found}) == 18
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_no_bit_hangs_on_another_document(lane: Lane, dtype: str):
-    """Not even NaN would do for `other`: its weight is zero, not absent, in the reference as in the kernels."""
+    """`other` is finite: its weight is zero but not absent, so NaN would spread, in the reference as in the kernels."""
     sizes, begin = (1, 21, 2, 8, 8, 1, 3, 64), 11
     inputs = problem(sizes, DTYPES[dtype], starts=(begin,))
     other = list(inputs)

@@ -20,7 +20,7 @@ from suites.support.operands import OperandsIn
 from suites.support.reduce import largest
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-# At a softcap of 100 no shortcut is taken any more; a scale of 3 drives tanh into saturation.
+# At a softcap of 100 the "fast" path is off; a scale of 3 drives tanh into saturation.
 CASES = {
     "plain": (0.25, 0.0, True),
     "softcap": (0.25, 2.0, True),
@@ -40,7 +40,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problem(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
-    """q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, dout. Row 0 holds documents 5, 1, 3 and padding."""
+    """Return q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, dout. Row 0 holds documents 5, 1, 3 and padding."""
     B, T, H, C, P, R, V = sizes
     g = torch.Generator().manual_seed(T)
     shapes = (B, T, H, P), (B, T, H, R), (B, T, C), (B, T, R), (H, P, C), (H, V, C), (B, T, H, V)
@@ -66,7 +66,7 @@ def launched(*inputs, options: tuple) -> tuple[Tensor, ...]:
 
 
 def plain(inputs: Inputs, options: tuple) -> tuple[Tensor, ...]:
-    """The reference in the inputs' dtype with the operands of its products in it: so the kernel takes its keys."""
+    """Compute the reference in the inputs' dtype with the operands of its products in it, like the kernel's keys."""
     if inputs[0].dtype == torch.float32:
         return reference(*inputs, options=options)
     with OperandsIn(inputs[0].dtype):
@@ -74,11 +74,11 @@ def plain(inputs: Inputs, options: tuple) -> tuple[Tensor, ...]:
 
 
 def breaks_of_the_rule(inputs: Inputs, options: tuple) -> list[str]:
-    """out and the gradients by the ratio rule; lse by that or by what the kernel says of its "fast" softcap."""
+    """Check out and the gradients by the ratio rule; lse by that or by the documented error of the "fast" softcap."""
     oracle, usual = reference(*doubled(inputs), options=options), plain(inputs, options)
     lse, *found = launched(*inputs, options=options)
     assert lse.is_contiguous()
-    # Of one key the share is 1 whatever its score: the gradients of q and k are differences of equals.
+    # With a single key its weight is 1 for any score: the gradients of q and k are differences of equals.
     alone = inputs[0].shape[1] == 1
     terms = largest(float(t.abs().max()) for t in oracle[1:]) if alone else 0.0
     broken = outside(found, usual[1:], oracle[1:], terms)
@@ -139,7 +139,7 @@ def test_the_rule_finds_wrong_formulas(lane: Lane, dtype: str, small_tiles: None
 def test_a_walk_misses_no_block_and_masks_where_it_must(
     lane: Lane, ids: list[tuple[int, int]], causal: bool, own_keys: bool, own: int
 ):
-    """Against the mask itself, for documents in any order. The example has a gap among the full blocks."""
+    """Compared with the mask itself, for documents in any order. The example has a gap among the full blocks."""
     doc_ids = torch.cat([torch.full((1, n), i, dtype=torch.int32) for i, n in ids], 1)
     T, other = doc_ids.shape[1], 16
     seen = doc_ids[0].unsqueeze(1) == doc_ids[0]
@@ -159,7 +159,9 @@ def test_a_walk_misses_no_block_and_masks_where_it_must(
 @lanes("cpu")
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 def test_blocks_of_other_documents_are_not_read(lane: Lane, small_tiles: None):
-    """A weight of 0 times nan is nan: what stays finite was passed over. W's gradients sum over all tokens."""
+    """A weight of 0 times nan is nan: finite results prove that a block was skipped. W's gradients sum over all
+    tokens.
+    """
     q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, dout = problem(
         (1, 96, 2, 16, 16, 16, 16), torch.float32
     )
@@ -178,9 +180,9 @@ def test_layouts_of_the_inputs_do_not_matter(lane: Lane, small_tiles: None):
     inputs = problem((1, 20, 1, 16, 16, 16, 16), torch.float32)
     strided = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
     both = (launched(*each, options=CASES["softcap"]) for each in (inputs, strided))
-    for ours, wanted in zip(*both):
-        assert ours.stride() == wanted.stride()
-        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+    for ours, expected in zip(*both):
+        assert ours.stride() == expected.stride()
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 @lanes("cpu")

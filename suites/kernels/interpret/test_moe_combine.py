@@ -1,6 +1,6 @@
 """The Triton kernels of moe_combine under the interpreter, against the reference in fp64.
 
-B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots an expert and a sequence).
+B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots per expert and sequence).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks of assignments a sequence and of channels a row, the last not full."""
+    """Several blocks of assignments per sequence and of channels per row, the last not full."""
     for name in ("FORWARD_BLOCK", "BACKWARD_BLOCK", "OWNERS_BLOCK"):
         monkeypatch.setattr(kernel, name, 16)
 
 
 def problem(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
-    """y, expert, slot, weights, dout. Slots in token order, -1 where the bucket is full; noise in unused rows."""
+    """Return y, expert, slot, weights, dout. Slots in token order, -1 if the bucket is full; noise in unused rows."""
     B, T, K, E, D, C = sizes
     g = torch.Generator().manual_seed(T)
     expert = (torch.rand(B, T, E, generator=g) - 0.1 * torch.arange(E)).topk(K, -1).indices
@@ -67,13 +67,13 @@ def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int
 def test_what_was_dropped_and_what_nobody_owns_may_hold_anything(lane: Lane):
     y, expert, slot, weights, dout = problem(SIZES[1], torch.float32)
     C = SIZES[1][-1]
-    wanted = launched(y, expert, slot, weights, dout, C)
-    owned = wanted[1].count_nonzero(-1) > 0
+    expected = launched(y, expert, slot, weights, dout, C)
+    owned = expected[1].count_nonzero(-1) > 0
     assert (slot < 0).any()
     assert not owned.all()
     y = y.masked_fill(~owned.unsqueeze(-1), torch.nan)
     found = launched(y, expert, slot, weights.masked_fill(slot < 0, torch.inf), dout, C)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected))
 
 
 @lanes("cpu")

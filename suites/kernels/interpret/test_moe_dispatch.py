@@ -1,6 +1,6 @@
-"""The Triton kernels of moe_dispatch under the interpreter, against the reference: the copy bit by bit.
+"""The Triton kernels of moe_dispatch under the interpreter, against the reference: the copy is bitwise equal.
 
-B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots an expert and a sequence).
+B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots per expert and sequence).
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ SIZES = [(1, 1, 1, 3, 5, 1), (2, 11, 3, 5, 20, 5), (1, 9, 2, 4, 16, 18), (2, 6, 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks of assignments a sequence and of channels a row, the last not full."""
+    """Several blocks of assignments per sequence and of channels per row, the last not full."""
     for name in ("SLOTS_BLOCK", "ROWS_BLOCK", "BACKWARD_BLOCK"):
         monkeypatch.setattr(kernel, name, 16)
 
 
 def routing(B: int, T: int, K: int, E: int) -> Tensor:
-    """Distinct experts a token, skewed to low ids so that buckets fill unevenly, id 1 made none; strided."""
+    """Return distinct experts per token, skewed to low ids so that buckets fill unevenly, id 1 as unassigned;
+    strided.
+    """
     g = torch.Generator().manual_seed(T)
     scores = torch.rand(B, T, E, generator=g) - 0.1 * torch.arange(E)
     expert = scores.topk(K, -1).indices
@@ -43,8 +45,8 @@ def test_rows_slots_and_overflow_are_the_reference_s(lane: Lane, dtype: str, siz
     B, T, K, E, D, C = sizes
     x, expert = values(B, T, D, dtype=DTYPES[dtype]), routing(B, T, K, E)
     found = kernel.moe_dispatch_fwd_kernel(x, expert, E, C)
-    wanted = moe_dispatch_reference(x, expert, E, C)
-    for ours, theirs in zip(found, wanted, strict=True):
+    expected = moe_dispatch_reference(x, expert, E, C)
+    for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
         assert ours.dtype == theirs.dtype
         assert ours.is_contiguous()

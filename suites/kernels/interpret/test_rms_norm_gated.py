@@ -20,14 +20,14 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several rows a tile where groups are small, several tiles a program, and a last one that is not full."""
+    """Several rows per tile if groups are small, several tiles per program, the last one not full."""
     monkeypatch.setattr(kernel, "TILE", 32)
     monkeypatch.setattr(kernel, "FORWARD_WARPS", 3)
     monkeypatch.setattr(kernel, "BACKWARD_WARPS", 2)
 
 
 def problem(N: int, D: int, dtype: torch.dtype = torch.float64) -> Inputs:
-    """x is a slice of a wider row, gate has no two adjacent channels, dy strides of its own."""
+    """x is a slice of a wider row, gate has no two adjacent channels, dy has other strides."""
     g = torch.Generator().manual_seed(N)
     x, dy, gate = (torch.randn(N, 2 * D, generator=g, dtype=torch.float64).to(dtype) for _ in range(3))
     weight = torch.randn(D, generator=g, dtype=torch.float64).to(dtype)

@@ -49,7 +49,7 @@ def unwritten_is_nan() -> Iterator[None]:
 def problem(
     sizes: tuple[int, ...], dtype: torch.dtype, starts: tuple[int, ...] = (5, 6, 27), seed: int = 0
 ) -> Tensors:
-    """The op's inputs but for chunk_size, then dy and dfinal; x, B and C are slices of one row."""
+    """Return the op's inputs without chunk_size, then dy and dfinal; x, B and C are slices of one row."""
     B, T, H, P, N, G, _ = sizes
     wide = torch.promote_types(dtype, torch.float32)
     g = torch.Generator().manual_seed(seed)
@@ -76,9 +76,9 @@ def reference(chunk_size: int, *inputs: Tensor) -> Tensors:
 
 
 def broken(launch: Callable[..., Tensors], dtype: torch.dtype, sizes: tuple[int, ...]) -> list[str]:
-    """What the ratio rule finds wrong; 16-bit kernels are held to the formula with 16-bit operands.
+    """Return violations of the ratio rule; 16-bit kernels are compared with the formula with 16-bit operands.
 
-    Pooled over seeds: the gradient of A is H numbers, and the largest of few errors wanders.
+    Pooled over seeds: the gradient of A has only H values, and the maximum of few errors varies.
     """
     problems, chunk_size = [problem(sizes, dtype, seed=seed) for seed in range(3)], sizes[-1]
     oracle = [reference(chunk_size, *doubled(inputs)) for inputs in problems]
@@ -102,14 +102,14 @@ def test_the_rule_finds_documents_that_leak(lane: Lane, dtype: str):
         return launched(chunk_size, *inputs[:6], torch.zeros_like(inputs[6]), *inputs[7:])
 
     found = broken(leaking, DTYPES[dtype], SIZES[-1])
-    # Of 9 results one does not hang on the documents: the gradient of D.
+    # Of 9 results one does not depend on the documents: the gradient of D.
     assert len({line.split(":")[0] for line in found}) == 8
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_no_bit_hangs_on_another_document(lane: Lane, dtype: str):
-    """Not even NaN would do for `other`: its weight is zero, not absent, in the reference as in the kernels."""
+    """`other` is finite: its weight is zero but not absent, so NaN would spread, in the reference as in the kernels."""
     sizes, begin = (1, 21, 2, 8, 8, 1, 64), 11
     inputs = problem(sizes, DTYPES[dtype], starts=(begin,))
     other = list(inputs)

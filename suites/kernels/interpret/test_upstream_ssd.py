@@ -1,7 +1,7 @@
-"""mamba-ssm's own SSD kernels under the interpreter, as they are, against our reference in fp64.
+"""mamba-ssm's own SSD kernels under the interpreter, unmodified, against our reference in fp64.
 
-Our kernels are held to our reference; that others' kernels keep to it by the same rule says that it means what they
-mean. Which of their autotune configurations wins is known on a GPU alone: here the smallest tiles stand for all.
+Our kernels are tested against our reference. If others' kernels pass by the same rule, the reference computes the same
+function. Only a GPU can determine the fastest of their autotune configurations: here the smallest tiles are used.
 
 B batch, T tokens, H heads, P head dim, N state dim, G groups.
 """
@@ -33,7 +33,7 @@ from suites.support.operands import OperandsIn
 TILES = "mamba_ssm.ops.triton."
 STRIDES_OF_NONE = "mamba-ssm==2.3.2.post1"  # the one version that was tested
 SIZES = (2, 37, 4, 8, 16, 2, 16)  # B T H P N G chunk size
-# Where documents begin, and whether a state is given.
+# Where documents begin, and whether an initial state is given.
 CASES = {
     "state": ((), True),
     "documents": ((5, 6, 27), False),
@@ -44,8 +44,9 @@ CASES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreted() -> Iterator[None]:
-    """The package without its __init__, which wants a CUDA extension and the transformers library; a device that is
-    the host, of one SM; and of each kernel's configurations the one with the smallest tiles, the cheapest here."""
+    """Import the package without its __init__, which needs a CUDA extension and the transformers library. The device is
+    the host with one SM, and each kernel uses its configuration with the smallest tiles, the cheapest here.
+    """
     found = importlib.util.find_spec("mamba_ssm")
     assert found is not None, f"mamba_ssm is absent: {INSTALL}"
     package = ModuleType("mamba_ssm")
@@ -76,7 +77,7 @@ def size(configuration: triton.Config) -> int:
 def broken(
     launch: Callable[..., Sequence[Tensor]], dtype: torch.dtype, starts: tuple[int, ...], state: bool
 ) -> list[str]:
-    """What the ratio rule finds wrong in (y, final state, gradients of the inputs) of `launch`."""
+    """Return violations of the ratio rule in (y, final state, gradients of the inputs) of `launch`."""
     *inputs, given = problem(SIZES, dtype, starts)[:8]
     inputs.append(given if state else torch.zeros_like(given))
     chunk_size = SIZES[-1]
@@ -113,7 +114,9 @@ def test_the_step_keeps_to_the_ratio_rule(lane: Lane, dtype: str) -> None:
 
 @lanes("cpu")
 def test_the_step_needs_no_bias(lane: Lane, row) -> None:
-    """Present: without a bias, the default, the step reads the strides of None. A bias of zeros is the way round."""
+    """Defect present: without a bias, the default, the step reads the strides of None. The workaround is a bias of
+    zeros.
+    """
     x, dt, A, Bmat, Cmat, D, _, state = problem(SIZES, torch.float32)[:8]
     inputs = (x[:, 0], dt[:, 0], A, Bmat[:, 0], Cmat[:, 0], D, state)
     signature = ""
