@@ -26,9 +26,7 @@ class Doubles(nn.Module):
 
 
 def main(device: str) -> dict[str, object]:
-    """refusal: the error in one line. drawn, replayed: whether random numbers and the replay of a valid block are
-    right.
-    """
+    """refusal: the error in one line. drawn, replayed: whether random numbers and another block's replay are right."""
     x, refusal = torch.ones(4, device=device), ""
     try:
         capture(ReadsOnTheHost(), (x,))

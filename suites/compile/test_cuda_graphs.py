@@ -66,9 +66,7 @@ def test_a_host_read_cannot_be_recorded(lane: Lane) -> None:
 @lanes("h200")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_inductor_leaves_out_of_its_own(lane: Lane, kind: str, row, canaries) -> None:
-    """Run a training step of a compiled block with Inductor's CUDA graphs: each skipped graph is listed with its
-    reason.
-    """
+    """A training step of a compiled block with Inductor's CUDA graphs: each skipped graph has its reason."""
     canaries("graphs", "cuda_graph_skips")
     model = build(preset("nam56r", "narrow"), lane.device)
     block = chosen_blocks(model, [kind])[kind]

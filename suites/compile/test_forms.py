@@ -27,9 +27,7 @@ CALLS = 70
 
 
 class Region(nn.Module):
-    """The region that a form is added to: one weight, and an int, a flag and a config that a careless forward may
-    read.
-    """
+    """The region that a form is added to: a weight, and an int, a flag and a config that a forward may read."""
 
     def __init__(self, forward: Callable[..., Tensor], number: int = 0) -> None:
         super().__init__()

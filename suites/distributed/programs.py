@@ -46,9 +46,7 @@ def model_of(config: HybridConfig, rank: int, branch: bool) -> Hybrid:
 
 
 def alone(config: HybridConfig, branch: bool) -> tuple[dict[str, Tensor], list[int], dict[str, Tensor]]:
-    """Run one process, eager, batch by batch; return mean gradients (a missing one counts as 0), overflows, mean
-    buffers.
-    """
+    """Run one eager process; return mean gradients (a missing one counts as 0), overflows, mean buffers."""
     gradients: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     overflows = []

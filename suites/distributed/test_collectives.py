@@ -63,9 +63,7 @@ def test_compiled_collectives_are_the_eager_ones(lane: Lane, told, row) -> None:
 @lanes("cpu")
 @planted("C5", "one rank's guards lead past a collective, under torch's own timeout")
 def test_divergent_guards_end_in_a_reason(lane: Lane, told, row) -> None:
-    """Rank 1's graph has no collective: rank 0 waits for the group's timeout, not forever, and reports it in one
-    line.
-    """
+    """Rank 1's graph has no collective: rank 0 stops at the group's timeout and reports it in one line."""
     reason = told["divergent"][0]["error"]
     found = [finding.log_class.name for finding in classify([f"{reason}\n"]).findings]
     row(

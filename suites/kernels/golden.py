@@ -54,9 +54,7 @@ RELATIVE = (
 
 
 class Golden(NamedTuple):
-    """One op: a function that draws its input tensors by name, its output names, and its function of inputs and
-    impl.
-    """
+    """One op: a function that draws its inputs by name, its output names, and its function of inputs and impl."""
 
     inputs: Callable[[], Named]
     outputs: tuple[str, ...]

@@ -150,8 +150,8 @@ def _without_diagonal(subject: Subject, inputs: Inputs, right: Outputs) -> Outpu
 
 
 def _noconv(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
-    """Compute Mamba-3 by the Mamba-2 scan with a scaled key; the change is taken with zero angles and without a state,
-    which the other scan does not support.
+    """Add the error of the Mamba-2 scan with a scaled key, taken with zero angles and without a state, which that scan
+    does not support.
     """
     still = inputs | {n: torch.zeros_like(inputs[n]) for n in ("angles", *test_mamba3_siso.STATE)}
     return right[0] + test_mamba3_siso.scaled_k_in_mamba2(still) - subject.run(still)[0], *right[1:]

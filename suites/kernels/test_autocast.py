@@ -105,9 +105,7 @@ def test_without_its_switch_an_op_would_lose_digits(lane: Lane, op: str, monkeyp
 @pytest.mark.parametrize("switch", ["given", "taken away"])
 @pytest.mark.parametrize("op", OPS)
 def test_both_bodies_run_with_autocast_off(lane: Lane, op: str, switch: str, monkeypatch: pytest.MonkeyPatch):
-    """Records the autocast state of each op's math, even if no bit would change today. The math then runs without
-    autocast.
-    """
+    """Records whether autocast is on in each op's math, then runs the math without it, so that no bit changes."""
     module = import_module(f"kernels.{op}.op")
     seen = {"forward": set(), "backward": set()}
 

@@ -74,9 +74,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale=None
 
 
 def chosen_one_by_one(scores: Tensor, ids: Tensor, top_k: int) -> Tensor:
-    """Apply the rule in plain Python: keys s <= t of the same document, by descending score, earlier first among
-    equals.
-    """
+    """Apply the rule in plain Python: keys s <= t of the same document, by descending score, ties by position."""
     B, T, _ = scores.shape
     found = torch.full((B, T, top_k), -1, dtype=torch.int32)
     for b in range(B):
@@ -164,9 +162,7 @@ def test_fp64_equals_dense_attention_under_a_mask(lane: Lane, case: str):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
-    """Over several seeds: a query with a single key has a gradient of 0, and the rounding noise of either side is
-    random.
-    """
+    """Over several seeds: a query with one key has a gradient of 0, and the rounding noise of either side is random."""
 
     def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Named:
         names = ("out", "q", "k", "v")

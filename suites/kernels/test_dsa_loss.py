@@ -56,9 +56,7 @@ def plain_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tens
 
 
 def plain_distribution(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
-    """Compute dense attention weights in the inputs' dtype except for the softmax, and gather those of the chosen
-    keys.
-    """
+    """Compute dense attention weights in the inputs' dtype (softmax in fp32), and gather those of the chosen keys."""
     key = k.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2)
     s = softcap * torch.tanh(q.transpose(1, 2) @ key.mT * scale / softcap)
     at = indices.long().clamp(min=0).unsqueeze(1).expand(-1, q.shape[2], -1, -1)
@@ -88,9 +86,7 @@ def test_fp64_equals_the_dense_weights_gathered(lane: Lane):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
-    """Over several seeds: a query with a single key has a gradient of few terms, and the noise of either side is
-    random.
-    """
+    """Over several seeds: a query with one key has a gradient of few terms, and the noise of either side is random."""
 
     def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Named:
         return dict(zip(("scores", "q", "k", "weights"), gradients(function, *inputs)))
@@ -127,9 +123,7 @@ def test_the_target_s_error_is_at_most_that_of_the_plain_formula(lane: Lane, dty
 
 @lanes("cpu", "h200")
 def test_a_gradient_below_the_range_of_fp16_arrives(lane: Lane):
-    """A mean over B T queries with a loss weight of 1e-3 gives a gradient of 1e-9 per key; fp16's least number is
-    6e-8.
-    """
+    """A mean over B T queries with a loss weight of 1e-3 gives 1e-9 per key; fp16's least number is 6e-8."""
     q, k, weights, indices = scores_problem(dtype=torch.float16, device=lane.device)
     leaves = [t.requires_grad_() for t in (q, k, weights.float())]
     scores = dsa_chosen_scores(*leaves, indices)

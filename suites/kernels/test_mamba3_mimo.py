@@ -328,8 +328,8 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 @lanes("cpu")
 @pytest.mark.parametrize("A", [2, 4])
 def test_the_peers_order_of_state_dims_turns_the_same_pairs(lane: Lane, A: int):
-    """The peer's rotation, i with i + N/2, on dims in its order equals ours on adjacent dims; in our order it
-    does not.
+    """The peer's rotation, i with i + N/2, in its order of dims equals ours on adjacent dims; in our order it
+    differs.
     """
     g = torch.Generator().manual_seed(0)
     x, angle, N = torch.randn(8, generator=g), torch.randn(A, generator=g), 8

@@ -34,7 +34,7 @@ quick = settings(derandomize=True, max_examples=15, deadline=None)
 def problem(
     B=2, T=33, H=3, C=16, P=16, R=8, Pv=32, dtype=torch.float64, device="cpu", seed=0
 ) -> tuple[Tensor, ...]:
-    """Return random inputs in the order of NAMES; three documents in row 0 (ids 5, 1, 3), two in the others, then
+    """Return random inputs in the order of NAMES; three documents in row 0 (ids 5, 1, 3), two in the others,
     padding.
     """
     g = torch.Generator().manual_seed(seed)
@@ -108,9 +108,7 @@ def test_fp64_equals_the_plain_formula_in_both_forms(lane: Lane, case: str):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
-    """Over several seeds: a row with a single key has a gradient of 0, and the rounding noise of either side is
-    random.
-    """
+    """Over several seeds: a row with one key has a gradient of 0, and the rounding noise of either side is random."""
 
     def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Named:
         return pooled(

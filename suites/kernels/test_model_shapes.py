@@ -41,9 +41,7 @@ def test_error(lane: Lane, name: str, row) -> None:
 
 
 def compared(name: str) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, int]]:
-    """Return the error ratios of the op and of its peer, by "forward" and "gradient", and the number of values
-    compared.
-    """
+    """Return error ratios of the op and of its peer, by "forward" and "gradient", and the number of values compared."""
     case = tuned_case(name, B=1)
     exact = gradients(case.reference, *doubled(case.inputs))
     with OperandsIn(BF16):

@@ -31,9 +31,7 @@ BF16 = torch.bfloat16
 
 
 class Work(NamedTuple):
-    """The minimum of a call: bytes moved to and from memory, FLOP of its matrix products; for forward, and both
-    passes.
-    """
+    """The minimum of a call: bytes moved, and FLOP of its matrix products; for forward, and for both passes."""
 
     forward_bytes: float
     both_bytes: float
@@ -42,9 +40,7 @@ class Work(NamedTuple):
 
 
 class Case(NamedTuple):
-    """op(*inputs) returns a tensor, or a tuple that begins with one; so do the reference and the peer, if there
-    is one.
-    """
+    """op(*inputs) returns a tensor, or a tuple that begins with one; so do the reference and any peer."""
 
     op: Callable[..., Any]
     reference: Callable[..., Any]
@@ -181,7 +177,7 @@ def mamba3_case(B: int, N: int, G: int) -> Case:
 
 
 def scan_flops(P: int, N: int, L: int = 64) -> float:
-    """Return the FLOP per token and head of the chunked form, the triangle counted as half: scores, their use, state in
+    """Return the FLOP per token and head of the chunked form, with half of the triangle: scores, their use, state in
     and out.
     """
     return 2 * (L / 2 * N + L / 2 * P + 2 * P * N)

@@ -19,9 +19,7 @@ ABSENT = "absent"
 
 
 def resolve(name: str) -> tuple[Any, str]:
-    """Resolve a dotted name to the object that holds the field, and the field. Raises AttributeError if torch
-    lacks it.
-    """
+    """Resolve a dotted name to its object and field. Raises AttributeError if torch lacks it."""
     parts = name.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         try:

@@ -73,9 +73,7 @@ def flipped(value: str) -> str:
 
 
 def refusals(launcher: Launcher, cases: Mapping[str, tuple[str, dict[str, str]]]) -> dict[str, str]:
-    """Return case -> the last line, of each case rejected per the rule: exit 3, its variable named, no device
-    initialized.
-    """
+    """Return case -> the last line, if rejected per the rule: exit 3, its variable named, no device initialized."""
     found = {case: launcher(planted) for case, (_, planted) in cases.items()}
     return {
         case: run.line
@@ -328,7 +326,7 @@ def test_a_backend_fault_stops_the_run(lane: Lane, dynamo_as_it_was) -> None:
 
 
 def sites(tree: ast.AST) -> tuple[list[int], list[int], list[int]]:
-    """Return lines that reset the compiler; lines that suppress its errors or disable it; those of the latter without
+    """Return lines that reset the compiler; that suppress its errors or disable it; those of the latter without
     `if`.
     """
     resets, silenced, guarded = [], [], set()

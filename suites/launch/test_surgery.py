@@ -203,9 +203,7 @@ def test_bad_operands_are_refused(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_without_fullgraph_the_region_falls_back_to_eager(lane: Lane) -> None:
-    """Dynamo skips such a frame, so that the surgery runs where it is allowed; then nothing of the region is
-    compiled.
-    """
+    """Dynamo skips such a frame, so that the surgery runs in eager mode and nothing of the region is compiled."""
     weight, eager = normal(8, 8), normal(8, 8)
     fire(eager)
     with DynamoWatch() as watch:

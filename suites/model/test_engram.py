@@ -38,9 +38,7 @@ def stream(lane: Lane) -> tuple[Tensor, Tensor]:
 
 
 def means_by_hand(z: Tensor, doc_ids: Tensor, order: int, over_present: bool = False) -> Tensor:
-    """Compute the means in a loop. `over_present` is the fault: the mean over the tokens of the document, not
-    over N.
-    """
+    """Compute the means in a loop. `over_present` is the fault: the mean over the document's tokens, not over N."""
     out = torch.zeros_like(z)
     for b in range(z.shape[0]):
         for t in range(z.shape[1]):

@@ -45,9 +45,7 @@ Combine = Callable[..., Tensor]
 
 
 def rows_of(y: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
-    """Return the row (B,T,K,D) that each assignment of moe_combine's arguments reads; a dropped one reads that of slot
-    0.
-    """
+    """Return the row (B,T,K,D) that each assignment of moe_combine reads; a dropped one reads that of slot 0."""
     first = torch.arange(expert.shape[0], device=y.device).view(-1, 1, 1) * bucket
     return y[expert, first + slot.clamp(min=0)]
 
@@ -66,9 +64,7 @@ def combine_by_atomics(
 
 
 def combine_in_turn(y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int) -> Tensor:
-    """Compute the same in a fixed order, rounded to bf16 after each addition: index_add on a CPU hides that
-    rounding.
-    """
+    """Compute the same in a fixed order, rounded to bf16 after each addition: CPU index_add hides that rounding."""
     products = rows_of(y, expert, slot, bucket) * weights.unsqueeze(-1).to(y.dtype)
     products = products.where((slot >= 0).unsqueeze(-1), 0)
     out = torch.zeros_like(products[:, :, 0])
@@ -103,9 +99,7 @@ def cancelling(device: str) -> Hybrid:
 
 
 def losses(device: str, policy: str) -> list[float]:
-    """Return the losses of four train steps on rows of one token, which the cancelling model predicts from
-    themselves.
-    """
+    """Return the losses of four train steps on rows of one token, which the cancelling model predicts."""
     contract = load()
     with dynamo_config(read_dynamo_config(contract.dynamo)), DynamoWatch() as watch:
         apply_dynamo(contract)
@@ -159,9 +153,7 @@ def test_bf16_atomics_explode(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def full_size_errors() -> tuple[dict[str, float], int]:
-    """Return the relative error to fp64 of the op and of fp32 and bf16 atomics at nam52's full size, and the
-    assignments.
-    """
+    """Return the relative error to fp64 of the op, fp32 and bf16 atomics at nam52's full size, and the assignments."""
     torch.manual_seed(SEED)
     config = preset("nam52", "full")
     E, K, bucket = config.experts, config.top_k, config.bucket(config.seq_len)

@@ -57,9 +57,7 @@ def test_near_ties_are_decided_in_fp32(lane: Lane, row) -> None:
 
 @lanes("cpu", "h200")
 def test_exact_ties_are_decided_alike(lane: Lane) -> None:
-    """With four copies of every expert, any choice is valid, but it is the same each time and in each row of the
-    batch.
-    """
+    """With four copies of every expert any choice is valid, but it is the same each time and in each batch row."""
     block, u = router(lane)
     with torch.no_grad():
         block.router.weight.copy_(block.router.weight[::4].repeat_interleave(4, 0))

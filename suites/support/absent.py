@@ -27,9 +27,7 @@ def absent(packages: Iterable[str]) -> list[str]:
 def not_run(
     record_property: Callable[[str, object], None], rows: Iterable[str], packages: Iterable[str]
 ) -> str:
-    """Record rows as NOT RUN because `packages` are not installed and return the reason. Does nothing without
-    packages.
-    """
+    """Record rows as NOT RUN because `packages` are not installed; return the reason. No packages: does nothing."""
     missing = absent(packages)
     if not missing:
         return ""

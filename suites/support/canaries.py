@@ -176,9 +176,7 @@ def cache() -> None:
 
 
 def compile_phases() -> None:
-    """Forward and backward on an empty cache: CPU seconds in each of four phases, whose sum is at most the CPU time
-    used.
-    """
+    """Forward and backward on an empty cache: CPU seconds in each of four phases, in all at most the CPU time used."""
     device.forget_graphs()
     before = device.cpu_seconds()
     with device.empty_cache(), device.compile_phases() as phases:

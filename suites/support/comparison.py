@@ -75,9 +75,7 @@ def random_weights(outputs: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _gradients(outputs: Iterable[Tensor], leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return gradients of the weighted sum of the differentiable outputs; zeros for an input that no output
-    depends on.
-    """
+    """Return gradients of the weighted sum of differentiable outputs; zeros for an input that is not used."""
     outputs = [t for t in outputs if t.requires_grad]
     weights = random_weights(outputs)
     return torch.autograd.grad(outputs, leaves, weights, allow_unused=True, materialize_grads=True)
@@ -89,9 +87,7 @@ def _leaf(t: Any) -> Any:
 
 
 def gradients(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[Tensor]:
-    """Return the outputs, then the gradient of each floating-point input, of a fixed random weighting of the
-    outputs.
-    """
+    """Return the outputs, then the gradient of each floating-point input, for a fixed random weighting."""
     leaves = [_leaf(t) for t in inputs]
     outputs = function(*leaves, **options)
     outputs = [outputs] if isinstance(outputs, Tensor) else outputs
@@ -149,9 +145,7 @@ def report_cases(
     ratios: Mapping[str, Ratios],
     gradient_at_most: float = AT_MOST["gradient"],
 ) -> None:
-    """Report rows <id>/forward_error_ratio and <id>/gradient_error_ratio: the worst case, with all cases as
-    evidence.
-    """
+    """Report rows <id>/forward_error_ratio and <id>/gradient_error_ratio: the worst case, with all as evidence."""
     compared = sum(ratio.elements for ratio in ratios.values())
     forward = {case: ratio.forward for case, ratio in ratios.items()}
     gradient = {case: ratio.gradient for case, ratio in ratios.items()}

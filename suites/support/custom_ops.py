@@ -96,18 +96,14 @@ def check_one_graph(
     op: str,
     dynamic: Sequence[int | str],
 ) -> None:
-    """Run check_compiled bitwise: one graph for all batches, which calls the op once and holds none of its input
-    checks.
-    """
+    """Run check_compiled bitwise: one graph for all batches, which calls the op once without its input checks."""
     report = check_compiled(function, train, batches, op=op, calls=1, dynamic=dynamic)
     (graph,) = report.graphs
     assert [name for name in graph.operators if "getitem" not in name] == [f"bumpgate.{op}_fwd.default"]
 
 
 def traced_through(function: Callable[..., Any], train: Callable[..., Any], inputs: Any) -> Any:
-    """Compile `function` to one graph of torch's own operators, more than 20 and none of ours, and return its
-    result.
-    """
+    """Compile `function` to one graph of more than 20 torch operators and none of ours; return its result."""
     with DynamoWatch() as watch:
         compiled = torch.compile(function, fullgraph=True, backend=watch.backend("aot_eager"))
         found = train(compiled, inputs)

@@ -93,9 +93,7 @@ def _rate(work: float, timing: Timing) -> Rate:
 
 @cache
 def copied() -> Rate:
-    """Return the bytes per second, read and written, of a large device-to-device copy: the ceiling of
-    memory-bound ops.
-    """
+    """Return bytes per second, read and written, of a large device-to-device copy: the ceiling of memory-bound ops."""
     source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return _rate(2 * COPIED_BYTES, milliseconds(lambda: target.copy_(source)))

@@ -92,9 +92,7 @@ def watched_hybrid(
     contract: Contract | None = None,
     **changes: Any,
 ) -> Iterator[Watched]:
-    """Yield the narrow preset `name` under `policy`, with the contract applied and instruments open; undo all at
-    exit.
-    """
+    """Yield the narrow preset `name` under `policy`, with contract and instruments active; undo all at exit."""
     contract = contract or load()
     with dynamo_config(read_dynamo_config(contract.dynamo)), DynamoWatch() as watch:
         apply_dynamo(contract)

@@ -25,8 +25,6 @@ def tell(
     row: str = "",
     red: Sequence[str] = (),
 ) -> None:
-    """Record a fault in the test's report, for suites/self/matrix.py. row: what must turn red; red: the other red
-    rows.
-    """
+    """Record a fault in the report for suites/self/matrix.py. row: what must turn red; red: the other red rows."""
     entry = {"rule": rule, "fault": fault, "row": row, "red": list(red)}
     record_property("planted", json.dumps(entry, sort_keys=True))

@@ -108,7 +108,7 @@ class FullSize:
         return float(self.compiled(self.batches[self.steps % len(self.batches)]).detach())
 
     def peak_memory(self) -> int:
-        """Return the peak bytes of one step, including weights and optimizer state but not memory allocated before the
+        """Return the peak bytes of one step, including weights and optimizer state, above those held before the
         model.
         """
         torch.cuda.synchronize()
@@ -120,9 +120,7 @@ class FullSize:
 
 @contextmanager
 def full_size(name: str, policy: str) -> Iterator[FullSize]:
-    """Yield the preset `name` at full size under `policy`: contract applied, Dynamo watched, its memory freed at
-    exit.
-    """
+    """Yield the preset `name` at full size under `policy`: contract applied, Dynamo watched, memory freed at exit."""
     contract, config = load(), preset(name, "full")
     torch.manual_seed(SEED)
     held = torch.cuda.memory_allocated()

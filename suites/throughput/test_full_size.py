@@ -73,9 +73,7 @@ def _report_losses(row, case: str, losses: list[float]) -> None:
 
 
 def _report_further_steps(row, case: str, policy: str, hybrid: FullSize) -> Timing:
-    """Report rows on the compiles, waits and launches of FURTHER_STEPS more steps; return the time of the timed
-    ones.
-    """
+    """Report rows on compiles, waits and launches of FURTHER_STEPS more steps; return the time of the timed ones."""
     known = hybrid.watch.refresh()
     graphs, recompiles, steps = known.unique_graphs, len(known.recompiles), hybrid.steps
     name = hybrid.config.name

@@ -50,9 +50,7 @@ class Experts:
         )  # fmt: skip
 
     def padded(self, x: Tensor, up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
-        """Compute as model.moe.MoEBlock.forward: x (B,T,D), up (E,D,F), down (E,F,D), weights (B,T,K) fp32 ->
-        (B,T,D).
-        """
+        """Like model.moe.MoEBlock.forward: x (B,T,D), up (E,D,F), down (E,F,D), weights (B,T,K) fp32 -> (B,T,D)."""
         rows, slot, _ = moe_dispatch(x, self.expert, self.E, self.bucket)
         return moe_combine(self.padded_products(rows, up, down), self.expert, slot, weights, self.bucket)
 

@@ -43,9 +43,7 @@ def test_generated_code(lane: Lane, name: str, row, canaries) -> None:
 @lanes("cpu")
 @pytest.mark.parametrize("name", ["nam52", "nam56r"])
 def test_work_and_memory(lane: Lane, name: str, row, canaries) -> None:
-    """Count FLOPs of the eager step (by operator formulas), and bytes that a regional forward saves for its
-    backward.
-    """
+    """Count FLOPs of the eager step (operator formulas), and bytes that a regional forward saves for backward."""
     canaries("graphs")
     with watched_hybrid(name, "regional", device=lane.device) as hybrid:
         ids = token_batch(hybrid.config, 2, device=lane.device)

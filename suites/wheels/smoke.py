@@ -21,9 +21,7 @@ FACTOR = 20.0
 
 
 def error_ratios(name: str, B: int) -> list[float]:
-    """Compare the peer's outputs and gradients with fp64, relative to the plain formula. Raises KeyError on another
-    name.
-    """
+    """Compare the peer's outputs and gradients with fp64 by the error ratio. Raises KeyError on an unknown name."""
     case = tuned_case(name, B)
     if case.peer is None:
         raise KeyError(name)

@@ -36,9 +36,7 @@ NIGHTLY = "2.12.0.dev20260304+cu130"
 
 @lanes("cpu", "h200")
 def test_what_is_installed_is_what_was_adopted(lane: Lane, row) -> None:
-    """Compares with the adopted row in a lane run, with its own lock in a gate, and with torch's metadata without
-    one.
-    """
+    """Compares with the adopted row in a lane run, with the own lock in a gate, with torch's metadata without one."""
     found = take(Interpreter(Path(sys.executable), ROOT, os.environ))
     chosen = reference(load(PATH).adopted(lane.name), found, os.environ)
     differences = [

@@ -88,9 +88,7 @@ def compile_for(topology: str, bytecode: bytes) -> Compiled:
 
 
 def _options(xla_client: Any, chips: int, dump: str) -> Any:
-    """Set options for one program, partitioned over the chips, and a text dump: jaxlib cannot parse a newer libtpu's
-    HLO.
-    """
+    """Set options for one partitioned program and a text dump: jaxlib cannot parse a newer libtpu's HLO."""
     import numpy as np
 
     options = xla_client.CompileOptions()

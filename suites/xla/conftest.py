@@ -26,9 +26,7 @@ if HAS_XLA:  # before any test file imports it: it reads its environment once
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests in fresh processes first: only one process holds a TPU, and a child needs it before this one
-    takes it.
-    """
+    """Run tests in fresh processes first: only one process holds a TPU, and a child must get it before this one."""
     items.sort(key=lambda item: "suites/xla/" in item.nodeid and not item.get_closest_marker("fresh_process"))
 
 

@@ -33,9 +33,7 @@ def on_meshes(platform: str) -> dict[str, Any]:
 
 
 def small_moe() -> Any:
-    """Return a config of attention with Engram, experts, Mamba: the block kinds whose parameters are sharded
-    differently.
-    """
+    """Return a config of attention with Engram, experts, Mamba: block kinds whose parameters shard differently."""
     from model import preset
     from model.config import EngramConfig
 
@@ -54,9 +52,7 @@ def traced_step(made: Any, ids: Any) -> list[Any]:
 
 @program
 def compiled_for_one_chip(name: str, *gib: str) -> dict[str, Any]:
-    """Compile the whole narrow preset's train step for v6e:1x1; then programs with results of the given sizes in
-    GiB.
-    """
+    """Compile the whole narrow preset's train step for v6e:1x1; then programs with results of the given GiB."""
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm

@@ -98,9 +98,7 @@ def _layout(t: Tensor) -> tuple[Any, ...]:
 
 
 def by_label(launched: list[Compiled]) -> dict[str, Compiled]:
-    """Return kernels by name; one that was compiled more than once, with the constants that distinguish its
-    variants.
-    """
+    """Return kernels by name; one compiled more than once, with the constants that distinguish its variants."""
     forms: defaultdict[str, list[Compiled]] = defaultdict(list)
     for compiled in launched:
         forms[compiled.kernel.lstrip("_")].append(compiled)

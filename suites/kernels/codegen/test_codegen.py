@@ -167,9 +167,7 @@ def test_a_spill_is_seen(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_a_kernel_that_must_spill_uses_every_register(lane: Lane, row) -> None:
-    """512 numbers per thread. Defect present: fewer registers and more spills than with a bound that allows them
-    all.
-    """
+    """512 numbers per thread. Defect present: fewer registers and more spills than with a sufficient bound."""
     free, bounded = held(512 * 128, None).binary, held(512 * 128, 255).binary
     assert bounded.registers == 255
     assert free.registers <= 255

@@ -122,9 +122,7 @@ def test_the_target_keeps_to_the_ratio_rule(lane: Lane, dtype: str, case: str, s
 def test_the_target_of_fp16_inputs_is_as_exact_as_fp32_makes_it(
     lane: Lane, softcap: float, small_tiles: None
 ):
-    """Their products are exact and the target is fp32; the softcap used for P in bf16 would be off by 9 times as
-    much.
-    """
+    """Their products are exact and the target is fp32; the softcap that suffices for a bf16 P is 9 times as far off."""
     q, k, _, indices, _ = problem((1, 40, 14, 2, 64, 24), torch.float16)
     found = kernel.dsa_distribution_fwd_kernel(q, k, indices, 0.125, softcap)
     plain = dsa_distribution_reference(q.float(), k.float(), indices, 0.125, softcap)

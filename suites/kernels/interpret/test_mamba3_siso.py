@@ -62,9 +62,7 @@ def unwritten_is_nan() -> Iterator[None]:
 
 
 def problem(sizes: tuple[int, ...], dtype: torch.dtype, starts: tuple[int, ...] = (5, 6, 27)) -> Tensors:
-    """Return the op's inputs without chunk_size, then the gradients of its five results; q and k are slices of
-    one row.
-    """
+    """Return the op's inputs without chunk_size, then the gradients of its results; q and k are slices of one row."""
     B, T, H, P, N, G, R, _ = sizes
     wide = torch.promote_types(dtype, torch.float32)
     g = torch.Generator().manual_seed(T)

@@ -159,9 +159,7 @@ def test_a_walk_misses_no_block_and_masks_where_it_must(
 @lanes("cpu")
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 def test_blocks_of_other_documents_are_not_read(lane: Lane, small_tiles: None):
-    """A weight of 0 times nan is nan: finite results prove that a block was skipped. W's gradients sum over all
-    tokens.
-    """
+    """A weight of 0 times nan is nan: finite results prove that a block was skipped. W's gradients use all tokens."""
     q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, dout = problem(
         (1, 96, 2, 16, 16, 16, 16), torch.float32
     )

@@ -25,9 +25,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def routing(B: int, T: int, K: int, E: int) -> Tensor:
-    """Return distinct experts per token, skewed to low ids so that buckets fill unevenly, id 1 as unassigned;
-    strided.
-    """
+    """Return distinct experts per token, skewed to low ids for uneven buckets, with id 1 unassigned; strided."""
     g = torch.Generator().manual_seed(T)
     scores = torch.rand(B, T, E, generator=g) - 0.1 * torch.arange(E)
     expert = scores.topk(K, -1).indices

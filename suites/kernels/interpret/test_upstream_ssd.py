@@ -114,9 +114,7 @@ def test_the_step_keeps_to_the_ratio_rule(lane: Lane, dtype: str) -> None:
 
 @lanes("cpu")
 def test_the_step_needs_no_bias(lane: Lane, row) -> None:
-    """Defect present: without a bias, the default, the step reads the strides of None. The workaround is a bias of
-    zeros.
-    """
+    """Defect present: without a bias, the default, the step reads the strides of None. Workaround: a bias of zeros."""
     x, dt, A, Bmat, Cmat, D, _, state = problem(SIZES, torch.float32)[:8]
     inputs = (x[:, 0], dt[:, 0], A, Bmat[:, 0], Cmat[:, 0], D, state)
     signature = ""

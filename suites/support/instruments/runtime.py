@@ -89,9 +89,7 @@ def host_syncs() -> Iterator[Counter[str]]:
 
 @contextmanager
 def synchronisations() -> Iterator[list[str]]:
-    """Yield where the host waited for the CUDA device inside the block, from torch's warnings: one file:line per
-    wait.
-    """
+    """Yield where the host waited for the CUDA device inside the block, by torch's warnings: a file:line per wait."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
