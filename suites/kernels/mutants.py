@@ -180,9 +180,10 @@ def _wide(suite: Any) -> Callable[[int], Inputs]:
 
 
 def _mamba3(suite: Any, op: Callable[..., Any], chunk_size: int, faults: Faults) -> Subject:
-    """Return a subject whose plain formula is the whole row at once. The recurrence is not suitable: it adds its angles
-    one by one, so that neighbours share their errors, and in fp32 its y is 1.8 times as close as that of any parallel
-    sum.
+    """Return a subject whose plain formula is the whole row at once.
+
+    The recurrence is not suitable: it adds its angles one by one, so that neighbours share their errors, and in fp32
+    its y is 1.8 times as close as that of any parallel sum.
     """
 
     def on_circle(scan: Callable[..., Any]) -> Callable[..., Outputs]:

@@ -23,8 +23,8 @@ TOGETHER = {
     "suites/wheels/test_abi.py",
 }
 # Prefixes of the ids of tests that take ten seconds to three minutes, the longest first: started late, one would delay
-# the timed tests. Two large models fit at a time, before the memory of doctor's and the errors' oracles. Tests that
-# only read another test's result come with the short ones.
+# the timed tests. Two large models fit into memory at a time, so they come before doctor's check and the errors'
+# oracles. Tests that only read another test's result come with the short ones.
 FIRST = (
     "suites/throughput/test_restart.py::test_a_warm_restart",
     "suites/throughput/test_restart.py::test_a_cold_first_step[nam52-whole_disabled",
