@@ -1,7 +1,7 @@
-"""What the ops have in common around their mathematics: autocast, fresh outputs, and checks of their inputs.
+"""Shared support code of the ops: autocast, output copies, registration, and input checks.
 
-Not an op: it knows none of them. The checks are static, they read shapes and dtypes and no data, and each raises
-ValueError in one line that begins with the op's name.
+This module does not depend on any op. The checks are static: they read shapes and dtypes, not data. Each raises
+ValueError with one line that begins with the op's name.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,19 +16,19 @@ WITH_PEER = (*IMPLS, "upstream")
 
 
 def full_precision(t: Tensor) -> torch.autocast:
-    """Autocast reaches into an op's body and would run its products in bf16; they belong in fp32."""
+    """Disable autocast inside an op, so that its products run in fp32 and not in bf16."""
     return torch.autocast(t.device.type, enabled=False)
 
 
 def fresh(t: Tensor) -> Tensor:
-    """A copy in canonical strides: an op may return neither a view of an input nor strides its fake lacks."""
+    """Copy t to canonical strides: an op may not return a view of an input, or strides that differ from its fake."""
     return t.clone(memory_format=torch.contiguous_format)
 
 
 def launch_on_cuda(op: Any, kernel: str, fp64: Callable[..., Any] | None = None) -> None:
-    """On CUDA the custom op runs `kernel`, a dotted name imported at the first call: the CPU does without triton.
+    """Register `kernel`, a dotted name, as the op's CUDA implementation; imported at the first call (no triton on CPU).
 
-    `fp64` takes its place where the first input is fp64, the oracle's dtype, which the kernel does not know.
+    `fp64` runs instead if the first input is fp64 (the oracle's dtype), which the kernel does not support.
     """
     module, _, name = kernel.rpartition(".")
 
@@ -41,27 +41,27 @@ def launch_on_cuda(op: Any, kernel: str, fp64: Callable[..., Any] | None = None)
 
 
 def plain_on_xla(impl: str, t: Tensor) -> str:
-    """`impl`, but "reference" in place of "op" for tensors on XLA.
+    """Return `impl`, with "op" replaced by "reference" for tensors on XLA.
 
-    torch_xla runs a custom op's body below functionalization: a write into a view is lost there, without a word, and
-    a step of narrow nam12 made 211 uploads, traced through none. Nor is there a compiler to be opaque to.
+    torch_xla runs a custom op's body below functionalization: a write into a view is silently lost there, and a step
+    of narrow nam12 made 211 uploads, but none when traced. Opacity to a compiler is also not needed on XLA.
     """
     return "reference" if impl == "op" and t.device.type == "xla" else impl
 
 
 def has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:
-    """Axis by axis: to compare tuples would leave a dead node in the graph for a symbolic batch."""
+    """Compare t.shape axis by axis: comparing tuples would leave a dead node in the graph for a symbolic batch."""
     return t.dim() == len(shape) and all(a == b for a, b in zip(t.shape, shape))
 
 
 def check_impl(op: str, impl: str, impls: tuple[str, ...] = IMPLS) -> None:
-    """Raises ValueError where impl is none of `impls`."""
+    """Raise ValueError if impl is not in `impls`."""
     if impl not in impls:
         raise ValueError(f"{op}: impl is {impl!r}, choices are {impls}")
 
 
 def peer(op: str, module: str, install: str) -> Any:
-    """The third-party module behind impl="upstream". Raises ImportError with the install line where it is absent."""
+    """Import the third-party module of impl="upstream". Raises ImportError with the install command if missing."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -71,20 +71,20 @@ def peer(op: str, module: str, install: str) -> Any:
 
 
 def check_shapes(op: str, wanted: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:
-    """`wanted`: name -> (tensor, its shape). Raises ValueError on the first tensor of another shape."""
+    """Raise ValueError on the first tensor with a wrong shape. `wanted`: name -> (tensor, expected shape)."""
     for name, (tensor, shape) in wanted.items():
         if not has_shape(tensor, shape):
             raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, wanted {tuple(shape)}")
 
 
 def check_floating(op: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError on the first tensor, by name, that is not floating point."""
+    """Raise ValueError on the first tensor, by name, that is not floating point."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise ValueError(f"{op}: {name} must be floating point, not {tensor.dtype}")
 
 
 def check_doc_ids(op: str, doc_ids: Tensor) -> None:
-    """Raises ValueError where the document ids are not int32."""
+    """Raise ValueError if the document ids are not int32."""
     if doc_ids.dtype != torch.int32:
         raise ValueError(f"{op}: doc_ids must be int32, not {doc_ids.dtype}")

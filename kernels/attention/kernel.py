@@ -1,30 +1,30 @@
-"""attention in Triton: online softmax forward, backward rebuilt from the logsumexp, blocks skipped by document.
+"""attention in Triton: online softmax forward, backward recomputed from the logsumexp, blocks skipped by document.
 
     forward     one program per (query block, query head). Q, the output and the row sums stay in registers;
-                K and V blocks stream by. What is written: out and lse.
+                K and V blocks are streamed. Writes out and lse.
     rows        delta = sum_p dout * out, and the logsumexp in base 2, once per query row.
-    dK, dV      one program per (key block, key/value head): it walks the query blocks of its R query heads, so
-                that a group's sum is a sum in registers. No atomics: bit-repeatable.
-    dQ          one program per (query block, query head). Both rebuild S and P: 7 matrix products against the
-                least possible 5, which is what a fixed order of the sums costs here.
+    dK, dV      one program per (key block, key/value head): it loops over the query blocks of its R query heads,
+                so that a group's sum stays in registers. No atomics: bitwise deterministic.
+    dQ          one program per (query block, query head). Both recompute S and P: 7 matrix products instead of
+                the minimum of 5 are the cost of a fixed summation order.
 
-Which blocks a program walks is found beforehand by `_span_kernel`: one run of blocks that need no element mask
-(one document, below the diagonal, inside the window) and the ones on both sides of it that do. Documents need
-not be sorted: a block is passed over only where the ranges of ids do not meet; inside a block, ids are compared.
+`_span_kernel` first finds which blocks a program loops over: one run of blocks that need no element mask
+(one document, below the diagonal, inside the window) and the blocks on both sides of it that do. Documents need
+not be sorted: a block is skipped only if the ranges of ids are disjoint; inside a block, ids are compared.
 
-A logit is kept as its base-2 form u * a + b, where u is what the softcap c leaves of x = gain * q.k:
+A logit is kept as its base-2 form u * a + b, where u is x = gain * q.k after the softcap c:
 
     CAP       u                                               ds/dx ~       a               b
     "none"    x                                               1             scale log2e     0
     "exact"   tanh(x), x = s/c                                1 - u^2       c log2e         0
     "fast"    1/(1 + 2^x) = (1 - tanh(s/c))/2                 u - u^2       -2 c log2e      c log2e
 
-"fast" costs an exp2, a reciprocal root and 3 multiply-adds. It is off by 1e-7 c absolutely where "exact" is off
-relatively: for c <= 64 nothing beside the rounding of P to bf16 or fp16, but too much for fp32. For c <= 32 the
-maximum of the masked blocks, the diagonal among them, serves for the full ones, too: other logits lie at most 2c
-above it, and e^64 can be summed in fp32 and held in bf16, though not in fp16.
-Bound by the matrix products and by 3 special-function results an element (1 without softcap; 16 a cycle and SM).
-Bytes: Q, out and dout once; K and V once per query block, Q and dout once per key block, mostly from L2.
+"fast" costs an exp2, a reciprocal root and 3 multiply-adds. It has an absolute error of 1e-7 c where "exact" has a
+relative one: negligible for c <= 64 next to the rounding of P to bf16 or fp16, but too large for fp32. For c <= 32
+the maximum of the masked blocks (with the diagonal) also serves for the full blocks: other logits are at most 2c
+above it, and e^64 can be summed in fp32 and stored in bf16, though not in fp16.
+Limited by the matrix products and by 3 special-function results per element (1 without softcap; 16 per cycle per
+SM). Bytes: Q, out and dout once; K and V once per query block, Q and dout once per key block, mostly from L2.
 
 B batch, T tokens, Hq query heads, Hkv key/value heads, R = Hq / Hkv, P head dim (WIDTH: padded to 16), M query
 rows and N keys of a block. Sources: FlashAttention-2 (Dao 2023), softcap (Gemma 2, 2024).
@@ -45,10 +45,10 @@ LARGEST_FAST_CAP, LARGEST_FIXED_CAP = 64.0, 32.0
 
 @triton.jit
 def _load(x, start, stride, T, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Rows start.. of a (T,P) matrix as a (ROWS,WIDTH) tile, zero outside. EVEN: all rows are known to exist."""
+    """Load rows start.. of a (T,P) matrix as a (ROWS,WIDTH) tile, zero outside. EVEN: all rows are in range."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
-    # 64 bits throughout, the fixed part last: so the compiler keeps few address registers.
+    # 64-bit offsets throughout, constant part last: the compiler then keeps fewer address registers.
     at = x + (start.to(tl.int64) * stride + column.to(tl.int64)) + row.to(tl.int64) * stride
     if EVEN and P == WIDTH:
         return tl.load(at)
@@ -73,13 +73,13 @@ def _vector(base, rows, T, EVEN: tl.constexpr):
 
 @triton.jit
 def _capped(x, CAP: tl.constexpr):
-    """u of the module's table."""
+    """u of the table in the module docstring."""
     if CAP == "none":
         return x
     if CAP == "fast":
         root = tl.rsqrt(1.0 + tl.exp2(x))
-        return root * root  # a division takes 4 instructions more, for huge divisors
-    # 1 - e cancels for small x: there an odd polynomial, least squares on [0, 0.625], off by 4.5e-9 relatively.
+        return root * root  # a division takes 4 more instructions, to handle huge divisors
+    # 1 - e cancels for small x: use an odd polynomial (least squares on [0, 0.625], relative error 4.5e-9).
     e = tl.exp2(-2.8853900817779268 * tl.abs(x))
     large = (1.0 - e) / (1.0 + e)
     y = x * x
@@ -89,7 +89,7 @@ def _capped(x, CAP: tl.constexpr):
 
 @triton.jit
 def _through_cap(grad, u, CAP: tl.constexpr):
-    """grad times the derivative of the softcap, up to the constant that the host puts into `gain_out`."""
+    """grad times the derivative of the softcap, without the constant factor, which is in `gain_out`."""
     if CAP == "none":
         return grad
     return grad * ((u if CAP == "fast" else 1.0) - u * u)
@@ -100,7 +100,7 @@ def _hide(
     x, rows, columns, row_ids, column_ids, T,
     TRANSPOSED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """x (M,N), or (N,M) if TRANSPOSED, with -inf where the query of a row does not see the key of a column."""
+    """Mask x (M,N), or (N,M) if TRANSPOSED: -inf where the query of a row may not attend to the key of a column."""
     across: tl.constexpr = 0 if TRANSPOSED else 1
     query, query_ids = tl.expand_dims(rows, across), tl.expand_dims(row_ids, across)
     key, key_ids = tl.expand_dims(columns, 1 - across), tl.expand_dims(column_ids, 1 - across)
@@ -119,10 +119,10 @@ def _span_kernel(
     ids, spans, T, OWN: tl.constexpr, OTHER: tl.constexpr, CHUNK: tl.constexpr,
     OWN_KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """spans (B, blocks, 4): the walk of a block of OWN keys (OWN_KEYS) or queries over blocks of OTHER.
+    """Write spans (B, blocks, 4): the loop of a block of OWN keys (OWN_KEYS) or queries over blocks of OTHER.
 
-    First block, masked blocks before the full run, full blocks, masked blocks. A block is full where every pair
-    in it is seen. Full blocks count only where they are one run; out-of-order documents may leave gaps in it.
+    Each entry: first block, masked blocks before the full run, full blocks, masked blocks. A full block has
+    every pair visible. Full blocks are used only if they form one run; out-of-order documents may leave gaps.
     """
     block, batch = tl.program_id(0), tl.program_id(1)
     ids += batch.to(tl.int64) * T
@@ -161,7 +161,7 @@ def _span_kernel(
 
 @triton.jit
 def _walk_block(step, begin, before, full, FULL: tl.constexpr):
-    """The step-th block of a walk that needs no mask (FULL), or that needs one."""
+    """Index of the step-th block that needs no mask (FULL), or of the step-th that needs one."""
     if FULL:
         return begin + before + step
     return begin + step + tl.where(step < before, 0, full)
@@ -173,7 +173,7 @@ def _forward_kernel(
     Hq: tl.constexpr, Hkv: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAP: tl.constexpr, ONLINE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of M rows of one head. The last rows, whose causal walk is longest, are started first."""
+    """out and lse of M rows of one head. The last rows, which loop over the most keys, are started first."""
     batch, head = tl.program_id(0) // Hq, tl.program_id(0) % Hq
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     first_token = batch.to(tl.int64) * T
@@ -181,13 +181,13 @@ def _forward_kernel(
     rows = block * M + tl.arange(0, M)
     row_ids = _vector(ids + first_token, rows, T, EVEN)
     query = _load(q + q_head, block * M, Hq * P, T, P, M, WIDTH, EVEN)
-    largest = tl.full((M,), -1e30, tl.float32)  # finite: a row that has seen no key yet stays free of nan
+    largest = tl.full((M,), -1e30, tl.float32)  # finite: a row with no visible key yet must not give nan
     total, acc = tl.zeros((M,), tl.float32), tl.zeros((M, WIDTH), tl.float32)
     span = spans + (batch * tl.num_programs(1) + block) * 4
     begin, before, full, masked = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
     for FULL in tl.static_range(2):
         if FULL and not ONLINE:
-            # From here on it stands; where no block was masked, any number of the logits' size will do.
+            # The maximum is now fixed; if no block was masked, any value of the logits' magnitude works.
             largest = tl.where(largest > -1e29, largest, 0.0)
         for step in range(full if FULL else masked):
             start = _walk_block(step, begin, before, full, FULL) * N
@@ -238,8 +238,8 @@ def _dkdv_kernel(
     Hq: tl.constexpr, Hkv: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of N keys of one key/value head. Logits are held transposed, (N,M): P and dS then leave one
-    product where the next one reads them. Registers are scarce: each vector is loaded where it is used."""
+    """dK and dV of N keys of one key/value head. Logits are kept transposed, (N,M): P and dS then leave one
+    product in the layout of the next one. Registers are scarce: each vector is loaded where it is used."""
     R: tl.constexpr = Hq // Hkv
     batch, group, block = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv, tl.program_id(1)
     first_token = batch.to(tl.int64) * T
@@ -260,7 +260,7 @@ def _dkdv_kernel(
             query = _load(q + q_head, start, Hq * P, T, P, M, WIDTH, FULL or EVEN)
             do = _load(dout + q_head, start, Hq * P, T, P, M, WIDTH, FULL or EVEN)
             x = tl.dot(key, tl.trans(query), input_precision="ieee")
-            dp = tl.dot(value, tl.trans(do), input_precision="ieee")  # runs beside the exponentials
+            dp = tl.dot(value, tl.trans(do), input_precision="ieee")  # overlaps the exponentials
             u = _capped(x * gain, CAP)
             x = u * a + _vector(shift + q_row, rows, T, FULL or EVEN)[None, :]
             if not FULL:
@@ -281,7 +281,7 @@ def _dq_kernel(
     Hq: tl.constexpr, Hkv: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """dQ of M rows of one head, walking the key blocks as the forward does."""
+    """dQ of M rows of one head, with the key-block loop of the forward."""
     batch, head = tl.program_id(0) // Hq, tl.program_id(0) % Hq
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     first_token = batch.to(tl.int64) * T
@@ -314,7 +314,7 @@ def _dq_kernel(
 
 
 def _tiles(P: int, dtype: torch.dtype) -> dict[str, tuple[int, int, int, int]]:
-    """(M, N, warps, stages) of each kernel. fp32 runs on the FMA units and is out of registers much sooner."""
+    """(M, N, warps, stages) of each kernel. fp32 runs on the FMA units and exhausts registers much sooner."""
     if dtype == torch.float32:
         return dict.fromkeys(("forward", "dkdv", "dq"), (32, 32, 4, 2) if P <= 64 else (16, 16, 4, 1))
     if P <= 64:
@@ -323,7 +323,7 @@ def _tiles(P: int, dtype: torch.dtype) -> dict[str, tuple[int, int, int, int]]:
 
 
 def _logit(scale: float, softcap: float, dtype: torch.dtype) -> tuple[str, float, float, float, float]:
-    """CAP, gain, a, b of the module's table, and what turns the sums of the backward into gradients."""
+    """CAP, gain, a, b of the module's table, and the factor that scales the backward sums to gradients."""
     if softcap == 0:
         return "none", 1.0, scale * LOG2E, 0.0, scale
     a = softcap * LOG2E
@@ -333,7 +333,7 @@ def _logit(scale: float, softcap: float, dtype: torch.dtype) -> tuple[str, float
 
 
 def _width(P: int) -> int:
-    """The head dim as a tile's width: a matrix product is at least 16 wide."""
+    """Tile width for the head dim: a matrix product is at least 16 wide."""
     if P & (P - 1) or not 1 <= P <= 128:
         raise ValueError(f"attention: on CUDA the head dim must be a power of two up to 128, not {P}")
     return max(P, 16)
@@ -354,7 +354,7 @@ def attention_fwd_kernel(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale: float, softcap: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """q (B,T,Hq,P), k and v (B,T,Hkv,P) fp32, fp16 or bf16, doc_ids (B,T) int32 -> out (B,T,Hq,P) in q.dtype,
-    lse (B,Hq,T) fp32. Inputs that are not contiguous are copied. Raises ValueError on P no power of two <= 128."""
+    lse (B,Hq,T) fp32. Non-contiguous inputs are copied. Raises ValueError unless P is a power of two <= 128."""
     B, T, Hq, P = q.shape
     width = _width(P)
     q, k, v, doc_ids = (t.contiguous() for t in (q, k, v, doc_ids))
@@ -374,7 +374,7 @@ def attention_bwd_kernel(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     scale: float, softcap: float, window: int, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v in their shapes and dtype; bit-repeatable. Arguments and errors as the forward's."""
+    """Gradients of q, k, v in their shapes and dtype; bitwise deterministic. Arguments and errors as in the forward."""
     B, T, Hq, P = q.shape
     Hkv, width = k.shape[2], _width(P)
     q, k, v, doc_ids, out, lse, dout = (t.contiguous() for t in (q, k, v, doc_ids, out, lse, dout))

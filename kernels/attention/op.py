@@ -1,4 +1,4 @@
-"""attention as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, plain elsewhere.
+"""attention as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, eager elsewhere.
 
 B batch, T tokens, Hq query heads, Hkv key/value heads, P head dim.
 """
@@ -27,14 +27,14 @@ PEERS = {"upstream": attention_upstream, "fa4": attention_fa4, "sdpa": attention
 
 
 def _plain_fwd(q: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    """The reference as the op's body: on the CPU, and for fp64, the oracle's dtype, anywhere."""
+    """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
     with full_precision(q):
         out, lse = attention_forward_with_lse(q, *rest)
     return fresh(out), fresh(lse)
 
 
 def _plain_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    """Its gradients, likewise."""
+    """Run the reference backward, under the same conditions."""
     with full_precision(q):
         grads = attention_backward_reference(q, *rest)
     return tuple(fresh(g) for g in grads)
@@ -44,7 +44,7 @@ def _plain_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale: float, softcap: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """-> out (B,T,Hq,P), lse (B,Hq,T) in fp32 (fp64 for fp64)."""
+    """Return out (B,T,Hq,P), lse (B,Hq,T) in fp32 (fp64 for fp64)."""
     return _plain_fwd(q, k, v, doc_ids, scale, softcap, window, causal)
 
 
@@ -129,12 +129,12 @@ def attention(
     q (B,T,Hq,P), k and v (B,T,Hkv,P) in one float dtype, Hq a multiple of Hkv: query head h reads key/value
     head h // (Hq/Hkv). doc_ids (B,T) int32: a token sees its own document only; padding (-1) sees padding.
     scale: of the logits, None is 1/sqrt(P). softcap c > 0: s <- c tanh(s/c) after scale and before the mask.
-    window w > 0: keys j with i - j < w (a bound on the past, also where causal is False).
-    impl "op" is opaque to the compiler, "reference" is traced through; "upstream" (flash-attn 2), "fa4", "sdpa" and
-    "flex" (softcap as a score_mod) are the peers of upstream.py.
+    window w > 0: keys j with i - j < w (limits only the past, also if causal is False).
+    impl "op" is opaque to the compiler, "reference" is traced; "upstream" (flash-attn 2), "fa4", "sdpa" and
+    "flex" (softcap as a score_mod) are the upstream implementations.
     -> (B,T,Hq,P) in q.dtype. Softmax is fp32 (fp64 for fp64).
-    Raises ValueError on a wrong shape, dtype, head count, negative softcap or window, or impl, ImportError on an
-    absent peer; on CUDA also where P is no power of two up to 128 (but for fp64, which runs the reference).
+    Raises ValueError on a wrong shape, dtype, head count, negative softcap or window, or impl, and on CUDA if P is
+    not a power of two up to 128 (except fp64, which runs the reference); ImportError on a missing package.
     Sources: GQA (Ainslie et al. 2023), softcap (Gemma 2, 2024), FlashAttention-2 (Dao 2023).
     """
     _check(q, k, v, doc_ids, softcap, window, impl)

@@ -3,8 +3,8 @@
     s = scale q k^T,  s <- c tanh(s / c) if softcap c,  masked to -inf,  p = softmax(s),  out = p v
 
 Head h reads key/value head h // R. The R query heads of one key/value head are folded into rows of one matrix
-product, so that K and V are never repeated. The fold makes an R*T by S product, which is also why the result
-agrees with repeated heads to rounding and not bit by bit.
+product, so K and V are never repeated. The product is R*T by S; its result therefore agrees with repeated heads
+only up to rounding.
 
 B batch, T query tokens, S key tokens (S = T in training), Hq and Hkv heads, R = Hq / Hkv, P head dim.
 Sources: GQA (Ainslie et al. 2023), softcap (Gemma 2, 2024), gradient from the saved logsumexp
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def rope(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotary embedding: dims i and i + P/2 turn by positions * base^(-2i/P).
+    """Rotary embedding: rotate dims i and i + P/2 by positions * base^(-2i/P).
 
     x (B,T,H,P), positions (B,T) integer, counted within the document -> (B,T,H,P) in x.dtype. The angles are
     fp32 (fp64 for fp64 x). Raises ValueError on an odd P.
@@ -41,9 +41,9 @@ def qk_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def attention_mask(doc_ids: Tensor, window: int = 0, causal: bool = True) -> Tensor:
-    """Which keys each query sees: (B,T,S) bool, from doc_ids (B,T).
+    """Attention mask (B,T,S) bool from doc_ids (B,T): True where the query may attend to the key.
 
-    Same document; j <= i if causal; i - j < window if window > 0. Padding (id -1) is a document like another.
+    Same document; j <= i if causal; i - j < window if window > 0. Padding (id -1) is treated as one more document.
     A query always sees itself, so no row is empty.
     """
     T = doc_ids.shape[1]
@@ -60,7 +60,7 @@ def attention_mask(doc_ids: Tensor, window: int = 0, causal: bool = True) -> Ten
 def attention_step(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, scale: float | None = None, softcap: float = 0.0
 ) -> Tensor:
-    """One query over a cache, the decode path: q (B,Hq,P), k and v (B,S,Hkv,P), seen (B,S) bool -> (B,Hq,P)."""
+    """Decode one query over a cache: q (B,Hq,P), k and v (B,S,Hkv,P), seen (B,S) bool -> (B,Hq,P)."""
     acc = torch.promote_types(q.dtype, torch.float32)
     query, key, value = q.to(acc).unflatten(1, (k.shape[2], -1)), k.to(acc), v.to(acc)  # (B,Hkv,R,P)
     s = torch.einsum("bgrp,bsgp->bgrs", query, key) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -95,7 +95,7 @@ def _hidden(doc_ids: Tensor, R: int, window: int, causal: bool) -> Tensor:
 def attention_forward_with_lse(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale: float, softcap: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """-> out (B,T,Hq,P) in q.dtype and the logsumexp of the masked logits (B,Hq,T), fp32 (fp64 for fp64)."""
+    """Return out (B,T,Hq,P) in q.dtype and the logsumexp of the masked logits (B,Hq,T), fp32 (fp64 for fp64)."""
     B, T, Hq, _ = q.shape
     Hkv = k.shape[2]
     query, key, value = (_fold(t, Hkv) for t in (q, k, v))
@@ -140,7 +140,7 @@ def attention_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of (q, k, v) from dout (B,T,Hq,P), the forward's out (B,T,Hq,P) and lse (B,Hq,T).
 
-    p is rebuilt as exp(s - lse), so nothing of size T*S is kept between the passes. The softmax gradient
+    p is recomputed as exp(s - lse), so nothing of size T*S is saved between the passes. The softmax gradient
     needs sum_j p_ij dp_ij = dout_i . out_i, which is why `out` is an argument.
     """
     T, Hq = q.shape[1:3]

@@ -1,4 +1,4 @@
-"""The peers of attention behind our signature: flash-attn 2 and 4 (Dao), and torch's own SDPA and FlexAttention.
+"""Upstream attention with the signature of our op: flash-attn 2 and 4 (Dao), torch's SDPA and FlexAttention.
 
 B batch, T tokens, Hq query heads, Hkv key/value heads, P head dim.
 """
@@ -22,8 +22,8 @@ def attention_upstream(
 ) -> Tensor:  # fmt: skip
     """flash-attn 2: arguments and result of `attention`, on CUDA in fp16 or bf16.
 
-    Rows that hold several documents go as one varlen batch; doc_ids is read on the host for their lengths. Raises
-    ImportError where the package is absent, ValueError on an id that comes back after another one in its row.
+    Rows with several documents are passed as one varlen batch; doc_ids is read on the host for their lengths. Raises
+    ImportError if the package is not installed, ValueError if an id recurs after another one in its row.
     """
     package = peer("attention", "flash_attn", INSTALL)
     options = {
@@ -48,8 +48,8 @@ def attention_fa4(
 ) -> Tensor:  # fmt: skip
     """flash-attn 4 (CuTe DSL): arguments, result and errors as `attention_upstream`.
 
-    It returns (out, lse): the tuple is unwrapped before any cast, or the cast would see a tuple. Its softcap is a
-    score_mod of its own with a backward.
+    The package returns (out, lse): unwrap the tuple before any cast. Its softcap is a score_mod with its own
+    backward.
     """
     package = peer("attention", "flash_attn.cute", INSTALL_FA4)
     options = {
@@ -70,9 +70,9 @@ def attention_sdpa(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, *,
     scale: float | None = None, softcap: float = 0.0, window: int = 0, causal: bool = True,
 ) -> Tensor:  # fmt: skip
-    """torch.nn.functional.scaled_dot_product_attention on any device; its fused kernels take one document a row.
+    """torch.nn.functional.scaled_dot_product_attention on any device; its fused kernels take one document per row.
 
-    Several documents or a window go as a mask (B,1,T,T). Raises ValueError on a softcap, which it does not have.
+    Several documents or a window are passed as a mask (B,1,T,T). Raises ValueError on a softcap (not supported).
     """
     if softcap:
         raise ValueError("attention: impl 'sdpa' has no softcap; use 'op' or 'upstream'")
@@ -93,9 +93,9 @@ def attention_flex(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, *,
     scale: float | None = None, softcap: float = 0.0, window: int = 0, causal: bool = True,
 ) -> Tensor:  # fmt: skip
-    """torch's FlexAttention with the softcap as a score_mod: after the scale and before the mask, as ours.
+    """torch's FlexAttention with the softcap as a score_mod: after the scale and before the mask, as in our op.
 
-    Fused where the caller is compiled; torch has no backward of it on CPU and says so.
+    Fused if the caller is compiled; torch has no backward for it on CPU and raises an error.
     """
 
     def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def _borders(doc_ids: Tensor) -> Tensor | None:
-    """Where documents begin in the flattened batch, and its end: int32. None if every row is one document."""
+    """Document offsets (cu_seqlens) in the flattened batch, int32; None if every row is one document."""
     starts = torch.ones_like(doc_ids, dtype=torch.bool)
     starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
     if not bool(starts[:, 1:].any()):

@@ -27,7 +27,7 @@ from kernels.op_support import (
 
 @torch.library.custom_op("bumpgate::causal_conv1d_fwd", mutates_args=())
 def causal_conv1d_fwd(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, activation: str) -> Tensor:
-    """-> y (B,T,D)."""
+    """Return y (B,T,D)."""
     with full_precision(x):
         return fresh(causal_conv1d_reference(x, weight, bias, doc_ids, activation))
 
@@ -98,10 +98,10 @@ def causal_conv1d(
 
     x (B,T,D), weight (D,W) with the current token's tap last, bias (D,): any float dtypes.
     doc_ids (B,T) int32: a tap counts where its document id equals the current token's.
-    activation "silu" or "none". impl "op" is opaque to the compiler, "reference" is traced through,
-    "upstream" is the peer of upstream.py.
+    activation "silu" or "none". impl "op" is opaque to the compiler, "reference" is traced,
+    "upstream" is the package causal-conv1d.
     -> (B,T,D) in x.dtype, accumulated in fp32 (fp64 for fp64 x).
-    Raises ValueError on a wrong shape, dtype, activation or impl, ImportError on an absent peer.
+    Raises ValueError on a wrong shape, dtype, activation or impl, ImportError if the package is missing.
     Source: Mamba (Gu & Dao 2023).
     """
     _check(x, weight, bias, doc_ids, activation, impl)

@@ -21,9 +21,9 @@ ACTIVATIONS = ("silu", "none")
 
 
 def _delayed(x: Tensor, doc_ids: Tensor, W: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each lag j: j, x delayed by j tokens and zero across a document's start, where it is kept (B,T,1).
+    """Yield for each lag j: j, x delayed by j tokens and zero across document starts, the kept mask (B,T,1).
 
-    Zeros are selected and not multiplied in: a document behind the boundary may hold inf or nan.
+    Uses a select, not a product with 0: the previous document may contain inf or nan.
     """
     T = x.shape[1]
     for j in range(W):
@@ -53,7 +53,7 @@ def causal_conv1d_reference(
 def causal_conv1d_step(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor, activation: str = "silu"
 ) -> tuple[Tensor, Tensor]:
-    """One token, the decode path: x (B,D), state (B,W-1,D) the inputs before it, oldest first.
+    """Decode one token: x (B,D), state (B,W-1,D) the previous inputs, oldest first.
 
     weight (D,W), bias (D,) -> y (B,D) in x.dtype, new state (B,W-1,D) in state.dtype. The caller zeroes the
     state where a new document begins.
@@ -67,7 +67,7 @@ def causal_conv1d_step(
 def causal_conv1d_backward_reference(
     x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, dy: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of (x, weight, bias) from dy (B,T,D). The preactivation is computed anew, not kept."""
+    """Gradients of (x, weight, bias) from dy (B,T,D). The preactivation is recomputed, not saved."""
     acc = torch.promote_types(x.dtype, torch.float32)
     wide, weight_acc, dpre = x.to(acc), weight.to(acc), dy.to(acc)
     T, W = x.shape[1], weight.shape[1]

@@ -1,4 +1,4 @@
-"""The peer of causal_conv1d: the CUDA kernels of the package causal-conv1d (Dao), behind our signature."""
+"""Upstream causal_conv1d: the CUDA kernels of the package causal-conv1d (Dao), with the signature of our op."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ def causal_conv1d_upstream(
 ) -> Tensor:
     """Arguments and result of `causal_conv1d`, on CUDA in fp32, fp16 or bf16; W 2 to 4. Raises ImportError."""
     package = peer("causal_conv1d", "causal_conv1d", INSTALL)
-    # It takes (B,D,T), channels last as a transpose gives them, and negative ids for padding.
+    # The package expects (B,D,T) with channels last (a transposed view) and negative ids for padding.
     y = package.causal_conv1d_fn(
         x.transpose(1, 2),
         weight,

@@ -1,20 +1,20 @@
-"""cross_entropy in Triton, forward and backward: one program a row, one pass over its logits.
+"""cross_entropy in Triton, forward and backward: one program per row, one pass over its logits.
 
-A program walks its row in tiles of 4 vectors. Every lane keeps a maximum and a sum of its own, which meet once, at
-the end of the row: nothing in the walk waits for another warp. An ignored row is not read.
+A program reads its row in tiles of 4 vectors. Every lane keeps its own maximum and sum, which are reduced once at
+the end of the row, so no warp waits for another in the loop. An ignored row is not read.
 
-Memory is the bound only while the special-function unit keeps up: it gives 16 results a cycle and SM, and 8 bf16
-logits arrive in one (4.22 TB/s over 132 SMs at 2 GHz). That leaves 2 results for a logit of the forward, where a
-softcap and an exponential want 3, two exponentials and a reciprocal:
+Memory bandwidth is the limit only while the special-function unit keeps up: it produces 16 results per cycle and
+SM, and 8 bf16 logits arrive per cycle (4.22 TB/s over 132 SMs at 2 GHz). That leaves 2 results per logit in the
+forward, but a softcap and an exponential need 3 (two exponentials and a reciprocal):
 
-    CAP       u                                 s                 ds/dx          shift         results an element
+    CAP       u                                 s                 ds/dx          shift         results / element
     "none"    x                                 x                 1              row maximum   1.25
     "exact"   tanh(x/c)                         c u               1 - u^2        row maximum   3.25
     "fast"    1/(1 + 2^y) = (1 - tanh(x/c))/2   c - 2 c u         4 (u - u^2)    0             2.25
 
-"fast" divides once for 4 elements, 1/a = bcd / abcd, and needs no shift: for c up to 32, fp32 holds the sum of
-e^s. Its s is off by 1e-7 c absolutely where "exact" is off relatively. The gradient's cast to 16 bits hides that,
-and so does a sum of many terms, not one of a few; the target's own logit is capped exactly.
+"fast" divides once for 4 elements, 1/a = bcd / abcd, and needs no shift: for c up to 32, fp32 can hold the sum of
+e^s. Its s has an absolute error of 1e-7 c, that of "exact" is relative. The cast of the gradient to 16 bits hides
+it, and so does a sum of many terms, but not one of few; the target's logit is therefore capped exactly.
 
 Bytes at 16384 rows of V 65536 in bf16: forward 2.15 GB, 0.51 ms at 4.22 TB/s; backward 4.29 GB, 1.02 ms.
 
@@ -36,7 +36,7 @@ LOWEST = tl.constexpr(-3.0e38)  # finite: -inf - -inf is nan
 
 @triton.jit
 def _tile(row, start, v, V, LANES: tl.constexpr, WHOLE: tl.constexpr):
-    """4 neighbouring vectors of the row in fp32, -inf beyond its end."""
+    """Load 4 adjacent vectors of the row in fp32, -inf past its end."""
     first, left = row + start + v, V - start - v
     absent = float("-inf")
     if WHOLE:
@@ -51,7 +51,7 @@ def _tile(row, start, v, V, LANES: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """1 - e cancels for small x: there an odd polynomial, least squares on [0, 0.625], off by 4.5e-9 relatively."""
+    """tanh(x). For small x, where 1 - e cancels, a polynomial (least squares on [0, 0.625], relative error 4.5e-9)."""
     e = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
     large = (1.0 - e) / (1.0 + e)
     y = x * x
@@ -61,7 +61,7 @@ def _tanh(x):
 
 @triton.jit
 def _one_plus_exp2(x):
-    """1 + 2^x with x up to 30, so that four of them multiply to a finite number. nan stays nan."""
+    """1 + 2^x with x clamped to 30, so that the product of four is finite. nan stays nan."""
     return 1.0 + tl.exp2(tl.minimum(x, 30.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -84,7 +84,7 @@ def _capped(tile, softcap, CAP: tl.constexpr):
 
 @triton.jit
 def _logit(u, softcap, CAP: tl.constexpr):
-    """s, where a maximum of it is wanted."""
+    """s of the module's table, for the modes that need its maximum."""
     return u * softcap if CAP == "exact" else u
 
 
@@ -101,7 +101,7 @@ def _exponential(u, shift, softcap, CAP: tl.constexpr):
 def _add_tile(
     row, start, v, V, shift, total, softcap, CAP: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Each lane's maximum and sum, with 4 more elements."""
+    """Update each lane's maximum and sum with 4 more elements."""
     a, b, c, d = _capped(_tile(row, start, v, V, LANES, WHOLE), softcap, CAP)
     if CAP != "fast":
         highest = _logit(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), softcap, CAP)
@@ -110,7 +110,7 @@ def _add_tile(
         shift = highest
     a, b = _exponential(a, shift, softcap, CAP), _exponential(b, shift, softcap, CAP)
     c, d = _exponential(c, shift, softcap, CAP), _exponential(d, shift, softcap, CAP)
-    if not WHOLE and CAP != "none":  # the cap makes -c of what is absent
+    if not WHOLE and CAP != "none":  # the softcap turns the -inf padding into -c
         left = V - start - v
         a, b = tl.where(left > 0, a, 0.0), tl.where(left > LANES, b, 0.0)
         c, d = tl.where(left > 2 * LANES, c, 0.0), tl.where(left > 3 * LANES, d, 0.0)
@@ -123,8 +123,8 @@ def _forward_kernel(
     CAP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    row, v, wanted = logits + n * stride, tl.arange(0, LANES), tl.load(target + n)
-    if wanted == ignore_index:  # the sums of zeros
+    row, v, label = logits + n * stride, tl.arange(0, LANES), tl.load(target + n)
+    if label == ignore_index:  # the sums of a row of zeros
         tl.store(loss + n, 0.0)
         tl.store(row_shift + n, 0.0)
         tl.store(row_total + n, V)
@@ -136,8 +136,8 @@ def _forward_kernel(
             shift, total = _add_tile(row, start, v, V, shift, total, softcap, CAP, LANES, True)
         if whole < V:
             shift, total = _add_tile(row, whole, v, V, shift, total, softcap, CAP, LANES, False)
-        exists = (wanted >= 0) & (wanted < V)
-        picked = tl.load(row + wanted, exists, float("nan")).to(tl.float32)
+        exists = (label >= 0) & (label < V)
+        picked = tl.load(row + label, exists, float("nan")).to(tl.float32)
         if CAP == "fast":
             highest = 0.0
         else:
@@ -167,7 +167,7 @@ def _write_tile(
     row, drow, start, v, V, wanted, shift, inverse, dloss, softcap,
     CAP: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of 4 vectors. `wanted` is the target counted from the tile's first element."""
+    """Write the gradient of 4 vectors. `wanted` is the target index relative to the tile's first element."""
     a, b, c, d = _capped(_tile(row, start, v, V, LANES, WHOLE), softcap, CAP)
     a = _gradient(a, v, wanted, shift, inverse, dloss, softcap, CAP).to(drow.dtype.element_ty)
     b = _gradient(b, v, wanted - LANES, shift, inverse, dloss, softcap, CAP).to(drow.dtype.element_ty)
@@ -192,15 +192,15 @@ def _backward_kernel(
     CAP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    row, drow, v, wanted = logits + n * stride, dlogits + n * V, tl.arange(0, LANES), tl.load(target + n)
-    if wanted == ignore_index:
+    row, drow, v, label = logits + n * stride, dlogits + n * V, tl.arange(0, LANES), tl.load(target + n)
+    if label == ignore_index:
         for start in range(0, V, LANES):
             tl.store(drow + start + v, tl.zeros((LANES,), drow.dtype.element_ty), v < V - start)
     else:
         shift, inverse = tl.load(row_shift + n), 1.0 / tl.load(row_total + n)
-        exists = (wanted >= 0) & (wanted < V)
+        exists = (label >= 0) & (label < V)
         upstream = tl.where(exists, tl.load(dloss + n), float("nan"))
-        at = tl.where(exists, wanted, -1).to(tl.int32)
+        at = tl.where(exists, label, -1).to(tl.int32)
         whole = V // (4 * LANES) * (4 * LANES)
         for start in range(0, whole, 4 * LANES):
             _write_tile(
@@ -213,13 +213,13 @@ def _backward_kernel(
 
 
 def _by_rows(logits: Tensor) -> Tensor:
-    """(..., V) -> (N,V) with adjacent logits. Evenly spaced rows are read in place."""
+    """Reshape (..., V) -> (N,V) with adjacent logits; evenly spaced rows are not copied."""
     logits = logits.reshape(-1, logits.shape[-1])
     return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 
 def _mode(logits: Tensor, softcap: float) -> str:
-    """CAP of the module's table."""
+    """Select CAP of the module's table."""
     if softcap == 0:
         return "none"
     hidden = logits.element_size() == 2 and logits.shape[-1] >= SMALLEST_FAST_V
@@ -229,10 +229,10 @@ def _mode(logits: Tensor, softcap: float) -> str:
 def cross_entropy_fwd_kernel(
     logits: Tensor, target: Tensor, softcap: float, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Arguments and results of bumpgate::cross_entropy_fwd: logits (..., V), target (...) int64
+    """Implement bumpgate::cross_entropy_fwd: logits (..., V), target (...) int64
     -> loss, shift, total (...) fp32.
 
-    logits may have any strides; copied only where a row's are not adjacent or the rows not evenly spaced.
+    logits may have any strides; copied only if a row's are not adjacent or the rows are not evenly spaced.
     """
     loss, shift, total = (logits.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
     rows = _by_rows(logits)
@@ -247,7 +247,7 @@ def cross_entropy_bwd_kernel(
     logits: Tensor, target: Tensor, shift: Tensor, total: Tensor, dloss: Tensor,
     softcap: float, ignore_index: int,
 ) -> Tensor:  # fmt: skip
-    """Arguments and result of bumpgate::cross_entropy_bwd: the gradient of logits (..., V) from dloss (...)."""
+    """Implement bumpgate::cross_entropy_bwd: the gradient of logits (..., V) from dloss (...)."""
     dlogits, rows = logits.new_empty(logits.shape), _by_rows(logits)
     _backward_kernel[(rows.shape[0],)](
         rows, target.contiguous(), shift.contiguous(), total.contiguous(), dloss.contiguous(), dlogits,

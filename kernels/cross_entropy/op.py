@@ -1,4 +1,4 @@
-"""cross_entropy as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, plain elsewhere.
+"""cross_entropy as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, eager elsewhere.
 
 V vocabulary.
 """
@@ -23,13 +23,13 @@ from kernels.op_support import (
 
 
 def _plain_fwd(logits: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference as the op's body: on the CPU, and for fp64, the oracle's dtype, anywhere."""
+    """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
     with full_precision(logits):
         return tuple(fresh(t) for t in cross_entropy_with_sums(logits, *rest))
 
 
 def _plain_bwd(logits: Tensor, *rest) -> Tensor:
-    """Its gradient, likewise."""
+    """Run the reference backward, under the same conditions."""
     with full_precision(logits):
         return fresh(cross_entropy_backward_reference(logits, *rest))
 
@@ -38,9 +38,9 @@ def _plain_bwd(logits: Tensor, *rest) -> Tensor:
 def cross_entropy_fwd(
     logits: Tensor, target: Tensor, softcap: float, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> loss, shift, total: (...) each, in fp32 (fp64 for fp64). shift + log(total) is the logsumexp.
+    """Return loss, shift, total: (...) each, in fp32 (fp64 for fp64). shift + log(total) is the logsumexp.
 
-    Which shift an implementation takes is its own choice; the backward gets both back.
+    Each implementation may choose its shift; the backward receives shift and total.
     """
     return _plain_fwd(logits, target, softcap, ignore_index)
 
@@ -102,14 +102,14 @@ def _check(logits, target, softcap, impl):
 def cross_entropy(
     logits: Tensor, target: Tensor, softcap: float = 0.0, ignore_index: int = -100, impl: str = "op"
 ) -> Tensor:
-    """Cross entropy of each token; the mean over tokens is the caller's.
+    """Cross entropy of each token, without reduction: the caller takes the mean over tokens.
 
     logits (..., V): any float dtype. target (...) int64: a token of 0..V-1, or ignore_index, whose loss and
-    gradient are exactly zero whatever its logits hold, nan included. softcap c > 0: logits <- c tanh(logits/c).
-    impl "op" is opaque to the compiler, "reference" is traced through.
+    gradient are exactly zero whatever its logits contain, even nan. softcap c > 0: logits <- c tanh(logits/c).
+    impl "op" is opaque to the compiler, "reference" is traced.
     -> loss (...) in fp32 (fp64 for fp64 logits); fp32 inside, the gradient cast once to logits.dtype.
-    Raises ValueError on a wrong shape or dtype, a negative softcap, or impl. Another target is not looked for,
-    which would read the device: it fails in torch's gather, and in Triton gives nan, loss and gradient.
+    Raises ValueError on a wrong shape or dtype, a negative softcap, or impl. The target range is not validated,
+    which would need a device sync: torch's gather fails on other values, Triton returns nan (loss and gradient).
     Source: softcap (Gemma 2, 2024).
     """
     _check(logits, target, softcap, impl)

@@ -2,7 +2,7 @@
 
     s = c tanh(logits / c)  (softcap c > 0; s = logits without),   loss = log sum_v exp(s_v) - s_target
 
-An ignored token counts as if its logits were zeros: whatever they hold, its loss and its gradient are zero.
+An ignored token is treated as if its logits were zeros: its loss and gradient are zero for any logits.
 
 V vocabulary.
 Sources: softcap (Gemma 2, 2024).
@@ -17,7 +17,7 @@ from torch import Tensor
 def _capped(logits: Tensor, kept: Tensor, softcap: float) -> Tensor:
     """s (..., V) in fp32 (fp64 for fp64), zeros where the token is not kept.
 
-    Zeros are selected and not multiplied in: an ignored token may hold inf or nan.
+    Uses a select, not a product with 0: an ignored token may contain inf or nan.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).where(kept.unsqueeze(-1), 0)
     return softcap * torch.tanh(wide / softcap) if softcap > 0 else wide
@@ -26,9 +26,9 @@ def _capped(logits: Tensor, kept: Tensor, softcap: float) -> Tensor:
 def cross_entropy_with_sums(
     logits: Tensor, target: Tensor, softcap: float, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> loss, shift, total: each (...) in fp32 (fp64 for fp64), with total = sum_v exp(s_v - shift).
+    """Return loss, shift, total: each (...) in fp32 (fp64 for fp64), with total = sum_v exp(s_v - shift).
 
-    The two are kept apart, for their sum, the logsumexp, has lost the digits that a large shift pushes out.
+    shift and log(total) are returned separately: their sum, the logsumexp, loses digits if shift is large.
     """
     kept = target != ignore_index
     s = _capped(logits, kept, softcap)
@@ -54,7 +54,7 @@ def cross_entropy_backward_reference(
     softcap: float,
     ignore_index: int,
 ) -> Tensor:
-    """Gradient of the logits (..., V) from dloss (...) and the sums of the forward. The softmax is rebuilt.
+    """Gradient of the logits (..., V) from dloss (...) and the sums of the forward. Recomputes the softmax.
 
     dlogits = dloss (softmax(s) - onehot) (1 - (s/c)^2)
     """

@@ -1,4 +1,4 @@
-"""Sparse attention over the keys that an indexer chooses: the choice, the attention, and the indexer's loss."""
+"""Sparse attention over keys selected by an indexer: the selection, the attention, and the indexer's loss."""
 
 from kernels.dsa_indexer.op import (
     dsa_attention,

@@ -1,23 +1,23 @@
-"""dsa_attention in Triton: keys gathered for the queries, queries walked in blocks for the keys.
+"""dsa_attention in Triton: keys are gathered for each query; for each key block, query blocks are looped over.
 
-The choice of the keys is kernel_choice.py, what the indexer learns from kernel_loss.py.
+kernel_choice.py selects the keys, kernel_loss.py computes the indexer's loss.
 
-    forward     one program per (query, key/value head): its R query heads are the rows of a tile, its K keys come by
-                N at a time, each a row of P adjacent numbers. Online softmax. Written: out and lse.
-    dQ          the same walk; on the way delta = sum_p dout * out, and the logsumexp in base 2.
-    dK, dV      one program per (key block, key/value head). It walks the blocks of queries in which any chose any of
-                its keys, and masks the pairs that were not chosen. A sum is a sum in registers: bit-repeatable.
+    forward     one program per (query, key/value head): its R query heads are the rows of a tile. Its K keys are read
+                N at a time, each a row of P adjacent numbers. Online softmax. Writes out and lse.
+    dQ          the same loop; also computes delta = sum_p dout * out, and the logsumexp in base 2.
+    dK, dV      one program per (key block, key/value head). It loops over the query blocks that chose any of its keys
+                and masks the pairs that were not chosen. Sums stay in registers: bitwise deterministic.
 
 Why dK and dV are not gathered: a key would fetch the q and dout rows of every query that chose it, 4 R P bytes for
-4 R P multiply-adds on no tensor core: 60 GB from L2 at B 4, T 4096, K 256, 56 heads of 64 on 8. fp32 atomics from the
-queries' side would move 17 GB and not repeat. A block of N keys and M queries costs one tile of dense attention's
-products instead. At T = 4096 a choice of 256 leaves few blocks empty, and the walk is as long as dense attention's; at
-longer T it is shorter only where choices lie together. The mask is one byte a pair, (B,T,T), key by key, made by
-a scatter that writes only ones, the same in any order.
+4 R P multiply-adds without tensor cores: 60 GB from L2 at B 4, T 4096, K 256, 56 heads of 64 on 8. fp32 atomics in the
+queries' programs would move 17 GB and not be deterministic. A block of N keys and M queries costs one tile of dense
+attention's products instead. At T = 4096, K = 256 leaves few blocks empty, and the loop is as long as in dense
+attention; at longer T it is shorter only where chosen keys are close together. The mask is one byte per pair, (B,T,T),
+key-major, made by a scatter that writes only ones, so the order does not matter.
 
-Bytes of a gathering pass: 4 K P a query and key/value head, from L2: 8.6 GB at the sizes above.
+Bytes of a gathering pass: 4 K P per query and key/value head, from L2: 8.6 GB at the sizes above.
 
-B batch, T tokens, K chosen keys a query, Hq and Hkv heads, R = Hq / Hkv, P head dim (WIDTH: padded to 16), M query
+B batch, T tokens, K chosen keys per query, Hq and Hkv heads, R = Hq / Hkv, P head dim (WIDTH: padded to 16), M query
 rows and N keys of a tile. Sources: DeepSeek-V3.2-Exp (2025), FlashAttention-2 (Dao 2023), softcap (Gemma 2, 2024).
 """
 
@@ -48,7 +48,7 @@ __all__ = [
 
 @triton.jit
 def _through_cap(grad, u, CAP: tl.constexpr):
-    """grad times the derivative of the softcap, up to the constant that the host puts into `gain_out`."""
+    """grad times the derivative of the softcap, without the constant factor, which is in `gain_out`."""
     if CAP == "none":
         return grad
     return grad * ((u if CAP == "fast" else 1.0) - u * u)
@@ -60,15 +60,15 @@ def _forward_kernel(
     Hq: tl.constexpr, Hkv: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one query and the R heads of one group. Groups are adjacent: they fetch the same tokens."""
+    """out and lse of one query and the R heads of one group. Groups are adjacent: they read the same tokens."""
     R: tl.constexpr = Hq // Hkv
     token, group = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv
-    batch, within = (token // T).to(tl.int64), token % T  # divided in 32 bits: in 64 it is a call
+    batch, within = (token // T).to(tl.int64), token % T  # 32-bit division: a 64-bit one is a function call
     token = token.to(tl.int64)
     columns, head = tl.arange(0, WIDTH), tl.arange(0, M)
     q_at = (token * Hq + group * R + head) * P
     query = rows(q, q_at, columns, head < R, P)
-    largest = tl.full((M,), -1e30, tl.float32)  # finite: a query without keys stays free of nan
+    largest = tl.full((M,), -1e30, tl.float32)  # finite: a query without keys must not give nan
     total, acc = tl.zeros((M,), tl.float32), tl.zeros((M, WIDTH), tl.float32)
     for start in range(0, K, N):
         place = start + tl.arange(0, N)
@@ -99,10 +99,10 @@ def _dq_kernel(
     Hq: tl.constexpr, Hkv: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
-    """dQ, delta and shift = b - lse log2e of one query and group, walking the keys as the forward does."""
+    """dQ, delta and shift = b - lse log2e of one query and group, with the key loop of the forward."""
     R: tl.constexpr = Hq // Hkv
     token, group = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv
-    batch, within = (token // T).to(tl.int64), token % T  # divided in 32 bits: in 64 it is a call
+    batch, within = (token // T).to(tl.int64), token % T  # 32-bit division: a 64-bit one is a function call
     token = token.to(tl.int64)
     columns, head = tl.arange(0, WIDTH), tl.arange(0, M)
     q_at = (token * Hq + group * R + head) * P
@@ -134,8 +134,8 @@ def _dkdv_kernel(
     Hq: tl.constexpr, Hkv: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of N keys of one group. Logits are held transposed, (N,M): P and dS then leave one product where the
-    next one reads them. walk: the blocks of M queries to visit, `blocks` of them."""
+    """dK and dV of N keys of one group. Logits are kept transposed, (N,M): P and dS then leave one product in the
+    layout of the next one. walk: the indices of the `blocks` query blocks to visit."""
     R: tl.constexpr = Hq // Hkv
     batch, group, block = (tl.program_id(0) // Hkv).to(tl.int64), tl.program_id(0) % Hkv, tl.program_id(1)
     keys, columns = block * N + tl.arange(0, N), tl.arange(0, WIDTH)
@@ -167,7 +167,7 @@ def _dkdv_kernel(
 
 
 def _tiles(P: int, R: int, dtype: torch.dtype) -> dict[str, tuple[int, int, int, int]]:
-    """(M, N, warps, stages) of each kernel. A query's heads are few: one warp holds 16 rows of a product."""
+    """(M, N, warps, stages) of each kernel. A query has few heads: one warp holds 16 rows of a product."""
     M = max(16, triton.next_power_of_2(R))
     if dtype == torch.float32:
         return {"gather": (M, 16, 4 if P <= 64 else 8, 1), "dkdv": (16, 16, 4, 1)}
@@ -184,7 +184,7 @@ def dsa_attention_fwd_kernel(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """q (B,T,Hq,P), k and v (B,T,Hkv,P) fp32, fp16 or bf16, indices (B,T,K) int32 -> out (B,T,Hq,P) in q.dtype, lse
-    (B,Hq,T) fp32. Inputs that are not contiguous are copied. Raises ValueError on P no power of two <= 128."""
+    (B,Hq,T) fp32. Non-contiguous inputs are copied. Raises ValueError unless P is a power of two <= 128."""
     B, T, Hq, P = q.shape
     Hkv, K, width = k.shape[2], indices.shape[2], _width(P)
     q, k, v, indices = (t.contiguous() for t in (q, k, v, indices))
@@ -202,7 +202,7 @@ def dsa_attention_bwd_kernel(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v in their shapes and dtype; bit-repeatable. Arguments and errors as the forward's."""
+    """Gradients of q, k, v in their shapes and dtype; bitwise deterministic. Arguments and errors as in the forward."""
     B, T, Hq, P = q.shape
     Hkv, K = k.shape[2], indices.shape[2]
     q, k, v, indices, out, lse, dout = (t.contiguous() for t in (q, k, v, indices, out, lse, dout))

@@ -1,13 +1,13 @@
-"""dsa_indexer's choice of keys in Triton: a tile of index scores, then the best K of each row, exactly.
+"""Key selection of dsa_indexer in Triton: a tile of index scores, then the exact top K of each row.
 
-    scores      one program per (query block, key block): the heads one by one into one fp32 tile. A tile that no
-                query of it may see walks no head. Written: (B,T,T) fp32, -inf where unseen.
-    choice      one program per query, its row of scores in registers. A float's bits, the negative ones' order
-                reversed, compare as integers do, so the K-th best is found bit by bit: 32 counts, and no sort.
-                Of the scores that equal it the first ones fill up the K. A running count gives each chosen key its
-                place: they come out ascending. torch.topk promises no order among equals, and would write more.
+    scores      one program per (query block, key block) accumulates the heads one by one in one fp32 tile. A tile
+                without visible pairs skips the heads. Writes (B,T,T) fp32, -inf where masked.
+    choice      one program per query, with its row of scores in registers. The bits of a float, with the order of
+                negative ones reversed, compare like integers, so the K-th best is found bit by bit: 32 counts, no
+                sort. Scores equal to it fill the K from the first on. A running count gives each chosen key its
+                index, in ascending order. torch.topk does not define the order of ties, and would write more.
 
-Bytes: the scores once out and once in, 8 B T^2. Products: J P multiply-adds a pair, half of them skipped as future.
+Bytes: the scores written and read once, 8 B T^2. J P multiply-adds per pair, half of them skipped as future.
 
 B batch, T tokens, J index heads, P index head dim (WIDTH: padded to 16), K chosen keys, M queries and N keys of a
 block. Source: DeepSeek-V3.2-Exp (2025).
@@ -30,12 +30,12 @@ def _score_kernel(
     q, k, weights, ids, scores, T,
     J: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """scores of M queries and N keys."""
+    """Index scores of M queries and N keys."""
     first_token = tl.program_id(2).to(tl.int64) * T
     rows = tl.program_id(1) * M + tl.arange(0, M)
     columns = tl.program_id(0) * N + tl.arange(0, N)
     dims = tl.arange(0, WIDTH)
-    # Past the end the last token stands in: its id widens no range.
+    # Past the end, use the last token: its id does not widen the range.
     row_ids = tl.load(ids + first_token + tl.minimum(rows, T - 1))
     column_ids = tl.load(ids + first_token + tl.minimum(columns, T - 1))
     meet = (tl.min(row_ids, 0) <= tl.max(column_ids, 0)) & (tl.max(row_ids, 0) >= tl.min(column_ids, 0))
@@ -58,14 +58,14 @@ def _score_kernel(
 
 @triton.jit
 def _choice_kernel(scores, indices, T, K, WIDTH: tl.constexpr, PLACES: tl.constexpr):
-    """indices of one query. WIDTH: T as a power of two, PLACES: K as one."""
+    """indices of one query. WIDTH and PLACES: T and K rounded up to a power of two."""
     query = tl.program_id(0).to(tl.int64)
     key = tl.arange(0, WIDTH)
     score = tl.load(scores + query * T + key, mask=key < T, other=float("-inf"))
     valid = score > float("-inf")
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
     rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    # The largest number that K ranks reach; the least of all where there are fewer.
+    # The largest value that at least K ranks reach; the minimum if there are fewer than K.
     reached = tl.where(tl.sum((rank >= 0).to(tl.int32), 0) >= K, 0, -2147483648)
     for i in range(31):
         higher = reached + (1 << (30 - i))
@@ -83,7 +83,7 @@ def _choice_kernel(scores, indices, T, K, WIDTH: tl.constexpr, PLACES: tl.conste
 
 def dsa_scores_kernel(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor) -> Tensor:
     """q (B,T,J,P) and k (B,T,P) fp32, fp16 or bf16, weights (B,T,J), doc_ids (B,T) int32 -> (B,T,T) fp32, -inf where
-    the query (second axis) may not see the key. Raises ValueError on P no power of two <= 128."""
+    the query (second axis) may not see the key. Raises ValueError unless P is a power of two <= 128."""
     B, T, J, P = q.shape
     width = checked_width("dsa_indexer: on CUDA the index head dim", P)
     q, k, weights, doc_ids = (t.contiguous() for t in (q, k, weights, doc_ids))
@@ -97,8 +97,8 @@ def dsa_scores_kernel(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor) ->
 
 
 def dsa_choice_kernel(scores: Tensor, top_k: int) -> Tensor:
-    """scores (B,T,T) fp32, -inf for no key -> (B,T,top_k) int32: the best keys, of equal ones the earlier, ascending,
-    then -1. Raises ValueError on T above LONGEST, which one program could not hold."""
+    """scores (B,T,T) fp32, -inf if masked -> (B,T,top_k) int32: the best keys (ties: the earlier one), ascending,
+    then -1. Raises ValueError on T above LONGEST, the limit of one program."""
     B, T, _ = scores.shape
     if T > LONGEST:
         raise ValueError(f"dsa_indexer: on CUDA at most {LONGEST} tokens, not {T}")
@@ -112,5 +112,5 @@ def dsa_choice_kernel(scores: Tensor, top_k: int) -> Tensor:
 
 
 def dsa_indexer_fwd_kernel(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor, top_k: int) -> Tensor:
-    """Arguments and errors of both -> indices (B,T,top_k) int32."""
+    """Run both kernels; arguments and errors as there -> indices (B,T,top_k) int32."""
     return dsa_choice_kernel(dsa_scores_kernel(q, k, weights, doc_ids), top_k)

@@ -1,18 +1,18 @@
-"""What dsa_indexer learns from, in Triton: its scores of the chosen keys with their gradient, and their target.
+"""The indexer's loss in Triton: index scores of the chosen keys with their gradient, and the target distribution.
 
-    scores      one program per query: its J heads are the rows of a tile, its K keys come by N at a time. Nothing of
-                size J K a query is written: of plain torch's passes over such tensors most of a layer was made.
-    dQ, dW      the same walk: G = w dS where q.k > 0, then G k, and the sums of dS relu(q.k).
-    dK          one program per (key block, H of the heads). It walks the blocks of queries in which any chose any of
-                its keys; dS lies key by key, (B,T,T) fp32, 0 where nothing was chosen. Sums in registers, and one of
-                the J / H parts: bit-repeatable.
+    scores      one program per query: its J heads are the rows of a tile, its K keys are read N at a time. Nothing of
+                size J K per query is written; passes over such tensors took most of the layer's time in eager torch.
+    dQ, dW      the same loop: G = w dS where q.k > 0, then G k, and the sums of dS relu(q.k).
+    dK          one program per (key block, H of the heads). It loops over the query blocks that chose any of its keys;
+                dS is stored key-major, (B,T,T) fp32, 0 where not chosen. Sums are in registers, then over the J / H
+                parts: bitwise deterministic.
     target      one program per (query, key/value head): the logsumexp over its keys, then their weights, summed over
-                the R query heads. Written: (B,T,Hkv,K) fp32.
+                the R query heads. Writes (B,T,Hkv,K) fp32.
 
-dS is divided by its largest size first, and the gradients multiplied by it: G is a factor of products in the inputs'
-dtype, and below fp16's range a mean over B T queries would round to 0.
+dS is first divided by its largest magnitude, and the gradients are multiplied by it: G is a factor of products in the
+inputs' dtype, and a mean over B T queries would underflow to 0 in fp16.
 
-B batch, T tokens, J index heads, P head dim (WIDTH: padded to 16), K chosen keys a query, Hq and Hkv heads,
+B batch, T tokens, J index heads, P head dim (WIDTH: padded to 16), K chosen keys per query, Hq and Hkv heads,
 R = Hq / Hkv, M rows and N keys of a tile. Source: DeepSeek-V3.2-Exp (2025), the loss of the sparse stage.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kernels.dsa_indexer.kernel_tiles import by_key, capped, checked_width, logit, rows, walks
 
-HEADS = 8  # of a program that makes dK: at B 2 and T 4096, key blocks alone are one program a multiprocessor
+HEADS = 8  # per dK program: at B 2 and T 4096, key blocks alone give only one program per SM
 
 
 @triton.jit
@@ -33,8 +33,8 @@ def _chosen_scores_kernel(
     q, k, weights, indices, scores, T, K,
     J: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """scores of one query's keys; 0 where there is none."""
-    batch = (tl.program_id(0) // T).to(tl.int64)  # divided in 32 bits: in 64 it is a call
+    """Scores of one query's keys; 0 where there is none."""
+    batch = (tl.program_id(0) // T).to(tl.int64)  # 32-bit division: a 64-bit one is a function call
     token = tl.program_id(0).to(tl.int64)
     columns, head = tl.arange(0, WIDTH), tl.arange(0, M)
     query = rows(q, (token * J + head) * P, columns, head < J, P)
@@ -52,7 +52,7 @@ def _dq_dw_kernel(
     q, k, weights, indices, dscores, unit, dq, dweights, T, K,
     J: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """dQ and dW of one query, walking the keys as the scores do."""
+    """dQ and dW of one query, with the key loop of the scores."""
     batch = (tl.program_id(0) // T).to(tl.int64)
     token = tl.program_id(0).to(tl.int64)
     columns, head = tl.arange(0, WIDTH), tl.arange(0, M)
@@ -81,7 +81,7 @@ def _dk_kernel(
     q, k, weights, dscores, walk, blocks, dk, T,
     J: tl.constexpr, H: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """What H of the heads add to dK of N keys. walk: the blocks of M queries to visit, `blocks` of them."""
+    """Contribution of H heads to dK of N keys. walk: the indices of the `blocks` query blocks to visit."""
     batch, block, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     keys, columns = block * N + tl.arange(0, N), tl.arange(0, WIDTH)
     key = rows(k, (batch * T + keys) * P, columns, keys < T, P)
@@ -117,7 +117,7 @@ def _target_kernel(
     batch, token = (token // T).to(tl.int64), token.to(tl.int64)
     columns, head = tl.arange(0, WIDTH), tl.arange(0, M)
     query = rows(q, (token * Hq + group * R + head) * P, columns, head < R, P)
-    largest = tl.full((M,), -1e30, tl.float32)  # finite: a query without keys stays free of nan
+    largest = tl.full((M,), -1e30, tl.float32)  # finite: a query without keys must not give nan
     total = tl.zeros((M,), tl.float32)
     for start in range(0, K, N):
         x = _logits(
@@ -140,7 +140,7 @@ def _logits(
     query, k, indices, start, first, group, columns, K, gain, a, b,
     Hkv: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """In base 2, of N of a query's keys; -inf where there is none. first: the document row's first token."""
+    """Base-2 logits of N of a query's keys; -inf where there is none. first: index of the row's first token."""
     place = start + tl.arange(0, N)
     index = tl.load(indices + place, mask=place < K, other=-1)
     key = rows(k, ((first + index) * Hkv + group) * P, columns, index >= 0, P)
@@ -149,7 +149,7 @@ def _logits(
 
 
 def _tiles(heads: int, dtype: torch.dtype) -> dict[str, tuple[int, int, int, int]]:
-    """(M, N, warps, stages). A query's heads are few: one warp holds 16 rows of a product."""
+    """(M, N, warps, stages). A query has few heads: one warp holds 16 rows of a product."""
     M = max(16, triton.next_power_of_2(heads))
     if dtype == torch.float32:
         return {"gather": (M, 16, 4, 1), "dk": (16, 16, 4, 1)}
@@ -158,7 +158,7 @@ def _tiles(heads: int, dtype: torch.dtype) -> dict[str, tuple[int, int, int, int
 
 def dsa_chosen_scores_fwd_kernel(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     """q (B,T,J,P) and k (B,T,P) fp32, fp16 or bf16, weights (B,T,J), indices (B,T,K) int32 -> (B,T,K) fp32, 0 for -1.
-    Inputs that are not contiguous are copied. Raises ValueError on P no power of two <= 128."""
+    Non-contiguous inputs are copied. Raises ValueError unless P is a power of two <= 128."""
     B, T, J, P = q.shape
     K, width = indices.shape[2], _width(P)
     q, k, weights, indices = (t.contiguous() for t in (q, k, weights, indices))
@@ -174,8 +174,8 @@ def dsa_chosen_scores_fwd_kernel(q: Tensor, k: Tensor, weights: Tensor, indices:
 def dsa_chosen_scores_bwd_kernel(
     q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, dscores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and weights in their shapes and dtypes from dscores (B,T,K); bit-repeatable. Arguments and
-    errors as the forward's."""
+    """Gradients of q, k and weights in their shapes and dtypes from dscores (B,T,K); bitwise deterministic. Arguments
+    and errors as in the forward."""
     B, T, J, P = q.shape
     K, sizes = indices.shape[2], {"J": J, "P": P, "WIDTH": _width(P)}
     q, k, weights, indices = (t.contiguous() for t in (q, k, weights, indices))
@@ -203,13 +203,13 @@ def dsa_distribution_fwd_kernel(
     q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float
 ) -> Tensor:
     """q (B,T,Hq,P) and k (B,T,Hkv,P) fp32, fp16 or bf16, indices (B,T,K) int32 -> (B,T,K) fp32, 0 for -1. Inputs that
-    are not contiguous are copied. Raises ValueError on P no power of two <= 128."""
+    are not contiguous are copied. Raises ValueError unless P is a power of two <= 128."""
     B, T, Hq, P = q.shape
     Hkv, K, width = k.shape[2], indices.shape[2], checked_width("dsa_distribution: on CUDA the head dim", P)
     q, k, indices = (t.contiguous() for t in (q, k, indices))
     M, N, warps, stages = _tiles(Hq // Hkv, q.dtype)["gather"]
     target = q.new_empty((B, T, Hkv, K), dtype=torch.float32)
-    # The target stays fp32, beside whose rounding the quick form of the softcap is 9 times off.
+    # The target stays in fp32: the error of the "fast" softcap is 9 times the rounding of fp32.
     CAP, gain, a, b, _ = logit(scale, softcap, target.dtype)
     _target_kernel[(B * T * Hkv,)](
         q, k, indices, target, T, K, gain, a, b,

@@ -1,6 +1,6 @@
-"""The choice of keys, the attention over them and what it teaches, as custom ops: Triton on CUDA, plain elsewhere.
+"""Key selection, sparse attention and the indexer's loss as custom ops: Triton on CUDA, eager elsewhere.
 
-B batch, T tokens, J index heads, P head dim (of the indexer or of the attention), K chosen keys a query,
+B batch, T tokens, J index heads, P head dim (of the indexer or of the attention), K chosen keys per query,
 Hq and Hkv heads.
 """
 
@@ -30,14 +30,14 @@ from kernels.op_support import (
 
 
 def _plain_choice(q: Tensor, *rest) -> Tensor:
-    """The reference as the op's body: on the CPU, and for fp64, the oracle's dtype, anywhere."""
+    """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
     with full_precision(q):
         return fresh(dsa_indexer_reference(q, *rest))
 
 
 @torch.library.custom_op("bumpgate::dsa_indexer_fwd", mutates_args=())
 def dsa_indexer_fwd(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor, top_k: int) -> Tensor:
-    """-> indices (B,T,K) int32; they have no gradient."""
+    """Return indices (B,T,K) int32; they have no gradient."""
     return _plain_choice(q, k, weights, doc_ids, top_k)
 
 
@@ -65,7 +65,7 @@ def _plain_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
 def dsa_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """-> out (B,T,Hq,P), lse (B,Hq,T) in fp32 (fp64 for fp64)."""
+    """Return out (B,T,Hq,P), lse (B,Hq,T) in fp32 (fp64 for fp64)."""
     return _plain_fwd(q, k, v, indices, scale, softcap)
 
 
@@ -122,7 +122,7 @@ def _plain_scores_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("bumpgate::dsa_chosen_scores_fwd", mutates_args=())
 def dsa_chosen_scores_fwd(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """-> the index scores of the chosen keys (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1."""
+    """Return the index scores of the chosen keys (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1."""
     return _plain_scores(q, k, weights, indices)
 
 
@@ -172,7 +172,7 @@ def _plain_distribution(q: Tensor, *rest) -> Tensor:
 
 @torch.library.custom_op("bumpgate::dsa_distribution_fwd", mutates_args=())
 def dsa_distribution_fwd(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
-    """-> (B,T,K) in fp32 (fp64 for fp64); it has no gradient."""
+    """Return (B,T,K) in fp32 (fp64 for fp64); it has no gradient."""
     return _plain_distribution(q, k, indices, scale, softcap)
 
 
@@ -221,15 +221,15 @@ def _check_attention(op, q, k, indices, softcap):
 def dsa_indexer(
     q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor, *, top_k: int, impl: str = "op"
 ) -> Tensor:
-    """The top_k keys of each query by I[t,s] = sum_h w[t,h] relu(q_h[t].k[s]), causal and of the query's document.
+    """The top_k keys of each query by I[t,s] = sum_h w[t,h] relu(q_h[t].k[s]), causal and within the document.
 
-    q (B,T,J,P) and k (B,T,P) in one float dtype, weights (B,T,J) in any, doc_ids (B,T) int32 (padding is a document
-    like another). impl "op" is opaque to the compiler, "reference" is traced through.
-    -> indices (B,T,top_k) int32: positions along T, different ones, ascending, then -1 where the document has fewer.
-    Of equal scores the earlier key is chosen. Scores are fp32 (fp64 for fp64); the choice has no gradient, see
-    `dsa_indexer_loss`, and reads no data on the host.
-    Raises ValueError on a wrong shape, dtype, top_k or impl; on CUDA also where P is no power of two up to 128, or T
-    is above 16384 (but for fp64, which runs the reference).
+    q (B,T,J,P) and k (B,T,P) in one float dtype, weights (B,T,J) in any, doc_ids (B,T) int32 (padding is one more
+    document). impl "op" is opaque to the compiler, "reference" is traced.
+    -> indices (B,T,top_k) int32: distinct positions along T, ascending, padded with -1 if the document has fewer.
+    Ties choose the earlier key. Scores are fp32 (fp64 for fp64); the selection has no gradient, see
+    `dsa_indexer_loss`, and needs no device sync.
+    Raises ValueError on a wrong shape, dtype, top_k or impl; on CUDA also where P is not a power of two up to 128, or T
+    is above 16384 (except fp64, which runs the reference).
     Source: DeepSeek-V3.2-Exp (2025).
     """
     check_impl("dsa_indexer", impl)
@@ -256,13 +256,13 @@ def dsa_attention(
     """Softmax attention of each query over its chosen keys alone, with grouped heads and softcap.
 
     q (B,T,Hq,P), k and v (B,T,Hkv,P) in one float dtype, Hq a multiple of Hkv. indices (B,T,K) int32 in any order:
-    positions along T, all different within a query, or -1 for none. Data are not checked: what a query may see is the
-    choice of whoever made the indices. scale: of the logits, None is 1/sqrt(P). softcap c > 0: s <- c tanh(s/c).
-    impl "op" is opaque to the compiler, "reference" is traced through.
+    positions along T, distinct within a query, or -1 for none. Values are not checked: the caller ensures causality
+    and document limits. scale: of the logits, None is 1/sqrt(P). softcap c > 0: s <- c tanh(s/c).
+    impl "op" is opaque to the compiler, "reference" is traced.
     -> (B,T,Hq,P) in q.dtype, 0 for a query without keys. Softmax is fp32 (fp64 for fp64); gradients are
-    bit-repeatable.
-    Raises ValueError on a wrong shape, dtype, head count, negative softcap or impl; on CUDA also where P is no power
-    of two up to 128 (but for fp64, which runs the reference).
+    bitwise deterministic.
+    Raises ValueError on a wrong shape, dtype, head count, negative softcap or impl; on CUDA also where P is not a
+    power of two up to 128 (except fp64, which runs the reference).
     Sources: DeepSeek-V3.2-Exp (2025), GQA (Ainslie et al. 2023), softcap (Gemma 2, 2024).
     """
     check_impl("dsa_attention", impl)
@@ -286,7 +286,7 @@ def dsa_distribution(
     softcap: float = 0.0,
     impl: str = "op",
 ) -> Tensor:
-    """What the indexer is to learn: the attention weights of the chosen keys, mean over heads, without gradient.
+    """Target of the indexer: the attention weights of the chosen keys, mean over heads, without gradient.
 
     Arguments and errors as `dsa_attention` -> (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1.
     """
@@ -302,12 +302,12 @@ def dsa_distribution(
 
 
 def dsa_chosen_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, *, impl: str = "op") -> Tensor:
-    """The index scores I[t,s] of the chosen keys alone, with a gradient.
+    """Index scores I[t,s] of the chosen keys only, differentiable.
 
     q, k, weights as in `dsa_indexer`, indices (B,T,K) int32 as in `dsa_attention`. impl "op" is opaque to the compiler,
-    "reference" is traced through.
-    -> (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1. The gradients of q, k and weights are bit-repeatable.
-    Raises ValueError on a wrong shape, dtype or impl; on CUDA also where P is no power of two up to 128 (but for
+    "reference" is traced.
+    -> (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1. The gradients of q, k and weights are bitwise deterministic.
+    Raises ValueError on a wrong shape, dtype or impl; on CUDA also where P is not a power of two up to 128 (but for
     fp64, which runs the reference). Source: DeepSeek-V3.2-Exp (2025).
     """
     check_impl("dsa_chosen_scores", impl)
@@ -325,7 +325,7 @@ def dsa_indexer_loss(
     """KL(target || softmax of the index scores over the chosen keys), mean over the B*T queries: a scalar, fp32.
 
     Arguments and errors as `dsa_chosen_scores`, target (B,T,K) floating point from `dsa_distribution`. The divergence
-    of the scores is plain torch. Its gradient reaches q, k and weights.
+    is eager torch. Its gradient flows to q, k and weights.
     Source: DeepSeek-V3.2-Exp (2025), the loss of the sparse stage.
     """
     scores = dsa_chosen_scores(q, k, weights, indices, impl=impl)

@@ -1,13 +1,13 @@
-"""Sparse attention over the keys that a small indexer chooses, in plain torch, with the attention's gradient.
+"""Sparse attention over keys selected by a small indexer, in plain torch, with the attention's gradient.
 
     I[t,s] = sum_h w[t,h] relu(q_h[t].k[s])      the index score, over earlier tokens s <= t of t's document
-    S[t]   = the K keys of the highest I[t,s], of equal ones the earlier
+    S[t]   = the K keys of the highest I[t,s], the earlier one of ties
     out[t] = sum over s in S[t] of softmax(scale q[t].k[s], softcapped) v[s]
 
-The choice has no gradient. The indexer learns from a loss of its own, KL(mean over heads of p || softmax of I), over
-the keys chosen.
+The selection has no gradient. The indexer is trained by its own loss, KL(mean over heads of p || softmax of I), over
+the chosen keys.
 
-B batch, T tokens, J index heads, P head dim (of the indexer or of the attention), K chosen keys a query,
+B batch, T tokens, J index heads, P head dim (of the indexer or of the attention), K chosen keys per query,
 Hq and Hkv heads, R = Hq / Hkv.
 Sources: DeepSeek-V3.2-Exp (2025), section 2; softcap (Gemma 2, 2024); gradient from the saved logsumexp
 (FlashAttention-2, Dao 2023).
@@ -21,13 +21,13 @@ from torch import Tensor
 
 
 def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the accumulation dtype: fp32, or fp64 for fp64."""
+    """Cast to the accumulation dtype: fp32, or fp64 for fp64."""
     return tuple(t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
 
 
 def dsa_scores(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor) -> Tensor:
     """q (B,T,J,P), k (B,T,P), weights (B,T,J), doc_ids (B,T) -> I (B,T,T) in fp32 (fp64 for fp64), -inf where the
-    query (second axis) may not see the key. Heads are summed one by one: nothing of size J*T*T exists."""
+    query (second axis) may not attend to the key. Heads are summed one by one, so nothing has size J*T*T."""
     q, k, weights = _wide(q, k, weights)
     scores = sum(weights[:, :, h, None] * F.relu(q[:, :, h] @ k.mT) for h in range(q.shape[2]))
     seen = (doc_ids.unsqueeze(2) == doc_ids.unsqueeze(1)).tril()
@@ -37,8 +37,8 @@ def dsa_scores(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor) -> Tensor
 def dsa_choice(scores: Tensor, top_k: int) -> Tensor:
     """scores (B,T,T), -inf where there is no key -> the K best keys of each query, (B,T,K) int32.
 
-    Ascending, then -1 where there are fewer than K. A stable sort gives equal scores to the earlier key, which
-    torch.topk does not promise.
+    Ascending, padded with -1 if there are fewer than K. A stable sort breaks ties by the earlier key, which
+    torch.topk does not guarantee.
     """
     T = scores.shape[-1]
     best, order = (t[..., :top_k] for t in torch.sort(scores, dim=-1, descending=True, stable=True))
@@ -53,7 +53,7 @@ def dsa_indexer_reference(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor
 
 
 def _chosen(x: Tensor, indices: Tensor) -> Tensor:
-    """x (B,T,H,P), indices (B,T,K) -> each query's rows of x (B,T,H,K,P), widened; 0 for an index -1."""
+    """x (B,T,H,P), indices (B,T,K) -> each query's rows of x (B,T,H,K,P) in fp32/fp64; 0 for an index -1."""
     B, T = indices.shape[:2]
     row = indices.long().clamp(min=0) + torch.arange(B, device=x.device).view(B, 1, 1) * T
     rows = _wide(x)[0].flatten(0, 1)[row].masked_fill((indices < 0)[..., None, None], 0)
@@ -61,7 +61,7 @@ def _chosen(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def _scattered(x: Tensor, indices: Tensor) -> Tensor:
-    """The transpose of `_chosen`: x (B,T,H,K,P), zero where the index is -1 -> its sums by key (B,T,H,P)."""
+    """Transpose of `_chosen`: x (B,T,H,K,P), zero where the index is -1 -> sums per key (B,T,H,P)."""
     B, T, H, _, P = x.shape
     row = indices.long().clamp(min=0) + torch.arange(B, device=x.device).view(B, 1, 1) * T
     sums = x.new_zeros(B * T, H, P)
@@ -78,7 +78,7 @@ def _logits(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float)
 
 
 def _lse(s: Tensor) -> Tensor:
-    """The logsumexp over the chosen keys, 0 for a query without any: its weights exp(s - lse) are then 0, not nan."""
+    """Logsumexp over the chosen keys; 0 for a query without keys, so that its weights exp(s - lse) are 0, not nan."""
     lse = torch.logsumexp(s, -1)
     return lse.masked_fill(lse == float("-inf"), 0)
 
@@ -86,7 +86,7 @@ def _lse(s: Tensor) -> Tensor:
 def dsa_attention_forward_with_lse(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """-> out (B,T,Hq,P) in q.dtype and the logsumexp (B,Hq,T) of the chosen logits, fp32 (fp64 for fp64)."""
+    """Return out (B,T,Hq,P) in q.dtype and the logsumexp (B,Hq,T) of the chosen logits, fp32 (fp64 for fp64)."""
     s = _logits(q, k, indices, scale, softcap)
     lse = _lse(s)
     out = torch.exp(s - lse.unsqueeze(-1)) @ _chosen(v, indices)
@@ -105,7 +105,7 @@ def dsa_attention_backward_reference(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of (q, k, v) from dout (B,T,Hq,P) and the forward's out and lse; p is rebuilt as exp(s - lse)."""
+    """Gradients of (q, k, v) from dout (B,T,Hq,P) and the forward's out and lse; p is recomputed as exp(s - lse)."""
     Hkv = k.shape[2]
     query, o, do = (t.unflatten(2, (Hkv, -1)) for t in _wide(q, out, dout))
     s = _logits(q, k, indices, scale, softcap)
@@ -145,7 +145,7 @@ def dsa_chosen_scores_backward_reference(
 
 
 def _chosen_keys(k: Tensor, indices: Tensor) -> Tensor:
-    """k (B,T,P), indices (B,T,K) -> (B,T,K,P), widened; 0 for an index -1."""
+    """k (B,T,P), indices (B,T,K) -> (B,T,K,P) in fp32/fp64; 0 for an index -1."""
     return _chosen(k.unsqueeze(2), indices).squeeze(2)
 
 
@@ -156,7 +156,7 @@ def dsa_loss_reference(scores: Tensor, indices: Tensor, target: Tensor) -> Tenso
     """
     scores, target = _wide(scores, target)
     hidden = indices < 0
-    # Finite, so that a query without any key has neither a value nor a gradient that is nan.
+    # Finite, so that a query without keys gives no nan in the value or the gradient.
     log_index = scores.masked_fill(hidden, torch.finfo(scores.dtype).min / 2).log_softmax(-1)
     kl = torch.special.xlogy(target, target) - target * log_index
     return kl.masked_fill(hidden, 0).sum(-1).mean()

@@ -1,4 +1,4 @@
-"""Each expert's rows times the expert's matrix, for counts that only the device knows."""
+"""Each expert's rows times the expert's matrix, with counts that stay on the device."""
 
 from kernels.grouped_gemm.op import grouped_gemm
 from kernels.grouped_gemm.reference import grouped_gemm_backward_reference, grouped_gemm_reference

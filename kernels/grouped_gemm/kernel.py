@@ -1,24 +1,24 @@
 """grouped_gemm in Triton, forward and backward. The counts stay on the device.
 
-Plan. One small kernel turns the counts into a list of row tiles: expert, first row, end. A tile never holds rows of
-two experts, so that there are at most M / BM + E of them, which the host knows; how many there are the device does.
+Plan. One small kernel turns the counts into a list of row tiles: expert, first row, end. A tile never has rows of
+two experts, so there are at most M / BM + E tiles; the host uses this bound, the exact number stays on the device.
 
-y, and dx with the transposed weight: as many programs as SMs walk the tiles of the output, expert after expert and
-in groups of GROUP row tiles, whose x and weight then meet in the L2. The two loops are flattened to one, so that
-the loads of a tile are on their way while the one before it is written. At the end the programs share out the rows
-of no expert and write zeros.
+y, and dx with the transposed weight: one program per SM loops over the tiles of the output, expert by expert and
+in groups of GROUP row tiles, which share x and weight in L2. The two loops are flattened to one, so that the loads
+of a tile overlap the store of the previous one. At the end the programs write zeros to the rows that belong to no
+expert.
 
-dweight: one program a tile of one expert's matrix, a sum over the expert's rows. Whole chunks of rows first, then
-one with the rows beyond the end masked on both sides: the next expert's may hold inf or nan.
+dweight: one program per tile of one expert's matrix, a sum over the expert's rows. Whole chunks of rows first, then
+one with the rows past the end masked in both operands: those of the next expert may contain inf or nan.
 
-16-bit operands arrive by TMA where D_in and D_out are multiples of a chunk, so that none runs into the next expert's
-matrix; others, and fp32, by plain loads under masks in tiles that are small enough for those.
+16-bit operands are loaded by TMA if D_in and D_out are multiples of a chunk, so that no tile crosses into the next
+expert's matrix; other sizes, and fp32, use masked loads in smaller tiles.
 
 FLOP: 2 M D_in D_out forward, twice that backward. At 98,304 rows, 64 experts, 3584 x 896: 0.63 TFLOP, 0.87 ms at 725
-TFLOP/s. Tiles are 128 x 256 or 256 x 128: a tile that is not full costs as much as a full one, so the long side lies
-along the columns only where it divides them; rows of an expert fill their last tile to half, on average.
+TFLOP/s. Tiles are 128 x 256 or 256 x 128: a partial tile costs as much as a full one, so the long side is along the
+columns only if it divides them; the last row tile of an expert is half full, on average.
 
-M rows, E experts, D_in and D_out model dims, BM x BN tile of a result, BK chunk of what is summed over.
+M rows, E experts, D_in and D_out model dims, BM x BN tile of a result, BK chunk of the reduced dim.
 """
 
 import torch
@@ -27,10 +27,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-PROGRAMS = 132  # the SMs of an H200: a tile fills one
-PLAN_TILES = 64  # entries of the plan that one program writes
+PROGRAMS = 132  # SMs of an H200: one tile fills an SM
+PLAN_TILES = 64  # plan entries written by one program
 GROUP = 8  # row tiles
-EMPTY = 16  # rows of zeros at a time
+EMPTY = 16  # rows zeroed at a time
 WIDE = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 4}
 TALL = {"BM": 256, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 4}
 PLAIN = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
@@ -38,7 +38,7 @@ PLAIN = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
 
 @triton.jit
 def _ranges(counts, M, E: tl.constexpr, BLOCK: tl.constexpr):
-    """First row and end of each expert's rows, none beyond M."""
+    """First row and end of each expert's rows, clamped to M."""
     e = tl.arange(0, BLOCK)
     count = tl.load(counts + e, e < E, 0).to(tl.int32)
     end = tl.cumsum(count, 0)
@@ -49,7 +49,7 @@ def _ranges(counts, M, E: tl.constexpr, BLOCK: tl.constexpr):
 def _plan_kernel(
     counts, plan, used, M, E: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr
 ):
-    """plan (tiles, 3): expert, first row, end of its rows. used (2,): tiles in the plan, rows in all."""
+    """Write plan (tiles, 3): expert, first row, end of its rows; used (2,): number of tiles, number of rows."""
     start, end = _ranges(counts, M, E, BLOCK)
     tiles = tl.cdiv(end - start, BM)
     tiles_end = tl.cumsum(tiles, 0)
@@ -69,8 +69,8 @@ def _plan_kernel(
 
 @triton.jit
 def _block(x, row, column, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
-    """(HEIGHT,WIDTH) of a row-major matrix from (row, column) on: zeros beyond (rows, columns), but that TMA
-    knows only the whole matrix."""
+    """Load (HEIGHT,WIDTH) of a row-major matrix from (row, column) on: zeros past (rows, columns); with TMA, only
+    past the whole matrix."""
     if TMA:
         block = x.load([row, column])
     else:
@@ -84,7 +84,7 @@ def _rows_kernel(
     x, weight, y, plan, used, M, K, N, TRANSPOSED: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """y (M,N) from x (M,K) and weight (E,K,N), (E,N,K) if TRANSPOSED."""
+    """y (M,N) from x (M,K) and weight (E,K,N), or (E,N,K) if TRANSPOSED."""
     row_tiles, rows_used = tl.load(used), tl.load(used + 1)
     across = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * across, tl.num_programs(0), flatten=True):
@@ -143,7 +143,7 @@ def _weight_kernel(
 
 
 def _tile(columns: int, *operands: Tensor) -> tuple[dict[str, int], bool]:
-    """Shape of a tile of a result with so many columns and options of its program, and whether operands come by TMA."""
+    """Tile shape and launch options for a result with `columns` columns, and whether operands are loaded by TMA."""
     chunk = WIDE["BK"]
     tma = columns % chunk == 0 and all(
         t.element_size() == 2 and t.shape[-1] % chunk == 0 and t.data_ptr() % 16 == 0 and t.numel() > 0
@@ -155,7 +155,7 @@ def _tile(columns: int, *operands: Tensor) -> tuple[dict[str, int], bool]:
 
 
 def _source(t: Tensor, tma: bool, height: int, width: int) -> Tensor | TensorDescriptor:
-    """A matrix as the kernels take it: (..., columns) in rows, in tiles of height by width if by TMA."""
+    """Kernel argument for a matrix (..., columns): its rows, or with TMA a descriptor of height x width tiles."""
     return TensorDescriptor.from_tensor(t.view(-1, t.shape[-1]), [height, width]) if tma else t
 
 
@@ -186,13 +186,13 @@ def _multiply_rows(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) 
 
 
 def grouped_gemm_fwd_kernel(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Arguments and result of bumpgate::grouped_gemm_fwd: x (M,D_in), weight (E,D_in,D_out), counts (E,)
+    """Implement bumpgate::grouped_gemm_fwd: x (M,D_in), weight (E,D_in,D_out), counts (E,)
     -> y (M,D_out)."""
     return _multiply_rows(x.contiguous(), weight.contiguous(), counts.contiguous(), transposed=False)
 
 
 def grouped_gemm_bwd_kernel(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Arguments and results of bumpgate::grouped_gemm_bwd: gradients of x and weight from dy (M,D_out)."""
+    """Implement bumpgate::grouped_gemm_bwd: gradients of x and weight from dy (M,D_out)."""
     x, weight, counts, dy = (t.contiguous() for t in (x, weight, counts, dy))
     (E, D_in, D_out), M = weight.shape, x.shape[0]
     dweight = torch.empty_like(weight)

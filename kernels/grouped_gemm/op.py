@@ -1,4 +1,4 @@
-"""grouped_gemm as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, plain elsewhere.
+"""grouped_gemm as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, eager elsewhere.
 
 M rows, E experts, D_in and D_out model dims on both sides.
 """
@@ -15,20 +15,20 @@ IMPLS = (*WITH_PEER, "padded")
 
 
 def _plain_fwd(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """The reference as the op's body: on the CPU, and for fp64, the oracle's dtype, anywhere."""
+    """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
     with full_precision(x):
         return fresh(grouped_gemm_reference(x, weight, counts))
 
 
 def _plain_bwd(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Its gradients, likewise."""
+    """Run the reference backward, under the same conditions."""
     with full_precision(x):
         return tuple(fresh(g) for g in grouped_gemm_backward_reference(x, weight, counts, dy))
 
 
 @torch.library.custom_op("bumpgate::grouped_gemm_fwd", mutates_args=())
 def grouped_gemm_fwd(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """-> y (M,D_out)."""
+    """Return y (M,D_out)."""
     return _plain_fwd(x, weight, counts)
 
 
@@ -89,14 +89,14 @@ def grouped_gemm(
     """Each expert's rows times the expert's matrix.
 
     x (M,D_in), weight (E,D_in,D_out): one float dtype. counts (E,) int32 or int64: rows of each expert, in order;
-    none negative, and no more than M in all, which is not looked for: it would read the device. Rows beyond the
-    sum are no expert's: zero in the result and in the gradient, whatever they hold.
+    none negative, with a sum of at most M. This is not validated: it would force a device sync. Rows beyond the
+    sum belong to no expert: zero in the result and in the gradient, whatever they contain.
     impl "op" is opaque to the compiler and, on CUDA, never reads the counts on the host; "reference" does.
-    "padded" is a batched product of `bucket` rows an expert, a static size: None takes the power of two that holds
-    the largest count, and reads it on the host; a row that has no place in its bucket is nan.
-    "upstream" is the peer of upstream.py, for counts that sum to M.
+    "padded" is a batched product of `bucket` rows per expert, a static size: None takes the power of two that holds
+    the largest count, and reads it on the host; a row that exceeds its bucket is nan.
+    "upstream" is torch's grouped_mm, for counts that sum to M.
     -> (M,D_out) in x.dtype; sums are fp32 (fp64 for fp64), also those over the rows in weight's gradient.
-    Raises ValueError on a wrong shape, dtype, bucket or impl, ImportError on an absent peer.
+    Raises ValueError on a wrong shape, dtype, bucket or impl, ImportError if torch lacks grouped_mm.
     Source: MegaBlocks (Gale et al. 2022).
     """
     _check(x, weight, counts, impl, bucket)

@@ -2,7 +2,7 @@
 
     y_m = x_m weight_e   for the counts_e rows m of expert e, which follow those of expert e - 1
 
-Rows beyond the sum of the counts belong to no expert: they are read by nobody, and their results are zero. The
+Rows beyond the sum of the counts belong to no expert: they are never read, and their results are zero. The
 counts are read on the host, for the loop over the experts.
 
 M rows, E experts, D_in and D_out model dims on both sides.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def _split(rows: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
-    """The rows of each expert in the accumulation dtype, then those of none."""
+    """Rows of each expert in the accumulation dtype, then the rows without expert."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     sizes = counts.tolist()
     return wide.split([*sizes, rows.shape[0] - sum(sizes)])

@@ -1,4 +1,4 @@
-"""The peer of grouped_gemm: torch's own grouped product (CUTLASS on sm_90), behind our signature."""
+"""Upstream grouped_gemm: torch's grouped matmul (CUTLASS on sm_90), with the signature of our op."""
 
 import torch
 import torch.nn.functional as F
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def grouped_gemm_upstream(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Arguments and result of `grouped_gemm`, but that every row must be an expert's: on CUDA torch leaves the
-    others as it found them, and to look for them would read the counts. CUDA: bf16, D_in and D_out multiples of 8.
+    """Arguments and result of `grouped_gemm`, except that every row must belong to an expert: on CUDA torch leaves
+    other rows uninitialized, and a check would sync the counts. CUDA: bf16, D_in and D_out multiples of 8.
 
-    Raises ImportError where this torch has no grouped_mm.
+    Raises ImportError if this torch has no grouped_mm.
     """
     if not hasattr(F, "grouped_mm"):
         raise ImportError(

@@ -1,23 +1,23 @@
 """m2rnn in Triton, forward and backward.
 
-The tanh leaves no parallel form over tokens. But a row h[k,:] of the state evolves by itself,
-tanh(h[k,:] W + k_t[k] v_t), so that the K rows of a head are as many independent recurrences: one program walks
-all tokens of a few rows, with them and W in registers. Its step is a chain of dependent instructions, and time is
-T times that chain's latency: few rows a program, so that all programs run at once and none waits for another's
-instructions. What the next AHEAD tokens need is on its way while one is worked on.
+The tanh leaves no parallel form over tokens. But each row h[k,:] of the state evolves independently,
+tanh(h[k,:] W + k_t[k] v_t), so the K rows of a head are K independent recurrences: one program loops over
+all tokens of a few rows, with them and W in registers. Its step is a chain of dependent instructions, and the time
+is T times the latency of that chain. Programs therefore have few rows, so that all run at once and none waits for
+another's instructions. The inputs of the next AHEAD tokens are prefetched while one is processed.
 
-Forward: the walk writes the state after every token, which the backward wants; y_t = h_t^T q_t, a sum over all
-rows, is a second kernel over tokens.
-Backward: the walk goes from the last token to the first. From the stored state before a token it computes the
-candidate anew, and it carries the gradient of the state. All that sums over one row is done in the walk (q, k),
-or over its tokens (W); sums over the rows of several programs (v, f, W) are left as partial sums for torch to add
-in a fixed order. No atomics: both directions give the same bits every time.
+Forward: the loop writes the state after every token for the backward; y_t = h_t^T q_t, a sum over all rows, is a
+second kernel over tokens.
+Backward: the loop runs from the last token to the first. From the stored state before a token it recomputes the
+candidate, and it carries the gradient of the state. Sums over one row are done in the loop (q, k), or over its
+tokens (W); sums over the rows of several programs (v, f, W) are written as partial sums, which torch adds in a
+fixed order. No atomics: both directions are bitwise deterministic.
 
 Bytes at B2 T4096 H8 K64 V16: the states are B T H K V fp32, 268 MB: written and read once in the forward
-(0.13 ms at 4.22 TB/s), read once in the backward, whose partial sums for v are 134 MB each way. That is not the
-limit: a walk's time is T times the latency of a step.
+(0.13 ms at 4.22 TB/s), read once in the backward, whose partial sums for v are 134 MB each way. Bandwidth is not the
+limit: the time of a loop is T times the latency of a step.
 
-B batch, T tokens, H heads, K key dim, V value dim (the state is K by V), R rows of the state a program.
+B batch, T tokens, H heads, K key dim, V value dim (the state is K by V), R state rows per program.
 """
 
 import torch
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 AHEAD = 4
-UNROLL = tl.constexpr(4)  # values rotate through tuples of AHEAD entries; unrolled as often it costs nothing
+UNROLL = tl.constexpr(4)  # values rotate through tuples of AHEAD entries; free if unrolled as often
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -37,7 +37,7 @@ def _append(items, item):
 
 @triton.jit
 def _tanh(x):
-    """To a few units in the last place: near 0 by Lambert's continued fraction, as 1 - exp(-2|x|) cancels."""
+    """tanh(x) to a few ulp: Lambert's continued fraction near 0, where 1 - exp(-2|x|) cancels."""
     s, size = x * x, tl.abs(x)
     e = tl.exp2(size * (-2 * LOG2_E))
     far = tl.where(x < 0, e - 1, 1 - e)
@@ -48,17 +48,17 @@ def _tanh(x):
 
 @triton.jit
 def _times(rows, matrix):
-    """(R,V) (V,V) -> (R,V), in fp32. Too small for tensor cores; the sum runs inside threads for the most part."""
+    """Multiply (R,V) by (V,V) -> (R,V) in fp32. Too small for tensor cores; most of the sum is within threads."""
     return tl.sum(rows[:, :, None] * matrix[None, :, :], 1)
 
 
 @triton.jit
 def _token(k, v, f, doc_ids, t, token, h, H, K, V, r, u, exists):
-    """Key rows, value and forget gate of a token, and whether it continues the document of the one before.
+    """Load key rows, value and forget gate of a token, and whether it continues the previous token's document.
 
-    `token` is its number in the whole batch. Both ids are loaded, none is carried from step to step: Triton's
-    compiler, unlike its interpreter, does not carry a variable that enters a loop as the very value that the body
-    assigns to it (last = ids[0] before and within), and no document would ever be reset.
+    `token` is its index in the whole batch. Both ids are loaded, not carried from step to step: Triton's compiler,
+    unlike its interpreter, does not carry a variable that enters a loop as the same value that the body assigns to
+    it (last = ids[0] before and in the loop), and no document would ever be reset.
     """
     n = token * H + h
     doc = tl.load(doc_ids + token, mask=exists, other=0)
@@ -113,8 +113,8 @@ def _read_kernel(q, states, y, K, V, ACC: tl.constexpr, KP: tl.constexpr, VP: tl
 
 @triton.jit
 def _backward_token(q, k, v, f, doc_ids, h0, states, dy, t, b, h, H, T, K, V, r, u, at, inside):
-    """All that the backward step of token t reads: as _token, then query rows, gradient of y, and the state
-    before the token (without regard to documents)."""
+    """Load the inputs of the backward step of token t: as _token, then query rows, gradient of y, and the state
+    before the token (ignoring documents)."""
     exists = t >= 0
     token = b * T + t
     key, value, forget, same = _token(k, v, f, doc_ids, t, token, h, H, K, V, r, u, exists)
@@ -179,7 +179,7 @@ def _backward_walk(
 
 
 def _tile(v: Tensor, K: int) -> dict[str, object]:
-    """Shape of a program of a walk: R V^2 is 512, the products of a step 16 a thread."""
+    """Launch options of a loop kernel: R V^2 is 512, so a step has 16 products per thread."""
     VP = triton.next_power_of_2(v.shape[3])
     R = min(max(1, 512 // VP**2), triton.next_power_of_2(K))
     acc = tl.float64 if v.dtype == torch.float64 else tl.float32
@@ -189,7 +189,7 @@ def _tile(v: Tensor, K: int) -> dict[str, object]:
 def m2rnn_fwd_kernel(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Arguments and results of bumpgate::m2rnn_fwd: q, k (B,T,H,K), v (B,T,H,V), W (H,V,V), f (B,T,H),
+    """Implement bumpgate::m2rnn_fwd: q, k (B,T,H,K), v (B,T,H,V), W (H,V,V), f (B,T,H),
     doc_ids (B,T) int32, h0 (B,H,K,V) -> y (B,T,H,V) in v.dtype, final state (B,H,K,V) and the state after
     every token (B,T,H,K,V) in fp32 (fp64 for fp64 v)."""
     (B, T, H, K), V = k.shape, v.shape[3]
@@ -213,7 +213,7 @@ def m2rnn_bwd_kernel(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor,
     states: Tensor, dy: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Arguments and results of bumpgate::m2rnn_bwd: gradients of q, k, v, W, f, h0 from those of y and of the
+    """Implement bumpgate::m2rnn_bwd: gradients of q, k, v, W, f, h0 from those of y and of the
     final state; `states` are the forward's."""
     (B, T, H, K), V = k.shape, v.shape[3]
     tile = _tile(v, K)

@@ -23,7 +23,7 @@ from kernels.op_support import (
 def m2rnn_fwd(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> y, final state, and the state after every token (B,T,H,K,V) for the backward."""
+    """Return y, final state, and the state after every token (B,T,H,K,V) for the backward."""
     with full_precision(v):
         y, states = m2rnn_forward_with_states(q, k, v, W, f, doc_ids, h0)
     return fresh(y), fresh(states[:, -1]), fresh(states)
@@ -109,7 +109,7 @@ def m2rnn(
 
     q, k (B,T,H,K) and v (B,T,H,V) in one float dtype. In any float dtype: W (H,V,V); f (B,T,H), the forget
     gate in (0,1); h0 (B,H,K,V), or None for zeros. doc_ids (B,T) int32: h is zeroed where the id changes from
-    one token to the next. impl "op" is opaque to the compiler, "reference" is traced through in T steps;
+    one token to the next. impl "op" is opaque to the compiler, "reference" is traced as T steps;
     "op" keeps the state after every token for its backward, B T H K V elements in fp32 (fp64).
     -> y (B,T,H,V) in v.dtype, final state (B,H,K,V) in fp32 (fp64 for fp64 v).
     Raises ValueError on a wrong shape, dtype or impl. Source: Mishra et al. 2026 (arXiv 2603.14360).

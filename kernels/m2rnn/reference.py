@@ -3,8 +3,8 @@
     n_t = tanh(h_{t-1} W + k_t v_t^T)        h_t = f_t h_{t-1} + (1 - f_t) n_t        y_t = h_t^T q_t
 
 h is zero before the first token of a document; the initial state belongs to the first document of its row.
-The tanh makes the recurrence non-linear: there is no parallel form, so both directions are a loop over tokens
-and everything that does not depend on the carried state is done for all tokens at once, outside it.
+The tanh makes the recurrence non-linear and rules out a parallel form. Both directions therefore loop over tokens;
+everything that does not depend on the carried state is computed for all tokens at once, outside the loop.
 
 B batch, T tokens, H heads, K key dim, V value dim (the state is K by V).
 Source: Mishra et al. 2026, "M2RNN: Non-Linear RNNs with Matrix-Valued States" (arXiv 2603.14360).
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def m2rnn_step(q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: the definition, and the decode path.
+    """Compute one token: the definition, and the decode path.
 
     q and k (B,H,K), v (B,H,V), W (H,V,V), f (B,H) in (0,1), state (B,H,K,V)
     -> y (B,H,V) in v.dtype, new state in fp32 (fp64 for fp64 v). The caller zeroes the state where a new
@@ -35,7 +35,7 @@ def m2rnn_step(q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, state: Ten
 def m2rnn_recurrent(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The step, token after token; arguments and results of `m2rnn_reference`."""
+    """Apply the step token by token; arguments and results as for `m2rnn_reference`."""
     state = _initial(k, v, h0)
     keep = ~_document_starts(doc_ids)
     outputs = []
@@ -49,7 +49,7 @@ def m2rnn_recurrent(
 def m2rnn_reference(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same with products and read-out taken out of the loop, which carries only what it must.
+    """The recurrence with the products and the read-out moved out of the loop.
 
     q and k (B,T,H,K), v (B,T,H,V), W (H,V,V), f (B,T,H) in (0,1), doc_ids (B,T) integer,
     h0 (B,H,K,V) or None for zeros
@@ -62,7 +62,7 @@ def m2rnn_reference(
 def m2rnn_forward_with_states(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """-> y (B,T,H,V) in v.dtype and the state after every token (B,T,H,K,V), which the backward needs."""
+    """Return y (B,T,H,V) in v.dtype and the state after every token (B,T,H,K,V), which the backward needs."""
     acc = torch.promote_types(v.dtype, torch.float32)
     query, key, value, f, state = (t.to(acc) for t in (q, k, v, f, h0))
     written = _by_time(key.unsqueeze(-1) * value.unsqueeze(-2))
@@ -93,7 +93,7 @@ def m2rnn_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of (q, k, v, W, f, h0) from those of y (B,T,H,V) and of the final state (B,H,K,V).
 
-    `states` are the forward's: from them the candidates n_t follow for all tokens at once, without a loop.
+    `states` are those of the forward: they give the candidates n_t of all tokens at once, without a loop.
     """
     acc = torch.promote_types(v.dtype, torch.float32)
     query, key, value, weight, gate, first, dy = (t.to(acc) for t in (q, k, v, W, f, h0, dy))
@@ -128,7 +128,7 @@ def m2rnn_backward_reference(
 
 
 def _by_time(x: Tensor) -> Tensor:
-    """(B,T,H,...) -> (T,B*H,...): a token's slice is then one batched matrix operand."""
+    """Transpose (B,T,H,...) -> (T,B*H,...), so that the slice of a token is one batched matrix operand."""
     return x.transpose(0, 1).flatten(1, 2)
 
 
@@ -139,7 +139,7 @@ def _keep(doc_ids: Tensor, f: Tensor) -> Tensor:
 
 
 def _document_starts(doc_ids: Tensor) -> Tensor:
-    """(B,T) bool: the document changes at this token. Token 0 continues whatever the initial state holds."""
+    """(B,T) bool: the document changes at this token. Token 0 continues the initial state."""
     return F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0))
 
 

@@ -1,6 +1,6 @@
-"""The scan of mamba3_mimo by chunks, forward and backward: what is left once tokens are weights, queries and keys.
+"""The scan of mamba3_mimo by chunks, forward and backward, from per-token weights, queries and keys.
 
-Within a chunk whose first token finds the state `entering`,
+Within a chunk that starts from the state `entering`,
 
     out_{t,r} = sum_{s,r'} weight_ts (query_{t,r} . key_{s,r'}) value_{s,r'} + since_t entering query_{t,r}
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class Chunked(NamedTuple):
-    """What the scan itself works on, cut into chunks. A row is a pair (token, rank)."""
+    """Operands of the scan, split into chunks. A row is a pair (token, rank)."""
 
     rank: int  # R
     query: Tensor  # (B,H,C,L*R,N)
@@ -31,7 +31,7 @@ class Chunked(NamedTuple):
     since: Tensor  # (B,H,C,L) decay of the state that enters the chunk, up to and including token t
     weight: Tensor  # (B,H,C,L,L) of token s for token t: inside scale below the diagonal, gamma on it
     scores: Tensor  # (B,H,C,L*R,L*R) query . key
-    initial: Tensor  # (B,H,P,N) given h, with the given keys and value already in it
+    initial: Tensor  # (B,H,P,N) given h, including the given keys and value
 
 
 def chunked(
@@ -43,7 +43,7 @@ def chunked(
     inside, since = _decays(log_decay, L)
     query, key, rows = (_chunks(t, L).flatten(3, 4) for t in (query, key, rows))
     scale = _chunks(scale, L)
-    # A difference scale - beta on the diagonal would cancel, and cost all digits where lam is small.
+    # A difference scale - beta on the diagonal would cancel, and lose all digits if lam is small.
     weight = (inside * scale.unsqueeze(-2)).tril(-1) + torch.diag_embed(_chunks(gamma, L))
     return Chunked(R, query, key, rows, scale, inside, since, weight, query @ key.mT, initial)
 
@@ -58,7 +58,7 @@ def scan(s: Chunked, entering: Tensor, T: int) -> Tensor:
 def carry(s: Chunked) -> tuple[Tensor, Tensor]:
     """The state that enters each chunk (B,H,C,P,N), and h after the last token (B,H,P,N).
 
-    An entering state already holds the beta of the chunk's first token; nothing follows the last token.
+    An entering state already includes the beta of the chunk's first token; nothing follows the last token.
     """
     leaving = _each_rank(s.inside[..., -1, :] * s.scale, s.rank).unsqueeze(-1)
     added = (leaving * s.rows).mT @ s.key
@@ -120,12 +120,12 @@ def scan_backward(s: Chunked, entering: Tensor, dscan: Tensor, dfinal: Tensor) -
 
 
 def _each_rank(t: Tensor, R: int, dim: int = -1) -> Tensor:
-    """Tokens along `dim` -> rows, each token's value R times."""
+    """Repeat the value of each token along `dim` R times: tokens -> rows."""
     return t.repeat_interleave(R, dim)
 
 
 def _sum_ranks(t: Tensor, R: int, dim: int = -1) -> Tensor:
-    """Rows along `dim` -> tokens, the sum over their ranks: the gradient of `_each_rank`."""
+    """Sum rows along `dim` over ranks: rows -> tokens, the gradient of `_each_rank`."""
     return t.unflatten(dim, (-1, R)).sum(dim)
 
 
@@ -133,8 +133,8 @@ def _decays(log_decay: Tensor, L: int) -> tuple[Tensor, Tensor]:
     """(B,T,H) log decay a, -inf where a document begins -> `inside` and `since` of `Chunked`.
 
     Each entry sums its own tokens a_{s+1} + ... + a_t: a difference of two running sums would cancel, and one
-    document's values would round another's. No sum meets +inf and every exponential is at most 1, so nothing
-    can turn into NaN, in the forward or in its gradient.
+    document would affect another's rounding. No sum reaches +inf and every exponential is at most 1, so nothing
+    can become NaN, in the forward or in its gradient.
     """
     a = _chunks(log_decay, L)
     summed = a.unsqueeze(-1).expand(*a.shape, L).tril(-1).cumsum(-2)
@@ -143,7 +143,7 @@ def _decays(log_decay: Tensor, L: int) -> tuple[Tensor, Tensor]:
 
 def _log_decay_gradient(dlog_inside: Tensor, dlog_since: Tensor) -> Tensor:
     """Gradient of the log decay a (B,H,C,L): a_t is in each pair s < t <= i, and in `since` from t on."""
-    crossing = dlog_inside.cumsum(-1).tril(-1).sum(-2)  # at s: every pair that starts by s and ends after s
+    crossing = dlog_inside.cumsum(-1).tril(-1).sum(-2)  # at s: all pairs that start at <= s and end after s
     return F.pad(crossing[..., :-1], (1, 0)) + dlog_since.flip(-1).cumsum(-1).flip(-1)
 
 

@@ -1,6 +1,6 @@
 """mamba3_mimo as a custom op: opaque to Dynamo and Inductor in both directions. Plain torch on every device.
 
-There is no Triton kernel of ours: on CUDA too the op runs the reference, whose products go to cuBLAS in fp32.
+We have no Triton kernel for it: on CUDA too the op runs the reference, whose products use cuBLAS in fp32.
 B batch, T tokens, H heads, R MIMO rank, P head dim, N state dim, G groups, A rotation angles.
 """
 
@@ -118,8 +118,8 @@ def _check(
         "doc_ids": (doc_ids, (B, T)),
     }
     if state is not None:
-        wanted = {"theta": (B, H, A), "h": (B, H, P, N), "k_prev": (B, H, R, N), "v_prev": (B, H, P)}
-        shapes |= {f"state.{name}": (t, shape) for t, (name, shape) in zip(state, wanted.items())}
+        expected = {"theta": (B, H, A), "h": (B, H, P, N), "k_prev": (B, H, R, N), "v_prev": (B, H, P)}
+        shapes |= {f"state.{name}": (t, shape) for t, (name, shape) in zip(state, expected.items())}
     check_shapes("mamba3_mimo", shapes)
     check_floating("mamba3_mimo", {name: tensor for name, (tensor, _) in shapes.items() if name != "doc_ids"})
     if not q.dtype == k.dtype == v.dtype == z.dtype:
@@ -140,12 +140,12 @@ def mamba3_mimo(
     q, k (B,T,R,G,N) normalised, v, z (B,T,H,P) in one float dtype. In any float dtype: adt (B,T,H) = A dt,
     negative; dt (B,T,H) after softplus; trap (B,T,H) before the sigmoid; q_bias, k_bias (H,R,N); mimo_v, mimo_z
     and mimo_out (H,R,P), up-projections of v and z and down-projection of the result; angles (B,T,H,A) before the
-    tanh, 2A <= N, each turning an adjacent pair of state dims; D (H,); state, or None for zeros. doc_ids (B,T)
+    tanh, 2A <= N, each rotating an adjacent pair of state dims; D (H,); state, or None for zeros. doc_ids (B,T)
     int32: the state is zeroed where the id changes from one token to the next. `chunk_size` (tokens, so R times as
     many rows) changes speed and rounding, not the function. impl "op" is opaque to the compiler, "reference" is
-    traced through, "upstream" is the peer of upstream.py.
+    traced through, "upstream" is the upstream implementation.
     -> y (B,T,H,P) in v.dtype, final state (theta in radians) in fp32 (fp64 for fp64 v).
-    Raises ValueError on a wrong shape, dtype, chunk size or impl, ImportError on an absent peer.
+    Raises ValueError on a wrong shape, dtype, chunk size or impl, ImportError if a package is missing.
     Source: Mamba-3 (arXiv 2603.15569).
     """
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids)

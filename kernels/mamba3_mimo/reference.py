@@ -9,10 +9,10 @@ and the first A adjacent pairs of state dims of (q + q_bias) and (k + k_bias) ro
 
 At the first token of a document h, theta and the term of token t-1 all start from zero; a given state belongs to
 the first document of its row. The derivative of "mod 2 pi" is taken as 1: the angle enters only through its sine
-and cosine, which do not see the jump.
+and cosine, which are unaffected by the jump.
 
 B batch, T tokens, H heads, R MIMO rank, P head dim, N state dim, G groups (head i reads group i // (H/G)),
-A rotation angles (2A <= N). The scan itself stands in chunked.py.
+A rotation angles (2A <= N). The scan itself is in chunked.py.
 Source: Mamba-3 (arXiv 2603.15569).
 """
 
@@ -31,7 +31,7 @@ TAU = 2 * math.pi
 
 
 class Mamba3MimoState(NamedTuple):
-    """What one token leaves for the next; computed in fp32 (fp64 for fp64 inputs)."""
+    """State carried from one token to the next; computed in fp32 (fp64 for fp64 inputs)."""
 
     theta: Tensor  # (B,H,A) accumulated angle, radians in [0, 2 pi)
     h: Tensor  # (B,H,P,N)
@@ -43,7 +43,7 @@ def mamba3_mimo_step(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, state: Mamba3MimoState,
 ) -> tuple[Tensor, Mamba3MimoState]:  # fmt: skip
-    """One token: the definition, and the decode path.
+    """Compute one token: the definition, and the decode path.
 
     q and k (B,R,G,N), v and z (B,H,P), adt, dt and trap (B,H), biases (H,R,N), mimo_* (H,R,P), angles (B,H,A),
     D (H,) -> y (B,H,P) in v.dtype, new state. The caller zeroes the state where a new document begins.
@@ -73,7 +73,7 @@ def mamba3_mimo_recurrent(
     mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
     state: Mamba3MimoState | None = None,
 ) -> tuple[Tensor, Mamba3MimoState]:  # fmt: skip
-    """The step, token after token; arguments and results of `mamba3_mimo_reference`."""
+    """Apply the step token by token; arguments and results as for `mamba3_mimo_reference`."""
     keep = ~_document_starts(doc_ids)
     state = zero_state(v, q, angles) if state is None else state
     outputs = []
@@ -114,7 +114,7 @@ def mamba3_mimo_backward_reference(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, *state).
 
-    dy (B,T,H,P) and dstate are the gradients of the two results. Only the inputs are kept from the forward.
+    dy (B,T,H,P) and dstate are the gradients of the two results. Only the inputs are saved by the forward.
     """
     T, G, A = v.shape[1], q.shape[3], angles.shape[3]
     c = _coefficients(q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, angles, doc_ids, state.theta)
@@ -150,7 +150,7 @@ def mamba3_mimo_backward_reference(
     dv_prev, dup = (dbefore * up).sum(-2), dup + (dbefore * v_prev.unsqueeze(-2)).sum(0)
     dtrap = (dgamma - dbeta) * c.dt * c.lam * (1 - c.lam)
 
-    # queries and keys turn with theta, a running sum of pi tanh(angle) dt within a document
+    # queries and keys are rotated by theta, a running sum of pi tanh(angle) dt within a document
     dtheta = _angle_gradient(c.query, dquery, A) + _angle_gradient(c.key, dkey, A)
     dtheta[:, -1] += dtheta_final
     dturn = math.pi * _segment_sums(dtheta.flip(1), c.segment.flip(1)).flip(1)
@@ -172,10 +172,10 @@ class _Coefficients(NamedTuple):
     """Per-token quantities, (B,T,H,...) in the accumulation dtype."""
 
     starts: Tensor  # (B,T,1) bool: a document begins here, and the carried state ends
-    segment: Tensor  # (B,T) documents begun so far in the row
+    segment: Tensor  # (B,T) number of documents begun so far in the row
     dt: Tensor
     lam: Tensor  # sigmoid(trap)
-    beta: Tensor  # (1 - lam) dt: weight of the token before
+    beta: Tensor  # (1 - lam) dt: weight of the previous token
     gamma: Tensor  # lam dt: weight of the token itself
     scale: Tensor  # gamma_t + beta_{t+1}: weight of token t for every later token of its document
     tanh: Tensor  # (B,T,H,A)
@@ -199,7 +199,7 @@ def _coefficients(
     value, dt, lam, tanh = v.to(acc), dt.to(acc), torch.sigmoid(trap.to(acc)), torch.tanh(angles.to(acc))
     beta, gamma = (1 - lam) * dt, lam * dt
     scale = gamma + F.pad(beta.masked_fill(starts, 0)[:, 1:], (0, 0, 0, 1))
-    # In turns, not radians: taking whole turns off is then exact, and no error of a rounded 2 pi adds up.
+    # In turns, not radians: removing whole turns is then exact, and no error of a rounded 2 pi accumulates.
     turns = _segment_sums(tanh * dt.unsqueeze(-1) / 2, segment, wrap=True)
     turns = turns + theta.to(acc).unsqueeze(1) / TAU * (segment == 0)[..., None, None]
     theta = TAU * (turns - torch.round(turns))
@@ -222,10 +222,10 @@ def _chunk(c: _Coefficients, adt: Tensor, mimo_v: Tensor, state: Mamba3MimoState
 
 
 def _segment_sums(x: Tensor, segment: Tensor, wrap: bool = False) -> Tensor:
-    """Running sums of x (B,T,H,A) over tokens, anew from each segment id (B,T); modulo 1 if `wrap`.
+    """Running sums of x (B,T,H,A) over tokens, restarting at each segment id (B,T); modulo 1 if `wrap`.
 
     By doubling: after step i each token holds the sum of its last 2^i tokens. No sum crosses a segment, so a
-    document's angles are the same bits wherever it lies in a row; wrapping at each step keeps them small.
+    document's angles have the same bits at any position in a row; wrapping at each step keeps them small.
     """
     reach = 1
     while reach < x.shape[1]:
@@ -237,7 +237,7 @@ def _segment_sums(x: Tensor, segment: Tensor, wrap: bool = False) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the first A adjacent pairs of x (...,H,R,N) by the angles (...,H,A); the rest passes."""
+    """Rotate the first A adjacent pairs of x (...,H,R,N) by the angles (...,H,A); leave the rest unchanged."""
     A, cos, sin = cos.shape[-1], cos.unsqueeze(-2), sin.unsqueeze(-2)
     even, odd = x[..., : 2 * A : 2], x[..., 1 : 2 * A : 2]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
@@ -257,7 +257,7 @@ def _per_head(x: Tensor, H: int) -> Tensor:
 
 
 def _document_starts(doc_ids: Tensor) -> Tensor:
-    """(B,T) bool: the document changes at this token. Token 0 continues whatever the given state holds."""
+    """(B,T) bool: the document changes at this token. Token 0 continues the given state."""
     return F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0))
 
 

@@ -1,7 +1,7 @@
-"""The peer of mamba3_mimo: mamba-ssm's TileLang kernels, behind our signature.
+"""Upstream mamba3_mimo: mamba-ssm's TileLang kernels, with the signature of our op.
 
-Theirs turn state dim i with i + N/2, ours the adjacent dims 2i and 2i + 1. A scan does not care in what order its
-state dims stand, so queries, keys and biases go there in their order, and the state comes back in ours.
+mamba-ssm rotates state dim i with i + N/2, we rotate the adjacent dims 2i and 2i + 1. A scan does not depend on the
+order of its state dims, so queries, keys and biases are permuted on entry, and the state is permuted back.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ INSTALL = "pip install --no-build-isolation mamba-ssm==2.3.2.post1 tilelang==0.1
 
 
 def load() -> Any:
-    """The peer's module. Raises ImportError with the install line."""
+    """Import the upstream module. Raises ImportError with the install command."""
     return peer("mamba3_mimo", "mamba_ssm.ops.tilelang.mamba3.mamba3_mimo", INSTALL)
 
 
 def halves_from_pairs(N: int, A: int) -> list[int]:
-    """Which of our N state dims stands at each place of theirs; A pairs turn."""
+    """Index of our state dim (of N) at each position of the upstream order; A pairs are rotated."""
     turned_first, turned_second = range(0, 2 * A, 2), range(1, 2 * A, 2)
     still = range(2 * A, N)
     middle = N // 2 - A
@@ -33,11 +33,11 @@ def mamba3_mimo_upstream(
     mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
     state: Mamba3MimoState | None = None, chunk_size: int = 16,
 ) -> tuple[Tensor, Mamba3MimoState]:  # fmt: skip
-    """Arguments and results of `mamba3_mimo`, on CUDA, in the dtype of v (theirs is bf16); no gradient of the state.
+    """Arguments and results of `mamba3_mimo`, on CUDA, in the dtype of v (upstream: bf16); no gradient of the state.
 
-    Rows that hold several documents go as one varlen sequence; doc_ids is read on the host. Raises ImportError
-    where mamba-ssm or tilelang is absent; ValueError on a given state, for which the peer has no place, or where
-    the angles turn neither the whole nor half of the state dims.
+    Rows with several documents are passed as one varlen sequence; doc_ids is read on the host. Raises ImportError
+    if mamba-ssm or tilelang is not installed; ValueError on a given state, which upstream does not support, or if
+    the angles rotate neither all nor half of the state dims.
     """
     package = load()
     N, A = q.shape[4], angles.shape[3]
@@ -67,7 +67,7 @@ def mamba3_mimo_upstream(
         chunk_size=chunk_size, rotary_dim_divisor=N // A, dtype=v.dtype, return_state=True, cu_seqlens=borders,
     )  # fmt: skip
     if packed:
-        # A state a document; a row's final one is that of its last document.
+        # One state per document; the final state of a row is that of its last document.
         last = starts.sum(1).cumsum(0) - 1
         y, (theta, h, k_prev) = y.reshape(B, T, *y.shape[2:]), (t[last] for t in (theta, h, k_prev))
     ours = order.argsort()

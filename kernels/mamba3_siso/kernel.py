@@ -1,23 +1,23 @@
 """mamba3_siso in Triton: launches the kernels of kernel_forward.py and kernel_backward.py.
 
 Forward:
-    prepare     per token: decays summed along the chunk, weights, spans of the documents.
-    turn_sum    by how much each block of tokens turns what follows it.
-    turn        queries and keys of each head, biased and turned, written once: no later kernel turns any.
-    scan        one program per (row, head) walks the chunks. The state stays in registers, none is written.
+    prepare     per token: decays summed along the chunk, weights, document spans.
+    turn_sum    total rotation of each block of tokens, which applies to all later blocks.
+    turn        adds the bias to queries and keys of each head, rotates them and writes them once for later kernels.
+    scan        one program per (row, head) loops over the chunks. The state stays in registers and is not written.
 Backward: prepare, turn_sum and turn again, then
     gate        gradients through silu(z).
-    state       what enters each chunk; and state_gradient, from the end, the gradient of what leaves it.
-    chunk       every chunk by itself: all its products, ten and one for the log decays.
-    token       what is left per token: gradients of angles, adt, dt, trap.
-    head_sum    turns the gradients of queries and keys back and sums them over the heads of a group.
-Every sum over programs is made by one program in a fixed order: the same bits every time.
+    state       the state that enters each chunk; state_gradient, in reverse, the gradient of the state that leaves it.
+    chunk       each chunk independently: all its products, ten and one for the log decays.
+    token       the remaining gradients per token: angles, adt, dt, trap.
+    head_sum    rotates the gradients of queries and keys back and sums them over the heads of a group.
+Every sum over programs is done by one program in a fixed order: bitwise deterministic.
 
-Rounding: sums, angles and states are fp32 or better, operands of products are v.dtype, also turned queries and keys,
-weighted values, scores and the states between chunks of the backward. fp32 inputs take the FMA units.
+Rounding: sums, angles and states are fp32 or better. Operands of products are v.dtype, also rotated queries and keys,
+weighted values, scores and the states between chunks of the backward. fp32 inputs use the FMA units.
 
 Bytes for B4 T4096 H112 P64 N64 G8 R16 in bf16, a (B,T,H,64) tensor being 235 MB: forward 1.8 GB, 0.43 ms at 4.2 TB/s
-(v, z, y; queries and keys written and read), against a floor of 0.8 GB. Backward 7.1 GB, 1.7 ms: beside these the
+(v, z, y; queries and keys written and read), with a floor of 0.8 GB. Backward 7.1 GB, 1.7 ms: in addition the
 states and their gradients, dout and the gate's slope, dqueries and dkeys, each written and read.
 B batch, T tokens, H heads, P head dim, N state dim, G groups, R rotation angles, C chunks, L places of a chunk.
 """
@@ -50,11 +50,11 @@ ENOUGH_PROGRAMS = 1024
 
 
 class Run(NamedTuple):
-    """How Triton is to run a kernel."""
+    """Triton launch options of a kernel."""
 
     warps: int
     stages: int = 1
-    registers: int | None = None  # a thread may have, for more programs on an SM; None: the compiler's choice
+    registers: int | None = None  # limit per thread, for more programs on an SM; None: the compiler's choice
 
 
 NARROW = {  # P and N up to 64; four warps are one wgmma high (64 rows)
@@ -68,7 +68,7 @@ EXACT = {name: Run(8) for name in NARROW}  # fp32
 
 
 class _Call:
-    """The inputs of one call as the kernels take them, and what prepare and turn made of them."""
+    """Inputs of one call in the layout of the kernels, and the results of prepare and turn."""
 
     def __init__(
         self, q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids, theta, h, k_prev, v_prev, chunk_size,
@@ -127,17 +127,17 @@ class _Call:
 
 
 def _strides(t: Tensor) -> tuple[Any, ...]:
-    """Of batch, token and head. The last two are constants of the kernel: whether a row is aligned hangs on them."""
+    """Strides of batch, token and head. The last two are constexpr, because the alignment of a row depends on them."""
     return t.stride(0), tl.constexpr(t.stride(1)), tl.constexpr(t.stride(2))
 
 
 def _rows(t: Tensor) -> Tensor:
-    """Any layout goes whose last dim is contiguous; others are copied."""
+    """Return t itself if its last dim is contiguous, else a contiguous copy."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def _tile(dim: int) -> int:
-    """As wide as a matrix product needs it."""
+    """Tile width for a dim, as required by a matrix product."""
     return max(16, triton.next_power_of_2(dim))
 
 
@@ -146,10 +146,10 @@ def _block(dim: int) -> int:
 
 
 def mamba3_siso_fwd_kernel(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Arguments of the op bumpgate::mamba3_siso_fwd: q, k (B,T,G,N), v, z (B,T,H,P) in one of fp32, fp16, bf16;
+    """Implement bumpgate::mamba3_siso_fwd: q, k (B,T,G,N), v, z (B,T,H,P) in one of fp32, fp16, bf16;
     P and N up to 128; the others in any of these, doc_ids (B,T) int32
-    -> y (B,T,H,P) in v.dtype; theta (B,H,R), h (B,H,P,N), k_prev (B,H,N), v_prev (B,H,P) fp32. A chunk_size above
-    64 (16 in fp32) is taken as that. Raises ValueError on a larger P or N."""
+    -> y (B,T,H,P) in v.dtype; theta (B,H,R), h (B,H,P,N), k_prev (B,H,N), v_prev (B,H,P) fp32. chunk_size is
+    clamped to 64 (16 in fp32). Raises ValueError on a larger P or N."""
     call = _Call(*inputs, keep_turns=False)
     B, H = call.v.shape[0], call.v.shape[2]
     y, h_final, v_final = call.v.new_empty(call.v.shape), *(call.fp32(*t.shape) for t in call.given[1::2])
@@ -163,7 +163,7 @@ def mamba3_siso_fwd_kernel(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 def mamba3_siso_bwd_kernel(*inputs: Any) -> list[Tensor]:
     """The forward's arguments, then the gradients of its five results -> gradients of the floating-point inputs,
-    in their order, shapes and dtypes. Errors as the forward's."""
+    in their order, shapes and dtypes. Errors as in the forward."""
     *inputs, dy, dtheta_final, dh_final, dk_final, dv_final = inputs
     call = _Call(*inputs, keep_turns=True)
     (B, T, H, P), N, R = call.v.shape, call.q.shape[3], call.angles.shape[3]
@@ -214,7 +214,7 @@ def mamba3_siso_bwd_kernel(*inputs: Any) -> list[Tensor]:
 
 
 def _sum_heads(call: _Call, dheads: Tensor, bias_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gradient of the turned queries or keys (B,H,T,N) -> of the shared q or k (B,T,G,N), and of its bias (H,N)."""
+    """Gradient of rotated queries or keys (B,H,T,N) -> gradients of q or k (B,T,G,N) and of its bias (H,N)."""
     (B, H, T, N), G, R = dheads.shape, call.q.shape[2], call.angles.shape[3]
     blocks = triton.cdiv(T, SUMMED_TOKENS)
     part, parts = _parts(H // G, B * G * blocks)
@@ -228,6 +228,6 @@ def _sum_heads(call: _Call, dheads: Tensor, bias_dtype: torch.dtype) -> tuple[Te
 
 
 def _parts(heads: int, programs: int) -> tuple[int, int]:
-    """Heads a program takes of a group, and programs a group: with few groups and chunks SMs would lie idle."""
+    """Heads per program, and programs per group: with few groups and chunks, SMs would otherwise be idle."""
     part = triton.cdiv(heads, max(1, min(heads, ENOUGH_PROGRAMS // programs)))
     return part, triton.cdiv(heads, part)

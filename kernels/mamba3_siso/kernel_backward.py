@@ -1,9 +1,9 @@
-"""Triton kernels of the mamba3_siso backward, in the order in which they run. The tile functions are the forward's.
+"""Triton kernels of the mamba3_siso backward, in the order in which they run. Tile functions: kernel_forward.py.
 
-Gradients of the state run through the chunks from the end; all else stands alone in its chunk. Even the angles
-do, though each turns all that follows it: to turn the tokens after a border together with the state that crosses
-it changes no y. So the sum of their angle gradients is what the final state receives, less
-wedge(state, its gradient) at the border. Nothing is summed along T, and no rounding error grows with it.
+Only the gradients of the state pass from chunk to chunk, from the end; all others are local to a chunk. This holds
+even for the angles, though each rotates all later tokens: rotating the tokens after a border together with the state
+that crosses it does not change y. The sum of their angle gradients is therefore the angle gradient of the final
+state minus wedge(state, its gradient) at the border. Nothing is summed along T, so rounding errors do not grow with T.
 
 B batch, T tokens, H heads, P head dim, N state dim, G groups, R rotation angles, C chunks, L places of a chunk.
 """
@@ -45,7 +45,7 @@ DECAY, DSCALE, DGAMMA = (tl.constexpr(i) for i in range(3))
 
 @triton.jit
 def wedge(x, dx):
-    """Gradient of the angles that turn the pairs of x, from x and its gradient, summed over the rows (M/2,)."""
+    """Gradient of the angles that rotate the pairs of x, from x and its gradient, summed over the rows (M/2,)."""
     even, odd = pairs_of(x.to(tl.float32))
     deven, dodd = pairs_of(dx.to(tl.float32))
     return tl.sum(even * dodd - odd * deven, 0)
@@ -72,7 +72,7 @@ def state_kernel(
     H: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program per (head, row), along the chunks: entering (B,H,C,P,N) in v.dtype, the state before each."""
+    """One program per (head, row) loops over the chunks: entering (B,H,C,P,N) in v.dtype, the state before each."""
     head, b, i = tl.program_id(0), tl.program_id(1), tl.arange(0, L)
     row = b.to(tl.int64) * H + head
     state = initial_state(h_given, k_given, v_given, dt, trap, b, T, H, head, P, N, BLOCK_P, BLOCK_N)
@@ -102,11 +102,11 @@ def state_gradient_kernel(
     H: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program per (head, row), along the chunks from the last.
+    """One program per (head, row) loops over the chunks from the last to the first.
 
-    leaving (B,H,C,P,N) in v.dtype: gradient of the state after each chunk. carry (B,H,C,R): what the final state
-    receives as angle gradient, if the document at the end of a chunk is the last one; not written for the last
-    chunk. lifted (B,H,P): gradient of beta_0 v_prev.
+    leaving (B,H,C,P,N) in v.dtype: gradient of the state after each chunk. carry (B,H,C,R): the angle gradient of the
+    final state, if the document at the end of a chunk is the last one; not written for the last chunk.
+    lifted (B,H,P): gradient of beta_0 v_prev.
     """
     head, b, i = tl.program_id(0), tl.program_id(1), tl.arange(0, L)
     row = b.to(tl.int64) * H + head
@@ -144,9 +144,9 @@ def chunk_gradient_kernel(
     H: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program per (head, chunk, row): all products of a chunk, with the places of keys down, of queries across.
+    """One program per (head, chunk, row): all products of a chunk, with keys along the rows, queries along the columns.
 
-    dqueries and dkeys (B,H,T,N) in v.dtype, of the turned ones; dv; dz, which holds the gate's slope before;
+    dqueries and dkeys (B,H,T,N) in v.dtype, after rotation; dv; dz, whose buffer contains the gate's slope on entry;
     dD (B,C,H); sums; borders (B,H,C,R), wedge(state, its gradient) where a chunk begins. The gradient of a log
     decay is the sum over the pairs s < t <= i that it lies between: a product with a triangle of ones forms it.
     """
@@ -223,7 +223,7 @@ def head_sum_kernel(
     dheads, turns, dgroups, dbias, B, T, H: tl.constexpr, HEADS_A_GROUP: tl.constexpr, PART: tl.constexpr,
     N: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """PART heads of one group on BLOCK_T tokens: turns dqueries or dkeys (B,H,T,N) back and adds them up.
+    """PART heads of one group on BLOCK_T tokens: rotate dqueries or dkeys (B,H,T,N) back and sum them.
 
     dgroups (parts,B,T,G,N) and dbias (B,blocks,H,N) are partial sums.
     """
@@ -238,7 +238,7 @@ def head_sum_kernel(
     for h in range(part * PART, tl.minimum(part * PART + PART, HEADS_A_GROUP)):
         head = group * HEADS_A_GROUP + h
         at = (b.to(tl.int64) * H + head) * T + t0
-        # All loads stand before the first store: behind one they would wait for it.
+        # Issue all loads before the first store: after it they would wait for it.
         ticks = load_tile(turns + at * R, i, T - t0, R, R, BLOCK_R)
         turned = load_tile(dheads + at * N, i, T - t0, N, 2 * R, 2 * BLOCK_R).to(tl.float32)
         own_rest = load_tile(dheads + at * N + 2 * R, i, T - t0, N, REST, BLOCK_REST).to(tl.float32)
@@ -259,7 +259,7 @@ def head_sum_kernel(
 
 @triton.jit
 def wedges(x, dx, rows, count, N, R: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The same of each row, for the pairs that turn (L,BLOCK_R)."""
+    """As `wedge`, but per row, for the rotated pairs (L,BLOCK_R)."""
     even, odd = pairs_of(load_tile(x, rows, count, N, 2 * R, 2 * BLOCK_R).to(tl.float32))
     deven, dodd = pairs_of(load_tile(dx, rows, count, N, 2 * R, 2 * BLOCK_R).to(tl.float32))
     return even * dodd - odd * deven
@@ -272,9 +272,9 @@ def token_gradient_kernel(
     H: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One program per (head, chunk, row), its places in reverse: a sum over the tokens from t on is then a scan.
+    """One program per (head, chunk, row), in reverse order, so that a sum over the tokens from t on is a scan.
 
-    An angle turns every later token of its document; scale_t = gamma_t + beta_{t+1}.
+    An angle rotates every later token of its document; scale_t = gamma_t + beta_{t+1}.
     """
     head, c, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = b.to(tl.int64) * H + head
@@ -285,7 +285,7 @@ def token_gradient_kernel(
     scalar, here = (token + place) * H + head, sums + chunk * (SUMS * L) + place
     start, closed = begins(doc_ids, b, t, T), begins(doc_ids, b, t + 1, T)
     last = tl.load(spans + (b * C + c) * 2 * L + L + place, mask=live, other=-1)
-    # All loads stand before the first store: behind one they would wait for it.
+    # Issue all loads before the first store: after it they would wait for it.
     turn = wedges(queries + at, dqueries + at, place, count, N, R, BLOCK_R)
     turn += wedges(keys + at, dkeys + at, place, count, N, R, BLOCK_R)
     angle = load_tile(angles + offset(angle_strides, b, t0, head), place, count, angle_strides[1], R, BLOCK_R)

@@ -1,4 +1,4 @@
-"""Triton kernels of the mamba3_siso forward, and the tile functions that the backward shares with them.
+"""Triton kernels of the mamba3_siso forward, and the tile functions shared with the backward.
 
 A chunk has L places and holds CHUNK <= L tokens; the other places are padding, which neither decays nor adds.
 
@@ -15,26 +15,26 @@ LOG2E = tl.constexpr(1.4426950408889634)
 TWO_TO_32 = tl.constexpr(4294967296.0)
 ROWS = tl.constexpr(6)  # of the coefficients (B,H,C,6,L), see `prepare_kernel`
 HIGH, LOW, GAMMA, SCALE, SINCE, UNTIL = (tl.constexpr(i) for i in range(6))
-BEFORE = tl.constexpr(64)  # blocks whose ticks are added up at a time
+BEFORE = tl.constexpr(64)  # blocks whose ticks are summed at a time
 
 
 @triton.jit
 def begins(doc_ids, b, t, T):
-    """Whether the document changes at token t. Token 0 continues whatever the given state holds."""
-    asked = (t > 0) & (t < T)
+    """Whether the document changes at token t. Token 0 continues the given state."""
+    inner = (t > 0) & (t < T)
     at = doc_ids + b.to(tl.int64) * T + t
-    return tl.load(at, mask=asked, other=0) != tl.load(at - 1, mask=asked, other=0)
+    return tl.load(at, mask=inner, other=0) != tl.load(at - 1, mask=inner, other=0)
 
 
 @triton.jit
 def offset(strides, b, t, h):
-    """Where (b, t, h) lies in a (B,T,H,...) tensor."""
+    """Offset of (b, t, h) in a (B,T,H,...) tensor."""
     return tl.cast(b, tl.int64) * strides[0] + tl.cast(t, tl.int64) * strides[1] + h * strides[2]
 
 
 @triton.jit
 def seen(rows, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Which of a tile's elements a matrix of `count` rows and WIDTH columns has."""
+    """Mask of the tile elements that exist in a matrix of `count` rows and WIDTH columns."""
     inside = (rows[:, None] >= 0) & (rows[:, None] < count)
     if BLOCK > WIDTH:
         inside = inside & (tl.arange(0, BLOCK)[None, :] < WIDTH)
@@ -43,7 +43,7 @@ def seen(rows, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_tile(base, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A (rows,BLOCK) tile of such a matrix; zeros outside."""
+    """Load a (rows,BLOCK) tile of such a matrix; zeros outside."""
     at = base + rows[:, None] * stride + tl.arange(0, BLOCK)[None, :]
     return tl.load(at, mask=seen(rows, count, WIDTH, BLOCK), other=0.0)
 
@@ -56,7 +56,7 @@ def store_tile(base, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def load_row(base, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """(BLOCK,) fp32, zeros from WIDTH on."""
+    """Load (BLOCK,) in fp32, zeros from WIDTH on."""
     i = tl.arange(0, BLOCK)
     return tl.load(base + i, mask=i < WIDTH, other=0.0).to(tl.float32)
 
@@ -73,13 +73,13 @@ def store_state(base, P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, B
 
 @triton.jit
 def dot(a, b, total=None):
-    """fp32 operands keep all their bits; 16-bit operands go to the tensor cores."""
+    """Matrix product: IEEE fp32 for fp32 operands; 16-bit operands use the tensor cores."""
     return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit
 def pairs_of(x):
-    """(L,M) -> its even and its odd columns (L,M/2)."""
+    """Split (L,M) into its even and odd columns (L,M/2)."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
@@ -100,14 +100,14 @@ def cos_sin(ticks):
     half_sin = turns * (3.141592502593994 + s * (-5.167707920074463 + s * c))
     c = -1.3352121114730835 + s * (0.23493756353855133 - s * 0.024396715685725212)
     half_cos = 1.0 + s * (-4.934802055358887 + s * (4.058709144592285 + s * c))
-    # Each form of the cosine doubles an error; take the one whose error is small.
+    # Both formulas of the cosine double an error; use the one whose error is small.
     cos = tl.where(s > 0.0625, 2 * half_cos * half_cos - 1, 1 - 2 * half_sin * half_sin)
     return cos, 2 * half_sin * half_cos
 
 
 @triton.jit
 def sigmoid(x, EXACT: tl.constexpr):
-    """A division is eight instructions, a squared reciprocal root two, and off by 2.5e-7."""
+    """sigmoid(x). A division takes 8 instructions, a squared rsqrt 2, with an error of 2.5e-7."""
     if EXACT:
         return 1 / (1 + tl.exp(-x))
     root = tl.rsqrt(1 + tl.exp2(x * -LOG2E))
@@ -116,7 +116,7 @@ def sigmoid(x, EXACT: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """The quotient cancels for small x: there a minimax polynomial, off by 1e-7 relatively."""
+    """tanh(x). For small x, where the quotient cancels, a minimax polynomial (relative error 1e-7)."""
     e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     large = (1 - e) / (1 + e)
     s = x * x
@@ -127,21 +127,21 @@ def tanh(x):
 
 @triton.jit
 def to_ticks(turns):
-    """Turns -> units of 2^-32 turns, modulo a whole turn, int32."""
+    """Convert turns to ticks: units of 2^-32 turns, modulo a whole turn, int32."""
     return tl.floor(turns * TWO_TO_32 + 0.5).to(tl.int64).to(tl.int32)
 
 
 @triton.jit
 def restart(begun, total, begins_here, value):
-    """Scan operator on (flag, sum): a running sum that starts anew wherever the flag is set."""
+    """Scan operator on (flag, sum): a running sum that restarts where the flag is set."""
     return begun | begins_here, tl.where(begins_here != 0, value, total + value)
 
 
 @triton.jit
 def decay_between(coefficients, L: tl.constexpr, EXACT: tl.constexpr, LATER: tl.constexpr):
-    """Decay from after one place to a later one (L,L), the later ones along axis LATER; elsewhere anything.
+    """Decay from after one place to a later one (L,L), the later ones along axis LATER; other entries are undefined.
 
-    The low part is beyond what 16-bit operands can show.
+    The low part is below the precision of 16-bit operands, so it is used only if EXACT.
     """
     i = tl.arange(0, L)
     high = tl.load(coefficients + HIGH * L + i)
@@ -164,7 +164,7 @@ def initial_state(
     h_given, k_given, v_given, dt, trap, b, T, H, head,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What enters the first chunk: h and the weighted v_prev k_prev^T."""
+    """State that enters the first chunk: h plus the weighted v_prev k_prev^T."""
     row = b.to(tl.int64) * H + head
     key, value = load_row(k_given + row * N, N, BLOCK_N), load_row(v_given + row * P, P, BLOCK_P)
     given = load_state(h_given + row * P * N, P, N, BLOCK_P, BLOCK_N).to(tl.float32)
@@ -182,27 +182,27 @@ def prepare_kernel(
     of two fp32; gamma = lam dt; scale = gamma + beta of the next token; decay of the state that enters the
     chunk up to and including a place, 0 once a document has begun; decay from after a place to the end of the
     chunk, 0 if a document begins in between. spans (B,C,2,L): the places of the chunk at which the document of a
-    place begins (-1: before the chunk) and ends. A decay is a difference of running sums. Summed in fp64,
-    restarted with each document and kept in two parts, it is as exact as a sum of its own terms, and no bit of
-    it hangs on another document. WIDE is the dtype of the weights, fp64 for fp32 operands.
+    place begins (-1: before the chunk) and ends. A decay is a difference of running sums. These are summed in fp64,
+    restarted with each document and stored in two parts, so a decay is as exact as a sum of its own terms and
+    independent of other documents. WIDE is the dtype of the weights, fp64 for fp32 operands.
     """
     c, b = tl.program_id(1), tl.program_id(2)
     i, h = tl.arange(0, L), tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     t = c * CHUNK + i
     live = (i < CHUNK) & (t < T)
     start = live & begins(doc_ids, b, t, T)
-    wanted = live[:, None] & (h < H)[None, :]
-    followed = wanted & ((t < T - 1) & (begins(doc_ids, b, t + 1, T) == 0))[:, None]
+    valid = live[:, None] & (h < H)[None, :]
+    followed = valid & ((t < T - 1) & (begins(doc_ids, b, t + 1, T) == 0))[:, None]
     at = (b.to(tl.int64) * T + t[:, None]) * H + h[None, :]
     # A decay of 2^-256 is zero in fp32: clamping there changes nothing, and keeps -inf out of the sums.
-    decay = tl.load(adt + at, mask=wanted, other=0.0).to(tl.float64) * LOG2E
+    decay = tl.load(adt + at, mask=valid, other=0.0).to(tl.float64) * LOG2E
     decay = tl.where(decay > -256.0, decay, -256.0)
-    lam = 1 / (1 + tl.exp(-tl.load(trap + at, mask=wanted, other=0.0).to(WIDE)))
-    gamma = tl.load(dt + at, mask=wanted, other=0.0).to(WIDE) * lam
+    lam = 1 / (1 + tl.exp(-tl.load(trap + at, mask=valid, other=0.0).to(WIDE)))
+    gamma = tl.load(dt + at, mask=valid, other=0.0).to(WIDE) * lam
     lam_opposite = 1 / (1 + tl.exp(tl.load(trap + at + H, mask=followed, other=0.0).to(WIDE)))
     scale = gamma + tl.load(dt + at + H, mask=followed, other=0.0).to(WIDE) * lam_opposite
 
-    _, total = tl.associative_scan(((start[:, None] & wanted).to(tl.int32), decay), 0, restart)
+    _, total = tl.associative_scan(((start[:, None] & valid).to(tl.int32), decay), 0, restart)
     high = total.to(tl.float32)
     whole = tl.sum(tl.where((i == L - 1)[:, None], total, 0.0), 0)
     untouched, last_start = i < tl.min(tl.where(start, i, L)), tl.max(tl.where(start, i, -1))
@@ -228,7 +228,7 @@ def prepare_kernel(
 def token_ticks(
     angles, strides, dt, b, t0, T, head, H, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr
 ):  # fmt: skip
-    """By how much each token of a block turns (BLOCK_T,BLOCK_R): tanh(angle) dt / 2 turns."""
+    """Rotation of each token of a block in ticks (BLOCK_T,BLOCK_R): tanh(angle) dt / 2 turns."""
     i = tl.arange(0, BLOCK_T)
     rate = tl.load(dt + (b.to(tl.int64) * T + t0 + i) * H + head, mask=t0 + i < T, other=0.0).to(tl.float32)
     x = load_tile(angles + offset(strides, b, t0, head), i, T - t0, strides[1], R, BLOCK_R)
@@ -240,11 +240,11 @@ def turn_sum_kernel(
     angles, angle_strides, dt, doc_ids, theta, block_turns, block_starts, T,
     H: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """One program per (head, block of BLOCK_T tokens, row): by how much a block turns what comes after it.
+    """One program per (head, block of BLOCK_T tokens, row): the rotation that a block adds to later tokens.
 
-    block_turns (B,H,1+blocks,R): the given theta, then of each block the ticks since the last start of a document
-    in it; block_starts (B,1+blocks): whether there is one. Angles are summed as 32-bit fixed point, in which a
-    whole turn wraps around of itself: exact, in any order.
+    block_turns (B,H,1+blocks,R): the given theta, then for each block the ticks since the last document start
+    in it; block_starts (B,1+blocks): whether there is one. Angles are summed as 32-bit fixed point, where a
+    whole turn wraps around: exact, in any order.
     """
     head, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, r, t0 = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R), block * BLOCK_T
@@ -263,7 +263,7 @@ def turn_sum_kernel(
 
 @triton.jit
 def entering_ticks(block_turns, block_starts, row, b, block, entries, R: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The angle with which a block begins: the ticks of the blocks since the last start, or since the given theta."""
+    """Angle at the start of a block: the ticks of the blocks since the last start, or since the given theta."""
     ticks = tl.zeros((BLOCK_R,), tl.int32)
     for begin in range(0, block + 1, BEFORE):
         j = begin + tl.arange(0, BEFORE)
@@ -277,7 +277,7 @@ def entering_ticks(block_turns, block_starts, row, b, block, entries, R: tl.cons
 
 @triton.jit
 def turned_tile(base, bias, rows, count, stride, cos, sin, R: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The columns of q or k that turn, biased and turned, fp32 (BLOCK_T,2 BLOCK_R)."""
+    """The rotated columns of q or k, after bias and rotation, fp32 (BLOCK_T,2 BLOCK_R)."""
     biases = load_row(bias, 2 * R, 2 * BLOCK_R)[None, :]
     even, odd = pairs_of(load_tile(base, rows, count, stride, 2 * R, 2 * BLOCK_R).to(tl.float32) + biases)
     return from_pairs(even * cos - odd * sin, even * sin + odd * cos)
@@ -290,10 +290,10 @@ def turn_kernel(
     H: tl.constexpr, HEADS_A_GROUP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, KEEP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """One program per (head, block of BLOCK_T tokens, row): queries and keys (B,H,T,N), biased and turned.
+    """One program per (head, block of BLOCK_T tokens, row): queries and keys (B,H,T,N) after bias and rotation.
 
     With KEEP also turns (B,H,T,R) int32, the running angle of each token in ticks. The program of the last block
-    writes theta_final and, of unrounded numbers, k_final.
+    writes theta_final and, from unrounded values, k_final.
     """
     head, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, blocks, group = b.to(tl.int64) * H + head, tl.num_programs(1), head // HEADS_A_GROUP
@@ -328,12 +328,12 @@ def turn_kernel(
     store_tile(keys + first * N + 2 * R, i, T - t0, N, REST, BLOCK_REST, rest_of_key)
 
     if block == blocks - 1:
-        last = tl.where(t0 + i == T - 1, 0, -1)  # the row of k_final in which a token goes, if at all
+        last = tl.where(t0 + i == T - 1, 0, -1)  # row of k_final for a token, -1 for none
         store_tile(k_final + row * N, last, 1, N, 2 * R, 2 * BLOCK_R, key)
         store_tile(k_final + row * N + 2 * R, last, 1, N, REST, BLOCK_REST, rest_of_key)
         exact = tl.sum(tl.where((t0 + i == T - 1)[:, None], total, 0), 0).to(tl.float64) / TWO_TO_32
         radians = ((exact - tl.floor(exact)) * TAU).to(tl.float32)
-        # fp32 has no 2 pi: what rounds to its neighbour above is a whole turn, and that is 0.
+        # 2 pi is not exact in fp32: an angle that rounds up to the value above it is a whole turn, that is 0.
         radians = tl.where(radians < 6.2831852, radians, 0.0)
         r = tl.arange(0, BLOCK_R)
         tl.store(theta_final + row * R + r, radians, mask=r < R)
@@ -345,10 +345,10 @@ def scan_kernel(
     y, h_final, v_final, T, C, H: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program per (head, row) walks the chunks with the state in fp32 registers.
+    """One program per (head, row) loops over the chunks with the state in fp32 registers.
 
-    A chunk is four products: scores, what the state gives, what the chunk gives, and the new state. A token weighs
-    gamma for itself and scale for those after it; no weight is taken off again.
+    A chunk takes four products: scores, the outputs from the state and from the chunk, and the new state. The weight
+    of a token is gamma for itself and scale for later ones; no weight is subtracted again.
     """
     head, b, i = tl.program_id(0), tl.program_id(1), tl.arange(0, L)
     row = b.to(tl.int64) * H + head

@@ -1,4 +1,4 @@
-"""mamba3_siso as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, plain elsewhere.
+"""mamba3_siso as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, eager elsewhere.
 
 B batch, T tokens, H heads, P head dim, N state dim, G groups, R rotation angles.
 """
@@ -27,7 +27,7 @@ from kernels.op_support import (
 
 
 def _plain_fwd(*inputs) -> tuple[Tensor, ...]:
-    """The reference as the op's body: on the CPU, and for fp64, the oracle's dtype, anywhere."""
+    """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
     *inputs, theta, h, k_prev, v_prev, chunk_size = inputs
     with full_precision(inputs[2]):
         y, state = mamba3_siso_reference(*inputs, Mamba3State(theta, h, k_prev, v_prev), chunk_size)
@@ -35,7 +35,7 @@ def _plain_fwd(*inputs) -> tuple[Tensor, ...]:
 
 
 def _plain_bwd(*inputs) -> list[Tensor]:
-    """Its gradients, likewise."""
+    """Run the reference backward, under the same conditions."""
     *inputs, theta, h, k_prev, v_prev, chunk_size, dy, dtheta, dh, dk_prev, dv_prev = inputs
     state, dstate = Mamba3State(theta, h, k_prev, v_prev), Mamba3State(dtheta, dh, dk_prev, dv_prev)
     with full_precision(inputs[2]):
@@ -128,8 +128,8 @@ def _check(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids, state,
         "doc_ids": (doc_ids, (B, T)),
     }
     if state is not None:
-        wanted = {"theta": (B, H, R), "h": (B, H, P, N), "k_prev": (B, H, N), "v_prev": (B, H, P)}
-        shapes |= {f"state.{name}": (t, shape) for t, (name, shape) in zip(state, wanted.items())}
+        expected = {"theta": (B, H, R), "h": (B, H, P, N), "k_prev": (B, H, N), "v_prev": (B, H, P)}
+        shapes |= {f"state.{name}": (t, shape) for t, (name, shape) in zip(state, expected.items())}
     check_shapes("mamba3_siso", shapes)
     check_floating("mamba3_siso", {name: tensor for name, (tensor, _) in shapes.items() if name != "doc_ids"})
     if not q.dtype == k.dtype == v.dtype == z.dtype:
@@ -145,16 +145,16 @@ def mamba3_siso(
     angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor, state: Mamba3State | None = None,
     chunk_size: int = 64, impl: str = "op",
 ) -> tuple[Tensor, Mamba3State]:  # fmt: skip
-    """The Mamba-3 SISO scan with bias, rotation, skip and gate; the maths stand in reference.py.
+    """The Mamba-3 SISO scan with bias, rotation, skip and gate; for the maths see reference.py.
 
     q, k (B,T,G,N) normalised, v, z (B,T,H,P) in one float dtype. In any float dtype: adt (B,T,H) = A dt,
     negative; dt (B,T,H) after softplus; trap (B,T,H) before the sigmoid; q_bias, k_bias (H,N); angles
     (B,T,H,R) before the tanh, 2R <= N; D (H,); state, or None for zeros. doc_ids (B,T) int32: the state is
     zeroed where the id changes from one token to the next. `chunk_size` (tokens) changes speed and rounding,
-    not the function. impl "op" is opaque to the compiler, "reference" is traced through,
-    "upstream" is the peer of upstream.py.
+    not the function. impl "op" is opaque to the compiler, "reference" is traced,
+    "upstream" is the upstream implementation.
     -> y (B,T,H,P) in v.dtype, final state (theta in radians) in fp32 (fp64 for fp64 v).
-    Raises ValueError on a wrong shape, dtype, chunk size or impl, ImportError on an absent peer.
+    Raises ValueError on a wrong shape, dtype, chunk size or impl, ImportError if a package is missing.
     Source: Mamba-3 (arXiv 2603.15569).
     """
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)

@@ -8,7 +8,7 @@ first R adjacent pairs of state dims of (q + q_bias) and (k + k_bias) rotated by
 
 At the first token of a document h, theta and the v_{t-1} k_{t-1}^T term all start from zero; a given state
 belongs to the first document of its row. The derivative of "mod 2 pi" is taken as 1: the angle enters only
-through its sine and cosine, which do not see the jump.
+through its sine and cosine, which are unaffected by the jump.
 
 B batch, T tokens, H heads, P head dim, N state dim, G groups (head i reads group i // (H/G)),
 R rotation angles (2R <= N), L chunk length, C chunks.
@@ -28,7 +28,7 @@ TAU = 2 * math.pi
 
 
 class Mamba3State(NamedTuple):
-    """What one token leaves for the next; computed in fp32 (fp64 for fp64 inputs)."""
+    """State carried from one token to the next; computed in fp32 (fp64 for fp64 inputs)."""
 
     theta: Tensor  # (B,H,R) accumulated angle, radians in [0, 2 pi)
     h: Tensor  # (B,H,P,N)
@@ -40,7 +40,7 @@ def mamba3_siso_step(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     angles: Tensor, D: Tensor, z: Tensor, state: Mamba3State,
 ) -> tuple[Tensor, Mamba3State]:  # fmt: skip
-    """One token: the definition, and the decode path.
+    """Compute one token: the definition, and the decode path.
 
     q and k (B,G,N), v and z (B,H,P), adt, dt and trap (B,H), biases (H,N), angles (B,H,R), D (H,)
     -> y (B,H,P) in v.dtype, new state. The caller zeroes the state where a new document begins.
@@ -66,7 +66,7 @@ def mamba3_siso_recurrent(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor, state: Mamba3State | None = None,
 ) -> tuple[Tensor, Mamba3State]:  # fmt: skip
-    """The step, token after token; arguments and results of `mamba3_siso_reference`."""
+    """Apply the step token by token; arguments and results as for `mamba3_siso_reference`."""
     keep = ~_document_starts(doc_ids)
     state = zero_state(v, q, angles) if state is None else state
     outputs = []
@@ -105,7 +105,7 @@ def mamba3_siso_backward_reference(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, theta, h, k_prev, v_prev).
 
-    dy (B,T,H,P) and dstate are the gradients of the two results. Only the inputs are kept from the forward.
+    dy (B,T,H,P) and dstate are the gradients of the two results. Only the inputs are saved by the forward.
     """
     T, G = v.shape[1], q.shape[2]
     c = _coefficients(q, k, v, adt, dt, trap, q_bias, k_bias, angles, doc_ids, state.theta)
@@ -138,7 +138,7 @@ def mamba3_siso_backward_reference(
     dk_prev = first * (g.initial.mT @ v_prev.unsqueeze(-1)).squeeze(-1)
     dtrap = (dgamma - dbeta) * c.dt * c.lam * (1 - c.lam)
 
-    # query and key turn with theta, a running sum of pi tanh(angle) dt within a document
+    # query and key are rotated by theta, a running sum of pi tanh(angle) dt within a document
     R = angles.shape[3]
     dtheta = _angle_gradient(c.query, dquery, R) + _angle_gradient(c.key, dkey, R)
     dtheta[:, -1] += dtheta_final
@@ -161,10 +161,10 @@ class _Coefficients(NamedTuple):
     """Per-token quantities, (B,T,H,...) in the accumulation dtype."""
 
     starts: Tensor  # (B,T,1) bool: a document begins here, and the carried state ends
-    segment: Tensor  # (B,T) documents begun so far in the row
+    segment: Tensor  # (B,T) number of documents begun so far in the row
     dt: Tensor
     lam: Tensor  # sigmoid(trap)
-    beta: Tensor  # (1 - lam) dt: weight of the token before
+    beta: Tensor  # (1 - lam) dt: weight of the previous token
     gamma: Tensor  # lam dt: weight of the token itself
     scale: Tensor  # gamma_t + beta_{t+1}: weight of token t for every later token of its document
     tanh: Tensor  # (B,T,H,R)
@@ -187,7 +187,7 @@ def _coefficients(
     value, dt, lam, tanh = v.to(acc), dt.to(acc), torch.sigmoid(trap.to(acc)), torch.tanh(angles.to(acc))
     beta, gamma = (1 - lam) * dt, lam * dt
     scale = gamma + F.pad(beta.masked_fill(starts, 0)[:, 1:], (0, 0, 0, 1))
-    # In turns, not radians: taking whole turns off is then exact, and no error of a rounded 2 pi adds up.
+    # In turns, not radians: removing whole turns is then exact, and no error of a rounded 2 pi accumulates.
     turns = _segment_sums(tanh * dt.unsqueeze(-1) / 2, segment, wrap=True)
     turns = turns + theta.to(acc).unsqueeze(1) / TAU * (segment == 0)[..., None, None]
     theta = TAU * (turns - torch.round(turns))
@@ -200,7 +200,7 @@ def _coefficients(
 
 
 class _Chunked(NamedTuple):
-    """What the scan itself works on, cut into chunks."""
+    """Operands of the scan, split into chunks."""
 
     length: int  # L
     query: Tensor  # (B,H,C,L,N)
@@ -211,7 +211,7 @@ class _Chunked(NamedTuple):
     inside: Tensor  # (B,H,C,L,L) decay from after token s to token t; 0 for s > t and across documents
     since: Tensor  # (B,H,C,L) decay of the state that enters the chunk, up to and including token t
     scores: Tensor  # (B,H,C,L,L) query_t . key_s
-    initial: Tensor  # (B,H,P,N) given h, with the given v_prev k_prev^T already in it
+    initial: Tensor  # (B,H,P,N) given h, including the given v_prev k_prev^T
 
 
 def _chunked(c: _Coefficients, adt: Tensor, state: Mamba3State, chunk_size: int) -> _Chunked:
@@ -227,8 +227,8 @@ def _chunked(c: _Coefficients, adt: Tensor, state: Mamba3State, chunk_size: int)
 def _scan(s: _Chunked, entering: Tensor, T: int) -> Tensor:
     """h_t q_t for each token (B,T,H,P).
 
-    A token weighs gamma for itself and scale for those after it. Both weights are applied where they belong:
-    taking beta off the diagonal again would cancel, and cost all digits where lam is small.
+    The weight of a token is gamma for itself and scale for later ones. Each is applied separately: subtracting beta
+    on the diagonal would cancel, and lose all digits if lam is small.
     """
     itself = s.gamma * s.scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * s.value
     earlier = (s.scores * s.inside).tril(-1) @ s.weighted
@@ -238,7 +238,7 @@ def _scan(s: _Chunked, entering: Tensor, T: int) -> Tensor:
 def _carry(s: _Chunked) -> tuple[Tensor, Tensor]:
     """The state that enters each chunk (B,H,C,P,N), and h after the last token (B,H,P,N).
 
-    An entering state already holds the beta of the chunk's first token; nothing follows the last token.
+    An entering state already includes the beta of the chunk's first token; nothing follows the last token.
     """
     added = (s.inside[..., -1, :].unsqueeze(-1) * s.weighted).mT @ s.key
     state, entering = s.initial, []
@@ -301,8 +301,8 @@ def _decays(log_decay: Tensor, L: int) -> tuple[Tensor, Tensor]:
     """(B,T,H) log decay a, -inf where a document begins -> `inside` and `since` of `_Chunked`.
 
     Each entry sums its own tokens a_{s+1} + ... + a_t: a difference of two running sums would cancel, and one
-    document's values would round another's. No sum meets +inf and every exponential is at most 1, so nothing
-    can turn into NaN, in the forward or in its gradient.
+    document would affect another's rounding. No sum reaches +inf and every exponential is at most 1, so nothing
+    can become NaN, in the forward or in its gradient.
     """
     a = _chunks(log_decay, L)
     summed = a.unsqueeze(-1).expand(*a.shape, L).tril(-1).cumsum(-2)
@@ -311,15 +311,15 @@ def _decays(log_decay: Tensor, L: int) -> tuple[Tensor, Tensor]:
 
 def _log_decay_gradient(dlog_inside: Tensor, dlog_since: Tensor) -> Tensor:
     """Gradient of the log decay a (B,H,C,L): a_t is in each pair s < t <= i, and in `since` from t on."""
-    crossing = dlog_inside.cumsum(-1).tril(-1).sum(-2)  # at s: every pair that starts by s and ends after s
+    crossing = dlog_inside.cumsum(-1).tril(-1).sum(-2)  # at s: all pairs that start at <= s and end after s
     return F.pad(crossing[..., :-1], (1, 0)) + dlog_since.flip(-1).cumsum(-1).flip(-1)
 
 
 def _segment_sums(x: Tensor, segment: Tensor, wrap: bool = False) -> Tensor:
-    """Running sums of x (B,T,H,R) over tokens, anew from each segment id (B,T); modulo 1 if `wrap`.
+    """Running sums of x (B,T,H,R) over tokens, restarting at each segment id (B,T); modulo 1 if `wrap`.
 
     By doubling: after step i each token holds the sum of its last 2^i tokens. No sum crosses a segment, so a
-    document's angles are the same bits wherever it lies in a row; wrapping at each step keeps them small.
+    document's angles have the same bits at any position in a row; wrapping at each step keeps them small.
     """
     reach = 1
     while reach < x.shape[1]:
@@ -331,7 +331,7 @@ def _segment_sums(x: Tensor, segment: Tensor, wrap: bool = False) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the first R adjacent pairs of x (...,H,N) by the angles (...,H,R); the rest passes."""
+    """Rotate the first R adjacent pairs of x (...,H,N) by the angles (...,H,R); leave the rest unchanged."""
     R = cos.shape[-1]
     even, odd = x[..., : 2 * R : 2], x[..., 1 : 2 * R : 2]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
@@ -350,7 +350,7 @@ def _per_head(x: Tensor, H: int, dim: int) -> Tensor:
 
 
 def _document_starts(doc_ids: Tensor) -> Tensor:
-    """(B,T) bool: the document changes at this token. Token 0 continues whatever the given state holds."""
+    """(B,T) bool: the document changes at this token. Token 0 continues the given state."""
     return F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0))
 
 

@@ -1,4 +1,4 @@
-"""The peer of mamba3_siso: mamba-ssm's Triton kernels, behind our signature."""
+"""Upstream mamba3_siso: mamba-ssm's Triton kernels, with the signature of our op."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ INSTALL = "pip install --no-build-isolation mamba-ssm==2.3.2.post1"
 
 
 def load() -> Any:
-    """The peer's module. Raises ImportError with the install line."""
+    """Import the upstream module. Raises ImportError with the install command."""
     return peer("mamba3_siso", "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined", INSTALL)
 
 
@@ -23,8 +23,8 @@ def mamba3_siso_upstream(
 ) -> tuple[Tensor, Mamba3State]:  # fmt: skip
     """Arguments and results of `mamba3_siso`, on CUDA; computed in bf16 whatever the inputs.
 
-    Rows that hold several documents go as one varlen sequence, which a given state cannot precede. Reads doc_ids
-    on the host. Raises ImportError where mamba-ssm is absent, ValueError on documents together with a state.
+    Rows with several documents are passed as one varlen sequence, which accepts no initial state. Reads doc_ids
+    on the host. Raises ImportError if mamba-ssm is not installed, ValueError on documents together with a state.
     """
     package = load()
     B, T = doc_ids.shape
@@ -46,7 +46,7 @@ def mamba3_siso_upstream(
         chunk_size=chunk_size, return_final_states=True, cu_seqlens=borders,
     )  # fmt: skip
     if packed:
-        # A state a document; a row's final one is that of its last document.
+        # One state per document; the final state of a row is that of its last document.
         last = starts.sum(1).cumsum(0) - 1
         y, final = y.reshape(B, T, *y.shape[2:]), [t[last] for t in final]
     return y, Mamba3State(*final)

@@ -1,20 +1,20 @@
-"""mla in Triton: online softmax forward, backward rebuilt from the logsumexp, blocks skipped by document.
+"""mla in Triton: online softmax forward, backward recomputed from the logsumexp, blocks skipped by document.
 
     up          [W_uk c, W_uv c] for all tokens and heads as one matrix product (cuBLAS) into kv (B,T,H,P+Pv), before
-                either direction and dropped after it. The rotated key r is read as it is, by every head.
-    forward     one program per (query block, head). What is written: out and lse.
+                either direction and freed after it. The rotated key r is shared by all heads and read directly.
+    forward     one program per (query block, head). Writes out and lse.
     rows        delta = sum_v dout * out, and the logsumexp in base 2, once per query row.
-    dK, dV      one program per (key block, head) walks the query blocks. [dK_nope, dV] goes to a twin of kv, the
-                heads' dr side by side.
+    dK, dV      one program per (key block, head) loops over the query blocks. [dK_nope, dV] has the layout of kv, dr
+                is written per head.
     dQ          one program per (query block, head).
-    down        dc and [dW_uk, dW_uv] are one matrix product each of that twin; dr is the sum over the heads.
+    down        dc and [dW_uk, dW_uv] are one matrix product each of [dK_nope, dV]; dr is summed over the heads.
 
-Why keys and values are formed before and not inside the walk: inside, each of the T/M query blocks would form them
-again, C (P+Pv) more multiply-adds an element of the block against M (P+R+Pv): 33 % more at C = P = R = Pv = 64 and
-M = 128, and a tile that goes from registers to shared memory before it can be an operand. Before, it costs one pass
-of 2 B T H (P+Pv) bytes over memory: 0.2 GB at B 4, T 4096, H 56. No atomics: bit-repeatable.
+Why keys and values are computed before the loop and not inside: inside, each of the T/M query blocks would recompute
+them, C (P+Pv) more multiply-adds per element of the block in addition to M (P+R+Pv): 33 % more at
+C = P = R = Pv = 64 and M = 128, and the tile must go through shared memory to become an operand. Before the loop, the
+cost is one pass of 2 B T H (P+Pv) bytes over memory: 0.2 GB at B 4, T 4096, H 56. No atomics: bitwise deterministic.
 
-Which blocks a program walks, and what u, a and b of a logit are, stands in kernel_tiles.py.
+kernel_tiles.py defines which blocks a program loops over, and u, a and b of a logit.
 
 B batch, T tokens, H heads, C latent dim, P, R and V head dims of q.k without and with position and of the values
 (WP, WR, WV: padded to 16), M query rows and N keys of a block.
@@ -43,7 +43,7 @@ def _forward_kernel(
     WP: tl.constexpr, WR: tl.constexpr, WV: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAP: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of M rows of one head. The last rows, whose causal walk is longest, are started first."""
+    """out and lse of M rows of one head. The last rows, which loop over the most keys, are started first."""
     batch, head = tl.program_id(0) // H, tl.program_id(0) % H
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     first_token = batch.to(tl.int64) * T
@@ -52,7 +52,7 @@ def _forward_kernel(
     row_ids = vector(ids + first_token, rows, T, EVEN)
     nope = load(q_nope + at * P, block * M, H * P, T, P, M, WP, EVEN)
     rope = load(q_rope + at * R, block * M, H * R, T, R, M, WR, EVEN)
-    largest = tl.full((M,), -1e30, tl.float32)  # finite: a row that has seen no key yet stays free of nan
+    largest = tl.full((M,), -1e30, tl.float32)  # finite: a row with no visible key yet must not give nan
     total, acc = tl.zeros((M,), tl.float32), tl.zeros((M, WV), tl.float32)
     span = spans + (batch * tl.num_programs(1) + block) * 4
     begin, before, full, masked = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
@@ -106,8 +106,8 @@ def _dkdv_kernel(
     WP: tl.constexpr, WR: tl.constexpr, WV: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAP: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """dK_nope, dr and dV of N keys of one head. Logits are held transposed, (N,M): P and dS then leave one product
-    where the next one reads them. Registers are scarce: each vector is loaded where it is used."""
+    """dK_nope, dr and dV of N keys of one head. Logits are kept transposed, (N,M): P and dS then leave one product
+    in the layout of the next one. Registers are scarce: each vector is loaded where it is used."""
     batch, head, block = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(1)
     first_token = batch.to(tl.int64) * T
     at, row_at = first_token * H + head, (batch.to(tl.int64) * H + head) * T
@@ -129,7 +129,7 @@ def _dkdv_kernel(
             do = load(dout + at * V, start, H * V, T, V, M, WV, FULL or EVEN)
             x = tl.dot(key, tl.trans(nope), input_precision="ieee")
             x = tl.dot(key_rope, tl.trans(rope), x, input_precision="ieee")
-            dp = tl.dot(value, tl.trans(do), input_precision="ieee")  # runs beside the exponentials
+            dp = tl.dot(value, tl.trans(do), input_precision="ieee")  # overlaps the exponentials
             u = capped(x * gain, CAP)
             x = u * a + vector(shift + row_at, rows, T, FULL or EVEN)[None, :]
             if not FULL:
@@ -154,7 +154,7 @@ def _dq_kernel(
     WP: tl.constexpr, WR: tl.constexpr, WV: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAP: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Both parts of dQ of M rows of one head, walking the key blocks as the forward does."""
+    """Both parts of dQ of M rows of one head, with the key-block loop of the forward."""
     batch, head = tl.program_id(0) // H, tl.program_id(0) % H
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     first_token = batch.to(tl.int64) * T
@@ -192,7 +192,7 @@ def _dq_kernel(
 
 
 def _tiles(P: int, R: int, V: int, dtype: torch.dtype) -> dict[str, tuple[int, int, int, int]]:
-    """(M, N, warps, stages) of each kernel. fp32 runs on the FMA units and is out of registers much sooner."""
+    """(M, N, warps, stages) of each kernel. fp32 runs on the FMA units and exhausts registers much sooner."""
     if dtype == torch.float32:
         return dict.fromkeys(("forward", "dkdv", "dq"), (16, 16, 4, 1))
     if max(P, R, V) <= 64:
@@ -201,7 +201,7 @@ def _tiles(P: int, R: int, V: int, dtype: torch.dtype) -> dict[str, tuple[int, i
 
 
 def _logit(scale: float, softcap: float, dtype: torch.dtype) -> tuple[str, float, float, float, float]:
-    """CAP, gain, a, b of kernel_tiles.py's table, and what turns the sums of the backward into gradients."""
+    """CAP, gain, a, b of kernel_tiles.py's table, and the factor that scales the backward sums to gradients."""
     if softcap == 0:
         return "none", 1.0, scale * LOG2E, 0.0, scale
     a = softcap * LOG2E
@@ -211,14 +211,14 @@ def _logit(scale: float, softcap: float, dtype: torch.dtype) -> tuple[str, float
 
 
 def _widths(P: int, R: int, V: int) -> dict[str, int]:
-    """The head dims, and the widths of their tiles: a matrix product is at least 16 wide."""
+    """Head dims and their tile widths: a matrix product is at least 16 wide."""
     if any(n & (n - 1) or not 1 <= n <= 128 for n in (P, R, V)):
         raise ValueError(f"mla: on CUDA the head dims must be powers of two up to 128, not {P}, {R} and {V}")
     return {"P": P, "R": R, "V": V, "WP": max(P, 16), "WR": max(R, 16), "WV": max(V, 16)}
 
 
 def _up(c_kv: Tensor, W_uk: Tensor, W_uv: Tensor) -> tuple[Tensor, Tensor]:
-    """W (H (P+V), C), the two matrices of a head one under the other, and kv = c W^T (B,T,H,P+V)."""
+    """Return W (H (P+V), C), the two matrices of each head stacked, and kv = c W^T (B,T,H,P+V)."""
     H = W_uk.shape[0]
     W = torch.cat((W_uk, W_uv), 1).flatten(0, 1)
     return W, (c_kv.flatten(0, 1) @ W.T).view(*c_kv.shape[:2], H, -1)
@@ -230,11 +230,11 @@ def mla_fwd_kernel(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q_nope (B,T,H,P), q_rope (B,T,H,R), c_kv (B,T,C), k_rope (B,T,R), W_uk (H,P,C), W_uv (H,V,C) in fp32, fp16 or
     bf16, doc_ids (B,T) int32 -> out (B,T,H,V) in that dtype, lse (B,H,T) fp32. Inputs that are not contiguous are
-    copied. Raises ValueError on P, R or V no power of two <= 128."""
+    copied. Raises ValueError unless P, R and V are powers of two <= 128."""
     B, T, H, P = q_nope.shape
     widths = _widths(P, q_rope.shape[-1], W_uv.shape[1])
     q_nope, q_rope, k_rope, doc_ids = (t.contiguous() for t in (q_nope, q_rope, k_rope, doc_ids))
-    with torch.autocast("cuda", enabled=False):  # it would take the product of fp32 inputs to bf16
+    with torch.autocast("cuda", enabled=False):  # autocast would run the product of fp32 inputs in bf16
         _, kv = _up(c_kv, W_uk, W_uv)
     M, N, warps, stages = _tiles(P, widths["R"], widths["V"], q_nope.dtype)["forward"]
     CAP, gain, a, b, _ = _logit(scale, softcap, q_nope.dtype)
@@ -252,7 +252,7 @@ def mla_bwd_kernel(
     q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, W_uk: Tensor, W_uv: Tensor, doc_ids: Tensor,
     out: Tensor, lse: Tensor, dout: Tensor, scale: float, softcap: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the six floating-point inputs in their shapes and dtype. Arguments and errors as the forward's."""
+    """Gradients of the six floating-point inputs in their shapes and dtype. Arguments and errors as in the forward."""
     B, T, H, P = q_nope.shape
     widths = _widths(P, q_rope.shape[-1], W_uv.shape[1])
     q_nope, q_rope, c_kv, k_rope, doc_ids, out, lse, dout = (

@@ -1,17 +1,17 @@
-"""What the kernels of mla share: tiles in and out, the softcap, the mask, and which blocks a program walks.
+"""Functions shared by the kernels of mla: tile loads and stores, the softcap, the mask, and the block loops.
 
-Which blocks a program walks is found beforehand by `_span_kernel`: one run of blocks that need no element mask (one
+`_span_kernel` first finds which blocks a program loops over: one run of blocks that need no element mask (one
 document, below the diagonal) and the ones on both sides of it that do. Documents need not be sorted.
 
-A logit is kept as its base-2 form u * a + b, where u is what the softcap c leaves of x = gain * q.k:
+A logit is kept as its base-2 form u * a + b, where u is x = gain * q.k after the softcap c:
 
     CAP       u                                               ds/dx ~       a               b
     "none"    x                                               1             scale log2e     0
     "exact"   tanh(x), x = s/c                                1 - u^2       c log2e         0
     "fast"    1/(1 + 2^x) = (1 - tanh(s/c))/2                 u - u^2       -2 c log2e      c log2e
 
-"fast" is off by 1e-7 c absolutely where "exact" is off relatively: for c <= 64 nothing beside the rounding of P to
-bf16 or fp16, but too much for fp32.
+"fast" has an absolute error of 1e-7 c, "exact" a relative one: for c <= 64 negligible next to the rounding of P to
+bf16 or fp16, but too large for fp32.
 
 T tokens, M query rows and N keys of a block. Source: softcap (Gemma 2, 2024).
 """
@@ -25,10 +25,10 @@ from torch import Tensor
 
 @triton.jit
 def load(x, start, stride, T, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Rows start.. of a (T,P) matrix as a (ROWS,WIDTH) tile, zero outside. EVEN: all rows are known to exist."""
+    """Load rows start.. of a (T,P) matrix as a (ROWS,WIDTH) tile, zero outside. EVEN: all rows are in range."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
-    # 64 bits throughout, the fixed part last: so the compiler keeps few address registers.
+    # 64-bit offsets throughout, constant part last: the compiler then keeps fewer address registers.
     at = x + (start.to(tl.int64) * stride + column.to(tl.int64)) + row.to(tl.int64) * stride
     if EVEN and P == WIDTH:
         return tl.load(at)
@@ -53,13 +53,13 @@ def vector(base, rows, T, EVEN: tl.constexpr):
 
 @triton.jit
 def capped(x, CAP: tl.constexpr):
-    """u of the module's table."""
+    """u of the table in the module docstring."""
     if CAP == "none":
         return x
     if CAP == "fast":
         root = tl.rsqrt(1.0 + tl.exp2(x))
-        return root * root  # a division takes 4 instructions more, for huge divisors
-    # 1 - e cancels for small x: there an odd polynomial, least squares on [0, 0.625], off by 4.5e-9 relatively.
+        return root * root  # a division takes 4 more instructions, to handle huge divisors
+    # 1 - e cancels for small x: use an odd polynomial (least squares on [0, 0.625], relative error 4.5e-9).
     e = tl.exp2(-2.8853900817779268 * tl.abs(x))
     large = (1.0 - e) / (1.0 + e)
     y = x * x
@@ -69,7 +69,7 @@ def capped(x, CAP: tl.constexpr):
 
 @triton.jit
 def through_cap(grad, u, CAP: tl.constexpr):
-    """grad times the derivative of the softcap, up to the constant that the host puts into `gain_out`."""
+    """grad times the derivative of the softcap, without the constant factor, which is in `gain_out`."""
     if CAP == "none":
         return grad
     return grad * ((u if CAP == "fast" else 1.0) - u * u)
@@ -77,7 +77,7 @@ def through_cap(grad, u, CAP: tl.constexpr):
 
 @triton.jit
 def hide(x, rows, columns, row_ids, column_ids, T, TRANSPOSED: tl.constexpr, CAUSAL: tl.constexpr):
-    """x (M,N), or (N,M) if TRANSPOSED, with -inf where the query of a row does not see the key of a column."""
+    """Mask x (M,N), or (N,M) if TRANSPOSED: -inf where the query of a row may not attend to the key of a column."""
     across: tl.constexpr = 0 if TRANSPOSED else 1
     query, query_ids = tl.expand_dims(rows, across), tl.expand_dims(row_ids, across)
     key, key_ids = tl.expand_dims(columns, 1 - across), tl.expand_dims(column_ids, 1 - across)
@@ -92,10 +92,10 @@ def _span_kernel(
     ids, spans, T,
     OWN: tl.constexpr, OTHER: tl.constexpr, CHUNK: tl.constexpr, OWN_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """spans (B, blocks, 4): the walk of a block of OWN keys (OWN_KEYS) or queries over blocks of OTHER.
+    """Write spans (B, blocks, 4): the loop of a block of OWN keys (OWN_KEYS) or queries over blocks of OTHER.
 
-    First block, masked blocks before the full run, full blocks, masked blocks. A block is full where every pair in it
-    is seen. Full blocks count only where they are one run; out-of-order documents may leave gaps in it.
+    Each entry: first block, masked blocks before the full run, full blocks, masked blocks. A full block has every pair
+    visible. Full blocks are used only if they form one run; out-of-order documents may leave gaps in it.
     """
     block, batch = tl.program_id(0), tl.program_id(1)
     ids += batch.to(tl.int64) * T
@@ -130,14 +130,14 @@ def _span_kernel(
 
 @triton.jit
 def walk_block(step, begin, before, full, FULL: tl.constexpr):
-    """The step-th block of a walk that needs no mask (FULL), or that needs one."""
+    """Index of the step-th block that needs no mask (FULL), or of the step-th that needs one."""
     if FULL:
         return begin + before + step
     return begin + step + tl.where(step < before, 0, full)
 
 
 def spans_of(doc_ids: Tensor, own: int, other: int, own_keys: bool, causal: bool) -> Tensor:
-    """(B, blocks, 4) int32, see `_span_kernel`: the walks of blocks of `own` keys or queries over blocks of `other`."""
+    """(B, blocks, 4) int32, see `_span_kernel`: loops of blocks of `own` keys or queries over blocks of `other`."""
     B, T = doc_ids.shape
     spans = doc_ids.new_empty((B, triton.cdiv(T, own), 4))
     _span_kernel[spans.shape[1], B](

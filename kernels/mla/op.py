@@ -1,4 +1,4 @@
-"""mla as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, plain elsewhere.
+"""mla as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, eager elsewhere.
 
 B batch, T tokens, S query tokens, H heads, C latent dim, P, R and Pv head dims of q.k without and with position and
 of the values.
@@ -25,14 +25,14 @@ from kernels.op_support import (
 
 
 def _plain_fwd(q_nope: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    """The reference as the op's body: on the CPU, and for fp64, the oracle's dtype, anywhere."""
+    """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
     with full_precision(q_nope):
         out, lse = mla_forward_with_lse(q_nope, *rest)
     return fresh(out), fresh(lse)
 
 
 def _plain_bwd(q_nope: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Its gradients, likewise."""
+    """Run the reference backward, under the same conditions."""
     with full_precision(q_nope):
         grads = mla_backward_reference(q_nope, *rest)
     return tuple(fresh(g) for g in grads)
@@ -43,7 +43,7 @@ def mla_fwd(
     q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, W_uk: Tensor, W_uv: Tensor, doc_ids: Tensor,
     scale: float, softcap: float, causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> out (B,T,H,Pv), lse (B,H,T) in fp32 (fp64 for fp64)."""
+    """Return out (B,T,H,Pv), lse (B,H,T) in fp32 (fp64 for fp64)."""
     return _plain_fwd(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, scale, softcap, causal)
 
 
@@ -80,7 +80,7 @@ def _setup_context(ctx, inputs, output):
     out, lse = output
     ctx.options = (scale, softcap, causal)
     ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(*tensors, out, lse)  # the latent, and no key or value of a head
+    ctx.save_for_backward(*tensors, out, lse)  # the latent, not the keys and values of the heads
 
 
 def _backward(ctx, dout, _dlse):
@@ -136,11 +136,11 @@ def mla(
     q_nope (B,T,H,P), q_rope (B,T,H,R) and k_rope (B,T,R), both rotated by the caller, c_kv (B,T,C) normalised by the
     caller, W_uk (H,P,C), W_uv (H,Pv,C): one float dtype. doc_ids (B,T) int32: a token sees its own document only;
     padding (-1) sees padding. scale: of the logits, None is 1/sqrt(P+R). softcap c > 0: s <- c tanh(s/c) after scale
-    and before the mask. impl "op" is opaque to the compiler, "reference" is traced through.
-    -> (B,T,H,Pv) in q_nope.dtype. Softmax is fp32 (fp64 for fp64). Kept for the backward are the inputs, the output
-    and the logsumexp: keys and values are formed again.
-    Raises ValueError on a wrong shape, dtype, negative softcap or impl; on CUDA also where P, R or Pv is no power of
-    two up to 128 (but for fp64, which runs the reference).
+    and before the mask. impl "op" is opaque to the compiler, "reference" is traced.
+    -> (B,T,H,Pv) in q_nope.dtype. Softmax is fp32 (fp64 for fp64). Saved for the backward are the inputs, the output
+    and the logsumexp: keys and values are recomputed.
+    Raises ValueError on a wrong shape, dtype, negative softcap or impl; on CUDA also where P, R or Pv is not a power
+    of two up to 128 (except fp64, which runs the reference).
     Sources: DeepSeek-V2 (2024), softcap (Gemma 2, 2024), FlashAttention-2 (Dao 2023).
     """
     check_impl("mla", impl)
@@ -170,10 +170,10 @@ def mla_absorbed(
     softcap: float = 0.0,
     causal: bool = True,
 ) -> Tensor:
-    """The same function with W_uk taken to the queries and W_uv to the output: no key or value of a head exists.
+    """Absorbed form of `mla`: W_uk is applied to the queries and W_uv to the output, without per-head keys or values.
 
     Arguments as `mla`, but q_nope (B,S,H,P) and q_rope (B,S,H,R) may be those of the last S <= T tokens: a decoding
-    step holds a cache of c_kv and k_rope, and queries of one token. Plain torch, differentiable, fp32 inside.
+    step has a cache of c_kv and k_rope, and queries of one token. Plain torch, differentiable, fp32 inside.
     -> (B,S,H,Pv) in q_nope.dtype. Raises ValueError on a wrong shape, dtype or negative softcap.
     """
     inputs = (q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids)

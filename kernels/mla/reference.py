@@ -1,15 +1,15 @@
 """The attention core of multi-head latent attention, in plain torch, with its gradient, in two forms.
 
-One latent c of a token stands for the keys and values of all its heads; a rotated key r is shared by them:
+One latent c per token encodes the keys and values of all its heads; a rotated key r is shared by them:
 
     train form      k = [W_uk c, r],  v = W_uv c,       s = q_nope.(W_uk c) + q_rope.r,   out = sum p v
     absorbed form   the same sums in another order:     s = (q_nope W_uk).c + q_rope.r,   out = W_uv (sum p c)
 
     s <- c tanh(s / c) if softcap c,  masked to -inf,  p = softmax(s)
 
-The train form's products are P + R + Pv wide a query, key and head, the absorbed form's C + R + C. With a latent of
-512 and heads of 128 + 64 and 128 that is 3.4 times as much; with 64 everywhere it is the same. The absorbed form
-keeps no key and no value of a head, only c and r: it is the form to decode with.
+The train form takes P + R + Pv multiply-adds per query, key and head, the absorbed form C + R + C. With a latent of
+512 and heads of 128 + 64 and 128 that is 3.4 times as many; with 64 everywhere it is the same. The absorbed form
+stores only c and r, no keys or values per head: use it for decoding.
 
 B batch, T tokens, S query tokens (the last S of T; S = T in training), H heads, C latent dim, P head dim of q.k
 without position, R head dim with it (rotated by the caller), Pv head dim of the values.
@@ -24,12 +24,12 @@ from torch import Tensor
 
 
 def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the accumulation dtype: fp32, or fp64 for fp64."""
+    """Cast to the accumulation dtype: fp32, or fp64 for fp64."""
     return tuple(t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
 
 
 def _hidden(doc_ids: Tensor, causal: bool) -> Tensor:
-    """(B,1,T,T) bool: which keys a query may not see. Padding (id -1) is a document like another."""
+    """(B,1,T,T) bool: True where a query may not attend to the key. Padding (id -1) is treated as one more document."""
     T = doc_ids.shape[1]
     hidden = doc_ids.unsqueeze(2) != doc_ids.unsqueeze(1)
     if causal:
@@ -56,7 +56,7 @@ def mla_forward_with_lse(
     q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, W_uk: Tensor, W_uv: Tensor, doc_ids: Tensor,
     scale: float, softcap: float, causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> out (B,T,H,Pv) in q_nope.dtype and the logsumexp of the masked logits (B,H,T), fp32 (fp64 for fp64)."""
+    """Return out (B,T,H,Pv) in q_nope.dtype and the logsumexp of the masked logits (B,H,T), fp32 (fp64 for fp64)."""
     query, key, value = _heads(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv)
     s = _capped(query @ key.mT * scale, softcap).masked_fill(_hidden(doc_ids, causal), float("-inf"))
     lse = torch.logsumexp(s, -1)
@@ -100,7 +100,7 @@ def mla_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the six floating-point inputs from dout (B,T,H,Pv), the forward's out and lse (B,H,T).
 
-    Keys and values are formed again from c, and p again as exp(s - lse). The softmax gradient needs
+    Keys and values are recomputed from c, and p as exp(s - lse). The softmax gradient needs
     sum_j p_ij dp_ij = dout_i . out_i, which is why `out` is an argument.
     """
     query, key, value = _heads(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv)

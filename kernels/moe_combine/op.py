@@ -14,7 +14,7 @@ from kernels.op_support import check_impl, check_shapes, fresh, full_precision, 
 def moe_combine_fwd(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, out_dtype: torch.dtype
 ) -> Tensor:
-    """-> out (B,T,D) in out_dtype."""
+    """Return out (B,T,D) in out_dtype."""
     with full_precision(y):
         return fresh(moe_combine_reference(y, expert, slot, weights, bucket, out_dtype))
 
@@ -92,8 +92,8 @@ def moe_combine(
 ) -> Tensor:
     """out[b,t] = sum_k weights[b,t,k] y[expert, b*bucket + slot]; a dropped one (slot -1) adds nothing.
 
-    y (E, B*bucket, D) float, expert and slot (B,T,K) int64 as moe_dispatch made them, weights (B,T,K) fp32
-    (or fp64). impl "op" is opaque to the compiler, "reference" is traced through.
+    y (E, B*bucket, D) float, expert and slot (B,T,K) int64 as returned by moe_dispatch, weights (B,T,K) fp32
+    (or fp64). impl "op" is opaque to the compiler, "reference" is traced.
     -> (B,T,D) in out_dtype, y.dtype if None. Multiplied and summed in fp32 (fp64 for fp64), one cast at the
        end.
     Backward: gradients of y (in y.dtype) and of weights (in weights.dtype). B may be symbolic.

@@ -2,11 +2,11 @@
 
     out[b,t] = sum_k weights[b,t,k] y[expert, b*C + slot],   dropped assignments (slot -1) add nothing
 
-Product and sum are fp32 whatever the experts' dtype, and the weights must arrive in fp32: with cancelling
-experts bf16 weights are as wrong as a bf16 sum. The accumulator is an fp32 tensor that a traced graph shows,
-because index_add over bf16 on the CPU adds wider inside and so hides a wrong accumulator from the values.
+Product and sum are fp32 for any dtype of the experts, and the weights must be fp32: if experts cancel,
+bf16 weights are as wrong as a bf16 sum. The accumulator is an explicit fp32 tensor, visible in a traced graph:
+index_add over bf16 on the CPU accumulates wider internally, so values alone would not reveal a bf16 accumulator.
 
-B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots an expert and a sequence).
+B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots per expert and sequence).
 Source: the combine of GShard (Lepikhin et al. 2020).
 """
 
@@ -44,7 +44,7 @@ def moe_combine_reference(
     """y (E, B*C, D), expert and slot (B,T,K) int64, weights (B,T,K) fp32 -> (B,T,D) in out_dtype.
 
     out_dtype None is y.dtype.
-    Dropped products are deselected and not multiplied by 0: the row that stands in for them may hold inf.
+    Dropped products are masked by a select, not multiplied by 0: the row read in their place may contain inf.
     """
     acc = _accumulator(y, weights)
     B, T, _ = expert.shape

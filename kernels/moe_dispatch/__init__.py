@@ -1,4 +1,4 @@
-"""Tokens to padded expert buckets, one dispatch group a sequence."""
+"""Dispatch of tokens to padded expert buckets, one dispatch group per sequence."""
 
 from kernels.moe_dispatch.op import moe_dispatch
 from kernels.moe_dispatch.reference import (

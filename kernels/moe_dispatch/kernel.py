@@ -1,20 +1,20 @@
 """moe_dispatch in Triton, forward and backward.
 
-Forward, two kernels. `_slots_kernel`: one program an expert and a sequence reads the sequence's assignments in
-order, BLOCK at a time; a running count plus a prefix sum inside the block is the slot of those that are its own.
-So slots follow the order of tokens by construction, without atomics and without a pass that adds up counts; the
-ids are read E times, from the L2 cache. It also notes which token each row of the output holds, or none.
-`_rows_kernel`: one program a row copies that token or writes zeros, so that every row is written once. Programs
-run over the experts first and the slots of a sequence last: those that run together then read nearby tokens, and
-the K copies of a token come from the cache.
-The only atomic is the integer count of what was dropped, whose order does not matter.
+Forward, two kernels. `_slots_kernel`: one program per expert and sequence reads the sequence's assignments in
+order, BLOCK at a time; a running count plus a prefix sum inside the block gives the slots of its own assignments.
+Slots therefore follow token order by construction, without atomics and without an extra pass to sum counts; the
+ids are read E times, from the L2 cache. It also records which token each row of the output contains, if any.
+`_rows_kernel`: one program per row copies that token or writes zeros, so that every row is written once. Programs
+iterate over the experts first and the slots of a sequence last: programs that run together then read nearby tokens,
+and the K copies of a token come from the cache.
+The only atomic is the integer count of dropped assignments, whose order does not matter.
 
-Backward: one program a token adds up its K rows in fp32 and writes the sum. No atomics.
+Backward: one program per token sums its K rows in fp32 and writes the sum. No atomics.
 
 Bytes at B4 T4096 K6 E64 D3584 bucket 512 in bf16: forward reads x and writes E B C rows, 117 + 940 MB, 0.250 ms
 at 4.22 TB/s; backward reads the kept rows and writes dx, 705 + 117 MB, 0.195 ms.
 
-B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots an expert and a sequence).
+B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots per expert and sequence).
 """
 
 import torch
@@ -72,7 +72,7 @@ def _backward_kernel(
     token = b * tl.num_programs(0) + tl.program_id(0)
     d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     slots, experts, rows = (), (), ()
-    for k in tl.static_range(K):  # all loads of a kind before the first that waits for them
+    for k in tl.static_range(K):  # issue all loads of a kind before the first use
         slots = _append(slots, tl.load(slot + token * K + k))
         experts = _append(experts, tl.load(expert + token * K + k))
     for k in tl.static_range(K):
@@ -87,12 +87,12 @@ def _backward_kernel(
 def moe_dispatch_fwd_kernel(
     x: Tensor, expert: Tensor, num_experts: int, bucket: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Arguments and results of bumpgate::moe_dispatch_fwd: x (B,T,D), expert (B,T,K) int64
+    """Implement bumpgate::moe_dispatch_fwd: x (B,T,D), expert (B,T,K) int64
     -> padded (E, B*C, D), slot (B,T,K) int64, overflow () int64."""
     B, T, D = x.shape
     E, K, C = num_experts, expert.shape[2], bucket
     padded = x.new_empty((E, B * C, D))
-    slot = expert.new_full(expert.shape, -1)  # no expert's program writes what is nobody's
+    slot = expert.new_full(expert.shape, -1)  # null assignments are written by no program
     overflow = expert.new_zeros(())
     source = expert.new_empty((E, B, C), dtype=torch.int32)
     _slots_kernel[E, B](
@@ -103,7 +103,7 @@ def moe_dispatch_fwd_kernel(
 
 
 def moe_dispatch_bwd_kernel(dpadded: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
-    """Arguments and result of bumpgate::moe_dispatch_bwd: dpadded (E, B*C, D) -> dx (B,T,D)."""
+    """Implement bumpgate::moe_dispatch_bwd: dpadded (E, B*C, D) -> dx (B,T,D)."""
     (B, T, K), D = expert.shape, dpadded.shape[2]
     dx = dpadded.new_empty((B, T, D))
     acc = tl.float64 if dpadded.dtype == torch.float64 else tl.float32

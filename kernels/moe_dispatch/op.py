@@ -22,7 +22,7 @@ from kernels.op_support import (
 def moe_dispatch_fwd(
     x: Tensor, expert: Tensor, num_experts: int, bucket: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> padded (E, B*bucket, D), slot (B,T,K), overflow ()."""
+    """Return padded (E, B*bucket, D), slot (B,T,K), overflow ()."""
     with full_precision(x):
         padded, slot, overflow = moe_dispatch_reference(x, expert, num_experts, bucket)
     return fresh(padded), fresh(slot), overflow
@@ -89,14 +89,14 @@ def _check(x, expert, num_experts, bucket, impl):
 def moe_dispatch(
     x: Tensor, expert: Tensor, num_experts: int, bucket: int, impl: str = "op"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Copies each token into a slot of each of its K experts; every sequence has `bucket` slots an expert.
+    """Copy each token into a slot of each of its K experts; every sequence has `bucket` slots per expert.
 
-    x (B,T,D) float, expert (B,T,K) int64 in 0..num_experts-1 (not checked: that would read the device), or -1
-    for no expert: a null assignment takes no slot and is no overflow.
+    x (B,T,D) float, expert (B,T,K) int64 in 0..num_experts-1 (not checked: that would force a device sync), or -1
+    for no expert: a null assignment takes no slot and does not count as overflow.
     Slots are taken in token order, then k order. impl "op" is opaque to the compiler, "reference" is traced
     through.
     -> padded (E, B*bucket, D) in x.dtype: row b*bucket + slot of padded[e] is the token, unused rows are 0;
-       slot (B,T,K) int64, -1 where the expert's bucket was full, or none; overflow () int64, the full ones.
+       slot (B,T,K) int64, -1 if the expert's bucket was full or expert is -1; overflow () int64, dropped assignments.
     Backward: the sum over the K slots of a token, in fp32. B may be symbolic.
     Raises ValueError on a wrong shape, dtype, num_experts, bucket or impl.
     Source: GShard (Lepikhin et al. 2020).

@@ -1,12 +1,12 @@
 """Padded dispatch of tokens to experts, in plain torch, with its gradient.
 
-Each sequence is its own dispatch group (GShard): an expert has `bucket` slots a sequence, taken in token
-order. So the bucket follows from T alone and the routing of one row never drops a token of another. A token
-that finds no slot is dropped and counted. Expert -1 is none: a null assignment takes no slot and is not counted.
-Nothing reads a value on the host: every index is computed on the device, and a dropped token is written to a
-spare row behind the last one.
+Each sequence is its own dispatch group (GShard): an expert has `bucket` slots per sequence, taken in token
+order. The bucket therefore depends only on T, and the routing of one row never drops a token of another. A token
+without a free slot is dropped and counted. Expert -1 is a null assignment: it takes no slot and is not counted.
+No value is read on the host: every index is computed on the device, and a dropped token is written to a
+spare row after the last one.
 
-B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots an expert and a sequence).
+B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots per expert and sequence).
 Sources: GShard (Lepikhin et al. 2020), Switch Transformer (Fedus et al. 2021).
 """
 
@@ -17,14 +17,14 @@ from torch import Tensor
 
 
 def moe_dispatch_slots(expert: Tensor, E: int, C: int) -> tuple[Tensor, Tensor]:
-    """expert (B,T,K) -> slot (B,T,K) int64 in 0..C-1, -1 where the expert was full or none; overflow () int64."""
-    wanted = expert >= 0
+    """expert (B,T,K) -> slot (B,T,K) int64 in 0..C-1, -1 if the expert was full or -1; overflow () int64."""
+    assigned = expert >= 0
     ranked = expert.flatten(1).unsqueeze(-1) == torch.arange(E, device=expert.device)  # (B,T*K,E)
     # int32 halves the largest tensor here; a count never passes T*K.
     before = ranked.cumsum(1, dtype=torch.int32) - 1
     position = before.gather(2, expert.clamp(min=0).flatten(1).unsqueeze(-1)).view_as(expert).to(torch.int64)
-    kept = wanted & (position < C)
-    return position.where(kept, -1), (wanted & ~kept).sum()
+    kept = assigned & (position < C)
+    return position.where(kept, -1), (assigned & ~kept).sum()
 
 
 def _rows(expert: Tensor, slot: Tensor, C: int) -> Tensor:
@@ -40,8 +40,8 @@ def moe_dispatch_reference(
     """x (B,T,D), expert (B,T,K) int64 in 0..E-1, or -1 for none
     -> padded (E, B*C, D) in x.dtype, slot (B,T,K) int64, overflow () int64.
 
-    Row b*C + slot of padded[e] is the token; rows that no token fills are exactly zero. Ids outside -1..E-1
-    are not looked for: that would read the device.
+    Row b*C + slot of padded[e] is the token; unused rows are exactly zero. Ids outside -1..E-1 are not checked:
+    that would force a device sync.
     """
     E, C = num_experts, bucket
     B, _, D = x.shape
@@ -57,7 +57,7 @@ def moe_dispatch_reference(
 def moe_dispatch_backward_reference(dpadded: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
     """Gradient of x (B,T,D): the sum over a token's K assignments, in fp32 (fp64 for fp64), cast once.
 
-    A gather per token and no scatter, hence no atomics: the result does not depend on an order of threads.
+    A gather per token, no scatter and no atomics: the result does not depend on thread order.
     """
     acc = torch.promote_types(dpadded.dtype, torch.float32)
     rows = dpadded.flatten(0, 1)[_rows(expert, slot, bucket)]  # (B,T,K,D)

@@ -24,7 +24,7 @@ from kernels.rms_norm_gated.upstream import rms_norm_gated_upstream
 def rms_norm_gated_fwd(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> Tensor:
-    """-> y (..., D)."""
+    """Return y (..., D)."""
     with full_precision(x):
         return fresh(rms_norm_gated_reference(x, gate, weight, eps, group_size, norm_before_gate))
 
@@ -69,7 +69,7 @@ rms_norm_gated_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check(x, gate, weight, eps, group_size, impl) -> int:
-    """-> the group size."""
+    """Validate the inputs and return the group size."""
     check_impl("rms_norm_gated", impl, WITH_PEER)
     if x.dim() < 1:
         raise ValueError("rms_norm_gated: x must be (..., D), not 0-d")
@@ -96,10 +96,10 @@ def rms_norm_gated(
     """RMS(x silu(gate)) weight, or with norm_before_gate RMS(x) weight silu(gate).
 
     x and gate (..., D), weight (D,): any float dtypes. group_size: channels that share one RMS, a divisor
-    of D; None is D. impl "op" is opaque to the compiler, "reference" is traced through,
-    "upstream" is the peer of upstream.py.
+    of D; None is D. impl "op" is opaque to the compiler, "reference" is traced,
+    "upstream" is the upstream implementation.
     -> (..., D) in x.dtype; fp32 inside (fp64 for fp64 x).
-    Raises ValueError on a wrong shape, dtype, group_size, eps or impl, ImportError on an absent peer.
+    Raises ValueError on a wrong shape, dtype, group_size, eps or impl, ImportError if a package is missing.
     Source: Mamba-2 (Dao & Gu 2024).
     """
     S = _check(x, gate, weight, eps, group_size, impl)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def _group_mean(u: Tensor, S: int) -> Tensor:
-    """The mean over each group of S channels, given back to every channel of the group: (..., D)."""
+    """Mean over each group of S channels, broadcast to every channel of the group: (..., D)."""
     return u.unflatten(-1, (-1, S)).mean(-1).repeat_interleave(S, dim=-1)
 
 
@@ -40,7 +40,7 @@ def rms_norm_gated_reference(
 def rms_norm_gated_backward_reference(
     x: Tensor, gate: Tensor, weight: Tensor, dy: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of (x, gate, weight) from dy (..., D). The norm is computed anew: the row is at hand.
+    """Gradients of (x, gate, weight) from dy (..., D). The norm is recomputed, not saved.
 
     With n = r u and r = 1/sqrt(mean u^2 + eps): du = r (dn - n mean(n dn)).
     """

@@ -1,36 +1,35 @@
 """ssd_chunk_scan in Triton: launches the kernels of kernel_forward.py and kernel_backward.py.
 
-The forward walks a head's chunks one after the other, the backward takes them all at once:
+The forward processes a head's chunks one after the other, the backward all in parallel:
     prepare         one program per (chunk, heads of a row): decays, the log decay (base 2) summed along the chunk,
-                    anew from each document start; gates, by token dt, the decay since the chunk's start and that
-                    until its end; spans, by token where in the chunk its document begins and ends. No later kernel
-                    scans.
+                    restarting at each document start; gates, per token: dt, the decay since the chunk's start, and
+                    that until its end; spans, per token: where in the chunk its document begins and ends. No later
+                    kernel scans.
     forward         one program per (row, head). The state (P,N) stays in registers from the first chunk to the
-                    last, so that none is written. A chunk is four matrix products: scores, what the state gives,
-                    what the chunk itself gives (D is on the diagonal of that one), and the new state.
+                    last and is not written. A chunk takes four matrix products: scores, the output from the state,
+                    the output from the chunk itself (with D on the diagonal), and the new state.
     states          one program per (row, head), run twice: forward in time for the state that enters each chunk,
                     and backward in time for the gradient of the state that leaves it. Both are stored in x.dtype.
-    head_gradient   one program per (chunk, head): dx, d dt, and what goes into dA and dD. No loop.
-    group_gradient  one program per (chunk, group, 64 columns of N). It takes the group's heads one after the other,
-                    so that dB and dC are register sums: no atomics, the same bits every time.
-The last two both rebuild dy x^T and the decays, and both read x, dy and the states: in one kernel the three sums of a
-group stood beside the tiles of a head, which was 700 to 1,500 bytes too much for 255 registers a thread.
+    head_gradient   one program per (chunk, head): dx, d dt, and the contributions to dA and dD. No loop.
+    group_gradient  one program per (chunk, group, 64 columns of N). It loops over the group's heads, so that dB and
+                    dC are register sums: no atomics, bitwise deterministic.
+The last two both recompute dy x^T and the decays, and both read x, dy and the states. One kernel would hold the three
+sums of a group together with the tiles of a head: 700 to 1,500 bytes too many for 255 registers per thread.
 
-Documents are apart to the last bit. A decay between two tokens is one difference of sums within their document. The
-gradient of a log decay is the sum over the pairs s < t <= i that it lies between: a product with a triangle of ones
-forms it, for a difference of row sums and column sums would cancel only nearly. And d dt = ... + x . d(dt x) is
-taken from the same pairs.
+Documents are bitwise independent. A decay between two tokens is one difference of sums within their document. The
+gradient of a log decay is the sum over the pairs s < t <= i that it lies between, computed as a product with a
+triangle of ones: a difference of row sums and column sums would not cancel exactly. d dt = ... + x . d(dt x) is
+computed from the same pairs.
 
 Rounding: sums, decays and states are fp32, operands of products are x.dtype, also decayed scores, dt x and states.
-fp32 inputs take the FMA units, and fp64 for decays. In fp16 a state above 65504 overflows.
+fp32 inputs use the FMA units, and fp64 for decays. In fp16 a state above 65504 overflows.
 
 Bytes for B4 T4096 H112 P64 N64 G8 in bf16: forward x and y, 470 MB, 0.11 ms at 4.2 TB/s (B and C, 34 MB each, come
 to 14 heads out of L2). Backward 3.1 GB, 0.73 ms: x and dy three times, states of both kinds (235 MB each) written
-once and read twice, dx. Its floor is 0.8 GB. With N128 G1 the states are twice as large: 4.5 GB, 1.07 ms. To keep
-the states out of memory the backward, too, would have to be one program a head, and write dB and dC per head, which
-is as much.
+once and read twice, dx. Its floor is 0.8 GB. With N128 G1 the states are twice as large: 4.5 GB, 1.07 ms. A backward
+that does not store the states would be one program per head and write dB and dC per head, which is as much traffic.
 
-B batch, T tokens, H heads, P head dim, N state dim, G groups, R = H/G heads a group, L tokens a tile, C chunks of
+B batch, T tokens, H heads, P head dim, N state dim, G groups, R = H/G heads per group, L tokens per tile, C chunks of
 CHUNK <= L tokens.
 """
 
@@ -51,16 +50,16 @@ SUMMED_COLUMNS = 64
 
 
 class Run(NamedTuple):
-    """How Triton is to run a kernel."""
+    """Triton launch options of a kernel."""
 
     warps: int
     stages: int
 
 
 def _runs(P: int, N: int, dtype: torch.dtype) -> tuple[int, dict[str, Run]]:
-    """Tokens a tile, and how to run each kernel.
+    """Tokens per tile, and the launch options of each kernel.
 
-    Four warps are one wgmma high (64 rows); of a kernel that chains products, four more would do the same rows again.
+    Four warps cover one wgmma (64 rows); in a kernel that chains products, four more would repeat the same rows.
     """
     if dtype == torch.float32:
         return 16, dict.fromkeys(("forward", "states", "head_gradient", "group_gradient"), Run(8, 1))
@@ -74,7 +73,7 @@ def _runs(P: int, N: int, dtype: torch.dtype) -> tuple[int, dict[str, Run]]:
 
 
 def _tokens(t: Tensor) -> tuple[Tensor, int]:
-    """(B,T,a,b) and the distance between tokens: as it is if that alone parts it from contiguous, else a copy."""
+    """Return (B,T,a,b) and its token stride; copied if any other stride is not contiguous."""
     B, T, a, b = t.shape
     token = t.stride(1)
     if t.stride()[2:] == (b, 1) and (B == 1 or t.stride(0) == T * token):
@@ -83,7 +82,7 @@ def _tokens(t: Tensor) -> tuple[Tensor, int]:
 
 
 class _Call:
-    """The inputs of one call as the kernels take them."""
+    """Inputs of one call in the layout of the kernels."""
 
     def __init__(self, x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size):
         B, T, H, P = x.shape
@@ -118,7 +117,7 @@ def ssd_chunk_scan_fwd_kernel(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x (B,T,H,P), Bmat and Cmat (B,T,G,N) fp32, fp16 or bf16, P and N up to 128; dt (B,T,H), A (H,), D (H,),
     initial_state (B,H,P,N) in any of these; doc_ids (B,T) int32 -> y (B,T,H,P) in x.dtype, final state
-    (B,H,P,N) fp32. A chunk_size above the tile (64 tokens, 16 in fp32) is taken as the tile.
+    (B,H,P,N) fp32. chunk_size is clamped to the tile (64 tokens, 16 in fp32).
     Raises ValueError on P or N above 128."""
     call = _Call(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
     B, H = x.shape[0], x.shape[2]
@@ -170,6 +169,6 @@ def ssd_chunk_scan_bwd_kernel(
 
 
 def _parts(R: int, programs: int) -> tuple[int, int]:
-    """Heads a program takes of a group, and programs a group: with few groups and chunks SMs would lie idle."""
+    """Heads per program, and programs per group: with few groups and chunks, SMs would otherwise be idle."""
     part = triton.cdiv(R, max(1, min(R, ENOUGH_PROGRAMS // programs)))
     return part, triton.cdiv(R, part)

@@ -1,9 +1,9 @@
-"""Triton kernels of the ssd_chunk_scan backward: what belongs to a head, and what a group's heads add up to.
+"""Triton kernels of the ssd_chunk_scan backward: gradients per head, and gradients summed over a group's heads.
 
-Both take every chunk by itself, and both rebuild what is (s,t)-shaped with s as its row: then no product of a head
-needs one transposed.
+Both process every chunk independently, and both recompute (s,t)-shaped tiles with s along the rows: no product of a
+head then needs a transposed operand.
 
-B batch, T tokens, H heads, P head dim, N state dim, G groups, R = H/G heads a group, L tokens a tile, C chunks of
+B batch, T tokens, H heads, P head dim, N state dim, G groups, R = H/G heads per group, L tokens per tile, C chunks of
 CHUNK <= L tokens.
 """
 
@@ -57,7 +57,7 @@ def head_gradient_kernel(
     out = dot(mixed, dout, out * step[:, None])
     store_tile(dx + token * H * P + h * P, i, count, H * P, P, BLOCK_P, out)
     entered = tl.load(gate + L + i) * tl.sum(dot(c_tile, tl.trans(state)) * dout, 1)
-    # A log decay at t lies between s < t and each i >= t, the chunk's end, and the state that enters.
+    # A log decay at t applies between s < t (or the entering state) and each i >= t, and to the chunk's end.
     from_t = (i[None, :] >= i[:, None]).to(value.dtype)
     dlog = dot(from_t, pair) + (step * left)[None, :]
     dlog = tl.sum(tl.where(i[None, :] < i[:, None], dlog, entered[None, :]), 1) + carried

@@ -1,6 +1,6 @@
-"""Triton kernels of ssd_chunk_scan that run forward in time, and the tile functions that the backward shares.
+"""Triton kernels of ssd_chunk_scan that run forward in time, and the tile functions shared with the backward.
 
-B batch, T tokens, H heads, P head dim, N state dim, G groups, R = H/G heads a group, L tokens a tile, C chunks of
+B batch, T tokens, H heads, P head dim, N state dim, G groups, R = H/G heads per group, L tokens per tile, C chunks of
 CHUNK <= L tokens.
 """
 
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# 2^-160 is zero in fp32: a token that forgets more than this must not cost its neighbours their digits.
+# 2^-160 is zero in fp32: clamp larger decays, so that they do not cost neighbouring tokens their precision.
 FORGOTTEN = tl.constexpr(-160.0)
 
 
@@ -21,7 +21,7 @@ def dot(a, b, total=None):
 
 @triton.jit
 def _seen(rows, count, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Which of a tile's elements a matrix of `count` rows and WIDTH columns has."""
+    """Mask of the tile elements that exist in a matrix of `count` rows and WIDTH columns."""
     inside = rows[:, None] < count
     if WIDTH % BLOCK:
         inside = inside & (column < WIDTH)
@@ -30,7 +30,7 @@ def _seen(rows, count, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_tile(base, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, first=0):
-    """A (rows,BLOCK) tile of such a matrix, from column `first` on; zeros outside."""
+    """Load a (rows,BLOCK) tile of such a matrix, from column `first` on; zeros outside."""
     column = first + tl.arange(0, BLOCK)[None, :]
     seen = _seen(rows, count, column, WIDTH, BLOCK)
     return tl.load(base + rows[:, None] * stride + column, mask=seen, other=0.0)
@@ -61,7 +61,7 @@ def store_state(base, P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, B
 
 @triton.jit
 def decay_between(later, earlier, connected):
-    """From after one token to another, 0 where they are not connected; there the exponential may be anything."""
+    """Decay from after one token to another; 0 where they are not connected (the exponential is undefined there)."""
     return tl.where(connected, tl.exp2(later - earlier).to(tl.float32), 0.0)
 
 
@@ -77,7 +77,7 @@ def _least(a, b):
 
 @triton.jit
 def _join(sum_a, first_a, sum_b, first_b):
-    """Sums that begin anew at each document start, and the last start so far."""
+    """Scan operator: sums that restart at each document start, and the last start so far."""
     return tl.where(first_b >= 0, sum_b, sum_a + sum_b), tl.maximum(first_a, first_b)
 
 
@@ -87,8 +87,8 @@ def prepare_kernel(
 ):  # fmt: skip
     """dt (B,T,H), A (H,), doc_ids (B,T) -> decays (B,H,C,L), gates (B,H,C,3,L), spans (B,C,2,L).
 
-    A span is [first, until): first is -1 where the document was there before the chunk. Padding has dt 0, so that it
-    belongs to the last token's document and changes nothing.
+    A span is [first, until): first is -1 if the document began before the chunk. Padding has dt 0: it belongs to the
+    last token's document and changes nothing.
     """
     c, b, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i, h = tl.arange(0, L), block * HEADS + tl.arange(0, HEADS)
@@ -137,7 +137,7 @@ def forward_kernel(
         count = tl.minimum(CHUNK, T - c * CHUNK)
         c_tile = load_tile(query, i, count, query_stride, N, BLOCK_N)
         b_tile = load_tile(key, i, count, key_stride, N, BLOCK_N)
-        # Transposed, the scores go to the next product through shared memory and leave their registers at once.
+        # Transposed scores go to the next product through shared memory, which frees their registers at once.
         decay, until, step = tl.load(decays + i), tl.load(spans + L + i), tl.load(gates + i)
         connected = (i[:, None] <= i[None, :]) & (i[None, :] < until[:, None])
         inside = decay_between(decay[None, :], decay[:, None], connected)
@@ -167,9 +167,9 @@ def states_kernel(
     row_stride: tl.constexpr, column_stride: tl.constexpr, REVERSE: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """states (B,H,C,P,N): what comes into each chunk of a decaying sum of rows_t columns_t^T that starts as `begin`.
+    """states (B,H,C,P,N): the value entering each chunk of a decaying sum of rows_t columns_t^T that starts at `begin`.
 
-    Forward in time rows and columns are x and B. In reverse they are dy and C, what comes into a chunk is the
+    Forward in time, rows and columns are x and B. In reverse they are dy and C, the value entering a chunk is the
     gradient of the state that leaves it, and `end` receives that of the initial state.
     """
     b, h, i = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H, tl.arange(0, L)

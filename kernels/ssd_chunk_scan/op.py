@@ -1,4 +1,4 @@
-"""ssd_chunk_scan as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, plain elsewhere.
+"""ssd_chunk_scan as a custom op: opaque to Dynamo and Inductor in both directions. Triton on CUDA, eager elsewhere.
 
 B batch, T tokens, H heads, P head dim, N state dim, G groups.
 """
@@ -22,14 +22,14 @@ from kernels.ssd_chunk_scan.upstream import ssd_chunk_scan_upstream
 
 
 def _plain_fwd(x: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    """The reference as the op's body: on the CPU, and for fp64, the oracle's dtype, anywhere."""
+    """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
     with full_precision(x):
         y, final = ssd_chunk_scan_reference(x, *rest)
     return fresh(y), fresh(final)
 
 
 def _plain_bwd(x: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Its gradients, likewise."""
+    """Run the reference backward, under the same conditions."""
     with full_precision(x):
         grads = ssd_chunk_scan_backward_reference(x, *rest)
     return tuple(fresh(g) for g in grads)
@@ -146,10 +146,10 @@ def ssd_chunk_scan(
     x (B,T,H,P), Bmat and Cmat (B,T,G,N) in one float dtype. In any float dtype: dt (B,T,H) after softplus;
     A (H,) negative; D (H,); initial_state (B,H,P,N), or None for zeros. doc_ids (B,T) int32: h is zeroed
     where the id changes from one token to the next. `chunk_size` (tokens) changes speed and rounding, not the
-    function. impl "op" is opaque to the compiler, "reference" is traced through,
-    "upstream" is the peer of upstream.py.
+    function. impl "op" is opaque to the compiler, "reference" is traced,
+    "upstream" is the upstream implementation.
     -> y (B,T,H,P) in x.dtype, final state (B,H,P,N) in fp32 (fp64 for fp64 x).
-    Raises ValueError on a wrong shape, dtype, chunk size or impl, ImportError on an absent peer.
+    Raises ValueError on a wrong shape, dtype, chunk size or impl, ImportError if a package is missing.
     Source: Dao & Gu 2024 (arXiv 2405.21060).
     """
     _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl)

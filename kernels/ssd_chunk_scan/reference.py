@@ -21,7 +21,7 @@ from torch import Tensor
 def ssd_chunk_scan_step(
     x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token: the definition, and the decode path.
+    """Compute one token: the definition, and the decode path.
 
     x (B,H,P), dt (B,H) after softplus, A (H,) negative, Bmat and Cmat (B,G,N), D (H,), state (B,H,P,N)
     -> y (B,H,P) in x.dtype, new state (B,H,P,N) in fp32 (fp64 for fp64 x). The caller zeroes the state
@@ -47,7 +47,7 @@ def ssd_chunk_scan_recurrent(
     doc_ids: Tensor,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The step, token after token; arguments and results of `ssd_chunk_scan_reference`."""
+    """Apply the step token by token; arguments and results as for `ssd_chunk_scan_reference`."""
     state = _initial(x, Bmat, initial_state)
     keep = ~_document_starts(doc_ids)
     outputs = []
@@ -98,7 +98,7 @@ def ssd_chunk_scan_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of (x, dt, A, Bmat, Cmat, D, initial_state) from those of y (B,T,H,P) and the final state.
 
-    Nothing but the inputs is kept from the forward: decays, scores and chunk states are computed again.
+    Only the inputs are saved by the forward: decays, scores and chunk states are recomputed.
     """
     T, G = x.shape[1], Bmat.shape[2]
     s = _prepare(x, dt, A, Bmat, Cmat, doc_ids, chunk_size)
@@ -146,7 +146,7 @@ def ssd_chunk_scan_backward_reference(
 
 
 class _Chunked(NamedTuple):
-    """The inputs of one call, cut into chunks, in the accumulation dtype."""
+    """Inputs of one call, split into chunks, in the accumulation dtype."""
 
     length: int  # L
     value: Tensor  # (B,H,C,L,P) x
@@ -184,8 +184,8 @@ def _decays(log_decay: Tensor, doc_ids: Tensor, L: int) -> tuple[Tensor, Tensor]
     """(B,T,H) log decay a -> `inside` and `since` of `_Chunked`.
 
     Each entry sums its own tokens a_{s+1} + ... + a_t: a difference of two running sums would cancel, and one
-    document's values would round another's. A document start is a log decay of -inf, so no sum meets +inf and
-    every exponential is at most 1: nothing can turn into NaN, in the forward or in its gradient.
+    document would affect another's rounding. A document start is a log decay of -inf, so no sum reaches +inf and
+    every exponential is at most 1: nothing can become NaN, in the forward or in its gradient.
     """
     starts = _document_starts(doc_ids).unsqueeze(-1)
     a = _chunks(log_decay.masked_fill(starts, float("-inf")), L)
@@ -195,13 +195,13 @@ def _decays(log_decay: Tensor, doc_ids: Tensor, L: int) -> tuple[Tensor, Tensor]
 
 def _log_decay_gradient(dlog_inside: Tensor, dlog_since: Tensor, T: int) -> Tensor:
     """Gradient of the log decay (B,T,H): a_t takes part in each pair s < t <= i, and in `since` from t on."""
-    crossing = dlog_inside.cumsum(-1).tril(-1).sum(-2)  # at s: every pair that starts by s and ends after s
+    crossing = dlog_inside.cumsum(-1).tril(-1).sum(-2)  # at s: all pairs that start at <= s and end after s
     da = F.pad(crossing[..., :-1], (1, 0)) + dlog_since.flip(-1).cumsum(-1).flip(-1)
     return _tokens(da, T)
 
 
 def _document_starts(doc_ids: Tensor) -> Tensor:
-    """(B,T) bool: the document changes at this token. Token 0 continues whatever the initial state holds."""
+    """(B,T) bool: the document changes at this token. Token 0 continues the initial state."""
     return F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0))
 
 

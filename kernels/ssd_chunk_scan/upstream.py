@@ -1,4 +1,4 @@
-"""The peer of ssd_chunk_scan: mamba-ssm's Triton kernels (Dao & Gu), behind our signature."""
+"""Upstream ssd_chunk_scan: mamba-ssm's Triton kernels (Dao & Gu), with the signature of our op."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ INSTALL = "pip install --no-build-isolation mamba-ssm==2.3.2.post1"
 
 
 def load() -> Any:
-    """The peer's module. Raises ImportError with the install line."""
+    """Import the upstream module. Raises ImportError with the install command."""
     return peer("ssd_chunk_scan", "mamba_ssm.ops.triton.ssd_combined", INSTALL)
 
 
@@ -25,12 +25,12 @@ def ssd_chunk_scan_upstream(
     initial_state: Tensor | None = None,
     chunk_size: int = 128,
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and results of `ssd_chunk_scan`, on CUDA; 128 tokens a chunk is its fastest on an H200.
+    """Arguments and results of `ssd_chunk_scan`, on CUDA; 128 tokens per chunk is fastest on an H200.
 
-    Raises ImportError where mamba-ssm is absent.
+    Raises ImportError if mamba-ssm is not installed.
     """
     package = load()
-    # It compares the ids at the ends of chunks only, and takes the first document for number 0.
+    # mamba-ssm compares ids only at the ends of chunks, and assumes that the first document has id 0.
     starts = (doc_ids[:, 1:] != doc_ids[:, :-1]).cumsum(1)
     segments = doc_ids.new_zeros(doc_ids.shape)
     segments[:, 1:] = starts
