@@ -1,10 +1,10 @@
-"""Which stage of the compiler makes a model wrong: Dynamo, AOTAutograd or Inductor.
+"""Find the compiler stage that makes a model wrong: Dynamo, AOTAutograd or Inductor.
 
     python -m launch.ablation --preset nam12
 
-The same weights and batches run eagerly in fp64, eagerly in fp32, and under backends of which each adds a stage. The
-first backend that fails, or whose loss or gradients lose more accuracy than fp32 itself does, names its stage.
-Prints one line. Exit codes: 0 no stage is at fault, 1 one is, 2 usage, 3 contract refused.
+The same weights and batches run eagerly in fp64, eagerly in fp32, and under backends that each add one stage. The
+first backend that fails, or whose loss or gradients lose more accuracy than eager fp32, identifies its stage.
+Prints one line. Exit codes: 0 no faulty stage, 1 a faulty stage, 2 usage, 3 contract refused.
 
 B batch, T tokens.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from launch import environment
 
 if __name__ == "__main__":
-    environment.enter()  # before torch is imported: it reads its environment only then
+    environment.enter()  # before torch is imported, the only time it reads its environment
 
 import torch
 from torch import Tensor
@@ -33,23 +33,23 @@ from launch.policies import POLICIES, apply
 from model import Hybrid, HybridConfig, preset
 from model.presets import NAMES, SIZES
 
-# Backend -> the stage that it adds to the one before: capture; the joint graph; its decompositions and partition; code.
+# Backend -> the stage it adds to the previous one: capture; joint graph; decompositions and partition; generated code.
 STAGES = {
     "eager": "dynamo",
     "aot_eager": "aot",
     "aot_eager_decomp_partition": "aot",
     "inductor": "inductor",
 }
-# Of sound compilers the worst group read 3; a lost digit reads 10 (suites/numerics/test_compiled_gradients.py).
+# The worst group of correct compilers measured 3; a lost digit is 10 (suites/numerics/test_compiled_gradients.py).
 FACTOR = 10.0
 FLOOR = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
 class Finding:
-    """stage: "dynamo", "aot", "inductor", or "" where none is at fault. backend: the last one that ran.
+    """stage: "dynamo", "aot", "inductor", or "" if no stage is at fault. backend: the last one that ran.
 
-    worst: the gradient group (or "loss") that is farthest from fp64, `ratio` times as far as eager fp32, or `error`.
+    worst: the gradient group (or "loss") farthest from fp64, `ratio` times as far as eager fp32; or `error`.
     """
 
     stage: str
@@ -69,7 +69,7 @@ class Finding:
 def results(
     call: Callable[[Tensor], Tensor], model: Hybrid, batches: Iterable[Tensor]
 ) -> dict[str, list[Tensor]]:
-    """ "loss" and each parameter's name -> one fp64 tensor a batch, the loss or the gradient."""
+    """Map "loss" and each parameter's name to one fp64 tensor per batch, the loss or the gradient."""
     found: dict[str, list[Tensor]] = defaultdict(list)
     for ids in batches:
         model.zero_grad(set_to_none=True)
@@ -82,7 +82,7 @@ def results(
 
 
 def group_errors(found: Mapping[str, list[Tensor]], exact: Mapping[str, list[Tensor]]) -> dict[str, float]:
-    """Group -> root of the squared relative errors of its tensors. A group is one parameter of every layer."""
+    """Map each group (one parameter in all layers) to the root of its tensors' squared relative errors."""
     squared: dict[str, float] = defaultdict(float)
     for name, tensors in found.items():
         for tensor, oracle in zip(tensors, exact[name]):
@@ -94,10 +94,10 @@ def group_errors(found: Mapping[str, list[Tensor]], exact: Mapping[str, list[Ten
 def worst_group(errors: Mapping[str, float], limits: Mapping[str, float]) -> tuple[str, float]:
     """Return the group whose error is the largest multiple of its limit, and the multiple.
 
-    A limit that is not finite bounds nothing: the multiple is NaN, which counts as the largest.
+    With a limit that is not finite the multiple is NaN, which counts as the largest.
     """
     ratios = {g: e / limits[g] if math.isfinite(limits[g]) else math.nan for g, e in errors.items()}
-    # Python's max alone would drop a NaN that is not first.
+    # Python's max would drop a NaN that is not first.
     worst = max(ratios, key=lambda group: (math.isnan(ratios[group]), ratios[group]))
     return worst, ratios[worst]
 
@@ -105,7 +105,7 @@ def worst_group(errors: Mapping[str, float], limits: Mapping[str, float]) -> tup
 def attribute(
     config: HybridConfig, batches: list[Tensor], policy: str, contract: Contract, device: str = "cpu"
 ) -> Finding:
-    """Runs `batches` of ids (B,T) of at least two lengths T, so that a graph that is reused wrongly is seen.
+    """Run `batches` of ids (B,T) with at least two lengths T, so that a wrongly reused graph is detected.
 
     Raises ValueError on an unknown policy.
     """
@@ -124,9 +124,7 @@ def attribute(
         compiled = apply(made := model(torch.float32), policy, contract, backend)
         try:
             errors = group_errors(results(compiled, made, batches), exact)
-        except (
-            Exception
-        ) as error:  # whatever a stage raises is its fault: eagerly, the same batches went through
+        except Exception as error:  # any exception is the stage's fault: the same batches ran eagerly
             return Finding(
                 stage, backend, error=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             )
@@ -139,7 +137,7 @@ def attribute(
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the argument parser."""
     p = argparse.ArgumentParser(prog="python -m launch.ablation", description=__doc__)
     p.add_argument("--preset", choices=NAMES, required=True)
     p.add_argument("--size", choices=SIZES, default="narrow")
@@ -153,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code; argparse itself exits with 2."""
+    """Return the exit code; argparse itself exits with 2."""
     o = (p := parser()).parse_args(arguments)
     layers = {"layer_pattern": o.layers, "depth": len(o.layers)} if o.layers else {}
     try:

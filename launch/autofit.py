@@ -1,4 +1,4 @@
-"""A batch that does not fit is split, and the rest accumulated: a step sees the same rows (contract.toml's [autofit]).
+"""Gradient accumulation for a batch that does not fit: a step sees the same rows ([autofit] in contract.toml).
 
 B batch, T tokens.
 """
@@ -21,9 +21,9 @@ MEMORY = ("cuda_out_of_memory", "hbm_out_of_memory")
 
 
 def device_batch(batch: int, given: Mapping[str, str] = os.environ, path: Path = PATH) -> int:
-    """Rows of `batch` that go through the model at once: all, or in a retry for memory the next of the contract's.
+    """Rows of `batch` per forward: all, or in a retry after OOM the contract's next smaller size.
 
-    Raises ContractError, one line, where there is no smaller one, or it does not divide the batch.
+    Raises ContractError, one line, if there is none, or it does not divide the batch.
     """
     ladder = section("autofit", lambda table: list(table["device_batches"]["value"]), path)
     if not given.get(RETRY) or given.get(REASON) not in MEMORY:
@@ -41,12 +41,12 @@ def accumulated_step(
 ) -> Tensor:
     """train_step on ids (B,T) int64, `rows` of them at a time -> the loss before the update, () fp32, detached.
 
-    The parts are weighted by their targets, which makes the cross entropy and its gradient those of the whole batch.
-    The experts' auxiliary losses are means over a part: they balance what is on the device at once.
+    The parts are weighted by their number of targets, so cross entropy and gradient equal those of the whole batch.
+    The experts' auxiliary losses are means over a part: they balance the rows on the device at once.
     """
     if rows >= ids.shape[0]:
         return train_step(loss_of, optimizer, ids)
-    # A row's first token and the first of a document are no targets.
+    # The first token of a row or document is not a target.
     targets = (ids[:, 1:] != bos_id).sum(1)
     losses = []
     for part, count in zip(ids.split(rows), targets.split(rows)):

@@ -1,6 +1,6 @@
-"""Cache directories: usable or not, a private one instead, one seeded from another, a full disk by its own name.
+"""Cache directories: usability checks, private replacements, seeding from another directory, disk-full errors.
 
-Standard library only: a launcher asks all this before it imports torch.
+Standard library only: a launcher calls this before it imports torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import BinaryIO
 
 from launch.contract import ContractError
 
-# A file system, a quota, a limit on file sizes: each is the machine's and never the model's.
+# Full file system, quota, file size limit: failures of the machine, not of the model.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Compilers and linkers run in children: of their errors only the text comes back.
+# Compilers and linkers run in subprocesses, so only the text of their errors is available.
 FULL_TEXTS = tuple(os.strerror(code) for code in FULL)
 PROBE = bytes(4096)
-SEED = ".seed"  # holds the digest of what was copied here last
-PART = ".part-"  # how the temporary names of unfinished copies begin
+SEED = ".seed"  # contains the digest of the content copied here last
+PART = ".part-"  # prefix of the temporary names of unfinished copies
 PRIVATE = "BUMPGATE_PRIVATE_CACHE"
 
 
@@ -33,7 +33,7 @@ class CacheError(ContractError):
 
 
 class DiskFull(OSError):  # noqa: N818
-    """A write met a full disk, quota or file limit; `strerror` is one line that says where."""
+    """A write failed on a full disk, quota or file limit; `strerror` is one line with the location."""
 
     def __init__(self, code: int, place: str) -> None:
         super().__init__(code, f"{place}: {os.strerror(code)}")
@@ -41,7 +41,7 @@ class DiskFull(OSError):  # noqa: N818
 
 @contextmanager
 def writing(place: str) -> Iterator[None]:
-    """Raises DiskFull or CacheError, one line that begins with `place`, for an OSError inside the block."""
+    """Convert an OSError inside the block to DiskFull or CacheError, one line that begins with `place`."""
     try:
         yield
     except DiskFull:
@@ -53,9 +53,9 @@ def writing(place: str) -> Iterator[None]:
 
 
 def disk_full(error: BaseException) -> str | None:
-    """The one line of the full disk behind an error, or None where no full disk is.
+    """Return the line about a full disk in an error's chain, or None if there is none.
 
-    Inductor wraps the OSError of a cache write, torch.save raises over it, and g++ reports in words.
+    Inductor wraps the OSError of a cache write, torch.save raises another error over it, and g++ only prints text.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
@@ -67,19 +67,19 @@ def disk_full(error: BaseException) -> str | None:
         if isinstance(link, OSError) and link.errno in FULL:
             where = f"{link.filename}: " if link.filename else ""
             return f"{where}{link.strerror}"
-        told = next((line for line in str(link).splitlines() if any(t in line for t in FULL_TEXTS)), None)
-        if told:
-            return told.strip()
+        message = next((line for line in str(link).splitlines() if any(t in line for t in FULL_TEXTS)), None)
+        if message:
+            return message.strip()
         pending += [link.__context__, link.__cause__]
     return None
 
 
 def usable(directory: Path, minimum_free: int = 0, name: str = "") -> None:
-    """Writes 4 KiB and reads the free space, in bytes; `name` begins each message.
+    """Check a directory by writing 4 KiB and reading the free space, in bytes; `name` begins each message.
 
-    Raises CacheError where the directory is absent (a volume that is not mounted must not become a directory on the
-    root disk), refuses the write (mode bits say nothing to root) or has less than minimum_free; DiskFull where the
-    write itself finds no space.
+    Raises CacheError if the directory is missing (an unmounted volume must not become a directory on the root disk),
+    is not writable (tested by writing, because root ignores mode bits) or has less than minimum_free; DiskFull if the
+    write finds no space.
     """
     place = f"{name}={directory}" if name else str(directory)
     if not directory.is_dir():
@@ -87,7 +87,7 @@ def usable(directory: Path, minimum_free: int = 0, name: str = "") -> None:
     with writing(place), tempfile.TemporaryFile(dir=directory) as probe:
         probe.write(PROBE)
         probe.flush()
-        os.fsync(probe.fileno())  # file systems that allocate late say only here that they are full
+        os.fsync(probe.fileno())  # with delayed allocation, ENOSPC is raised only here
     with writing(place):
         free = shutil.disk_usage(directory).free
     if free < minimum_free:
@@ -95,7 +95,7 @@ def usable(directory: Path, minimum_free: int = 0, name: str = "") -> None:
 
 
 def make_private(names: Iterable[str]) -> dict[str, str]:
-    """Variable -> a directory of this process alone, and PRIVATE -> the directory that holds them all."""
+    """Map each variable to a directory private to this process, and PRIVATE to their parent directory."""
     with writing(tempfile.gettempdir()):
         root = Path(tempfile.mkdtemp(prefix=f"bumpgate-cache-{os.getpid()}-"))
         given = {name: root / name.lower() for name in names}
@@ -105,13 +105,13 @@ def make_private(names: Iterable[str]) -> dict[str, str]:
 
 
 def own_private(root: str | None) -> Path | None:
-    """`root` where this process made it, before an exec too; a child that inherits the variable must not delete it."""
+    """Return `root` if this process created it (also before an exec); a child that inherits it must not delete it."""
     path = Path(root) if root else None
     return path if path and path.name.startswith(f"bumpgate-cache-{os.getpid()}-") else None
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
+    """SHA-256 hex digest of a file."""
     with path.open("rb") as file:
         return _digest(file)
 
@@ -126,7 +126,7 @@ def _digest(file: BinaryIO, copy: BinaryIO | None = None) -> str:
 
 
 def files(directory: Path) -> dict[str, Path]:
-    """Relative name -> path of every file below, without the marks that syncing leaves."""
+    """Map relative name -> path of every file below, without the marker files of `sync`."""
     found = (path for path in sorted(directory.rglob("*")) if path.is_file())
     return {
         path.relative_to(directory).as_posix(): path
@@ -136,12 +136,11 @@ def files(directory: Path) -> dict[str, Path]:
 
 
 def sync(source: Path, target: Path) -> list[str]:
-    """Copies what `target` lacks, or holds with another hash, and deletes nothing -> the names copied.
+    """Copy files that are missing or have another hash in `target`, delete nothing -> the names copied.
 
-    A target that was last seeded from this very content is warm: it only gets back what it has lost, whatever its
-    other files have become since. A file appears under its name whole or not at all, so that several syncers and
-    running jobs may share a target. Raises CacheError on an unusable target or a source that changes meanwhile,
-    DiskFull.
+    A target last seeded from the same content is warm: only its missing files are restored, changed ones are kept.
+    Each file is written atomically, so that several syncs and running jobs may share a target. Raises CacheError on
+    an unusable target or a source that changes during the copy, DiskFull.
     """
     if not source.is_dir():
         raise CacheError(f"{source}: no such directory")
@@ -165,7 +164,7 @@ def sync(source: Path, target: Path) -> list[str]:
 
 
 def _put(source: Path, path: Path, digest: str) -> None:
-    """Copies one file, time of writing included, under a temporary name and then its own."""
+    """Copy one file with its mtime to a temporary name, then rename it."""
     with _replacing(path) as part:
         with source.open("rb") as file, part.open("wb") as copy:
             arrived = _digest(file, copy)
@@ -176,7 +175,7 @@ def _put(source: Path, path: Path, digest: str) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary name in path's directory, unique to this call, that becomes `path` where the block succeeds."""
+    """Yield a unique temporary path in the same directory; rename it to `path` if the block succeeds."""
     handle, name = tempfile.mkstemp(prefix=PART, dir=path.parent)
     os.close(handle)
     try:

@@ -1,9 +1,9 @@
-"""What this torch can do, found by doing it (rule C16): python -m launch.capabilities [FORM ...]
+"""Probe what this torch supports by trying it (rule C16): python -m launch.capabilities [FORM ...]
 
-A kernel that reads its arguments' addresses, as a Triton launch does, is given to Dynamo as a custom op, by
+A kernel that reads its arguments' addresses, as a Triton launch does, is passed to Dynamo as a custom op, by
 allow_in_graph and under disable. Each form compiles a program of three operators, forward and backward. A version
-string would not tell: a nightly of 2.12 is older than "2.12", and whether a kernel may run on fake tensors is no
-property of a version at all. Prints one JSON line a form, so that a form that crashes is known by its absence.
+string is not enough: a nightly of 2.12 is older than "2.12", and whether a kernel may run on fake tensors does not
+depend on the version. Prints one JSON line per form; a form that crashes has no line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from launch.children import Child, ChildError, moved, places, run
 from launch.contract import PATH, ContractError, section
 
-# Form -> the graphs of a program with the kernel between two operators: opaque inside one graph, or a break.
+# Form -> number of graphs of a program with the kernel between two operators: opaque in one graph, or a break.
 GRAPHS = {"custom_op": 1, "allow_in_graph": 1, "disable": 2}
 SECONDS = 300.0
 numbers = itertools.count()
@@ -35,7 +35,7 @@ Kernel = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Seen:
-    """works: forward and gradient are the eager ones, in the promised number of graphs. why: of a failure, one line."""
+    """works: forward and gradient equal eager, with the expected number of graphs. why: one line on a failure."""
 
     works: bool
     graphs: int
@@ -43,7 +43,7 @@ class Seen:
 
 
 def by_address(x: Tensor) -> Tensor:
-    """2 x in fp32, read and written at its address: on a fake tensor there is none."""
+    """Return 2 x in fp32, read and written by address, which a fake tensor does not have."""
     x, y = x.contiguous(), torch.empty_like(x)
     source, target = ((ctypes.c_float * x.numel()).from_address(t.data_ptr()) for t in (x, y))
     target[:] = [2 * value for value in source]
@@ -51,7 +51,7 @@ def by_address(x: Tensor) -> Tensor:
 
 
 def given_as(form: str, kernel: Kernel) -> Kernel:
-    """`kernel`, which is linear and its own backward, in one form. Raises ValueError on an unknown one."""
+    """Wrap `kernel`, which is linear and its own backward, in one form. Raises ValueError on an unknown form."""
 
     class Opaque(torch.autograd.Function):
         @staticmethod
@@ -82,7 +82,7 @@ def given_as(form: str, kernel: Kernel) -> Kernel:
 
 
 def probe(form: str, kernel: Kernel = by_address) -> Seen:
-    """Compiles the program with `kernel` in one form, in this process: it may crash, and leaves its graphs behind."""
+    """Compile the program with `kernel` in one form, in this process: it may crash, and its graphs stay in memory."""
     graphs = 0
 
     def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -106,7 +106,7 @@ def probe(form: str, kernel: Kernel = by_address) -> Seen:
             loss = step(x)
             loss.backward()
             results.append(torch.cat([loss.detach().view(1), x.grad]))
-    except Exception as error:  # whatever torch raises is the answer
+    except Exception as error:  # any exception means that the form does not work
         return Seen(False, graphs, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:200])
     if not all(torch.allclose(found, results[0]) for found in results[1:]):
         return Seen(False, graphs, "compiled, it computes something else")
@@ -116,9 +116,9 @@ def probe(form: str, kernel: Kernel = by_address) -> Seen:
 
 
 def probe_in_child(forms: Sequence[str] = tuple(GRAPHS), command: Sequence[str] = ()) -> dict[str, Seen]:
-    """`probe` of each form in a process of its own environment and checkout; a form that crashes does not work.
+    """Run `probe` of each form in a child of the same venv and checkout; a form that crashes does not work.
 
-    command: in place of this module. Raises ContractError where the child ran elsewhere.
+    command: replaces this module. Raises ContractError if the child ran in another venv or checkout.
     """
     found: dict[str, Seen] = {}
     while rest := [form for form in forms if form not in found]:
@@ -129,10 +129,10 @@ def probe_in_child(forms: Sequence[str] = tuple(GRAPHS), command: Sequence[str] 
             tail, why = error.tail, str(error)
         for line in tail:
             if line.startswith("{"):
-                told = json.loads(line)
-                if lines := list(moved(told["places"])):
+                reply = json.loads(line)
+                if lines := list(moved(reply["places"])):
                     raise ContractError(f"the probe is about another installation: {lines[0]}")
-                found[told["form"]] = Seen(**told["seen"])
+                found[reply["form"]] = Seen(**reply["seen"])
         crashed = next((form for form in rest if form not in found), None)
         if crashed is not None:
             found[crashed] = Seen(False, 0, why)
@@ -140,7 +140,7 @@ def probe_in_child(forms: Sequence[str] = tuple(GRAPHS), command: Sequence[str] 
 
 
 def chosen(found: Mapping[str, Seen], path: Path = PATH) -> str:
-    """The first of the contract's forms that works here. Raises ContractError where none does."""
+    """Return the first of the contract's forms that works here. Raises ContractError if none does."""
     prefer = section("capability", lambda table: list(table["opaque_kernel"]["prefer"]), path)
     for form in prefer:
         if found[form].works:
@@ -149,10 +149,10 @@ def chosen(found: Mapping[str, Seen], path: Path = PATH) -> str:
 
 
 def at_least(label: str, release: str) -> bool:
-    """Whether a build is of `release` or later, by its release numbers.
+    """Whether a build is `release` or later, by its release numbers.
 
-    A nightly and a build from source count as the release that they lead to, which PEP 440 puts behind them. For what
-    a version may decide (a wheel's index, a driver), never for what can be tried.
+    A nightly or source build counts as the release it leads to, which PEP 440 orders after it. Use it only for
+    decisions by version (a wheel index, a driver), not for features that can be probed.
     """
     return Version(label).release >= Version(release).release
 
@@ -160,7 +160,7 @@ def at_least(label: str, release: str) -> bool:
 def low_precision(device: str, sm: int = 0, given: Mapping[str, str] = os.environ, path: Path = PATH) -> str:
     """The dtype of the low-precision parts. sm: the GPU's compute capability times ten, 90 for an H200.
 
-    Raises ContractError, one line with the switch, on a GPU before the contract's minimum where nobody has asked.
+    Raises ContractError, one line with the switch, on a GPU below the contract's minimum without an explicit request.
     """
     rule = section("capability", lambda table: dict(table["low_precision"]), path)
     if device != "cuda" or sm >= rule["minimum_sm"]:
@@ -173,7 +173,7 @@ def low_precision(device: str, sm: int = 0, given: Mapping[str, str] = os.enviro
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0; the lines say what works."""
+    """Print one line per form and return 0."""
     for form in arguments or GRAPHS:
         line = {"form": form, "seen": asdict(probe(form)), "torch": torch.__version__, "places": places()}
         print(json.dumps(line), flush=True)

@@ -1,6 +1,6 @@
-"""Child processes of a launcher: every line kept and tagged, the first failure stops the rest, its last line is told.
+"""Child processes of a launcher: output is tagged and kept, the first failure stops the rest and is reported.
 
-Standard library only, so that a child that cannot even import is seen from outside.
+Standard library only, so that a child with failing imports is still reported.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-LINE = 1 << 12  # bytes; a longer line is kept in pieces
+LINE = 1 << 12  # bytes; a longer line is split
 KEPT = 200  # lines of each child
 GRACE = 5.0  # seconds from the request to stop to the kill
 POLL = 0.02
-# The line that a Python traceback ends in; what a C++ abort prints behind it says less.
+# The last line of a Python traceback; the output of a C++ abort after it is less informative.
 RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 
 
 @dataclass(frozen=True)
 class Child:
-    """name: the tag of its lines; "rank0" is read as a rank by launch.logs. environment: whole, None to inherit."""
+    """name: the tag of its lines; launch.logs parses "rank0" as a rank. environment: complete, or None to inherit."""
 
     name: str
     command: Sequence[str]
@@ -38,9 +38,9 @@ class Child:
 
 
 class ChildError(RuntimeError):
-    """A child failed or did not end. The message is one line with the child's own last one; `tail` has more.
+    """A child failed or timed out. The message is one line with the child's last one; `tail` has more.
 
-    code: its exit code, negative for a signal, None where it was stopped for the time.
+    code: its exit code, negative for a signal, None if it was stopped by the timeout.
     """
 
     def __init__(self, name: str, code: int | None, how: str, tail: Sequence[str]) -> None:
@@ -49,7 +49,7 @@ class ChildError(RuntimeError):
 
 
 def last_line(tail: Sequence[str]) -> str:
-    """What a reader wants first: the exception that the last traceback ends in, else the last line with text."""
+    """Return the exception line of the last traceback, else the last line with text."""
     texts = [line.strip() for line in tail if line.strip()]
     raised = [line for line in texts if RAISED.match(line)]
     return (raised or texts or ["no output"])[-1]
@@ -58,11 +58,11 @@ def last_line(tail: Sequence[str]) -> str:
 def run(
     children: Sequence[Child], *, seconds: float, log: Path | None = None, cwd: Path | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """Runs the children side by side until all have ended -> name -> its last lines, stdout and stderr together.
+    """Run the children concurrently until all have ended -> {name: last lines, stdout and stderr together}.
 
-    Every line goes to `log` as it comes, behind its child's tag ("[rank0]: "); of each child KEPT lines stay in memory.
-    The first child that fails stops the others: its error must not wait for their timeouts. Nothing that a child
-    started outlives this call. Raises ChildError.
+    Every line is written to `log` at once, prefixed with its child's tag ("[rank0]: "); KEPT lines per child stay in
+    memory. The first child that fails stops the others, so its error does not wait for their timeouts. All processes
+    that a child started are ended before this call returns. Raises ChildError.
     """
     with ExitStack() as stack:
         file = stack.enter_context(log.open("ab", buffering=0)) if log else None
@@ -84,7 +84,7 @@ def run(
 
 
 class _Running:
-    """One started child, its output read by a thread of its own; leaving stops it and what it started."""
+    """A started child, with a thread that reads its output; on exit its whole process group is stopped."""
 
     def __init__(self, child: Child, log: IO[bytes] | None, cwd: Path | None) -> None:
         self.name, self.log, self.tail = child.name, log, deque[str](maxlen=KEPT)
@@ -93,7 +93,7 @@ class _Running:
             self.process = subprocess.Popen(
                 child.command,
                 cwd=cwd,
-                env={**given, "PYTHONUNBUFFERED": "1"},  # a line that waits in a buffer dies with its process
+                env={**given, "PYTHONUNBUFFERED": "1"},  # buffered lines are lost if the process dies
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -110,13 +110,13 @@ class _Running:
         with stream:
             for piece in iter(partial(stream.readline, LINE), b""):
                 self.tail.append(piece.decode(errors="replace").rstrip("\r\n"))
-                if self.log is not None:  # one unbuffered write to a file opened for appending: whole lines
+                if self.log is not None:  # one unbuffered append per line, so lines stay whole
                     self.log.write(tag + piece.rstrip(b"\r\n") + b"\n")
 
     def poll(self) -> int | None:
-        """The exit code once the child has ended; what it has left behind, and holds its pipe open, ends here too."""
+        """Return the exit code once the child has ended; also stop its leftover processes, which keep the pipe open."""
         if self.process.returncode is None:
-            # Not reaped yet: until then nobody else can get its number, nor that of its group.
+            # Not reaped yet: until then neither its pid nor its process group id can be reused.
             if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
             self._signal(signal.SIGKILL)
@@ -124,7 +124,7 @@ class _Running:
         return self.process.returncode
 
     def read_to_end(self) -> list[str]:
-        """The last lines of a child that has ended."""
+        """Return the last lines of a child that has ended."""
         self.reader.join(GRACE)
         return list(self.tail)
 
@@ -148,20 +148,20 @@ class _Running:
 
 
 def same_place(one: str | Path, other: str | Path) -> bool:
-    """Whether two paths name one file or directory. Both sides are resolved: either may come through a link."""
+    """Whether two paths name one file or directory. Both are resolved: either may be a link."""
     return Path(one).resolve() == Path(other).resolve()
 
 
 def places() -> dict[str, str]:
-    """Where this process runs: its environment and its checkout, as it sees them.
+    """Return the venv and the checkout of this process.
 
-    The environment is sys.prefix and not the interpreter, which every venv links from the same one.
+    The venv is identified by sys.prefix, not by the interpreter: all venvs link to the same one.
     """
     return {"environment": sys.prefix, "checkout": str(Path(__file__).parent.parent)}
 
 
 def moved(child: Mapping[str, str]) -> Iterator[str]:
-    """Lines on each place of a child's `places` that is another than ours: what it found is not about this run."""
+    """Yield a line for each of a child's `places` that differs from ours: its results are not about this run."""
     for name, ours in places().items():
         if not same_place(child[name], ours):
             yield f"the child's {name} is {child[name]}, ours {ours}"

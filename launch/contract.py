@@ -18,12 +18,12 @@ PATH = Path(__file__).resolve().parent.parent / "contract.toml"
 
 
 class ContractError(ValueError):
-    """contract.toml, or the process that should obey it, violates the contract. The message is one line."""
+    """contract.toml is invalid, or the process violates it. The message is one line."""
 
 
 @dataclass(frozen=True)
 class DisablePoint:
-    """Code that Dynamo may not see: live under the named compile policies, for the named block letters."""
+    """Code to hide from Dynamo: active under the named compile policies, for the named block letters."""
 
     name: str
     letters: str
@@ -35,9 +35,9 @@ class DisablePoint:
 class Contract:
     """The whole contract. `dynamo` maps a torch._dynamo.config name to its value.
 
-    The environment: `variables` for every training process, `rank_variables` for a rank's, `refused_variables` for
-    none; `cache_folders` maps the variable of a cache directory to its default folder's name; `reasons` has the
-    reason of every variable.
+    Environment variables: `variables` for every training process, `rank_variables` for ranks only, `refused_variables`
+    for none; `cache_folders` maps the variable of a cache directory to its default folder's name; `reasons` has the
+    reason for every variable.
     """
 
     path: Path
@@ -64,7 +64,7 @@ class Contract:
 
 
 def read(path: Path = PATH) -> dict[str, Any]:
-    """The tables of a contract file. Raises ContractError with one line where it cannot be read or is not TOML."""
+    """The tables of a contract file. Raises ContractError with one line if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
@@ -78,7 +78,7 @@ def read(path: Path = PATH) -> dict[str, Any]:
 
 
 def section(name: str, build: Callable[[Any], T], path: Path = PATH) -> T:
-    """`build` of the table `name`. Raises ContractError, one line, where the table does not fit it."""
+    """Return `build` of the table `name`. Raises ContractError, one line, if the table is invalid."""
     try:
         return build(read(path)[name])
     except (KeyError, TypeError, AttributeError) as error:
@@ -88,7 +88,7 @@ def section(name: str, build: Callable[[Any], T], path: Path = PATH) -> T:
 
 
 def load(path: Path = PATH) -> Contract:
-    """Reads and checks a contract file. Raises ContractError with one line on anything wrong."""
+    """Read and check a contract file. Raises ContractError with one line on any error."""
     raw = read(path)
     try:
         environment, caches = raw["environment"], raw["caches"]
@@ -124,9 +124,9 @@ def load(path: Path = PATH) -> Contract:
 
 
 def apply_dynamo(contract: Contract) -> None:
-    """Sets the contract's torch._dynamo.config lines; call before anything compiles.
+    """Set the contract's torch._dynamo.config values; call before anything compiles.
 
-    Raises ContractError when this torch does not know a line: an unknown name would obey nothing.
+    Raises ContractError if this torch does not have an option: setting an unknown name would have no effect.
     """
     import torch._dynamo
 

@@ -1,7 +1,7 @@
-"""Blocks as CUDA graphs: a forward is recorded once and replayed without the host.
+"""Blocks as CUDA graphs: a forward is captured once and replayed without the host.
 
-A recording accepts no host read, no branch on a value and no allocation that outlives it, so a block that records and
-replays to the same bits proves that its whole forward, our kernels in it, runs without the host.
+A capture allows no host read, no branch on a value and no allocation that outlives it. A block that is captured and
+replayed with the same bits therefore runs its whole forward, including our kernels, without the host.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ WARM_UPS = 3
 
 
 class CaptureError(RuntimeError):
-    """A block that cannot be recorded, in one line."""
+    """A block cannot be captured. The message is one line."""
 
 
 def chosen_blocks(model: Hybrid, kinds: Iterable[str]) -> dict[str, nn.Module]:
-    """The first block of each requested kind. Raises ValueError where the model has none of a kind.
+    """Return the first block of each requested kind. Raises ValueError if the model has none of a kind.
 
-    Without it a misspelt kind would leave nothing to record and nothing to fail.
+    The error catches a misspelt kind, which would otherwise capture nothing and pass.
     """
     first = dict(zip(reversed(model.config.kinds), reversed(model.blocks)))
     missing = sorted(set(kinds) - set(first))
@@ -34,17 +34,17 @@ def chosen_blocks(model: Hybrid, kinds: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def _end_of_recording() -> None:
-    """Makes random numbers possible again after a recording that failed.
+    """Restore random number generation after a failed capture.
 
-    torch 2.11 leaves the device's generator as one that is being recorded, and each later draw raises "Offset
-    increment outside graph capture encountered unexpectedly". A copy of its state is not marked so.
+    torch 2.11 leaves the device's generator in capture mode, and each later draw raises "Offset increment outside
+    graph capture encountered unexpectedly". A copy of its state does not have that mark.
     """
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     generator.graphsafe_set_state(generator.clone_state())
 
 
 def capture(block: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
-    """Records block(*inputs) without gradients on CUDA -> a function of like tensors that replays it.
+    """Capture block(*inputs) without gradients on CUDA -> a function of like tensors that replays it.
 
     The result is overwritten by the next replay. Raises CaptureError with CUDA's reason.
     """
@@ -52,7 +52,7 @@ def capture(block: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[..., tuple
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):  # kernels are compiled and memory is taken before the recording
+        for _ in range(WARM_UPS):  # compile kernels and allocate memory before the capture
             block(*held)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

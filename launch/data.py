@@ -1,9 +1,9 @@
-"""The data contract: what may be called training data, and how its documents are packed into rows.
+"""The data contract: checks on training data, and packing of its documents into rows.
 
 A token file is `NAME.bin` (memory-mapped uint16 or uint32 ids) or `NAME.parquet` (a column `tokens`, one document a
-row), beside its receipt `NAME.json`: schema, format, dtype, tokens, bos_id, vocab_size and the sha256 of the file.
-Documents start at each BOS. Whatever fails a check is refused with DataError, in one line; random ids pass for a smoke
-test and for nothing else.
+row), next to its receipt `NAME.json`: schema, format, dtype, tokens, bos_id, vocab_size and the sha256 of the file.
+Documents start at each BOS. Data that fails a check is refused with DataError, in one line; random ids are accepted
+only for a smoke test.
 
 B batch, T tokens of a row.
 """
@@ -32,7 +32,7 @@ FIELDS = {
     "vocab_size": int,
     "sha256": str,
 }
-CHUNK = 1 << 22  # ids that a scan of a memory-mapped file holds at once
+CHUNK = 1 << 22  # ids in memory at once in a scan of a memory-mapped file
 
 # The byte-level tokenizer of the shipped corpus: the ids below 48 are the model's special tokens, byte b is 48 + b.
 BOS, EOT, BYTE_OFFSET = 2, 3, 48
@@ -43,17 +43,17 @@ class DataError(ValueError):
 
 
 def encode(text: bytes) -> list[int]:
-    """A document: BOS, one id a byte, EOT."""
+    """Encode a document: BOS, one id per byte, EOT."""
     return [BOS, *(BYTE_OFFSET + byte for byte in text), EOT]
 
 
 def decode(ids: list[int]) -> bytes:
-    """The bytes among `ids`; special tokens are left out."""
+    """Return the bytes among `ids`; special tokens are dropped."""
     return bytes(i - BYTE_OFFSET for i in ids if BYTE_OFFSET <= i < BYTE_OFFSET + 256)
 
 
 def read_receipt(path: Path) -> dict[str, Any]:
-    """The receipt beside a token file. Raises DataError where a field is missing or of another type."""
+    """Read the receipt next to a token file. Raises DataError if a field is missing or has the wrong type."""
     try:
         fields = json.loads(path.read_text())
     except OSError as error:
@@ -73,7 +73,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
 
 
 def sha256_of(path: Path) -> str:
-    """The hash of a file's bytes, read in pieces."""
+    """SHA-256 of a file, read in chunks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 24):
@@ -82,7 +82,7 @@ def sha256_of(path: Path) -> str:
 
 
 def read_parquet(path: Path, dtype: type) -> np.ndarray:
-    """The ids of a parquet file, documents end to end; pyarrow is asked for only here."""
+    """Read the ids of a parquet file, documents concatenated; pyarrow is imported only here."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -104,7 +104,7 @@ def read_parquet(path: Path, dtype: type) -> np.ndarray:
 class TokenFile:
     """A checked token file: `ids` (N,) memory-mapped, `starts` the position of each BOS, `fields` the receipt.
 
-    `path` is the file, or a directory that holds one receipt. Raises DataError on a wrong size, hash or id, on a file
+    `path` is the file, or a directory with one receipt. Raises DataError on a wrong size, hash or id, on a file
     that does not begin with BOS, and on fewer documents than `world` ranks.
     """
 
@@ -159,7 +159,7 @@ class TokenFile:
 
 
 def receipt(source: TokenFile | PackedBatches | SyntheticBatches) -> dict[str, Any]:
-    """What a record says about its data: `kind` is "tokens" for a checked file and "synthetic" for random ids."""
+    """Data entry of a record: `kind` is "tokens" for a checked file and "synthetic" for random ids."""
     if isinstance(source, SyntheticBatches):
         return {
             "kind": "synthetic",
@@ -174,14 +174,14 @@ def receipt(source: TokenFile | PackedBatches | SyntheticBatches) -> dict[str, A
 
 
 class PackedBatches(Iterator[Tensor]):
-    """Batches of rows that begin with BOS, over all documents of a rank in a new order each epoch, without end.
+    """Endless batches of rows that begin with BOS, over all documents of a rank in a new order each epoch.
 
-    A document longer than a row is cut into pieces, each behind a BOS of its own (counted in `counts["cut"]`). A row
-    takes the oldest waiting piece, then again and again the longest that still fits (best fit). What is left is filled
-    with BOS: documents of one token, which have no target and which nothing else can see.
+    A document longer than a row is cut into pieces, each with its own BOS (counted in `counts["cut"]`). A row takes
+    the oldest waiting piece, then repeatedly the longest that still fits (best fit). The rest is filled with BOS:
+    documents of one token, which have no target and which no other token attends to.
     """
 
-    WAITING = 64  # pieces that a row may choose from
+    WAITING = 64  # candidate pieces for a row
 
     def __init__(
         self, file: TokenFile, batch: int, tokens: int, seed: int, rank: int = 0, world: int = 1
@@ -202,7 +202,7 @@ class PackedBatches(Iterator[Tensor]):
         self.order = self._shuffled()
 
     def _cut(self, rank: int, world: int) -> list[tuple[int, int]]:
-        """(first, last) positions of each piece's ids, its BOS not counted."""
+        """Return (first, last) positions of each piece's ids, without its BOS."""
         stops = np.append(self.file.starts[1:], len(self.file.ids))
         pieces = []
         for start, stop in zip(self.file.starts[rank::world].tolist(), stops[rank::world].tolist()):
@@ -243,16 +243,16 @@ class PackedBatches(Iterator[Tensor]):
         return row
 
     def __next__(self) -> Tensor:
-        """ids (B,T) int64 on the CPU."""
+        """Return ids (B,T) int64 on the CPU."""
         return torch.from_numpy(np.stack([self._row() for _ in range(self.batch)]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: plain numbers and lists."""
+        """Return the position of the stream as plain numbers and lists."""
         place = {"epoch": self.epoch, "cursor": self.cursor, "waiting": list(self.waiting)}
         return {"setup": dict(self.setup), "counts": dict(self.counts), **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken. Raises DataError where that was another file, packing, seed or rank."""
+        """Resume from `state`. Raises DataError if it is of another file, packing, seed or rank."""
         for name, value in self.setup.items():
             if state["setup"].get(name) != value:
                 raise DataError(f"cannot resume: {name} was {state['setup'].get(name)}, now it is {value}")
@@ -264,19 +264,19 @@ class PackedBatches(Iterator[Tensor]):
 def packed_batches(
     file: TokenFile, batch: int, tokens: int, seed: int, rank: int = 0, world: int = 1
 ) -> PackedBatches:
-    """Deterministic, resumable batches (B,T) int64 of a checked file; see PackedBatches."""
+    """Return deterministic, resumable batches (B,T) int64 of a checked file; see PackedBatches."""
     return PackedBatches(file, batch, tokens, seed, rank, world)
 
 
 class SyntheticBatches(Iterator[Tensor]):
-    """Random ids, a BOS at each row's start: they show that a step runs, and nothing about training."""
+    """Random ids with a BOS at each row's start: a smoke test of the step, not training data."""
 
     def __init__(self, vocab_size: int, batch: int, tokens: int, seed: int, bos_id: int = BOS) -> None:
         self.vocab_size, self.shape, self.seed, self.bos_id = vocab_size, (batch, tokens), seed, bos_id
         self.drawn = 0
 
     def __next__(self) -> Tensor:
-        """ids (B,T) int64 on the CPU."""
+        """Return ids (B,T) int64 on the CPU."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.drawn)
         self.drawn += 1
         ids = torch.randint(self.vocab_size, self.shape, generator=generator)

@@ -1,7 +1,7 @@
-"""What a training process must find in its environment before Python starts, and the refusal where it does not.
+"""Environment variables that a training process needs before Python starts: set them, or refuse to run.
 
-Torch reads most of these variables once, at import. So this module imports the standard library only: `enter` exports
-what is absent and starts the same program again; `check` refuses what differs from contract.toml, in one line.
+Torch reads most of these variables once, at import. This module therefore imports only the standard library: `enter`
+exports missing ones and re-executes the program; `check` refuses values that differ from contract.toml, in one line.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from launch import caches
 from launch.contract import Contract, ContractError, load
 
 REFUSED, DISK_FULL = 3, 5
-# Set by whoever replaces a failed run by a new process, in that process's environment.
+# Set by a launcher that replaces a failed run, in the environment of the new process.
 RETRY = "BUMPGATE_RETRY"
 
 
 def cache_root(given: Mapping[str, str]) -> Path:
-    """Where caches stand that nobody has placed."""
+    """Default cache root, used if no cache variable is set."""
     return Path(given.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bumpgate"
 
 
 def child_environment(
     contract: Contract, given: Mapping[str, str], rank: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """What a training process must be started with: `given`, `rank`'s own variables, and what the contract adds.
+    """Environment for a training process: `given`, `rank`'s own variables, and the contract's additions.
 
-    A given value stays, right or wrong: `check` refuses a wrong one, so that nobody's choice is undone in silence.
-    The NCCL variables are added for a rank only, which LOCAL_RANK tells.
+    A given value is never overwritten: `check` refuses a wrong one, so that a user's choice is not silently undone.
+    The NCCL variables are added only for a rank, that is if LOCAL_RANK is set.
     """
     child = {**given, **(rank or {})}
     for name, folder in contract.cache_folders.items():
@@ -45,15 +45,15 @@ def child_environment(
 
 
 def expected(contract: Contract, given: Mapping[str, str]) -> dict[str, str]:
-    """Variable -> the value that the contract asks for in this process."""
+    """Map each variable to the value that the contract requires in this process."""
     return {**contract.variables, **(contract.rank_variables if given.get("LOCAL_RANK") else {})}
 
 
 def check(contract: Contract, given: Mapping[str, str] = os.environ) -> None:
-    """Refuses a process that breaks the contract; called before torch can touch a device.
+    """Refuse a process that violates the contract; called before torch can touch a device.
 
-    Raises ContractError with one line: the document is not the reviewed one, a variable differs, a switch that turns
-    the compiler off is set, a cache directory is of no use. Raises caches.DiskFull where one is full.
+    Raises ContractError with one line if the document is not the reviewed one, a variable differs, a switch that
+    disables the compiler is set, or a cache directory is unusable. Raises caches.DiskFull if one is full.
     """
     _check_document(contract.path)
     faults = list(_faults(contract, given))
@@ -64,7 +64,7 @@ def check(contract: Contract, given: Mapping[str, str] = os.environ) -> None:
 
 
 def _check_document(path: Path) -> None:
-    """The lock is `sha256sum`'s own format: `sha256sum -c contract.lock` says the same."""
+    """Check the document's hash. The lock has `sha256sum`'s format: `sha256sum -c contract.lock` does the same."""
     lock, command = path.with_suffix(".lock"), f"sha256sum {path.name} > {path.stem}.lock"
     try:
         pinned = lock.read_text().split()[0]
@@ -77,14 +77,14 @@ def _check_document(path: Path) -> None:
 
 
 def _faults(contract: Contract, given: Mapping[str, str]) -> Iterator[str]:
-    wanted = expected(contract, given)
-    for name, value in wanted.items():
+    required = expected(contract, given)
+    for name, value in required.items():
         if name not in given:
             yield f"{name} is not set, the contract says {value}"
         elif given[name] != value:
             yield f"{name}={given[name]}, the contract says {value}: {contract.reasons[name]}"
     for name in contract.rank_variables:
-        if name not in wanted and name in given:
+        if name not in required and name in given:
             yield f"{name} is set without LOCAL_RANK: {contract.reasons[name]}"
     for name in contract.refused_variables:
         if given.get(name):
@@ -95,38 +95,38 @@ def _faults(contract: Contract, given: Mapping[str, str]) -> Iterator[str]:
 
 
 def enter() -> None:
-    """Starts this program again under the contract's environment, or returns where it already has it.
+    """Re-execute this program under the contract's environment, or return if it already has it.
 
     Called by a launcher's main module before it imports torch. Exits with 3 (refused) or 5 (disk full), one line.
     """
     try:
         contract = load()
-        wanted = child_environment(contract, os.environ)
+        env_vars = child_environment(contract, os.environ)
         for name in contract.cache_folders:
-            if name not in os.environ:  # ours to make; a directory that somebody has named must be there
-                with caches.writing(f"{name}={wanted[name]}"):
-                    Path(wanted[name]).mkdir(parents=True, exist_ok=True)
-        wanted = _with_usable_caches(contract, wanted)
-        if private := caches.own_private(wanted.get(caches.PRIVATE)):
-            # An exec forgets this, and comes by again.
+            if name not in os.environ:  # create only defaults; a directory set by the user must exist
+                with caches.writing(f"{name}={env_vars[name]}"):
+                    Path(env_vars[name]).mkdir(parents=True, exist_ok=True)
+        env_vars = _with_usable_caches(contract, env_vars)
+        if private := caches.own_private(env_vars.get(caches.PRIVATE)):
+            # exec drops this handler, and the new process registers it again.
             atexit.register(shutil.rmtree, private, ignore_errors=True)
-        check(contract, wanted)
+        check(contract, env_vars)
     except caches.DiskFull as error:
         leave(f"disk full: {error.strerror}", DISK_FULL)
     except ContractError as error:
         leave(f"refused: {error}", REFUSED)
-    if wanted != dict(os.environ):
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], wanted)
+    if env_vars != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], env_vars)
 
 
 def leave(line: str, code: int) -> NoReturn:
-    """One line on standard error, then the exit code."""
+    """Print one line to stderr and exit with `code`."""
     print(line, file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
 def _with_usable_caches(contract: Contract, wanted: dict[str, str]) -> dict[str, str]:
-    """`wanted`, or where the contract allows it the same with private directories, which standard error is told."""
+    """Return `wanted`, with unusable caches replaced by private ones (noted on stderr) if the contract allows it."""
     if contract.unusable_cache != "private":
         return wanted
     try:
@@ -141,6 +141,6 @@ def _with_usable_caches(contract: Contract, wanted: dict[str, str]) -> dict[str,
 
 
 def cache_report(contract: Contract, given: Mapping[str, str] = os.environ) -> dict[str, str | bool | None]:
-    """Where the caches of this process stand, for its summary, and whether they are private to it."""
+    """Cache locations of this process for its summary, and whether they are private to it."""
     places = {name: given.get(name) for name in contract.cache_folders}
     return {**places, "private": caches.own_private(given.get(caches.PRIVATE)) is not None}

@@ -1,7 +1,7 @@
-"""libtpu, the TPU's compiler and runtime: its version is pinned and compared whole, its flags go by a table a version.
+"""libtpu, the TPU's compiler and runtime: its version is pinned exactly, its flags are checked by a table per version.
 
-A libtpu that does not know one of LIBTPU_INIT_ARGS ends the process at the first device, on every host of a slice. So
-the flags are checked before torch_xla is imported, and this module imports the standard library only.
+A libtpu that does not support one of LIBTPU_INIT_ARGS aborts the process at the first device, on every host of a
+slice. The flags are therefore checked before torch_xla is imported; this module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from importlib import metadata
 
 VARIABLE = "LIBTPU_INIT_ARGS"
-# Version -> flag -> whether that libtpu takes it. Measured with the compile-only client; a version, a nightly too,
-# that stands not here has not been asked. `jf`, which once replaced xla_disable_hlo_passes, has gone itself; what is
-# left is named after a chip's generation.
+# Version -> flag -> whether that libtpu accepts it. Measured with the compile-only client; a version (or nightly) that
+# is not listed has not been tested. `jf`, which once replaced xla_disable_hlo_passes, has been removed as well; the
+# remaining flags are named after a chip generation.
 _OLD = {
     "xla_disable_hlo_passes": False,
     "xla_jf_vmem_memory_space_assignment": True,
@@ -28,11 +28,11 @@ FLAGS: dict[str, dict[str, bool]] = {
 
 
 class LibtpuError(RuntimeError):
-    """Another libtpu than the pinned one, or a flag that it does not take. The message is one line."""
+    """libtpu is not the pinned version, or does not support a flag. The message is one line."""
 
 
 def installed() -> str:
-    """The installed version. Raises LibtpuError where there is none."""
+    """Return the installed version. Raises LibtpuError if there is none."""
     try:
         return metadata.version("libtpu")
     except metadata.PackageNotFoundError:
@@ -40,7 +40,7 @@ def installed() -> str:
 
 
 def check_pinned(version: str, pinned: str) -> None:
-    """Raises LibtpuError unless the two are the same text: 0.0.36, 0.0.37 and a nightly of it are three programs."""
+    """Raise LibtpuError unless the two strings are equal: 0.0.36, 0.0.37 and a nightly of it all differ."""
     if version != pinned:
         raise LibtpuError(
             f"libtpu {version} is installed, {pinned} is pinned: uv pip install libtpu=={pinned}"
@@ -48,13 +48,13 @@ def check_pinned(version: str, pinned: str) -> None:
 
 
 def flags(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the flags in LIBTPU_INIT_ARGS, without dashes and values."""
+    """Return the names of the flags in LIBTPU_INIT_ARGS, without dashes and values."""
     words = shlex.split(environment.get(VARIABLE, ""))
     return tuple(word.lstrip("-").partition("=")[0] for word in words if word.startswith("-"))
 
 
 def check_flags(environment: Mapping[str, str], version: str) -> None:
-    """Raises LibtpuError on a flag that this version does not take, and on one that it has not been asked about."""
+    """Raise LibtpuError on a flag that this version does not support, or that was not tested with it."""
     known = FLAGS.get(version, {})
     for flag in flags(environment):
         if flag not in known:

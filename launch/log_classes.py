@@ -14,10 +14,10 @@ ACTIONS = ("ignore", "count", "alert", "correlate")
 
 @dataclass(frozen=True)
 class LogClass:
-    """One table of [logs.*]. Raises ContractError, one line, where a field makes no sense.
+    """One table of [logs.*]. Raises ContractError, one line, on an invalid field.
 
-    bound: records of one rank that a "count" class may have. companions, within: a "correlate" class alerts where a
-    record of a companion stands at most `within` lines of the same rank away.
+    bound: maximum number of records per rank of a "count" class. companions, within: a "correlate" class alerts if a
+    record of a companion is at most `within` lines of the same rank away.
     """
 
     name: str
@@ -45,7 +45,7 @@ class LogClass:
 
 
 def load_classes(path: Path = PATH, bounds: Mapping[str, int] | None = None) -> tuple[LogClass, ...]:
-    """The contract's classes in order, `bounds` in place of those that it holds. Raises ContractError."""
+    """Load the contract's classes in order; `bounds` overrides its bounds. Raises ContractError."""
     tables = read(path).get("logs", {})
     classes = []
     for name, table in tables.items():
@@ -62,7 +62,7 @@ def load_classes(path: Path = PATH, bounds: Mapping[str, int] | None = None) -> 
 
 
 def compile_pattern(pattern: str) -> tuple[str, re.Pattern[str]]:
-    """A literal that every match holds, and the expression; a pattern that ends in a word ends at its boundary."""
+    """Return a literal that every match contains, and the regex; a pattern that ends in a word ends at its boundary."""
     pieces = re.split(r"(\*|\{[^}]*\})", pattern)
     out = []
     for piece in pieces:
@@ -70,7 +70,7 @@ def compile_pattern(pattern: str) -> tuple[str, re.Pattern[str]]:
             out.append("(?:" + "|".join(map(re.escape, piece[1:-1].split("|"))) + ")")
         else:
             out.append(".*?" if piece == "*" else re.escape(piece))
-    # A word at either end is a whole word: "loss nan" is not in "loss nancy".
+    # Words at either end are whole words: "loss nan" does not match "loss nancy".
     firsts, lasts = (pieces[k] or pieces[k + 1 if k == 0 else k - 1] for k in (0, -1))
     start = r"\b" if all(re.match(r"\w", a) for a in firsts.strip("{}").split("|")) else ""
     end = r"\b" if all(re.search(r"\w$", a) for a in lasts.strip("{}").split("|")) else ""

@@ -1,8 +1,8 @@
-"""What a run's log says, by the classes of contract.toml's [logs.*]: python -m launch.logs FILE [--json].
+"""Classify a run's log by the classes of contract.toml's [logs.*]: python -m launch.logs FILE [--json].
 
-A record is one line, or several that one event printed: a traceback with its chain, the lines that torch's logger
-prefixes alike, the stack below a C++ error. A warning or error that no class knows is reported as unknown. Lines of
-different ranks may interleave as they like, and a log is read once, in constant memory.
+A record is one line, or several lines of one event: a traceback with its chain, lines with the same prefix of torch's
+logger, the stack below a C++ error. A warning or error that matches no class is reported as unknown. Lines of
+different ranks may interleave in any way. A log is read once, in constant memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from launch.log_classes import LogClass, compile_pattern, load_classes
 
 CLEAN, ALERT, USAGE, UNKNOWN = 0, 1, 2, 3
 
-# A line is looked up with its digits read as 0: step numbers, times and sizes then cost nothing after the first line.
+# Lines are cached with digits replaced by 0: step numbers, times and sizes then cost nothing after the first line.
 ZERO = str.maketrans("123456789", "000000000")
 MEMO = 1 << 14
-LINE = 1 << 16  # characters; a longer line is read in pieces
+LINE = 1 << 16  # characters; a longer line is split
 STREAMS = 1 << 12  # ranks and processes with an open record
-DISTINCT = 200  # unknown texts that are kept apart
+DISTINCT = 200  # unknown texts listed separately
 
 RANK = re.compile(r"\[(?:rank|default|trainer)(\d+)\]:? ?")
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -49,7 +49,7 @@ HEADERS = (
 )
 QUIET = {"V", "D", "I", "DEBUG", "INFO"}
 
-# Both must agree that a line is a warning or an error; the first costs a tenth of the second.
+# A warning or error must match both; the first costs a tenth of the second.
 ALARM_HINTS = (
     "rror", "xception", "arning", "WARN", "ERR", "FAIL", "FATAL", "CRITICAL", "atal", "failed:", "fault", "dumped",
     "terminate", "borted", "illed", "ssertion", "panic", "efused:", "topped:",
@@ -67,7 +67,7 @@ BELOW = re.compile(r"\s|$|frame #|Exception raised from |\+ ")
 
 @dataclass(frozen=True)
 class Record:
-    """Where a record begins and what it says first: line counts from 1, rank is None where no prefix names one."""
+    """Start and first text of a record: line counts from 1, rank is None if no prefix names one."""
 
     line: int
     rank: int | None
@@ -79,7 +79,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Finding:
-    """All records of one class. by_rank counts them, the rank that no prefix names under None."""
+    """All records of one class. by_rank counts them per rank, those without a rank prefix under None."""
 
     log_class: LogClass
     by_rank: Mapping[int | None, int]
@@ -110,7 +110,7 @@ class Report:
         return UNKNOWN if self.unknown else CLEAN
 
     def count(self, name: str) -> int:
-        """Records of the class `name`."""
+        """Number of records of the class `name`."""
         return sum(f.count for f in self.findings if f.log_class.name == name)
 
     def to_json(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Report:
 
 @dataclass
 class _Seen:
-    """What a line is, whatever its digits: the class it names with the pattern that did, and whether it alarms."""
+    """Classification of a line, ignoring digits: its class with the matching pattern, and whether it alerts."""
 
     match: tuple[int, int] | None
     alarm: bool
@@ -139,7 +139,7 @@ class _Seen:
 
 @dataclass
 class _Open:
-    """A record that further lines may join: by the prefix that torch's logger repeats, or by a traceback's state."""
+    """A record that later lines may join: by the prefix repeated by torch's logger, or by a traceback's state."""
 
     first: Record
     position: int
@@ -152,7 +152,7 @@ class _Open:
 
 @dataclass
 class _Reader:
-    """One pass over a log."""
+    """Reader for one pass over a log."""
 
     classes: tuple[LogClass, ...]
     memo: dict[str, _Seen] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class _Reader:
         ]
 
     def read(self, lines: Iterable[str]) -> int:
-        """Takes every line in; returns how many there were."""
+        """Read all lines; return their number."""
         number = 0
         for number, line in enumerate(lines, 1):
             key = line.translate(ZERO)
@@ -193,7 +193,7 @@ class _Reader:
         return number
 
     def see(self, key: str) -> _Seen:
-        """Judges a line on its own; `key` has its digits read as 0."""
+        """Classify one line. `key` is the line with digits replaced by 0."""
         rank = RANK.match(key)
         rest = (key[rank.end() :] if rank else key).rstrip("\n")
         if "\x1b" in rest:
@@ -213,12 +213,12 @@ class _Reader:
         return _Seen(match, alarm, header, bool(rank))
 
     def take(self, line: str, number: int, rank: int | None, seen: _Seen) -> None:
-        """Joins a line to the open record of its stream, or closes that and opens one where the line says so."""
+        """Append a line to its stream's open record, or close that and open a new one if the line starts it."""
         if "\x1b" in line:
             line = COLOUR.sub("", line)
         found = seen.header.match(line) if seen.header else None
         fields = found.groupdict() if found else {}
-        # Without ranks, a logger's process id still tells two writers apart.
+        # Without ranks, a logger's process id still distinguishes two writers.
         stream = ("rank", rank) if rank is not None else ("pid", fields.get("pid"))
         record = self.open.get(stream)
         if record is not None:
@@ -229,7 +229,7 @@ class _Reader:
             return
         time, text = fields.get("time") or fields.get("stamp") or "", fields.get("text", line)[:500]
         first = Record(number, rank, time, fields.get("level") or "", fields.get("source") or "", text)
-        # Only a logger that names time and place to the tick repeats its prefix on each line of one event.
+        # Only a logger that prints exact time and location repeats its prefix on each line of one event.
         prefix = line[: found.start("text")].rstrip() if found and fields.get("time") else ""
         state = "frames" if line.startswith(TRACEBACK) else ""
         if len(self.open) >= STREAMS:
@@ -237,26 +237,26 @@ class _Reader:
         self.open[stream] = _Open(first, self.position[rank], seen.match, seen.alarm, prefix, state)
 
     def joins(self, record: _Open, line: str, seen: _Seen, found: re.Match[str] | None) -> bool:
-        """Whether a line belongs to the open record; takes over its class where the record has none."""
+        """Whether a line belongs to the open record, which takes the line's class if it has none."""
         if record.state:
             return self.joins_traceback(record, line, seen, found)
         if record.prefix and line.startswith(record.prefix):
             if seen.match and seen.match == record.match:
-                return False  # the logger's clock ticks in milliseconds: this is the same event once more
+                return False  # the logger's clock has ms resolution: a repetition of the same event
             record.match = record.match or seen.match
             return True
         if (found and record.prefix) or not BELOW.match(found["text"] if found else line):
             return False
-        # A warning is followed by the source line that raised it, which may read like another one.
+        # A warning is followed by the source line that raised it, which may look like another warning.
         own = seen.match is None and (not seen.alarm or found or record.lines == 1)
         same = seen.match and record.match and seen.match[0] == record.match[0] and seen.match != record.match
         record.lines += 1
         return bool(own or same)
 
     def joins_traceback(self, record: _Open, line: str, seen: _Seen, found: re.Match[str] | None) -> bool:
-        """Frames, then the exception's line, then what it quotes; a chained traceback is the same record.
+        """Whether a line continues a traceback: frames, exception line, quoted text; a chain is one record.
 
-        Source lines in frames are code, which may name anything: only the exception's lines give the class.
+        Source lines in frames may contain any text: only the exception's lines determine the class.
         """
         state, blank = record.state, not line.strip()
         if found is not None:
@@ -265,7 +265,7 @@ class _Reader:
             plain = not (seen.match or seen.alarm or EXCEPTION.match(line))
             if blank or line[0].isspace() or plain:  # plain: another writer's progress line
                 return True
-            # "raised:" and the like: the cause stands on the lines below, up to a blank one
+            # after "raised:" and the like, the cause is on the next lines, up to a blank one
             record.state = "quote" if line.rstrip().endswith(":") else "tail"
             record.first = replace(record.first, text=line[:500])
         elif line.startswith(TRACEBACK):
@@ -278,7 +278,7 @@ class _Reader:
             record.state = "quoted" if state == "quote" else state
             return True
         elif state == "quote":
-            # torchrun's summary stands between two bars
+            # torchrun's summary is between two bars
             record.lines += 1
             record.state = "tail" if record.lines > 2 and not line.strip("=") else "quote"
         elif not line[0].isspace():
@@ -288,7 +288,7 @@ class _Reader:
         return True
 
     def close(self, record: _Open) -> None:
-        """Counts a whole record."""
+        """Count a complete record."""
         if record.match is None:
             if record.alarm:
                 key = record.first.text.translate(ZERO)
@@ -312,7 +312,7 @@ class _Reader:
 
 
 def classify(lines: Iterable[str], classes: tuple[LogClass, ...] | None = None) -> Report:
-    """Reads lines once. `classes` are contract.toml's by default; raises ContractError where those are wrong."""
+    """Classify lines in one pass. `classes`: contract.toml's by default; raises ContractError if these are invalid."""
     reader = _Reader(load_classes() if classes is None else classes)
     count = reader.read(lines)
     findings = (
@@ -324,13 +324,13 @@ def classify(lines: Iterable[str], classes: tuple[LogClass, ...] | None = None) 
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Lines of a log, bad bytes replaced, none longer than LINE. A progress bar's carriage return ends a line too."""
+    """Yield lines of a log, invalid bytes replaced, at most LINE long. A progress bar's carriage return ends a line."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from iter(partial(file.readline, LINE), "")
 
 
 def table(report: Report) -> str:
-    """The report for a reader, worst first."""
+    """Format the report as text, worst first."""
     rows = []
     for f in sorted(report.findings, key=lambda f: not f.alert):
         c = f.log_class
@@ -345,7 +345,7 @@ def table(report: Report) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the argument parser."""
     p = argparse.ArgumentParser(prog="python -m launch.logs", description=__doc__.split("\n", 1)[0])
     p.add_argument("file", type=Path)
     p.add_argument("--json", action="store_true", help="the report as JSON")
@@ -356,7 +356,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 clean, 1 alert, 2 usage (argparse's own code too), 3 unknown warnings or errors and no alert."""
+    """Return 0 clean, 1 alert, 2 usage (also argparse's code), 3 unknown warnings or errors without alert."""
     o = (p := parser()).parse_args(arguments)
     try:
         bounds = {name: int(value) for name, _, value in (b.partition("=") for b in o.bound)}

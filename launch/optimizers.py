@@ -1,9 +1,9 @@
 """AdamW, Adagrad and Muon in plain tensors: every hyper-parameter and step count is a 0-d tensor, filled in place.
 
-A Python number in a compiled update is a constant of its graph: a new learning rate is a new graph at every step. A
-0-d tensor is an input. So the whole update, over all parameters, is one function that compiles to one graph
-(fullgraph), and a schedule fills tensors: `optimizer.param_groups[i]["lr"].fill_(value)`, which torch's own schedulers
-do as well.
+A Python number in a compiled update is a constant of its graph: a new learning rate would be a new graph at every
+step. A 0-d tensor is an input. The whole update, over all parameters, is therefore one function that compiles to one
+graph (fullgraph), and a schedule fills tensors: `optimizer.param_groups[i]["lr"].fill_(value)`, as torch's own
+schedulers do.
 
 A, B the two sides of a matrix, E experts.
 """
@@ -21,7 +21,7 @@ from model.layers import widen
 from model.moe import MoEBlock
 
 # Five quintic steps x <- a x + b x^3 + c x^5 (Polar Express, Amsel et al. 2025, arXiv 2505.16932; safety factor 2e-2).
-# Composed, they carry every singular value from [1e-3, 1] / 1.01 into POLAR_BOUNDS.
+# Composed, they map every singular value from [1e-3, 1] / 1.01 into POLAR_BOUNDS.
 POLAR_STEPS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -61,7 +61,7 @@ def adagrad_(p: Tensor, g: Tensor, state: Named, hyper: Named) -> None:
 
 
 def polar(x: Tensor) -> Tensor:
-    """x (..., A, B) with its singular values moved near 1, its singular vectors kept; dtype kept. Zero stays zero."""
+    """Move the singular values of x (..., A, B) near 1; singular vectors and dtype are kept. Zero stays zero."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
@@ -73,12 +73,12 @@ def polar(x: Tensor) -> Tensor:
 
 
 def muon_(batch: list[tuple[Tensor, Tensor, Named, Named]]) -> None:
-    """One Muon step, in place, of parameters of one shape (A,B) or (E,A,B): momentum, made orthogonal, at AdamW's size.
+    """One Muon step, in place, of parameters of one shape (A,B) or (E,A,B): orthogonalized momentum at AdamW's scale.
 
-    0.2 sqrt(max(A,B)) gives the update the RMS of AdamW's (Moonlight, arXiv 2502.16982), so both take one learning
-    rate. Weight decay is cautious: only where the step already shrinks the weight. The product chain runs on all of
-    them stacked, so that neither its launches nor its compile time grow with depth, and in bf16 where the device has
-    matrix units for it.
+    0.2 sqrt(max(A,B)) gives the update the RMS of AdamW's (Moonlight, arXiv 2502.16982), so both use one learning
+    rate. Weight decay is cautious: only where the step already shrinks the weight. The product chain runs on the
+    stacked parameters, so that launches and compile time do not grow with depth, and in bf16 if the device has matrix
+    units for it.
     """
     ahead = []
     for p, g, state, hyper in batch:
@@ -95,7 +95,7 @@ def muon_(batch: list[tuple[Tensor, Tensor, Named, Named]]) -> None:
 
 
 class Rule(NamedTuple):
-    """What a group of this rule holds: its hyper-parameters, and each parameter's state tensors of its own shape."""
+    """Contents of a group of this rule: hyper-parameters, and the state tensors with the shape of each parameter."""
 
     hyper: tuple[str, ...]
     state: tuple[str, ...]
@@ -109,7 +109,7 @@ RULES = {
 
 
 def update(work: list[tuple[str, Tensor, Tensor, Named, Named]]) -> None:
-    """Every parameter's step: (rule, parameter, gradient, state, hyper-parameters) each. One graph when compiled."""
+    """Update all parameters; items are (rule, parameter, gradient, state, hyper-parameters). One graph if compiled."""
     matrices: dict[Any, list[tuple[Tensor, Tensor, Named, Named]]] = {}
     for rule, p, g, state, hyper in work:
         if rule == "adamw":
@@ -123,11 +123,11 @@ def update(work: list[tuple[str, Tensor, Tensor, Named, Named]]) -> None:
 
 
 class TensorOptimizer(torch.optim.Optimizer):
-    """What the three share. Each group names its `rule`; its hyper-parameters become 0-d tensors of its own.
+    """Base class of the three optimizers. Each group names its `rule`; its hyper-parameters become 0-d tensors.
 
-    They and the step counts lie on the CPU, or with `capturable` on the parameters' device, so that a step is one
-    device program: CUDA graphs and XLA want that. Their dtype is fp32, fp64 only for fp64 parameters: Dynamo follows
-    the value of a 0-d fp64 CPU tensor as it follows a Python float, finds that it need not, and compiles twice.
+    They and the step counts are on the CPU, or with `capturable` on the parameters' device, so that a step is one
+    device program, as CUDA graphs and XLA require. Their dtype is fp32, fp64 only for fp64 parameters: Dynamo tracks
+    the value of a 0-d fp64 CPU tensor like a Python float, then finds it unnecessary, and compiles twice.
     `compile` turns the update into one graph; `backend` is torch.compile's.
     """
 
@@ -147,7 +147,7 @@ class TensorOptimizer(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; raises ValueError on an unknown rule, or on Muon for what is no matrix."""
+        """As in torch; raises ValueError on an unknown rule, or on Muon for a parameter that is not a matrix."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["rule"] not in RULES:
@@ -162,7 +162,7 @@ class TensorOptimizer(torch.optim.Optimizer):
         return torch.tensor(value, dtype=wide, device=p.device if self.capturable else "cpu")
 
     def hyper(self, group: dict[str, Any]) -> Named:
-        """The group's hyper-parameters as the update takes them. Raises TypeError where one is no tensor any more."""
+        """Return the group's hyper-parameters for the update. Raises TypeError if one is no longer a tensor."""
         found = {name: group[name] for name in RULES[group["rule"]].hyper}
         for name, value in found.items():
             if not isinstance(value, Tensor):
@@ -170,7 +170,7 @@ class TensorOptimizer(torch.optim.Optimizer):
         return found
 
     def _state(self, rule: str, p: Tensor) -> Named:
-        """The parameter's state, zeros at its first step and after a wipe."""
+        """Return the parameter's state; zeros at its first step and after a reset."""
         state = self.state[p]
         if not state:
             wide = torch.promote_types(p.dtype, torch.float32)
@@ -195,9 +195,9 @@ class TensorOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Exactly what was saved, in tensors of our own.
+        """Load exactly the saved values into new tensors.
 
-        torch's own casts fp32 state to the dtype of a 16-bit parameter, and shares the tensors that it need not cast.
+        torch's version casts fp32 state to the dtype of a 16-bit parameter, and aliases tensors that need no cast.
         """
         super().load_state_dict(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
@@ -274,12 +274,12 @@ class Muon(TensorOptimizer):
 
 
 def group_of(owner: nn.Module, path: str, p: Tensor) -> str:
-    """The group of parameter `path`, which `owner` holds itself.
+    """Return the group of parameter `path`, a direct parameter of `owner`.
 
-    embedding  tables that are looked up: a row's gradient is sparse, and no row is a direction of a linear map
+    embedding  lookup tables: gradients are sparse by row, and a row is not a direction of a linear map
     matrix     linear maps of hidden vectors, one (A,B) or a stack of experts (E,A,B)
     vector     0-D and 1-D: gains, biases, decays
-    other      everything else: the head and its MTP block, routers (made orthogonal, they dropped twice as many tokens
+    other      everything else: the head and its MTP block, routers (with Muon, they dropped twice as many tokens
                over 100 steps of narrow nam12: 33 % against 18 %), convolution taps, per-head tables, tables of
                features, recurrent matrices (an identity at start)
     """
@@ -295,7 +295,7 @@ def group_of(owner: nn.Module, path: str, p: Tensor) -> str:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Groups {name, rule, params [(path, parameter)], and weight_decay 0 where none belongs} for Muon.
+    """Return groups {name, rule, params [(path, parameter)], and weight_decay 0 if exempt} for Muon.
 
     Raises AssertionError unless every parameter of the model is in exactly one group.
     """
@@ -322,7 +322,7 @@ OPTIMIZERS: dict[str, type[TensorOptimizer]] = {"adamw": AdamW, "adagrad": Adagr
 
 
 def build_optimizer(model: nn.Module, name: str, lr: float, **options: Any) -> TensorOptimizer:
-    """The named optimizer over the model's groups; only Muon treats matrices differently. ValueError on a bad name."""
+    """Build the named optimizer over the model's groups; only Muon treats matrices differently. Raises ValueError."""
     if name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZERS)}")
     groups = parameter_groups(model)

@@ -1,9 +1,9 @@
-"""A hybrid that several ranks train: its regions compiled, then under DDP or FSDP2, in the one order that works (C14).
+"""Multi-rank training of a hybrid: compiled regions under DDP or FSDP2, in the one order that works (C14).
 
-build    the model as its constructor left it, seeded alike on every rank
-shard    tensor or sequence parallelism, by the caller's own function
+build    the model from its constructor, with the same seed on every rank
+shard    tensor or sequence parallelism, by the caller's function
 compile  the policy's regions, in place: Module.compile keeps type and names, a wrapper changes both
-fsdp2    or ddp; last, so that its hooks stand around a compiled region and not inside it
+fsdp2    or ddp; last, so that its hooks are around a compiled region and not inside it
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from model import Hybrid
 from model.moe import MoEBlock
 
 STYLES = ("ddp", "fsdp2")
-# One compile over the model's straight line calls no hook of the model's own, where DDP and FSDP2 stand.
+# One compile over straight-line code does not call the module hooks that DDP and FSDP2 rely on.
 POLICIES = ("eager", "per_block", "regional")
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """compiled: what a train step calls. order: the stages that the model went through."""
+    """compiled: the callable for a train step. order: the stages applied to the model."""
 
     compiled: CompiledHybrid
     order: tuple[str, ...]
@@ -48,13 +48,13 @@ def parallelize(
     shard: Callable[[Hybrid], None] | None = None,
     unused: bool = False,
 ) -> Parallel:
-    """Compiles and wraps `model`, in place, for the ranks of a mesh of one axis. Gradients become means over ranks.
+    """Compile and wrap `model`, in place, for the ranks of a mesh of one axis. Gradients become means over ranks.
 
     policy: by default the contract's. shard: tensor or sequence parallelism, applied to the model before it is
     compiled. unused: whether a parameter may have a gradient on some ranks only; without it DDP waits for such a
     gradient until the group's timeout, and FSDP2's ranks reduce buffers of different lengths.
-    Raises ContractError, one line, on a policy or style that is not for ranks, a model that is already compiled or
-    wrapped, a stage that changes types or names, and where this torch has no FSDP2 that knows unused parameters.
+    Raises ContractError, one line, on a policy or style that does not support ranks, a model that is already compiled
+    or wrapped, a stage that changes types or names, and if this torch's FSDP2 does not support unused parameters.
     """
     policy = policy or contract.default_policy
     if style not in STYLES or policy not in POLICIES:
@@ -82,7 +82,7 @@ def parallelize(
 
 
 def identity(model: nn.Module) -> dict[str, type]:
-    """Name -> type of every module, parameter and entry of the state_dict: what plans and checkpoints go by."""
+    """Map name -> type of every module, parameter and state_dict entry; plans and checkpoints depend on these."""
     tensors = [*dict(model.named_parameters()), *model.state_dict()]
     return {
         **{name: type(module) for name, module in model.named_modules()},
@@ -91,7 +91,7 @@ def identity(model: nn.Module) -> dict[str, type]:
 
 
 def check_identity(model: nn.Module, before: dict[str, type], subclasses: bool = False) -> None:
-    """Raises ContractError where a name has come or gone, or a module's type changed.
+    """Raise ContractError if a name was added or removed, or a module's type changed.
 
     subclasses: FSDP2 derives each module's type from its own, which isinstance does not notice.
     """
@@ -115,16 +115,16 @@ def _check_as_built(model: Hybrid) -> None:
 
 
 def _own_buffers() -> dict[str, bool]:
-    """DDP's option that leaves buffers to their rank.
+    """Return DDP's option (renamed in torch) that keeps buffers local to each rank.
 
-    By default each forward copies rank 0's over everybody's, and with them its overflow counts. Torch renamed it.
+    By default each forward broadcasts rank 0's buffers to all ranks, including its overflow counts.
     """
     known = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def _fully_shard(model: Hybrid, mesh: DeviceMesh, unused: bool) -> None:
-    """Each block a group of its own; the embedding, which the head reads too, in the root's."""
+    """Apply fully_shard per block; the embedding, also read by the head, is in the root's group."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -135,9 +135,9 @@ def _fully_shard(model: Hybrid, mesh: DeviceMesh, unused: bool) -> None:
 
 
 def average_buffers(model: Hybrid, group: dist.ProcessGroup | None = None) -> None:
-    """After a step: the floating-point buffers become their means over the ranks; nobody else keeps them alike.
+    """Average the floating-point buffers over the ranks after a step; nothing else synchronizes them.
 
-    These are the experts' running load and selection bias, which each rank moves by its own tokens.
+    These are the experts' running load and selection bias, which each rank updates from its own tokens.
     """
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     if not buffers:
@@ -150,7 +150,7 @@ def average_buffers(model: Hybrid, group: dist.ProcessGroup | None = None) -> No
 
 
 def overflow(model: Hybrid, group: dist.ProcessGroup | None = None) -> int:
-    """Dropped (token, expert) pairs of all ranks since construction. Reads the device: not for a step."""
+    """Return dropped (token, expert) pairs of all ranks since construction. Syncs the device: not for use in a step."""
     counts = [block.overflow for block in model.modules() if isinstance(block, MoEBlock)]
     if not counts:
         return 0

@@ -1,9 +1,9 @@
-"""Compile policies: which part of the hybrid becomes one graph, as the named lanes that the sources disagree on.
+"""Compile policies: which part of the hybrid becomes one graph. The sources disagree, so each policy has a name.
 
 eager           nothing is compiled
-per_block       A and E blocks and the head are compiled one by one; recurrent blocks (M, R) stay eager
-whole_disabled  one compile over straight-line code; M and R sit under torch.compiler.disable, a break each
-regional        every block and the head is a region of its own; recurrences are custom ops (the default)
+per_block       A and E blocks and the head are compiled separately; recurrent blocks (M, R) stay eager
+whole_disabled  one compile over straight-line code; M and R are under torch.compiler.disable, one break each
+regional        every block and the head is its own region; recurrences are custom ops (the default)
 whole_opaque    one compile over straight-line code; recurrences are custom ops, so one graph in all
 """
 
@@ -28,9 +28,8 @@ Backend = str | Callable[..., object]
 class CompiledHybrid:
     """A hybrid under one policy: call it with ids (B,T) for the loss, after `warm_up` has marked the batch axis.
 
-    `first` is the one place that marks the dynamic axis: on the ids for whole-model policies, and on each
-    tensor that enters a region for the policies that compile regions, since a mark does not travel through
-    an eager boundary.
+    Only `first` marks the dynamic axis: on the ids for whole-model policies, and on each tensor that enters a
+    region for the policies that compile regions, since a mark is not propagated through an eager boundary.
     """
 
     def __init__(
@@ -39,13 +38,13 @@ class CompiledHybrid:
         self.model, self.policy, self.contract, self.forward = model, policy, contract, forward
 
     def __call__(self, ids: Tensor, inputs: Features | None = None) -> Tensor:
-        """ids (B,T) int64, and what the model's token features read -> loss () fp32."""
+        """ids (B,T) int64, and the inputs of the model's token features -> loss () fp32."""
         return self.forward(ids, inputs)
 
     def warm_up(self, ids: Tensor) -> None:
-        """One forward and backward on `ids` with the batch axis marked dynamic; leaves no gradient behind.
+        """Run one forward and backward on `ids` with the batch axis marked dynamic, then clear the gradients.
 
-        A batch below the contract's minimum is repeated up to it: Dynamo always specialises sizes 0 and 1.
+        A batch below the contract's minimum is repeated up to it: Dynamo always specializes sizes 0 and 1.
         """
         minimum = self.contract.warmup_minimum
         if ids.shape[0] < minimum:
@@ -54,7 +53,7 @@ class CompiledHybrid:
         self.model.zero_grad(set_to_none=True)
 
     def first(self, ids: Tensor) -> Tensor:
-        """The forward that marks the batch axis: the warm-up's, or the first step's of a run without one -> loss ()."""
+        """Run the forward that marks the batch axis, in the warm-up or, without one, in the first step -> loss ()."""
         regions = self.policy in ("per_block", "regional")
         boundary = self.model.boundary
         if regions:
@@ -71,9 +70,9 @@ class CompiledHybrid:
 
 
 def straight_line(model: Hybrid) -> Callable[..., Tensor]:
-    """The model's forward with its layer loop written out, one statement a layer.
+    """Return the model's forward with its layer loop unrolled, one statement per layer.
 
-    Dynamo cannot break inside a `for` loop: it gives up the whole frame, runs the loop eagerly and still
+    Dynamo cannot break inside a `for` loop: it skips the whole frame, runs the loop eagerly and still
     counts 0 graph breaks. Straight-line code makes each break visible, countable and resumable.
     """
     lines = [
@@ -97,9 +96,9 @@ def straight_line(model: Hybrid) -> Callable[..., Tensor]:
 
 
 def apply(model: Hybrid, policy: str, contract: Contract, backend: Backend = "inductor") -> CompiledHybrid:
-    """Puts `model` under `policy`, in place: block types and parameter names do not change.
+    """Apply `policy` to `model`, in place: block types and parameter names do not change.
 
-    Raises ValueError on an unknown policy. Compiles nothing yet: the first call does.
+    Raises ValueError on an unknown policy. Compilation happens at the first call.
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown compile policy {policy!r}: known are {', '.join(POLICIES)}")
@@ -119,5 +118,5 @@ def apply(model: Hybrid, policy: str, contract: Contract, backend: Backend = "in
 
 
 def disable(block: nn.Module) -> None:
-    """Hides one block from Dynamo; on the instance, so that other policies of the same class are untouched."""
+    """Hide one block from Dynamo, on the instance, so that other policies of the same class are unaffected."""
     block.forward = torch.compiler.disable(block.forward)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The process group of a rank under the contract: its timeout, and what is different in a retry (rules C23, C25)."""
+"""The process group of a rank under the contract: its timeout, and the patches for a retry (rules C23, C25)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launch.warmup import MONITORING, Start, WarmUp
 
 
 def timeout(contract: Contract) -> timedelta:
-    """The contract's timeout of every group. Torch reads no variable for it: it must be passed."""
+    """Return the contract's timeout for every group. It must be passed: torch has no environment variable for it."""
     return timedelta(seconds=int(contract.rank_variables["TORCH_DISTRIBUTED_DEFAULT_TIMEOUT"]))
 
 
@@ -31,7 +31,7 @@ def start(
     given: Mapping[str, str] = os.environ,
     **rendezvous: Any,
 ) -> None:
-    """Makes the default group and meets the other ranks at a barrier; in a retry by way of the patches.
+    """Create the default group and wait for the other ranks at a barrier; in a retry, apply the patches.
 
     device: this rank's accelerator, to which an eager group connects at once. rendezvous: init_process_group's own
     (store, rank, world_size), by default from the environment.
@@ -46,12 +46,12 @@ def start(
 
 
 def new_group(contract: Contract, ranks: Sequence[int] | None = None, **options: Any) -> Any:
-    """A further group with the contract's timeout: torch gives it its own default and not the default group's."""
+    """Create another group with the contract's timeout: torch uses its own default, not the default group's."""
     return dist.new_group(ranks, timeout=timeout(contract), **options)
 
 
 def quiet_process(retry: Retry, given: Mapping[str, str]) -> None:
-    """Patch 2: the level that C++ read at import. Whoever changed the environment after that changed nothing."""
+    """Patch 2: the debug level in C++, which was read at import; changing the environment later has no effect."""
     if given.get(RETRY) and dist.get_debug_level() == dist.DebugLevel.DETAIL:
         dist.set_debug_level(getattr(dist.DebugLevel, retry.debug_level))
 
@@ -70,10 +70,10 @@ def barrier(given: Mapping[str, str], expert_parallel: bool) -> bool:
 
 
 def warm_up(table: WarmUp, begin: Start, compile: Callable[[], None], regroup: Callable[[], None]) -> str:
-    """A rank's warm-up, and the monitor on again behind it -> the name of the table that skips both, "" for none.
+    """Run a rank's warm-up, then turn the monitor on again -> the name of the table that skips both, "" for none.
 
-    compile: runs the warm-up. regroup: makes the groups of the run. Where the first steps compile in the warm-up's
-    place the groups stay as they are, without the monitor: DDP or FSDP2 hold them before anything has compiled.
+    compile: runs the warm-up. regroup: creates the groups of the run. If the first steps compile instead of a warm-up,
+    the groups are kept, without the monitor: DDP or FSDP2 reference them before anything has compiled.
     """
     if skipped := table.skipped(begin):
         return skipped
@@ -83,10 +83,10 @@ def warm_up(table: WarmUp, begin: Start, compile: Callable[[], None], regroup: C
 
 
 def monitor_again(value: str, regroup: Callable[[], None]) -> None:
-    """After the warm-up: NCCL's monitor as the contract's [warmup.monitoring] has it, for the groups of the run.
+    """Set NCCL's monitor after the warm-up as in the contract's [warmup.monitoring], for the groups of the run.
 
-    NCCL reads the variable when it makes a group, so those of the warm-up are destroyed and `regroup` makes the run's.
-    Call it before DDP or FSDP2 hold a group.
+    NCCL reads the variable when it creates a group, so the warm-up's groups are destroyed and `regroup` creates the
+    run's. Call it before DDP or FSDP2 reference a group.
     """
     os.environ[MONITORING] = value
     if dist.is_initialized():

@@ -1,7 +1,7 @@
-"""The budget of unique programs (rule C27): how many graphs a run may compile, and the alert where it compiles more.
+"""The budget of unique programs (rule C27): how many graphs a run may compile, and the alert if it compiles more.
 
-The number follows from the layer pattern. A graph beyond it is a shape, a dtype or a flag that nobody planned, and at
-full size minutes on every rank: the run stops with a record that names its inputs.
+The number follows from the layer pattern. An extra graph means an unexpected shape, dtype or flag, and at full size
+costs minutes on every rank: the run stops with a record of its inputs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class ProgramBudgetError(RuntimeError):
 
 
 def load_spare(path: Path = PATH) -> int:
-    """[budget.spare_programs]: how many programs a run may compile beyond its pattern's. Raises ContractError."""
+    """Read [budget.spare_programs]: programs a run may compile beyond its pattern's. Raises ContractError."""
     return section("budget", lambda table: int(table["spare_programs"]["value"]), path)
 
 
 def pattern_programs(model: Hybrid, policy: str, contract: Contract) -> int:
-    """Programs that the layers of `model` make under `policy`: one for each kind of region, or stretch between breaks.
+    """Number of programs of `model` under `policy`: one per kind of region, or per stretch between breaks.
 
     Raises ValueError on an unknown policy.
     """
@@ -46,7 +46,7 @@ def pattern_programs(model: Hybrid, policy: str, contract: Contract) -> int:
         return 0
     if policy in ("regional", "per_block"):
         compiled = {kind for kind in kinds if policy == "regional" or kind[0] not in RECURRENT}
-        return len(compiled) + 1 + features  # the loss head; and what the model adds to its tokens
+        return len(compiled) + 1 + features  # the loss head, and the token features
     if policy.startswith("whole_"):
         hidden = contract.disabled_letters(policy)
         return 1 + sum(1 for disabled, _ in groupby(kind[0] in hidden for kind in kinds) if disabled)
@@ -54,7 +54,7 @@ def pattern_programs(model: Hybrid, policy: str, contract: Contract) -> int:
 
 
 class Programs:
-    """Counts the unique programs that go through `backend`, and hands each on to the backend `inner`.
+    """Count the unique programs that go through `backend`, and forward each to the backend `inner`.
 
     The same graph on inputs of the same shapes and dtypes is one program, however often it is compiled.
     """
@@ -65,14 +65,14 @@ class Programs:
         self._inner = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
 
     def backend(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """To be given to torch.compile. A graph that `inner` cannot compile is no program."""
+        """Backend for torch.compile. A graph that `inner` fails to compile is not counted."""
         program = graph.code, *map(_kind, inputs)  # before `inner`, which may change the graph
         compiled = self._inner(graph, inputs)
         self.seen[program] = None
         return compiled
 
     def check(self, step: int) -> None:
-        """Raises ProgramBudgetError where this run has compiled more than it may."""
+        """Raise ProgramBudgetError if this run has compiled more programs than its budget."""
         if len(self.seen) <= self.allowed:
             return
         _, *inputs = list(self.seen)[-1]

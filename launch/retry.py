@@ -1,10 +1,9 @@
-"""A launcher that starts a failed run once more: python -m launch.retry [--ranks N] -- -m launch.train ...
+"""A launcher that retries a failed run once: python -m launch.retry [--ranks N] -- -m launch.train ...
 
-The first launch's last traceback is classified by contract.toml's [logs.*]. Only the classes of [retry.error] are
-launched again, only where training had not begun, and once. What is different then are four patches, each a function
-of its own: the debug level in the environment (here) and in the process, lazy groups and the barrier that is skipped
-(launch/process_group.py). The last line on standard output is the run's, or its first rank's. Exit codes: the run's
-own; 1 where it was killed or stopped.
+The last traceback of the first launch is classified by contract.toml's [logs.*]. Only the classes of [retry.error] are
+retried, only if training had not begun, and once. A retry applies four patches, each its own function: the debug level
+in the environment (here) and in the process, lazy groups and the skipped barrier (launch/process_group.py). The last
+line on standard output is the run's, or its first rank's. Exit codes: the run's own; 1 if it was killed or stopped.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from launch.log_classes import load_classes
 from launch.logs import TRACEBACK, classify
 
 REASON = "BUMPGATE_RETRY_REASON"  # in a retry's environment: the log class of the first failure
-BEGUN = "BUMPGATE_BEGUN"  # names the file that a run makes once a failure is training's and not the start's
+BEGUN = "BUMPGATE_BEGUN"  # path of a file that a run creates once training has begun: failures are then final
 DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 LAZY_GROUPS = ("cuda", "listed")
 
 
 @dataclass(frozen=True)
 class Retry:
-    """[retry] of the contract. errors: log class -> whether its retry makes lazy groups whatever the device."""
+    """[retry] of the contract. errors: log class -> whether its retry creates lazy groups on any device."""
 
     times: int
     last_step: int
@@ -44,7 +43,7 @@ class Retry:
 
 
 def load_retry(path: Path = PATH) -> Retry:
-    """Raises ContractError, one line, where the table is misshapen or an error is no log class that alerts."""
+    """Load [retry]. Raises ContractError, one line, on a malformed table or an error that is not an alerting class."""
 
     def build(table: dict) -> Retry:
         values = {name: line["value"] for name, line in table.items() if name != "error" and line["reason"]}
@@ -62,9 +61,9 @@ def load_retry(path: Path = PATH) -> Retry:
 
 
 def failure(tail: Sequence[str]) -> tuple[str, ...]:
-    """The alerting log classes of a child's last traceback, or of all its last lines where it printed none.
+    """Return the alerting log classes of a child's last traceback, or of all its last lines if it printed none.
 
-    What stands before the last traceback was survived: a candidate of autotuning that ran out of memory.
+    Earlier errors are ignored: the run recovered from them (e.g. an autotune candidate that ran out of memory).
     """
     begins = [i for i, line in enumerate(tail) if line.startswith(TRACEBACK)]
     report = classify(line + "\n" for line in tail[begins[-1] if begins else 0 :])
@@ -74,7 +73,7 @@ def failure(tail: Sequence[str]) -> tuple[str, ...]:
 def relaunch(
     retry: Retry, error: ChildError, given: Mapping[str, str], begun: bool
 ) -> tuple[dict[str, str] | None, str]:
-    """The environment of the second launch, or None, and in words what decided."""
+    """Return the environment of the second launch, or None, and the reason as text."""
     if len(classes := failure(error.tail)) != 1 or classes[0] not in retry.errors:
         return None, f"{' and '.join(classes) or 'no known error'}: not listed"
     if begun:
@@ -86,18 +85,18 @@ def relaunch(
 
 
 def quiet_environment(retry: Retry, given: Mapping[str, str]) -> dict[str, str]:
-    """Patch 1: DETAIL becomes the contract's level before the new process, and whatever it starts, reads it."""
+    """Patch 1: replace debug level DETAIL by the contract's before the new process and its children read it."""
     return {**given, DEBUG: retry.debug_level} if given.get(DEBUG, "").upper() == "DETAIL" else dict(given)
 
 
 def passed(step: int, last_step: int, given: Mapping[str, str] = os.environ) -> None:
-    """Called by a run after each step, counted from 0 in this process: behind the last one a failure is final."""
+    """Called by a run after each step, counted from 0 in this process; after `last_step` a failure is final."""
     if step == last_step and given.get(BEGUN):
         Path(given[BEGUN]).touch()
 
 
 def ranks(count: int, command: Sequence[str], given: Mapping[str, str]) -> list[Child]:
-    """One child a rank, `command` given to this Python; at a port of their own, so that no stale rank joins them."""
+    """One child per rank that runs `command` with this Python; on a fresh port, so that no stale rank joins them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -114,15 +113,15 @@ def ranks(count: int, command: Sequence[str], given: Mapping[str, str]) -> list[
 def supervise(
     count: int, command: Sequence[str], given: Mapping[str, str], *, seconds: float, log: Path
 ) -> int:
-    """Launches, and launches again where the contract allows it; 0 ranks: one process, not distributed -> exit code."""
+    """Launch, and retry if the contract allows it -> exit code. 0 ranks: one process, not distributed."""
     retry, environment = load_retry(), dict(given)
     with tempfile.TemporaryDirectory() as place:
         begun = Path(place) / "begun"
         while True:
-            told = {**environment, BEGUN: str(begun)}
-            single = [Child("run", [sys.executable, *command], told)]
+            env_vars = {**environment, BEGUN: str(begun)}
+            single = [Child("run", [sys.executable, *command], env_vars)]
             try:
-                tails = run(ranks(count, command, told) if count else single, seconds=seconds, log=log)
+                tails = run(ranks(count, command, env_vars) if count else single, seconds=seconds, log=log)
                 print(*next(iter(tails.values()))[-1:])
                 return 0
             except ChildError as error:
@@ -136,7 +135,7 @@ def supervise(
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the argument parser."""
     p = argparse.ArgumentParser(prog="python -m launch.retry", description=__doc__.split("\n", 1)[0])
     p.add_argument("--ranks", type=int, default=0, help="processes on this host; 0 is one that is no rank")
     p.add_argument("--seconds", type=float, default=float("inf"), help="the longest that a launch may take")
@@ -146,9 +145,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code; argparse itself exits with 2."""
+    """Return the exit code; argparse itself exits with 2."""
     o = parser().parse_args(arguments)
-    # Ranks are sessions of their own: asked to stop, their launcher must not leave them behind.
+    # Ranks run in their own sessions: on a stop signal the launcher must end them, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return supervise(o.ranks, o.command, os.environ, seconds=o.seconds, log=o.log)

@@ -1,12 +1,12 @@
-"""How a model lies on a mesh of XLA devices: the mesh shapes, an annotation for every parameter, and proof of both.
+"""Sharding of a model on a mesh of XLA devices: mesh shapes, an annotation for every parameter, and checks of both.
 
 data    rows of the batch
 expert  the experts of an E block
 model   the output or input side of a linear map: heads, hidden channels, vocabulary
 
-The compiler places the collectives by the annotations, and no annotation makes a wrong result: a parameter without one
-is silently whole on every device. So each has a line in the tables below, those that stay whole too, and a new
-parameter without a line is refused.
+The compiler inserts collectives from the annotations, and the result is correct for any annotation: a parameter
+without one is silently replicated. Each parameter therefore has a line in the tables below, also replicated ones, and
+a new parameter without a line is refused.
 
 D model dim, E experts, F hidden dim, H heads, M metrics, N devices, V vocabulary.
 """
@@ -29,7 +29,7 @@ from launch.optimizers import TensorOptimizer
 DATA, EXPERT, MODEL = AXES = ("data", "expert", "model")
 Spec = tuple[str | None, ...]
 
-# By the parameter's own name and its dims, for these two tell the model's parameters apart.
+# By the parameter's own name and number of dims, which identify it.
 _OUT, _IN = (MODEL, None), (None, MODEL)
 SHARDED: dict[tuple[str, int], Spec] = {
     ("embedding", 2): _OUT,  # (V,D)
@@ -45,7 +45,7 @@ SHARDED: dict[tuple[str, int], Spec] = {
     ("down", 3): (EXPERT, MODEL, None),  # (E,F,D)
     ("table", 2): _OUT,  # rows of hashed n-grams
 }
-# Small, or of no side that could be cut: whole on every device, as all vectors are.
+# Small, or without a dim to shard: replicated, as all vectors are.
 WHOLE = {
     2: "router conv_weight k_bias q_bias skip latent query_down query_up index_query index_key index_weight "
     "merge dynamic score up",
@@ -58,7 +58,7 @@ class ShardingError(RuntimeError):
 
 
 def start_spmd() -> None:
-    """Turns SPMD on. Raises ShardingError after the first tensor, where torch_xla only warns and copies it around."""
+    """Enable SPMD. Raises ShardingError after the first tensor, where torch_xla would only warn and replicate it."""
     if runtime.is_spmd():
         return
     with warnings.catch_warnings():
@@ -71,14 +71,14 @@ def start_spmd() -> None:
 
 
 def axes_of(expert: int = 1, model: int = 1) -> tuple[str, ...]:
-    """The axes of a mesh: data always, the others where they are wider than 1."""
+    """Return the axes of a mesh: always data, the others if larger than 1."""
     return (DATA, *([EXPERT] if expert > 1 else []), *([MODEL] if model > 1 else []))
 
 
 def make_mesh(expert: int = 1, model: int = 1) -> xs.Mesh:
-    """All devices as (data,), (data, model), (data, expert) or (data, expert, model); what is left over is data.
+    """Mesh of all devices as (data,), (data, model), (data, expert) or (data, expert, model); data takes the rest.
 
-    Raises ShardingError where the devices do not divide.
+    Raises ShardingError if the number of devices is not divisible.
     """
     devices = runtime.global_runtime_device_count()
     if devices % (expert * model):
@@ -89,10 +89,10 @@ def make_mesh(expert: int = 1, model: int = 1) -> xs.Mesh:
 
 
 def check_axes(axes: Sequence[str] | None) -> None:
-    """Raises ShardingError unless the axes are some of AXES in that order, data among them.
+    """Raise ShardingError unless the axes are some of AXES in that order, data among them.
 
-    The last axis runs over neighbouring chips, so `model`, which talks most, comes last. Another order gives the same
-    losses over other wires: no loss would tell.
+    The last axis maps to neighbouring chips, so `model`, with the most communication, comes last. Another order gives
+    the same losses over slower links, so a test of the loss would not detect it.
     """
     named = tuple(axes or ())
     if named[:1] != (DATA,) or named != tuple(axis for axis in AXES if axis in named):
@@ -100,9 +100,9 @@ def check_axes(axes: Sequence[str] | None) -> None:
 
 
 def plan(model: nn.Module) -> dict[str, Spec]:
-    """Each parameter's path -> the axis that cuts each of its dims, None where none does.
+    """Map each parameter's path to the axis that shards each of its dims, None for a dim that is not sharded.
 
-    Raises ShardingError on a parameter that no table names.
+    Raises ShardingError on a parameter that is in no table.
     """
     return {path: _spec_of(path, p) for path, p in model.named_parameters()}
 
@@ -119,9 +119,9 @@ def _spec_of(path: str, p: Tensor) -> Spec:
 
 
 def annotate(model: nn.Module, mesh: xs.Mesh, optimizer: TensorOptimizer | None = None) -> None:
-    """Annotates every parameter, and the optimizer's state of its shape, which is then cut alike.
+    """Annotate every parameter, and the optimizer's state of the same shape, which is then sharded alike.
 
-    The state is made here where it is not there yet: a program whose arguments are cut otherwise is another program.
+    Missing state is created here: arguments with another sharding would be another program.
     """
     check_axes(mesh.axis_names)
     specs = {p: spec for (_, p), spec in zip(model.named_parameters(), plan(model).values())}
@@ -135,7 +135,7 @@ def annotate(model: nn.Module, mesh: xs.Mesh, optimizer: TensorOptimizer | None 
 
 
 def shard_batch(ids: Tensor, mesh: xs.Mesh) -> Tensor:
-    """Token ids (B,T), their rows spread over the data axis."""
+    """Shard token ids (B,T) by row over the data axis."""
     _mark(ids, mesh, (DATA, None))
     return ids
 
@@ -147,18 +147,18 @@ def _mark(tensor: Tensor, mesh: xs.Mesh, spec: Spec) -> None:
 
 
 def annotations(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The annotation that each tensor carries on the device, as XLA writes it; "" for none."""
+    """Return each tensor's annotation on the device, in XLA's notation; "" for none."""
     return {path: getattr(xs.wrap_if_sharded(t.detach()), "sharding_spec", "") for path, t in tensors.items()}
 
 
 def unannotated(model: nn.Module) -> list[str]:
-    """Paths of parameters that carry no annotation on the device. A scalar needs none."""
+    """Return paths of parameters without an annotation on the device. A scalar needs none."""
     found = annotations({path: p for path, p in model.named_parameters() if p.ndim})
     return [path for path, spec in found.items() if not spec]
 
 
 def receipt(model: nn.Module, mesh: xs.Mesh) -> dict[str, Any]:
-    """What a training receipt says of the sharding: mesh, parameters, how many are cut, fingerprint of the annotations.
+    """Sharding entry of a training receipt: mesh, parameters, number of sharded ones, fingerprint of the annotations.
 
     Read from the device, not from the plan. Raises ShardingError on a parameter without an annotation.
     """
@@ -177,9 +177,9 @@ def receipt(model: nn.Module, mesh: xs.Mesh) -> dict[str, Any]:
 def global_sums(local: Tensor, reduce: Callable[[Tensor], Tensor], parts: int) -> Tensor:
     """Sums of metrics over all `parts` of a run: local (M,) of this part, or (N,M) of all -> (M,).
 
-    A 1 rides along with each part and must come back as their number: a reduction that an `except` has swallowed, or
-    that torch_xla left out (xm.all_reduce of 2.9 returns its argument under SPMD), is local and looks like a result.
-    Reads the device: between steps, not in one. Raises ShardingError, also on what the reduction itself raises.
+    A 1 is added to each part and must sum to the number of parts: a reduction that was swallowed by an `except`, or
+    skipped by torch_xla (xm.all_reduce of 2.9 returns its argument under SPMD), is local and looks like a result.
+    Syncs the device: use between steps. Raises ShardingError, also if the reduction raises.
     """
     try:
         total = reduce(torch.cat((local, torch.ones_like(local[..., :1])), dim=-1))

@@ -1,4 +1,4 @@
-"""One optimizer step of the hybrid, and the bucket that its routing needs.
+"""One optimizer step of the hybrid, and the bucket required by its routing.
 
 B batch, T tokens.
 """
@@ -14,7 +14,7 @@ from model.moe import MoEBlock
 
 
 def make_optimizer(model: Hybrid, lr: float = 3e-3) -> torch.optim.AdamW:
-    """AdamW over all parameters, its update in one fused kernel for all of them."""
+    """Create AdamW over all parameters, with one fused update kernel."""
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
 
@@ -28,9 +28,9 @@ def train_step(compiled: CompiledHybrid, optimizer: torch.optim.Optimizer, ids: 
 
 
 def needed_bucket(block: MoEBlock, u: Tensor) -> int:
-    """The smallest power-of-two bucket that drops nothing of the normed stream u (B,T,D) in this block.
+    """Return the smallest power-of-two bucket that drops no token of the normed stream u (B,T,D) in this block.
 
-    Reads the routing on the host, so it belongs between steps (after an overflow), never in one.
+    Reads the routing on the host: use it between steps (after an overflow), never in one.
     """
     with torch.no_grad():
         chosen = block.route(u).expert.unsqueeze(-1) == torch.arange(block.experts, device=u.device)

@@ -1,6 +1,6 @@
-"""Surgery on weights between training phases: FIRE, DASH and ReDo. Eager only, and never on XLA.
+"""Weight surgery between training phases: FIRE, DASH and ReDo. Eager only, and never on XLA.
 
-Each reads values on the host or draws fresh weights: traced, that would be a constant of the graph or a break in it.
+Each reads values on the host or draws new weights: if traced, that would be a graph constant or a graph break.
 
 A, B the two sides of a matrix, F hidden units, D model dim.
 """
@@ -20,7 +20,7 @@ REDO_RATE, REDO_DORMANT, REDO_OUTGOING = 0.1, 0.025, 0.1
 
 
 def eager_only(name: str, *tensors: Tensor) -> None:
-    """Raises RuntimeError, one line, inside a compiled region or on an XLA tensor."""
+    """Raise RuntimeError, one line, inside a compiled region or on an XLA tensor."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"{name}: weight surgery is eager only: call it between steps, outside torch.compile"
@@ -31,10 +31,10 @@ def eager_only(name: str, *tensors: Tensor) -> None:
 
 @torch.no_grad()
 def fire(weight: nn.Parameter, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Replaces weight (A,B) by its nearest matrix of orthonormal rows or columns, in place; wipes its optimizer state.
+    """Replace weight (A,B) by its nearest matrix with orthonormal rows or columns, in place; reset its optimizer state.
 
     Newton-Schulz X <- 1.5 X - 0.5 X X^T X, 15 times in fp32 from X / |X|_2: singular values above 0.007 of the largest
-    end within 1e-3 of 1. Raises ValueError on what is no matrix or is zero, RuntimeError as eager_only.
+    end within 1e-3 of 1. Raises ValueError if weight is not a matrix or is zero, RuntimeError as eager_only.
     """
     eager_only("fire", weight)
     if weight.ndim != 2:
@@ -53,9 +53,9 @@ def fire(weight: nn.Parameter, optimizer: torch.optim.Optimizer | None = None) -
 
 
 def fire_model(model: Hybrid, optimizer: torch.optim.Optimizer, context: bool = False) -> list[str]:
-    """FIRE on every linear map, once a phase; `context` (a longer context begins) spares the Mamba blocks.
+    """Apply FIRE to every linear map, once per phase; `context` (a longer context begins) skips the Mamba blocks.
 
-    The embedding, the head and stacks of experts are left alone, and weights that are zero by design
+    The embedding, the head and stacks of experts are not changed, and weights that are zero by design
     (a feature's output at its start) stay zero. -> the names of the changed parameters.
     """
     letters = enumerate(model.config.letters)
@@ -72,10 +72,10 @@ def fire_model(model: Hybrid, optimizer: torch.optim.Optimizer, context: bool = 
 
 @torch.no_grad()
 def dash(weights: Iterable[nn.Parameter]) -> None:
-    """Shrinks each row that its gradient still pushes along: w *= clamp(1 - 0.01 max(cos(w, g) - 0.05, 0), 0.5, 1).
+    """Shrink each row aligned with its gradient: w *= clamp(1 - 0.01 max(cos(w, g) - 0.05, 0), 0.5, 1).
 
-    Between backward and zero_grad, on matrices (A,B) that Muon does not hold: their rows have no scale of their own.
-    Raises ValueError where there is no gradient, RuntimeError as eager_only.
+    Call it between backward and zero_grad, on matrices (A,B) that are not under Muon, where rows have no scale.
+    Raises ValueError if there is no gradient, RuntimeError as eager_only.
     """
     weights = list(weights)
     eager_only("dash", *weights)
@@ -90,9 +90,9 @@ def dash(weights: Iterable[nn.Parameter]) -> None:
 
 
 class ReDo:
-    """Recycles dormant hidden units of one MLP: those whose mean |activation| fell below 0.025 of the layer's mean.
+    """Recycle dormant hidden units of one MLP: those whose mean |activation| fell below 0.025 of the layer's mean.
 
-    `activity` (F,) fp32 is an average that forgets at rate 0.1. Source: Sokar et al. 2023 (arXiv 2302.12902).
+    `activity` (F,) fp32 is a moving average with rate 0.1. Source: Sokar et al. 2023 (arXiv 2302.12902).
     """
 
     def __init__(self, units: int, device: torch.device | str = "cpu") -> None:
@@ -100,13 +100,13 @@ class ReDo:
 
     @torch.no_grad()
     def observe(self, activation: Tensor) -> None:
-        """activation (..., F). Raises RuntimeError as eager_only."""
+        """Update the average with activation (..., F). Raises RuntimeError as eager_only."""
         eager_only("redo", activation)
         mean = activation.float().abs().flatten(0, -2).mean(0)
         self.activity.lerp_(mean.to(self.activity.device), REDO_RATE)
 
     def dormant(self) -> Tensor:
-        """(F,) bool."""
+        """Return the mask of dormant units, (F,) bool."""
         return self.activity < REDO_DORMANT * self.activity.mean()
 
     @torch.no_grad()
@@ -117,11 +117,11 @@ class ReDo:
         generator: torch.Generator,
         bias: Tensor | None = None,
     ) -> int:
-        """New weights for the dormant units of incoming (F,D) and outgoing (D,F), in place -> how many there were.
+        """Draw new weights for the dormant units of incoming (F,D) and outgoing (D,F), in place -> their number.
 
         Incoming rows are normal with the matrix's own standard deviation, outgoing columns with 0.1 of theirs, so that
-        a revived unit starts quietly; its bias (F,) is 0 and its activity begins anew at the layer's mean. The others
-        keep every bit. Raises RuntimeError as eager_only.
+        a revived unit starts small; its bias (F,) is 0 and its activity restarts at the layer's mean. Other units are
+        unchanged. Raises RuntimeError as eager_only.
         """
         eager_only("redo", incoming, outgoing)
         units = self.dormant().nonzero().squeeze(1).to(incoming.device)
@@ -139,5 +139,5 @@ class ReDo:
 
     @staticmethod
     def _normal(shape: torch.Size, generator: torch.Generator, like: Tensor) -> Tensor:
-        """Drawn where the generator lives, so that a device does not change the numbers."""
+        """Draw on the generator's device, so that the numbers do not depend on the target device."""
         return torch.randn(shape, generator=generator, device=generator.device).to(like.device)

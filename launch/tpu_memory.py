@@ -1,7 +1,7 @@
-"""Memory of a physical TPU chip while SPMD is on, where torch_xla shows one virtual device that has none.
+"""Memory of a physical TPU chip under SPMD, where torch_xla exposes only one virtual device without memory.
 
-torch_xla.core.xla_model.get_memory_info refuses the virtual device and cannot name a physical one. A patched build
-adds a reading by the runtime's own names ("TPU:3"); the stock build has none, and here that is an error and no zero.
+torch_xla.core.xla_model.get_memory_info refuses the virtual device and cannot address a physical one. A patched build
+adds a reading by the runtime's own names ("TPU:3"). The stock build has none; this module then raises, never returns 0.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ BINDING = "_xla_runtime_memory_info"
 
 
 class MemoryReadingError(RuntimeError):
-    """No reading of a chip's memory. The message is one line."""
+    """A chip's memory cannot be read. The message is one line."""
 
 
 def chip_memory(chip: str) -> dict[str, int]:
-    """bytes_used and bytes_limit of a chip by its runtime name, "TPU:3".
+    """Return bytes_used and bytes_limit of a chip by its runtime name, "TPU:3".
 
-    Raises MemoryReadingError where this torch_xla has no such reading, where it fails, and where it says 0: a chip
-    that trains uses some, and has a limit.
+    Raises MemoryReadingError if this torch_xla has no such reading, if it fails, or if it returns 0: a chip in
+    training uses some memory, and has a limit.
     """
     read: Callable[[str], Mapping[str, Any]] | None = getattr(torch_xla._XLAC, BINDING, None)
     if read is None:

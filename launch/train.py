@@ -1,8 +1,8 @@
-"""A small real trainer: contract, checked data, a hybrid under a compile policy, checkpoints that resume bit for bit.
+"""A small trainer: contract, checked data, a hybrid under a compile policy, checkpoints that resume bit for bit.
 
     python -m launch.train --preset nam12 --steps 200 --data fixtures/corpus --checkpoint run.pt
 
-The last line on standard output is one JSON summary; its `kind` is "training" only where the data passed its contract.
+The last line on standard output is one JSON summary; its `kind` is "training" only if the data passed its contract.
 Exit codes: 0 done, 2 usage, 3 contract or data refused, 4 a loss was not finite, 5 the disk is full, 6 more programs
 than the budget; then the last line is the alert.
 
@@ -26,7 +26,7 @@ from typing import Any
 from launch import caches, environment
 
 if __name__ == "__main__":
-    environment.enter()  # before torch is imported: it reads its environment only then
+    environment.enter()  # before torch is imported, the only time it reads its environment
 
 import torch
 from torch import Tensor
@@ -46,12 +46,12 @@ REFUSED, NOT_FINITE, DISK_FULL, OVER_BUDGET = environment.REFUSED, 4, environmen
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or a weight became infinite or NaN. The message is one line; no checkpoint holds such a weight."""
+    """A loss or a weight became infinite or NaN. The message is one line; such a weight is never checkpointed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does; `steps` is the whole schedule's length, wherever the run stops or resumes."""
+    """Configuration of a run; `steps` is the length of the whole schedule, even if the run stops or resumes earlier."""
 
     steps: int
     policy: str = "regional"
@@ -63,16 +63,16 @@ class Plan:
     checkpoint_every: int = 0
 
     def lr_at(self, step: int) -> float:
-        """Up over `warmup` steps, then down in a straight line to a tenth at the last step."""
+        """Linear warm-up over `warmup` steps, then linear decay to a tenth at the last step."""
         rising = min(1.0, (step + 1) / max(self.warmup, 1))
         return self.lr * rising * (1.0 - 0.9 * step / max(self.steps - 1, 1))
 
 
 class Trainer:
-    """One model, one optimizer, one batch source. `losses` holds a float for each step that this object has done.
+    """One model, one optimizer, one batch source. `losses` has a float for each step that this object has run.
 
-    rows: of a batch, those that go through the model at once; the rest is accumulated (all of them by default).
-    Raises ContractError where this torch cannot obey contract.toml, ValueError on an unknown policy or optimizer.
+    rows: batch rows per forward, with gradient accumulation over the batch (all rows by default).
+    Raises ContractError if this torch cannot satisfy contract.toml, ValueError on an unknown policy or optimizer.
     """
 
     def __init__(
@@ -110,17 +110,17 @@ class Trainer:
         self.step, self.warm, self.losses = 0, False, list[float]()
 
     def warm_up(self, ids: Tensor) -> None:
-        """Compiles on ids (B,T) and leaves no trace in the model, so that a resumed run is the run it resumes."""
+        """Compile on ids (B,T) without changing the model's state, so that a resumed run reproduces the original."""
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.compiled.warm_up(ids)
         self.model.load_state_dict(before)
         self.warm = True
 
     def run(self, until: int | None = None, allow_synthetic: str = "") -> dict[str, Any]:
-        """Trains up to step `until` (the plan's end by default) -> the summary.
+        """Train up to step `until` (the plan's end by default) -> the summary.
 
-        Raises DataError on a source that is no checked token file, unless it is SyntheticBatches and allow_synthetic
-        is "smoke"; NonFiniteError at the first loss, or weight at a checkpoint, that is not finite.
+        Raises DataError on a source that is not a checked token file, unless it is SyntheticBatches and
+        allow_synthetic is "smoke"; NonFiniteError at the first non-finite loss, or weight at a checkpoint.
         """
         data = receipt(self.source)
         if data["kind"] != "tokens" and allow_synthetic != "smoke":
@@ -156,7 +156,7 @@ class Trainer:
         return loss
 
     def _forward(self, ids: Tensor) -> Tensor:
-        """ids (B,T) -> loss (). Where no warm-up has marked the batch axis, the first call does."""
+        """Forward of ids (B,T) -> loss (). Without a warm-up, the first call marks the batch axis."""
         warm, self.warm = self.warm, True
         return self.compiled(ids) if warm else self.compiled.first(ids)
 
@@ -188,7 +188,7 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """Writes everything that the next step depends on, to a temporary name and renamed: whole or not at all."""
+        """Write everything that the next step depends on, atomically (temporary file, then rename)."""
         if self.checkpoint is None:
             return
         if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
@@ -204,7 +204,7 @@ class Trainer:
         }
         temporary = self.checkpoint.with_suffix(".new")
         try:
-            with temporary.open("wb") as file:  # given a path, torch.save hides the reason of a failed write
+            with temporary.open("wb") as file:  # with a path, torch.save hides the reason of a failed write
                 torch.save(state, file)
             os.replace(temporary, self.checkpoint)
         except BaseException:
@@ -212,7 +212,7 @@ class Trainer:
             raise
 
     def resume(self) -> None:
-        """Goes on where the checkpoint was taken. Raises DataError, one line, where it is of another run."""
+        """Resume from the checkpoint. Raises DataError, one line, if it is of another run."""
         try:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
@@ -226,12 +226,12 @@ class Trainer:
         self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]
         torch.set_rng_state(state["rng"])
         self.step = state["step"]
-        if self.log is not None and self.log.exists():  # lines behind the checkpoint will be written anew
+        if self.log is not None and self.log.exists():  # lines after the checkpoint are written again
             self.log.write_text("".join(self.log.read_text().splitlines(keepends=True)[: self.step]))
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line. Defaults stand in Plan."""
+    """Build the argument parser. Defaults are in Plan."""
     p = argparse.ArgumentParser(prog="python -m launch.train", description=__doc__)
     p.add_argument("--preset", choices=NAMES, default="nam12")
     p.add_argument("--size", choices=SIZES, default="narrow")
@@ -255,7 +255,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code; argparse itself exits with 2."""
+    """Return the exit code; argparse itself exits with 2."""
     o = (p := parser()).parse_args(arguments)
     if o.smoke == bool(o.data):
         p.error("give either --data or --smoke")
@@ -267,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         environment.check(contract := load())
         if environment.RETRY in os.environ:
-            torch.compiler.reset()  # the one place (rule C21): a retry builds its model anew, nobody else does
+            torch.compiler.reset()  # only here (rule C21): a retry rebuilds its model
         if o.smoke:
             source = SyntheticBatches(config.vocab_size, *shape, o.seed, config.bos_id)
         else:

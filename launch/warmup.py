@@ -1,4 +1,4 @@
-"""Whether a run compiles in an explicit warm-up or in its first steps (rule C30): contract.toml's [warmup]."""
+"""Decide whether a run compiles in an explicit warm-up or in its first steps (rule C30): [warmup] in contract.toml."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
 
 @dataclass(frozen=True)
 class Start:
-    """What decides. device: the torch device type. regional, moe, fsdp, compiled: the run's. asked: the user's word."""
+    """Inputs of the decision. device: torch device type; asked: requested by the user; the others: of the run."""
 
     device: str
     regional: bool
@@ -26,16 +26,16 @@ class Start:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """[warmup] of the contract. skip: name -> the values of Start that all hold where it applies, in order.
+    """[warmup] of the contract. skip: name -> the values of Start that must all match, in order.
 
-    monitoring: NCCL's variable for the groups that are made after the warm-up.
+    monitoring: NCCL's variable for the groups that are created after the warm-up.
     """
 
     skip: Mapping[str, Mapping[str, Any]]
     monitoring: str
 
     def skipped(self, start: Start) -> str:
-        """The name of the first table that skips the warm-up, "" where there is one."""
+        """Return the name of the first table that skips the warm-up, "" if the warm-up runs."""
         values = asdict(start)
         fits = (
             n for n, when in self.skip.items() if all(values[field] == want for field, want in when.items())
@@ -44,7 +44,7 @@ class WarmUp:
 
 
 def load_warmup(path: Path = PATH) -> WarmUp:
-    """Raises ContractError, one line, where a table is misshapen, names no field of Start, or asks for nothing."""
+    """Load [warmup]. Raises ContractError, one line, on a table that is malformed, empty, or has an unknown field."""
 
     def build(table: dict) -> WarmUp:
         skip = {name: line["when"] for name, line in table["skip"].items() if line["reason"]}

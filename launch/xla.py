@@ -1,11 +1,11 @@
-"""Training steps on XLA: what is one program, when it is compiled, and what never is.
+"""Training steps on XLA: the extent of one program, and when it is compiled.
 
 Mode A  the whole step is one program: forward and backward of every micro-batch, and the update
 Mode B  a micro-batch's forward and backward is a program, the update another one; with accumulation the first
-        micro-batch makes the gradients and the others add to them: two programs at step 0, then none
+        micro-batch creates the gradients and the others add to them: two programs at step 0, then none
 
-A model with experts takes Mode B: whole-step programs with top-k routing have crashed libtpu. Model-level
-torch.compile stays off, and so does a warm-up at another batch: shapes are static, and XLA compiles by itself.
+A model with experts uses Mode B: whole-step programs with top-k routing have crashed libtpu. Model-level
+torch.compile stays off, and so does a warm-up at another batch size: shapes are static, and XLA compiles by itself.
 
 B batch, T tokens.
 """
@@ -29,19 +29,19 @@ MODES = ("A", "B")
 
 
 class XlaError(RuntimeError):
-    """A step, or a reading, that this path refuses. The message is one line."""
+    """A step or a reading is not supported on XLA. The message is one line."""
 
 
 def mode_of(config: HybridConfig) -> str:
-    """The mode in which a model of this configuration trains."""
+    """Return the mode in which a model of this configuration trains."""
     return "B" if "E" in config.letters else "A"
 
 
 def own_buffers(scalars: Sequence[Tensor]) -> None:
-    """Gives each 0-d tensor a device buffer of its own.
+    """Give each 0-d tensor its own device buffer.
 
-    torch_xla uploads equal scalars once and hands out one buffer, which is one input of a program. The step writes
-    them apart, so that the next step would have more inputs and be compiled anew: the whole step, a second time.
+    torch_xla uploads equal scalars once and shares one buffer, which is one input of a program. The step writes them
+    separately, so the next step would have more inputs, and the whole step would be compiled a second time.
     """
     with torch.no_grad():
         for scalar in scalars:
@@ -50,9 +50,9 @@ def own_buffers(scalars: Sequence[Tensor]) -> None:
 
 
 def set_learning_rate(optimizer: TensorOptimizer, lr: float) -> None:
-    """Fills the rate of every group by a small program of its own, so that no step sees it change.
+    """Fill the rate of every group in a separate small program, so that it does not change the step's program.
 
-    The rates travel as one vector and are cut out of it: as scalars, equal ones would share a buffer.
+    The rates are uploaded as one vector and sliced: as scalars, equal ones would share a buffer.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     fresh = torch.full((len(rates),), lr, dtype=rates[0].dtype).to(rates[0].device)
@@ -63,7 +63,7 @@ def set_learning_rate(optimizer: TensorOptimizer, lr: float) -> None:
 
 
 def prepare(model: Hybrid, optimizer: TensorOptimizer) -> None:
-    """Makes the optimizer's state and parts shared scalars, so that the first step is the program of all the others."""
+    """Create the optimizer's state and unshare scalars, so that the first step has the same program as all others."""
     if not optimizer.capturable:
         raise XlaError(
             "the optimizer must be capturable: its step count would be read on the host at every step"
@@ -78,7 +78,7 @@ def prepare(model: Hybrid, optimizer: TensorOptimizer) -> None:
 
 
 class Barrier(torch.autograd.Function):
-    """x as it is; what was traced before it is executed, forward and again on the way back."""
+    """Identity that executes everything traced so far, in the forward and again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -92,12 +92,12 @@ class Barrier(torch.autograd.Function):
 
 
 def barrier_layers(depth: int, every: int) -> tuple[int, ...]:
-    """The layers behind which a barrier stands: every `every`-th, never the last one, which the head follows."""
+    """Return the layers followed by a barrier: every `every`-th, except the last one, which precedes the head."""
     return tuple(range(every - 1, depth - 1, every)) if every else ()
 
 
 def add_barriers(model: Hybrid, every: int) -> list[RemovableHandle]:
-    """Cuts the step behind every `every` layers, where one program would be too large; 0 cuts nowhere.
+    """Split the step after every `every` layers, if one program would be too large; 0 for no split.
 
     With n barriers a step is 2 n + 1 programs: the backward is cut at the same places. Returns the hooks' handles.
     """
@@ -110,7 +110,7 @@ def add_barriers(model: Hybrid, every: int) -> list[RemovableHandle]:
 
 
 def check_no_torch_compile(model: Hybrid | CompiledHybrid) -> None:
-    """Raises XlaError where a compile policy or Module.compile is on: torch.compile in front of XLA has hung."""
+    """Raise XlaError if a compile policy or Module.compile is on: torch.compile with XLA has hung."""
     if isinstance(model, CompiledHybrid):
         if model.policy != "eager":
             raise XlaError(f"policy {model.policy!r}: on XLA the policy is eager, for XLA compiles by itself")
@@ -125,9 +125,9 @@ def check_no_torch_compile(model: Hybrid | CompiledHybrid) -> None:
 class TrainStep:
     """One optimizer step of a hybrid on XLA; call it with the step's micro-batches.
 
-    `mode` is mode_of(config) unless it is given. `barrier_every` layers cut the step into smaller programs instead.
-    A host read inside a program raises RuntimeError, for a program is traced whole.
-    Raises XlaError on Mode A with experts, on torch.compile, and on an optimizer whose scalars live on the host.
+    `mode` defaults to mode_of(config). `barrier_every` layers split the step into smaller programs instead.
+    A host read inside a program raises RuntimeError, because the whole program is traced.
+    Raises XlaError on Mode A with experts, on torch.compile, and on an optimizer whose scalars are on the host.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class TrainStep:
 
 
 def memory_in_use(device: torch.device | str | None = None) -> int:
-    """Bytes in use on a physical device. Raises XlaError where no reading can be had, and never returns 0 for one."""
+    """Return bytes in use on a physical device. Raises XlaError if no reading is available; never returns 0 instead."""
     try:
         info = xm.get_memory_info(torch_xla.device() if device is None else device)
     except (RuntimeError, ValueError) as error:

@@ -1,6 +1,6 @@
-"""What a process on XLA must find in its environment before torch_xla is imported, and the refusal where it does not.
+"""Environment variables that an XLA process needs before torch_xla is imported: set them, or refuse to run.
 
-torch_xla reads most of these once, at import. So this module imports the standard library only.
+torch_xla reads most of these once, at import. This module therefore imports only the standard library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ALWAYS = {
         "else 0 and 1 are constants of the program: a scalar that becomes 0 compiles the step anew",
     ),
 }
-# Where PJRT runs on CPU in the TPU's place: the same programs, compiled in a third of the time.
+# If PJRT runs on CPU instead of a TPU: the same programs, compiled in a third of the time.
 STAND_IN = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
 }
@@ -22,19 +22,19 @@ DEVICES = ("CPU", "TPU")
 
 
 class XlaEnvironmentError(ValueError):
-    """The environment breaks the rules of this path. The message is one line."""
+    """The environment violates the requirements of XLA runs. The message is one line."""
 
 
 def enter(environment: MutableMapping[str, str]) -> None:
-    """Adds what is absent; nobody's choice is undone. PJRT_DEVICE is CPU unless somebody asks for TPU."""
+    """Add missing variables; existing values are kept. PJRT_DEVICE defaults to CPU."""
     environment.setdefault("PJRT_DEVICE", "CPU")
-    wanted = {name: value for name, (value, _) in ALWAYS.items()}
-    for name, value in (wanted | (STAND_IN if environment["PJRT_DEVICE"] == "CPU" else {})).items():
+    required = {name: value for name, (value, _) in ALWAYS.items()}
+    for name, value in (required | (STAND_IN if environment["PJRT_DEVICE"] == "CPU" else {})).items():
         environment.setdefault(name, value)
 
 
 def check(environment: Mapping[str, str]) -> None:
-    """Raises XlaEnvironmentError where a variable is missing or differs."""
+    """Raise XlaEnvironmentError if a variable is missing or differs."""
     device = environment.get("PJRT_DEVICE")
     if device not in DEVICES:
         raise XlaEnvironmentError(f"PJRT_DEVICE is {device!r}: export PJRT_DEVICE={' or '.join(DEVICES)}")
