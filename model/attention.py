@@ -25,9 +25,9 @@ class AttentionState(NamedTuple):
 
 
 class AttentionBlock(nn.Module):
-    """x + W_o attention(rope(norm(W_q x)), rope(norm(W_k x)), W_v x), the output gated by sigmoid(W_g x) if asked.
+    """x + W_o attention(rope(norm(W_q x)), rope(norm(W_k x)), W_v x), the output optionally gated by sigmoid(W_g x).
 
-    The gate is by head or by channel; its weight starts at zero, so that it starts at one half everywhere.
+    The gate is per head or per channel; its weight starts at zero, so the gate starts at one half everywhere.
     """
 
     def __init__(self, config: HybridConfig) -> None:
@@ -49,7 +49,7 @@ class AttentionBlock(nn.Module):
         return x + self._gated_output(y, u)
 
     def step(self, x: Tensor, state: AttentionState, positions: Tensor) -> tuple[Tensor, AttentionState]:
-        """One token: x (B,D), the cache, positions (B,) int32 -> (B,D), the cache with this token in it."""
+        """One token: x (B,D), the cache, positions (B,) int32 -> (B,D), the cache including this token."""
         u = rms_norm(x, self.eps).unsqueeze(1)
         q, k, v = self._project(u, positions.unsqueeze(1))
         key, value = torch.cat((state.key, k), 1), torch.cat((state.value, v), 1)
@@ -62,7 +62,7 @@ class AttentionBlock(nn.Module):
         )
 
     def empty_state(self, x: Tensor) -> AttentionState:
-        """The cache before any token, for x (B,D)."""
+        """Return the cache before any token, for x (B,D)."""
         heads = self.key.out_features // self.head_dim
         nothing = x.new_zeros(x.shape[0], 0, heads, self.head_dim)
         return AttentionState(nothing, nothing, torch.zeros(x.shape[0], 0, dtype=torch.bool, device=x.device))
@@ -81,12 +81,12 @@ class AttentionBlock(nn.Module):
 
 
 def gated(y: Tensor, u: Tensor, gate: nn.Parameter | None) -> Tensor:
-    """y (...,H,P) times sigmoid of the gate's rows applied to u (...,D); as it is where there is no gate."""
+    """Multiply y (...,H,P) by sigmoid of the gate's rows applied to u (...,D); return y if there is no gate."""
     return y if gate is None else y * torch.sigmoid(F.linear(u, gate)).unflatten(-1, (y.shape[-2], -1))
 
 
 def output_gate(config: HybridConfig, heads: int, P: int) -> nn.Parameter | None:
-    """Zeros (heads, D) or (heads * P, D); None where the configuration has no gate."""
+    """Return a zero weight (heads, D) or (heads * P, D); None if the configuration has no gate."""
     if config.attention_gate == "none":
         return None
     return nn.Parameter(torch.zeros(heads * (1 if config.attention_gate == "head" else P), config.d_model))

@@ -17,7 +17,7 @@ LETTERS = {
 
 
 def expand_pattern(pattern: str, depth: int) -> str:
-    """One letter a layer: layer i is `pattern[i % len]` up to `depth`.
+    """Expand to one letter per layer: layer i is `pattern[i % len]` up to `depth`.
 
     With `|` (starts of pipeline stages) the concatenation must be exactly `depth` long.
     Raises ValueError on an empty pattern, an unknown letter, or a wrong length.
@@ -43,7 +43,7 @@ def expand_pattern(pattern: str, depth: int) -> str:
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Hashed n-grams: `heads` tables for each order, of about `table` rows of width `dim`."""
+    """Hashed n-grams: `heads` tables per order, of about `table` rows of width `dim`."""
 
     orders: tuple[int, ...] = (2, 3)
     heads: int = 8
@@ -64,7 +64,7 @@ class StructureConfig:
 class TreeConfig:
     """Slots for chunks and for edges of each kind, width of a chunk's state, message steps.
 
-    `causal` off is the published form, in which a token reads the mean of its whole chunk, later tokens too.
+    Without `causal` it is the published form, in which a token reads the mean of its whole chunk, also later tokens.
     """
 
     chunks: int = 64
@@ -94,7 +94,7 @@ class MTPConfig:
 
 @dataclass(frozen=True)
 class HyperConfig:
-    """Residual streams through the first `layers` layers; `mix_branches` weighs attention against Engram too."""
+    """Residual streams through the first `layers` layers; `mix_branches` also weights attention against Engram."""
 
     streams: int = 4
     layers: int = 7
@@ -174,9 +174,9 @@ class HybridConfig:
     routed_scale: float = 2.5
     aux_weight: float = 0.01
     z_weight: float = 1e-3
-    null_rho: float = 0.0  # share of real experts among the slots that a token may choose; 0: no null experts
-    bias_rate: float = 0.0  # step of the selection bias toward uniform load; 0: the bias stays
-    expert_groups: int = 1  # of which the best `chosen_groups` may be chosen from
+    null_rho: float = 0.0  # share of real experts among the slots a token may choose; 0: no null experts
+    bias_rate: float = 0.0  # step of the selection bias toward uniform load; 0: constant bias
+    expert_groups: int = 1  # experts are chosen from the best `chosen_groups` groups
     chosen_groups: int = 1
 
     # R: M2RNN
@@ -187,7 +187,7 @@ class HybridConfig:
     logit_softcap: float = 15.0
     norm_eps: float = 1e-5
 
-    # Optional features: None leaves the model bit-equal to one that never heard of them.
+    # Optional features: None disables the feature; outputs are bitwise unchanged.
     ngram: NgramConfig | None = None
     structure: StructureConfig | None = None
     tree: TreeConfig | None = None
@@ -218,7 +218,7 @@ class HybridConfig:
                 raise ValueError(f"{self.name}: {rule}")
 
     def _feature_rules(self) -> dict[str, bool]:
-        """What the features that are on ask of each other and of the layers."""
+        """Return the constraints of the enabled features on each other and on the layers."""
         rules = {}
         if self.dsa:
             count = self.letters.count("A")
@@ -237,18 +237,18 @@ class HybridConfig:
             rules["hyper.streams must be at least 2"] = self.hyper.streams >= 2
             rules["hyper.layers must lie in 1..depth"] = 1 <= self.hyper.layers <= self.depth
             rules["hyper.uniform must lie in 0..1"] = 0.0 <= self.hyper.uniform <= 1.0
-            # With no second branch the mixer has nothing to mix and would do nothing without a word.
+            # Without a second branch the mixer would silently do nothing.
             rules["hyper.mix_branches needs engram.layers"] = bool(self.engram) or not self.hyper.mix_branches
         return rules
 
     @property
     def letters(self) -> str:
-        """The expanded pattern, one letter a layer."""
+        """The expanded pattern, one letter per layer."""
         return expand_pattern(self.layer_pattern, self.depth)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What each layer is: its letter, and for A and M which of their blocks ("A:dsa", "M:mamba3", "E")."""
+        """Kind of each layer: its letter, and for A and M the block type ("A:dsa", "M:mamba3", "E")."""
         kinds, rank = [], 0
         for letter in self.letters:
             rank += letter == "A"
@@ -261,31 +261,31 @@ class HybridConfig:
 
     @property
     def m_angles(self) -> int:
-        """Rotation angles a token: half of the even number of state dims that rotate."""
+        """Rotation angles per token: half of the even number of rotated state dims."""
         return int(self.m_state * self.m_rope_fraction) // 2
 
     @property
     def null_slots(self) -> int:
-        """Copies of the null logit that stand beside the experts in a token's choice."""
+        """Copies of the null logit next to the experts in a token's top-k."""
         return int(self.experts * (1 - self.null_rho) / self.null_rho) if self.null_rho else 0
 
     @property
     def choices(self) -> int:
-        """Slots that a token chooses, so that `top_k` of them are real experts at a share of `null_rho`."""
+        """Slots per token, such that `top_k` of them are real experts at a share of `null_rho`."""
         return math.ceil(self.top_k / self.null_rho) if self.null_rho else self.top_k
 
     def bucket(self, tokens: int) -> int:
-        """Slots an expert and a sequence: the next power of two of the capacity for `tokens` tokens."""
+        """Slots per expert and sequence: the capacity for `tokens` tokens, rounded up to a power of two."""
         return 1 << max(self.slots(tokens) - 1, 0).bit_length()
 
     def slots(self, tokens: int) -> int:
-        """The capacity before it is rounded up: slots an expert and a sequence."""
+        """Capacity before rounding up: slots per expert and sequence."""
         return math.ceil(tokens * self.top_k / self.experts * self.capacity_factor)
 
     def padding_overhead(self, tokens: int) -> float:
-        """Share of extra slots that rounding the capacity up to a power of two costs."""
+        """Share of extra slots due to rounding the capacity up to a power of two."""
         return self.bucket(tokens) / self.slots(tokens) - 1.0
 
     def with_(self, **changes: object) -> HybridConfig:
-        """A copy with some fields changed (and checked)."""
+        """Return a copy with some fields changed (and checked)."""
         return replace(self, **changes)

@@ -1,4 +1,4 @@
-"""Step-by-step decoding: what a token leaves behind in every stateful block, and the logits of the next one.
+"""Step-by-step decoding: the state of every stateful block, and the logits of the next token.
 
 B batch, D model dim, V vocabulary.
 """
@@ -19,14 +19,14 @@ FEATURES = ("ngram", "structure", "tree", "engram", "mtp", "hyper")
 
 
 class DecodeState(NamedTuple):
-    """Before a token: each block's state (None for E, which has none), and the token's position in its document."""
+    """State before a token: each block's state (None for E), and the token's position in its document."""
 
     blocks: tuple[Any, ...]
     positions: Tensor  # (B,) int32
 
 
 def empty_state(model: Hybrid, batch: int) -> DecodeState:
-    """Before any token. Raises ValueError on a model with features that read more than the last token."""
+    """Return the initial state. Raises ValueError on a model with features that read more than the last token."""
     on = [name for name in FEATURES if getattr(model.config, name) is not None]
     if on:
         raise ValueError(f"{model.config.name}: decoding knows no {', '.join(on)}")
@@ -36,9 +36,9 @@ def empty_state(model: Hybrid, batch: int) -> DecodeState:
 
 
 def decode_step(model: Hybrid, ids: Tensor, state: DecodeState) -> tuple[Tensor, DecodeState]:
-    """ids (B,) int64, the token at hand -> logits of the next one (B,V) fp32, the state after it.
+    """ids (B,) int64, the current token -> logits of the next one (B,V) fp32, the state after it.
 
-    A BOS begins a document: its row forgets all that came before.
+    A BOS begins a document and resets the state of its row.
     """
     begins = ids == model.config.bos_id
     positions = state.positions.masked_fill(begins, 0)
@@ -56,7 +56,7 @@ def decode_step(model: Hybrid, ids: Tensor, state: DecodeState) -> tuple[Tensor,
 
 
 def forget(state: Any, begins: Tensor) -> Any:
-    """The state of the rows where a document begins (B,) bool is emptied; the same kind of state."""
+    """Reset the state of rows where a document begins (`begins`, (B,) bool); return the same structure."""
     if isinstance(state, SparseState):
         return state._replace(attention=forget(state.attention, begins))
     if isinstance(state, (AttentionState, LatentState)):

@@ -1,4 +1,4 @@
-"""A, as sparse attention: a small indexer scores every key, and a query attends to the best of them alone.
+"""A, as sparse attention: a small indexer scores every key, and a query attends only to the best ones.
 
 B batch, T tokens, H heads, P head dim, J indexer heads, I indexer dim, K chosen keys, D model dim.
 Source: DeepSeek-V3.2-Exp (2025).
@@ -27,7 +27,7 @@ class SparseState(NamedTuple):
 
 
 class WithLoss(torch.autograd.Function):
-    """x as it is; backward hands `weight` to the gradient of a loss () beside, which is nobody's summand."""
+    """Identity on x that adds `weight` times an auxiliary loss () to the objective, by setting the loss's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float) -> Tensor:
@@ -40,10 +40,10 @@ class WithLoss(torch.autograd.Function):
 
 
 class DSABlock(AttentionBlock):
-    """The attention block on the `top_k` keys that the indexer chooses.
+    """The attention block restricted to the `top_k` keys selected by the indexer.
 
-    The choice has no gradient. The indexer learns from its own loss, the divergence of its scores from the attention
-    over the chosen keys, and reads the stream without sending a gradient back.
+    The selection has no gradient. The indexer is trained by its own loss, the divergence of its scores from the
+    attention over the chosen keys, and its input is detached from the stream.
     """
 
     def __init__(self, config: HybridConfig) -> None:
@@ -64,12 +64,12 @@ class DSABlock(AttentionBlock):
         indices = dsa_indexer(*scored, doc_ids, top_k=min(self.top_k, x.shape[1]))
         y = dsa_attention(q, k, v, indices, softcap=self.softcap)
         if self.loss_weight:
-            wanted = dsa_distribution(q, k, indices, softcap=self.softcap)
-            y = WithLoss.apply(y, dsa_indexer_loss(*scored, indices, wanted), self.loss_weight)
+            target = dsa_distribution(q, k, indices, softcap=self.softcap)
+            y = WithLoss.apply(y, dsa_indexer_loss(*scored, indices, target), self.loss_weight)
         return x + self._gated_output(y, u)
 
     def step(self, x: Tensor, state: SparseState, positions: Tensor) -> tuple[Tensor, SparseState]:
-        """One token: x (B,D), the caches, positions (B,) int32 -> (B,D), the caches with this token in them."""
+        """One token: x (B,D), the caches, positions (B,) int32 -> (B,D), the caches including this token."""
         u = rms_norm(x, self.eps).unsqueeze(1)
         q, k, v = self._project(u, positions.unsqueeze(1))
         query, key, weight = self._index(u)
@@ -79,17 +79,17 @@ class DSABlock(AttentionBlock):
             torch.cat((state.attention.value, v), 1),
             F.pad(state.attention.seen, (0, 1), value=True),
         )
-        # Products and sums, and no matrix product: equal keys must score equal bits, or rounding decides a tie.
+        # Elementwise products and sums, no matmul: equal keys must give equal bits, or rounding would decide a tie.
         per_head = F.relu((widen(query).transpose(1, 2) * widen(keys).unsqueeze(1)).sum(-1))  # (B,J,S)
         scores = (widen(weight).transpose(1, 2) * per_head).sum(1).masked_fill(~cache.seen, -torch.inf)
-        # A stable sort: of equal scores the earlier key, as the indexer has it.
+        # A stable sort: ties go to the earlier key, as in the indexer.
         best = scores.argsort(dim=1, descending=True, stable=True)[:, : self.top_k]
         chosen = cache.seen & torch.zeros_like(cache.seen).scatter(1, best, True)
         y = attention_step(q[:, 0], cache.key, cache.value, chosen, softcap=self.softcap)
         return x + self._gated_output(y, u[:, 0]), SparseState(cache, keys)
 
     def empty_state(self, x: Tensor) -> SparseState:
-        """The caches before any token, for x (B,D)."""
+        """Return the caches before any token, for x (B,D)."""
         return SparseState(super().empty_state(x), x.new_zeros(x.shape[0], 0, self.index_dim))
 
     def _index(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
-"""Engram: a gated memory of the last few tokens beside attention, on A layers only.
+"""Engram: a gated memory of the last few tokens in parallel to attention, on A layers only.
 
-B batch, T tokens, D model dim, W bottleneck width, N tokens that a pool averages.
+B batch, T tokens, D model dim, W bottleneck width, N tokens averaged by a pool.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ CONV_WIDTH = 4
 
 
 def trailing_means(z: Tensor, doc_ids: Tensor, orders: tuple[int, ...]) -> list[Tensor]:
-    """The mean of the last N tokens for each N of orders: z (B,T,W), doc_ids (B,T) -> each (B,T,W).
+    """Return the mean of the last N tokens for each N of orders: z (B,T,W), doc_ids (B,T) -> each (B,T,W).
 
-    A token of another document counts as zero and is still counted: the sum is divided by N.
+    A token of another document counts as zero, and the sum is always divided by N.
     """
     taps = document_taps(z, doc_ids, max(orders))  # (B,T,W,J)
     return [taps[..., :order].sum(-1) / order for order in orders]
@@ -31,8 +31,8 @@ def trailing_means(z: Tensor, doc_ids: Tensor, orders: tuple[int, ...]) -> list[
 class EngramBranch(nn.Module):
     """silu(conv(norm(g W_v y))), y the mixed trailing means of W_in x, g = sigma(norm(x) . norm(W_k y) / sqrt D).
 
-    Zero at the start, since W_v is. The norms have no weight and their own kernel: the variance of bf16 summed
-    by hand overflowed in the source.
+    Zero at init, since W_v is. The norms have no weight and their own kernel: a manually summed bf16 variance
+    overflowed in the source.
     """
 
     def __init__(self, config: HybridConfig) -> None:
@@ -60,10 +60,10 @@ class EngramBranch(nn.Module):
 
 
 class EngramBlock(nn.Module):
-    """An A block and its Engram branch side by side: x + attention(x) + engram(x), each weighed if `mixed`.
+    """An A block and its Engram branch in parallel: x + attention(x) + engram(x), each weighted if `mixed`.
 
-    The weights are of the two branches' own making, token by token: pooled over T, as one source has them, they
-    would carry the future into the past. Raises ValueError around any block but an A block.
+    The weights are computed from the two branches per token: pooling over T, as in one source, would leak future
+    tokens into the past. Raises ValueError for any block other than an A block.
     """
 
     def __init__(self, letter: str, block: nn.Module, config: HybridConfig) -> None:

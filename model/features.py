@@ -1,4 +1,4 @@
-"""The optional features of the hybrid, wired: what they read beside the token ids, and where they stand.
+"""The optional features of the hybrid: their inputs in addition to the token ids, and where they are inserted.
 
 B batch, T tokens, D model dim, S structure components, C chunk slots, K edge slots.
 structure, ngram and tree add to the embedded stream here; engram and hyper wrap blocks; mtp replaces the head.
@@ -21,7 +21,7 @@ from model.tree_ffn import TreeFFN
 
 
 class Features(NamedTuple):
-    """What is known of a batch beside its ids, int64, with the same shapes whether the data has it or not."""
+    """Inputs of a batch in addition to its ids, int64, with the same shapes whether the data has them or not."""
 
     structure: Tensor  # (B,T,S) component ids, -1 where absent
     start: Tensor  # (B,C) first token of each chunk, ascending, 2**30 in unused slots
@@ -33,7 +33,7 @@ class Features(NamedTuple):
 
     @classmethod
     def absent(cls, ids: Tensor, config: HybridConfig) -> Features:
-        """A batch of which nothing is known, for ids (B,T)."""
+        """Return features marked absent, for ids (B,T)."""
         B, T = ids.shape
         S = len(config.structure.sizes) if config.structure else len(COMPONENTS)
         C, K = (config.tree.chunks, config.tree.edges) if config.tree else (1, 1)
@@ -51,7 +51,7 @@ class Features(NamedTuple):
 
 
 class TokenFeatures(nn.Module):
-    """The embedded stream plus what the features that are on know of each token; a region to compile."""
+    """Add the enabled features of each token to the embedded stream; a region to compile."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class TokenFeatures(nn.Module):
 
     @staticmethod
     def wanted(config: HybridConfig) -> bool:
-        """Whether any of the features that act here is on."""
+        """Whether any feature handled here is enabled."""
         return any((config.ngram, config.structure, config.tree))
 
     def forward(self, x: Tensor, ids: Tensor, doc_ids: Tensor, inputs: Features) -> Tensor:
@@ -75,7 +75,7 @@ class TokenFeatures(nn.Module):
 
 
 def with_branches(blocks: nn.ModuleList, config: HybridConfig) -> None:
-    """Wraps the blocks that carry an Engram branch, then those that the streams pass through, in place."""
+    """Wrap the blocks with an Engram branch, then those that the streams pass through, in place."""
     for layer in config.engram.layers if config.engram else ():
         blocks[layer] = EngramBlock(config.letters[layer], blocks[layer], config)
     for layer in range(config.hyper.layers if config.hyper else 0):

@@ -15,7 +15,7 @@ IGNORE = -1
 
 
 class LossHead(nn.Module):
-    """Mean cross entropy of softcap(norm(x) E^T); the embedding weight is passed in, so it has one owner."""
+    """Mean cross entropy of softcap(norm(x) E^T); the embedding weight is an argument, so it has one owner."""
 
     def __init__(self, softcap: float, eps: float) -> None:
         super().__init__()

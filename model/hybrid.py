@@ -38,7 +38,7 @@ BLOCKS: dict[str, type[nn.Module]] = {
 def documents(ids: Tensor, bos_id: int) -> tuple[Tensor, Tensor]:
     """Token ids (B,T) -> document ids (B,T) int32 and positions within the document (B,T) int32.
 
-    A document starts at each BOS; what stands before the first one is document 0.
+    A document starts at each BOS; tokens before the first one are document 0.
     """
     starts = ids == bos_id
     doc_ids = starts.cumsum(1, dtype=torch.int32)
@@ -48,7 +48,7 @@ def documents(ids: Tensor, bos_id: int) -> tuple[Tensor, Tensor]:
 
 
 def next_token_targets(ids: Tensor, doc_ids: Tensor) -> Tensor:
-    """The next id within the same document, -1 at a document's last token: (B,T) int64."""
+    """Return the next id within the same document, -1 at a document's last token: (B,T) int64."""
     targets = torch.full_like(ids, IGNORE)
     targets[:, :-1] = torch.where(doc_ids[:, 1:] == doc_ids[:, :-1], ids[:, 1:], IGNORE)
     return targets
@@ -60,7 +60,7 @@ class Hybrid(nn.Module):
     `boundary` is called on the tensors that enter a region; it is the identity here. The regional compile
     policies mark the dynamic batch axis there during warm-up, which only eager code between regions can do.
 
-    The parameters of optional features are made after all others, so that these are the same with and without.
+    The parameters of optional features are created after all others, so that the others do not depend on them.
     """
 
     def __init__(self, config: HybridConfig) -> None:
@@ -68,7 +68,7 @@ class Hybrid(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
-        # A copy that the blocks share: whatever a forward reads of it, routing among it, is fixed from here on.
+        # A copy shared by the blocks: everything that a forward reads from it, such as routing, is fixed from here on.
         built = config.with_()
         self.blocks = nn.ModuleList(BLOCKS[kind](built) for kind in config.kinds)
         self.head = LossHead(config.logit_softcap, config.norm_eps)
@@ -81,7 +81,7 @@ class Hybrid(nn.Module):
     def embed(self, ids: Tensor, inputs: Features | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """ids (B,T) int64 -> stream (B,T,D), doc_ids (B,T), positions (B,T), targets (B,T).
 
-        Raises ValueError on inputs that no feature of this model reads.
+        Raises ValueError on inputs that are not used by this model's features.
         """
         doc_ids, positions = documents(ids, self.config.bos_id)
         targets = next_token_targets(ids, doc_ids)
@@ -119,7 +119,7 @@ class Hybrid(nn.Module):
         return self.head.logits(x, self.embedding.weight)
 
     def overflow(self) -> int:
-        """Dropped (token, expert) pairs since construction, over all E blocks. Reads the device: not for a step."""
+        """Dropped (token, expert) pairs since construction, over all E blocks. Syncs the device: not for a step."""
         return sum(int(block.overflow) for block in self.modules() if isinstance(block, MoEBlock))
 
 

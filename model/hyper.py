@@ -1,8 +1,8 @@
 """mHC: manifold-constrained hyper-connections, several residual streams mixed by doubly stochastic matrices.
 
 B batch, T tokens, D model dim, N streams. Sources: hyper-connections (arXiv 2409.19606), mHC (arXiv 2512.24880).
-The streams live between the first and the last block that they pass through, so that embedding, head and the
-other blocks see (B,T,D): every compile policy runs over them as it does without.
+The streams exist between the first and the last block that they pass through. Embedding, head and the other blocks
+see (B,T,D), so every compile policy works as it does without streams.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from model.config import HybridConfig
 from model.layers import rms_norm, widen
 
 EPS = 1e-6
-STAY = 8.0  # logit of the diagonal at the start: a stream keeps 1 - 1e-3 of itself among four
-READ = 3.0  # logit of the one stream that a layer reads at the start; equal ones would stay equal for ever
+STAY = 8.0  # initial logit of the diagonal: with four streams, each keeps 1 - 1e-3 of itself
+READ = 3.0  # initial logit of the one stream that a layer reads; equal streams would stay equal
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     """logits (...,N,N), N >= 3, fp32 or wider -> exp(logits) scaled towards row and column sums of 1.
 
-    Rows last: they sum to 1, the columns nearly. Raises ValueError on N = 2, where equal diagonals are all that a
-    doubly stochastic matrix can have (use a softmax), TypeError on 16-bit logits, whose sums lose the balance.
+    Rows are scaled last: they sum to 1, the columns nearly. Raises ValueError on N = 2, where a doubly stochastic
+    matrix has equal diagonals (use a softmax), TypeError on 16-bit logits, whose sums are too inexact.
     """
     if logits.shape[-1] < 3:
         raise ValueError("sinkhorn of 2x2 logits loses their difference: use a softmax over two")
@@ -56,8 +56,8 @@ def branch_weights(scores: Tensor) -> Tensor:
 class HyperBlock(nn.Module):
     """H' = Hres H + Hpost (x) f(sum_n Hpre_n H_n) around a residual block x + f(x), coefficients by token.
 
-    Streams travel as (B,T,N*D): the first block makes them by repetition, the last one leaves their mean. At the
-    start f reads what all streams hold, Hpost is 1 and Hres about the identity: the block without streams.
+    Streams are passed as (B,T,N*D): the first block repeats its input, the last one returns the mean. At
+    init all streams are equal, Hpost is 1 and Hres is close to the identity: the block without streams.
     """
 
     def __init__(self, block: nn.Module, config: HybridConfig, layer: int, with_aux: bool) -> None:
@@ -76,7 +76,7 @@ class HyperBlock(nn.Module):
         self.dynamic = nn.Parameter(torch.zeros(N + N + N * N, config.d_model))
 
     def coefficients(self, H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """H (B,T,N,D) -> Hpre (B,T,N), Hpost (B,T,N), Hres (B,T,N,N), fp32 whatever the autocast."""
+        """H (B,T,N,D) -> Hpre (B,T,N), Hpost (B,T,N), Hres (B,T,N,N), fp32 also under autocast."""
         N = self.streams
         with torch.autocast(H.device.type, enabled=False):
             seen = rms_norm(widen(H).mean(-2), self.eps)
@@ -86,7 +86,7 @@ class HyperBlock(nn.Module):
             return pre.softmax(-1), 2 * post.sigmoid(), mixing
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Streams (B,T,N*D), or (B,T,D) into the first block, and what the block itself takes -> the same out."""
+        """Streams (B,T,N*D), or (B,T,D) into the first block, and the block's other arguments -> its results."""
         H = (
             x.unsqueeze(-2).expand(-1, -1, self.streams, -1)
             if self.first

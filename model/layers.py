@@ -1,4 +1,4 @@
-"""What every block shares: weightless RMS norm, bias-free projection, fp32-or-wider casts.
+"""Layers shared by all blocks: weightless RMS norm, bias-free projection, fp32-or-wider casts.
 
 B batch, T tokens, D model dim.
 """
@@ -16,9 +16,9 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def projection(d_in: int, d_out: int, depth: int = 0) -> nn.Linear:
-    """A bias-free linear map (D_in -> D_out), normal init; a residual output passes `depth` and starts smaller.
+    """Create a bias-free linear map (D_in -> D_out), normal init; for a residual output, `depth` reduces its scale.
 
-    The residual scale 1/sqrt(2 depth) keeps the stream's variance flat over depth (GPT-2).
+    The residual scale 1/sqrt(2 depth) keeps the stream's variance constant over depth (GPT-2).
     """
     linear = nn.Linear(d_in, d_out, bias=False)
     std = d_in**-0.5 * ((2 * depth) ** -0.5 if depth else 1.0)
@@ -27,9 +27,9 @@ def projection(d_in: int, d_out: int, depth: int = 0) -> nn.Linear:
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x (...,D) by weight (M,D) in fp32 or wider, also under autocast -> (...,M).
+    """Multiply x (...,D) by weight (M,D) in fp32 or wider, also under autocast -> (...,M).
 
-    The context stands in a graph only where autocast is on: AOTAutograd caches no graph that enters one (torch 2.13).
+    The context is entered only if autocast is on: AOTAutograd does not cache a graph that enters one (torch 2.13).
     """
     if torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
@@ -38,5 +38,5 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def widen(x: Tensor) -> Tensor:
-    """x in fp32, or as it is where it is wider already: fp64 stays the oracle's fp64."""
+    """Cast x to fp32, or return it if it is wider already (fp64 for the oracle)."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

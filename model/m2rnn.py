@@ -1,4 +1,4 @@
-"""R: M2RNN, a non-linear recurrence over a matrix state, h (K,V) a head.
+"""R: M2RNN, a non-linear recurrence over a matrix state, h (K,V) per head.
 
 B batch, T tokens, D model dim, H heads, K key dim, V value dim.
 """
@@ -18,7 +18,7 @@ from model.mamba import inverse_softplus_of_log_uniform
 
 
 class M2RNNBlock(nn.Module):
-    """x + W_o norm((m2rnn(q, k, v) + D v) * silu(z)), with q, k, v behind a causal conv of width 4."""
+    """x + W_o norm((m2rnn(q, k, v) + D v) * silu(z)), with q, k, v after a causal conv of width 4."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class M2RNNBlock(nn.Module):
         return x + self._gated_output(y, v, z), (taps, h)
 
     def empty_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The states before any token, for x (B,D): taps (B,W-1,channels), h (B,H,K,V)."""
+        """Return the states before any token, for x (B,D): taps (B,W-1,channels), h (B,H,K,V)."""
         B, H = x.shape[0], self.heads
         taps = x.new_zeros(B, self.conv_weight.shape[1] - 1, self.splits[1])
         return taps, widen(x.new_zeros(B, H, self.conv_splits[0] // H, self.conv_splits[2] // H))

@@ -21,7 +21,7 @@ from model.layers import projection, rms_norm, widen
 
 
 def inverse_softplus_of_log_uniform(config: HybridConfig, heads: int) -> Tensor:
-    """dt_bias (H,) such that softplus(dt_bias) is log-uniform in [dt_min, dt_max], floored at dt_floor."""
+    """Return dt_bias (H,) such that softplus(dt_bias) is log-uniform in [dt_min, dt_max], floored at dt_floor."""
     low, high = math.log(config.dt_min), math.log(config.dt_max)
     dt = torch.exp(torch.rand(heads) * (high - low) + low).clamp(min=config.dt_floor)
     return dt + torch.log(-torch.expm1(-dt))
@@ -56,7 +56,7 @@ class Mamba3Block(nn.Module):
         return x + self.output(y.flatten(-2))
 
     def step(self, x: Tensor, state: Mamba3State) -> tuple[Tensor, Mamba3State]:
-        """One token: x (B,D), the state that the token before left -> (B,D), the state after it."""
+        """One token: x (B,D), the state of the previous token -> (B,D), the state after it."""
         q, k, v, adt, dt, trap, angles, z = self._project(x)
         y, state = mamba3_siso_step(
             q, k, v, adt, dt, trap, self.q_bias, self.k_bias, angles, self.skip, z, state
@@ -64,7 +64,7 @@ class Mamba3Block(nn.Module):
         return x + self.output(y.flatten(-2)), state
 
     def empty_state(self, x: Tensor) -> Mamba3State:
-        """The state before any token, for x (B,D)."""
+        """Return the state before any token, for x (B,D)."""
         H, P, N, R = self.heads, self.splits[0] // self.heads, self.state, self.splits[-1]
         return Mamba3State(*(widen(x.new_zeros(x.shape[0], H, *dims)) for dims in ((R,), (P, N), (N,), (P,))))
 
@@ -122,7 +122,7 @@ class Mamba2Block(nn.Module):
         return x + self._gated_output(y, z), (taps, scan)
 
     def empty_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The states before any token, for x (B,D): taps (B,W-1,channels), scan (B,H,P,N)."""
+        """Return the states before any token, for x (B,D): taps (B,W-1,channels), scan (B,H,P,N)."""
         B, N = x.shape[0], self.conv_splits[1] // self.groups
         taps = x.new_zeros(B, self.conv_weight.shape[1] - 1, self.splits[1])
         return taps, widen(x.new_zeros(B, self.heads, self.inner // self.heads, N))

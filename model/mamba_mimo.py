@@ -1,4 +1,4 @@
-"""M, as Mamba-3 with several inputs and outputs a head: rank-R state updates, projected up and down per head.
+"""M, as Mamba-3 with several inputs and outputs per head: rank-R state updates, projected up and down per head.
 
 B batch, T tokens, D model dim, H heads, P head dim, N state dim, G groups, R rank.
 Source: Mamba-3 (arXiv 2603.15569).
@@ -16,7 +16,7 @@ from model.mamba import Mamba3Block
 
 
 class Mamba3MIMOBlock(Mamba3Block):
-    """The Mamba-3 block with R keys and queries a token and group; v, z and the result pass by (H,R,P) weights."""
+    """The Mamba-3 block with R keys and queries per token and group; v, z and the output use (H,R,P) weights."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__(config)
@@ -40,13 +40,13 @@ class Mamba3MIMOBlock(Mamba3Block):
         return x + self.output(y.flatten(-2))
 
     def step(self, x: Tensor, state: Mamba3MimoState) -> tuple[Tensor, Mamba3MimoState]:
-        """One token: x (B,D), the state that the token before left -> (B,D), the state after it."""
+        """One token: x (B,D), the state of the previous token -> (B,D), the state after it."""
         q, k, v, adt, dt, trap, angles, z = self._project(x)
         y, state = mamba3_mimo_step(q, k, v, adt, dt, trap, *self._weights(), angles, self.skip, z, state)
         return x + self.output(y.flatten(-2)), state
 
     def empty_state(self, x: Tensor) -> Mamba3MimoState:
-        """The state before any token, for x (B,D): its last keys are R."""
+        """Return the state before any token, for x (B,D); it has R last keys."""
         theta, h, k_prev, v_prev = super().empty_state(x)
         return Mamba3MimoState(theta, h, k_prev.unsqueeze(1).repeat(1, self.rank, 1, 1), v_prev)
 

@@ -1,4 +1,4 @@
-"""A, as multi-head latent attention: keys and values are formed from one small latent a token, which alone is cached.
+"""A, as multi-head latent attention: keys and values are computed from one small latent per token, the only cache.
 
 B batch, T tokens, H heads, P head dim without position, R rotated head dim, V value dim, C latent dim, D model dim.
 Source: DeepSeek-V2 (2024).
@@ -57,14 +57,14 @@ class MLABlock(nn.Module):
         q, q_rope, latent, key = self._project(u, positions.unsqueeze(1))
         latent, key = torch.cat((state.latent, latent), 1), torch.cat((state.key, key), 1)
         seen = F.pad(state.seen, (0, 1), value=True)
-        # What is not seen is a document of its own.
+        # Tokens that are not visible get their own document id.
         y = mla_absorbed(
             q, q_rope, latent, key, self.key_up, self.value_up, seen.to(torch.int32), softcap=self.softcap
         )
         return x + self.output(gated(y, u, self.gate).flatten(-2)).squeeze(1), LatentState(latent, key, seen)
 
     def empty_state(self, x: Tensor) -> LatentState:
-        """The cache before any token, for x (B,D)."""
+        """Return the cache before any token, for x (B,D)."""
         nothing = (x.new_zeros(x.shape[0], 0, width) for width in self.latent_splits)
         return LatentState(*nothing, torch.zeros(x.shape[0], 0, dtype=torch.bool, device=x.device))
 

@@ -1,8 +1,8 @@
 """E: mixture of experts over a padded power-of-two dispatch, plus one shared expert. No attention inside.
 
-B batch, T tokens, D model dim, E experts, K choices a token, F expert hidden, C bucket (slots an expert and a
+B batch, T tokens, D model dim, E experts, K choices per token, F expert hidden, C bucket (slots per expert and
 sequence), M null slots.
-Each sequence is its own dispatch group (GShard), so the bucket follows from T alone: the batch stays the one
+Each sequence is its own dispatch group (GShard), so the bucket depends only on T: the batch remains the only
 dynamic axis, and the routing of one row never drops a token of another.
 """
 
@@ -19,12 +19,12 @@ from kernels.moe_dispatch import moe_dispatch
 from model.config import HybridConfig
 from model.layers import projection, rms_norm, wide_linear, widen
 
-LOAD_MEMORY = 0.9  # of the running load from step to step
+LOAD_MEMORY = 0.9  # decay of the running load per step
 LARGEST_BIAS_STEP = 1.0  # in units of `bias_rate`
 
 
 class Routing(NamedTuple):
-    """Where each token goes."""
+    """Routing decision of each token."""
 
     expert: Tensor  # (B,T,K) int64, -1 for a null choice
     weights: Tensor  # (B,T,K) fp32, zero for a null choice
@@ -36,7 +36,7 @@ class MoEBlock(nn.Module):
     """x + combine(relu^2 experts of the chosen) + shared SwiGLU expert; returns the block's auxiliary loss too.
 
     `overflow` counts dropped (token, expert) pairs. It is a tensor and not an int, because Dynamo would guard
-    on the int's value and compile anew at every step; it is not persistent, because it is bookkeeping and not
+    on the int's value and recompile at every step; it is not persistent, because it is bookkeeping and not
     model state. `expert_bias` and the running `load` are model state.
     """
 
@@ -62,14 +62,14 @@ class MoEBlock(nn.Module):
             self.null_logit = nn.Parameter(torch.zeros(()))
         if self.bias_rate:
             self.register_buffer("load", torch.full((E,), 1 / E))
-        # Raised by the launcher between steps after an overflow; 0 leaves the capacity's own bucket.
+        # Increased by the launcher between steps after an overflow; 0 keeps the bucket of the capacity.
         self.min_bucket = 0
 
     def route(self, u: Tensor) -> Routing:
-        """u (B,T,D) -> the choice of each token. Router, weights and losses are fp32 throughout.
+        """Choose the experts of each token of u (B,T,D). Router, weights and losses are fp32 throughout.
 
-        The bias moves the selection and stays out of the weights (auxiliary-loss-free balancing, Wang et al.
-        2024). A null slot takes part in the choice and in nothing else, so that a token may choose fewer experts.
+        The bias affects the selection but not the weights (auxiliary-loss-free balancing, Wang et al.
+        2024). A null slot only takes part in the selection, so that a token may choose fewer experts.
         """
         logits = wide_linear(u, self.router.weight)  # (B,T,E)
         scores = logits.sigmoid()
@@ -83,7 +83,7 @@ class MoEBlock(nn.Module):
         else:
             chosen = scores.gather(-1, expert)
             weights = chosen / chosen.sum(-1, keepdim=True) * self.routed_scale
-        # Compared and not F.one_hot: that one reads its input's range on the host in eager mode.
+        # A comparison, because F.one_hot reads its input's range on the host in eager mode.
         chosen_by = expert.unsqueeze(-1) == torch.arange(self.experts, device=u.device)
         share = chosen_by.to(scores.dtype).mean((0, 1, 2))  # f: share of assignments
         if self.null_slots:
@@ -94,10 +94,10 @@ class MoEBlock(nn.Module):
         return Routing(expert, weights, share, self.aux_weight * balance + self.z_weight * z_loss)
 
     def _selection(self, scores: Tensor) -> Tensor:
-        """scores (B,T,E) -> what is compared in the choice, (B,T,E+M)."""
+        """scores (B,T,E) -> the values compared by the top-k, (B,T,E+M)."""
         selection = scores + self.expert_bias
         if self.groups > 1:
-            # A group counts by its two best experts (DeepSeek-V3).
+            # The score of a group is that of its two best experts (DeepSeek-V3).
             grouped = selection.unflatten(-1, (self.groups, -1))
             best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
             kept = torch.zeros_like(best).scatter(-1, best.topk(self.chosen_groups, dim=-1).indices, 1.0) > 0
@@ -105,14 +105,14 @@ class MoEBlock(nn.Module):
         return self._with_null(selection, self.null_logit.sigmoid()) if self.null_slots else selection
 
     def _with_null(self, values: Tensor, null: Tensor | None = None) -> Tensor:
-        """values (...,E) with M copies of the null's value behind them; as they are where there is no null."""
+        """Append M copies of the null's value to values (...,E); return values if there is no null."""
         if not self.null_slots:
             return values
         copies = widen(self.null_logit if null is None else null)
         return torch.cat((values, copies.expand(*values.shape[:-1], self.null_slots)), -1)
 
     def _move_bias(self, share: Tensor) -> None:
-        """Toward uniform load, by a running mean of the load and a clipped step."""
+        """Update the bias toward uniform load, with a running mean of the load and a clipped step."""
         with torch.no_grad():
             self.load.lerp_(share.to(self.load.dtype), 1 - LOAD_MEMORY)
             missing = (1 - self.experts * self.load).clamp(-LARGEST_BIAS_STEP, LARGEST_BIAS_STEP)

@@ -16,12 +16,12 @@ from model.layers import projection, rms_norm
 
 
 def further(targets: Tensor) -> Tensor:
-    """The targets one token on: (B,T) int64, -1 where that token is of another document or past the end."""
+    """Shift the targets by one token: (B,T) int64, -1 where that token is in another document or past the end."""
     return torch.where(targets == IGNORE, IGNORE, F.pad(targets[:, 1:], (0, 1), value=IGNORE))
 
 
 def documents_of_targets(targets: Tensor) -> Tensor:
-    """Document ids (B,T) int32 from the targets alone: a token without a target is the last of its document."""
+    """Derive document ids (B,T) int32 from the targets: a token without a target is the last of its document."""
     ends = (targets == IGNORE).to(torch.int32)
     return ends.cumsum(1, dtype=torch.int32) - ends
 
@@ -30,8 +30,8 @@ class MTPHead(LossHead):
     """Cross entropy of the next token + weight * sum_k w_k CE_k, w_k = decay^k / sum, k = 1..steps.
 
     h_k = block(W [norm(h_{k-1}), norm(E[token t+k])]) predicts token t+k+1 through the tied embedding; h_0 is the
-    trunk's stream, detached. The steps share one block and all shapes, so that all of them are one graph. What it
-    needs to know of the tokens and documents stands in the targets: its arguments are LossHead's.
+    trunk's stream, detached. The steps share one block and all shapes, so that all of them are one graph. Tokens and
+    documents are derived from the targets, so its arguments are those of LossHead.
     """
 
     def __init__(self, config: HybridConfig) -> None:
@@ -43,7 +43,7 @@ class MTPHead(LossHead):
         self.weights = tuple(config.mtp.weight * decay / sum(decays) for decay in decays)
 
     def mean_loss(self, h: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy over the tokens that have a target, () fp32; 0 where none has: k may exceed them all."""
+        """Mean cross entropy over the tokens that have a target, () fp32; 0 if none has (k may exceed all lengths)."""
         logits = self.logits(h, embedding).flatten(0, 1)
         total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
         return total / (targets != IGNORE).sum().clamp(min=1)
@@ -51,7 +51,7 @@ class MTPHead(LossHead):
     def future(self, x: Tensor, embedding: Tensor, targets: Tensor) -> list[Tensor]:
         """Loss of each step, () fp32: x (B,T,D) the trunk's stream, targets (B,T) the next tokens."""
         doc_ids = documents_of_targets(targets)
-        # Attention sees differences of positions only, so they need not start anew at each document.
+        # Attention only depends on differences of positions, so they need not restart at each document.
         positions = torch.arange(x.shape[1], device=x.device, dtype=torch.int32).expand_as(doc_ids)
         h, losses = x.detach(), []
         for _ in self.weights:

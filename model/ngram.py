@@ -1,4 +1,4 @@
-"""NgramHash: embeddings of hashed token n-grams, so that frequent phrases have vectors of their own.
+"""NgramHash: embeddings of hashed token n-grams, so that frequent phrases have their own vectors.
 
 B batch, T tokens, D model dim, H hash heads over all orders, J taps (the largest order), W width of a head.
 """
@@ -13,7 +13,7 @@ from model.config import HybridConfig
 
 
 def primes_from(start: int, count: int) -> list[int]:
-    """The first `count` primes that are at least `start`."""
+    """Return the first `count` primes that are at least `start`."""
     found: list[int] = []
     number = max(start, 2)
     while len(found) < count:
@@ -38,8 +38,8 @@ def document_taps(x: Tensor, doc_ids: Tensor, taps: int) -> Tensor:
 class NgramHash(nn.Module):
     """W_out concat_h table[offset_h + (bias_h xor xor_j mult_hj id_{t-j}) mod prime_h], zero at the start.
 
-    The hash is part of the trained weights: its multipliers come from a seed of their own and are saved, since
-    a table that is read through other multipliers than it was trained with is noise.
+    The hash is part of the trained weights: its multipliers have their own seed and are saved, since
+    a table read with other multipliers than in training is noise.
     """
 
     multiplier: Tensor
@@ -68,7 +68,7 @@ class NgramHash(nn.Module):
     def rows(self, ids: Tensor, doc_ids: Tensor) -> Tensor:
         """ids (B,T) int64 below 2^32, doc_ids (B,T) -> rows of the table (B,T,H) int64.
 
-        A tap from another document counts as id 0. Products stay below 2^63, so that all is exact and positive.
+        A tap from another document counts as id 0. Products stay below 2^63, so all values are exact and positive.
         """
         taps = document_taps(ids, doc_ids, self.multiplier.shape[1])  # (B,T,J)
         products = taps.unsqueeze(-2) * self.multiplier  # (B,T,H,J)

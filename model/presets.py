@@ -2,8 +2,8 @@
 expert and top-k and shrinks the widths, so that 52 real layers compile and train on two CPU cores.
 
 Sources: nam56r sizes from the public recipe with hidden 3584, Mamba at expand 2; the other public description, hidden
-4096, contradicts it and stands as nam56r_4096, never merged. Both claim 4.73e9 parameters: counted, they have 4.22e9
-and 5.69e9. nam52 has a public pattern, depth and expert count, its width is not public: 2048 is chosen to meet the
+4096, contradicts it and is kept apart as nam56r_4096. Both claim 4.73e9 parameters: counted, they have 4.22e9
+and 5.69e9. nam52 has a public pattern, depth and expert count, but no public width: 2048 is chosen to meet the
 public 4.1e9 parameters. nam12 is one tile of nam56r at width 64 x depth, with plain attention.
 """
 
@@ -128,7 +128,7 @@ SIZES = sorted({size for _, size in _PRESETS})
 
 
 def preset(name: str, size: str = "narrow", **changes: object) -> HybridConfig:
-    """The named configuration, with `changes` applied. Raises ValueError on an unknown name or size."""
+    """Return the named configuration, with `changes` applied. Raises ValueError on an unknown name or size."""
     try:
         fields = _PRESETS[name, size]
     except KeyError:

@@ -1,4 +1,4 @@
-"""Relations between the chunks of a program (functions, types, preambles), and the attention bias made of them.
+"""Relations between the chunks of a program (functions, types, preambles), and an attention bias from them.
 
 B batch, T tokens, H heads, C chunks, R relations, K edges. All tables have a fixed number of slots: an unused
 chunk starts at 2**30 and ends at 0, an unused edge is (-1, -1).
@@ -22,13 +22,13 @@ NO_CHUNK = 2**30
 def chunk_of_token(start: Tensor, end: Tensor, doc_ids: Tensor) -> tuple[Tensor, Tensor]:
     """start (ascending) and end (exclusive) (B,C) int64, doc_ids (B,T) -> chunk (B,T) and document (B,C).
 
-    A token's chunk is the last one that starts at or before it, if that has not ended and is of the token's
+    A token's chunk is the last one that starts at or before it, if that has not ended and is in the token's
     document; C where there is none. A chunk's document is that of its first token, -2 for an unused slot.
     """
     (B, T), C = doc_ids.shape, start.shape[1]
     token = torch.arange(T, device=start.device).expand(B, T).contiguous()
     if start.device.type == "xla":
-        # torch_xla 2.9 has no searchsorted: it would fetch both tensors and search on the host, at every step.
+        # torch_xla 2.9 has no searchsorted: it would copy both tensors to the host and search there, at every step.
         chunk = (start.unsqueeze(1) <= token.unsqueeze(2)).sum(-1) - 1
     else:
         chunk = torch.searchsorted(start.contiguous(), token, right=True) - 1
@@ -52,10 +52,10 @@ def edge_mask(edges: Tensor, chunks: int) -> Tensor:
 def chunk_relations(
     document: Tensor, level: Tensor, preamble: Tensor, calls: Tensor, types: Tensor
 ) -> Tensor:
-    """Relation r holds from chunk i to chunk j -> (B,9,C,C) bool, in the order of RELATIONS.
+    """Return (B,9,C,C) bool, in the order of RELATIONS: relation r holds from chunk i to chunk j.
 
-    document (B,C), negative for an unused chunk: no relation leaves a document. level (B,C) int64 in the
-    dependency order, negative where unknown: "same level" holds of a chunk and itself, "next" either way round.
+    document (B,C), negative for an unused chunk: relations do not cross documents. level (B,C) int64 in the
+    dependency order, negative if unknown: "same level" includes the chunk itself, "next" is symmetric.
     preamble (B,C): 1 preamble, 0 code, negative neither. calls, types (B,K,2) int64.
     Edges are scattered and levels compared by broadcast: the number of operations does not depend on C.
     """
@@ -76,8 +76,8 @@ def chunk_relations(
 class RelationBias(nn.Module):
     """Additive attention logits between tokens by the relations of their chunks; zero at the start.
 
-    A (B,H,T,T) tensor, for attention in plain torch or as a score_mod's table. `kernels.attention` takes no
-    bias, so the hybrid does not add this one: it is offered on its own.
+    A (B,H,T,T) tensor, for attention in plain torch or as a score_mod's table. `kernels.attention` has no
+    bias argument, so the hybrid does not use this one: it is available separately.
     """
 
     def __init__(self, heads: int) -> None:
@@ -85,7 +85,7 @@ class RelationBias(nn.Module):
         self.table = nn.Parameter(torch.zeros(len(RELATIONS), heads))
 
     def forward(self, relations: Tensor, chunk: Tensor) -> Tensor:
-        """relations (B,9,C,C) bool, chunk (B,T) int64, C for a token outside all -> (B,H,T,T) fp32."""
+        """relations (B,9,C,C) bool, chunk (B,T) int64, C for a token outside all chunks -> (B,H,T,T) fp32."""
         table = widen(self.table)
         between = torch.einsum("brij,rh->bhij", relations.to(table.dtype), table)
         between = F.pad(between, (0, 1, 0, 1))  # no chunk: zero

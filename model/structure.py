@@ -1,4 +1,4 @@
-"""StructureEmbedding: what a token is in its program's syntax tree, as one vector.
+"""StructureEmbedding: a token's role in its program's syntax tree, as one vector.
 
 B batch, T tokens, D model dim, S components, W bottleneck width.
 """
@@ -19,9 +19,9 @@ ABSENT = -1
 
 
 def stack_columns(columns: Sequence[Tensor | None], like: Tensor) -> Tensor:
-    """Columns (B,T), None for one that the data lacks -> (B,T,S) int64 with -1 there. `like` is any (B,T).
+    """Stack columns (B,T), None if missing in the data -> (B,T,S) int64 with -1 there. `like` is any (B,T).
 
-    The loader's side of the rule "one graph, always": which columns came with the data is a value from here on.
+    The loader's part of the rule "one graph, always": which columns are present is data from here on, not structure.
     """
     absent = torch.full_like(like, ABSENT, dtype=torch.int64)
     return torch.stack([absent if column is None else column.long() for column in columns], dim=-1)
@@ -30,8 +30,8 @@ def stack_columns(columns: Sequence[Tensor | None], like: Tensor) -> Tensor:
 class StructureEmbedding(nn.Module):
     """W_up sum_s softmax(gate)_s scale_s table_s[id_s], the softmax over the components that are present.
 
-    All components are computed always, and an absent one gets the weight exp(-inf): a list of the present
-    ones would be a program of its own for each of the 2^S patterns. Starts as zero, since W_up does.
+    All components are always computed, and an absent one gets the weight exp(-inf): a list of the present
+    ones would be a separate program for each of the 2^S patterns. Zero at init, since W_up is.
     """
 
     offset: Tensor
@@ -51,9 +51,9 @@ class StructureEmbedding(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def weights(self, present: Tensor) -> Tensor:
-        """present (B,T,S) bool -> weights (B,T,S), a softmax over the present; zeros where nothing is."""
+        """present (B,T,S) bool -> weights (B,T,S), a softmax over the present ones; zeros if none is."""
         some = present.any(-1, keepdim=True)
-        # Where nothing is present nothing is masked either: a softmax of -inf alone is NaN, its gradient too.
+        # If no component is present, none is masked: a softmax of only -inf is NaN, and so is its gradient.
         gate = widen(self.gate).expand(present.shape).masked_fill(some & ~present, float("-inf"))
         return gate.softmax(-1) * some
 

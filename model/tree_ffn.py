@@ -1,6 +1,6 @@
-"""TreeFFN: tokens pooled to chunks, messages between chunks along their relations, and back to the tokens.
+"""TreeFFN: pool tokens to chunks, pass messages between chunks along their relations, and add them to the tokens.
 
-B batch, T tokens, D model dim, C chunks, R relations that carry messages, W width of a chunk's state.
+B batch, T tokens, D model dim, C chunks, R message relations, W width of a chunk's state.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from model.config import HybridConfig
 from model.layers import projection, rms_norm, widen
 from model.relations import chunk_of_token, chunk_relations
 
-CARRIERS = slice(1, 7)  # calls, types, levels: the relations that messages travel along
+CARRIERS = slice(1, 7)  # calls, types, levels: the relations used for messages
 
 
 def pool(x: Tensor, chunk: Tensor, chunks: int) -> Tensor:
     """Mean of each chunk's tokens: x (B,T,W), chunk (B,T) int64 in 0..C, C for none -> (B,C,W) fp32.
 
-    One write a token, so the work is linear in T; a (C,T) membership mask would be multiplied C times over.
+    One write per token, so the work is linear in T; a (C,T) membership mask would cost C times as much.
     """
     x = widen(x)
     B, _, W = x.shape
@@ -29,7 +29,7 @@ def pool(x: Tensor, chunk: Tensor, chunks: int) -> Tensor:
 
 
 def spread(state: Tensor, chunk: Tensor) -> Tensor:
-    """Each token its chunk's state, zero outside chunks: state (B,C,W), chunk (B,T) -> (B,T,W)."""
+    """Gather each token's chunk state, zero outside chunks: state (B,C,W), chunk (B,T) -> (B,T,W)."""
     padded = F.pad(state, (0, 0, 0, 1))
     return padded.gather(1, chunk.unsqueeze(-1).expand(-1, -1, state.shape[-1]))
 
@@ -37,8 +37,8 @@ def spread(state: Tensor, chunk: Tensor) -> Tensor:
 class TreeFFN(nn.Module):
     """x + W_out spread(h), h after `steps` times h += silu(sum_r W_r mean_{j in r(i)} h_j), h_0 = pool(W_in x).
 
-    As published, a token reads its own chunk's mean, and with it the tokens that it should predict. `causal`
-    keeps to the past: chunk i hears chunks that end before it starts, and its tokens get what it heard, not h.
+    As published, a token reads its own chunk's mean, which includes the tokens that it should predict. `causal`
+    uses only the past: chunk i receives from chunks that end before it starts; its tokens get the messages, not h.
     """
 
     def __init__(self, config: HybridConfig) -> None:
@@ -52,7 +52,7 @@ class TreeFFN(nn.Module):
         nn.init.zeros_(self.output.weight)
 
     def messages(self, state: Tensor, mean: Tensor) -> Tensor:
-        """state (B,C,W), mean (B,R,C,C) with rows that sum to 1 or 0 -> what each chunk hears (B,C,W)."""
+        """state (B,C,W), mean (B,R,C,C) with rows that sum to 1 or 0 -> messages to each chunk (B,C,W)."""
         heard = mean @ state.unsqueeze(1)  # (B,R,C,W)
         return F.silu((heard @ widen(self.relation)).sum(1))
 
