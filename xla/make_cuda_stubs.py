@@ -1,10 +1,10 @@
-"""Stand-ins for the NVIDIA libraries that a CUDA build of torch links, so that it imports where CUDA is left out.
+"""Stubs for the NVIDIA libraries that a CUDA build of torch links, so that it imports without CUDA installed.
 
     python xla/make_cuda_stubs.py [SITE_PACKAGES]
 
-For every NVIDIA library that a torch library needs and that is not installed, writes torch/lib/LIBRARY.so.N with each
-symbol that torch asks of it, under the symbol's own version: the loader asserts that versions match. Whatever calls
-into a stub traps; nothing on a CPU or a TPU does. Takes about 5 s, and none where the stubs stand already.
+For every NVIDIA library that a torch library needs and that is not installed, write torch/lib/LIBRARY.so.N with each
+symbol that torch imports from it, with the symbol's version: the loader asserts that versions match. A call into a
+stub traps; no code path on a CPU or a TPU does so. Takes about 5 s, or no time if the stubs exist.
 Needs readelf and cc. Exit codes: 0 done, 2 usage or a missing tool.
 """
 
@@ -23,20 +23,20 @@ NVIDIA = re.compile(
     r"lib(cublas|cublasLt|cudnn|cudart|cufft|cufile|cupti|curand|cusolver|cusparse|cusparseLt|nccl|nvJitLink"
     r"|nvToolsExt|nvrtc|nvshmem_host)\.so"
 )
-# Symbols without a version do not say whose they are; the loader looks for them in every library.
+# Symbols without a version do not name their library; the loader looks for them in every library.
 UNVERSIONED = re.compile(r"cu[A-Z]|cu(blas|dnn|fft|file|rand|solver|sparse)|nccl|nvshmem|nvrtc|nvJit")
 
-Wanted = dict[str, dict[str, str]]  # library -> symbol -> version, "" where it has none
+Wanted = dict[str, dict[str, str]]  # library -> symbol -> version, "" if it has none
 
 
 def readelf(library: Path, *what: str) -> list[str]:
-    """Lines of readelf about a library."""
+    """Return readelf's output lines for a library."""
     done = subprocess.run(["readelf", "-W", *what, library], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 
 def owners_of_versions(library: Path) -> dict[str, str]:
-    """Version name -> the library that it is a version of, from the "version needs" section."""
+    """Map each version name to its library, from the "version needs" section."""
     owners, owner = {}, ""
     for line in readelf(library, "-V"):
         if found := re.search(r"File: (\S+)", line):
@@ -47,15 +47,15 @@ def owners_of_versions(library: Path) -> dict[str, str]:
 
 
 def needed_libraries(libraries: list[Path]) -> set[str]:
-    """Names of the NVIDIA libraries that the loader will look for."""
+    """Return names of the NVIDIA libraries that the loader will look for."""
     lines = [line for library in libraries for line in readelf(library, "-d")]
     names = {found[1] for line in lines if (found := re.search(r"NEEDED.*\[(.*)\]", line))}
     return {name for name in names if NVIDIA.match(name)}
 
 
 def wanted_symbols(libraries: list[Path], absent: set[str]) -> Wanted:
-    """What the libraries ask of those that are absent."""
-    wanted: Wanted = {name: {} for name in absent}
+    """Return the symbols that the libraries import from the missing ones."""
+    symbols_of: Wanted = {name: {} for name in absent}
     defined, loose = set[str](), set[str]()
     for library in libraries:
         owners = owners_of_versions(library)
@@ -66,17 +66,17 @@ def wanted_symbols(libraries: list[Path], absent: set[str]) -> Wanted:
             version = version.lstrip("@")
             if section != "UND":
                 defined.add(name)
-            elif owners.get(version) in wanted:
-                wanted[owners[version]][name] = version
+            elif owners.get(version) in symbols_of:
+                symbols_of[owners[version]][name] = version
             elif not version and binding != "WEAK" and UNVERSIONED.match(name):
                 loose.add(name)
-    versioned = {name for symbols in wanted.values() for name in symbols}
-    wanted[min(wanted)].update(dict.fromkeys(sorted(loose - defined - versioned), ""))
-    return wanted
+    versioned = {name for symbols in symbols_of.values() for name in symbols}
+    symbols_of[min(symbols_of)].update(dict.fromkeys(sorted(loose - defined - versioned), ""))
+    return symbols_of
 
 
 def write_stub(path: Path, symbols: dict[str, str]) -> None:
-    """A shared library that defines the symbols and traps when one is called."""
+    """Write a shared library that defines the symbols and traps when one is called."""
     by_version: dict[str, list[str]] = defaultdict(list)
     for name, version in symbols.items():
         by_version[version].append(name)
@@ -95,7 +95,7 @@ def write_stub(path: Path, symbols: dict[str, str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
+    """Run the script and return its exit code."""
     site = Path(arguments[0] if arguments else sysconfig.get_path("platlib"))
     folder = site / "torch" / "lib"
     missing = [tool for tool in ("readelf", "cc") if shutil.which(tool) is None]
