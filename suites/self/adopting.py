@@ -1,7 +1,7 @@
 """A miniature tree with a lane, a wheel index and gates of real environments, to adopt a candidate in.
 
-torch 9.9.0 is adopted. Of the candidates, 9.10.0 moves nothing that was reviewed but values of one build, a win and a
-new row; 9.11.0 also changes a fact, and 9.12.0 breaks what the test derives.
+torch 9.9.0 is adopted. Of the candidates, 9.10.0 only changes values of one build, a win and a new row; 9.11.0 also
+changes a fact, and 9.12.0 breaks an expected value.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class AdoptTree(Project):
         self.home = home / "bumpgate"
 
     def copy(self, root: Path, home: Path) -> AdoptTree:
-        """The same tree and its caches elsewhere, for a test that changes them. Environments stay where they are."""
+        """Copy the tree and its caches, for a test that changes them. Environments are not copied."""
         made = object.__new__(AdoptTree)
         shutil.copytree(self.root, root, symlinks=True)
         made.root, made.processes, made.env = root, [], dict(self.env)
@@ -108,12 +108,12 @@ class AdoptTree(Project):
         return made
 
     def gate(self, version: str, *more: str) -> Result:
-        """Into the folder of that version."""
+        """Gate a version, with results in a folder named after it."""
         return self.bumpgate(
             "gate", "--lane", "cpu", "--candidate", f"torch=={version}", "--out", version, *more
         )
 
     def files(self) -> dict[str, bytes | None]:
-        """What an adoption writes, as it is."""
+        """Return the current content of the files that an adoption writes."""
         found = [self.root / path for path in (*WRITTEN, LOG)]
         return {p.name: p.read_bytes() if p.exists() else None for p in found}

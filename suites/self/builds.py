@@ -1,7 +1,7 @@
 """Fake builds of torch and triton for the tests of a bisect, and the command run among them.
 
-torch 2.n.0 of week n needs triton 3.n.0 exactly. Each says in its `FAULT` whether it carries a planted fault; what
-a test of torch sees is `torch.graph_breaks()`: 13, and one more for a fault in torch or in the triton beside it.
+torch 2.n.0 of week n requires triton 3.n.0 exactly. `FAULT` of each is whether it has an injected fault; a test of
+torch reads `torch.graph_breaks()`: 13, plus one for a fault in torch or in the installed triton.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def make_builds(
     import_text: Mapping[int, str] = {},
     missing: Iterable[int] = (),
 ) -> Builds:
-    """torch_fault, triton_fault: the first week that carries one. import_text: week -> what its torch does instead."""
+    """torch_fault, triton_fault: first week with a fault. import_text: week -> text that replaces its torch module."""
     builds = Builds(folder, index)
     for week in range(WEEKS):
         text = import_text.get(week) or TORCH.format(fault=int(week >= torch_fault))
@@ -93,7 +93,7 @@ def make_builds(
 
 
 def host_pytest(folder: Path) -> Path:
-    """A wheel named pytest that lends an environment this interpreter's own: nothing is fetched."""
+    """Build a wheel named pytest that exposes this interpreter's pytest: no download."""
     sites = [path for path in sys.path if path.endswith("site-packages")]
     return fake_wheel(folder, "pytest", "99.0", {"host.pth": "\n".join(sites) + "\n"})
 
@@ -108,12 +108,12 @@ class Ran:
 
 
 def _interruptible() -> None:
-    """A runner that a shell put in the background ignores ctrl-C, and its children inherit that."""
+    """Restore SIGINT: a runner started in the background ignores it, and its children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`bumpgate bisect` in a process of its own."""
+    """Start `bumpgate bisect` as a separate process."""
     return subprocess.Popen(
         [sys.executable, "-c", "from bumpgate.cli import main; main()", "bisect", *arguments],
         cwd=folder,
@@ -128,7 +128,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 @contextmanager
 def bisecting(folder: Path) -> Iterator[Callable[..., Ran]]:
-    """`bumpgate bisect` in this process, as if called in `folder`."""
+    """Yield a function that runs `bumpgate bisect` in this process, with `folder` as working directory."""
 
     def run(*arguments: str) -> Ran:
         out, err = io.StringIO(), io.StringIO()

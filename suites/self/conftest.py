@@ -13,9 +13,9 @@ from suites.support.lanes import LANES
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """No test here is a lane's, and a lane's environment does not hold what they import."""
-    asked = re.findall(r"\w+", config.option.markexpr)
-    return True if set(asked) & set(LANES) and collection_path.name.startswith("test_") else None
+    """Skip these tests in lane runs: they belong to no lane, and a lane's environment lacks their imports."""
+    markers = re.findall(r"\w+", config.option.markexpr)
+    return True if set(markers) & set(LANES) and collection_path.name.startswith("test_") else None
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""The command lines of the documents, the action and the workflows, as they are written there.
+"""Extract the command lines of the documents, the action and the workflows, as written there.
 
-Of a document: code blocks (fenced or indented), spans of code that hold a command with an option or a path, and the
-command of a generated table. A block that shows prompts (`$ `) holds commands there and output elsewhere; in any other
-block with a command each line is one. A shell script (fence `bash`, a YAML `run:` or `command:`) counts as one command.
+From a document: code blocks (fenced or indented), code spans with a command that has an option or a path, and the
+command of a generated table. In a block with prompts (`$ `) only those lines are commands; in any other block with a
+command each line is one. A shell script (fence `bash`, a YAML `run:` or `command:`) counts as one command.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SPAN = re.compile(r"`([^`]+)`")
 # A span such as `bumpgate gate` only names a command.
 ARGUMENT = re.compile(r" \S*[-/.=\[]")
 TABLE = re.compile(r"<!-- table: (.+?) -->")
-# Languages whose blocks hold no command.
+# Languages whose blocks contain no commands.
 NOT_A_SHELL = ("python", "toml")
 
 
@@ -35,7 +35,7 @@ class Documented:
 
 
 def documented(root: Path) -> Iterator[Documented]:
-    """Every command line of the documents, the action and the workflows below `root`."""
+    """Yield every command line of the documents, the action and the workflows below `root`."""
     for path in (root / "README.md", root / "CONTRIBUTING.md", *sorted(root.glob("docs/*.md"))):
         place = path.relative_to(root).as_posix()
         for text in of_markdown(path.read_text(), place):
@@ -46,7 +46,7 @@ def documented(root: Path) -> Iterator[Documented]:
 
 
 def of_markdown(text: str, place: str) -> Iterator[str]:
-    """The commands of one document. Raises ValueError on a fence whose language is not known here."""
+    """Yield the commands of one document. Raises ValueError on a fence with an unknown language."""
     for match in FENCE.finditer(text):
         language, body = match[2], match[3]
         if language == "bash":
@@ -66,7 +66,7 @@ def of_markdown(text: str, place: str) -> Iterator[str]:
 
 
 def of_block(body: str) -> Iterator[str]:
-    """The commands of a block without a language."""
+    """Yield the commands of a block without a language."""
     lines = [line.strip() for line in body.replace("\\\n", " ").splitlines()]
     prompts = [line[2:] for line in lines if line.startswith("$ ")]
     listed = lines if any(map(is_command, lines)) else []
@@ -74,18 +74,18 @@ def of_block(body: str) -> Iterator[str]:
 
 
 def is_command(line: str) -> bool:
-    """Whether a line begins with a known program, behind assignments of variables."""
+    """Whether a line begins with a known program, after variable assignments."""
     words = [word for word in line.split() if not re.match(r"[A-Z_]+=", word)]
     return bool(words) and words[0] in PROGRAMS
 
 
 def clean(line: str) -> str:
-    """Without its comment, with one space between words."""
+    """Remove the comment and repeated spaces."""
     return " ".join(re.sub(r"(^|\s)#\s.*$", "", line).split())
 
 
 def scripts(raw: Any) -> Iterator[tuple[str, str]]:
-    """(name, script) of the steps of an action, a workflow or a Buildkite pipeline."""
+    """Yield (name, script) of the steps of an action, a workflow or a Buildkite pipeline."""
     if isinstance(raw, dict):
         for key in ("run", "command"):
             if isinstance(text := raw.get(key), str):

@@ -1,4 +1,4 @@
-"""A miniature tree to gate: real processes and real interpreters, a few seconds a gate."""
+"""A miniature tree to gate: real processes and real interpreters, a few seconds per gate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_canary(lane, row):
     row("canaries/graphs/agrees", not reason, unit="bool", witness=1, rule="I1", expected=True, evidence=[reason],
         instruments=["graphs"])
 """
-# The same loop under both names, so that a process's memory layout cancels; SLOWER lengthens one of them.
+# The same loop under both names, so that effects of memory layout cancel; SLOWER lengthens one of them.
 TIMES = """
 import statistics
 
@@ -58,7 +58,7 @@ class Tree(Project):
         self.good, self.bad = self.interpreter("good"), self.interpreter("bad")
 
     def interpreter(self, side: str, **variables: str) -> Path:
-        """A python that is this one with other variables; quick, because it loads few plugins."""
+        """Create a python that wraps this one with extra env_vars; fast, because it loads few plugins."""
         given = " ".join(f"{k}='{v}'" for k, v in (PLUGINS | {"SIDE": side} | variables).items())
         path = self.root / side / "python"
         self.write(f"{side}/python", f'#!/bin/sh\n{given} exec "{sys.executable}" "$@"\n')

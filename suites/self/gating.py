@@ -1,4 +1,4 @@
-"""A machine to gate on that needs no process: what each side would measure, in the place of the runs themselves."""
+"""A simulated machine for gates, without processes: simulated measurements of each side replace the runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from suites.self.tree import CANARIES, declare_lanes
 COUNT_TEST = "suites/compile/test_a.py::test_count[cpu]"
 TIME_TEST = "suites/throughput/test_b.py::test_time[cpu]"
 TODAY = date(2026, 3, 2)
-# As CPU seconds wander between fresh processes on a quiet machine (DESIGN.md, suites/throughput).
+# Standard deviation of CPU seconds between fresh processes on a quiet machine (DESIGN.md, suites/throughput).
 PROCESS_SD = 0.012
 
 
@@ -51,10 +51,10 @@ def seconds(value: float, id: str = "throughput/b/seconds", spread: float = 0.03
 
 @dataclass
 class Behaviour:
-    """One side. counts: what its one run reports beside the timed rows. canaries: name -> reason of the failed ones.
+    """One side. counts: rows of its single run, except timed ones. canaries: name -> reason of the failed ones.
 
     slower: row -> factor of its time. signal: ends the timed processes of sessions from `dies_from` on.
-    spoiled: how many runs of the timed test the machine spoils.
+    spoiled: number of runs of the timed test disturbed by the machine.
     """
 
     torch: str = "2.13.0"
@@ -70,8 +70,8 @@ class Behaviour:
 
 
 class Machine:
-    """Runs nothing. Each timed process draws its bias from the session and its place in it, so a gate that was cut
-    short and resumed reads what it would have read."""
+    """Simulates runs. Each timed process draws its bias from the session and its position in it, so an interrupted
+    and resumed gate reads the same values."""
 
     def __init__(self, root: Path, seed: int = 0, sd: float = PROCESS_SD, rows: Sequence[str] = ()) -> None:
         (root / CANARIES).mkdir(parents=True)
@@ -152,7 +152,7 @@ class Machine:
         return LaneRun(0 if judgements else NOTHING_SELECTED, made, "", 0.1, record.with_suffix(".log"))
 
     def prepare(self, out: Path, asked: Asked | None = None, **options: Any) -> Bench:
-        """A bench over this machine; a gate that already lies in `out` is gone on with."""
+        """Create a bench on this machine; an existing gate in `out` is resumed."""
         asked = asked or Asked("cpu", candidate="torch==2.14.0")
         plan = plan_for(asked.sessions)
         out.mkdir(exist_ok=True)
@@ -166,12 +166,12 @@ class Machine:
         return self.bench
 
     def gate(self, out: Path, asked: Asked | None = None, **options: Any) -> Gate:
-        """One gate from its beginning, or from where it was left, to its verdict."""
+        """Run or resume one gate to its verdict."""
         made = self.prepare(out, asked, **options)
         made.run()
         return made.gate
 
 
 def labels(gate: Gate) -> list[tuple[str, str]]:
-    """(decision, label) of each finding, worst first."""
+    """Return (decision, label) of each finding, worst first."""
     return [(f.decision.name, f.label) for f in gate.findings]

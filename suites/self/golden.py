@@ -1,8 +1,8 @@
-"""What the command prints, kept as files that a reader reviews: suites/self/golden_cli/<name>.txt.
+"""Golden CLI transcripts, kept as files for review: suites/self/golden_cli/<name>.txt.
 
     BUMPGATE_GOLDEN=write pytest suites/self/test_bisect.py suites/self/test_bisect_faults.py
 
-writes them anew; `git diff` is the review. They are never edited by hand.
+rewrites them; review with `git diff`. Do not edit them by hand.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "golden_cli"
-# Read before a test sets the host's variables aside.
+# Read before a test removes the host's env_vars.
 WRITING = os.environ.get("BUMPGATE_GOLDEN") == "write"
-# What differs from run to run and from machine to machine.
+# Text that differs between runs or machines.
 VARYING = (
     (r"\b\d+\.\d s\b", "N s"),
     (r"http://127\.0\.0\.1:\d+", "http://INDEX"),
@@ -26,7 +26,7 @@ VARYING = (
 
 
 def transcript(arguments: Sequence[str], code: int, out: str, err: str, names: Mapping[str, str] = {}) -> str:
-    """A call and what came of it. names: text that varies -> what stands for it."""
+    """Format a call and its result. names: variable text -> its placeholder."""
     text = f"$ bumpgate {shlex.join(arguments)}\n{out}{err}[exit {code}]\n"
     for found, name in names.items():
         text = text.replace(found, name)
@@ -36,7 +36,7 @@ def transcript(arguments: Sequence[str], code: int, out: str, err: str, names: M
 
 
 def check(name: str, text: str) -> None:
-    """Compares with the file of that name, or writes it where BUMPGATE_GOLDEN says so."""
+    """Compare with the file of that name, or write it if BUMPGATE_GOLDEN=write."""
     path = FOLDER / f"{name}.txt"
     if WRITING:
         FOLDER.mkdir(exist_ok=True)

@@ -1,14 +1,14 @@
-"""A package index on loopback that serves small fake wheels, for tests of what installs, lists and bisects.
+"""A package index on loopback that serves small fake wheels, for tests that install, list and bisect.
 
     with LocalIndex([fake_wheel(folder, "torch", "1.0", {"torch/__init__.py": "..."})]) as index:
         index.url            # PEP 503 (HTML) and PEP 691 (JSON), with PEP 700 upload times and sizes
         index.yank("torch", "1.0", "broken")
-        index.fail(500)      # every answer from now on; fail(0) ends it
-        index.vanish(path)   # listed, but its file answers 404, as a nightly index forgets
+        index.fail(500)      # status of every response from now on; fail(0) ends it
+        index.vanish(path)   # listed, but its file returns 404, as on a nightly index
         index.pause()        # files are not sent until index.resume()
-        index.requests       # paths asked for, in order
+        index.requests       # requested paths, in order
 
-A wheel holds nothing but what the test writes into it, so a build takes well under a second.
+A wheel contains only the files given by the test, so a build takes well under a second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ JSON_TYPE = "application/vnd.pypi.simple.v1+json"
 
 
 def isolated(monkeypatch: pytest.MonkeyPatch, folder: Path, index_url: str) -> None:
-    """No setting of the host's pip and uv, none of its caches: this index alone, and everything below `folder`."""
+    """Isolate from the host's pip and uv settings and caches: only this index, and all files below `folder`."""
     for name in list(os.environ):
         if name.startswith(("PIP_", "UV_", "BUMPGATE_")):
             monkeypatch.delenv(name)
@@ -55,11 +55,11 @@ def fake_wheel(
     requires_python: str = "",
     source: str = "",
 ) -> Path:
-    """Writes a wheel and returns its path.
+    """Write a wheel and return its path.
 
     body: the text of `<name>/__init__.py`, or file name to text; `__version__` is added to an __init__ of text.
-    requires: PEP 508 strings. tag: of the file name, e.g. "cp311-cp311-manylinux_2_28_x86_64".
-    source: URL of the repository that its metadata names.
+    requires: PEP 508 strings. tag: part of the file name, e.g. "cp311-cp311-manylinux_2_28_x86_64".
+    source: repository URL in its metadata.
     """
     package = name.replace("-", "_")
     if isinstance(body, str):
@@ -79,7 +79,7 @@ def fake_wheel(
     path = folder / f"{package}-{version}-{tag}.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for file, text in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
-            # A fixed date: the same wheel has the same bytes in every run.
+            # A fixed date makes the wheel's bytes reproducible.
             archive.writestr(zipfile.ZipInfo(file, (2020, 1, 1, 0, 0, 0)), text)
     return path
 
@@ -92,7 +92,7 @@ def _digest(text: str) -> str:
 class LocalIndex:
     """Serves wheels while the `with` block runs. packages: wheel files, more can be added with `add`.
 
-    dates: upload time by version, for every package; a version without one has none in the answer.
+    dates: upload time by version, for every package; other versions have none in the response.
     """
 
     packages: Iterable[Path] = ()
@@ -111,7 +111,7 @@ class LocalIndex:
 
     @property
     def url(self) -> str:
-        """Of the simple index, without a slash at its end."""
+        """URL of the simple index, without a trailing slash."""
         return f"http://127.0.0.1:{self._server.server_address[1]}/simple"
 
     def add(self, path: Path) -> None:
@@ -119,7 +119,7 @@ class LocalIndex:
         self._files.setdefault(name, {})[path.name] = path
 
     def remove(self, path: Path) -> None:
-        """No longer listed, as a nightly index forgets."""
+        """Remove a wheel from the listing, as a nightly index does with old ones."""
         del self._files[str(parse_wheel_filename(path.name)[0])][path.name]
 
     def vanish(self, path: Path) -> None:
@@ -135,7 +135,7 @@ class LocalIndex:
         self._yanked[canonicalize_name(name), version] = reason
 
     def fail(self, status: int) -> None:
-        """Answers everything with this status; 0 answers again."""
+        """Answer every request with this status; 0 restores normal responses."""
         self._status = status
 
     def __enter__(self) -> LocalIndex:
@@ -149,7 +149,7 @@ class LocalIndex:
                 index._answer(self, body=False)
 
             def log_message(self, *args: object) -> None:
-                """Quiet."""
+                """Suppress logging."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
@@ -170,7 +170,7 @@ class LocalIndex:
         handler.send_header("Content-Length", str(len(content)))
         handler.end_headers()
         if body:
-            # A client that was killed is no fault of the server.
+            # A killed client is not a server error.
             with contextlib.suppress(ConnectionError):
                 handler.wfile.write(content)
 

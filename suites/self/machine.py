@@ -1,4 +1,4 @@
-"""A machine for doctor to examine: a source tree, an environment and an interpreter that a test may break."""
+"""A machine for doctor to examine: a source tree, an environment and an interpreter that a test can break."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bumpgate.doctor.examination import CHECKS, examine, make_site
 from bumpgate.doctor.findings import Check, Finding, Part, Status
 from suites.self.tree import ROOT
 
-# In every Python of the machine: each import of torch is written down, with the devices that it could see; to ask where
-# it lies is no import. No audit hook: Dynamo would count its frames among those of the program.
+# In every Python of the machine: log each import of torch, with its visible devices; finding its location does not
+# count as an import. Not an audit hook: Dynamo would count its frames as the program's.
 WITNESS = """
 import os, sys
 class Witness:
@@ -33,7 +33,7 @@ LINKED = ("bumpgate", "kernels", "launch", "model", "suites", "conftest.py", "ba
 
 @dataclass
 class Machine:
-    """home: everything that a test makes. packages: a directory that PYTHONPATH puts before the installed ones."""
+    """home: all files of a test. packages: a directory that PYTHONPATH puts before the installed packages."""
 
     home: Path
     environment: dict[str, str] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Machine:
         return self.home / "packages"
 
     def edit(self, name: str, old: str, new: str, *, lock: bool = False) -> None:
-        """Replaces the one occurrence of `old` in a copied file; `lock` reviews it."""
+        """Replace the only occurrence of `old` in a copied file; `lock` updates its lock."""
         path = self.root / name
         text = path.read_text()
         assert text.count(old) == 1, f"{name}: {old!r} occurs {text.count(old)} times"
@@ -79,7 +79,7 @@ class Machine:
             path.with_suffix(".lock").write_text(f"{digest}  {path.name}\n")
 
     def own_support(self) -> None:
-        """suites/support as a copy that may be edited, in place of the link."""
+        """Replace the link to suites/support by a copy that can be edited."""
         suites = self.root / "suites"
         suites.unlink()
         suites.mkdir()
@@ -91,7 +91,7 @@ class Machine:
     def package(
         self, name: str, text: str = "", *, version: str = "", files: Mapping[str, str] = MappingProxyType({})
     ) -> Path:
-        """Puts a package before the installed ones, with an installer's metadata where it has a version."""
+        """Add a package before the installed ones, with installer metadata if it has a version."""
         place = self.packages / name
         place.mkdir()
         for file, content in {"__init__.py": text, **files}.items():
@@ -104,22 +104,22 @@ class Machine:
         return place
 
     def at_start(self, text: str) -> None:
-        """What every Python of the machine runs before its program."""
+        """Set code that every Python of the machine runs at startup."""
         with (self.packages / "sitecustomize.py").open("a") as file:
             file.write(text)
 
     def torch(self, version: str, cuda: str | None = None, text: str = "") -> None:
-        """A torch that is no more than its version."""
+        """Install a fake torch that only has a version."""
         file = f"__version__ = {version!r}\ncuda: Optional[str] = {cuda!r}\ngit_version = 'abc'\n"
         self.package("torch", text, version=version, files={"version.py": file})
 
     def bare_python(self) -> None:
-        """An interpreter with the standard library alone."""
+        """Use an interpreter with only the standard library."""
         venv.create(self.home / "bare", symlinks=True)
         self.python = self.home / "bare" / "bin" / "python"
 
     def program(self, name: str, text: str) -> Path:
-        """An executable shell script, first on PATH."""
+        """Create an executable shell script, first on PATH."""
         path = self.home / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/bin/sh\n{text}\n")
@@ -128,17 +128,17 @@ class Machine:
         return path
 
     def examine(self, *parts: Part, lane: str = "cpu", checks: Sequence[Check] = CHECKS) -> list[Finding]:
-        """What doctor finds; with `parts`, in those alone."""
+        """Return doctor's findings, in `parts` only if given."""
         site = make_site(self.root, lane, self.python, self.environment)
         return examine(site, [check for check in checks if check.part in (parts or Part)])
 
     @property
     def torch_imports(self) -> list[str]:
-        """CUDA_VISIBLE_DEVICES of each process that imported torch, as it was read there."""
+        """Return CUDA_VISIBLE_DEVICES of each process that imported torch."""
         log = self.home / "imports"
         return log.read_text().split("\n")[:-1] if log.exists() else []
 
 
 def defects(findings: Sequence[Finding]) -> list[str]:
-    """Codes, each once, in order."""
+    """Return the unique defect codes, in order."""
     return list(dict.fromkeys(f.code for f in findings if f.status is Status.DEFECT))

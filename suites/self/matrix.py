@@ -1,15 +1,15 @@
-"""The mutant matrix: every rule, what checks it, the faults it was shown to catch, and by what.
+"""The mutant matrix: every rule, its checks, and the injected faults that they caught.
 
 `python -m suites.self.matrix cpu.xml self.xml --record record.json` reads the JUnit files of two runs:
 
     pytest -m cpu --junitxml=cpu.xml --record=record.json
     pytest suites/self --junitxml=self.xml
 
-With `--lane v6e` the rules of that lane alone, and with `--lane cpu --lane v6e` those of both.
+With `--lane v6e` only the rules of that lane, and with `--lane cpu --lane v6e` those of both.
 
 A fault comes from suites/self/mutants.py (an edit of a copy of the tree: its row must turn red) or from a test marked
-`@planted(rule, fault)` (it plants the fault itself and passes only if the check refuses it). Exit code 1 where a rule
-of the lanes that ran has no check or no fault, or where a fault survived; 2 on files that cannot be read or written.
+`@planted(rule, fault)` (it injects the fault itself and passes only if the check refuses it). Exit code 1 if a rule
+of the lanes that ran has no check or no fault, or if a fault survived; 2 on files that cannot be read or written.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RULES = Path(__file__).parents[1] / "rules.toml"
 
 
 class Rule(NamedTuple):
-    """name: "C6". says: the rule in a line. lane: the one whose run owes its checks and faults."""
+    """name: "C6". says: the rule in one line. lane: the lane that must run its checks and faults."""
 
     name: str
     says: str
@@ -45,7 +45,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """rule, what was planted, the row or test that must catch it, other rows that turned red, and whether it did."""
+    """rule, injected fault, the row or test that must catch it, other rows that turned red, and whether it did."""
 
     rule: str
     planted: str
@@ -55,15 +55,15 @@ class Fault:
 
 
 def rules(path: Path = RULES) -> dict[str, Rule]:
-    """By name, in the order of the file."""
+    """Load the rules by name, in the order of the file."""
     raw = tomllib.loads(path.read_text())
     return {name: Rule(name, entry["says"], entry.get("lane", "cpu")) for name, entry in raw.items()}
 
 
 def faults(junit: Path) -> Iterator[Fault]:
-    """The faults that one run planted. A test that did not run to its end has killed nothing.
+    """Yield the faults injected in one run. A test that did not run to its end has killed nothing.
 
-    Raises OSError and BumpgateError where the file cannot be read.
+    Raises OSError and BumpgateError if the file cannot be read.
     """
     try:
         root = ElementTree.parse(junit).getroot()
@@ -75,12 +75,12 @@ def faults(junit: Path) -> Iterator[Fault]:
         seen = {(p.get("name"), p.get("value", "")) for p in case.iter("property")}
         for name, value in sorted(seen):
             if name == "planted":
-                told = json.loads(value)
-                yield Fault(told["rule"], told["fault"], told.get("row") or test, tuple(told["red"]), killed)
+                mark = json.loads(value)
+                yield Fault(mark["rule"], mark["fault"], mark.get("row") or test, tuple(mark["red"]), killed)
 
 
 def checked(records: Iterable[Path]) -> dict[str, set[str]]:
-    """Rule -> rows that name it and saw something."""
+    """Map rule -> rows that name it and have a positive witness."""
     found: dict[str, set[str]] = defaultdict(set)
     for record in records:
         for judgement in read_record(record).judgements:
@@ -92,7 +92,7 @@ def checked(records: Iterable[Path]) -> dict[str, set[str]]:
 def gaps(
     known: dict[str, Rule], planted: list[Fault], rows: dict[str, set[str]], lanes: set[str]
 ) -> list[str]:
-    """One line for each rule without a check or a fault, each survivor and each unknown rule."""
+    """Return one line for each rule without a check or a fault, each survivor and each unknown rule."""
     lines = [f"{f.rule}: {f.planted}: survived {f.killer}" for f in planted if not f.killed]
     lines += [f"{f.rule}: {f.planted}: no such rule in rules.toml" for f in planted if f.rule not in known]
     covered = {f.rule for f in planted}
@@ -107,7 +107,7 @@ def gaps(
 
 
 def markdown(known: dict[str, Rule], planted: list[Fault], rows: dict[str, set[str]], lanes: set[str]) -> str:
-    """The report: one line a fault, below its rule."""
+    """Format the report: one line per fault, below its rule."""
     killed = sum(f.killed for f in planted)
     lines = [
         "# Mutant matrix",
@@ -127,8 +127,8 @@ def markdown(known: dict[str, Rule], planted: list[Fault], rows: dict[str, set[s
         for i, fault in enumerate(own or [Fault(rule.name, "none", "", (), False)]):
             head = f"{rule.name}: {rule.says} | {count}" if i == 0 else " | "
             killer = f"`{fault.killer}`" if fault.killed else "**SURVIVED**" if own else "**no fault**"
-            beside = ", ".join(fault.companions[:3]) + (" ..." if len(fault.companions) > 3 else "")
-            lines.append(f"| {head} | {_cell(fault.planted)} | {_cell(killer)} | {_cell(beside)} |")
+            companions = ", ".join(fault.companions[:3]) + (" ..." if len(fault.companions) > 3 else "")
+            lines.append(f"| {head} | {_cell(fault.planted)} | {_cell(killer)} | {_cell(companions)} |")
     return "\n".join(lines) + "\n"
 
 

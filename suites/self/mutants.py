@@ -1,7 +1,7 @@
-"""Planted faults, each with the row that it must turn red.
+"""Injected faults, each with the row that it must turn red.
 
-A mutant is one exact edit of a copy of the tree. It is killed when the named test's named row is red and its
-message names the rule and the place. A mutant that survives means that a rule is not guarded.
+A mutant is one exact edit of a copy of the tree. It is killed if the named row of the named test is red and its
+message names the rule and the location. A surviving mutant means that a rule is not checked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from suites.self.tree import edit
 
-# What a planted fault must make of its row.
+# The verdicts that an injected fault must cause.
 RED = ("REGRESSION", "CHANGED")
 
 
@@ -27,17 +27,17 @@ class Mutant:
     words: tuple[str, ...]
 
     def plant(self, root: Path) -> None:
-        """Edits a copy of the tree. Raises AssertionError where an edit no longer fits the code."""
+        """Edit a copy of the tree. Raises AssertionError if an edit no longer matches the code."""
         for file, old, new in self.edits:
             edit(root, file, old, new)
 
     def unnamed(self, judged: dict[str, Any]) -> list[str]:
-        """The words that the message of a judgement lacks."""
+        """Return the words missing from the message of a judgement."""
         return [word for word in self.words if word not in message(judged)]
 
 
 def message(judged: dict[str, Any]) -> str:
-    """What a judgement, as its record holds it, says to a reader."""
+    """Return the message of a judgement from its record."""
     return " ".join([judged["row"]["rule"], judged["reason"], *judged["row"]["evidence"]])
 
 

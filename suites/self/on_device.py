@@ -1,14 +1,14 @@
-"""One fault of each class, planted in a copy of the tree on an H200: does the row that must turn red do so there?
+"""Inject one fault of each class in a copy of the tree on an H200, and check that the expected row turns red.
 
-`python -m suites.self.on_device [--only NAME]` prints a line a fault: its row's verdict, what else turned red, seconds.
-The tests run in an unchanged copy first, and a row that is red there as well was not turned red by the fault.
+`python -m suites.self.on_device [--only NAME]` prints a line per fault: its row's verdict, other red rows, seconds.
+The tests first run in an unchanged copy; a row that is red there does not count as turned red by the fault.
 
-A training step that is slower by SLOWDOWN is judged against the rate of the unchanged tree on the same machine a minute
-before, and must lose more than LIMIT; the unchanged tree, measured once more after it, must not. The lane's own row
-allows 4 %, for it compares machines. LIMIT can tell: the model is one that keeps the device busy, and the 99 % interval
-of its median step is 1 % wide, so that neither half of it reaches from one side of LIMIT to the other.
+A training step slowed by SLOWDOWN is compared with the unchanged tree on the same machine a minute before, and must
+lose more than LIMIT; the unchanged tree, measured again after it, must not. The lane's own row allows 4 %, because it
+compares machines. LIMIT is resolvable: the model keeps the device busy, and the 99 % interval of its median step is
+1 % wide, so that neither half of it crosses LIMIT.
 
-Exit code 1 where a fault survived, 2 on bad usage and without an H200.
+Exit code 1 if a fault survived, 2 on bad usage and without an H200.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from suites.self.tree import RUN_SECONDS, LaneRun, copy_tree, run_lane
 from suites.support.lanes import LANES
 
 LANE = "h200"
-WORKERS = "4"  # of the unchanged copy's run, which times nothing
+WORKERS = "4"  # for the run of the unchanged copy, which has no timed rows
 SLOWDOWN = 0.05
 LIMIT = SLOWDOWN / 2
 _CPU = {mutant.name: mutant for mutant in MUTANTS}
 
-# By class. Whole models that need no Inductor, so that a fault costs seconds: where Dynamo breaks and what it compiles
-# anew does not depend on the code generator.
+# By class. Whole models without Inductor, so that a fault costs seconds: graph breaks and recompilations of Dynamo do
+# not depend on the code generator.
 FAULTS = {
     "graph_break": replace(
         _CPU["print_in_attention"],
@@ -49,7 +49,7 @@ FAULTS = {
         test="suites/compile/test_dynamic_batch.py::test_batch_is_dynamic_and_sequence_is_static[regional-2-h200]",
         words=("C12", "model/"),
     ),
-    # Not every layer: of a restart that hits nothing the row says INSTRUMENT, for it has seen no cache at work.
+    # Not every layer: if a restart hits no cache at all, the row is INSTRUMENT.
     "cache": Mutant(
         "autograd_cache_cleared_at_start",
         (
@@ -73,8 +73,8 @@ FAULTS = {
     ),
 }
 
-# Sleeps on the device for so many milliseconds. _sleep counts clocks, whose rate moves with the power that the step
-# draws: each sleep is as long as the last one's events say.
+# Sleeps on the device for a number of milliseconds. _sleep counts clock cycles, whose rate varies with the power draw
+# of the step: each sleep is calibrated by the events of the last one.
 SLEEP = """
 class Asleep:
     cycles, events = 10**6, []
@@ -95,7 +95,7 @@ class Asleep:
 
 
 def slower_step(milliseconds: float) -> Mutant:
-    """The last thing of a training step is a sleep on the device, behind which no work of the host can hide."""
+    """End a training step with a sleep on the device, so that host work cannot overlap it."""
     head = "def train_step("
     end = "    optimizer.zero_grad(set_to_none=True)\n    return loss.detach()\n"
     slept = end.replace("    return", f"    Asleep.for_milliseconds({milliseconds!r})\n    return")
@@ -110,7 +110,7 @@ def slower_step(milliseconds: float) -> Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one fault. beside: other rows that turned red. survived: why it counts as such, "" where it was killed."""
+    """Result of one fault. beside: other rows that turned red. survived: the reason, "" if it was killed."""
 
     fault: str
     row: str
@@ -121,8 +121,8 @@ class Outcome:
     note: str = ""
 
     def __str__(self) -> str:
-        beside = ", ".join(self.beside[:3]) + (" ..." if len(self.beside) > 3 else "") or "-"
-        line = f"{self.fault:12} {self.verdict:12} {self.seconds:5.0f} s  {self.row}  red beside it: {beside}"
+        others = ", ".join(self.beside[:3]) + (" ..." if len(self.beside) > 3 else "") or "-"
+        line = f"{self.fault:12} {self.verdict:12} {self.seconds:5.0f} s  {self.row}  red beside it: {others}"
         notes = [f"SURVIVED: {self.survived}" if self.survived else "", self.note]
         return "\n".join([line, *(f"{'':12} {note}" for note in notes if note)])
 
@@ -130,9 +130,9 @@ class Outcome:
 def outcome(
     fault: str, mutant: Mutant, run: LaneRun, unchanged: LaneRun, seconds: float, note: str = ""
 ) -> Outcome:
-    """What became of a fault's row in `run`; the same tests ran in the unchanged tree."""
+    """Return the result of a fault's row in `run`, given a run of the same tests in the unchanged tree."""
     verdict = run.verdict(mutant.row)
-    beside = sorted(row for row in run.rows if row != mutant.row and run.verdict(row) in RED)
+    also_red = sorted(row for row in run.rows if row != mutant.row and run.verdict(row) in RED)
     if verdict not in RED:
         survived = said(run, mutant.row)
     elif not held(unchanged, mutant.row):
@@ -141,11 +141,11 @@ def outcome(
         survived = f"the message does not name {', '.join(words)}"
     else:
         survived = ""
-    return Outcome(fault, mutant.row, verdict, tuple(beside), seconds, survived, note)
+    return Outcome(fault, mutant.row, verdict, tuple(also_red), seconds, survived, note)
 
 
 def held(run: LaneRun, row: str) -> bool:
-    """Whether a row was measured and right. One that nobody has reviewed yet reads MISSING."""
+    """Whether a row was measured and correct. A row that is not reviewed yet reads MISSING."""
     judged = run.rows.get(row)
     return bool(
         judged and judged["verdict"] in ("PASS", "WIN", "MISSING") and judged["row"]["value"] is not None
@@ -153,12 +153,12 @@ def held(run: LaneRun, row: str) -> bool:
 
 
 def said(run: LaneRun, row: str) -> str:
-    """Why a row is what it is, or how a run ended that did not report it."""
+    """Return the reason of a row's verdict, or how a run without the row ended."""
     return one_line(run.rows[row]["reason"] or "no fault found" if row in run.rows else run.output[-300:])
 
 
 def run(root: Path, *arguments: str) -> LaneRun:
-    """The lane in a copy. A run that does not end has measured nothing."""
+    """Run the lane in a copy. A run that times out has measured nothing."""
     try:
         return run_lane(root, *arguments, lane=LANE)
     except subprocess.TimeoutExpired:
@@ -166,7 +166,7 @@ def run(root: Path, *arguments: str) -> LaneRun:
 
 
 def planted(names: list[str], directory: Path) -> Iterator[Outcome]:
-    """Each of FAULTS that is named, in a copy of its own."""
+    """Run each named fault of FAULTS in its own copy."""
     tests = dict.fromkeys(FAULTS[name].test for name in names)
     unchanged = run(copy_tree(directory / "unchanged"), "-n", WORKERS, *tests)
     for name in names:
@@ -178,7 +178,7 @@ def planted(names: list[str], directory: Path) -> Iterator[Outcome]:
 
 
 def slowdown(directory: Path) -> Outcome:
-    """The unchanged step, the slower one and the unchanged one again."""
+    """Time the unchanged step, the slower one and the unchanged one again."""
     started, mutant = time.monotonic(), slower_step(0.0)
     unchanged, slower = (copy_tree(directory / name) for name in ("unchanged_step", "slower_step"))
     first = run(unchanged, mutant.test)
@@ -199,13 +199,13 @@ def slowdown(directory: Path) -> Outcome:
 
 
 def step_milliseconds(row: str, tokens_per_second: float) -> float:
-    """Of a step of B x T tokens; the row's id says of how many."""
+    """Convert to milliseconds per step of B x T tokens, as given by the row's id."""
     batch, tokens = map(int, re.search(r"-(\d+)x(\d+)/", row).groups())
     return 1e3 * batch * tokens / tokens_per_second
 
 
 def review(path: Path, row: dict) -> None:
-    """Makes a measured row the reviewed one, at LIMIT."""
+    """Write a measured row as the reviewed one, with tolerance LIMIT."""
     known = load(path, LANE, missing_ok=True)
     reviewed = Reviewed(row["value"], row["unit"], row["better"], LIMIT, test=row["test"])
     save(path, Baseline(LANE, known.made_with, {**known.rows, row["id"]: reviewed}))

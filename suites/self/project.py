@@ -1,6 +1,6 @@
 """Small projects that link to the row machinery, and pytest runs in them, as a user runs it.
 
-Each project brings a fake torch: nothing here needs the real one, and a session is seen not to import it.
+Each project has a fake torch: nothing here needs the real one, and tests can check that a session does not import it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bumpgate.baseline import Baseline, Reviewed, save
 from bumpgate.rows import Record, read_record
 
 REPO = Path(__file__).parents[2]
-# What pyproject.toml needs; the other installed plugins only cost start-up time.
+# Plugins required by pyproject.toml; other installed plugins only cost start-up time.
 PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_timeout"}
 
 HEAD = """
@@ -38,7 +38,7 @@ def test_good(lane, row):
 
 
 def _interruptible() -> None:
-    """A runner that a shell put in the background ignores ctrl-C, and its children inherit that."""
+    """Restore SIGINT: a runner started in the background ignores it, and its children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -69,7 +69,7 @@ class Project:
             k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TORCHINDUCTOR", "BUMPGATE"))
         }
         self.env |= PLUGINS
-        # A fake torch rewritten within a second, to the same length, would be read from its stale bytecode.
+        # A fake torch rewritten within a second with the same length would be loaded from stale bytecode.
         self.env["PYTHONDONTWRITEBYTECODE"] = "1"
 
     def write(self, path: str, text: str) -> None:
@@ -80,7 +80,7 @@ class Project:
         self.write(path, HEAD + textwrap.dedent(body))
 
     def baseline(self, **rows: Reviewed) -> None:
-        """Rows by case; the suite and the metric are those of COUNT."""
+        """Write the baseline; rows by case, with the suite and the metric of COUNT."""
         made_with = {"torch": "9.9.0", "triton": None}
         rows_by_id = {f"compile/{case}/graph_breaks": reviewed for case, reviewed in rows.items()}
         save(self.root / "baselines/cpu.json", Baseline("cpu", made_with, rows_by_id))
@@ -100,7 +100,7 @@ class Project:
         return process
 
     def end(self) -> None:
-        """Ends what a failed test may have left running, workers included."""
+        """Kill processes left by a failed test, including workers."""
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -120,7 +120,7 @@ class Project:
         return read_record(self.root / "record.json")
 
     def verdicts(self) -> dict[str, str]:
-        """Case -> verdict as shown, of every row of the last record."""
+        """Map case -> displayed verdict of every row of the last record."""
         return {j.row.id.split("/")[1]: j.label for j in self.record().judgements}
 
     def reason(self, case: str) -> str:
@@ -128,5 +128,5 @@ class Project:
 
 
 def counted(test: str, value: object = 13, better: str = "derived") -> Reviewed:
-    """A reviewed row as COUNT makes it."""
+    """Return a reviewed row as reported by COUNT."""
     return Reviewed(value, "breaks", better, test=f"suites/compile/test_a.py::{test}[cpu]")

@@ -1,7 +1,7 @@
-"""Sessions of real gates of a build against itself, kept to be replayed: `python -m suites.self.recorded gate.json ...`
+"""Sessions of real gates of a build against itself, kept for replay: `python -m suites.self.recorded gate.json ...`
 
-What a session of two equal builds reads is noise, whatever its law; drawn anew with replacement it makes as many
-gates as one likes, of the noise of a real machine (Efron 1979, "Bootstrap methods").
+A session of two equal builds measures only noise, of any distribution. Resampling with replacement gives any number
+of gates with the noise of a real machine (Efron 1979, "Bootstrap methods").
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ PLACE = Path(__file__).with_name("recorded_sessions.json")
 # No row was decided before its eighth session when these gates ran.
 WHOLE = 8
 
-# Row id -> log-ratio, of one session.
+# Row id -> log-ratio in one session.
 Session = dict[str, float]
 
 
 def sessions(gates: Sequence[dict[str, Any]]) -> list[Session]:
-    """The first WHOLE sessions of each gate: later ones lack the rows that had been decided, which is informative."""
+    """Return the first WHOLE sessions of each gate: later ones lack decided rows, which would bias the sample."""
     return [
         {row: values[i] for row, values in gate["log_ratios"].items()} for gate in gates for i in range(WHOLE)
     ]

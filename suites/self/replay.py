@@ -1,8 +1,8 @@
 """Error rates of the paired test, from replays of recorded sessions: `python -m suites.self.replay [GATES] [SEED]`
 
-A recorded session of two equal builds is drawn with replacement, and turned round by a fair coin (the sides of equal
-builds can be exchanged). To it are added a planted slowdown, slow processes of the candidate, and a bias of each
-compile cache. The table is printed in Markdown, with the 95 % interval of Wilson for each rate.
+A recorded session of two equal builds is drawn with replacement, and its sides are swapped with probability 1/2 (they
+are exchangeable). Added are an injected slowdown, slow processes of the candidate, and a bias of each compile cache.
+The table is printed in Markdown, with the 95 % Wilson interval for each rate.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ RED = (Outcome.SLOWER, Outcome.SLOW_MODE)
 
 @dataclass(frozen=True)
 class Case:
-    """What is planted. slower: row -> factor of its time. slow: share of the candidate's processes that take `factor`
-    times as long in the compiled rows. rough: share of the candidate's processes that are lost. cache_sd: of the bias
-    of each side's cache. rows: 3 of one test, or more in tests of 3. lane: whose plan judges.
+    """Injected effects. slower: row -> factor of its time. slow: share of the candidate's processes that take `factor`
+    times as long in the compiled rows. rough: share of the candidate's processes that are lost. cache_sd: standard
+    deviation of the bias of each side's cache. rows: 3 of one test, or more in tests of 3. lane: the plan's lane.
     """
 
     name: str
@@ -68,7 +68,7 @@ LARGE = (
 
 
 def gate(case: Case, drawn_from: Sequence[Session], rng: random.Random) -> tuple[str, int]:
-    """One gate: its decision on the timed rows, and the sessions that it took."""
+    """Simulate one gate: its decision on the timed rows, and its number of sessions."""
     plan: Plan = plan_for(None, case.lane)
     origin = {
         (row if i < 3 else row.replace("throughput/nam52", f"kernels/k{i // 3}")): row
@@ -107,7 +107,7 @@ def gate(case: Case, drawn_from: Sequence[Session], rng: random.Random) -> tuple
 
 
 def rates(case: Case, gates: int, seed: int) -> tuple[Counter[str], list[int]]:
-    """How often each decision came, and the sessions of each gate in ascending order."""
+    """Return the count of each decision, and the sessions of each gate in ascending order."""
     drawn_from = sessions(json.loads(PLACE.read_text(encoding="utf-8")))
     rng = random.Random(f"{seed} {case.name}")
     games = [gate(case, drawn_from, rng) for _ in range(gates)]
@@ -115,7 +115,7 @@ def rates(case: Case, gates: int, seed: int) -> tuple[Counter[str], list[int]]:
 
 
 def wilson(hits: int, runs: int) -> tuple[float, float]:
-    """95 % interval of a rate."""
+    """95 % Wilson interval of a rate."""
     z = 1.96
     middle = (hits + z * z / 2) / (runs + z * z)
     half = z / (runs + z * z) * math.sqrt(hits * (runs - hits) / runs + z * z / 4)

@@ -1,4 +1,4 @@
-"""Records and gates as a run leaves them on disk, for the tests of what reads them."""
+"""Records and gates as written by a run, for tests of their readers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def write_gate(
     lane: str = "cpu",
     started: str = "2026-11-21T02:00:00+00:00",
 ) -> tuple[Path, GateVerdict]:
-    """gate.json as the gate leaves it, with good.json and bad.json beside it, and its verdict."""
+    """Write gate.json as the gate does, with good.json, bad.json and its verdict."""
     verdict = judge_gate(lane, good, bad, timed)
     sides = {}
     for key, side in (("good", good), ("bad", bad)):
@@ -131,7 +131,7 @@ def record(*judgements: Judgement, **fields: object) -> Record:
 
 
 def held(folder: Path) -> Path:
-    """A gate that finds something of every kind, with hostile text wherever text can stand."""
+    """Write a gate with findings of every kind, with hostile text in every text field."""
     before = shared_rows(113, 66, "Mamba3Block.forward", 0.05)
     after = shared_rows(121, 71, "M2RNNBlock.forward", 0.03)
     after[0] = row(value=17, evidence=(*after[0].evidence, EVIL))
@@ -158,7 +158,7 @@ def held(folder: Path) -> Path:
 
 
 def bumpgate(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    """Calls the command in this process; its exit code."""
+    """Call the command in this process and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["bumpgate", *args])
     with pytest.raises(SystemExit) as ended:
         cli.main()

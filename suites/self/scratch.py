@@ -1,8 +1,8 @@
 """A scratch copy of this repository in which documented commands are executed as written, by bash.
 
-Its `bumpgate`, `pytest` and `python` are those of this interpreter over the copied sources. What they install comes
-from a local index with wheels that hold next to nothing; the `pytest` among them writes its arguments down and fails.
-In the real pytest no test body runs: options, plugins, collection and workers are real.
+Its `bumpgate`, `pytest` and `python` are those of this interpreter over the copied sources. They install from a local
+index with nearly empty wheels; the `pytest` wheel logs its arguments and fails.
+The real pytest runs no test body: options, plugins, collection and workers are real.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def pytest_ignore_collect(collection_path, config):
     return None if any(path.startswith(p) or p.startswith(path) for p in parts) else True
 """
 CONSOLE = "#!{python}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
-# Versions that the documents name, with a day for each. numpy 2 has no float_.
+# Versions named in the documents, with a date for each. numpy 2 has no float_.
 TORCH = {"2.12.0": "2026-01-05", "2.13.0": "2026-03-23", "2.14.0": "2026-10-01", "2.15.0": "2026-10-20"}
 OTHERS = {"triton": ("3.6.0", "3.7.1", "3.9.0"), "numpy": ("1.24.0", "1.26.4", "2.0.0", "2.2.0")}
 AUTHOR = "-c user.name=test -c user.email=test@example.org"
@@ -62,7 +62,7 @@ GUARDS = "/guard_count"
 
 @dataclass(frozen=True)
 class Ran:
-    """Exit code, what was printed, and the arguments of each child of the fake pytest."""
+    """Exit code, output, and the arguments of each child of the fake pytest."""
 
     code: int
     output: str
@@ -70,7 +70,7 @@ class Ran:
 
 
 def wheels(folder: Path, root: Path) -> list[Path]:
-    """A wheel of everything that the cpu lane installs, and of the versions above."""
+    """Build a wheel of everything that the cpu lane installs, and of the versions above."""
     made = [fake_wheel(folder, "torch", v, "CPU = True\n") for v in TORCH]
     made += [fake_wheel(folder, "pytest", "9.0.0", {"pytest/__init__.py": "", "pytest/__main__.py": PYTEST})]
     for name, versions in OTHERS.items():
@@ -85,7 +85,7 @@ def wheels(folder: Path, root: Path) -> list[Path]:
 
 
 class Scratch:
-    """home: everything. root: the copied tree, committed. Raises CalledProcessError if the copy cannot be made."""
+    """home: base folder. root: the copied tree, committed. Raises CalledProcessError if the copy fails."""
 
     def __init__(self, home: Path, index: LocalIndex) -> None:
         self.home, self.root, self.bin = home, home / "tree", home / "bin"
@@ -132,12 +132,12 @@ class Scratch:
             assert done.code == 0, f"{line}: {done.output}"
 
     def program(self, name: str, text: str) -> None:
-        """Puts a program on PATH."""
+        """Put a program on PATH."""
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
     def run(self, line: str, *, collect: str = "") -> Ran:
-        """One command line by bash, in the tree. collect: parts of the tree that pytest collects, and runs no test."""
+        """Run one command line with bash in the tree. collect: parts of the tree that pytest only collects."""
         env = {"PYTEST_PLUGINS": "no_bodies", "BUMPGATE_COLLECT": collect} if collect else {}
         env |= {"PYTHONPATH": f"{self.root}{os.pathsep}{self.bin}"} if collect else {}
         self.child_log.unlink(missing_ok=True)
@@ -160,13 +160,13 @@ class Scratch:
         return Ran(process.returncode, output, tuple(children))
 
     def restore(self) -> None:
-        """The tree as it was committed, and an empty history."""
+        """Restore the committed tree, with an empty history."""
         (self.home / "home" / "history.sqlite").unlink(missing_ok=True)
         done = self.run("git checkout -q . && git clean -fdxq -e __pycache__")
         assert done.code == 0, done.output
 
     def provide(self, files: Mapping[str, str]) -> None:
-        """Puts files where a command expects them: name -> a file of the tree, or a name in MADE."""
+        """Create files that a command expects: name -> a file of the tree, or a name in MADE."""
         for name, source in files.items():
             path = self.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ class Scratch:
 
 
 def measured(root: Path, category: str = "") -> Record:
-    """A whole run of the cpu lane: guard counts moved within their tolerance, and one exact row reads `category`."""
+    """A complete run of the cpu lane: guard counts changed within tolerance, and one exact row reads `category`."""
     reviewed = load(root / "baselines/cpu.json", "cpu")
     values = {id: old.value + 1 for id, old in reviewed.rows.items() if id.endswith(GUARDS)}
     values[MOVED] = category or reviewed.rows[MOVED].value
@@ -197,24 +197,24 @@ def measured(root: Path, category: str = "") -> Record:
 
 
 def lane_record(path: Path, root: Path) -> None:
-    """The exact row has moved, and one reviewed row is gone."""
+    """Write a record where the exact row has changed, and one reviewed row is missing."""
     run = measured(root, "UserWarning")
     gone = Judgement(Row(GONE, None, "variables", 0, ""), Verdict.MISSING, "its test is gone", gone=True)
     write_record(path, run.provenance, (*run.judgements, gone))
 
 
 def gate(path: Path, root: Path) -> None:
-    """A finished gate of the cpu lane in this tree that holds for one exact row."""
+    """Write a finished gate of the cpu lane in this tree with HOLD for one exact row."""
     good = Side("torch 2.13.0", measured(root))
     write_gate(path.parent, good, Side("torch 2.14.0", measured(root, "UserWarning")))
     raw = json.loads(path.read_text())
-    asked = {"lane": "cpu", "candidate": "torch==2.14.0", "selection": []}
+    options = {"lane": "cpu", "candidate": "torch==2.14.0", "selection": []}
     binding = bind(root, path.parent).to_json()
-    path.write_text(json.dumps(raw | {"finished": True, "asked": asked, "binding": binding}))
+    path.write_text(json.dumps(raw | {"finished": True, "asked": options, "binding": binding}))
 
 
 def kept_gate(path: Path, root: Path) -> None:
-    """A gate of a build against itself, from those that the tests replay."""
+    """Write a gate of a build against itself, from the recorded ones."""
     kept = json.loads((root / "suites/self/recorded_sessions.json").read_text())[0]
     good, bad = ({"packages": {"torch": torch}} for torch in kept.pop("torch"))
     sessions = {"log_ratios": kept.pop("log_ratios")}
@@ -222,7 +222,7 @@ def kept_gate(path: Path, root: Path) -> None:
 
 
 def interpreter(path: Path, root: Path, names: tuple[str, ...] = ("torch-2.13.0", "pytest")) -> None:
-    """An environment that holds the wheels whose names begin so."""
+    """Create an environment with the wheels whose names begin with `names`."""
     folder = path.parents[1]
     venv.create(folder, symlinks=True)
     site = next(folder.glob("lib/python*/site-packages"))

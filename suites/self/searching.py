@@ -1,4 +1,4 @@
-"""What the tests of a search share: made-up nights, noisy probes, a search driven to its end, planted faults."""
+"""Helpers for tests of a search: fake nightlies, noisy probes, a search driver, injected faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def planted(module: ModuleType, old: str, new: str) -> Any:
-    """A module with one fault in its source; its check must fail on it."""
+    """Return a module with one fault in its source, which its check must detect."""
     source = Path(str(module.__file__)).read_text()
     assert source.count(old) == 1, f"the text to mutate occurs {source.count(old)} times: {old!r}"
     made = ModuleType(module.__name__)
@@ -29,13 +29,13 @@ def labels(n: int) -> list[str]:
 
 
 def drive(searched: Any, read: Callable[[int], str], limit: int = 400) -> Any:
-    """Runs a search to its end, one probe at a time."""
+    """Run a search to its end, one probe at a time."""
     outcome = type(searched.old)
     for _ in range(limit):
-        asked = searched.next()
-        if not asked:
+        due = searched.next()
+        if not due:
             return searched.result()
-        index = asked[0]
+        index = due[0]
         searched.record(index, outcome[read(index)])
     raise AssertionError(f"no end after {limit} probes")
 

@@ -1,4 +1,4 @@
-"""How well the search of a bisect does over 60 builds, each place of the fault in turn: the table of docs/bisect.md.
+"""Simulate the bisect search over 60 builds, with the fault at each place in turn: the table of docs/bisect.md.
 
 python -m suites.self.simulate_bisect --write    # some minutes; rewrites the table between its two marks
 """
@@ -23,9 +23,9 @@ BEGIN, END = "<!-- table: python -m suites.self.simulate_bisect --write -->", "<
 
 @dataclass(frozen=True)
 class Case:
-    """One row. repeats: runs of each of the 59 places; budget: readings after which the answer is forced.
+    """One row. repeats: runs per place (59 places); budget: readings after which the answer is forced.
 
-    stated: whether --false-bad and --false-good give the search the true rates; otherwise it estimates them.
+    stated: whether --false-bad and --false-good pass the true rates to the search; otherwise it estimates them.
     """
 
     title: str
@@ -38,9 +38,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Counts of a case. right: the named build is the first bad one; wrong_sure: it is not, and the exit code is 0.
+    """Counts of a case. right: the reported build is the first bad one; wrong_sure: it is not, but the exit code is 0.
 
-    unsure: no answer, or one that is called likely. probes include the two ends and all repeats.
+    unsure: no answer, or one reported as likely. probes include the two endpoints and all repeats.
     """
 
     title: str
@@ -66,7 +66,7 @@ TABLE = (
 
 
 def simulated(case: Case, seed: int = 6) -> Row:
-    """Runs a case: each place `repeats` times, each run with a generator of its own."""
+    """Run a case: each place `repeats` times, each run with its own generator."""
     names = tuple(labels(BUILDS))
     rates = {"false_bad": case.false_bad, "false_good": case.false_good} if case.stated else {}
     plan = Plan(names, names[0], names[-1], (), **rates, budget=case.budget)  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def simulated(case: Case, seed: int = 6) -> Row:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """As Markdown."""
+    """Format the rows as Markdown."""
     lines = ["| misreads | runs | right | wrong and sure | not sure | probes, median | most |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for r in rows:
@@ -95,7 +95,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Replaces what stands between the marks."""
+    """Replace the text between the marks."""
     head, rest = path.read_text().split(BEGIN)
     path.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
 

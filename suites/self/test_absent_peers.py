@@ -1,4 +1,4 @@
-"""A peer without a wheel costs its own rows, which are listed as not run; every other row of its tests is measured."""
+"""If an upstream package has no wheel, only its own rows are listed as NOT RUN; all other rows are measured."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def refuse(*_: Any, **__: Any) -> Any:
 
 @pytest.fixture
 def attention_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A case named as one of the lane, small and on the CPU, whose peer raises."""
+    """Use a small CPU case with the name of one in the lane, whose peer raises."""
 
     def case(B: int) -> Case:
         inputs = (torch.randn(B, 8, dtype=torch.bfloat16),)

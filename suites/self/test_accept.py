@@ -1,4 +1,4 @@
-"""Acceptances: a difference with an owner, a reason and a last day, and what becomes of it in a run and a gate."""
+"""Accept entries: a difference with an owner, a reason and an expiry date, and its effect in a run and a gate."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ SOON, LONG_AGO = accepted.today() + timedelta(days=30), date(2020, 1, 1)
 
 
 def entries_of(*entries: tuple[int, date]) -> str:
-    """Each of a month: (value, last day)."""
+    """Return the TOML of entries (value, expiry date), each valid for a month."""
     text = re.sub("(since|expires) = .*", r"\1 = \1-day", GOOD_ENTRY.replace("nam52-regional", "good"))
     return "".join(
         text.replace("17", str(value))

@@ -1,4 +1,4 @@
-"""`bumpgate accept`: what it writes, what nobody may accept, and that every refusal is one line."""
+"""`bumpgate accept`: its output file, what cannot be accepted, and that every refusal is one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = "throughput/nam52-regional/seconds"
 def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """A repository whose record has a moved count, a right row, a broken instrument and an unreviewed row."""
+    """A repository whose record has a changed count, a correct row, a broken instrument and an unreviewed row."""
 
     def call(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["bumpgate", "accept", *args])

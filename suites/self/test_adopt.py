@@ -24,7 +24,7 @@ REVIEWED = ("--reviewed", "release/facts/category", "--reason", "deprecated clas
 
 @pytest.fixture(scope="module")
 def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdoptTree]:
-    """The tree with one finished gate a candidate; no test changes it."""
+    """The tree with one finished gate per candidate; tests must not change it."""
     folder = tmp_path_factory.mktemp("adopt")
     with LocalIndex(wheels(folder / "wheels")) as index:
         tree = AdoptTree(folder / "tree", index, folder / "home")
@@ -81,7 +81,7 @@ def test_adopted_candidate_is_the_new_set(tree: AdoptTree) -> None:
 
 
 def test_lane_is_green_under_the_adopted_set(tree: AdoptTree) -> None:
-    """The whole flow: the lane is red in the candidate, adopted it is green, rolled back red again."""
+    """The whole flow: the lane is red in the candidate, green after adoption, and red again after rollback."""
     python = json.loads((tree.root / "9.11.0/gate.json").read_text())["sides"]["bad"]["python"]
 
     def lane() -> int:
@@ -255,7 +255,7 @@ def test_edited_tree_and_missing_files_are_refused(tree: AdoptTree) -> None:
 
 
 def patched(tree: AdoptTree, fault: str, *arguments: str) -> Any:
-    """The command in a process whose k-th os.replace into a file of the adoption does what `fault` says."""
+    """Run the command in a process where the k-th os.replace of an adopted file is replaced by `fault`."""
     program = f"""
 import os, signal, sys
 real, seen = os.replace, []
@@ -315,7 +315,7 @@ def test_write_that_fails_leaves_every_file_as_it_was(tree: AdoptTree, error: st
 
 
 def test_full_disk_while_staging_changes_nothing(tree: AdoptTree) -> None:
-    """A real limit of the process, not a patched call."""
+    """Uses a real process limit, not a patched call."""
     before = tree.files()
     program = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     program += "resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))\nfrom bumpgate.cli import main; main()"

@@ -1,4 +1,4 @@
-"""Attribution: the package at fault is named with its versions, whatever does not install."""
+"""Attribution: the package at fault is named with its versions, even if some mixtures do not install."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CUDA = ("torch", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nvshmem")
 
 
 def red_with(*culprits: str) -> Callable[[Mixture, dict[str, str]], Outcome]:
-    """Red as soon as all culprits are as in the bad set."""
+    """Return a probe that is red if all culprits have their version of the bad set."""
     return lambda mixture, packages: Outcome.BAD if mixture >= set(culprits) else Outcome.GOOD
 
 
@@ -56,7 +56,7 @@ def names(found: Attribution) -> set[str]:
 
 
 def check_every_culprit(module: Any) -> None:
-    """Every single package, pair and triple of ten is found whole and alone; a single one in few probes."""
+    """Every single package, pair and triple of ten is found exactly; a single one in few probes."""
     for size in (1, 2, 3):
         for culprits in combinations(NAMES, size):
             found = module.attribute(GOOD_SET, BAD_SET, red_with(*culprits))
@@ -64,7 +64,7 @@ def check_every_culprit(module: Any) -> None:
             assert found.probes == found.mixtures, "without noise no mixture is read twice"
             assert found.unresolved == 0
             assert (found.needed, found.others, found.separable) == (True, (), True)
-            # Two ends, then at most two probes a halving of ten, and the bad set without the culprit.
+            # Two endpoints, at most two probes per halving of ten, and the bad set without the culprit.
             assert size > 1 or found.probes <= 2 + 2 * 4 + 1, (culprits, found)
 
 
@@ -83,7 +83,7 @@ def test_an_attribution_that_loses_a_border_part_is_caught() -> None:
 
 
 def test_probes_are_few() -> None:
-    """Ten changed packages: the mean over all culprits, against the least that a yes or no can tell."""
+    """Ten changed packages: the mean over all culprits, compared with the minimum number of binary answers."""
     single = [attribute(GOOD_SET, BAD_SET, red_with(c)).probes for c in NAMES]
     pairs = [attribute(GOOD_SET, BAD_SET, red_with(*c)).probes for c in combinations(NAMES, 2)]
     text = (
@@ -102,7 +102,7 @@ def test_a_triton_fault_is_blamed_on_triton_with_its_versions() -> None:
 
 
 def test_a_group_is_taken_whole_and_named_whole() -> None:
-    """No probe ever sees the CUDA libraries of one side with the torch of the other."""
+    """No probe combines the CUDA libraries of one side with the torch of the other."""
     seen = []
 
     def probe(mixture: Mixture, packages: dict[str, str]) -> Outcome:
@@ -140,7 +140,7 @@ def test_a_package_that_came_or_went_is_a_change() -> None:
 
 
 def check_broken_mixtures(module: Any) -> None:
-    """torch and triton only install together, which nobody stated: mixtures of both sides are unresolved."""
+    """torch and triton only install together, but do not declare it: mixtures of both sides are unresolved."""
     for culprit, blamed in (("a", {"a", "b"}), ("b", {"a", "b"}), ("g", {"g"})):
 
         def probe(mixture: Mixture, packages: dict[str, str], culprit: str = culprit) -> Outcome:
@@ -188,12 +188,12 @@ def other_names(found: Attribution) -> list[set[str]]:
 
 
 def check_complement(module: Any) -> None:
-    """Two causes that are each enough, and one that another package of the bad set prevents."""
+    """Two independently sufficient causes, and one that another package of the bad set masks."""
     either = module.attribute(GOOD_SET, BAD_SET, red_where(lambda m: "a" in m or "f" in m))
     assert (names(either), other_names(either), either.needed) == ({"a"}, [{"f"}], False)
     pair = module.attribute(GOOD_SET, BAD_SET, red_where(lambda m: m >= {"a", "b"} or "g" in m))
     assert (names(pair), other_names(pair), pair.needed) == ({"a", "b"}, [{"g"}], False)
-    # a alone is red, but not next to b as in the bad set: the bad set is red for c.
+    # a alone is red, but not together with the bad set's b: the bad set is red because of c.
     rule = red_where(lambda m: ("a" in m and "b" not in m) or "c" in m)
     prevented = module.attribute(GOOD_SET, BAD_SET, rule, first="a")
     assert (names(prevented), other_names(prevented), prevented.needed) == ({"c"}, [{"a"}], True)
@@ -220,7 +220,7 @@ def test_a_complement_that_cannot_be_run_is_not_separable() -> None:
 
 
 def test_the_likeliest_package_is_tried_first() -> None:
-    """The culprit named first: both ends, the culprit alone, and the bad set without it."""
+    """If the culprit is first: both endpoints, the culprit alone, and the bad set without it."""
     for culprit in NAMES:
         found = attribute(GOOD_SET, BAD_SET, red_with(culprit), first=culprit)
         assert (names(found), found.mixtures) == ({culprit}, 4)
@@ -230,7 +230,7 @@ def test_the_likeliest_package_is_tried_first() -> None:
 @given(st.data())
 @FIXED
 def test_no_part_of_the_answer_can_be_left_out(data: st.DataObject) -> None:
-    """Any probe, monotone or not: the answer is red, and less one part it is not; the same again a second time."""
+    """Any probe, monotone or not: the answer is red, and without any one part it is not; the result is repeatable."""
     some = data.draw(st.lists(st.frozensets(st.sampled_from(NAMES), min_size=1), min_size=1, max_size=4))
     broken = data.draw(st.lists(st.frozensets(st.sampled_from(NAMES), min_size=1, max_size=9), max_size=4))
 
@@ -255,7 +255,7 @@ def flaky(culprits: Iterable[str], dice: random.Random) -> Callable[[Mixture, di
 
 
 def test_a_flaky_probe_is_read_until_it_is_settled() -> None:
-    """10 % misreads both ways: 97 % of all runs right, by an exact test; a control trusts each reading."""
+    """10 % misreads both ways: 97 % of runs are right, by an exact test; a control that trusts each reading fails."""
     dice = random.Random(1)
     noise = {"false_bad": 0.1, "false_good": 0.1}
     right, trusting, probes = 0, 0, 0
@@ -272,7 +272,7 @@ def test_a_flaky_probe_is_read_until_it_is_settled() -> None:
 
 
 def test_known_readings_are_not_probed_again() -> None:
-    """Cut anywhere, an attribution goes on to the same answer, and asks only for what was not read."""
+    """An attribution interrupted anywhere resumes to the same answer, and only probes what was not read."""
     log: list[tuple[Mixture, Outcome]] = []
 
     def logged(dice: random.Random) -> Callable[[Mixture, dict[str, str]], Outcome]:
@@ -289,8 +289,8 @@ def test_known_readings_are_not_probed_again() -> None:
         rest = iter(log[cut:])
 
         def read(mixture: Mixture, packages: dict[str, str], rest: Any = rest) -> Outcome:
-            asked, outcome = next(rest)
-            assert asked == mixture
+            requested, outcome = next(rest)
+            assert requested == mixture
             return outcome
 
         again = attribute(GOOD_SET, BAD_SET, read, false_bad=0.1, false_good=0.1, known=log[:cut])
@@ -315,11 +315,11 @@ def test_sets_that_are_not_what_they_were_called_end_it(
 
 
 def test_no_verdict_is_asked_for_again_first() -> None:
-    asked: list[Mixture] = []
+    requested: list[Mixture] = []
 
     def probe(mixture: Mixture, packages: dict[str, str]) -> Outcome:
-        asked.append(mixture)
-        return Outcome.UNKNOWN if asked.count(mixture) < 3 else red_with("c")(mixture, packages)
+        requested.append(mixture)
+        return Outcome.UNKNOWN if requested.count(mixture) < 3 else red_with("c")(mixture, packages)
 
     assert names(attribute(GOOD_SET, BAD_SET, probe)) == {"c"}
 

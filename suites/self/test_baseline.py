@@ -1,4 +1,4 @@
-"""Judging a row against the reviewed one, rule by rule and by its properties; baseline files."""
+"""Judging a row against the reviewed one, by rule and by properties; baseline files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bumpgate.rows import Row, RowError, Verdict
 
 FIXED = settings(derandomize=True, max_examples=200, deadline=None)
 
-# Powers of two times small integers: sums and products of them are exact, so no property fails by rounding.
+# Powers of two times small integers: their sums and products are exact, so no property fails by rounding.
 numbers = st.builds(lambda m, e: m * 2.0**e, st.integers(-100, 100), st.integers(-4, 4))
 tolerances = st.sampled_from([0.0, 0.125, 0.5, 2.0])
 directions = st.sampled_from(["lower", "higher"])
@@ -92,7 +92,7 @@ def test_a_point_interval_judges_like_the_point(
 def test_a_wider_interval_is_never_surer(
     value: float, base: float, tolerance: float, better: str, reach: list[int]
 ) -> None:
-    """REGRESSION and WIN are sure: both need the value itself to be beyond its limit."""
+    """REGRESSION and WIN are certain: both require that the value itself exceeds its limit."""
     baseline = reviewed(base, better, tolerance)
     inner = (value - reach[0], value + reach[1])
     outer = (inner[0] - reach[2], inner[1] + reach[3])
@@ -109,7 +109,7 @@ def test_a_wider_interval_is_never_surer(
         )
 
 
-# Baseline 100, tolerance 10 %: the limit is 110, and an interval above 20 wide has shown nothing about it.
+# Baseline 100, tolerance 10 %: the limit is 110, and an interval wider than 20 is inconclusive.
 @pytest.mark.parametrize(
     ("value", "interval", "expected"),
     [

@@ -28,7 +28,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def triton_breaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalIndex]:
-    """The fault is triton's, from week 7 on; around it builds that are missing, yanked, or cannot be imported."""
+    """The fault is in triton from week 7 on; builds around it are missing, yanked, or fail to import."""
     with LocalIndex() as index:
         import_text = {5: RAISES, 6: CRASHES}
         make_builds(tmp_path_factory.mktemp("a"), index, triton_fault=7, import_text=import_text, missing=[4])
@@ -38,11 +38,11 @@ def triton_breaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalInd
 
 @pytest.fixture(scope="module")
 def torch_breaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalIndex]:
-    """The fault is torch's own, from week 3 on."""
+    """The fault is in torch from week 3 on."""
     with LocalIndex() as index:
         folder = tmp_path_factory.mktemp("b")
         make_builds(folder, index, torch_fault=3)
-        # "==2.3.0" would take this one, and find nothing wrong with 2.3.0.
+        # "==2.3.0" would match this one, and find no fault in 2.3.0.
         other = {"torch/__init__.py": builds.TORCH.format(fault=0)}
         index.add(fake_wheel(folder, "torch", "2.3.0+cpu", other, ["triton==3.3.0"]))
         index.add(host_pytest(folder))
@@ -64,7 +64,7 @@ def found(folder: Path) -> dict[str, Any]:
 def test_a_fault_of_triton_alone_is_blamed_on_triton(
     run: Run, triton_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By dates, through a missing week, a yanked build, one that raises at import and one that segfaults there."""
+    """By dates, with a missing week, a yanked build, one that raises at import and one that segfaults at import."""
     isolated(monkeypatch, cache, triton_breaks.url)
     arguments = ("--good", "2026-01-05", "--bad", "2026-03-23", "--command", JUDGE, "--out", "out")
     ran = run(*arguments)
@@ -103,7 +103,7 @@ def test_a_fault_of_torch_is_blamed_on_torch_and_its_fix_is_found(
     read = [r["version"] for r in answer["readings"]]
     assert min(read.count("2.2.0"), read.count("2.3.0")) >= 2
     assert answer["probes"] <= 9
-    # The same wheels, and a test that fails where the fault is not: its fix is the fault.
+    # The same wheels, with a test that fails without the fault: the fault is its fix.
     fixed = 'python -c "import torch; raise SystemExit(torch.graph_breaks() == 13)"'
     ran = run("--find-fix", "--bad", "2.0.0", "--good", "2.11.0", "--command", fixed, "--out", "fix")
     answer = found(tmp_path / "fix")
@@ -149,7 +149,7 @@ def tree(tmp_path: Path) -> Path:
 def test_rows_that_differ_between_the_ends_decide(
     tree: Path, torch_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row is red at both ends, one only in between; neither misleads the search."""
+    """One row is red at both endpoints, one only in between; neither misleads the search."""
     isolated(monkeypatch, cache, torch_breaks.url)
     arguments = (
         "--lane",
@@ -180,9 +180,9 @@ def test_rows_that_differ_between_the_ends_decide(
 def test_what_is_beside_the_probes_takes_five_percent(
     run: Run, torch_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Probes of a known length in environments that are there: what is left is the bisect's own.
+    """Probes of a known duration in existing environments: the rest of the time is the bisect's overhead.
 
-    Journal, search, readings and report, and for each BAD probe an import that tells it from a SKIP: 0.1 s a probe.
+    Journal, search, readings and report, and for each BAD probe an import that distinguishes it from a SKIP: 0.1 s.
     """
     isolated(monkeypatch, cache, torch_breaks.url)
     asleep = f"sleep 2.5; {JUDGE}"
@@ -195,7 +195,7 @@ def test_what_is_beside_the_probes_takes_five_percent(
 
 
 def test_the_table_of_the_docs_is_what_the_simulation_gives() -> None:
-    """The first rows anew, at their full size where they are quick; the others are read for what they promise."""
+    """Simulate the first rows again, in full size if they are fast; check the other rows against their claims."""
     text = (REPO / "docs" / "bisect.md").read_text()
     rows = {row.title: row for row in TABLE}
     assert all(f"| {title} |" in text for title in rows)

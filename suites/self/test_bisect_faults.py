@@ -1,4 +1,4 @@
-"""A bisect that is asked nonsense, is killed, or runs on a failing machine: one line, the right code, nothing lost."""
+"""Bisect with invalid options, when killed, or on a failing machine: one line, the right exit code, nothing lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalIndex]:
-    """The fault is triton's, from week 7 on; the torch of week 5 does not import."""
+    """The fault is in triton from week 7 on; the torch of week 5 does not import."""
     with LocalIndex() as index:
         make_builds(tmp_path_factory.mktemp("wheels"), index, triton_fault=7, import_text={5: RAISES})
         yield index
@@ -157,21 +157,21 @@ def test_one_folder_holds_one_bisect(run: Run, index: LocalIndex, tmp_path: Path
         assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
         assert words in ran.err
     assert (tmp_path / "out/state.jsonl").read_bytes() == state
-    # A finished one is told again, and nothing is probed.
-    told = run(*judged, "--out", "out", "--resume")
-    assert told.code == first.code == 0
-    assert "first bad   torch 2.7.0" in told.out
-    assert not re.search("^(GOOD|BAD) ", told.out, re.MULTILINE)
+    # A finished bisect prints its answer again, without probes.
+    repeated = run(*judged, "--out", "out", "--resume")
+    assert repeated.code == first.code == 0
+    assert "first bad   torch 2.7.0" in repeated.out
+    assert not re.search("^(GOOD|BAD) ", repeated.out, re.MULTILINE)
     assert (tmp_path / "out/state.jsonl").read_bytes() == state
 
 
 def judged_slowly(folder: Path) -> str:
-    """Leaves a line for each probe that came to its end."""
+    """Return a test command that logs a line for each finished probe."""
     return f"sleep 0.1; {JUDGE}; code=$?; echo {{version}} >> {folder}/probed; exit $code"
 
 
 def left_behind(marker: str) -> list[str]:
-    """Processes that still carry a text on their command line."""
+    """Return processes with the marker on their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -184,7 +184,7 @@ def left_behind(marker: str) -> list[str]:
 
 
 def settled(marker: str) -> bool:
-    """Whether all of them end within a few seconds."""
+    """Whether all processes with the marker end within a few seconds."""
     for _ in range(50):
         if not left_behind(marker):
             return True
@@ -193,13 +193,13 @@ def settled(marker: str) -> bool:
 
 
 def kill_after(process: subprocess.Popen[str], state: Path, lines: int, seconds: float) -> bool:
-    """Kills the whole process group once the journal has grown by so many lines, and a moment later; False if late."""
+    """Kill the process group `seconds` after the journal has grown by `lines`; return False if it ended before."""
 
     def length() -> int:
         return state.read_bytes().count(b"\n") if state.exists() else 0
 
-    wanted = length() + lines
-    while length() < wanted and process.poll() is None:
+    target = length() + lines
+    while length() < target and process.poll() is None:
         time.sleep(0.005)
     time.sleep(seconds)
     if process.poll() is not None:
@@ -210,7 +210,7 @@ def kill_after(process: subprocess.Popen[str], state: Path, lines: int, seconds:
 
 
 def test_kill_9_at_random_moments_loses_no_probe(index: LocalIndex, tmp_path: Path) -> None:
-    """Killed four times, each resume goes on, and the answer is the one of a quiet run."""
+    """After four kills, each resume continues, and the answer is that of an undisturbed run."""
     dice = random.Random(9)
     arguments = [*ENDS, "--command", judged_slowly(tmp_path), "--out", "out"]
     kills = 0
@@ -225,7 +225,7 @@ def test_kill_9_at_random_moments_loses_no_probe(index: LocalIndex, tmp_path: Pa
     assert (answer["suspects"], answer["last"]) == (["2.7.0"], "2.6.0")
     assert [change["name"] for change in answer["at_fault"]] == ["triton"]
     assert "first bad   torch 2.7.0" in out
-    # A probe is lost only where the kill falls between its last breath and its reading.
+    # A probe is lost only if the kill falls between its exit and its reading.
     ended = (tmp_path / "probed").read_text().split()
     kept = [code for code in readings(tmp_path / "out").values() if code is not None]
     assert len(kept) <= len(ended) <= len(kept) + kills
@@ -255,12 +255,12 @@ def test_ctrl_c_ends_in_130_and_the_printed_command_goes_on(index: LocalIndex, t
     kept = Counter(
         place.rpartition(".")[0] for place in readings(tmp_path / f"bisect-torch-{ENDS[1]}-{ENDS[3]}")
     )
-    # 2.6.0 and 2.7.0 are the torch of two mixtures; one probe was interrupted.
+    # 2.6.0 and 2.7.0 are the torch versions of two mixtures; one probe was interrupted.
     assert sum((runs - kept).values()) <= 3, (runs, kept)
 
 
 def test_the_answer_is_saved_before_attribution(index: LocalIndex, tmp_path: Path) -> None:
-    """Interrupted in the first mixture: the answer is on the screen and in bisect.json, and a resume attributes it."""
+    """Interrupted in the first mixture: the answer is printed and in bisect.json, and a resume attributes it."""
     held = "test -d out/mixtures && ! test -e go && touch mixed && sleep 60"
     holds = f"{JUDGE}; code=$?; {held}; exit $code"
     process = start(tmp_path, *ENDS, "--command", holds, "--out", "out")
@@ -282,15 +282,15 @@ def test_the_answer_is_saved_before_attribution(index: LocalIndex, tmp_path: Pat
 
 
 def test_the_command_that_continues_keeps_its_options() -> None:
-    asked = command.Question(
+    question = command.Question(
         "torch", "2.0.0", "2.1.0", "", (), "true", None, (), (), None, False, None, None, 0.98, None
     )
-    line = command._again(asked, Path("out"), ["--no-attribution"])
+    line = command._again(question, Path("out"), ["--no-attribution"])
     assert shlex.split(line)[-4:] == ["--out", "out", "--no-attribution", "--resume"]
 
 
 def test_an_index_that_dies_under_way_is_no_verdict(run: Run, index: LocalIndex, tmp_path: Path) -> None:
-    """Exit 125, no candidate blamed; once it answers again the same bisect ends well."""
+    """Exit 125, no candidate is blamed; the same bisect succeeds once the index responds again."""
     dies = f"{JUDGE}; code=$?; test -e {tmp_path}/up || kill -9 $$; exit $code"
     arguments = (*ENDS, "--command", dies, "--out", "out", "--no-prefetch", "--no-attribution")
     ran = run(*arguments)
@@ -308,17 +308,17 @@ def test_a_probe_that_takes_too_long_says_nothing(run: Run, index: LocalIndex) -
     assert "torch 2.0.0: no end within 0 s" in ran.err
 
 
-# The loop alone, without uv and without processes: every moment of it can be interrupted.
+# Only the loop, without uv or processes: it can be interrupted at every step.
 
 NIGHTS = tuple(f"2.{n}.0" for n in range(12))
 
 
 class Killed(BaseException):
-    """Stands for kill -9: nothing after it runs."""
+    """Simulates kill -9: no handler runs after it."""
 
 
 class Moments:
-    """Counts the moments of a run and dies at one of them."""
+    """Counts the steps of a run and raises Killed at one of them."""
 
     def __init__(self, fatal: int = -1) -> None:
         self.count = 0
@@ -331,9 +331,9 @@ class Moments:
 
 
 class FakeTest:
-    """Reads the fault of triton; each run begins and ends with a moment.
+    """Detects the fault in triton; each run begins and ends with a kill point.
 
-    runs: the package sets, one a run. misread: which of them, by their number from 1, read the opposite.
+    runs: the package sets, one per run. misread: 1-based numbers of the runs that return the opposite.
     """
 
     def __init__(self, moments: Moments, runs: list[str], misread: tuple[int, ...] = ()) -> None:
@@ -354,7 +354,7 @@ class FakeTest:
         return Said(Outcome.SKIP, reading.failure) if reading.cause is Cause.BROKEN else None
 
     def learn(self, good: Any, bad: Any) -> None:
-        """It knows a fault when it sees one."""
+        """Nothing to learn: the fake reads the fault directly."""
 
     def judge(self, reading: Reading) -> Said:
         if void := self.void(reading):
@@ -387,7 +387,7 @@ def hunt(
     misread: tuple[int, ...] = (),
     **noise: float,
 ) -> tuple[Result | None, list[str]]:
-    """A bisect with its attribution, from whatever stands in `out`; each write of the journal is two moments."""
+    """Run a bisect with attribution, resuming from `out`; each write of the journal has two kill points."""
     out.mkdir(exist_ok=True)
     plan = Plan(NIGHTS, NIGHTS[0], NIGHTS[-1], ("x",), **noise)
     path = out / "state.jsonl"
@@ -414,12 +414,12 @@ def hunt(
 
 
 def readings(out: Path) -> dict[str, int | None]:
-    """Place -> exit code of every reading that is on the disk."""
+    """Map place -> exit code of every reading on disk."""
     return {p.parent.name: json.loads(p.read_text())["code"] for p in out.rglob("reading.json")}
 
 
 def check_every_moment(module: Any, folder: Path) -> int:
-    """Killed at each of its moments in turn, and resumed: the same answer, the same files, no reading taken twice."""
+    """Kill at each point in turn, and resume: the same answer, the same files, no reading taken twice."""
     moments, quiet_runs = Moments(), list[str]()
     quiet = hunt(folder / "quiet", moments, quiet_runs, module)
     assert quiet[0] is not None
@@ -441,7 +441,7 @@ def test_a_kill_at_every_moment_of_the_loop_changes_nothing(tmp_path: Path) -> N
 
 
 def test_a_flaky_test_is_read_again_until_it_is_settled(tmp_path: Path) -> None:
-    """The good end, a candidate in the middle and a mixture are misread once each."""
+    """The good endpoint, a candidate in the middle and a mixture are misread once each."""
     runs: list[str] = []
     result, blamed = hunt(
         tmp_path / "noisy",

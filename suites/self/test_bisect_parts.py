@@ -1,4 +1,4 @@
-"""The pure parts of a bisect: the range between two ends, what decides, what two environments say of their source."""
+"""The pure parts of a bisect: the range between two endpoints, deciding rows, sources of two environments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DAY = date(2026, 10, 1)
 
 
 def found(*versions: str, day: date | None = DAY, **fields: Any) -> list[Found]:
-    """One a day."""
+    """Return one build per day."""
     days = [day and day + timedelta(n) for n in range(len(versions))]
     return [Found(v, d, fields.get("yanked"), "", "", fields.get("note", "")) for v, d in zip(versions, days)]
 
@@ -56,7 +56,7 @@ NIGHTS[3:] = [Found(f.version, DAY + timedelta(n), None, "") for f, n in zip(NIG
 def test_a_date_is_the_last_build_before_or_the_first_one_after(
     good: str, bad: str, expected: list[str]
 ) -> None:
-    """The range is never narrower than what was asked for, for a night without a build."""
+    """For a night without a build, the range is never narrower than requested."""
     span = between("torch", NIGHTS, good, bad)
     assert [v.removesuffix("+cpu")[-2:] for v in span.versions] == expected
     assert (span.good, span.bad) == (span.versions[0], span.versions[-1])
@@ -149,7 +149,7 @@ def test_releases_alone_ask_for_no_nightlies() -> None:
     assert wants_prereleases("2.9.0", "2.14.0.dev20261001")
 
 
-# What a reading of a suite says.
+# Outcome of a suite's reading.
 
 
 def row(case: str, verdict: Verdict, *, better: str = "exact", gone: bool = False) -> Judgement:
@@ -162,7 +162,7 @@ def row(case: str, verdict: Verdict, *, better: str = "exact", gone: bool = Fals
 
 
 class Readings:
-    """Makes readings of suites in a folder."""
+    """Creates readings of suites in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -193,7 +193,7 @@ GREEN, RED = Verdict.PASS, Verdict.REGRESSION
 
 
 def suite(module: Any, reading: Readings) -> Any:
-    """Of two ends: `model` is red at the bad one, `old` at both, `fixed` at the good one."""
+    """A suite of two endpoints: `model` is red at the bad one, `old` at both, `fixed` at the good one."""
     made = module.SuiteTest(Path(), "cpu", (), "torch")
     good = reading(row("model", GREEN), row("old", RED), row("fixed", RED))
     bad = reading(
@@ -251,7 +251,7 @@ def check_what_decides(module: Any, reading: Readings) -> None:
 
 def test_rows_and_tests_that_are_red_at_the_bad_end_alone_decide(reading: Readings) -> None:
     check_what_decides(probe, reading)
-    # A copy of the module is as good: what the faults below are caught by is not the copying.
+    # An unchanged copy of the module passes: the faults below are not detected because of the copy.
     check_what_decides(planted(probe, "LAST_SIGNAL = 64", "LAST_SIGNAL = 64"), reading)
 
 
@@ -293,7 +293,7 @@ def test_ends_without_a_difference_refute_themselves(reading: Readings) -> None:
 
 
 def test_a_derived_row_needs_no_review_to_be_green(reading: Readings) -> None:
-    """Its expectation comes from the layer pattern; the baseline adds nothing to it."""
+    """Its expected value comes from the layer pattern, not from the baseline."""
     seen = reading(row("a", Verdict.MISSING, better="derived"), row("b", Verdict.MISSING))
     assert seen.signals["compile/a/graph_breaks"] is Verdict.PASS
     assert seen.signals["compile/b/graph_breaks"] is Verdict.MISSING
@@ -309,7 +309,7 @@ def test_a_crash_of_the_whole_run_is_a_fault_and_a_kill_is_none(reading: Reading
     assert test.judge(reading(row("a", GREEN))).outcome is Outcome.GOOD
 
 
-# What environments say of themselves.
+# Metadata of environments.
 
 
 def environment(
@@ -377,7 +377,7 @@ def cuda_step(folder: Path) -> list[Environment]:
 
 
 def check_cuda_step(module: Any, folder: Path) -> None:
-    """torch needs the libraries of its own CUDA: whatever mixes them does not import. The search has read both ends."""
+    """torch needs the libraries of its own CUDA: a mixture does not import. The search has read both endpoints."""
     old, new = cuda_step(folder)
     every = frozenset(change.name for change in changes(old.packages, new.packages))
     known = [(frozenset[str](), Outcome.GOOD), (every, Outcome.BAD)]
@@ -453,10 +453,10 @@ def test_the_next_candidates_are_built_ahead_unless_the_disk_is_nearly_full(
         while len(list(places.glob("[!.]*/bumpgate.json"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         ahead.stop()
-        asked = len(index.requests)
+        before = len(index.requests)
         for request in (requests[0], requests[2]):
             assert build(request).packages["torch"] == request.requirements[0][len("torch==") :]
-        assert len(index.requests) == asked, "it was built again"
+        assert len(index.requests) == before, "it was built again"
 
 
 def test_on_a_terminal_the_watcher_says_what_is_under_way() -> None:

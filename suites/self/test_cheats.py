@@ -33,7 +33,7 @@ def test_dynamo_disabled_by_the_environment_is_an_instrument_failure(tmp_path: P
 
 
 def test_a_renamed_counter_is_an_instrument_failure(tmp_path: Path) -> None:
-    """What the suite sees when torch renames the trace artifact that carries graph breaks."""
+    """Simulates a torch that renames the trace artifact with graph breaks."""
     root = copy_tree(tmp_path / "tree")
     device = root / "suites/support/instruments/dynamo.py"
     device.write_text(
@@ -63,7 +63,7 @@ def test_an_empty_selection_is_not_green(tmp_path: Path) -> None:
 
 
 def test_cache_hits_that_compile_everything_again_are_seen(tmp_path: Path) -> None:
-    """Without its shared objects a cache still reads hit/hit, and every C++ file is compiled anew."""
+    """Without its shared objects a cache still reports hit/hit, but every C++ file is compiled again."""
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
     def restart() -> dict:

@@ -1,4 +1,4 @@
-"""What counts as the result of a process that measures something: its last line, and nothing of one that crashed."""
+"""The result of a measuring process is its last line; a crashed process has no result."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_what_this_process_has_exported_since_is_not_there(tmp_path: Path, monke
     program = "import json\nprint(json.dumps({name: os.environ.get(name) for name in sys.argv[1:]}))"
     (tmp_path / "a_child.py").write_text(f"import os, sys\n{program}")
     names = "TRITON_PTXAS_PATH", "TORCHINDUCTOR_CACHE_DIR", "GIVEN"
-    told = run_json("a_child", *names, environment={"PYTHONPATH": str(tmp_path), "GIVEN": "1"}, timeout=20)
-    assert told == {"TRITON_PTXAS_PATH": None, "TORCHINDUCTOR_CACHE_DIR": os.environ[names[1]], "GIVEN": "1"}
+    reply = run_json("a_child", *names, environment={"PYTHONPATH": str(tmp_path), "GIVEN": "1"}, timeout=20)
+    assert reply == {"TRITON_PTXAS_PATH": None, "TORCHINDUCTOR_CACHE_DIR": os.environ[names[1]], "GIVEN": "1"}
 
 
 def test_a_hang_is_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The CI files: they are valid, pinned, call commands that exist, and are not green where a lane is absent."""
+"""The CI files are valid, pinned, call existing commands, and are not green if a lane is missing."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_no_text_of_a_stranger_is_pasted_into_a_script(path: Path) -> None:
 
 
 def commands(text: str) -> Iterator[tuple[str, set[str]]]:
-    """(command, options) of each call of bumpgate in a script; a line may go on behind a backslash."""
+    """Yield (command, options) of each call of bumpgate in a script; a backslash continues a line."""
     for line in text.replace("\\\n", " ").splitlines():
         for found in re.finditer(r"(?:^|[\s(`])bumpgate ([a-z]+)\b([^|;&)`]*)", line):
             options = re.findall(r"(?<!\S)(--[a-z][a-z-]*)", found[2].split(" -- ")[0])

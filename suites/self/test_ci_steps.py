@@ -1,4 +1,4 @@
-"""The scripts of the action, the workflows and docs/ci.md, run by bash with a `bumpgate` that only plays a gate."""
+"""The scripts of the action, the workflows and docs/ci.md, run by bash with a stub `bumpgate`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from suites.self.tree import ROOT
 
 CI = ROOT / "docs" / "ci.md"
 CALLS = "calls"
-# It writes its arguments down. `gate` leaves the report of $DECISION in --out (none where that is "crash").
+# The stub logs its arguments. `gate` writes the report of $DECISION to --out (none if that is "crash").
 STUB = """#!{python}
 import json, os, pathlib, sys
 arguments = sys.argv[1:]
@@ -62,13 +62,13 @@ class Runner:
         (self.bin / name).chmod(0o755)
 
     def run(self, script: str, env: Mapping[str, str] = {}, *, options: tuple[str, ...] = ("-e",)) -> int:
-        """The exit code of a script under the shell options of GitHub's `shell: bash`, or others."""
+        """Run a script, by default with the shell options of GitHub's `shell: bash`; return its exit code."""
         line = ["bash", "--noprofile", "--norc", *options, "-o", "pipefail", "-c", script]
         return subprocess.run(line, cwd=self.folder, env=self.env | env, timeout=60).returncode
 
     @property
     def calls(self) -> list[str]:
-        """The arguments of each call of `bumpgate`."""
+        """Return the arguments of each call of `bumpgate`."""
         log = self.folder / CALLS
         return log.read_text().splitlines() if log.exists() else []
 
@@ -79,16 +79,16 @@ class Runner:
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:
-    """`${{ name }}` as GitHub expands it: an unknown name is empty."""
+    """Expand `${{ name }}` like GitHub: an unknown name is empty."""
     return re.sub(r"\$\{\{\s*([^}]+?)\s*\}\}", lambda m: values.get(m[1], ""), text)
 
 
 def run_action(
     runner: Runner, candidate: str = "torch==2.14.0", selection: str = ""
 ) -> tuple[int, dict[str, int]]:
-    """Executes the steps of action.yml in order -> (exit code of the job, exit code of each step that ran).
+    """Execute the steps of action.yml in order -> (exit code of the job, exit code of each step that ran).
 
-    As GitHub does: after a failed step only those with `if: always()` run, and any failed step fails the job.
+    As on GitHub, after a failed step only those with `if: always()` run, and any failed step fails the job.
     """
     raw = YAML(typ="safe").load((ROOT / "action.yml").read_text())
     values = {"inputs.lane": "cpu", "inputs.candidate": candidate, "inputs.selection": selection}
@@ -128,7 +128,7 @@ def test_action_is_red_after_a_crash_without_report(tmp_path: Path) -> None:
 
 
 def test_action_is_red_if_the_gate_step_fails(tmp_path: Path) -> None:
-    """Without a version to gate the step ends before it writes a code."""
+    """Without a version to gate, the step ends before it writes an exit code."""
     runner = Runner(tmp_path, "ADOPT")
     runner.program("bumpgate", "#!/bin/sh\nexit 4\n")
     code, steps = run_action(runner, candidate="")
@@ -170,7 +170,7 @@ def test_bisect_step(tmp_path: Path) -> None:
 
 
 def example(language: str, words: str) -> str:
-    """The code block of docs/ci.md that holds these words."""
+    """Return the code block of docs/ci.md that contains `words`."""
     (body,) = (m[3] for m in FENCE.finditer(CI.read_text()) if m[2] == language and words in m[3])
     return body
 

@@ -1,4 +1,4 @@
-"""The `bumpgate` command: what rebaseline writes, what it refuses, and that every error is one line."""
+"""The `bumpgate` command: output and refusals of rebaseline, and that every error is one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HERE = {"lane": "cpu", "torch": "2.13.0", "triton": None, "device": "cpu", "full
 
 @dataclass
 class Repository:
-    """A directory that rebaseline runs in. `run` calls the command there -> exit code, stdout, stderr."""
+    """A working directory for rebaseline. `run` calls the command there -> exit code, stdout, stderr."""
 
     root: Path
     run: Callable[..., tuple[int, str, str]]
@@ -39,12 +39,12 @@ class Repository:
         return dict(load(self.path, "cpu").rows)
 
     def review(self, made_with: dict[str, str | None] | None = None, **rows: Reviewed) -> None:
-        """Writes the baseline; rows by case."""
+        """Write the baseline; rows by case."""
         made_with = made_with or {"torch": "2.13.0", "triton": None}
         save(self.path, Baseline("cpu", made_with, {f"a/{case}/n": row for case, row in rows.items()}))
 
     def measure(self, *rows: Row | Judgement, complete: bool = True, **provenance: object) -> None:
-        """Writes the record of a run that measured these rows, judged as a session judges them."""
+        """Write the record of a run that measured these rows, judged as in a session."""
         old = load(self.path, "cpu", missing_ok=True)
         judged = [r if isinstance(r, Judgement) else judge(r, old, failed_instruments={}) for r in rows]
         here = HERE | {"tree": measured_tree(self.root)} | provenance
@@ -197,7 +197,7 @@ def test_prune_drops_what_is_gone_and_keeps_what_crashed(repository: Repository)
 
 
 def refused(repository: Repository, *args: str) -> str:
-    """Exit 1, nothing written, reasons on stderr."""
+    """Assert exit 1 and that nothing is written; return the reasons on stderr."""
     before = repository.path.read_bytes()
     code, out, err = repository.run(*ACCEPT, *args)
     assert (code, out, repository.path.read_bytes()) == (1, "", before)

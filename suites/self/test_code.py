@@ -1,4 +1,4 @@
-"""Rows of compiled code: one text a kernel, a reviewed one for each triton, and the sides of a bump compared."""
+"""Rows of compiled code: one string per kernel, reviewed per triton version, and compared between sides of a bump."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_text_without_counts_is_refused(value: object) -> None:
 def test_lane_verdict(
     triton: str, reviewed: str, changes: dict[str, int], verdict: Verdict, reason: str
 ) -> None:
-    """Against the reviewed code of this triton; of an unreviewed one against the nearest reviewed version's."""
+    """Judged against the reviewed code of this triton, or of the nearest reviewed version."""
     found = judged(row(**changes), triton)
     assert found.verdict is verdict
     assert reason in found.reason
@@ -117,7 +117,7 @@ def test_broken_values_are_one_line(old: str, new: str, fault: str, tmp_path: Pa
 
 
 def test_rebaseline_adds_and_replaces_one_version() -> None:
-    """Also a version whose code is no worse; what was reviewed of other versions stays."""
+    """Also a version whose code is not worse; reviews of other versions are kept."""
     old = baseline()
     for triton, changes, why in (("3.9.0", {}, "new triton"), ("3.7.1", {"registers": 254}, "changed")):
         made = row(**changes)
@@ -134,7 +134,7 @@ def gate(good: tuple[str, Row], bad: tuple[str, Row]) -> list[tuple[Any, ...]]:
 
 
 def test_gate_compares_the_sides() -> None:
-    """Each side may equal its own review: 140 and 400 bytes are one more than the other all the same."""
+    """Each side may match its own review: 400 bytes are still more than 140."""
     good = ("3.7.1", row())
     assert gate(good, ("3.10.0", row(spills=400))) == [(Decision.HOLD, "WORSE", "spills")]
     assert gate(good, ("3.6.0", row(wgmma=7))) == [(Decision.HOLD, "WORSE", "wgmma")]
@@ -167,7 +167,7 @@ def test_header_names_the_reviewed_triton(triton: str, line: str) -> None:
 
 
 def test_bisect_finds_the_version_that_spills(tmp_path: Path) -> None:
-    """Every reading is green by its own review, as triton 3.7.1 and 3.9.0 are."""
+    """Every reading is green by its own review, as with triton 3.7.1 and 3.9.0."""
 
     def reading(triton: str, **changes: int) -> Reading:
         place = tmp_path / triton

@@ -1,4 +1,4 @@
-"""Rule C37: times are compared with times of the same class of host and the same work, and with no others."""
+"""Rule C37: times are only compared with times of the same host class and the same work."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_time_of_another_host_is_not_judged(
     ],
 )  # fmt: skip
 def test_times_of_different_work_do_not_compare(reviewed_work: str, work: str, verdict: Verdict) -> None:
-    """A baseline that states no work was written before its row stated any."""
+    """A baseline without `work` was written before its row had any."""
     made = Row("a/b/c", 1.0, "s", 1, "C37", better="lower", interval=(1.0, 1.0), tolerance=0.1, work=work)
     baseline = Baseline("cpu", {}, {"a/b/c": Reviewed(1.0, "s", "lower", 0.1, work=reviewed_work)})
     found = judge(made, baseline, failed_instruments={})
@@ -84,7 +84,7 @@ def test_work_is_in_record_and_baseline_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_rebaseline_refuses_times_of_another_host(whole: bool) -> None:
-    """One such time among those of the other host; a whole run replaces all of them."""
+    """One such time among those of another host is refused; a complete run replaces all of them."""
     made = Row("a/b/c", 2.0, "s", 1, "C37", better="lower", interval=(2.0, 2.0), tolerance=0.1)
     old = Baseline("cpu", HOST, {"a/b/c": Reviewed(1.0, "s", "lower", 0.1)})
     provenance = HOST | {"cpu": "Xeon", "full_run": whole}
@@ -129,7 +129,7 @@ def test_time(lane, row):
 def test_lane_run_refuses_to_compare(
     project: Project, made_on: str, work: str, code: int, label: str, reason: str
 ) -> None:
-    """A lane run and, where it is of another host, a rebaseline of that row alone."""
+    """A lane run and, if it is of another host, a rebaseline of only that row."""
     project.tests(TIMED_TEST)
     test = "suites/compile/test_a.py::test_time[cpu]"
     kept = Reviewed(1.0, "s", "lower", 0.1, test=test, work=work)

@@ -1,4 +1,4 @@
-"""What a red row shows: its numbers side by side, the sentence of its rule, and its place in the source."""
+"""Display of a red row: both numbers, the sentence of its rule, and its source location."""
 
 from __future__ import annotations
 

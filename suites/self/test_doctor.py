@@ -1,4 +1,4 @@
-"""`bumpgate doctor`: a healthy machine, and every kind of defect by its own code, reason and fix (rule C28)."""
+"""`bumpgate doctor`: a healthy machine, and every kind of defect with its code, reason and fix (rule C28)."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def by_code(findings: list[Finding], code: str) -> Finding:
 
 
 def test_this_machine_is_healthy(machine: Machine) -> None:
-    """The whole of it, as a user runs it; and torch was met by children that saw no device."""
+    """The complete command; torch is only imported in subprocesses without a visible device."""
     done = cli(machine, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert (told["schema"], told["lane"], told["healthy"]) == (1, "cpu", True)
-    assert [c["code"] for c in told["checks"]] == [check.code for check in CHECKS]
-    assert {c["status"] for c in told["checks"]} == {"ok"}
-    assert all(set(c) == {"code", "part", "check", "status", "reason", "fix"} for c in told["checks"])
+    reported = json.loads(done.stdout)
+    assert (reported["schema"], reported["lane"], reported["healthy"]) == (1, "cpu", True)
+    assert [c["code"] for c in reported["checks"]] == [check.code for check in CHECKS]
+    assert {c["status"] for c in reported["checks"]} == {"ok"}
+    assert all(set(c) == {"code", "part", "check", "status", "reason", "fix"} for c in reported["checks"])
     assert machine.torch_imports.count("''") >= 3
     assert set(machine.torch_imports) == {"''"}
 
@@ -64,7 +64,7 @@ sys.meta_path.insert(0, Finder())
 
 
 def foreign_kernels(machine: Machine) -> None:
-    """Answered for before any path is searched, as an editable install has it."""
+    """Resolved by an import hook before the path search, as in an editable install."""
     machine.at_start(FINDER.format(str(machine.package("other_kernels"))))
 
 
@@ -244,11 +244,11 @@ def test_cuda_builds_and_drivers(machine: Machine, torch: str, cuda: str, driver
     machine.torch(torch, cuda)
     machine.program("nvidia-smi", f"echo {driver}" if driver else "echo no devices >&2; exit 9")
     checks = [check for check in CHECKS if check.code in ("BG209", "BG210")]
-    told = {f.code: f for f in machine.examine(lane="h200", checks=checks) if f.status is not Status.OK}
-    assert {code: words in told[code].reason for code, words in wanted.items()} == dict.fromkeys(told, True)
+    found = {f.code: f for f in machine.examine(lane="h200", checks=checks) if f.status is not Status.OK}
+    assert {code: words in found[code].reason for code, words in wanted.items()} == dict.fromkeys(found, True)
     assert all(
         (f.status is Status.WARNING) == ("is no longer" not in f.reason)
-        for f in told.values()
+        for f in found.values()
         if "09" in f.code
     )
 
@@ -366,14 +366,14 @@ def test_unreadable_files_are_one_line_and_exit_4(
 
 def test_a_defect_exits_with_1_and_both_forms_say_the_same(machine: Machine) -> None:
     machine.environment["TORCHINDUCTOR_CACHE_DIR"] = "/absent"
-    plain, told = cli(machine), cli(machine, "--json")
-    assert (plain.returncode, told.returncode, plain.stderr) == (1, 1, "")
+    plain, as_json = cli(machine), cli(machine, "--json")
+    assert (plain.returncode, as_json.returncode, plain.stderr) == (1, 1, "")
     assert (
         "DEFECT   BG107  cache directories: TORCHINDUCTOR_CACHE_DIR=/absent does not exist\n" in plain.stdout
     )
     assert "\n                -> mkdir -p /absent, or export TORCHINDUCTOR_CACHE_DIR" in plain.stdout
     assert plain.stdout.splitlines()[-1] == "doctor: lane cpu: not fit: 8 ok, 1 DEFECT, 11 not run"
-    document = json.loads(told.stdout)
+    document = json.loads(as_json.stdout)
     assert not document["healthy"]
     assert [c["code"] for c in document["checks"] if c["status"] == "DEFECT"] == ["BG107"]
     assert machine.torch_imports == []

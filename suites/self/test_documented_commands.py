@@ -1,6 +1,6 @@
-"""Every command line of the documents, the action and the workflows is executed, or its table says why not.
+"""Every command line of the documents, the action and the workflows is executed, or its table gives the reason why not.
 
-documented.py extracts the commands, documented_commands.toml says how each is checked, scratch.py executes them.
+documented.py extracts the commands, documented_commands.toml defines how each is checked, scratch.py executes them.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def test_command_runs_as_documented(scratch: Scratch, text: str) -> None:
         assert words in done.output, done.output
     for words in entry.get("children", ()):
         assert any(words in child for child in done.children), (done.children, done.output)
-    # Evidence that a bisect quotes from its own test is indented.
+    # Evidence quoted by a bisect from its own test is indented.
     assert not any(line.startswith("Traceback") for line in done.output.splitlines())
     assert "INTERNALERROR" not in done.output
     assert [path for path in entry.get("writes", ()) if not (scratch.root / path).is_file()] == []
 
 
 def sections() -> dict[str, configparser.SectionProxy]:
-    """Environment of tox.ini -> its section, families unfolded."""
+    """Map each tox environment to its section, with families expanded."""
     parser = configparser.ConfigParser(interpolation=None)
     parser.read(ROOT / "tox.ini")
     found = {}

@@ -1,4 +1,4 @@
-"""Slow drift: a creep of 1 % a week is called by week 6, and a year without change stays quiet.
+"""Slow drift: 1 % a week is reported by week 6, and a year without change gives no report.
 
 A weekly reading is the estimate from 12 sessions, with the noise of test_sequential.
 """
@@ -37,7 +37,7 @@ def readings(log_ratios: list[float]) -> list[Reading]:
 
 @lru_cache
 def weekly_errors(noise: str) -> list[float]:
-    """Errors of weekly readings, to be drawn from."""
+    """Return a sample of errors of weekly readings."""
     rng, out = random.Random(0), []
     for _ in range(POOL):
         draw = row_noise(rng, noise)
@@ -46,7 +46,7 @@ def weekly_errors(noise: str) -> list[float]:
 
 
 def creeping(weeks: int) -> list[float]:
-    """Log-ratios to the anchor when each week adds 1 %, and the weeks before the first were all alike."""
+    """Log-ratios to the anchor if each week adds 1 %, and the weeks before the first were equal."""
     adopted = [week(-n) for n in range(1, 9)]
     out = []
     for n in range(1, weeks + 1):
@@ -58,13 +58,13 @@ def creeping(weeks: int) -> list[float]:
 
 
 def quiet_runs(rng: random.Random, noise: str, runs: int) -> int:
-    """Years in which none of 15 rows was called."""
+    """Count years without a report for any of 15 rows."""
     errors = weekly_errors(noise)
     return sum(not any(creep(readings(rng.choices(errors, k=52))) for _ in ROWS) for _ in range(runs))
 
 
 def called_by_week_6(rng: random.Random, noise: str, runs: int) -> tuple[int, list[int]]:
-    """Creeps called by week 6, and the weeks at which those were called."""
+    """Count drifts reported by week 6, and return the weeks of their reports."""
     errors, weeks = weekly_errors(noise), []
     for _ in range(runs):
         found = creep(readings([x + rng.choice(errors) for x in creeping(6)]))
@@ -98,8 +98,8 @@ def test_mutant_without_an_allowance_is_not_quiet(monkeypatch: pytest.MonkeyPatc
 
 
 def test_mutant_that_reads_weekly_steps_fails_at_any_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At this limit it is both too late and not quiet; a higher one calls later, a lower one more often."""
-    monkeypatch.setattr(drift, "ALLOWANCE", 0.005)  # half of a step: the best for it
+    """At this limit it is both too late and too noisy; a higher one reports later, a lower one more often."""
+    monkeypatch.setattr(drift, "ALLOWANCE", 0.005)  # half of a step: its best value
     rng = random.Random(2)
     errors = weekly_errors(NOISES[0])
     runs = 300
@@ -140,7 +140,7 @@ def test_nothing_within_the_allowance_is_called(log_ratios: list[float]) -> None
 @FIXED
 @given(st.lists(st.floats(-0.1, 0.1), max_size=30), st.lists(st.floats(-0.1, 0.1), max_size=10))
 def test_a_creep_once_called_stays_called(log_ratios: list[float], later: list[float]) -> None:
-    """Red until it is fixed and accepted, whatever the next weeks read."""
+    """Red until it is fixed and accepted, independent of later readings."""
     found = creep(readings(log_ratios))
     if found:
         assert creep(readings(log_ratios + later)) == found

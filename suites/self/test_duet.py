@@ -1,4 +1,4 @@
-"""A paired session on cores of their own: two real processes that keep step, and what becomes of one left alone."""
+"""A paired session on dedicated cores: two real processes in lockstep, and the case that one of them is left alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bumpgate.processes.runner import LaneCall
 from suites.self.project import PLUGINS, REPO, Project
 
 TEST = "suites/throughput/test_work.py::test_work[cpu]"
-# SLOWER lengthens the work of one side; the machine is never quiet enough for a suite beside it.
+# SLOWER lengthens the work of one side; the machine is never quiet enough for a suite running in parallel.
 WORK = """
 import statistics
 from bumpgate.plugin import timing
@@ -62,7 +62,7 @@ def project(tmp_path: Path) -> Project:
 
 
 def duet(project: Project, flip: bool = False, **of_second: str):
-    """Both sides of one session -> their runs."""
+    """Run both sides of one session -> their runs."""
     calls = [
         LaneCall(
             Path(sys.executable),
@@ -78,7 +78,7 @@ def duet(project: Project, flip: bool = False, **of_second: str):
 
 
 def rounds(runs):
-    """The costs of either side, round by round."""
+    """Return the costs of each side per round."""
     return [reading(run, [TEST]).rounds["throughput/work/seconds"] for run in runs]
 
 
@@ -92,7 +92,7 @@ def rows(run):
 def test_both_sides_go_through_the_same_rounds_and_change_places(project: Project, flip: bool) -> None:
     runs = duet(project, flip, SLOWER="1.5")
     good, bad = (rows(run)["throughput/work/seconds"] for run in runs)
-    # The first call is no round: it comes before both are ready.
+    # The first call is not a round: it comes before both are ready.
     ours, theirs = (json.loads(row.evidence[0])[1:] for row in (good, bad))
     assert len(ours) == ROUNDS
     halves = shares()[::-1] if flip else shares()
@@ -107,7 +107,7 @@ def test_both_sides_go_through_the_same_rounds_and_change_places(project: Projec
 @needs_two_cores
 @pytest.mark.parametrize("flip", [False, True])
 def test_the_rounds_tell_how_much_longer_the_other_sides_work_is(project: Project, flip: bool) -> None:
-    """One session of three does: beside busy processes, 2 of 14 single ones were off by more, at 1.26 and 1.87."""
+    """One session of three must: with busy neighbours, 2 of 14 single ones deviated more, at 1.26 and 1.87."""
     sessions = (log_ratio_of_rounds(*rounds(duet(project, flip, SLOWER="1.5"))) for _ in range(3))
     assert pytest.approx(1.5, rel=0.15) in map(math.exp, sessions)
 
@@ -115,7 +115,7 @@ def test_the_rounds_tell_how_much_longer_the_other_sides_work_is(project: Projec
 @needs_two_cores
 @pytest.mark.parametrize("sleeps", ["0", "0.002"])
 def test_rounds_show_waiting_that_cpu_time_does_not(project: Project, sleeps: str) -> None:
-    """A sleep of 2 ms next to some 20 ms of work reads as its share of the CPU time, and without one nothing waits."""
+    """A sleep of 2 ms next to about 20 ms of work is reported as its share of CPU time; without it there is no wait."""
     runs = duet(project, SLEEPS=sleeps)
     good, bad = (reading(run, [TEST]).rounds["throughput/work/wall_over_cpu"] for run in runs)
     waits = math.exp(log_ratio_of_rounds(good, bad))
@@ -153,7 +153,7 @@ def test_rounds_that_do_not_pair_are_refused() -> None:
 
 
 def test_what_one_core_suffers_cancels() -> None:
-    """The first core is slower by half; the sides change places after each round, and one round is spoilt."""
+    """The first core is slower by half; the sides swap cores after each round, and one round is disturbed."""
     cores = [1.5, 1.0] * 10
     good = [2.0 * a for a in cores]
     bad = [2.1 * b for b in (cores[1:] + cores[:1])]

@@ -1,4 +1,4 @@
-"""The forms of the command line in which a lane runs, and what a run reports whose workers do not start."""
+"""Command lines that run a lane, and the report of a run whose workers do not start."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_path_argument_from_another_directory(
 
 @pytest.mark.parametrize("extra", [(), ("-p", "bumpgate.plugin")], ids=["once", "twice"])
 def test_plugin_from_pythonpath_alone(lane: Project, extra: tuple[str, ...]) -> None:
-    """As the gate starts its candidate, whose interpreter may hold an installed bumpgate too."""
+    """As started by the gate for its candidate, whose interpreter may also have bumpgate installed."""
     result = lane.pytest("-m", "cpu", *extra, PYTHONPATH=str(lane.root))
     assert result.code == 0, result.out + result.err
 
@@ -108,7 +108,7 @@ def test_exceeded_restarts_after_some_rows_name_their_cause(lane: Project) -> No
 def test_existing_record_after_a_space_is_explained(
     lane: Project, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """pytest reads it as a test path, so the plugin is loaded only where bumpgate is installed."""
+    """pytest parses it as a test path, so the plugin is only loaded if bumpgate is installed."""
     record = tmp_path_factory.mktemp("elsewhere") / "record.json"
     record.write_text("{}")
     result = lane.pytest(

@@ -1,4 +1,4 @@
-"""Environments from fake wheels on loopback: built once, never half, and every failure says whose fault it is."""
+"""Environments from fake wheels on loopback: built once, atomically, and every failure names its cause."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def torch_in(environment: Environment) -> str:
 
 
 def left_behind() -> list[str]:
-    """What stands in the cache beside its logs and lock files."""
+    """Return the cache entries other than logs and lock files."""
     return sorted(p.name for p in cache().iterdir() if p.name not in ("logs", ".locks"))
 
 
@@ -76,10 +76,10 @@ def test_a_second_build_is_the_first_one_and_calls_no_uv(
     first = build(TORCH)
     assert (torch_in(first), dict(first.packages)) == ("1.0 3.0", {"torch": "1.0", "triton": "3.0"})
     assert left_behind() == [first.key]
-    asked = len(index.requests)
+    requests = len(index.requests)
     monkeypatch.setattr(environments, "run_uv", None)
     assert build(TORCH) == first
-    assert len(index.requests) == asked
+    assert len(index.requests) == requests
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_key_knows_the_host_the_lock_and_the_files(
     seen = [keys()]
     lock.write_text("b")
     seen.append(keys())
-    # The same version built anew: a developer's loop.
+    # The same version rebuilt, as in a developer's loop.
     fake_wheel(tmp_path / "mine", "torch", "1.0", "changed = True\n")
     seen.append(keys())
     monkeypatch.setenv("UV_EXCLUDE_NEWER", "2026-01-01")
@@ -205,7 +205,7 @@ except BuildError as error:
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a process that builds one requirement."""
+    """Yield a function that starts a process to build one requirement."""
     started = []
 
     def start(requirement: str, fault: str = "") -> subprocess.Popen[str]:
@@ -255,7 +255,7 @@ def test_a_killed_build_is_built_anew(index: LocalIndex, child: Callable[..., su
 def test_two_processes_build_one_environment(
     index: LocalIndex, child: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # uv gives a silent index up before a busy machine has started a process.
+    # uv times out on a silent index before a busy machine has started a process.
     monkeypatch.setenv("UV_HTTP_TIMEOUT", "300")
     index.pause()
     both = [child("torch==1.0")]
@@ -282,8 +282,8 @@ def test_what_is_in_use_is_not_deleted(
     monkeypatch.setattr(sys, "argv", ["bumpgate", "environments", "--prune", "--keep", "0"])
     with pytest.raises(SystemExit):
         cli.main()
-    told = capsys.readouterr().out.splitlines()
-    assert told[2:] == [
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[2:] == [
         f"kept, in use: {used.key}",
         f"deleted {other.key}",
         f"deleted the compile caches {other.key}-good",
@@ -312,7 +312,7 @@ def test_an_open_requirement_is_asked_again_only_with_refresh(index: LocalIndex,
     assert build(request).packages == {"helper": "2.0"}
     index.add(fake_wheel(tmp_path / "wheels", "helper", "3.0"))
     assert build(request).packages == {"helper": "2.0"}
-    # uv takes an index's listing as fresh for some minutes.
+    # uv caches an index's listing for some minutes.
     assert build(replace(request, refresh=True)).packages == {"helper": "3.0"}
 
 
@@ -364,7 +364,7 @@ torch = "1.0+cu130"
 
 @pytest.fixture
 def device_tree(index: LocalIndex, tree: Path, tmp_path: Path) -> Path:
-    """A lane with pins of its own: triton, a pair that pins itself, and a kernel wheel outside of the index."""
+    """A lane with its own pins: triton, a pair that pins itself, and a kernel wheel outside the index."""
     (tree / "wheels" / "manifest.toml").write_text(ROW)
     for version in ("1.0", "2.0", "3.0"):
         folder = tmp_path / "wheels"

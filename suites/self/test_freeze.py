@@ -1,4 +1,4 @@
-"""The lock of a lane: names no host, pins every byte, builds anywhere, and is written whole or not at all."""
+"""The lock of a lane: independent of the host, pins every byte, builds anywhere, and is written atomically."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def freeze(
     index: LocalIndex, tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """Calls `bumpgate freeze` -> exit code, stdout, stderr."""
+    """Call `bumpgate freeze` -> exit code, stdout, stderr."""
 
     def run(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["bumpgate", "freeze", *args])
@@ -192,7 +192,7 @@ def test_a_file_that_is_no_lock_is_one_line(text: str, words: str, tmp_path: Pat
 
 @pytest.mark.parametrize("lane", LANES)
 def test_the_committed_lock_is_the_set_that_the_lane_asks_for(lane: str) -> None:
-    """Whoever edits the extra or the manifest row freezes the lane again."""
+    """After an edit of the extra or the manifest row, the lane must be frozen again."""
     path = lane_lock(ROOT, lane)
     lock = read_lock(path)
     assert "://" not in path.read_text()

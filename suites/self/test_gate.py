@@ -1,6 +1,6 @@
-"""What a gate measures, in what order, and what it makes of it; each fault is planted in one side of a machine.
+"""What a gate measures, in which order, and its verdict; each fault is injected in one side of a machine.
 
-The machine of suites/self/gating.py runs no process: test_gate_faults.py has the real ones.
+The machine of suites/self/gating.py runs no process: test_gate_faults.py uses real ones.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def adopt(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of gates: what a power cut would lose is no matter here."""
+    """Disable fsync: these tests run hundreds of gates and do not test power loss."""
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 
@@ -87,7 +87,7 @@ def test_every_step_is_on_the_disk_before_the_next_begins(machine: Machine, out:
 
     machine.before_process = look
     machine.gate(out)
-    # Both sides of a step run at once.
+    # Both sides of a step run concurrently.
     assert seen[:5] == [(0, 0, 0), (0, 0, 0), (1, 1, 0), (1, 1, 0), (2, 2, 0)]
     assert [s[2] for s in seen[4:]] == [i // 2 for i in range(len(seen[4:]))]
     raw = json.loads((out / result.NAME).read_text())
@@ -118,7 +118,7 @@ def test_a_row_that_is_five_percent_slower_is_held(machine: Machine, out: Path) 
 def test_five_percent_is_found_nineteen_times_of_twenty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the noise of PROCESS_SD a process; test_sequential has the detection rate under others."""
+    """With noise PROCESS_SD per process; test_sequential has the detection rate for other noise."""
     held = 0
     for seed in range(20):
         machine = Machine(tmp_path / f"tree{seed}", seed)
@@ -160,7 +160,7 @@ def test_a_fault_of_the_candidate(machine: Machine, out: Path, fault: str) -> No
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_same_fault_of_the_adopted_build_is_no_evidence(machine: Machine, out: Path, fault: str) -> None:
-    """Of the adopted build alone it is a gap or something fixed, and no fault of the candidate."""
+    """In the adopted build only, it is a gap or a fix, not a fault of the candidate."""
     for name, value in FAULTS[fault][0].items():  # type: ignore[attr-defined]
         setattr(machine.sides["good"], name, value)
     gate = machine.gate(out)
@@ -261,7 +261,7 @@ def test_a_spent_budget_leaves_open_rows_inconclusive(machine: Machine, out: Pat
 
 
 class Killed(BaseException):
-    """As a kill: nothing of ours catches it."""
+    """Simulates a kill: no handler of the gate catches it."""
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.05])
@@ -298,7 +298,7 @@ def test_killed_anywhere_and_resumed_it_comes_to_the_same_verdict(
 
 
 def test_anchor_sessions_survive_a_resume(machine: Machine, out: Path) -> None:
-    asked = Asked("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0")
+    options = Asked("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0")
 
     def kill() -> None:
         drifted = machine.bench and machine.bench.gate.drifted
@@ -307,11 +307,11 @@ def test_anchor_sessions_survive_a_resume(machine: Machine, out: Path) -> None:
 
     machine.before_process = kill
     with pytest.raises(Killed):
-        machine.gate(out, asked)
+        machine.gate(out, options)
     before = json.loads((out / result.NAME).read_text())["anchor"]["log_ratios"]
     assert [len(x) for x in before.values()] == [3]
     machine.before_process, machine.processes = lambda: None, []
-    gate = machine.gate(out, asked)
+    gate = machine.gate(out, options)
     assert gate.drifted
     assert {row: x[:3] for row, x in gate.drifted.log_ratios.items()} == before
     assert machine.processes.count("timed:anchor") == drift.SESSIONS - 3
@@ -354,7 +354,7 @@ def test_a_file_that_is_no_gate_is_one_line(out: Path, text: str) -> None:
 
 
 def weekly(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weeks: int) -> list[Gate]:
-    """A gate a week, each 1 % slower than the last; the anchor is the build of four weeks before."""
+    """One gate per week, each 1 % slower than the last; the anchor is the build of four weeks before."""
     row = "throughput/b/seconds"
     history: list[Reading] = []
     gates = []
@@ -451,7 +451,7 @@ FINDING = Finding(
 
 @pytest.mark.parametrize("width", [None, 160])
 def test_both_sides_and_the_repro_are_shown(width: int | None) -> None:
-    """None is a log: whole lines, so that it can be searched."""
+    """Width None is a log: lines are not wrapped, so that it can be searched."""
     console = Console(file=io.StringIO(), force_terminal=width is not None, width=width or 40, no_color=True)
     findings_text([FINDING], console)
     text = console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Values measured once on each side: what the gate calls worse, what it shows, and what it measures again."""
+"""Values measured once per side: what the gate reports as worse, what it displays, and what it measures again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DEVICE = row("device_milliseconds_per_step", 341.1, "ms", better="lower", tolera
 
 @pytest.mark.parametrize(("reading", "ratio"), [(COLD, 1.49), (DEVICE, 1.115)])
 def test_slower_single_reading_is_measured_again(reading: Row, ratio: float) -> None:
-    """Both sides pass their stored tolerance, or nearly; the sessions decide, and without them it is no ADOPT."""
+    """Both sides pass their stored tolerance, or nearly; the sessions decide, and without them there is no ADOPT."""
     good, bad = judged(reading), judged(replace(reading, value=reading.value * ratio))
     assert timed_rows(record(good), record(bad)) == {reading.id: TEST}
     assert cost(bad) == bad.row.value
@@ -149,7 +149,7 @@ def whole(name: str) -> Side:
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_one_build_on_two_machines_is_never_worse(swap: bool) -> None:
-    """Two complete runs of one build: 654 rows, and no margin is crossed; few times would be measured again."""
+    """Two complete runs of one build: 654 rows, no margin is exceeded, and few times would be measured again."""
     good, bad = (whole(n) for n in ("h200-whole", "h200-whole-another-machine")[:: -1 if swap else 1])
     assert [f for f in judge_gate("cpu", good, bad).findings if f.label == "WORSE"] == []
     assert good.record
@@ -165,7 +165,7 @@ def by_id(side: Side) -> dict[str, Row]:
 
 
 def test_unchanged_pairs_with_noise_are_never_held() -> None:
-    """The kept record against copies of itself, with the noise that each kind showed between two machines."""
+    """The stored record against copies of itself, with the noise per kind measured between two machines."""
     rng, good = random.Random(20261123), whole("h200-whole")
     assert good.record
     noise = {"ms": 0.012, "fraction": 0.016, "ratio": 0.026, "s": 0.13, "nats": 0.03, "bytes": 0.0001}

@@ -1,4 +1,4 @@
-"""`bumpgate gate` as a user runs it, on a miniature tree: real processes, real interpreters, and every way to fail."""
+"""`bumpgate gate` end to end on a miniature tree: real processes, real interpreters, and every failure mode."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tree(tmp_path: Path) -> Any:
 def test_a_slower_row_is_found_though_the_gate_is_interrupted_and_killed(tree: Tree) -> None:
     """5 % more work in one of two loops: HOLD for that one, SAME for the other, from sessions of three gates.
 
-    With the sessions that a user's gate has: with 8, each must find it, and beside a busy neighbour one may not.
+    With a user's number of sessions: with 8, each must detect it, and with a busy neighbour one may not.
     """
     tree.bad = tree.interpreter("bad", SLOWER="1.05")
 
@@ -53,9 +53,9 @@ def test_a_slower_row_is_found_though_the_gate_is_interrupted_and_killed(tree: T
     first.send_signal(signal.SIGINT)
     _, err = first.communicate(timeout=120)
     assert first.returncode == gate.INTERRUPTED
-    told = err.splitlines()[-1]
-    assert told.startswith("interrupted; what was measured is kept, go on with: bumpgate gate")
-    assert told.endswith("--resume")
+    message = err.splitlines()[-1]
+    assert message.startswith("interrupted; what was measured is kept, go on with: bumpgate gate")
+    assert message.endswith("--resume")
     kept = tree.raw()["sessions"]["log_ratios"]
 
     again = tree.gate()
@@ -80,7 +80,7 @@ def test_a_slower_row_is_found_though_the_gate_is_interrupted_and_killed(tree: T
     for row in TIMED:
         found = raw["timed"][row]["log_ratios"]
         assert found[: len(kept[row])] == kept[row], "sessions measured before stay"
-    # A row that lost a reading lies behind; the last one to be decided ends the sessions, at a look.
+    # A row that lost a reading lags; the sessions end at the look that decides the last row.
     counts = {len(raw["timed"][row]["log_ratios"]) for row in TIMED}
     assert counts & {look.sessions for look in Plan().looks}
     assert [f["label"] for f in raw["findings"]] == ["SLOWER"]
@@ -181,7 +181,7 @@ REFUSALS = {
 
 @pytest.fixture
 def run(tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The command in this process: exit code, stdout, stderr."""
+    """Run the command in this process: exit code, stdout, stderr."""
     monkeypatch.chdir(tree.root)
     for name in ("BUMPGATE_HOME", "TMPDIR"):
         monkeypatch.setenv(name, tree.env[name])

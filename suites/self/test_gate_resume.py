@@ -1,4 +1,4 @@
-"""A verdict holds for the tree, packages and options that it was measured with; `--resume` refuses any other."""
+"""A verdict is valid for the tree, packages and options that were measured; `--resume` refuses any other."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_binding_sees_what_a_lane_reads(repository: Path, change: str, inside_gi
     path, words = CHANGES[change]
     if not inside_git:
         (repository / ".git").rename(repository.parent / "git")
-        words = "" if change == "tracked file" else words  # no source, and no list says that it counts
+        words = "" if change == "tracked file" else words  # neither a source file nor listed as relevant
     for name in ("out", "other"):
         (repository / name).mkdir()
         (repository / name / NAME).write_text("{}")

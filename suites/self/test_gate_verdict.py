@@ -1,4 +1,4 @@
-"""The gate's verdict: every pair of row verdicts, every gap in the evidence, and findings grouped by cause."""
+"""The gate's verdict: every pair of row verdicts, every gap in the evidence, and grouping of findings by cause."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def one(result: GateVerdict) -> Finding:
     return result.findings[0]
 
 
-# Rows: what the adopted environment said; columns: what the candidate said. None: the row is not in the record.
+# Rows: verdict in the adopted environment; columns: verdict in the candidate. None: the row is not in the record.
 P, D, W, R, C, M, N, F, X = (
     Verdict.PASS,
     Verdict.FIXED,
@@ -102,7 +102,7 @@ def measured(said: Verdict | None) -> list[Judgement]:
     [(g, b, cell) for g, line in TABLE.items() for b, cell in zip(COLUMNS, line.split())],
 )
 def test_a_row_that_both_sides_judged(good: Verdict, bad: Verdict | None, expected: str) -> None:
-    # A second row that is right on both sides: what decides is the first.
+    # A second row that passes on both sides: the first one decides.
     right = judged(P, row("compile/other/recompiles"))
     result = gate([*measured(good), right], [*measured(bad), right])
     assert result.decision is {"A": ADOPT, "H": HOLD, "U": UNKNOWN}[expected]
@@ -110,7 +110,7 @@ def test_a_row_that_both_sides_judged(good: Verdict, bad: Verdict | None, expect
 
 
 def test_unreviewed_row_of_the_candidate_alone_is_new() -> None:
-    """A capability that a release adds brings rows which no baseline has; a reviewed row never passes for one."""
+    """A capability added by a release has rows without a baseline; a reviewed row never counts as new."""
     both = judged(P, row("compile/other/recompiles"))
     added = judged(M, row("release/cond/parts"), "not reviewed: measured 0 count")
     result = gate([both], [both, added])
@@ -160,7 +160,7 @@ def test_a_gap_in_the_evidence_is_never_adopted_nor_held_against_the_candidate(n
 
 @pytest.mark.parametrize("name", GAPS)
 def test_with_all_in_place_the_same_sides_are_adopted(name: str) -> None:
-    """The gaps above decide, and nothing else in those sides."""
+    """Only the gaps above decide, nothing else in these sides."""
     good, bad = (Side(s.name, Record({"lane": "cpu"}, tuple(right))) for s in GAPS[name])
     assert judge_gate("cpu", good, bad) == GateVerdict(ADOPT, ())
 
@@ -227,7 +227,7 @@ def test_paired_sessions_stand_in_place_of_a_stored_time(said: Verdict) -> None:
     good, bad = [judged(P, made)], [judged(said, made)]
     assert gate(good, bad, {made.id: paired(Outcome.SAME)}) == GateVerdict(ADOPT, ())
     assert gate(good, bad).decision is {R: HOLD, W: ADOPT, X: UNKNOWN}[said]
-    # What the test derived holds for a timed row as well, and so does a canary.
+    # A derived expectation applies to a timed row as well, and so does a canary.
     bound = replace(made, at_most=1.0)
     assert gate([judged(P, made)], [judged(R, bound)], {made.id: paired(Outcome.SAME)}).decision is HOLD
     assert gate(good, [judged(N, made)], {made.id: paired(Outcome.SAME)}).decision is UNKNOWN
@@ -286,7 +286,7 @@ def test_evidence_that_only_went_away_is_the_cause() -> None:
 
 
 def test_rows_that_one_failure_took_along_are_one_finding() -> None:
-    """Whatever their metric and test: the reason is the cause."""
+    """Independent of metric and test: the reason is the cause."""
     ids = ["kernels/mla/forward_error_ratio", "kernels/mla/gradient_error_ratio"]
     good = [judged(P, row(id)) for id in ids]
     bad = []

@@ -1,6 +1,6 @@
-"""A time that was taken on a GPU which was hot, throttled or shared is no time: its row is INFRA.
+"""A time measured on a hot, throttled or shared GPU is invalid: its row is INFRA.
 
-The readings are made up: no GPU is here.
+The readings are simulated: no GPU is needed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ POWER_CAP, HARDWARE_SLOWDOWN, SOFTWARE_THERMAL, HARDWARE_THERMAL, BRAKE = 0x4, 0
 QUIET = State("NVML", "GPU-1", 1980, 3201, 690, 61, POWER_CAP, 12.0, (), 1 << 29)
 HIDDEN = replace(QUIET, strangers=None)
 MUCH = UNEXPLAINED_BYTES + (1 << 30)
-NO_PROCESS = 2**22 + 1  # one more than the kernel gives out
+NO_PROCESS = 2**22 + 1  # above the kernel's largest pid
 
-# A stand-in for nvidia-ml-py. Of a list it tells one entry after the other, and the last one from then on.
+# A fake nvidia-ml-py. From a list it returns one entry per call, then repeats the last one.
 NVML = """
 from types import SimpleNamespace as Told
 
@@ -123,7 +123,7 @@ def test_both_readings_stand_in_one_line() -> None:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ModuleType]:
-    """Installs the stand-in, with other readings by name; the locks go where nobody else looks."""
+    """Install the fake, with other readings by name; locks are in a private folder."""
     monkeypatch.setattr(gpu_state, "LOCKS", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpu_state, "_cuda", lambda: None)
@@ -139,7 +139,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Modul
 
 
 class Cuda:
-    """What torch.cuda says of a process that has taken the GPU."""
+    """Fake torch.cuda of a process that uses the GPU."""
 
     @staticmethod
     def memory_reserved(device: int) -> int:
@@ -207,7 +207,7 @@ def test_ids_of_another_namespace_name_nobody(nvml, monkeypatch: pytest.MonkeyPa
 
 
 def nvidia_smi(directory: Path, state: str, processes: str = "", code: int = 0) -> None:
-    """A program of that name which prints these lines."""
+    """Create a fake nvidia-smi that prints these lines."""
     program = directory / "nvidia-smi"
     cases = f"*--query-gpu=*) echo '{state}';; *--query-compute-apps=*) printf '{processes}';;"
     program.write_text(f'#!/bin/sh\ncase "$*" in {cases} esac\nexit {code}\n')
@@ -216,7 +216,7 @@ def nvidia_smi(directory: Path, state: str, processes: str = "", code: int = 0) 
 
 @pytest.fixture
 def no_library(nvml, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where nvidia-ml-py is missing: the only directory of $PATH."""
+    """Remove nvidia-ml-py; return the only directory of $PATH."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -281,7 +281,7 @@ def test_time(lane, row, exclusive_machine):
     row("compile/timed/seconds", 1.0, interval=(0.9, 1.1), **TIMED)
 """
 
-# The locks of the made-up GPU stay out of the place where those of real ones are.
+# The locks of the fake GPU are kept apart from those of real ones.
 LOCKS_HERE = """
 from pathlib import Path
 from suites.support import gpu_state
@@ -303,7 +303,7 @@ def lane_project(project: Project, lane: str) -> None:
     save(project.root / f"baselines/{lane}.json", Baseline(lane, {"torch": "9.9.0"}, rows))
 
 
-# A session reads for the lock, then before the test, then at each row that it times.
+# A session reads the state for the lock, then before the test, then at each timed row.
 @pytest.mark.parametrize(
     ("readings", "verdict", "words"),
     [

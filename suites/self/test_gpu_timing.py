@@ -1,4 +1,4 @@
-"""What the lane of a GPU makes of its samples, and the stack on which it loads the ops' kernels. No GPU is here."""
+"""Statistics of GPU samples, and the stack that loads the ops' kernels. No GPU is needed."""
 
 from __future__ import annotations
 

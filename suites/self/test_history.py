@@ -1,4 +1,4 @@
-"""The history: what is kept of records and gates, where a row's level changed, and stores that are none."""
+"""The history: stored data of records and gates, level changes of a row, and invalid stores."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def a_record(folder: Path, day: str, value: object = 1.0, **provenance: object) 
 
 
 def a_gate(folder: Path, day: str, *, drift: float | None = None, held: bool = False) -> Path:
-    """A gate of that day that adopts torch 2.14.<day>, or holds it back."""
+    """Write a gate of that day with ADOPT for torch 2.14.<day>, or HOLD."""
     folder = folder / day
     folder.mkdir()
     here = HERE | {"started": f"2026-{day}T02:00:00+00:00"}
@@ -93,7 +93,7 @@ def test_a_gate_keeps_both_sides_and_its_records_are_not_kept_again(tmp_path: Pa
 def test_readings_come_in_order_of_time_not_of_adding(tmp_path: Path, archive: Archive) -> None:
     for day in ("11-03", "11-01", "11-02"):
         archive.add(a_record(tmp_path, day, float(day[-1])))
-    # The same moment in another zone.
+    # The same instant in another time zone.
     archive.add(a_record(tmp_path, "11-02", 2.5, started="2026-11-02T12:00:00+09:00"))
     assert [p.value for p in archive.points(ROW)] == [1.0, 2.0, 2.5, 3.0]
 
@@ -114,7 +114,7 @@ def test_adoptions_of_the_tree_are_adopted_builds(tmp_path: Path) -> None:
 def test_drift_is_read_from_adopted_builds_alone(
     tmp_path: Path, archive: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A creep of 1 % a week, as gates on Sundays read it; the build held back in between is no part of it."""
+    """A drift of 1 % a week, read by gates on Sundays; the build with HOLD in between is excluded."""
     days = ["09-20", "09-27", "10-04", "10-11", "10-18", "10-25"]
     for day, drift in zip(days, (0.01, 0.02, 0.03, 0.04, 0.04, 0.04)):
         archive.add(a_gate(tmp_path, day, drift=drift))
@@ -196,7 +196,7 @@ ADD = "import sys; from bumpgate.cli import main; sys.argv = ['bumpgate', 'histo
 
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
-    """Four processes that also make the database at once, with one record in common."""
+    """Four processes that also create the database concurrently, with one record in common."""
     files = [str(a_record(tmp_path, f"11-{i:02d}")) for i in range(1, 26)]
     started = [
         subprocess.Popen([sys.executable, "-c", ADD, files[0], *files[1 + 6 * n : 7 + 6 * n]], cwd=REPO)
@@ -207,7 +207,7 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_a_killed_writer_leaves_a_whole_record_or_none(tmp_path: Path, archive: Archive) -> None:
-    """Killed inside its transaction, with rows written: the next writer finds the store as it was."""
+    """Killed inside its transaction, with rows written: the next writer finds the store unchanged."""
     archive.add(a_record(tmp_path, "11-01"))
     path = a_record(tmp_path, "11-02")
     program = (
@@ -256,7 +256,7 @@ def test_timed_readings_of_two_classes_of_host_are_not_mixed(
 
 
 def test_a_store_of_the_first_version_is_carried_over(tmp_path: Path) -> None:
-    """It knew no class of host, and neither do its readings now."""
+    """It had no host class, and its readings have none after the migration."""
     path = tmp_path / "old.sqlite"
     Archive(f"sqlite:///{path}").add(a_record(tmp_path, "11-01"))
     with sqlite3.connect(path) as connection:

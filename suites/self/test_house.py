@@ -1,4 +1,4 @@
-"""The house rules that no reader should have to check by eye."""
+"""House rules that are checked automatically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from suites.self.tree import ROOT
 
 INSTRUMENTS = ROOT / "suites/support/instruments"
 ROOMS = ("kernels", "model", "launch", "suites", "bumpgate")
-# Documented by torch as the way to set its compiler up; everything else private is an instrument's to read.
+# Documented by torch as compiler configuration; only instruments may read other private names.
 LAUNCHER_MAY = {
     "torch._dynamo",
     "torch._dynamo.config",
@@ -29,7 +29,7 @@ def python_files(*rooms: str) -> list[Path]:
 
 
 def private_names(path: Path) -> set[str]:
-    """Dotted private torch names that a file imports or reads."""
+    """Return dotted private torch names that a file imports or reads."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""The state file: a bisect that is killed at any byte goes on as if it had not been."""
+"""The state file: a bisect killed at any byte resumes as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NIGHTS = tuple(labels(12))
 PLAN = Plan(NIGHTS, NIGHTS[0], NIGHTS[-1], ("pytest", "-q"), false_bad=0.1, false_good=0.05)
 PACKAGES = ("torch", "triton", "numpy")
 GOOD_SET, BAD_SET = dict.fromkeys(PACKAGES, "1"), dict.fromkeys(PACKAGES, "2")
-# The fault lies at 7; 6 does not install; the second reading of the good end and the first of 8 are false.
+# The fault is at 7; 6 does not install; the second reading of the good endpoint and the first of 8 are false.
 MISREAD = {(8, 0): "GOOD", (0, 0): "BAD"}
 
 
 def read_candidate(searched: Search, index: int) -> Outcome:
-    """What a probe says depends on how often its candidate was read before, and on nothing else."""
+    """Outcome of a probe: depends only on how often its candidate was read before."""
     if index == 6:
         return Outcome.SKIP
     before = Counter(i for i, _ in searched.history)[index]
@@ -43,7 +43,7 @@ def read_mixture(mixture: Mixture) -> Outcome:
 
 
 def drive(state: Any, probed: list[object] | None = None) -> Attribution:
-    """A whole bisect: the search, then the attribution, each reading through the journal."""
+    """Run a whole bisect: the search, then the attribution, each reading through the journal."""
     while state.search.result() is None:
         index = state.decide()[0]
         if probed is not None:
@@ -62,20 +62,20 @@ def drive(state: Any, probed: list[object] | None = None) -> Attribution:
 
 @pytest.fixture
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand files need no disk: what is synced, and when, is check_order's to prove."""
+    """Disable fsync for a thousand files; check_order tests what is synced, and when."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture
 def whole(tmp_path: Path) -> tuple[bytes, Search, Attribution]:
-    """An uninterrupted run: its file, its search and its attribution."""
+    """Return an uninterrupted run: its file, its search and its attribution."""
     with begin(tmp_path / "whole.jsonl", PLAN) as state:
         found = drive(state)
     return (tmp_path / "whole.jsonl").read_bytes(), state.search, found
 
 
 def test_the_run_that_is_cut_holds_all_that_a_run_can_hold(whole: tuple[bytes, Search, Attribution]) -> None:
-    """Else the cuts below would prove little: a skip, misreads, a repeat, an answer that is a range, mixtures."""
+    """It has a skip, misreads, a repeat, a range as answer, and mixtures; else the cuts below would prove little."""
     text, searched, found = whole
     result = searched.result()
     assert result is not None
@@ -88,7 +88,7 @@ def test_the_run_that_is_cut_holds_all_that_a_run_can_hold(whole: tuple[bytes, S
 
 
 def check_cuts(module: Any, folder: Path, whole: tuple[bytes, Search, Attribution]) -> int:
-    """A file cut after each of its bytes is resumed to the same posterior, and runs on to the same last byte."""
+    """A file truncated after any byte is resumed to the same posterior, and ends with the same bytes."""
     text, searched, found = whole
     header = text.index(b"\n")
     path = folder / "cut.jsonl"
@@ -138,7 +138,7 @@ def test_a_journal_that_resumes_wrongly_is_caught(
 
 
 def check_order(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each decision is on the disk before its probe starts, each outcome before the search takes it."""
+    """Each decision is on disk before its probe starts, each outcome before the search uses it."""
     synced = b""
     acted = []
 
@@ -158,11 +158,11 @@ def check_order(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(os, "fsync", fsync)
         patch.setattr(Search, "record", record)
         while state.search.result() is None:
-            asked = state.decide()
+            due = state.decide()
             decisions = [json.loads(line) for line in synced.splitlines() if b'"probe"' in line]
             assert decisions, "no decision is on the disk"
-            assert asked[0] in decisions[-1]["probe"], "decided before it was on the disk"
-            state.record(asked[0], read_candidate(state.search, asked[0]))
+            assert due[0] in decisions[-1]["probe"], "decided before it was on the disk"
+            state.record(due[0], read_candidate(state.search, due[0]))
         patch.setattr(Search, "record", real_record)
         state.decide_mixture(frozenset({"triton"}))
         assert synced.endswith(b'{"mixture": ["triton"]}\n')
@@ -236,13 +236,13 @@ def test_a_real_kill_loses_only_the_probe_that_was_under_way(
 def test_a_pending_probe_is_asked_for_again_and_nothing_else_is_repeated(tmp_path: Path) -> None:
     path, probed = tmp_path / "state.jsonl", []
     with begin(path, PLAN) as state:
-        asked = state.decide()
-        state.record(asked[0], Outcome.GOOD)
-        assert state.decide() == asked[1:]
+        due = state.decide()
+        state.record(due[0], Outcome.GOOD)
+        assert state.decide() == due[1:]
     with resume(path, PLAN) as state:
-        assert state.decide() == asked[1:]
+        assert state.decide() == due[1:]
         drive(state, probed)
-    assert probed[0] == asked[1]
+    assert probed[0] == due[1]
     before = path.read_bytes()
     with resume(path) as state:
         assert state.decide() == []
@@ -261,17 +261,17 @@ def test_a_full_disk_leaves_search_and_file_as_they_were(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with begin(path, PLAN) as state:
-        asked = state.decide()
+        due = state.decide()
         before = path.read_bytes()
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
             with pytest.raises(OSError, match="No space"):
-                state.record(asked[0], Outcome.GOOD)
+                state.record(due[0], Outcome.GOOD)
         assert state.search.history == []
         assert path.read_bytes() == before
-        state.record(asked[0], Outcome.GOOD)
+        state.record(due[0], Outcome.GOOD)
     with resume(path) as state:
-        assert state.search.history == [(asked[0], Outcome.GOOD)]
+        assert state.search.history == [(due[0], Outcome.GOOD)]
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_a_plan_that_makes_no_sense_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_a_journal_is_a_search_and_its_file() -> None:
-    """What a plan holds and what a search takes are the same, so that no argument is lost over a kill."""
+    """A plan's fields are the arguments of a search, so that no argument is lost after a kill."""
     assert isinstance(Journal, type)
     plan = replace(PLAN, good=NIGHTS[-1], bad=NIGHTS[0], find_fix=True, budget=9, confidence=0.9)
     searched = plan.search()

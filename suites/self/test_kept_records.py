@@ -1,4 +1,4 @@
-"""What baselines/records keeps: records of complete runs of a lane or a suite, of the build that the baseline holds."""
+"""baselines/records: records of complete runs of a lane or a suite, with the build of the baseline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kept(name: str) -> Record:
 
 
 def judged_anew(record: Record) -> list[Judgement]:
-    """By the baseline as it is now."""
+    """Judge the record by the current baseline."""
     baseline = load(ROOT / "baselines" / f"{record.provenance['lane']}.json", record.provenance["lane"])
     assert not other_build(baseline.made_with, record.provenance)
     build = {name: record.provenance.get(name) for name in BUILD}
@@ -29,7 +29,7 @@ def judged_anew(record: Record) -> list[Judgement]:
 
 
 def test_the_complete_runs_are_kept() -> None:
-    """Of the H200 lane, and of the kernels alone, whose first calls had fewer others beside them."""
+    """Of the H200 lane, and of the kernels only, whose first calls had fewer concurrent ones."""
     assert {*WHOLE, "h200-suites-kernels"} <= {path.stem for path in RECORDS}
     assert all(kept(name).provenance["full_run"] for name in WHOLE)
 
@@ -42,7 +42,7 @@ def test_a_run_on_another_machine_has_the_same_verdicts() -> None:
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_a_kept_record_passes_the_baseline(path: Path) -> None:
-    """A baseline that moved away from what a kept run measured is not that run's any more: keep another one."""
+    """If the baseline no longer matches a stored run, store a newer run."""
     record = read_record(path)
     assert record.complete
     judged = judged_anew(record)
@@ -51,7 +51,7 @@ def test_a_kept_record_passes_the_baseline(path: Path) -> None:
     ]
 
 
-# A tolerance above this needs a note with the measurement that asks for it, in percent.
+# A tolerance above this needs a note with the measurement that requires it, in percent.
 UNEXPLAINED = 0.1
 PERCENT = re.compile(r"(\d+(?:\.\d+)?) %")
 

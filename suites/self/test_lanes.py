@@ -29,7 +29,7 @@ def test_lane_tests_need_a_lane_and_self_tests_need_none(project: Project) -> No
 
 
 def refuses(result: Result, *words: str) -> None:
-    """Exit 4, exactly one line, which holds the words."""
+    """Assert exit 4 and exactly one line, which contains the words."""
     assert (result.code, result.out) == (4, ""), result.out + result.err
     assert len(result.err.strip().splitlines()) == 1, result.err
     for word in words:

@@ -1,4 +1,4 @@
-"""The mutant matrix reads what ran, and names what is missing."""
+"""The mutant matrix reads the results of runs, and reports what is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TESTS = sorted((ROOT / "suites").rglob("test_*.py"))
 
 
 def marks(path: Path) -> list[tuple[str, str]]:
-    """rule and fault of each @planted of a file, read and not imported."""
+    """Return rule and fault of each @planted of a file, parsed without importing it."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     return [
         tuple(map(ast.literal_eval, call.args))
@@ -29,24 +29,24 @@ def marks(path: Path) -> list[tuple[str, str]]:
 
 
 def test_no_mark_names_an_unknown_rule() -> None:
-    """From the sources. That every rule has a killer is known of a run only: CI makes the matrix of its runs."""
+    """Checked in the sources. Whether every rule has a killer is checked by CI, which makes the matrix of its runs."""
     have = {rule for path in TESTS for rule, _ in marks(path)} | {m.words[0] for m in MUTANTS}
-    wanted = set(matrix.rules())
-    assert len(wanted) >= 45
+    known = set(matrix.rules())
+    assert len(known) >= 45
     assert len(have) > 30
-    assert not have - wanted, f"rules.toml does not know {sorted(have - wanted)}"
+    assert not have - known, f"rules.toml does not know {sorted(have - known)}"
 
 
 @pytest.fixture
 def run(tmp_path: Path, three_rules: None):
-    """Writes a JUnit file of (property value or None, child tag or "") and the record of rows that name rules."""
+    """Return a writer of a JUnit file of (property value or None, child tag or "") and a record of rows with rules."""
 
     def write(cases, rules):
         body = ""
-        for i, (told, child) in enumerate(cases):
-            value = quoteattr(json.dumps(told)) if told else ""
-            told_xml = f'<properties><property name="planted" value={value}/></properties>' if told else ""
-            body += f'<testcase classname="suites.a.test_b" name="test_{i}">{told_xml}{child}</testcase>'
+        for i, (mark, child) in enumerate(cases):
+            value = quoteattr(json.dumps(mark)) if mark else ""
+            marked = f'<properties><property name="planted" value={value}/></properties>' if mark else ""
+            body += f'<testcase classname="suites.a.test_b" name="test_{i}">{marked}{child}</testcase>'
         junit, record = tmp_path / "run.xml", tmp_path / "record.json"
         junit.write_text(f"<testsuites><testsuite>{body}</testsuite></testsuites>")
         rows = [Row(f"a/{rule}/count", 1, "count", witness, rule, expected=1) for rule, witness in rules]
@@ -118,6 +118,6 @@ def test_one_lane_owes_nothing_of_another(run, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path: Path, bad: str, capsys) -> None:
     (tmp_path / "broken.xml").write_text("no XML")
     assert matrix.main([str(tmp_path / bad), "--out", str(tmp_path / "made" / "mutants.md")]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1
     assert not (tmp_path / "made").exists()

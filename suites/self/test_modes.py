@@ -1,4 +1,4 @@
-"""Slow modes and lost readings: the counts that decide, and an anchor that no history knows yet."""
+"""Slow modes and lost readings: the deciding counts, and an anchor without history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holm and Benjamini-Hochberg: against worked numbers, their plain definitions, and simulated families."""
+"""Holm and Benjamini-Hochberg: against worked examples, their definitions, and simulated families."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_worked_numbers() -> None:
 
 
 def step_down(p_values: Mapping[str, float], level: float) -> set[str]:
-    """Holm's rule as he wrote it: go up from the smallest, stop at the first that fails."""
+    """Holm's rule by its definition: go up from the smallest p-value, stop at the first that fails."""
     rejected: set[str] = set()
     for rank, row in enumerate(sorted(p_values, key=lambda r: p_values[r])):
         if p_values[row] > level / (len(p_values) - rank):
@@ -37,7 +37,7 @@ def step_down(p_values: Mapping[str, float], level: float) -> set[str]:
 
 
 def step_up(p_values: Mapping[str, float], level: float) -> set[str]:
-    """Benjamini and Hochberg's: the largest rank that passes takes all below it along."""
+    """Benjamini and Hochberg's rule: all ranks up to the largest one that passes are rejected."""
     ascending = sorted(p_values, key=lambda r: p_values[r])
     passing = [k for k, row in enumerate(ascending, 1) if p_values[row] <= level * k / len(ascending)]
     return set(ascending[: max(passing, default=0)])
@@ -83,7 +83,7 @@ def test_no_rows_need_no_adjusting(adjust: Adjust) -> None:
 
 
 def rates(adjust: Adjust, level: float, unchanged: int, moved: int, runs: int) -> tuple[int, float]:
-    """Families with any unchanged row under the level, and the mean share of such rows among those under it."""
+    """Count families with any unchanged row below the level, and the mean share of such rows among those below it."""
     rng = random.Random(1)
     wrong, shares = 0, 0.0
     for _ in range(runs):
@@ -99,7 +99,7 @@ def rates(adjust: Adjust, level: float, unchanged: int, moved: int, runs: int) -
 def test_holm_keeps_the_family_wise_error_and_no_adjusting_does_not() -> None:
     runs = 40_000
     wrong, _ = rates(holm, 0.02, 15, 0, runs)
-    exact = 1 - (1 - 0.02 / 15) ** 15  # independent rows spend the level almost whole
+    exact = 1 - (1 - 0.02 / 15) ** 15  # independent rows use almost the whole level
     margin = 4 * math.sqrt(exact * (1 - exact) / runs)
     assert abs(wrong / runs - exact) <= margin, told(f"Holm, {exact:.2%} +- {margin:.2%}", wrong, runs)
     runs = 2000

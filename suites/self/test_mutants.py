@@ -1,4 +1,4 @@
-"""Each planted fault turns its named row red, with a message that names the rule and the place."""
+"""Each injected fault turns its named row red, with a message that names the rule and the location."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def test_mutant_is_killed(mutant: Mutant, tmp_path: Path, record_property) -> No
     run = run_lane(root, mutant.test)
     judged = run.rows.get(mutant.row)
     assert judged, f"{mutant.name}: row {mutant.row} was not measured\n{run.output[-3000:]}"
-    beside = sorted(row for row in run.rows if row != mutant.row and run.verdict(row) in RED)
-    tell(record_property, mutant.words[0], mutant.name.replace("_", " "), mutant.row, beside)
+    also_red = sorted(row for row in run.rows if row != mutant.row and run.verdict(row) in RED)
+    tell(record_property, mutant.words[0], mutant.name.replace("_", " "), mutant.row, also_red)
     assert judged["verdict"] in RED, f"{mutant.name} survived: {judged['verdict']}: {message(judged)}"
     assert run.code == 1
     absent = mutant.unnamed(judged)
@@ -27,7 +27,7 @@ def test_mutant_is_killed(mutant: Mutant, tmp_path: Path, record_property) -> No
 
 
 def test_the_unchanged_tree_is_green_on_the_same_tests(tmp_path: Path) -> None:
-    """Without this, a mutant's row could be red for a reason of its own."""
+    """Otherwise a mutant's row could be red for another reason."""
     tests = sorted({mutant.test for mutant in MUTANTS})
     run = run_lane(copy_tree(tmp_path / "tree"), *tests)
     red = {

@@ -26,7 +26,7 @@ NARROW = [
 
 @pytest.fixture
 def lane(project: Project) -> Project:
-    """A project with two tests in two folders, and their reviewed rows: green as a whole."""
+    """A project with two tests in two folders, and their reviewed rows: green if run completely."""
     project.tests(GOOD)
     project.tests(GOOD.replace("good", "other"), "suites/model/test_b.py")
     other = Reviewed(13, "breaks", "derived", test="suites/model/test_b.py::test_other[cpu]")

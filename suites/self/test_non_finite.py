@@ -1,8 +1,8 @@
 """One NaN or one infinity, in the last place that a row compares, makes the row a REGRESSION.
 
-The ops are poisoned where they return to autograd, and the lane's own tests then run as they are: every error-ratio row
-of suites/kernels in the baselines has its test here by construction. A fault in an earlier place is easier to see, as
-Python's `max` keeps a NaN that comes first.
+The ops are poisoned where they return to autograd, and the lane's own tests then run unchanged: every error-ratio row
+of suites/kernels in the baselines has its test here by construction. A fault in an earlier place is easier to detect,
+because Python's `max` keeps a NaN that comes first.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ CPU = LANES["cpu"]
 
 
 class Poison(EveryOperator):
-    """Writes `value` into the last entry of the last tensor that the `call`-th call of our ops returns.
+    """Writes `value` to the last entry of the last tensor returned by the `call`-th call of our ops.
 
-    direction: "forward", where the last public output counts, or "gradient". `calls` counts the calls of each; call 0
-    is none of them.
+    direction: "forward" (last public output) or "gradient". `calls` counts the calls of each; call 0 poisons none.
     """
 
     def __init__(self, direction: str = "", value: float = math.nan, call: int = 0) -> None:
@@ -79,9 +78,9 @@ class Poison(EveryOperator):
 
 
 def public(op: str, outputs: Any) -> list[Tensor]:
-    """The outputs that an op's public function returns and that its rows compare.
+    """Return the outputs of an op's public function that its rows compare.
 
-    Mamba-3's v_prev is compared bit by bit before its rows are made. The ops of dsa_indexer return one output each.
+    Mamba-3's v_prev is compared bit by bit before its rows are created. The ops of dsa_indexer return one output each.
     """
     names = GOLDEN[op].outputs if op in GOLDEN else ("out",)
     outputs = [outputs] if isinstance(outputs, Tensor) else outputs
@@ -94,7 +93,7 @@ def poison_last(tensors: Any, value: float) -> None:
 
 
 def ratio_tests() -> dict[str, list[str]]:
-    """Test ids of suites/kernels, without the lane -> the error-ratio rows that the baselines hold of it."""
+    """Map test ids of suites/kernels, without the lane, to their error-ratio rows in the baselines."""
     found: dict[str, list[str]] = {}
     for lane in ("cpu", "h200"):
         for id, row in json.loads((ROOT / f"baselines/{lane}.json").read_text())["rows"].items():
@@ -109,7 +108,7 @@ OF_OPS = [test for test in TESTS if "test_model_shapes" not in test]
 
 
 def run_test(function: Callable[..., Any], lane: Lane, **arguments: Any) -> dict[str, Judgement]:
-    """The rows that a test function reports, as its lane judges them; a failed assertion of its own ends it early."""
+    """Run a test function and return its rows as judged by its lane; a failed assertion ends it early."""
     name = function.__name__
     item = SimpleNamespace(stash={}, nodeid=name, user_properties=[], path=Path(), location=("", 0, name))
     recorder = rows.RowRecorder(item, Baseline(lane.name), {}, {})
@@ -161,7 +160,7 @@ def test_last_value_of_the_last_case_of_an_op(test: str) -> None:
 
 
 def small_case(*_: Any, **__: Any) -> Case:
-    """rms_norm_gated on the CPU in place of a case of the GPU, as its own peer."""
+    """rms_norm_gated on the CPU instead of a GPU case, as its own peer."""
     inputs = test_peers.norm_inputs("cpu")
     op, reference = (partial(rms_norm_gated, group_size=64, impl=impl) for impl in ("op", "reference"))
     return Case(op, reference, op, inputs, Work(1.0, 1.0))
@@ -225,7 +224,7 @@ def test_loss_growth(at: int, value: float) -> None:
 
 
 def poisoned_steps(steps: int, value: float) -> Callable[..., Tensor]:
-    """launch.step.train_step, whose loss at the last of `steps` steps is `value`."""
+    """Return a fake launch.step.train_step whose loss is `value` at the last of `steps` steps."""
     count = iter(range(steps))
     return lambda *args: train_step(*args) if next(count) < steps - 1 else torch.tensor(value)
 
@@ -240,7 +239,7 @@ def test_last_step_of_the_loss_explosion_row(value: float, monkeypatch) -> None:
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("run", [1, 2])
 def test_last_of_twenty_steps(run: int, value: float, monkeypatch) -> None:
-    """On losses from a table: the model's compilation takes minutes, and is the lane's."""
+    """Uses losses from a table: compiling the model takes minutes, and is done in the lane."""
     curves = [[3.0 - 0.1 * step for step in range(20)] for _ in range(2)]
     curves[run - 1][-1] = value
     losses = iter([*curves[0], *curves[1]])
@@ -307,7 +306,7 @@ def test_last_gradient_of_a_split_step(value: float, monkeypatch) -> None:
 
 @pytest.fixture
 def xla_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
-    """test_steps and test_meshes of suites/xla, imported without torch_xla."""
+    """Import test_steps and test_meshes of suites/xla without torch_xla."""
     parts = ("core", "core.xla_model", "debug", "debug.metrics", "distributed", "distributed.spmd", "runtime")
     for name in ("torch_xla", *(f"torch_xla.{part}" for part in parts)):
         monkeypatch.setitem(sys.modules, name, MagicMock())
@@ -380,7 +379,7 @@ def test_last_group_of_an_ablation(side: int, value: float) -> None:
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("side", [0, 1, 2])
 def test_last_entry_of_any_side_of_a_comparison(side: int, value: float) -> None:
-    """The op, the plain formula or the oracle; the last pair has the value on two sides."""
+    """Sides: the op, the eager formula or the oracle; the last pair has the value on two sides."""
     three = [torch.tensor([1.0, 2.0]) + i * 1e-6 for i in range(3)]
     assert error_ratio(*three) < 3
     three[side][-1] = value

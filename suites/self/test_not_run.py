@@ -1,4 +1,4 @@
-"""Rows that only a TPU shows: on a stand-in neither red nor green and said aloud, on a TPU red where they are owed."""
+"""Rows that need a TPU: on CPU PJRT they are reported as NOT RUN, neither red nor green; on a TPU they are required."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_only_there(lane, row, record_property):
 
 
 def project_on(project: Project, device: str) -> None:
-    """A v6e lane with one row that was measured and one that only a TPU shows, both reviewed."""
+    """Create a v6e lane with one measured row and one that needs a TPU, both reviewed."""
     project.write("torch_xla/__init__.py", "")
     project.write("torch_xla/core/__init__.py", "")
     project.write("torch_xla/core/xla_model.py", "def xla_device_kind(): return 'TPU v6 lite'\n")

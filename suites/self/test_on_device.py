@@ -1,6 +1,6 @@
-"""The faults that are planted on an H200: their edits fit today's sources, and what each run may count as a kill.
+"""The faults injected on an H200: their edits match the current sources, and which runs count as a kill.
 
-No GPU and no lane run here: the runs are made up.
+No GPU or lane run is needed: the runs are simulated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def copy_of(mutant: Mutant, target: Path) -> Path:
 
 
 def judged(row: str, verdict: str, value: float | None = 2e4, message: str = "") -> dict:
-    """As a record holds it."""
+    """Return a judgement in the format of a record."""
     fields = {"id": row, "value": value, "unit": "x", "better": "higher", "interval": [1.9e4, 2.1e4]}
     row_of = fields | {"rule": message, "evidence": [], "test": "t", "tolerance": 0.06}
     return {"verdict": verdict, "reason": "", "row": row_of}
@@ -94,8 +94,8 @@ def test_a_kill_is_a_red_row_that_is_not_red_without_the_fault_and_says_where(
 
 
 def test_what_turned_red_beside_it_is_told() -> None:
-    beside = run_with("REGRESSION", beside="CHANGED")
-    found = outcome("graph_break", FAULTS["graph_break"], beside, run_with("PASS"), 3.0)
+    other_red = run_with("REGRESSION", beside="CHANGED")
+    found = outcome("graph_break", FAULTS["graph_break"], other_red, run_with("PASS"), 3.0)
     assert found.beside == ("compile/other/graphs",)
     assert "red beside it: compile/other/graphs" in str(found)
 
@@ -113,7 +113,7 @@ def test_the_sleep_is_a_share_of_the_step_and_the_limit_lies_between() -> None:
 
 
 class Device:
-    """Stands for an H200: every fault is red but `missed`, and the unchanged tree is not."""
+    """Fake H200: every fault except `missed` is red, and the unchanged tree is not."""
 
     def __init__(self, tmp_path: Path, missed: str = "") -> None:
         self.tmp_path, self.missed, self.asked = tmp_path, missed, []

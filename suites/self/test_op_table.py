@@ -1,4 +1,4 @@
-"""The table of the kernels: what is reviewed, and "-" for what is not."""
+"""The table of the kernels: reviewed values, and "-" for others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compiled(rows: dict[str, dict[str, str]]) -> Baseline:
 
 
 def cells(text: str) -> list[list[str]]:
-    """Of the first table."""
+    """Return the cells of the first table."""
     table = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
@@ -55,15 +55,15 @@ def test_a_mark_is_passed_or_missed_by_so_much_and_then_what_bounds_it_is_told()
     slow, capped = "causal_conv1d-D3584/both_milliseconds", "attention-P128-softcap30/forward_milliseconds"
     low, high = (f"moe_combine-E64-K6/{way}_roofline_fraction" for way in ("forward", "both"))
     values = {slow: 0.378, capped: 1.995, low: 0.76, high: 0.88}
-    told = {
+    printed = {
         cells[0].strip("`"): cells[2:]
         for cells in op_table.marks({f"kernels/{id}": v for id, v in values.items()})
     }
-    assert told[slow] == ("0.378", "missed by 5.0%", "not known")
-    assert told[capped] == ("1.995", "missed by 5.0%", op_table.BOUNDS[capped])
-    assert told[low][1] == "missed by 5.0%"
-    assert told[high][1:] == ("10.0%", "")
-    assert told["mamba3_siso-N64-G8/both_milliseconds"] == ("-", "-", "")
+    assert printed[slow] == ("0.378", "missed by 5.0%", "not known")
+    assert printed[capped] == ("1.995", "missed by 5.0%", op_table.BOUNDS[capped])
+    assert printed[low][1] == "missed by 5.0%"
+    assert printed[high][1:] == ("10.0%", "")
+    assert printed["mamba3_siso-N64-G8/both_milliseconds"] == ("-", "-", "")
     assert set(op_table.BOUNDS) <= set(op_table.MARKS)
 
 
@@ -81,6 +81,6 @@ def test_the_table_in_the_docs_is_that_of_the_reviewed_rows() -> None:
 
 def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path: Path, capsys) -> None:
     assert op_table.main(["--out", str(tmp_path / "absent" / "table.md")]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "No such file or directory" in told
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1
+    assert "No such file or directory" in stderr

@@ -1,4 +1,4 @@
-"""No op lacks a part: its mathematics, its op, its suite, its golden arrays, its reviewed rows, its wrong versions."""
+"""Every op is complete: reference, op, suite, golden arrays, reviewed rows, mutants."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from suites.self.tree import ROOT
 
 
 def ops(root: Path) -> list[str]:
-    """Every folder under kernels/ that holds Python files: it is an op, or on the way to one."""
+    """Return every folder under kernels/ with Python files: a finished or unfinished op."""
     return sorted({path.parent.name for path in (root / "kernels").glob("*/*.py")})
 
 
 def lacking(root: Path, op: str) -> list[str]:
-    """The parts that an op should have and has not."""
+    """Return the missing parts of an op."""
     files = [
         f"kernels/{op}/__init__.py",
         f"kernels/{op}/reference.py",
@@ -37,7 +37,7 @@ def lacking(root: Path, op: str) -> list[str]:
 
 
 def subjects(path: Path) -> set[str]:
-    """The keys of the dict SUBJECTS of a file, read and not imported: this test needs no torch."""
+    """Return the keys of the dict SUBJECTS of a file, parsed without an import, so torch is not needed."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUBJECTS":
             return set(map(ast.literal_eval, node.value.keys))
@@ -56,7 +56,7 @@ def test_ops_are_found() -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Two whole ops: `fold`, which has a kernel, and `unfold`, which has none."""
+    """Two complete ops: `fold` with a kernel, and `unfold` without."""
     for op in ("fold", "unfold"):
         for file in ("__init__", "reference", "op"):
             _write(tmp_path / f"kernels/{op}/{file}.py")
@@ -98,7 +98,7 @@ def test_a_deleted_file_is_named(tree: Path, part: str) -> None:
 
 
 def test_a_deleted_row_and_a_deleted_subject_are_named(tree: Path) -> None:
-    """The other op's row and subject, whose names hold this one's, do not stand in for them."""
+    """The other op's row and subject, whose names contain this one's, do not count for it."""
     (tree / "baselines/cpu.json").write_text(json.dumps({"rows": {"kernels/unfold-cpu-fp32/error": {}}}))
     (tree / "suites/kernels/mutants.py").write_text('SUBJECTS = {"unfold": 2}\n')
     row, mutants = lacking(tree, "fold")

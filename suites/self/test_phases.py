@@ -1,4 +1,4 @@
-"""The phases of a compilation: what each span counts for, and that an absent one is no 0."""
+"""The phases of a compilation: the phase of each span, and that a missing one is not 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = {"frame": 10.0, "compiler": 9.0, "backward": 4.0, "inductor": 11.0, "m
 
 
 def measured(seconds: dict[str, float]) -> Phases:
-    """The phases of spans that torch reports inside the block, after others of the same names."""
+    """Return the phases of spans reported by torch inside the block, after others with the same names."""
     names = {SPANS[ours]: spent for ours, spent in seconds.items()}
     spans = {name: [100.0] for name in SPANS.values()}
     with (
@@ -47,7 +47,7 @@ def test_renamed_span_is_none_and_never_zero(lost: str) -> None:
 
 
 def test_spans_are_timed_in_cpu_seconds() -> None:
-    """A sleep is no work; the module's own clock is back at the end."""
+    """A sleep does not count; the module's own clock is restored at the end."""
     with mock.patch.object(spans_module, "compilation_time_metrics", {}), compile_phases():
         before = spans_module.time.time_ns()
         time.sleep(0.2)

@@ -1,15 +1,15 @@
-"""No reduction in suites/ that can lose a NaN among measured floats: those of suites/support/reduce.py keep it.
+"""No reduction in suites/ may lose a NaN among measured floats: those of suites/support/reduce.py keep it.
 
-What `bare_reductions` flags, outside of suites/self (tests of bumpgate, which measures no floats of its own):
+`bare_reductions` flags, outside of suites/self (tests of bumpgate, which does not measure floats itself):
 
 * `max` and `min`, `statistics.median` and its like, unless every operand is visibly discrete;
-* `sorted`, where one item is taken of its result, or where its elements or key divide, hold a float literal or call
+* `sorted`, if one item of its result is used, or if its elements or key divide, contain a float literal or call
   `float`, `abs` or `.item`;
 * functions that skip NaN by design: `nanmax`, `nan_to_num` and their like, and `equal_nan=True`;
 * `assert not a < b`, which NaN passes, unless both sides are visibly discrete.
 
-An expression is visibly discrete if it is an int or a text: a literal, a dimension (one capital letter), `len`, `int`,
-`range`, `.shape`, `.numel()`, sums and collections of such. What is not visibly so and loses no measured NaN is listed
+An expression is visibly discrete if it is an int or a str: a literal, a dimension (one capital letter), `len`, `int`,
+`range`, `.shape`, `.numel()`, sums and collections of these. Other expressions that lose no measured NaN are listed
 in ALLOWED with a reason. A two-sided comparison of measured floats is not flagged: `assert a < b` fails on NaN.
 """
 
@@ -32,7 +32,7 @@ PATHS = {"glob", "rglob", "iterdir"}
 
 CLOCK = "differences of one clock are finite"
 COUNTS = "counts and positions, which are ints"
-# File -> the flagged text, or "*" for a file whose floats are all of one kind -> why no NaN can be lost there.
+# File -> the flagged text, or "*" for a file whose floats are all of one kind -> reason why no NaN can be lost.
 ALLOWED: dict[str, dict[str, str]] = {
     "compile/test_moe_buckets.py": {"max(block.min_bucket, config.bucket(config.seq_len))": COUNTS},
     "distributed/ranks.py": {"max(0.0, end - time.monotonic())": CLOCK},
@@ -76,7 +76,7 @@ ALLOWED: dict[str, dict[str, str]] = {
 
 
 def discrete(node: ast.expr) -> bool:
-    """Whether an expression is visibly an int, a text or a collection of them."""
+    """Whether an expression is visibly an int, a str or a collection of them."""
     match node:
         case ast.Constant():
             return isinstance(node.value, int | str)
@@ -108,7 +108,7 @@ def discrete(node: ast.expr) -> bool:
 
 
 def visibly_float(node: ast.AST) -> bool:
-    """Whether an expression divides, holds a float literal, or calls float, abs, .item or a function of math."""
+    """Whether an expression divides, contains a float literal, or calls float, abs, .item or a function of math."""
     paths = any(isinstance(n, ast.Call) and _called(n) in PATHS for n in ast.walk(node))
     for part in [] if paths else ast.walk(node):
         match part:
@@ -129,7 +129,7 @@ def _called(node: ast.Call) -> str:
 
 
 def bare_reductions(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """The line and the text of everything that the module's docstring lists."""
+    """Yield line and text of every reduction listed in the module docstring."""
     subscripts = [node for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
     indexed = {id(node.value) for node in subscripts if not isinstance(node.slice, ast.Slice)}
     for node in ast.walk(tree):
@@ -167,7 +167,7 @@ def _passes_nan(test: ast.expr) -> bool:
 
 
 def findings() -> list[tuple[str, int, str]]:
-    """File in suites/, line and text of every bare reduction, allowed or not."""
+    """Return file in suites/, line and text of every bare reduction, allowed or not."""
     files = [
         path for path in sorted((ROOT / "suites").rglob("*.py")) if ROOT / "suites/self" not in path.parents
     ]
@@ -243,7 +243,7 @@ def test_other_code_is_not_flagged(line: str) -> None:
 
 
 def test_planted_reduction_in_a_row_is_flagged() -> None:
-    """The code of the ratio rows as it was when an all-NaN gradient read PASS."""
+    """The former code of the ratio rows, for which an all-NaN gradient was PASS."""
     path = ROOT / "suites/support/comparison.py"
     text = path.read_text()
     assert text.count("largest(ratios.values())") == 1

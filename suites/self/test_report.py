@@ -1,4 +1,4 @@
-"""The report: what a reader sees of a record or a gate, in HTML, JUnit XML and Markdown, whatever stands in it."""
+"""The report of a record or a gate in HTML, JUnit XML and Markdown, with any content."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ P = Verdict.PASS
 
 
 class Seen(HTMLParser):
-    """What a browser would make of a page: its elements, its text, and every address that it names."""
+    """A page as parsed by a browser: its elements, its text, and every URL in it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_one_record_groups_its_red_rows_by_cause() -> None:
 
 
 def test_a_run_that_broke_still_has_a_report(tmp_path: Path) -> None:
-    """Killed at once: no row, no time, no end."""
+    """Killed at start: no rows, no times, no end."""
     path = tmp_path / "record.json"
     write_record(path, {"lane": "cpu", "torch": None}, (), complete=False)
     html, xml, summary = report.render(path, tmp_path / "out")
@@ -271,7 +271,7 @@ def test_without_the_extra_it_is_one_line_with_the_command(
 
 
 def test_a_record_beside_a_gate_is_found_by_its_name_alone(tmp_path: Path) -> None:
-    """A gate.json of a stranger may not read a file elsewhere."""
+    """An untrusted gate.json must not make the report read other files."""
     (tmp_path / "secret.json").write_text("{}")
     folder = tmp_path / "gate"
     folder.mkdir()
@@ -303,7 +303,7 @@ def _write(path: Path, text: str) -> Path:
 
 
 def test_what_the_gate_writes_at_each_step_is_read(tmp_path: Path) -> None:
-    """From the first write, with nothing measured, to the last."""
+    """From the first write, without measurements, to the last."""
     gate = Gate(Asked("cpu", "torch==2.14.0"), "2026-11-21T02:00:00+00:00", "bumpgate gate --lane cpu")
     gate.write(tmp_path)
     shown = page.of(gate_file.read(tmp_path / "gate.json"))

@@ -1,7 +1,7 @@
 """The report in a real browser: `tox -e browser`, on a machine that has Chromium or Chrome.
 
-Marked `browser` and left to that environment. Run without a browser it fails and says what to install: a skip would
-hide that nobody has looked.
+Marked `browser` and run only in that environment. Without a browser it fails and names the package to install: a skip
+would hide that the check did not run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def browser() -> Iterator[Any]:
     if path is None:
         pytest.fail(f"no browser: none of {', '.join(BROWSERS)}; apt-get install chromium", pytrace=False)
     with sync_playwright() as driver:
-        # The sandbox refuses to start for root, which is who a container's test is; the page is our own.
+        # The sandbox does not start for root, the user in a container; the page is our own.
         opened = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield opened
         opened.close()
@@ -38,21 +38,21 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def tab(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The report of a gate in a window of (width, scheme); at the end nothing may have gone to the console or out."""
+    """Open a gate's report in a window of (width, scheme); fail on any console output or network request."""
     width, scheme = getattr(request, "param", (1200, "light"))
     html, *_ = report.render(held(tmp_path), tmp_path)
     opened = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     said: list[str] = []
-    asked: list[str] = []
+    requested: list[str] = []
     opened.on("console", lambda message: said.append(message.text))
     opened.on("pageerror", lambda error: said.append(str(error)))
     opened.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
-    opened.on("request", lambda sent: asked.append(sent.url))
+    opened.on("request", lambda sent: requested.append(sent.url))
     opened.goto(html.as_uri())
     yield opened
     opened.close()
     assert said == []
-    assert [url for url in asked if not url.startswith("data:")] == [html.as_uri()]
+    assert [url for url in requested if not url.startswith("data:")] == [html.as_uri()]
 
 
 def column(tab: Any, number: int) -> list[str]:
@@ -138,7 +138,7 @@ def test_it_fits_its_window_and_can_be_read(tab: Any, tmp_path: Path) -> None:
 
 
 def contrast(tab: Any, selector: str) -> float:
-    """WCAG 2.2 contrast ratio of the first such element's text against what lies behind it."""
+    """WCAG 2.2 contrast ratio of the first such element's text against its background."""
     return float(
         tab.evaluate(
             """selector => {

@@ -1,4 +1,4 @@
-"""The report as JUnit XML and as Markdown: what a CI shows, and what it takes for red."""
+"""The report as JUnit XML and as Markdown: what a CI displays, and what it treats as failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ P = Verdict.PASS
 
 
 def gate_of(folder: Path, said: Verdict, **side: object) -> page.Page:
-    """A gate whose candidate has one row of this verdict beside one that is right."""
+    """A gate whose candidate has one row with this verdict and one that passes."""
     good = Side("torch 2.13.0", record(judged(P, row()), judged(P, row("a/b/c"))))
     bad = Side(
         "torch 2.14.0",

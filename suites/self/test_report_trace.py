@@ -1,4 +1,4 @@
-"""`bumpgate report --trace`: what torch's structured trace says of each compilation, and files that are none."""
+"""`bumpgate report --trace`: data of each compilation in torch's structured trace, and invalid files."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ BYPASS = {"key": None, "cache_state": "bypass", "cache_bypass_reason": "no key o
 
 @pytest.fixture(autouse=True)
 def no_tlparse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the machine has the tool decides nothing here."""
+    """Hide tlparse, so that the tests do not depend on the machine."""
     monkeypatch.setattr(tlparse, "program", lambda: None)
 
 
 def entry(told: dict[str, Any], payload: str | None = None) -> str:
-    """One record as torch's formatter writes it."""
+    """Return one record in the format of torch's formatter."""
     if payload is None:
         return f"{HEAD}{json.dumps(told)}\n"
     told = told | {"has_payload": hashlib.md5(payload.encode()).hexdigest()}
@@ -48,13 +48,13 @@ def entry(told: dict[str, Any], payload: str | None = None) -> str:
 
 
 def compiling(number: int, **told: Any) -> dict[str, Any]:
-    """An envelope within the number-th compilation of frame 0."""
+    """Return an envelope of the number-th compilation of frame 0."""
     return {"frame_id": 0, "frame_compile_id": number, "attempt": 0, **told}
 
 
 def artifact(number: int, name: str, payload: str, **more: Any) -> str:
-    told = {"name": name, "encoding": "string"}
-    return entry(compiling(number, artifact=told, **more), payload)
+    fields = {"name": name, "encoding": "string"}
+    return entry(compiling(number, artifact=fields, **more), payload)
 
 
 def started(number: int, line: int = 66, name: str = "forward") -> str:
@@ -63,7 +63,7 @@ def started(number: int, line: int = 66, name: str = "forward") -> str:
 
 
 def whole() -> str:
-    """A frame that broke at one place twice, and was compiled again; a cache of each kind of answer."""
+    """A frame with two breaks at one place, and a recompilation; caches with each kind of result."""
     first = {
         "compile_id": "0/0",
         "co_name": "forward",
@@ -108,8 +108,8 @@ def whole() -> str:
 
 
 def failed() -> str:
-    """Rank 1: the frame of rank 0, whose compilation raised."""
-    told = {
+    """Rank 1: the frame of rank 0, but its compilation raised."""
+    fields = {
         "entire_frame_compile_time_s": 0.4,
         "fail_type": "BackendCompilerFailed",
         "fail_reason": "no\nkernel",
@@ -120,13 +120,13 @@ def failed() -> str:
             entry(
                 compiling(0, dynamo_start={"stack": [{"line": 66, "name": "forward", "filename": 0}]}, rank=1)
             ),
-            entry(compiling(0, compilation_metrics=told, rank=1)),
+            entry(compiling(0, compilation_metrics=fields, rank=1)),
         ]
     )
 
 
 def written(folder: Path, **texts: str) -> Path:
-    """A folder as TORCH_TRACE leaves it: a file a process, with its rank in the name where it has one."""
+    """Write a folder like TORCH_TRACE: one file per process, with the rank in its name if any."""
     folder.mkdir()
     for name, text in texts.items():
         (folder / f"dedicated_log_torch_trace_{name}.log").write_text(text)
@@ -220,7 +220,7 @@ def test_nothing_in_a_trace_becomes_markup_or_code(tmp_path: Path) -> None:
 
 
 def cut(text: str, at: str) -> str:
-    """The file of a process that was killed while it wrote: it ends within `at`."""
+    """Truncate the file inside `at`, as of a process killed while writing."""
     assert text.count(at) == 1, at
     return text[: text.index(at) + len(at) // 2]
 
@@ -278,7 +278,7 @@ def test_no_trace_and_no_page_are_one_line_and_exit_4(
 
 
 def a_tool(folder: Path, script: str) -> Path:
-    """A tlparse of our own: $1 the log, $3 the folder for its page."""
+    """Create a fake tlparse: $1 the log, $3 the folder for its page."""
     folder.mkdir(exist_ok=True)
     tool = folder / "tlparse"
     tool.write_text(f"#!/bin/sh\n{script}\n")
@@ -357,7 +357,7 @@ for rows in (2, 3):
 
 
 def test_a_trace_that_torch_wrote(tmp_path: Path) -> None:
-    """The installed torch's own format, cold and warm: a break, a second length, misses and then hits."""
+    """A trace written by the installed torch, cold and warm: a break, a second length, misses and then hits."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     seen = {}
@@ -382,9 +382,9 @@ def test_a_trace_that_torch_wrote(tmp_path: Path) -> None:
         frames = {c.frame for c in file.compiled if c.id}
         assert f"{program}:4 forward" in frames
         assert any("torch_dynamo_resume_in_forward" in frame for frame in frames), frames
-        told = Counter(site for c in file.compiled for site in c.breaks)
-        assert told, "the break has a reason"
-        assert all(site.startswith(f"Graph break in user code at {program}:6") for site in told), told
+        sites = Counter(site for c in file.compiled for site in c.breaks)
+        assert sites, "the break has a reason"
+        assert all(site.startswith(f"Graph break in user code at {program}:6") for site in sites), sites
         missed = [reason for c in file.compiled for reason in c.recompiles]
         assert any("size mismatch at index 0" in reason for reason in missed), missed
         assert all(0 < c.total < 300 for c in file.compiled if c.seconds)

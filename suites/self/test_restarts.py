@@ -1,4 +1,4 @@
-"""How many warm processes the full-size restart check starts, and which of them it tells of."""
+"""Number of warm processes started by the full-size restart check, and which of them it reports."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WARM = {"aot_hit": 4, "aot_miss": 0, "aot_bypass": 0, "fx_hit": 8, "fx_miss": 0,
     ],
 )
 def test_the_quickest_is_timed(warm: list[float], begun: int) -> None:
-    """What is slow for its own sake stays too slow, however often it is started."""
+    """A process that is slow by itself stays too slow, however often it is started."""
     times = iter([COLD, *warm])
-    told = restarts(lambda: {"kernels_seconds": 1.0, "seconds": next(times) - 1.0})
-    assert [seconds(process) for process in told["warm"]] == sorted(warm)
-    assert len(told["warm"]) == begun
-    assert (ratio(told["cold"], told["warm"]) <= LARGEST_RATIO) == (min(warm) <= COLD * LARGEST_RATIO)
+    result = restarts(lambda: {"kernels_seconds": 1.0, "seconds": next(times) - 1.0})
+    assert [seconds(process) for process in result["warm"]] == sorted(warm)
+    assert len(result["warm"]) == begun
+    assert (ratio(result["cold"], result["warm"]) <= LARGEST_RATIO) == (min(warm) <= COLD * LARGEST_RATIO)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,6 @@ def test_the_quickest_is_timed(warm: list[float], begun: int) -> None:
     ],
 )
 def test_a_layer_that_is_lost_now_and_then_is_told(lost: dict[str, object]) -> None:
-    """Though the process that lost it was neither the first nor the slowest."""
+    """Even if the process that lost it was neither the first nor the slowest."""
     usual = {"counts": WARM, "code": {"a.cubin": 1}, "autotunes": 8}
     assert coldest(usual, [usual, usual | lost, usual]) == usual | lost

@@ -1,4 +1,4 @@
-"""Rollback: the adopted set comes back with no index, or the first wrong byte is named."""
+"""Rollback: the adopted set is restored without an index, or the first wrong byte is reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PASSED = Judgement(Row("a/b/n", 1, "n", 1, "C1"), Verdict.PASS, "")
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A frozen lane; its index is gone again."""
+    """A frozen lane whose index is no longer available."""
     root = tmp_path / "tree"
     root.mkdir()
     declare_lanes(root)
@@ -44,7 +44,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def smoke(monkeypatch: pytest.MonkeyPatch) -> dict[str, LaneRun]:
-    """What the smoke suite says; the test may put another run in."""
+    """Fake the smoke suite's run; the test may replace it."""
     said = {"run": LaneRun(0, Record({}, (PASSED,)), "", 2.0, Path("smoke.log"))}
     monkeypatch.setattr(rollback, "run_lane", lambda *_, **__: said["run"])
     return said

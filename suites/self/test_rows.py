@@ -1,4 +1,4 @@
-"""Rows, verdicts and record.json: what may be a row, and that a record is read back as it was written."""
+"""Rows, verdicts and record.json: valid rows, and round trip of a record."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ judgements = st.builds(
 
 
 def make(**changes: object) -> Row:
-    """A good row with some fields changed."""
+    """Return a valid row with some fields changed."""
     fields: dict[str, object] = {"id": "a/b/c", "value": 1, "unit": "n", "witness": 1, "rule": "C1"}
     return Row(**fields | changes)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Lane runs in another interpreter: what comes back, and that nothing is left running, whoever dies."""
+"""Lane runs in another interpreter: their results, and that no process is left, whichever one dies."""
 
 from __future__ import annotations
 
@@ -145,6 +145,6 @@ def test_a_starter_that_ends_takes_the_run_with_it(project: Project, number: sig
 
 
 def alive(pids: str) -> bool:
-    """Whether any of them still runs; a zombie that waits for its parent does not."""
+    """Whether any of the processes still runs; a zombie does not count."""
     found = [psutil.Process(int(pid)) for pid in pids.split() if psutil.pid_exists(int(pid))]
     return any(process.status() != psutil.STATUS_ZOMBIE for process in found)

@@ -1,4 +1,4 @@
-"""The H200 lane's scheduler in real runs: a worker that dies costs the test it died in, and no other."""
+"""The H200 lane's scheduler in real runs: a worker that dies loses the test it died in, and no other."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_other(i, worker_id):
 
 
 def run(folder: Path, tests: str, workers: int) -> str:
-    """The output of a run of these tests, each worker's tests handed out by ours."""
+    """Run these tests with our scheduler and return the output."""
     (folder / "conftest.py").write_text(CONFTEST.format(root=str(ROOT)))
     (folder / "test_it.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\njunit_family = xunit1\n")
@@ -109,13 +109,13 @@ with held({count}, slots=6, first={first}):
     told("-{count}")
 """
 PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-UNSEEN = 0.3  # seconds in which a claim that should wait would be seen if it did not
+UNSEEN = 0.3  # seconds after which a claim that should wait, but does not, would be in the log
 
 
 class Claims:
-    """Processes that hold some of six slots each, from when they are given them until they are told to end.
+    """Processes that each hold some of six slots, from acquisition until they are stopped.
 
-    Their log has one possible order: whatever may write to it next was waiting for what is in it.
+    Their log has only one possible order: each writer waits for the existing entries.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -141,7 +141,7 @@ class Claims:
         return child
 
     def nobody_else_has_a_turn(self) -> None:
-        """Waits until one that is to come first keeps the others from asking."""
+        """Wait until a claim with priority blocks the requests of others."""
         path = Path(f"{self.folder / LOCKS.name}.turn.lock")
         until = time.monotonic() + 60
         while True:
@@ -172,7 +172,7 @@ def claims(tmp_path: Path) -> Iterator[Claims]:
 
 
 def test_claims_fit_into_the_memory(claims: Claims) -> None:
-    """Beside 2 of 6 slots 5 must wait, and 1 need not; 9 are all of them."""
+    """With 2 of 6 slots taken, 5 must wait, and 1 need not; 9 means all slots."""
     two, five, one, nine = claims.has(2), claims.asks(5), claims.has(1), claims.asks(9)
     time.sleep(UNSEEN)
     assert claims.log == ["+2", "+1"]
@@ -188,7 +188,7 @@ def test_claims_fit_into_the_memory(claims: Claims) -> None:
 
 
 def test_no_claim_overtakes_one_that_is_to_come_first(claims: Claims) -> None:
-    """Of 6 slots 4 are held; 2 are free, and given to nobody before the 5 that wait."""
+    """Of 6 slots 4 are held; the 2 free ones are not assigned before the waiting claim of 5."""
     four, five = claims.has(4), claims.asks(5, first=True)
     claims.nobody_else_has_a_turn()
     two = claims.asks(2)
@@ -238,7 +238,7 @@ def test_workers_that_die_together_cost_a_test_each(tmp_path: Path) -> None:
 
 
 class Worker:
-    """What the scheduler sees of one: ours alone, without a process."""
+    """A fake worker for the scheduler, without a process."""
 
     shutting_down = False
 
@@ -257,7 +257,7 @@ class Worker:
 
 
 def test_a_worker_whose_death_nobody_has_said_yet_costs_the_test_it_died_in() -> None:
-    """It dies in its second test, and before that is known it is given another: that one is for the others to run."""
+    """It dies in its second test, and is assigned another before its death is known: others must run that one."""
     options = SimpleNamespace(verbose=0, loadscopereorder=False)
     config = SimpleNamespace(getvalue=lambda _: ["popen", "popen"], rootpath=ROOT, option=options)
     scheduler, (dying, other) = TestByTest(config), (Worker(), Worker())
@@ -271,7 +271,7 @@ def test_a_worker_whose_death_nobody_has_said_yet_costs_the_test_it_died_in() ->
     dying.dead = True
     scheduler.mark_test_complete(dying, first)
     assert scheduler.remove_node(dying) == tests[second]
-    for index in other.told:  # which grows as they are run
+    for index in other.told:  # the list grows as tests are run
         scheduler.mark_test_complete(other, index)
     assert sorted([first, second, *other.told]) == list(range(12))
     assert scheduler.tests_finished

@@ -1,4 +1,4 @@
-"""The search core: every place found, in as few probes as the maths allows, through noise and broken builds."""
+"""The search core: finds every place with the minimum number of probes, also with noise and broken builds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bumpgate.bisect.search import Outcome, Result, Search, SearchError, capacit
 from suites.self.searching import drive, labels, noisy, planted, tail
 
 RUNS = 1000
-# Beyond log2(n), for 97 of 100 runs at 10 % false BAD: the two ends, what the noisy channel loses, and repeats
-# until the answer stands out from both neighbours at confidence 0.98. Measured: 12 holds for 981 of 1000 runs at 60
-# candidates, too near 97 % to be shown by so few; 14 is what 1000 runs can show.
+# Probes beyond log2(n), for 97 of 100 runs at 10 % false BAD: two endpoints, the loss of the noisy channel, and repeats
+# until the answer is distinct from both neighbours at confidence 0.98. Measured: 12 suffices for 981 of 1000 runs at 60
+# candidates, too close to 97 % to be shown with so few runs; 14 can be shown with 1000 runs.
 MARGIN = 14
-# A simulation's claim holds if chance alone would pass it less often than this.
+# A simulation's claim holds if it would pass by chance less often than this.
 LUCK = 1e-3
 
 
@@ -35,7 +35,7 @@ def check_every_place(module: Any, sizes: Iterator[int] | range) -> None:
 
 
 def test_every_place_is_found_without_noise_in_the_fewest_probes() -> None:
-    """ceil(log2(places)) probes and the two ends: no search can promise less."""
+    """ceil(log2(places)) probes and the two endpoints: the minimum for any search."""
     check_every_place(search, range(2, 65))
 
 
@@ -68,7 +68,7 @@ def test_a_likelihood_off_by_one_is_caught() -> None:
 def simulate(
     n: int, false_bad: float, false_good: float, seed: int, count: int = RUNS, **options: Any
 ) -> list[tuple[int, Result]]:
-    """Seeded runs, each with a place of its own: (first bad, result)."""
+    """Return seeded runs, each with its own fault position: (first bad, result)."""
     dice = random.Random(seed)
     runs = []
     for _ in range(count):
@@ -100,14 +100,14 @@ def test_a_flaky_probe_still_finds_it(n: int) -> None:
 
 
 def test_misreads_both_ways_within_twenty_probes_and_the_ends() -> None:
-    """10 % of all readings false, the answer forced after 20 probes and 2 ends: right in 95 % of all runs."""
+    """10 % of all readings false, the answer forced after 20 probes and 2 endpoints: right in 95 % of all runs."""
     runs = simulate(60, 0.1, 0.1, seed=5, budget=22)
     text = summary(60, 0.1, 0.1, runs)
     print(text)
     right = sum(r.suspects == (k,) for k, r in runs)
     assert max(r.probes for _, r in runs) <= 22
     assert right >= 0.95 * RUNS, text
-    # What is not sure says so: posteriors are probabilities, checked against how often they were right.
+    # Uncertain answers are marked: posteriors are probabilities, checked against the rate of right answers.
     stated = math.fsum(r.posterior for _, r in runs)
     assert abs(stated - right) < 4 * math.sqrt(RUNS * 0.05), (stated, right)
 
@@ -122,7 +122,7 @@ def test_without_a_budget_an_answer_is_as_sure_as_it_says() -> None:
 
 
 def test_a_search_that_trusts_a_flaky_probe_is_caught() -> None:
-    """The control: a plain bisection of the same probe is right far less often than 97 %."""
+    """The control: a plain bisection with the same probe is right far less often than 97 %."""
     dice = random.Random(3)
     right = 0
     for _ in range(200):
@@ -155,7 +155,7 @@ def test_steps_left_are_exact_without_noise_and_fall_by_one() -> None:
 
 
 def check_skips(module: Any, n: int = 18) -> None:
-    """Every run of broken builds of up to four, against every place: the answer is exactly what can be known."""
+    """Every run of up to four broken builds, with every fault position: the answer is as exact as possible."""
     for first_bad in range(1, n):
         for start in range(1, n - 1):
             for stop in range(start + 1, min(start + 5, n)):
@@ -193,7 +193,7 @@ def test_a_range_that_leaves_out_what_was_skipped_is_caught() -> None:
 
 
 def skips_taken(module: Any) -> float:
-    """Mean failed installs where 20 nights in the middle of 60 are broken and the fault lies elsewhere."""
+    """Mean number of failed installs if 20 nights in the middle of 60 are broken and the fault is elsewhere."""
     broken, taken = range(20, 40), []
     for first_bad in (*range(1, 20), *range(41, 60)):
         searched = module.Search(labels(60), labels(60)[0], labels(60)[-1])
@@ -232,7 +232,7 @@ def test_a_fix_is_found_as_a_fault_is() -> None:
         searched = Search(labels(20), good=labels(20)[-1], bad=labels(20)[0], find_fix=True)
         result = drive(searched, lambda i: "GOOD" if i >= first_good else "BAD")  # noqa: B023
         assert result.suspects == (first_good,)
-    # 10 % false BAD now blurs the fixed side: the rates must have changed places too.
+    # 10 % false BAD now affects the fixed side: the rates must have been swapped, too.
     dice = random.Random(8)
     right = 0
     for _ in range(200):
@@ -276,7 +276,7 @@ def test_an_end_that_stops_to_install_while_in_doubt_ends_the_search() -> None:
 
 
 def test_an_end_is_doubted_through_noise_too() -> None:
-    """False BADs at a good end are repeated; at a truly bad one they end the search."""
+    """False BADs at a good endpoint are repeated; at a truly bad one they end the search."""
     ended = {"right": 0, "wrong": 0}
     dice = random.Random(4)
     for _ in range(200):
@@ -316,7 +316,7 @@ def test_more_misreads_than_stated_leave_no_answer() -> None:
 
 
 def estimating(n: int = 60) -> Search:
-    """A search as the command makes it: misread rates estimated, the answer confirmed."""
+    """Return a search as created by the command: misread rates estimated, the answer confirmed."""
     return Search(labels(n), labels(n)[0], labels(n)[-1], None, None, confirm=2)
 
 

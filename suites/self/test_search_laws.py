@@ -1,4 +1,4 @@
-"""Laws of the search core, whatever the readings: order does not matter, Bayes' rule, and every search ends."""
+"""Laws of the search core for any readings: independence of order, Bayes' rule, and termination."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_posterior_is_bayes_rule_written_out(n: int, data: st.DataObject) ->
 @given(st.data())
 @FIXED
 def test_every_search_ends_and_names_only_what_it_may(data: st.DataObject) -> None:
-    """Noise, broken builds and missing verdicts together, whatever was stated about the noise."""
+    """Noise, broken builds and missing verdicts together, for any stated noise."""
     n = data.draw(st.integers(2, 30))
     first_bad, dice = data.draw(st.integers(1, n - 1)), random.Random(data.draw(st.integers(0, 10**6)))
     stated = data.draw(st.sampled_from([(0.0, 0.0), (0.1, 0.0), (0.0, 0.2), (0.1, 0.1)]))

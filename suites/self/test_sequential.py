@@ -1,8 +1,8 @@
 """The sequential test of timed rows: exact where it can be counted, and its error rates by simulation.
 
 Noise as measured: each fresh process is biased by 1 to 3 % (standard deviation, drawn for each row), its rounds
-scatter by 2 to 3 %. With heavy tails one session in 20 is off by 20 %; the noisiest rows have 3 % of both.
-Rates carry the 95 % interval of Wilson for their number of runs, and its end must keep the limit.
+vary by 2 to 3 %. With heavy tails one session in 20 is off by 20 %; the noisiest rows have 3 % of both.
+Rates have the 95 % Wilson interval for their number of runs, whose bound must satisfy the limit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ratios = st.lists(st.floats(-0.3, 0.3), min_size=8, max_size=32)
 
 
 def row_noise(rng: random.Random, noise: str) -> Draw:
-    """Draws the error of one session's log-ratio. Two processes a side: its variance is that of one reading."""
+    """Draw the error of one session's log-ratio. With two processes per side, its variance is that of one reading."""
     worst = noise == WORST
     bias, scatter = (0.03, 0.03) if worst else (rng.uniform(0.01, 0.03), rng.uniform(0.02, 0.03))
     # 1.25: a reading is the median of its rounds, not their mean.
@@ -53,7 +53,7 @@ def row_noise(rng: random.Random, noise: str) -> Draw:
 def play(
     rng: random.Random, effects: Mapping[str, float], noise: str = MEASURED, plan: Plan = PLAN
 ) -> tuple[dict[str, Outcome], int]:
-    """One gate: the outcomes, and the sessions until its last row was decided or the budget spent."""
+    """Simulate one gate: outcomes, and sessions until its last row was decided or the budget spent."""
     draw = {row: row_noise(rng, noise) for row in effects}
     sessions: dict[str, list[float]] = {row: [] for row in effects}
     outcomes = dict.fromkeys(effects, Outcome.INCONCLUSIVE)
@@ -69,7 +69,7 @@ def play(
 
 
 def wilson(hits: int, runs: int) -> tuple[float, float]:
-    """95 % interval of a rate."""
+    """95 % Wilson interval of a rate."""
     z = 1.96
     middle = (hits + z * z / 2) / (runs + z * z)
     half = z / (runs + z * z) * math.sqrt(hits * (runs - hits) / runs + z * z / 4)
@@ -87,7 +87,7 @@ def told(what: str, hits: int, runs: int, used: list[int] | None = None) -> str:
 
 
 def false_alarms(seed: int, gates: int, effect: float, noise: str, plan: Plan = PLAN) -> tuple[int, str]:
-    """Gates of 15 rows, each moved by `effect`, in which any row was called SLOWER or FASTER."""
+    """Count gates of 15 rows, each changed by `effect`, in which any row was called SLOWER or FASTER."""
     rng = random.Random(seed)
     games = [play(rng, dict.fromkeys(ROWS, effect), noise, plan) for _ in range(gates)]
     alarms = sum(any(o in MOVED for o in outcomes.values()) for outcomes, _ in games)
@@ -97,7 +97,7 @@ def false_alarms(seed: int, gates: int, effect: float, noise: str, plan: Plan = 
 
 
 def found(seed: int, gates: int, noise: str, plan: Plan = PLAN) -> tuple[int, str]:
-    """Gates of 15 rows that call the one row slowed by 5 % SLOWER."""
+    """Count gates of 15 rows that call the one row slowed by 5 % SLOWER."""
     rng = random.Random(seed)
     effects = dict.fromkeys(ROWS, 0.0) | {ROWS[7]: SLOW}
     games = [play(rng, effects, noise, plan) for _ in range(gates)]
@@ -109,7 +109,7 @@ def found(seed: int, gates: int, noise: str, plan: Plan = PLAN) -> tuple[int, st
 
 @pytest.fixture
 def fresh_cache() -> Iterator[None]:
-    """For a test that changes what the cached p-values are made of."""
+    """Clear the cached p-values around a test that changes their inputs."""
     forget()
     yield
     forget()
@@ -137,7 +137,7 @@ def test_a_slowdown_of_5_percent_in_one_row_is_found(noise: str) -> None:
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_rows_that_moved_by_the_margin_itself_keep_the_level(noise: str) -> None:
-    """The worst case that the level covers: every row lies on the margin, and none beyond it."""
+    """The worst case covered by the level: every row is on the margin, and none beyond it."""
     gates = 400
     alarms, text = false_alarms(3, gates, math.log1p(PLAN.different), noise)
     print(text)
@@ -174,7 +174,7 @@ def test_mutant_that_looks_after_every_session_without_a_share_raises_false_alar
 def test_mutant_that_takes_the_mean_loses_the_slowdown_under_heavy_tails(
     monkeypatch: pytest.MonkeyPatch, fresh_cache: None
 ) -> None:
-    """With no distance capped, the sum is the mean's: still valid, but one bad session hides the slowdown."""
+    """Without capped distances, the sum is that of the mean: still valid, but one bad session hides the slowdown."""
     gates, plan = 100, plan_for(28)
     whole, _ = found(2, gates, HEAVY, plan)
     forget()
@@ -188,7 +188,7 @@ def test_mutant_that_takes_the_mean_loses_the_slowdown_under_heavy_tails(
 @FIXED
 @given(st.lists(st.integers(-40, 40), min_size=1, max_size=9), st.integers(-20, 20))
 def test_p_counts_sign_patterns(values: list[int], bound: int) -> None:
-    """Against the plain enumeration of all 2^n signs; "more than" in place of "at least" is told apart."""
+    """Compared with an enumeration of all 2^n signs; distinguishes "more than" from "at least"."""
     distances = [v - bound for v in values]
     cap = statistics.median(map(abs, distances))
     p = sequential.p_above(tuple(map(float, values)), float(bound))

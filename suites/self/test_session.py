@@ -1,4 +1,4 @@
-"""A lane session as a user runs it: which verdicts it reaches, what it misses, and what survives a crash."""
+"""A lane session end to end: its verdicts, missing rows, and what survives a crash."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_rebaseline_makes_the_next_run_green_and_the_next_rebaseline_idle(proj
 
 
 def test_a_tier_answers_for_its_rows_in_its_own_environment(project: Project) -> None:
-    """The plain run owes none of them; a run of the tier those of its tests, and it is accepted under its triton."""
+    """A plain run requires none of them; a tier run requires those of its tests, and is accepted under its triton."""
     project.tests(GOOD)
     path = "suites/kernels/codegen/test_kernels.py"
     body = GOOD.replace("(lane", "(lane, version").replace(
@@ -264,7 +264,7 @@ def test_a_command_names_its_program_wherever_that_is_installed() -> None:
 
 
 def start_and_wait_for_the_second_test(project: Project, workers: str) -> subprocess.Popen[str]:
-    """A session whose first test has reported its row and whose second one sleeps."""
+    """Start a session and wait until its first test has reported its row and the second one sleeps."""
     body = """
     @lanes("cpu")
     def test_z(lane):
@@ -285,7 +285,7 @@ def start_and_wait_for_the_second_test(project: Project, workers: str) -> subpro
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_a_record_survives_ctrl_c(project: Project, workers: str) -> None:
     process = start_and_wait_for_the_second_test(project, workers)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, also to the workers
     process.communicate(timeout=60)
     assert process.returncode == 2
     assert not project.record().complete
@@ -295,7 +295,7 @@ def test_a_record_survives_ctrl_c(project: Project, workers: str) -> None:
 
 
 def test_the_record_is_written_before_xdist_waits_for_its_workers(project: Project) -> None:
-    """A worker that does not end keeps the session for seconds; whoever kills it then has the record."""
+    """A hanging worker delays the session for seconds; the record exists if it is killed then."""
     process = start_and_wait_for_the_second_test(project, "1")
     process.send_signal(signal.SIGINT)
     until = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""A session that is killed: what it measured is kept, and no older record passes for its own."""
+"""A killed session keeps its measurements, and an older record is not taken for its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tax table: two rows a line, their ratio, and never a number that was not measured."""
+"""The tax table: two rows per line, their ratio, and only measured numbers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MADE = (timed(SLOW, 80.0, 79.0, 81.0), timed(FAST, 100.0, 98.0, 102.0))
 
 
 def cells(tmp_path: Path, judgements: tuple[Judgement, ...], line: tax.Line = LINE) -> list[str]:
-    """The cells of the one line over a record of these rows."""
+    """Return the cells of the one line for a record of these rows."""
     path = tmp_path / "record.json"
     write_record(path, HERE, judgements)
     lines = tax.markdown([read_record(path)], [line]).splitlines()
@@ -90,7 +90,7 @@ def test_two_units_have_no_ratio(tmp_path: Path) -> None:
 
 
 def test_a_ratio_that_one_test_measured_counts_alone(tmp_path: Path) -> None:
-    """Not its two rows' quotient: where it is absent, they may come from other processes or mean something else."""
+    """Not the quotient of its two rows: without it, they may be from other processes or have another meaning."""
     line = LINE._replace(ratio=BOTH)
     together = judged(Verdict.PASS, row(BOTH, 0.5, unit="ratio"))
     assert cells(tmp_path, (*MADE, together), line)[3] == f"0.500 (`{BOTH}`)"
@@ -149,7 +149,7 @@ def reported(metric: str) -> bool:
 
 @pytest.mark.parametrize("metric", sorted({id.split("/")[2] for id in IDS}))
 def test_each_row_of_the_table_has_a_test_that_measures_it(metric: str) -> None:
-    """By its metric: the ids of the full-size rows are put together by their tests."""
+    """Checked by metric: the ids of the full-size rows are composed by their tests."""
     suffixes = (metric, metric.partition("_")[2])
     assert any(map(reported, suffixes)), f"no test reports {metric}"
 

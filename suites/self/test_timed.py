@@ -1,4 +1,4 @@
-"""The paired sessions: what a process says of a row, which rows are timed again, and how rarely an equal is held."""
+"""Paired sessions: readings of a process, which rows are timed again, and the false-HOLD rate of equal builds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from suites.self.gating import TIME_TEST, count, gone, seconds
 from suites.self.test_sequential import told
 
 ROWS = ("throughput/compiled/rate", "throughput/eager/rate", "throughput/compiled/speedup")
-# Standard deviations between fresh processes on a quiet machine, as suites/throughput/test_train_step.py has them:
+# Standard deviations between fresh processes on a quiet machine, from suites/throughput/test_train_step.py:
 # 3.0 % of a torch step to the anchor, 1.1 % of two torch steps to each other; here split over the three workloads.
 STEP_SD = 0.011 / math.sqrt(2)
 ANCHOR_SD = math.sqrt(0.030**2 - STEP_SD**2)
@@ -29,7 +29,7 @@ def simulated(
 ) -> Callable[[str, Sequence[str]], Reading]:
     """A timed process: three workloads, each with a bias of this process, in three ratios.
 
-    bad_processes: the share of those whose biases are three times as wide. slower: of the candidate's compiled step.
+    bad_processes: share of processes with three times the bias. slower: factor of the candidate's compiled step.
     """
 
     def process(side: str, tests: Sequence[str]) -> Reading:
@@ -51,7 +51,7 @@ def outcomes_of(process: Callable[[str, Sequence[str]], Reading]) -> list[Outcom
 
 @pytest.mark.parametrize("bad_processes", [0.0, 0.1])
 def test_false_hold_of_simulated_gates_is_at_most_two_percent(bad_processes: float) -> None:
-    """No recording: the noise is drawn with the deviations that were measured, and with worse."""
+    """Not from recordings: the noise is drawn with the measured deviations, and with larger ones."""
     rng, runs = random.Random(7), 100
     found = [outcomes_of(simulated(rng, bad_processes)) for _ in range(runs)]
     held = sum(Outcome.SLOWER in outcomes for outcomes in found)
@@ -71,11 +71,11 @@ def test_five_percent_are_found_in_the_same_noise() -> None:
 def test_only_open_rows_are_timed_again_and_a_decided_one_keeps_its_sessions() -> None:
     """The slow row needs 12 sessions; the other test is decided after 6 and must not be timed again."""
     sessions = Sessions({"a/same/s": "t::same", "a/slow/s": "t::slow"}, Plan(), Plan().budget)
-    asked: list[list[str]] = []
+    requested: list[list[str]] = []
 
     def process(side: str, tests: list[str]) -> Reading:
-        asked.append(list(tests))
-        draw = random.Random(len(asked)).gauss
+        requested.append(list(tests))
+        draw = random.Random(len(requested)).gauss
         slow = 1.06 if side == "bad" else 1.0
         return Reading({"a/same/s": math.exp(draw(0, 0.005)), "a/slow/s": slow * math.exp(draw(0, 0.005))})
 
@@ -83,11 +83,11 @@ def test_only_open_rows_are_timed_again_and_a_decided_one_keeps_its_sessions() -
         sessions.run_one(process)
     counts = {row: len(found) for row, found in sessions.log_ratios.items()}
     assert counts == {"a/same/s": 6, "a/slow/s": 12}
-    assert (asked[0], asked[-1]) == (["t::same", "t::slow"], ["t::slow"])
+    assert (requested[0], requested[-1]) == (["t::same", "t::slow"], ["t::slow"])
 
 
 def test_a_test_is_timed_while_one_of_its_rows_is_open() -> None:
-    """Its other rows are read too: they cost nothing, and count for the search for slow modes."""
+    """Its other rows are read, too: they cost nothing, and are used in the search for slow modes."""
     sessions = Sessions(dict.fromkeys(("a/same/s", "a/slow/s"), TIME_TEST), Plan(), Plan().budget)
     noise = random.Random(1)
 
@@ -118,14 +118,14 @@ def test_cache_pairs_alternate_and_are_kept_with_readings() -> None:
 def test_the_most_important_tests_are_timed_when_time_is_short() -> None:
     rows = {f"kernels/k{i}/s": f"t::k{i}" for i in range(4)} | {"throughput/step/s": "t::step"}
     sessions = Sessions(rows, plan_for(), 6)
-    asked: list[list[str]] = []
+    requested: list[list[str]] = []
 
     def process(side: str, tests: Sequence[str]) -> Reading:
-        asked.append(list(tests))
+        requested.append(list(tests))
         return Reading(dict.fromkeys(rows, 1.0))
 
     sessions.run_one(process, at_most=2)
-    assert asked[0] == asked[1] == ["t::k0", "t::step"]
+    assert requested[0] == requested[1] == ["t::k0", "t::step"]
     assert [row for row, found in sessions.log_ratios.items() if found] == [
         "kernels/k0/s",
         "throughput/step/s",
@@ -178,7 +178,7 @@ def test_slow_modes_are_watched_for_where_sessions_are_enough() -> None:
 
 
 def test_a_timing_without_a_quiet_round_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It used to read a ratio of 1: as a rate over the anchor, a WIN by a factor of 8."""
+    """Such a timing used to give a ratio of 1: as a rate over the anchor, a WIN by a factor of 8."""
     monkeypatch.setenv("BUMPGATE_ROUNDS", "3")
     ran: list[str] = []
     kept = timing.interleaved({"a": lambda: ran.append("a")}, 40)

@@ -1,4 +1,4 @@
-"""The versions of a package: in the order they were built, from any index or folder, and never an empty lie."""
+"""The versions of a package: in build order, from any index or folder; an unreachable index is not an empty listing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Kernel wheels that do not fit, or are not what they claim to be, are refused before a row is measured.
+"""Kernel wheels that do not fit, or whose content differs from their metadata, are refused before a measurement.
 
-The wheels are built here, against the torch of this interpreter; each lie is planted in a folder for `--find-links`.
+The wheels are built here, against the torch of this interpreter; each wrong one is put in a `--find-links` folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from suites.self.tree import ROOT
 from suites.support.planted import planted
 from suites.wheels import extensions
 
-# A torch that this interpreter does not have.
+# A torch version that is not installed.
 TORCH = "2.13" if version("torch").startswith("2.11.") else "2.11"
 TAG = (
     f"cp{sys.version_info[0]}{sys.version_info[1]}-cp{sys.version_info[0]}{sys.version_info[1]}-linux_x86_64"
@@ -69,7 +69,7 @@ CRASH_OF_3 = (
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Extensions, by what they were compiled as."""
+    """Build extensions, keyed by their kind."""
     site = tmp_path_factory.mktemp("site")
     library = site / "libcudart.so.12"
     subprocess.run(
@@ -91,7 +91,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    """This interpreter, its torch taken for a CUDA 13.0 build next to an sm_90 GPU."""
+    """This interpreter, with its torch treated as a CUDA 13.0 build, and an sm_90 GPU."""
     interpreter = Interpreter(Path(sys.executable), ROOT, dict(os.environ))
     found = take(interpreter)
     return Target(interpreter, replace(found, version={**found.version, "cuda": "13.0"}), 90)
@@ -119,7 +119,7 @@ def wheel(
     own_name: str = "fast",
     swapped: bytes = b"",
 ) -> Path:
-    """A wheel of the package fast. swapped: the library of the archive, in place of the one that RECORD lists."""
+    """Build a wheel of the package fast. swapped: library in the archive instead of the one listed in RECORD."""
     info = f"fast-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {own_name}\nVersion: {version}\nRequires-Dist: {requires}\n"
     files = {
@@ -141,7 +141,7 @@ def wheel(
 
 
 def gpu_code(arch: int, kind: int = 2) -> bytes:
-    """A container with one entry of GPU code for an architecture, as nvcc writes it."""
+    """Return a container with one entry of GPU code for an architecture, in nvcc's format."""
     entry = struct.pack("<HHIQ12xI", kind, 0, 64, 8, arch).ljust(64 + 8, b"\0")
     return struct.pack("<4sHHQ", b"\x50\xed\x55\xba", 1, 16, len(entry)) + entry
 
@@ -209,7 +209,7 @@ def test_a_right_wheel_is_found_among_wrong_ones(built: dict[str, bytes], tree: 
 def test_what_no_run_can_show_needs_a_label(
     version: str, built: dict[str, bytes], tree: Path, target: Target
 ) -> None:
-    """A structure that moved keeps its symbols; without a device only a statement of its torch is left."""
+    """A changed struct layout keeps its symbols; without a device only the label of its torch shows it."""
     manifest = tree / "wheels" / "manifest.toml"
     manifest.write_text(manifest.read_text().replace('device = "cpu"', 'device = "cuda"'))
     version = version.replace("+torch", f"+torch{'.'.join(target.found.torch_version.split('.')[:2])}")
@@ -332,7 +332,7 @@ setup(
 
 
 def sdist(folder: Path, code: str) -> Path:
-    """A source archive of the package fast."""
+    """Build a source archive of the package fast."""
     folder.mkdir(exist_ok=True)
     path = folder / "fast-1.0.tar.gz"
     files = {
@@ -350,7 +350,7 @@ def sdist(folder: Path, code: str) -> Path:
 
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The build tools of this interpreter, for nothing is installed from an index here."""
+    """Use the build tools of this interpreter: nothing is installed from an index here."""
     place = tmp_path / "tools"
     place.mkdir()
     for name in ("setuptools", "_distutils_hack", "wheel", "ninja", "packaging"):
@@ -396,7 +396,7 @@ def test_a_wheel_is_built_audited_and_kept(
 
 
 def test_the_compiler_is_called_for_one_architecture(tmp_path: Path) -> None:
-    """Setup scripts add architectures of their own, and ignore TORCH_CUDA_ARCH_LIST."""
+    """Setup scripts add their own architectures, and ignore TORCH_CUDA_ARCH_LIST."""
     nvcc, wrapper = tmp_path / "nvcc", tmp_path / "wrapper"
     nvcc.write_text('#!/bin/sh\necho "$@"\n')
     wrapper.write_text(building.NVCC.format(python=sys.executable, arch=90, nvcc=str(nvcc)))

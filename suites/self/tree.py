@@ -1,4 +1,4 @@
-"""Copies of this repository to plant faults in, and lane runs inside them."""
+"""Copies of this repository for injected faults, and lane runs inside them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ PARTS = (
     "pyproject.toml",
 )
 RUN_SECONDS = 420
-# Where the lanes of this repository run their canaries.
+# Folders of the canaries of this repository's lanes.
 CANARIES = "suites/canaries"
 
 
 def declare_lanes(root: Path) -> None:
-    """Declares the lanes of this repository in a folder that has none of its files."""
+    """Declare the lanes of this repository in a folder that has none of its files."""
     lanes = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["bumpgate"]["lanes"]
     (root / "bumpgate.toml").write_text(tomli_w.dumps({"lanes": lanes}))
 
 
 def copy_tree(target: Path) -> Path:
-    """The parts of the repository that a lane run reads, copied to `target`."""
+    """Copy the parts of the repository that a lane run reads to `target`."""
     target.mkdir(parents=True, exist_ok=True)
     for part in PARTS:
         source = ROOT / part
@@ -56,7 +56,7 @@ def copy_tree(target: Path) -> Path:
 
 
 def edit(root: Path, file: str, old: str, new: str) -> None:
-    """Replaces the one occurrence of `old`; a fault that no longer fits the code is an error, not a survivor."""
+    """Replace the only occurrence of `old`; a fault that no longer matches the code is an error, not a survivor."""
     path = root / file
     text = path.read_text()
     found = text.count(old)
@@ -79,7 +79,7 @@ class LaneRun:
 def run_lane(
     root: Path, *arguments: str, lane: str = "cpu", environment: dict[str, str] | None = None
 ) -> LaneRun:
-    """`pytest -m lane` in `root`, in one process unless `arguments` say otherwise; reads its record."""
+    """Run `pytest -m lane` in `root`, by default in one process, and read its record."""
     record = root / "record.json"
     record.unlink(missing_ok=True)
     command = [
