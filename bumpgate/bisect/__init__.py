@@ -1,1 +1,1 @@
-"""The bisection: the first bad version, then the package at fault."""
+"""Bisection: finds the first bad version, then the package at fault."""

@@ -1,4 +1,4 @@
-"""What a bisect says: one line a probe while it runs, the answer at its end, and bisect.json for programs."""
+"""Output of a bisect: one line per probe while it runs, the final answer, and bisect.json for other programs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ STYLE = dict.fromkeys(Outcome, "yellow") | {Outcome.GOOD: "green", Outcome.BAD: 
 
 
 class Watcher:
-    """Prints a line a probe; on a terminal also what is under way.
+    """Print one line per probe; on a terminal also show the probe in progress.
 
-    seconds: what the probes themselves took; last: the reason of the last outcome.
+    seconds: total time of the probes. last: the reason of the last outcome.
     """
 
     def __init__(self, console: Console) -> None:
@@ -69,10 +69,10 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that a bisect found.
+    """Result of a bisect.
 
-    good, bad: the two neighbours. findings: what the rows show of them. unread: suspects without a reading.
-    read: versions with a reading. noise: misread rates, false BAD and false GOOD.
+    good, bad: the two adjacent versions. findings: how their rows differ. unread: suspects without a reading.
+    read: number of versions with a reading. noise: misread rates (false BAD, false GOOD).
     """
 
     range: Range
@@ -92,12 +92,12 @@ class Answer:
 
     @property
     def blamed(self) -> tuple[Change, ...]:
-        """The packages at fault, from the earlier candidate to the later one."""
+        """Packages at fault, each as a change from the earlier candidate to the later one."""
         return self._in_order(self.attribution.changes) if self.attribution else ()
 
     @property
     def others(self) -> tuple[tuple[Change, ...], ...]:
-        """Further sets of packages that are enough by themselves, in the same order."""
+        """Further package sets that each cause the failure alone, in the same direction."""
         return tuple(map(self._in_order, self.attribution.others)) if self.attribution else ()
 
     def _in_order(self, found: tuple[Change, ...]) -> tuple[Change, ...]:
@@ -115,7 +115,7 @@ def answer(
     attribution: Attribution | None,
     test: SuiteTest | CommandTest,
 ) -> Answer:
-    """Gathers what a found result means; reads environments and readings, runs nothing."""
+    """Build the Answer for a found result from saved environments and readings. Runs nothing."""
     good_env, bad_env = bisection.environments(result)
     good, bad = (span.versions[i] for i in bisection.neighbours(result))
     first, last = (bad_env, good_env) if bisection.search.find_fix else (good_env, bad_env)
@@ -149,7 +149,7 @@ def _links(first: Environment, last: Environment, packages: list[str]) -> list[s
 
 
 def _of_main(environment: Environment, package: str) -> bool:
-    """A build by commit names in its version the commit of main itself."""
+    """Return whether the version holds a commit of main itself, as in a build by commit."""
     return "+git" in environment.packages.get(package, "")
 
 
@@ -161,7 +161,7 @@ def _findings(
     before: Reading | None,
     after: Reading | None,
 ) -> list[Finding]:
-    """The good and the bad evidence side by side, one finding a cause."""
+    """Compare the good and the bad reading; return one finding per cause."""
     if before is None or after is None:
         return []
     if isinstance(test, CommandTest):
@@ -201,7 +201,7 @@ def _repro(test: SuiteTest | CommandTest, bad: Environment, reading: Reading | N
 
 
 def text(found: Answer) -> str:
-    """The answer for a reader, without the package at fault: closing_text adds it."""
+    """Format the answer, without the package at fault, which closing_text adds."""
     span, result = found.range, found.result
     fix = found.plan.find_fix
     if not result.found:
@@ -240,7 +240,7 @@ def text(found: Answer) -> str:
 
 
 def closing_text(found: Answer, probes: float, beside: float) -> str:
-    """The package at fault, and the time. probes: seconds of the probes of this run; beside: all other seconds."""
+    """Format the package at fault and the time. probes: seconds in this run's probes; beside: overhead in seconds."""
     lines = _fault_lines(found)
     lines += [f"{'compare':11} {link}" for link in found.links]
     lines.append(f"{'time':11} {probes:.1f} s in probes, {beside:.1f} s beside them")
@@ -248,7 +248,7 @@ def closing_text(found: Answer, probes: float, beside: float) -> str:
 
 
 def _history_lines(found: Answer) -> list[str]:
-    """A warning where the state changes more than once; the answer is the last change."""
+    """Warn if the state changes more than once; the answer is the last change."""
     if not found.result.earlier:
         return []
     new, old = ("GOOD", "BAD") if found.plan.find_fix else ("BAD", "GOOD")
@@ -285,7 +285,7 @@ def _fault_lines(found: Answer) -> list[str]:
 
 
 def write_json(path: Path, found: Answer, bisection: Bisection, **more: Any) -> None:
-    """Everything that the bisect saw and found, in one step."""
+    """Write all readings and results of the bisect to a JSON file, atomically."""
     span, result = found.range, found.result
     suspects = [span.versions[i] for i in result.suspects]
     attribution = found.attribution

@@ -1,9 +1,9 @@
-"""Which changed package turns a package set red: delta debugging (ddmin; Zeller & Hildebrandt 2002) over two locks.
+"""Finds which changed package turns a set red: delta debugging (ddmin; Zeller & Hildebrandt 2002) over two locks.
 
 The good set is green and the bad set is red. A mixture is the good set with some packages as in the bad one.
-Packages that only work together form one part, which is taken from one side whole. A cause is then checked from the
-other side: the bad set without it must be green. Pure: the probe is the caller's, and readings of an interrupted run
-are passed back in.
+Packages that only work together form one part, which is taken whole from one side. A cause is then checked from the
+other side: the bad set without it must be green. The module has no I/O: the caller passes the probe function, and the
+readings of an interrupted run.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ Packages = Mapping[str, str]
 Mixture = frozenset[str]
 """Names of the packages that are as in the bad set; all others are as in the good one."""
 
-# Sets, each red alone, that are looked for where the bad set without the first one stays red.
+# Maximum number of independent causes to search for, if the bad set stays red without the first one.
 CAUSES = 3
 
-# Attribution begins after a search has found both sets to be what they are said to be.
+# Attribution starts after the search has verified both sets.
 PRIOR_RED = 0.5
 
 
 class AttributionError(BumpgateError):
-    """Two sets that leave nothing to attribute, or noise without information."""
+    """Invalid attribution: the two sets do not differ, or the misread rates leave no information."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One package; None stands for absent."""
+    """Version change of one package; None stands for absent."""
 
     name: str
     old: str | None
@@ -46,18 +46,18 @@ class Change:
 
 @dataclass(frozen=True)
 class Attribution:
-    """What delta debugging found.
+    """Result of delta debugging.
 
-    changes: the packages at fault, by name: with them alone the good set is red, and without any one part of them
-        it was not seen red.
-    needed: whether the bad set without these changes was seen green. Where it was not, they explain the bad set only
-        together with `others`, or not for certain.
+    changes: the packages at fault, by name. With them alone the good set is red; without any one part of them it was
+        not seen red.
+    needed: whether the bad set without these changes was seen green. If not, they explain the bad set only together
+        with `others`, or not for certain.
     others: further sets of changes that turn the good set red, each alone.
-    separable: False where a mixture that could show a smaller cause, or check this one, could not be run.
-    probes: readings taken, repeats and failed installs included.
-    mixtures: how many different package sets they were of.
-    unresolved: mixtures that did not install or gave no verdict; where any, the answer may hold too much.
-    failure: why there is no answer, one line; empty where there is one.
+    separable: False if a mixture that could show a smaller cause, or check this one, could not be run.
+    probes: number of readings, repeats and failed installs included.
+    mixtures: number of different package sets probed.
+    unresolved: mixtures that did not install or gave no verdict; if any, the answer may include too many packages.
+    failure: why there is no answer, one line; empty if there is one.
     """
 
     changes: tuple[Change, ...]
@@ -82,15 +82,14 @@ def attribute(
     known: Iterable[tuple[Mixture, Outcome]] = (),
     first: str = "",
 ) -> Attribution:
-    """The smallest changes that turn the good set red, and whether the bad set needs them to be red.
+    """Find the smallest changes that turn the good set red, and whether the bad set is green without them.
 
-    good, bad: name to version. probe: takes a mixture's name set and its package set, and reads it once.
-    together: groups of names that are installed from one side only; groups that share a changed name
-        are one.
-    false_bad, false_good, confidence: as of search.Search; under noise a mixture is read until it is settled.
-    known: readings of an interrupted run in their order, used before the probe is called.
+    good, bad: package name to version. probe: called with a mixture's names and its packages; takes one reading.
+    together: groups of names that must come from the same side; groups that share a changed name are merged.
+    false_bad, false_good, confidence: as in search.Search; under noise a mixture is read until it is settled.
+    known: readings of an interrupted run in order; they are used before the probe is called.
     first: the likeliest package; its part is tried alone before all others.
-    Raises AttributionError, one line, where the sets do not differ or a number makes no sense.
+    Raises AttributionError (one line) if the sets do not differ or a number is out of range.
     """
     parts = _parts(good, bad, together)
     readings = _Readings(good, bad, probe, false_bad, false_good, confidence, known, len(parts))
@@ -112,7 +111,7 @@ def attribute(
 
 
 def _cause(parts: list[Mixture], readings: _Readings, first: str) -> list[Mixture]:
-    """A minimal red list of parts; the part of `first` is tried alone, then the others without it."""
+    """Return a minimal red list of parts. The part of `first` is tried alone, then the others without it."""
     likely = [part for part in parts if first in part]
     if likely and len(parts) > 1:
         if readings.red(likely):
@@ -124,7 +123,7 @@ def _cause(parts: list[Mixture], readings: _Readings, first: str) -> list[Mixtur
 
 
 def _needed(cause: list[Mixture], parts: list[Mixture], readings: _Readings) -> bool:
-    """Whether the bad set without a cause is green."""
+    """Return whether the bad set without `cause` is green."""
     return readings.of(_names([part for part in parts if part not in cause])) is Outcome.GOOD
 
 
@@ -133,13 +132,13 @@ def _names(parts: Iterable[Mixture]) -> list[str]:
 
 
 def changes(good: Packages, bad: Packages) -> list[Change]:
-    """Every package that the two sets hold differently, by name."""
+    """Return the packages whose versions differ between the two sets, sorted by name."""
     names = sorted(good.keys() | bad.keys())
     return [Change(n, good.get(n), bad.get(n)) for n in names if good.get(n) != bad.get(n)]
 
 
 def _ddmin(parts: list[Mixture], readings: _Readings) -> list[Mixture]:
-    """A red list of parts, no part of which can be left out: halves, then finer, each alone and then without it."""
+    """Reduce a red list of parts until no part can be removed: test each chunk and its complement, then split finer."""
     pieces = 2
     while len(parts) > 1:
         cuts = list(pairwise(len(parts) * i // pieces for i in range(pieces + 1)))
@@ -157,7 +156,7 @@ def _ddmin(parts: list[Mixture], readings: _Readings) -> list[Mixture]:
 
 
 class _Readings:
-    """Verdicts on mixtures: each read until it is settled, once."""
+    """Verdicts on mixtures, cached; each mixture is read until it is settled."""
 
     def __init__(
         self,
@@ -174,7 +173,7 @@ class _Readings:
             raise AttributionError("false_bad and false_good must lie in [0, 0.5), confidence in (0.5, 1)")
         self.good, self.bad, self.probe = good, bad, probe
         self.false_bad, self.false_good = false_bad, false_good
-        # One wrong verdict spoils the answer, so they share its doubt: about two mixtures a part, and the ends.
+        # One wrong verdict invalidates the answer, so the error budget is shared: about two mixtures per part + ends.
         self.doubt = (1 - confidence) / (2 * parts + 2)
         self.known: dict[Mixture, deque[Outcome]] = defaultdict(deque)
         for mixture, outcome in known:
@@ -208,7 +207,7 @@ class _Readings:
         )
 
     def _settle(self, mixture: Mixture) -> Outcome:
-        """Reads until one verdict is sure enough (Wald's sequential test); SKIP at once, UNKNOWN after a few."""
+        """Read until a verdict is certain enough (Wald's sequential test). SKIP is final; UNKNOWN is, after a few."""
         seen = dict.fromkeys(Outcome, 0)
         while True:
             outcome = self._read(mixture)
@@ -232,7 +231,7 @@ class _Readings:
 
 
 def _parts(good: Packages, bad: Packages, together: Iterable[Collection[str]]) -> list[Mixture]:
-    """The changed packages in parts that move together, in order of their first names."""
+    """Group the changed packages into parts that change together, sorted by first name."""
     changed = {change.name for change in changes(good, bad)}
     if not changed:
         raise AttributionError("the good and the bad set hold the same packages: nothing to attribute")

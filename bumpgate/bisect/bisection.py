@@ -1,6 +1,6 @@
-"""The loop of a bisect: asks the search, takes readings, writes the journal, then finds the package at fault.
+"""Bisect loop: gets the next probe from the search, takes readings, writes the journal, then runs attribution.
 
-Everything that outlives a kill is on disk: the journal decides, and a reading that ended is never taken again.
+All state is on disk, so a killed bisect can resume: it follows the journal and never repeats a finished reading.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from bumpgate.environments.build import Environment, NotInstallable
 from bumpgate.environments.request import Request
 from bumpgate.rows import BumpgateError
 
-# uv and pip try again by themselves when the network fails; this is for what is left.
+# uv and pip retry network failures themselves; this covers the failures that remain.
 TRIES = 2
 # The highest misread rate at which a mixture is still read until it is settled.
 MISREADS = 0.4
-# Packages of a mixture that its line names.
+# Maximum number of packages in the name of a mixture.
 SHOWN = 4
 
 
 class MachineError(BumpgateError):
-    """The machine or the index fails one candidate after the other, or an end: nothing of it is a verdict."""
+    """Infrastructure failure of an endpoint or of several candidates in a row; says nothing about the candidates."""
 
 
 class Ahead(Protocol):
-    """Builds ahead of need."""
+    """Background builder of the next environments."""
 
     def start(self, requests: Sequence[Request]) -> None: ...
 
@@ -44,7 +44,7 @@ class Ahead(Protocol):
 
 
 class Show(Protocol):
-    """What a watcher is told."""
+    """Progress callbacks of a watcher."""
 
     def probing(self, name: str) -> None: ...
 
@@ -53,7 +53,7 @@ class Show(Protocol):
 
 @dataclass(frozen=True)
 class Bench:
-    """What a bisect works with. request: of a version; out: the folder of the readings."""
+    """Dependencies of a bisect. request: from a version to its request. out: the folder of the readings."""
 
     package: str
     out: Path
@@ -66,7 +66,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Step:
-    """One reading that the search took in."""
+    """One reading recorded in the search."""
 
     version: str
     outcome: Outcome
@@ -74,7 +74,7 @@ class Step:
 
 
 class Bisection:
-    """One bisect, from wherever its journal stands."""
+    """One bisect, continued from the state of its journal."""
 
     def __init__(self, state: Journal, bench: Bench) -> None:
         self.state = state
@@ -83,17 +83,17 @@ class Bisection:
         self._spoilt = False
 
     def run(self) -> Result:
-        """Probes until the search has its answer. Raises MachineError, ProbeError, KeyboardInterrupt."""
+        """Probe until the search has its answer. Raises MachineError, ProbeError, KeyboardInterrupt."""
         try:
             self._learn()
-            while asked := self.state.decide():
+            while pending := self.state.decide():
                 if any(self._unjudged(end) for end in self._ends()):
                     self._read_ends()
                 else:
-                    reading = self._reading(asked[0])
-                    if asked[0] in self._ends():
+                    reading = self._reading(pending[0])
+                    if pending[0] in self._ends():
                         self._learn()
-                    self._record(asked[0], reading, self.bench.test.judge(reading))
+                    self._record(pending[0], reading, self.bench.test.judge(reading))
         finally:
             if self.bench.ahead:
                 self.bench.ahead.stop()
@@ -102,7 +102,7 @@ class Bisection:
         return result
 
     def steps(self) -> Iterator[Step]:
-        """All readings that were recorded, in order."""
+        """Yield all recorded readings, in order."""
         seen = Counter[int]()
         for index, outcome in self.search.history:
             place = self._place(index, seen[index])
@@ -111,30 +111,30 @@ class Bisection:
             seen[index] += 1
 
     def reading_of(self, index: int, outcome: Outcome) -> Reading | None:
-        """The first reading of a candidate that said so."""
+        """Return the candidate's first reading with this outcome, or None."""
         version = self.search.candidates[index]
         return next((s.reading for s in self.steps() if (s.version, s.outcome) == (version, outcome)), None)
 
     def neighbours(self, result: Result) -> tuple[int, int]:
-        """Indices of the two candidates that differ, the good one first."""
+        """Return the indices of the two candidates around the change, the good one first."""
         assert result.last_old is not None, "a search that failed has no neighbours"
         pair = result.last_old, result.suspects[-1]
         return (pair[1], pair[0]) if self.search.find_fix else pair
 
     def environments(self, result: Result) -> tuple[Environment, Environment]:
-        """Of the two neighbours, the good one first; both are in the cache."""
+        """Return the environments of the two neighbours, the good one first; both are in the cache."""
         good, bad = (self.bench.build(self._request(i)) for i in self.neighbours(result))
         return good, bad
 
     def attribute(self, result: Result) -> Attribution | None:
-        """Which package of the two neighbours' sets is at fault; None where the sets are the same."""
+        """Find the package at fault between the two neighbours' sets; None if the sets are equal."""
         good, bad = self.environments(result)
         changed = frozenset(change.name for change in changes(good.packages, bad.packages))
         if not changed:
             return None
         sides = dict(zip(self.neighbours(result), (frozenset[str](), changed)))
         known = [(sides[i], outcome) for i, outcome in self.search.history if i in sides]
-        # A test that contradicted itself is read more than once; of the others one reading settles a mixture.
+        # One reading settles a mixture, unless the test has contradicted itself.
         estimated = self.search.noise() if result.misreads else (0.0, 0.0)
         stated = self.state.plan.false_bad, self.state.plan.false_good
         false_bad, false_good = (e if s is None else s for s, e in zip(stated, estimated))
@@ -167,11 +167,11 @@ class Bisection:
         return said.outcome
 
     def _by_importance(self, mixture: Mixture) -> list[str]:
-        """Its names, the bisected package first and libraries that move with another package last."""
+        """Sort a mixture's names: the bisected package first, libraries that another package pins last."""
         return sorted(mixture, key=lambda n: (n != self.bench.package, bool(blame.LINKED.fullmatch(n)), n))
 
     def _read_ends(self) -> None:
-        """Both, before either is judged: what differs between them is what decides."""
+        """Read both endpoints before judging either: the deciding rows are those that differ between them."""
         readings = {}
         for end in self._ends():
             if not self._unjudged(end):
@@ -187,7 +187,7 @@ class Bisection:
             self._record(end, reading, self.bench.test.judge(reading))
 
     def _learn(self) -> None:
-        """From all readings of the ends that lie on disk, so that a resumed bisect learns the same."""
+        """Pass all saved endpoint readings to the test, so that a resumed bisect learns the same."""
         good, bad = ([r for r in self._kept(end) if r.cause is Cause.RAN] for end in self._ends())
         if self.search.find_fix:
             good, bad = bad, good
@@ -210,7 +210,7 @@ class Bisection:
             came = environment.packages.get(self.bench.package)
             if came is None or Version(came) != Version(version):
                 raise NotInstallable(f"{request.title}: {came} came instead", self.bench.out, "")
-            # Only now: what was being built ahead may have been this one.
+            # Only now: the prefetch in progress may have been building this environment.
             later = [*(i for i in self.state.decide() if i != index), *self.search.prefetch()]
             if self.bench.ahead:
                 self.bench.ahead.start([self._request(i) for i in dict.fromkeys(later)])
@@ -219,9 +219,9 @@ class Bisection:
         return self._retried(self._place(index, taken), self._request(index), build, index in self._ends())
 
     def _retried(self, place: Path, request: Request, build: Build, end: bool = False) -> Reading:
-        """A reading that the machine spoilt is taken anew. What it spoils again is kept, and its candidate set aside.
+        """Take a reading; retry if the machine failed. If it fails again, keep the reading and skip the candidate.
 
-        Raises MachineError, and keeps no reading, where an end or two candidates in a row would be set aside for it.
+        Raises MachineError, without keeping the reading, for an endpoint or for two skipped candidates in a row.
         """
         for _ in range(TRIES):
             reading = take(place, request, build, self.bench.test)

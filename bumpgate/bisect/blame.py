@@ -1,4 +1,4 @@
-"""What a bisect needs to know of two environments to name the package at fault: pins, commits, where the source is."""
+"""Facts about two environments that name the package at fault: pins, commits, source repositories."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ COMMIT = re.compile(
     r"""^git_(?:version|revision)\s*(?::[^=\n]*)?=\s*['"]([0-9a-f]{7,40})['"]""", re.MULTILINE
 )
 SOURCE = re.compile(r"https://(?:github|gitlab)\.com/[\w.-]+/[\w.-]+")
-# Libraries that a package is linked against; by name, for their wheels say no more.
+# Libraries that a package is linked against; matched by name, since their wheels hold no other information.
 LINKED = re.compile(r"nvidia-.*|cuda-.*")
 
 
 def mixture_request(packages: Mapping[str, str], like: Request) -> Request:
-    """Exactly these packages, from where `like` takes its own. Their pins contradict each other: that is the point."""
+    """Request exactly these packages from the sources of `like`. Dependencies are ignored: the pins conflict."""
     return Request(
         tuple(f"{name}==={version}" for name, version in sorted(packages.items())),
         python=like.python,
@@ -38,7 +38,7 @@ def mixture_request(packages: Mapping[str, str], like: Request) -> Request:
 
 
 def together(*environments: Environment) -> list[set[str]]:
-    """Each package with the CUDA libraries that it pins, directly or through cuda-toolkit."""
+    """Group each package with the CUDA libraries that it pins, directly or through cuda-toolkit."""
     groups: dict[str, set[str]] = {}
     for environment in environments:
         for name in environment.packages:
@@ -48,24 +48,24 @@ def together(*environments: Environment) -> list[set[str]]:
 
 
 def _linked(environment: Environment, package: str) -> set[str]:
-    """CUDA libraries that a package pins (==2.1, ==2.1.*), and those that they require in turn, with their extras."""
+    """Return the CUDA libraries that a package pins (==2.1, ==2.1.*), and those they require in turn, with extras."""
     found: set[tuple[str, frozenset[str]]] = set()
     pending = [(canonicalize_name(package), frozenset[str]())]
     while pending:
         name, extras = pending.pop()
         for requirement in _requirements(environment, name, extras):
             pinned = any(s.operator in ("==", "===") for s in requirement.specifier)
-            wanted = canonicalize_name(requirement.name), frozenset(requirement.extras)
-            # A library of a library moves with it, however loosely it is required.
-            follow = LINKED.fullmatch(wanted[0]) and (pinned or LINKED.fullmatch(name))
-            if follow and wanted not in found:
-                found.add(wanted)
-                pending.append(wanted)
+            library = canonicalize_name(requirement.name), frozenset(requirement.extras)
+            # A library required by a library belongs to its group even if it is not pinned.
+            follow = LINKED.fullmatch(library[0]) and (pinned or LINKED.fullmatch(name))
+            if follow and library not in found:
+                found.add(library)
+                pending.append(library)
     return {name for name, _ in found}
 
 
 def commit(environment: Environment, package: str) -> str:
-    """The commit that a wheel was built from: its version.py, else the local part of its version; "" if neither."""
+    """Return the commit that a wheel was built from (version.py, else the local part of its version), or ""."""
     for site in _sites(environment):
         path = site / package.replace("-", "_") / "version.py"
         if path.is_file() and (found := COMMIT.search(path.read_text(encoding="utf-8", errors="replace"))):
@@ -76,17 +76,17 @@ def commit(environment: Environment, package: str) -> str:
 
 
 def source(environment: Environment, package: str) -> str:
-    """The repository that a package's own metadata names, without a slash at its end; "" where it names none."""
-    told = _metadata(environment, package)
-    if told is None:
+    """Return the repository URL in a package's metadata, without a trailing slash, or ""."""
+    info = _metadata(environment, package)
+    if info is None:
         return ""
-    urls = [*(told.get_all("Project-URL") or ()), *(told.get_all("Home-page") or ())]
+    urls = [*(info.get_all("Project-URL") or ()), *(info.get_all("Home-page") or ())]
     found = next((m for url in urls if (m := SOURCE.search(url))), None)
     return found[0].removesuffix(".git") if found else ""
 
 
 def compare_link(old: Environment, new: Environment, package: str) -> str:
-    """Of the two commits, made up from the wheels' own words; "" where they do not say enough."""
+    """Return the URL that compares the two wheels' commits, or "" if the wheels do not name both."""
     where = source(new, package) or source(old, package)
     commits = commit(old, package), commit(new, package)
     if not (where and all(commits)) or commits[0] == commits[1]:
@@ -95,12 +95,12 @@ def compare_link(old: Environment, new: Environment, package: str) -> str:
 
 
 def is_nightly(version: str | None) -> bool:
-    """Whether its commit is one of a branch of nightlies, whose message names the commit of main."""
+    """Return whether a version is a nightly: its commit is on the nightly branch, and its message names main's."""
     return version is not None and Version(version).is_devrelease
 
 
 def _requirements(environment: Environment, package: str, extras: frozenset[str]) -> Iterator[Requirement]:
-    """What a package requires with these extras, on this platform."""
+    """Yield the requirements of a package with these extras, on this platform."""
     found = _metadata(environment, package)
     for text in (found.get_all("Requires-Dist") or ()) if found else ():
         try:

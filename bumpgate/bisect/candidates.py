@@ -1,4 +1,4 @@
-"""From two ends, versions or dates, to the list that a bisect searches: pure, oldest first, one build a version."""
+"""Turns two endpoints (versions or dates) into the list of candidates: oldest first, one build per version. No I/O."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 class RangeError(BumpgateError):
-    """Two ends with nothing to search between them. One line: why, and what to name instead."""
+    """Endpoints that do not span a searchable range. One line: the reason, and what to name instead."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """versions: both ends included, oldest first. yanked: left out of them; missing: days on which none was built."""
+    """Range of candidates.
+
+    versions: oldest first, both endpoints included. yanked: versions left out. missing: days without a build.
+    """
 
     package: str
     versions: tuple[str, ...]
@@ -44,22 +47,22 @@ class Range:
         return f"{text}; left out: {', '.join(left_out)}" if left_out else text
 
     def label(self, version: str) -> str:
-        """A version with the day of its build, where that is known and the version does not say it."""
+        """Return the version with its build date, if that is known and not part of the version."""
         day = self.dates.get(version)
         return f"{version} of {day}" if day and f"{day:%Y%m%d}" not in version else version
 
 
 def wants_prereleases(*ends: str) -> bool:
-    """Dates mean nightlies; releases alone mean releases."""
+    """Return whether the range includes prereleases: a date means nightlies, two releases mean releases only."""
     return any(DATE.fullmatch(end) or _version(end).is_prerelease for end in ends)
 
 
 def between(package: str, found: Sequence[Found], good: str, bad: str, *, find_fix: bool = False) -> Range:
-    """The range that --good and --bad span. found: all versions in order, as `versions.versions` gives them.
+    """Return the range between --good and --bad. found: all versions in order, as `versions.versions` returns them.
 
-    A date means, for the earlier end, the last build of that day or before, and for the later one the first of that
-    day or after. Raises RangeError where an end is no version here, where both are one, are in the wrong order, or
-    where nothing tells in which order or variant the builds between them come.
+    A date as the earlier endpoint is the last build on or before that day; as the later one, the first build on or
+    after it. Raises RangeError if an endpoint does not exist, if both are the same or in the wrong order, or if the
+    order or the variant of the builds between them is unknown.
     """
     early, late = (bad, good) if find_fix else (good, bad)
     if any(DATE.fullmatch(end) for end in (early, late)) and not any(f.date for f in found):
@@ -103,7 +106,7 @@ def _version(text: str) -> Version:
 
 
 def _variant(*ends: str) -> str | None:
-    """The build variant ("cpu", "cu126") that the named ends agree on."""
+    """Return the build variant ("cpu", "cu126") that the endpoints name, or None. Raises RangeError if they differ."""
     named = {Version(end).local for end in ends if not DATE.fullmatch(end) and _version(end).local}
     variants = {local for local in named if local and not local.startswith("git")}
     if len(variants) > 1:
@@ -112,7 +115,7 @@ def _variant(*ends: str) -> str | None:
 
 
 def _of_variant(found: Sequence[Found], variant: str | None) -> list[Found]:
-    """Without the other variants of a version that comes in the wanted one; without a name, that is the plain one."""
+    """Drop other variants of versions that have a build of the requested one (by default the one without a suffix)."""
     plain = {Version(f.version).public for f in found if Version(f.version).local == variant}
     return [
         f
@@ -123,21 +126,21 @@ def _of_variant(found: Sequence[Found], variant: str | None) -> list[Found]:
 
 
 def _resolve(package: str, found: Sequence[Found], end: str, *, later: bool) -> int:
-    """Index of the version that an end names."""
+    """Return the index of the version that an endpoint names."""
     if DATE.fullmatch(end):
         return _on(package, found, end, later=later)
-    wanted = _version(end)
-    exact = [i for i, f in enumerate(found) if Version(f.version) == wanted]
+    target = _version(end)
+    exact = [i for i, f in enumerate(found) if Version(f.version) == target]
     public = [
-        i for i, f in enumerate(found) if not wanted.local and Version(f.version).public == wanted.public
+        i for i, f in enumerate(found) if not target.local and Version(f.version).public == target.public
     ]
     matches = exact or public
     if len(matches) == 1:
         return matches[0]
     if matches:
         raise RangeError(f"{package} {end} comes as {', '.join(found[i].version for i in matches)}: name one")
-    older = [f.version for f in found if Version(f.version) < wanted][-1:]
-    newer = [f.version for f in found if Version(f.version) > wanted][:1]
+    older = [f.version for f in found if Version(f.version) < target][-1:]
+    newer = [f.version for f in found if Version(f.version) > target][:1]
     near = ", ".join(older + newer)
     raise RangeError(f"{package} {end} is not among the {len(found)} versions here; next to it: {near}")
 
@@ -163,7 +166,7 @@ def _check_order(package: str, found: Iterable[Found]) -> None:
         raise RangeError(
             f"{package} {loose[0].version}: {loose[0].note}: name an index that gives upload times"
         )
-    # Builds by commit are ordered by their day; variants of one version are not ordered at all.
+    # Builds by commit are ordered by date; variants of one version have no order.
     publics = Counter(
         Version(f.version).public for f in found if not (Version(f.version).local or "").startswith("git")
     )

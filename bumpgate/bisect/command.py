@@ -1,4 +1,4 @@
-"""`bumpgate bisect`: the first bad version between two, and the package of its set that is at fault."""
+"""`bumpgate bisect`: finds the first bad version between two, and which package of its set is at fault."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ UNKNOWN, INTERRUPTED = 125, 130
 
 
 class BisectError(BumpgateError):
-    """A bisect that cannot be begun, or whose ends are not what they are said to be."""
+    """Invalid bisect: bad options, or an endpoint that does not have the claimed result."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, apart from where the answer goes: a resumed bisect must ask the same.
+    """Bisect options, apart from the output folder. A resumed bisect must use the same ones.
 
-    index and find_links are as uv takes them; --index is kept without the password that it may hold.
+    index and find_links have uv's format; passwords in their URLs are not saved.
     """
 
     package: str
@@ -64,7 +64,7 @@ class Question:
     budget: int | None
 
     def line(self) -> tuple[str, ...]:
-        """The arguments that ask it again."""
+        """Return the command-line arguments that repeat this bisect."""
         valued = {
             "--lane": self.lane,
             "--package": self.package,
@@ -134,7 +134,7 @@ def command(
     Exit codes: 0 found, 4 bad input or ends that are not what they are said to be, 125 no sure answer or a machine
     that fails, 130 interrupted.
     """
-    asked = Question(
+    question = Question(
         canonicalize_name(package),
         good,
         bad,
@@ -151,13 +151,16 @@ def command(
         confidence,
         budget,
     )
-    place = out or Path(f"bisect-{asked.package}-{good}-{bad}")
+    place = out or Path(f"bisect-{question.package}-{good}-{bad}")
     with _terminable():
-        raise typer.Exit(run(asked, place, go_on=go_on, attribution=attribution, prefetch=prefetch))
+        raise typer.Exit(run(question, place, go_on=go_on, attribution=attribution, prefetch=prefetch))
 
 
 def run(asked: Question, out: Path, *, go_on: bool, attribution: bool = True, prefetch: bool = True) -> int:
-    """The whole command -> its exit code. Raises BumpgateError on bad input, before anything is installed."""
+    """Run the whole command and return its exit code.
+
+    Raises BumpgateError on bad input, before anything is installed.
+    """
     root = _check(asked)
     state, span = _continue(asked, out) if go_on else (None, None)
     if state is None or span is None:
@@ -197,7 +200,7 @@ def _search(
     bisection = Bisection(state, bench)
 
     def seconds() -> dict[str, float]:
-        # A resumed bisect takes over the reading, and the seconds, of a probe that had ended before the kill.
+        # A resumed bisect reuses the reading, and its seconds, of a probe that had finished before the kill.
         return {
             "probes": watcher.seconds,
             "beside": max(0.0, time.monotonic() - started - watcher.seconds),
@@ -210,7 +213,7 @@ def _search(
         write_json(out / JSON, found, bisection, seconds=seconds())
         return _no_answer(result.failure, test, watcher.last)
     found = answer(bisection, span, result, None, test)
-    # Printed and saved first: an attribution may take longer than the search, and may be interrupted.
+    # Print and save now: attribution may take longer than the search, and may be interrupted.
     write_json(out / JSON, found, bisection, seconds=seconds())
     typer.echo(text(found))
     if attribution:
@@ -224,7 +227,7 @@ def _search(
 
 
 def _no_answer(failure: str, test: SuiteTest | CommandTest, last: str) -> int:
-    """Raises BisectError where other ends would help; prints why and returns UNKNOWN where they would not."""
+    """Report a failed search: raise BisectError if other endpoints would help, else print why and return UNKNOWN."""
     failure = failure.replace("does not install", f"was skipped ({last})" if last else "was skipped")
     if failure.startswith(("the good end", "the bad end")) or failure.endswith("look swapped"):
         named = ", ".join(test.deciding[:3])
@@ -242,7 +245,7 @@ def _stopped(why: str, again: str) -> int:
 
 
 def _again(asked: Question, out: Path, flags: Sequence[str]) -> str:
-    """The command that continues a bisect. flags: options that are not part of the question."""
+    """Return the command that resumes a bisect. flags: options that are not part of `asked`."""
     line = asked.line()
     cut = line.index("--") if "--" in line else len(line)
     line = (*line[:cut], "--out", str(out), *flags, "--resume", *line[cut:])
@@ -278,10 +281,10 @@ def _range(asked: Question, root: Path | None) -> Range:
 
 
 def _check_selection(root: Path, asked: Question) -> None:
-    """Raises BisectError if this interpreter's pytest selects no test or refuses an option.
+    """Raise BisectError if this interpreter's pytest selects no test or rejects an option.
 
-    An interpreter without torch cannot collect, and nothing follows from that. Nor can it collect a tier, whose package
-    comes with the candidate.
+    A collection error is ignored: this interpreter may lack torch. A tier is not checked, because its package
+    is only installed with the candidate.
     """
     if any(tier(f"{part}/") for part in asked.selection):
         return
@@ -334,7 +337,7 @@ def _begin(asked: Question, out: Path, span: Range) -> Journal:
 
 
 def _continue(asked: Question, out: Path) -> tuple[Journal | None, Range | None]:
-    """The state in `out`, and its range without asking an index; nothing where a kill left nothing to continue."""
+    """Load the state in `out` and its range, without querying an index; (None, None) if there is nothing to resume."""
     path = out / STATE
     if not path.exists() or b"\n" not in path.read_bytes():
         typer.echo(f"nothing to resume in {out}: beginning")
@@ -357,16 +360,19 @@ def _test(asked: Question, root: Path | None) -> SuiteTest | CommandTest:
 
 
 def _requests(asked: Question, root: Path | None) -> Callable[[str], Request]:
-    """How the environment of a version is requested. One of another package than torch replaces what torch requires."""
+    """Return a function from a version to its environment request.
+
+    A package other than torch replaces the version that torch requires.
+    """
 
     def request(version: str) -> Request:
-        # 2.13.0+cpu is a 2.13.0 to "==", and another build.
-        wanted = f"{asked.package}==={version}"
+        # "==2.13.0" also matches 2.13.0+cpu, which is a different build.
+        requirement = f"{asked.package}==={version}"
         name = f"{asked.package} {version}"
         if root is None:
-            found = Request((wanted,), name=name)
+            found = Request((requirement,), name=name)
         else:
-            found = lane_request(root, asked.lane, wanted, name=name)
+            found = lane_request(root, asked.lane, requirement, name=name)
         requirements = (*found.requirements, *asked.extra)
         return replace(found, requirements=requirements, index=asked.index, find_links=asked.find_links)
 
@@ -375,7 +381,7 @@ def _requests(asked: Question, root: Path | None) -> Callable[[str], Request]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """A cancelled CI job sends SIGTERM: it ends a bisect as ctrl-C does."""
+    """Handle SIGTERM, which a cancelled CI job sends, like ctrl-C."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,8 +1,8 @@
-"""The state file of a bisect: JSON lines, only ever appended to, each on the disk before anything acts on it.
+"""State file of a bisect: append-only JSON lines, each synced to disk before it takes effect.
 
-The first line says what is searched. Then come a decision before each probe and an outcome after it, first of
-candidates, then of package mixtures. A line counts once its newline is there: a kill at any byte loses at most
-the reading that was under way, and the search that is rebuilt is the search that was killed, to the bit.
+The first line holds the search plan. Then come a decision before each probe and an outcome after it, first of
+candidates, then of package mixtures. A line counts once its newline is written: a kill at any byte loses at most the
+reading in progress, and the restored search is bitwise equal to the killed one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SCHEMA = 1
 
 
 class JournalError(BumpgateError):
-    """A state file that cannot be begun or continued. One line: why, and what puts it right."""
+    """State file that cannot be created or resumed. One line: the reason and the fix."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is searched: the arguments of search.Search, and the command that judges a candidate."""
+    """Search plan: the arguments of search.Search, and the command that judges a candidate."""
 
     candidates: tuple[str, ...]
     good: str
@@ -42,7 +42,7 @@ class Plan:
     confirm: int = 2
 
     def search(self) -> Search:
-        """Raises search.SearchError where the plan makes no sense."""
+        """Create the search. Raises search.SearchError if the plan is invalid."""
         return Search(
             self.candidates,
             self.good,
@@ -57,9 +57,9 @@ class Plan:
 
 
 class Journal:
-    """A search, and the file that it can be rebuilt from. Made by begin and resume; locked until it is closed.
+    """A search and the file that restores it. Created by begin and resume; locked until it is closed.
 
-    search: as all recorded outcomes leave it. mixtures: readings of package mixtures, in order.
+    search: the search with all recorded outcomes. mixtures: readings of package mixtures, in order.
     """
 
     def __init__(self, file: BinaryIO, plan: Plan) -> None:
@@ -71,33 +71,33 @@ class Journal:
         self._asked_mixture: Mixture | None = None
 
     def decide(self) -> list[int]:
-        """search.next(), written down; what was decided already and not yet answered, as it was."""
+        """Return search.next() and write it down, or return the earlier decision if it has no outcome yet."""
         if self.search.result() is not None:
             return []
         if not self._asked:
-            asked = self.search.next()
-            _write(self._file, {"probe": asked})
-            self._asked = asked
+            indices = self.search.next()
+            _write(self._file, {"probe": indices})
+            self._asked = indices
         return list(self._asked)
 
     def record(self, index: int, outcome: Outcome) -> None:
-        """Writes an outcome down, then gives it to the search."""
+        """Write an outcome down, then pass it to the search."""
         _write(self._file, {"index": index, "outcome": outcome.value})
         self._take(index, outcome)
 
     def decide_mixture(self, mixture: Mixture) -> None:
-        """Writes down that a mixture will now be probed."""
+        """Write down that a mixture is about to be probed."""
         if self._asked_mixture != mixture:
             _write(self._file, {"mixture": sorted(mixture)})
             self._asked_mixture = mixture
 
     def record_mixture(self, mixture: Mixture, outcome: Outcome) -> None:
-        """Writes the reading of a mixture down."""
+        """Write the reading of a mixture down."""
         _write(self._file, {"mixture": sorted(mixture), "outcome": outcome.value})
         self._take_mixture(mixture, outcome)
 
     def close(self) -> None:
-        """Gives the lock back. A killed process gives it back too."""
+        """Release the lock; the kernel releases it if the process is killed."""
         self._file.close()
 
     def __enter__(self) -> Journal:
@@ -115,7 +115,7 @@ class Journal:
         self._asked_mixture = None
 
     def _replay(self, entry: Any) -> None:
-        """Raises KeyError, TypeError or ValueError on an entry that was not written here."""
+        """Apply one entry. Raises KeyError, TypeError or ValueError on an entry that this class does not write."""
         keys = entry.keys()
         if keys == {"probe"}:
             self._asked = [int(i) for i in entry["probe"]]
@@ -130,7 +130,7 @@ class Journal:
 
 
 def begin(path: Path, plan: Plan) -> Journal:
-    """A new state file. Raises JournalError where there is one already, unless it died within its first line."""
+    """Create a state file. Raises JournalError if one exists already, unless its first line is incomplete."""
     plan.search()
     file = _open(path, os.O_CREAT)
     there = file.read()
@@ -140,7 +140,7 @@ def begin(path: Path, plan: Plan) -> Journal:
         raise JournalError(f"{path.name} exists: continue it with --resume, or name another --state file")
     file.truncate(0)
     _write(file, _header(plan))
-    # The name too must outlive a power cut, not only what stands under it.
+    # Sync the directory too: the file's name must survive a power cut, not only its content.
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -150,10 +150,10 @@ def begin(path: Path, plan: Plan) -> Journal:
 
 
 def resume(path: Path, plan: Plan | None = None) -> Journal:
-    """The search as the file leaves it; a last line without its newline is dropped.
+    """Restore the search from the file; a last line without its newline is dropped.
 
-    plan: what the caller is about to search; a file of another search is refused. None takes the file's own.
-    Raises JournalError, one line, on a file that is missing, in use, not a state file, or of another search.
+    plan: the expected plan; a file with another plan is rejected. None accepts the plan of the file.
+    Raises JournalError (one line) on a file that is missing, in use, not a state file, or of another search.
     """
     file = _open(path, 0)
     try:
@@ -185,7 +185,7 @@ def _replay_all(path: Path, journal: Journal, lines: Iterable[bytes]) -> None:
 
 
 def _open(path: Path, flags: int) -> BinaryIO:
-    """Opened for appending, and locked: two bisects that write into one file would spoil both."""
+    """Open for appending and lock: two bisects that write to one file would corrupt both."""
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o644), "rb+", 0)
     except OSError as error:
@@ -199,7 +199,7 @@ def _open(path: Path, flags: int) -> BinaryIO:
 
 
 def _write(file: BinaryIO, entry: dict[str, Any]) -> None:
-    """On the disk when this returns. A full disk takes back what it took of the line, and is an OSError."""
+    """Append an entry and sync it to disk. On a full disk, truncate the partial line and raise OSError."""
     line = _line(entry)
     end = os.fstat(file.fileno()).st_size
     try:

@@ -1,4 +1,4 @@
-"""Misreads of a probe: the rates that are considered, and what one reading is worth under them."""
+"""Misread rates of a probe: the rates considered, and the information in one reading under them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NO_MISREADS = 0.6
 
 
 def noises(false_new: float | None, false_old: float | None) -> list[tuple[tuple[float, float], float]]:
-    """Pairs of misread rates with the prior probability of each."""
+    """Return the pairs of misread rates, each with its prior probability."""
     new = RATES if false_new is None else (false_new,)
     old = RATES if false_old is None else (false_old,)
     pairs = [(a, b) for a in new for b in old]
@@ -21,7 +21,7 @@ def noises(false_new: float | None, false_old: float | None) -> list[tuple[tuple
 
 
 def capacity(false_new: float, false_old: float) -> float:
-    """Bits that the best probe tells: the capacity of the binary asymmetric channel."""
+    """Return the bits per probe at best: the capacity of the binary asymmetric channel."""
     clear = 1 - false_new - false_old
     tilt = (entropy(false_new) - entropy(false_old)) / clear
     lost = ((1 - false_old) * entropy(false_new) - false_new * entropy(false_old)) / clear
@@ -29,17 +29,17 @@ def capacity(false_new: float, false_old: float) -> float:
 
 
 def entropy(p: float) -> float:
-    """Bits of a coin that falls one way with probability p."""
+    """Return the binary entropy of p, in bits."""
     return -p * math.log2(p) - (1 - p) * math.log2(1 - p) if 0 < p < 1 else 0.0
 
 
 def times_log(count: int, p: float) -> float:
-    """count * log(p), where none of an impossible thing is no evidence."""
+    """Return count * log(p), and 0 for count 0 even if p is 0."""
     if not count:
         return 0.0
     return count * math.log(p) if p > 0 else -math.inf
 
 
 def tail(count: int, trials: int, p: float) -> float:
-    """Probability of at least `count` in so many trials."""
+    """Return the binomial probability of at least `count` successes in `trials`."""
     return math.fsum(math.comb(trials, k) * p**k * (1 - p) ** (trials - k) for k in range(count, trials + 1))

@@ -1,7 +1,7 @@
-"""Builds the environments that a bisect may want next, in a child process while the current probe runs.
+"""Builds the environments that a bisect may need next, in a child process while the current probe runs.
 
-A child, and not a thread: it runs at low priority, ends with its process group, and what it built is found in the
-cache under the same key. What fails there fails again, and is heard, when the environment is really asked for.
+A process rather than a thread: it runs at low priority, ends with its process group, and its builds are in the cache
+under the same keys. Errors are ignored: they recur, and are reported, when the environment is actually requested.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from bumpgate.environments.store import home
 from bumpgate.processes import supervise
 from bumpgate.rows import BumpgateError
 
-# Two CUDA builds of torch, unpacked and in uv's cache: below this nothing is built that may never be asked for.
+# Size of two CUDA builds of torch, unpacked and in uv's cache: nothing is prefetched with less free space.
 FREE_BYTES = 24 << 30
 PATHS = ("lock", "prefer", "overrides", "script")
 
 
 class Prefetch:
-    """One child at a time. free: bytes that must be free on the disk of the cache."""
+    """Background builder with one child process. free: bytes that must be free on the disk of the cache."""
 
     def __init__(self, free: int = FREE_BYTES) -> None:
         self.free = free
@@ -37,25 +37,25 @@ class Prefetch:
         self._wanted = ""
 
     def start(self, requests: Iterable[Request]) -> None:
-        """Replaces what was under way by those that are not built yet, unless it is the same.
+        """Build those of the requests that are not built yet; stop a running child with another list.
 
-        Does nothing where the disk is nearly full.
+        Builds nothing if the disk is nearly full.
         """
         root = home() / "environments"
         new = [request for request in requests if not (root / request_key(request, None) / NOTE).exists()]
-        wanted = json.dumps([asdict(request) for request in new], default=str)
-        if wanted == self._wanted:
+        payload = json.dumps([asdict(request) for request in new], default=str)
+        if payload == self._wanted:
             return
         self.stop()
-        self._wanted = wanted
+        self._wanted = payload
         place = home()
         place.mkdir(parents=True, exist_ok=True)
-        if wanted == "[]" or shutil.disk_usage(place).free < self.free:
+        if payload == "[]" or shutil.disk_usage(place).free < self.free:
             return
         source = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
         self._child = subprocess.Popen(
-            [sys.executable, "-I", "-S", supervise.__file__, sys.executable, "-m", __name__, wanted],
+            [sys.executable, "-I", "-S", supervise.__file__, sys.executable, "-m", __name__, payload],
             env=os.environ | {"PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -64,7 +64,7 @@ class Prefetch:
         )
 
     def stop(self) -> None:
-        """Ends the child; a half-built environment is none, and its lock is free."""
+        """Kill the child. An unfinished environment is not in the cache, and its lock is released."""
         self._wanted = ""
         if self._child is None:
             return

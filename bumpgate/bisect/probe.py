@@ -1,7 +1,7 @@
-"""One probe of a bisect: a test in an environment, what it left on disk, and what that says.
+"""Runs the test in one environment and classifies the outcome (good, bad, skip).
 
-A probe leaves its reading beside its log before the bisect acts on it, so that a killed bisect repeats none that
-ended. What a reading says is a pure function of readings: a resumed bisect comes to the same outcomes.
+A probe saves its reading next to its log before the bisect uses it, so that a killed bisect repeats no finished probe.
+Outcomes are a pure function of the readings: a resumed bisect gets the same ones.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from bumpgate.rows import (
 )
 
 READING, LOG, RECORD = "reading.json", "test.log", "record.json"
-# Signals that a program earns by what it does; any other one was sent to it, and says nothing about the candidate.
+# Signals that a program causes itself; any other one was sent to it, and says nothing about the candidate.
 CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
-# Lines of a record's problems that accuse no test: a skip, a selection, an interrupt.
+# Problems in a record that are not a test's fault: a skip, a selection, an interrupt.
 NO_FAULT = ("under --gate", "the run was cut short")
 THE_RUN = "the run"
 # How a deciding row is red: by its value, or because its test raised an exception of this type.
@@ -73,11 +73,11 @@ for name in sys.argv[1:]:
 
 
 class ProbeError(BumpgateError):
-    """The test itself cannot be run: no candidate is to blame, and the bisect ends."""
+    """The test itself cannot be run, for any candidate; ends the bisect."""
 
 
 class Cause(Enum):
-    """Why a reading says what it says."""
+    """How a reading ended."""
 
     RAN = "ran"
     BROKEN = "broken"
@@ -88,8 +88,9 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class Reading:
-    """What one probe left. code: of the command, or of pytest, minus the signal that ended it; None: it never ran.
+    """Saved result of one probe.
 
+    code: exit code of the command or of pytest, or minus the signal number; None if it never ran.
     failure: why it never ran, or ended early; one line. seconds: of the test alone. packages: name to version.
     """
 
@@ -116,19 +117,19 @@ class Reading:
 
     @cached_property
     def signals(self) -> dict[str, Verdict]:
-        """Row id or test -> REGRESSION where it is red, PASS where it is green, else why it cannot be told."""
+        """Row id or test -> REGRESSION if red, PASS if green, else the verdict that explains why it is neither."""
         found = {THE_RUN: Verdict.REGRESSION} if self.crash else {}
         record = self.record
         if record is None:
             return found
         skipped = {_node(p) for p in record.problems if "under --gate" in p}
         found |= {j.row.id: _row_signal(j, record, skipped) for j in record.judgements}
-        told = [p for p in record.problems if not any(words in p for words in NO_FAULT)]
-        return found | {_node(p): Verdict.REGRESSION for p in told}
+        faults = [p for p in record.problems if not any(words in p for words in NO_FAULT)]
+        return found | {_node(p): Verdict.REGRESSION for p in faults}
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """How each row or test is red, if it is: BY_VALUE, an exception type, or the signal of a crash."""
+        """Row id or test -> how it is red, if it is: BY_VALUE, an exception type, or the signal of a crash."""
         found = {THE_RUN: self.crash} if self.crash else {}
         if self.record:
             found |= {p.partition(": ")[0]: _exception(p.partition(": ")[2]) for p in self.record.problems}
@@ -139,45 +140,45 @@ class Reading:
         return found
 
     def signal(self, name: str) -> Verdict:
-        """As seen; a test that is not spoken of has passed, where the run is whole."""
+        """Return the signal of a row or test. A test missing from the record of a whole run has passed."""
         silent = Verdict.PASS if self.whole and not ROW_ID.fullmatch(name) else Verdict.MISSING
         return self.signals.get(name, silent)
 
     @property
     def crash(self) -> str:
-        """`died of SIGSEGV`, where that is how the test ended."""
+        """`died of SIGSEGV` if the test crashed, else empty."""
         return _crash(self.failure)
 
 
 @dataclass(frozen=True)
 class Said:
-    """The outcome of a reading and its reason, in one line."""
+    """Outcome of a reading, and its reason in one line."""
 
     outcome: Outcome
     reason: str
 
 
 class Test(Protocol):
-    """What judges a candidate."""
+    """Test that judges a candidate."""
 
     def run(self, environment: Environment, place: Path) -> Reading:
-        """Runs once. Raises ProbeError where no candidate could ever pass, KeyboardInterrupt on ctrl-C."""
+        """Run once. Raises ProbeError if no candidate could ever pass, KeyboardInterrupt on ctrl-C."""
 
     def void(self, reading: Reading) -> Said | None:
-        """Why a reading cannot stand for an end, whatever the other one reads; None where it can."""
+        """Return why a reading cannot represent an endpoint, whatever the other one reads; None if it can."""
 
     def learn(self, good: Sequence[Reading], bad: Sequence[Reading]) -> None:
-        """All readings of the two ends so far: what differs between them decides from now on."""
+        """Learn the deciding rows from all endpoint readings so far: those that differ between the endpoints."""
 
     def judge(self, reading: Reading) -> Said:
-        """What a reading says."""
+        """Return the outcome of a reading."""
 
 
 Build = Callable[[Request], Environment]
 
 
 def take(place: Path, request: Request, build: Build, test: Test) -> Reading:
-    """The reading that lies at `place`, or a new one, written there whole before this returns."""
+    """Return the reading saved at `place`, or take a new one and save it there atomically."""
     if kept := load(place):
         return kept
     place.mkdir(parents=True, exist_ok=True)
@@ -192,13 +193,13 @@ def take(place: Path, request: Request, build: Build, test: Test) -> Reading:
 
 
 def keep(reading: Reading) -> None:
-    """Writes a reading to its place."""
+    """Write a reading to its place."""
     raw = asdict(reading) | {"cause": reading.cause.value, "place": reading.place.name}
     write_atomic(reading.place / READING, json.dumps(raw, indent=1) + "\n")
 
 
 def load(place: Path) -> Reading | None:
-    """None where there is none, or none that can be read: then it is taken anew."""
+    """Load the reading at `place`; None if it is missing or unreadable, in which case it is taken again."""
     try:
         raw = json.loads((place / READING).read_text(encoding="utf-8"))
         return Reading(**raw | {"place": place, "cause": Cause(raw["cause"])})
@@ -208,9 +209,9 @@ def load(place: Path) -> Reading | None:
 
 @contextmanager
 def fresh_caches(place: Path) -> Iterator[dict[str, str]]:
-    """Variables that point torch and Triton at empty compile caches, so that no reading depends on an earlier one.
+    """Yield env_vars that point torch and Triton at empty compile caches: no reading may depend on an earlier one.
 
-    The caches are deleted at the end; those of a killed probe when it is repeated.
+    The caches are deleted at the end; those of a killed probe are deleted when it is repeated.
     """
     caches = place / "caches"
     shutil.rmtree(caches, ignore_errors=True)
@@ -225,9 +226,9 @@ def fresh_caches(place: Path) -> Iterator[dict[str, str]]:
 
 
 def import_fault(environment: Environment, *packages: str) -> str:
-    """Why one of the packages does not import there, in one line; "" where all do that are installed."""
+    """Return why an installed package does not import in the environment, in one line; "" if all do."""
     names = [name.replace("-", "_") for name in dict.fromkeys(packages) if name in environment.packages]
-    # Not from the working directory: a folder named torch there is not the package.
+    # Do not import from the working directory: it may hold a folder named torch.
     child = Interpreter(
         environment.python, environment.python.parent, child_environment(environment.python, None)
     )
@@ -248,10 +249,10 @@ def _without_verdict(reading: Reading) -> Said | None:
 
 @dataclass
 class CommandTest:
-    """A user's own command: exit 0 is GOOD, 1 to 124 BAD, 125 SKIP; so is a crash BAD where the package imports.
+    """User command: exit 0 is GOOD, 1 to 124 BAD, 125 SKIP; a crash is BAD if the package imports.
 
-    command: for /bin/sh; {python} and {version} are put in, and the environment's programs come first on PATH.
-    timeout: seconds; a run that takes longer says nothing.
+    command: for /bin/sh; {python} and {version} are substituted, and the environment's bin folder is first on PATH.
+    timeout: seconds; a run that takes longer has no verdict.
     """
 
     command: str
@@ -262,7 +263,7 @@ class CommandTest:
     differs: bool = True
 
     def line(self, environment: Environment) -> str:
-        """What the shell is given."""
+        """Return the shell command line for an environment."""
         version = environment.packages.get(self.package, "")
         line = self.command.replace("{python}", shlex.quote(str(environment.python)))
         return line.replace("{version}", version)
@@ -298,7 +299,7 @@ class CommandTest:
         return None if said.outcome in (Outcome.GOOD, Outcome.BAD) else said
 
     def learn(self, good: Sequence[Reading], bad: Sequence[Reading]) -> None:
-        """An exit code says the same at every candidate."""
+        """Do nothing: an exit code means the same for every candidate."""
 
     def judge(self, reading: Reading) -> Said:
         if said := _without_verdict(reading):
@@ -311,15 +312,15 @@ class CommandTest:
 
 @dataclass
 class SuiteTest:
-    """A selection of a lane's tests. What decides are the rows and tests that are red at the bad end alone.
+    """Selection of a lane's tests. The deciding rows and tests are those that are red at the bad endpoint only.
 
-    A row that is worse than in the first whole record of the good end, by the margins of a gate, is red as well.
+    A row that is worse than in the first whole record of the good endpoint, by the gate's margins, is red as well.
 
-    A candidate is GOOD where its run is whole and all of them are green, and BAD where one is red in the way it is at
-    an end. What else is red there is not counted. Where a deciding row is red in another way only (its test raised,
-    while at the bad end the value is worse), another fault hides the answer: OTHER.
+    A candidate is GOOD if its run is whole and all deciding rows are green, and BAD if one is red in the same way as
+    at an endpoint. Other red rows are not counted. If a deciding row is red only in another way (its test raised,
+    while at the bad endpoint the value is worse), another fault hides the answer: OTHER.
 
-    deciding: row ids and node ids. kinds: how each is red at the ends. differs: False where they are red at both ends.
+    deciding: row ids and node ids. kinds: how each is red at the endpoints. differs: False if red at both endpoints.
     """
 
     root: Path
@@ -344,7 +345,7 @@ class SuiteTest:
                 environment={**reference.variables(environment.lock), **caches},
                 timeout=self.timeout,
                 log=place / LOG,
-                # A whole run has imported torch; import_fault below checks one that is not whole.
+                # A whole run has imported torch; for an incomplete one, import_fault below checks the import.
                 check_import=False,
             )
         if done.code == USAGE:
@@ -367,7 +368,7 @@ class SuiteTest:
         at_good, at_bad = ({name: self._red_share(name, ends) for name in names} for ends in (good, bad))
         worse = tuple(name for name in names if at_good[name] < at_bad[name])
         better = tuple(name for name in names if at_good[name] > at_bad[name])
-        # Where nothing is worse at the bad end, what is better there refutes the ends, or else what is red at both.
+        # If nothing is worse at the bad end, rows that are better there refute the ends, else rows red at both do.
         self.differs = bool(worse or better)
         self.deciding = worse or better or tuple(name for name in names if at_good[name] > 0)
         self.kinds = {name: self._ways(name, (*good, *bad)) for name in self.deciding}
@@ -405,9 +406,9 @@ class SuiteTest:
         return Said(Outcome.GOOD, f"{len(states)} green{f'; {others} red, not counted' if others else ''}")
 
     def _signal(self, reading: Reading, name: str) -> Verdict:
-        """The signal of a reading, and REGRESSION where the value is worse than at the good end.
+        """Return a row's signal in a reading; REGRESSION also if its value is worse than at the good endpoint.
 
-        Compiled code is compared with the good end alone: which tritons are reviewed is another question.
+        Compiled code is compared with the good endpoint only, not with the baselines of the reviewed tritons.
         """
         state = reading.signal(name)
         before, now = self.reference.get(name), reading.rows.get(name)
@@ -418,18 +419,18 @@ class SuiteTest:
         return Verdict.REGRESSION if change(before, now) is Change.WORSE else Verdict.PASS
 
     def _ways(self, name: str, readings: Sequence[Reading]) -> set[str]:
-        """How a row or test is red in the readings in which it is."""
+        """Return the ways in which a row or test is red in these readings."""
         return {r.kinds[name] for r in readings if self._signal(r, name) is Verdict.REGRESSION}
 
     def _red_share(self, name: str, readings: Sequence[Reading]) -> float:
-        """In how many of the readings that can show it is red; NaN, which compares with nothing, where none can."""
+        """Return the share of conclusive readings in which a row is red; NaN (all comparisons false) without any."""
         states = [self._signal(reading, name) for reading in readings]
         shown = [s for s in states if s in (Verdict.PASS, Verdict.REGRESSION)]
         return sum(s is Verdict.REGRESSION for s in shown) / len(shown) if shown else math.nan
 
     @staticmethod
     def _cut_short(reading: Reading) -> Said:
-        """A file that cannot be collected will not be next time; anything else may have been the machine."""
+        """Classify an incomplete run: SKIP if a file cannot be collected, else UNKNOWN (possibly the machine)."""
         problems = reading.record.problems if reading.record else ()
         uncollected = [p for p in problems if "could not be collected" in p]
         why = one_line(next(iter((*uncollected, reading.failure, *problems)), "") or "the run was cut short")
@@ -438,9 +439,9 @@ class SuiteTest:
 
 def _row_signal(j: Judgement, record: Record, skipped: set[str]) -> Verdict:
     if j.row.better == "defect" and j.row.value is not None and j.verdict is not Verdict.INSTRUMENT:
-        # Its range is a statement about versions, and a bisection asks which version it is.
+        # A defect's expected range is keyed by version, and the version is what a bisect varies: use the value.
         return Verdict.REGRESSION if j.row.value else Verdict.PASS
-    # What a test derives it has judged itself, reviewed or not.
+    # A derived row has been judged by its test, reviewed or not.
     derived = j.row.better == "derived" and j.verdict is Verdict.MISSING and not j.row.unmeasured
     if not j.red or derived:
         return Verdict.PASS
@@ -449,7 +450,7 @@ def _row_signal(j: Judgement, record: Record, skipped: set[str]) -> Verdict:
 
 
 def _exception(reason: str) -> str:
-    """The type of the exception that a reason begins with, after the test's name; "a failed test" without one."""
+    """Return the exception type at the start of a reason, after the test's name; "a failed test" without one."""
     found = EXCEPTION.search(reason.removeprefix("not reported by "))
     if found:
         return found[1]
@@ -457,7 +458,7 @@ def _exception(reason: str) -> str:
 
 
 def _missing_module(log: Path, environment: Environment) -> str:
-    """The module that ended a command because no package of the environment provides it; "" for none."""
+    """Return the missing module in a log if no package of the environment provides it, else ""."""
     missing = NO_MODULE.findall(log.read_text(encoding="utf-8", errors="replace"))
     return missing[-1] if missing and canonicalize_name(missing[-1]) not in environment.packages else ""
 
@@ -479,6 +480,6 @@ def _signal_name(number: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    """What a log ends with."""
+    """Return the last non-empty line of a log."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return one_line(lines[-1], 120) if lines else "it printed nothing"

@@ -1,12 +1,12 @@
-"""Noise-aware search for the first bad version: pure, no clock, no files, no environment.
+"""Noise-aware search for the first bad version; a pure module without clock, files or env_vars.
 
-The state is a posterior over the place of the change and, where the misread rates are not stated, over the rates:
-repeats that agree lower them, contradictions raise them. A probe is chosen by its expected information about the place
-(Horstein 1963; Burnashev & Zigangirov 1974), so an earlier probe is repeated where a repeat gives most information.
+The state is a posterior over the position of the change and, if the misread rates are not stated, over the rates:
+repeats that agree lower them, contradictions raise them. Probes are chosen by expected information about the position
+(Horstein 1963; Burnashev & Zigangirov 1974), so a probe is repeated when a repeat gives the most information.
 
-n candidates lie from the early end to the late one. Hypothesis k (0..n) says: the first k of them are still as
-the early end is, all later ones as the late end is. 0 and n are the two ways in which an end was named wrongly.
-`old` is the early end's state and `new` the late end's: GOOD and BAD, or BAD and GOOD when a fix is searched.
+There are n candidates from the early endpoint to the late one. Under hypothesis k (0..n) the first k have the state of
+the early endpoint and the others that of the late one; under 0 and n an endpoint is named wrongly.
+`old` is the early endpoint's state and `new` the late one's: GOOD and BAD, or BAD and GOOD when searching for a fix.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from itertools import accumulate
 from bumpgate.bisect.noise import capacity, entropy, noises, tail, times_log
 from bumpgate.rows import BumpgateError
 
-# How probable it is, before any probe, that the person at the keyboard named one end wrongly. Each end.
+# Prior probability that the user named an endpoint wrongly, for each endpoint.
 END_DOUBT = 0.05
-# Readings after which a search that estimates the rates gives its likeliest answer.
+# Number of readings after which a search that estimates the rates returns its likeliest answer.
 PATIENCE = 60
-# So many readings, all of one state, overrule the assumption that the state changes once.
+# Number of unanimous readings that override the assumption that the state changes once.
 UNANIMOUS = 3
-# Readings of each end, all against its name, after which both ends count as swapped.
+# Number of readings of each endpoint, all contradicting its name, after which the endpoints count as swapped.
 SETTLED_ENDS = 2
-# A candidate that so many probes could not judge is set aside, as one that does not install.
+# Number of UNKNOWN probes after which a candidate is skipped, like one that does not install.
 UNKNOWN_LIMIT = 3
-# Readings that contradict the answer, as improbable as this under the stated noise, leave no answer.
+# If the readings that contradict the answer are less probable than this under the stated noise, there is no answer.
 UNRELIABLE = 1e-3
 
 
 class SearchError(BumpgateError):
-    """A search that cannot be: unknown ends, ends in the wrong order, noise without information."""
+    """Invalid search: unknown endpoints, endpoints in the wrong order, or noise that leaves no information."""
 
 
 class Outcome(Enum):
-    """What one probe of one candidate said."""
+    """Outcome of one probe of one candidate."""
 
     GOOD = "GOOD"
     BAD = "BAD"
@@ -55,18 +55,18 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """How a search ended.
+    """Result of a search.
 
     suspects: indices of the candidates one of which is the first bad one (with find_fix, the first good one).
-        One, unless its neighbours before it could not be probed; none where the search failed.
-    last_old: the candidate before the first suspect; None where the search failed.
-    posterior: of the suspects together.
-    probes: outcomes recorded, ends, repeats and skips included.
-    misreads: GOOD and BAD readings that the answer calls false; those of `earlier` do not count.
-    failure: why there is no answer, one line; empty where there is one.
+        A single one, unless the candidates just before it could not be probed; empty if the search failed.
+    last_old: the candidate before the first suspect; None if the search failed.
+    posterior: total posterior of the suspects.
+    probes: number of recorded outcomes; endpoints, repeats and skips included.
+    misreads: number of GOOD and BAD readings that contradict the answer, without those of `earlier`.
+    failure: why there is no answer, one line; empty if there is one.
     confirmed: whether both neighbours of the change were read often enough (Search.confirm).
-    earlier: indices that read as the late end does, again and again, although a later candidate before the answer
-        reads as the early end does, again and again: the state changes more than once.
+    earlier: indices that consistently read like the late endpoint, although a later candidate before the answer
+        consistently reads like the early one: the state changes more than once.
     """
 
     suspects: tuple[int, ...]
@@ -83,23 +83,23 @@ class Result:
         return not self.failure
 
     def sure(self, confidence: float) -> bool:
-        """Whether the answer is confirmed and its posterior reaches `confidence`."""
+        """Return whether the answer is confirmed and its posterior reaches `confidence`."""
         return self.found and self.confirmed and self.posterior >= confidence
 
 
 class Search:
-    """Finds the first bad candidate between a good and a bad one.
+    """Search for the first bad candidate between a good and a bad one.
 
-    candidates: labels in order (dates, versions); opaque, but no two alike.
-    good, bad: the labels of the two ends. With find_fix the bad one comes first, and the first good is found.
+    candidates: labels in order (dates, versions); opaque and unique.
+    good, bad: the labels of the two endpoints. With find_fix the bad one comes first, and the first good is found.
     false_bad, false_good: how often a probe of a good candidate reads BAD, and the reverse, each in [0, 0.5);
-        None: estimated from the readings. Repeats of a probe are taken as independent of each other.
-    confidence: the posterior at which an answer is an answer, in (0.5, 1).
-    budget: after so many GOOD and BAD readings, ends included, the likeliest answer is given as it stands, with
-        its posterior; None: PATIENCE where a rate is estimated, and no limit where both are stated.
-    confirm: how many more readings of each neighbour of the change must agree with the answer than contradict it,
+        None: estimated from the readings. Repeats of a probe are assumed independent.
+    confidence: the posterior at which the search stops, in (0.5, 1).
+    budget: number of GOOD and BAD readings, endpoints included, after which the likeliest answer is returned with its
+        posterior. None: PATIENCE if a rate is estimated, no limit if both are stated.
+    confirm: for each neighbour of the change, how many more readings must agree with the answer than contradict it,
         whatever the posterior; 0: the posterior alone decides.
-    Raises SearchError, one line, on anything else.
+    Raises SearchError (one line) on invalid arguments.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Search:
         self._belief: _Belief | None = None
 
     def record(self, index: int, outcome: Outcome) -> None:
-        """Takes one outcome in. Any candidate between the ends may be recorded, next() or not."""
+        """Record one outcome. Any candidate from endpoint to endpoint may be recorded, not only those of next()."""
         if not self.first <= index <= self.last:
             raise SearchError(f"candidate {index} does not lie between the ends {self.first} and {self.last}")
         self.history.append((index, outcome))
@@ -142,7 +142,7 @@ class Search:
         self._belief = None
 
     def next(self) -> list[int]:
-        """What to probe now: both ends at first (in any order, or at once), then one; empty when it is over."""
+        """Return what to probe next: first both endpoints (in any order), then one index; empty when finished."""
         if self.result() is not None:
             return []
         if ends := self._unseen_ends():
@@ -154,7 +154,7 @@ class Search:
         return unconfirmed[:1] if mass >= self.confidence and unconfirmed else [self._most_informative()]
 
     def prefetch(self) -> list[int]:
-        """What may be asked for after next(), one index for each way it may turn out: to be installed ahead."""
+        """Return the possible indices after next(), one for each outcome, to install in advance."""
         now = self.next()
         if self._unseen_ends():
             said = [(index, self.old if index == self.first else self.new) for index in now]
@@ -165,7 +165,7 @@ class Search:
         return [index for index in dict.fromkeys(later) if index not in now]
 
     def result(self) -> Result | None:
-        """The answer, or why there is none; None while the search goes on."""
+        """Return the answer or the failure; None while the search continues."""
         posterior = self.posterior()
         failure = self._end_fault(posterior)
         if failure:
@@ -178,7 +178,7 @@ class Search:
         return self._answer(suspects, mass)
 
     def noise(self) -> tuple[float, float]:
-        """Misread rates (false BAD, false GOOD): as stated, or the estimate from all readings so far."""
+        """Return the misread rates (false BAD, false GOOD), stated or estimated from all readings so far."""
         belief = self._believe()
         new, old = (
             math.fsum(p * rate for p, rate in zip(belief.places, rates))
@@ -187,32 +187,35 @@ class Search:
         return (old, new) if self.find_fix else (new, old)
 
     def _likeliest(self) -> tuple[range, float]:
-        """Indices of the likeliest suspects, and their posterior."""
+        """Return the indices of the likeliest suspects, and their posterior."""
         posterior = self.posterior()
         masses = [(math.fsum(posterior[k] for k in ks), ks) for ks in self._classes()]
         mass, likely = max(masses, key=lambda each: each[0])
-        # Evidence from before a candidate was set aside may have cleared part of the class.
+        # Readings from before a candidate was skipped may have ruled out part of the class.
         share = (1 - self.confidence) * mass / len(likely)
         kept = [k for k in likely if posterior[k] >= share]
         mass = math.fsum(posterior[k] for k in kept)
         return range(self.first + kept[0], self.first + kept[-1] + 1), mass
 
     def _unconfirmed(self, suspects: range) -> list[int]:
-        """Candidates to read again before the answer is sure, the one most against it first: the two neighbours of
-        the change until they are confirmed, and any other whose readings mostly contradict it."""
+        """Return the candidates to read again before the answer is certain, those that contradict it most first.
+
+        These are the two neighbours of the change until they are confirmed, and any other candidate whose readings
+        mostly contradict the answer.
+        """
         if not self.confirm:
             return []
         margins = {i: self._margin(i, suspects) for i in {i for i, _ in self.history} - self._aside}
-        wanted = dict.fromkeys((suspects[0] - 1, suspects[-1]), self.confirm)
+        required = dict.fromkeys((suspects[0] - 1, suspects[-1]), self.confirm)
         overruled = self._overruled()
         return [
             i
             for margin, i in sorted((margin, i) for i, margin in margins.items())
-            if margin < wanted.get(i, 0) and i not in overruled
+            if margin < required.get(i, 0) and i not in overruled
         ]
 
     def _margin(self, index: int, suspects: range) -> int:
-        """How many more of its readings agree with the answer than contradict it."""
+        """Return the number of a candidate's readings that agree with the answer, minus those that contradict it."""
         margin = self._tally[self.new][index] - self._tally[self.old][index]
         return margin if index >= suspects[-1] else -margin
 
@@ -240,11 +243,11 @@ class Search:
         return self.budget is not None and self._readings() >= self.budget
 
     def _readings(self) -> int:
-        """How many GOOD and BAD there are."""
+        """Return the number of GOOD and BAD readings."""
         return self._tally[self.old].total() + self._tally[self.new].total()
 
     def steps_left(self) -> int:
-        """About how many probes are still needed: bits that are missing over the capacity of one probe."""
+        """Estimate the remaining probes: missing bits divided by the capacity of one probe."""
         if self.result() is not None:
             return 0
         posterior = self.posterior()
@@ -252,7 +255,7 @@ class Search:
         total = math.fsum(masses)
         missing = math.fsum(-m / total * math.log2(m / total) for m in masses if m > 0) if total else 0.0
         noise = self.noise()
-        # Noise leaves the last bits to repeats: the answer must stand out from its neighbours by the confidence.
+        # Under noise the last bits need repeats: the answer must beat its neighbours by the confidence.
         noisy = max(noise)
         closing = math.log2(1 / (1 - self.confidence)) / math.log2((1 - noisy) / noisy) if noisy else 0.0
         if len(self._noises) > 1:
@@ -261,14 +264,14 @@ class Search:
         return max(1, len(self._unseen_ends()) + steps)
 
     def progress(self) -> str:
-        """steps_left in words."""
+        """Describe steps_left."""
         steps = self.steps_left()
         return f"about {steps} step{'' if steps == 1 else 's'} left"
 
     def posterior(self) -> list[float]:
-        """Probability of each hypothesis 0..n; all zero where noiseless outcomes contradict each other.
+        """Return the probability of each hypothesis 0..n; all zero if noiseless outcomes contradict each other.
 
-        A function of how often each candidate read what, and not of the order: a replay gives the same bits.
+        Depends only on the counts per candidate and outcome, not on the order: a replay is bitwise equal.
         """
         return self._believe().places
 
@@ -285,9 +288,9 @@ class Search:
         return self._belief
 
     def _overruled(self) -> tuple[int, ...]:
-        """Candidates that read new before one that reads old, where both are settled: the state changes more than once.
+        """Return settled `new` candidates before a settled `old` one: the state changes more than once.
 
-        Settled: many readings, all alike. What else reads new alone before that old one belongs to the same stretch.
+        Settled: many readings, all alike. Other candidates before that `old` one with only `new` readings are included.
         """
         if all(p == 0.0 for pair, _ in self._noises for p in pair):
             return ()
@@ -303,11 +306,11 @@ class Search:
         return [math.log(END_DOUBT), *[inner] * (self.last - self.first), math.log(END_DOUBT)]
 
     def _unseen_ends(self) -> list[int]:
-        """Ends without a verdict. What is left of their doubt afterwards, next() weighs like any other."""
+        """Return the endpoints without a verdict. Later, next() treats them like any other candidate."""
         return [i for i in (self.first, self.last) if not self._judged(i)]
 
     def _doubted_ends(self) -> list[int]:
-        """Ends that never read as they were named, the least read first: they are settled before anything else."""
+        """Return the endpoints that never read as named, the least read first; they are settled before all others."""
         if not self.confirm:
             return []
         sides = (self.first, self.old, self.new), (self.last, self.new, self.old)
@@ -322,7 +325,7 @@ class Search:
         return index in self._tally[self.old] or index in self._tally[self.new]
 
     def _most_informative(self) -> int:
-        """The probe with the highest expected gain; the first of equals, rounded so that libm decides none."""
+        """Return the probe with the highest expected gain, the first of equals; rounded against libm differences."""
         gains = self._believe().gains()
         best, best_gain = self.first, -1.0
         for i in range(self.first, self.last + 1):
@@ -334,11 +337,11 @@ class Search:
         return best
 
     def _installs(self, index: int) -> float:
-        """How likely a candidate installs: broken builds come in runs, and end somewhere near."""
+        """Estimate the probability that a candidate installs: broken builds come in short runs."""
         return 1 - 0.5 ** min((abs(index - i) for i in self._aside), default=math.inf)
 
     def _classes(self) -> list[list[int]]:
-        """Hypotheses 1..n-1 in classes that no probe can tell apart: those with a set-aside candidate between."""
+        """Group hypotheses 1..n-1 that no probe can distinguish: those with only skipped candidates between them."""
         classes = [[1]]
         for k in range(2, self.last - self.first + 1):
             if self.first + k - 1 in self._aside:
@@ -348,7 +351,7 @@ class Search:
         return classes
 
     def _end_fault(self, posterior: list[float]) -> str:
-        """Why the ends, or the outcomes, allow no answer; empty where they do."""
+        """Return why the endpoints, or the outcomes, allow no answer; empty if they do."""
         ends = (
             (self.first, self.old, posterior[0], "an earlier one"),
             (self.last, self.new, posterior[-1], "a later one, or an earlier one if it has changed back"),
@@ -386,11 +389,11 @@ class Search:
         return f"{first} reads {self.new.value} and {last} {self.old.value}: the ends look swapped"
 
     def _readings_of(self, index: int) -> int:
-        """How many GOOD and BAD of one candidate."""
+        """Return the number of GOOD and BAD readings of one candidate."""
         return self._tally[self.old][index] + self._tally[self.new][index]
 
     def _after(self, outcomes: list[tuple[int, Outcome]]) -> Search:
-        """This search as it would stand after some outcomes."""
+        """Return a copy of this search with some outcomes added."""
         ahead = copy(self)
         ahead.history, ahead._aside = list(self.history), set(self._aside)
         ahead._tally = {outcome: counts.copy() for outcome, counts in self._tally.items()}
@@ -401,7 +404,10 @@ class Search:
 
 @dataclass(frozen=True)
 class _Belief:
-    """places: the posterior of each hypothesis; false_new, false_old: the expected misread rates under it."""
+    """Posterior state.
+
+    places: the posterior of each hypothesis. false_new, false_old: the expected misread rates under it.
+    """
 
     places: list[float]
     false_new: list[float]
@@ -409,7 +415,7 @@ class _Belief:
 
     @classmethod
     def of(cls, joint: Sequence[Sequence[float]], noises: Sequence[tuple[float, float]]) -> _Belief:
-        """From the logarithms of the weights: one sequence for each pair of rates, one entry for each hypothesis."""
+        """Normalize log weights: one sequence for each pair of rates, with one entry for each hypothesis."""
         top = max(map(max, joint))
         if top == -math.inf:
             return cls(*([0.0] * len(joint[0]) for _ in range(3)))
@@ -426,7 +432,7 @@ class _Belief:
         return cls([s / total for s in sums], false_new, false_old)
 
     def gains(self) -> list[float]:
-        """Bits about the place that one reading of each candidate is expected to give."""
+        """Return the expected information gain about the position, in bits, of one reading of each candidate."""
         as_new = list(accumulate(p * (1 - e) for p, e in zip(self.places, self.false_old)))
         as_old = list(accumulate(p * e for p, e in zip(self.places, self.false_new)))
         bits_new = list(accumulate(p * entropy(e) for p, e in zip(self.places, self.false_old)))
@@ -444,8 +450,8 @@ def _log_joint(
     false_old: float,
     weight: float,
 ) -> list[float]:
-    """Of each hypothesis, with the readings (new, old) of each candidate, under one pair of misread rates."""
-    # Most candidates have no reading: one term for all of them.
+    """Return each hypothesis' log joint with the (new, old) counts per candidate, under one pair of misread rates."""
+    # Most candidates have no reading and share one term.
     old_terms = {c: times_log(c[0], false_new) + times_log(c[1], 1 - false_new) for c in set(counts)}
     new_terms = {c: times_log(c[0], 1 - false_old) + times_log(c[1], false_old) for c in set(counts)}
     as_old, as_new = [old_terms[c] for c in counts], [new_terms[c] for c in counts]
