@@ -1,1 +1,1 @@
-"""The gate: two environments measured in pairs, and one verdict."""
+"""The gate: measures two environments in pairs and returns one verdict."""

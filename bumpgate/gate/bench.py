@@ -1,9 +1,9 @@
-"""The steps of a gate: canaries in both environments, the selection once in each, paired sessions, the verdict.
+"""Steps of a gate: canaries in both environments, the selection once in each, paired sessions, the verdict.
 
-Each step is on the disk before the next begins. On a CPU both environments run at once, each with half of the
-workers; a test that needs the machine to itself waits for the other side too. The selection runs whole in each, timed
-tests as well: that fills both compile caches, so that no session pays for a cold one, and shows which rows are timed,
-those that carry an interval.
+Each step is saved before the next begins. On CPU both environments run at once, each with half of the workers; a
+test that needs the machine to itself waits for the other side too. The whole selection runs in each, timed tests
+included: this warms both compile caches, so that no session has a cold start, and shows which rows are timed (those
+that carry an interval).
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from bumpgate.rows import Record, Verdict, one_line, read_record, write_record
 from bumpgate.table import summary
 
 TITLES = {"good": "adopted", "bad": "candidate", "anchor": "anchor"}
-# Rounds that a timed test keeps in a process. Enough for a median: what is left is a bias of the process.
+# Rounds that a timed test keeps per process. Enough for a median: the remaining error is per-process bias.
 ROUNDS = 15
-# xdist's own variable: the workers of `-n auto`.
+# xdist's variable for the number of workers of `-n auto`.
 WORKERS = "PYTEST_XDIST_AUTO_NUM_WORKERS"
 # A requirement, or a wheel file, of triton.
 TRITON = re.compile(r"(.*/)?triton(-\d|\s*([=<>!~@;]|$))", re.IGNORECASE)
-# Above pytest's own limit of a test, which names the test; this one only ends what that cannot.
+# Above pytest's own timeout per test, which names the test; this one only catches what that cannot stop.
 TEST_SECONDS = 660
-# A creep stays called until somebody accepts it, for as long as the history is asked about.
+# Days of history to read. Drift is reported until it is accepted, or its readings are older than this.
 HISTORY_DAYS = 183
 
-# (lane, row ids, days) -> of each row its readings against an anchor, in order of day.
+# (lane, row ids, days) -> row id -> its readings against an anchor, by day.
 Recent = Callable[[str, Sequence[str], int], Mapping[str, Sequence[drift.Reading]]]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a side runs. variables: its own compile caches. more: independent copies of them, for the timed tests.
+    """Interpreter of a side. variables: env_vars of its compile caches. more: independent copies, for timed tests.
 
-    failure: why there is no interpreter.
-    command: makes the environment again, or looks into what kept it from being made. lock: what was resolved for it.
+    failure: why the interpreter is missing.
+    command: rebuilds the environment, or investigates why it could not be built. lock: its resolved lock.
     """
 
     python: Path
@@ -66,15 +66,15 @@ class Place:
     more: tuple[Mapping[str, str], ...] = ()
 
     def caches(self, pair: int) -> Mapping[str, str]:
-        """The compile caches of the sessions of one pair."""
+        """Return the env_vars of one pair of compile caches."""
         return (self.variables, *self.more)[pair]
 
 
 @dataclass
 class Bench:
-    """One gate on one machine. deadline: of time.monotonic(); no session begins that would end after it.
+    """Runs one gate on one machine. deadline: in time.monotonic(); no session starts that would end after it.
 
-    tree: reads the binding of the work tree, which must not change while the gate measures.
+    tree: returns the binding of the work tree, which must not change during the gate.
     """
 
     gate: Gate
@@ -92,7 +92,7 @@ class Bench:
         self._started = time.monotonic() - self.gate.wall_seconds
 
     def run(self) -> None:
-        """Whatever is not yet done, then the verdict. Raises GateError on what pytest refuses to select."""
+        """Run the remaining steps, then judge. Raises GateError if pytest rejects the selection."""
         sides = self.gate.sides
         self.gate.finished = False
         self.enter()
@@ -109,12 +109,12 @@ class Bench:
         self.save()
 
     def save(self) -> None:
-        """Puts what is known on the disk."""
+        """Save the gate state to gate.json."""
         self.gate.wall_seconds = time.monotonic() - self._started
         self.gate.write(self.out)
 
     def enter(self) -> None:
-        """Who is there: the packages of each side, or why there is no such side."""
+        """Record each side's installed packages, or why its environment is unavailable."""
         here = host_class()
         if self.gate.host not in ("", here):
             raise GateError(f"begun on {self.gate.host}, and this is {here}: gate anew, in another --out")
@@ -139,10 +139,10 @@ class Bench:
         self.save()
 
     def canaries(self, names: Sequence[str]) -> None:
-        """Runs the canaries in these environments and keeps, of each, why it failed."""
+        """Run the canaries in these environments and record why each failed one did."""
         folder = lanes.require(self.root, self.gate.asked.lane).canaries
         if not folder or not (self.root / folder).is_dir():
-            # A lane without a folder: what a row's instrument reads is proved in the row's own process.
+            # A lane without a canary folder verifies each row's instrument in the row's own process.
             reason = f"no {folder} in this tree, so no instrument is proved"
             for name in names:
                 self.gate.sides[name].canaries = {"canaries": reason} if folder else {}
@@ -168,13 +168,13 @@ class Bench:
         return failed
 
     def measure(self, names: Sequence[str]) -> None:
-        """The whole selection, once a side. Raises GateError where pytest refuses it in the adopted environment."""
+        """Run the whole selection once per side. Raises GateError if pytest rejects it in the adopted environment."""
         variables = {"BUMPGATE_ROUNDS": str(ROUNDS), **self._tiers()}
         runs = self._run(
             names, "counts and numerics", self.gate.asked.selection, "{}.json", env_vars=variables
         )
         if "good" in runs and runs["good"].code == USAGE:
-            # Nothing is measured yet: there is no gate to go on with.
+            # Nothing is measured yet, so there is nothing to resume.
             (self.out / NAME).unlink()
             raise GateError(f"pytest refuses the selection: {runs['good'].failure}")
         for name, run in runs.items():
@@ -189,7 +189,7 @@ class Bench:
                 self.view.say(f"{TITLES[name]}: {run.failure} (log: {run.log})")
 
     def pair(self) -> None:
-        """The sessions with the adopted build, then those with the anchor, where there is one."""
+        """Run the sessions with the adopted build, then those with the anchor, if any."""
         sides = self.gate.sides
         good, bad = self._record("good"), self._record("bad")
         if good is None or bad is None or sides["good"].failure or sides["bad"].failure:
@@ -207,7 +207,7 @@ class Bench:
             self._sessions(self.gate.drifted, "anchor")
 
     def judge(self) -> None:
-        """From everything that was measured to the decision and its findings."""
+        """Compute the decision and its findings from all measurements."""
         gate, lane = self.gate, self.gate.asked.lane
         sides = {
             name: Side(s.name, self._judged(name), s.failure, s.canaries or {}, s.command)
@@ -237,9 +237,9 @@ class Bench:
         pair: int = 0,
         env_vars: Mapping[str, str] = {},
     ) -> dict[str, LaneRun]:
-        """One lane run a side, all at once, each with its share of the workers.
+        """Run the lane once per side, all at once, each with its share of the workers.
 
-        record: the file's name, with {} for the side. timeout: wall seconds. pair: of compile caches.
+        record: file name, with {} for the side. timeout: wall seconds. pair: index of the pair of compile caches.
         """
         workers = {WORKERS: str(cpu_workers(len(names)))} if len(names) > 1 else {}
         calls = [
@@ -257,13 +257,13 @@ class Bench:
             return dict(zip(names, run_lanes(calls, timeout)))
 
     def _groups(self, names: Sequence[str]) -> list[list[str]]:
-        """The sides that run at once: all of them on a CPU, one at a time on a device that they share."""
+        """Group the sides that run at once: all of them on CPU, one at a time on a shared device."""
         if lanes.require(self.root, self.gate.asked.lane).device == "cpu" and names:
             return [list(names)]
         return [[name] for name in names]
 
     def _tiers(self) -> dict[str, str]:
-        """What makes a whole-lane gate of triton collect the codegen tier, if both sides have a triton to compare."""
+        """Return env_vars that make a whole-lane gate of triton collect the codegen tier, if both sides have triton."""
         asked, sides = self.gate.asked, self.gate.sides
         of_triton = any(TRITON.match(text) for text in (asked.candidate, asked.adopted))
         both = all("triton" in sides[name].packages for name in ("good", "bad"))
@@ -274,13 +274,13 @@ class Bench:
         return read_record(self.out / found) if found else None
 
     def _judged(self, name: str) -> Record | None:
-        """What the verdict is to see: of a side that was not run because of the other one, nothing at all."""
+        """Return a side's record for the verdict: empty if the side was not run because of the other one."""
         side = self.gate.sides[name]
         spared = not (side.measured or side.failure)
         return Record({"lane": self.gate.asked.lane}, ()) if spared else self._record(name)
 
     def _spoiled_again(self, name: str, record: Record, path: Path) -> Record:
-        """Runs the tests that the machine spoiled (INFRA) once more, and puts what they say now in the record."""
+        """Rerun the tests that the machine disturbed (INFRA), and merge the new results into the record."""
         tests = sorted({j.row.test for j in record.judgements if j.verdict is Verdict.INFRA})
         if not tests:
             return record
@@ -298,7 +298,7 @@ class Bench:
         )
 
     def _warm(self, sessions: Sessions) -> None:
-        """Fills the further compile caches by the timed tests; the run of the whole selection filled the first."""
+        """Warm the further compile caches with the timed tests; the run of the whole selection warmed the first."""
         tests = sorted(set(sessions.tests.values()))
         for pair in range(1, sessions.cache_pairs if tests else 1):
             for names in self._groups(("good", "bad")):
@@ -317,9 +317,9 @@ class Bench:
         self.save()
 
     def _sessions(self, sessions: Sessions, other: str) -> None:
-        """Sessions of the candidate with `other` until every row is decided, or the budget is spent.
+        """Run sessions of the candidate and `other` until every row is decided or the budget is spent.
 
-        Towards its end a session takes as many of the open tests as still fit, the most important ones.
+        Near the deadline a session runs only as many open tests as still fit, the most important first.
         """
         begun_here, longest, per_test = sessions.begun, 0.0, 0.0
         with self.view.doing("") as update:
@@ -346,7 +346,7 @@ class Bench:
             self.view.say(timed_line(list(outcomes.values()), sessions))
 
     def _session(self, sessions: Sessions, other: str, tests: int) -> None:
-        """Both at once where each can have cores of its own; one GPU is for one process after the other."""
+        """Run one session: both sides at once if each can have its own cores, else one after the other (GPU)."""
         if lanes.require(self.root, self.gate.asked.lane).device == "cpu" and shares():
             sessions.run_duet(lambda nodes, flip: self._timed_pair(other, nodes, flip, sessions.cache), tests)
         else:
@@ -385,7 +385,7 @@ class Bench:
         return reading(runs[name], tests)
 
     def _anchor_gap(self) -> list[Finding]:
-        """An anchor that was asked for and could not be paired is a gap in the evidence."""
+        """Report a requested anchor that could not be paired as a gap in the evidence."""
         side = self.gate.sides.get("anchor")
         if side is None or not side.failure:
             return []
@@ -395,7 +395,7 @@ class Bench:
         ]
 
     def _tree_gap(self) -> list[Finding]:
-        """A work tree that was edited during the gate: the two sides may have run different tests."""
+        """Report a work tree that was edited during the gate: the two sides may have run different tests."""
         now, then = self.tree(), self.gate.binding
         differences = then.differences(now) if then and now else []
         if not differences:
@@ -404,7 +404,7 @@ class Bench:
         return [Finding(Decision.UNKNOWN, "INFRA", "", head, repro=self.gate.command)]
 
     def _with_interpreter(self, f: Finding) -> Finding:
-        """pytest means another environment in every shell: the repro names the interpreter of the side to look at."""
+        """Put the side's interpreter into the repro: plain `pytest` depends on the shell's environment."""
         python = self.places["good" if f.good and not f.bad else "bad"].python
         if not f.repro.startswith("pytest "):
             return f
@@ -412,7 +412,7 @@ class Bench:
 
 
 def other_packages(name: str, then: Mapping[str, str], now: Mapping[str, str]) -> GateError:
-    """The refusal to go on with a side whose environment is not what it was."""
+    """Return the error for resuming with a side whose environment has changed."""
     moved = changes(then, now)
     more = f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
     what = f"{', '.join(moved[:SHOWN])}{more}"
@@ -422,7 +422,7 @@ def other_packages(name: str, then: Mapping[str, str], now: Mapping[str, str]) -
 def creeps(
     recent: Recent, lane: str, rows: Sequence[str], drifted: Sessions | None, today: date
 ) -> dict[str, Creep]:
-    """The creep of each row that shows one, from its history and what the sessions with the anchor read today."""
+    """Return row id -> drift, from the history and today's sessions with the anchor."""
     series = recent(lane, rows, HISTORY_DAYS) if rows else {}
     found = {}
     for row in rows:
@@ -436,7 +436,7 @@ def creeps(
 
 
 def _with_faults(side: Side, problems: Sequence[str]) -> Side:
-    """The side with what went wrong in its timed processes among the problems of its record."""
+    """Return the side with the problems of its timed processes added to its record."""
     if side.record is None or not problems:
         return side
     return replace(side, record=replace(side.record, problems=(*side.record.problems, *problems)))

@@ -86,7 +86,7 @@ def is_time(row: Row) -> bool:
 
 
 def direction(row: Row) -> int:
-    """1 where less is better, -1 where more is; 0 where there is no better."""
+    """Return 1 if less is better, -1 if more is, 0 if neither."""
     if row.better in ("lower", "higher"):
         return 1 if row.better == "lower" else -1
     if row.per_build:  # kernels, breaks, bytes of generated code

@@ -1,4 +1,4 @@
-"""`bumpgate gate`: the adopted environment and a candidate, measured in pairs on one machine, one verdict."""
+"""`bumpgate gate`: measures the adopted environment and a candidate in pairs on one machine; prints one verdict."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from bumpgate.report.gate_file import GateFile
 from bumpgate.rows import BumpgateError, one_line
 from bumpgate.wheels import plan as wheels
 
-# Set by the gate itself; given twice they would turn the two runs into something else.
+# Options that the gate sets itself; passing them twice would change the two runs.
 OURS = ("-m", "--record", "--gate", "--launcher")
 INTERRUPTED = 130
 
@@ -144,7 +144,7 @@ def command(
 
 
 def _refuse(asked: Asked, root: Path) -> None:
-    """Raises BumpgateError, one line, on a question that cannot be asked."""
+    """Validate the options. Raises BumpgateError (one line)."""
     if interrupted(root):
         raise BumpgateError(
             f"an adoption was cut short here: restore with: bumpgate rollback {asked.lane} --adoption"
@@ -169,13 +169,13 @@ def _refuse(asked: Asked, root: Path) -> None:
 
 
 def _file_digest(candidate: str) -> str:
-    """sha256 of a candidate that is a wheel file; "" of a requirement."""
+    """Return the sha256 of a candidate that is a wheel file; "" for a requirement."""
     path = Path(candidate).expanduser()
     return sha256_of(path) if candidate.endswith(".whl") and path.is_file() else ""
 
 
 def _begin(asked: Asked, out: Path, resume: bool, now: Binding) -> Gate:
-    """A new gate, or the one in `out`. Raises GateError on one that must not be mixed with this one."""
+    """Create a gate, or load the one in `out`. Raises GateError if that one has other options or inputs."""
     there = result.read(out, plan_for(asked.sessions, asked.lane))
     if there is None or (there.finished and not resume):
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -196,7 +196,7 @@ def _begin(asked: Asked, out: Path, resume: bool, now: Binding) -> Gate:
 
 
 def _check_packages(gate: Gate, places: Mapping[str, Place], root: Path) -> None:
-    """Raises GateError where an environment of a finished gate is not what it was."""
+    """Raise GateError if an environment of a finished gate has changed."""
     for name, side in gate.sides.items():
         place = places[name]
         found = (
@@ -215,18 +215,18 @@ def _keep_locks(places: Mapping[str, Place], out: Path) -> None:
 
 
 def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> dict[str, Place]:
-    """An interpreter for each side. One that cannot be built is a side with a failure."""
-    wanted = {"good": (asked.python_good, asked.adopted), "bad": (asked.python_bad, asked.candidate)}
+    """Return an interpreter for each side. A side that cannot be built has its `failure` set."""
+    specs = {"good": (asked.python_good, asked.adopted), "bad": (asked.python_bad, asked.candidate)}
     if asked.anchor or asked.python_anchor:
-        wanted["anchor"] = (asked.python_anchor, asked.anchor)
+        specs["anchor"] = (asked.python_anchor, asked.anchor)
     requests = {
         name: lane_request(root, asked.lane, requirement or None, **sources)
-        for name, (python, requirement) in wanted.items()
+        for name, (python, requirement) in specs.items()
         if not python
     }
     places: dict[str, Place] = {}
     packages: dict[str, Mapping[str, str]] = {}
-    for name, (python, _) in wanted.items():
+    for name, (python, _) in specs.items():
         if python:
             try:
                 lacking = wheels.variables(wheels.missing(root, asked.lane, Path(python)))
@@ -266,7 +266,7 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
 
 @contextmanager
 def _device(kind: str, view: View) -> Iterator[None]:
-    """One gate a device: two would time each other. The second waits; a killed one leaves no lock behind."""
+    """Lock the device: concurrent gates would disturb each other's times. A killed gate's lock is released."""
     device = {"cuda": f"cuda-{os.environ.get('CUDA_VISIBLE_DEVICES', '0')}", "xla": "tpu"}.get(kind, kind)
     path = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gate-{_slug(device)}"
     with path.open("a+") as lock:
@@ -285,7 +285,7 @@ def _device(kind: str, view: View) -> Iterator[None]:
 
 
 def _show(gate: GateFile, out: Path, again: bool) -> None:
-    """The findings, then a summary in one line. again: of a gate that had ended before this command."""
+    """Print the findings and a one-line summary. again: the gate had finished before this command."""
     console = Console()
     findings_text(gate.findings, console)
     lines = [f"acceptance: {line}" for line in gate.accepted]
@@ -302,7 +302,7 @@ def _show(gate: GateFile, out: Path, again: bool) -> None:
 
 
 def _recent(lane: str, rows: Sequence[str], days: int) -> Mapping[str, Sequence[drift.Reading]]:
-    """Of the history; none where its libraries are not installed, for a gate without them still judges this bump."""
+    """Return readings from the history; empty if its optional libraries are missing, so that the gate still works."""
     try:
         return history.recent(lane, rows, days)
     except ExtraMissingError:
@@ -310,7 +310,7 @@ def _recent(lane: str, rows: Sequence[str], days: int) -> Mapping[str, Sequence[
 
 
 def _adopted_a_month_ago(lane: str) -> str:
-    """The requirement that `--anchor history` means; none, with a notice, while the history has no adopted build."""
+    """Return the requirement for `--anchor history`; "", with a notice, if the history has no adopted build."""
     builds = history.adopted(lane)
     day = drift.anchor([day for day, _ in builds], accepted.today())
     if day is None:
@@ -333,7 +333,7 @@ def _interrupt(*_: object) -> None:
 
 
 def _absolute(python: str) -> str:
-    """Not resolved: the link is what makes an environment of an interpreter."""
+    """Make a path absolute without resolving links: the symlink is what makes an interpreter a venv's."""
     return os.path.abspath(python) if python else ""
 
 

@@ -1,9 +1,9 @@
-"""Slow drift: bumps that are each too small to hold, and that together cost what no one decided to pay.
+"""Detects slow drift: several bumps, each below the threshold, that add up to a regression.
 
-Once a week the gate also pairs its candidate with the build that stood adopted 30 days before: SESSIONS sessions,
+Once a week the gate also pairs its candidate with the build that was adopted 30 days before: SESSIONS sessions,
 no early stop, and their `sequential.estimate` is the reading of a row.
-Against that anchor a creep of 1 % a week reads 1, 2, 3, 4, 4, 4 %, while the noise of each reading stays what it
-is; a chain of weekly steps would read 1 % each time and add up the noise of every link.
+Against that anchor a drift of 1 % a week reads 1, 2, 3, 4, 4, 4 %, with constant noise per reading; a chain of
+weekly steps would read 1 % each time and add up the noise of every step.
 
 The readings go into a one-sided cumulative sum (CUSUM: Page 1954, "Continuous inspection schemes", Biometrika 41):
 S = max(0, S + reading - ALLOWANCE), called where S passes LIMIT. A reading counts for at most CAP, so that one bad
@@ -51,10 +51,10 @@ def anchor(adopted: Iterable[date], today: date) -> date | None:
 
 
 def creep(readings: Sequence[Reading]) -> Creep | None:
-    """The first creep that the readings of one row show, or None.
+    """Return the first drift that the readings of one row show, or None.
 
-    Pass the readings since the last accepted change of that row: what an owner has accepted is no drift.
-    Raises ValueError on readings out of order, or on one that is no finite number.
+    Pass the readings since the last accepted change of that row: an accepted change is not drift.
+    Raises ValueError on readings out of order, or on a reading that is not finite.
     """
     total, run = 0.0, list[Reading]()
     for before, reading in zip([None, *readings], readings):

@@ -1,8 +1,7 @@
-"""Both sides of a paired session at once, a share of the cores each (bumpgate/plugin/duet.py is their end of it).
+"""Runs both sides of a paired session at once, each on a share of the cores (bumpgate/plugin/duet.py runs in them).
 
-A neighbour of a shared machine slows whatever runs while it is busy: within three minutes the CPU time of one
-training step wandered from 155 to 235 ms there, in two processes at the same time nearly alike. Run together they
-suffer together.
+A busy neighbour on a shared machine slows everything else: within three minutes the CPU time of one training step
+varied from 155 to 235 ms, almost equally in two processes at the same time. Run at once, both sides slow down alike.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from dataclasses import replace
 from bumpgate.processes.runner import LaneCall, LaneRun, run_lanes
 
 VARIABLE = "BUMPGATE_DUET"
-# What each of the two times: enough that the rounds that one neighbour spoilt are few.
+# Rounds that each of the two times: enough that few of them are disturbed by a neighbour.
 ROUNDS = 30
 
 
 def shares() -> list[list[int]]:
-    """The cores of this process in two halves; none where there is one core alone, or no way to ask."""
+    """Return the cores of this process in two halves; empty if there is a single core, or they cannot be queried."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     half = len(cores) // 2
     return [cores[:half], cores[half : 2 * half]] if half else []
 
 
 def run_duet(calls: Sequence[LaneCall], flip: bool, timeout: float | None) -> list[LaneRun]:
-    """Runs two lanes at once, linked by a socket over which they keep step.
+    """Run two lanes at once, synchronized over a socket.
 
-    flip: the first of them begins on the cores of the second.
+    flip: the first of them starts on the cores of the second.
     """
     links = [end.detach() for end in socket.socketpair()]
     halves = shares()[::-1] if flip else shares()

@@ -33,8 +33,8 @@ def holm(p_values: Mapping[str, float], shares: Mapping[str, float] | None = Non
 def benjamini_hochberg(p_values: Mapping[str, float]) -> dict[str, float]:
     """False discovery rate: of the rows under the level, the expected share of unchanged ones is at most it.
 
-    The step-up rule of Benjamini and Hochberg (1995), for independent or positively dependent rows. It says which
-    rows of a gate are worth a look; the gate's verdict stands on `holm`.
+    The step-up rule of Benjamini and Hochberg (1995), for independent or positively dependent rows. It selects the
+    rows of a gate that are worth a look; the gate's verdict uses `holm`.
     Raises ValueError on a p outside [0, 1].
     """
     out: dict[str, float] = {}

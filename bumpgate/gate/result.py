@@ -1,7 +1,7 @@
-"""gate.json: what a gate has measured so far and, at its end, its verdict.
+"""gate.json: the measurements of a gate so far and, when it has finished, its verdict.
 
-It is written whole after every step, so a gate that was killed left a true file behind: UNKNOWN, not finished, and
-everything that `--resume` needs to go on. Readers of a finished one use bumpgate.report.gate_file.
+It is written atomically after every step, so a killed gate leaves a valid file: UNKNOWN, not finished, with all that
+`--resume` needs. Readers of a finished gate use bumpgate.report.gate_file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ NAME = "gate.json"
 
 
 class GateError(BumpgateError):
-    """A gate that cannot be begun or resumed. One line: why, and what puts it right."""
+    """Gate that cannot be started or resumed. One line: the reason and the fix."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of a gate; `--resume` goes on with the same ones only. Interpreters and requirements as written.
+    """Options of a gate; `--resume` requires the same ones. Interpreters and requirements as the user wrote them.
 
-    candidate_file: sha256 of a candidate that is a wheel file; developers build one version many times.
+    candidate_file: sha256 of a candidate that is a wheel file; its version alone may stand for several builds.
     """
 
     lane: str
@@ -49,9 +49,9 @@ class Asked:
 
 @dataclass
 class SideState:
-    """One environment as far as it got. canaries: None until they have run. measured: its one run is over.
+    """State of one environment. canaries: None until they have run. measured: its one run has finished.
 
-    record: the file beside gate.json; None where the run left none. command: makes the environment again.
+    record: a file next to gate.json; None if the run left none. command: rebuilds the environment.
     python: its interpreter.
     """
 
@@ -68,11 +68,11 @@ class SideState:
 
 @dataclass
 class Gate:
-    """A gate under way. sides: good, bad, and anchor where one is paired. wall_seconds: over all resumes.
+    """State of a gate. sides: good, bad, and anchor if one is paired. wall_seconds: over all resumes.
 
-    paired: sessions of the candidate with the adopted build; None until it is known which rows are timed.
-    drifted: the same with the anchor. accepted: one line for each acceptance that was used or has expired.
-    host: the class of the machine, which a gate stays on. binding: the work tree that it measures.
+    paired: sessions of the candidate with the adopted build; None until the timed rows are known.
+    drifted: the same with the anchor. accepted: one line per acceptance that was used or has expired.
+    host: the class of the machine, which must not change. binding: the work tree that it measures.
     """
 
     asked: Asked
@@ -93,11 +93,11 @@ class Gate:
 
     @property
     def undecided(self) -> bool:
-        """Whether a timed row is open that more sessions can decide: the gate ended by its budget."""
+        """Whether more sessions could decide a timed row: the gate ran out of budget."""
         return any(part is not None and bool(part.open_tests()) for part in (self.paired, self.drifted))
 
     def write(self, out: Path) -> None:
-        """Replaces gate.json in one step."""
+        """Replace gate.json atomically."""
         write_atomic(out / NAME, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
     def to_json(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Gate:
 
 
 def read(out: Path, plan: Plan) -> Gate | None:
-    """The gate in a directory, to be gone on with; None where there is none. plan: of its paired sessions.
+    """Load the gate in a directory, to resume it; None if there is none. plan: of its paired sessions.
 
     Raises GateError on a file that `Gate.write` did not write.
     """
@@ -154,7 +154,7 @@ def read(out: Path, plan: Plan) -> Gate | None:
 
 
 def _timed(t: Timed | None, log_ratios: list[float]) -> dict[str, Any]:
-    """`t` is None before the verdict."""
+    """Convert one timed row to JSON. `t` is None before the verdict."""
     return {
         "outcome": t.outcome.value if t else "INCONCLUSIVE",
         "ratio": _finite(t.ratio) if t else None,
@@ -172,7 +172,7 @@ def _finite(x: float) -> float | None:
 
 
 def _sessions(sessions: Sessions | None) -> dict[str, Any] | None:
-    """readings: the estimate of each row, which the history keeps of sessions with an anchor."""
+    """Convert sessions to JSON. readings: the estimate per row, which the history keeps for sessions with an anchor."""
     if sessions is None:
         return None
     out = asdict(sessions)

@@ -1,11 +1,11 @@
 """Paired sessions of the timed rows: fresh processes of both sides, until every row is decided or the budget ends.
 
-A timed row is one that carries an interval or is marked as paired; a time read once that looks worse joins them
-(bumpgate.gate.between). What a process says of it becomes a cost, a session a log-ratio
-(bumpgate.gate.sequential), and a session that lost one of its readings of a row says nothing of it.
+A row is timed if it carries an interval or is marked as paired; a time read once that looks worse is added
+(bumpgate.gate.between). Each process gives a cost per row and each session a log-ratio (bumpgate.gate.sequential).
+A session that lost a reading of a row is not used for that row.
 
-A duet is two processes at once, a share of the cores each, which they exchange after every round: a busy neighbour
-slows both. Where both need the same device, they run one after the other, and in turns the other way round.
+A duet runs two processes at once, each on a share of the cores, which they exchange after every round: a busy
+neighbour slows both. On a shared device they run one after the other, in alternating order.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from bumpgate.gate.sequential import Outcome, alternate, decide, log_ratio, log_
 from bumpgate.processes.runner import LaneRun
 from bumpgate.rows import COST_PER_ROUND, Judgement, Record, Row, Verdict, is_finite
 
-# A row whose interval spans more than this ratio was measured in too few quiet moments to be worth a reading.
+# Maximum ratio of an interval's ends: a wider one had too few quiet moments to be used as a reading.
 ROUGH = 1.5
 # Chance of a false call that the candidate loses more readings, in all tests of a gate.
 ALPHA_LOST = 0.004
-# Sessions in a row that gave nothing, after which no further one is tried. As many as show that one side alone loses
-# all its readings: 2^-8 is 0.98 of ALPHA_LOST.
+# Maximum number of consecutive sessions without a result. This many show that one side alone loses all its
+# readings: 2^-8 is 0.98 of ALPHA_LOST.
 BARREN = 8
-# Signals that a program earns by what it does; any other one was sent to it, and is the machine's.
+# Signals that a program causes itself; any other one was sent to it, and counts as the machine's.
 CRASHES = tuple(
     -s for s in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 )
-# What a record says of a time that could be measured; the sessions decide in its place.
+# Verdicts of a record on a time that could be measured; the sessions override them.
 MEASURED = (Verdict.PASS, Verdict.WIN, Verdict.REGRESSION, Verdict.INCONCLUSIVE)
 SIDE = {"A": "good", "B": "bad"}
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One process. costs: row id -> positive cost, less is better. faults: node id -> why its test gave none.
-    lost: why a time could not be read, whosever fault it is; "" where all were. rounds: row id -> its cost in each
-    round of a duet.
+    """Result of one process. costs: row id -> positive cost, less is better. faults: node id -> why it has none.
+    lost: why a time could not be read, for any reason; "" if all were. rounds: row id -> its cost in each round of a
+    duet.
 
-    A disturbed machine and a broken instrument are no fault: what they spoil is left out and measured again.
+    A disturbed machine or a broken instrument is not a fault: the affected rows are left out and measured again.
     """
 
     costs: Mapping[str, float] = field(default_factory=dict)
@@ -52,18 +52,17 @@ class Reading:
     rounds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
-# Measures the named tests once, in a fresh process of side "good" or "bad".
+# Measures the named tests once, in a new process of side "good" or "bad".
 Process = Callable[[str, Sequence[str]], Reading]
-# Measures them in one of each at the same time. The flag: the candidate begins on the cores that are the adopted
-# build's in other sessions.
+# Measures them on both sides at the same time. The flag: the two sides start on exchanged cores.
 Duet = Callable[[Sequence[str], bool], tuple[Reading, Reading]]
 
 
 def timed_rows(good: Record, bad: Record) -> dict[str, str]:
-    """Row id -> node id of the rows that both sides timed, or one of them where the machine spoiled the other's test;
-    and of the times read once that look worse than a reading can show.
+    """Return row id -> node id of the rows to pair.
 
-    The records alone explain what one side lacks for another reason.
+    These are the rows that both sides timed, or one side if the machine disturbed the other's test, and the times
+    read once that look worse. Rows that a side lacks for another reason are left to the comparison of the records.
     """
 
     def measured(record: Record) -> dict[str, Row]:
@@ -82,12 +81,12 @@ def timed_rows(good: Record, bad: Record) -> dict[str, str]:
 
 
 def spoiled(record: Record) -> set[str]:
-    """Rows that the machine kept from being measured."""
+    """Return the rows that could not be measured because of the machine."""
     return {j.row.id for j in record.judgements if j.verdict is Verdict.INFRA and j.row.unmeasured}
 
 
 def cost(j: Judgement) -> float | None:
-    """Time, or an equivalent: less is better. None where this process could not read it, or no direction is better."""
+    """Return the cost of a row (lower is better), or None without a usable reading or a better direction."""
     value, interval, sign = j.row.value, j.row.interval, direction(j.row)
     if j.verdict not in MEASURED or not sign or not is_finite(value) or value <= 0:
         return None
@@ -97,7 +96,7 @@ def cost(j: Judgement) -> float | None:
 
 
 def reading(run: LaneRun, tests: Sequence[str]) -> Reading:
-    """What a process that ran `tests` says."""
+    """Return the reading of a process that ran `tests`."""
     judgements = run.record.judgements if run.record else ()
     costs = {j.row.id: c for j in judgements if (c := cost(j)) is not None}
     rounds = {j.row.id: j.row.series[COST_PER_ROUND] for j in judgements if COST_PER_ROUND in j.row.series}
@@ -123,14 +122,14 @@ def _why_lost(j: Judgement) -> str:
 
 @dataclass
 class Sessions:
-    """The sessions so far. Rows are decided by `plan`; without one, each gets `wanted` sessions and no verdict here.
+    """The sessions so far. `plan` decides the rows; without it, each row gets `wanted` sessions and no verdict.
 
-    tests: row id -> node id. A test is timed while one of its rows is open, and gives all its rows.
-    cache_pairs: pairs of compile caches, which the sessions use in turn; warm: all of them have been filled.
-    caches: row id -> the pair that each of its log-ratios used. begun: sessions started and ended, with those that
-    gave nothing; barren: how many of the last ones gave nothing; lost: why a time was last lost. lost_processes: node
-    id -> side -> processes that lost a reading of that test. faults: side -> node id -> why, the first time. faulty:
-    side -> processes with a fault.
+    tests: row id -> node id. A test is timed while one of its rows is open, and then yields all its rows.
+    cache_pairs: number of pairs of compile caches, used in turn. warm: whether all of them have been filled.
+    caches: row id -> the pair used by each of its log-ratios. begun: number of completed sessions, empty ones
+    included. barren: number of empty ones at the end. lost: why a time was last lost. lost_processes: node id -> side
+    -> number of processes that lost a reading of that test. faults: side -> node id -> the first reason. faulty:
+    side -> number of processes with a fault.
     """
 
     tests: Mapping[str, str]
@@ -153,16 +152,16 @@ class Sessions:
 
     @property
     def cache(self) -> int:
-        """The pair of compile caches of the session that is next."""
+        """Return the pair of compile caches of the next session."""
         return self.begun % self.cache_pairs
 
     @property
     def family(self) -> Family:
-        """What the plan needs to know of the rows."""
+        """Return the rows' tests and caches, as the plan needs them."""
         return Family(self.tests, self.caches)
 
     def open_rows(self) -> list[str]:
-        """Rows that another session may still decide, the most important first."""
+        """Return the rows that another session may still decide, the most important first."""
         if self.barren >= BARREN or self.begun >= 2 * self.wanted:
             return []
         outcomes = decide(self.log_ratios, self.plan, self.family) if self.plan else {}
@@ -175,12 +174,14 @@ class Sessions:
         return sorted(rows, key=lambda row: -share.get(row, 1.0))
 
     def open_tests(self) -> list[str]:
-        """The tests of those rows, the most important first."""
+        """Return the tests of the open rows, the most important first."""
         return list(dict.fromkeys(self.tests[row] for row in self.open_rows()))
 
     def run_one(self, process: Process, at_most: int | None = None) -> None:
-        """One session, one process after the other. Nothing is kept of a session that an exception cut short: the
-        readings of a pair belong into one hour. at_most: only so many of the open tests."""
+        """Run one session, one process after the other. at_most: the maximum number of open tests.
+
+        A session that an exception interrupts is dropped: the readings of a pair must be close in time.
+        """
         rows = self._rows_of(self.open_tests()[:at_most])
         readings: list[tuple[str, list[str], Reading]] = []
         for letter in alternate(self.begun):
@@ -193,12 +194,12 @@ class Sessions:
         self._keep(readings, {row: log_ratio(order, [r.costs[row] for _, _, r in readings]) for row in rows})
 
     def run_duet(self, duet: Duet, at_most: int | None = None) -> None:
-        """One session, both sides at once."""
-        asked = self._rows_of(self.open_tests()[:at_most])
-        good, bad = duet(self._tests_of(asked), alternate(self.begun) == "BA")
-        rows = [row for row in asked if row in good.costs and row in bad.costs]
+        """Run one session, both sides at once."""
+        requested = self._rows_of(self.open_tests()[:at_most])
+        good, bad = duet(self._tests_of(requested), alternate(self.begun) == "BA")
+        rows = [row for row in requested if row in good.costs and row in bad.costs]
         self._keep(
-            [("good", asked, good), ("bad", asked, bad)],
+            [("good", requested, good), ("bad", requested, bad)],
             {
                 row: log_ratio_of_rounds(good.rounds[row], bad.rounds[row])
                 if len(good.rounds.get(row, ())) == len(bad.rounds.get(row, ())) > 0
@@ -216,9 +217,9 @@ class Sessions:
     def _keep(
         self, readings: Iterable[tuple[str, list[str], Reading]], log_ratios: Mapping[str, float]
     ) -> None:
-        for side, asked, found in readings:
+        for side, requested, found in readings:
             self.lost = f"{side}: {found.lost}" if found.lost else self.lost
-            for test in self._tests_of([row for row in asked if row not in found.costs]):
+            for test in self._tests_of([row for row in requested if row not in found.costs]):
                 self.lost_processes.setdefault(test, {"good": 0, "bad": 0})[side] += 1
             for test, why in found.faults.items():
                 self.faults[side].setdefault(test, why)
@@ -231,12 +232,12 @@ class Sessions:
         self.barren = 0 if log_ratios else self.barren + 1
 
     def problems(self, side: str) -> tuple[str, ...]:
-        """Faults of one side as a record tells problems: `node id: why`."""
+        """Return the faults of one side in the format of a record's problems: `node id: why`."""
         seen = f"(in {self.faulty[side]} timed processes, {self.begun} sessions)"
         return tuple(f"{test}: {why} {seen}" for test, why in self.faults[side].items())
 
     def unequal_losses(self) -> dict[str, float]:
-        """Node id -> adjusted p, of the tests whose readings the candidate loses more often than the adopted build."""
+        """Return node id -> adjusted p, for tests whose readings the candidate loses more often than the adopted."""
         adjusted = {
             test: p_lost(lost["bad"], lost["good"]) * len(set(self.tests.values()))
             for test, lost in self.lost_processes.items()

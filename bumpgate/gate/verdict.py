@@ -1,10 +1,10 @@
-"""The verdict of a gate: a pure function from what two environments measured to ADOPT, HOLD or UNKNOWN.
+"""Verdict of a gate: a pure function from the measurements of two environments to ADOPT, HOLD or UNKNOWN.
 
 HOLD needs evidence against the candidate: a row that is right in the adopted environment and wrong or gone in a
 whole run of the candidate, a row that is right on both sides and worse than the adopted one's (bumpgate.gate.between),
-a test that fails there only, a slower timed row, a creep. UNKNOWN is any gap in the
+a test that fails there only, a slower timed row, drift. UNKNOWN is any gap in the
 evidence: a canary that failed, a build that failed, a row missing, open or red on both sides, nothing selected.
-ADOPT is what is left.
+Otherwise ADOPT.
 
 Rows are grouped by cause: one metric whose evidence starts alike is one finding, shown once with both sides.
 """
@@ -27,7 +27,7 @@ from bumpgate.gate.sequential import Outcome, Timed
 from bumpgate.gate.timed import Sessions
 from bumpgate.rows import Judgement, Record, Verdict, one_line
 
-# What a row says of the product. Everything else that is red says that it could not be measured or was not reviewed.
+# Verdicts against the product. Any other red verdict means that the row was not measured or not reviewed.
 PRODUCT = (Verdict.REGRESSION, Verdict.CHANGED)
 # Right on both sides, and worse than on the adopted one by more than its kind allows.
 WORSE = "WORSE"
@@ -36,7 +36,7 @@ ONE_SIDE = "measured on one side only"
 OTHER_WORK = "OTHER WORK"
 # Rows that only the candidate can measure, such as those of a capability that its release adds.
 NEW = "NEW"
-# Rows that the candidate does not owe: no kernel wheel fits it.
+# Rows that the candidate is not required to report: no kernel wheel fits it.
 NOT_RUN = "NOT RUN"
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -53,9 +53,9 @@ class Decision(Enum):
 class Side:
     """One environment of the gate.
 
-    name: as shown, "torch 2.13.0". record: what it measured; None where it never came to that.
-    failure: why there is no record, in one line (the end of the build's log). canaries: name -> reason, of those
-    that failed. command: the one that builds the environment again.
+    name: as shown, "torch 2.13.0". record: its measurements; None if it did not get that far.
+    failure: why the record is missing, in one line (the end of the build's log). canaries: name -> reason of the
+    failed ones. command: rebuilds the environment.
     """
 
     name: str
@@ -67,9 +67,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause, and all the rows that it shows in.
+    """One cause, and all the rows that it affects.
 
-    decision: what it alone would make of the gate; ADOPT for what is shown and does not block (WIN, FASTER, FIXED).
+    decision: the gate's decision from this cause alone; ADOPT if it does not block (WIN, FASTER, FIXED).
     label: the row verdict or the outcome ("CHANGED", "SLOWER"). metric, head: the signature; no metric where rows
     could not be measured, for then the reason alone is the cause. good, bad: what each side showed, line by line.
     repro: one command.
@@ -87,7 +87,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """findings: worst first, then the one that covers most rows."""
+    """Decision of a gate. findings: worst first, then by the number of rows covered."""
 
     decision: Decision
     findings: tuple[Finding, ...]
@@ -104,11 +104,11 @@ def judge_gate(
     timed: Mapping[str, Timed] | None = None,
     creeps: Mapping[str, Creep] | None = None,
 ) -> GateVerdict:
-    """good: the adopted environment; bad: the candidate.
+    """Judge the candidate (`bad`) against the adopted environment (`good`).
 
-    timed: row id -> result of the paired sessions, for every row selected for them. It decides in place of the
-    records' comparison of that row with a stored time. creeps: row id -> the creep that `drift.creep` called.
-    Raises ValueError where a record is of another lane: a mistake of the caller is no verdict.
+    timed: row id -> result of the paired sessions, for every row selected for them. It replaces the records'
+    comparison of that row with a stored time. creeps: row id -> the drift that `drift.creep` detected.
+    Raises ValueError if a record is of another lane, which is the caller's mistake.
     """
     for side in (good, bad):
         found = side.record.provenance.get("lane") if side.record else lane
@@ -142,7 +142,7 @@ def judge_gate(
 
 
 def group(loose: Iterable[Finding]) -> tuple[Finding, ...]:
-    """One finding a signature: rows and evidence joined, the first repro kept; worst first."""
+    """Merge findings by signature: rows and evidence are joined, the first repro is kept; worst first."""
     causes: dict[tuple[Decision, str, str, str], list[Finding]] = {}
     for f in loose:
         causes.setdefault((f.decision, f.label, f.metric, f.head), []).append(f)
@@ -160,7 +160,7 @@ def group(loose: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """All, in order, each line once."""
+    """Concatenate, dropping duplicate lines."""
     return tuple(dict.fromkeys(chain.from_iterable(parts)))
 
 
@@ -169,7 +169,7 @@ def _by_id(record: Record) -> dict[str, Judgement]:
 
 
 def _new_rows(good: Record, bad: Record) -> set[str]:
-    """Rows of tiers that the candidate alone collected: the adopted environment lacks what they need."""
+    """Return the rows of tiers that only the candidate collected: the adopted environment lacks their dependencies."""
     if not good.complete:
         return set()
     collected = {tier(j.row.test) for j in good.judgements} | {tier(_node(p)) for p in good.problems}
@@ -177,7 +177,7 @@ def _new_rows(good: Record, bad: Record) -> set[str]:
 
 
 def _new_tiers(lane: str, judgements: Iterable[Judgement]) -> list[Finding]:
-    """One finding a tier: there is nothing to compare its rows with, so they decide nothing."""
+    """Return one finding per new tier: its rows have nothing to be compared with, so they decide nothing."""
     by_tier: dict[str, list[Judgement]] = {}
     for j in judgements:
         by_tier.setdefault(tier(j.row.test), []).append(j)
@@ -200,13 +200,13 @@ def _new_tiers(lane: str, judgements: Iterable[Judgement]) -> list[Finding]:
 
 
 def _not_run(record: Record) -> dict[str, str]:
-    """Row id to the reason why the run did not owe it; its session has judged whether that is a problem."""
+    """Return row id -> why the run was not required to report it; its session has judged if that is a problem."""
     lines = (str(line).partition(": ") for line in record.provenance.get("not_run", ()))
     return {row: reason for row, _, reason in lines}
 
 
 def _not_run_findings(spared: Mapping[str, str]) -> list[Finding]:
-    """One finding for each reason: listed, and no evidence in either direction."""
+    """Return one finding per reason: listed, but not evidence in either direction."""
     reasons: dict[str, list[str]] = {}
     for row, reason in spared.items():
         reasons.setdefault(reason, []).append(row)
@@ -225,7 +225,7 @@ def _spoiled(j: Judgement | None) -> bool:
 
 
 def _environment(lane: str, side: Side, is_good: bool) -> list[Finding]:
-    """What is wrong with a side as a whole. Never evidence against the candidate."""
+    """Return the findings on a side as a whole, which are never evidence against the candidate."""
 
     def finding(label: str, head: str, repro: str) -> Finding:
         seen = (f"{side.name}: {head}",)
@@ -244,14 +244,14 @@ def _environment(lane: str, side: Side, is_good: bool) -> list[Finding]:
 
 
 def _problems(lane: str, good: Record, bad: Record) -> list[Finding]:
-    """Failed tests without a red row, skips, files that could not be collected: `node id: why`.
+    """Compare failed tests without a red row, skips, and files that could not be collected: `node id: why`.
 
-    Compared by node id: the same failure may tell other times and addresses in each run.
+    Only node ids are compared: the messages of one failure may hold different times and addresses in each run.
     """
     out = []
     for test in dict.fromkeys(_node(p) for p in (*bad.problems, *good.problems)):
         before, after = (tuple(p for p in r.problems if _node(p) == test) for r in (good, bad))
-        # A skip, or a test that passes where a failure is expected, is a gap and no fault.
+        # A skip, or an unexpected pass, is a gap rather than a fault.
         fault = not before and any("under --gate" not in p for p in after)
         decision = Decision.HOLD if fault and good.complete and bad.complete else Decision.UNKNOWN
         why = (after or before)[0].removeprefix(f"{test}: ")
@@ -264,7 +264,7 @@ def _node(problem: str) -> str:
 
 
 def _without_stored_times(j: Judgement | None) -> Judgement | None:
-    """A timed row without its verdict against the baseline's time; what the test derived still stands."""
+    """Drop a timed row's verdict against the baseline's time; the test's derived expectation still applies."""
     settled = (Verdict.REGRESSION, Verdict.WIN, Verdict.INCONCLUSIVE)
     if j is None or j.verdict not in settled or violation(j.row) is not None:
         return j
@@ -272,7 +272,7 @@ def _without_stored_times(j: Judgement | None) -> Judgement | None:
 
 
 def _code_of_both(good: Judgement | None, bad: Judgement | None) -> tuple[Judgement | None, Judgement | None]:
-    """A row of compiled code without the verdicts against reviewed versions of triton: the sides are compared."""
+    """Drop a compiled-code row's verdicts against reviewed versions of triton: the two sides are compared instead."""
     if good is None or bad is None or not (_is_code(good) and _is_code(bad)):
         return good, bad
     passes, reason = Verdict.PASS, "compared between the sides"
@@ -280,7 +280,7 @@ def _code_of_both(good: Judgement | None, bad: Judgement | None) -> tuple[Judgem
 
 
 def _is_code(j: Judgement) -> bool:
-    """A row of compiled code that was measured."""
+    """Return whether this is a measured row of compiled code."""
     return j.row.better == "code" and j.row.value is not None and j.verdict is not Verdict.INSTRUMENT
 
 
@@ -308,7 +308,7 @@ def _row(
 
 
 def _reason(j: Judgement, otherwise: str) -> str:
-    """Why a row could not be judged, without the name of its test, which is not a cause."""
+    """Return why a row could not be judged, without the name of its test, which is not part of the cause."""
     text = j.reason.replace(j.row.test, "its test") if j.row.test else j.reason
     return one_line(text) or otherwise
 
@@ -316,9 +316,9 @@ def _reason(j: Judgement, otherwise: str) -> str:
 def _compare(
     good: Judgement | None, bad: Judgement | None, whole: bool, paired: bool = False
 ) -> tuple[Decision, str] | None:
-    """Decision and label of one row of both records; None where nothing is to be shown.
+    """Return decision and label of one row of both records; None if there is nothing to show.
 
-    whole: the candidate's run ended. paired: the sessions compare its values.
+    whole: the candidate's run is complete. paired: the sessions compare its values.
     """
     right = good is not None and not _absent(good) and not good.red
     if bad is None or _absent(bad):
@@ -354,14 +354,14 @@ def _compare(
 
 
 def _is_defect(j: Judgement) -> bool:
-    """A defect row whose reproducer ran and gave an answer."""
+    """Return whether this is a defect row whose reproducer ran and gave a result."""
     return j.row.better == "defect" and j.row.value is not None and j.verdict is not Verdict.INSTRUMENT
 
 
 def _compare_defect(good: Judgement, bad: Judgement) -> tuple[Decision, str] | None:
-    """A known upstream defect, by its presence on each side.
+    """Compare a known upstream defect by its presence on each side.
 
-    One that both sides have is no difference. Where the candidate lies outside its range it is shown all the same:
+    A defect on both sides is not a difference. It is still shown if the candidate is outside its version range:
     a lane run under the candidate is red until the range is widened.
     """
     if good.row.value == bad.row.value:
@@ -370,7 +370,7 @@ def _compare_defect(good: Judgement, bad: Judgement) -> tuple[Decision, str] | N
 
 
 def _only(j: Judgement | None, other: Judgement | None) -> list[str]:
-    """Evidence of one side that the other lacks, as often as it lacks it."""
+    """Return the evidence lines of one side that the other lacks (multiset difference)."""
     mine = [ADDRESS.sub("0x_", line) for line in j.row.evidence] if j else []
     spare = Counter(ADDRESS.sub("0x_", line) for line in other.row.evidence) if other else Counter[str]()
     out = []
@@ -383,9 +383,9 @@ def _only(j: Judgement | None, other: Judgement | None) -> list[str]:
 
 
 def _head(good: Judgement | None, bad: Judgement | None) -> str:
-    """What came first and new in the candidate's evidence; if nothing came, what went; else nothing.
+    """Return the first new line of the candidate's evidence, else the first one that disappeared, else "".
 
-    Of compiled code the names of the counts that are worse, so that kernels which lost alike are one finding.
+    For compiled code, return the names of the worse counts, so that kernels with the same loss share one finding.
     """
     if good and bad and _is_code(good) and _is_code(bad):
         return ", ".join(code.worse(code.parse(good.row.value), code.parse(bad.row.value)))
@@ -409,7 +409,7 @@ def _timed(lane: str, row: str, t: Timed, test: str) -> list[Finding]:
         Outcome.FASTER: Decision.ADOPT,
     }
     decision = decisions.get(t.outcome, Decision.UNKNOWN)
-    if not t.sessions:  # one cause for all such rows: the budget, or sessions that were all lost
+    if not t.sessions:  # all such rows have one cause: the budget, or only lost sessions
         seen = (f"{row}: not measured",)
         head = "no paired session gave a time"
         return [Finding(decision, t.outcome.value, "", head, (row,), (), seen, investigate(lane, test))]
@@ -427,7 +427,7 @@ def _timed(lane: str, row: str, t: Timed, test: str) -> list[Finding]:
 
 
 def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
-    """Tests whose timed readings the candidate loses: they are too rough to be used, or their processes end."""
+    """Return findings on tests whose timed readings the candidate loses: too noisy to use, or their processes died."""
     found = []
     for test, p in sessions.unequal_losses().items():
         lost = sessions.lost_processes[test]
