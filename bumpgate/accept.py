@@ -134,7 +134,7 @@ def _day(text: str) -> date:
 
 
 def _entry(root: Path, path: Path, row: str, lane: str, owner: str, reason: str, expires: date) -> Acceptance:
-    """What to write. Raises RefusedError on a row that nobody may accept."""
+    """Return the entries to write. Raises RefusedError on a row that cannot be accepted."""
     for name, text in (("owner", owner), ("reason", reason)):
         if not text.strip() or len(text.splitlines()) > 1:
             raise BumpgateError(f"--{name} must be one line of text")
@@ -173,7 +173,7 @@ def _timed_entry(made: Acceptance, timed: Paired) -> Acceptance:
 
 
 def _unacceptable(j: Judgement) -> str | None:
-    """Why nobody may accept a row, in a few words; None where one may."""
+    """Return why a row cannot be accepted, in a few words; None if it can."""
     if not (j.red or j.accepted):
         return f"{j.label}: nothing to accept"
     if j.verdict not in ACCEPTABLE:

@@ -1,7 +1,7 @@
-"""Accepted differences: which rows may read another value than the reviewed one, until when, and who said so.
+"""Accepted differences: rows that may have another value than the reviewed one, until when, and who accepted them.
 
-baselines/accepted.toml holds one entry a lane, row and value; `bumpgate accept` is its writer. A reviewed value says
-what is right for good; an acceptance says that somebody knows of a difference and has until a day to settle it.
+baselines/accepted.toml holds one entry per lane, row and value, written by `bumpgate accept`. A reviewed value is
+permanent; an acceptance records a known difference, its owner, and the day until which it must be resolved.
 
 Standard library only (tomli where Python has no tomllib): this file must import under any candidate torch.
 """
@@ -25,7 +25,7 @@ else:
     import tomli as tomllib
 
 FILE = "accepted.toml"
-# A difference with a name to it. Every other red row says that nothing was measured, and nobody can accept that.
+# Verdicts that can be accepted. Any other red verdict means that nothing was measured.
 ACCEPTABLE = (Verdict.REGRESSION, Verdict.CHANGED)
 NO_FAULTS: Failed = {}
 # What the writer allows; an entry beyond it was edited by hand.
@@ -72,7 +72,7 @@ def today() -> date:
 
 
 def load(path: Path) -> tuple[Acceptance, ...]:
-    """The entries of accepted.toml; none where there is no such file. Raises BaselineError, one line, on any other."""
+    """Load accepted.toml; empty if there is no such file. Raises BaselineError (one line) on an invalid one."""
     name = f"{path.parent.name}/{path.name}"
     restore = f"restore it with: git checkout {name}"
     try:
@@ -110,7 +110,7 @@ def of_lane(acceptances: Iterable[Acceptance], lane: str) -> dict[str, tuple[Acc
 
 
 def covers(acceptance: Acceptance, row: Row, baseline: Baseline) -> bool:
-    """Whether the row is right with the accepted value in the place of the reviewed one. A derivation always stands."""
+    """Return whether the row passes with the accepted value as the reviewed one. Derived expectations still apply."""
     reviewed = baseline.rows.get(row.id)
     value = acceptance.value
     if reviewed is None or value is None or violation(row) is not None:

@@ -33,7 +33,7 @@ from bumpgate.rows import (
 BUILD = ("torch", "triton")
 # Two timed numbers compare where the class of the host is equal, and their rows' work (Row.work).
 HOST = ("lane", "device", "cpu", "cores")
-# Tiers of a lane that run in environments of their own, beside the lane's: tox envs interpret and codegen-*.
+# Tiers of a lane that run in their own environments, separate from the lane's: tox envs interpret and codegen-*.
 TIERS = ("suites/kernels/interpret/", "suites/kernels/codegen/")
 ROW_FIELDS = ("value", "unit", "better", "tolerance", "note", "test", "per_build")
 
@@ -140,9 +140,9 @@ def file_text(baseline: Baseline) -> str:
 
 
 def comparable(made_with: Mapping[str, Any], provenance: Mapping[str, Any]) -> str | None:
-    """Why timed rows of this run cannot be compared with the baseline's, in one line; None where they can.
+    """Return why this run's timed rows cannot be compared with the baseline's, in one line; None if they can.
 
-    The class of the host must be the same; what one of the sides does not state is no reason.
+    The class of the host must be the same; facts that one side does not state are ignored.
     """
     for key in HOST:
         ours, theirs = provenance.get(key), made_with.get(key)
@@ -218,9 +218,9 @@ def tier(test: str) -> str:
 
 
 def violation(row: Row) -> str | None:
-    """How a row contradicts what the test derived, or that it is no finite number; None where all is well.
+    """Return how a row violates the test's derived expectation, or that it is not finite; None if it does neither.
 
-    No baseline can excuse either, so `rebaseline` refuses such a row.
+    No baseline can excuse either, so `rebaseline` rejects such a row.
     """
     value = row.value
     if is_number(value) and not is_finite(value):

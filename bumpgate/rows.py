@@ -21,24 +21,24 @@ SCHEMA = 1
 ROW_ID = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9][A-Za-z0-9._+=-]*/[a-z][a-z0-9_]*")
 RULE = re.compile(r"[A-Z]\d+")
 BETTER = ("exact", "lower", "higher", "derived", "defect", "code")
-# A curve is for the eye: more points than a plot has pixels only make the record heavy.
+# Curves are only plotted: more points than a plot has pixels would only enlarge the record.
 MAX_CURVES, MAX_POINTS = 8, 4096
-# The series that paired sessions compare point by point: what each round of a timed row cost, less is better.
+# Series that paired sessions compare point by point: cost of each round of a timed row, less is better.
 COST_PER_ROUND = "cost_per_round"
 
-# How the reason of a row begins that a run did not come to: one red test with -x leaves many of them.
+# Prefix of the reason of rows that a run did not reach; one red test with -x leaves many of them.
 STOPPED_EARLY = "the run ended before"
 
-# None: the instrument read nothing. It is never a good value, and it is not 0.
+# None: the instrument returned no value. It is never a good value, and differs from 0.
 Value = int | float | str | bool | None
 
 
 class BumpgateError(ValueError):
-    """Bad input. The message is one line and names what puts it right."""
+    """Bad input. The message is one line and names the fix."""
 
 
 class RowError(BumpgateError):
-    """A row that no baseline could hold: bad id, type or expectation."""
+    """Invalid row: bad id, type or expectation."""
 
 
 class RecordError(BumpgateError):
@@ -79,13 +79,13 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One measured value. Raises RowError, one line, where a field makes no sense.
+    """One measured value. Raises RowError (one line) on an invalid field.
 
     id: `suite/case/metric`, the metric in snake_case with its unit in the name where it has one.
     unit: of the value ("breaks", "bytes", "ratio"). A renamed unit is a change.
-    witness: how many things the check saw; 0 or less means that it saw nothing, and the row is no evidence.
+    witness: number of items that the check covered; at 0 or less the check was vacuous and the row is not evidence.
     rule: the contract row that this one checks, e.g. "C6".
-    expected, at_most, at_least: what the test derived from the model, not from an earlier run.
+    expected, at_most, at_least: bounds that the test derives from the model, not from an earlier run.
     better: "exact" any change is red; "lower"/"higher" judged against the baseline with `tolerance`;
         "derived" judged by the expectation alone; "defect" 1 where a known upstream defect is present and 0 where
         it is fixed, with at_most 1 inside the range of versions in which it is known and 0 outside. The first line
@@ -93,7 +93,7 @@ class Row:
         a reviewed text for each version of triton.
     tolerance: relative to the baseline value, 0.02 is 2 %.
     interval: (low, high) around the value, for timed rows.
-    instruments: canaries that must have agreed before this value means anything.
+    instruments: canaries that must have passed for this value to be valid.
     test: pytest node id.
     per_build: the value belongs to one torch build (a hash of generated code): under another build than the
         baseline's a difference explains, and does not judge.
@@ -131,11 +131,11 @@ class Row:
 
     @property
     def unmeasured(self) -> bool:
-        """Stands in for a reviewed row that a run did not report: it has no value, no witness and no rule."""
+        """Whether this is a placeholder for a reviewed row that a run did not report: no value, witness or rule."""
         return self.value is None and self.witness == 0 and not self.rule
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types; numbers that JSON has no word for become {"float": "nan"}."""
+        """Convert to JSON types; numbers that JSON cannot represent become {"float": "nan"}."""
         out = {f.name: getattr(self, f.name) for f in fields(self)}
         out["value"] = _encode(self.value)
         out["interval"] = None if self.interval is None else [_encode(x) for x in self.interval]
@@ -241,7 +241,7 @@ def write_record(
     complete: bool = True,
     problems: Iterable[str] = (),
 ) -> Record:
-    """Writes record.json, rows in order of id, in one step: a reader sees the old file or the new one."""
+    """Write record.json atomically, rows sorted by id."""
     ordered = tuple(sorted(judgements, key=lambda j: j.row.id))
     record = Record(provenance, ordered, complete, tuple(problems))
     raw = {
@@ -256,7 +256,7 @@ def write_record(
 
 
 def read_record(path: Path) -> Record:
-    """Raises RecordError with one line on a file that write_record did not write whole."""
+    """Read record.json. Raises RecordError (one line) on a file that write_record did not write completely."""
     remake = "write it anew with: pytest -m LANE"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -275,7 +275,7 @@ def read_record(path: Path) -> Record:
 
 
 def write_atomic(path: Path, text: str | bytes) -> None:
-    """Replaces a file in one step, through a temporary name in the same directory."""
+    """Replace a file atomically, through a temporary file in the same directory."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as f:
@@ -288,28 +288,28 @@ def write_atomic(path: Path, text: str | bytes) -> None:
 
 
 def one_line(text: object, width: int = 300) -> str:
-    """Foreign text as one line of at most `width` characters."""
+    """Reduce arbitrary text to one line of at most `width` characters."""
     line = " ".join(str(text).split())
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """int or float. A bool is a flag here, not the number 1."""
+    """Return whether a value is an int or float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """A number that arithmetic can hold: not NaN, not infinite, no integer of 400 digits."""
+    """Return whether a value is a finite number that fits a float: not NaN, inf, or an integer of 400 digits."""
     return is_number(value) and abs(value) < 1e300
 
 
 def same_value(a: Value, b: Value) -> bool:
-    """Equal, and both flags or neither: True is not 1, while 13 and 13.0 are one number."""
+    """Return whether two values are equal and both or neither are bools: True != 1, but 13 == 13.0."""
     return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 
 def _faults(row: Row) -> Iterable[str]:
-    """What is wrong with a row, the first fault first."""
+    """Yield the faults of a row, the first fault first."""
     if not isinstance(row.id, str) or not ROW_ID.fullmatch(row.id):
         yield "the id must read suite/case/metric, suite and metric in snake_case"
     if not isinstance(row.value, (int, float, str, bool, type(None))):
@@ -357,7 +357,7 @@ def _faults(row: Row) -> Iterable[str]:
         yield "a per-build row is exact"
     if row.interval is not None and not (len(row.interval) == 2 and all(map(is_number, row.interval))):
         yield f"the interval must be (low, high), got {row.interval!r}"
-    # NaN is in no interval: it is let through, to be judged as the regression that it is.
+    # NaN is in no interval, but is allowed here, so that it is judged as a regression.
     if row.interval is not None and is_finite(row.value):
         low, high = row.interval
         if not low <= row.value <= high:

@@ -1,4 +1,4 @@
-"""What a reader sees: the verdict table of a run and the differences of a rebaseline.
+"""Text output: the verdict table of a run and the differences of a rebaseline.
 
 On a terminal: columns and colour. Anywhere else: plain lines, nothing cut off, so that a log can be searched.
 """
@@ -35,9 +35,10 @@ Entry = tuple[str, str, str, str]  # label, style, text, command
 
 
 def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal: int | None = None) -> str:
-    """Worst first, each row that is no PASS with its command; PASS rows as counts a suite unless `verbose`.
+    """Format the verdicts, worst first, with a command for rows other than PASS; PASS rows as counts per suite.
 
-    where: the path of record.json, as shown. terminal: its width in columns; None where stdout is none.
+    verbose: list the PASS rows too. where: the path of record.json, as shown. terminal: its width in columns; None if
+    stdout is not a terminal.
     """
     stopped = [j for j in record.judgements if j.row.unmeasured and j.reason.startswith(STOPPED_EARLY)]
     rows = [j for j in record.judgements if j not in stopped] if len(stopped) > 1 else record.judgements
@@ -93,7 +94,7 @@ def _worst_first(judgements: Sequence[Judgement]) -> list[Judgement]:
 
 
 def _entry(j: Judgement, record: Record) -> Entry:
-    """A row with its reason; one that is no PASS also with its numbers side by side, its rule and its place."""
+    """Format a row with its reason; rows other than PASS also with their numbers, rule and place."""
     text = f"{j.row.id}: {j.reason}" if j.reason else f"{j.row.id}: {_show(j.row.value)} {j.row.unit}"
     lines = [text]
     if j.verdict is not Verdict.PASS and not j.row.unmeasured:

@@ -26,7 +26,7 @@ class AdoptionError(BumpgateError):
 
 @dataclass(frozen=True)
 class Edit:
-    """One file. path: below the root, with slashes. before, after: its text; None where there is no such file."""
+    """One file. path: relative to the root, with slashes. before, after: its text; None if it does not exist."""
 
     path: str
     before: str | None

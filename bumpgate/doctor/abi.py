@@ -134,7 +134,7 @@ def _symbol_faults(wheel: str, extension: Extension, exported: frozenset[str], t
         reason = f"{name} was compiled with _GLIBCXX_USE_CXX11_ABI=0, torch {torch} with 1: {_some(old)}"
         yield Fault(wheel, "string-abi", reason, tuple(old))
     if other:
-        # Those of an absent CUDA library are told already: the ones that say more come first.
+        # Symbols of an absent CUDA library are reported elsewhere: sort the more informative ones first.
         other.sort(key=lambda shown: ("cuda" in shown.lower(), shown))
         reason = f"{name} calls what torch {torch} does not have: {_some(other)}"
         yield Fault(wheel, "symbols", reason, tuple(other))

@@ -32,15 +32,15 @@ def interpreter(site: Site) -> Found:
 
 
 def python(site: Site) -> Found:
-    """BG102: it is one that the lane was adopted with."""
-    found, wanted = site.inventory, site.row.python
-    if not satisfies(found.python, wanted) or found.implementation != "CPython":
+    """BG102: the interpreter's version is one that the lane was adopted with."""
+    found, expected = site.inventory, site.row.python
+    if not satisfies(found.python, expected) or found.implementation != "CPython":
         yield Defect(
             "BG102",
-            f"{found.implementation} {found.python}, lane {site.lane} asks for CPython {wanted}",
-            f"uv venv --python '{wanted}' .venv, then --python .venv/bin/python",
+            f"{found.implementation} {found.python}, lane {site.lane} asks for CPython {expected}",
+            f"uv venv --python '{expected}' .venv, then --python .venv/bin/python",
         )
-    yield f"{found.python} is one of {wanted}"
+    yield f"{found.python} is one of {expected}"
 
 
 def python_variables(site: Site) -> Found:
@@ -94,7 +94,7 @@ def contract_document(site: Site) -> Found:
 
 
 def contract_variables(site: Site) -> Found:
-    """BG106: no variable is set against the contract. One that is absent is no defect: the launcher adds it."""
+    """BG106: no variable contradicts the contract. An absent one is not a defect: the launcher adds it."""
     tables = site.contract["environment"]
     for name, rule in tables["always"].items():
         if site.given.get(name, rule["value"]) != rule["value"]:

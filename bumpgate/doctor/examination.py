@@ -27,7 +27,7 @@ else:
     import tomli as tomllib
 
 CHECKS = (*doctor_environment.CHECKS, *doctor_versions.CHECKS, *doctor_torch.CHECKS)
-# Tables of the contract that doctor reads -> the fields of each of their rules, beside its reason.
+# Tables of the contract that doctor reads -> the fields of each of their rules, apart from its reason.
 RULES = {
     "environment.always": ("value",),
     "environment.rank": (),
@@ -56,7 +56,7 @@ def make_site(
     """
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise BumpgateError(f"--python {python}: no such interpreter")
-    # Not resolved: the python of a virtual environment is a link, and finds its packages beside the link.
+    # Do not resolve: the python of a virtual environment is a link, and finds its packages relative to the link.
     python = python if python.is_absolute() else Path.cwd() / python
     contract = read_contract(root / "contract.toml")
     rows = manifest.load(root / "wheels" / "manifest.toml")

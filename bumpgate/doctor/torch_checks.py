@@ -56,22 +56,22 @@ def instruments(site: Site) -> Found:
     with tempfile.TemporaryDirectory() as cache:
         extra = {**BLIND, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
         try:
-            told = site.interpreter.json("-c", CANARIES, timeout=CANARY_SECONDS, extra=extra)
+            reasons = site.interpreter.json("-c", CANARIES, timeout=CANARY_SECONDS, extra=extra)
         except ChildFault as fault:
             yield Defect(
                 "BG302", f"the canaries do not run: {fault}", f"pytest -m {site.lane} suites/canaries"
             )
             return
-    for name, reason in told.items():
+    for name, reason in reasons.items():
         if reason:
             yield Defect(
                 "BG302",
                 f"canary {name}: {one_line(reason, 200)}",
                 f"pytest -m {site.lane} suites/canaries; what torch renamed stands in suites/support/instruments/",
             )
-    if not told:
+    if not reasons:
         yield Defect("BG302", "no canary ran", f"pytest -m {site.lane} suites/canaries")
-    yield f"{len(told)} canaries agree"
+    yield f"{len(reasons)} canaries agree"
 
 
 def variables_have_effect(site: Site) -> Found:

@@ -90,21 +90,21 @@ def _differs(site: Site, m: Mismatch) -> str:
 
 
 def requirements(site: Site) -> Found:
-    """BG206: what the suites import beside torch."""
+    """BG206: the packages that the suites import in addition to torch."""
     found = site.inventory
     here = {"python_version": ".".join(found.python.split(".")[:2]), "python_full_version": found.python}
     every = map(Requirement, _suite_requirements(site.root))
-    wanted = [r for r in every if r.marker is None or r.marker.evaluate(here)]
+    required = [r for r in every if r.marker is None or r.marker.evaluate(here)]
     lacking: dict[str, str] = {}
-    for r in wanted:
+    for r in required:
         installed = found.installed(r.name)
         if installed is None or not r.specifier.contains(installed.version, prereleases=True):
             lacking[f"{r.name}{r.specifier}"] = installed.version if installed else "absent"
     if lacking:
-        told = ", ".join(f"{text} ({has})" for text, has in lacking.items())
+        needed = ", ".join(f"{text} ({has})" for text, has in lacking.items())
         command = shlex.join([str(site.interpreter.python), "-m", "pip", "install", *lacking])
-        yield Defect("BG206", f"the suites need {told}", command)
-    yield f"{len(wanted)} packages of the extra `suite`"
+        yield Defect("BG206", f"the suites need {needed}", command)
+    yield f"{len(required)} packages of the extra `suite`"
 
 
 def _suite_requirements(root: Path) -> list[str]:
@@ -173,19 +173,21 @@ def driver(site: Site) -> Found:
 
 
 def driver_version(given: Mapping[str, str], root: Path) -> str | None:
-    """Of nvidia-smi, else of the loaded kernel module; None where neither tells."""
+    """Return the driver version from nvidia-smi, else from the loaded kernel module; None if neither reports it."""
     smi = shutil.which("nvidia-smi", path=given.get("PATH"))
-    told = ""
+    output = ""
     if smi:
         try:
-            told = run(
+            output = run(
                 [smi, "--query-gpu=driver_version", "--format=csv,noheader"], root, given, DRIVER_SECONDS
             )
         except ChildFault:
-            told = ""  # it is there and finds no driver, or the driver hangs: the module's own file may still tell
-    if not told.strip() and DRIVER_FILE.is_file():
-        told = (re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", DRIVER_FILE.read_text()) or [""])[-1]
-    version = re.match(r"\d+(\.\d+)*", told.strip())
+            output = (
+                ""  # nvidia-smi finds no driver, or the driver hangs: the module's file may still report it
+            )
+    if not output.strip() and DRIVER_FILE.is_file():
+        output = (re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", DRIVER_FILE.read_text()) or [""])[-1]
+    version = re.match(r"\d+(\.\d+)*", output.strip())
     return version[0] if version else None
 
 

@@ -1,1 +1,1 @@
-"""Environments for a candidate: resolved, built by uv, kept by content, frozen and rolled back."""
+"""Environments for a candidate: resolving, building by uv, caching by content, freezing and rollback."""

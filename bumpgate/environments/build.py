@@ -1,7 +1,7 @@
-"""Environments: an interpreter with one package set, built by uv, cached by content, never half-built.
+"""Environments: an interpreter with one package set, built by uv, cached by content, created atomically.
 
-`build` resolves and installs beside the cache and renames the result into it. Whoever was handed an environment
-holds a shared lock on it until the process ends, so that `bumpgate environments --prune` never takes it away.
+`build` resolves and installs next to the cache and renames the result into it. A process that uses an environment
+holds a shared lock on it until it exits, so that `bumpgate environments --prune` never removes it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ RESOLUTION = "pylock.toml"
 PYLOCK = ("--preview-features", "pylock")
 TAIL_LINES = 12
 SCRIPT_SECONDS = 300
-# What uv's resolver and installer say where the set cannot exist; anything else is the machine or the index.
+# Messages of uv's resolver and installer if the set cannot exist; anything else is the machine or the index.
 CANNOT_EXIST = (
     "No solution found when resolving dependencies",
     "no wheel for the current platform",
@@ -65,13 +65,13 @@ CANNOT_EXIST = (
     "404 Not Found",
     "410 Gone",
 )
-# What makes uv's "no solution" a statement about the network.
+# Messages that make uv's "no solution" a network failure.
 NOT_ASKED = ("network was disabled", "401 Unauthorized", "403 Forbidden")
 Say = Callable[[str], None]
 
 
 class BuildError(BumpgateError):
-    """No environment, and no verdict: the machine, the network or the index failed. log: uv's whole output."""
+    """Infrastructure failure of a build (machine, network or index); no verdict on the set. log: uv's whole output."""
 
     def __init__(self, message: str, log: Path, tail: str) -> None:
         super().__init__(message)
@@ -80,12 +80,12 @@ class BuildError(BumpgateError):
 
 
 class NotInstallable(BuildError):  # noqa: N818 - an answer about the set, not a fault: bisection skips it
-    """The index has no such version, no wheel of it for this interpreter, or the set contradicts itself."""
+    """The index lacks the version, or a wheel of it for this interpreter, or the requirements conflict."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A built one. python: its interpreter. packages: canonical name to version. lock: what uv resolved."""
+    """A built environment. python: its interpreter. packages: canonical name to version. lock: uv's resolution."""
 
     name: str
     python: Path
@@ -95,9 +95,9 @@ class Environment:
 
 
 def build(request: Request, *, root: Path | None = None, say: Say = lambda line: None) -> Environment:
-    """The environment of a request, from the cache or new. root: the cache, by default `home()/environments`.
+    """Return the environment of a request, cached or newly built. root: the cache, default `home()/environments`.
 
-    Two processes that want the same one build it once. Raises NotInstallable, BuildError, UvError, LockError.
+    Concurrent requests for the same environment build it once. Raises NotInstallable, BuildError, UvError, LockError.
     """
     root = (root or home() / "environments").absolute()
     check_request(request)
@@ -117,20 +117,20 @@ def _lock_file(root: Path, key: str) -> int:
     return os.open(folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
-# Descriptors of the shared locks on what this process was handed; they close with it.
+# Descriptors of the shared locks on the environments that this process uses; they are closed when it exits.
 _held: dict[tuple[str, str], int] = {}
 _holding = threading.Lock()
 
 
 def _cached(root: Path, key: str, request: Request) -> Environment | None:
-    """The finished environment of a key, held from now on; None where there is none."""
+    """Return the finished environment of a key and keep a shared lock on it; None if there is none."""
     with _holding:
         held = _held.get((str(root), key))
         found = _read(root, key, request) if held is not None else None
         if found is not None:
             return found
         if held is not None:
-            # Damaged under our own lock, which would keep us from building it anew.
+            # The environment was damaged while we hold its lock, which would block our own rebuild.
             os.close(_held.pop((str(root), key)))
     if not (root / key).exists():
         return None
@@ -158,7 +158,7 @@ def _read(root: Path, key: str, request: Request) -> Environment | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     python = place / "bin" / "python"
-    # The link dangles once the interpreter that made it is uninstalled.
+    # The link dangles if the base interpreter has been uninstalled.
     if raw.get("schema") != SCHEMA or not python.exists():
         return None
     return Environment(request.title, python, key, packages, place / RESOLUTION)
@@ -169,14 +169,14 @@ def _build_locked(root: Path, key: str, request: Request, resolved: str | None, 
         with _exclusive(root, key, request, say) as lock:
             if _read(root, key, request) is None:
                 _build(root, key, request, resolved, say, lock)
-        # Between the two locks a prune may come in; then it is built again.
+        # A prune may run between the two locks; then the environment is built again.
         if found := _cached(root, key, request):
             return found
 
 
 @contextmanager
 def _exclusive(root: Path, key: str, request: Request, say: Say) -> Iterator[int]:
-    """uv inherits the descriptor: where its parent is killed, the lock is free only when uv has ended too."""
+    """Hold the exclusive lock. uv inherits the descriptor: if its parent is killed, uv keeps the lock until it ends."""
     lock = _lock_file(root, key)
     try:
         try:
@@ -190,7 +190,7 @@ def _exclusive(root: Path, key: str, request: Request, say: Say) -> Iterator[int
 
 
 def _build(root: Path, key: str, request: Request, resolved: str | None, say: Say, lock: int) -> None:
-    """Raises NotInstallable or BuildError; leaves either the whole environment or nothing but its log."""
+    """Build an environment atomically: on failure only its log remains. Raises NotInstallable or BuildError."""
     for stale in (root / key, *root.glob(f".{key}.*.partial")):
         shutil.rmtree(stale, ignore_errors=True)
     logs = root / "logs"
@@ -239,7 +239,7 @@ class _Installation:
             self.run_script(self.request.script)
 
     def run_script(self, script: Path) -> None:
-        """Completes the environment; what the script prints goes into the log."""
+        """Run the request's script in the environment; its output goes into the log."""
         try:
             said = interpreter.run(
                 [str(self.python), "-I", str(script)], self.place, os.environ, SCRIPT_SECONDS
@@ -268,9 +268,9 @@ class _Installation:
         return flags + [part for place in request.find_links for part in ("--find-links", place)]
 
     def resolve(self, out: Path, python: str | Path) -> None:
-        """Requirements to a lock file of this interpreter and platform, at `out`."""
+        """Resolve requirements to a lock file for this interpreter and platform, at `out`."""
         if self.request.prefer is not None:
-            # uv keeps the versions that it finds in its output file wherever it can.
+            # uv keeps the versions in an existing output file where possible.
             shutil.copyfile(self.request.prefer, out)
         flags: list[str | Path] = [] if self.request.dependencies else ["--no-deps"]
         if self.request.overrides is not None:
@@ -286,7 +286,7 @@ class _Installation:
         )
 
     def install_locked(self, path: Path) -> None:
-        """Files of the store first, the host's index for the rest; the hash decides, not the place."""
+        """Take files from the store first, then from the host's index; hashes are checked for both."""
         lock = read_lock(path)
         folders = [found.parent for p in lock.packages for w in p.wheels if (found := store.find(w))]
         links = [part for folder in folders for part in ("--find-links", str(folder))]
@@ -315,7 +315,7 @@ class _Installation:
 
 
 def resolve(request: Request, *, root: Path | None = None) -> str:
-    """The lock file, with its URLs, that the requirements mean today. Raises NotInstallable, BuildError, UvError."""
+    """Resolve the requirements today; return the lock file with URLs. Raises NotInstallable, BuildError, UvError."""
     root = (root or home() / "environments").absolute()
     logs = root / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -329,7 +329,7 @@ def resolve(request: Request, *, root: Path | None = None) -> str:
 
 
 def installed(place: Path) -> dict[str, str]:
-    """Canonical name to version of what lies in an environment, read without starting its interpreter."""
+    """Return canonical name -> version of the installed packages, without starting the interpreter."""
     sites = [str(p) for p in place.glob("lib/python*/site-packages")]
     found = metadata.distributions(path=sites)
     return dict(sorted((canonicalize_name(d.metadata["Name"]), d.version) for d in found))
@@ -337,7 +337,7 @@ def installed(place: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Kept:
-    """A cached environment. size: bytes of its files; what uv links from its own cache is counted, too."""
+    """A cached environment. size: bytes of its files, including those that uv links from its own cache."""
 
     key: str
     name: str
@@ -347,7 +347,7 @@ class Kept:
 
 
 def kept(root: Path | None = None) -> list[Kept]:
-    """What the cache holds, least recently used first."""
+    """List the cached environments, least recently used first."""
     root = root or home() / "environments"
     found = []
     for note in root.glob(f"[!.]*/{NOTE}"):
@@ -360,11 +360,11 @@ def kept(root: Path | None = None) -> list[Kept]:
 
 
 def discard(key: str, root: Path | None = None) -> bool:
-    """Deletes a cached environment; False where another process, or this one, uses it."""
+    """Delete a cached environment; return False if another process, or this one, uses it."""
     root = root or home() / "environments"
     with _unused(root, key) as free:
         if free and (root / key).exists():
-            # Renamed first: a half-deleted one must not be taken for whole.
+            # Rename first: a partially deleted environment must not look complete.
             gone = root / f".{key}.{os.getpid()}.partial"
             (root / key).rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
@@ -372,7 +372,7 @@ def discard(key: str, root: Path | None = None) -> bool:
 
 
 def release(environment: Environment, root: Path | None = None) -> None:
-    """Gives an environment back before the process ends; from then on it may be deleted."""
+    """Release an environment before the process ends; it may be deleted from then on."""
     with _holding:
         lock = _held.pop((str((root or home() / "environments").absolute()), environment.key), None)
     if lock is not None:
@@ -381,7 +381,7 @@ def release(environment: Environment, root: Path | None = None) -> None:
 
 @contextmanager
 def _unused(root: Path, key: str) -> Iterator[bool]:
-    """True while nobody has it, and then nobody can get it."""
+    """Yield whether no process uses the environment; if so, none can acquire it until exit."""
     lock = _lock_file(root, key)
     try:
         try:

@@ -1,7 +1,7 @@
-"""Compile caches of the two sides of a gate, one folder an environment and side, and their end.
+"""Compile caches of the two sides of a gate: one folder per environment and side, and their removal.
 
-An environment's caches go with it. Those of an interpreter that somebody handed in, which nobody can ask whether it
-is still wanted, go after DAYS without a gate.
+An environment's caches are removed with it. Those of a user's interpreter, whose lifetime is unknown, are removed
+after DAYS without a gate.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from pathlib import Path
 from bumpgate.environments.store import home
 
 DAYS = 30
-# Independently filled caches of each side: what autotuning froze in one of them is not a property of the build.
+# Independently filled caches of each side: autotuning choices frozen in one of them are not a property of the build.
 COPIES = 2
 HANDED_IN = "python-"
 
 
 def caches() -> Path:
-    """Their folder."""
+    """Return the folder of the compile caches."""
     return home() / "compiled"
 
 
 def variables(key: str, side: str, copy: int = 0) -> dict[str, str]:
-    """Environment variables that point torch and Triton at the caches of one environment on one side.
+    """Return env_vars that point torch and Triton at the caches of one environment on one side.
 
-    The same build gated against itself shares nothing either. key: of the environment, or HANDED_IN and the digest of
-    an interpreter's path. copy: of several caches that are filled independently of each other.
+    The two sides share no cache even if a build is gated against itself. key: of the environment, or HANDED_IN and the
+    digest of an interpreter's path. copy: index of several independently filled caches.
     """
     top = caches() / f"{key}-{side}"
     place = top / f"copy{copy}" if copy else top
@@ -37,12 +37,12 @@ def variables(key: str, side: str, copy: int = 0) -> dict[str, str]:
 
 
 def copies(key: str, side: str) -> list[dict[str, str]]:
-    """The variables of each of the COPIES caches."""
+    """Return the env_vars of each of the COPIES caches."""
     return [variables(key, side, copy) for copy in range(COPIES)]
 
 
 def prune(environments: set[str]) -> list[str]:
-    """Deletes what belongs to none of these environments; the names of what is gone."""
+    """Delete the caches that belong to none of these environments; return the deleted names."""
     gone = []
     for place in sorted(caches().glob("*")):
         key = place.name.rpartition("-")[0]

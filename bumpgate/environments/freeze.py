@@ -1,7 +1,7 @@
-"""`bumpgate freeze`: writes down what a lane has adopted, so that it can be had again, byte by byte.
+"""`bumpgate freeze`: records the adopted set of a lane, so that it can be restored bitwise.
 
 wheels/pylock.<lane>.toml names each wheel by file name and sha256, the wheel store takes the files, and the lane's row
-in wheels/manifest.toml follows. Nothing is written before every wheel is in the store.
+in wheels/manifest.toml is updated. Nothing is written before every wheel is in the store.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def freeze(
     index: str | None = None,
     find_links: tuple[str, ...] = (),
 ) -> Lock:
-    """Resolves a lane, fills the wheel store and writes lock and manifest row. Raises BumpgateError, OSError."""
+    """Resolve a lane, fill the wheel store and write lock and manifest row. Raises BumpgateError, OSError."""
     path = lane_lock(root, lane)
     request = lane_request(root, lane, candidate or None, locked=False, index=index, find_links=find_links)
     if upgrade:
@@ -102,7 +102,7 @@ def freeze(
 
 
 def lock_of(name: str, resolution: str, python: str) -> tuple[Lock, dict[Wheel, str]]:
-    """The lock for this platform of what uv resolved, and where each wheel is, a URL. Raises LockError."""
+    """Return the lock of uv's resolution for this platform, and the URL of each wheel. Raises LockError."""
     found, sources = pinned(name, resolution, python)
     machine = f"platform_machine == '{platform.machine()}'"
     implementation = f"implementation_name == '{sys.implementation.name}'"
@@ -113,7 +113,7 @@ def lock_of(name: str, resolution: str, python: str) -> tuple[Lock, dict[Wheel, 
 def fill_store(
     lock: Lock, sources: Mapping[Wheel, str], say: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Puts every wheel of a lock into the wheel store; whole ones stay. say: takes a line a download."""
+    """Put every wheel of a lock into the wheel store; intact ones are kept. say: called with a line per download."""
     for package in lock.packages:
         for wheel in package.wheels:
             if store.find(wheel) is None:
@@ -122,7 +122,7 @@ def fill_store(
 
 
 def pinned(name: str, text: str, python: str) -> tuple[tuple[Locked, ...], dict[Wheel, str]]:
-    """What uv resolved, with the one wheel of each package that fits best; and where each wheel is, a URL."""
+    """Return uv's resolution with the best matching wheel of each package, and the URL of each wheel."""
     ranks = tag_ranks(python)
     packages, sources = [], {}
     for package, urls in parse_lock(name, text):
@@ -140,7 +140,7 @@ def _rank(wheel: Wheel, ranks: Mapping[Tag, int]) -> int | None:
 
 
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """The difference of two sets, one line a package."""
+    """Return the difference of two sets, one line per package."""
     return [
         f"{name} {old.get(name, '(absent)')} -> {new.get(name, '(absent)')}"
         for name in sorted({*old, *new})
@@ -149,7 +149,7 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 
 def _blocks(url: str) -> Iterator[bytes]:
-    """The bytes of a wheel, from a file or over HTTP."""
+    """Yield the bytes of a wheel, from a file or over HTTP."""
     if url.startswith("file://"):
         with Path(unquote(url.removeprefix("file://"))).open("rb") as f:
             while block := f.read(1 << 20):
@@ -172,9 +172,9 @@ def _blocks(url: str) -> Iterator[bytes]:
 
 
 def moved_row(path: Path, lane: str, lock: Lock) -> str | None:
-    """manifest.toml with the lane's adopted row moved to the frozen set: only the pins that it breaks, comments stay.
+    """Return manifest.toml with the lane's adopted row updated to the frozen set, or None if nothing changes.
 
-    None where there is nothing to move.
+    Only the pins that the set violates are changed; comments stay.
     """
     if not path.exists():
         return None
@@ -195,13 +195,13 @@ def moved_row(path: Path, lane: str, lock: Lock) -> str | None:
 
 
 def _broken(row: Environment, versions: Mapping[str, str]) -> dict[str, str]:
-    """Pins of a row that the set does not keep, under their names in the row, with the versions that replace them."""
-    wanted = {"torch": row.torch, **row.packages}
-    have = {name: versions.get(canonicalize_name(name), "") for name in wanted}
-    return {name: have[name] for name, pin in wanted.items() if have[name] and not keeps(have[name], pin)}
+    """Return the pins of a row that the set violates: name in the row -> version that replaces it."""
+    pins = {"torch": row.torch, **row.packages}
+    have = {name: versions.get(canonicalize_name(name), "") for name in pins}
+    return {name: have[name] for name, pin in pins.items() if have[name] and not keeps(have[name], pin)}
 
 
 def keeps(version: str, pin: SpecifierSet) -> bool:
-    """Whether a version satisfies a pin; an index may leave out the local label that the pin has."""
+    """Return whether a version satisfies a pin; an index may omit the local label that the pin has."""
     without = re.sub(r"\+[\w.]+", "", str(pin)) if Version(version).local is None else str(pin)
     return satisfies(version, SpecifierSet(without))

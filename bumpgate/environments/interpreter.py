@@ -1,4 +1,4 @@
-"""Another interpreter, asked in child processes: it may crash, hang or print nonsense, at the cost of its answer."""
+"""Queries another interpreter in child processes, so that its crash, hang or invalid output only loses the result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bumpgate.rows import BumpgateError, one_line
 
 
 class ChildFault(BumpgateError):  # noqa: N818 - what a child did, not what the caller asked
-    """A child crashed, hung or gave no result. The message is one line: "killed by SIGSEGV", its last words."""
+    """A child crashed, hung or gave no result. The message is one line: "killed by SIGSEGV", its last error line."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Interpreter:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def run(self, *arguments: str, timeout: float, extra: Mapping[str, str] = {}) -> str:
-        """What `python *arguments` prints on standard output; `extra` is added to its environment.
+        """Return the standard output of `python *arguments`; `extra` is added to its env_vars.
 
         timeout: seconds, after which the child and its own children are killed. Raises ChildFault.
         """
         return run([str(self.python), *arguments], self.root, {**self.environment, **extra}, timeout)
 
     def json(self, *arguments: str, timeout: float, extra: Mapping[str, str] = {}) -> Any:
-        """The last line that the child prints, parsed. Raises ChildFault."""
+        """Parse the last line that the child prints as JSON. Raises ChildFault."""
         printed = self.run(*arguments, timeout=timeout, extra=extra).strip().splitlines()
         try:
             return json.loads(printed[-1])
@@ -46,7 +46,9 @@ class Interpreter:
 
 
 def run(command: list[str], cwd: Path, environment: Mapping[str, str], timeout: float) -> str:
-    """Standard output of a command that ends with 0 within `timeout` seconds. Raises ChildFault with one line.
+    """Return the standard output of a command that exits with 0 within `timeout` seconds.
+
+    Raises ChildFault (one line).
 
     Output goes to files: a grandchild that holds a pipe open would keep the caller waiting for it.
     """
@@ -77,14 +79,14 @@ def run(command: list[str], cwd: Path, environment: Mapping[str, str], timeout: 
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
-    """Kills what is left of a child that leads its own process group."""
+    """Kill the remaining process group of a child that leads one."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def describe_end(code: int, stderr: str) -> str:
-    """How a process ended, in one line: the signal's name or the exit code, then the last line of its errors."""
+    """Describe how a process ended, in one line: signal name or exit code, then the last line of stderr."""
     if code < 0:
         try:
             end = f"killed by {signal.Signals(-code).name}"
@@ -93,6 +95,6 @@ def describe_end(code: int, stderr: str) -> str:
     else:
         end = f"exit {code}"
     lines = [line for line in stderr.splitlines() if line.strip()]
-    # Under faulthandler the last line is a list of loaded extensions; the first one says what happened.
+    # Under faulthandler the last line is a list of loaded extensions; the first line has the error.
     last = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
     return f"{end}: {one_line(last, 200)}" if last else end

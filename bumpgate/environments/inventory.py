@@ -1,7 +1,7 @@
-"""What an interpreter would import, found out without importing any of it.
+"""Finds what an interpreter would import, without importing any of it.
 
-`PROGRAM` runs in that interpreter, which need hold nothing but the standard library; torch/version.py is parsed and
-not run, so that a torch that crashes at import can be asked for its version all the same.
+`PROGRAM` runs in that interpreter and needs only the standard library. torch/version.py is parsed, not run, so that
+the version is known even if torch crashes at import.
 """
 
 from __future__ import annotations
@@ -99,18 +99,18 @@ class Inventory:
     distributions: Mapping[str, tuple[Distribution, ...]] = field(default_factory=dict)
 
     def installed(self, name: str) -> Distribution | None:
-        """The distribution that an import would meet first."""
+        """Return the distribution that an import would find first, or None."""
         return next(iter(self.distributions.get(canonicalize_name(name), ())), None)
 
     @property
     def torch_version(self) -> str:
-        """Of the files, which the metadata may contradict: PyPI's wheels are labelled 2.13.0 and say 2.13.0+cu130."""
+        """Version in torch/version.py, which may differ from the metadata: 2.13.0+cu130 in PyPI's wheels of 2.13.0."""
         distribution = self.installed("torch")
         return str(self.version.get("__version__") or (distribution.version if distribution else ""))
 
 
 def take(interpreter: Interpreter) -> Inventory:
-    """Asks the interpreter. Raises ChildFault where it does not answer."""
+    """Take the inventory of an interpreter. Raises ChildFault if it gives no result."""
     raw = interpreter.json("-c", PROGRAM, timeout=SECONDS)
     found: dict[str, tuple[Distribution, ...]] = {}
     for d in raw["distributions"]:

@@ -40,7 +40,7 @@ class Wheel:
 
     @property
     def path(self) -> str:
-        """Where it lies below a wheel store: two files of one name and other bytes never meet."""
+        """Path below a wheel store; it has the hash, so that files of the same name do not collide."""
         return f"{self.sha256}/{self.file}"
 
 
@@ -54,13 +54,13 @@ class Locked:
 
     @property
     def requirement(self) -> str:
-        """As a line of a requirements file for `--require-hashes`."""
+        """Format as a line of a requirements file for `--require-hashes`."""
         return " ".join([f"{self.name}=={self.version}", *(f"--hash=sha256:{w.sha256}" for w in self.wheels)])
 
 
 @dataclass(frozen=True)
 class Lock:
-    """A whole set. python: "3.11", the one interpreter that its wheels are for; "" where the file leaves it open."""
+    """A whole set. python: "3.11", the interpreter version of its wheels; "" if the file does not state it."""
 
     packages: tuple[Locked, ...]
     python: str = ""
@@ -73,12 +73,12 @@ class Lock:
 
 
 def lane_lock(root: Path, lane: str) -> Path:
-    """Where a lane's lock file stands in a source tree."""
+    """Return the path of a lane's lock file in a source tree."""
     return root / "wheels" / f"pylock.{lane}.toml"
 
 
 def read_lock(path: Path) -> Lock:
-    """Raises LockError, one line, on a file that is missing, no lock, or leaves a wheel without its sha256."""
+    """Read a lock. Raises LockError (one line) if the file is missing or invalid, or a wheel has no sha256."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -91,7 +91,7 @@ def read_lock(path: Path) -> Lock:
 
 
 def parse_lock(name: str, text: str) -> list[tuple[Locked, dict[Wheel, str]]]:
-    """The packages of a lock, ours or uv's, and the URL or path of each wheel. Raises LockError."""
+    """Return the packages of a lock (ours or uv's), and the URL or path of each wheel. Raises LockError."""
     try:
         raw = tomllib.loads(text)
         if raw.get("lock-version") != "1.0":
@@ -106,7 +106,7 @@ def parse_lock(name: str, text: str) -> list[tuple[Locked, dict[Wheel, str]]]:
 def _locked(name: str, entry: Mapping[str, Any]) -> tuple[Locked, dict[Wheel, str]]:
     package, version = canonicalize_name(entry["name"]), str(entry["version"])
     places = {}
-    # A requirement on one wheel file has it as an archive.
+    # A requirement on a wheel file is listed as an archive.
     for raw in [*entry.get("wheels", ()), *([entry["archive"]] if "archive" in entry else ())]:
         place = str(raw.get("url") or raw["path"])
         file = raw.get("name") or unquote(place.rsplit("/", 1)[-1])
@@ -120,12 +120,12 @@ def _locked(name: str, entry: Mapping[str, Any]) -> tuple[Locked, dict[Wheel, st
 
 
 def write_lock(path: Path, lock: Lock) -> None:
-    """Writes the committed form in one step."""
+    """Write the committed form atomically."""
     write_atomic(path, lock_text(lock))
 
 
 def lock_text(lock: Lock) -> str:
-    """The committed form, packages by name."""
+    """Format a lock in the committed form, packages sorted by name."""
     lines = ['lock-version = "1.0"']
     if lock.environments:
         lines.append(f"environments = {json.dumps(list(lock.environments))}")

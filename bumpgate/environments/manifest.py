@@ -1,4 +1,4 @@
-"""wheels/manifest.toml: which python, torch, triton and kernel wheels make up each environment, and what is installed.
+"""wheels/manifest.toml: python, torch, triton and kernel wheels of each environment, and checks of an installed one.
 
 Versions are compared by `packaging`. As text "2.9" is newer than "2.12"; and by PEP 440 2.12.0.dev20260304 is older
 than 2.12, though its C++ structures and its wheels are those of 2.12: `release` says which release a build leads to.
@@ -38,7 +38,7 @@ class ManifestError(BumpgateError):
 
 @dataclass(frozen=True)
 class Label:
-    """What the name of a wheel claims it was built for; None where it claims nothing."""
+    """Build target in the name of a wheel; None for parts that the name does not state."""
 
     torch: Version | None = None
     cuda: str | None = None
@@ -102,7 +102,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What is installed and is not what the row asks for. found: "" where it is absent."""
+    """An installed version that differs from the row. found: "" if it is absent."""
 
     package: str
     wanted: str
@@ -150,7 +150,7 @@ def _pinned_torch(requires: tuple[str, ...]) -> Version | None:
 
 
 def satisfies(version: str, wanted: SpecifierSet) -> bool:
-    """PEP 440, pre-releases included: a row that names a nightly means it."""
+    """Check a PEP 440 specifier, with pre-releases included: a row may name a nightly."""
     try:
         return wanted.contains(Version(version), prereleases=True)
     except InvalidVersion:
@@ -158,15 +158,15 @@ def satisfies(version: str, wanted: SpecifierSet) -> bool:
 
 
 def mismatches(row: Environment, found: Inventory) -> Iterator[Mismatch]:
-    """Where an interpreter differs from a row: python, torch, packages, kernel wheels, in this order."""
+    """Yield the differences of an interpreter from a row: python, torch, packages, kernel wheels, in this order."""
     if not satisfies(found.python, row.python):
         yield Mismatch("python", str(row.python), found.python)
     if not satisfies(found.torch_version, row.torch):
         yield Mismatch("torch", str(row.torch), found.torch_version)
-    for name, wanted in row.packages.items():
+    for name, spec in row.packages.items():
         installed = found.installed(name)
-        if installed is None or not satisfies(installed.version, wanted):
-            yield Mismatch(name, str(wanted), installed.version if installed else "")
+        if installed is None or not satisfies(installed.version, spec):
+            yield Mismatch(name, str(spec), installed.version if installed else "")
     for wheel in row.wheels:
         installed = found.installed(wheel.name)
         if installed is None or (wheel.version and not _same(installed.version, wheel.version)):
@@ -178,7 +178,7 @@ def mismatches(row: Environment, found: Inventory) -> Iterator[Mismatch]:
 
 
 def _same(a: str, b: str) -> bool:
-    """Equal as versions: 2.8.3+cu130torch2.10 is not 2.8.3, for the label is all that tells the two wheels apart."""
+    """Compare versions with their local labels: only the label distinguishes 2.8.3+cu130torch2.10 from 2.8.3."""
     try:
         return Version(a) == Version(b)
     except InvalidVersion:
@@ -186,7 +186,7 @@ def _same(a: str, b: str) -> bool:
 
 
 def contradictions(row: Environment) -> Iterator[str]:
-    """Kernel wheels of a row that by their own label or build were not made for the row's torch."""
+    """Yield the kernel wheels of a row whose label or build does not match the row's torch."""
     pinned = _exact(row.torch)
     for wheel in row.wheels if pinned else ():
         claimed = label(wheel.version).torch
@@ -201,7 +201,7 @@ def _exact(wanted: SpecifierSet) -> str:
 
 
 def load(path: Path) -> Manifest:
-    """Reads and checks a manifest. Raises ManifestError with one line."""
+    """Read and check a manifest. Raises ManifestError (one line)."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -224,7 +224,7 @@ def load(path: Path) -> Manifest:
 
 
 class _Reader:
-    """Turns tables into records; every fault is a ManifestError that begins with file, row and field."""
+    """Convert tables to records; every fault is a ManifestError that starts with file, row and field."""
 
     def __init__(self, file: str, lanes: tuple[str, ...]) -> None:
         self.file, self.lanes = file, lanes
@@ -233,7 +233,7 @@ class _Reader:
         return ManifestError(f"{self.file}: {where + ': ' if where else ''}{fault}")
 
     def table(self, raw: Any, where: str, needed: Types, optional: Types) -> None:
-        """A table with all the needed fields, some of the optional ones and no other, each of its type."""
+        """Check a table: all required fields, any optional ones, no others, each of its type."""
         if not isinstance(raw, dict):
             raise self.fail(where, "must be a table")
         for name in needed:

@@ -1,4 +1,4 @@
-"""What to build: a request names requirements or a lock, and hashes to the key of its environment."""
+"""Build requests: a request names requirements or a lock; its hash is the key of its environment."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ OF_TORCH = ("triton",)
 
 @dataclass(frozen=True)
 class Request:
-    """What to build.
+    """Specification of an environment to build.
 
     requirements: PEP 508 strings. A path is written `name @ file:///...`.
     python: "3.11", or a path; by default the version that runs.
-    lock: a committed lock file, installed exactly as it stands and hash by hash; `requirements` stays empty.
+    lock: a committed lock file, installed exactly and with hashes checked; `requirements` is empty then.
     prefer: a lock file whose versions are kept wherever the requirements allow them.
-    index: URL of an index that is asked before the host's; find_links: folders or pages of wheels beside them.
+    index: URL of an index that takes precedence over the host's. find_links: additional folders or pages of wheels.
     overrides: a uv file of requirements that replace those of the packages. forced: further such requirements.
     script: a program that the new interpreter runs once everything is installed.
     offline: nothing but `find_links`, the wheel store and uv's cache; no index.
@@ -82,7 +82,7 @@ class Request:
     name: str = ""
 
     def without_preferences(self) -> Request:
-        """As if no lock were there."""
+        """Return a copy without the lock of preferred versions."""
         return replace(self, prefer=None)
 
     @property
@@ -95,7 +95,7 @@ class Request:
 def lane_request(
     root: Path, lane: str, candidate: str | None = None, *, locked: bool = True, **changes: Any
 ) -> Request:
-    """The adopted set of a lane, or with `candidate` ("torch==2.14.0", a wheel file) that set with it put in.
+    """Request the adopted set of a lane, with `candidate` ("torch==2.14.0", a wheel file) installed into it if given.
 
     Without a candidate the lane's lock is installed as it is. A candidate names one package: what torch requires in
     one version follows torch, and every other pin of the lane is a version of the lock that is kept unless it
@@ -134,7 +134,7 @@ def lane_request(
 def _with_candidate(
     root: Path, lane: str, requirements: tuple[str, ...], chosen: Requirement
 ) -> tuple[str, ...]:
-    """The requirements of a lane with `chosen` in place of its own, as lane_request describes."""
+    """Return the requirements of a lane with `chosen` replacing its own, as lane_request describes."""
     lock = lane_lock(root, lane)
     locked = {p.name: p for p in read_lock(lock).packages} if lock.exists() else {}
     kernels, name, version = kernel_wheels(root, lane), canonicalize_name(chosen.name), _exact(chosen)
@@ -158,7 +158,7 @@ def _with_candidate(
 
 
 def _exact(requirement: Requirement) -> str | None:
-    """The one version that a requirement allows; None where it allows several."""
+    """Return the single version that a requirement allows; None if it allows several."""
     pins = [s.version for s in requirement.specifier if s.operator in ("==", "===") and "*" not in s.version]
     return pins[0] if pins else None
 
@@ -232,8 +232,8 @@ def _row_pins(root: Path, lane: str) -> dict[str, str]:
     wheels = {w.name: f"=={w.version}" if w.version else "" for w in row.wheels}
     # An index may name a build without its local label, as PyPI does: torch 2.11.0 is 2.11.0+cu130.
     torch = re.sub(r"\+[\w.]+", "", str(row.torch))
-    pins = {"torch": torch, **{name: str(wanted) for name, wanted in row.packages.items()}, **wheels}
-    return {canonicalize_name(name): wanted for name, wanted in pins.items()}
+    pins = {"torch": torch, **{name: str(pin) for name, pin in row.packages.items()}, **wheels}
+    return {canonicalize_name(name): pin for name, pin in pins.items()}
 
 
 def kernel_wheels(root: Path, lane: str) -> tuple[str, ...]:
@@ -282,7 +282,7 @@ def _candidate(text: str) -> Requirement:
 
 
 def check_request(request: Request) -> None:
-    """Raises BumpgateError on a request that no build could serve."""
+    """Validate a request. Raises BumpgateError."""
     if request.lock is not None and request.requirements:
         raise BumpgateError("a request has a lock or requirements, not both")
     for text in request.requirements:
@@ -299,7 +299,7 @@ def check_request(request: Request) -> None:
 
 
 def request_key(request: Request, resolved: str | None) -> str:
-    """Hash of everything that decides what lies in the environment, and of nothing else."""
+    """Hash everything that determines the content of the environment, and nothing else."""
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "requirements": sorted(request.requirements),
@@ -319,7 +319,7 @@ def request_key(request: Request, resolved: str | None) -> str:
         content["forced"] = sorted(request.forced)
     if request.script:
         content["script"] = request.script.read_text(encoding="utf-8")
-    # A lock decides every byte by hash: where a file comes from does not matter, nor which one of two mirrors.
+    # A lock determines every byte by hash, so the sources of the files do not matter.
     if request.lock:
         content |= {"index": None, "find_links": [], "host": {}, "switches": []}
     else:
@@ -328,7 +328,7 @@ def request_key(request: Request, resolved: str | None) -> str:
 
 
 def _file_stamp(requirement: Requirement) -> list[Any]:
-    """A developer builds one version many times under one file name."""
+    """Return facts that identify a local file: one version may be built many times under the same file name."""
     url = requirement.url or ""
     if not url.startswith("file://"):
         return []
@@ -350,6 +350,6 @@ def _stamp(path: Path) -> list[int]:
 
 
 def without_url(text: str) -> str:
-    """Without the place, which may hold a password."""
+    """Strip the URL, which may hold a password."""
     requirement = Requirement(text)
     return f"{requirement.name} @ ..." if requirement.url else text

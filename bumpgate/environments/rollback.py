@@ -1,4 +1,4 @@
-"""`bumpgate rollback LANE`: the adopted set again, offline from our own wheel store, proven by its smoke suite."""
+"""`bumpgate rollback LANE`: restores the adopted set offline from our wheel store, verified by its smoke suite."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def command(
 
 
 def _undo(root: Path, lane: str) -> None:
-    """Restores the files that the last adoption wrote, or those of one that was cut short."""
+    """Restore the files that the last adoption, or an interrupted one, changed."""
     with one_at_a_time():
         if interrupted(root):
             restored = recover(root)
@@ -83,12 +83,12 @@ def _undo(root: Path, lane: str) -> None:
 
 
 def _cache() -> Path:
-    """Beside the cache of the other environments: what is restored is built anew each time."""
+    """Return the folder for restored environments, separate from the cache: they are rebuilt each time."""
     return home() / "rollback"
 
 
 def verify(lock: Lock) -> None:
-    """Reads every wheel of a lock in the store. Raises RefusedError with a line for each missing or corrupt one."""
+    """Verify every wheel of a lock in the store. Raises RefusedError with a line for each missing or corrupt one."""
     faults = []
     for package in lock.packages:
         for wheel in package.wheels:
@@ -101,7 +101,7 @@ def verify(lock: Lock) -> None:
 
 
 def rebuild(root: Path, path: Path, lock: Lock, lane: str, *, offline: bool = True) -> Environment:
-    """A new environment of the lock: a cached one may be what broke. Raises RefusedError while it is in use."""
+    """Rebuild the environment of a lock, since a cached one may be damaged. Raises RefusedError if it is in use."""
     request = Request(
         lock=path,
         python=lock.python or RUNNING,
@@ -115,7 +115,7 @@ def rebuild(root: Path, path: Path, lock: Lock, lane: str, *, offline: bool = Tr
 
 
 def run_smoke(environment: Environment, root: Path, lane: str) -> LaneRun:
-    """Raises RefusedError, one line, where it is not green."""
+    """Run the smoke suite. Raises RefusedError (one line) if it is not green."""
     record = environment.python.parents[1] / "smoke.json"
     run = run_lane(environment.python, root, lane, SMOKE, record, timeout=SMOKE_SECONDS)
     if run.failure or run.code or run.record is None or run.record.red:

@@ -23,7 +23,7 @@ class StoreError(BumpgateError):
 
 
 def home() -> Path:
-    """Where bumpgate keeps what it can make again: $BUMPGATE_HOME, else bumpgate/ in the user's cache."""
+    """Return the folder of reproducible data: $BUMPGATE_HOME, else bumpgate/ in the user's cache."""
     chosen = os.environ.get("BUMPGATE_HOME")
     if chosen:
         return Path(chosen).expanduser()
@@ -38,7 +38,7 @@ def store_root() -> Path:
 
 
 def find(wheel: Wheel, root: Path | None = None) -> Path | None:
-    """Where the store holds a wheel; None where it does not. Its bytes are not read."""
+    """Return the path of a wheel in the store, or None. Its bytes are not read."""
     path = (root or store_root()) / wheel.path
     return path if path.is_file() else None
 
@@ -76,9 +76,9 @@ def verify(wheel: Wheel, root: Path | None = None) -> Path:
 
 
 def put(wheel: Wheel, blocks: Iterable[bytes], root: Path | None = None) -> Path:
-    """Takes a wheel in, in one step; its bytes must hash to its name. A wheel that is there whole stays.
+    """Store a wheel atomically; its bytes must have the wheel's hash. An intact wheel in the store is kept.
 
-    Raises StoreError on other bytes, OSError on a full disk; neither leaves anything behind.
+    Raises StoreError on a hash mismatch, OSError on a full disk; no partial file remains.
     """
     root = root or store_root()
     path = root / wheel.path

@@ -1,4 +1,4 @@
-"""Runs `uv`: finds the binary, hands it the host's pip settings, and keeps its output in a log."""
+"""Runs `uv`: finds the binary, passes the host's pip settings to it, and keeps its output in a log."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from bumpgate.rows import BumpgateError
 
-# uv reads no PIP_* variable. Each stands in for uv's own only where that is unset; pip parts lists by spaces, and
-# uv its find-links by commas.
+# uv ignores PIP_* variables. Each is used only if uv's own variable is unset; pip separates lists by spaces, and uv
+# its find-links by commas.
 FROM_PIP = {
     "UV_DEFAULT_INDEX": "PIP_INDEX_URL",
     "UV_INDEX": "PIP_EXTRA_INDEX_URL",
@@ -24,7 +24,7 @@ FROM_PIP = {
     "SSL_CERT_FILE": "PIP_CERT",
 }
 OLDER_NAMES = {"UV_DEFAULT_INDEX": "UV_INDEX_URL", "UV_INDEX": "UV_EXTRA_INDEX_URL"}
-# What decides which files uv picks: another value is another environment.
+# Settings that determine which files uv picks: another value gives another environment.
 DECIDING = (
     *("UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_NO_INDEX"),
     *("UV_INDEX_STRATEGY", "UV_EXCLUDE_NEWER", "UV_PRERELEASE", "UV_RESOLUTION", "UV_TORCH_BACKEND"),
@@ -51,26 +51,26 @@ def find_uv() -> str:
 
 
 def host_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The process environment with pip's settings in uv's words."""
+    """Return the env_vars of this process with pip's settings translated to uv's."""
     settings = dict(os.environ if environ is None else environ)
     for ours, theirs in FROM_PIP.items():
         taken = settings.get(ours) or settings.get(OLDER_NAMES.get(ours, ""))
         if not taken and settings.get(theirs):
             value = settings[theirs].strip()
             settings[ours] = ",".join(value.split()) if ours == "UV_FIND_LINKS" else value
-    # An activated environment of the caller is never the one to install into.
+    # Never install into the environment that the caller has activated.
     settings.pop("VIRTUAL_ENV", None)
     return settings
 
 
 def deciding_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The host's settings that decide what is installed; they belong into the key of an environment."""
+    """Return the host's settings that determine what is installed; they are part of an environment's key."""
     settings = host_settings(environ)
     return {name: settings[name] for name in DECIDING if settings.get(name)}
 
 
 def public_url(url: str) -> str:
-    """A URL as a message may show it: without the name and the password before its host."""
+    """Return a URL without user name and password, for messages."""
     return re.sub(r"(?<=//)[^/@]*@", "", url)
 
 

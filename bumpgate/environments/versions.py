@@ -1,7 +1,7 @@
-"""Which versions of a package this interpreter could install, oldest first: from an index, folders, or our store.
+"""Lists the versions of a package that an interpreter could install, oldest first: from an index, folders, our store.
 
-An index is read by pypi-simple (PEP 503 and 691, upload times of PEP 700). As uv does, the first index that knows
-the package speaks for all; folders are added to it.
+An index is read by pypi-simple (PEP 503 and 691, upload times of PEP 700). As in uv, only the first index that has
+the package is used; folders are added to it.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ DAY = r"(20[0-9]{2})(0[1-9]|1[0-2])([0-2][0-9]|3[01])"
 
 
 class VersionsError(BumpgateError):
-    """Nothing to list: no such package, or no wheel of it for this interpreter."""
+    """No versions: the package does not exist, or has no wheel for this interpreter."""
 
 
 class UnreachableError(VersionsError):
-    """An index or a folder does not answer; that it lists nothing would be a lie."""
+    """Package index or folder unreachable, as distinct from an empty listing."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """One version and the wheel of it that fits best.
+    """One version and its best matching wheel.
 
-    version: as PEP 440 writes it. date: of the build, where its version or the index tells it (UTC).
-    yanked: None, or the reason ("" where the index gives none). sha256: "" where the index gives none.
-    note: what a reader must know before trusting the order.
+    version: in PEP 440 form. date: of the build, if its version or the index states it (UTC).
+    yanked: None, or the reason ("" if the index gives none). sha256: "" if the index gives none.
+    note: a caveat about the order, for the reader.
     """
 
     version: str
@@ -69,11 +69,11 @@ def versions(
     until: date | None = None,
     from_store: bool = False,
 ) -> list[Found]:
-    """Versions with a wheel for the interpreter, oldest first, yanked ones marked.
+    """List the versions with a wheel for the interpreter, oldest first, yanked ones marked.
 
-    index, find_links: asked before the host's own (UV_*, PIP_*). python: "3.11". pre: also alphas to candidates;
-    nightlies (.dev) are pre-releases. since, until: days, both included; a version without a date is left out then.
-    from_store: our wheel store alone. Raises UnreachableError, VersionsError, each one line.
+    index, find_links: take precedence over the host's (UV_*, PIP_*). python: "3.11". pre: include pre-releases (alphas
+    to candidates, nightlies). since, until: days, both included; they exclude versions without a date.
+    from_store: our wheel store only. Raises UnreachableError, VersionsError (each one line).
     """
     fits = tag_ranks(python)
     files = list(_stored() if from_store else _listed(package, index, tuple(find_links)))
@@ -103,7 +103,7 @@ def versions(
 
 
 def missing_days(found: Iterable[Found]) -> list[date]:
-    """Days between the first and the last build on which none was built."""
+    """Return the days without a build between the first and the last build."""
     days = sorted({f.date for f in found if f.date})
     if not days:
         return []
@@ -189,7 +189,7 @@ def tag_ranks(python: str) -> dict[Tag, int]:
 
 def _accepts(requires: str | None, python: str) -> bool:
     try:
-        # ">=3.11.4" is asked of 3.11 as a whole: the newest patch release.
+        # Check e.g. ">=3.11.4" against the newest patch release of 3.11.
         return not requires or f"{python}.99" in SpecifierSet(requires)
     except InvalidSpecifier:
         return True

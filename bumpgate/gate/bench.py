@@ -264,10 +264,10 @@ class Bench:
 
     def _tiers(self) -> dict[str, str]:
         """Return env_vars that make a whole-lane gate of triton collect the codegen tier, if both sides have triton."""
-        asked, sides = self.gate.asked, self.gate.sides
-        of_triton = any(TRITON.match(text) for text in (asked.candidate, asked.adopted))
+        options, sides = self.gate.asked, self.gate.sides
+        of_triton = any(TRITON.match(text) for text in (options.candidate, options.adopted))
         both = all("triton" in sides[name].packages for name in ("good", "bad"))
-        return {"BUMPGATE_TIERS": "codegen"} if of_triton and both and not asked.selection else {}
+        return {"BUMPGATE_TIERS": "codegen"} if of_triton and both and not options.selection else {}
 
     def _record(self, name: str) -> Record | None:
         found = self.gate.sides[name].record

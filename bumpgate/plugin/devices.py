@@ -67,8 +67,8 @@ def find(lane: Lane) -> Found:
     name, count, capability = found or ("", 1, "")
     fault = fault or _other_gpu(lane, name, count, capability)
     gpu = f"NVIDIA {lane.gpu or 'GPU'}"
-    wanted = f"{gpu} seen by torch.cuda (needs the GPU, its driver and a CUDA build of torch)"
-    return Found(name, fault and f"no {wanted}: {fault}")
+    required = f"{gpu} seen by torch.cuda (needs the GPU, its driver and a CUDA build of torch)"
+    return Found(name, fault and f"no {required}: {fault}")
 
 
 def _cuda_program(lane: Lane) -> str:

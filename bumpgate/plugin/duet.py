@@ -1,11 +1,11 @@
-"""The other side of a paired session: two processes that time the same work at once, a core each.
+"""Paired session, in the measured process: two processes time the same work at once, on one core each.
 
-A busy neighbour of this machine slows both in the same moment, so that it cancels in their ratio, where processes
-that run one after the other would each meet another hour. After every round the two change places, so that what
-one core suffers cancels as well. (Bulej, Horky, Tuma, Farquet, Prokopec 2020, "Duet benchmarking: improving
-measurement accuracy in the cloud", ICPE.)
+A busy neighbour on this machine slows both at the same moment, so that it cancels in their ratio; processes that run
+one after the other would be disturbed differently. The two exchange cores after every round, so that a slow core
+cancels as well. (Bulej, Horky, Tuma, Farquet, Prokopec 2020, "Duet benchmarking: improving measurement accuracy in
+the cloud", ICPE.)
 
-`bumpgate gate` starts both and hands each $BUMPGATE_DUET: the descriptor of a socket to the other one, and the two
+`bumpgate gate` starts both and sets $BUMPGATE_DUET in each: the descriptor of a socket to the other one, and the two
 sets of cores.
 """
 
@@ -27,7 +27,7 @@ WAIT_SECONDS = 600
 
 
 class Duet:
-    """One of the two. cores: those of the first round and those of the second."""
+    """One of the two processes. cores: those of the first round and those of the second."""
 
     def __init__(self, link: socket.socket, cores: Sequence[Sequence[int]], leads: bool) -> None:
         self.link, self.cores, self.leads = link, cores, leads
@@ -36,13 +36,13 @@ class Duet:
         self.change_places()
 
     def change_places(self) -> None:
-        """Moves every thread of this process to the other cores; torch's pool stays as wide as one side's share."""
+        """Move every thread of this process to the other cores; torch's pool keeps the size of one side's share."""
         here, self.cores = self.cores[0], [*self.cores[1:], self.cores[0]]
         for thread in Path("/proc/self/task").iterdir():
             os.sched_setaffinity(int(thread.name), here)
 
     def exchange(self, told: Any) -> Any:
-        """Tells the other side something and waits for what it tells. Raises InfraError where it has ended."""
+        """Send a JSON value to the other side and return its reply. Raises InfraError if the other side has ended."""
         try:
             self.link.sendall(f"{json.dumps(told)}\n".encode())
             line = self._lines.readline()
@@ -55,19 +55,19 @@ class Duet:
         return json.loads(line)
 
     def agree(self, told: Any, what: str) -> None:
-        """Both sides are at the same place. Raises InfraError where they are not."""
+        """Check that both sides pass the same value. Raises InfraError otherwise. what: its name in the message."""
         if (theirs := self.exchange(told)) != told:
             raise InfraError(f"the two sides of this session differ in {what}: {told} and {theirs}")
 
 
 @lru_cache(maxsize=1)
 def partner() -> Duet | None:
-    """The duet that this process belongs to, joined at the first call; None in every other process.
+    """Return this process's duet, joined at the first call; None outside of a duet.
 
-    The first call comes before torch: its thread pools are as wide as the cores that it finds.
+    The first call must come before torch is imported, which sizes its thread pools by the available cores.
     """
     if VARIABLE not in os.environ:
         return None
-    told = json.loads(os.environ.pop(VARIABLE))
-    os.set_inheritable(told["socket"], False)
-    return Duet(socket.socket(fileno=told["socket"]), told["cores"], told["leads"])
+    settings = json.loads(os.environ.pop(VARIABLE))
+    os.set_inheritable(settings["socket"], False)
+    return Duet(socket.socket(fileno=settings["socket"]), settings["cores"], settings["leads"])

@@ -31,7 +31,7 @@ from bumpgate.rows import Judgement, Row, RowError, Value, one_line
 ROW_PROPERTY = "bumpgate_row"
 INFRA_PROPERTY = "bumpgate_infra"
 NOT_RUN_PROPERTY = "bumpgate_not_run"
-# The gate knows that these rows cannot be measured in this environment.
+# Rows that the gate has excused: they cannot be measured in this environment.
 EXCUSED_PROPERTY = "bumpgate_not_run_excused"
 # In a repository that has no rules.
 NO_RULE = "R0"
@@ -50,9 +50,9 @@ class InfraError(Exception):
 
 
 def report_canaries(results: Mapping[str, str]) -> None:
-    """Files what canaries said in this process: name -> reason, empty where the canary agreed.
+    """Record the canary results of this process: name -> reason, empty if the canary passed.
 
-    A row that names an instrument which stands in neither set is INSTRUMENT: its canary never ran.
+    A row that names an instrument in neither set is INSTRUMENT: its canary never ran.
     """
     proved_instruments.update(name for name, reason in results.items() if not reason)
     failed_instruments.update({name: reason for name, reason in results.items() if reason})
@@ -222,9 +222,9 @@ def baseline_path(config: pytest.Config, lane: str) -> Path:
 
 @cache
 def lane_baseline(path: Path, lane: str) -> Baseline:
-    """The lane's baseline, read once a process. No file is an empty baseline: every row will be MISSING.
+    """Return the lane's baseline, read once per process. Without a file it is empty: every row will be MISSING.
 
-    Reads the acceptances beside it as well: whatever is wrong with either is said before a test runs.
+    Also reads the acceptances next to it, so that errors in either file are reported before a test runs.
     """
     lane_acceptances(path, lane)
     return load(path, lane, missing_ok=True)
@@ -232,7 +232,7 @@ def lane_baseline(path: Path, lane: str) -> Baseline:
 
 @cache
 def lane_acceptances(path: Path, lane: str) -> Acceptances:
-    """What was accepted of the lane's rows, by row id, from the file beside its baseline; read once a process."""
+    """Return the lane's accepted differences by row id, from the file next to its baseline; read once per process."""
     return accepted.of_lane(accepted.load(path.with_name(accepted.FILE)), lane)
 
 

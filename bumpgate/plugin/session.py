@@ -168,7 +168,7 @@ class LaneSession:
         """What is measured so far, every few seconds, so that a run which is killed has lost no row."""
         if time.monotonic() - self.kept < KEEP_SECONDS:
             return
-        with contextlib.suppress(OSError):  # a full disk is told at the end
+        with contextlib.suppress(OSError):  # a full disk is reported at the end
             write_record(self.record_path, self.provenance, self.judgements.values(), complete=False)
         self.kept = time.monotonic()
 
@@ -276,7 +276,7 @@ class LaneSession:
     def _part(self) -> list[int] | None:
         """[n, m] if this run was to report n of the lane's m reviewed rows, however it was narrowed; else None.
 
-        A run that selects the whole lane by its command line is no part of it: its lost rows are MISSING.
+        A command line that selects the whole lane gives None: its lost rows are MISSING.
         """
         tests = self.selection.selected
         rows = [(id, r) for id, r in self.baseline.rows.items() if not in_tier(r.test) or r.test in tests]
@@ -285,16 +285,16 @@ class LaneSession:
 
     def _nothing_collected(self) -> str:
         why = self._deaths("") or "the run ended before it collected a test"
-        owed = sum(not in_tier(r.test) for r in self.baseline.rows.values()) if self.full else 0
-        return f"all {owed} rows missing: {why}" if owed else f"no row measured: {why}"
+        required = sum(not in_tier(r.test) for r in self.baseline.rows.values()) if self.full else 0
+        return f"all {required} rows missing: {why}" if required else f"no row measured: {why}"
 
     def _deaths(self, before: str) -> str:
-        """How workers died, the last one's words; "" if none did."""
+        """Describe the worker deaths, with the message of the last one; "" if none died."""
         deaths = self.selection.worker_deaths
         return f"{before}{len(deaths)} workers died: {deaths[-1]}" if deaths else ""
 
     def _rules(self, test: str) -> str:
-        """The rules of the rows that a failed test has reported, in brackets; "" of none."""
+        """Return the rules of the rows that a failed test has reported, in brackets; "" if none."""
         said = sentences(self.config.rootpath)
         rules = sorted({j.row.rule for j in self.judgements.values() if j.row.test == test and j.row.rule})
         return (
@@ -304,9 +304,9 @@ class LaneSession:
         )
 
     def _problems(self, judgements: list[Judgement], complete: bool, part: list[int] | None) -> list[str]:
-        """What is wrong outside any red row, one line each."""
-        told = {j.row.test for j in judgements if j.red}
-        lines = [f"{test}: {why}{self._rules(test)}" for test, why in self.failed.items() if test not in told]
+        """Return the problems that no red row shows, one line each."""
+        red = {j.row.test for j in judgements if j.red}
+        lines = [f"{test}: {why}{self._rules(test)}" for test, why in self.failed.items() if test not in red]
         lines += [f"{path}: could not be collected: {why}" for path, why in self.uncollected.items()]
         lines += self.duplicates
         if not self.selection.collected:
@@ -322,10 +322,12 @@ class LaneSession:
                 lines += [f"{test}: deselected under --gate" for test in self.selection.deselected]
             if part and not self.config.option.part:
                 lines.append(f"part of the lane: {part[0]} of {part[1]} rows; add --part if that is intended")
-            # A stand-in owes no row of the device that it stands in for; a machine that claims it does.
-            owed = self.not_run if self.provenance["device"] != PJRT_CPU else {}
-            owed = {test: rows for test, rows in owed.items() if test not in self.excused}
-            lines += [f"{test}: not run under --gate: {why}" for test, rows in owed.items() for why in rows]
+            # A stand-in device need not report the rows of the real one; a machine with that device must.
+            not_run = self.not_run if self.provenance["device"] != PJRT_CPU else {}
+            not_run = {test: rows for test, rows in not_run.items() if test not in self.excused}
+            lines += [
+                f"{test}: not run under --gate: {why}" for test, rows in not_run.items() for why in rows
+            ]
         return sorted(lines)
 
 
@@ -335,8 +337,8 @@ def _is_full(config: pytest.Config, lane: str) -> bool:
     narrowed = [o.markexpr.strip() != lane, o.keyword, o.deselect, o.ignore, o.ignore_glob]
     narrowed += [ini for ini in o.override_ini or () if ini.startswith(("testpaths", "python_"))]
     given = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
-    wanted = [(config.rootpath / path).resolve() for path in config.getini("testpaths") or ["."]]
-    return not any(narrowed) and all(any(w.is_relative_to(g) for g in given) for w in wanted)
+    roots = [(config.rootpath / path).resolve() for path in config.getini("testpaths") or ["."]]
+    return not any(narrowed) and all(any(w.is_relative_to(g) for g in given) for w in roots)
 
 
 def _file_of(nodeid: str) -> str:
@@ -353,7 +355,7 @@ def _place(report: pytest.TestReport, root: Path) -> str:
 
 
 def _last_line(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Why a report is no pass, in one line: the exception's own words where pytest kept them."""
+    """Return why a report did not pass, in one line: the exception's message if pytest kept it."""
     if isinstance(report.longrepr, tuple):
         return one_line(report.longrepr[2].removeprefix("Skipped: "))
     crash = getattr(report.longrepr, "reprcrash", None)

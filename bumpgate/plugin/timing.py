@@ -68,7 +68,7 @@ def lock_file(path: Path) -> TextIO:
 
 
 def taken(file: TextIO) -> bool:
-    """Locks it where nobody holds it -> whether this process does now. Does not wait."""
+    """Try to lock the file without blocking; return whether this process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -147,9 +147,9 @@ def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget:
 
     The order turns by one place a round. A round in which others used the machine is not kept: CPU time does not
     count their work, but a busy sibling thread slows large code by a third and a tight loop hardly at all.
-    $BUMPGATE_ROUNDS asks for fewer rounds: the gate's paired sessions need more processes, not more rounds. Under
+    $BUMPGATE_ROUNDS sets fewer rounds: the gate's paired sessions need more processes, not more rounds. Under
     $BUMPGATE_DUET the other side of the session goes through the same rounds at the same time.
-    Raises InfraError where no round was quiet: a ratio of nothing is no measurement.
+    Raises InfraError if no round was quiet, since there is no ratio then.
     """
     duet = partner()
     rounds = min(rounds, int(os.environ.get("BUMPGATE_ROUNDS", rounds)))

@@ -49,7 +49,7 @@ def cpu_workers(sides: int = 1) -> int:
 
 
 def gpu_models() -> list[str]:
-    """Of the GPUs that the NVIDIA driver knows, in order of their bus."""
+    """Return the models of the GPUs that the NVIDIA driver lists, in bus order."""
     texts = [read_or_empty(path) for path in sorted(GPUS.glob("*/information"))]
     return [
         found[1].strip() for text in texts if (found := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))

@@ -41,7 +41,10 @@ print(json.dumps([dict(sorted(found.items())), git]))
 
 @dataclass(frozen=True)
 class Installed:
-    """packages: installed distributions by name. git_version: of torch, where it tells. failure: why not usable."""
+    """Contents of an environment. packages: installed distributions by name.
+
+    git_version: torch's commit, if it states one. failure: why the environment is not usable.
+    """
 
     packages: Mapping[str, str] = field(default_factory=dict)
     git_version: Mapping[str, str] = field(default_factory=dict)
@@ -50,10 +53,10 @@ class Installed:
 
 @dataclass(frozen=True)
 class LaneRun:
-    """code: pytest's exit code, or minus the signal that ended it. record: None where none can be read.
+    """Result of a lane run. code: pytest's exit code, or minus the signal number. record: None if it is unreadable.
 
-    failure: in one line, why the run is no whole one (it died, it was refused, torch does not import); "" otherwise.
-    seconds: wall time. log: what the run printed.
+    failure: why the run is incomplete, in one line (it died, it was refused, torch does not import); "" otherwise.
+    seconds: wall time. log: output of the run.
     """
 
     code: int
@@ -88,12 +91,12 @@ def run_lane(
     log: Path | None = None,
     check_import: bool = True,
 ) -> LaneRun:
-    """`pytest -m LANE SELECTION` under `python`, in a process group that ends with this call, whatever ends it.
+    """Run `pytest -m LANE SELECTION` under `python`, in a process group that is killed when this call ends.
 
-    selection: paths, node ids and options of pytest. record: where the rows go; an older file there is removed.
-    environment: variables beside those of this process. timeout: wall seconds. log: beside `record` by default.
-    check_import: import torch in a process before, so that one that crashes costs a line and not a run of crashes.
-    Raises KeyboardInterrupt after the run was ended and has left its record.
+    selection: paths, node ids and options of pytest. record: output path of the rows; an older file is removed.
+    environment: env_vars in addition to those of this process. timeout: wall seconds. log: default next to `record`.
+    check_import: import torch in a process first, so that a crash there is one line and not a run of crashes.
+    Raises KeyboardInterrupt after the run has been stopped and has written its record.
     """
     call = LaneCall(python, root, lane, selection, record, gate, environment, log)
     if check_import:
@@ -232,7 +235,7 @@ def run_children(children: Sequence[Child], timeout: float | None) -> list[tuple
                 processes.append(child.start())
             finally:
                 for descriptor in child.keep_open:
-                    os.close(descriptor)  # so that whoever holds the other end reads the end of this child
+                    os.close(descriptor)  # so that the holder of the other end sees EOF when this child ends
         while running := [i for i in range(len(processes)) if i not in ended]:
             left = None if timeout is None else started + timeout - time.monotonic()
             for i in running:
@@ -295,12 +298,12 @@ def _death(code: int, seconds: float, timeout: float | None) -> str:
 
 
 def _last_words(log: Path) -> str:
-    """The line in which pytest, or Python, said why it ran nothing."""
+    """Return the line of a log in which pytest, or Python, reports why nothing ran."""
     lines = [line.strip() for line in _read(log).splitlines() if line.strip()]
     for prefix in ("ERROR: ", "E   "):
-        told = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
-        if told:
-            return one_line(told[-1] if prefix == "E   " else told[0])
+        errors = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+        if errors:
+            return one_line(errors[-1] if prefix == "E   " else errors[0])
     return one_line(lines[-1]) if lines else "it printed nothing"
 
 

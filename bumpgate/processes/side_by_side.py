@@ -1,4 +1,4 @@
-"""Waiting for several children at once, as many as the host has cores for."""
+"""Waits for several children at once, limited by the cores of the host."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TypeVar
 
 from bumpgate.processes.host import cores
 
-# Of a child that imports torch and compiles: with fewer they slow each other down, and what runs beside them.
+# Cores per child that imports torch and compiles: with fewer, children slow down each other and other processes.
 CORES_A_CHILD = 4
 Given = TypeVar("Given")
 Told = TypeVar("Told")
 
 
 def side_by_side(function: Callable[[Given], Told], given: Iterable[Given]) -> list[Told]:
-    """function of each, in order; for functions that wait for a child. Raises what the first that fails raises."""
+    """Map `function`, which waits for a child, over `given` in threads; results in order. Raises the first error."""
     with ThreadPoolExecutor(max(1, (cores() or 1) // CORES_A_CHILD)) as pool:
         return list(pool.map(function, given))

@@ -1,7 +1,7 @@
-"""Runs a command, and ends it with all its children when whoever started it is gone.
+"""Runs a command, and kills it with all its children when the parent process is gone.
 
-Run by path, in a process group of its own: `python supervise.py COMMAND ...`, stdin a pipe that the starter never
-writes to. A starter that is killed cannot clean up; the pipe that closes with it can.
+Run by path, in its own process group: `python supervise.py COMMAND ...`, with stdin a pipe that the parent never
+writes to. A killed parent cannot clean up, but its end of the pipe closes, which is detected here.
 """
 
 from __future__ import annotations

@@ -101,9 +101,9 @@ class Archive:
             return [_point(found) for found in connection.execute(query)]
 
     def drifted(self, lane: str, rows: Sequence[str], days: int, day: date) -> dict[str, tuple[Reading, ...]]:
-        """Row id -> readings against the build of a month before, one a day in order of day.
+        """Return row id -> readings against the build of a month before, one per day, in order.
 
-        Of candidates that were adopted within the last days: one that was refused is no part of what is in use.
+        Only candidates that were adopted within the last `days` count: a rejected one is not in use.
         """
         gates, ratios = self._tables["gates"], self._tables["ratios"]
         query = (
@@ -268,7 +268,7 @@ class Archive:
         return engine
 
 
-# Of the provenance, kept beside each run.
+# Provenance fields that are stored with each run.
 TEXTS = ("lane", "device", "host", "torch", "torch_git", "triton", "wheel_set", "commit")
 
 

@@ -51,8 +51,8 @@ def command(
 
     Exit codes: 0 written, whatever the verdict says; 4 bad input.
     """
-    asked = (html, junit, markdown)
-    where = asked if any(asked) else beside(path)
+    requested = (html, junit, markdown)
+    where = requested if any(requested) else beside(path)
     for written in render_to(path, *where, trace=trace):
         typer.echo(f"wrote {written}")
 
@@ -77,10 +77,10 @@ def render_to(
     *,
     trace: Path | None = None,
 ) -> tuple[Path, ...]:
-    """Writes the forms that have a path, each in one step; tlparse's pages of a trace into a folder beside the HTML.
+    """Write each format that has a path, atomically; tlparse's pages of a trace go to a folder next to the HTML.
 
-    Raises GateFileError or RecordError on an input that is neither, TraceError on a trace that is not whole,
-    ExtraMissingError where HTML is asked for and its libraries are not installed.
+    Raises GateFileError or RecordError on an input that is neither, TraceError on an incomplete trace,
+    ExtraMissingError if HTML is requested and its libraries are not installed.
     """
     shown = page.of(gate_file.read(path))
     traced = _traced(trace, html) if trace else None

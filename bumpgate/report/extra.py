@@ -1,4 +1,4 @@
-"""What the extra `report` installs, asked for in one place: a missing library is one line with its command."""
+"""Imports the libraries of the extra `report`; a missing one is a one-line error with the command to install it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""gate.json, as `bumpgate gate` writes it, read back with the records of both sides that lie beside it.
+"""Reads gate.json, as `bumpgate gate` writes it, with the records of both sides next to it.
 
-A gate is looked at when something went wrong, so a side without its record is a side that failed, and no error.
+Reports are mostly read after failures, so a side without a record is shown as failed instead of raising an error.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Paired:
 class GateFile:
     """One gate. good: the adopted environment; bad: the candidate. started: UTC, ISO 8601.
 
-    finished: False for what a gate that was killed left behind. readings: row id -> log-ratio to the build of a
-    month before (bumpgate.gate.drift), where the gate was paired with one. asked, binding: its options, and the work
-    tree that it measured, as bumpgate.gate.result writes them.
+    finished: False for a gate that was killed. readings: row id -> log-ratio to the build of a month before
+    (bumpgate.gate.drift), if the gate was paired with one. asked, binding: its options and the work tree that it
+    measured, as bumpgate.gate.result writes them.
     """
 
     lane: str
@@ -146,7 +146,7 @@ def _paired(raw: Mapping[str, Any]) -> Paired:
 
 
 def _number(raw: Any) -> float:
-    """NaN for what is no number: a gate that was cut short has gaps, and they are shown as gaps."""
+    """Convert to float; NaN if it is not a number: gaps of an interrupted gate are shown as gaps."""
     if isinstance(raw, dict):
         raw = float(raw.get("float", "nan"))
     return float(raw) if is_number(raw) else math.nan

@@ -25,7 +25,7 @@ from bumpgate.report.page import show
 from bumpgate.rows import BumpgateError, is_finite, write_atomic
 
 ADD = "add"
-# A level is at least this many readings: one odd night is no new level.
+# Minimum number of readings in a level: a single outlier does not start a new one.
 LEVEL = 3
 # A jump must lower the squared error by PENALTY * log(n), in units of the noise. Of series of pure normal noise, 3 in
 # 100 of 20 readings and 1 in 100 of 60 then show a jump that is none; one of 3 sigma is placed within 2 readings in 95.
@@ -84,11 +84,11 @@ def command(
 
 
 def changes(values: Sequence[Any]) -> list[int]:
-    """Indices at which a new level starts: exact values at every move, measured ones where PELT finds a jump.
+    """Return the indices at which a new level starts: every change of exact values, PELT's jumps of measured ones.
 
     PELT (Killick, Fearnhead and Eckley 2012, "Optimal detection of changepoints with a linear computational cost",
-    JASA 107) with squared error, in units of the noise. The noise is read off the differences of neighbours, by
-    their median: a jump is one difference among many. A series that mostly stands still has no noise.
+    JASA 107) with squared error, in units of the noise. The noise is estimated from the median difference of
+    neighbours: a jump is one difference among many. A series that is mostly constant has no noise.
     """
     if not all(is_finite(v) for v in values):
         return [i for i, (a, b) in enumerate(pairwise(values), 1) if a != b]

@@ -43,8 +43,8 @@ def xml(page: Page) -> str:
         for problem in page.problems:
             where, _, why = problem.partition(": ")
             _case(suite, "problem", where, "error", why or where, ())
-    told = suite.findall("testcase/failure") + suite.findall("testcase/error")
-    if page.failed and not told:
+    failures = suite.findall("testcase/failure") + suite.findall("testcase/error")
+    if page.failed and not failures:
         _case(suite, page.kind, page.word, "error", page.headline, ())
     cases = suite.findall("testcase")
     suite.attrib |= {

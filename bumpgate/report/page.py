@@ -298,7 +298,7 @@ def _headline(gate: GateFile) -> str:
 
 
 def _facts(good: Side, bad: Side) -> Iterable[Fact]:
-    """What differs first; what neither side knows is left out."""
+    """Return the facts of both sides, differing ones first; facts that neither side has are left out."""
     known = []
     for side in (good, bad):
         p = dict(side.record.provenance) if side.record else {}

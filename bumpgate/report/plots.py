@@ -1,6 +1,6 @@
-"""Plots of a report as SVG text that sits in the page: it takes the page's colours, light and dark, and its font.
+"""Plots of a report as inline SVG that uses the page's colours (light and dark) and font.
 
-matplotlib draws; it is imported when the first plot is asked for.
+Drawn by matplotlib, which is imported when the first plot is requested.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Figure: TypeAlias = Any
 WIDTH = (
     4.6  # inches: at 8 pt the text reads well on a screen of 400 px, where a wider plot would be scaled down
 )
-# matplotlib knows no colour that a style sheet may change, so each role has a colour nobody would choose, and the
-# finished text gets the style sheet's name in its place.
+# matplotlib does not support CSS variables, so each role has a unique placeholder colour, which is replaced by the
+# style sheet's variable in the finished SVG.
 INK, FAINT, GOOD, BAD, OPEN, LINE = "#010201", "#010202", "#010203", "#010204", "#010205", "#010206"
 IN_PAGE = {
     INK: "currentColor",
@@ -146,7 +146,7 @@ def svg(figure: Figure, title: str) -> str:
 
 
 def png(figure: Figure) -> bytes:
-    """A figure on white, in colours of its own: a picture knows no style sheet."""
+    """Render a figure to PNG on white with fixed colours, since a PNG has no style sheet."""
     for artist in figure.findobj():
         for get, put in (("get_color", "set_color"), ("get_edgecolor", "set_edgecolor")):
             colour = getattr(artist, get, lambda: None)()

@@ -49,7 +49,7 @@ def pages(logs: Sequence[Path], folder: Path) -> tuple[dict[str, str], str]:
 
 
 def _run(tool: str, log: Path, out: Path) -> str:
-    """Why there is no page, in one line; "" where there is."""
+    """Run tlparse; return why it failed, in one line, or ""."""
     command = [tool, str(log), "-o", str(out), "--no-browser"]
     try:
         done = subprocess.run(

@@ -175,8 +175,8 @@ def summary(compiled: Sequence[Compiled]) -> str:
         *((states[state], f"cache {state}", plural) for state, plural in STATES),
         (sum(bool(c.failure) for c in compiled), "failure", "s"),
     )
-    told = [f"{n} {word}{plural * (n != 1)}" for n, word, plural in counts]
-    return ", ".join([*told[:2], f"{sum(c.total for c in compiled):.3g} s", *told[2:]])
+    texts = [f"{n} {word}{plural * (n != 1)}" for n, word, plural in counts]
+    return ", ".join([*texts[:2], f"{sum(c.total for c in compiled):.3g} s", *texts[2:]])
 
 
 def _envelope(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -189,10 +189,10 @@ def _envelope(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _whole(path: Path, number: int, envelope: Mapping[str, Any], lines: Iterable[bytes]) -> str:
-    """The payload, where it is the one that the envelope announced."""
-    text, told = b"\n".join(lines), envelope.get("has_payload")
-    digest = hashlib.md5(text, usedforsecurity=False).hexdigest() if told or text else None
-    if digest != told:
+    """Return the payload after checking its digest against the envelope. Raises TraceError."""
+    text, expected = b"\n".join(lines), envelope.get("has_payload")
+    digest = hashlib.md5(text, usedforsecurity=False).hexdigest() if expected or text else None
+    if digest != expected:
         raise TraceError(f"{path.name}: line {number}: its payload is cut off or changed; {REMAKE}")
     return text.decode("utf-8", "replace")
 
@@ -200,14 +200,14 @@ def _whole(path: Path, number: int, envelope: Mapping[str, Any], lines: Iterable
 def _take(
     found: dict[str, Compiled], envelope: Mapping[str, Any], payload: str, names: Mapping[int, str]
 ) -> None:
-    """Adds one entry to its compilation; an entry of no kind that is shown leaves no trace."""
+    """Add one entry to its compilation; entries of a kind that is not shown are ignored."""
     name = _artifact(envelope)
     cached = CACHE.fullmatch(name)
     metrics = next(
         ((key, envelope[key]) for key in envelope if key.removesuffix("_runtime") in METRICS), None
     )
-    wanted = cached or metrics or "dynamo_start" in envelope
-    if not (wanted or name in ("dynamo_graph_break_reason", "recompile_reasons")):
+    shown = cached or metrics or "dynamo_start" in envelope
+    if not (shown or name in ("dynamo_graph_break_reason", "recompile_reasons")):
         return
     id = _compile_id(envelope) or str((metrics and metrics[1].get("compile_id")) or "")
     one = found.setdefault(id, Compiled(id))
@@ -228,7 +228,7 @@ def _take(
 
 
 def _measure(one: Compiled, kind: str, metrics: Mapping[str, Any]) -> None:
-    """Seconds of one compilation's forward, backward or run time, and what torch counted beside them."""
+    """Add the seconds of one compilation's forward, backward or run time, and the other counters of torch."""
     backward = kind.startswith("bwd_")
     seconds = {}
     for phase, micro, plain in PHASES:
@@ -249,12 +249,12 @@ def _measure(one: Compiled, kind: str, metrics: Mapping[str, Any]) -> None:
 
 
 def _artifact(envelope: Mapping[str, Any]) -> str:
-    told = envelope.get("artifact")
-    return str(told.get("name", "")) if isinstance(told, dict) else ""
+    artifact = envelope.get("artifact")
+    return str(artifact.get("name", "")) if isinstance(artifact, dict) else ""
 
 
 def _compile_id(envelope: Mapping[str, Any]) -> str:
-    """As torch writes it: frame/compilation, !n/frame/compilation under compiled autograd, !n of it alone."""
+    """Format an id like torch: frame/compilation, !n/frame/compilation under compiled autograd, or only !n."""
     ids = [envelope.get(name) for name in ("frame_id", "frame_compile_id")]
     frame = "/".join(str(id) for id in ids if id is not None)
     graph = envelope.get("compiled_autograd_id")
@@ -262,15 +262,15 @@ def _compile_id(envelope: Mapping[str, Any]) -> str:
 
 
 def _reason(text: str) -> str:
-    """A message without its stack and addresses, so that the same reason is the same text."""
+    """Strip stack and addresses from a message, so that equal reasons have equal texts."""
     lines = [line.rstrip() for line in STACK.split(text)[0].splitlines() if line.strip()]
     return ADDRESS.sub("0x_", "\n".join(lines[:MAX_LINES]))
 
 
 def _texts(payload: str) -> list[str]:
-    """torch writes one reason as it is and several as a JSON list."""
+    """Parse reasons: torch writes a single one as plain text and several as a JSON list."""
     try:
-        told = json.loads(payload)
+        texts = json.loads(payload)
     except ValueError:
         return [payload]
-    return [str(text) for text in told] if isinstance(told, list) else [payload]
+    return [str(text) for text in texts] if isinstance(texts, list) else [payload]

@@ -1,7 +1,7 @@
-"""Whether a wheel file may be installed next to a torch: its bytes, its label, its symbols, then two runs.
+"""Checks whether a wheel file may be installed next to a torch: its bytes, its label, its symbols, then two runs.
 
-The checks go from cheap to dear, and nothing of the wheel is executed before everything static agrees. Each check
-finds what the others cannot: a structure whose fields moved keeps its symbols, so what was built for another minor
+The checks go from cheap to expensive, and nothing of the wheel is executed before all static checks pass. Each check
+finds faults that the others miss: a struct whose fields moved keeps its symbols, so a wheel built for another minor
 release of torch is only accepted after a run over shapes of the model.
 """
 
@@ -40,8 +40,8 @@ MACHINES = {"x86_64": 62, "aarch64": 183}
 # A container of GPU code, and its entries: kind, header size, size of the code, and the architecture that it is for.
 FATBIN, HEADER, ENTRY = b"\x50\xed\x55\xba", struct.Struct("<4xHHQ"), struct.Struct("<HHIQ12xI")
 PTX, CUBIN = 1, 2
-# Imports every module of a wheel's top level after torch. A dependency of the wheel that the environment does not
-# have yet is no fault of the wheel.
+# Imports every module of a wheel's top level after torch. A dependency missing from the environment is not counted
+# as a fault of the wheel.
 IMPORT = """
 import importlib, sys, torch
 for name in sys.argv[1:]:
@@ -221,9 +221,9 @@ def _distribution(place: Path, path: Path) -> Distribution:
 
 
 def _binary_faults(wheel: Distribution, target: Target) -> Iterator[Fault]:
-    """Extensions of another processor, Python or GPU than the target's."""
+    """Yield a fault for each extension built for another processor, Python or GPU than the target's."""
     machine = platform.machine()
-    wanted = f"cpython-{target.python.replace('.', '')}"
+    expected = f"cpython-{target.python.replace('.', '')}"
     for path in wheel.extensions:
         with path.open("rb") as f:
             head = f.read(20)
@@ -231,7 +231,7 @@ def _binary_faults(wheel: Distribution, target: Target) -> Iterator[Fault]:
             yield Fault(wheel.name, "arch", f"{path.name} is not a library for {machine}")
             continue
         tagged = re.search(r"\.(cpython-\d+)[\w-]*\.so$", path.name)
-        if tagged and tagged[1] != wanted:
+        if tagged and tagged[1] != expected:
             yield Fault(wheel.name, "tag", f"{path.name} is not for Python {target.python}")
         archs = gpu_archs(path.read_bytes()) if target.arch else frozenset[tuple[int, int]]()
         if archs and not any(_runs_on(kind, arch, target.arch) for kind, arch in archs):

@@ -27,7 +27,7 @@ from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target, audit
 from bumpgate.wheels.store import Build, Stored
 
-# What the setup of a package needs beside torch.
+# Build requirements of a package in addition to torch.
 TOOLS = ("setuptools", "wheel", "ninja", "packaging", "psutil", "numpy", "einops")
 # Without these their setups look for a wheel of their own on GitHub, or build for every architecture.
 SWITCHES: Mapping[str, Mapping[str, str]] = {

@@ -137,15 +137,15 @@ def build_command(
         raise BumpgateError(f"--sdist {sdist}: name one --package and an archive that is there")
     failed = False
     for name in names:
-        wanted = build_of(wheels[name], target)
-        if kept := store.find(wanted):
-            typer.echo(f"{name} {wanted.version}: kept: {kept.path}")
+        spec = build_of(wheels[name], target)
+        if kept := store.find(spec):
+            typer.echo(f"{name} {spec.version}: kept: {kept.path}")
             continue
         try:
-            source = sdist or download_sdist(wanted)
+            source = sdist or download_sdist(spec)
             limits = Limits(jobs, 3600 * hours, memory)
-            made = build_wheel(wanted, target, source, limits)
-            typer.echo(f"{name} {wanted.version}: built: {made.path}")
+            made = build_wheel(spec, target, source, limits)
+            typer.echo(f"{name} {spec.version}: built: {made.path}")
         except WheelBuildError as error:
             typer.echo(f"{error}", err=True)
             failed = True

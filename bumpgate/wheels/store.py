@@ -133,7 +133,7 @@ def _note(raw: bytes, build: Build, where: str) -> tuple[str, str]:
 
 
 def _read(address: str) -> Iterator[bytes] | None:
-    """The bytes of a file, in blocks; None where there is no such file."""
+    """Return the bytes of a file or URL in blocks, or None if it does not exist."""
     if "://" not in address or address.startswith("file://"):
         path = Path(address.removeprefix("file://")).expanduser()
         return _blocks(path) if path.is_file() else None
