@@ -1,7 +1,7 @@
-"""Several files of a work tree, replaced together: all of them or none, also where the process is killed.
+"""Replaces several files of a work tree together: all of them or none, even if the process is killed.
 
-A journal holds the old contents while the files are replaced. One that is found later is of a process that was killed:
-`recover` puts the old contents back.
+A journal holds the old contents while the files are replaced. A journal that remains is from a killed process:
+`recover` restores the old contents.
 """
 
 from __future__ import annotations

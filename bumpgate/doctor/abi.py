@@ -1,10 +1,10 @@
-"""Was a kernel wheel's extension built for the torch that is installed? Answered from its ELF symbols, then by a run.
+"""Checks that a kernel wheel's extension was built for the installed torch, by its ELF symbols and then by a run.
 
-`nm` and `c++filt` read the symbols: binutils is there wherever g++ is, which Inductor needs, and nm reads the 74,000
-exports of libtorch_cpu in half a second, which a reader written in Python takes minutes for.
+`nm` and `c++filt` read the symbols: binutils is installed wherever g++ is, which Inductor needs, and nm reads the
+74,000 exports of libtorch_cpu in half a second, which takes minutes in pure Python.
 
-Symbols cannot show everything. A structure whose fields moved keeps its symbols; a library that is bound lazily
-imports with a symbol missing. So each extension is also run, on shapes of the model, in a process of its own.
+Symbols cannot show everything. A struct whose fields moved keeps its symbols; a lazily bound library imports with a
+symbol missing. So each extension is also run, on shapes of the model, in its own process.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Extension:
 
 
 def audit(wheel: Distribution, found: Inventory) -> Iterator[Fault]:
-    """What says that this wheel was not built for the installed torch, without importing either.
+    """Yield the evidence that this wheel was not built for the installed torch, without importing either.
 
     Raises ToolError.
     """
@@ -84,8 +84,10 @@ def audit(wheel: Distribution, found: Inventory) -> Iterator[Fault]:
 
 
 def label_faults(wheel: Distribution, found: Inventory) -> Iterator[Fault]:
-    """A label that names another torch, CUDA or string ABI than the installed torch has. It is believed: a wheel that
-    claims torch 2.10 was compiled with the structures of 2.10, whatever it imports on."""
+    """Yield a fault if the label names another torch, CUDA or string ABI than the installed torch has.
+
+    The label is trusted: a wheel labelled torch 2.10 was compiled with the structs of 2.10, even if it imports.
+    """
     claim, torch = label_of(wheel), found.torch_version
     if claim.torch and torch and not same_minor(claim.torch, torch):
         yield Fault(
@@ -148,7 +150,7 @@ def _some(names: list[str]) -> str:
 def run_cases(
     wheels: Mapping[str, Smoke], interpreter: Interpreter, seconds: float = CASE_SECONDS
 ) -> Iterator[Fault]:
-    """Runs each case of each wheel in a process of its own; a crash, a hang or a wrong result is its fault alone."""
+    """Run each case of each wheel in its own process; a crash, hang or wrong result is a fault of that case only."""
 
     def run(wheel_and_case: tuple[str, str]) -> Fault | None:
         wheel, case = wheel_and_case
@@ -163,7 +165,7 @@ def run_cases(
 
 
 def read_extension(path: Path) -> Extension:
-    """The symbols and needed libraries of one ELF file. Raises ToolError."""
+    """Read the symbols and needed libraries of one ELF file. Raises ToolError."""
     undefined, exported = set(), set()
     for line in _tool("nm", "-D", "--no-demangle", str(path)):
         kind, symbol = line.split()[-2:]
@@ -178,18 +180,18 @@ def read_extension(path: Path) -> Extension:
 
 
 def exports(libraries: Iterable[Path]) -> frozenset[str]:
-    """Every symbol that these libraries define for others. Raises ToolError."""
+    """Return the symbols that these libraries export. Raises ToolError."""
     lines = _tool("nm", "-D", "--defined-only", "--no-demangle", *map(str, libraries))
     return frozenset(line.split()[-1].partition("@")[0] for line in lines if len(line.split()) == 3)
 
 
 def demangle(symbols: Iterable[str]) -> list[str]:
-    """C++ names as a reader writes them. Raises ToolError."""
+    """Demangle C++ names. Raises ToolError."""
     return _tool("c++filt", given="\n".join(symbols))
 
 
 def missing_tool() -> str | None:
-    """The first tool of TOOLS that is not on PATH."""
+    """Return the first tool of TOOLS that is not on PATH, or None."""
     return next((tool for tool in TOOLS if shutil.which(tool) is None), None)
 
 

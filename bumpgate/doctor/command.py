@@ -1,4 +1,4 @@
-"""`bumpgate doctor`: is this machine fit for a lane? Each defect with its code, reason and fix, for eyes or as JSON."""
+"""`bumpgate doctor`: checks a machine for a lane. Lists each defect with code, reason and fix, as text or JSON."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def command(
 
 
 def document(site: Site, findings: Sequence[Finding]) -> dict[str, Any]:
-    """What --json prints. Fields are only ever added; `schema` moves where one changes its meaning."""
+    """Return the --json output. Fields are only added; `schema` changes if the meaning of one does."""
     return {
         "schema": SCHEMA,
         "lane": site.lane,
@@ -67,7 +67,7 @@ def summary(site: Site, findings: Sequence[Finding]) -> str:
 
 
 def render(findings: Iterable[Finding], terminal: int | None = None) -> str:
-    """In the order of the checks, a defect with its fix below. terminal: width in columns; None: plain lines."""
+    """Format findings in the order of the checks, fixes below defects. terminal: width in columns; None: plain."""
     if terminal is None:
         return "".join(
             f"{f.status.value:<8} {f.code}  {f.check}: {f.reason}\n"

@@ -1,4 +1,4 @@
-"""Doctor's first part: what must hold before any process may import torch. Nothing here does, nor asks a driver."""
+"""Doctor's first part: checks before any process imports torch. Nothing here imports torch or queries a driver."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def python(site: Site) -> Found:
 
 
 def python_variables(site: Site) -> Found:
-    """BG103: variables of Python itself that undo what the suites rely on."""
+    """BG103: no variable of Python itself breaks the assumptions of the suites."""
     for name, rule in site.contract["wheels"]["python"].items():
         if site.given.get(name):
             yield Defect("BG103", f"{name}={site.given[name]}: {rule['reason']}", f"unset {name}")
@@ -116,7 +116,7 @@ def contract_variables(site: Site) -> Found:
 
 
 def cache_places(site: Site) -> Mapping[str, Path]:
-    """Variable -> its directory: the given one, else where the launcher and the suites put it."""
+    """Return variable -> its directory: the configured one, else the default of the launcher and the suites."""
     home = Path(site.given.get("XDG_CACHE_HOME") or Path(site.given.get("HOME") or Path.home()) / ".cache")
     folders = site.contract["caches"]["directory"]
     return {n: Path(site.given.get(n) or home / "bumpgate" / rule["folder"]) for n, rule in folders.items()}
@@ -188,7 +188,7 @@ def _directory(place: Path, what: str, name: str, minimum: int) -> Iterator[Defe
 
 
 def _write_fault(place: Path) -> tuple[int, str] | None:
-    """errno and words of a failed 4 KiB write; mode bits say nothing to root, so it is really written."""
+    """Return errno and message of a failed 4 KiB write, or None. Root ignores mode bits, so a file is written."""
     try:
         with tempfile.TemporaryFile(dir=place) as probe:
             probe.write(bytes(4096))

@@ -1,8 +1,8 @@
-"""Doctor's checks in their order, and what each needs to be run at all.
+"""Doctor's checks in order, and their prerequisites.
 
-The environment comes first, then what is installed, then torch's instruments, and only then the device: a run that
-would fail at its cache directory must not take a GPU first. Torch is met in children only, so that one which is
-missing, raises or crashes at import is a line of the report. Imports no more than a lane's own environment holds.
+The environment comes first, then the installed packages, torch's instruments, and finally the device: a run that
+would fail at its cache directory must not occupy a GPU first. torch is only imported in subprocesses, so that a
+missing or crashing torch is a line of the report. Only packages of a lane's own environment are imported here.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ RULES = {
     "wheels.python": (),
     "wheels.cuda": ("published", "driver"),
 }
-# A part is run where no code with one of these beginnings was found. A torch that the lane was not adopted with still
-# has instruments to try; a device is touched only where everything before it is in order.
+# A part runs if no code with one of these prefixes was found. The instruments of a torch that the lane was not adopted
+# with are still checked; a device is used only if all earlier parts are without defects.
 NEEDS: Mapping[Part, tuple[str, ...]] = {
     Part.ENVIRONMENT: (),
     Part.VERSIONS: ("BG1",),
@@ -50,9 +50,9 @@ NEEDS: Mapping[Part, tuple[str, ...]] = {
 def make_site(
     root: Path, lane: str, python: Path, environment: Mapping[str, str], *, own_lock: bool = False
 ) -> Site:
-    """What doctor looks at. own_lock: as in Site.
+    """Create the site to examine. own_lock: as in Site.
 
-    Raises BumpgateError with one line: no such interpreter, a contract or manifest that cannot be read.
+    Raises BumpgateError (one line) on a missing interpreter, or an unreadable contract or manifest.
     """
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise BumpgateError(f"--python {python}: no such interpreter")
@@ -65,7 +65,7 @@ def make_site(
 
 
 def read_contract(path: Path) -> dict[str, Any]:
-    """The tables of contract.toml, those that doctor reads seen to be whole. Raises BumpgateError with one line."""
+    """Read contract.toml and check the tables that doctor uses. Raises BumpgateError (one line)."""
     restore = f"restore it: git checkout {path.name}"
     try:
         raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -90,7 +90,7 @@ def read_contract(path: Path) -> dict[str, Any]:
 
 
 def examine(site: Site, checks: Sequence[Check] = CHECKS) -> list[Finding]:
-    """Runs the checks in order; one whose ground does not hold is not run, and says why."""
+    """Run the checks in order; a check whose prerequisites failed is reported as not run, with the reason."""
     findings: list[Finding] = []
     for check in checks:
         ground = (*NEEDS[check.part], *check.needs)

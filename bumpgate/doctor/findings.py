@@ -1,4 +1,4 @@
-"""What a check of doctor says: found in good order, a warning, a defect with its code and fix, or not run."""
+"""Check results: ok, warning, defect (with code and fix), or not run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Status(Enum):
 
 
 class Part(Enum):
-    """In the order of the checks: a part runs only if those that it needs hold no defect."""
+    """Parts in the order of the checks; a part runs only if the parts that it needs have no defect."""
 
     ENVIRONMENT = "environment"
     VERSIONS = "versions"
@@ -33,7 +33,7 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class Defect:
-    """code: BG and three digits, one for each kind of defect. fix: the command, or the edit, that puts it right."""
+    """A defect. code: BG and three digits, one per kind of defect. fix: the command or edit that fixes it."""
 
     code: str
     reason: str
@@ -43,7 +43,7 @@ class Defect:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of doctor's report. code: of the defect; of the check where there is none."""
+    """One line of doctor's report. code: of the defect, or of the check if there is none."""
 
     code: str
     part: Part
@@ -59,7 +59,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Site:
-    """What doctor examines: an interpreter, started as the suites start it, for one lane of one source tree.
+    """Subject of an examination: an interpreter, started as the suites start it, for one lane of one source tree.
 
     own_lock: compare what is installed with the environment's own lock, named by the interpreter's variables, where
     there is one; by default always with the adopted row of the lane.
@@ -81,7 +81,7 @@ class Site:
 
     @cached_property
     def reference(self) -> Reference:
-        """What is expected to be installed."""
+        """Expected packages."""
         adopted = self.manifest.adopted(self.lane)
         return reference(adopted, self.inventory, self.given) if self.own_lock else of_lane(adopted)
 
@@ -91,22 +91,24 @@ class Site:
 
     @cached_property
     def inventory(self) -> Inventory:
-        """Raises ChildFault where the interpreter does not answer."""
+        """Inventory of the interpreter. Raises ChildFault if it gives no result."""
         return take(self.interpreter)
 
 
 @dataclass(frozen=True)
 class NotRun:
-    """What a check could not examine here, in words: it must not read as good."""
+    """Reason why a check could not run here; it must not count as ok."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Check:
-    """code: of the check itself, and of the first kind of defect that it finds. examine: yields defects, what it could
-    not run, and a text that says what was seen in good order, shown where it found nothing else. needs: codes, or
-    beginnings of codes, which where they were found leave nothing to examine."""
+    """One check. code: of the check itself, and of the first kind of defect that it finds.
+
+    examine: yields defects, NotRun, and a text on success, which is shown if there is nothing else. needs: finding
+    codes, or prefixes of codes, that make this check inapplicable.
+    """
 
     code: str
     part: Part
@@ -115,7 +117,7 @@ class Check:
     needs: tuple[str, ...] = ()
 
     def run(self, site: Site) -> list[Finding]:
-        """Everything that this check found; one ok finding where it is nothing."""
+        """Return all findings of this check; a single ok finding if there are none."""
         seen, found = "", []
         for each in self.examine(site):
             if isinstance(each, str):

@@ -1,4 +1,4 @@
-"""Doctor's last parts: torch imported in children that see no device, its instruments, then the accelerator."""
+"""Doctor's last parts: torch imported in subprocesses without a device, its instruments, then the accelerator."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Found = Iterator[Defect | NotRun | str]
 
 
 def torch_imports(site: Site) -> Found:
-    """BG301: torch imports and adds two numbers, in a process that may die of it."""
+    """BG301: torch imports and adds two numbers, in a subprocess that may crash."""
     python = site.interpreter.python
     try:
         version, total = site.interpreter.json("-c", IMPORT, timeout=IMPORT_SECONDS, extra=BLIND)
@@ -52,7 +52,7 @@ def torch_imports(site: Site) -> Found:
 
 
 def instruments(site: Site) -> Found:
-    """BG302: every canary reads its known count: a silent counter would make all of its rows look good."""
+    """BG302: every canary reads its known count; a counter stuck at 0 would make all of its rows look good."""
     with tempfile.TemporaryDirectory() as cache:
         extra = {**BLIND, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
         try:
@@ -75,8 +75,10 @@ def instruments(site: Site) -> Found:
 
 
 def variables_have_effect(site: Site) -> Found:
-    """BG303: the contract's variables move the torch configuration that they are set for, the autotuning timeout
-    among it: without one a candidate that hangs stops the compilation for good."""
+    """BG303: the contract's variables change the torch settings that they are meant for.
+
+    One of them is the autotuning timeout, without which a hanging candidate blocks the compilation forever.
+    """
     tables = site.contract["environment"]
     rules = {n: r for n, r in {**tables["always"], **tables["inert"]}.items() if "shows" in r}
     given = {n: r["value"] for n, r in tables["always"].items()}

@@ -1,4 +1,4 @@
-"""Doctor's second part: what is installed, read from metadata and ELF files. Nothing here imports torch."""
+"""Doctor's second part: the installed packages, read from metadata and ELF files. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ else:
 
 DRIVER_SECONDS = 60
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-# From source, against the torch that is there.
+# Builds from source, against the installed torch.
 REBUILD = "pip install --no-build-isolation --no-binary :all: --force-reinstall --no-deps {}"
 Found = Iterator[Defect | NotRun | str]
 
 
 def torch_installed(site: Site) -> Found:
-    """BG201: torch is there. BG203: its metadata and its files are of one build."""
+    """BG201: torch is installed. BG203: its metadata and its files are of the same build."""
     found, install = site.inventory, f"{site.interpreter.python} -m pip install 'torch{site.row.torch}'"
     distributions = found.distributions.get("torch", ())
     if found.torch is None or not found.torch_version:
@@ -113,7 +113,7 @@ def _suite_requirements(root: Path) -> list[str]:
 
 
 def kernel_wheels(site: Site) -> Found:
-    """BG207: a wheel's label names another torch. BG208: its extensions need what this torch does not have."""
+    """BG207: a wheel's label names another torch. BG208: its extensions need symbols that this torch does not have."""
     found = site.inventory
     names = {*site.manifest.smoke, *(wheel.name for wheel in site.row.wheels)}
     wheels = [w for name in sorted(names) if (w := found.installed(name))]

@@ -16,7 +16,7 @@ from typing import Any
 from bumpgate.rows import BumpgateError, one_line
 
 
-class ChildFault(BumpgateError):  # noqa: N818 - what a child did, not what the caller asked
+class ChildFault(BumpgateError):  # noqa: N818 - a fault of the child, not of the caller
     """A child crashed, hung or gave no result. The message is one line: "killed by SIGSEGV", its last error line."""
 
 

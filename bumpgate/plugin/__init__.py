@@ -21,8 +21,8 @@ import pytest
 from bumpgate.lanes import Lane, LaneError, how_to_declare, load
 from bumpgate.processes.host import OWN_VARIABLES, PARENT, cpu_workers
 
-# Each worker of the H200 lane holds a context and its last test's memory on the GPU. One waits for the others' end, to
-# run what is timed.
+# Each worker of the H200 lane holds a context and its last test's memory on the GPU. One of them waits for the others
+# to finish, and then runs the timed tests.
 MOST_GPU_WORKERS = 15
 SPARE_CORES = 1
 # Set by the lane's session once it has judged the run: whether it is green.
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--launcher", metavar="COMMAND", help="whose environment and exit codes suites/launch judges (ours)"
     )
-    # With = and no space: pytest takes a file that exists for a test path until it has read pyproject.toml.
+    # With "=", not a space: until pytest has read pyproject.toml it treats an existing file as a test path.
     group.addoption(
         "--record", metavar="PATH", help="--record=PATH: where the rows go (default: record.json)"
     )
@@ -74,9 +74,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
-    """`--gate` exits with 0 only if a lane was judged green, whatever other options make pytest do instead."""
+    """Make `--gate` exit with 0 only if a lane was judged green, even if other options keep pytest from running."""
     code = yield
-    # Not config.option, which --help leaves without its values.
+    # config.option has no values under --help.
     unjudged = config.known_args_namespace.gate and not config.stash.get(GREEN, False)
     if unjudged and not code and not hasattr(config, "workerinput"):
         print("ERROR: --gate: this run did not judge a lane green", file=sys.stderr)
@@ -97,7 +97,7 @@ def _foreign_variables() -> str | None:
 
 
 class _LaneRun:
-    """What a repository with lanes gets. A refusal is one line and exit code 4."""
+    """Hooks of a lane run, in a repository with lanes. An error is one line and exit code 4."""
 
     @pytest.hookimpl(trylast=True)  # after the plugins that declare markers
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -146,7 +146,7 @@ class _LaneRun:
 
 
 def _register(config: pytest.Config, plugin: object, name: str) -> None:
-    """Raises UsageError if -p blocks the plugin, without which a lane judges nothing."""
+    """Register a plugin that a lane needs. Raises UsageError if -p blocks it."""
     if config.pluginmanager.register(plugin, name) is None:
         raise pytest.UsageError(f"-p no:{name}: a lane run needs this plugin: leave the option out")
 
@@ -162,12 +162,12 @@ def lanes_of(config: pytest.Config) -> Mapping[str, Lane]:
 
 
 def lane_of(item: pytest.Item) -> str | None:
-    """The lane whose marker an item carries."""
+    """Return the lane whose marker an item has, or None."""
     return next((name for name in lanes_of(item.config) if item.get_closest_marker(name)), None)
 
 
 def chosen_lane(config: pytest.Config) -> str | None:
-    """The lane that -m selects. Raises UsageError on two lanes, or on a name that is not a marker."""
+    """Return the lane that -m selects, or None. Raises UsageError on two lanes, or on a name that is not a marker."""
     known = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
     expression, unknown = config.option.markexpr, sorted(_names(config) - known)
     if unknown:

@@ -1,4 +1,4 @@
-"""Whether this machine is one of a lane's, looked for in a process of its own."""
+"""Detects whether this machine has a lane's device, in a subprocess."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bumpgate.processes.host import read_or_empty
 
 PROBE_SECONDS = 180
 PJRT_CPU, V6E = "pjrt-cpu", "v6e"
-# Chips as PJRT names their kind; libtpu's compiler says the same of a topology that is not there.
+# PJRT's names of the chips; libtpu's compiler uses the same names for a topology without hardware.
 TPU_KINDS = {"TPU v6 lite": V6E, "TPU v6e": V6E}
 TPU = (
     "import json, torch_xla.runtime as r\n"
@@ -41,16 +41,16 @@ class Found:
 
 
 def detect(lane: Lane) -> str | None:
-    """None where the lane can run on this machine, else the reason in one line."""
+    """Return why the lane cannot run on this machine, in one line, or None if it can."""
     return find(lane).missing
 
 
 @cache
 def find(lane: Lane) -> Found:
-    """Looks for the lane's device.
+    """Look for the lane's device.
 
-    Torch is imported in a process of its own: one that crashes on import, or takes device memory for a
-    context, must not do so in the process that judges.
+    torch is imported in a subprocess: a crash on import, or device memory taken for a context, must not affect the
+    process that judges.
     """
     missing = _no_compiler() if "c++" in lane.needs else None
     if not missing and "avx2" in lane.needs:
@@ -79,7 +79,7 @@ def _cuda_program(lane: Lane) -> str:
 
 
 def _other_gpu(lane: Lane, name: str, count: int, capability: str) -> str | None:
-    """How the GPU differs from the lane's; None where it does not."""
+    """Return how the GPU differs from the lane's, or None."""
     if not re.search(lane.gpu, name):
         model = re.sub(r"NVIDIA |GeForce |Tesla ", "", name).split(" ")[0]
         return f"the device is {name!r}; {how_to_declare(model.lower(), model)}"
@@ -124,7 +124,7 @@ def _no_compiler() -> str | None:
 
 
 def _no_avx2(cpuinfo: str) -> str | None:
-    """Why this CPU cannot run AVX2 code. Nothing is said of a machine that does not list its instructions."""
+    """Return why this CPU cannot run AVX2 code; None also if it does not list its instruction sets."""
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     if flags is None or "avx2" in flags[1].split():
         return None

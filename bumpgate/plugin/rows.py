@@ -1,6 +1,6 @@
-"""The `row` fixture: a test measures, hands the value over, and is red at its end if any of its rows is.
+"""The `row` fixture: a test reports measured values, and fails at its end if any of its rows is red.
 
-Each row is judged at once against the lane's baseline and rides on the test's reports, so that it reaches the
+Each row is judged immediately against the lane's baseline and attached to the test's reports, so that it reaches the
 session (bumpgate/plugin/session.py) from any xdist worker.
 """
 
@@ -37,7 +37,7 @@ EXCUSED_PROPERTY = "bumpgate_not_run_excused"
 NO_RULE = "R0"
 MACHINE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
-# Instruments whose canary agreed, and those whose canary did not with the reason, in this process.
+# Instruments whose canary passed in this process, and those whose canary failed, with the reason.
 proved_instruments: set[str] = set()
 failed_instruments: dict[str, str] = {}
 
@@ -216,7 +216,7 @@ def _explain(j: Judgement) -> str:
 
 
 def baseline_path(config: pytest.Config, lane: str) -> Path:
-    """Where the reviewed rows of a lane stand."""
+    """Return the path of a lane's reviewed rows."""
     return config.rootpath / "baselines" / f"{lane}.json"
 
 
@@ -259,7 +259,7 @@ def recorder(request: pytest.FixtureRequest) -> Iterator[RowRecorder]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """The test itself is red for a red row, not its teardown. An exception of its own comes first."""
+    """Fail the test's call phase, not its teardown, for a red row. The test's own exception takes precedence."""
     result = yield
     recorder = item.stash.get(RECORDER, None)
     if recorder is not None:
@@ -269,7 +269,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Marks the report of a test that the machine stopped, so that its rows read INFRA and not MISSING."""
+    """Mark the report of a test that a machine fault stopped, so that its rows are INFRA and not MISSING."""
     error = call.excinfo.value if call.excinfo else None
     machine = isinstance(error, (InfraError, MemoryError))
     if machine or (isinstance(error, OSError) and error.errno in MACHINE_FAULTS):

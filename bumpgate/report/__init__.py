@@ -1,1 +1,1 @@
-"""What is shown of a record or a gate, and what is kept of it."""
+"""Reports and the history of records and gates."""

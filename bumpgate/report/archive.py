@@ -1,7 +1,7 @@
-"""The history's database: every record and gate, in SQLite or behind any other SQLAlchemy URL.
+"""Database of the history: every record and gate, in SQLite or behind any other SQLAlchemy URL.
 
-A record is known by its content, so adding it twice, or as a side of its gate, keeps it once. One transaction a file:
-writers wait for each other, and one that is killed leaves nothing behind.
+Records are identified by content, so adding one twice, or as a side of its gate, stores it once. Each file is one
+transaction: writers wait for each other, and a killed one leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Archive:
         )
 
     def add(self, path: Path) -> bool:
-        """Keeps a record, or a gate with both of its records; False where it was there already."""
+        """Store a record, or a gate with both of its records; return False if it was stored already."""
         found = gate_file.read(path)
         with self._in_one_line(), self._engine.begin() as connection:
             if isinstance(found, GateFile):
@@ -177,7 +177,7 @@ class Archive:
 
     @contextmanager
     def _in_one_line(self) -> Iterator[None]:
-        """Turns what SQLAlchemy raises into an ArchiveError."""
+        """Convert SQLAlchemy's exceptions to ArchiveError."""
         try:
             yield
         except self._sql.exc.SQLAlchemyError as error:
@@ -194,7 +194,7 @@ class Archive:
         metadata = sql.MetaData()
 
         def head() -> list[Any]:
-            """What a run and a gate have alike."""
+            """Return the columns that runs and gates share."""
             return [
                 sql.Column("id", sql.Integer, primary_key=True),
                 sql.Column("digest", sql.String(64), unique=True, nullable=False),
@@ -241,7 +241,7 @@ class Archive:
 
     @cached_property
     def _engine(self) -> Any:
-        """Connected, with tables that are ours. The first of several writers makes them."""
+        """Connect and check the tables; the first of several writers creates them."""
         sql = self._sql
         options: dict[str, Any] = {"connect_args": {"timeout": WAIT_SECONDS}} if self._is_file else {}
         try:

@@ -1,4 +1,4 @@
-"""What a report shows, worked out once for all its forms: HTML, JUnit XML and Markdown only lay it out."""
+"""Content of a report, computed once for all formats; HTML, JUnit XML and Markdown only lay it out."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def of_record(record: Record) -> Page:
 
 
 def of_gate(gate: GateFile) -> Page:
-    """The report of a gate. A side without a record is shown by what it said instead."""
+    """Return the report of a gate. A side without a record is shown by its failure."""
     worst: dict[str, Finding] = {}
     for finding in gate.findings:
         for row in finding.rows:
@@ -322,7 +322,7 @@ def _broken(side: Side) -> Iterable[str]:
 
 
 def _compare_link(gate: GateFile) -> str:
-    """GitHub's page of what lies between the two builds of torch, where both say their commits."""
+    """Return GitHub's compare page of the two builds of torch, if both state their commits."""
     commits = [
         side.git_version.get("torch") or str(side.record.provenance.get("torch_git") if side.record else "")
         for side in (gate.good, gate.bad)

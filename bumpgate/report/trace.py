@@ -1,8 +1,8 @@
-"""What TORCH_TRACE wrote: which frames were compiled, how long each phase took, where graphs broke, what recompiled.
+"""Reads TORCH_TRACE output: compiled frames, seconds per phase, graph breaks, recompilations.
 
-One file a process. A record is a glog line that ends in a JSON object, the envelope, and its payload in the lines
-below, each behind a tab; the envelope has the payload's MD5, so that a file cut short is seen as one. Of the entries
-only those named here are read, whatever else a torch writes. Format: torch/_logging/_internal.py,
+There is one file per process. A record is a glog line that ends in a JSON object, the envelope; its payload is in the
+lines below, each after a tab. The envelope has the payload's MD5, which detects truncated files. Only the entries
+named here are read; others are ignored. Format: torch/_logging/_internal.py,
 TorchLogsFormatter and trace_structured (torch 2.13); tlparse reads the same files and shows all of them.
 """
 
@@ -44,12 +44,12 @@ MAX_LINES = 12
 
 
 class TraceError(BumpgateError):
-    """A folder without a trace, or a file of one that torch did not write whole."""
+    """Folder without a trace, or an incomplete trace file."""
 
 
 @dataclass(frozen=True)
 class Cached:
-    """One look into a cache. state: hit, miss or bypass. why: of a bypass. key: "" where none was made."""
+    """One cache lookup. state: hit, miss or bypass. why: reason of a bypass. key: "" if there is none."""
 
     cache: str
     state: str
