@@ -1,4 +1,4 @@
-"""`bumpgate accept`: an expected difference gets an owner, a reason and a last day, in baselines/accepted.toml."""
+"""`bumpgate accept`: records owner, reason and last day of an expected difference in baselines/accepted.toml."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def command(
 
 
 def save(path: Path, entries: Iterable[Acceptance]) -> None:
-    """Writes accepted.toml in one step, in order of lane, row and value."""
+    """Write accepted.toml atomically, sorted by lane, row and value."""
     import tomli_w
 
     raw = []
@@ -96,7 +96,7 @@ def apply_to_times(
     lane: str,
     day: date,
 ) -> tuple[dict[str, Timed], dict[str, Creep], list[str]]:
-    """What the verdict of a gate is to see: a slowdown that was accepted reads SAME, an accepted creep is gone.
+    """Apply acceptances to the times of a gate: an accepted slowdown becomes SAME, accepted drift is dropped.
 
     An entry matches while the measured interval does not lie wholly above the accepted ratio, so a row that slows
     further is SLOWER again. The third is one line for each entry that was used, or that has expired.
@@ -158,7 +158,7 @@ def _entry(root: Path, path: Path, row: str, lane: str, owner: str, reason: str,
 
 
 def _measured(path: Path) -> tuple[Record | None, Mapping[str, Paired]]:
-    """The record to accept from (of a gate: the candidate's) and the gate's timed rows."""
+    """Return the record to accept from (the candidate's, for a gate) and the gate's timed rows."""
     found = read(path)
     return (found.bad.record, found.timed) if isinstance(found, GateFile) else (found, {})
 

@@ -39,7 +39,7 @@ ROW_FIELDS = ("value", "unit", "better", "tolerance", "note", "test", "per_build
 
 
 class BaselineError(BumpgateError):
-    """A baseline file that cannot be trusted. One line: what is wrong, and the command that puts it right."""
+    """Invalid baseline file. One line: the fault, and the command that fixes it."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Reviewed:
         return self.values[code.nearest(triton or "", self.values)] if self.values else self.value
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as they are in the file."""
+        """Return the fields as they are in the file."""
         of_code = {"values": dict(sorted(self.values.items(), key=lambda item: code.numbers(item[0])))}
         fields = {name: getattr(self, name) for name in ROW_FIELDS} | (
             {"work": self.work} if self.work else {}
@@ -82,7 +82,7 @@ class Baseline:
 
 
 def find_root(start: Path) -> Path:
-    """The repository that holds `start`. Raises BaselineError outside of one."""
+    """Return the root of the repository that contains `start`. Raises BaselineError outside of one."""
     for directory in (start, *start.parents):
         if (directory / "pyproject.toml").is_file() or (directory / "bumpgate.toml").is_file():
             return directory
@@ -90,7 +90,7 @@ def find_root(start: Path) -> Path:
 
 
 def load(path: Path, lane: str, *, missing_ok: bool = False) -> Baseline:
-    """Reads baselines/<lane>.json; with `missing_ok` an absent file is an empty baseline (every row MISSING).
+    """Read baselines/<lane>.json; with `missing_ok` an absent file is an empty baseline (every row MISSING).
 
     Raises BaselineError with one line on anything else than a whole file of this lane.
     """
@@ -122,7 +122,7 @@ def load(path: Path, lane: str, *, missing_ok: bool = False) -> Baseline:
 
 
 def save(path: Path, baseline: Baseline) -> None:
-    """Writes a baseline in one step."""
+    """Write a baseline atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, file_text(baseline))
 
@@ -172,10 +172,10 @@ def judge(
     failed_instruments: Mapping[str, str],
     build: Mapping[str, str | None] | None = None,
 ) -> Judgement:
-    """The verdict on one row: the first of the rules below that has something to say.
+    """Return the verdict on one row: the result of the first rule below that applies.
 
     failed_instruments: canary name -> reason, for those that disagreed or never ran.
-    build: what BUILD names, in the environment that measured the row; None stands for the baseline's own.
+    build: versions of the BUILD packages in the environment that measured the row; None means the baseline's.
     """
     for rule in (_instrument, _derived, _review, _exact, _code, _ordered, _fixed):
         judgement = rule(row, baseline, failed_instruments, build)
@@ -188,7 +188,7 @@ def judge(
 
 
 def limit(row: Row, old: Reviewed | None) -> str:
-    """What a row's value may be, from the test and the baseline: "= 13", "<= 105, >= 1"; "" for anything."""
+    """Return the limits of a row's value, from the test and the baseline: "= 13", "<= 105, >= 1"; "" if unlimited."""
     bounds = []
     if row.expected is not None:
         bounds.append(f"= {row.expected!r}")
@@ -205,7 +205,7 @@ def limit(row: Row, old: Reviewed | None) -> str:
 
 
 def in_tier(test: str) -> bool:
-    """Whether a row is measured in an environment of its tier.
+    """Return whether a row is measured in an environment of its tier.
 
     A whole run of the lane does not owe it, and it is accepted from there, whatever build the lane was adopted with.
     """
@@ -213,7 +213,7 @@ def in_tier(test: str) -> bool:
 
 
 def tier(test: str) -> str:
-    """The folder of the tier that a test belongs to; "" for a test of every run of its lane."""
+    """Return the folder of the tier that a test belongs to; "" for a test of every run of its lane."""
     return next((folder for folder in TIERS if test.startswith(folder)), "")
 
 
@@ -237,13 +237,13 @@ def violation(row: Row) -> str | None:
 
 
 def accept(lane: str, row_id: str = "", *, prune: bool = False) -> str:
-    """The command that accepts one row, or a whole record."""
+    """Return the command that accepts one row, or a whole record."""
     only = f" --only {shlex.quote(row_id)}" if row_id else ""
     return f"bumpgate rebaseline --lane {lane}{only}{' --prune' if prune else ''}"
 
 
 def investigate(lane: str, test: str) -> str:
-    """The command that measures one test's rows again, in this process, where a debugger and a trace work."""
+    """Return the command that reruns one test in a single process, where a debugger and a trace work."""
     return f"pytest -m {lane} -n 0 {shlex.quote(test)}" if test else f"pytest -m {lane}"
 
 
@@ -273,7 +273,7 @@ def _derived(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judg
 
 
 def _review(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
-    """A row must be in the baseline as the same kind of row, or the numbers would not compare.
+    """Check that the baseline has the row as the same kind of row; otherwise the values are not comparable.
 
     A paired row needs no reviewed value: the gate compares it with the adopted build's.
     """
@@ -302,7 +302,7 @@ def _exact(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgem
 
 
 def _code(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
-    """Equal to the reviewed code of this triton, or of an unreviewed one no worse than the nearest reviewed one's."""
+    """Compare compiled code: equal to that reviewed for this triton, or not worse than the nearest reviewed one's."""
     old = baseline.rows[row.id]
     if row.better != "code":
         return None
@@ -356,7 +356,7 @@ def _ordered(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judg
 
 
 def _fixed(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
-    """A known defect that is absent inside its range. Outside of it, absence is what is expected."""
+    """Judge a known defect that is absent inside its version range; outside, absence is expected."""
     if row.better != "defect" or row.value != 0 or row.at_most == 0:
         return None
     reason = f"absent inside its range ({row.evidence[0]}): narrow the range in its test"
@@ -364,7 +364,7 @@ def _fixed(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgem
 
 
 def other_build(made_with: Mapping[str, str | None], build: Mapping[str, str | None]) -> str | None:
-    """Which package of BUILD differs from the baseline's, in a few words; None where none does."""
+    """Return which package of BUILD differs from the baseline's, in a few words; None if none does."""
     for name in BUILD:
         if made_with.get(name) != build.get(name):
             return f"{name} {build.get(name)}, baseline made with {made_with.get(name)}"

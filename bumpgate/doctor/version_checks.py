@@ -78,7 +78,7 @@ def versions(site: Site) -> Found:
         elif m.package != "python":  # BG102
             yield Defect("BG204", _differs(site, m), f"pip install '{m.package}{m.wanted}'")
     yield f"as in {site.reference.source}: torch {site.row.torch or 'of any version'}" + "".join(
-        f", {name} {wanted}" for name, wanted in site.row.packages.items()
+        f", {name} {spec}" for name, spec in site.row.packages.items()
     )
 
 

@@ -177,7 +177,7 @@ def lane_requirements(root: Path, lane: str) -> tuple[str, ...]:
     texts = [text for text in texts if canonicalize_name(Requirement(text).name) != "bumpgate"]
     named = {canonicalize_name(Requirement(text).name) for text in texts}
     pinned = _row_pins(root, lane) | (OF_PLUGIN if lanes.is_foreign(root) else {})
-    return (*texts, *(f"{name}{wanted}" for name, wanted in pinned.items() if name not in named))
+    return (*texts, *(f"{name}{pin}" for name, pin in pinned.items() if name not in named))
 
 
 def _file_requirements(root: Path, name: str) -> list[str]:

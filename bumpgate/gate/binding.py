@@ -1,7 +1,7 @@
-"""What a gate's verdict is about: the work tree and the bumpgate that measured it.
+"""Binds a gate's verdict to the work tree and the bumpgate version that measured it.
 
-A verdict holds for this content only. `bumpgate gate --resume` and `bumpgate adopt` compare it with what is there now
-and refuse anything else, naming what differs.
+A verdict is valid for this content only. `bumpgate gate --resume` and `bumpgate adopt` compare it with the present
+content, and on a difference fail with a message that lists it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SOURCES = (".py", ".toml", ".ini", ".cfg", ".json", ".txt", ".npz", ".safetensor
 RESULTS = ("record.json", "smoke.json")
 # A folder with one of these is an environment or the output of a gate, and no part of the tree.
 FOREIGN = ("pyvenv.cfg", "gate.json")
-# What a row's value cannot depend on. A baseline is written after the run that it accepts.
+# Paths that no row's value depends on. A baseline is written after the run that it accepts.
 UNMEASURED = ("baselines/", "docs/", ".github/", ".ci/")
 SKIPPED = ("__pycache__", "build", "dist", "node_modules")
 
@@ -45,7 +45,7 @@ class Binding:
         return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
     def differences(self, now: Binding) -> list[str]:
-        """What has changed since, each in a few words; empty where the verdict still holds."""
+        """Return the changes since, each in a few words; empty if the verdict is still valid."""
         out = []
         if self.bumpgate != now.bumpgate:
             out.append(f"bumpgate {self.bumpgate} -> {now.bumpgate}")
@@ -141,7 +141,7 @@ def _is_foreign(folder: Path) -> bool:
 
 
 def _digest(path: Path) -> str:
-    """16 hexadecimal digits of a file's mode and bytes; what is there instead of a file in a word."""
+    """Return 16 hexadecimal digits over a file's mode and bytes, or a word for what is there instead of a file."""
     try:
         if path.is_symlink() and not path.is_file():
             return f"link {os.readlink(path)}"

@@ -139,7 +139,7 @@ def p_above(log_ratios: tuple[float, ...], bound: float) -> float:
 
 @lru_cache(maxsize=4096)
 def p_below(log_ratios: tuple[float, ...], bound: float) -> float:
-    """The same of "the true log-ratio is at least `bound`"."""
+    """Exact one-sided p-value of "the true log-ratio is at least `bound`"."""
     return p_above(tuple(-x for x in log_ratios), -bound)
 
 
@@ -229,7 +229,7 @@ def _judge(
 
 
 def estimate(log_ratios: Sequence[float]) -> float:
-    """Hodges-Lehmann: the median of the means of all pairs. Up to 29 % of bad sessions cannot carry it away."""
+    """Return the Hodges-Lehmann estimate, the median of all pairwise means; robust to up to 29 % of bad sessions."""
     return statistics.median((a + b) / 2 for a, b in combinations_with_replacement(log_ratios, 2))
 
 
