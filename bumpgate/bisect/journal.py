@@ -75,9 +75,9 @@ class Journal:
         if self.search.result() is not None:
             return []
         if not self._asked:
-            indices = self.search.next()
-            _write(self._file, {"probe": indices})
-            self._asked = indices
+            asked = self.search.next()
+            _write(self._file, {"probe": asked})
+            self._asked = asked
         return list(self._asked)
 
     def record(self, index: int, outcome: Outcome) -> None:
