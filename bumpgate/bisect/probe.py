@@ -209,9 +209,10 @@ def load(place: Path) -> Reading | None:
 
 @contextmanager
 def fresh_caches(place: Path) -> Iterator[dict[str, str]]:
-    """Yield env_vars that point torch and Triton at empty compile caches: no reading may depend on an earlier one.
+    """Yield env_vars that point torch, Triton and the C++ compiler at empty caches.
 
-    The caches are deleted at the end; those of a killed probe are deleted when it is repeated.
+    No reading may depend on an earlier one. The caches are deleted at the end; those of a killed probe are deleted when
+    it is repeated.
     """
     caches = place / "caches"
     shutil.rmtree(caches, ignore_errors=True)
@@ -220,6 +221,7 @@ def fresh_caches(place: Path) -> Iterator[dict[str, str]]:
         yield {
             "TORCHINDUCTOR_CACHE_DIR": str((caches / "inductor").absolute()),
             "TRITON_CACHE_DIR": str((caches / "triton").absolute()),
+            "BUMPGATE_OBJECTS": str((caches / "objects").absolute()),
         }
     finally:
         shutil.rmtree(caches, ignore_errors=True)

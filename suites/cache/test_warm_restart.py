@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 
 from suites.support.child import run_json
+from suites.support.environment import compiler
 from suites.support.lanes import Lane, lanes
 from suites.support.reduce import largest_difference
 
@@ -20,6 +21,7 @@ CASE = "cache/nam12-regional-restart"
 def restarts(tmp_path_factory) -> tuple[dict, dict]:
     """The same program in two fresh processes, on one cache directory that starts empty."""
     environment = {
+        **compiler(),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",

@@ -12,6 +12,7 @@ from typing import Any
 
 from bumpgate.plugin.duet import partner
 from suites.support.child import run_json
+from suites.support.environment import compiler
 from suites.support.lanes import Lane, lanes
 
 LONGEST = 300.0
@@ -22,6 +23,7 @@ def started(lane: Lane, caches: Path) -> dict[str, Any]:
     if duet := partner():
         duet.agree("start", "what they start")
     environment = {
+        **compiler(),
         "TORCHINDUCTOR_CACHE_DIR": str(caches),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",

@@ -1,0 +1,139 @@
+"""A C++ compiler that keeps its output files: the same sources, headers and flags are compiled once.
+
+Inductor calls the compiler named by CXX for every CPU kernel, and suites compile one model in many processes with
+empty Inductor caches. `program` writes a script to use as CXX. It runs this file, which returns the kept output if
+
+* the flags, the contents of the source and object files, the compiler and the folders named by -I and -L are the
+  same, and
+* each header that the first compile read has the same size and modification time.
+
+Only the output of a successful compile is kept, with its messages. Everything else goes to the compiler as it is.
+(ccache and sccache keep the output of `-c` only; Inductor compiles and links a kernel in one call.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SOURCES = (".cpp", ".hpp", ".cc", ".h", ".o", ".a")
+#: Precompiled headers have a store of their own: Inductor's folder of them, which is not emptied.
+PRECOMPILED = (".gch", ".pch")
+#: Bytes of kept output; the files that were not used for the longest time are removed above it.
+LIMIT = 1 << 30
+
+
+def program(store: Path, compiler: str) -> Path:
+    """Write the script for CXX that runs `compiler` with `store`; return its path."""
+    command = shlex.join([sys.executable, "-IS", __file__, str(store), compiler])
+    # Inductor reads from the file's name whether the compiler is g++ or clang++.
+    path = store / hashlib.sha256(command.encode()).hexdigest()[:12] / Path(compiler).name
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, f'#!/bin/sh\nexec {command} "$@"\n'.encode(), 0o755)
+    return path
+
+
+def prune(store: Path) -> None:
+    """Remove the output that was not used for the longest time until the store is below LIMIT bytes."""
+    files = sorted(
+        (path for path in store.glob("??/*") if path.is_file()), key=lambda path: path.stat().st_mtime
+    )
+    size = sum(path.stat().st_size for path in files)
+    for path in files:
+        if size <= LIMIT:
+            return
+        size -= path.stat().st_size
+        path.unlink(missing_ok=True)
+
+
+def main(store: Path, compiler: str, *arguments: str) -> int:
+    """Compile, or write the kept output of the same compile."""
+    output = Path(arguments[arguments.index("-o") + 1]) if "-o" in arguments[:-1] else Path()
+    if output.suffix in ("", *PRECOMPILED):
+        return subprocess.call([compiler, *arguments])
+    key = _key(compiler, arguments, output)
+    kept = store / key[:2] / key
+    with contextlib.suppress(OSError, ValueError):
+        facts = json.loads(kept.with_suffix(".json").read_text())
+        if facts["headers"] == [[path, *_state(path)] for path, *_ in facts["headers"]]:
+            content = kept.read_bytes()
+            if facts["digest"] == hashlib.sha256(content).hexdigest():
+                _write(output, content, facts["mode"])
+                os.utime(kept)
+                os.utime(kept.with_suffix(".json"))
+                sys.stderr.write(facts["messages"])
+                return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        rule = Path(scratch, "rule")
+        # g++ reads no precompiled header while it lists headers; the name of Inductor's is a digest of its text.
+        listed = [] if any(map(_precompiled, arguments)) else ["-MD", "-MF", str(rule)]
+        done = subprocess.run(
+            [compiler, *arguments, *listed], stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+        sys.stderr.write(done.stderr)
+        if not done.returncode:
+            with contextlib.suppress(OSError):
+                headers = [[path, *_state(path)] for path in _headers(rule)]
+                content = output.read_bytes()
+                facts = {
+                    "headers": headers,
+                    "digest": hashlib.sha256(content).hexdigest(),
+                    "mode": output.stat().st_mode & 0o777,
+                    "messages": done.stderr,
+                }
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                _write(kept, content)
+                _write(kept.with_suffix(".json"), json.dumps(facts).encode())
+    return done.returncode
+
+
+def _precompiled(argument: str) -> bool:
+    return "/precompiled_headers/" in argument
+
+
+def _key(compiler: str, arguments: tuple[str, ...], output: Path) -> str:
+    digest = hashlib.sha256(
+        repr((compiler, _state(shutil.which(compiler) or compiler), output.suffix)).encode()
+    )
+    for argument in arguments:
+        if argument == str(output):
+            text = "output"
+        elif argument.endswith(SOURCES) and os.path.isfile(argument) and not _precompiled(argument):
+            text = hashlib.sha256(Path(argument).read_bytes()).hexdigest()
+        elif argument.startswith(("-I", "-L")) and os.path.isdir(argument[2:]):
+            text = f"{argument} {_state(argument[2:])}"
+        else:
+            text = argument
+        digest.update(f"{len(text)} {text}".encode())
+    return digest.hexdigest()
+
+
+def _state(path: str) -> tuple[int, int]:
+    state = os.stat(path)
+    return state.st_size, state.st_mtime_ns
+
+
+def _headers(rule: Path) -> list[str]:
+    """Return the headers that the compiler read, from a rule of make; the source file comes first there."""
+    text = rule.read_text() if rule.is_file() else ""
+    return text.replace("\\\n", " ").partition(": ")[2].split()[1:]
+
+
+def _write(path: Path, content: bytes, mode: int = 0o644) -> None:
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_bytes(content)
+    draft.chmod(mode)
+    draft.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))
