@@ -136,6 +136,8 @@ class Bench:
             if not side.measured:
                 side.failure = failure
             self.view.say(f"{side.name}: {failure}" if failure else side.name)
+        for line in self.gate.moved:
+            self.view.say(f"moved: {line}")
         self.save()
 
     def canaries(self, names: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from packaging.utils import canonicalize_name
 from rich.console import Console
 
 from bumpgate import accepted, lanes
@@ -26,7 +27,7 @@ from bumpgate.adopt.files import interrupted
 from bumpgate.baseline import find_root
 from bumpgate.environments import compiled, reference
 from bumpgate.environments.build import BuildError, build, lane_request
-from bumpgate.environments.freeze import changes
+from bumpgate.environments.request import kernel_wheels
 from bumpgate.environments.store import sha256_of
 from bumpgate.gate import drift, result
 from bumpgate.gate.bench import TITLES, Bench, Place, other_packages
@@ -34,7 +35,7 @@ from bumpgate.gate.binding import Binding, bind
 from bumpgate.gate.plan import plan_for
 from bumpgate.gate.result import Asked, Gate, GateError, SideState
 from bumpgate.gate.verdict import Decision
-from bumpgate.gate.view import View, findings_text
+from bumpgate.gate.view import View, cut, findings_text
 from bumpgate.processes.runner import installed
 from bumpgate.report import gate_file, history
 from bumpgate.report.extra import ExtraMissingError
@@ -59,6 +60,10 @@ def command(
     python_good: Annotated[str, typer.Option(help="Adopted: this interpreter as it stands.")] = "",
     python_bad: Annotated[str, typer.Option(help="Candidate: this interpreter as it stands.")] = "",
     python_anchor: Annotated[str, typer.Option(help="Anchor: this interpreter as it stands.")] = "",
+    without: Annotated[
+        list[str] | None,
+        typer.Option(help="A kernel wheel that these interpreters lack on purpose; repeatable."),
+    ] = None,
     index: Annotated[str | None, typer.Option(help="URL of an index asked before the host's.")] = None,
     find_links: Annotated[
         list[str] | None, typer.Option(help="Folder or page of wheels; repeatable.")
@@ -88,6 +93,7 @@ def command(
         sessions=sessions,
         selection=tuple(selection or ()),
         candidate_file=_file_digest(candidate),
+        without=tuple(sorted({str(canonicalize_name(name)) for name in without or ()})),
     )
     root = find_root(Path.cwd())
     _refuse(asked, root)
@@ -156,6 +162,12 @@ def _refuse(asked: Asked, root: Path) -> None:
         python = {"adopted": asked.python_good, "anchor": asked.python_anchor}[name]
         if getattr(asked, name) and python:
             raise BumpgateError(f"--{name} or an interpreter for it, not both")
+    if asked.without and not (asked.python_good or asked.python_bad or asked.python_anchor):
+        raise BumpgateError("--without is for interpreters (--python-bad PATH): name one, or leave it out")
+    kernels = kernel_wheels(root, asked.lane)
+    if unknown := [name for name in asked.without if name not in kernels]:
+        listed = ", ".join(kernels) or "none"
+        raise BumpgateError(f"--without {unknown[0]}: not a kernel wheel of lane {asked.lane} ({listed})")
     try:
         plan_for(asked.sessions, asked.lane)
     except ValueError as error:
@@ -225,14 +237,15 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
         if not python
     }
     places: dict[str, Place] = {}
-    packages: dict[str, Mapping[str, str]] = {}
     for name, (python, _) in specs.items():
         if python:
             try:
-                lacking = wheels.variables(wheels.missing(root, asked.lane, Path(python)))
+                absent = wheels.missing(root, asked.lane, Path(python))
             except BumpgateError as error:
                 places[name] = Place(Path(), {}, one_line(error), f"{shlex.quote(python)} -m pip list")
                 continue
+            _refuse_unprepared(asked, python, absent)
+            lacking = wheels.variables({each: f"{why} (--without)" for each, why in absent.items()})
             key = compiled.HANDED_IN + hashlib.sha256(python.encode()).hexdigest()[:16]
             first, *more = ({**c, **reference.variables(None), **lacking} for c in compiled.copies(key, name))
             places[name] = Place(
@@ -244,7 +257,6 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
                 made = build(requests[name], say=view.say)
                 fitted = wheels.fit(root, asked.lane, requests[name], made, sources["find_links"], view.say)
             made = fitted.environment
-            packages[name] = made.packages
             own = {**reference.variables(made.lock), **wheels.variables(fitted.absent)}
             first, *more = ({**c, **own} for c in compiled.copies(made.key, name))
             places[name] = Place(
@@ -258,10 +270,22 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
             places[name] = Place(Path(), {}, one_line(error), f"less {shlex.quote(str(error.log))}")
         except BumpgateError as error:
             places[name] = Place(Path(), {}, one_line(error), "bumpgate doctor")
-    if "good" in packages and "bad" in packages:
-        for line in changes(packages["good"], packages["bad"]):
-            view.say(f"moved: {line}")
     return places
+
+
+def _refuse_unprepared(asked: Asked, python: str, absent: Mapping[str, str]) -> None:
+    """Raise GateError if an interpreter lacks kernel wheels of the lane that `--without` does not name.
+
+    Otherwise an environment that was prepared badly would be judged without the rows of its peers.
+    """
+    unnamed = [package for package in absent if package not in asked.without]
+    if unnamed:
+        options = " ".join(f"--without {package}" for package in unnamed)
+        raise GateError(
+            f"{python} lacks {', '.join(unnamed)} of lane {asked.lane}: install them"
+            f" (bumpgate wheels plan --lane {asked.lane} --python {shlex.quote(python)} lists which fit),"
+            f" or add, where that is on purpose: {options}"
+        )
 
 
 @contextmanager
@@ -288,7 +312,8 @@ def _show(gate: GateFile, out: Path, again: bool) -> None:
     """Print the findings and a one-line summary. again: the gate had finished before this command."""
     console = Console()
     findings_text(gate.findings, console)
-    lines = [f"acceptance: {line}" for line in gate.accepted]
+    lines = [f"moved: {line}" for line in cut(gate.moved)]
+    lines += [f"acceptance: {line}" for line in gate.accepted]
     parts = [f"{gate.decision.name}: {gate.bad.name} against {gate.good.name}, lane {gate.lane}"]
     parts += [
         f"{len(gate.findings)} finding{'s' * (len(gate.findings) != 1)}",

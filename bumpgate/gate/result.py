@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bumpgate.environments.freeze import changes
 from bumpgate.gate.binding import Binding
 from bumpgate.gate.drift import Creep
 from bumpgate.gate.plan import Plan
@@ -33,6 +34,7 @@ class Asked:
     """Options of a gate; `--resume` requires the same ones. Interpreters and requirements as the user wrote them.
 
     candidate_file: sha256 of a candidate that is a wheel file; its version alone may stand for several builds.
+    without: kernel wheels that an interpreter of the user lacks on purpose.
     """
 
     lane: str
@@ -45,6 +47,7 @@ class Asked:
     sessions: int | None = None
     selection: tuple[str, ...] = ()
     candidate_file: str = ""
+    without: tuple[str, ...] = ()
 
 
 @dataclass
@@ -96,6 +99,12 @@ class Gate:
         """Whether more sessions could decide a timed row: the gate ran out of budget."""
         return any(part is not None and bool(part.open_tests()) for part in (self.paired, self.drifted))
 
+    @property
+    def moved(self) -> list[str]:
+        """One line per package whose version differs between the sides; empty if one of them is not known."""
+        good, bad = (self.sides[name].packages for name in ("good", "bad"))
+        return changes(good, bad) if good and bad else []
+
     def write(self, out: Path) -> None:
         """Replace gate.json atomically."""
         write_atomic(out / NAME, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
@@ -124,6 +133,7 @@ class Gate:
                 for row, c in self.creeps.items()
             },
             "accepted": list(self.accepted),
+            "moved": self.moved,
         }
 
 
@@ -135,7 +145,8 @@ def read(out: Path, plan: Plan) -> Gate | None:
     path = out / NAME
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        asked = Asked(**raw["asked"] | {"selection": tuple(raw["asked"]["selection"])})
+        lists = {name: tuple(raw["asked"].get(name, ())) for name in ("selection", "without")}
+        asked = Asked(**raw["asked"] | lists)
         gate = Gate(asked, raw["started"], raw["command"], raw["wall_seconds"], raw["finished"])
         gate.decision, gate.host = Decision[raw["decision"]], raw["host"]
         gate.binding = Binding.from_json(raw["binding"]) if raw["binding"] else None

@@ -64,16 +64,17 @@ def _cause(f: Finding) -> str:
     return f"{f.label} {what}".strip()
 
 
-def _cut(lines: Sequence[str]) -> list[str]:
+def cut(lines: Sequence[str]) -> list[str]:
+    """Return the first SHOWN_LINES lines, and the count of the others."""
     more = len(lines) - SHOWN_LINES
     return [*lines[:SHOWN_LINES], *([f"... and {more} more in gate.json"] if more > 0 else [])]
 
 
 def _block(f: Finding) -> str:
     lines = [f"{f.decision.name:<8} {_cause(f)}"]
-    lines += [f"{'':<8} row {row}" for row in _cut(f.rows)]
-    lines += [f"{'':<8} adopted:   {line}" for line in _cut(f.good)]
-    lines += [f"{'':<8} candidate: {line}" for line in _cut(f.bad)]
+    lines += [f"{'':<8} row {row}" for row in cut(f.rows)]
+    lines += [f"{'':<8} adopted:   {line}" for line in cut(f.good)]
+    lines += [f"{'':<8} candidate: {line}" for line in cut(f.bad)]
     return "\n".join([*lines, f"{'':<8} -> {f.repro}"] if f.repro else lines)
 
 
@@ -82,9 +83,9 @@ def _table(findings: Sequence[Finding]) -> Table:
     for title in ("", "cause", "adopted", "candidate"):
         table.add_column(title, overflow="fold", no_wrap=not title)
     for f in findings:
-        cause = Text("\n".join([_cause(f), *_cut(f.rows)]))
+        cause = Text("\n".join([_cause(f), *cut(f.rows)]))
         if f.repro:
             cause.append(f"\n-> {f.repro}", style="dim")
-        sides = (Text("\n".join(_cut(side))) for side in (f.good, f.bad))
+        sides = (Text("\n".join(cut(side))) for side in (f.good, f.bad))
         table.add_row(Text(f.decision.name, style=STYLE[f.decision]), cause, *sides)
     return table

@@ -51,7 +51,7 @@ class GateFile:
 
     finished: False for a gate that was killed. readings: row id -> log-ratio to the build of a month before
     (bumpgate.gate.drift), if the gate was paired with one. asked, binding: its options and the work tree that it
-    measured, as bumpgate.gate.result writes them.
+    measured, as bumpgate.gate.result writes them. moved: one line per package whose version differs between the sides.
     """
 
     lane: str
@@ -69,6 +69,7 @@ class GateFile:
     readings: Mapping[str, float] = field(default_factory=dict)
     asked: Mapping[str, Any] = field(default_factory=dict)
     binding: Mapping[str, Any] = field(default_factory=dict)
+    moved: tuple[str, ...] = ()
 
 
 def read(path: Path) -> Record | GateFile:
@@ -102,6 +103,7 @@ def read(path: Path) -> Record | GateFile:
             },
             asked=dict(raw.get("asked") or {}),
             binding=dict(raw.get("binding") or {}),
+            moved=tuple(str(line) for line in raw.get("moved", ())),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GateFileError(

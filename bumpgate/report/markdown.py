@@ -29,6 +29,10 @@ def summary(page: Page, limit: int = LIMIT) -> str:
     head += [f"- acceptance: {escape(note)}" for note in page.notes]
     head += [f"- not run on this device: {escape(line)}" for line in page.not_run]
     blocks = ["\n".join(head) + "\n"]
+    if page.moved:
+        title = f"{len(page.moved)} package{'s' * (len(page.moved) != 1)} moved"
+        lines = [f"\n<details><summary>{title}</summary>", "", *_fenced(page.moved), "</details>\n"]
+        blocks.append("\n".join(lines))
     blocks += [_finding(finding) for finding in page.findings]
     moved = [row for row in page.rows if row.tone != "good"]
     if moved:

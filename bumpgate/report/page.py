@@ -72,7 +72,7 @@ class Page:
 
     sides: names of the adopted and the candidate environment; the first is empty for one record.
     notes: what baselines/accepted.toml did. not_run: rows that another device alone can show.
-    records: of both sides, None where a side left none.
+    records: of both sides, None where a side left none. moved: packages whose version differs between the sides.
     """
 
     kind: str
@@ -94,6 +94,7 @@ class Page:
     records: tuple[Record | None, Record | None]
     timed: dict[str, Paired]
     compare: str = ""
+    moved: tuple[str, ...] = ()
 
     @property
     def paired(self) -> bool:
@@ -178,6 +179,7 @@ def of_gate(gate: GateFile) -> Page:
         records=(gate.good.record, gate.bad.record),
         timed=dict(gate.timed),
         compare=_compare_link(gate),
+        moved=gate.moved,
     )
 
 

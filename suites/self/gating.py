@@ -53,11 +53,13 @@ def seconds(value: float, id: str = "throughput/b/seconds", spread: float = 0.03
 class Behaviour:
     """One side. counts: rows of its single run, except timed ones. canaries: name -> reason of the failed ones.
 
-    slower: row -> factor of its time. signal: ends the timed processes of sessions from `dies_from` on.
+    packages: installed apart from torch. slower: row -> factor of its time.
+    signal: ends the timed processes of sessions from `dies_from` on.
     spoiled: number of runs of the timed test disturbed by the machine.
     """
 
     torch: str = "2.13.0"
+    packages: Mapping[str, str] = field(default_factory=dict)
     failure: str = ""
     counts: Sequence[Judgement] = field(default_factory=lambda: [count()])
     problems: tuple[str, ...] = ()
@@ -88,7 +90,7 @@ class Machine:
 
     def installed(self, python: Path, *_: object) -> Installed:
         side = self.sides[python.name]
-        return Installed({} if side.failure else {"torch": side.torch}, {}, side.failure)
+        return Installed({} if side.failure else {"torch": side.torch, **side.packages}, {}, side.failure)
 
     def run_lane(self, call: LaneCall, timeout: float | None = None) -> LaneRun:
         python, selection, record = call.python, call.selection, call.record

@@ -5,6 +5,7 @@ The machine of suites/self/gating.py runs no process: test_gate_faults.py uses r
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import math
@@ -28,7 +29,8 @@ from bumpgate.gate.timed import BARREN, SIDE, Sessions
 from bumpgate.gate.verdict import Decision, Finding
 from bumpgate.gate.view import findings_text
 from bumpgate.processes.runner import USAGE, LaneCall, LaneRun
-from bumpgate.report import gate_file
+from bumpgate.report import command as report
+from bumpgate.report import gate_file, markdown, page
 from bumpgate.rows import Judgement, Verdict, read_record
 from suites.self.gating import COUNT_TEST, TIME_TEST, TODAY, Machine, count, gone, labels
 from suites.self.tree import CANARIES
@@ -105,6 +107,34 @@ def test_the_report_reads_what_the_gate_wrote(machine: Machine, out: Path) -> No
     assert paired.ratio == pytest.approx(1.2, rel=0.03)
     assert found.good.record == read_record(out / "good.json")
     assert found.readings["throughput/b/seconds"] == pytest.approx(math.log(1.2), abs=0.03)
+
+
+def test_gate_lists_every_package_that_moved(machine: Machine, out: Path) -> None:
+    machine.sides["good"].packages = {"triton": "3.7.1", "numpy": "2.4.6", "filelock": "3.0"}
+    machine.sides["bad"].packages = {"triton": "3.8.0", "numpy": "2.4.6", "nvidia-nccl": "2.30"}
+    machine.sides["bad"].torch = "2.14.0"
+    machine.gate(out)
+    moved = (
+        "filelock 3.0 -> (absent)",
+        "nvidia-nccl (absent) -> 2.30",
+        "torch 2.13.0 -> 2.14.0",
+        "triton 3.7.1 -> 3.8.0",
+    )
+    found = gate_file.read(out / result.NAME)
+    assert isinstance(found, gate_file.GateFile)
+    assert found.moved == moved
+    said = [line for line in (out / "said.txt").read_text().splitlines() if line.startswith("moved: ")]
+    assert said == [f"moved: {line}" for line in moved]
+    shown = page.of(found)
+    assert "4 packages moved" in markdown.summary(shown)
+    for form in (report.html_page(shown), markdown.summary(shown)):
+        assert all(line in form or html.escape(line) in form for line in moved)
+
+
+def test_gate_without_a_side_lists_no_moved_package(machine: Machine, out: Path) -> None:
+    machine.sides["bad"].failure = "import torch: killed by SIGSEGV"
+    machine.gate(out)
+    assert json.loads((out / result.NAME).read_text())["moved"] == []
 
 
 def test_a_row_that_is_five_percent_slower_is_held(machine: Machine, out: Path) -> None:

@@ -19,9 +19,12 @@ from bumpgate import cli
 from bumpgate.environments.build import BuildError, NotInstallable
 from bumpgate.gate import command as gate
 from bumpgate.gate import result
+from bumpgate.gate.bench import Place
 from bumpgate.gate.plan import Plan
+from bumpgate.gate.result import Gate
 from suites.self.gate_tree import COUNTS, TIMED, TIMES_TEST, Tree, wait_for
 from suites.self.project import GOOD
+from suites.support.planted import planted
 
 
 @pytest.fixture
@@ -170,6 +173,10 @@ REFUSALS = {
     "unknown lane 'tpu'; lanes: cpu, h200, v6e": ("gate", "--lane", "tpu", "--candidate", "torch==1"),
     "name the candidate: --candidate 'torch==X'": ("gate", "--lane", "cpu"),
     "or --python-bad PATH": (*PAIR, "--candidate", "torch==1"),
+    "--without is for interpreters (--python-bad PATH)": (
+        *("gate", "--lane", "cpu", "--candidate", "torch==1", "--without", "fast"),
+    ),
+    "--without fast: not a kernel wheel of lane cpu (none)": (*PAIR, "--without", "fast"),
     "--adopted or an interpreter for it, not both": (*PAIR, "--python-good", "x", "--adopted", "torch==1"),
     "the selection names suites/nope.py, which is not there": (*PAIR, "--", "suites/nope.py::test_a"),
     "-m is set by the gate": (*PAIR, "--", "-m", "h200"),
@@ -177,6 +184,17 @@ REFUSALS = {
     "--sessions: at least 6 sessions, got 3": (*PAIR, "--sessions", "3"),
     "invalid candidate 'torch=>1'": ("gate", "--lane", "cpu", "--candidate", "torch=>1"),
 }
+
+
+KERNEL_LANE = """schema = 1
+[environment.cpu]
+status = "adopted"
+lane = "cpu"
+source = "a test"
+python = ">=3.10"
+torch = "==9.9.0"
+wheels = { fast = { version = "1.0", torch = "9.9.0" }, faster = { version = "1.0", torch = "9.9.0" } }
+"""
 
 
 @pytest.fixture
@@ -205,6 +223,40 @@ def test_bad_input_is_one_line_and_exit_4(run: Any, words: str) -> None:
     code, out, err = run(*REFUSALS[words])
     assert (code, out, len(err.splitlines())) == (4, "", 1), err
     assert words in err
+
+
+@planted("C39", "an interpreter that was prepared without the lane's kernel wheels")
+def test_interpreter_without_kernel_wheels_is_refused(run: Any, tree: Tree) -> None:
+    tree.write("wheels/manifest.toml", KERNEL_LANE)
+    code, out, err = run(*tree.sides())
+    assert (code, out) == (4, "")
+    assert err.splitlines() == [
+        f"bumpgate: {tree.good} lacks fast, faster of lane cpu: install them (bumpgate wheels plan --lane cpu"
+        f" --python {tree.good} lists which fit), or add, where that is on purpose: --without fast --without faster"
+    ]
+    assert not (tree.root / "g" / result.NAME).exists()
+    code, _, err = run(*tree.sides(), "--without", "fast")
+    assert (code, "lacks faster of lane cpu" in err) == (4, True)
+
+
+def test_wheels_lacking_on_purpose_are_excused(run: Any, tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree.write("wheels/manifest.toml", KERNEL_LANE)
+    places: dict[str, Place] = {}
+
+    class SeenError(Exception):
+        pass
+
+    def bench(gate: Gate, root: Path, out: Path, found: dict[str, Place], *_: object) -> None:
+        places.update(found)
+        assert gate.asked.without == ("fast", "faster")
+        raise SeenError
+
+    monkeypatch.setattr(gate, "Bench", bench)
+    monkeypatch.setattr("sys.argv", ["bumpgate", *tree.sides(), "--without", "Fast", "--without", "faster"])
+    with pytest.raises(SeenError):
+        cli.main()
+    absent = json.loads(places["bad"].variables["BUMPGATE_ABSENT"])
+    assert absent["fast"] == "fast is not installed (--without)"
 
 
 @pytest.mark.parametrize("error", [NotInstallable, BuildError])
