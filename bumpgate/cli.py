@@ -19,7 +19,7 @@ from bumpgate.environments import build as environments
 from bumpgate.environments import freeze, rollback, versions
 from bumpgate.gate import command as gate
 from bumpgate.report import command as report
-from bumpgate.report import history
+from bumpgate.report import findings, history
 from bumpgate.rows import BumpgateError
 from bumpgate.wheels import command as wheels
 
@@ -37,6 +37,7 @@ app.command("versions")(versions.command)
 app.command("doctor")(doctor.command)
 app.command("freeze")(freeze.command)
 app.command("rollback")(rollback.command)
+app.add_typer(findings.app, name="findings", help="Findings of the history: list, link to an issue, own.")
 app.add_typer(wheels.app, name="wheels", help="Kernel wheels of a lane: plan, audit, fetch and build them.")
 
 

@@ -14,24 +14,31 @@ from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bumpgate.accepted import today
 from bumpgate.environments.store import home
 from bumpgate.gate.drift import Reading
 from bumpgate.gate.verdict import Decision
-from bumpgate.report import gate_file
+from bumpgate.report import gate_file, memory, schema
 from bumpgate.report.extra import need
 from bumpgate.report.gate_file import GateFile
+from bumpgate.report.memory import FindingError, Known
+from bumpgate.report.schema import PREFIX, TEXTS, VERSION
 from bumpgate.rows import BumpgateError, Judgement, Record, Value, is_finite, one_line
 
-VERSION = 2
 WAIT_SECONDS = 60  # for another writer
-PREFIX = "bumpgate_"
 
 
 class ArchiveError(BumpgateError):
     """A store that cannot be opened, or that holds something else."""
+
+
+class Added(NamedTuple):
+    """new: whether the file was not stored before. findings: of a gate, those open or newly gone as of it."""
+
+    new: bool
+    findings: list[Known]
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,10 @@ class Archive:
     """url: of SQLAlchemy. Nothing is opened before the first use; every fault is an ArchiveError of one line."""
 
     def __init__(self, url: str) -> None:
-        self._sql = need("sqlalchemy", command="bumpgate history")
+        self.sql = need("sqlalchemy", command="bumpgate history")
         try:
-            self._url = self._sql.engine.make_url(url)
-        except self._sql.exc.ArgumentError:
+            self._url = self.sql.engine.make_url(url)
+        except self.sql.exc.ArgumentError:
             raise ArchiveError(
                 f"--store {url!r}: not a database URL such as sqlite:///history.sqlite"
             ) from None
@@ -81,17 +88,38 @@ class Archive:
             self._url.database or "" if self._is_file else self._url.render_as_string(hide_password=True)
         )
 
-    def add(self, path: Path) -> bool:
-        """Store a record, or a gate with both of its records; return False if it was stored already."""
+    def add(self, path: Path) -> Added:
+        """Store a record, or a gate with both of its records."""
         found = gate_file.read(path)
-        with self._in_one_line(), self._engine.begin() as connection:
+        with self.transaction() as connection:
             if isinstance(found, GateFile):
-                return self._add_gate(connection, found)
-            return self._add_record(connection, found, path.name)[1]
+                made, new = self._add_gate(connection, found)
+                return Added(new, memory.read(self.sql, self.tables, connection, until=made))
+            return Added(self._add_record(connection, found, path.name)[1], [])
+
+    def findings(self, lane: str = "") -> list[Known]:
+        """Every remembered finding, open ones first. lane: only this one's."""
+        with self.transaction() as connection:
+            return memory.read(self.sql, self.tables, connection, lane)
+
+    def mark(self, key: str, **values: str | None) -> Known:
+        """Set the issue or the owner of a finding, named by the start of its key. Raises FindingError."""
+        found = self.tables["findings"]
+        with self.transaction() as connection:
+            query = self.sql.select(found.c.key).where(found.c.key.startswith(key, autoescape=True))
+            keys = [row.key for row in connection.execute(query)]
+            if len(keys) != 1 or not key:
+                what = f"the start of {len(keys)} findings" if keys and key else "not a finding"
+                raise FindingError(
+                    f"{key!r} is {what} in {self.name}; list them with: bumpgate findings list"
+                )
+            connection.execute(self.sql.update(found).where(found.c.key == keys[0]).values(**values))
+            known = memory.read(self.sql, self.tables, connection)
+        return next(k for k in known if k.key == keys[0])
 
     def points(self, row: str, lane: str = "", days: int = 0) -> list[Point]:
         """Every reading of a row, oldest first. lane: only this one's. days: only the last ones, 0 for all."""
-        runs, readings = self._tables["runs"], self._tables["readings"]
+        runs, readings = self.tables["runs"], self.tables["readings"]
         query = self._select().where(readings.c.row == row)
         if lane:
             query = query.where(runs.c.lane == lane)
@@ -105,9 +133,9 @@ class Archive:
 
         Only candidates that were adopted within the last `days` count: a rejected one is not in use.
         """
-        gates, ratios = self._tables["gates"], self._tables["ratios"]
+        gates, ratios = self.tables["gates"], self.tables["ratios"]
         query = (
-            self._sql.select(gates.c.started, ratios.c.row, ratios.c.drift)
+            self.sql.select(gates.c.started, ratios.c.row, ratios.c.drift)
             .select_from(ratios.join(gates, ratios.c.gate == gates.c.id))
             .where(gates.c.lane == lane, gates.c.decision == Decision.ADOPT.name)
             .where(gates.c.started >= _utc(day - timedelta(days)), ratios.c.drift.is_not(None))
@@ -122,9 +150,9 @@ class Archive:
 
     def adopted(self, lane: str) -> list[tuple[date, str]]:
         """(day, torch) of every candidate that a gate of the lane adopted, oldest first."""
-        gates, runs = self._tables["gates"], self._tables["runs"]
+        gates, runs = self.tables["gates"], self.tables["runs"]
         query = (
-            self._sql.select(gates.c.started, runs.c.torch)
+            self.sql.select(gates.c.started, runs.c.torch)
             .select_from(gates.join(runs, gates.c.bad == runs.c.id))
             .where(gates.c.lane == lane, gates.c.decision == Decision.ADOPT.name)
             .order_by(gates.c.started, gates.c.id)
@@ -135,12 +163,13 @@ class Archive:
             ]
 
     def _select(self) -> Any:
-        runs, readings = self._tables["runs"], self._tables["readings"]
+        runs, readings = self.tables["runs"], self.tables["readings"]
         joined = readings.join(runs, readings.c.run == runs.c.id)
-        return self._sql.select(runs, readings).select_from(joined).order_by(runs.c.started, runs.c.id)
+        return self.sql.select(runs, readings).select_from(joined).order_by(runs.c.started, runs.c.id)
 
-    def _add_gate(self, connection: Any, gate: GateFile) -> bool:
-        gates = self._tables["gates"]
+    def _add_gate(self, connection: Any, gate: GateFile) -> tuple[int, bool]:
+        """The gate's number, and whether it is new."""
+        gates = self.tables["gates"]
         if not gate.finished:
             raise ArchiveError("gate.json: the gate was cut short: finish it with --resume")
         good, bad = (
@@ -148,39 +177,53 @@ class Archive:
             for side in (gate.good, gate.bad)
         )
         digest = _digest([gate.lane, gate.decision.name, gate.started, good, bad, sorted(gate.timed)])
-        if connection.execute(self._sql.select(gates.c.id).where(gates.c.digest == digest)).first():
-            return False
+        known = connection.execute(self.sql.select(gates).where(gates.c.digest == digest)).first()
+        if known and known.package is not None:
+            return int(known.id), False
+        remembered = memory.gate_fields(gate)
+        if known:  # stored by a version without the memory of findings
+            connection.execute(self.sql.update(gates).where(gates.c.id == known.id).values(**remembered))
+            memory.write(self.sql, self.tables, connection, known.id, gate)
+            return int(known.id), False
         fields: dict[str, Any] = {"digest": digest, "lane": gate.lane, "decision": gate.decision.name}
         fields |= {"started": _started(gate.started, "gate.json"), "good": good, "bad": bad}
-        made = connection.execute(self._sql.insert(gates).values(**fields)).inserted_primary_key[0]
+        fields |= remembered
+        made = connection.execute(self.sql.insert(gates).values(**fields)).inserted_primary_key[0]
         ratios = [_ratio(made, row, gate) for row in dict.fromkeys((*gate.timed, *gate.readings))]
         if ratios:
-            connection.execute(self._sql.insert(self._tables["ratios"]), ratios)
-        return True
+            connection.execute(self.sql.insert(self.tables["ratios"]), ratios)
+        memory.write(self.sql, self.tables, connection, made, gate)
+        return int(made), True
 
     def _add_record(self, connection: Any, record: Record, name: str) -> tuple[int, bool]:
         """The run's number, and whether it is new."""
-        runs = self._tables["runs"]
+        runs = self.tables["runs"]
         p = record.provenance
         digest = _digest([dict(p), [j.to_json() for j in record.judgements]])
-        known = connection.execute(self._sql.select(runs.c.id).where(runs.c.digest == digest)).first()
+        known = connection.execute(self.sql.select(runs.c.id).where(runs.c.digest == digest)).first()
         if known:
             return int(known[0]), False
         fields: dict[str, Any] = {column: _text(p.get(column)) for column in TEXTS}
         fields |= {"digest": digest, "started": _started(p.get("started"), name), "red": record.red}
         fields["host_class"] = _host_class(p)
-        made = int(connection.execute(self._sql.insert(runs).values(**fields)).inserted_primary_key[0])
+        made = int(connection.execute(self.sql.insert(runs).values(**fields)).inserted_primary_key[0])
         readings = [_reading(made, j) for j in record.judgements if not j.row.unmeasured]
         if readings:
-            connection.execute(self._sql.insert(self._tables["readings"]), readings)
+            connection.execute(self.sql.insert(self.tables["readings"]), readings)
         return made, True
+
+    @contextmanager
+    def transaction(self) -> Iterator[Any]:
+        """A connection whose changes are kept if the block ends without an exception."""
+        with self._in_one_line(), self._engine.begin() as connection:
+            yield connection
 
     @contextmanager
     def _in_one_line(self) -> Iterator[None]:
         """Convert SQLAlchemy's exceptions to ArchiveError."""
         try:
             yield
-        except self._sql.exc.SQLAlchemyError as error:
+        except self.sql.exc.SQLAlchemyError as error:
             why = one_line(getattr(error, "orig", None) or error)
             raise ArchiveError(f"{self.name}: {why}; name another one with --store") from None
 
@@ -189,60 +232,13 @@ class Archive:
         return bool(self._url.get_backend_name() == "sqlite")
 
     @cached_property
-    def _tables(self) -> dict[str, Any]:
-        sql = self._sql
-        metadata = sql.MetaData()
-
-        def head() -> list[Any]:
-            """Return the columns that runs and gates share."""
-            return [
-                sql.Column("id", sql.Integer, primary_key=True),
-                sql.Column("digest", sql.String(64), unique=True, nullable=False),
-                sql.Column("started", sql.String(32), index=True, nullable=False),
-            ]
-
-        def key(name: str, target: str) -> Any:
-            return sql.Column(name, sql.ForeignKey(f"{PREFIX}{target}.id"), primary_key=True)
-
-        def side(name: str) -> Any:
-            return sql.Column(name, sql.ForeignKey(f"{PREFIX}runs.id"))
-
-        text, real = sql.Text, sql.Float(53)
-        columns = {
-            "meta": [sql.Column("version", sql.Integer, primary_key=True)],
-            "runs": [
-                *head(),
-                *(sql.Column(name, text) for name in (*TEXTS, "host_class")),
-                sql.Column("red", sql.Boolean),
-            ],
-            "readings": [
-                key("run", "runs"),
-                sql.Column("row", sql.String(255), primary_key=True, index=True),
-                *(sql.Column(name, text) for name in ("value", "unit", "verdict")),
-                *(sql.Column(name, real) for name in ("number", "low", "high")),
-                sql.Column("row_red", sql.Boolean),
-            ],
-            "gates": [
-                *head(),
-                sql.Column("lane", text),
-                sql.Column("decision", text),
-                side("good"),
-                side("bad"),
-            ],
-            "ratios": [
-                key("gate", "gates"),
-                sql.Column("row", sql.String(255), primary_key=True),
-                sql.Column("outcome", text),
-                *(sql.Column(name, real) for name in ("ratio", "low", "high", "drift")),
-                sql.Column("sessions", sql.Integer),
-            ],
-        }
-        return {name: sql.Table(PREFIX + name, metadata, *parts) for name, parts in columns.items()}
+    def tables(self) -> dict[str, Any]:
+        return schema.tables(self.sql)
 
     @cached_property
     def _engine(self) -> Any:
         """Connect and check the tables; the first of several writers creates them."""
-        sql = self._sql
+        sql = self.sql
         options: dict[str, Any] = {"connect_args": {"timeout": WAIT_SECONDS}} if self._is_file else {}
         try:
             engine = sql.create_engine(self._url, **options)
@@ -250,7 +246,7 @@ class Archive:
             raise ArchiveError(f"{self.name}: no driver for it here ({one_line(error)})") from None
         if self._is_file:
             _lock_at_begin(sql, engine)
-        meta = self._tables["meta"]
+        meta = self.tables["meta"]
         with self._in_one_line(), engine.begin() as connection:
             names = sql.inspect(connection).get_table_names()
             ours = [name for name in names if name.startswith(PREFIX)]
@@ -260,16 +256,12 @@ class Archive:
             versions = [found[0] for found in connection.execute(sql.select(meta.c.version))]
             if not versions:
                 connection.execute(sql.insert(meta).values(version=VERSION))
-            elif versions == [1]:  # the class of the host came with 2
-                connection.exec_driver_sql(f"ALTER TABLE {PREFIX}runs ADD COLUMN host_class TEXT")
+            elif versions[0] in range(1, VERSION):
+                schema.carry_over(connection, versions[0])
                 connection.execute(sql.update(meta).values(version=VERSION))
             elif versions != [VERSION]:
                 raise ArchiveError(f"{self.name}: a history of version {versions[0]}, this is {VERSION}")
         return engine
-
-
-# Provenance fields that are stored with each run.
-TEXTS = ("lane", "device", "host", "torch", "torch_git", "triton", "wheel_set", "commit")
 
 
 def _lock_at_begin(sql: Any, engine: Any) -> None:

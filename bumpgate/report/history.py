@@ -18,7 +18,7 @@ from bumpgate.accepted import today
 from bumpgate.adopt import log
 from bumpgate.baseline import find_root
 from bumpgate.gate.drift import Reading
-from bumpgate.report import plots
+from bumpgate.report import memory, plots
 from bumpgate.report.archive import Archive, Point, default_store
 from bumpgate.report.extra import need
 from bumpgate.report.page import show
@@ -45,7 +45,8 @@ def command(
 ) -> None:
     """Keep records and gates (`history add FILE...`), or show a row's values over time (`history ROW`).
 
-    Adding a file twice keeps it once. Marks where the row jumped to another level.
+    Adding a file twice keeps it once. A gate's findings are printed as new, still there, back, gone or not measured.
+    Marks where the row jumped to another level.
 
     Exit codes: 0 done, 4 bad input, or a store that is none.
     """
@@ -54,7 +55,10 @@ def command(
         if not what[1:]:
             raise BumpgateError("history add: name record.json or gate.json files")
         for name in what[1:]:
-            typer.echo(f"{name}: {'added' if archive.add(Path(name)) else 'already there'}")
+            added = archive.add(Path(name))
+            typer.echo(f"{name}: {'added' if added.new else 'already there'}")
+            for one in added.findings:
+                typer.echo(memory.line(one))
         return
     if len(what) > 1:
         raise BumpgateError(

@@ -67,8 +67,8 @@ def a_gate(folder: Path, day: str, *, drift: float | None = None, held: bool = F
 
 def test_a_record_is_kept_once_whatever_its_file_is_called(tmp_path: Path, archive: Archive) -> None:
     path = a_record(tmp_path, "11-01")
-    assert archive.add(path)
-    assert not archive.add(path.rename(tmp_path / "other.json"))
+    assert archive.add(path).new
+    assert not archive.add(path.rename(tmp_path / "other.json")).new
     (point,) = archive.points(ROW)
     assert (point.value, point.torch, point.commit, point.verdict) == (1.0, "2.13.0+cpu", "f" * 40, "PASS")
     assert point.day == date(2026, 11, 1)
@@ -83,9 +83,9 @@ def test_a_value_is_read_back_as_it_was(tmp_path: Path, archive: Archive, value:
 
 def test_a_gate_keeps_both_sides_and_its_records_are_not_kept_again(tmp_path: Path, archive: Archive) -> None:
     path = a_gate(tmp_path, "11-01")
-    assert archive.add(path)
-    assert not archive.add(path)
-    assert not archive.add(path.with_name("bad.json"))
+    assert archive.add(path).new
+    assert not archive.add(path).new
+    assert not archive.add(path.with_name("bad.json")).new
     assert [(p.value, p.torch) for p in archive.points(ROW)] == [(1.0, "2.13.0+cpu"), (1.0, "2.14.11-01")]
     assert archive.points(ROW, lane="h200") == []
 
@@ -228,7 +228,7 @@ def test_a_killed_writer_leaves_a_whole_record_or_none(tmp_path: Path, archive: 
         os.kill(writer.pid, signal.SIGKILL)
     assert len(archive.points(ROW)) == 1
     begun = time.monotonic()
-    assert archive.add(path)
+    assert archive.add(path).new
     assert time.monotonic() - begun < 10, "its lock died with it"
 
 
@@ -261,9 +261,11 @@ def test_a_store_of_the_first_version_is_carried_over(tmp_path: Path) -> None:
     Archive(f"sqlite:///{path}").add(a_record(tmp_path, "11-01"))
     with sqlite3.connect(path) as connection:
         connection.execute("alter table bumpgate_runs drop column host_class")
+        for column in ("package", "moved", "whole"):
+            connection.execute(f"alter table bumpgate_gates drop column {column}")
         connection.execute("update bumpgate_meta set version = 1")
     archive = Archive(f"sqlite:///{path}")
-    assert archive.add(a_record(tmp_path, "11-02", cpu="Xeon"))
+    assert archive.add(a_record(tmp_path, "11-02", cpu="Xeon")).new
     before, after = archive.points(ROW)
     assert before.host_class is None
     assert after.host_class
@@ -280,7 +282,7 @@ def newer(path: Path) -> str:
     Archive(f"sqlite:///{path}").points(ROW)
     with sqlite3.connect(path) as connection:
         connection.execute("update bumpgate_meta set version = 99")
-    return "a history of version 99, this is 2"
+    return "a history of version 99, this is 3"
 
 
 def corrupt(path: Path) -> str:

@@ -1,0 +1,73 @@
+"""`bumpgate findings`: what gates found, since when, who owns it, and which issue is known for it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from bumpgate.environments.uv import public_url
+from bumpgate.report import memory
+from bumpgate.report.archive import Archive, default_store
+from bumpgate.report.memory import FindingError
+
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+
+Store = Annotated[str, typer.Option(help="SQLAlchemy URL; by default a SQLite file of this user.")]
+Key = Annotated[str, typer.Argument(help="The finding, as `findings list` prints it, or the start of it.")]
+
+
+@app.command("list")
+def list_command(
+    lane: Annotated[str, typer.Option(help="Only this lane's.")] = "",
+    gone: Annotated[bool, typer.Option("--gone", help="Findings that are gone, too.")] = False,
+    store: Store = "",
+) -> None:
+    """List the findings of the history that are open: state in the latest gate, first seen, issue and owner.
+
+    Exit codes: 0 done, 4 bad input, or a store that is none.
+    """
+    found = Archive(store or default_store()).findings(lane)
+    shown = [one for one in found if gone or not one.gone]
+    for one in shown:
+        typer.echo(memory.line(one))
+    typer.echo(f"{sum(not one.gone for one in found)} open, {sum(bool(one.gone) for one in found)} gone")
+
+
+@app.command("link")
+def link_command(
+    key: Key,
+    issue: Annotated[str, typer.Argument(help="URL of the known issue; '' removes it.")],
+    store: Store = "",
+) -> None:
+    """Link a finding to its known issue.
+
+    Exit codes: 0 done, 4 bad input.
+    """
+    try:
+        parts = urlsplit(issue)
+        valid = not issue or (parts.scheme in ("http", "https") and bool(parts.hostname))
+        valid = valid and parts.username is None and issue.isprintable() and " " not in issue
+    except ValueError:
+        valid = False
+    if not valid:
+        raise FindingError(
+            f"{public_url(issue)!r} is not the URL of an issue such as https://github.com/pytorch/pytorch/issues/1"
+        )
+    typer.echo(memory.line(Archive(store or default_store()).mark(key, issue=issue or None)))
+
+
+@app.command("owner")
+def owner_command(
+    key: Key,
+    owner: Annotated[str, typer.Argument(help="Who looks after it; '' removes it.")],
+    store: Store = "",
+) -> None:
+    """Name the owner of a finding.
+
+    Exit codes: 0 done, 4 bad input.
+    """
+    if owner and (not owner.strip() or not owner.isprintable()):
+        raise FindingError(f"{owner!r} is not a name: use printable characters on one line")
+    typer.echo(memory.line(Archive(store or default_store()).mark(key, owner=owner.strip() or None)))
