@@ -280,7 +280,7 @@ def _review(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judge
     command = accept(baseline.lane, row.id)
     old = baseline.rows.get(row.id)
     if old is None and row.paired:
-        return Judgement(row, Verdict.PASS, "not reviewed: compared in paired sessions of the gate only")
+        return Judgement(row, Verdict.PASS, "not reviewed: compared between the sides of a gate only")
     if old is None:
         return Judgement(row, Verdict.MISSING, f"not reviewed: measured {row.value!r} {row.unit}", command)
     for name in ("unit", "better", "per_build", "work"):

@@ -98,8 +98,8 @@ class Row:
     per_build: the value belongs to one torch build (a hash of generated code): under another build than the
         baseline's a difference explains, and does not judge.
     series: name -> points of a curve behind the value (a loss by step), for the report's plots; no verdict reads it.
-    paired: the gate's paired sessions compare the row although a process reads it once and gives no interval. Such a
-        row needs no reviewed value.
+    paired: the gate compares the row between its sides although it has no reviewed value: an exact value as it is,
+        another one in paired sessions although a process reads it once and gives no interval.
     work: of a timed row what was run: "pattern AEME, dtype float32, batch 2, tokens 64". Times of different work are
         never compared.
     place: "suites/compile/test_a.py:42", where the test reports it.
@@ -336,8 +336,8 @@ def _faults(row: Row) -> Iterable[str]:
         yield f"paired is True or False, got {row.paired!r}"
     if not isinstance(row.work, str):
         yield f"work is a text, got {row.work!r}"
-    if row.paired and row.better not in ("lower", "higher"):
-        yield f"a paired row is better lower or higher, got {row.better!r}"
+    if row.paired and row.better not in ("exact", "lower", "higher"):
+        yield f"a paired row is better exact, lower or higher, got {row.better!r}"
     if row.better not in ("lower", "higher") and (row.tolerance or row.interval is not None):
         yield f"a row whose better is {row.better!r} has neither tolerance nor interval"
     if row.better in ("lower", "higher") and row.value is not None and not is_number(row.value):

@@ -75,7 +75,7 @@ def change(good: Row, bad: Row) -> Change | None:
 
 def timed(row: Row) -> bool:
     """Whether the paired sessions measure this row in every gate."""
-    return row.paired or row.interval is not None
+    return row.interval is not None or (row.paired and row.better != "exact")
 
 
 def is_time(row: Row) -> bool:

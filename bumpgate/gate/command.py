@@ -29,7 +29,7 @@ from bumpgate.environments import compiled, reference
 from bumpgate.environments.build import BuildError, build, lane_request
 from bumpgate.environments.request import kernel_wheels
 from bumpgate.environments.store import sha256_of
-from bumpgate.gate import drift, result
+from bumpgate.gate import drift, metrics, result
 from bumpgate.gate.bench import TITLES, Bench, Place, other_packages
 from bumpgate.gate.binding import Binding, bind
 from bumpgate.gate.plan import plan_for
@@ -74,6 +74,9 @@ def command(
         float | None, typer.Option(help="Minutes after which no session begins; --resume goes on.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the gate in --out.")] = False,
+    shell: Annotated[
+        str, typer.Option("--command", help="Instead of pytest: prints metrics as JSON lines (docs/gate.md).")
+    ] = "",
     selection: Annotated[list[str] | None, typer.Argument(help="After --: what pytest is to run.")] = None,
 ) -> None:
     """Measure the adopted build and a candidate in pairs: ADOPT, HOLD, or UNKNOWN where evidence is missing.
@@ -82,6 +85,8 @@ def command(
 
     Exit codes: 0 ADOPT, 1 HOLD, 125 UNKNOWN, 4 bad input, 130 interrupted (what was measured is kept for --resume).
     """
+    if shell and selection:
+        raise BumpgateError("--command and a pytest selection: name one of them")
     asked = Asked(
         lane=lane,
         candidate=candidate,
@@ -91,9 +96,10 @@ def command(
         python_bad=_absolute(python_bad),
         python_anchor=_absolute(python_anchor),
         sessions=sessions,
-        selection=tuple(selection or ()),
+        selection=(metrics.test_path(lane),) if shell else tuple(selection or ()),
         candidate_file=_file_digest(candidate),
         without=tuple(sorted({str(canonicalize_name(name)) for name in without or ()})),
+        command=shell,
     )
     root = find_root(Path.cwd())
     _refuse(asked, root)
@@ -103,6 +109,8 @@ def command(
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with _device(lanes.require(root, lane).device, view):
+            if shell:
+                metrics.write_test(root, lane, shell)
             now = bind(root, place)
             gate = _begin(asked, place, resume, now)
             places = _places(asked, view, root, {"index": index, "find_links": tuple(find_links or ())})
@@ -172,7 +180,7 @@ def _refuse(asked: Asked, root: Path) -> None:
         plan_for(asked.sessions, asked.lane)
     except ValueError as error:
         raise BumpgateError(f"--sessions: {error}") from None
-    for before, part in zip(("", *asked.selection), asked.selection):
+    for before, part in zip(("", *asked.selection), () if asked.command else asked.selection):
         if part.split("=")[0] in OURS:
             raise BumpgateError(f"{part.split('=')[0]} is set by the gate: leave it out of the selection")
         path = part.split("::")[0]

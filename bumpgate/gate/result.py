@@ -35,6 +35,7 @@ class Asked:
 
     candidate_file: sha256 of a candidate that is a wheel file; its version alone may stand for several builds.
     without: kernel wheels that an interpreter of the user lacks on purpose.
+    command: prints metrics, instead of a selection of the user's.
     """
 
     lane: str
@@ -48,6 +49,7 @@ class Asked:
     selection: tuple[str, ...] = ()
     candidate_file: str = ""
     without: tuple[str, ...] = ()
+    command: str = ""
 
 
 @dataclass

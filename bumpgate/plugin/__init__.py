@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # configuration file is found whatever pytest takes for a test path.
         where = ("-c", str(config.inipath), f"--rootdir={config.rootpath}")
         config.invocation_params = replace(given, args=(*where, *given.args))
-    elif record:
+    elif record and not config.option.rootdir:
         raise pytest.UsageError(
             f"no pytest configuration found from {config.rootpath}: pytest took the existing file {record} "
             f"for a test path; write --record={record}"

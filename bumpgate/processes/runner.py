@@ -128,7 +128,9 @@ class LaneCall:
 
     @property
     def child(self) -> Child:
-        flags = ["-p", "bumpgate.plugin"] if lanes.is_foreign(self.root) else []
+        # Another repository may have no pytest configuration: the folder of the selected tests would be the root.
+        foreign = ["-p", "bumpgate.plugin", f"--rootdir={self.root}"]
+        flags = foreign if lanes.is_foreign(self.root) else []
         flags += ["-m", self.lane, f"--record={self.record.resolve()}", *(["--gate"] if self.gate else [])]
         flags += ["--part"] if self.selection else []
         return Child(

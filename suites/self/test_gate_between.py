@@ -104,6 +104,7 @@ WORSE, BETTER, OTHER, AGAIN = Change.WORSE, Change.BETTER, Change.OTHER, Change.
         (("agrees", 13, 14, "count", {"better": "derived", "expected": 13}), None),
         (("ratio", 1.0, 1.5, "ratio", {"better": "lower", "interval": (0.9, 1.6)}), None),
         (("peak_rss_bytes", 500, 900, "bytes", {"better": "lower", "paired": True}), None),
+        (("modules", 8, 9, "count", {"paired": True}), OTHER),
     ],
 )
 def test_kind_of_row_sets_the_margin(args: tuple, expected: Change | None) -> None:
@@ -134,12 +135,16 @@ def test_finding_shows_both_values() -> None:
     assert found.bad == ("throughput/nam52/k: 210 count",)
 
 
-def test_paired_row_needs_no_interval_and_has_a_direction() -> None:
+def test_paired_row_needs_no_interval() -> None:
     rss = row("peak_rss_bytes", 463 << 20, "bytes", better="lower", paired=True)
     assert Row.from_json(rss.to_json()) == rss
     assert timed_rows(record(judged(rss)), record(judged(rss))) == {rss.id: TEST}
-    with pytest.raises(RowError, match="a paired row is better lower or higher"):
-        row("modules", 8, "count", paired=True)
+    modules = row("modules", 8, "count", paired=True)
+    assert timed_rows(record(judged(modules)), record(judged(modules))) == {}, (
+        "an exact value needs no session"
+    )
+    with pytest.raises(RowError, match="a paired row is better exact, lower or higher, got 'derived'"):
+        row("modules", 8, "count", better="derived", expected=8, paired=True)
 
 
 def whole(name: str) -> Side:
