@@ -112,6 +112,7 @@ class _LaneRun:
         from bumpgate.baseline import BaselineError
         from bumpgate.plugin import rows, sharing
         from bumpgate.plugin.devices import detect
+        from bumpgate.plugin.progress import Progress
         from bumpgate.plugin.session import LaneSession, Selection
 
         declared = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
@@ -142,7 +143,11 @@ class _LaneRun:
                 baseline = rows.lane_baseline(rows.baseline_path(config, name), name)
             except BaselineError as error:
                 raise pytest.UsageError(str(error)) from None
-            _register(config, LaneSession(config, baseline, selection), "bumpgate-session")
+            session = LaneSession(config, baseline, selection)
+            _register(config, session, "bumpgate-session")
+            if config.option.verbose == 0:
+                progress = Progress(config, name, session.judgements)
+                config.pluginmanager.register(progress, "bumpgate-progress")
 
 
 def _register(config: pytest.Config, plugin: object, name: str) -> None:
