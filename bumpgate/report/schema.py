@@ -71,6 +71,16 @@ def tables(sql: Any) -> dict[str, Any]:
             *(sql.Column(name, text) for name in ("lane", "package", "label", "metric")),
             *(sql.Column(name, text) for name in ("issue", "owner", "topic")),
         ],
+        "topics": [
+            sql.Column("topic", sql.String(255), primary_key=True),
+            sql.Column("answer", text),
+        ],
+        "posts": [
+            sql.Column("topic", sql.String(255), primary_key=True),
+            sql.Column("channel", sql.String(255), primary_key=True),
+            *(sql.Column(name, text) for name in ("state", "digest", "url")),
+            sql.Column("number", sql.Integer),
+        ],
         "sightings": [
             key("gate", "gates"),
             sql.Column("finding", sql.ForeignKey(f"{PREFIX}findings.key"), primary_key=True),

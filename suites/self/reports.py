@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ HERE = {
     "wall_seconds": 312.0,
     "full_run": True,
 }
+# Rows of the gates by day.
+BREAKS, OTHER, TIMED = "compile/nam52/graph_breaks", "compile/nam12/graph_breaks", "throughput/nam52/seconds"
 THERE = HERE | {"torch": "2.14.0+cpu", "torch_git": "d" * 40, "wheel_set": "77aa"}
 
 
@@ -124,6 +126,40 @@ def write_gate(
 
 def paired(outcome: Outcome, ratio: float, sessions: int = 16) -> Timed:
     return Timed(outcome, ratio, (ratio - 0.015, ratio + 0.02), sessions, 0.001, 0.001)
+
+
+def gate_of_day(
+    folder: Path,
+    day: int,
+    red: Iterable[str] = (BREAKS,),
+    *,
+    rows: Iterable[str] = (BREAKS, OTHER),
+    label: Verdict = Verdict.CHANGED,
+    problems: tuple[str, ...] = (),
+    timed: Outcome | None = None,
+    candidate: str = "torch==2.15.0",
+    selection: tuple[str, ...] = (),
+    test: str = "",
+) -> Path:
+    """Write a gate of that day of November whose candidate has other values in the rows `red`."""
+    folder = folder / f"{day:02d}-{candidate.partition('=')[0]}"
+    folder.mkdir()
+    started = f"2026-11-{day:02d}T02:00:00+00:00"
+    more = {"test": test} if test else {}
+    good = tuple(judged(Verdict.PASS, row(id, **more)) for id in rows)
+    bad = tuple(
+        judged(label if id in red else Verdict.PASS, row(id, 17 if id in red else 13, **more)) for id in rows
+    )
+    sides = (
+        Side("torch 2.14.0", Record(HERE | {"started": started}, good)),
+        Side("torch 2.15.0", Record(THERE | {"started": started}, bad, problems=problems)),
+    )
+    ratios = {TIMED: paired(timed, 1.06 if timed is Outcome.SLOWER else 1.0)} if timed else {}
+    path, _ = write_gate(folder, *sides, ratios, started=f"2026-11-{day:02d}T03:00:00+00:00")
+    raw = json.loads(path.read_text())
+    raw["asked"] = {"candidate": candidate, "selection": list(selection)}
+    path.write_text(json.dumps(raw))
+    return path
 
 
 def record(*judgements: Judgement, **fields: object) -> Record:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from bumpgate.gate.sequential import Outcome
-from bumpgate.gate.verdict import Side
 from bumpgate.report import memory
 from bumpgate.report.archive import Archive, default_store
-from bumpgate.rows import Record, Verdict
-from suites.self.reports import HERE, THERE, bumpgate, judged, paired, row, write_gate
+from bumpgate.rows import Verdict
+from suites.self.reports import BREAKS, OTHER, TIMED, bumpgate, gate_of_day
 
-BREAKS, OTHER, TIMED = "compile/nam52/graph_breaks", "compile/nam12/graph_breaks", "throughput/nam52/seconds"
 ISSUE = "https://github.com/pytorch/pytorch/issues/1"
 
 
@@ -30,40 +26,6 @@ def archive() -> Archive:
     return Archive(default_store())
 
 
-def a_gate(
-    folder: Path,
-    day: int,
-    red: Iterable[str] = (BREAKS,),
-    *,
-    rows: Iterable[str] = (BREAKS, OTHER),
-    label: Verdict = Verdict.CHANGED,
-    problems: tuple[str, ...] = (),
-    timed: Outcome | None = None,
-    candidate: str = "torch==2.15.0",
-    selection: tuple[str, ...] = (),
-    test: str = "",
-) -> Path:
-    """Write a gate of that day of November whose candidate has other values in the rows `red`."""
-    folder = folder / f"{day:02d}-{candidate.partition('=')[0]}"
-    folder.mkdir()
-    started = f"2026-11-{day:02d}T02:00:00+00:00"
-    more = {"test": test} if test else {}
-    good = tuple(judged(Verdict.PASS, row(id, **more)) for id in rows)
-    bad = tuple(
-        judged(label if id in red else Verdict.PASS, row(id, 17 if id in red else 13, **more)) for id in rows
-    )
-    sides = (
-        Side("torch 2.14.0", Record(HERE | {"started": started}, good)),
-        Side("torch 2.15.0", Record(THERE | {"started": started}, bad, problems=problems)),
-    )
-    ratios = {TIMED: paired(timed, 1.06 if timed is Outcome.SLOWER else 1.0)} if timed else {}
-    path, _ = write_gate(folder, *sides, ratios, started=f"2026-11-{day:02d}T03:00:00+00:00")
-    raw = json.loads(path.read_text())
-    raw["asked"] = {"candidate": candidate, "selection": list(selection)}
-    path.write_text(json.dumps(raw))
-    return path
-
-
 def states(archive: Archive, path: Path) -> list[str]:
     return [found.state for found in archive.add(path).findings]
 
@@ -73,7 +35,7 @@ def test_finding_is_new_then_still_there_gone_and_back(
 ) -> None:
     said = []
     for day, red in ((1, (BREAKS,)), (2, (BREAKS, OTHER)), (3, ()), (4, ()), (5, (BREAKS,))):
-        assert bumpgate(monkeypatch, "history", "add", str(a_gate(tmp_path, day, red))) == 0
+        assert bumpgate(monkeypatch, "history", "add", str(gate_of_day(tmp_path, day, red))) == 0
         said.append(capsys.readouterr().out.splitlines()[1:])
     (first,), (second,), (third,), fourth, (fifth,) = said
     key = first.split()[1]
@@ -91,7 +53,7 @@ def test_finding_is_new_then_still_there_gone_and_back(
 
 def test_gates_added_in_any_order_give_the_same_memory(tmp_path: Path, archive: Archive) -> None:
     days = {1: (BREAKS,), 2: (), 3: (OTHER,), 4: (BREAKS, OTHER)}
-    paths = [a_gate(tmp_path, day, red) for day, red in days.items()]
+    paths = [gate_of_day(tmp_path, day, red) for day, red in days.items()]
     other = Archive(f"sqlite:///{tmp_path / 'other.sqlite'}")
     for path in paths:
         archive.add(path)
@@ -103,64 +65,66 @@ def test_gates_added_in_any_order_give_the_same_memory(tmp_path: Path, archive: 
 
 
 def test_gate_that_did_not_measure_the_row_leaves_it_open(tmp_path: Path, archive: Archive) -> None:
-    assert states(archive, a_gate(tmp_path, 1)) == [memory.NEW]
-    assert states(archive, a_gate(tmp_path, 2, (), rows=(OTHER,))) == [memory.UNMEASURED]
-    assert states(archive, a_gate(tmp_path, 3, ())) == [memory.GONE]
+    assert states(archive, gate_of_day(tmp_path, 1)) == [memory.NEW]
+    assert states(archive, gate_of_day(tmp_path, 2, (), rows=(OTHER,))) == [memory.UNMEASURED]
+    assert states(archive, gate_of_day(tmp_path, 3, ())) == [memory.GONE]
 
 
 def test_row_that_is_red_for_another_reason_is_not_gone(tmp_path: Path, archive: Archive) -> None:
-    archive.add(a_gate(tmp_path, 1))
-    found = archive.add(a_gate(tmp_path, 2, label=Verdict.REGRESSION)).findings
+    archive.add(gate_of_day(tmp_path, 1))
+    found = archive.add(gate_of_day(tmp_path, 2, label=Verdict.REGRESSION)).findings
     assert {(f.label, f.state) for f in found} == {("CHANGED", memory.UNMEASURED), ("REGRESSION", memory.NEW)}
 
 
 def test_gate_of_another_package_does_not_end_a_finding(tmp_path: Path, archive: Archive) -> None:
-    archive.add(a_gate(tmp_path, 1))
-    assert states(archive, a_gate(tmp_path, 2, (), candidate="triton==3.9.0")) == []
+    archive.add(gate_of_day(tmp_path, 1))
+    assert states(archive, gate_of_day(tmp_path, 2, (), candidate="triton==3.9.0")) == []
     (found,) = archive.findings()
     assert (found.state, found.gone, found.package) == (memory.NEW, None, "torch")
 
 
 def test_slower_row_is_gone_only_if_its_sessions_decide(tmp_path: Path, archive: Archive) -> None:
     rows = (BREAKS, TIMED)
-    assert states(archive, a_gate(tmp_path, 1, (), rows=rows, timed=Outcome.SLOWER)) == [memory.NEW]
-    assert states(archive, a_gate(tmp_path, 2, (), rows=rows)) == [memory.UNMEASURED]
-    found = archive.add(a_gate(tmp_path, 3, (), rows=rows, timed=Outcome.INCONCLUSIVE)).findings
+    assert states(archive, gate_of_day(tmp_path, 1, (), rows=rows, timed=Outcome.SLOWER)) == [memory.NEW]
+    assert states(archive, gate_of_day(tmp_path, 2, (), rows=rows)) == [memory.UNMEASURED]
+    found = archive.add(gate_of_day(tmp_path, 3, (), rows=rows, timed=Outcome.INCONCLUSIVE)).findings
     assert {f.label: f.state for f in found} == {"SLOWER": memory.UNMEASURED, "INCONCLUSIVE": memory.NEW}
-    found = archive.add(a_gate(tmp_path, 4, (), rows=rows, timed=Outcome.SAME)).findings
+    found = archive.add(gate_of_day(tmp_path, 4, (), rows=rows, timed=Outcome.SAME)).findings
     assert {f.state for f in found} == {memory.GONE}
 
 
 def test_failed_test_is_gone_only_after_a_whole_run(tmp_path: Path, archive: Archive) -> None:
     problem = ("suites/a/test_b.py::test_c: ValueError: 3 of 4",)
-    (found,) = archive.add(a_gate(tmp_path, 1, (), problems=problem)).findings
+    (found,) = archive.add(gate_of_day(tmp_path, 1, (), problems=problem)).findings
     assert (found.label, found.module) == ("PROBLEM", "suites/a/test_b.py")
     again = ("suites/a/test_b.py::test_c: ValueError: 2 of 4",)
-    assert states(archive, a_gate(tmp_path, 2, (), problems=again)) == [memory.STILL], "a number is no cause"
-    assert states(archive, a_gate(tmp_path, 3, (), selection=("suites/x",))) == [memory.UNMEASURED]
-    assert states(archive, a_gate(tmp_path, 4, ())) == [memory.GONE]
+    assert states(archive, gate_of_day(tmp_path, 2, (), problems=again)) == [memory.STILL], (
+        "a number is no cause"
+    )
+    assert states(archive, gate_of_day(tmp_path, 3, (), selection=("suites/x",))) == [memory.UNMEASURED]
+    assert states(archive, gate_of_day(tmp_path, 4, ())) == [memory.GONE]
 
 
 def test_findings_that_differ_in_a_number_stay_two(tmp_path: Path, archive: Archive) -> None:
     problems = tuple(f"suites/a/test_b.py::test_{n}: line {n} failed" for n in (1, 2))
-    assert states(archive, a_gate(tmp_path, 1, (), problems=problems[:1])) == [memory.NEW]
-    found = archive.add(a_gate(tmp_path, 2, (), problems=problems)).findings
+    assert states(archive, gate_of_day(tmp_path, 1, (), problems=problems[:1])) == [memory.NEW]
+    found = archive.add(gate_of_day(tmp_path, 2, (), problems=problems)).findings
     assert sorted(f.state for f in found) == [memory.NEW, memory.STILL]
 
 
 def test_link_and_owner_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], archive: Archive
 ) -> None:
-    (found,) = archive.add(a_gate(tmp_path, 1)).findings
+    (found,) = archive.add(gate_of_day(tmp_path, 1)).findings
     assert bumpgate(monkeypatch, "findings", "link", found.key[:6], ISSUE) == 0
     assert bumpgate(monkeypatch, "findings", "owner", found.key, "ada") == 0
     capsys.readouterr()
-    assert bumpgate(monkeypatch, "history", "add", str(a_gate(tmp_path, 2))) == 0
+    assert bumpgate(monkeypatch, "history", "add", str(gate_of_day(tmp_path, 2))) == 0
     assert capsys.readouterr().out.splitlines()[1].endswith(f"; since 2026-11-01 (2 gates); ada; {ISSUE}")
     assert bumpgate(monkeypatch, "findings", "list") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 open, 0 gone"
     assert bumpgate(monkeypatch, "findings", "link", found.key, "") == 0
-    archive.add(a_gate(tmp_path, 3, ()))
+    archive.add(gate_of_day(tmp_path, 3, ()))
     capsys.readouterr()
     assert bumpgate(monkeypatch, "findings", "list", "--lane", "cpu") == 0
     assert capsys.readouterr().out == "0 open, 1 gone\n"
@@ -193,7 +157,7 @@ def test_bad_input_is_one_line(
 
 def test_key_that_starts_two_findings_is_refused(tmp_path: Path, archive: Archive) -> None:
     for day in range(1, 18):  # 17 keys of hexadecimal digits: two start alike
-        archive.add(a_gate(tmp_path, day, candidate=f"package{day}==1"))
+        archive.add(gate_of_day(tmp_path, day, candidate=f"package{day}==1"))
     first = [found.key[0] for found in archive.findings()]
     shared = next(c for c in first if first.count(c) > 1)
     with pytest.raises(
@@ -204,7 +168,7 @@ def test_key_that_starts_two_findings_is_refused(tmp_path: Path, archive: Archiv
 
 
 def test_older_store_learns_its_findings_when_a_gate_is_added_again(tmp_path: Path, archive: Archive) -> None:
-    path = a_gate(tmp_path, 1)
+    path = gate_of_day(tmp_path, 1)
     archive.add(path)
     with sqlite3.connect(default_store().removeprefix("sqlite:///")) as connection:
         connection.execute("drop table bumpgate_sightings")

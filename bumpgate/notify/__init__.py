@@ -1,0 +1,1 @@
+"""`bumpgate notify`: one message per cause, on GitHub, in a chat, or to a command."""

@@ -1,0 +1,271 @@
+"""Channels of messages: issues on GitHub, a Slack-compatible webhook, a command.
+
+Tokens and webhook URLs come from the environment and never enter a message or an exception.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from bumpgate.notify.topics import Message
+from bumpgate.rows import BumpgateError, one_line
+
+if TYPE_CHECKING:
+    import requests
+
+ATTEMPTS = 3
+SECONDS = 20.0  # for one answer
+HOOK_SECONDS = 60.0
+MAX_WAIT = 30.0  # seconds before another attempt, whatever the server requests
+AGAIN = (429, 500, 502, 503, 504)
+LABEL = "bumpgate"
+PAGES = 50  # of 100 issues
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+REPOSITORY = re.compile(r"[A-Za-z0-9-]+/[A-Za-z0-9._-]+")
+SLACK, GITHUB = "BUMPGATE_SLACK_WEBHOOK", ("BUMPGATE_GITHUB_TOKEN", "GITHUB_TOKEN")
+SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|WEBHOOK")
+
+
+class ChannelError(BumpgateError):
+    """A message that was not delivered. again: whether another attempt may succeed at once."""
+
+    def __init__(self, text: str, again: bool = False, wait: float = 0.0, status: int = 0) -> None:
+        super().__init__(text)
+        self.again, self.wait, self.status = again, wait, status
+
+
+@dataclass(frozen=True)
+class Posted:
+    """What a channel has of a topic. number, url: of its issue."""
+
+    state: str
+    digest: str
+    number: int | None = None
+    url: str | None = None
+
+
+class Channel(Protocol):
+    """name: identifies the channel in the history. updates: whether a message of an open topic is kept current."""
+
+    name: str
+    updates: bool
+
+    def send(self, event: str, message: Message, before: Posted | None) -> Posted:
+        """Deliver a message. event: opened, updated, reopened or closed. Raises ChannelError."""
+
+
+def secrets() -> list[str]:
+    """Return the values of environment variables that must not be printed."""
+    found = [v for name, v in os.environ.items() if SECRET_NAMES.search(name) and len(v) >= 8]
+    return [*found, *(urlsplit(v).path for v in found if v.startswith("http") and len(urlsplit(v).path) > 8)]
+
+
+class GitHub:
+    """Issues of a repository. One issue per topic: created, kept current, closed, and opened again."""
+
+    updates = True
+
+    def __init__(self, repository: str) -> None:
+        if not REPOSITORY.fullmatch(repository):
+            raise BumpgateError(f"--github {repository!r}: expected OWNER/REPOSITORY")
+        self.name = f"github:{repository}"
+        base = _secure(os.environ.get("GITHUB_API_URL") or "https://api.github.com", "GITHUB_API_URL")
+        self._issues = f"{base.rstrip('/')}/repos/{repository}/issues"
+        token = next((os.environ[name] for name in GITHUB if os.environ.get(name)), "").strip()
+        if not token or not re.fullmatch(r"[!-~]+", token):
+            raise BumpgateError(f"--github: put a token into the environment variable {GITHUB[0]}")
+        self._token = token
+
+    def send(self, event: str, message: Message, before: Posted | None) -> Posted:
+        body = f"{_fenced(message.text)}\n\n{message.marker}"
+        content: dict[str, Any] = {"title": message.title[:250], "body": body}
+        if event in ("reopened", "closed"):
+            content["state"] = "closed" if message.state == "closed" else "open"
+        if before and before.number:
+            try:
+                made = self._call("PATCH", f"/{before.number}", content)
+            except ChannelError as error:
+                if error.status not in (404, 410):
+                    raise
+                if event == "closed":  # deleted by a user: nothing to close
+                    return Posted(message.state, message.digest)
+                made = self._create(message, content)
+        else:
+            made = self._create(message, content)
+        return Posted(message.state, message.digest, int(made["number"]), str(made.get("html_url") or ""))
+
+    def _create(self, message: Message, content: dict[str, Any]) -> Any:
+        """Create an issue, unless an earlier attempt that was cut off has created it."""
+
+        def once() -> Any:
+            found = self._find(message.marker)
+            if found is not None:
+                return self._request("PATCH", f"/{found}", content)
+            new = {k: v for k, v in content.items() if k != "state"} | {"labels": [LABEL]}
+            return self._request("POST", "", new)
+
+        return _attempts(once)
+
+    def _find(self, marker: str) -> int | None:
+        for page in range(1, PAGES + 1):
+            query = f"?state=all&labels={LABEL}&per_page=100&page={page}"
+            issues = self._request("GET", query, None)
+            for issue in issues:
+                if marker in (issue.get("body") or ""):
+                    return int(issue["number"])
+            if len(issues) < 100:
+                break
+        return None
+
+    def _call(self, method: str, path: str, content: Any) -> Any:
+        return _attempts(lambda: self._request(method, path, content))
+
+    def _request(self, method: str, path: str, content: Any) -> Any:
+        def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
+            request.headers["Authorization"] = f"Bearer {self._token}"
+            return request
+
+        response = _http(self.name, method, self._issues + path, content, sign)
+        try:
+            return response.json()
+        except ValueError:
+            raise ChannelError(f"{self.name}: the answer is not JSON") from None
+
+
+class Slack:
+    """A webhook that takes {"text": ...}. Says when a topic opens, comes back and closes."""
+
+    name = "slack"
+    updates = False
+
+    def __init__(self) -> None:
+        self._url = os.environ.get(SLACK, "").strip()
+        if not self._url:
+            raise BumpgateError(f"--slack: put the webhook's URL into the environment variable {SLACK}")
+        _secure(self._url, SLACK)
+
+    def send(self, event: str, message: Message, before: Posted | None) -> Posted:
+        shown = message.text if message.state == "open" else message.text.splitlines()[0]
+        shown = shown[:3000].replace("```", "'''")
+        text = f"*{event}* {message.title}\n```{shown}```"
+        for plain, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
+            text = text.replace(plain, escaped)
+        _attempts(lambda: _http(self.name, "POST", self._url, {"text": text}, lambda request: request))
+        return Posted(message.state, message.digest)
+
+
+class Hook:
+    """A command that reads one JSON object: event, topic, title, text, findings."""
+
+    name = "hook"
+    updates = False
+
+    def __init__(self, command: str) -> None:
+        try:
+            self._argv = shlex.split(command)
+        except ValueError as error:
+            raise BumpgateError(f"--hook: not a command line ({one_line(error)})") from None
+        if not self._argv:
+            raise BumpgateError("--hook: name a command")
+
+    def send(self, event: str, message: Message, before: Posted | None) -> Posted:
+        content = {"event": event, "topic": message.topic, "title": message.title}
+        given = json.dumps(content | {"text": message.text, "findings": message.keys}) + "\n"
+        program = self._argv[0]
+        try:
+            done = subprocess.run(
+                self._argv,
+                input=given.encode(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=HOOK_SECONDS,
+                check=False,
+            )
+        except OSError as error:
+            raise ChannelError(f"hook {program}: cannot be started ({error.strerror})") from None
+        except subprocess.TimeoutExpired:
+            raise ChannelError(f"hook {program}: did not end within {HOOK_SECONDS:g} s") from None
+        if done.returncode:
+            raise ChannelError(f"hook {program}: exit code {done.returncode}")
+        return Posted(message.state, message.digest)
+
+
+def _secure(url: str, name: str) -> str:
+    """Return an https URL, or any URL of this machine. Raises BumpgateError, without the URL."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK)
+        valid = valid and bool(parts.hostname) and bool(re.fullmatch(r"[!-~]+", url)) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise BumpgateError(f"{name} is not an https URL")
+    return url
+
+
+def _attempts(call: Callable[[], Any]) -> Any:
+    """Call until it succeeds, at most ATTEMPTS times. Raises the last ChannelError."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return call()
+        except ChannelError as error:
+            if not error.again or attempt == ATTEMPTS:
+                raise
+            time.sleep(min(max(error.wait, 2.0 ** (attempt - 1)), MAX_WAIT))
+    raise AssertionError("not reached")
+
+
+def _http(
+    name: str,
+    method: str,
+    url: str,
+    content: Any,
+    sign: Callable[[requests.PreparedRequest], requests.PreparedRequest],
+) -> requests.Response:
+    """One request. Raises ChannelError, which names the host and the reason alone: the URL may be a secret."""
+    import requests
+
+    where = f"{name} ({urlsplit(url).hostname})"
+    try:
+        # `auth` also keeps requests from adding a password of ~/.netrc.
+        with requests.Session() as session:
+            headers = {"Accept": "application/vnd.github+json"} if name.startswith("github") else {}
+            answer = session.request(
+                method, url, json=content, headers=headers, auth=sign, timeout=SECONDS, allow_redirects=False
+            )
+    except requests.ConnectTimeout:
+        raise ChannelError(f"{where}: no connection within {SECONDS:g} s", again=True) from None
+    except requests.Timeout:
+        raise ChannelError(f"{where}: no answer within {SECONDS:g} s") from None
+    except requests.ConnectionError:
+        raise ChannelError(f"{where}: no connection", again=True) from None
+    except (requests.RequestException, ValueError) as error:
+        raise ChannelError(f"{where}: {type(error).__name__}") from None
+    if answer.ok and not answer.is_redirect:
+        return answer
+    limited = answer.status_code == 403 and (
+        "Retry-After" in answer.headers or answer.headers.get("X-RateLimit-Remaining") == "0"
+    )
+    wait = answer.headers.get("Retry-After", "")
+    raise ChannelError(
+        f"{where}: {answer.status_code} {one_line(answer.reason, 60)}",
+        again=answer.status_code in AGAIN or limited,
+        wait=float(wait) if wait.isdecimal() else 0.0,
+        status=answer.status_code,
+    )
+
+
+def _fenced(text: str) -> str:
+    """A code block, in which neither markup nor a mention has an effect."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"

@@ -1,0 +1,141 @@
+"""Topics: the findings of one cause, which share one message.
+
+Findings of one lane and package have one cause if they show the same kind of difference (the label) in the same test
+module. If a lane has more than STORM new causes at once, the moved packages are the cause of all, in one topic. A
+finding stays in its topic, also when it comes back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bumpgate.gate.verdict import Decision
+from bumpgate.report.memory import Known
+from bumpgate.rows import one_line
+
+STORM = 5
+FINDINGS, ROWS, LINES = 10, 5, 4  # shown in a message: findings, and of each its rows and lines of evidence
+MAX_TEXT = 30_000
+PASSWORD = re.compile(r"(?<=//)[^/@\s]*@")
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a channel is to show of a topic. state: open or closed. keys: of its findings."""
+
+    topic: str
+    state: str
+    title: str
+    text: str
+    keys: tuple[str, ...]
+
+    @property
+    def marker(self) -> str:
+        """Identifies the topic in the text of an issue."""
+        return f"<!-- bumpgate {hashlib.sha256(self.topic.encode()).hexdigest()[:16]} -->"
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(f"{self.title}\n{self.text}".encode("utf-8", "replace")).hexdigest()
+
+
+def cause(one: Known) -> str:
+    """Return the topic of a finding by itself."""
+    subject = f"{one.lane}, {one.package or 'interpreter'}"
+    return f"{subject}: {one.label} in {one.module or 'the environment'}"[:250]
+
+
+def assign(known: Sequence[Known]) -> dict[str, str]:
+    """Return the topics of open findings that have none yet, by key."""
+    taken = {one.topic for one in known if one.topic}
+    fresh = [one for one in known if not one.gone and not one.topic]
+    out = {one.key: cause(one) for one in fresh}
+    for subject in {(one.lane, one.package) for one in fresh}:
+        late = [one for one in fresh if (one.lane, one.package) == subject and out[one.key] not in taken]
+        if len({out[one.key] for one in late}) > STORM:
+            day = max(one.last for one in late)
+            lane, package = subject
+            storm = f"{lane}, {package or 'interpreter'}: many causes at once on {day[:16]}"
+            out |= {one.key: storm for one in late}
+    return out
+
+
+def messages(known: Iterable[Known], answers: Mapping[str, str], secrets: Sequence[str]) -> list[Message]:
+    """Return one message per topic. answers: what a bisect found, by topic. secrets: never part of a message."""
+    topics: dict[str, list[Known]] = {}
+    for one in known:
+        if one.topic:
+            topics.setdefault(one.topic, []).append(one)
+    return [_message(topic, found, answers.get(topic, ""), secrets) for topic, found in topics.items()]
+
+
+def answer(raw: Mapping[str, Any]) -> str:
+    """What a bisect found, in a few lines. raw: its bisect.json. Raises KeyError or TypeError on anything else."""
+    package = raw["package"]
+    if raw["failure"] or not raw["first"]:
+        return f"bisect: no answer: {one_line(raw['failure'])}"
+    lines = [f"bisect: first bad {package} {raw['first']}, last good {package} {raw['last']}"]
+    lines += [f"at fault: {c['name']} {c['old']} -> {c['new']}" for c in raw["at_fault"]]
+    return "\n".join([*lines, *(f"compare: {link}" for link in raw["compare"])])
+
+
+def answered(raw: Mapping[str, Any], known: Iterable[Known]) -> set[str]:
+    """Return the open topics that share a row with what a bisect followed, or its test if it has no rows."""
+    rows = {row for f in raw["findings"] for row in f["rows"]}
+    tests = " ".join(line for f in raw["findings"] for line in (f["repro"], *f["bad"]))
+    return {
+        one.topic
+        for one in known
+        if one.topic
+        and not one.gone
+        and (rows.intersection(one.rows) or (not one.rows and one.module and one.module in tests))
+    }
+
+
+def redact(text: str, secrets: Sequence[str]) -> str:
+    """Remove secrets, and passwords in URLs."""
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return PASSWORD.sub("***@", text)
+
+
+def _message(topic: str, found: list[Known], answer: str, secrets: Sequence[str]) -> Message:
+    still = [one for one in found if not one.gone]
+    shown = still or found
+    rows = {row for one in shown for row in one.rows}
+    count = f"{len(rows)} rows" if len(rows) != 1 else "1 row"
+    verdict = "" if any(one.decision == Decision.HOLD.name for one in shown) else " (no verdict)"
+    dates = (
+        f"First seen {min(one.first for one in found)[:10]}, last seen {max(one.last for one in found)[:10]}."
+    )
+    if not still:
+        dates += f" Gone since the gate of {max(str(one.gone) for one in found)[:10]}."
+    last = max(shown, key=lambda one: one.last)
+    lines = [f"{len(shown)} finding{'s' * (len(shown) != 1)}, {count}. {dates}", ""]
+    if last.moved:
+        more = f" and {len(last.moved) - 10} more" if len(last.moved) > 10 else ""
+        lines += [f"moved: {', '.join(last.moved[:10])}{more}", ""]
+    if answer:
+        lines += [*answer.splitlines(), ""]
+    for one in shown[:FINDINGS]:
+        lines += [*_finding(one), ""]
+    if len(shown) > FINDINGS:
+        lines.append(f"and {len(shown) - FINDINGS} more findings: bumpgate findings list --lane {last.lane}")
+    text = redact("\n".join(lines).rstrip(), secrets)
+    title = redact(f"bumpgate: {topic}{verdict}", secrets)
+    text = text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "\n(cut)"
+    return Message(topic, "open" if still else "closed", title, text, tuple(one.key for one in found))
+
+
+def _finding(one: Known) -> list[str]:
+    more = f" and {len(one.rows) - ROWS} more" if len(one.rows) > ROWS else ""
+    lines = [f"{one.key}  {one.title}"]
+    lines += [f"  rows: {', '.join(one.rows[:ROWS])}{more}"] if one.rows else []
+    lines += [f"  adopted:   {one_line(line)}" for line in one.good[:LINES]]
+    lines += [f"  candidate: {one_line(line)}" for line in one.bad[:LINES]]
+    facts = (("again", one.repro), ("owner", one.owner), ("known issue", one.issue))
+    return lines + [f"  {name}: {value}" for name, value in facts if value]
