@@ -20,7 +20,7 @@ from bumpgate.environments import freeze, rollback, versions
 from bumpgate.gate import command as gate
 from bumpgate.notify import command as notify
 from bumpgate.report import command as report
-from bumpgate.report import findings, history
+from bumpgate.report import dashboard, findings, history
 from bumpgate.rows import BumpgateError
 from bumpgate.wheels import command as wheels
 
@@ -33,6 +33,7 @@ app.command("bisect")(bisect.command)
 app.command("accept")(accept.command)
 app.command("report")(report.command)
 app.command("history")(history.command)
+app.command("dashboard")(dashboard.command)
 app.command("notify")(notify.command)
 app.command("environments")(environments.command)
 app.command("versions")(versions.command)

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from bumpgate import cli
 from bumpgate.gate.sequential import Outcome, Timed
 from bumpgate.gate.verdict import GateVerdict, Side, judge_gate
+from bumpgate.report.archive import Archive
 from bumpgate.rows import Judgement, Record, Row, Value, Verdict, write_record
 
 TEST = "suites/compile/test_policies.py::test_counts[nam52-regional-cpu]"
@@ -160,6 +162,29 @@ def gate_of_day(
     raw["asked"] = {"candidate": candidate, "selection": list(selection)}
     path.write_text(json.dumps(raw))
     return path
+
+
+def many_readings(archive: Archive, rows: int, nights: int, last: date) -> None:
+    """Store so many readings of counts up to a day, every tenth row with a change of level."""
+    sql, tables = archive.sql, archive.tables
+    start = last - timedelta(nights - 1)
+    with archive.transaction() as connection:
+        for n in range(nights):
+            run = {"id": n + 1, "digest": str(n), "lane": "cpu", "host_class": "Xeon", "red": False}
+            connection.execute(
+                sql.insert(tables["runs"]), [run | {"started": f"{start + timedelta(n)}T02:00:00+00:00"}]
+            )
+            made = []
+            for r in range(rows):
+                value = 13 + (r % 10 == 0 and n > nights // 2)
+                fields = {
+                    "run": n + 1,
+                    "row": f"a/case{r}/count",
+                    "value": json.dumps(value),
+                    "number": value,
+                }
+                made.append(fields | {"unit": "count", "verdict": "PASS", "row_red": False})
+            connection.execute(sql.insert(tables["readings"]), made)
 
 
 def record(*judgements: Judgement, **fields: object) -> Record:

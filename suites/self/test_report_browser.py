@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bumpgate.report import command as report
-from suites.self.reports import held
+from bumpgate.report import dashboard
+from bumpgate.report.archive import Archive
+from suites.self.reports import held, many_readings
 
 pytestmark = pytest.mark.browser
 
@@ -157,3 +160,35 @@ def contrast(tab: Any, selector: str) -> float:
             selector,
         )
     )
+
+
+@pytest.fixture(scope="module")
+def dashboard_of_500000(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dashboard")
+    archive = Archive(f"sqlite:///{folder / 'h.sqlite'}")
+    many_readings(archive, 1370, 365, dashboard.today())
+    start = dashboard.today() - timedelta(364)
+    dashboard.write(folder / "site", dashboard.read(archive, start), start, [])
+    return folder / "site" / "index.html"
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_dashboard_of_500000_readings_opens_in_two_seconds(
+    browser: Any, dashboard_of_500000: Path, width: int
+) -> None:
+    opened = browser.new_page(viewport={"width": width, "height": 900})
+    said: list[str] = []
+    opened.on("console", lambda message: said.append(message.text))
+    opened.on("pageerror", lambda error: said.append(str(error)))
+    opened.goto(dashboard_of_500000.as_uri())
+    assert opened.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") <= 2000
+    assert opened.evaluate("document.scrollingElement.scrollWidth") == width, "no scrolling to the side"
+    assert opened.locator(ROWS).count() == 1370
+    opened.get_by_label("Filter rows by words").fill("case7/")
+    assert opened.locator(ROWS).count() == 1
+    assert opened.locator(f"{ROWS} svg").bounding_box()["width"] >= 200
+    opened.get_by_role("link", name="a/case7/count").click()
+    assert opened.evaluate("document.scrollingElement.scrollWidth") == width
+    assert opened.get_by_role("heading", name="a/case7/count").count() == 1
+    opened.close()
+    assert said == []
