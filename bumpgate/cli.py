@@ -16,7 +16,7 @@ from bumpgate.adopt import command as adopt
 from bumpgate.bisect import command as bisect
 from bumpgate.doctor import command as doctor
 from bumpgate.environments import build as environments
-from bumpgate.environments import freeze, rollback, versions
+from bumpgate.environments import freeze, mirror, rollback, versions
 from bumpgate.gate import command as gate
 from bumpgate.notify import command as notify
 from bumpgate.report import command as report
@@ -37,6 +37,7 @@ app.command("dashboard")(dashboard.command)
 app.command("notify")(notify.command)
 app.command("environments")(environments.command)
 app.command("versions")(versions.command)
+app.command("mirror")(mirror.command)
 app.command("doctor")(doctor.command)
 app.command("freeze")(freeze.command)
 app.command("rollback")(rollback.command)
