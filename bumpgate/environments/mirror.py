@@ -274,7 +274,7 @@ def _fetch(mirror: Mirror, name: str, found: Found, day: date) -> None:
         with requests.get(
             found.url,
             stream=True,
-            headers={"Range": f"bytes={there}-"} if there else {},
+            headers={"Accept-Encoding": "identity"} | ({"Range": f"bytes={there}-"} if there else {}),
             timeout=float(settings.get("UV_HTTP_TIMEOUT") or 30),
             verify=settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True,
         ) as answer:
@@ -288,8 +288,11 @@ def _fetch(mirror: Mirror, name: str, found: Found, day: date) -> None:
             mirror.make_room(size, day)
             # A server may ignore the range and send the whole file.
             with partial.open("ab" if answer.status_code == 206 else "wb") as f:
+                whole = f.tell() + size
                 for block in answer.iter_content(1 << 16):
                     f.write(block)
+            if size and partial.stat().st_size < whole:  # an older urllib3 does not notice
+                raise requests.ConnectionError
     except requests.RequestException as error:
         reason = getattr(error.response, "status_code", None) or type(error).__name__
         raise MirrorError(
