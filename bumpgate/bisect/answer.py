@@ -10,20 +10,18 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
-from bumpgate.baseline import investigate
 from bumpgate.bisect import blame
 from bumpgate.bisect.attribution import Attribution, Change, changes
 from bumpgate.bisect.bisection import Bisection
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.journal import Plan
-from bumpgate.bisect.probe import LOG, CommandTest, Reading, Said, SuiteTest
+from bumpgate.bisect.probe import ProbeResult, Reading, Test
 from bumpgate.bisect.search import Outcome, Result
 from bumpgate.environments.build import Environment
-from bumpgate.gate.verdict import Decision, Finding, Side, judge_gate
-from bumpgate.rows import one_line, write_atomic
+from bumpgate.gate.verdict import Finding
+from bumpgate.rows import write_atomic
 
 SCHEMA = 1
-LOG_LINES = 3
 FINDINGS = 8
 SHOWN = 4
 STYLE = dict.fromkeys(Outcome, "yellow") | {Outcome.GOOD: "green", Outcome.BAD: "red"}
@@ -55,15 +53,17 @@ class Watcher:
         if self._status:
             self._status.update(f"probing {name}{f' ({self._left})' if self._left else ''}")
 
-    def said(self, name: str, reading: Reading, said: Said, left: str) -> None:
+    def probed(self, name: str, reading: Reading, result: ProbeResult, left: str) -> None:
         self.seconds += reading.seconds
-        self.last = said.reason
+        self.last = result.reason
         self._left = left
         outcome = (
-            f"[{STYLE[said.outcome]}]{said.outcome.value:7}[/]" if self._status else f"{said.outcome.value:7}"
+            f"[{STYLE[result.outcome]}]{result.outcome.value:7}[/]"
+            if self._status
+            else f"{result.outcome.value:7}"
         )
         self.console.print(outcome, end=" ", highlight=False, markup=bool(self._status))
-        text = f"{name} in {reading.seconds:.1f} s: {said.reason}{f'; {left}' if left else ''}"
+        text = f"{name} in {reading.seconds:.1f} s: {result.reason}{f'; {left}' if left else ''}"
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -113,23 +113,25 @@ def answer(
     span: Range,
     result: Result,
     attribution: Attribution | None,
-    test: SuiteTest | CommandTest,
+    test: Test,
 ) -> Answer:
     """Build the Answer for a found result from saved environments and readings. Runs nothing."""
     good_env, bad_env = bisection.environments(result)
     good, bad = (span.versions[i] for i in bisection.neighbours(result))
     first, last = (bad_env, good_env) if bisection.search.find_fix else (good_env, bad_env)
     found = Answer(span, bisection.state.plan, result, attribution, good, bad)
-    readings = [
+    before, after = (
         bisection.reading_of(index, outcome)
         for index, outcome in zip(bisection.neighbours(result), (Outcome.GOOD, Outcome.BAD))
-    ]
+    )
+    names = (f"{span.package} {version}" for version in (good, bad))
+    findings = test.findings(next(names), before, next(names), after) if before and after else []
     suspects = [span.versions[i] for i in result.suspects[:-1]]
     return replace(
         found,
         links=tuple(_links(first, last, [c.name for c in found.blamed] or [span.package])),
-        findings=tuple(_findings(test, span.package, good, bad, *readings)),
-        repro=_repro(test, bad_env, readings[1]),
+        findings=tuple(findings),
+        repro=test.repro(bad_env, after),
         changed=tuple(map(str, changes(first.packages, last.packages))),
         deciding=test.deciding,
         unread=tuple(suspects),
@@ -151,53 +153,6 @@ def _links(first: Environment, last: Environment, packages: list[str]) -> list[s
 def _of_main(environment: Environment, package: str) -> bool:
     """Return whether the version holds a commit of main itself, as in a build by commit."""
     return "+git" in environment.packages.get(package, "")
-
-
-def _findings(
-    test: SuiteTest | CommandTest,
-    package: str,
-    good: str,
-    bad: str,
-    before: Reading | None,
-    after: Reading | None,
-) -> list[Finding]:
-    """Compare the good and the bad reading; return one finding per cause."""
-    if before is None or after is None:
-        return []
-    if isinstance(test, CommandTest):
-        return [Finding(Decision.HOLD, "BAD", "", test.judge(after).reason, (), _tail(before), _tail(after))]
-    was = Side(f"{package} {good}", before.record, before.failure)
-    now = Side(f"{package} {bad}", after.record, after.failure)
-    verdict = judge_gate(test.lane, was, now)
-    ours = [
-        f
-        for f in verdict.findings
-        if set(test.deciding) & {*f.rows, *(line.partition(": ")[0] for line in f.bad)}
-    ]
-    if after.crash:
-        ours.append(
-            Finding(Decision.HOLD, "CRASH", "", after.crash, (), ("ran to its end",), (after.failure,))
-        )
-    return ours
-
-
-def _tail(reading: Reading) -> tuple[str, ...]:
-    try:
-        text = (reading.place / LOG).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ()
-    lines = [one_line(line, 160) for line in text.splitlines() if line.strip()]
-    return tuple(lines[-LOG_LINES:]) or ("(it printed nothing)",)
-
-
-def _repro(test: SuiteTest | CommandTest, bad: Environment, reading: Reading | None) -> str:
-    if isinstance(test, CommandTest):
-        path = "" if "{python}" in test.command else f"PATH={bad.python.parent}:$PATH "
-        return f"{path}{test.line(bad)}"
-    rows = {j.row.id: j.row.test for j in reading.record.judgements} if reading and reading.record else {}
-    names = [rows.get(name, name) for name in test.deciding]
-    node = next((name for name in names if "::" in name), "")
-    return f"{bad.python} -m {investigate(test.lane, node)}"
 
 
 def text(found: Answer) -> str:
@@ -239,11 +194,11 @@ def text(found: Answer) -> str:
     return "\n".join(lines)
 
 
-def closing_text(found: Answer, probes: float, beside: float) -> str:
-    """Format the package at fault and the time. probes: seconds in this run's probes; beside: overhead in seconds."""
+def closing_text(found: Answer, probes: float, overhead: float) -> str:
+    """Format the package at fault and the time. probes: probes, overhead: seconds."""
     lines = _fault_lines(found)
     lines += [f"{'compare':11} {link}" for link in found.links]
-    lines.append(f"{'time':11} {probes:.1f} s in probes, {beside:.1f} s beside them")
+    lines.append(f"{'time':11} {probes:.1f} s in probes, {overhead:.1f} s overhead")
     return "\n".join(lines)
 
 

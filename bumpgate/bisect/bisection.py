@@ -17,7 +17,7 @@ from packaging.version import Version
 from bumpgate.bisect import blame
 from bumpgate.bisect.attribution import Attribution, Mixture, attribute, changes
 from bumpgate.bisect.journal import Journal
-from bumpgate.bisect.probe import READING, Build, Cause, Reading, Said, Test, keep, load, take
+from bumpgate.bisect.probe import READING, Build, Cause, ProbeResult, Reading, Test, keep, load, take
 from bumpgate.bisect.search import Outcome, Result
 from bumpgate.environments.build import Environment, NotInstallable
 from bumpgate.environments.request import Request
@@ -32,7 +32,7 @@ SHOWN = 4
 
 
 class MachineError(BumpgateError):
-    """Infrastructure failure of an endpoint or of several candidates in a row; says nothing about the candidates."""
+    """Infrastructure failure of an endpoint or of several candidates in a row; no evidence about the candidates."""
 
 
 class Ahead(Protocol):
@@ -48,12 +48,16 @@ class Show(Protocol):
 
     def probing(self, name: str) -> None: ...
 
-    def said(self, name: str, reading: Reading, said: Said, left: str) -> None: ...
+    def probed(self, name: str, reading: Reading, result: ProbeResult, left: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Dependencies of a bisect. request: from a version to its request. out: the folder of the readings."""
+    """Dependencies of a bisect. request: from a version to its request. out: the folder of the readings.
+
+    reliable: one reading settles a mixture also under the plan's misread rates, unless the test has contradicted
+    itself: a probe that is a whole sequential test.
+    """
 
     package: str
     out: Path
@@ -62,6 +66,7 @@ class Bench:
     test: Test
     show: Show
     ahead: Ahead | None = None
+    reliable: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Bisection:
         self.state = state
         self.bench = bench
         self.search = state.search
-        self._spoilt = False
+        self._machine_failed = False
 
     def run(self) -> Result:
         """Probe until the search has its answer. Raises MachineError, ProbeError, KeyboardInterrupt."""
@@ -136,7 +141,9 @@ class Bisection:
         known = [(sides[i], outcome) for i, outcome in self.search.history if i in sides]
         # One reading settles a mixture, unless the test has contradicted itself.
         estimated = self.search.noise() if result.misreads else (0.0, 0.0)
-        stated = self.state.plan.false_bad, self.state.plan.false_good
+        plan = self.state.plan
+        once = self.bench.reliable and not result.misreads
+        stated = (None, None) if once else (plan.false_bad, plan.false_good)
         false_bad, false_good = (e if s is None else s for s, e in zip(stated, estimated))
         return attribute(
             good.packages,
@@ -145,7 +152,7 @@ class Bisection:
             blame.together(good, bad),
             false_bad=min(false_bad, MISREADS),
             false_good=min(false_good, MISREADS),
-            confidence=self.state.plan.confidence,
+            confidence=plan.confidence,
             known=[*known, *self.state.mixtures],
             first=self.bench.package,
         )
@@ -161,10 +168,10 @@ class Bisection:
         like = self._request(self.search.first)
         place = self.bench.out / "mixtures" / f"{digest}.{taken}"
         reading = self._retried(place, blame.mixture_request(packages, like), self.bench.build)
-        said = self.bench.test.judge(reading)
-        self.state.record_mixture(mixture, said.outcome)
-        self.bench.show.said(name, reading, said, "")
-        return said.outcome
+        result = self.bench.test.judge(reading)
+        self.state.record_mixture(mixture, result.outcome)
+        self.bench.show.probed(name, reading, result, "")
+        return result.outcome
 
     def _by_importance(self, mixture: Mixture) -> list[str]:
         """Sort a mixture's names: the bisected package first, libraries that another package pins last."""
@@ -177,9 +184,9 @@ class Bisection:
             if not self._unjudged(end):
                 continue
             reading = self._reading(end)
-            void = self.bench.test.void(reading)
-            if void is not None:
-                self._record(end, reading, void)
+            unusable = self.bench.test.unusable(reading)
+            if unusable is not None:
+                self._record(end, reading, unusable)
                 return
             readings[end] = reading
         self._learn()
@@ -207,9 +214,11 @@ class Bisection:
 
         def build(request: Request) -> Environment:
             environment = self.bench.build(request)
-            came = environment.packages.get(self.bench.package)
-            if came is None or Version(came) != Version(version):
-                raise NotInstallable(f"{request.title}: {came} came instead", self.bench.out, "")
+            installed = environment.packages.get(self.bench.package)
+            if installed is None or Version(installed) != Version(version):
+                raise NotInstallable(
+                    f"{request.title}: {installed} was installed instead", self.bench.out, ""
+                )
             # Only now: the prefetch in progress may have been building this environment.
             later = [*(i for i in self.state.decide() if i != index), *self.search.prefetch()]
             if self.bench.ahead:
@@ -226,20 +235,20 @@ class Bisection:
         for _ in range(TRIES):
             reading = take(place, request, build, self.bench.test)
             if reading.cause is not Cause.MACHINE:
-                self._spoilt = False
+                self._machine_failed = False
                 return reading
             (place / READING).unlink()
-        if self._spoilt or end:
+        if self._machine_failed or end:
             raise MachineError(f"{request.title}: {reading.failure.removeprefix(f'{request.title}: ')}")
-        self._spoilt = True
+        self._machine_failed = True
         keep(reading)
         return reading
 
-    def _record(self, index: int, reading: Reading, said: Said) -> None:
+    def _record(self, index: int, reading: Reading, result: ProbeResult) -> None:
         version = self.search.candidates[index]
-        self.state.record(index, said.outcome)
+        self.state.record(index, result.outcome)
         left = "" if self.search.result() else self.search.progress()
-        self.bench.show.said(f"{self.bench.package} {version}", reading, said, left)
+        self.bench.show.probed(f"{self.bench.package} {version}", reading, result, left)
 
     def _unjudged(self, index: int) -> bool:
         return not any(i == index and o in (Outcome.GOOD, Outcome.BAD) for i, o in self.search.history)

@@ -52,7 +52,7 @@ class Range:
         return f"{version} of {day}" if day and f"{day:%Y%m%d}" not in version else version
 
 
-def wants_prereleases(*ends: str) -> bool:
+def needs_prereleases(*ends: str) -> bool:
     """Return whether the range includes prereleases: a date means nightlies, two releases mean releases only."""
     return any(DATE.fullmatch(end) or _version(end).is_prerelease for end in ends)
 
@@ -149,7 +149,7 @@ def _on(package: str, found: Sequence[Found], end: str, *, later: bool) -> int:
     try:
         day = date.fromisoformat(end)
     except ValueError:
-        raise RangeError(f"{end!r} is no date") from None
+        raise RangeError(f"{end!r} is not a valid date") from None
     dated = [(f.date, i) for i, f in enumerate(found) if f.date]
     fitting = [(d, i) for d, i in dated if (d >= day if later else d <= day)]
     if fitting:

@@ -67,18 +67,17 @@ class Journal:
         self.plan = plan
         self.search = plan.search()
         self.mixtures: list[tuple[Mixture, Outcome]] = []
-        self._asked: list[int] = []
-        self._asked_mixture: Mixture | None = None
+        self._pending: list[int] = []
+        self._pending_mixture: Mixture | None = None
 
     def decide(self) -> list[int]:
         """Return search.next() and write it down, or return the earlier decision if it has no outcome yet."""
         if self.search.result() is not None:
             return []
-        if not self._asked:
-            asked = self.search.next()
-            _write(self._file, {"probe": asked})
-            self._asked = asked
-        return list(self._asked)
+        if not self._pending:
+            self._pending = self.search.next()
+            _write(self._file, {"probe": self._pending})
+        return list(self._pending)
 
     def record(self, index: int, outcome: Outcome) -> None:
         """Write an outcome down, then pass it to the search."""
@@ -87,9 +86,9 @@ class Journal:
 
     def decide_mixture(self, mixture: Mixture) -> None:
         """Write down that a mixture is about to be probed."""
-        if self._asked_mixture != mixture:
+        if self._pending_mixture != mixture:
             _write(self._file, {"mixture": sorted(mixture)})
-            self._asked_mixture = mixture
+            self._pending_mixture = mixture
 
     def record_mixture(self, mixture: Mixture, outcome: Outcome) -> None:
         """Write the reading of a mixture down."""
@@ -108,21 +107,21 @@ class Journal:
 
     def _take(self, index: int, outcome: Outcome) -> None:
         self.search.record(index, outcome)
-        self._asked = [i for i in self._asked if i != index]
+        self._pending = [i for i in self._pending if i != index]
 
     def _take_mixture(self, mixture: Mixture, outcome: Outcome) -> None:
         self.mixtures.append((mixture, outcome))
-        self._asked_mixture = None
+        self._pending_mixture = None
 
     def _replay(self, entry: Any) -> None:
         """Apply one entry. Raises KeyError, TypeError or ValueError on an entry that this class does not write."""
         keys = entry.keys()
         if keys == {"probe"}:
-            self._asked = [int(i) for i in entry["probe"]]
+            self._pending = [int(i) for i in entry["probe"]]
         elif keys == {"index", "outcome"}:
             self._take(entry["index"], Outcome(entry["outcome"]))
         elif keys == {"mixture"}:
-            self._asked_mixture = frozenset(entry["mixture"])
+            self._pending_mixture = frozenset(entry["mixture"])
         elif keys == {"mixture", "outcome"}:
             self._take_mixture(frozenset(entry["mixture"]), Outcome(entry["outcome"]))
         else:
@@ -160,7 +159,7 @@ def resume(path: Path, plan: Plan | None = None) -> Journal:
         lines = file.read().split(b"\n")
         whole = lines[:-1]
         if not whole:
-            raise JournalError(f"{path.name} died before its first decision: begin anew, without --resume")
+            raise JournalError(f"{path.name} died before its first decision: start again, without --resume")
         found = _plan(path, whole[0])
         if plan is not None and found != plan:
             other = [f.name for f in fields(Plan) if getattr(found, f.name) != getattr(plan, f.name)]
@@ -227,5 +226,5 @@ def _plan(path: Path, line: bytes) -> Plan:
         plan = Plan(**raw | {"candidates": tuple(raw["candidates"]), "command": tuple(raw["command"])})
         plan.search()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise JournalError(f"{path.name} is no state file of schema {SCHEMA}: name another") from None
+        raise JournalError(f"{path.name} is not a state file of schema {SCHEMA}: name another") from None
     return plan

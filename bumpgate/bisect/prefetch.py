@@ -34,7 +34,7 @@ class Prefetch:
     def __init__(self, free: int = FREE_BYTES) -> None:
         self.free = free
         self._child: subprocess.Popen[bytes] | None = None
-        self._wanted = ""
+        self._payload = ""
 
     def start(self, requests: Iterable[Request]) -> None:
         """Build those of the requests that are not built yet; stop a running child with another list.
@@ -44,10 +44,10 @@ class Prefetch:
         root = home() / "environments"
         new = [request for request in requests if not (root / request_key(request, None) / NOTE).exists()]
         payload = json.dumps([asdict(request) for request in new], default=str)
-        if payload == self._wanted:
+        if payload == self._payload:
             return
         self.stop()
-        self._wanted = payload
+        self._payload = payload
         place = home()
         place.mkdir(parents=True, exist_ok=True)
         if payload == "[]" or shutil.disk_usage(place).free < self.free:
@@ -65,7 +65,7 @@ class Prefetch:
 
     def stop(self) -> None:
         """Kill the child. An unfinished environment is not in the cache, and its lock is released."""
-        self._wanted = ""
+        self._payload = ""
         if self._child is None:
             return
         with suppress(ProcessLookupError):

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
 
-from bumpgate.bisect.noise import capacity, entropy, noises, tail, times_log
+from bumpgate.bisect.noise import capacity, noises, tail
+from bumpgate.bisect.posterior import Belief, believe
 from bumpgate.rows import BumpgateError
 
 # Prior probability that the user named an endpoint wrongly, for each endpoint.
@@ -129,7 +129,7 @@ class Search:
         self._noises = noises(*((false_good, false_bad) if find_fix else (false_bad, false_good)))
         self._tally = {outcome: Counter[int]() for outcome in Outcome}
         self._aside: set[int] = set()
-        self._belief: _Belief | None = None
+        self._belief: Belief | None = None
 
     def record(self, index: int, outcome: Outcome) -> None:
         """Record one outcome. Any candidate from endpoint to endpoint may be recorded, not only those of next()."""
@@ -275,16 +275,14 @@ class Search:
         """
         return self._believe().places
 
-    def _believe(self) -> _Belief:
+    def _believe(self) -> Belief:
         if self._belief is None:
             overruled = self._overruled()
             counts = [
                 (0, 0) if i in overruled else (self._tally[self.new][i], self._tally[self.old][i])
                 for i in range(self.first, self.last + 1)
             ]
-            prior = self._log_prior()
-            joint = [_log_joint(prior, counts, *pair, weight) for pair, weight in self._noises]
-            self._belief = _Belief.of(joint, [pair for pair, _ in self._noises])
+            self._belief = believe(self._log_prior(), counts, self._noises)
         return self._belief
 
     def _overruled(self) -> tuple[int, ...]:
@@ -400,64 +398,6 @@ class Search:
         for index, outcome in outcomes:
             ahead.record(index, outcome)
         return ahead
-
-
-@dataclass(frozen=True)
-class _Belief:
-    """Posterior state.
-
-    places: the posterior of each hypothesis. false_new, false_old: the expected misread rates under it.
-    """
-
-    places: list[float]
-    false_new: list[float]
-    false_old: list[float]
-
-    @classmethod
-    def of(cls, joint: Sequence[Sequence[float]], noises: Sequence[tuple[float, float]]) -> _Belief:
-        """Normalize log weights: one sequence for each pair of rates, with one entry for each hypothesis."""
-        top = max(map(max, joint))
-        if top == -math.inf:
-            return cls(*([0.0] * len(joint[0]) for _ in range(3)))
-        columns = [[math.exp(x - top) for x in column] for column in zip(*joint)]
-        sums = [math.fsum(column) for column in columns]
-        total = math.fsum(sums)
-        false_new, false_old = (
-            [
-                math.fsum(w * pair[side] for w, pair in zip(column, noises)) / s if s else 0.0
-                for column, s in zip(columns, sums)
-            ]
-            for side in (0, 1)
-        )
-        return cls([s / total for s in sums], false_new, false_old)
-
-    def gains(self) -> list[float]:
-        """Return the expected information gain about the position, in bits, of one reading of each candidate."""
-        as_new = list(accumulate(p * (1 - e) for p, e in zip(self.places, self.false_old)))
-        as_old = list(accumulate(p * e for p, e in zip(self.places, self.false_new)))
-        bits_new = list(accumulate(p * entropy(e) for p, e in zip(self.places, self.false_old)))
-        bits_old = list(accumulate(p * entropy(e) for p, e in zip(self.places, self.false_new)))
-        return [
-            entropy(min(1.0, new + as_old[-1] - old)) - in_new - (bits_old[-1] - in_old)
-            for new, old, in_new, in_old in zip(as_new, as_old, bits_new, bits_old)
-        ]
-
-
-def _log_joint(
-    prior: Sequence[float],
-    counts: Sequence[tuple[int, int]],
-    false_new: float,
-    false_old: float,
-    weight: float,
-) -> list[float]:
-    """Return each hypothesis' log joint with the (new, old) counts per candidate, under one pair of misread rates."""
-    # Most candidates have no reading and share one term.
-    old_terms = {c: times_log(c[0], false_new) + times_log(c[1], 1 - false_new) for c in set(counts)}
-    new_terms = {c: times_log(c[0], 1 - false_old) + times_log(c[1], false_old) for c in set(counts)}
-    as_old, as_new = [old_terms[c] for c in counts], [new_terms[c] for c in counts]
-    before = accumulate(as_old, initial=0.0)
-    after = reversed(list(accumulate(reversed(as_new), initial=0.0)))
-    return [p + math.log(weight) + a + b for p, a, b in zip(prior, before, after)]
 
 
 def _check(candidates: Sequence[str], good: str, bad: str, find_fix: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -10,10 +9,8 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +33,7 @@ from bumpgate.gate.plan import plan_for
 from bumpgate.gate.result import Asked, Gate, GateError, SideState
 from bumpgate.gate.verdict import Decision
 from bumpgate.gate.view import View, cut, findings_text
+from bumpgate.processes.device import device_lock
 from bumpgate.processes.runner import installed
 from bumpgate.report import gate_file, history
 from bumpgate.report.extra import ExtraMissingError
@@ -108,7 +106,7 @@ def command(
     view = View(Console(stderr=True))
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with _device(lanes.require(root, lane).device, view):
+        with device_lock(lanes.require(root, lane).device, view.say):
             if shell:
                 metrics.write_test(root, lane, shell)
             now = bind(root, place)
@@ -294,26 +292,6 @@ def _refuse_unprepared(asked: Asked, python: str, absent: Mapping[str, str]) -> 
             f" (bumpgate wheels plan --lane {asked.lane} --python {shlex.quote(python)} lists which fit),"
             f" or add, where that is on purpose: {options}"
         )
-
-
-@contextmanager
-def _device(kind: str, view: View) -> Iterator[None]:
-    """Lock the device: concurrent gates would disturb each other's times. A killed gate's lock is released."""
-    device = {"cuda": f"cuda-{os.environ.get('CUDA_VISIBLE_DEVICES', '0')}", "xla": "tpu"}.get(kind, kind)
-    path = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gate-{_slug(device)}"
-    with path.open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            view.say(
-                f"device {device} is taken by the gate of process {lock.read().strip() or '?'}; waiting for it"
-            )
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
 
 
 def _show(gate: GateFile, out: Path, again: bool) -> None:

@@ -20,7 +20,7 @@ import pytest
 from bumpgate.bisect import bisection, command, journal
 from bumpgate.bisect.bisection import Bench
 from bumpgate.bisect.journal import Plan
-from bumpgate.bisect.probe import Cause, Reading, Said
+from bumpgate.bisect.probe import Cause, ProbeResult, Reading
 from bumpgate.bisect.search import Outcome, Result
 from bumpgate.environments.build import Environment, NotInstallable
 from bumpgate.environments.request import Request
@@ -282,10 +282,10 @@ def test_the_answer_is_saved_before_attribution(index: LocalIndex, tmp_path: Pat
 
 
 def test_the_command_that_continues_keeps_its_options() -> None:
-    question = command.Question(
+    options = command.Options(
         "torch", "2.0.0", "2.1.0", "", (), "true", None, (), (), None, False, None, None, 0.98, None
     )
-    line = command._again(question, Path("out"), ["--no-attribution"])
+    line = command._resume_command(options, Path("out"), ["--no-attribution"])
     assert shlex.split(line)[-4:] == ["--out", "out", "--no-attribution", "--resume"]
 
 
@@ -350,23 +350,23 @@ class FakeTest:
             code = 1 - code
         return Reading(place, Cause.RAN, code, seconds=0.0, packages=dict(environment.packages))
 
-    def void(self, reading: Reading) -> Said | None:
-        return Said(Outcome.SKIP, reading.failure) if reading.cause is Cause.BROKEN else None
+    def unusable(self, reading: Reading) -> ProbeResult | None:
+        return ProbeResult(Outcome.SKIP, reading.failure) if reading.cause is Cause.BROKEN else None
 
     def learn(self, good: Any, bad: Any) -> None:
         """Nothing to learn: the fake reads the fault directly."""
 
-    def judge(self, reading: Reading) -> Said:
-        if void := self.void(reading):
-            return void
-        return Said(Outcome.BAD if reading.code else Outcome.GOOD, f"exit {reading.code}")
+    def judge(self, reading: Reading) -> ProbeResult:
+        if result := self.unusable(reading):
+            return result
+        return ProbeResult(Outcome.BAD if reading.code else Outcome.GOOD, f"exit {reading.code}")
 
 
 class Silent:
     def probing(self, name: str) -> None:
         pass
 
-    def said(self, name: str, reading: Reading, said: Said, left: str) -> None:
+    def probed(self, name: str, reading: Reading, result: ProbeResult, left: str) -> None:
         pass
 
 

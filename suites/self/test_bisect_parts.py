@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bumpgate.bisect import blame, probe
+from bumpgate.bisect import blame, suite_probe
 from bumpgate.bisect.answer import Watcher
 from bumpgate.bisect.attribution import Mixture, attribute, changes
-from bumpgate.bisect.candidates import Range, RangeError, between, wants_prereleases
+from bumpgate.bisect.candidates import Range, RangeError, between, needs_prereleases
 from bumpgate.bisect.prefetch import Prefetch
-from bumpgate.bisect.probe import Cause, Reading, Said, SuiteTest
+from bumpgate.bisect.probe import Cause, ProbeResult, Reading
 from bumpgate.bisect.search import Outcome
+from bumpgate.bisect.suite_probe import Signals, SuiteTest
 from bumpgate.environments.build import Environment, build
 from bumpgate.environments.request import Request
 from bumpgate.environments.versions import Found
@@ -144,9 +145,9 @@ def test_builds_by_commit_keep_the_order_of_their_days() -> None:
 
 
 def test_releases_alone_ask_for_no_nightlies() -> None:
-    assert not wants_prereleases("2.9.0", "2.13.0")
-    assert wants_prereleases("2.9.0", "2026-10-01")
-    assert wants_prereleases("2.9.0", "2.14.0.dev20261001")
+    assert not needs_prereleases("2.9.0", "2.13.0")
+    assert needs_prereleases("2.9.0", "2026-10-01")
+    assert needs_prereleases("2.9.0", "2.14.0.dev20261001")
 
 
 # Outcome of a suite's reading.
@@ -166,7 +167,7 @@ class Readings:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.module: Any = probe
+        self.module: Any = suite_probe
         self.made = 0
 
     def __call__(
@@ -250,18 +251,18 @@ def check_what_decides(module: Any, reading: Readings) -> None:
 
 
 def test_rows_and_tests_that_are_red_at_the_bad_end_alone_decide(reading: Readings) -> None:
-    check_what_decides(probe, reading)
+    check_what_decides(suite_probe, reading)
     # An unchanged copy of the module passes: the faults below are not detected because of the copy.
-    check_what_decides(planted(probe, "LAST_SIGNAL = 64", "LAST_SIGNAL = 64"), reading)
+    check_what_decides(planted(suite_probe, 'THE_RUN = "the run"', 'THE_RUN = "the run"'), reading)
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
         ("if at_good[name] < at_bad[name])", "if at_bad[name])"),
-        ("if reading.kinds[name] in self.kinds[name]]", "]"),
+        ("if seen.kinds[name] in self.kinds[name]]", "]"),
         (
-            "        if not reading.whole:\n            return self._cut_short(reading)\n        unread",
+            "        if not reading.whole:\n            return _cut_short(reading)\n        unread",
             "        unread",
         ),
         ("and j.row.test not in skipped", ""),
@@ -277,7 +278,7 @@ def test_rows_and_tests_that_are_red_at_the_bad_end_alone_decide(reading: Readin
 )
 def test_a_reading_that_is_misunderstood_is_caught(old: str, new: str, reading: Readings) -> None:
     with pytest.raises(AssertionError):
-        check_what_decides(planted(probe, old, new), reading)
+        check_what_decides(planted(suite_probe, old, new), reading)
 
 
 def test_ends_without_a_difference_refute_themselves(reading: Readings) -> None:
@@ -295,14 +296,14 @@ def test_ends_without_a_difference_refute_themselves(reading: Readings) -> None:
 def test_a_derived_row_needs_no_review_to_be_green(reading: Readings) -> None:
     """Its expected value comes from the layer pattern, not from the baseline."""
     seen = reading(row("a", Verdict.MISSING, better="derived"), row("b", Verdict.MISSING))
-    assert seen.signals["compile/a/graph_breaks"] is Verdict.PASS
-    assert seen.signals["compile/b/graph_breaks"] is Verdict.MISSING
+    assert Signals(seen).verdicts["compile/a/graph_breaks"] is Verdict.PASS
+    assert Signals(seen).verdicts["compile/b/graph_breaks"] is Verdict.MISSING
 
 
 def test_a_crash_of_the_whole_run_is_a_fault_and_a_kill_is_none(reading: Readings) -> None:
     crashed = reading(complete=False, failure="died of SIGSEGV")
-    assert crashed.signals == {"the run": Verdict.REGRESSION}
-    assert reading(complete=False, failure="died of SIGKILL").signals == {}
+    assert Signals(crashed).verdicts == {"the run": Verdict.REGRESSION}
+    assert Signals(reading(complete=False, failure="died of SIGKILL")).verdicts == {}
     test = SuiteTest(Path(), "cpu", (), "torch")
     test.learn([reading(row("a", GREEN))], [crashed])
     assert test.deciding == ("the run",)
@@ -464,15 +465,18 @@ def test_on_a_terminal_the_watcher_says_what_is_under_way() -> None:
     console = Console(file=out, force_terminal=True, width=100)
     with Watcher(console) as watcher:
         watcher.probing("torch 2.1.0")
-        watcher.said(
-            "torch 2.1.0", Reading(Path(), Cause.RAN, 1, seconds=2.5), Said(Outcome.BAD, "exit [1]"), "x"
+        watcher.probed(
+            "torch 2.1.0",
+            Reading(Path(), Cause.RAN, 1, seconds=2.5),
+            ProbeResult(Outcome.BAD, "exit [1]"),
+            "x",
         )
     assert "\x1b[" in out.getvalue()
     assert "torch 2.1.0 in 2.5 s: exit [1]; x" in out.getvalue()
     assert watcher.seconds == 2.5
     plain = io.StringIO()
     with Watcher(Console(file=plain, width=40)) as watcher:
-        watcher.said("torch 2.1.0", Reading(Path(), Cause.RAN, 1), Said(Outcome.GOOD, "z" * 90), "")
+        watcher.probed("torch 2.1.0", Reading(Path(), Cause.RAN, 1), ProbeResult(Outcome.GOOD, "z" * 90), "")
     assert plain.getvalue() == f"GOOD    torch 2.1.0 in 0.0 s: {'z' * 90}\n"
 
 

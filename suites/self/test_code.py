@@ -10,7 +10,8 @@ import pytest
 
 from bumpgate import code
 from bumpgate.baseline import Baseline, BaselineError, Reviewed, judge, load, save
-from bumpgate.bisect.probe import Cause, Reading, SuiteTest
+from bumpgate.bisect.probe import Cause, Reading
+from bumpgate.bisect.suite_probe import SuiteTest
 from bumpgate.gate.verdict import Decision, Side, judge_gate
 from bumpgate.rebaseline import diff, plan
 from bumpgate.rows import Judgement, Record, Row, RowError, Verdict, write_record

@@ -308,7 +308,7 @@ def test_a_second_gate_on_the_device_says_whom_it_waits_for(tree: Tree) -> None:
         program = "import sys; sys.stderr = open('said', 'w', 1); from bumpgate.cli import main; main()"
         second = tree.start("-c", program, *tree.sides())
         wait_for(lambda: said.exists() and "waiting" in said.read_text())
-        assert said.read_text() == "device cpu is taken by the gate of process 4711; waiting for it\n"
+        assert said.read_text() == "device cpu is in use by process 4711; waiting for it\n"
         assert not (tree.root / "g" / result.NAME).exists()
         second.send_signal(signal.SIGINT)
         second.communicate(timeout=120)

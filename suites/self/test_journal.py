@@ -95,7 +95,7 @@ def check_cuts(module: Any, folder: Path, whole: tuple[bytes, Search, Attributio
     for cut in range(len(text) + 1):
         path.write_bytes(text[:cut])
         if cut <= header:
-            with pytest.raises(JournalError, match="begin anew"):
+            with pytest.raises(JournalError, match="start again"):
                 module.resume(path)
             state = module.begin(path, PLAN)
         else:
@@ -301,12 +301,12 @@ def test_the_file_of_another_search_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "begin anew"),
-        (b"# Notes\n", "no state file"),
-        (b"[]\n", "no state file"),
-        (b'{"bumpgate": "bisect", "schema": 2}\n', "no state file"),
-        (b'{"bumpgate": "bisect", "schema": 1, "candidates": ["a"]}\n', "no state file"),
-        (b"\xff\xfe\n", "no state file"),
+        (b"", "start again"),
+        (b"# Notes\n", "not a state file"),
+        (b"[]\n", "not a state file"),
+        (b'{"bumpgate": "bisect", "schema": 2}\n', "not a state file"),
+        (b'{"bumpgate": "bisect", "schema": 1, "candidates": ["a"]}\n', "not a state file"),
+        (b"\xff\xfe\n", "not a state file"),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bumpgate.bisect import search
+from bumpgate.bisect import posterior, search
 from bumpgate.bisect.search import Outcome, Result, Search, SearchError, capacity
 from suites.self.searching import drive, labels, noisy, planted, tail
 
@@ -57,12 +57,13 @@ def test_an_answer_off_by_one_is_caught() -> None:
         check_every_place(mutant, range(2, 8))
 
 
-def test_a_likelihood_off_by_one_is_caught() -> None:
+def test_a_likelihood_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = planted(
-        search, "accumulate(as_old, initial=0.0)", "accumulate([0.0, *as_old[:-1]], initial=0.0)"
+        posterior, "accumulate(as_old, initial=0.0)", "accumulate([0.0, *as_old[:-1]], initial=0.0)"
     )
+    monkeypatch.setattr(search, "believe", mutant.believe)
     with pytest.raises(AssertionError):
-        check_every_place(mutant, range(2, 8))
+        check_every_place(search, range(2, 8))
 
 
 def simulate(

@@ -1,0 +1,136 @@
+"""Test of a bisect: a user's command, judged by its exit code."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from bumpgate.bisect.probe import (
+    CRASHES,
+    LOG,
+    Cause,
+    ProbeError,
+    ProbeResult,
+    Reading,
+    fresh_caches,
+    import_fault,
+    without_verdict,
+)
+from bumpgate.bisect.search import Outcome
+from bumpgate.environments.build import Environment
+from bumpgate.gate.verdict import Decision, Finding
+from bumpgate.processes.runner import child_environment, run_child
+from bumpgate.processes.supervise import SIGNALLED
+from bumpgate.rows import one_line
+
+NO_MODULE = re.compile(r"^ModuleNotFoundError: No module named '(\w+)'", re.MULTILINE)
+LAST_SIGNAL = 64
+LOG_LINES = 3
+
+
+@dataclass
+class CommandTest:
+    """User command: exit 0 is GOOD, 1 to 124 BAD, 125 SKIP; a crash is BAD if the package imports.
+
+    command: for /bin/sh; {python} and {version} are substituted, and the environment's bin folder is first on PATH.
+    timeout: seconds; a run that takes longer has no verdict.
+    """
+
+    command: str
+    package: str
+    folder: Path
+    timeout: float | None = None
+    deciding: tuple[str, ...] = ()
+    differs: bool = True
+
+    def line(self, environment: Environment) -> str:
+        """Return the shell command line for an environment."""
+        version = environment.packages.get(self.package, "")
+        line = self.command.replace("{python}", shlex.quote(str(environment.python)))
+        return line.replace("{version}", version)
+
+    def run(self, environment: Environment, place: Path) -> Reading:
+        log = place / LOG
+        line = ["/bin/sh", "-c", self.line(environment)]
+        with fresh_caches(place) as caches:
+            variables = child_environment(environment.python, None, caches)
+            code, seconds = run_child(line, self.folder, variables, self.timeout, log)
+        cause, failure = Cause.RAN, ""
+        if self.timeout is not None and seconds >= self.timeout:
+            cause, failure = Cause.MACHINE, f"no end within {self.timeout:.0f} s"
+        elif code > 125 or code < -LAST_SIGNAL:
+            ended = code if code > 0 else SIGNALLED - code
+            raise ProbeError(
+                f"--command ended with {ended} ({last_line(log)}): 0 is good, 1-124 bad, 125 skip"
+            )
+        elif code < 0:
+            name = _signal_name(-code)
+            failure = f"died of {name}"
+            if name == "SIGINT":
+                raise KeyboardInterrupt
+            cause = Cause.RAN if name in CRASHES else Cause.MACHINE
+        if (code or failure) and code != 125 and (fault := import_fault(environment, self.package, "torch")):
+            cause, failure = Cause.BROKEN, fault
+        elif code > 0 and code != 125 and (missing := _missing_module(log, environment)):
+            cause, failure = Cause.BROKEN, f"no module {missing} in this environment; add --with {missing}"
+        return Reading(place, cause, code, failure, seconds, dict(environment.packages))
+
+    def unusable(self, reading: Reading) -> ProbeResult | None:
+        result = self.judge(reading)
+        return None if result.outcome in (Outcome.GOOD, Outcome.BAD) else result
+
+    def learn(self, good: Sequence[Reading], bad: Sequence[Reading]) -> None:
+        """Do nothing: an exit code means the same for every candidate."""
+
+    def judge(self, reading: Reading) -> ProbeResult:
+        if result := without_verdict(reading):
+            return result
+        if reading.code == 125:
+            return ProbeResult(Outcome.SKIP, "the command skipped it (exit 125)")
+        how = reading.failure or f"exit {reading.code}"
+        return ProbeResult(Outcome.GOOD, how) if reading.code == 0 else ProbeResult(Outcome.BAD, how)
+
+    def findings(self, good: str, before: Reading, bad: str, after: Reading) -> list[Finding]:
+        reason = self.judge(after).reason
+        return [Finding(Decision.HOLD, "BAD", "", reason, (), _last_lines(before), _last_lines(after))]
+
+    def repro(self, environment: Environment, reading: Reading | None) -> str:
+        path = "" if "{python}" in self.command else f"PATH={environment.python.parent}:$PATH "
+        return f"{path}{self.line(environment)}"
+
+
+def _missing_module(log: Path, environment: Environment) -> str:
+    """Return the missing module in a log if no package of the environment provides it, else ""."""
+    missing = NO_MODULE.findall(log.read_text(encoding="utf-8", errors="replace"))
+    return missing[-1] if missing and canonicalize_name(missing[-1]) not in environment.packages else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def last_line(log: Path) -> str:
+    """Return the last non-empty line of a log."""
+    lines = _lines(log)
+    return one_line(lines[-1], 120) if lines else "it printed nothing"
+
+
+def _last_lines(reading: Reading) -> tuple[str, ...]:
+    try:
+        lines = _lines(reading.place / LOG)
+    except OSError:
+        return ()
+    return tuple(one_line(line, 160) for line in lines[-LOG_LINES:]) or ("(it printed nothing)",)
+
+
+def _lines(log: Path) -> list[str]:
+    return [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]

@@ -1,0 +1,124 @@
+"""Reads a finding of a gate as the start of a bisect: its lane, tests, versions and, if it is SLOWER, slowdowns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bumpgate.gate.result import NAME
+from bumpgate.gate.verdict import Decision, Finding
+from bumpgate.report import gate_file
+from bumpgate.report.gate_file import GateFile
+from bumpgate.rows import BumpgateError
+
+SLOWER = "SLOWER"
+# Findings on timed rows other than SLOWER, and why a bisect cannot decide them.
+UNDECIDABLE = {
+    "SLOW MODE": "only some processes are slow, and a probe has too few to see how often",
+    "CREEP": "each step of a drift is too small for a probe",
+    "LOST": "a timed test that loses its readings cannot be paired",
+}
+SHOWN = 4
+
+
+class GateFindingError(BumpgateError):
+    """A gate without the requested finding, or one that a bisect cannot decide. One line."""
+
+
+@dataclass(frozen=True)
+class GateFinding:
+    """Finding of a gate. nodes: the tests that show it. good, bad: package -> version of each side.
+
+    tests: row id -> node id, and ratios: row id -> time of the candidate over that of the adopted build, of the rows
+    of one test, if the finding is SLOWER; empty for any other finding. sessions: the gate's limit; None without one.
+    """
+
+    lane: str
+    nodes: tuple[str, ...]
+    good: Mapping[str, str]
+    bad: Mapping[str, str]
+    tests: Mapping[str, str] = field(default_factory=dict)
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    sessions: int | None = None
+
+    def versions(self, package: str) -> tuple[str, str]:
+        """Return the versions of a package in the adopted and in the candidate environment.
+
+        Raises GateFindingError if a side lacks the package or both have the same version.
+        """
+        good, bad = self.good.get(package), self.bad.get(package)
+        if good and bad and good != bad:
+            return good, bad
+        moved = sorted(
+            name for name in self.good.keys() & self.bad.keys() if self.good[name] != self.bad[name]
+        )
+        names = ", ".join(moved[:SHOWN]) + (f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else "")
+        what = f"{package} is {good} on both sides" if good and bad else f"a side lacks {package}"
+        raise GateFindingError(
+            f"{what}; name --package ({names or 'no version differs'}), or --good and --bad"
+        )
+
+
+def load(path: Path, row: str = "") -> GateFinding:
+    """Load the finding of a gate that has `row`, or its worst one. path: gate.json, or the folder that holds it.
+
+    Raises GateFindingError or GateFileError, one line each.
+    """
+    path = path / NAME if path.is_dir() else path
+    gate = gate_file.read(path)
+    if not isinstance(gate, GateFile):
+        raise GateFindingError(f"{path} is a record: --from-gate needs the {NAME} of a gate")
+    found = _select(path, gate, row)
+    if found.label in UNDECIDABLE:
+        raise GateFindingError(f"a {found.label} finding cannot be bisected: {UNDECIDABLE[found.label]}")
+    tests = {
+        j.row.id: j.row.test for side in (gate.good, gate.bad) if side.record for j in side.record.judgements
+    }
+    packages = gate.good.packages, gate.bad.packages
+    if found.label == SLOWER:
+        rows = _rows_of_one_test(path, gate, found, row, tests)
+        ratios = {name: gate.timed[name].ratio for name in rows}
+        limit = gate.asked.get("sessions")
+        nodes_of = {name: tests[name] for name in rows}
+        return GateFinding(gate.lane, (tests[rows[0]],), *packages, nodes_of, ratios, limit)
+    nodes = tuple(dict.fromkeys(tests[name] for name in found.rows if tests.get(name)))
+    nodes = nodes or tuple(dict.fromkeys(line.partition(": ")[0] for line in found.bad if "::" in line))
+    if not nodes:
+        raise GateFindingError(
+            f"the finding {found.label} names no test: use --lane LANE -- PYTEST-SELECTION"
+        )
+    return GateFinding(gate.lane, nodes, *packages)
+
+
+def _select(path: Path, gate: GateFile, row: str) -> Finding:
+    """Return the first finding that holds the candidate back, or the one that has the row."""
+    held = [f for f in gate.findings if f.decision is Decision.HOLD]
+    if not held:
+        raise GateFindingError(f"{path} has no finding that holds the candidate back: nothing to bisect")
+    if not row:
+        return held[0]
+    for found in held:
+        if row in found.rows:
+            return found
+    rows = [name for f in held for name in f.rows]
+    names = ", ".join(rows[:SHOWN]) + (f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else "")
+    raise GateFindingError(f"no finding of {path} that holds has row {row}; their rows: {names or 'none'}")
+
+
+def _rows_of_one_test(
+    path: Path, gate: GateFile, found: Finding, row: str, tests: Mapping[str, str]
+) -> list[str]:
+    """Return the slower rows of the test of `row`, or of the slowest row: one test's processes measure them all."""
+    slower = {
+        name: gate.timed[name].ratio
+        for name in found.rows
+        if name in gate.timed and name in tests and 1 < gate.timed[name].ratio < math.inf
+    }
+    if not slower or (row and row not in slower):
+        raise GateFindingError(
+            f"{path} lacks the times or the test of {row or ', '.join(found.rows[:SHOWN])}"
+        )
+    chosen = row or max(slower, key=lambda name: slower[name])
+    return [name for name in slower if tests[name] == tests[chosen]]

@@ -1,0 +1,190 @@
+"""Options of a bisect: their checks, the command line that repeats them, and what they stand for."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bumpgate import lanes
+from bumpgate.baseline import find_root, tier
+from bumpgate.bisect.candidates import Range, between, needs_prereleases
+from bumpgate.bisect.command_probe import CommandTest
+from bumpgate.bisect.gate_finding import GateFinding
+from bumpgate.bisect.journal import Plan
+from bumpgate.bisect.probe import Test
+from bumpgate.bisect.suite_probe import SuiteTest
+from bumpgate.bisect.times_probe import TimedTest
+from bumpgate.environments.build import Environment
+from bumpgate.environments.request import RUNNING, Request, lane_request
+from bumpgate.environments.uv import public_url
+from bumpgate.environments.versions import versions
+from bumpgate.rows import BumpgateError, one_line
+
+USAGE, NOTHING_SELECTED = 4, 5
+
+
+class BisectError(BumpgateError):
+    """Invalid bisect: bad options, or an endpoint that does not have the claimed result."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Bisect options, apart from the output folder. A resumed bisect must use the same ones.
+
+    index and find_links have uv's format; passwords in their URLs are not saved. gate: path of the gate.json that
+    `finding` was read from, "" without one; lane and selection are then those of the finding. row: of the finding.
+    """
+
+    package: str
+    good: str
+    bad: str
+    lane: str
+    selection: tuple[str, ...]
+    command: str
+    index: str | None
+    find_links: tuple[str, ...]
+    extra: tuple[str, ...]
+    timeout: float | None
+    find_fix: bool
+    false_bad: float | None
+    false_good: float | None
+    confidence: float
+    budget: int | None
+    gate: str = ""
+    row: str = ""
+    finding: GateFinding | None = None
+
+    @property
+    def timed(self) -> bool:
+        """Whether timed rows decide."""
+        return self.finding is not None and bool(self.finding.ratios)
+
+    def line(self) -> tuple[str, ...]:
+        """Return the command-line arguments that repeat this bisect."""
+        valued = {
+            "--from-gate": self.gate,
+            "--row": self.row,
+            "--lane": "" if self.gate else self.lane,
+            "--package": self.package,
+            "--good": self.good,
+            "--bad": self.bad,
+            "--index": public_url(self.index or ""),
+            "--command": self.command,
+            "--timeout": "" if self.timeout is None else f"{self.timeout:g}",
+            "--false-bad": "" if self.false_bad is None else f"{self.false_bad:g}",
+            "--false-good": "" if self.false_good is None else f"{self.false_good:g}",
+            "--confidence": f"{self.confidence:g}",
+            "--budget": "" if self.budget is None else str(self.budget),
+        }
+        parts = [part for option, value in valued.items() if value for part in (option, value)]
+        parts += [part for place in self.find_links for part in ("--find-links", public_url(place))]
+        parts += [part for requirement in self.extra for part in ("--with", requirement)]
+        parts += ["--find-fix"] if self.find_fix else []
+        return (*parts, *(["--", *self.selection] if self.selection and not self.gate else []))
+
+    def check(self) -> Path | None:
+        """Check the options and return the source tree, if the bisect needs one. Raises BumpgateError, one line."""
+        if not (self.good and self.bad):
+            raise BisectError("name the range: --good VERSION --bad VERSION, or --from-gate GATE_JSON")
+        if self.command and self.selection:
+            raise BisectError("--command and a pytest selection: name one of them")
+        if not self.command and not (self.lane and self.selection):
+            raise BisectError(
+                "name what to run: --lane LANE -- PYTEST-SELECTION, or --command '{python} test.py'"
+            )
+        if self.timeout is not None and self.timeout <= 0:
+            raise BisectError(f"--timeout {self.timeout:g}: must be greater than 0")
+        if self.timeout is not None and self.timed:
+            raise BisectError("--timeout: a probe of timed rows has the gate's own limit per test")
+        if not self.lane:
+            return None
+        root = find_root(Path.cwd())
+        lanes.require(root, self.lane)
+        return root
+
+    def check_selection(self, root: Path) -> None:
+        """Raise BisectError if this interpreter's pytest selects no test or rejects an option.
+
+        A collection error is ignored: this interpreter may lack torch. A tier is not checked, because its package
+        is only installed with the candidate.
+        """
+        if any(tier(f"{part}/") for part in self.selection):
+            return
+        flags = ["-m", self.lane, "-n", "0", "-q", "--collect-only", *self.selection]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *flags], cwd=root, capture_output=True, text=True
+        )
+        if done.returncode == NOTHING_SELECTED:
+            raise BisectError(f"{shlex.join(self.selection)} selects no test of lane {self.lane}")
+        if done.returncode == USAGE:
+            words = [w for w in (done.stdout + done.stderr).splitlines() if w.startswith("ERROR: ")]
+            raise BisectError(one_line(words[0].removeprefix("ERROR: ") if words else done.stderr))
+
+    def range(self, root: Path | None) -> Range:
+        """Return the versions from endpoint to endpoint, from the index."""
+        found = versions(
+            self.package,
+            index=self.index,
+            find_links=self.find_links,
+            python=lane_request(root, self.lane).python if root else RUNNING,
+            pre=needs_prereleases(self.good, self.bad),
+        )
+        return between(self.package, found, self.good, self.bad, find_fix=self.find_fix)
+
+    def plan(self, span: Range, test: Test) -> Plan:
+        """Return the plan of the search.
+
+        A probe of timed rows is a test with bounded errors of its own: these bounds are its misread rates, and a
+        repeat is only made where they leave a doubt.
+        """
+        false_bad, false_good, confirm = self.false_bad, self.false_good, Plan.confirm
+        if isinstance(test, TimedTest):
+            bounds, confirm = test.misreads, 1
+            false_bad = bounds[0] if false_bad is None else false_bad
+            false_good = bounds[1] if false_good is None else false_good
+        return Plan(
+            span.versions,
+            span.good,
+            span.bad,
+            self.line(),
+            false_bad,
+            false_good,
+            self.confidence,
+            self.find_fix,
+            self.budget,
+            confirm,
+        )
+
+    def request(self, root: Path | None) -> Callable[[str], Request]:
+        """Return a function from a version to its environment request.
+
+        A package other than torch replaces the version that torch requires.
+        """
+
+        def request(version: str) -> Request:
+            # "==2.13.0" also matches 2.13.0+cpu, which is a different build.
+            requirement = f"{self.package}==={version}"
+            name = f"{self.package} {version}"
+            if root is None:
+                found = Request((requirement,), name=name)
+            else:
+                found = lane_request(root, self.lane, requirement, name=name)
+            requirements = (*found.requirements, *self.extra)
+            return replace(found, requirements=requirements, index=self.index, find_links=self.find_links)
+
+        return request
+
+    def test(self, root: Path | None, good: Callable[[], Environment], say: Callable[[str], None]) -> Test:
+        """Return the test that judges a candidate. good: builds the environment of the good endpoint."""
+        if self.command or root is None:
+            return CommandTest(self.command, self.package, Path.cwd(), self.timeout)
+        finding = self.finding
+        if finding and finding.ratios:
+            return TimedTest(
+                root, self.lane, finding.tests, finding.ratios, good, self.package, finding.sessions, say
+            )
+        return SuiteTest(root, self.lane, self.selection, self.package, self.timeout)
