@@ -13,12 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from bumpgate.rows import BumpgateError, one_line
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from bumpgate.errors import BumpgateError, one_line
 
 PROJECT, OWN = "pyproject.toml", "bumpgate.toml"
 DEVICES = ("cpu", "cuda", "xla")
@@ -61,7 +56,7 @@ def load(root: Path) -> dict[str, Lane]:
     """
     for name, path in ((OWN, ("lanes",)), (PROJECT, ("tool", "bumpgate", "lanes"))):
         try:
-            found: Any = tomllib.loads((root / name).read_text(encoding="utf-8"))
+            found: Any = _read(root / name)
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
@@ -93,7 +88,7 @@ def is_foreign(root: Path) -> bool:
     if (root / "bumpgate" / "plugin" / "__init__.py").is_file():
         return False
     try:
-        project = tomllib.loads((root / PROJECT).read_text(encoding="utf-8")).get("project", {})
+        project = _read(root / PROJECT).get("project", {})
     except (OSError, ValueError):
         return True
     return bool(project.get("name") != "bumpgate")
@@ -112,6 +107,17 @@ def known(path: Path) -> tuple[str, ...]:
         if (folder / OWN).is_file() or (folder / PROJECT).is_file():
             return tuple(load(folder))
     return ()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Parse a TOML file. Imports the parser after the file was read: most repositories of a user have no lanes."""
+    text = path.read_text(encoding="utf-8")
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    found: dict[str, Any] = tomllib.loads(text)
+    return found
 
 
 def _lane(where: str, name: str, raw: Any) -> Lane:

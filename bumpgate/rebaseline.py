@@ -179,6 +179,8 @@ def _unacceptable(j: Judgement, old: Baseline, record: Record) -> str | None:
         return f"{j.verdict.value}: {j.reason}"
     if j.row.unmeasured:  # stays as it is, unless --prune drops it
         return None
+    if j.row.paired and j.verdict is Verdict.PASS and j.row.id not in old.rows:
+        return None  # compared in gates only, and never reviewed
     now = judged(j, old, record)
     if now.verdict is Verdict.INCONCLUSIVE:
         return f"{now.verdict.value}: {now.reason}"

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from bumpgate import code
+from bumpgate.errors import BumpgateError as BumpgateError
+from bumpgate.errors import one_line as one_line
 
 SCHEMA = 1
 ROW_ID = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9][A-Za-z0-9._+=-]*/[a-z][a-z0-9_]*")
@@ -31,10 +33,6 @@ STOPPED_EARLY = "the run ended before"
 
 # None: the instrument returned no value. It is never a good value, and differs from 0.
 Value = int | float | str | bool | None
-
-
-class BumpgateError(ValueError):
-    """Bad input. The message is one line and names the fix."""
 
 
 class RowError(BumpgateError):
@@ -285,12 +283,6 @@ def write_atomic(path: Path, text: str | bytes) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def one_line(text: object, width: int = 300) -> str:
-    """Reduce arbitrary text to one line of at most `width` characters."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= width else line[: width - 3] + "..."
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -67,7 +67,8 @@ def instruments(site: Site) -> Found:
             yield Defect(
                 "BG302",
                 f"canary {name}: {one_line(reason, 200)}",
-                f"pytest -m {site.lane} suites/canaries; what torch renamed stands in suites/support/instruments/",
+                f"pytest -m {site.lane} suites/canaries; its instrument, in bumpgate/plugin/instruments or "
+                "suites/support/instruments, reads a name that torch may have changed",
             )
     if not reasons:
         yield Defect("BG302", "no canary ran", f"pytest -m {site.lane} suites/canaries")

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from bumpgate.plugin.instruments import DynamoWatch, InductorReport
     from bumpgate.plugin.rows import RowRecorder
     from bumpgate.plugin.timing import Rounds
 
@@ -31,3 +34,46 @@ def paired_timer(exclusive_machine: None) -> Callable[..., Rounds]:
     from bumpgate.plugin.timing import interleaved
 
     return interleaved
+
+
+@pytest.fixture
+def canaries() -> Callable[..., None]:
+    """Check the named instruments in this process, once; a row that names an unchecked one is INSTRUMENT."""
+    from bumpgate.plugin.instruments.canaries import prove
+    from bumpgate.plugin.rows import report_canaries
+
+    return lambda *names: report_canaries(prove(names))
+
+
+@pytest.fixture
+def dynamo_watch(request: pytest.FixtureRequest, canaries: Callable[..., None]) -> type[DynamoWatch]:
+    """bumpgate.plugin.instruments.DynamoWatch: graphs, breaks with reason and call site, recompiles with their guards.
+
+    Every row of the test is INSTRUMENT if one of its canaries fails.
+    """
+    from bumpgate.plugin.instruments import DynamoWatch
+
+    _require(request, canaries, "graphs", "graph_breaks", "recompiles")
+    return DynamoWatch
+
+
+@pytest.fixture
+def inductor_watch(
+    request: pytest.FixtureRequest, canaries: Callable[..., None]
+) -> Callable[[], AbstractContextManager[InductorReport]]:
+    """bumpgate.plugin.instruments.inductor_watch: generated kernels, bytes, cache events by layer.
+
+    Every row of the test is INSTRUMENT if one of its canaries fails.
+    """
+    from bumpgate.plugin.instruments import inductor_watch
+
+    _require(request, canaries, "inductor", "cache")
+    return inductor_watch
+
+
+def _require(request: pytest.FixtureRequest, canaries: Callable[..., None], *names: str) -> None:
+    """Check these instruments, and make every row of the test depend on them."""
+    from bumpgate.plugin.rows import INSTRUMENTS
+
+    canaries(*names)
+    request.node.stash[INSTRUMENTS] = (*request.node.stash.get(INSTRUMENTS, ()), *names)

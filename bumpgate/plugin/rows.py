@@ -61,6 +61,8 @@ def report_canaries(results: Mapping[str, str]) -> None:
 # On an item: reads the state of the machine, in lines that are shown with a timed row. Raises InfraError where it
 # spoils times.
 MACHINE_STATE = pytest.StashKey[Callable[[], list[str]]]()
+# On an item: canaries of the instruments that its fixtures gave it; each of its rows requires them.
+INSTRUMENTS = pytest.StashKey[tuple[str, ...]]()
 
 Acceptances = Mapping[str, tuple[accepted.Acceptance, ...]]
 
@@ -121,7 +123,7 @@ class RowRecorder:
             tolerance=tolerance,
             interval=interval,
             evidence=tuple(str(e) for e in evidence),
-            instruments=tuple(instruments),
+            instruments=tuple(dict.fromkeys((*instruments, *self._item.stash.get(INSTRUMENTS, ())))),
             test=self._item.nodeid,
             per_build=per_build,
             series={name: tuple(points) for name, points in (series or {}).items()},
@@ -248,19 +250,32 @@ def recorder(request: pytest.FixtureRequest) -> Iterator[RowRecorder]:
         names = list(lanes_of(request.config))
         mark = f"mark it with @pytest.mark.{names[0]}" if names else how_to_declare("mine")
         raise RowError(f"{item.nodeid} has rows but no lane: {mark}")
-    taken = request.config.stash.setdefault(TAKEN, {})
-    path = baseline_path(request.config, lane)
-    made = RowRecorder(item, lane_baseline(path, lane), lane_acceptances(path, lane), taken)
-    item.stash[RECORDER] = made
+    made = _of_lane(item, lane)
     yield made
     # Only rows that a finalizer reported are left here; the others have failed the call.
     made.fail_if_red()
+
+
+def _of_lane(item: pytest.Item, lane: str) -> RowRecorder:
+    """Return the recorder of a test, made at the first call."""
+    if RECORDER not in item.stash:
+        taken = item.config.stash.setdefault(TAKEN, {})
+        path = baseline_path(item.config, lane)
+        item.stash[RECORDER] = RowRecorder(
+            item, lane_baseline(path, lane), lane_acceptances(path, lane), taken
+        )
+    return item.stash[RECORDER]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Fail the test's call phase, not its teardown, for a red row. The test's own exception takes precedence."""
     result = yield
+    lane = lane_of(item)
+    if lane and "benchmark" in getattr(item, "fixturenames", ()):
+        from bumpgate.plugin import benchmark
+
+        benchmark.report(item, _of_lane(item, lane))
     recorder = item.stash.get(RECORDER, None)
     if recorder is not None:
         recorder.fail_if_red()

@@ -17,7 +17,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Holds the machine shared; exclusively for a test that requests `exclusive_machine`.
+    """Holds the machine shared; exclusively for a test that requests `exclusive_machine` or `benchmark`.
 
     Of the two sides of a paired session the one that leads has it for both. On a GPU those that wait for it are all in
     one worker, which lets the others go first.
@@ -29,5 +29,6 @@ def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
     from bumpgate.plugin.timing import machine
 
     patient = lanes_of(request.config)[lane].device == "cuda"
-    with machine(exclusive="exclusive_machine" in request.fixturenames, patient=patient):
+    alone = {"exclusive_machine", "benchmark"} & set(request.fixturenames)
+    with machine(exclusive=bool(alone), patient=patient):
         yield

@@ -54,7 +54,8 @@ def run(
     """
     import torch
 
-    from suites.support.instruments import DynamoWatch, autotune_count, cache_counts
+    from bumpgate.plugin.instruments import DynamoWatch, cache_counts
+    from suites.support.instruments import autotune_count
 
     if version:
         torch.__version__ = version

@@ -33,9 +33,10 @@ def shared_objects() -> dict[str, int]:
 
 def main(name: str, policy: str, pattern: str = "") -> dict[str, object]:
     """Warm up and run two train steps; return the cache counters, shared objects, graphs and seconds."""
+    from bumpgate.plugin.instruments import cache_counts
     from launch.step import make_optimizer, train_step
     from suites.support.hybrids import token_batch, watched_hybrid
-    from suites.support.instruments import autotune_count, cache_counts
+    from suites.support.instruments import autotune_count
 
     imported = tree_cpu_seconds()
     started = time.perf_counter()

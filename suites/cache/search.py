@@ -19,7 +19,8 @@ def train(device: str, size: int, candidate: str, graph: str) -> dict[str, objec
     """Run STEPS steps of SGD on the sum of x @ w, x (2,8,size) and w (2,size,32). Only the product is compiled."""
     import torch
 
-    from suites.support.instruments import autotuning, forget_graphs, trace_artifacts
+    from bumpgate.plugin.instruments import forget_graphs, trace_artifacts
+    from suites.support.instruments import autotuning
 
     forget_graphs()
     torch.manual_seed(0)

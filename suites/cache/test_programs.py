@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 
+from bumpgate.plugin.instruments import dynamo_config, forget_graphs, read_dynamo_config
 from launch import train
 from launch.contract import load
 from launch.data import SyntheticBatches
@@ -22,7 +23,6 @@ from model.presets import NAMES
 from suites.compile.expectations import expected
 from suites.launch.conftest import launched  # noqa: F401 (autouse: what a launcher exports, for main)
 from suites.support.hybrids import build
-from suites.support.instruments import dynamo_config, forget_graphs, read_dynamo_config
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 

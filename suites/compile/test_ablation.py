@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from bumpgate.plugin.instruments import dynamo_config, forget_graphs, read_dynamo_config
 from launch.ablation import FACTOR, STAGES, Finding, main
 from suites.launch.conftest import launched  # noqa: F401 (autouse: what a launcher exports, for main)
 from suites.support.child import run_json
-from suites.support.instruments import dynamo_config, forget_graphs, read_dynamo_config
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 

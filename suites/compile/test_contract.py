@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import pytest
 
+from bumpgate.plugin.instruments import read_dynamo_config
 from launch.contract import load
 from launch.policies import POLICIES, apply
 from model import preset
 from suites.support.hybrids import build, token_batch, watched_hybrid
-from suites.support.instruments import disabled_functions, read_dynamo_config
+from suites.support.instruments import disabled_functions
 from suites.support.lanes import Lane, lanes
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from bumpgate.plugin.instruments import DynamoWatch
 from launch.cuda_graphs import capture, chosen_blocks
 from model import Hybrid, preset
 from model.hybrid import documents
 from suites.support.child import run_json
 from suites.support.hybrids import build, token_batch
-from suites.support.instruments import DynamoWatch, cuda_graph_skips
+from suites.support.instruments import cuda_graph_skips
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bumpgate.plugin.instruments import DynamoReport, DynamoWatch, dynamo_config
 from launch.contract import load
-from suites.support.instruments import DynamoReport, DynamoWatch, dynamo_config
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 

@@ -11,12 +11,13 @@ import dataclasses
 import pytest
 import torch
 
+from bumpgate.plugin.instruments import dynamo_config
 from launch.contract import load
 from launch.policies import apply, disable
 from model import preset
 from suites.compile.expectations import expected
 from suites.support.hybrids import Watched, build, token_batch, watched_hybrid
-from suites.support.instruments import disabled_functions, dynamo_config
+from suites.support.instruments import disabled_functions
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from launch.contract import apply_dynamo, load
 from launch.step import needed_bucket
 from model import preset
 from model.layers import rms_norm
 from model.moe import MoEBlock
 from suites.support.hybrids import SEED
-from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from suites.support.lanes import Lane, lanes
 from suites.support.reduce import largest
 

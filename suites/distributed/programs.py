@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from bumpgate.plugin.instruments import DynamoWatch
 from launch import parallel
 from launch.contract import load
 from launch.parallel import average_buffers, parallelize
 from model import Hybrid, HybridConfig, preset
 from suites.support.hybrids import build, token_batch
-from suites.support.instruments import DynamoWatch, flight_record, functional_all_reduce
+from suites.support.instruments import flight_record, functional_all_reduce
 
 TOKENS = 32
 SEEDS = (1, 2)  # of each rank's batch

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from suites.support.instruments import forget_graphs
+from bumpgate.plugin.instruments import forget_graphs
 from suites.support.lanes import Lane, lanes
 
 # Releases on which the row was run: present in 2.15.0; absent in 2.13.0 and 2.14.1.

@@ -16,17 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from bumpgate.plugin.instruments import DynamoWatch
 from kernels.rms_norm_gated import op as norm
 from suites.kernels.mutants import SUBJECTS
 from suites.support.comparison import gradients
 from suites.support.custom_ops import check_op, turned
-from suites.support.instruments import (
-    DynamoWatch,
-    EveryOperator,
-    OpCheckError,
-    OpDefinition,
-    op_definitions,
-)
+from suites.support.instruments import EveryOperator, OpCheckError, OpDefinition, op_definitions
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 

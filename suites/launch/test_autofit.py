@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bumpgate.plugin.instruments import dynamo_config, forget_graphs, read_dynamo_config
 from launch import train
 from launch.autofit import MEMORY, accumulated_step, device_batch
 from launch.contract import ContractError, load
@@ -21,7 +22,6 @@ from launch.retry import REASON, load_retry, supervise
 from launch.step import train_step
 from model import Hybrid, preset
 from suites.support.child import ROOT
-from suites.support.instruments import dynamo_config, forget_graphs, read_dynamo_config
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 from suites.support.reduce import largest

@@ -17,6 +17,7 @@ import torch
 from packaging.version import Version
 from torch.torch_version import TorchVersion
 
+from bumpgate.plugin.instruments import forget_graphs
 from launch.capabilities import (
     GRAPHS,
     Seen,
@@ -28,7 +29,6 @@ from launch.capabilities import (
 )
 from launch.children import places
 from launch.contract import PATH, ContractError
-from suites.support.instruments import forget_graphs
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 

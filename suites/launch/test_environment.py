@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from launch import contract as contracts
 from launch.contract import ContractError, load
 from launch.data import SyntheticBatches
@@ -26,7 +27,6 @@ from launch.train import Plan, Trainer, main
 from model import preset
 from suites.launch.conftest import Checkout, Launcher, known
 from suites.support.child import ROOT
-from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted, tell
 

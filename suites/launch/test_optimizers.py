@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bumpgate.plugin.instruments import DynamoReport, DynamoWatch, dynamo_config, read_dynamo_config
 from launch import optimizers
 from launch.contract import apply_dynamo, load
 from launch.optimizers import (
@@ -29,7 +30,6 @@ from launch.optimizers import (
 from model import preset
 from suites.support.comparison import AT_MOST, error_ratio, ratio_row
 from suites.support.hybrids import build, token_batch
-from suites.support.instruments import DynamoReport, DynamoWatch, dynamo_config, read_dynamo_config
 from suites.support.lanes import Lane, lanes
 
 MATRICES = ((6, 4), (6, 4), (3, 5, 4))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bumpgate.plugin.instruments import DynamoWatch
 from launch.optimizers import build_optimizer
 from launch.surgery import ReDo, dash, fire, fire_model
 from model import preset
 from suites.support.hybrids import build, token_batch
-from suites.support.instruments import DynamoWatch
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 

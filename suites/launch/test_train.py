@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from launch import contract, train
 from launch.contract import load
 from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches
@@ -28,7 +29,6 @@ from launch.train import NonFiniteError, Plan, Trainer, main
 from model import preset
 from suites.support.child import ROOT, run_json
 from suites.support.comparison import AT_MOST, error_ratio
-from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 from suites.support.reduce import largest

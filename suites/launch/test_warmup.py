@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from launch import contract as contracts
 from launch import train
 from launch.contract import ContractError
@@ -16,7 +17,6 @@ from launch.programs import ProgramBudgetError
 from launch.train import Plan, Trainer
 from launch.warmup import Start, WarmUp, load_warmup
 from model import preset
-from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config
 from launch.contract import load
 from model import preset
 from model.config import MTPConfig
@@ -18,7 +19,6 @@ from model.hybrid import documents, next_token_targets
 from model.layers import rms_norm
 from model.mtp import MTPHead, documents_of_targets, further
 from suites.support.hybrids import SEED, token_batch
-from suites.support.instruments import DynamoWatch, dynamo_config
 from suites.support.lanes import Lane, lanes
 
 INSTRUMENTS = ("graphs", "graph_breaks")

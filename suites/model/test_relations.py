@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from bumpgate.plugin.instruments import DynamoWatch
 from model import preset
 from model.config import TreeConfig
 from model.features import Features
 from model.relations import RELATIONS, RelationBias, chunk_of_token, chunk_relations
 from suites.model.programs import program
-from suites.support.instruments import DynamoWatch
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 

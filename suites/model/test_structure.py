@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config
 from launch.contract import load
 from model import preset
 from model.config import StructureConfig
 from model.structure import COMPONENTS, StructureEmbedding, stack_columns
 from suites.model.programs import awaken
 from suites.support.hybrids import SEED
-from suites.support.instruments import DynamoWatch, dynamo_config
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import model.moe
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch
 from launch.contract import apply_dynamo, load
@@ -27,7 +28,6 @@ from launch.step import make_optimizer, train_step
 from model import Hybrid, preset
 from suites.kernels.workloads import draw, routing
 from suites.support.hybrids import SEED, build
-from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 from suites.support.reduce import largest

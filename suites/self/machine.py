@@ -78,15 +78,17 @@ class Machine:
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             path.with_suffix(".lock").write_text(f"{digest}  {path.name}\n")
 
-    def own_support(self) -> None:
-        """Replace the link to suites/support by a copy that can be edited."""
-        suites = self.root / "suites"
-        suites.unlink()
-        suites.mkdir()
-        for path in (ROOT / "suites").iterdir():
-            (suites / path.name).symlink_to(path)
-        (suites / "support").unlink()
-        shutil.copytree(ROOT / "suites" / "support", suites / "support")
+    def own(self, folder: str) -> None:
+        """Replace the linked folder by a copy that can be edited, and each folder above it by links."""
+        place, source = self.root, ROOT
+        for part in Path(folder).parent.parts:
+            place, source = place / part, source / part
+            place.unlink()
+            place.mkdir()
+            for path in source.iterdir():
+                (place / path.name).symlink_to(path)
+        (self.root / folder).unlink()
+        shutil.copytree(ROOT / folder, self.root / folder)
 
     def package(
         self, name: str, text: str = "", *, version: str = "", files: Mapping[str, str] = MappingProxyType({})

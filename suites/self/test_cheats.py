@@ -35,7 +35,7 @@ def test_dynamo_disabled_by_the_environment_is_an_instrument_failure(tmp_path: P
 def test_a_renamed_counter_is_an_instrument_failure(tmp_path: Path) -> None:
     """Simulates a torch that renames the trace artifact with graph breaks."""
     root = copy_tree(tmp_path / "tree")
-    device = root / "suites/support/instruments/dynamo.py"
+    device = root / "bumpgate/plugin/instruments/dynamo.py"
     device.write_text(
         device.read_text().replace('"dynamo_graph_break_reason"', '"dynamo_graph_break_reason_v2"')
     )

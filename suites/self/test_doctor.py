@@ -280,9 +280,9 @@ def test_a_torch_that_does_not_import(machine: Machine, fault: str) -> None:
 
 @planted("C28", "a counter that torch renamed")
 def test_a_silent_instrument_is_named(machine: Machine) -> None:
-    machine.own_support()
+    machine.own("bumpgate/plugin/instruments")
     machine.edit(
-        "suites/support/instruments/dynamo.py", 'sum(counters["graph_break"]', 'sum(counters["graph_breaks"]'
+        "bumpgate/plugin/instruments/dynamo.py", 'sum(counters["graph_break"]', 'sum(counters["graph_breaks"]'
     )
     findings = machine.examine(checks=[check for check in CHECKS if check.title == "instruments"])
     assert [f.code for f in findings] == ["BG302"]

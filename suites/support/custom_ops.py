@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bumpgate.plugin.instruments import DynamoReport, DynamoWatch, require_dynamic_batch
 from suites.support.canaries import prove
-from suites.support.instruments import DynamoReport, DynamoWatch, op_calls, require_dynamic_batch
+from suites.support.instruments import op_calls
 
 
 def strided(tensors: Iterable[Tensor]) -> list[Tensor]:

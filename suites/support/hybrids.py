@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launch.contract import Contract, apply_dynamo, load
-from launch.policies import CompiledHybrid, apply
-from model import Hybrid, HybridConfig, preset
-from suites.support.instruments import (
+from bumpgate.plugin.instruments import (
     DynamoReport,
     DynamoWatch,
     dynamo_config,
@@ -24,6 +21,9 @@ from suites.support.instruments import (
     forget_graphs,
     read_dynamo_config,
 )
+from launch.contract import Contract, apply_dynamo, load
+from launch.policies import CompiledHybrid, apply
+from model import Hybrid, HybridConfig, preset
 
 SEED = 20260
 DOCUMENT_TOKENS = 24

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 from launch.contract import apply_dynamo, load
 from launch.policies import CompiledHybrid, apply
 from launch.step import make_optimizer, train_step
 from model import Hybrid, HybridConfig, preset
 from model.moe import MoEBlock
 from suites.support.hybrids import SEED, token_batch
-from suites.support.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
 
 # Model -> policies that are timed. Only nam12's twelve layers are compiled as a single graph, to keep the lane short.
 POLICIES = {

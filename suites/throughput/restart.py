@@ -20,9 +20,10 @@ def main(name: str, policy: str, claim: str = "") -> dict[str, object]:
 
     loss: of another batch. code: files by their time.
     """
+    from bumpgate.plugin.instruments import cache_counts
     from suites.cache.programs import compiled_code
     from suites.support.gpu_memory import claimed
-    from suites.support.instruments import autotune_count, cache_counts
+    from suites.support.instruments import autotune_count
     from suites.throughput.full_size import GIB, STACK_GIB, full_size, load_kernels
 
     with claimed(STACK_GIB):

@@ -10,11 +10,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bumpgate.plugin.instruments import eager_islands
 from suites.compile.expectations import expected
 from suites.support.anchor import anchor_milliseconds
 from suites.support.gpu_timing import Timing, copy_rate, matmul_rate, milliseconds
 from suites.support.hybrids import work_of
-from suites.support.instruments import eager_islands, synchronisations
+from suites.support.instruments import synchronisations
 from suites.support.lanes import Lane, lanes
 from suites.support.reduce import growth
 from suites.throughput.full_size import (

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from bumpgate.plugin.instruments import inductor_report
 from suites.support.hybrids import build, token_batch, watched_hybrid
-from suites.support.instruments import inductor_report
 from suites.support.lanes import Lane, lanes
 
 INSTRUMENTS = ("graphs", "inductor")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch_xla
 
-from suites.support.canaries import CanaryError
+from bumpgate.plugin.instruments.canaries import CanaryError
 from suites.xla import support as device
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import _grouped_mm as grouped_mm  # private in torch 2.9
+from torch import nn
 from torch._library.custom_ops import OPDEFS
 from torch.testing._internal.optests import OpCheckError  # raised by torch.library.opcheck
 from torch.utils._python_dispatch import TorchDispatchMode as EveryOperator
@@ -19,6 +20,7 @@ __all__ = [
     "EveryOperator",
     "OpCheckError",
     "OpDefinition",
+    "disabled_functions",
     "flight_record",
     "functional_all_reduce",
     "group_timeout",
@@ -122,3 +124,15 @@ def functional_all_reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 def flight_record() -> bytes:
     """Return torch's flight recorder of this process's collectives, pickled as its analyzer reads it."""
     return torch._C._distributed_c10d._dump_fr_trace()
+
+
+def disabled_functions(model: nn.Module) -> set[str]:
+    """Return the qualified names of the methods in `model` that carry torch.compiler.disable, on class or instance."""
+    found = set()
+    for module in model.modules():
+        kind = type(module)
+        for name in {*vars(kind), *vars(module)} if kind.__module__.startswith("model.") else ():
+            function = vars(module).get(name, vars(kind).get(name))
+            if callable(function) and getattr(function, "_torchdynamo_disable", False):
+                found.add(f"{kind.__module__}.{kind.__qualname__}.{name}")
+    return found

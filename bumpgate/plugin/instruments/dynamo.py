@@ -24,12 +24,12 @@ from torch._dynamo.utils import (
     set_compilation_metrics_limit,
 )
 
-from suites.support.instruments.inductor import count_bytes_accessed
-from suites.support.instruments.trace import trace_artifacts
+from bumpgate.plugin.instruments.trace import count_bytes_accessed, trace_artifacts
 
 # The metrics deque keeps 64 entries by default: a recompile storm of 80 would read as 64.
 METRICS_KEPT = 8192
-CHECKOUT = f"{Path(__file__).resolve().parents[3]}/"
+# The folders of this package and of the repository: left out of texts that are compared between machines.
+HERE = (f"{Path(__file__).resolve().parents[3]}/", f"{Path.cwd()}/")
 
 
 @contextmanager
@@ -139,7 +139,9 @@ def _parse_break(text: str) -> Break:
 
 def _as_anywhere(text: str) -> str:
     """Remove what differs between processes or checkouts."""
-    return re.sub(r" at 0x[0-9a-f]+", "", text.replace(CHECKOUT, ""))
+    for folder in HERE:
+        text = text.replace(folder, "")
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _short(path: str) -> str:
@@ -257,15 +259,3 @@ def eager_islands(blocks: Iterable[nn.Module]) -> Iterator[Counter[str]]:
         yield tally
     finally:
         sys.setprofile(previous)
-
-
-def disabled_functions(model: nn.Module) -> set[str]:
-    """Return the qualified names of the methods in `model` that carry torch.compiler.disable, on class or instance."""
-    found = set()
-    for module in model.modules():
-        kind = type(module)
-        for name in {*vars(kind), *vars(module)} if kind.__module__.startswith("model.") else ():
-            function = vars(module).get(name, vars(kind).get(name))
-            if callable(function) and getattr(function, "_torchdynamo_disable", False):
-                found.add(f"{kind.__module__}.{kind.__qualname__}.{name}")
-    return found

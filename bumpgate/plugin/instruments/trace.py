@@ -1,4 +1,4 @@
-"""torch's structured trace log, read in process."""
+"""torch's logs, read in process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,30 @@ def trace_artifacts(*names: str) -> Iterator[list[tuple[str, str]]]:
     handler = _TraceHandler(set(names))
     log = logging.getLogger("torch.__trace")
     level, propagate = log.level, log.propagate
+    # pytest 9.2 listens to loggers that do not propagate: thousands of lines under every red row.
+    shown = [other for other in log.handlers if type(other).__module__.startswith("_pytest.")]
+    for other in shown:
+        log.removeHandler(other)
     log.addHandler(handler)
     log.setLevel(logging.DEBUG)
-    log.propagate = False  # thousands of lines, which pytest would print for every red row
+    log.propagate = False
     try:
         yield handler.found
     finally:
         log.removeHandler(handler)
+        for other in shown:
+            log.addHandler(other)
         log.setLevel(level)
         log.propagate = propagate
+
+
+def count_bytes_accessed() -> None:
+    """Make Inductor count bytes from here on; it does so only while this log is enabled.
+
+    A cache entry holds the bytes only if they were counted when it was written, so the count stays enabled for every
+    compile of a process, not just around a measurement. The log lines themselves are discarded.
+    """
+    log = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.handlers[:] = [logging.NullHandler()]

@@ -1,0 +1,13 @@
+"""What every message of bumpgate needs. Imported at each start of pytest, so it imports nothing."""
+
+from __future__ import annotations
+
+
+class BumpgateError(ValueError):
+    """Bad input. The message is one line and names the fix."""
+
+
+def one_line(text: object, width: int = 300) -> str:
+    """Reduce arbitrary text to one line of at most `width` characters."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= width else line[: width - 3] + "..."

@@ -1,0 +1,40 @@
+"""Rows of pytest-benchmark: the median of a test's fixture `benchmark` is a timed row, without a change of the test."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from bumpgate.plugin.rows import RowRecorder
+
+
+def row_id(nodeid: str) -> str:
+    """Return the row id of a benchmark: "a/test_b.py::test_c[3]" -> "benchmark/a-test_b-test_c-3/median_seconds"."""
+    case = re.sub(r"[^A-Za-z0-9._+=-]+", "-", nodeid.replace(".py::", "-")).strip("-._+=")
+    return f"benchmark/{case}/median_seconds"
+
+
+def report(item: pytest.Item, row: RowRecorder) -> None:
+    """Report the benchmark of a lane test that requests the fixture; a gate measures its row in paired sessions.
+
+    Under --gate a benchmark that is switched off fails the test.
+    """
+    fixture: Any = getattr(item, "funcargs", {}).get("benchmark")
+    if getattr(fixture, "disabled", False) and item.config.option.gate:
+        pytest.fail(
+            "pytest-benchmark is disabled (by xdist or an option) under --gate: run with -n 0", pytrace=False
+        )
+    stats = getattr(getattr(fixture, "stats", None), "stats", None)
+    if not stats:
+        return
+    row(
+        row_id(item.nodeid),
+        float(stats.median),
+        unit="s",
+        witness=stats.rounds,
+        better="lower",
+        evidence=[f"{stats.rounds} rounds from {stats.min:.3g} to {stats.max:.3g} s"],
+        paired=True,
+    )

@@ -1,0 +1,97 @@
+"""Inductor's caches, and what it generates."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch._dynamo.utils import counters
+from torch._inductor import metrics
+from torch._inductor.utils import fresh_cache
+
+from bumpgate.plugin.instruments.dynamo import forget_graphs
+from bumpgate.plugin.instruments.trace import count_bytes_accessed, trace_artifacts
+
+
+@dataclass(frozen=True)
+class CacheCounts:
+    """AOTAutograd and FX-graph cache events since the counters were cleared. None: torch never wrote the key."""
+
+    aot_hit: int | None
+    aot_miss: int | None
+    aot_bypass: int | None
+    fx_hit: int | None
+    fx_miss: int | None
+    fx_bypass: int | None
+
+
+def cache_counts() -> CacheCounts:
+    """Read the cache counters. An absent key is None, never 0: a renamed counter must not pass as 'no misses'."""
+    aot, fx = counters["aot_autograd"], counters["inductor"]
+    return CacheCounts(
+        aot.get("autograd_cache_hit"),
+        aot.get("autograd_cache_miss"),
+        aot.get("autograd_cache_bypass"),
+        fx.get("fxgraph_cache_hit"),
+        fx.get("fxgraph_cache_miss"),
+        fx.get("fxgraph_cache_bypass"),
+    )
+
+
+@contextmanager
+def empty_cache() -> Iterator[None]:
+    """Use an empty directory for Inductor's caches inside the block."""
+    with tempfile.TemporaryDirectory() as directory, fresh_cache(dir=directory):
+        yield
+
+
+@dataclass
+class InductorReport:
+    """Exact proxies of the generated code. A cache hit replays all of them, so cold and warm runs agree.
+
+    bytes_accessed: read and written by the kernels. modules: generated files. caches: cache events by layer, of an
+    `inductor_watch`.
+    """
+
+    kernels: int = 0
+    bytes_accessed: int = 0
+    nodes_before_fusion: int = 0
+    code_hash: str = ""
+    modules: int = 0
+    caches: CacheCounts | None = None
+
+
+@contextmanager
+def inductor_report() -> Iterator[InductorReport]:
+    """Yield the kernels, bytes and code hash of what Inductor generates inside the block."""
+    report = InductorReport()
+    metrics.reset()
+    with trace_artifacts("inductor_output_code") as found:
+        yield report
+    report.kernels = metrics.generated_kernel_count
+    report.bytes_accessed = metrics.num_bytes_accessed
+    report.nodes_before_fusion = metrics.ir_nodes_pre_fusion
+    codes = sorted(_normalised(text) for _, text in found)
+    report.modules = len(codes)
+    report.code_hash = hashlib.sha256("\n".join(codes).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def inductor_watch() -> Iterator[InductorReport]:
+    """As inductor_report, from an empty Dynamo on, so that everything inside the block is compiled, and with caches."""
+    forget_graphs()
+    count_bytes_accessed()
+    with inductor_report() as report:
+        yield report
+    report.caches = cache_counts()
+
+
+def _normalised(code: str) -> str:
+    """Remove what differs between machines and runs from generated code: comments, paths, hashes of paths."""
+    code = re.sub(r"#[^\n]*", "", code)
+    code = re.sub(r"/[\w./-]+", "/PATH", code)
+    return re.sub(r"\n\s*\n+", "\n", code)
