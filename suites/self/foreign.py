@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,9 @@ timing.FOREIGN_SHARE = math.inf
 """
 LANE = "[lanes.mine]\ndevice = 'cpu'\n"
 SECONDS = 240
+# The examples of docs/plugin.md: a test module each.
+DOCUMENT = (ROOT / "docs/plugin.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
 
 
 class Foreign:

@@ -1,0 +1,80 @@
+"""The examples of docs/plugin.md and examples/ run as they are."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bumpgate.rows import SCHEMA
+from suites.self.foreign import DOCUMENT, EXAMPLES, LANE, Foreign
+from suites.self.tree import ROOT
+
+FIXTURES = ("row", "dynamo_watch", "inductor_watch", "canaries", "paired_timer", "exclusive_machine")
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Foreign:
+    made = Foreign(tmp_path)
+    made.write("bumpgate.toml", LANE)
+    made.write("pytest.ini", "[pytest]\n")
+    return made
+
+
+@pytest.mark.parametrize("fixture", [*FIXTURES, "benchmark"])
+def test_each_fixture_has_an_example(fixture: str) -> None:
+    assert [text for text in EXAMPLES if re.search(rf"def test_\w+\([^)]*\b{fixture}\b", text)]
+
+
+def test_documented_examples_can_be_reviewed(foreign: Foreign) -> None:
+    """The first run of a row has no reviewed value; a row that contradicts its test is refused as one."""
+    for number, text in enumerate(EXAMPLES):
+        if "(benchmark)" not in text:  # suites/self/test_benchmark.py runs it
+            foreign.write(f"test_{number}.py", text)
+    ran = foreign.pytest("-m", "mine", "--gate")
+    assert foreign.record().problems == (), ran.out + ran.err
+    documented = set(re.findall(r'row\(\s*"([^"]+)"', DOCUMENT))
+    paired = {"speed/matmul/step_seconds", "start/json/wall_seconds"}
+    assert foreign.verdicts() == {id: "PASS" if id in paired else "MISSING" for id in documented}
+    accepted = foreign.bumpgate("rebaseline", "--lane", "mine")
+    assert accepted.code == 0, accepted.err
+    assert (
+        json.loads((foreign.root / "baselines/mine.json").read_text())["rows"].keys() == documented - paired
+    )
+
+
+def test_documented_schema_is_the_present_one() -> None:
+    assert f'state `"schema": {SCHEMA}`' in DOCUMENT
+
+
+def test_watched_rows_fail_with_their_instrument(foreign: Foreign) -> None:
+    (text,) = [text for text in EXAMPLES if "dynamo_watch" in text]
+    foreign.write("test_breaks.py", text)
+    ran = foreign.pytest("-m", "mine", TORCHDYNAMO_DISABLE="1")
+    assert ran.code == 1, ran.out
+    assert set(foreign.verdicts().values()) == {"INSTRUMENT"}
+    assert "instrument graphs: CanaryError" in ran.out
+
+
+def test_tiny_example_is_green_and_its_rows_can_fail(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples/tiny", tmp_path, dirs_exist_ok=True)
+    foreign = Foreign(tmp_path)
+    ran = foreign.pytest("-m", "tiny", "--gate")
+    assert ran.code == 0, ran.out + ran.err
+    rows = foreign.verdicts()
+    assert len(rows) == 6
+    assert set(rows.values()) == {"PASS"}
+    reviewed = json.loads((tmp_path / "baselines/tiny.json").read_text())["rows"]
+    assert reviewed.keys() == rows.keys() - {"train/tiny/step_seconds"}
+    model = tmp_path / "tiny.py"
+    broken = model.read_text().replace("x = x + self.out(", "print(end='')\n        x = self.out(")
+    assert broken != model.read_text()
+    model.write_text(broken)
+    ran = foreign.pytest("-m", "tiny", "-k", "graph or loss")
+    assert ran.code == 1
+    red = {id: verdict for id, verdict in foreign.verdicts().items() if verdict != "PASS"}
+    assert "torch.__trace" not in ran.out, "pytest does not show torch's trace log"
+    assert red["compile/tiny/graph_breaks"] == red["train/tiny/loss"] == "REGRESSION"
