@@ -10,16 +10,16 @@ from contextlib import contextmanager
 class _TraceHandler(logging.Handler):
     """Collects (artifact name, payload text) from torch's structured trace log, in process."""
 
-    def __init__(self, wanted: set[str]) -> None:
+    def __init__(self, names: set[str]) -> None:
         super().__init__(logging.DEBUG)
-        self.wanted = wanted
+        self.names = names
         self.found: list[tuple[str, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         metadata = getattr(record, "metadata", None) or {}
         name = metadata.get("artifact", {}).get("name") if "artifact" in metadata else None
-        name = name or next((w for w in self.wanted if w in metadata), None)
-        if name in self.wanted:
+        name = name or next((w for w in self.names if w in metadata), None)
+        if name in self.names:
             payload = getattr(record, "payload", "")
             self.found.append((name, str(payload() if callable(payload) else payload)))
 
