@@ -43,6 +43,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="this run is a part of its lane on purpose: --gate does not take that for red",
     )
     group.addoption(
+        "--affected",
+        metavar="BASE",
+        help="only the tests that depend on a file changed since the commit BASE; a part of the lane",
+    )
+    group.addoption(
         "--launcher", metavar="COMMAND", help="whose environment and exit codes suites/launch judges (ours)"
     )
     # With "=", not a space: until pytest has read pyproject.toml it treats an existing file as a test path.
@@ -125,6 +130,10 @@ class _LaneRun:
         _register(config, rows, "bumpgate-rows")
         if name:
             _register(config, sharing, "bumpgate-sharing")
+        if config.option.affected:
+            from bumpgate.plugin.affected import Affected
+
+            _register(config, Affected(config, config.option.affected), "bumpgate-affected")
         if hasattr(config, "workerinput"):
             return  # the controller has checked everything once
         fault = _foreign_variables() or cache_fault() or (detect(lanes_of(config)[name]) if name else None)

@@ -93,7 +93,13 @@ class Selection:
         if self.refusal:
             terminalreporter.write_line(f"ERROR: {self.refusal}")
         elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-            terminalreporter.write_line("nothing was selected: not green")
+            base = self.config.option.affected
+            why = (
+                f"no test of the lane depends on what changed since {base}"
+                if base
+                else "nothing was selected"
+            )
+            terminalreporter.write_line(f"{why}: not green")
 
 
 class LaneSession:
@@ -334,7 +340,7 @@ class LaneSession:
 def _is_full(config: pytest.Config, lane: str) -> bool:
     """Whether this command line selects every test of the lane."""
     o = config.option
-    narrowed = [o.markexpr.strip() != lane, o.keyword, o.deselect, o.ignore, o.ignore_glob]
+    narrowed = [o.markexpr.strip() != lane, o.affected, o.keyword, o.deselect, o.ignore, o.ignore_glob]
     narrowed += [ini for ini in o.override_ini or () if ini.startswith(("testpaths", "python_"))]
     given = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
     roots = [(config.rootpath / path).resolve() for path in config.getini("testpaths") or ["."]]

@@ -1,0 +1,165 @@
+"""Which tests depend on the files that changed since a commit, by the imports and the file names in the sources.
+
+A Python file depends on
+
+* the modules that it imports, and the `__init__.py` of their packages;
+* each tracked file that a string in it names: a module (`"suites.cache.restart"`), a path or a file name
+  (`"manifest.toml"`), a pattern (`glob("*/op.py")`), or an f-string (`f"kernels.{op}.op"`);
+* the conftest.py files of its folder and of those above it.
+
+What is named in no such way is unknown, and every test depends on it. So does every test on pyproject.toml and on the
+baselines. Of bumpgate itself only the imports count.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import translate
+from pathlib import Path, PurePosixPath
+
+from bumpgate.rows import BumpgateError, one_line
+
+# Files that no test of a lane can read.
+PROSE = re.compile(r"(^|/)(LICENSE|\.gitignore|CITATION\.cff)$|\.(md|rst)$")
+EVERY = re.compile(r"pyproject\.toml$|baselines/[^/]+$")
+# Names of files that each package has: a string of them means no file in particular.
+COMMON = re.compile(r"__init__\.py$|conftest\.py$|test_\*\.py$")
+# This package; in its own repository, its strings name files of the user's.
+OWN = "bumpgate/"
+# Strings shorter than this are not taken for the name of a file or a module.
+SHORTEST = 4
+
+Graph = Mapping[str, frozenset[str]]
+
+
+class AffectedError(BumpgateError):
+    """The commit is unknown, or this is not a git repository."""
+
+
+def changed(root: Path, base: str) -> set[str]:
+    """Return the paths that differ from the commit `base` in the work tree, new and deleted files included.
+
+    Raises AffectedError if git cannot compare with it.
+    """
+    names = _git(root, "diff", "--name-only", "-z", "--no-renames", base, "--")
+    return {*names, *_git(root, "ls-files", "-z", "--others", "--exclude-standard")}
+
+
+def affected(root: Path, tests: Iterable[str], paths: Iterable[str]) -> set[str]:
+    """Return those of the test files that depend on one of the changed `paths`; all paths relative to `root`."""
+    tests, graph = set(tests), graph_of(root)
+    known = {needed for needs in graph.values() for needed in needs} | tests
+    left = {path for path in paths if not PROSE.search(path)}
+    deleted = {path for path in left if not (root / path).exists()}
+    own = {path for path in left if _is_test(path) and path not in tests}
+    if deleted or any(EVERY.match(path) or path not in known for path in left - own):
+        return tests
+    return {test for test in tests if left & closure(graph, test)}
+
+
+def closure(graph: Graph, path: str) -> set[str]:
+    """Return `path` and everything that it depends on, directly or not."""
+    found, queue = {path}, [path]
+    while queue:
+        new = graph.get(queue.pop(), frozenset()) - found
+        found |= new
+        queue += new
+    return found
+
+
+def graph_of(root: Path) -> Graph:
+    """Return path -> the paths that it depends on, of the tracked and new Python files below `root`."""
+    files = {*_git(root, "ls-files", "-z"), *_git(root, "ls-files", "-z", "--others", "--exclude-standard")}
+    files = {path for path in files if (root / path).is_file()}
+    names = _Names(files)
+    return {path: names.needs(path, (root / path).read_bytes()) for path in files if path.endswith(".py")}
+
+
+class _Names:
+    """What the names in a source file mean: modules, paths and file names of the repository."""
+
+    def __init__(self, files: set[str]) -> None:
+        self.files = files
+        self.modules = {_module(path): path for path in files if path.endswith(".py")}
+        self.by_name: dict[str, set[str]] = {}
+        for path in files:
+            self.by_name.setdefault(PurePosixPath(path).name, set()).add(path)
+
+    def needs(self, path: str, source: bytes) -> frozenset[str]:
+        try:
+            tree = ast.parse(source)
+        except SyntaxError:  # it is not loaded, and whatever loads it depends on the file itself
+            return frozenset()
+        found = {str(folder / "conftest.py") for folder in PurePosixPath(path).parents}
+        found &= self.files
+        package = _module(path) if path.endswith("__init__.py") else _module(path).rpartition(".")[0]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    found |= self.module(alias.name)
+            elif isinstance(node, ast.ImportFrom):
+                parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                base = ".".join([*parts, *([node.module] if node.module else [])])
+                found |= self.module(base)
+                for alias in node.names:
+                    found |= self.module(f"{base}.{alias.name}")
+            elif path.startswith(OWN):
+                continue
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= self.text(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                fixed = (
+                    re.escape(str(v.value)) if isinstance(v, ast.Constant) else ".+" for v in node.values
+                )
+                found |= self.pattern("".join(fixed))
+        return frozenset(found - {path})
+
+    def module(self, name: str) -> set[str]:
+        """The file of a module, and of each package around it."""
+        parts = name.split(".")
+        around = (self.modules.get(".".join(parts[:n])) for n in range(1, len(parts) + 1))
+        return {path for path in around if path}
+
+    def text(self, text: str) -> set[str]:
+        """The files that a string names: a module, or words that are paths or file names, with wildcards or not."""
+        if text in self.modules:
+            return self.module(text)
+        found: set[str] = set()
+        for word in text.split() if len(text) < 200 else ():
+            if COMMON.search(word):
+                continue
+            if "*" in word and PurePosixPath(word).suffix:
+                found |= self.pattern(f"(.*/)?{translate(word)}")
+            elif len(word) >= SHORTEST:
+                named = self.by_name.get(PurePosixPath(word).name, set())
+                found |= {path for path in named if f"/{path}".endswith(f"/{word.lstrip('./')}")}
+        return found
+
+    def pattern(self, pattern: str) -> set[str]:
+        """The files whose path, or whose name as a module, matches a regular expression that says something."""
+        if len(re.sub(r"\W|\.\+", "", pattern)) < SHORTEST - 1:
+            return set()
+        expression = re.compile(pattern)
+        found = {path for path in self.files if expression.fullmatch(path)}
+        return found | {path for name, path in self.modules.items() if expression.fullmatch(name)}
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _is_test(path: str) -> bool:
+    return bool(re.search(r"(^|/)test_[^/]*\.py$", path))
+
+
+def _git(root: Path, *arguments: str) -> Iterator[str]:
+    try:
+        done = subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True)
+    except OSError as error:
+        raise AffectedError(f"--affected needs git: {error.strerror}") from None
+    if done.returncode:
+        raise AffectedError(f"--affected: {one_line(done.stderr.strip() or 'git failed')}")
+    return (name for name in done.stdout.split("\0") if name)
