@@ -5,7 +5,7 @@ A Python file depends on
 * the modules that it imports, and the `__init__.py` of their packages;
 * each tracked file that a string in it names: a module (`"suites.cache.restart"`), a path or a file name
   (`"manifest.toml"`), a pattern (`glob("*/op.py")`), or an f-string (`f"kernels.{op}.op"`);
-* the conftest.py files of its folder and of those above it.
+* the conftest.py and `__init__.py` files of its folder and of those above it.
 
 What is named in no such way is unknown, and every test depends on it. So does every test on pyproject.toml and on the
 baselines. Of bumpgate itself only the imports count.
@@ -93,8 +93,8 @@ class _Names:
             tree = ast.parse(source)
         except SyntaxError:  # it is not loaded, and whatever loads it depends on the file itself
             return frozenset()
-        found = {str(folder / "conftest.py") for folder in PurePosixPath(path).parents}
-        found &= self.files
+        folders, around = PurePosixPath(path).parents, ("__init__.py", "conftest.py")
+        found = {str(folder / name) for folder in folders for name in around} & self.files
         package = _module(path) if path.endswith("__init__.py") else _module(path).rpartition(".")[0]
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):

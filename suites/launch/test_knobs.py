@@ -31,7 +31,7 @@ VARIABLES = {
     **{name: ("1", line["shows"]) for name, line in TABLES["inert"].items()},
     "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS": ("ATEN,TRITON", f"{INDUCTOR}.max_autotune_gemm_backends"),
     "TORCHINDUCTOR_CUDAGRAPHS": ("1", f"{INDUCTOR}.triton.cudagraphs"),
-    "TORCHINDUCTOR_COMPILE_THREADS": ("1", f"{INDUCTOR}.compile_threads"),
+    "TORCHINDUCTOR_COMPILE_THREADS": ("3", f"{INDUCTOR}.compile_threads"),
     "TORCH_COMPILE_CACHE_KEY_TAG": ("x", "torch.compiler.config.cache_key_tag"),
     "TORCH_COMPILE_JOB_ID": ("x", "torch.compiler.config.job_id"),
     "TORCH_CACHING_PRECOMPILE": ("1", f"{DYNAMO}.caching_precompile"),

@@ -21,6 +21,8 @@ def prepare_environment(lane: str | None) -> None:
     if lane == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
+        # Each process that compiles would start workers that import torch again; the lane has a process for each core.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         _keep_kernels(os.environ.setdefault("BUMPGATE_OBJECTS", str(home / "bumpgate" / "objects")))
     if lane == "h200":  # every worker has threads and compiler processes of its own
         os.environ.setdefault("TRITON_CACHE_DIR", str(home / "bumpgate" / "triton"))
