@@ -58,7 +58,9 @@ def prune(store: Path) -> None:
 def main(store: Path, compiler: str, *arguments: str) -> int:
     """Compile, or write the kept output of the same compile."""
     output = Path(arguments[arguments.index("-o") + 1]) if "-o" in arguments[:-1] else Path()
-    if output.suffix in ("", *PRECOMPILED):
+    # Standard input and response files hold what the arguments do not show.
+    hidden = any(argument == "-" or argument.startswith("@") for argument in arguments)
+    if hidden or output.suffix in ("", *PRECOMPILED) or not any(map(_source, arguments)):
         return subprocess.call([compiler, *arguments])
     key = _key(compiler, arguments, output)
     kept = store / key[:2] / key
@@ -100,6 +102,10 @@ def _precompiled(argument: str) -> bool:
     return "/precompiled_headers/" in argument
 
 
+def _source(argument: str) -> bool:
+    return argument.endswith(SOURCES) and os.path.isfile(argument) and not _precompiled(argument)
+
+
 def _key(compiler: str, arguments: tuple[str, ...], output: Path) -> str:
     digest = hashlib.sha256(
         repr((compiler, _state(shutil.which(compiler) or compiler), output.suffix)).encode()
@@ -107,7 +113,7 @@ def _key(compiler: str, arguments: tuple[str, ...], output: Path) -> str:
     for argument in arguments:
         if argument == str(output):
             text = "output"
-        elif argument.endswith(SOURCES) and os.path.isfile(argument) and not _precompiled(argument):
+        elif _source(argument):
             text = hashlib.sha256(Path(argument).read_bytes()).hexdigest()
         elif argument.startswith(("-I", "-L")) and os.path.isdir(argument[2:]):
             text = f"{argument} {_state(argument[2:])}"

@@ -86,6 +86,23 @@ def test_a_failed_compile_is_not_kept(tree: Tree) -> None:
     assert tree.calls == 2
 
 
+def test_a_source_on_standard_input_is_always_compiled(tree: Tree) -> None:
+    for code in (5, 6):
+        command = [tree.program, "-x", "c++", "-", "-o", "c.out"]
+        source = f"int main() {{ return {code}; }}\n"
+        subprocess.run(command, cwd=tree.place, input=source, text=True, check=True)
+        assert tree.run("c.out") == code
+    assert tree.calls == 2
+
+
+def test_a_response_file_goes_to_the_compiler(tree: Tree) -> None:
+    for code in (5, 6):
+        (tree.place / "size.h").write_text(f"#define SIZE {code}\n")
+        (tree.place / "arguments").write_text("a.cpp")
+        subprocess.run([tree.program, "@arguments", "-o", "d.out"], cwd=tree.place, check=True)
+        assert tree.run("d.out") == code
+
+
 def test_calls_without_an_output_file_go_to_the_compiler(tree: Tree) -> None:
     done = subprocess.run([tree.program, "--version"], capture_output=True, text=True, check=True)
     assert "g++" in done.stdout
