@@ -75,8 +75,9 @@ class Journal:
         if self.search.result() is not None:
             return []
         if not self._pending:
-            self._pending = self.search.next()
-            _write(self._file, {"probe": self._pending})
+            pending = self.search.next()
+            _write(self._file, {"probe": pending})
+            self._pending = pending
         return list(self._pending)
 
     def record(self, index: int, outcome: Outcome) -> None:

@@ -2,7 +2,7 @@
 
 One reading of a time does not decide, so a probe is a whole sequential test, as in a gate: fresh processes of both
 sides, until each row is SLOWER, SAME or FASTER, or the sessions are used up. A row counts as slower from half of the
-slowdown (in logarithm) that the gate found, so that a candidate with all of it and one with none are told apart soon.
+slowdown (in logarithm) that the gate found: few sessions distinguish a candidate with all of it from one with none.
 The good endpoint is the reference: it is not measured against itself.
 """
 

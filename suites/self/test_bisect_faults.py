@@ -468,10 +468,11 @@ def test_a_flaky_test_is_read_again_until_it_is_settled(tmp_path: Path) -> None:
             "            place.mkdir(parents=True, exist_ok=True)\n"
             "            reading = self.bench.test.run(build(request), place)\n            keep(reading)",
         ),
-        ("        self.state.record_mixture(mixture, said.outcome)\n", ""),
+        ("        self.state.record_mixture(mixture, result.outcome)\n", ""),
     ],
     ids=["mixtures forgotten", "readings on disk ignored", "mixtures not written down"],
 )
 def test_a_loop_that_forgets_is_caught(old: str, new: str, tmp_path: Path) -> None:
+    mutant = planted(bisection, old, new)
     with pytest.raises((AssertionError, NotInstallable)):
-        check_every_moment(planted(bisection, old, new), tmp_path)
+        check_every_moment(mutant, tmp_path)

@@ -277,8 +277,9 @@ def test_rows_and_tests_that_are_red_at_the_bad_end_alone_decide(reading: Readin
     ],
 )
 def test_a_reading_that_is_misunderstood_is_caught(old: str, new: str, reading: Readings) -> None:
+    mutant = planted(suite_probe, old, new)
     with pytest.raises(AssertionError):
-        check_what_decides(planted(suite_probe, old, new), reading)
+        check_what_decides(mutant, reading)
 
 
 def test_ends_without_a_difference_refute_themselves(reading: Readings) -> None:

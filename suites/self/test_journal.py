@@ -186,15 +186,16 @@ TAKE = "        self._take(index, outcome)\n"
     [
         (f"{WRITE}{TAKE}", f"{TAKE}{WRITE}"),
         ("        os.fsync(file.fileno())\n", "        pass\n"),
-        ('            _write(self._file, {"probe": asked})\n', ""),
+        ('            _write(self._file, {"probe": pending})\n', ""),
     ],
     ids=["written after acting", "never synced", "decision not written"],
 )
 def test_a_journal_that_acts_first_is_caught(
     old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    mutant = planted(journal, old, new)
     with pytest.raises(AssertionError):
-        check_order(planted(journal, old, new), tmp_path / "state.jsonl", monkeypatch)
+        check_order(mutant, tmp_path / "state.jsonl", monkeypatch)
 
 
 CHILD = """
