@@ -16,7 +16,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "bumpgate.plugin is not loaded: leave out -p no:bumpgate.plugin and -o addopts"
         )
-    prepare_environment(next(iter(named_lanes(config)), None))
+    workers = bool(config.getoption("numprocesses", None))
+    prepare_environment(next(iter(named_lanes(config)), None), workers)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from bumpgate import cxx
 
 
-def prepare_environment(lane: str | None) -> None:
-    """Set what torch must find at import, in this process, in workers and in their children.
+def prepare_environment(lane: str | None, workers: bool) -> None:
+    """Set what torch must find at import, in this process, in workers (if the tests run in them) and in their children.
 
     Compiled code is kept between runs, so that the second run is warm, in a directory of our own: Inductor's default
     one holds entries of programs that did not count bytes. On CPU, use one thread and no wider vectors than AVX2: both
@@ -21,8 +21,9 @@ def prepare_environment(lane: str | None) -> None:
     if lane == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
-        # Each process that compiles would start workers that import torch again; the lane has a process for each core.
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        if workers:
+            # One for each core: the processes that Inductor would start to compile import torch again, for nothing.
+            os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         _keep_kernels(os.environ.setdefault("BUMPGATE_OBJECTS", str(home / "bumpgate" / "objects")))
     if lane == "h200":  # every worker has threads and compiler processes of its own
         os.environ.setdefault("TRITON_CACHE_DIR", str(home / "bumpgate" / "triton"))
