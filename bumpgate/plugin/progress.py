@@ -144,6 +144,7 @@ class Progress:
                 self.reporter.rewrite(self.line()[: self.reporter._tw.fullwidth - 1], erase=True)
             else:
                 self.reporter.write_line(self.line())
+            self.reporter.flush()
 
     def _say(self, text: str) -> None:
         with self.lock:
@@ -151,6 +152,7 @@ class Progress:
                 self.reporter.rewrite("", erase=True)
                 self.reporter.rewrite("")
             self.reporter.write_line(text)
+            self.reporter.flush()
 
 
 def _clock(seconds: float) -> str:

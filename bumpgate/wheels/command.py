@@ -117,7 +117,7 @@ def build_command(
         Path | None, typer.Option(help="The source archive of --package, instead of the index's.")
     ] = None,
     jobs: Annotated[int, typer.Option(help="Compiler processes at once.", min=1)] = 2,
-    hours: Annotated[float, typer.Option(help="Wall time for each package.", min=0.001)] = 4.0,
+    hours: Annotated[float, typer.Option(help="Wall time for each package.", min=0.0)] = 4.0,
     memory: Annotated[float, typer.Option(help="GiB of each compiler process; 0 for no limit.", min=0)] = 0.0,
 ) -> None:
     """Compile kernel wheels from their sdists against a torch, into the kernel store. No GPU is needed.

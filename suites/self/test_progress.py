@@ -28,6 +28,9 @@ class Reporter:
     def write_line(self, text: str) -> None:
         self.lines.append(text)
 
+    def flush(self) -> None:
+        pass
+
 
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: dict[str, float]) -> Progress:
     """Return the progress of a run of two tests that began 60 seconds ago."""

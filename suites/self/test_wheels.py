@@ -385,7 +385,7 @@ def test_a_wheel_is_built_audited_and_kept(
     assert "the same command continues it" in said
     assert "not a program" in Path(said.partition("(log: ")[2].split(";")[0]).read_text()
     manifest.write_text(MANIFEST.format(sdist=sha256_of(archive)))
-    assert run(monkeypatch, *build, str(archive), "--hours", "0.00001") == 1
+    assert run(monkeypatch, *build, str(archive), "--hours", "0") == 1
     assert "no wheel within 0 s" in capsys.readouterr().err
     assert run(monkeypatch, *build, str(archive)) == 0
     assert "fast 1.0: built: " in capsys.readouterr().out
