@@ -11,15 +11,16 @@ with FakeServices() as services:
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from suites.self.loopback import Loopback
+
 
 @dataclass
-class FakeServices:
+class FakeServices(Loopback):
     issues: dict[int, dict[str, Any]] = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
@@ -70,15 +71,8 @@ class FakeServices:
             def log_message(self, *args: object) -> None:
                 """Suppress logging."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
+        self.serve(Handler)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
     def _answer(self, method: str, path: str, content: Any) -> tuple[int, Any]:
         self.requests.append(f"{method} {path}")

@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -22,6 +21,7 @@ import pytest
 from bumpgate.environments.mirror import Mirror, mirror_root
 from bumpgate.environments.store import sha256_of
 from suites.self.local_index import LocalIndex, fake_wheel, isolated
+from suites.self.loopback import Loopback
 from suites.self.reports import bumpgate
 
 TRITON, CUBLAS = "triton==3.8.0+gitbeef123", "cuda-toolkit[cublas]==13.0.*; platform_system == 'Linux'"
@@ -29,7 +29,7 @@ LARGE = {"torch/__init__.py": "", "torch/data.txt": "x" * 200_000}
 
 
 @dataclass
-class Pages:
+class Pages(Loopback):
     """An index of HTML pages on loopback, which serves ranges.
 
     plain: file names without a digest. gone: listed files that answer 404. cut: bytes after which each transfer
@@ -83,15 +83,8 @@ class Pages:
             def log_message(self, *args: object) -> None:
                 """Suppress logging."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
+        self.serve(Handler)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
     def page(self, package: str) -> tuple[int, bytes]:
         lines = []
