@@ -3,8 +3,8 @@
 Inductor calls the compiler named by CXX for every CPU kernel, and suites compile one model in many processes with
 empty Inductor caches. `program` writes a script to use as CXX. It runs this file, which returns the kept output if
 
-* the flags, the contents of the source and object files, the compiler and the folders named by -I and -L are the
-  same, and
+* the flags, the contents of the source and object files, the compiler, its environment variables, the folders named
+  by -I and -L, and the processor are the same (`-march=native`), and
 * each header that the first compile read has the same size and modification time.
 
 Only the output of a successful compile is kept, with its messages. Everything else goes to the compiler as it is.
@@ -27,6 +27,15 @@ from pathlib import Path
 SOURCES = (".cpp", ".hpp", ".cc", ".h", ".o", ".a")
 #: Precompiled headers have a store of their own: Inductor's folder of them, which is not emptied.
 PRECOMPILED = (".gch", ".pch")
+#: Variables that g++ and clang++ read.
+VARIABLES = (
+    "CPATH",
+    "CPLUS_INCLUDE_PATH",
+    "LIBRARY_PATH",
+    "GCC_EXEC_PREFIX",
+    "COMPILER_PATH",
+    "SOURCE_DATE_EPOCH",
+)
 #: Bytes of kept output; the files that were not used for the longest time are removed above it.
 LIMIT = 1 << 30
 
@@ -60,6 +69,9 @@ def main(store: Path, compiler: str, *arguments: str) -> int:
     output = Path(arguments[arguments.index("-o") + 1]) if "-o" in arguments[:-1] else Path()
     # Standard input and response files hold what the arguments do not show.
     hidden = any(argument == "-" or argument.startswith("@") for argument in arguments)
+    if not shutil.which(compiler):
+        print(f"{compiler}: no such compiler; install it or set CXX", file=sys.stderr)
+        return 127
     if hidden or output.suffix in ("", *PRECOMPILED) or not any(map(_source, arguments)):
         return subprocess.call([compiler, *arguments])
     key = _key(compiler, arguments, output)
@@ -107,9 +119,8 @@ def _source(argument: str) -> bool:
 
 
 def _key(compiler: str, arguments: tuple[str, ...], output: Path) -> str:
-    digest = hashlib.sha256(
-        repr((compiler, _state(shutil.which(compiler) or compiler), output.suffix)).encode()
-    )
+    build = (compiler, _state(shutil.which(compiler) or compiler), output.suffix, _processor())
+    digest = hashlib.sha256(repr((build, [os.environ.get(name) for name in VARIABLES])).encode())
     for argument in arguments:
         if argument == str(output):
             text = "output"
@@ -121,6 +132,14 @@ def _key(compiler: str, arguments: tuple[str, ...], output: Path) -> str:
             text = argument
         digest.update(f"{len(text)} {text}".encode())
     return digest.hexdigest()
+
+
+def _processor() -> str:
+    """The instructions of this machine's processor: a store may be shared by several machines."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return ""
 
 
 def _state(path: str) -> tuple[int, int]:

@@ -34,7 +34,7 @@ class AttributionError(BumpgateError):
 
 @dataclass(frozen=True)
 class Change:
-    """Version change of one package; None stands for absent."""
+    """Version change of one package; None means absent."""
 
     name: str
     old: str | None

@@ -102,9 +102,9 @@ class Mirror:
     def size(self) -> int:
         return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
 
-    def make_room(self, wanted: int, day: date) -> None:
-        """Drop nights older than `day` until `wanted` bytes fit. Raises FullError."""
-        while self.limit is not None and self.size() + wanted > self.limit:
+    def make_room(self, needed: int, day: date) -> None:
+        """Drop nights older than `day` until `needed` bytes fit. Raises FullError."""
+        while self.limit is not None and self.size() + needed > self.limit:
             oldest = min(self.nights, key=lambda key: self.nights[key].day, default=None)
             if oldest is None or self.nights[oldest].day >= day:
                 raise FullError(f"--limit {self.limit / GB:g} GB: no room for the night of {day}")

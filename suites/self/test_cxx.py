@@ -77,6 +77,35 @@ def test_a_changed_part_is_compiled_again(tree: Tree, part: str) -> None:
     assert tree.run() == (4 if part in ("source", "header") else 3)
 
 
+def test_another_processor_compiles_again(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tree.place)
+    compiler = str(tree.place / "bin" / "g++")
+    for flags in ("avx2", "avx2 avx512f", "avx2"):
+        monkeypatch.setattr(cxx, "_processor", lambda flags=flags: flags)
+        assert cxx.main(tree.store, compiler, "a.cpp", "-march=native", "-o", "a.out") == 0
+    assert tree.calls == 2
+
+
+def test_another_header_path_compiles_again(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tree.place / "a.cpp").write_text("#include <width.h>\nint main() { return WIDTH; }\n")
+    for width in (1, 2):
+        folder = tree.place / f"include{width}"
+        folder.mkdir()
+        (folder / "width.h").write_text(f"#define WIDTH {width}\n")
+        monkeypatch.setenv("CPATH", str(folder))
+        assert not tree.compile().returncode
+        assert tree.run() == width
+
+
+def test_a_compiler_that_was_removed_is_one_line(tree: Tree) -> None:
+    (tree.place / "bin" / "g++").unlink()
+    done = tree.compile()
+    assert done.returncode == 127
+    assert done.stderr == f"{tree.place}/bin/g++: no such compiler; install it or set CXX\n"
+
+
 def test_a_failed_compile_is_not_kept(tree: Tree) -> None:
     (tree.place / "size.h").write_text("#error no size\n")
     for _ in range(2):
