@@ -22,6 +22,7 @@ from bumpgate.environments.freeze import changes
 from bumpgate.gate import drift
 from bumpgate.gate.binding import SHOWN, Binding
 from bumpgate.gate.drift import Creep, creep
+from bumpgate.gate.duet import ROUNDS as DUET_ROUNDS
 from bumpgate.gate.duet import run_duet, shares
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.result import NAME, Gate, GateError
@@ -350,7 +351,10 @@ class Bench:
     def _session(self, sessions: Sessions, other: str, tests: int) -> None:
         """Run one session: both sides at once if each can have its own cores, else one after the other (GPU)."""
         if lanes.require(self.root, self.gate.asked.lane).device == "cpu" and shares():
-            sessions.run_duet(lambda nodes, flip: self._timed_pair(other, nodes, flip, sessions.cache), tests)
+            rounds = ROUNDS if sessions.only_slow_modes_open else DUET_ROUNDS
+            sessions.run_duet(
+                lambda nodes, flip: self._timed_pair(other, nodes, flip, sessions.cache, rounds), tests
+            )
         else:
             sessions.run_one(
                 lambda side, nodes: self._timed_process(
@@ -359,7 +363,9 @@ class Bench:
                 tests,
             )
 
-    def _timed_pair(self, other: str, tests: Sequence[str], flip: bool, pair: int) -> tuple[Reading, Reading]:
+    def _timed_pair(
+        self, other: str, tests: Sequence[str], flip: bool, pair: int, rounds: int
+    ) -> tuple[Reading, Reading]:
         calls = [
             LaneCall(
                 self.places[name].python,
@@ -367,7 +373,7 @@ class Bench:
                 self.gate.asked.lane,
                 ["-n", "0", *tests],
                 self.out / f"timed-{name}.json",
-                environment=self.places[name].caches(pair),
+                environment={**self.places[name].caches(pair), "BUMPGATE_ROUNDS": str(rounds)},
             )
             for name in (other, "bad")
         ]

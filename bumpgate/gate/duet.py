@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from bumpgate.processes.runner import LaneCall, LaneRun, run_lanes
@@ -29,7 +29,7 @@ def shares() -> list[list[int]]:
 def run_duet(calls: Sequence[LaneCall], flip: bool, timeout: float | None) -> list[LaneRun]:
     """Run two lanes at once, synchronized over a socket.
 
-    flip: the first of them starts on the cores of the second.
+    flip: the first of them starts on the cores of the second. A call's own $BUMPGATE_ROUNDS overrides ROUNDS.
     """
     links = [end.detach() for end in socket.socketpair()]
     halves = shares()[::-1] if flip else shares()
@@ -37,7 +37,11 @@ def run_duet(calls: Sequence[LaneCall], flip: bool, timeout: float | None) -> li
         [
             replace(
                 call,
-                environment={**call.environment, **_told(link, cores, leads)},
+                environment={
+                    "BUMPGATE_ROUNDS": str(ROUNDS),
+                    **call.environment,
+                    VARIABLE: _settings(link, cores, leads),
+                },
                 keep_open=(link,),
             )
             for call, link, cores, leads in zip(calls, links, (halves, halves[::-1]), (True, False))
@@ -46,8 +50,5 @@ def run_duet(calls: Sequence[LaneCall], flip: bool, timeout: float | None) -> li
     )
 
 
-def _told(link: int, cores: Sequence[Sequence[int]], leads: bool) -> Mapping[str, str]:
-    return {
-        VARIABLE: json.dumps({"socket": link, "cores": cores, "leads": leads}),
-        "BUMPGATE_ROUNDS": str(ROUNDS),
-    }
+def _settings(link: int, cores: Sequence[Sequence[int]], leads: bool) -> str:
+    return json.dumps({"socket": link, "cores": cores, "leads": leads})

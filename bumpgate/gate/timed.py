@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bumpgate.gate.between import Change, change, direction, timed
 from bumpgate.gate.modes import p_lost
@@ -172,6 +172,15 @@ class Sessions:
         ]
         share = shares(self.log_ratios, self.plan) if self.plan else {}
         return sorted(rows, key=lambda row: -share.get(row, 1.0))
+
+    @property
+    def only_slow_modes_open(self) -> bool:
+        """Whether the open rows are the same but for slow modes, which need more processes and no longer ones."""
+        if not self.plan or not (rows := self.open_rows()):
+            return False
+        unwatched = replace(self.plan, rules=tuple(replace(rule, watch=False) for rule in self.plan.rules))
+        outcomes = decide(self.log_ratios, unwatched, self.family)
+        return all(outcomes[row] is Outcome.SAME for row in rows)
 
     def open_tests(self) -> list[str]:
         """Return the tests of the open rows, the most important first."""

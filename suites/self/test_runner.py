@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import psutil
 import pytest
 
-from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneRun, installed, run_lane
+from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneRun, child_environment, installed, run_lane
 from suites.self.project import GOOD, PLUGINS, Project, counted
 
 PYTHON = Path(sys.executable)
@@ -44,6 +46,25 @@ def test_a_whole_run_comes_back_as_its_record(project: Project) -> None:
     assert [j.row.id for j in found.record.judgements] == ["compile/good/graph_breaks"]
     assert found.log.read_text().count("1 passed") == 1
     assert 0 < found.seconds < 60
+
+
+def test_bytecode_is_kept_within_an_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """uv installs no bytecode; a user's own interpreter keeps the user's settings."""
+    monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    environment = tmp_path / "environments/key"
+    venv.create(environment)
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "imported.py").write_text("")
+    python = environment / "bin/python"
+    subprocess.run(
+        [python, "-c", "import imported"], env=child_environment(python, tree), cwd=tree, check=True
+    )
+    assert [path.name for path in tree.iterdir()] == ["imported.py"]
+    assert len([*(environment / "bytecode").rglob("imported.*.pyc")]) == 1
+    own = child_environment(PYTHON, tree)
+    assert (own["PYTHONDONTWRITEBYTECODE"], "PYTHONPYCACHEPREFIX" in own) == ("1", False)
 
 
 def test_the_gate_is_told_to_the_run_and_our_own_settings_are_not(

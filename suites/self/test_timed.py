@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from bumpgate.gate.plan import Plan, plan_for
+from bumpgate.gate.plan import Plan, Rule, plan_for
 from bumpgate.gate.sequential import Outcome, summarise
 from bumpgate.gate.timed import Reading, Sessions, cost
 from bumpgate.plugin import timing
@@ -98,6 +98,19 @@ def test_a_test_is_timed_while_one_of_its_rows_is_open() -> None:
     while sessions.open_rows():
         sessions.run_one(process)
     assert {row: len(found) for row, found in sessions.log_ratios.items()} == {"a/same/s": 12, "a/slow/s": 12}
+
+
+def test_only_slow_modes_are_open_after_the_rows_are_the_same() -> None:
+    """Not before the first look, and not after a session with a slow process, which must be measured in full."""
+    plan = Plan(rules=(Rule("a/watched/*", watch=True),))
+    even = [0.001, -0.001] * 3
+    slow = [*even, math.log(2)]
+
+    def state(readings: Sequence[float]) -> Sessions:
+        return Sessions({"a/watched/s": "t::a"}, plan, plan.budget, {"a/watched/s": list(readings)})
+
+    assert [state(x).only_slow_modes_open for x in (even[:4], even, slow)] == [False, True, False]
+    assert state(even).open_rows() == ["a/watched/s"]
 
 
 def test_cache_pairs_alternate_and_are_kept_with_readings() -> None:
