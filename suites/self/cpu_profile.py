@@ -28,7 +28,8 @@ import psutil
 RATE = 10  # samples a second
 COMPILERS = {"cc1plus", "cc1", "as", "ld", "collect2", "g++", "gcc", "clang++", "ptxas", "nvcc"}
 FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*?)(?::\d+)?\)$")
-PROCESS = re.compile(r'process \d+:"(?P<command>.*)"$')
+PROCESS = re.compile(r'process \d+:"(?P<command>.*)"\s*$', re.DOTALL)
+END = re.compile(r'[")] (?P<count>\d+)\n?$')
 # Files that run at call time, although they lie in a compiler's package.
 AT_RUN_TIME = (
     "torch/_inductor/output_code.py",
@@ -38,16 +39,17 @@ AT_RUN_TIME = (
     "torch/_functorch/_aot_autograd/runtime_wrappers.py",
     "torch/_functorch/_aot_autograd/utils.py",
 )
-# Phase -> how its frames are recognized. The first phase that matches counts: an outer phase calls the inner one.
+# Phase -> how its frames, `file:function`, begin. The first that matches counts: a later phase calls an earlier one.
 PHASES = {
-    "import": re.compile(r"^\S+ <frozen importlib"),
-    "Triton": re.compile(r"^\S+ triton/(compiler|backends)"),
-    "Inductor": re.compile(r"^\S+ torch/_inductor/"),
-    "AOTAutograd": re.compile(r"^\S+ torch/_functorch/(_aot_autograd/|partitioners)"),
-    "Dynamo": re.compile(r"^_compile torch/_dynamo/convert_frame"),
-    "collection": re.compile(r"^pytest_collection "),
+    "import": re.compile(r"<frozen importlib"),
+    "Triton": re.compile(r"triton/(compiler|backends)"),
+    "Inductor": re.compile(r"torch/_inductor/"),
+    "AOTAutograd": re.compile(r"torch/_functorch/(_aot_autograd/|partitioners)"),
+    "Dynamo": re.compile(r"torch/_dynamo/convert_frame.py:_compile$"),
+    "collection": re.compile(r"_pytest/.*:pytest_collection$"),
 }
 REST = "model and test code"
+START = "start and end of Python"
 
 
 @dataclass
@@ -77,10 +79,10 @@ def frames(stack: str) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def phase_of(calls: Iterable[tuple[str, str]]) -> str:
-    """Return the phase of a stack."""
-    texts = [f"{function.split()[0]} {file}" for function, file in calls if not file.startswith(AT_RUN_TIME)]
+    """Return the phase of a stack. Without a Python frame, the interpreter starts or ends."""
+    texts = [f"{file}:{function}" for function, file in calls if not file.startswith(AT_RUN_TIME)]
     found = (phase for phase, pattern in PHASES.items() if any(map(pattern.match, texts)))
-    return next(found, REST)
+    return next(found, REST if texts else START)
 
 
 def place_of(commands: list[str], calls: Iterable[tuple[str, str]]) -> str:
@@ -97,17 +99,25 @@ def program(command: str) -> str:
     if "-m" in words[:-1]:
         return f"python -m {words[words.index('-m') + 1]}"
     script = next((word for word in words[1:] if not word.startswith("-")), "")
-    return f"python {Path(script).name}" if script.endswith(".py") else "python -c"
+    return f"python {Path(script).name}" if script.endswith(".py") else f"python {' '.join(words[1:])[:60]}"
+
+
+def records(folded: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield (stack, count) of py-spy's folded stacks, `frame;frame;frame count`; a command line may hold newlines."""
+    record = ""
+    for line in folded:
+        record += line
+        if end := END.search(record):
+            yield record[: end.start("count") - 1], int(end["count"])
+            record = ""
 
 
 def read(folded: Iterable[str]) -> Profile:
-    """Read py-spy's folded stacks: `frame;frame;frame count` a line. A line without a count is skipped."""
+    """Read py-spy's folded stacks."""
     profile = Profile()
-    for line in folded:
-        stack, _, count = line.rstrip().rpartition(" ")
-        if count.isdigit():
-            commands, calls = frames(stack)
-            profile.add(place_of(commands, calls), phase_of(calls), int(count) / RATE)
+    for stack, count in records(folded):
+        commands, calls = frames(stack)
+        profile.add(place_of(commands, calls), phase_of(calls), count / RATE)
     return profile
 
 
@@ -208,7 +218,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 4
     options.out.parent.mkdir(parents=True, exist_ok=True)
     how = " ".join(["python -m suites.self.cpu_profile --out", str(options.out), "--", *options.command])
-    head = f"# CPU profile\n\nMade by `{how}` on {psutil.cpu_count()} cores, with {RATE} samples a second.\n\n"
+    head = (
+        f"# CPU profile\n\nMade by `{how}` on {psutil.cpu_count()} cores, with {RATE} samples a second.\n\n"
+    )
     options.out.write_text(head + tables(profile))
     return status
 

@@ -47,6 +47,15 @@ def test_stack_has_phase_and_place(stack: str, phase: str, place: str) -> None:
     assert profile.places == {place: {phase: 1.0}}
 
 
+def test_command_lines_of_several_lines_are_one_record() -> None:
+    script = 'process 7:"/env/bin/python -c import a\ncode = 8\n";f (a.py:1) 5\n'
+    profile = read([*script.splitlines(keepends=True), f'process 7:"/env/bin/python -c b" {RATE}\n'])
+    assert profile.places == {
+        "python -c import a code = 8": {REST: 0.5},
+        "python -c b": {"start and end of Python": 1.0},
+    }
+
+
 def test_tables_add_up_to_the_total() -> None:
     profile = read([f"{TEST};{COMPILE} {3 * RATE}", f"{TEST} {RATE}"])
     profile.total, profile.wall = 5.0, 2.5
