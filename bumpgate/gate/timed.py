@@ -61,8 +61,8 @@ Duet = Callable[[Sequence[str], bool], tuple[Reading, Reading]]
 def timed_rows(good: Record, bad: Record) -> dict[str, str]:
     """Return row id -> node id of the rows to pair.
 
-    These are the rows that both sides timed, or one side if the machine disturbed the other's test, and the times
-    read once that look worse. Rows that a side lacks for another reason are left to the comparison of the records.
+    These are the rows that both sides timed, or one or none if the machine disturbed the tests, and the times read once
+    that look worse. Rows that a side lacks for another reason are left to the comparison of the records.
     """
 
     def measured(record: Record) -> dict[str, Row]:
@@ -70,19 +70,21 @@ def timed_rows(good: Record, bad: Record) -> dict[str, str]:
 
     read_before, read_after = measured(good), measured(bad)
     before, after = ({id: r for id, r in side.items() if timed(r)} for side in (read_before, read_after))
-    by_both = (before.keys() | spoiled(good)) & (after.keys() | spoiled(bad))
+    spoiled_before, spoiled_after = spoiled(good), spoiled(bad)
+    by_both = (before.keys() | spoiled_before.keys()) & (after.keys() | spoiled_after.keys())
     again = {
         id: row
         for id, row in read_after.items()
         if id in read_before and change(read_before[id], row) is Change.AGAIN
     }
-    found = {id: row for id, row in (before | after).items() if id in by_both} | again
+    disturbed = {id: row for id, row in spoiled_after.items() if id in spoiled_before}
+    found = {id: row for id, row in (disturbed | before | after).items() if id in by_both} | again
     return {id: row.test for id, row in found.items()}
 
 
-def spoiled(record: Record) -> set[str]:
-    """Return the rows that could not be measured because of the machine."""
-    return {j.row.id for j in record.judgements if j.verdict is Verdict.INFRA and j.row.unmeasured}
+def spoiled(record: Record) -> dict[str, Row]:
+    """Return row id -> row of those that could not be measured because of the machine."""
+    return {j.row.id: j.row for j in record.judgements if j.verdict is Verdict.INFRA and j.row.unmeasured}
 
 
 def cost(j: Judgement) -> float | None:

@@ -221,11 +221,12 @@ def test_what_the_machine_spoiled_is_run_once_more(machine: Machine, out: Path) 
     assert ids == ["compile/a/graph_breaks", "throughput/b/seconds"]
 
 
-@pytest.mark.parametrize("side", ["good", "bad"])
+@pytest.mark.parametrize("sides", [("good",), ("bad",), ("good", "bad")])
 def test_what_the_machine_spoiled_twice_is_judged_by_the_sessions(
-    machine: Machine, out: Path, side: str
+    machine: Machine, out: Path, sides: tuple[str, ...]
 ) -> None:
-    machine.sides[side].spoiled = 2
+    for side in sides:
+        machine.sides[side].spoiled = 2
     gate = machine.gate(out)
     assert (gate.decision, list(gate.timed)) == (Decision.ADOPT, ["throughput/b/seconds"]), gate.findings
 
