@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bumpgate.plugin.instruments import forget_graphs
 from kernels.attention import attention
 from kernels.causal_conv1d import causal_conv1d
 from kernels.mamba3_siso import mamba3_siso
@@ -141,14 +142,18 @@ FLEX = [
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("options", FLEX)
 def test_flex_with_a_score_mod_is_the_same_function(lane: Lane, options: dict[str, Any]):
-    """Without gradients: torch has none on CPU."""
+    """Without gradients: torch has none on CPU.
+
+    One softcap a process, as in the model: torch 2.15 does not compile a second one (suites/features).
+    """
+    forget_graphs()
     inputs = test_attention.problem(device=lane.device)
     with torch.no_grad():
         expected, found = (attention(*inputs, **options, impl=impl) for impl in ("reference", "flex"))
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
         if softcap := options.get("softcap"):
-            other = attention(*inputs, **options | {"softcap": softcap * 1.03}, impl="flex")
-            assert not torch.allclose(other, expected, rtol=1e-4)
+            other = attention(*inputs, **options | {"softcap": softcap * 1.03}, impl="reference")
+            assert not torch.allclose(found, other, rtol=1e-4)
 
 
 @lanes("cpu")
