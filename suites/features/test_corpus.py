@@ -1,0 +1,29 @@
+"""The corpus of torch's regressions: each case is a defect row, present exactly in the releases that have it.
+
+A gate from a good release to a bad one holds, and a bisect between them finds the edge (docs/corpus.md).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from bumpgate.plugin.instruments import forget_graphs
+from suites.features.corpus import CASES, Case
+from suites.support.lanes import Lane, lanes
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+def test_regression(lane: Lane, row, case: Case) -> None:
+    """The program of the case runs; its signature is there in the releases that have the regression, and only there."""
+    forget_graphs()
+    found = case.signature()
+    row.defect(
+        case.row,
+        bool(found),
+        known_in=case.known_in,
+        reason=f"{case.title} ({case.link})",
+        witness=1,
+        rule="R1",
+        evidence=found,
+    )
