@@ -97,7 +97,7 @@ def differences(what: str, expected: Any, found: Any, tolerance: float | None = 
     lines = []
     for n, (right, value) in enumerate(pairs):
         try:
-            torch.testing.assert_close(value, right, atol=tolerance, rtol=tolerance, equal_nan=True)
+            torch.testing.assert_close(value, right, atol=tolerance, rtol=tolerance)
         except AssertionError as error:
             lines.append(f"{what} {n}: {' '.join(str(error).split())}")
     return lines

@@ -94,7 +94,7 @@ def property_setter_in_init() -> list[str]:
 
         @value.setter
         def value(self, value: int) -> None:
-            self._value = min(value, 100)
+            self._value = 100 if value > 100 else value
 
     return compiled_differs(lambda x: x + Clamped(200).value, torch.zeros(2), backend="eager")
 
