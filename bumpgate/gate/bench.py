@@ -21,15 +21,15 @@ from bumpgate import accept, accepted, lanes
 from bumpgate.environments.freeze import changes
 from bumpgate.gate import drift
 from bumpgate.gate.binding import SHOWN, Binding
-from bumpgate.gate.drift import Creep, creep
+from bumpgate.gate.drift import Recent, creeps
 from bumpgate.gate.duet import ROUNDS as DUET_ROUNDS
 from bumpgate.gate.duet import run_duet, shares
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.result import NAME, Gate, GateError
-from bumpgate.gate.sequential import decide, estimate, summarise
+from bumpgate.gate.sequential import decide, summarise
 from bumpgate.gate.timed import Reading, Sessions, reading, timed_rows
 from bumpgate.gate.verdict import Decision, Finding, Side, group, judge_gate, unequal_losses
-from bumpgate.gate.view import View, session_line, timed_line
+from bumpgate.gate.view import View, first_answer, session_line, timed_line
 from bumpgate.processes.host import cpu_workers, host_class
 from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneCall, LaneRun, installed, run_lanes
 from bumpgate.rows import Record, Verdict, one_line, read_record, write_record
@@ -44,11 +44,6 @@ WORKERS = "PYTEST_XDIST_AUTO_NUM_WORKERS"
 TRITON = re.compile(r"(.*/)?triton(-\d|\s*([=<>!~@;]|$))", re.IGNORECASE)
 # Above pytest's own timeout per test, which names the test; this one only catches what that cannot stop.
 TEST_SECONDS = 660
-# Days of history to read. Drift is reported until it is accepted, or its readings are older than this.
-HISTORY_DAYS = 183
-
-# (lane, row ids, days) -> row id -> its readings against an anchor, by day.
-Recent = Callable[[str, Sequence[str], int], Mapping[str, Sequence[drift.Reading]]]
 
 
 @dataclass(frozen=True)
@@ -104,6 +99,8 @@ class Bench:
             for names in self._groups([name for name in ("good", "bad") if not sides[name].measured]):
                 self.measure(names)
                 self.save()
+            if self.gate.paired is None:
+                self._first_answer()
             self.pair()
         self.judge()
         self.gate.finished = True
@@ -209,17 +206,31 @@ class Bench:
                 self.gate.drifted = Sessions(self.gate.paired.tests, None, drift.SESSIONS)
             self._sessions(self.gate.drifted, "anchor")
 
+    def _first_answer(self) -> None:
+        """Show the findings that hold the candidate whatever its times are, before the sessions begin."""
+        good, bad = self._record("good"), self._record("bad")
+        if good is None or bad is None:
+            return
+        sides, untimed = self._sides(), timed_rows(good, bad).keys()
+        verdict = judge_gate(self.gate.asked.lane, sides["good"], sides["bad"], {}, {})
+        holding = [f for f in verdict.findings if f.decision is Decision.HOLD and not {*f.rows} <= untimed]
+        for line in first_answer(holding):
+            self.view.say(line)
+
+    def _sides(self) -> dict[str, Side]:
+        return {
+            name: Side(s.name, self._judged(name), s.failure, s.canaries or {}, s.command)
+            for name, s in self.gate.sides.items()
+        }
+
     def judge(self) -> None:
         """Compute the decision and its findings from all measurements."""
-        gate, lane = self.gate, self.gate.asked.lane
-        sides = {
-            name: Side(s.name, self._judged(name), s.failure, s.canaries or {}, s.command)
-            for name, s in gate.sides.items()
-        }
+        gate, lane, sides = self.gate, self.gate.asked.lane, self._sides()
         if gate.paired:
             sides |= {name: _with_faults(sides[name], gate.paired.problems(name)) for name in ("good", "bad")}
             gate.timed = summarise(gate.paired.log_ratios, self.plan, gate.paired.family)
-        gate.creeps = creeps(self.recent, lane, list(gate.timed), gate.drifted, self.today)
+        drifted = gate.drifted.log_ratios if gate.drifted else {}
+        gate.creeps = creeps(self.recent, lane, list(gate.timed), drifted, self.today)
         acceptances = accepted.load(self.root / "baselines" / accepted.FILE)
         timed, crept, lines = accept.apply_to_times(gate.timed, gate.creeps, acceptances, lane, self.today)
         verdict = judge_gate(lane, sides["good"], sides["bad"], timed, crept)
@@ -425,22 +436,6 @@ def other_packages(name: str, then: Mapping[str, str], now: Mapping[str, str]) -
     more = f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
     what = f"{', '.join(moved[:SHOWN])}{more}"
     return GateError(f"the {TITLES[name]} packages differ from before ({what}): gate again, in another --out")
-
-
-def creeps(
-    recent: Recent, lane: str, rows: Sequence[str], drifted: Sessions | None, today: date
-) -> dict[str, Creep]:
-    """Return row id -> drift, from the history and today's sessions with the anchor."""
-    series = recent(lane, rows, HISTORY_DAYS) if rows else {}
-    found = {}
-    for row in rows:
-        readings = [r for r in series.get(row, ()) if r.day < today]
-        values = drifted.log_ratios.get(row, []) if drifted else []
-        if len(values) == drift.SESSIONS:
-            readings.append(drift.Reading(today, estimate(values)))
-        if called := creep(readings):
-            found[row] = called
-    return found
 
 
 def _with_faults(side: Side, problems: Sequence[str]) -> Side:

@@ -13,15 +13,19 @@ week alone cannot call; ALLOWANCE is half of what a month of 1 % a week comes to
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+
+from bumpgate.gate.sequential import estimate
 
 ANCHOR_DAYS = 30
 SESSIONS = 12
 ALLOWANCE = 0.02
 CAP = 0.04
 LIMIT = 0.03
+# Days of history to read. Drift is reported until it is accepted, or its readings are older than this.
+HISTORY_DAYS = 183
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,10 @@ class Reading:
 
     day: date
     log_ratio: float
+
+
+# (lane, row ids, days) -> row id -> its readings against an anchor, by day.
+Recent = Callable[[str, Sequence[str], int], Mapping[str, Sequence[Reading]]]
 
 
 @dataclass(frozen=True)
@@ -69,3 +77,19 @@ def creep(readings: Sequence[Reading]) -> Creep | None:
         if total > LIMIT:
             return Creep(run[0].day, reading.day, math.exp(max(r.log_ratio for r in run)))
     return None
+
+
+def creeps(
+    recent: Recent, lane: str, rows: Sequence[str], drifted: Mapping[str, Sequence[float]], today: date
+) -> dict[str, Creep]:
+    """Return row id -> drift, from the history and from today's sessions with the anchor (log-ratios by row)."""
+    series = recent(lane, rows, HISTORY_DAYS) if rows else {}
+    found = {}
+    for row in rows:
+        readings = [r for r in series.get(row, ()) if r.day < today]
+        values = drifted.get(row, ())
+        if len(values) == SESSIONS:
+            readings.append(Reading(today, estimate(values)))
+        if called := creep(readings):
+            found[row] = called
+    return found

@@ -50,6 +50,15 @@ def timed_line(outcomes: Sequence[Outcome], sessions: Sessions) -> str:
     return f"{line}; last lost: {sessions.lost}" if sessions.lost else line
 
 
+def first_answer(holding: Sequence[Finding]) -> list[str]:
+    """Return the lines that a gate shows before its sessions; `holding`: the findings that hold the candidate."""
+    if not holding:
+        return ["first answer: nothing but the times can hold the candidate"]
+    number = f"{len(holding)} finding{'s' * (len(holding) != 1)}"
+    causes = (f"  {_cause(f)}; {', '.join(cut(f.rows))}" for f in holding)
+    return [f"first answer: HOLD, whatever the times are ({number})", *causes]
+
+
 def findings_text(findings: Sequence[Finding], console: Console) -> None:
     """Prints the findings: a table where there is a terminal, blocks of whole lines where a log is searched."""
     if console.is_terminal:

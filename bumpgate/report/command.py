@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from bumpgate.gate.plan import Plan
+from bumpgate.report import benchmark as benchmarks
 from bumpgate.report import diffs, gate_file, junit, markdown, page, plots, tlparse
 from bumpgate.report import trace as traces
 from bumpgate.report.extra import need
@@ -37,24 +38,30 @@ class Plot:
 def command(
     path: Annotated[Path, typer.Argument(help="record.json of a run, or gate.json of a gate.")],
     html: Annotated[
-        Path | None, typer.Option(help="Where the page goes; by default beside the input.")
+        Path | None, typer.Option(help="Where the page goes; by default next to the input.")
     ] = None,
     junit: Annotated[Path | None, typer.Option(help="Where the JUnit XML goes.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Where the job summary goes.")] = None,
+    benchmark: Annotated[
+        Path | None, typer.Option(help="Where the rows in seconds go, in the JSON of pytest-benchmark.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="What TORCH_TRACE wrote; the page says what was compiled, and why.")
     ] = None,
 ) -> None:
-    """Lay out a record or a gate as an HTML page, JUnit XML and a Markdown job summary.
+    """Write a record or a gate as an HTML page, JUnit XML, a Markdown job summary, or JSON of pytest-benchmark.
 
-    With none of --html, --junit and --markdown all are written beside the input; with some, those only.
+    Without --html, --junit, --markdown and --benchmark the first three are written next to the input.
 
     Exit codes: 0 written, whatever the verdict says; 4 bad input.
     """
     requested = (html, junit, markdown)
-    where = requested if any(requested) else beside(path)
-    for written in render_to(path, *where, trace=trace):
-        typer.echo(f"wrote {written}")
+    if benchmark:
+        write_atomic(benchmark, benchmarks.text(gate_file.read(path)))
+        typer.echo(f"wrote {benchmark}")
+    if any(requested) or not benchmark:
+        for written in render_to(path, *(requested if any(requested) else beside(path)), trace=trace):
+            typer.echo(f"wrote {written}")
 
 
 def beside(path: Path, out: Path | None = None) -> tuple[Path, Path, Path]:

@@ -1,4 +1,4 @@
-"""pytest-benchmark's fixture in a lane: its median is a paired row."""
+"""pytest-benchmark: the median of its fixture is a paired row, and rows are written in its JSON format."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from bumpgate.plugin.benchmark import row_id
-from bumpgate.rows import ROW_ID
+from bumpgate.rows import ROW_ID, Verdict, write_record
 from suites.self.foreign import EXAMPLES, LANE, Foreign
+from suites.self.reports import HERE, bumpgate, held, judged, row
 
 # The parts of pytest-benchmark's fixture that the plugin reads (checked with 5.3.1).
 BENCHMARK = """
@@ -86,3 +87,29 @@ def test_a_benchmark_outside_a_lane_is_left_alone(foreign: Foreign) -> None:
 )
 def test_a_benchmark_id_is_a_row_id(node: str) -> None:
     assert re.fullmatch(ROW_ID, row_id(node))
+
+
+def test_timed_rows_are_written_in_the_format_of_pytest_benchmark(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """Checked once with `pytest-benchmark compare` of 5.3.1, which read the file."""
+    path, out = tmp_path / "record.json", tmp_path / "benchmark.json"
+    timed = row("throughput/a/step_ms", 5.0, unit="ms", better="lower", interval=(4.0, 6.0))
+    write_record(path, HERE, [judged(Verdict.PASS, timed), judged(Verdict.PASS, row())])
+    assert bumpgate(monkeypatch, "report", str(path), "--benchmark", str(out)) == 0
+    assert capsys.readouterr().out == f"wrote {out}\n"
+    written = json.loads(out.read_text())
+    (found,) = written["benchmarks"]
+    assert (found["name"], found["group"]) == ("throughput/a/step_ms", "throughput/a")
+    stats = found["stats"]
+    assert [stats[key] for key in ("min", "median", "max", "rounds")] == [0.004, 0.005, 0.006, 1]
+    assert (written["commit_info"]["id"], written["machine_info"]["torch"]) == ("f" * 40, "2.13.0+cpu")
+
+
+def test_record_without_times_and_a_gate_are_refused_in_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    path, out = tmp_path / "record.json", str(tmp_path / "benchmark.json")
+    write_record(path, HERE, [judged(Verdict.PASS, row())])
+    assert bumpgate(monkeypatch, "report", str(path), "--benchmark", out) == 4
+    assert "the record has no row in s, ms, us, ns" in capsys.readouterr().err
+    assert bumpgate(monkeypatch, "report", str(held(tmp_path)), "--benchmark", out) == 4
+    assert "a gate has two records: pass good.json or bad.json" in capsys.readouterr().err

@@ -20,12 +20,11 @@ import pytest
 from rich.console import Console
 
 from bumpgate.gate import bench, drift, result
-from bumpgate.gate.bench import creeps
-from bumpgate.gate.drift import Reading
+from bumpgate.gate.drift import Reading, creeps
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.result import Asked, Gate, GateError
 from bumpgate.gate.sequential import Outcome
-from bumpgate.gate.timed import BARREN, SIDE, Sessions
+from bumpgate.gate.timed import BARREN, SIDE
 from bumpgate.gate.verdict import Decision, Finding
 from bumpgate.gate.view import findings_text
 from bumpgate.processes.runner import USAGE, LaneCall, LaneRun
@@ -186,6 +185,32 @@ def test_a_fault_of_the_candidate(machine: Machine, out: Path, fault: str) -> No
     gate = machine.gate(out)
     assert gate.decision is decision, gate.findings
     assert label in [found for _, found in labels(gate)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "lines"),
+    [
+        (
+            {"counts": changed()},
+            ["first answer: HOLD, whatever the times are (1 finding)", "  CHANGED graph_breaks"],
+        ),
+        ({"spoiled": 2}, ["first answer: nothing but the times can hold the candidate"]),
+        (
+            {"slower": {"throughput/b/seconds": 9.0}},
+            ["first answer: nothing but the times can hold the candidate"],
+        ),
+    ],
+)
+def test_first_answer_precedes_the_sessions(
+    machine: Machine, out: Path, fault: dict, lines: list[str]
+) -> None:
+    for name, value in fault.items():
+        setattr(machine.sides["bad"], name, value)
+    machine.gate(out)
+    said = (out / "said.txt").read_text().splitlines()
+    at = said.index(lines[0])
+    assert all(line.startswith(begin) for line, begin in zip(said[at:], lines))
+    assert at < next(i for i, line in enumerate(said) if "timed rows after" in line)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -466,11 +491,11 @@ def test_an_anchor_that_cannot_be_paired_is_a_gap(machine: Machine, out: Path) -
 
 
 def test_an_anchor_with_sessions_missing_gives_no_reading() -> None:
-    few = Sessions({"a/b/s": "t"}, None, drift.SESSIONS, {"a/b/s": [0.5] * (drift.SESSIONS - 1)})
+    few = [0.5] * (drift.SESSIONS - 1)
     before = {"a/b/s": [Reading(TODAY - timedelta(days=7), 0.04)]}
-    assert creeps(lambda *_: before, "cpu", ["a/b/s"], few, TODAY) == {}
-    few.log_ratios["a/b/s"].append(0.5)
-    assert creeps(lambda *_: before, "cpu", ["a/b/s"], few, TODAY)["a/b/s"].called == TODAY
+    assert creeps(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": few}, TODAY) == {}
+    found = creeps(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": [*few, 0.5]}, TODAY)
+    assert found["a/b/s"].called == TODAY
 
 
 FINDING = Finding(
