@@ -130,8 +130,8 @@ def attention(
     head h // (Hq/Hkv). doc_ids (B,T) int32: a token sees its own document only; padding (-1) sees padding.
     scale: of the logits, None is 1/sqrt(P). softcap c > 0: s <- c tanh(s/c) after scale and before the mask.
     window w > 0: keys j with i - j < w (limits only the past, also if causal is False).
-    impl "op" is opaque to the compiler, "reference" is traced; "upstream" (flash-attn 2), "fa4", "sdpa" and
-    "flex" (softcap as a score_mod) are the upstream implementations.
+    impl "op" is opaque to the compiler, "reference" is traced; "upstream" (flash-attn 2), "sdpa", "fa4" and
+    "flex" (both with the softcap as a score_mod) are the upstream implementations.
     -> (B,T,Hq,P) in q.dtype. Softmax is fp32 (fp64 for fp64).
     Raises ValueError on a wrong shape, dtype, head count, negative softcap or window, or impl, and on CUDA if P is
     not a power of two up to 128 (except fp64, which runs the reference); ImportError on a missing package.
