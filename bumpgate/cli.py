@@ -16,7 +16,7 @@ from bumpgate.adopt import command as adopt
 from bumpgate.bisect import command as bisect
 from bumpgate.doctor import command as doctor
 from bumpgate.environments import build as environments
-from bumpgate.environments import freeze, mirror, rollback, versions
+from bumpgate.environments import freeze, image, mirror, rollback, versions
 from bumpgate.gate import command as gate
 from bumpgate.notify import command as notify
 from bumpgate.report import command as report
@@ -41,6 +41,7 @@ app.command("mirror")(mirror.command)
 app.command("doctor")(doctor.command)
 app.command("freeze")(freeze.command)
 app.command("rollback")(rollback.command)
+app.command("image")(image.command)
 app.add_typer(findings.app, name="findings", help="Findings of the history: list, link to an issue, own.")
 app.add_typer(wheels.app, name="wheels", help="Kernel wheels of a lane: plan, audit, fetch and build them.")
 
