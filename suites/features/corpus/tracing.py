@@ -134,8 +134,7 @@ def simple_namespace() -> list[str]:
 )
 def heap() -> list[str]:
     def smallest(x: Tensor) -> Tensor:
-        queue = [3, 1]
-        heapq.heapify(queue)
+        queue = [1, 3]
         heapq.heappush(queue, 0)
         return x + heapq.heappop(queue)
 
