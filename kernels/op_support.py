@@ -15,17 +15,17 @@ IMPLS = ("op", "reference")
 WITH_PEER = (*IMPLS, "upstream")
 
 
-def full_precision(t: Tensor) -> torch.autocast:
+def autocast_disabled(t: Tensor) -> torch.autocast:
     """Disable autocast inside an op, so that its products run in fp32 and not in bf16."""
     return torch.autocast(t.device.type, enabled=False)
 
 
-def fresh(t: Tensor) -> Tensor:
+def contiguous_clone(t: Tensor) -> Tensor:
     """Copy t to canonical strides: an op may not return a view of an input, or strides that differ from its fake."""
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def launch_on_cuda(op: Any, kernel: str, fp64: Callable[..., Any] | None = None) -> None:
+def register_triton(op: Any, kernel: str, fp64: Callable[..., Any] | None = None) -> None:
     """Register `kernel`, a dotted name, as the op's CUDA implementation; imported at the first call (no triton on CPU).
 
     `fp64` runs instead if the first input is fp64 (the oracle's dtype), which the kernel does not support.
@@ -40,7 +40,7 @@ def launch_on_cuda(op: Any, kernel: str, fp64: Callable[..., Any] | None = None)
     op.register_kernel("cuda")(launch)
 
 
-def plain_on_xla(impl: str, t: Tensor) -> str:
+def resolve_impl(impl: str, t: Tensor) -> str:
     """Return `impl`, with "op" replaced by "reference" for tensors on XLA.
 
     torch_xla runs a custom op's body below functionalization: a write into a view is silently lost there, and a step
@@ -70,11 +70,11 @@ def peer(op: str, module: str, install: str) -> Any:
         ) from error
 
 
-def check_shapes(op: str, wanted: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:
-    """Raise ValueError on the first tensor with a wrong shape. `wanted`: name -> (tensor, expected shape)."""
-    for name, (tensor, shape) in wanted.items():
+def check_shapes(op: str, expected: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:
+    """Raise ValueError on the first tensor with a wrong shape. `expected`: name -> (tensor, expected shape)."""
+    for name, (tensor, shape) in expected.items():
         if not has_shape(tensor, shape):
-            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, wanted {tuple(shape)}")
+            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
 
 
 def check_floating(op: str, tensors: Mapping[str, Tensor]) -> None:

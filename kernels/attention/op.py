@@ -14,30 +14,30 @@ from kernels.attention.reference import (
 from kernels.attention.upstream import attention_fa4, attention_flex, attention_sdpa, attention_upstream
 from kernels.op_support import (
     IMPLS,
+    autocast_disabled,
     check_doc_ids,
     check_impl,
     check_shapes,
-    fresh,
-    full_precision,
-    launch_on_cuda,
-    plain_on_xla,
+    contiguous_clone,
+    register_triton,
+    resolve_impl,
 )
 
 PEERS = {"upstream": attention_upstream, "fa4": attention_fa4, "sdpa": attention_sdpa, "flex": attention_flex}
 
 
-def _plain_fwd(q: Tensor, *rest) -> tuple[Tensor, Tensor]:
+def _eager_fwd(q: Tensor, *rest) -> tuple[Tensor, Tensor]:
     """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
-    with full_precision(q):
+    with autocast_disabled(q):
         out, lse = attention_forward_with_lse(q, *rest)
-    return fresh(out), fresh(lse)
+    return contiguous_clone(out), contiguous_clone(lse)
 
 
-def _plain_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
+def _eager_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
     """Run the reference backward, under the same conditions."""
-    with full_precision(q):
+    with autocast_disabled(q):
         grads = attention_backward_reference(q, *rest)
-    return tuple(fresh(g) for g in grads)
+    return tuple(contiguous_clone(g) for g in grads)
 
 
 @torch.library.custom_op("bumpgate::attention_fwd", mutates_args=())
@@ -45,10 +45,10 @@ def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale: float, softcap: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Return out (B,T,Hq,P), lse (B,Hq,T) in fp32 (fp64 for fp64)."""
-    return _plain_fwd(q, k, v, doc_ids, scale, softcap, window, causal)
+    return _eager_fwd(q, k, v, doc_ids, scale, softcap, window, causal)
 
 
-launch_on_cuda(attention_fwd, "kernels.attention.kernel.attention_fwd_kernel", fp64=_plain_fwd)
+register_triton(attention_fwd, "kernels.attention.kernel.attention_fwd_kernel", fp64=_eager_fwd)
 
 
 @attention_fwd.register_fake
@@ -63,10 +63,10 @@ def attention_bwd(
     scale: float, softcap: float, window: int, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v."""
-    return _plain_bwd(q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal)
+    return _eager_bwd(q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal)
 
 
-launch_on_cuda(attention_bwd, "kernels.attention.kernel.attention_bwd_kernel", fp64=_plain_bwd)
+register_triton(attention_bwd, "kernels.attention.kernel.attention_bwd_kernel", fp64=_eager_bwd)
 
 
 @attention_bwd.register_fake
@@ -98,13 +98,13 @@ def _check(q, k, v, doc_ids, softcap, window, impl):
     B, T, Hq, P = q.shape
     Hkv = k.shape[2]
     if Hkv < 1 or Hq % Hkv:
-        raise ValueError(f"attention: {Hq} query heads are no multiple of {Hkv} key/value heads")
+        raise ValueError(f"attention: {Hq} query heads are not a multiple of {Hkv} key/value heads")
     check_shapes(
         "attention",
         {"k": (k, (B, T, Hkv, P)), "v": (v, (B, T, Hkv, P)), "doc_ids": (doc_ids, (B, T))},
     )
     if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"attention: q, k, v want one float dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
+        raise ValueError(f"attention: q, k, v must have one float dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
     check_doc_ids("attention", doc_ids)
     if softcap < 0 or window < 0:
         raise ValueError(
@@ -138,7 +138,7 @@ def attention(
     Sources: GQA (Ainslie et al. 2023), softcap (Gemma 2, 2024), FlashAttention-2 (Dao 2023).
     """
     _check(q, k, v, doc_ids, softcap, window, impl)
-    impl = plain_on_xla(impl, q)
+    impl = resolve_impl(impl, q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if impl == "reference":
         return attention_reference(

@@ -47,42 +47,42 @@ def _one_plus_exp_of_minus(x):
 
 
 @triton.jit
-def _columns(weight, d, in_d, W: tl.constexpr, ACC: tl.constexpr):
+def _columns(weight_ptr, d, in_d, W: tl.constexpr, ACC: tl.constexpr):
     """Load W rows of channels: row j multiplies the token at lag j."""
     columns = ()
     for j in tl.static_range(W):
-        columns = _append(columns, tl.load(weight + d * W + (W - 1 - j), mask=in_d, other=0).to(ACC))
+        columns = _append(columns, tl.load(weight_ptr + d * W + (W - 1 - j), mask=in_d, other=0).to(ACC))
     return columns
 
 
 @triton.jit
-def _row(x, i, left, d, in_d, token_stride):
+def _row(x_ptr, i, left, d, in_d, token_stride):
     """Load token i of the loop, zero past the end of the row."""
-    return tl.load(x + i * token_stride + d, mask=in_d & (i < left), other=0)
+    return tl.load(x_ptr + i * token_stride + d, mask=in_d & (i < left), other=0)
 
 
 @triton.jit
-def _id(doc_ids, i, left):
+def _id(doc_ids_ptr, i, left):
     """Document id of token i. Past the end of the row any id works: the value it selects is 0."""
-    return tl.load(doc_ids + i, mask=i < left, other=0)
+    return tl.load(doc_ids_ptr + i, mask=i < left, other=0)
 
 
 @triton.jit
-def _history(x, doc_ids, first, d, in_d, token_stride, W: tl.constexpr, ACC: tl.constexpr):
+def _history(x_ptr, doc_ids_ptr, first, d, in_d, token_stride, W: tl.constexpr, ACC: tl.constexpr):
     """Inputs (zero before the row begins) and document ids of the W previous tokens, newest first."""
     taps, docs = (), ()
     for j in tl.static_range(1, W + 1):
-        taps = _append(taps, tl.load(x - j * token_stride + d, mask=in_d & (first >= j), other=0).to(ACC))
-        docs = _append(docs, tl.load(doc_ids - j, mask=first >= j, other=0))
+        taps = _append(taps, tl.load(x_ptr - j * token_stride + d, mask=in_d & (first >= j), other=0).to(ACC))
+        docs = _append(docs, tl.load(doc_ids_ptr - j, mask=first >= j, other=0))
     return taps, docs
 
 
 @triton.jit
-def _one_document(doc_ids, first, left, W: tl.constexpr, SPAN: tl.constexpr):
+def _one_document(doc_ids_ptr, first, left, W: tl.constexpr, SPAN: tl.constexpr):
     """Whether SPAN tokens and the W - 1 before them (if in the row) belong to one document."""
     i = tl.arange(0, triton.next_power_of_2(SPAN + W)) - (W - 1)
     read = (first + i >= 0) & (i < left) & (i < SPAN)
-    other = tl.load(doc_ids + i, mask=read, other=0) != tl.load(doc_ids)
+    other = tl.load(doc_ids_ptr + i, mask=read, other=0) != tl.load(doc_ids_ptr)
     return tl.max((read & other).to(tl.int32), 0) == 0
 
 
@@ -97,88 +97,88 @@ def _same_document(values, docs, j, origin):
 
 @triton.jit
 def _forward_walk(
-    x, doc_ids, y, columns, bias_row, first, left, d, in_d, D, token_stride,
+    x_ptr, doc_ids_ptr, y_ptr, columns, bias_row, first, left, d, in_d, D, token_stride,
     ONE_DOCUMENT: tl.constexpr, SILU: tl.constexpr, W: tl.constexpr, ACC: tl.constexpr,
     SPAN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    taps, docs = _history(x, doc_ids, first, d, in_d, token_stride, W, ACC)
+    taps, docs = _history(x_ptr, doc_ids_ptr, first, d, in_d, token_stride, W, ACC)
     rows = ()
     for i in tl.static_range(AHEAD):
-        rows = _append(rows, _row(x, i, left, d, in_d, token_stride))
+        rows = _append(rows, _row(x_ptr, i, left, d, in_d, token_stride))
 
     for i in tl.range(0, tl.minimum(left, SPAN), loop_unroll_factor=UNROLL):
         taps = _push(taps, rows[0].to(ACC))
-        rows = _append(rows[1:], _row(x, i + AHEAD, left, d, in_d, token_stride))
+        rows = _append(rows[1:], _row(x_ptr, i + AHEAD, left, d, in_d, token_stride))
         if not ONE_DOCUMENT:
-            docs = _push(docs, _id(doc_ids, i, left))
+            docs = _push(docs, _id(doc_ids_ptr, i, left))
         pre = bias_row
         for j in tl.static_range(W):
             pre += columns[j] * (taps[j] if ONE_DOCUMENT else _same_document(taps, docs, j, 0))
         out = pre / _one_plus_exp_of_minus(pre) if SILU else pre
-        tl.store(y + i * D + d, out.to(y.dtype.element_ty), mask=in_d)
+        tl.store(y_ptr + i * D + d, out.to(y_ptr.dtype.element_ty), mask=in_d)
 
 
 @triton.jit
 def _forward_kernel(
-    x, weight, bias, doc_ids, y, T, D, batch_stride, token_stride,
+    x_ptr, weight_ptr, bias_ptr, doc_ids_ptr, y_ptr, T, D, batch_stride, token_stride,
     SILU: tl.constexpr, W: tl.constexpr, ACC: tl.constexpr,
     SPAN: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     first, batch = tl.program_id(1).to(tl.int64) * SPAN, tl.program_id(2).to(tl.int64)
-    x += batch * batch_stride + first * token_stride
-    y += (batch * T + first) * D
-    doc_ids += batch * T + first
+    x_ptr += batch * batch_stride + first * token_stride
+    y_ptr += (batch * T + first) * D
+    doc_ids_ptr += batch * T + first
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     in_d = d < D
     left = (T - first).to(tl.int32)
-    columns = _columns(weight, d, in_d, W, ACC)
-    bias_row = tl.load(bias + d, mask=in_d, other=0).to(ACC)
-    if _one_document(doc_ids, first, left, W, SPAN):
+    columns = _columns(weight_ptr, d, in_d, W, ACC)
+    bias_row = tl.load(bias_ptr + d, mask=in_d, other=0).to(ACC)
+    if _one_document(doc_ids_ptr, first, left, W, SPAN):
         _forward_walk(
-            x, doc_ids, y, columns, bias_row, first, left, d, in_d, D, token_stride,
+            x_ptr, doc_ids_ptr, y_ptr, columns, bias_row, first, left, d, in_d, D, token_stride,
             True, SILU, W, ACC, SPAN, AHEAD,
         )  # fmt: skip
     else:
         _forward_walk(
-            x, doc_ids, y, columns, bias_row, first, left, d, in_d, D, token_stride,
+            x_ptr, doc_ids_ptr, y_ptr, columns, bias_row, first, left, d, in_d, D, token_stride,
             False, SILU, W, ACC, SPAN, AHEAD,
         )  # fmt: skip
 
 
 @triton.jit
 def _backward_kernel(
-    x, weight, bias, doc_ids, dy, dx, partial, T, D, batch_stride, token_stride,
+    x_ptr, weight_ptr, bias_ptr, doc_ids_ptr, dy_ptr, dx_ptr, partial_ptr, T, D, batch_stride, token_stride,
     SILU: tl.constexpr, W: tl.constexpr, ACC: tl.constexpr,
     SPAN: tl.constexpr, AHEAD: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     chunk, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = chunk.to(tl.int64) * SPAN
-    x += batch * batch_stride + first * token_stride
-    dy += (batch * T + first) * D
-    dx += (batch * T + first) * D
-    doc_ids += batch * T + first
-    partial += (batch * tl.num_programs(1) + chunk) * (W + 1) * D
+    x_ptr += batch * batch_stride + first * token_stride
+    dy_ptr += (batch * T + first) * D
+    dx_ptr += (batch * T + first) * D
+    doc_ids_ptr += batch * T + first
+    partial_ptr += (batch * tl.num_programs(1) + chunk) * (W + 1) * D
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     in_d = d < D
     left = (T - first).to(tl.int32)
     span = tl.minimum(left, SPAN)
 
-    columns = _columns(weight, d, in_d, W, ACC)
-    bias_row = tl.load(bias + d, mask=in_d, other=0).to(ACC)
-    taps, docs = _history(x, doc_ids, first, d, in_d, token_stride, W, ACC)
+    columns = _columns(weight_ptr, d, in_d, W, ACC)
+    bias_row = tl.load(bias_ptr + d, mask=in_d, other=0).to(ACC)
+    taps, docs = _history(x_ptr, doc_ids_ptr, first, d, in_d, token_stride, W, ACC)
     dbias = tl.zeros((BD,), ACC)
     dpres, dcolumns, rows, drows = (), (), (), ()
     for _ in tl.static_range(W):
         dpres, dcolumns = _append(dpres, dbias), _append(dcolumns, dbias)
     for i in tl.static_range(AHEAD):
-        rows = _append(rows, _row(x, i, left, d, in_d, token_stride))
-        drows = _append(drows, _row(dy, i, left, d, in_d, D))
+        rows = _append(rows, _row(x_ptr, i, left, d, in_d, token_stride))
+        drows = _append(drows, _row(dy_ptr, i, left, d, in_d, D))
 
     for i in tl.range(0, span + W - 1, loop_unroll_factor=UNROLL):
         taps, dpre = _push(taps, rows[0].to(ACC)), drows[0].to(ACC)
-        rows = _append(rows[1:], _row(x, i + AHEAD, left, d, in_d, token_stride))
-        drows = _append(drows[1:], _row(dy, i + AHEAD, left, d, in_d, D))
-        docs = _push(docs, _id(doc_ids, i, left))
+        rows = _append(rows[1:], _row(x_ptr, i + AHEAD, left, d, in_d, token_stride))
+        drows = _append(drows[1:], _row(dy_ptr, i + AHEAD, left, d, in_d, D))
+        docs = _push(docs, _id(doc_ids_ptr, i, left))
         pre, kept = bias_row, ()
         for j in tl.static_range(W):
             kept = _append(kept, _same_document(taps, docs, j, 0))
@@ -199,11 +199,11 @@ def _backward_kernel(
         dx_row = tl.zeros((BD,), ACC)
         for j in tl.static_range(W):
             dx_row += columns[j] * _same_document(dpres, docs, W - 1 - j, W - 1)
-        tl.store(dx + done * D + d, dx_row.to(dx.dtype.element_ty), mask=in_d & (done >= 0))
+        tl.store(dx_ptr + done * D + d, dx_row.to(dx_ptr.dtype.element_ty), mask=in_d & (done >= 0))
 
     for j in tl.static_range(W):
-        tl.store(partial + (W - 1 - j) * D + d, dcolumns[j], mask=in_d)
-    tl.store(partial + W * D + d, dbias, mask=in_d)
+        tl.store(partial_ptr + (W - 1 - j) * D + d, dcolumns[j], mask=in_d)
+    tl.store(partial_ptr + W * D + d, dbias, mask=in_d)
 
 
 def _by_rows(x: Tensor) -> Tensor:

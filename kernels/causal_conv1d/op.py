@@ -14,22 +14,22 @@ from kernels.causal_conv1d.reference import (
 from kernels.causal_conv1d.upstream import causal_conv1d_upstream
 from kernels.op_support import (
     WITH_PEER,
+    autocast_disabled,
     check_doc_ids,
     check_floating,
     check_impl,
     check_shapes,
-    fresh,
-    full_precision,
-    launch_on_cuda,
-    plain_on_xla,
+    contiguous_clone,
+    register_triton,
+    resolve_impl,
 )
 
 
 @torch.library.custom_op("bumpgate::causal_conv1d_fwd", mutates_args=())
 def causal_conv1d_fwd(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, activation: str) -> Tensor:
     """Return y (B,T,D)."""
-    with full_precision(x):
-        return fresh(causal_conv1d_reference(x, weight, bias, doc_ids, activation))
+    with autocast_disabled(x):
+        return contiguous_clone(causal_conv1d_reference(x, weight, bias, doc_ids, activation))
 
 
 @causal_conv1d_fwd.register_fake
@@ -37,7 +37,7 @@ def _(x, weight, bias, doc_ids, activation):
     return x.new_empty(x.shape)
 
 
-launch_on_cuda(causal_conv1d_fwd, "kernels.causal_conv1d.kernel.causal_conv1d_fwd_kernel")
+register_triton(causal_conv1d_fwd, "kernels.causal_conv1d.kernel.causal_conv1d_fwd_kernel")
 
 
 @torch.library.custom_op("bumpgate::causal_conv1d_bwd", mutates_args=())
@@ -45,9 +45,9 @@ def causal_conv1d_bwd(
     x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, dy: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias."""
-    with full_precision(x):
+    with autocast_disabled(x):
         grads = causal_conv1d_backward_reference(x, weight, bias, doc_ids, dy, activation)
-    return tuple(fresh(g) for g in grads)
+    return tuple(contiguous_clone(g) for g in grads)
 
 
 @causal_conv1d_bwd.register_fake
@@ -55,7 +55,7 @@ def _(x, weight, bias, doc_ids, dy, activation):
     return tuple(t.new_empty(t.shape) for t in (x, weight, bias))
 
 
-launch_on_cuda(causal_conv1d_bwd, "kernels.causal_conv1d.kernel.causal_conv1d_bwd_kernel")
+register_triton(causal_conv1d_bwd, "kernels.causal_conv1d.kernel.causal_conv1d_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):
@@ -105,7 +105,7 @@ def causal_conv1d(
     Source: Mamba (Gu & Dao 2023).
     """
     _check(x, weight, bias, doc_ids, activation, impl)
-    impl = plain_on_xla(impl, x)
+    impl = resolve_impl(impl, x)
     functions = {
         "op": causal_conv1d_fwd,
         "reference": causal_conv1d_reference,

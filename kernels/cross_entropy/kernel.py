@@ -35,9 +35,9 @@ LOWEST = tl.constexpr(-3.0e38)  # finite: -inf - -inf is nan
 
 
 @triton.jit
-def _tile(row, start, v, V, LANES: tl.constexpr, WHOLE: tl.constexpr):
+def _tile(row_ptr, start, v, V, LANES: tl.constexpr, WHOLE: tl.constexpr):
     """Load 4 adjacent vectors of the row in fp32, -inf past its end."""
-    first, left = row + start + v, V - start - v
+    first, left = row_ptr + start + v, V - start - v
     absent = float("-inf")
     if WHOLE:
         a, b = tl.load(first), tl.load(first + LANES)
@@ -99,10 +99,10 @@ def _exponential(u, shift, softcap, CAP: tl.constexpr):
 
 @triton.jit
 def _add_tile(
-    row, start, v, V, shift, total, softcap, CAP: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr
+    row_ptr, start, v, V, shift, total, softcap, CAP: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr
 ):
     """Update each lane's maximum and sum with 4 more elements."""
-    a, b, c, d = _capped(_tile(row, start, v, V, LANES, WHOLE), softcap, CAP)
+    a, b, c, d = _capped(_tile(row_ptr, start, v, V, LANES, WHOLE), softcap, CAP)
     if CAP != "fast":
         highest = _logit(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), softcap, CAP)
         highest = tl.maximum(shift, highest)
@@ -119,15 +119,15 @@ def _add_tile(
 
 @triton.jit
 def _forward_kernel(
-    logits, target, loss, row_shift, row_total, V, stride, softcap, ignore_index,
+    logits_ptr, target_ptr, loss_ptr, row_shift_ptr, row_total_ptr, V, stride, softcap, ignore_index,
     CAP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    row, v, label = logits + n * stride, tl.arange(0, LANES), tl.load(target + n)
+    row, v, label = logits_ptr + n * stride, tl.arange(0, LANES), tl.load(target_ptr + n)
     if label == ignore_index:  # the sums of a row of zeros
-        tl.store(loss + n, 0.0)
-        tl.store(row_shift + n, 0.0)
-        tl.store(row_total + n, V)
+        tl.store(loss_ptr + n, 0.0)
+        tl.store(row_shift_ptr + n, 0.0)
+        tl.store(row_total_ptr + n, V)
     else:
         shift = tl.full((LANES,), LOWEST, tl.float32)
         total = tl.zeros((LANES,), tl.float32)
@@ -146,15 +146,15 @@ def _forward_kernel(
         if CAP != "none":
             picked = softcap * _tanh(picked / softcap)
         summed = tl.sum(total, 0)
-        tl.store(loss + n, (highest - picked) + tl.log(summed))
-        tl.store(row_shift + n, highest)
-        tl.store(row_total + n, summed)
+        tl.store(loss_ptr + n, (highest - picked) + tl.log(summed))
+        tl.store(row_shift_ptr + n, highest)
+        tl.store(row_total_ptr + n, summed)
 
 
 @triton.jit
-def _gradient(u, v, wanted, shift, inverse, dloss, softcap, CAP: tl.constexpr):
+def _gradient(u, v, label, shift, inverse, dloss, softcap, CAP: tl.constexpr):
     p = _exponential(u, shift, softcap, CAP) * inverse
-    ds = tl.where(v == wanted, p - 1.0, p) * dloss
+    ds = tl.where(v == label, p - 1.0, p) * dloss
     if CAP == "exact":
         ds *= 1.0 - u * u
     if CAP == "fast":
@@ -164,16 +164,16 @@ def _gradient(u, v, wanted, shift, inverse, dloss, softcap, CAP: tl.constexpr):
 
 @triton.jit
 def _write_tile(
-    row, drow, start, v, V, wanted, shift, inverse, dloss, softcap,
+    row_ptr, drow_ptr, start, v, V, label, shift, inverse, dloss, softcap,
     CAP: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of 4 vectors. `wanted` is the target index relative to the tile's first element."""
-    a, b, c, d = _capped(_tile(row, start, v, V, LANES, WHOLE), softcap, CAP)
-    a = _gradient(a, v, wanted, shift, inverse, dloss, softcap, CAP).to(drow.dtype.element_ty)
-    b = _gradient(b, v, wanted - LANES, shift, inverse, dloss, softcap, CAP).to(drow.dtype.element_ty)
-    c = _gradient(c, v, wanted - 2 * LANES, shift, inverse, dloss, softcap, CAP).to(drow.dtype.element_ty)
-    d = _gradient(d, v, wanted - 3 * LANES, shift, inverse, dloss, softcap, CAP).to(drow.dtype.element_ty)
-    first, left = drow + start + v, V - start - v
+    """Write the gradient of 4 vectors. `label` is the target index relative to the tile's first element."""
+    a, b, c, d = _capped(_tile(row_ptr, start, v, V, LANES, WHOLE), softcap, CAP)
+    a = _gradient(a, v, label, shift, inverse, dloss, softcap, CAP).to(drow_ptr.dtype.element_ty)
+    b = _gradient(b, v, label - LANES, shift, inverse, dloss, softcap, CAP).to(drow_ptr.dtype.element_ty)
+    c = _gradient(c, v, label - 2 * LANES, shift, inverse, dloss, softcap, CAP).to(drow_ptr.dtype.element_ty)
+    d = _gradient(d, v, label - 3 * LANES, shift, inverse, dloss, softcap, CAP).to(drow_ptr.dtype.element_ty)
+    first, left = drow_ptr + start + v, V - start - v
     if WHOLE:
         tl.store(first, a)
         tl.store(first + LANES, b)
@@ -188,18 +188,23 @@ def _write_tile(
 
 @triton.jit
 def _backward_kernel(
-    logits, target, row_shift, row_total, dloss, dlogits, V, stride, softcap, ignore_index,
+    logits_ptr, target_ptr, row_shift_ptr, row_total_ptr, dloss_ptr, dlogits_ptr, V, stride, softcap, ignore_index,
     CAP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    row, drow, v, label = logits + n * stride, dlogits + n * V, tl.arange(0, LANES), tl.load(target + n)
+    row, drow, v, label = (
+        logits_ptr + n * stride,
+        dlogits_ptr + n * V,
+        tl.arange(0, LANES),
+        tl.load(target_ptr + n),
+    )
     if label == ignore_index:
         for start in range(0, V, LANES):
             tl.store(drow + start + v, tl.zeros((LANES,), drow.dtype.element_ty), v < V - start)
     else:
-        shift, inverse = tl.load(row_shift + n), 1.0 / tl.load(row_total + n)
+        shift, inverse = tl.load(row_shift_ptr + n), 1.0 / tl.load(row_total_ptr + n)
         exists = (label >= 0) & (label < V)
-        upstream = tl.where(exists, tl.load(dloss + n), float("nan"))
+        upstream = tl.where(exists, tl.load(dloss_ptr + n), float("nan"))
         at = tl.where(exists, label, -1).to(tl.int32)
         whole = V // (4 * LANES) * (4 * LANES)
         for start in range(0, whole, 4 * LANES):

@@ -12,26 +12,26 @@ from kernels.cross_entropy.reference import (
     cross_entropy_with_sums,
 )
 from kernels.op_support import (
+    autocast_disabled,
     check_floating,
     check_impl,
     check_shapes,
-    fresh,
-    full_precision,
-    launch_on_cuda,
-    plain_on_xla,
+    contiguous_clone,
+    register_triton,
+    resolve_impl,
 )
 
 
-def _plain_fwd(logits: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
+def _eager_fwd(logits: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
     """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
-    with full_precision(logits):
-        return tuple(fresh(t) for t in cross_entropy_with_sums(logits, *rest))
+    with autocast_disabled(logits):
+        return tuple(contiguous_clone(t) for t in cross_entropy_with_sums(logits, *rest))
 
 
-def _plain_bwd(logits: Tensor, *rest) -> Tensor:
+def _eager_bwd(logits: Tensor, *rest) -> Tensor:
     """Run the reference backward, under the same conditions."""
-    with full_precision(logits):
-        return fresh(cross_entropy_backward_reference(logits, *rest))
+    with autocast_disabled(logits):
+        return contiguous_clone(cross_entropy_backward_reference(logits, *rest))
 
 
 @torch.library.custom_op("bumpgate::cross_entropy_fwd", mutates_args=())
@@ -42,10 +42,10 @@ def cross_entropy_fwd(
 
     Each implementation may choose its shift; the backward receives shift and total.
     """
-    return _plain_fwd(logits, target, softcap, ignore_index)
+    return _eager_fwd(logits, target, softcap, ignore_index)
 
 
-launch_on_cuda(cross_entropy_fwd, "kernels.cross_entropy.kernel.cross_entropy_fwd_kernel", fp64=_plain_fwd)
+register_triton(cross_entropy_fwd, "kernels.cross_entropy.kernel.cross_entropy_fwd_kernel", fp64=_eager_fwd)
 
 
 @cross_entropy_fwd.register_fake
@@ -60,10 +60,10 @@ def cross_entropy_bwd(
     softcap: float, ignore_index: int,
 ) -> Tensor:  # fmt: skip
     """Gradient of the logits."""
-    return _plain_bwd(logits, target, shift, total, dloss, softcap, ignore_index)
+    return _eager_bwd(logits, target, shift, total, dloss, softcap, ignore_index)
 
 
-launch_on_cuda(cross_entropy_bwd, "kernels.cross_entropy.kernel.cross_entropy_bwd_kernel", fp64=_plain_bwd)
+register_triton(cross_entropy_bwd, "kernels.cross_entropy.kernel.cross_entropy_bwd_kernel", fp64=_eager_bwd)
 
 
 @cross_entropy_bwd.register_fake
@@ -113,7 +113,7 @@ def cross_entropy(
     Source: softcap (Gemma 2, 2024).
     """
     _check(logits, target, softcap, impl)
-    impl = plain_on_xla(impl, logits)
+    impl = resolve_impl(impl, logits)
     if impl == "reference":
         return cross_entropy_reference(logits, target, softcap, ignore_index)
     return cross_entropy_fwd(logits, target, float(softcap), ignore_index)[0]

@@ -28,13 +28,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._triton.softcap import apply_softcap, softcap_bwd, softcap_params
 from kernels.dsa_indexer.kernel_choice import dsa_indexer_fwd_kernel
 from kernels.dsa_indexer.kernel_loss import (
     dsa_chosen_scores_bwd_kernel,
     dsa_chosen_scores_fwd_kernel,
     dsa_distribution_fwd_kernel,
 )
-from kernels.dsa_indexer.kernel_tiles import by_key, capped, checked_width, logit, rows, walks
+from kernels.dsa_indexer.kernel_tiles import by_key, checked_width, gather_rows, query_blocks
 
 __all__ = [
     "dsa_attention_bwd_kernel",
@@ -47,18 +48,10 @@ __all__ = [
 
 
 @triton.jit
-def _through_cap(grad, u, CAP: tl.constexpr):
-    """grad times the derivative of the softcap, without the constant factor, which is in `gain_out`."""
-    if CAP == "none":
-        return grad
-    return grad * ((u if CAP == "fast" else 1.0) - u * u)
-
-
-@triton.jit
 def _forward_kernel(
-    q, k, v, indices, out, lse, T, K, gain, a, b,
+    q_ptr, k_ptr, v_ptr, indices_ptr, out_ptr, lse_ptr, T, K, qk_scale, a, b,
     Hq: tl.constexpr, Hkv: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    CAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one query and the R heads of one group. Groups are adjacent: they read the same tokens."""
     R: tl.constexpr = Hq // Hkv
@@ -67,15 +60,18 @@ def _forward_kernel(
     token = token.to(tl.int64)
     columns, head = tl.arange(0, WIDTH), tl.arange(0, M)
     q_at = (token * Hq + group * R + head) * P
-    query = rows(q, q_at, columns, head < R, P)
+    query = gather_rows(q_ptr, q_at, columns, head < R, P)
     largest = tl.full((M,), -1e30, tl.float32)  # finite: a query without keys must not give nan
     total, acc = tl.zeros((M,), tl.float32), tl.zeros((M, WIDTH), tl.float32)
     for start in range(0, K, N):
         place = start + tl.arange(0, N)
-        index = tl.load(indices + token * K + place, mask=place < K, other=-1)
+        index = tl.load(indices_ptr + token * K + place, mask=place < K, other=-1)
         at = ((batch * T + index) * Hkv + group) * P
-        key, value = rows(k, at, columns, index >= 0, P), rows(v, at, columns, index >= 0, P)
-        x = capped(tl.dot(query, tl.trans(key), input_precision="ieee") * gain, CAP) * a + b
+        key, value = (
+            gather_rows(k_ptr, at, columns, index >= 0, P),
+            gather_rows(v_ptr, at, columns, index >= 0, P),
+        )
+        x = apply_softcap(tl.dot(query, tl.trans(key), input_precision="ieee") * qk_scale, SOFTCAP) * a + b
         x = tl.where((index >= 0)[None, :], x, float("-inf"))
         lower, largest = largest, tl.maximum(largest, tl.max(x, 1))
         shrink = tl.exp2(lower - largest)
@@ -86,18 +82,21 @@ def _forward_kernel(
     total = tl.where(some, total, 1.0)
     mask = (head < R)[:, None] & (columns < P)[None, :]
     tl.store(
-        out + q_at[:, None] + columns[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=mask
+        out_ptr + q_at[:, None] + columns[None, :],
+        (acc / total[:, None]).to(out_ptr.dtype.element_ty),
+        mask=mask,
     )
     at = (batch * Hq + group * R + head) * T + within
     log = tl.where(some, (largest + tl.log2(total)) * 0.6931471805599453, 0.0)
-    tl.store(lse + at, log, mask=head < R)
+    tl.store(lse_ptr + at, log, mask=head < R)
 
 
 @triton.jit
 def _dq_kernel(
-    q, k, v, indices, out, dout, lse, delta, shift, dq, T, K, gain, a, b, gain_out,
+    q_ptr, k_ptr, v_ptr, indices_ptr, out_ptr, dout_ptr, lse_ptr, delta_ptr, shift_ptr, dq_ptr, T, K, qk_scale,
+    a, b, grad_scale,
     Hq: tl.constexpr, Hkv: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    CAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """dQ, delta and shift = b - lse log2e of one query and group, with the key loop of the forward."""
     R: tl.constexpr = Hq // Hkv
@@ -107,32 +106,43 @@ def _dq_kernel(
     columns, head = tl.arange(0, WIDTH), tl.arange(0, M)
     q_at = (token * Hq + group * R + head) * P
     row_at = (batch * Hq + group * R + head) * T + within
-    query, do = rows(q, q_at, columns, head < R, P), rows(dout, q_at, columns, head < R, P)
-    o = rows(out, q_at, columns, head < R, P)
+    query, do = (
+        gather_rows(q_ptr, q_at, columns, head < R, P),
+        gather_rows(dout_ptr, q_at, columns, head < R, P),
+    )
+    o = gather_rows(out_ptr, q_at, columns, head < R, P)
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    row_shift = b - tl.load(lse + row_at, mask=head < R, other=0.0) * 1.4426950408889634
-    tl.store(delta + row_at, row_delta, mask=head < R)
-    tl.store(shift + row_at, row_shift, mask=head < R)
+    row_shift = b - tl.load(lse_ptr + row_at, mask=head < R, other=0.0) * 1.4426950408889634
+    tl.store(delta_ptr + row_at, row_delta, mask=head < R)
+    tl.store(shift_ptr + row_at, row_shift, mask=head < R)
     dquery = tl.zeros((M, WIDTH), tl.float32)
     for start in range(0, K, N):
         place = start + tl.arange(0, N)
-        index = tl.load(indices + token * K + place, mask=place < K, other=-1)
+        index = tl.load(indices_ptr + token * K + place, mask=place < K, other=-1)
         at = ((batch * T + index) * Hkv + group) * P
-        key, value = rows(k, at, columns, index >= 0, P), rows(v, at, columns, index >= 0, P)
-        u = capped(tl.dot(query, tl.trans(key), input_precision="ieee") * gain, CAP)
+        key, value = (
+            gather_rows(k_ptr, at, columns, index >= 0, P),
+            gather_rows(v_ptr, at, columns, index >= 0, P),
+        )
+        u = apply_softcap(tl.dot(query, tl.trans(key), input_precision="ieee") * qk_scale, SOFTCAP)
         dp = tl.dot(do, tl.trans(value), input_precision="ieee")
         p = tl.exp2(tl.where((index >= 0)[None, :], u * a + row_shift[:, None], float("-inf")))
-        ds = _through_cap(p, u, CAP) * (dp - row_delta[:, None])
+        ds = softcap_bwd(p, u, SOFTCAP) * (dp - row_delta[:, None])
         dquery = tl.dot(ds.to(key.dtype), key, dquery, input_precision="ieee")
     mask = (head < R)[:, None] & (columns < P)[None, :]
-    tl.store(dq + q_at[:, None] + columns[None, :], (dquery * gain_out).to(dq.dtype.element_ty), mask=mask)
+    tl.store(
+        dq_ptr + q_at[:, None] + columns[None, :],
+        (dquery * grad_scale).to(dq_ptr.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @triton.jit
 def _dkdv_kernel(
-    q, k, v, chosen, walk, blocks, dout, delta, shift, dk, dv, T, gain, a, gain_out,
+    q_ptr, k_ptr, v_ptr, chosen_ptr, walk_ptr, blocks_ptr, dout_ptr, delta_ptr, shift_ptr, dk_ptr, dv_ptr, T,
+    qk_scale, a, grad_scale,
     Hq: tl.constexpr, Hkv: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    CAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of N keys of one group. Logits are kept transposed, (N,M): P and dS then leave one product in the
     layout of the next one. walk: the indices of the `blocks` query blocks to visit."""
@@ -140,30 +150,35 @@ def _dkdv_kernel(
     batch, group, block = (tl.program_id(0) // Hkv).to(tl.int64), tl.program_id(0) % Hkv, tl.program_id(1)
     keys, columns = block * N + tl.arange(0, N), tl.arange(0, WIDTH)
     kv_at = ((batch * T + keys) * Hkv + group) * P
-    key, value = rows(k, kv_at, columns, keys < T, P), rows(v, kv_at, columns, keys < T, P)
+    key, value = (
+        gather_rows(k_ptr, kv_at, columns, keys < T, P),
+        gather_rows(v_ptr, kv_at, columns, keys < T, P),
+    )
     dkey, dvalue = tl.zeros((N, WIDTH), tl.float32), tl.zeros((N, WIDTH), tl.float32)
-    chosen += (batch * (T + 1) + keys)[:, None] * T
+    chosen_ptr += (batch * (T + 1) + keys)[:, None] * T
     own = batch * tl.num_programs(1) + block
-    walk += own * tl.cdiv(T, M)
-    for step in range(R * tl.load(blocks + own)):  # blocks and heads in one loop: one pipeline
+    walk_ptr += own * tl.cdiv(T, M)
+    for step in range(R * tl.load(blocks_ptr + own)):  # blocks and heads in one loop: one pipeline
         head = group * R + step % R
-        queries = tl.load(walk + step // R) * M + tl.arange(0, M)
+        queries = tl.load(walk_ptr + step // R) * M + tl.arange(0, M)
         q_at, row_at = ((batch * T + queries) * Hq + head) * P, (batch * Hq + head) * T + queries
-        query = rows(q, q_at, columns, queries < T, P)
-        do = rows(dout, q_at, columns, queries < T, P)
-        pair = tl.load(chosen + queries[None, :], mask=(keys < T)[:, None] & (queries < T)[None, :], other=0)
-        u = capped(tl.dot(key, tl.trans(query), input_precision="ieee") * gain, CAP)
+        query = gather_rows(q_ptr, q_at, columns, queries < T, P)
+        do = gather_rows(dout_ptr, q_at, columns, queries < T, P)
+        pair = tl.load(
+            chosen_ptr + queries[None, :], mask=(keys < T)[:, None] & (queries < T)[None, :], other=0
+        )
+        u = apply_softcap(tl.dot(key, tl.trans(query), input_precision="ieee") * qk_scale, SOFTCAP)
         dp = tl.dot(value, tl.trans(do), input_precision="ieee")
-        x = u * a + tl.load(shift + row_at, mask=queries < T, other=0.0)[None, :]
+        x = u * a + tl.load(shift_ptr + row_at, mask=queries < T, other=0.0)[None, :]
         p = tl.exp2(tl.where(pair != 0, x, float("-inf")))
-        slope = _through_cap(p, u, CAP)
+        dsoftcap = softcap_bwd(p, u, SOFTCAP)
         dvalue = tl.dot(p.to(do.dtype), do, dvalue, input_precision="ieee")
-        ds = slope * (dp - tl.load(delta + row_at, mask=queries < T, other=0.0)[None, :])
+        ds = dsoftcap * (dp - tl.load(delta_ptr + row_at, mask=queries < T, other=0.0)[None, :])
         dkey = tl.dot(ds.to(query.dtype), query, dkey, input_precision="ieee")
     mask = (keys < T)[:, None] & (columns < P)[None, :]
     at = kv_at[:, None] + columns[None, :]
-    tl.store(dk + at, (dkey * gain_out).to(dk.dtype.element_ty), mask=mask)
-    tl.store(dv + at, dvalue.to(dv.dtype.element_ty), mask=mask)
+    tl.store(dk_ptr + at, (dkey * grad_scale).to(dk_ptr.dtype.element_ty), mask=mask)
+    tl.store(dv_ptr + at, dvalue.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
 def _tiles(P: int, R: int, dtype: torch.dtype) -> dict[str, tuple[int, int, int, int]]:
@@ -189,11 +204,11 @@ def dsa_attention_fwd_kernel(
     Hkv, K, width = k.shape[2], indices.shape[2], _width(P)
     q, k, v, indices = (t.contiguous() for t in (q, k, v, indices))
     M, N, warps, stages = _tiles(P, Hq // Hkv, q.dtype)["gather"]
-    CAP, gain, a, b, _ = logit(scale, softcap, q.dtype)
+    SOFTCAP, qk_scale, a, b, _ = softcap_params(scale, softcap, q.dtype)
     out, lse = q.new_empty(q.shape), q.new_empty((B, Hq, T), dtype=torch.float32)
     _forward_kernel[(B * T * Hkv,)](
-        q, k, v, indices, out, lse, T, K, gain, a, b,
-        Hq=Hq, Hkv=Hkv, P=P, WIDTH=width, M=M, N=N, CAP=CAP, num_warps=warps, num_stages=stages,
+        q, k, v, indices, out, lse, T, K, qk_scale, a, b,
+        Hq=Hq, Hkv=Hkv, P=P, WIDTH=width, M=M, N=N, SOFTCAP=SOFTCAP, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
 
@@ -206,19 +221,22 @@ def dsa_attention_bwd_kernel(
     B, T, Hq, P = q.shape
     Hkv, K = k.shape[2], indices.shape[2]
     q, k, v, indices, out, lse, dout = (t.contiguous() for t in (q, k, v, indices, out, lse, dout))
-    tiles, (CAP, gain, a, b, gain_out) = _tiles(P, Hq // Hkv, q.dtype), logit(scale, softcap, q.dtype)
+    tiles, (SOFTCAP, qk_scale, a, b, grad_scale) = (
+        _tiles(P, Hq // Hkv, q.dtype),
+        softcap_params(scale, softcap, q.dtype),
+    )
     delta, shift = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    options = {"Hq": Hq, "Hkv": Hkv, "P": P, "WIDTH": _width(P), "CAP": CAP}
+    options = {"Hq": Hq, "Hkv": Hkv, "P": P, "WIDTH": _width(P), "SOFTCAP": SOFTCAP}
     M, N, warps, stages = tiles["gather"]
     _dq_kernel[(B * T * Hkv,)](
-        q, k, v, indices, out, dout, lse, delta, shift, dq, T, K, gain, a, b, gain_out,
+        q, k, v, indices, out, dout, lse, delta, shift, dq, T, K, qk_scale, a, b, grad_scale,
         **options, M=M, N=N, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     M, N, warps, stages = tiles["dkdv"]
     chosen = by_key(indices, torch.ones_like(indices, dtype=torch.int8))
     _dkdv_kernel[B * Hkv, triton.cdiv(T, N)](
-        q, k, v, chosen, *walks(indices, M, N), dout, delta, shift, dk, dv, T, gain, a, gain_out,
+        q, k, v, chosen, *query_blocks(indices, M, N), dout, delta, shift, dk, dv, T, qk_scale, a, grad_scale,
         **options, M=M, N=N, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dq, dk, dv

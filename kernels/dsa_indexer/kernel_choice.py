@@ -27,7 +27,7 @@ LONGEST = 16384
 
 @triton.jit
 def _score_kernel(
-    q, k, weights, ids, scores, T,
+    q_ptr, k_ptr, weights_ptr, ids_ptr, scores_ptr, T,
     J: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Index scores of M queries and N keys."""
@@ -36,32 +36,34 @@ def _score_kernel(
     columns = tl.program_id(0) * N + tl.arange(0, N)
     dims = tl.arange(0, WIDTH)
     # Past the end, use the last token: its id does not widen the range.
-    row_ids = tl.load(ids + first_token + tl.minimum(rows, T - 1))
-    column_ids = tl.load(ids + first_token + tl.minimum(columns, T - 1))
+    row_ids = tl.load(ids_ptr + first_token + tl.minimum(rows, T - 1))
+    column_ids = tl.load(ids_ptr + first_token + tl.minimum(columns, T - 1))
     meet = (tl.min(row_ids, 0) <= tl.max(column_ids, 0)) & (tl.max(row_ids, 0) >= tl.min(column_ids, 0))
     meet = meet & (tl.program_id(0) * N < tl.program_id(1) * M + M)
     at = (first_token + columns)[None, :] * P + dims[:, None]
-    key = tl.load(k + at, mask=(columns < T)[None, :] & (dims < P)[:, None], other=0.0)
+    key = tl.load(k_ptr + at, mask=(columns < T)[None, :] & (dims < P)[:, None], other=0.0)
     total = tl.zeros((M, N), tl.float32)
     row_at = (first_token + rows) * J
     for head in range(tl.where(meet, J, 0)):
         mask = (rows < T)[:, None] & (dims < P)[None, :]
-        query = tl.load(q + (row_at + head)[:, None] * P + dims[None, :], mask=mask, other=0.0)
-        weight = tl.load(weights + row_at + head, mask=rows < T, other=0.0).to(tl.float32)
+        query = tl.load(q_ptr + (row_at + head)[:, None] * P + dims[None, :], mask=mask, other=0.0)
+        weight = tl.load(weights_ptr + row_at + head, mask=rows < T, other=0.0).to(tl.float32)
         total += weight[:, None] * tl.maximum(tl.dot(query, key, input_precision="ieee"), 0.0)
     seen = (row_ids[:, None] == column_ids[None, :]) & (columns[None, :] <= rows[:, None])
     at = (first_token + rows)[:, None] * T + columns[None, :]
     tl.store(
-        scores + at, tl.where(seen, total, float("-inf")), mask=(rows[:, None] < T) & (columns[None, :] < T)
+        scores_ptr + at,
+        tl.where(seen, total, float("-inf")),
+        mask=(rows[:, None] < T) & (columns[None, :] < T),
     )
 
 
 @triton.jit
-def _choice_kernel(scores, indices, T, K, WIDTH: tl.constexpr, PLACES: tl.constexpr):
+def _choice_kernel(scores_ptr, indices_ptr, T, K, WIDTH: tl.constexpr, PLACES: tl.constexpr):
     """indices of one query. WIDTH and PLACES: T and K rounded up to a power of two."""
     query = tl.program_id(0).to(tl.int64)
     key = tl.arange(0, WIDTH)
-    score = tl.load(scores + query * T + key, mask=key < T, other=float("-inf"))
+    score = tl.load(scores_ptr + query * T + key, mask=key < T, other=float("-inf"))
     valid = score > float("-inf")
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
     rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -75,10 +77,10 @@ def _choice_kernel(scores, indices, T, K, WIDTH: tl.constexpr, PLACES: tl.conste
     missing = K - tl.sum(better.to(tl.int32), 0)
     taken = better | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing))
     place = tl.cumsum(taken.to(tl.int32), 0) - 1
-    tl.store(indices + query * K + place, key, mask=taken)
+    tl.store(indices_ptr + query * K + place, key, mask=taken)
     places = tl.arange(0, PLACES)
     free = (places >= tl.sum(taken.to(tl.int32), 0)) & (places < K)
-    tl.store(indices + query * K + places, tl.full((PLACES,), -1, tl.int32), mask=free)
+    tl.store(indices_ptr + query * K + places, tl.full((PLACES,), -1, tl.int32), mask=free)
 
 
 def dsa_scores_kernel(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor) -> Tensor:

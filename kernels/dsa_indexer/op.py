@@ -18,21 +18,21 @@ from kernels.dsa_indexer.reference import (
     dsa_loss_reference,
 )
 from kernels.op_support import (
+    autocast_disabled,
     check_doc_ids,
     check_floating,
     check_impl,
     check_shapes,
-    fresh,
-    full_precision,
-    launch_on_cuda,
-    plain_on_xla,
+    contiguous_clone,
+    register_triton,
+    resolve_impl,
 )
 
 
 def _plain_choice(q: Tensor, *rest) -> Tensor:
     """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
-    with full_precision(q):
-        return fresh(dsa_indexer_reference(q, *rest))
+    with autocast_disabled(q):
+        return contiguous_clone(dsa_indexer_reference(q, *rest))
 
 
 @torch.library.custom_op("bumpgate::dsa_indexer_fwd", mutates_args=())
@@ -41,7 +41,7 @@ def dsa_indexer_fwd(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor, top_
     return _plain_choice(q, k, weights, doc_ids, top_k)
 
 
-launch_on_cuda(dsa_indexer_fwd, "kernels.dsa_indexer.kernel.dsa_indexer_fwd_kernel", fp64=_plain_choice)
+register_triton(dsa_indexer_fwd, "kernels.dsa_indexer.kernel.dsa_indexer_fwd_kernel", fp64=_plain_choice)
 
 
 @dsa_indexer_fwd.register_fake
@@ -49,16 +49,16 @@ def _(q, k, weights, doc_ids, top_k):
     return q.new_empty((*q.shape[:2], top_k), dtype=torch.int32)
 
 
-def _plain_fwd(q: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    with full_precision(q):
+def _eager_fwd(q: Tensor, *rest) -> tuple[Tensor, Tensor]:
+    with autocast_disabled(q):
         out, lse = dsa_attention_forward_with_lse(q, *rest)
-    return fresh(out), fresh(lse)
+    return contiguous_clone(out), contiguous_clone(lse)
 
 
-def _plain_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    with full_precision(q):
+def _eager_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    with autocast_disabled(q):
         grads = dsa_attention_backward_reference(q, *rest)
-    return tuple(fresh(g) for g in grads)
+    return tuple(contiguous_clone(g) for g in grads)
 
 
 @torch.library.custom_op("bumpgate::dsa_attention_fwd", mutates_args=())
@@ -66,10 +66,10 @@ def dsa_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """Return out (B,T,Hq,P), lse (B,Hq,T) in fp32 (fp64 for fp64)."""
-    return _plain_fwd(q, k, v, indices, scale, softcap)
+    return _eager_fwd(q, k, v, indices, scale, softcap)
 
 
-launch_on_cuda(dsa_attention_fwd, "kernels.dsa_indexer.kernel.dsa_attention_fwd_kernel", fp64=_plain_fwd)
+register_triton(dsa_attention_fwd, "kernels.dsa_indexer.kernel.dsa_attention_fwd_kernel", fp64=_eager_fwd)
 
 
 @dsa_attention_fwd.register_fake
@@ -84,10 +84,10 @@ def dsa_attention_bwd(
     scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v."""
-    return _plain_bwd(q, k, v, indices, out, lse, dout, scale, softcap)
+    return _eager_bwd(q, k, v, indices, out, lse, dout, scale, softcap)
 
 
-launch_on_cuda(dsa_attention_bwd, "kernels.dsa_indexer.kernel.dsa_attention_bwd_kernel", fp64=_plain_bwd)
+register_triton(dsa_attention_bwd, "kernels.dsa_indexer.kernel.dsa_attention_bwd_kernel", fp64=_eager_bwd)
 
 
 @dsa_attention_bwd.register_fake
@@ -111,13 +111,13 @@ dsa_attention_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _plain_scores(q: Tensor, *rest) -> Tensor:
-    with full_precision(q):
-        return fresh(dsa_chosen_scores_reference(q, *rest))
+    with autocast_disabled(q):
+        return contiguous_clone(dsa_chosen_scores_reference(q, *rest))
 
 
 def _plain_scores_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    with full_precision(q):
-        return tuple(fresh(g) for g in dsa_chosen_scores_backward_reference(q, *rest))
+    with autocast_disabled(q):
+        return tuple(contiguous_clone(g) for g in dsa_chosen_scores_backward_reference(q, *rest))
 
 
 @torch.library.custom_op("bumpgate::dsa_chosen_scores_fwd", mutates_args=())
@@ -126,7 +126,7 @@ def dsa_chosen_scores_fwd(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor
     return _plain_scores(q, k, weights, indices)
 
 
-launch_on_cuda(
+register_triton(
     dsa_chosen_scores_fwd, "kernels.dsa_indexer.kernel.dsa_chosen_scores_fwd_kernel", fp64=_plain_scores
 )
 
@@ -144,7 +144,7 @@ def dsa_chosen_scores_bwd(
     return _plain_scores_bwd(q, k, weights, indices, dscores)
 
 
-launch_on_cuda(
+register_triton(
     dsa_chosen_scores_bwd, "kernels.dsa_indexer.kernel.dsa_chosen_scores_bwd_kernel", fp64=_plain_scores_bwd
 )
 
@@ -166,8 +166,8 @@ dsa_chosen_scores_fwd.register_autograd(_scores_backward, setup_context=_save_fo
 
 
 def _plain_distribution(q: Tensor, *rest) -> Tensor:
-    with full_precision(q):
-        return fresh(dsa_distribution_reference(q, *rest))
+    with autocast_disabled(q):
+        return contiguous_clone(dsa_distribution_reference(q, *rest))
 
 
 @torch.library.custom_op("bumpgate::dsa_distribution_fwd", mutates_args=())
@@ -176,7 +176,7 @@ def dsa_distribution_fwd(q: Tensor, k: Tensor, indices: Tensor, scale: float, so
     return _plain_distribution(q, k, indices, scale, softcap)
 
 
-launch_on_cuda(
+register_triton(
     dsa_distribution_fwd, "kernels.dsa_indexer.kernel.dsa_distribution_fwd_kernel", fp64=_plain_distribution
 )
 
@@ -193,7 +193,7 @@ def _check_index(op, q, k, weights):
     check_shapes(op, {"k": (k, (B, T, width)), "weights": (weights, (B, T, J))})
     check_floating(op, {"q": q, "k": k, "weights": weights})
     if q.dtype != k.dtype:
-        raise ValueError(f"{op}: q and k want one float dtype, not {q.dtype} and {k.dtype}")
+        raise ValueError(f"{op}: q and k must have one float dtype, not {q.dtype} and {k.dtype}")
 
 
 def _check_choice(op, q, indices):
@@ -208,11 +208,11 @@ def _check_attention(op, q, k, indices, softcap):
     B, T, Hq, P = q.shape
     Hkv = k.shape[2]
     if Hkv < 1 or Hq % Hkv:
-        raise ValueError(f"{op}: {Hq} query heads are no multiple of {Hkv} key/value heads")
+        raise ValueError(f"{op}: {Hq} query heads are not a multiple of {Hkv} key/value heads")
     check_shapes(op, {"k": (k, (B, T, Hkv, P))})
     check_floating(op, {"q": q})
     if q.dtype != k.dtype:
-        raise ValueError(f"{op}: q and k want one float dtype, not {q.dtype} and {k.dtype}")
+        raise ValueError(f"{op}: q and k must have one float dtype, not {q.dtype} and {k.dtype}")
     _check_choice(op, q, indices)
     if softcap < 0:
         raise ValueError(f"{op}: softcap ({softcap}) must be at least 0, 0 is none")
@@ -238,7 +238,7 @@ def dsa_indexer(
     check_doc_ids("dsa_indexer", doc_ids)
     if top_k < 1:
         raise ValueError(f"dsa_indexer: top_k ({top_k}) must be at least 1")
-    impl = plain_on_xla(impl, q)
+    impl = resolve_impl(impl, q)
     function = dsa_indexer_fwd if impl == "op" else dsa_indexer_reference
     return function(q, k, weights, doc_ids, top_k)
 
@@ -269,8 +269,8 @@ def dsa_attention(
     _check_attention("dsa_attention", q, k, indices, softcap)
     check_shapes("dsa_attention", {"v": (v, tuple(k.shape))})
     if v.dtype != q.dtype:
-        raise ValueError(f"dsa_attention: q and v want one float dtype, not {q.dtype} and {v.dtype}")
-    impl = plain_on_xla(impl, q)
+        raise ValueError(f"dsa_attention: q and v must have one float dtype, not {q.dtype} and {v.dtype}")
+    impl = resolve_impl(impl, q)
     if impl == "reference":
         return dsa_attention_reference(q, k, v, indices, scale=scale, softcap=softcap)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -295,9 +295,9 @@ def dsa_distribution(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = float(scale), float(softcap)
     with torch.no_grad():
-        if plain_on_xla(impl, q) == "op":
+        if resolve_impl(impl, q) == "op":
             return dsa_distribution_fwd(q, k, indices, *options)
-        with full_precision(q):
+        with autocast_disabled(q):
             return dsa_distribution_reference(q, k, indices, *options)
 
 
@@ -313,9 +313,9 @@ def dsa_chosen_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, *,
     check_impl("dsa_chosen_scores", impl)
     _check_index("dsa_chosen_scores", q, k, weights)
     _check_choice("dsa_chosen_scores", q, indices)
-    if plain_on_xla(impl, q) == "op":
+    if resolve_impl(impl, q) == "op":
         return dsa_chosen_scores_fwd(q, k, weights, indices)
-    with full_precision(q):
+    with autocast_disabled(q):
         return dsa_chosen_scores_reference(q, k, weights, indices)
 
 
@@ -331,5 +331,5 @@ def dsa_indexer_loss(
     scores = dsa_chosen_scores(q, k, weights, indices, impl=impl)
     check_shapes("dsa_indexer_loss", {"target": (target, tuple(indices.shape))})
     check_floating("dsa_indexer_loss", {"target": target})
-    with full_precision(q):
+    with autocast_disabled(q):
         return dsa_loss_reference(scores, indices, target)

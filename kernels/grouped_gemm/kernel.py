@@ -37,20 +37,27 @@ PLAIN = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
-def _ranges(counts, M, E: tl.constexpr, BLOCK: tl.constexpr):
+def _ranges(counts_ptr, M, E: tl.constexpr, BLOCK: tl.constexpr):
     """First row and end of each expert's rows, clamped to M."""
     e = tl.arange(0, BLOCK)
-    count = tl.load(counts + e, e < E, 0).to(tl.int32)
+    count = tl.load(counts_ptr + e, e < E, 0).to(tl.int32)
     end = tl.cumsum(count, 0)
     return tl.minimum(end - count, M), tl.minimum(end, M)
 
 
 @triton.jit
 def _plan_kernel(
-    counts, plan, used, M, E: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr
+    counts_ptr,
+    plan_ptr,
+    used_ptr,
+    M,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BM: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Write plan (tiles, 3): expert, first row, end of its rows; used (2,): number of tiles, number of rows."""
-    start, end = _ranges(counts, M, E, BLOCK)
+    start, end = _ranges(counts_ptr, M, E, BLOCK)
     tiles = tl.cdiv(end - start, BM)
     tiles_end = tl.cumsum(tiles, 0)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
@@ -59,87 +66,92 @@ def _plan_kernel(
     before = tl.sum(tl.where(mine, (tiles_end - tiles)[None, :], 0), 1)
     first = tl.sum(tl.where(mine, start[None, :], 0), 1) + (tile - before) * BM
     total = tl.sum(tiles, 0)
-    tl.store(plan + tile * 3, expert, tile < total)
-    tl.store(plan + tile * 3 + 1, first, tile < total)
-    tl.store(plan + tile * 3 + 2, tl.sum(tl.where(mine, end[None, :], 0), 1), tile < total)
+    tl.store(plan_ptr + tile * 3, expert, tile < total)
+    tl.store(plan_ptr + tile * 3 + 1, first, tile < total)
+    tl.store(plan_ptr + tile * 3 + 2, tl.sum(tl.where(mine, end[None, :], 0), 1), tile < total)
     if tl.program_id(0) == 0:
-        tl.store(used, total)
-        tl.store(used + 1, tl.max(end, 0))
+        tl.store(used_ptr, total)
+        tl.store(used_ptr + 1, tl.max(end, 0))
 
 
 @triton.jit
-def _block(x, row, column, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
+def _block(x_ptr, row, column, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
     """Load (HEIGHT,WIDTH) of a row-major matrix from (row, column) on: zeros past (rows, columns); with TMA, only
     past the whole matrix."""
     if TMA:
-        block = x.load([row, column])
+        block = x_ptr.load([row, column])
     else:
         r, c = row + tl.arange(0, HEIGHT)[:, None], column + tl.arange(0, WIDTH)[None, :]
-        block = tl.load(x + r.to(tl.int64) * columns + c, (r < rows) & (c < columns), 0)
+        block = tl.load(x_ptr + r.to(tl.int64) * columns + c, (r < rows) & (c < columns), 0)
     return block
 
 
 @triton.jit
 def _rows_kernel(
-    x, weight, y, plan, used, M, K, N, TRANSPOSED: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
+    x_ptr, weight_ptr, y_ptr, plan_ptr, used_ptr, M, K, N, TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
+    GROUP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
     """y (M,N) from x (M,K) and weight (E,K,N), or (E,N,K) if TRANSPOSED."""
-    row_tiles, rows_used = tl.load(used), tl.load(used + 1)
+    row_tiles, rows_used = tl.load(used_ptr), tl.load(used_ptr + 1)
     across = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * across, tl.num_programs(0), flatten=True):
         group_first = tile // (GROUP * across) * GROUP
         height = tl.minimum(row_tiles - group_first, GROUP)
         within = tile % (GROUP * across)
-        entry = plan + (group_first + within % height) * 3
+        entry = plan_ptr + (group_first + within % height) * 3
         n = within // height * BN
         expert, first, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
-            a = _block(x, first, k, end, K, BM, BK, TMA)
+            a = _block(x_ptr, first, k, end, K, BM, BK, TMA)
             if TRANSPOSED:
                 top = expert * N
-                b = _block(weight, top + n, k, top + N, K, BN, BK, TMA).T
+                b = _block(weight_ptr, top + n, k, top + N, K, BN, BK, TMA).T
             else:
                 top = expert * K
-                b = _block(weight, top + k, n, top + K, N, BK, BN, TMA)
+                b = _block(weight_ptr, top + k, n, top + K, N, BK, BN, TMA)
             acc = tl.dot(a, b, acc, input_precision="ieee")
         r, c = first + tl.arange(0, BM)[:, None], n + tl.arange(0, BN)[None, :]
-        at = y + r.to(tl.int64) * N + c
-        tl.store(at, acc.to(y.dtype.element_ty), (r < end) & (c < N))
+        at = y_ptr + r.to(tl.int64) * N + c
+        tl.store(at, acc.to(y_ptr.dtype.element_ty), (r < end) & (c < N))
     for row in range(rows_used + tl.program_id(0) * EMPTY, M, tl.num_programs(0) * EMPTY):
         r = row + tl.arange(0, EMPTY)[:, None]
         for n in range(0, N, BN):
             c = n + tl.arange(0, BN)[None, :]
-            tl.store(y + r.to(tl.int64) * N + c, tl.zeros((EMPTY, BN), y.dtype.element_ty), (r < M) & (c < N))
+            tl.store(
+                y_ptr + r.to(tl.int64) * N + c,
+                tl.zeros((EMPTY, BN), y_ptr.dtype.element_ty),
+                (r < M) & (c < N),
+            )
 
 
 @triton.jit
 def _weight_kernel(
-    x, dy, counts, dweight, M, D_in, D_out, E: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
+    x_ptr, dy_ptr, counts_ptr, dweight_ptr, M, D_in, D_out, E: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """dweight (E,D_in,D_out) from x (M,D_in) and dy (M,D_out)."""
     across, expert = tl.cdiv(D_out, BN), tl.program_id(1)
     i, n = tl.program_id(0) // across * BM, tl.program_id(0) % across * BN
-    start, end = _ranges(counts, M, E, BLOCK)
+    start, end = _ranges(counts_ptr, M, E, BLOCK)
     mine = tl.arange(0, BLOCK) == expert
     first, stop = tl.sum(tl.where(mine, start, 0), 0), tl.sum(tl.where(mine, end, 0), 0)
     whole = first + (stop - first) // BK * BK
     acc = tl.zeros((BM, BN), tl.float32)
     for row in range(first, whole, BK):
-        a = _block(x, row, i, stop, D_in, BK, BM, TMA)
-        b = _block(dy, row, n, stop, D_out, BK, BN, TMA)
+        a = _block(x_ptr, row, i, stop, D_in, BK, BM, TMA)
+        b = _block(dy_ptr, row, n, stop, D_out, BK, BN, TMA)
         acc = tl.dot(a.T, b, acc, input_precision="ieee")
     if whole < stop:
         inside = (whole + tl.arange(0, BK) < stop)[:, None]
-        a = _block(x, whole, i, stop, D_in, BK, BM, TMA)
-        b = _block(dy, whole, n, stop, D_out, BK, BN, TMA)
+        a = _block(x_ptr, whole, i, stop, D_in, BK, BM, TMA)
+        b = _block(dy_ptr, whole, n, stop, D_out, BK, BN, TMA)
         a, b = tl.where(inside, a, 0.0).to(a.dtype), tl.where(inside, b, 0.0).to(b.dtype)
         acc = tl.dot(a.T, b, acc, input_precision="ieee")
     r, c = i + tl.arange(0, BM)[:, None], n + tl.arange(0, BN)[None, :]
-    at = dweight + expert.to(tl.int64) * D_in * D_out + r * D_out + c
-    tl.store(at, acc.to(dweight.dtype.element_ty), (r < D_in) & (c < D_out))
+    at = dweight_ptr + expert.to(tl.int64) * D_in * D_out + r * D_out + c
+    tl.store(at, acc.to(dweight_ptr.dtype.element_ty), (r < D_in) & (c < D_out))
 
 
 def _tile(columns: int, *operands: Tensor) -> tuple[dict[str, int], bool]:

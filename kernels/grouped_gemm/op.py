@@ -9,30 +9,37 @@ from torch import Tensor
 from kernels.grouped_gemm.padded import grouped_gemm_padded
 from kernels.grouped_gemm.reference import grouped_gemm_backward_reference, grouped_gemm_reference
 from kernels.grouped_gemm.upstream import grouped_gemm_upstream
-from kernels.op_support import WITH_PEER, check_impl, check_shapes, fresh, full_precision, launch_on_cuda
+from kernels.op_support import (
+    WITH_PEER,
+    autocast_disabled,
+    check_impl,
+    check_shapes,
+    contiguous_clone,
+    register_triton,
+)
 
 IMPLS = (*WITH_PEER, "padded")
 
 
-def _plain_fwd(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def _eager_fwd(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
-    with full_precision(x):
-        return fresh(grouped_gemm_reference(x, weight, counts))
+    with autocast_disabled(x):
+        return contiguous_clone(grouped_gemm_reference(x, weight, counts))
 
 
-def _plain_bwd(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+def _eager_bwd(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """Run the reference backward, under the same conditions."""
-    with full_precision(x):
-        return tuple(fresh(g) for g in grouped_gemm_backward_reference(x, weight, counts, dy))
+    with autocast_disabled(x):
+        return tuple(contiguous_clone(g) for g in grouped_gemm_backward_reference(x, weight, counts, dy))
 
 
 @torch.library.custom_op("bumpgate::grouped_gemm_fwd", mutates_args=())
 def grouped_gemm_fwd(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Return y (M,D_out)."""
-    return _plain_fwd(x, weight, counts)
+    return _eager_fwd(x, weight, counts)
 
 
-launch_on_cuda(grouped_gemm_fwd, "kernels.grouped_gemm.kernel.grouped_gemm_fwd_kernel", fp64=_plain_fwd)
+register_triton(grouped_gemm_fwd, "kernels.grouped_gemm.kernel.grouped_gemm_fwd_kernel", fp64=_eager_fwd)
 
 
 @grouped_gemm_fwd.register_fake
@@ -43,10 +50,10 @@ def _(x, weight, counts):
 @torch.library.custom_op("bumpgate::grouped_gemm_bwd", mutates_args=())
 def grouped_gemm_bwd(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x, weight."""
-    return _plain_bwd(x, weight, counts, dy)
+    return _eager_bwd(x, weight, counts, dy)
 
 
-launch_on_cuda(grouped_gemm_bwd, "kernels.grouped_gemm.kernel.grouped_gemm_bwd_kernel", fp64=_plain_bwd)
+register_triton(grouped_gemm_bwd, "kernels.grouped_gemm.kernel.grouped_gemm_bwd_kernel", fp64=_eager_bwd)
 
 
 @grouped_gemm_bwd.register_fake
@@ -73,10 +80,12 @@ def _check(x, weight, counts, impl, bucket):
         )
     E, D_in, _ = weight.shape
     if min(weight.shape) < 1:
-        raise ValueError(f"grouped_gemm: weight has shape {tuple(weight.shape)}, wanted no empty side")
+        raise ValueError(f"grouped_gemm: weight has shape {tuple(weight.shape)}, no side may be empty")
     check_shapes("grouped_gemm", {"x": (x, (x.shape[0], D_in)), "counts": (counts, (E,))})
     if not x.is_floating_point() or x.dtype != weight.dtype:
-        raise ValueError(f"grouped_gemm: x and weight want one float dtype, not {x.dtype}, {weight.dtype}")
+        raise ValueError(
+            f"grouped_gemm: x and weight must have one float dtype, not {x.dtype}, {weight.dtype}"
+        )
     if counts.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"grouped_gemm: counts must be int32 or int64, not {counts.dtype}")
     if bucket is not None and (impl != "padded" or bucket < 1):

@@ -53,7 +53,7 @@ def _times(rows, matrix):
 
 
 @triton.jit
-def _token(k, v, f, doc_ids, t, token, h, H, K, V, r, u, exists):
+def _token(k_ptr, v_ptr, f_ptr, doc_ids_ptr, t, token, h, H, K, V, r, u, exists):
     """Load key rows, value and forget gate of a token, and whether it continues the previous token's document.
 
     `token` is its index in the whole batch. Both ids are loaded, not carried from step to step: Triton's compiler,
@@ -61,16 +61,16 @@ def _token(k, v, f, doc_ids, t, token, h, H, K, V, r, u, exists):
     it (last = ids[0] before and in the loop), and no document would ever be reset.
     """
     n = token * H + h
-    doc = tl.load(doc_ids + token, mask=exists, other=0)
-    before = tl.load(doc_ids + token - 1, mask=exists & (t > 0), other=0)
-    key = tl.load(k + n * K + r, mask=exists & (r < K), other=0)
-    value = tl.load(v + n * V + u, mask=exists & (u < V), other=0)
-    return key, value, tl.load(f + n, mask=exists, other=0), (doc == before) | (t <= 0)
+    doc = tl.load(doc_ids_ptr + token, mask=exists, other=0)
+    before = tl.load(doc_ids_ptr + token - 1, mask=exists & (t > 0), other=0)
+    key = tl.load(k_ptr + n * K + r, mask=exists & (r < K), other=0)
+    value = tl.load(v_ptr + n * V + u, mask=exists & (u < V), other=0)
+    return key, value, tl.load(f_ptr + n, mask=exists, other=0), (doc == before) | (t <= 0)
 
 
 @triton.jit
 def _forward_walk(
-    k, v, W, f, doc_ids, h0, states, final, T, K, V,
+    k_ptr, v_ptr, W_ptr, f_ptr, doc_ids_ptr, h0_ptr, states_ptr, final_ptr, T, K, V,
     ACC: tl.constexpr, R: tl.constexpr, VP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     h, H, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
@@ -78,57 +78,64 @@ def _forward_walk(
     at = r[:, None] * V + u[None, :]
     inside = (r < K)[:, None] & (u < V)[None, :]
     square = (u < V)[:, None] & (u < V)[None, :]
-    W = tl.load(W + h * V * V + u[:, None] * V + u[None, :], mask=square, other=0).to(ACC)
-    state = tl.load(h0 + (b * H + h) * K * V + at, mask=inside, other=0).to(ACC)
+    W = tl.load(W_ptr + h * V * V + u[:, None] * V + u[None, :], mask=square, other=0).to(ACC)
+    state = tl.load(h0_ptr + (b * H + h) * K * V + at, mask=inside, other=0).to(ACC)
 
     keys, values, forgets, continues = (), (), (), ()
     for t in tl.static_range(AHEAD):
-        key, value, forget, same = _token(k, v, f, doc_ids, t, b * T + t, h, H, K, V, r, u, t < T)
+        key, value, forget, same = _token(
+            k_ptr, v_ptr, f_ptr, doc_ids_ptr, t, b * T + t, h, H, K, V, r, u, t < T
+        )
         keys, values = _append(keys, key), _append(values, value)
         forgets, continues = _append(forgets, forget), _append(continues, same)
 
     for t in tl.range(0, T, loop_unroll_factor=UNROLL):
         later = t + AHEAD
-        key, value, forget, same = _token(k, v, f, doc_ids, later, b * T + later, h, H, K, V, r, u, later < T)
+        key, value, forget, same = _token(
+            k_ptr, v_ptr, f_ptr, doc_ids_ptr, later, b * T + later, h, H, K, V, r, u, later < T
+        )
         before = tl.where(continues[0], state, 0.0)
         new = _tanh(_times(before, W) + keys[0].to(ACC)[:, None] * values[0].to(ACC)[None, :])
         share = forgets[0].to(ACC)
         state = share * before + (1 - share) * new
-        tl.store(states + ((b * T + t) * H + h) * K * V + at, state, mask=inside)
+        tl.store(states_ptr + ((b * T + t) * H + h) * K * V + at, state, mask=inside)
         keys, values = _append(keys[1:], key), _append(values[1:], value)
         forgets, continues = _append(forgets[1:], forget), _append(continues[1:], same)
-    tl.store(final + (b * H + h) * K * V + at, state, mask=inside)
+    tl.store(final_ptr + (b * H + h) * K * V + at, state, mask=inside)
 
 
 @triton.jit
-def _read_kernel(q, states, y, K, V, ACC: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr):
+def _read_kernel(q_ptr, states_ptr, y_ptr, K, V, ACC: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     r, u = tl.arange(0, KP), tl.arange(0, VP)
     inside = (r < K)[:, None] & (u < V)[None, :]
-    state = tl.load(states + n * K * V + r[:, None] * V + u[None, :], mask=inside, other=0)
-    query = tl.load(q + n * K + r, mask=r < K, other=0).to(ACC)
+    state = tl.load(states_ptr + n * K * V + r[:, None] * V + u[None, :], mask=inside, other=0)
+    query = tl.load(q_ptr + n * K + r, mask=r < K, other=0).to(ACC)
     out = tl.sum(query[:, None] * state, 0)
-    tl.store(y + n * V + u, out.to(y.dtype.element_ty), mask=u < V)
+    tl.store(y_ptr + n * V + u, out.to(y_ptr.dtype.element_ty), mask=u < V)
 
 
 @triton.jit
-def _backward_token(q, k, v, f, doc_ids, h0, states, dy, t, b, h, H, T, K, V, r, u, at, inside):
+def _backward_token(
+    q_ptr, k_ptr, v_ptr, f_ptr, doc_ids_ptr, h0_ptr, states_ptr, dy_ptr, t, b, h, H, T, K, V, r, u, at, inside
+):
     """Load the inputs of the backward step of token t: as _token, then query rows, gradient of y, and the state
     before the token (ignoring documents)."""
     exists = t >= 0
     token = b * T + t
-    key, value, forget, same = _token(k, v, f, doc_ids, t, token, h, H, K, V, r, u, exists)
+    key, value, forget, same = _token(k_ptr, v_ptr, f_ptr, doc_ids_ptr, t, token, h, H, K, V, r, u, exists)
     n = token * H + h
-    query = tl.load(q + n * K + r, mask=exists & (r < K), other=0)
-    dout = tl.load(dy + n * V + u, mask=exists & (u < V), other=0)
-    stored = tl.load(states + (n - H) * K * V + at, mask=inside & (t > 0), other=0)
-    first = tl.load(h0 + (b * H + h) * K * V + at, mask=inside & (t == 0), other=0).to(stored.dtype)
+    query = tl.load(q_ptr + n * K + r, mask=exists & (r < K), other=0)
+    dout = tl.load(dy_ptr + n * V + u, mask=exists & (u < V), other=0)
+    stored = tl.load(states_ptr + (n - H) * K * V + at, mask=inside & (t > 0), other=0)
+    first = tl.load(h0_ptr + (b * H + h) * K * V + at, mask=inside & (t == 0), other=0).to(stored.dtype)
     return key, value, forget, same, query, dout, stored + first
 
 
 @triton.jit
 def _backward_walk(
-    q, k, v, W, f, doc_ids, h0, states, dy, dfinal, dq, dk, dv, dW, df, dh0, T, K, V,
+    q_ptr, k_ptr, v_ptr, W_ptr, f_ptr, doc_ids_ptr, h0_ptr, states_ptr, dy_ptr, dfinal_ptr, dq_ptr, dk_ptr,
+    dv_ptr, dW_ptr, df_ptr, dh0_ptr, T, K, V,
     ACC: tl.constexpr, R: tl.constexpr, VP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     block, blocks = tl.program_id(0), tl.num_programs(0)
@@ -137,21 +144,57 @@ def _backward_walk(
     at = r[:, None] * V + u[None, :]
     inside = (r < K)[:, None] & (u < V)[None, :]
     square = (u < V)[:, None] & (u < V)[None, :]
-    transposed = tl.load(W + h * V * V + u[:, None] + u[None, :] * V, mask=square, other=0).to(ACC)
-    W = tl.load(W + h * V * V + u[:, None] * V + u[None, :], mask=square, other=0).to(ACC)
-    carry = tl.load(dfinal + (b * H + h) * K * V + at, mask=inside, other=0).to(ACC)
+    transposed = tl.load(W_ptr + h * V * V + u[:, None] + u[None, :] * V, mask=square, other=0).to(ACC)
+    W = tl.load(W_ptr + h * V * V + u[:, None] * V + u[None, :], mask=square, other=0).to(ACC)
+    carry = tl.load(dfinal_ptr + (b * H + h) * K * V + at, mask=inside, other=0).to(ACC)
     dW_sum = tl.zeros((VP, VP), ACC)
 
     queue = ()
     for i in tl.static_range(AHEAD):
         queue = queue + _backward_token(
-            q, k, v, f, doc_ids, h0, states, dy, T - 1 - i, b, h, H, T, K, V, r, u, at, inside
+            q_ptr,
+            k_ptr,
+            v_ptr,
+            f_ptr,
+            doc_ids_ptr,
+            h0_ptr,
+            states_ptr,
+            dy_ptr,
+            T - 1 - i,
+            b,
+            h,
+            H,
+            T,
+            K,
+            V,
+            r,
+            u,
+            at,
+            inside,
         )
 
     for i in tl.range(0, T, loop_unroll_factor=UNROLL):
         key, value, forget, same, query, dout, before = queue[:7]
         queue = queue[7:] + _backward_token(
-            q, k, v, f, doc_ids, h0, states, dy, T - 1 - i - AHEAD, b, h, H, T, K, V, r, u, at, inside
+            q_ptr,
+            k_ptr,
+            v_ptr,
+            f_ptr,
+            doc_ids_ptr,
+            h0_ptr,
+            states_ptr,
+            dy_ptr,
+            T - 1 - i - AHEAD,
+            b,
+            h,
+            H,
+            T,
+            K,
+            V,
+            r,
+            u,
+            at,
+            inside,
         )
         n = (b * T + T - 1 - i) * H + h
         key, value, query, dout, share = (
@@ -167,14 +210,14 @@ def _backward_walk(
         carry = tl.where(same, carry, 0.0)
 
         row_dq, row_dk = tl.sum(state * dout[None, :], 1), tl.sum(dpre * value[None, :], 1)
-        tl.store(dq + n * K + r, row_dq.to(dq.dtype.element_ty), mask=r < K)
-        tl.store(dk + n * K + r, row_dk.to(dk.dtype.element_ty), mask=r < K)
-        tl.store(dv + (n * blocks + block) * V + u, tl.sum(key[:, None] * dpre, 0), mask=u < V)
-        tl.store(df + n * blocks + block, tl.sum(tl.sum(dstate * (before - new), 0), 0))
+        tl.store(dq_ptr + n * K + r, row_dq.to(dq_ptr.dtype.element_ty), mask=r < K)
+        tl.store(dk_ptr + n * K + r, row_dk.to(dk_ptr.dtype.element_ty), mask=r < K)
+        tl.store(dv_ptr + (n * blocks + block) * V + u, tl.sum(key[:, None] * dpre, 0), mask=u < V)
+        tl.store(df_ptr + n * blocks + block, tl.sum(tl.sum(dstate * (before - new), 0), 0))
         dW_sum += tl.sum(before[:, :, None] * dpre[:, None, :], 0)
 
-    tl.store(dh0 + (b * H + h) * K * V + at, carry.to(dh0.dtype.element_ty), mask=inside)
-    sum_at = dW + ((b * blocks + block) * H + h) * V * V + u[:, None] * V + u[None, :]
+    tl.store(dh0_ptr + (b * H + h) * K * V + at, carry.to(dh0_ptr.dtype.element_ty), mask=inside)
+    sum_at = dW_ptr + ((b * blocks + block) * H + h) * V * V + u[:, None] * V + u[None, :]
     tl.store(sum_at, dW_sum, mask=square)
 
 

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from kernels.m2rnn.reference import m2rnn_backward_reference, m2rnn_forward_with_states, m2rnn_reference
 from kernels.op_support import (
+    autocast_disabled,
     check_doc_ids,
     check_floating,
     check_impl,
     check_shapes,
-    fresh,
-    full_precision,
-    launch_on_cuda,
-    plain_on_xla,
+    contiguous_clone,
+    register_triton,
+    resolve_impl,
 )
 
 
@@ -24,9 +24,9 @@ def m2rnn_fwd(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, final state, and the state after every token (B,T,H,K,V) for the backward."""
-    with full_precision(v):
+    with autocast_disabled(v):
         y, states = m2rnn_forward_with_states(q, k, v, W, f, doc_ids, h0)
-    return fresh(y), fresh(states[:, -1]), fresh(states)
+    return contiguous_clone(y), contiguous_clone(states[:, -1]), contiguous_clone(states)
 
 
 @m2rnn_fwd.register_fake
@@ -36,7 +36,7 @@ def _(q, k, v, W, f, doc_ids, h0):
     return v.new_empty(v.shape), h0.new_empty(h0.shape, dtype=acc), states
 
 
-launch_on_cuda(m2rnn_fwd, "kernels.m2rnn.kernel.m2rnn_fwd_kernel")
+register_triton(m2rnn_fwd, "kernels.m2rnn.kernel.m2rnn_fwd_kernel")
 
 
 @torch.library.custom_op("bumpgate::m2rnn_bwd", mutates_args=())
@@ -45,9 +45,9 @@ def m2rnn_bwd(
     states: Tensor, dy: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, W, f, h0."""
-    with full_precision(v):
+    with autocast_disabled(v):
         grads = m2rnn_backward_reference(q, k, v, W, f, doc_ids, h0, states, dy, dfinal)
-    return tuple(fresh(g) for g in grads)
+    return tuple(contiguous_clone(g) for g in grads)
 
 
 @m2rnn_bwd.register_fake
@@ -55,7 +55,7 @@ def _(q, k, v, W, f, doc_ids, h0, states, dy, dfinal):
     return tuple(t.new_empty(t.shape) for t in (q, k, v, W, f, h0))
 
 
-launch_on_cuda(m2rnn_bwd, "kernels.m2rnn.kernel.m2rnn_bwd_kernel")
+register_triton(m2rnn_bwd, "kernels.m2rnn.kernel.m2rnn_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):
@@ -115,9 +115,9 @@ def m2rnn(
     Raises ValueError on a wrong shape, dtype or impl. Source: Mishra et al. 2026 (arXiv 2603.14360).
     """
     _check(q, k, v, W, f, doc_ids, h0, impl)
-    impl = plain_on_xla(impl, v)
+    impl = resolve_impl(impl, v)
     if impl == "reference":
-        with full_precision(v):
+        with autocast_disabled(v):
             return m2rnn_reference(q, k, v, W, f, doc_ids, h0)
     if h0 is None:
         acc = torch.promote_types(v.dtype, torch.float32)

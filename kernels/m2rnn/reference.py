@@ -13,8 +13,9 @@ Source: Mishra et al. 2026, "M2RNN: Non-Linear RNNs with Matrix-Valued States" (
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from kernels._scan import document_starts
 
 
 def m2rnn_step(q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,7 @@ def m2rnn_recurrent(
 ) -> tuple[Tensor, Tensor]:
     """Apply the step token by token; arguments and results as for `m2rnn_reference`."""
     state = _initial(k, v, h0)
-    keep = ~_document_starts(doc_ids)
+    keep = ~document_starts(doc_ids)
     outputs = []
     for t in range(v.shape[1]):
         state = state * keep[:, t, None, None, None]
@@ -101,7 +102,7 @@ def m2rnn_backward_reference(
     keep = _keep(doc_ids, gate)
     states = states.to(acc)
     before = torch.cat((first.unsqueeze(1), states[:, :-1]), 1)
-    before = before.masked_fill(_document_starts(doc_ids)[..., None, None, None], 0)
+    before = before.masked_fill(document_starts(doc_ids)[..., None, None, None], 0)
     new = torch.tanh(before @ weight + key.unsqueeze(-1) * value.unsqueeze(-2))
 
     # h = f before + (1 - f) tanh(pre): dpre = slope dh, and the carry is f dh + dpre W^T where it is kept
@@ -134,13 +135,8 @@ def _by_time(x: Tensor) -> Tensor:
 
 def _keep(doc_ids: Tensor, f: Tensor) -> Tensor:
     """(T,B*H,1,1) in f's dtype: 0 at a token that begins a document, else 1."""
-    keep = (~_document_starts(doc_ids)).to(f.dtype).unsqueeze(-1).expand(f.shape)
+    keep = (~document_starts(doc_ids)).to(f.dtype).unsqueeze(-1).expand(f.shape)
     return _by_time(keep[..., None, None])
-
-
-def _document_starts(doc_ids: Tensor) -> Tensor:
-    """(B,T) bool: the document changes at this token. Token 0 continues the initial state."""
-    return F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0))
 
 
 def _initial(k: Tensor, v: Tensor, h0: Tensor | None) -> Tensor:

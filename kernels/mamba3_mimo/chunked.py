@@ -1,8 +1,8 @@
 """The scan of mamba3_mimo by chunks, forward and backward, from per-token weights, queries and keys.
 
-Within a chunk that starts from the state `entering`,
+Within a chunk that starts from the state `states`,
 
-    out_{t,r} = sum_{s,r'} weight_ts (query_{t,r} . key_{s,r'}) value_{s,r'} + since_t entering query_{t,r}
+    out_{t,r} = sum_{s,r'} weight_ts (query_{t,r} . key_{s,r'}) value_{s,r'} + state_decay_t state query_{t,r}
 
 where weight_ts is the decay from s to t times scale_s for s before t, gamma_t for t itself, and 0 after it.
 
@@ -15,8 +15,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from kernels._scan import (
+    chunk_decays,
+    chunk_decays_bwd,
+    state_passing,
+    state_passing_bwd,
+    to_chunks,
+    to_tokens,
+)
 
 
 class Chunked(NamedTuple):
@@ -27,9 +35,9 @@ class Chunked(NamedTuple):
     key: Tensor  # (B,H,C,L*R,N)
     rows: Tensor  # (B,H,C,L*R,P)
     scale: Tensor  # (B,H,C,L)
-    inside: Tensor  # (B,H,C,L,L) decay from after token s to token t; 0 for s > t and across documents
-    since: Tensor  # (B,H,C,L) decay of the state that enters the chunk, up to and including token t
-    weight: Tensor  # (B,H,C,L,L) of token s for token t: inside scale below the diagonal, gamma on it
+    decay: Tensor  # (B,H,C,L,L) decay from after token s to token t; 0 for s > t and across documents
+    state_decay: Tensor  # (B,H,C,L) decay of the state that enters the chunk, up to and including token t
+    weight: Tensor  # (B,H,C,L,L) of token s for token t: decay scale below the diagonal, gamma on it
     scores: Tensor  # (B,H,C,L*R,L*R) query . key
     initial: Tensor  # (B,H,P,N) given h, including the given keys and value
 
@@ -40,19 +48,19 @@ def chunked(
 ) -> Chunked:  # fmt: skip
     """query, key (B,T,H,R,N), rows (B,T,H,R,P), gamma, scale and log_decay (B,T,H), initial (B,H,P,N)."""
     L, R = min(chunk_size, gamma.shape[1]), rows.shape[3]
-    inside, since = _decays(log_decay, L)
-    query, key, rows = (_chunks(t, L).flatten(3, 4) for t in (query, key, rows))
-    scale = _chunks(scale, L)
+    decay, state_decay = chunk_decays(log_decay, L)
+    query, key, rows = (to_chunks(t, L).flatten(3, 4) for t in (query, key, rows))
+    scale = to_chunks(scale, L)
     # A difference scale - beta on the diagonal would cancel, and lose all digits if lam is small.
-    weight = (inside * scale.unsqueeze(-2)).tril(-1) + torch.diag_embed(_chunks(gamma, L))
-    return Chunked(R, query, key, rows, scale, inside, since, weight, query @ key.mT, initial)
+    weight = (decay * scale.unsqueeze(-2)).tril(-1) + torch.diag_embed(to_chunks(gamma, L))
+    return Chunked(R, query, key, rows, scale, decay, state_decay, weight, query @ key.mT, initial)
 
 
-def scan(s: Chunked, entering: Tensor, T: int) -> Tensor:
+def scan(s: Chunked, states: Tensor, T: int) -> Tensor:
     """h_t q_{t,r} for each token and rank (B,T,H,R,P)."""
     mixed = s.scores * _each_rank(_each_rank(s.weight, s.rank), s.rank, dim=-2)
-    out = mixed @ s.rows + _each_rank(s.since, s.rank).unsqueeze(-1) * (s.query @ entering.mT)
-    return _tokens(out.unflatten(3, (-1, s.rank)), T)
+    out = mixed @ s.rows + _each_rank(s.state_decay, s.rank).unsqueeze(-1) * (s.query @ states.mT)
+    return to_tokens(out.unflatten(3, (-1, s.rank)), T)
 
 
 def carry(s: Chunked) -> tuple[Tensor, Tensor]:
@@ -60,13 +68,9 @@ def carry(s: Chunked) -> tuple[Tensor, Tensor]:
 
     An entering state already includes the beta of the chunk's first token; nothing follows the last token.
     """
-    leaving = _each_rank(s.inside[..., -1, :] * s.scale, s.rank).unsqueeze(-1)
-    added = (leaving * s.rows).mT @ s.key
-    state, entering = s.initial, []
-    for c in range(added.shape[2]):
-        entering.append(state)
-        state = s.since[:, :, c, -1, None, None] * state + added[:, :, c]
-    return torch.stack(entering, 2), state
+    end_decay = _each_rank(s.decay[..., -1, :] * s.scale, s.rank).unsqueeze(-1)
+    chunk_state = (end_decay * s.rows).mT @ s.key
+    return state_passing(chunk_state, s.state_decay, s.initial)
 
 
 class ScanGradients(NamedTuple):
@@ -79,44 +83,38 @@ class ScanGradients(NamedTuple):
     initial: Tensor  # (B,H,P,N)
 
 
-def scan_backward(s: Chunked, entering: Tensor, dscan: Tensor, dfinal: Tensor) -> ScanGradients:
-    T, R, L = dscan.shape[1], s.rank, s.since.shape[3]
-    dy = _chunks(dscan, L).flatten(3, 4)
-    since = _each_rank(s.since, R).unsqueeze(-1)
+def scan_backward(s: Chunked, states: Tensor, dscan: Tensor, dfinal: Tensor) -> ScanGradients:
+    T, R, L = dscan.shape[1], s.rank, s.state_decay.shape[3]
+    dy = to_chunks(dscan, L).flatten(3, 4)
+    state_decay = _each_rank(s.state_decay, R).unsqueeze(-1)
     weight = _each_rank(_each_rank(s.weight, R), R, dim=-2)
 
-    # (scores * weight) rows, and since * (query entering^T)
+    # (scores * weight) rows, and state_decay * (query states^T)
     dmixed = dy @ s.rows.mT
     dscores = dmixed * weight
     drows = (s.scores * weight).mT @ dy
-    dquery = dscores @ s.key + since * (dy @ entering)
+    dquery = dscores @ s.key + state_decay * (dy @ states)
     dkey = dscores.mT @ s.query
     dweight = _sum_ranks(_sum_ranks(dmixed * s.scores, R), R, dim=-2)
-    dgamma, dbelow = dweight.diagonal(dim1=-2, dim2=-1), (dweight * s.inside).tril(-1)
-    dscale, dlog_inside = dbelow.sum(-2), dbelow * s.scale.unsqueeze(-2)
-    dlog_since = _sum_ranks((since * (dy * (s.query @ entering.mT))).sum(-1), R)
-    dentering = (since * dy).mT @ s.query
+    dgamma, dbelow = dweight.diagonal(dim1=-2, dim2=-1), (dweight * s.decay).tril(-1)
+    dscale, dlog_decay = dbelow.sum(-2), dbelow * s.scale.unsqueeze(-2)
+    dlog_state_decay = _sum_ranks((state_decay * (dy * (s.query @ states.mT))).sum(-1), R)
+    dstates = (state_decay * dy).mT @ s.query
 
-    # The carry, backward: h' = since_end h + (leaving * rows)^T key, leaving = inside_end scale
-    dstate, dadded = dfinal, []
-    for c in reversed(range(entering.shape[2])):
-        dadded.append(dstate)
-        total = s.since[:, :, c, -1]
-        dlog_since[:, :, c, -1] += total * (dstate * entering[:, :, c]).sum((-1, -2))
-        dstate = total[..., None, None] * dstate + dentering[:, :, c]
-    dadded = torch.stack(dadded[::-1], 2)
-    end = s.inside[..., -1, :]
-    leaving = _each_rank(end * s.scale, R).unsqueeze(-1)
-    dleft = s.key @ dadded.mT
-    drows = drows + leaving * dleft
-    dkey = dkey + (leaving * s.rows) @ dadded
-    dend = _sum_ranks((s.rows * dleft).sum(-1), R)
+    # state_passing, backward: h' = state_decay_end h + (end_decay * rows)^T key
+    dchunk_state, dstate = state_passing_bwd(dstates, dfinal, states, s.state_decay, dlog_state_decay)
+    end = s.decay[..., -1, :]
+    end_decay = _each_rank(end * s.scale, R).unsqueeze(-1)
+    dwritten = s.key @ dchunk_state.mT
+    drows = drows + end_decay * dwritten
+    dkey = dkey + (end_decay * s.rows) @ dchunk_state
+    dend = _sum_ranks((s.rows * dwritten).sum(-1), R)
     dscale = dscale + end * dend
-    dlog_inside[..., -1, :] += end * s.scale * dend
+    dlog_decay[..., -1, :] += end * s.scale * dend
 
-    dlog = _log_decay_gradient(dlog_inside, dlog_since)
-    per_rank = (_tokens(d.unflatten(3, (L, R)), T) for d in (dquery, dkey, drows))
-    return ScanGradients(*per_rank, *(_tokens(d, T) for d in (dgamma, dscale, dlog)), dstate)
+    dlog = chunk_decays_bwd(dlog_decay, dlog_state_decay)
+    per_rank = (to_tokens(d.unflatten(3, (L, R)), T) for d in (dquery, dkey, drows))
+    return ScanGradients(*per_rank, *(to_tokens(d, T) for d in (dgamma, dscale, dlog)), dstate)
 
 
 def _each_rank(t: Tensor, R: int, dim: int = -1) -> Tensor:
@@ -127,34 +125,3 @@ def _each_rank(t: Tensor, R: int, dim: int = -1) -> Tensor:
 def _sum_ranks(t: Tensor, R: int, dim: int = -1) -> Tensor:
     """Sum rows along `dim` over ranks: rows -> tokens, the gradient of `_each_rank`."""
     return t.unflatten(dim, (-1, R)).sum(dim)
-
-
-def _decays(log_decay: Tensor, L: int) -> tuple[Tensor, Tensor]:
-    """(B,T,H) log decay a, -inf where a document begins -> `inside` and `since` of `Chunked`.
-
-    Each entry sums its own tokens a_{s+1} + ... + a_t: a difference of two running sums would cancel, and one
-    document would affect another's rounding. No sum reaches +inf and every exponential is at most 1, so nothing
-    can become NaN, in the forward or in its gradient.
-    """
-    a = _chunks(log_decay, L)
-    summed = a.unsqueeze(-1).expand(*a.shape, L).tril(-1).cumsum(-2)
-    return torch.exp(summed).tril(), torch.exp(a.cumsum(-1))
-
-
-def _log_decay_gradient(dlog_inside: Tensor, dlog_since: Tensor) -> Tensor:
-    """Gradient of the log decay a (B,H,C,L): a_t is in each pair s < t <= i, and in `since` from t on."""
-    crossing = dlog_inside.cumsum(-1).tril(-1).sum(-2)  # at s: all pairs that start at <= s and end after s
-    return F.pad(crossing[..., :-1], (1, 0)) + dlog_since.flip(-1).cumsum(-1).flip(-1)
-
-
-def _chunks(t: Tensor, L: int) -> Tensor:
-    """(B,T,H,...) -> (B,H,C,L,...), zero-padded at the end: a pad token neither decays nor adds."""
-    pad = -t.shape[1] % L
-    if pad:
-        t = F.pad(t, (0, 0) * (t.dim() - 2) + (0, pad))
-    return t.unflatten(1, (-1, L)).movedim(3, 1)
-
-
-def _tokens(t: Tensor, T: int) -> Tensor:
-    """(B,H,C,L,...) -> (B,T,H,...), without the padding."""
-    return t.movedim(1, 3).flatten(1, 2)[:, :T]

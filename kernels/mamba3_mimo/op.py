@@ -16,13 +16,13 @@ from kernels.mamba3_mimo.reference import (
 from kernels.mamba3_mimo.upstream import mamba3_mimo_upstream
 from kernels.op_support import (
     WITH_PEER,
+    autocast_disabled,
     check_doc_ids,
     check_floating,
     check_impl,
     check_shapes,
-    fresh,
-    full_precision,
-    plain_on_xla,
+    contiguous_clone,
+    resolve_impl,
 )
 
 
@@ -33,9 +33,9 @@ def mamba3_mimo_fwd(
     theta: Tensor, h: Tensor, k_prev: Tensor, v_prev: Tensor, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids)
-    with full_precision(v):
+    with autocast_disabled(v):
         y, state = mamba3_mimo_reference(*inputs, Mamba3MimoState(theta, h, k_prev, v_prev), chunk_size)
-    return tuple(fresh(t) for t in (y, *state))
+    return tuple(contiguous_clone(t) for t in (y, *state))
 
 
 @mamba3_mimo_fwd.register_fake
@@ -58,9 +58,9 @@ def mamba3_mimo_bwd(
     """Gradients of the floating-point inputs, in their order."""
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids)
     state, dstate = (Mamba3MimoState(theta, h, k_prev, v_prev), Mamba3MimoState(dtheta, dh, dk_prev, dv_prev))
-    with full_precision(v):
+    with autocast_disabled(v):
         grads = mamba3_mimo_backward_reference(*inputs, state, chunk_size, dy, dstate)
-    return [fresh(t) for t in grads]
+    return [contiguous_clone(t) for t in grads]
 
 
 @mamba3_mimo_bwd.register_fake
@@ -97,7 +97,7 @@ def _check(
     A = angles.shape[3]
     if T < 1 or R < 1 or H % G or 2 * A > N:
         raise ValueError(
-            "mamba3_mimo: T >= 1, R >= 1, H divisible by G and 2A <= N wanted, "
+            "mamba3_mimo: expected T >= 1, R >= 1, H divisible by G and 2A <= N, not "
             f"T={T}, R={R}, H={H}, G={G}, A={A}, N={N}"
         )
     shapes = {
@@ -150,9 +150,9 @@ def mamba3_mimo(
     """
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids)
     _check(*inputs, state, chunk_size, impl)
-    impl = plain_on_xla(impl, v)
+    impl = resolve_impl(impl, v)
     if impl == "reference":
-        with full_precision(v):
+        with autocast_disabled(v):
             return mamba3_mimo_reference(*inputs, state, chunk_size)
     if impl == "upstream":
         return mamba3_mimo_upstream(*inputs, state, chunk_size)

@@ -25,9 +25,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels._scan import (
+    TAU,
+    document_starts,
+    rotate_pairs,
+    rotate_pairs_bwd,
+    running_angles,
+    segment_sums,
+    trapezoid_weights,
+)
 from kernels.mamba3_mimo.chunked import Chunked, carry, chunked, scan, scan_backward
-
-TAU = 2 * math.pi
 
 
 class Mamba3MimoState(NamedTuple):
@@ -74,7 +81,7 @@ def mamba3_mimo_recurrent(
     state: Mamba3MimoState | None = None,
 ) -> tuple[Tensor, Mamba3MimoState]:  # fmt: skip
     """Apply the step token by token; arguments and results as for `mamba3_mimo_reference`."""
-    keep = ~_document_starts(doc_ids)
+    keep = ~document_starts(doc_ids)
     state = zero_state(v, q, angles) if state is None else state
     outputs = []
     for t in range(v.shape[1]):
@@ -100,8 +107,8 @@ def mamba3_mimo_reference(
     c = _coefficients(q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, angles, doc_ids, state.theta)
     acc = c.dt.dtype
     s = _chunk(c, adt, mimo_v, state, chunk_size)
-    entering, h = carry(s)
-    ungated = scan(s, entering, v.shape[1]) + D.to(acc)[:, None, None] * c.rows
+    states, h = carry(s)
+    ungated = scan(s, states, v.shape[1]) + D.to(acc)[:, None, None] * c.rows
     y = (mimo_out.to(acc) * ungated * F.silu(mimo_z.to(acc) * z.to(acc).unsqueeze(3))).sum(3)
     theta = torch.remainder(c.theta[:, -1], TAU)
     return y.to(v.dtype), Mamba3MimoState(theta, h, c.key[:, -1], c.value[:, -1])
@@ -123,18 +130,18 @@ def mamba3_mimo_backward_reference(
     _, _, k_prev, v_prev = (t.to(acc) for t in state)
     dtheta_final, dh_final, dk_final, dv_final = (t.to(acc) for t in dstate)
     up, up_z, down = (t.to(acc) for t in (mimo_v, mimo_z, mimo_out))
-    entering, _ = carry(s)
+    states, _ = carry(s)
 
     # y = sum_r down (scan + D rows) silu(up_z z)
     skip, gated, dy = D.to(acc)[:, None, None], up_z * z.to(acc).unsqueeze(3), dy.to(acc).unsqueeze(3)
-    ungated, sigmoid = scan(s, entering, T) + skip * c.rows, torch.sigmoid(gated)
+    ungated, sigmoid = scan(s, states, T) + skip * c.rows, torch.sigmoid(gated)
     dungated = dy * down * gated * sigmoid
     dgated = dy * down * ungated * sigmoid * (1 + gated * (1 - sigmoid))
     ddown = (dy * ungated * gated * sigmoid).sum((0, 1))
     dup_z, dz = (dgated * z.to(acc).unsqueeze(3)).sum((0, 1)), (dgated * up_z).sum(3)
     dD = (dungated * c.rows).sum((0, 1, 3, 4))
 
-    g = scan_backward(s, entering, dungated, dh_final)
+    g = scan_backward(s, states, dungated, dh_final)
     dquery, dkey, drows = g.query, g.key, g.rows + skip * dungated
     dvalue, dup = (drows * up).sum(3), (drows * c.value.unsqueeze(3)).sum((0, 1))
     dkey[:, -1] += dk_final
@@ -151,9 +158,9 @@ def mamba3_mimo_backward_reference(
     dtrap = (dgamma - dbeta) * c.dt * c.lam * (1 - c.lam)
 
     # queries and keys are rotated by theta, a running sum of pi tanh(angle) dt within a document
-    dtheta = _angle_gradient(c.query, dquery, A) + _angle_gradient(c.key, dkey, A)
+    dtheta = rotate_pairs_bwd(c.query, dquery, A).sum(-2) + rotate_pairs_bwd(c.key, dkey, A).sum(-2)
     dtheta[:, -1] += dtheta_final
-    dturn = math.pi * _segment_sums(dtheta.flip(1), c.segment.flip(1)).flip(1)
+    dturn = math.pi * segment_sums(dtheta.flip(1), c.segment.flip(1)).flip(1)
     dangles = dturn * c.dt.unsqueeze(-1) * (1 - c.tanh.square())
     ddt = dgamma * c.lam + dbeta * (1 - c.lam) + (dturn * c.tanh).sum(-1)
     dtheta_given = dtheta.masked_fill(c.segment[..., None, None] > 0, 0).sum(1)
@@ -193,16 +200,12 @@ def _coefficients(
     mimo_v: Tensor, angles: Tensor, doc_ids: Tensor, theta: Tensor,
 ) -> _Coefficients:  # fmt: skip
     acc, H = torch.promote_types(v.dtype, torch.float32), v.shape[2]
-    starts = _document_starts(doc_ids)
+    starts = document_starts(doc_ids)
     segment = starts.cumsum(1)
     starts = starts.unsqueeze(-1)
-    value, dt, lam, tanh = v.to(acc), dt.to(acc), torch.sigmoid(trap.to(acc)), torch.tanh(angles.to(acc))
-    beta, gamma = (1 - lam) * dt, lam * dt
-    scale = gamma + F.pad(beta.masked_fill(starts, 0)[:, 1:], (0, 0, 0, 1))
-    # In turns, not radians: removing whole turns is then exact, and no error of a rounded 2 pi accumulates.
-    turns = _segment_sums(tanh * dt.unsqueeze(-1) / 2, segment, wrap=True)
-    turns = turns + theta.to(acc).unsqueeze(1) / TAU * (segment == 0)[..., None, None]
-    theta = TAU * (turns - torch.round(turns))
+    value, dt, tanh = v.to(acc), dt.to(acc), torch.tanh(angles.to(acc))
+    lam, beta, gamma, scale = trapezoid_weights(dt, trap.to(acc), starts)
+    theta = running_angles(tanh, dt, segment, theta)
     cos, sin = torch.cos(theta), torch.sin(theta)
     query = _rotate(_per_head(q.to(acc), H) + q_bias.to(acc), cos, sin)
     key = _rotate(_per_head(k.to(acc), H) + k_bias.to(acc), cos, sin)
@@ -221,44 +224,15 @@ def _chunk(c: _Coefficients, adt: Tensor, mimo_v: Tensor, state: Mamba3MimoState
     return chunked(c.query, c.key, c.rows, c.gamma, c.scale, log_decay, initial, chunk_size)
 
 
-def _segment_sums(x: Tensor, segment: Tensor, wrap: bool = False) -> Tensor:
-    """Running sums of x (B,T,H,A) over tokens, restarting at each segment id (B,T); modulo 1 if `wrap`.
-
-    By doubling: after step i each token holds the sum of its last 2^i tokens. No sum crosses a segment, so a
-    document's angles have the same bits at any position in a row; wrapping at each step keeps them small.
-    """
-    reach = 1
-    while reach < x.shape[1]:
-        same = (segment[:, reach:] == segment[:, :-reach])[..., None, None]
-        x = torch.cat((x[:, :reach], x[:, reach:] + x[:, :-reach] * same), 1)
-        x = x - torch.round(x) if wrap else x
-        reach *= 2
-    return x
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first A adjacent pairs of x (...,H,R,N) by the angles (...,H,A); leave the rest unchanged."""
-    A, cos, sin = cos.shape[-1], cos.unsqueeze(-2), sin.unsqueeze(-2)
-    even, odd = x[..., : 2 * A : 2], x[..., 1 : 2 * A : 2]
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-    return torch.cat((turned, x[..., 2 * A :]), -1)
-
-
-def _angle_gradient(rotated: Tensor, grad: Tensor, A: int) -> Tensor:
-    """Gradient of the angles (...,H,A) from rotated vectors and their gradient, both (...,H,R,N)."""
-    even, odd = rotated[..., : 2 * A : 2], rotated[..., 1 : 2 * A : 2]
-    return (even * grad[..., 1 : 2 * A : 2] - odd * grad[..., : 2 * A : 2]).sum(-2)
+    """Rotate each rank of x (...,H,R,N) by the angles (...,H,A)."""
+    return rotate_pairs(x, cos.unsqueeze(-2), sin.unsqueeze(-2))
 
 
 def _per_head(x: Tensor, H: int) -> Tensor:
     """(...,R,G,N) -> (...,H,R,N)."""
     x = x.transpose(-3, -2)
     return x.repeat_interleave(H // x.shape[-3], -3)
-
-
-def _document_starts(doc_ids: Tensor) -> Tensor:
-    """(B,T) bool: the document changes at this token. Token 0 continues the given state."""
-    return F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0))
 
 
 def zero_state(v: Tensor, q: Tensor, angles: Tensor) -> Mamba3MimoState:

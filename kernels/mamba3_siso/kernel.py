@@ -72,7 +72,7 @@ class _Call:
 
     def __init__(
         self, q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids, theta, h, k_prev, v_prev, chunk_size,
-        keep_turns,
+        save_rotation,
     ):  # fmt: skip
         B, T, H, P = v.shape
         G, N = q.shape[2:]
@@ -108,13 +108,13 @@ class _Call:
             H=H, R=R, BLOCK_R=_block(R), BLOCK_T=TURNED_TOKENS, **self.run("turn_sum"),
         )  # fmt: skip
         self.queries, self.keys = (v.new_empty((B, H, T, N)) for _ in range(2))
-        self.turns = doc_ids.new_empty((B, H, T, R) if keep_turns else 0)
+        self.turns = doc_ids.new_empty((B, H, T, R) if save_rotation else 0)
         self.theta_final, self.k_final = self.fp32(B, H, R), self.fp32(B, H, N)
         turn_kernel[H, blocks, B](
             self.q, _strides(self.q), self.k, _strides(self.k), self.q_bias, self.k_bias, *turning,
             block_turns, block_starts,
             self.queries, self.keys, self.turns, self.theta_final, self.k_final, T,
-            N=N, R=R, KEEP=keep_turns, BLOCK_T=TURNED_TOKENS, **self.heads, **self.columns, **self.run("turn"),
+            N=N, R=R, KEEP=save_rotation, BLOCK_T=TURNED_TOKENS, **self.heads, **self.columns, **self.run("turn"),
         )  # fmt: skip
 
     def fp32(self, *shape: int) -> Tensor:
@@ -150,7 +150,7 @@ def mamba3_siso_fwd_kernel(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
     P and N up to 128; the others in any of these, doc_ids (B,T) int32
     -> y (B,T,H,P) in v.dtype; theta (B,H,R), h (B,H,P,N), k_prev (B,H,N), v_prev (B,H,P) fp32. chunk_size is
     clamped to 64 (16 in fp32). Raises ValueError on a larger P or N."""
-    call = _Call(*inputs, keep_turns=False)
+    call = _Call(*inputs, save_rotation=False)
     B, H = call.v.shape[0], call.v.shape[2]
     y, h_final, v_final = call.v.new_empty(call.v.shape), *(call.fp32(*t.shape) for t in call.given[1::2])
     scan_kernel[H, B](
@@ -165,7 +165,7 @@ def mamba3_siso_bwd_kernel(*inputs: Any) -> list[Tensor]:
     """The forward's arguments, then the gradients of its five results -> gradients of the floating-point inputs,
     in their order, shapes and dtypes. Errors as in the forward."""
     *inputs, dy, dtheta_final, dh_final, dk_final, dv_final = inputs
-    call = _Call(*inputs, keep_turns=True)
+    call = _Call(*inputs, save_rotation=True)
     (B, T, H, P), N, R = call.v.shape, call.q.shape[3], call.angles.shape[3]
     (_, C), L = call.sizes, call.tiles["L"]
     _, *given = call.given

@@ -53,52 +53,56 @@ def wedge(x, dx):
 
 @triton.jit
 def gate_gradient_kernel(
-    z, z_strides, dy, dy_strides, dout, slope, T, H: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr,
+    z_ptr, z_strides, dy_ptr, dy_strides, dout_ptr, slope_ptr, T, H: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """One program per (TOKENS tokens, head, row). y = ungated silu(z): dout = dy silu(z), slope = dy silu'(z)."""
     head, t0, b, i = tl.program_id(0), tl.program_id(1) * TOKENS, tl.program_id(2), tl.arange(0, TOKENS)
-    x = load_tile(z + offset(z_strides, b, t0, head), i, T - t0, z_strides[1], P, BLOCK_P).to(tl.float32)
-    dgated = load_tile(dy + offset(dy_strides, b, t0, head), i, T - t0, dy_strides[1], P, BLOCK_P)
+    x = load_tile(z_ptr + offset(z_strides, b, t0, head), i, T - t0, z_strides[1], P, BLOCK_P).to(tl.float32)
+    dgated = load_tile(dy_ptr + offset(dy_strides, b, t0, head), i, T - t0, dy_strides[1], P, BLOCK_P)
     dgated, gate = dgated.to(tl.float32), sigmoid(x, EXACT)
     to = ((tl.cast(b, tl.int64) * T + t0) * H + head) * P
-    store_tile(dout + to, i, T - t0, H * P, P, BLOCK_P, dgated * x * gate)
-    store_tile(slope + to, i, T - t0, H * P, P, BLOCK_P, dgated * gate * (1 + x * (1 - gate)))
+    store_tile(dout_ptr + to, i, T - t0, H * P, P, BLOCK_P, dgated * x * gate)
+    store_tile(slope_ptr + to, i, T - t0, H * P, P, BLOCK_P, dgated * gate * (1 + x * (1 - gate)))
 
 
 @triton.jit
 def state_kernel(
-    keys, v, v_strides, coefficients, dt, trap, h_given, k_given, v_given, entering, h_final, T, C,
+    keys_ptr, v_ptr, v_strides, coefficients_ptr, dt_ptr, trap_ptr, h_given_ptr, k_given_ptr, v_given_ptr,
+    entering_ptr, h_final_ptr, T, C,
     H: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program per (head, row) loops over the chunks: entering (B,H,C,P,N) in v.dtype, the state before each."""
     head, b, i = tl.program_id(0), tl.program_id(1), tl.arange(0, L)
     row = b.to(tl.int64) * H + head
-    state = initial_state(h_given, k_given, v_given, dt, trap, b, T, H, head, P, N, BLOCK_P, BLOCK_N)
-    v += offset(v_strides, b, 0, head)
-    keys += row * T * N
-    coefficients += row * C * (ROWS * L)
-    entering += row * C * P * N
+    state = initial_state(
+        h_given_ptr, k_given_ptr, v_given_ptr, dt_ptr, trap_ptr, b, T, H, head, P, N, BLOCK_P, BLOCK_N
+    )
+    v_ptr += offset(v_strides, b, 0, head)
+    keys_ptr += row * T * N
+    coefficients_ptr += row * C * (ROWS * L)
+    entering_ptr += row * C * P * N
     for c in range(C):
         count = tl.minimum(CHUNK, T - c * CHUNK)
-        store_state(entering, P, N, BLOCK_P, BLOCK_N, state)
-        value = load_tile(v, i, count, v_strides[1], P, BLOCK_P)
-        key = load_tile(keys, i, count, N, N, BLOCK_N)
-        weight = tl.load(coefficients + SCALE * L + i) * tl.load(coefficients + UNTIL * L + i)
+        store_state(entering_ptr, P, N, BLOCK_P, BLOCK_N, state)
+        value = load_tile(v_ptr, i, count, v_strides[1], P, BLOCK_P)
+        key = load_tile(keys_ptr, i, count, N, N, BLOCK_N)
+        weight = tl.load(coefficients_ptr + SCALE * L + i) * tl.load(coefficients_ptr + UNTIL * L + i)
         weighted = (value * weight[:, None]).to(value.dtype)
-        state = dot(tl.trans(weighted), key, state * tl.load(coefficients + SINCE * L + L - 1))
-        v += CHUNK * v_strides[1]
-        keys += CHUNK * N
-        coefficients += ROWS * L
-        entering += P * N
-    store_state(h_final + row * P * N, P, N, BLOCK_P, BLOCK_N, state)
+        state = dot(tl.trans(weighted), key, state * tl.load(coefficients_ptr + SINCE * L + L - 1))
+        v_ptr += CHUNK * v_strides[1]
+        keys_ptr += CHUNK * N
+        coefficients_ptr += ROWS * L
+        entering_ptr += P * N
+    store_state(h_final_ptr + row * P * N, P, N, BLOCK_P, BLOCK_N, state)
 
 
 @triton.jit
 def state_gradient_kernel(
-    queries, dout, coefficients, spans, dt, trap, h_final, k_final, k_given, v_given,
-    dtheta_final, dh_final, dk_final, leaving, carry, dh, dk_given, lifted, T, C,
+    queries_ptr, dout_ptr, coefficients_ptr, spans_ptr, dt_ptr, trap_ptr, h_final_ptr, k_final_ptr,
+    k_given_ptr, v_given_ptr,
+    dtheta_final_ptr, dh_final_ptr, dk_final_ptr, leaving_ptr, carry_ptr, dh_ptr, dk_given_ptr, lifted_ptr, T, C,
     H: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -111,36 +115,37 @@ def state_gradient_kernel(
     head, b, i = tl.program_id(0), tl.program_id(1), tl.arange(0, L)
     row = b.to(tl.int64) * H + head
     pair, one = tl.arange(0, BLOCK_N // 2), tl.arange(0, 1)
-    dstate = load_state(dh_final + row * P * N, P, N, BLOCK_P, BLOCK_N).to(tl.float32)
-    turn = wedge(load_state(h_final + row * P * N, P, N, BLOCK_P, BLOCK_N), dstate)
-    last_key = load_tile(k_final + row * N, one, 1, N, N, BLOCK_N)
-    turn += wedge(last_key, load_tile(dk_final + row * N, one, 1, N, N, BLOCK_N))
-    turn += load_row(dtheta_final + row * R, R, BLOCK_N // 2)
+    dstate = load_state(dh_final_ptr + row * P * N, P, N, BLOCK_P, BLOCK_N).to(tl.float32)
+    turn = wedge(load_state(h_final_ptr + row * P * N, P, N, BLOCK_P, BLOCK_N), dstate)
+    last_key = load_tile(k_final_ptr + row * N, one, 1, N, N, BLOCK_N)
+    turn += wedge(last_key, load_tile(dk_final_ptr + row * N, one, 1, N, N, BLOCK_N))
+    turn += load_row(dtheta_final_ptr + row * R, R, BLOCK_N // 2)
     for back in range(C):
         c = C - 1 - back
         chunk, count = row * C + c, tl.minimum(CHUNK, T - c * CHUNK)
         token = b.to(tl.int64) * T + c * CHUNK
-        store_state(leaving + chunk * P * N, P, N, BLOCK_P, BLOCK_N, dstate)
-        since = coefficients + chunk * (ROWS * L) + SINCE * L
-        douts = load_tile(dout + (token * H + head) * P, i, count, H * P, P, BLOCK_P)
-        query = load_tile(queries + (row * T + c * CHUNK) * N, i, count, N, N, BLOCK_N)
+        store_state(leaving_ptr + chunk * P * N, P, N, BLOCK_P, BLOCK_N, dstate)
+        since = coefficients_ptr + chunk * (ROWS * L) + SINCE * L
+        douts = load_tile(dout_ptr + (token * H + head) * P, i, count, H * P, P, BLOCK_P)
+        query = load_tile(queries_ptr + (row * T + c * CHUNK) * N, i, count, N, N, BLOCK_N)
         weighted = (douts * tl.load(since + i)[:, None]).to(douts.dtype)
         dstate = dot(tl.trans(weighted), query, dstate * tl.load(since + L - 1))
-        turn = tl.where(tl.load(spans + (b * C + c) * 2 * L + L - 1) < 0, turn, 0.0)
-        tl.store(carry + (chunk - 1) * R + pair, turn, mask=(pair < R) & (c > 0))
-    store_state(dh + row * P * N, P, N, BLOCK_P, BLOCK_N, dstate)
+        turn = tl.where(tl.load(spans_ptr + (b * C + c) * 2 * L + L - 1) < 0, turn, 0.0)
+        tl.store(carry_ptr + (chunk - 1) * R + pair, turn, mask=(pair < R) & (c > 0))
+    store_state(dh_ptr + row * P * N, P, N, BLOCK_P, BLOCK_N, dstate)
 
     n, p = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
-    value, key = load_row(v_given + row * P, P, BLOCK_P), load_row(k_given + row * N, N, BLOCK_N)
-    dkey = first_beta(dt, trap, b, T, H, head) * tl.sum(dstate * value[:, None], 0)
-    tl.store(dk_given + row * N + n, dkey, mask=n < N)
-    tl.store(lifted + row * P + p, tl.sum(dstate * key[None, :], 1), mask=p < P)
+    value, key = load_row(v_given_ptr + row * P, P, BLOCK_P), load_row(k_given_ptr + row * N, N, BLOCK_N)
+    dkey = first_beta(dt_ptr, trap_ptr, b, T, H, head) * tl.sum(dstate * value[:, None], 0)
+    tl.store(dk_given_ptr + row * N + n, dkey, mask=n < N)
+    tl.store(lifted_ptr + row * P + p, tl.sum(dstate * key[None, :], 1), mask=p < P)
 
 
 @triton.jit
 def chunk_gradient_kernel(
-    queries, keys, v, v_strides, dout, D, coefficients, spans, entering, leaving, dk_final, dv_final,
-    dqueries, dkeys, dv, dz, dD, sums, borders, T, C,
+    queries_ptr, keys_ptr, v_ptr, v_strides, dout_ptr, D_ptr, coefficients_ptr, spans_ptr, entering_ptr,
+    leaving_ptr, dk_final_ptr, dv_final_ptr,
+    dqueries_ptr, dkeys_ptr, dv_ptr, dz_ptr, dD_ptr, sums_ptr, borders_ptr, T, C,
     H: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -154,73 +159,74 @@ def chunk_gradient_kernel(
     row, i, pair = b.to(tl.int64) * H + head, tl.arange(0, L), tl.arange(0, BLOCK_N // 2)
     chunk, t0 = row * C + c, c * CHUNK
     count, token = tl.minimum(CHUNK, T - t0), b.to(tl.int64) * T + t0
-    dtype: tl.constexpr = v.dtype.element_ty
+    dtype: tl.constexpr = v_ptr.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
-    coefficients += chunk * (ROWS * L)
-    sums += chunk * (SUMS * L) + i
+    coefficients_ptr += chunk * (ROWS * L)
+    sums_ptr += chunk * (SUMS * L) + i
     at_value, at_key = (token * H + head) * P, (row * T + t0) * N
-    value = load_tile(v + offset(v_strides, b, t0, head), i, count, v_strides[1], P, BLOCK_P)
-    douts = load_tile(dout + at_value, i, count, H * P, P, BLOCK_P)
-    key = load_tile(keys + at_key, i, count, N, N, BLOCK_N)
-    query = load_tile(queries + at_key, i, count, N, N, BLOCK_N)
-    dstate = load_state(leaving + chunk * P * N, P, N, BLOCK_P, BLOCK_N)
-    state = load_state(entering + chunk * P * N, P, N, BLOCK_P, BLOCK_N)
-    scale = tl.load(coefficients + SCALE * L + i)
-    total = tl.load(coefficients + SINCE * L + L - 1)
+    value = load_tile(v_ptr + offset(v_strides, b, t0, head), i, count, v_strides[1], P, BLOCK_P)
+    douts = load_tile(dout_ptr + at_value, i, count, H * P, P, BLOCK_P)
+    key = load_tile(keys_ptr + at_key, i, count, N, N, BLOCK_N)
+    query = load_tile(queries_ptr + at_key, i, count, N, N, BLOCK_N)
+    dstate = load_state(leaving_ptr + chunk * P * N, P, N, BLOCK_P, BLOCK_N)
+    state = load_state(entering_ptr + chunk * P * N, P, N, BLOCK_P, BLOCK_N)
+    scale = tl.load(coefficients_ptr + SCALE * L + i)
+    total = tl.load(coefficients_ptr + SINCE * L + L - 1)
     through = total * tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
     border = total * wedge(state, dstate)
 
     dmixed = dot(value, tl.trans(douts))
     scores = dot(key, tl.trans(query))
     diagonal = i[:, None] == i[None, :]
-    tl.store(dD + (b * C + c) * H + head, tl.sum(tl.where(diagonal, dmixed, 0.0)))
-    tl.store(sums + DGAMMA * L, tl.sum(tl.where(diagonal, dmixed * scores, 0.0), 1))
-    last = tl.load(spans + (b * C + c) * 2 * L + L + i)
+    tl.store(dD_ptr + (b * C + c) * H + head, tl.sum(tl.where(diagonal, dmixed, 0.0)))
+    tl.store(sums_ptr + DGAMMA * L, tl.sum(tl.where(diagonal, dmixed * scores, 0.0), 1))
+    last = tl.load(spans_ptr + (b * C + c) * 2 * L + L + i)
     later = (i[None, :] > i[:, None]) & (i[None, :] <= last[:, None])
-    weight = tl.where(later, decay_between(coefficients, L, EXACT, 1), 0.0)
+    weight = tl.where(later, decay_between(coefficients_ptr, L, EXACT, 1), 0.0)
     weighted = dmixed * scores * weight
     dscale = tl.sum(weighted, 1)
-    gamma = tl.load(coefficients + GAMMA * L + i)[:, None]
+    gamma = tl.load(coefficients_ptr + GAMMA * L + i)[:, None]
     weight = tl.where(diagonal, gamma, weight * scale[:, None])
     dscores = (dmixed * weight).to(dtype)
-    skip = tl.where(diagonal, tl.load(D + head).to(tl.float32), 0.0)
+    skip = tl.where(diagonal, tl.load(D_ptr + head).to(tl.float32), 0.0)
     mixed = (scores * weight + skip).to(dtype)
     from_t = (i[:, None] >= i[None, :]).to(dtype)
     dlog = dot((weighted * scale[:, None]).to(dtype), from_t)
     dlog = tl.sum(tl.where(i[:, None] < i[None, :], dlog, 0.0), 0) + through
 
-    until, since = tl.load(coefficients + UNTIL * L + i), tl.load(coefficients + SINCE * L + i)
+    until, since = tl.load(coefficients_ptr + UNTIL * L + i), tl.load(coefficients_ptr + SINCE * L + i)
     out = dot(query, tl.trans(state)) * since[:, None]
     out = dot(tl.trans(mixed), value, out)
-    slope = load_tile(dz + at_value, i, count, H * P, P, BLOCK_P)
-    store_tile(dz + at_value, i, count, H * P, P, BLOCK_P, out * slope)
+    slope = load_tile(dz_ptr + at_value, i, count, H * P, P, BLOCK_P)
+    store_tile(dz_ptr + at_value, i, count, H * P, P, BLOCK_P, out * slope)
     dvalue = dot(key, tl.trans(dstate)) * (until * scale)[:, None]
     dvalue = dot(mixed, douts, dvalue)
     final = (t0 + i == T - 1)[:, None]
     if c == C - 1:
-        dvalue += tl.where(final, load_row(dv_final + row * P, P, BLOCK_P)[None, :], 0.0)
-    store_tile(dv + at_value, i, count, H * P, P, BLOCK_P, dvalue)
+        dvalue += tl.where(final, load_row(dv_final_ptr + row * P, P, BLOCK_P)[None, :], 0.0)
+    store_tile(dv_ptr + at_value, i, count, H * P, P, BLOCK_P, dvalue)
 
     dkey = dot(value, dstate) * until[:, None]
-    left = tl.sum(dkey * load_tile(keys + at_key, i, count, N, N, BLOCK_N), 1)
-    tl.store(sums + DSCALE * L, left + dscale)
+    left = tl.sum(dkey * load_tile(keys_ptr + at_key, i, count, N, N, BLOCK_N), 1)
+    tl.store(sums_ptr + DSCALE * L, left + dscale)
     dkey = dot(dscores, query, dkey * scale[:, None])
     if c == C - 1:
-        dkey += tl.where(final, load_row(dk_final + row * N, N, BLOCK_N)[None, :], 0.0)
-    store_tile(dkeys + at_key, i, count, N, N, BLOCK_N, dkey)
+        dkey += tl.where(final, load_row(dk_final_ptr + row * N, N, BLOCK_N)[None, :], 0.0)
+    store_tile(dkeys_ptr + at_key, i, count, N, N, BLOCK_N, dkey)
     dquery = dot(douts, state) * since[:, None]
-    again = load_tile(queries + at_key, i, count, N, N, BLOCK_N)
+    again = load_tile(queries_ptr + at_key, i, count, N, N, BLOCK_N)
     entered = tl.sum(dquery * again, 1)
-    tl.store(borders + chunk * R + pair, border - wedge(again, dquery), mask=pair < R)
+    tl.store(borders_ptr + chunk * R + pair, border - wedge(again, dquery), mask=pair < R)
     dquery = dot(tl.trans(dscores), key, dquery)
-    store_tile(dqueries + at_key, i, count, N, N, BLOCK_N, dquery)
+    store_tile(dqueries_ptr + at_key, i, count, N, N, BLOCK_N, dquery)
     crossing = tl.where(i[:, None] < i[None, :], (scale * left)[:, None], entered[:, None])
-    tl.store(sums + DECAY * L, dlog + tl.sum(crossing, 0))
+    tl.store(sums_ptr + DECAY * L, dlog + tl.sum(crossing, 0))
 
 
 @triton.jit
 def head_sum_kernel(
-    dheads, turns, dgroups, dbias, B, T, H: tl.constexpr, HEADS_A_GROUP: tl.constexpr, PART: tl.constexpr,
+    dheads_ptr, turns_ptr, dgroups_ptr, dbias_ptr, B, T, H: tl.constexpr, HEADS_A_GROUP: tl.constexpr,
+    PART: tl.constexpr,
     N: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """PART heads of one group on BLOCK_T tokens: rotate dqueries or dkeys (B,H,T,N) back and sum them.
@@ -239,20 +245,20 @@ def head_sum_kernel(
         head = group * HEADS_A_GROUP + h
         at = (b.to(tl.int64) * H + head) * T + t0
         # Issue all loads before the first store: after it they would wait for it.
-        ticks = load_tile(turns + at * R, i, T - t0, R, R, BLOCK_R)
-        turned = load_tile(dheads + at * N, i, T - t0, N, 2 * R, 2 * BLOCK_R).to(tl.float32)
-        own_rest = load_tile(dheads + at * N + 2 * R, i, T - t0, N, REST, BLOCK_REST).to(tl.float32)
+        ticks = load_tile(turns_ptr + at * R, i, T - t0, R, R, BLOCK_R)
+        turned = load_tile(dheads_ptr + at * N, i, T - t0, N, 2 * R, 2 * BLOCK_R).to(tl.float32)
+        own_rest = load_tile(dheads_ptr + at * N + 2 * R, i, T - t0, N, REST, BLOCK_REST).to(tl.float32)
         cos, sin = cos_sin(ticks)
         even, odd = pairs_of(turned)
         own_even, own_odd = even * cos + odd * sin, odd * cos - even * sin
         all_even += own_even
         all_odd += own_odd
         all_rest += own_rest
-        to = dbias + ((b * tl.num_programs(0) + block) * H + head) * N
+        to = dbias_ptr + ((b * tl.num_programs(0) + block) * H + head) * N
         tl.store(to + 2 * r, tl.sum(own_even, 0), mask=r < R)
         tl.store(to + 2 * r + 1, tl.sum(own_odd, 0), mask=r < R)
         tl.store(to + 2 * R + rest, tl.sum(own_rest, 0), mask=rest < REST)
-    to = dgroups + (((part * B + b).to(tl.int64) * T + t0) * groups + group) * N
+    to = dgroups_ptr + (((part * B + b).to(tl.int64) * T + t0) * groups + group) * N
     store_tile(to, i, T - t0, groups * N, 2 * R, 2 * BLOCK_R, from_pairs(all_even, all_odd))
     store_tile(to + 2 * R, i, T - t0, groups * N, REST, BLOCK_REST, all_rest)
 
@@ -267,8 +273,9 @@ def wedges(x, dx, rows, count, N, R: tl.constexpr, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def token_gradient_kernel(
-    queries, keys, dqueries, dkeys, angles, angle_strides, dt, trap, doc_ids, spans, v_given, lifted, dtheta_final,
-    sums, carry, borders, dangles, dadt, ddt, dtrap, dtheta, dv_given, T, C,
+    queries_ptr, keys_ptr, dqueries_ptr, dkeys_ptr, angles_ptr, angle_strides, dt_ptr, trap_ptr, doc_ids_ptr,
+    spans_ptr, v_given_ptr, lifted_ptr, dtheta_final_ptr,
+    sums_ptr, carry_ptr, borders_ptr, dangles_ptr, dadt_ptr, ddt_ptr, dtrap_ptr, dtheta_ptr, dv_given_ptr, T, C,
     H: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -282,40 +289,44 @@ def token_gradient_kernel(
     place, count = CHUNK - 1 - i, tl.minimum(CHUNK, T - t0)
     t, live = t0 + place, (place >= 0) & (place < count)
     token, at = b.to(tl.int64) * T + t0, (row * T + t0) * N
-    scalar, here = (token + place) * H + head, sums + chunk * (SUMS * L) + place
-    start, closed = begins(doc_ids, b, t, T), begins(doc_ids, b, t + 1, T)
-    last = tl.load(spans + (b * C + c) * 2 * L + L + place, mask=live, other=-1)
+    scalar, here = (token + place) * H + head, sums_ptr + chunk * (SUMS * L) + place
+    start, closed = begins(doc_ids_ptr, b, t, T), begins(doc_ids_ptr, b, t + 1, T)
+    last = tl.load(spans_ptr + (b * C + c) * 2 * L + L + place, mask=live, other=-1)
     # Issue all loads before the first store: after it they would wait for it.
-    turn = wedges(queries + at, dqueries + at, place, count, N, R, BLOCK_R)
-    turn += wedges(keys + at, dkeys + at, place, count, N, R, BLOCK_R)
-    angle = load_tile(angles + offset(angle_strides, b, t0, head), place, count, angle_strides[1], R, BLOCK_R)
+    turn = wedges(queries_ptr + at, dqueries_ptr + at, place, count, N, R, BLOCK_R)
+    turn += wedges(keys_ptr + at, dkeys_ptr + at, place, count, N, R, BLOCK_R)
+    angle = load_tile(
+        angles_ptr + offset(angle_strides, b, t0, head), place, count, angle_strides[1], R, BLOCK_R
+    )
     inner = (r < R) & (c < C - 1)
-    after = tl.load(carry + chunk * R + r, mask=inner, other=0.0)
-    after -= tl.load(borders + (chunk + 1) * R + r, mask=inner, other=0.0)
-    rate = tl.load(dt + scalar, mask=live, other=0.0).to(tl.float32)
-    logit = tl.load(trap + scalar, mask=live, other=0.0).to(tl.float32)
+    after = tl.load(carry_ptr + chunk * R + r, mask=inner, other=0.0)
+    after -= tl.load(borders_ptr + (chunk + 1) * R + r, mask=inner, other=0.0)
+    rate = tl.load(dt_ptr + scalar, mask=live, other=0.0).to(tl.float32)
+    logit = tl.load(trap_ptr + scalar, mask=live, other=0.0).to(tl.float32)
     decay = tl.load(here + DECAY * L, mask=live, other=0.0)
     own = tl.load(here + DSCALE * L, mask=live, other=0.0) + tl.load(here + DGAMMA * L, mask=live, other=0.0)
     before = chunk * (SUMS * L) + DSCALE * L + tl.where(place > 0, place, CHUNK - SUMS * L) - 1
-    dbeta = tl.load(sums + before, mask=live & (t > 0) & (start == 0), other=0.0)
+    dbeta = tl.load(sums_ptr + before, mask=live & (t > 0) & (start == 0), other=0.0)
 
     if c == C - 1:
-        turn += tl.where((t == T - 1)[:, None], load_row(dtheta_final + row * R, R, BLOCK_R)[None, :], 0.0)
+        turn += tl.where(
+            (t == T - 1)[:, None], load_row(dtheta_final_ptr + row * R, R, BLOCK_R)[None, :], 0.0
+        )
     _, turn = tl.associative_scan(((closed[:, None] & (r >= 0)[None, :]).to(tl.int32), turn), 0, restart)
     turn += tl.where(((last == L - 1) & (c < C - 1))[:, None], after[None, :], 0.0)
     if c == 0:
-        tl.store(dtheta + row * R + r, tl.sum(tl.where((t == 0)[:, None], turn, 0.0), 0), mask=r < R)
+        tl.store(dtheta_ptr + row * R + r, tl.sum(tl.where((t == 0)[:, None], turn, 0.0), 0), mask=r < R)
     turn *= PI
     x = tanh(angle.to(tl.float32))
     dangle = turn * rate[:, None] * (1 - x * x)
-    store_tile(dangles + (token * H + head) * R, place, count, H * R, R, BLOCK_R, dangle)
+    store_tile(dangles_ptr + (token * H + head) * R, place, count, H * R, R, BLOCK_R, dangle)
 
-    tl.store(dadt + scalar, tl.where(start, 0.0, decay), mask=live)
+    tl.store(dadt_ptr + scalar, tl.where(start, 0.0, decay), mask=live)
     lam, opposite = 1 / (1 + tl.exp(-logit)), 1 / (1 + tl.exp(logit))
     if c == 0:
         p = tl.arange(0, BLOCK_P)
-        lift, value = load_row(lifted + row * P, P, BLOCK_P), load_row(v_given + row * P, P, BLOCK_P)
-        tl.store(dv_given + row * P + p, first_beta(dt, trap, b, T, H, head) * lift, mask=p < P)
+        lift, value = load_row(lifted_ptr + row * P, P, BLOCK_P), load_row(v_given_ptr + row * P, P, BLOCK_P)
+        tl.store(dv_given_ptr + row * P + p, first_beta(dt_ptr, trap_ptr, b, T, H, head) * lift, mask=p < P)
         dbeta += tl.where(t == 0, tl.sum(lift * value), 0.0)
-    tl.store(ddt + scalar, own * lam + dbeta * opposite + tl.sum(turn * x, 1), mask=live)
-    tl.store(dtrap + scalar, (own - dbeta) * rate * lam * opposite, mask=live)
+    tl.store(ddt_ptr + scalar, own * lam + dbeta * opposite + tl.sum(turn * x, 1), mask=live)
+    tl.store(dtrap_ptr + scalar, (own - dbeta) * rate * lam * opposite, mask=live)

@@ -19,10 +19,10 @@ BEFORE = tl.constexpr(64)  # blocks whose ticks are summed at a time
 
 
 @triton.jit
-def begins(doc_ids, b, t, T):
+def begins(doc_ids_ptr, b, t, T):
     """Whether the document changes at token t. Token 0 continues the given state."""
     inner = (t > 0) & (t < T)
-    at = doc_ids + b.to(tl.int64) * T + t
+    at = doc_ids_ptr + b.to(tl.int64) * T + t
     return tl.load(at, mask=inner, other=0) != tl.load(at - 1, mask=inner, other=0)
 
 
@@ -42,33 +42,35 @@ def seen(rows, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_tile(base, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_tile(base_ptr, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Load a (rows,BLOCK) tile of such a matrix; zeros outside."""
-    at = base + rows[:, None] * stride + tl.arange(0, BLOCK)[None, :]
+    at = base_ptr + rows[:, None] * stride + tl.arange(0, BLOCK)[None, :]
     return tl.load(at, mask=seen(rows, count, WIDTH, BLOCK), other=0.0)
 
 
 @triton.jit
-def store_tile(base, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, tile):
-    at = base + rows[:, None] * stride + tl.arange(0, BLOCK)[None, :]
+def store_tile(base_ptr, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, tile):
+    at = base_ptr + rows[:, None] * stride + tl.arange(0, BLOCK)[None, :]
     tl.store(at, tile, mask=seen(rows, count, WIDTH, BLOCK))
 
 
 @triton.jit
-def load_row(base, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_row(base_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Load (BLOCK,) in fp32, zeros from WIDTH on."""
     i = tl.arange(0, BLOCK)
-    return tl.load(base + i, mask=i < WIDTH, other=0.0).to(tl.float32)
+    return tl.load(base_ptr + i, mask=i < WIDTH, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_state(base, P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    return load_tile(base, tl.arange(0, BLOCK_P), P, N, N, BLOCK_N)
+def load_state(base_ptr, P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    return load_tile(base_ptr, tl.arange(0, BLOCK_P), P, N, N, BLOCK_N)
 
 
 @triton.jit
-def store_state(base, P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, state):
-    store_tile(base, tl.arange(0, BLOCK_P), P, N, N, BLOCK_N, state)
+def store_state(
+    base_ptr, P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, state
+):
+    store_tile(base_ptr, tl.arange(0, BLOCK_P), P, N, N, BLOCK_N, state)
 
 
 @triton.jit
@@ -138,42 +140,42 @@ def restart(begun, total, begins_here, value):
 
 
 @triton.jit
-def decay_between(coefficients, L: tl.constexpr, EXACT: tl.constexpr, LATER: tl.constexpr):
+def decay_between(coefficients_ptr, L: tl.constexpr, EXACT: tl.constexpr, LATER: tl.constexpr):
     """Decay from after one place to a later one (L,L), the later ones along axis LATER; other entries are undefined.
 
     The low part is below the precision of 16-bit operands, so it is used only if EXACT.
     """
     i = tl.arange(0, L)
-    high = tl.load(coefficients + HIGH * L + i)
+    high = tl.load(coefficients_ptr + HIGH * L + i)
     exponent = tl.expand_dims(high, 1 - LATER) - tl.expand_dims(high, LATER)
     if EXACT:
-        low = tl.load(coefficients + LOW * L + i)
+        low = tl.load(coefficients_ptr + LOW * L + i)
         exponent += tl.expand_dims(low, 1 - LATER) - tl.expand_dims(low, LATER)
     return tl.exp2(exponent)
 
 
 @triton.jit
-def first_beta(dt, trap, b, T, H, head):
+def first_beta(dt_ptr, trap_ptr, b, T, H, head):
     """(1 - lam) dt of token 0: the weight of the given v_prev k_prev^T."""
     at = b.to(tl.int64) * T * H + head
-    return tl.load(dt + at).to(tl.float32) / (1 + tl.exp(tl.load(trap + at).to(tl.float32)))
+    return tl.load(dt_ptr + at).to(tl.float32) / (1 + tl.exp(tl.load(trap_ptr + at).to(tl.float32)))
 
 
 @triton.jit
 def initial_state(
-    h_given, k_given, v_given, dt, trap, b, T, H, head,
+    h_given_ptr, k_given_ptr, v_given_ptr, dt_ptr, trap_ptr, b, T, H, head,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """State that enters the first chunk: h plus the weighted v_prev k_prev^T."""
     row = b.to(tl.int64) * H + head
-    key, value = load_row(k_given + row * N, N, BLOCK_N), load_row(v_given + row * P, P, BLOCK_P)
-    given = load_state(h_given + row * P * N, P, N, BLOCK_P, BLOCK_N).to(tl.float32)
-    return given + first_beta(dt, trap, b, T, H, head) * value[:, None] * key[None, :]
+    key, value = load_row(k_given_ptr + row * N, N, BLOCK_N), load_row(v_given_ptr + row * P, P, BLOCK_P)
+    given = load_state(h_given_ptr + row * P * N, P, N, BLOCK_P, BLOCK_N).to(tl.float32)
+    return given + first_beta(dt_ptr, trap_ptr, b, T, H, head) * value[:, None] * key[None, :]
 
 
 @triton.jit
 def prepare_kernel(
-    adt, dt, trap, doc_ids, coefficients, spans, T, C,
+    adt_ptr, dt_ptr, trap_ptr, doc_ids_ptr, coefficients_ptr, spans_ptr, T, C,
     H: tl.constexpr, CHUNK: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program per (HEADS heads, chunk, row): the per-token scalars, transposed.
@@ -190,17 +192,17 @@ def prepare_kernel(
     i, h = tl.arange(0, L), tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     t = c * CHUNK + i
     live = (i < CHUNK) & (t < T)
-    start = live & begins(doc_ids, b, t, T)
+    start = live & begins(doc_ids_ptr, b, t, T)
     valid = live[:, None] & (h < H)[None, :]
-    followed = valid & ((t < T - 1) & (begins(doc_ids, b, t + 1, T) == 0))[:, None]
+    followed = valid & ((t < T - 1) & (begins(doc_ids_ptr, b, t + 1, T) == 0))[:, None]
     at = (b.to(tl.int64) * T + t[:, None]) * H + h[None, :]
     # A decay of 2^-256 is zero in fp32: clamping there changes nothing, and keeps -inf out of the sums.
-    decay = tl.load(adt + at, mask=valid, other=0.0).to(tl.float64) * LOG2E
+    decay = tl.load(adt_ptr + at, mask=valid, other=0.0).to(tl.float64) * LOG2E
     decay = tl.where(decay > -256.0, decay, -256.0)
-    lam = 1 / (1 + tl.exp(-tl.load(trap + at, mask=valid, other=0.0).to(WIDE)))
-    gamma = tl.load(dt + at, mask=valid, other=0.0).to(WIDE) * lam
-    lam_opposite = 1 / (1 + tl.exp(tl.load(trap + at + H, mask=followed, other=0.0).to(WIDE)))
-    scale = gamma + tl.load(dt + at + H, mask=followed, other=0.0).to(WIDE) * lam_opposite
+    lam = 1 / (1 + tl.exp(-tl.load(trap_ptr + at, mask=valid, other=0.0).to(WIDE)))
+    gamma = tl.load(dt_ptr + at, mask=valid, other=0.0).to(WIDE) * lam
+    lam_opposite = 1 / (1 + tl.exp(tl.load(trap_ptr + at + H, mask=followed, other=0.0).to(WIDE)))
+    scale = gamma + tl.load(dt_ptr + at + H, mask=followed, other=0.0).to(WIDE) * lam_opposite
 
     _, total = tl.associative_scan(((start[:, None] & valid).to(tl.int32), decay), 0, restart)
     high = total.to(tl.float32)
@@ -208,7 +210,7 @@ def prepare_kernel(
     untouched, last_start = i < tl.min(tl.where(start, i, L)), tl.max(tl.where(start, i, -1))
     since = tl.where(untouched[:, None], tl.exp2(high), 0.0)
     until = tl.where((i >= last_start)[:, None], tl.exp2((whole[None, :] - total).to(tl.float32)), 0.0)
-    at = coefficients + ((b.to(tl.int64) * H + h[None, :]) * C + c) * (ROWS * L) + i[:, None]
+    at = coefficients_ptr + ((b.to(tl.int64) * H + h[None, :]) * C + c) * (ROWS * L) + i[:, None]
     exists = (i >= 0)[:, None] & (h < H)[None, :]
     tl.store(at + HIGH * L, high, mask=exists)
     tl.store(at + LOW * L, (total - high.to(tl.float64)).to(tl.float32), mask=exists)
@@ -219,25 +221,27 @@ def prepare_kernel(
     if tl.program_id(0) == 0:
         opens = start[None, :] & (i[None, :] <= i[:, None])
         follows = start[None, :] & (i[None, :] > i[:, None])
-        to = spans + (b * C + c) * 2 * L + i
+        to = spans_ptr + (b * C + c) * 2 * L + i
         tl.store(to, tl.max(tl.where(opens, i[None, :], -1), 1))
         tl.store(to + L, tl.min(tl.where(follows, i[None, :], L), 1) - 1)
 
 
 @triton.jit
 def token_ticks(
-    angles, strides, dt, b, t0, T, head, H, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr
+    angles_ptr, strides, dt_ptr, b, t0, T, head, H, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr
 ):  # fmt: skip
     """Rotation of each token of a block in ticks (BLOCK_T,BLOCK_R): tanh(angle) dt / 2 turns."""
     i = tl.arange(0, BLOCK_T)
-    rate = tl.load(dt + (b.to(tl.int64) * T + t0 + i) * H + head, mask=t0 + i < T, other=0.0).to(tl.float32)
-    x = load_tile(angles + offset(strides, b, t0, head), i, T - t0, strides[1], R, BLOCK_R)
+    rate = tl.load(dt_ptr + (b.to(tl.int64) * T + t0 + i) * H + head, mask=t0 + i < T, other=0.0).to(
+        tl.float32
+    )
+    x = load_tile(angles_ptr + offset(strides, b, t0, head), i, T - t0, strides[1], R, BLOCK_R)
     return to_ticks(tanh(x.to(tl.float32)) * (0.5 * rate)[:, None])
 
 
 @triton.jit
 def turn_sum_kernel(
-    angles, angle_strides, dt, doc_ids, theta, block_turns, block_starts, T,
+    angles_ptr, angle_strides, dt_ptr, doc_ids_ptr, theta_ptr, block_turns_ptr, block_starts_ptr, T,
     H: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """One program per (head, block of BLOCK_T tokens, row): the rotation that a block adds to later tokens.
@@ -249,44 +253,47 @@ def turn_sum_kernel(
     head, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, r, t0 = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R), block * BLOCK_T
     row, entries = b.to(tl.int64) * H + head, tl.num_programs(1) + 1
-    ticks = token_ticks(angles, angle_strides, dt, b, t0, T, head, H, R, BLOCK_R, BLOCK_T)
-    last_start = tl.max(tl.where(begins(doc_ids, b, t0 + i, T), i, -1))
+    ticks = token_ticks(angles_ptr, angle_strides, dt_ptr, b, t0, T, head, H, R, BLOCK_R, BLOCK_T)
+    last_start = tl.max(tl.where(begins(doc_ids_ptr, b, t0 + i, T), i, -1))
     total = tl.sum(tl.where((i >= last_start)[:, None], ticks, 0), 0)
-    tl.store(block_turns + (row * entries + 1 + block) * R + r, total, mask=r < R)
+    tl.store(block_turns_ptr + (row * entries + 1 + block) * R + r, total, mask=r < R)
     if head == 0:
-        tl.store(block_starts + b * entries + 1 + block, (last_start >= 0).to(tl.int32))
+        tl.store(block_starts_ptr + b * entries + 1 + block, (last_start >= 0).to(tl.int32))
     if block == 0:
-        given = tl.load(theta + row * R + r, mask=r < R, other=0.0).to(tl.float64) / TAU
-        tl.store(block_turns + row * entries * R + r, to_ticks(given - tl.floor(given)), mask=r < R)
-        tl.store(block_starts + b * entries, 0)
+        given = tl.load(theta_ptr + row * R + r, mask=r < R, other=0.0).to(tl.float64) / TAU
+        tl.store(block_turns_ptr + row * entries * R + r, to_ticks(given - tl.floor(given)), mask=r < R)
+        tl.store(block_starts_ptr + b * entries, 0)
 
 
 @triton.jit
-def entering_ticks(block_turns, block_starts, row, b, block, entries, R: tl.constexpr, BLOCK_R: tl.constexpr):
+def entering_ticks(
+    block_turns_ptr, block_starts_ptr, row, b, block, entries, R: tl.constexpr, BLOCK_R: tl.constexpr
+):
     """Angle at the start of a block: the ticks of the blocks since the last start, or since the given theta."""
     ticks = tl.zeros((BLOCK_R,), tl.int32)
     for begin in range(0, block + 1, BEFORE):
         j = begin + tl.arange(0, BEFORE)
-        started = tl.load(block_starts + b * entries + j, mask=j <= block, other=0) != 0
+        started = tl.load(block_starts_ptr + b * entries + j, mask=j <= block, other=0) != 0
         last_start = tl.max(tl.where(started, j, -1))
-        turns = load_tile(block_turns + row * entries * R, j, block + 1, R, R, BLOCK_R)
+        turns = load_tile(block_turns_ptr + row * entries * R, j, block + 1, R, R, BLOCK_R)
         added = tl.sum(tl.where((j >= last_start)[:, None], turns, 0), 0)
         ticks = tl.where(last_start >= 0, 0, ticks) + added
     return ticks
 
 
 @triton.jit
-def turned_tile(base, bias, rows, count, stride, cos, sin, R: tl.constexpr, BLOCK_R: tl.constexpr):
+def turned_tile(base_ptr, bias_ptr, rows, count, stride, cos, sin, R: tl.constexpr, BLOCK_R: tl.constexpr):
     """The rotated columns of q or k, after bias and rotation, fp32 (BLOCK_T,2 BLOCK_R)."""
-    biases = load_row(bias, 2 * R, 2 * BLOCK_R)[None, :]
-    even, odd = pairs_of(load_tile(base, rows, count, stride, 2 * R, 2 * BLOCK_R).to(tl.float32) + biases)
+    biases = load_row(bias_ptr, 2 * R, 2 * BLOCK_R)[None, :]
+    even, odd = pairs_of(load_tile(base_ptr, rows, count, stride, 2 * R, 2 * BLOCK_R).to(tl.float32) + biases)
     return from_pairs(even * cos - odd * sin, even * sin + odd * cos)
 
 
 @triton.jit
 def turn_kernel(
-    q, q_strides, k, k_strides, q_bias, k_bias, angles, angle_strides, dt, doc_ids, block_turns, block_starts,
-    queries, keys, turns, theta_final, k_final, T,
+    q_ptr, q_strides, k_ptr, k_strides, q_bias_ptr, k_bias_ptr, angles_ptr, angle_strides, dt_ptr, doc_ids_ptr,
+    block_turns_ptr, block_starts_ptr,
+    queries_ptr, keys_ptr, turns_ptr, theta_final_ptr, k_final_ptr, T,
     H: tl.constexpr, HEADS_A_GROUP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, KEEP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
@@ -299,9 +306,9 @@ def turn_kernel(
     row, blocks, group = b.to(tl.int64) * H + head, tl.num_programs(1), head // HEADS_A_GROUP
     REST: tl.constexpr = N - 2 * R
     t0, i = block * BLOCK_T, tl.arange(0, BLOCK_T)
-    entering = entering_ticks(block_turns, block_starts, row, b, block, blocks + 1, R, BLOCK_R)
-    ticks = token_ticks(angles, angle_strides, dt, b, t0, T, head, H, R, BLOCK_R, BLOCK_T)
-    starts = begins(doc_ids, b, t0 + i, T)
+    entering = entering_ticks(block_turns_ptr, block_starts_ptr, row, b, block, blocks + 1, R, BLOCK_R)
+    ticks = token_ticks(angles_ptr, angle_strides, dt_ptr, b, t0, T, head, H, R, BLOCK_R, BLOCK_T)
+    starts = begins(doc_ids_ptr, b, t0 + i, T)
     if tl.max(starts.to(tl.int32)) != 0:
         flags = (starts[:, None] & (tl.arange(0, BLOCK_R) >= 0)[None, :]).to(tl.int32)
         begun, total = tl.associative_scan((flags, ticks), 0, restart)
@@ -310,39 +317,40 @@ def turn_kernel(
         total = tl.cumsum(ticks, 0) + entering[None, :]
     first = row * T + t0
     if KEEP:
-        store_tile(turns + first * R, i, T - t0, R, R, BLOCK_R, total)
+        store_tile(turns_ptr + first * R, i, T - t0, R, R, BLOCK_R, total)
     cos, sin = cos_sin(total)
 
-    at_q, at_k = q + offset(q_strides, b, t0, group), k + offset(k_strides, b, t0, group)
-    q_bias += head * N
-    k_bias += head * N
-    query = turned_tile(at_q, q_bias, i, T - t0, q_strides[1], cos, sin, R, BLOCK_R)
-    store_tile(queries + first * N, i, T - t0, N, 2 * R, 2 * BLOCK_R, query)
-    key = turned_tile(at_k, k_bias, i, T - t0, k_strides[1], cos, sin, R, BLOCK_R)
-    store_tile(keys + first * N, i, T - t0, N, 2 * R, 2 * BLOCK_R, key)
+    at_q, at_k = q_ptr + offset(q_strides, b, t0, group), k_ptr + offset(k_strides, b, t0, group)
+    q_bias_ptr += head * N
+    k_bias_ptr += head * N
+    query = turned_tile(at_q, q_bias_ptr, i, T - t0, q_strides[1], cos, sin, R, BLOCK_R)
+    store_tile(queries_ptr + first * N, i, T - t0, N, 2 * R, 2 * BLOCK_R, query)
+    key = turned_tile(at_k, k_bias_ptr, i, T - t0, k_strides[1], cos, sin, R, BLOCK_R)
+    store_tile(keys_ptr + first * N, i, T - t0, N, 2 * R, 2 * BLOCK_R, key)
     rest_of_query = load_tile(at_q + 2 * R, i, T - t0, q_strides[1], REST, BLOCK_REST).to(tl.float32)
-    rest_of_query += load_row(q_bias + 2 * R, REST, BLOCK_REST)[None, :]
-    store_tile(queries + first * N + 2 * R, i, T - t0, N, REST, BLOCK_REST, rest_of_query)
+    rest_of_query += load_row(q_bias_ptr + 2 * R, REST, BLOCK_REST)[None, :]
+    store_tile(queries_ptr + first * N + 2 * R, i, T - t0, N, REST, BLOCK_REST, rest_of_query)
     rest_of_key = load_tile(at_k + 2 * R, i, T - t0, k_strides[1], REST, BLOCK_REST).to(tl.float32)
-    rest_of_key += load_row(k_bias + 2 * R, REST, BLOCK_REST)[None, :]
-    store_tile(keys + first * N + 2 * R, i, T - t0, N, REST, BLOCK_REST, rest_of_key)
+    rest_of_key += load_row(k_bias_ptr + 2 * R, REST, BLOCK_REST)[None, :]
+    store_tile(keys_ptr + first * N + 2 * R, i, T - t0, N, REST, BLOCK_REST, rest_of_key)
 
     if block == blocks - 1:
         last = tl.where(t0 + i == T - 1, 0, -1)  # row of k_final for a token, -1 for none
-        store_tile(k_final + row * N, last, 1, N, 2 * R, 2 * BLOCK_R, key)
-        store_tile(k_final + row * N + 2 * R, last, 1, N, REST, BLOCK_REST, rest_of_key)
+        store_tile(k_final_ptr + row * N, last, 1, N, 2 * R, 2 * BLOCK_R, key)
+        store_tile(k_final_ptr + row * N + 2 * R, last, 1, N, REST, BLOCK_REST, rest_of_key)
         exact = tl.sum(tl.where((t0 + i == T - 1)[:, None], total, 0), 0).to(tl.float64) / TWO_TO_32
         radians = ((exact - tl.floor(exact)) * TAU).to(tl.float32)
         # 2 pi is not exact in fp32: an angle that rounds up to the value above it is a whole turn, that is 0.
         radians = tl.where(radians < 6.2831852, radians, 0.0)
         r = tl.arange(0, BLOCK_R)
-        tl.store(theta_final + row * R + r, radians, mask=r < R)
+        tl.store(theta_final_ptr + row * R + r, radians, mask=r < R)
 
 
 @triton.jit
 def scan_kernel(
-    queries, keys, v, v_strides, z, z_strides, D, coefficients, spans, dt, trap, h_given, k_given, v_given,
-    y, h_final, v_final, T, C, H: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    queries_ptr, keys_ptr, v_ptr, v_strides, z_ptr, z_strides, D_ptr, coefficients_ptr, spans_ptr, dt_ptr,
+    trap_ptr, h_given_ptr, k_given_ptr, v_given_ptr,
+    y_ptr, h_final_ptr, v_final_ptr, T, C, H: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program per (head, row) loops over the chunks with the state in fp32 registers.
@@ -352,43 +360,45 @@ def scan_kernel(
     """
     head, b, i = tl.program_id(0), tl.program_id(1), tl.arange(0, L)
     row = b.to(tl.int64) * H + head
-    dtype: tl.constexpr = v.dtype.element_ty
+    dtype: tl.constexpr = v_ptr.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
-    skip = tl.load(D + head).to(tl.float32)
-    state = initial_state(h_given, k_given, v_given, dt, trap, b, T, H, head, P, N, BLOCK_P, BLOCK_N)
-    v += offset(v_strides, b, 0, head)
-    z += offset(z_strides, b, 0, head)
-    y += b.to(tl.int64) * T * H * P + head * P
-    queries += row * T * N
-    keys += row * T * N
-    coefficients += row * C * (ROWS * L)
-    spans += b * C * 2 * L
+    skip = tl.load(D_ptr + head).to(tl.float32)
+    state = initial_state(
+        h_given_ptr, k_given_ptr, v_given_ptr, dt_ptr, trap_ptr, b, T, H, head, P, N, BLOCK_P, BLOCK_N
+    )
+    v_ptr += offset(v_strides, b, 0, head)
+    z_ptr += offset(z_strides, b, 0, head)
+    y_ptr += b.to(tl.int64) * T * H * P + head * P
+    queries_ptr += row * T * N
+    keys_ptr += row * T * N
+    coefficients_ptr += row * C * (ROWS * L)
+    spans_ptr += b * C * 2 * L
     for c in range(C):
         count = tl.minimum(CHUNK, T - c * CHUNK)
-        query = load_tile(queries, i, count, N, N, BLOCK_N)
-        key = load_tile(keys, i, count, N, N, BLOCK_N)
-        first, scale = tl.load(spans + i), tl.load(coefficients + SCALE * L + i)
+        query = load_tile(queries_ptr, i, count, N, N, BLOCK_N)
+        key = load_tile(keys_ptr, i, count, N, N, BLOCK_N)
+        first, scale = tl.load(spans_ptr + i), tl.load(coefficients_ptr + SCALE * L + i)
         earlier = (i[None, :] < i[:, None]) & (i[None, :] >= first[:, None])
-        weight = tl.where(earlier, decay_between(coefficients, L, EXACT, 0) * scale[None, :], 0.0)
-        gamma = tl.load(coefficients + GAMMA * L + i)[:, None]
+        weight = tl.where(earlier, decay_between(coefficients_ptr, L, EXACT, 0) * scale[None, :], 0.0)
+        gamma = tl.load(coefficients_ptr + GAMMA * L + i)[:, None]
         scores = dot(query, tl.trans(key))
         diagonal = i[:, None] == i[None, :]
         scores = tl.where(diagonal, scores * gamma + skip, scores * weight).to(dtype)
         out = dot(query, tl.trans(state.to(dtype)))
-        out *= tl.load(coefficients + SINCE * L + i)[:, None]
-        value = load_tile(v, i, count, v_strides[1], P, BLOCK_P)
+        out *= tl.load(coefficients_ptr + SINCE * L + i)[:, None]
+        value = load_tile(v_ptr, i, count, v_strides[1], P, BLOCK_P)
         out = dot(scores, value, out)
-        gate = load_tile(z, i, count, z_strides[1], P, BLOCK_P).to(tl.float32)
-        store_tile(y, i, count, H * P, P, BLOCK_P, out * gate * sigmoid(gate, EXACT))
-        weighted = (value * (scale * tl.load(coefficients + UNTIL * L + i))[:, None]).to(dtype)
-        state = dot(tl.trans(weighted), key, state * tl.load(coefficients + SINCE * L + L - 1))
-        v += CHUNK * v_strides[1]
-        z += CHUNK * z_strides[1]
-        y += CHUNK * H * P
-        queries += CHUNK * N
-        keys += CHUNK * N
-        coefficients += ROWS * L
-        spans += 2 * L
-    store_state(h_final + row * P * N, P, N, BLOCK_P, BLOCK_N, state)
-    last = load_row(v + (T - 1 - C * CHUNK) * v_strides[1], P, BLOCK_P)
-    tl.store(v_final + row * P + tl.arange(0, BLOCK_P), last, mask=tl.arange(0, BLOCK_P) < P)
+        gate = load_tile(z_ptr, i, count, z_strides[1], P, BLOCK_P).to(tl.float32)
+        store_tile(y_ptr, i, count, H * P, P, BLOCK_P, out * gate * sigmoid(gate, EXACT))
+        weighted = (value * (scale * tl.load(coefficients_ptr + UNTIL * L + i))[:, None]).to(dtype)
+        state = dot(tl.trans(weighted), key, state * tl.load(coefficients_ptr + SINCE * L + L - 1))
+        v_ptr += CHUNK * v_strides[1]
+        z_ptr += CHUNK * z_strides[1]
+        y_ptr += CHUNK * H * P
+        queries_ptr += CHUNK * N
+        keys_ptr += CHUNK * N
+        coefficients_ptr += ROWS * L
+        spans_ptr += 2 * L
+    store_state(h_final_ptr + row * P * N, P, N, BLOCK_P, BLOCK_N, state)
+    last = load_row(v_ptr + (T - 1 - C * CHUNK) * v_strides[1], P, BLOCK_P)
+    tl.store(v_final_ptr + row * P + tl.arange(0, BLOCK_P), last, mask=tl.arange(0, BLOCK_P) < P)

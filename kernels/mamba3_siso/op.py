@@ -15,32 +15,32 @@ from kernels.mamba3_siso.reference import (
 from kernels.mamba3_siso.upstream import mamba3_siso_upstream
 from kernels.op_support import (
     WITH_PEER,
+    autocast_disabled,
     check_doc_ids,
     check_floating,
     check_impl,
     check_shapes,
-    fresh,
-    full_precision,
-    launch_on_cuda,
-    plain_on_xla,
+    contiguous_clone,
+    register_triton,
+    resolve_impl,
 )
 
 
-def _plain_fwd(*inputs) -> tuple[Tensor, ...]:
+def _eager_fwd(*inputs) -> tuple[Tensor, ...]:
     """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
     *inputs, theta, h, k_prev, v_prev, chunk_size = inputs
-    with full_precision(inputs[2]):
+    with autocast_disabled(inputs[2]):
         y, state = mamba3_siso_reference(*inputs, Mamba3State(theta, h, k_prev, v_prev), chunk_size)
-    return tuple(fresh(t) for t in (y, *state))
+    return tuple(contiguous_clone(t) for t in (y, *state))
 
 
-def _plain_bwd(*inputs) -> list[Tensor]:
+def _eager_bwd(*inputs) -> list[Tensor]:
     """Run the reference backward, under the same conditions."""
     *inputs, theta, h, k_prev, v_prev, chunk_size, dy, dtheta, dh, dk_prev, dv_prev = inputs
     state, dstate = Mamba3State(theta, h, k_prev, v_prev), Mamba3State(dtheta, dh, dk_prev, dv_prev)
-    with full_precision(inputs[2]):
+    with autocast_disabled(inputs[2]):
         grads = mamba3_siso_backward_reference(*inputs, state, chunk_size, dy, dstate)
-    return [fresh(t) for t in grads]
+    return [contiguous_clone(t) for t in grads]
 
 
 @torch.library.custom_op("bumpgate::mamba3_siso_fwd", mutates_args=())
@@ -50,10 +50,10 @@ def mamba3_siso_fwd(
     theta: Tensor, h: Tensor, k_prev: Tensor, v_prev: Tensor, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
-    return _plain_fwd(*inputs, theta, h, k_prev, v_prev, chunk_size)
+    return _eager_fwd(*inputs, theta, h, k_prev, v_prev, chunk_size)
 
 
-launch_on_cuda(mamba3_siso_fwd, "kernels.mamba3_siso.kernel.mamba3_siso_fwd_kernel", fp64=_plain_fwd)
+register_triton(mamba3_siso_fwd, "kernels.mamba3_siso.kernel.mamba3_siso_fwd_kernel", fp64=_eager_fwd)
 
 
 @mamba3_siso_fwd.register_fake
@@ -73,10 +73,10 @@ def mamba3_siso_bwd(
     """Gradients of the floating-point inputs, in their order."""
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
     state, dstate = (theta, h, k_prev, v_prev), (dtheta, dh, dk_prev, dv_prev)
-    return _plain_bwd(*inputs, *state, chunk_size, dy, *dstate)
+    return _eager_bwd(*inputs, *state, chunk_size, dy, *dstate)
 
 
-launch_on_cuda(mamba3_siso_bwd, "kernels.mamba3_siso.kernel.mamba3_siso_bwd_kernel", fp64=_plain_bwd)
+register_triton(mamba3_siso_bwd, "kernels.mamba3_siso.kernel.mamba3_siso_bwd_kernel", fp64=_eager_bwd)
 
 
 @mamba3_siso_bwd.register_fake
@@ -111,7 +111,7 @@ def _check(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids, state,
     R = angles.shape[3]
     if T < 1 or H % G or 2 * R > N:
         raise ValueError(
-            f"mamba3_siso: T >= 1, H divisible by G and 2R <= N wanted, T={T}, H={H}, G={G}, R={R}, N={N}"
+            f"mamba3_siso: expected T >= 1, H divisible by G and 2R <= N, not T={T}, H={H}, G={G}, R={R}, N={N}"
         )
     shapes = {
         "q": (q, (B, T, G, N)),
@@ -159,9 +159,9 @@ def mamba3_siso(
     """
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
     _check(*inputs, state, chunk_size, impl)
-    impl = plain_on_xla(impl, v)
+    impl = resolve_impl(impl, v)
     if impl == "reference":
-        with full_precision(v):
+        with autocast_disabled(v):
             return mamba3_siso_reference(*inputs, state, chunk_size)
     if impl == "upstream":
         return mamba3_siso_upstream(*inputs, state)

@@ -24,7 +24,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TAU = 2 * math.pi
+from kernels._scan import (
+    TAU,
+    chunk_decays,
+    chunk_decays_bwd,
+    document_starts,
+    rotate_pairs,
+    rotate_pairs_bwd,
+    running_angles,
+    segment_sums,
+    state_passing,
+    state_passing_bwd,
+    to_chunks,
+    to_tokens,
+    trapezoid_weights,
+)
 
 
 class Mamba3State(NamedTuple):
@@ -50,8 +64,8 @@ def mamba3_siso_step(
     theta, h, k_prev, v_prev = (t.to(acc) for t in state)
     theta = torch.remainder(theta + math.pi * torch.tanh(angles) * dt.unsqueeze(-1), TAU)
     cos, sin = torch.cos(theta), torch.sin(theta)
-    query = _rotate(_per_head(q.to(acc), H, dim=1) + q_bias.to(acc), cos, sin)
-    key = _rotate(_per_head(k.to(acc), H, dim=1) + k_bias.to(acc), cos, sin)
+    query = rotate_pairs(_per_head(q.to(acc), H, dim=1) + q_bias.to(acc), cos, sin)
+    key = rotate_pairs(_per_head(k.to(acc), H, dim=1) + k_bias.to(acc), cos, sin)
     alpha, lam = torch.exp(adt), torch.sigmoid(trap)
     h = (
         alpha[..., None, None] * h
@@ -67,7 +81,7 @@ def mamba3_siso_recurrent(
     angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor, state: Mamba3State | None = None,
 ) -> tuple[Tensor, Mamba3State]:  # fmt: skip
     """Apply the step token by token; arguments and results as for `mamba3_siso_reference`."""
-    keep = ~_document_starts(doc_ids)
+    keep = ~document_starts(doc_ids)
     state = zero_state(v, q, angles) if state is None else state
     outputs = []
     for t in range(v.shape[1]):
@@ -92,8 +106,8 @@ def mamba3_siso_reference(
     state = zero_state(v, q, angles) if state is None else state
     c = _coefficients(q, k, v, adt, dt, trap, q_bias, k_bias, angles, doc_ids, state.theta)
     s = _chunked(c, adt, state, chunk_size)
-    entering, h = _carry(s)
-    ungated = _scan(s, entering, v.shape[1]) + D.to(c.dt.dtype)[:, None] * c.value
+    states, h = _carry(s)
+    ungated = _scan(s, states, v.shape[1]) + D.to(c.dt.dtype)[:, None] * c.value
     y = ungated * F.silu(z.to(c.dt.dtype))
     return y.to(v.dtype), Mamba3State(torch.remainder(c.theta[:, -1], TAU), h, c.key[:, -1], c.value[:, -1])
 
@@ -113,23 +127,23 @@ def mamba3_siso_backward_reference(
     acc = c.dt.dtype
     _, _, k_prev, v_prev = (t.to(acc) for t in state)
     dtheta_final, dh_final, dk_final, dv_final = (t.to(acc) for t in dstate)
-    entering, _ = _carry(s)
+    states, _ = _carry(s)
 
     # y = (scan + D value) silu(z)
-    skip, opened, dy = D.to(acc)[:, None], z.to(acc), dy.to(acc)
-    gate = torch.sigmoid(opened)
-    dungated = dy * opened * gate
-    dz = dy * (_scan(s, entering, T) + skip * c.value) * gate * (1 + opened * (1 - gate))
+    skip, pre_gate, dy = D.to(acc)[:, None], z.to(acc), dy.to(acc)
+    gate = torch.sigmoid(pre_gate)
+    dungated = dy * pre_gate * gate
+    dz = dy * (_scan(s, states, T) + skip * c.value) * gate * (1 + pre_gate * (1 - gate))
     dD = (dungated * c.value).sum((0, 1, 3))
 
-    g = _scan_backward(s, entering, dungated, dh_final)
+    g = _scan_backward(s, states, dungated, dh_final)
     dquery, dkey = g.query, g.key
-    dvalue = g.value + c.scale.unsqueeze(-1) * g.weighted + skip * dungated
+    dvalue = g.value + c.scale.unsqueeze(-1) * g.scaled + skip * dungated
     dkey[:, -1] += dk_final
     dvalue[:, -1] += dv_final
 
     # scale_t = gamma_t + beta_{t+1} within a document; the first beta weighs the given v_prev k_prev^T
-    dscale = (g.weighted * c.value).sum(-1)
+    dscale = (g.scaled * c.value).sum(-1)
     dgamma = g.gamma + dscale
     dbeta = F.pad(dscale[:, :-1], (0, 0, 1, 0)).masked_fill(c.starts, 0)
     lifted = (g.initial @ k_prev.unsqueeze(-1)).squeeze(-1)
@@ -140,13 +154,13 @@ def mamba3_siso_backward_reference(
 
     # query and key are rotated by theta, a running sum of pi tanh(angle) dt within a document
     R = angles.shape[3]
-    dtheta = _angle_gradient(c.query, dquery, R) + _angle_gradient(c.key, dkey, R)
+    dtheta = rotate_pairs_bwd(c.query, dquery, R) + rotate_pairs_bwd(c.key, dkey, R)
     dtheta[:, -1] += dtheta_final
-    dturn = math.pi * _segment_sums(dtheta.flip(1), c.segment.flip(1)).flip(1)
+    dturn = math.pi * segment_sums(dtheta.flip(1), c.segment.flip(1)).flip(1)
     dangles = dturn * c.dt.unsqueeze(-1) * (1 - c.tanh.square())
     ddt = dgamma * c.lam + dbeta * (1 - c.lam) + (dturn * c.tanh).sum(-1)
     dtheta_given = dtheta.masked_fill(c.segment[..., None, None] > 0, 0).sum(1)
-    dquery, dkey = _rotate(dquery, c.cos, -c.sin), _rotate(dkey, c.cos, -c.sin)
+    dquery, dkey = rotate_pairs(dquery, c.cos, -c.sin), rotate_pairs(dkey, c.cos, -c.sin)
     dq, dk = (d.unflatten(2, (G, -1)).sum(3) for d in (dquery, dkey))
 
     grads = (
@@ -181,19 +195,15 @@ def _coefficients(
     angles: Tensor, doc_ids: Tensor, theta: Tensor,
 ) -> _Coefficients:  # fmt: skip
     acc, H = torch.promote_types(v.dtype, torch.float32), v.shape[2]
-    starts = _document_starts(doc_ids)
+    starts = document_starts(doc_ids)
     segment = starts.cumsum(1)
     starts = starts.unsqueeze(-1)
-    value, dt, lam, tanh = v.to(acc), dt.to(acc), torch.sigmoid(trap.to(acc)), torch.tanh(angles.to(acc))
-    beta, gamma = (1 - lam) * dt, lam * dt
-    scale = gamma + F.pad(beta.masked_fill(starts, 0)[:, 1:], (0, 0, 0, 1))
-    # In turns, not radians: removing whole turns is then exact, and no error of a rounded 2 pi accumulates.
-    turns = _segment_sums(tanh * dt.unsqueeze(-1) / 2, segment, wrap=True)
-    turns = turns + theta.to(acc).unsqueeze(1) / TAU * (segment == 0)[..., None, None]
-    theta = TAU * (turns - torch.round(turns))
+    value, dt, tanh = v.to(acc), dt.to(acc), torch.tanh(angles.to(acc))
+    lam, beta, gamma, scale = trapezoid_weights(dt, trap.to(acc), starts)
+    theta = running_angles(tanh, dt, segment, theta)
     cos, sin = torch.cos(theta), torch.sin(theta)
-    query = _rotate(_per_head(q.to(acc), H, dim=2) + q_bias.to(acc), cos, sin)
-    key = _rotate(_per_head(k.to(acc), H, dim=2) + k_bias.to(acc), cos, sin)
+    query = rotate_pairs(_per_head(q.to(acc), H, dim=2) + q_bias.to(acc), cos, sin)
+    key = rotate_pairs(_per_head(k.to(acc), H, dim=2) + k_bias.to(acc), cos, sin)
     return _Coefficients(
         starts, segment, dt, lam, beta, gamma, scale, tanh, theta, cos, sin, query, key, value
     )
@@ -206,10 +216,10 @@ class _Chunked(NamedTuple):
     query: Tensor  # (B,H,C,L,N)
     key: Tensor  # (B,H,C,L,N)
     value: Tensor  # (B,H,C,L,P)
-    weighted: Tensor  # (B,H,C,L,P) scale v
+    scaled: Tensor  # (B,H,C,L,P) scale v
     gamma: Tensor  # (B,H,C,L,1)
-    inside: Tensor  # (B,H,C,L,L) decay from after token s to token t; 0 for s > t and across documents
-    since: Tensor  # (B,H,C,L) decay of the state that enters the chunk, up to and including token t
+    decay: Tensor  # (B,H,C,L,L) decay from after token s to token t; 0 for s > t and across documents
+    state_decay: Tensor  # (B,H,C,L) decay of the state that enters the chunk, up to and including token t
     scores: Tensor  # (B,H,C,L,L) query_t . key_s
     initial: Tensor  # (B,H,P,N) given h, including the given v_prev k_prev^T
 
@@ -218,21 +228,21 @@ def _chunked(c: _Coefficients, adt: Tensor, state: Mamba3State, chunk_size: int)
     acc, L = c.dt.dtype, min(chunk_size, c.dt.shape[1])
     _, h, k_prev, v_prev = (t.to(acc) for t in state)
     initial = h + c.beta[:, 0, :, None, None] * v_prev.unsqueeze(-1) * k_prev.unsqueeze(-2)
-    inside, since = _decays(adt.to(acc).masked_fill(c.starts, float("-inf")), L)
-    query, key, value = _chunks(c.query, L), _chunks(c.key, L), _chunks(c.value, L)
-    gamma, scale = _chunks(c.gamma, L).unsqueeze(-1), _chunks(c.scale, L).unsqueeze(-1)
-    return _Chunked(L, query, key, value, scale * value, gamma, inside, since, query @ key.mT, initial)
+    decay, state_decay = chunk_decays(adt.to(acc).masked_fill(c.starts, float("-inf")), L)
+    query, key, value = to_chunks(c.query, L), to_chunks(c.key, L), to_chunks(c.value, L)
+    gamma, scale = to_chunks(c.gamma, L).unsqueeze(-1), to_chunks(c.scale, L).unsqueeze(-1)
+    return _Chunked(L, query, key, value, scale * value, gamma, decay, state_decay, query @ key.mT, initial)
 
 
-def _scan(s: _Chunked, entering: Tensor, T: int) -> Tensor:
+def _scan(s: _Chunked, states: Tensor, T: int) -> Tensor:
     """h_t q_t for each token (B,T,H,P).
 
     The weight of a token is gamma for itself and scale for later ones. Each is applied separately: subtracting beta
     on the diagonal would cancel, and lose all digits if lam is small.
     """
-    itself = s.gamma * s.scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * s.value
-    earlier = (s.scores * s.inside).tril(-1) @ s.weighted
-    return _tokens(earlier + itself + s.since.unsqueeze(-1) * (s.query @ entering.mT), T)
+    diagonal = s.gamma * s.scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * s.value
+    off_diagonal = (s.scores * s.decay).tril(-1) @ s.scaled
+    return to_tokens(off_diagonal + diagonal + s.state_decay.unsqueeze(-1) * (s.query @ states.mT), T)
 
 
 def _carry(s: _Chunked) -> tuple[Tensor, Tensor]:
@@ -240,118 +250,56 @@ def _carry(s: _Chunked) -> tuple[Tensor, Tensor]:
 
     An entering state already includes the beta of the chunk's first token; nothing follows the last token.
     """
-    added = (s.inside[..., -1, :].unsqueeze(-1) * s.weighted).mT @ s.key
-    state, entering = s.initial, []
-    for c in range(added.shape[2]):
-        entering.append(state)
-        state = s.since[:, :, c, -1, None, None] * state + added[:, :, c]
-    return torch.stack(entering, 2), state
+    chunk_state = (s.decay[..., -1, :].unsqueeze(-1) * s.scaled).mT @ s.key
+    return state_passing(chunk_state, s.state_decay, s.initial)
 
 
 class _ScanGradients(NamedTuple):
     query: Tensor  # (B,T,H,N)
     key: Tensor  # (B,T,H,N)
     value: Tensor  # (B,T,H,P) by the diagonal term alone
-    weighted: Tensor  # (B,T,H,P)
+    scaled: Tensor  # (B,T,H,P)
     gamma: Tensor  # (B,T,H) by the diagonal term alone
     log_decay: Tensor  # (B,T,H)
     initial: Tensor  # (B,H,P,N)
 
 
-def _scan_backward(s: _Chunked, entering: Tensor, dscan: Tensor, dfinal: Tensor) -> _ScanGradients:
+def _scan_backward(s: _Chunked, states: Tensor, dscan: Tensor, dfinal: Tensor) -> _ScanGradients:
     T = dscan.shape[1]
-    dy = _chunks(dscan, s.length)
-    since, leaving = s.since.unsqueeze(-1), s.inside[..., -1, :].unsqueeze(-1)
+    dy = to_chunks(dscan, s.length)
+    state_decay, end_decay = s.state_decay.unsqueeze(-1), s.decay[..., -1, :].unsqueeze(-1)
 
     # The diagonal term gamma (query . key) value
-    along = (dy * s.value).sum(-1, keepdim=True)
-    itself = s.scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    dvalue, dgamma, ditself = s.gamma * itself * dy, along * itself, along * s.gamma
+    dy_value = (dy * s.value).sum(-1, keepdim=True)
+    diagonal = s.scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    dvalue, dgamma, ddiagonal = s.gamma * diagonal * dy, dy_value * diagonal, dy_value * s.gamma
 
-    # (scores * inside, strictly below the diagonal) weighted, and since * (query entering^T)
-    mixed = (s.scores * s.inside).tril(-1)
-    dmixed = (dy @ s.weighted.mT).tril(-1)
-    dscores = dmixed * s.inside
-    dweighted = mixed.mT @ dy
-    dquery = dscores @ s.key + since * (dy @ entering) + ditself * s.key
-    dkey = dscores.mT @ s.query + ditself * s.query
-    dlog_inside = dmixed * mixed
-    dlog_since = (since * (dy * (s.query @ entering.mT))).sum(-1)
-    dentering = (since * dy).mT @ s.query
+    # (scores * decay, strictly below the diagonal) scaled, and state_decay * (query states^T)
+    mixed = (s.scores * s.decay).tril(-1)
+    dmixed = (dy @ s.scaled.mT).tril(-1)
+    dscores = dmixed * s.decay
+    dscaled = mixed.mT @ dy
+    dquery = dscores @ s.key + state_decay * (dy @ states) + ddiagonal * s.key
+    dkey = dscores.mT @ s.query + ddiagonal * s.query
+    dlog_decay = dmixed * mixed
+    dlog_state_decay = (state_decay * (dy * (s.query @ states.mT))).sum(-1)
+    dstates = (state_decay * dy).mT @ s.query
 
-    # The carry, backward: h' = since_end h + (leaving * weighted)^T key
-    dstate, dadded = dfinal, []
-    for c in reversed(range(entering.shape[2])):
-        dadded.append(dstate)
-        total = s.since[:, :, c, -1]
-        dlog_since[:, :, c, -1] += total * (dstate * entering[:, :, c]).sum((-1, -2))
-        dstate = total[..., None, None] * dstate + dentering[:, :, c]
-    dadded = torch.stack(dadded[::-1], 2)
-    dleft = s.key @ dadded.mT
-    dweighted = dweighted + leaving * dleft
-    dkey = dkey + (leaving * s.weighted) @ dadded
-    dlog_inside[..., -1, :] += (leaving * s.weighted * dleft).sum(-1)
+    # state_passing, backward: h' = state_decay_end h + (end_decay * scaled)^T key
+    dchunk_state, dstate = state_passing_bwd(dstates, dfinal, states, s.state_decay, dlog_state_decay)
+    dwritten = s.key @ dchunk_state.mT
+    dscaled = dscaled + end_decay * dwritten
+    dkey = dkey + (end_decay * s.scaled) @ dchunk_state
+    dlog_decay[..., -1, :] += (end_decay * s.scaled * dwritten).sum(-1)
 
-    dlog = _log_decay_gradient(dlog_inside, dlog_since)
-    found = (_tokens(d, T) for d in (dquery, dkey, dvalue, dweighted, dgamma.squeeze(-1), dlog))
+    dlog = chunk_decays_bwd(dlog_decay, dlog_state_decay)
+    found = (to_tokens(d, T) for d in (dquery, dkey, dvalue, dscaled, dgamma.squeeze(-1), dlog))
     return _ScanGradients(*found, dstate)
-
-
-def _decays(log_decay: Tensor, L: int) -> tuple[Tensor, Tensor]:
-    """(B,T,H) log decay a, -inf where a document begins -> `inside` and `since` of `_Chunked`.
-
-    Each entry sums its own tokens a_{s+1} + ... + a_t: a difference of two running sums would cancel, and one
-    document would affect another's rounding. No sum reaches +inf and every exponential is at most 1, so nothing
-    can become NaN, in the forward or in its gradient.
-    """
-    a = _chunks(log_decay, L)
-    summed = a.unsqueeze(-1).expand(*a.shape, L).tril(-1).cumsum(-2)
-    return torch.exp(summed).tril(), torch.exp(a.cumsum(-1))
-
-
-def _log_decay_gradient(dlog_inside: Tensor, dlog_since: Tensor) -> Tensor:
-    """Gradient of the log decay a (B,H,C,L): a_t is in each pair s < t <= i, and in `since` from t on."""
-    crossing = dlog_inside.cumsum(-1).tril(-1).sum(-2)  # at s: all pairs that start at <= s and end after s
-    return F.pad(crossing[..., :-1], (1, 0)) + dlog_since.flip(-1).cumsum(-1).flip(-1)
-
-
-def _segment_sums(x: Tensor, segment: Tensor, wrap: bool = False) -> Tensor:
-    """Running sums of x (B,T,H,R) over tokens, restarting at each segment id (B,T); modulo 1 if `wrap`.
-
-    By doubling: after step i each token holds the sum of its last 2^i tokens. No sum crosses a segment, so a
-    document's angles have the same bits at any position in a row; wrapping at each step keeps them small.
-    """
-    reach = 1
-    while reach < x.shape[1]:
-        same = (segment[:, reach:] == segment[:, :-reach])[..., None, None]
-        x = torch.cat((x[:, :reach], x[:, reach:] + x[:, :-reach] * same), 1)
-        x = x - torch.round(x) if wrap else x
-        reach *= 2
-    return x
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first R adjacent pairs of x (...,H,N) by the angles (...,H,R); leave the rest unchanged."""
-    R = cos.shape[-1]
-    even, odd = x[..., : 2 * R : 2], x[..., 1 : 2 * R : 2]
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-    return torch.cat((turned, x[..., 2 * R :]), -1)
-
-
-def _angle_gradient(rotated: Tensor, grad: Tensor, R: int) -> Tensor:
-    """Gradient of the angles (...,H,R) from a rotated vector and its gradient, both (...,H,N)."""
-    even, odd = rotated[..., : 2 * R : 2], rotated[..., 1 : 2 * R : 2]
-    return even * grad[..., 1 : 2 * R : 2] - odd * grad[..., : 2 * R : 2]
 
 
 def _per_head(x: Tensor, H: int, dim: int) -> Tensor:
     """Groups -> heads along `dim`."""
     return x.repeat_interleave(H // x.shape[dim], dim)
-
-
-def _document_starts(doc_ids: Tensor) -> Tensor:
-    """(B,T) bool: the document changes at this token. Token 0 continues the given state."""
-    return F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0))
 
 
 def zero_state(v: Tensor, q: Tensor, angles: Tensor) -> Mamba3State:
@@ -360,16 +308,3 @@ def zero_state(v: Tensor, q: Tensor, angles: Tensor) -> Mamba3State:
     B, _, H, P = v.shape
     shapes = ((B, H, R), (B, H, P, N), (B, H, N), (B, H, P))
     return Mamba3State(*(v.new_zeros(shape, dtype=acc) for shape in shapes))
-
-
-def _chunks(t: Tensor, L: int) -> Tensor:
-    """(B,T,H,...) -> (B,H,C,L,...), zero-padded at the end: a pad token neither decays nor adds."""
-    pad = -t.shape[1] % L
-    if pad:
-        t = F.pad(t, (0, 0) * (t.dim() - 2) + (0, pad))
-    return t.unflatten(1, (-1, L)).movedim(3, 1)
-
-
-def _tokens(t: Tensor, T: int) -> Tensor:
-    """(B,H,C,L,...) -> (B,T,H,...), without the padding."""
-    return t.movedim(1, 3).flatten(1, 2)[:, :T]

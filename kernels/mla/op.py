@@ -14,28 +14,28 @@ from kernels.mla.reference import (
     mla_reference,
 )
 from kernels.op_support import (
+    autocast_disabled,
     check_doc_ids,
     check_impl,
     check_shapes,
-    fresh,
-    full_precision,
-    launch_on_cuda,
-    plain_on_xla,
+    contiguous_clone,
+    register_triton,
+    resolve_impl,
 )
 
 
-def _plain_fwd(q_nope: Tensor, *rest) -> tuple[Tensor, Tensor]:
+def _eager_fwd(q_nope: Tensor, *rest) -> tuple[Tensor, Tensor]:
     """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
-    with full_precision(q_nope):
+    with autocast_disabled(q_nope):
         out, lse = mla_forward_with_lse(q_nope, *rest)
-    return fresh(out), fresh(lse)
+    return contiguous_clone(out), contiguous_clone(lse)
 
 
-def _plain_bwd(q_nope: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _eager_bwd(q_nope: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run the reference backward, under the same conditions."""
-    with full_precision(q_nope):
+    with autocast_disabled(q_nope):
         grads = mla_backward_reference(q_nope, *rest)
-    return tuple(fresh(g) for g in grads)
+    return tuple(contiguous_clone(g) for g in grads)
 
 
 @torch.library.custom_op("bumpgate::mla_fwd", mutates_args=())
@@ -44,10 +44,10 @@ def mla_fwd(
     scale: float, softcap: float, causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out (B,T,H,Pv), lse (B,H,T) in fp32 (fp64 for fp64)."""
-    return _plain_fwd(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, scale, softcap, causal)
+    return _eager_fwd(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, scale, softcap, causal)
 
 
-launch_on_cuda(mla_fwd, "kernels.mla.kernel.mla_fwd_kernel", fp64=_plain_fwd)
+register_triton(mla_fwd, "kernels.mla.kernel.mla_fwd_kernel", fp64=_eager_fwd)
 
 
 @mla_fwd.register_fake
@@ -64,10 +64,10 @@ def mla_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q_nope, q_rope, c_kv, k_rope, W_uk, W_uv."""
     inputs = (q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids)
-    return _plain_bwd(*inputs, out, lse, dout, scale, softcap, causal)
+    return _eager_bwd(*inputs, out, lse, dout, scale, softcap, causal)
 
 
-launch_on_cuda(mla_bwd, "kernels.mla.kernel.mla_bwd_kernel", fp64=_plain_bwd)
+register_triton(mla_bwd, "kernels.mla.kernel.mla_bwd_kernel", fp64=_eager_bwd)
 
 
 @mla_bwd.register_fake
@@ -111,7 +111,7 @@ def _check(op, q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, softcap):
     check_shapes(op, shapes)
     tensors = (q_nope, q_rope, c_kv, k_rope, W_uk, W_uv)
     if not q_nope.is_floating_point() or any(t.dtype != q_nope.dtype for t in tensors):
-        raise ValueError(f"{op}: its inputs want one float dtype, not {[t.dtype for t in tensors]}")
+        raise ValueError(f"{op}: its inputs must have one float dtype, not {[t.dtype for t in tensors]}")
     check_doc_ids(op, doc_ids)
     if softcap < 0:
         raise ValueError(f"{op}: softcap ({softcap}) must be at least 0, 0 is none")
@@ -150,7 +150,7 @@ def mla(
         raise ValueError(
             f"mla: {q_nope.shape[1]} queries for {c_kv.shape[1]} tokens; mla_absorbed takes fewer"
         )
-    impl = plain_on_xla(impl, q_nope)
+    impl = resolve_impl(impl, q_nope)
     if impl == "reference":
         return mla_reference(*inputs, scale=scale, softcap=softcap, causal=causal)
     scale = (q_nope.shape[-1] + q_rope.shape[-1]) ** -0.5 if scale is None else scale
@@ -181,5 +181,5 @@ def mla_absorbed(
     if q_nope.shape[1] > c_kv.shape[1]:
         raise ValueError(f"mla_absorbed: {q_nope.shape[1]} queries for {c_kv.shape[1]} tokens")
     scale = (q_nope.shape[-1] + q_rope.shape[-1]) ** -0.5 if scale is None else scale
-    with full_precision(q_nope):
+    with autocast_disabled(q_nope):
         return mla_absorbed_reference(*inputs, float(scale), float(softcap), causal)

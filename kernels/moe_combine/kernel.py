@@ -31,52 +31,72 @@ def _append(items, item):
 
 @triton.jit
 def _forward_kernel(
-    y, expert, slot, weights, out, D, C, K: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr
+    y_ptr,
+    expert_ptr,
+    slot_ptr,
+    weights_ptr,
+    out_ptr,
+    D,
+    C,
+    K: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     b, B = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     token = b * tl.num_programs(0) + tl.program_id(0)
     d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     slots, experts, shares, rows = (), (), (), ()
     for k in tl.static_range(K):  # issue all loads of a kind before the first use
-        slots = _append(slots, tl.load(slot + token * K + k))
-        experts = _append(experts, tl.load(expert + token * K + k))
-        shares = _append(shares, tl.load(weights + token * K + k).to(ACC))
+        slots = _append(slots, tl.load(slot_ptr + token * K + k))
+        experts = _append(experts, tl.load(expert_ptr + token * K + k))
+        shares = _append(shares, tl.load(weights_ptr + token * K + k).to(ACC))
     for k in tl.static_range(K):
-        at = y + ((experts[k] * B + b) * C + slots[k]) * D
+        at = y_ptr + ((experts[k] * B + b) * C + slots[k]) * D
         rows = _append(rows, tl.load(at + d, mask=(d < D) & (slots[k] >= 0), other=0))
     total = tl.zeros((BLOCK,), ACC)
     for k in tl.static_range(K):
         # A select, not a product with 0: the weight of a dropped assignment may be inf or nan.
         total += tl.where(slots[k] >= 0, shares[k], 0.0) * rows[k].to(ACC)
-    tl.store(out + token * D + d, total.to(out.dtype.element_ty), mask=d < D)
+    tl.store(out_ptr + token * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
-def _owners_kernel(expert, slot, owner, M, C, BLOCK: tl.constexpr):
+def _owners_kernel(expert_ptr, slot_ptr, owner_ptr, M, C, BLOCK: tl.constexpr):
     """Write owner[row], the assignment in 0..B*T*K that owns the row. M: assignments per sequence."""
     b, B = tl.program_id(1), tl.num_programs(1)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    c = tl.load(slot + b * M + m, mask=m < M, other=-1)
-    row = (tl.load(expert + b * M + m, mask=m < M, other=0) * B + b) * C + c
-    tl.store(owner + row, b * M + m, mask=c >= 0)
+    c = tl.load(slot_ptr + b * M + m, mask=m < M, other=-1)
+    row = (tl.load(expert_ptr + b * M + m, mask=m < M, other=0) * B + b) * C + c
+    tl.store(owner_ptr + row, b * M + m, mask=c >= 0)
 
 
 @triton.jit
-def _backward_kernel(y, weights, owner, dout, dy, dweights, D, K, ACC: tl.constexpr, BLOCK: tl.constexpr):
+def _backward_kernel(
+    y_ptr,
+    weights_ptr,
+    owner_ptr,
+    dout_ptr,
+    dy_ptr,
+    dweights_ptr,
+    D,
+    K,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     e, c, C = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row = (e * tl.num_programs(2) + tl.program_id(2)) * C + c
-    n = tl.load(owner + row)
+    n = tl.load(owner_ptr + row)
     token = (n // K).to(tl.int64)
-    weight = tl.load(weights + n, mask=n >= 0, other=0).to(ACC)
+    weight = tl.load(weights_ptr + n, mask=n >= 0, other=0).to(ACC)
     product = tl.zeros((), ACC)
     for start in range(0, D, BLOCK):
         d = start + tl.arange(0, BLOCK)
         there = (d < D) & (n >= 0)
-        gradient = tl.load(dout + token * D + d, mask=there, other=0).to(ACC)
-        output = tl.load(y + row * D + d, mask=there, other=0).to(ACC)
-        tl.store(dy + row * D + d, (weight * gradient).to(dy.dtype.element_ty), mask=d < D)
+        gradient = tl.load(dout_ptr + token * D + d, mask=there, other=0).to(ACC)
+        output = tl.load(y_ptr + row * D + d, mask=there, other=0).to(ACC)
+        tl.store(dy_ptr + row * D + d, (weight * gradient).to(dy_ptr.dtype.element_ty), mask=d < D)
         product += tl.sum(gradient * output, 0)
-    tl.store(dweights + n, product.to(dweights.dtype.element_ty), mask=n >= 0)
+    tl.store(dweights_ptr + n, product.to(dweights_ptr.dtype.element_ty), mask=n >= 0)
 
 
 def _accumulator(y: Tensor, weights: Tensor) -> tl.dtype:

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from kernels.moe_combine.reference import moe_combine_backward_reference, moe_combine_reference
-from kernels.op_support import check_impl, check_shapes, fresh, full_precision, launch_on_cuda, plain_on_xla
+from kernels.op_support import (
+    autocast_disabled,
+    check_impl,
+    check_shapes,
+    contiguous_clone,
+    register_triton,
+    resolve_impl,
+)
 
 
 @torch.library.custom_op("bumpgate::moe_combine_fwd", mutates_args=())
@@ -15,8 +22,8 @@ def moe_combine_fwd(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, out_dtype: torch.dtype
 ) -> Tensor:
     """Return out (B,T,D) in out_dtype."""
-    with full_precision(y):
-        return fresh(moe_combine_reference(y, expert, slot, weights, bucket, out_dtype))
+    with autocast_disabled(y):
+        return contiguous_clone(moe_combine_reference(y, expert, slot, weights, bucket, out_dtype))
 
 
 @moe_combine_fwd.register_fake
@@ -25,7 +32,7 @@ def _(y, expert, slot, weights, bucket, out_dtype):
     return y.new_empty((B, T, y.shape[2]), dtype=out_dtype)
 
 
-launch_on_cuda(moe_combine_fwd, "kernels.moe_combine.kernel.moe_combine_fwd_kernel")
+register_triton(moe_combine_fwd, "kernels.moe_combine.kernel.moe_combine_fwd_kernel")
 
 
 @torch.library.custom_op("bumpgate::moe_combine_bwd", mutates_args=())
@@ -33,9 +40,9 @@ def moe_combine_bwd(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, dout: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of y and weights."""
-    with full_precision(y):
+    with autocast_disabled(y):
         dy, dweights = moe_combine_backward_reference(y, expert, slot, weights, bucket, dout)
-    return fresh(dy), fresh(dweights)
+    return contiguous_clone(dy), contiguous_clone(dweights)
 
 
 @moe_combine_bwd.register_fake
@@ -43,7 +50,7 @@ def _(y, expert, slot, weights, bucket, dout):
     return y.new_empty(y.shape), weights.new_empty(weights.shape)
 
 
-launch_on_cuda(moe_combine_bwd, "kernels.moe_combine.kernel.moe_combine_bwd_kernel")
+register_triton(moe_combine_bwd, "kernels.moe_combine.kernel.moe_combine_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):
@@ -67,7 +74,7 @@ def _check(y, expert, slot, weights, bucket, out_dtype, impl):
         )
     if bucket < 1 or y.shape[1] != expert.shape[0] * bucket:
         raise ValueError(
-            f"moe_combine: y has {y.shape[1]} rows an expert, wanted B * bucket, {expert.shape[0]} * {bucket}"
+            f"moe_combine: y has {y.shape[1]} rows per expert, expected B * bucket = {expert.shape[0]} * {bucket}"
         )
     check_shapes("moe_combine", {"slot": (slot, expert.shape), "weights": (weights, expert.shape)})
     if expert.dtype != torch.int64 or slot.dtype != torch.int64:
@@ -102,6 +109,6 @@ def moe_combine(
     """
     out_dtype = y.dtype if out_dtype is None else out_dtype
     _check(y, expert, slot, weights, bucket, out_dtype, impl)
-    impl = plain_on_xla(impl, y)
+    impl = resolve_impl(impl, y)
     function = moe_combine_fwd if impl == "op" else moe_combine_reference
     return function(y, expert, slot, weights, bucket, out_dtype)

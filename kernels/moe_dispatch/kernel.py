@@ -28,35 +28,35 @@ BACKWARD_BLOCK, BACKWARD_WARPS = 2048, 4
 
 
 @triton.jit
-def _slots_kernel(expert, slot, source, overflow, T, K, C, BLOCK: tl.constexpr):
+def _slots_kernel(expert_ptr, slot_ptr, source_ptr, overflow_ptr, T, K, C, BLOCK: tl.constexpr):
     e, b, B = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     M = T * K
     first = b.to(tl.int64) * M
-    rows = source + (e.to(tl.int64) * B + b) * C
+    rows = source_ptr + (e.to(tl.int64) * B + b) * C
     taken = tl.zeros((), tl.int32)
     for start in tl.range(0, M, BLOCK, num_stages=3):
         m = start + tl.arange(0, BLOCK)
-        mine = tl.load(expert + first + m, mask=m < M, other=-1) == e
+        mine = tl.load(expert_ptr + first + m, mask=m < M, other=-1) == e
         position = taken + tl.cumsum(mine.to(tl.int32), 0) - 1
         kept = position < C
-        tl.store(slot + first + m, tl.where(kept, position, -1).to(tl.int64), mask=mine)
+        tl.store(slot_ptr + first + m, tl.where(kept, position, -1).to(tl.int64), mask=mine)
         tl.store(rows + position, b * T + m // K, mask=mine & kept)
         taken += tl.sum(mine.to(tl.int32), 0)
     for start in range(0, C, BLOCK):
         c = start + tl.arange(0, BLOCK)
         tl.store(rows + c, tl.zeros((BLOCK,), tl.int32) - 1, mask=(c >= taken) & (c < C))
-    tl.atomic_add(overflow, tl.maximum(taken - C, 0).to(tl.int64))
+    tl.atomic_add(overflow_ptr, tl.maximum(taken - C, 0).to(tl.int64))
 
 
 @triton.jit
-def _rows_kernel(x, source, padded, D, BLOCK: tl.constexpr):
+def _rows_kernel(x_ptr, source_ptr, padded_ptr, D, BLOCK: tl.constexpr):
     e, c, C = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row = (e * tl.num_programs(2) + tl.program_id(2)) * C + c
-    token = tl.load(source + row).to(tl.int64)
+    token = tl.load(source_ptr + row).to(tl.int64)
     for start in range(0, D, BLOCK):
         d = start + tl.arange(0, BLOCK)
-        values = tl.load(x + token * D + d, mask=(d < D) & (token >= 0), other=0)
-        tl.store(padded + row * D + d, values, mask=d < D)
+        values = tl.load(x_ptr + token * D + d, mask=(d < D) & (token >= 0), other=0)
+        tl.store(padded_ptr + row * D + d, values, mask=d < D)
 
 
 @triton.jit
@@ -66,22 +66,22 @@ def _append(items, item):
 
 @triton.jit
 def _backward_kernel(
-    dpadded, expert, slot, dx, D, C, K: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr
+    dpadded_ptr, expert_ptr, slot_ptr, dx_ptr, D, C, K: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr
 ):
     b, B = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     token = b * tl.num_programs(0) + tl.program_id(0)
     d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     slots, experts, rows = (), (), ()
     for k in tl.static_range(K):  # issue all loads of a kind before the first use
-        slots = _append(slots, tl.load(slot + token * K + k))
-        experts = _append(experts, tl.load(expert + token * K + k))
+        slots = _append(slots, tl.load(slot_ptr + token * K + k))
+        experts = _append(experts, tl.load(expert_ptr + token * K + k))
     for k in tl.static_range(K):
-        at = dpadded + ((experts[k] * B + b) * C + slots[k]) * D
+        at = dpadded_ptr + ((experts[k] * B + b) * C + slots[k]) * D
         rows = _append(rows, tl.load(at + d, mask=(d < D) & (slots[k] >= 0), other=0))
     total = tl.zeros((BLOCK,), ACC)
     for k in tl.static_range(K):
         total += rows[k].to(ACC)
-    tl.store(dx + token * D + d, total.to(dx.dtype.element_ty), mask=d < D)
+    tl.store(dx_ptr + token * D + d, total.to(dx_ptr.dtype.element_ty), mask=d < D)
 
 
 def moe_dispatch_fwd_kernel(

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from kernels.moe_dispatch.reference import moe_dispatch_backward_reference, moe_dispatch_reference
 from kernels.op_support import (
+    autocast_disabled,
     check_floating,
     check_impl,
-    fresh,
-    full_precision,
+    contiguous_clone,
     has_shape,
-    launch_on_cuda,
-    plain_on_xla,
+    register_triton,
+    resolve_impl,
 )
 
 
@@ -23,9 +23,9 @@ def moe_dispatch_fwd(
     x: Tensor, expert: Tensor, num_experts: int, bucket: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return padded (E, B*bucket, D), slot (B,T,K), overflow ()."""
-    with full_precision(x):
+    with autocast_disabled(x):
         padded, slot, overflow = moe_dispatch_reference(x, expert, num_experts, bucket)
-    return fresh(padded), fresh(slot), overflow
+    return contiguous_clone(padded), contiguous_clone(slot), overflow
 
 
 @moe_dispatch_fwd.register_fake
@@ -35,14 +35,14 @@ def _(x, expert, num_experts, bucket):
     return padded, expert.new_empty(expert.shape), expert.new_empty(())
 
 
-launch_on_cuda(moe_dispatch_fwd, "kernels.moe_dispatch.kernel.moe_dispatch_fwd_kernel")
+register_triton(moe_dispatch_fwd, "kernels.moe_dispatch.kernel.moe_dispatch_fwd_kernel")
 
 
 @torch.library.custom_op("bumpgate::moe_dispatch_bwd", mutates_args=())
 def moe_dispatch_bwd(dpadded: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
     """Gradient of x (B,T,D)."""
-    with full_precision(dpadded):
-        return fresh(moe_dispatch_backward_reference(dpadded, expert, slot, bucket))
+    with autocast_disabled(dpadded):
+        return contiguous_clone(moe_dispatch_backward_reference(dpadded, expert, slot, bucket))
 
 
 @moe_dispatch_bwd.register_fake
@@ -51,7 +51,7 @@ def _(dpadded, expert, slot, bucket):
     return dpadded.new_empty((B, T, dpadded.shape[2]))
 
 
-launch_on_cuda(moe_dispatch_bwd, "kernels.moe_dispatch.kernel.moe_dispatch_bwd_kernel")
+register_triton(moe_dispatch_bwd, "kernels.moe_dispatch.kernel.moe_dispatch_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):
@@ -102,6 +102,6 @@ def moe_dispatch(
     Source: GShard (Lepikhin et al. 2020).
     """
     _check(x, expert, num_experts, bucket, impl)
-    impl = plain_on_xla(impl, x)
+    impl = resolve_impl(impl, x)
     function = moe_dispatch_fwd if impl == "op" else moe_dispatch_reference
     return function(x, expert, num_experts, bucket)

@@ -35,69 +35,78 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _read(pointer, row, s, inside, stride, ACC: tl.constexpr):
-    return tl.load(pointer + row[:, None].to(tl.int64) * stride + s[None, :], mask=inside, other=0).to(ACC)
+def _read(x_ptr, row, s, inside, stride, ACC: tl.constexpr):
+    return tl.load(x_ptr + row[:, None].to(tl.int64) * stride + s[None, :], mask=inside, other=0).to(ACC)
 
 
 @triton.jit
 def _forward_kernel(
-    x, gate, weight, y, N, D, x_stride, gate_stride,
+    x_ptr, gate_ptr, weight_ptr, y_ptr, N, D, x_stride, gate_stride,
     EPS: tl.constexpr, S: tl.constexpr, NORM_FIRST: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     s = tl.arange(0, BLOCK)
     start = tl.program_id(1) * S
-    x, gate, y = x + start, gate + start, y + start
-    scale = tl.load(weight + start + s, mask=s < S, other=0).to(ACC)[None, :]
+    x_ptr, gate_ptr, y_ptr = x_ptr + start, gate_ptr + start, y_ptr + start
+    scale = tl.load(weight_ptr + start + s, mask=s < S, other=0).to(ACC)[None, :]
     for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=2):
         row = first + tl.arange(0, ROWS)
         inside = (row < N)[:, None] & (s < S)[None, :]
-        u = _read(x, row, s, inside, x_stride, ACC)
-        z = _read(gate, row, s, inside, gate_stride, ACC)
-        opened = z * _sigmoid(z)
+        u = _read(x_ptr, row, s, inside, x_stride, ACC)
+        z = _read(gate_ptr, row, s, inside, gate_stride, ACC)
+        silu_gate = z * _sigmoid(z)
         if not NORM_FIRST:
-            u *= opened
+            u *= silu_gate
         out = u * tl.rsqrt(tl.sum(u * u, 1) / S + EPS)[:, None] * scale
         if NORM_FIRST:
-            out *= opened
-        at = y + row[:, None].to(tl.int64) * D + s[None, :]
-        tl.store(at, out.to(y.dtype.element_ty), mask=inside)
+            out *= silu_gate
+        at = y_ptr + row[:, None].to(tl.int64) * D + s[None, :]
+        tl.store(at, out.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward_kernel(
-    x, gate, weight, dy, dx, dgate, partial, N, D, x_stride, gate_stride,
+    x_ptr, gate_ptr, weight_ptr, dy_ptr, dx_ptr, dgate_ptr, partial_ptr, N, D, x_stride, gate_stride,
     EPS: tl.constexpr, S: tl.constexpr, NORM_FIRST: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     s = tl.arange(0, BLOCK)
     start = tl.program_id(1) * S
-    x, gate, dy, dx, dgate = x + start, gate + start, dy + start, dx + start, dgate + start
-    scale = tl.load(weight + start + s, mask=s < S, other=0).to(ACC)[None, :]
+    x_ptr, gate_ptr, dy_ptr, dx_ptr, dgate_ptr = (
+        x_ptr + start,
+        gate_ptr + start,
+        dy_ptr + start,
+        dx_ptr + start,
+        dgate_ptr + start,
+    )
+    scale = tl.load(weight_ptr + start + s, mask=s < S, other=0).to(ACC)[None, :]
     dscale = tl.zeros((ROWS, BLOCK), ACC)
     for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=2):
         row = first + tl.arange(0, ROWS)
         inside = (row < N)[:, None] & (s < S)[None, :]
-        wide = _read(x, row, s, inside, x_stride, ACC)
-        z = _read(gate, row, s, inside, gate_stride, ACC)
-        dout = _read(dy, row, s, inside, D, ACC)
+        wide = _read(x_ptr, row, s, inside, x_stride, ACC)
+        z = _read(gate_ptr, row, s, inside, gate_stride, ACC)
+        dout = _read(dy_ptr, row, s, inside, D, ACC)
 
-        open_share = _sigmoid(z)
-        opened, slope = z * open_share, open_share * (1 + z * (1 - open_share))  # silu and its derivative
-        u = wide if NORM_FIRST else wide * opened
-        dscaled = dout * opened if NORM_FIRST else dout  # gradient of n * weight
+        sigmoid_gate = _sigmoid(z)
+        silu_gate, dsilu = (
+            z * sigmoid_gate,
+            sigmoid_gate * (1 + z * (1 - sigmoid_gate)),
+        )  # silu and its derivative
+        u = wide if NORM_FIRST else wide * silu_gate
+        dscaled = dout * silu_gate if NORM_FIRST else dout  # gradient of n * weight
         dn = dscaled * scale
         r = tl.rsqrt(tl.sum(u * u, 1) / S + EPS)[:, None]
         n = u * r
         du = r * (dn - n * (r * (tl.sum(u * dn, 1) / S)[:, None]))
         dscale += dscaled * n
-        row_dx = du if NORM_FIRST else du * opened
-        dopened = dout * n * scale if NORM_FIRST else du * wide
+        row_dx = du if NORM_FIRST else du * silu_gate
+        dsilu_gate = dout * n * scale if NORM_FIRST else du * wide
 
         at = row[:, None].to(tl.int64) * D + s[None, :]
-        tl.store(dx + at, row_dx.to(dx.dtype.element_ty), mask=inside)
-        tl.store(dgate + at, (dopened * slope).to(dgate.dtype.element_ty), mask=inside)
-    tl.store(partial + tl.program_id(0) * D + start + s, tl.sum(dscale, 0), mask=s < S)
+        tl.store(dx_ptr + at, row_dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        tl.store(dgate_ptr + at, (dsilu_gate * dsilu).to(dgate_ptr.dtype.element_ty), mask=inside)
+    tl.store(partial_ptr + tl.program_id(0) * D + start + s, tl.sum(dscale, 0), mask=s < S)
 
 
 def _by_rows(t: Tensor) -> Tensor:

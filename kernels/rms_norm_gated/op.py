@@ -8,13 +8,13 @@ from torch import Tensor
 
 from kernels.op_support import (
     WITH_PEER,
+    autocast_disabled,
     check_floating,
     check_impl,
     check_shapes,
-    fresh,
-    full_precision,
-    launch_on_cuda,
-    plain_on_xla,
+    contiguous_clone,
+    register_triton,
+    resolve_impl,
 )
 from kernels.rms_norm_gated.reference import rms_norm_gated_backward_reference, rms_norm_gated_reference
 from kernels.rms_norm_gated.upstream import rms_norm_gated_upstream
@@ -25,8 +25,8 @@ def rms_norm_gated_fwd(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> Tensor:
     """Return y (..., D)."""
-    with full_precision(x):
-        return fresh(rms_norm_gated_reference(x, gate, weight, eps, group_size, norm_before_gate))
+    with autocast_disabled(x):
+        return contiguous_clone(rms_norm_gated_reference(x, gate, weight, eps, group_size, norm_before_gate))
 
 
 @rms_norm_gated_fwd.register_fake
@@ -34,7 +34,7 @@ def _(x, gate, weight, eps, group_size, norm_before_gate):
     return x.new_empty(x.shape)
 
 
-launch_on_cuda(rms_norm_gated_fwd, "kernels.rms_norm_gated.kernel.rms_norm_gated_fwd_kernel")
+register_triton(rms_norm_gated_fwd, "kernels.rms_norm_gated.kernel.rms_norm_gated_fwd_kernel")
 
 
 @torch.library.custom_op("bumpgate::rms_norm_gated_bwd", mutates_args=())
@@ -42,9 +42,9 @@ def rms_norm_gated_bwd(
     x: Tensor, gate: Tensor, weight: Tensor, dy: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, gate, weight."""
-    with full_precision(x):
+    with autocast_disabled(x):
         grads = rms_norm_gated_backward_reference(x, gate, weight, dy, eps, group_size, norm_before_gate)
-    return tuple(fresh(g) for g in grads)
+    return tuple(contiguous_clone(g) for g in grads)
 
 
 @rms_norm_gated_bwd.register_fake
@@ -52,7 +52,7 @@ def _(x, gate, weight, dy, eps, group_size, norm_before_gate):
     return tuple(t.new_empty(t.shape) for t in (x, gate, weight))
 
 
-launch_on_cuda(rms_norm_gated_bwd, "kernels.rms_norm_gated.kernel.rms_norm_gated_bwd_kernel")
+register_triton(rms_norm_gated_bwd, "kernels.rms_norm_gated.kernel.rms_norm_gated_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):
@@ -103,7 +103,7 @@ def rms_norm_gated(
     Source: Mamba-2 (Dao & Gu 2024).
     """
     S = _check(x, gate, weight, eps, group_size, impl)
-    impl = plain_on_xla(impl, x)
+    impl = resolve_impl(impl, x)
     functions = {
         "op": rms_norm_gated_fwd,
         "reference": rms_norm_gated_reference,

@@ -31,10 +31,10 @@ def rms_norm_gated_reference(
     """x and gate (..., D), weight (D,) -> (..., D) in x.dtype; fp32 (fp64 for fp64 x) inside."""
     acc = torch.promote_types(x.dtype, torch.float32)
     S = x.shape[-1] if group_size is None else group_size
-    wide, opened, weight = x.to(acc), F.silu(gate.to(acc)), weight.to(acc)
-    u = wide if norm_before_gate else wide * opened
+    wide, silu_gate, weight = x.to(acc), F.silu(gate.to(acc)), weight.to(acc)
+    u = wide if norm_before_gate else wide * silu_gate
     y = u * torch.rsqrt(_group_mean(u.square(), S) + eps) * weight
-    return (y * opened if norm_before_gate else y).to(x.dtype)
+    return (y * silu_gate if norm_before_gate else y).to(x.dtype)
 
 
 def rms_norm_gated_backward_reference(
@@ -46,15 +46,18 @@ def rms_norm_gated_backward_reference(
     """
     acc = torch.promote_types(x.dtype, torch.float32)
     wide, z, weight_acc, dy = (t.to(acc) for t in (x, gate, weight, dy))
-    open_share = torch.sigmoid(z)
-    opened, slope = z * open_share, open_share * (1 + z * (1 - open_share))  # silu and its derivative
-    u = wide if norm_before_gate else wide * opened
+    sigmoid_gate = torch.sigmoid(z)
+    silu_gate, dsilu = (
+        z * sigmoid_gate,
+        sigmoid_gate * (1 + z * (1 - sigmoid_gate)),
+    )  # silu and its derivative
+    u = wide if norm_before_gate else wide * silu_gate
     r = torch.rsqrt(_group_mean(u.square(), group_size) + eps)
     n = u * r
-    dscaled = dy * opened if norm_before_gate else dy  # gradient of n * weight
+    dscaled = dy * silu_gate if norm_before_gate else dy  # gradient of n * weight
     dn = dscaled * weight_acc
     du = r * (dn - n * _group_mean(n * dn, group_size))
-    dx = du if norm_before_gate else du * opened
-    dopened = dy * n * weight_acc if norm_before_gate else du * wide
+    dx = du if norm_before_gate else du * silu_gate
+    dsilu_gate = dy * n * weight_acc if norm_before_gate else du * wide
     dweight = (dscaled * n).reshape(-1, x.shape[-1]).sum(0)
-    return dx.to(x.dtype), (dopened * slope).to(gate.dtype), dweight.to(weight.dtype)
+    return dx.to(x.dtype), (dsilu_gate * dsilu).to(gate.dtype), dweight.to(weight.dtype)

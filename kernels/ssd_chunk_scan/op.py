@@ -8,31 +8,31 @@ from torch import Tensor
 
 from kernels.op_support import (
     WITH_PEER,
+    autocast_disabled,
     check_doc_ids,
     check_floating,
     check_impl,
     check_shapes,
-    fresh,
-    full_precision,
-    launch_on_cuda,
-    plain_on_xla,
+    contiguous_clone,
+    register_triton,
+    resolve_impl,
 )
 from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
 from kernels.ssd_chunk_scan.upstream import ssd_chunk_scan_upstream
 
 
-def _plain_fwd(x: Tensor, *rest) -> tuple[Tensor, Tensor]:
+def _eager_fwd(x: Tensor, *rest) -> tuple[Tensor, Tensor]:
     """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
-    with full_precision(x):
+    with autocast_disabled(x):
         y, final = ssd_chunk_scan_reference(x, *rest)
-    return fresh(y), fresh(final)
+    return contiguous_clone(y), contiguous_clone(final)
 
 
-def _plain_bwd(x: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _eager_bwd(x: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run the reference backward, under the same conditions."""
-    with full_precision(x):
+    with autocast_disabled(x):
         grads = ssd_chunk_scan_backward_reference(x, *rest)
-    return tuple(fresh(g) for g in grads)
+    return tuple(contiguous_clone(g) for g in grads)
 
 
 @torch.library.custom_op("bumpgate::ssd_chunk_scan_fwd", mutates_args=())
@@ -47,10 +47,12 @@ def ssd_chunk_scan_fwd(
     initial_state: Tensor,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    return _plain_fwd(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
+    return _eager_fwd(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
 
 
-launch_on_cuda(ssd_chunk_scan_fwd, "kernels.ssd_chunk_scan.kernel.ssd_chunk_scan_fwd_kernel", fp64=_plain_fwd)
+register_triton(
+    ssd_chunk_scan_fwd, "kernels.ssd_chunk_scan.kernel.ssd_chunk_scan_fwd_kernel", fp64=_eager_fwd
+)
 
 
 @ssd_chunk_scan_fwd.register_fake
@@ -73,10 +75,12 @@ def ssd_chunk_scan_bwd(
     dy: Tensor,
     dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _plain_bwd(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, dy, dfinal)
+    return _eager_bwd(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, dy, dfinal)
 
 
-launch_on_cuda(ssd_chunk_scan_bwd, "kernels.ssd_chunk_scan.kernel.ssd_chunk_scan_bwd_kernel", fp64=_plain_bwd)
+register_triton(
+    ssd_chunk_scan_bwd, "kernels.ssd_chunk_scan.kernel.ssd_chunk_scan_bwd_kernel", fp64=_eager_bwd
+)
 
 
 @ssd_chunk_scan_bwd.register_fake
@@ -106,7 +110,7 @@ def _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl):
     B, T, H, P = x.shape
     G, N = Bmat.shape[2:]
     if T < 1 or H % G:
-        raise ValueError(f"ssd_chunk_scan: T >= 1 and H divisible by G wanted, T={T}, H={H}, G={G}")
+        raise ValueError(f"ssd_chunk_scan: expected T >= 1 and H divisible by G, not T={T}, H={H}, G={G}")
     shapes = {
         "x": (x, (B, T, H, P)),
         "dt": (dt, (B, T, H)),
@@ -153,9 +157,9 @@ def ssd_chunk_scan(
     Source: Dao & Gu 2024 (arXiv 2405.21060).
     """
     _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl)
-    impl = plain_on_xla(impl, x)
+    impl = resolve_impl(impl, x)
     if impl == "reference":
-        with full_precision(x):
+        with autocast_disabled(x):
             return ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
     if impl == "upstream":
         return ssd_chunk_scan_upstream(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)

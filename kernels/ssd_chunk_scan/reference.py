@@ -14,8 +14,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from kernels._scan import (
+    chunk_decays,
+    chunk_decays_bwd,
+    document_starts,
+    state_passing,
+    state_passing_bwd,
+    to_chunks,
+    to_tokens,
+)
 
 
 def ssd_chunk_scan_step(
@@ -49,7 +58,7 @@ def ssd_chunk_scan_recurrent(
 ) -> tuple[Tensor, Tensor]:
     """Apply the step token by token; arguments and results as for `ssd_chunk_scan_reference`."""
     state = _initial(x, Bmat, initial_state)
-    keep = ~_document_starts(doc_ids)
+    keep = ~document_starts(doc_ids)
     outputs = []
     for t in range(x.shape[1]):
         state = state * keep[:, t, None, None, None]
@@ -77,10 +86,10 @@ def ssd_chunk_scan_reference(
     """
     T = x.shape[1]
     s = _prepare(x, dt, A, Bmat, Cmat, doc_ids, chunk_size)
-    entering, final = _carry(s, _initial(x, Bmat, initial_state))
-    y = (s.scores * s.inside) @ s.weighted + s.since.unsqueeze(-1) * (s.query @ entering.mT)
+    states, final = _carry(s, _initial(x, Bmat, initial_state))
+    y = (s.scores * s.decay) @ s.scaled + s.state_decay.unsqueeze(-1) * (s.query @ states.mT)
     y = y + D.to(y.dtype)[:, None, None, None] * s.value
-    return _tokens(y, T).to(x.dtype), final
+    return to_tokens(y, T).to(x.dtype), final
 
 
 def ssd_chunk_scan_backward_reference(
@@ -104,42 +113,36 @@ def ssd_chunk_scan_backward_reference(
     s = _prepare(x, dt, A, Bmat, Cmat, doc_ids, chunk_size)
     acc = s.value.dtype
     initial = initial_state.to(acc)
-    entering, _ = _carry(s, initial)
-    dy = _chunks(dy.to(acc), s.length)
-    since, leaving = s.since.unsqueeze(-1), s.inside[..., -1, :].unsqueeze(-1)
+    states, _ = _carry(s, initial)
+    dy = to_chunks(dy.to(acc), s.length)
+    state_decay, end_decay = s.state_decay.unsqueeze(-1), s.decay[..., -1, :].unsqueeze(-1)
 
-    # y = (scores * inside) weighted + since * (query entering^T) + D value
-    mixed = s.scores * s.inside
-    dmixed = dy @ s.weighted.mT
-    dscores = dmixed * s.inside
-    dweighted = mixed.mT @ dy
-    dquery = dscores @ s.key + since * (dy @ entering)
+    # y = (scores * decay) scaled + state_decay * (query states^T) + D value
+    mixed = s.scores * s.decay
+    dmixed = dy @ s.scaled.mT
+    dscores = dmixed * s.decay
+    dscaled = mixed.mT @ dy
+    dquery = dscores @ s.key + state_decay * (dy @ states)
     dkey = dscores.mT @ s.query
-    dlog_inside = dmixed * mixed
-    dlog_since = (since * (dy * (s.query @ entering.mT))).sum(-1)
-    dentering = (since * dy).mT @ s.query
+    dlog_decay = dmixed * mixed
+    dlog_state_decay = (state_decay * (dy * (s.query @ states.mT))).sum(-1)
+    dstates = (state_decay * dy).mT @ s.query
 
-    # The carry, backward: h' = since_end h + (leaving * weighted)^T key
-    dstate, dadded = dfinal.to(acc), []
-    for c in reversed(range(entering.shape[2])):
-        dadded.append(dstate)
-        total = s.since[:, :, c, -1]
-        dlog_since[:, :, c, -1] += total * (dstate * entering[:, :, c]).sum((-1, -2))
-        dstate = total[..., None, None] * dstate + dentering[:, :, c]
-    dadded = torch.stack(dadded[::-1], 2)
-    dleft = s.key @ dadded.mT
-    dweighted = dweighted + leaving * dleft
-    dkey = dkey + (leaving * s.weighted) @ dadded
-    dlog_inside[..., -1, :] += (leaving * s.weighted * dleft).sum(-1)
+    # state_passing, backward: h' = state_decay_end h + (end_decay * scaled)^T key
+    dchunk_state, dstate = state_passing_bwd(dstates, dfinal.to(acc), states, s.state_decay, dlog_state_decay)
+    dwritten = s.key @ dchunk_state.mT
+    dscaled = dscaled + end_decay * dwritten
+    dkey = dkey + (end_decay * s.scaled) @ dchunk_state
+    dlog_decay[..., -1, :] += (end_decay * s.scaled * dwritten).sum(-1)
 
-    dlog = _log_decay_gradient(dlog_inside, dlog_since, T)
+    dlog = to_tokens(chunk_decays_bwd(dlog_decay, dlog_state_decay), T)
     dt_full = dt.to(acc)
-    dweighted, value = _tokens(dweighted, T), x.to(acc)
-    dx = dt_full.unsqueeze(-1) * dweighted + D.to(acc)[:, None] * _tokens(dy, T)
-    ddt = dlog * A.to(acc) + (dweighted * value).sum(-1)
+    dscaled, value = to_tokens(dscaled, T), x.to(acc)
+    dx = dt_full.unsqueeze(-1) * dscaled + D.to(acc)[:, None] * to_tokens(dy, T)
+    ddt = dlog * A.to(acc) + (dscaled * value).sum(-1)
     dA = (dlog * dt_full).sum((0, 1))
-    dD = (_tokens(dy, T) * value).sum((0, 1, 3))
-    dB, dC = (_tokens(d, T).unflatten(2, (G, -1)).sum(3) for d in (dkey, dquery))
+    dD = (to_tokens(dy, T) * value).sum((0, 1, 3))
+    dB, dC = (to_tokens(d, T).unflatten(2, (G, -1)).sum(3) for d in (dkey, dquery))
     grads = (dx, ddt, dA, dB, dC, dD, dstate)
     inputs = (x, dt, A, Bmat, Cmat, D, initial_state)
     return tuple(g.to(i.dtype) for g, i in zip(grads, inputs))
@@ -150,11 +153,11 @@ class _Chunked(NamedTuple):
 
     length: int  # L
     value: Tensor  # (B,H,C,L,P) x
-    weighted: Tensor  # (B,H,C,L,P) dt x
+    scaled: Tensor  # (B,H,C,L,P) dt x
     key: Tensor  # (B,H,C,L,N)
     query: Tensor  # (B,H,C,L,N)
-    inside: Tensor  # (B,H,C,L,L) decay from after token s to token t; 0 for s > t and across documents
-    since: Tensor  # (B,H,C,L) decay of the state that enters the chunk, up to and including token t
+    decay: Tensor  # (B,H,C,L,L) decay from after token s to token t; 0 for s > t and across documents
+    state_decay: Tensor  # (B,H,C,L) decay of the state that enters the chunk, up to and including token t
     scores: Tensor  # (B,H,C,L,L) query_t . key_s
 
 
@@ -164,45 +167,19 @@ def _prepare(
     acc = torch.promote_types(x.dtype, torch.float32)
     H, L = x.shape[2], min(chunk_size, x.shape[1])
     dt = dt.to(acc)
-    inside, since = _decays(A.to(acc) * dt, doc_ids, L)
-    value = _chunks(x.to(acc), L)
-    key, query = (_chunks(m.to(acc).repeat_interleave(H // m.shape[2], 2), L) for m in (Bmat, Cmat))
-    return _Chunked(L, value, _chunks(dt, L).unsqueeze(-1) * value, key, query, inside, since, query @ key.mT)
+    starts = document_starts(doc_ids).unsqueeze(-1)
+    decay, state_decay = chunk_decays((A.to(acc) * dt).masked_fill(starts, float("-inf")), L)
+    value = to_chunks(x.to(acc), L)
+    key, query = (to_chunks(m.to(acc).repeat_interleave(H // m.shape[2], 2), L) for m in (Bmat, Cmat))
+    return _Chunked(
+        L, value, to_chunks(dt, L).unsqueeze(-1) * value, key, query, decay, state_decay, query @ key.mT
+    )
 
 
 def _carry(s: _Chunked, initial: Tensor) -> tuple[Tensor, Tensor]:
     """The state that enters each chunk (B,H,C,P,N), and the state after the last token (B,H,P,N)."""
-    added = (s.inside[..., -1, :].unsqueeze(-1) * s.weighted).mT @ s.key
-    state, entering = initial, []
-    for c in range(added.shape[2]):
-        entering.append(state)
-        state = s.since[:, :, c, -1, None, None] * state + added[:, :, c]
-    return torch.stack(entering, 2), state
-
-
-def _decays(log_decay: Tensor, doc_ids: Tensor, L: int) -> tuple[Tensor, Tensor]:
-    """(B,T,H) log decay a -> `inside` and `since` of `_Chunked`.
-
-    Each entry sums its own tokens a_{s+1} + ... + a_t: a difference of two running sums would cancel, and one
-    document would affect another's rounding. A document start is a log decay of -inf, so no sum reaches +inf and
-    every exponential is at most 1: nothing can become NaN, in the forward or in its gradient.
-    """
-    starts = _document_starts(doc_ids).unsqueeze(-1)
-    a = _chunks(log_decay.masked_fill(starts, float("-inf")), L)
-    summed = a.unsqueeze(-1).expand(*a.shape, L).tril(-1).cumsum(-2)
-    return torch.exp(summed).tril(), torch.exp(a.cumsum(-1))
-
-
-def _log_decay_gradient(dlog_inside: Tensor, dlog_since: Tensor, T: int) -> Tensor:
-    """Gradient of the log decay (B,T,H): a_t takes part in each pair s < t <= i, and in `since` from t on."""
-    crossing = dlog_inside.cumsum(-1).tril(-1).sum(-2)  # at s: all pairs that start at <= s and end after s
-    da = F.pad(crossing[..., :-1], (1, 0)) + dlog_since.flip(-1).cumsum(-1).flip(-1)
-    return _tokens(da, T)
-
-
-def _document_starts(doc_ids: Tensor) -> Tensor:
-    """(B,T) bool: the document changes at this token. Token 0 continues the initial state."""
-    return F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0))
+    chunk_state = (s.decay[..., -1, :].unsqueeze(-1) * s.scaled).mT @ s.key
+    return state_passing(chunk_state, s.state_decay, initial)
 
 
 def _initial(x: Tensor, Bmat: Tensor, state: Tensor | None) -> Tensor:
@@ -210,16 +187,3 @@ def _initial(x: Tensor, Bmat: Tensor, state: Tensor | None) -> Tensor:
     if state is not None:
         return state.to(acc)
     return x.new_zeros((x.shape[0], x.shape[2], x.shape[3], Bmat.shape[3]), dtype=acc)
-
-
-def _chunks(t: Tensor, L: int) -> Tensor:
-    """(B,T,H,...) -> (B,H,C,L,...), zero-padded at the end: a pad token neither decays nor adds."""
-    pad = -t.shape[1] % L
-    if pad:
-        t = F.pad(t, (0, 0) * (t.dim() - 2) + (0, pad))
-    return t.unflatten(1, (-1, L)).movedim(3, 1)
-
-
-def _tokens(t: Tensor, T: int) -> Tensor:
-    """(B,H,C,L,...) -> (B,T,H,...), without the padding."""
-    return t.movedim(1, 3).flatten(1, 2)[:, :T]

@@ -109,7 +109,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 
 
 @lanes("cpu", "h200")
-def test_fp32_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane):
+def test_fp32_error_is_rounding_only(lane: Lane):
     q, k, v, doc_ids = inputs = problem(dtype=torch.float32, device=lane.device)
     options = {"scale": 0.4, "softcap": 2.0, "window": 7}
     oracle = attention_reference(*doubled(inputs), **options)

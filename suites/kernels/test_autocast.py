@@ -1,7 +1,7 @@
 """Ops ignore autocast: under it, forward and backward are bitwise equal to the results without.
 
 Autocast affects the body of a custom op, and would run the fp32 products there in bf16. An op disables it by
-op_support.full_precision; here that is also removed, to show that these tests would detect it.
+op_support.autocast_disabled; here that is also removed, to show that these tests would detect it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_autocast_does_not_reach_an_inlined_scan(lane: Lane, op: str):
 def test_without_its_switch_an_op_would_lose_digits(lane: Lane, op: str, monkeypatch: pytest.MonkeyPatch):
     """The control. Not every result changes: a state may be a copy of an input."""
     plain = step(op, lane.device)
-    monkeypatch.setattr(f"kernels.{op}.op.full_precision", lambda t: nullcontext())
+    monkeypatch.setattr(f"kernels.{op}.op.autocast_disabled", lambda t: nullcontext())
     with torch.autocast(lane.device, torch.bfloat16):
         cast = step(op, lane.device)
     assert largest(error(ours, exact)[0] for ours, exact in zip(cast, plain)) > 1e-3
@@ -123,7 +123,7 @@ def test_both_bodies_run_with_autocast_off(lane: Lane, op: str, switch: str, mon
         if inspect.isfunction(function) and function.__module__ == f"kernels.{op}.reference":
             monkeypatch.setattr(module, name, watched(function))
     if switch == "taken away":
-        monkeypatch.setattr(module, "full_precision", lambda t: nullcontext())
+        monkeypatch.setattr(module, "autocast_disabled", lambda t: nullcontext())
     with torch.autocast(lane.device, torch.bfloat16):
         step(op, lane.device)
     heard = switch == "taken away"

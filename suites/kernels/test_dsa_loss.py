@@ -176,7 +176,7 @@ def test_the_loss_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 
 
 @lanes("cpu", "h200")
-def test_what_nobody_chose_is_not_read(lane: Lane):
+def test_keys_that_were_not_chosen_are_not_read(lane: Lane):
     q, k, weights, indices = scores_problem(T=34, dtype=torch.float32, device=lane.device)
     indices = torch.where(indices % 3 == 0, -1, indices)
     k[:, ::3] = float("nan")
@@ -222,7 +222,7 @@ def test_the_loss_and_not_the_choice_teaches_the_indexer(lane: Lane):
 
 
 @lanes("cpu")
-def test_the_loss_ignores_what_stands_where_there_is_no_key(lane: Lane):
+def test_loss_ignores_values_without_a_key(lane: Lane):
     index = index_problem(B=1, T=5, dtype=torch.float32)
     indices = dsa_indexer(*index, top_k=4)
     target = torch.softmax(torch.zeros(1, 5, 4).masked_fill(indices < 0, -torch.inf), -1)

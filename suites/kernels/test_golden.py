@@ -71,7 +71,7 @@ def test_one_perturbed_entry_of_any_array_is_seen(lane: Lane, op: str):
 
 
 @lanes("cpu")
-def test_the_writer_names_what_differs_and_mends_it_only_when_asked(lane: Lane, tmp_path, capsys):
+def test_writer_names_differences_and_writes_only_on_request(lane: Lane, tmp_path, capsys):
     for source in FIXTURES.rglob("*.safetensors"):
         target = tmp_path / source.relative_to(FIXTURES)
         target.parent.mkdir(exist_ok=True)

@@ -184,7 +184,7 @@ def test_equals_the_loop_for_every_routing(lane: Lane, seed: int, counts: list[i
 @quick
 @given(seed=st.integers(0, 99), counts=routings)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_experts_know_nothing_of_each_other(lane: Lane, dtype: str, seed: int, counts: list[int]):
+def test_experts_are_independent(lane: Lane, dtype: str, seed: int, counts: list[int]):
     """Permuted with their rows they give the same bits, and so does a single one; on the CPU up to rounding, because
     the product of a matrix at another address may be summed in another order.
     """
@@ -260,7 +260,7 @@ def test_bad_input_is_one_clear_line(lane: Lane):
         ((x, weight[0], counts), {}, "2-d"),
         ((x, weight[:, :7], counts), {}, "x has shape"),
         ((x, weight, counts[1:]), {}, "counts has shape"),
-        ((x, weight[..., :0], counts), {}, "no empty side"),
+        ((x, weight[..., :0], counts), {}, "no side may be empty"),
         ((x.float(), weight, counts), {}, "one float dtype"),
         ((x.int(), weight.int(), counts), {}, "one float dtype"),
         ((x, weight, counts.short()), {}, "int32 or int64"),

@@ -175,7 +175,7 @@ def scaled_k_in_mamba2(inputs: Named) -> Tensor:
 
 
 @lanes("cpu", "h200")
-def test_the_published_form_holds_and_its_two_wrong_readings_do_not(lane: Lane):
+def test_published_form_and_its_two_wrong_readings(lane: Lane):
     inputs = problem(starts=(), device=lane.device)
     inputs |= dict(zip(STATE, nothing(inputs)))
     y, *_ = op(**inputs)

@@ -293,7 +293,7 @@ def test_bad_input_is_one_clear_line(lane: Lane):
         ((y, expert, slot, weights.bfloat16(), C), {}, "combine weights stay fp32"),
         ((y, expert, slot, weights.half(), C), {}, "combine weights stay fp32"),
         ((y[0], expert, slot, weights, C), {}, "2-d"),
-        ((y, expert, slot, weights, C - 1), {}, "rows an expert"),
+        ((y, expert, slot, weights, C - 1), {}, "rows per expert"),
         ((y, expert, slot[1:], weights, C), {}, "slot has shape"),
         ((y, expert, slot, weights[..., 1:], C), {}, "weights has shape"),
         ((y, expert, slot.int(), weights, C), {}, "int64"),

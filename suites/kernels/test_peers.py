@@ -88,7 +88,7 @@ PEERS: dict[str, tuple[Callable[..., Tensor], Callable[[str], tuple[Tensor, ...]
 
 @lanes("cpu")
 @pytest.mark.parametrize("name", PEERS)
-def test_an_absent_peer_says_how_to_install_it(lane: Lane, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_absent_peer_names_its_install_command(lane: Lane, name: str, monkeypatch: pytest.MonkeyPatch):
     function, inputs, package = PEERS[name]
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(

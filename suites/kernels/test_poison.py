@@ -15,7 +15,7 @@ from suites.support.lanes import Lane, lanes
 
 
 @lanes("cpu", "h200")
-def test_memory_that_nobody_wrote_is_nan(lane: Lane):
+def test_unwritten_memory_is_nan(lane: Lane):
     like = torch.ones(5, device=lane.device)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         given = like.to(dtype)

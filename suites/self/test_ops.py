@@ -12,8 +12,9 @@ from suites.self.tree import ROOT
 
 
 def ops(root: Path) -> list[str]:
-    """Return every folder under kernels/ with Python files: a finished or unfinished op."""
-    return sorted({path.parent.name for path in (root / "kernels").glob("*/*.py")})
+    """Return every folder under kernels/ with Python files: a finished or unfinished op, but no shared code (_*)."""
+    folders = {path.parent.name for path in (root / "kernels").glob("*/*.py")}
+    return sorted(name for name in folders if not name.startswith("_"))
 
 
 def lacking(root: Path, op: str) -> list[str]:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.attention import attention_mask, kernel
+from kernels.attention import kernel
 from kernels.attention.reference import attention_backward_reference, attention_forward_with_lse
 from suites.kernels.interpret.ratio import lse_outside, outside
 from suites.support.comparison import doubled
@@ -121,35 +119,6 @@ def test_the_rule_finds_wrong_formulas(lane: Lane, small_tiles: None):
     }
     for name, found in wrong.items():
         assert len({line.split(":")[0] for line in outside(found, plain, oracle)}) == 5, name
-
-
-@lanes("cpu")
-@settings(derandomize=True, max_examples=25, deadline=None)
-@given(
-    ids=st.lists(st.tuples(st.integers(-1, 3), st.integers(1, 40)), min_size=1, max_size=6),
-    window=st.sampled_from([0, 1, 20]),
-    causal=st.booleans(),
-    own_keys=st.booleans(),
-    own=st.sampled_from([16, 32]),
-)
-@example(ids=[(0, 32), (1, 16), (0, 32)], window=0, causal=True, own_keys=False, own=16)
-def test_a_walk_misses_no_block_and_masks_where_it_must(
-    lane: Lane, ids: list[tuple[int, int]], window: int, causal: bool, own_keys: bool, own: int
-):
-    """Compared with the mask itself, for documents in any order. The example has a gap among the full blocks."""
-    doc_ids = torch.cat([torch.full((1, n), i, dtype=torch.int32) for i, n in ids], 1)
-    T, other = doc_ids.shape[1], 16
-    seen = attention_mask(doc_ids, window, causal)[0]
-    seen = seen.T if own_keys else seen
-    walks = kernel._spans(doc_ids, own, other, own_keys, window, causal)[0].tolist()
-    assert len(walks) == -(-T // own)
-    for block, (begin, before, full, masked) in zip(seen.split(own), walks):
-        tiles = block.split(other, 1)
-        run = set(range(begin + before, begin + before + full))
-        edges = set(range(begin, begin + full + masked)) - run
-        assert len(edges) == masked
-        assert all(tiles[i].all() and tiles[i].shape[1] == other for i in run)
-        assert {i for i, tile in enumerate(tiles) if tile.any()} <= run | edges <= set(range(len(tiles)))
 
 
 @lanes("cpu")

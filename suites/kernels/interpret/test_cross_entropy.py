@@ -88,11 +88,11 @@ def test_nan_shows_in_its_own_row_alone(lane: Lane, dtype: str, case: str):
 
 
 @lanes("cpu")
-@pytest.mark.parametrize("wanted", [-1, 133, 2**40])
+@pytest.mark.parametrize("expected", [-1, 133, 2**40])
 @pytest.mark.parametrize("case", SOFTCAPS)
-def test_a_target_out_of_range_is_nan_and_reads_nothing(lane: Lane, case: str, wanted: int):
+def test_a_target_out_of_range_is_nan_and_reads_nothing(lane: Lane, case: str, expected: int):
     logits, target, dloss = problem(133, torch.float16)
-    target[1] = wanted
+    target[1] = expected
     loss, _, dlogits = launched(logits, target, dloss, SOFTCAPS[case])
     assert loss.isnan().tolist() == [False, True, False, False]
     assert dlogits.isnan().all(1).tolist() == dlogits.isnan().any(1).tolist() == loss.isnan().tolist()

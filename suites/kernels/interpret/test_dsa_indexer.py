@@ -174,7 +174,7 @@ def test_the_rule_finds_wrong_formulas(lane: Lane, small_tiles: None):
 
 
 @lanes("cpu")
-def test_what_nobody_chose_is_not_read(lane: Lane, small_tiles: None):
+def test_keys_that_were_not_chosen_are_not_read(lane: Lane, small_tiles: None):
     """A weight of 0 times nan is nan: keys that were not chosen are not loaded, and their gradient is 0."""
     q, k, v, indices, dout = problem((1, 34, 2, 1, 16, 6), torch.float32)
     indices = torch.where(indices % 3 == 0, -1, indices)
@@ -200,7 +200,7 @@ def test_a_walk_visits_each_block_that_holds_a_pair_and_no_other(lane: Lane, see
     near = torch.arange(T).unsqueeze(1) - torch.arange(K)  # the last K tokens: most blocks hold no pair
     indices = torch.where(torch.rand(2, T, K, generator=g) < 0.2, -1, near.clamp(min=-1)).int()
     chosen = kernel_tiles.by_key(indices, torch.ones_like(indices))
-    walk, blocks = kernel_tiles.walks(indices, M, N)
+    walk, blocks = kernel_tiles.query_blocks(indices, M, N)
     assert chosen.shape == (2, T + 1, T)
     for b in range(2):
         pairs = {(s, t) for t in range(T) for s in indices[b, t].tolist() if s >= 0}

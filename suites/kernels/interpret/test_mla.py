@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.mla import kernel
@@ -125,35 +123,6 @@ def test_the_rule_finds_wrong_formulas(lane: Lane, dtype: str, small_tiles: None
     }
     for name, found in wrong.items():
         assert len({line.split(":")[0] for line in outside(found, usual, oracle)}) == 8, name
-
-
-@lanes("cpu")
-@settings(derandomize=True, max_examples=15, deadline=None)
-@given(
-    ids=st.lists(st.tuples(st.integers(-1, 3), st.integers(1, 40)), min_size=1, max_size=6),
-    causal=st.booleans(),
-    own_keys=st.booleans(),
-    own=st.sampled_from([16, 32]),
-)
-@example(ids=[(0, 32), (1, 16), (0, 32)], causal=True, own_keys=False, own=16)
-def test_a_walk_misses_no_block_and_masks_where_it_must(
-    lane: Lane, ids: list[tuple[int, int]], causal: bool, own_keys: bool, own: int
-):
-    """Compared with the mask itself, for documents in any order. The example has a gap among the full blocks."""
-    doc_ids = torch.cat([torch.full((1, n), i, dtype=torch.int32) for i, n in ids], 1)
-    T, other = doc_ids.shape[1], 16
-    seen = doc_ids[0].unsqueeze(1) == doc_ids[0]
-    seen = seen.tril() if causal else seen
-    seen = seen.T if own_keys else seen
-    walks = kernel.spans_of(doc_ids, own, other, own_keys, causal)[0].tolist()
-    assert len(walks) == -(-T // own)
-    for block, (begin, before, full, masked) in zip(seen.split(own), walks):
-        tiles = block.split(other, 1)
-        run = set(range(begin + before, begin + before + full))
-        edges = set(range(begin, begin + full + masked)) - run
-        assert len(edges) == masked
-        assert all(tiles[i].all() and tiles[i].shape[1] == other for i in run)
-        assert {i for i, tile in enumerate(tiles) if tile.any()} <= run | edges <= set(range(len(tiles)))
 
 
 @lanes("cpu")

@@ -64,7 +64,7 @@ def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int
 
 
 @lanes("cpu")
-def test_what_was_dropped_and_what_nobody_owns_may_hold_anything(lane: Lane):
+def test_dropped_and_unowned_rows_may_hold_anything(lane: Lane):
     y, expert, slot, weights, dout = problem(SIZES[1], torch.float32)
     C = SIZES[1][-1]
     expected = launched(y, expert, slot, weights, dout, C)
