@@ -21,7 +21,7 @@ def _span_kernel(
 
     Each entry: first block, masked blocks before the full run, full blocks, masked blocks. A full block has
     every pair visible. Full blocks are used only if they form one run; out-of-order documents may leave gaps.
-    WINDOW: 0 is no window, -1 an op that has none.
+    WINDOW: 0 for none, -1 for an op without windows.
     """
     block, batch = tl.program_id(0), tl.program_id(1)
     ids_ptr += batch.to(tl.int64) * T

@@ -99,8 +99,8 @@ MUTANTS = (
         (
             (
                 "kernels/rms_norm_gated/op.py",
-                "    return tuple(fresh(g) for g in grads)\n",
-                "    dx, *rest = (fresh(g) for g in grads)\n"
+                "    return tuple(contiguous_clone(g) for g in grads)\n",
+                "    dx, *rest = (contiguous_clone(g) for g in grads)\n"
                 '    return dx, *(g * float("nan") if x.dtype == torch.bfloat16 else g for g in rest)\n',
             ),
         ),
