@@ -30,15 +30,16 @@ STYLE = dict.fromkeys(Outcome, "yellow") | {Outcome.GOOD: "green", Outcome.BAD: 
 class Watcher:
     """Print one line per probe; on a terminal also show the probe in progress.
 
+    live: whether the line of the probe in progress is shown, which a prompt must not share its terminal with.
     seconds: total time of the probes. last: the reason of the last outcome.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, live: bool = True) -> None:
         self.console = console
         self.seconds = 0.0
         self.last = ""
         self._left = ""
-        self._status = Status("", console=console) if console.is_terminal else None
+        self._status = Status("", console=console) if live and console.is_terminal else None
 
     def __enter__(self) -> Watcher:
         if self._status:
@@ -73,6 +74,8 @@ class Answer:
 
     good, bad: the two adjacent versions. findings: how their rows differ. unread: suspects without a reading.
     read: number of versions with a reading. noise: misread rates (false BAD, false GOOD).
+    notes: lines on the culprit, where candidates are commits. ranges: lines on the commits between two builds.
+    commits: the commits that may be at fault. compiler: the answer of torch's CompilerBisector, "" without one.
     """
 
     range: Range
@@ -89,6 +92,10 @@ class Answer:
     unread: tuple[str, ...] = ()
     read: int = 0
     noise: tuple[float, float] = (0.0, 0.0)
+    notes: tuple[str, ...] = ()
+    ranges: tuple[str, ...] = ()
+    commits: tuple[dict[str, Any], ...] = ()
+    compiler: str = ""
 
     @property
     def blamed(self) -> tuple[Change, ...]:
@@ -116,9 +123,9 @@ def answer(
     test: Test,
 ) -> Answer:
     """Build the Answer for a found result from saved environments and readings. Runs nothing."""
-    good_env, bad_env = bisection.environments(result)
+    _, bad_env = bisection.environments(result)
     good, bad = (span.versions[i] for i in bisection.neighbours(result))
-    first, last = (bad_env, good_env) if bisection.search.find_fix else (good_env, bad_env)
+    first, last = bisection.in_order(result)
     found = Answer(span, bisection.state.plan, result, attribution, good, bad)
     before, after = (
         bisection.reading_of(index, outcome)
@@ -171,6 +178,7 @@ def text(found: Answer) -> str:
         lines[0] += f", likely (posterior {result.posterior:.2f} of {found.plan.confidence}{why})"
     assert result.last_old is not None, "a found result has a candidate before it"
     lines.append(f"{old:11} {span.package} {span.label(span.versions[result.last_old])}")
+    lines += found.notes
     lines += _history_lines(found)
     if found.deciding:
         more = f" and {len(found.deciding) - SHOWN} more" if len(found.deciding) > SHOWN else ""
@@ -187,7 +195,7 @@ def text(found: Answer) -> str:
         else ""
     )
     lines.append(
-        f"{'probes':11} {result.probes}{misreads}, of {found.read} of {len(span.versions)} versions;"
+        f"{'probes':11} {result.probes}{misreads}, of {found.read} of {len(span.versions)} {span.unit}s;"
         " a fault that comes and goes between two of them is not seen"
     )
     lines.append(f"{'again':11} {found.repro}")
@@ -198,6 +206,8 @@ def closing_text(found: Answer, probes: float, overhead: float) -> str:
     """Format the package at fault and the time. probes: probes, overhead: seconds."""
     lines = _fault_lines(found)
     lines += [f"{'compare':11} {link}" for link in found.links]
+    lines += found.ranges
+    lines += [f"{'compiler':11} {found.compiler}"] if found.compiler else []
     lines.append(f"{'time':11} {probes:.1f} s in probes, {overhead:.1f} s overhead")
     return "\n".join(lines)
 
@@ -271,6 +281,8 @@ def write_json(path: Path, found: Answer, bisection: Bisection, **more: Any) -> 
         "deciding": list(found.deciding),
         "changed": list(found.changed),
         "compare": list(found.links),
+        "commits": list(found.commits),
+        "compiler": found.compiler,
         "findings": [vars(f) | {"decision": f.decision.name} for f in found.findings],
         "repro": found.repro,
         "readings": [

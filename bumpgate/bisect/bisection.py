@@ -17,8 +17,19 @@ from packaging.version import Version
 from bumpgate.bisect import blame
 from bumpgate.bisect.attribution import Attribution, Mixture, attribute, changes
 from bumpgate.bisect.journal import Journal
-from bumpgate.bisect.probe import READING, Build, Cause, ProbeResult, Reading, Test, keep, load, take
-from bumpgate.bisect.search import Outcome, Result
+from bumpgate.bisect.probe import (
+    READING,
+    BackError,
+    Build,
+    Cause,
+    ProbeResult,
+    Reading,
+    Test,
+    keep,
+    load,
+    take,
+)
+from bumpgate.bisect.search import Outcome, Result, Search
 from bumpgate.environments.build import Environment, NotInstallable
 from bumpgate.environments.request import Request
 from bumpgate.rows import BumpgateError
@@ -57,6 +68,7 @@ class Bench:
 
     reliable: one reading settles a mixture also under the plan's misread rates, unless the test has contradicted
     itself: a probe that is a whole sequential test.
+    recall: returns an environment that was built before, where candidates are commits and `build` keeps only one.
     """
 
     package: str
@@ -67,6 +79,7 @@ class Bench:
     show: Show
     ahead: Ahead | None = None
     reliable: bool = False
+    recall: Build | None = None
 
 
 @dataclass(frozen=True)
@@ -84,21 +97,24 @@ class Bisection:
     def __init__(self, state: Journal, bench: Bench) -> None:
         self.state = state
         self.bench = bench
-        self.search = state.search
         self._machine_failed = False
+
+    @property
+    def search(self) -> Search:
+        return self.state.search
 
     def run(self) -> Result:
         """Probe until the search has its answer. Raises MachineError, ProbeError, KeyboardInterrupt."""
         try:
             self._learn()
             while pending := self.state.decide():
-                if any(self._unjudged(end) for end in self._ends()):
-                    self._read_ends()
-                else:
-                    reading = self._reading(pending[0])
-                    if pending[0] in self._ends():
-                        self._learn()
-                    self._record(pending[0], reading, self.bench.test.judge(reading))
+                try:
+                    if any(self._unjudged(end) for end in self._ends()):
+                        self._read_ends()
+                    else:
+                        self._read(pending[0])
+                except BackError:
+                    self._back()
         finally:
             if self.bench.ahead:
                 self.bench.ahead.stop()
@@ -127,9 +143,15 @@ class Bisection:
         return (pair[1], pair[0]) if self.search.find_fix else pair
 
     def environments(self, result: Result) -> tuple[Environment, Environment]:
-        """Return the environments of the two neighbours, the good one first; both are in the cache."""
-        good, bad = (self.bench.build(self._request(i)) for i in self.neighbours(result))
+        """Return the environments of the two neighbours, the good one first; both have been built."""
+        build = self.bench.recall or self.bench.build
+        good, bad = (build(self._request(i)) for i in self.neighbours(result))
         return good, bad
+
+    def in_order(self, result: Result) -> tuple[Environment, Environment]:
+        """Return the environments of the two neighbours, the earlier version first."""
+        good, bad = self.environments(result)
+        return (bad, good) if self.search.find_fix else (good, bad)
 
     def attribute(self, result: Result) -> Attribution | None:
         """Find the package at fault between the two neighbours' sets; None if the sets are equal."""
@@ -193,6 +215,23 @@ class Bisection:
         for end, reading in readings.items():
             self._record(end, reading, self.bench.test.judge(reading))
 
+    def _read(self, index: int) -> None:
+        reading = self._reading(index)
+        if index in self._ends():
+            self._learn()
+        self._record(index, reading, self.bench.test.judge(reading))
+
+    def _back(self) -> None:
+        """Forget the last reading: its file first, so that a kill in between leaves the outcome in place."""
+        if not self.search.history:
+            for end in self._ends():
+                (self._place(end, 0) / READING).unlink(missing_ok=True)
+            return
+        index, _ = self.search.history[-1]
+        taken = sum(i == index for i, _ in self.search.history) - 1
+        (self._place(index, taken) / READING).unlink(missing_ok=True)
+        self.state.back()
+
     def _learn(self) -> None:
         """Pass all saved endpoint readings to the test, so that a resumed bisect learns the same."""
         good, bad = ([r for r in self._kept(end) if r.cause is Cause.RAN] for end in self._ends())
@@ -215,7 +254,7 @@ class Bisection:
         def build(request: Request) -> Environment:
             environment = self.bench.build(request)
             installed = environment.packages.get(self.bench.package)
-            if installed is None or Version(installed) != Version(version):
+            if self.bench.recall is None and (installed is None or Version(installed) != Version(version)):
                 raise NotInstallable(
                     f"{request.title}: {installed} was installed instead", self.bench.out, ""
                 )

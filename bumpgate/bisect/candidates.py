@@ -25,6 +25,7 @@ class Range:
     """Range of candidates.
 
     versions: oldest first, both endpoints included. yanked: versions left out. missing: days without a build.
+    unit: what a candidate is, "version" or "commit".
     """
 
     package: str
@@ -34,10 +35,13 @@ class Range:
     dates: Mapping[str, date]
     yanked: tuple[str, ...] = ()
     missing: int = 0
+    unit: str = "version"
 
     def summary(self, about: int) -> str:
         """`torch: 17 versions between 2.9.0 (good) and 2.13.0 (bad), about 9 probes`; about: the number of probes."""
-        text = f"{self.package}: {len(self.versions) - 2} version{'s' * (len(self.versions) != 3)} between "
+        text = (
+            f"{self.package}: {len(self.versions) - 2} {self.unit}{'s' * (len(self.versions) != 3)} between "
+        )
         states = ("good", "bad") if self.good == self.versions[0] else ("bad", "good")
         ends = [f"{self.label(v)} ({s})" for v, s in zip((self.versions[0], self.versions[-1]), states)]
         text += f"{' and '.join(ends)}, "
@@ -50,6 +54,12 @@ class Range:
         """Return the version with its build date, if that is known and not part of the version."""
         day = self.dates.get(version)
         return f"{version} of {day}" if day and f"{day:%Y%m%d}" not in version else version
+
+
+def one(package: str, found: Sequence[Found], name: str) -> str:
+    """Return the version that a version or a date names: the last build on or before that day."""
+    listed = _of_variant(found, _variant(name))
+    return listed[_resolve(package, listed, name, later=False)].version
 
 
 def needs_prereleases(*ends: str) -> bool:

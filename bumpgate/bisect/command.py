@@ -16,16 +16,18 @@ import typer
 from packaging.utils import canonicalize_name
 from rich.console import Console
 
-from bumpgate.bisect import gate_finding
+from bumpgate.bisect import gate_finding, ranges, shell
 from bumpgate.bisect import journal as journals
 from bumpgate.bisect.answer import Answer, Watcher, answer, closing_text, text, write_json
 from bumpgate.bisect.bisection import Bench, Bisection, MachineError
 from bumpgate.bisect.candidates import Range
+from bumpgate.bisect.compiler import compiler_part
 from bumpgate.bisect.journal import Journal, JournalError, Plan
 from bumpgate.bisect.options import BisectError, Options
 from bumpgate.bisect.prefetch import Prefetch
 from bumpgate.bisect.probe import Test
 from bumpgate.environments.build import Environment, build
+from bumpgate.environments.mirror import copies
 
 STATE, JSON = "state.jsonl", "bisect.json"
 UNKNOWN, INTERRUPTED = 125, 130
@@ -49,12 +51,35 @@ def command(
         Path | None,
         typer.Option(help="gate.json: bisect its worst finding between its two sides, SLOWER included."),
     ] = None,
+    builder: Annotated[
+        str,
+        typer.Option(
+            help="Bisect the commits of --repository: CMD gets a commit and prints an interpreter's path."
+        ),
+    ] = "",
+    repository: Annotated[
+        list[str] | None,
+        typer.Option(help="A local clone, or https://api.github.com: lists commits; repeatable."),
+    ] = None,
     row: Annotated[
         str, typer.Option(help="With --from-gate: the finding that has this row, instead of the worst.")
     ] = "",
     index: Annotated[str | None, typer.Option(help="An index that comes before the host's own.")] = None,
     find_links: Annotated[
         list[str] | None, typer.Option(help="A folder or page of wheels; repeatable.")
+    ] = None,
+    launch: Annotated[
+        str, typer.Option(help="Instead of a bisect: a shell in the environment of this version or night.")
+    ] = "",
+    interactive: Annotated[
+        bool, typer.Option("--interactive", help="Answer good, bad, skip, retry or back for each version.")
+    ] = False,
+    compiler: Annotated[
+        float | None,
+        typer.Option(min=0, help="Then run torch's CompilerBisector for so many minutes at most."),
+    ] = None,
+    store: Annotated[
+        list[str] | None, typer.Option(help="A store with nightlies of `bumpgate mirror`; repeatable.")
     ] = None,
     extra: Annotated[
         list[str] | None, typer.Option("--with", help="A requirement besides the package; repeatable.")
@@ -97,7 +122,7 @@ def command(
         tuple(selection or ()),
         test,
         index,
-        tuple(find_links or ()),
+        (*(find_links or ()), *copies(store or ())),
         tuple(extra or ()),
         timeout,
         find_fix,
@@ -105,12 +130,19 @@ def command(
         false_good,
         confidence,
         budget,
+        builder=builder,
+        repository=tuple(repository or ()),
+        interactive=interactive,
     )
+    if launch:
+        if builder:
+            raise BisectError("--launch is for versions: for a commit, run the --builder CMD itself")
+        raise typer.Exit(_launch(options, launch))
     if from_gate or row:
         options = _with_finding(options, from_gate, row)
-    place = out or Path(f"bisect-{options.package}-{options.good}-{options.bad}")
+    place = out or Path(f"bisect-{options.package}-{options.good}-{options.bad}".replace("/", "-"))
     with _terminable():
-        raise typer.Exit(run(options, place, resume=resume, attribution=attribution, prefetch=prefetch))
+        raise typer.Exit(run(options, place, resume, attribution, prefetch, compiler))
 
 
 def _with_finding(options: Options, path: Path | None, row: str) -> Options:
@@ -138,7 +170,23 @@ def _with_finding(options: Options, path: Path | None, row: str) -> Options:
     )
 
 
-def run(options: Options, out: Path, *, resume: bool, attribution: bool = True, prefetch: bool = True) -> int:
+def _launch(options: Options, name: str) -> int:
+    """Open a shell in the environment of one version, and return its exit code."""
+    root = options.root()
+    request = options.request(root)(options.version(root, name))
+    environment = build(request, say=lambda line: typer.echo(line, err=True))
+    typer.echo(shell.origin(request, environment))
+    return shell.shell(environment)
+
+
+def run(
+    options: Options,
+    out: Path,
+    resume: bool,
+    attribution: bool = True,
+    prefetch: bool = True,
+    compiler: float | None = None,
+) -> int:
     """Run the whole command and return its exit code.
 
     Raises BumpgateError on bad input, before anything is installed.
@@ -147,16 +195,18 @@ def run(options: Options, out: Path, *, resume: bool, attribution: bool = True, 
     state, span = _continue(options, out) if resume else (None, None)
     if state is None or span is None:
         span = options.range(root)
-        if root is not None and not (options.command or options.timed):
+        if root is not None and options.selection and not options.timed:
             options.check_selection(root)
         state = _begin(out, options.plan(span, _test(options, root, span)))
         typer.echo(span.summary(state.search.steps_left()))
     flags = [*([] if attribution else ["--no-attribution"]), *([] if prefetch else ["--no-prefetch"])]
+    flags += ["--compiler", f"{compiler:g}"] if compiler else []
     with state:
         try:
-            # A build at the same time would disturb the times.
-            prefetch = prefetch and not options.timed
-            return _search(options, out, state, span, root, attribution, prefetch)
+            # A build at the same time would disturb the times, and a builder has one folder.
+            prefetch = prefetch and not (options.timed or options.builder)
+            attribution = attribution and not (options.builder or options.interactive)
+            return _search(options, out, state, span, root, attribution, prefetch, compiler)
         except KeyboardInterrupt:
             typer.echo(f"interrupted; {len(state.search.history)} probes are kept. Continue with:", err=True)
             typer.echo(f"  {_resume_command(options, out, flags)}", err=True)
@@ -176,19 +226,22 @@ def _search(
     root: Path | None,
     attribution: bool,
     prefetch: bool,
+    compiler: float | None,
 ) -> int:
     started = time.monotonic()
     test = _test(options, root, span)
-    watcher = Watcher(Console(soft_wrap=True))
+    watcher = Watcher(Console(soft_wrap=True), live=not options.interactive)
+    builder = options.commit_builder(out) if options.builder else None
     bench = Bench(
         options.package,
         out,
-        options.request(root),
-        build,
+        builder.request if builder else options.request(root),
+        builder or build,
         test,
         watcher,
         Prefetch() if prefetch else None,
         reliable=options.timed,
+        recall=builder and builder.recall,
     )
     bisection = Bisection(state, bench)
 
@@ -204,6 +257,8 @@ def _search(
         write_json(out / JSON, found, bisection, seconds=seconds())
         return _no_answer(result.failure, test, watcher.last)
     found = answer(bisection, span, result, None, test)
+    if builder:
+        found = builder.described(found)
     # Print and save now: attribution may take longer than the search, and may be interrupted.
     write_json(out / JSON, found, bisection, seconds=seconds())
     typer.echo(text(found))
@@ -212,6 +267,12 @@ def _search(
             blamed = bisection.attribute(result)
         found = answer(bisection, span, result, blamed, test)
         write_json(out / JSON, found, bisection, seconds=seconds())
+    if compiler and not builder and (options.command or options.selection):
+        bad = bisection.environments(result)[1]
+        found = replace(found, compiler=compiler_part(bad, found.repro, root, out, compiler))
+    if options.repository and not builder:
+        found = ranges.described(found, bisection.in_order(result), options.repository)
+    write_json(out / JSON, found, bisection, seconds=seconds())
     typer.echo(closing_text(found, **seconds()))
     typer.echo(f"{'written':11} {out / JSON}")
     return 0 if found.sure else UNKNOWN
@@ -279,7 +340,8 @@ def _continue(options: Options, out: Path) -> tuple[Journal | None, Range | None
     plan = state.plan
     left = "it has its answer" if state.search.result() else state.search.progress()
     typer.echo(f"resuming after {len(state.search.history)} probes: {left}")
-    return state, Range(options.package, plan.candidates, plan.good, plan.bad, {})
+    unit = "commit" if options.builder else "version"
+    return state, Range(options.package, plan.candidates, plan.good, plan.bad, {}, unit=unit)
 
 
 @contextmanager

@@ -85,6 +85,11 @@ class Journal:
         _write(self._file, {"index": index, "outcome": outcome.value})
         self._take(index, outcome)
 
+    def back(self) -> None:
+        """Write down that the last outcome does not count, and restore the search without it."""
+        _write(self._file, {"back": True})
+        self._take_back()
+
     def decide_mixture(self, mixture: Mixture) -> None:
         """Write down that a mixture is about to be probed."""
         if self._pending_mixture != mixture:
@@ -110,6 +115,13 @@ class Journal:
         self.search.record(index, outcome)
         self._pending = [i for i in self._pending if i != index]
 
+    def _take_back(self) -> None:
+        kept = self.search.history[:-1]
+        self.search = self.plan.search()
+        for index, outcome in kept:
+            self.search.record(index, outcome)
+        self._pending = []
+
     def _take_mixture(self, mixture: Mixture, outcome: Outcome) -> None:
         self.mixtures.append((mixture, outcome))
         self._pending_mixture = None
@@ -121,6 +133,8 @@ class Journal:
             self._pending = [int(i) for i in entry["probe"]]
         elif keys == {"index", "outcome"}:
             self._take(entry["index"], Outcome(entry["outcome"]))
+        elif keys == {"back"}:
+            self._take_back()
         elif keys == {"mixture"}:
             self._pending_mixture = frozenset(entry["mixture"])
         elif keys == {"mixture", "outcome"}:

@@ -11,17 +11,20 @@ from pathlib import Path
 
 from bumpgate import lanes
 from bumpgate.baseline import find_root, tier
-from bumpgate.bisect.candidates import Range, between, needs_prereleases
+from bumpgate.bisect import commits, ranges
+from bumpgate.bisect.builder import Builder
+from bumpgate.bisect.candidates import Range, between, needs_prereleases, one
 from bumpgate.bisect.command_probe import CommandTest
 from bumpgate.bisect.gate_finding import GateFinding
 from bumpgate.bisect.journal import Plan
 from bumpgate.bisect.probe import Test
+from bumpgate.bisect.shell import InteractiveTest
 from bumpgate.bisect.suite_probe import SuiteTest
 from bumpgate.bisect.times_probe import TimedTest
 from bumpgate.environments.build import Environment
 from bumpgate.environments.request import RUNNING, Request, lane_request
 from bumpgate.environments.uv import public_url
-from bumpgate.environments.versions import versions
+from bumpgate.environments.versions import Found, versions
 from bumpgate.rows import BumpgateError, one_line
 
 USAGE, NOTHING_SELECTED = 4, 5
@@ -37,6 +40,8 @@ class Options:
 
     index and find_links have uv's format; passwords in their URLs are not saved. gate: path of the gate.json that
     `finding` was read from, "" without one; lane and selection are then those of the finding. row: of the finding.
+    builder: makes the environment of a commit of the first `repository`; good and bad are commits then.
+    interactive: the user judges each version.
     """
 
     package: str
@@ -57,6 +62,9 @@ class Options:
     gate: str = ""
     row: str = ""
     finding: GateFinding | None = None
+    builder: str = ""
+    repository: tuple[str, ...] = ()
+    interactive: bool = False
 
     @property
     def timed(self) -> bool:
@@ -73,6 +81,7 @@ class Options:
             "--good": self.good,
             "--bad": self.bad,
             "--index": public_url(self.index or ""),
+            "--builder": self.builder,
             "--command": self.command,
             "--timeout": "" if self.timeout is None else f"{self.timeout:g}",
             "--false-bad": "" if self.false_bad is None else f"{self.false_bad:g}",
@@ -83,7 +92,9 @@ class Options:
         parts = [part for option, value in valued.items() if value for part in (option, value)]
         parts += [part for place in self.find_links for part in ("--find-links", public_url(place))]
         parts += [part for requirement in self.extra for part in ("--with", requirement)]
+        parts += [part for place in self.repository for part in ("--repository", place)]
         parts += ["--find-fix"] if self.find_fix else []
+        parts += ["--interactive"] if self.interactive else []
         return (*parts, *(["--", *self.selection] if self.selection and not self.gate else []))
 
     def check(self) -> Path | None:
@@ -92,7 +103,9 @@ class Options:
             raise BisectError("name the range: --good VERSION --bad VERSION, or --from-gate GATE_JSON")
         if self.command and self.selection:
             raise BisectError("--command and a pytest selection: name one of them")
-        if not self.command and not (self.lane and self.selection):
+        if self.interactive and self.selection:
+            raise BisectError("--interactive and a pytest selection: name one of them")
+        if not (self.command or self.interactive or (self.lane and self.selection)):
             raise BisectError(
                 "name what to run: --lane LANE -- PYTEST-SELECTION, or --command '{python} test.py'"
             )
@@ -100,11 +113,35 @@ class Options:
             raise BisectError(f"--timeout {self.timeout:g}: must be greater than 0")
         if self.timeout is not None and self.timed:
             raise BisectError("--timeout: a probe of timed rows has the gate's own limit per test")
+        self._check_builder()
+        ranges.check(self.repository)
+        return self.root()
+
+    def root(self) -> Path | None:
+        """Return the source tree of the lane, None without a lane. Raises BumpgateError on an unknown lane."""
         if not self.lane:
             return None
         root = find_root(Path.cwd())
         lanes.require(root, self.lane)
         return root
+
+    def _check_builder(self) -> None:
+        if not self.builder:
+            return
+        if not self.repository:
+            raise BisectError("--builder makes the commits of a clone: name it with --repository DIR")
+        if self.index or self.find_links or self.extra:
+            raise BisectError(
+                "--builder makes the whole environment: leave out --index, --find-links, --with"
+            )
+        if self.timed:
+            raise BisectError(
+                "--builder keeps one commit at a time, and times are compared in pairs: bisect the versions"
+            )
+
+    def commit_builder(self, out: Path) -> Builder:
+        """Return the builder of commits. out: the folder of the bisect."""
+        return Builder(self.builder, commits.Clone(Path(self.repository[0])), self.package, out)
 
     def check_selection(self, root: Path) -> None:
         """Raise BisectError if this interpreter's pytest selects no test or rejects an option.
@@ -125,15 +162,26 @@ class Options:
             raise BisectError(one_line(words[0].removeprefix("ERROR: ") if words else done.stderr))
 
     def range(self, root: Path | None) -> Range:
-        """Return the versions from endpoint to endpoint, from the index."""
-        found = versions(
+        """Return the versions from endpoint to endpoint, from the index; with a builder, the commits."""
+        if self.builder:
+            clone = commits.Clone(Path(self.repository[0]))
+            return commits.between(clone, self.package, self.good, self.bad, find_fix=self.find_fix)
+        found = self._listed(root, self.good, self.bad)
+        return between(self.package, found, self.good, self.bad, find_fix=self.find_fix)
+
+    def version(self, root: Path | None, name: str) -> str:
+        """Return the version that a version or a date names."""
+        return one(self.package, self._listed(root, name), name)
+
+    def _listed(self, root: Path | None, *names: str) -> list[Found]:
+        """Return the versions in the index and the folders; prereleases if a name is one, or a date."""
+        return versions(
             self.package,
             index=self.index,
             find_links=self.find_links,
             python=lane_request(root, self.lane).python if root else RUNNING,
-            pre=needs_prereleases(self.good, self.bad),
+            pre=needs_prereleases(*names),
         )
-        return between(self.package, found, self.good, self.bad, find_fix=self.find_fix)
 
     def plan(self, span: Range, test: Test) -> Plan:
         """Return the plan of the search.
@@ -146,6 +194,9 @@ class Options:
             bounds, confirm = test.misreads, 1
             false_bad = bounds[0] if false_bad is None else false_bad
             false_good = bounds[1] if false_good is None else false_good
+        if self.interactive:
+            # A user repeats a test before the answer (retry), and corrects an answer (back).
+            confirm, false_bad, false_good = 0, false_bad or 0.0, false_good or 0.0
         return Plan(
             span.versions,
             span.good,
@@ -180,8 +231,11 @@ class Options:
 
     def test(self, root: Path | None, good: Callable[[], Environment], say: Callable[[str], None]) -> Test:
         """Return the test that judges a candidate. good: builds the environment of the good endpoint."""
+        command = CommandTest(self.command, self.package, Path.cwd(), self.timeout)
+        if self.interactive:
+            return InteractiveTest(command if self.command else None)
         if self.command or root is None:
-            return CommandTest(self.command, self.package, Path.cwd(), self.timeout)
+            return command
         finding = self.finding
         if finding and finding.ratios:
             return TimedTest(

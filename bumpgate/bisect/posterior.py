@@ -27,15 +27,19 @@ class Belief:
     false_new: list[float]
     false_old: list[float]
 
-    def gains(self) -> list[float]:
-        """Return the expected information gain about the position, in bits, of one reading of each candidate."""
+    def reads_new(self) -> list[float]:
+        """Return for each candidate the probability that one reading is `new`."""
         as_new = list(accumulate(p * (1 - e) for p, e in zip(self.places, self.false_old)))
         as_old = list(accumulate(p * e for p, e in zip(self.places, self.false_new)))
+        return [min(1.0, new + as_old[-1] - old) for new, old in zip(as_new, as_old)]
+
+    def gains(self) -> list[float]:
+        """Return the expected information gain about the position, in bits, of one reading of each candidate."""
         bits_new = list(accumulate(p * entropy(e) for p, e in zip(self.places, self.false_old)))
         bits_old = list(accumulate(p * entropy(e) for p, e in zip(self.places, self.false_new)))
         return [
-            entropy(min(1.0, new + as_old[-1] - old)) - in_new - (bits_old[-1] - in_old)
-            for new, old, in_new, in_old in zip(as_new, as_old, bits_new, bits_old)
+            entropy(new) - in_new - (bits_old[-1] - in_old)
+            for new, in_new, in_old in zip(self.reads_new(), bits_new, bits_old)
         ]
 
 

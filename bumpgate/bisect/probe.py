@@ -40,6 +40,10 @@ class ProbeError(BumpgateError):
     """The test itself cannot be run, for any candidate; ends the bisect."""
 
 
+class BackError(Exception):
+    """The user takes the last answer back."""
+
+
 class Cause(Enum):
     """How a reading ended."""
 
@@ -177,6 +181,8 @@ def cache_variables(folder: Path) -> dict[str, str]:
 def import_fault(environment: Environment, *packages: str) -> str:
     """Return why an installed package does not import in the environment, in one line; "" if all do."""
     names = [name.replace("-", "_") for name in dict.fromkeys(packages) if name in environment.packages]
+    if not names:
+        return ""
     # Do not import from the working directory: it may hold a folder named torch.
     child = Interpreter(
         environment.python, environment.python.parent, child_environment(environment.python, None)

@@ -161,7 +161,7 @@ class Search:
             ways = [said]
         else:
             ways = [[(index, outcome)] for index in now for outcome in (self.old, self.new)]
-        later = [index for way in ways for index in self._after(way).next()]
+        later = [index for way in ways for index in self.after(way).next()]
         return [index for index in dict.fromkeys(later) if index not in now]
 
     def result(self) -> Result | None:
@@ -185,6 +185,10 @@ class Search:
             for rates in (belief.false_new, belief.false_old)
         )
         return (old, new) if self.find_fix else (new, old)
+
+    def chance(self, index: int) -> float:
+        """Return the probability that the next reading of a candidate is `new`."""
+        return self._believe().reads_new()[index - self.first]
 
     def _likeliest(self) -> tuple[range, float]:
         """Return the indices of the likeliest suspects, and their posterior."""
@@ -390,7 +394,7 @@ class Search:
         """Return the number of GOOD and BAD readings of one candidate."""
         return self._tally[self.old][index] + self._tally[self.new][index]
 
-    def _after(self, outcomes: list[tuple[int, Outcome]]) -> Search:
+    def after(self, outcomes: Sequence[tuple[int, Outcome]]) -> Search:
         """Return a copy of this search with some outcomes added."""
         ahead = copy(self)
         ahead.history, ahead._aside = list(self.history), set(self._aside)

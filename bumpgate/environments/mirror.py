@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from email.parser import BytesParser
@@ -36,7 +36,7 @@ from bumpgate.environments.versions import (
 )
 from bumpgate.rows import BumpgateError, one_line, write_atomic
 
-NAME = "mirror.json"
+FOLDER, NAME = "nightlies", "mirror.json"
 FAILED = 125
 GB = 10**9
 
@@ -60,6 +60,17 @@ class Night:
     day: date
     files: tuple[str, ...]
     missing: str = ""
+
+
+def copies(stores: Iterable[str]) -> tuple[str, ...]:
+    """Return the folders of copies in stores, as find_links takes them. Raises MirrorError on a folder without any."""
+    found = []
+    for store in map(Path, stores):
+        places = [place for place in (store, store / FOLDER) if (place / NAME).is_file()]
+        if not places:
+            raise MirrorError(f"--store {store}: no copies of nightlies there; bumpgate mirror makes them")
+        found.append(str(places[0].absolute()))
+    return tuple(found)
 
 
 @dataclass
@@ -123,7 +134,7 @@ class Mirror:
 
 def mirror_root() -> Path:
     """Return the folder of nightlies, below the wheel store."""
-    return store_root() / "nightlies"
+    return store_root() / FOLDER
 
 
 def command(

@@ -24,6 +24,7 @@ from bumpgate.adopt.files import interrupted
 from bumpgate.baseline import find_root
 from bumpgate.environments import compiled, reference
 from bumpgate.environments.build import BuildError, build, lane_request
+from bumpgate.environments.mirror import copies
 from bumpgate.environments.request import kernel_wheels
 from bumpgate.environments.store import sha256_of
 from bumpgate.gate import drift, metrics, result
@@ -65,6 +66,9 @@ def command(
     index: Annotated[str | None, typer.Option(help="URL of an index asked before the host's.")] = None,
     find_links: Annotated[
         list[str] | None, typer.Option(help="Folder or page of wheels; repeatable.")
+    ] = None,
+    store: Annotated[
+        list[str] | None, typer.Option(help="A store with nightlies of `bumpgate mirror`; repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of gate.json and both records.")] = None,
     sessions: Annotated[int | None, typer.Option(help="At most so many paired sessions.")] = None,
@@ -111,7 +115,8 @@ def command(
                 metrics.write_test(root, lane, shell)
             now = bind(root, place)
             gate = _begin(asked, place, resume, now)
-            places = _places(asked, view, root, {"index": index, "find_links": tuple(find_links or ())})
+            links = (*(find_links or ()), *copies(store or ()))
+            places = _places(asked, view, root, {"index": index, "find_links": links})
             again = gate.finished and not gate.undecided
             if again:
                 _check_packages(gate, places, root)

@@ -78,7 +78,7 @@ class GitHub:
         if not REPOSITORY.fullmatch(repository):
             raise BumpgateError(f"--github {repository!r}: expected OWNER/REPOSITORY")
         self.name = f"github:{repository}"
-        base = _secure(os.environ.get("GITHUB_API_URL") or "https://api.github.com", "GITHUB_API_URL")
+        base = secure(os.environ.get("GITHUB_API_URL") or "https://api.github.com", "GITHUB_API_URL")
         self._issues = f"{base.rstrip('/')}/repos/{repository}/issues"
         token = next((os.environ[name] for name in GITHUB if os.environ.get(name)), "").strip()
         if not token or not re.fullmatch(r"[!-~]+", token):
@@ -113,7 +113,7 @@ class GitHub:
             new = {k: v for k, v in content.items() if k != "state"} | {"labels": [LABEL]}
             return self._request("POST", "", new)
 
-        return _attempts(once)
+        return attempts(once)
 
     def _find(self, marker: str) -> int | None:
         for page in range(1, PAGES + 1):
@@ -127,14 +127,14 @@ class GitHub:
         return None
 
     def _call(self, method: str, path: str, content: Any) -> Any:
-        return _attempts(lambda: self._request(method, path, content))
+        return attempts(lambda: self._request(method, path, content))
 
     def _request(self, method: str, path: str, content: Any) -> Any:
         def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
             request.headers["Authorization"] = f"Bearer {self._token}"
             return request
 
-        response = _http(self.name, method, self._issues + path, content, sign)
+        response = http(self.name, method, self._issues + path, content, sign)
         try:
             return response.json()
         except ValueError:
@@ -151,7 +151,7 @@ class Slack:
         self._url = os.environ.get(SLACK, "").strip()
         if not self._url:
             raise BumpgateError(f"--slack: put the webhook's URL into the environment variable {SLACK}")
-        _secure(self._url, SLACK)
+        secure(self._url, SLACK)
 
     def send(self, event: str, message: Message, before: Posted | None) -> Posted:
         shown = message.text if message.state == "open" else message.text.splitlines()[0]
@@ -159,7 +159,7 @@ class Slack:
         text = f"*{event}* {message.title}\n```{shown}```"
         for plain, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
             text = text.replace(plain, escaped)
-        _attempts(lambda: _http(self.name, "POST", self._url, {"text": text}, lambda request: request))
+        attempts(lambda: http(self.name, "POST", self._url, {"text": text}, lambda request: request))
         return Posted(message.state, message.digest)
 
 
@@ -199,7 +199,7 @@ class Hook:
         return Posted(message.state, message.digest)
 
 
-def _secure(url: str, name: str) -> str:
+def secure(url: str, name: str) -> str:
     """Return an https URL, or any URL of this machine. Raises BumpgateError, without the URL."""
     try:
         parts = urlsplit(url)
@@ -212,7 +212,7 @@ def _secure(url: str, name: str) -> str:
     return url
 
 
-def _attempts(call: Callable[[], Any]) -> Any:
+def attempts(call: Callable[[], Any]) -> Any:
     """Call until it succeeds, at most ATTEMPTS times. Raises the last ChannelError."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -224,7 +224,7 @@ def _attempts(call: Callable[[], Any]) -> Any:
     raise AssertionError("not reached")
 
 
-def _http(
+def http(
     name: str,
     method: str,
     url: str,

@@ -20,9 +20,12 @@ import pytest
 
 from bumpgate.environments.mirror import Mirror, mirror_root
 from bumpgate.environments.store import sha256_of
+from bumpgate.gate import command as gate
+from bumpgate.rows import BumpgateError
 from suites.self.local_index import LocalIndex, fake_wheel, isolated
 from suites.self.loopback import Loopback
 from suites.self.reports import bumpgate
+from suites.self.tree import ROOT
 
 TRITON, CUBLAS = "triton==3.8.0+gitbeef123", "cuda-toolkit[cublas]==13.0.*; platform_system == 'Linux'"
 LARGE = {"torch/__init__.py": "", "torch/data.txt": "x" * 200_000}
@@ -179,6 +182,38 @@ def test_copies_are_listed_after_the_index_forgot_them(
         "2.15.0.dev20261101+cu130",
         "2.15.0.dev20261102+cu130",
     ]
+
+
+def test_bisect_and_gate_install_copies_from_a_store(
+    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The index has forgotten all but the last of the nights."""
+    pages.wheels = [
+        fake_wheel(tmp_path / "wheels", "torch", f"2.15.0.dev2026110{day}", f"FAULT = {int(day > 2)}\n")
+        for day in (1, 2, 3, 4)
+    ]
+    assert bumpgate(monkeypatch, "mirror", "--keep", "9") == 0
+    pages.wheels = pages.wheels[-1:]
+    store = str(mirror_root().parent)
+    monkeypatch.chdir(tmp_path)
+    ends = ("--good", "2026-11-01", "--bad", "2026-11-04", "--out", "out")
+    judge = ("--command", "{python} -c 'import torch; raise SystemExit(torch.FAULT)'")
+    assert bumpgate(monkeypatch, "bisect", "--store", store, *ends, *judge) == 0
+    assert "first bad   torch 2.15.0.dev20261103" in capsys.readouterr().out
+
+    def places(asked: object, view: object, root: object, sources: dict[str, object]) -> None:
+        raise BumpgateError(f"install from {sources['find_links']}")
+
+    monkeypatch.setattr(gate, "_places", places)
+    monkeypatch.chdir(ROOT)
+    for folder, words in (
+        (store, f"install from ('{mirror_root()}',)"),
+        (str(mirror_root()), f"install from ('{mirror_root()}',)"),
+        (str(tmp_path), "no copies of nightlies there; bumpgate mirror makes them"),
+    ):
+        lane = ("--lane", "cpu", "--candidate", "torch==2.15", "--out", str(tmp_path / "gate"))
+        assert bumpgate(monkeypatch, "gate", *lane, "--store", folder) == 4
+        assert words in capsys.readouterr().err
 
 
 def test_half_published_night_is_completed_later(
