@@ -24,7 +24,7 @@ rm -rf __pycache__  # of another commit, written within the same second
 git -C "$BUMPGATE_REPOSITORY" show "$BUMPGATE_COMMIT:mod.py" > mod.py
 grep -q "does not compile" mod.py && {{ echo "mod.py:1: error" >&2; exit 125; }}
 echo "$1" >> built
-printf '#!/bin/sh\\nPYTHONPATH=%s exec %s "$@"\\n' "$PWD" {shlex.quote(sys.executable)} > python
+printf '#!/bin/sh\\nPYTHONPATH=%s exec %s -S "$@"\\n' "$PWD" {shlex.quote(sys.executable)} > python
 chmod +x python
 echo "$PWD/python"
 """
