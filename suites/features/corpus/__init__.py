@@ -1,6 +1,6 @@
 """Regressions of torch that a hybrid training stack has met or could meet, as small programs (docs/corpus.md)."""
 
-from suites.features.corpus import attention, autograd, guards, shapes, tracing
+from suites.features.corpus import attention, autograd, guards, inductor, lowering, shapes, tracing
 from suites.features.corpus.case import CASES, Case
 
-__all__ = ["CASES", "Case", "attention", "autograd", "guards", "shapes", "tracing"]
+__all__ = ["CASES", "Case", "attention", "autograd", "guards", "inductor", "lowering", "shapes", "tracing"]

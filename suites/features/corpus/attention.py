@@ -16,8 +16,8 @@ B, H, T, P = 1, 4, 13, 16
     "attention-mask_of_a_derived_position",
     "A block mask that closes over position + 1 cannot be built inside a compiled decode step",
     issue=182606,
-    bad="2.9.0",
-    good="2.13.0 2.14.1 2.15.0",
+    bad="2.8.0 2.9.0",
+    good="2.10.0 2.11.0 2.12.0 2.13.0 2.14.1 2.15.0",
     error="id() with unsupported args",
 )
 def mask_of_a_derived_position() -> list[str]:

@@ -27,7 +27,7 @@ class ZeroGradient(torch.autograd.Function):
     "autograd-backward_under_func_grad",
     "torch.func.grad inside a compiled function ignores the backward of a custom autograd function",
     issue=193279,
-    bad="2.9.0 2.13.0 2.14.1",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0 2.14.1",
     good="2.15.0",
 )
 def backward_under_func_grad() -> list[str]:
@@ -40,7 +40,7 @@ def backward_under_func_grad() -> list[str]:
     "autograd-create_graph",
     "The result of autograd.grad(create_graph=True) inside a compiled function requires no gradient",
     issue=181581,
-    bad="2.9.0",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0",
     good="2.13.0 2.14.1 2.15.0",
 )
 def create_graph() -> list[str]:
@@ -57,8 +57,8 @@ def create_graph() -> list[str]:
     "autograd-detach_in_place",
     "detach_() inside a compiled function leaves requires_grad set for the code after it",
     issue=176854,
-    bad="2.9.0",
-    good="2.13.0 2.14.1 2.15.0",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0",
+    good="2.12.0 2.13.0 2.14.1 2.15.0",
 )
 def detach_in_place() -> list[str]:
     def cut(x: Tensor) -> tuple[Tensor, bool]:

@@ -12,8 +12,8 @@ from suites.features.corpus.case import compiled_differs, differences, regressio
     "guards-class_attribute",
     "A changed number on a class does not recompile the function that reads it",
     issue=176851,
-    bad="2.9.0",
-    good="2.13.0 2.14.1 2.15.0",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0",
+    good="2.12.0 2.13.0 2.14.1 2.15.0",
 )
 def class_attribute() -> list[str]:
     class Schedule:
@@ -32,8 +32,8 @@ def class_attribute() -> list[str]:
     "guards-class_list",
     "An append to a list of the class is lost in a compiled forward",
     issue=169253,
-    bad="2.9.0",
-    good="2.13.0 2.14.1 2.15.0",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0",
+    good="2.12.0 2.13.0 2.14.1 2.15.0",
 )
 def class_list() -> list[str]:
     class Recorder(torch.nn.Module):
@@ -52,8 +52,8 @@ def class_list() -> list[str]:
     "guards-property_setter",
     "A property's setter is skipped for an object made inside a compiled function",
     issue=176599,
-    bad="2.9.0",
-    good="2.13.0 2.14.1 2.15.0",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0",
+    good="2.12.0 2.13.0 2.14.1 2.15.0",
 )
 def property_setter() -> list[str]:
     class Clipped:
@@ -80,8 +80,8 @@ def property_setter() -> list[str]:
     "guards-property_setter_in_init",
     "A property's setter is skipped where the constructor of an object made inside a compiled function assigns it",
     issue=176596,
-    bad="2.9.0",
-    good="2.13.0 2.14.1 2.15.0",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0",
+    good="2.12.0 2.13.0 2.14.1 2.15.0",
 )
 def property_setter_in_init() -> list[str]:
     class Clamped:
@@ -103,8 +103,8 @@ def property_setter_in_init() -> list[str]:
     "guards-function_defaults",
     "A function with the same code and other defaults runs the graph of the first one",
     issue=178365,
-    bad="2.9.0",
-    good="2.13.0 2.14.1 2.15.0",
+    bad="2.9.0 2.10.0 2.11.0",
+    good="2.8.0 2.12.0 2.13.0 2.14.1 2.15.0",
 )
 def function_defaults() -> list[str]:
     def shift_by(offset: int):

@@ -13,7 +13,7 @@ from suites.features.corpus.case import compiled_differs, differences, regressio
     "shapes-weighted_soft_targets",
     "cross_entropy with class weights and soft targets cannot be traced with dynamic shapes",
     issue=181870,
-    bad="2.9.0",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0",
     good="2.13.0 2.14.1 2.15.0",
     error="numel",
 )
@@ -29,8 +29,8 @@ def weighted_soft_targets() -> list[str]:
     "shapes-quantile",
     "quantile cannot be traced with dynamic shapes",
     issue=179383,
-    bad="2.9.0",
-    good="2.13.0 2.14.1 2.15.0",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0",
+    good="2.12.0 2.13.0 2.14.1 2.15.0",
     error="numel",
 )
 def quantile() -> list[str]:
@@ -44,7 +44,7 @@ def quantile() -> list[str]:
     "shapes-power_of_symbol",
     "The gradient of a power with a symbolic integer exponent ends in an internal assertion",
     issue=185715,
-    bad="2.9.0 2.13.0",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0",
     good="2.14.1 2.15.0",
     error="NYI SymInt equality",
 )

@@ -15,7 +15,7 @@ from suites.features.corpus.case import compiled_differs, differences, one_graph
     "tracing-foreign_method_descriptor",
     "A method of another class as a class attribute binds in a compiled function, where eager raises TypeError",
     issue=190755,
-    bad="2.9.0 2.13.0",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0",
     good="2.14.1 2.15.0",
 )
 def foreign_method_descriptor() -> list[str]:
@@ -36,7 +36,7 @@ def foreign_method_descriptor() -> list[str]:
     "tracing-set_subclass",
     "A set compares equal by the __iter__ of its subclass in a compiled function, not by its entries",
     issue=186671,
-    bad="2.9.0 2.13.0",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0",
     good="2.14.1 2.15.0",
 )
 def set_subclass() -> list[str]:
@@ -54,7 +54,7 @@ def set_subclass() -> list[str]:
     "tracing-state_dict",
     "A function that reads a module's state_dict() no longer compiles to one graph",
     issue=None,
-    bad="2.15.0",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.14.1 2.15.0",
     good="2.13.0",
 )
 def state_dict() -> list[str]:
@@ -79,8 +79,8 @@ class Doubled(torch.Tensor):
     "tracing-torch_function_subclass",
     "A compiled operator of a __torch_function__ subclass applies the override twice",
     issue=176679,
-    bad="2.9.0",
-    good="2.13.0 2.14.1 2.15.0",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0",
+    good="2.12.0 2.13.0 2.14.1 2.15.0",
 )
 def torch_function_subclass() -> list[str]:
     a, b = (torch.tensor([value]).as_subclass(Doubled) for value in (1.0, 3.0))
@@ -97,7 +97,7 @@ def torch_function_subclass() -> list[str]:
     "A loop over a list that removes entries from it visits entries that eager skips",
     issue=175855,
     bad="2.9.0",
-    good="2.13.0 2.14.1 2.15.0",
+    good="2.8.0 2.10.0 2.11.0 2.12.0 2.13.0 2.14.1 2.15.0",
 )
 def list_changed_in_loop() -> list[str]:
     def visited(x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def list_changed_in_loop() -> list[str]:
     "tracing-simple_namespace",
     "A function that makes a SimpleNamespace does not compile to one graph",
     issue=None,
-    bad="2.13.0 2.14.1",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0 2.14.1",
     good="2.15.0",
 )
 def simple_namespace() -> list[str]:
@@ -129,7 +129,7 @@ def simple_namespace() -> list[str]:
     "tracing-heap",
     "A function that pushes and pops a heap does not compile to one graph",
     issue=None,
-    bad="2.13.0",
+    bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0 2.14.1",
     good="2.15.0",
 )
 def heap() -> list[str]:
