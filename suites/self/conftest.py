@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from suites.self.project import Project
 from suites.support.lanes import LANES
+
+if TYPE_CHECKING:
+    from suites.self.gating import Machine
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -23,3 +27,19 @@ def project(tmp_path: Path) -> Iterator[Project]:
     made = Project(tmp_path)
     yield made
     made.end()
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A simulated machine that runs gates. Imported here: a lane's environment lacks the controller's libraries."""
+    from suites.self.gating import Machine, attach
+
+    made = Machine(tmp_path / "tree")
+    attach(made, monkeypatch)
+    return made
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Folder of a gate, not yet made."""
+    return tmp_path / "out"

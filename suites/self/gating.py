@@ -11,9 +11,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
-from bumpgate.gate import result
+from bumpgate.gate import bench, result
 from bumpgate.gate.bench import Bench, Place
 from bumpgate.gate.drift import Reading
 from bumpgate.gate.plan import plan_for
@@ -177,3 +178,11 @@ class Machine:
 def labels(gate: Gate) -> list[tuple[str, str]]:
     """Return (decision, label) of each finding, worst first."""
     return [(f.decision.name, f.label) for f in gate.findings]
+
+
+def attach(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let gates run on this machine. Without fsync: these tests run hundreds of gates and do not test power loss."""
+    monkeypatch.setattr(bench, "run_lanes", machine.run_lanes)
+    monkeypatch.setattr(bench, "run_duet", machine.run_duet)
+    monkeypatch.setattr(bench, "installed", machine.installed)
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)

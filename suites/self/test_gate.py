@@ -13,17 +13,14 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from bumpgate.gate import bench, drift, result
-from bumpgate.gate.drift import Reading, creeps
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.result import Asked, Gate, GateError
-from bumpgate.gate.sequential import Outcome
 from bumpgate.gate.timed import BARREN, SIDE
 from bumpgate.gate.verdict import Decision, Finding
 from bumpgate.gate.view import findings_text
@@ -31,33 +28,9 @@ from bumpgate.processes.runner import USAGE, LaneCall, LaneRun
 from bumpgate.report import command as report
 from bumpgate.report import gate_file, markdown, page
 from bumpgate.rows import Judgement, Verdict, read_record
-from suites.self.gating import COUNT_TEST, TIME_TEST, TODAY, Machine, count, gone, labels
+from suites.self.gating import COUNT_TEST, TIME_TEST, Machine, attach, count, gone, labels
 from suites.self.tree import CANARIES
 from suites.support.planted import planted
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine(tmp_path / "tree")
-    adopt(made, monkeypatch)
-    return made
-
-
-def adopt(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "run_lanes", machine.run_lanes)
-    monkeypatch.setattr(bench, "run_duet", machine.run_duet)
-    monkeypatch.setattr(bench, "installed", machine.installed)
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable fsync: these tests run hundreds of gates and do not test power loss."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
 
 
 def test_an_unchanged_pair_is_adopted(machine: Machine, out: Path) -> None:
@@ -152,7 +125,7 @@ def test_five_percent_is_found_nineteen_times_of_twenty(
     for seed in range(20):
         machine = Machine(tmp_path / f"tree{seed}", seed)
         machine.sides["bad"].slower = {"throughput/b/seconds": 1.05}
-        adopt(machine, monkeypatch)
+        attach(machine, monkeypatch)
         held += machine.gate(tmp_path / f"out{seed}").decision is Decision.HOLD
     assert held >= 19
 
@@ -327,7 +300,7 @@ def test_killed_anywhere_and_resumed_it_comes_to_the_same_verdict(
     def one(name: str) -> Machine:
         machine = Machine(tmp_path / name)
         machine.sides["bad"].slower = {"throughput/b/seconds": slower}
-        adopt(machine, monkeypatch)
+        attach(machine, monkeypatch)
         return machine
 
     def what(gate: Gate) -> tuple[object, ...]:
@@ -409,70 +382,6 @@ def test_a_file_that_is_no_gate_is_one_line(out: Path, text: str) -> None:
         result.read(out, Plan())
 
 
-def weekly(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weeks: int) -> list[Gate]:
-    """One gate per week, each 1 % slower than the last; the anchor is the build of four weeks before."""
-    row = "throughput/b/seconds"
-    history: list[Reading] = []
-    gates = []
-    for week in range(1, weeks + 1):
-        machine.recent = {row: tuple(history)}
-        machine.sides["bad"].slower = {row: 1.01**week}
-        machine.sides["good"].slower = {row: 1.01 ** (week - 1)}
-        machine.sides["anchor"].slower = {row: 1.01 ** max(0, week - 4)}
-        day = TODAY + timedelta(weeks=week)
-        monkeypatch.setattr("suites.self.gating.TODAY", day)
-        machine.seed = week
-        gate = machine.gate(tmp_path / f"week{week}", Asked("cpu", candidate="torch", anchor="torch==0"))
-        gates.append(gate)
-        found = gate_file.read(tmp_path / f"week{week}" / result.NAME)
-        assert isinstance(found, gate_file.GateFile)
-        history.append(Reading(day, found.readings[row]))
-    return gates
-
-
-def test_a_creep_of_one_percent_a_week_is_called_by_week_6(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gates = weekly(machine, tmp_path, monkeypatch, 6)
-    last = labels(gates[-1])
-    assert ("HOLD", "CREEP") in last, [labels(g) for g in gates]
-    assert not any("CREEP" in found for _, found in labels(gates[1])), "two weeks are no drift yet"
-
-
-def test_a_history_alone_calls_a_creep_until_somebody_accepts_it(machine: Machine, out: Path) -> None:
-    row = "throughput/b/seconds"
-    weeks = [TODAY - timedelta(weeks=n) for n in (4, 3, 2, 1)]
-    machine.recent = {row: tuple(Reading(day, x) for day, x in zip(weeks, (0.03, 0.04, 0.04, 0.04)))}
-    assert labels(machine.gate(out)) == [("HOLD", "CREEP")]
-    write_acceptance(machine.root, row, 1.05, TODAY + timedelta(days=9))
-    accepted = machine.gate(out.with_name("accepted"))
-    assert (accepted.decision, len(accepted.accepted)) == (Decision.ADOPT, 1)
-
-
-def write_acceptance(root: Path, row: str, ratio: float, expires: date) -> None:
-    (root / "baselines").mkdir()
-    (root / "baselines/accepted.toml").write_text(
-        f'[[accepted]]\nlane = "cpu"\nrow = "{row}"\nratio = {ratio}\nowner = "ann"\n'
-        f'reason = "known"\nsince = {expires - timedelta(days=30)}\nexpires = {expires}\n'
-    )
-
-
-@pytest.mark.parametrize(
-    ("ratio", "days", "decision"),
-    [(1.06, 1, Decision.ADOPT), (1.06, -1, Decision.HOLD), (1.01, 1, Decision.HOLD)],
-    ids=["accepted", "expired", "slower than that"],
-)
-def test_an_accepted_slowdown_is_shown_until_it_expires(
-    machine: Machine, out: Path, ratio: float, days: int, decision: Decision
-) -> None:
-    row = "throughput/b/seconds"
-    machine.sides["bad"].slower = {row: 1.06}
-    write_acceptance(machine.root, row, ratio, TODAY + timedelta(days=days))
-    gate = machine.gate(out)
-    assert (gate.decision, gate.timed[row].outcome) == (decision, Outcome.SLOWER)
-    assert len(gate.accepted) == (ratio > 1.01)
-
-
 @planted("C37", "a gate that goes on another class of host")
 def test_a_gate_stays_on_its_machine(machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = machine.prepare(out)
@@ -482,20 +391,6 @@ def test_a_gate_stays_on_its_machine(machine: Machine, out: Path, monkeypatch: p
         GateError, match=r"begun on .*, and this is EPYC, 16 cores: gate anew, in another --out"
     ):
         machine.gate(out)
-
-
-def test_an_anchor_that_cannot_be_paired_is_a_gap(machine: Machine, out: Path) -> None:
-    machine.sides["anchor"].failure = "import torch: exit 1"
-    gate = machine.gate(out, Asked("cpu", candidate="torch", anchor="torch==2.12.0"))
-    assert labels(gate) == [("UNKNOWN", "INFRA")]
-
-
-def test_an_anchor_with_sessions_missing_gives_no_reading() -> None:
-    few = [0.5] * (drift.SESSIONS - 1)
-    before = {"a/b/s": [Reading(TODAY - timedelta(days=7), 0.04)]}
-    assert creeps(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": few}, TODAY) == {}
-    found = creeps(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": [*few, 0.5]}, TODAY)
-    assert found["a/b/s"].called == TODAY
 
 
 FINDING = Finding(

@@ -112,7 +112,7 @@ def test_an_unchanged_pair_is_adopted_and_each_side_has_caches_of_its_own(tree: 
     assert len(good | bad) == 4
     assert all(path.startswith(str(tree.root / "home" / "compiled")) for path in good | bad)
     quiet = [line for line in done.err.splitlines() if line]
-    assert len(quiet) == 6, "a line a step where no terminal is"
+    assert len(quiet) == 7, "one line per step without a terminal"
 
 
 def test_gate_at_its_budget_resumes_to_the_same_verdict(tree: Tree) -> None:
