@@ -94,12 +94,19 @@ def place_of(commands: list[str], calls: Iterable[tuple[str, str]]) -> str:
 
 
 def program(command: str) -> str:
-    """Return the module or script of a Python command line."""
-    words = command.split()
-    if "-m" in words[:-1]:
-        return f"python -m {words[words.index('-m') + 1]}"
-    script = next((word for word in words[1:] if not word.startswith("-")), "")
-    return f"python {Path(script).name}" if script.endswith(".py") else f"python {' '.join(words[1:])[:60]}"
+    """Return the module or script of a Python command line, or the beginning of the code after -c."""
+    words = command.split()[1:]
+    while words:
+        word = words.pop(0)
+        if word == "-m" and words:
+            return f"python -m {words[0]}"
+        if word == "-c":
+            return f"python -c {' '.join(words)[:60]}"
+        if word in ("-X", "-W"):
+            words = words[1:]
+        elif not word.startswith("-"):
+            return f"python {Path(word).name}"
+    return "python"
 
 
 def records(folded: Iterable[str]) -> Iterator[tuple[str, int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from suites.self.cpu_profile import RATE, REST, main, read, tables
+from suites.self.cpu_profile import RATE, REST, main, program, read, tables
 
 LANE = 'process 10:"/env/bin/python -m pytest -m cpu";main (_pytest/main.py:1)'
 TEST = f"{LANE};test_counts (suites/compile/test_policies.py:9)"
@@ -45,6 +45,19 @@ def test_stack_has_phase_and_place(stack: str, phase: str, place: str) -> None:
     profile = read([f"{stack} {RATE}\n", "a cut line"])
     assert profile.phases == {phase: 1.0}
     assert profile.places == {place: {phase: 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("/env/bin/python -X faulthandler -m pytest -m cpu", "python -m pytest"),
+        ("/env/bin/python /env/bin/pytest -m cpu -n 2", "python pytest"),
+        ("/env/bin/python -u -c import sys;exec(1)", "python -c import sys;exec(1)"),
+        ("/env/bin/python", "python"),
+    ],
+)
+def test_program_of_a_command_line(command: str, name: str) -> None:
+    assert program(command) == name
 
 
 def test_command_lines_of_several_lines_are_one_record() -> None:
