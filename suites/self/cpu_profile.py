@@ -99,14 +99,14 @@ def program(command: str) -> str:
     while words:
         word = words.pop(0)
         if word == "-m" and words:
-            return f"python -m {words[0]}"
+            return f"process -m {words[0]}"
         if word == "-c":
-            return f"python -c {' '.join(words)[:60]}"
+            return f"process -c {' '.join(words)[:60]}"
         if word in ("-X", "-W"):
             words = words[1:]
         elif not word.startswith("-"):
-            return f"python {Path(word).name}"
-    return "python"
+            return f"process {Path(word).name}"
+    return "process"
 
 
 def records(folded: Iterable[str]) -> Iterator[tuple[str, int]]:

@@ -32,12 +32,12 @@ AOT = "aot_stage2_compile (torch/_functorch/_aot_autograd/graph_compile.py:3)"
             REST,
             "suites/compile/test_policies.py::test_counts",
         ),
-        (f"{LANE};pytest_collection (_pytest/main.py:7)", "collection", "python -m pytest"),
+        (f"{LANE};pytest_collection (_pytest/main.py:7)", "collection", "process -m pytest"),
         (
             f'{LANE};process 11:"/env/bin/python -m suites.cache.programs cpu same";<module> (x.py:1);'
             "_load_unlocked (<frozen importlib._bootstrap>:690)",
             "import",
-            "python -m suites.cache.programs",
+            "process -m suites.cache.programs",
         ),
     ],
 )
@@ -50,10 +50,10 @@ def test_stack_has_phase_and_place(stack: str, phase: str, place: str) -> None:
 @pytest.mark.parametrize(
     ("command", "name"),
     [
-        ("/env/bin/python -X faulthandler -m pytest -m cpu", "python -m pytest"),
-        ("/env/bin/python /env/bin/pytest -m cpu -n 2", "python pytest"),
-        ("/env/bin/python -u -c import sys;exec(1)", "python -c import sys;exec(1)"),
-        ("/env/bin/python", "python"),
+        ("/env/bin/python -X faulthandler -m pytest -m cpu", "process -m pytest"),
+        ("/env/bin/python /env/bin/pytest -m cpu -n 2", "process pytest"),
+        ("/env/bin/python -u -c import sys;exec(1)", "process -c import sys;exec(1)"),
+        ("/env/bin/python", "process"),
     ],
 )
 def test_program_of_a_command_line(command: str, name: str) -> None:
@@ -64,8 +64,8 @@ def test_command_lines_of_several_lines_are_one_record() -> None:
     script = 'process 7:"/env/bin/python -c import a\ncode = 8\n";f (a.py:1) 5\n'
     profile = read([*script.splitlines(keepends=True), f'process 7:"/env/bin/python -c b" {RATE}\n'])
     assert profile.places == {
-        "python -c import a code = 8": {REST: 0.5},
-        "python -c b": {"start and end of Python": 1.0},
+        "process -c import a code = 8": {REST: 0.5},
+        "process -c b": {"start and end of Python": 1.0},
     }
 
 
