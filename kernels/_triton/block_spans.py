@@ -35,13 +35,14 @@ def _span_kernel(
         first, last = other * OTHER, other * OTHER + OTHER - 1
         other_ids = tl.load(ids_ptr + tl.minimum(first[:, None] + tl.arange(0, OTHER)[None, :], T - 1))
         low, high = tl.min(other_ids, 1), tl.max(other_ids, 1)
-        visit = (first < T) & (low <= own_high) & (high >= own_low)
-        full = (last < T) & (low == own_high) & (high == own_low)
-        if WINDOW >= 0:
+        if WINDOW >= 0:  # before the masks: after them triton 3.7.1 takes more registers, and spills in fp32
             if OWN_KEYS:
                 nearest, farthest = first - own_last, last - own_first
             else:
                 nearest, farthest = own_first - last, own_last - first
+        visit = (first < T) & (low <= own_high) & (high >= own_low)
+        full = (last < T) & (low == own_high) & (high == own_low)
+        if WINDOW >= 0:
             if CAUSAL:
                 visit, full = visit & (farthest >= 0), full & (nearest >= 0)
             if WINDOW > 0:
