@@ -63,15 +63,18 @@ class GitHub:
         found: list[Commit] = []
         for page in range(1, PAGES + 1):
             answer = self._get(f"compare/{old.hash}...{new.hash}?per_page={PER_PAGE}&page={page}")
-            found += map(_commit, answer["commits"])
-            if len(answer["commits"]) < PER_PAGE:
+            commits = answer.get("commits") if isinstance(answer, dict) else None
+            if not isinstance(commits, list):
+                raise CommitError("GitHub's API: the answer is not a comparison of commits")
+            found += map(_commit, commits)
+            if len(commits) < PER_PAGE:
                 break
         return found
 
     def file(self, commit: Commit, path: str) -> str:
         try:
             content = self._get(f"contents/{path}?ref={commit.hash}")["content"]
-        except CommitError:
+        except (CommitError, KeyError, TypeError):
             return ""
         return base64.b64decode(content).decode(errors="replace")
 

@@ -211,9 +211,11 @@ class Bench:
         good, bad = self._record("good"), self._record("bad")
         if good is None or bad is None:
             return
-        sides, untimed = self._sides(), timed_rows(good, bad).keys()
+        sides, to_time = self._sides(), timed_rows(good, bad).keys()
         verdict = judge_gate(self.gate.asked.lane, sides["good"], sides["bad"], {}, {})
-        holding = [f for f in verdict.findings if f.decision is Decision.HOLD and not {*f.rows} <= untimed]
+        holding = [f for f in verdict.findings if f.decision is Decision.HOLD]
+        # A finding without rows is a failed test.
+        holding = [f for f in holding if not f.rows or not {*f.rows} <= to_time]
         for line in first_answer(holding):
             self.view.say(line)
 

@@ -60,11 +60,11 @@ def command(
         write_atomic(benchmark, benchmarks.text(gate_file.read(path)))
         typer.echo(f"wrote {benchmark}")
     if any(requested) or not benchmark:
-        for written in render_to(path, *(requested if any(requested) else beside(path)), trace=trace):
+        for written in render_to(path, *(requested if any(requested) else default_paths(path)), trace=trace):
             typer.echo(f"wrote {written}")
 
 
-def beside(path: Path, out: Path | None = None) -> tuple[Path, Path, Path]:
+def default_paths(path: Path, out: Path | None = None) -> tuple[Path, Path, Path]:
     """gate.json -> gate.html, gate.junit.xml and gate.md, in the same folder or in `out`."""
     folder = out or path.parent
     return folder / f"{path.stem}.html", folder / f"{path.stem}.junit.xml", folder / f"{path.stem}.md"
@@ -73,7 +73,7 @@ def beside(path: Path, out: Path | None = None) -> tuple[Path, Path, Path]:
 def render(path: Path, out: Path) -> tuple[Path, ...]:
     """Writes all three forms of a record.json or gate.json into the folder `out`; returns what was written."""
     out.mkdir(parents=True, exist_ok=True)
-    return render_to(path, *beside(path, out))
+    return render_to(path, *default_paths(path, out))
 
 
 def render_to(

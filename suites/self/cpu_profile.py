@@ -215,6 +215,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("command", nargs="*", help="after --: the command")
     options = parser.parse_args(arguments)
+    if not (options.folded or options.command):
+        parser.error("name a command after --, or stacks with --folded")
+    if options.folded and not options.folded.is_file():
+        parser.error(f"--folded {options.folded}: no such file")
     if options.folded:
         with options.folded.open(errors="replace") as folded:
             profile, status = read(folded), 0

@@ -43,11 +43,11 @@ def test_work(lane, row, exclusive_machine):
     timed = timing.interleaved(names, 40)
     (name,) = names
     seconds = sorted(timed.seconds[name])
-    row("throughput/work/seconds", statistics.median(seconds), unit="s", witness=timed.quiet, rule="C37",
+    row("throughput/loop/seconds", statistics.median(seconds), unit="s", witness=timed.quiet, rule="C37",
         better="lower", tolerance=9.0, interval=(seconds[0], seconds[-1]), series=timed.paired_costs(name),
         evidence=[str(cores), str(bool(partner() and partner().leads)), str("BUMPGATE_DUET" in os.environ)])
     waits = timed.wall_over_cpu(name)
-    row("throughput/work/wall_over_cpu", waits.median, unit="ratio", witness=timed.quiet, rule="C37", better="lower",
+    row("throughput/loop/wall_over_cpu", waits.median, unit="ratio", witness=timed.quiet, rule="C37", better="lower",
         interval=(waits.low, waits.high), paired=True, series=timed.paired_waits(name))
 """
 needs_two_cores = pytest.mark.skipif(not shares(), reason="a duet needs two cores")
@@ -84,7 +84,7 @@ def duet(project: Project, flip: bool = False, length: int = ROUNDS, **of_second
 
 def rounds(runs):
     """Return the costs of each side per round."""
-    return [reading(run, [TEST]).rounds["throughput/work/seconds"] for run in runs]
+    return [reading(run, [TEST]).rounds["throughput/loop/seconds"] for run in runs]
 
 
 def rows(run):
@@ -98,7 +98,7 @@ def test_both_sides_go_through_the_same_rounds_and_change_places(
     project: Project, flip: bool, length: int
 ) -> None:
     runs = duet(project, flip, length, SLOWER="1.5")
-    good, bad = (rows(run)["throughput/work/seconds"] for run in runs)
+    good, bad = (rows(run)["throughput/loop/seconds"] for run in runs)
     # The first call is not a round: it comes before both are ready.
     ours, theirs = (json.loads(row.evidence[0])[1:] for row in (good, bad))
     assert len(ours) == length
@@ -124,7 +124,7 @@ def test_the_rounds_tell_how_much_longer_the_other_sides_work_is(project: Projec
 def test_rounds_show_waiting_that_cpu_time_does_not(project: Project, sleeps: str) -> None:
     """A sleep of 2 ms next to about 20 ms of work is reported as its share of CPU time; without it there is no wait."""
     runs = duet(project, SLEEPS=sleeps)
-    good, bad = (reading(run, [TEST]).rounds["throughput/work/wall_over_cpu"] for run in runs)
+    good, bad = (reading(run, [TEST]).rounds["throughput/loop/wall_over_cpu"] for run in runs)
     waits = math.exp(log_ratio_of_rounds(good, bad))
     cpu = statistics.median(rounds(runs)[1])
     assert waits == pytest.approx(1 + float(sleeps) / cpu, rel=0.03)
@@ -149,7 +149,7 @@ def test_sides_that_time_other_things_are_no_pair(project: Project) -> None:
 def test_outside_of_a_duet_no_series_is_kept(project: Project) -> None:
     assert VARIABLE not in os.environ
     project.pytest("-m", "cpu", "-n", "0", TEST.partition("::")[0], TMPDIR=str(project.root))
-    (row,) = (j.row for j in project.record().judgements if j.row.id == "throughput/work/seconds")
+    (row,) = (j.row for j in project.record().judgements if j.row.id == "throughput/loop/seconds")
     assert row.series == {}
 
 

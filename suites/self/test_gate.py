@@ -167,6 +167,10 @@ def test_a_fault_of_the_candidate(machine: Machine, out: Path, fault: str) -> No
             {"counts": changed()},
             ["first answer: HOLD, whatever the times are (1 finding)", "  CHANGED graph_breaks"],
         ),
+        (
+            {"problems": (f"{COUNT_TEST}: assert 1 == 2",)},
+            ["first answer: HOLD, whatever the times are (1 finding)", "  PROBLEM assert 1 == 2"],
+        ),
         ({"spoiled": 2}, ["first answer: nothing but the times can hold the candidate"]),
         (
             {"slower": {"throughput/b/seconds": 9.0}},
