@@ -133,7 +133,7 @@ def copies() -> list[str]:
     return sorted(path.name for path in mirror_root().glob("*.whl"))
 
 
-def test_night_is_copied_with_the_wheels_it_pins(
+def test_mirror_copies_a_night_with_the_wheels_it_pins(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pages.wheels = [
@@ -166,7 +166,7 @@ def test_night_is_copied_with_the_wheels_it_pins(
     assert len(pages.fetched) == 5, "and no second time"
 
 
-def test_copies_are_listed_after_the_index_forgot_them(
+def test_versions_lists_mirrored_nights_gone_from_the_index(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = torch(tmp_path, "20261101"), torch(tmp_path, "20261102")
@@ -184,7 +184,7 @@ def test_copies_are_listed_after_the_index_forgot_them(
     ]
 
 
-def test_bisect_and_gate_install_copies_from_a_store(
+def test_bisect_and_gate_install_mirrored_nights(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The index has forgotten all but the last of the nights."""
@@ -216,7 +216,7 @@ def test_bisect_and_gate_install_copies_from_a_store(
         assert words in capsys.readouterr().err
 
 
-def test_half_published_night_is_completed_later(
+def test_mirror_completes_a_half_published_night_later(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pages.wheels = [torch(tmp_path, "20261101", TRITON), torch(tmp_path, "20261102")]
@@ -235,7 +235,7 @@ def test_half_published_night_is_completed_later(
     assert pages.fetched.count(pages.wheels[0].name) == 1
 
 
-def test_yanked_night_of_a_json_index_is_left_out(
+def test_mirror_skips_a_yanked_night_of_a_json_index(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wheels = [torch(tmp_path, day) for day in ("20261101", "20261102")]
@@ -248,7 +248,7 @@ def test_yanked_night_of_a_json_index_is_left_out(
     ]
 
 
-def test_older_nights_are_dropped_and_shared_wheels_stay(
+def test_mirror_drops_older_nights_and_keeps_shared_wheels(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages.wheels = [torch(tmp_path, day, TRITON) for day in ("20261101", "20261102")] + cuda(tmp_path)
@@ -263,7 +263,7 @@ def test_older_nights_are_dropped_and_shared_wheels_stay(
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_transfer_that_broke_off_is_continued(
+def test_mirror_resumes_an_interrupted_transfer(
     tmp_path: Path,
     pages: Pages,
     monkeypatch: pytest.MonkeyPatch,
@@ -287,7 +287,7 @@ def test_transfer_that_broke_off_is_continued(
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_corrupt_copy_is_deleted(
+def test_mirror_deletes_a_corrupt_copy(
     tmp_path: Path,
     pages: Pages,
     monkeypatch: pytest.MonkeyPatch,
@@ -305,7 +305,7 @@ def test_corrupt_copy_is_deleted(
     assert copies() == [pages.wheels[0].name]
 
 
-def test_limit_keeps_the_newest_nights(
+def test_mirror_limit_keeps_the_newest_nights(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Wheels of 200 kB in 500 kB: two fit."""
@@ -319,7 +319,7 @@ def test_limit_keeps_the_newest_nights(
     assert sum(path.stat().st_size for path in mirror_root().iterdir()) <= 500_000
 
 
-def test_room_is_not_made_with_a_wheel_of_the_night_under_way(
+def test_mirror_limit_keeps_wheels_of_the_current_night(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The older night shares triton with the newer one, whose CUDA wheel needs its room."""
@@ -331,7 +331,7 @@ def test_room_is_not_made_with_a_wheel_of_the_night_under_way(
     assert [name.split("-")[0] for name in copies()] == ["nvidia_cublas", "torch", "triton"]
 
 
-def test_bad_input_is_one_line(
+def test_mirror_bad_input_prints_one_line(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(*args: str) -> str:

@@ -34,7 +34,7 @@ def lane(project: Project) -> Project:
     return project
 
 
-def test_whole_lane_is_green_under_gate(lane: Project) -> None:
+def test_complete_lane_is_green_under_gate(lane: Project) -> None:
     result = lane.pytest(*GATE)
     assert result.code == 0, result.out + result.err
     assert "part of the lane" not in result.out
@@ -147,7 +147,7 @@ def test_hand_edited_acceptance_is_refused(lane: Project, what: str, days: int, 
     assert said in result.err
 
 
-def test_acceptance_of_the_future_is_refused(lane: Project) -> None:
+def test_acceptance_that_starts_in_the_future_is_refused(lane: Project) -> None:
     day = accepted.today() + timedelta(days=300)
     entry = 'lane = "cpu"\nrow = "compile/good/graph_breaks"\nvalue = 14\nowner = "ada"\nreason = "why"\n'
     lane.write("baselines/accepted.toml", f"[[accepted]]\n{entry}since = {day}\nexpires = {day}\n")

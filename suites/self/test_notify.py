@@ -106,7 +106,7 @@ def storm(folder: Path, day: int, modules: int) -> Path:
     return write_gate(folder, *sides, started=started)[0]
 
 
-def test_storm_over_many_modules_is_one_message_of_the_moved_packages(
+def test_storm_over_many_modules_is_one_message_per_bump(
     tmp_path: Path, services: FakeServices, notify: Callable[..., int]
 ) -> None:
     archive = Archive(default_store())
@@ -126,7 +126,7 @@ def test_five_new_causes_are_five_messages(
     assert len(services.texts) == 5
 
 
-def test_failing_server_is_one_line_and_the_message_follows_later(
+def test_failing_server_prints_one_line_and_message_is_resent(
     tmp_path: Path,
     services: FakeServices,
     notify: Callable[..., int],
@@ -149,7 +149,7 @@ def test_failing_server_is_one_line_and_the_message_follows_later(
     assert len(services.texts) == 1
 
 
-def test_a_failing_channel_does_not_hold_up_the_others(
+def test_failing_channel_does_not_block_the_others(
     tmp_path: Path, services: FakeServices, notify: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     night(tmp_path, 1)
@@ -161,7 +161,7 @@ def test_a_failing_channel_does_not_hold_up_the_others(
     assert (len(services.issues), len(services.texts)) == (1, 1)
 
 
-def test_server_that_is_gone_is_one_line(
+def test_unreachable_server_prints_one_line(
     tmp_path: Path,
     services: FakeServices,
     notify: Callable[..., int],
@@ -178,7 +178,7 @@ def test_server_that_is_gone_is_one_line(
     assert waits == [1.0, 2.0]
 
 
-def test_issue_whose_answer_was_lost_is_not_created_twice(
+def test_issue_whose_response_was_lost_is_not_created_twice(
     tmp_path: Path, services: FakeServices, notify: Callable[..., int], waits: list[float]
 ) -> None:
     night(tmp_path, 1)
@@ -272,7 +272,7 @@ def test_redirect_is_not_followed_with_the_token(
     assert not any("elsewhere" in request for request in services.requests)
 
 
-def test_answer_of_a_bisect_is_in_the_issue_and_stays(
+def test_bisect_result_is_added_to_the_issue_and_kept(
     tmp_path: Path, services: FakeServices, notify: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = "suites/x/test_y.py::test_z: KeyError"
@@ -320,7 +320,7 @@ def test_answer_of_a_bisect_is_in_the_issue_and_stays(
         (("--slack", "--bisect", "/nowhere"), {}, "/nowhere: cannot be read (No such file or directory)"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_notify_bad_input_prints_one_line(
     services: FakeServices,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

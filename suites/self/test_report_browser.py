@@ -66,7 +66,7 @@ def names(tab: Any) -> list[str]:
     return [text.splitlines()[0] for text in column(tab, 2)]
 
 
-def test_a_click_on_a_header_sorts_and_a_second_one_turns_it_round(tab: Any) -> None:
+def test_header_click_sorts_and_second_click_reverses(tab: Any) -> None:
     assert column(tab, 1)[:2] == ["CHANGED", "SLOWER"], "worst first"
     head = tab.get_by_role("columnheader", name="Row")
     head.get_by_role("button").click()
@@ -87,7 +87,7 @@ def test_numbers_sort_as_numbers_and_empty_cells_come_last(tab: Any) -> None:
     assert shown[: len(numbers)] == [text for text in shown if text]
 
 
-def test_the_keyboard_alone_sorts(tab: Any) -> None:
+def test_table_can_be_sorted_by_keyboard(tab: Any) -> None:
     tab.locator("#label").focus()
     tab.keyboard.press("Tab")
     tab.keyboard.press("Tab")
@@ -96,7 +96,7 @@ def test_the_keyboard_alone_sorts(tab: Any) -> None:
     assert names(tab) == sorted(names(tab))
 
 
-def test_words_and_a_verdict_filter_the_rows(tab: Any) -> None:
+def test_rows_are_filtered_by_words_and_verdict(tab: Any) -> None:
     whole = tab.locator(ROWS).count()
     tab.get_by_label("Filter rows by words").fill("throughput SECONDS")
     assert 0 < tab.locator(ROWS).count() < whole
@@ -111,7 +111,7 @@ def test_words_and_a_verdict_filter_the_rows(tab: Any) -> None:
 @pytest.mark.parametrize(
     "tab", [(400, "dark"), (400, "light"), (1130, "light"), (1200, "dark")], indirect=True, ids=str
 )
-def test_it_fits_its_window_and_can_be_read(tab: Any, tmp_path: Path) -> None:
+def test_page_fits_the_window_and_is_readable(tab: Any, tmp_path: Path) -> None:
     width = tab.viewport_size["width"]
     assert tab.evaluate("document.scrollingElement.scrollWidth") == width, "no scrolling to the side"
     wide = tab.evaluate(

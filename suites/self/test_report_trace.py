@@ -133,7 +133,7 @@ def written(folder: Path, **texts: str) -> Path:
     return folder
 
 
-def test_each_compilation_is_read_with_its_reasons(tmp_path: Path) -> None:
+def test_trace_reads_each_compilation_with_its_reasons(tmp_path: Path) -> None:
     one, other = trace.read(written(tmp_path / "t", rank_1_a=failed(), b=whole()))[::-1]
     assert (one.rank, other.rank) == (None, 1)
     first, second = one.compiled
@@ -163,7 +163,7 @@ def test_each_compilation_is_read_with_its_reasons(tmp_path: Path) -> None:
     assert Trace((one, other)).summary.startswith("2 files: 3 compilations, 1 frame, 6 s, ")
 
 
-def test_several_reasons_and_compiled_autograd_are_read(tmp_path: Path) -> None:
+def test_trace_reads_reason_lists_and_compiled_autograd(tmp_path: Path) -> None:
     both = json.dumps(["0/1: a", "0/0: b"], indent=0)
     alone = {"compiled_autograd_id": 4, "frame_id": 2, "frame_compile_id": 1}
     text = artifact(2, "recompile_reasons", both, attempt=1)
@@ -175,7 +175,7 @@ def test_several_reasons_and_compiled_autograd_are_read(tmp_path: Path) -> None:
     assert trace.read(file.path) == (file,), "a file of the folder alone"
 
 
-def test_the_page_has_a_section_for_each_process(
+def test_page_has_a_trace_section_for_each_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = held(tmp_path)
@@ -205,7 +205,7 @@ def test_the_page_has_a_section_for_each_process(
     assert "What was compiled" not in html, "without a trace there is no such section"
 
 
-def test_nothing_in_a_trace_becomes_markup_or_code(tmp_path: Path) -> None:
+def test_page_escapes_markup_in_a_trace(tmp_path: Path) -> None:
     text = entry({"str": [EVIL, 0]}) + started(0, name=EVIL) + artifact(0, "dynamo_graph_break_reason", EVIL)
     text += artifact(1, "recompile_reasons", EVIL) + artifact(
         1, "fx_graph_cache_hit", json.dumps({"key": EVIL})
@@ -245,7 +245,7 @@ def cut(text: str, at: str) -> str:
         "odd_string", "odd_metrics", "odd_cache",
     ],
 )  # fmt: skip
-def test_a_damaged_trace_is_one_line_and_exit_4(
+def test_damaged_trace_prints_one_line_and_exits_4(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -263,7 +263,7 @@ def test_a_damaged_trace_is_one_line_and_exit_4(
     assert sorted(p.name for p in tmp_path.iterdir()) == [*before, "t"], "nothing is written beside it"
 
 
-def test_no_trace_and_no_page_are_one_line_and_exit_4(
+def test_missing_trace_or_page_prints_one_line_and_exits_4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = held(tmp_path)
@@ -289,9 +289,7 @@ def a_tool(folder: Path, script: str) -> Path:
 PAGE = 'mkdir "$3" && cp "$1" "$3/index.html"'
 
 
-def test_tlparse_makes_a_page_for_each_process_beside_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tlparse_writes_a_page_for_each_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder = held(tmp_path), written(tmp_path / "t", a=whole(), b=whole())
     tool = a_tool(tmp_path / "bin", PAGE)
     monkeypatch.setattr(tlparse, "program", lambda: str(tool))
@@ -316,7 +314,7 @@ def test_tlparse_makes_a_page_for_each_process_beside_the_report(
     ],
     ids=["fails", "writes_nothing", "fails_for_one"],
 )
-def test_a_tlparse_that_fails_costs_its_page_alone(
+def test_failing_tlparse_loses_only_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
 ) -> None:
     path, folder = held(tmp_path), written(tmp_path / "t", a=whole(), b=whole())
@@ -330,7 +328,7 @@ def test_a_tlparse_that_fails_costs_its_page_alone(
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_tlparse_of_this_environment_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tlparse_of_this_environment_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     own, other = tmp_path / "venv", tmp_path / "elsewhere"
     own.mkdir()
@@ -356,7 +354,7 @@ for rows in (2, 3):
 """
 
 
-def test_a_trace_that_torch_wrote(tmp_path: Path) -> None:
+def test_trace_of_the_installed_torch_is_read(tmp_path: Path) -> None:
     """A trace written by the installed torch, cold and warm: a break, a second length, misses and then hits."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

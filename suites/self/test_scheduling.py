@@ -72,7 +72,7 @@ def run(folder: Path, tests: str, workers: int) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120).stdout
 
 
-def test_what_is_long_begins_first_and_what_is_timed_comes_last() -> None:
+def test_turn_puts_long_tests_first_and_timed_tests_last() -> None:
     timed = [
         ("suites/kernels/test_model_shapes.py::test_speed[mla-P64-h200]", True),
         ("suites/throughput/test_full_size.py::test_a_training_step[nam52-eager-h200]", True),
@@ -86,7 +86,7 @@ def test_what_is_long_begins_first_and_what_is_timed_comes_last() -> None:
         assert f"def {test.partition('[')[0] or 'test_'}" in (ROOT / file).read_text(), start
 
 
-def test_what_may_not_run_side_by_side_has_one_worker(tmp_path: Path) -> None:
+def test_exclusive_tests_share_one_worker(tmp_path: Path) -> None:
     printed = run(tmp_path, SHARING, workers=4)
     assert "14 passed" in printed, printed
     properties = ElementTree.parse(tmp_path / "ran.xml").iter("property")
@@ -171,7 +171,7 @@ def claims(tmp_path: Path) -> Iterator[Claims]:
         child.communicate()
 
 
-def test_claims_fit_into_the_memory(claims: Claims) -> None:
+def test_claims_do_not_exceed_the_memory_slots(claims: Claims) -> None:
     """With 2 of 6 slots taken, 5 must wait, and 1 need not; 9 means all slots."""
     two, five, one, nine = claims.has(2), claims.asks(5), claims.has(1), claims.asks(9)
     time.sleep(UNSEEN)
@@ -187,7 +187,7 @@ def test_claims_fit_into_the_memory(claims: Claims) -> None:
     assert claims.log[5:] == ["-5", "+9", "-9"]
 
 
-def test_no_claim_overtakes_one_that_is_to_come_first(claims: Claims) -> None:
+def test_claim_with_priority_is_not_overtaken(claims: Claims) -> None:
     """Of 6 slots 4 are held; the 2 free ones are not assigned before the waiting claim of 5."""
     four, five = claims.has(4), claims.asks(5, first=True)
     claims.nobody_else_has_a_turn()
@@ -202,7 +202,7 @@ def test_no_claim_overtakes_one_that_is_to_come_first(claims: Claims) -> None:
     assert claims.log == ["+4", "-4", "+5", "-5", "+2", "-2"]
 
 
-def test_a_claim_of_a_process_that_died_is_free(claims: Claims) -> None:
+def test_claim_of_a_dead_process_is_released(claims: Claims) -> None:
     dead = claims.has(6)
     dead.kill()
     dead.wait()
@@ -210,7 +210,7 @@ def test_a_claim_of_a_process_that_died_is_free(claims: Claims) -> None:
     assert claims.log == ["+6", "+6", "-6"]
 
 
-def test_a_patient_waiter_lets_shared_holders_pass(tmp_path: Path) -> None:
+def test_patient_exclusive_lock_lets_shared_holders_pass(tmp_path: Path) -> None:
     order: list[str] = []
     entered = Event()
 
@@ -230,7 +230,7 @@ def test_a_patient_waiter_lets_shared_holders_pass(tmp_path: Path) -> None:
     assert order == ["shared", "exclusive"]
 
 
-def test_workers_that_die_together_cost_a_test_each(tmp_path: Path) -> None:
+def test_workers_dying_together_lose_one_test_each(tmp_path: Path) -> None:
     printed = run(tmp_path, TESTS, workers=3)
     assert "3 failed, 10 passed" in printed, printed
     ran = (tmp_path / "ran").read_text().splitlines()
@@ -256,7 +256,7 @@ class Worker:
         self.shutting_down = True
 
 
-def test_a_worker_whose_death_nobody_has_said_yet_costs_the_test_it_died_in() -> None:
+def test_scheduler_reassigns_tests_of_an_undetected_dead_worker() -> None:
     """It dies in its second test, and is assigned another before its death is known: others must run that one."""
     options = SimpleNamespace(verbose=0, loadscopereorder=False)
     config = SimpleNamespace(getvalue=lambda _: ["popen", "popen"], rootpath=ROOT, option=options)
@@ -277,7 +277,7 @@ def test_a_worker_whose_death_nobody_has_said_yet_costs_the_test_it_died_in() ->
     assert scheduler.tests_finished
 
 
-def test_what_one_call_compiled_is_kept_without_touching_what_others_map(tmp_path: Path) -> None:
+def test_keep_adds_compiled_files_without_replacing_existing(tmp_path: Path) -> None:
     made, cache = tmp_path / "made", tmp_path / "cache"
     for place, text in ((made, "new"), (cache, "old")):
         (place / "shared").mkdir(parents=True)

@@ -7,7 +7,7 @@ import signal
 from suites.self.project import GOOD, Project, counted
 
 
-def test_a_killed_session_keeps_what_it_measured(project: Project) -> None:
+def test_killed_session_keeps_its_measured_rows(project: Project) -> None:
     project.tests(
         """
         @lanes("cpu")
@@ -26,7 +26,7 @@ def test_a_killed_session_keeps_what_it_measured(project: Project) -> None:
     assert not record.complete
 
 
-def test_a_killed_session_leaves_no_older_record_behind(project: Project) -> None:
+def test_killed_session_leaves_no_older_record(project: Project) -> None:
     project.tests(GOOD)
     project.baseline(good=counted("test_good"))
     assert project.pytest("-m", "cpu", "-n", "0").code == 0

@@ -177,7 +177,7 @@ LIES: dict[str, tuple[str, dict[str, object], Callable[[Path], None] | None, str
 
 @planted("C39", "seventeen kernel wheels that do not fit or are not what they claim to be")
 @pytest.mark.parametrize("lie", LIES)
-def test_a_wheel_that_lies_is_refused(lie: str, built: dict[str, bytes], tree: Path, target: Target) -> None:
+def test_plan_refuses_an_invalid_wheel(lie: str, built: dict[str, bytes], tree: Path, target: Target) -> None:
     kind, changes, spoil, words = LIES[lie]
     right = built["right"]
     data = {**built, "sm_80": right + gpu_code(80), "aarch64": right[:18] + b"\xb7\0" + right[20:]}[kind]
@@ -190,7 +190,7 @@ def test_a_wheel_that_lies_is_refused(lie: str, built: dict[str, bytes], tree: P
     assert "\n" not in choice.reason
 
 
-def test_a_right_wheel_is_reused(built: dict[str, bytes], tree: Path, target: Target) -> None:
+def test_plan_reuses_a_valid_wheel(built: dict[str, bytes], tree: Path, target: Target) -> None:
     path = wheel(tree / "links", built["right"] + gpu_code(90))
     (choice,) = plan(tree, "h200", target, [str(tree / "links")])
     assert choice == Choice(
@@ -198,7 +198,9 @@ def test_a_right_wheel_is_reused(built: dict[str, bytes], tree: Path, target: Ta
     )
 
 
-def test_a_right_wheel_is_found_among_wrong_ones(built: dict[str, bytes], tree: Path, target: Target) -> None:
+def test_plan_selects_the_valid_wheel_among_invalid_ones(
+    built: dict[str, bytes], tree: Path, target: Target
+) -> None:
     wheel(tree / "links", built["right"], version="1.0+torch2.5")
     path = wheel(tree / "links", built["right"])
     (choice,) = plan(tree, "h200", target, [str(tree / "links")])
@@ -206,7 +208,7 @@ def test_a_right_wheel_is_found_among_wrong_ones(built: dict[str, bytes], tree: 
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.0+torch"])
-def test_what_no_run_can_show_needs_a_label(
+def test_plan_without_a_device_requires_a_torch_label(
     version: str, built: dict[str, bytes], tree: Path, target: Target
 ) -> None:
     """A changed struct layout keeps its symbols; without a device only the label of its torch shows it."""
@@ -230,7 +232,7 @@ def test_what_no_run_can_show_needs_a_label(
         (gpu_code(90)[:40], frozenset()),
     ],
 )
-def test_gpu_architectures_are_read(data: bytes, found: frozenset[tuple[int, int]]) -> None:
+def test_gpu_archs_reads_embedded_architectures(data: bytes, found: frozenset[tuple[int, int]]) -> None:
     assert gpu_archs(data) == found
 
 
@@ -245,12 +247,12 @@ def stored(built: dict[str, bytes], tmp_path: Path) -> store.Stored:
 @pytest.mark.parametrize(
     "changed", [{"sdist": "c" * 64}, {"torch_git": "c"}, {"cuda": "12.8"}, {"arch": 100}, {"python": "3.11"}]
 )
-def test_the_key_is_of_what_decides_the_binary(changed: dict[str, object]) -> None:
+def test_build_key_covers_what_determines_the_binary(changed: dict[str, object]) -> None:
     assert replace(BUILD, **changed).key != BUILD.key  # type: ignore[arg-type]
     assert replace(BUILD, torch="2.13.0+cu130").key == BUILD.key
 
 
-def test_a_store_is_fetched_and_checked(stored: store.Stored, tmp_path: Path) -> None:
+def test_fetch_copies_a_wheel_and_verifies_its_hash(stored: store.Stored, tmp_path: Path) -> None:
     there, here = str(tmp_path / "there"), tmp_path / "here"
     fetched = store.fetch(BUILD, there, here)
     assert fetched == store.find(BUILD, here)
@@ -266,7 +268,7 @@ def test_a_store_is_fetched_and_checked(stored: store.Stored, tmp_path: Path) ->
         store.find(BUILD, tmp_path / "there")
 
 
-def test_a_store_is_read_over_http(stored: store.Stored, tmp_path: Path) -> None:
+def test_fetch_reads_a_store_over_http(stored: store.Stored, tmp_path: Path) -> None:
     server = subprocess.Popen(
         [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "-d", tmp_path / "there"],
         stdout=subprocess.PIPE,
@@ -295,7 +297,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_the_commands_report_and_exit(
+def test_wheels_commands_print_and_exit(
     built: dict[str, bytes], tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On this CPU build of torch the audit of the right wheel passes, and that of a truncated one does not."""
@@ -360,7 +362,7 @@ def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(building, "_tools", lambda *_: place)
 
 
-def test_a_wheel_is_built_audited_and_kept(
+def test_build_audits_and_stores_a_wheel(
     tree: Path,
     tools: None,
     target: Target,
@@ -395,7 +397,7 @@ def test_a_wheel_is_built_audited_and_kept(
     assert "fast 1.0: reuse: " in capsys.readouterr().out
 
 
-def test_the_compiler_is_called_for_one_architecture(tmp_path: Path) -> None:
+def test_nvcc_wrapper_compiles_for_one_architecture(tmp_path: Path) -> None:
     """Setup scripts add their own architectures, and ignore TORCH_CUDA_ARCH_LIST."""
     nvcc, wrapper = tmp_path / "nvcc", tmp_path / "wrapper"
     nvcc.write_text('#!/bin/sh\necho "$@"\n')
