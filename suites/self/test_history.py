@@ -52,10 +52,10 @@ def a_gate(folder: Path, day: str, *, drift: float | None = None, held: bool = F
     folder = folder / day
     folder.mkdir()
     here = HERE | {"started": f"2026-{day}T02:00:00+00:00"}
-    said = Verdict.REGRESSION if held else P
+    verdict = Verdict.REGRESSION if held else P
     good = Side("torch 2.13.0", Record(here, (judged(P, row(ROW, 1.0, unit="s")),)))
     there = here | {"torch": f"2.14.{day}"}
-    bad = Side("torch 2.14.0", Record(there, (judged(said, row(ROW, 1.1 if held else 1.0, unit="s")),)))
+    bad = Side("torch 2.14.0", Record(there, (judged(verdict, row(ROW, 1.1 if held else 1.0, unit="s")),)))
     timed = {"throughput/nam52-eager/seconds": paired(Outcome.SAME, 1.003)}
     path, _ = write_gate(folder, good, bad, timed, started=f"2026-{day}T03:00:00+00:00")
     if drift is not None:
@@ -154,7 +154,7 @@ def test_changes_finds_a_jump_in_noise_but_none_in_noise_alone() -> None:
     assert placed >= 45
     assert false <= 2
     odd = [*noise[:30], 40.0, *noise[30:]]
-    assert 30 not in history.changes(odd), "one odd night is no new level"
+    assert 30 not in history.changes(odd), "one outlier is not a new level"
 
 
 def test_history_command_prints_plots_and_marks_the_change(
@@ -229,7 +229,7 @@ def test_killed_writer_leaves_the_archive_unchanged(tmp_path: Path, archive: Arc
     assert len(archive.points(ROW)) == 1
     begun = time.monotonic()
     assert archive.add(path).new
-    assert time.monotonic() - begun < 10, "its lock died with it"
+    assert time.monotonic() - begun < 10, "its lock was released"
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_history_does_not_mix_timed_rows_of_two_host_classes(
 
 
 def test_archive_migrates_a_store_of_version_1(tmp_path: Path) -> None:
-    """It had no host class, and its readings have none after the migration."""
+    """Version 1 had no host class: readings of that store have none after the migration."""
     path = tmp_path / "old.sqlite"
     Archive(f"sqlite:///{path}").add(a_record(tmp_path, "11-01"))
     with sqlite3.connect(path) as connection:

@@ -1,4 +1,4 @@
-"""House rules that are checked automatically."""
+"""Repository rules that are checked automatically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from suites.self.tree import ROOT
 
 INSTRUMENTS = [ROOT / "bumpgate/plugin/instruments", ROOT / "suites/support/instruments"]
-ROOMS = ("kernels", "model", "launch", "suites", "bumpgate")
+FOLDERS = ("kernels", "model", "launch", "suites", "bumpgate")
 # Documented by torch as compiler configuration; only instruments may read other private names.
 LAUNCHER_MAY = {
     "torch._dynamo",
@@ -24,8 +24,8 @@ LAUNCHER_MAY = {
 }
 
 
-def python_files(*rooms: str) -> list[Path]:
-    return [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
+def python_files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def private_names(path: Path) -> set[str]:
@@ -70,9 +70,9 @@ def test_root_conftest_is_short_and_imports_no_torch() -> None:
     assert not re.search(r"^(import|from) torch", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_files_have_at_most_500_lines(room: str) -> None:
-    long = {str(p): n for p in python_files(room) if (n := len(p.read_text().splitlines())) > 500}
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_files_have_at_most_500_lines(folder: str) -> None:
+    long = {str(p): n for p in python_files(folder) if (n := len(p.read_text().splitlines())) > 500}
     assert not long, long
 
 

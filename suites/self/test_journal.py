@@ -75,7 +75,7 @@ def whole(tmp_path: Path) -> tuple[bytes, Search, Attribution]:
 
 
 def test_complete_run_contains_every_kind_of_entry(whole: tuple[bytes, Search, Attribution]) -> None:
-    """It has a skip, misreads, a repeat, a range as answer, and mixtures; else the cuts below would prove little."""
+    """It has a skip, misreads, a repeat, a range as answer, and mixtures: the tests below truncate all of them."""
     text, searched, found = whole
     result = searched.result()
     assert result is not None
@@ -130,7 +130,7 @@ def test_resume_after_truncation_at_any_byte_is_identical(
         ("whole = lines[:-1]", "whole = [line for line in lines if line]"),
         ("self._asked = [i for i in self._asked if i != index]", "self._asked = []"),
     ],
-    ids=["torn line kept in the file", "torn line believed", "decision forgotten"],
+    ids=["torn line kept in the file", "torn line parsed", "decision lost"],
 )
 def test_check_cuts_detects_resume_mutants(
     old: str, new: str, tmp_path: Path, whole: tuple[bytes, Search, Attribution]
@@ -151,7 +151,7 @@ def check_order(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def record(searched: Search, index: int, outcome: Outcome) -> None:
         entry = json.dumps({"index": index, "outcome": outcome.value}).encode() + b"\n"
-        assert synced.endswith(entry), "taken before it was on the disk"
+        assert synced.endswith(entry), "used before it was synced"
         acted.append(index)
         real_record(searched, index, outcome)
 
@@ -162,8 +162,8 @@ def check_order(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         while state.search.result() is None:
             due = state.decide()
             decisions = [json.loads(line) for line in synced.splitlines() if b'"probe"' in line]
-            assert decisions, "no decision is on the disk"
-            assert due[0] in decisions[-1]["probe"], "decided before it was on the disk"
+            assert decisions, "no decision was synced"
+            assert due[0] in decisions[-1]["probe"], "returned before it was synced"
             state.record(due[0], read_candidate(state.search, due[0]))
         patch.setattr(Search, "record", real_record)
         state.decide_mixture(frozenset({"triton"}))
@@ -188,7 +188,7 @@ TAKE = "        self._take(index, outcome)\n"
         ("        os.fsync(file.fileno())\n", "        pass\n"),
         ('            _write(self._file, {"probe": pending})\n', ""),
     ],
-    ids=["written after acting", "never synced", "decision not written"],
+    ids=["written after use", "never synced", "decision not written"],
 )
 def test_check_order_detects_sync_mutants(
     old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

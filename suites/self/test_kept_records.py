@@ -13,15 +13,15 @@ from suites.self.tree import ROOT
 from suites.support.lanes import LANES
 
 RECORDS = sorted((ROOT / "baselines" / "records").glob("*.json"))
-WHOLE = ("h200-whole", "h200-whole-another-machine")
+COMPLETE_RUNS = ("h200-whole", "h200-whole-another-machine")
 
 
 def kept(name: str) -> Record:
     return read_record(ROOT / "baselines" / "records" / f"{name}.json")
 
 
-def judged_anew(record: Record) -> list[Judgement]:
-    """Judge the record by the current baseline."""
+def rejudged(record: Record) -> list[Judgement]:
+    """Judge the rows of a record by the current baseline."""
     baseline = load(ROOT / "baselines" / f"{record.provenance['lane']}.json", record.provenance["lane"])
     assert not other_build(baseline.made_with, record.provenance)
     build = {name: record.provenance.get(name) for name in BUILD}
@@ -29,13 +29,13 @@ def judged_anew(record: Record) -> list[Judgement]:
 
 
 def test_records_of_complete_runs_exist() -> None:
-    """Of the H200 lane, and of the kernels only, whose first calls had fewer concurrent ones."""
-    assert {*WHOLE, "h200-suites-kernels"} <= {path.stem for path in RECORDS}
-    assert all(kept(name).provenance["full_run"] for name in WHOLE)
+    """Runs of the H200 lane, and one of the kernel suites only, with fewer concurrent first calls."""
+    assert {*COMPLETE_RUNS, "h200-suites-kernels"} <= {path.stem for path in RECORDS}
+    assert all(kept(name).provenance["full_run"] for name in COMPLETE_RUNS)
 
 
 def test_run_on_another_machine_has_the_same_verdicts() -> None:
-    one, other = ({j.row.id: j.verdict for j in judged_anew(kept(name))} for name in WHOLE)
+    one, other = ({j.row.id: j.verdict for j in rejudged(kept(name))} for name in COMPLETE_RUNS)
     assert one.keys() ^ other.keys() <= {"cache/layers-h200/variables_exported"}  # newer than that run
     assert {row: (one[row], verdict) for row, verdict in other.items() if one[row] != verdict} == {}
 
@@ -45,7 +45,7 @@ def test_kept_record_passes_the_current_baseline(path: Path) -> None:
     """If the baseline no longer matches a stored run, store a newer run."""
     record = read_record(path)
     assert record.complete
-    judged = judged_anew(record)
+    judged = rejudged(record)
     assert {j.verdict for j in judged} <= {Verdict.PASS, Verdict.WIN}, [
         f"{j.row.id}: {j.reason}" for j in judged if j.verdict not in (Verdict.PASS, Verdict.WIN)
     ]

@@ -28,7 +28,7 @@ def test_lanes_load_from_pyproject_or_bumpgate_toml(tmp_path: Path) -> None:
     assert lanes.load(tmp_path) == {"h100x2": expected}
     declare(tmp_path, "[lanes.mine]\nneeds = ['c++']\n")
     assert lanes.load(tmp_path) == {"mine": Lane("mine", needs=("c++",))}, (
-        "bumpgate.toml counts where both are"
+        "bumpgate.toml has precedence over pyproject.toml"
     )
 
 

@@ -1,4 +1,4 @@
-"""Lanes: what runs where, and that every refusal is one line and exit 4."""
+"""Lanes: which tests run where, and that every refusal prints one line and exits 4."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_lane_runs_only_with_its_device(project: Project) -> None:
     project.write("torch_xla/__init__.py", "")
     project.write("torch_xla/runtime.py", "def device_type(): return 'CPU'\n")
     assert project.pytest("-m", "v6e", "-n", "0").code == 1
-    assert project.record().provenance["device"] == "pjrt-cpu", "no TPU is never reported as one"
+    assert project.record().provenance["device"] == "pjrt-cpu", "a CPU is not reported as a TPU"
 
 
 def test_lanes_decorator_rejects_unknown_and_missing_names() -> None:

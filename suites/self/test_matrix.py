@@ -34,7 +34,7 @@ def test_planted_marks_name_known_rules() -> None:
     known = set(matrix.rules())
     assert len(known) >= 45
     assert len(have) > 30
-    assert not have - known, f"rules.toml does not know {sorted(have - known)}"
+    assert not have - known, f"rules.toml lacks {sorted(have - known)}"
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def run(tmp_path: Path, three_rules: None):
     return write
 
 
-def told(rule: str, **more) -> dict:
+def mark_of(rule: str, **more) -> dict:
     return {"rule": rule, "fault": f"a fault of {rule}", "row": "", "red": [], **more}
 
 
@@ -69,7 +69,9 @@ def three_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_complete_run_exits_0_without_gaps(run, tmp_path: Path, capsys) -> None:
-    arguments = run([(told("C1"), ""), (told("C2", row="a/b/c", red=["d/e/f"]), "")], [("C1", 1), ("C2", 3)])
+    arguments = run(
+        [(mark_of("C1"), ""), (mark_of("C2", row="a/b/c", red=["d/e/f"]), "")], [("C1", 1), ("C2", 3)]
+    )
     assert matrix.main(arguments) == 0
     report = (tmp_path / "mutants.md").read_text()
     assert "2 planted faults of 2 rules, 2 killed" in report
@@ -89,25 +91,25 @@ def test_complete_run_exits_0_without_gaps(run, tmp_path: Path, capsys) -> None:
     ],
 )
 def test_gap_is_printed_and_exits_1(run, cases, rules, line: str, capsys) -> None:
-    arguments = run([(told(rule), child) for rule, child in cases], [(rule, 1) for rule in rules])
+    arguments = run([(mark_of(rule), child) for rule, child in cases], [(rule, 1) for rule in rules])
     assert matrix.main(arguments) == 1
     assert line in capsys.readouterr().out
 
 
 def test_row_with_zero_witness_does_not_cover_its_rule(run, capsys) -> None:
-    arguments = run([(told("C1"), ""), (told("C2"), "")], [("C1", 1), ("C2", 0)])
+    arguments = run([(mark_of("C1"), ""), (mark_of("C2"), "")], [("C1", 1), ("C2", 0)])
     assert matrix.main(arguments) == 1
     assert "C2: no row checks it" in capsys.readouterr().out
 
 
 def test_rules_of_a_lane_that_ran_are_required(run, capsys) -> None:
-    arguments = run([(told("C1"), ""), (told("C2"), "")], [("C1", 1), ("C2", 1)])
+    arguments = run([(mark_of("C1"), ""), (mark_of("C2"), "")], [("C1", 1), ("C2", 1)])
     assert matrix.main([*arguments, "--lane", "cpu", "--lane", "v6e"]) == 1
     assert "X1: no planted fault" in capsys.readouterr().out
 
 
 def test_rules_of_a_lane_that_did_not_run_are_not_required(run, tmp_path: Path) -> None:
-    arguments = run([(told("X1"), ""), (told("C2"), "")], [("X1", 1)])
+    arguments = run([(mark_of("X1"), ""), (mark_of("C2"), "")], [("X1", 1)])
     assert matrix.main([*arguments, "--lane", "v6e"]) == 0
     report = (tmp_path / "mutants.md").read_text()
     assert "| C1: one | lane cpu did not run |" in report

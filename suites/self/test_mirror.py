@@ -64,14 +64,15 @@ class Pages(Loopback):
                 content = {p.name: p for p in pages.wheels}[name].read_bytes()
                 if name == pages.spoilt:
                     content = content[:100] + b"spoilt" + content[106:]
-                asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-                pages.ranges += [asked[0]] if asked else []
+                byte_range = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+                pages.ranges += [byte_range[0]] if byte_range else []
                 if name in pages.gone:
                     self.answer(404, b"")
-                elif asked and int(asked[1]) >= len(content):
+                elif byte_range and int(byte_range[1]) >= len(content):
                     self.answer(416, b"")
                 else:
-                    self.answer(206 if asked else 200, content[int(asked[1]) if asked else 0 :])
+                    start = int(byte_range[1]) if byte_range else 0
+                    self.answer(206 if byte_range else 200, content[start:])
 
             def answer(self, status: int, content: bytes, kind: str = "binary/octet-stream") -> None:
                 self.send_response(status)
@@ -163,7 +164,7 @@ def test_mirror_copies_a_night_with_the_wheels_it_pins(
     assert sums == {name: sha256_of(mirror_root() / name) for name in copies()}
     assert len(pages.fetched) == 5, "each wheel once"
     assert bumpgate(monkeypatch, "mirror", "--keep", "2") == 0
-    assert len(pages.fetched) == 5, "and no second time"
+    assert len(pages.fetched) == 5, "and no wheel twice"
 
 
 def test_versions_lists_mirrored_nights_gone_from_the_index(
@@ -187,7 +188,7 @@ def test_versions_lists_mirrored_nights_gone_from_the_index(
 def test_bisect_and_gate_install_mirrored_nights(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The index has forgotten all but the last of the nights."""
+    """The index no longer lists any night but the last."""
     pages.wheels = [
         fake_wheel(tmp_path / "wheels", "torch", f"2.15.0.dev2026110{day}", f"FAULT = {int(day > 2)}\n")
         for day in (1, 2, 3, 4)
@@ -201,7 +202,7 @@ def test_bisect_and_gate_install_mirrored_nights(
     assert bumpgate(monkeypatch, "bisect", "--store", store, *ends, *judge) == 0
     assert "first bad   torch 2.15.0.dev20261103" in capsys.readouterr().out
 
-    def places(asked: object, view: object, root: object, sources: dict[str, object]) -> None:
+    def places(config: object, view: object, root: object, sources: dict[str, object]) -> None:
         raise BumpgateError(f"install from {sources['find_links']}")
 
     monkeypatch.setattr(gate, "_places", places)
@@ -270,7 +271,7 @@ def test_mirror_resumes_an_interrupted_transfer(
     capsys: pytest.CaptureFixture[str],
     listed: bool,
 ) -> None:
-    """Without a listed digest the parts could be of two files: it begins again."""
+    """Without a listed digest the parts could be of different files, so the transfer starts again."""
     pages.wheels = [torch(tmp_path, "20261101", body=LARGE)]
     pages.plain = set() if listed else {pages.wheels[0].name}
     pages.cut = 150_000
@@ -322,7 +323,7 @@ def test_mirror_limit_keeps_the_newest_nights(
 def test_mirror_limit_keeps_wheels_of_the_current_night(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The older night shares triton with the newer one, whose CUDA wheel needs its room."""
+    """The older night shares triton with the newer one, whose CUDA wheel needs the space of the older torch."""
     pages.wheels = [torch(tmp_path, "20261101", TRITON, body=LARGE), *cuda(tmp_path)[:1]]
     assert bumpgate(monkeypatch, "mirror", "--keep", "9", "--limit", "0.0005") == 0
     large = fake_wheel(tmp_path, "nvidia-cublas", "13.1.0.3", {"cublas.txt": "x" * 300_000})
@@ -334,13 +335,13 @@ def test_mirror_limit_keeps_wheels_of_the_current_night(
 def test_mirror_bad_input_prints_one_line(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said(*args: str) -> str:
+    def error_line(*args: str) -> str:
         assert bumpgate(monkeypatch, "mirror", *args) == 4
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
-    assert "--keep" in said("--keep", "0")
-    assert said("--keep", "1") == "bumpgate: torch: no nightly found; name their index with --index"
-    assert "does not answer" in said("--keep", "1", "--index", "http://127.0.0.1:1/simple")
+    assert "--keep" in error_line("--keep", "0")
+    assert error_line("--keep", "1") == "bumpgate: torch: no nightly found; name their index with --index"
+    assert "does not answer" in error_line("--keep", "1", "--index", "http://127.0.0.1:1/simple")
     (mirror_root() / "mirror.json").write_text("[]")
-    assert "mirror.json: not a mirror's list" in said("--keep", "1")
+    assert "mirror.json: not a mirror's list" in error_line("--keep", "1")

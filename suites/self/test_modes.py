@@ -20,7 +20,9 @@ def series(slow: int, normal: int, fast: int = 0) -> list[float]:
 
 def test_slow_sessions_are_counted_by_side() -> None:
     assert slow_sessions(series(2, 10, 1)) == (2, 1)
-    assert slow_sessions([x + 0.5 for x in series(2, 10)]) == (2, 0), "a row that moved as a whole has none"
+    assert slow_sessions([x + 0.5 for x in series(2, 10)]) == (2, 0), (
+        "a row whose sessions all moved has none"
+    )
     assert slow_sessions([]) == (0, 0)
 
 

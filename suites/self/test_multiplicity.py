@@ -111,5 +111,5 @@ def test_benjamini_hochberg_bounds_the_false_discovery_rate() -> None:
     runs = 2000
     wrong, share = rates(benjamini_hochberg, 0.1, 10, 5, runs)
     assert share < 0.1 * 10 / 15 + 0.01, share
-    assert wilson(wrong, runs)[0] > 0.1, "it bounds the share, not the chance of any: that is Holm's"
+    assert wilson(wrong, runs)[0] > 0.1, "it bounds the share, not the probability of any: Holm bounds that"
     assert rates(dict, 0.1, 10, 5, runs)[1] > 0.1

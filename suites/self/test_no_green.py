@@ -1,4 +1,4 @@
-"""Attempts to make a lane look green without measuring it, each on the real command; none ends with exit code 0."""
+"""Attempts to make a lane look green without measuring it, each with the real command: none exits 0."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_children_of_a_gate_lose_pythonoptimize(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(
-    ("what", "days", "said"),
+    ("what", "days", "message"),
     [
         ("value = 14", 400, "at most 366 days later"),
         ("value = 14", -1, "at most 366 days later"),
@@ -137,14 +137,14 @@ def test_children_of_a_gate_lose_pythonoptimize(monkeypatch: pytest.MonkeyPatch,
         ("ratio = 0.5", 30, "above 1"),
     ],
 )
-def test_hand_edited_acceptance_is_refused(lane: Project, what: str, days: int, said: str) -> None:
+def test_hand_edited_acceptance_is_refused(lane: Project, what: str, days: int, message: str) -> None:
     today = accepted.today()
     entry = f'lane = "cpu"\nrow = "compile/good/graph_breaks"\n{what}\nowner = "ada"\nreason = "why"\n'
     days_of = f"since = {today}\nexpires = {today + timedelta(days=days)}\n"
     lane.write("baselines/accepted.toml", f"[[accepted]]\n{entry}{days_of}")
     result = lane.pytest(*GATE)
     assert result.code == 4, result.out
-    assert said in result.err
+    assert message in result.err
 
 
 def test_acceptance_that_starts_in_the_future_is_refused(lane: Project) -> None:

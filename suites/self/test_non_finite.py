@@ -1,7 +1,7 @@
-"""One NaN or one infinity, in the last place that a row compares, makes the row a REGRESSION.
+"""One NaN or infinity as the last value that a row compares makes the row a REGRESSION.
 
 The ops are poisoned where they return to autograd, and the lane's own tests then run unchanged: every error-ratio row
-of suites/kernels in the baselines has its test here by construction. A fault in an earlier place is easier to detect,
+of suites/kernels in the baselines has its test here by construction. A fault in an earlier value is easier to detect,
 because Python's `max` keeps a NaN that comes first.
 """
 
@@ -239,7 +239,7 @@ def test_loss_explosion_with_a_non_finite_loss_is_red(value: float, monkeypatch)
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("run", [1, 2])
 def test_twenty_steps_with_a_non_finite_last_loss_are_red(run: int, value: float, monkeypatch) -> None:
-    """Uses losses from a table: compiling the model takes minutes, and is done in the lane."""
+    """Uses fixed losses: compiling the model takes minutes, and is done in the lane."""
     curves = [[3.0 - 0.1 * step for step in range(20)] for _ in range(2)]
     curves[run - 1][-1] = value
     losses = iter([*curves[0], *curves[1]])

@@ -62,11 +62,11 @@ def test_mutant_test_belongs_to_lane_h200(mutant: Mutant) -> None:
     assert case.endswith("h200]")
 
 
-def run_with(verdict: str, message: str = "C6 model/attention.py print", beside: str = "PASS") -> LaneRun:
+def run_with(verdict: str, message: str = "C6 model/attention.py print", other: str = "PASS") -> LaneRun:
     row = FAULTS["graph_break"].row
     rows = {
         row: judged(row, verdict, message=message),
-        "compile/other/graphs": judged("compile/other/graphs", beside),
+        "compile/other/graphs": judged("compile/other/graphs", other),
     }
     return LaneRun(1, "", rows)
 
@@ -94,7 +94,7 @@ def test_outcome_requires_a_row_red_only_with_the_fault(
 
 
 def test_outcome_lists_other_red_rows() -> None:
-    other_red = run_with("REGRESSION", beside="CHANGED")
+    other_red = run_with("REGRESSION", other="CHANGED")
     found = outcome("graph_break", FAULTS["graph_break"], other_red, run_with("PASS"), 3.0)
     assert found.beside == ("compile/other/graphs",)
     assert "red beside it: compile/other/graphs" in str(found)
@@ -109,14 +109,14 @@ def test_held_is_false_for_an_unmeasured_row() -> None:
 def test_slowdown_limit_separates_slowed_from_unchanged_steps() -> None:
     assert step_milliseconds("throughput/nam52-full-eager-2x4096/tokens_per_second", 16384.0) == 500.0
     lost = 1 - 1 / (1 + SLOWDOWN)
-    assert 0.018 / 2 < LIMIT < lost - 0.018 / 2, "half an interval on either side does not reach over it"
+    assert 0.018 / 2 < LIMIT < lost - 0.018 / 2, "half an interval on either side does not reach the limit"
 
 
 class Device:
     """Fake H200: every fault except `missed` is red, and the unchanged tree is not."""
 
     def __init__(self, tmp_path: Path, missed: str = "") -> None:
-        self.tmp_path, self.missed, self.asked = tmp_path, missed, []
+        self.tmp_path, self.missed, self.runs = tmp_path, missed, []
 
     def copy_tree(self, target: Path) -> Path:
         for mutant in EVERY.values():
@@ -127,17 +127,19 @@ class Device:
 
     def run_lane(self, root: Path, *arguments: str, lane: str) -> LaneRun:
         assert lane == "h200"
-        self.asked.append(root.name)
+        self.runs.append(root.name)
         rows = {}
         for name, mutant in EVERY.items():
             if mutant.test in arguments:
-                sound = root.name.startswith("unchanged") or name == self.missed
+                unchanged = root.name.startswith("unchanged") or name == self.missed
                 message = " ".join(mutant.words)
-                rows[mutant.row] = judged(mutant.row, "MISSING" if sound else "REGRESSION", message=message)
+                rows[mutant.row] = judged(
+                    mutant.row, "MISSING" if unchanged else "REGRESSION", message=message
+                )
         if root.name.endswith("_step"):
             self.limit = load(root / "baselines/h200.json", "h200").rows.get(EVERY["slowdown"].row)
             self.step = (root / "launch/step.py").read_text()
-            (self.tmp_path / f"{len(self.asked)}.json").write_text(json.dumps("Asleep" in self.step))
+            (self.tmp_path / f"{len(self.runs)}.json").write_text(json.dumps("Asleep" in self.step))
         return LaneRun(1, "", rows)
 
 
@@ -155,8 +157,8 @@ def test_each_fault_has_its_own_line_and_tree(device: Device, capsys) -> None:
     out = capsys.readouterr().out
     assert all(f"\n{name} " in out for name in EVERY)
     assert out.endswith("every fault was killed\n")
-    assert device.asked[: 1 + len(FAULTS)] == ["unchanged", *FAULTS]
-    assert device.asked[-3:] == ["unchanged_step", "slower_step", "unchanged_step"]
+    assert device.runs[: 1 + len(FAULTS)] == ["unchanged", *FAULTS]
+    assert device.runs[-3:] == ["unchanged_step", "slower_step", "unchanged_step"]
 
 
 def test_slower_step_is_judged_by_the_unchanged_rate(device: Device, capsys) -> None:
@@ -178,7 +180,7 @@ def test_surviving_fault_exits_1(device: Device, capsys, missed: str) -> None:
 
 def test_only_option_runs_one_fault(device: Device) -> None:
     assert on_device.main(["--only", "cache"]) == 0
-    assert device.asked == ["unchanged", "cache"]
+    assert device.runs == ["unchanged", "cache"]
 
 
 def test_bad_usage_exits_2(device: Device, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,4 +190,4 @@ def test_bad_usage_exits_2(device: Device, capsys, monkeypatch: pytest.MonkeyPat
     with pytest.raises(SystemExit, match="2"):
         on_device.main([])
     assert NO_DEVICE in capsys.readouterr().err
-    assert not device.asked
+    assert not device.runs

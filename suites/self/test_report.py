@@ -75,7 +75,7 @@ def test_diff_marks_the_changed_words_of_a_reason(tmp_path: Path) -> None:
     shown = page.of(gate_file.read(held(tmp_path)))
     (diff,), more = diffs.of_records(*shown.records, [])
     assert more == 0
-    assert [line.kind for line in diff.lines] == ["-", "+"], "what is no reason of the compiler is left out"
+    assert [line.kind for line in diff.lines] == ["-", "+"], "only reasons of the compiler are compared"
     marked = [[text for text, differs in line.parts if differs] for line in diff.lines]
     assert marked == [["66", "Mamba3Block"], ["71", "M2RNNBlock"]]
     (whole,), _ = diffs.of_records(*shown.records, ["compile/nam52-regional/graph_breaks"])
@@ -108,7 +108,7 @@ def test_page_escapes_markup_in_a_record(tmp_path: Path) -> None:
     found = seen(page.of(gate_file.read(held(tmp_path))))
     assert found.tags.count("script") == 1
     assert not [name for name, _ in found.attributes if name.startswith("on")]
-    assert found.text.count("<script>alert('x')</script>") >= 5, "shown as the text that it is"
+    assert found.text.count("<script>alert('x')</script>") >= 5, "shown as text"
 
 
 def test_page_loads_nothing_and_runs_only_its_own_script(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_page_loads_nothing_and_runs_only_its_own_script(tmp_path: Path) -> None
         v for name, v in found.attributes if name in ("src", "href", "srcset", "action", "xlink:href")
     ]
     outside = [a for a in addresses if not a.startswith(("#", "data:,"))]
-    assert outside == [page.of(gate_file.read(path)).compare] * 2, "a link to follow is no file to load"
+    assert outside == [page.of(gate_file.read(path)).compare] * 2, "links only, no files to load"
     assert not re.search(r"@import|url\(\s*['\"]?http", text)
     script = text[text.index("<script>") + 8 : text.rindex("</script>")]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -136,8 +136,8 @@ def test_plots_are_scalable_svg_styled_by_the_page(tmp_path: Path) -> None:
     for plot in plots:
         root = ElementTree.fromstring(plot.svg)
         assert root.attrib["role"] == "img"
-        assert "width" not in root.attrib, "it takes the width that there is"
-        assert not re.search(r"#01020\d|<script", plot.svg), "each colour is the style sheet's"
+        assert "width" not in root.attrib, "its width follows the page"
+        assert not re.search(r"#01020\d|<script", plot.svg), "colours come from the style sheet"
     assert report.all_plots(shown) == plots, "the same record gives the same file"
 
 

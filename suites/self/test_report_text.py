@@ -21,23 +21,23 @@ FIXED = settings(derandomize=True, max_examples=30, deadline=None)
 P = Verdict.PASS
 
 
-def gate_of(folder: Path, said: Verdict, **side: object) -> page.Page:
+def gate_of(folder: Path, verdict: Verdict, **side: object) -> page.Page:
     """A gate whose candidate has one row with this verdict and one that passes."""
     good = Side("torch 2.13.0", record(judged(P, row()), judged(P, row("a/b/c"))))
     bad = Side(
         "torch 2.14.0",
-        record(judged(said, row(value=17) if said.red else row(), "why"), judged(P, row("a/b/c"))),
+        record(judged(verdict, row(value=17) if verdict.red else row(), "why"), judged(P, row("a/b/c"))),
         **side,
     )
     return page.of(gate_file.read(write_gate(folder, good, bad)[0]))
 
 
-@pytest.mark.parametrize("said", list(Verdict))
-def test_junit_fails_if_and_only_if_the_gate_fails(tmp_path: Path, said: Verdict) -> None:
-    shown = gate_of(tmp_path, said)
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_junit_fails_if_and_only_if_the_gate_fails(tmp_path: Path, verdict: Verdict) -> None:
+    shown = gate_of(tmp_path, verdict)
     suite = ElementTree.fromstring(junit.xml(shown))[0]
     failures, errors = int(suite.attrib["failures"]), int(suite.attrib["errors"])
-    assert (failures + errors > 0) is shown.failed is said.red
+    assert (failures + errors > 0) is shown.failed is verdict.red
     assert (failures > 0) is (shown.word == "HOLD")
     assert int(suite.attrib["tests"]) == len(suite.findall("testcase"))
 
@@ -56,8 +56,8 @@ def test_junit_names_a_failed_environment(tmp_path: Path) -> None:
 
 texts = st.text(max_size=30) | st.sampled_from([EVIL, "\x00\x1b[31m\ud800", "a\nb\tc", "]]>"])
 judgements = st.builds(
-    lambda n, said, reason, evidence, accepted: Judgement(
-        row(f"a/case{n}/n", evidence=tuple(evidence)), said, reason, "pytest", accepted=accepted
+    lambda n, verdict, reason, evidence, accepted: Judgement(
+        row(f"a/case{n}/n", evidence=tuple(evidence)), verdict, reason, "pytest", accepted=accepted
     ),
     st.integers(0, 5),
     st.sampled_from(list(Verdict)),

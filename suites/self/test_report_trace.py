@@ -39,17 +39,17 @@ def no_tlparse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tlparse, "program", lambda: None)
 
 
-def entry(told: dict[str, Any], payload: str | None = None) -> str:
+def entry(fields: dict[str, Any], payload: str | None = None) -> str:
     """Return one record in the format of torch's formatter."""
     if payload is None:
-        return f"{HEAD}{json.dumps(told)}\n"
-    told = told | {"has_payload": hashlib.md5(payload.encode()).hexdigest()}
-    return HEAD + json.dumps(told) + "".join(f"\n\t{line}" for line in payload.split("\n")) + "\n"
+        return f"{HEAD}{json.dumps(fields)}\n"
+    fields = fields | {"has_payload": hashlib.md5(payload.encode()).hexdigest()}
+    return HEAD + json.dumps(fields) + "".join(f"\n\t{line}" for line in payload.split("\n")) + "\n"
 
 
-def compiling(number: int, **told: Any) -> dict[str, Any]:
+def compiling(number: int, **fields: Any) -> dict[str, Any]:
     """Return an envelope of the number-th compilation of frame 0."""
-    return {"frame_id": 0, "frame_compile_id": number, "attempt": 0, **told}
+    return {"frame_id": 0, "frame_compile_id": number, "attempt": 0, **fields}
 
 
 def artifact(number: int, name: str, payload: str, **more: Any) -> str:
@@ -63,7 +63,7 @@ def started(number: int, line: int = 66, name: str = "forward") -> str:
 
 
 def whole() -> str:
-    """A frame with two breaks at one place, and a recompilation; caches with each kind of result."""
+    """A frame with two breaks at one line, and a recompilation; caches with each kind of result."""
     first = {
         "compile_id": "0/0",
         "co_name": "forward",
@@ -101,7 +101,7 @@ def whole() -> str:
             entry(compiling(0, bwd_compilation_metrics=backward)),
             started(1),
             artifact(1, "recompile_reasons", MISSED),
-            artifact(1, "fx_graph_cache_hit", json.dumps(HIT), hint="a field of tomorrow"),
+            artifact(1, "fx_graph_cache_hit", json.dumps(HIT), hint="an unknown field"),
             entry(compiling(1, compilation_metrics={"entire_frame_compile_time_s": 1.5})),
         ]
     )
@@ -172,7 +172,7 @@ def test_trace_reads_reason_lists_and_compiled_autograd(tmp_path: Path) -> None:
     assert [(c.id, c.attempts) for c in file.compiled] == [("0/2", 2), ("!4/2/1", 1)]
     assert dict(file.compiled[0].recompiles) == {"0/1: a": 1, "0/0: b": 1}
     assert file.compiled[1].frame == "?:1 f"
-    assert trace.read(file.path) == (file,), "a file of the folder alone"
+    assert trace.read(file.path) == (file,), "a single file of the folder"
 
 
 def test_page_has_a_trace_section_for_each_process(
@@ -202,7 +202,7 @@ def test_page_has_a_trace_section_for_each_process(
         assert words in text, words
     assert not (tmp_path / "gate.tlparse").exists()
     html = report.html_page(page.of(gate_file.read(path)))
-    assert "What was compiled" not in html, "without a trace there is no such section"
+    assert "What was compiled" not in html, "no such section without a trace"
 
 
 def test_page_escapes_markup_in_a_trace(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_page_escapes_markup_in_a_trace(tmp_path: Path) -> None:
     assert found.tags.count("script") == 1
     assert not [name for name, _ in found.attributes if name.startswith("on")]
     section = found.text.partition("What was compiled")[2].partition(" Rows ")[0]
-    assert section.count("<script>alert('x')</script>") >= 6, "shown as the text that it is"
+    assert section.count("<script>alert('x')</script>") >= 6, "shown as text"
 
 
 def cut(text: str, at: str) -> str:
@@ -260,7 +260,7 @@ def test_damaged_trace_prints_one_line_and_exits_4(
     assert line.startswith("bumpgate: dedicated_log_torch_trace_b.log: ")
     assert words in line
     assert "TORCH_TRACE=DIR" in line
-    assert sorted(p.name for p in tmp_path.iterdir()) == [*before, "t"], "nothing is written beside it"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*before, "t"], "no other file is written"
 
 
 def test_missing_trace_or_page_prints_one_line_and_exits_4(
@@ -297,7 +297,7 @@ def test_tlparse_writes_a_page_for_each_process(tmp_path: Path, monkeypatch: pyt
     stale.mkdir(parents=True)
     for _ in range(2):
         assert bumpgate(monkeypatch, "report", str(path), "--trace", str(folder)) == 0
-    assert not stale.exists(), "the folder is replaced whole"
+    assert not stale.exists(), "the folder is replaced"
     links = [v for name, v in Seen((tmp_path / "gate.html").read_text()).attributes if name == "href"]
     pages = [link for link in links if "tlparse" in link]
     assert pages == [f"gate.tlparse/dedicated_log_torch_trace_{name}/index.html" for name in "ab"]
@@ -360,7 +360,7 @@ def test_trace_of_the_installed_torch_is_read(tmp_path: Path) -> None:
     program.write_text(PROGRAM)
     seen = {}
     for run in ("cold", "warm"):
-        given = {
+        env_vars = {
             "TORCH_TRACE": str(tmp_path / run),
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
@@ -369,7 +369,7 @@ def test_trace_of_the_installed_torch_is_read(tmp_path: Path) -> None:
         }
         done = subprocess.run(
             [sys.executable, str(program)],
-            env={**os.environ, **given},
+            env={**os.environ, **env_vars},
             capture_output=True,
             text=True,
             timeout=300,

@@ -44,10 +44,10 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def smoke(monkeypatch: pytest.MonkeyPatch) -> dict[str, LaneRun]:
-    """Fake the smoke suite's run; the test may replace it."""
-    said = {"run": LaneRun(0, Record({}, (PASSED,)), "", 2.0, Path("smoke.log"))}
-    monkeypatch.setattr(rollback, "run_lane", lambda *_, **__: said["run"])
-    return said
+    """Fake the run of the smoke suite; tests replace its "run"."""
+    fake = {"run": LaneRun(0, Record({}, (PASSED,)), "", 2.0, Path("smoke.log"))}
+    monkeypatch.setattr(rollback, "run_lane", lambda *_, **__: fake["run"])
+    return fake
 
 
 @pytest.fixture
@@ -99,12 +99,12 @@ def test_rollback_refuses_a_corrupt_wheel_and_names_it(
 def test_rollback_fails_if_the_smoke_suite_is_red(tree: Path, run: Run, smoke: dict[str, LaneRun]) -> None:
     red = Judgement(Row("a/b/n", 2, "n", 1, "C1"), Verdict.REGRESSION, "")
     log = Path("smoke.log")
-    for said, words in (
+    for lane_run, words in (
         (LaneRun(1, Record({}, (PASSED, red)), "", 2.0, log), "1 red rows, first a/b/n"),
         (LaneRun(-11, None, "import torch: died of SIGSEGV", 2.0, log), "died of SIGSEGV"),
         (LaneRun(5, None, "", 2.0, log), "pytest ended with 5"),
     ):
-        smoke["run"] = said
+        smoke["run"] = lane_run
         code, out, err = run("cpu")
         assert (code, out, len(err.splitlines())) == (1, "", 1)
         assert words in err

@@ -1,4 +1,4 @@
-"""Lane runs in another interpreter: their results, and that no process is left, whichever one dies."""
+"""Lane runs in another interpreter: their results, and that no process is left, whichever dies first."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_killed_parent_ends_the_lane_run(project: Project, number: signal.Signal
         time.sleep(0.05)
     time.sleep(0.3)
     started = (project.root / "there").read_text()
-    assert alive(started), "the test, and what it started"
+    assert alive(started), "the test and its child process"
     starter.send_signal(number)
     starter.communicate(timeout=60)
     until = time.monotonic() + 20

@@ -123,7 +123,7 @@ def test_search_without_a_budget_reaches_its_confidence() -> None:
 
 
 def test_plain_bisection_fails_with_a_flaky_probe() -> None:
-    """The control: a plain bisection with the same probe is right far less often than 97 %."""
+    """Control: a plain bisection with the same probe finds the change in far less than 97 % of the runs."""
     dice = random.Random(3)
     right = 0
     for _ in range(200):
@@ -136,22 +136,27 @@ def test_plain_bisection_fails_with_a_flaky_probe() -> None:
 def test_steps_left_estimates_the_number_of_probes() -> None:
     for false_bad, false_good in ((0.0, 0.0), (0.1, 0.0), (0.1, 0.1)):
         dice = random.Random(11)
-        said, took = [], []
+        estimates, probes = [], []
         for _ in range(150):
             first_bad = dice.randrange(1, 60)
             searched = Search(labels(60), labels(60)[0], labels(60)[-1], false_bad, false_good)
-            said.append(searched.steps_left())
-            took.append(drive(searched, noisy(first_bad, false_bad, false_good, dice)).probes)
-        assert 0.8 < sum(said) / sum(took) < 1.25, (false_bad, false_good, sum(said) / 150, sum(took) / 150)
+            estimates.append(searched.steps_left())
+            probes.append(drive(searched, noisy(first_bad, false_bad, false_good, dice)).probes)
+        assert 0.8 < sum(estimates) / sum(probes) < 1.25, (
+            false_bad,
+            false_good,
+            sum(estimates) / 150,
+            sum(probes) / 150,
+        )
 
 
 def test_steps_left_is_exact_without_noise() -> None:
     searched = Search(labels(33), labels(33)[0], labels(33)[-1])
-    said = []
+    progress = []
     while searched.result() is None:
-        said.append(searched.progress())
+        progress.append(searched.progress())
         searched.record(searched.next()[0], Outcome.GOOD if searched.next()[0] < 9 else Outcome.BAD)
-    assert said == [f"about {k} steps left" for k in (7, 6, 5, 4, 3, 2)] + ["about 1 step left"]
+    assert progress == [f"about {k} steps left" for k in (7, 6, 5, 4, 3, 2)] + ["about 1 step left"]
     assert searched.steps_left() == 0
 
 
@@ -205,7 +210,7 @@ def skips_taken(module: Any) -> float:
 
 
 def test_search_jumps_over_a_long_run_of_broken_builds() -> None:
-    """The control tries them one after the other."""
+    """The control, a mutant, tries them one after another."""
     control = skips_taken(
         planted(search, "gains[i - self.first] * self._installs(i)", "gains[i - self.first]")
     )
@@ -398,7 +403,7 @@ def test_wrong_endpoint_is_refused_after_few_repeats(
 
 
 def test_candidate_with_another_fault_is_set_aside() -> None:
-    """It counts neither as BAD nor as GOOD, so the answer is a range."""
+    """OTHER counts neither as BAD nor as GOOD, so the answer is a range."""
     searched = estimating(10)
     result = drive(searched, lambda i: "OTHER" if i in (4, 5) else "BAD" if i >= 6 else "GOOD")
     assert (result.suspects, result.last_old) == ((4, 5, 6), 3)

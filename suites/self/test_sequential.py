@@ -1,4 +1,4 @@
-"""The sequential test of timed rows: exact where it can be counted, and its error rates by simulation.
+"""The sequential test of timed rows: its exact p-values, and its error rates by simulation.
 
 Noise as measured: each fresh process is biased by 1 to 3 % (standard deviation, drawn for each row), its rounds
 vary by 2 to 3 %. With heavy tails one session in 20 is off by 20 %; the noisiest rows have 3 % of both.

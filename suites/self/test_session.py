@@ -113,8 +113,8 @@ def test_table_is_sorted_by_severity_with_a_command_per_row(project: Project) ->
         out,
         re.MULTILINE,
     ) or pytest.fail(out)
-    assert "3 failed, 1 passed" in out, "a red row fails its test, and not the teardown after it"
-    assert "GB0007 at model.py:3" in out, "evidence stands with the failure"
+    assert "3 failed, 1 passed" in out, "a red row fails its test, not the teardown"
+    assert "GB0007 at model.py:3" in out, "the failure shows the evidence"
     assert "compile/pass/graph_breaks: 13 breaks" in project.pytest("-m", "cpu", "-n", "0", "-v").out
 
 
@@ -151,19 +151,19 @@ def test_green_requires_exactly_the_reviewed_rows(project: Project) -> None:
     assert not project.record().red
 
     project.baseline(other=other)
-    assert project.pytest("-m", "cpu", "-n", "0").code == 1, "a row that was taken out of the baseline"
+    assert project.pytest("-m", "cpu", "-n", "0").code == 1, "a row was removed from the baseline"
     assert project.verdicts() == {"good": "MISSING", "other": "PASS"}
 
     project.baseline(good=good, other=other, gone=gone)
-    assert project.pytest("-m", "cpu", "-n", "0").code == 1, "a row whose test vanished"
+    assert project.pytest("-m", "cpu", "-n", "0").code == 1, "the test of a row was removed"
     assert project.verdicts() == {"good": "PASS", "other": "PASS", "gone": "MISSING"}
     assert "its test is gone" in project.reason("gone")
     assert project.pytest("-m", "cpu", "-n", "0", "suites/compile/test_b.py").code == 0
-    assert project.verdicts() == {"other": "PASS"}, "a run of one file answers for its own rows"
+    assert project.verdicts() == {"other": "PASS"}, "a run of one file is judged by its own rows"
 
     project.baseline(good=good, other=other, silent=good)
     assert project.pytest("-m", "cpu", "-n", "0", "suites/compile/test_a.py").code == 1
-    assert "no longer reports it" in project.reason("silent"), "a selected test answers for each of its rows"
+    assert "no longer reports it" in project.reason("silent"), "a selected test must report each of its rows"
 
     project.tests(GOOD.replace("compile/good", "compile/renamed"))
     project.baseline(good=good, other=other)
@@ -206,13 +206,17 @@ def test_tier_rows_are_required_in_their_own_environment_only(project: Project) 
     accepted = {f"tier-triton{v}": reviewed for v, reviewed in rows.items()}
 
     project.baseline(good=counted("test_good"), **accepted)
-    assert project.pytest("-m", "cpu", "-n", "0", NONE="test_*").code == 0, "no tier here, and none owed"
+    assert project.pytest("-m", "cpu", "-n", "0", NONE="test_*").code == 0, (
+        "no tier runs, and none is required"
+    )
     assert project.verdicts() == {"good": "PASS"}
     assert project.pytest("-m", "cpu", "-n", "0", "suites/kernels/codegen").code == 0
-    assert project.verdicts() == {"tier-triton3.7.1": "PASS"}, "another version's rows are not owed"
+    assert project.verdicts() == {"tier-triton3.7.1": "PASS"}, "rows of another version are not required"
 
     project.baseline(good=counted("test_good"), silent=rows["3.7.1"], **accepted)
-    assert project.pytest("-m", "cpu", "-n", "0", "suites/kernels/codegen").code == 1, "its own rows are"
+    assert project.pytest("-m", "cpu", "-n", "0", "suites/kernels/codegen").code == 1, (
+        "its own rows are required"
+    )
     assert project.verdicts() == {"tier-triton3.7.1": "PASS", "silent": "MISSING"}
 
     project.baseline(good=counted("test_good"))
@@ -223,7 +227,7 @@ def test_tier_rows_are_required_in_their_own_environment_only(project: Project) 
     assert (wrote.code, wrote.err) == (0, "")
     baseline = load(project.root / "baselines/cpu.json", "cpu")
     assert set(baseline.rows) == {"compile/good/graph_breaks", "compile/tier-triton3.7.1/graph_breaks"}
-    assert baseline.made_with["triton"] is None, "the lane's build stays what it was"
+    assert baseline.made_with["triton"] is None, "the lane's build is unchanged"
     assert project.pytest("-m", "cpu", "-n", "0", "suites/compile").code == 0
     assert "another build is adopted" in project.bumpgate("rebaseline", "--lane", "cpu").err
 
@@ -353,7 +357,9 @@ def test_gate_fails_on_skip_xpass_and_deselection(project: Project) -> None:
             "test_xpass",
         ]
         assert "not today" in problems[1]
-    assert " failed" not in project.pytest("-m", "cpu", "--gate", "-n", "0").out, "the tests see the gate"
+    assert " failed" not in project.pytest("-m", "cpu", "--gate", "-n", "0").out, (
+        "BUMPGATE_GATE is set in the tests"
+    )
 
 
 def test_module_that_fails_to_import_loses_its_rows(project: Project) -> None:

@@ -1,4 +1,4 @@
-"""A killed session keeps its measurements, and an older record is not taken for its own."""
+"""A killed session keeps its measurements, and an older record is not mistaken for its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_killed_session_keeps_its_measured_rows(project: Project) -> None:
         @lanes("cpu")
         def test_good(lane, row):
             row("compile/good/graph_breaks", 13, expected=13, **COUNT)
-            time.sleep(5.2)  # rows are kept every five seconds
+            time.sleep(5.2)  # rows are saved every five seconds
 
         @lanes("cpu")
         def test_killer(lane):

@@ -24,10 +24,10 @@ IDS = {id for line in tax.LINES for id in (line.first, line.second, line.ratio) 
 
 
 def timed(
-    id: str, value: float, low: float, high: float, said: Verdict = Verdict.PASS, **fields
+    id: str, value: float, low: float, high: float, verdict: Verdict = Verdict.PASS, **fields
 ) -> Judgement:
     made = {"unit": "tokens/s", "better": "higher", "tolerance": 0.06, "interval": (low, high)}
-    return judged(said, row(id, value, **made | fields))
+    return judged(verdict, row(id, value, **made | fields))
 
 
 MADE = (timed(SLOW, 80.0, 79.0, 81.0), timed(FAST, 100.0, 98.0, 102.0))
@@ -58,9 +58,9 @@ def test_ratio_of_a_row_without_interval_has_no_interval(tmp_path: Path) -> None
 
 
 def test_line_includes_red_rows(tmp_path: Path) -> None:
-    for said in (Verdict.REGRESSION, Verdict.WIN, Verdict.CHANGED, Verdict.MISSING):
-        slow = replace(MADE[0], verdict=said)
-        assert cells(tmp_path, (slow, MADE[1]))[3].startswith("0.800"), said
+    for verdict in (Verdict.REGRESSION, Verdict.WIN, Verdict.CHANGED, Verdict.MISSING):
+        slow = replace(MADE[0], verdict=verdict)
+        assert cells(tmp_path, (slow, MADE[1]))[3].startswith("0.800"), verdict
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_line_includes_red_rows(tmp_path: Path) -> None:
     ],
 )
 def test_unmeasured_row_has_no_number(tmp_path: Path, fast: Judgement | None) -> None:
-    given = (MADE[0],) if fast is None else (MADE[0], fast)
-    _, slow, absent, ratio, _ = cells(tmp_path, given)
+    judgements = (MADE[0],) if fast is None else (MADE[0], fast)
+    _, slow, absent, ratio, _ = cells(tmp_path, judgements)
     assert slow == f"`{SLOW}`: 80 tokens/s"
     assert (absent, ratio) == (f"`{FAST}`: {tax.NOT_MEASURED}", tax.NOT_MEASURED)
     assert not re.search(r"\d", ratio)
@@ -142,7 +142,9 @@ def test_table_ids_are_valid_row_ids() -> None:
 
 def reported(metric: str) -> bool:
     """Whether a test of the suites names this metric at the end of a row id."""
-    sources = [p for room in ("throughput", "compile") for p in (ROOT / "suites" / room).glob("test_*.py")]
+    sources = [
+        p for folder in ("throughput", "compile") for p in (ROOT / "suites" / folder).glob("test_*.py")
+    ]
     made = re.compile(rf"/(?:\{{\w+\}}_)?{re.escape(metric)}\"")
     return any(made.search(path.read_text()) for path in sources)
 

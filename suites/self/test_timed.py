@@ -87,7 +87,7 @@ def test_only_tests_with_open_rows_are_timed_again() -> None:
 
 
 def test_with_an_open_row_reads_all_its_rows() -> None:
-    """Its other rows are read, too: they cost nothing, and are used in the search for slow modes."""
+    """Reading its decided rows costs nothing, and they are used in the search for slow modes."""
     sessions = Sessions(dict.fromkeys(("a/same/s", "a/slow/s"), TIME_TEST), Plan(), Plan().budget)
     noise = random.Random(1)
 
@@ -101,7 +101,7 @@ def test_with_an_open_row_reads_all_its_rows() -> None:
 
 
 def test_only_slow_modes_are_open_after_rows_are_same() -> None:
-    """Not before the first look, and not after a session with a slow process, which must be measured in full."""
+    """False before the first look, and after a session with a slow process, which must be measured in full."""
     plan = Plan(rules=(Rule("a/watched/*", watch=True),))
     even = [0.001, -0.001] * 3
     slow = [*even, math.log(2)]
@@ -191,7 +191,7 @@ def test_slow_modes_are_watched_if_sessions_suffice() -> None:
 
 
 def test_timing_without_a_quiet_round_raises_infra_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a timing used to give a ratio of 1: as a rate over the anchor, a WIN by a factor of 8."""
+    """Regression test: such a timing gave a ratio of 1: as a rate over the anchor, a WIN by a factor of 8."""
     monkeypatch.setenv("BUMPGATE_ROUNDS", "3")
     ran: list[str] = []
     kept = timing.interleaved({"a": lambda: ran.append("a")}, 40)

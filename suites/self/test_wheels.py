@@ -154,7 +154,7 @@ def other_sum(path: Path) -> None:
     (path.parent / "SHA256SUMS").write_text(f"{'0' * 64}  {path.name}\n")
 
 
-LIES: dict[str, tuple[str, dict[str, object], Callable[[Path], None] | None, str]] = {
+INVALID_WHEELS: dict[str, tuple[str, dict[str, object], Callable[[Path], None] | None, str]] = {
     "wrong label": ("right", {"version": "1.0+cu130torch2.5"}, None, "is built for torch 2.5"),
     "wrong pin": ("right", {"requires": "torch==2.5.*"}, None, "is built for torch 2.5"),
     "wrong torch": ("other torch", {}, None, "does not have: c10::impl::cow::materialize_cow"),
@@ -175,10 +175,12 @@ LIES: dict[str, tuple[str, dict[str, object], Callable[[Path], None] | None, str
 }  # fmt: skip
 
 
-@planted("C39", "seventeen kernel wheels that do not fit or are not what they claim to be")
-@pytest.mark.parametrize("lie", LIES)
-def test_plan_refuses_an_invalid_wheel(lie: str, built: dict[str, bytes], tree: Path, target: Target) -> None:
-    kind, changes, spoil, words = LIES[lie]
+@planted("C39", "seventeen invalid kernel wheels")
+@pytest.mark.parametrize("fault", INVALID_WHEELS)
+def test_plan_refuses_an_invalid_wheel(
+    fault: str, built: dict[str, bytes], tree: Path, target: Target
+) -> None:
+    kind, changes, spoil, words = INVALID_WHEELS[fault]
     right = built["right"]
     data = {**built, "sm_80": right + gpu_code(80), "aarch64": right[:18] + b"\xb7\0" + right[20:]}[kind]
     path = wheel(tree / "links", data, **changes)  # type: ignore[arg-type]
@@ -382,10 +384,10 @@ def test_build_audits_and_stores_a_wheel(
     assert "wheels/manifest.toml has" in capsys.readouterr().err
     manifest.write_text(MANIFEST.format(sdist=sha256_of(broken)))
     assert run(monkeypatch, *build, str(broken), "--jobs", "1") == 1
-    said = capsys.readouterr().err
-    assert "fast 1.0: exit " in said
-    assert "the same command continues it" in said
-    assert "not a program" in Path(said.partition("(log: ")[2].split(";")[0]).read_text()
+    err = capsys.readouterr().err
+    assert "fast 1.0: exit " in err
+    assert "the same command continues it" in err
+    assert "not a program" in Path(err.partition("(log: ")[2].split(";")[0]).read_text()
     manifest.write_text(MANIFEST.format(sdist=sha256_of(archive)))
     assert run(monkeypatch, *build, str(archive), "--hours", "0") == 1
     assert "no wheel within 0 s" in capsys.readouterr().err
@@ -404,6 +406,6 @@ def test_nvcc_wrapper_compiles_for_one_architecture(tmp_path: Path) -> None:
     wrapper.write_text(building.NVCC.format(python=sys.executable, arch=90, nvcc=str(nvcc)))
     for path in (nvcc, wrapper):
         path.chmod(0o755)
-    given = "-c a.cu -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 --threads 4 -lineinfo -O3"
-    done = subprocess.run([wrapper, *given.split()], capture_output=True, text=True, check=True)
+    flags = "-c a.cu -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 --threads 4 -lineinfo -O3"
+    done = subprocess.run([wrapper, *flags.split()], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["-c", "a.cu", "-gencode", "arch=compute_90,code=sm_90", "-O3"]
