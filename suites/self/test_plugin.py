@@ -11,7 +11,7 @@ import pytest
 from suites.self.foreign import Foreign
 from suites.self.tree import ROOT
 
-# Everything but the instruments, without torch.
+# All modules except the instruments and reports, imported without torch.
 IMPORTS = """
 import importlib, pkgutil, sys
 sys.modules["torch"] = None

@@ -297,7 +297,7 @@ def test_tlparse_writes_a_page_for_each_process(tmp_path: Path, monkeypatch: pyt
     stale.mkdir(parents=True)
     for _ in range(2):
         assert bumpgate(monkeypatch, "report", str(path), "--trace", str(folder)) == 0
-    assert not stale.exists(), "the folder is replaced"
+    assert not stale.exists(), "the folder is replaced whole"
     links = [v for name, v in Seen((tmp_path / "gate.html").read_text()).attributes if name == "href"]
     pages = [link for link in links if "tlparse" in link]
     assert pages == [f"gate.tlparse/dedicated_log_torch_trace_{name}/index.html" for name in "ab"]
