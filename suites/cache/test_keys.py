@@ -56,7 +56,7 @@ def outcomes(lane: Lane, tmp_path_factory) -> dict[str, bool]:
     "C18",
     "another torch version, inductor option, dtype, shape or constant: the row of hits must not hold there",
 )
-def test_keys(lane: Lane, outcomes, row, canaries) -> None:
+def test_cache_key_hits_and_misses(lane: Lane, outcomes, row, canaries) -> None:
     canaries("cache")
     matters = (*MATTERS, "torch_version", "key_tag")
     harmless = ("process", "options_reordered")

@@ -66,7 +66,7 @@ def restart(lane: Lane, tmp_path_factory) -> tuple[Path, dict[str, Any], dict[st
 
 
 @lanes("cpu", "h200")
-def test_every_layer_is_warm(lane: Lane, restart, row, canaries) -> None:
+def test_every_cache_layer_is_warm_after_restart(lane: Lane, restart, row, canaries) -> None:
     canaries("cache", "autotune", "graphs")
     _, cold, warm = restart
     same, counts = warm["same"], warm["same"]["counts"]
@@ -95,7 +95,7 @@ def test_every_layer_is_warm(lane: Lane, restart, row, canaries) -> None:
 
 
 @lanes("cpu", "h200")
-def test_what_a_process_exports_once_it_compiles(lane: Lane, restart, row) -> None:
+def test_variables_exported_by_compilation(lane: Lane, restart, row) -> None:
     """Variables that children inherit although this process started without them: torch 2.9 to 2.11 for CUDA 13 sets
     Triton's ptxas to torch's own (pytorch#163988), which is in the keys of Triton's cache and of Inductor's templates.
 
@@ -116,7 +116,7 @@ def test_what_a_process_exports_once_it_compiles(lane: Lane, restart, row) -> No
 
 @lanes("cpu", "h200")
 @planted("C18", "the directory of one layer deleted: AOTAutograd's, then the FX graphs'")
-def test_a_lost_layer_is_named(lane: Lane, restart) -> None:
+def test_lost_cache_layer_is_reported(lane: Lane, restart) -> None:
     """An AOTAutograd entry refers to its FX graphs, so that losing those loses both."""
     _, cold, warm = restart
     assert cold_layers(cold, warm["without_aotautograd"]) == ["aot"]
@@ -125,7 +125,7 @@ def test_a_lost_layer_is_named(lane: Lane, restart) -> None:
 
 @lanes("cpu", "h200")
 @planted("C18", "the caches off: no miss is counted")
-def test_caches_that_are_off_are_cold(lane: Lane, restart) -> None:
+def test_disabled_caches_count_as_cold(lane: Lane, restart) -> None:
     directory, cold, _ = restart
     off = compiled(lane, directory, "same", TORCHINDUCTOR_FX_GRAPH_CACHE="0")["same"]
     assert not off["counts"]["aot_miss"], "a gate on misses alone would pass"
@@ -135,7 +135,7 @@ def test_caches_that_are_off_are_cold(lane: Lane, restart) -> None:
 
 @lanes("cpu")
 @planted("C18", "every shared object deleted; the same cache on a CPU of more instructions")
-def test_counters_that_say_hit_over_cold_code(lane: Lane, restart, tmp_path: Path, row, canaries) -> None:
+def test_hit_counters_despite_recompiled_code(lane: Lane, restart, tmp_path: Path, row, canaries) -> None:
     """Both cases read as hits in every counter while each kernel is compiled again: only the files show it."""
     canaries("cache")
     directory, cold, _ = restart
@@ -159,7 +159,7 @@ def test_counters_that_say_hit_over_cold_code(lane: Lane, restart, tmp_path: Pat
 
 
 @lanes("cpu")
-def test_cache_of_a_cpu_with_more_instructions(lane: Lane, tmp_path: Path, row) -> None:
+def test_avx2_cache_on_cpu_without_avx2(lane: Lane, tmp_path: Path, row) -> None:
     """Defect present: a CPU without AVX2 finds the code that was generated for AVX2, and cannot compile it."""
     scalar, wide = CPUS
     cold = compiled(lane, tmp_path, "same", ATEN_CPU_CAPABILITY=wide)["same"]
@@ -179,7 +179,7 @@ def test_cache_of_a_cpu_with_more_instructions(lane: Lane, tmp_path: Path, row) 
 
 
 @lanes("cpu")
-def test_a_truncated_object_is_built_again(lane: Lane, restart, row) -> None:
+def test_truncated_shared_object_is_rebuilt(lane: Lane, restart, row) -> None:
     """Defect present: a run that was killed while linking leaves an object on which every later run fails."""
     directory, cold, _ = restart
     truncated = list(directory.rglob("*.main.so"))

@@ -40,7 +40,7 @@ def built_anew(cold: dict, warm: dict) -> list[str]:
 
 
 @lanes("cpu")
-def test_every_layer_hits(lane: Lane, restarts, row, canaries) -> None:
+def test_warm_restart_hits_every_cache_layer(lane: Lane, restarts, row, canaries) -> None:
     canaries("cache", "autotune")
     cold, warm = restarts
     before, after = cold["counts"], warm["counts"]
@@ -85,7 +85,7 @@ def test_every_layer_hits(lane: Lane, restarts, row, canaries) -> None:
 
 
 @lanes("cpu")
-def test_warm_is_cheap_and_equal(lane: Lane, restarts, row) -> None:
+def test_warm_restart_is_cheap_and_bit_equal(lane: Lane, restarts, row) -> None:
     cold, warm = restarts
     seconds = (
         f"cold {cold['cpu_seconds']:.1f} CPU s, {cold['wall_seconds']:.1f} s wall",

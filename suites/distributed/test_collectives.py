@@ -40,7 +40,7 @@ def told(dumps: Path) -> dict[str, list[dict]]:
 
 
 @lanes("cpu")
-def test_compiled_collectives_are_the_eager_ones(lane: Lane, told, row) -> None:
+def test_compiled_collectives_equal_eager(lane: Lane, told, row) -> None:
     """reduce_scatter_tensor; a functional operator and a custom op that take a ProcessGroup; each is one graph."""
     ranks = told["collectives"]
     assert not any("error" in one for one in ranks), ranks
@@ -62,7 +62,7 @@ def test_compiled_collectives_are_the_eager_ones(lane: Lane, told, row) -> None:
 
 @lanes("cpu")
 @planted("C5", "one rank's guards lead past a collective, under torch's own timeout")
-def test_divergent_guards_end_in_a_reason(lane: Lane, told, row) -> None:
+def test_divergent_guards_time_out_with_a_reason(lane: Lane, told, row) -> None:
     """Rank 1's graph has no collective: rank 0 stops at the group's timeout and reports it in one line."""
     reason = told["divergent"][0]["error"]
     found = [finding.log_class.name for finding in classify([f"{reason}\n"]).findings]
@@ -83,7 +83,7 @@ def test_divergent_guards_end_in_a_reason(lane: Lane, told, row) -> None:
 
 
 @lanes("cpu")
-def test_flight_records_agree(lane: Lane, told, dumps: Path, canaries, row) -> None:
+def test_flight_records_agree_between_ranks(lane: Lane, told, dumps: Path, canaries, row) -> None:
     """Two groups on gloo: the recorder numbers each group's collectives alike on both ranks."""
     canaries("flight_record")
     kept = [pickle.loads((dumps / f"rank_{rank}").read_bytes())["entries"] for rank in range(2)]
@@ -108,7 +108,7 @@ def test_flight_records_agree(lane: Lane, told, dumps: Path, canaries, row) -> N
 
 
 @lanes("cpu")
-def test_flight_records_are_analysed(lane: Lane, told, dumps: Path, row) -> None:
+def test_flight_record_analyzer_finds_gloo_group(lane: Lane, told, dumps: Path, row) -> None:
     """Defect present: torch's own analyzer does not find the group of a gloo dump."""
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(dumps)]
     signature = ""

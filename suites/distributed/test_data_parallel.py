@@ -39,7 +39,7 @@ def told() -> dict[str, list[dict]]:
 
 @lanes("cpu")
 @pytest.mark.parametrize("style", STYLES)
-def test_gradients(lane: Lane, style: str, told, row) -> None:
+def test_gradients_equal_single_process(lane: Lane, style: str, told, row) -> None:
     """Eager; and regional, with a branch for which rank 1 has no gradient at all."""
     regional = told[f"{style}, regional"]
     compared = [*told[f"{style}, eager"], *regional]
@@ -74,7 +74,7 @@ def test_unused_parameters_must_be_declared(lane: Lane, told) -> None:
 
 @lanes("cpu")
 @planted("C8", "DDP broadcasts rank 0's buffers, and its overflow counts with them")
-def test_buffers(lane: Lane, told, row) -> None:
+def test_buffers_across_ranks(lane: Lane, told, row) -> None:
     """Each rank counts its own dropped tokens; load and bias, which are model state, are averaged after a step."""
     ours, theirs = told["buffers"], told["DDP's buffers"]
     assert not any("error" in one for one in [*ours, *theirs]), [ours, theirs]

@@ -43,7 +43,7 @@ def test_every_fault_is_rejected(lane: Lane, row, record_property):
 
 
 @lanes("cpu")
-def test_no_right_result_is_rejected(lane: Lane, row):
+def test_no_correct_result_is_rejected(lane: Lane, row):
     alarms, seen = [], {}
     for op, subject in SUBJECTS.items():
         ratios = []

@@ -51,7 +51,7 @@ def no_group_left() -> Iterator[None]:
 
 @lanes("cpu")
 @planted("C23", "a further group is made without a timeout")
-def test_the_timeout_is_read_back_from_every_group(lane: Lane, canaries, row) -> None:
+def test_every_group_has_the_contract_timeout(lane: Lane, canaries, row) -> None:
     canaries("group_timeout")
     contract = load()
     start(contract, load_retry(), "gloo", given={}, **alone())
@@ -91,7 +91,7 @@ print(found)
 
 
 @lanes("cpu")
-def test_the_variable_sets_no_timeout(lane: Lane) -> None:
+def test_environment_variable_sets_no_timeout(lane: Lane) -> None:
     """A property of torch that the contract relies on, not a fault of ours: set before the start, and set late."""
     given = {**os.environ, "TORCH_DISTRIBUTED_DEFAULT_TIMEOUT": "55", "PYTHONPATH": str(ROOT)}
     tail = run([Child("rank0", [sys.executable, "-c", INERT], given)], seconds=120)["rank0"]
@@ -100,7 +100,7 @@ def test_the_variable_sets_no_timeout(lane: Lane) -> None:
 
 @lanes("cpu")
 @planted("C23", "NCCL's variables exported without LOCAL_RANK")
-def test_the_trio_if_and_only_if_local_rank(lane: Lane, row) -> None:
+def test_nccl_variables_are_set_iff_local_rank(lane: Lane, row) -> None:
     """By LOCAL_RANK alone: schedulers set RANK and WORLD_SIZE in single-process jobs, too."""
     contract = load()
     trio = set(contract.rank_variables)
@@ -126,7 +126,7 @@ def test_the_trio_if_and_only_if_local_rank(lane: Lane, row) -> None:
 
 @lanes("cpu")
 @planted("C23", "monitoring is set late, behind the groups that should have it")
-def test_monitoring_is_on_before_the_groups_of_the_run(lane: Lane, monkeypatch, row) -> None:
+def test_monitoring_is_on_before_the_run_groups_start(lane: Lane, monkeypatch, row) -> None:
     contract, retry, value = load(), load_retry(), load_warmup().monitoring
     monkeypatch.setenv(MONITORING, contract.rank_variables[MONITORING])
     start(contract, retry, "gloo", given={}, **alone())
@@ -162,7 +162,7 @@ def test_monitoring_is_on_before_the_groups_of_the_run(lane: Lane, monkeypatch, 
 
 @lanes("cpu")
 @planted("C23", "the monitor is on for groups under which the first steps compile")
-def test_the_monitor_waits_for_a_warm_up(lane: Lane, monkeypatch) -> None:
+def test_monitoring_waits_for_a_warm_up(lane: Lane, monkeypatch) -> None:
     """If the contract skips the warm-up, the compilation is still to come: the groups stay unmonitored."""
     contract, retry, table = load(), load_retry(), load_warmup()
     compiles_in_steps = Start("cuda", regional=True, moe=True)
@@ -189,7 +189,7 @@ def test_the_monitor_waits_for_a_warm_up(lane: Lane, monkeypatch) -> None:
 
 @lanes("cpu")
 @planted("C25", "the retry keeps the process's own DETAIL")
-def test_patch_2_the_level_in_the_process(lane: Lane, monkeypatch, row) -> None:
+def test_patch_2_lowers_the_debug_level_in_the_process(lane: Lane, monkeypatch, row) -> None:
     """The value that C++ read at import outlives a changed environment; with DETAIL each group creates a second one."""
     contract, retry, made = load(), load_retry(), {}
     for case in ("first", "retry", "unpatched"):
@@ -214,7 +214,7 @@ def test_patch_2_the_level_in_the_process(lane: Lane, monkeypatch, row) -> None:
 
 
 @lanes("cpu")
-def test_patch_2_leaves_other_levels_alone(lane: Lane) -> None:
+def test_patch_2_keeps_other_debug_levels(lane: Lane) -> None:
     for level, given, after in (("OFF", AGAIN, "OFF"), ("INFO", AGAIN, "INFO"), ("DETAIL", {}, "DETAIL")):
         dist.set_debug_level(dist.DebugLevel.__members__[level])
         quiet_process(load_retry(), given)
@@ -243,7 +243,7 @@ def lazily(retry, device: str, reason: str | None, expert_parallel: bool) -> boo
 
 @lanes("cpu")
 @planted("C25", "the retry's group is eager")
-def test_patch_3_lazy_groups(lane: Lane, monkeypatch, row) -> None:
+def test_patch_3_makes_retry_groups_lazy(lane: Lane, monkeypatch, row) -> None:
     """The contract's reading (every retry on CUDA), and the other one in the sources (listed errors only)."""
     retry = load_retry()
     right = {

@@ -83,7 +83,7 @@ def a_line_of_each_class() -> dict[str, str]:
 
 @lanes("cpu")
 @planted("C25", "an error that is not listed")
-def test_only_listed_errors_are_launched_again(lane: Lane, launches: Launches, row) -> None:
+def test_only_listed_errors_are_retried(lane: Lane, launches: Launches, row) -> None:
     """Every alerting class of the log, each printed by a real child that fails."""
     lines, again = a_line_of_each_class(), set()
     listed = set(load_retry().errors)
@@ -110,7 +110,7 @@ def test_only_listed_errors_are_launched_again(lane: Lane, launches: Launches, r
 
 @lanes("cpu")
 @planted("C25", "a retry that is retried without end")
-def test_a_launch_is_retried_once(lane: Lane, launches: Launches, monkeypatch, capsys, row) -> None:
+def test_failed_launch_is_retried_once(lane: Lane, launches: Launches, monkeypatch, capsys, row) -> None:
     assert launches(fails(OOM, code=9)) == 9
     row(
         "launch/retry/launches_of_a_lasting_error",
@@ -136,7 +136,7 @@ def test_a_launch_is_retried_once(lane: Lane, launches: Launches, monkeypatch, c
 
 @lanes("cpu")
 @planted("C25", "the retry inherits DETAIL")
-def test_patch_1_the_level_in_the_environment(lane: Lane, launches: Launches, monkeypatch, row) -> None:
+def test_patch_1_lowers_the_debug_level_in_the_environment(lane: Lane, launches: Launches, monkeypatch, row) -> None:
     """Read from /proc: the environment that the new process was started with, not what it set itself."""
     levels = {}
     for given, after in (
@@ -167,7 +167,7 @@ def test_patch_1_the_level_in_the_environment(lane: Lane, launches: Launches, mo
 
 @lanes("cpu")
 @planted("C25", "a run that fails behind its first steps starts anew")
-def test_training_that_had_begun_is_not_started_again(lane: Lane, launches: Launches, row) -> None:
+def test_training_past_its_first_steps_is_not_retried(lane: Lane, launches: Launches, row) -> None:
     last = load_retry().last_step
 
     def count(steps: int, last_step: int = last) -> int:
@@ -197,7 +197,7 @@ TRACE = "Traceback (most recent call last):"
 
 
 @lanes("cpu")
-def test_the_last_traceback_is_the_failure(lane: Lane) -> None:
+def test_last_traceback_decides_the_failure(lane: Lane) -> None:
     survived = [
         TRACE,
         '  File "a.py", line 1, in f',
@@ -214,7 +214,7 @@ def test_the_last_traceback_is_the_failure(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_a_misshapen_table_is_refused(lane: Lane, tmp_path: Path) -> None:
+def test_invalid_retry_table_is_refused(lane: Lane, tmp_path: Path) -> None:
     text = contracts.PATH.read_text()
     for old, new, words in (
         (
@@ -253,7 +253,7 @@ dist.destroy_process_group()
 
 
 @lanes("cpu")
-def test_two_ranks_on_gloo_start_again(lane: Lane, launches: Launches, capsys, row) -> None:
+def test_two_gloo_ranks_are_relaunched(lane: Lane, launches: Launches, capsys, row) -> None:
     """The rank that hangs in its rendezvous is stopped with the other; the second launch connects and adds up."""
     assert launches(["-c", RANK], ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL", OMP_NUM_THREADS="1") == 0
     reports = [line.partition("]: ") for line in launches.log.read_text().splitlines() if line.endswith("}")]
@@ -274,7 +274,7 @@ def test_two_ranks_on_gloo_start_again(lane: Lane, launches: Launches, capsys, r
 
 
 @lanes("cpu")
-def test_command(lane: Lane, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_retry_command(lane: Lane, tmp_path: Path, monkeypatch, capsys) -> None:
     log = ["--log", str(tmp_path / "log")]
     assert main([*log, "--", "-S", "-c", "print('done')"]) == 0
     assert main([*log, "--", "-S", "-c", "raise SystemExit(5)"]) == 5

@@ -72,7 +72,7 @@ class NaiveMask(StructureEmbedding):
 
 
 @lanes("cpu", "h200")
-def test_equals_the_formula_token_by_token(lane: Lane) -> None:
+def test_structure_equals_the_formula_token_by_token(lane: Lane) -> None:
     module, ids = embedding(lane), columns(lane)
     with torch.no_grad():
         oracle = by_hand(module, ids)

@@ -69,7 +69,7 @@ def by_masks(module: TreeFFN, x: Tensor, doc_ids: Tensor, *known: Tensor, causal
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("causal", [False, True])
-def test_equals_the_membership_masks(lane: Lane, causal: bool) -> None:
+def test_tree_ffn_equals_the_membership_masks(lane: Lane, causal: bool) -> None:
     module, given = tree(lane, causal=causal), arguments(lane)
     with torch.no_grad():
         out = module(*given)
@@ -92,7 +92,7 @@ def test_gradients_equal_those_of_the_masks(lane: Lane) -> None:
 
 
 @lanes("cpu", "h200")
-def test_tokens_outside_chunks_are_left_alone(lane: Lane) -> None:
+def test_tokens_outside_chunks_are_unchanged(lane: Lane) -> None:
     module, given = tree(lane, causal=False), arguments(lane)
     x, doc_ids, start, end, *_ = given
     chunk, _ = chunk_of_token(start, end, doc_ids)
@@ -111,7 +111,7 @@ def flops(lane: Lane, function, tokens: int, chunks: int) -> int:
 
 @lanes("cpu", "h200")
 @planted("X5", "membership masks of all chunks by all tokens")
-def test_work_grows_like_the_tokens(lane: Lane, row) -> None:
+def test_work_grows_linearly_with_tokens(lane: Lane, row) -> None:
     """A chunk for each 32 tokens, so that C grows with T and a (C,T) mask is quadratic.
 
     Counts floating-point operations and not seconds, because they are exact. Between 256 and 4096 tokens the count

@@ -56,7 +56,7 @@ def test_near_ties_are_decided_in_fp32(lane: Lane, row) -> None:
 
 
 @lanes("cpu", "h200")
-def test_exact_ties_are_decided_alike(lane: Lane) -> None:
+def test_exact_ties_are_decided_consistently(lane: Lane) -> None:
     """With four copies of every expert any choice is valid, but it is the same each time and in each batch row."""
     block, u = router(lane)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_exact_ties_are_decided_alike(lane: Lane) -> None:
 
 @lanes("cpu", "h200")
 @planted("C34", "a router in bf16")
-def test_a_bf16_router_chooses_others(lane: Lane) -> None:
+def test_bf16_router_chooses_other_experts(lane: Lane) -> None:
     block, u = router(lane)
     narrow = (u.bfloat16() @ block.router.weight.bfloat16().mT).topk(block.choices, dim=-1).indices
     assert moved(narrow, exact_choice(block, u)) > B * T // 20

@@ -75,7 +75,7 @@ def run(folder: Path, tests: str, workers: int) -> str:
 def test_what_is_long_begins_first_and_what_is_timed_comes_last() -> None:
     timed = [
         ("suites/kernels/test_model_shapes.py::test_speed[mla-P64-h200]", True),
-        ("suites/throughput/test_full_size.py::test_a_training_step[nam52-eager-h200]", True),
+        ("suites/throughput/test_full_size.py::test_full_size_training_step[nam52-eager-h200]", True),
     ]
     shared = [
         (f"{start}-h200]", False) for start in (*FIRST, "suites/canaries/test_canaries.py::test_canary")

@@ -98,7 +98,7 @@ def restart(tmp_path_factory, canaries) -> tuple[Process, list[Process]]:
 
 
 @lanes("h200")
-def test_a_warm_restart(lane: Lane, restart, row) -> None:
+def test_warm_restart_of_full_size_model(lane: Lane, restart, row) -> None:
     cold, warm = restart
     _report_seconds(row, cold, warm)
     _report_layers(row, cold, coldest(cold, warm))
@@ -107,7 +107,7 @@ def test_a_warm_restart(lane: Lane, restart, row) -> None:
 
 @lanes("h200")
 @pytest.mark.parametrize(("name", "policy"), COLD)
-def test_a_cold_first_step(lane: Lane, name: str, policy: str, tmp_path: Path, row) -> None:
+def test_cold_first_step(lane: Lane, name: str, policy: str, tmp_path: Path, row) -> None:
     cold = started(tmp_path, name, policy)
     assert any(path.startswith("triton/") for path in cold["code"]), "its graphs' kernels are not its own"
     _report_cold(row, name, policy, cold)
@@ -115,7 +115,7 @@ def test_a_cold_first_step(lane: Lane, name: str, policy: str, tmp_path: Path, r
 
 
 @lanes("h200")
-def test_nothing_is_searched_or_compiled_again(lane: Lane, restart, row) -> None:
+def test_restart_searches_and_compiles_nothing(lane: Lane, restart, row) -> None:
     """Defect present: a few of the searches of the cold start are repeated, with the code that they compile."""
     cold, warm = restart[0], coldest(*restart)
     found = f"{warm['autotunes']} of {cold['autotunes']} benchmarks, {new_code(cold, warm)}"
@@ -156,7 +156,7 @@ def _report_layers(row, cold: Process, warm: Process) -> None:
             f"{CASE}/{layer}_hits", after[f"{layer}_hit"], witness=missed, expected=missed, instruments=("cache",),
             **shared,
         )  # fmt: skip
-    # At most the cost of the defect in test_nothing_is_searched_or_compiled_again.
+    # At most the cost of the defect in test_restart_searches_and_compiles_nothing.
     written = new_code(cold, warm)
     row(
         f"{CASE}/new_code_files", len(written), unit="files", rule="C18", better="lower", witness=len(cold["code"]),

@@ -53,7 +53,7 @@ def refusal(*flags: str) -> str:
 
 @lanes("v6e")
 @planted("X11", "a removed flag in LIBTPU_INIT_ARGS")
-def test_this_libtpu_takes_the_flags_of_its_table(lane: Lane, row) -> None:
+def test_libtpu_accepts_exactly_the_flags_of_its_table(lane: Lane, row) -> None:
     version = libtpu.installed()
     table = libtpu.FLAGS[version]
     taken = [f"--{flag}=false" for flag, takes in table.items() if takes]
@@ -75,7 +75,7 @@ def test_this_libtpu_takes_the_flags_of_its_table(lane: Lane, row) -> None:
 
 
 @lanes("v6e")
-def test_the_pinned_libtpu_is_installed_and_told(lane: Lane, row) -> None:
+def test_pinned_libtpu_is_installed_and_recorded(lane: Lane, row) -> None:
     version = libtpu.installed()
     libtpu.check_pinned(version, pinned())
     row(
@@ -108,7 +108,7 @@ def test_close_versions_are_not_equal(lane: Lane, installed: str, wanted: str) -
 
 @lanes("v6e")
 @planted("X11", "flags go by another version's table")
-def test_flags_go_by_the_whole_version(lane: Lane) -> None:
+def test_flags_depend_on_the_full_version(lane: Lane) -> None:
     environment = {libtpu.VARIABLE: f"--{RENAMED}=false"}
     libtpu.check_flags(environment, "0.0.37")
     with pytest.raises(libtpu.LibtpuError, match=r"0\.0\.51 does not take .*xla_vf_vmem"):
