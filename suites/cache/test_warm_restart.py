@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 
+from suites.cache.restart import rebuilt
 from suites.support.child import run_json
 from suites.support.environment import compiler
 from suites.support.lanes import Lane, lanes
@@ -31,12 +32,6 @@ def restarts(tmp_path_factory) -> tuple[dict, dict]:
         for _ in range(2)
     )
     return cold, warm
-
-
-def built_anew(cold: dict, warm: dict) -> list[str]:
-    """Return the shared objects that the warm process wrote, whether their names are new or not."""
-    known = cold["shared_objects"]
-    return [path for path, written in warm["shared_objects"].items() if known.get(path) != written]
 
 
 @lanes("cpu")
@@ -67,7 +62,7 @@ def test_warm_restart_hits_every_cache_layer(lane: Lane, restarts, row, canaries
         row(f"{CASE}/{metric}", after[key] or 0, witness=after["aot_hit"] or 0, expected=0, **shared)
     row(
         f"{CASE}/new_shared_objects",
-        len(built_anew(cold, warm)),
+        len(rebuilt(cold, warm)),
         unit="files",
         witness=len(cold["shared_objects"]),
         rule="C18",

@@ -35,7 +35,7 @@ from launch.step import train_step
 from model import preset
 from suites.cache import test_warm_restart
 from suites.compile import test_moe_buckets
-from suites.kernels import golden, test_model_shapes, test_peers
+from suites.kernels import golden, model_shapes, test_model_shapes, test_peers
 from suites.kernels.golden import GOLDEN
 from suites.kernels.interpret import ratio as interpret_ratio
 from suites.kernels.workloads import Case, Work
@@ -168,6 +168,7 @@ def small_case(*_: Any, **__: Any) -> Case:
 
 @pytest.fixture
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_shapes, "tuned_case", small_case)
     for module in (test_model_shapes, smoke):
         monkeypatch.setattr(module, "tuned_case", small_case)
         monkeypatch.setattr(module, "oracle_gib", lambda name: 0)
@@ -204,9 +205,7 @@ def test_last_gradient_of_an_op_and_of_its_peer(
         return rms_norm_gated(*inputs, group_size=64, impl="op" if impl == "upstream" else impl)
 
     monkeypatch.setitem(test_peers.PEERS, "norm", (norm, test_peers.norm_inputs, "torch"))
-    compare = partial(
-        test_peers.test_peer_computes_the_same_function, CPU, "norm", request, record_property
-    )
+    compare = partial(test_peers.test_peer_computes_the_same_function, CPU, "norm", request, record_property)
     compare()
     with Poison("gradient", value, call=call), pytest.raises(AssertionError, match=str(value)):
         compare()
@@ -274,7 +273,9 @@ def test_last_routing_of_the_bucket_row(value: float, monkeypatch) -> None:
 
     monkeypatch.setattr(rows, "proved_instruments", set(test_moe_buckets.INSTRUMENTS))
     monkeypatch.setattr(test_moe_buckets, "dropless", poisoned)
-    found = run_test(test_moe_buckets.test_moe_compiles_one_graph_per_bucket, CPU, canaries=lambda *names: None)
+    found = run_test(
+        test_moe_buckets.test_moe_compiles_one_graph_per_bucket, CPU, canaries=lambda *names: None
+    )
     assert_red(found["compile/nam52-moe_buckets/error_to_dropless"])
 
 
@@ -335,7 +336,9 @@ def test_last_step_on_a_tpu(side: int, value: float, xla_tests, monkeypatch) -> 
     for name in steps.TILES:
         losses = iter(ours)
         monkeypatch.setattr(steps, "TrainStep", lambda *_, losses=losses: lambda micro: next(losses))
-        found = run_test(steps.test_tile_trains_like_eager, LANES["v6e"], name=name, canaries=lambda *names: None)
+        found = run_test(
+            steps.test_tile_trains_like_eager, LANES["v6e"], name=name, canaries=lambda *names: None
+        )
         assert_red(found[f"xla/{name}-tile/loss_error"])
 
 
