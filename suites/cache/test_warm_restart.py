@@ -2,7 +2,7 @@
 
 Rules C17, C18. The hit counters alone are wrong on CPU in three cases (another CPU capability, deleted shared objects,
 a loaded artifact bundle: each reads hit/hit while every C++ file is compiled again), so new shared objects and CPU
-seconds are rows of their own.
+seconds have their own rows.
 """
 
 from __future__ import annotations

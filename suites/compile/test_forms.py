@@ -212,7 +212,7 @@ def adds_its_number(m: Region, x: Tensor) -> Tensor:
 
 
 def layers(limit: int = 0, depth: int = 13) -> DynamoReport:
-    """Compile `depth` blocks of one class, each of which reads an int of its own, such as a layer index."""
+    """Compile `depth` blocks of one class, each of which reads its own int, such as a layer index."""
     with watched(limit) as watch:
         blocks = [Region(adds_its_number, number) for number in range(depth)]
         for block in blocks:

@@ -74,7 +74,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 @lanes("cpu", "h200")
 def test_fp32_error_is_rounding_only(lane: Lane):
     """A sum of W products and a bias is off by at most (W + 1) u times the same sum of absolute values; silu scales an
-    error by at most 1.1 and adds a few roundings of its own (8 u).
+    error by at most 1.1 and adds a few of its own roundings (8 u).
     """
     x, weight, bias, doc_ids = inputs = problem(dtype=torch.float32, device=lane.device)
     oracle = plain_conv(*doubled(inputs))

@@ -72,7 +72,7 @@ def rounding_bound(inputs: Named) -> Tensor:
 
     A step then does not amplify a row error of h, so T steps add up to T times the error of one: (V + 8) u on a row of
     h W + k v^T and of h, whose norms V m + |k| |v| and m V bound (m the largest entry of h, at least 1). The read-out
-    adds the rows with weights |q|, and K + 1 roundings of its own.
+    adds the rows with weights |q|, and K + 1 further roundings.
     """
     i = doubled(inputs)
     T, K, V = i["q"].shape[1], i["k"].shape[3], i["v"].shape[3]

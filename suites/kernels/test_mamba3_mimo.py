@@ -118,7 +118,7 @@ def on_circle(angle: Tensor) -> Tensor:
 
 
 def one_rank_each(**inputs: Tensor) -> tuple[Tensor, ...]:
-    """A fault: R scans of one rank, each with a state of its own, and their outputs summed."""
+    """A fault: R scans of one rank, each with its own state, and their outputs summed."""
     wrong = 0
     for r in range(inputs["q"].shape[2]):
         ranked = {n: inputs[n][:, :, r : r + 1] for n in ("q", "k", "k_prev")}

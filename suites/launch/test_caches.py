@@ -1,7 +1,7 @@
 """Cache directories: rejected or replaced, a full disk reported as such, a seed that two hosts may sync at once.
 
 Rules C17 (both modes), C19 (a full disk is not a model bug), C20 (sync). The small disks are real: a tmpfs of a few
-hundred KiB in a mount namespace of its own, and a limit on file sizes where no namespace is needed.
+hundred KiB in a separate mount namespace, and a limit on file sizes where no namespace is needed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_full_disk_has_its_own_exit_code(
 @lanes("cpu")
 @planted("C19", "a disk that fills while compiling")
 def test_disk_full_while_compiling(lane: Lane, checkout: Checkout, tmp_path: Path, row) -> None:
-    """Inductor wraps the failed write in an error of its own; the reported cause is the disk."""
+    """Inductor wraps the failed write in its own error; the reported cause is the disk."""
     checkout.edit("minimum_free_bytes = 1_073_741_824", "minimum_free_bytes = 0")
     checkout.lock()
     place = tmp_path / "disk"
@@ -315,7 +315,9 @@ def test_sync_copies_only_what_differs(lane: Lane, tmp_path: Path) -> None:
 
 @lanes("cpu")
 @planted("C20", "a target that cannot be written, a source that changes meanwhile")
-def test_sync_refuses_unwritable_target_or_changing_source(lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_refuses_unwritable_target_or_changing_source(
+    lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = tree(tmp_path / "source", 1, 3)
     (file := tmp_path / "file").touch()
     for place in (file, Path("/proc"), tmp_path / "missing"):

@@ -38,15 +38,15 @@ def test_import_failure_is_reported_in_seconds(lane: Lane, tmp_path: Path, row) 
     with pytest.raises(ChildError) as caught:
         run([python("rank1", HANGS), broken, python("rank2", HANGS)], seconds=120, log=tmp_path / "log")
     seconds = time.monotonic() - began
-    said = str(caught.value)
+    message = str(caught.value)
     row(
         "launch/children/import_failure_told",
-        said == "rank0: exit 1: NameError: name 'os' is not defined" and seconds < SOON,
+        message == "rank0: exit 1: NameError: name 'os' is not defined" and seconds < SOON,
         unit="bool",
         witness=len(caught.value.tail),
         rule="C38",
         expected=True,
-        evidence=[f"{said!r}, bound {SOON:.0f} s"],
+        evidence=[f"{message!r}, bound {SOON:.0f} s"],
     )
     assert any("model_code.py" in line for line in caught.value.tail), "the traceback names the file"
 
@@ -167,7 +167,9 @@ def test_paths_are_resolved_on_both_sides(lane: Lane, linked: tuple[Path, Path],
 
 
 @lanes("cpu")
-def test_child_of_another_installation_is_reported(lane: Lane, linked: tuple[Path, Path], monkeypatch) -> None:
+def test_child_of_another_installation_is_reported(
+    lane: Lane, linked: tuple[Path, Path], monkeypatch
+) -> None:
     """Two venvs link one interpreter: compared by its resolved path they would be the same."""
     real, link = linked
     assert same_place(real / "venv/bin/python", sys.executable)

@@ -182,14 +182,14 @@ def pieces_of(rows: Tensor) -> Counter[tuple[int, int]]:
         starts = [i for i, token in enumerate(row) if token == BOS] + [len(row)]
         for start, stop in pairwise(starts):
             if stop - start > 1:
-                assert len(set(row[start + 1 : stop])) == 1, "two documents behind one BOS"
+                assert len(set(row[start + 1 : stop])) == 1, "two documents after one BOS"
                 found[row[start + 1], stop - start] += 1
     return found
 
 
 @lanes("cpu")
 def test_epoch_holds_every_document_once(lane: Lane, tmp_path: Path) -> None:
-    """Short documents stay whole; one of 25 in rows of 10 becomes 10 + 10 + 7, each piece after a BOS of its own."""
+    """Short documents are not cut; one of 25 in rows of 10 becomes 10 + 10 + 7, each piece after its own BOS."""
     lengths = [3, 10, 4, 25, 6, 7, 2, 9]
     batches = packed_batches(lengths_file(tmp_path, lengths), 1, 10, seed=0)
     batches.WAITING = 1  # no piece waits for another, so that an epoch ends where its rows end

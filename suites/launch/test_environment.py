@@ -28,7 +28,7 @@ from model import preset
 from suites.launch.conftest import Checkout, Launcher, known
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
-from suites.support.planted import planted, tell
+from suites.support.planted import planted, report_fault
 
 RANK = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 TABLES = contracts.read()["environment"]
@@ -116,8 +116,8 @@ def test_launcher_refuses_every_violation(
             evidence=sorted(set(own) - refused.keys()),
         )  # fmt: skip
         for case in own:
-            tell(record_property, rule, case.replace(str(tmp_path), "..."), name)
-    assert len(set(refused.values())) == len(refused), "each violation has a line of its own"
+            report_fault(record_property, rule, case.replace(str(tmp_path), "..."), name)
+    assert len(set(refused.values())) == len(refused), "each violation has its own line"
     if not request.config.option.launcher:
         run = launcher({"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "NO_COLOR": "1"})
         assert len(run.err.splitlines()) == 1
@@ -354,7 +354,7 @@ def test_launch_has_one_reset_and_two_guarded_suppressions(lane: Lane) -> None:
     assert {name: len(resets) for name, (resets, _, _) in found.items() if resets} == {"train.py": 1}
     assert sum(len(silenced) for _, silenced, _ in found.values()) <= 2
     assert not any(bare for _, _, bare in found.values())
-    assert not {"suppress_errors", "disable"} & set(load().dynamo), "the contract would do it for everybody"
+    assert not {"suppress_errors", "disable"} & set(load().dynamo), "the contract would set it for every run"
     careless = """
 import torch
 torch._dynamo.reset(); torch.compiler.reset()

@@ -39,7 +39,7 @@ VARIABLES = {
     "TORCH_TRACE": ("{directory}", ""),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", ""),
 }
-# Options that the sources set by name. An alias changes the option that it stands for.
+# Options that the sources set by name. An alias changes the option that it aliases.
 LINES = [
     *(f"{DYNAMO}.{name}" for name in load().dynamo),
     f"{DYNAMO}.cache_size_limit",
@@ -51,7 +51,7 @@ LINES = [
 
 
 def moves(name: str) -> str:
-    """Return what a variable is expected to change: a field, the probe that compiles, or a probe of its own."""
+    """Return what a variable is expected to change: a field, the probe that compiles, or its own probe."""
     switches_off = name.endswith("_DISABLE") or name == "TORCH_COMPILE_OVERRIDE_BACKENDS"
     return "compiling" if switches_off else VARIABLES[name][1] or name
 

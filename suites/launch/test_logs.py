@@ -133,7 +133,7 @@ def test_every_pattern_has_a_corpus_line(lane: Lane) -> None:
 
 
 @lanes("cpu")
-@planted("C26", "a line that is almost of a class")
+@planted("C26", "a line that is close to a class")
 @pytest.mark.parametrize("name", NAMES)
 def test_near_miss_line_is_not_in_the_class(lane: Lane, name: str) -> None:
     assert set(NEAR) == set(NAMES)
@@ -165,11 +165,11 @@ def test_dropped_wording_is_detected(lane: Lane, name: str, wording: str, instea
 
 
 @lanes("cpu")
-@planted("C26", "a line that no class knows")
+@planted("C26", "a line that belongs to no class")
 @pytest.mark.parametrize(
     "line",
     [
-        HERE + "a text that nobody has seen yet",
+        HERE + "an unknown text",
         "[2026-01-02 03:04:05,006] torch._inductor.x: [ERROR] something new",
         "[rank3]:[E102 03:04:05.006007008 Frob.cpp:12] [Rank 3] something new",
         "2026-01-02T03:04:05Z CRITICAL something new",
@@ -360,7 +360,7 @@ def test_line_without_end_is_read_in_pieces(lane: Lane, tmp_path: Path) -> None:
         ),
         ('action = "correlate"', 'action = "guess"', "'action'"),
         ("within = 200", "within = 0", "'within'"),
-        ('"compile_worker"]', '"nobody"]', "nobody"),
+        ('"compile_worker"]', '"no_such_class"]', "no_such_class"),
         ("float00", "float32", "[logs.advice] has a wrong or missing 'patterns'"),
         ('rule = "C19"', 'rule = "disk"', "'rule'"),
         ('"BrokenProcessPool", ', "1, ", "[logs.compile_worker]"),

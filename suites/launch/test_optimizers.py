@@ -151,11 +151,13 @@ def recompiles_of(kind: Callable[..., AdamW], device: str) -> DynamoReport:
 
 
 @lanes("cpu")
-def test_python_number_hyperparameters_recompile(lane: Lane, monkeypatch: pytest.MonkeyPatch, canaries) -> None:
+def test_python_number_hyperparameters_recompile(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch, canaries
+) -> None:
     canaries("recompiles")
     assert len(recompiles_of(AdamW, lane.device).recompiles) == 0
     floats = recompiles_of(FloatHyper, lane.device)
-    assert len(floats.recompiles) == 3, "a learning rate of its own at each of 4 steps"
+    assert len(floats.recompiles) == 3, "another learning rate at each of 4 steps"
     assert "lr" in floats.recompiles[0].guard
     monkeypatch.setattr(optimizers, "adamw_", adamw_with_int_step)
     ints = recompiles_of(IntStep, lane.device)
@@ -283,7 +285,9 @@ def test_bad_optimizers_are_refused(lane: Lane) -> None:
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_optimizer_state_resumes_bit_for_bit(lane: Lane, name: str, dtype: torch.dtype, capturable: bool) -> None:
+def test_optimizer_state_resumes_bit_for_bit(
+    lane: Lane, name: str, dtype: torch.dtype, capturable: bool
+) -> None:
     first = made(name, parameters(lane.device, dtype), lr=0.1, capturable=capturable)
     train(first, 4, schedule=False)
     second = made(name, parameters(lane.device, dtype), lr=0.7, capturable=capturable)

@@ -32,7 +32,7 @@ from suites.support.instruments import group_timeout
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
-WANTED = 7200.0
+EXPECTED_SECONDS = 7200.0
 AGAIN = {RETRY: "1", REASON: "cuda_out_of_memory"}
 
 
@@ -65,7 +65,7 @@ def test_every_group_has_the_contract_timeout(lane: Lane, canaries, row) -> None
     found = {name: group_timeout(group) for name, group in groups.items()}
     row(
         "launch/process_group/groups_with_the_timeout",
-        sum(seconds == WANTED for seconds in found.values()),
+        sum(seconds == EXPECTED_SECONDS for seconds in found.values()),
         unit="count",
         witness=len(found),
         rule="C23",
@@ -125,7 +125,7 @@ def test_nccl_variables_are_set_iff_local_rank(lane: Lane, row) -> None:
 
 
 @lanes("cpu")
-@planted("C23", "monitoring is set late, behind the groups that should have it")
+@planted("C23", "monitoring is set after the groups that should have it")
 def test_monitoring_is_on_before_the_run_groups_start(lane: Lane, monkeypatch, row) -> None:
     contract, retry, value = load(), load_retry(), load_warmup().monitoring
     monkeypatch.setenv(MONITORING, contract.rank_variables[MONITORING])
@@ -148,7 +148,7 @@ def test_monitoring_is_on_before_the_run_groups_start(lane: Lane, monkeypatch, r
     assert contract.rank_variables[MONITORING] == "0"
     assert seen == [("1", False)], "the warm-up's groups are gone when the run's are made"
     assert dist.group.WORLD is not of_warm_up
-    assert group_timeout(dist.group.WORLD) == WANTED, "the long timeout stays for the whole run"
+    assert group_timeout(dist.group.WORLD) == EXPECTED_SECONDS, "the long timeout stays for the whole run"
 
     def too_late() -> None:
         dist.destroy_process_group()
@@ -157,7 +157,7 @@ def test_monitoring_is_on_before_the_run_groups_start(lane: Lane, monkeypatch, r
 
     monkeypatch.setenv(MONITORING, "0")
     too_late()
-    assert seen[-1][0] == "0", "set behind it, the group is made without"
+    assert seen[-1][0] == "0", "set after it, the group is made without monitoring"
 
 
 @lanes("cpu")
@@ -236,7 +236,7 @@ def lazily(retry, device: str, reason: str | None, expert_parallel: bool) -> boo
         patch.setattr(dist, "barrier", lambda: None)
         options = {"device": torch.device(device, 3), "expert_parallel": expert_parallel}
         start(load(), retry, "nccl", given=given, **options)
-    assert seen["timeout"] == timedelta(seconds=WANTED)
+    assert seen["timeout"] == timedelta(seconds=EXPECTED_SECONDS)
     assert seen["device_id"] in (None, torch.device(device, 3))
     return seen["device_id"] is None
 

@@ -28,7 +28,7 @@ STARTS = [
 ]
 
 
-def wanted(start: Start) -> bool:
+def warm_up_expected(start: Start) -> bool:
     """Return whether a warm-up runs, from the rule's wording and not from the table of the contract."""
     if not start.asked or start.device == "xla" or (start.fsdp and not start.compiled):
         return False
@@ -36,7 +36,7 @@ def wanted(start: Start) -> bool:
 
 
 def wrong(table: WarmUp) -> list[Start]:
-    return [start for start in STARTS if (table.skipped(start) == "") != wanted(start)]
+    return [start for start in STARTS if (table.skipped(start) == "") != warm_up_expected(start)]
 
 
 @lanes("cpu")
@@ -46,7 +46,7 @@ def test_warm_up_table_follows_the_rule(lane: Lane, row) -> None:
         "launch/warmup/decisions_as_the_rule",
         len(STARTS) - len(wrong(table)),
         unit="count",
-        witness=sum(map(wanted, STARTS)),
+        witness=sum(map(warm_up_expected, STARTS)),
         rule="C30",
         expected=len(STARTS),
         evidence=[str(start) for start in wrong(table)],
@@ -63,7 +63,7 @@ def test_each_skip_table_is_needed(lane: Lane) -> None:
         without = WarmUp({n: when for n, when in table.skip.items() if n != name}, table.monitoring)
         missed = wrong(without)
         assert missed, name
-        assert not any(map(wanted, missed))
+        assert not any(map(warm_up_expected, missed))
 
 
 @lanes("cpu")
@@ -93,9 +93,7 @@ def dynamo_as_it_was():
 
 @lanes("cpu")
 @planted("C12", "no warm-up, and the first step marks no axis")
-def test_first_step_replaces_the_warm_up(
-    lane: Lane, dynamo_as_it_was, monkeypatch, canaries, row
-) -> None:
+def test_first_step_replaces_the_warm_up(lane: Lane, dynamo_as_it_was, monkeypatch, canaries, row) -> None:
     """Without a warm-up: the same losses, and another batch compiles nothing. A step that marks none would compile."""
     canaries("graphs")
     losses, more = {}, {}

@@ -38,9 +38,9 @@ def exact_choice(block: MoEBlock, u: Tensor) -> Tensor:
     return logits.topk(block.choices, dim=-1).indices.sort(-1).values
 
 
-def moved(found: Tensor, wanted: Tensor) -> int:
+def moved(found: Tensor, expected: Tensor) -> int:
     """Count the tokens whose set of experts differs."""
-    return int((found.sort(-1).values != wanted).any(-1).sum())
+    return int((found.sort(-1).values != expected).any(-1).sum())
 
 
 @lanes("cpu", "h200")

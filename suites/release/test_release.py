@@ -249,14 +249,14 @@ def test_torchscript_warns_of_its_deprecation(lane: Lane, row) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.jit.script(nn.ReLU())
-    said = [w for w in caught if "torch.jit.script` is deprecated" in str(w.message)]
+    warned = [w for w in caught if "torch.jit.script` is deprecated" in str(w.message)]
     row(
         "release/torchscript/deprecation_category",
-        said[0].category.__name__ if said else "none",
+        warned[0].category.__name__ if warned else "none",
         unit="category",
         witness=1 + len(caught),
         rule="R1",
-        evidence=[str(w.message) for w in said],
+        evidence=[str(w.message) for w in warned],
     )
 
 

@@ -71,9 +71,9 @@ def test_every_environment_has_its_manifest_row(lane: Lane) -> None:
     libtpu = {str(row.packages["libtpu"]) for row in rows.values() if "libtpu" in row.packages}
     assert libtpu == {"==0.0.36", "==0.0.37.dev20260224", "==0.0.23.1", "==0.0.51"}
     assert [row.name for row in rows.values() if row.status == "parked"] == ["rocm"]
-    lie = "flash-attn: built against torch 2.10.0, the row has 2.12.0.dev20260304+cu130"
+    line = "flash-attn: built against torch 2.10.0, the row has 2.12.0.dev20260304+cu130"
     lines_by_row = {name: list(manifest.contradictions(row)) for name, row in rows.items()}
-    assert {name: lines for name, lines in lines_by_row.items() if lines} == {"h200-nightly": [lie]}
+    assert {name: lines for name, lines in lines_by_row.items() if lines} == {"h200-nightly": [line]}
     assert all(row.source for row in rows.values())
 
 
@@ -93,7 +93,7 @@ def test_every_wheel_smoke_case_is_a_shape_of_the_model(lane: Lane) -> None:
 def test_development_build_belongs_to_the_coming_release(lane: Lane) -> None:
     assert Version(NIGHTLY) < Version("2.12")
     assert not SpecifierSet(">=2.12").contains(NIGHTLY, prereleases=True), (
-        "why `release` is asked, not PEP 440"
+        "why `release` is used, not PEP 440"
     )
     assert manifest.release(NIGHTLY) == manifest.release("2.12.0a0+git21fec65") == Version("2.12.0")
     order = [
@@ -117,7 +117,7 @@ def test_development_build_belongs_to_the_coming_release(lane: Lane) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("2.8.3+cu130torch2.10", Label(Version("2.10"), "13.0")),
         (
@@ -130,8 +130,8 @@ def test_development_build_belongs_to_the_coming_release(lane: Lane) -> None:
     ],
 )
 @lanes("cpu")
-def test_version_label_is_parsed(lane: Lane, text: str, wanted: Label) -> None:
-    assert label(text) == wanted
+def test_version_label_is_parsed(lane: Lane, text: str, expected: Label) -> None:
+    assert label(text) == expected
 
 
 ROW = Environment(

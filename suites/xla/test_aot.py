@@ -51,7 +51,7 @@ def report(row, name: str, found: dict[str, Any], rule: str) -> None:
 def test_train_step_compiles_for_one_chip(lane: Lane, row, one_chip: dict[str, Any]) -> None:
     """All twelve layers of narrow nam12, including experts and M2RNN, as one program."""
     report(row, f"{PROGRAM}-narrow-v6e-1x1", one_chip, rule="X11")
-    assert one_chip["collectives"] == {}, "one chip talks to nobody"
+    assert one_chip["collectives"] == {}, "one chip has no collectives"
     row(
         f"aot/{PROGRAM}-narrow-v6e-1x1/program",
         f"libtpu {libtpu.installed()}: {one_chip['instructions']} instructions",
@@ -60,7 +60,7 @@ def test_train_step_compiles_for_one_chip(lane: Lane, row, one_chip: dict[str, A
         rule="X11",
         device=V6E_AOT,
         per_build=True,
-        evidence=["another libtpu gives another program: this row says so, the rows of bytes judge it"],
+        evidence=["another libtpu gives another program: this row reports it, the rows of bytes judge it"],
     )
 
 

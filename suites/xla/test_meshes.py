@@ -94,7 +94,7 @@ def test_swapped_axes_are_refused_and_detected(lane: Lane) -> None:
     children = on_meshes(os.environ["PJRT_DEVICE"])
     right, swapped = children["meshes"]["data-expert-model"], children["swapped"]
     assert "take some of ('data', 'expert', 'model'), in this order" in swapped["refusal"]
-    assert right["shape"][1:] == [2, 2], "only the order tells them apart"
+    assert right["shape"][1:] == [2, 2], "only the order differs"
     spec = sharding.SHARDED["up", 3]
     assert swapped["up"] == spec_text(right["shape"], ("data", "model", "expert"), spec)
     assert swapped["up"] != spec_text(right["shape"], ("data", "expert", "model"), spec)

@@ -84,16 +84,18 @@ def test_metrics_are_proved_to_be_global(lane: Lane, row, audit: dict[str, Any])
     )
     local = f"the reduction covered 1 of {devices} parts"
     assert local in refused["swallowed"]
-    assert local in refused["stock"], "xm.all_reduce reduces under SPMD now: say so in launch/sharding.py"
+    assert local in refused["stock"], (
+        "xm.all_reduce reduces under SPMD now: document it in launch/sharding.py"
+    )
     assert "the metrics were not reduced: the other hosts are gone" in refused["raised"]
 
 
 @lanes("v6e")
 @pytest.mark.fresh_process
 def test_missing_memory_reading_under_spmd_raises(lane: Lane, row, audit: dict[str, Any]) -> None:
-    said = audit["memory"]
-    loud = [VIRTUAL in said["SPMD:0"], PHYSICAL in said["physical"]]
-    loud += [] if said["has_binding"] else ["has no _xla_runtime_memory_info" in said["binding"]]
+    readings = audit["memory"]
+    loud = [VIRTUAL in readings["SPMD:0"], PHYSICAL in readings["physical"]]
+    loud += [] if readings["has_binding"] else ["has no _xla_runtime_memory_info" in readings["binding"]]
     row(
         "sharding/memory/loud_refusals",
         sum(loud),
@@ -101,7 +103,7 @@ def test_missing_memory_reading_under_spmd_raises(lane: Lane, row, audit: dict[s
         witness=len(loud),
         rule="X12",
         expected=len(loud),
-        evidence=[f"{name}: {words}" for name, words in said.items()],
+        evidence=[f"{name}: {words}" for name, words in readings.items()],
     )
 
 

@@ -211,7 +211,7 @@ def test_barrier_positions() -> None:
 
 
 @pytest.mark.v6e
-@planted("X8", "a barrier behind the last layer")
+@planted("X8", "a barrier after the last layer")
 def test_barrier_after_the_last_layer_adds_programs(monkeypatch: pytest.MonkeyPatch, canaries) -> None:
     canaries(*INSTRUMENTS)
     monkeypatch.setattr(xla, "barrier_layers", lambda depth, every: tuple(range(every - 1, depth, every)))

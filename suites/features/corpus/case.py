@@ -117,7 +117,7 @@ def one_graph(function: Callable[..., Any], *operands: Any) -> list[str]:
 
 
 def _fresh(operands: Sequence[Any]) -> list[Any]:
-    """Copies of the operands with their strides, as leaves of their own."""
+    """Copies of the operands with their strides, as new leaves."""
     return [
         torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
         .copy_(t.detach())
