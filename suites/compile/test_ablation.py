@@ -41,7 +41,7 @@ def test_ablation_attributes_fault_to_its_stage(lane: Lane, tmp_path: Path, row)
         for fault, finding in found.items()
         if (finding["stage"], finding["backend"]) != FAULTS[fault]
     ]
-    assert all(finding["ratio"] > 100 * FACTOR for finding in found.values()), "a fault, and no rounding"
+    assert all(finding["ratio"] > 100 * FACTOR for finding in found.values()), "a fault, not a rounding error"
     row(
         "compile/ablation/faults_misattributed",
         len(wrong),

@@ -102,7 +102,7 @@ def test_optimizer_equals_torch(lane: Lane, name: str, theirs: Any, options: dic
     expected = train(theirs(parameters(lane.device, torch.float64), **options), 20)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     planted = train(theirs(parameters(lane.device, torch.float64), **options | {"eps": 2e-6}), 20)
-    assert (planted - expected).abs().max() > 1e-9, "another eps must be seen, or the comparison sees nothing"
+    assert (planted - expected).abs().max() > 1e-9, "the comparison must detect another eps"
 
 
 @lanes("cpu", "h200")
@@ -304,7 +304,7 @@ def test_optimizer_state_resumes_bit_for_bit(
     for ours, theirs in zip(every(fresh), every(first)):
         ours.data.copy_(theirs)
     assert not torch.equal(train(fresh, 3, seed=9, schedule=False), expected), (
-        "state must matter, or nothing is shown"
+        "the state must affect the result, or the test shows nothing"
     )
 
 

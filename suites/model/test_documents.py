@@ -37,7 +37,7 @@ def test_second_document_does_not_depend_on_the_first(lane: Lane, name: str, mix
         ids[:, 5] += 1
         changed = model.logits(ids)
     assert not torch.equal(changed[:, :SPLIT], packed[:, :SPLIT]), (
-        "the first document must react, or nothing is shown"
+        "the first document must change, or the test shows nothing"
     )
     row(
         f"model/{name}-{mixer}/document_leak",
@@ -48,7 +48,7 @@ def test_second_document_does_not_depend_on_the_first(lane: Lane, name: str, mix
         at_most=1e-10,
         evidence=("fp64: what is left is the order of sums over a longer row",),
     )
-    assert torch.equal(changed[:, SPLIT:], packed), "a change in document 1 moved document 2"
+    assert torch.equal(changed[:, SPLIT:], packed), "a change in document 1 changed document 2"
     assert model.overflow() == 0
 
 

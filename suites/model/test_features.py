@@ -87,7 +87,9 @@ def test_feature_starts_as_the_identity(lane: Lane, feature: str) -> None:
         without, asleep = build(config, lane.device)(ids), on(ids)
         assert torch.equal(without, asleep)
         inputs = inputs_for(on.config, 2, (0, T, 1), device=lane.device)
-        assert not torch.equal(without, awaken(on)(ids, inputs)), "awake it must be seen, or nothing is shown"
+        assert not torch.equal(without, awaken(on)(ids, inputs)), (
+            "with nonzero parameters it must change the result"
+        )
 
 
 @lanes("cpu", "h200")
@@ -128,7 +130,7 @@ def test_second_document_does_not_depend_on_the_first(lane: Lane, feature: str) 
         packed = model.logits(ids, both)
         alone = model.logits(ids[:, SPLIT:], second)
         changed = model.logits(changed_ids, other_first)
-    assert not torch.equal(changed[:, :SPLIT], packed[:, :SPLIT]), "the first document must react"
+    assert not torch.equal(changed[:, :SPLIT], packed[:, :SPLIT]), "the first document must change"
     # fp64: the remaining difference is the order of sums over a longer row.
     assert float((packed[:, SPLIT:] - alone).abs().max()) <= 1e-10
     assert float((packed[:, SPLIT:] - changed[:, SPLIT:]).abs().max()) <= 1e-10
@@ -201,9 +203,7 @@ def test_eight_regional_steps_with_features(lane: Lane, feature: str, row, canar
 def test_all_features_under_the_other_policies(lane: Lane, policy: str, changes: str, canaries) -> None:
     """No policy depends on features or kinds of blocks: each compiles to as many graphs as without them."""
     if policy == "per_block" and changes == "features":
-        changes = (
-            "latent_sparse_mimo"  # token features are a separate region there, see test_eight_regional_steps_with_features
-        )
+        changes = "latent_sparse_mimo"  # token features are a separate region there, see test_eight_regional_steps_with_features
     canaries(*INSTRUMENTS)
     on = EVERY if changes == "features" else TOGETHER[changes]
     with watched_hybrid("nam12", policy, device=lane.device, backend="eager", **on) as hybrid:

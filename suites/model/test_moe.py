@@ -177,7 +177,7 @@ def test_router_stays_fp32_under_autocast(lane: Lane):
     with torch.autocast(lane.device, dtype=torch.bfloat16):
         found = made.route(u)
         in_bf16 = torch.nn.functional.linear(u, made.router.weight)
-    assert in_bf16.dtype == torch.bfloat16, "autocast is on, or nothing is shown"
+    assert in_bf16.dtype == torch.bfloat16, "autocast must be on, or the test shows nothing"
     for ours, theirs in zip(found, plain):
         assert torch.equal(ours, theirs)
     assert not torch.equal(in_bf16.sigmoid().topk(config.top_k).indices, plain.expert)

@@ -175,8 +175,8 @@ def test_spilling_kernel_uses_every_register(lane: Lane, row) -> None:
         "kernels/control/registers_left_while_spilling",
         free.registers < bounded.registers and free.spilled_bytes > bounded.spilled_bytes,
         known_in=REGISTERS_LEFT,
-        reason="where 255 registers are far too few and the kernel names no bound, ptxas takes 32 and spills 2.3 times "
-        "as much; maxnreg=255 is the way round",
+        reason="if 255 registers are far too few and the kernel sets no bound, ptxas uses 32 and spills 2.3 times "
+        "as much; workaround: maxnreg=255",
         witness=free.instructions.total(),
         rule="C36",
         evidence=[f"{b.registers} registers, {b.spilled_bytes} bytes spilled" for b in (free, bounded)],
