@@ -20,7 +20,7 @@ from kernels.dsa_indexer import (
     dsa_indexer_loss,
     dsa_scores,
 )
-from suites.kernels.test_dsa_indexer import index_problem, problem
+from suites.kernels.dsa_inputs import index_problem, problem
 from suites.support.comparison import (
     AT_MOST,
     DTYPES,

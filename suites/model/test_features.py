@@ -203,7 +203,8 @@ def test_eight_regional_steps_with_features(lane: Lane, feature: str, row, canar
 def test_all_features_under_the_other_policies(lane: Lane, policy: str, changes: str, canaries) -> None:
     """No policy depends on features or kinds of blocks: each compiles to as many graphs as without them."""
     if policy == "per_block" and changes == "features":
-        changes = "latent_sparse_mimo"  # token features are a separate region there, see test_eight_regional_steps_with_features
+        # Token features are a separate region there, see test_eight_regional_steps_with_features.
+        changes = "latent_sparse_mimo"
     canaries(*INSTRUMENTS)
     on = EVERY if changes == "features" else TOGETHER[changes]
     with watched_hybrid("nam12", policy, device=lane.device, backend="eager", **on) as hybrid:

@@ -15,8 +15,8 @@ from kernels.dsa_indexer.reference import (
     dsa_chosen_scores_reference,
     dsa_distribution_reference,
 )
+from suites.kernels.interpret.dsa_inputs import CASES, DTYPES, Inputs, index_problem, problem
 from suites.kernels.interpret.ratio import outside
-from suites.kernels.interpret.test_dsa_indexer import CASES, DTYPES, Inputs, index_problem, problem
 from suites.support.comparison import AT_MOST, doubled, error_ratio
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
@@ -119,9 +119,7 @@ def test_target_meets_error_ratio_rule(lane: Lane, dtype: str, case: str, small_
 
 @lanes("cpu")
 @pytest.mark.parametrize("softcap", [30.0, 50.0])
-def test_target_of_fp16_inputs_has_fp32_accuracy(
-    lane: Lane, softcap: float, small_tiles: None
-):
+def test_target_of_fp16_inputs_has_fp32_accuracy(lane: Lane, softcap: float, small_tiles: None):
     """Their products are exact and the target is fp32; the softcap that suffices for a bf16 P is 9 times as far off."""
     q, k, _, indices, _ = problem((1, 40, 14, 2, 64, 24), torch.float16)
     found = kernel.dsa_distribution_fwd_kernel(q, k, indices, 0.125, softcap)

@@ -10,18 +10,16 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ssd_chunk_scan import kernel
 from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
 from suites.kernels.interpret.ratio import DTYPES, outside
+from suites.kernels.interpret.ssd_inputs import Tensors, problem
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
-from suites.support.scans import documents
 
-Tensors = tuple[Tensor, ...]
 SIZES = [
     (2, 37, 6, 8, 12, 2, 16),
     (1, 66, 6, 5, 8, 2, 64),
@@ -44,25 +42,6 @@ def unwritten_is_nan() -> Iterator[None]:
     assert torch.zeros(1).new_empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def problem(
-    sizes: tuple[int, ...], dtype: torch.dtype, starts: tuple[int, ...] = (5, 6, 27), seed: int = 0
-) -> Tensors:
-    """Return the op's inputs without chunk_size, then dy and dfinal; x, B and C are slices of one row."""
-    B, T, H, P, N, G, _ = sizes
-    wide = torch.promote_types(dtype, torch.float32)
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int, to: torch.dtype = wide) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(to)
-
-    x, Bmat, Cmat = draw(B, T, H * P + 2 * G * N, to=dtype).split([H * P, G * N, G * N], -1)
-    A = -torch.rand(H, generator=g) - 0.05
-    return (
-        x.unflatten(-1, (H, P)), F.softplus(draw(B, T, H)), A, Bmat.unflatten(-1, (G, N)), Cmat.unflatten(-1, (G, N)),
-        draw(H, to=dtype), documents(B, T, starts), draw(B, H, P, N), draw(B, T, H, P, to=dtype), draw(B, H, P, N),
-    )  # fmt: skip
 
 
 def launched(chunk_size: int, *inputs: Tensor) -> Tensors:

@@ -25,7 +25,7 @@ from triton.runtime.autotuner import Autotuner
 from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_reference, ssd_chunk_scan_step
 from kernels.ssd_chunk_scan.upstream import INSTALL, load, ssd_chunk_scan_upstream
 from suites.kernels.interpret.ratio import DTYPES, outside
-from suites.kernels.interpret.test_ssd_chunk_scan import problem
+from suites.kernels.interpret.ssd_inputs import problem
 from suites.support.comparison import doubled, gradients
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
