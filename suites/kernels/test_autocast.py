@@ -104,7 +104,9 @@ def test_op_loses_precision_without_disabling_autocast(lane: Lane, op: str, monk
 @lanes("cpu")
 @pytest.mark.parametrize("switch", ["given", "taken away"])
 @pytest.mark.parametrize("op", OPS)
-def test_forward_and_backward_run_with_autocast_off(lane: Lane, op: str, switch: str, monkeypatch: pytest.MonkeyPatch):
+def test_forward_and_backward_run_with_autocast_off(
+    lane: Lane, op: str, switch: str, monkeypatch: pytest.MonkeyPatch
+):
     """Records whether autocast is on in each op's math, then runs the math without it, so that no bit changes."""
     module = import_module(f"kernels.{op}.op")
     seen = {"forward": set(), "backward": set()}

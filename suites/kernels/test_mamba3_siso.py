@@ -258,7 +258,9 @@ def test_gradients_equal_autograd_of_both_forms(lane: Lane, chunk_size: int):
     R=st.integers(0, 2),
     start=st.integers(1, 70),
 )
-def test_any_chunk_size_equals_the_recurrence(lane: Lane, T: int, chunk_size: int, G: int, R: int, start: int):
+def test_any_chunk_size_equals_the_recurrence(
+    lane: Lane, T: int, chunk_size: int, G: int, R: int, start: int
+):
     inputs = problem(T=T, G=G, R=R, P=3, N=5, starts=(start,), device=lane.device, seed=T)
     y, theta, *rest = flat(mamba3_siso, chunk_size=chunk_size)(**inputs)
     y0, theta0, *rest0 = recurrence(**inputs)

@@ -36,7 +36,9 @@ def test_blocks_and_presets_equal_their_golden_results(lane: Lane, row) -> None:
 @lanes("cpu")
 @planted("C35", "a weight off by a millionth")
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_weight_off_by_a_millionth_is_detected(lane: Lane, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_off_by_a_millionth_is_detected(
+    lane: Lane, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Checks every parameter that has a gradient; the others are the indexer's, whose choice has none."""
     before, blind = results(kind), []
     make = BLOCKS[kind]

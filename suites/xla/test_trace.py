@@ -116,7 +116,9 @@ def aux_branch(doc_ids: Tensor, x: Tensor) -> Tensor:
     "the four host reads of the incidents: .item() of a comparison, mask.any(), doc_ids.max().item(), abs() > 0",
 )
 @pytest.mark.parametrize("incident", [uniform_documents, has_boundaries, pad_value, aux_branch])
-def test_host_read_of_each_incident_is_refused(lane: Lane, incident: Callable[..., Tensor], row, canaries) -> None:
+def test_host_read_of_each_incident_is_refused(
+    lane: Lane, incident: Callable[..., Tensor], row, canaries
+) -> None:
     canaries("xla_no_execution")
     made = on_device(preset("nam12", "narrow", layer_pattern="A", depth=1))
     doc_ids = torch.zeros(2, TOKENS, dtype=torch.int32, device=torch_xla.device())

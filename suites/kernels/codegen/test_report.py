@@ -38,7 +38,9 @@ def test_code_losses_between_versions(lane: Lane, changes: dict[str, int], expec
 
 
 @lanes("cpu")
-def test_report_shows_versions_side_by_side(lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_shows_versions_side_by_side(
+    lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     records = {"3.10.0": judged(spills=8), "3.9.0": judged()}
     for version, judgements in records.items():
         write_record(tmp_path / f"{version}.json", {"triton": version}, judgements)
@@ -58,7 +60,9 @@ def test_report_of_kernel_missing_in_one_version(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_report_of_records_without_code_rows(lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_records_without_code_rows(
+    lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_record(tmp_path / "empty.json", {}, [])
     for record, message in (("empty", "no row of compiled code"), ("absent", "cannot be read")):
         assert main([str(tmp_path / f"{record}.json")]) == 4
