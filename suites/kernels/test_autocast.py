@@ -102,7 +102,7 @@ def test_op_loses_precision_without_disabling_autocast(lane: Lane, op: str, monk
 
 
 @lanes("cpu")
-@pytest.mark.parametrize("switch", ["given", "taken away"])
+@pytest.mark.parametrize("switch", ["present", "removed"])
 @pytest.mark.parametrize("op", OPS)
 def test_forward_and_backward_run_with_autocast_off(
     lane: Lane, op: str, switch: str, monkeypatch: pytest.MonkeyPatch
@@ -124,9 +124,9 @@ def test_forward_and_backward_run_with_autocast_off(
     for name, function in vars(module).copy().items():
         if inspect.isfunction(function) and function.__module__ == f"kernels.{op}.reference":
             monkeypatch.setattr(module, name, watched(function))
-    if switch == "taken away":
+    if switch == "removed":
         monkeypatch.setattr(module, "autocast_disabled", lambda t: nullcontext())
     with torch.autocast(lane.device, torch.bfloat16):
         step(op, lane.device)
-    heard = switch == "taken away"
-    assert seen == {"forward": {heard}, "backward": {heard}}
+    autocast_is_on = switch == "removed"
+    assert seen == {"forward": {autocast_is_on}, "backward": {autocast_is_on}}

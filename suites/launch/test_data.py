@@ -126,7 +126,7 @@ def test_parquet_without_pyarrow_names_the_command(
         TokenFile(written(tmp_path, [2, 9], name="t.parquet"))
 
 
-def stand_in(columns: dict[str, list[np.ndarray]]) -> dict[str, ModuleType]:
+def fake_pyarrow(columns: dict[str, list[np.ndarray]]) -> dict[str, ModuleType]:
     """Return stubs for the part of pyarrow that the reader calls: a file whose batches hold flat lists of ids."""
 
     def column(ids: np.ndarray) -> SimpleNamespace:
@@ -154,7 +154,7 @@ def test_parquet_documents_are_read_end_to_end(
 ) -> None:
     path = written(tmp_path, [2, 9, 9, 2, 7], name="t.parquet")
     batches = [np.array([2, 9, 9]), np.array([2, 7])]
-    for name, module in stand_in({"tokens": batches}).items():
+    for name, module in fake_pyarrow({"tokens": batches}).items():
         monkeypatch.setitem(sys.modules, name, module)
     assert TokenFile(path).ids.tolist() == [2, 9, 9, 2, 7]
     for columns, message in (
@@ -162,7 +162,7 @@ def test_parquet_documents_are_read_end_to_end(
         ({"tokens": [np.array([2, -1])]}, "ids outside uint16"),
         ({"tokens": [np.array([2, 70_000])]}, "ids outside uint16"),
     ):
-        for name, module in stand_in(columns).items():
+        for name, module in fake_pyarrow(columns).items():
             monkeypatch.setitem(sys.modules, name, module)
         with pytest.raises(DataError, match=message):
             TokenFile(path)

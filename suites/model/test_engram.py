@@ -15,7 +15,7 @@ from model.config import EngramConfig, HyperConfig
 from model.engram import EngramBlock, EngramBranch, trailing_means
 from model.hybrid import BLOCKS, documents
 from model.layers import rms_norm
-from suites.model.programs import awaken
+from suites.model.programs import randomize_zero_parameters
 from suites.support.hybrids import SEED, token_batch
 from suites.support.lanes import Lane, lanes
 
@@ -25,7 +25,7 @@ CONFIG = preset("nam12", "narrow", engram=EngramConfig(layers=(0,)))
 
 def branch(lane: Lane) -> EngramBranch:
     torch.manual_seed(SEED)
-    return awaken(EngramBranch(CONFIG)).to(lane.device).double()
+    return randomize_zero_parameters(EngramBranch(CONFIG)).to(lane.device).double()
 
 
 def stream(lane: Lane) -> tuple[Tensor, Tensor]:
@@ -92,14 +92,14 @@ def test_mixed_branches_start_as_their_sum(lane: Lane) -> None:
     for config in (CONFIG, mixed):
         torch.manual_seed(SEED)
         block = EngramBlock("A", BLOCKS["A:gqa"](config), config)
-        awaken(block.engram)
+        randomize_zero_parameters(block.engram)
         built.append(block.to(lane.device).double())
     plain, block = built
     with torch.no_grad():
         torch.testing.assert_close(
             block(x, doc_ids, positions), plain(x, doc_ids, positions), rtol=1e-12, atol=1e-12
         )
-        awaken(block)
+        randomize_zero_parameters(block)
         moved = block(x, doc_ids, positions) - plain(x, doc_ids, positions)
         assert float(moved.abs().max()) > 1e-4
 

@@ -18,7 +18,7 @@ from model.features import Features
 from model.head import LossHead
 from model.hybrid import BLOCKS, documents, next_token_targets
 from suites.compile.expectations import expected
-from suites.model.programs import FEATURES, TOGETHER, VARIANTS, awaken, program
+from suites.model.programs import FEATURES, TOGETHER, VARIANTS, randomize_zero_parameters, program
 from suites.support.hybrids import SEED, build, token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
 
@@ -38,7 +38,7 @@ def inputs_for(config: HybridConfig, batch: int, *spans, device: str) -> Feature
 def featured(lane: Lane, dtype: torch.dtype = torch.float64, **changes):
     """Return a config that no routing overflows, and its model in eval mode with every feature's parameters nonzero."""
     config = preset("nam12", "narrow", capacity_factor=16.0, **changes)
-    return config, awaken(build(config, lane.device)).to(dtype).eval()
+    return config, randomize_zero_parameters(build(config, lane.device)).to(dtype).eval()
 
 
 @lanes("cpu", "h200")
@@ -87,7 +87,7 @@ def test_feature_starts_as_the_identity(lane: Lane, feature: str) -> None:
         without, asleep = build(config, lane.device)(ids), on(ids)
         assert torch.equal(without, asleep)
         inputs = inputs_for(on.config, 2, (0, T, 1), device=lane.device)
-        assert not torch.equal(without, awaken(on)(ids, inputs)), (
+        assert not torch.equal(without, randomize_zero_parameters(on)(ids, inputs)), (
             "with nonzero parameters it must change the result"
         )
 
@@ -223,7 +223,7 @@ def test_all_features_under_the_other_policies(lane: Lane, policy: str, changes:
 @lanes("cpu", "h200")
 def test_compiled_equals_eager_with_all_features(lane: Lane) -> None:
     with watched_hybrid("nam12", "regional", device=lane.device, backend="aot_eager", **EVERY) as hybrid:
-        awaken(hybrid.model).double()
+        randomize_zero_parameters(hybrid.model).double()
         eager = build(hybrid.config, lane.device, torch.float64)
         eager.load_state_dict(hybrid.model.state_dict())
         ids = token_batch(hybrid.config, 2, device=lane.device)

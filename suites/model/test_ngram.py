@@ -12,7 +12,7 @@ from model import preset
 from model.config import NgramConfig
 from model.hybrid import documents
 from model.ngram import NgramHash, primes_from
-from suites.model.programs import awaken
+from suites.model.programs import randomize_zero_parameters
 from suites.support.hybrids import token_batch
 from suites.support.lanes import Lane, lanes
 
@@ -61,7 +61,7 @@ def test_hash_equals_python_integer_hash(lane: Lane) -> None:
 
 @lanes("cpu", "h200")
 def test_ngram_embeds_the_hashed_rows(lane: Lane) -> None:
-    module = awaken(NgramHash(CONFIG)).to(lane.device).double()
+    module = randomize_zero_parameters(NgramHash(CONFIG)).to(lane.device).double()
     ids = token_batch(CONFIG, 2, device=lane.device)
     doc_ids, _ = documents(ids, CONFIG.bos_id)
     embedded = torch.stack([module.table[r].flatten() for r in by_hand(module, ids, doc_ids).flatten(0, 1)])

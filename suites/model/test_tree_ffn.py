@@ -18,7 +18,7 @@ from model.config import TreeConfig
 from model.layers import rms_norm
 from model.relations import chunk_of_token, chunk_relations
 from model.tree_ffn import CARRIERS, TreeFFN
-from suites.model.programs import awaken, program
+from suites.model.programs import randomize_zero_parameters, program
 from suites.support.hybrids import SEED
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
@@ -29,7 +29,7 @@ B, T = 2, 64
 def tree(lane: Lane, chunks: int = 24, **changes) -> TreeFFN:
     torch.manual_seed(SEED)
     config = preset("nam12", "narrow", tree=TreeConfig(chunks=chunks, edges=24, **changes))
-    return awaken(TreeFFN(config)).to(lane.device).double()
+    return randomize_zero_parameters(TreeFFN(config)).to(lane.device).double()
 
 
 def arguments(lane: Lane, tokens: int = T, chunks: int = 24) -> tuple[Tensor, ...]:
