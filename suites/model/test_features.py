@@ -18,7 +18,7 @@ from model.features import Features
 from model.head import LossHead
 from model.hybrid import BLOCKS, documents, next_token_targets
 from suites.compile.expectations import expected
-from suites.model.programs import FEATURES, TOGETHER, VARIANTS, randomize_zero_parameters, program
+from suites.model.programs import FEATURES, TOGETHER, VARIANTS, program, randomize_zero_parameters
 from suites.support.hybrids import SEED, build, token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
 

@@ -18,7 +18,7 @@ from model.config import TreeConfig
 from model.layers import rms_norm
 from model.relations import chunk_of_token, chunk_relations
 from model.tree_ffn import CARRIERS, TreeFFN
-from suites.model.programs import randomize_zero_parameters, program
+from suites.model.programs import program, randomize_zero_parameters
 from suites.support.hybrids import SEED
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
