@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from suites.cache.test_warm_restart import built_anew
+from suites.cache.restart import rebuilt
 from suites.self.tree import copy_tree, edit, run_lane
 from suites.support.child import run_json
 
@@ -80,5 +80,5 @@ def test_cache_hits_that_compile_everything_again_are_seen(tmp_path: Path) -> No
         "the counters lie as they always did"
     )
     assert gutted["counts"]["fx_miss"] is None
-    assert len(built_anew(cold, gutted)) == len(cold["shared_objects"]) > 0
-    assert built_anew(gutted, warm) == []
+    assert len(rebuilt(cold, gutted)) == len(cold["shared_objects"]) > 0
+    assert rebuilt(gutted, warm) == []

@@ -22,7 +22,7 @@ from bumpgate.baseline import Baseline, Reviewed, save
 from bumpgate.plugin.rows import InfraError
 from suites.self.project import REPO, Project
 from suites.support import gpu_state
-from suites.support.gpu_state import UNEXPLAINED_BYTES, State, alone_on_gpu, read, spoiled, told
+from suites.support.gpu_state import UNEXPLAINED_BYTES, State, alone_on_gpu, read, spoiled, state_line
 from suites.support.planted import planted
 
 POWER_CAP, HARDWARE_SLOWDOWN, SOFTWARE_THERMAL, HARDWARE_THERMAL, BRAKE = 0x4, 0x8, 0x20, 0x40, 0x80
@@ -42,7 +42,7 @@ NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
 NVML_TEMPERATURE_GPU, NVML_PERF_POLICY_THERMAL = 0, 1
 REASONS, PIDS, USED, HOT = [0x4], [[]], [1 << 29], [0]
 
-def told(values):
+def state_line(values):
     return values.pop(0) if len(values) > 1 else values[0]
 
 def nvmlInit():
@@ -67,16 +67,16 @@ def nvmlDeviceGetTemperature(handle, sensor):
     return 61
 
 def nvmlDeviceGetCurrentClocksEventReasons(handle):
-    return told(REASONS)
+    return state_line(REASONS)
 
 def nvmlDeviceGetViolationStatus(handle, policy):
-    return Told(violationTime=told(HOT))
+    return Told(violationTime=state_line(HOT))
 
 def nvmlDeviceGetComputeRunningProcesses(handle):
-    return [Told(pid=pid) for pid in told(PIDS)]
+    return [Told(pid=pid) for pid in state_line(PIDS)]
 
 def nvmlDeviceGetMemoryInfo(handle):
-    return Told(used=told(USED))
+    return Told(used=state_line(USED))
 """
 
 
@@ -114,7 +114,7 @@ def test_memory_of_other_workers_is_theirs_but_none_may_come() -> None:
 
 
 def test_both_readings_stand_in_one_line() -> None:
-    line = told(QUIET, replace(QUIET, sm=1755, watts=698, reasons=0))
+    line = state_line(QUIET, replace(QUIET, sm=1755, watts=698, reasons=0))
     assert line == (
         "GPU-1 by NVML, before and after: SM 1980, 1755 MHz; memory 3201, 3201 MHz; 690, 698 W; 61, 61 C; "
         "clocks held by software power cap, nothing"
@@ -233,8 +233,8 @@ def test_without_the_library_nvidia_smi_is_read_and_named(no_library: Path) -> N
 @pytest.mark.parametrize(
     ("state", "code", "words"),
     [
-        ("GPU-1, 1980, 3201, [N/A], 61, 0x0000000000000044, 512", 0, "nvidia-smi says"),
-        ("", 0, "nvidia-smi says"),
+        ("GPU-1, 1980, 3201, [N/A], 61, 0x0000000000000044, 512", 0, "nvidia-smi returned"),
+        ("", 0, "nvidia-smi returned"),
         ("No devices were found", 6, "nvidia-smi: No devices were found"),
     ],
 )
