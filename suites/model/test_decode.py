@@ -74,5 +74,5 @@ def test_the_model_step_by_step_is_the_model_at_once(lane: Lane, name: str) -> N
 @lanes("cpu")
 def test_features_that_need_more_are_refused(lane: Lane) -> None:
     model = build(preset("nam12", "narrow", ngram=NgramConfig(table=500)))
-    with pytest.raises(ValueError, match="decoding knows no ngram"):
+    with pytest.raises(ValueError, match="decoding does not support ngram"):
         empty_state(model, 1)
