@@ -40,7 +40,7 @@ AVOIDED = {
     "told": "reported, returned, printed, known",
     "wanted": "expected, requested, required",
 }
-# (file, words, reason) where an avoided word is right or cannot be changed; "*" stands for all words.
+# (file, words, reason) where an avoided word is correct or cannot be changed; "*": all words.
 EXCEPTIONS = (
     ("suites/self/test_house.py", "*", "the list itself, and the texts that its test plants"),
     (
@@ -53,7 +53,7 @@ EXCEPTIONS = (
 LETTER, GAP = r"[^\W\d_]", r"[\s#_]+"
 ALTERNATIVES = "|".join(word.replace(" ", GAP) for word in sorted(AVOIDED, key=len, reverse=True))
 AVOIDED_PATTERN = re.compile(rf"(?<!{LETTER})(?:{ALTERNATIVES})(?!{LETTER})", re.IGNORECASE)
-MARKDOWN_CODE = re.compile(r"^(```|~~~).*?^\1[^\n]*$|^ {4}[^\n]*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+MARKDOWN_CODE = re.compile(r"^ *(```|~~~).*?^ *\1[^\n]*$|^ {4}[^\n]*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
 def python_files(*rooms: str) -> list[Path]:
@@ -159,7 +159,7 @@ def long_test_names(path: Path) -> list[str]:
 
 
 def imported_test_modules(path: Path) -> list[str]:
-    """Return a finding for each test module that this module imports."""
+    """Return a finding for each statement that imports a test module."""
     findings = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -168,11 +168,11 @@ def imported_test_modules(path: Path) -> list[str]:
             names = [f"{node.module or ''}.{alias.name}" for alias in node.names]
         else:
             continue
-        for name in names:
-            if any(part.startswith("test_") for part in name.split(".")):
-                findings.append(
-                    f"{place(path, node.lineno)}: imports {name}: move what is shared to a plain module"
-                )
+        found = [name for name in names if any(part.startswith("test_") for part in name.split("."))]
+        if found:
+            findings.append(
+                f"{place(path, node.lineno)}: imports {found[0]}: move shared code to a plain module"
+            )
     return findings
 
 
