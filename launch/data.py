@@ -68,7 +68,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
     if fields["schema"] != SCHEMA:
         raise DataError(f"{path}: schema {fields['schema']!r}, this reader supports {SCHEMA!r}")
     if fields["dtype"] not in DTYPES:
-        raise DataError(f"{path}: dtype {fields['dtype']!r}, known are {', '.join(DTYPES)}")
+        raise DataError(f"{path}: dtype {fields['dtype']!r}, expected one of {', '.join(DTYPES)}")
     return fields
 
 
@@ -118,7 +118,7 @@ class TokenFile:
         self.fields = read_receipt(path.with_suffix(".json"))
         suffix = {"bin": ".bin", "parquet": ".parquet"}.get(self.fields["format"])
         if suffix is None:
-            raise DataError(f"{path}: format {self.fields['format']!r}, known are bin and parquet")
+            raise DataError(f"{path}: format {self.fields['format']!r}, expected bin or parquet")
         self.path = path.with_suffix(suffix)
         if not self.path.is_file():
             raise DataError(f"{self.path}: no such file, though its receipt exists")

@@ -143,7 +143,7 @@ class TrainStep:
         self.model = model.model if isinstance(model, CompiledHybrid) else model
         self.mode = mode or mode_of(self.model.config)
         if self.mode not in MODES:
-            raise XlaError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
+            raise XlaError(f"unknown mode {mode!r}: expected one of {', '.join(MODES)}")
         if self.mode == "A" and mode_of(self.model.config) == "B":
             raise XlaError(
                 f"{self.model.config.name} has experts: Mode A has crashed libtpu on them, use Mode B"
