@@ -1,4 +1,4 @@
-"""House rules that are checked automatically."""
+"""Repository rules that are checked automatically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from suites.self.tree import ROOT
 
 INSTRUMENTS = [ROOT / "bumpgate/plugin/instruments", ROOT / "suites/support/instruments"]
-ROOMS = ("kernels", "model", "launch", "suites", "bumpgate")
+FOLDERS = ("kernels", "model", "launch", "suites", "bumpgate")
 # Documented by torch as compiler configuration; only instruments may read other private names.
 LAUNCHER_MAY = {
     "torch._dynamo",
@@ -56,8 +56,8 @@ AVOIDED_PATTERN = re.compile(rf"(?<!{LETTER})(?:{ALTERNATIVES})(?!{LETTER})", re
 MARKDOWN_CODE = re.compile(r"^ *(```|~~~).*?^ *\1[^\n]*$|^ {4}[^\n]*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
-def python_files(*rooms: str) -> list[Path]:
-    return [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
+def python_files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def private_names(path: Path) -> set[str]:
@@ -73,7 +73,7 @@ def private_names(path: Path) -> set[str]:
     return {name for name in names if re.match(r"torch(\.\w+)*\._[a-z]", name)}
 
 
-def test_private_torch_names_only_in_instruments() -> None:
+def test_private_torch_names_are_used_by_instruments_only() -> None:
     found = {}
     for path in python_files("kernels", "model", "suites", "bumpgate"):
         names = private_names(path)
@@ -85,12 +85,12 @@ def test_private_torch_names_only_in_instruments() -> None:
     assert not found, found
 
 
-def test_private_name_search_finds_known_names() -> None:
+def test_private_names_finds_those_of_the_instruments() -> None:
     assert private_names(INSTRUMENTS[0] / "dynamo.py")
     assert private_names(INSTRUMENTS[1] / "inductor.py")
 
 
-def test_import_contracts_hold() -> None:
+def test_imports_obey_the_import_linter_contracts() -> None:
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -102,9 +102,9 @@ def test_root_conftest_is_short_and_imports_no_torch() -> None:
     assert not re.search(r"^(import|from) torch", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_files_have_at_most_500_lines(room: str) -> None:
-    long = {str(p): n for p in python_files(room) if (n := len(p.read_text().splitlines())) > 500}
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_files_have_at_most_500_lines(folder: str) -> None:
+    long = {str(p): n for p in python_files(folder) if (n := len(p.read_text().splitlines())) > 500}
     assert not long, long
 
 
@@ -228,7 +228,7 @@ def test_planted_word_is_found(tmp_path: Path, name: str, text: str, expected: l
         (long_test_names, f"def test_{'x' * (LONGEST_TEST_NAME - 4)}(): ...\n"),
         (imported_test_modules, "import suites.self.test_house\n"),
         (imported_test_modules, "from suites.self import test_house\n"),
-        (imported_test_modules, "from suites.self.test_house import ROOMS\n"),
+        (imported_test_modules, "from suites.self.test_house import FOLDERS\n"),
     ],
 )
 def test_planted_structure_is_found(tmp_path: Path, rule: Callable[[Path], list[str]], text: str) -> None:
