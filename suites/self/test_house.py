@@ -23,37 +23,6 @@ LAUNCHER_MAY = {
     "torch._dynamo.lookup_backend",
     "torch._dynamo.maybe_mark_dynamic",
 }
-LONGEST_TEST_NAME = 60
-# Avoided wording -> its replacement. CONTRIBUTING.md has these words too, and those that depend on the context.
-AVOIDED = {
-    "anew": "again, or the prefix re-",
-    "beside": "next to, alongside, in addition to",
-    "is asked": "is requested, is configured",
-    "is said": "is stated, is known",
-    "is told": "receives, is reported, is known",
-    "nobody": "no user, no process, or a direct clause: if no ...",
-    "of late": "recently",
-    "of old": "earlier, previous, as before",
-    "owed": "required, missing, pending",
-    "stands": "is, is located, remains, represents",
-    "tells": "reports, returns, prints, shows",
-    "told": "reported, returned, printed, known",
-    "wanted": "expected, requested, required",
-}
-# (file, words, reason) where an avoided word is correct or cannot be changed; "*": all words.
-EXCEPTIONS = (
-    ("suites/self/test_house.py", "*", "the list itself, and the texts that its test plants"),
-    (
-        "contract.toml",
-        "anew beside nobody stands tells wanted",
-        "contract.lock pins its hash: its comments change with the next reviewed change of the contract",
-    ),
-)
-# Words are separated by anything but letters, also by the underscores of an identifier and the `#` of a comment.
-LETTER, GAP = r"[^\W\d_]", r"[\s#_]+"
-ALTERNATIVES = "|".join(word.replace(" ", GAP) for word in sorted(AVOIDED, key=len, reverse=True))
-AVOIDED_PATTERN = re.compile(rf"(?<!{LETTER})(?:{ALTERNATIVES})(?!{LETTER})", re.IGNORECASE)
-MARKDOWN_CODE = re.compile(r"^ *(```|~~~).*?^ *\1[^\n]*$|^ {4}[^\n]*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -115,6 +84,39 @@ def test_readme_commands_exist() -> None:
     assert {"cpu", "self", "lint"} <= named
     sections = {name.replace("{triton36,triton37,triton39}", "triton37") for name in tox.sections()}
     assert all(f"testenv:{name}" in sections for name in named)
+
+
+LONGEST_TEST_NAME = 60
+# Avoided wording -> its replacement. CONTRIBUTING.md has these words too, and those that depend on the context.
+AVOIDED = {
+    "anew": "again, or the prefix re-",
+    "beside": "next to, alongside, in addition to",
+    "is asked": "is requested, is configured",
+    "is said": "is stated, is known",
+    "is told": "receives, is reported, is known",
+    "nobody": "no user, no process, or a direct clause: if no ...",
+    "of late": "recently",
+    "of old": "earlier, previous, as before",
+    "owed": "required, missing, pending",
+    "stands": "is, is located, remains, represents",
+    "tells": "reports, returns, prints, shows",
+    "told": "reported, returned, printed, known",
+    "wanted": "expected, requested, required",
+}
+# (file, words, reason) where an avoided word is correct or cannot be changed; "*": all words.
+EXCEPTIONS = (
+    ("suites/self/test_house.py", "*", "the list itself, and the texts that its test plants"),
+    (
+        "contract.toml",
+        "anew beside nobody stands tells wanted",
+        "contract.lock pins its hash: its comments change with the next reviewed change of the contract",
+    ),
+)
+# Words are separated by anything but letters, also by the underscores of an identifier and the `#` of a comment.
+LETTER, GAP = r"[^\W\d_]", r"[\s#_]+"
+ALTERNATIVES = "|".join(word.replace(" ", GAP) for word in sorted(AVOIDED, key=len, reverse=True))
+AVOIDED_PATTERN = re.compile(rf"(?<!{LETTER})(?:{ALTERNATIVES})(?!{LETTER})", re.IGNORECASE)
+MARKDOWN_CODE = re.compile(r"^ *(```|~~~).*?^ *\1[^\n]*$|^ {4}[^\n]*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
 def tracked(*suffixes: str) -> list[Path]:
