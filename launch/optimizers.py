@@ -166,7 +166,7 @@ class TensorOptimizer(torch.optim.Optimizer):
         found = {name: group[name] for name in RULES[group["rule"]].hyper}
         for name, value in found.items():
             if not isinstance(value, Tensor):
-                raise TypeError(f'{name} must stay a tensor: group["{name}"].fill_({value}), do not assign')
+                raise TypeError(f'{name} must stay a tensor: group["{name}"].fill_({value}), no assignment')
         return found
 
     def _state(self, rule: str, p: Tensor) -> Named:
