@@ -11,7 +11,7 @@ from suites.support.environment import prepare_environment
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before the plugin looks for the lane's device, which imports torch."""
+    """Prepare the environment before the plugin looks for the lane's device, which imports torch."""
     if not config.pluginmanager.hasplugin("bumpgate.plugin"):
         raise pytest.UsageError(
             "bumpgate.plugin is not loaded: leave out -p no:bumpgate.plugin and -o addopts"
@@ -21,13 +21,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A lane has no tests in suites/self, and each of its workers would import them all."""
+    """Ignore suites/self in a lane: it has no tests of a lane, and each worker would import all of it."""
     return True if named_lanes(config) and collection_path == config.rootpath / "suites" / "self" else None
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
-    """On a GPU a test a time, for one that compiles for a minute must not have others queue behind it."""
+    """Assign one test at a time on a GPU, so that a long compile does not block queued tests."""
     if chosen_lane(config) != "h200":
         return None
     from suites.support.scheduling import TestByTest

@@ -91,7 +91,7 @@ def usable(directory: Path, minimum_free: int = 0, name: str = "") -> None:
     with writing(place):
         free = shutil.disk_usage(directory).free
     if free < minimum_free:
-        raise CacheError(f"{place}: {free >> 20} MiB free, the contract asks for {minimum_free >> 20}")
+        raise CacheError(f"{place}: {free >> 20} MiB free, the contract requires {minimum_free >> 20}")
 
 
 def make_private(names: Iterable[str]) -> dict[str, str]:

@@ -70,7 +70,7 @@ def given_as(form: str, kernel: Kernel) -> Kernel:
     if form == "disable":
         return torch.compiler.disable(call)
     if form != "custom_op":
-        raise ValueError(f"{form!r} is none of {', '.join(GRAPHS)}")
+        raise ValueError(f"{form!r} is not one of {', '.join(GRAPHS)}")
 
     def opaque(x: Tensor) -> Tensor:
         return kernel(x)
@@ -145,7 +145,9 @@ def chosen(found: Mapping[str, Seen], path: Path = PATH) -> str:
     for form in prefer:
         if found[form].works:
             return form
-    raise ContractError(f"torch {torch.__version__}: an opaque kernel works as none of {', '.join(prefer)}")
+    raise ContractError(
+        f"torch {torch.__version__}: an opaque kernel works in none of the forms {', '.join(prefer)}"
+    )
 
 
 def at_least(label: str, release: str) -> bool:
@@ -167,7 +169,7 @@ def low_precision(device: str, sm: int = 0, given: Mapping[str, str] = os.enviro
         return rule["dtype"]
     if given.get(rule["switch"]) != "1":
         raise ContractError(
-            f"sm_{sm} is below sm_{rule['minimum_sm']}: {rule['reason']}; to have {rule['below']}: {rule['switch']}=1"
+            f"sm_{sm} is below sm_{rule['minimum_sm']}: {rule['reason']}; to use {rule['below']}: {rule['switch']}=1"
         )
     return rule["below"]
 

@@ -64,11 +64,11 @@ def read_receipt(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: the receipt is not JSON ({error})") from None
     for name, kind in FIELDS.items():
         if not isinstance(fields, dict) or type(fields.get(name)) is not kind:
-            raise DataError(f"{path}: the receipt's {name!r} is missing or no {kind.__name__}")
+            raise DataError(f"{path}: the receipt's {name!r} is missing or not of type {kind.__name__}")
     if fields["schema"] != SCHEMA:
-        raise DataError(f"{path}: schema {fields['schema']!r}, this reader knows {SCHEMA!r}")
+        raise DataError(f"{path}: schema {fields['schema']!r}, this reader supports {SCHEMA!r}")
     if fields["dtype"] not in DTYPES:
-        raise DataError(f"{path}: dtype {fields['dtype']!r}, known are {', '.join(DTYPES)}")
+        raise DataError(f"{path}: dtype {fields['dtype']!r}, expected one of {', '.join(DTYPES)}")
     return fields
 
 
@@ -113,19 +113,19 @@ class TokenFile:
         if path.is_dir():
             receipts = sorted(path.glob("*.json"))
             if len(receipts) != 1:
-                raise DataError(
-                    f"{path}: {len(receipts)} receipts (*.json), exactly one token file is wanted"
-                )
+                raise DataError(f"{path}: {len(receipts)} receipts (*.json), expected exactly one token file")
             path = receipts[0]
         self.fields = read_receipt(path.with_suffix(".json"))
         suffix = {"bin": ".bin", "parquet": ".parquet"}.get(self.fields["format"])
         if suffix is None:
-            raise DataError(f"{path}: format {self.fields['format']!r}, known are bin and parquet")
+            raise DataError(f"{path}: format {self.fields['format']!r}, expected bin or parquet")
         self.path = path.with_suffix(suffix)
         if not self.path.is_file():
-            raise DataError(f"{self.path}: no such file, though its receipt is there")
+            raise DataError(f"{self.path}: no such file, though its receipt exists")
         if sha256_of(self.path) != self.fields["sha256"]:
-            raise DataError(f"{self.path}: the sha256 is not the receipt's: the file changed, make it anew")
+            raise DataError(
+                f"{self.path}: the sha256 is not the receipt's: the file changed, create it again"
+            )
         self.ids = self._read(DTYPES[self.fields["dtype"]])
         self.bos_id, self.vocab_size = self.fields["bos_id"], self.fields["vocab_size"]
         self.starts = self._scan(world)
@@ -134,11 +134,11 @@ class TokenFile:
         if self.path.suffix == ".parquet":
             ids = read_parquet(self.path, dtype)
         elif self.path.stat().st_size % np.dtype(dtype).itemsize:
-            raise DataError(f"{self.path}: the size is no multiple of {self.fields['dtype']}")
+            raise DataError(f"{self.path}: the size is not a multiple of {self.fields['dtype']}")
         else:
             ids = np.memmap(self.path, dtype, mode="r") if self.path.stat().st_size else np.zeros(0, dtype)
         if len(ids) != self.fields["tokens"]:
-            raise DataError(f"{self.path}: {len(ids)} tokens, the receipt says {self.fields['tokens']}")
+            raise DataError(f"{self.path}: {len(ids)} tokens, the receipt states {self.fields['tokens']}")
         return ids
 
     def _scan(self, world: int) -> np.ndarray:
@@ -150,7 +150,7 @@ class TokenFile:
             found.append(at + np.flatnonzero(piece == self.bos_id))
         starts = np.concatenate(found) if found else np.zeros(0, np.int64)
         if not len(starts):
-            raise DataError(f"{self.path}: no BOS ({self.bos_id}): no document can be told from the next")
+            raise DataError(f"{self.path}: no BOS ({self.bos_id}): documents cannot be distinguished")
         if starts[0] != 0:
             raise DataError(f"{self.path}: begins with id {self.ids[0]}, not with BOS ({self.bos_id})")
         if len(starts) < world:
@@ -170,7 +170,7 @@ def receipt(source: TokenFile | PackedBatches | SyntheticBatches) -> dict[str, A
         return {**receipt(source.file), "packing": packing}
     if isinstance(source, TokenFile):
         return {"kind": "tokens", "file": source.path.name, "documents": len(source.starts), **source.fields}
-    raise DataError(f"{type(source).__name__} is no checked token file: it has no receipt")
+    raise DataError(f"{type(source).__name__} is not a checked token file: it has no receipt")
 
 
 class PackedBatches(Iterator[Tensor]):

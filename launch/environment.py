@@ -80,9 +80,9 @@ def _faults(contract: Contract, given: Mapping[str, str]) -> Iterator[str]:
     required = expected(contract, given)
     for name, value in required.items():
         if name not in given:
-            yield f"{name} is not set, the contract says {value}"
+            yield f"{name} is not set, the contract requires {value}"
         elif given[name] != value:
-            yield f"{name}={given[name]}, the contract says {value}: {contract.reasons[name]}"
+            yield f"{name}={given[name]}, the contract requires {value}: {contract.reasons[name]}"
     for name in contract.rank_variables:
         if name not in required and name in given:
             yield f"{name} is set without LOCAL_RANK: {contract.reasons[name]}"
@@ -125,19 +125,19 @@ def leave(line: str, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-def _with_usable_caches(contract: Contract, wanted: dict[str, str]) -> dict[str, str]:
-    """Return `wanted`, with unusable caches replaced by private ones (noted on stderr) if the contract allows it."""
+def _with_usable_caches(contract: Contract, env_vars: dict[str, str]) -> dict[str, str]:
+    """Return `env_vars`, with unusable caches replaced by private ones (noted on stderr) if the contract allows it."""
     if contract.unusable_cache != "private":
-        return wanted
+        return env_vars
     try:
         for name in contract.cache_folders:
-            caches.usable(Path(wanted[name]), contract.minimum_free_bytes, name)
+            caches.usable(Path(env_vars[name]), contract.minimum_free_bytes, name)
     except (caches.CacheError, caches.DiskFull) as error:
         private = caches.make_private(contract.cache_folders)
         why = error.strerror if isinstance(error, OSError) else error
         print(f"private cache: {private[caches.PRIVATE]}, since {why}", file=sys.stderr, flush=True)
-        return {**wanted, **private}
-    return wanted
+        return {**env_vars, **private}
+    return env_vars
 
 
 def cache_report(contract: Contract, given: Mapping[str, str] = os.environ) -> dict[str, str | bool | None]:

@@ -151,7 +151,7 @@ class TensorOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["rule"] not in RULES:
-            raise ValueError(f"unknown rule {group['rule']!r}: known are {', '.join(RULES)}")
+            raise ValueError(f"unknown rule {group['rule']!r}: expected one of {', '.join(RULES)}")
         if group["rule"] == "muon" and any(p.ndim not in (2, 3) for p in group["params"]):
             raise ValueError("muon takes matrices (A,B) and stacks of them (E,A,B); give the others to adamw")
         for name in RULES[group["rule"]].hyper:
@@ -324,7 +324,7 @@ OPTIMIZERS: dict[str, type[TensorOptimizer]] = {"adamw": AdamW, "adagrad": Adagr
 def build_optimizer(model: nn.Module, name: str, lr: float, **options: Any) -> TensorOptimizer:
     """Build the named optimizer over the model's groups; only Muon treats matrices differently. Raises ValueError."""
     if name not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZERS)}")
+        raise ValueError(f"unknown optimizer {name!r}: expected one of {', '.join(OPTIMIZERS)}")
     groups = parameter_groups(model)
     if name != "muon":
         groups = [group | {"rule": name} for group in groups]

@@ -59,7 +59,7 @@ def parallelize(
     policy = policy or contract.default_policy
     if style not in STYLES or policy not in POLICIES:
         raise ContractError(
-            f"{style} with {policy}: ranks know {' and '.join(STYLES)}, with {', '.join(POLICIES)}"
+            f"{style} with {policy}: ranks support {' and '.join(STYLES)}, with {', '.join(POLICIES)}"
         )
     _check_as_built(model)
     before, order = identity(model), ["build"]
@@ -97,7 +97,9 @@ def check_identity(model: nn.Module, before: dict[str, type], subclasses: bool =
     """
     after = identity(model)
     if changed := sorted(before.keys() ^ after.keys()):
-        raise ContractError(f"{changed[0]} and {len(changed) - 1} more names have come or gone: {AS_BUILT}")
+        raise ContractError(
+            f"{changed[0]} and {len(changed) - 1} more names were added or removed: {AS_BUILT}"
+        )
     for name, kind in before.items():
         if not (issubclass(after[name], kind) if subclasses else after[name] is kind):
             raise ContractError(f"{name} was {kind.__name__} and is {after[name].__name__}: {AS_BUILT}")

@@ -101,7 +101,7 @@ def apply(model: Hybrid, policy: str, contract: Contract, backend: Backend = "in
     Raises ValueError on an unknown policy. Compilation happens at the first call.
     """
     if policy not in POLICIES:
-        raise ValueError(f"unknown compile policy {policy!r}: known are {', '.join(POLICIES)}")
+        raise ValueError(f"unknown compile policy {policy!r}: expected one of {', '.join(POLICIES)}")
     for letter, block in zip(model.config.letters, model.blocks):
         if letter in contract.disabled_letters(policy):
             disable(block)

@@ -54,7 +54,7 @@ def load_retry(path: Path = PATH) -> Retry:
     retry = section("retry", build, path)
     alerts = {c.name for c in load_classes(path) if c.action == "alert"}
     if unknown := sorted(set(retry.errors) - alerts):
-        raise ContractError(f"{path.name}: [retry.error.{unknown[0]}] is no class of [logs] that alerts")
+        raise ContractError(f"{path.name}: [retry.error.{unknown[0]}] is not a class of [logs] that alerts")
     if retry.lazy_groups not in LAZY_GROUPS or retry.skip_barrier != "expert_parallel":
         raise ContractError(f"{path.name}: [retry] lazy_groups or skip_barrier has an unknown value")
     return retry
@@ -77,7 +77,7 @@ def relaunch(
     if len(classes := failure(error.tail)) != 1 or classes[0] not in retry.errors:
         return None, f"{' and '.join(classes) or 'no known error'}: not listed"
     if begun:
-        return None, f"{classes[0]} behind step {retry.last_step}: training had begun"
+        return None, f"{classes[0]} after step {retry.last_step}: training had begun"
     if (before := int(given.get(RETRY) or 0)) >= retry.times:
         return None, f"{classes[0]} again in launch {before + 1}"
     changed = {**given, RETRY: str(before + 1), REASON: classes[0]}
@@ -137,10 +137,14 @@ def supervise(
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
     p = argparse.ArgumentParser(prog="python -m launch.retry", description=__doc__.split("\n", 1)[0])
-    p.add_argument("--ranks", type=int, default=0, help="processes on this host; 0 is one that is no rank")
+    p.add_argument(
+        "--ranks", type=int, default=0, help="processes on this host; 0: one process that is not a rank"
+    )
     p.add_argument("--seconds", type=float, default=float("inf"), help="the longest that a launch may take")
-    p.add_argument("--log", type=Path, required=True, help="every line of every launch, behind its rank")
-    p.add_argument("command", nargs="+", help="what Python is given: -m launch.train ...")
+    p.add_argument(
+        "--log", type=Path, required=True, help="every line of every launch, prefixed with its rank"
+    )
+    p.add_argument("command", nargs="+", help="arguments of Python: -m launch.train ...")
     return p
 
 

@@ -82,7 +82,7 @@ def make_mesh(expert: int = 1, model: int = 1) -> xs.Mesh:
     """
     devices = runtime.global_runtime_device_count()
     if devices % (expert * model):
-        raise ShardingError(f"{devices} devices are no multiple of expert {expert} x model {model}")
+        raise ShardingError(f"{devices} devices are not a multiple of expert {expert} x model {model}")
     sizes = {DATA: devices // (expert * model), EXPERT: expert, MODEL: model}
     axes = axes_of(expert, model)
     return xs.Mesh(np.arange(devices), tuple(sizes[axis] for axis in axes), axes)

@@ -37,5 +37,5 @@ def chip_memory(chip: str) -> dict[str, int]:
         raise MemoryReadingError(f"no memory reading of {chip}: {reason}") from None
     found = {name: int(info.get(name, 0)) for name in ("bytes_used", "bytes_limit")}
     if not all(found.values()):
-        raise MemoryReadingError(f"no memory reading of {chip}: the runtime says {dict(info)}")
+        raise MemoryReadingError(f"no memory reading of {chip}: the runtime returned {dict(info)}")
     return found

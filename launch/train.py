@@ -124,7 +124,7 @@ class Trainer:
         """
         data = receipt(self.source)
         if data["kind"] != "tokens" and allow_synthetic != "smoke":
-            raise DataError("random ids are no training data: give a token file, or ask for a smoke test")
+            raise DataError("random ids are not training data: pass a token file, or request a smoke test")
         ours, theirs = ((of["vocab_size"], of["bos_id"]) for of in (asdict(self.config), data))
         if theirs[0] > ours[0] or theirs[1] != ours[1]:
             raise DataError(
@@ -247,9 +247,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--warmup", type=int, default=Plan.warmup)
     p.add_argument("--seed", type=int, default=Plan.seed)
     p.add_argument("--device", default="cpu")
-    p.add_argument("--checkpoint", type=Path, help="where the state goes, at the end and every N steps")
+    p.add_argument("--checkpoint", type=Path, help="where to save the state, at the end and every N steps")
     p.add_argument("--checkpoint-every", type=int, default=Plan.checkpoint_every, metavar="N")
-    p.add_argument("--resume", action="store_true", help="go on from --checkpoint")
+    p.add_argument("--resume", action="store_true", help="continue from --checkpoint")
     p.add_argument("--log", type=Path, help="one JSON line a step")
     return p
 
@@ -258,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Return the exit code; argparse itself exits with 2."""
     o = (p := parser()).parse_args(arguments)
     if o.smoke == bool(o.data):
-        p.error("give either --data or --smoke")
+        p.error("pass either --data or --smoke")
     if (o.resume and not o.checkpoint) or min(o.steps, o.batch) < 1 or (o.tokens and o.tokens < 2):
         p.error("--resume needs --checkpoint; --steps and --batch are at least 1, --tokens at least 2")
     config = preset(o.preset, o.size)

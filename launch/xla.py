@@ -113,7 +113,9 @@ def check_no_torch_compile(model: Hybrid | CompiledHybrid) -> None:
     """Raise XlaError if a compile policy or Module.compile is on: torch.compile with XLA has hung."""
     if isinstance(model, CompiledHybrid):
         if model.policy != "eager":
-            raise XlaError(f"policy {model.policy!r}: on XLA the policy is eager, for XLA compiles by itself")
+            raise XlaError(
+                f"policy {model.policy!r}: on XLA the policy is eager, because XLA itself compiles"
+            )
         model = model.model
     compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
     if compiled:
@@ -141,7 +143,7 @@ class TrainStep:
         self.model = model.model if isinstance(model, CompiledHybrid) else model
         self.mode = mode or mode_of(self.model.config)
         if self.mode not in MODES:
-            raise XlaError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
+            raise XlaError(f"unknown mode {mode!r}: expected one of {', '.join(MODES)}")
         if self.mode == "A" and mode_of(self.model.config) == "B":
             raise XlaError(
                 f"{self.model.config.name} has experts: Mode A has crashed libtpu on them, use Mode B"
@@ -197,5 +199,5 @@ def memory_in_use(device: torch.device | str | None = None) -> int:
         reason = str(error).strip().splitlines()[0]
         raise XlaError(f"no memory reading of {device or 'this device'}: {reason}") from None
     if not (used := int(info.get("bytes_used", 0))):
-        raise XlaError(f"no memory reading of {device or 'this device'}: the runtime says {info}")
+        raise XlaError(f"no memory reading of {device or 'this device'}: the runtime returned {info}")
     return used

@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping
 ALWAYS = {
     "XLA_NO_SPECIAL_SCALARS": (
         "1",
-        "else 0 and 1 are constants of the program: a scalar that becomes 0 compiles the step anew",
+        "else 0 and 1 are constants of the program: a scalar that becomes 0 compiles the step again",
     ),
 }
 # If PJRT runs on CPU instead of a TPU: the same programs, compiled in a third of the time.

@@ -28,7 +28,7 @@ def expand_pattern(pattern: str, depth: int) -> str:
     unknown = sorted(set(letters) - set(LETTERS))
     if unknown:
         raise ValueError(
-            f"layer_pattern {pattern!r} has unknown letters {unknown}: known are {sorted(LETTERS)}"
+            f"layer_pattern {pattern!r} has unknown letters {unknown}: expected {sorted(LETTERS)}"
         )
     if depth < 1:
         raise ValueError(f"depth must be at least 1, not {depth}")

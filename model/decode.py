@@ -29,7 +29,7 @@ def empty_state(model: Hybrid, batch: int) -> DecodeState:
     """Return the initial state. Raises ValueError on a model with features that read more than the last token."""
     on = [name for name in FEATURES if getattr(model.config, name) is not None]
     if on:
-        raise ValueError(f"{model.config.name}: decoding knows no {', '.join(on)}")
+        raise ValueError(f"{model.config.name}: decoding does not support {', '.join(on)}")
     x = model.embedding.weight.new_zeros(batch, model.config.d_model)
     states = (block.empty_state(x) if hasattr(block, "step") else None for block in model.blocks)
     return DecodeState(tuple(states), torch.zeros(batch, dtype=torch.int32, device=x.device))

@@ -69,7 +69,7 @@ class EngramBlock(nn.Module):
     def __init__(self, letter: str, block: nn.Module, config: HybridConfig) -> None:
         super().__init__()
         if letter != "A":
-            raise ValueError(f"Engram belongs to A layers: it may not stand on a layer {letter!r}")
+            raise ValueError(f"Engram requires an A layer: it cannot be on a layer {letter!r}")
         self.block = block
         self.engram = EngramBranch(config)
         mixed = config.hyper is not None and config.hyper.mix_branches

@@ -60,7 +60,7 @@ class TokenFeatures(nn.Module):
         self.tree = TreeFFN(config) if config.tree else None
 
     @staticmethod
-    def wanted(config: HybridConfig) -> bool:
+    def any_enabled(config: HybridConfig) -> bool:
         """Whether any feature handled here is enabled."""
         return any((config.ngram, config.structure, config.tree))
 

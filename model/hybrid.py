@@ -72,7 +72,7 @@ class Hybrid(nn.Module):
         built = config.with_()
         self.blocks = nn.ModuleList(BLOCKS[kind](built) for kind in config.kinds)
         self.head = LossHead(config.logit_softcap, config.norm_eps)
-        self.token_features = TokenFeatures(config) if TokenFeatures.wanted(config) else None
+        self.token_features = TokenFeatures(config) if TokenFeatures.any_enabled(config) else None
         with_branches(self.blocks, config)
         if config.mtp:
             self.head = MTPHead(config)

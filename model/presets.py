@@ -132,5 +132,7 @@ def preset(name: str, size: str = "narrow", **changes: object) -> HybridConfig:
     try:
         fields = _PRESETS[name, size]
     except KeyError:
-        raise ValueError(f"no preset {name!r} of size {size!r}: names are {NAMES}, sizes {SIZES}") from None
+        raise ValueError(
+            f"no preset {name!r} of size {size!r}: expected a name of {NAMES}, a size of {SIZES}"
+        ) from None
     return HybridConfig(name=name, size=size, **{**fields, **changes})  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ NVIDIA = re.compile(
 # Symbols without a version do not name their library; the loader looks for them in every library.
 UNVERSIONED = re.compile(r"cu[A-Z]|cu(blas|dnn|fft|file|rand|solver|sparse)|nccl|nvshmem|nvrtc|nvJit")
 
-Wanted = dict[str, dict[str, str]]  # library -> symbol -> version, "" if it has none
+Symbols = dict[str, dict[str, str]]  # library -> symbol -> version, "" if it has none
 
 
 def readelf(library: Path, *what: str) -> list[str]:
@@ -53,9 +53,9 @@ def needed_libraries(libraries: list[Path]) -> set[str]:
     return {name for name in names if NVIDIA.match(name)}
 
 
-def wanted_symbols(libraries: list[Path], absent: set[str]) -> Wanted:
+def missing_symbols(libraries: list[Path], absent: set[str]) -> Symbols:
     """Return the symbols that the libraries import from the missing ones."""
-    symbols_of: Wanted = {name: {} for name in absent}
+    symbols_of: Symbols = {name: {} for name in absent}
     defined, loose = set[str](), set[str]()
     for library in libraries:
         owners = owners_of_versions(library)
@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
     libraries = sorted(path for path in folder.glob("*.so*") if not NVIDIA.match(path.name))
     present = {path.name for root in (folder, site / "nvidia") for path in root.rglob("*.so*")}
     absent = needed_libraries(libraries) - present
-    for name, symbols in sorted(wanted_symbols(libraries, absent).items()) if absent else ():
+    for name, symbols in sorted(missing_symbols(libraries, absent).items()) if absent else ():
         write_stub(folder / name, symbols)
         print(f"{name}: {len(symbols)} symbols")
     return 0

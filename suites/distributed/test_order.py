@@ -102,7 +102,7 @@ def test_parallelize_refuses_other_stage_orders(lane: Lane, mesh: DeviceMesh, mo
     # The wrapper changes the names, which is why it is rejected.
     assert type(model.blocks[0]) is not before["blocks.0"]
     assert "blocks.0._orig_mod.query.weight" in model.state_dict()
-    with pytest.raises(ContractError, match=r"and \d+ more names have come or gone"):
+    with pytest.raises(ContractError, match=r"and \d+ more names were added or removed"):
         check_identity(model, before)
 
     sharded = build(preset("nam12", "narrow", depth=4))
@@ -122,6 +122,6 @@ def test_parallelize_refuses_other_stage_orders(lane: Lane, mesh: DeviceMesh, mo
 def test_parallelize_refuses_unsupported_style_or_policy(
     lane: Lane, mesh: DeviceMesh, model: Hybrid, style: str, policy: str
 ) -> None:
-    with pytest.raises(ContractError, match="ranks know ddp and fsdp2, with eager, per_block, regional"):
+    with pytest.raises(ContractError, match="ranks support ddp and fsdp2, with eager, per_block, regional"):
         parallelize(model, load(), mesh, style, policy)
     assert stage(model) == (0, 0)

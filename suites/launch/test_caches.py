@@ -151,7 +151,7 @@ def test_cache_directory_check_writes_a_file(lane: Lane, tmp_path: Path) -> None
         with pytest.raises(CacheError, match=rf"^X={place}: {message}[^\n]*$"):
             usable(place, name="X")
     free = shutil.disk_usage(tmp_path).free
-    with pytest.raises(CacheError, match=r"MiB free, the contract asks for \d+$"):
+    with pytest.raises(CacheError, match=r"MiB free, the contract requires \d+$"):
         usable(tmp_path, minimum_free=2 * free)
 
 

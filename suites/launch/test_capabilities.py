@@ -125,7 +125,7 @@ def test_first_working_form_is_chosen(lane: Lane, found, row) -> None:
     no, yes = Seen(False, 0, "no"), Seen(True, 1)
     assert chosen({"custom_op": no, "allow_in_graph": yes, "disable": yes}) == "allow_in_graph"
     assert chosen({"custom_op": no, "allow_in_graph": no, "disable": yes}) == "disable"
-    with pytest.raises(ContractError, match="works as none of custom_op, allow_in_graph, disable"):
+    with pytest.raises(ContractError, match="works in none of the forms custom_op, allow_in_graph, disable"):
         chosen(dict.fromkeys(GRAPHS, no))
 
 
@@ -198,7 +198,7 @@ def dtype_or_refusal(device: str, sm: int, given: dict[str, str], path: Path) ->
         return low_precision(device, sm, given, path)
     except ContractError as error:
         refusal = re.fullmatch(
-            r"sm_\d+ is below sm_80: .*; to have float16: BUMPGATE_FP16_BELOW_SM80=1", str(error)
+            r"sm_\d+ is below sm_80: .*; to use float16: BUMPGATE_FP16_BELOW_SM80=1", str(error)
         )
         return "refused" if refusal else str(error)
 

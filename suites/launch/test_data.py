@@ -67,15 +67,15 @@ def lengths_file(folder: Path, lengths: list[int]) -> TokenFile:
         ([9, 9, 9], {}, r"no BOS \(2\)"),
         ([9, 2, 9], {}, r"begins with id 9, not with BOS \(2\)"),
         ([], {}, "no BOS"),
-        ([2, 9], {"tokens": 3}, "2 tokens, the receipt says 3"),
+        ([2, 9], {"tokens": 3}, "2 tokens, the receipt states 3"),
         ([2, 9], {"sha256": "0" * 64}, "sha256 is not the receipt's"),
-        ([2, 9], {"dtype": "int8"}, "dtype 'int8', known are uint16, uint32"),
-        ([2, 9], {"dtype": "uint32", "tokens": 2}, "1 tokens, the receipt says 2"),
-        ([2, 9, 9], {"dtype": "uint32"}, "no multiple of uint32"),
+        ([2, 9], {"dtype": "int8"}, "dtype 'int8', expected one of uint16, uint32"),
+        ([2, 9], {"dtype": "uint32", "tokens": 2}, "1 tokens, the receipt states 2"),
+        ([2, 9, 9], {"dtype": "uint32"}, "not a multiple of uint32"),
         ([2, 9], {"schema": "other-1"}, "schema 'other-1'"),
-        ([2, 9], {"format": "csv"}, "format 'csv', known are bin and parquet"),
-        ([2, 9], {"bos_id": None}, "'bos_id' is missing or no int"),
-        ([2, 9], {"tokens": "2"}, "'tokens' is missing or no int"),
+        ([2, 9], {"format": "csv"}, "format 'csv', expected bin or parquet"),
+        ([2, 9], {"bos_id": None}, "'bos_id' is missing or not of type int"),
+        ([2, 9], {"tokens": "2"}, "'tokens' is missing or not of type int"),
     ],
 )
 def test_broken_token_file_is_refused_in_one_line(
@@ -105,7 +105,7 @@ def test_missing_data_parts_are_refused_in_one_line(lane: Lane, tmp_path: Path) 
     with pytest.raises(DataError, match="no receipt"):
         TokenFile(path)
     written(tmp_path, [2, 9]).unlink()
-    with pytest.raises(DataError, match="no such file, though its receipt is there"):
+    with pytest.raises(DataError, match="no such file, though its receipt exists"):
         TokenFile(tmp_path)
 
 
@@ -282,7 +282,7 @@ def test_receipts_describe_the_data(lane: Lane) -> None:
     assert packed["sha256"] == hashlib.sha256(file.path.read_bytes()).hexdigest()
     assert packed["packing"] == {"batch": 4, "tokens": 64, "seed": 0, "rank": 0, "world": 1}
     assert receipt(SyntheticBatches(512, 4, 64, 0))["kind"] == "synthetic"
-    with pytest.raises(DataError, match="generator is no checked token file: it has no receipt"):
+    with pytest.raises(DataError, match="generator is not a checked token file: it has no receipt"):
         receipt(torch.randint(512, (4, 64)) for _ in range(3))
 
 

@@ -273,7 +273,7 @@ def test_tied_weight_is_in_one_group_once(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_bad_optimizers_are_refused(lane: Lane) -> None:
-    with pytest.raises(ValueError, match="unknown optimizer 'lion': known are adamw, adagrad, muon"):
+    with pytest.raises(ValueError, match="unknown optimizer 'lion': expected one of adamw, adagrad, muon"):
         build_optimizer(nn.Linear(2, 2), "lion", 1e-3)
     with pytest.raises(ValueError, match="muon takes matrices"):
         Muon([nn.Parameter(torch.zeros(3))])

@@ -226,9 +226,9 @@ def test_invalid_retry_table_is_refused(lane: Lane, tmp_path: Path) -> None:
         (
             "[retry.error.bootstrap]",
             "[retry.error.bootstrop]",
-            r"\[retry.error.bootstrop\] is no class of \[logs\]",
+            r"\[retry.error.bootstrop\] is not a class of \[logs\]",
         ),
-        ("[retry.error.bootstrap]", "[retry.error.graph_break]", "is no class of .* that alerts"),
+        ("[retry.error.bootstrap]", "[retry.error.graph_break]", "is not a class of .* that alerts"),
         ("[retry.times]", "[retry.often]", r"\[retry\] is missing or misshapen"),
         ('value = "cuda"', 'value = "sometimes"', "lazy_groups or skip_barrier has an unknown value"),
     ):

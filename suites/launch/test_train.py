@@ -202,12 +202,12 @@ def test_random_ids_are_refused_as_training_data(lane: Lane) -> None:
     config = preset("nam12", "narrow")
     run = Trainer(config, Plan(2, policy="eager"), SyntheticBatches(512, 2, 32, 0))
     for word in ("", "yes"):
-        with pytest.raises(DataError, match="random ids are no training data"):
+        with pytest.raises(DataError, match="random ids are not training data"):
             run.run(allow_synthetic=word)
     assert run.losses == []
     assert run.run(allow_synthetic="smoke")["kind"] == "smoke, not training"
     disguised = Trainer(config, Plan(2, policy="eager"), iter([torch.randint(512, (2, 32))]))
-    with pytest.raises(DataError, match="is no checked token file: it has no receipt"):
+    with pytest.raises(DataError, match="is not a checked token file: it has no receipt"):
         disguised.run(allow_synthetic="smoke")
 
 

@@ -74,5 +74,5 @@ def test_model_decode_equals_full_forward(lane: Lane, name: str) -> None:
 @lanes("cpu")
 def test_decode_refuses_unsupported_features(lane: Lane) -> None:
     model = build(preset("nam12", "narrow", ngram=NgramConfig(table=500)))
-    with pytest.raises(ValueError, match="decoding knows no ngram"):
+    with pytest.raises(ValueError, match="decoding does not support ngram"):
         empty_state(model, 1)

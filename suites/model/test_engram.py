@@ -122,7 +122,7 @@ def test_engram_on_other_layers_is_refused(lane: Lane, layers: tuple[int, ...], 
 @lanes("cpu")
 @pytest.mark.parametrize("letter", ["M", "E", "R"])
 def test_engram_around_other_blocks_is_refused(lane: Lane, letter: str) -> None:
-    with pytest.raises(ValueError, match=f"may not stand on a layer '{letter}'"):
+    with pytest.raises(ValueError, match=f"cannot be on a layer '{letter}'"):
         EngramBlock(
             letter, next(block for kind, block in BLOCKS.items() if kind[0] == letter)(CONFIG), CONFIG
         )

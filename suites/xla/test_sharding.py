@@ -116,7 +116,7 @@ def test_zero_memory_reading_is_refused(lane: Lane, monkeypatch: pytest.MonkeyPa
     readings = {"TPU:0": {"bytes_used": 7, "bytes_limit": 9}, "TPU:1": {"bytes_used": 0, "bytes_limit": 9}}
     monkeypatch.setattr(torch_xla._XLAC, tpu_memory.BINDING, readings.__getitem__, raising=False)
     assert tpu_memory.chip_memory("TPU:0") == readings["TPU:0"]
-    with pytest.raises(tpu_memory.MemoryReadingError, match="TPU:1: the runtime says"):
+    with pytest.raises(tpu_memory.MemoryReadingError, match="TPU:1: the runtime returned"):
         tpu_memory.chip_memory("TPU:1")
 
 

@@ -333,7 +333,7 @@ def test_run_needs_the_receipt_of_its_data(lane: Lane, row) -> None:
     corpus = packed_batches(TokenFile(ROOT / "fixtures/corpus"), 2, 16, seed=0)
     plan = Plan(steps=1, policy="eager", optimizer="adamw")
     random = SyntheticBatches(config.vocab_size, 2, 16, 0, config.bos_id)
-    with pytest.raises(DataError, match="random ids are no training data"):
+    with pytest.raises(DataError, match="random ids are not training data"):
         Trainer(config, plan, random, device="xla").run()
     summary = Trainer(config, plan, corpus, device="xla").run()
     row(
