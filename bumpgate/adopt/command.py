@@ -120,15 +120,15 @@ def _gate(path: Path, root: Path) -> tuple[GateFile, Binding]:
     if found.lane not in (known := lanes.load(root)):
         raise AdoptionError(f"{path}: unknown lane {found.lane!r}; lanes: {', '.join(known)}")
     record = found.bad.record
-    selection = found.asked.get("selection")
+    selection = found.config.get("selection")
     if selection or record is None or not record.complete or not record.provenance.get("full_run"):
         part = " ".join(selection) if selection else "it left no whole record"
         raise AdoptionError(f"{path} measured a part of lane {found.lane} ({part}): gate the whole lane")
-    if found.asked.get("adopted"):
+    if found.config.get("adopted"):
         raise AdoptionError(
-            f"{path} compares with {found.asked['adopted']}, not with the adopted set: gate without --adopted"
+            f"{path} compares with {found.config['adopted']}, not with the adopted set: gate without --adopted"
         )
-    if found.asked.get("python_bad"):
+    if found.config.get("python_bad"):
         raise AdoptionError(
             f"{path}: the candidate was an interpreter (--python-bad), which no lock can name: gate a --candidate"
         )
@@ -145,7 +145,7 @@ def _gate(path: Path, root: Path) -> tuple[GateFile, Binding]:
 def _check_adopted(root: Path, path: Path, gate: GateFile) -> None:
     """Raises AdoptionError where the side that stood for the adopted set was another one."""
     lock = lane_lock(root, gate.lane)
-    if not (gate.asked.get("python_good") and lock.exists()):
+    if not (gate.config.get("python_good") and lock.exists()):
         return
     moved = _moved(read_lock(lock).versions, gate.good.packages)
     if moved:
@@ -233,7 +233,7 @@ def _adopting(
     entry = Adoption(
         lane=lane,
         day=accepted.today(),
-        candidate=str(gate.asked.get("candidate")),
+        candidate=str(gate.config.get("candidate")),
         old=str(gate.good.packages.get("torch") or versions.get("torch", "")),
         new=str(gate.bad.packages.get("torch") or lock.versions.get("torch", "")),
         decision=gate.decision.name,

@@ -123,7 +123,7 @@ class Bench:
             failure, found = place.failure, None
             if not failure:
                 with self.view.doing(f"{TITLES[name]}: importing torch"):
-                    found = installed(place.python, self.root, self.gate.asked.lane, place.variables)
+                    found = installed(place.python, self.root, self.gate.config.lane, place.variables)
                 failure = found.failure
             if found and not failure:
                 if side.packages and side.packages != found.packages:
@@ -140,7 +140,7 @@ class Bench:
 
     def canaries(self, names: Sequence[str]) -> None:
         """Run the canaries in these environments and record why each failed one did."""
-        folder = lanes.require(self.root, self.gate.asked.lane).canaries
+        folder = lanes.require(self.root, self.gate.config.lane).canaries
         if not folder or not (self.root / folder).is_dir():
             # A lane without a canary folder verifies each row's instrument in the row's own process.
             reason = f"no {folder} in this tree, so no instrument is proved"
@@ -171,7 +171,7 @@ class Bench:
         """Run the whole selection once per side. Raises GateError if pytest rejects it in the adopted environment."""
         variables = {"BUMPGATE_ROUNDS": str(ROUNDS), **self._tiers()}
         runs = self._run(
-            names, "counts and numerics", self.gate.asked.selection, "{}.json", env_vars=variables
+            names, "counts and numerics", self.gate.config.selection, "{}.json", env_vars=variables
         )
         if "good" in runs and runs["good"].code == USAGE:
             # Nothing is measured yet, so there is nothing to resume.
@@ -212,7 +212,7 @@ class Bench:
         if good is None or bad is None:
             return
         sides, to_time = self._sides(), timed_rows(good, bad).keys()
-        verdict = judge_gate(self.gate.asked.lane, sides["good"], sides["bad"], {}, {})
+        verdict = judge_gate(self.gate.config.lane, sides["good"], sides["bad"], {}, {})
         holding = [f for f in verdict.findings if f.decision is Decision.HOLD]
         # A finding without rows is a failed test.
         holding = [f for f in holding if not f.rows or not {*f.rows} <= to_time]
@@ -227,7 +227,7 @@ class Bench:
 
     def judge(self) -> None:
         """Compute the decision and its findings from all measurements."""
-        gate, lane, sides = self.gate, self.gate.asked.lane, self._sides()
+        gate, lane, sides = self.gate, self.gate.config.lane, self._sides()
         if gate.paired:
             sides |= {name: _with_faults(sides[name], gate.paired.problems(name)) for name in ("good", "bad")}
             gate.timed = summarise(gate.paired.log_ratios, self.plan, gate.paired.family)
@@ -262,7 +262,7 @@ class Bench:
             LaneCall(
                 self.places[name].python,
                 self.root,
-                self.gate.asked.lane,
+                self.gate.config.lane,
                 selection,
                 self.out / record.format(name),
                 environment={**self.places[name].caches(pair), **workers, **env_vars},
@@ -274,13 +274,13 @@ class Bench:
 
     def _groups(self, names: Sequence[str]) -> list[list[str]]:
         """Group the sides that run at once: all of them on CPU, one at a time on a shared device."""
-        if lanes.require(self.root, self.gate.asked.lane).device == "cpu" and names:
+        if lanes.require(self.root, self.gate.config.lane).device == "cpu" and names:
             return [list(names)]
         return [[name] for name in names]
 
     def _tiers(self) -> dict[str, str]:
         """Return env_vars that make a whole-lane gate of triton collect the codegen tier, if both sides have triton."""
-        options, sides = self.gate.asked, self.gate.sides
+        options, sides = self.gate.config, self.gate.sides
         of_triton = any(TRITON.match(text) for text in (options.candidate, options.adopted))
         both = all("triton" in sides[name].packages for name in ("good", "bad"))
         return {"BUMPGATE_TIERS": "codegen"} if of_triton and both and not options.selection else {}
@@ -293,7 +293,7 @@ class Bench:
         """Return a side's record for the verdict: empty if the side was not run because of the other one."""
         side = self.gate.sides[name]
         spared = not (side.measured or side.failure)
-        return Record({"lane": self.gate.asked.lane}, ()) if spared else self._record(name)
+        return Record({"lane": self.gate.config.lane}, ()) if spared else self._record(name)
 
     def _spoiled_again(self, name: str, record: Record, path: Path) -> Record:
         """Rerun the tests that the machine disturbed (INFRA), and merge the new results into the record."""
@@ -363,7 +363,7 @@ class Bench:
 
     def _session(self, sessions: Sessions, other: str, tests: int) -> None:
         """Run one session: both sides at once if each can have its own cores, else one after the other (GPU)."""
-        if lanes.require(self.root, self.gate.asked.lane).device == "cpu" and shares():
+        if lanes.require(self.root, self.gate.config.lane).device == "cpu" and shares():
             rounds = ROUNDS if sessions.only_slow_modes_open else DUET_ROUNDS
             sessions.run_duet(
                 lambda nodes, flip: self._timed_pair(other, nodes, flip, sessions.cache, rounds), tests
@@ -383,7 +383,7 @@ class Bench:
             LaneCall(
                 self.places[name].python,
                 self.root,
-                self.gate.asked.lane,
+                self.gate.config.lane,
                 ["-n", "0", *tests],
                 self.out / f"timed-{name}.json",
                 environment={**self.places[name].caches(pair), "BUMPGATE_ROUNDS": str(rounds)},

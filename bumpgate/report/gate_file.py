@@ -50,7 +50,7 @@ class GateFile:
     """One gate. good: the adopted environment; bad: the candidate. started: UTC, ISO 8601.
 
     finished: False for a gate that was killed. readings: row id -> log-ratio to the build of a month before
-    (bumpgate.gate.drift), if the gate was paired with one. asked, binding: its options and the work tree that it
+    (bumpgate.gate.drift), if the gate was paired with one. config, binding: its options and the work tree that it
     measured, as bumpgate.gate.result writes them. moved: one line per package whose version differs between the sides.
     """
 
@@ -67,7 +67,7 @@ class GateFile:
     accepted: tuple[str, ...]
     finished: bool = True
     readings: Mapping[str, float] = field(default_factory=dict)
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
     binding: Mapping[str, Any] = field(default_factory=dict)
     moved: tuple[str, ...] = ()
 
@@ -101,7 +101,7 @@ def read(path: Path) -> Record | GateFile:
             readings={
                 str(row): _number(x) for row, x in ((raw.get("anchor") or {}).get("readings") or {}).items()
             },
-            asked=dict(raw.get("asked") or {}),
+            config=dict(raw.get("asked") or {}),
             binding=dict(raw.get("binding") or {}),
             moved=tuple(str(line) for line in raw.get("moved", ())),
         )

@@ -81,9 +81,9 @@ def blocking(gate: GateFile) -> list[Finding]:
     return [f for f in gate.findings if f.decision is not Decision.ADOPT]
 
 
-def package_of(asked: Mapping[str, Any]) -> str:
+def package_of(config: Mapping[str, Any]) -> str:
     """Return the package that a gate judges; "" for an interpreter as it is."""
-    text = str(asked.get("candidate") or "")
+    text = str(config.get("candidate") or "")
     try:
         if text.endswith(".whl"):
             return str(parse_wheel_filename(PurePosixPath(text).name)[0])
@@ -95,9 +95,9 @@ def package_of(asked: Mapping[str, Any]) -> str:
 def gate_fields(gate: GateFile) -> dict[str, Any]:
     """Return the columns of a gate that the memory needs."""
     records = (gate.good.record, gate.bad.record)
-    whole = not gate.asked.get("selection") and all(r is not None and r.complete for r in records)
+    whole = not gate.config.get("selection") and all(r is not None and r.complete for r in records)
     moved = changes(gate.good.packages, gate.bad.packages)
-    return {"package": package_of(gate.asked), "whole": whole, "moved": json.dumps(list(moved))}
+    return {"package": package_of(gate.config), "whole": whole, "moved": json.dumps(list(moved))}
 
 
 def write(sql: Any, tables: Mapping[str, Any], connection: Any, made: int, gate: GateFile) -> None:
@@ -105,7 +105,7 @@ def write(sql: Any, tables: Mapping[str, Any], connection: Any, made: int, gate:
     found, sightings = tables["findings"], tables["sightings"]
     records = (gate.good.record, gate.bad.record)
     tests = {j.row.id: j.row.test for r in records if r for j in r.judgements}
-    package = package_of(gate.asked)
+    package = package_of(gate.config)
     seen: dict[str, int] = {}
     for f in blocking(gate):
         signature = [gate.lane, package, f.label, f.metric, NUMBER.sub("#", f.head)]

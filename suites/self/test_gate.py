@@ -20,7 +20,7 @@ from rich.console import Console
 
 from bumpgate.gate import bench, drift, result
 from bumpgate.gate.plan import Plan
-from bumpgate.gate.result import Asked, Gate, GateError
+from bumpgate.gate.result import Gate, GateConfig, GateError
 from bumpgate.gate.timed import BARREN, SIDE
 from bumpgate.gate.verdict import Decision, Finding
 from bumpgate.gate.view import findings_text
@@ -43,7 +43,7 @@ def test_an_unchanged_pair_is_adopted(machine: Machine, out: Path) -> None:
 
 
 def test_sides_that_share_a_gpu_take_turns(machine: Machine, out: Path) -> None:
-    machine.gate(out, Asked("h200", candidate="torch==2.14.0"))
+    machine.gate(out, GateConfig("h200", candidate="torch==2.14.0"))
     assert machine.processes[2:4] == ["all:good", "all:bad"]
     order = [p.removeprefix("timed:") for p in machine.processes[4:12]]
     assert order == [SIDE[letter] for letter in "ABBABAAB"]
@@ -70,7 +70,7 @@ def test_every_step_is_on_the_disk_before_the_next_begins(machine: Machine, out:
 
 def test_the_report_reads_what_the_gate_wrote(machine: Machine, out: Path) -> None:
     machine.sides["bad"].slower = {"throughput/b/seconds": 1.2}
-    gate = machine.gate(out, Asked("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0"))
+    gate = machine.gate(out, GateConfig("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0"))
     found = gate_file.read(out / result.NAME)
     assert isinstance(found, gate_file.GateFile)
     assert (found.decision, found.findings) == (Decision.HOLD, gate.findings)
@@ -331,7 +331,7 @@ def test_killed_anywhere_and_resumed_it_comes_to_the_same_verdict(
 
 
 def test_anchor_sessions_survive_a_resume(machine: Machine, out: Path) -> None:
-    options = Asked("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0")
+    options = GateConfig("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0")
 
     def kill() -> None:
         drifted = machine.bench and machine.bench.gate.drifted

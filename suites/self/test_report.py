@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bumpgate.gate.result import Asked, Gate, SideState
+from bumpgate.gate.result import Gate, GateConfig, SideState
 from bumpgate.gate.verdict import Decision, Finding, Side
 from bumpgate.report import command as report
 from bumpgate.report import diffs, gate_file, markdown, page
@@ -304,7 +304,7 @@ def _write(path: Path, text: str) -> Path:
 
 def test_what_the_gate_writes_at_each_step_is_read(tmp_path: Path) -> None:
     """From the first write, without measurements, to the last."""
-    gate = Gate(Asked("cpu", "torch==2.14.0"), "2026-11-21T02:00:00+00:00", "bumpgate gate --lane cpu")
+    gate = Gate(GateConfig("cpu", "torch==2.14.0"), "2026-11-21T02:00:00+00:00", "bumpgate gate --lane cpu")
     gate.write(tmp_path)
     shown = page.of(gate_file.read(tmp_path / "gate.json"))
     assert (shown.word, shown.failed) == ("UNKNOWN", True)
