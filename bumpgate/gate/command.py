@@ -63,7 +63,7 @@ def command(
         list[str] | None,
         typer.Option(help="A kernel wheel that these interpreters lack on purpose; repeatable."),
     ] = None,
-    index: Annotated[str | None, typer.Option(help="URL of an index asked before the host's.")] = None,
+    index: Annotated[str | None, typer.Option(help="URL of an index that takes precedence over the host's.")] = None,
     find_links: Annotated[
         list[str] | None, typer.Option(help="Folder or page of wheels; repeatable.")
     ] = None,

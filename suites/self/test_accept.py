@@ -224,7 +224,7 @@ def test_a_file_is_read_as_it_was_written_in_order_whatever_came_in(tmp_path: Pa
         ("[[accepted", "not TOML"),
         ("rows = 1", "holds [[accepted]] entries and nothing else"),
         ("accepted = 1", "holds [[accepted]] entries and nothing else"),
-        (GOOD_ENTRY + GOOD_ENTRY, f"entry 2: {BREAKS} 17 of lane cpu stands there twice"),
+        (GOOD_ENTRY + GOOD_ENTRY, f"entry 2: duplicate entry {BREAKS} 17 of lane cpu"),
         (GOOD_ENTRY.replace('owner = "ada"\n', ""), "an entry has the fields"),
         (GOOD_ENTRY + "note = 1\n", "an entry has the fields"),
         (GOOD_ENTRY.replace('"cpu"', '"gpu"'), "lane must be one of cpu, h200, v6e, got 'gpu'"),

@@ -165,7 +165,7 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     ),
     "another gap": ("a review does not close gaps in the evidence: INFRA no disk", gap),
     "unfinished": (
-        "the gate did not end: go on with its command and --resume",
+        "the gate is not finished: resume it with its command and --resume",
         lambda raw: raw.update(finished=False),
     ),
     "selection": (
@@ -229,7 +229,7 @@ OPTIONS = {
         ("--reviewed", "release/*/category", "--reason", " "),
         "--reason must be one line of text",
     ),
-    "reason alone": (("--reason", "x"), "--reason without --reviewed"),
+    "reason alone": (("--reason", "x"), "--reason requires --reviewed"),
 }
 
 
@@ -246,7 +246,7 @@ def test_derived_row_cannot_be_reviewed_away(tree: AdoptTree) -> None:
 
 def test_edited_tree_and_missing_files_are_refused(tree: AdoptTree) -> None:
     (tree.root / "9.10.0/bad.pylock.toml").unlink()
-    refused(tree, "bad.pylock.toml: not there, so the candidate's wheels are not known", "9.10.0")
+    refused(tree, "bad.pylock.toml does not exist, so the candidate's wheels are unknown", "9.10.0")
     refused(tree, "none/gate.json: cannot be read", "none")
     (tree.root / "9.11.0/gate.json").write_text((tree.root / "9.11.0/bad.json").read_text())
     refused(tree, "is the record of one run: name the gate.json of a gate", "9.11.0")
