@@ -124,7 +124,7 @@ class _Names:
         return {path for path in around if path}
 
     def text(self, text: str) -> set[str]:
-        """Return the files that a string names: a module, or words that are paths or file names, also with wildcards."""
+        """Return the files that a string names: a module, or paths and file names, with wildcards or not."""
         if text in self.modules:
             return self.module(text)
         found: set[str] = set()

@@ -29,8 +29,8 @@ def moved_baseline(
 ) -> tuple[Baseline, list[Change], list[str]]:
     """Return the baseline of the candidate, the changes, and the rows that stay red under it.
 
-    Accepted from the candidate's record: rows that are new, per-build values, wins, times that the paired sessions found
-    no slower, and the rows of reviewed findings (`accepted_rows`); such a row is dropped if the candidate does not
+    Accepted from the candidate's record: new rows, per-build values, wins, times that the paired sessions found no
+    slower, and the rows of reviewed findings (`accepted_rows`); such a row is dropped if the candidate does not
     report it. Tolerances and notes are kept. Raises AdoptionError on a reviewed row that no baseline can excuse.
     """
     record = gate.bad.record

@@ -1,7 +1,7 @@
 """wheels/manifest.toml: python, torch, triton and kernel wheels of each environment, and checks of an installed one.
 
 Versions are compared by `packaging`. As text "2.9" is newer than "2.12"; and by PEP 440 2.12.0.dev20260304 is older
-than 2.12, though its C++ structures and its wheels are those of 2.12: `release` returns the release that a build leads to.
+than 2.12, though its C++ structures and its wheels are those of 2.12: `release` gives the release of a build.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Label:
 
 @dataclass(frozen=True)
 class KernelWheel:
-    """A wheel with compiled extensions. version: exact, "" if the source states none. torch: the version it was built against.
+    """A wheel with compiled extensions. version: exact, "" if the source states none. torch: of the build.
 
     sha256: of the wheel; sdist: of the source distribution that `bumpgate wheels build` compiles.
     fault: text on the known contradiction of a historic row; an adopted row has none.

@@ -113,10 +113,10 @@ class Bench:
 
     def enter(self) -> None:
         """Record each side's installed packages, or why its environment is unavailable."""
-        here = host_class()
-        if self.gate.host not in ("", here):
-            raise GateError(f"begun on {self.gate.host}, and this is {here}: gate anew, in another --out")
-        self.gate.host = here
+        host = host_class()
+        if self.gate.host not in ("", host):
+            raise GateError(f"started on {self.gate.host}, and this is {host}: gate again, in another --out")
+        self.gate.host = host
         for name, side in self.gate.sides.items():
             place = self.places[name]
             side.command, side.python = place.command, "" if place.failure else str(place.python)
@@ -143,7 +143,7 @@ class Bench:
         folder = lanes.require(self.root, self.gate.config.lane).canaries
         if not folder or not (self.root / folder).is_dir():
             # A lane without a canary folder verifies each row's instrument in the row's own process.
-            reason = f"no {folder} in this tree, so no instrument is proved"
+            reason = f"no {folder} in this tree, so no instrument is verified"
             for name in names:
                 self.gate.sides[name].canaries = {"canaries": reason} if folder else {}
             return
@@ -163,8 +163,8 @@ class Bench:
         }
         if not failed and (run.failure or (run.record and run.record.problems)):
             failed["canaries"] = one_line(run.failure or (run.record and run.record.problems[0]))
-        said = f"FAILED: {', '.join(failed)}" if failed else f"{len(judgements)} agree"
-        self.view.say(f"{TITLES[name]}: canaries: {said}; {run.seconds:.0f} s")
+        outcome = f"FAILED: {', '.join(failed)}" if failed else f"{len(judgements)} agree"
+        self.view.say(f"{TITLES[name]}: canaries: {outcome}; {run.seconds:.0f} s")
         return failed
 
     def measure(self, names: Sequence[str]) -> None:
@@ -176,7 +176,7 @@ class Bench:
         if "good" in runs and runs["good"].code == USAGE:
             # Nothing is measured yet, so there is nothing to resume.
             (self.out / NAME).unlink()
-            raise GateError(f"pytest refuses the selection: {runs['good'].failure}")
+            raise GateError(f"pytest rejects the selection: {runs['good'].failure}")
         for name, run in runs.items():
             side = self.gate.sides[name]
             side.measured, side.failure = True, run.failure
@@ -300,7 +300,7 @@ class Bench:
         tests = sorted({j.row.test for j in record.judgements if j.verdict is Verdict.INFRA})
         if not tests:
             return record
-        again = self._run([name], "once more what the machine spoiled", tests, "again-{}.json")[name].record
+        again = self._run([name], "again the tests that the machine disturbed", tests, "again-{}.json")[name].record
         if again is None or not again.complete:
             return record
         kept = [j for j in record.judgements if j.row.test not in tests]
@@ -337,7 +337,7 @@ class Bench:
 
         Near the deadline a session runs only as many open tests as still fit, the most important first.
         """
-        begun_here, longest, per_test = sessions.begun, 0.0, 0.0
+        before, longest, per_test = sessions.begun, 0.0, 0.0
         with self.view.doing("") as update:
             while tests := sessions.open_tests():
                 started = time.monotonic()
@@ -357,7 +357,7 @@ class Bench:
                     self.view.say(
                         f"{TITLES[other]} and candidate: {session_line(sessions)}; {longest:.0f} s each"
                     )
-        if sessions.begun > begun_here and sessions.plan:
+        if sessions.begun > before and sessions.plan:
             outcomes = decide(sessions.log_ratios, sessions.plan, sessions.family)
             self.view.say(timed_line(list(outcomes.values()), sessions))
 

@@ -49,16 +49,16 @@ INTERRUPTED = 130
 
 def command(
     lane: Annotated[str, typer.Option(help="A declared lane.")],
-    candidate: Annotated[str, typer.Option(help="What is judged: 'torch==2.14.0', or a wheel file.")] = "",
+    candidate: Annotated[str, typer.Option(help="The candidate: 'torch==2.14.0', or a wheel file.")] = "",
     adopted: Annotated[
-        str, typer.Option(help="Instead of the lane's adopted set: that set with this in it.")
+        str, typer.Option(help="Instead of the lane's adopted set: that set with this requirement.")
     ] = "",
     anchor: Annotated[
         str, typer.Option(help="Pair the candidate also with this build of a month ago, or with `history`'s.")
     ] = "",
-    python_good: Annotated[str, typer.Option(help="Adopted: this interpreter as it stands.")] = "",
-    python_bad: Annotated[str, typer.Option(help="Candidate: this interpreter as it stands.")] = "",
-    python_anchor: Annotated[str, typer.Option(help="Anchor: this interpreter as it stands.")] = "",
+    python_good: Annotated[str, typer.Option(help="Adopted side: this interpreter, unchanged.")] = "",
+    python_bad: Annotated[str, typer.Option(help="Candidate side: this interpreter, unchanged.")] = "",
+    python_anchor: Annotated[str, typer.Option(help="Anchor side: this interpreter, unchanged.")] = "",
     without: Annotated[
         list[str] | None,
         typer.Option(help="A kernel wheel that these interpreters lack on purpose; repeatable."),
@@ -71,21 +71,21 @@ def command(
         list[str] | None, typer.Option(help="A store with nightlies of `bumpgate mirror`; repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of gate.json and both records.")] = None,
-    sessions: Annotated[int | None, typer.Option(help="At most so many paired sessions.")] = None,
+    sessions: Annotated[int | None, typer.Option(help="Maximum number of paired sessions.")] = None,
     budget: Annotated[
-        float | None, typer.Option(help="Minutes after which no session begins; --resume goes on.")
+        float | None, typer.Option(help="Minutes after which no session starts; --resume continues.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the gate in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the gate in --out.")] = False,
     shell: Annotated[
-        str, typer.Option("--command", help="Instead of pytest: prints metrics as JSON lines (docs/gate.md).")
+        str, typer.Option("--command", help="Instead of pytest: a command that prints metrics as JSON (docs/gate.md).")
     ] = "",
-    selection: Annotated[list[str] | None, typer.Argument(help="After --: what pytest is to run.")] = None,
+    selection: Annotated[list[str] | None, typer.Argument(help="After --: what pytest runs.")] = None,
 ) -> None:
-    """Measure the adopted build and a candidate in pairs: ADOPT, HOLD, or UNKNOWN where evidence is missing.
+    """Measure the adopted build and a candidate in pairs: ADOPT, HOLD, or UNKNOWN if evidence is missing.
 
-    Without a selection, the whole lane.
+    Without a selection, the complete lane is measured.
 
-    Exit codes: 0 ADOPT, 1 HOLD, 125 UNKNOWN, 4 bad input, 130 interrupted (what was measured is kept for --resume).
+    Exit codes: 0 ADOPT, 1 HOLD, 125 UNKNOWN, 4 bad input, 130 interrupted (--resume continues).
     """
     if shell and selection:
         raise BumpgateError("--command and a pytest selection: name one of them")
@@ -137,24 +137,24 @@ def command(
                     lambda: bind(root, place),
                 ).run()
     except KeyboardInterrupt:
-        view.say(f"interrupted; what was measured is kept, go on with: {_resume_line()}")
+        view.say(f"interrupted; results so far are saved. Resume with: {_resume_line()}")
         raise typer.Exit(INTERRUPTED) from None
     except OSError as error:
         where = error.filename or place
         view.say(
-            f"bumpgate: {where}: {error.strerror}; what was measured is kept, go on with: {_resume_line()}"
+            f"bumpgate: {where}: {error.strerror}; results so far are saved. Resume with: {_resume_line()}"
         )
         raise typer.Exit(Decision.UNKNOWN.value) from None
     found = gate_file.read(place / result.NAME)
     assert isinstance(found, GateFile)
     _show(found, place, again)
     if gate.undecided:
-        view.say(f"the budget ended before every timed row was decided, go on with: {_resume_line()}")
+        view.say(f"the budget ended before every timed row was decided. Resume with: {_resume_line()}")
     if found.decision is not Decision.UNKNOWN and candidate and not config.selection:
         review = (
             ""
             if found.decision is Decision.ADOPT
-            else " --reviewed ROW --reason TEXT, for each row that is right"
+            else " --reviewed ROW --reason TEXT, for each intended change"
         )
         view.say(f"to adopt it: bumpgate adopt {shlex.quote(str(place / result.NAME))}{review}")
     raise typer.Exit(found.decision.value)
@@ -164,7 +164,7 @@ def _refuse(config: GateConfig, root: Path) -> None:
     """Validate the options. Raises BumpgateError (one line)."""
     if interrupted(root):
         raise BumpgateError(
-            f"an adoption was cut short here: restore with: bumpgate rollback {config.lane} --adoption"
+            f"an adoption was interrupted here: restore with: bumpgate rollback {config.lane} --adoption"
         )
     lanes.require(root, config.lane)
     if bool(config.candidate) == bool(config.python_bad):
@@ -172,7 +172,7 @@ def _refuse(config: GateConfig, root: Path) -> None:
     for name in ("adopted", "anchor"):
         python = {"adopted": config.python_good, "anchor": config.python_anchor}[name]
         if getattr(config, name) and python:
-            raise BumpgateError(f"--{name} or an interpreter for it, not both")
+            raise BumpgateError(f"--{name} cannot be combined with an interpreter for it")
     if config.without and not (config.python_good or config.python_bad or config.python_anchor):
         raise BumpgateError("--without is for interpreters (--python-bad PATH): name one, or leave it out")
     kernels = kernel_wheels(root, config.lane)
@@ -188,7 +188,7 @@ def _refuse(config: GateConfig, root: Path) -> None:
             raise BumpgateError(f"{part.split('=')[0]} is set by the gate: leave it out of the selection")
         path = part.split("::")[0]
         if not part.startswith("-") and not before.startswith("-") and not (root / path).exists():
-            raise BumpgateError(f"the selection names {path}, which is not there")
+            raise BumpgateError(f"the selection names {path}, which does not exist")
 
 
 def _file_digest(candidate: str) -> str:
@@ -199,8 +199,8 @@ def _file_digest(candidate: str) -> str:
 
 def _begin(config: GateConfig, out: Path, resume: bool, now: Binding) -> Gate:
     """Create a gate, or load the one in `out`. Raises GateError if that one has other options or inputs."""
-    there = result.read(out, plan_for(config.sessions, config.lane))
-    if there is None or (there.finished and not resume):
+    found = result.read(out, plan_for(config.sessions, config.lane))
+    if found is None or (found.finished and not resume):
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         gate = Gate(config, started, shlex.join(["bumpgate", *sys.argv[1:]]), binding=now)
         if config.anchor or config.python_anchor:
@@ -208,14 +208,14 @@ def _begin(config: GateConfig, out: Path, resume: bool, now: Binding) -> Gate:
         return gate
     where = out / result.NAME
     if not resume:
-        raise GateError(f"{where} is of a gate that did not end: go on with --resume, or name another --out")
-    if there.config != config:
-        names = [n for n in vars(config) if getattr(config, n) != getattr(there.config, n)]
+        raise GateError(f"{where} is of an unfinished gate: continue it with --resume, or name another --out")
+    if found.config != config:
+        names = [n for n in vars(config) if getattr(config, n) != getattr(found.config, n)]
         raise GateError(f"{where} is of another gate (other {', '.join(names)}): name another --out")
-    if there.binding is None or (differences := there.binding.differences(now)):
-        what = "; ".join(differences) if there.binding else "no record of its work tree"
-        raise GateError(f"{where} does not hold for what is here now ({what}): gate again, in another --out")
-    return there
+    if found.binding is None or (differences := found.binding.differences(now)):
+        what = "; ".join(differences) if found.binding else "no record of its work tree"
+        raise GateError(f"{where} does not match the present inputs ({what}): gate again, in another --out")
+    return found
 
 
 def _check_packages(gate: Gate, places: Mapping[str, Place], root: Path) -> None:
@@ -295,7 +295,7 @@ def _refuse_unprepared(config: GateConfig, python: str, absent: Mapping[str, str
         raise GateError(
             f"{python} lacks {', '.join(unnamed)} of lane {config.lane}: install them"
             f" (bumpgate wheels plan --lane {config.lane} --python {shlex.quote(python)} lists which fit),"
-            f" or add, where that is on purpose: {options}"
+            f" or add, if that is intended: {options}"
         )
 
 
@@ -312,7 +312,7 @@ def _show(gate: GateFile, out: Path, again: bool) -> None:
     ]
     part = gate.good.record.provenance.get("part") if gate.good.record else None
     parts += ["part of the lane: {} of {} rows".format(*part)] if part else []
-    parts += [f"an earlier verdict, begun {gate.started}; nothing was measured now"] if again else []
+    parts += [f"an earlier verdict, started {gate.started}; nothing was measured now"] if again else []
     for line in [*lines, "; ".join([*parts, str(out / result.NAME)])]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -31,7 +31,7 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdoptTree]:
         for version, code in (("9.10.0", 0), ("9.11.0", 1), ("9.12.0", 1)):
             done = tree.gate(version)
             assert done.code == code, done.out + done.err
-            review = " --reviewed ROW --reason TEXT, for each row that is right" if code else ""
+            review = " --reviewed ROW --reason TEXT, for each intended change" if code else ""
             assert done.err.endswith(f"to adopt it: bumpgate adopt {version}/gate.json{review}\n")
         yield tree
         tree.end()
@@ -282,7 +282,7 @@ def test_killed_adoption_is_undone_by_the_next_command(tree: AdoptTree, at: int)
     assert (tree.root / JOURNAL).exists()
     gate = tree.gate("9.9.0")
     assert (gate.code, len(gate.err.splitlines())) == (4, 1)
-    assert "an adoption was cut short here: restore with: bumpgate rollback cpu --adoption" in gate.err
+    assert "an adoption was interrupted here: restore with: bumpgate rollback cpu --adoption" in gate.err
     if at % 2:
         back = tree.bumpgate("rollback", "cpu", "--adoption", "--no-smoke")
         assert back.code == 0, back.out + back.err

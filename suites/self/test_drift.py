@@ -148,7 +148,7 @@ def test_a_creep_once_called_stays_called(log_ratios: list[float], later: list[f
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_reading_that_is_no_number_is_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match="no finite log-ratio"):
+    with pytest.raises(ValueError, match="log-ratio must be finite"):
         creep(readings([0.0, bad]))
 
 

@@ -171,10 +171,10 @@ def test_a_fault_of_the_candidate(machine: Machine, out: Path, fault: str) -> No
             {"problems": (f"{COUNT_TEST}: assert 1 == 2",)},
             ["first answer: HOLD, whatever the times are (1 finding)", "  PROBLEM assert 1 == 2"],
         ),
-        ({"spoiled": 2}, ["first answer: nothing but the times can hold the candidate"]),
+        ({"spoiled": 2}, ["first answer: only the times can still hold the candidate"]),
         (
             {"slower": {"throughput/b/seconds": 9.0}},
-            ["first answer: nothing but the times can hold the candidate"],
+            ["first answer: only the times can still hold the candidate"],
         ),
     ],
 )
@@ -361,7 +361,7 @@ def test_a_refused_selection_leaves_no_gate_to_go_on_with(
         ]
 
     monkeypatch.setattr(bench, "run_lanes", refuse)
-    with pytest.raises(GateError, match="pytest refuses the selection: no such option"):
+    with pytest.raises(GateError, match="pytest rejects the selection: no such option"):
         machine.gate(out)
     assert not (out / result.NAME).exists()
 
@@ -392,7 +392,7 @@ def test_a_gate_stays_on_its_machine(machine: Machine, out: Path, monkeypatch: p
     made.enter()
     monkeypatch.setattr(bench, "host_class", lambda: "EPYC, 16 cores")
     with pytest.raises(
-        GateError, match=r"begun on .*, and this is EPYC, 16 cores: gate anew, in another --out"
+        GateError, match=r"started on .*, and this is EPYC, 16 cores: gate again, in another --out"
     ):
         machine.gate(out)
 
