@@ -79,7 +79,8 @@ def slow_mode(log_ratios: Sequence[float], modes: Modes, share: float = 1.0) -> 
 def p_lost(bad: int, good: int) -> float:
     """Return the exact one-sided p of "the candidate loses no more readings than the adopted build".
 
-    bad, good: numbers of lost readings. If the claim holds, a lost reading is of either side with equal chance (binomial test).
+    bad, good: numbers of lost readings. If the claim holds, each lost reading is of either side with equal chance
+    (binomial test).
     """
     total = bad + good
     return float(sum(math.comb(total, k) for k in range(bad, total + 1)) / 2**total)

@@ -22,7 +22,7 @@ class GateFileError(BumpgateError):
 
 @dataclass(frozen=True)
 class Side:
-    """One environment: what it measured (None: it never came to that), what was installed, and what broke."""
+    """One environment: its record (None if it has none), its packages, and its failures."""
 
     name: str
     record: Record | None
@@ -36,7 +36,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Paired:
-    """One row of the paired sessions: the ratio of times, candidate over adopted, NaN where there was no session."""
+    """One row of the paired sessions: the ratio of times, candidate over adopted, NaN without a session."""
 
     outcome: str
     ratio: float
@@ -73,7 +73,7 @@ class GateFile:
 
 
 def read(path: Path) -> Record | GateFile:
-    """A record or a gate, by what is in the file. Raises GateFileError or RecordError, one line, on anything else."""
+    """Read a record or a gate, whichever the file holds. Raises GateFileError or RecordError (one line) if neither."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -107,7 +107,7 @@ def read(path: Path) -> Record | GateFile:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GateFileError(
-            f"{path}: a gate that lost a part ({type(error).__name__}: {one_line(error)})"
+            f"{path}: corrupt or incomplete gate file ({type(error).__name__}: {one_line(error)})"
         ) from None
 
 

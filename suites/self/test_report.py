@@ -235,8 +235,11 @@ def test_the_command_writes_all_beside_its_input_or_what_is_asked(
         ("garbage", "neither a record nor a gate"),
         ("[]", "not a record of schema 1"),
         ('{"decision": "ADOPT"}', "not a gate of schema 1"),
-        ('{"decision": "MAYBE", "schema": 1, "lane": "cpu"}', "a gate that lost a part (KeyError"),
-        ('{"decision": "ADOPT", "schema": 1, "lane": "cpu"}', "a gate that lost a part (KeyError: 'sides')"),
+        ('{"decision": "MAYBE", "schema": 1, "lane": "cpu"}', "corrupt or incomplete gate file (KeyError"),
+        (
+            '{"decision": "ADOPT", "schema": 1, "lane": "cpu"}',
+            "corrupt or incomplete gate file (KeyError: 'sides')",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_4(
