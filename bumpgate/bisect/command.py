@@ -19,7 +19,7 @@ from rich.console import Console
 from bumpgate.bisect import gate_finding, ranges, shell
 from bumpgate.bisect import journal as journals
 from bumpgate.bisect.answer import Answer, Watcher, answer, closing_text, text, write_json
-from bumpgate.bisect.bisection import Bench, Bisection, MachineError
+from bumpgate.bisect.bisection import BisectContext, Bisection, MachineError
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.compiler import compiler_part
 from bumpgate.bisect.journal import Journal, JournalError, Plan
@@ -232,7 +232,7 @@ def _search(
     test = _test(options, root, span)
     watcher = Watcher(Console(soft_wrap=True), live=not options.interactive)
     builder = options.commit_builder(out) if options.builder else None
-    bench = Bench(
+    context = BisectContext(
         options.package,
         out,
         builder.request if builder else options.request(root),
@@ -243,7 +243,7 @@ def _search(
         reliable=options.timed,
         recall=builder and builder.recall,
     )
-    bisection = Bisection(state, bench)
+    bisection = Bisection(state, context)
 
     def seconds() -> dict[str, float]:
         # A resumed bisect reuses the reading, and its seconds, of a probe that had finished before the kill.

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect import bisection, command, journal
-from bumpgate.bisect.bisection import Bench
+from bumpgate.bisect.bisection import BisectContext
 from bumpgate.bisect.journal import Plan
 from bumpgate.bisect.probe import Cause, ProbeResult, Reading
 from bumpgate.bisect.search import Outcome, Result
@@ -407,8 +407,10 @@ def hunt(
             def request(version: str) -> Request:
                 return Request((f"torch==={version}",), name=f"torch {version}")
 
-            bench = Bench("torch", out, request, fake_build, FakeTest(moments, runs, misread), Silent())
-            run = module.Bisection(state, bench)
+            context = BisectContext(
+                "torch", out, request, fake_build, FakeTest(moments, runs, misread), Silent()
+            )
+            run = module.Bisection(state, context)
             result = run.run()
             return result, [str(change) for change in run.attribute(result).changes]
 
@@ -464,9 +466,9 @@ def test_a_flaky_test_is_read_again_until_it_is_settled(tmp_path: Path) -> None:
     [
         ("known=[*known, *self.state.mixtures]", "known=known"),
         (
-            "            reading = take(place, request, build, self.bench.test)",
+            "            reading = take(place, request, build, self.context.test)",
             "            place.mkdir(parents=True, exist_ok=True)\n"
-            "            reading = self.bench.test.run(build(request), place)\n            keep(reading)",
+            "            reading = self.context.test.run(build(request), place)\n            keep(reading)",
         ),
         ("        self.state.record_mixture(mixture, result.outcome)\n", ""),
     ],

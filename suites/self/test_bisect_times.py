@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect import command, gate_finding, journal, options, probe, times_probe
-from bumpgate.bisect.bisection import Bench, Bisection
+from bumpgate.bisect.bisection import BisectContext, Bisection
 from bumpgate.bisect.gate_finding import GateFindingError, load
 from bumpgate.bisect.probe import Cause
 from bumpgate.bisect.search import Outcome, Result
@@ -151,8 +151,8 @@ def search(
     path = out / "state.jsonl"
     plan = asked.plan(span, test)
     with journal.resume(path) if path.exists() else journal.begin(path, plan) as state:
-        bench = Bench("torch", out, request, build, test, show, reliable=True)
-        return Bisection(state, bench).run(), show
+        context = BisectContext("torch", out, request, build, test, show, reliable=True)
+        return Bisection(state, context).run(), show
 
 
 @pytest.mark.parametrize("first", [1, 7, 11])

@@ -204,7 +204,7 @@ def test_bisect_and_gate_install_copies_from_a_store(
     def places(asked: object, view: object, root: object, sources: dict[str, object]) -> None:
         raise BumpgateError(f"install from {sources['find_links']}")
 
-    monkeypatch.setattr(gate, "_places", places)
+    monkeypatch.setattr(gate, "_env_specs", places)
     monkeypatch.chdir(ROOT)
     for folder, words in (
         (store, f"install from ('{mirror_root()}',)"),
