@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, read_dynamo_config, reset_dynamo
 from launch import contract as contracts
 from launch import train
 from launch.contract import ContractError
@@ -88,7 +88,7 @@ def test_a_misshapen_table_is_refused(lane: Lane, tmp_path: Path) -> None:
 def dynamo_as_it_was():
     with dynamo_config(read_dynamo_config(contracts.load().dynamo)):
         yield
-    forget_graphs()
+    reset_dynamo()
 
 
 @lanes("cpu")
@@ -100,7 +100,7 @@ def test_the_first_step_takes_the_warm_ups_place(
     canaries("graphs")
     losses, more = {}, {}
     for case in ("warm_up", "first_step", "no_mark"):
-        forget_graphs()
+        reset_dynamo()
         skip = {} if case == "warm_up" else {"all": {"asked": True}}
         monkeypatch.setattr(train, "load_warmup", lambda skip=skip: WarmUp(skip, "1"))
         config = preset("nam12", "narrow", layer_pattern="AE", depth=2)
