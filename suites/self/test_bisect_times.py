@@ -177,7 +177,7 @@ def test_half_of_the_slowdown_is_the_limit(root: Path) -> None:
 
 def test_bad_end_that_is_not_slower_is_refused(root: Path) -> None:
     result, _ = search(root, Sides({}), ratio=1.10, nights=NIGHTS[:3])
-    assert result.failure.startswith("the bad end 2.2.0 is GOOD: name a later one")
+    assert result.failure.startswith("the bad endpoint 2.2.0 is GOOD: name a later one")
 
 
 def test_row_that_stays_open_is_unknown(root: Path, tmp_path: Path) -> None:

@@ -248,14 +248,17 @@ def test_a_fix_is_found_as_a_fault_is() -> None:
 @pytest.mark.parametrize(
     ("read", "failure"),
     [
-        (lambda i: "BAD", "the good end 2.14.0.dev0002 is BAD: name an earlier one"),
+        (lambda i: "BAD", "the good endpoint 2.14.0.dev0002 is BAD: name an earlier one"),
         (
             lambda i: "GOOD",
-            "the bad end 2.14.0.dev0007 is GOOD: name a later one, or an earlier one if it has changed back",
+            "the bad endpoint 2.14.0.dev0007 is GOOD: name a later one, or an earlier one if it has changed back",
         ),
-        (lambda i: "SKIP", "the good end 2.14.0.dev0002 does not install: name another"),
-        (lambda i: "UNKNOWN", "the good end 2.14.0.dev0002 gives no verdict: name another"),
-        (lambda i: "SKIP" if i == 7 else "GOOD", "the bad end 2.14.0.dev0007 does not install: name another"),
+        (lambda i: "SKIP", "the good endpoint 2.14.0.dev0002 does not install: name another"),
+        (lambda i: "UNKNOWN", "the good endpoint 2.14.0.dev0002 gives no verdict: name another"),
+        (
+            lambda i: "SKIP" if i == 7 else "GOOD",
+            "the bad endpoint 2.14.0.dev0007 does not install: name another",
+        ),
     ],
 )
 def test_an_end_that_is_not_what_it_was_called_ends_the_search(
@@ -273,7 +276,7 @@ def test_an_end_that_stops_to_install_while_in_doubt_ends_the_search() -> None:
         searched.record(index, Outcome[outcome])
     result = searched.result()
     assert result is not None
-    assert result.failure == "the good end 2.14.0.dev0000 does not install: name another"
+    assert result.failure == "the good endpoint 2.14.0.dev0000 does not install: name another"
 
 
 def test_an_end_is_doubted_through_noise_too() -> None:
@@ -284,7 +287,7 @@ def test_an_end_is_doubted_through_noise_too() -> None:
         right = drive(Search(labels(60), labels(60)[0], labels(60)[-1], 0.1, 0.1), noisy(30, 0.1, 0.1, dice))
         wrong = drive(Search(labels(60), labels(60)[0], labels(60)[-1], 0.1, 0.1), noisy(0, 0.1, 0.1, dice))
         ended["right"] += right.found
-        ended["wrong"] += wrong.failure.startswith("the good end")
+        ended["wrong"] += wrong.failure.startswith("the good endpoint")
     assert ended["right"] >= 194, ended
     assert ended["wrong"] >= 190, ended
 
@@ -293,7 +296,7 @@ def test_outcomes_that_cannot_all_be_true_end_the_search_in_one_line() -> None:
     swapped = Search(labels(9), labels(9)[0], labels(9)[8])
     swapped.record(8, Outcome.GOOD)
     swapped.record(0, Outcome.BAD)
-    assert swapped.result().failure.endswith("the ends look swapped")  # type: ignore[union-attr]
+    assert swapped.result().failure.endswith("the endpoints look swapped")  # type: ignore[union-attr]
     torn = Search(labels(9), labels(9)[0], labels(9)[8])
     for index, outcome in ((0, "GOOD"), (8, "BAD"), (3, "BAD"), (5, "GOOD")):
         torn.record(index, Outcome[outcome])
@@ -384,9 +387,9 @@ def test_a_fault_that_comes_and_goes_is_reported_with_its_last_edge() -> None:
 @pytest.mark.parametrize(
     ("read", "words", "probes"),
     [
-        (lambda i: "BAD", "the good end 2.14.0.dev0000 is BAD", 4),
-        (lambda i: "GOOD", "the bad end 2.14.0.dev0059 is GOOD", 4),
-        (lambda i: "GOOD" if i else "BAD", "the ends look swapped", 4),
+        (lambda i: "BAD", "the good endpoint 2.14.0.dev0000 is BAD", 4),
+        (lambda i: "GOOD", "the bad endpoint 2.14.0.dev0059 is GOOD", 4),
+        (lambda i: "GOOD" if i else "BAD", "the endpoints look swapped", 4),
     ],
 )
 def test_an_end_is_refused_after_few_repeats(read: Callable[[int], str], words: str, probes: int) -> None:
@@ -432,8 +435,8 @@ def test_candidates_beside_the_ends_are_never_asked_for() -> None:
     ("arguments", "options", "words"),
     [
         ((["a", "b", "a"], "a", "b"), {}, "'a' is listed 2 times"),
-        ((["a", "b"], "x", "b"), {}, "the good end 'x' is none of the 2"),
-        ((["a", "b"], "a", "x"), {}, "the bad end 'x' is none of the 2"),
+        ((["a", "b"], "x", "b"), {}, "the good endpoint 'x' is not one of the 2"),
+        ((["a", "b"], "a", "x"), {}, "the bad endpoint 'x' is not one of the 2"),
         ((["a", "b"], "a", "a"), {}, "named as good and as bad"),
         ((["a", "b"], "b", "a"), {}, "swap them"),
         ((["a", "b"], "a", "b"), {"find_fix": True}, "swap them"),
@@ -441,7 +444,7 @@ def test_candidates_beside_the_ends_are_never_asked_for() -> None:
         ((["a", "b"], "a", "b", 0.0, -0.1), {}, "false_good must lie"),
         ((["a", "b"], "a", "b", math.nan), {}, "false_bad must lie"),
         ((["a", "b"], "a", "b", 0.0, 0.0, 1.0), {}, "confidence must lie"),
-        ((["a", "b"], "a", "b"), {"budget": 1}, "does not reach both ends"),
+        ((["a", "b"], "a", "b"), {"budget": 1}, "does not reach both endpoints"),
     ],
     ids=str,
 )
