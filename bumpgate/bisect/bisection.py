@@ -67,7 +67,7 @@ class BisectContext:
     """Dependencies of a bisect. request: from a version to its request. out: the folder of the readings.
 
     reliable: one reading settles a mixture also under the plan's misread rates, unless the test has contradicted
-    itself: a probe that is a whole sequential test.
+    itself: a probe that is a complete sequential test.
     recall: returns an environment that was built before, where candidates are commits and `build` keeps only one.
     """
 
@@ -119,7 +119,7 @@ class Bisection:
             if self.context.ahead:
                 self.context.ahead.stop()
         result = self.search.result()
-        assert result is not None, "the journal decides nothing more only where there is an answer"
+        assert result is not None, "the journal has no further decision only if there is an answer"
         return result
 
     def steps(self) -> Iterator[Step]:

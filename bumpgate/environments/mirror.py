@@ -140,7 +140,9 @@ def mirror_root() -> Path:
 def command(
     keep: Annotated[int, typer.Option(help="How many nights.", min=1)],
     package: Annotated[str, typer.Option(help="Whose nightlies.")] = "torch",
-    index: Annotated[str | None, typer.Option(help="URL of an index that takes precedence over the host's.")] = None,
+    index: Annotated[
+        str | None, typer.Option(help="URL of an index that takes precedence over the host's.")
+    ] = None,
     python: Annotated[str, typer.Option(help="The Python whose wheels are copied.")] = RUNNING,
     limit: Annotated[float | None, typer.Option(help="GB that the copies may take.", min=0.0)] = None,
 ) -> None:
