@@ -282,12 +282,12 @@ def _fetch(mirror: Mirror, name: str, found: Found, day: date) -> None:
     if not found.sha256:
         partial.unlink(missing_ok=True)
     settings = host_settings()
-    there = partial.stat().st_size if partial.is_file() else 0
+    offset = partial.stat().st_size if partial.is_file() else 0
     try:
         with requests.get(
             found.url,
             stream=True,
-            headers={"Accept-Encoding": "identity"} | ({"Range": f"bytes={there}-"} if there else {}),
+            headers={"Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {}),
             timeout=float(settings.get("UV_HTTP_TIMEOUT") or 30),
             verify=settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True,
         ) as answer:
