@@ -1,6 +1,6 @@
 """Test of a bisect: timed rows of a lane, measured in paired sessions with the environment of the good endpoint.
 
-One reading of a time does not decide, so a probe is a whole sequential test, as in a gate: fresh processes of both
+One reading of a time does not decide, so a probe is a complete sequential test, as in a gate: fresh processes of both
 sides, until each row is SLOWER, SAME or FASTER, or the sessions are used up. A row counts as slower from half of the
 slowdown (in logarithm) that the gate found: few sessions distinguish a candidate with all of it from one with none.
 The good endpoint is the reference: it is not measured against itself.
@@ -14,7 +14,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from glob import escape
 from pathlib import Path
@@ -76,14 +76,14 @@ class TimedTest:
 
     @cached_property
     def plan(self) -> Plan:
-        """The gate's plan for this lane, with half of each row's slowdown as its only margin."""
+        """Return the gate's plan for this lane, with half of each row's slowdown as its only margin."""
         plan = plan_for(self.sessions or MOST, self.lane)
         margins = {row: math.sqrt(ratio) - 1 for row, ratio in self.ratios.items()}
         return replace(plan, rules=(*(Rule(escape(row), m, m) for row, m in margins.items()), *plan.rules))
 
     @property
     def misreads(self) -> tuple[float, float]:
-        """Chances that a probe reads a good candidate BAD and a bad one GOOD, at most: the levels of the plan."""
+        """Return upper bounds of the misread rates (good candidate BAD, bad one GOOD): the levels of the plan."""
         return self.plan.alpha / 2, self.plan.alpha_same
 
     def run(self, environment: Environment, place: Path) -> Reading:
@@ -93,9 +93,7 @@ class TimedTest:
             return Reading(place, Cause.RAN, REFERENCE, packages=packages)
         started = time.monotonic()
         sessions = self._saved(place)
-        if (
-            sessions is None
-        ):  # a killed probe continues with its own caches, another one starts with empty ones
+        if sessions is None:  # a killed probe continues with its caches; another one starts with empty ones
             shutil.rmtree(place / "caches", ignore_errors=True)
             sessions = Sessions(self.tests, self.plan, self.plan.budget, cache_pairs=COPIES)
         with device_lock(lanes.require(self.root, self.lane).device, self.say):
@@ -163,7 +161,7 @@ class TimedTest:
         """Load the sessions of a probe; None if there are none, or they are of other rows."""
         try:
             raw = json.loads((place / SESSIONS).read_text(encoding="utf-8"))
-            found = Sessions(plan=self.plan, **raw)
+            found = Sessions.from_json(raw, self.plan)
         except (OSError, ValueError, TypeError):
             return None
         return found if dict(found.tests) == dict(self.tests) else None
@@ -183,8 +181,8 @@ class _Pair:
         if not sessions.warm:
             self._fill_caches(sessions, at_once)
         while sessions.open_tests():
-            failing = sessions.faults["bad"] and sessions.begun == sessions.barren
-            if failing and sessions.begun >= FAILING:
+            failing = sessions.faults["bad"] and sessions.started == sessions.consecutive_empty
+            if failing and sessions.started >= FAILING:
                 break
             if at_once:
                 sessions.run_duet(lambda tests, flip: self._duet(sessions.cache, tests, flip))
@@ -226,9 +224,7 @@ class _Pair:
         )
 
     def _save(self, sessions: Sessions) -> None:
-        raw = asdict(replace(sessions, plan=None))
-        del raw["plan"]
-        write_atomic(self.place / SESSIONS, json.dumps(raw, indent=1) + "\n")
+        write_atomic(self.place / SESSIONS, json.dumps(sessions.to_json(), indent=1) + "\n")
 
 
 def _shown(sessions: Sessions, rows: Sequence[str]) -> str:

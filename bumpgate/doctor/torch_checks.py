@@ -14,7 +14,7 @@ from bumpgate.rows import one_line
 
 IMPORT_SECONDS = 180
 CANARY_SECONDS = 600
-# No device may be touched before everything else is in order: a context that a broken torch opens stays on the GPU.
+# No device may be used before all other checks pass: a context that a broken torch opens stays on the GPU.
 BLIND = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
 IMPORT = "import json, torch; print(json.dumps([torch.__version__, str(torch.ones(2).sum().item())]))"
 CANARIES = "import json; from suites.support.canaries import CANARIES, prove; print(json.dumps(prove(list(CANARIES))))"
@@ -82,11 +82,11 @@ def variables_have_effect(site: Site) -> Found:
     """
     tables = site.contract["environment"]
     rules = {n: r for n, r in {**tables["always"], **tables["inert"]}.items() if "shows" in r}
-    given = {n: r["value"] for n, r in tables["always"].items()}
+    expected_vars = {n: r["value"] for n, r in tables["always"].items()}
     fields = sorted({r["shows"] for r in rules.values()})
     try:
         read = site.interpreter.json(
-            "-c", CONFIGURATION, *fields, timeout=IMPORT_SECONDS, extra={**BLIND, **given}
+            "-c", CONFIGURATION, *fields, timeout=IMPORT_SECONDS, extra={**BLIND, **expected_vars}
         )
     except ChildFault as fault:
         yield Defect(
@@ -104,12 +104,12 @@ def variables_have_effect(site: Site) -> Found:
 
 
 def device(site: Site) -> Found:
-    """BG401: the lane's device answers."""
+    """BG401: the lane's device is present."""
     try:
         found = site.interpreter.json("-c", DEVICE, site.lane, timeout=IMPORT_SECONDS + 60)
     except ChildFault as fault:
         yield Defect(
-            "BG401", f"the device cannot be asked for: {fault}", f"pytest -m {site.lane} --collect-only"
+            "BG401", f"the device cannot be detected: {fault}", f"pytest -m {site.lane} --collect-only"
         )
         return
     if found["missing"]:
@@ -124,8 +124,8 @@ def kernel_wheels_run(site: Site) -> Found:
     for name, smoke in installed.items():
         if smoke.device not in reachable:
             yield NotRun(f"{name}: needs {smoke.device}, which lane {site.lane} does not have")
-    here = {name: smoke for name, smoke in installed.items() if smoke.device in reachable}
-    for fault in abi.run_cases(here, site.interpreter):
+    runnable = {name: smoke for name, smoke in installed.items() if smoke.device in reachable}
+    for fault in abi.run_cases(runnable, site.interpreter):
         yield Defect("BG402", fault.reason, REBUILD.format(fault.wheel))
     yield (
         ", ".join(f"{n}: {len(s.cases)} cases" for n, s in installed.items())

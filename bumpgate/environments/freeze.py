@@ -45,9 +45,9 @@ def command(
     lane: Annotated[str, typer.Option(help="A declared lane; by default every lane with a lock.")] = "",
     candidate: Annotated[str, typer.Option(help="Adopt this too: torch==2.14.0, or a wheel file.")] = "",
     upgrade: Annotated[
-        bool, typer.Option("--upgrade", help="Take the newest of everything that no pin holds.")
+        bool, typer.Option("--upgrade", help="Use the newest version of everything that is not pinned.")
     ] = False,
-    index: Annotated[str | None, typer.Option(help="An index asked before the host's own.")] = None,
+    index: Annotated[str | None, typer.Option(help="An index that takes precedence over the host's.")] = None,
     find_links: Annotated[
         list[str] | None, typer.Option(help="A folder or page of wheels; repeatable.")
     ] = None,
@@ -106,8 +106,8 @@ def lock_of(name: str, resolution: str, python: str) -> tuple[Lock, dict[Wheel, 
     found, sources = pinned(name, resolution, python)
     machine = f"platform_machine == '{platform.machine()}'"
     implementation = f"implementation_name == '{sys.implementation.name}'"
-    here = (f"sys_platform == '{sys.platform}' and {machine} and {implementation}",)
-    return Lock(found, python, here), sources
+    environments = (f"sys_platform == '{sys.platform}' and {machine} and {implementation}",)
+    return Lock(found, python, environments), sources
 
 
 def fill_store(

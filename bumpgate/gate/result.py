@@ -15,7 +15,7 @@ from typing import Any
 
 from bumpgate.environments.freeze import changes
 from bumpgate.gate.binding import Binding
-from bumpgate.gate.drift import Creep
+from bumpgate.gate.drift import Drift
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.sequential import Timed, estimate
 from bumpgate.gate.timed import Sessions
@@ -30,7 +30,7 @@ class GateError(BumpgateError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class GateConfig:
     """Options of a gate; `--resume` requires the same ones. Interpreters and requirements as the user wrote them.
 
     candidate_file: sha256 of a candidate that is a wheel file; its version alone may stand for several builds.
@@ -80,7 +80,7 @@ class Gate:
     host: the class of the machine, which must not change. binding: the work tree that it measures.
     """
 
-    asked: Asked
+    config: GateConfig
     started: str
     command: str
     wall_seconds: float = 0.0
@@ -91,7 +91,7 @@ class Gate:
     drifted: Sessions | None = None
     findings: tuple[Finding, ...] = ()
     timed: Mapping[str, Timed] = field(default_factory=dict)
-    creeps: Mapping[str, Creep] = field(default_factory=dict)
+    drifts: Mapping[str, Drift] = field(default_factory=dict)
     accepted: tuple[str, ...] = ()
     host: str = ""
     binding: Binding | None = None
@@ -103,7 +103,7 @@ class Gate:
 
     @property
     def moved(self) -> list[str]:
-        """One line per package whose version differs between the sides; empty if one of them is not known."""
+        """Return one line per package whose version differs between the sides; empty if a side is unknown."""
         good, bad = (self.sides[name].packages for name in ("good", "bad"))
         return changes(good, bad) if good and bad else []
 
@@ -115,7 +115,7 @@ class Gate:
         paired = self.paired or Sessions({}, None, 0)
         return {
             "schema": SCHEMA,
-            "lane": self.asked.lane,
+            "lane": self.config.lane,
             "decision": self.decision.name,
             "exit_code": self.decision.value,
             "finished": self.finished,
@@ -123,7 +123,7 @@ class Gate:
             "wall_seconds": round(self.wall_seconds, 1),
             "host": self.host,
             "command": self.command,
-            "asked": asdict(self.asked),
+            "asked": asdict(self.config),
             "binding": self.binding.to_json() if self.binding else None,
             "sides": {name: asdict(side) for name, side in self.sides.items()},
             "findings": [asdict(f) | {"decision": f.decision.name} for f in self.findings],
@@ -132,7 +132,7 @@ class Gate:
             "anchor": _sessions(self.drifted),
             "creeps": {
                 row: asdict(c) | {"since": c.since.isoformat(), "called": c.called.isoformat()}
-                for row, c in self.creeps.items()
+                for row, c in self.drifts.items()
             },
             "accepted": list(self.accepted),
             "moved": self.moved,
@@ -148,8 +148,8 @@ def read(out: Path, plan: Plan) -> Gate | None:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         lists = {name: tuple(raw["asked"].get(name, ())) for name in ("selection", "without")}
-        asked = Asked(**raw["asked"] | lists)
-        gate = Gate(asked, raw["started"], raw["command"], raw["wall_seconds"], raw["finished"])
+        config = GateConfig(**raw["asked"] | lists)
+        gate = Gate(config, raw["started"], raw["command"], raw["wall_seconds"], raw["finished"])
         gate.decision, gate.host = Decision[raw["decision"]], raw["host"]
         gate.binding = Binding.from_json(raw["binding"]) if raw["binding"] else None
         for name, side in raw["sides"].items():
@@ -188,13 +188,13 @@ def _sessions(sessions: Sessions | None) -> dict[str, Any] | None:
     """Convert sessions to JSON. readings: the estimate per row, which the history keeps for sessions with an anchor."""
     if sessions is None:
         return None
-    out = asdict(sessions)
-    out.pop("plan")
-    return out | {"readings": {row: estimate(x) for row, x in sessions.log_ratios.items() if x}}
+    return sessions.to_json() | {
+        "readings": {row: estimate(x) for row, x in sessions.log_ratios.items() if x}
+    }
 
 
 def _read_sessions(raw: Any, plan: Plan | None) -> Sessions | None:
     if raw is None:
         return None
     raw.pop("readings")
-    return Sessions(plan=plan, **raw)
+    return Sessions.from_json(raw, plan)

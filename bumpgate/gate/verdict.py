@@ -1,10 +1,9 @@
 """Verdict of a gate: a pure function from the measurements of two environments to ADOPT, HOLD or UNKNOWN.
 
-HOLD needs evidence against the candidate: a row that is right in the adopted environment and wrong or gone in a
-whole run of the candidate, a row that is right on both sides and worse than the adopted one's (bumpgate.gate.between),
-a test that fails there only, a slower timed row, drift. UNKNOWN is any gap in the
-evidence: a canary that failed, a build that failed, a row missing, open or red on both sides, nothing selected.
-Otherwise ADOPT.
+HOLD needs evidence against the candidate: a row that is right in the adopted environment and wrong or missing in a
+complete run of the candidate, a row that is right on both sides and worse in the candidate (bumpgate.gate.between), a
+test that only fails there, a slower timed row, drift. UNKNOWN is any gap in the evidence: a canary that failed, a build
+that failed, a row missing, open or red on both sides, nothing selected. Otherwise ADOPT.
 
 Rows are grouped by cause: one metric whose evidence starts alike is one finding, shown once with both sides.
 """
@@ -22,17 +21,17 @@ from itertools import chain
 from bumpgate import code
 from bumpgate.baseline import investigate, tier, violation
 from bumpgate.gate.between import Change, change
-from bumpgate.gate.drift import Creep
+from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Outcome, Timed
 from bumpgate.gate.timed import Sessions
 from bumpgate.rows import Judgement, Record, Verdict, one_line
 
 # Verdicts against the product. Any other red verdict means that the row was not measured or not reviewed.
 PRODUCT = (Verdict.REGRESSION, Verdict.CHANGED)
-# Right on both sides, and worse than on the adopted one by more than its kind allows.
+# Right on both sides, but worse on the candidate side by more than the kind of row allows.
 WORSE = "WORSE"
 ONE_SIDE = "measured on one side only"
-# The sides ran another pattern, dtype, batch or number of tokens, so their values do not compare.
+# The sides ran another pattern, dtype, batch or number of tokens, so their values are not comparable.
 OTHER_WORK = "OTHER WORK"
 # Rows that only the candidate can measure, such as those of a capability that its release adds.
 NEW = "NEW"
@@ -70,8 +69,8 @@ class Finding:
     """One cause, and all the rows that it affects.
 
     decision: the gate's decision from this cause alone; ADOPT if it does not block (WIN, FASTER, FIXED).
-    label: the row verdict or the outcome ("CHANGED", "SLOWER"). metric, head: the signature; no metric where rows
-    could not be measured, for then the reason alone is the cause. good, bad: what each side showed, line by line.
+    label: the row verdict or the outcome ("CHANGED", "SLOWER"). metric, head: the signature; no metric if rows
+    could not be measured, since the reason alone is then the cause. good, bad: what each side showed, line by line.
     repro: one command.
     """
 
@@ -102,19 +101,19 @@ def judge_gate(
     good: Side,
     bad: Side,
     timed: Mapping[str, Timed] | None = None,
-    creeps: Mapping[str, Creep] | None = None,
+    drifts: Mapping[str, Drift] | None = None,
 ) -> GateVerdict:
     """Judge the candidate (`bad`) against the adopted environment (`good`).
 
     timed: row id -> result of the paired sessions, for every row selected for them. It replaces the records'
-    comparison of that row with a stored time. creeps: row id -> the drift that `drift.creep` detected.
+    comparison of that row with a stored time. drifts: row id -> the drift that `drift.find_drift` detected.
     Raises ValueError if a record is of another lane, which is the caller's mistake.
     """
     for side in (good, bad):
         found = side.record.provenance.get("lane") if side.record else lane
         if found != lane:
             raise ValueError(f"{side.name}: record of lane {found!r}, not {lane!r}")
-    timed, creeps = timed or {}, creeps or {}
+    timed, drifts = timed or {}, drifts or {}
     loose = [f for side in (good, bad) for f in _environment(lane, side, side is good)]
     tests: dict[str, str] = {}
     if good.record and bad.record:
@@ -136,7 +135,7 @@ def judge_gate(
             head = "no row was selected"
             loose.append(Finding(Decision.UNKNOWN, "NOTHING", "", head, repro=f"pytest -m {lane}"))
     loose += [f for row, t in sorted(timed.items()) for f in _timed(lane, row, t, tests.get(row, ""))]
-    loose += [_creep(lane, row, c, tests.get(row, "")) for row, c in sorted(creeps.items())]
+    loose += [_drift(lane, row, c, tests.get(row, "")) for row, c in sorted(drifts.items())]
     findings = group(loose)
     return GateVerdict(findings[0].decision if findings else Decision.ADOPT, findings)
 
@@ -287,11 +286,11 @@ def _is_code(j: Judgement) -> bool:
 def _row(
     lane: str, good: Judgement | None, bad: Judgement | None, *, whole: bool, paired: bool
 ) -> list[Finding]:
-    said = _compare(good, bad, whole, paired)
+    result = _compare(good, bad, whole, paired)
     shown = bad if bad and (bad.red or not (good and good.red)) else good
-    if said is None or shown is None:
+    if result is None or shown is None:
         return []
-    decision, label = said
+    decision, label = result
     shown_by_metric = ("FIXED", "WIN", NEW, "KNOWN DEFECT", "RED IN BOTH", WORSE, *(v.value for v in PRODUCT))
     product = label in shown_by_metric
     metric = shown.row.id.rsplit("/", 1)[1] if product else ""
@@ -432,7 +431,7 @@ def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
     for test, p in sessions.unequal_losses().items():
         lost = sessions.lost_processes[test]
         good, bad = (
-            f"{lost[side]} timed processes without a reading in {sessions.begun} sessions"
+            f"{lost[side]} timed processes without a reading in {sessions.started} sessions"
             for side in ("good", "bad")
         )
         rows = tuple(row for row, node in sessions.tests.items() if node == test)
@@ -442,7 +441,7 @@ def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
     return found
 
 
-def _creep(lane: str, row: str, c: Creep, test: str) -> Finding:
+def _drift(lane: str, row: str, c: Drift, test: str) -> Finding:
     good = f"{row}: 1 at its anchor, the build adopted a month before"
     bad = f"{row}: {100 * (c.ratio - 1):+.1f} %, rising since {c.since}, called {c.called}"
     metric = row.rsplit("/", 1)[1]

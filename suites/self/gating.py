@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 
 from bumpgate.gate import bench, result
-from bumpgate.gate.bench import Bench, Place
+from bumpgate.gate.bench import EnvSpec, GateRunner
 from bumpgate.gate.drift import Reading
 from bumpgate.gate.plan import plan_for
-from bumpgate.gate.result import Asked, Gate, SideState
+from bumpgate.gate.result import Gate, GateConfig, SideState
 from bumpgate.gate.view import View
 from bumpgate.processes.runner import NOTHING_SELECTED, Installed, LaneCall, LaneRun
 from bumpgate.rows import Judgement, Row, Value, Verdict, write_record
@@ -87,7 +87,7 @@ class Machine:
         self.read = Counter[tuple[str, str, int]]()
         self.before_process: Callable[[], None] = lambda: None
         self.recent: Mapping[str, Sequence[Reading]] = {}
-        self.bench: Bench | None = None
+        self.bench: GateRunner | None = None
 
     def installed(self, python: Path, *_: object) -> Installed:
         side = self.sides[python.name]
@@ -121,7 +121,7 @@ class Machine:
     def _timed(self, name: str, side: Behaviour, record: Path) -> LaneRun:
         assert self.bench
         sessions = self.bench.gate.drifted if name == "anchor" else self.bench.gate.paired
-        begun = sessions.begun if sessions else 0
+        begun = sessions.started if sessions else 0
         if side.signal and begun >= side.dies_from:
             write_record(record, {"lane": "cpu"}, (), complete=False)
             return LaneRun(-side.signal, None, f"died of {signal.Signals(side.signal).name}", 0.1, record)
@@ -147,30 +147,30 @@ class Machine:
         side = side or Behaviour()
         made = write_record(
             record,
-            {"lane": self.bench.gate.asked.lane if self.bench else "cpu", "torch": side.torch},
+            {"lane": self.bench.gate.config.lane if self.bench else "cpu", "torch": side.torch},
             judgements,
             complete=side.complete,
             problems=side.problems,
         )
         return LaneRun(0 if judgements else NOTHING_SELECTED, made, "", 0.1, record.with_suffix(".log"))
 
-    def prepare(self, out: Path, asked: Asked | None = None, **options: Any) -> Bench:
+    def prepare(self, out: Path, config: GateConfig | None = None, **options: Any) -> GateRunner:
         """Create a bench on this machine; an existing gate in `out` is resumed."""
-        asked = asked or Asked("cpu", candidate="torch==2.14.0")
-        plan = plan_for(asked.sessions)
+        config = config or GateConfig("cpu", candidate="torch==2.14.0")
+        plan = plan_for(config.sessions)
         out.mkdir(exist_ok=True)
-        gate = result.read(out, plan) or Gate(asked, "2026-03-02T03:00:00+00:00", "bumpgate gate")
-        if asked.anchor:
+        gate = result.read(out, plan) or Gate(config, "2026-03-02T03:00:00+00:00", "bumpgate gate")
+        if config.anchor:
             gate.sides.setdefault("anchor", SideState())
-        places = {name: Place(Path(f"/envs/{name}"), {"CACHE": name}) for name in gate.sides}
+        places = {name: EnvSpec(Path(f"/envs/{name}"), {"CACHE": name}) for name in gate.sides}
         view = View(Console(file=(out / "said.txt").open("a"), width=200))
         recent = lambda lane, rows, days: self.recent  # noqa: E731 - the shape of history.recent
-        self.bench = Bench(gate, self.root, out, places, view, plan, recent, TODAY, **options)
+        self.bench = GateRunner(gate, self.root, out, places, view, plan, recent, TODAY, **options)
         return self.bench
 
-    def gate(self, out: Path, asked: Asked | None = None, **options: Any) -> Gate:
+    def gate(self, out: Path, config: GateConfig | None = None, **options: Any) -> Gate:
         """Run or resume one gate to its verdict."""
-        made = self.prepare(out, asked, **options)
+        made = self.prepare(out, config, **options)
         made.run()
         return made.gate
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bumpgate import accept, accepted
 from bumpgate.accepted import Acceptance
 from bumpgate.baseline import Baseline, BaselineError, Reviewed, judge
-from bumpgate.gate.drift import Creep
+from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Outcome, Timed
 from bumpgate.gate.verdict import Decision, Side, judge_gate
 from bumpgate.rows import Judgement, Record, Row, Verdict
@@ -166,11 +166,11 @@ def test_an_accepted_slowdown_holds_no_gate_until_it_grows_or_expires() -> None:
     known = [entry(None, row=SECONDS, ratio=1.06)]
 
     def decided(
-        timed: dict[str, Timed], creeps: dict[str, Creep], day: date = DAY
+        timed: dict[str, Timed], drifts: dict[str, Drift], day: date = DAY
     ) -> tuple[Decision, list[str]]:
-        times, crept, lines = accept.apply_to_times(timed, creeps, known, "cpu", day)
+        times, drifted, lines = accept.apply_to_times(timed, drifts, known, "cpu", day)
         side = Side("torch 2.13.0", Record(HERE, (judged(Verdict.PASS, row()),)))
-        return judge_gate("cpu", side, side, times, crept).decision, lines
+        return judge_gate("cpu", side, side, times, drifted).decision, lines
 
     line = f"{SECONDS} ratio 1.06: accepted by ada, until 2026-11-21: fixed in 2.14.1"
     assert decided(slower(1.06, 1.045), {}) == (Decision.ADOPT, [line])
@@ -180,9 +180,9 @@ def test_an_accepted_slowdown_holds_no_gate_until_it_grows_or_expires() -> None:
     assert decided(slower(1.09, 1.07), {}) == (Decision.HOLD, [])
     expired = [f"{SECONDS} ratio 1.06: EXPIRED 2026-11-21; ada: fixed in 2.14.1"]
     assert decided(slower(1.06, 1.045), {}, DAY + timedelta(1)) == (Decision.HOLD, expired)
-    crept = {SECONDS: Creep(DAY, DAY, 1.05)}
-    assert decided({}, crept)[0] is Decision.ADOPT
-    assert decided({}, {SECONDS: Creep(DAY, DAY, 1.07)})[0] is Decision.HOLD
+    drifted = {SECONDS: Drift(DAY, DAY, 1.05)}
+    assert decided({}, drifted)[0] is Decision.ADOPT
+    assert decided({}, {SECONDS: Drift(DAY, DAY, 1.07)})[0] is Decision.HOLD
     assert decided({"a/b/c": slower(1.06, 1.045)[SECONDS]}, {})[0] is Decision.HOLD
 
 
@@ -224,7 +224,7 @@ def test_a_file_is_read_as_it_was_written_in_order_whatever_came_in(tmp_path: Pa
         ("[[accepted", "not TOML"),
         ("rows = 1", "holds [[accepted]] entries and nothing else"),
         ("accepted = 1", "holds [[accepted]] entries and nothing else"),
-        (GOOD_ENTRY + GOOD_ENTRY, f"entry 2: {BREAKS} 17 of lane cpu stands there twice"),
+        (GOOD_ENTRY + GOOD_ENTRY, f"entry 2: duplicate entry {BREAKS} 17 of lane cpu"),
         (GOOD_ENTRY.replace('owner = "ada"\n', ""), "an entry has the fields"),
         (GOOD_ENTRY + "note = 1\n", "an entry has the fields"),
         (GOOD_ENTRY.replace('"cpu"', '"gpu"'), "lane must be one of cpu, h200, v6e, got 'gpu'"),

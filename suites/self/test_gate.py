@@ -20,8 +20,8 @@ from rich.console import Console
 
 from bumpgate.gate import bench, drift, result
 from bumpgate.gate.plan import Plan
-from bumpgate.gate.result import Asked, Gate, GateError
-from bumpgate.gate.timed import BARREN, SIDE
+from bumpgate.gate.result import Gate, GateConfig, GateError
+from bumpgate.gate.timed import MAX_EMPTY_SESSIONS, SIDE
 from bumpgate.gate.verdict import Decision, Finding
 from bumpgate.gate.view import findings_text
 from bumpgate.processes.runner import USAGE, LaneCall, LaneRun
@@ -43,7 +43,7 @@ def test_an_unchanged_pair_is_adopted(machine: Machine, out: Path) -> None:
 
 
 def test_sides_that_share_a_gpu_take_turns(machine: Machine, out: Path) -> None:
-    machine.gate(out, Asked("h200", candidate="torch==2.14.0"))
+    machine.gate(out, GateConfig("h200", candidate="torch==2.14.0"))
     assert machine.processes[2:4] == ["all:good", "all:bad"]
     order = [p.removeprefix("timed:") for p in machine.processes[4:12]]
     assert order == [SIDE[letter] for letter in "ABBABAAB"]
@@ -70,7 +70,7 @@ def test_every_step_is_on_the_disk_before_the_next_begins(machine: Machine, out:
 
 def test_the_report_reads_what_the_gate_wrote(machine: Machine, out: Path) -> None:
     machine.sides["bad"].slower = {"throughput/b/seconds": 1.2}
-    gate = machine.gate(out, Asked("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0"))
+    gate = machine.gate(out, GateConfig("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0"))
     found = gate_file.read(out / result.NAME)
     assert isinstance(found, gate_file.GateFile)
     assert (found.decision, found.findings) == (Decision.HOLD, gate.findings)
@@ -171,10 +171,10 @@ def test_a_fault_of_the_candidate(machine: Machine, out: Path, fault: str) -> No
             {"problems": (f"{COUNT_TEST}: assert 1 == 2",)},
             ["first answer: HOLD, whatever the times are (1 finding)", "  PROBLEM assert 1 == 2"],
         ),
-        ({"spoiled": 2}, ["first answer: nothing but the times can hold the candidate"]),
+        ({"spoiled": 2}, ["first answer: only the times can still hold the candidate"]),
         (
             {"slower": {"throughput/b/seconds": 9.0}},
-            ["first answer: nothing but the times can hold the candidate"],
+            ["first answer: only the times can still hold the candidate"],
         ),
     ],
 )
@@ -243,7 +243,7 @@ def test_a_spoiled_session_says_nothing_and_another_takes_its_place(machine: Mac
     made.run()
     sessions = made.gate.paired
     assert sessions
-    assert sessions.begun == len(sessions.log_ratios["throughput/b/seconds"]) + 1
+    assert sessions.started == len(sessions.log_ratios["throughput/b/seconds"]) + 1
     assert "last lost: good: throughput/b/seconds: not quiet" in (out / "said.txt").read_text()
     assert made.gate.decision is Decision.ADOPT
 
@@ -252,15 +252,15 @@ def test_sessions_that_give_nothing_come_to_an_end(machine: Machine, out: Path) 
     machine.sides["bad"].signal = signal.SIGABRT
     gate = machine.gate(out)
     assert gate.paired
-    assert (gate.paired.begun, gate.paired.open_rows()) == (BARREN, [])
+    assert (gate.paired.started, gate.paired.open_rows()) == (MAX_EMPTY_SESSIONS, [])
     assert labels(gate) == [("HOLD", "LOST"), ("HOLD", "PROBLEM"), ("UNKNOWN", "INCONCLUSIVE")]
     assert gate.findings[1].bad[0] == f"{TIME_TEST}: died of SIGABRT (in 8 timed processes, 8 sessions)"
 
 
 def test_second_cache_is_filled_once_and_used_in_turn(machine: Machine, out: Path) -> None:
     made = machine.prepare(out)
-    for name, place in made.places.items():
-        made.places[name] = replace(place, more=({"CACHE": f"{name} 2"},))
+    for name, spec in made.env_specs.items():
+        made.env_specs[name] = replace(spec, more=({"CACHE": f"{name} 2"},))
     used: list[str] = []
     original = bench.run_duet
 
@@ -331,11 +331,11 @@ def test_killed_anywhere_and_resumed_it_comes_to_the_same_verdict(
 
 
 def test_anchor_sessions_survive_a_resume(machine: Machine, out: Path) -> None:
-    options = Asked("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0")
+    options = GateConfig("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0")
 
     def kill() -> None:
         drifted = machine.bench and machine.bench.gate.drifted
-        if drifted and drifted.begun == 3:
+        if drifted and drifted.started == 3:
             raise Killed
 
     machine.before_process = kill
@@ -361,7 +361,7 @@ def test_a_refused_selection_leaves_no_gate_to_go_on_with(
         ]
 
     monkeypatch.setattr(bench, "run_lanes", refuse)
-    with pytest.raises(GateError, match="pytest refuses the selection: no such option"):
+    with pytest.raises(GateError, match="pytest rejects the selection: no such option"):
         machine.gate(out)
     assert not (out / result.NAME).exists()
 
@@ -392,7 +392,7 @@ def test_a_gate_stays_on_its_machine(machine: Machine, out: Path, monkeypatch: p
     made.enter()
     monkeypatch.setattr(bench, "host_class", lambda: "EPYC, 16 cores")
     with pytest.raises(
-        GateError, match=r"begun on .*, and this is EPYC, 16 cores: gate anew, in another --out"
+        GateError, match=r"started on .*, and this is EPYC, 16 cores: gate again, in another --out"
     ):
         machine.gate(out)
 

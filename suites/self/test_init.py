@@ -70,7 +70,7 @@ def test_init_overwrites_nothing(init: Init, tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("mine\n")
     code, out, err = init("--torch", "2.13.0")
-    assert (code, out, err) == (4, "", f"bumpgate: {name} is already there: init overwrites nothing\n")
+    assert (code, out, err) == (4, "", f"bumpgate: {name} already exists: init overwrites nothing\n")
     assert written(tmp_path) == {name}
     assert (tmp_path / name).read_text() == "mine\n"
 
@@ -98,7 +98,10 @@ def test_init_without_torch_names_the_option(init: Init, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(metadata, "version", absent)
     code, _, err = init()
-    assert (code, err) == (4, "bumpgate: torch is not installed here: name the adopted one, --torch 2.13.0\n")
+    assert (code, err) == (
+        4,
+        "bumpgate: torch is not installed here: name the adopted version, --torch 2.13.0\n",
+    )
 
 
 def test_init_example_passes_and_detects_a_regression(init: Init, tmp_path: Path) -> None:
