@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from bumpgate.bisect import attribution
 from bumpgate.bisect.attribution import Attribution, AttributionError, Change, Mixture, attribute
 from bumpgate.bisect.search import Outcome
-from suites.self.searching import planted, tail
-from suites.self.test_search import LUCK, RUNS
+from suites.self.searching import RUNS, SIGNIFICANCE, planted, tail
 
 FIXED = settings(derandomize=True, max_examples=80, deadline=None)
 NAMES = "abcdefghij"
@@ -267,7 +266,7 @@ def test_a_flaky_probe_is_read_until_it_is_settled() -> None:
         trusting += attribute(GOOD_SET, BAD_SET, flaky(culprit, dice)).changes == (Change(culprit, "1", "2"),)
     text = f"{right} of {RUNS} right in {probes / RUNS:.1f} probes; trusting every reading {trusting}"
     print(text)
-    assert tail(right, RUNS, 0.97) < LUCK, text
+    assert tail(right, RUNS, 0.97) < SIGNIFICANCE, text
     assert trusting < 0.8 * RUNS, text
 
 

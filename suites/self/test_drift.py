@@ -1,6 +1,6 @@
 """Slow drift: 1 % a week is reported by week 6, and a year without change gives no report.
 
-A weekly reading is the estimate from 12 sessions, with the noise of test_sequential.
+A weekly reading is the estimate from 12 sessions, with the noise of suites/self/simulation.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from bumpgate.gate import drift
 from bumpgate.gate.drift import Reading, anchor, creep
 from bumpgate.gate.sequential import estimate
-from suites.self.test_sequential import NOISES, ROWS, row_noise, told, wilson
+from suites.self.simulation import NOISES, ROWS, rate_text, row_noise, wilson
 
 FIXED = settings(derandomize=True, max_examples=60, deadline=None)
 START = date(2026, 1, 5)
@@ -77,7 +77,7 @@ def called_by_week_6(rng: random.Random, noise: str, runs: int) -> tuple[int, li
 def test_a_year_without_change_stays_quiet_in_all_rows(noise: str) -> None:
     runs = 600
     quiet = quiet_runs(random.Random(1), noise, runs)
-    text = told("quiet years", quiet, runs)
+    text = rate_text("quiet years", quiet, runs)
     print(text)
     assert wilson(quiet, runs)[0] >= 0.98, text
 
@@ -86,7 +86,7 @@ def test_a_year_without_change_stays_quiet_in_all_rows(noise: str) -> None:
 def test_one_percent_a_week_is_called_by_week_6(noise: str) -> None:
     runs = 2000
     hits, weeks = called_by_week_6(random.Random(2), noise, runs)
-    text = f"{told('called by week 6', hits, runs)}; median week {statistics.median(weeks):g}"
+    text = f"{rate_text('called by week 6', hits, runs)}; median week {statistics.median(weeks):g}"
     print(text)
     assert wilson(hits, runs)[0] >= 0.95, text
 
@@ -106,9 +106,9 @@ def test_mutant_that_reads_weekly_steps_fails_at_any_limit(monkeypatch: pytest.M
     hits = sum(
         creep(readings([STEP + rng.choice(errors) for _ in range(6)])) is not None for _ in range(runs)
     )
-    assert wilson(hits, runs)[1] < 0.95, told("called by week 6", hits, runs)
+    assert wilson(hits, runs)[1] < 0.95, rate_text("called by week 6", hits, runs)
     quiet = quiet_runs(rng, NOISES[0], 100)
-    assert wilson(quiet, 100)[1] < 0.98, told("quiet years", quiet, 100)
+    assert wilson(quiet, 100)[1] < 0.98, rate_text("quiet years", quiet, 100)
 
 
 def test_mutant_without_the_cap_calls_one_bad_week(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,12 @@ import pytest
 
 from bumpgate.bisect import posterior, search
 from bumpgate.bisect.search import Outcome, Result, Search, SearchError, capacity
-from suites.self.searching import drive, labels, noisy, planted, tail
+from suites.self.searching import RUNS, SIGNIFICANCE, drive, labels, noisy, planted, tail
 
-RUNS = 1000
 # Probes beyond log2(n), for 97 of 100 runs at 10 % false BAD: two endpoints, the loss of the noisy channel, and repeats
 # until the answer is distinct from both neighbours at confidence 0.98. Measured: 12 suffices for 981 of 1000 runs at 60
 # candidates, too close to 97 % to be shown with so few runs; 14 can be shown with 1000 runs.
 MARGIN = 14
-# A simulation's claim holds if it would pass by chance less often than this.
-LUCK = 1e-3
 
 
 def check_every_place(module: Any, sizes: Iterator[int] | range) -> None:
@@ -97,7 +94,7 @@ def test_a_flaky_probe_still_finds_it(n: int) -> None:
     within = sum(r.suspects == (k,) and r.probes <= math.log2(n) + MARGIN for k, r in runs)
     text = summary(n, 0.1, 0.0, runs)
     print(text)
-    assert tail(within, RUNS, 0.97) < LUCK, f"{within} right within log2(n) + {MARGIN}; {text}"
+    assert tail(within, RUNS, 0.97) < SIGNIFICANCE, f"{within} right within log2(n) + {MARGIN}; {text}"
 
 
 def test_misreads_both_ways_within_twenty_probes_and_the_ends() -> None:
