@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_is_one_line_before_anything_is_installed(
+def test_bad_bisect_options_are_refused_before_install(
     case: str, run: Run, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
@@ -107,7 +107,7 @@ def test_bad_input_is_one_line_before_anything_is_installed(
     ],
     ids=str,
 )
-def test_a_selection_that_matches_nothing_is_refused(
+def test_bisect_refuses_empty_selection(
     selection: tuple[str, ...], words: str, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
@@ -134,7 +134,7 @@ def test_a_selection_that_matches_nothing_is_refused(
         ("always_skipped", ("--command", "exit 125")),
     ],
 )
-def test_ends_that_are_not_what_they_are_said_to_be(
+def test_endpoints_without_claimed_result_are_refused(
     name: str, arguments: tuple[str, ...], run: Run, index: LocalIndex
 ) -> None:
     ran = run(*ENDS, *arguments, "--out", "out")
@@ -144,7 +144,7 @@ def test_ends_that_are_not_what_they_are_said_to_be(
     )
 
 
-def test_one_folder_holds_one_bisect(run: Run, index: LocalIndex, tmp_path: Path) -> None:
+def test_out_folder_holds_only_one_bisect(run: Run, index: LocalIndex, tmp_path: Path) -> None:
     judged = (*ENDS, "--command", JUDGE, "--no-attribution")
     first = run(*judged, "--out", "out")
     state = (tmp_path / "out/state.jsonl").read_bytes()
@@ -209,7 +209,7 @@ def kill_after(process: subprocess.Popen[str], state: Path, lines: int, seconds:
     return True
 
 
-def test_kill_9_at_random_moments_loses_no_probe(index: LocalIndex, tmp_path: Path) -> None:
+def test_resume_after_kill_9_loses_no_probe(index: LocalIndex, tmp_path: Path) -> None:
     """After four kills, each resume continues, and the answer is that of an undisturbed run."""
     dice = random.Random(9)
     arguments = [*ENDS, "--command", judged_slowly(tmp_path), "--out", "out"]
@@ -233,7 +233,7 @@ def test_kill_9_at_random_moments_loses_no_probe(index: LocalIndex, tmp_path: Pa
     assert settled(str(tmp_path)), left_behind(str(tmp_path))
 
 
-def test_ctrl_c_ends_in_130_and_the_printed_command_goes_on(index: LocalIndex, tmp_path: Path) -> None:
+def test_ctrl_c_exits_130_and_printed_command_resumes(index: LocalIndex, tmp_path: Path) -> None:
     process = start(tmp_path, *ENDS, "--command", judged_slowly(tmp_path))
     probed = tmp_path / "probed"
     for _ in range(200):
@@ -259,7 +259,7 @@ def test_ctrl_c_ends_in_130_and_the_printed_command_goes_on(index: LocalIndex, t
     assert sum((runs - kept).values()) <= 3, (runs, kept)
 
 
-def test_the_answer_is_saved_before_attribution(index: LocalIndex, tmp_path: Path) -> None:
+def test_answer_is_saved_before_attribution(index: LocalIndex, tmp_path: Path) -> None:
     """Interrupted in the first mixture: the answer is printed and in bisect.json, and a resume attributes it."""
     held = "test -d out/mixtures && ! test -e go && touch mixed && sleep 60"
     holds = f"{JUDGE}; code=$?; {held}; exit $code"
@@ -281,7 +281,7 @@ def test_the_answer_is_saved_before_attribution(index: LocalIndex, tmp_path: Pat
     assert "at fault    triton 3.6.0 -> 3.7.0, not torch" in out
 
 
-def test_the_command_that_continues_keeps_its_options() -> None:
+def test_resume_command_keeps_options() -> None:
     options = command.Options(
         "torch", "2.0.0", "2.1.0", "", (), "true", None, (), (), None, False, None, None, 0.98, None
     )
@@ -289,7 +289,7 @@ def test_the_command_that_continues_keeps_its_options() -> None:
     assert shlex.split(line)[-4:] == ["--out", "out", "--no-attribution", "--resume"]
 
 
-def test_an_index_that_dies_under_way_is_no_verdict(run: Run, index: LocalIndex, tmp_path: Path) -> None:
+def test_killed_probe_gives_no_verdict_and_can_resume(run: Run, index: LocalIndex, tmp_path: Path) -> None:
     """Exit 125, no candidate is blamed; the same bisect succeeds once the index responds again."""
     dies = f"{JUDGE}; code=$?; test -e {tmp_path}/up || kill -9 $$; exit $code"
     arguments = (*ENDS, "--command", dies, "--out", "out", "--no-prefetch", "--no-attribution")
@@ -302,7 +302,7 @@ def test_an_index_that_dies_under_way_is_no_verdict(run: Run, index: LocalIndex,
     assert "first bad   torch 2.7.0" in ran.out
 
 
-def test_a_probe_that_takes_too_long_says_nothing(run: Run, index: LocalIndex) -> None:
+def test_probe_timeout_gives_no_verdict(run: Run, index: LocalIndex) -> None:
     ran = run(*ENDS, "--command", "sleep 30", "--timeout", "0.2", "--out", "out")
     assert ran.code == 125
     assert "torch 2.0.0: no end within 0 s" in ran.err
@@ -436,11 +436,11 @@ def check_every_moment(module: Any, folder: Path) -> int:
     return moments.count
 
 
-def test_a_kill_at_every_moment_of_the_loop_changes_nothing(tmp_path: Path) -> None:
+def test_kill_at_every_step_gives_the_same_answer(tmp_path: Path) -> None:
     assert check_every_moment(bisection, tmp_path) > 40
 
 
-def test_a_flaky_test_is_read_again_until_it_is_settled(tmp_path: Path) -> None:
+def test_flaky_test_is_probed_again_until_settled(tmp_path: Path) -> None:
     """The good endpoint, a candidate in the middle and a mixture are misread once each."""
     runs: list[str] = []
     result, blamed = hunt(
@@ -472,7 +472,7 @@ def test_a_flaky_test_is_read_again_until_it_is_settled(tmp_path: Path) -> None:
     ],
     ids=["mixtures forgotten", "readings on disk ignored", "mixtures not written down"],
 )
-def test_a_loop_that_forgets_is_caught(old: str, new: str, tmp_path: Path) -> None:
+def test_mutant_loop_that_loses_readings_is_caught(old: str, new: str, tmp_path: Path) -> None:
     mutant = planted(bisection, old, new)
     with pytest.raises((AssertionError, NotInstallable)):
         check_every_moment(mutant, tmp_path)

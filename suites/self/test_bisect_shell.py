@@ -64,7 +64,7 @@ def steps(search: Search, first_bad: int) -> Iterator[tuple[int, str]]:
         yield due[0], outcome.value
 
 
-def test_answers_in_a_pipe_find_the_first_bad_version(tmp_path: Path) -> None:
+def test_interactive_answers_from_pipe_find_first_bad_version(tmp_path: Path) -> None:
     """2.0.0 is taken back once, 2.11.0 is tried twice, 2.5.0 is skipped, an unclear answer repeats the prompt."""
     first = answering(tmp_path, "bad back good retry bad skip", *JUDGE)
     assert first.returncode == 130, "the end of input interrupts the bisect"
@@ -87,7 +87,7 @@ def test_answers_in_a_pipe_find_the_first_bad_version(tmp_path: Path) -> None:
     assert "exit 0" in first.stdout
 
 
-def test_taken_back_outcome_is_gone_after_a_resume(tmp_path: Path) -> None:
+def test_withdrawn_outcome_is_absent_after_resume(tmp_path: Path) -> None:
     plan = journal.Plan(("a", "b", "c", "d"), "a", "d", ())
     with journal.begin(tmp_path / "state", plan) as state:
         for index, outcome in ((0, Outcome.GOOD), (3, Outcome.BAD), (1, Outcome.BAD)):

@@ -168,7 +168,7 @@ def test_slower_row_is_bisected_by_paired_probes(root: Path, first: int) -> None
     assert sum(sides.sessions.values()) <= 90, sides.sessions
 
 
-def test_half_of_the_slowdown_is_the_limit(root: Path) -> None:
+def test_timed_bisect_limit_is_half_of_the_slowdown(root: Path) -> None:
     """A first step of 2 % and a later one to 12 %: the answer is the later one, not a coin flip between margins."""
     sides = Sides({**dict.fromkeys(NIGHTS[3:8], 1.02), **dict.fromkeys(NIGHTS[8:], 1.12)})
     result, show = search(root, sides, ratio=1.12)
@@ -180,7 +180,7 @@ def test_bad_end_that_is_not_slower_is_refused(root: Path) -> None:
     assert result.failure.startswith("the bad end 2.2.0 is GOOD: name a later one")
 
 
-def test_row_that_stays_open_is_unknown(root: Path, tmp_path: Path) -> None:
+def test_undecided_timed_row_is_unknown(root: Path, tmp_path: Path) -> None:
     """As slow as the limit itself, with noise: no verdict, and neither GOOD nor BAD is recorded."""
     sides = Sides({NIGHTS[4]: math.sqrt(1.10)}, sd=0.03)
     test = timed_test(root, sides, 1.10)
@@ -258,7 +258,7 @@ def test_killed_probe_continues_with_its_sessions(root: Path) -> None:
     ],
     ids=["whole slowdown as margin", "faster is bad", "good end is measured", "good end against itself"],
 )
-def test_planted_fault_of_the_timed_probe_is_caught(old: str, new: str, root: Path) -> None:
+def test_mutant_of_the_timed_probe_is_caught(old: str, new: str, root: Path) -> None:
     mutant = planted(times_probe, old, new)
     sides = Sides(dict.fromkeys(NIGHTS[2:], 1.10))
     try:

@@ -22,7 +22,7 @@ def dying(last: str, end: str = "os.abort()") -> str:
 
 
 @pytest.mark.parametrize("end", ["", dying(ENDING)], ids=["exit 0", "an abort while the interpreter ends"])
-def test_the_last_line_is_the_result(tmp_path: Path, end: str) -> None:
+def test_last_line_of_child_is_the_result(tmp_path: Path, end: str) -> None:
     assert run(tmp_path, RESULT + end) == {"seconds": 1.5}
 
 
@@ -38,14 +38,14 @@ def test_the_last_line_is_the_result(tmp_path: Path, end: str) -> None:
         ("print('nothing')", "a_child: printed no JSON result"),
     ],
 )
-def test_a_crash_is_one_line_and_no_result(tmp_path: Path, program: str, words: str) -> None:
+def test_crashed_child_is_one_line_without_result(tmp_path: Path, program: str, words: str) -> None:
     with pytest.raises(ChildError) as caught:
         run(tmp_path, program)
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)
 
 
-def test_what_this_process_has_exported_since_is_not_there(tmp_path: Path, monkeypatch) -> None:
+def test_child_environment_excludes_later_exports(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/left/by/a/test")
     program = "import json\nprint(json.dumps({name: os.environ.get(name) for name in sys.argv[1:]}))"
     (tmp_path / "a_child.py").write_text(f"import os, sys\n{program}")
@@ -54,7 +54,7 @@ def test_what_this_process_has_exported_since_is_not_there(tmp_path: Path, monke
     assert reply == {"TRITON_PTXAS_PATH": None, "TORCHINDUCTOR_CACHE_DIR": os.environ[names[1]], "GIVEN": "1"}
 
 
-def test_a_hang_is_one_line(tmp_path: Path) -> None:
+def test_hanging_child_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a_child.py").write_text("import time\ntime.sleep(60)")
     with pytest.raises(ChildError, match=r"^a_child: no result within 0 s$"):
         run_json("a_child", environment={"PYTHONPATH": str(tmp_path)}, timeout=0.3)

@@ -88,7 +88,7 @@ def test_pages_show_rows_nights_hosts_changes_and_findings(
     assert Links(page).found == ["data:,", "../index.html"]
 
 
-def test_adopted_side_of_a_gate_is_left_out(tmp_path: Path, write: Callable[..., int]) -> None:
+def test_dashboard_excludes_adopted_side_of_a_gate(tmp_path: Path, write: Callable[..., int]) -> None:
     Archive(default_store()).add(gate_of_day(tmp_path, 7, rows=(BREAKS,)))
     assert write() == 0
     text = (tmp_path / "site" / "index.html").read_text()
@@ -127,7 +127,7 @@ def test_plot_spans_its_box() -> None:
     assert '<path class="level" d="M8 228H8M992 12H992"/>' in drawn
 
 
-def test_hostile_text_stays_text(tmp_path: Path, write: Callable[..., int]) -> None:
+def test_dashboard_escapes_hostile_text(tmp_path: Path, write: Callable[..., int]) -> None:
     add_record(tmp_path, 1, EVIL, cpu=EVIL)
     add_record(tmp_path, 2, float("inf"), cpu=EVIL)
     assert write() == 0
@@ -137,7 +137,7 @@ def test_hostile_text_stays_text(tmp_path: Path, write: Callable[..., int]) -> N
         assert "alert(&#39;x&#39;)" in text
 
 
-def test_written_again_it_drops_rows_that_are_gone(tmp_path: Path, write: Callable[..., int]) -> None:
+def test_rewritten_dashboard_drops_removed_rows(tmp_path: Path, write: Callable[..., int]) -> None:
     add_record(tmp_path, 1, 1)
     add_record(tmp_path, 20, 1, cpu="EPYC")
     assert write() == 0
@@ -146,7 +146,7 @@ def test_written_again_it_drops_rows_that_are_gone(tmp_path: Path, write: Callab
     assert len(list((tmp_path / "site" / "rows").iterdir())) == 1
 
 
-def test_bad_input_is_one_line(
+def test_bad_dashboard_input_is_one_line(
     tmp_path: Path, write: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(*args: str) -> str:
@@ -168,9 +168,7 @@ def test_bad_input_is_one_line(
     assert (site / "index.html").read_text() == "<p>another page</p>"
 
 
-def test_first_page_grows_with_the_rows_and_not_with_the_nights(
-    tmp_path: Path, write: Callable[..., int]
-) -> None:
+def test_first_page_size_depends_on_rows_not_on_nights(tmp_path: Path, write: Callable[..., int]) -> None:
     """The nights of a row are one drawing: at most 2 kB of the page each."""
     many_readings(Archive(default_store()), 60, 120, date(2026, 11, 30))
     assert write() == 0

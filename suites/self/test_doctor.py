@@ -38,7 +38,7 @@ def by_code(findings: list[Finding], code: str) -> Finding:
     return next(f for f in findings if f.code == code and f.status is not Status.OK)
 
 
-def test_this_machine_is_healthy(machine: Machine) -> None:
+def test_doctor_reports_this_machine_healthy(machine: Machine) -> None:
     """The complete command; torch is only imported in subprocesses without a visible device."""
     done = cli(machine, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -130,7 +130,7 @@ ENVIRONMENT: dict[str, tuple[Break, str, str, str]] = {
     [pytest.param(f, marks=planted("C28", f)) for f in ENVIRONMENT],
     ids=lambda f: f.replace(" ", "-"),
 )
-def test_a_broken_environment_is_named_before_torch_is_imported(machine: Machine, fault: str) -> None:
+def test_environment_defect_is_found_before_importing_torch(machine: Machine, fault: str) -> None:
     plant, code, reason, fix = ENVIRONMENT[fault]
     plant(machine)
     findings = machine.examine()
@@ -146,7 +146,7 @@ def test_a_broken_environment_is_named_before_torch_is_imported(machine: Machine
 
 
 @planted("C28", "a cache disk that refuses the write itself")
-def test_a_full_disk_is_its_own_defect(machine: Machine) -> None:
+def test_full_cache_disk_is_a_separate_defect(machine: Machine) -> None:
     cache = [check for check in CHECKS if check.title == "cache directories"]
     assert defects(machine.examine(checks=cache)) == []
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -204,7 +204,7 @@ VERSIONS: dict[str, tuple[Break, str, str, str]] = {
 @pytest.mark.parametrize(
     "fault", [pytest.param(f, marks=planted("C28", f)) for f in VERSIONS], ids=lambda f: f.replace(" ", "-")
 )
-def test_wrong_versions_are_named_without_importing_torch(machine: Machine, fault: str) -> None:
+def test_wrong_versions_are_found_without_importing_torch(machine: Machine, fault: str) -> None:
     plant, code, reason, fix = VERSIONS[fault]
     plant(machine)
     findings = machine.examine(Part.VERSIONS, Part.ACCELERATOR)
@@ -267,7 +267,7 @@ TORCHES = {
 @pytest.mark.parametrize(
     "fault", [pytest.param(f, marks=planted("C28", f"a torch that {f} at import")) for f in TORCHES]
 )
-def test_a_torch_that_does_not_import(machine: Machine, fault: str) -> None:
+def test_torch_import_failure_is_reported(machine: Machine, fault: str) -> None:
     text, words = TORCHES[fault]
     machine.torch("2.13.0", text=text)
     findings = machine.examine(Part.INSTRUMENTS)
@@ -279,7 +279,7 @@ def test_a_torch_that_does_not_import(machine: Machine, fault: str) -> None:
 
 
 @planted("C28", "a counter that torch renamed")
-def test_a_silent_instrument_is_named(machine: Machine) -> None:
+def test_silent_instrument_is_reported(machine: Machine) -> None:
     machine.own("bumpgate/plugin/instruments")
     machine.edit(
         "bumpgate/plugin/instruments/dynamo.py", 'sum(counters["graph_break"]', 'sum(counters["graph_breaks"]'
@@ -292,7 +292,7 @@ def test_a_silent_instrument_is_named(machine: Machine) -> None:
 
 
 @planted("C28", "the autotuning timeout taken away")
-def test_a_setting_without_its_effect_is_named(machine: Machine) -> None:
+def test_setting_without_effect_is_reported(machine: Machine) -> None:
     checks = [check for check in CHECKS if check.code == "BG303"]
     assert defects(machine.examine(checks=checks)) == []
     name = "max_autotune_subproc_result_timeout_seconds"
@@ -310,7 +310,7 @@ cases = ["fine", "crash", "fine too"]
 
 
 @planted("C39", "an installed wheel that crashes on one of its shapes")
-def test_an_installed_wheel_is_run(machine: Machine) -> None:
+def test_installed_wheel_is_smoke_tested(machine: Machine) -> None:
     path = machine.root / "wheels" / "manifest.toml"
     whole = path.read_text()
     checks = [check for check in CHECKS if check.code == "BG402"]
@@ -324,7 +324,7 @@ def test_an_installed_wheel_is_run(machine: Machine) -> None:
 
 
 @planted("C28", "a lane without its device")
-def test_the_device_is_asked_for_last(machine: Machine) -> None:
+def test_device_is_checked_last(machine: Machine) -> None:
     assert [check.code for check in CHECKS if check.part is Part.ACCELERATOR] == ["BG401", "BG402"]
     assert CHECKS[-2].code == "BG401"
     machine.torch("2.11.0+cu130", "13.0", "cuda = None")
@@ -341,7 +341,9 @@ def test_the_device_is_asked_for_last(machine: Machine) -> None:
         (("--frob",), "--frob"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_4(machine: Machine, arguments: tuple[str, ...], words: str) -> None:
+def test_bad_doctor_input_is_one_line_and_exit_4(
+    machine: Machine, arguments: tuple[str, ...], words: str
+) -> None:
     done = cli(machine, *arguments)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (4, "", 1)
     assert words in done.stderr
@@ -364,7 +366,7 @@ def test_unreadable_files_are_one_line_and_exit_4(
     assert words in done.stderr
 
 
-def test_a_defect_exits_with_1_and_both_forms_say_the_same(machine: Machine) -> None:
+def test_defect_exits_1_and_text_agrees_with_json(machine: Machine) -> None:
     machine.environment["TORCHINDUCTOR_CACHE_DIR"] = "/absent"
     plain, as_json = cli(machine), cli(machine, "--json")
     assert (plain.returncode, as_json.returncode, plain.stderr) == (1, 1, "")
@@ -379,7 +381,7 @@ def test_a_defect_exits_with_1_and_both_forms_say_the_same(machine: Machine) -> 
     assert machine.torch_imports == []
 
 
-def test_on_a_terminal_no_word_is_lost() -> None:
+def test_terminal_rendering_keeps_complete_text() -> None:
     finding = Finding(
         "BG107", Part.ENVIRONMENT, "cache directories", Status.DEFECT, "y" * 90, "mkdir -p " + "z" * 90
     )

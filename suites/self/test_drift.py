@@ -74,7 +74,7 @@ def called_by_week_6(rng: random.Random, noise: str, runs: int) -> tuple[int, li
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_a_year_without_change_stays_quiet_in_all_rows(noise: str) -> None:
+def test_year_without_change_reports_no_drift(noise: str) -> None:
     runs = 600
     quiet = quiet_runs(random.Random(1), noise, runs)
     text = rate_text("quiet years", quiet, runs)
@@ -83,7 +83,7 @@ def test_a_year_without_change_stays_quiet_in_all_rows(noise: str) -> None:
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_one_percent_a_week_is_called_by_week_6(noise: str) -> None:
+def test_drift_of_1_percent_a_week_is_reported_by_week_6(noise: str) -> None:
     runs = 2000
     hits, weeks = called_by_week_6(random.Random(2), noise, runs)
     text = f"{rate_text('called by week 6', hits, runs)}; median week {statistics.median(weeks):g}"
@@ -91,7 +91,7 @@ def test_one_percent_a_week_is_called_by_week_6(noise: str) -> None:
     assert wilson(hits, runs)[0] >= 0.95, text
 
 
-def test_mutant_without_an_allowance_is_not_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_without_allowance_reports_false_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "ALLOWANCE", 0.0)
     quiet = quiet_runs(random.Random(1), NOISES[0], 20)
     assert wilson(quiet, 20)[1] < 0.98
@@ -111,14 +111,14 @@ def test_mutant_that_reads_weekly_steps_fails_at_any_limit(monkeypatch: pytest.M
     assert wilson(quiet, 100)[1] < 0.98, rate_text("quiet years", quiet, 100)
 
 
-def test_mutant_without_the_cap_calls_one_bad_week(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_without_cap_reports_one_bad_week(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = readings([0.0, 0.0, 0.2, 0.0, 0.0])
     assert creep(bad) is None
     monkeypatch.setattr(drift, "CAP", math.inf)
     assert creep(bad) is not None
 
 
-def test_the_anchor_lies_a_month_back() -> None:
+def test_anchor_is_a_month_old() -> None:
     assert creeping(6) == pytest.approx([STEP * n for n in (1, 2, 3, 4, 4, 4)])
     assert anchor([], START) is None
     assert anchor([START], START) is None
@@ -126,20 +126,20 @@ def test_the_anchor_lies_a_month_back() -> None:
     assert anchor([START - timedelta(29), START - timedelta(31)], START) == START - timedelta(31)
 
 
-def test_a_creep_names_its_weeks_and_its_size() -> None:
+def test_drift_reports_its_weeks_and_size() -> None:
     found = creep(readings([0.0, 0.0, 0.03, 0.04, 0.05, 0.04]))
     assert found == drift.Creep(week(3), week(5), math.exp(0.05))
 
 
 @FIXED
 @given(st.lists(st.floats(-0.5, drift.ALLOWANCE), max_size=60))
-def test_nothing_within_the_allowance_is_called(log_ratios: list[float]) -> None:
+def test_drift_within_the_allowance_is_not_reported(log_ratios: list[float]) -> None:
     assert creep(readings(log_ratios)) is None
 
 
 @FIXED
 @given(st.lists(st.floats(-0.1, 0.1), max_size=30), st.lists(st.floats(-0.1, 0.1), max_size=10))
-def test_a_creep_once_called_stays_called(log_ratios: list[float], later: list[float]) -> None:
+def test_reported_drift_stays_reported(log_ratios: list[float], later: list[float]) -> None:
     """Red until it is fixed and accepted, independent of later readings."""
     found = creep(readings(log_ratios))
     if found:
@@ -147,7 +147,7 @@ def test_a_creep_once_called_stays_called(log_ratios: list[float], later: list[f
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_reading_that_is_no_number_is_refused(bad: float) -> None:
+def test_non_finite_reading_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="no finite log-ratio"):
         creep(readings([0.0, bad]))
 
