@@ -46,8 +46,8 @@ def row(id: str = "compile/nam52-regional/graph_breaks", value: Value = 13, **fi
     return Row(**made | fields)
 
 
-def judged(said: Verdict, made: Row, reason: str = "", **fields: Any) -> Judgement:
-    return Judgement(made, said, reason, "" if said is Verdict.PASS else "pytest -m cpu -n 0", **fields)
+def judged(verdict: Verdict, made: Row, reason: str = "", **fields: Any) -> Judgement:
+    return Judgement(made, verdict, reason, "" if verdict is Verdict.PASS else "pytest -m cpu -n 0", **fields)
 
 
 def loss_curve(slope: float) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ RUNS = 1000
 SIGNIFICANCE = 1e-3
 
 
-def planted(module: ModuleType, old: str, new: str) -> Any:
+def mutant_of(module: ModuleType, old: str, new: str) -> Any:
     """Return a module with one fault in its source, which its check must detect."""
     source = Path(str(module.__file__)).read_text()
     assert source.count(old) == 1, f"the text to mutate occurs {source.count(old)} times: {old!r}"

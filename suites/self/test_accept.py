@@ -155,7 +155,9 @@ def test_states_describe_the_effect_of_each_entry() -> None:
         "a/f/n 17: accepted by ada, and nothing measures it;"
         " remove it with: bumpgate accept a/f/n --lane cpu --remove",
     ]
-    assert len(accepted.states(found, reviewed, known, DAY, whole=False)) == 4, "a part of a run cannot know"
+    assert len(accepted.states(found, reviewed, known, DAY, whole=False)) == 4, (
+        "a partial run does not report unmeasured rows"
+    )
 
 
 def slower(ratio: float, low: float) -> dict[str, Timed]:

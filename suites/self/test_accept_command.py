@@ -71,7 +71,7 @@ def test_accept_writes_one_entry_per_row_and_value(run: Callable[..., tuple[int,
     assert (made.value, made.since) == (17, accepted.today())
     assert run("a/b/n", *WHO[:3], "bob", *WHO[4:], *SOON)[0] == 0
     (again,) = accepted.load(path)
-    assert again.owner == "bob", "the same row and value: the later word stands"
+    assert again.owner == "bob", "a later entry for the same row and value replaces the earlier one"
     assert run("a/b/n", "--lane", "cpu", "--remove")[0] == 0
     assert accepted.load(path) == ()
     code, _, err = run("a/b/n", "--lane", "cpu", "--remove")

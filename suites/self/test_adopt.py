@@ -66,7 +66,7 @@ def test_adopt_writes_the_candidate_as_adopted_set(tree: AdoptTree) -> None:
     assert (tree.root / "wheels/manifest.toml").read_text() == MANIFEST.replace("==9.9.0", "==9.10.0")
     project = (tree.root / "pyproject.toml").read_text()
     assert 'cpu = ["bumpgate[suite]", "torch==9.10.0"]' in project
-    assert "# A lane pins the torch it was adopted with" in project, "comments stay"
+    assert "# A lane pins the torch it was adopted with" in project, "comments are kept"
     after = load(tree.root / "baselines/cpu.json", "cpu")
     moved = {row: r.value for row, r in after.rows.items() if r != before.rows.get(row)}
     assert moved == {"release/facts/code_hash": "bbbb", "release/facts/saved_bytes": 90}
@@ -81,7 +81,7 @@ def test_adopt_writes_the_candidate_as_adopted_set(tree: AdoptTree) -> None:
 
 
 def test_lane_is_green_after_adopt_and_red_after_rollback(tree: AdoptTree) -> None:
-    """The whole flow: the lane is red in the candidate, green after adoption, and red again after rollback."""
+    """The complete flow: the lane is red in the candidate, green after adoption, and red again after rollback."""
     python = json.loads((tree.root / "9.11.0/gate.json").read_text())["sides"]["bad"]["python"]
 
     def lane() -> int:
@@ -143,7 +143,7 @@ def test_dry_run_prints_the_diff_and_writes_nothing(tree: AdoptTree) -> None:
     for path, text in zip((tree.root / p for p in (*WRITTEN, LOG)), before.values()):
         path.unlink() if text is None else path.write_bytes(text)
     assert adopt(tree, "9.11.0", *REVIEWED).code == 0
-    assert tree.files() == by_patch, "what is shown is what is written"
+    assert tree.files() == by_patch, "the printed diff equals what is written"
 
 
 def edit_gate(tree: AdoptTree, version: str, edit: Callable[[dict[str, Any]], None]) -> None:

@@ -95,7 +95,7 @@ def test_unknown_commit_is_one_line(tree: Path) -> None:
 
 
 def test_import_graph_contains_modules_loaded_by_a_test() -> None:
-    """What the sources name against what Python loads: tests of the launcher, whose imports are many and light."""
+    """Compare the graph with what Python loads for a test of the launcher, which has many light imports."""
     test = "suites/launch/test_logs.py"
     code = f"import runpy, sys; sys.path.insert(0, '.'); runpy.run_path({test!r})\n"
     code += "print(*{getattr(m, '__file__', None) or '' for m in list(sys.modules.values())}, sep='\\n')"

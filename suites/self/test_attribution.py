@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bumpgate.bisect import attribution
 from bumpgate.bisect.attribution import Attribution, AttributionError, Change, Mixture, attribute
 from bumpgate.bisect.search import Outcome
-from suites.self.searching import RUNS, SIGNIFICANCE, planted, tail
+from suites.self.searching import RUNS, SIGNIFICANCE, mutant_of, tail
 
 FIXED = settings(derandomize=True, max_examples=80, deadline=None)
 NAMES = "abcdefghij"
@@ -72,7 +72,7 @@ def test_every_culprit_is_found() -> None:
 
 
 def test_mutant_that_loses_a_border_part_is_caught() -> None:
-    mutant = planted(
+    mutant = mutant_of(
         attribution,
         "[parts[:a] + parts[b:] for a, b in cuts]",
         "[parts[:a] + parts[b + 1:] for a, b in cuts]",
@@ -157,7 +157,7 @@ def test_uninstallable_mixtures_are_unresolved() -> None:
 
 
 def test_mutant_that_counts_failed_install_as_red_is_caught() -> None:
-    mutant = planted(
+    mutant = mutant_of(
         attribution,
         "return self.of(_names(parts)) is Outcome.BAD",
         "return self.of(_names(parts)) is not Outcome.GOOD",
@@ -173,7 +173,7 @@ def test_unresolved_mixtures_are_counted() -> None:
         return Outcome.BAD if mixture else Outcome.GOOD
 
     found = attribute(GOOD_SET, BAD_SET, probe)
-    assert names(found) == set(NAMES), "where no mixture installs, nothing smaller may be blamed"
+    assert names(found) == set(NAMES), "if no mixture installs, no subset may be blamed"
     assert not found.separable
     assert found.unresolved == found.mixtures - 2 > 0
 
@@ -203,7 +203,7 @@ def test_bad_set_without_the_culprit_is_checked() -> None:
 
 
 def test_mutant_without_complement_check_is_caught() -> None:
-    mutant = planted(attribution, "if len(causes) == CAUSES or not readings.red(left):", "if True:")
+    mutant = mutant_of(attribution, "if len(causes) == CAUSES or not readings.red(left):", "if True:")
     with pytest.raises(AssertionError):
         check_complement(mutant)
 

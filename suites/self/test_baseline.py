@@ -102,9 +102,7 @@ def test_wider_interval_is_never_more_certain(
         if narrow is sure:
             assert point is sure
     if point is Verdict.REGRESSION:
-        assert narrow in (Verdict.REGRESSION, Verdict.INCONCLUSIVE), (
-            "a worse value may not pass for its noise"
-        )
+        assert narrow in (Verdict.REGRESSION, Verdict.INCONCLUSIVE), "noise must not make a worse value pass"
 
 
 # Baseline 100, tolerance 10 %: the limit is 110, and an interval wider than 20 is inconclusive.
@@ -261,8 +259,8 @@ def test_baseline_round_trip(tmp_path_factory: pytest.TempPathFactory, rows: dic
     text = path.read_text()
     assert load(path, "cpu") == baseline
     save(path, Baseline("cpu", {"triton": None, "torch": "2.13.0"}, dict(reversed(rows.items()))))
-    assert path.read_text() == text, "the same file whatever the order"
-    assert len(text.splitlines()) == (7 + len(rows) if rows else 6), "one row a line"
+    assert path.read_text() == text, "the file does not depend on the order"
+    assert len(text.splitlines()) == (7 + len(rows) if rows else 6), "one row per line"
 
 
 GOOD = {

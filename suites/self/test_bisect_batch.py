@@ -12,7 +12,7 @@ import pytest
 from bumpgate.bisect import batch as batches
 from bumpgate.bisect.journal import Plan
 from bumpgate.bisect.search import Outcome, Result, Search
-from suites.self.searching import labels, noisy, planted
+from suites.self.searching import labels, mutant_of, noisy
 from suites.self.simulate_scale import WORKERS, Case, line, simulated, storage_table
 from suites.self.tree import ROOT
 
@@ -74,7 +74,7 @@ def test_batch_excludes_skipped_candidate() -> None:
 )
 def test_mutant_of_batch_is_caught(old: str, new: str) -> None:
     with pytest.raises(AssertionError):
-        check_four_workers(planted(batches, old, new))
+        check_four_workers(mutant_of(batches, old, new))
 
 
 def test_chance_matches_the_posterior() -> None:

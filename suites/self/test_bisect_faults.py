@@ -1,4 +1,4 @@
-"""Bisect with invalid options, when killed, or on a failing machine: one line, the right exit code, nothing lost."""
+"""Bisect with invalid options, when killed, or on a failing machine: one line, the right exit code, no lost results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bumpgate.environments.request import Request
 from suites.self import golden
 from suites.self.builds import JUDGE, RAISES, Ran, bisecting, make_builds, start
 from suites.self.local_index import LocalIndex, isolated
-from suites.self.searching import planted
+from suites.self.searching import mutant_of
 from suites.support.child import ROOT
 
 Run = Callable[..., Ran]
@@ -95,7 +95,7 @@ def test_bad_bisect_options_are_refused_before_install(
         ran = run(*REFUSED[case])
     assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
     golden.check(f"bisect_{case}", golden.transcript(["bisect", *REFUSED[case]], ran.code, ran.out, ran.err))
-    assert list(tmp_path.iterdir()) == [], "something was left behind"
+    assert list(tmp_path.iterdir()) == [], "files remain"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def judged_slowly(folder: Path) -> str:
     return f"sleep 0.1; {JUDGE}; code=$?; echo {{version}} >> {folder}/probed; exit $code"
 
 
-def left_behind(marker: str) -> list[str]:
+def running_processes(marker: str) -> list[str]:
     """Return processes with the marker on their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -186,7 +186,7 @@ def left_behind(marker: str) -> list[str]:
 def settled(marker: str) -> bool:
     """Whether all processes with the marker end within a few seconds."""
     for _ in range(50):
-        if not left_behind(marker):
+        if not running_processes(marker):
             return True
         time.sleep(0.1)
     return False
@@ -229,8 +229,8 @@ def test_resume_after_kill_9_loses_no_probe(index: LocalIndex, tmp_path: Path) -
     ended = (tmp_path / "probed").read_text().split()
     kept = [code for code in readings(tmp_path / "out").values() if code is not None]
     assert len(kept) <= len(ended) <= len(kept) + kills
-    assert settled(index.url), left_behind(index.url)
-    assert settled(str(tmp_path)), left_behind(str(tmp_path))
+    assert settled(index.url), running_processes(index.url)
+    assert settled(str(tmp_path)), running_processes(str(tmp_path))
 
 
 def test_ctrl_c_exits_130_and_printed_command_resumes(index: LocalIndex, tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_ctrl_c_exits_130_and_printed_command_resumes(index: LocalIndex, tmp_pat
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
-    assert settled(str(tmp_path)), left_behind(str(tmp_path))
-    said, command = err.splitlines()
-    assert said.endswith("probes are kept. Continue with:")
+    assert settled(str(tmp_path)), running_processes(str(tmp_path))
+    message, command = err.splitlines()
+    assert message.endswith("probes are kept. Continue with:")
     process = start(tmp_path, *shlex.split(command)[2:])
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -430,7 +430,7 @@ def check_every_moment(module: Any, folder: Path) -> int:
             hunt(out, Moments(fatal), runs, module)
         lost = len(runs) - sum(code is not None for code in readings(out).values())
         assert hunt(out, Moments(), runs, module) == quiet, fatal
-        assert len(runs) == len(quiet_runs) + lost, f"moment {fatal}: a reading that was kept was taken again"
+        assert len(runs) == len(quiet_runs) + lost, f"moment {fatal}: a saved reading was repeated"
         assert readings(out) == readings(folder / "quiet"), fatal
         assert (out / "state.jsonl").read_bytes() == (folder / "quiet/state.jsonl").read_bytes(), fatal
     return moments.count
@@ -473,6 +473,6 @@ def test_flaky_test_is_probed_again_until_settled(tmp_path: Path) -> None:
     ids=["mixtures forgotten", "readings on disk ignored", "mixtures not written down"],
 )
 def test_mutant_loop_that_loses_readings_is_caught(old: str, new: str, tmp_path: Path) -> None:
-    mutant = planted(bisection, old, new)
+    mutant = mutant_of(bisection, old, new)
     with pytest.raises((AssertionError, NotInstallable)):
         check_every_moment(mutant, tmp_path)

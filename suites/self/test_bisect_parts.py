@@ -27,7 +27,7 @@ from bumpgate.environments.versions import Found
 from bumpgate.rows import Judgement, Row, Verdict, write_record
 from suites.self.builds import make_builds
 from suites.self.local_index import LocalIndex, isolated
-from suites.self.searching import planted
+from suites.self.searching import mutant_of
 
 DAY = date(2026, 10, 1)
 
@@ -206,7 +206,7 @@ def check_what_decides(module: Any, reading: Readings) -> None:
     reading.module = module
     test = suite(module, reading)
     assert test.deciding == ("compile/model/graph_breaks", "t.py::x")
-    said = {
+    cases = {
         "all green": reading(row("model", GREEN), row("old", RED)),
         "another fault": reading(row("model", GREEN), row("old", GREEN), row("new", RED)),
         "the row": reading(row("model", RED)),
@@ -229,7 +229,7 @@ def check_what_decides(module: Any, reading: Readings) -> None:
         "not collected": reading(complete=False, problems=["t.py: could not be collected: AttributeError"]),
         "does not import": reading(cause="BROKEN", failure="import torch: killed by SIGSEGV"),
     }
-    outcomes = {name: test.judge(r).outcome.value for name, r in said.items()}
+    outcomes = {name: test.judge(r).outcome.value for name, r in cases.items()}
     assert outcomes == {
         "all green": "GOOD",
         "another fault": "GOOD",
@@ -251,7 +251,7 @@ def check_what_decides(module: Any, reading: Readings) -> None:
 def test_suite_probe_decides_by_rows_red_only_at_bad_end(reading: Readings) -> None:
     check_what_decides(suite_probe, reading)
     # An unchanged copy of the module passes: the faults below are not detected because of the copy.
-    check_what_decides(planted(suite_probe, 'THE_RUN = "the run"', 'THE_RUN = "the run"'), reading)
+    check_what_decides(mutant_of(suite_probe, 'THE_RUN = "the run"', 'THE_RUN = "the run"'), reading)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_suite_probe_decides_by_rows_red_only_at_bad_end(reading: Readings) -> N
     ],
 )
 def test_mutant_of_suite_probe_is_caught(old: str, new: str, reading: Readings) -> None:
-    mutant = planted(suite_probe, old, new)
+    mutant = mutant_of(suite_probe, old, new)
     with pytest.raises(AssertionError):
         check_what_decides(mutant, reading)
 
@@ -337,7 +337,7 @@ def test_torch_is_grouped_with_its_pinned_cuda_libraries(tmp_path: Path) -> None
     old = environment(tmp_path / "a", "torch", "2.13.0", pins)
     new = environment(tmp_path / "b", "torch", "2.14.0", ["cuda-bindings==13.0"])
     assert blame.together(old, new) == [{"torch", "nvidia-cublas", "cuda-bindings"}], (
-        "triton is judged by itself"
+        "triton is a separate group"
     )
 
 
@@ -421,7 +421,7 @@ def test_cuda_12_to_13_step_takes_few_mixtures(tmp_path: Path) -> None:
 )
 def test_mutant_that_ignores_pins_is_caught(old: str, new: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
-        check_cuda_step(planted(blame, old, new), tmp_path)
+        check_cuda_step(mutant_of(blame, old, new), tmp_path)
 
 
 def test_compare_link_uses_wheel_metadata(tmp_path: Path) -> None:
@@ -456,7 +456,7 @@ def test_prefetch_builds_ahead_unless_disk_is_nearly_full(
         before = len(index.requests)
         for request in (requests[0], requests[2]):
             assert build(request).packages["torch"] == request.requirements[0][len("torch==") :]
-        assert len(index.requests) == before, "it was built again"
+        assert len(index.requests) == before, "the environment was built again"
 
 
 def test_watcher_reports_progress_on_a_terminal() -> None:

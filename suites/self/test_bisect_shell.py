@@ -65,7 +65,7 @@ def steps(search: Search, first_bad: int) -> Iterator[tuple[int, str]]:
 
 
 def test_interactive_answers_from_pipe_find_first_bad_version(tmp_path: Path) -> None:
-    """2.0.0 is taken back once, 2.11.0 is tried twice, 2.5.0 is skipped, an unclear answer repeats the prompt."""
+    """2.0.0 is withdrawn once, 2.11.0 is tried twice, 2.5.0 is skipped, an unclear answer repeats the prompt."""
     first = answering(tmp_path, "bad back good retry bad skip", *JUDGE)
     assert first.returncode == 130, "the end of input interrupts the bisect"
     assert "bumpgate bisect" in first.stderr

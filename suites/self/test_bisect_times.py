@@ -25,7 +25,7 @@ from bumpgate.processes.runner import LaneCall, LaneRun
 from bumpgate.rows import SCHEMA, Judgement, Record, Row, Verdict, write_record
 from suites.self.builds import Ran, bisecting
 from suites.self.gate_tree import TIMES_TEST, Tree
-from suites.self.searching import planted
+from suites.self.searching import mutant_of
 from suites.self.tree import declare_lanes
 
 ROW, TEST = "throughput/b/seconds", "suites/throughput/test_b.py::test_time[cpu]"
@@ -145,11 +145,11 @@ def search(
     test, show, out = timed_test(root, sides, ratio, module), Silent(), root / "out"
     out.mkdir(exist_ok=True)
     span = options.Range("torch", tuple(nights), nights[0], nights[-1], {})
-    asked = command.Options(
+    config = command.Options(
         "torch", nights[0], nights[-1], "cpu", (TEST,), "", None, (), (), None, False, None, None, 0.98, None
     )
     path = out / "state.jsonl"
-    plan = asked.plan(span, test)
+    plan = config.plan(span, test)
     with journal.resume(path) if path.exists() else journal.begin(path, plan) as state:
         bench = Bench("torch", out, request, build, test, show, reliable=True)
         return Bisection(state, bench).run(), show
@@ -162,7 +162,7 @@ def test_slower_row_is_bisected_by_paired_probes(root: Path, first: int) -> None
     result, show = search(root, sides, ratio=1.10)
     assert (result.suspects, result.sure(0.98)) == ((first,), True), show.reasons
     assert sides.sessions[GOOD] == 0
-    # 6 sessions for SAME and 12 for SLOWER; a repeat only where the misread rates leave a doubt.
+    # 6 sessions for SAME and 12 for SLOWER; a repeat only if the misread rates leave a doubt.
     readings = [r for r in show.reasons if f" {GOOD}:" not in r]
     assert len(readings) <= 8, show.reasons
     assert sum(sides.sessions.values()) <= 90, sides.sessions
@@ -245,7 +245,7 @@ def test_killed_probe_continues_with_its_sessions(root: Path) -> None:
     readings = [p.parent for p in (root / "out/probes").glob("*/sessions.json")]
     assert sum(json.loads((p / "sessions.json").read_text())["begun"] for p in readings) == sum(
         sides.sessions.values()
-    ), "a session that was saved was run again"
+    ), "a saved session was run again"
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_killed_probe_continues_with_its_sessions(root: Path) -> None:
     ids=["whole slowdown as margin", "faster is bad", "good end is measured", "good end against itself"],
 )
 def test_mutant_of_the_timed_probe_is_caught(old: str, new: str, root: Path) -> None:
-    mutant = planted(times_probe, old, new)
+    mutant = mutant_of(times_probe, old, new)
     sides = Sides(dict.fromkeys(NIGHTS[2:], 1.10))
     try:
         result, _ = search(root, sides, 1.10, mutant, NIGHTS[:4])
@@ -377,7 +377,7 @@ SLOW = "throughput/slow/ratio"
 
 
 def bisect_tree(tree: Tree, *arguments: str) -> Ran:
-    """Run the command in a tree whose interpreters stand for two versions of torch."""
+    """Run the command in a tree whose interpreters represent two versions of torch."""
     pythons = {"2.0.0": tree.good, "2.1.0": tree.bad}
 
     def prepared(request: Request) -> Environment:

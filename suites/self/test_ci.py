@@ -134,7 +134,7 @@ def test_nightly_is_green_if_every_lane_adopts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "verdict"),
     [
         (lambda path: path.unlink(), "NO REPORT"),
         (lambda path: path.write_text("{"), "NO REPORT"),
@@ -145,11 +145,11 @@ def test_nightly_is_green_if_every_lane_adopts(tmp_path: Path) -> None:
     ],
     ids=["absent", "cut off", "held", "unknown", "not finished", "of another lane"],
 )
-def test_nightly_is_red_if_a_lane_is_absent_or_not_adopted(tmp_path: Path, spoil: Any, said: str) -> None:
+def test_nightly_is_red_if_a_lane_is_absent_or_not_adopted(tmp_path: Path, spoil: Any, verdict: str) -> None:
     for lane in LANES:
         a_gate(tmp_path, lane, "ADOPT")
     spoil(tmp_path / "bumpgate-h200" / "gate.json")
-    assert every_lane(tmp_path) == (1, f"cpu: ADOPT\nh200: {said}\nv6e: ADOPT\n")
+    assert every_lane(tmp_path) == (1, f"cpu: ADOPT\nh200: {verdict}\nv6e: ADOPT\n")
 
 
 def test_red_nightly_bisects_the_held_findings(tmp_path: Path) -> None:

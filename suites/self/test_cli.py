@@ -162,7 +162,7 @@ def test_only_may_be_repeated(repository: Repository) -> None:
 def test_refresh_takes_changes_within_tolerance(repository: Repository) -> None:
     repository.review(near=old("near", 100.0, "lower", 0.1, "mine"), other=old("other", 100.0, "lower", 0.1))
     repository.measure(timed("near", 109.0), timed("other", 109.0))
-    assert repository.run(*ACCEPT, "--refresh")[0] == 4, "not all at once"
+    assert repository.run(*ACCEPT, "--refresh")[0] == 4, "--refresh requires --only"
     code, out, _ = repository.run(*ACCEPT, "--refresh", "--only", "a/near/*")
     assert (code, "a/near/n  100 -> 109  +9.0 %  refreshed" in out) == (0, True), out
     assert {id: (r.value, r.note) for id, r in repository.rows.items()} == {
@@ -178,7 +178,9 @@ def test_rebaseline_follows_moved_test_and_changed_row_kind(repository: Reposito
     code, out, _ = repository.run(*ACCEPT)
     assert (code, "test moved" in out) == (0, True)
     assert repository.rows["a/x/n"] == replace(old("x", 1, note="keep"), test="t.py::moved")
-    assert repository.rows["a/kind/n"] == old("kind", 100, "lower", 0.1), "the tolerance comes with the kind"
+    assert repository.rows["a/kind/n"] == old("kind", 100, "lower", 0.1), (
+        "the tolerance changes with the kind of row"
+    )
 
 
 def unreported(case: str, *, gone: bool) -> Judgement:
@@ -228,7 +230,7 @@ def test_rebaseline_refuses_unacceptable_rows(
     repository.review(x=old("x", 1, "lower", 0.1), y=old("y", 1))
     repository.measure(row, count("y", 2))
     assert words in refused(repository)
-    assert repository.run(*ACCEPT, "--only", "a/y/n")[0] == 0, "the other rows can be taken alone"
+    assert repository.run(*ACCEPT, "--only", "a/y/n")[0] == 0, "the other rows can be accepted alone"
 
 
 def test_rebaseline_refuses_unsuitable_record(repository: Repository) -> None:

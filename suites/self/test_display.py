@@ -73,7 +73,7 @@ def test_rows_after_an_early_stop_are_one_line(ran: Project) -> None:
     done = ran.pytest("-m", "cpu", "-n", "0", "-x")
     assert "MISSING       3 rows not measured because the run stopped early\n" in done.out
     assert "compile/one/graph_breaks" not in done.out
-    assert ran.verdicts()["one"] == "MISSING", "the record has every row"
+    assert ran.verdicts()["one"] == "MISSING", "the record contains every row"
 
 
 def test_report_shows_numbers_limit_and_rule_of_red_row(ran: Project) -> None:

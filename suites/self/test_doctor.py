@@ -217,7 +217,7 @@ def test_wrong_versions_are_found_without_importing_torch(machine: Machine, faul
 
 
 @pytest.mark.parametrize(
-    ("torch", "cuda", "driver", "wanted"),
+    ("torch", "cuda", "driver", "expected"),
     [
         ("2.11.0+cu130", "13.0", "580.159.04", {}),
         ("2.11.0+cu130", "13.0", "580.65.06", {}),
@@ -240,12 +240,16 @@ def test_wrong_versions_are_found_without_importing_torch(machine: Machine, faul
         ("2.13.0+cu990", "99.0", "580.65.06", {"BG209": "the contract knows no build for CUDA 99.0"}),
     ],
 )  # fmt: skip
-def test_cuda_builds_and_drivers(machine: Machine, torch: str, cuda: str, driver: str, wanted: dict) -> None:
+def test_cuda_builds_and_drivers(
+    machine: Machine, torch: str, cuda: str, driver: str, expected: dict
+) -> None:
     machine.torch(torch, cuda)
     machine.program("nvidia-smi", f"echo {driver}" if driver else "echo no devices >&2; exit 9")
     checks = [check for check in CHECKS if check.code in ("BG209", "BG210")]
     found = {f.code: f for f in machine.examine(lane="h200", checks=checks) if f.status is not Status.OK}
-    assert {code: words in found[code].reason for code, words in wanted.items()} == dict.fromkeys(found, True)
+    assert {code: words in found[code].reason for code, words in expected.items()} == dict.fromkeys(
+        found, True
+    )
     assert all(
         (f.status is Status.WARNING) == ("is no longer" not in f.reason)
         for f in found.values()
@@ -275,7 +279,7 @@ def test_torch_import_failure_is_reported(machine: Machine, fault: str) -> None:
     assert words in findings[0].reason
     assert "import torch" in findings[0].fix
     assert {f.status for f in findings[1:]} == {Status.NOT_RUN}
-    assert machine.torch_imports == ["''"], "one child has met it"
+    assert machine.torch_imports == ["''"], "one child process has imported it"
 
 
 @planted("C28", "a counter that torch renamed")

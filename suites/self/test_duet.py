@@ -1,4 +1,4 @@
-"""A paired session on dedicated cores: two real processes in lockstep, and the case that one of them is left alone."""
+"""A paired session on dedicated cores: two real processes in lockstep, and the case that one of them dies."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ def test_duet_measures_waiting_outside_cpu_time(project: Project, sleeps: str) -
 def test_dead_side_ends_the_wait_of_the_other(project: Project) -> None:
     alone, dead = duet(project, DIES="1")
     assert dead.record is None or not rows(dead)
-    said = reading(alone, [TEST])
-    assert not said.costs
-    assert "the other side of this session has ended" in said.lost
+    found = reading(alone, [TEST])
+    assert not found.costs
+    assert "the other side of this session has ended" in found.lost
     assert alone.seconds < 60
 
 

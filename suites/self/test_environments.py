@@ -65,7 +65,7 @@ def torch_in(environment: Environment) -> str:
     return subprocess.run([environment.python, "-c", program], capture_output=True, text=True).stdout.strip()
 
 
-def left_behind() -> list[str]:
+def cache_entries() -> list[str]:
     """Return the cache entries other than logs and lock files."""
     return sorted(p.name for p in cache().iterdir() if p.name not in ("logs", ".locks"))
 
@@ -75,7 +75,7 @@ def test_second_build_reuses_environment_without_uv(
 ) -> None:
     first = build(TORCH)
     assert (torch_in(first), dict(first.packages)) == ("1.0 3.0", {"torch": "1.0", "triton": "3.0"})
-    assert left_behind() == [first.key]
+    assert cache_entries() == [first.key]
     requests = len(index.requests)
     monkeypatch.setattr(environments, "run_uv", None)
     assert build(TORCH) == first
@@ -145,7 +145,7 @@ def test_unsatisfiable_requirement_is_not_installable(
     assert "\n" not in str(caught.value)
     assert "torch" in caught.value.log.read_text() or "no-such" in caught.value.log.read_text()
     assert caught.value.tail
-    assert left_behind() == []
+    assert cache_entries() == []
 
 
 def test_listed_but_missing_file_is_not_installable(index: LocalIndex, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_machine_or_index_failure_is_a_build_error(
     assert type(caught.value) is BuildError, caught.value
     assert "\n" not in str(caught.value)
     assert caught.value.log.is_file()
-    assert left_behind() == []
+    assert cache_entries() == []
 
 
 def test_exit_codes_of_not_installable_and_build_error(
@@ -232,10 +232,10 @@ def test_full_disk_is_reported_and_leaves_no_environment(
 ) -> None:
     big = {"torch/__init__.py": "__version__ = '5.0'", "torch/data": "x" * 1_000_000}
     index.add(fake_wheel(tmp_path / "wheels", "torch", "5.0", big))
-    said = child("torch==5.0", "full").communicate(timeout=60)[0].splitlines()[-1]
-    assert said.startswith("BuildError torch==5.0: ")
-    assert "File too large" in said or "SIGXFSZ" in said
-    assert left_behind() == []
+    printed = child("torch==5.0", "full").communicate(timeout=60)[0].splitlines()[-1]
+    assert printed.startswith("BuildError torch==5.0: ")
+    assert "File too large" in printed or "SIGXFSZ" in printed
+    assert cache_entries() == []
     assert build(Request(("torch==5.0",))).packages == {"torch": "5.0"}
 
 
@@ -245,11 +245,11 @@ def test_killed_build_is_rebuilt(index: LocalIndex, child: Callable[..., subproc
     wait_for(lambda: any(path.startswith("/files/") for path in index.requests))
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    assert [name.rsplit(".", 1)[-1] for name in left_behind()] == ["partial"]
+    assert [name.rsplit(".", 1)[-1] for name in cache_entries()] == ["partial"]
     index.resume()
     built = build(TORCH)
     assert torch_in(built) == "1.0 3.0"
-    assert left_behind() == [built.key]
+    assert cache_entries() == [built.key]
 
 
 def test_two_processes_build_one_environment(
@@ -264,10 +264,10 @@ def test_two_processes_build_one_environment(
     assert both[1].stdout is not None
     waiting = both[1].stdout.readline()
     index.resume()
-    said = [process.communicate(timeout=60)[0].split() for process in both]
+    printed = [process.communicate(timeout=60)[0].split() for process in both]
     assert waiting == "torch==1.0: another process builds it; waiting\n"
-    assert said == [["torch==1.0:", "building", said[1][0]], [said[1][0]]]
-    assert left_behind() == [said[1][0]]
+    assert printed == [["torch==1.0:", "building", printed[1][0]], [printed[1][0]]]
+    assert cache_entries() == [printed[1][0]]
 
 
 def test_prune_keeps_environments_in_use(
@@ -289,7 +289,7 @@ def test_prune_keeps_environments_in_use(
         f"deleted the compile caches {other.key}-good",
         f"deleted the compile caches {compiled.HANDED_IN}old-bad",
     ]
-    assert left_behind() == [used.key]
+    assert cache_entries() == [used.key]
     assert [place.name for place in sorted(compiled.caches().iterdir())] == sorted(
         [f"{used.key}-good", f"{compiled.HANDED_IN}new-bad"]
     )
@@ -428,7 +428,7 @@ def test_script_completes_the_environment(index: LocalIndex, tmp_path: Path) -> 
     script.write_text("raise SystemExit('no readelf')")
     with pytest.raises(BuildError, match=r"stubs\.py: exit 1: no readelf"):
         build(request)
-    assert left_behind() == [built.key]
+    assert cache_entries() == [built.key]
 
 
 def test_wheel_file_can_be_a_candidate(index: LocalIndex, tree: Path, tmp_path: Path) -> None:

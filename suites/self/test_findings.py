@@ -33,11 +33,11 @@ def states(archive: Archive, path: Path) -> list[str]:
 def test_finding_states_are_new_still_gone_and_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = []
+    printed = []
     for day, red in ((1, (BREAKS,)), (2, (BREAKS, OTHER)), (3, ()), (4, ()), (5, (BREAKS,))):
         assert bumpgate(monkeypatch, "history", "add", str(gate_of_day(tmp_path, day, red))) == 0
-        said.append(capsys.readouterr().out.splitlines()[1:])
-    (first,), (second,), (third,), fourth, (fifth,) = said
+        printed.append(capsys.readouterr().out.splitlines()[1:])
+    (first,), (second,), (third,), fourth, (fifth,) = printed
     key = first.split()[1]
     assert first == f"new           {key}  CHANGED graph_breaks; 1 row; since 2026-11-01"
     assert second == (
@@ -99,7 +99,7 @@ def test_failed_test_is_gone_only_after_a_whole_run(tmp_path: Path, archive: Arc
     assert (found.label, found.module) == ("PROBLEM", "suites/a/test_b.py")
     again = ("suites/a/test_b.py::test_c: ValueError: 2 of 4",)
     assert states(archive, gate_of_day(tmp_path, 2, (), problems=again)) == [memory.STILL], (
-        "a number is no cause"
+        "a number is not part of the cause"
     )
     assert states(archive, gate_of_day(tmp_path, 3, (), selection=("suites/x",))) == [memory.UNMEASURED]
     assert states(archive, gate_of_day(tmp_path, 4, ())) == [memory.GONE]

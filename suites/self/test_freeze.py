@@ -89,7 +89,7 @@ def test_lock_pins_every_file_without_locations(freeze: Freeze, tree: Path) -> N
     assert all(store.verify(wheel) for package in lock.packages for wheel in package.wheels)
     check = ["sha256sum", "--check", "--quiet", store.SUMS]
     assert subprocess.run(check, cwd=store.store_root()).returncode == 0
-    assert freeze()[:2] == (0, out.splitlines()[-1] + "\n"), "a second time nothing moves"
+    assert freeze()[:2] == (0, out.splitlines()[-1] + "\n"), "a second freeze changes nothing"
     assert lane_lock(tree, "cpu").read_text() == text
     assert (tree / "wheels" / "manifest.toml").read_text() == MANIFEST
 
@@ -105,7 +105,7 @@ def test_lock_builds_from_index_and_from_store(
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "another cache"))
     here = build(lane_request(tree, "cpu", offline=True), root=tmp_path / "here")
     assert dict(there.packages) == dict(here.packages) == {"helper": "1.0", "torch": "1.0", "triton": "1.0"}
-    assert there.key == here.key, "where the files came from decides nothing"
+    assert there.key == here.key, "the key does not depend on where the files come from"
 
 
 @planted("C39", "an index serves other bytes under the adopted wheel's name")

@@ -95,8 +95,8 @@ def test_gate_lists_every_package_that_moved(machine: Machine, out: Path) -> Non
     found = gate_file.read(out / result.NAME)
     assert isinstance(found, gate_file.GateFile)
     assert found.moved == moved
-    said = [line for line in (out / "said.txt").read_text().splitlines() if line.startswith("moved: ")]
-    assert said == [f"moved: {line}" for line in moved]
+    printed = [line for line in (out / "output.txt").read_text().splitlines() if line.startswith("moved: ")]
+    assert printed == [f"moved: {line}" for line in moved]
     shown = page.of(found)
     assert "4 packages moved" in markdown.summary(shown)
     for form in (report.html_page(shown), markdown.summary(shown)):
@@ -182,10 +182,10 @@ def test_first_answer_precedes_the_sessions(
     for name, value in fault.items():
         setattr(machine.sides["bad"], name, value)
     machine.gate(out)
-    said = (out / "said.txt").read_text().splitlines()
-    at = said.index(lines[0])
-    assert all(line.startswith(begin) for line, begin in zip(said[at:], lines))
-    assert at < next(i for i, line in enumerate(said) if "timed rows after" in line)
+    printed = (out / "output.txt").read_text().splitlines()
+    at = printed.index(lines[0])
+    assert all(line.startswith(begin) for line, begin in zip(printed[at:], lines))
+    assert at < next(i for i, line in enumerate(printed) if "timed rows after" in line)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -242,7 +242,7 @@ def test_disturbed_session_is_replaced_by_another(machine: Machine, out: Path) -
     sessions = made.gate.paired
     assert sessions
     assert sessions.begun == len(sessions.log_ratios["throughput/b/seconds"]) + 1
-    assert "last lost: good: throughput/b/seconds: not quiet" in (out / "said.txt").read_text()
+    assert "last lost: good: throughput/b/seconds: not quiet" in (out / "output.txt").read_text()
     assert made.gate.decision is Decision.ADOPT
 
 
@@ -274,7 +274,7 @@ def test_second_compile_cache_is_filled_once_and_alternates(machine: Machine, ou
     assert made.gate.paired.warm
     assert made.gate.paired.caches["throughput/b/seconds"][:4] == [0, 1, 0, 1]
     assert [p for p in machine.processes if p.startswith("timed:")][:2] == ["timed:good", "timed:bad"]
-    assert (out / "said.txt").read_text().count("compile cache 2 filled") == 2
+    assert (out / "output.txt").read_text().count("compile cache 2 filled") == 2
     assert made.gate.decision is Decision.ADOPT, made.gate.findings
 
 
@@ -282,7 +282,7 @@ def test_spent_budget_leaves_open_rows_inconclusive(machine: Machine, out: Path)
     gate = machine.gate(out, deadline=0.0)
     assert labels(gate) == [("UNKNOWN", "INCONCLUSIVE")]
     assert not any(p.startswith("timed:") for p in machine.processes)
-    assert "the budget is spent" in (out / "said.txt").read_text()
+    assert "the budget is spent" in (out / "output.txt").read_text()
     assert gate.undecided
 
     resumed = machine.gate(out)
@@ -325,7 +325,7 @@ def test_gate_killed_and_resumed_gives_the_same_verdict(
         again = one(f"again{at}")
         assert what(again.gate(out)) == whole, at
         lost = len(machine.processes) + len(again.processes) - processes
-        assert 0 <= lost <= 1, "at most the session that was under way"
+        assert 0 <= lost <= 1, "at most the running session is repeated"
 
 
 def test_anchor_sessions_survive_a_resume(machine: Machine, out: Path) -> None:

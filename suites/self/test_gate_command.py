@@ -117,7 +117,9 @@ def test_gate_compares_a_command_in_two_environments(foreign: Foreign) -> None:
         ["command/metrics/graphs: 3 graphs"],
         ["command/metrics/graphs: 4 graphs"],
     )
-    assert undecided["rows"] == ["command/metrics/step_seconds"], "left to the sessions, none of which fits"
+    assert undecided["rows"] == ["command/metrics/step_seconds"], (
+        "left to the sessions, for which the budget is too small"
+    )
     assert found["timed"].keys() == {"command/metrics/step_seconds"}
     other = foreign.bumpgate(
         *("gate", "--lane", "mine", "--python-good", ".good/python", "--python-bad", ".bad/python"),

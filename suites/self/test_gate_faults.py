@@ -82,7 +82,7 @@ def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
     assert raw["timed"]["throughput/slow/ratio"]["ratio"] == pytest.approx(1.05, abs=0.02)
     for row in TIMED:
         found = raw["timed"][row]["log_ratios"]
-        assert found[: len(kept[row])] == kept[row], "sessions measured before stay"
+        assert found[: len(kept[row])] == kept[row], "earlier sessions are kept"
     # A row that lost a reading lags; the sessions end at the look that decides the last row.
     counts = {len(raw["timed"][row]["log_ratios"]) for row in TIMED}
     assert counts & {look.sessions for look in Plan().looks}
@@ -211,8 +211,8 @@ def run(tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         monkeypatch.setattr("sys.argv", ["bumpgate", *arguments])
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
 
     yield call
     signal.signal(signal.SIGTERM, handler)
@@ -245,17 +245,17 @@ def test_kernel_wheels_named_with_without_are_not_required(
     tree.write("wheels/manifest.toml", KERNEL_LANE)
     places: dict[str, Place] = {}
 
-    class SeenError(Exception):
+    class StopGateError(Exception):
         pass
 
     def bench(gate: Gate, root: Path, out: Path, found: dict[str, Place], *_: object) -> None:
         places.update(found)
         assert gate.asked.without == ("fast", "faster")
-        raise SeenError
+        raise StopGateError
 
     monkeypatch.setattr(gate, "Bench", bench)
     monkeypatch.setattr("sys.argv", ["bumpgate", *tree.sides(), "--without", "Fast", "--without", "faster"])
-    with pytest.raises(SeenError):
+    with pytest.raises(StopGateError):
         cli.main()
     absent = json.loads(places["bad"].variables["BUMPGATE_ABSENT"])
     assert absent["fast"] == "fast is not installed (--without)"
@@ -306,11 +306,11 @@ def test_second_gate_reports_the_process_it_waits_for(tree: Tree) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write("4711")
         lock.flush()
-        said = tree.root / "said"
-        program = "import sys; sys.stderr = open('said', 'w', 1); from bumpgate.cli import main; main()"
+        log = tree.root / "stderr"
+        program = "import sys; sys.stderr = open('stderr', 'w', 1); from bumpgate.cli import main; main()"
         second = tree.start("-c", program, *tree.sides())
-        wait_for(lambda: said.exists() and "waiting" in said.read_text())
-        assert said.read_text() == "device cpu is in use by process 4711; waiting for it\n"
+        wait_for(lambda: log.exists() and "waiting" in log.read_text())
+        assert log.read_text() == "device cpu is in use by process 4711; waiting for it\n"
         assert not (tree.root / "g" / result.NAME).exists()
         second.send_signal(signal.SIGINT)
         second.communicate(timeout=120)

@@ -32,8 +32,8 @@ def gone(id: str = "compile/nam52-regional/graph_breaks") -> Row:
     return row(id, None, witness=0, rule="")
 
 
-def judged(said: Verdict, made: Row | None = None, reason: str = "") -> Judgement:
-    return Judgement(made or row(), said, reason, "bumpgate rebaseline --lane cpu")
+def judged(row_verdict: Verdict, made: Row | None = None, reason: str = "") -> Judgement:
+    return Judgement(made or row(), row_verdict, reason, "bumpgate rebaseline --lane cpu")
 
 
 def side(name: str, *judgements: Judgement, **fields: object) -> Side:
@@ -91,10 +91,10 @@ def test_verdict_table_is_complete() -> None:
     assert all(len(line.split()) == len(COLUMNS) for line in TABLE.values())
 
 
-def measured(said: Verdict | None) -> list[Judgement]:
-    if said is None:
+def measured(row_verdict: Verdict | None) -> list[Judgement]:
+    if row_verdict is None:
         return []
-    return [judged(said, gone() if said in (M, F) else row())]
+    return [judged(row_verdict, gone() if row_verdict in (M, F) else row())]
 
 
 @pytest.mark.parametrize(
@@ -221,12 +221,12 @@ def test_timed_row_without_sessions_is_unknown() -> None:
     assert found.bad == ("a/b/seconds: not measured",)
 
 
-@pytest.mark.parametrize("said", [R, W, X])
-def test_paired_sessions_replace_the_stored_time(said: Verdict) -> None:
+@pytest.mark.parametrize("row_verdict", [R, W, X])
+def test_paired_sessions_replace_the_stored_time(row_verdict: Verdict) -> None:
     made = row("throughput/nam52/seconds", 1.2, better="lower", interval=(1.1, 1.3), unit="s")
-    good, bad = [judged(P, made)], [judged(said, made)]
+    good, bad = [judged(P, made)], [judged(row_verdict, made)]
     assert gate(good, bad, {made.id: paired(Outcome.SAME)}) == GateVerdict(ADOPT, ())
-    assert gate(good, bad).decision is {R: HOLD, W: ADOPT, X: UNKNOWN}[said]
+    assert gate(good, bad).decision is {R: HOLD, W: ADOPT, X: UNKNOWN}[row_verdict]
     # A derived expectation applies to a timed row as well, and so does a canary.
     bound = replace(made, at_most=1.0)
     assert gate([judged(P, made)], [judged(R, bound)], {made.id: paired(Outcome.SAME)}).decision is HOLD
@@ -321,7 +321,7 @@ def test_per_build_value_does_not_hold() -> None:
     assert gate([judged(P, row(per_build=True))], [differs]) == GateVerdict(ADOPT, ())
 
 
-def defect(value: int, inside: bool, said: Verdict) -> Judgement:
+def defect(value: int, inside: bool, row_verdict: Verdict) -> Judgement:
     made = row(
         "cache/layers-cpu/truncated_object_loaded",
         value,
@@ -330,7 +330,7 @@ def defect(value: int, inside: bool, said: Verdict) -> Judgement:
         at_most=int(inside),
         evidence=("known in torch==2.13.*",),
     )
-    return judged(said, made)
+    return judged(row_verdict, made)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ NO_PROCESS = 2**22 + 1  # above the kernel's largest pid
 
 # A fake nvidia-ml-py. From a list it returns one entry per call, then repeats the last one.
 NVML = """
-from types import SimpleNamespace as Told
+from types import SimpleNamespace
 
 class NVMLError(Exception):
     pass
@@ -42,7 +42,7 @@ NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
 NVML_TEMPERATURE_GPU, NVML_PERF_POLICY_THERMAL = 0, 1
 REASONS, PIDS, USED, HOT = [0x4], [[]], [1 << 29], [0]
 
-def told(values):
+def next_of(values):
     return values.pop(0) if len(values) > 1 else values[0]
 
 def nvmlInit():
@@ -67,16 +67,16 @@ def nvmlDeviceGetTemperature(handle, sensor):
     return 61
 
 def nvmlDeviceGetCurrentClocksEventReasons(handle):
-    return told(REASONS)
+    return next_of(REASONS)
 
 def nvmlDeviceGetViolationStatus(handle, policy):
-    return Told(violationTime=told(HOT))
+    return SimpleNamespace(violationTime=next_of(HOT))
 
 def nvmlDeviceGetComputeRunningProcesses(handle):
-    return [Told(pid=pid) for pid in told(PIDS)]
+    return [SimpleNamespace(pid=pid) for pid in next_of(PIDS)]
 
 def nvmlDeviceGetMemoryInfo(handle):
-    return Told(used=told(USED))
+    return SimpleNamespace(used=next_of(USED))
 """
 
 
@@ -200,7 +200,7 @@ def test_process_ids_of_another_namespace_are_unknown(nvml, monkeypatch: pytest.
     assert read().strangers is None
     nvml(PIDS=[[]])
     monkeypatch.setattr(gpu_state, "_cuda", lambda: Cuda)
-    assert read().strangers is None, "this process has taken the GPU and is not listed"
+    assert read().strangers is None, "this process uses the GPU and is not listed"
     nvml(PIDS=[[os.getpid()]], USED=[6 << 30])
     assert read().strangers == ()
     assert read().unexplained == 1 << 30
@@ -266,7 +266,7 @@ def test_anchors_are_compared_with_reviewed_values(monkeypatch: pytest.MonkeyPat
     ids = dict.fromkeys(gpu_timing.ANCHORS)
     monkeypatch.setattr(gpu_timing, "ANCHORS", dict(zip(ids, (copied, multiplied))))
     reviewed = {id: Reviewed(4e12, "bytes/s", "higher") for id in ids}
-    assert gpu_timing.beside_reviewed(reviewed) == [], "nothing is measured for a line of evidence"
+    assert gpu_timing.beside_reviewed(reviewed) == [], "no anchor is measured only for evidence"
     copied()
     assert gpu_timing.beside_reviewed({}) == []
     assert gpu_timing.beside_reviewed(reviewed) == [
@@ -322,7 +322,7 @@ def lane_project(project: Project, lane: str) -> None:
             marks=planted("C37", "heat that has passed when the test ends"), id="heat_in_between"),
         pytest.param(
             "raise ImportError('none here')", "INFRA", "pip install nvidia-ml-py",
-            marks=planted("C37", "a GPU whose state nothing tells"), id="no_library"),
+            marks=planted("C37", "a GPU whose state cannot be read"), id="no_library"),
     ],
 )  # fmt: skip
 def test_only_timed_row_is_infra_in_a_bad_gpu_state(

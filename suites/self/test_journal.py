@@ -20,7 +20,7 @@ from bumpgate.bisect.attribution import Attribution
 from bumpgate.bisect.journal import Journal, JournalError, begin, resume
 from bumpgate.bisect.search import Outcome, Search, SearchError
 from suites.self.journaled_bisect import NIGHTS, PLAN, drive, read_candidate
-from suites.self.searching import planted
+from suites.self.searching import mutant_of
 from suites.self.tree import ROOT
 
 
@@ -98,7 +98,7 @@ def test_a_journal_that_resumes_wrongly_is_caught(
     old: str, new: str, tmp_path: Path, whole: tuple[bytes, Search, Attribution]
 ) -> None:
     with pytest.raises((AssertionError, ValueError)):
-        check_cuts(planted(journal, old, new), tmp_path, whole)
+        check_cuts(mutant_of(journal, old, new), tmp_path, whole)
 
 
 def check_order(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ TAKE = "        self._take(index, outcome)\n"
 def test_a_journal_that_acts_first_is_caught(
     old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutant = planted(journal, old, new)
+    mutant = mutant_of(journal, old, new)
     with pytest.raises(AssertionError):
         check_order(mutant, tmp_path / "state.jsonl", monkeypatch)
 

@@ -96,8 +96,8 @@ def test_a_kill_is_a_red_row_that_is_not_red_without_the_fault_and_says_where(
 def test_what_turned_red_beside_it_is_told() -> None:
     other_red = run_with("REGRESSION", beside="CHANGED")
     found = outcome("graph_break", FAULTS["graph_break"], other_red, run_with("PASS"), 3.0)
-    assert found.beside == ("compile/other/graphs",)
-    assert "red beside it: compile/other/graphs" in str(found)
+    assert found.also_red == ("compile/other/graphs",)
+    assert "also red: compile/other/graphs" in str(found)
 
 
 def test_a_row_that_was_not_measured_did_not_hold() -> None:

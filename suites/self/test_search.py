@@ -12,7 +12,7 @@ import pytest
 
 from bumpgate.bisect import posterior, search
 from bumpgate.bisect.search import Outcome, Result, Search, SearchError, capacity
-from suites.self.searching import RUNS, SIGNIFICANCE, drive, labels, noisy, planted, tail
+from suites.self.searching import RUNS, SIGNIFICANCE, drive, labels, mutant_of, noisy, tail
 
 # Probes beyond log2(n), for 97 of 100 runs at 10 % false BAD: two endpoints, the loss of the noisy channel, and repeats
 # until the answer is distinct from both neighbours at confidence 0.98. Measured: 12 suffices for 981 of 1000 runs at 60
@@ -45,7 +45,7 @@ def test_sixty_nights_take_six_probes_and_the_ends() -> None:
 
 
 def test_an_answer_off_by_one_is_caught() -> None:
-    mutant = planted(
+    mutant = mutant_of(
         search,
         "range(self.first + kept[0], self.first + kept[-1] + 1)",
         "range(self.first + kept[0] - 1, self.first + kept[-1])",
@@ -55,7 +55,7 @@ def test_an_answer_off_by_one_is_caught() -> None:
 
 
 def test_a_likelihood_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant = planted(
+    mutant = mutant_of(
         posterior, "accumulate(as_old, initial=0.0)", "accumulate([0.0, *as_old[:-1]], initial=0.0)"
     )
     monkeypatch.setattr(search, "believe", mutant.believe)
@@ -179,11 +179,11 @@ def test_broken_builds_at_the_border_make_the_answer_a_range() -> None:
 
 def test_a_search_that_ignores_skips_is_caught() -> None:
     with pytest.raises(AssertionError):
-        check_skips(planted(search, "            self._aside.add(index)\n", "            pass\n"), n=8)
+        check_skips(mutant_of(search, "            self._aside.add(index)\n", "            pass\n"), n=8)
 
 
 def test_a_range_that_leaves_out_what_was_skipped_is_caught() -> None:
-    mutant = planted(
+    mutant = mutant_of(
         search, "                classes[-1].append(k)\n", "                classes.append([k])\n"
     )
     with pytest.raises(AssertionError):
@@ -204,7 +204,7 @@ def skips_taken(module: Any) -> float:
 def test_a_long_run_of_broken_builds_is_leapt_over() -> None:
     """The control tries them one after the other."""
     control = skips_taken(
-        planted(search, "gains[i - self.first] * self._installs(i)", "gains[i - self.first]")
+        mutant_of(search, "gains[i - self.first] * self._installs(i)", "gains[i - self.first]")
     )
     assert skips_taken(search) <= 4 < control / 2, (skips_taken(search), control)
 
