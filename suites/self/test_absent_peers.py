@@ -101,14 +101,16 @@ def attention_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
 
 
-def test_errors_are_measured_without_peer(attention_on_cpu: None) -> None:
+def test_errors_are_measured_without_the_peer(attention_on_cpu: None) -> None:
     ours, peer, numbers = test_model_shapes.compared("attention-P64")
     assert ours.keys() == numbers.keys() == {"forward", "gradient"}
     assert [len(ratios) for ratios in ours.values()] == [1, 1]
     assert peer == {"forward": [], "gradient": []}
 
 
-def test_speeds_are_measured_without_peer(attention_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speeds_are_measured_without_the_peer(
+    attention_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("floor_milliseconds", 1.0), ("copy_rate", 1e12), ("matmul_rate", 1e12)):
         monkeypatch.setattr(speed, name, lambda *_, value=value: value)
     monkeypatch.setattr(speed, "milliseconds", lambda call: Timing(1.0, 0.9, 1.1))

@@ -105,9 +105,9 @@ def test_acceptance_uses_the_tolerance_of_the_row() -> None:
         "never reviewed",
         "lane",
         "row",
-        "a flag is no number",
-        "a text is no number",
-        "a ratio is no value",
+        "bool for an int",
+        "string for a float",
+        "ratio without value",
     ],
 )
 def test_entry_that_does_not_apply_leaves_row_red(

@@ -165,7 +165,7 @@ def test_out_folder_holds_only_one_bisect(run: Run, index: LocalIndex, tmp_path:
     assert (tmp_path / "out/state.jsonl").read_bytes() == state
 
 
-def judged_slowly(folder: Path) -> str:
+def slow_test_command(folder: Path) -> str:
     """Return a test command that logs a line for each finished probe."""
     return f"sleep 0.1; {JUDGE}; code=$?; echo {{version}} >> {folder}/probed; exit $code"
 
@@ -212,7 +212,7 @@ def kill_after(process: subprocess.Popen[str], state: Path, lines: int, seconds:
 def test_resume_after_kill_9_loses_no_probe(index: LocalIndex, tmp_path: Path) -> None:
     """After four kills, each resume continues, and the answer is that of an undisturbed run."""
     dice = random.Random(9)
-    arguments = [*ENDS, "--command", judged_slowly(tmp_path), "--out", "out"]
+    arguments = [*ENDS, "--command", slow_test_command(tmp_path), "--out", "out"]
     kills = 0
     for attempt in range(4):
         process = start(tmp_path, *arguments, *(["--resume"] if attempt else []))
@@ -234,7 +234,7 @@ def test_resume_after_kill_9_loses_no_probe(index: LocalIndex, tmp_path: Path) -
 
 
 def test_ctrl_c_exits_130_and_printed_command_resumes(index: LocalIndex, tmp_path: Path) -> None:
-    process = start(tmp_path, *ENDS, "--command", judged_slowly(tmp_path))
+    process = start(tmp_path, *ENDS, "--command", slow_test_command(tmp_path))
     probed = tmp_path / "probed"
     for _ in range(200):
         if probed.exists() and len(probed.read_text().split()) >= 2:
@@ -317,7 +317,7 @@ class Killed(BaseException):
     """Simulates kill -9: no handler runs after it."""
 
 
-class Moments:
+class KillPoints:
     """Counts the steps of a run and raises Killed at one of them."""
 
     def __init__(self, fatal: int = -1) -> None:
@@ -336,7 +336,7 @@ class FakeTest:
     runs: the package sets, one per run. misread: 1-based numbers of the runs that return the opposite.
     """
 
-    def __init__(self, moments: Moments, runs: list[str], misread: tuple[int, ...] = ()) -> None:
+    def __init__(self, moments: KillPoints, runs: list[str], misread: tuple[int, ...] = ()) -> None:
         self.moments = moments
         self.runs = runs
         self.misread = misread
@@ -379,9 +379,9 @@ def fake_build(request: Request) -> Environment:
     return Environment("fake", Path("/nowhere/bin/python"), "key", packages)
 
 
-def hunt(
+def run_loop(
     out: Path,
-    moments: Moments,
+    moments: KillPoints,
     runs: list[str],
     module: Any = bisection,
     misread: tuple[int, ...] = (),
@@ -418,18 +418,18 @@ def readings(out: Path) -> dict[str, int | None]:
     return {p.parent.name: json.loads(p.read_text())["code"] for p in out.rglob("reading.json")}
 
 
-def check_every_moment(module: Any, folder: Path) -> int:
-    """Kill at each point in turn, and resume: the same answer, the same files, no reading taken twice."""
-    moments, quiet_runs = Moments(), list[str]()
-    quiet = hunt(folder / "quiet", moments, quiet_runs, module)
+def check_every_kill_point(module: Any, folder: Path) -> int:
+    """Kill at each point in turn, and resume: the same answer, the same files, no repeated reading."""
+    moments, quiet_runs = KillPoints(), list[str]()
+    quiet = run_loop(folder / "quiet", moments, quiet_runs, module)
     assert quiet[0] is not None
     assert (quiet[0].suspects, quiet[1]) == ((7,), ["triton 3.6.0 -> 3.7.0"])
     for fatal in range(1, moments.count + 1):
         out, runs = folder / str(fatal), list[str]()
         with pytest.raises(Killed):
-            hunt(out, Moments(fatal), runs, module)
+            run_loop(out, KillPoints(fatal), runs, module)
         lost = len(runs) - sum(code is not None for code in readings(out).values())
-        assert hunt(out, Moments(), runs, module) == quiet, fatal
+        assert run_loop(out, KillPoints(), runs, module) == quiet, fatal
         assert len(runs) == len(quiet_runs) + lost, f"moment {fatal}: a saved reading was repeated"
         assert readings(out) == readings(folder / "quiet"), fatal
         assert (out / "state.jsonl").read_bytes() == (folder / "quiet/state.jsonl").read_bytes(), fatal
@@ -437,15 +437,15 @@ def check_every_moment(module: Any, folder: Path) -> int:
 
 
 def test_kill_at_every_step_gives_the_same_answer(tmp_path: Path) -> None:
-    assert check_every_moment(bisection, tmp_path) > 40
+    assert check_every_kill_point(bisection, tmp_path) > 40
 
 
 def test_flaky_test_is_probed_again_until_settled(tmp_path: Path) -> None:
     """The good endpoint, a candidate in the middle and a mixture are misread once each."""
     runs: list[str] = []
-    result, blamed = hunt(
+    result, blamed = run_loop(
         tmp_path / "noisy",
-        Moments(),
+        KillPoints(),
         runs,
         misread=(1, 4, 20),
         false_bad=0.1,
@@ -475,4 +475,4 @@ def test_flaky_test_is_probed_again_until_settled(tmp_path: Path) -> None:
 def test_mutant_loop_that_loses_readings_is_caught(old: str, new: str, tmp_path: Path) -> None:
     mutant = mutant_of(bisection, old, new)
     with pytest.raises((AssertionError, NotInstallable)):
-        check_every_moment(mutant, tmp_path)
+        check_every_kill_point(mutant, tmp_path)

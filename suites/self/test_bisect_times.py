@@ -130,7 +130,7 @@ def timed_test(
 
 
 @pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
+def restore_times_probe() -> Iterator[None]:
     """Undo what timed_test replaces in the module."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("run_duet", "run_lanes", "shares", "import_fault"):

@@ -17,11 +17,11 @@ def run(tmp_path: Path, program: str) -> dict[str, float]:
     return run_json("a_child", environment={"PYTHONPATH": str(tmp_path)}, timeout=20)
 
 
-def dying(last: str, end: str = "os.abort()") -> str:
+def crashing(last: str, end: str = "os.abort()") -> str:
     return f"print({last!r}, file=sys.stderr, flush=True)\n{end}\n"
 
 
-@pytest.mark.parametrize("end", ["", dying(ENDING)], ids=["exit 0", "an abort while the interpreter ends"])
+@pytest.mark.parametrize("end", ["", crashing(ENDING)], ids=["exit 0", "an abort while the interpreter ends"])
 def test_last_line_of_child_is_the_result(tmp_path: Path, end: str) -> None:
     assert run(tmp_path, RESULT + end) == {"seconds": 1.5}
 
@@ -29,11 +29,11 @@ def test_last_line_of_child_is_the_result(tmp_path: Path, end: str) -> None:
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        (dying(ENDING), f"a_child: exit -6: {ENDING}"),
-        (dying(ENDING) + RESULT, f"a_child: exit -6: {ENDING}"),
-        (RESULT + dying("free(): invalid pointer"), "a_child: exit -6: free"),
-        (RESULT + dying(ENDING, "os.kill(os.getpid(), 11)"), "a_child: exit -11"),
-        (RESULT + dying(ENDING, "os._exit(1)"), "a_child: exit 1"),
+        (crashing(ENDING), f"a_child: exit -6: {ENDING}"),
+        (crashing(ENDING) + RESULT, f"a_child: exit -6: {ENDING}"),
+        (RESULT + crashing("free(): invalid pointer"), "a_child: exit -6: free"),
+        (RESULT + crashing(ENDING, "os.kill(os.getpid(), 11)"), "a_child: exit -11"),
+        (RESULT + crashing(ENDING, "os._exit(1)"), "a_child: exit 1"),
         (RESULT + "raise SystemExit('a reason')", "a_child: exit 1: a reason"),
         ("print('nothing')", "a_child: printed no JSON result"),
     ],

@@ -159,7 +159,7 @@ def test_full_cache_disk_is_a_separate_defect(machine: Machine) -> None:
     assert "File too large" in findings[0].reason
 
 
-def lying_wheel(machine: Machine) -> None:
+def wrong_label(machine: Machine) -> None:
     machine.package("flash_attn", version="2.8.3+cu130torch2.10")
 
 
@@ -196,8 +196,8 @@ VERSIONS: dict[str, tuple[Break, str, str, str]] = {
         lambda m: m.edit("pyproject.toml", "suite = [", 'suite = [\n    "absent-package>=2",'),
         "BG206", "need absent-package>=2 (absent)", "pip install 'absent-package>=2'",
     ),
-    "a wheel label that names another torch": (lying_wheel, "BG207", "built for torch 2.10, not 2.13", "flash_attn"),
-    "an extension that is no library": (not_an_extension, "BG208", "cannot be audited: nm:", "causal_conv1d"),
+    "a wheel label that names another torch": (wrong_label, "BG207", "built for torch 2.10, not 2.13", "flash_attn"),
+    "an extension that is not a library": (not_an_extension, "BG208", "cannot be audited: nm:", "causal_conv1d"),
 }  # fmt: skip
 
 
@@ -295,7 +295,7 @@ def test_silent_instrument_is_reported(machine: Machine) -> None:
     assert "suites/canaries" in findings[0].fix
 
 
-@planted("C28", "the autotuning timeout taken away")
+@planted("C28", "the autotuning timeout removed")
 def test_setting_without_effect_is_reported(machine: Machine) -> None:
     checks = [check for check in CHECKS if check.code == "BG303"]
     assert defects(machine.examine(checks=checks)) == []

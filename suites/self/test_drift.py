@@ -45,7 +45,7 @@ def weekly_errors(noise: str) -> list[float]:
     return out
 
 
-def creeping(weeks: int) -> list[float]:
+def drifting(weeks: int) -> list[float]:
     """Log-ratios to the anchor if each week adds 1 %, and the weeks before the first were equal."""
     adopted = [week(-n) for n in range(1, 9)]
     out = []
@@ -63,11 +63,11 @@ def quiet_runs(rng: random.Random, noise: str, runs: int) -> int:
     return sum(not any(creep(readings(rng.choices(errors, k=52))) for _ in ROWS) for _ in range(runs))
 
 
-def called_by_week_6(rng: random.Random, noise: str, runs: int) -> tuple[int, list[int]]:
+def reported_by_week_6(rng: random.Random, noise: str, runs: int) -> tuple[int, list[int]]:
     """Count drifts reported by week 6, and return the weeks of their reports."""
     errors, weeks = weekly_errors(noise), []
     for _ in range(runs):
-        found = creep(readings([x + rng.choice(errors) for x in creeping(6)]))
+        found = creep(readings([x + rng.choice(errors) for x in drifting(6)]))
         if found:
             weeks.append((found.called - START).days // 7)
     return len(weeks), weeks
@@ -85,8 +85,8 @@ def test_year_without_change_reports_no_drift(noise: str) -> None:
 @pytest.mark.parametrize("noise", NOISES)
 def test_drift_of_1_percent_a_week_is_reported_by_week_6(noise: str) -> None:
     runs = 2000
-    hits, weeks = called_by_week_6(random.Random(2), noise, runs)
-    text = f"{rate_text('called by week 6', hits, runs)}; median week {statistics.median(weeks):g}"
+    hits, weeks = reported_by_week_6(random.Random(2), noise, runs)
+    text = f"{rate_text('reported by week 6', hits, runs)}; median week {statistics.median(weeks):g}"
     print(text)
     assert wilson(hits, runs)[0] >= 0.95, text
 
@@ -106,7 +106,7 @@ def test_mutant_that_reads_weekly_steps_fails_at_any_limit(monkeypatch: pytest.M
     hits = sum(
         creep(readings([STEP + rng.choice(errors) for _ in range(6)])) is not None for _ in range(runs)
     )
-    assert wilson(hits, runs)[1] < 0.95, rate_text("called by week 6", hits, runs)
+    assert wilson(hits, runs)[1] < 0.95, rate_text("reported by week 6", hits, runs)
     quiet = quiet_runs(rng, NOISES[0], 100)
     assert wilson(quiet, 100)[1] < 0.98, rate_text("quiet years", quiet, 100)
 
@@ -119,7 +119,7 @@ def test_mutant_without_cap_reports_one_bad_week(monkeypatch: pytest.MonkeyPatch
 
 
 def test_anchor_is_a_month_old() -> None:
-    assert creeping(6) == pytest.approx([STEP * n for n in (1, 2, 3, 4, 4, 4)])
+    assert drifting(6) == pytest.approx([STEP * n for n in (1, 2, 3, 4, 4, 4)])
     assert anchor([], START) is None
     assert anchor([START], START) is None
     assert anchor([week(-1), week(3)], START) == week(-1)

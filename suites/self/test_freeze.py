@@ -24,7 +24,7 @@ from suites.support.lanes import LANES
 from suites.support.planted import planted
 
 MANIFEST = """schema = 1
-# Why this row is as it is.
+# The reason for this row.
 [environment.cpu]
 status = "adopted"
 lane = "cpu"

@@ -384,7 +384,7 @@ def test_invalid_gate_file_is_one_line(out: Path, text: str) -> None:
         result.read(out, Plan())
 
 
-@planted("C37", "a gate that goes on another class of host")
+@planted("C37", "a gate resumed on another class of host")
 def test_resumed_gate_refuses_another_host_class(
     machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
