@@ -52,10 +52,10 @@ def a_gate(folder: Path, day: str, *, drift: float | None = None, held: bool = F
     folder = folder / day
     folder.mkdir()
     here = HERE | {"started": f"2026-{day}T02:00:00+00:00"}
-    said = Verdict.REGRESSION if held else P
+    verdict = Verdict.REGRESSION if held else P
     good = Side("torch 2.13.0", Record(here, (judged(P, row(ROW, 1.0, unit="s")),)))
     there = here | {"torch": f"2.14.{day}"}
-    bad = Side("torch 2.14.0", Record(there, (judged(said, row(ROW, 1.1 if held else 1.0, unit="s")),)))
+    bad = Side("torch 2.14.0", Record(there, (judged(verdict, row(ROW, 1.1 if held else 1.0, unit="s")),)))
     timed = {"throughput/nam52-eager/seconds": paired(Outcome.SAME, 1.003)}
     path, _ = write_gate(folder, good, bad, timed, started=f"2026-{day}T03:00:00+00:00")
     if drift is not None:
@@ -65,7 +65,7 @@ def a_gate(folder: Path, day: str, *, drift: float | None = None, held: bool = F
     return path
 
 
-def test_a_record_is_kept_once_whatever_its_file_is_called(tmp_path: Path, archive: Archive) -> None:
+def test_archive_adds_a_renamed_record_once(tmp_path: Path, archive: Archive) -> None:
     path = a_record(tmp_path, "11-01")
     assert archive.add(path).new
     assert not archive.add(path.rename(tmp_path / "other.json")).new
@@ -75,13 +75,13 @@ def test_a_record_is_kept_once_whatever_its_file_is_called(tmp_path: Path, archi
 
 
 @pytest.mark.parametrize("value", [3, 0.1 + 0.2, True, "2f1c", float("nan"), float("-inf"), 10**17 + 1])
-def test_a_value_is_read_back_as_it_was(tmp_path: Path, archive: Archive, value: object) -> None:
+def test_archive_round_trips_values(tmp_path: Path, archive: Archive, value: object) -> None:
     archive.add(a_record(tmp_path, "11-01", value))
     (point,) = archive.points(ROW)
     assert repr(point.value) == repr(value)
 
 
-def test_a_gate_keeps_both_sides_and_its_records_are_not_kept_again(tmp_path: Path, archive: Archive) -> None:
+def test_archive_adds_both_sides_of_a_gate_once(tmp_path: Path, archive: Archive) -> None:
     path = a_gate(tmp_path, "11-01")
     assert archive.add(path).new
     assert not archive.add(path).new
@@ -90,7 +90,7 @@ def test_a_gate_keeps_both_sides_and_its_records_are_not_kept_again(tmp_path: Pa
     assert archive.points(ROW, lane="h200") == []
 
 
-def test_readings_come_in_order_of_time_not_of_adding(tmp_path: Path, archive: Archive) -> None:
+def test_points_are_sorted_by_time(tmp_path: Path, archive: Archive) -> None:
     for day in ("11-03", "11-01", "11-02"):
         archive.add(a_record(tmp_path, day, float(day[-1])))
     # The same instant in another time zone.
@@ -98,7 +98,7 @@ def test_readings_come_in_order_of_time_not_of_adding(tmp_path: Path, archive: A
     assert [p.value for p in archive.points(ROW)] == [1.0, 2.0, 2.5, 3.0]
 
 
-def test_adoptions_of_the_tree_are_adopted_builds(tmp_path: Path) -> None:
+def test_adopted_lists_open_adoptions_of_the_lane(tmp_path: Path) -> None:
     def entry(day: int, new: str, lane: str = "cpu", undone: bool = False) -> log.Adoption:
         closed = date(2026, 3, 9) if undone else None
         return log.Adoption(lane, date(2026, 3, day), "", "", new, "HOLD", "", "", {}, {}, (), closed)
@@ -111,7 +111,7 @@ def test_adoptions_of_the_tree_are_adopted_builds(tmp_path: Path) -> None:
     assert found == [(date(2026, 3, 1), "2.14.0")]
 
 
-def test_drift_is_read_from_adopted_builds_alone(
+def test_drift_is_read_from_adopted_builds_only(
     tmp_path: Path, archive: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A drift of 1 % a week, read by gates on Sundays; the build with HOLD in between is excluded."""
@@ -136,14 +136,14 @@ def test_drift_is_read_from_adopted_builds_alone(
     assert history.adopted("cpu") == builds
 
 
-def test_a_count_has_a_new_level_wherever_it_moved() -> None:
+def test_changes_finds_each_change_of_a_count() -> None:
     assert history.changes([13, 13, 13, 17, 17, 13]) == [3, 5]
     assert history.changes(["a", "a", "b"]) == [2]
     assert history.changes([13]) == history.changes([]) == history.changes([13, 13]) == []
     assert history.changes([1.0, float("nan"), 1.0]) == [1, 2]
 
 
-def test_a_jump_in_noise_is_placed_and_noise_alone_has_none() -> None:
+def test_changes_finds_a_jump_in_noise_but_none_in_noise_alone() -> None:
     draw = random.Random(6)
     placed = false = 0
     for _ in range(50):
@@ -154,10 +154,10 @@ def test_a_jump_in_noise_is_placed_and_noise_alone_has_none() -> None:
     assert placed >= 45
     assert false <= 2
     odd = [*noise[:30], 40.0, *noise[30:]]
-    assert 30 not in history.changes(odd), "one odd night is no new level"
+    assert 30 not in history.changes(odd), "one outlier is not a new level"
 
 
-def test_the_command_prints_plots_and_marks_the_change(
+def test_history_command_prints_plots_and_marks_the_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for day in range(1, 9):
@@ -180,7 +180,7 @@ def test_the_command_prints_plots_and_marks_the_change(
     assert "http://" not in page.replace("http://www.w3.org/", "")
 
 
-def test_hostile_text_of_a_record_stays_text(
+def test_history_page_escapes_hostile_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = a_record(tmp_path, "11-01", EVIL, torch=EVIL, commit=EVIL)
@@ -195,7 +195,7 @@ def test_hostile_text_of_a_record_stays_text(
 ADD = "import sys; from bumpgate.cli import main; sys.argv = ['bumpgate', 'history', 'add', *sys.argv[1:]]; main()"
 
 
-def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+def test_concurrent_writers_lose_no_record(tmp_path: Path) -> None:
     """Four processes that also create the database concurrently, with one record in common."""
     files = [str(a_record(tmp_path, f"11-{i:02d}")) for i in range(1, 26)]
     started = [
@@ -206,7 +206,7 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
     assert len(Archive(history.default_store()).points(ROW)) == 25
 
 
-def test_a_killed_writer_leaves_a_whole_record_or_none(tmp_path: Path, archive: Archive) -> None:
+def test_killed_writer_leaves_the_archive_unchanged(tmp_path: Path, archive: Archive) -> None:
     """Killed inside its transaction, with rows written: the next writer finds the store unchanged."""
     archive.add(a_record(tmp_path, "11-01"))
     path = a_record(tmp_path, "11-02")
@@ -229,13 +229,13 @@ def test_a_killed_writer_leaves_a_whole_record_or_none(tmp_path: Path, archive: 
     assert len(archive.points(ROW)) == 1
     begun = time.monotonic()
     assert archive.add(path).new
-    assert time.monotonic() - begun < 10, "its lock died with it"
+    assert time.monotonic() - begun < 10, "its lock was released"
 
 
 @pytest.mark.parametrize(
     "timed", [pytest.param(True, marks=planted("C37", "a history of two classes of host")), False]
 )
-def test_timed_readings_of_two_classes_of_host_are_not_mixed(
+def test_history_does_not_mix_timed_rows_of_two_host_classes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], timed: bool
 ) -> None:
     kind = {"better": "lower", "tolerance": 0.1, "interval": (0.9, 1.1)} if timed else {}
@@ -255,8 +255,8 @@ def test_timed_readings_of_two_classes_of_host_are_not_mixed(
     assert "2 readings" in capsys.readouterr().out
 
 
-def test_a_store_of_the_first_version_is_carried_over(tmp_path: Path) -> None:
-    """It had no host class, and its readings have none after the migration."""
+def test_archive_migrates_a_store_of_version_1(tmp_path: Path) -> None:
+    """Version 1 had no host class: readings of that store have none after the migration."""
     path = tmp_path / "old.sqlite"
     Archive(f"sqlite:///{path}").add(a_record(tmp_path, "11-01"))
     with sqlite3.connect(path) as connection:
@@ -303,7 +303,7 @@ def a_folder(path: Path) -> str:
 
 
 @pytest.mark.parametrize("spoil", [foreign, newer, corrupt, cut_off, a_folder], ids=lambda f: f.__name__)
-def test_a_store_that_is_none_is_one_line_and_stays_as_it_is(
+def test_invalid_store_is_reported_and_left_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spoil
 ) -> None:
     path = tmp_path / "store.sqlite"
@@ -331,7 +331,7 @@ def test_a_store_that_is_none_is_one_line_and_stays_as_it_is(
         ),
     ],
 )
-def test_bad_input_is_one_line_and_exit_4(
+def test_history_bad_input_prints_one_line_and_exits_4(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], words: str
 ) -> None:
     assert bumpgate(monkeypatch, "history", *args) == 4
@@ -339,7 +339,7 @@ def test_bad_input_is_one_line_and_exit_4(
     assert words in line
 
 
-def test_lanes_are_not_mixed_and_what_has_no_time_is_not_kept(
+def test_history_refuses_mixed_lanes_and_incomplete_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [str(a_record(tmp_path, "11-01")), str(a_record(tmp_path, "11-02", lane="h200"))]
@@ -355,7 +355,7 @@ def test_lanes_are_not_mixed_and_what_has_no_time_is_not_kept(
     assert "the gate was cut short" in capsys.readouterr().err
 
 
-def test_without_the_extra_it_is_one_line_with_the_command(
+def test_history_without_sqlalchemy_prints_the_install_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)

@@ -1,4 +1,4 @@
-"""House rules that are checked automatically."""
+"""Repository rules that are checked automatically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from suites.self.tree import ROOT
 
 INSTRUMENTS = [ROOT / "bumpgate/plugin/instruments", ROOT / "suites/support/instruments"]
-ROOMS = ("kernels", "model", "launch", "suites", "bumpgate")
+FOLDERS = ("kernels", "model", "launch", "suites", "bumpgate")
 # Documented by torch as compiler configuration; only instruments may read other private names.
 LAUNCHER_MAY = {
     "torch._dynamo",
@@ -24,8 +24,8 @@ LAUNCHER_MAY = {
 }
 
 
-def python_files(*rooms: str) -> list[Path]:
-    return [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
+def python_files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def private_names(path: Path) -> set[str]:
@@ -41,7 +41,7 @@ def private_names(path: Path) -> set[str]:
     return {name for name in names if re.match(r"torch(\.\w+)*\._[a-z]", name)}
 
 
-def test_private_torch_names_stand_in_the_instruments_only() -> None:
+def test_private_torch_names_are_used_by_instruments_only() -> None:
     found = {}
     for path in python_files("kernels", "model", "suites", "bumpgate"):
         names = private_names(path)
@@ -53,26 +53,26 @@ def test_private_torch_names_stand_in_the_instruments_only() -> None:
     assert not found, found
 
 
-def test_the_search_for_private_names_finds_them() -> None:
+def test_private_names_finds_those_of_the_instruments() -> None:
     assert private_names(INSTRUMENTS[0] / "dynamo.py")
     assert private_names(INSTRUMENTS[1] / "inductor.py")
 
 
-def test_imports_keep_to_the_house() -> None:
+def test_imports_obey_the_import_linter_contracts() -> None:
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_root_conftest_is_short_and_imports_no_torch() -> None:
+def test_root_conftest_is_short_and_imports_no_torch() -> None:
     text = (ROOT / "conftest.py").read_text()
     assert len(text.splitlines()) < 100
     assert not re.search(r"^(import|from) torch", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_files_can_be_read_to_the_end(room: str) -> None:
-    long = {str(p): n for p in python_files(room) if (n := len(p.read_text().splitlines())) > 500}
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_files_have_at_most_500_lines(folder: str) -> None:
+    long = {str(p): n for p in python_files(folder) if (n := len(p.read_text().splitlines())) > 500}
     assert not long, long
 
 

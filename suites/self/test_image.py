@@ -58,7 +58,7 @@ def run(tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     return call
 
 
-def test_image_is_the_reviewed_containerfile(run: Run, tree: Path) -> None:
+def test_image_matches_the_reviewed_containerfile(run: Run, tree: Path) -> None:
     code, out, err = run("v6e", "--base", BASE)
     names = {str(tree): "TREE", str(store.store_root()): "STORE"}
     text = golden.transcript(["image", "v6e", "--base", BASE], code, out, err, names)
@@ -85,7 +85,7 @@ def install(tree: Path, target: Path) -> subprocess.CompletedProcess[str]:
 
 
 @planted("C19", "a wheel of the image has other bytes than the lock")
-def test_image_installs_the_locked_bytes_alone(run: Run, tree: Path, tmp_path: Path) -> None:
+def test_image_installs_only_the_locked_bytes(run: Run, tree: Path, tmp_path: Path) -> None:
     run("v6e", "--base", BASE)
     done = install(tree, tmp_path / "good")
     assert done.returncode == 0, done.stderr
@@ -123,7 +123,7 @@ def test_image_refuses_a_base_without_digest(base: str, run: Run, tree: Path) ->
     assert not (tree / "Containerfile.v6e").exists()
 
 
-def test_image_of_a_lane_without_lock_is_one_line(run: Run) -> None:
+def test_image_of_a_lane_without_lock_prints_one_line(run: Run) -> None:
     code, out, err = run("cpu", "--base", BASE)
     assert (code, out) == (4, "")
     assert (

@@ -101,7 +101,7 @@ def test_init_without_torch_names_the_option(init: Init, monkeypatch: pytest.Mon
     assert (code, err) == (4, "bumpgate: torch is not installed here: name the adopted one, --torch 2.13.0\n")
 
 
-def test_the_written_example_is_reviewed_passes_and_fails(init: Init, tmp_path: Path) -> None:
+def test_init_example_passes_and_detects_a_regression(init: Init, tmp_path: Path) -> None:
     assert init()[0] == 0
     foreign = Foreign(tmp_path)
     first = foreign.pytest("-m", "mine")

@@ -38,8 +38,8 @@ def whole(tmp_path: Path) -> tuple[bytes, Search, Attribution]:
     return (tmp_path / "whole.jsonl").read_bytes(), state.search, found
 
 
-def test_the_run_that_is_cut_holds_all_that_a_run_can_hold(whole: tuple[bytes, Search, Attribution]) -> None:
-    """It has a skip, misreads, a repeat, a range as answer, and mixtures; else the cuts below would prove little."""
+def test_complete_run_contains_every_kind_of_entry(whole: tuple[bytes, Search, Attribution]) -> None:
+    """It has a skip, misreads, a repeat, a range as answer, and mixtures: the tests below truncate all of them."""
     text, searched, found = whole
     result = searched.result()
     assert result is not None
@@ -81,7 +81,9 @@ def check_cuts(module: Any, folder: Path, whole: tuple[bytes, Search, Attributio
 
 
 @pytest.mark.usefixtures("unsynced")
-def test_a_kill_at_any_byte_changes_nothing(tmp_path: Path, whole: tuple[bytes, Search, Attribution]) -> None:
+def test_resume_after_truncation_at_any_byte_is_identical(
+    tmp_path: Path, whole: tuple[bytes, Search, Attribution]
+) -> None:
     assert check_cuts(journal, tmp_path, whole) > 1000
 
 
@@ -92,9 +94,9 @@ def test_a_kill_at_any_byte_changes_nothing(tmp_path: Path, whole: tuple[bytes, 
         ("whole = lines[:-1]", "whole = [line for line in lines if line]"),
         ("self._asked = [i for i in self._asked if i != index]", "self._asked = []"),
     ],
-    ids=["torn line kept in the file", "torn line believed", "decision forgotten"],
+    ids=["torn line kept in the file", "torn line parsed", "decision lost"],
 )
-def test_a_journal_that_resumes_wrongly_is_caught(
+def test_check_cuts_detects_resume_mutants(
     old: str, new: str, tmp_path: Path, whole: tuple[bytes, Search, Attribution]
 ) -> None:
     with pytest.raises((AssertionError, ValueError)):
@@ -113,7 +115,7 @@ def check_order(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def record(searched: Search, index: int, outcome: Outcome) -> None:
         entry = json.dumps({"index": index, "outcome": outcome.value}).encode() + b"\n"
-        assert synced.endswith(entry), "taken before it was on the disk"
+        assert synced.endswith(entry), "used before it was synced"
         acted.append(index)
         real_record(searched, index, outcome)
 
@@ -124,8 +126,8 @@ def check_order(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         while state.search.result() is None:
             due = state.decide()
             decisions = [json.loads(line) for line in synced.splitlines() if b'"probe"' in line]
-            assert decisions, "no decision is on the disk"
-            assert due[0] in decisions[-1]["probe"], "decided before it was on the disk"
+            assert decisions, "no decision was synced"
+            assert due[0] in decisions[-1]["probe"], "returned before it was synced"
             state.record(due[0], read_candidate(state.search, due[0]))
         patch.setattr(Search, "record", real_record)
         state.decide_mixture(frozenset({"triton"}))
@@ -135,9 +137,7 @@ def check_order(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(acted) > 5
 
 
-def test_everything_is_on_the_disk_before_it_is_acted_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entries_are_synced_before_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_order(journal, tmp_path / "state.jsonl", monkeypatch)
 
 
@@ -152,9 +152,9 @@ TAKE = "        self._take(index, outcome)\n"
         ("        os.fsync(file.fileno())\n", "        pass\n"),
         ('            _write(self._file, {"probe": pending})\n', ""),
     ],
-    ids=["written after acting", "never synced", "decision not written"],
+    ids=["written after use", "never synced", "decision not written"],
 )
-def test_a_journal_that_acts_first_is_caught(
+def test_check_order_detects_sync_mutants(
     old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant = mutant_of(journal, old, new)
@@ -185,7 +185,7 @@ t.drive(state)
 """
 
 
-def test_a_real_kill_loses_only_the_probe_that_was_under_way(
+def test_sigkill_loses_only_the_probe_in_progress(
     tmp_path: Path, whole: tuple[bytes, Search, Attribution]
 ) -> None:
     path = tmp_path / "state.jsonl"
@@ -198,7 +198,7 @@ def test_a_real_kill_loses_only_the_probe_that_was_under_way(
     assert path.read_bytes() == whole[0]
 
 
-def test_a_pending_probe_is_asked_for_again_and_nothing_else_is_repeated(tmp_path: Path) -> None:
+def test_resume_repeats_only_the_pending_probe(tmp_path: Path) -> None:
     path, probed = tmp_path / "state.jsonl", []
     with begin(path, PLAN) as state:
         due = state.decide()
@@ -217,9 +217,7 @@ def test_a_pending_probe_is_asked_for_again_and_nothing_else_is_repeated(tmp_pat
     assert path.read_bytes() == before
 
 
-def test_a_full_disk_leaves_search_and_file_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_leaves_search_and_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state.jsonl"
 
     def full(descriptor: int) -> None:
@@ -250,7 +248,7 @@ def test_a_full_disk_leaves_search_and_file_as_they_were(
     ],
     ids=str,
 )
-def test_the_file_of_another_search_is_refused_in_one_line(
+def test_resume_refuses_the_file_of_another_search(
     changes: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "state.jsonl"
@@ -275,7 +273,7 @@ def test_the_file_of_another_search_is_refused_in_one_line(
     ],
     ids=str,
 )
-def test_a_file_that_is_not_ours_is_refused_and_left_alone(text: bytes, words: str, tmp_path: Path) -> None:
+def test_resume_refuses_foreign_files_and_keeps_them(text: bytes, words: str, tmp_path: Path) -> None:
     path = tmp_path / "notes.md"
     path.write_bytes(text)
     with pytest.raises(JournalError, match=words):
@@ -298,7 +296,7 @@ def test_a_file_that_is_not_ours_is_refused_and_left_alone(text: bytes, words: s
     ],
     ids=str,
 )
-def test_a_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
+def test_resume_names_a_damaged_line(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "state.jsonl"
     with begin(path, PLAN) as state:
         state.decide()
@@ -309,7 +307,7 @@ def test_a_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_second_bisect_on_the_file_is_refused(tmp_path: Path) -> None:
+def test_second_bisect_on_the_same_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.jsonl"
     with begin(path, PLAN):
         for attempt in (lambda: begin(path, PLAN), lambda: resume(path)):
@@ -318,7 +316,7 @@ def test_a_second_bisect_on_the_file_is_refused(tmp_path: Path) -> None:
     resume(path).close()
 
 
-def test_a_file_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+def test_unopenable_state_file_is_reported_in_one_line(tmp_path: Path) -> None:
     for attempt in (
         lambda: resume(tmp_path / "none.jsonl"),
         lambda: begin(tmp_path / "no" / "x.jsonl", PLAN),
@@ -330,13 +328,13 @@ def test_a_file_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
         begin(tmp_path, PLAN)
 
 
-def test_a_plan_that_makes_no_sense_leaves_no_file(tmp_path: Path) -> None:
+def test_invalid_plan_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(SearchError):
         begin(tmp_path / "state.jsonl", replace(PLAN, good="2.0"))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_journal_is_a_search_and_its_file() -> None:
+def test_plan_passes_every_field_to_its_search() -> None:
     """A plan's fields are the arguments of a search, so that no argument is lost after a kill."""
     assert isinstance(Journal, type)
     plan = replace(PLAN, good=NIGHTS[-1], bad=NIGHTS[0], find_fix=True, budget=9, confidence=0.9)

@@ -13,39 +13,39 @@ from suites.self.tree import ROOT
 from suites.support.lanes import LANES
 
 RECORDS = sorted((ROOT / "baselines" / "records").glob("*.json"))
-WHOLE = ("h200-whole", "h200-whole-another-machine")
+COMPLETE_RUNS = ("h200-whole", "h200-whole-another-machine")
 
 
 def kept(name: str) -> Record:
     return read_record(ROOT / "baselines" / "records" / f"{name}.json")
 
 
-def judged_anew(record: Record) -> list[Judgement]:
-    """Judge the record by the current baseline."""
+def rejudged(record: Record) -> list[Judgement]:
+    """Judge the rows of a record by the current baseline."""
     baseline = load(ROOT / "baselines" / f"{record.provenance['lane']}.json", record.provenance["lane"])
     assert not other_build(baseline.made_with, record.provenance)
     build = {name: record.provenance.get(name) for name in BUILD}
     return [judge(j.row, baseline, failed_instruments={}, build=build) for j in record.judgements]
 
 
-def test_the_complete_runs_are_kept() -> None:
-    """Of the H200 lane, and of the kernels only, whose first calls had fewer concurrent ones."""
-    assert {*WHOLE, "h200-suites-kernels"} <= {path.stem for path in RECORDS}
-    assert all(kept(name).provenance["full_run"] for name in WHOLE)
+def test_records_of_complete_runs_exist() -> None:
+    """Runs of the H200 lane, and one of the kernel suites only, with fewer concurrent first calls."""
+    assert {*COMPLETE_RUNS, "h200-suites-kernels"} <= {path.stem for path in RECORDS}
+    assert all(kept(name).provenance["full_run"] for name in COMPLETE_RUNS)
 
 
-def test_a_run_on_another_machine_has_the_same_verdicts() -> None:
-    one, other = ({j.row.id: j.verdict for j in judged_anew(kept(name))} for name in WHOLE)
+def test_run_on_another_machine_has_the_same_verdicts() -> None:
+    one, other = ({j.row.id: j.verdict for j in rejudged(kept(name))} for name in COMPLETE_RUNS)
     assert one.keys() ^ other.keys() <= {"cache/layers-h200/variables_exported"}  # newer than that run
     assert {row: (one[row], verdict) for row, verdict in other.items() if one[row] != verdict} == {}
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_a_kept_record_passes_the_baseline(path: Path) -> None:
+def test_kept_record_passes_the_current_baseline(path: Path) -> None:
     """If the baseline no longer matches a stored run, store a newer run."""
     record = read_record(path)
     assert record.complete
-    judged = judged_anew(record)
+    judged = rejudged(record)
     assert {j.verdict for j in judged} <= {Verdict.PASS, Verdict.WIN}, [
         f"{j.row.id}: {j.reason}" for j in judged if j.verdict not in (Verdict.PASS, Verdict.WIN)
     ]
@@ -65,7 +65,7 @@ def unfounded(row: Reviewed) -> bool:
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_wide_tolerance_has_its_measurement(lane: str) -> None:
+def test_wide_tolerance_cites_a_measurement(lane: str) -> None:
     rows = load(ROOT / "baselines" / f"{lane}.json", lane).rows
     assert [id for id, row in rows.items() if unfounded(row)] == []
 
@@ -80,5 +80,5 @@ def test_wide_tolerance_has_its_measurement(lane: str) -> None:
         (0.35, "sd 3 %, at most 25 %", False),
     ],
 )
-def test_tolerance_without_measurement_is_found(tolerance: float, note: str, red: bool) -> None:
+def test_unfounded_finds_tolerances_without_measurement(tolerance: float, note: str, red: bool) -> None:
     assert unfounded(Reviewed(1.0, "s", "lower", tolerance, note)) is red

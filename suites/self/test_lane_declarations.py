@@ -20,7 +20,7 @@ def declare(root: Path, text: str) -> Path:
     return root
 
 
-def test_a_lane_is_read_from_either_file(tmp_path: Path) -> None:
+def test_lanes_load_from_pyproject_or_bumpgate_toml(tmp_path: Path) -> None:
     assert lanes.load(tmp_path) == {}
     table = "{}device = 'cuda'\ngpu = 'H100'\ncount = 2\ncapability = '9.0'\nextra = 'gpu'\n"
     (tmp_path / "pyproject.toml").write_text(table.format("[tool.bumpgate.lanes.h100x2]\n"))
@@ -28,7 +28,7 @@ def test_a_lane_is_read_from_either_file(tmp_path: Path) -> None:
     assert lanes.load(tmp_path) == {"h100x2": expected}
     declare(tmp_path, "[lanes.mine]\nneeds = ['c++']\n")
     assert lanes.load(tmp_path) == {"mine": Lane("mine", needs=("c++",))}, (
-        "bumpgate.toml counts where both are"
+        "bumpgate.toml has precedence over pyproject.toml"
     )
 
 
@@ -51,14 +51,14 @@ def test_a_lane_is_read_from_either_file(tmp_path: Path) -> None:
         ("[lanes.mine]\nextra = 'a'\nrequirements = 'b.txt'", "extra or requirements, not both"),
     ],
 )
-def test_a_faulty_declaration_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+def test_invalid_declaration_raises_one_line(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(LaneError) as error:
         lanes.load(declare(tmp_path, text))
     assert words in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_an_unknown_lane_lists_the_declared_ones(tmp_path: Path) -> None:
+def test_unknown_lane_lists_the_declared_lanes(tmp_path: Path) -> None:
     with pytest.raises(LaneError) as error:
         lanes.require(declare(tmp_path, LANE), "h100")
     assert str(error.value).startswith("unknown lane 'h100'; lanes: mine; declare one: ")
@@ -69,7 +69,7 @@ def test_an_unknown_lane_lists_the_declared_ones(tmp_path: Path) -> None:
     ("name", "lane"),
     [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA B200", "b200"), ("NVIDIA A100-SXM4-80GB", "mine")],
 )
-def test_an_unknown_gpu_gives_a_declaration_that_works(
+def test_unknown_gpu_refusal_suggests_a_valid_declaration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, lane: str
 ) -> None:
     monkeypatch.setattr(devices, "_probe", lambda _: ([name, 1, ""], None))
@@ -94,12 +94,12 @@ def test_an_unknown_gpu_gives_a_declaration_that_works(
         ({"capability": "10.0"}, "the lane declares capability 10.0 and the device has 9.0"),
     ],
 )
-def test_a_gpu_that_lacks_what_the_lane_declares(needs: dict, words: str) -> None:
+def test_gpu_below_the_lanes_requirements_is_refused(needs: dict, words: str) -> None:
     assert devices._other_gpu(Lane("h100", **H100, **needs), "NVIDIA H100", 1, "9.0") == words
     assert devices._other_gpu(Lane("h100", **H100), "NVIDIA H100", 1, "") is None
 
 
-def test_pytest_refuses_a_faulty_declaration_in_one_line(tmp_path: Path) -> None:
+def test_pytest_refuses_an_invalid_declaration_in_one_line(tmp_path: Path) -> None:
     foreign = Foreign(tmp_path)
     foreign.write("pytest.ini", "[pytest]\n")
     foreign.write("test_a.py", "def test_a(): pass\n")
@@ -111,7 +111,7 @@ def test_pytest_refuses_a_faulty_declaration_in_one_line(tmp_path: Path) -> None
         assert len(refused.err.strip().splitlines()) == 1
 
 
-def test_rows_outside_a_lane_name_the_declaration(tmp_path: Path) -> None:
+def test_rows_outside_a_lane_suggest_a_declaration(tmp_path: Path) -> None:
     foreign = Foreign(tmp_path)
     foreign.write("pytest.ini", "[pytest]\n")
     foreign.write("test_a.py", "def test_a(row): row('a/b/c', 1, unit='n', witness=1)\n")

@@ -1,4 +1,4 @@
-"""Lanes: what runs where, and that every refusal is one line and exit 4."""
+"""Lanes: which tests run where, and that every refusal prints one line and exits 4."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from suites.self.project import GOOD, Project, Result, counted
 from suites.support.lanes import LANES, lanes
 
 
-def test_lane_tests_need_a_lane_and_self_tests_need_none(project: Project) -> None:
+def test_lane_tests_require_a_lane_and_self_tests_do_not(project: Project) -> None:
     project.tests(GOOD)
     project.write("suites/self/test_plain.py", "def test_plain(): pass\n")
     for workers in "01":
@@ -36,7 +36,7 @@ def refuses(result: Result, *words: str) -> None:
         assert word in result.err
 
 
-def test_refusals_are_one_line_and_exit_4(project: Project) -> None:
+def test_refused_runs_print_one_line_and_exit_4(project: Project) -> None:
     project.tests(GOOD)
     refuses(project.pytest("-m", "cuda"), "no marker 'cuda'", "cpu, h200, v6e")
     refuses(project.pytest("-m", "cpu or h200"), "one lane a run")
@@ -51,7 +51,7 @@ def test_refusals_are_one_line_and_exit_4(project: Project) -> None:
     refuses(project.pytest("-m", "cpu"), "baselines/cpu.json line 6", "git checkout baselines/cpu.json")
 
 
-def test_a_lane_without_its_device_is_refused_and_with_it_runs(project: Project) -> None:
+def test_lane_runs_only_with_its_device(project: Project) -> None:
     body = GOOD.replace('"cpu"', '"cpu", "h200", "v6e"')
     project.tests(body)
     project.write("torch_xla/__init__.py", "raise ImportError('no libtpu')")
@@ -68,17 +68,17 @@ def test_a_lane_without_its_device_is_refused_and_with_it_runs(project: Project)
     project.write("torch_xla/__init__.py", "")
     project.write("torch_xla/runtime.py", "def device_type(): return 'CPU'\n")
     assert project.pytest("-m", "v6e", "-n", "0").code == 1
-    assert project.record().provenance["device"] == "pjrt-cpu", "no TPU is never reported as one"
+    assert project.record().provenance["device"] == "pjrt-cpu", "a CPU is not reported as a TPU"
 
 
-def test_lane_names_are_checked_where_they_are_written() -> None:
+def test_lanes_decorator_rejects_unknown_and_missing_names() -> None:
     with pytest.raises(ValueError, match="unknown lane"):
         lanes("cpu", "tpu")
     with pytest.raises(ValueError, match="unknown lane"):
         lanes()
 
 
-def test_the_cpu_lane_needs_a_compiler_that_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cpu_lane_requires_a_working_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\nexit 3\n")
     broken.chmod(0o755)
@@ -94,7 +94,7 @@ def test_the_cpu_lane_needs_a_compiler_that_answers(monkeypatch: pytest.MonkeyPa
     ("cpuinfo", "refused"),
     [("flags\t\t: fpu avx avx2 bmi2\n", False), ("flags\t\t: fpu avx bmi2\n", True), ("", False)],
 )
-def test_a_cpu_without_the_lanes_instructions_is_told_in_one_line(cpuinfo: str, refused: bool) -> None:
+def test_cpu_without_avx2_is_refused_in_one_line(cpuinfo: str, refused: bool) -> None:
     reason = _no_avx2(cpuinfo)
     assert (reason is not None) is refused
     assert "\n" not in (reason or "")

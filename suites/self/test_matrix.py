@@ -28,13 +28,13 @@ def marks(path: Path) -> list[tuple[str, str]]:
     ]
 
 
-def test_no_mark_names_an_unknown_rule() -> None:
+def test_planted_marks_name_known_rules() -> None:
     """Checked in the sources. Whether every rule has a killer is checked by CI, which makes the matrix of its runs."""
     have = {rule for path in TESTS for rule, _ in marks(path)} | {m.words[0] for m in MUTANTS}
     known = set(matrix.rules())
     assert len(known) >= 45
     assert len(have) > 30
-    assert not have - known, f"rules.toml does not know {sorted(have - known)}"
+    assert not have - known, f"rules.toml lacks {sorted(have - known)}"
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def run(tmp_path: Path, three_rules: None):
     return write
 
 
-def told(rule: str, **more) -> dict:
+def mark_of(rule: str, **more) -> dict:
     return {"rule": rule, "fault": f"a fault of {rule}", "row": "", "red": [], **more}
 
 
@@ -68,8 +68,10 @@ def three_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "rules", lambda path=file: real(path))
 
 
-def test_a_whole_run_has_no_gap(run, tmp_path: Path, capsys) -> None:
-    arguments = run([(told("C1"), ""), (told("C2", row="a/b/c", red=["d/e/f"]), "")], [("C1", 1), ("C2", 3)])
+def test_complete_run_exits_0_without_gaps(run, tmp_path: Path, capsys) -> None:
+    arguments = run(
+        [(mark_of("C1"), ""), (mark_of("C2", row="a/b/c", red=["d/e/f"]), "")], [("C1", 1), ("C2", 3)]
+    )
     assert matrix.main(arguments) == 0
     report = (tmp_path / "mutants.md").read_text()
     assert "2 planted faults of 2 rules, 2 killed" in report
@@ -88,26 +90,26 @@ def test_a_whole_run_has_no_gap(run, tmp_path: Path, capsys) -> None:
         ([("C1", ""), ("C2", ""), ("C9", "")], ["C1", "C2"], "C9: a fault of C9: no such rule"),
     ],
 )
-def test_a_gap_is_a_line_and_exit_1(run, cases, rules, line: str, capsys) -> None:
-    arguments = run([(told(rule), child) for rule, child in cases], [(rule, 1) for rule in rules])
+def test_gap_is_printed_and_exits_1(run, cases, rules, line: str, capsys) -> None:
+    arguments = run([(mark_of(rule), child) for rule, child in cases], [(rule, 1) for rule in rules])
     assert matrix.main(arguments) == 1
     assert line in capsys.readouterr().out
 
 
-def test_a_row_that_saw_nothing_checks_nothing(run, capsys) -> None:
-    arguments = run([(told("C1"), ""), (told("C2"), "")], [("C1", 1), ("C2", 0)])
+def test_row_with_zero_witness_does_not_cover_its_rule(run, capsys) -> None:
+    arguments = run([(mark_of("C1"), ""), (mark_of("C2"), "")], [("C1", 1), ("C2", 0)])
     assert matrix.main(arguments) == 1
     assert "C2: no row checks it" in capsys.readouterr().out
 
 
-def test_a_lane_that_ran_owes_its_rules(run, capsys) -> None:
-    arguments = run([(told("C1"), ""), (told("C2"), "")], [("C1", 1), ("C2", 1)])
+def test_rules_of_a_lane_that_ran_are_required(run, capsys) -> None:
+    arguments = run([(mark_of("C1"), ""), (mark_of("C2"), "")], [("C1", 1), ("C2", 1)])
     assert matrix.main([*arguments, "--lane", "cpu", "--lane", "v6e"]) == 1
     assert "X1: no planted fault" in capsys.readouterr().out
 
 
-def test_one_lane_owes_nothing_of_another(run, tmp_path: Path) -> None:
-    arguments = run([(told("X1"), ""), (told("C2"), "")], [("X1", 1)])
+def test_rules_of_a_lane_that_did_not_run_are_not_required(run, tmp_path: Path) -> None:
+    arguments = run([(mark_of("X1"), ""), (mark_of("C2"), "")], [("X1", 1)])
     assert matrix.main([*arguments, "--lane", "v6e"]) == 0
     report = (tmp_path / "mutants.md").read_text()
     assert "| C1: one | lane cpu did not run |" in report
@@ -115,7 +117,7 @@ def test_one_lane_owes_nothing_of_another(run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", ["absent.xml", "broken.xml"])
-def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path: Path, bad: str, capsys) -> None:
+def test_unreadable_junit_file_is_reported_in_one_line(tmp_path: Path, bad: str, capsys) -> None:
     (tmp_path / "broken.xml").write_text("no XML")
     assert matrix.main([str(tmp_path / bad), "--out", str(tmp_path / "made" / "mutants.md")]) == 2
     stderr = capsys.readouterr().err

@@ -64,14 +64,15 @@ class Pages(Loopback):
                 content = {p.name: p for p in pages.wheels}[name].read_bytes()
                 if name == pages.spoilt:
                     content = content[:100] + b"spoilt" + content[106:]
-                asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-                pages.ranges += [asked[0]] if asked else []
+                byte_range = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+                pages.ranges += [byte_range[0]] if byte_range else []
                 if name in pages.gone:
                     self.answer(404, b"")
-                elif asked and int(asked[1]) >= len(content):
+                elif byte_range and int(byte_range[1]) >= len(content):
                     self.answer(416, b"")
                 else:
-                    self.answer(206 if asked else 200, content[int(asked[1]) if asked else 0 :])
+                    start = int(byte_range[1]) if byte_range else 0
+                    self.answer(206 if byte_range else 200, content[start:])
 
             def answer(self, status: int, content: bytes, kind: str = "binary/octet-stream") -> None:
                 self.send_response(status)
@@ -133,7 +134,7 @@ def copies() -> list[str]:
     return sorted(path.name for path in mirror_root().glob("*.whl"))
 
 
-def test_night_is_copied_with_the_wheels_it_pins(
+def test_mirror_copies_a_night_with_the_wheels_it_pins(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pages.wheels = [
@@ -163,10 +164,10 @@ def test_night_is_copied_with_the_wheels_it_pins(
     assert sums == {name: sha256_of(mirror_root() / name) for name in copies()}
     assert len(pages.fetched) == 5, "each wheel once"
     assert bumpgate(monkeypatch, "mirror", "--keep", "2") == 0
-    assert len(pages.fetched) == 5, "and no second time"
+    assert len(pages.fetched) == 5, "and no wheel twice"
 
 
-def test_copies_are_listed_after_the_index_forgot_them(
+def test_versions_lists_mirrored_nights_gone_from_the_index(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = torch(tmp_path, "20261101"), torch(tmp_path, "20261102")
@@ -184,10 +185,10 @@ def test_copies_are_listed_after_the_index_forgot_them(
     ]
 
 
-def test_bisect_and_gate_install_copies_from_a_store(
+def test_bisect_and_gate_install_mirrored_nights(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The index has forgotten all but the last of the nights."""
+    """The index no longer lists any night but the last."""
     pages.wheels = [
         fake_wheel(tmp_path / "wheels", "torch", f"2.15.0.dev2026110{day}", f"FAULT = {int(day > 2)}\n")
         for day in (1, 2, 3, 4)
@@ -201,7 +202,7 @@ def test_bisect_and_gate_install_copies_from_a_store(
     assert bumpgate(monkeypatch, "bisect", "--store", store, *ends, *judge) == 0
     assert "first bad   torch 2.15.0.dev20261103" in capsys.readouterr().out
 
-    def places(asked: object, view: object, root: object, sources: dict[str, object]) -> None:
+    def places(config: object, view: object, root: object, sources: dict[str, object]) -> None:
         raise BumpgateError(f"install from {sources['find_links']}")
 
     monkeypatch.setattr(gate, "_places", places)
@@ -216,7 +217,7 @@ def test_bisect_and_gate_install_copies_from_a_store(
         assert words in capsys.readouterr().err
 
 
-def test_half_published_night_is_completed_later(
+def test_mirror_completes_a_half_published_night_later(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pages.wheels = [torch(tmp_path, "20261101", TRITON), torch(tmp_path, "20261102")]
@@ -235,7 +236,7 @@ def test_half_published_night_is_completed_later(
     assert pages.fetched.count(pages.wheels[0].name) == 1
 
 
-def test_yanked_night_of_a_json_index_is_left_out(
+def test_mirror_skips_a_yanked_night_of_a_json_index(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wheels = [torch(tmp_path, day) for day in ("20261101", "20261102")]
@@ -248,7 +249,7 @@ def test_yanked_night_of_a_json_index_is_left_out(
     ]
 
 
-def test_older_nights_are_dropped_and_shared_wheels_stay(
+def test_mirror_drops_older_nights_and_keeps_shared_wheels(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages.wheels = [torch(tmp_path, day, TRITON) for day in ("20261101", "20261102")] + cuda(tmp_path)
@@ -263,14 +264,14 @@ def test_older_nights_are_dropped_and_shared_wheels_stay(
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_transfer_that_broke_off_is_continued(
+def test_mirror_resumes_an_interrupted_transfer(
     tmp_path: Path,
     pages: Pages,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     listed: bool,
 ) -> None:
-    """Without a listed digest the parts could be of two files: it begins again."""
+    """Without a listed digest the parts could be of different files, so the transfer starts again."""
     pages.wheels = [torch(tmp_path, "20261101", body=LARGE)]
     pages.plain = set() if listed else {pages.wheels[0].name}
     pages.cut = 150_000
@@ -287,7 +288,7 @@ def test_transfer_that_broke_off_is_continued(
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_corrupt_copy_is_deleted(
+def test_mirror_deletes_a_corrupt_copy(
     tmp_path: Path,
     pages: Pages,
     monkeypatch: pytest.MonkeyPatch,
@@ -305,7 +306,7 @@ def test_corrupt_copy_is_deleted(
     assert copies() == [pages.wheels[0].name]
 
 
-def test_limit_keeps_the_newest_nights(
+def test_mirror_limit_keeps_the_newest_nights(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Wheels of 200 kB in 500 kB: two fit."""
@@ -319,10 +320,10 @@ def test_limit_keeps_the_newest_nights(
     assert sum(path.stat().st_size for path in mirror_root().iterdir()) <= 500_000
 
 
-def test_room_is_not_made_with_a_wheel_of_the_night_under_way(
+def test_mirror_limit_keeps_wheels_of_the_current_night(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The older night shares triton with the newer one, whose CUDA wheel needs its room."""
+    """The older night shares triton with the newer one, whose CUDA wheel needs the space of the older torch."""
     pages.wheels = [torch(tmp_path, "20261101", TRITON, body=LARGE), *cuda(tmp_path)[:1]]
     assert bumpgate(monkeypatch, "mirror", "--keep", "9", "--limit", "0.0005") == 0
     large = fake_wheel(tmp_path, "nvidia-cublas", "13.1.0.3", {"cublas.txt": "x" * 300_000})
@@ -331,16 +332,16 @@ def test_room_is_not_made_with_a_wheel_of_the_night_under_way(
     assert [name.split("-")[0] for name in copies()] == ["nvidia_cublas", "torch", "triton"]
 
 
-def test_bad_input_is_one_line(
+def test_mirror_bad_input_prints_one_line(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said(*args: str) -> str:
+    def error_line(*args: str) -> str:
         assert bumpgate(monkeypatch, "mirror", *args) == 4
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
-    assert "--keep" in said("--keep", "0")
-    assert said("--keep", "1") == "bumpgate: torch: no nightly found; name their index with --index"
-    assert "does not answer" in said("--keep", "1", "--index", "http://127.0.0.1:1/simple")
+    assert "--keep" in error_line("--keep", "0")
+    assert error_line("--keep", "1") == "bumpgate: torch: no nightly found; name their index with --index"
+    assert "does not answer" in error_line("--keep", "1", "--index", "http://127.0.0.1:1/simple")
     (mirror_root() / "mirror.json").write_text("[]")
-    assert "mirror.json: not a mirror's list" in said("--keep", "1")
+    assert "mirror.json: not a mirror's list" in error_line("--keep", "1")

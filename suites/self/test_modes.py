@@ -20,7 +20,9 @@ def series(slow: int, normal: int, fast: int = 0) -> list[float]:
 
 def test_slow_sessions_are_counted_by_side() -> None:
     assert slow_sessions(series(2, 10, 1)) == (2, 1)
-    assert slow_sessions([x + 0.5 for x in series(2, 10)]) == (2, 0), "a row that moved as a whole has none"
+    assert slow_sessions([x + 0.5 for x in series(2, 10)]) == (2, 0), (
+        "a row whose sessions all moved has none"
+    )
     assert slow_sessions([]) == (0, 0)
 
 
@@ -36,7 +38,7 @@ def test_slow_sessions_are_counted_by_side() -> None:
     ],
     ids=["too few", "none slow", "one slow", "two slow", "found before", "both sides slow"],
 )
-def test_slow_mode_is_called_at_the_first_bound(values: list[float], expected: Mode) -> None:
+def test_slow_mode_is_decided_at_the_first_bound(values: list[float], expected: Mode) -> None:
     assert slow_mode(values, Modes()) is expected
 
 
@@ -54,7 +56,7 @@ def test_p_lost_is_the_binomial_tail() -> None:
     assert p_lost(0, 8) == 1
 
 
-def test_difference_on_one_cache_pair_alone_is_not_slower() -> None:
+def test_difference_on_only_one_cache_pair_is_not_slower() -> None:
     one = [0.12 + 0.001 * (i % 5) if i % 2 else 0.001 * (i % 5) for i in range(28)]
     both = [0.06 + 0.001 * (i % 5) for i in range(28)]
     assert decide({"a/b/s": one}, Plan())["a/b/s"] is Outcome.INCONCLUSIVE
@@ -70,6 +72,6 @@ def test_anchor_history_without_adopted_build_is_a_notice(
 
 
 @pytest.mark.parametrize("fields", [{"rare": 0.2}, {"alpha": 0.0}, {"beta": 0.7}], ids=str)
-def test_modes_that_bound_no_error_are_refused(fields: dict[str, float]) -> None:
+def test_modes_with_invalid_error_bounds_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="need 0 < rare"):
         Modes(**fields)

@@ -21,7 +21,7 @@ levels = st.sampled_from([0.01, 0.05, 0.2])
 WORKED = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}
 
 
-def test_worked_numbers() -> None:
+def test_adjusted_p_values_match_worked_examples() -> None:
     assert holm(WORKED) == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
     assert benjamini_hochberg(WORKED) == pytest.approx({"d": 0.02, "a": 0.02, "c": 0.04, "b": 0.04})
 
@@ -46,7 +46,7 @@ def step_up(p_values: Mapping[str, float], level: float) -> set[str]:
 @pytest.mark.parametrize(("adjust", "rule"), [(holm, step_down), (benjamini_hochberg, step_up)])
 @FIXED
 @given(families, levels)
-def test_adjusted_values_reject_what_the_rule_rejects(
+def test_adjusted_p_values_reject_as_the_definition_does(
     adjust: Adjust,
     rule: Callable[[Mapping[str, float], float], set[str]],
     family: dict[str, float],
@@ -59,7 +59,7 @@ def test_adjusted_values_reject_what_the_rule_rejects(
 
 @FIXED
 @given(families)
-def test_adjusting_keeps_the_order_and_never_helps_a_row(family: dict[str, float]) -> None:
+def test_adjusting_keeps_the_order_and_never_lowers_a_p_value(family: dict[str, float]) -> None:
     strict, mild = holm(family), benjamini_hochberg(family)
     for row, p in family.items():
         assert p <= mild[row] * (1 + 1e-12)
@@ -72,13 +72,13 @@ def test_adjusting_keeps_the_order_and_never_helps_a_row(family: dict[str, float
 
 @pytest.mark.parametrize("adjust", [holm, benjamini_hochberg])
 @pytest.mark.parametrize("bad", [-0.1, 1.1, math.nan, math.inf])
-def test_what_is_no_probability_is_refused(adjust: Adjust, bad: float) -> None:
+def test_adjusting_refuses_values_outside_0_to_1(adjust: Adjust, bad: float) -> None:
     with pytest.raises(ValueError, match=r"row: a p-value lies in \[0, 1\]"):
         adjust({"row": bad})
 
 
 @pytest.mark.parametrize("adjust", [holm, benjamini_hochberg])
-def test_no_rows_need_no_adjusting(adjust: Adjust) -> None:
+def test_adjusting_no_rows_returns_no_values(adjust: Adjust) -> None:
     assert adjust({}) == {}
 
 
@@ -96,7 +96,7 @@ def rates(adjust: Adjust, level: float, unchanged: int, moved: int, runs: int) -
     return wrong, shares / runs
 
 
-def test_holm_keeps_the_family_wise_error_and_no_adjusting_does_not() -> None:
+def test_holm_keeps_family_wise_error_and_unadjusted_does_not() -> None:
     runs = 40_000
     wrong, _ = rates(holm, 0.02, 15, 0, runs)
     exact = 1 - (1 - 0.02 / 15) ** 15  # independent rows use almost the whole level
@@ -107,9 +107,9 @@ def test_holm_keeps_the_family_wise_error_and_no_adjusting_does_not() -> None:
     assert wilson(wrong, runs)[0] > 0.2, rate_text("unadjusted", wrong, runs)
 
 
-def test_benjamini_hochberg_bounds_the_share_of_unchanged_rows() -> None:
+def test_benjamini_hochberg_bounds_the_false_discovery_rate() -> None:
     runs = 2000
     wrong, share = rates(benjamini_hochberg, 0.1, 10, 5, runs)
     assert share < 0.1 * 10 / 15 + 0.01, share
-    assert wilson(wrong, runs)[0] > 0.1, "it bounds the share, not the chance of any: that is Holm's"
+    assert wilson(wrong, runs)[0] > 0.1, "it bounds the share, not the probability of any: Holm bounds that"
     assert rates(dict, 0.1, 10, 5, runs)[1] > 0.1

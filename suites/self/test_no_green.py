@@ -1,4 +1,4 @@
-"""Attempts to make a lane look green without measuring it, each on the real command; none ends with exit code 0."""
+"""Attempts to make a lane look green without measuring it, each with the real command: none exits 0."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lane(project: Project) -> Project:
     return project
 
 
-def test_whole_lane_is_green_under_gate(lane: Project) -> None:
+def test_complete_lane_is_green_under_gate(lane: Project) -> None:
     result = lane.pytest(*GATE)
     assert result.code == 0, result.out + result.err
     assert "part of the lane" not in result.out
@@ -129,7 +129,7 @@ def test_children_of_a_gate_lose_pythonoptimize(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(
-    ("what", "days", "said"),
+    ("what", "days", "message"),
     [
         ("value = 14", 400, "at most 366 days later"),
         ("value = 14", -1, "at most 366 days later"),
@@ -137,17 +137,17 @@ def test_children_of_a_gate_lose_pythonoptimize(monkeypatch: pytest.MonkeyPatch,
         ("ratio = 0.5", 30, "above 1"),
     ],
 )
-def test_hand_edited_acceptance_is_refused(lane: Project, what: str, days: int, said: str) -> None:
+def test_hand_edited_acceptance_is_refused(lane: Project, what: str, days: int, message: str) -> None:
     today = accepted.today()
     entry = f'lane = "cpu"\nrow = "compile/good/graph_breaks"\n{what}\nowner = "ada"\nreason = "why"\n'
     days_of = f"since = {today}\nexpires = {today + timedelta(days=days)}\n"
     lane.write("baselines/accepted.toml", f"[[accepted]]\n{entry}{days_of}")
     result = lane.pytest(*GATE)
     assert result.code == 4, result.out
-    assert said in result.err
+    assert message in result.err
 
 
-def test_acceptance_of_the_future_is_refused(lane: Project) -> None:
+def test_acceptance_that_starts_in_the_future_is_refused(lane: Project) -> None:
     day = accepted.today() + timedelta(days=300)
     entry = 'lane = "cpu"\nrow = "compile/good/graph_breaks"\nvalue = 14\nowner = "ada"\nreason = "why"\n'
     lane.write("baselines/accepted.toml", f"[[accepted]]\n{entry}since = {day}\nexpires = {day}\n")

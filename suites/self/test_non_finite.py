@@ -1,7 +1,7 @@
-"""One NaN or one infinity, in the last place that a row compares, makes the row a REGRESSION.
+"""One NaN or infinity as the last value that a row compares makes the row a REGRESSION.
 
 The ops are poisoned where they return to autograd, and the lane's own tests then run unchanged: every error-ratio row
-of suites/kernels in the baselines has its test here by construction. A fault in an earlier place is easier to detect,
+of suites/kernels in the baselines has its test here by construction. A fault in an earlier value is easier to detect,
 because Python's `max` keeps a NaN that comes first.
 """
 
@@ -139,7 +139,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("test", OF_OPS)
-def test_last_value_of_the_last_case_of_an_op(test: str) -> None:
+def test_non_finite_last_value_of_an_op_is_red(test: str) -> None:
     path, name, dtype = re.fullmatch(r"(.*)\.py::(\w+)\[(\w+)\]", test).groups()
     run = partial(run_test, getattr(importlib.import_module(path.replace("/", ".")), name), CPU, dtype=dtype)
     with Poison() as counted:
@@ -177,7 +177,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("direction", ["forward", "gradient"])
 @pytest.mark.parametrize("test", [test for test in TESTS if test not in OF_OPS])
-def test_last_value_at_the_models_shapes(
+def test_non_finite_value_at_the_models_shapes_is_red(
     test: str, direction: str, value: float, without_a_gpu: None
 ) -> None:
     name = re.search(r"\[(.*)\]", test)[1]
@@ -188,7 +188,7 @@ def test_last_value_at_the_models_shapes(
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_last_gradient_of_a_kernel_wheel(value: float, without_a_gpu: None, capsys) -> None:
+def test_wheel_smoke_test_fails_on_a_non_finite_gradient(value: float, without_a_gpu: None, capsys) -> None:
     assert smoke.main("norm/1") == 0
     with Poison("gradient", value, call=1):
         assert smoke.main("norm/1") == 1
@@ -197,7 +197,7 @@ def test_last_gradient_of_a_kernel_wheel(value: float, without_a_gpu: None, caps
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("call", [1, 2])
-def test_last_gradient_of_an_op_and_of_its_peer(
+def test_peer_comparison_fails_on_a_non_finite_gradient(
     value: float, call: int, request: pytest.FixtureRequest, record_property, monkeypatch
 ) -> None:
     def norm(*inputs: Tensor, impl: str) -> Tensor:
@@ -214,7 +214,7 @@ def test_last_gradient_of_an_op_and_of_its_peer(
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("at", range(1, test_full_size.FIRST_STEPS))
-def test_loss_growth(at: int, value: float) -> None:
+def test_loss_growth_with_a_non_finite_loss_is_red(at: int, value: float) -> None:
     losses = [3.0, 2.9, 2.8, 2.7]
     losses[at] = value
     found = run_test(
@@ -230,7 +230,7 @@ def poisoned_steps(steps: int, value: float) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_last_step_of_the_loss_explosion_row(value: float, monkeypatch) -> None:
+def test_loss_explosion_with_a_non_finite_loss_is_red(value: float, monkeypatch) -> None:
     monkeypatch.setattr(test_loss_explosion, "train_step", poisoned_steps(test_loss_explosion.STEPS, value))
     found = run_test(test_loss_explosion.test_the_loss_stays_where_it_is, CPU)
     assert_red(found["numerics/cancelling_experts-four_steps/largest_loss"])
@@ -238,8 +238,8 @@ def test_last_step_of_the_loss_explosion_row(value: float, monkeypatch) -> None:
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("run", [1, 2])
-def test_last_of_twenty_steps(run: int, value: float, monkeypatch) -> None:
-    """Uses losses from a table: compiling the model takes minutes, and is done in the lane."""
+def test_twenty_steps_with_a_non_finite_last_loss_are_red(run: int, value: float, monkeypatch) -> None:
+    """Uses fixed losses: compiling the model takes minutes, and is done in the lane."""
     curves = [[3.0 - 0.1 * step for step in range(20)] for _ in range(2)]
     curves[run - 1][-1] = value
     losses = iter([*curves[0], *curves[1]])
@@ -262,7 +262,7 @@ def test_last_of_twenty_steps(run: int, value: float, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_last_routing_of_the_bucket_row(value: float, monkeypatch) -> None:
+def test_moe_buckets_with_a_non_finite_output_are_red(value: float, monkeypatch) -> None:
     calls = iter(range(len(test_moe_buckets.SKEWS)))
     plain = test_moe_buckets.dropless
 
@@ -280,7 +280,7 @@ def test_last_routing_of_the_bucket_row(value: float, monkeypatch) -> None:
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("side", [0, 1])
-def test_last_loss_of_a_restart(side: int, value: float) -> None:
+def test_restart_with_a_non_finite_last_loss_is_red(side: int, value: float) -> None:
     cold, warm = (
         {"cpu_seconds": s, "wall_seconds": s, "graphs": 1, "losses": [3.0, 2.0]} for s in (9.0, 1.0)
     )
@@ -290,7 +290,7 @@ def test_last_loss_of_a_restart(side: int, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_last_gradient_of_a_split_step(value: float, monkeypatch) -> None:
+def test_split_step_with_a_non_finite_gradient_is_red(value: float, monkeypatch) -> None:
     plain, calls = test_autofit.after, count()
 
     def poisoned(step: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
@@ -321,7 +321,9 @@ def xla_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("side", [0, 1])
-def test_last_step_on_a_tpu(side: int, value: float, xla_tests, monkeypatch) -> None:
+def test_tpu_steps_with_a_non_finite_last_loss_are_red(
+    side: int, value: float, xla_tests, monkeypatch
+) -> None:
     steps, _ = xla_tests
     curves = [torch.tensor([3.0, 2.9, 2.8, 2.7]) for _ in range(2)]
     curves[side][-1] = value
@@ -340,7 +342,7 @@ def test_last_step_on_a_tpu(side: int, value: float, xla_tests, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_last_step_on_a_mesh(value: float, xla_tests, monkeypatch) -> None:
+def test_mesh_steps_with_a_non_finite_last_loss_are_red(value: float, xla_tests, monkeypatch) -> None:
     _, meshes = xla_tests
     for name in meshes.SHAPES:
         child = {
@@ -358,7 +360,7 @@ def test_last_step_on_a_mesh(value: float, xla_tests, monkeypatch) -> None:
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("column", [0, 1])
-def test_last_kind_of_the_compiled_gradients(column: int, value: float) -> None:
+def test_compiled_gradient_ratios_keep_a_non_finite_error(column: int, value: float) -> None:
     errors = {"first": [1e-14, 1e-14], "last": [1e-14, 1e-14]}
     errors["last"][column] = value
     ratios = test_compiled_gradients.error_ratios(errors, floor=1e-15)
@@ -368,7 +370,7 @@ def test_last_kind_of_the_compiled_gradients(column: int, value: float) -> None:
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("side", [0, 1])
-def test_last_group_of_an_ablation(side: int, value: float) -> None:
+def test_worst_ablation_group_keeps_a_non_finite_error(side: int, value: float) -> None:
     errors, limits = ({"first": 1e-7, "last": 1e-7} for _ in range(2))
     (errors, limits)[side]["last"] = value
     group, ratio = ablation.worst_group(errors, limits)
@@ -378,7 +380,7 @@ def test_last_group_of_an_ablation(side: int, value: float) -> None:
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("side", [0, 1, 2])
-def test_last_entry_of_any_side_of_a_comparison(side: int, value: float) -> None:
+def test_error_ratio_keeps_a_non_finite_entry_of_any_side(side: int, value: float) -> None:
     """Sides: the op, the eager formula or the oracle; the last pair has the value on two sides."""
     three = [torch.tensor([1.0, 2.0]) + i * 1e-6 for i in range(3)]
     assert error_ratio(*three) < 3
@@ -391,7 +393,7 @@ def test_last_entry_of_any_side_of_a_comparison(side: int, value: float) -> None
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_last_golden_array(value: float) -> None:
+def test_golden_differences_report_a_non_finite_array(value: float) -> None:
     kept = {"output.y": torch.ones(2).double(), "grad.x": torch.ones(2).double()}
     found = kept | {"grad.x": torch.tensor([1.0, value]).double()}
     for pair in ((found, kept), (kept, found), (found, found)):
@@ -401,7 +403,7 @@ def test_last_golden_array(value: float) -> None:
 
 @pytest.mark.parametrize("reduce", [largest, smallest])
 @pytest.mark.parametrize("at", range(3))
-def test_reduction_keeps_what_is_not_finite(reduce: Callable[..., float], at: int) -> None:
+def test_reductions_keep_non_finite_values(reduce: Callable[..., float], at: int) -> None:
     for value in (math.nan, math.inf, -math.inf):
         values = [0.1, 0.2, 0.3]
         values[at] = value
@@ -412,7 +414,7 @@ def test_reduction_keeps_what_is_not_finite(reduce: Callable[..., float], at: in
         reduce([])
 
 
-def test_reduction_of_finite_values() -> None:
+def test_reductions_of_finite_values() -> None:
     assert (largest([1, 3, 2]), smallest(iter([2.0, 1.0]))) == (3, 1.0)
     assert name_of_largest({"a": 1.0, "b": math.inf, "c": 2.0}) == "b"
     assert name_of_largest({"a": math.inf, "b": math.nan, "c": 2.0}) == "b"

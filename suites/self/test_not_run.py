@@ -37,7 +37,7 @@ def project_on(project: Project, device: str) -> None:
     save(project.root / "baselines/v6e.json", Baseline("v6e", {"torch": "9.9.0"}, rows))
 
 
-def test_a_stand_in_says_what_it_did_not_run(project: Project) -> None:
+def test_cpu_pjrt_reports_tpu_only_rows_as_not_run(project: Project) -> None:
     project_on(project, "CPU")
     for arguments in ((), ("--gate",)):
         done = project.pytest("-m", "v6e", "-n", "0", *arguments)
@@ -47,7 +47,7 @@ def test_a_stand_in_says_what_it_did_not_run(project: Project) -> None:
         assert project.verdicts() == {"good": "PASS"}
 
 
-def test_a_tpu_owes_its_rows_to_the_gate(project: Project) -> None:
+def test_tpu_under_gate_requires_tpu_only_rows(project: Project) -> None:
     project_on(project, "TPU")
     done = project.pytest("-m", "v6e", "-n", "0", "--gate")
     assert done.code == 1

@@ -34,7 +34,7 @@ def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSe
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that were waited between attempts; no test waits."""
+    """Seconds that would be waited between attempts; no test waits."""
     found: list[float] = []
     monkeypatch.setattr(channels.time, "sleep", found.append)
     return found
@@ -52,15 +52,15 @@ def night(folder: Path, day: int, *args: object, **options: object) -> None:
 def test_issue_is_opened_updated_closed_and_opened_again(
     tmp_path: Path, services: FakeServices, notify: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = []
+    printed = []
     for day, red in ((1, (BREAKS,)), (2, (BREAKS,)), (3, ()), (4, ()), (5, (BREAKS,))):
         night(tmp_path, day, red)
         for _ in range(2):
             assert notify("--github", "o/r") == 0
-            said.append(capsys.readouterr().out.splitlines())
+            printed.append(capsys.readouterr().out.splitlines())
     title = "bumpgate: cpu, torch: CHANGED in suites/compile/test_policies.py"
     events = ["opened", "updated", "closed", None, "reopened"]
-    for first, again, event in zip(said[::2], said[1::2], events):
+    for first, again, event in zip(printed[::2], printed[1::2], events):
         assert first == ([f"github:o/r #1: {event}: {title}"] if event else ["github:o/r: nothing new"])
         assert again == ["github:o/r: nothing new"]
     assert services.changes == ["POST /repos/o/r/issues"] + ["PATCH /repos/o/r/issues/1"] * 3
@@ -75,7 +75,7 @@ def test_issue_is_opened_updated_closed_and_opened_again(
 def test_storm_of_200_red_rows_of_one_module_is_one_message(
     tmp_path: Path, services: FakeServices, notify: Callable[..., int]
 ) -> None:
-    """Every row has a metric of its own, so the gate shows 200 findings."""
+    """Every row has its own metric, so the gate shows 200 findings."""
     rows = [f"compile/nam52/count_{n}" for n in range(200)]
     night(tmp_path, 1, rows, rows=rows)
     assert len(Archive(default_store()).findings()) == 200
@@ -93,11 +93,11 @@ def test_storm_of_200_red_rows_of_one_module_is_one_message(
 
 
 def storm(folder: Path, day: int, modules: int) -> Path:
-    """Write a gate with 200 red rows in so many test modules."""
+    """Write a gate with 200 red rows in this number of test modules."""
     folder = folder / f"storm-{day}"
     folder.mkdir()
     made = [row(f"compile/c{n}/m{n}", test=f"suites/a/test_{n % modules}.py::test_x") for n in range(200)]
-    good, bad = (tuple(judged(said, r) for r in made) for said in (Verdict.PASS, Verdict.CHANGED))
+    good, bad = (tuple(judged(verdict, r) for r in made) for verdict in (Verdict.PASS, Verdict.CHANGED))
     started = f"2026-11-{day:02d}T02:00:00+00:00"
     sides = (
         Side("torch 2.14.0", Record(HERE | {"started": started}, good)),
@@ -106,7 +106,7 @@ def storm(folder: Path, day: int, modules: int) -> Path:
     return write_gate(folder, *sides, started=started)[0]
 
 
-def test_storm_over_many_modules_is_one_message_of_the_moved_packages(
+def test_storm_over_many_modules_is_one_message_per_bump(
     tmp_path: Path, services: FakeServices, notify: Callable[..., int]
 ) -> None:
     archive = Archive(default_store())
@@ -126,7 +126,7 @@ def test_five_new_causes_are_five_messages(
     assert len(services.texts) == 5
 
 
-def test_failing_server_is_one_line_and_the_message_follows_later(
+def test_failing_server_prints_one_line_and_message_is_resent(
     tmp_path: Path,
     services: FakeServices,
     notify: Callable[..., int],
@@ -149,7 +149,7 @@ def test_failing_server_is_one_line_and_the_message_follows_later(
     assert len(services.texts) == 1
 
 
-def test_a_failing_channel_does_not_hold_up_the_others(
+def test_failing_channel_does_not_block_the_others(
     tmp_path: Path, services: FakeServices, notify: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     night(tmp_path, 1)
@@ -161,7 +161,7 @@ def test_a_failing_channel_does_not_hold_up_the_others(
     assert (len(services.issues), len(services.texts)) == (1, 1)
 
 
-def test_server_that_is_gone_is_one_line(
+def test_unreachable_server_prints_one_line(
     tmp_path: Path,
     services: FakeServices,
     notify: Callable[..., int],
@@ -178,7 +178,7 @@ def test_server_that_is_gone_is_one_line(
     assert waits == [1.0, 2.0]
 
 
-def test_issue_whose_answer_was_lost_is_not_created_twice(
+def test_issue_whose_response_was_lost_is_not_created_twice(
     tmp_path: Path, services: FakeServices, notify: Callable[..., int], waits: list[float]
 ) -> None:
     night(tmp_path, 1)
@@ -207,7 +207,7 @@ def test_issue_closed_or_deleted_by_a_user(
 def test_hook_reads_one_json_object_per_message(
     tmp_path: Path, services: FakeServices, notify: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "said"
+    out = tmp_path / "messages"
     program = f"import sys; open({str(out)!r}, 'a').write(sys.stdin.read())"
     command = shlex.join([sys.executable, "-c", program])
     night(tmp_path, 1)
@@ -246,7 +246,7 @@ def test_no_secret_in_messages_output_or_errors(
     tmp_path: Path, services: FakeServices, notify: Callable[..., int], waits: list[float],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """The evidence, the server's answers and the addresses hold secrets."""
+    """The evidence, the server's responses and the URLs contain secrets."""
     evil = f"{TOKEN} {services.url}/{HOOK_PATH} https://user:hunter22@index/x @everyone ```"
     night(tmp_path, 1, (), problems=(PROBLEM + evil,))
     services.answers = [500] * 6
@@ -272,7 +272,7 @@ def test_redirect_is_not_followed_with_the_token(
     assert not any("elsewhere" in request for request in services.requests)
 
 
-def test_answer_of_a_bisect_is_in_the_issue_and_stays(
+def test_bisect_result_is_added_to_the_issue_and_kept(
     tmp_path: Path, services: FakeServices, notify: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = "suites/x/test_y.py::test_z: KeyError"
@@ -320,7 +320,7 @@ def test_answer_of_a_bisect_is_in_the_issue_and_stays(
         (("--slack", "--bisect", "/nowhere"), {}, "/nowhere: cannot be read (No such file or directory)"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_notify_bad_input_prints_one_line(
     services: FakeServices,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -36,12 +36,12 @@ def judged(row: str, verdict: str, value: float | None = 2e4, message: str = "")
     return {"verdict": verdict, "reason": "", "row": row_of}
 
 
-def test_every_class_of_fault_is_planted() -> None:
+def test_faults_cover_every_class() -> None:
     assert set(EVERY) == {"graph_break", "recompile", "cache", "numerics", "slowdown"}
 
 
 @pytest.mark.parametrize("mutant", EVERY.values(), ids=EVERY)
-def test_the_edits_apply_to_the_sources_of_today(mutant: Mutant, tmp_path: Path) -> None:
+def test_mutant_edits_apply_to_the_current_sources(mutant: Mutant, tmp_path: Path) -> None:
     mutant.plant(copy_of(mutant, tmp_path))
     for file, _, new in mutant.edits:
         text = (tmp_path / file).read_text()
@@ -50,7 +50,7 @@ def test_the_edits_apply_to_the_sources_of_today(mutant: Mutant, tmp_path: Path)
 
 
 @pytest.mark.parametrize("mutant", EVERY.values(), ids=EVERY)
-def test_the_test_is_one_of_the_lane(mutant: Mutant) -> None:
+def test_mutant_test_belongs_to_lane_h200(mutant: Mutant) -> None:
     file, _, case = mutant.test.partition("::")
     name = case.partition("[")[0]
     (function,) = (
@@ -62,11 +62,11 @@ def test_the_test_is_one_of_the_lane(mutant: Mutant) -> None:
     assert case.endswith("h200]")
 
 
-def run_with(verdict: str, message: str = "C6 model/attention.py print", beside: str = "PASS") -> LaneRun:
+def run_with(verdict: str, message: str = "C6 model/attention.py print", other: str = "PASS") -> LaneRun:
     row = FAULTS["graph_break"].row
     rows = {
         row: judged(row, verdict, message=message),
-        "compile/other/graphs": judged("compile/other/graphs", beside),
+        "compile/other/graphs": judged("compile/other/graphs", other),
     }
     return LaneRun(1, "", rows)
 
@@ -85,7 +85,7 @@ def run_with(verdict: str, message: str = "C6 model/attention.py print", beside:
         (run_with("REGRESSION", message="C6 model/moe.py print"), run_with("PASS"), "does not name model/attention.py"),
     ],
 )  # fmt: skip
-def test_a_kill_is_a_red_row_that_is_not_red_without_the_fault_and_says_where(
+def test_outcome_requires_a_row_red_only_with_the_fault(
     faulty: LaneRun, unchanged: LaneRun, survived: str
 ) -> None:
     found = outcome("graph_break", FAULTS["graph_break"], faulty, unchanged, 3.0)
@@ -93,30 +93,30 @@ def test_a_kill_is_a_red_row_that_is_not_red_without_the_fault_and_says_where(
     assert ("SURVIVED" in str(found)) == bool(survived)
 
 
-def test_what_turned_red_beside_it_is_told() -> None:
-    other_red = run_with("REGRESSION", beside="CHANGED")
+def test_outcome_lists_other_red_rows() -> None:
+    other_red = run_with("REGRESSION", other="CHANGED")
     found = outcome("graph_break", FAULTS["graph_break"], other_red, run_with("PASS"), 3.0)
     assert found.also_red == ("compile/other/graphs",)
     assert "also red: compile/other/graphs" in str(found)
 
 
-def test_a_row_that_was_not_measured_did_not_hold() -> None:
+def test_held_is_false_for_an_unmeasured_row() -> None:
     row = FAULTS["cache"].row
     assert held(LaneRun(1, "", {row: judged(row, "MISSING")}), row)
     assert not held(LaneRun(1, "", {row: judged(row, "MISSING", None)}), row)
 
 
-def test_the_sleep_is_a_share_of_the_step_and_the_limit_lies_between() -> None:
+def test_slowdown_limit_separates_slowed_from_unchanged_steps() -> None:
     assert step_milliseconds("throughput/nam52-full-eager-2x4096/tokens_per_second", 16384.0) == 500.0
     lost = 1 - 1 / (1 + SLOWDOWN)
-    assert 0.018 / 2 < LIMIT < lost - 0.018 / 2, "half an interval on either side does not reach over it"
+    assert 0.018 / 2 < LIMIT < lost - 0.018 / 2, "half an interval on either side does not reach the limit"
 
 
 class Device:
     """Fake H200: every fault except `missed` is red, and the unchanged tree is not."""
 
     def __init__(self, tmp_path: Path, missed: str = "") -> None:
-        self.tmp_path, self.missed, self.asked = tmp_path, missed, []
+        self.tmp_path, self.missed, self.runs = tmp_path, missed, []
 
     def copy_tree(self, target: Path) -> Path:
         for mutant in EVERY.values():
@@ -127,17 +127,19 @@ class Device:
 
     def run_lane(self, root: Path, *arguments: str, lane: str) -> LaneRun:
         assert lane == "h200"
-        self.asked.append(root.name)
+        self.runs.append(root.name)
         rows = {}
         for name, mutant in EVERY.items():
             if mutant.test in arguments:
-                sound = root.name.startswith("unchanged") or name == self.missed
+                unchanged = root.name.startswith("unchanged") or name == self.missed
                 message = " ".join(mutant.words)
-                rows[mutant.row] = judged(mutant.row, "MISSING" if sound else "REGRESSION", message=message)
+                rows[mutant.row] = judged(
+                    mutant.row, "MISSING" if unchanged else "REGRESSION", message=message
+                )
         if root.name.endswith("_step"):
             self.limit = load(root / "baselines/h200.json", "h200").rows.get(EVERY["slowdown"].row)
             self.step = (root / "launch/step.py").read_text()
-            (self.tmp_path / f"{len(self.asked)}.json").write_text(json.dumps("Asleep" in self.step))
+            (self.tmp_path / f"{len(self.runs)}.json").write_text(json.dumps("Asleep" in self.step))
         return LaneRun(1, "", rows)
 
 
@@ -150,16 +152,16 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
-def test_every_fault_has_a_line_and_a_copy_of_its_own(device: Device, capsys) -> None:
+def test_each_fault_has_its_own_line_and_tree(device: Device, capsys) -> None:
     assert on_device.main([]) == 0
     out = capsys.readouterr().out
     assert all(f"\n{name} " in out for name in EVERY)
     assert out.endswith("every fault was killed\n")
-    assert device.asked[: 1 + len(FAULTS)] == ["unchanged", *FAULTS]
-    assert device.asked[-3:] == ["unchanged_step", "slower_step", "unchanged_step"]
+    assert device.runs[: 1 + len(FAULTS)] == ["unchanged", *FAULTS]
+    assert device.runs[-3:] == ["unchanged_step", "slower_step", "unchanged_step"]
 
 
-def test_the_slower_step_is_judged_by_the_rate_of_the_unchanged_one(device: Device, capsys) -> None:
+def test_slower_step_is_judged_by_the_unchanged_rate(device: Device, capsys) -> None:
     assert on_device.main(["--only", "slowdown"]) == 0
     slept = [json.loads((device.tmp_path / f"{i}.json").read_text()) for i in (1, 2, 3)]
     assert slept == [False, True, False]
@@ -168,7 +170,7 @@ def test_the_slower_step_is_judged_by_the_rate_of_the_unchanged_one(device: Devi
 
 
 @pytest.mark.parametrize("missed", EVERY)
-def test_a_survivor_is_exit_code_1(device: Device, capsys, missed: str) -> None:
+def test_surviving_fault_exits_1(device: Device, capsys, missed: str) -> None:
     device.missed = missed
     assert on_device.main([]) == 1
     out = capsys.readouterr().out
@@ -176,16 +178,16 @@ def test_a_survivor_is_exit_code_1(device: Device, capsys, missed: str) -> None:
     assert out.endswith("1 survived\n")
 
 
-def test_one_fault_alone(device: Device) -> None:
+def test_only_option_runs_one_fault(device: Device) -> None:
     assert on_device.main(["--only", "cache"]) == 0
-    assert device.asked == ["unchanged", "cache"]
+    assert device.runs == ["unchanged", "cache"]
 
 
-def test_bad_usage_is_exit_code_2(device: Device, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_usage_exits_2(device: Device, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="2"):
         on_device.main(["--only", "nothing"])
     monkeypatch.setattr(on_device, "detect", lambda lane: NO_DEVICE)
     with pytest.raises(SystemExit, match="2"):
         on_device.main([])
     assert NO_DEVICE in capsys.readouterr().err
-    assert not device.asked
+    assert not device.runs

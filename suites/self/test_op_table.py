@@ -43,7 +43,7 @@ def cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
-def test_a_case_has_its_errors_times_and_code() -> None:
+def test_markdown_row_has_errors_times_and_code() -> None:
     _, _, forward, both = cells(op_table.markdown(baseline("h200", TIMED), compiled(COMPILED)))
     assert forward == [
         "`scan-N64`", "1.25", "-", "forward", "0.500", "2.000", "0.25", "-", "128", "12",
@@ -51,7 +51,7 @@ def test_a_case_has_its_errors_times_and_code() -> None:
     assert both == ["", "", "", "forward + backward", "-", "-", "-", "-", "", ""]
 
 
-def test_a_mark_is_passed_or_missed_by_so_much_and_then_what_bounds_it_is_told() -> None:
+def test_marks_print_the_distance_and_the_known_bound() -> None:
     slow, capped = "causal_conv1d-D3584/both_milliseconds", "attention-P128-softcap30/forward_milliseconds"
     low, high = (f"moe_combine-E64-K6/{way}_roofline_fraction" for way in ("forward", "both"))
     values = {slow: 0.378, capped: 1.995, low: 0.76, high: 0.88}
@@ -67,19 +67,19 @@ def test_a_mark_is_passed_or_missed_by_so_much_and_then_what_bounds_it_is_told()
     assert set(op_table.BOUNDS) <= set(op_table.MARKS)
 
 
-def test_without_a_timed_kernel_there_is_no_table() -> None:
+def test_markdown_without_timed_kernels_raises() -> None:
     with pytest.raises(BaselineError, match=r"no kernel was timed; pytest -m h200 suites/kernels$"):
         op_table.markdown(baseline("h200", {}), compiled(COMPILED))
 
 
-def test_the_table_in_the_docs_is_that_of_the_reviewed_rows() -> None:
+def test_docs_table_matches_the_reviewed_rows() -> None:
     ran, compiled = (load(ROOT / "baselines" / f"{lane}.json", lane) for lane in ("h200", "cpu"))
     assert (ROOT / "docs" / "kernels.md").read_text() == op_table.markdown(ran, compiled), (
         "python -m suites.kernels.op_table --out docs/kernels.md"
     )
 
 
-def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path: Path, capsys) -> None:
+def test_unwritable_output_is_reported_in_one_line(tmp_path: Path, capsys) -> None:
     assert op_table.main(["--out", str(tmp_path / "absent" / "table.md")]) == 2
     stderr = capsys.readouterr().err
     assert stderr.count("\n") == 1

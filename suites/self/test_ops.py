@@ -46,7 +46,7 @@ def subjects(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("op", ops(ROOT))
-def test_an_op_has_all_its_parts(op: str) -> None:
+def test_op_is_complete(op: str) -> None:
     missing = lacking(ROOT, op)
     assert not missing, f"{op} lacks " + ", ".join(missing)
 
@@ -76,7 +76,7 @@ def _write(path: Path, text: str = "") -> None:
     path.write_text(text)
 
 
-def test_a_whole_op_lacks_nothing(tree: Path) -> None:
+def test_complete_op_lacks_nothing(tree: Path) -> None:
     assert ops(tree) == ["fold", "unfold"]
     assert [lacking(tree, op) for op in ops(tree)] == [[], []]
 
@@ -92,13 +92,13 @@ def test_a_whole_op_lacks_nothing(tree: Path) -> None:
         "fixtures/fold.safetensors",
     ],
 )
-def test_a_deleted_file_is_named(tree: Path, part: str) -> None:
+def test_lacking_names_a_deleted_file(tree: Path, part: str) -> None:
     (tree / part).unlink()
     assert lacking(tree, "fold") == [part]
     assert lacking(tree, "unfold") == []
 
 
-def test_a_deleted_row_and_a_deleted_subject_are_named(tree: Path) -> None:
+def test_lacking_names_a_deleted_row_and_subject(tree: Path) -> None:
     """The other op's row and subject, whose names contain this one's, do not count for it."""
     (tree / "baselines/cpu.json").write_text(json.dumps({"rows": {"kernels/unfold-cpu-fp32/error": {}}}))
     (tree / "suites/kernels/mutants.py").write_text('SUBJECTS = {"unfold": 2}\n')
@@ -108,7 +108,7 @@ def test_a_deleted_row_and_a_deleted_subject_are_named(tree: Path) -> None:
     assert lacking(tree, "unfold") == []
 
 
-def test_a_new_folder_lacks_everything_else(tree: Path) -> None:
+def test_lacking_names_all_missing_parts_of_a_new_folder(tree: Path) -> None:
     _write(tree / "kernels/refold/op.py")
     assert "refold" in ops(tree)
     assert len(lacking(tree, "refold")) == 6

@@ -29,7 +29,7 @@ def measured(seconds: dict[str, float]) -> Phases:
     return phases
 
 
-def test_no_second_counts_in_two_phases() -> None:
+def test_phases_do_not_overlap() -> None:
     phases = measured(SECONDS)
     assert phases == Phases(dynamo=1.0, aot=2.0, inductor=5.0, backend=6.0)
     assert sum(vars(phases).values()) == SECONDS["frame"] + SECONDS["backward"]

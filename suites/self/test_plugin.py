@@ -11,7 +11,7 @@ import pytest
 from suites.self.foreign import Foreign
 from suites.self.tree import ROOT
 
-# Everything but the instruments, without torch.
+# All modules except the instruments and reports, imported without torch.
 IMPORTS = """
 import importlib, pkgutil, sys
 sys.modules["torch"] = None
@@ -30,7 +30,7 @@ def test_only_instruments_import_torch() -> None:
     assert int(done.stdout) > 80
 
 
-def test_a_run_without_fixtures_imports_little(tmp_path: Path) -> None:
+def test_plugin_without_fixtures_imports_no_heavy_modules(tmp_path: Path) -> None:
     foreign = Foreign(tmp_path)
     foreign.write("torch.py", "raise SystemExit('torch was imported')\n")
     foreign.write(
@@ -47,7 +47,7 @@ def test_a_run_without_fixtures_imports_little(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fixture", ["dynamo_watch", "inductor_watch"])
-def test_a_torch_that_does_not_import_fails_one_test(tmp_path: Path, fixture: str) -> None:
+def test_broken_torch_fails_only_the_test_that_uses_it(tmp_path: Path, fixture: str) -> None:
     foreign = Foreign(tmp_path)
     foreign.write("torch.py", "raise ImportError('libtorch is broken')\n")
     foreign.write("bumpgate.toml", "[lanes.mine]\n")

@@ -53,9 +53,7 @@ def report(nodeid: str, *, failed: bool = False) -> pytest.TestReport:
     return pytest.TestReport(nodeid, ("a.py", 1, nodeid), {}, outcome, None, "call", duration=2.0)
 
 
-def test_time_left_comes_from_the_seconds_of_the_last_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_estimate_uses_the_durations_of_the_last_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = started(monkeypatch, tmp_path, {LONG: 300.0, SHORT: 100.0})
     assert run.line() == "1:00; 0 of 2 tests"
     run.pytest_runtest_logfinish(SHORT)
@@ -63,7 +61,7 @@ def test_time_left_comes_from_the_seconds_of_the_last_run(
     assert run.line() == f"1:00 of about 4:00; 1 of 2 tests; 0 s in {LONG}"
 
 
-def test_an_unreadable_file_of_seconds_gives_an_estimate_by_count(
+def test_unreadable_durations_give_an_estimate_by_count(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = started(monkeypatch, tmp_path, {})
@@ -73,14 +71,14 @@ def test_an_unreadable_file_of_seconds_gives_an_estimate_by_count(
     assert run.line().startswith("1:00 of about 2:00; 1 of 2 tests")
 
 
-def test_seconds_are_kept_for_the_next_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_durations_are_saved_for_the_next_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = started(monkeypatch, tmp_path, {LONG: 300.0, SHORT: 100.0})
     run.pytest_runtest_logreport(report(SHORT))
     run.pytest_sessionfinish()
     assert json.loads(run.times.read_text()) == {LONG: 300.0, SHORT: 2.0}
 
 
-def test_a_line_a_minute_in_a_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_progress_prints_one_line_a_minute_in_a_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = started(monkeypatch, tmp_path, {})
     run.pytest_runtest_logfinish(SHORT)
     run.pytest_runtest_logfinish(LONG)
@@ -97,7 +95,7 @@ def test_failures_and_red_rows_are_printed_at_once(monkeypatch: pytest.MonkeyPat
     assert "1 row: 1 CHANGED" in run.line()
 
 
-def test_no_dots_in_a_lane_run_and_the_counts_of_pytest(project: Project) -> None:
+def test_lane_run_prints_pytests_counts_but_no_dots(project: Project) -> None:
     project.baseline(good=counted("test_good"))
     project.tests(GOOD)
     plain = project.pytest("-m", "cpu", "-n", "1", BUMPGATE_HOME=str(project.root / "home"))

@@ -39,7 +39,7 @@ def seen(shown: page.Page) -> ParsedPage:
     return ParsedPage(report.html_page(shown))
 
 
-def test_a_gate_is_told_with_both_sides_next_to_each_other(tmp_path: Path) -> None:
+def test_gate_page_shows_both_sides(tmp_path: Path) -> None:
     shown = page.of(gate_file.read(held(tmp_path)))
     assert (shown.word, shown.tone, shown.failed) == ("HOLD", "bad", True)
     text = seen(shown).text
@@ -60,11 +60,11 @@ def test_a_gate_is_told_with_both_sides_next_to_each_other(tmp_path: Path) -> No
     assert order.index("CHANGED") < order.index("CHANGED (accepted)") < order.index("PASS")
 
 
-def test_what_changed_within_a_reason_is_marked(tmp_path: Path) -> None:
+def test_diff_marks_the_changed_words_of_a_reason(tmp_path: Path) -> None:
     shown = page.of(gate_file.read(held(tmp_path)))
     (diff,), more = diffs.of_records(*shown.records, [])
     assert more == 0
-    assert [line.kind for line in diff.lines] == ["-", "+"], "what is no reason of the compiler is left out"
+    assert [line.kind for line in diff.lines] == ["-", "+"], "only reasons of the compiler are compared"
     marked = [[text for text, differs in line.parts if differs] for line in diff.lines]
     assert marked == [["66", "Mamba3Block"], ["71", "M2RNNBlock"]]
     (whole,), _ = diffs.of_records(*shown.records, ["compile/nam52-regional/graph_breaks"])
@@ -85,7 +85,7 @@ def test_what_changed_within_a_reason_is_marked(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_kernels_are_counted_by_name_where_they_have_one(
+def test_kernel_diff_counts_added_and_removed_kernels(
     before: Row, after: Row, added: int, removed: int
 ) -> None:
     found = diffs.kernels(record(judged(P, before)), record(judged(P, after)))
@@ -93,14 +93,14 @@ def test_kernels_are_counted_by_name_where_they_have_one(
     assert diffs.kernels(record(judged(P, before)), record(judged(P, before))) == {}
 
 
-def test_nothing_in_a_record_becomes_markup_or_code(tmp_path: Path) -> None:
+def test_page_escapes_markup_in_a_record(tmp_path: Path) -> None:
     found = seen(page.of(gate_file.read(held(tmp_path))))
     assert found.tags.count("script") == 1
     assert not [name for name, _ in found.attributes if name.startswith("on")]
-    assert found.text.count("<script>alert('x')</script>") >= 5, "shown as the text that it is"
+    assert found.text.count("<script>alert('x')</script>") >= 5, "shown as text"
 
 
-def test_the_page_loads_nothing_and_runs_its_own_script_alone(tmp_path: Path) -> None:
+def test_page_loads_nothing_and_runs_only_its_own_script(tmp_path: Path) -> None:
     path = held(tmp_path)
     (html, *_) = report.render(path, tmp_path / "out")
     text = html.read_text()
@@ -109,7 +109,7 @@ def test_the_page_loads_nothing_and_runs_its_own_script_alone(tmp_path: Path) ->
         v for name, v in found.attributes if name in ("src", "href", "srcset", "action", "xlink:href")
     ]
     outside = [a for a in addresses if not a.startswith(("#", "data:,"))]
-    assert outside == [page.of(gate_file.read(path)).compare] * 2, "a link to follow is no file to load"
+    assert outside == [page.of(gate_file.read(path)).compare] * 2, "links only, no files to load"
     assert not re.search(r"@import|url\(\s*['\"]?http", text)
     script = text[text.index("<script>") + 8 : text.rindex("</script>")]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -118,19 +118,19 @@ def test_the_page_loads_nothing_and_runs_its_own_script_alone(tmp_path: Path) ->
     assert policy.startswith("default-src 'none'")
 
 
-def test_plots_are_whole_pictures_that_follow_the_page(tmp_path: Path) -> None:
+def test_plots_are_scalable_svg_styled_by_the_page(tmp_path: Path) -> None:
     shown = page.of(gate_file.read(held(tmp_path)))
     plots = report.all_plots(shown)
     assert len(plots) == 3
     for plot in plots:
         root = ElementTree.fromstring(plot.svg)
         assert root.attrib["role"] == "img"
-        assert "width" not in root.attrib, "it takes the width that there is"
-        assert not re.search(r"#01020\d|<script", plot.svg), "each colour is the style sheet's"
+        assert "width" not in root.attrib, "its width follows the page"
+        assert not re.search(r"#01020\d|<script", plot.svg), "colours come from the style sheet"
     assert report.all_plots(shown) == plots, "the same record gives the same file"
 
 
-def test_the_loss_curve_of_a_record_is_a_plot() -> None:
+def test_loss_curve_of_a_record_is_plotted() -> None:
     made = row("model/nam12-corpus/loss", 2.4, unit="nats", series={"loss": loss_curve(0.05)})
     (plot,) = report.all_plots(page.of_record(record(judged(P, made))))
     assert plot.caption == "model/nam12-corpus/loss"
@@ -140,7 +140,7 @@ def test_the_loss_curve_of_a_record_is_a_plot() -> None:
     assert ">nats<" in plot.svg
 
 
-def test_one_record_groups_its_red_rows_by_cause() -> None:
+def test_page_groups_red_rows_by_cause() -> None:
     reason = "reviewed {}, limit 1092.3, measured 1102 count"
     rows = [
         judged(Verdict.REGRESSION, row(f"compile/case{i}/guards"), reason.format(990 + i)) for i in range(3)
@@ -154,7 +154,7 @@ def test_one_record_groups_its_red_rows_by_cause() -> None:
     assert shown.rows[-1].id == "a/b/c", "worst first"
 
 
-def test_a_run_that_broke_still_has_a_report(tmp_path: Path) -> None:
+def test_broken_run_still_has_a_report(tmp_path: Path) -> None:
     """Killed at start: no rows, no times, no end."""
     path = tmp_path / "record.json"
     write_record(path, {"lane": "cpu", "torch": None}, (), complete=False)
@@ -164,7 +164,7 @@ def test_a_run_that_broke_still_has_a_report(tmp_path: Path) -> None:
     assert "NOT COMPLETE" in summary.read_text()
 
 
-def test_what_this_device_cannot_show_is_listed() -> None:
+def test_page_lists_rows_not_run_on_this_device() -> None:
     lines = [f"throughput/nam52-regional/{name}: needs a TPU" for name in ("seconds", "bytes")]
     made = Record(HERE | {"lane": "v6e", "not_run": lines}, (judged(P, row()),))
     shown = page.of_record(made)
@@ -173,11 +173,11 @@ def test_what_this_device_cannot_show_is_listed() -> None:
     assert all(line in markdown.summary(shown) for line in lines)
 
 
-def test_an_empty_run_is_not_called_green() -> None:
+def test_page_of_an_empty_run_is_not_green() -> None:
     assert page.of_record(record()).word == "NO ROWS"
 
 
-def test_a_gate_whose_sides_broke_still_has_a_report(tmp_path: Path) -> None:
+def test_gate_with_broken_sides_still_has_a_report(tmp_path: Path) -> None:
     good = Side("torch 2.13.0", record(judged(P, row())))
     bad = Side(
         "torch 2.14.0", None, failure="importing torch: segmentation fault", command="uv pip sync x.toml"
@@ -198,7 +198,7 @@ def test_a_gate_whose_sides_broke_still_has_a_report(tmp_path: Path) -> None:
     assert "the gate was cut short" in text
 
 
-def test_the_command_writes_all_beside_its_input_or_what_is_asked(
+def test_report_writes_all_formats_or_the_requested_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = held(tmp_path)
@@ -228,7 +228,7 @@ def test_the_command_writes_all_beside_its_input_or_what_is_asked(
         ('{"decision": "ADOPT", "schema": 1, "lane": "cpu"}', "a gate that lost a part (KeyError: 'sides')"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_4(
+def test_report_bad_input_prints_one_line_and_exits_4(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -244,7 +244,7 @@ def test_bad_input_is_one_line_and_exit_4(
     assert sorted(p.name for p in tmp_path.iterdir()) == (["gate.json"] if content else [])
 
 
-def test_without_the_extra_it_is_one_line_with_the_command(
+def test_report_without_matplotlib_prints_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = held(tmp_path)
@@ -259,7 +259,7 @@ def test_without_the_extra_it_is_one_line_with_the_command(
     assert bumpgate(monkeypatch, "report", str(path), "--junit", str(tmp_path / "j.xml")) == 0, "plain Python"
 
 
-def test_a_record_beside_a_gate_is_found_by_its_name_alone(tmp_path: Path) -> None:
+def test_gate_file_reads_records_of_its_own_folder_only(tmp_path: Path) -> None:
     """An untrusted gate.json must not make the report read other files."""
     (tmp_path / "secret.json").write_text("{}")
     folder = tmp_path / "gate"
@@ -273,7 +273,7 @@ def test_a_record_beside_a_gate_is_found_by_its_name_alone(tmp_path: Path) -> No
     assert "secret.json: cannot be read" in found.good.failure
 
 
-def test_a_finding_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+def test_gate_file_round_trips_findings(tmp_path: Path) -> None:
     path = held(tmp_path)
     found = gate_file.read(path)
     assert isinstance(found, gate_file.GateFile)
@@ -291,7 +291,7 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-def test_what_the_gate_writes_at_each_step_is_read(tmp_path: Path) -> None:
+def test_gate_file_reads_every_stage_of_a_gate(tmp_path: Path) -> None:
     """From the first write, without measurements, to the last."""
     gate = Gate(Asked("cpu", "torch==2.14.0"), "2026-11-21T02:00:00+00:00", "bumpgate gate --lane cpu")
     gate.write(tmp_path)

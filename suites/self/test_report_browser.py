@@ -45,16 +45,16 @@ def tab(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterato
     width, scheme = getattr(request, "param", (1200, "light"))
     html, *_ = report.render(held(tmp_path), tmp_path)
     opened = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    said: list[str] = []
+    printed: list[str] = []
     requested: list[str] = []
-    opened.on("console", lambda message: said.append(message.text))
-    opened.on("pageerror", lambda error: said.append(str(error)))
-    opened.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
+    opened.on("console", lambda message: printed.append(message.text))
+    opened.on("pageerror", lambda error: printed.append(str(error)))
+    opened.on("dialog", lambda dialog: (printed.append(dialog.message), dialog.dismiss()))
     opened.on("request", lambda sent: requested.append(sent.url))
     opened.goto(html.as_uri())
     yield opened
     opened.close()
-    assert said == []
+    assert printed == []
     assert [url for url in requested if not url.startswith("data:")] == [html.as_uri()]
 
 
@@ -66,7 +66,7 @@ def names(tab: Any) -> list[str]:
     return [text.splitlines()[0] for text in column(tab, 2)]
 
 
-def test_a_click_on_a_header_sorts_and_a_second_one_turns_it_round(tab: Any) -> None:
+def test_header_click_sorts_and_second_click_reverses(tab: Any) -> None:
     assert column(tab, 1)[:2] == ["CHANGED", "SLOWER"], "worst first"
     head = tab.get_by_role("columnheader", name="Row")
     head.get_by_role("button").click()
@@ -87,7 +87,7 @@ def test_numbers_sort_as_numbers_and_empty_cells_come_last(tab: Any) -> None:
     assert shown[: len(numbers)] == [text for text in shown if text]
 
 
-def test_the_keyboard_alone_sorts(tab: Any) -> None:
+def test_table_can_be_sorted_by_keyboard(tab: Any) -> None:
     tab.locator("#label").focus()
     tab.keyboard.press("Tab")
     tab.keyboard.press("Tab")
@@ -96,14 +96,14 @@ def test_the_keyboard_alone_sorts(tab: Any) -> None:
     assert names(tab) == sorted(names(tab))
 
 
-def test_words_and_a_verdict_filter_the_rows(tab: Any) -> None:
-    whole = tab.locator(ROWS).count()
+def test_rows_are_filtered_by_words_and_verdict(tab: Any) -> None:
+    total = tab.locator(ROWS).count()
     tab.get_by_label("Filter rows by words").fill("throughput SECONDS")
-    assert 0 < tab.locator(ROWS).count() < whole
+    assert 0 < tab.locator(ROWS).count() < total
     assert all("seconds" in name for name in names(tab))
     tab.get_by_label("Filter rows by verdict").select_option("SLOWER")
     assert names(tab) == ["throughput/nam52-regional/seconds"]
-    assert tab.locator("#shown").inner_text() == f"1 of {whole} rows"
+    assert tab.locator("#shown").inner_text() == f"1 of {total} rows"
     tab.get_by_label("Filter rows by words").fill("no such row")
     assert tab.locator(ROWS).count() == 0
 
@@ -111,9 +111,9 @@ def test_words_and_a_verdict_filter_the_rows(tab: Any) -> None:
 @pytest.mark.parametrize(
     "tab", [(400, "dark"), (400, "light"), (1130, "light"), (1200, "dark")], indirect=True, ids=str
 )
-def test_it_fits_its_window_and_can_be_read(tab: Any, tmp_path: Path) -> None:
+def test_page_fits_the_window_and_is_readable(tab: Any, tmp_path: Path) -> None:
     width = tab.viewport_size["width"]
-    assert tab.evaluate("document.scrollingElement.scrollWidth") == width, "no scrolling to the side"
+    assert tab.evaluate("document.scrollingElement.scrollWidth") == width, "no horizontal scrolling"
     wide = tab.evaluate(
         "[...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1).length"
     )
@@ -130,7 +130,7 @@ def test_it_fits_its_window_and_can_be_read(tab: Any, tmp_path: Path) -> None:
         assert contrast(tab, selector) >= 4.5, f"{selector}: WCAG AA"
     smallest = tab.evaluate("Math.min(...[...document.querySelectorAll('figure text')].map(t => "
                             "t.getBoundingClientRect().height))")  # fmt: skip
-    assert smallest >= 8, "the words of a plot"
+    assert smallest >= 8, "text of a plot in pixels"
     tab.get_by_label("Filter rows by words").fill("graph_breaks")
     assert tab.locator(ROWS).count() == 1
     tab.locator(ROWS).get_by_text("evidence").click()
@@ -177,12 +177,12 @@ def test_dashboard_of_500000_readings_opens_in_two_seconds(
     browser: Any, dashboard_of_500000: Path, width: int
 ) -> None:
     opened = browser.new_page(viewport={"width": width, "height": 900})
-    said: list[str] = []
-    opened.on("console", lambda message: said.append(message.text))
-    opened.on("pageerror", lambda error: said.append(str(error)))
+    printed: list[str] = []
+    opened.on("console", lambda message: printed.append(message.text))
+    opened.on("pageerror", lambda error: printed.append(str(error)))
     opened.goto(dashboard_of_500000.as_uri())
     assert opened.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") <= 2000
-    assert opened.evaluate("document.scrollingElement.scrollWidth") == width, "no scrolling to the side"
+    assert opened.evaluate("document.scrollingElement.scrollWidth") == width, "no horizontal scrolling"
     assert opened.locator(ROWS).count() == 1370
     opened.get_by_label("Filter rows by words").fill("case7/")
     assert opened.locator(ROWS).count() == 1
@@ -191,4 +191,4 @@ def test_dashboard_of_500000_readings_opens_in_two_seconds(
     assert opened.evaluate("document.scrollingElement.scrollWidth") == width
     assert opened.get_by_role("heading", name="a/case7/count").count() == 1
     opened.close()
-    assert said == []
+    assert printed == []

@@ -20,23 +20,23 @@ FIXED = settings(derandomize=True, max_examples=30, deadline=None)
 P = Verdict.PASS
 
 
-def gate_of(folder: Path, said: Verdict, **side: object) -> page.Page:
+def gate_of(folder: Path, verdict: Verdict, **side: object) -> page.Page:
     """A gate whose candidate has one row with this verdict and one that passes."""
     good = Side("torch 2.13.0", record(judged(P, row()), judged(P, row("a/b/c"))))
     bad = Side(
         "torch 2.14.0",
-        record(judged(said, row(value=17) if said.red else row(), "why"), judged(P, row("a/b/c"))),
+        record(judged(verdict, row(value=17) if verdict.red else row(), "why"), judged(P, row("a/b/c"))),
         **side,
     )
     return page.of(gate_file.read(write_gate(folder, good, bad)[0]))
 
 
-@pytest.mark.parametrize("said", list(Verdict))
-def test_junit_fails_exactly_where_the_gate_does(tmp_path: Path, said: Verdict) -> None:
-    shown = gate_of(tmp_path, said)
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_junit_fails_if_and_only_if_the_gate_fails(tmp_path: Path, verdict: Verdict) -> None:
+    shown = gate_of(tmp_path, verdict)
     suite = ElementTree.fromstring(junit.xml(shown))[0]
     failures, errors = int(suite.attrib["failures"]), int(suite.attrib["errors"])
-    assert (failures + errors > 0) is shown.failed is said.red
+    assert (failures + errors > 0) is shown.failed is verdict.red
     assert (failures > 0) is (shown.word == "HOLD")
     assert int(suite.attrib["tests"]) == len(suite.findall("testcase"))
 
@@ -55,8 +55,8 @@ def test_junit_names_a_failed_environment(tmp_path: Path) -> None:
 
 texts = st.text(max_size=30) | st.sampled_from([EVIL, "\x00\x1b[31m\ud800", "a\nb\tc", "]]>"])
 judgements = st.builds(
-    lambda n, said, reason, evidence, accepted: Judgement(
-        row(f"a/case{n}/n", evidence=tuple(evidence)), said, reason, "pytest", accepted=accepted
+    lambda n, verdict, reason, evidence, accepted: Judgement(
+        row(f"a/case{n}/n", evidence=tuple(evidence)), verdict, reason, "pytest", accepted=accepted
     ),
     st.integers(0, 5),
     st.sampled_from(list(Verdict)),
@@ -70,7 +70,7 @@ judgements = st.builds(
 @given(
     st.lists(judgements, unique_by=lambda j: j.row.id, max_size=4), st.lists(texts, max_size=2), st.booleans()
 )
-def test_any_record_is_laid_out_and_junit_says_what_the_run_said(
+def test_any_record_renders_and_junit_matches_its_verdict(
     found: list[Judgement], problems: list[str], complete: bool
 ) -> None:
     made = record(*found, problems=tuple(problems), complete=complete)
@@ -81,7 +81,7 @@ def test_any_record_is_laid_out_and_junit_says_what_the_run_said(
     assert markdown.summary(shown).count("<details") == len(shown.findings)
 
 
-def test_the_summary_stays_under_the_limit_and_counts_what_it_left_out() -> None:
+def test_summary_fits_the_limit_and_counts_omitted_rows() -> None:
     red = [
         judged(Verdict.CHANGED, row(f"a/case{i}/n"), f"reviewed 1, measured {i} \u2192 " + "x" * 1500)
         for i in range(900)
@@ -96,7 +96,7 @@ def test_the_summary_stays_under_the_limit_and_counts_what_it_left_out() -> None
     assert "do not fit" not in markdown.summary(page.of_record(record(*red[:5])))
 
 
-def test_the_summary_holds_no_markup_of_strangers(tmp_path: Path) -> None:
+def test_summary_escapes_hostile_markup(tmp_path: Path) -> None:
     hostile = f"{EVIL} @everyone [a](http://x) # *b* ~~c~~ ![i](http://y) ```"
     shown = page.of_record(record(judged(Verdict.CHANGED, row(evidence=(hostile,)), hostile)))
     text = markdown.summary(shown)

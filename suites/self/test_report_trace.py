@@ -38,17 +38,17 @@ def no_tlparse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tlparse, "program", lambda: None)
 
 
-def entry(told: dict[str, Any], payload: str | None = None) -> str:
+def entry(fields: dict[str, Any], payload: str | None = None) -> str:
     """Return one record in the format of torch's formatter."""
     if payload is None:
-        return f"{HEAD}{json.dumps(told)}\n"
-    told = told | {"has_payload": hashlib.md5(payload.encode()).hexdigest()}
-    return HEAD + json.dumps(told) + "".join(f"\n\t{line}" for line in payload.split("\n")) + "\n"
+        return f"{HEAD}{json.dumps(fields)}\n"
+    fields = fields | {"has_payload": hashlib.md5(payload.encode()).hexdigest()}
+    return HEAD + json.dumps(fields) + "".join(f"\n\t{line}" for line in payload.split("\n")) + "\n"
 
 
-def compiling(number: int, **told: Any) -> dict[str, Any]:
+def compiling(number: int, **fields: Any) -> dict[str, Any]:
     """Return an envelope of the number-th compilation of frame 0."""
-    return {"frame_id": 0, "frame_compile_id": number, "attempt": 0, **told}
+    return {"frame_id": 0, "frame_compile_id": number, "attempt": 0, **fields}
 
 
 def artifact(number: int, name: str, payload: str, **more: Any) -> str:
@@ -62,7 +62,7 @@ def started(number: int, line: int = 66, name: str = "forward") -> str:
 
 
 def whole() -> str:
-    """A frame with two breaks at one place, and a recompilation; caches with each kind of result."""
+    """A frame with two breaks at one line, and a recompilation; caches with each kind of result."""
     first = {
         "compile_id": "0/0",
         "co_name": "forward",
@@ -100,7 +100,7 @@ def whole() -> str:
             entry(compiling(0, bwd_compilation_metrics=backward)),
             started(1),
             artifact(1, "recompile_reasons", MISSED),
-            artifact(1, "fx_graph_cache_hit", json.dumps(HIT), hint="a field of tomorrow"),
+            artifact(1, "fx_graph_cache_hit", json.dumps(HIT), hint="an unknown field"),
             entry(compiling(1, compilation_metrics={"entire_frame_compile_time_s": 1.5})),
         ]
     )
@@ -132,7 +132,7 @@ def written(folder: Path, **texts: str) -> Path:
     return folder
 
 
-def test_each_compilation_is_read_with_its_reasons(tmp_path: Path) -> None:
+def test_trace_reads_each_compilation_with_its_reasons(tmp_path: Path) -> None:
     one, other = trace.read(written(tmp_path / "t", rank_1_a=failed(), b=whole()))[::-1]
     assert (one.rank, other.rank) == (None, 1)
     first, second = one.compiled
@@ -162,7 +162,7 @@ def test_each_compilation_is_read_with_its_reasons(tmp_path: Path) -> None:
     assert Trace((one, other)).summary.startswith("2 files: 3 compilations, 1 frame, 6 s, ")
 
 
-def test_several_reasons_and_compiled_autograd_are_read(tmp_path: Path) -> None:
+def test_trace_reads_reason_lists_and_compiled_autograd(tmp_path: Path) -> None:
     both = json.dumps(["0/1: a", "0/0: b"], indent=0)
     alone = {"compiled_autograd_id": 4, "frame_id": 2, "frame_compile_id": 1}
     text = artifact(2, "recompile_reasons", both, attempt=1)
@@ -171,10 +171,10 @@ def test_several_reasons_and_compiled_autograd_are_read(tmp_path: Path) -> None:
     assert [(c.id, c.attempts) for c in file.compiled] == [("0/2", 2), ("!4/2/1", 1)]
     assert dict(file.compiled[0].recompiles) == {"0/1: a": 1, "0/0: b": 1}
     assert file.compiled[1].frame == "?:1 f"
-    assert trace.read(file.path) == (file,), "a file of the folder alone"
+    assert trace.read(file.path) == (file,), "a single file of the folder"
 
 
-def test_the_page_has_a_section_for_each_process(
+def test_page_has_a_trace_section_for_each_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = held(tmp_path)
@@ -201,10 +201,10 @@ def test_the_page_has_a_section_for_each_process(
         assert words in text, words
     assert not (tmp_path / "gate.tlparse").exists()
     html = report.html_page(page.of(gate_file.read(path)))
-    assert "What was compiled" not in html, "without a trace there is no such section"
+    assert "What was compiled" not in html, "no such section without a trace"
 
 
-def test_nothing_in_a_trace_becomes_markup_or_code(tmp_path: Path) -> None:
+def test_page_escapes_markup_in_a_trace(tmp_path: Path) -> None:
     text = entry({"str": [EVIL, 0]}) + started(0, name=EVIL) + artifact(0, "dynamo_graph_break_reason", EVIL)
     text += artifact(1, "recompile_reasons", EVIL) + artifact(
         1, "fx_graph_cache_hit", json.dumps({"key": EVIL})
@@ -215,7 +215,7 @@ def test_nothing_in_a_trace_becomes_markup_or_code(tmp_path: Path) -> None:
     assert found.tags.count("script") == 1
     assert not [name for name, _ in found.attributes if name.startswith("on")]
     section = found.text.partition("What was compiled")[2].partition(" Rows ")[0]
-    assert section.count("<script>alert('x')</script>") >= 6, "shown as the text that it is"
+    assert section.count("<script>alert('x')</script>") >= 6, "shown as text"
 
 
 def cut(text: str, at: str) -> str:
@@ -244,7 +244,7 @@ def cut(text: str, at: str) -> str:
         "odd_string", "odd_metrics", "odd_cache",
     ],
 )  # fmt: skip
-def test_a_damaged_trace_is_one_line_and_exit_4(
+def test_damaged_trace_prints_one_line_and_exits_4(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -259,10 +259,10 @@ def test_a_damaged_trace_is_one_line_and_exit_4(
     assert line.startswith("bumpgate: dedicated_log_torch_trace_b.log: ")
     assert words in line
     assert "TORCH_TRACE=DIR" in line
-    assert sorted(p.name for p in tmp_path.iterdir()) == [*before, "t"], "nothing is written beside it"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*before, "t"], "no other file is written"
 
 
-def test_no_trace_and_no_page_are_one_line_and_exit_4(
+def test_missing_trace_or_page_prints_one_line_and_exits_4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = held(tmp_path)
@@ -288,9 +288,7 @@ def a_tool(folder: Path, script: str) -> Path:
 PAGE = 'mkdir "$3" && cp "$1" "$3/index.html"'
 
 
-def test_tlparse_makes_a_page_for_each_process_beside_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tlparse_writes_a_page_for_each_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder = held(tmp_path), written(tmp_path / "t", a=whole(), b=whole())
     tool = a_tool(tmp_path / "bin", PAGE)
     monkeypatch.setattr(tlparse, "program", lambda: str(tool))
@@ -315,7 +313,7 @@ def test_tlparse_makes_a_page_for_each_process_beside_the_report(
     ],
     ids=["fails", "writes_nothing", "fails_for_one"],
 )
-def test_a_tlparse_that_fails_costs_its_page_alone(
+def test_failing_tlparse_loses_only_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
 ) -> None:
     path, folder = held(tmp_path), written(tmp_path / "t", a=whole(), b=whole())
@@ -329,7 +327,7 @@ def test_a_tlparse_that_fails_costs_its_page_alone(
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_tlparse_of_this_environment_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tlparse_of_this_environment_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     own, other = tmp_path / "venv", tmp_path / "elsewhere"
     own.mkdir()
@@ -355,13 +353,13 @@ for rows in (2, 3):
 """
 
 
-def test_a_trace_that_torch_wrote(tmp_path: Path) -> None:
+def test_trace_of_the_installed_torch_is_read(tmp_path: Path) -> None:
     """A trace written by the installed torch, cold and warm: a break, a second length, misses and then hits."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     seen = {}
     for run in ("cold", "warm"):
-        given = {
+        env_vars = {
             "TORCH_TRACE": str(tmp_path / run),
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
@@ -370,7 +368,7 @@ def test_a_trace_that_torch_wrote(tmp_path: Path) -> None:
         }
         done = subprocess.run(
             [sys.executable, str(program)],
-            env={**os.environ, **given},
+            env={**os.environ, **env_vars},
             capture_output=True,
             text=True,
             timeout=300,

@@ -14,13 +14,13 @@ WARM = {"aot_hit": 4, "aot_miss": 0, "aot_bypass": 0, "fx_hit": 8, "fx_miss": 0,
     ("warm", "begun"),
     [
         pytest.param([5.0, 5.5], 2, id="quick"),
-        pytest.param([9.0, 5.0], 2, id="one beside busy neighbours"),
-        pytest.param([9.0, 8.0, 5.0], 3, id="two beside busy neighbours"),
+        pytest.param([9.0, 5.0], 2, id="one on a busy machine"),
+        pytest.param([9.0, 8.0, 5.0], 3, id="two on a busy machine"),
         pytest.param([30.0, 31.0, 29.0, 30.5], MOST_RESTARTS, id="a layer lost"),
     ],
 )
-def test_the_quickest_is_timed(warm: list[float], begun: int) -> None:
-    """A process that is slow by itself stays too slow, however often it is started."""
+def test_ratio_uses_the_fastest_warm_restart(warm: list[float], begun: int) -> None:
+    """If every warm start is slow, none of the repeats makes the ratio pass."""
     times = iter([COLD, *warm])
     result = restarts(lambda: {"kernels_seconds": 1.0, "seconds": next(times) - 1.0})
     assert [seconds(process) for process in result["warm"]] == sorted(warm)
@@ -36,7 +36,7 @@ def test_the_quickest_is_timed(warm: list[float], begun: int) -> None:
         pytest.param({"autotunes": 9}, id="a search"),
     ],
 )
-def test_a_layer_that_is_lost_now_and_then_is_told(lost: dict[str, object]) -> None:
+def test_coldest_reports_a_cache_layer_lost_in_one_process(lost: dict[str, object]) -> None:
     """Even if the process that lost it was neither the first nor the slowest."""
     usual = {"counts": WARM, "code": {"a.cubin": 1}, "autotunes": 8}
     assert coldest(usual, [usual, usual | lost, usual]) == usual | lost

@@ -44,10 +44,10 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def smoke(monkeypatch: pytest.MonkeyPatch) -> dict[str, LaneRun]:
-    """Fake the smoke suite's run; the test may replace it."""
-    said = {"run": LaneRun(0, Record({}, (PASSED,)), "", 2.0, Path("smoke.log"))}
-    monkeypatch.setattr(rollback, "run_lane", lambda *_, **__: said["run"])
-    return said
+    """Fake the run of the smoke suite; tests replace its "run"."""
+    fake = {"run": LaneRun(0, Record({}, (PASSED,)), "", 2.0, Path("smoke.log"))}
+    monkeypatch.setattr(rollback, "run_lane", lambda *_, **__: fake["run"])
+    return fake
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def stored(tree: Path, name: str) -> Path:
     return store.verify(next(p.wheels[0] for p in lock.packages if p.name == name))
 
 
-def test_the_adopted_set_comes_back_without_an_index(tree: Path, run: Run, smoke: dict[str, LaneRun]) -> None:
+def test_rollback_restores_the_adopted_set_offline(tree: Path, run: Run, smoke: dict[str, LaneRun]) -> None:
     code, out, err = run("cpu")
     assert (code, err, len(out.splitlines())) == (0, "", 1)
     assert out.startswith("rollback cpu: 2 wheels verified, built offline in ")
@@ -79,7 +79,7 @@ def test_the_adopted_set_comes_back_without_an_index(tree: Path, run: Run, smoke
 
 
 @planted("C39", "one bit of a wheel in the store has flipped")
-def test_a_corrupt_byte_is_refused_and_the_file_named(
+def test_rollback_refuses_a_corrupt_wheel_and_names_it(
     tree: Path, run: Run, smoke: dict[str, LaneRun]
 ) -> None:
     path = stored(tree, "torch")
@@ -96,21 +96,21 @@ def test_a_corrupt_byte_is_refused_and_the_file_named(
 
 
 @planted("C39", "the restored set fails its smoke suite")
-def test_a_red_smoke_suite_is_no_rollback(tree: Path, run: Run, smoke: dict[str, LaneRun]) -> None:
+def test_rollback_fails_if_the_smoke_suite_is_red(tree: Path, run: Run, smoke: dict[str, LaneRun]) -> None:
     red = Judgement(Row("a/b/n", 2, "n", 1, "C1"), Verdict.REGRESSION, "")
     log = Path("smoke.log")
-    for said, words in (
+    for lane_run, words in (
         (LaneRun(1, Record({}, (PASSED, red)), "", 2.0, log), "1 red rows, first a/b/n"),
         (LaneRun(-11, None, "import torch: died of SIGSEGV", 2.0, log), "died of SIGSEGV"),
         (LaneRun(5, None, "", 2.0, log), "pytest ended with 5"),
     ):
-        smoke["run"] = said
+        smoke["run"] = lane_run
         code, out, err = run("cpu")
         assert (code, out, len(err.splitlines())) == (1, "", 1)
         assert words in err
 
 
-def test_an_older_lock_can_be_named(tree: Path, run: Run, smoke: dict[str, LaneRun]) -> None:
+def test_rollback_accepts_an_older_lock(tree: Path, run: Run, smoke: dict[str, LaneRun]) -> None:
     older = tree / "pylock.older.toml"
     lane_lock(tree, "cpu").rename(older)
     code, _, err = run("cpu")
@@ -119,7 +119,7 @@ def test_an_older_lock_can_be_named(tree: Path, run: Run, smoke: dict[str, LaneR
     assert run("tpu")[0] == 4
 
 
-def test_the_store_takes_only_what_hashes_to_its_name(tree: Path) -> None:
+def test_store_refuses_a_wheel_with_another_hash(tree: Path) -> None:
     wheel = Wheel("x-1.0-py3-none-any.whl", "0" * 64)
     before = sorted(store.store_root().iterdir())
     with pytest.raises(StoreError, match="other bytes"):
@@ -127,7 +127,7 @@ def test_the_store_takes_only_what_hashes_to_its_name(tree: Path) -> None:
     assert sorted(store.store_root().iterdir()) == before
 
 
-def test_a_corrupt_wheel_is_replaced_by_a_whole_one(tree: Path) -> None:
+def test_store_replaces_a_corrupt_wheel(tree: Path) -> None:
     path = stored(tree, "torch")
     whole = path.read_bytes()
     path.write_bytes(b"")

@@ -114,13 +114,13 @@ def make(**changes: object) -> Row:
     ],
     ids=str,
 )
-def test_a_row_that_makes_no_sense_is_refused_in_one_line(changes: dict[str, object]) -> None:
+def test_invalid_row_is_refused_in_one_line(changes: dict[str, object]) -> None:
     with pytest.raises(RowError) as caught:
         make(**changes)
     assert "\n" not in str(caught.value).replace("\\n", "")
 
 
-def test_the_rows_around_those_are_accepted() -> None:
+def test_valid_rows_near_the_limits_are_accepted() -> None:
     make(better="lower", tolerance=0.1, interval=(0, 2))
     make(better="lower", value=math.nan, interval=(0, 2))
     make(better="derived", at_least=0)
@@ -144,7 +144,7 @@ def test_green_verdicts_and_order_by_severity() -> None:
     ("a", "b", "same"),
     [(13, 13.0, True), (1, True, False), (0, False, False), ("1", 1, False), (math.nan, math.nan, False)],
 )
-def test_values_are_the_same_where_a_reader_would_say_so(a: Value, b: Value, same: bool) -> None:
+def test_same_value_compares_kind_and_value(a: Value, b: Value, same: bool) -> None:
     assert same_value(a, b) is same
     assert same_value(b, a) is same
 
@@ -153,7 +153,7 @@ def test_values_are_the_same_where_a_reader_would_say_so(a: Value, b: Value, sam
 @given(
     st.lists(judgements, unique_by=lambda j: j.row.id, max_size=4), st.booleans(), st.lists(texts, max_size=2)
 )
-def test_a_record_reads_back_as_it_was_written(
+def test_record_round_trips(
     tmp_path_factory: pytest.TempPathFactory, found: list[Judgement], complete: bool, problems: list[str]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "record.json"
@@ -165,7 +165,7 @@ def test_a_record_reads_back_as_it_was_written(
     assert json.loads(path.read_text(), parse_constant=pytest.fail)["schema"] == 1
 
 
-def test_what_few_rows_have_stands_in_their_json_alone() -> None:
+def test_row_json_omits_unset_optional_fields() -> None:
     plain = Judgement(make(), Verdict.PASS, "").to_json()
     assert "accepted" not in plain
     assert "series" not in plain["row"]
@@ -175,13 +175,13 @@ def test_what_few_rows_have_stands_in_their_json_alone() -> None:
 
 
 @pytest.mark.parametrize("series", [[1.0], {"loss": 1.0}, {"loss": ["x"]}, {"loss": None}, "loss"])
-def test_a_curve_that_is_none_is_refused_in_one_line(series: object) -> None:
+def test_invalid_series_is_refused_in_one_line(series: object) -> None:
     with pytest.raises(RowError) as caught:
         Row.from_json(make().to_json() | {"series": series})
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_values_that_json_has_no_word_for_survive() -> None:
+def test_row_json_round_trips_non_finite_values() -> None:
     for value in (math.inf, -math.inf):
         assert Row.from_json(make(value=value).to_json()).value == value
     assert math.isnan(Row.from_json(make(value=math.nan).to_json()).value)  # type: ignore[arg-type]
@@ -192,7 +192,7 @@ def test_values_that_json_has_no_word_for_survive() -> None:
     st.binary(max_size=60)
     | st.recursive(st.none() | st.integers() | texts, st.lists).map(json.dumps).map(str.encode)
 )
-def test_any_other_file_is_a_record_error_in_one_line(
+def test_read_record_of_any_other_file_raises_one_line(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "bad.json"
@@ -203,7 +203,7 @@ def test_any_other_file_is_a_record_error_in_one_line(
 
 
 @pytest.mark.parametrize("lost", ["provenance", "rows", "complete", "problems"])
-def test_a_record_that_lost_a_part_is_an_error(tmp_path: Path, lost: str) -> None:
+def test_record_without_a_required_part_is_an_error(tmp_path: Path, lost: str) -> None:
     path = tmp_path / "record.json"
     write_record(path, {"lane": "cpu"}, [Judgement(make(), Verdict.PASS, "")])
     raw = json.loads(path.read_text())
@@ -218,7 +218,7 @@ def test_a_record_that_lost_a_part_is_an_error(tmp_path: Path, lost: str) -> Non
         read_record(tmp_path / "none.json")
 
 
-def test_a_write_that_dies_leaves_the_old_record_whole(
+def test_failed_write_leaves_the_old_record_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "record.json"

@@ -1,4 +1,4 @@
-"""Lane runs in another interpreter: their results, and that no process is left, whichever one dies."""
+"""Lane runs in another interpreter: their results, and that no process is left, whichever dies first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(project: Project, *selection: str, **options: object) -> LaneRun:
     )  # fmt: skip
 
 
-def test_a_whole_run_comes_back_as_its_record(project: Project) -> None:
+def test_run_lane_returns_the_record_of_a_complete_run(project: Project) -> None:
     project.tests(GOOD)
     project.baseline(good=counted("test_good"))
     (project.root / "r.json").write_text("an older run")
@@ -48,7 +48,9 @@ def test_a_whole_run_comes_back_as_its_record(project: Project) -> None:
     assert 0 < found.seconds < 60
 
 
-def test_bytecode_is_kept_within_an_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_child_bytecode_is_cached_inside_its_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """uv installs no bytecode; a user's own interpreter keeps the user's settings."""
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
@@ -67,7 +69,7 @@ def test_bytecode_is_kept_within_an_environment(monkeypatch: pytest.MonkeyPatch,
     assert (own["PYTHONDONTWRITEBYTECODE"], "PYTHONPYCACHEPREFIX" in own) == ("1", False)
 
 
-def test_the_gate_is_told_to_the_run_and_our_own_settings_are_not(
+def test_child_env_vars_include_the_gate_but_not_user_settings(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_ADDOPTS", "--frob")
@@ -84,7 +86,7 @@ def test_the_gate_is_told_to_the_run_and_our_own_settings_are_not(
     assert f"seen None {place}" in run(project, "-s", gate=False).log.read_text()
 
 
-def test_what_pytest_refuses_is_its_own_line(project: Project) -> None:
+def test_run_lane_reports_pytests_usage_error(project: Project) -> None:
     project.tests(GOOD)
     refused = run(project, "suites/nope")
     assert (refused.code, refused.record) == (USAGE, None)
@@ -103,26 +105,26 @@ TORCHES = {
 
 
 @pytest.mark.parametrize(("torch", "why"), TORCHES.items(), ids=["raises", "segfaults", "incomplete"])
-def test_a_torch_that_does_not_import_is_one_line(project: Project, torch: str, why: str) -> None:
+def test_run_lane_reports_a_broken_torch_in_one_line(project: Project, torch: str, why: str) -> None:
     project.tests(GOOD)
     project.write("torch/__init__.py", torch)
     found = run(project)
     assert (found.record, found.failure) == (None, f"import torch: {why}")
 
 
-def test_an_interpreter_that_is_not_there_is_one_line(project: Project) -> None:
+def test_run_lane_reports_a_missing_interpreter(project: Project) -> None:
     found = run_lane(Path("/no/python"), project.root, "cpu", (), project.root / "r.json")
     assert (found.record, found.failure) == (None, "import torch: /no/python: No such file or directory")
 
 
-def test_an_interpreter_tells_its_packages_and_the_commit_of_torch(project: Project) -> None:
+def test_installed_returns_packages_and_torch_commit(project: Project) -> None:
     project.write("torch/__init__.py", "from torch import version\n__version__ = version.__version__\n")
     found = installed(PYTHON, project.root, "cpu")
     assert (found.failure, found.git_version) == ("", {"torch": "f00d"})
     assert "pytest" in found.packages
 
 
-def test_a_run_that_dies_keeps_what_it_had_written(project: Project) -> None:
+def test_run_lane_keeps_the_partial_record_of_a_crash(project: Project) -> None:
     project.tests("@lanes('cpu')\ndef test_dies(lane):\n    os.kill(os.getpid(), signal.SIGSEGV)\n")
     project.baseline(dies=counted("test_dies"))
     found = run(project)
@@ -131,7 +133,7 @@ def test_a_run_that_dies_keeps_what_it_had_written(project: Project) -> None:
     assert not found.record.complete
 
 
-def test_a_run_without_end_is_interrupted_and_leaves_its_record_and_no_process(project: Project) -> None:
+def test_run_lane_timeout_keeps_record_and_leaves_no_process(project: Project) -> None:
     project.tests(GOOD + SLEEPER)
     project.baseline(good=counted("test_good"), sleeps=counted("test_sleeps"))
     found = run(project, timeout=3.0, check_import=False)
@@ -144,7 +146,7 @@ def test_a_run_without_end_is_interrupted_and_leaves_its_record_and_no_process(p
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill-9"])
-def test_a_starter_that_ends_takes_the_run_with_it(project: Project, number: signal.Signals) -> None:
+def test_killed_parent_ends_the_lane_run(project: Project, number: signal.Signals) -> None:
     project.tests(GOOD + SLEEPER)
     program = (
         "import sys; from pathlib import Path; from bumpgate.processes.runner import run_lane\n"
@@ -156,7 +158,7 @@ def test_a_starter_that_ends_takes_the_run_with_it(project: Project, number: sig
         time.sleep(0.05)
     time.sleep(0.3)
     started = (project.root / "there").read_text()
-    assert alive(started), "the test, and what it started"
+    assert alive(started), "the test and its child process"
     starter.send_signal(number)
     starter.communicate(timeout=60)
     until = time.monotonic() + 20

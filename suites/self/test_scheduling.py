@@ -1,4 +1,4 @@
-"""The H200 lane's scheduler in real runs: a worker that dies loses the test it died in, and no other."""
+"""The H200 lane's scheduler in real runs: a worker that dies fails only the test it was running."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ TESTS = """
 import os, time
 import pytest
 WORKERS = 3
-def told(what):
+def log(text):
     with open("ran", "a") as f:
-        f.write(what + "\\n")
+        f.write(text + "\\n")
 @pytest.mark.parametrize("i", range(WORKERS))
 def test_dies(i):
-    told("died")
+    log("died")
     while open("ran").read().count("died") < WORKERS:
         time.sleep(0.01)
     os._exit(1)
 @pytest.mark.parametrize("i", range(10))
 def test_lives(i):
-    told(f"lived {i}")
+    log(f"lived {i}")
 """
 
 
@@ -72,7 +72,7 @@ def run(folder: Path, tests: str, workers: int) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120).stdout
 
 
-def test_what_is_long_begins_first_and_what_is_timed_comes_last() -> None:
+def test_turn_puts_long_tests_first_and_timed_tests_last() -> None:
     timed = [
         ("suites/kernels/test_model_shapes.py::test_speed[mla-P64-h200]", True),
         ("suites/throughput/test_full_size.py::test_a_training_step[nam52-eager-h200]", True),
@@ -86,7 +86,7 @@ def test_what_is_long_begins_first_and_what_is_timed_comes_last() -> None:
         assert f"def {test.partition('[')[0] or 'test_'}" in (ROOT / file).read_text(), start
 
 
-def test_what_may_not_run_side_by_side_has_one_worker(tmp_path: Path) -> None:
+def test_exclusive_tests_share_one_worker(tmp_path: Path) -> None:
     printed = run(tmp_path, SHARING, workers=4)
     assert "14 passed" in printed, printed
     properties = ElementTree.parse(tmp_path / "ran.xml").iter("property")
@@ -98,15 +98,15 @@ HOLD = """
 import sys
 sys.path.insert(0, {root!r})
 from suites.support.gpu_memory import held
-def told(what):
+def log(text):
     with open("log", "a") as f:
-        f.write(what + "\\n")
-print("asks", flush=True)
+        f.write(text + "\\n")
+print("waits", flush=True)
 with held({count}, slots=6, first={first}):
-    told("+{count}")
-    print("has", flush=True)
+    log("+{count}")
+    print("holds", flush=True)
     sys.stdin.read()
-    told("-{count}")
+    log("-{count}")
 """
 PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 UNSEEN = 0.3  # seconds after which a claim that should wait, but does not, would be in the log
@@ -127,20 +127,20 @@ class Claims:
         path = self.folder / "log"
         return path.read_text().split() if path.exists() else []
 
-    def asks(self, count: int, first: bool = False) -> subprocess.Popen[str]:
+    def request(self, count: int, first: bool = False) -> subprocess.Popen[str]:
         script = HOLD.format(root=str(ROOT), count=count, first=first)
         environment = {**os.environ, "TMPDIR": str(self.folder)}
         child = subprocess.Popen([sys.executable, "-c", script], cwd=self.folder, env=environment, **PIPES)
         self.children.append(child)
-        assert read_line(child) == "asks"
+        assert read_line(child) == "waits"
         return child
 
-    def has(self, count: int) -> subprocess.Popen[str]:
-        child = self.asks(count)
-        assert read_line(child) == "has"
+    def hold(self, count: int) -> subprocess.Popen[str]:
+        child = self.request(count)
+        assert read_line(child) == "holds"
         return child
 
-    def nobody_else_has_a_turn(self) -> None:
+    def wait_until_others_are_blocked(self) -> None:
         """Wait until a claim with priority blocks the requests of others."""
         path = Path(f"{self.folder / LOCKS.name}.turn.lock")
         until = time.monotonic() + 60
@@ -171,46 +171,46 @@ def claims(tmp_path: Path) -> Iterator[Claims]:
         child.communicate()
 
 
-def test_claims_fit_into_the_memory(claims: Claims) -> None:
+def test_claims_do_not_exceed_the_memory_slots(claims: Claims) -> None:
     """With 2 of 6 slots taken, 5 must wait, and 1 need not; 9 means all slots."""
-    two, five, one, nine = claims.has(2), claims.asks(5), claims.has(1), claims.asks(9)
+    two, five, one, nine = claims.hold(2), claims.request(5), claims.hold(1), claims.request(9)
     time.sleep(UNSEEN)
     assert claims.log == ["+2", "+1"]
     release(two)
-    assert read_line(five) == "has"
+    assert read_line(five) == "holds"
     release(one)
     time.sleep(UNSEEN)
     assert claims.log == ["+2", "+1", "-2", "+5", "-1"]
     release(five)
-    assert read_line(nine) == "has"
+    assert read_line(nine) == "holds"
     release(nine)
     assert claims.log[5:] == ["-5", "+9", "-9"]
 
 
-def test_no_claim_overtakes_one_that_is_to_come_first(claims: Claims) -> None:
-    """Of 6 slots 4 are held; the 2 free ones are not assigned before the waiting claim of 5."""
-    four, five = claims.has(4), claims.asks(5, first=True)
-    claims.nobody_else_has_a_turn()
-    two = claims.asks(2)
+def test_claim_with_priority_is_not_overtaken(claims: Claims) -> None:
+    """Of 6 slots 4 are held; the 2 free ones are not granted before the waiting claim of 5."""
+    four, five = claims.hold(4), claims.request(5, first=True)
+    claims.wait_until_others_are_blocked()
+    two = claims.request(2)
     time.sleep(UNSEEN)
     assert claims.log == ["+4"]
     release(four)
-    assert read_line(five) == "has"
+    assert read_line(five) == "holds"
     release(five)
-    assert read_line(two) == "has"
+    assert read_line(two) == "holds"
     release(two)
     assert claims.log == ["+4", "-4", "+5", "-5", "+2", "-2"]
 
 
-def test_a_claim_of_a_process_that_died_is_free(claims: Claims) -> None:
-    dead = claims.has(6)
+def test_claim_of_a_dead_process_is_released(claims: Claims) -> None:
+    dead = claims.hold(6)
     dead.kill()
     dead.wait()
-    release(claims.has(6))
+    release(claims.hold(6))
     assert claims.log == ["+6", "+6", "-6"]
 
 
-def test_a_patient_waiter_lets_shared_holders_pass(tmp_path: Path) -> None:
+def test_patient_exclusive_lock_lets_shared_holders_pass(tmp_path: Path) -> None:
     order: list[str] = []
     entered = Event()
 
@@ -230,7 +230,7 @@ def test_a_patient_waiter_lets_shared_holders_pass(tmp_path: Path) -> None:
     assert order == ["shared", "exclusive"]
 
 
-def test_workers_that_die_together_cost_a_test_each(tmp_path: Path) -> None:
+def test_workers_dying_together_lose_one_test_each(tmp_path: Path) -> None:
     printed = run(tmp_path, TESTS, workers=3)
     assert "3 failed, 10 passed" in printed, printed
     ran = (tmp_path / "ran").read_text().splitlines()
@@ -243,20 +243,20 @@ class Worker:
     shutting_down = False
 
     def __init__(self) -> None:
-        self.told: list[int] = []
+        self.assigned: list[int] = []
         self.dead = False
         self.gateway = SimpleNamespace(id="gw")
 
     def send_runtest_some(self, indices: list[int]) -> None:
         if self.dead:
             raise OSError("cannot send (already closed?)")
-        self.told += indices
+        self.assigned += indices
 
     def shutdown(self) -> None:
         self.shutting_down = True
 
 
-def test_a_worker_whose_death_nobody_has_said_yet_costs_the_test_it_died_in() -> None:
+def test_scheduler_reassigns_tests_of_an_undetected_dead_worker() -> None:
     """It dies in its second test, and is assigned another before its death is known: others must run that one."""
     options = SimpleNamespace(verbose=0, loadscopereorder=False)
     config = SimpleNamespace(getvalue=lambda _: ["popen", "popen"], rootpath=ROOT, option=options)
@@ -267,17 +267,17 @@ def test_a_worker_whose_death_nobody_has_said_yet_costs_the_test_it_died_in() ->
     for worker in (dying, other):
         scheduler.add_node_collection(worker, tests)
     scheduler.schedule()
-    first, second = dying.told[:2]
+    first, second = dying.assigned[:2]
     dying.dead = True
     scheduler.mark_test_complete(dying, first)
     assert scheduler.remove_node(dying) == tests[second]
-    for index in other.told:  # the list grows as tests are run
+    for index in other.assigned:  # the list grows as tests are run
         scheduler.mark_test_complete(other, index)
-    assert sorted([first, second, *other.told]) == list(range(12))
+    assert sorted([first, second, *other.assigned]) == list(range(12))
     assert scheduler.tests_finished
 
 
-def test_what_one_call_compiled_is_kept_without_touching_what_others_map(tmp_path: Path) -> None:
+def test_keep_adds_compiled_files_without_replacing_existing(tmp_path: Path) -> None:
     made, cache = tmp_path / "made", tmp_path / "cache"
     for place, text in ((made, "new"), (cache, "old")):
         (place / "shared").mkdir(parents=True)

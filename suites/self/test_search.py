@@ -31,12 +31,12 @@ def check_every_place(module: Any, sizes: Iterator[int] | range) -> None:
             assert result.probes <= bound, f"{n} candidates, first bad {first_bad}: {result.probes} > {bound}"
 
 
-def test_every_place_is_found_without_noise_in_the_fewest_probes() -> None:
+def test_search_without_noise_uses_the_fewest_probes() -> None:
     """ceil(log2(places)) probes and the two endpoints: the minimum for any search."""
     check_every_place(search, range(2, 65))
 
 
-def test_sixty_nights_take_six_probes_and_the_ends() -> None:
+def test_sixty_candidates_take_six_probes_and_two_endpoints() -> None:
     worst = max(
         drive(Search(labels(60), labels(60)[0], labels(60)[-1]), lambda i: "BAD" if i >= k else "GOOD").probes  # noqa: B023
         for k in range(1, 60)
@@ -44,7 +44,7 @@ def test_sixty_nights_take_six_probes_and_the_ends() -> None:
     assert worst == 6 + 2
 
 
-def test_an_answer_off_by_one_is_caught() -> None:
+def test_mutant_with_answer_off_by_one_is_caught() -> None:
     mutant = mutant_of(
         search,
         "range(self.first + kept[0], self.first + kept[-1] + 1)",
@@ -54,7 +54,7 @@ def test_an_answer_off_by_one_is_caught() -> None:
         check_every_place(mutant, range(2, 8))
 
 
-def test_a_likelihood_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_with_likelihood_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = mutant_of(
         posterior, "accumulate(as_old, initial=0.0)", "accumulate([0.0, *as_old[:-1]], initial=0.0)"
     )
@@ -88,7 +88,7 @@ def summary(n: int, false_bad: float, false_good: float, runs: list[tuple[int, R
 
 
 @pytest.mark.parametrize("n", [8, 60])
-def test_a_flaky_probe_still_finds_it(n: int) -> None:
+def test_search_with_10_percent_false_bad_finds_the_change(n: int) -> None:
     """10 % false BAD: right and within log2(n) + MARGIN in 97 % of all runs, by an exact binomial test."""
     runs = simulate(n, 0.1, 0.0, seed=n)
     within = sum(r.suspects == (k,) and r.probes <= math.log2(n) + MARGIN for k, r in runs)
@@ -97,7 +97,7 @@ def test_a_flaky_probe_still_finds_it(n: int) -> None:
     assert tail(within, RUNS, 0.97) < SIGNIFICANCE, f"{within} right within log2(n) + {MARGIN}; {text}"
 
 
-def test_misreads_both_ways_within_twenty_probes_and_the_ends() -> None:
+def test_search_with_misreads_both_ways_within_a_budget() -> None:
     """10 % of all readings false, the answer forced after 20 probes and 2 endpoints: right in 95 % of all runs."""
     runs = simulate(60, 0.1, 0.1, seed=5, budget=22)
     text = summary(60, 0.1, 0.1, runs)
@@ -110,7 +110,7 @@ def test_misreads_both_ways_within_twenty_probes_and_the_ends() -> None:
     assert abs(stated - right) < 4 * math.sqrt(RUNS * 0.05), (stated, right)
 
 
-def test_without_a_budget_an_answer_is_as_sure_as_it_says() -> None:
+def test_search_without_a_budget_reaches_its_confidence() -> None:
     count = 300
     runs = simulate(60, 0.1, 0.1, seed=6, count=count)
     right = sum(r.suspects == (k,) for k, r in runs)
@@ -119,8 +119,8 @@ def test_without_a_budget_an_answer_is_as_sure_as_it_says() -> None:
     assert right >= count * 0.98 - 3 * math.sqrt(count * 0.98 * 0.02), text
 
 
-def test_a_search_that_trusts_a_flaky_probe_is_caught() -> None:
-    """The control: a plain bisection with the same probe is right far less often than 97 %."""
+def test_plain_bisection_fails_with_a_flaky_probe() -> None:
+    """Control: a plain bisection with the same probe finds the change in far less than 97 % of the runs."""
     dice = random.Random(3)
     right = 0
     for _ in range(200):
@@ -130,25 +130,30 @@ def test_a_search_that_trusts_a_flaky_probe_is_caught() -> None:
     assert right / 200 < 0.9, right
 
 
-def test_steps_left_is_about_right() -> None:
+def test_steps_left_estimates_the_number_of_probes() -> None:
     for false_bad, false_good in ((0.0, 0.0), (0.1, 0.0), (0.1, 0.1)):
         dice = random.Random(11)
-        said, took = [], []
+        estimates, probes = [], []
         for _ in range(150):
             first_bad = dice.randrange(1, 60)
             searched = Search(labels(60), labels(60)[0], labels(60)[-1], false_bad, false_good)
-            said.append(searched.steps_left())
-            took.append(drive(searched, noisy(first_bad, false_bad, false_good, dice)).probes)
-        assert 0.8 < sum(said) / sum(took) < 1.25, (false_bad, false_good, sum(said) / 150, sum(took) / 150)
+            estimates.append(searched.steps_left())
+            probes.append(drive(searched, noisy(first_bad, false_bad, false_good, dice)).probes)
+        assert 0.8 < sum(estimates) / sum(probes) < 1.25, (
+            false_bad,
+            false_good,
+            sum(estimates) / 150,
+            sum(probes) / 150,
+        )
 
 
-def test_steps_left_are_exact_without_noise_and_fall_by_one() -> None:
+def test_steps_left_is_exact_without_noise() -> None:
     searched = Search(labels(33), labels(33)[0], labels(33)[-1])
-    said = []
+    progress = []
     while searched.result() is None:
-        said.append(searched.progress())
+        progress.append(searched.progress())
         searched.record(searched.next()[0], Outcome.GOOD if searched.next()[0] < 9 else Outcome.BAD)
-    assert said == [f"about {k} steps left" for k in (7, 6, 5, 4, 3, 2)] + ["about 1 step left"]
+    assert progress == [f"about {k} steps left" for k in (7, 6, 5, 4, 3, 2)] + ["about 1 step left"]
     assert searched.steps_left() == 0
 
 
@@ -173,16 +178,16 @@ def check_skips(module: Any, n: int = 18) -> None:
                 assert result.last_old == low - 1
 
 
-def test_broken_builds_at_the_border_make_the_answer_a_range() -> None:
+def test_broken_builds_next_to_the_change_give_a_range() -> None:
     check_skips(search)
 
 
-def test_a_search_that_ignores_skips_is_caught() -> None:
+def test_mutant_that_ignores_skips_is_caught() -> None:
     with pytest.raises(AssertionError):
         check_skips(mutant_of(search, "            self._aside.add(index)\n", "            pass\n"), n=8)
 
 
-def test_a_range_that_leaves_out_what_was_skipped_is_caught() -> None:
+def test_mutant_that_omits_skipped_builds_is_caught() -> None:
     mutant = mutant_of(
         search, "                classes[-1].append(k)\n", "                classes.append([k])\n"
     )
@@ -201,22 +206,22 @@ def skips_taken(module: Any) -> float:
     return sum(taken) / len(taken)
 
 
-def test_a_long_run_of_broken_builds_is_leapt_over() -> None:
-    """The control tries them one after the other."""
+def test_search_jumps_over_a_long_run_of_broken_builds() -> None:
+    """The control, a mutant, tries them one after another."""
     control = skips_taken(
         mutant_of(search, "gains[i - self.first] * self._installs(i)", "gains[i - self.first]")
     )
     assert skips_taken(search) <= 4 < control / 2, (skips_taken(search), control)
 
 
-def test_no_verdict_is_asked_again_then_set_aside() -> None:
+def test_unknown_outcome_is_retried_then_set_aside() -> None:
     searched = Search(labels(4), labels(4)[0], labels(4)[-1])
     result = drive(searched, lambda i: "UNKNOWN" if i == 1 else "BAD" if i >= 2 else "GOOD")
     assert result.suspects == (1, 2)
     assert [i for i, _ in searched.history].count(1) == search.UNKNOWN_LIMIT
 
 
-def test_a_verdict_before_a_skip_still_counts() -> None:
+def test_verdict_before_a_skip_still_counts() -> None:
     searched = Search(labels(5), labels(5)[0], labels(5)[-1])
     for index, outcome in ((0, "GOOD"), (4, "BAD"), (2, "GOOD"), (2, "SKIP"), (3, "SKIP")):
         searched.record(index, Outcome[outcome])
@@ -225,7 +230,7 @@ def test_a_verdict_before_a_skip_still_counts() -> None:
     assert result.suspects == (3, 4)
 
 
-def test_a_fix_is_found_as_a_fault_is() -> None:
+def test_find_fix_finds_the_first_good_candidate() -> None:
     for first_good in range(1, 20):
         searched = Search(labels(20), good=labels(20)[-1], bad=labels(20)[0], find_fix=True)
         result = drive(searched, lambda i: "GOOD" if i >= first_good else "BAD")  # noqa: B023
@@ -255,7 +260,7 @@ def test_a_fix_is_found_as_a_fault_is() -> None:
         (lambda i: "SKIP" if i == 7 else "GOOD", "the bad end 2.14.0.dev0007 does not install: name another"),
     ],
 )
-def test_an_end_that_is_not_what_it_was_called_ends_the_search(
+def test_endpoint_with_an_unexpected_outcome_ends_the_search(
     read: Callable[[int], str], failure: str
 ) -> None:
     searched = Search(labels(10), labels(10)[2], labels(10)[7])
@@ -264,7 +269,7 @@ def test_an_end_that_is_not_what_it_was_called_ends_the_search(
     assert searched.next() == searched.prefetch() == []
 
 
-def test_an_end_that_stops_to_install_while_in_doubt_ends_the_search() -> None:
+def test_endpoint_that_stops_installing_ends_the_search() -> None:
     searched = Search(labels(9), labels(9)[0], labels(9)[8], 0.1, 0.1)
     for index, outcome in ((0, "BAD"), (8, "BAD"), (0, "SKIP")):
         searched.record(index, Outcome[outcome])
@@ -273,7 +278,7 @@ def test_an_end_that_stops_to_install_while_in_doubt_ends_the_search() -> None:
     assert result.failure == "the good end 2.14.0.dev0000 does not install: name another"
 
 
-def test_an_end_is_doubted_through_noise_too() -> None:
+def test_noisy_endpoint_is_repeated_and_a_wrong_one_refused() -> None:
     """False BADs at a good endpoint are repeated; at a truly bad one they end the search."""
     ended = {"right": 0, "wrong": 0}
     dice = random.Random(4)
@@ -286,7 +291,7 @@ def test_an_end_is_doubted_through_noise_too() -> None:
     assert ended["wrong"] >= 190, ended
 
 
-def test_outcomes_that_cannot_all_be_true_end_the_search_in_one_line() -> None:
+def test_contradictory_outcomes_end_the_search() -> None:
     swapped = Search(labels(9), labels(9)[0], labels(9)[8])
     swapped.record(8, Outcome.GOOD)
     swapped.record(0, Outcome.BAD)
@@ -299,7 +304,7 @@ def test_outcomes_that_cannot_all_be_true_end_the_search_in_one_line() -> None:
     assert "--false-bad" in failure
 
 
-def test_more_misreads_than_stated_leave_no_answer() -> None:
+def test_more_misreads_than_stated_end_the_search() -> None:
     searched = Search(labels(9), labels(9)[0], labels(9)[8], false_bad=0.01, false_good=0.01, budget=13)
     for index, outcome in ((0, "GOOD"), (8, "BAD")):
         searched.record(index, Outcome[outcome])
@@ -318,7 +323,7 @@ def estimating(n: int = 60) -> Search:
     return Search(labels(n), labels(n)[0], labels(n)[-1], None, None, confirm=2)
 
 
-def test_both_neighbours_are_read_twice_before_an_answer() -> None:
+def test_confirm_reads_both_neighbours_twice() -> None:
     for first_bad in range(1, 60):
         searched = estimating()
         result = drive(searched, lambda i: "BAD" if i >= first_bad else "GOOD")  # noqa: B023
@@ -328,7 +333,7 @@ def test_both_neighbours_are_read_twice_before_an_answer() -> None:
         assert result.probes <= 12
 
 
-def test_a_misread_neighbour_does_not_become_the_answer() -> None:
+def test_confirm_corrects_a_misread_neighbour() -> None:
     """The first reading of one version near the change is false: its repeat shows it."""
     for first_bad in (2, 17, 30, 58):
         for false in (first_bad - 1, first_bad):
@@ -359,7 +364,7 @@ def test_misread_rates_are_estimated_from_repeats() -> None:
     assert stated.noise() == pytest.approx((0.1, 0.0))
 
 
-def test_a_test_without_information_ends_unsure_within_its_patience() -> None:
+def test_random_outcomes_end_unsure_within_patience() -> None:
     dice = random.Random(5)
     for _ in range(5):
         result = drive(estimating(), lambda i: dice.choice(["GOOD", "BAD"]))
@@ -367,7 +372,7 @@ def test_a_test_without_information_ends_unsure_within_its_patience() -> None:
         assert result.probes <= search.PATIENCE
 
 
-def test_a_fault_that_comes_and_goes_is_reported_with_its_last_edge() -> None:
+def test_intermittent_fault_reports_its_last_change() -> None:
     """BAD from 10 to 33, GOOD to 41, BAD again; one version of each stretch has been read."""
     searched = estimating()
     for index, outcome in ((0, "GOOD"), (59, "BAD"), (20, "BAD"), (40, "GOOD")):
@@ -386,20 +391,22 @@ def test_a_fault_that_comes_and_goes_is_reported_with_its_last_edge() -> None:
         (lambda i: "GOOD" if i else "BAD", "the ends look swapped", 4),
     ],
 )
-def test_an_end_is_refused_after_few_repeats(read: Callable[[int], str], words: str, probes: int) -> None:
+def test_wrong_endpoint_is_refused_after_few_repeats(
+    read: Callable[[int], str], words: str, probes: int
+) -> None:
     result = drive(estimating(), read)
     assert words in result.failure
     assert result.probes == probes
 
 
-def test_another_fault_sets_a_candidate_aside() -> None:
-    """It counts neither as BAD nor as GOOD, so the answer is a range."""
+def test_candidate_with_another_fault_is_set_aside() -> None:
+    """OTHER counts neither as BAD nor as GOOD, so the answer is a range."""
     searched = estimating(10)
     result = drive(searched, lambda i: "OTHER" if i in (4, 5) else "BAD" if i >= 6 else "GOOD")
     assert (result.suspects, result.last_old) == ((4, 5, 6), 3)
 
 
-def test_prefetch_names_what_is_asked_for_next() -> None:
+def test_prefetch_contains_the_next_candidate() -> None:
     dice = random.Random(2)
     for _ in range(30):
         first_bad = dice.randrange(1, 40)
@@ -417,7 +424,7 @@ def test_prefetch_names_what_is_asked_for_next() -> None:
             searched.record(now, Outcome.BAD if now >= first_bad else Outcome.GOOD)
 
 
-def test_candidates_beside_the_ends_are_never_asked_for() -> None:
+def test_candidates_outside_the_endpoints_are_never_probed() -> None:
     searched = Search(labels(30), labels(30)[10], labels(30)[20])
     drive(searched, lambda i: "BAD" if i >= 13 else "GOOD")
     assert all(10 <= i <= 20 for i, _ in searched.history)
@@ -442,7 +449,7 @@ def test_candidates_beside_the_ends_are_never_asked_for() -> None:
     ],
     ids=str,
 )
-def test_a_search_that_makes_no_sense_is_refused_in_one_line(
+def test_invalid_search_is_refused_in_one_line(
     arguments: tuple[Any, ...], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(SearchError, match=words) as caught:

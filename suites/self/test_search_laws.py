@@ -18,7 +18,7 @@ FIXED = settings(derandomize=True, max_examples=60, deadline=None)
 
 @given(st.data())
 @FIXED
-def test_the_order_of_outcomes_does_not_matter(data: st.DataObject) -> None:
+def test_posterior_is_independent_of_the_outcome_order(data: st.DataObject) -> None:
     n = data.draw(st.integers(2, 12))
     readings = data.draw(
         st.lists(st.tuples(st.integers(0, n - 1), st.sampled_from(list(Outcome))), max_size=12)
@@ -35,7 +35,7 @@ def test_the_order_of_outcomes_does_not_matter(data: st.DataObject) -> None:
 
 @given(st.integers(3, 40), st.data())
 @FIXED
-def test_the_posterior_is_bayes_rule_written_out(n: int, data: st.DataObject) -> None:
+def test_posterior_matches_bayes_rule(n: int, data: st.DataObject) -> None:
     false_bad, false_good = data.draw(st.sampled_from([(0.1, 0.0), (0.1, 0.2), (0.0, 0.3)]))
     readings = data.draw(st.lists(st.tuples(st.integers(0, n - 1), st.booleans()), max_size=10))
     searched = Search(labels(n), labels(n)[0], labels(n)[-1], false_bad, false_good)
@@ -56,7 +56,7 @@ def test_the_posterior_is_bayes_rule_written_out(n: int, data: st.DataObject) ->
 
 @given(st.data())
 @FIXED
-def test_every_search_ends_and_names_only_what_it_may(data: st.DataObject) -> None:
+def test_every_search_ends_with_a_valid_answer(data: st.DataObject) -> None:
     """Noise, broken builds and missing verdicts together, for any stated noise."""
     n = data.draw(st.integers(2, 30))
     first_bad, dice = data.draw(st.integers(1, n - 1)), random.Random(data.draw(st.integers(0, 10**6)))

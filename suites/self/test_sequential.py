@@ -1,4 +1,4 @@
-"""The sequential test of timed rows: exact where it can be counted, and its error rates by simulation.
+"""The sequential test of timed rows: its exact p-values, and its error rates by simulation.
 
 The noise is that of suites/self/simulation.py. Rates have the 95 % Wilson interval for their number of runs, whose
 bound must satisfy the limit.
@@ -84,14 +84,14 @@ def forget() -> None:
 
 
 @pytest.mark.parametrize(("noise", "gates"), [(MEASURED, 200), (HEAVY, 200), (WORST, 200)])
-def test_unchanged_gates_raise_no_alarm_and_rarely_stay_open(noise: str, gates: int) -> None:
+def test_unchanged_gates_rarely_raise_false_alarms(noise: str, gates: int) -> None:
     alarms, text = false_alarms(1, gates, 0.0, noise)
     print(text)
     assert wilson(alarms, gates)[1] <= 0.02, text
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_a_slowdown_of_5_percent_in_one_row_is_found(noise: str) -> None:
+def test_slowdown_of_5_percent_in_one_row_is_found(noise: str) -> None:
     gates = 150
     hits, text = found(2, gates, noise)
     print(text)
@@ -99,7 +99,7 @@ def test_a_slowdown_of_5_percent_in_one_row_is_found(noise: str) -> None:
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_rows_that_moved_by_the_margin_itself_keep_the_level(noise: str) -> None:
+def test_rows_exactly_at_the_margin_keep_the_alpha_level(noise: str) -> None:
     """The worst case covered by the level: every row is on the margin, and none beyond it."""
     gates = 400
     alarms, text = false_alarms(3, gates, math.log1p(PLAN.different), noise)
@@ -116,7 +116,7 @@ def test_mutant_without_holm_raises_false_alarms(monkeypatch: pytest.MonkeyPatch
     assert wilson(alarms, gates)[0] > PLAN.alpha, text
 
 
-def test_mutant_that_looks_after_every_session_without_a_share_raises_false_alarms(
+def test_mutant_with_unplanned_looks_raises_false_alarms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planned = plan_for(32).looks
@@ -134,7 +134,7 @@ def test_mutant_that_looks_after_every_session_without_a_share_raises_false_alar
     assert rates["every session"][0][0] > 0.1, rates
 
 
-def test_mutant_that_takes_the_mean_loses_the_slowdown_under_heavy_tails(
+def test_mutant_using_the_mean_misses_slowdown_in_heavy_tails(
     monkeypatch: pytest.MonkeyPatch, fresh_cache: None
 ) -> None:
     """Without capped distances, the sum is that of the mean: still valid, but one bad session hides the slowdown."""
@@ -150,7 +150,7 @@ def test_mutant_that_takes_the_mean_loses_the_slowdown_under_heavy_tails(
 
 @FIXED
 @given(st.lists(st.integers(-40, 40), min_size=1, max_size=9), st.integers(-20, 20))
-def test_p_counts_sign_patterns(values: list[int], bound: int) -> None:
+def test_p_above_matches_enumeration_of_all_signs(values: list[int], bound: int) -> None:
     """Compared with an enumeration of all 2^n signs; distinguishes "more than" from "at least"."""
     distances = [v - bound for v in values]
     cap = statistics.median(map(abs, distances))
@@ -167,7 +167,7 @@ def test_p_counts_sign_patterns(values: list[int], bound: int) -> None:
 
 @FIXED
 @given(ratios, st.floats(-0.1, 0.1))
-def test_the_interval_holds_the_estimate_and_moves_with_the_data(values: list[float], shift: float) -> None:
+def test_interval_contains_the_estimate_and_shifts_with_data(values: list[float], shift: float) -> None:
     low, high = interval(values, PLAN)
     seen = max(look.sessions for look in LOOKS if look.sessions <= len(values))
     assert low <= estimate(values[:seen]) <= high
@@ -175,7 +175,7 @@ def test_the_interval_holds_the_estimate_and_moves_with_the_data(values: list[fl
     assert moved == pytest.approx((low + shift, high + shift), abs=1e-3)
 
 
-def test_the_interval_misses_the_truth_as_rarely_as_it_says() -> None:
+def test_interval_misses_the_true_value_within_its_level() -> None:
     rng, runs, missed = random.Random(5), 400, 0
     for _ in range(runs):
         draw = row_noise(rng, HEAVY)
@@ -184,7 +184,7 @@ def test_the_interval_misses_the_truth_as_rarely_as_it_says() -> None:
     assert wilson(missed, runs)[1] <= PLAN.alpha_same, rate_text("missed", missed, runs)
 
 
-def test_what_decide_says_is_what_the_interval_shows() -> None:
+def test_outcome_agrees_with_the_interval() -> None:
     rng, seen = random.Random(6), set()
     for effect in (-0.08, -0.02, 0.0, 0.02, 0.08):
         draw = row_noise(rng, MEASURED)
@@ -204,7 +204,7 @@ def test_what_decide_says_is_what_the_interval_shows() -> None:
     assert seen >= {Outcome.SLOWER, Outcome.FASTER, Outcome.SAME}
 
 
-def test_too_few_sessions_are_inconclusive_whatever_they_say() -> None:
+def test_too_few_sessions_are_inconclusive() -> None:
     rows = {"a/b/seconds": [0.5] * 5, "a/c/seconds": []}
     assert set(decide(rows, PLAN).values()) == {Outcome.INCONCLUSIVE}
     timed = sequential.summarise(rows, PLAN)
@@ -214,7 +214,7 @@ def test_too_few_sessions_are_inconclusive_whatever_they_say() -> None:
 
 
 @pytest.mark.parametrize("sessions", [(0, 1), (2, 3), (0, 2), (1, 3)], ids=str)
-def test_drift_cancels_in_turn_and_on_each_cache_pair(sessions: tuple[int, int]) -> None:
+def test_alternating_order_cancels_drift_on_each_cache_pair(sessions: tuple[int, int]) -> None:
     drifting = []
     for order in map(alternate, sessions):
         readings = [(1.05 if letter == "B" else 1.0) * 1.1**i for i, letter in enumerate(order)]
@@ -236,7 +236,7 @@ def test_drift_cancels_in_turn_and_on_each_cache_pair(sessions: tuple[int, int])
     ],
     ids=str,
 )
-def test_a_session_that_is_no_pair_is_refused(order: str, readings: list[float]) -> None:
+def test_log_ratio_refuses_invalid_sessions(order: str, readings: list[float]) -> None:
     with pytest.raises(ValueError):
         log_ratio(order, readings)
 
@@ -259,6 +259,6 @@ def test_a_session_that_is_no_pair_is_refused(order: str, readings: list[float])
     ],
     ids=str,
 )
-def test_a_plan_that_bounds_no_error_is_refused(fields: dict[str, object]) -> None:
+def test_plan_with_invalid_error_bounds_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         Plan(**fields)  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ def review_all_verdicts(project: Project) -> None:
     save(project.root / "baselines/cpu.json", Baseline("cpu", {"torch": "9.8.0"}, rows))
 
 
-def test_every_verdict_is_reached_and_worker_counts_agree(project: Project) -> None:
+def test_every_verdict_is_equal_for_0_1_and_2_workers(project: Project) -> None:
     review_all_verdicts(project)
     seen = []
     for workers in "012":
@@ -94,7 +94,7 @@ def test_every_verdict_is_reached_and_worker_counts_agree(project: Project) -> N
     assert seen[0][2:] == (True, True)
 
 
-def test_the_table_is_plain_worst_first_and_names_a_command_for_every_row(project: Project) -> None:
+def test_table_is_sorted_by_severity_with_a_command_per_row(project: Project) -> None:
     review_all_verdicts(project)
     out = project.pytest("-m", "cpu", "-n", "0").out
     table = out[out.index("REGRESSION    compile") : out.index("record: ")]
@@ -113,12 +113,12 @@ def test_the_table_is_plain_worst_first_and_names_a_command_for_every_row(projec
         out,
         re.MULTILINE,
     ) or pytest.fail(out)
-    assert "3 failed, 1 passed" in out, "a red row fails its test, and not the teardown after it"
-    assert "GB0007 at model.py:3" in out, "evidence stands with the failure"
+    assert "3 failed, 1 passed" in out, "a red row fails its test, not the teardown"
+    assert "GB0007 at model.py:3" in out, "the failure shows the evidence"
     assert "compile/pass/graph_breaks: 13 breaks" in project.pytest("-m", "cpu", "-n", "0", "-v").out
 
 
-def test_a_crash_and_a_hang_cost_their_own_rows_only(project: Project) -> None:
+def test_crash_and_hang_lose_only_their_own_rows(project: Project) -> None:
     body = """
     @lanes("cpu")
     def test_crash(lane, row):
@@ -140,7 +140,7 @@ def test_a_crash_and_a_hang_cost_their_own_rows_only(project: Project) -> None:
     assert project.record().complete
 
 
-def test_green_needs_every_reviewed_row_and_no_other(project: Project) -> None:
+def test_green_requires_exactly_the_reviewed_rows(project: Project) -> None:
     project.tests(GOOD)
     project.tests(GOOD.replace("good", "other"), "suites/compile/test_b.py")
     other = Reviewed(13, "breaks", "derived", test="suites/compile/test_b.py::test_other[cpu]")
@@ -151,19 +151,19 @@ def test_green_needs_every_reviewed_row_and_no_other(project: Project) -> None:
     assert not project.record().red
 
     project.baseline(other=other)
-    assert project.pytest("-m", "cpu", "-n", "0").code == 1, "a row that was taken out of the baseline"
+    assert project.pytest("-m", "cpu", "-n", "0").code == 1, "a row was removed from the baseline"
     assert project.verdicts() == {"good": "MISSING", "other": "PASS"}
 
     project.baseline(good=good, other=other, gone=gone)
-    assert project.pytest("-m", "cpu", "-n", "0").code == 1, "a row whose test vanished"
+    assert project.pytest("-m", "cpu", "-n", "0").code == 1, "the test of a row was removed"
     assert project.verdicts() == {"good": "PASS", "other": "PASS", "gone": "MISSING"}
     assert "its test is gone" in project.reason("gone")
     assert project.pytest("-m", "cpu", "-n", "0", "suites/compile/test_b.py").code == 0
-    assert project.verdicts() == {"other": "PASS"}, "a run of one file answers for its own rows"
+    assert project.verdicts() == {"other": "PASS"}, "a run of one file is judged by its own rows"
 
     project.baseline(good=good, other=other, silent=good)
     assert project.pytest("-m", "cpu", "-n", "0", "suites/compile/test_a.py").code == 1
-    assert "no longer reports it" in project.reason("silent"), "a selected test answers for each of its rows"
+    assert "no longer reports it" in project.reason("silent"), "a selected test must report each of its rows"
 
     project.tests(GOOD.replace("compile/good", "compile/renamed"))
     project.baseline(good=good, other=other)
@@ -171,7 +171,7 @@ def test_green_needs_every_reviewed_row_and_no_other(project: Project) -> None:
     assert project.verdicts() == {"good": "MISSING", "renamed": "MISSING", "other": "PASS"}
 
 
-def test_a_rebaseline_makes_the_next_run_green_and_the_next_rebaseline_idle(project: Project) -> None:
+def test_rebaseline_makes_the_next_run_green_and_is_idempotent(project: Project) -> None:
     project.tests(GOOD)
     first = project.pytest("-m", "cpu", "-n", "0")
     assert first.code == 1, "without a baseline every row is MISSING"
@@ -187,7 +187,7 @@ def test_a_rebaseline_makes_the_next_run_green_and_the_next_rebaseline_idle(proj
     assert "nothing to accept" in again.out
 
 
-def test_a_tier_answers_for_its_rows_in_its_own_environment(project: Project) -> None:
+def test_tier_rows_are_required_in_their_own_environment_only(project: Project) -> None:
     """A plain run requires none of them; a tier run requires those of its tests, and is accepted under its triton."""
     project.tests(GOOD)
     path = "suites/kernels/codegen/test_kernels.py"
@@ -206,13 +206,17 @@ def test_a_tier_answers_for_its_rows_in_its_own_environment(project: Project) ->
     accepted = {f"tier-triton{v}": reviewed for v, reviewed in rows.items()}
 
     project.baseline(good=counted("test_good"), **accepted)
-    assert project.pytest("-m", "cpu", "-n", "0", NONE="test_*").code == 0, "no tier here, and none owed"
+    assert project.pytest("-m", "cpu", "-n", "0", NONE="test_*").code == 0, (
+        "no tier runs, and none is required"
+    )
     assert project.verdicts() == {"good": "PASS"}
     assert project.pytest("-m", "cpu", "-n", "0", "suites/kernels/codegen").code == 0
-    assert project.verdicts() == {"tier-triton3.7.1": "PASS"}, "another version's rows are not owed"
+    assert project.verdicts() == {"tier-triton3.7.1": "PASS"}, "rows of another version are not required"
 
     project.baseline(good=counted("test_good"), silent=rows["3.7.1"], **accepted)
-    assert project.pytest("-m", "cpu", "-n", "0", "suites/kernels/codegen").code == 1, "its own rows are"
+    assert project.pytest("-m", "cpu", "-n", "0", "suites/kernels/codegen").code == 1, (
+        "its own rows are required"
+    )
     assert project.verdicts() == {"tier-triton3.7.1": "PASS", "silent": "MISSING"}
 
     project.baseline(good=counted("test_good"))
@@ -223,13 +227,13 @@ def test_a_tier_answers_for_its_rows_in_its_own_environment(project: Project) ->
     assert (wrote.code, wrote.err) == (0, "")
     baseline = load(project.root / "baselines/cpu.json", "cpu")
     assert set(baseline.rows) == {"compile/good/graph_breaks", "compile/tier-triton3.7.1/graph_breaks"}
-    assert baseline.made_with["triton"] is None, "the lane's build stays what it was"
+    assert baseline.made_with["triton"] is None, "the lane's build is unchanged"
     assert project.pytest("-m", "cpu", "-n", "0", "suites/compile").code == 0
     assert "another build is adopted" in project.bumpgate("rebaseline", "--lane", "cpu").err
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_an_empty_selection_is_not_green(project: Project, workers: str) -> None:
+def test_empty_selection_is_not_green(project: Project, workers: str) -> None:
     project.tests(GOOD)
     project.baseline(good=counted("test_good"))
     result = project.pytest("-m", "cpu", "-k", "nothing", "-n", workers)
@@ -237,7 +241,7 @@ def test_an_empty_selection_is_not_green(project: Project, workers: str) -> None
     assert result.out.count("nothing was selected: not green") == 1
 
 
-def test_the_session_imports_no_torch(project: Project) -> None:
+def test_session_does_not_import_torch(project: Project) -> None:
     project.tests(GOOD)
     project.baseline(good=counted("test_good"))
     assert project.pytest("-m", "cpu", "-n", "0").code == 0
@@ -258,7 +262,7 @@ def test_the_session_imports_no_torch(project: Project) -> None:
     } <= here.keys()
 
 
-def test_a_command_names_its_program_wherever_that_is_installed() -> None:
+def test_command_line_omits_the_installation_path() -> None:
     assert command_line(["/opt/env/lib/pytest/__main__.py", "-m", "cpu"]) == "python -m pytest -m cpu"
     assert command_line(["/opt/env/bin/pytest", "-k", "a b"]) == "pytest -k 'a b'"
 
@@ -283,7 +287,7 @@ def start_and_wait_for_the_second_test(project: Project, workers: str) -> subpro
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_a_record_survives_ctrl_c(project: Project, workers: str) -> None:
+def test_record_survives_ctrl_c(project: Project, workers: str) -> None:
     process = start_and_wait_for_the_second_test(project, workers)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, also to the workers
     process.communicate(timeout=60)
@@ -294,7 +298,7 @@ def test_a_record_survives_ctrl_c(project: Project, workers: str) -> None:
     assert "the run ended before" in project.reason("z")
 
 
-def test_the_record_is_written_before_xdist_waits_for_its_workers(project: Project) -> None:
+def test_record_is_written_before_xdist_waits_for_workers(project: Project) -> None:
     """A hanging worker delays the session for seconds; the record exists if it is killed then."""
     process = start_and_wait_for_the_second_test(project, "1")
     process.send_signal(signal.SIGINT)
@@ -305,7 +309,7 @@ def test_the_record_is_written_before_xdist_waits_for_its_workers(project: Proje
     assert project.verdicts() == {"good": "PASS", "z": "MISSING"}
 
 
-def test_stopping_early_is_not_complete(project: Project) -> None:
+def test_run_stopped_early_is_not_complete(project: Project) -> None:
     project.tests("@lanes('cpu')\ndef test_first(lane):\n    assert 1 == 2\n" + GOOD)
     project.baseline(good=counted("test_good"), gone=counted("test_gone"))
     whole = project.pytest("-m", "cpu", "-n", "0")
@@ -320,7 +324,7 @@ def test_stopping_early_is_not_complete(project: Project) -> None:
     assert any("assert 1 == 2" in problem for problem in project.record().problems)
 
 
-def test_the_gate_takes_skips_unexpected_passes_and_deselection_for_red(project: Project) -> None:
+def test_gate_fails_on_skip_xpass_and_deselection(project: Project) -> None:
     body = """
     @lanes("cpu")
     @pytest.mark.xfail
@@ -353,10 +357,12 @@ def test_the_gate_takes_skips_unexpected_passes_and_deselection_for_red(project:
             "test_xpass",
         ]
         assert "not today" in problems[1]
-    assert " failed" not in project.pytest("-m", "cpu", "--gate", "-n", "0").out, "the tests see the gate"
+    assert " failed" not in project.pytest("-m", "cpu", "--gate", "-n", "0").out, (
+        "BUMPGATE_GATE is set in the tests"
+    )
 
 
-def test_a_module_that_does_not_import_costs_its_rows_by_name(project: Project) -> None:
+def test_module_that_fails_to_import_loses_its_rows(project: Project) -> None:
     project.tests("import no_such_module\n")
     project.tests(GOOD, "suites/compile/test_b.py")
     good = Reviewed(13, "breaks", "derived", test="suites/compile/test_b.py::test_good[cpu]")
@@ -392,14 +398,14 @@ def test_node_ids_do_not_depend_on_the_directory(project: Project) -> None:
     ],
     ids=str,
 )
-def test_a_narrowed_run_is_not_full(project: Project, args: tuple[str, ...], full: bool) -> None:
+def test_narrowed_run_is_not_full(project: Project, args: tuple[str, ...], full: bool) -> None:
     project.tests(GOOD)
     project.baseline(good=counted("test_good"))
     assert project.pytest(*args, "-n", "0").code == 0
     assert project.record().provenance["full_run"] is full
 
 
-def test_an_id_belongs_to_one_test_and_a_row_to_a_lane(project: Project) -> None:
+def test_row_requires_a_lane_and_a_unique_id(project: Project) -> None:
     body = GOOD + GOOD.replace("test_good", "test_twin") + "def test_nowhere(row):\n    pass\n"
     project.tests(body)
     project.baseline(good=counted("test_good"))
@@ -414,7 +420,7 @@ def test_an_id_belongs_to_one_test_and_a_row_to_a_lane(project: Project) -> None
     assert "has rows but no lane" in lost.out
 
 
-def test_a_red_row_in_a_finalizer_is_red_too(project: Project) -> None:
+def test_red_row_in_teardown_or_xfail_fails_the_run(project: Project) -> None:
     body = """
     @pytest.fixture
     def late(row):

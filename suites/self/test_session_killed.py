@@ -1,4 +1,4 @@
-"""A killed session keeps its measurements, and an older record is not taken for its own."""
+"""A killed session keeps its measurements, and an older record is not mistaken for its own."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import signal
 from suites.self.project import GOOD, Project, counted
 
 
-def test_a_killed_session_keeps_what_it_measured(project: Project) -> None:
+def test_killed_session_keeps_its_measured_rows(project: Project) -> None:
     project.tests(
         """
         @lanes("cpu")
         def test_good(lane, row):
             row("compile/good/graph_breaks", 13, expected=13, **COUNT)
-            time.sleep(5.2)  # rows are kept every five seconds
+            time.sleep(5.2)  # rows are saved every five seconds
 
         @lanes("cpu")
         def test_killer(lane):
@@ -26,7 +26,7 @@ def test_a_killed_session_keeps_what_it_measured(project: Project) -> None:
     assert not record.complete
 
 
-def test_a_killed_session_leaves_no_older_record_behind(project: Project) -> None:
+def test_killed_session_leaves_no_older_record(project: Project) -> None:
     project.tests(GOOD)
     project.baseline(good=counted("test_good"))
     assert project.pytest("-m", "cpu", "-n", "0").code == 0

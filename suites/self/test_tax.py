@@ -24,10 +24,10 @@ IDS = {id for line in tax.LINES for id in (line.first, line.second, line.ratio) 
 
 
 def timed(
-    id: str, value: float, low: float, high: float, said: Verdict = Verdict.PASS, **fields
+    id: str, value: float, low: float, high: float, verdict: Verdict = Verdict.PASS, **fields
 ) -> Judgement:
     made = {"unit": "tokens/s", "better": "higher", "tolerance": 0.06, "interval": (low, high)}
-    return judged(said, row(id, value, **made | fields))
+    return judged(verdict, row(id, value, **made | fields))
 
 
 MADE = (timed(SLOW, 80.0, 79.0, 81.0), timed(FAST, 100.0, 98.0, 102.0))
@@ -42,7 +42,7 @@ def cells(tmp_path: Path, judgements: tuple[Judgement, ...], line: tax.Line = LI
     return [cell.strip() for cell in table[HEAD_LINES].strip("|").split(" | ")]
 
 
-def test_a_line_has_both_rows_their_values_the_ratio_and_the_claim(tmp_path: Path) -> None:
+def test_line_has_rows_values_ratio_and_claim(tmp_path: Path) -> None:
     assert cells(tmp_path, MADE) == [
         "breaks",
         f"`{SLOW}`: 80 tokens/s",
@@ -52,15 +52,15 @@ def test_a_line_has_both_rows_their_values_the_ratio_and_the_claim(tmp_path: Pat
     ]
 
 
-def test_a_row_without_an_interval_gives_a_ratio_without_one(tmp_path: Path) -> None:
+def test_ratio_of_a_row_without_interval_has_no_interval(tmp_path: Path) -> None:
     plain = judged(Verdict.PASS, row(FAST, 100, unit="tokens/s"))
     assert cells(tmp_path, (MADE[0], plain))[3] == "0.800"
 
 
-def test_a_red_row_was_measured_all_the_same(tmp_path: Path) -> None:
-    for said in (Verdict.REGRESSION, Verdict.WIN, Verdict.CHANGED, Verdict.MISSING):
-        slow = replace(MADE[0], verdict=said)
-        assert cells(tmp_path, (slow, MADE[1]))[3].startswith("0.800"), said
+def test_line_includes_red_rows(tmp_path: Path) -> None:
+    for verdict in (Verdict.REGRESSION, Verdict.WIN, Verdict.CHANGED, Verdict.MISSING):
+        slow = replace(MADE[0], verdict=verdict)
+        assert cells(tmp_path, (slow, MADE[1]))[3].startswith("0.800"), verdict
 
 
 @pytest.mark.parametrize(
@@ -76,20 +76,20 @@ def test_a_red_row_was_measured_all_the_same(tmp_path: Path) -> None:
         judged(Verdict.PASS, row(FAST, "100", unit="tokens/s")),
     ],
 )
-def test_what_was_not_measured_is_no_number(tmp_path: Path, fast: Judgement | None) -> None:
-    given = (MADE[0],) if fast is None else (MADE[0], fast)
-    _, slow, absent, ratio, _ = cells(tmp_path, given)
+def test_unmeasured_row_has_no_number(tmp_path: Path, fast: Judgement | None) -> None:
+    judgements = (MADE[0],) if fast is None else (MADE[0], fast)
+    _, slow, absent, ratio, _ = cells(tmp_path, judgements)
     assert slow == f"`{SLOW}`: 80 tokens/s"
     assert (absent, ratio) == (f"`{FAST}`: {tax.NOT_MEASURED}", tax.NOT_MEASURED)
     assert not re.search(r"\d", ratio)
 
 
-def test_two_units_have_no_ratio(tmp_path: Path) -> None:
+def test_rows_of_different_units_have_no_ratio(tmp_path: Path) -> None:
     other = judged(Verdict.PASS, row(FAST, 100, unit="tokens/ms"))
     assert cells(tmp_path, (MADE[0], other))[3] == tax.NOT_MEASURED
 
 
-def test_a_ratio_that_one_test_measured_counts_alone(tmp_path: Path) -> None:
+def test_measured_ratio_replaces_the_quotient(tmp_path: Path) -> None:
     """Not the quotient of its two rows: without it, they may be from other processes or have another meaning."""
     line = LINE._replace(ratio=BOTH)
     together = judged(Verdict.PASS, row(BOTH, 0.5, unit="ratio"))
@@ -102,7 +102,7 @@ def test_a_ratio_that_one_test_measured_counts_alone(tmp_path: Path) -> None:
     ]
 
 
-def test_the_first_record_counts_and_the_others_fill_in(tmp_path: Path) -> None:
+def test_first_record_has_precedence_over_later_ones(tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     write_record(first, HERE, [MADE[0]])
     write_record(second, HERE | {"lane": "other"}, [timed(SLOW, 1.0, 1.0, 1.0), MADE[1]], complete=False)
@@ -114,7 +114,7 @@ def test_the_first_record_counts_and_the_others_fill_in(tmp_path: Path) -> None:
     assert re.search(r"lane other .*the run was cut short", text)
 
 
-def test_the_command_prints_or_writes(tmp_path: Path, capsys) -> None:
+def test_tax_command_prints_or_writes(tmp_path: Path, capsys) -> None:
     record, out = tmp_path / "record.json", tmp_path / "tax.md"
     write_record(record, HERE, MADE)
     assert tax.main([str(record)]) == 0
@@ -126,7 +126,7 @@ def test_the_command_prints_or_writes(tmp_path: Path, capsys) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_bad_input_is_one_line(tmp_path: Path, capsys) -> None:
+def test_tax_bad_input_prints_one_line(tmp_path: Path, capsys) -> None:
     record = tmp_path / "record.json"
     assert tax.main([str(record)]) == 2
     write_record(record, HERE, MADE)
@@ -136,24 +136,26 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys) -> None:
     assert nowhere.endswith("name a file in a directory that can be written")
 
 
-def test_the_ids_are_rows() -> None:
+def test_table_ids_are_valid_row_ids() -> None:
     assert all(ROW_ID.fullmatch(id) for id in IDS), IDS
 
 
 def reported(metric: str) -> bool:
     """Whether a test of the suites names this metric at the end of a row id."""
-    sources = [p for room in ("throughput", "compile") for p in (ROOT / "suites" / room).glob("test_*.py")]
+    sources = [
+        p for folder in ("throughput", "compile") for p in (ROOT / "suites" / folder).glob("test_*.py")
+    ]
     made = re.compile(rf"/(?:\{{\w+\}}_)?{re.escape(metric)}\"")
     return any(made.search(path.read_text()) for path in sources)
 
 
 @pytest.mark.parametrize("metric", sorted({id.split("/")[2] for id in IDS}))
-def test_each_row_of_the_table_has_a_test_that_measures_it(metric: str) -> None:
+def test_each_metric_of_the_table_is_measured_by_a_test(metric: str) -> None:
     """Checked by metric: the ids of the full-size rows are composed by their tests."""
     suffixes = (metric, metric.partition("_")[2])
     assert any(map(reported, suffixes)), f"no test reports {metric}"
 
 
-def test_a_metric_that_nobody_measures_is_noticed() -> None:
+def test_reported_is_false_for_an_unmeasured_metric() -> None:
     assert reported("peak_memory_bytes")
     assert not reported("tokens_per_fortnight")

@@ -61,14 +61,14 @@ def test_false_hold_of_simulated_gates_is_at_most_two_percent(bad_processes: flo
     assert held <= 0.02 * runs, text
 
 
-def test_five_percent_are_found_in_the_same_noise() -> None:
+def test_five_percent_slowdown_is_found_in_the_same_noise() -> None:
     rng, runs = random.Random(8), 60
     held = sum(Outcome.SLOWER in outcomes_of(simulated(rng, 0.1, slower=1.05)) for _ in range(runs))
     print(rate_text("found", held, runs))
     assert held >= 0.95 * runs
 
 
-def test_only_open_rows_are_timed_again_and_a_decided_one_keeps_its_sessions() -> None:
+def test_only_tests_with_open_rows_are_timed_again() -> None:
     """The slow row needs 12 sessions; the other test is decided after 6 and must not be timed again."""
     sessions = Sessions({"a/same/s": "t::same", "a/slow/s": "t::slow"}, Plan(), Plan().budget)
     requested: list[list[str]] = []
@@ -86,8 +86,8 @@ def test_only_open_rows_are_timed_again_and_a_decided_one_keeps_its_sessions() -
     assert (requested[0], requested[-1]) == (["t::same", "t::slow"], ["t::slow"])
 
 
-def test_a_test_is_timed_while_one_of_its_rows_is_open() -> None:
-    """Its other rows are read, too: they cost nothing, and are used in the search for slow modes."""
+def test_with_an_open_row_reads_all_its_rows() -> None:
+    """Reading its decided rows costs nothing, and they are used in the search for slow modes."""
     sessions = Sessions(dict.fromkeys(("a/same/s", "a/slow/s"), TIME_TEST), Plan(), Plan().budget)
     noise = random.Random(1)
 
@@ -100,8 +100,8 @@ def test_a_test_is_timed_while_one_of_its_rows_is_open() -> None:
     assert {row: len(found) for row, found in sessions.log_ratios.items()} == {"a/same/s": 12, "a/slow/s": 12}
 
 
-def test_only_slow_modes_are_open_after_the_rows_are_the_same() -> None:
-    """Not before the first look, and not after a session with a slow process, which must be measured in full."""
+def test_only_slow_modes_are_open_after_rows_are_same() -> None:
+    """False before the first look, and after a session with a slow process, which must be measured in full."""
     plan = Plan(rules=(Rule("a/watched/*", watch=True),))
     even = [0.001, -0.001] * 3
     slow = [*even, math.log(2)]
@@ -128,7 +128,7 @@ def test_cache_pairs_alternate_and_are_kept_with_readings() -> None:
     assert sessions.lost_processes == {"t::a": {"good": 0, "bad": 1}}
 
 
-def test_the_most_important_tests_are_timed_when_time_is_short() -> None:
+def test_most_important_tests_are_timed_if_time_is_short() -> None:
     rows = {f"kernels/k{i}/s": f"t::k{i}" for i in range(4)} | {"throughput/step/s": "t::step"}
     sessions = Sessions(rows, plan_for(), 6)
     requested: list[list[str]] = []
@@ -148,7 +148,7 @@ def test_the_most_important_tests_are_timed_when_time_is_short() -> None:
 @pytest.mark.parametrize(
     ("good", "bad", "called"), [(0, 7, False), (0, 8, True), (8, 0, False), (8, 12, False)]
 )
-def test_unequal_losses_are_called_at_their_level(good: int, bad: int, called: bool) -> None:
+def test_unequal_losses_are_reported_at_their_level(good: int, bad: int, called: bool) -> None:
     sessions = Sessions({"a/b/s": "t::a"}, Plan(), 72, lost_processes={"t::a": {"good": good, "bad": bad}})
     assert bool(sessions.unequal_losses()) is called
 
@@ -170,11 +170,11 @@ def test_unequal_losses_are_called_at_their_level(good: int, bad: int, called: b
     ],
     ids=["time", "rate", "rough", "negative", "instrument", "unreviewed", "count", "gone"],
 )
-def test_what_counts_as_a_time(judgement: Judgement, expected: float | None) -> None:
+def test_cost_is_the_time_of_a_valid_timed_row(judgement: Judgement, expected: float | None) -> None:
     assert cost(judgement) == expected
 
 
-def test_fewer_sessions_spend_the_whole_level_by_their_last_look() -> None:
+def test_short_plan_spends_the_full_level_by_its_last_look() -> None:
     assert plan_for() == plan_for(99)
     short = plan_for(10)
     assert [look.sessions for look in short.looks] == [6, 8, 10]
@@ -184,14 +184,14 @@ def test_fewer_sessions_spend_the_whole_level_by_their_last_look() -> None:
         plan_for(5)
 
 
-def test_slow_modes_are_watched_for_where_sessions_are_enough() -> None:
+def test_slow_modes_are_watched_if_sessions_suffice() -> None:
     assert plan_for(None, "cpu").rule("throughput/a/b").watch
     assert not plan_for(12, "cpu").rule("throughput/a/b").watch
     assert not plan_for(None, "h200").rule("throughput/a/b").watch
 
 
-def test_a_timing_without_a_quiet_round_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a timing used to give a ratio of 1: as a rate over the anchor, a WIN by a factor of 8."""
+def test_timing_without_a_quiet_round_raises_infra_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: such a timing gave a ratio of 1: as a rate over the anchor, a WIN by a factor of 8."""
     monkeypatch.setenv("BUMPGATE_ROUNDS", "3")
     ran: list[str] = []
     kept = timing.interleaved({"a": lambda: ran.append("a")}, 40)

@@ -39,13 +39,13 @@ def listed(*args: object, **kwargs: object) -> list[str]:
     return [f.version for f in versions.versions(*args, **kwargs)]  # type: ignore[arg-type]
 
 
-def test_versions_stand_in_the_order_of_pep_440(index: LocalIndex, tmp_path: Path) -> None:
+def test_versions_are_sorted_by_pep_440(index: LocalIndex, tmp_path: Path) -> None:
     serve(index, tmp_path, "2.10.0", "2.9.1", "2.9.0", "2.11.0rc1", "2.9.1+cpu", "2.12.0.dev20260301")
     assert listed("torch") == ["2.9.0", "2.9.1", "2.9.1+cpu", "2.10.0"]
     assert listed("Torch", pre=True)[-2:] == ["2.11.0rc1", "2.12.0.dev20260301"]
 
 
-def test_nightlies_are_dated_and_the_gaps_between_them_known(index: LocalIndex, tmp_path: Path) -> None:
+def test_nightlies_have_dates_and_missing_days(index: LocalIndex, tmp_path: Path) -> None:
     serve(index, tmp_path, *(f"2.14.0.dev202603{day:02}+cpu" for day in (1, 2, 4, 7)))
     found = versions.versions("torch", pre=True)
     assert [f.date for f in found] == [date(2026, 3, day) for day in (1, 2, 4, 7)]
@@ -55,7 +55,7 @@ def test_nightlies_are_dated_and_the_gaps_between_them_known(index: LocalIndex, 
     assert [f.date for f in window if f.date] == [date(2026, 3, 2), date(2026, 3, 4)]
 
 
-def test_builds_by_commit_stand_in_the_order_of_their_days(index: LocalIndex, tmp_path: Path) -> None:
+def test_builds_by_commit_are_sorted_by_day(index: LocalIndex, tmp_path: Path) -> None:
     """By PEP 440 the hashes sort as text, and the release comes first."""
     built = {"3.6.0+git1111111": 5, "3.6.0+gitaaaaaaa": 3, "3.6.0+gitfffffff": 4, "3.6.0": 20, "3.5.0": 1}
     index.dates = {version: at(day) for version, day in built.items()}
@@ -86,7 +86,7 @@ def test_two_builds_of_one_day_are_flagged(index: LocalIndex, tmp_path: Path) ->
         ("2.13.0", None),
     ],
 )
-def test_a_day_is_read_where_the_version_names_one(version: str, day: date | None) -> None:
+def test_build_day_reads_dates_in_versions(version: str, day: date | None) -> None:
     assert build_day(version) == day
 
 
@@ -97,9 +97,7 @@ def test_yanked_versions_are_marked_with_their_reason(index: LocalIndex, tmp_pat
     assert [f.yanked for f in versions.versions("torch")] == [None, "broken on Tuesdays", ""]
 
 
-def test_only_wheels_for_the_interpreter_count_and_the_best_is_taken(
-    index: LocalIndex, tmp_path: Path
-) -> None:
+def test_best_wheel_for_the_interpreter_is_selected(index: LocalIndex, tmp_path: Path) -> None:
     here = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     serve(index, tmp_path, "1.0")
     serve(index, tmp_path, "1.0", tag=f"{here}-{here}-manylinux_2_17_x86_64")
@@ -112,7 +110,7 @@ def test_only_wheels_for_the_interpreter_count_and_the_best_is_taken(
         versions.versions("old")
 
 
-def test_folders_the_store_and_an_index_in_a_folder(index: LocalIndex, tmp_path: Path) -> None:
+def test_versions_reads_folders_store_and_file_index(index: LocalIndex, tmp_path: Path) -> None:
     wheel = fake_wheel(tmp_path / "mine", "torch", "8.0")
     serve(index, tmp_path, "1.0")
     assert listed("torch", find_links=[str(tmp_path / "mine")]) == ["1.0", "8.0"]
@@ -127,7 +125,7 @@ def test_folders_the_store_and_an_index_in_a_folder(index: LocalIndex, tmp_path:
     assert (linked.version, linked.date) == ("9.0", date(2026, 3, 9))
 
 
-def test_the_first_index_that_knows_a_package_speaks_for_it(
+def test_first_index_with_the_package_is_used(
     index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(index, tmp_path, "1.0")
@@ -152,7 +150,7 @@ def test_the_first_index_that_knows_a_package_speaks_for_it(
         ("folder", "no such"),
     ],
 )
-def test_a_place_that_does_not_answer_is_not_an_empty_one(fault: str, words: str, index: LocalIndex) -> None:
+def test_unreachable_index_is_not_empty(fault: str, words: str, index: LocalIndex) -> None:
     where: dict[str, object] = {"index": "http://me:secret@127.0.0.1:9/simple"} if fault == "refused" else {}
     if fault.isdigit():
         index.fail(int(fault))
@@ -164,7 +162,7 @@ def test_a_place_that_does_not_answer_is_not_an_empty_one(fault: str, words: str
     assert "secret" not in str(caught.value)
 
 
-def test_the_command_prints_a_line_a_version(
+def test_versions_command_prints_one_line_per_version(
     index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(*args: str) -> tuple[int, str, str]:
@@ -194,5 +192,5 @@ def test_the_command_prints_a_line_a_version(
     assert run("torch")[0] == 4
 
 
-def test_errors_are_bad_input() -> None:
+def test_unreachable_error_is_a_bumpgate_error() -> None:
     assert issubclass(UnreachableError, BumpgateError)

@@ -154,7 +154,7 @@ def other_sum(path: Path) -> None:
     (path.parent / "SHA256SUMS").write_text(f"{'0' * 64}  {path.name}\n")
 
 
-LIES: dict[str, tuple[str, dict[str, object], Callable[[Path], None] | None, str]] = {
+INVALID_WHEELS: dict[str, tuple[str, dict[str, object], Callable[[Path], None] | None, str]] = {
     "wrong label": ("right", {"version": "1.0+cu130torch2.5"}, None, "is built for torch 2.5"),
     "wrong pin": ("right", {"requires": "torch==2.5.*"}, None, "is built for torch 2.5"),
     "wrong torch": ("other torch", {}, None, "does not have: c10::impl::cow::materialize_cow"),
@@ -175,10 +175,12 @@ LIES: dict[str, tuple[str, dict[str, object], Callable[[Path], None] | None, str
 }  # fmt: skip
 
 
-@planted("C39", "seventeen kernel wheels that do not fit or are not what they claim to be")
-@pytest.mark.parametrize("lie", LIES)
-def test_a_wheel_that_lies_is_refused(lie: str, built: dict[str, bytes], tree: Path, target: Target) -> None:
-    kind, changes, spoil, words = LIES[lie]
+@planted("C39", "seventeen invalid kernel wheels")
+@pytest.mark.parametrize("fault", INVALID_WHEELS)
+def test_plan_refuses_an_invalid_wheel(
+    fault: str, built: dict[str, bytes], tree: Path, target: Target
+) -> None:
+    kind, changes, spoil, words = INVALID_WHEELS[fault]
     right = built["right"]
     data = {**built, "sm_80": right + gpu_code(80), "aarch64": right[:18] + b"\xb7\0" + right[20:]}[kind]
     path = wheel(tree / "links", data, **changes)  # type: ignore[arg-type]
@@ -190,7 +192,7 @@ def test_a_wheel_that_lies_is_refused(lie: str, built: dict[str, bytes], tree: P
     assert "\n" not in choice.reason
 
 
-def test_a_right_wheel_is_reused(built: dict[str, bytes], tree: Path, target: Target) -> None:
+def test_plan_reuses_a_valid_wheel(built: dict[str, bytes], tree: Path, target: Target) -> None:
     path = wheel(tree / "links", built["right"] + gpu_code(90))
     (choice,) = plan(tree, "h200", target, [str(tree / "links")])
     assert choice == Choice(
@@ -198,7 +200,9 @@ def test_a_right_wheel_is_reused(built: dict[str, bytes], tree: Path, target: Ta
     )
 
 
-def test_a_right_wheel_is_found_among_wrong_ones(built: dict[str, bytes], tree: Path, target: Target) -> None:
+def test_plan_selects_the_valid_wheel_among_invalid_ones(
+    built: dict[str, bytes], tree: Path, target: Target
+) -> None:
     wheel(tree / "links", built["right"], version="1.0+torch2.5")
     path = wheel(tree / "links", built["right"])
     (choice,) = plan(tree, "h200", target, [str(tree / "links")])
@@ -206,7 +210,7 @@ def test_a_right_wheel_is_found_among_wrong_ones(built: dict[str, bytes], tree: 
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.0+torch"])
-def test_what_no_run_can_show_needs_a_label(
+def test_plan_without_a_device_requires_a_torch_label(
     version: str, built: dict[str, bytes], tree: Path, target: Target
 ) -> None:
     """A changed struct layout keeps its symbols; without a device only the label of its torch shows it."""
@@ -230,7 +234,7 @@ def test_what_no_run_can_show_needs_a_label(
         (gpu_code(90)[:40], frozenset()),
     ],
 )
-def test_gpu_architectures_are_read(data: bytes, found: frozenset[tuple[int, int]]) -> None:
+def test_gpu_archs_reads_embedded_architectures(data: bytes, found: frozenset[tuple[int, int]]) -> None:
     assert gpu_archs(data) == found
 
 
@@ -245,12 +249,12 @@ def stored(built: dict[str, bytes], tmp_path: Path) -> store.Stored:
 @pytest.mark.parametrize(
     "changed", [{"sdist": "c" * 64}, {"torch_git": "c"}, {"cuda": "12.8"}, {"arch": 100}, {"python": "3.11"}]
 )
-def test_the_key_is_of_what_decides_the_binary(changed: dict[str, object]) -> None:
+def test_build_key_covers_what_determines_the_binary(changed: dict[str, object]) -> None:
     assert replace(BUILD, **changed).key != BUILD.key  # type: ignore[arg-type]
     assert replace(BUILD, torch="2.13.0+cu130").key == BUILD.key
 
 
-def test_a_store_is_fetched_and_checked(stored: store.Stored, tmp_path: Path) -> None:
+def test_fetch_copies_a_wheel_and_verifies_its_hash(stored: store.Stored, tmp_path: Path) -> None:
     there, here = str(tmp_path / "there"), tmp_path / "here"
     fetched = store.fetch(BUILD, there, here)
     assert fetched == store.find(BUILD, here)
@@ -266,7 +270,7 @@ def test_a_store_is_fetched_and_checked(stored: store.Stored, tmp_path: Path) ->
         store.find(BUILD, tmp_path / "there")
 
 
-def test_a_store_is_read_over_http(stored: store.Stored, tmp_path: Path) -> None:
+def test_fetch_reads_a_store_over_http(stored: store.Stored, tmp_path: Path) -> None:
     server = subprocess.Popen(
         [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "-d", tmp_path / "there"],
         stdout=subprocess.PIPE,
@@ -295,7 +299,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_the_commands_report_and_exit(
+def test_wheels_commands_print_and_exit(
     built: dict[str, bytes], tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On this CPU build of torch the audit of the right wheel passes, and that of a truncated one does not."""
@@ -360,7 +364,7 @@ def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(building, "_tools", lambda *_: place)
 
 
-def test_a_wheel_is_built_audited_and_kept(
+def test_build_audits_and_stores_a_wheel(
     tree: Path,
     tools: None,
     target: Target,
@@ -380,10 +384,10 @@ def test_a_wheel_is_built_audited_and_kept(
     assert "wheels/manifest.toml has" in capsys.readouterr().err
     manifest.write_text(MANIFEST.format(sdist=sha256_of(broken)))
     assert run(monkeypatch, *build, str(broken), "--jobs", "1") == 1
-    said = capsys.readouterr().err
-    assert "fast 1.0: exit " in said
-    assert "the same command continues it" in said
-    assert "not a program" in Path(said.partition("(log: ")[2].split(";")[0]).read_text()
+    err = capsys.readouterr().err
+    assert "fast 1.0: exit " in err
+    assert "the same command continues it" in err
+    assert "not a program" in Path(err.partition("(log: ")[2].split(";")[0]).read_text()
     manifest.write_text(MANIFEST.format(sdist=sha256_of(archive)))
     assert run(monkeypatch, *build, str(archive), "--hours", "0") == 1
     assert "no wheel within 0 s" in capsys.readouterr().err
@@ -395,13 +399,13 @@ def test_a_wheel_is_built_audited_and_kept(
     assert "fast 1.0: reuse: " in capsys.readouterr().out
 
 
-def test_the_compiler_is_called_for_one_architecture(tmp_path: Path) -> None:
+def test_nvcc_wrapper_compiles_for_one_architecture(tmp_path: Path) -> None:
     """Setup scripts add their own architectures, and ignore TORCH_CUDA_ARCH_LIST."""
     nvcc, wrapper = tmp_path / "nvcc", tmp_path / "wrapper"
     nvcc.write_text('#!/bin/sh\necho "$@"\n')
     wrapper.write_text(building.NVCC.format(python=sys.executable, arch=90, nvcc=str(nvcc)))
     for path in (nvcc, wrapper):
         path.chmod(0o755)
-    given = "-c a.cu -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 --threads 4 -lineinfo -O3"
-    done = subprocess.run([wrapper, *given.split()], capture_output=True, text=True, check=True)
+    flags = "-c a.cu -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 --threads 4 -lineinfo -O3"
+    done = subprocess.run([wrapper, *flags.split()], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["-c", "a.cu", "-gencode", "arch=compute_90,code=sm_90", "-O3"]
