@@ -43,7 +43,7 @@ HEAD = """\
 def command(
     row: Annotated[str, typer.Argument(help="Row id: suite/case/metric.")],
     lane: Annotated[str, typer.Option(help="A declared lane.")],
-    owner: Annotated[str, typer.Option(help="Who answers for it.")] = "",
+    owner: Annotated[str, typer.Option(help="Who is responsible for it.")] = "",
     reason: Annotated[str, typer.Option(help="Why the difference is expected, in one line.")] = "",
     expires: Annotated[str, typer.Option(help="Its last day, such as 2026-12-31.")] = "",
     record: Annotated[
@@ -51,9 +51,9 @@ def command(
     ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Drop every entry of the row instead.")] = False,
 ) -> None:
-    """Accept the value that a row was measured at, until a day. It is then shown and not red.
+    """Accept the measured value of a row until a day. It is then shown and not red.
 
-    Of a row that the gate timed in pairs, the ratio of times is accepted.
+    For a row that the gate timed in pairs, the ratio of times is accepted.
 
     Exit codes: 0 done, 1 refused and nothing written, 4 bad input.
     """
@@ -98,8 +98,8 @@ def apply_to_times(
 ) -> tuple[dict[str, Timed], dict[str, Creep], list[str]]:
     """Apply acceptances to the times of a gate: an accepted slowdown becomes SAME, accepted drift is dropped.
 
-    An entry matches while the measured interval does not lie wholly above the accepted ratio, so a row that slows
-    further is SLOWER again. The third is one line for each entry that was used, or that has expired.
+    An entry matches unless the measured interval lies completely above the accepted ratio, so a row that slows
+    further is SLOWER again. The third value has one line for each entry that was used, or that has expired.
     """
     times, crept, lines = dict(timed), dict(creeps), list[str]()
     for row, entries in sorted(of_lane(acceptances, lane).items()):

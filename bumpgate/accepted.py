@@ -52,7 +52,7 @@ class Acceptance:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What it accepts: one entry each."""
+        """Return the identity of an entry: lane, row and accepted value. Each may occur once."""
         return self.lane, self.row, self.measured
 
     @property
@@ -67,7 +67,7 @@ class Acceptance:
 
 
 def today() -> date:
-    """The day in UTC, so that an acceptance ends everywhere at once."""
+    """Return the day in UTC, so that an acceptance ends everywhere at once."""
     return datetime.now(timezone.utc).date()
 
 
@@ -92,7 +92,7 @@ def load(path: Path) -> tuple[Acceptance, ...]:
         fault = _fault(entry, known)
         made = None if fault else Acceptance(**{"value": None} | entry)
         if made and made.key in found:
-            fault = f"{made.row} {made.measured} of lane {made.lane} stands there twice"
+            fault = f"duplicate entry {made.row} {made.measured} of lane {made.lane}"
         if fault:
             raise BaselineError(f"{name} entry {number}: {fault}; {restore}")
         assert made
@@ -101,7 +101,7 @@ def load(path: Path) -> tuple[Acceptance, ...]:
 
 
 def of_lane(acceptances: Iterable[Acceptance], lane: str) -> dict[str, tuple[Acceptance, ...]]:
-    """Row id -> its entries."""
+    """Return row id -> its entries."""
     out: dict[str, tuple[Acceptance, ...]] = {}
     for a in acceptances:
         if a.lane == lane:
@@ -129,9 +129,9 @@ def apply(
     acceptances: Mapping[str, Sequence[Acceptance]],
     day: date,
 ) -> Judgement:
-    """The judgement with what was accepted of its row: no longer red, or red with the name of whose word ran out.
+    """Apply the accepted entries of a row: the judgement is no longer red, or names the owner of the expired entry.
 
-    acceptances: of `of_lane`. An accepted row keeps its verdict, so a reader still sees the difference.
+    acceptances: from `of_lane`. An accepted row keeps its verdict, so a reader still sees the difference.
     """
     entries = acceptances.get(judgement.row.id, ())
     if not (entries and judgement.red and judgement.verdict in ACCEPTABLE):
@@ -143,10 +143,10 @@ def apply(
         return replace(judgement, accepted=str(matching[0]), command="")
     if matching:
         a = matching[0]
-        said = f"accepted by {a.owner}, expired {a.expires}: {a.reason}"
+        note = f"accepted by {a.owner}, expired {a.expires}: {a.reason}"
     else:
-        said = ", ".join(f"{a.owner} accepted {a.measured} until {a.expires}" for a in entries) + ", not this"
-    return replace(judgement, reason=f"{judgement.reason}; {said}")
+        note = ", ".join(f"{a.owner} accepted {a.measured} until {a.expires}" for a in entries) + ", not this"
+    return replace(judgement, reason=f"{judgement.reason}; {note}")
 
 
 def states(
@@ -157,9 +157,9 @@ def states(
     *,
     whole: bool,
 ) -> list[str]:
-    """One line an entry on what it does in this run, the useless ones with the command that removes them.
+    """Return one line per entry on its effect in this run; an unused entry is listed with the command that removes it.
 
-    whole: the run measured every row of the lane, so an entry without its row is of no use.
+    whole: the run measured every row of the lane, so an entry without its row is unused.
     """
     measured = {j.row.id: j for j in judgements if not j.row.unmeasured}
     lines = []
@@ -182,7 +182,7 @@ def _state(a: Acceptance, j: Judgement | None, baseline: Baseline, day: date) ->
 
 
 def _fault(raw: Any, known: Sequence[str]) -> str | None:
-    """What is wrong with one entry; None where nothing is. known: the lanes that are declared, () where none is."""
+    """Return what is wrong with one entry; None if it is valid. known: the declared lanes, () if there are none."""
     names = {"lane", "row", "owner", "reason", "since", "expires"}
     if not isinstance(raw, dict) or raw.keys() not in (names | {"value"}, names | {"ratio"}):
         return f"an entry has the fields {', '.join(sorted(names))}, and value or ratio"
@@ -194,13 +194,13 @@ def _fault(raw: Any, known: Sequence[str]) -> str | None:
         if not isinstance(raw[name], str) or not raw[name].strip() or len(raw[name].splitlines()) > 1:
             return f"{name} must be one line of text"
     for name in ("since", "expires"):
-        if type(raw[name]) is not date:  # a datetime is a date, too
+        if type(raw[name]) is not date:  # a datetime is a date as well
             return f"{name} must be a day such as 2026-12-31, got {raw[name]}"
     if raw["since"] > today() or not 0 <= (raw["expires"] - raw["since"]).days <= MAX_DAYS:
         return f"since must not be in the future, and expires at most {MAX_DAYS} days later"
     value = raw.get("value", "")
     if not (isinstance(value, (str, bool)) or is_finite(value)):
-        return f"value must be a finite number, a text or a flag, got {value!r}"
+        return f"value must be a finite number, a string or a boolean, got {value!r}"
     ratio = raw.get("ratio", MAX_RATIO)
     fits = is_finite(ratio) and 1 < ratio <= MAX_RATIO
     return None if fits else f"ratio must be above 1 and at most {MAX_RATIO:g}, got {ratio!r}"

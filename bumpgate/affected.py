@@ -7,8 +7,8 @@ A Python file depends on
   (`"manifest.toml"`), a pattern (`glob("*/op.py")`), or an f-string (`f"kernels.{op}.op"`);
 * the conftest.py and `__init__.py` files of its folder and of those above it.
 
-What is named in no such way is unknown, and every test depends on it. So does every test on pyproject.toml and on the
-baselines. Of bumpgate itself only the imports count.
+Every test depends on a file that no other file names in one of these ways, on pyproject.toml and on the baselines.
+For bumpgate itself only the imports count.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from bumpgate.rows import BumpgateError, one_line
 # Files that no test of a lane can read.
 PROSE = re.compile(r"(^|/)(LICENSE|\.gitignore|CITATION\.cff)$|\.(md|rst)$")
 EVERY = re.compile(r"pyproject\.toml$|baselines/[^/]+$")
-# Names of files that each package has: a string of them means no file in particular.
+# File names that each package has: a string with one of them does not identify a file.
 COMMON = re.compile(r"__init__\.py$|conftest\.py$|test_\*\.py$")
-# This package; in its own repository, its strings name files of the user's.
+# This package; strings in it name files of the user's repository, not of its own.
 OWN = "bumpgate/"
 # Strings shorter than this are not taken for the name of a file or a module.
 SHORTEST = 4
@@ -118,13 +118,13 @@ class _Names:
         return frozenset(found - {path})
 
     def module(self, name: str) -> set[str]:
-        """The file of a module, and of each package around it."""
+        """Return the file of a module, and those of the packages that contain it."""
         parts = name.split(".")
         around = (self.modules.get(".".join(parts[:n])) for n in range(1, len(parts) + 1))
         return {path for path in around if path}
 
     def text(self, text: str) -> set[str]:
-        """The files that a string names: a module, or words that are paths or file names, with wildcards or not."""
+        """Return the files that a string names: a module, or paths and file names, with wildcards or not."""
         if text in self.modules:
             return self.module(text)
         found: set[str] = set()
@@ -139,7 +139,7 @@ class _Names:
         return found
 
     def pattern(self, pattern: str) -> set[str]:
-        """The files whose path, or whose name as a module, matches a regular expression that says something."""
+        """Return the files whose path or module name matches a pattern that is long enough to identify files."""
         if len(re.sub(r"\W|\.\+", "", pattern)) < SHORTEST - 1:
             return set()
         expression = re.compile(pattern)

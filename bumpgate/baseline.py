@@ -29,9 +29,9 @@ from bumpgate.rows import (
     write_atomic,
 )
 
-# Under another one of these a per-build value (a hash of generated code) differs for a good reason.
+# With another version of one of these, a per-build value (a hash of generated code) is expected to differ.
 BUILD = ("torch", "triton")
-# Two timed numbers compare where the class of the host is equal, and their rows' work (Row.work).
+# Two times are comparable if the class of the host and the work of their rows (Row.work) are equal.
 HOST = ("lane", "device", "cpu", "cores")
 # Tiers of a lane that run in their own environments, separate from the lane's: tox envs interpret and codegen-*.
 TIERS = ("suites/kernels/interpret/", "suites/kernels/codegen/")
@@ -46,7 +46,7 @@ class BaselineError(BumpgateError):
 class Reviewed:
     """One accepted row. `tolerance` and `note` may be edited by hand; rebaseline writes all the rest.
 
-    values: of a row whose better is "code" the value by version of triton; such a row has no `value`.
+    values: for a row whose better is "code", the value by version of triton; such a row has no `value`.
     """
 
     value: Value
@@ -60,7 +60,7 @@ class Reviewed:
     work: str = ""
 
     def at(self, triton: str | None) -> Value:
-        """The reviewed value under a version of triton: of a "code" row that of the nearest reviewed version."""
+        """Return the reviewed value for a version of triton; for a "code" row, that of the nearest reviewed version."""
         return self.values[code.nearest(triton or "", self.values)] if self.values else self.value
 
     def to_json(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def find_root(start: Path) -> Path:
 def load(path: Path, lane: str, *, missing_ok: bool = False) -> Baseline:
     """Read baselines/<lane>.json; with `missing_ok` an absent file is an empty baseline (every row MISSING).
 
-    Raises BaselineError with one line on anything else than a whole file of this lane.
+    Raises BaselineError (one line) if the file is not a complete baseline of this lane.
     """
     name = f"{path.parent.name}/{path.name}"
     restore = f"restore it with: git checkout {name}"
@@ -128,7 +128,7 @@ def save(path: Path, baseline: Baseline) -> None:
 
 
 def file_text(baseline: Baseline) -> str:
-    """The file of a baseline: one row a line in order of id, so that a diff shows rows only."""
+    """Format a baseline as its file: one row per line, sorted by id, so that a diff shows only rows."""
     rows = [
         f"  {json.dumps(id)}: {json.dumps(r.to_json(), allow_nan=False)}"
         for id, r in sorted(baseline.rows.items())
@@ -142,19 +142,19 @@ def file_text(baseline: Baseline) -> str:
 def comparable(made_with: Mapping[str, Any], provenance: Mapping[str, Any]) -> str | None:
     """Return why this run's timed rows cannot be compared with the baseline's, in one line; None if they can.
 
-    The class of the host must be the same; facts that one side does not state are ignored.
+    The class of the host must be the same; facts that one side lacks are ignored.
     """
     for key in HOST:
         ours, theirs = provenance.get(key), made_with.get(key)
         if ours != theirs and None not in (ours, theirs):
-            return f"timed rows do not compare: baseline made with {key} {theirs!r}, this run has {ours!r}"
+            return f"timed rows are not comparable: baseline made with {key} {theirs!r}, this run has {ours!r}"
     return None
 
 
 def other_host(judgement: Judgement, made_with: Mapping[str, Any], host: Mapping[str, Any]) -> Judgement:
-    """A timed row's verdict against the reviewed time of another class of host: shown, not judged.
+    """Show, but do not judge, a timed row whose reviewed time is from another class of host.
 
-    What the test derived, a broken instrument and a row that does not compare for another reason stay as they are.
+    A derived expectation, a broken instrument and a row that is not comparable for another reason are not changed.
     """
     settled = (Verdict.PASS, Verdict.WIN, Verdict.REGRESSION, Verdict.INCONCLUSIVE)
     if judgement.row.interval is None or judgement.verdict not in settled or violation(judgement.row):
@@ -207,7 +207,8 @@ def limit(row: Row, old: Reviewed | None) -> str:
 def in_tier(test: str) -> bool:
     """Return whether a row is measured in an environment of its tier.
 
-    A whole run of the lane does not owe it, and it is accepted from there, whatever build the lane was adopted with.
+    A complete run of the lane is not required to report it. It is accepted from its tier, whatever build the lane was
+    adopted with.
     """
     return bool(tier(test))
 
@@ -259,7 +260,7 @@ def _instrument(row: Row, baseline: Baseline, failed: Failed, build: Build) -> J
     elif row.witness <= 0:
         reason = f"witness {row.witness}: the check saw nothing"
     elif row.value is None:
-        reason = "the instrument read nothing"
+        reason = "the instrument returned no value"
     else:
         return None
     return Judgement(row, Verdict.INSTRUMENT, reason, investigate(baseline.lane, row.test))
@@ -273,7 +274,7 @@ def _derived(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judg
 
 
 def _review(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
-    """Check that the baseline has the row as the same kind of row; otherwise the values are not comparable.
+    """Check that the baseline has this row with the same kind; otherwise the values are not comparable.
 
     A paired row needs no reviewed value: the gate compares it with the adopted build's.
     """
@@ -302,7 +303,7 @@ def _exact(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgem
 
 
 def _code(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
-    """Compare compiled code: equal to that reviewed for this triton, or not worse than the nearest reviewed one's."""
+    """Compare compiled code: equal to the one reviewed for this triton, or not worse than the nearest reviewed one."""
     old = baseline.rows[row.id]
     if row.better != "code":
         return None
@@ -326,10 +327,10 @@ def _triton(build: Build) -> str | None:
 
 
 def _ordered(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
-    """lower and higher: the limit lies `tolerance` of the reviewed value beyond it, whatever its sign.
+    """Judge "lower" and "higher" rows: the limit is the reviewed value plus or minus `tolerance` of its magnitude.
 
-    Only an interval that lies wholly beyond a limit decides. One that reaches over the limit is INCONCLUSIVE
-    where the value itself is beyond, or where it is too wide to have shown such a regression.
+    Only an interval completely beyond a limit decides. One that contains the limit is INCONCLUSIVE if the value itself
+    is beyond it, or if the interval is too wide to have shown such a regression.
     The tolerance is the baseline's: a test cannot loosen a reviewed row.
     """
     if row.better not in ("lower", "higher"):
@@ -376,12 +377,12 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(out) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} stands there twice")
+        raise ValueError(f"duplicate key {twice!r}")
     return out
 
 
 def _no_constants(name: str) -> float:
-    raise ValueError(f"{name} is no reviewable value")
+    raise ValueError(f"{name} is not a valid baseline value")
 
 
 def _file_fault(raw: Any, lane: str) -> str | None:
@@ -407,11 +408,11 @@ def _row_fault(row_id: str, raw: Any) -> str | None:
     if raw["better"] not in BETTER:
         return f"better must be one of {', '.join(BETTER)}"
     if ("values" in raw) != (raw["better"] == "code"):
-        return "a row whose better is 'code' has values by version of triton, and no other row has them"
+        return "values (by version of triton) are for rows whose better is 'code', and required there"
     if "values" in raw and (fault := _values_fault(raw["values"])):
         return fault
     if "values" not in raw and not (isinstance(value, (str, bool)) or is_finite(value)):
-        return f"value must be a finite number, a text or a flag, got {value!r}"
+        return f"value must be a finite number, a string or a boolean, got {value!r}"
     if raw["better"] in ("lower", "higher") and not is_number(value):
         return f"better={raw['better']!r} needs a number, got {value!r}"
     if not is_finite(tolerance) or tolerance < 0:
@@ -419,13 +420,13 @@ def _row_fault(row_id: str, raw: Any) -> str | None:
     if raw["better"] not in ("lower", "higher") and tolerance:
         return f"a row whose better is {raw['better']!r} has no tolerance"
     if not all(isinstance(raw.get(name, ""), str) for name in ("unit", "note", "test", "work")):
-        return "unit, note, test and work are texts"
-    return None if isinstance(raw["per_build"], bool) else "per_build is true or false"
+        return "unit, note, test and work must be strings"
+    return None if isinstance(raw["per_build"], bool) else "per_build must be true or false"
 
 
 def _values_fault(values: Any) -> str | None:
     if not isinstance(values, dict) or not values:
-        return "values maps versions of triton to the counts of the code"
+        return "values must map versions of triton to counts of the code"
     for version, text in values.items():
         try:
             code.parse(text)

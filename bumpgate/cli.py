@@ -1,4 +1,4 @@
-"""The `bumpgate` command. One file a command; this one only names them and turns errors into one line.
+"""The `bumpgate` command. Each command is in its own file; this one registers them and prints errors as one line.
 
 Exit codes: 0 done, 1 refused, 4 bad input, 125 the machine or an index failed.
 """
@@ -59,7 +59,7 @@ def bumpgate(
 
 
 def main() -> None:
-    """Entry point. Errors that a user can put right are one line on stderr, never a traceback."""
+    """Entry point. Errors that a user can fix are printed as one line on stderr, never as a traceback."""
     if sys.flags.optimize:
         _fail("bumpgate: PYTHONOPTIMIZE or -O removes checks that are assert statements: leave it out", 4)
     try:
@@ -73,7 +73,7 @@ def main() -> None:
     except OSError as error:
         _fail(f"bumpgate: {error.filename}: {error.strerror}", 4)
     except Exception as error:
-        # typer has moved its usage errors between packages; all of them can say themselves in one line.
+        # The module of typer's usage errors depends on its version; all of them have format_message().
         if not hasattr(error, "format_message"):
             raise
         _fail(f"bumpgate: {' '.join(error.format_message().split())}", 4)

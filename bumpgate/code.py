@@ -1,4 +1,4 @@
-"""What the compiled code of a GPU kernel takes of the machine, as one value: "registers=255 spills=8 wgmma=64".
+"""Resource counts of a GPU kernel's compiled code as one value: "registers=255 spills=8 wgmma=64".
 
 Standard library only. Compilers change these counts from release to release for good reasons, so the code of two
 releases is compared count by count, each in the direction that is worse; see BOUNDS.
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 
 COUNT = re.compile(r"([a-z][a-z_]*)=(\d+)")
 # Count -> (1 where more is worse and -1 where less is, the factor by which it may be worse). registers and
-# shared_memory have no bound of their own: they cost speed through programs_per_sm.
+# shared_memory have no bound: they cost speed only through programs_per_sm.
 BOUNDS = {
     # A spilled byte is stored to local memory and loaded again: with 260 more of them in triton 3.9.0 mamba3_siso's
     # forward and backward pass is 3.2 % slower on an H200.
     "spills": (1, 1.0),
-    # Fewer of them: a part of the product left the tensor cores. Equal in triton 3.6.0, 3.7.1 and 3.9.0.
+    # Fewer of them: a part of the product no longer runs on the tensor cores. Equal in triton 3.6.0, 3.7.1 and 3.9.0.
     "wgmma": (-1, 1.0),
     # Programs that an SM holds at once hide each other's latency. On an H200, between triton 3.7.1 and 3.9.0: 8 to 5
     # came with a forward pass of cross_entropy that is 4.0 % slower, 9 to 7 in its backward kernel with no loss.
@@ -28,12 +28,12 @@ BOUNDS = {
 
 
 def text(**counts: int) -> str:
-    """The value of a row."""
+    """Format counts as the value of a row."""
     return " ".join(f"{name}={count}" for name, count in counts.items())
 
 
 def parse(value: object) -> dict[str, int]:
-    """Count by name. Raises ValueError on anything that `text` does not return."""
+    """Return the counts by name. Raises ValueError on anything that `text` does not return."""
     found = [COUNT.fullmatch(word) for word in value.split(" ")] if isinstance(value, str) else []
     counts = {f[1]: int(f[2]) for f in found if f}
     if not counts or len(counts) < len(found):
@@ -42,7 +42,7 @@ def parse(value: object) -> dict[str, int]:
 
 
 def worse(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str]:
-    """Count -> "140 -> 400", of the counts that are worse than `before` by more than their bound, or gone."""
+    """Return name -> "140 -> 400" for the counts that are worse than `before` by more than their bound, or missing."""
     found = {}
     for name, (sign, factor) in BOUNDS.items():
         if name not in before:
@@ -54,12 +54,12 @@ def worse(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str]
 
 
 def nearest(version: str, reviewed: Iterable[str]) -> str:
-    """The newest of the reviewed versions that is not above `version`; the oldest where all are above it."""
+    """Return the newest reviewed version that is not above `version`; the oldest one if all are above it."""
     ordered = sorted(reviewed, key=numbers)
     below = [v for v in ordered if numbers(v) <= numbers(version)]
     return below[-1] if below else ordered[0]
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version, by which versions are ordered."""
+    """Return the numbers of a version as its sort key."""
     return tuple(int(n) for n in re.findall(r"\d+", version))

@@ -25,7 +25,7 @@ import tempfile
 from pathlib import Path
 
 SOURCES = (".cpp", ".hpp", ".cc", ".h", ".o", ".a")
-#: Precompiled headers have a store of their own: Inductor's folder of them, which is not emptied.
+#: Precompiled headers have a separate store: Inductor's folder of them, which is not emptied.
 PRECOMPILED = (".gch", ".pch")
 #: Variables that g++ and clang++ read.
 VARIABLES = (
@@ -67,7 +67,7 @@ def prune(store: Path) -> None:
 def main(store: Path, compiler: str, *arguments: str) -> int:
     """Compile, or write the kept output of the same compile."""
     output = Path(arguments[arguments.index("-o") + 1]) if "-o" in arguments[:-1] else Path()
-    # Standard input and response files hold what the arguments do not show.
+    # Standard input and response files are inputs that the arguments do not show.
     hidden = any(argument == "-" or argument.startswith("@") for argument in arguments)
     if not shutil.which(compiler):
         print(f"{compiler}: no such compiler; install it or set CXX", file=sys.stderr)
@@ -135,7 +135,7 @@ def _key(compiler: str, arguments: tuple[str, ...], output: Path) -> str:
 
 
 def _processor() -> str:
-    """The instructions of this machine's processor: a store may be shared by several machines."""
+    """Return the instruction sets of this machine's processor: several machines may share a store."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,4 +1,4 @@
-"""What every message of bumpgate needs. Imported at each start of pytest, so it imports nothing."""
+"""Base exception and one-line messages. Imported at each start of pytest, so it imports nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Lanes: where rows are measured, as data. `[tool.bumpgate.lanes.NAME]` in pyproject.toml, or `[lanes.NAME]` in
-bumpgate.toml, which counts where both are there.
+bumpgate.toml, which takes precedence if both exist.
 
 Standard library only: read by the controller and, in every lane run, by the pytest plugin.
 """
@@ -31,8 +31,8 @@ class Lane:
     """One lane; its name is a pytest marker and the file name of its baseline, baselines/<name>.json.
 
     device: the torch device type. gpu: a regular expression that is found in the GPU's name; "" for any.
-    count: at least so many GPUs. capability: the compute capability, "9.0"; "" for any. needs: of NEEDS.
-    extra, requirements: the extra of pyproject.toml, or the file, with what a lane run needs.
+    count: minimum number of GPUs. capability: the compute capability, "9.0"; "" for any. needs: of NEEDS.
+    extra, requirements: the extra of pyproject.toml, or the requirements file, of a lane run.
     overrides: a uv file of requirements that replace what packages ask for. canaries: the folder of canary tests
     that a gate runs first; "" for none.
     """
@@ -50,9 +50,9 @@ class Lane:
 
 
 def load(root: Path) -> dict[str, Lane]:
-    """The declared lanes of a repository by name, in order; none where it has no such table.
+    """Return the declared lanes of a repository by name, in order; empty if it has no such table.
 
-    Raises LaneError on a file that cannot be read or a lane that makes no sense.
+    Raises LaneError on a file that cannot be read or an invalid lane.
     """
     for name, path in ((OWN, ("lanes",)), (PROJECT, ("tool", "bumpgate", "lanes"))):
         try:
@@ -72,19 +72,19 @@ def load(root: Path) -> dict[str, Lane]:
 
 
 def require(root: Path, name: str) -> Lane:
-    """The lane of that name. Raises LaneError, with how to declare it, where the repository has none."""
+    """Return the lane of that name. Raises LaneError, with how to declare it, if the repository has none."""
     return choose(load(root), name)
 
 
 def choose(lanes: Mapping[str, Lane], name: str) -> Lane:
-    """As `require`, of lanes that are already read."""
+    """Return a lane like `require`, from lanes that have been read already."""
     if name in lanes:
         return lanes[name]
     raise LaneError(f"unknown lane {name!r}; lanes: {', '.join(lanes) or 'none'}; {how_to_declare(name)}")
 
 
 def is_foreign(root: Path) -> bool:
-    """Whether a repository is another one than bumpgate's own, whose lanes bring and load the plugin themselves."""
+    """Whether a repository is not bumpgate's own, whose lanes install and load the plugin themselves."""
     if (root / "bumpgate" / "plugin" / "__init__.py").is_file():
         return False
     try:
@@ -95,14 +95,14 @@ def is_foreign(root: Path) -> bool:
 
 
 def how_to_declare(name: str, gpu: str = "") -> str:
-    """How a lane is declared, as the end of a sentence."""
+    """Return how to declare a lane, as the end of a sentence."""
     name = name if NAME.fullmatch(name) else "mine"
     device = f"'cuda', gpu = {gpu!r}" if gpu else "'cpu'"
     return f"declare one: [tool.bumpgate.lanes.{name}] in {PROJECT} or [lanes.{name}] in {OWN}, device = {device}"
 
 
 def known(path: Path) -> tuple[str, ...]:
-    """The lanes of the repository that holds `path`; () where it declares none."""
+    """Return the lanes of the repository that contains `path`; () if it declares none."""
     for folder in path.absolute().parents:
         if (folder / OWN).is_file() or (folder / PROJECT).is_file():
             return tuple(load(folder))
@@ -131,7 +131,7 @@ def _lane(where: str, name: str, raw: Any) -> Lane:
             raise LaneError(f"{where}: unknown field {key!r}; fields: {', '.join(kinds)}")
         kind = list if kinds[key] is tuple else kinds[key]
         if not isinstance(value, kind) or isinstance(value, bool):
-            words = {str: "a text", int: "a number", list: "a list of texts"}
+            words = {str: "a string", int: "a number", list: "a list of strings"}
             raise LaneError(f"{where}: {key} must be {words[kind]}, got {value!r}")
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
     lane = Lane(name, **values)

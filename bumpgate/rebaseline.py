@@ -1,4 +1,4 @@
-"""`bumpgate rebaseline`: the only writer of baselines. The diff that it makes is what a human reviews."""
+"""`bumpgate rebaseline`: the only writer of baselines; its diff is reviewed by a human."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ MADE_WITH = ("torch", "torch_git", "triton", "python", "wheel_set", "device", "c
 
 
 class RefusedError(Exception):
-    """Nothing may be written; args are the reasons, one line each."""
+    """The command is refused and nothing is written; args are the reasons, one line each."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One row of the diff; old None is a new row, new None a dropped one."""
+    """One row of the diff. old: None for a new row; new: None for a dropped one."""
 
     id: str
     old: Reviewed | None
@@ -47,10 +47,10 @@ class Change:
 
 def command(
     lane: Annotated[str, typer.Option(help="A declared lane.")],
-    record: Annotated[Path | None, typer.Option(help="What a run measured; by default record.json.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Record of a run; by default record.json.")] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Row ids to accept, as a glob: 'compile/*/graph_breaks'. May be given again."),
+        typer.Option(help="Row ids to accept, as a glob: 'compile/*/graph_breaks'; repeatable."),
     ] = None,
     prune: Annotated[
         bool, typer.Option("--prune", help="Also drop rows that nothing measures any more.")
@@ -59,14 +59,14 @@ def command(
         bool, typer.Option("--refresh", help="Also rows that moved within their tolerance; needs --only.")
     ] = False,
     other_tree: Annotated[
-        bool, typer.Option("--other-tree", help="Take a record that was measured from other sources.")
+        bool, typer.Option("--other-tree", help="Use a record that was measured from other sources.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the diff and write nothing.")] = False,
 ) -> None:
-    """Accept what a run measured: rewrite the rows that are new or outside their tolerance, and no other.
+    """Accept the values of a run: rewrite only the rows that are new or outside their tolerance.
 
-    The record must be of the sources as they are now, committed or not; documents and baselines may have changed.
-    Hand-edited tolerances and notes stay. A record of another torch or triton is accepted whole or not.
+    The record must be of the present sources, committed or not; documents and baselines may have changed.
+    Hand-edited tolerances and notes are kept. A record of another torch or triton is accepted completely or not at all.
 
     Exit codes: 0 done (or nothing to do), 1 refused and nothing written, 4 bad input.
     """
@@ -96,11 +96,11 @@ def command(
 def plan(
     record: Record, old: Baseline, *, only: Sequence[str] = (), prune: bool = False, refresh: bool = False
 ) -> tuple[Baseline, list[Change]]:
-    """The baseline that accepts a record, and its difference from the old one; a second time nothing differs.
+    """Return the baseline that accepts a record, and the changes from the old one; empty if repeated.
 
-    refresh: takes the values of rows that pass, too. A tolerance is room for what comes, and our own changes use it up.
+    refresh: also accept the values of rows that pass, since small changes of our own use up the tolerance.
 
-    Raises RefusedError with every reason at once; BumpgateError where a glob of `only` matches no row of the record.
+    Raises RefusedError with all reasons at once; BumpgateError if a glob of `only` matches no row of the record.
     """
     _refuse_record(record, old, only, prune)
     ids = [j.row.id for j in record.judgements]
@@ -126,7 +126,7 @@ def plan(
 
 
 def _refuse_other_tree(record: Record, now: str) -> None:
-    """Raises RefusedError on a record of other sources than those of this work tree."""
+    """Raise RefusedError on a record of other sources than those of this work tree."""
     if record.provenance.get("tree") == now:
         return
     commit = record.provenance.get("commit")
@@ -138,7 +138,7 @@ def _refuse_other_tree(record: Record, now: str) -> None:
 
 
 def _refuse_other_host(record: Record, old: Baseline, changes: Sequence[Change], *, whole: bool) -> None:
-    """Raises RefusedError where times of another class of host would be next to those of the baseline's."""
+    """Raise RefusedError if the baseline would mix times of two classes of host."""
     timed = {j.row.id for j in record.judgements if j.row.interval is not None}
     reason = comparable(old.made_with, record.provenance)
     if reason and not whole and any(change.id in timed for change in changes):
@@ -164,17 +164,17 @@ def _refuse_record(record: Record, old: Baseline, only: Sequence[str], prune: bo
 
 
 def judged(j: Judgement, old: Baseline, record: Record) -> Judgement:
-    """A row judged again: the baseline may have moved since the run."""
+    """Judge a row again: the baseline may have changed since the run."""
     return judge(j.row, old, failed_instruments={}, build=build_of(record))
 
 
 def build_of(record: Record) -> dict[str, str | None]:
-    """What BUILD names, in the environment that was measured."""
+    """Return the versions of the BUILD packages in the measured environment."""
     return {name: record.provenance.get(name) for name in BUILD}
 
 
 def _unacceptable(j: Judgement, old: Baseline, record: Record) -> str | None:
-    """Why no reviewer may accept this row, in one line; None where one may."""
+    """Return why this row cannot be accepted, in one line; None if it can."""
     if j.verdict in (Verdict.INSTRUMENT, Verdict.INFRA):
         return f"{j.verdict.value}: {j.reason}"
     if j.row.unmeasured:  # stays as it is, unless --prune drops it
@@ -187,7 +187,7 @@ def _unacceptable(j: Judgement, old: Baseline, record: Record) -> str | None:
     # Red even against itself: a broken derivation, no witness, an interval wider than its tolerance.
     accepted = Baseline(old.lane, {}, {j.row.id: reviewed(j.row, old.rows.get(j.row.id), record)})
     then = judge(j.row, accepted, failed_instruments={}, build=build_of(record))
-    return f"{then.verdict.value} whatever the baseline says: {then.reason}" if then.red else None
+    return f"{then.verdict.value} whatever the baseline holds: {then.reason}" if then.red else None
 
 
 def _change(j: Judgement, old: Baseline, record: Record, prune: bool, refresh: bool) -> Change | None:
@@ -210,9 +210,9 @@ def _change(j: Judgement, old: Baseline, record: Record, prune: bool, refresh: b
 
 
 def reviewed(row: Row, was: Reviewed | None, record: Record) -> Reviewed:
-    """A reviewer's note outlives the value; the tolerance too, as long as it means the same.
+    """Return the reviewed row with the new value. The note is kept, and so is the tolerance if its meaning is the same.
 
-    The value of a "code" row is that of the record's triton; those of other versions stay.
+    For a "code" row, only the value for the record's triton is replaced.
     """
     tolerance = was.tolerance if was and was.better == row.better else row.tolerance
     note = was.note if was else ""
@@ -224,7 +224,7 @@ def reviewed(row: Row, was: Reviewed | None, record: Record) -> Reviewed:
 
 
 def _moved(change: Change) -> tuple[Value, Value]:
-    """Old and new value; of a "code" row those of the version that moved."""
+    """Return the old and the new value; for a "code" row, those of the version that moved."""
     old, new = change.old, change.new
     versions = [
         v for v in (new.values if new else {}) if new and (not old or old.values.get(v) != new.values[v])

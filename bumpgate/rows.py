@@ -25,7 +25,7 @@ RULE = re.compile(r"[A-Z]\d+")
 BETTER = ("exact", "lower", "higher", "derived", "defect", "code")
 # Curves are only plotted: more points than a plot has pixels would only enlarge the record.
 MAX_CURVES, MAX_POINTS = 8, 4096
-# Series that paired sessions compare point by point: cost of each round of a timed row, less is better.
+# Series that paired sessions compare point by point: cost of each round of a timed row, lower is better.
 COST_PER_ROUND = "cost_per_round"
 
 # Prefix of the reason of rows that a run did not reach; one red test with -x leaves many of them.
@@ -49,15 +49,15 @@ class Verdict(Enum):
     REGRESSION = "REGRESSION"
     """Worse than the limit, against the derived expectation, or not a finite number."""
     CHANGED = "CHANGED"
-    """Another value, unit or kind of row than the reviewed one, with no better or worse to it."""
+    """Another value, unit or kind of row than the reviewed one, neither better nor worse."""
     MISSING = "MISSING"
     """Reviewed but not measured in this run, or measured but never reviewed."""
     INSTRUMENT = "INSTRUMENT"
-    """The measuring device broke: a canary disagreed or never ran, or the check saw nothing."""
+    """The instrument broke: a canary disagreed or never ran, or the check observed nothing."""
     INFRA = "INFRA"
-    """The machine broke: no memory, a full disk, a device taken by somebody else."""
+    """The machine failed: no memory, a full disk, a device in use by another process."""
     INCONCLUSIVE = "INCONCLUSIVE"
-    """The interval of a timed row reaches over the limit: measure again."""
+    """The interval of a timed row contains the limit: measure again."""
     WIN = "WIN"
     """Better than the tolerance. Never blocks; proposes a new review."""
     FIXED = "FIXED"
@@ -94,11 +94,11 @@ class Row:
     instruments: canaries that must have passed for this value to be valid.
     test: pytest node id.
     per_build: the value belongs to one torch build (a hash of generated code): under another build than the
-        baseline's a difference explains, and does not judge.
-    series: name -> points of a curve behind the value (a loss by step), for the report's plots; no verdict reads it.
+        baseline's a difference is shown and not judged.
+    series: name -> points of a curve (a loss by step) for the report's plots; it does not affect the verdict.
     paired: the gate compares the row between its sides although it has no reviewed value: an exact value as it is,
         another one in paired sessions although a process reads it once and gives no interval.
-    work: of a timed row what was run: "pattern AEME, dtype float32, batch 2, tokens 64". Times of different work are
+    work: what a timed row ran: "pattern AEME, dtype float32, batch 2, tokens 64". Times of different work are
         never compared.
     place: "suites/compile/test_a.py:42", where the test reports it.
     """
@@ -144,7 +144,7 @@ class Row:
 
     @classmethod
     def from_json(cls, raw: Any) -> Row:
-        """Raises RowError on anything that to_json did not write."""
+        """Create a row from the output of to_json. Raises RowError on anything else."""
         if not isinstance(raw, dict) or raw.keys() | {"series", "paired", "work", "place"} != {
             f.name for f in fields(cls)
         }:
@@ -171,8 +171,8 @@ class Judgement:
 
     explains: shown, but not judged (a per-build value under another build).
     accepted: who accepted this difference, until when and why (baselines/accepted.toml); it is not red until then.
-    gone: the run was whole and nothing measures this row any more, so `rebaseline --prune` may drop it.
-    reviewed: the baseline's value. limit: what the value may be, such as "<= 105"; "" where nothing limits it.
+    gone: the run was complete and nothing measures this row any more, so `rebaseline --prune` may drop it.
+    reviewed: the baseline's value. limit: the allowed values, such as "<= 105"; "" if they are not limited.
     """
 
     row: Row
@@ -202,7 +202,7 @@ class Judgement:
 
     @classmethod
     def from_json(cls, raw: Any) -> Judgement:
-        """Raises RowError on anything that to_json did not write."""
+        """Create a judgement from the output of to_json. Raises RowError on anything else."""
         if not isinstance(raw, dict) or raw.keys() | {"accepted", "reviewed", "limit"} != {
             f.name for f in fields(cls)
         }:
@@ -215,7 +215,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Record:
-    """What one run measured: provenance, one judgement a row, and what went wrong outside any row.
+    """Result of one run: provenance, one judgement per row, and problems that belong to no row.
 
     complete: every selected test ran to its end.
     problems: one line each, each red: a failed test that holds no red row, a skip under --gate.
@@ -255,7 +255,7 @@ def write_record(
 
 def read_record(path: Path) -> Record:
     """Read record.json. Raises RecordError (one line) on a file that write_record did not write completely."""
-    remake = "write it anew with: pytest -m LANE"
+    remake = "write it again with: pytest -m LANE"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
@@ -325,11 +325,11 @@ def _faults(row: Row) -> Iterable[str]:
     if not is_finite(row.tolerance) or row.tolerance < 0:
         yield f"tolerance must be a finite number of at least 0, got {row.tolerance!r}"
     if not isinstance(row.paired, bool):
-        yield f"paired is True or False, got {row.paired!r}"
+        yield f"paired must be True or False, got {row.paired!r}"
     if not isinstance(row.work, str):
-        yield f"work is a text, got {row.work!r}"
+        yield f"work must be a string, got {row.work!r}"
     if row.paired and row.better not in ("exact", "lower", "higher"):
-        yield f"a paired row is better exact, lower or higher, got {row.better!r}"
+        yield f"better of a paired row must be exact, lower or higher, got {row.better!r}"
     if row.better not in ("lower", "higher") and (row.tolerance or row.interval is not None):
         yield f"a row whose better is {row.better!r} has neither tolerance nor interval"
     if row.better in ("lower", "higher") and row.value is not None and not is_number(row.value):
@@ -337,8 +337,8 @@ def _faults(row: Row) -> Iterable[str]:
     derived = row.expected is not None or row.at_most is not None or row.at_least is not None
     if row.better == "derived" and not (derived or row.unmeasured):
         yield "a derived row needs expected, at_most or at_least: nothing would judge it"
-    sound = row.value in (0, 1, None) and row.at_most in (0, 1) and row.evidence
-    if row.better == "defect" and not (sound or row.unmeasured):
+    valid = row.value in (0, 1, None) and row.at_most in (0, 1) and row.evidence
+    if row.better == "defect" and not (valid or row.unmeasured):
         yield "a defect row has value and at_most 0 or 1, and evidence that names its range"
     if row.better == "code" and row.value is not None:
         try:
@@ -346,28 +346,28 @@ def _faults(row: Row) -> Iterable[str]:
         except ValueError as error:
             yield str(error)
     if row.per_build and row.better != "exact":
-        yield "a per-build row is exact"
+        yield "better of a per-build row must be exact"
     if row.interval is not None and not (len(row.interval) == 2 and all(map(is_number, row.interval))):
         yield f"the interval must be (low, high), got {row.interval!r}"
     # NaN is in no interval, but is allowed here, so that it is judged as a regression.
     if row.interval is not None and is_finite(row.value):
         low, high = row.interval
         if not low <= row.value <= high:
-            yield f"the interval {row.interval!r} does not hold the value {row.value!r}"
+            yield f"the interval {row.interval!r} does not contain the value {row.value!r}"
     yield from _series_faults(row.series)
 
 
 def _series_faults(series: Mapping[str, tuple[float, ...]]) -> Iterable[str]:
     if not isinstance(series, Mapping) or len(series) > MAX_CURVES:
-        yield f"series maps at most {MAX_CURVES} names to points"
+        yield f"series must map at most {MAX_CURVES} names to points"
         return
     for name, points in series.items():
         if not isinstance(name, str) or not name:
-            yield f"a curve has a name, got {name!r}"
+            yield f"the name of a curve must be a string, got {name!r}"
         elif not isinstance(points, tuple) or not 1 <= len(points) <= MAX_POINTS:
-            yield f"curve {name!r}: a tuple of 1 to {MAX_POINTS} points"
+            yield f"curve {name!r} must be a tuple of 1 to {MAX_POINTS} points"
         elif not all(is_finite(point) for point in points):
-            yield f"curve {name!r}: a point is no finite number"
+            yield f"curve {name!r}: every point must be a finite number"
 
 
 def _encode(value: Value) -> Any:

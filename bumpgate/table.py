@@ -28,7 +28,7 @@ STYLE = {
     Verdict.PASS: "green",
 }
 PROBLEM = "PROBLEM"
-# A row that this device or environment cannot show: neither red nor green, and listed.
+# A row that cannot be measured on this device or in this environment: listed, neither red nor green.
 NOT_RUN = "NOT RUN"
 
 Entry = tuple[str, str, str, str]  # label, style, text, command
@@ -57,7 +57,7 @@ def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal
 
 
 def summary(record: Record) -> str:
-    """The run in one line: `cpu: 3 rows: 1 PASS, 2 REGRESSION; device cpu; torch 2.13.0+cpu; 312 s`."""
+    """Summarize the run in one line: `cpu: 3 rows: 1 PASS, 2 REGRESSION; device cpu; torch 2.13.0+cpu; 312 s`."""
     labels = Counter(j.label for j in _worst_first(record.judgements))
     counts = ", ".join(f"{n} {label}" for label, n in reversed(labels.items()))
     p, rows = record.provenance, len(record.judgements)
@@ -76,9 +76,9 @@ WIDEST = 80
 
 
 def change_lines(changes: Iterable[tuple[str, Value, Value, str]]) -> str:
-    """One line a change: id, old -> new, percent where both are numbers, and why. None: no such value.
+    """Format one line per change: id, old -> new, percent if both are numbers, and the reason. None: no such value.
 
-    Columns are as wide as most cells need: a value may be a list of names, and its line is long alone.
+    Columns are as wide as most cells need: a value may be a list of names, which makes only its own line longer.
     """
     rows = [
         (row_id, f"{_show(old)} -> {_show(new)}", _percent(old, new), why)
@@ -98,7 +98,7 @@ def _entry(j: Judgement, record: Record) -> Entry:
     text = f"{j.row.id}: {j.reason}" if j.reason else f"{j.row.id}: {_show(j.row.value)} {j.row.unit}"
     lines = [text]
     if j.verdict is not Verdict.PASS and not j.row.unmeasured:
-        # Long texts are whole in the reason above.
+        # Long texts are complete in the reason above.
         value, reviewed, limit = (
             one_line(x, 40) for x in (_show(j.row.value), _show(j.reviewed), j.limit or "-")
         )

@@ -1,1 +1,1 @@
-"""Making a candidate that passed its gate the adopted set of a lane, and undoing it."""
+"""Adopts a candidate that passed its gate as the set of a lane, and undoes an adoption."""

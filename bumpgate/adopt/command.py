@@ -37,7 +37,7 @@ from bumpgate.rows import BumpgateError
 
 @dataclass(frozen=True)
 class Adopting:
-    """Everything that one adoption writes, and what it prints. sources: where each wheel of the lock is."""
+    """Everything that one adoption writes and prints. sources: URL of each wheel of the lock."""
 
     edits: tuple[Edit, ...]
     lock: Lock
@@ -49,10 +49,10 @@ def command(
     gate: Annotated[Path, typer.Argument(help="The gate.json of the candidate.")],
     reviewed: Annotated[
         list[str] | None,
-        typer.Option(help="A row of a finding that holds the gate, or a glob: it is right. Repeatable."),
+        typer.Option(help="A row, or a glob, of a finding that holds the gate and is intended. Repeatable."),
     ] = None,
     reason: Annotated[
-        list[str] | None, typer.Option(help="Why: one line for each --reviewed, or one for all.")
+        list[str] | None, typer.Option(help="The reason: one line for each --reviewed, or one for all.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the diff and write nothing.")] = False,
     store: Annotated[
@@ -61,7 +61,7 @@ def command(
 ) -> None:
     """Make the candidate of a gate the adopted set of its lane: lock, manifest row, extra, baseline and history.
 
-    After ADOPT; or after HOLD where every finding that holds it is named by --reviewed, with a reason. The work tree
+    The gate must be ADOPT, or HOLD with every blocking finding named by --reviewed with a reason. The work tree
     must be the one that was gated. Nothing is committed; `bumpgate rollback LANE --adoption` undoes it.
 
     Exit codes: 0 done, 4 refused or bad input and nothing written, 125 the machine or the index failed and nothing
@@ -97,7 +97,7 @@ def command(
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Adoptions and their undoing wait for each other."""
+    """Hold the lock of adoptions and rollbacks, which wait for each other."""
     folder = home() / "adoptions"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
@@ -106,13 +106,13 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def _gate(path: Path, root: Path) -> tuple[GateFile, Binding]:
-    """A gate that may be adopted as far as itself goes. Raises AdoptionError, one line, on any other."""
+    """Load a gate and check that it can be adopted. Raises AdoptionError (one line) if not."""
     found = gate_file.read(path)
     if not isinstance(found, GateFile):
         raise AdoptionError(f"{path} is the record of one run: name the gate.json of a gate")
     if not found.finished:
         raise AdoptionError(
-            f"{path}: the gate did not end: go on with its command and --resume: {found.command}"
+            f"{path}: the gate is not finished: resume it with its command and --resume: {found.command}"
         )
     if found.decision is Decision.UNKNOWN:
         gaps = sum(f.decision is Decision.UNKNOWN for f in found.findings)
@@ -120,15 +120,15 @@ def _gate(path: Path, root: Path) -> tuple[GateFile, Binding]:
     if found.lane not in (known := lanes.load(root)):
         raise AdoptionError(f"{path}: unknown lane {found.lane!r}; lanes: {', '.join(known)}")
     record = found.bad.record
-    selection = found.asked.get("selection")
+    selection = found.config.get("selection")
     if selection or record is None or not record.complete or not record.provenance.get("full_run"):
-        part = " ".join(selection) if selection else "it left no whole record"
+        part = " ".join(selection) if selection else "it left no complete record"
         raise AdoptionError(f"{path} measured a part of lane {found.lane} ({part}): gate the whole lane")
-    if found.asked.get("adopted"):
+    if found.config.get("adopted"):
         raise AdoptionError(
-            f"{path} compares with {found.asked['adopted']}, not with the adopted set: gate without --adopted"
+            f"{path} compares with {found.config['adopted']}, not with the adopted set: gate without --adopted"
         )
-    if found.asked.get("python_bad"):
+    if found.config.get("python_bad"):
         raise AdoptionError(
             f"{path}: the candidate was an interpreter (--python-bad), which no lock can name: gate a --candidate"
         )
@@ -143,9 +143,9 @@ def _gate(path: Path, root: Path) -> tuple[GateFile, Binding]:
 
 
 def _check_adopted(root: Path, path: Path, gate: GateFile) -> None:
-    """Raises AdoptionError where the side that stood for the adopted set was another one."""
+    """Raise AdoptionError if the adopted side of the gate was not the lane's adopted set."""
     lock = lane_lock(root, gate.lane)
-    if not (gate.asked.get("python_good") and lock.exists()):
+    if not (gate.config.get("python_good") and lock.exists()):
         return
     moved = _moved(read_lock(lock).versions, gate.good.packages)
     if moved:
@@ -155,19 +155,19 @@ def _check_adopted(root: Path, path: Path, gate: GateFile) -> None:
 
 
 def _moved(lock: Mapping[str, str], packages: Mapping[str, str]) -> list[str]:
-    """Packages of a lock that an environment has in another version."""
+    """Return the packages of a lock that an environment has in another version."""
     have = {str(canonicalize_name(name)): version for name, version in packages.items()}
     return changes(lock, {name: have.get(name, "(absent)") for name in lock})
 
 
 def _reviewed(gate: GateFile, rows: Sequence[str], reasons: Sequence[str]) -> tuple[Reviewed, ...]:
-    """What was reviewed, row by row. Raises AdoptionError unless it covers every finding that holds the gate."""
+    """Return the reviewed rows. Raises AdoptionError unless they cover every finding that holds the gate."""
     if rows and len(reasons) not in (1, len(rows)):
         raise AdoptionError(
-            f"{len(rows)} --reviewed and {len(reasons)} --reason: give one reason for each, or one for all"
+            f"{len(rows)} --reviewed and {len(reasons)} --reason: pass one reason for each, or one for all"
         )
     if reasons and not rows:
-        raise AdoptionError("--reason without --reviewed: name the rows that it is about")
+        raise AdoptionError("--reason requires --reviewed: name the rows")
     if any(not reason.strip() or len(reason.splitlines()) > 1 for reason in reasons):
         raise AdoptionError("--reason must be one line of text")
     blocking = [f for f in gate.findings if f.decision is not Decision.ADOPT]
@@ -197,13 +197,13 @@ def _cause(f: Finding) -> str:
 def _adopting(
     root: Path, path: Path, gate: GateFile, binding: Binding, findings: tuple[Reviewed, ...]
 ) -> Adopting:
-    """Every file as it will be. Raises AdoptionError on what the gate's folder does not hold or the files refuse."""
+    """Return all new files. Raises AdoptionError if the gate's folder lacks a file, or a file cannot be changed."""
     record = gate.bad.record
     assert record is not None
     resolution = path.parent / "bad.pylock.toml"
     resolved = read(resolution)
     if resolved is None:
-        raise AdoptionError(f"{resolution}: not there, so the candidate's wheels are not known: gate again")
+        raise AdoptionError(f"{resolution} does not exist, so the candidate's wheels are unknown: gate again")
     python = ".".join(str(record.provenance.get("python")).split(".")[:2])
     lock, sources = lock_of(resolution.name, resolved, python)
     if moved := _moved(lock.versions, gate.bad.packages):
@@ -233,7 +233,7 @@ def _adopting(
     entry = Adoption(
         lane=lane,
         day=accepted.today(),
-        candidate=str(gate.asked.get("candidate")),
+        candidate=str(gate.config.get("candidate")),
         old=str(gate.good.packages.get("torch") or versions.get("torch", "")),
         new=str(gate.bad.packages.get("torch") or lock.versions.get("torch", "")),
         decision=gate.decision.name,
@@ -255,7 +255,7 @@ def _adopting(
 
 
 def _check_manifest(path: Path, text: str | None) -> None:
-    """Raises AdoptionError where the new manifest contradicts itself: kernel wheels built for another torch."""
+    """Raise AdoptionError if the new manifest contradicts itself: kernel wheels built for another torch."""
     if text is None:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -270,7 +270,7 @@ def _check_manifest(path: Path, text: str | None) -> None:
 
 
 def _summary(gate: GateFile, entry: Adoption, packages: Sequence[str], rows: str, left: Sequence[str]) -> str:
-    """What moved, old -> new, and why it may."""
+    """Return the summary: what moved, old -> new, and the reasons."""
     lines = [
         f"lane {entry.lane}: torch {entry.old} -> {entry.new}, {entry.decision} of the gate of {gate.started[:10]}",
         *(f"  reviewed {r.row} ({r.finding}): {r.reason}" for r in entry.reviewed),

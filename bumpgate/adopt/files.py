@@ -34,12 +34,12 @@ class Edit:
 
 
 def digest(text: str | None) -> str:
-    """sha256 of a text, "" of no file."""
+    """Return the sha256 of a text; "" if there is no file."""
     return "" if text is None else hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def read(path: Path) -> str | None:
-    """The text of a file as it is, line ends included; None where there is none."""
+    """Return the text of a file with its line ends; None if it does not exist."""
     try:
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def read(path: Path) -> str | None:
 
 
 def diff(edits: Iterable[Edit]) -> str:
-    """As `git diff` shows it."""
+    """Return the edits in the format of `git diff`."""
     out: list[str] = []
     for edit in edits:
         old = "/dev/null" if edit.before is None else f"a/{edit.path}"
@@ -58,7 +58,7 @@ def diff(edits: Iterable[Edit]) -> str:
 
 
 def replace_all(root: Path, edits: Sequence[Edit]) -> None:
-    """Writes every edit. Raises OSError, with every file as it was. A journal must have been recovered before."""
+    """Write every edit. Raises OSError after restoring every file. An existing journal must be recovered first."""
     entries = {e.path: {"before": e.before, "after": digest(e.after)} for e in edits}
     for edit in edits:
         target = root / edit.path
@@ -88,9 +88,9 @@ def interrupted(root: Path) -> bool:
 
 
 def recover(root: Path) -> list[str]:
-    """Undoes what a killed process has replaced; the paths that were put back, none where nothing was cut short.
+    """Undo the changes of a killed process. Return the restored paths, none if there was nothing to undo.
 
-    Raises AdoptionError where a file was edited since, with nothing changed.
+    Raises AdoptionError, without changing anything, if a file was edited since.
     """
     journal = root / JOURNAL
     try:

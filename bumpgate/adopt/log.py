@@ -1,4 +1,4 @@
-"""baselines/adoptions.toml: which build each lane adopted, when, after which gate, and what was reviewed for it."""
+"""baselines/adoptions.toml: the build that each lane adopted, when, after which gate, and the reviewed rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEAD = """\
 
 @dataclass(frozen=True)
 class Reviewed:
-    """A finding that did not keep a build from being adopted: its row, what the gate found, and why it is right."""
+    """A reviewed finding of an adopted build: its row, what the gate found, and why it is accepted."""
 
     row: str
     finding: str
@@ -38,7 +38,7 @@ class Reviewed:
 class Adoption:
     """One entry. old, new: the versions of torch. gate: sha256 of gate.json. commit: of the gated tree, "" outside git.
 
-    before, after: path -> sha256 of each file that was written, "" where there was none.
+    before, after: path -> sha256 of each file that was written, "" if it did not exist.
     """
 
     lane: str
@@ -62,12 +62,12 @@ class Log:
     entries: tuple[Adoption, ...] = field(default_factory=tuple)
 
     def last(self, lane: str) -> Adoption | None:
-        """The adoption that a lane is at."""
+        """Return the current adoption of a lane."""
         return next((a for a in reversed(self.entries) if a.lane == lane and a.rolled_back is None), None)
 
 
 def load(root: Path) -> Log:
-    """Raises AdoptionError, one line, on a file that `text` did not write."""
+    """Read the log. Raises AdoptionError (one line) on a file that `text` did not write."""
     found = read(root / FILE)
     if found is None:
         return Log()
@@ -81,7 +81,7 @@ def load(root: Path) -> Log:
 
 
 def text(log: Log) -> str:
-    """The file."""
+    """Format the log as its file."""
     import tomli_w
 
     raw = []
@@ -104,7 +104,7 @@ def text(log: Log) -> str:
 
 
 def keep(edits: Sequence[Edit]) -> None:
-    """Keeps the old contents where `undo` finds them, by content."""
+    """Store the old contents by their hash, for `undo`."""
     folder = home() / "adoptions"
     folder.mkdir(parents=True, exist_ok=True)
     for edit in edits:
@@ -113,9 +113,9 @@ def keep(edits: Sequence[Edit]) -> None:
 
 
 def undo(root: Path, lane: str, day: date) -> Adoption:
-    """Restores the files that the last adoption of a lane wrote, and closes its entry.
+    """Restore the files that the last adoption of a lane wrote, and close its entry.
 
-    Raises AdoptionError where there is none, a file was edited since, or its old content is nowhere; OSError.
+    Raises AdoptionError if there is none, a file was edited since, or its old content is not available; OSError.
     """
     log = load(root)
     entry = log.last(lane)
@@ -136,7 +136,7 @@ def undo(root: Path, lane: str, day: date) -> Adoption:
 
 
 def _old(root: Path, entry: Adoption, path: str) -> str | None:
-    """The content of a file before an adoption, from this machine's copies or from git."""
+    """Return the content of a file before an adoption, from this machine's copies or from git."""
     sha256 = entry.before[path]
     if not sha256:
         return None

@@ -20,18 +20,18 @@ from bumpgate.rebaseline import MADE_WITH, Change, build_of, judged, reviewed
 from bumpgate.report.gate_file import GateFile
 from bumpgate.rows import Judgement, Record, Verdict
 
-# The paired sessions decide these in place of a stored time.
+# The paired sessions decide these instead of a stored time.
 SETTLED = (Outcome.SAME.value, Outcome.FASTER.value)
 
 
 def moved_baseline(
     gate: GateFile, old: Baseline, accepted_rows: Collection[str]
 ) -> tuple[Baseline, list[Change], list[str]]:
-    """The baseline of the candidate, what moved, and the rows that stay red under it.
+    """Return the baseline of the candidate, the changes, and the rows that stay red under it.
 
-    Takes from the candidate's record: rows that are new, per-build values, wins, times that the paired sessions found
-    no slower, and the rows of reviewed findings (`accepted_rows`); one of those that the candidate does not report is
-    dropped. Tolerances and notes stay. Raises AdoptionError on a reviewed row that no baseline can excuse.
+    Accepted from the candidate's record: new rows, per-build values, wins, times that the paired sessions found no
+    slower, and the rows of reviewed findings (`accepted_rows`); such a row is dropped if the candidate does not
+    report it. Tolerances and notes are kept. Raises AdoptionError on a reviewed row that no baseline can excuse.
     """
     record = gate.bad.record
     assert record is not None
@@ -70,10 +70,10 @@ def _change(
     if was is None:
         # A paired row needs no reviewed value: it passes without one.
         return None if verdict is Verdict.PASS else Change(row.id, None, new, "new")
-    taken = verdict is Verdict.WIN or (
+    accept = verdict is Verdict.WIN or (
         verdict is Verdict.CHANGED and row.per_build and _other_build(old, record)
     )
-    if taken or (verdict is not Verdict.PASS and _settled(gate, j) and not then.red):
+    if accept or (verdict is not Verdict.PASS and _settled(gate, j) and not then.red):
         return Change(row.id, was, new, verdict.value.lower())
     if new.values.keys() != was.values.keys():
         return Change(row.id, was, new, "new triton")
@@ -92,9 +92,9 @@ def _settled(gate: GateFile, j: Judgement) -> bool:
 
 
 def moved_extra(path: Path, lane: str, versions: Mapping[str, str]) -> str | None:
-    """pyproject.toml with the exact pins of a lane's extra moved to what the set holds, comments and order kept.
+    """Return pyproject.toml with the exact pins of a lane's extra moved to the versions of the set.
 
-    None where no pin moves.
+    Comments and order are kept. Returns None if no pin moves.
     """
     import tomlkit
 
@@ -112,7 +112,7 @@ def moved_extra(path: Path, lane: str, versions: Mapping[str, str]) -> str | Non
 
 
 def _extras(extras: Mapping[str, Sequence[str]], lane: str, project: str) -> Iterator[str]:
-    """A lane's extra and those that it names."""
+    """Yield the names of a lane's extra and of the extras that it includes."""
     waiting, seen = [lane], set[str]()
     while waiting:
         extra = waiting.pop(0)
@@ -127,13 +127,13 @@ def _extras(extras: Mapping[str, Sequence[str]], lane: str, project: str) -> Ite
 
 
 def _repinned(text: str, versions: Mapping[str, str]) -> str | None:
-    """A requirement with its exact pin moved; None where it has none or the set keeps it."""
+    """Return a requirement with its exact pin moved; None if it has none or the set keeps it."""
     requirement = Requirement(text)
     version = versions.get(canonicalize_name(requirement.name))
     exact = [s for s in requirement.specifier if s.operator in ("==", "===")]
     if version is None or not exact or satisfies(version, requirement.specifier):
         return None
-    # A local label in the pin names one build; without it any build of the release is taken, as before.
+    # A local label in the pin names one build; without it any build of the release is accepted, as before.
     label = any(Version(s.version).local for s in exact if "*" not in s.version)
     requirement.specifier = SpecifierSet(f"=={version if label else Version(version).public}")
     return str(requirement)

@@ -80,7 +80,7 @@ def load(path: Path, row: str = "") -> GateFinding:
     if found.label == SLOWER:
         rows = _rows_of_one_test(path, gate, found, row, tests)
         ratios = {name: gate.timed[name].ratio for name in rows}
-        limit = gate.asked.get("sessions")
+        limit = gate.config.get("sessions")
         nodes_of = {name: tests[name] for name in rows}
         return GateFinding(gate.lane, (tests[rows[0]],), *packages, nodes_of, ratios, limit)
     nodes = tuple(dict.fromkeys(tests[name] for name in found.rows if tests.get(name)))

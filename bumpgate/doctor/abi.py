@@ -44,7 +44,7 @@ class ToolError(BumpgateError):
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: "label", "library", "string-abi", "symbols" or "run". reason: one line. symbols: demangled, all of them."""
+    """A fault of a wheel. kind: "label", "library", "string-abi", "symbols" or "run". symbols: all, demangled."""
 
     wheel: str
     kind: str
@@ -125,7 +125,7 @@ def _symbol_faults(wheel: str, extension: Extension, exported: frozenset[str], t
     missing = sorted(s for s in extension.undefined - exported if TORCH_SYMBOL.match(s))
     if not missing:
         return
-    # The new ABI tags what returns a string, and says so in the type of each that is passed.
+    # The new ABI tags functions that return a string; in parameters, the string type itself has the tag.
     untagged = {s.replace(STRING_TAG, "") for s in exported if STRING_TAG in s}
     old: list[str] = []
     other: list[str] = []
@@ -187,7 +187,7 @@ def exports(libraries: Iterable[Path]) -> frozenset[str]:
 
 def demangle(symbols: Iterable[str]) -> list[str]:
     """Demangle C++ names. Raises ToolError."""
-    return _tool("c++filt", given="\n".join(symbols))
+    return _tool("c++filt", stdin="\n".join(symbols))
 
 
 def missing_tool() -> str | None:
@@ -195,10 +195,10 @@ def missing_tool() -> str | None:
     return next((tool for tool in TOOLS if shutil.which(tool) is None), None)
 
 
-def _tool(name: str, *arguments: str, given: str = "") -> list[str]:
+def _tool(name: str, *arguments: str, stdin: str = "") -> list[str]:
     try:
         done = subprocess.run(
-            [name, *arguments], input=given, capture_output=True, text=True, timeout=TOOL_SECONDS
+            [name, *arguments], input=stdin, capture_output=True, text=True, timeout=TOOL_SECONDS
         )
     except FileNotFoundError:
         raise ToolError(f"{name} is not on PATH: apt-get install binutils") from None

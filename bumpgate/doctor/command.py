@@ -34,7 +34,7 @@ def command(
 ) -> None:
     """Examine this machine before a run: environment, versions, instruments, and last the accelerator.
 
-    Exit codes: 0 healthy (a warning is no defect), 1 a defect, 4 bad input.
+    Exit codes: 0 healthy (a warning is not a defect), 1 a defect, 4 bad input.
     """
     root = find_root(Path.cwd())
     lanes.require(root, lane)

@@ -37,7 +37,7 @@ def python(site: Site) -> Found:
     if not satisfies(found.python, expected) or found.implementation != "CPython":
         yield Defect(
             "BG102",
-            f"{found.implementation} {found.python}, lane {site.lane} asks for CPython {expected}",
+            f"{found.implementation} {found.python}, lane {site.lane} requires CPython {expected}",
             f"uv venv --python '{expected}' .venv, then --python .venv/bin/python",
         )
     yield f"{found.python} is one of {expected}"
@@ -46,13 +46,13 @@ def python(site: Site) -> Found:
 def python_variables(site: Site) -> Found:
     """BG103: no variable of Python itself breaks the assumptions of the suites."""
     for name, rule in site.contract["wheels"]["python"].items():
-        if site.given.get(name):
-            yield Defect("BG103", f"{name}={site.given[name]}: {rule['reason']}", f"unset {name}")
-    yield "none that the contract refuses"
+        if site.env_vars.get(name):
+            yield Defect("BG103", f"{name}={site.env_vars[name]}: {rule['reason']}", f"unset {name}")
+    yield "none that the contract rejects"
 
 
 def kernels(site: Site) -> Found:
-    """BG104: `import kernels` means ours. PyPI has another package of this name."""
+    """BG104: `import kernels` finds this repository's package. PyPI has another one of this name."""
     found = site.inventory
     ours = site.root / "kernels"
     if found.kernels is None or found.kernels.resolve() != ours.resolve():
@@ -65,14 +65,14 @@ def kernels(site: Site) -> Found:
     if other is None or other.resolve() == ours.resolve():
         yield "ours"
         return
-    on_path = [Path(p).resolve() for p in site.given.get("PYTHONPATH", "").split(os.pathsep) if p]
+    on_path = [Path(p).resolve() for p in site.env_vars.get("PYTHONPATH", "").split(os.pathsep) if p]
     if other.parent.resolve() in on_path:
         yield Defect(
             "BG104",
-            f"PYTHONPATH puts {other} before ours wherever a program is started by its file",
+            f"PYTHONPATH puts {other} before ours for programs that are started by their file",
             f"export PYTHONPATH={shlex.quote(str(site.root))}",
         )
-    yield f"ours; {other} is installed, too, and stands behind it"
+    yield f"ours; {other} is installed as well, later on the path"
 
 
 def contract_document(site: Site) -> Found:
@@ -97,47 +97,47 @@ def contract_variables(site: Site) -> Found:
     """BG106: no variable contradicts the contract. An absent one is not a defect: the launcher adds it."""
     tables = site.contract["environment"]
     for name, rule in tables["always"].items():
-        if site.given.get(name, rule["value"]) != rule["value"]:
+        if site.env_vars.get(name, rule["value"]) != rule["value"]:
             yield Defect(
                 "BG106",
-                f"{name}={site.given[name]}, the contract says {rule['value']}: {rule['reason']}",
+                f"{name}={site.env_vars[name]}, the contract requires {rule['value']}: {rule['reason']}",
                 f"unset {name}",
             )
     for name, rule in tables["rank"].items():
-        if name in site.given and not site.given.get("LOCAL_RANK"):
+        if name in site.env_vars and not site.env_vars.get("LOCAL_RANK"):
             yield Defect("BG106", f"{name} is set without LOCAL_RANK: {rule['reason']}", f"unset {name}")
     for name, rule in tables["refused"].items():
-        if site.given.get(name):
-            yield Defect("BG106", f"{name}={site.given[name]}: {rule['reason']}", f"unset {name}")
+        if site.env_vars.get(name):
+            yield Defect("BG106", f"{name}={site.env_vars[name]}: {rule['reason']}", f"unset {name}")
     for name, rule in tables["inert"].items():
-        if site.given.get(name):
+        if site.env_vars.get(name):
             yield Defect("BG106", f"{name} does nothing: {rule['reason']}", f"unset {name}", warning=True)
-    yield "none is set against the contract"
+    yield "none contradicts the contract"
 
 
 def cache_places(site: Site) -> Mapping[str, Path]:
     """Return variable -> its directory: the configured one, else the default of the launcher and the suites."""
-    home = Path(site.given.get("XDG_CACHE_HOME") or Path(site.given.get("HOME") or Path.home()) / ".cache")
+    home = Path(site.env_vars.get("XDG_CACHE_HOME") or Path(site.env_vars.get("HOME") or Path.home()) / ".cache")
     folders = site.contract["caches"]["directory"]
-    return {n: Path(site.given.get(n) or home / "bumpgate" / rule["folder"]) for n, rule in folders.items()}
+    return {n: Path(site.env_vars.get(n) or home / "bumpgate" / rule["folder"]) for n, rule in folders.items()}
 
 
 def caches(site: Site) -> Found:
-    """BG107: a cache directory that is not there; BG108: that refuses a write; BG109: on a full disk."""
+    """BG107: a cache directory does not exist; BG108: cannot be written; BG109: its disk is full."""
     minimum = site.contract["caches"]["minimum_free_bytes"]
     places = cache_places(site)
     for name, place in places.items():
-        if site.given.get(name):
+        if site.env_vars.get(name):
             yield from _directory(place, f"{name}={place}", name, minimum)
-        else:  # the launcher makes it, in the first parent that is there
+        else:  # the launcher creates it, in the first existing parent
             parent = next(p for p in place.parents if p.exists())
             yield from _directory(parent, f"{name} is not set, and its default {place}", name, minimum)
-    yield ", ".join(f"{place}{'' if site.given.get(n) else ' (default)'}" for n, place in places.items())
+    yield ", ".join(f"{place}{'' if site.env_vars.get(n) else ' (default)'}" for n, place in places.items())
 
 
 def temporary(site: Site) -> Found:
     """BG110: the temporary directory, where compilers write before anything reaches a cache."""
-    place = Path(site.given.get("TMPDIR") or tempfile.gettempdir())
+    place = Path(site.env_vars.get("TMPDIR") or tempfile.gettempdir())
     if fault := _write_fault(place):
         yield Defect(
             "BG110", f"TMPDIR={place}: {fault[1]}", "export TMPDIR to a writable directory with space"
@@ -146,9 +146,9 @@ def temporary(site: Site) -> Found:
 
 
 def compiler(site: Site) -> Found:
-    """BG111: Inductor compiles with $CXX, else with g++; the one that it will take compiles a program here."""
-    chosen = shlex.split(site.given.get("CXX", "")) or ["g++"]
-    path = shutil.which(chosen[0], path=site.given.get("PATH"))
+    """BG111: Inductor compiles with $CXX, else with g++; the one that it will use compiles a program here."""
+    chosen = shlex.split(site.env_vars.get("CXX", "")) or ["g++"]
+    path = shutil.which(chosen[0], path=site.env_vars.get("PATH"))
     fix = "apt-get install g++, or export CXX to a C++ compiler"
     if path is None:
         yield Defect("BG111", f"no C++ compiler: {chosen[0]} is not on PATH", fix)
@@ -157,14 +157,14 @@ def compiler(site: Site) -> Found:
         with tempfile.TemporaryDirectory() as directory:
             (source := Path(directory) / "probe.cpp").write_text(CPP)
             flags = ["-fopenmp", "-fPIC", "-shared", str(source), "-o", str(source.with_suffix(".so"))]
-            run([path, *chosen[1:], *flags], site.root, site.given, COMPILE_SECONDS)
+            run([path, *chosen[1:], *flags], site.root, site.env_vars, COMPILE_SECONDS)
     except ChildFault as fault:
         yield Defect("BG111", f"{chosen[0]} does not compile a small OpenMP library: {fault}", fix)
     yield path
 
 
 def _directory(place: Path, what: str, name: str, minimum: int) -> Iterator[Defect]:
-    """Defects of one directory: absent, unwritable, full."""
+    """Yield the defects of one directory: missing, not writable, full."""
     elsewhere = f"export {name} to a writable directory on a volume that outlives the run"
     if not place.is_dir():
         if place.exists():
@@ -182,7 +182,7 @@ def _directory(place: Path, what: str, name: str, minimum: int) -> Iterator[Defe
         why = fault[1] if fault else f"{free >> 20} MiB free"
         yield Defect(
             "BG109",
-            f"{what}: {why}, the contract asks for {minimum >> 20} MiB",
+            f"{what}: {why}, the contract requires {minimum >> 20} MiB",
             f"free space, or {elsewhere}",
         )
 

@@ -76,7 +76,7 @@ class Site:
         return self.interpreter.root
 
     @property
-    def given(self) -> Mapping[str, str]:
+    def env_vars(self) -> Mapping[str, str]:
         return self.interpreter.environment
 
     @cached_property

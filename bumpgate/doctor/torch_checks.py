@@ -14,7 +14,7 @@ from bumpgate.rows import one_line
 
 IMPORT_SECONDS = 180
 CANARY_SECONDS = 600
-# No device may be touched before everything else is in order: a context that a broken torch opens stays on the GPU.
+# No device may be used before all other checks pass: a context that a broken torch opens stays on the GPU.
 BLIND = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
 IMPORT = "import json, torch; print(json.dumps([torch.__version__, str(torch.ones(2).sum().item())]))"
 CANARIES = "import json; from suites.support.canaries import CANARIES, prove; print(json.dumps(prove(list(CANARIES))))"
@@ -104,12 +104,12 @@ def variables_have_effect(site: Site) -> Found:
 
 
 def device(site: Site) -> Found:
-    """BG401: the lane's device answers."""
+    """BG401: the lane's device is present."""
     try:
         found = site.interpreter.json("-c", DEVICE, site.lane, timeout=IMPORT_SECONDS + 60)
     except ChildFault as fault:
         yield Defect(
-            "BG401", f"the device cannot be asked for: {fault}", f"pytest -m {site.lane} --collect-only"
+            "BG401", f"the device cannot be detected: {fault}", f"pytest -m {site.lane} --collect-only"
         )
         return
     if found["missing"]:

@@ -50,7 +50,7 @@ def torch_installed(site: Site) -> Found:
     elif distributions and not _one_build(distributions[0].version, found.torch_version):
         yield Defect(
             "BG203",
-            f"metadata says torch {distributions[0].version}, {found.torch} says {found.torch_version}",
+            f"the metadata states torch {distributions[0].version}, {found.torch} states {found.torch_version}",
             f"pip uninstall torch, clear PYTHONPATH, then {install}",
         )
     yield f"{found.torch_version} in {found.torch}"
@@ -71,12 +71,12 @@ def versions(site: Site) -> Found:
     wheels = {wheel.name: wheel for wheel in site.row.wheels}
     for m in mismatches(site.row, found):
         if m.package == "torch":
-            yield Defect("BG202", _differs(site, m), f"pip install 'torch{m.wanted}'")
+            yield Defect("BG202", _differs(site, m), f"pip install 'torch{m.expected}'")
         elif m.package in wheels:
             command = f"pip install --no-deps '{m.package}=={wheels[m.package].version}', built on this torch"
             yield Defect("BG205", _differs(site, m), command)
         elif m.package != "python":  # BG102
-            yield Defect("BG204", _differs(site, m), f"pip install '{m.package}{m.wanted}'")
+            yield Defect("BG204", _differs(site, m), f"pip install '{m.package}{m.expected}'")
     yield f"as in {site.reference.source}: torch {site.row.torch or 'of any version'}" + "".join(
         f", {name} {spec}" for name, spec in site.row.packages.items()
     )
@@ -85,8 +85,8 @@ def versions(site: Site) -> Found:
 def _differs(site: Site, m: Mismatch) -> str:
     installed = f"{m.found} is installed" if m.found else "is not installed"
     if not site.own_lock:
-        return f"{m.package} {installed}, lane {site.lane} was adopted with {m.wanted}"
-    return f"{m.package} {installed}, {site.reference.source} has {m.wanted or 'it'}"
+        return f"{m.package} {installed}, lane {site.lane} was adopted with {m.expected}"
+    return f"{m.package} {installed}, {site.reference.source} has {m.expected or 'it'}"
 
 
 def requirements(site: Site) -> Found:
@@ -136,7 +136,7 @@ def kernel_wheels(site: Site) -> Found:
 
 
 def cuda_build(site: Site) -> Found:
-    """BG209: the CUDA build of torch is one that its release has (experimental and legacy ones are warned of)."""
+    """BG209: the release of torch has this CUDA build (experimental and legacy ones give a warning)."""
     found, fix = site.inventory, f"pip install 'torch{site.row.torch}'"
     cuda, torch = _cuda(found), found.torch_version
     if cuda is None or not torch:
@@ -145,7 +145,7 @@ def cuda_build(site: Site) -> Found:
     rule = site.contract["wheels"]["cuda"].get(cuda)
     if rule is None:
         yield Defect(
-            "BG209", f"torch {torch}: the contract knows no build for CUDA {cuda}", fix, warning=True
+            "BG209", f"torch {torch}: the contract lists no build for CUDA {cuda}", fix, warning=True
         )
     elif not _holds(rule["published"], torch):
         yield Defect("BG209", f"torch {torch}: CUDA {cuda} is {rule['reason']}", fix)
@@ -161,7 +161,7 @@ def driver(site: Site) -> Found:
     if lanes.require(site.root, site.lane).device != "cuda":
         yield "the lane needs none"
         return
-    cuda, found = _cuda(site.inventory), driver_version(site.given, site.root)
+    cuda, found = _cuda(site.inventory), driver_version(site.env_vars, site.root)
     rule: Mapping[str, str] = site.contract["wheels"]["cuda"].get(cuda or "", {})
     bounds = [text for text in (rule.get("driver"), str(site.row.driver or "")) if text]
     oldest = max(bounds, key=Version, default="0")

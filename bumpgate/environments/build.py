@@ -66,7 +66,7 @@ CANNOT_EXIST = (
     "410 Gone",
 )
 # Messages that make uv's "no solution" a network failure.
-NOT_ASKED = ("network was disabled", "401 Unauthorized", "403 Forbidden")
+NOT_REACHED = ("network was disabled", "401 Unauthorized", "403 Forbidden")
 Say = Callable[[str], None]
 
 
@@ -107,8 +107,8 @@ def build(request: Request, *, root: Path | None = None, say: Say = lambda line:
         key = request_key(request, resolved)
         return _cached(root, key, request) or _build_locked(root, key, request, resolved, say)
     except OSError as error:
-        said = f"{error.filename or root}: {error.strerror or one_line(error)}"
-        raise BuildError(f"{request.title}: {said}", root / "logs", said) from None
+        output = f"{error.filename or root}: {error.strerror or one_line(error)}"
+        raise BuildError(f"{request.title}: {output}", root / "logs", output) from None
 
 
 def _lock_file(root: Path, key: str) -> int:
@@ -241,13 +241,13 @@ class _Installation:
     def run_script(self, script: Path) -> None:
         """Run the request's script in the environment; its output goes into the log."""
         try:
-            said = interpreter.run(
+            output = interpreter.run(
                 [str(self.python), "-I", str(script)], self.place, os.environ, SCRIPT_SECONDS
             )
         except ChildFault as fault:
             raise BuildError(f"{self.request.title}: {script.name}: {fault}", self.log, str(fault)) from None
         with self.log.open("a", encoding="utf-8") as f:
-            f.write(f"$ {script.name}\n{said}")
+            f.write(f"$ {script.name}\n{output}")
 
     @property
     def python(self) -> Path:
@@ -300,16 +300,16 @@ class _Installation:
         )
 
     def uv(self, *arguments: str | Path, stdin: str = "") -> None:
-        code, said = run_uv(arguments, self.log, stdin=stdin, keep_open=self.locks)
+        code, output = run_uv(arguments, self.log, stdin=stdin, keep_open=self.locks)
         if code:
-            raise self.failure(code, said)
+            raise self.failure(code, output)
 
-    def failure(self, code: int, said: str) -> BuildError:
-        tail = "\n".join(said.strip().splitlines()[-TAIL_LINES:])
-        lines = [line.strip() for line in said.splitlines() if line.strip().startswith(("error:", "cause:"))]
+    def failure(self, code: int, output: str) -> BuildError:
+        tail = "\n".join(output.strip().splitlines()[-TAIL_LINES:])
+        lines = [line.strip() for line in output.splitlines() if line.strip().startswith(("error:", "cause:"))]
         ended = f"uv was killed by {signal.Signals(-code).name}" if code < 0 else f"uv ended with {code}"
         what = one_line(" ".join(lines) or tail or ended, 400)
-        absent = any(words in said for words in CANNOT_EXIST) and not any(w in said for w in NOT_ASKED)
+        absent = any(words in output for words in CANNOT_EXIST) and not any(w in output for w in NOT_REACHED)
         kind = NotInstallable if absent else BuildError
         return kind(f"{self.request.title}: {what} (log: {self.log})", self.log, tail)
 

@@ -45,9 +45,9 @@ def command(
     lane: Annotated[str, typer.Option(help="A declared lane; by default every lane with a lock.")] = "",
     candidate: Annotated[str, typer.Option(help="Adopt this too: torch==2.14.0, or a wheel file.")] = "",
     upgrade: Annotated[
-        bool, typer.Option("--upgrade", help="Take the newest of everything that no pin holds.")
+        bool, typer.Option("--upgrade", help="Use the newest version of everything that is not pinned.")
     ] = False,
-    index: Annotated[str | None, typer.Option(help="An index asked before the host's own.")] = None,
+    index: Annotated[str | None, typer.Option(help="An index that takes precedence over the host's.")] = None,
     find_links: Annotated[
         list[str] | None, typer.Option(help="A folder or page of wheels; repeatable.")
     ] = None,

@@ -68,7 +68,7 @@ print(json.dumps({
 class Distribution:
     """One installed distribution.
 
-    file, sha256: the wheel it was installed from, where the installer noted it; else "". place: the directory that
+    file, sha256: the wheel it was installed from, if the installer recorded it; else "". place: the directory that
     holds it. requires: PEP 508 strings. extensions: its shared libraries.
     """
 
@@ -83,7 +83,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Inventory:
-    """One interpreter. torch: the directory of the package, None where there is none. version: torch/version.py.
+    """One interpreter. torch: the directory of the package, None if not installed. version: torch/version.py.
 
     kernels: where a module start (`python -m`, pytest) finds that name; kernels_of_scripts: where a program started
     by its file does.

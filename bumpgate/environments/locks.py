@@ -1,7 +1,7 @@
 """PEP 751 lock files of a lane, `wheels/pylock.<lane>.toml`: read, checked, and written in a form that names no host.
 
 Each wheel carries its file name, its sha256 and a path below `store/`; no URL and no index. An installer finds the
-file in the wheel store or through the index settings of its own host, and the hash says whether it is the one.
+file in the wheel store or through the index settings of its own host, and the hash verifies it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Locked:
 
 @dataclass(frozen=True)
 class Lock:
-    """A whole set. python: "3.11", the interpreter version of its wheels; "" if the file does not state it."""
+    """A complete set. python: "3.11", the interpreter version of its wheels; "" if the file does not state it."""
 
     packages: tuple[Locked, ...]
     python: str = ""
@@ -112,7 +112,7 @@ def _locked(name: str, entry: Mapping[str, Any]) -> tuple[Locked, dict[Wheel, st
         file = raw.get("name") or unquote(place.rsplit("/", 1)[-1])
         sha256 = raw.get("hashes", {}).get("sha256", "")
         if not SHA256.fullmatch(sha256):
-            raise LockError(f"{name}: {package} {version} has a wheel without its sha256; freeze anew")
+            raise LockError(f"{name}: {package} {version} has a wheel without its sha256; freeze again")
         places[Wheel(file, sha256)] = place
     if not places:
         raise LockError(f"{name}: {package} {version} has no wheel; only wheels can be gated")

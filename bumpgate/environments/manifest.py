@@ -1,7 +1,7 @@
 """wheels/manifest.toml: python, torch, triton and kernel wheels of each environment, and checks of an installed one.
 
 Versions are compared by `packaging`. As text "2.9" is newer than "2.12"; and by PEP 440 2.12.0.dev20260304 is older
-than 2.12, though its C++ structures and its wheels are those of 2.12: `release` says which release a build leads to.
+than 2.12, though its C++ structures and its wheels are those of 2.12: `release` gives the release of a build.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Label:
 
 @dataclass(frozen=True)
 class KernelWheel:
-    """A wheel with compiled extensions. version: exact, "" where the source states none. torch: built against it.
+    """A wheel with compiled extensions. version: exact, "" if the source states none. torch: of the build.
 
     sha256: of the wheel; sdist: of the source distribution that `bumpgate wheels build` compiles.
-    fault: the known contradiction of a historic row, in words; an adopted row has none.
+    fault: text on the known contradiction of a historic row; an adopted row has none.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Smoke:
-    """How a kernel wheel is run: `python *command case`, a process for each case. device: "cpu" or "cuda"."""
+    """Smoke test of a kernel wheel: `python *command case`, a process for each case. device: "cpu" or "cuda"."""
 
     command: tuple[str, ...]
     cases: tuple[str, ...]
@@ -87,13 +87,13 @@ class Smoke:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole file. smoke: by canonical wheel name."""
+    """Content of the file. smoke: by canonical wheel name."""
 
     environments: tuple[Environment, ...]
     smoke: Mapping[str, Smoke]
 
     def adopted(self, lane: str) -> Environment:
-        """The one adopted row of a lane. Raises ManifestError."""
+        """Return the adopted row of a lane. Raises ManifestError."""
         for row in self.environments:
             if (row.status, row.lane) == ("adopted", lane):
                 return row
@@ -105,12 +105,12 @@ class Mismatch:
     """An installed version that differs from the row. found: "" if it is absent."""
 
     package: str
-    wanted: str
+    expected: str
     found: str
 
 
 def release(version: str | Version) -> Version:
-    """The release that a build leads to: 2.12.0 for 2.12.0.dev20260304+cu130 and for 2.12.0a0+git21fec65."""
+    """Return the release that a build leads to: 2.12.0 for 2.12.0.dev20260304+cu130 and for 2.12.0a0+git21fec65."""
     return Version((version if isinstance(version, Version) else Version(version)).base_version)
 
 
@@ -120,7 +120,7 @@ def same_minor(a: str | Version, b: str | Version) -> bool:
 
 
 def label(text: str) -> Label:
-    """Reads a wheel's local version or file name: `2.8.3+cu130torch2.10`, `...+cu12torch2.8cxx11abiTRUE-cp312-...`."""
+    """Parse a wheel's local version or file name: `2.8.3+cu130torch2.10`, `...+cu12torch2.8cxx11abiTRUE-cp312-...`."""
     local = text.replace("%2B", "+").partition("+")[2].lower()
     torch = re.search(r"(?:torch|pt)(\d+\.\d+(?:\.\d+)?)", local)
     cuda = re.search(r"cu(\d{2})(\d?)", local)
@@ -133,7 +133,7 @@ def label(text: str) -> Label:
 
 
 def label_of(wheel: Distribution) -> Label:
-    """The label of an installed wheel, from its version, else from the file it came from, else from its torch pin."""
+    """Return the label of an installed wheel: from its version, else its file name, else its torch pin."""
     claims = [label(wheel.version), label(wheel.file), Label(torch=_pinned_torch(wheel.requires))]
     return Label(
         *(
@@ -144,15 +144,15 @@ def label_of(wheel: Distribution) -> Label:
 
 
 def _pinned_torch(requires: tuple[str, ...]) -> Version | None:
-    """The torch that a wheel requires exactly: `torch==2.10.*`."""
+    """Return the torch version that a wheel pins: `torch==2.10.*`."""
     pins = (re.fullmatch(r"torch\s*\(?==\s*(\d+\.\d+)[\w.*+]*\)?", text.strip()) for text in requires)
     return next((Version(pin[1]) for pin in pins if pin), None)
 
 
-def satisfies(version: str, wanted: SpecifierSet) -> bool:
+def satisfies(version: str, specifier: SpecifierSet) -> bool:
     """Check a PEP 440 specifier, with pre-releases included: a row may name a nightly."""
     try:
-        return wanted.contains(Version(version), prereleases=True)
+        return specifier.contains(Version(version), prereleases=True)
     except InvalidVersion:
         return False
 
@@ -191,13 +191,13 @@ def contradictions(row: Environment) -> Iterator[str]:
     for wheel in row.wheels if pinned else ():
         claimed = label(wheel.version).torch
         if claimed and not same_minor(claimed, wheel.torch):
-            yield f"{wheel.name}: its label says torch {claimed}, it was built against {wheel.torch}"
+            yield f"{wheel.name}: its label names torch {claimed}, it was built against {wheel.torch}"
         if not same_minor(wheel.torch, pinned):
             yield f"{wheel.name}: built against torch {wheel.torch}, the row has {pinned}"
 
 
-def _exact(wanted: SpecifierSet) -> str:
-    return next((s.version for s in wanted if s.operator in ("==", "===") and "*" not in s.version), "")
+def _exact(specifier: SpecifierSet) -> str:
+    return next((s.version for s in specifier if s.operator in ("==", "===") and "*" not in s.version), "")
 
 
 def load(path: Path) -> Manifest:
@@ -250,13 +250,13 @@ class _Reader:
         try:
             return SpecifierSet(text, prereleases=True)
         except (InvalidSpecifier, AttributeError, TypeError):
-            raise self.fail(where, f"{text!r} is no PEP 440 specifier (write ==2.13.0)") from None
+            raise self.fail(where, f"invalid PEP 440 specifier {text!r} (expected e.g. ==2.13.0)") from None
 
     def version(self, where: str, text: str) -> Version:
         try:
             return Version(text)
         except InvalidVersion:
-            raise self.fail(where, f"{text!r} is no PEP 440 version") from None
+            raise self.fail(where, f"invalid PEP 440 version {text!r}") from None
 
     def environment(self, name: str, raw: Any) -> Environment:
         texts = {"status": str, "lane": str, "source": str, "python": str, "torch": str}
@@ -298,10 +298,10 @@ class _Reader:
         where = f"smoke.{name}"
         self.table(raw, where, {"command": list, "cases": list, "device": str}, {})
         if not all(raw[n] and all(isinstance(each, str) for each in raw[n]) for n in ("command", "cases")):
-            raise self.fail(where, "command and cases are lists of texts, none of them empty")
+            raise self.fail(where, "command and cases must be non-empty lists of strings")
         if raw["device"] not in ("cpu", "cuda"):
             raise self.fail(where, f"device must be cpu or cuda, got {raw['device']!r}")
         return Smoke(tuple(raw["command"]), tuple(raw["cases"]), raw["device"])
 
 
-_WORDS = {str: "a text", int: "a number", dict: "a table", list: "a list"}
+_WORDS = {str: "a string", int: "a number", dict: "a table", list: "a list"}

@@ -46,7 +46,7 @@ class MirrorError(BumpgateError):
 
 
 class AbsentError(MirrorError):
-    """A wheel that the index lists and does not have."""
+    """A wheel that the index lists but does not serve."""
 
 
 class FullError(MirrorError):
@@ -106,7 +106,7 @@ class Mirror:
         write_atomic(self.folder / SUMS, "".join(lines))
 
     def has(self, name: str, sha256: str) -> bool:
-        """Whether a file is there. sha256: what the index states, "" if it states none."""
+        """Whether a copy of a file exists. sha256: from the index, "" if it states none."""
         known = self.digests.get(name)
         return bool(known) and (self.folder / name).is_file() and sha256 in ("", known)
 
@@ -140,13 +140,13 @@ def mirror_root() -> Path:
 def command(
     keep: Annotated[int, typer.Option(help="How many nights.", min=1)],
     package: Annotated[str, typer.Option(help="Whose nightlies.")] = "torch",
-    index: Annotated[str | None, typer.Option(help="URL of an index asked before the host's.")] = None,
+    index: Annotated[str | None, typer.Option(help="URL of an index that takes precedence over the host's.")] = None,
     python: Annotated[str, typer.Option(help="The Python whose wheels are copied.")] = RUNNING,
     limit: Annotated[float | None, typer.Option(help="GB that the copies may take.", min=0.0)] = None,
 ) -> None:
     """Copy the newest nightlies and the wheels that they pin, newest first; drop nights beyond --keep.
 
-    Killed or interrupted, the next call goes on where it was. A night of which a wheel is missing is tried again.
+    After a kill or an interrupt, the next call continues. A night with a missing wheel is tried again.
 
     Exit codes: 0 done, 4 bad input, or an index that cannot be reached, 125 a wheel could not be copied.
     """
@@ -289,7 +289,7 @@ def _fetch(mirror: Mirror, name: str, found: Found, day: date) -> None:
             timeout=float(settings.get("UV_HTTP_TIMEOUT") or 30),
             verify=settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True,
         ) as answer:
-            if answer.status_code == 416:  # the part is whole, or longer than the file
+            if answer.status_code == 416:  # the part is complete, or longer than the file
                 _finish(mirror, partial, name, found.sha256)
                 return
             if answer.status_code in (404, 410):
@@ -297,7 +297,7 @@ def _fetch(mirror: Mirror, name: str, found: Found, day: date) -> None:
             answer.raise_for_status()
             size = int(answer.headers.get("Content-Length") or 0)
             mirror.make_room(size, day)
-            # A server may ignore the range and send the whole file.
+            # A server may ignore the range and send the complete file.
             with partial.open("ab" if answer.status_code == 206 else "wb") as f:
                 whole = f.tell() + size
                 for block in answer.iter_content(1 << 16):
@@ -307,10 +307,10 @@ def _fetch(mirror: Mirror, name: str, found: Found, day: date) -> None:
     except requests.RequestException as error:
         reason = getattr(error.response, "status_code", None) or type(error).__name__
         raise MirrorError(
-            f"{public_url(found.url)}: cannot be copied ({reason}); the next call goes on"
+            f"{public_url(found.url)}: cannot be copied ({reason}); the next call continues"
         ) from None
     except OSError as error:
-        raise MirrorError(f"{partial}: {error.strerror}; the next call goes on") from None
+        raise MirrorError(f"{partial}: {error.strerror}; the next call continues") from None
     _finish(mirror, partial, name, found.sha256)
 
 

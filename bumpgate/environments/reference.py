@@ -27,30 +27,30 @@ ANY = SpecifierSet("")
 
 @dataclass(frozen=True)
 class Reference:
-    """What is expected to be installed. source: where that is stated, for messages."""
+    """Expected packages. source: where they are stated, for messages."""
 
     row: Environment
     source: str
 
     @property
     def facts(self) -> int:
-        """How many statements about the environment there are to check."""
+        """Return the number of facts about the environment to check."""
         row = self.row
         return bool(row.python) + bool(row.torch) + len(row.packages) + len(row.wheels)
 
 
 def variables(lock: Path | None) -> dict[str, str]:
-    """Environment variables for the processes of an environment with this lock."""
+    """Return the env_vars for the processes of an environment with this lock."""
     return {VARIABLE: str(lock) if lock else NO_LOCK}
 
 
 def of_lane(adopted: Environment) -> Reference:
-    """The adopted row of a lane."""
+    """Return the adopted row of a lane as the reference."""
     return Reference(adopted, f"the adopted row of lane {adopted.lane}")
 
 
 def reference(adopted: Environment, found: Inventory, env_vars: Mapping[str, str]) -> Reference:
-    """The set that an environment is compared with, by VARIABLE in env_vars.
+    """Return the set that an environment is compared with, by VARIABLE in env_vars.
 
     adopted: the row of its lane. found: what is installed there. Raises LockError on a lock that cannot be read.
     """
@@ -74,7 +74,7 @@ def reference(adopted: Environment, found: Inventory, env_vars: Mapping[str, str
 
 
 def required_by_torch(found: Inventory) -> dict[str, SpecifierSet]:
-    """Canonical name -> versions, from the metadata of the installed torch; extras and other platforms left out.
+    """Return canonical name -> versions, from the metadata of the installed torch; extras and other platforms left out.
 
     Markers are evaluated for the interpreter that runs this.
     """

@@ -35,7 +35,7 @@ RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 SCRIPTS = {"v6e": "xla/make_cuda_stubs.py"}
 # Packages of a lane that are built against one minor release of each other, which their metadata does not state.
 PAIRS = {"v6e": ("torch", "torch-xla")}
-# What the pytest plugin and a gate's command lines import in an environment without bumpgate.
+# Packages that the pytest plugin and a gate's command lines import in an environment without bumpgate.
 OF_PLUGIN = {
     "packaging": ">=24.2",
     "psutil": ">=6.0",
@@ -63,7 +63,7 @@ class Request:
     dependencies: False installs the requirements alone (mixtures whose own pins contradict each other).
     refresh: resolve again although the same request was built ("torch" without a version).
     only_wheels: False lets uv build source distributions.
-    name: how messages call it.
+    name: its name in messages.
     """
 
     requirements: tuple[str, ...] = ()
@@ -164,8 +164,8 @@ def _exact(requirement: Requirement) -> str | None:
 
 
 def lane_requirements(root: Path, lane: str) -> tuple[str, ...]:
-    """What the lane needs: its requirements file, or its extra in pyproject.toml with what its adopted row in
-    wheels/manifest.toml pins too; for another repository than bumpgate's own also what the pytest plugin imports.
+    """Return the requirements of a lane: its requirements file, or its extra in pyproject.toml with the pins of its
+    adopted row in wheels/manifest.toml; outside bumpgate's own repository also what the pytest plugin imports.
 
     An extra's references to its own project are unfolded. bumpgate is left out: a lane run imports the controller's.
     """
@@ -237,13 +237,13 @@ def _row_pins(root: Path, lane: str) -> dict[str, str]:
 
 
 def kernel_wheels(root: Path, lane: str) -> tuple[str, ...]:
-    """Names of the kernel wheels that the adopted row of the lane has."""
+    """Return the names of the kernel wheels in the adopted row of the lane."""
     row = _row(root, lane)
     return tuple(str(canonicalize_name(wheel.name)) for wheel in row.wheels) if row else ()
 
 
 def lane_python(root: Path, lane: str) -> str:
-    """The Python that the lane's lock or manifest row is made for; else the one that runs."""
+    """Return the Python version of the lane's lock or manifest row; else the running one."""
     lock = lane_lock(root, lane)
     if lock.exists() and (python := read_lock(lock).python):
         return python
@@ -253,12 +253,12 @@ def lane_python(root: Path, lane: str) -> str:
 
 
 def lane_overrides(root: Path, lane: str) -> Path | None:
-    """The lane's file of uv overrides, where it has one."""
+    """Return the lane's file of uv overrides, or None."""
     return _existing(root, lanes.require(root, lane).overrides)
 
 
 def lane_script(root: Path, lane: str) -> Path | None:
-    """The program that completes an environment of the lane, where it has one."""
+    """Return the program that completes an environment of the lane, or None."""
     return _existing(root, SCRIPTS.get(lane, ""))
 
 
@@ -289,12 +289,12 @@ def check_request(request: Request) -> None:
         try:
             Requirement(text)
         except InvalidRequirement as error:
-            raise BumpgateError(f"{text!r} is no requirement ({one_line(error, 80)})") from None
+            raise BumpgateError(f"invalid requirement {text!r} ({one_line(error, 80)})") from None
     if request.lock is not None:
         python = read_lock(request.lock).python
         if python and request.python.count(".") == 1 and request.python != python:
             raise BumpgateError(
-                f"{request.lock.name} is for Python {python}, not {request.python}: freeze it anew"
+                f"{request.lock.name} is for Python {python}, not {request.python}: freeze it again"
             )
 
 

@@ -40,8 +40,8 @@ def command(
 ) -> None:
     """Rebuild the last adopted set of a lane offline from the wheel store, every checksum verified first.
 
-    With --adoption, first restore the files that the last adoption wrote. Where the wheel store lacks a wheel of the
-    set before it, the index of this host is used; its hash decides.
+    With --adoption, first restore the files that the last adoption wrote. If the wheel store lacks a wheel of the
+    earlier set, the index of this host is used and the hash is checked.
 
     Exit codes: 0 done, 1 refused (a wheel is missing or corrupt, or the smoke suite is red), 4 bad input, 125 the
     machine failed.

@@ -1,7 +1,7 @@
 """Our own wheel store: files by content, `<store>/<sha256>/<file name>`, and SHA256SUMS over all of them.
 
-An index forgets (the nightly one after 60 builds) and a mirror may hold other bytes under the same name; what was
-adopted must be there again on the night it is needed.
+An index drops old builds (the nightly one after 60) and a mirror may hold other bytes under the same name; an adopted
+set must remain available for a rollback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUMS = "SHA256SUMS"
 
 
 class StoreError(BumpgateError):
-    """A file of the store is missing or is not what its name says."""
+    """A file of the store is missing, or does not match the hash in its path."""
 
 
 def home() -> Path:
@@ -32,7 +32,7 @@ def home() -> Path:
 
 
 def store_root() -> Path:
-    """$BUMPGATE_STORE, else store/ in `home()`."""
+    """Return the wheel store: $BUMPGATE_STORE, else store/ in `home()`."""
     chosen = os.environ.get("BUMPGATE_STORE")
     return Path(chosen).expanduser() if chosen else home() / "store"
 
@@ -44,7 +44,7 @@ def find(wheel: Wheel, root: Path | None = None) -> Path | None:
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal digest of a file's bytes."""
+    """Return the hexadecimal digest of a file's bytes."""
     digest = hashlib.sha256()
     with path.open("rb") as f:
         while block := f.read(1 << 20):
@@ -53,7 +53,7 @@ def sha256_of(path: Path) -> str:
 
 
 def contents(root: Path | None = None) -> list[tuple[str, Path]]:
-    """Digest and path of each wheel, as named: the bytes are not read."""
+    """Return digest and path of each wheel, from its path: the bytes are not read."""
     root = root or store_root()
     return sorted(
         (path.parent.name, path) for path in root.glob("*/*.whl") if SHA256.fullmatch(path.parent.name)
@@ -61,11 +61,11 @@ def contents(root: Path | None = None) -> list[tuple[str, Path]]:
 
 
 def verify(wheel: Wheel, root: Path | None = None) -> Path:
-    """The path of a wheel whose bytes are what its name says. Raises StoreError, which names the file."""
+    """Return the path of a wheel after checking its hash. Raises StoreError, which names the file."""
     root = root or store_root()
     path = find(wheel, root)
     if path is None:
-        raise StoreError(f"{wheel.file}: not in the wheel store; bring it back with: bumpgate freeze")
+        raise StoreError(f"{wheel.file}: not in the wheel store; restore it with: bumpgate freeze")
     found = sha256_of(path)
     if found != wheel.sha256:
         raise StoreError(
@@ -95,7 +95,7 @@ def put(wheel: Wheel, blocks: Iterable[bytes], root: Path | None = None) -> Path
             f.flush()
             os.fsync(f.fileno())
         if digest.hexdigest() != wheel.sha256:
-            raise StoreError(f"{wheel.file}: the source holds other bytes than the lock names; freeze anew")
+            raise StoreError(f"{wheel.file}: the source does not match the sha256 of the lock; freeze again")
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -106,7 +106,7 @@ def put(wheel: Wheel, blocks: Iterable[bytes], root: Path | None = None) -> Path
 
 
 def _write_sums(root: Path) -> None:
-    """SHA256SUMS over what the store holds, as `sha256sum --check` reads it; writers wait for each other."""
+    """Write SHA256SUMS over the store, for `sha256sum --check`; writers wait for each other."""
     with (root / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lines = [f"{sha256}  {sha256}/{path.name}\n" for sha256, path in contents(root)]

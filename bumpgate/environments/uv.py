@@ -33,11 +33,11 @@ DECIDING = (
 
 
 class UvError(BumpgateError):
-    """uv is not there or cannot be started."""
+    """uv is not installed or cannot be started."""
 
 
 def find_uv() -> str:
-    """Path of the binary: the `uv` package of this interpreter first, then PATH. Raises UvError."""
+    """Return the path of the binary: the `uv` package of this interpreter first, then PATH. Raises UvError."""
     try:
         import uv
 
@@ -82,7 +82,7 @@ def run_uv(
     keep_open: Sequence[int] = (),
     binary: str | None = None,
 ) -> tuple[int, str]:
-    """Runs uv -> exit status and what it printed, which is appended to `log` with the command.
+    """Run uv. Return its exit status and its output, which is appended to `log` with the command.
 
     keep_open: descriptors that the child holds too, so that a lock outlives a killed parent as long as uv writes.
     """

@@ -111,10 +111,10 @@ def missing_days(found: Iterable[Found]) -> list[date]:
 
 
 def build_day(version: str) -> date | None:
-    """The day that a nightly's version names, in .devYYYYMMDD or in its local part."""
+    """Return the day in a nightly's version, in .devYYYYMMDD or in its local part."""
     parsed = Version(version)
     for text in (str(parsed.dev or ""), parsed.local or ""):
-        # A part of its own: eight digits behind "git" are a hash.
+        # Only as a separate part: eight digits after "git" are a hash.
         if match := re.search(rf"(?:^|\.){DAY}(?:\.|$)", text):
             try:
                 return date(*map(int, match.groups()))
@@ -124,10 +124,10 @@ def build_day(version: str) -> date | None:
 
 
 def _order(found: Iterable[Found]) -> list[Found]:
-    """By PEP 440, but builds of one version that differ in a git hash by their day.
+    """Sort by PEP 440, but builds of one version that differ in a git hash by their day.
 
-    A hash has no order: pip takes 3.6.0+gitf00 for newer than 3.6.0+git123, whenever they were built. All of them
-    come before the release itself, which PEP 440 puts first.
+    A hash has no order: pip considers 3.6.0+gitf00 newer than 3.6.0+git123, whenever they were built. All of them
+    come before the release itself, which PEP 440 sorts first.
     """
 
     def key(f: Found) -> tuple[Version, bool, date, Version]:
@@ -173,13 +173,13 @@ def _within(found: Found, since: date | None, until: date | None) -> bool:
 
 
 def tag_ranks(python: str) -> dict[Tag, int]:
-    """Tags that the interpreter takes, best first."""
+    """Return the tags that the interpreter supports, best first."""
     if python == RUNNING:
         tags = list(sys_tags())
     else:
         match = re.fullmatch(r"(\d+)\.(\d+)", python)
         if match is None:
-            raise VersionsError(f"{python!r} is no Python version such as 3.11")
+            raise VersionsError(f"invalid Python version {python!r} (expected e.g. 3.11)")
         numbers = int(match[1]), int(match[2])
         platforms = list(platform_tags())
         short = f"cp{match[1]}{match[2]}"
@@ -215,12 +215,12 @@ def _listed(package: str, index: str | None, find_links: tuple[str, ...]) -> Ite
 
 
 def source_distributions(package: str, index: str | None = None) -> list[DistributionPackage]:
-    """The sdists of a package that the host's index lists. Raises UnreachableError."""
+    """Return the sdists of a package that the host's index lists. Raises UnreachableError."""
     return [file for file in _listed(package, index, ()) if file.package_type == "sdist"]
 
 
 def _page(package: str, url: str, settings: dict[str, str]) -> list[DistributionPackage] | None:
-    """What one index lists; None where it does not know the package."""
+    """Return the files that one index lists; None if it lacks the package."""
     from pypi_simple import ACCEPT_JSON_PREFERRED, ProjectPage
 
     if url.startswith("file://"):
@@ -240,7 +240,7 @@ def _page(package: str, url: str, settings: dict[str, str]) -> list[Distribution
 
 @contextmanager
 def _answer(url: str, settings: dict[str, str], accept: str) -> Iterator[requests.Response]:
-    """An index's answer; what goes wrong with it, while it is read too, is UnreachableError."""
+    """Yield the response of an index. A failure, also while the response is read, is an UnreachableError."""
     import requests
     from pypi_simple.errors import UnsupportedContentTypeError, UnsupportedRepoVersionError
 
@@ -260,7 +260,7 @@ def _answer(url: str, settings: dict[str, str], accept: str) -> Iterator[request
 
 
 def _linked(html: bytes, base: str, package: str) -> list[DistributionPackage]:
-    """The wheels of an HTML page. It has no upload times by PEP 503; mirrors add them as uv reads them."""
+    """Return the wheels of an HTML page. PEP 503 has no upload times; mirrors add them in the form that uv reads."""
     from pypi_simple import DistributionPackage
     from pypi_simple.html import RepositoryPage
 
@@ -277,7 +277,7 @@ def _linked(html: bytes, base: str, package: str) -> list[DistributionPackage]:
 
 
 def _why(error: Exception) -> str:
-    """The innermost reason: requests wraps a refused connection four times."""
+    """Return the innermost reason: requests wraps a refused connection four times."""
     response = getattr(error, "response", None)
     if response is not None:
         return f"{response.status_code} {response.reason}"
@@ -287,7 +287,7 @@ def _why(error: Exception) -> str:
 
 
 def _links(package: str, place: str, settings: dict[str, str]) -> list[DistributionPackage]:
-    """The wheels of a folder, or those that a flat page links to."""
+    """Return the wheels of a folder, or those that a flat page links to."""
     if "://" not in place or place.startswith("file://"):
         folder = Path(place.removeprefix("file://")).expanduser()
         if not folder.is_dir():
@@ -311,7 +311,7 @@ def _file(path: Path, sha256: str = "") -> DistributionPackage:
 
 def command(
     package: Annotated[str, typer.Argument(help="torch, triton, ...")],
-    index: Annotated[str | None, typer.Option(help="An index asked before the host's own.")] = None,
+    index: Annotated[str | None, typer.Option(help="An index that takes precedence over the host's.")] = None,
     find_links: Annotated[
         list[str] | None, typer.Option(help="A folder or page of wheels; repeatable.")
     ] = None,
@@ -348,4 +348,4 @@ def _day(text: str) -> date | None:
     try:
         return date.fromisoformat(text) if text else None
     except ValueError:
-        raise VersionsError(f"{text!r} is no day such as 2026-03-01") from None
+        raise VersionsError(f"invalid day {text!r} (expected e.g. 2026-03-01)") from None

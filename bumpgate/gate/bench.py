@@ -113,17 +113,17 @@ class Bench:
 
     def enter(self) -> None:
         """Record each side's installed packages, or why its environment is unavailable."""
-        here = host_class()
-        if self.gate.host not in ("", here):
-            raise GateError(f"begun on {self.gate.host}, and this is {here}: gate anew, in another --out")
-        self.gate.host = here
+        host = host_class()
+        if self.gate.host not in ("", host):
+            raise GateError(f"started on {self.gate.host}, and this is {host}: gate again, in another --out")
+        self.gate.host = host
         for name, side in self.gate.sides.items():
             place = self.places[name]
             side.command, side.python = place.command, "" if place.failure else str(place.python)
             failure, found = place.failure, None
             if not failure:
                 with self.view.doing(f"{TITLES[name]}: importing torch"):
-                    found = installed(place.python, self.root, self.gate.asked.lane, place.variables)
+                    found = installed(place.python, self.root, self.gate.config.lane, place.variables)
                 failure = found.failure
             if found and not failure:
                 if side.packages and side.packages != found.packages:
@@ -140,10 +140,10 @@ class Bench:
 
     def canaries(self, names: Sequence[str]) -> None:
         """Run the canaries in these environments and record why each failed one did."""
-        folder = lanes.require(self.root, self.gate.asked.lane).canaries
+        folder = lanes.require(self.root, self.gate.config.lane).canaries
         if not folder or not (self.root / folder).is_dir():
             # A lane without a canary folder verifies each row's instrument in the row's own process.
-            reason = f"no {folder} in this tree, so no instrument is proved"
+            reason = f"no {folder} in this tree, so no instrument is verified"
             for name in names:
                 self.gate.sides[name].canaries = {"canaries": reason} if folder else {}
             return
@@ -163,20 +163,20 @@ class Bench:
         }
         if not failed and (run.failure or (run.record and run.record.problems)):
             failed["canaries"] = one_line(run.failure or (run.record and run.record.problems[0]))
-        said = f"FAILED: {', '.join(failed)}" if failed else f"{len(judgements)} agree"
-        self.view.say(f"{TITLES[name]}: canaries: {said}; {run.seconds:.0f} s")
+        outcome = f"FAILED: {', '.join(failed)}" if failed else f"{len(judgements)} agree"
+        self.view.say(f"{TITLES[name]}: canaries: {outcome}; {run.seconds:.0f} s")
         return failed
 
     def measure(self, names: Sequence[str]) -> None:
         """Run the whole selection once per side. Raises GateError if pytest rejects it in the adopted environment."""
         variables = {"BUMPGATE_ROUNDS": str(ROUNDS), **self._tiers()}
         runs = self._run(
-            names, "counts and numerics", self.gate.asked.selection, "{}.json", env_vars=variables
+            names, "counts and numerics", self.gate.config.selection, "{}.json", env_vars=variables
         )
         if "good" in runs and runs["good"].code == USAGE:
             # Nothing is measured yet, so there is nothing to resume.
             (self.out / NAME).unlink()
-            raise GateError(f"pytest refuses the selection: {runs['good'].failure}")
+            raise GateError(f"pytest rejects the selection: {runs['good'].failure}")
         for name, run in runs.items():
             side = self.gate.sides[name]
             side.measured, side.failure = True, run.failure
@@ -212,7 +212,7 @@ class Bench:
         if good is None or bad is None:
             return
         sides, to_time = self._sides(), timed_rows(good, bad).keys()
-        verdict = judge_gate(self.gate.asked.lane, sides["good"], sides["bad"], {}, {})
+        verdict = judge_gate(self.gate.config.lane, sides["good"], sides["bad"], {}, {})
         holding = [f for f in verdict.findings if f.decision is Decision.HOLD]
         # A finding without rows is a failed test.
         holding = [f for f in holding if not f.rows or not {*f.rows} <= to_time]
@@ -227,7 +227,7 @@ class Bench:
 
     def judge(self) -> None:
         """Compute the decision and its findings from all measurements."""
-        gate, lane, sides = self.gate, self.gate.asked.lane, self._sides()
+        gate, lane, sides = self.gate, self.gate.config.lane, self._sides()
         if gate.paired:
             sides |= {name: _with_faults(sides[name], gate.paired.problems(name)) for name in ("good", "bad")}
             gate.timed = summarise(gate.paired.log_ratios, self.plan, gate.paired.family)
@@ -262,7 +262,7 @@ class Bench:
             LaneCall(
                 self.places[name].python,
                 self.root,
-                self.gate.asked.lane,
+                self.gate.config.lane,
                 selection,
                 self.out / record.format(name),
                 environment={**self.places[name].caches(pair), **workers, **env_vars},
@@ -274,13 +274,13 @@ class Bench:
 
     def _groups(self, names: Sequence[str]) -> list[list[str]]:
         """Group the sides that run at once: all of them on CPU, one at a time on a shared device."""
-        if lanes.require(self.root, self.gate.asked.lane).device == "cpu" and names:
+        if lanes.require(self.root, self.gate.config.lane).device == "cpu" and names:
             return [list(names)]
         return [[name] for name in names]
 
     def _tiers(self) -> dict[str, str]:
         """Return env_vars that make a whole-lane gate of triton collect the codegen tier, if both sides have triton."""
-        options, sides = self.gate.asked, self.gate.sides
+        options, sides = self.gate.config, self.gate.sides
         of_triton = any(TRITON.match(text) for text in (options.candidate, options.adopted))
         both = all("triton" in sides[name].packages for name in ("good", "bad"))
         return {"BUMPGATE_TIERS": "codegen"} if of_triton and both and not options.selection else {}
@@ -293,14 +293,14 @@ class Bench:
         """Return a side's record for the verdict: empty if the side was not run because of the other one."""
         side = self.gate.sides[name]
         spared = not (side.measured or side.failure)
-        return Record({"lane": self.gate.asked.lane}, ()) if spared else self._record(name)
+        return Record({"lane": self.gate.config.lane}, ()) if spared else self._record(name)
 
     def _spoiled_again(self, name: str, record: Record, path: Path) -> Record:
         """Rerun the tests that the machine disturbed (INFRA), and merge the new results into the record."""
         tests = sorted({j.row.test for j in record.judgements if j.verdict is Verdict.INFRA})
         if not tests:
             return record
-        again = self._run([name], "once more what the machine spoiled", tests, "again-{}.json")[name].record
+        again = self._run([name], "again the tests that the machine disturbed", tests, "again-{}.json")[name].record
         if again is None or not again.complete:
             return record
         kept = [j for j in record.judgements if j.row.test not in tests]
@@ -337,7 +337,7 @@ class Bench:
 
         Near the deadline a session runs only as many open tests as still fit, the most important first.
         """
-        begun_here, longest, per_test = sessions.begun, 0.0, 0.0
+        before, longest, per_test = sessions.begun, 0.0, 0.0
         with self.view.doing("") as update:
             while tests := sessions.open_tests():
                 started = time.monotonic()
@@ -357,13 +357,13 @@ class Bench:
                     self.view.say(
                         f"{TITLES[other]} and candidate: {session_line(sessions)}; {longest:.0f} s each"
                     )
-        if sessions.begun > begun_here and sessions.plan:
+        if sessions.begun > before and sessions.plan:
             outcomes = decide(sessions.log_ratios, sessions.plan, sessions.family)
             self.view.say(timed_line(list(outcomes.values()), sessions))
 
     def _session(self, sessions: Sessions, other: str, tests: int) -> None:
         """Run one session: both sides at once if each can have its own cores, else one after the other (GPU)."""
-        if lanes.require(self.root, self.gate.asked.lane).device == "cpu" and shares():
+        if lanes.require(self.root, self.gate.config.lane).device == "cpu" and shares():
             rounds = ROUNDS if sessions.only_slow_modes_open else DUET_ROUNDS
             sessions.run_duet(
                 lambda nodes, flip: self._timed_pair(other, nodes, flip, sessions.cache, rounds), tests
@@ -383,7 +383,7 @@ class Bench:
             LaneCall(
                 self.places[name].python,
                 self.root,
-                self.gate.asked.lane,
+                self.gate.config.lane,
                 ["-n", "0", *tests],
                 self.out / f"timed-{name}.json",
                 environment={**self.places[name].caches(pair), "BUMPGATE_ROUNDS": str(rounds)},

@@ -1,8 +1,8 @@
-"""Values that each side measured once, compared between the sides: by how much may a candidate be worse?
+"""Compares values that each side measured once: how much worse a candidate may be.
 
 A stored tolerance bounds each side against the baseline alone, so a candidate may lose twice the tolerance against the
-adopted build. What repeats to the last digit (counts, bytes, errors) is compared here. A time does not repeat: one
-reading of it never decides, and where it looks worse the paired sessions measure it again. docs/gate.md has the table.
+adopted build. Values that repeat to the last digit (counts, bytes, errors) are compared here. Times do not repeat: one
+reading never decides, and if it looks worse the paired sessions measure it again. docs/gate.md has the table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 from bumpgate import code
 from bumpgate.rows import Row, is_finite, same_value
 
-# Numbers that rounding and the order of a sum move, by name and by unit.
+# Values that depend on rounding and on the order of a sum, by name and by unit.
 ERROR = re.compile(r"error|residual|leak|difference")
 # Of two H200s under one build (baselines/records) 4 of 112 error rows moved, by a factor of 1.83 at most; between torch
 # 2.13.0 and 2.15.0 on the CPU 31 of 55 did, by 1.72 at most. Below a hundredth of its bound an error counts as that
@@ -33,7 +33,7 @@ PER_BUILD_FACTOR = 1.25
 # kernel's first call 62 %).
 TIMES = {"ms": 1.05, "us": 1.05, "s": 1.4, "fraction": 1.07, "ratio": 1.1}
 RATES = ("tokens/s", "bytes/s", "FLOP/s", "tokens")
-# A time below a bound that the test derived is mostly far below it, and measured next to other tests.
+# A time with a bound that the test derived is mostly far below it, and is measured next to other tests.
 BOUNDED_FACTOR = 2.0
 
 
@@ -47,9 +47,9 @@ class Change(Enum):
 
 
 def change(good: Row, bad: Row) -> Change | None:
-    """What differs between two measured values of one row; None where nothing does, or each has its own judge.
+    """Return what differs between two measured values of one row; None if nothing does, or if it is judged elsewhere.
 
-    An expectation that a test derived judges each side by itself, and paired sessions judge what carries an interval.
+    A derived expectation judges each side separately, and paired sessions judge rows with an interval.
     """
     if bad.expected is not None or timed(bad) or same_value(good.value, bad.value):
         return None
@@ -61,7 +61,7 @@ def change(good: Row, bad: Row) -> Change | None:
     before, after = good.value, bad.value
     sign = direction(bad)
     if isinstance(before, bool) and isinstance(after, bool) and bad.per_build:
-        return Change.OTHER if after else Change.WORSE  # a capability that went
+        return Change.OTHER if after else Change.WORSE  # a capability that was lost
     if not sign or not (is_finite(before) and is_finite(after)):
         return None if bad.better == "derived" else Change.OTHER
     factor, floor = _allowed(bad)
@@ -79,14 +79,14 @@ def timed(row: Row) -> bool:
 
 
 def is_time(row: Row) -> bool:
-    """Whether a reading of this row wanders with the machine: a time, a rate, or a ratio of times."""
+    """Whether readings of this row vary with the machine: a time, a rate, or a ratio of times."""
     if row.unit == "ratio":
         return not ERROR.search(_metric(row))
     return row.unit in TIMES or row.unit in RATES
 
 
 def direction(row: Row) -> int:
-    """Return 1 if less is better, -1 if more is, 0 if neither."""
+    """Return 1 if lower is better, -1 if higher is, 0 if neither."""
     if row.better in ("lower", "higher"):
         return 1 if row.better == "lower" else -1
     if row.per_build:  # kernels, breaks, bytes of generated code
@@ -95,7 +95,7 @@ def direction(row: Row) -> int:
 
 
 def _allowed(row: Row) -> tuple[float, float]:
-    """The factor by which a row may be worse, and the size below which its values count as that size."""
+    """Return the factor by which a row may be worse, and the size below which values count as that size."""
     bound = row.at_most if row.at_most is not None else row.at_least
     if row.per_build:
         return PER_BUILD_FACTOR, 0.0

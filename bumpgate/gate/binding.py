@@ -21,9 +21,9 @@ GIT_SECONDS = 60
 SHOWN = 3
 # Of the files that git does not track, only these can change what a lane measures. A job's log next to them cannot.
 SOURCES = (".py", ".toml", ".ini", ".cfg", ".json", ".txt", ".npz", ".safetensors", ".cu", ".cpp", ".h")
-# What a run or a gate writes, by file name.
+# Files that a run or a gate writes, by name.
 RESULTS = ("record.json", "smoke.json")
-# A folder with one of these is an environment or the output of a gate, and no part of the tree.
+# A folder with one of these is an environment or the output of a gate, and not part of the tree.
 FOREIGN = ("pyvenv.cfg", "gate.json")
 # Paths that no row's value depends on. A baseline is written after the run that it accepts.
 UNMEASURED = ("baselines/", "docs/", ".github/", ".ci/")
@@ -32,7 +32,7 @@ SKIPPED = ("__pycache__", "build", "dist", "node_modules")
 
 @dataclass(frozen=True)
 class Binding:
-    """bumpgate: its version. commit: of git, "" outside. files: path below the root -> digest of its content."""
+    """bumpgate: its version. commit: of git, "" outside of git. files: path below the root -> digest of its content."""
 
     bumpgate: str
     commit: str
@@ -40,7 +40,7 @@ class Binding:
 
     @property
     def tree(self) -> str:
-        """One digest of the commit and every file."""
+        """Return one digest of the commit and every file."""
         lines = [self.commit, *(f"{path} {digest}" for path, digest in sorted(self.files.items()))]
         return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -68,19 +68,19 @@ class Binding:
 
     @classmethod
     def from_json(cls, raw: Any) -> Binding:
-        """Raises KeyError, TypeError or AttributeError on anything that to_json did not write."""
+        """Create a binding from to_json's output. Raises KeyError, TypeError or AttributeError on anything else."""
         return cls(raw["bumpgate"], raw["commit"], dict(raw["files"].items()))
 
 
 def measured_tree(root: Path) -> str:
-    """One digest of what a lane run executes and reads, of any commit: all but baselines, documents and CI files."""
+    """Return a digest of what a lane run executes and reads, for any commit: all but baselines, documents, CI files."""
     files = bind(root).files.items()
     kept = {path: digest for path, digest in files if not path.startswith(UNMEASURED) and path[-3:] != ".md"}
     return Binding("", "", kept).tree
 
 
 def bind(root: Path, *outputs: Path) -> Binding:
-    """The binding of the work tree as it is now. outputs: folders in it that a gate writes to."""
+    """Return the binding of the present work tree. outputs: folders in it that a gate writes to."""
     left_out = [path.resolve() for path in (*outputs, home())]
     listed = _git_files(root)
     paths = _walk(root) if listed is None else listed
@@ -97,14 +97,14 @@ def _version() -> str:
 
 
 def _git_files(root: Path) -> list[str] | None:
-    """Tracked files, and the sources among those that are neither tracked nor ignored; None outside of git."""
+    """Return the tracked files and the untracked sources that are not ignored; None outside of git."""
     tracked = _git(root, "ls-files", "-z", "--cached")
     others = _git(root, "ls-files", "-z", "--others", "--exclude-standard")
     if tracked is None or others is None:
         return None
     own = [path for path in tracked.split("\0") if path]
     new = [path for path in others.split("\0") if path and _is_source(path)]
-    # A folder that a repository around it ignores lists nothing of its own.
+    # For a folder that the enclosing repository ignores, git lists no files.
     if "pyproject.toml" not in (*own, *new):
         return None
     foreign = {folder for path in new for folder in _folders(path) if _is_foreign(root / folder)}
@@ -116,20 +116,20 @@ def _folders(path: str) -> Iterable[str]:
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """Sources below a folder that git does not know. Links to folders are followed once."""
+    """Yield the sources below a folder outside of git. Links to folders are followed once."""
     seen: set[Path] = set()
     for folder, names, files in os.walk(root, followlinks=True):
-        here = Path(folder)
-        seen.add(here.resolve())
+        current = Path(folder)
+        seen.add(current.resolve())
         names[:] = [
             name
             for name in names
             if not name.startswith(".")
             and name not in SKIPPED
-            and not _is_foreign(here / name)
-            and (here / name).resolve() not in seen
+            and not _is_foreign(current / name)
+            and (current / name).resolve() not in seen
         ]
-        yield from (str((here / file).relative_to(root)) for file in files if _is_source(file))
+        yield from (str((current / file).relative_to(root)) for file in files if _is_source(file))
 
 
 def _is_source(path: str) -> bool:
@@ -141,7 +141,7 @@ def _is_foreign(folder: Path) -> bool:
 
 
 def _digest(path: Path) -> str:
-    """Return 16 hexadecimal digits over a file's mode and bytes, or a word for what is there instead of a file."""
+    """Return 16 hexadecimal digits over a file's mode and bytes, or a word for what exists in place of the file."""
     try:
         if path.is_symlink() and not path.is_file():
             return f"link {os.readlink(path)}"

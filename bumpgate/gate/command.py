@@ -31,7 +31,7 @@ from bumpgate.gate import drift, metrics, result
 from bumpgate.gate.bench import TITLES, Bench, Place, other_packages
 from bumpgate.gate.binding import Binding, bind
 from bumpgate.gate.plan import plan_for
-from bumpgate.gate.result import Asked, Gate, GateError, SideState
+from bumpgate.gate.result import Gate, GateConfig, GateError, SideState
 from bumpgate.gate.verdict import Decision
 from bumpgate.gate.view import View, cut, findings_text
 from bumpgate.processes.device import device_lock
@@ -49,21 +49,21 @@ INTERRUPTED = 130
 
 def command(
     lane: Annotated[str, typer.Option(help="A declared lane.")],
-    candidate: Annotated[str, typer.Option(help="What is judged: 'torch==2.14.0', or a wheel file.")] = "",
+    candidate: Annotated[str, typer.Option(help="The candidate: 'torch==2.14.0', or a wheel file.")] = "",
     adopted: Annotated[
-        str, typer.Option(help="Instead of the lane's adopted set: that set with this in it.")
+        str, typer.Option(help="Instead of the lane's adopted set: that set with this requirement.")
     ] = "",
     anchor: Annotated[
         str, typer.Option(help="Pair the candidate also with this build of a month ago, or with `history`'s.")
     ] = "",
-    python_good: Annotated[str, typer.Option(help="Adopted: this interpreter as it stands.")] = "",
-    python_bad: Annotated[str, typer.Option(help="Candidate: this interpreter as it stands.")] = "",
-    python_anchor: Annotated[str, typer.Option(help="Anchor: this interpreter as it stands.")] = "",
+    python_good: Annotated[str, typer.Option(help="Adopted side: this interpreter, unchanged.")] = "",
+    python_bad: Annotated[str, typer.Option(help="Candidate side: this interpreter, unchanged.")] = "",
+    python_anchor: Annotated[str, typer.Option(help="Anchor side: this interpreter, unchanged.")] = "",
     without: Annotated[
         list[str] | None,
         typer.Option(help="A kernel wheel that these interpreters lack on purpose; repeatable."),
     ] = None,
-    index: Annotated[str | None, typer.Option(help="URL of an index asked before the host's.")] = None,
+    index: Annotated[str | None, typer.Option(help="URL of an index that takes precedence over the host's.")] = None,
     find_links: Annotated[
         list[str] | None, typer.Option(help="Folder or page of wheels; repeatable.")
     ] = None,
@@ -71,25 +71,25 @@ def command(
         list[str] | None, typer.Option(help="A store with nightlies of `bumpgate mirror`; repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of gate.json and both records.")] = None,
-    sessions: Annotated[int | None, typer.Option(help="At most so many paired sessions.")] = None,
+    sessions: Annotated[int | None, typer.Option(help="Maximum number of paired sessions.")] = None,
     budget: Annotated[
-        float | None, typer.Option(help="Minutes after which no session begins; --resume goes on.")
+        float | None, typer.Option(help="Minutes after which no session starts; --resume continues.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the gate in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the gate in --out.")] = False,
     shell: Annotated[
-        str, typer.Option("--command", help="Instead of pytest: prints metrics as JSON lines (docs/gate.md).")
+        str, typer.Option("--command", help="Instead of pytest: a command that prints metrics as JSON (docs/gate.md).")
     ] = "",
-    selection: Annotated[list[str] | None, typer.Argument(help="After --: what pytest is to run.")] = None,
+    selection: Annotated[list[str] | None, typer.Argument(help="After --: what pytest runs.")] = None,
 ) -> None:
-    """Measure the adopted build and a candidate in pairs: ADOPT, HOLD, or UNKNOWN where evidence is missing.
+    """Measure the adopted build and a candidate in pairs: ADOPT, HOLD, or UNKNOWN if evidence is missing.
 
-    Without a selection, the whole lane.
+    Without a selection, the complete lane is measured.
 
-    Exit codes: 0 ADOPT, 1 HOLD, 125 UNKNOWN, 4 bad input, 130 interrupted (what was measured is kept for --resume).
+    Exit codes: 0 ADOPT, 1 HOLD, 125 UNKNOWN, 4 bad input, 130 interrupted (--resume continues).
     """
     if shell and selection:
         raise BumpgateError("--command and a pytest selection: name one of them")
-    asked = Asked(
+    config = GateConfig(
         lane=lane,
         candidate=candidate,
         adopted=adopted,
@@ -104,7 +104,7 @@ def command(
         command=shell,
     )
     root = find_root(Path.cwd())
-    _refuse(asked, root)
+    _refuse(config, root)
     place = out or root / "build" / "gate" / f"{lane}-{_slug(candidate or 'python')}"
     place.mkdir(parents=True, exist_ok=True)
     view = View(Console(stderr=True))
@@ -114,9 +114,9 @@ def command(
             if shell:
                 metrics.write_test(root, lane, shell)
             now = bind(root, place)
-            gate = _begin(asked, place, resume, now)
+            gate = _begin(config, place, resume, now)
             links = (*(find_links or ()), *copies(store or ()))
-            places = _places(asked, view, root, {"index": index, "find_links": links})
+            places = _places(config, view, root, {"index": index, "find_links": links})
             again = gate.finished and not gate.undecided
             if again:
                 _check_packages(gate, places, root)
@@ -137,58 +137,58 @@ def command(
                     lambda: bind(root, place),
                 ).run()
     except KeyboardInterrupt:
-        view.say(f"interrupted; what was measured is kept, go on with: {_resume_line()}")
+        view.say(f"interrupted; results so far are saved. Resume with: {_resume_line()}")
         raise typer.Exit(INTERRUPTED) from None
     except OSError as error:
         where = error.filename or place
         view.say(
-            f"bumpgate: {where}: {error.strerror}; what was measured is kept, go on with: {_resume_line()}"
+            f"bumpgate: {where}: {error.strerror}; results so far are saved. Resume with: {_resume_line()}"
         )
         raise typer.Exit(Decision.UNKNOWN.value) from None
     found = gate_file.read(place / result.NAME)
     assert isinstance(found, GateFile)
     _show(found, place, again)
     if gate.undecided:
-        view.say(f"the budget ended before every timed row was decided, go on with: {_resume_line()}")
-    if found.decision is not Decision.UNKNOWN and candidate and not asked.selection:
+        view.say(f"the budget ended before every timed row was decided. Resume with: {_resume_line()}")
+    if found.decision is not Decision.UNKNOWN and candidate and not config.selection:
         review = (
             ""
             if found.decision is Decision.ADOPT
-            else " --reviewed ROW --reason TEXT, for each row that is right"
+            else " --reviewed ROW --reason TEXT, for each intended change"
         )
         view.say(f"to adopt it: bumpgate adopt {shlex.quote(str(place / result.NAME))}{review}")
     raise typer.Exit(found.decision.value)
 
 
-def _refuse(asked: Asked, root: Path) -> None:
+def _refuse(config: GateConfig, root: Path) -> None:
     """Validate the options. Raises BumpgateError (one line)."""
     if interrupted(root):
         raise BumpgateError(
-            f"an adoption was cut short here: restore with: bumpgate rollback {asked.lane} --adoption"
+            f"an adoption was interrupted here: restore with: bumpgate rollback {config.lane} --adoption"
         )
-    lanes.require(root, asked.lane)
-    if bool(asked.candidate) == bool(asked.python_bad):
+    lanes.require(root, config.lane)
+    if bool(config.candidate) == bool(config.python_bad):
         raise BumpgateError("name the candidate: --candidate 'torch==X', or --python-bad PATH")
     for name in ("adopted", "anchor"):
-        python = {"adopted": asked.python_good, "anchor": asked.python_anchor}[name]
-        if getattr(asked, name) and python:
-            raise BumpgateError(f"--{name} or an interpreter for it, not both")
-    if asked.without and not (asked.python_good or asked.python_bad or asked.python_anchor):
+        python = {"adopted": config.python_good, "anchor": config.python_anchor}[name]
+        if getattr(config, name) and python:
+            raise BumpgateError(f"--{name} cannot be combined with an interpreter for it")
+    if config.without and not (config.python_good or config.python_bad or config.python_anchor):
         raise BumpgateError("--without is for interpreters (--python-bad PATH): name one, or leave it out")
-    kernels = kernel_wheels(root, asked.lane)
-    if unknown := [name for name in asked.without if name not in kernels]:
+    kernels = kernel_wheels(root, config.lane)
+    if unknown := [name for name in config.without if name not in kernels]:
         listed = ", ".join(kernels) or "none"
-        raise BumpgateError(f"--without {unknown[0]}: not a kernel wheel of lane {asked.lane} ({listed})")
+        raise BumpgateError(f"--without {unknown[0]}: not a kernel wheel of lane {config.lane} ({listed})")
     try:
-        plan_for(asked.sessions, asked.lane)
+        plan_for(config.sessions, config.lane)
     except ValueError as error:
         raise BumpgateError(f"--sessions: {error}") from None
-    for before, part in zip(("", *asked.selection), () if asked.command else asked.selection):
+    for before, part in zip(("", *config.selection), () if config.command else config.selection):
         if part.split("=")[0] in OURS:
             raise BumpgateError(f"{part.split('=')[0]} is set by the gate: leave it out of the selection")
         path = part.split("::")[0]
         if not part.startswith("-") and not before.startswith("-") and not (root / path).exists():
-            raise BumpgateError(f"the selection names {path}, which is not there")
+            raise BumpgateError(f"the selection names {path}, which does not exist")
 
 
 def _file_digest(candidate: str) -> str:
@@ -197,25 +197,25 @@ def _file_digest(candidate: str) -> str:
     return sha256_of(path) if candidate.endswith(".whl") and path.is_file() else ""
 
 
-def _begin(asked: Asked, out: Path, resume: bool, now: Binding) -> Gate:
+def _begin(config: GateConfig, out: Path, resume: bool, now: Binding) -> Gate:
     """Create a gate, or load the one in `out`. Raises GateError if that one has other options or inputs."""
-    there = result.read(out, plan_for(asked.sessions, asked.lane))
-    if there is None or (there.finished and not resume):
+    found = result.read(out, plan_for(config.sessions, config.lane))
+    if found is None or (found.finished and not resume):
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        gate = Gate(asked, started, shlex.join(["bumpgate", *sys.argv[1:]]), binding=now)
-        if asked.anchor or asked.python_anchor:
+        gate = Gate(config, started, shlex.join(["bumpgate", *sys.argv[1:]]), binding=now)
+        if config.anchor or config.python_anchor:
             gate.sides["anchor"] = SideState()
         return gate
     where = out / result.NAME
     if not resume:
-        raise GateError(f"{where} is of a gate that did not end: go on with --resume, or name another --out")
-    if there.asked != asked:
-        names = [n for n in vars(asked) if getattr(asked, n) != getattr(there.asked, n)]
+        raise GateError(f"{where} is of an unfinished gate: continue it with --resume, or name another --out")
+    if found.config != config:
+        names = [n for n in vars(config) if getattr(config, n) != getattr(found.config, n)]
         raise GateError(f"{where} is of another gate (other {', '.join(names)}): name another --out")
-    if there.binding is None or (differences := there.binding.differences(now)):
-        what = "; ".join(differences) if there.binding else "no record of its work tree"
-        raise GateError(f"{where} does not hold for what is here now ({what}): gate again, in another --out")
-    return there
+    if found.binding is None or (differences := found.binding.differences(now)):
+        what = "; ".join(differences) if found.binding else "no record of its work tree"
+        raise GateError(f"{where} does not match the present inputs ({what}): gate again, in another --out")
+    return found
 
 
 def _check_packages(gate: Gate, places: Mapping[str, Place], root: Path) -> None:
@@ -223,7 +223,7 @@ def _check_packages(gate: Gate, places: Mapping[str, Place], root: Path) -> None
     for name, side in gate.sides.items():
         place = places[name]
         found = (
-            {} if place.failure else installed(place.python, root, gate.asked.lane, place.variables).packages
+            {} if place.failure else installed(place.python, root, gate.config.lane, place.variables).packages
         )
         if found != side.packages:
             raise other_packages(name, side.packages, found)
@@ -237,13 +237,13 @@ def _keep_locks(places: Mapping[str, Place], out: Path) -> None:
             shutil.copyfile(place.lock, out / f"{name}.pylock.toml")
 
 
-def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> dict[str, Place]:
+def _places(config: GateConfig, view: View, root: Path, sources: dict[str, Any]) -> dict[str, Place]:
     """Return an interpreter for each side. A side that cannot be built has its `failure` set."""
-    specs = {"good": (asked.python_good, asked.adopted), "bad": (asked.python_bad, asked.candidate)}
-    if asked.anchor or asked.python_anchor:
-        specs["anchor"] = (asked.python_anchor, asked.anchor)
+    specs = {"good": (config.python_good, config.adopted), "bad": (config.python_bad, config.candidate)}
+    if config.anchor or config.python_anchor:
+        specs["anchor"] = (config.python_anchor, config.anchor)
     requests = {
-        name: lane_request(root, asked.lane, requirement or None, **sources)
+        name: lane_request(root, config.lane, requirement or None, **sources)
         for name, (python, requirement) in specs.items()
         if not python
     }
@@ -251,11 +251,11 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
     for name, (python, _) in specs.items():
         if python:
             try:
-                absent = wheels.missing(root, asked.lane, Path(python))
+                absent = wheels.missing(root, config.lane, Path(python))
             except BumpgateError as error:
                 places[name] = Place(Path(), {}, one_line(error), f"{shlex.quote(python)} -m pip list")
                 continue
-            _refuse_unprepared(asked, python, absent)
+            _refuse_unprepared(config, python, absent)
             lacking = wheels.variables({each: f"{why} (--without)" for each, why in absent.items()})
             key = compiled.HANDED_IN + hashlib.sha256(python.encode()).hexdigest()[:16]
             first, *more = ({**c, **reference.variables(None), **lacking} for c in compiled.copies(key, name))
@@ -266,7 +266,7 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
         try:
             with view.doing(f"{TITLES[name]}: building its environment"):
                 made = build(requests[name], say=view.say)
-                fitted = wheels.fit(root, asked.lane, requests[name], made, sources["find_links"], view.say)
+                fitted = wheels.fit(root, config.lane, requests[name], made, sources["find_links"], view.say)
             made = fitted.environment
             own = {**reference.variables(made.lock), **wheels.variables(fitted.absent)}
             first, *more = ({**c, **own} for c in compiled.copies(made.key, name))
@@ -284,18 +284,18 @@ def _places(asked: Asked, view: View, root: Path, sources: dict[str, Any]) -> di
     return places
 
 
-def _refuse_unprepared(asked: Asked, python: str, absent: Mapping[str, str]) -> None:
+def _refuse_unprepared(config: GateConfig, python: str, absent: Mapping[str, str]) -> None:
     """Raise GateError if an interpreter lacks kernel wheels of the lane that `--without` does not name.
 
     Otherwise an environment that was prepared badly would be judged without the rows of its peers.
     """
-    unnamed = [package for package in absent if package not in asked.without]
+    unnamed = [package for package in absent if package not in config.without]
     if unnamed:
         options = " ".join(f"--without {package}" for package in unnamed)
         raise GateError(
-            f"{python} lacks {', '.join(unnamed)} of lane {asked.lane}: install them"
-            f" (bumpgate wheels plan --lane {asked.lane} --python {shlex.quote(python)} lists which fit),"
-            f" or add, where that is on purpose: {options}"
+            f"{python} lacks {', '.join(unnamed)} of lane {config.lane}: install them"
+            f" (bumpgate wheels plan --lane {config.lane} --python {shlex.quote(python)} lists which fit),"
+            f" or add, if that is intended: {options}"
         )
 
 
@@ -312,7 +312,7 @@ def _show(gate: GateFile, out: Path, again: bool) -> None:
     ]
     part = gate.good.record.provenance.get("part") if gate.good.record else None
     parts += ["part of the lane: {} of {} rows".format(*part)] if part else []
-    parts += [f"an earlier verdict, begun {gate.started}; nothing was measured now"] if again else []
+    parts += [f"an earlier verdict, started {gate.started}; nothing was measured now"] if again else []
     for line in [*lines, "; ".join([*parts, str(out / result.NAME)])]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -6,8 +6,8 @@ Against that anchor a drift of 1 % a week reads 1, 2, 3, 4, 4, 4 %, with constan
 weekly steps would read 1 % each time and add up the noise of every step.
 
 The readings go into a one-sided cumulative sum (CUSUM: Page 1954, "Continuous inspection schemes", Biometrika 41):
-S = max(0, S + reading - ALLOWANCE), called where S passes LIMIT. A reading counts for at most CAP, so that one bad
-week alone cannot call; ALLOWANCE is half of what a month of 1 % a week comes to.
+S = max(0, S + reading - ALLOWANCE), drift if S passes LIMIT. A reading counts for at most CAP, so that one bad week
+alone is not drift; ALLOWANCE is half of the change in a month of 1 % a week.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Recent = Callable[[str, Sequence[str], int], Mapping[str, Sequence[Reading]]]
 
 @dataclass(frozen=True)
 class Creep:
-    """since: the first reading of the run that was called. called: the reading at which the sum passed the limit.
+    """since: the first reading of the detected run. called: the reading at which the sum passed the limit.
 
     ratio: the largest reading of the run, as a ratio of times (1.04 is 4 % slower than the anchor).
     """
@@ -53,7 +53,7 @@ class Creep:
 
 
 def anchor(adopted: Iterable[date], today: date) -> date | None:
-    """The day of adoption nearest to 30 days ago; the earlier of two as near. None where nothing was adopted yet."""
+    """Return the day of adoption nearest to 30 days ago; of two equally near, the earlier. None without an adoption."""
     before = sorted(day for day in adopted if day < today)
     return min(before, key=lambda day: abs((today - day).days - ANCHOR_DAYS), default=None)
 
@@ -67,7 +67,7 @@ def creep(readings: Sequence[Reading]) -> Creep | None:
     total, run = 0.0, list[Reading]()
     for before, reading in zip([None, *readings], readings):
         if not math.isfinite(reading.log_ratio):
-            raise ValueError(f"{reading.day}: no finite log-ratio: {reading.log_ratio!r}")
+            raise ValueError(f"{reading.day}: log-ratio must be finite, got {reading.log_ratio!r}")
         if before and before.day >= reading.day:
             raise ValueError(f"readings must be in order of day: {before.day}, {reading.day}")
         total += min(reading.log_ratio, CAP) - ALLOWANCE

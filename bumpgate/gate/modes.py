@@ -1,10 +1,10 @@
-"""Slow modes: processes of the candidate that are now and then much slower, which a typical session does not show.
+"""Slow modes: processes of the candidate that are now and then much slower, which most sessions do not show.
 
-A winsorised test sets a slow process aside as noise, so it never calls a build in which one process in ten takes twice
-as long. Here those processes are counted, in Wald's sequential test of "as rare as in an unchanged build" against
+A winsorised test treats a slow process as noise, so it never reports a build in which one process in ten takes twice
+as long. This module counts those processes, in Wald's sequential test of "as rare as in an unchanged build" against
 "frequent" (Wald 1945, "Sequential tests of statistical hypotheses"). Noise alone cannot prove a slow mode: with signs
 alone, k slow processes of one side and none of the other have p = 2^-k. The test therefore assumes how rare a slow
-process is where nothing changed (`Modes.rare`); slow processes of the adopted build are subtracted.
+process is in an unchanged build (`Modes.rare`); slow processes of the adopted build are subtracted.
 
 Readings that were lost are counted too: a build that is too rough to be timed, or that dies, loses more of them.
 """
@@ -31,7 +31,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Modes:
-    """The two hypotheses and their errors. Raises ValueError on values that bound no error.
+    """The two hypotheses and their errors. Raises ValueError on values that do not bound the errors.
 
     rare, frequent: share of slow processes in an unchanged build, and the share that must be found.
     alpha: chance of a false FOUND in all tests of a gate. beta: chance that a frequent slow mode is CLEARED.
@@ -48,20 +48,20 @@ class Modes:
 
     @property
     def sessions(self) -> int:
-        """Sessions without a slow process that clear a row."""
+        """Return the number of sessions without a slow process that clear a row."""
         return math.ceil(math.log(self.beta) / math.log((1 - self.frequent) / (1 - self.rare)))
 
 
 def slow_sessions(log_ratios: Sequence[float]) -> tuple[int, int]:
-    """How many sessions had a slow process of the candidate, and how many one of the adopted build."""
+    """Return the number of sessions with a slow process of the candidate, and with one of the adopted build."""
     signs = _signs(log_ratios)
     return signs.count(1), signs.count(-1)
 
 
 def slow_mode(log_ratios: Sequence[float], modes: Modes, share: float = 1.0) -> Mode:
-    """The first bound that the log-likelihood ratio crosses, session by session.
+    """Return the first bound that the log-likelihood ratio crosses, session by session.
 
-    share: of `modes.alpha`, where several tests are judged.
+    share: of `modes.alpha`, if several tests are judged.
     """
     slow = math.log(modes.frequent / modes.rare)
     normal = math.log((1 - modes.frequent) / (1 - modes.rare))
@@ -77,16 +77,17 @@ def slow_mode(log_ratios: Sequence[float], modes: Modes, share: float = 1.0) -> 
 
 
 def p_lost(bad: int, good: int) -> float:
-    """Exact one-sided p of "the candidate loses no more readings than the adopted build", from the readings lost.
+    """Return the exact one-sided p of "the candidate loses no more readings than the adopted build".
 
-    If the claim holds, a lost reading is of either side with equal chance (binomial test).
+    bad, good: numbers of lost readings. If the claim holds, each lost reading is of either side with equal chance
+    (binomial test).
     """
     total = bad + good
     return float(sum(math.comb(total, k) for k in range(bad, total + 1)) / 2**total)
 
 
 def _signs(log_ratios: Sequence[float]) -> list[int]:
-    """1, -1 or 0 a session: a slow process of the candidate, of the adopted build, of neither."""
+    """Return 1, -1 or 0 per session: a slow process of the candidate, of the adopted build, of neither."""
     if not log_ratios:
         return []
     middle = statistics.median(log_ratios)

@@ -1,7 +1,7 @@
 """Many timed rows, one verdict: p-values adjusted for how many rows were looked at.
 
-Both functions take row id -> p-value and give row id -> adjusted p-value, to be compared with the level itself.
-Any p that is valid when the comparison stops, as those of `sequential` are, may go in at any time.
+Both functions map row id -> p-value to row id -> adjusted p-value, to be compared with the level itself.
+Any p that is valid when the comparison stops, such as those of `sequential`, may be passed at any time.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 
 def holm(p_values: Mapping[str, float], shares: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Family-wise error: the chance that even one unchanged row falls under the level is at most the level.
+    """Control the family-wise error: the chance that even one unchanged row falls under the level is at most the level.
 
     The step-down rule of Holm (1979), whatever the dependence between rows: the smallest of R p-values is
-    multiplied by R, the next by R - 1, and none gets smaller than the one before it. With `shares` (positive, summing
-    to 1) instead of equal parts, in the weighted form of the same paper: each p is divided by its row's share of what
-    is left.
+    multiplied by R, the next by R - 1, and none gets smaller than its predecessor. With `shares` (positive, summing
+    to 1) instead of equal parts, in the weighted form of the same paper: each p is divided by its row's share of the
+    remaining level.
     Raises ValueError on a p outside [0, 1].
     """
     _check(p_values)
@@ -31,7 +31,7 @@ def holm(p_values: Mapping[str, float], shares: Mapping[str, float] | None = Non
 
 
 def benjamini_hochberg(p_values: Mapping[str, float]) -> dict[str, float]:
-    """False discovery rate: of the rows under the level, the expected share of unchanged ones is at most it.
+    """Control the false discovery rate: the expected share of unchanged rows under the level is at most the level.
 
     The step-up rule of Benjamini and Hochberg (1995), for independent or positively dependent rows. It selects the
     rows of a gate that are worth a look; the gate's verdict uses `holm`.

@@ -37,17 +37,17 @@ LOOKS = (
 )
 
 
-# Of the level of SLOWER: what the biases of compile caches may use of it.
+# Part of the level of SLOWER that the biases of compile caches may use.
 CACHE_PART = 0.25
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How the rows whose id matches `pattern` (fnmatch) are judged; the first rule that matches counts.
+    """How the rows whose id matches `pattern` (fnmatch) are judged; the first matching rule applies.
 
     different, same: margins, as in `Plan`. weight: importance; the levels are divided among the rules that have rows,
     in proportion to their weights, and within a rule equally. watch: SAME needs as many sessions as clear a row of
-    slow modes, also where no slow process was seen.
+    slow modes, even if no slow process was seen.
     """
 
     pattern: str
@@ -57,16 +57,16 @@ class Rule:
     watch: bool = False
 
 
-# A start is a whole compilation, read once a process: wider margins, fewer sessions, less of the level.
+# A start is a full compilation, measured once per process: wider margins, fewer sessions, less of the level.
 START = (Rule("throughput/start-*", different=0.03, same=0.1, weight=0.25),)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """When to look, and what counts as moved. Raises ValueError on a plan whose errors would not be bounded.
+    """When to look, and what counts as moved. Raises ValueError on a plan that does not bound its errors.
 
-    different: a row is SLOWER or FASTER where its interval lies beyond this change, 0.01 is 1 %.
-    same: a row is SAME where its interval lies within this change, either way.
+    different: a row is SLOWER or FASTER if its interval lies beyond this change, 0.01 is 1 %.
+    same: a row is SAME if its interval lies within this change in both directions.
     alpha: chance of a false SLOWER or FASTER in the whole family of rows, over all looks; half for each direction.
     alpha_same: chance that one row which moved by more than `same` is called SAME, over all looks.
     rules: for rows with other margins, importance or watch. modes: the test of slow modes.
@@ -85,34 +85,34 @@ class Plan:
     def __post_init__(self) -> None:
         counts = [look.sessions for look in self.looks]
         if not counts or counts[0] < 1 or any(a >= b for a, b in pairwise(counts)):
-            raise ValueError(f"looks must come after ever more sessions, got {counts}")
+            raise ValueError(f"sessions of the looks must increase, got {counts}")
         for shares in ([x.different for x in self.looks], [x.same for x in self.looks]):
             if min(shares) < 0 or sum(shares) > 1 + 1e-9:
-                raise ValueError(f"shares of a level are at least 0 and sum to at most 1, got {shares}")
+                raise ValueError(f"shares of a level must be at least 0 and sum to at most 1, got {shares}")
         for rule in (Rule("*", self.different, self.same), *self.rules):
             if not 0 <= rule.different <= rule.same:
                 raise ValueError(f"need 0 <= different <= same, got {rule.different} and {rule.same}")
         if not all(rule.weight > 0 for rule in self.rules):
-            raise ValueError(f"weights are positive, got {[rule.weight for rule in self.rules]}")
+            raise ValueError(f"weights must be positive, got {[rule.weight for rule in self.rules]}")
         if not (0 < self.alpha < 1 and 0 < self.alpha_same < 0.5 and self.cache_sd >= 0):
             raise ValueError(f"levels out of range: {self.alpha}, {self.alpha_same} and {self.cache_sd}")
 
     @property
     def budget(self) -> int:
-        """Sessions after which an open row is left INCONCLUSIVE."""
+        """Return the number of sessions after which an open row is left INCONCLUSIVE."""
         return self.looks[-1].sessions
 
     def rule(self, row: str) -> Rule:
-        """The rule of one row."""
+        """Return the rule of one row."""
         found = (rule for rule in self.rules if fnmatchcase(row, rule.pattern))
         return next(found, Rule("*", self.different, self.same))
 
 
 @dataclass(frozen=True)
 class Family:
-    """The rows that are judged together, and how each reading came about.
+    """Rows that are judged together, and the origin of each reading.
 
-    tests: row id -> node id; rows of one test come from the same processes. A row without one is a test of its own.
+    tests: row id -> node id; rows of one test come from the same processes. A row without one is a separate test.
     caches: row id -> the pair of compile caches that each reading used; a row without one alternated between two.
     """
 
@@ -121,9 +121,9 @@ class Family:
 
 
 def cache_allowance(plan: Plan, share: float, pairs: int) -> float:
-    """The log-ratio that compile caches alone exceed with a chance of `share` of CACHE_PART of half of alpha.
+    """Return the log-ratio that compile caches alone exceed with a chance of `share` of CACHE_PART of half of alpha.
 
-    Each side's cache adds a bias of its own, normal with `plan.cache_sd`. More sessions do not remove it; `pairs`
+    Each side's cache adds an independent bias, normal with `plan.cache_sd`. More sessions do not remove it; `pairs`
     independent pairs of caches average it.
     """
     if not plan.cache_sd:
@@ -133,7 +133,7 @@ def cache_allowance(plan: Plan, share: float, pairs: int) -> float:
 
 
 def shares(names: Iterable[str], plan: Plan) -> dict[str, float]:
-    """Row id -> its share of the level: the rules that have rows divide it by weight, and their rows equally."""
+    """Return row id -> its share of the level: the rules that have rows divide it by weight, and their rows equally."""
     rules = {name: plan.rule(name) for name in names}
     counts = Counter(rules.values())
     total = sum(rule.weight for rule in counts)
@@ -141,10 +141,10 @@ def shares(names: Iterable[str], plan: Plan) -> dict[str, float]:
 
 
 def plan_for(sessions: int | None = None, lane: str = "") -> Plan:
-    """The plan of a lane, cut to `sessions`; the last look gets the shares of the looks that are cut off.
+    """Return the plan of a lane, cut to `sessions`; the last look gets the shares of the looks that are cut off.
 
     Slow modes of a training step are watched for on the CPU lane, where a session is cheap, and only if there are
-    sessions enough to clear a row of them. Raises ValueError on fewer sessions than the first look needs.
+    enough sessions to clear a row of them. Raises ValueError on fewer sessions than the first look needs.
     """
     whole = Plan()
     watch = lane == "cpu" and (sessions is None or sessions >= whole.modes.sessions)

@@ -30,7 +30,7 @@ class GateError(BumpgateError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class GateConfig:
     """Options of a gate; `--resume` requires the same ones. Interpreters and requirements as the user wrote them.
 
     candidate_file: sha256 of a candidate that is a wheel file; its version alone may stand for several builds.
@@ -80,7 +80,7 @@ class Gate:
     host: the class of the machine, which must not change. binding: the work tree that it measures.
     """
 
-    asked: Asked
+    config: GateConfig
     started: str
     command: str
     wall_seconds: float = 0.0
@@ -115,7 +115,7 @@ class Gate:
         paired = self.paired or Sessions({}, None, 0)
         return {
             "schema": SCHEMA,
-            "lane": self.asked.lane,
+            "lane": self.config.lane,
             "decision": self.decision.name,
             "exit_code": self.decision.value,
             "finished": self.finished,
@@ -123,7 +123,7 @@ class Gate:
             "wall_seconds": round(self.wall_seconds, 1),
             "host": self.host,
             "command": self.command,
-            "asked": asdict(self.asked),
+            "asked": asdict(self.config),
             "binding": self.binding.to_json() if self.binding else None,
             "sides": {name: asdict(side) for name, side in self.sides.items()},
             "findings": [asdict(f) | {"decision": f.decision.name} for f in self.findings],
@@ -148,8 +148,8 @@ def read(out: Path, plan: Plan) -> Gate | None:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         lists = {name: tuple(raw["asked"].get(name, ())) for name in ("selection", "without")}
-        asked = Asked(**raw["asked"] | lists)
-        gate = Gate(asked, raw["started"], raw["command"], raw["wall_seconds"], raw["finished"])
+        config = GateConfig(**raw["asked"] | lists)
+        gate = Gate(config, raw["started"], raw["command"], raw["wall_seconds"], raw["finished"])
         gate.decision, gate.host = Decision[raw["decision"]], raw["host"]
         gate.binding = Binding.from_json(raw["binding"]) if raw["binding"] else None
         for name, side in raw["sides"].items():

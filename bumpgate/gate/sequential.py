@@ -1,24 +1,24 @@
-"""The sequential test of timed rows: did the candidate's time move, judged as sessions come in.
+"""Sequential test of timed rows: whether the candidate's time changed, judged as sessions are measured.
 
 A session is a fresh process of each side (A adopted, B candidate), both at once or one after the other, and gives
-one log-ratio a row, log(time of B / time of A). What is left in it is mostly a bias of each process (memory layout;
-standard deviation 1 to 3 %, on a busy host 5), which more rounds within a process do not remove, so sessions are what
-is counted.
+one log-ratio per row, log(time of B / time of A). Its noise is mostly a bias of each process (memory layout;
+standard deviation 1 to 3 %, on a busy host 5), which more rounds within a process do not remove, so sessions are
+counted.
 
 The test of "the true log-ratio is at most b": each session's distance from b counts with its sign, and at most
 with the median distance (winsorised, so one bad session weighs like an ordinary one). If the claim holds, swapping
 A and B in a session is a fair coin, so the sum is compared with its exact distribution over all 2^n signs given
-the distances. No normal law, no estimate of a variance: any noise that treats A and B alike will do, heavy tails
-and sessions of unequal quality included. (Fisher's randomisation test with the score of an M-estimate: Maritz 1979,
-"A note on exact robust confidence intervals for location", Biometrika 66.)
+the distances. It assumes no normal distribution and estimates no variance: any noise that is the same for A and B is
+allowed, heavy tails and sessions of unequal quality included. (Fisher's randomisation test with the score of an
+M-estimate: Maritz 1979, "A note on exact robust confidence intervals for location", Biometrika 66.)
 
 Several looks: each look owns a share of the level, the shares sum to 1, and p is divided by its look's share. By
-Bonferroni's inequality the smallest quotient so far is a p-value whenever one stops (alpha spending as of Slud and
-Wei 1982, in its simplest form; "always valid" p of Johari, Pekelis and Walsh 2022). Few looks beat many: a look
-after each session spends the level on nearly the same data again.
+Bonferroni's inequality the smallest quotient so far is a p-value at any stopping time (alpha spending as of Slud and
+Wei 1982, in its simplest form; "always valid" p of Johari, Pekelis and Walsh 2022). Few looks are better than
+many: a look after each session spends the level on nearly the same data again.
 
-Between the two margins lies Wald's indifference zone, where SAME and DIFFERENT are both right answers. With one
-margin, a row that moved by just that much would use up every budget.
+Between the two margins lies Wald's indifference zone, where SAME and DIFFERENT are both correct. With a single margin,
+a row that moved by exactly that much would use up every budget.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BISECTIONS = 24
 
 
 class Outcome(Enum):
-    """What the sessions so far show of one row. SLOW MODE: frequent slow processes of the candidate."""
+    """Outcome of the sessions so far for one row. SLOW MODE: frequent slow processes of the candidate."""
 
     SAME = "SAME"
     SLOWER = "SLOWER"
@@ -80,32 +80,32 @@ class Evidence:
 
 
 def alternate(session: int) -> str:
-    """The order of the two processes of a session, counted from 0: AB, BA, BA, AB, and again.
+    """Return the order of the two processes of a session, counted from 0: AB, BA, BA, AB, and so on.
 
-    A steady drift of the machine, and what the first process of a session suffers (a waking machine), change sign from
-    one session to the next, and from one session on a pair of compile caches to its next.
+    The effects of a steady drift of the machine, and of being the first process of a session (a waking machine), change
+    sign from one session to the next, and from one session on a pair of compile caches to its next.
     """
     return "AB" if session % 4 in (0, 3) else "BA"
 
 
 def log_ratio(order: str, readings: Sequence[float]) -> float:
-    """log(time of B / time of A) of one session: mean log of B less mean log of A, in the order they ran.
+    """Return log(time of B / time of A) of one session: mean log of B minus mean log of A, in the order they ran.
 
-    readings: positive times (or costs), one a process. Raises ValueError on any other, or on a letter too few.
+    readings: positive times (or costs), one per process. Raises ValueError on other values or another number of them.
     """
     if len(readings) != len(order) or order.count("A") != order.count("B") or set(order) != {"A", "B"}:
         raise ValueError(f"order {order!r} does not pair {len(readings)} readings")
     if not all(0 < x < math.inf for x in readings):
-        raise ValueError(f"a time is positive and finite, got {list(readings)}")
+        raise ValueError(f"times must be positive and finite, got {list(readings)}")
     signed = (math.log(x) if letter == "B" else -math.log(x) for letter, x in zip(order, readings))
     return math.fsum(signed) / order.count("B")
 
 
 def log_ratio_of_rounds(good: Sequence[float], bad: Sequence[float]) -> float:
-    """log(cost of bad / cost of good) of two processes that went through the same rounds at the same time.
+    """Return log(cost of bad / cost of good) of two processes that ran the same rounds at the same time.
 
-    Neighbouring rounds are taken together first: the sides change places after each, so that what one core suffers
-    cancels; then Hodges-Lehmann over them. Raises ValueError on costs that do not pair.
+    Neighbouring rounds are averaged first: the sides swap cores after each round, so that a disturbance of one core
+    cancels; then Hodges-Lehmann over the averages. Raises ValueError on costs that do not pair.
     """
     if len(good) != len(bad) or not good or not all(0 < x < math.inf for x in (*good, *bad)):
         raise ValueError(
@@ -116,9 +116,9 @@ def log_ratio_of_rounds(good: Sequence[float], bad: Sequence[float]) -> float:
     return estimate(places or logs)
 
 
-@lru_cache(maxsize=4096)  # a later look asks for the p-values of the earlier ones again
+@lru_cache(maxsize=4096)  # a later look needs the p-values of the earlier ones again
 def p_above(log_ratios: tuple[float, ...], bound: float) -> float:
-    """Exact one-sided p-value of "the true log-ratio is at most `bound`"; small means that it lies above."""
+    """Return the exact one-sided p-value of "the true log-ratio is at most `bound`"; small means that it lies above."""
     distances = [x - bound for x in log_ratios]
     cap = statistics.median(map(abs, distances))
     if cap == 0:  # half of the sessions lie on the bound itself
@@ -139,7 +139,7 @@ def p_above(log_ratios: tuple[float, ...], bound: float) -> float:
 
 @lru_cache(maxsize=4096)
 def p_below(log_ratios: tuple[float, ...], bound: float) -> float:
-    """Exact one-sided p-value of "the true log-ratio is at least `bound`"."""
+    """Return the exact one-sided p-value of "the true log-ratio is at least `bound`"."""
     return p_above(tuple(-x for x in log_ratios), -bound)
 
 
@@ -150,11 +150,11 @@ def evidence(
     share: float = 1.0,
     caches: Sequence[int] = (),
 ) -> Evidence:
-    """p-values over all looks that these sessions reached; 1 before the first.
+    """Return the p-values over all looks that these sessions reached; 1 before the first.
 
     A look counts for SLOWER or FASTER only if the estimate exceeds what compile caches alone explain, and lies beyond
     the margin on each pair of caches. share: of the level, see `shares`. caches: the pair of each
-    session; two in turn by default.
+    session; by default two alternate.
     """
     rule = rule or plan.rule("")
     different, same = math.log1p(rule.different), math.log1p(rule.same)
@@ -166,7 +166,7 @@ def evidence(
         seen = tuple(log_ratios[: look.sessions])
         if look.different:
             above, below = (p / look.different for p in (p_above(seen, different), p_below(seen, -different)))
-            # No call is possible on a larger p, so the estimates are not needed.
+            # A larger p cannot decide, so the estimates are not needed.
             if above > level or _beyond_caches(seen, caches, different, plan, share):
                 slower = min(slower, above)
             if below > level or _beyond_caches([-x for x in seen], caches, different, plan, share):
@@ -181,10 +181,10 @@ def evidence(
 def decide(
     sessions: Mapping[str, Sequence[float]], plan: Plan, family: Family | None = None
 ) -> dict[str, Outcome]:
-    """Row id -> outcome, from each row's log-ratios so far, in the order they were measured.
+    """Return row id -> outcome, from each row's log-ratios so far, in the order they were measured.
 
-    The whole family comes in at every call: rows already decided with the sessions they stopped at, rows without
-    a session as well. A pure function, so a gate that was killed goes on from what it has stored. A row needs
+    Each call takes the complete family: decided rows with the sessions they stopped at, and rows without a session. A
+    pure function, so a killed gate continues from its stored state. A row needs
     more sessions while it is INCONCLUSIVE and has fewer than `plan.budget`.
     """
     return {row: outcome for row, (outcome, _) in _judge(sessions, plan, family or Family()).items()}
@@ -193,7 +193,7 @@ def decide(
 def summarise(
     sessions: Mapping[str, Sequence[float]], plan: Plan, family: Family | None = None
 ) -> dict[str, Timed]:
-    """The outcomes of `decide`, with the numbers that a report shows. A row without a session has no number."""
+    """Return the outcomes of `decide`, with the numbers that a report shows. A row without a session has no number."""
     judged = _judge(sessions, plan, family or Family())
     likelier = {row: min(1.0, 2 * min(e.slower, e.faster)) for row, (_, e) in judged.items()}
     p, q = holm(likelier, shares(sessions, plan)), benjamini_hochberg(likelier)
@@ -234,7 +234,7 @@ def estimate(log_ratios: Sequence[float]) -> float:
 
 
 def interval(log_ratios: Sequence[float], plan: Plan) -> tuple[float, float]:
-    """Bounds of the log-ratio that the last look cannot reject, each at its share of `alpha_same`."""
+    """Return the bounds of the log-ratio that the last look cannot reject, each at its share of `alpha_same`."""
     look = next((x for x in reversed(plan.looks) if x.sessions <= len(log_ratios)), None)
     if look is None:
         return -math.inf, math.inf
@@ -266,7 +266,7 @@ def _beyond_caches(
 
 
 def _lower_end(log_ratios: tuple[float, ...], level: float) -> float:
-    """The largest bound below the estimate that is rejected."""
+    """Return the largest bound below the estimate that is rejected."""
     high = estimate(log_ratios)
     low = min(log_ratios) - (max(log_ratios) - min(log_ratios)) - 1e-6
     if p_above(log_ratios, low) > level:

@@ -1,10 +1,9 @@
 """Verdict of a gate: a pure function from the measurements of two environments to ADOPT, HOLD or UNKNOWN.
 
-HOLD needs evidence against the candidate: a row that is right in the adopted environment and wrong or gone in a
-whole run of the candidate, a row that is right on both sides and worse than the adopted one's (bumpgate.gate.between),
-a test that fails there only, a slower timed row, drift. UNKNOWN is any gap in the
-evidence: a canary that failed, a build that failed, a row missing, open or red on both sides, nothing selected.
-Otherwise ADOPT.
+HOLD needs evidence against the candidate: a row that is right in the adopted environment and wrong or missing in a
+complete run of the candidate, a row that is right on both sides and worse in the candidate (bumpgate.gate.between), a
+test that only fails there, a slower timed row, drift. UNKNOWN is any gap in the evidence: a canary that failed, a build
+that failed, a row missing, open or red on both sides, nothing selected. Otherwise ADOPT.
 
 Rows are grouped by cause: one metric whose evidence starts alike is one finding, shown once with both sides.
 """
@@ -29,10 +28,10 @@ from bumpgate.rows import Judgement, Record, Verdict, one_line
 
 # Verdicts against the product. Any other red verdict means that the row was not measured or not reviewed.
 PRODUCT = (Verdict.REGRESSION, Verdict.CHANGED)
-# Right on both sides, and worse than on the adopted one by more than its kind allows.
+# Right on both sides, but worse on the candidate side by more than the kind of row allows.
 WORSE = "WORSE"
 ONE_SIDE = "measured on one side only"
-# The sides ran another pattern, dtype, batch or number of tokens, so their values do not compare.
+# The sides ran another pattern, dtype, batch or number of tokens, so their values are not comparable.
 OTHER_WORK = "OTHER WORK"
 # Rows that only the candidate can measure, such as those of a capability that its release adds.
 NEW = "NEW"
@@ -70,8 +69,8 @@ class Finding:
     """One cause, and all the rows that it affects.
 
     decision: the gate's decision from this cause alone; ADOPT if it does not block (WIN, FASTER, FIXED).
-    label: the row verdict or the outcome ("CHANGED", "SLOWER"). metric, head: the signature; no metric where rows
-    could not be measured, for then the reason alone is the cause. good, bad: what each side showed, line by line.
+    label: the row verdict or the outcome ("CHANGED", "SLOWER"). metric, head: the signature; no metric if rows
+    could not be measured, since the reason alone is then the cause. good, bad: what each side showed, line by line.
     repro: one command.
     """
 
@@ -287,11 +286,11 @@ def _is_code(j: Judgement) -> bool:
 def _row(
     lane: str, good: Judgement | None, bad: Judgement | None, *, whole: bool, paired: bool
 ) -> list[Finding]:
-    said = _compare(good, bad, whole, paired)
+    result = _compare(good, bad, whole, paired)
     shown = bad if bad and (bad.red or not (good and good.red)) else good
-    if said is None or shown is None:
+    if result is None or shown is None:
         return []
-    decision, label = said
+    decision, label = result
     shown_by_metric = ("FIXED", "WIN", NEW, "KNOWN DEFECT", "RED IN BOTH", WORSE, *(v.value for v in PRODUCT))
     product = label in shown_by_metric
     metric = shown.row.id.rsplit("/", 1)[1] if product else ""

@@ -1,4 +1,4 @@
-"""What `bumpgate gate` shows: live progress on a terminal, a line a step anywhere else, the findings at the end."""
+"""Output of `bumpgate gate`: live progress on a terminal, one line per step elsewhere, the findings at the end."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ SHOWN_LINES = 6
 
 
 class View:
-    """Progress goes to `console` (stderr), so that stdout holds the findings alone."""
+    """Progress output on `console` (stderr), so that stdout holds only the findings."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
 
     def say(self, line: str) -> None:
-        """One finished step."""
+        """Print one finished step."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def doing(self, what: str) -> Iterator[Callable[[str], None]]:
-        """What runs now: on a terminal a line that lives until it is done, and which the yielded function rewrites."""
+        """Show a running step: on a terminal, a temporary line that the yielded function rewrites."""
         if not self.console.is_terminal:
             yield lambda text: None
             return
@@ -38,13 +38,13 @@ class View:
 
 
 def session_line(sessions: Sessions) -> str:
-    """How far the sessions are: `8 sessions of at most 32; 2 of 3 rows open`."""
+    """Format the progress of the sessions: `8 sessions of at most 32; 2 of 3 rows open`."""
     rows, still = len(sessions.tests), len(sessions.open_rows())
     return f"{sessions.begun} sessions of at most {sessions.wanted}; {still} of {rows} rows open"
 
 
 def timed_line(outcomes: Sequence[Outcome], sessions: Sessions) -> str:
-    """`timed rows after 12 sessions: 2 SAME, 1 SLOWER`, and why a time was last lost, where one was."""
+    """`timed rows after 12 sessions: 2 SAME, 1 SLOWER`, and why a time was last lost, if any."""
     counts = [f"{outcomes.count(o)} {o.value}" for o in Outcome if o in outcomes]
     line = f"timed rows after {sessions.begun} sessions: {', '.join(counts) or 'none'}"
     return f"{line}; last lost: {sessions.lost}" if sessions.lost else line
@@ -53,14 +53,14 @@ def timed_line(outcomes: Sequence[Outcome], sessions: Sessions) -> str:
 def first_answer(holding: Sequence[Finding]) -> list[str]:
     """Return the lines that a gate shows before its sessions; `holding`: the findings that hold the candidate."""
     if not holding:
-        return ["first answer: nothing but the times can hold the candidate"]
+        return ["first answer: only the times can still hold the candidate"]
     number = f"{len(holding)} finding{'s' * (len(holding) != 1)}"
     causes = (f"  {_cause(f)}; {', '.join(cut(f.rows))}" for f in holding)
     return [f"first answer: HOLD, whatever the times are ({number})", *causes]
 
 
 def findings_text(findings: Sequence[Finding], console: Console) -> None:
-    """Prints the findings: a table where there is a terminal, blocks of whole lines where a log is searched."""
+    """Print the findings: a table on a terminal, else blocks of unbroken lines, so that a log can be searched."""
     if console.is_terminal:
         console.print(_table(findings))
         return

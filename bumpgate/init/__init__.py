@@ -1,4 +1,4 @@
-"""`bumpgate init`: the files with which a repository gets a lane, rows and a gate of its own."""
+"""`bumpgate init`: writes the files that give a repository a lane, rows and a gate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bumpgate.lanes import NAME, OWN
 from bumpgate.rows import BumpgateError, write_atomic
 
 HERE = Path(__file__).parent
-# Without one of these pytest takes the folder of the tests for the root of the repository.
+# Without one of these, pytest uses the folder of the tests as the root of the repository.
 CONFIGURATION = ("pyproject.toml", "pytest.ini", "tox.ini", "setup.cfg")
 VERSION = re.compile(r"\d+(\.\d+)+[\w.]*")
 
@@ -24,7 +24,7 @@ def command(
 ) -> None:
     """Write a lane of this machine's CPU, an example test and a CI workflow into this folder.
 
-    Exit codes: 0 done, 4 bad input or a file that is already there (then nothing is written).
+    Exit codes: 0 done, 4 bad input or an existing file (then nothing is written).
     """
     if not NAME.fullmatch(lane):
         raise BumpgateError(
@@ -42,8 +42,8 @@ def command(
     }
     if not any((root / name).exists() for name in CONFIGURATION):
         files["pytest.ini"] = "pytest.ini"
-    if there := [name for name in files if (root / name).exists()]:
-        raise BumpgateError(f"{there[0]} is already there: init overwrites nothing")
+    if existing := [name for name in files if (root / name).exists()]:
+        raise BumpgateError(f"{existing[0]} already exists: init overwrites nothing")
     for name, template in files.items():
         text = (HERE / template).read_text(encoding="utf-8")
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -56,4 +56,4 @@ def _installed() -> str:
     try:
         return metadata.version("torch").partition("+")[0]
     except metadata.PackageNotFoundError:
-        raise BumpgateError("torch is not installed here: name the adopted one, --torch 2.13.0") from None
+        raise BumpgateError("torch is not installed here: name the adopted version, --torch 2.13.0") from None

@@ -45,7 +45,7 @@ class ChannelError(BumpgateError):
 
 @dataclass(frozen=True)
 class Posted:
-    """What a channel has of a topic. number, url: of its issue."""
+    """State of a topic in a channel. number, url: of its issue."""
 
     state: str
     digest: str
@@ -142,7 +142,7 @@ class GitHub:
 
 
 class Slack:
-    """A webhook that takes {"text": ...}. Says when a topic opens, comes back and closes."""
+    """A webhook that takes {"text": ...}. Reports when a topic opens, comes back and closes."""
 
     name = "slack"
     updates = False
@@ -179,12 +179,12 @@ class Hook:
 
     def send(self, event: str, message: Message, before: Posted | None) -> Posted:
         content = {"event": event, "topic": message.topic, "title": message.title}
-        given = json.dumps(content | {"text": message.text, "findings": message.keys}) + "\n"
+        payload = json.dumps(content | {"text": message.text, "findings": message.keys}) + "\n"
         program = self._argv[0]
         try:
             done = subprocess.run(
                 self._argv,
-                input=given.encode(),
+                input=payload.encode(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 timeout=HOOK_SECONDS,
@@ -231,7 +231,7 @@ def http(
     content: Any,
     sign: Callable[[requests.PreparedRequest], requests.PreparedRequest],
 ) -> requests.Response:
-    """One request. Raises ChannelError, which names the host and the reason alone: the URL may be a secret."""
+    """Send one request. Raises ChannelError, which names only the host and the reason: the URL may be a secret."""
     import requests
 
     where = f"{name} ({urlsplit(url).hostname})"
@@ -265,7 +265,7 @@ def http(
 
 
 def _fenced(text: str) -> str:
-    """A code block, in which neither markup nor a mention has an effect."""
+    """Format text as a code block, in which markup and mentions have no effect."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"

@@ -1,6 +1,6 @@
 """`bumpgate notify`: brings the channels up to date with the findings of the history.
 
-What a channel has is stored once it confirmed a message, so a message that failed is sent by the next call.
+The state of a channel is stored when it has confirmed a message, so a failed message is sent by the next call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def command(
     ] = False,
     store: Annotated[str, typer.Option(help="SQLAlchemy URL; by default a SQLite file of this user.")] = "",
 ) -> None:
-    """Send one message per cause that gates of the history found, changed or no longer find; none twice.
+    """Send one message per new, changed or resolved cause in the gates of the history; none twice.
 
     Run it after `bumpgate history add`, and after the bisect if there is one.
 

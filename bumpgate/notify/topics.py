@@ -25,7 +25,7 @@ PASSWORD = re.compile(r"(?<=//)[^/@\s]*@")
 
 @dataclass(frozen=True)
 class Message:
-    """What a channel is to show of a topic. state: open or closed. keys: of its findings."""
+    """Content of a topic for a channel. state: open or closed. keys: of its findings."""
 
     topic: str
     state: str
@@ -35,7 +35,7 @@ class Message:
 
     @property
     def marker(self) -> str:
-        """Identifies the topic in the text of an issue."""
+        """Marker that identifies the topic in the text of an issue."""
         return f"<!-- bumpgate {hashlib.sha256(self.topic.encode()).hexdigest()[:16]} -->"
 
     @property
@@ -51,11 +51,11 @@ def cause(one: Known) -> str:
 
 def assign(known: Sequence[Known]) -> dict[str, str]:
     """Return the topics of open findings that have none yet, by key."""
-    taken = {one.topic for one in known if one.topic}
+    existing = {one.topic for one in known if one.topic}
     fresh = [one for one in known if not one.gone and not one.topic]
     out = {one.key: cause(one) for one in fresh}
     for subject in {(one.lane, one.package) for one in fresh}:
-        late = [one for one in fresh if (one.lane, one.package) == subject and out[one.key] not in taken]
+        late = [one for one in fresh if (one.lane, one.package) == subject and out[one.key] not in existing]
         if len({out[one.key] for one in late}) > STORM:
             day = max(one.last for one in late)
             lane, package = subject
@@ -74,7 +74,7 @@ def messages(known: Iterable[Known], answers: Mapping[str, str], secrets: Sequen
 
 
 def answer(raw: Mapping[str, Any]) -> str:
-    """What a bisect found, in a few lines. raw: its bisect.json. Raises KeyError or TypeError on anything else."""
+    """Return a bisect's result in a few lines. raw: its bisect.json. Raises KeyError or TypeError on anything else."""
     package = raw["package"]
     if raw["failure"] or not raw["first"]:
         return f"bisect: no answer: {one_line(raw['failure'])}"

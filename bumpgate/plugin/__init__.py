@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--part",
         action="store_true",
-        help="this run is a part of its lane on purpose: --gate does not take that for red",
+        help="this run is intended to cover a part of its lane: --gate does not report that as red",
     )
     group.addoption(
         "--affected",
@@ -48,11 +48,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="only the tests that depend on a file changed since the commit BASE; a part of the lane",
     )
     group.addoption(
-        "--launcher", metavar="COMMAND", help="whose environment and exit codes suites/launch judges (ours)"
+        "--launcher",
+        metavar="COMMAND",
+        help="launcher that suites/launch checks (default: ours)",
     )
     # With "=", not a space: until pytest has read pyproject.toml it treats an existing file as a test path.
     group.addoption(
-        "--record", metavar="PATH", help="--record=PATH: where the rows go (default: record.json)"
+        "--record", metavar="PATH", help="--record=PATH: output path of the rows (default: record.json)"
     )
 
 
@@ -62,18 +64,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
     _register(config, fixtures, "bumpgate-fixtures")
     _register(config, _LaneRun(), "bumpgate-lane")
-    record, given = config.option.record, config.invocation_params
+    record, parameters = config.option.record, config.invocation_params
     if not (record or config.option.launcher) or hasattr(config, "workerinput"):
         return
     if config.inipath:
-        # A worker of xdist parses the line again, and by then the record is an existing file. An explicit
-        # configuration file is found whatever pytest takes for a test path.
+        # A worker of xdist parses the command line again, when the record is an existing file. An explicit
+        # configuration file is found even if pytest treats the record as a test path.
         where = ("-c", str(config.inipath), f"--rootdir={config.rootpath}")
-        config.invocation_params = replace(given, args=(*where, *given.args))
+        config.invocation_params = replace(parameters, args=(*where, *parameters.args))
     elif record and not config.option.rootdir:
         raise pytest.UsageError(
-            f"no pytest configuration found from {config.rootpath}: pytest took the existing file {record} "
-            f"for a test path; write --record={record}"
+            f"no pytest configuration found from {config.rootpath}: pytest treated the existing file {record} "
+            f"as a test path; write --record={record}"
         )
 
 
@@ -90,7 +92,7 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
 
 
 def _foreign_variables() -> str | None:
-    """One line on variables that bumpgate sets for its own runs, if it is not bumpgate that started this one."""
+    """Return a line on variables that bumpgate sets for its runs, if bumpgate did not start this one; else None."""
     found = [name for name in OWN_VARIABLES if name in os.environ]
     if not found:
         return None
@@ -141,7 +143,7 @@ class _LaneRun:
             raise pytest.UsageError(fault)
         if config.option.gate and config.option.noconftest:
             raise pytest.UsageError(
-                "--noconftest leaves out how the repository prepares a lane: leave it out, or leave out --gate"
+                "--noconftest skips the conftest that prepares a lane: leave it out, or leave out --gate"
             )
         if config.option.gate and config.option.collectonly:
             raise pytest.UsageError("--collect-only measures nothing: leave it out, or leave out --gate")
@@ -166,7 +168,7 @@ def _register(config: pytest.Config, plugin: object, name: str) -> None:
 
 
 def lanes_of(config: pytest.Config) -> Mapping[str, Lane]:
-    """The lanes that the repository declares, by name. Raises UsageError on a declaration that cannot be read."""
+    """Return the lanes that the repository declares, by name. Raises UsageError on an invalid declaration."""
     if LANES not in config.stash:
         try:
             config.stash[LANES] = load(config.rootpath)
@@ -196,23 +198,23 @@ def chosen_lane(config: pytest.Config) -> str | None:
 
 
 def _names(config: pytest.Config) -> set[str]:
-    """The markers that -m names."""
+    """Return the markers that -m names."""
     expression = re.sub(r"\([^()]*=[^()]*\)", "", config.option.markexpr)
     return set(re.findall(r"[\w:+\-.\[\]\\/]+", expression)) - {"and", "or", "not"}
 
 
 def named_lanes(config: pytest.Config) -> list[str]:
-    """The lanes that -m names, without those that it excludes."""
+    """Return the lanes that -m names, without those that it excludes."""
     names, expression = _names(config), config.option.markexpr
     return [n for n in lanes_of(config) if n in names and not re.search(rf"\bnot\s+{n}\b", expression)]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """The workers of `-n auto`, the default. At least one: a crash or a hang then costs one test, not the run.
+    """Return the workers of `-n auto`, the default. At least one, so that a crash or hang costs one test, not the run.
 
-    On a GPU as many as its machine has cores for: nearly all of the lane's time is compiling. On a CPU one for each
-    core that has memory for it, or what PYTEST_XDIST_AUTO_NUM_WORKERS says. None, which is xdist's own number,
+    On a GPU, as many as the machine has cores for: nearly all of the lane's time is compiling. On a CPU, one for each
+    core that has memory for it, or the value of PYTEST_XDIST_AUTO_NUM_WORKERS. None, which selects xdist's own number,
     outside a lane.
     """
     devices = [lanes_of(config)[name].device for name in named_lanes(config)]
@@ -224,9 +226,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def cache_fault() -> str | None:
-    """Why a compile cache's folder cannot be used, in one line; it is made where it is missing.
+    """Return why a compile cache's folder cannot be used, in one line, or None. A missing folder is created.
 
-    A real write: mode bits do not hold for root.
+    Checked by writing a file: mode bits do not apply to root.
     """
     faults = map(_folder_fault, ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"))
     return next((fault for fault in faults if fault), None)

@@ -14,14 +14,14 @@ from bumpgate.rows import BumpgateError
 class Affected:
     """Deselects the tests that do not depend on the changed files.
 
-    The controller reads the changed files once, before the run may change any; workers get them from it.
+    The controller reads the changed files once, before the run may change any, and passes them to the workers.
     """
 
     def __init__(self, config: pytest.Config, base: str) -> None:
         self.config, self.base = config, base
-        given = getattr(config, "workerinput", None)
+        worker_input = getattr(config, "workerinput", None)
         try:
-            self.paths = set(given["affected"]) if given else changed(config.rootpath, base)
+            self.paths = set(worker_input["affected"]) if worker_input else changed(config.rootpath, base)
         except BumpgateError as error:
             raise pytest.UsageError(str(error)) from None
 

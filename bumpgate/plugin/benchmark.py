@@ -1,4 +1,4 @@
-"""Rows of pytest-benchmark: the median of a test's fixture `benchmark` is a timed row, without a change of the test."""
+"""Rows of pytest-benchmark: the median of a test's fixture `benchmark` is a timed row, without changes to the test."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ INSTALL_XLA = (
 
 @dataclass(frozen=True)
 class Found:
-    """device: what the lane would run on here. missing: why it cannot run, in one line with the remedy."""
+    """Result of the device search. device: what the lane would run on. missing: why it cannot run, and the fix."""
 
     device: str
     missing: str | None = None
@@ -72,7 +72,7 @@ def find(lane: Lane) -> Found:
 
 
 def _cuda_program(lane: Lane) -> str:
-    """Prints the name of the first GPU, then the number of GPUs and the capability where the lane states them."""
+    """Return a program that prints the name of the first GPU, and the number and capability if the lane states them."""
     count = "c.device_count()" if lane.count > 1 else "1"
     capability = "'.'.join(map(str, c.get_device_capability(0)))" if lane.capability else "''"
     return f"import json, torch; c = torch.cuda; print(json.dumps([c.get_device_name(0), {count}, {capability}]))"
@@ -91,12 +91,12 @@ def _other_gpu(lane: Lane, name: str, count: int, capability: str) -> str | None
 
 
 def unknown_tpu(kind: str) -> str | None:
-    """Why the lane does not run on a PJRT device of this kind; its name is the lane's promise."""
-    return None if kind in TPU_KINDS else f"the device is {kind!r}, known are {', '.join(TPU_KINDS)}"
+    """Return why the lane does not run on a PJRT device of this kind, or None: a lane is named after its device."""
+    return None if kind in TPU_KINDS else f"the device is {kind!r} (expected one of {', '.join(TPU_KINDS)})"
 
 
 def _probe(program: str) -> tuple[list[Any], str | None]:
-    """Runs a program that prints a JSON list -> the list, empty on a fault; the fault in one line."""
+    """Run a program that prints a JSON list. Return the list (empty on a fault), and the fault in one line."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=PROBE_SECONDS
@@ -110,7 +110,7 @@ def _probe(program: str) -> tuple[list[Any], str | None]:
 
 
 def _no_compiler() -> str | None:
-    """Inductor compiles with $CXX, else with g++; another compiler on PATH does not help it."""
+    """Return why Inductor has no compiler, or None. It uses $CXX, else g++; no other compiler on PATH."""
     chosen = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     path = shutil.which(chosen[0])
     if path is None:

@@ -37,14 +37,14 @@ class Duet:
 
     def change_places(self) -> None:
         """Move every thread of this process to the other cores; torch's pool keeps the size of one side's share."""
-        here, self.cores = self.cores[0], [*self.cores[1:], self.cores[0]]
+        own, self.cores = self.cores[0], [*self.cores[1:], self.cores[0]]
         for thread in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(thread.name), here)
+            os.sched_setaffinity(int(thread.name), own)
 
-    def exchange(self, told: Any) -> Any:
+    def exchange(self, value: Any) -> Any:
         """Send a JSON value to the other side and return its reply. Raises InfraError if the other side has ended."""
         try:
-            self.link.sendall(f"{json.dumps(told)}\n".encode())
+            self.link.sendall(f"{json.dumps(value)}\n".encode())
             line = self._lines.readline()
         except ConnectionError:
             line = ""
@@ -54,10 +54,10 @@ class Duet:
             raise InfraError("the other side of this session has ended")
         return json.loads(line)
 
-    def agree(self, told: Any, what: str) -> None:
+    def agree(self, value: Any, what: str) -> None:
         """Check that both sides pass the same value. Raises InfraError otherwise. what: its name in the message."""
-        if (theirs := self.exchange(told)) != told:
-            raise InfraError(f"the two sides of this session differ in {what}: {told} and {theirs}")
+        if (theirs := self.exchange(value)) != value:
+            raise InfraError(f"the two sides of this session differ in {what}: {value} and {theirs}")
 
 
 @lru_cache(maxsize=1)

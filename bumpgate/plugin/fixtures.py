@@ -1,4 +1,4 @@
-"""The fixtures of the plugin. Each imports what it needs when a test first requests it, torch among it."""
+"""The fixtures of the plugin. Each imports its modules, torch included, when a test first requests it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def row(request: pytest.FixtureRequest) -> Iterator[RowRecorder]:
-    """Reports measured values; see bumpgate.plugin.rows.RowRecorder.__call__ for the signature."""
+    """Report measured values; see bumpgate.plugin.rows.RowRecorder.__call__ for the signature."""
     from bumpgate.plugin.rows import recorder
 
     yield from recorder(request)

@@ -46,13 +46,13 @@ def report(row: RowRecorder, command: str) -> None:
 
 
 def _report(row: RowRecorder, text: str) -> None:
-    """Raises ValueError or RowError on a line that is not a metric."""
+    """Report one metric. Raises ValueError or RowError on a line that is not a metric."""
     metric = json.loads(text)
     if not isinstance(metric, dict) or metric.keys() != FIELDS:
         raise ValueError(f"its fields must be {', '.join(sorted(FIELDS))}")
     name, value, better = metric["name"], metric["value"], metric["better"]
     if not isinstance(name, str):
-        raise ValueError(f"name must be a text, got {name!r}")
+        raise ValueError(f"name must be a string, got {name!r}")
     if better not in BETTER:
         raise ValueError(f"better must be one of {', '.join(BETTER)}, got {better!r}")
     if better != "exact" and not (is_finite(value) and value > 0):

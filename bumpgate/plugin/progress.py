@@ -1,4 +1,4 @@
-"""What a lane run prints while its tests run: how far it is, the verdicts so far, the slowest running test, time left.
+"""Progress output of a lane run: finished tests, verdicts so far, the slowest running test, the time left.
 
 On a terminal, one line that is rewritten; elsewhere, one line a minute. A failed test and a red row are printed at
 once. It replaces pytest's dots; `-v` and `-q` keep pytest's own output.
@@ -22,7 +22,7 @@ from bumpgate.rows import Judgement, write_atomic
 # Seconds between two lines.
 ON_TERMINAL = 0.5
 IN_LOG = 60.0
-# Of a test that has not been timed here before, in seconds.
+# Assumed seconds of a test that has not been timed here before.
 UNTIMED = 0.2
 
 
@@ -50,7 +50,7 @@ class Progress:
 
     @property
     def reporter(self) -> pytest.TerminalReporter:
-        """Pytest's own output."""
+        """Return pytest's own terminal reporter."""
         reporter: pytest.TerminalReporter | None = self.config.pluginmanager.get_plugin("terminalreporter")
         assert reporter is not None
         return reporter
@@ -124,7 +124,7 @@ class Progress:
         return "; ".join(parts)
 
     def _left(self, spent: float) -> float | None:
-        """Seconds left, from the share of the tests' seconds of earlier runs; None while nothing is known."""
+        """Estimate the seconds left from the tests' times in earlier runs; None without any."""
         expected = {test: self.before.get(test, UNTIMED) for test in self.tests}
         done = sum(expected[test] for test in self.finished & self.tests)
         return spent * (sum(expected.values()) - done) / done if done else None

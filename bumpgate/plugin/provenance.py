@@ -1,4 +1,4 @@
-"""Where numbers come from: versions, machine, commit. Read from files, so that nothing here imports torch.
+"""Provenance of a record: versions, machine, commit. Read from files, so that nothing here imports torch.
 
 A session's controller calls this before any worker runs, and must survive a torch that does not import.
 """
@@ -28,7 +28,7 @@ TRITON_NAMES = ("triton", "pytorch-triton", "pytorch-triton-xpu", "pytorch-trito
 
 
 def collect(lane: Lane, device: str, root: Path, *, full_run: bool) -> dict[str, Any]:
-    """What distinguishes one record from another; JSON types only, null for what is not there."""
+    """Return what distinguishes one record from another; JSON types only, null for missing facts."""
     return {
         "lane": lane.name,
         "device": device,
@@ -49,7 +49,7 @@ def collect(lane: Lane, device: str, root: Path, *, full_run: bool) -> dict[str,
 
 
 def command_line(arguments: list[str]) -> str:
-    """What a reader types to run the same: the program by its name, wherever it is installed here."""
+    """Return the command line that repeats the run, with the program's name instead of its path."""
     program, *rest = arguments
     module = Path(program)
     started = ("python", "-m", module.parent.name) if module.name == "__main__.py" else (module.name,)
@@ -58,7 +58,7 @@ def command_line(arguments: list[str]) -> str:
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str | None]:
-    """torch, torch_git, triton and wheel_set: the hash of every installed name and version."""
+    """Return torch, torch_git, triton and wheel_set: the hash of every installed name and version."""
     torch = _torch_version_file()
     return {
         "torch": torch.get("__version__"),
@@ -69,14 +69,14 @@ def versions() -> dict[str, str | None]:
 
 
 def xla_versions() -> str:
-    """The pinned set in one line: libtpu and jax move a result as much as torch_xla does."""
+    """Return the pinned set in one line: libtpu and jax affect a result as much as torch_xla does."""
     names = ("torch_xla", "libtpu", "jax")
     found = [f"torch {versions()['torch']}", *(f"{name} {_installed(name)}" for name in names)]
     return " | ".join([*found, f"PJRT_DEVICE={os.environ.get('PJRT_DEVICE')}"])
 
 
 def _torch_version_file() -> dict[str, Any]:
-    """The globals of torch/version.py, run alone: the wheel's label and the commit that it was built from."""
+    """Return the globals of torch/version.py, run alone: the wheel's label and the commit that it was built from."""
     spec = importlib.util.find_spec("torch")
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     return runpy.run_path(str(path)) if path and path.is_file() else {}
@@ -95,13 +95,13 @@ def _wheel_set() -> str:
 
 
 def _driver() -> str | None:
-    """Version of the loaded NVIDIA kernel module."""
+    """Return the version of the loaded NVIDIA kernel module."""
     found = re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", read_or_empty("/proc/driver/nvidia/version"))
     return found[1] if found else None
 
 
 def _commit(root: Path) -> dict[str, Any]:
-    """Commit of the work tree and whether it differs from it; null outside of git."""
+    """Return the commit of the work tree, and whether the tree differs from it; null outside of git."""
     commit = _git(root, "rev-parse", "HEAD")
     return {"commit": commit, "dirty": None if commit is None else bool(_git(root, "status", "--porcelain"))}
 

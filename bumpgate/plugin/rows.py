@@ -31,9 +31,9 @@ from bumpgate.rows import Judgement, Row, RowError, Value, one_line
 ROW_PROPERTY = "bumpgate_row"
 INFRA_PROPERTY = "bumpgate_infra"
 NOT_RUN_PROPERTY = "bumpgate_not_run"
-# Rows that the gate has excused: they cannot be measured in this environment.
+# Rows that the gate does not require: they cannot be measured in this environment.
 EXCUSED_PROPERTY = "bumpgate_not_run_excused"
-# In a repository that has no rules.
+# For a repository without rules.
 NO_RULE = "R0"
 MACHINE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -43,7 +43,7 @@ failed_instruments: dict[str, str] = {}
 
 
 class InfraError(Exception):
-    """Raised by a test or fixture where the machine cannot measure (contention, throttled clocks).
+    """Raised by a test or fixture if the machine cannot measure (contention, throttled clocks).
 
     The rows that the test has not yet reported are INFRA.
     """
@@ -58,25 +58,25 @@ def report_canaries(results: Mapping[str, str]) -> None:
     failed_instruments.update({name: reason for name, reason in results.items() if reason})
 
 
-# On an item: reads the state of the machine, in lines that are shown with a timed row. Raises InfraError where it
-# spoils times.
+# On an item: a function that returns the state of the machine in lines, shown with a timed row. Raises InfraError if
+# the state invalidates times.
 MACHINE_STATE = pytest.StashKey[Callable[[], list[str]]]()
-# On an item: canaries of the instruments that its fixtures gave it; each of its rows requires them.
+# On an item: canaries of the instruments in its fixtures; each of its rows requires them.
 INSTRUMENTS = pytest.StashKey[tuple[str, ...]]()
 
 Acceptances = Mapping[str, tuple[accepted.Acceptance, ...]]
 
 
 class RowRecorder:
-    """The rows of one test. Callable; see __call__."""
+    """Recorder of the rows of one test. Callable; see __call__."""
 
     def __init__(
-        self, item: pytest.Item, baseline: Baseline, acceptances: Acceptances, taken: dict[str, str]
+        self, item: pytest.Item, baseline: Baseline, acceptances: Acceptances, reported: dict[str, str]
     ) -> None:
         self._item = item
         self._baseline = baseline
         self._acceptances = acceptances
-        self._taken = taken
+        self._reported = reported
         self._unreported: list[Judgement] = []
 
     def __call__(
@@ -100,11 +100,11 @@ class RowRecorder:
         paired: bool = False,
         work: str = "",
     ) -> Judgement:
-        """Judges one measured value; the fields are those of bumpgate.rows.Row.
+        """Judge one measured value; the fields are those of bumpgate.rows.Row.
 
-        better: where it is not given, "derived" if the test derived an expectation, else "exact".
-        Raises RowError, one line, on a row that makes no sense or an id that this run has already used, and InfraError
-        on a measured cost or gain where the machine's state spoils it.
+        better: by default "derived" if the test derived an expectation, else "exact".
+        Raises RowError (one line) on an invalid row or an id that this run has already used, and InfraError on a
+        measured cost or gain if the machine's state invalidates it.
         """
         state = self._item.stash.get(MACHINE_STATE, None)
         if state and better in ("lower", "higher"):
@@ -131,9 +131,9 @@ class RowRecorder:
             paired=paired,
             work=work,
         )
-        if id in self._taken:
-            raise RowError(f"row {id!r}: already reported by {self._taken[id]}")
-        self._taken[id] = self._item.nodeid
+        if id in self._reported:
+            raise RowError(f"row {id!r}: already reported by {self._reported[id]}")
+        self._reported[id] = self._item.nodeid
         judgement = judge(row, self._baseline, failed_instruments=_unproved(row), build=versions())
         judgement = other_host(judgement, self._baseline.made_with, {"cpu": cpu_model(), "cores": cores()})
         judgement = accepted.apply(judgement, self._baseline, self._acceptances, accepted.today())
@@ -142,11 +142,11 @@ class RowRecorder:
         return judgement
 
     def _no_rule(self) -> str:
-        """The rule of a row that names none; "", which a row refuses, where the repository has a file of rules."""
+        """Return the rule of a row that names none; "", which a row rejects, if the repository has a file of rules."""
         return "" if (self._item.config.rootpath / rules.FILE).is_file() else NO_RULE
 
     def _place(self) -> str:
-        """Where the test's own file reports a row, as "path:line"; of its function where a helper elsewhere does."""
+        """Return where the test file reports a row, as "path:line"; for a helper elsewhere, the line of the test."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_filename == str(self._item.path):
@@ -167,11 +167,11 @@ class RowRecorder:
         evidence: Iterable[str] = (),
         instruments: Iterable[str] = (),
     ) -> Judgement:
-        """Judges a known upstream defect: 1 where its own signature was seen, 0 where the right result was.
+        """Judge a known upstream defect: 1 if its signature was seen, 0 if the result was right.
 
         Any other failure of the reproducer must raise: it is neither. known_in: the package and the versions that have
         the defect, "torch>=2.13,<2.16"; a pre-release counts as the release that it leads to. reason: what is wrong,
-        with its upstream link. Raises RowError where that package is not installed or known_in is not a requirement.
+        with its upstream link. Raises RowError if that package is not installed or known_in is not a requirement.
         """
         try:
             requirement = Requirement(known_in)
@@ -196,7 +196,7 @@ class RowRecorder:
         )
 
     def fail_if_red(self) -> None:
-        """Fails the test with every red row that it has not yet failed for, in one message."""
+        """Fail the test with all red rows that it has not yet failed for, in one message."""
         red = [j for j in self._unreported if j.red]
         self._unreported.clear()
         if red:
@@ -239,7 +239,7 @@ def lane_acceptances(path: Path, lane: str) -> Acceptances:
 
 
 RECORDER = pytest.StashKey[RowRecorder]()
-TAKEN = pytest.StashKey[dict[str, str]]()
+REPORTED = pytest.StashKey[dict[str, str]]()
 
 
 def recorder(request: pytest.FixtureRequest) -> Iterator[RowRecorder]:
@@ -252,17 +252,17 @@ def recorder(request: pytest.FixtureRequest) -> Iterator[RowRecorder]:
         raise RowError(f"{item.nodeid} has rows but no lane: {mark}")
     made = _of_lane(item, lane)
     yield made
-    # Only rows that a finalizer reported are left here; the others have failed the call.
+    # Only rows that a finalizer reported remain; the others have failed the call.
     made.fail_if_red()
 
 
 def _of_lane(item: pytest.Item, lane: str) -> RowRecorder:
-    """Return the recorder of a test, made at the first call."""
+    """Return the recorder of a test, created at the first call."""
     if RECORDER not in item.stash:
-        taken = item.config.stash.setdefault(TAKEN, {})
+        reported = item.config.stash.setdefault(REPORTED, {})
         path = baseline_path(item.config, lane)
         item.stash[RECORDER] = RowRecorder(
-            item, lane_baseline(path, lane), lane_acceptances(path, lane), taken
+            item, lane_baseline(path, lane), lane_acceptances(path, lane), reported
         )
     return item.stash[RECORDER]
 

@@ -1,4 +1,4 @@
-"""From test reports to record.json: collects the rows of a run, finds the missing ones, and judges the run.
+"""Turns test reports into record.json: collects the rows of a run, finds the missing ones, and judges the run.
 
 LaneSession lives in the controller, which imports no torch and survives every crash of a worker; Selection
 lives in each process that collects tests.
@@ -35,7 +35,7 @@ KEEP_SECONDS = 5.0
 
 
 class Selection:
-    """Which lane tests are selected; refuses those of another lane than the one that -m names.
+    """Selected lane tests; rejects those of another lane than the one that -m names.
 
     Registered in the controller and in every worker, which reports to the controller when it ends.
     worker_deaths: the last line of each worker that crashed. collected: any process has collected its tests.
@@ -60,7 +60,7 @@ class Selection:
         refusal = f"pick a lane: pytest -m {' | '.join(lanes_of(self.config))}"
         if not hasattr(self.config, "workeroutput"):
             raise pytest.UsageError(refusal)
-        # A worker cannot refuse the run: it selects nothing and reports the reason to the controller.
+        # A worker cannot stop the run: it selects nothing and reports the reason to the controller.
         self.refusal = refusal
         items.clear()
 
@@ -127,7 +127,7 @@ class LaneSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
-        """Leaves a record that is not complete: if this run is killed, no older record passes for its own."""
+        """Write an incomplete record: if this run is killed, an older record is not mistaken for its result."""
         self.started = self.kept = time.monotonic()
         lane, root = lanes_of(self.config)[self.baseline.lane], self.config.rootpath
         self.provenance = provenance.collect(lane, find(lane).device, root, full_run=self.full)
@@ -137,10 +137,10 @@ class LaneSession:
             raise pytest.UsageError(f"--record {self.record_path}: {error.strerror}") from None
 
     def pytest_report_header(self) -> list[str]:
-        made_with, here = self.baseline.made_with, self.provenance
-        head = f"lane: {self.baseline.lane} on {here['device']}, torch {here['torch']}; "
+        made_with, provenance = self.baseline.made_with, self.provenance
+        head = f"lane: {self.baseline.lane} on {provenance['device']}, torch {provenance['torch']}; "
         head += f"baseline: {len(self.baseline.rows)} rows, made with torch {made_with.get('torch')}"
-        return [line for line in (head, comparable(made_with, here)) if line]
+        return [line for line in (head, comparable(made_with, provenance)) if line]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -171,7 +171,7 @@ class LaneSession:
             self._keep()
 
     def _keep(self) -> None:
-        """What is measured so far, every few seconds, so that a run which is killed has lost no row."""
+        """Save the rows measured so far, every few seconds, so that a killed run loses none of them."""
         if time.monotonic() - self.kept < KEEP_SECONDS:
             return
         with contextlib.suppress(OSError):  # a full disk is reported at the end
@@ -179,14 +179,14 @@ class LaneSession:
         self.kept = time.monotonic()
 
     def _file(self, judgement: Judgement, nodeid: str) -> None:
-        """Each report of a test repeats the rows of its earlier phases."""
+        """File a judgement. Each report of a test repeats the rows of its earlier phases."""
         known = self.judgements.setdefault(judgement.row.id, judgement)
         if known.row.test != nodeid:
             self.duplicates.add(f"{nodeid}: row {known.row.id!r} was already reported by {known.row.test}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Before xdist waits for its workers to end: a second ctrl-C may cut that short."""
+        """Judge and write the record before xdist waits for its workers, which a second ctrl-C may interrupt."""
         if exitstatus == pytest.ExitCode.USAGE_ERROR or self.selection.refusal:
             return
         ended = exitstatus in (0, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
@@ -196,20 +196,22 @@ class LaneSession:
         judgements = [*self.judgements.values(), *self._missing(complete)]
         part = self._part()
         problems = self._problems(judgements, complete, part)
-        here = self.provenance | {"wall_seconds": round(time.monotonic() - self.started, 3)}
-        here |= {"part": part} if part else {}
+        provenance = self.provenance | {"wall_seconds": round(time.monotonic() - self.started, 3)}
+        provenance |= {"part": part} if part else {}
         notes = self._acceptances(judgements, complete)
-        here |= {"acceptances": notes} if notes else {}
+        provenance |= {"acceptances": notes} if notes else {}
         not_run = sorted(line for lines in self.not_run.values() for line in lines)
-        here |= {"not_run": not_run} if not_run else {}
-        said, used = sentences(self.config.rootpath), {j.row.rule for j in judgements}
-        rules = {rule: said[rule] for rule in sorted(used) if rule in said}
-        here |= {"rules": rules} if rules else {}
+        provenance |= {"not_run": not_run} if not_run else {}
+        texts, used = sentences(self.config.rootpath), {j.row.rule for j in judgements}
+        rules = {rule: texts[rule] for rule in sorted(used) if rule in texts}
+        provenance |= {"rules": rules} if rules else {}
         try:
-            record = write_record(self.record_path, here, judgements, complete=complete, problems=problems)
+            record = write_record(
+                self.record_path, provenance, judgements, complete=complete, problems=problems
+            )
             where = str(self.record_path)
         except OSError as error:
-            record = Record(here, tuple(judgements), False, tuple(problems))
+            record = Record(provenance, tuple(judgements), False, tuple(problems))
             where = f"not written: {self.record_path}: {error.strerror}"
         self.config.stash[GREEN] = not record.red
         if record.red and exitstatus == 0:
@@ -224,15 +226,15 @@ class LaneSession:
         terminalreporter.write(self.closing + "\n" if self.closing else "")
 
     def _acceptances(self, judgements: list[Judgement], complete: bool) -> list[str]:
-        """What the entries of accepted.toml do in this run, one line each."""
+        """Return the effect of each entry of accepted.toml in this run, one line each."""
         acceptances = lane_acceptances(baseline_path(self.config, self.baseline.lane), self.baseline.lane)
         whole = self.full and complete
         return accepted.states(judgements, self.baseline, acceptances, accepted.today(), whole=whole)
 
     def _missing(self, complete: bool) -> list[Judgement]:
-        """Reviewed rows that this run should have reported: those of its tests, on a full run all but a tier's.
+        """Return reviewed rows that this run should have reported: of its tests, or on a full run of all but the tiers.
 
-        None if no test was collected: that has one cause, and is one problem.
+        Empty if no test was collected: that has one cause, and is reported as one problem.
         """
         if not self.selection.collected:
             return []
@@ -280,7 +282,7 @@ class LaneSession:
         return Judgement(row, verdict, reason, command, gone=gone)
 
     def _part(self) -> list[int] | None:
-        """[n, m] if this run was to report n of the lane's m reviewed rows, however it was narrowed; else None.
+        """Return [n, m] if this run selects n of the lane's m reviewed rows, by whatever option; else None.
 
         A command line that selects the whole lane gives None: its lost rows are MISSING.
         """
@@ -301,10 +303,10 @@ class LaneSession:
 
     def _rules(self, test: str) -> str:
         """Return the rules of the rows that a failed test has reported, in brackets; "" if none."""
-        said = sentences(self.config.rootpath)
+        texts = sentences(self.config.rootpath)
         rules = sorted({j.row.rule for j in self.judgements.values() if j.row.test == test and j.row.rule})
         return (
-            f" [{'; '.join(f'{rule}: {said[rule]}' if rule in said else rule for rule in rules)}]"
+            f" [{'; '.join(f'{rule}: {texts[rule]}' if rule in texts else rule for rule in rules)}]"
             if rules
             else ""
         )
@@ -342,9 +344,9 @@ def _is_full(config: pytest.Config, lane: str) -> bool:
     o = config.option
     narrowed = [o.markexpr.strip() != lane, o.affected, o.keyword, o.deselect, o.ignore, o.ignore_glob]
     narrowed += [ini for ini in o.override_ini or () if ini.startswith(("testpaths", "python_"))]
-    given = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
+    selected = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
     roots = [(config.rootpath / path).resolve() for path in config.getini("testpaths") or ["."]]
-    return not any(narrowed) and all(any(w.is_relative_to(g) for g in given) for w in roots)
+    return not any(narrowed) and all(any(w.is_relative_to(g) for g in selected) for w in roots)
 
 
 def _file_of(nodeid: str) -> str:
@@ -352,7 +354,7 @@ def _file_of(nodeid: str) -> str:
 
 
 def _place(report: pytest.TestReport, root: Path) -> str:
-    """ " (at suites/support/a.py:84)", where the exception was raised; "" where pytest does not report it."""
+    """Return " (at suites/support/a.py:84)", where the exception was raised; "" if pytest does not report it."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is None:
         return ""

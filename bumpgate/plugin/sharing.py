@@ -1,4 +1,4 @@
-"""Who has the machine: a lane test shares it with others, a timed one has it alone."""
+"""Sharing of the machine: lane tests run next to each other, a timed test runs alone."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from bumpgate.plugin.duet import partner
 
 
 def pytest_configure() -> None:
-    """One side of a paired session takes its cores before anything makes a thread pool as wide as the machine."""
+    """Take the cores of this side of a paired session before any thread pool is created for the complete machine."""
     partner()
 
 
 @pytest.fixture(autouse=True)
 def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Holds the machine shared; exclusively for a test that requests `exclusive_machine` or `benchmark`.
+    """Hold the machine shared; exclusively for a test that requests `exclusive_machine` or `benchmark`.
 
-    Of the two sides of a paired session the one that leads has it for both. On a GPU those that wait for it are all in
-    one worker, which lets the others go first.
+    In a paired session, the leading side holds it for both. On a GPU all tests that wait for it are in one worker,
+    which lets the others run first.
     """
     duet, lane = partner(), lane_of(request.node)
     if lane is None or (duet and not duet.leads):

@@ -1,10 +1,10 @@
-"""Timed rows for a busy machine: CPU time, interleaved with an anchor, as log-ratio medians; and waiting.
+"""Timed rows for a busy machine: CPU time, interleaved with a calibration loop, as log-ratio medians; and waiting.
 
-Wall medians wander by a third on a loaded box; the ratio of CPU times of two workloads that alternate in one
-process wanders by 2-3 %. What is left is a bias of the process, which only more processes remove.
-CPU time does not see a sleep, a lock, I/O or lost parallelism, so wall time is measured in the same rounds, less the
-time that the thread was ready to run and had no core: what is left over CPU time is waiting of the step's own.
-pytest-benchmark times one function after the other and switches itself off under xdist, so it does not fit.
+Wall medians vary by a third on a loaded machine; the ratio of CPU times of two workloads that alternate in one
+process varies by 2-3 %. The remaining error is a bias of the process, which only more processes remove.
+CPU time does not see a sleep, a lock, I/O or lost parallelism, so wall time is measured in the same rounds, minus the
+time that the thread was ready to run without a core: the excess over CPU time is waiting within the step.
+pytest-benchmark times one function after the other and is disabled under xdist, so it is not used.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ POLL_SECONDS = 0.1
 
 @contextmanager
 def machine(*, exclusive: bool, patient: bool = False) -> Iterator[None]:
-    """Holds the machine: timed rows exclusively, everything else shared. patient: see locked()."""
+    """Hold the machine: timed rows exclusively, everything else shared. patient: see locked()."""
     with locked(LOCK, exclusive=exclusive, patient=patient):
         yield
 
 
 @contextmanager
 def locked(what: Path, *, exclusive: bool, patient: bool = False) -> Iterator[None]:
-    """Holds `what`, which is any path and need not exist.
+    """Hold a lock on `what`, which is any path and need not exist.
 
     Two locks: an exclusive waiter keeps the gate, so that a stream of shared holders cannot starve it. A patient one
-    lets them pass, where they are known to end.
+    lets them pass, if they are known to end.
     """
     with lock_file(Path(f"{what}.gate")) as gate, lock_file(Path(f"{what}.lock")) as lock:
         if exclusive and patient:
-            while not taken(lock):
+            while not try_lock(lock):
                 time.sleep(POLL_SECONDS)
             yield
             return
@@ -60,14 +60,14 @@ def locked(what: Path, *, exclusive: bool, patient: bool = False) -> Iterator[No
 
 
 def lock_file(path: Path) -> TextIO:
-    """Open for reading: enough to lock it, and all that a sticky directory allows with a file of another user's."""
+    """Open for reading, which suffices to lock it: a sticky directory allows no more with another user's file."""
     if not path.exists():
         path.touch()
         path.chmod(0o644)
     return path.open()
 
 
-def taken(file: TextIO) -> bool:
+def try_lock(file: TextIO) -> bool:
     """Try to lock the file without blocking; return whether this process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,9 +88,9 @@ class Ratio:
 
 @dataclass
 class Rounds:
-    """CPU seconds by function name, a value a quiet round; `disturbed` rounds were measured and not kept.
+    """CPU seconds by function name, one value per quiet round; `disturbed` rounds were measured and not kept.
 
-    wall: seconds by function name, without those that the thread waited for a core. paired: the other side of a
+    wall: seconds by function name, without the time that the thread waited for a core. paired: the other side of a
     session went through the same rounds.
     """
 
@@ -101,7 +101,7 @@ class Rounds:
     paired: bool = False
 
     def ratio(self, numerator: str, denominator: str) -> Ratio:
-        """The median of the paired ratios, with the order statistics that enclose it at 99 %.
+        """Return the median of the paired ratios, with the order statistics that enclose it at 99 %.
 
         With fewer than QUIET_NEEDED quiet rounds the interval is a factor of 2 either way, which no tolerance
         contains: the row will be INCONCLUSIVE.
@@ -109,7 +109,7 @@ class Rounds:
         return self._ratio(self.seconds[numerator], self.seconds[denominator])
 
     def wall_over_cpu(self, name: str) -> Ratio:
-        """The same of a function's wall time to its CPU time: 1 where it never waits."""
+        """Return the same for a function's wall time over its CPU time: 1 if it never waits."""
         return self._ratio(self.wall[name], self.seconds[name])
 
     def _ratio(self, numerator: list[float], denominator: list[float]) -> Ratio:
@@ -123,16 +123,16 @@ class Rounds:
         return Ratio(math.exp(median), math.exp(low), math.exp(high), n)
 
     def paired_costs(self, numerator: str, denominator: str = "") -> dict[str, tuple[float, ...]]:
-        """The series of a row that the gate compares round by round with the other side's; none outside of a duet.
+        """Return the series that the gate compares round by round with the other side's; empty outside of a duet.
 
-        CPU seconds of a function, or their ratio to another one's: less is better.
+        CPU seconds of a function, or their ratio to another one's: lower is better.
         """
         below = self.seconds[denominator] if denominator else [1.0] * self.quiet
         costs = tuple(a / b for a, b in zip(self.seconds[numerator], below))
         return {COST_PER_ROUND: costs} if self.paired else {}
 
     def paired_waits(self, name: str) -> dict[str, tuple[float, ...]]:
-        """The series of a function's wall time over its CPU time; none outside of a duet."""
+        """Return the series of a function's wall time over its CPU time; empty outside of a duet."""
         costs = tuple(a / b for a, b in zip(self.wall[name], self.seconds[name]))
         return {COST_PER_ROUND: costs} if self.paired else {}
 
@@ -143,13 +143,13 @@ QUIET_NEEDED = 15
 
 
 def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget: float = 90.0) -> Rounds:
-    """Times the functions in turn until `rounds` quiet rounds are kept or `budget` wall seconds are spent.
+    """Time the functions in turn until `rounds` quiet rounds are kept or `budget` wall seconds are spent.
 
-    The order turns by one place a round. A round in which others used the machine is not kept: CPU time does not
+    The order rotates by one place per round. A round in which others used the machine is not kept: CPU time does not
     count their work, but a busy sibling thread slows large code by a third and a tight loop hardly at all.
     $BUMPGATE_ROUNDS sets fewer rounds: the gate's paired sessions need more processes, not more rounds. Under
     $BUMPGATE_DUET the other side of the session goes through the same rounds at the same time.
-    Raises InfraError if no round was quiet, since there is no ratio then.
+    Raises InfraError if no round was quiet.
     """
     duet = partner()
     rounds = min(rounds, int(os.environ.get("BUMPGATE_ROUNDS", rounds)))
@@ -178,12 +178,12 @@ def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget:
             kept.seconds[name].append(spent[name])
             kept.wall[name].append(passed[name])
     if not kept.quiet:
-        raise InfraError(f"none of {kept.disturbed} rounds was quiet: others use this machine")
+        raise InfraError(f"none of {kept.disturbed} rounds was quiet: other processes use this machine")
     return kept
 
 
 def _wall_seconds() -> float:
-    """Wall time less what this thread has waited for a core so far, by Linux's scheduler statistics."""
+    """Return the wall time minus this thread's waiting time for a core, by Linux's scheduler statistics."""
     now = time.perf_counter()
     with contextlib.suppress(OSError):
         return now - int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
@@ -196,21 +196,21 @@ def _over(deadline: float, duet: Duet | None) -> bool:
 
 
 class _Round:
-    """From its making on: did anybody else use the machine?"""
+    """Detects whether other processes used the machine since this object was created."""
 
     def __init__(self) -> None:
-        self.started, self.everybody, self.own = time.monotonic(), _busy_seconds(), time.process_time()
+        self.started, self.total, self.own = time.monotonic(), _busy_seconds(), time.process_time()
 
     def was_quiet(self, duet: Duet | None) -> bool:
-        """On both sides, where there are two."""
+        """Return whether the round was quiet, on both sides in a duet."""
         own = time.process_time() - self.own
         ours = own + (duet.exchange(own) if duet else 0.0)
-        foreign = _busy_seconds() - self.everybody - ours
+        foreign = _busy_seconds() - self.total - ours
         quiet = foreign <= FOREIGN_SHARE * (time.monotonic() - self.started)
         return bool(duet.exchange(quiet)) and quiet if duet else quiet
 
 
 def _busy_seconds() -> float:
-    """CPU seconds that everybody has used on this machine so far, stolen ones too."""
+    """Return the CPU seconds used on this machine so far by all processes, stolen time included."""
     t = psutil.cpu_times()
     return float(sum(t) - t.idle - t.iowait - getattr(t, "guest", 0.0) - getattr(t, "guest_nice", 0.0))

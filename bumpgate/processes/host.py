@@ -1,4 +1,4 @@
-"""The class of this host: timed rows of another one do not compare (rule C37). Read from files alone."""
+"""The class of this host: timed rows of different classes are not comparable (rule C37). Read from files only."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import platform
 import re
 from pathlib import Path
 
-# What a run is compared with and which peers it may lack: bumpgate sets them for the lane runs that it starts, and
-# PARENT with its process id, so that the same variables in a user's shell are refused.
+# The reference of a run, and the peers that it may lack. bumpgate sets them for the lane runs that it starts, and
+# PARENT to its process id, so that the same variables in a user's shell are rejected.
 OWN_VARIABLES = ("BUMPGATE_LOCK", "BUMPGATE_ABSENT")
 PARENT = "BUMPGATE_PARENT"
 GPUS = Path("/proc/driver/nvidia/gpus")
-# What a worker of the CPU lane takes at most while it compiles the 52-layer model.
+# Maximum memory of a worker of the CPU lane, while it compiles the 52-layer model.
 WORKER_GIB = 4
 
 
 def read_or_empty(path: Path | str) -> str:
-    """The text of a file; "" where it cannot be read."""
+    """Return the text of a file; "" if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -25,18 +25,18 @@ def read_or_empty(path: Path | str) -> str:
 
 
 def cpu_model() -> str:
-    """As the kernel names it."""
+    """Return the CPU model as the kernel names it."""
     found = re.search(r"^model name\s*:\s*(.+)$", read_or_empty("/proc/cpuinfo"), re.MULTILINE)
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def cores() -> int | None:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def available_gib(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """Memory that can still be taken, in GiB; at most the limit of this container."""
+    """Return the available memory in GiB; at most the limit of this container."""
     found = re.search(r"^MemAvailable:\s*(\d+) kB$", read_or_empty(proc / "meminfo"), re.MULTILINE)
     free = int(found[1]) * 1024 if found else 0
     limit = read_or_empty(cgroup / "memory.max").strip()
@@ -44,7 +44,7 @@ def available_gib(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgrou
 
 
 def cpu_workers(sides: int = 1) -> int:
-    """Workers of a CPU lane where `sides` lanes run at once: a core and WORKER_GIB of memory each, at least one."""
+    """Return the workers of a CPU lane if `sides` lanes run at once: a core and WORKER_GIB each, at least one."""
     return max(1, min(cores() or 1, int(available_gib() / WORKER_GIB)) // sides)
 
 
@@ -57,5 +57,5 @@ def gpu_models() -> list[str]:
 
 
 def host_class() -> str:
-    """Processor, cores and GPUs in one line."""
+    """Return processor, cores and GPUs in one line."""
     return ", ".join([cpu_model(), f"{cores()} cores", *gpu_models()])

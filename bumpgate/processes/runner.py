@@ -1,6 +1,6 @@
-"""Runs pytest of one lane in another interpreter, and says in one line why there is nothing to read from it.
+"""Runs pytest of one lane in another interpreter, and reports in one line why it has no result.
 
-The source tree is on PYTHONPATH and bumpgate itself is not needed there: what comes back is record.json and a log.
+The source tree is on PYTHONPATH and bumpgate need not be installed there. The result is record.json and a log.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LaneRun:
 
 
 def installed(python: Path, root: Path, lane: str, environment: Mapping[str, str] = {}) -> Installed:
-    """Imports torch there. One that does not import, crashes or hangs in it comes back with a `failure`."""
+    """Import torch in that interpreter. If it fails to import, crashes or hangs, the result has a `failure`."""
     modules = "torch, torch_xla" if lanes.require(root, lane).device == "xla" else "torch"
     child = Interpreter(python, root, child_environment(python, root, environment))
     program = ("-X", "faulthandler", "-c", DESCRIBE.format(modules=modules))
@@ -142,7 +142,7 @@ class LaneCall:
         )
 
     def read(self, code: int, seconds: float, timeout: float | None) -> LaneRun:
-        """What the run left behind."""
+        """Read the result of the run."""
         found, failure = None, ""
         if code != USAGE:
             try:
@@ -150,7 +150,7 @@ class LaneCall:
             except BumpgateError as error:
                 failure = _last_words(self.output) or one_line(error)
         if found and found.problems and not found.complete and not found.judgements:
-            # A run that collected nothing: its problem is the cause, and an empty record would read as lost rows.
+            # A run that collected nothing: its problem is the cause, and an empty record would be read as lost rows.
             failure, found = found.problems[0], None
         failure = _death(code, seconds, timeout) or failure
         if code == USAGE:
@@ -159,7 +159,7 @@ class LaneCall:
 
 
 def run_lanes(calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:
-    """Runs all of them at once, and returns when the last one has ended. As run_lane otherwise."""
+    """Run all lanes at once and return when the last one has ended; otherwise like run_lane."""
     for call in calls:
         call.record.unlink(missing_ok=True)
     ended = run_children([call.child for call in calls], timeout)
@@ -167,9 +167,9 @@ def run_lanes(calls: Sequence[LaneCall], timeout: float | None = None) -> list[L
 
 
 def child_environment(python: Path, root: Path | None, extra: Mapping[str, str] = {}) -> dict[str, str]:
-    """As if that interpreter's environment were active; what belongs to ours, or to a pytest around us, is left out.
+    """Return env_vars as if that interpreter's environment were active, without those of ours or of an outer pytest.
 
-    root: a source tree to import from; None where the command is not ours.
+    root: a source tree to import from; None for a command that is not ours.
     """
     gate = ("BUMPGATE_GATE", "BUMPGATE_DUET", "BUMPGATE_TIERS", *OWN_VARIABLES, PARENT)
     ours = (*gate, "PYTEST_", "PYTHONHOME", "PYTHONOPTIMIZE", "PYTHONPATH", "VIRTUAL_ENV")
@@ -194,7 +194,7 @@ def _bytecode(python: Path) -> dict[str, str]:
 
 
 def _ourselves(root: Path) -> list[str]:
-    """A folder with a link to this bumpgate and nothing else: the other interpreter has a site-packages of its own."""
+    """Return a folder with only a link to this bumpgate: the other interpreter has a separate site-packages."""
     if not lanes.is_foreign(root):
         return []
     package = Path(__file__).resolve().parents[1]
@@ -207,7 +207,7 @@ def _ourselves(root: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Child:
-    """A command and where its output goes. keep_open: descriptors that it inherits, and no other child here."""
+    """A command and the path of its output. keep_open: descriptors that it inherits, and no other child does."""
 
     command: Sequence[str]
     cwd: Path
@@ -225,7 +225,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # ctrl-C at a terminal comes here alone, and is passed on below
+                start_new_session=True,  # ctrl-C at a terminal reaches only this process, which passes it on below
                 pass_fds=self.keep_open,
             )
 
@@ -233,7 +233,7 @@ class Child:
 def run_child(
     command: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float | None, log: Path
 ) -> tuple[int, float]:
-    """Exit code (minus the signal, where one ended it) and wall seconds; the output is in `log`.
+    """Return the exit code (minus the signal number, if any) and the wall seconds; the output is in `log`.
 
     The command and its children end with this call, and with this process. Raises KeyboardInterrupt after that.
     """
@@ -241,7 +241,7 @@ def run_child(
 
 
 def run_children(children: Sequence[Child], timeout: float | None) -> list[tuple[int, float]]:
-    """run_child of several at once. What one leaves running ends with it, and does not wait for the others."""
+    """Run several children at once. The remaining processes of one are killed when it ends, not after the others."""
     started = time.monotonic()
     processes: list[subprocess.Popen[bytes]] = []
     ended: dict[int, tuple[int, float]] = {}
@@ -278,7 +278,7 @@ def run_children(children: Sequence[Child], timeout: float | None) -> list[tuple
 
 
 def _wait_for_one(processes: Sequence[subprocess.Popen[bytes]], seconds: float | None) -> None:
-    """Until a single one ends or the time is over; several are looked at again after POLL_SECONDS."""
+    """Wait until a single process ends or the time is over; with several, poll after POLL_SECONDS."""
     if len(processes) > 1:
         time.sleep(POLL_SECONDS)
     elif processes:
@@ -287,7 +287,7 @@ def _wait_for_one(processes: Sequence[subprocess.Popen[bytes]], seconds: float |
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> int:
-    """Ctrl-C, on which pytest writes what it has. -> exit code, minus SIGKILL where it did not end by itself."""
+    """Send ctrl-C, on which pytest writes its record. Return the exit code, minus SIGKILL if it had to be killed."""
     _signal_group(process, signal.SIGINT)
     try:
         process.wait(GRACE_SECONDS)
@@ -302,7 +302,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _death(code: int, seconds: float, timeout: float | None) -> str:
-    """What ended a process that did not end by itself; "" for one that did."""
+    """Return what ended a process that did not exit by itself; "" for one that did."""
     if timeout is not None and seconds >= timeout:
         return f"no end within {timeout:.0f} s"
     if code >= 0:

@@ -10,11 +10,11 @@ from bumpgate.processes.host import cores
 
 # Cores per child that imports torch and compiles: with fewer, children slow down each other and other processes.
 CORES_A_CHILD = 4
-Given = TypeVar("Given")
-Told = TypeVar("Told")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-def side_by_side(function: Callable[[Given], Told], given: Iterable[Given]) -> list[Told]:
-    """Map `function`, which waits for a child, over `given` in threads; results in order. Raises the first error."""
+def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Map `function`, which waits for a child, over `items` in threads; results in order. Raises the first error."""
     with ThreadPoolExecutor(max(1, (cores() or 1) // CORES_A_CHILD)) as pool:
-        return list(pool.map(function, given))
+        return list(pool.map(function, items))

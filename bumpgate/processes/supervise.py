@@ -17,7 +17,7 @@ SIGNALLED = 128
 
 
 def end_with_the_starter() -> None:
-    """The read returns when the other end of the pipe is closed, by whatever way its holder ended."""
+    """Wait for the other end of the pipe to close, however its holder ended, then kill the group."""
     os.read(0, 1)
     os.killpg(0, signal.SIGKILL)
 
@@ -26,6 +26,6 @@ if __name__ == "__main__":
     # The command gets the signal itself, as part of the group; a handler, unlike SIG_IGN, is not inherited.
     signal.signal(signal.SIGINT, lambda *_: None)
     threading.Thread(target=end_with_the_starter, daemon=True).start()
-    # What was handed down to this process is meant for the command; its own descriptors are not inherited.
+    # Inherited descriptors are meant for the command; this process's own are not inherited.
     code = subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL, close_fds=False)
     os._exit(code if code >= 0 else SIGNALLED - code)

@@ -1,7 +1,7 @@
-"""Database of the history: every record and gate, in SQLite or behind any other SQLAlchemy URL.
+"""Database of the history: every record and gate, in SQLite or any other SQLAlchemy database.
 
 Records are identified by content, so adding one twice, or as a side of its gate, stores it once. Each file is one
-transaction: writers wait for each other, and a killed one leaves nothing behind.
+transaction: writers wait for each other, and a killed one stores nothing.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ WAIT_SECONDS = 60  # for another writer
 
 
 class ArchiveError(BumpgateError):
-    """A store that cannot be opened, or that holds something else."""
+    """A store that cannot be opened, or that is not a history."""
 
 
 class Added(NamedTuple):
-    """new: whether the file was not stored before. findings: of a gate, those open or newly gone as of it."""
+    """new: whether the file was not stored before. findings: of a gate, those open or newly gone in it."""
 
     new: bool
     findings: list[Known]
@@ -45,7 +45,7 @@ class Added(NamedTuple):
 class Point:
     """One reading of a row. when: the start of its run, ISO 8601 in UTC. commit: of the work tree.
 
-    timed: with an interval. host_class: device, processor and cores; None where the record does not say.
+    timed: with an interval. host_class: device, processor and cores; None if the record lacks them.
     """
 
     when: str
@@ -67,14 +67,14 @@ class Point:
 
 
 def default_store() -> str:
-    """The URL of this user's history; makes its folder."""
+    """Return the URL of this user's history; create its folder."""
     folder = home()
     folder.mkdir(parents=True, exist_ok=True)
     return f"sqlite:///{folder / 'history.sqlite'}"
 
 
 class Archive:
-    """url: of SQLAlchemy. Nothing is opened before the first use; every fault is an ArchiveError of one line."""
+    """The history. url: of SQLAlchemy; opened at the first use. Every fault is an ArchiveError of one line."""
 
     def __init__(self, url: str) -> None:
         self.sql = need("sqlalchemy", command="bumpgate history")
@@ -98,7 +98,7 @@ class Archive:
             return Added(self._add_record(connection, found, path.name)[1], [])
 
     def findings(self, lane: str = "") -> list[Known]:
-        """Every remembered finding, open ones first. lane: only this one's."""
+        """Return every remembered finding, open ones first. lane: only this one's."""
         with self.transaction() as connection:
             return memory.read(self.sql, self.tables, connection, lane)
 
@@ -118,7 +118,7 @@ class Archive:
         return next(k for k in known if k.key == keys[0])
 
     def points(self, row: str, lane: str = "", days: int = 0) -> list[Point]:
-        """Every reading of a row, oldest first. lane: only this one's. days: only the last ones, 0 for all."""
+        """Return every reading of a row, oldest first. lane: only this one's. days: only the last ones, 0 for all."""
         runs, readings = self.tables["runs"], self.tables["readings"]
         query = self._select().where(readings.c.row == row)
         if lane:
@@ -149,7 +149,7 @@ class Archive:
         return {row: tuple(Reading(*pair) for pair in sorted(found.items())) for row, found in by_day.items()}
 
     def adopted(self, lane: str) -> list[tuple[date, str]]:
-        """(day, torch) of every candidate that a gate of the lane adopted, oldest first."""
+        """Return (day, torch) of every candidate that a gate of the lane adopted, oldest first."""
         gates, runs = self.tables["gates"], self.tables["runs"]
         query = (
             self.sql.select(gates.c.started, runs.c.torch)
@@ -168,7 +168,7 @@ class Archive:
         return self.sql.select(runs, readings).select_from(joined).order_by(runs.c.started, runs.c.id)
 
     def _add_gate(self, connection: Any, gate: GateFile) -> tuple[int, bool]:
-        """The gate's number, and whether it is new."""
+        """Return the gate's number, and whether it is new."""
         gates = self.tables["gates"]
         if not gate.finished:
             raise ArchiveError("gate.json: the gate was cut short: finish it with --resume")
@@ -196,7 +196,7 @@ class Archive:
         return int(made), True
 
     def _add_record(self, connection: Any, record: Record, name: str) -> tuple[int, bool]:
-        """The run's number, and whether it is new."""
+        """Return the run's number, and whether it is new."""
         runs = self.tables["runs"]
         p = record.provenance
         digest = _digest([dict(p), [j.to_json() for j in record.judgements]])
@@ -214,7 +214,7 @@ class Archive:
 
     @contextmanager
     def transaction(self) -> Iterator[Any]:
-        """A connection whose changes are kept if the block ends without an exception."""
+        """Yield a connection whose changes are committed if the block ends without an exception."""
         with self._in_one_line(), self._engine.begin() as connection:
             yield connection
 
@@ -243,7 +243,9 @@ class Archive:
         try:
             engine = sql.create_engine(self._url, **options)
         except (sql.exc.NoSuchModuleError, ModuleNotFoundError) as error:
-            raise ArchiveError(f"{self.name}: no driver for it here ({one_line(error)})") from None
+            raise ArchiveError(
+                f"{self.name}: its database driver is not installed ({one_line(error)})"
+            ) from None
         if self._is_file:
             _lock_at_begin(sql, engine)
         meta = self.tables["meta"]
@@ -251,7 +253,7 @@ class Archive:
             names = sql.inspect(connection).get_table_names()
             ours = [name for name in names if name.startswith(PREFIX)]
             if names and not ours and self._is_file:
-                raise ArchiveError(f"{self.name}: a database of something else, with the table {names[0]!r}")
+                raise ArchiveError(f"{self.name}: not a history: it has the table {names[0]!r}")
             meta.metadata.create_all(connection)
             versions = [found[0] for found in connection.execute(sql.select(meta.c.version))]
             if not versions:
@@ -260,12 +262,14 @@ class Archive:
                 schema.carry_over(connection, versions[0])
                 connection.execute(sql.update(meta).values(version=VERSION))
             elif versions != [VERSION]:
-                raise ArchiveError(f"{self.name}: a history of version {versions[0]}, this is {VERSION}")
+                raise ArchiveError(
+                    f"{self.name}: a history of version {versions[0]}, this bumpgate reads {VERSION}"
+                )
         return engine
 
 
 def _lock_at_begin(sql: Any, engine: Any) -> None:
-    """A transaction of SQLite that reads first and writes later fails where two meet: take the lock at once."""
+    """Take SQLite's lock at the start: concurrent transactions that read first and write later would fail."""
 
     def manual(connection: Any, record: Any) -> None:
         connection.isolation_level = None
@@ -335,9 +339,7 @@ def _started(raw: object, name: str) -> str:
     try:
         return datetime.fromisoformat(str(raw)).astimezone(timezone.utc).isoformat(timespec="seconds")
     except ValueError:
-        raise ArchiveError(
-            f"{name}: says no time at which it started, so it has no place in a history"
-        ) from None
+        raise ArchiveError(f"{name}: states no start time, so it cannot be added to a history") from None
 
 
 def _utc(day: date) -> str:

@@ -1,4 +1,4 @@
-"""`bumpgate report`: what a run or a gate found, as one HTML page that needs no network, JUnit XML and Markdown."""
+"""`bumpgate report`: a run or a gate as a self-contained HTML page, JUnit XML and Markdown."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OUTCOME_TONE = {"SLOWER": "bad", "FASTER": "good", "INCONCLUSIVE": "open"}
 
 @dataclass(frozen=True)
 class Plot:
-    """svg: markup of our own, the one thing that a template may pass through as it is."""
+    """A plot. svg: our own markup, the only value that a template inserts unescaped."""
 
     caption: str
     svg: str
@@ -37,23 +37,21 @@ class Plot:
 
 def command(
     path: Annotated[Path, typer.Argument(help="record.json of a run, or gate.json of a gate.")],
-    html: Annotated[
-        Path | None, typer.Option(help="Where the page goes; by default next to the input.")
-    ] = None,
-    junit: Annotated[Path | None, typer.Option(help="Where the JUnit XML goes.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Where the job summary goes.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Path of the page; by default next to the input.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Path of the JUnit XML.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Path of the Markdown job summary.")] = None,
     benchmark: Annotated[
-        Path | None, typer.Option(help="Where the rows in seconds go, in the JSON of pytest-benchmark.")
+        Path | None, typer.Option(help="Path of the rows in seconds, as JSON of pytest-benchmark.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="What TORCH_TRACE wrote; the page says what was compiled, and why.")
+        Path | None, typer.Option(help="Output of TORCH_TRACE; the page shows what was compiled, and why.")
     ] = None,
 ) -> None:
     """Write a record or a gate as an HTML page, JUnit XML, a Markdown job summary, or JSON of pytest-benchmark.
 
     Without --html, --junit, --markdown and --benchmark the first three are written next to the input.
 
-    Exit codes: 0 written, whatever the verdict says; 4 bad input.
+    Exit codes: 0 written, whatever the verdict; 4 bad input.
     """
     requested = (html, junit, markdown)
     if benchmark:
@@ -71,7 +69,7 @@ def default_paths(path: Path, out: Path | None = None) -> tuple[Path, Path, Path
 
 
 def render(path: Path, out: Path) -> tuple[Path, ...]:
-    """Writes all three forms of a record.json or gate.json into the folder `out`; returns what was written."""
+    """Write a record.json or gate.json in all three formats into the folder `out`; return the paths."""
     out.mkdir(parents=True, exist_ok=True)
     return render_to(path, *default_paths(path, out))
 
@@ -98,7 +96,7 @@ def render_to(
     )
     texts = [(target, form(shown)) for target, form in forms if target]
     for target, text in texts:
-        # A lone surrogate in foreign text has no bytes.
+        # A lone surrogate in foreign text cannot be encoded.
         write_atomic(target, text.encode("utf-8", "replace").decode("utf-8"))
     return tuple(target for target, _ in texts)
 
@@ -112,7 +110,7 @@ def _traced(place: Path, html: Path | None) -> Trace:
 
 
 def html_page(shown: Page, trace: Trace | None = None) -> str:
-    """The page as one self-contained file: no script, style, font or picture from anywhere else."""
+    """Return the page as one self-contained file: no external script, style, font or picture."""
     suspects = [row for finding in shown.findings for row in finding.rows]
     changed, more = diffs.of_records(*shown.records, suspects)
     return fill(
@@ -127,14 +125,14 @@ def html_page(shown: Page, trace: Trace | None = None) -> str:
 
 
 def fill(template: str, **values: Any) -> str:
-    """A template with every value escaped. The policy of the page lets no script run but its own."""
+    """Render a template with every value escaped. The page's policy allows no script but its own."""
     script = (TEMPLATES / "script.html.j2").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return str(_environment().get_template(template).render(script=script, script_digest=digest, **values))
 
 
 def all_plots(shown: Page) -> list[Plot]:
-    """Whatever this record or gate has the numbers for."""
+    """Return all plots for which this record or gate has numbers."""
     out = _curves(shown)
     if shown.paired:
         margin = Plan().same
@@ -159,7 +157,7 @@ def all_plots(shown: Page) -> list[Plot]:
 
 
 def _curves(shown: Page) -> list[Plot]:
-    """One plot a row with curves; those of both sides lie over each other."""
+    """Return one plot per row with curves; those of both sides are overlaid."""
     found: dict[str, dict[str, tuple[float, ...]]] = {}
     units = {}
     for side, record in zip(("adopted: ", "candidate: " if shown.paired else ""), shown.records):
@@ -177,8 +175,8 @@ def _own_intervals(shown: Page) -> list[plots.Interval]:
     for row in (j.row for j in record.judgements) if record else ():
         if row.interval and is_finite(row.value) and row.value:
             low, high = sorted(x / row.value for x in row.interval)
-            said = f"{page.show(row.value)} {row.unit}"
-            out.append(plots.Interval(row.id, said, tones[row.id], 1.0, low, high))
+            text = f"{page.show(row.value)} {row.unit}"
+            out.append(plots.Interval(row.id, text, tones[row.id], 1.0, low, high))
     return out
 
 

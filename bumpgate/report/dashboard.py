@@ -82,14 +82,14 @@ class Span:
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="Where the pages go: a new folder, or a dashboard's.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of the pages: a new one, or a dashboard's.")],
     lane: Annotated[str, typer.Option(help="Only this lane's.")] = "",
     days: Annotated[int, typer.Option(help="Only the last days.", min=1)] = 365,
     store: Annotated[str, typer.Option(help="SQLAlchemy URL; by default a SQLite file of this user.")] = "",
 ) -> None:
     """Write the history as a static dashboard: open index.html in a browser, or copy the folder to a web server.
 
-    Exit codes: 0 written, 4 bad input, or a store that is none.
+    Exit codes: 0 written, 4 bad input, or an invalid store.
     """
     index = folder / "index.html"
     if folder.exists() and not folder.is_dir():
@@ -145,7 +145,7 @@ def read(archive: Archive, start: date, lane: str = "") -> list[Series]:
 
 
 def _value(number: float | None, text: str) -> Value:
-    """A stored value. number: None if it is not a finite number. text: JSON."""
+    """Return a stored value. number: None if it is not a finite number. text: JSON."""
     if number is not None:
         return int(text) if text.lstrip("-").isdigit() else number
     raw = json.loads(text)
@@ -208,7 +208,7 @@ def hosts(found: Sequence[Series]) -> list[tuple[str, str, list[Night]]]:
 
 
 def strip(nights: Sequence[Night], length: int) -> str:
-    """One mark per night, as SVG: green or red; a gap where nothing was measured."""
+    """Return one mark per night, as SVG: green or red; a gap for nights without a reading."""
     paths = {False: "", True: ""}
     for (red, _), group in groupby(nights_and_gaps(nights), key=lambda pair: (pair[0].red, pair[1])):
         days = [night.day for night, _ in group]
@@ -247,7 +247,7 @@ def spans(one: Series, start: date) -> list[Span]:
 
 
 def plot(one: Series, start: date) -> str:
-    """The values over time with the median of each level, as SVG; "" if they are one value, or not numbers."""
+    """Return the values over time with the median of each level, as SVG; "" for a single value, or no numbers."""
     values = [night.value for night in one.nights]
     if len(set(values)) < 2 or not all(is_finite(value) for value in values):
         return ""

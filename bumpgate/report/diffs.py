@@ -1,4 +1,4 @@
-"""What changed between the evidence of two sides: break, guard and recompile reasons line by line, kernels by name."""
+"""Differences in evidence of two sides: break, guard and recompile reasons line by line, kernels by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import zip_longest
 from bumpgate.gate.verdict import ADDRESS
 from bumpgate.rows import Judgement, Record, is_finite
 
-# Evidence that explains what the compiler did. Other lines (seconds, counts of rounds) differ in any two runs.
+# Evidence on what the compiler did. Other lines (seconds, counts of rounds) differ in any two runs.
 REASON = re.compile(r"(break|recompile|failure|guard|kernel) ")
 KERNEL = re.compile(r"kernel (?:x(\d+): )?(.+)")
 KERNEL_COUNTS = ("generated_kernels", "kernels")
@@ -38,9 +38,9 @@ class Diff:
 
 
 def of_records(good: Record | None, bad: Record | None, suspects: Iterable[str]) -> tuple[list[Diff], int]:
-    """The differences in evidence, and how many more there are than are shown.
+    """Return the differences in evidence, and the number of those that are not shown.
 
-    suspects: rows whose evidence is compared whole; of all others only the lines that say what the compiler did.
+    suspects: rows whose complete evidence is compared; of all others only the lines on what the compiler did.
     """
     if good is None or bad is None:
         return [], 0
@@ -60,7 +60,7 @@ def of_records(good: Record | None, bad: Record | None, suspects: Iterable[str])
 
 
 def compare(before: Sequence[str], after: Sequence[str]) -> list[Line]:
-    """Lines of both in order, with CONTEXT equal ones around a difference; what differs within a line is marked."""
+    """Return the lines of both in order, with CONTEXT equal ones around a difference; changed words are marked."""
     before, after = before[:MAX_LINES], after[:MAX_LINES]
     out: list[Line] = []
     for group in SequenceMatcher(None, before, after, autojunk=False).get_grouped_opcodes(CONTEXT):
@@ -73,9 +73,9 @@ def compare(before: Sequence[str], after: Sequence[str]) -> list[Line]:
 
 
 def kernels(good: Record | None, bad: Record | None) -> dict[str, tuple[float, float]]:
-    """Row id -> kernels (added, removed) by the candidate, of the rows that count generated kernels and moved.
+    """Return row id -> kernels (added, removed) by the candidate, of rows that count generated kernels and moved.
 
-    By name where the evidence names them ("kernel x2: triton_poi_fused_add"); else the difference of the counts.
+    By name if the evidence names them ("kernel x2: triton_poi_fused_add"); else the difference of the counts.
     """
     if good is None or bad is None:
         return {}
@@ -104,7 +104,7 @@ def _lines(j: Judgement, *, whole: bool) -> list[str]:
 
 
 def _replaced(before: Sequence[str], after: Sequence[str]) -> list[Line]:
-    """Old lines, then new ones; a line that has a counterpart at its place shows which words differ."""
+    """Return old lines, then new ones; in lines with a counterpart the differing words are marked."""
     old: list[Line] = []
     new: list[Line] = []
     for a, b in zip_longest(before, after):

@@ -9,11 +9,11 @@ from bumpgate.rows import BumpgateError
 
 
 class ExtraMissingError(BumpgateError):
-    """A command needs libraries that a plain install of bumpgate leaves out."""
+    """A command needs libraries that a plain install of bumpgate lacks."""
 
 
 def need(*modules: str, command: str) -> ModuleType:
-    """Imports the modules and returns the last one. Raises ExtraMissingError where one is not installed."""
+    """Import the modules and return the last one. Raises ExtraMissingError if one is not installed."""
     try:
         return [importlib.import_module(name) for name in modules][-1]
     except ModuleNotFoundError as error:

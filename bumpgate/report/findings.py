@@ -1,4 +1,4 @@
-"""`bumpgate findings`: what gates found, since when, who owns it, and which issue is known for it."""
+"""`bumpgate findings`: findings of gates, with their first gate, owner and known issue."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from bumpgate.report.memory import FindingError
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 
 Store = Annotated[str, typer.Option(help="SQLAlchemy URL; by default a SQLite file of this user.")]
-Key = Annotated[str, typer.Argument(help="The finding, as `findings list` prints it, or the start of it.")]
+Key = Annotated[str, typer.Argument(help="Key of the finding from `findings list`, or the start of it.")]
 
 
 @app.command("list")
 def list_command(
     lane: Annotated[str, typer.Option(help="Only this lane's.")] = "",
-    gone: Annotated[bool, typer.Option("--gone", help="Findings that are gone, too.")] = False,
+    gone: Annotated[bool, typer.Option("--gone", help="Also findings that are gone.")] = False,
     store: Store = "",
 ) -> None:
     """List the findings of the history that are open: state in the latest gate, first seen, issue and owner.
 
-    Exit codes: 0 done, 4 bad input, or a store that is none.
+    Exit codes: 0 done, 4 bad input, or an invalid store.
     """
     found = Archive(store or default_store()).findings(lane)
     shown = [one for one in found if gone or not one.gone]
@@ -61,7 +61,7 @@ def link_command(
 @app.command("owner")
 def owner_command(
     key: Key,
-    owner: Annotated[str, typer.Argument(help="Who looks after it; '' removes it.")],
+    owner: Annotated[str, typer.Argument(help="Its owner; '' removes it.")],
     store: Store = "",
 ) -> None:
     """Name the owner of a finding.

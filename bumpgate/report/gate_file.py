@@ -22,7 +22,7 @@ class GateFileError(BumpgateError):
 
 @dataclass(frozen=True)
 class Side:
-    """One environment: what it measured (None: it never came to that), what was installed, and what broke."""
+    """One environment: its record (None if it has none), its packages, and its failures."""
 
     name: str
     record: Record | None
@@ -36,7 +36,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Paired:
-    """One row of the paired sessions: the ratio of times, candidate over adopted, NaN where there was no session."""
+    """One row of the paired sessions: the ratio of times, candidate over adopted, NaN without a session."""
 
     outcome: str
     ratio: float
@@ -50,7 +50,7 @@ class GateFile:
     """One gate. good: the adopted environment; bad: the candidate. started: UTC, ISO 8601.
 
     finished: False for a gate that was killed. readings: row id -> log-ratio to the build of a month before
-    (bumpgate.gate.drift), if the gate was paired with one. asked, binding: its options and the work tree that it
+    (bumpgate.gate.drift), if the gate was paired with one. config, binding: its options and the work tree that it
     measured, as bumpgate.gate.result writes them. moved: one line per package whose version differs between the sides.
     """
 
@@ -67,13 +67,13 @@ class GateFile:
     accepted: tuple[str, ...]
     finished: bool = True
     readings: Mapping[str, float] = field(default_factory=dict)
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
     binding: Mapping[str, Any] = field(default_factory=dict)
     moved: tuple[str, ...] = ()
 
 
 def read(path: Path) -> Record | GateFile:
-    """A record or a gate, by what is in the file. Raises GateFileError or RecordError, one line, on anything else."""
+    """Read a record or a gate, whichever the file holds. Raises GateFileError or RecordError (one line) if neither."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -101,13 +101,13 @@ def read(path: Path) -> Record | GateFile:
             readings={
                 str(row): _number(x) for row, x in ((raw.get("anchor") or {}).get("readings") or {}).items()
             },
-            asked=dict(raw.get("asked") or {}),
+            config=dict(raw.get("asked") or {}),
             binding=dict(raw.get("binding") or {}),
             moved=tuple(str(line) for line in raw.get("moved", ())),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GateFileError(
-            f"{path}: a gate that lost a part ({type(error).__name__}: {one_line(error)})"
+            f"{path}: corrupt or incomplete gate file ({type(error).__name__}: {one_line(error)})"
         ) from None
 
 

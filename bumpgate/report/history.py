@@ -1,4 +1,4 @@
-"""`bumpgate history`: how a row moved over builds and days, with the levels that it jumped between."""
+"""`bumpgate history`: the values of a row over builds and days, with its change points."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ADD = "add"
 # Minimum number of readings in a level: a single outlier does not start a new one.
 LEVEL = 3
 # A jump must lower the squared error by PENALTY * log(n), in units of the noise. Of series of pure normal noise, 3 in
-# 100 of 20 readings and 1 in 100 of 60 then show a jump that is none; one of 3 sigma is placed within 2 readings in 95.
+# 100 of 20 readings and 1 in 100 of 60 then show a false jump; one of 3 sigma is located within 2 readings in 95.
 PENALTY = 4.0
 
 
@@ -48,7 +48,7 @@ def command(
     Adding a file twice keeps it once. A gate's findings are printed as new, still there, back, gone or not measured.
     Marks where the row jumped to another level.
 
-    Exit codes: 0 done, 4 bad input, or a store that is none.
+    Exit codes: 0 done, 4 bad input, or an invalid store.
     """
     archive = Archive(store or default_store())
     if what[0] == ADD:
@@ -56,7 +56,7 @@ def command(
             raise BumpgateError("history add: name record.json or gate.json files")
         for name in what[1:]:
             added = archive.add(Path(name))
-            typer.echo(f"{name}: {'added' if added.new else 'already there'}")
+            typer.echo(f"{name}: {'added' if added.new else 'already stored'}")
             for one in added.findings:
                 typer.echo(memory.line(one))
         return
@@ -79,7 +79,7 @@ def command(
     classes = sorted({p.host_class for p in points if p.timed and p.host_class})
     if len(classes) > 1:
         raise BumpgateError(
-            f"{what[0]} is timed, and its readings of {len(classes)} classes of host do not compare: "
+            f"{what[0]} is timed, and its readings of {len(classes)} classes of host are not comparable: "
             f"name one with --host {' | '.join(map(shlex.quote, classes))}"
         )
     breaks = changes([p.value for p in points])
@@ -109,7 +109,7 @@ def changes(values: Sequence[Any]) -> list[int]:
 
 
 def _squared_error(base: Any) -> Any:
-    """The cost of a stretch as one level, by running sums: ruptures's own asks for numpy, which stays out of here."""
+    """Return the cost of a stretch as one level, by running sums: ruptures' own class needs numpy."""
 
     class SquaredError(base):  # type: ignore[misc]
         model = ""
@@ -131,7 +131,7 @@ def _squared_error(base: Any) -> Any:
 
 
 def listing(points: Sequence[Point], breaks: Sequence[int]) -> str:
-    """One line a reading, oldest first; `>` where a new level starts."""
+    """Format one line per reading, oldest first; `>` where a new level starts."""
     rows = [
         (
             ">" if i in breaks else " ",
@@ -171,7 +171,7 @@ def _write(
         typer.echo(f"wrote {html}")
     if png:
         if figure is None:
-            raise BumpgateError(f"{row}: its values are no numbers: there is nothing to plot")
+            raise BumpgateError(f"{row}: its values are not numbers: nothing to plot")
         write_atomic(png, plots.png(figure))
         typer.echo(f"wrote {png}")
 
@@ -179,14 +179,14 @@ def _write(
 def recent(
     lane: str, rows: Sequence[str], days: int, *, store: str = "", day: date | None = None
 ) -> dict[str, tuple[Reading, ...]]:
-    """Row id -> what `drift.creep` asks for: the adopted builds' readings against the build of a month before."""
+    """Return row id -> the input of `drift.creep`: the adopted builds' readings against the build of a month before."""
     return Archive(store or default_store()).drifted(lane, rows, days, day or today())
 
 
 def adopted(lane: str, *, store: str = "", root: Path | None = None) -> list[tuple[date, str]]:
-    """(day, torch) of every build that a lane adopted, oldest first: `drift.anchor` picks from the days.
+    """Return (day, torch) of every build that a lane adopted, oldest first: `drift.anchor` picks from the days.
 
-    Candidates that a gate of the history adopted, and what `bumpgate adopt` wrote down in the work tree of `root`;
+    Candidates that a gate of the history adopted, and those in the log of `bumpgate adopt` in the work tree of `root`;
     without the builds whose adoption was rolled back.
     """
     entries = [a for a in log.load(root or find_root(Path.cwd())).entries if a.lane == lane]
@@ -198,5 +198,5 @@ def adopted(lane: str, *, store: str = "", root: Path | None = None) -> list[tup
 
 
 def _release(torch: str) -> str:
-    """Without the local label, which a wheel's metadata may leave out."""
+    """Return a version without the local label, which a wheel's metadata may omit."""
     return torch.partition("+")[0]

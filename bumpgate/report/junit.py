@@ -1,7 +1,7 @@
-"""The page as JUnit XML, for the test view of a CI: one case a row, one a cause or problem that has no row.
+"""The page as JUnit XML, for the test view of a CI: one case per row, and one per cause or problem without a row.
 
-A case fails where the row is a fault of the product, and is an error where it could not be measured. The file holds
-at least one of either exactly where the run or the gate is to stop the CI.
+A case is a failure if the row is a fault of the product, and an error if it could not be measured. The file has at
+least one of either exactly if the run or the gate must stop the CI.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 
 
 def xml(page: Page) -> str:
-    """One test suite; the row's suite and case are the class, its metric the name."""
+    """Return one test suite; the row's suite and case are the class, its metric the name."""
     suite = ElementTree.Element("testsuite", {"name": f"bumpgate {page.kind} {page.lane}"})
     properties = ElementTree.SubElement(suite, "properties")
     for fact in page.facts:

@@ -1,6 +1,6 @@
-"""The page as Markdown, for a CI's job summary: the verdict, its causes and the rows that are not right.
+"""The page as Markdown, for a CI's job summary: the verdict, its causes and the red or open rows.
 
-GitHub drops a summary of more than 1 MiB as a whole, so what does not fit is left out and counted.
+GitHub drops a summary of more than 1 MiB completely, so the parts that do not fit are left out and counted.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from bumpgate.report.page import Page
 
 LIMIT = 1024 * 1024
 ROOM = 512  # for the last lines
-MAX_ROWS = 10  # of one cause; the table below has them all
-# Read as markup, a mention or a link somewhere in GitHub's Markdown. An entity is never markup.
+MAX_ROWS = 10  # of one cause; the table below has all of them
+# Characters of markup, mentions or links in GitHub's Markdown. An entity is never markup.
 MARKUP = re.compile(r"[\\`*_\[\]|~@#]")
 SIGN = {"bad": "\U0001f534", "open": "\U0001f7e0", "good": "\U0001f7e2", "info": "\U0001f535"}
 
 
 def summary(page: Page, limit: int = LIMIT) -> str:
-    """At most `limit` bytes of UTF-8."""
+    """Return the summary, at most `limit` bytes of UTF-8."""
     head = [f"## {SIGN[page.tone]} {page.word}: {escape(page.headline)}", ""]
     if page.compare:
         head += [f"[What lies between the two builds of torch]({page.compare})", ""]
@@ -59,7 +59,7 @@ def summary(page: Page, limit: int = LIMIT) -> str:
 
 
 def escape(text: str) -> str:
-    """Text that no reader of Markdown takes for markup, in one line."""
+    """Return text in one line, with all Markdown markup escaped."""
     line = html.escape(" ".join(text.split()))
     return MARKUP.sub(lambda found: f"&#{ord(found[0])};", line.replace("&#x27;", "'"))
 
@@ -83,7 +83,7 @@ def _finding(finding: Finding) -> str:
 
 
 def _fenced(lines: Iterable[str]) -> list[str]:
-    """A code block whose fence is longer than any run of backticks inside."""
+    """Return a code block whose fence is longer than any run of backticks inside."""
     text = [" ".join(line.split()) for line in lines]
     longest = max((len(run) for line in text for run in re.findall("`+", line)), default=0)
     fence = "`" * max(3, longest + 1)

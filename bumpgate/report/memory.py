@@ -1,7 +1,7 @@
 """Memory of findings: when each was first and last seen, whether it is gone, its known issue and its owner.
 
 Only findings that keep a gate from ADOPT are remembered. A finding is identified by its lane, the package of the
-candidate, its label, metric and evidence, numbers left out. Gates are read in the order in which they started, so a
+candidate, its label, metric and evidence without numbers. Gates are read in the order in which they started, so a
 gate may be added late.
 """
 
@@ -27,7 +27,7 @@ from bumpgate.rows import BumpgateError, Verdict
 NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?!\w)")
 EVIDENCE = 8  # lines that are kept of each side
 NEW, STILL, BACK, GONE, UNMEASURED = "new", "still there", "back", "gone", "not measured"
-# Outcomes of paired sessions that decide a row, and row verdicts that decide none.
+# Outcomes of paired sessions that decide a row, and row verdicts that do not decide.
 DECIDED = {o.value for o in (Outcome.SAME, Outcome.SLOWER, Outcome.SLOW_MODE, Outcome.FASTER)}
 OPEN = {v.value for v in (Verdict.MISSING, Verdict.INSTRUMENT, Verdict.INFRA, Verdict.INCONCLUSIVE)}
 OF_SESSIONS = (Outcome.SLOWER.value, Outcome.SLOW_MODE.value, "LOST")
@@ -81,9 +81,9 @@ def blocking(gate: GateFile) -> list[Finding]:
     return [f for f in gate.findings if f.decision is not Decision.ADOPT]
 
 
-def package_of(asked: Mapping[str, Any]) -> str:
+def package_of(config: Mapping[str, Any]) -> str:
     """Return the package that a gate judges; "" for an interpreter as it is."""
-    text = str(asked.get("candidate") or "")
+    text = str(config.get("candidate") or "")
     try:
         if text.endswith(".whl"):
             return str(parse_wheel_filename(PurePosixPath(text).name)[0])
@@ -95,9 +95,9 @@ def package_of(asked: Mapping[str, Any]) -> str:
 def gate_fields(gate: GateFile) -> dict[str, Any]:
     """Return the columns of a gate that the memory needs."""
     records = (gate.good.record, gate.bad.record)
-    whole = not gate.asked.get("selection") and all(r is not None and r.complete for r in records)
+    whole = not gate.config.get("selection") and all(r is not None and r.complete for r in records)
     moved = changes(gate.good.packages, gate.bad.packages)
-    return {"package": package_of(gate.asked), "whole": whole, "moved": json.dumps(list(moved))}
+    return {"package": package_of(gate.config), "whole": whole, "moved": json.dumps(list(moved))}
 
 
 def write(sql: Any, tables: Mapping[str, Any], connection: Any, made: int, gate: GateFile) -> None:
@@ -105,7 +105,7 @@ def write(sql: Any, tables: Mapping[str, Any], connection: Any, made: int, gate:
     found, sightings = tables["findings"], tables["sightings"]
     records = (gate.good.record, gate.bad.record)
     tests = {j.row.id: j.row.test for r in records if r for j in r.judgements}
-    package = package_of(gate.asked)
+    package = package_of(gate.config)
     seen: dict[str, int] = {}
     for f in blocking(gate):
         signature = [gate.lane, package, f.label, f.metric, NUMBER.sub("#", f.head)]
@@ -191,8 +191,8 @@ def _measured(sql: Any, tables: Mapping[str, Any], connection: Any, gate: Any, o
     for run in (gate.good, gate.bad):
         query = sql.select(readings.c.row, readings.c.verdict)
         query = query.where(readings.c.run == run, readings.c.row.in_(rest))
-        there = {row for row, verdict in connection.execute(query) if verdict not in OPEN}
-        if not there.issuperset(rest):
+        measured = {row for row, verdict in connection.execute(query) if verdict not in OPEN}
+        if not measured.issuperset(rest):
             return False
     return True
 

@@ -16,9 +16,9 @@ from bumpgate.rules import places, sentence
 from bumpgate.table import summary
 
 TONE = {Decision.HOLD: "bad", Decision.UNKNOWN: "open", Decision.ADOPT: "good"}
-# What differs between two rows of one cause: quoted values and numbers.
+# Parts that differ between rows of one cause: quoted values and numbers.
 VALUE = re.compile(r"'[^']*'|(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?!\w)")
-# Of the provenance, shown in a place of their own.
+# Provenance fields that are shown separately.
 ELSEWHERE = ("acceptances", "command", "not_run", "rules")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -28,7 +28,7 @@ class RowView:
     """One line of the table of rows. order: worst first. change: relative, NaN where there is none.
 
     good: the adopted side's value; empty in the report of one record. tone: bad, open, good or info.
-    reviewed, limit: the baseline's value, and what the value may be. rule: its id and sentence. place: in the source.
+    reviewed, limit: the baseline's value, and the allowed values. rule: its id and sentence. place: in the source.
     """
 
     id: str
@@ -55,7 +55,7 @@ class RowView:
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the provenance: what each side says (of one record: `bad` alone)."""
+    """One line of the provenance: the value of each side (for one record, only `bad`)."""
 
     name: str
     good: str
@@ -68,11 +68,11 @@ class Fact:
 
 @dataclass(frozen=True)
 class Page:
-    """One report. word: the verdict, as the banner shows it; failed: whether the run or the gate is to stop a CI.
+    """One report. word: the verdict, as the banner shows it; failed: whether the run or the gate must stop a CI.
 
     sides: names of the adopted and the candidate environment; the first is empty for one record.
-    notes: what baselines/accepted.toml did. not_run: rows that another device alone can show.
-    records: of both sides, None where a side left none. moved: packages whose version differs between the sides.
+    notes: effects of baselines/accepted.toml. not_run: rows that only another device can show.
+    records: of both sides, None for a side without one. moved: packages whose version differs between the sides.
     """
 
     kind: str
@@ -102,7 +102,7 @@ class Page:
 
     @property
     def counts(self) -> list[tuple[str, str, int]]:
-        """(label, tone, rows), worst first."""
+        """Return (label, tone, rows), worst first."""
         tally = Counter((row.label, row.tone) for row in self.rows)
         return [(label, tone, n) for (label, tone), n in tally.items()]
 
@@ -112,7 +112,7 @@ def of(found: Record | GateFile) -> Page:
 
 
 def of_record(record: Record) -> Page:
-    """The report of one run, whole or cut short."""
+    """Return the report of one run, complete or cut short."""
     p = record.provenance
     if not record.complete:
         word, tone = "NOT COMPLETE", "bad"
@@ -171,7 +171,7 @@ def of_gate(gate: GateFile) -> Page:
         findings=gate.findings,
         rows=tuple(sorted(rows, key=lambda r: (r.order, r.id))),
         problems=(
-            *(() if gate.finished else ("the gate was cut short: its own command with --resume goes on",)),
+            *(() if gate.finished else ("the gate was cut short: resume it with its command and --resume",)),
             *(f"{side.name}: {line}" for side in sides for line in _broken(side)),
         ),
         notes=tuple(dict.fromkeys((*gate.accepted, *_lines(gate.bad.record, "acceptances")))),
@@ -211,7 +211,7 @@ def _record_row(j: Judgement, record: Record) -> RowView:
 
 
 def _numbers(j: Judgement | None) -> tuple[str, str, str]:
-    """Reviewed value, limit and place of a row."""
+    """Return reviewed value, limit and place of a row."""
     if j is None:
         return "", "", ""
     return "" if j.reviewed is None else show(j.reviewed), j.limit, places(j)
@@ -232,9 +232,9 @@ def _gate_row(
     change, unit = math.nan, row.unit if row else "ratio"
     if is_finite(before) and is_finite(after) and before:
         change = (after - before) / abs(before)
-    said = [show(value) for value in values]
+    shown_values = [show(value) for value in values]
     if timed:
-        said, change, unit = ["1", f"{timed.ratio:.4g}"], timed.ratio - 1, "ratio of times"
+        shown_values, change, unit = ["1", f"{timed.ratio:.4g}"], timed.ratio - 1, "ratio of times"
     accepted = bad.accepted if bad else ""
     label = (
         finding.label if finding else bad.label if bad and accepted else timed.outcome if timed else "PASS"
@@ -253,8 +253,8 @@ def _gate_row(
         label,
         tone,
         order,
-        said[0],
-        said[1],
+        shown_values[0],
+        shown_values[1],
         change,
         unit,
         reason if finding or accepted or timed else "",
@@ -267,7 +267,7 @@ def _gate_row(
 
 
 def _record_finding(j: Judgement) -> Finding | None:
-    """Rows of one record by cause: the same metric, and evidence or a reason that starts alike."""
+    """Group rows of one record by cause: the same metric, and evidence or a reason with the same start."""
     if j.verdict is Verdict.PASS:
         return None
     product = j.verdict in PRODUCT
@@ -295,7 +295,7 @@ def _headline(gate: GateFile) -> str:
         if n := tally[decision]:
             parts.append(f"{n} {one if n == 1 else many}")
     if gate.decision is Decision.ADOPT:
-        parts.append("nothing stands against it")
+        parts.append("nothing holds it")
     return "; ".join(parts)
 
 

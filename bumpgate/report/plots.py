@@ -42,15 +42,15 @@ ON_PAPER = {
 }
 TONES = {"bad": BAD, "good": GOOD, "open": OPEN}
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
-NAME_WIDTH = 44  # characters that leave room for what is said at the right
+NAME_WIDTH = 44  # characters that leave room for the text at the right
 
 
 @dataclass(frozen=True)
 class Interval:
-    """One line of a forest plot. said: its reading in words. tone: good, bad, open, or nothing of these."""
+    """One line of a forest plot. text: its reading in words. tone: good, bad, open or ""."""
 
     name: str
-    said: str
+    text: str
     tone: str
     ratio: float
     low: float
@@ -58,7 +58,7 @@ class Interval:
 
 
 def curves(title: str, series: Mapping[str, Sequence[float]], unit: str, step: str = "step") -> str:
-    """One line a curve over its points. Curves differ in dash, too, not in colour alone."""
+    """Plot one line per curve over its points. Curves differ in dash as well as in colour."""
     figure, axes = _new(2.5)
     colours = (LINE, BAD, OPEN, GOOD)
     for i, (name, points) in enumerate(series.items()):
@@ -71,7 +71,7 @@ def curves(title: str, series: Mapping[str, Sequence[float]], unit: str, step: s
 
 
 def forest(title: str, rows: Sequence[Interval], margin: float, axis: str) -> str:
-    """Intervals around 1, one row each, its name above it. axis: what 1 stands for, as the label of the x axis.
+    """Intervals around 1, one row each, its name above it. axis: what 1 means, as the label of the x axis.
 
     margin: half-width of the band within which a row counts as unmoved; 0 for none. A row without a finite ratio is
     named and has no mark; an end that is not finite runs to the edge.
@@ -84,7 +84,7 @@ def forest(title: str, rows: Sequence[Interval], margin: float, axis: str) -> st
     axes.axvline(1, color=FAINT, linewidth=0.8)
     for i, row in enumerate(rows):
         colour = TONES.get(row.tone, INK)
-        _name(axes, i, row.name, row.said, colour)
+        _name(axes, i, row.name, row.text, colour)
         if math.isfinite(row.ratio):
             low = row.low if math.isfinite(row.low) else left
             high = row.high if math.isfinite(row.high) else right
@@ -141,7 +141,7 @@ def over_time(
 
 
 def svg(figure: Figure, title: str) -> str:
-    """A figure of `over_time` as text for a page."""
+    """Return a figure of `over_time` as SVG text for a page."""
     return _svg(figure, title)
 
 
@@ -175,19 +175,19 @@ def _new(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _name(axes: Axes, i: int, name: str, said: str, colour: str) -> None:
-    """The name of line i at the left, what is said of it at the right, both above its mark."""
+def _name(axes: Axes, i: int, name: str, text: str, colour: str) -> None:
+    """Draw the name of line i at the left and its text at the right, both above its mark."""
     short = name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 1] + "\u2026"
     across = axes.get_yaxis_transform()
     axes.text(0, i - 0.28, _plain(short), transform=across, color=INK, va="center")
-    axes.text(1, i - 0.28, _plain(said), transform=across, color=colour, va="center", ha="right")
+    axes.text(1, i - 0.28, _plain(text), transform=across, color=colour, va="center", ha="right")
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """The figure as one <svg> element: no fixed size, no id that a second plot in the page would repeat."""
+    """Return the figure as one <svg> element without a fixed size, or an id that another plot in the page repeats."""
     matplotlib = need("matplotlib", command="a report with plots")
     out = io.StringIO()
-    # Text stays text: it is searched, selected and read aloud. The salt keeps ids apart, and the file reproducible.
+    # Text stays text: it can be searched, selected and read aloud. The salt keeps ids apart, and the file reproducible.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 8}):
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = out.getvalue()
@@ -206,7 +206,7 @@ def _svg(figure: Figure, title: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """matplotlib reads $...$ as a formula; a torch name is none."""
+    """Escape $, since matplotlib reads $...$ as a formula."""
     return text.replace("$", r"\$")
 
 

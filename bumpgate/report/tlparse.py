@@ -1,4 +1,4 @@
-"""tlparse's own pages of a trace, where it is installed: every graph, guard and kernel that the report leaves out."""
+"""tlparse's own pages of a trace, if it is installed: every graph, guard and kernel that the report leaves out."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ABSENT = "tlparse's own pages show every graph, guard and kernel: pip install tl
 
 
 def program() -> str | None:
-    """tlparse of this environment, on PATH or not, else the one on PATH."""
+    """Return the path of tlparse: of this environment, else on PATH; None without one."""
     own = str(Path(sys.executable).parent)
     return shutil.which("tlparse", path=os.pathsep.join((own, os.environ.get("PATH", os.defpath))))
 
 
 def pages(logs: Sequence[Path], folder: Path) -> tuple[dict[str, str], str]:
-    """Log's name -> address of its page, relative to the folder's parent; and a line on what has none.
+    """Return log name -> address of its page, relative to the folder's parent; and a line on logs without one.
 
-    folder is replaced whole, and stays as it was where no page was made.
+    folder is replaced completely, or not changed if no page was made.
     """
     if (tool := program()) is None:
         return {}, ABSENT
@@ -61,10 +61,10 @@ def _run(tool: str, log: Path, out: Path) -> str:
             timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return f"not ended in {SECONDS} s"
+        return f"not finished in {SECONDS} s"
     except OSError as error:
         return f"{tool}: {error.strerror}"
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or ["no output"]
-        return one_line(f"exit {done.returncode}: {said[0]}")
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        return one_line(f"exit {done.returncode}: {lines[0]}")
     return "" if (out / "index.html").is_file() else "no index.html"

@@ -21,7 +21,7 @@ from bumpgate.gate.verdict import ADDRESS
 from bumpgate.rows import BumpgateError, is_finite, one_line
 
 FILES = "dedicated_log_torch_trace_*.log"
-REMAKE = "write it anew with: TORCH_TRACE=DIR python ..."
+REMAKE = "write it again with: TORCH_TRACE=DIR python ..."
 RECORD = re.compile(rb"[VIWEC]\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ [^\n]*?:\d+\] (\{.*\})\n?")
 CACHE = re.compile(r"(fx_graph|aotautograd)_cache_(hit|miss|bypass)")
 STATES = (("hit", "s"), ("miss", "es"), ("bypass", "es"))
@@ -59,10 +59,10 @@ class Cached:
 
 @dataclass
 class Compiled:
-    """One compile id: FRAME/N is the N-th compilation of a frame; "" what happened outside any.
+    """One compile id: FRAME/N is the N-th compilation of a frame; "" for events outside of any.
 
     frame: file:line and name. attempts: how often the analysis began. guards: of the compiled code.
-    seconds: by phase; a phase holds the ones that it calls. total: of the outermost phases.
+    seconds: by phase; a phase includes the phases that it calls. total: of the outermost phases.
     breaks: reason -> how often. recompiles: guard that an earlier compilation missed -> how often.
     failure: what ended the compilation, in one line.
     """
@@ -81,7 +81,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class TraceFile:
-    """One process. rank: where it was one. torch: the version that wrote it, where it says so."""
+    """Trace of one process. rank: None if it has none. torch: the version that wrote it; "" if not stated."""
 
     path: Path
     rank: int | None
@@ -112,7 +112,7 @@ class Trace:
 
 
 def read(place: Path) -> tuple[TraceFile, ...]:
-    """A folder that TORCH_TRACE named, or one file of it. Raises TraceError, one line."""
+    """Read a folder that TORCH_TRACE named, or one of its files. Raises TraceError (one line)."""
     paths = [place] if place.is_file() else sorted(place.glob(FILES))
     if not paths:
         raise TraceError(f"{place}: no {FILES} in it; {REMAKE}")
@@ -121,7 +121,7 @@ def read(place: Path) -> tuple[TraceFile, ...]:
 
 
 def read_file(path: Path) -> TraceFile:
-    """Raises TraceError with the line at which a file is cut off, changed, or no trace."""
+    """Read a file. Raises TraceError with the line at which it is cut off, changed, or not a trace."""
     names: dict[int, str] = {}
     found: dict[str, Compiled] = {}
     rank: Any = None
@@ -144,7 +144,7 @@ def read_file(path: Path) -> TraceFile:
 
 
 def records(path: Path) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """(line, envelope, payload) of each record, in order; the payload is "" where it has none. Raises TraceError."""
+    """Yield (line, envelope, payload) of each record, in order; "" for no payload. Raises TraceError."""
     began, payload = 0, list[bytes]()
     envelope: dict[str, Any] | None = None
     with path.open("rb") as file:
@@ -161,7 +161,7 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, Any], str]]:
 
 
 def summary(compiled: Sequence[Compiled]) -> str:
-    """Compilations, frames and seconds, then breaks, recompilations, caches and failures, in one line.
+    """Format compilations, frames and seconds, then breaks, recompilations, caches and failures, in one line.
 
     A break in an inlined function has a reason for each frame that it broke.
     """
@@ -181,7 +181,7 @@ def summary(compiled: Sequence[Compiled]) -> str:
 
 def _envelope(path: Path, number: int, line: bytes) -> dict[str, Any]:
     if not (found := RECORD.fullmatch(line)):
-        raise TraceError(f"{path.name}: line {number} is cut off, or no line of a trace; {REMAKE}")
+        raise TraceError(f"{path.name}: line {number} is cut off, or not a line of a trace; {REMAKE}")
     try:
         return dict(json.loads(found[1]))
     except (ValueError, RecursionError):

@@ -57,7 +57,7 @@ for name in sys.argv[1:]:
 class Target:
     """The environment that a wheel is to be installed into.
 
-    root: the source tree, whose smoke cases run. arch: of the lane's GPU, as in sm_90; 0 where it has none.
+    root: the source tree, whose smoke cases run. arch: of the lane's GPU, as in sm_90; 0 without a GPU.
     device: "cpu" or "cuda", the devices that smoke cases can run on here.
     """
 
@@ -68,13 +68,13 @@ class Target:
 
     @property
     def python(self) -> str:
-        """As in "3.12"."""
+        """Return the Python version, such as "3.12"."""
         return ".".join(self.found.python.split(".")[:2])
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What the checks of one wheel file found. notes: what could not be checked here."""
+    """Result of the checks of one wheel file. notes: what could not be checked here."""
 
     path: Path
     faults: tuple[Fault, ...]
@@ -82,7 +82,7 @@ class Audit:
 
     @property
     def reason(self) -> str:
-        """The first fault, "" of a wheel that may be installed."""
+        """Return the first fault, "" for a wheel that may be installed."""
         return self.faults[0].reason if self.faults else ""
 
 
@@ -95,10 +95,10 @@ def audit(
     built_for: str = "",
     smoke: Smoke | None = None,
 ) -> Audit:
-    """Audits one wheel file of a package.
+    """Audit one wheel file of a package.
 
-    sha256: what the file must hash to, where that is known. built_for: the torch that it was compiled against, where
-    a reviewed source states it. smoke: the cases that run it. Raises ToolError where binutils are missing.
+    sha256: the expected hash, if known. built_for: the torch that it was compiled against, if a reviewed source states
+    it. smoke: the cases that run it. Raises ToolError if binutils are missing.
     """
     faults = list(_file_faults(path, package, target, sha256))
     if faults:
@@ -117,7 +117,7 @@ def audit(
 def _run(
     path: Path, wheel: Distribution, place: Path, target: Target, built_for: str, smoke: Smoke | None
 ) -> Audit:
-    """Imports the wheel and runs its cases, in processes of their own."""
+    """Import the wheel and run its cases, in separate processes."""
     source = f"{place}{os.pathsep}{target.interpreter.root}"
     child = replace(target.interpreter, environment={**target.interpreter.environment, "PYTHONPATH": source})
     try:
@@ -138,13 +138,13 @@ def _run(
             if compiled_for
             else "does not state the torch that it was built for"
         )
-        reason = f"{path.name} {what}, and no device here shows that it computes right on {torch}"
+        reason = f"{path.name} {what}, and no device here can verify its results on {torch}"
         return Audit(path, (Fault(wheel.name, "unproven", reason),))
     return Audit(path, (), () if ran else ("not run over shapes of the model: no device here",))
 
 
 def _file_faults(path: Path, package: str, target: Target, sha256: str) -> Iterator[Fault]:
-    """What is wrong with the file itself: its bytes, its name, its tags, and its own list of contents."""
+    """Yield the faults of the file itself: its bytes, its name, its tags, and its list of contents."""
     name = canonicalize_name(package)
 
     def fault(kind: str, reason: str) -> Fault:
@@ -161,7 +161,7 @@ def _file_faults(path: Path, package: str, target: Target, sha256: str) -> Itera
                 return
             yield from (fault("file", reason) for reason in _contents(archive, claimed, version))
     except (InvalidWheelFilename, zipfile.BadZipFile, OSError, EOFError, KeyError, ValueError) as error:
-        yield fault("file", f"not a whole wheel ({one_line(error, 100)})")
+        yield fault("file", f"not a complete wheel ({one_line(error, 100)})")
         return
     if claimed != name:
         yield fault("file", f"the name of another package than {name}")
@@ -170,7 +170,7 @@ def _file_faults(path: Path, package: str, target: Target, sha256: str) -> Itera
 
 
 def _contents(archive: zipfile.ZipFile, name: str, version: Version) -> Iterator[str]:
-    """Differences between a wheel's file name, its metadata, its RECORD and its files."""
+    """Yield the differences between a wheel's file name, its metadata, its RECORD and its files."""
     files = {info.filename for info in archive.infolist() if not info.is_dir()}
     infos = {file.split("/")[0] for file in files if file.split("/")[0].endswith(".dist-info")}
     if len(infos) != 1:
@@ -201,12 +201,12 @@ def _contents(archive: zipfile.ZipFile, name: str, version: Version) -> Iterator
             .decode()
         )
         if real != digest:
-            yield f"{file} is not the file of its RECORD"
+            yield f"{file} does not match its RECORD"
             return
 
 
 def _distribution(place: Path, path: Path) -> Distribution:
-    """An unpacked wheel, as the inventory of an environment describes an installed one."""
+    """Return an unpacked wheel, as the inventory of an environment describes an installed one."""
     (info,) = place.glob("*.dist-info")
     metadata = Parser().parsestr((info / "METADATA").read_text(encoding="utf-8"))
     libraries = sorted(p for p in place.rglob("*") if p.name.endswith(".so") or ".so." in p.name)
@@ -242,12 +242,12 @@ def _binary_faults(wheel: Distribution, target: Target) -> Iterator[Fault]:
 
 
 def _runs_on(kind: int, code: int, device: int) -> bool:
-    """A cubin runs on its own major architecture, from its minor one upwards; PTX on everything later."""
+    """Return whether code runs on a GPU: a cubin on its major architecture from its minor one up, PTX on all later."""
     return code <= device and (kind == PTX or code // 10 == device // 10)
 
 
 def gpu_archs(data: bytes) -> frozenset[tuple[int, int]]:
-    """(kind, architecture) of all GPU code that a library holds, kind PTX or CUBIN; empty where it holds none."""
+    """Return (kind, architecture) of all GPU code in a library, kind PTX or CUBIN; empty if it has none."""
     found, at = set(), data.find(FATBIN)
     while at >= 0:
         version, header, size = HEADER.unpack_from(data.ljust(at + HEADER.size, b"\0"), at)
@@ -264,7 +264,7 @@ def gpu_archs(data: bytes) -> frozenset[tuple[int, int]]:
 
 
 def _top_level(place: Path) -> list[str]:
-    """Names of the modules that the wheel installs; extensions first, which need nothing but torch."""
+    """Return the modules that the wheel installs; extensions first, which only need torch."""
     extensions = [p.name.split(".")[0] for p in place.glob("*.so")]
     packages = [p.parent.name for p in place.glob("*/__init__.py")]
     modules = [p.stem for p in place.glob("*.py")]

@@ -1,8 +1,8 @@
 """Builds a kernel wheel from its sdist against one torch: isolated from the host, limited, logged and resumable.
 
-The recipe is of CUDA packages on a machine that needs no GPU. Their setup scripts add architectures of their own and
-ignore TORCH_CUDA_ARCH_LIST, so a wrapper of nvcc keeps the one of the lane. A copy of the sources stays next to the
-log until the wheel is there, so that a build which was stopped continues with the objects that it had (ninja).
+The recipe is for CUDA packages; the machine needs no GPU. Their setup scripts add further architectures and ignore
+TORCH_CUDA_ARCH_LIST, so a wrapper of nvcc keeps only that of the lane. A copy of the sources stays next to the log
+until the wheel is built, so that a stopped build continues with its existing objects (ninja).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bumpgate.wheels.store import Build, Stored
 
 # Build requirements of a package in addition to torch.
 TOOLS = ("setuptools", "wheel", "ninja", "packaging", "psutil", "numpy", "einops")
-# Without these their setups look for a wheel of their own on GitHub, or build for every architecture.
+# Without these, their setup scripts look for a prebuilt wheel on GitHub, or build for every architecture.
 SWITCHES: Mapping[str, Mapping[str, str]] = {
     "causal-conv1d": {"CAUSAL_CONV1D_FORCE_BUILD": "TRUE"},
     "mamba-ssm": {"MAMBA_FORCE_BUILD": "TRUE"},
@@ -61,7 +61,7 @@ class WheelBuildError(BumpgateError):
 
 @dataclass(frozen=True)
 class Limits:
-    """jobs: compiler processes at once. seconds: wall time of a package. memory_gib: of each process, 0 for any."""
+    """jobs: compiler processes at once. seconds: wall time per package. memory_gib: of each process, 0: unlimited."""
 
     jobs: int = 2
     seconds: float = 4 * 3600.0
@@ -69,10 +69,10 @@ class Limits:
 
 
 def build_wheel(build: Build, target: Target, sdist: Path, limits: Limits) -> Stored:
-    """Compiles one package against the torch of an environment, and puts the wheel into the kernel store.
+    """Compile one package against the torch of an environment, and put the wheel into the kernel store.
 
-    sdist: its source archive. Raises WheelBuildError with the log on a failure, at the time limit, or on a wheel that
-    its audit refuses; what was compiled by then is used by the next call.
+    sdist: its source archive. Raises WheelBuildError with the log on a failure, at the time limit, or if the wheel
+    fails its audit; the next call uses the objects compiled so far.
     """
     interpreter = target.interpreter
     if build.sdist and SHA256.fullmatch(build.sdist) and (found := sha256_of(sdist)) != build.sdist:
@@ -120,7 +120,7 @@ def _limited(limits: Limits) -> list[str]:
 def _variables(
     build: Build, interpreter: Interpreter, tools: Path, place: Path, limits: Limits
 ) -> dict[str, str]:
-    """The environment of the compilation: torch from the interpreter, the tools, and nvcc for one architecture."""
+    """Return the env_vars of the compilation: torch from the interpreter, the tools, and nvcc for one architecture."""
     clean = {
         n: v for n, v in interpreter.environment.items() if not n.startswith(("TORCH_CUDA_ARCH", "BUMPGATE_"))
     }
@@ -151,14 +151,14 @@ def _variables(
             "PYTORCH_NVCC": str(wrapper),
             "TORCH_CUDA_ARCH_LIST": f"{build.arch // 10}.{build.arch % 10}",
             "FLASH_ATTN_CUDA_ARCHS": str(build.arch),
-            # pip's headers of cuBLAS and others, which a toolkit may lack.
+            # pip's headers of cuBLAS and other libraries, which a toolkit may lack.
             "CPATH": os.pathsep.join([*headers, *filter(None, [clean.get("CPATH")])]),
         }
     return variables
 
 
 def cuda_prefix(nvcc: Path) -> Path:
-    """The toolkit of an nvcc; one on PATH may be a script that starts the real one."""
+    """Return the toolkit folder of an nvcc; one on PATH may be a script that starts the real one."""
     real = nvcc.resolve()
     with suppress(OSError, UnicodeDecodeError):
         for word in real.read_text(encoding="utf-8").split():
@@ -168,22 +168,24 @@ def cuda_prefix(nvcc: Path) -> Path:
 
 
 def _tools(place: Path, python: Path, log: Path) -> Path:
-    """A folder with what a setup script imports, apart from the environment, which stays as it is."""
+    """Return a folder with what a setup script imports, separate from the environment, which is not changed."""
     done = place / ".done"
     if not done.exists():
         from bumpgate.environments.uv import run_uv
 
-        code, said = run_uv(
+        code, output = run_uv(
             ["pip", "install", "--quiet", "--target", place, "--python", python, "--no-build", *TOOLS], log
         )
         if code:
-            raise WheelBuildError(f"the build tools cannot be installed: {one_line(said, 200)} (log: {log})")
+            raise WheelBuildError(
+                f"the build tools cannot be installed: {one_line(output, 200)} (log: {log})"
+            )
         done.touch()
     return place
 
 
 def _unpacked(sdist: Path, place: Path) -> Path:
-    """The source tree; one that is there, with what was compiled in it, stays."""
+    """Return the unpacked source tree; an existing one is kept with its compiled objects."""
     done = place / ".unpacked"
     if not done.exists():
         shutil.rmtree(place, ignore_errors=True)
@@ -209,9 +211,9 @@ def _last(log: Path) -> str:
 
 
 def download_sdist(build: Build, index: str | None = None) -> Path:
-    """The source archive of a package, by its sha256, from the index of this host.
+    """Download the source archive of a package, by its sha256, from the index of this host.
 
-    Raises WheelBuildError where the index has no such file, UnreachableError where it does not answer.
+    Raises WheelBuildError if the index has no such file, UnreachableError if it does not answer.
     """
     import requests
 
@@ -236,7 +238,9 @@ def download_sdist(build: Build, index: str | None = None) -> Path:
             for block in answer.iter_content(1 << 20):
                 f.write(block)
         if sha256_of(partial) != build.sdist:
-            raise WheelBuildError(f"{files[0].filename}: the index served other bytes than it lists")
+            raise WheelBuildError(
+                f"{files[0].filename}: the index served a file with another sha256 than it lists"
+            )
         return partial.rename(place / files[0].filename)
     except requests.RequestException as error:
         raise WheelBuildError(

@@ -1,4 +1,4 @@
-"""`bumpgate wheels`: which kernel wheels a lane gets next to a torch, and where they come from."""
+"""`bumpgate wheels`: the kernel wheels of a lane for a torch, and their sources."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bumpgate.rows import BumpgateError
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target
 from bumpgate.wheels.build import Limits, WheelBuildError, build_wheel, download_sdist
-from bumpgate.wheels.plan import Offer, audited, build_of, make_target, plan, read_manifest
+from bumpgate.wheels.plan import WheelFile, audited, build_of, make_target, plan, read_manifest
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 
 Lane = Annotated[str, typer.Option(help="A declared lane.")]
-Torch = Annotated[str, typer.Option(help="A version: its environment is built, or taken from the cache.")]
+Torch = Annotated[str, typer.Option(help="A version: its environment is built, or read from the cache.")]
 Python = Annotated[str, typer.Option(help="Instead of --torch: this interpreter and its torch.")]
 FindLinks = Annotated[list[str] | None, typer.Option(help="A folder of wheels; repeatable.")]
 
@@ -29,7 +29,7 @@ FindLinks = Annotated[list[str] | None, typer.Option(help="A folder of wheels; r
 def targets(
     root: Path, lane: str, torches: list[str], python: str, find_links: list[str] | None
 ) -> list[Target]:
-    """The environments to look at. Raises BumpgateError on an unknown lane or neither torch nor interpreter."""
+    """Return the target environments. Raises BumpgateError on an unknown lane, or without torch and interpreter."""
     lanes.require(root, lane)
     if bool(torches) == bool(python):
         raise BumpgateError("name the torch: --torch 2.14.1, or --python PATH")
@@ -90,7 +90,7 @@ def audit_command(
     refused = False
     for path in wheels:
         built_for = known.get(sha256_of(path), "")
-        found = audited(Offer(path, built_for=built_for), _package(path), target, manifest)
+        found = audited(WheelFile(path, built_for=built_for), _package(path), target, manifest)
         refused = refused or bool(found.faults)
         typer.echo(f"{path.name}: {'refused' if found.faults else 'passes'} on {_title(target)}")
         for line in (*(f"{fault.kind}: {fault.reason}" for fault in found.faults), *found.notes):
@@ -134,7 +134,7 @@ def build_command(
         known = ", ".join(wheels) or "none"
         raise BumpgateError(f"lane {lane} has no kernel wheel {unknown[0]!r}; it has: {known}")
     if sdist and (len(names) != 1 or not sdist.is_file()):
-        raise BumpgateError(f"--sdist {sdist}: name one --package and an archive that is there")
+        raise BumpgateError(f"--sdist {sdist}: name one --package and an existing archive")
     failed = False
     for name in names:
         spec = build_of(wheels[name], target)
@@ -161,7 +161,7 @@ def fetch_command(
 ) -> None:
     """Copy the wheels that were built for this lane and torch into the kernel store, checksummed.
 
-    Exit codes: 0 all are there, 1 the store lacks one, 4 bad input or other bytes than noted, 125 no environment.
+    Exit codes: 0 all were found, 1 the store lacks one, 4 bad input or a hash mismatch, 125 no environment.
     """
     root = find_root(Path.cwd())
     (target,) = targets(root, lane, [torch] if torch else [], python, None)
@@ -170,6 +170,6 @@ def fetch_command(
         found = store.fetch(build_of(wheel, target), source)
         lacking = lacking or found is None
         typer.echo(
-            f"{wheel.name} {wheel.version}: {found.path if found else 'not there for ' + _title(target)}"
+            f"{wheel.name} {wheel.version}: {found.path if found else 'not found for ' + _title(target)}"
         )
     raise typer.Exit(1 if lacking else 0)

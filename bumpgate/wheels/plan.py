@@ -1,4 +1,4 @@
-"""The kernel wheels that a torch gets: one that fits is reused, else built if it can be, else absent."""
+"""Chooses the kernel wheels for a torch: one that fits is reused, else built if possible, else absent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REUSE, BUILD, ABSENT = "reuse", "build", "absent"
 
 @dataclass(frozen=True)
 class Choice:
-    """What happens to one package. wheel: the file that is reused. refused: why others were not, one line each."""
+    """Decision on one package. wheel: the file that is reused. refused: why others were not, one line each."""
 
     package: str
     version: str
@@ -50,8 +50,8 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A wheel file to audit. sha256: what it must hash to; built_for: its torch; "" where nothing states them."""
+class WheelFile:
+    """A wheel file to audit. sha256: the expected hash; built_for: its torch; "" if not stated."""
 
     path: Path
     sha256: str = ""
@@ -59,19 +59,19 @@ class Offer:
 
 
 def make_target(root: Path, lane: str, python: Path) -> Target:
-    """The environment of an interpreter. Raises ChildFault where it does not answer."""
+    """Return the environment of an interpreter. Raises ChildFault if it gives no result."""
     interpreter = Interpreter(python, root, child_environment(python, root))
     devices = ("cpu", "cuda") if driver_version(interpreter.environment, root) else ("cpu",)
     return Target(interpreter, take(interpreter), ARCHS.get(lane, 0), devices)
 
 
 def read_manifest(root: Path) -> Manifest:
-    """wheels/manifest.toml of a source tree. Raises ManifestError."""
+    """Read wheels/manifest.toml of a source tree. Raises ManifestError."""
     return load(root / "wheels" / "manifest.toml")
 
 
 def plan(root: Path, lane: str, target: Target, find_links: Sequence[str] = ()) -> list[Choice]:
-    """One choice for each kernel wheel of the lane's adopted row. Raises BumpgateError where binutils are missing."""
+    """Return a choice for each kernel wheel of the lane's adopted row. Raises BumpgateError without binutils."""
     manifest = read_manifest(root)
     wheels = manifest.adopted(lane).wheels
     if wheels and (tool := abi.missing_tool()):
@@ -84,12 +84,12 @@ def _choose(
 ) -> Choice:
     refused: dict[str, None] = {}
     smoke = manifest.smoke.get(wheel.name)
-    for offer in _offers(root, lane, wheel, target, find_links):
-        found = audited(offer, wheel.name, target, manifest)
+    for file in _wheel_files(root, lane, wheel, target, find_links):
+        found = audited(file, wheel.name, target, manifest)
         if not found.faults:
             ran = "run over shapes of the model" if smoke and smoke.device in target.devices else ""
-            reason = "; ".join([f"{offer.path.name} passes its audit", *filter(None, (ran, *found.notes))])
-            return Choice(wheel.name, wheel.version, REUSE, reason, offer.path, tuple(refused))
+            reason = "; ".join([f"{file.path.name} passes its audit", *filter(None, (ran, *found.notes))])
+            return Choice(wheel.name, wheel.version, REUSE, reason, file.path, tuple(refused))
         refused[found.reason] = None
     if wheel.sdist and target.arch and shutil.which("nvcc"):
         made = (
@@ -100,23 +100,23 @@ def _choose(
     return Choice(wheel.name, wheel.version, ABSENT, why, refused=tuple(refused))
 
 
-def audited(offer: Offer, package: str, target: Target, manifest: Manifest) -> Audit:
-    """The audit of one wheel file; one that cannot be read is a fault of the file."""
+def audited(file: WheelFile, package: str, target: Target, manifest: Manifest) -> Audit:
+    """Audit one wheel file; an unreadable one is a fault of the file."""
     try:
         return audit(
-            offer.path,
+            file.path,
             package,
             target,
-            sha256=offer.sha256,
-            built_for=offer.built_for,
+            sha256=file.sha256,
+            built_for=file.built_for,
             smoke=manifest.smoke.get(package),
         )
     except (abi.ToolError, OSError) as error:
-        return Audit(offer.path, (abi.Fault(package, "file", f"{offer.path.name}: {error}"),))
+        return Audit(file.path, (abi.Fault(package, "file", f"{file.path.name}: {error}"),))
 
 
 def build_of(wheel: KernelWheel, target: Target) -> Build:
-    """What a wheel of this package for this target is built from and for."""
+    """Return what a wheel of this package for this target is built from and for."""
     version = target.found.version
     return Build(
         wheel.name,
@@ -130,24 +130,24 @@ def build_of(wheel: KernelWheel, target: Target) -> Build:
     )
 
 
-def _offers(
+def _wheel_files(
     root: Path, lane: str, wheel: KernelWheel, target: Target, find_links: Sequence[str]
-) -> Iterator[Offer]:
-    """The kernel store's wheel for this target first, then the adopted one, then those of the folders."""
+) -> Iterator[WheelFile]:
+    """Yield the kernel store's wheel for this target, then the adopted one, then those of the folders."""
     if stored := store.find(build_of(wheel, target)):
-        yield Offer(stored.path, stored.sha256, target.found.torch_version)
+        yield WheelFile(stored.path, stored.sha256, target.found.torch_version)
     lock = lane_lock(root, lane)
     locked = [p for p in read_lock(lock).packages if p.name == wheel.name] if lock.exists() else []
     adopted = {w.file: w for package in locked for w in package.wheels}
     for each in adopted.values():
         if path := wheel_store.find(each):
-            yield Offer(path, each.sha256, wheel.torch)
+            yield WheelFile(path, each.sha256, wheel.torch)
     for path, listed in folder_wheels(find_links, wheel):
-        # The adopted torch takes the adopted file; another torch has its own, under the same name perhaps.
+        # The adopted torch uses the adopted file; another torch has a different one, possibly of the same name.
         own = adopted.get(path.name) if satisfies(wheel.torch, _pin(target.found.torch_version)) else None
         expected = listed or (own.sha256 if own else "")
         known = wheel.sha256 and sha256_of(path) == wheel.sha256
-        yield Offer(path, expected, wheel.torch if known else "")
+        yield WheelFile(path, expected, wheel.torch if known else "")
 
 
 def _pin(version: str) -> SpecifierSet:
@@ -155,7 +155,7 @@ def _pin(version: str) -> SpecifierSet:
 
 
 def folder_wheels(find_links: Sequence[str], wheel: KernelWheel) -> Iterator[tuple[Path, str]]:
-    """The wheels of a package and version in folders, whatever their labels, with the sha256 that SHA256SUMS lists."""
+    """Yield the wheels of a package and version in folders, with any label, and the sha256 in SHA256SUMS."""
     for place in find_links:
         folder = Path(place.removeprefix("file://")).expanduser()
         sums = _sums(folder / SUMS)
@@ -171,7 +171,7 @@ def folder_wheels(find_links: Sequence[str], wheel: KernelWheel) -> Iterator[tup
 
 
 def _sums(path: Path) -> dict[str, str]:
-    """File name to sha256, as sha256sum writes them."""
+    """Return file name -> sha256, from the format of sha256sum."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -199,15 +199,15 @@ def fit(
     find_links: Sequence[str],
     say: Say = lambda line: None,
 ) -> Fitted:
-    """Adds the kernel wheels that pass their audit to a built environment, then audits what is installed.
+    """Add the kernel wheels that pass their audit to a built environment, then audit the installed ones.
 
-    Wheels that were refused are left out; a lock has its own. Raises BuildError, ChildFault, BumpgateError.
+    Refused wheels are left out; a lock already has its wheels. Raises BuildError, ChildFault, BumpgateError.
     """
     if request.lock is not None or not kernel_wheels(root, lane):
         return Fitted(environment, missing(root, lane, environment.python))
     target = make_target(root, lane, environment.python)
-    here = {n for n in kernel_wheels(root, lane) if n in environment.packages}
-    choices = [c for c in plan(root, lane, target, find_links) if c.package not in here]
+    present = {n for n in kernel_wheels(root, lane) if n in environment.packages}
+    choices = [c for c in plan(root, lane, target, find_links) if c.package not in present]
     for choice in choices:
         for reason in choice.refused:
             say(f"refused: {reason}")
@@ -224,13 +224,13 @@ def fit(
 
 
 def _kept(path: Path) -> Path:
-    """The wheel in the wheel store, where a lock finds it again."""
+    """Return the path of the wheel in the wheel store, where a lock can find it."""
     wheel = Wheel(path.name, sha256_of(path))
     return wheel_store.put(wheel, [path.read_bytes()])
 
 
 def missing(root: Path, lane: str, python: Path) -> dict[str, str]:
-    """Kernel wheels of the lane's adopted row that an interpreter lacks, with the reason.
+    """Return the kernel wheels of the lane's adopted row that an interpreter lacks, with the reason.
 
     Raises BumpgateError, one line, on a kernel wheel that is installed there and fails its audit.
     """
@@ -251,5 +251,5 @@ def missing(root: Path, lane: str, python: Path) -> dict[str, str]:
 
 
 def variables(absent: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables by which the suites know which peers a gate does not expect."""
+    """Return the env_vars that list, for the suites, the peers that a gate does not expect."""
     return {VARIABLE: json.dumps(absent)} if absent else {}

@@ -42,7 +42,7 @@ class Build:
 
     @property
     def key(self) -> str:
-        """Of all that decides the binary; the names of the versions are there for the reader."""
+        """Return the hash of all that determines the binary, with the versions in front for the reader."""
         content = [self.package, self.sdist, self.torch_git, self.cuda, self.arch, self.python]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
@@ -56,25 +56,25 @@ class Stored:
 
 
 def kernel_store() -> Path:
-    """$BUMPGATE_KERNELS, else kernels/ in `home()`."""
+    """Return the kernel store: $BUMPGATE_KERNELS, else kernels/ in `home()`."""
     chosen = os.environ.get("BUMPGATE_KERNELS")
     return Path(chosen).expanduser() if chosen else home() / "kernels"
 
 
 def find(build: Build, root: Path | None = None) -> Stored | None:
-    """The wheel of a build in a local store; None where it has none. Raises StoreError on other bytes."""
+    """Return the wheel of a build in a local store; None if it has none. Raises StoreError on a hash mismatch."""
     folder = (root or kernel_store()) / build.package / build.key
     if not (folder / NOTE).is_file():
         return None
     file, sha256 = _note((folder / NOTE).read_bytes(), build, str(folder / NOTE))
     path = folder / file
     if not path.is_file() or sha256_of(path) != sha256:
-        raise StoreError(f"{path}: not the file of its {NOTE}; delete {folder} and fetch or build it again")
+        raise StoreError(f"{path}: does not match its {NOTE}; delete {folder} and fetch or build it again")
     return Stored(path, sha256)
 
 
 def put(build: Build, wheel: Path, root: Path | None = None) -> Stored:
-    """Takes a wheel in, the note last: a wheel without one is not there."""
+    """Store a wheel, its note last: a wheel without one does not count."""
     folder = (root or kernel_store()) / build.package / build.key
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / wheel.name
@@ -91,27 +91,27 @@ def put(build: Build, wheel: Path, root: Path | None = None) -> Stored:
 
 
 def fetch(build: Build, place: str, root: Path | None = None) -> Stored | None:
-    """Copies the wheel of a build from another store, a directory or a URL; None where that has none.
+    """Copy the wheel of a build from another store, a directory or a URL; None if that has none.
 
-    Raises StoreError on a place that does not answer, and on bytes that are not those of the note.
+    Raises StoreError on an unreachable store, and on a hash mismatch.
     """
-    there = f"{place.rstrip('/')}/{build.package}/{build.key}"
-    raw = b"".join(_read(f"{there}/{NOTE}") or ())
+    source = f"{place.rstrip('/')}/{build.package}/{build.key}"
+    raw = b"".join(_read(f"{source}/{NOTE}") or ())
     if not raw:
         return None
-    file, sha256 = _note(raw, build, public_url(f"{there}/{NOTE}"))
+    file, sha256 = _note(raw, build, public_url(f"{source}/{NOTE}"))
     folder = root or kernel_store()
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{build.key}.{os.getpid()}"
     partial.mkdir()
     try:
         with (partial / file).open("wb") as f:
-            for block in _read(f"{there}/{file}") or ():
+            for block in _read(f"{source}/{file}") or ():
                 f.write(block)
         found = sha256_of(partial / file)
         if found != sha256:
             raise StoreError(
-                f"{public_url(there)}/{file}: sha256 {found[:12]}..., its {NOTE} says {sha256[:12]}...; build it again"
+                f"{public_url(source)}/{file}: sha256 {found[:12]}..., its {NOTE} has {sha256[:12]}...; build it again"
             )
         return put(build, partial / file, root)
     finally:
@@ -119,7 +119,7 @@ def fetch(build: Build, place: str, root: Path | None = None) -> Stored | None:
 
 
 def _note(raw: bytes, build: Build, where: str) -> tuple[str, str]:
-    """File name and sha256 of a wheel.json. Raises StoreError where it is not of this build."""
+    """File name and sha256 of a wheel.json. Raises StoreError if it is not of this build."""
     try:
         note = json.loads(raw)
         own, file, sha256 = Build(**note["build"]), str(note["file"]), str(note["sha256"])
@@ -161,7 +161,7 @@ def _checked(answer: requests.Response, address: str) -> Iterator[bytes]:
     try:
         yield from answer.iter_content(1 << 20)
     except requests.RequestException as error:
-        raise StoreError(f"{public_url(address)} cannot be read whole: {one_line(error, 120)}") from None
+        raise StoreError(f"{public_url(address)} cannot be read completely: {one_line(error, 120)}") from None
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

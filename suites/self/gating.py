@@ -18,7 +18,7 @@ from bumpgate.gate import bench, result
 from bumpgate.gate.bench import Bench, Place
 from bumpgate.gate.drift import Reading
 from bumpgate.gate.plan import plan_for
-from bumpgate.gate.result import Asked, Gate, SideState
+from bumpgate.gate.result import Gate, GateConfig, SideState
 from bumpgate.gate.view import View
 from bumpgate.processes.runner import NOTHING_SELECTED, Installed, LaneCall, LaneRun
 from bumpgate.rows import Judgement, Row, Value, Verdict, write_record
@@ -147,20 +147,20 @@ class Machine:
         side = side or Behaviour()
         made = write_record(
             record,
-            {"lane": self.bench.gate.asked.lane if self.bench else "cpu", "torch": side.torch},
+            {"lane": self.bench.gate.config.lane if self.bench else "cpu", "torch": side.torch},
             judgements,
             complete=side.complete,
             problems=side.problems,
         )
         return LaneRun(0 if judgements else NOTHING_SELECTED, made, "", 0.1, record.with_suffix(".log"))
 
-    def prepare(self, out: Path, asked: Asked | None = None, **options: Any) -> Bench:
+    def prepare(self, out: Path, config: GateConfig | None = None, **options: Any) -> Bench:
         """Create a bench on this machine; an existing gate in `out` is resumed."""
-        asked = asked or Asked("cpu", candidate="torch==2.14.0")
-        plan = plan_for(asked.sessions)
+        config = config or GateConfig("cpu", candidate="torch==2.14.0")
+        plan = plan_for(config.sessions)
         out.mkdir(exist_ok=True)
-        gate = result.read(out, plan) or Gate(asked, "2026-03-02T03:00:00+00:00", "bumpgate gate")
-        if asked.anchor:
+        gate = result.read(out, plan) or Gate(config, "2026-03-02T03:00:00+00:00", "bumpgate gate")
+        if config.anchor:
             gate.sides.setdefault("anchor", SideState())
         places = {name: Place(Path(f"/envs/{name}"), {"CACHE": name}) for name in gate.sides}
         view = View(Console(file=(out / "output.txt").open("a"), width=200))
@@ -168,9 +168,9 @@ class Machine:
         self.bench = Bench(gate, self.root, out, places, view, plan, recent, TODAY, **options)
         return self.bench
 
-    def gate(self, out: Path, asked: Asked | None = None, **options: Any) -> Gate:
+    def gate(self, out: Path, config: GateConfig | None = None, **options: Any) -> Gate:
         """Run or resume one gate to its verdict."""
-        made = self.prepare(out, asked, **options)
+        made = self.prepare(out, config, **options)
         made.run()
         return made.gate
 

@@ -226,7 +226,7 @@ def test_accepted_file_round_trip_is_sorted(tmp_path: Path) -> None:
         ("[[accepted", "not TOML"),
         ("rows = 1", "holds [[accepted]] entries and nothing else"),
         ("accepted = 1", "holds [[accepted]] entries and nothing else"),
-        (GOOD_ENTRY + GOOD_ENTRY, f"entry 2: {BREAKS} 17 of lane cpu stands there twice"),
+        (GOOD_ENTRY + GOOD_ENTRY, f"entry 2: duplicate entry {BREAKS} 17 of lane cpu"),
         (GOOD_ENTRY.replace('owner = "ada"\n', ""), "an entry has the fields"),
         (GOOD_ENTRY + "note = 1\n", "an entry has the fields"),
         (GOOD_ENTRY.replace('"cpu"', '"gpu"'), "lane must be one of cpu, h200, v6e, got 'gpu'"),

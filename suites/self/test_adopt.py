@@ -31,7 +31,7 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdoptTree]:
         for version, code in (("9.10.0", 0), ("9.11.0", 1), ("9.12.0", 1)):
             done = tree.gate(version)
             assert done.code == code, done.out + done.err
-            review = " --reviewed ROW --reason TEXT, for each row that is right" if code else ""
+            review = " --reviewed ROW --reason TEXT, for each intended change" if code else ""
             assert done.err.endswith(f"to adopt it: bumpgate adopt {version}/gate.json{review}\n")
         yield tree
         tree.end()
@@ -165,7 +165,7 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     ),
     "another gap": ("a review does not close gaps in the evidence: INFRA no disk", gap),
     "unfinished": (
-        "the gate did not end: go on with its command and --resume",
+        "the gate is not finished: resume it with its command and --resume",
         lambda raw: raw.update(finished=False),
     ),
     "selection": (
@@ -229,7 +229,7 @@ OPTIONS = {
         ("--reviewed", "release/*/category", "--reason", " "),
         "--reason must be one line of text",
     ),
-    "reason alone": (("--reason", "x"), "--reason without --reviewed"),
+    "reason alone": (("--reason", "x"), "--reason requires --reviewed"),
 }
 
 
@@ -246,7 +246,7 @@ def test_derived_row_cannot_be_reviewed_away(tree: AdoptTree) -> None:
 
 def test_adopt_refuses_edited_tree_and_missing_files(tree: AdoptTree) -> None:
     (tree.root / "9.10.0/bad.pylock.toml").unlink()
-    refused(tree, "bad.pylock.toml: not there, so the candidate's wheels are not known", "9.10.0")
+    refused(tree, "bad.pylock.toml does not exist, so the candidate's wheels are unknown", "9.10.0")
     refused(tree, "none/gate.json: cannot be read", "none")
     (tree.root / "9.11.0/gate.json").write_text((tree.root / "9.11.0/bad.json").read_text())
     refused(tree, "is the record of one run: name the gate.json of a gate", "9.11.0")
@@ -282,7 +282,7 @@ def test_killed_adoption_is_undone_by_the_next_command(tree: AdoptTree, at: int)
     assert (tree.root / JOURNAL).exists()
     gate = tree.gate("9.9.0")
     assert (gate.code, len(gate.err.splitlines())) == (4, 1)
-    assert "an adoption was cut short here: restore with: bumpgate rollback cpu --adoption" in gate.err
+    assert "an adoption was interrupted here: restore with: bumpgate rollback cpu --adoption" in gate.err
     if at % 2:
         back = tree.bumpgate("rollback", "cpu", "--adoption", "--no-smoke")
         assert back.code == 0, back.out + back.err

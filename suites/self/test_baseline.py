@@ -178,7 +178,7 @@ def test_per_build_value_is_judged_only_under_its_build() -> None:
     [
         ({"value": 4, "witness": 0}, Verdict.INSTRUMENT, "saw nothing"),
         ({"value": 4, "witness": -1}, Verdict.INSTRUMENT, "saw nothing"),
-        ({"value": None}, Verdict.INSTRUMENT, "read nothing"),
+        ({"value": None}, Verdict.INSTRUMENT, "returned no value"),
         ({"value": 4, "instruments": ("ok", "dead")}, Verdict.INSTRUMENT, "dead: read 0, known 1"),
         ({"value": 9, "expected": 4, "instruments": ("dead",)}, Verdict.INSTRUMENT, "dead"),
         ({"value": math.nan}, Verdict.REGRESSION, "not a finite number"),
@@ -316,8 +316,8 @@ def test_invalid_baseline_row_is_refused(tmp_path: Path, row: dict[str, object])
     [
         ('"unit": "n",', '"unit": "n"', "line 9 column 4: not JSON (Expecting ',' delimiter)"),
         ('"rows": {', '"rows": {\n<<<<<<< HEAD', "line 6 column 1: not JSON"),
-        ('"value": 1,', '"value": 1, "value": 1,', "'value' stands there twice"),
-        ('"value": 1,', '"value": NaN,', "NaN is no reviewable value"),
+        ('"value": 1,', '"value": 1, "value": 1,', "duplicate key 'value'"),
+        ('"value": 1,', '"value": NaN,', "NaN is not a valid baseline value"),
         ('"schema": 1', '"schema": 2', "not a baseline of schema 1"),
         ('"lane": "cpu"', '"lane": "h200"', "holds lane 'h200', not 'cpu'"),
         ('"a/b/c"', '"a/b"', "row 'a/b': the id"),
@@ -341,7 +341,7 @@ def test_duplicate_baseline_row_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path)
     row = json.dumps(GOOD)
     path.write_text(path.read_text().replace('"rows": {', f'"rows": {{"a/b/c": {row},', 1))
-    with pytest.raises(BaselineError, match="'a/b/c' stands there twice"):
+    with pytest.raises(BaselineError, match="duplicate key 'a/b/c'"):
         load(path, "cpu")
 
 

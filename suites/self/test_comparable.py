@@ -24,7 +24,7 @@ def test_comparable_reports_differing_host_class() -> None:
     for key in HOST:
         line = comparable(HOST, HOST | {key: "other"})
         assert (
-            line == f"timed rows do not compare: baseline made with {key} {HOST[key]!r}, this run has 'other'"
+            line == f"timed rows are not comparable: baseline made with {key} {HOST[key]!r}, this run has 'other'"
         )
 
 
@@ -49,7 +49,7 @@ def test_time_of_another_host_is_not_judged(
     assert shown.red is (judged or host == HOST)
     if not shown.red:
         assert shown.label == "INCONCLUSIVE (not judged)"
-        assert shown.reason == "timed rows do not compare: baseline made with cpu 'EPYC', this run has 'Xeon'"
+        assert shown.reason == "timed rows are not comparable: baseline made with cpu 'EPYC', this run has 'Xeon'"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_rebaseline_refuses_times_of_another_host(whole: bool) -> None:
         assert plan(record, old)[0].made_with["cpu"] == "Xeon"
     else:
         with pytest.raises(
-            RefusedError, match=r"timed rows do not compare: .* from a whole run, without --only"
+            RefusedError, match=r"timed rows are not comparable: .* from a whole run, without --only"
         ):
             plan(record, old)
 

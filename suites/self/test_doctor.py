@@ -95,7 +95,7 @@ ENVIRONMENT: dict[str, tuple[Break, str, str, str]] = {
     "a python that the lane was not adopted with": (
         lambda m: m.edit("wheels/manifest.toml", 'python = ">=3.10"\ntorch = "==2.13.0"',
                          'python = "==3.9.*"\ntorch = "==2.13.0"'),
-        "BG102", "asks for CPython ==3.9.*", "uv venv --python '==3.9.*'",
+        "BG102", "requires CPython ==3.9.*", "uv venv --python '==3.9.*'",
     ),
     "PYTHONOPTIMIZE": (variable("PYTHONOPTIMIZE", "1"), "BG103", "PYTHONOPTIMIZE=1: asserts", "unset PYTHONOPTIMIZE"),
     "a foreign package kernels": (foreign_kernels, "BG104", "other_kernels, not", "uninstall kernels"),
@@ -107,7 +107,7 @@ ENVIRONMENT: dict[str, tuple[Break, str, str, str]] = {
         lambda m: (m.root / "contract.lock").unlink(), "BG105", "contract.lock cannot be read", "sha256sum"
     ),
     "a cache turned off": (
-        variable("TORCHINDUCTOR_FX_GRAPH_CACHE", "0"), "BG106", "the contract says 1", "unset TORCHINDUCTOR_FX",
+        variable("TORCHINDUCTOR_FX_GRAPH_CACHE", "0"), "BG106", "the contract requires 1", "unset TORCHINDUCTOR_FX",
     ),
     "NCCL variables without a rank": (
         variable("TORCH_NCCL_ENABLE_MONITORING", "0"), "BG106", "without LOCAL_RANK", "unset TORCH_NCCL",
@@ -118,7 +118,7 @@ ENVIRONMENT: dict[str, tuple[Break, str, str, str]] = {
     ),
     "no place for the default cache": (cache_is_a_file, "BG107", "/pyproject.toml is a file", "export TORCHINDUCTOR"),
     "an unwritable cache": (variable("TRITON_CACHE_DIR", "/proc"), "BG108", "/proc cannot be written", "export TRITON"),
-    "a disk with too little space": (little_space, "BG109", "MiB free, the contract asks for", "free space"),
+    "a disk with too little space": (little_space, "BG109", "MiB free, the contract requires", "free space"),
     "no temporary directory": (variable("TMPDIR", "/absent"), "BG110", "TMPDIR=/absent", "export TMPDIR"),
     "no g++": (variable("PATH", "/absent"), "BG111", "g++ is not on PATH", "apt-get install g++"),
     "a compiler that fails": (variable("CXX", "false"), "BG111", "does not compile", "export CXX"),
@@ -237,7 +237,7 @@ def test_wrong_versions_are_found_without_importing_torch(machine: Machine, faul
         ("2.12.0+cu132", "13.2", "580.65.06", {"BG209": "CUDA 13.2 is experimental"}),
         ("2.14.0+cu132", "13.2", "580.65.06", {}),
         ("2.13.0+cu126", "12.6", "580.65.06", {"BG209": "CUDA 12.6 is legacy"}),
-        ("2.13.0+cu990", "99.0", "580.65.06", {"BG209": "the contract knows no build for CUDA 99.0"}),
+        ("2.13.0+cu990", "99.0", "580.65.06", {"BG209": "the contract lists no build for CUDA 99.0"}),
     ],
 )  # fmt: skip
 def test_cuda_builds_and_drivers(

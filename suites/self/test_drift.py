@@ -148,7 +148,7 @@ def test_reported_drift_stays_reported(log_ratios: list[float], later: list[floa
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_non_finite_reading_is_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match="no finite log-ratio"):
+    with pytest.raises(ValueError, match="log-ratio must be finite"):
         creep(readings([0.0, bad]))
 
 

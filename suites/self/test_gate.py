@@ -20,7 +20,7 @@ from rich.console import Console
 
 from bumpgate.gate import bench, drift, result
 from bumpgate.gate.plan import Plan
-from bumpgate.gate.result import Asked, Gate, GateError
+from bumpgate.gate.result import Gate, GateConfig, GateError
 from bumpgate.gate.timed import BARREN, SIDE
 from bumpgate.gate.verdict import Decision, Finding
 from bumpgate.gate.view import findings_text
@@ -43,7 +43,7 @@ def test_unchanged_pair_is_adopted(machine: Machine, out: Path) -> None:
 
 
 def test_sides_that_share_a_gpu_take_turns(machine: Machine, out: Path) -> None:
-    machine.gate(out, Asked("h200", candidate="torch==2.14.0"))
+    machine.gate(out, GateConfig("h200", candidate="torch==2.14.0"))
     assert machine.processes[2:4] == ["all:good", "all:bad"]
     order = [p.removeprefix("timed:") for p in machine.processes[4:12]]
     assert order == [SIDE[letter] for letter in "ABBABAAB"]
@@ -70,7 +70,7 @@ def test_gate_saves_every_step_before_the_next(machine: Machine, out: Path) -> N
 
 def test_report_reads_the_written_gate(machine: Machine, out: Path) -> None:
     machine.sides["bad"].slower = {"throughput/b/seconds": 1.2}
-    gate = machine.gate(out, Asked("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0"))
+    gate = machine.gate(out, GateConfig("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0"))
     found = gate_file.read(out / result.NAME)
     assert isinstance(found, gate_file.GateFile)
     assert (found.decision, found.findings) == (Decision.HOLD, gate.findings)
@@ -169,10 +169,10 @@ def test_decision_for_each_fault_of_the_candidate(machine: Machine, out: Path, f
             {"problems": (f"{COUNT_TEST}: assert 1 == 2",)},
             ["first answer: HOLD, whatever the times are (1 finding)", "  PROBLEM assert 1 == 2"],
         ),
-        ({"spoiled": 2}, ["first answer: nothing but the times can hold the candidate"]),
+        ({"spoiled": 2}, ["first answer: only the times can still hold the candidate"]),
         (
             {"slower": {"throughput/b/seconds": 9.0}},
-            ["first answer: nothing but the times can hold the candidate"],
+            ["first answer: only the times can still hold the candidate"],
         ),
     ],
 )
@@ -329,7 +329,7 @@ def test_gate_killed_and_resumed_gives_the_same_verdict(
 
 
 def test_anchor_sessions_survive_a_resume(machine: Machine, out: Path) -> None:
-    options = Asked("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0")
+    options = GateConfig("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0")
 
     def kill() -> None:
         drifted = machine.bench and machine.bench.gate.drifted
@@ -359,7 +359,7 @@ def test_refused_selection_leaves_no_gate_file(
         ]
 
     monkeypatch.setattr(bench, "run_lanes", refuse)
-    with pytest.raises(GateError, match="pytest refuses the selection: no such option"):
+    with pytest.raises(GateError, match="pytest rejects the selection: no such option"):
         machine.gate(out)
     assert not (out / result.NAME).exists()
 
@@ -392,7 +392,7 @@ def test_resumed_gate_refuses_another_host_class(
     made.enter()
     monkeypatch.setattr(bench, "host_class", lambda: "EPYC, 16 cores")
     with pytest.raises(
-        GateError, match=r"begun on .*, and this is EPYC, 16 cores: gate anew, in another --out"
+        GateError, match=r"started on .*, and this is EPYC, 16 cores: gate again, in another --out"
     ):
         machine.gate(out)
 

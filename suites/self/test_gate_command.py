@@ -56,7 +56,7 @@ def test_each_metric_is_a_row() -> None:
         (TIME | {"value": True}, "must be a finite number above 0, got True"),
         (TIME | {"better": "less"}, "better must be one of exact, lower, higher, got 'less'"),
         (TIME | {"name": "Step seconds"}, "the id must read suite/case/metric"),
-        (TIME | {"name": 3}, "name must be a text, got 3"),
+        (TIME | {"name": 3}, "name must be a string, got 3"),
         (TIME | {"unit": ""}, "unit must name what is counted"),
         (TIME | {"value": [3], "better": "exact"}, "value must be int, float, str, bool or None"),
         (GOOD, "already reported by test_command"),

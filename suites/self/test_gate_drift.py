@@ -9,7 +9,7 @@ import pytest
 
 from bumpgate.gate import drift, result
 from bumpgate.gate.drift import Reading, creeps
-from bumpgate.gate.result import Asked, Gate
+from bumpgate.gate.result import Gate, GateConfig
 from bumpgate.gate.sequential import Outcome
 from bumpgate.gate.verdict import Decision
 from bumpgate.report import gate_file
@@ -29,7 +29,7 @@ def weekly(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, we
         day = TODAY + timedelta(weeks=week)
         monkeypatch.setattr("suites.self.gating.TODAY", day)
         machine.seed = week
-        gate = machine.gate(tmp_path / f"week{week}", Asked("cpu", candidate="torch", anchor="torch==0"))
+        gate = machine.gate(tmp_path / f"week{week}", GateConfig("cpu", candidate="torch", anchor="torch==0"))
         gates.append(gate)
         found = gate_file.read(tmp_path / f"week{week}" / result.NAME)
         assert isinstance(found, gate_file.GateFile)
@@ -82,7 +82,7 @@ def test_accepted_slowdown_is_adopted_until_it_expires(
 
 def test_anchor_that_cannot_be_paired_is_unknown(machine: Machine, out: Path) -> None:
     machine.sides["anchor"].failure = "import torch: exit 1"
-    gate = machine.gate(out, Asked("cpu", candidate="torch", anchor="torch==2.12.0"))
+    gate = machine.gate(out, GateConfig("cpu", candidate="torch", anchor="torch==2.12.0"))
     assert labels(gate) == [("UNKNOWN", "INFRA")]
 
 

@@ -57,13 +57,13 @@ def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
     _, err = first.communicate(timeout=120)
     assert first.returncode == gate.INTERRUPTED
     message = err.splitlines()[-1]
-    assert message.startswith("interrupted; what was measured is kept, go on with: bumpgate gate")
+    assert message.startswith("interrupted; results so far are saved. Resume with: bumpgate gate")
     assert message.endswith("--resume")
     kept = tree.raw()["sessions"]["log_ratios"]
 
     again = tree.gate()
     assert (again.code, len(again.err.splitlines())) == (4, 1)
-    assert "go on with --resume, or name another --out" in again.err
+    assert "continue it with --resume, or name another --out" in again.err
     other = tree.gate("--sessions", "9", "--resume")
     assert (other.code, "is of another gate (other sessions)" in other.err) == (4, True)
 
@@ -90,7 +90,7 @@ def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
     assert f"-> {tree.bad} -m pytest -m cpu -n 0 '{TIMES_TEST}'" in last.out
     assert "(candidate) against torch" in last.out.splitlines()[-1]
     finished = tree.gate("--resume")
-    old = f"; an earlier verdict, begun {raw['started']}; nothing was measured now"
+    old = f"; an earlier verdict, started {raw['started']}; nothing was measured now"
     assert finished.code == 1
     assert finished.out.replace(old, "") == last.out != finished.out, (
         "a finished gate shows its verdict again"
@@ -119,7 +119,7 @@ def test_gate_at_its_budget_resumes_to_the_same_verdict(tree: Tree) -> None:
     ended = tree.gate("--budget", "0")
     assert ended.code == 125, ended.out + ended.err
     line = ended.err.splitlines()[-1]
-    assert line.startswith("the budget ended before every timed row was decided, go on with: bumpgate gate")
+    assert line.startswith("the budget ended before every timed row was decided. Resume with: bumpgate gate")
     assert (line.endswith("--resume"), tree.raw()["sessions"]["begun"]) == (True, 0)
     started = tree.raw()["started"]
 
@@ -177,8 +177,8 @@ REFUSALS = {
         *("gate", "--lane", "cpu", "--candidate", "torch==1", "--without", "fast"),
     ),
     "--without fast: not a kernel wheel of lane cpu (none)": (*PAIR, "--without", "fast"),
-    "--adopted or an interpreter for it, not both": (*PAIR, "--python-good", "x", "--adopted", "torch==1"),
-    "the selection names suites/nope.py, which is not there": (*PAIR, "--", "suites/nope.py::test_a"),
+    "--adopted cannot be combined with an interpreter for it": (*PAIR, "--python-good", "x", "--adopted", "torch==1"),
+    "the selection names suites/nope.py, which does not exist": (*PAIR, "--", "suites/nope.py::test_a"),
     "-m is set by the gate": (*PAIR, "--", "-m", "h200"),
     "--record is set by the gate": (*PAIR, "--", "--record=x"),
     "--sessions: at least 6 sessions, got 3": (*PAIR, "--sessions", "3"),
@@ -232,7 +232,7 @@ def test_interpreter_without_kernel_wheels_is_refused(run: Any, tree: Tree) -> N
     assert (code, out) == (4, "")
     assert err.splitlines() == [
         f"bumpgate: {tree.good} lacks fast, faster of lane cpu: install them (bumpgate wheels plan --lane cpu"
-        f" --python {tree.good} lists which fit), or add, where that is on purpose: --without fast --without faster"
+        f" --python {tree.good} lists which fit), or add, if that is intended: --without fast --without faster"
     ]
     assert not (tree.root / "g" / result.NAME).exists()
     code, _, err = run(*tree.sides(), "--without", "fast")
@@ -250,7 +250,7 @@ def test_kernel_wheels_named_with_without_are_not_required(
 
     def bench(gate: Gate, root: Path, out: Path, found: dict[str, Place], *_: object) -> None:
         places.update(found)
-        assert gate.asked.without == ("fast", "faster")
+        assert gate.config.without == ("fast", "faster")
         raise StopGateError
 
     monkeypatch.setattr(gate, "Bench", bench)
@@ -294,7 +294,7 @@ def test_full_disk_is_one_line_and_keeps_measurements(
     monkeypatch.setattr(result, "write_atomic", full)
     code, out, err = run(*tree.sides(), *COUNTS)
     assert (code, out) == (125, "")
-    assert "gate.json: No space left on device; what was measured is kept, go on with: bumpgate gate" in err
+    assert "gate.json: No space left on device; results so far are saved. Resume with: bumpgate gate" in err
     assert "--out g --resume -- suites/canaries suites/compile" in err
     kept = result.read(tree.root / "g", Plan())
     assert kept

@@ -42,11 +42,11 @@ def test_resume_refuses_finished_gate_of_another_tree(tree: Tree) -> None:
     assert first.code == 0, first.out + first.err
     again = tree.gate("--resume", *COUNTS)
     assert again.code == 0
-    assert f"an earlier verdict, begun {tree.raw()['started']}; nothing was measured now" in again.out
+    assert f"an earlier verdict, started {tree.raw()['started']}; nothing was measured now" in again.out
     test = tree.root / "suites/compile/test_a.py"
     whole = test.read_text()
     test.write_text(whole.replace("13, expected", "14, expected"))
-    refused(tree, "g/gate.json does not hold for what is here now (tree: suites/compile/test_a.py)")
+    refused(tree, "g/gate.json does not match the present inputs (tree: suites/compile/test_a.py)")
     test.write_text(whole)
     (tree.root / "job-4711.log").write_text("of a scheduler")
     assert tree.gate("--resume", *COUNTS).code == 0, "the same content is the same tree"

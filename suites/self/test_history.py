@@ -166,7 +166,7 @@ def test_history_command_prints_plots_and_marks_the_change(
     assert bumpgate(monkeypatch, "history", "add", *files) == 0
     assert capsys.readouterr().out.count(": added\n") == 8
     assert bumpgate(monkeypatch, "history", "add", files[0]) == 0
-    assert capsys.readouterr().out == f"{files[0]}: already there\n"
+    assert capsys.readouterr().out == f"{files[0]}: already stored\n"
     html, png = tmp_path / "h.html", tmp_path / "h.png"
     assert bumpgate(monkeypatch, "history", ROW, "--html", str(html), "--png", str(png)) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -189,7 +189,7 @@ def test_history_page_escapes_hostile_text(
     assert bumpgate(monkeypatch, "history", ROW, "--html", str(html)) == 0
     assert html.read_text().count("<script") == 1
     assert bumpgate(monkeypatch, "history", ROW, "--png", str(tmp_path / "h.png")) == 4
-    assert "its values are no numbers" in capsys.readouterr().err
+    assert "its values are not numbers" in capsys.readouterr().err
 
 
 ADD = "import sys; from bumpgate.cli import main; sys.argv = ['bumpgate', 'history', 'add', *sys.argv[1:]]; main()"
@@ -249,7 +249,7 @@ def test_history_does_not_mix_timed_rows_of_two_host_classes(
     assert bumpgate(monkeypatch, "history", ROW, "--store", store) == (4 if timed else 0)
     if timed:
         (line,) = capsys.readouterr().err.splitlines()
-        assert "its readings of 2 classes of host do not compare: name one with --host " in line
+        assert "its readings of 2 classes of host are not comparable: name one with --host " in line
         assert "EPYC" in line
     assert bumpgate(monkeypatch, "history", ROW, "--store", store, "--host", "Xeon") == 0
     assert "2 readings" in capsys.readouterr().out
@@ -275,14 +275,14 @@ def test_archive_migrates_a_store_of_version_1(tmp_path: Path) -> None:
 def foreign(path: Path) -> str:
     with sqlite3.connect(path) as connection:
         connection.execute("create table recipes (name)")
-    return "a database of something else, with the table 'recipes'"
+    return "not a history: it has the table 'recipes'"
 
 
 def newer(path: Path) -> str:
     Archive(f"sqlite:///{path}").points(ROW)
     with sqlite3.connect(path) as connection:
         connection.execute("update bumpgate_meta set version = 99")
-    return "a history of version 99, this is 3"
+    return "a history of version 99, this bumpgate reads 3"
 
 
 def corrupt(path: Path) -> str:
@@ -327,7 +327,7 @@ def test_invalid_store_is_reported_and_left_unchanged(
         ((ROW, "--store", "nonsense"), "--store 'nonsense': not a database URL"),
         (
             (ROW, "--store", "oracle+nothing://u:secret@h/x"),
-            "oracle+nothing://u:***@h/x: no driver for it here",
+            "oracle+nothing://u:***@h/x: its database driver is not installed",
         ),
     ],
 )
@@ -348,7 +348,7 @@ def test_history_refuses_mixed_lanes_and_incomplete_files(
     assert "name one with --lane cpu | h200" in capsys.readouterr().err
     assert bumpgate(monkeypatch, "history", ROW, "--lane", "cpu") == 0
     assert bumpgate(monkeypatch, "history", "add", str(a_record(tmp_path, "11-03", started=""))) == 4
-    assert "says no time at which it started" in capsys.readouterr().err
+    assert "states no start time" in capsys.readouterr().err
     unfinished = a_gate(tmp_path, "11-04")
     unfinished.write_text(unfinished.read_text().replace('"schema": 1', '"schema": 1, "finished": false'))
     assert bumpgate(monkeypatch, "history", "add", str(unfinished)) == 4

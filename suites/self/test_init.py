@@ -70,7 +70,7 @@ def test_init_overwrites_nothing(init: Init, tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("mine\n")
     code, out, err = init("--torch", "2.13.0")
-    assert (code, out, err) == (4, "", f"bumpgate: {name} is already there: init overwrites nothing\n")
+    assert (code, out, err) == (4, "", f"bumpgate: {name} already exists: init overwrites nothing\n")
     assert written(tmp_path) == {name}
     assert (tmp_path / name).read_text() == "mine\n"
 

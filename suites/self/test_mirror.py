@@ -278,7 +278,7 @@ def test_mirror_resumes_an_interrupted_transfer(
     assert bumpgate(monkeypatch, "mirror", "--keep", "1") == 125
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"bumpgate: 2.15.0.dev20261101+cu130: {pages.url}/torch-")
-    assert line.endswith("; the next call goes on")
+    assert line.endswith("; the next call continues")
     assert copies() == []
     pages.cut = 0
     assert bumpgate(monkeypatch, "mirror", "--keep", "1") == 0

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bumpgate.gate.result import Asked, Gate, SideState
+from bumpgate.gate.result import Gate, GateConfig, SideState
 from bumpgate.gate.verdict import Decision, Finding, Side
 from bumpgate.report import command as report
 from bumpgate.report import diffs, gate_file, markdown, page
@@ -224,8 +224,11 @@ def test_report_writes_all_formats_or_the_requested_one(
         ("garbage", "neither a record nor a gate"),
         ("[]", "not a record of schema 1"),
         ('{"decision": "ADOPT"}', "not a gate of schema 1"),
-        ('{"decision": "MAYBE", "schema": 1, "lane": "cpu"}', "a gate that lost a part (KeyError"),
-        ('{"decision": "ADOPT", "schema": 1, "lane": "cpu"}', "a gate that lost a part (KeyError: 'sides')"),
+        ('{"decision": "MAYBE", "schema": 1, "lane": "cpu"}', "corrupt or incomplete gate file (KeyError"),
+        (
+            '{"decision": "ADOPT", "schema": 1, "lane": "cpu"}',
+            "corrupt or incomplete gate file (KeyError: 'sides')",
+        ),
     ],
 )
 def test_report_bad_input_prints_one_line_and_exits_4(
@@ -293,7 +296,7 @@ def _write(path: Path, text: str) -> Path:
 
 def test_gate_file_reads_every_stage_of_a_gate(tmp_path: Path) -> None:
     """From the first write, without measurements, to the last."""
-    gate = Gate(Asked("cpu", "torch==2.14.0"), "2026-11-21T02:00:00+00:00", "bumpgate gate --lane cpu")
+    gate = Gate(GateConfig("cpu", "torch==2.14.0"), "2026-11-21T02:00:00+00:00", "bumpgate gate --lane cpu")
     gate.write(tmp_path)
     shown = page.of(gate_file.read(tmp_path / "gate.json"))
     assert (shown.word, shown.failed) == ("UNKNOWN", True)

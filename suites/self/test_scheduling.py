@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bumpgate.plugin.timing import lock_file, locked, taken
+from bumpgate.plugin.timing import lock_file, locked, try_lock
 from suites.kernels.first_call import keep
 from suites.self.tree import ROOT
 from suites.support.gpu_memory import LOCKS
@@ -146,7 +146,7 @@ class Claims:
         until = time.monotonic() + 60
         while True:
             with lock_file(path) as lock:
-                if not taken(lock):
+                if not try_lock(lock):
                     return
             assert time.monotonic() < until
             time.sleep(0.01)

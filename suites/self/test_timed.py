@@ -199,5 +199,5 @@ def test_timing_without_a_quiet_round_raises_infra_error(monkeypatch: pytest.Mon
     assert kept.quiet == 3
     clock = iter(range(10**6))
     monkeypatch.setattr(timing, "_busy_seconds", lambda: float(next(clock)))
-    with pytest.raises(InfraError, match="rounds was quiet: others use this machine"):
+    with pytest.raises(InfraError, match="rounds was quiet: other processes use this machine"):
         timing.interleaved({"a": lambda: None}, 40, budget=0.05)

@@ -163,8 +163,8 @@ INVALID_WHEELS: dict[str, tuple[str, dict[str, object], Callable[[Path], None] |
     "missing symbol": ("gone", {}, None, "c10::gone_since_then(int)"),
     "wrong GPU": ("sm_80", {}, None, "GPU code for sm_80 (expected sm_90)"),
     "wrong processor": ("aarch64", {}, None, "not a library for x86_64"),
-    "truncated": ("right", {}, cut, "not a whole wheel"),
-    "swapped file": ("right", {"swapped": b"\x7fELF"}, None, "fast/_C.so is not the file of its RECORD"),
+    "truncated": ("right", {}, cut, "not a complete wheel"),
+    "swapped file": ("right", {"swapped": b"\x7fELF"}, None, "fast/_C.so does not match its RECORD"),
     "another package": ("right", {"own_name": "slow"}, None, "its metadata is of slow 1.0"),
     "wrong python": ("right", {"tag": "cp27-cp27m-linux_x86_64"}, None, "not for Python"),
     "wrong suffix": ("right", {"library": "_C.cpython-27-x86_64-linux-gnu.so"}, None, "not for Python"),
@@ -266,7 +266,7 @@ def test_fetch_copies_a_wheel_and_verifies_its_hash(stored: store.Stored, tmp_pa
         with pytest.raises(StoreError, match=r"sha256 .* says"):
             store.fetch(BUILD, there, root)
     assert store.find(BUILD, here) == fetched, "what was there stays"
-    with pytest.raises(StoreError, match="not the file of its wheel"):
+    with pytest.raises(StoreError, match="does not match its wheel"):
         store.find(BUILD, tmp_path / "there")
 
 
@@ -315,7 +315,7 @@ def test_wheels_commands_print_and_exit(
     assert run(monkeypatch, "audit", str(path), *here) == 1
     assert "file: fast-1.0" in capsys.readouterr().out
     assert run(monkeypatch, "fetch", *here, "--from", str(tree / "none")) == 1
-    assert "fast 1.0: not there for torch" in capsys.readouterr().out
+    assert "fast 1.0: not found for torch" in capsys.readouterr().out
     for arguments, words in (
         (("plan", "--lane", "h200"), "name the torch"),
         (("plan", "--lane", "tpu", "--torch", "1"), "unknown lane 'tpu'"),

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from math import ceil
 from pathlib import Path
 
-from bumpgate.plugin.timing import POLL_SECONDS, lock_file, locked, taken
+from bumpgate.plugin.timing import POLL_SECONDS, lock_file, locked, try_lock
 
 LOCKS = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gpu_memory"
 SLOT_GIB = 2
@@ -63,7 +63,7 @@ def _taken(count: int, slots: int) -> ExitStack | None:
     with ExitStack() as stack:
         for i in range(slots):
             slot = stack.enter_context(lock_file(Path(f"{LOCKS}.{i}")))
-            count -= taken(slot)
+            count -= try_lock(slot)
             if not count:
                 return stack.pop_all()
     return None
