@@ -9,7 +9,7 @@ import pytest
 
 from bumpgate.plugin import lane_of
 from bumpgate.plugin.rows import MACHINE_STATE, baseline_path, lane_baseline, report_canaries
-from suites.support.planted import tell
+from suites.support.planted import report_fault
 from suites.support.scheduling import turn
 
 
@@ -42,7 +42,7 @@ def canaries() -> Callable[..., None]:
 def planted_faults(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
     """Record the planted faults that a test declares, for the mutant matrix."""
     for mark in request.node.iter_markers("planted"):
-        tell(record_property, *mark.args)
+        report_fault(record_property, *mark.args)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Fault candidates for autotuning: replacements of the benchmark function, in the autotuning subprocess or without it.
 
-They need a module of their own: a subprocess unpickles them by name and cannot import functions of a -m program.
+They need a separate module: a subprocess unpickles them by name and cannot import functions of a -m program.
 """
 
 from __future__ import annotations

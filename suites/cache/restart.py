@@ -31,6 +31,12 @@ def shared_objects() -> dict[str, int]:
     return {str(path.relative_to(directory)): path.stat().st_mtime_ns for path in directory.rglob("*.so")}
 
 
+def rebuilt(cold: dict, warm: dict) -> list[str]:
+    """Return the shared objects that the warm process wrote, whether their names are new or not."""
+    known = cold["shared_objects"]
+    return [path for path, written in warm["shared_objects"].items() if known.get(path) != written]
+
+
 def main(name: str, policy: str, pattern: str = "") -> dict[str, object]:
     """Warm up and run two train steps; return the cache counters, shared objects, graphs and seconds."""
     from bumpgate.plugin.instruments import cache_counts

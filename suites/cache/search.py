@@ -41,7 +41,7 @@ def train(device: str, size: int, candidate: str, graph: str) -> dict[str, objec
                 w -= 0.01 * w.grad
             w.grad = None
             losses.append(float(loss))
-    first = found[0][1]  # the forward's code: the backward's product has a search of its own
+    first = found[0][1]  # the forward's code: the backward's product has its own search
     return {"losses": losses, "searches": searches, "aten": "extern_kernels.bmm(" in first}
 
 

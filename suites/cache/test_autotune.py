@@ -73,7 +73,7 @@ def local_cache(directory: Path) -> Path:
 @planted(
     "C24", "a candidate that raises TypeError, one of infinite milliseconds, one that crashes its process"
 )
-def test_a_bad_candidate_is_passed_over(lane: Lane, broken, row) -> None:
+def test_bad_autotune_candidates_are_not_chosen(lane: Lane, broken, row) -> None:
     _, result = broken
     timed = [templates(one) for report in result.values() for one in report["searches"]]
     assert len(timed) >= len(FAULTS)
@@ -90,7 +90,7 @@ def test_a_bad_candidate_is_passed_over(lane: Lane, broken, row) -> None:
 
 
 @lanes("cpu", "h200")
-def test_the_next_process_does_not_take_it(lane: Lane, broken, row) -> None:
+def test_next_process_does_not_choose_bad_candidate(lane: Lane, broken, row) -> None:
     """Run the same programs, and one with the same product in another graph, when the candidate is valid and fast."""
     directory, result = broken
     size = FAULTS["launcher_without_stream"]
@@ -126,7 +126,7 @@ def test_the_next_process_does_not_take_it(lane: Lane, broken, row) -> None:
 
 @lanes("cpu", "h200")
 @planted("C24", "a poisoned entry: ATen's own product at infinite milliseconds")
-def test_a_poisoned_entry_is_seen(lane: Lane, broken) -> None:
+def test_poisoned_cache_entry_is_detected(lane: Lane, broken) -> None:
     """The stored measurement decides: this candidate is chosen, so the rows above can turn red."""
     directory, _ = broken
     size = FAULTS["infinite"]
@@ -148,7 +148,7 @@ def test_a_poisoned_entry_is_seen(lane: Lane, broken) -> None:
     ("fault", "end"),
     [("launcher_without_stream", "multiple values for argument 'stream'"), ("crash", "exit -11")],
 )
-def test_without_the_firebreak_the_run_ends(lane: Lane, tmp_path: Path, fault: str, end: str) -> None:
+def test_run_fails_without_autotune_subprocess(lane: Lane, tmp_path: Path, fault: str, end: str) -> None:
     """AUTOTUNE_IN_SUBPROC has an effect: without it torch survives a RuntimeError, but not these two faults."""
     with pytest.raises(ChildError) as caught:
         search(lane, tmp_path, f"{FAULTS[fault]}={fault}", TORCHINDUCTOR_AUTOTUNE_IN_SUBPROC="0")
@@ -156,7 +156,7 @@ def test_without_the_firebreak_the_run_ends(lane: Lane, tmp_path: Path, fault: s
 
 
 @lanes("cpu", "h200")
-def test_the_contract_searches_nothing(lane: Lane, broken, row) -> None:
+def test_contract_benchmarks_no_candidate(lane: Lane, broken, row) -> None:
     """Under the contract's variables the same program benchmarks no candidate."""
     directory, result = broken
     size = FAULTS["crash"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from suites.cache.test_layers import compiled
+from suites.cache.layers import compiled
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
@@ -26,9 +26,9 @@ HARMLESS = {
 }
 
 
-def missed(told: dict[str, Any]) -> bool:
+def missed(report: dict[str, Any]) -> bool:
     """Return True on a miss of both layers, False on a hit of both. Raises AssertionError on anything between."""
-    counts = told["counts"]
+    counts = report["counts"]
     hits, misses = (bool(counts[f"aot_{kind}"]) and bool(counts[f"fx_{kind}"]) for kind in ("hit", "miss"))
     assert hits != misses, f"neither a miss nor a hit: {counts}"
     return misses
@@ -56,7 +56,7 @@ def outcomes(lane: Lane, tmp_path_factory) -> dict[str, bool]:
     "C18",
     "another torch version, inductor option, dtype, shape or constant: the row of hits must not hold there",
 )
-def test_keys(lane: Lane, outcomes, row, canaries) -> None:
+def test_cache_key_hits_and_misses(lane: Lane, outcomes, row, canaries) -> None:
     canaries("cache")
     matters = (*MATTERS, "torch_version", "key_tag")
     harmless = ("process", "options_reordered")

@@ -12,49 +12,16 @@ from typing import Any
 
 import pytest
 
-from suites.support.child import ChildError, run_json
+from suites.cache.layers import cold_layers, compiled, new_code
+from suites.support.child import ChildError
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
-SECONDS = 300
 # Instruction sets that Inductor generates code for: scalar only, and those that the lane itself uses.
 CPUS = ("default", "avx2")
 # Known defects, with the versions at both ends of each range on which they were reproduced.
 UNKEYED_INSTRUCTIONS = "torch>=2.13,<2.16"  # seen on 2.13.0, 2.14.1, 2.15.0
 TRUNCATED_OBJECTS = "torch>=2.13,<2.16"  # seen on 2.13.0, 2.14.1, 2.15.0
-
-
-def compiled(lane: Lane, directory: Path, *variants: str, **variables: str) -> dict[str, Any]:
-    """Run suites.cache.programs in a new process, on a cache directory, with additional environment variables."""
-    environment = {
-        "TORCHINDUCTOR_CACHE_DIR": str(directory),
-        "TRITON_CACHE_DIR": str(directory / "triton"),
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-        **variables,
-    }
-    return run_json("suites.cache.programs", lane.device, *variants, environment=environment, timeout=SECONDS)
-
-
-def cold_layers(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the layers that `after` did not take from the cache that `before` has filled.
-
-    A layer is warm only by a positive count of hits: with the caches off torch counts no misses either.
-    """
-    counts = after["counts"]
-    cold = [
-        layer
-        for layer in ("aot", "fx")
-        if not counts[f"{layer}_hit"] or counts[f"{layer}_miss"] or counts[f"{layer}_bypass"]
-    ]
-    if not before["code"] or new_code(before, after):
-        cold.append("code")
-    return [*cold, "autotune"] if after["autotunes"] else cold
-
-
-def new_code(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return shared objects and cubins that were written since `before`, with a new name or not."""
-    return [path for path, written in after["code"].items() if before["code"].get(path) != written]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +33,7 @@ def restart(lane: Lane, tmp_path_factory) -> tuple[Path, dict[str, Any], dict[st
 
 
 @lanes("cpu", "h200")
-def test_every_layer_is_warm(lane: Lane, restart, row, canaries) -> None:
+def test_every_cache_layer_is_warm_after_restart(lane: Lane, restart, row, canaries) -> None:
     canaries("cache", "autotune", "graphs")
     _, cold, warm = restart
     same, counts = warm["same"], warm["same"]["counts"]
@@ -95,7 +62,7 @@ def test_every_layer_is_warm(lane: Lane, restart, row, canaries) -> None:
 
 
 @lanes("cpu", "h200")
-def test_what_a_process_exports_once_it_compiles(lane: Lane, restart, row) -> None:
+def test_variables_exported_by_compilation(lane: Lane, restart, row) -> None:
     """Variables that children inherit although this process started without them: torch 2.9 to 2.11 for CUDA 13 sets
     Triton's ptxas to torch's own (pytorch#163988), which is in the keys of Triton's cache and of Inductor's templates.
 
@@ -116,7 +83,7 @@ def test_what_a_process_exports_once_it_compiles(lane: Lane, restart, row) -> No
 
 @lanes("cpu", "h200")
 @planted("C18", "the directory of one layer deleted: AOTAutograd's, then the FX graphs'")
-def test_a_lost_layer_is_named(lane: Lane, restart) -> None:
+def test_lost_cache_layer_is_reported(lane: Lane, restart) -> None:
     """An AOTAutograd entry refers to its FX graphs, so that losing those loses both."""
     _, cold, warm = restart
     assert cold_layers(cold, warm["without_aotautograd"]) == ["aot"]
@@ -125,7 +92,7 @@ def test_a_lost_layer_is_named(lane: Lane, restart) -> None:
 
 @lanes("cpu", "h200")
 @planted("C18", "the caches off: no miss is counted")
-def test_caches_that_are_off_are_cold(lane: Lane, restart) -> None:
+def test_disabled_caches_count_as_cold(lane: Lane, restart) -> None:
     directory, cold, _ = restart
     off = compiled(lane, directory, "same", TORCHINDUCTOR_FX_GRAPH_CACHE="0")["same"]
     assert not off["counts"]["aot_miss"], "a gate on misses alone would pass"
@@ -135,7 +102,7 @@ def test_caches_that_are_off_are_cold(lane: Lane, restart) -> None:
 
 @lanes("cpu")
 @planted("C18", "every shared object deleted; the same cache on a CPU of more instructions")
-def test_counters_that_say_hit_over_cold_code(lane: Lane, restart, tmp_path: Path, row, canaries) -> None:
+def test_hit_counters_despite_recompiled_code(lane: Lane, restart, tmp_path: Path, row, canaries) -> None:
     """Both cases read as hits in every counter while each kernel is compiled again: only the files show it."""
     canaries("cache")
     directory, cold, _ = restart
@@ -159,7 +126,7 @@ def test_counters_that_say_hit_over_cold_code(lane: Lane, restart, tmp_path: Pat
 
 
 @lanes("cpu")
-def test_cache_of_a_cpu_with_more_instructions(lane: Lane, tmp_path: Path, row) -> None:
+def test_avx2_cache_on_cpu_without_avx2(lane: Lane, tmp_path: Path, row) -> None:
     """Defect present: a CPU without AVX2 finds the code that was generated for AVX2, and cannot compile it."""
     scalar, wide = CPUS
     cold = compiled(lane, tmp_path, "same", ATEN_CPU_CAPABILITY=wide)["same"]
@@ -179,7 +146,7 @@ def test_cache_of_a_cpu_with_more_instructions(lane: Lane, tmp_path: Path, row) 
 
 
 @lanes("cpu")
-def test_a_truncated_object_is_built_again(lane: Lane, restart, row) -> None:
+def test_truncated_shared_object_is_rebuilt(lane: Lane, restart, row) -> None:
     """Defect present: a run that was killed while linking leaves an object on which every later run fails."""
     directory, cold, _ = restart
     truncated = list(directory.rglob("*.main.so"))

@@ -52,7 +52,7 @@ def trainer(source=SyntheticBatches, **plan) -> Trainer:
 
 
 @lanes("cpu")
-def test_the_budget_follows_from_the_pattern(lane: Lane, row) -> None:
+def test_program_budget_follows_from_layer_pattern(lane: Lane, row) -> None:
     """The trainer's derivation and the suite's, which the compile suite measures, agree on every preset and policy."""
     contract = load()
     apart = []
@@ -76,7 +76,7 @@ def test_the_budget_follows_from_the_pattern(lane: Lane, row) -> None:
 
 
 @lanes("cpu")
-def test_a_run_uses_its_budget_and_no_more(lane: Lane, row) -> None:
+def test_run_uses_exactly_its_program_budget(lane: Lane, row) -> None:
     """Three steps under every policy use exactly as many programs as derived."""
     apart, steps = [], 0
     for policy in POLICIES:
@@ -99,7 +99,7 @@ def test_a_run_uses_its_budget_and_no_more(lane: Lane, row) -> None:
 
 
 @lanes("cpu")
-def test_a_compiled_optimizer_is_one_program_more(lane: Lane) -> None:
+def test_compiled_optimizer_adds_one_program(lane: Lane) -> None:
     run = trainer(policy="regional", compile_optimizer=True, optimizer="adamw")
     run.run(3, allow_synthetic="smoke")
     assert len(run.programs.seen) == run.programs.allowed
@@ -107,7 +107,7 @@ def test_a_compiled_optimizer_is_one_program_more(lane: Lane) -> None:
 
 @lanes("cpu")
 @planted("C27", "one extra shape in the third step")
-def test_one_shape_more_stops_the_run(lane: Lane, monkeypatch, capsys, row) -> None:
+def test_extra_shape_stops_the_run(lane: Lane, monkeypatch, capsys, row) -> None:
     run = trainer(LastBatchIsShort, policy="regional")
     with pytest.raises(ProgramBudgetError, match=r"^step 3: \d+ unique programs, the budget is 4; "):
         run.run(allow_synthetic="smoke")
@@ -138,7 +138,7 @@ def test_one_shape_more_stops_the_run(lane: Lane, monkeypatch, capsys, row) -> N
 
 
 @lanes("cpu")
-def test_the_same_program_twice_is_one(lane: Lane) -> None:
+def test_recompiled_program_is_counted_once(lane: Lane) -> None:
     """A program compiled again after a reset is recognized; another shape or dtype makes another program."""
     programs = Programs(2, "eager")
     for x in (torch.ones(4), torch.ones(4), torch.ones(5), torch.ones(4, dtype=torch.float64)):

@@ -2,13 +2,14 @@
 
 Rules C17, C18. The hit counters alone are wrong on CPU in three cases (another CPU capability, deleted shared objects,
 a loaded artifact bundle: each reads hit/hit while every C++ file is compiled again), so new shared objects and CPU
-seconds are rows of their own.
+seconds have their own rows.
 """
 
 from __future__ import annotations
 
 import pytest
 
+from suites.cache.restart import rebuilt
 from suites.support.child import run_json
 from suites.support.environment import compiler
 from suites.support.lanes import Lane, lanes
@@ -33,14 +34,8 @@ def restarts(tmp_path_factory) -> tuple[dict, dict]:
     return cold, warm
 
 
-def built_anew(cold: dict, warm: dict) -> list[str]:
-    """Return the shared objects that the warm process wrote, whether their names are new or not."""
-    known = cold["shared_objects"]
-    return [path for path, written in warm["shared_objects"].items() if known.get(path) != written]
-
-
 @lanes("cpu")
-def test_every_layer_hits(lane: Lane, restarts, row, canaries) -> None:
+def test_warm_restart_hits_every_cache_layer(lane: Lane, restarts, row, canaries) -> None:
     canaries("cache", "autotune")
     cold, warm = restarts
     before, after = cold["counts"], warm["counts"]
@@ -67,7 +62,7 @@ def test_every_layer_hits(lane: Lane, restarts, row, canaries) -> None:
         row(f"{CASE}/{metric}", after[key] or 0, witness=after["aot_hit"] or 0, expected=0, **shared)
     row(
         f"{CASE}/new_shared_objects",
-        len(built_anew(cold, warm)),
+        len(rebuilt(cold, warm)),
         unit="files",
         witness=len(cold["shared_objects"]),
         rule="C18",
@@ -85,7 +80,7 @@ def test_every_layer_hits(lane: Lane, restarts, row, canaries) -> None:
 
 
 @lanes("cpu")
-def test_warm_is_cheap_and_equal(lane: Lane, restarts, row) -> None:
+def test_warm_restart_is_cheap_and_bit_equal(lane: Lane, restarts, row) -> None:
     cold, warm = restarts
     seconds = (
         f"cold {cold['cpu_seconds']:.1f} CPU s, {cold['wall_seconds']:.1f} s wall",

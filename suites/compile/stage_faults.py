@@ -1,6 +1,6 @@
 """One process of the ablation checks: injects a fault into one stage of the compiler, prints the finding as JSON.
 
-`python -m suites.compile.stage_faults FAULT` with TORCHINDUCTOR_CACHE_DIR set to a directory of its own: the code that
+`python -m suites.compile.stage_faults FAULT` with TORCHINDUCTOR_CACHE_DIR set to a separate directory: the code that
 a faulty stage generates is stored under the correct program's key.
 """
 

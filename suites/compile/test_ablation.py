@@ -27,7 +27,7 @@ FAULTS = {
 
 @lanes("cpu")
 @planted("C36", "Dynamo without guards, a wrong decomposition, a wrong Inductor lowering")
-def test_a_fault_is_attributed_to_its_stage(lane: Lane, tmp_path: Path, row) -> None:
+def test_ablation_attributes_fault_to_its_stage(lane: Lane, tmp_path: Path, row) -> None:
     found = {}
     for fault in FAULTS:
         directory = tmp_path / fault
@@ -41,7 +41,7 @@ def test_a_fault_is_attributed_to_its_stage(lane: Lane, tmp_path: Path, row) -> 
         for fault, finding in found.items()
         if (finding["stage"], finding["backend"]) != FAULTS[fault]
     ]
-    assert all(finding["ratio"] > 100 * FACTOR for finding in found.values()), "a fault, and no rounding"
+    assert all(finding["ratio"] > 100 * FACTOR for finding in found.values()), "a fault, not a rounding error"
     row(
         "compile/ablation/faults_misattributed",
         len(wrong),
@@ -63,7 +63,7 @@ def dynamo_as_it_was():
 
 
 @lanes("cpu")
-def test_a_sound_compiler_is_not_accused(lane: Lane, dynamo_as_it_was, capsys) -> None:
+def test_ablation_of_correct_compiler_finds_no_fault(lane: Lane, dynamo_as_it_was, capsys) -> None:
     """A correct compiler yields one line and no finding; every stage ran."""
     assert main(["--preset", "nam12", "--layers", "E"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -71,7 +71,7 @@ def test_a_sound_compiler_is_not_accused(lane: Lane, dynamo_as_it_was, capsys) -
 
 
 @lanes("cpu")
-def test_usage_and_words(lane: Lane, capsys) -> None:
+def test_ablation_usage_errors_and_stage_names(lane: Lane, capsys) -> None:
     for wrong in ([], ["--preset", "nam13"], ["--preset", "nam12", "--policy", "eager"]):
         with pytest.raises(SystemExit) as caught:
             main(wrong)

@@ -17,7 +17,7 @@ from suites.support.lanes import Lane, lanes
 
 
 @lanes("cpu", "h200")
-def test_six_lines_hold_at_the_first_backend_call(lane: Lane, row, canaries) -> None:
+def test_dynamo_options_at_first_backend_call(lane: Lane, row, canaries) -> None:
     canaries("graphs")
     contract = load()
     met: list[dict[str, object]] = []
@@ -55,7 +55,7 @@ def test_six_lines_hold_at_the_first_backend_call(lane: Lane, row, canaries) -> 
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_only_declared_disable_points(lane: Lane, policy: str, row) -> None:
+def test_model_has_only_declared_disable_points(lane: Lane, policy: str, row) -> None:
     contract = load()
     model = build(preset("nam56r"), lane.device)
     apply(model, policy, contract, "eager")

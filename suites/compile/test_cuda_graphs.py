@@ -37,7 +37,7 @@ def inputs(model: Hybrid, kind: str, seed: int, device: str) -> tuple[Tensor, ..
 
 @lanes("h200")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_replay_is_the_forward(lane: Lane, kind: str, row) -> None:
+def test_cuda_graph_replay_equals_eager_forward(lane: Lane, kind: str, row) -> None:
     model = build(preset("nam56r", "narrow"), lane.device).eval()
     block = chosen_blocks(model, [kind])[kind]
     replay = capture(block, inputs(model, kind, 0, lane.device))
@@ -57,7 +57,7 @@ def test_a_replay_is_the_forward(lane: Lane, kind: str, row) -> None:
 
 @lanes("h200")
 @planted("C2", "a host read inside a CUDA graph")
-def test_a_host_read_cannot_be_recorded(lane: Lane) -> None:
+def test_cuda_graph_capture_refuses_host_read(lane: Lane) -> None:
     """After a failed capture the process continues: it draws random numbers and captures the next block."""
     result = run_json("suites.compile.failed_recording", lane.device, environment={}, timeout=120)
     assert re.fullmatch(r"ReadsOnTheHost: [^\n]+", result["refusal"])
@@ -66,7 +66,7 @@ def test_a_host_read_cannot_be_recorded(lane: Lane) -> None:
 
 @lanes("h200")
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_inductor_leaves_out_of_its_own(lane: Lane, kind: str, row, canaries) -> None:
+def test_inductor_cuda_graph_skips(lane: Lane, kind: str, row, canaries) -> None:
     """A training step of a compiled block with Inductor's CUDA graphs: each skipped graph has its reason."""
     canaries("graphs", "cuda_graph_skips")
     model = build(preset("nam56r", "narrow"), lane.device)
@@ -86,7 +86,7 @@ def test_what_inductor_leaves_out_of_its_own(lane: Lane, kind: str, row, canarie
 
 
 @lanes("cpu", "h200")
-def test_a_kind_that_the_model_lacks_is_named(lane: Lane) -> None:
+def test_missing_block_kind_is_reported(lane: Lane) -> None:
     model = build(preset("nam12", "narrow"), lane.device)
     with pytest.raises(
         ValueError, match=r"^nam12 has no block of kind M:mimo; it has A:gqa, E, M:mamba3, R$"

@@ -18,7 +18,7 @@ from suites.support.planted import planted
 @lanes("h200")
 @pytest.mark.parametrize("name", ["nam52", "nam56r"])
 @pytest.mark.parametrize("policy", ["eager", "regional"])
-def test_a_step_waits_for_nothing(lane: Lane, name: str, policy: str, row, canaries) -> None:
+def test_training_step_has_no_device_sync(lane: Lane, name: str, policy: str, row, canaries) -> None:
     canaries("graphs")
     with watched_hybrid(name, policy, device=lane.device) as hybrid:
         ids = token_batch(hybrid.config, 2, device=lane.device)
@@ -36,7 +36,7 @@ def test_a_step_waits_for_nothing(lane: Lane, name: str, policy: str, row, canar
 
 @lanes("h200")
 @planted("C2", "a loss read in the step")
-def test_a_read_is_seen(lane: Lane) -> None:
+def test_device_sync_of_a_read_is_detected(lane: Lane) -> None:
     x = torch.ones(4, device=lane.device)
     with synchronisations() as found:
         x.sum().item()

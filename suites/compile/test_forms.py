@@ -175,7 +175,7 @@ def places(report: DynamoReport) -> set[str]:
 
 @lanes("cpu")
 @pytest.mark.parametrize("form", CLEAN, ids=lambda form: form.name)
-def test_a_clean_form_is_one_graph(lane: Lane, form: Form, row, canaries) -> None:
+def test_clean_form_compiles_to_one_graph(lane: Lane, form: Form, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     report = measure(form)
     row(
@@ -190,7 +190,7 @@ def test_a_clean_form_is_one_graph(lane: Lane, form: Form, row, canaries) -> Non
     "form",
     [pytest.param(f, id=f.name, marks=planted(f.rule, f.name.replace("_", " "))) for f in TRAPS],
 )
-def test_a_trap_makes_its_known_graphs(lane: Lane, form: Form, canaries) -> None:
+def test_trap_form_compiles_to_known_number_of_graphs(lane: Lane, form: Form, canaries) -> None:
     canaries(*INSTRUMENTS)
     report = measure(form)
     assert (report.unique_graphs, len(places(report))) == (form.graphs, form.breaks), report.evidence()
@@ -200,7 +200,7 @@ def test_a_trap_makes_its_known_graphs(lane: Lane, form: Form, canaries) -> None
 
 @lanes("cpu")
 @planted("C2", "scalar outputs are not captured")
-def test_an_item_that_is_not_captured_breaks_the_graph(lane: Lane, canaries) -> None:
+def test_uncaptured_item_breaks_the_graph(lane: Lane, canaries) -> None:
     canaries(*INSTRUMENTS)
     form = next(f for f in CLEAN if f.name == "item")
     assert len(places(measure(form, capture_scalar_outputs=False))) == 1
@@ -212,7 +212,7 @@ def adds_its_number(m: Region, x: Tensor) -> Tensor:
 
 
 def layers(limit: int = 0, depth: int = 13) -> DynamoReport:
-    """Compile `depth` blocks of one class, each of which reads an int of its own, such as a layer index."""
+    """Compile `depth` blocks of one class, each of which reads its own int, such as a layer index."""
     with watched(limit) as watch:
         blocks = [Region(adds_its_number, number) for number in range(depth)]
         for block in blocks:
@@ -223,7 +223,7 @@ def layers(limit: int = 0, depth: int = 13) -> DynamoReport:
 
 
 @lanes("cpu")
-def test_layers_with_a_number_each_stay_below_the_limit(lane: Lane, row, canaries) -> None:
+def test_numbered_layers_stay_below_recompile_limit(lane: Lane, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     report = layers()
     shared = {"unit": "count", "witness": report.calls, "rule": "C3", "instruments": INSTRUMENTS}
@@ -233,7 +233,7 @@ def test_layers_with_a_number_each_stay_below_the_limit(lane: Lane, row, canarie
 
 @lanes("cpu")
 @planted("C3", "a recompile limit of 8")
-def test_a_low_limit_is_hit_and_told(lane: Lane, canaries) -> None:
+def test_low_recompile_limit_is_hit_and_reported(lane: Lane, canaries) -> None:
     canaries(*INSTRUMENTS)
     report = layers(limit=8)
     assert report.unique_graphs == 8

@@ -39,7 +39,7 @@ def graphs_after_a_miss_in_one_expert_block(hybrid: Watched) -> tuple[int, int, 
 
 
 @lanes("cpu")
-def test_a_guard_miss_stays_in_its_region(lane: Lane, row, canaries) -> None:
+def test_guard_miss_recompiles_only_its_region(lane: Lane, row, canaries) -> None:
     """One raised bucket: under regional only the E region is compiled again, under whole_opaque all 52 layers."""
     canaries(*INSTRUMENTS)
     ops = {}
@@ -62,7 +62,7 @@ def test_a_guard_miss_stays_in_its_region(lane: Lane, row, canaries) -> None:
 
 @lanes("cpu")
 @planted("C13", "one graph for the whole model")
-def test_a_whole_model_graph_is_not_local(lane: Lane, canaries) -> None:
+def test_guard_miss_recompiles_whole_model_graph(lane: Lane, canaries) -> None:
     canaries(*INSTRUMENTS)
     with watched_hybrid("nam12", "whole_opaque", backend="eager") as hybrid:
         graphs, _, causes = graphs_after_a_miss_in_one_expert_block(hybrid)
@@ -72,7 +72,7 @@ def test_a_whole_model_graph_is_not_local(lane: Lane, canaries) -> None:
 
 @lanes("cpu")
 @planted("C4", "automatic dynamic shapes")
-def test_promotion_to_a_dynamic_length_is_seen(lane: Lane, canaries) -> None:
+def test_promotion_to_dynamic_length_is_detected(lane: Lane, canaries) -> None:
     """The second new length compiles nothing: the first one's graph was made dynamic, but the rule requires static."""
     canaries(*INSTRUMENTS)
     counts = {}
@@ -94,7 +94,7 @@ def test_promotion_to_a_dynamic_length_is_seen(lane: Lane, canaries) -> None:
 
 @lanes("cpu")
 @planted("C7", "a block disabled and not declared")
-def test_a_fifth_disable_point_is_seen(lane: Lane) -> None:
+def test_undeclared_disable_point_is_detected(lane: Lane) -> None:
     contract = load()
     model = build(preset("nam12"))
     apply(model, "regional", contract, "eager")
@@ -120,7 +120,7 @@ def moved_by_the_config(model, ids: torch.Tensor) -> list[str]:
 
 
 @lanes("cpu")
-def test_routing_is_fixed_when_the_model_is_built(lane: Lane, row) -> None:
+def test_routing_is_fixed_when_model_is_built(lane: Lane, row) -> None:
     model = build(preset("nam12"))
     with pytest.raises(dataclasses.FrozenInstanceError):
         model.config.top_k = 1
@@ -133,7 +133,7 @@ def test_routing_is_fixed_when_the_model_is_built(lane: Lane, row) -> None:
 
 @lanes("cpu")
 @planted("C10", "a forward that reads the live configuration")
-def test_a_forward_that_reads_the_configuration_is_seen(lane: Lane) -> None:
+def test_forward_reading_live_config_is_detected(lane: Lane) -> None:
     model = build(preset("nam12"))
     block = model.blocks[model.config.letters.index("E")]
     inner = block.forward

@@ -35,7 +35,7 @@ def dropless(block: MoEBlock, x: Tensor) -> Tensor:
 
 
 @lanes("cpu")
-def test_one_graph_a_bucket(lane: Lane, row, canaries) -> None:
+def test_moe_compiles_one_graph_per_bucket(lane: Lane, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     config = preset("nam52")
     contract = load()

@@ -73,7 +73,7 @@ def test_counts(lane: Lane, name: str, policy: str, row, canaries) -> None:
 
 
 @lanes("cpu", "h200")
-def test_break_inside_the_layer_loop_drops_the_whole_frame(lane: Lane, row, canaries) -> None:
+def test_graph_break_in_layer_loop_drops_whole_frame(lane: Lane, row, canaries) -> None:
     """A compiled layer loop with a disabled block inside: Dynamo drops the frame and its counter reads 0.
 
     This is why `graph_breaks` must never be gated alone: it reads like a clean model while the loop runs as Python.

@@ -18,7 +18,7 @@ INSTRUMENTS = ("graphs", "recompiles", "recompile_limit")
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("name", ["nam52", "nam56r"])
-def test_seventy_steps(lane: Lane, name: str, row, canaries) -> None:
+def test_no_recompiles_in_seventy_steps(lane: Lane, name: str, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     steps = load().recompile_budget_steps
     with watched_hybrid(name, "regional", device=lane.device) as hybrid:
@@ -44,7 +44,7 @@ def test_seventy_steps(lane: Lane, name: str, row, canaries) -> None:
 
 
 @lanes("cpu", "h200")
-def test_overflow_counter(lane: Lane, row, canaries) -> None:
+def test_compiled_overflow_count_equals_eager(lane: Lane, row, canaries) -> None:
     """With too small a capacity, compiled and eager count the same drops, in a non-persistent buffer."""
     canaries("graphs")
     tight = {

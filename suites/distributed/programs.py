@@ -28,21 +28,21 @@ SEEDS = (1, 2)  # of each rank's batch
 class Branched(nn.Module):
     """A block and a parallel branch that runs only if this rank's batch uses it."""
 
-    def __init__(self, block: nn.Module, config: HybridConfig, asked: bool) -> None:
+    def __init__(self, block: nn.Module, config: HybridConfig, uses_side: bool) -> None:
         super().__init__()
-        self.block, self.side, self.asked = block, nn.Linear(config.d_model, config.d_model), asked
+        self.block, self.side, self.uses_side = block, nn.Linear(config.d_model, config.d_model), uses_side
 
     def forward(self, x: Tensor, doc_ids: Tensor, positions: Tensor) -> Tensor:
         """x (B,T,D) -> (B,T,D)."""
         y = self.block(x, doc_ids, positions)
-        return y + self.side(x) if self.asked else y
+        return y + self.side(x) if self.uses_side else y
 
 
 def model_of(config: HybridConfig, rank: int, branch: bool) -> Hybrid:
     """Return the seeded model of `rank`: its branch, if any, is used on rank 0 only."""
     model = build(config)
     if branch:
-        model.blocks[0] = Branched(model.blocks[0], config, asked=rank == 0)
+        model.blocks[0] = Branched(model.blocks[0], config, uses_side=rank == 0)
     return model
 
 

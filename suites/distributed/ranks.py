@@ -42,7 +42,7 @@ def run_cases(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     tail = run([Child("ranks", program, environment)], seconds=SECONDS, cwd=ROOT)["ranks"]
     lines = [json.loads(line) for line in tail if line.startswith('{"case"')]
-    return {line["case"]: line["told"] for line in lines}
+    return {line["case"]: line["results"] for line in lines}
 
 
 def _case(
@@ -61,14 +61,14 @@ def _case(
             connections.append(here)
         end = time.monotonic() + within
         try:
-            return [_told(process, here, end, within) for process, here in zip(processes, connections)]
+            return [_result(process, here, end, within) for process, here in zip(processes, connections)]
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _told(process: Any, here: Connection, end: float, within: float) -> dict[str, Any]:
+def _result(process: Any, here: Connection, end: float, within: float) -> dict[str, Any]:
     if not here.poll(max(0.0, end - time.monotonic())):
         return {"error": f"no answer in {within:g} s"}
     try:
@@ -79,7 +79,12 @@ def _told(process: Any, here: Connection, end: float, within: float) -> dict[str
 
 
 def _rank(
-    told: Connection, store: Path, rank: int, group_timeout: int, program: str, arguments: dict[str, Any]
+    connection: Connection,
+    store: Path,
+    rank: int,
+    group_timeout: int,
+    program: str,
+    arguments: dict[str, Any],
 ) -> None:
     from suites.distributed import programs
 
@@ -94,7 +99,7 @@ def _rank(
         found = getattr(programs, program)(rank, **arguments)
     except Exception as error:  # whatever torch raises is the result
         found = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
-    told.send(found)
+    connection.send(found)
     time.sleep(SECONDS)
 
 
@@ -102,7 +107,7 @@ def main() -> None:
     import suites.distributed.programs  # noqa: F401  (before the forks, which share it)
 
     for case, options in json.loads(sys.argv[1]).items():
-        print(json.dumps({"case": case, "told": _case(**options)}), flush=True)
+        print(json.dumps({"case": case, "results": _case(**options)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(dumps: Path) -> dict[str, list[dict]]:
+def results(dumps: Path) -> dict[str, list[dict]]:
     """The results of one start of the ranks for all tests of this file."""
     divergent = {"program": "divergent", "diverge": True}
     return run_cases(
@@ -40,9 +40,9 @@ def told(dumps: Path) -> dict[str, list[dict]]:
 
 
 @lanes("cpu")
-def test_compiled_collectives_are_the_eager_ones(lane: Lane, told, row) -> None:
+def test_compiled_collectives_equal_eager(lane: Lane, results, row) -> None:
     """reduce_scatter_tensor; a functional operator and a custom op that take a ProcessGroup; each is one graph."""
-    ranks = told["collectives"]
+    ranks = results["collectives"]
     assert not any("error" in one for one in ranks), ranks
     row(
         "distributed/gloo_2_ranks/compiled_collectives_equal_to_eager",
@@ -62,28 +62,30 @@ def test_compiled_collectives_are_the_eager_ones(lane: Lane, told, row) -> None:
 
 @lanes("cpu")
 @planted("C5", "one rank's guards lead past a collective, under torch's own timeout")
-def test_divergent_guards_end_in_a_reason(lane: Lane, told, row) -> None:
+def test_divergent_guards_time_out_with_a_reason(lane: Lane, results, row) -> None:
     """Rank 1's graph has no collective: rank 0 stops at the group's timeout and reports it in one line."""
-    reason = told["divergent"][0]["error"]
+    reason = results["divergent"][0]["error"]
     found = [finding.log_class.name for finding in classify([f"{reason}\n"]).findings]
     row(
         "distributed/divergent_guards/reason",
         " ".join(found),
         unit="log class",
-        witness=len(told["divergent"]),
+        witness=len(results["divergent"]),
         rule="C5",
         expected="collective_timeout",
         evidence=[reason],
     )
     assert "\n" not in reason
     assert "Timed out waiting 3000ms" in reason
-    assert "sum" in told["divergent"][1], "nothing was wrong with the rank that did not come"
-    assert len({one["sum"] for one in told["same guards"]}) == 1, "with the same guards both come"
-    assert told["without a timeout"][0] == {"error": "no answer in 10 s"}
+    assert "sum" in results["divergent"][1], "the rank that skipped the collective has no error"
+    assert len({one["sum"] for one in results["same guards"]}) == 1, (
+        "with the same guards both ranks enter it"
+    )
+    assert results["without a timeout"][0] == {"error": "no answer in 10 s"}
 
 
 @lanes("cpu")
-def test_flight_records_agree(lane: Lane, told, dumps: Path, canaries, row) -> None:
+def test_flight_records_agree_between_ranks(lane: Lane, results, dumps: Path, canaries, row) -> None:
     """Two groups on gloo: the recorder numbers each group's collectives alike on both ranks."""
     canaries("flight_record")
     kept = [pickle.loads((dumps / f"rank_{rank}").read_bytes())["entries"] for rank in range(2)]
@@ -108,7 +110,7 @@ def test_flight_records_agree(lane: Lane, told, dumps: Path, canaries, row) -> N
 
 
 @lanes("cpu")
-def test_flight_records_are_analysed(lane: Lane, told, dumps: Path, row) -> None:
+def test_flight_record_analyzer_finds_gloo_group(lane: Lane, results, dumps: Path, row) -> None:
     """Defect present: torch's own analyzer does not find the group of a gloo dump."""
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(dumps)]
     signature = ""

@@ -24,7 +24,7 @@ def case(style: str, policy: str, branch: bool, unused: bool, **more: int) -> di
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, list[dict]]:
+def results() -> dict[str, list[dict]]:
     """The results of one start of the ranks for all tests of this file."""
     cases: dict[str, dict] = {"buffers": {"program": "buffers", "synced": False}}
     cases["DDP's buffers"] = {"program": "buffers", "synced": True}
@@ -39,10 +39,10 @@ def told() -> dict[str, list[dict]]:
 
 @lanes("cpu")
 @pytest.mark.parametrize("style", STYLES)
-def test_gradients(lane: Lane, style: str, told, row) -> None:
+def test_gradients_equal_single_process(lane: Lane, style: str, results, row) -> None:
     """Eager; and regional, with a branch for which rank 1 has no gradient at all."""
-    regional = told[f"{style}, regional"]
-    compared = [*told[f"{style}, eager"], *regional]
+    regional = results[f"{style}, regional"]
+    compared = [*results[f"{style}, eager"], *regional]
     assert not any("error" in one for one in compared), compared
     row(
         f"distributed/nam12-{style}/gradients_that_differ",
@@ -62,9 +62,9 @@ def test_gradients(lane: Lane, style: str, told, row) -> None:
 
 
 @lanes("cpu")
-@planted("C14", "one rank has no gradient for a parameter, and nobody told DDP or FSDP2")
-def test_unused_parameters_must_be_declared(lane: Lane, told) -> None:
-    ddp, fsdp2 = (told[f"{style}, undeclared"] for style in STYLES)
+@planted("C14", "one rank has no gradient for a parameter, which is not declared to DDP or FSDP2")
+def test_unused_parameters_must_be_declared(lane: Lane, results) -> None:
+    ddp, fsdp2 = (results[f"{style}, undeclared"] for style in STYLES)
     assert "Timed out waiting 4000ms" in ddp[0]["error"]
     # DDP's other rank continues with what it has, and detects the error only in its next forward.
     assert ddp[1]["different"] > 0
@@ -74,9 +74,9 @@ def test_unused_parameters_must_be_declared(lane: Lane, told) -> None:
 
 @lanes("cpu")
 @planted("C8", "DDP broadcasts rank 0's buffers, and its overflow counts with them")
-def test_buffers(lane: Lane, told, row) -> None:
+def test_buffers_across_ranks(lane: Lane, results, row) -> None:
     """Each rank counts its own dropped tokens; load and bias, which are model state, are averaged after a step."""
-    ours, theirs = told["buffers"], told["DDP's buffers"]
+    ours, theirs = results["buffers"], results["DDP's buffers"]
     assert not any("error" in one for one in [*ours, *theirs]), [ours, theirs]
     row(
         "distributed/nam12-ddp/overflow_of_all_ranks",
@@ -91,5 +91,5 @@ def test_buffers(lane: Lane, told, row) -> None:
         assert (one["apart"], one["saved"], one["buffers"]) == ([], [], 4)
     lost = ours[1]["alone"] - ours[0]["alone"]
     assert lost > 0
-    assert ours[1]["after_two"] - theirs[1]["after_two"] == lost, "rank 1 goes on from rank 0's count"
+    assert ours[1]["after_two"] - theirs[1]["after_two"] == lost, "rank 1 continues from rank 0's count"
     assert ours[0]["after_two"] == theirs[0]["after_two"]

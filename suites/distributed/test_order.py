@@ -41,7 +41,7 @@ def stage(model: Hybrid) -> tuple[int, int]:
 
 
 @lanes("cpu")
-def test_the_order(lane: Lane, mesh: DeviceMesh, model: Hybrid, monkeypatch, row) -> None:
+def test_parallelize_stage_order(lane: Lane, mesh: DeviceMesh, model: Hybrid, monkeypatch, row) -> None:
     """Compare the record with the state of the model at the start of each stage."""
     seen, before = [], identity(model)
     blocks = len(model.blocks)
@@ -70,7 +70,7 @@ def test_the_order(lane: Lane, mesh: DeviceMesh, model: Hybrid, monkeypatch, row
 
 
 @lanes("cpu")
-def test_compiling_keeps_identity(lane: Lane, mesh: DeviceMesh, model: Hybrid, row) -> None:
+def test_ddp_keeps_module_names_and_types(lane: Lane, mesh: DeviceMesh, model: Hybrid, row) -> None:
     """Under DDP the model is otherwise unchanged: types and names stay identical."""
     before, state = identity(model), list(model.state_dict())
     done = parallelize(model, load(), mesh, "ddp", backend="eager")
@@ -91,7 +91,7 @@ def test_compiling_keeps_identity(lane: Lane, mesh: DeviceMesh, model: Hybrid, r
 @lanes("cpu")
 @planted("C14", "a block is wrapped by torch.compile before sharding")
 @planted("C14", "FSDP2 before the regions are compiled")
-def test_another_order_is_refused(lane: Lane, mesh: DeviceMesh, model: Hybrid) -> None:
+def test_parallelize_refuses_other_stage_orders(lane: Lane, mesh: DeviceMesh, model: Hybrid) -> None:
     before = identity(model)
 
     def wrap(model: Hybrid) -> None:
@@ -119,7 +119,7 @@ def test_another_order_is_refused(lane: Lane, mesh: DeviceMesh, model: Hybrid) -
 @pytest.mark.parametrize(
     ("style", "policy"), [("fsdp2", "whole_opaque"), ("ddp", "whole_disabled"), ("fsdp1", "")]
 )
-def test_what_is_not_for_ranks_is_refused(
+def test_parallelize_refuses_unsupported_style_or_policy(
     lane: Lane, mesh: DeviceMesh, model: Hybrid, style: str, policy: str
 ) -> None:
     with pytest.raises(ContractError, match="ranks know ddp and fsdp2, with eager, per_block, regional"):

@@ -15,7 +15,7 @@ from suites.support.lanes import Lane, lanes
 @lanes("cpu")
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_regression(lane: Lane, row, case: Case) -> None:
-    """The program of the case runs; its signature is there in the releases that have the regression, and only there."""
+    """Run the case's program: its signature occurs in the releases that have the regression, and only in those."""
     forget_graphs()
     found = case.signature()
     row.defect(

@@ -19,7 +19,7 @@ B, H, T, P = 2, 4, 33, 16
 
 
 @lanes("cpu")
-def test_score_mod_captures_another_float(lane: Lane, row) -> None:
+def test_flex_attention_with_changed_softcap(lane: Lane, row) -> None:
     """One compiled flex_attention, called with softcaps of several values, equals the eager one for each."""
     forget_graphs()
     compiled = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")

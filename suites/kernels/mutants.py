@@ -203,7 +203,7 @@ def _mamba3(suite: Any, op: Callable[..., Any], chunk_size: int, faults: Faults)
 
 
 def _ranks_apart(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
-    """Compute R scans of one rank, each with a state of its own."""
+    """Compute R scans of one rank, each with its own state."""
     return test_mamba3_mimo.one_rank_each(**inputs)[0], *right[1:]
 
 

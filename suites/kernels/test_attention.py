@@ -183,7 +183,7 @@ def test_grouped_heads_equal_repeated_heads(lane: Lane, seed: int, groups: int, 
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99))
-def test_a_large_softcap_is_none(lane: Lane, seed: int):
+def test_large_softcap_equals_no_softcap(lane: Lane, seed: int):
     inputs = problem(T=11, P=4, seed=seed, device=lane.device)
     # tanh(x) = x - x^3/3: at c = 1e6 the cubic term of a logit below 20 is under 3e-9
     torch.testing.assert_close(attention(*inputs, softcap=1e6), attention(*inputs), rtol=0, atol=1e-7)
@@ -198,7 +198,7 @@ def test_a_large_softcap_is_none(lane: Lane, seed: int):
     second=st.integers(1, 12),
     window=st.sampled_from([0, 3]),
 )
-def test_a_packed_document_is_as_if_alone(lane: Lane, seed: int, first: int, second: int, window: int):
+def test_packed_document_equals_document_alone(lane: Lane, seed: int, first: int, second: int, window: int):
     """With positions that restart at each document. Equal to rounding and not bitwise: a row's sum runs over other keys
     (at weight 0) and in other blocks.
     """
@@ -221,7 +221,7 @@ def test_a_packed_document_is_as_if_alone(lane: Lane, seed: int, first: int, sec
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), at=st.integers(0, 15))
-def test_the_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int):
+def test_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int):
     q, k, v, doc_ids = problem(T=16, dtype=torch.float32, seed=seed, device=lane.device)
     before = attention(q, k, v, doc_ids, window=6)
     k[:, at] += 1
@@ -236,7 +236,7 @@ def test_the_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at:
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), T=st.integers(1, 12), extra=st.integers(0, 3))
-def test_a_window_of_all_tokens_is_none(lane: Lane, seed: int, T: int, extra: int):
+def test_window_of_all_tokens_equals_no_window(lane: Lane, seed: int, T: int, extra: int):
     inputs = problem(T=T, P=4, seed=seed, device=lane.device)
     assert torch.equal(attention(*inputs, window=T + extra), attention(*inputs))
 
@@ -250,7 +250,7 @@ def test_one_token_returns_its_value(lane: Lane):
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), shift=st.integers(0, 1000))
-def test_rope_turns_by_the_position_and_scores_by_the_distance(lane: Lane, seed: int, shift: int):
+def test_rope_rotates_by_position_and_scores_by_distance(lane: Lane, seed: int, shift: int):
     q, k, _, _ = problem(T=9, Hq=2, P=8, seed=seed, device=lane.device)
     positions = torch.arange(9, device=lane.device).expand(2, 9)
     turned = rope(q, positions, 100.0)
@@ -270,7 +270,7 @@ def test_rope_turns_by_the_position_and_scores_by_the_distance(lane: Lane, seed:
 
 
 @lanes("cpu", "h200")
-def test_rope_and_qk_norm_are_fp32_inside(lane: Lane):
+def test_rope_and_qk_norm_compute_in_fp32(lane: Lane):
     q, _, _, _ = problem(T=9, dtype=torch.bfloat16, device=lane.device)
     positions = torch.full((2, 9), 4095, device=lane.device, dtype=torch.int32)
     rounding = 2**-8  # half a unit in the last place of bf16, relative
@@ -287,7 +287,7 @@ def test_rope_and_qk_norm_are_fp32_inside(lane: Lane):
 
 
 @lanes("cpu")
-def test_bad_input_is_one_clear_line(lane: Lane):
+def test_bad_input_raises_one_line_error(lane: Lane):
     q, k, v, doc_ids = problem(B=2, T=4, Hq=4, Hkv=2, P=4, dtype=torch.float32)
     bad = [
         ((q, k[:, :, :1].repeat(1, 1, 3, 1), v, doc_ids), {}, "4 query heads"),

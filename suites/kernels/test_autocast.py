@@ -92,7 +92,7 @@ def test_autocast_does_not_reach_an_inlined_scan(lane: Lane, op: str):
 
 @lanes("cpu")
 @pytest.mark.parametrize("op", WOULD_LOSE_DIGITS)
-def test_without_its_switch_an_op_would_lose_digits(lane: Lane, op: str, monkeypatch: pytest.MonkeyPatch):
+def test_op_loses_precision_without_disabling_autocast(lane: Lane, op: str, monkeypatch: pytest.MonkeyPatch):
     """The control. Not every result changes: a state may be a copy of an input."""
     plain = step(op, lane.device)
     monkeypatch.setattr(f"kernels.{op}.op.autocast_disabled", lambda t: nullcontext())
@@ -102,9 +102,11 @@ def test_without_its_switch_an_op_would_lose_digits(lane: Lane, op: str, monkeyp
 
 
 @lanes("cpu")
-@pytest.mark.parametrize("switch", ["given", "taken away"])
+@pytest.mark.parametrize("switch", ["present", "removed"])
 @pytest.mark.parametrize("op", OPS)
-def test_both_bodies_run_with_autocast_off(lane: Lane, op: str, switch: str, monkeypatch: pytest.MonkeyPatch):
+def test_forward_and_backward_run_with_autocast_off(
+    lane: Lane, op: str, switch: str, monkeypatch: pytest.MonkeyPatch
+):
     """Records whether autocast is on in each op's math, then runs the math without it, so that no bit changes."""
     module = import_module(f"kernels.{op}.op")
     seen = {"forward": set(), "backward": set()}
@@ -122,9 +124,9 @@ def test_both_bodies_run_with_autocast_off(lane: Lane, op: str, switch: str, mon
     for name, function in vars(module).copy().items():
         if inspect.isfunction(function) and function.__module__ == f"kernels.{op}.reference":
             monkeypatch.setattr(module, name, watched(function))
-    if switch == "taken away":
+    if switch == "removed":
         monkeypatch.setattr(module, "autocast_disabled", lambda t: nullcontext())
     with torch.autocast(lane.device, torch.bfloat16):
         step(op, lane.device)
-    heard = switch == "taken away"
-    assert seen == {"forward": {heard}, "backward": {heard}}
+    autocast_is_on = switch == "removed"
+    assert seen == {"forward": {autocast_is_on}, "backward": {autocast_is_on}}

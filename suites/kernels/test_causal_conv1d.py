@@ -74,7 +74,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 @lanes("cpu", "h200")
 def test_fp32_error_is_rounding_only(lane: Lane):
     """A sum of W products and a bias is off by at most (W + 1) u times the same sum of absolute values; silu scales an
-    error by at most 1.1 and adds a few roundings of its own (8 u).
+    error by at most 1.1 and adds a few of its own roundings (8 u).
     """
     x, weight, bias, doc_ids = inputs = problem(dtype=torch.float32, device=lane.device)
     oracle = plain_conv(*doubled(inputs))
@@ -142,7 +142,7 @@ def test_one_document_equals_conv1d(lane: Lane, seed: int, W: int, T: int):
 @given(
     seed=st.integers(0, 99), W=st.integers(1, 4), lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4)
 )
-def test_a_packed_document_is_as_if_alone(lane: Lane, seed: int, W: int, lengths: list[int]):
+def test_packed_document_equals_document_alone(lane: Lane, seed: int, W: int, lengths: list[int]):
     """Its sums bitwise; with silu up to rounding, because its vectorized and scalar forms round differently."""
     x, weight, bias, doc_ids = problem(
         B=1, W=W, lengths=lengths, dtype=torch.float32, seed=seed, device=lane.device
@@ -156,7 +156,7 @@ def test_a_packed_document_is_as_if_alone(lane: Lane, seed: int, W: int, lengths
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), W=st.integers(1, 4), at=st.integers(0, 29))
-def test_a_tap_reaches_forward_within_its_document_only(lane: Lane, seed: int, W: int, at: int):
+def test_taps_reach_only_later_tokens_of_their_document(lane: Lane, seed: int, W: int, at: int):
     """A nan at one token reaches the W tokens from it on in its document; no bit of the others changes."""
     x, weight, bias, doc_ids = problem(W=W, seed=seed, device=lane.device)
     before = causal_conv1d(x, weight, bias, doc_ids)
@@ -172,7 +172,7 @@ def test_a_tap_reaches_forward_within_its_document_only(lane: Lane, seed: int, W
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), W=st.integers(1, 4))
-def test_steps_equal_the_whole(lane: Lane, seed: int, W: int):
+def test_decode_steps_equal_full_sequence(lane: Lane, seed: int, W: int):
     x, weight, bias, doc_ids = problem(W=W, seed=seed, device=lane.device)
     state, outputs = x.new_zeros(2, W - 1, 8), []
     for t in range(30):
@@ -188,7 +188,7 @@ def test_steps_equal_the_whole(lane: Lane, seed: int, W: int):
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_slice_of_a_wider_tensor_gives_the_same_bits(lane: Lane, dtype: str):
+def test_slice_of_a_wider_tensor_gives_same_bits(lane: Lane, dtype: str):
     x, weight, bias, doc_ids = problem(dtype=DTYPES[dtype], device=lane.device)
     assert not _embedded(x).is_contiguous()
     found = gradients(lambda x, *rest: causal_conv1d(_embedded(x), *rest), x, weight, bias, doc_ids)
@@ -202,7 +202,7 @@ def _embedded(x: Tensor) -> Tensor:
 
 
 @lanes("cpu", "h200")
-def test_mixed_dtypes_keep_their_own(lane: Lane):
+def test_mixed_input_dtypes_are_preserved(lane: Lane):
     """Under autocast the activations are bf16 and the parameters fp32."""
     x, weight, bias, doc_ids = problem(dtype=torch.float32, device=lane.device)
     found = gradients(causal_conv1d, x.bfloat16(), weight, bias, doc_ids)
@@ -212,7 +212,7 @@ def test_mixed_dtypes_keep_their_own(lane: Lane):
 
 
 @lanes("cpu")
-def test_bad_input_is_one_clear_line(lane: Lane):
+def test_bad_input_raises_one_line_error(lane: Lane):
     x, weight, bias, doc_ids = problem(dtype=torch.float32)
     bad = [
         ((x[0], weight, bias, doc_ids), {}, "2-d"),

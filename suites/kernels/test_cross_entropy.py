@@ -170,7 +170,7 @@ def test_equals_torch_for_every_vocabulary(lane: Lane, seed: int, V: int, softca
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99))
-def test_a_large_softcap_is_none(lane: Lane, seed: int):
+def test_large_softcap_equals_no_softcap(lane: Lane, seed: int):
     inputs = problem(seed=seed, device=lane.device)
     # tanh(x) = x - x^3/3: at c = 1e6 the cubic term of a logit below 20 is under 3e-9
     torch.testing.assert_close(cross_entropy(*inputs, softcap=1e6), cross_entropy(*inputs), rtol=0, atol=1e-8)
@@ -180,7 +180,7 @@ def test_a_large_softcap_is_none(lane: Lane, seed: int):
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), shift=st.integers(-512, 512))
-def test_a_shift_of_a_row_changes_no_bit_without_softcap(lane: Lane, seed: int, shift: int):
+def test_row_shift_changes_no_bit_without_softcap(lane: Lane, seed: int, shift: int):
     """Logits that are multiples of 1/64 shift exactly, and the computation uses only differences."""
     logits, target = problem(seed=seed, dtype=torch.float32, device=lane.device)
     logits = (logits * 64).round() / 64
@@ -217,7 +217,7 @@ def test_tokens_are_independent(lane: Lane, seed: int, V: int, softcap: float):
 @pytest.mark.parametrize("softcap", [0.0, 15.0])
 @pytest.mark.parametrize("V", [37, 5000])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_ignored_token_may_hold_anything(lane: Lane, dtype: str, V: int, softcap: float, impl: str):
+def test_ignored_token_has_no_effect(lane: Lane, dtype: str, V: int, softcap: float, impl: str):
     logits, target = problem(V=V, dtype=DTYPES[dtype], device=lane.device)
     function = partial(cross_entropy, softcap=softcap, impl=impl)
     clean = gradients(function, logits, target)
@@ -236,7 +236,7 @@ def test_an_ignored_token_may_hold_anything(lane: Lane, dtype: str, V: int, soft
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_masked_entries_are_never_chosen(lane: Lane, dtype: str):
+def test_masked_entries_have_zero_probability(lane: Lane, dtype: str):
     """-inf without a softcap: probability zero, gradient zero, and the loss of the remaining entries."""
     logits, target = problem(V=40, dtype=DTYPES[dtype], device=lane.device)
     hidden = torch.arange(40, device=lane.device) >= 30
@@ -250,7 +250,7 @@ def test_masked_entries_are_never_chosen(lane: Lane, dtype: str):
 
 @lanes("h200")
 @pytest.mark.parametrize("expected", [37, -1])
-def test_a_target_out_of_range_is_nan_in_triton(lane: Lane, expected: int):
+def test_out_of_range_target_is_nan_in_triton(lane: Lane, expected: int):
     logits, target = problem(dtype=torch.bfloat16, device=lane.device)
     target[1, 1] = expected
     for t in gradients(cross_entropy, logits, target, softcap=15.0):
@@ -258,7 +258,7 @@ def test_a_target_out_of_range_is_nan_in_triton(lane: Lane, expected: int):
 
 
 @lanes("cpu")
-def test_bad_input_is_one_clear_line(lane: Lane):
+def test_bad_input_raises_one_line_error(lane: Lane):
     logits, target = problem(dtype=torch.float32)
     bad = [
         ((logits, target[:2]), {}, "target has shape"),

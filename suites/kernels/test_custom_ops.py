@@ -38,7 +38,7 @@ def lacks(name: str, op: OpDefinition, ops: Mapping[str, OpDefinition]) -> list[
 
 
 @lanes("cpu")
-def test_every_op_is_opaque_both_ways(lane: Lane, row, canaries) -> None:
+def test_every_op_is_opaque_in_forward_and_backward(lane: Lane, row, canaries) -> None:
     canaries("op_definitions")
     for op in OPS:
         import_module(f"kernels.{op}.op")
@@ -96,13 +96,13 @@ def check_norm() -> None:
 
 
 @lanes("cpu")
-def test_right_op_passes(lane: Lane) -> None:
+def test_correct_op_passes_the_checks(lane: Lane) -> None:
     check_norm()
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=planted("C15", name)) for name in FAULTS])
-def test_wrong_op_is_refused(lane: Lane, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incorrect_op_fails_the_checks(lane: Lane, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for attribute, fault in FAULTS[name].items():
         holder = norm.rms_norm_gated_fwd if attribute == "_abstract_fn" else norm
         assert callable(getattr(holder, attribute)), "what the fault replaces is not there"
@@ -163,7 +163,7 @@ class FakeAgrees(EveryOperator):
 @pytest.mark.parametrize("layout", ["contiguous", "turned"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_fake_is_like_the_result(lane: Lane, name: str, dtype: torch.dtype, layout: str) -> None:
+def test_fake_matches_the_real_result(lane: Lane, name: str, dtype: torch.dtype, layout: str) -> None:
     """In a training step in both dtypes; turned: with the last two axes of each input swapped in memory."""
     subject = SUBJECTS[name]
 

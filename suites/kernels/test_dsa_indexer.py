@@ -21,41 +21,13 @@ from kernels.dsa_indexer import (
     dsa_indexer,
     dsa_scores,
 )
+from suites.kernels.dsa_inputs import documents, index_problem, problem
 from suites.support.comparison import DTYPES, Named, doubled, error, gradients, pooled, report_pooled
 from suites.support.custom_ops import check_compiled, check_one_graph, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
 
 CASES = {"plain": {}, "softcap": {"softcap": 2.0}, "softcap and scale": {"softcap": 2.0, "scale": 0.4}}
 quick = settings(derandomize=True, max_examples=15, deadline=None)
-
-
-def documents(B: int, T: int, device: str) -> Tensor:
-    """Return three documents in row 0 (ids 5, 1, 3), two in the others, then padding."""
-    doc_ids = torch.ones(B, T, dtype=torch.int32)
-    doc_ids[0, : T // 3] = 5
-    doc_ids[:, T // 2 :] = 3
-    doc_ids[:, T - T // 8 :] = -1
-    return doc_ids.to(device)
-
-
-def index_problem(
-    B=2, T=33, J=3, width=16, dtype=torch.float64, device="cpu", seed=0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return random q, k, weights of either sign, and documents."""
-    g = torch.Generator().manual_seed(seed)
-    shapes = (B, T, J, width), (B, T, width), (B, T, J)
-    tensors = (torch.randn(*shape, generator=g, dtype=torch.float64).to(device, dtype) for shape in shapes)
-    return *tensors, documents(B, T, device)
-
-
-def problem(
-    B=2, T=33, Hq=4, Hkv=2, P=16, K=7, dtype=torch.float64, device="cpu", seed=0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return random q, k, v and the indexer's choice of K keys, so that early queries of a document have fewer."""
-    g = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(B, T, H, P, generator=g, dtype=torch.float64) for H in (Hq, Hkv, Hkv)]
-    indices = dsa_indexer(*index_problem(B=B, T=T, seed=seed), top_k=K).to(device)
-    return *(t.to(device, dtype) for t in tensors), indices
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale=None, softcap=0.0) -> Tensor:
@@ -95,7 +67,7 @@ def rounding_bound(q: Tensor, k: Tensor, v: Tensor, scale: float, K: int) -> flo
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("top_k", [1, 7, 40])
-def test_the_choice_is_that_of_the_rule(lane: Lane, top_k: int):
+def test_selected_keys_follow_the_definition(lane: Lane, top_k: int):
     inputs = index_problem(device=lane.device)
     q, k, weights, doc_ids = inputs
     dots = torch.relu(torch.einsum("btji,bsi->bjts", q, k))
@@ -113,7 +85,7 @@ def test_the_choice_is_that_of_the_rule(lane: Lane, top_k: int):
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), T=st.integers(1, 40), top_k=st.integers(1, 20), levels=st.integers(1, 3))
-def test_of_equal_scores_the_earlier_key_is_chosen(lane: Lane, seed: int, T: int, top_k: int, levels: int):
+def test_ties_select_the_earlier_key(lane: Lane, seed: int, T: int, top_k: int, levels: int):
     """Keys with few distinct values: most scores are equal, and exact in every dtype."""
     g = torch.Generator().manual_seed(seed)
     q = torch.ones(1, T, 2, 16)
@@ -129,7 +101,7 @@ def test_of_equal_scores_the_earlier_key_is_chosen(lane: Lane, seed: int, T: int
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_key_left_out_scores_clearly_better(lane: Lane, dtype: str):
+def test_no_unselected_key_scores_clearly_better(lane: Lane, dtype: str):
     """In 16 bits a product is exact in fp32 and its sum is not: keys closer than rounding may change places."""
     inputs = index_problem(T=65, dtype=DTYPES[dtype], device=lane.device)
     q, k, weights, _ = inputs
@@ -150,7 +122,7 @@ def test_no_key_left_out_scores_clearly_better(lane: Lane, dtype: str):
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("case", CASES)
-def test_fp64_equals_dense_attention_under_a_mask(lane: Lane, case: str):
+def test_fp64_equals_masked_dense_attention(lane: Lane, case: str):
     inputs = problem(device=lane.device)
     plain = gradients(plain_attention, *inputs, **CASES[case])
     for impl in ("op", "reference"):
@@ -233,7 +205,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 
 
 @lanes("cpu", "h200")
-def test_choice_and_attention_compile_together(lane: Lane):
+def test_selection_and_attention_compile_together(lane: Lane):
     """Nothing on the way reads data on the host: fullgraph would fail."""
 
     def choose_and_attend(q, k, v, index_q, index_k, weights, doc_ids):
@@ -254,7 +226,7 @@ def test_choice_and_attention_compile_together(lane: Lane):
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), T=st.integers(1, 20), extra=st.integers(0, 3))
-def test_as_many_keys_as_tokens_is_dense_attention(lane: Lane, seed: int, T: int, extra: int):
+def test_selecting_all_keys_equals_dense_attention(lane: Lane, seed: int, T: int, extra: int):
     q, k, v, _ = problem(T=T, seed=seed, device=lane.device)
     doc_ids = documents(2, T, lane.device)
     indices = dsa_indexer(*index_problem(T=T, seed=seed, device=lane.device), top_k=T + extra)
@@ -267,7 +239,7 @@ def test_as_many_keys_as_tokens_is_dense_attention(lane: Lane, seed: int, T: int
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), none=st.integers(0, 3))
-def test_index_order_and_position_of_none_do_not_matter(lane: Lane, seed: int, none: int):
+def test_index_order_and_padding_do_not_matter(lane: Lane, seed: int, none: int):
     q, k, v, indices = problem(T=17, seed=seed, device=lane.device)
     more = torch.nn.functional.pad(indices, (none, 0), value=-1)
     shuffled = more[..., torch.randperm(more.shape[-1], generator=torch.Generator().manual_seed(seed))]
@@ -279,7 +251,7 @@ def test_index_order_and_position_of_none_do_not_matter(lane: Lane, seed: int, n
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), at=st.integers(0, 15))
-def test_the_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int):
+def test_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int):
     """Neither the choice nor the output: a token that is not visible may be nan."""
     q, k, v, _ = problem(T=16, dtype=torch.float32, seed=seed, device=lane.device)
     index_q, index_k, weights, doc_ids = index_problem(
@@ -297,7 +269,7 @@ def test_the_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at:
 
 
 @lanes("cpu", "h200")
-def test_a_query_without_keys_gives_zeros(lane: Lane):
+def test_query_without_keys_gives_zeros(lane: Lane):
     q, k, v, indices = problem(dtype=torch.float32, device=lane.device)
     indices[:, 5] = -1
     indices[:, :, 0] = torch.where(indices[:, :, 0] == 5, -1, indices[:, :, 0])
@@ -309,7 +281,7 @@ def test_a_query_without_keys_gives_zeros(lane: Lane):
 
 
 @lanes("cpu")
-def test_bad_input_is_one_clear_line(lane: Lane):
+def test_bad_input_raises_one_line_error(lane: Lane):
     q, k, v, indices = problem(B=2, T=4, P=4, K=3, dtype=torch.float32)
     bad = [
         ((q, k[:, :, :1].repeat(1, 1, 3, 1), v, indices), {}, "4 query heads"),

@@ -20,7 +20,7 @@ from kernels.dsa_indexer import (
     dsa_indexer_loss,
     dsa_scores,
 )
-from suites.kernels.test_dsa_indexer import index_problem, problem
+from suites.kernels.dsa_inputs import index_problem, problem
 from suites.support.comparison import (
     AT_MOST,
     DTYPES,
@@ -65,7 +65,7 @@ def plain_distribution(q: Tensor, k: Tensor, indices: Tensor, scale: float, soft
 
 
 @lanes("cpu", "h200")
-def test_fp64_equals_the_dense_scores_gathered(lane: Lane):
+def test_fp64_scores_equal_gathered_dense_scores(lane: Lane):
     inputs = scores_problem(device=lane.device)
     plain = gradients(plain_scores, *inputs)
     for impl in ("op", "reference"):
@@ -74,7 +74,7 @@ def test_fp64_equals_the_dense_scores_gathered(lane: Lane):
 
 
 @lanes("cpu", "h200")
-def test_fp64_equals_the_dense_weights_gathered(lane: Lane):
+def test_fp64_weights_equal_gathered_dense_weights(lane: Lane):
     q, k, _, indices = problem(device=lane.device)
     for impl in ("op", "reference"):
         found = dsa_distribution(q, k, indices, **ATTENTION, impl=impl)
@@ -105,7 +105,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_target_s_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
+def test_target_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
     problems = [problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
     sides = [
         torch.cat([function(q, k, i, **ATTENTION).flatten() for q, k, _, i in inputs])
@@ -122,7 +122,7 @@ def test_the_target_s_error_is_at_most_that_of_the_plain_formula(lane: Lane, dty
 
 
 @lanes("cpu", "h200")
-def test_a_gradient_below_the_range_of_fp16_arrives(lane: Lane):
+def test_gradient_below_fp16_range_is_kept(lane: Lane):
     """A mean over B T queries with a loss weight of 1e-3 gives 1e-9 per key; fp16's least number is 6e-8."""
     q, k, weights, indices = scores_problem(dtype=torch.float16, device=lane.device)
     leaves = [t.requires_grad_() for t in (q, k, weights.float())]
@@ -155,7 +155,7 @@ def test_gradients_are_bit_repeatable(lane: Lane):
 
 
 @lanes("cpu", "h200")
-def test_the_loss_compiles_to_one_graph_for_every_batch_size(lane: Lane):
+def test_loss_compiles_to_one_graph_for_every_batch_size(lane: Lane):
     """Nothing on the way reads data on the host: fullgraph would fail."""
 
     def learn(q, k, index_q, index_k, weights, indices):
@@ -176,7 +176,7 @@ def test_the_loss_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 
 
 @lanes("cpu", "h200")
-def test_keys_that_were_not_chosen_are_not_read(lane: Lane):
+def test_unselected_keys_are_not_read(lane: Lane):
     q, k, weights, indices = scores_problem(T=34, dtype=torch.float32, device=lane.device)
     indices = torch.where(indices % 3 == 0, -1, indices)
     k[:, ::3] = float("nan")
@@ -187,7 +187,7 @@ def test_keys_that_were_not_chosen_are_not_read(lane: Lane):
 
 
 @lanes("cpu", "h200")
-def test_the_loss_is_the_divergence_over_the_chosen_keys(lane: Lane):
+def test_loss_is_kl_divergence_over_selected_keys(lane: Lane):
     """Against the definition cell by cell over all keys, and 0 if the indexer and the attention agree."""
     q, k, _, _ = problem(T=11, device=lane.device)
     index = index_problem(T=11, device=lane.device)
@@ -208,7 +208,7 @@ def test_the_loss_is_the_divergence_over_the_chosen_keys(lane: Lane):
 
 
 @lanes("cpu", "h200")
-def test_the_loss_and_not_the_choice_teaches_the_indexer(lane: Lane):
+def test_indexer_gets_gradients_from_the_loss_only(lane: Lane):
     index = index_problem(B=1, T=7, J=2, width=4, device=lane.device)
     leaves = [t.requires_grad_() for t in index[:3]]
     q, k, _, _ = problem(B=1, T=7, device=lane.device)
@@ -234,7 +234,7 @@ def test_loss_ignores_values_without_a_key(lane: Lane):
 
 
 @lanes("cpu")
-def test_bad_input_is_one_clear_line(lane: Lane):
+def test_bad_input_raises_one_line_error(lane: Lane):
     q, k, weights, indices = scores_problem(T=4, K=3, dtype=torch.float32)
     target = torch.ones(2, 4, 3)
     bad = [

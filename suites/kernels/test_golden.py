@@ -20,7 +20,7 @@ FP32_RELATIVE = 32 * 2**-24
 
 
 @lanes("cpu", "h200")
-def test_every_op_gives_its_golden_arrays_in_fp64(lane: Lane, row):
+def test_every_op_equals_its_golden_arrays_in_fp64(lane: Lane, row):
     """Reference and op: in fp64 the op adds only the backward that is derived by hand."""
     faults, agreeing, compared = [], 0, 0
     for op in ops():
@@ -55,7 +55,7 @@ def test_reference_in_fp32_is_within_rounding(lane: Lane, op: str):
 
 @lanes("cpu")
 @pytest.mark.parametrize("op", GOLDEN)
-def test_one_perturbed_entry_of_any_array_is_seen(lane: Lane, op: str):
+def test_one_perturbed_entry_of_any_array_is_detected(lane: Lane, op: str):
     arrays = stored(op)
     found = {n: t for n, t in arrays.items() if n.startswith(("output.", "grad."))}
     for name, t in found.items():

@@ -131,7 +131,7 @@ def test_compiles_to_one_graph_for_every_number_of_rows(lane: Lane):
 
 
 @lanes("cpu", "h200")
-def test_a_bucket_compiles_to_one_graph_for_every_routing(lane: Lane):
+def test_bucket_compiles_to_one_graph_for_every_routing(lane: Lane):
     def train(function, inputs):
         return gradients(function, *inputs)
 
@@ -220,7 +220,7 @@ def test_one_expert_may_take_all_rows(lane: Lane, impl: str, dtype: str):
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_counts_of_32_bits_and_of_64_give_the_same_bits(lane: Lane, dtype: str):
+def test_int32_and_int64_counts_give_same_bits(lane: Lane, dtype: str):
     x, weight, counts = problem(D_in=64, D_out=64, dtype=DTYPES[dtype], device=lane.device)
     for ours, theirs in zip(
         gradients(grouped_gemm, x, weight, counts.int()), gradients(grouped_gemm, x, weight, counts)
@@ -229,7 +229,7 @@ def test_counts_of_32_bits_and_of_64_give_the_same_bits(lane: Lane, dtype: str):
 
 
 @lanes("cpu", "h200")
-def test_a_row_without_a_place_in_its_bucket_is_nan(lane: Lane):
+def test_row_outside_its_bucket_is_nan(lane: Lane):
     inputs = problem(device=lane.device)
     y = grouped_gemm(*inputs, impl="padded", bucket=16)
     assert y.isnan().any(1).nonzero().flatten().tolist() == [21]  # the 17th row of the third expert
@@ -246,14 +246,14 @@ def test_upstream_equals_the_loop(lane: Lane):
 
 
 @lanes("cpu")
-def test_a_torch_without_grouped_mm_is_one_clear_line(lane: Lane, monkeypatch: pytest.MonkeyPatch):
+def test_torch_without_grouped_mm_raises_one_line_error(lane: Lane, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(F, "grouped_mm")
     with pytest.raises(ImportError, match=r"^grouped_gemm: .*grouped_mm.*pip install torch==\S+$"):
         grouped_gemm(*problem(), impl="upstream")
 
 
 @lanes("cpu")
-def test_bad_input_is_one_clear_line(lane: Lane):
+def test_bad_input_raises_one_line_error(lane: Lane):
     x, weight, counts = problem()
     bad = [
         ((x[None], weight, counts), {}, "3-d"),

@@ -72,7 +72,7 @@ def rounding_bound(inputs: Named) -> Tensor:
 
     A step then does not amplify a row error of h, so T steps add up to T times the error of one: (V + 8) u on a row of
     h W + k v^T and of h, whose norms V m + |k| |v| and m V bound (m the largest entry of h, at least 1). The read-out
-    adds the rows with weights |q|, and K + 1 roundings of its own.
+    adds the rows with weights |q|, and K + 1 further roundings.
     """
     i = doubled(inputs)
     T, K, V = i["q"].shape[1], i["k"].shape[3], i["v"].shape[3]
@@ -133,7 +133,7 @@ def test_values_and_gradients_equal_autograd_of_both_forms(lane: Lane, T: int, V
 
 
 @lanes("cpu")
-def test_the_backward_finds_all_candidates_at_once(lane: Lane):
+def test_backward_computes_all_candidates_at_once(lane: Lane):
     inputs = problem(T=20, dtype=torch.float32, device=lane.device)
     leaves = {n: t.requires_grad_(n in FLOATS) for n, t in inputs.items()}
     counts = []
@@ -149,7 +149,7 @@ def test_the_backward_finds_all_candidates_at_once(lane: Lane):
 @lanes("cpu", "h200")
 @quick
 @given(T=st.integers(2, 40), at=st.floats(0, 1))
-def test_two_segments_with_carried_state_are_one_run(lane: Lane, T: int, at: float):
+def test_two_segments_with_carried_state_equal_one_run(lane: Lane, T: int, at: float):
     split = inner_token(T, at)
 
     def in_two(**inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,7 +175,7 @@ def test_decode_continues_a_prefill(lane: Lane):
 @lanes("cpu", "h200")
 @quick
 @given(length=st.integers(1, 30), dtype=st.sampled_from([*DTYPES]))
-def test_a_packed_document_is_alone(lane: Lane, length: int, dtype: str):
+def test_packed_document_equals_document_alone(lane: Lane, length: int, dtype: str):
     """[A|B] gives the same bits for B as B alone: a step sums in the same order wherever it is in the row.
 
     Only the read-out on a GPU rounds in another order: cuBLAS selects its kernel by the number of tokens.
@@ -206,7 +206,7 @@ def test_a_packed_document_is_alone(lane: Lane, length: int, dtype: str):
 @lanes("cpu", "h200")
 @quick
 @given(T=st.integers(2, 40), at=st.floats(0, 1))
-def test_the_future_does_not_reach_the_past(lane: Lane, T: int, at: float):
+def test_future_tokens_do_not_affect_the_past(lane: Lane, T: int, at: float):
     now = inner_token(T, at)
     inputs = problem(T=T, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
     other = inputs | {n: inputs[n] * 3 + 1 for n in PER_TOKEN}
@@ -217,7 +217,7 @@ def test_the_future_does_not_reach_the_past(lane: Lane, T: int, at: float):
 
 
 @lanes("cpu", "h200")
-def test_a_saturated_candidate_leaves_finite_and_right_gradients(lane: Lane):
+def test_saturated_candidate_has_finite_correct_gradients(lane: Lane):
     inputs = problem(dtype=torch.float32, device=lane.device)
     inputs["k"][:, 4::5] = 1e4
     inputs["f"][:, ::7] = 0.0
@@ -258,7 +258,7 @@ BAD = {
 
 @lanes("cpu")
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_clear_line(lane: Lane, case: str):
+def test_bad_input_raises_one_line_error(lane: Lane, case: str):
     inputs = problem(T=6)
     change, words = BAD[case]
     with refused("m2rnn", words):

@@ -118,7 +118,7 @@ def on_circle(angle: Tensor) -> Tensor:
 
 
 def one_rank_each(**inputs: Tensor) -> tuple[Tensor, ...]:
-    """A fault: R scans of one rank, each with a state of its own, and their outputs summed."""
+    """A fault: R scans of one rank, each with its own state, and their outputs summed."""
     wrong = 0
     for r in range(inputs["q"].shape[2]):
         ranked = {n: inputs[n][:, :, r : r + 1] for n in ("q", "k", "k_prev")}
@@ -139,7 +139,7 @@ def as_siso(inputs: Named) -> tuple[Tensor, ...]:
 
 
 @lanes("cpu", "h200")
-def test_rank_one_with_unit_projections_is_siso(lane: Lane):
+def test_rank_one_with_unit_projections_equals_siso(lane: Lane):
     inputs = problem(R=1, device=lane.device)
     inputs |= {n: torch.ones_like(inputs[n]) for n in ("mimo_v", "mimo_z", "mimo_out")}
     projections = ("mimo_v", "mimo_z", "mimo_out")
@@ -186,7 +186,7 @@ def test_is_as_close_to_the_oracle_as_the_plain_form(lane: Lane, dtype: str, row
 
 
 @lanes("cpu", "h200")
-def test_a_small_lambda_keeps_its_digits(lane: Lane):
+def test_small_lambda_keeps_its_precision(lane: Lane):
     """If lam is small, a token has little weight for itself: that weight must not be a difference of large numbers."""
     inputs = problem(starts=(), dtype=torch.float32, device=lane.device)
     inputs |= dict(zip(STATE, nothing(inputs))) | {"D": torch.zeros_like(inputs["D"])}
@@ -224,7 +224,7 @@ def test_gradients_equal_autograd_of_both_forms(lane: Lane, chunk_size: int):
     A=st.integers(0, 2),
     start=st.integers(1, 40),
 )
-def test_any_chunk_size_is_the_recurrence(
+def test_any_chunk_size_equals_the_recurrence(
     lane: Lane, T: int, chunk_size: int, R: int, G: int, A: int, start: int
 ):
     inputs = problem(T=T, R=R, G=G, A=A, P=3, N=5, starts=(start,), device=lane.device, seed=T)
@@ -238,7 +238,7 @@ def test_any_chunk_size_is_the_recurrence(
 @lanes("cpu", "h200")
 @quick
 @given(T=st.integers(2, 40), at=st.floats(0, 1), chunk_size=st.integers(1, 40))
-def test_two_segments_with_carried_state_are_one_run(lane: Lane, T: int, at: float, chunk_size: int):
+def test_two_segments_with_carried_state_equal_one_run(lane: Lane, T: int, at: float, chunk_size: int):
     split = inner_token(T, at)
     scan = flat(mamba3_mimo, chunk_size=chunk_size)
 
@@ -266,7 +266,7 @@ def test_decode_continues_a_prefill(lane: Lane):
 @lanes("cpu", "h200")
 @quick
 @given(length=st.sampled_from([4, 8, 16, 32]), chunk_size=st.sampled_from([4, 8, 16]))
-def test_a_packed_document_is_alone(lane: Lane, length: int, chunk_size: int):
+def test_packed_document_equals_document_alone(lane: Lane, length: int, chunk_size: int):
     """[A|B] gives the same result for B as B alone, and no bit of B depends on the contents of A.
 
     B has 64 tokens: the CPU's sigmoid rounds differently in a tail that does not fill a vector.
@@ -288,7 +288,7 @@ def test_a_packed_document_is_alone(lane: Lane, length: int, chunk_size: int):
 @lanes("cpu", "h200")
 @quick
 @given(T=st.integers(2, 40), at=st.floats(0, 1), chunk_size=st.integers(1, 40))
-def test_the_future_does_not_reach_the_past(lane: Lane, T: int, at: float, chunk_size: int):
+def test_future_tokens_do_not_affect_the_past(lane: Lane, T: int, at: float, chunk_size: int):
     now = inner_token(T, at)
     inputs = problem(T=T, P=3, N=6, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
     scan = flat(mamba3_mimo, chunk_size=chunk_size)
@@ -300,7 +300,7 @@ def test_the_future_does_not_reach_the_past(lane: Lane, T: int, at: float, chunk
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("chunk_size", [4, 64])
-def test_strong_decay_leaves_finite_and_right_gradients(lane: Lane, chunk_size: int):
+def test_strong_decay_has_finite_correct_gradients(lane: Lane, chunk_size: int):
     inputs = problem(T=24, dtype=torch.float32, device=lane.device)
     inputs["adt"][:, 5::7] = -3e4
     inputs["adt"][:, 8, 0] = -float("inf")
@@ -327,7 +327,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 
 @lanes("cpu")
 @pytest.mark.parametrize("A", [2, 4])
-def test_the_peers_order_of_state_dims_turns_the_same_pairs(lane: Lane, A: int):
+def test_peer_order_of_state_dims_rotates_same_pairs(lane: Lane, A: int):
     """The peer's rotation, i with i + N/2, in its order of dims equals ours on adjacent dims; in our order it
     differs.
     """
@@ -351,7 +351,7 @@ def test_the_peers_order_of_state_dims_turns_the_same_pairs(lane: Lane, A: int):
 
 
 @lanes("cpu")
-def test_an_absent_peer_is_named_with_its_install_line(lane: Lane):
+def test_absent_peer_error_names_its_install_command(lane: Lane):
     with pytest.raises(
         ImportError, match=r"mamba3_mimo: impl 'upstream' needs .*tilelang.*pip install .*tilelang"
     ):
@@ -377,7 +377,7 @@ BAD = {
 
 @lanes("cpu")
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_clear_line(lane: Lane, case: str):
+def test_bad_input_raises_one_line_error(lane: Lane, case: str):
     inputs = problem(T=6)
     change, words = BAD[case]
     with refused("mamba3_mimo", words):

@@ -175,7 +175,7 @@ def scaled_k_in_mamba2(inputs: Named) -> Tensor:
 
 
 @lanes("cpu", "h200")
-def test_published_form_and_its_two_wrong_readings(lane: Lane):
+def test_published_form_and_two_incorrect_readings(lane: Lane):
     inputs = problem(starts=(), device=lane.device)
     inputs |= dict(zip(STATE, nothing(inputs)))
     y, *_ = op(**inputs)
@@ -220,7 +220,7 @@ def test_fp32_error_is_within_rounding(lane: Lane):
 
 
 @lanes("cpu", "h200")
-def test_a_small_lambda_keeps_its_digits(lane: Lane):
+def test_small_lambda_keeps_its_precision(lane: Lane):
     """If lam is small, a token has little weight for itself: that weight must not be a difference of large numbers."""
     inputs = problem(starts=(), dtype=torch.float32, device=lane.device)
     inputs |= dict(zip(STATE, nothing(inputs))) | {"D": torch.zeros_like(inputs["D"])}
@@ -258,7 +258,9 @@ def test_gradients_equal_autograd_of_both_forms(lane: Lane, chunk_size: int):
     R=st.integers(0, 2),
     start=st.integers(1, 70),
 )
-def test_any_chunk_size_is_the_recurrence(lane: Lane, T: int, chunk_size: int, G: int, R: int, start: int):
+def test_any_chunk_size_equals_the_recurrence(
+    lane: Lane, T: int, chunk_size: int, G: int, R: int, start: int
+):
     inputs = problem(T=T, G=G, R=R, P=3, N=5, starts=(start,), device=lane.device, seed=T)
     y, theta, *rest = flat(mamba3_siso, chunk_size=chunk_size)(**inputs)
     y0, theta0, *rest0 = recurrence(**inputs)
@@ -270,7 +272,7 @@ def test_any_chunk_size_is_the_recurrence(lane: Lane, T: int, chunk_size: int, G
 @lanes("cpu", "h200")
 @quick
 @given(T=st.integers(2, 60), at=st.floats(0, 1), chunk_size=st.integers(1, 64))
-def test_two_segments_with_carried_state_are_one_run(lane: Lane, T: int, at: float, chunk_size: int):
+def test_two_segments_with_carried_state_equal_one_run(lane: Lane, T: int, at: float, chunk_size: int):
     split = inner_token(T, at)
     scan = flat(mamba3_siso, chunk_size=chunk_size)
 
@@ -298,7 +300,7 @@ def test_decode_continues_a_prefill(lane: Lane):
 @lanes("cpu", "h200")
 @quick
 @given(length=st.integers(1, 40), chunk_size=st.sampled_from([4, 16, 64]), dtype=st.sampled_from([*DTYPES]))
-def test_a_packed_document_is_alone(lane: Lane, length: int, chunk_size: int, dtype: str):
+def test_packed_document_equals_document_alone(lane: Lane, length: int, chunk_size: int, dtype: str):
     """[A|B] gives the same result for B as B alone, and no bit of B depends on the contents of A.
 
     Bitwise equal if A fills whole chunks (the same sums in the same order), and in the recurrence always. Otherwise the
@@ -334,7 +336,7 @@ def test_a_packed_document_is_alone(lane: Lane, length: int, chunk_size: int, dt
 @lanes("cpu", "h200")
 @quick
 @given(T=st.integers(2, 60), at=st.floats(0, 1), chunk_size=st.integers(1, 64))
-def test_the_future_does_not_reach_the_past(lane: Lane, T: int, at: float, chunk_size: int):
+def test_future_tokens_do_not_affect_the_past(lane: Lane, T: int, at: float, chunk_size: int):
     now = inner_token(T, at)
     inputs = problem(T=T, P=3, N=6, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
     scan = flat(mamba3_siso, chunk_size=chunk_size)
@@ -347,7 +349,7 @@ def test_the_future_does_not_reach_the_past(lane: Lane, T: int, at: float, chunk
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("chunk_size", [4, 64])
-def test_strong_decay_leaves_finite_and_right_gradients(lane: Lane, chunk_size: int):
+def test_strong_decay_has_finite_correct_gradients(lane: Lane, chunk_size: int):
     inputs = problem(T=24, dtype=torch.float32, device=lane.device)
     inputs["adt"][:, 5::7] = -3e4
     inputs["adt"][:, 8, 0] = -float("inf")
@@ -394,7 +396,7 @@ BAD = {
 
 @lanes("cpu")
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_clear_line(lane: Lane, case: str):
+def test_bad_input_raises_one_line_error(lane: Lane, case: str):
     inputs = problem(T=6)
     change, words = BAD[case]
     with refused("mamba3_siso", words):

@@ -192,7 +192,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 
 
 @lanes("cpu", "h200")
-def test_what_is_kept_for_the_backward_has_no_keys_or_values(lane: Lane):
+def test_tensors_saved_for_backward_hold_no_keys_or_values(lane: Lane):
     """Only c, r, queries, output and logsumexp; the traced reference saves K and V, which checks the count itself."""
     B, T, H = 2, 33, 3
     *floats, doc_ids = problem(B=B, T=T, H=H, dtype=torch.float32, device=lane.device)
@@ -222,7 +222,7 @@ def test_what_is_kept_for_the_backward_has_no_keys_or_values(lane: Lane):
     last=st.integers(1, 12),
     softcap=st.sampled_from([0.0, 3.0]),
 )
-def test_absorbed_decoding_gives_the_rows_of_the_last_tokens(
+def test_absorbed_decoding_equals_rows_of_the_last_tokens(
     lane: Lane, seed: int, T: int, last: int, softcap: float
 ):
     last = min(last, T)
@@ -235,7 +235,7 @@ def test_absorbed_decoding_gives_the_rows_of_the_last_tokens(
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), first=st.integers(1, 12), second=st.integers(1, 12))
-def test_a_packed_document_is_as_if_alone(lane: Lane, seed: int, first: int, second: int):
+def test_packed_document_equals_document_alone(lane: Lane, seed: int, first: int, second: int):
     q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, _ = problem(
         T=first + second, H=2, seed=seed, device=lane.device
     )
@@ -249,7 +249,7 @@ def test_a_packed_document_is_as_if_alone(lane: Lane, seed: int, first: int, sec
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), at=st.integers(0, 15))
-def test_the_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int):
+def test_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int):
     inputs = problem(T=16, H=2, dtype=torch.float32, seed=seed, device=lane.device)
     before = mla(*inputs)
     inputs[2][:, at] += 1
@@ -266,7 +266,7 @@ def test_one_token_returns_its_value(lane: Lane):
 
 
 @lanes("cpu")
-def test_bad_input_is_one_clear_line(lane: Lane):
+def test_bad_input_raises_one_line_error(lane: Lane):
     inputs = dict(zip(NAMES, problem(B=2, T=4, H=2, C=4, P=4, R=2, Pv=4, dtype=torch.float32)))
     bad = [
         ({"q_nope": inputs["q_nope"][0]}, {}, "3-d"),

@@ -7,22 +7,20 @@ bf16, as on a tensor core. B batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from suites.kernels.first_call import keep
+from suites.kernels.model_shapes import compared
 from suites.kernels.peer_tuning import peer_packages, tuned_case
 from suites.kernels.speed import WAYS
-from suites.kernels.workloads import BF16, CASES, oracle_gib
+from suites.kernels.workloads import CASES, oracle_gib
 from suites.support.absent import not_run
 from suites.support.child import run_json
-from suites.support.comparison import AT_MOST, doubled, error_ratio, gradients, ratio_row
+from suites.support.comparison import AT_MOST, ratio_row
 from suites.support.gpu_memory import claimed
 from suites.support.lanes import Lane, lanes
-from suites.support.operands import OperandsIn
 
 # Includes compilation and autotuning; upstream's Mamba-3 tunes for 130 s.
 LONGEST_FIRST_CALL = 20
@@ -38,27 +36,6 @@ def test_error(lane: Lane, name: str, row) -> None:
         found = {f"{way} {i}": ratio for i, ratio in enumerate(ours[way])}
         found_by_peer = [f"peer {ratio:.3f}" for ratio in peer[way]]
         ratio_row(row, f"kernels/{name}/{way}_error_ratio", found, numbers[way], AT_MOST[way], found_by_peer)
-
-
-def compared(name: str) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, int]]:
-    """Return error ratios of the op and of its peer, by "forward" and "gradient", and the number of values compared."""
-    case = tuned_case(name, B=1)
-    exact = gradients(case.reference, *doubled(case.inputs))
-    with OperandsIn(BF16):
-        plain = gradients(case.reference, *case.inputs)
-
-    def ratios(function: Callable[..., Any] | None) -> list[float]:
-        if function is None:
-            return []
-        found = gradients(function, *case.inputs)
-        return [error_ratio(*three) for three in zip(found, plain, exact, strict=True)]
-
-    outputs = len(exact) - sum(t.is_floating_point() for t in case.inputs)
-    parts = {"forward": slice(0, outputs), "gradient": slice(outputs, None)}
-    ours, peer = (
-        {way: ratio[part] for way, part in parts.items()} for ratio in map(ratios, (case.op, case.peer))
-    )
-    return ours, peer, {way: sum(t.numel() for t in exact[part]) for way, part in parts.items()}
 
 
 @lanes("h200")
@@ -77,7 +54,7 @@ def test_first_call(lane: Lane, name: str, row, tmp_path: Path) -> None:
         f"kernels/{name}/first_call_seconds", fastest["seconds"], unit="s", witness=fastest["kernels"], rule="C36",
         at_most=LONGEST_FIRST_CALL,
         evidence=[
-            f"{fastest['kernels']} kernels compiled, beside other tests",
+            f"{fastest['kernels']} kernels compiled, in parallel with other tests",
             *(f"{call['seconds']:.1f} s" for call in calls),
         ],
     )  # fmt: skip

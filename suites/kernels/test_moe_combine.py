@@ -115,7 +115,7 @@ def test_error_before_the_cast_is_that_of_fp32(lane: Lane, kind: str, row):
 
 
 @lanes("cpu")
-def test_the_graph_shows_fp32_product_and_accumulator(lane: Lane):
+def test_graph_has_fp32_product_and_accumulator(lane: Lane):
     def narrow(combine: Callable[..., Tensor]) -> tuple[list[str], list[str]]:
         """Return the floating-point multiplications and sums of the traced graph: all of them, and those below fp32."""
         *tensors, bucket = problem(dtype=torch.bfloat16)
@@ -185,7 +185,7 @@ def test_op_contract(lane: Lane):
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("impl", ["op", "reference"])
-def test_one_graph_serves_every_batch_there_and_back(lane: Lane, impl: str):
+def test_dispatch_and_combine_compile_to_one_graph(lane: Lane, impl: str):
     """Dispatch, one product per expert, combine: the path through an E block."""
 
     def there_and_back(x: Tensor, expert: Tensor, weights: Tensor, matrix: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def test_equals_the_loop(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), C=st.sampled_from([1, 3]))
-def test_a_dropped_assignment_adds_nothing(lane: Lane, seed: int, C: int):
+def test_dropped_assignment_adds_nothing(lane: Lane, seed: int, C: int):
     """The row that is read in its place (slot 0) is inf, and so are all rows without a token."""
     y, expert, slot, weights, _ = problem(C=C, seed=seed, device=lane.device)
     dropped = slot < 0
@@ -260,7 +260,7 @@ def test_a_dropped_assignment_adds_nothing(lane: Lane, seed: int, C: int):
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), B=st.integers(2, 4))
-def test_rows_of_a_batch_do_not_touch(lane: Lane, seed: int, B: int):
+def test_batch_rows_are_independent(lane: Lane, seed: int, B: int):
     y, expert, slot, weights, C = problem(B, dtype=torch.float32, seed=seed, device=lane.device)
     whole = moe_combine(y, expert, slot, weights, C)
     for b, part in enumerate(y.split(C, 1)):
@@ -269,7 +269,7 @@ def test_rows_of_a_batch_do_not_touch(lane: Lane, seed: int, B: int):
 
 
 @lanes("cpu", "h200")
-def test_the_cast_comes_last(lane: Lane):
+def test_output_is_cast_once_at_the_end(lane: Lane):
     inputs = problem(dtype=torch.bfloat16, device=lane.device)
     wide = moe_combine(*inputs, out_dtype=torch.float32)
     assert (wide.bfloat16().float() != wide).any()
@@ -287,7 +287,7 @@ def test_the_cast_comes_last(lane: Lane):
 
 
 @lanes("cpu")
-def test_bad_input_is_one_clear_line(lane: Lane):
+def test_bad_input_raises_one_line_error(lane: Lane):
     y, expert, slot, weights, C = problem(dtype=torch.bfloat16)
     bad = [
         ((y, expert, slot, weights.bfloat16(), C), {}, "combine weights stay fp32"),

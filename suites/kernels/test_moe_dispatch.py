@@ -77,7 +77,7 @@ def gradient_by_loop(x: Tensor, expert: Tensor, bucket: int) -> Tensor:
 
 
 @lanes("cpu", "h200")
-def test_places_every_token_bit_by_bit(lane: Lane, row):
+def test_every_token_is_placed_bit_by_bit(lane: Lane, row):
     wrong, rows, dropped = 0, 0, {}
     for dtype, bucket in product(DTYPES.values(), (1, 4, 8, 16)):
         x, expert = problem(dtype=dtype, device=lane.device)
@@ -162,7 +162,7 @@ def test_gradient_error_is_at_most_that_of_the_plain_sum(lane: Lane, dtype: str,
 
 
 @lanes("cpu")
-def test_the_graph_of_the_backward_shows_an_fp32_sum(lane: Lane):
+def test_backward_graph_has_an_fp32_sum(lane: Lane):
     """Read from the graph: a bf16 sum in torch is fp32 inside, so that the values cannot show it."""
     x, expert = problem(dtype=torch.bfloat16)
     padded, slot, _ = moe_dispatch(x, expert, E, 4)
@@ -200,7 +200,7 @@ def test_op_contract(lane: Lane):
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("impl", ["op", "reference"])
-def test_one_graph_serves_every_batch_and_every_routing(lane: Lane, impl: str, row, canaries):
+def test_one_graph_for_every_batch_and_every_routing(lane: Lane, impl: str, row, canaries):
     def train(dispatch, inputs):
         return gradients(dispatch, *inputs, E, 4)
 
@@ -242,7 +242,7 @@ def test_reads_no_value_on_the_host(lane: Lane):
 @lanes("cpu", "h200")
 @quick
 @given(**sizes)
-def test_renaming_the_experts_renames_the_buckets(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
+def test_permuting_experts_permutes_their_buckets(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
     x, expert = problem(B, T, K, seed=seed, device=lane.device)
     padded, slot, overflow = moe_dispatch(x, expert, E, C)
     name = torch.randperm(E, generator=torch.Generator().manual_seed(seed)).to(lane.device)
@@ -255,7 +255,7 @@ def test_renaming_the_experts_renames_the_buckets(lane: Lane, seed: int, B: int,
 @lanes("cpu", "h200")
 @quick
 @given(**sizes)
-def test_overflow_counts_what_does_not_fit(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
+def test_overflow_counts_dropped_assignments(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
     x, expert = problem(B, T, K, seed=seed, device=lane.device)
     counts = torch.stack([ids.flatten().bincount(minlength=E) for ids in expert])  # (B,E)
     _, slot, overflow = moe_dispatch(x, expert, E, C)
@@ -268,7 +268,7 @@ def test_overflow_counts_what_does_not_fit(lane: Lane, seed: int, B: int, T: int
 @lanes("cpu", "h200")
 @quick
 @given(**sizes)
-def test_rows_of_a_batch_do_not_touch(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
+def test_batch_rows_are_independent(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
     x, expert = problem(B, T, K, seed=seed, device=lane.device)
     padded, slot, overflow = moe_dispatch(x, expert, E, C)
     alone = [moe_dispatch(x[b : b + 1], expert[b : b + 1], E, C) for b in range(B)]
@@ -280,7 +280,7 @@ def test_rows_of_a_batch_do_not_touch(lane: Lane, seed: int, B: int, T: int, K: 
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), B=st.integers(1, 3), T=st.integers(1, 17), K=st.sampled_from([1, 2, 4]))
-def test_there_and_back_is_the_identity(lane: Lane, seed: int, B: int, T: int, K: int):
+def test_dispatch_then_combine_is_the_identity(lane: Lane, seed: int, B: int, T: int, K: int):
     """Identity experts and weights 1/K, a power of two: nothing rounds."""
     x, expert = problem(B, T, K, seed=seed, device=lane.device)
     padded, slot, overflow = moe_dispatch(x, expert, E, T)
@@ -295,7 +295,7 @@ def test_there_and_back_is_the_identity(lane: Lane, seed: int, B: int, T: int, K
 
 
 @lanes("cpu")
-def test_bad_input_is_one_clear_line(lane: Lane):
+def test_bad_input_raises_one_line_error(lane: Lane):
     x, expert = problem()
     bad = [
         ((x[0], expert, E, 4), {}, "2-d"),

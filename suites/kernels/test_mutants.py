@@ -10,7 +10,7 @@ import math
 from suites.kernels.mutants import SUBJECTS
 from suites.support.comparison import AT_MOST
 from suites.support.lanes import Lane, lanes
-from suites.support.planted import tell
+from suites.support.planted import report_fault
 from suites.support.reduce import largest
 
 FAULTY_SEEDS, RIGHT_SEEDS = 3, 100
@@ -28,7 +28,7 @@ def test_every_fault_is_rejected(lane: Lane, row, record_property):
             least[f"{op}: {name}"] = min(math.inf if math.isnan(ratio) else ratio for ratio in found)
     killed = [name for name, ratio in least.items() if ratio > AT_MOST["forward"]]
     for name in least:
-        tell(record_property, "C36", name, f"kernels/mutants-{lane.name}/killed")
+        report_fault(record_property, "C36", name, f"kernels/mutants-{lane.name}/killed")
     survived = [f"survived: {name} ({least[name]:.3g})" for name in least if name not in killed]
     closest = min(killed, key=least.get, default=None)
     row(
@@ -43,7 +43,7 @@ def test_every_fault_is_rejected(lane: Lane, row, record_property):
 
 
 @lanes("cpu")
-def test_no_right_result_is_rejected(lane: Lane, row):
+def test_no_correct_result_is_rejected(lane: Lane, row):
     alarms, seen = [], {}
     for op, subject in SUBJECTS.items():
         ratios = []

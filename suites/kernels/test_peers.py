@@ -100,7 +100,7 @@ def test_absent_peer_names_its_install_command(lane: Lane, name: str, monkeypatc
 
 @lanes("h200")
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_computes_what_our_op_computes(lane: Lane, name: str, request, record_property):
+def test_peer_computes_the_same_function(lane: Lane, name: str, request, record_property):
     """Both are within the ratio rule of the same plain formula, in the output and every gradient.
 
     A peer's bound is loose, because it rounds more between its kernels than the formula does (mamba-ssm's own test
@@ -123,7 +123,7 @@ def test_a_peer_computes_what_our_op_computes(lane: Lane, name: str, request, re
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 9}, {"scale": 0.3}])
-def test_sdpa_is_the_same_function(lane: Lane, options: dict[str, Any]):
+def test_sdpa_computes_the_same_function(lane: Lane, options: dict[str, Any]):
     inputs = test_attention.problem(device=lane.device)
     expected = gradients(partial(attention, impl="reference"), *inputs, **options)
     for found, exact in zip(gradients(partial(attention, impl="sdpa"), *inputs, **options), expected):
@@ -143,7 +143,7 @@ FLEX = [
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("options", FLEX)
-def test_flex_with_a_score_mod_is_the_same_function(lane: Lane, options: dict[str, Any]):
+def test_flex_with_score_mod_computes_the_same_function(lane: Lane, options: dict[str, Any]):
     """Without gradients: torch has none on CPU.
 
     One softcap a process, as in the model: torch 2.15 does not compile a second one (suites/features).
@@ -245,7 +245,7 @@ def fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeFA4]:
 
 
 @lanes("cpu")
-def test_the_tuple_of_fa4_is_unwrapped_before_the_cast(lane: Lane, fa4: FakeFA4):
+def test_fa4_tuple_is_unwrapped_before_the_cast(lane: Lane, fa4: FakeFA4):
     q, k, v, doc_ids = attention_inputs()
     out = attention(q, k, v, torch.zeros_like(doc_ids), window=5, impl="fa4")
     assert out.dtype == BF16
@@ -298,7 +298,7 @@ MISFITS: dict[str, tuple[Callable[[FakeFA4], None], str]] = {
 
 @lanes("cpu")
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_fa4_that_does_not_fit_is_refused_before_a_kernel(lane: Lane, fa4: FakeFA4, misfit: str):
+def test_incompatible_fa4_is_refused_before_a_kernel_runs(lane: Lane, fa4: FakeFA4, misfit: str):
     plant, reason = MISFITS[misfit]
     plant(fa4)
     q, k, v, doc_ids = attention_inputs()
@@ -313,7 +313,7 @@ def test_fa4_that_does_not_fit_is_refused_before_a_kernel(lane: Lane, fa4: FakeF
 
 @lanes("cpu")
 @pytest.mark.parametrize("impl", ["upstream", "fa4"])
-def test_a_document_in_two_pieces_is_refused(lane: Lane, fa4: FakeFA4, impl: str):
+def test_document_in_two_pieces_is_refused(lane: Lane, fa4: FakeFA4, impl: str):
     q, k, v, doc_ids = attention_inputs()
     doc_ids[0, 50:] = doc_ids[0, 0]
     doc_ids[0, 20:50] = 9

@@ -138,7 +138,7 @@ def test_groups_equal_a_manual_split(lane: Lane, seed: int, S: int, G: int, befo
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), level=st.sampled_from([40.0, 80.0]))
-def test_an_open_gate_leaves_the_plain_norm(lane: Lane, seed: int, level: float):
+def test_open_gate_gives_the_plain_norm(lane: Lane, seed: int, level: float):
     """silu(g) = g to 1 part in e^40: before the norm it is divided out, after the norm it is a factor."""
     x, gate, weight = problem(seed=seed, device=lane.device)
     gate = torch.full_like(gate, level)
@@ -151,7 +151,7 @@ def test_an_open_gate_leaves_the_plain_norm(lane: Lane, seed: int, level: float)
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), factor=st.sampled_from([1e-6, 0.3, 1e6]), before=st.booleans())
-def test_the_scale_of_x_is_lost_as_eps_vanishes(lane: Lane, seed: int, factor: float, before: bool):
+def test_scale_of_x_has_no_effect_as_eps_vanishes(lane: Lane, seed: int, factor: float, before: bool):
     x, gate, weight = problem(seed=seed, device=lane.device)
     function = partial(rms_norm_gated, gate=gate, weight=weight, norm_before_gate=before)
     torch.testing.assert_close(function(factor * x, eps=0.0), function(x, eps=0.0), rtol=1e-12, atol=0)
@@ -161,7 +161,7 @@ def test_the_scale_of_x_is_lost_as_eps_vanishes(lane: Lane, seed: int, factor: f
 @lanes("cpu", "h200")
 @quick
 @given(seed=st.integers(0, 99), row=st.integers(0, 8))
-def test_rows_do_not_mix(lane: Lane, seed: int, row: int):
+def test_rows_are_independent(lane: Lane, seed: int, row: int):
     x, gate, weight = problem((9,), dtype=torch.float32, seed=seed, device=lane.device)
     before = rms_norm_gated(x, gate, weight)
     x[row] += 1
@@ -170,7 +170,7 @@ def test_rows_do_not_mix(lane: Lane, seed: int, row: int):
 
 
 @lanes("cpu", "h200")
-def test_mixed_dtypes_keep_their_own(lane: Lane):
+def test_mixed_input_dtypes_are_preserved(lane: Lane):
     """Under autocast the gate may be bf16 with fp32 inputs; in fp16 a mean square above 65504 stays finite."""
     x, gate, weight = problem(dtype=torch.float32, device=lane.device)
     found = gradients(rms_norm_gated, x, gate.bfloat16(), weight)
@@ -183,7 +183,7 @@ def test_mixed_dtypes_keep_their_own(lane: Lane):
 
 
 @lanes("cpu")
-def test_bad_input_is_one_clear_line(lane: Lane):
+def test_bad_input_raises_one_line_error(lane: Lane):
     x, gate, weight = problem(dtype=torch.float32)
     bad = [
         ((x, gate[:1], weight), {}, "gate has shape"),

@@ -152,7 +152,7 @@ def test_gradients_equal_autograd_of_both_forms(lane: Lane, chunk_size: int):
     G=st.sampled_from([1, 2, 4]),
     start=st.integers(1, 70),
 )
-def test_any_chunk_size_is_the_recurrence(lane: Lane, T: int, chunk_size: int, G: int, start: int):
+def test_any_chunk_size_equals_the_recurrence(lane: Lane, T: int, chunk_size: int, G: int, start: int):
     inputs = problem(T=T, G=G, P=3, N=5, starts=(start,), device=lane.device, seed=T)
     found, final = ssd_chunk_scan(**inputs, chunk_size=chunk_size)
     oracle, last = ssd_chunk_scan_recurrent(**inputs)
@@ -162,7 +162,7 @@ def test_any_chunk_size_is_the_recurrence(lane: Lane, T: int, chunk_size: int, G
 @lanes("cpu", "h200")
 @quick
 @given(T=st.integers(2, 60), at=st.floats(0, 1), chunk_size=st.integers(1, 64))
-def test_two_segments_with_carried_state_are_one_run(lane: Lane, T: int, at: float, chunk_size: int):
+def test_two_segments_with_carried_state_equal_one_run(lane: Lane, T: int, at: float, chunk_size: int):
     split = inner_token(T, at)
 
     def in_two(**inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,7 +194,7 @@ def test_decode_continues_a_prefill(lane: Lane):
 @lanes("cpu", "h200")
 @quick
 @given(length=st.integers(1, 40), chunk_size=st.sampled_from([4, 16, 64]), dtype=st.sampled_from([*DTYPES]))
-def test_a_packed_document_is_alone(lane: Lane, length: int, chunk_size: int, dtype: str):
+def test_packed_document_equals_document_alone(lane: Lane, length: int, chunk_size: int, dtype: str):
     """[A|B] gives the same result for B as B alone, and no bit of B depends on the contents of A.
 
     Bitwise equal if A fills whole chunks (the same sums in the same order), and in the recurrence always. Otherwise the
@@ -233,7 +233,7 @@ def test_a_packed_document_is_alone(lane: Lane, length: int, chunk_size: int, dt
 @lanes("cpu", "h200")
 @quick
 @given(T=st.integers(2, 60), at=st.floats(0, 1), chunk_size=st.integers(1, 64))
-def test_the_future_does_not_reach_the_past(lane: Lane, T: int, at: float, chunk_size: int):
+def test_future_tokens_do_not_affect_the_past(lane: Lane, T: int, at: float, chunk_size: int):
     now = inner_token(T, at)
     inputs = problem(T=T, P=3, N=5, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
     y, _ = ssd_chunk_scan(**inputs, chunk_size=chunk_size)
@@ -246,7 +246,7 @@ def test_the_future_does_not_reach_the_past(lane: Lane, T: int, at: float, chunk
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("chunk_size", [4, 64])
-def test_strong_decay_leaves_finite_and_right_gradients(lane: Lane, chunk_size: int):
+def test_strong_decay_has_finite_correct_gradients(lane: Lane, chunk_size: int):
     inputs = problem(T=24, dtype=torch.float32, device=lane.device)
     inputs["dt"][:, 5::7] = 3e3
     inputs["A"][0] = -80.0
@@ -294,7 +294,7 @@ BAD = {
 
 @lanes("cpu")
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_clear_line(lane: Lane, case: str):
+def test_bad_input_raises_one_line_error(lane: Lane, case: str):
     inputs = problem(T=6)
     change, words = BAD[case]
     with refused("ssd_chunk_scan", words):

@@ -31,12 +31,12 @@ TORCH = Version(version("torch"))
 WITNESS = """
 import atexit, json, os, sys
 started = dict(os.environ)
-def tell():
+def record():
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "cuda"):
         with open(os.path.join(started["BUMPGATE_WITNESS"], f"{os.getpid()}.json"), "w") as file:
             json.dump({"environment": started, "device": torch.cuda.is_initialized()}, file)
-atexit.register(tell)
+atexit.register(record)
 """
 
 

@@ -28,7 +28,7 @@ from suites.support.reduce import largest
 
 
 @lanes("cpu")
-def test_the_next_batch_of_the_contract(lane: Lane) -> None:
+def test_retry_uses_next_batch_size_of_contract(lane: Lane) -> None:
     assert set(MEMORY) < set(load_retry().errors)
     for reason in MEMORY:
         again = {RETRY: "1", REASON: reason}
@@ -67,7 +67,7 @@ def after(step) -> tuple[Tensor, Tensor]:
 
 @lanes("cpu")
 @planted("C25", "parts weighted alike, and a batch that shrinks with the device's")
-def test_a_split_batch_is_the_same_step(lane: Lane, row) -> None:
+def test_split_batch_step_equals_full_step(lane: Lane, row) -> None:
     whole = after(train_step)
     bos = dense().config.bos_id
     split = {
@@ -124,7 +124,7 @@ SMALL = ["--smoke", "--policy", "eager", "--tokens", "16", "--batch", "8", "--st
 
 
 @lanes("cpu")
-def test_out_of_memory_ends_in_a_smaller_device_batch(lane: Lane, tmp_path: Path, row) -> None:
+def test_out_of_memory_retry_uses_smaller_device_batch(lane: Lane, tmp_path: Path, row) -> None:
     """A real second process: 8 rows per step as before, 4 at a time, under the same contract, with one reset."""
     log = tmp_path / "log"
     given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -165,7 +165,7 @@ def dynamo_as_it_was():
 
 @lanes("cpu")
 @planted("C21", "auto-fit resets the compiler for each candidate")
-def test_a_reset_for_each_candidate_is_counted(lane: Lane, dynamo_as_it_was, monkeypatch, capsys) -> None:
+def test_extra_compiler_resets_are_counted(lane: Lane, dynamo_as_it_was, monkeypatch, capsys) -> None:
     """By the counter of the row above: 1 in a retry, 3 if trying a batch resets, too."""
     resets = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))

@@ -1,7 +1,7 @@
 """Cache directories: rejected or replaced, a full disk reported as such, a seed that two hosts may sync at once.
 
 Rules C17 (both modes), C19 (a full disk is not a model bug), C20 (sync). The small disks are real: a tmpfs of a few
-hundred KiB in a mount namespace of its own, and a limit on file sizes where no namespace is needed.
+hundred KiB in a separate mount namespace, and a limit on file sizes where no namespace is needed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def small_disk(place: Path, kib: int, fill: bool = False) -> tuple[str, ...]:
 
 @lanes("cpu")
 @pytest.mark.parametrize("variable", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
-def test_a_full_disk_has_its_own_exit_code(
+def test_full_disk_has_its_own_exit_code(
     lane: Lane, launcher: Launcher, tmp_path: Path, variable: str
 ) -> None:
     """5 if a write finds no space; 3 if the disk is writable but smaller than the contract requires."""
@@ -65,8 +65,8 @@ def test_a_full_disk_has_its_own_exit_code(
 
 @lanes("cpu")
 @planted("C19", "a disk that fills while compiling")
-def test_a_disk_that_fills_while_compiling(lane: Lane, checkout: Checkout, tmp_path: Path, row) -> None:
-    """Inductor wraps the failed write in an error of its own; the reported cause is the disk."""
+def test_disk_full_while_compiling(lane: Lane, checkout: Checkout, tmp_path: Path, row) -> None:
+    """Inductor wraps the failed write in its own error; the reported cause is the disk."""
     checkout.edit("minimum_free_bytes = 1_073_741_824", "minimum_free_bytes = 0")
     checkout.lock()
     place = tmp_path / "disk"
@@ -87,7 +87,7 @@ def test_a_disk_that_fills_while_compiling(lane: Lane, checkout: Checkout, tmp_p
 
 @lanes("cpu")
 @planted("C19", "a disk that fills while saving")
-def test_a_disk_that_fills_while_saving(lane: Lane, checkout: Checkout, tmp_path: Path) -> None:
+def test_disk_full_while_saving(lane: Lane, checkout: Checkout, tmp_path: Path) -> None:
     place = tmp_path / "disk"
     run = checkout.launcher("--checkpoint", str(place / "state.pt"))(wrapper=small_disk(place, 256))
     assert (run.code, run.line) == (5, "disk full: No space left on device")
@@ -95,7 +95,7 @@ def test_a_disk_that_fills_while_saving(lane: Lane, checkout: Checkout, tmp_path
 
 
 @lanes("cpu")
-def test_both_modes_of_an_unusable_cache(lane: Lane, checkout: Checkout, tmp_path: Path) -> None:
+def test_unusable_cache_is_refused_or_made_private(lane: Lane, checkout: Checkout, tmp_path: Path) -> None:
     (file := tmp_path / "file").touch()
     planted = {"TORCHINDUCTOR_CACHE_DIR": str(file)}
     refused = checkout.launcher()(planted)
@@ -123,7 +123,7 @@ def planted_line(planted: dict[str, str]) -> str:
 
 
 @lanes("cpu")
-def test_a_child_does_not_delete_the_cache_of_its_parent(lane: Lane) -> None:
+def test_child_does_not_delete_its_parents_cache(lane: Lane) -> None:
     made = caches.make_private(["A_DIR"])
     root = Path(made[caches.PRIVATE])
     assert caches.own_private(str(root)) == root
@@ -139,7 +139,7 @@ def test_a_child_does_not_delete_the_cache_of_its_parent(lane: Lane) -> None:
 
 @lanes("cpu")
 @planted("C17", "a directory whose mode bits allow what it refuses")
-def test_only_a_real_write_counts(lane: Lane, tmp_path: Path) -> None:
+def test_cache_directory_check_writes_a_file(lane: Lane, tmp_path: Path) -> None:
     usable(tmp_path)
     assert list(tmp_path.iterdir()) == [], "the probe leaves nothing"
     (file := tmp_path / "file").touch()
@@ -162,7 +162,7 @@ def naive(source: Path, target: Path) -> None:
 
 
 @lanes("cpu")
-def test_a_copy_that_meets_a_limit_leaves_no_half_file(lane: Lane, tmp_path: Path) -> None:
+def test_failed_copy_leaves_no_partial_file(lane: Lane, tmp_path: Path) -> None:
     """A limit on file sizes needs no privilege: a write past it fails with EFBIG, half-way."""
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir(), target.mkdir()
@@ -184,7 +184,7 @@ def test_a_copy_that_meets_a_limit_leaves_no_half_file(lane: Lane, tmp_path: Pat
 
 @lanes("cpu")
 @planted("C19", "other faults of the operating system, none of them a full disk")
-def test_disk_full_is_told_from_other_faults(lane: Lane) -> None:
+def test_disk_full_is_distinguished_from_other_errors(lane: Lane) -> None:
     def chained(inner: BaseException, outer: BaseException, silent: bool = False) -> BaseException:
         try:
             try:
@@ -238,7 +238,7 @@ def whole(path: Path, versions: list[Path]) -> bool:
 
 @lanes("cpu")
 @planted("C20", "a torn file and a lost one")
-def test_two_syncers_lose_nothing(lane: Lane, tmp_path: Path, row) -> None:
+def test_concurrent_syncs_lose_no_file(lane: Lane, tmp_path: Path, row) -> None:
     """Both sync a new version onto a warm target, which a running job reads all the time."""
     old, new = tree(tmp_path / "old", 1), tree(tmp_path / "new", 2)
     target = tmp_path / "target"
@@ -288,7 +288,7 @@ def test_two_syncers_lose_nothing(lane: Lane, tmp_path: Path, row) -> None:
 
 
 @lanes("cpu")
-def test_sync_copies_what_differs_and_only_that(lane: Lane, tmp_path: Path) -> None:
+def test_sync_copies_only_what_differs(lane: Lane, tmp_path: Path) -> None:
     source, target = tree(tmp_path / "source", 1, 6), tmp_path / "target"
     target.mkdir()
     names = sorted(caches.files(source))
@@ -315,7 +315,9 @@ def test_sync_copies_what_differs_and_only_that(lane: Lane, tmp_path: Path) -> N
 
 @lanes("cpu")
 @planted("C20", "a target that cannot be written, a source that changes meanwhile")
-def test_sync_refuses(lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_refuses_unwritable_target_or_changing_source(
+    lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = tree(tmp_path / "source", 1, 3)
     (file := tmp_path / "file").touch()
     for place in (file, Path("/proc"), tmp_path / "missing"):

@@ -54,7 +54,7 @@ def found() -> dict[str, Seen]:
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("form", GRAPHS)
-def test_what_this_torch_does_with_an_opaque_kernel(lane: Lane, form: str, found, row) -> None:
+def test_opaque_kernel_forms_that_work_in_this_torch(lane: Lane, form: str, found, row) -> None:
     """The result belongs to this build: it may differ under another torch, so the row is informative."""
     seen = found[form]
     row(
@@ -69,7 +69,7 @@ def test_what_this_torch_does_with_an_opaque_kernel(lane: Lane, form: str, found
 
 
 @lanes("cpu", "h200")
-def test_child_and_process_agree(lane: Lane, found, row) -> None:
+def test_probe_agrees_in_child_and_process(lane: Lane, found, row) -> None:
     forget_graphs()
     here = {form: probe(form) for form in GRAPHS}
     same = [
@@ -92,7 +92,7 @@ def test_child_and_process_agree(lane: Lane, found, row) -> None:
 
 @lanes("cpu", "h200")
 @planted("C16", "a kernel that computes something else each time")
-def test_a_kernel_of_plain_operators_works_in_every_form(lane: Lane, found, row) -> None:
+def test_kernel_of_plain_operators_works_in_every_form(lane: Lane, found, row) -> None:
     """A negative result above thus concerns the kernel and the form. A nondeterministic kernel works in none."""
     forget_graphs()
     plain = {form: probe(form, lambda x: x + x) for form in GRAPHS}
@@ -112,7 +112,7 @@ def test_a_kernel_of_plain_operators_works_in_every_form(lane: Lane, found, row)
 
 
 @lanes("cpu")
-def test_the_first_form_that_works_is_chosen(lane: Lane, found, row) -> None:
+def test_first_working_form_is_chosen(lane: Lane, found, row) -> None:
     """Our own kernels are custom ops: if the probe chose another form, they would have to change."""
     row(
         "launch/capability/chosen_form",
@@ -143,7 +143,7 @@ for form in sys.argv[1:]:
 
 @lanes("cpu")
 @planted("C16", "a form that crashes the process, and a probe of another installation")
-def test_a_crash_and_a_foreign_probe_are_no_yes(lane: Lane, monkeypatch, tmp_path) -> None:
+def test_crashed_or_foreign_probe_is_not_a_success(lane: Lane, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("ELSEWHERE", "{}")
     seen = probe_in_child(command=(sys.executable, "-c", ODD))
     assert {form: one.works for form, one in seen.items()} == {
@@ -160,7 +160,7 @@ def test_a_crash_and_a_foreign_probe_are_no_yes(lane: Lane, monkeypatch, tmp_pat
 
 @lanes("cpu")
 @planted("C16", "allow_in_graph by torch.__version__ >= '2.12', as text and as TorchVersion")
-def test_labels_are_parsed_and_a_string_decides_wrongly(lane: Lane, found, row) -> None:
+def test_version_labels_are_parsed_not_compared_as_text(lane: Lane, found, row) -> None:
     right = {label: label in OF_2_12 for label in LABELS}
     gate = {label: at_least(label, "2.12") for label in LABELS}
     row(
@@ -205,7 +205,7 @@ def dtype_or_refusal(device: str, sm: int, given: dict[str, str], path: Path) ->
 
 @lanes("cpu")
 @planted("C16", "bf16 on every GPU")
-def test_the_dtype_of_an_old_gpu(lane: Lane, tmp_path: Path, row) -> None:
+def test_low_precision_dtype_of_an_old_gpu(lane: Lane, tmp_path: Path, row) -> None:
     new = ["bfloat16"] * 5
     expected = {"1": ["float16"] * 2 + new, **dict.fromkeys((None, "", "0"), ["refused"] * 2 + new)}
     found = {switch: dtypes(switch) for switch in expected}

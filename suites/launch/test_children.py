@@ -32,27 +32,27 @@ def module(directory: Path, text: str) -> Child:
 
 @lanes("cpu")
 @planted("C38", "os is used and not imported, in a rank that others wait for")
-def test_an_import_failure_is_told_in_seconds(lane: Lane, tmp_path: Path, row) -> None:
+def test_import_failure_is_reported_in_seconds(lane: Lane, tmp_path: Path, row) -> None:
     broken = module(tmp_path, 'DEVICE = os.environ.get("PJRT_DEVICE")\n')
     began = time.monotonic()
     with pytest.raises(ChildError) as caught:
         run([python("rank1", HANGS), broken, python("rank2", HANGS)], seconds=120, log=tmp_path / "log")
     seconds = time.monotonic() - began
-    said = str(caught.value)
+    message = str(caught.value)
     row(
         "launch/children/import_failure_told",
-        said == "rank0: exit 1: NameError: name 'os' is not defined" and seconds < SOON,
+        message == "rank0: exit 1: NameError: name 'os' is not defined" and seconds < SOON,
         unit="bool",
         witness=len(caught.value.tail),
         rule="C38",
         expected=True,
-        evidence=[f"{said!r}, bound {SOON:.0f} s"],
+        evidence=[f"{message!r}, bound {SOON:.0f} s"],
     )
     assert any("model_code.py" in line for line in caught.value.tail), "the traceback names the file"
 
 
 @lanes("cpu")
-def test_lines_of_several_children_stay_whole_and_tagged(lane: Lane, tmp_path: Path) -> None:
+def test_lines_of_several_children_are_complete_and_tagged(lane: Lane, tmp_path: Path) -> None:
     """Standard output and error of four children at once: 2000 lines, each with its own tag, none torn or lost."""
     program = "import sys\nfor i in range(250): print('out', i); print('err', i, file=sys.stderr)"
     names = [f"rank{n}" for n in range(4)]
@@ -67,7 +67,7 @@ def test_lines_of_several_children_stay_whole_and_tagged(lane: Lane, tmp_path: P
 
 
 @lanes("cpu")
-def test_memory_is_bounded(lane: Lane, tmp_path: Path) -> None:
+def test_child_output_uses_bounded_memory(lane: Lane, tmp_path: Path) -> None:
     """64 MiB, half of it one line without an end, pass through in less than 4 MiB of memory."""
     program = (
         "import sys; w = sys.stdout.write\n"
@@ -104,7 +104,7 @@ def eventually(true: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 @lanes("cpu")
-def test_nothing_outlives_the_call(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_outlives_the_call(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that ignores SIGTERM, and one that has ended but left a process holding its pipe."""
     monkeypatch.setattr(children, "GRACE", 0.5)
     leaves = (
@@ -121,7 +121,7 @@ def test_nothing_outlives_the_call(lane: Lane, monkeypatch: pytest.MonkeyPatch) 
 
 
 @lanes("cpu")
-def test_how_a_child_ended_is_in_one_line(lane: Lane) -> None:
+def test_child_failure_is_reported_in_one_line(lane: Lane) -> None:
     dies = "import os, signal; print('step 3', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     chained = "try: 1 / 0\nexcept Exception as e: raise RuntimeError('no\\nsecond line') from e"
     for program, line in (
@@ -167,7 +167,9 @@ def test_paths_are_resolved_on_both_sides(lane: Lane, linked: tuple[Path, Path],
 
 
 @lanes("cpu")
-def test_a_child_of_another_installation_is_told(lane: Lane, linked: tuple[Path, Path], monkeypatch) -> None:
+def test_child_of_another_installation_is_reported(
+    lane: Lane, linked: tuple[Path, Path], monkeypatch
+) -> None:
     """Two venvs link one interpreter: compared by its resolved path they would be the same."""
     real, link = linked
     assert same_place(real / "venv/bin/python", sys.executable)

@@ -78,7 +78,7 @@ def lengths_file(folder: Path, lengths: list[int]) -> TokenFile:
         ([2, 9], {"tokens": "2"}, "'tokens' is missing or no int"),
     ],
 )
-def test_a_broken_file_is_refused_in_one_line(
+def test_broken_token_file_is_refused_in_one_line(
     lane: Lane, tmp_path: Path, ids: list[int], fields: dict, message: str
 ) -> None:
     path = written(tmp_path, ids, **fields)
@@ -87,7 +87,7 @@ def test_a_broken_file_is_refused_in_one_line(
 
 
 @lanes("cpu")
-def test_missing_parts_are_refused_in_one_line(lane: Lane, tmp_path: Path) -> None:
+def test_missing_data_parts_are_refused_in_one_line(lane: Lane, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"0 receipts \(\*\.json\)"):
         TokenFile(tmp_path)
     path = written(tmp_path, [2, 9, 2, 9])
@@ -110,7 +110,7 @@ def test_missing_parts_are_refused_in_one_line(lane: Lane, tmp_path: Path) -> No
 
 
 @lanes("cpu")
-def test_uint32_ids(lane: Lane, tmp_path: Path) -> None:
+def test_uint32_token_ids_are_read(lane: Lane, tmp_path: Path) -> None:
     raw = np.array([2, 70_000, 2, 9], np.uint32).tobytes()
     file = TokenFile(written(tmp_path, [0] * 4, raw, dtype="uint32", vocab_size=131_072))
     assert next(packed_batches(file, 1, 4, 0)).sort().values.tolist() == [[2, 2, 9, 70_000]]
@@ -126,7 +126,7 @@ def test_parquet_without_pyarrow_names_the_command(
         TokenFile(written(tmp_path, [2, 9], name="t.parquet"))
 
 
-def stand_in(columns: dict[str, list[np.ndarray]]) -> dict[str, ModuleType]:
+def fake_pyarrow(columns: dict[str, list[np.ndarray]]) -> dict[str, ModuleType]:
     """Return stubs for the part of pyarrow that the reader calls: a file whose batches hold flat lists of ids."""
 
     def column(ids: np.ndarray) -> SimpleNamespace:
@@ -154,7 +154,7 @@ def test_parquet_documents_are_read_end_to_end(
 ) -> None:
     path = written(tmp_path, [2, 9, 9, 2, 7], name="t.parquet")
     batches = [np.array([2, 9, 9]), np.array([2, 7])]
-    for name, module in stand_in({"tokens": batches}).items():
+    for name, module in fake_pyarrow({"tokens": batches}).items():
         monkeypatch.setitem(sys.modules, name, module)
     assert TokenFile(path).ids.tolist() == [2, 9, 9, 2, 7]
     for columns, message in (
@@ -162,7 +162,7 @@ def test_parquet_documents_are_read_end_to_end(
         ({"tokens": [np.array([2, -1])]}, "ids outside uint16"),
         ({"tokens": [np.array([2, 70_000])]}, "ids outside uint16"),
     ):
-        for name, module in stand_in(columns).items():
+        for name, module in fake_pyarrow(columns).items():
             monkeypatch.setitem(sys.modules, name, module)
         with pytest.raises(DataError, match=message):
             TokenFile(path)
@@ -182,14 +182,14 @@ def pieces_of(rows: Tensor) -> Counter[tuple[int, int]]:
         starts = [i for i, token in enumerate(row) if token == BOS] + [len(row)]
         for start, stop in pairwise(starts):
             if stop - start > 1:
-                assert len(set(row[start + 1 : stop])) == 1, "two documents behind one BOS"
+                assert len(set(row[start + 1 : stop])) == 1, "two documents after one BOS"
                 found[row[start + 1], stop - start] += 1
     return found
 
 
 @lanes("cpu")
-def test_an_epoch_holds_every_document_once(lane: Lane, tmp_path: Path) -> None:
-    """Short documents stay whole; one of 25 in rows of 10 becomes 10 + 10 + 7, each piece after a BOS of its own."""
+def test_epoch_holds_every_document_once(lane: Lane, tmp_path: Path) -> None:
+    """Short documents are not cut; one of 25 in rows of 10 becomes 10 + 10 + 7, each piece after its own BOS."""
     lengths = [3, 10, 4, 25, 6, 7, 2, 9]
     batches = packed_batches(lengths_file(tmp_path, lengths), 1, 10, seed=0)
     batches.WAITING = 1  # no piece waits for another, so that an epoch ends where its rows end
@@ -219,7 +219,7 @@ def test_best_fit_packs_tighter_than_first_come(lane: Lane, tmp_path: Path) -> N
 
 
 @lanes("cpu")
-def test_padding_is_trained_on_by_nobody(lane: Lane, tmp_path: Path) -> None:
+def test_padding_has_no_targets(lane: Lane, tmp_path: Path) -> None:
     """BOS as padding: documents of one token, without targets, which nothing attends to."""
     ids = next(packed_batches(lengths_file(tmp_path, [5, 5, 5]), 1, 8, seed=0))
     assert ids[0].tolist()[5:] == [BOS] * 3
@@ -275,7 +275,7 @@ def test_ranks_share_no_document(lane: Lane, tmp_path: Path) -> None:
 
 @lanes("cpu")
 @planted("X13", "a generator without a receipt")
-def test_receipts_say_what_the_data_is(lane: Lane) -> None:
+def test_receipts_describe_the_data(lane: Lane) -> None:
     file = TokenFile(CORPUS)
     packed = receipt(packed_batches(file, 4, 64, 0))
     assert packed["kind"] == "tokens"
@@ -287,7 +287,7 @@ def test_receipts_say_what_the_data_is(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_the_corpus_is_what_its_source_gives(lane: Lane, row) -> None:
+def test_corpus_decodes_to_its_source(lane: Lane, row) -> None:
     """The token file decodes to source.txt, and its writer finds nothing to change."""
     file = TokenFile(CORPUS)
     parts = np.split(np.asarray(file.ids), file.starts[1:])
@@ -303,7 +303,7 @@ def test_the_corpus_is_what_its_source_gives(lane: Lane, row) -> None:
 
 
 @lanes("cpu")
-def test_the_writer_sees_a_stale_file(lane: Lane, tmp_path: Path) -> None:
+def test_corpus_writer_detects_a_stale_file(lane: Lane, tmp_path: Path) -> None:
     """One changed byte of the source, in a copy of the writer's input."""
     for name in ("launch", "model", "kernels", "fixtures"):
         (tmp_path / name).symlink_to(ROOT / name) if name != "fixtures" else (tmp_path / name).mkdir()

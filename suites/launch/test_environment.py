@@ -28,7 +28,7 @@ from model import preset
 from suites.launch.conftest import Checkout, Launcher, known
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
-from suites.support.planted import planted, tell
+from suites.support.planted import planted, report_fault
 
 RANK = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 TABLES = contracts.read()["environment"]
@@ -100,7 +100,7 @@ def is_directory(environment: Mapping[str, str], name: str) -> bool:
 
 
 @lanes("cpu", "h200")
-def test_every_violation_is_refused(
+def test_launcher_refuses_every_violation(
     lane: Lane, launcher: Launcher, tmp_path: Path, row, record_property, request
 ) -> None:
     (file := tmp_path / "file").touch()
@@ -116,8 +116,8 @@ def test_every_violation_is_refused(
             evidence=sorted(set(own) - refused.keys()),
         )  # fmt: skip
         for case in own:
-            tell(record_property, rule, case.replace(str(tmp_path), "..."), name)
-    assert len(set(refused.values())) == len(refused), "each violation has a line of its own"
+            report_fault(record_property, rule, case.replace(str(tmp_path), "..."), name)
+    assert len(set(refused.values())) == len(refused), "each violation has its own line"
     if not request.config.option.launcher:
         run = launcher({"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "NO_COLOR": "1"})
         assert len(run.err.splitlines()) == 1
@@ -126,7 +126,7 @@ def test_every_violation_is_refused(
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("rank", [False, True], ids=["alone", "rank"])
-def test_the_environment_stands_before_python(lane: Lane, launcher: Launcher, rank: bool) -> None:
+def test_environment_is_set_before_python_starts(lane: Lane, launcher: Launcher, rank: bool) -> None:
     """NCCL's trio is set iff LOCAL_RANK is; every process that imported torch is checked, and there is one."""
     run = launcher(RANK if rank else {})
     assert run.code == 0, run.err
@@ -135,7 +135,7 @@ def test_the_environment_stands_before_python(lane: Lane, launcher: Launcher, ra
 
 
 @lanes("cpu")
-def test_other_launchers_are_seen_through(lane: Lane, tmp_path: Path) -> None:
+def test_faulty_launchers_are_detected(lane: Lane, tmp_path: Path) -> None:
     """One that checks nothing, one that rejects everything in the same words, one that exports in Python."""
     (file := tmp_path / "file").touch()
     cases = dict(list(violations(file).items())[:3])
@@ -214,7 +214,7 @@ def mentioned(names: set[str]) -> set[str]:
 
 
 @lanes("cpu", "h200")
-def test_torch_reads_what_is_exported_and_no_more(lane: Lane) -> None:
+def test_torch_reads_exactly_the_exported_variables(lane: Lane) -> None:
     read = {n for kind in ("always", "rank", "refused") for n in TABLES[kind]} | set(load().cache_folders)
     unread = {n for n, line in TABLES["rank"].items() if not line.get("read_by_torch", True)}
     assert unread == {"TORCH_DISTRIBUTED_DEFAULT_TIMEOUT"}
@@ -223,7 +223,7 @@ def test_torch_reads_what_is_exported_and_no_more(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_the_environment_is_added_once_and_overrides_nothing(lane: Lane) -> None:
+def test_child_environment_overrides_nothing(lane: Lane) -> None:
     contract = load()
     given = {"HOME": "/h", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TRITON_CACHE_DIR": "/t"}
     child = child_environment(contract, given)
@@ -235,13 +235,13 @@ def test_the_environment_is_added_once_and_overrides_nothing(lane: Lane) -> None
 
 
 @lanes("cpu")
-def test_the_lock_is_of_this_contract(lane: Lane) -> None:
+def test_lock_matches_this_contract(lane: Lane) -> None:
     check(load())
 
 
 @lanes("cpu")
 @planted("C29", "one value of the contract edited")
-def test_an_edited_contract_is_refused_until_it_is_reviewed(lane: Lane, checkout: Checkout, row) -> None:
+def test_edited_contract_is_refused_until_reviewed(lane: Lane, checkout: Checkout, row) -> None:
     check(load(checkout.contract))
     checkout.edit("minimum_free_bytes = 1_073_741_824", "minimum_free_bytes = 1_073_741_823")
     with pytest.raises(
@@ -280,7 +280,7 @@ def trainer(policy: str, backend) -> Trainer:
 @lanes("cpu")
 @planted("C21", "a reset among the steps")
 @planted("C32", "NO_COMPILE in the environment")
-def test_a_run_never_resets_the_compiler(lane: Lane, dynamo_as_it_was, monkeypatch, row, canaries) -> None:
+def test_run_never_resets_the_compiler(lane: Lane, dynamo_as_it_was, monkeypatch, row, canaries) -> None:
     """Steps after the warm-up compile nothing; with a reset among them they would. No variable disables compilation."""
     canaries("graphs")
     for name in ("NO_COMPILE", "TORCH_NO_COMPILE", "BUMPGATE_NO_COMPILE"):
@@ -301,7 +301,7 @@ def test_a_run_never_resets_the_compiler(lane: Lane, dynamo_as_it_was, monkeypat
 
 
 @lanes("cpu")
-def test_a_retry_resets_the_compiler_once(lane: Lane, dynamo_as_it_was, monkeypatch, capsys) -> None:
+def test_retry_resets_the_compiler_once(lane: Lane, dynamo_as_it_was, monkeypatch, capsys) -> None:
     calls = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: calls.append(1))
     assert main(SMALL) == 0
@@ -313,7 +313,7 @@ def test_a_retry_resets_the_compiler_once(lane: Lane, dynamo_as_it_was, monkeypa
 
 @lanes("cpu")
 @planted("C22", "suppress_errors set globally")
-def test_a_backend_fault_stops_the_run(lane: Lane, dynamo_as_it_was) -> None:
+def test_backend_fault_stops_the_run(lane: Lane, dynamo_as_it_was) -> None:
     def broken(graph, inputs):
         raise ArithmeticError("planted backend fault")
 
@@ -349,12 +349,12 @@ def sites(tree: ast.AST) -> tuple[list[int], list[int], list[int]]:
 
 
 @lanes("cpu")
-def test_one_reset_and_two_guarded_suppressions_at_most(lane: Lane) -> None:
+def test_launch_has_one_reset_and_two_guarded_suppressions(lane: Lane) -> None:
     found = {path.name: sites(ast.parse(path.read_text())) for path in sorted((ROOT / "launch").glob("*.py"))}
     assert {name: len(resets) for name, (resets, _, _) in found.items() if resets} == {"train.py": 1}
     assert sum(len(silenced) for _, silenced, _ in found.values()) <= 2
     assert not any(bare for _, _, bare in found.values())
-    assert not {"suppress_errors", "disable"} & set(load().dynamo), "the contract would do it for everybody"
+    assert not {"suppress_errors", "disable"} & set(load().dynamo), "the contract would set it for every run"
     careless = """
 import torch
 torch._dynamo.reset(); torch.compiler.reset()
@@ -370,7 +370,7 @@ with torch._dynamo.config.patch(suppress_errors=True): pass
 
 @lanes("cpu")
 @planted("C32", "a product file that reads NO_COMPILE")
-def test_no_switch_that_turns_compiling_off(lane: Lane) -> None:
+def test_no_switch_disables_compilation(lane: Lane) -> None:
     """Rule C32: the word occurs in no product file; the run above has it in its environment and still compiles."""
     pattern = re.compile(r"no_?compile|(skip|disable)_?compile", re.IGNORECASE)
     assert pattern.search("if os.environ.get('NO_COMPILE'):")

@@ -39,7 +39,7 @@ VARIABLES = {
     "TORCH_TRACE": ("{directory}", ""),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", ""),
 }
-# Options that the sources set by name. An alias changes the option that it stands for.
+# Options that the sources set by name. An alias changes the option that it aliases.
 LINES = [
     *(f"{DYNAMO}.{name}" for name in load().dynamo),
     f"{DYNAMO}.cache_size_limit",
@@ -51,7 +51,7 @@ LINES = [
 
 
 def moves(name: str) -> str:
-    """Return what a variable is expected to change: a field, the probe that compiles, or a probe of its own."""
+    """Return what a variable is expected to change: a field, the probe that compiles, or its own probe."""
     switches_off = name.endswith("_DISABLE") or name == "TORCH_COMPILE_OVERRIDE_BACKENDS"
     return "compiling" if switches_off else VARIABLES[name][1] or name
 
@@ -132,7 +132,7 @@ def test_every_variable_is_effective_inert_or_absent(lane: Lane, untouched, tmp_
 
 @lanes("cpu", "h200")
 @planted("C24", "a variable without effect, a field that torch has not")
-def test_an_effect_is_a_difference(lane: Lane, untouched) -> None:
+def test_variable_effect_is_a_difference_of_two_runs(lane: Lane, untouched) -> None:
     """The same process twice shows none; a field that no torch has is absent and not inert."""
     assert {effect(name, untouched, untouched) for name in VARIABLES} <= {"inert", "absent"}
     name = "TORCHINDUCTOR_CUDAGRAPHS"
@@ -141,7 +141,7 @@ def test_an_effect_is_a_difference(lane: Lane, untouched) -> None:
 
 
 @lanes("cpu", "h200")
-def test_lines_that_torch_has(lane: Lane, untouched, row) -> None:
+def test_config_options_that_torch_has(lane: Lane, untouched, row) -> None:
     gone = [line for line in LINES if untouched["fields"][line] == ABSENT]
     row(
         f"launch/knobs-{lane.name}/absent_lines",
@@ -155,7 +155,7 @@ def test_lines_that_torch_has(lane: Lane, untouched, row) -> None:
 
 
 @lanes("cpu", "h200")
-def test_how_many_lines_stay_in_their_thread(lane: Lane, untouched, row) -> None:
+def test_config_options_lost_in_another_thread(lane: Lane, untouched, row) -> None:
     """How far an assignment reaches in this build; the next test compares torch with what a reader expects."""
     assigned = [line for line in LINES if untouched["fields"][line] != ABSENT]
     row(
@@ -169,7 +169,7 @@ def test_how_many_lines_stay_in_their_thread(lane: Lane, untouched, row) -> None
 
 
 @lanes("cpu", "h200")
-def test_an_assigned_line_holds_in_every_thread(lane: Lane, untouched, row) -> None:
+def test_assigned_config_option_holds_in_every_thread(lane: Lane, untouched, row) -> None:
     """Defect present: a second thread reads the default of an option that was assigned before it started."""
     assigned = [line for line in LINES if untouched["fields"][line] != ABSENT]
     lost = sorted(set(untouched["lost"]) & set(assigned))

@@ -96,7 +96,7 @@ def without(name: str, wording: str, instead: str = "") -> tuple[LogClass, ...]:
 
 
 @lanes("cpu")
-def test_the_corpus_is_read_whole(lane: Lane, row) -> None:
+def test_log_corpus_has_no_unclassified_line(lane: Lane, row) -> None:
     reports = {name: classify(lines) for name, lines in FILES.items()}
     lines = sum(r.lines for r in reports.values())
     row(
@@ -121,7 +121,7 @@ def test_the_corpus_is_read_whole(lane: Lane, row) -> None:
 
 
 @lanes("cpu")
-def test_every_pattern_has_a_line(lane: Lane) -> None:
+def test_every_pattern_has_a_corpus_line(lane: Lane) -> None:
     lines = [line.translate(ZERO) for line in corpus()]
     missing = [
         (c.name, pattern)
@@ -133,9 +133,9 @@ def test_every_pattern_has_a_line(lane: Lane) -> None:
 
 
 @lanes("cpu")
-@planted("C26", "a line that is almost of a class")
+@planted("C26", "a line that is close to a class")
 @pytest.mark.parametrize("name", NAMES)
-def test_a_near_miss_is_none_of_it(lane: Lane, name: str) -> None:
+def test_near_miss_line_is_not_in_the_class(lane: Lane, name: str) -> None:
     assert set(NEAR) == set(NAMES)
     assert name not in counted([NEAR[name] + "\n"])
 
@@ -155,7 +155,7 @@ def test_a_near_miss_is_none_of_it(lane: Lane, name: str) -> None:
         ("disk_full", "No space left", "", "No space left"),
     ],
 )
-def test_a_dropped_wording_is_missed(lane: Lane, name: str, wording: str, instead: str, old: str) -> None:
+def test_dropped_wording_is_detected(lane: Lane, name: str, wording: str, instead: str, old: str) -> None:
     """The mutant that the corpus exists for: a contract without the wording of one version of torch."""
     lines = [line for line in corpus() if old in line]
     assert lines
@@ -165,11 +165,11 @@ def test_a_dropped_wording_is_missed(lane: Lane, name: str, wording: str, instea
 
 
 @lanes("cpu")
-@planted("C26", "a line that no class knows")
+@planted("C26", "a line that belongs to no class")
 @pytest.mark.parametrize(
     "line",
     [
-        HERE + "a text that nobody has seen yet",
+        HERE + "an unknown text",
         "[2026-01-02 03:04:05,006] torch._inductor.x: [ERROR] something new",
         "[rank3]:[E102 03:04:05.006007008 Frob.cpp:12] [Rank 3] something new",
         "2026-01-02T03:04:05Z CRITICAL something new",
@@ -179,7 +179,7 @@ def test_a_dropped_wording_is_missed(lane: Lane, name: str, wording: str, instea
         "Segmentation fault (core dumped)",
     ],
 )
-def test_what_no_class_knows_is_reported(lane: Lane, line: str) -> None:
+def test_line_of_no_class_is_reported_as_unknown(lane: Lane, line: str) -> None:
     report = classify(["step 1 loss 2.5\n", line + "\n", "step 2 loss 2.4\n"])
     (count, first), *others = report.unknown.values()
     assert (count, others, first.line, report.exit_code) == (1, [], 2, UNKNOWN)
@@ -191,7 +191,7 @@ def test_what_no_class_knows_is_reported(lane: Lane, line: str) -> None:
 
 
 @lanes("cpu")
-def test_progress_is_not_unknown(lane: Lane) -> None:
+def test_progress_lines_are_not_unknown(lane: Lane) -> None:
     quiet = [
         "step 100 loss 2.5012 0 errors error_ratio 0.51",
         " 12%|###   | 12/100 [00:03<00:20,  4.1it/s, loss=2.5]\r",
@@ -206,7 +206,7 @@ def test_progress_is_not_unknown(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_ranks_interleave_as_they_like(lane: Lane) -> None:
+def test_interleaved_ranks_give_the_same_counts(lane: Lane) -> None:
     plain = [lines for name, lines in FILES.items() if not any("[rank" in line for line in lines)]
     assert len(plain) >= 10
     choose = random.Random(0)
@@ -226,7 +226,7 @@ def test_ranks_interleave_as_they_like(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_the_order_of_logs_does_not_matter(lane: Lane) -> None:
+def test_order_of_logs_does_not_matter(lane: Lane) -> None:
     files = list(FILES.values())
     expected = counted([line for lines in files for line in lines])
     for seed in range(5):
@@ -237,7 +237,7 @@ def test_the_order_of_logs_does_not_matter(lane: Lane) -> None:
 @lanes("cpu")
 @pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize(("name", "over"), [("recompile", 0), ("recompile", 1), ("graph_break", 1)])
-def test_a_bound_holds_for_each_rank(lane: Lane, ranks: int, name: str, over: int) -> None:
+def test_bound_applies_to_each_rank(lane: Lane, ranks: int, name: str, over: int) -> None:
     text = {
         "recompile": "Recompiling function f in a.py:1",
         "graph_break": "Graph break in user code at a.py:1",
@@ -254,13 +254,13 @@ def test_a_bound_holds_for_each_rank(lane: Lane, ranks: int, name: str, over: in
 
 
 @lanes("cpu")
-def test_one_tick_of_the_clock_may_hold_several_events(lane: Lane) -> None:
+def test_events_with_one_timestamp_are_all_counted(lane: Lane) -> None:
     line = "V0102 03:04:05.006000 7 a.py:1] [0/1] [__recompiles] Recompiling function f in a.py:1\n"
     assert classify([line] * 5).count("recompile") == 5
 
 
 @lanes("cpu")
-def test_the_break_bound_is_the_models(lane: Lane) -> None:
+def test_graph_break_bound_follows_from_the_model(lane: Lane) -> None:
     letters = contract.load().disabled_letters("whole_disabled")
     derived = sum(letter in letters for letter in preset("nam52").letters)
     assert next(c.bound for c in CLASSES if c.name == "graph_break") == derived
@@ -284,13 +284,13 @@ def test_correlation_needs_the_same_rank_and_few_lines(
 
 
 @lanes("cpu")
-def test_a_failing_candidate_alone_is_no_alarm(lane: Lane) -> None:
+def test_single_failing_candidate_is_no_alert(lane: Lane) -> None:
     assert classify(FILES["autotune"]).exit_code == CLEAN
     assert classify(FILES["no_choice"]).exit_code == ALERT
 
 
 @lanes("cpu")
-def test_a_traceback_is_one_record_and_its_source_lines_are_code(lane: Lane) -> None:
+def test_traceback_is_one_record_without_its_source_lines(lane: Lane) -> None:
     lines = [
         "Traceback (most recent call last):\n",
         '  File "a.py", line 3, in f\n',
@@ -316,14 +316,14 @@ def test_a_traceback_is_one_record_and_its_source_lines_are_code(lane: Lane) -> 
 
 
 @lanes("cpu")
-def test_a_restart_after_torchruns_summary_is_read(lane: Lane) -> None:
+def test_restart_after_torchrun_summary_is_read(lane: Lane) -> None:
     once, twice = counted(FILES["ranks"]), counted(FILES["ranks"] * 2)
     assert twice == {name: {rank: 2 * n for rank, n in of.items()} for name, of in once.items()}
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("name", ["full", "file_limit"])
-def test_a_full_disk_is_its_own_class(lane: Lane, name: str) -> None:
+def test_full_disk_is_its_own_log_class(lane: Lane, name: str) -> None:
     """Rule C19: Inductor's traceback from a full cache is neither a model bug nor a compile error."""
     assert counted(FILES[name]) == {"disk_full": {None: 1}, "unknown": {None: 0}}
 
@@ -344,7 +344,7 @@ def test_memory_does_not_grow_with_the_log(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_a_line_without_end_is_read_in_pieces(lane: Lane, tmp_path: Path) -> None:
+def test_line_without_end_is_read_in_pieces(lane: Lane, tmp_path: Path) -> None:
     (path := tmp_path / "x.log").write_text("a" * 3 * LINE)
     assert [len(piece) for piece in read_lines(path)] == [LINE] * 3
 
@@ -360,13 +360,13 @@ def test_a_line_without_end_is_read_in_pieces(lane: Lane, tmp_path: Path) -> Non
         ),
         ('action = "correlate"', 'action = "guess"', "'action'"),
         ("within = 200", "within = 0", "'within'"),
-        ('"compile_worker"]', '"nobody"]', "nobody"),
+        ('"compile_worker"]', '"no_such_class"]', "no_such_class"),
         ("float00", "float32", "[logs.advice] has a wrong or missing 'patterns'"),
         ('rule = "C19"', 'rule = "disk"', "'rule'"),
         ('"BrokenProcessPool", ', "1, ", "[logs.compile_worker]"),
     ],
 )
-def test_a_broken_contract_is_refused(lane: Lane, old: str, new: str, words: str, tmp_path: Path) -> None:
+def test_invalid_log_classes_are_refused(lane: Lane, old: str, new: str, words: str, tmp_path: Path) -> None:
     text = contract.PATH.read_text()
     assert old in text
     (path := tmp_path / "contract.toml").write_text(text.replace(old, new))
@@ -376,7 +376,7 @@ def test_a_broken_contract_is_refused(lane: Lane, old: str, new: str, words: str
 
 
 @lanes("cpu")
-def test_command(lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_command(lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(lines: list[str], *flags: str) -> tuple[int, str]:
         (path := tmp_path / "x.log").write_text("".join(lines))
         return main([str(path), *flags]), capsys.readouterr().out
@@ -398,6 +398,6 @@ def test_command(lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @lanes("cpu")
-def test_the_command_needs_no_torch(lane: Lane) -> None:
+def test_logs_command_does_not_import_torch(lane: Lane) -> None:
     code = "import sys, launch.logs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -96,18 +96,18 @@ def watched() -> Iterator[DynamoWatch]:
         ("adagrad", torch.optim.Adagrad, {"lr": 3e-2, "lr_decay": 0.1, "eps": 1e-6, "weight_decay": 0.1}),
     ],
 )
-def test_equal_to_torch(lane: Lane, name: str, theirs: Any, options: dict, capturable: bool) -> None:
+def test_optimizer_equals_torch(lane: Lane, name: str, theirs: Any, options: dict, capturable: bool) -> None:
     ours = made(name, parameters(lane.device, torch.float64), **options, capturable=capturable)
     found = train(ours, 20)
     expected = train(theirs(parameters(lane.device, torch.float64), **options), 20)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     planted = train(theirs(parameters(lane.device, torch.float64), **options | {"eps": 2e-6}), 20)
-    assert (planted - expected).abs().max() > 1e-9, "another eps must be seen, or the comparison sees nothing"
+    assert (planted - expected).abs().max() > 1e-9, "the comparison must detect another eps"
 
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_one_graph_for_a_schedule(lane: Lane, name: str, row, canaries) -> None:
+def test_lr_schedule_compiles_to_one_graph(lane: Lane, name: str, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     with watched() as watch:
         compiled = made(name, parameters(lane.device), **EXACT[name], compile=True, backend=watch.backend())
@@ -151,11 +151,13 @@ def recompiles_of(kind: Callable[..., AdamW], device: str) -> DynamoReport:
 
 
 @lanes("cpu")
-def test_python_numbers_recompile(lane: Lane, monkeypatch: pytest.MonkeyPatch, canaries) -> None:
+def test_python_number_hyperparameters_recompile(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch, canaries
+) -> None:
     canaries("recompiles")
     assert len(recompiles_of(AdamW, lane.device).recompiles) == 0
     floats = recompiles_of(FloatHyper, lane.device)
-    assert len(floats.recompiles) == 3, "a learning rate of its own at each of 4 steps"
+    assert len(floats.recompiles) == 3, "another learning rate at each of 4 steps"
     assert "lr" in floats.recompiles[0].guard
     monkeypatch.setattr(optimizers, "adamw_", adamw_with_int_step)
     ints = recompiles_of(IntStep, lane.device)
@@ -164,7 +166,7 @@ def test_python_numbers_recompile(lane: Lane, monkeypatch: pytest.MonkeyPatch, c
 
 
 @lanes("cpu")
-def test_a_number_in_place_of_a_tensor_is_refused(lane: Lane) -> None:
+def test_number_in_place_of_a_tensor_is_refused(lane: Lane) -> None:
     optimizer = made("adamw", parameters("cpu"))
     train(optimizer, 1)
     optimizer.param_groups[0]["lr"] = 0.5
@@ -201,7 +203,7 @@ def test_polar_steps_hold_their_bounds(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_polar_of_zero_of_a_stack_and_of_a_transpose(lane: Lane) -> None:
+def test_polar_of_zero_stacked_and_transposed_matrices(lane: Lane) -> None:
     x = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     assert torch.equal(polar(torch.zeros(4, 6)), torch.zeros(4, 6))
     torch.testing.assert_close(polar(x), torch.stack([polar(m) for m in x]), rtol=0, atol=1e-12)
@@ -216,7 +218,7 @@ def one_muon_step(w: Tensor, g: Tensor, **options: Any) -> Tensor:
 
 
 @lanes("cpu")
-def test_muon_sees_directions_only(lane: Lane) -> None:
+def test_muon_ignores_the_gradient_scale(lane: Lane) -> None:
     """A power of two scales exactly, so the steps are bitwise equal; the step has the stated RMS."""
     g = torch.Generator().manual_seed(5)
     w, grad = torch.randn(40, 64, generator=g), torch.randn(40, 64, generator=g)
@@ -256,14 +258,14 @@ def test_every_parameter_is_in_one_group(lane: Lane, name: str, changes: dict) -
 
 
 @lanes("cpu")
-def test_the_head_and_mtp_take_adamw(lane: Lane) -> None:
+def test_head_and_mtp_use_adamw(lane: Lane) -> None:
     linear = nn.Linear(4, 4)
     assert group_of(linear, "blocks.0.query.weight", linear.weight) == "matrix"
     assert group_of(linear, "head.merge.weight", linear.weight) == "other"
 
 
 @lanes("cpu")
-def test_a_tied_weight_is_placed_once(lane: Lane) -> None:
+def test_tied_weight_is_in_one_group_once(lane: Lane) -> None:
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
     model[1].weight = model[0].weight
     assert [(g["name"], len(g["params"])) for g in parameter_groups(model)] == [("embedding", 1)]
@@ -283,7 +285,9 @@ def test_bad_optimizers_are_refused(lane: Lane) -> None:
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_state_goes_on_bit_for_bit(lane: Lane, name: str, dtype: torch.dtype, capturable: bool) -> None:
+def test_optimizer_state_resumes_bit_for_bit(
+    lane: Lane, name: str, dtype: torch.dtype, capturable: bool
+) -> None:
     first = made(name, parameters(lane.device, dtype), lr=0.1, capturable=capturable)
     train(first, 4, schedule=False)
     second = made(name, parameters(lane.device, dtype), lr=0.7, capturable=capturable)
@@ -300,12 +304,12 @@ def test_state_goes_on_bit_for_bit(lane: Lane, name: str, dtype: torch.dtype, ca
     for ours, theirs in zip(every(fresh), every(first)):
         ours.data.copy_(theirs)
     assert not torch.equal(train(fresh, 3, seed=9, schedule=False), expected), (
-        "state must matter, or nothing is shown"
+        "the state must affect the result, or the test shows nothing"
     )
 
 
 @lanes("cpu")
-def test_a_wiped_parameter_starts_anew(lane: Lane) -> None:
+def test_wiped_parameter_restarts_its_state(lane: Lane) -> None:
     """Moments and step count together: a count that continued would mis-scale the first steps after surgery."""
     optimizer = made("adamw", parameters("cpu"), lr=0.1, weight_decay=0.0)
     train(optimizer, 5, schedule=False)
@@ -318,7 +322,7 @@ def test_a_wiped_parameter_starts_anew(lane: Lane) -> None:
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_the_hybrid_learns(lane: Lane, name: str) -> None:
+def test_every_optimizer_reduces_the_hybrid_loss(lane: Lane, name: str) -> None:
     model = build(preset("nam12", "narrow"), lane.device)
     optimizer = build_optimizer(model, name, 3e-3)
     ids = token_batch(model.config, 2, device=lane.device)

@@ -32,7 +32,7 @@ from suites.support.instruments import group_timeout
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
-WANTED = 7200.0
+EXPECTED_SECONDS = 7200.0
 AGAIN = {RETRY: "1", REASON: "cuda_out_of_memory"}
 
 
@@ -51,7 +51,7 @@ def no_group_left() -> Iterator[None]:
 
 @lanes("cpu")
 @planted("C23", "a further group is made without a timeout")
-def test_the_timeout_is_read_back_from_every_group(lane: Lane, canaries, row) -> None:
+def test_every_group_has_the_contract_timeout(lane: Lane, canaries, row) -> None:
     canaries("group_timeout")
     contract = load()
     start(contract, load_retry(), "gloo", given={}, **alone())
@@ -65,7 +65,7 @@ def test_the_timeout_is_read_back_from_every_group(lane: Lane, canaries, row) ->
     found = {name: group_timeout(group) for name, group in groups.items()}
     row(
         "launch/process_group/groups_with_the_timeout",
-        sum(seconds == WANTED for seconds in found.values()),
+        sum(seconds == EXPECTED_SECONDS for seconds in found.values()),
         unit="count",
         witness=len(found),
         rule="C23",
@@ -91,7 +91,7 @@ print(found)
 
 
 @lanes("cpu")
-def test_the_variable_sets_no_timeout(lane: Lane) -> None:
+def test_environment_variable_sets_no_timeout(lane: Lane) -> None:
     """A property of torch that the contract relies on, not a fault of ours: set before the start, and set late."""
     given = {**os.environ, "TORCH_DISTRIBUTED_DEFAULT_TIMEOUT": "55", "PYTHONPATH": str(ROOT)}
     tail = run([Child("rank0", [sys.executable, "-c", INERT], given)], seconds=120)["rank0"]
@@ -100,7 +100,7 @@ def test_the_variable_sets_no_timeout(lane: Lane) -> None:
 
 @lanes("cpu")
 @planted("C23", "NCCL's variables exported without LOCAL_RANK")
-def test_the_trio_if_and_only_if_local_rank(lane: Lane, row) -> None:
+def test_nccl_variables_are_set_iff_local_rank(lane: Lane, row) -> None:
     """By LOCAL_RANK alone: schedulers set RANK and WORLD_SIZE in single-process jobs, too."""
     contract = load()
     trio = set(contract.rank_variables)
@@ -125,8 +125,8 @@ def test_the_trio_if_and_only_if_local_rank(lane: Lane, row) -> None:
 
 
 @lanes("cpu")
-@planted("C23", "monitoring is set late, behind the groups that should have it")
-def test_monitoring_is_on_before_the_groups_of_the_run(lane: Lane, monkeypatch, row) -> None:
+@planted("C23", "monitoring is set after the groups that should have it")
+def test_monitoring_is_on_before_the_run_groups_start(lane: Lane, monkeypatch, row) -> None:
     contract, retry, value = load(), load_retry(), load_warmup().monitoring
     monkeypatch.setenv(MONITORING, contract.rank_variables[MONITORING])
     start(contract, retry, "gloo", given={}, **alone())
@@ -148,7 +148,7 @@ def test_monitoring_is_on_before_the_groups_of_the_run(lane: Lane, monkeypatch, 
     assert contract.rank_variables[MONITORING] == "0"
     assert seen == [("1", False)], "the warm-up's groups are gone when the run's are made"
     assert dist.group.WORLD is not of_warm_up
-    assert group_timeout(dist.group.WORLD) == WANTED, "the long timeout stays for the whole run"
+    assert group_timeout(dist.group.WORLD) == EXPECTED_SECONDS, "the long timeout stays for the whole run"
 
     def too_late() -> None:
         dist.destroy_process_group()
@@ -157,12 +157,12 @@ def test_monitoring_is_on_before_the_groups_of_the_run(lane: Lane, monkeypatch, 
 
     monkeypatch.setenv(MONITORING, "0")
     too_late()
-    assert seen[-1][0] == "0", "set behind it, the group is made without"
+    assert seen[-1][0] == "0", "set after it, the group is made without monitoring"
 
 
 @lanes("cpu")
 @planted("C23", "the monitor is on for groups under which the first steps compile")
-def test_the_monitor_waits_for_a_warm_up(lane: Lane, monkeypatch) -> None:
+def test_monitoring_waits_for_a_warm_up(lane: Lane, monkeypatch) -> None:
     """If the contract skips the warm-up, the compilation is still to come: the groups stay unmonitored."""
     contract, retry, table = load(), load_retry(), load_warmup()
     compiles_in_steps = Start("cuda", regional=True, moe=True)
@@ -189,7 +189,7 @@ def test_the_monitor_waits_for_a_warm_up(lane: Lane, monkeypatch) -> None:
 
 @lanes("cpu")
 @planted("C25", "the retry keeps the process's own DETAIL")
-def test_patch_2_the_level_in_the_process(lane: Lane, monkeypatch, row) -> None:
+def test_patch_2_lowers_the_debug_level_in_the_process(lane: Lane, monkeypatch, row) -> None:
     """The value that C++ read at import outlives a changed environment; with DETAIL each group creates a second one."""
     contract, retry, made = load(), load_retry(), {}
     for case in ("first", "retry", "unpatched"):
@@ -214,7 +214,7 @@ def test_patch_2_the_level_in_the_process(lane: Lane, monkeypatch, row) -> None:
 
 
 @lanes("cpu")
-def test_patch_2_leaves_other_levels_alone(lane: Lane) -> None:
+def test_patch_2_keeps_other_debug_levels(lane: Lane) -> None:
     for level, given, after in (("OFF", AGAIN, "OFF"), ("INFO", AGAIN, "INFO"), ("DETAIL", {}, "DETAIL")):
         dist.set_debug_level(dist.DebugLevel.__members__[level])
         quiet_process(load_retry(), given)
@@ -236,14 +236,14 @@ def lazily(retry, device: str, reason: str | None, expert_parallel: bool) -> boo
         patch.setattr(dist, "barrier", lambda: None)
         options = {"device": torch.device(device, 3), "expert_parallel": expert_parallel}
         start(load(), retry, "nccl", given=given, **options)
-    assert seen["timeout"] == timedelta(seconds=WANTED)
+    assert seen["timeout"] == timedelta(seconds=EXPECTED_SECONDS)
     assert seen["device_id"] in (None, torch.device(device, 3))
     return seen["device_id"] is None
 
 
 @lanes("cpu")
 @planted("C25", "the retry's group is eager")
-def test_patch_3_lazy_groups(lane: Lane, monkeypatch, row) -> None:
+def test_patch_3_makes_retry_groups_lazy(lane: Lane, monkeypatch, row) -> None:
     """The contract's reading (every retry on CUDA), and the other one in the sources (listed errors only)."""
     retry = load_retry()
     right = {

@@ -25,7 +25,7 @@ from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
 # Every child here first writes a file per launch with the environment that it was started with.
-TOLD = """
+RECORD_ENVIRONMENT = """
 import json, os, sys
 started = dict(
     entry.split("=", 1) for entry in open("/proc/self/environ").read().split("\\0") if "=" in entry
@@ -38,15 +38,19 @@ OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 
 def fails(text: str, code: int = 1) -> list[str]:
     """Return a program that prints `text` and fails in every launch."""
-    return ["-S", "-c", f"{TOLD}\nprint({text!r}); raise SystemExit({code})"]
+    return ["-S", "-c", f"{RECORD_ENVIRONMENT}\nprint({text!r}); raise SystemExit({code})"]
 
 
 def fails_once(text: str) -> list[str]:
-    return ["-S", "-c", f"{TOLD}\nif 'BUMPGATE_RETRY' not in started: raise SystemExit({text!r})"]
+    return [
+        "-S",
+        "-c",
+        f"{RECORD_ENVIRONMENT}\nif 'BUMPGATE_RETRY' not in started: raise SystemExit({text!r})",
+    ]
 
 
 class Launches:
-    """Runs commands under the supervisor in a home of its own, and reads the environment of each launch."""
+    """Runs commands under the supervisor in a separate home, and reads the environment of each launch."""
 
     def __init__(self, home: Path) -> None:
         self.home, self.log = home, home.with_suffix(".log")
@@ -83,7 +87,7 @@ def a_line_of_each_class() -> dict[str, str]:
 
 @lanes("cpu")
 @planted("C25", "an error that is not listed")
-def test_only_listed_errors_are_launched_again(lane: Lane, launches: Launches, row) -> None:
+def test_only_listed_errors_are_retried(lane: Lane, launches: Launches, row) -> None:
     """Every alerting class of the log, each printed by a real child that fails."""
     lines, again = a_line_of_each_class(), set()
     listed = set(load_retry().errors)
@@ -110,7 +114,7 @@ def test_only_listed_errors_are_launched_again(lane: Lane, launches: Launches, r
 
 @lanes("cpu")
 @planted("C25", "a retry that is retried without end")
-def test_a_launch_is_retried_once(lane: Lane, launches: Launches, monkeypatch, capsys, row) -> None:
+def test_failed_launch_is_retried_once(lane: Lane, launches: Launches, monkeypatch, capsys, row) -> None:
     assert launches(fails(OOM, code=9)) == 9
     row(
         "launch/retry/launches_of_a_lasting_error",
@@ -131,12 +135,14 @@ def test_a_launch_is_retried_once(lane: Lane, launches: Launches, monkeypatch, c
     assert len(launches.started) == 1
     monkeypatch.setattr(retries, "load_retry", lambda: replace(load_retry(), times=4))
     launches(fails(OOM))
-    assert len(launches.started) == 5, "more often where the contract says so: the row can fail"
+    assert len(launches.started) == 5, "more often if the contract allows it: the row can fail"
 
 
 @lanes("cpu")
 @planted("C25", "the retry inherits DETAIL")
-def test_patch_1_the_level_in_the_environment(lane: Lane, launches: Launches, monkeypatch, row) -> None:
+def test_patch_1_lowers_the_debug_level_in_the_environment(
+    lane: Lane, launches: Launches, monkeypatch, row
+) -> None:
     """Read from /proc: the environment that the new process was started with, not what it set itself."""
     levels = {}
     for given, after in (
@@ -166,13 +172,13 @@ def test_patch_1_the_level_in_the_environment(lane: Lane, launches: Launches, mo
 
 
 @lanes("cpu")
-@planted("C25", "a run that fails behind its first steps starts anew")
-def test_training_that_had_begun_is_not_started_again(lane: Lane, launches: Launches, row) -> None:
+@planted("C25", "a run that fails after its first steps is restarted")
+def test_training_past_its_first_steps_is_not_retried(lane: Lane, launches: Launches, row) -> None:
     last = load_retry().last_step
 
     def count(steps: int, last_step: int = last) -> int:
         program = (
-            f"{TOLD}\nfrom launch.retry import passed\n"
+            f"{RECORD_ENVIRONMENT}\nfrom launch.retry import passed\n"
             f"for step in range({steps}): passed(step, {last_step})\nraise SystemExit({OOM!r})"
         )
         assert launches(["-c", program]) == 1
@@ -189,7 +195,7 @@ def test_training_that_had_begun_is_not_started_again(lane: Lane, launches: Laun
         evidence=[f"{steps} steps done: {count} launches" for steps, count in found.items()],
     )
     assert found == {0: 2, 1: 2, 2: 1, 3: 1, 4: 1}
-    assert count(4, last_step=99) == 2, "a run that does not tell is started anew: the row can fail"
+    assert count(4, last_step=99) == 2, "a run that reports no step is restarted: the row can fail"
     passed(last, last, {})  # without a supervisor: nothing to report, and no error
 
 
@@ -197,7 +203,7 @@ TRACE = "Traceback (most recent call last):"
 
 
 @lanes("cpu")
-def test_the_last_traceback_is_the_failure(lane: Lane) -> None:
+def test_last_traceback_decides_the_failure(lane: Lane) -> None:
     survived = [
         TRACE,
         '  File "a.py", line 1, in f',
@@ -214,7 +220,7 @@ def test_the_last_traceback_is_the_failure(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_a_misshapen_table_is_refused(lane: Lane, tmp_path: Path) -> None:
+def test_invalid_retry_table_is_refused(lane: Lane, tmp_path: Path) -> None:
     text = contracts.PATH.read_text()
     for old, new, words in (
         (
@@ -234,7 +240,7 @@ def test_a_misshapen_table_is_refused(lane: Lane, tmp_path: Path) -> None:
 
 # A rank on gloo. In the first launch rank 0 fails as a retry in the reports did, and rank 1 waits for it.
 RANK = (
-    TOLD
+    RECORD_ENVIRONMENT
     + """
 import torch, torch.distributed as dist
 from launch import process_group
@@ -253,7 +259,7 @@ dist.destroy_process_group()
 
 
 @lanes("cpu")
-def test_two_ranks_on_gloo_start_again(lane: Lane, launches: Launches, capsys, row) -> None:
+def test_two_gloo_ranks_are_relaunched(lane: Lane, launches: Launches, capsys, row) -> None:
     """The rank that hangs in its rendezvous is stopped with the other; the second launch connects and adds up."""
     assert launches(["-c", RANK], ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL", OMP_NUM_THREADS="1") == 0
     reports = [line.partition("]: ") for line in launches.log.read_text().splitlines() if line.endswith("}")]
@@ -274,7 +280,7 @@ def test_two_ranks_on_gloo_start_again(lane: Lane, launches: Launches, capsys, r
 
 
 @lanes("cpu")
-def test_command(lane: Lane, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_retry_command(lane: Lane, tmp_path: Path, monkeypatch, capsys) -> None:
     log = ["--log", str(tmp_path / "log")]
     assert main([*log, "--", "-S", "-c", "print('done')"]) == 0
     assert main([*log, "--", "-S", "-c", "raise SystemExit(5)"]) == 5

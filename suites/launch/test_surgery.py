@@ -31,7 +31,7 @@ def polar_factor(x: Tensor) -> Tensor:
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24), (32, 32)])
-def test_fire_gives_the_nearest_orthogonal_matrix(lane: Lane, shape: tuple[int, int]) -> None:
+def test_fire_gives_nearest_orthogonal_matrix(lane: Lane, shape: tuple[int, int]) -> None:
     # A spectrum from 1 down to 0.05: the range that 15 iterations guarantee, and that no random square matrix has.
     left, _, right = torch.linalg.svd(normal(*shape).double(), full_matrices=False)
     spectrum = torch.linspace(1, 0.05, min(shape), dtype=torch.float64)
@@ -48,7 +48,7 @@ def test_fire_gives_the_nearest_orthogonal_matrix(lane: Lane, shape: tuple[int, 
 
 
 @lanes("cpu")
-def test_fire_wipes_the_state_of_what_it_changed_only(lane: Lane) -> None:
+def test_fire_wipes_state_of_changed_weights_only(lane: Lane) -> None:
     model = build(preset("nam12", "narrow"))
     optimizer = build_optimizer(model, "adamw", 1e-3)
     model(token_batch(model.config, 2)).backward()
@@ -95,7 +95,7 @@ def test_dash_shrinks_rows_along_their_gradient(lane: Lane) -> None:
 
 
 @lanes("cpu", "h200")
-def test_redo_revives_the_dormant_and_leaves_the_others(lane: Lane) -> None:
+def test_redo_revives_dormant_units_only(lane: Lane) -> None:
     F, D, dead = 64, 48, [3, 40]
     incoming, outgoing = normal(F, D, device=lane.device), normal(D, F, seed=1, device=lane.device)
     bias = torch.ones(F, device=lane.device)
@@ -125,7 +125,7 @@ def test_redo_revives_the_dormant_and_leaves_the_others(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_redo_repeats_by_its_seed(lane: Lane) -> None:
+def test_redo_is_reproducible_by_seed(lane: Lane) -> None:
     runs = []
     for seed in (0, 0, 1):
         redo, incoming, outgoing = ReDo(4), normal(4, 3), normal(3, 4)
@@ -157,7 +157,7 @@ def operations() -> dict[str, Callable[[Tensor], object]]:
 @lanes("cpu")
 @planted("C31", "surgery inside a compiled region")
 @pytest.mark.parametrize("name", sorted(operations()))
-def test_refused_in_a_compiled_region(lane: Lane, name: str, row) -> None:
+def test_surgery_is_refused_in_a_compiled_region(lane: Lane, name: str, row) -> None:
     operation = operations()[name]
     weight = normal(8, 8)
     weight.grad = normal(8, 8, seed=1)
@@ -185,14 +185,14 @@ def test_refused_in_a_compiled_region(lane: Lane, name: str, row) -> None:
 @lanes("cpu")
 @planted("C31", "surgery on an XLA tensor")
 @pytest.mark.parametrize("name", sorted(operations()))
-def test_refused_on_xla(lane: Lane, name: str) -> None:
+def test_surgery_is_refused_on_xla(lane: Lane, name: str) -> None:
     weight = normal(8, 8).as_subclass(XlaTensor)
     with pytest.raises(RuntimeError, match=rf"^{name.split()[0]}: not on XLA: [^\n]*$"):
         operations()[name](weight)
 
 
 @lanes("cpu")
-def test_bad_operands_are_refused(lane: Lane) -> None:
+def test_surgery_refuses_bad_operands(lane: Lane) -> None:
     with pytest.raises(ValueError, match=r"fire: needs a matrix, not shape \(4,\)"):
         fire(nn.Parameter(torch.ones(4)))
     with pytest.raises(ValueError, match="fire: a zero matrix"):
@@ -202,7 +202,7 @@ def test_bad_operands_are_refused(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_without_fullgraph_the_region_falls_back_to_eager(lane: Lane) -> None:
+def test_surgery_without_fullgraph_falls_back_to_eager(lane: Lane) -> None:
     """Dynamo skips such a frame, so that the surgery runs in eager mode and nothing of the region is compiled."""
     weight, eager = normal(8, 8), normal(8, 8)
     fire(eager)

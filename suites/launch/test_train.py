@@ -69,7 +69,7 @@ def unigram_entropy(file: TokenFile) -> float:
 
 
 @lanes("cpu", "h200")
-def test_two_hundred_steps_on_the_corpus(lane: Lane, row) -> None:
+def test_loss_after_two_hundred_steps_on_the_corpus(lane: Lane, row) -> None:
     """Below the unigram entropy a model must use context. The loss includes the experts' auxiliary terms, too."""
     run = trainer(
         Plan(STEPS, policy="eager", optimizer="adamw"), batch=BATCH, tokens=TOKENS, device=lane.device
@@ -108,7 +108,7 @@ def curves(run: Trainer) -> Tensor:
 
 
 @lanes("cpu", "h200")
-def test_compiled_and_eager_train_alike(lane: Lane, row, canaries) -> None:
+def test_compiled_training_matches_eager(lane: Lane, row, canaries) -> None:
     """Each loss follows the updates before it, so gradients and optimizer are in the curve, too.
 
     Every token goes to all 8 experts here. With a choice among 64, one rounding in 20 losses sent a token elsewhere and
@@ -142,7 +142,7 @@ def test_compiled_and_eager_train_alike(lane: Lane, row, canaries) -> None:
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_interrupted_and_resumed_is_uninterrupted(lane: Lane, optimizer: str, tmp_path: Path) -> None:
+def test_resumed_run_equals_uninterrupted_run(lane: Lane, optimizer: str, tmp_path: Path) -> None:
     plan = Plan(8, policy="eager", optimizer=optimizer, warmup=3, checkpoint_every=3)
     (tmp_path / "whole.jsonl").write_text("of a former run\n")
     whole = trainer(plan, device=lane.device, log=tmp_path / "whole.jsonl")
@@ -172,7 +172,7 @@ def test_interrupted_and_resumed_is_uninterrupted(lane: Lane, optimizer: str, tm
 
 
 @lanes("cpu")
-def test_a_strange_checkpoint_is_refused(lane: Lane, tmp_path: Path) -> None:
+def test_foreign_or_broken_checkpoint_is_refused(lane: Lane, tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     trainer(Plan(2, policy="eager"), checkpoint=path).run(until=1)
     with pytest.raises(DataError, match=r"^[^\n]*of another run: plan differs in steps, lr$"):
@@ -186,7 +186,7 @@ def test_a_strange_checkpoint_is_refused(lane: Lane, tmp_path: Path) -> None:
 
 
 @lanes("cpu")
-def test_warm_up_leaves_no_trace(lane: Lane) -> None:
+def test_warm_up_changes_no_state(lane: Lane) -> None:
     """With experts that are balanced by a bias, which every training forward moves."""
     source = packed_batches(TokenFile(CORPUS), 2, 32, 0)
     run = Trainer(preset("nam12", "narrow", bias_rate=0.01), Plan(2, policy="eager"), source)
@@ -198,7 +198,7 @@ def test_warm_up_leaves_no_trace(lane: Lane) -> None:
 
 @lanes("cpu")
 @planted("X13", "random ids, and random ids in disguise")
-def test_random_ids_are_no_training(lane: Lane) -> None:
+def test_random_ids_are_refused_as_training_data(lane: Lane) -> None:
     config = preset("nam12", "narrow")
     run = Trainer(config, Plan(2, policy="eager"), SyntheticBatches(512, 2, 32, 0))
     for word in ("", "yes"):
@@ -223,7 +223,7 @@ def test_data_of_another_vocabulary_is_refused(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_a_loss_that_is_not_finite_stops_the_run(lane: Lane, tmp_path: Path) -> None:
+def test_non_finite_loss_stops_the_run(lane: Lane, tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     run = trainer(Plan(9, policy="eager", optimizer="adamw", lr=math.inf), checkpoint=path)
     with pytest.raises(NonFiniteError, match=r"^step 1: the loss is nan; the last checkpoint is good$"):
@@ -239,7 +239,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(lane: Lane, tmp_path: Path) -> 
 
 
 @lanes("cpu")
-def test_one_weight_that_is_not_finite_is_not_saved(lane: Lane, tmp_path: Path) -> None:
+def test_non_finite_weight_is_not_saved(lane: Lane, tmp_path: Path) -> None:
     run = trainer(Plan(2, policy="eager"), checkpoint=tmp_path / "state.pt")
     with torch.no_grad():
         [*run.model.parameters()][-1].flatten()[-1] = math.nan
@@ -262,7 +262,7 @@ def test_resumed_run_counts_its_own_steps(lane: Lane, tmp_path: Path, monkeypatc
 
 
 @lanes("cpu")
-def test_schedule_rises_and_falls(lane: Lane) -> None:
+def test_lr_schedule_rises_and_falls(lane: Lane) -> None:
     plan = Plan(101, lr=1.0, warmup=10)
     rates = [plan.lr_at(step) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
@@ -271,7 +271,7 @@ def test_schedule_rises_and_falls(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_exit_codes(lane: Lane, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_exit_codes(lane: Lane, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """0 done, 2 usage, 3 refused, 4 not finite; each refusal is one line."""
     small = ["--policy", "eager", "--steps", "2", "--batch", "2", "--tokens", "32"]
     assert main([*small, "--data", str(CORPUS), "--log", str(tmp_path / "log.jsonl")]) == 0
@@ -300,7 +300,7 @@ def test_exit_codes(lane: Lane, tmp_path: Path, capsys, monkeypatch: pytest.Monk
 
 
 @lanes("cpu")
-def test_a_process_of_its_own(lane: Lane) -> None:
+def test_trainer_runs_as_a_module(lane: Lane) -> None:
     """`python -m launch.train` as a user starts it: its last line is the summary."""
     options = ["--policy", "eager", "--steps", "2", "--batch", "2", "--tokens", "32", "--data", str(CORPUS)]
     summary = run_json("launch.train", *options, environment=dict(os.environ), timeout=120)
@@ -308,7 +308,7 @@ def test_a_process_of_its_own(lane: Lane) -> None:
     assert summary["data"]["file"] == "tokens.bin"
 
 
-def test_the_trainer_imports_no_suite() -> None:
+def test_trainer_imports_no_suite() -> None:
     program = "import json, sys, launch.train; print(json.dumps([m for m in sys.modules if 'suites' in m]))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True

@@ -28,7 +28,7 @@ STARTS = [
 ]
 
 
-def wanted(start: Start) -> bool:
+def warm_up_expected(start: Start) -> bool:
     """Return whether a warm-up runs, from the rule's wording and not from the table of the contract."""
     if not start.asked or start.device == "xla" or (start.fsdp and not start.compiled):
         return False
@@ -36,17 +36,17 @@ def wanted(start: Start) -> bool:
 
 
 def wrong(table: WarmUp) -> list[Start]:
-    return [start for start in STARTS if (table.skipped(start) == "") != wanted(start)]
+    return [start for start in STARTS if (table.skipped(start) == "") != warm_up_expected(start)]
 
 
 @lanes("cpu")
-def test_the_table_of_six_inputs(lane: Lane, row) -> None:
+def test_warm_up_table_follows_the_rule(lane: Lane, row) -> None:
     table = load_warmup()
     row(
         "launch/warmup/decisions_as_the_rule",
         len(STARTS) - len(wrong(table)),
         unit="count",
-        witness=sum(map(wanted, STARTS)),
+        witness=sum(map(warm_up_expected, STARTS)),
         rule="C30",
         expected=len(STARTS),
         evidence=[str(start) for start in wrong(table)],
@@ -57,17 +57,17 @@ def test_the_table_of_six_inputs(lane: Lane, row) -> None:
 
 @lanes("cpu")
 @planted("C30", "the warm-up is forced where cuda, regional and MoE meet")
-def test_each_table_is_needed(lane: Lane) -> None:
+def test_each_skip_table_is_needed(lane: Lane) -> None:
     table = load_warmup()
     for name in table.skip:
         without = WarmUp({n: when for n, when in table.skip.items() if n != name}, table.monitoring)
         missed = wrong(without)
         assert missed, name
-        assert not any(map(wanted, missed))
+        assert not any(map(warm_up_expected, missed))
 
 
 @lanes("cpu")
-def test_a_misshapen_table_is_refused(lane: Lane, tmp_path: Path) -> None:
+def test_invalid_warm_up_table_is_refused(lane: Lane, tmp_path: Path) -> None:
     text = contracts.PATH.read_text()
     for old, new, words in (
         ('when = { device = "xla" }', "when = { }", r"\[warmup.skip.xla\]: `when` names no field"),
@@ -93,9 +93,7 @@ def dynamo_as_it_was():
 
 @lanes("cpu")
 @planted("C12", "no warm-up, and the first step marks no axis")
-def test_the_first_step_takes_the_warm_ups_place(
-    lane: Lane, dynamo_as_it_was, monkeypatch, canaries, row
-) -> None:
+def test_first_step_replaces_the_warm_up(lane: Lane, dynamo_as_it_was, monkeypatch, canaries, row) -> None:
     """Without a warm-up: the same losses, and another batch compiles nothing. A step that marks none would compile."""
     canaries("graphs")
     losses, more = {}, {}

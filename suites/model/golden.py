@@ -98,14 +98,14 @@ def stored() -> Named:
     return load_file(FIXTURE) if FIXTURE.exists() else {}
 
 
-def differences(found: Named, wanted: Named) -> list[str]:
+def differences(found: Named, expected: Named) -> list[str]:
     """Return a line for each array that is missing, or off by more than RELATIVE of its largest entry."""
     lines = []
     for name, t in found.items():
-        if name not in wanted or wanted[name].shape != t.shape:
+        if name not in expected or expected[name].shape != t.shape:
             lines.append(f"{name}: not in the fixture, or of another shape")
             continue
-        off = ((t - wanted[name]).abs().max() / wanted[name].abs().max()).item()
+        off = ((t - expected[name]).abs().max() / expected[name].abs().max()).item()
         if not off <= RELATIVE:
             lines.append(f"{name}: off by {off:.1e} of its largest entry")
     return lines

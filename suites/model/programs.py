@@ -89,7 +89,7 @@ def program(config: HybridConfig, batch: int, *spans: Span, device: str = "cpu")
     return Features(*(table.to(device) for table in known))
 
 
-def awaken(model: nn.Module, seed: int = 3) -> nn.Module:
+def randomize_zero_parameters(model: nn.Module, seed: int = 3) -> nn.Module:
     """Set parameters that are initialized to zero to small random values, so that their branches contribute."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():

@@ -15,7 +15,7 @@ from suites.support.lanes import Lane, lanes
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_softcap_is_taken_in_fp32(lane: Lane, dtype: torch.dtype) -> None:
+def test_softcap_is_computed_in_fp32(lane: Lane, dtype: torch.dtype) -> None:
     """The product is in the model's dtype, and what follows it is not: tanh in 16 bits is off by 4e-3."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, 16, generator=g).to(lane.device, dtype)
@@ -27,7 +27,7 @@ def test_softcap_is_taken_in_fp32(lane: Lane, dtype: torch.dtype) -> None:
 
 
 @lanes("cpu", "h200")
-def test_decay_of_mamba3_has_a_floor(lane: Lane) -> None:
+def test_mamba3_decay_has_a_floor(lane: Lane) -> None:
     """However small its projection, A stays a_floor away from 0, so that every state decays."""
     config = preset("nam12", "narrow", a_floor=1e-3)
     block = build(config, lane.device, torch.float64).blocks[config.letters.index("M")]

@@ -31,7 +31,7 @@ BLOCKS = {
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_block_step_by_step_is_the_block_at_once(lane: Lane, name: str) -> None:
+def test_block_decode_equals_full_forward(lane: Lane, name: str) -> None:
     letter, changes = BLOCKS[name]
     config = preset("nam12", "narrow", **changes)
     model = build(config, lane.device, torch.float64)
@@ -57,7 +57,7 @@ def test_a_block_step_by_step_is_the_block_at_once(lane: Lane, name: str) -> Non
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("name", ["nam12", "nam56r"])
-def test_the_model_step_by_step_is_the_model_at_once(lane: Lane, name: str) -> None:
+def test_model_decode_equals_full_forward(lane: Lane, name: str) -> None:
     config = preset(name, "narrow", capacity_factor=16.0)
     model = build(config, lane.device, torch.float64)
     ids = token_batch(config, 2, device=lane.device)
@@ -72,7 +72,7 @@ def test_the_model_step_by_step_is_the_model_at_once(lane: Lane, name: str) -> N
 
 
 @lanes("cpu")
-def test_features_that_need_more_are_refused(lane: Lane) -> None:
+def test_decode_refuses_unsupported_features(lane: Lane) -> None:
     model = build(preset("nam12", "narrow", ngram=NgramConfig(table=500)))
     with pytest.raises(ValueError, match="decoding knows no ngram"):
         empty_state(model, 1)

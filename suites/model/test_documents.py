@@ -24,7 +24,7 @@ def test_documents_start_at_bos(lane: Lane) -> None:
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize(("name", "mixer"), [("nam12", "mamba3"), ("nam12", "mamba2"), ("nam56r", "mamba3")])
-def test_second_document_is_blind_to_the_first(lane: Lane, name: str, mixer: str, row) -> None:
+def test_second_document_does_not_depend_on_the_first(lane: Lane, name: str, mixer: str, row) -> None:
     # A capacity that no routing overflows: the experts' slots are the only thing that a packed row shares.
     config = preset(name, "narrow", m_mixer=mixer, capacity_factor=16.0)
     model = build(config, lane.device).double()
@@ -37,7 +37,7 @@ def test_second_document_is_blind_to_the_first(lane: Lane, name: str, mixer: str
         ids[:, 5] += 1
         changed = model.logits(ids)
     assert not torch.equal(changed[:, :SPLIT], packed[:, :SPLIT]), (
-        "the first document must react, or nothing is shown"
+        "the first document must change, or the test shows nothing"
     )
     row(
         f"model/{name}-{mixer}/document_leak",
@@ -48,12 +48,12 @@ def test_second_document_is_blind_to_the_first(lane: Lane, name: str, mixer: str
         at_most=1e-10,
         evidence=("fp64: what is left is the order of sums over a longer row",),
     )
-    assert torch.equal(changed[:, SPLIT:], packed), "a change in document 1 moved document 2"
+    assert torch.equal(changed[:, SPLIT:], packed), "a change in document 1 changed document 2"
     assert model.overflow() == 0
 
 
 @lanes("cpu", "h200")
-def test_future_tokens_do_not_move_the_past(lane: Lane) -> None:
+def test_future_tokens_do_not_affect_the_past(lane: Lane) -> None:
     config = preset("nam12", "narrow", capacity_factor=16.0)
     model = build(config, lane.device)
     ids = token_batch(config, 1, device=lane.device)

@@ -15,7 +15,7 @@ from model.config import EngramConfig, HyperConfig
 from model.engram import EngramBlock, EngramBranch, trailing_means
 from model.hybrid import BLOCKS, documents
 from model.layers import rms_norm
-from suites.model.programs import awaken
+from suites.model.programs import randomize_zero_parameters
 from suites.support.hybrids import SEED, token_batch
 from suites.support.lanes import Lane, lanes
 
@@ -25,7 +25,7 @@ CONFIG = preset("nam12", "narrow", engram=EngramConfig(layers=(0,)))
 
 def branch(lane: Lane) -> EngramBranch:
     torch.manual_seed(SEED)
-    return awaken(EngramBranch(CONFIG)).to(lane.device).double()
+    return randomize_zero_parameters(EngramBranch(CONFIG)).to(lane.device).double()
 
 
 def stream(lane: Lane) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ def by_hand(module: EngramBranch, x: Tensor, doc_ids: Tensor, **fault: bool) -> 
 
 
 @lanes("cpu", "h200")
-def test_equals_the_formula_token_by_token(lane: Lane) -> None:
+def test_engram_equals_the_formula_token_by_token(lane: Lane) -> None:
     module, (x, doc_ids) = branch(lane), stream(lane)
     with torch.no_grad():
         out, oracle = module(x, doc_ids), by_hand(module, x, doc_ids)
@@ -73,7 +73,7 @@ def test_equals_the_formula_token_by_token(lane: Lane) -> None:
 
 
 @lanes("cpu", "h200")
-def test_means_start_anew_in_each_document(lane: Lane) -> None:
+def test_means_restart_in_each_document(lane: Lane) -> None:
     x, doc_ids = stream(lane)
     start = 9
     packed = trailing_means(x, doc_ids, (2, 3, 4))
@@ -92,14 +92,14 @@ def test_mixed_branches_start_as_their_sum(lane: Lane) -> None:
     for config in (CONFIG, mixed):
         torch.manual_seed(SEED)
         block = EngramBlock("A", BLOCKS["A:gqa"](config), config)
-        awaken(block.engram)
+        randomize_zero_parameters(block.engram)
         built.append(block.to(lane.device).double())
     plain, block = built
     with torch.no_grad():
         torch.testing.assert_close(
             block(x, doc_ids, positions), plain(x, doc_ids, positions), rtol=1e-12, atol=1e-12
         )
-        awaken(block)
+        randomize_zero_parameters(block)
         moved = block(x, doc_ids, positions) - plain(x, doc_ids, positions)
         assert float(moved.abs().max()) > 1e-4
 
@@ -114,14 +114,14 @@ def test_mixed_branches_start_as_their_sum(lane: Lane) -> None:
         ((), "engram.layers is empty"),
     ],
 )
-def test_other_layers_are_refused(lane: Lane, layers: tuple[int, ...], message: str) -> None:
+def test_engram_on_other_layers_is_refused(lane: Lane, layers: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         preset("nam12", "narrow", engram=EngramConfig(layers=layers))
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("letter", ["M", "E", "R"])
-def test_other_blocks_are_refused(lane: Lane, letter: str) -> None:
+def test_engram_around_other_blocks_is_refused(lane: Lane, letter: str) -> None:
     with pytest.raises(ValueError, match=f"may not stand on a layer '{letter}'"):
         EngramBlock(
             letter, next(block for kind, block in BLOCKS.items() if kind[0] == letter)(CONFIG), CONFIG

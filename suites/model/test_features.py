@@ -18,7 +18,7 @@ from model.features import Features
 from model.head import LossHead
 from model.hybrid import BLOCKS, documents, next_token_targets
 from suites.compile.expectations import expected
-from suites.model.programs import FEATURES, TOGETHER, VARIANTS, awaken, program
+from suites.model.programs import FEATURES, TOGETHER, VARIANTS, program, randomize_zero_parameters
 from suites.support.hybrids import SEED, build, token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
 
@@ -38,11 +38,11 @@ def inputs_for(config: HybridConfig, batch: int, *spans, device: str) -> Feature
 def featured(lane: Lane, dtype: torch.dtype = torch.float64, **changes):
     """Return a config that no routing overflows, and its model in eval mode with every feature's parameters nonzero."""
     config = preset("nam12", "narrow", capacity_factor=16.0, **changes)
-    return config, awaken(build(config, lane.device)).to(dtype).eval()
+    return config, randomize_zero_parameters(build(config, lane.device)).to(dtype).eval()
 
 
 @lanes("cpu", "h200")
-def test_off_is_bit_equal_to_a_model_of_the_parts_alone(lane: Lane) -> None:
+def test_features_off_is_bit_equal_to_model_without_them(lane: Lane) -> None:
     """Compare with the parts assembled here without any feature code, under the same seed."""
     config = preset("nam12", "narrow")
     model = build(config, lane.device)
@@ -67,7 +67,7 @@ def test_off_is_bit_equal_to_a_model_of_the_parts_alone(lane: Lane) -> None:
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("feature", FEATURES)
-def test_on_leaves_every_other_parameter_as_it_was(lane: Lane, feature: str) -> None:
+def test_feature_on_keeps_every_other_parameter(lane: Lane, feature: str) -> None:
     config = preset("nam12", "narrow")
     base = build(config).state_dict()
     on = build(config.with_(**FEATURES[feature])).state_dict()
@@ -79,7 +79,7 @@ def test_on_leaves_every_other_parameter_as_it_was(lane: Lane, feature: str) -> 
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("feature", ["structure", "ngram", "tree", "engram"])
-def test_starts_as_the_identity(lane: Lane, feature: str) -> None:
+def test_feature_starts_as_the_identity(lane: Lane, feature: str) -> None:
     config = preset("nam12", "narrow")
     ids = token_batch(config, 2, device=lane.device)
     on = build(config.with_(**FEATURES[feature]), lane.device)
@@ -87,12 +87,14 @@ def test_starts_as_the_identity(lane: Lane, feature: str) -> None:
         without, asleep = build(config, lane.device)(ids), on(ids)
         assert torch.equal(without, asleep)
         inputs = inputs_for(on.config, 2, (0, T, 1), device=lane.device)
-        assert not torch.equal(without, awaken(on)(ids, inputs)), "awake it must be seen, or nothing is shown"
+        assert not torch.equal(without, randomize_zero_parameters(on)(ids, inputs)), (
+            "with nonzero parameters it must change the result"
+        )
 
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("feature", ALL)
-def test_on_trains(lane: Lane, feature: str) -> None:
+def test_feature_on_trains(lane: Lane, feature: str) -> None:
     config, model = featured(lane, torch.float32, **ALL[feature])
     model.train()
     known = set(build(preset("nam12", "narrow")).state_dict())
@@ -114,7 +116,7 @@ def test_on_trains(lane: Lane, feature: str) -> None:
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("feature", ALL)
-def test_second_document_is_blind_to_the_first(lane: Lane, feature: str) -> None:
+def test_second_document_does_not_depend_on_the_first(lane: Lane, feature: str) -> None:
     config, model = featured(lane, **ALL[feature])
     ids = token_batch(config, 1, device=lane.device)
     ids[:, 1:][ids[:, 1:] == config.bos_id] = 9
@@ -128,7 +130,7 @@ def test_second_document_is_blind_to_the_first(lane: Lane, feature: str) -> None
         packed = model.logits(ids, both)
         alone = model.logits(ids[:, SPLIT:], second)
         changed = model.logits(changed_ids, other_first)
-    assert not torch.equal(changed[:, :SPLIT], packed[:, :SPLIT]), "the first document must react"
+    assert not torch.equal(changed[:, :SPLIT], packed[:, :SPLIT]), "the first document must change"
     # fp64: the remaining difference is the order of sums over a longer row.
     assert float((packed[:, SPLIT:] - alone).abs().max()) <= 1e-10
     assert float((packed[:, SPLIT:] - changed[:, SPLIT:]).abs().max()) <= 1e-10
@@ -146,7 +148,7 @@ def past_moves(model: nn.Module, config: HybridConfig, ids: Tensor, inputs: Feat
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("feature", ALL)
-def test_future_tokens_do_not_move_the_past(lane: Lane, feature: str) -> None:
+def test_future_tokens_do_not_affect_the_past(lane: Lane, feature: str) -> None:
     config, model = featured(lane, **ALL[feature])
     ids = token_batch(config, 1, device=lane.device)
     inputs = inputs_for(config, 1, (0, T, 1), device=lane.device)
@@ -154,7 +156,7 @@ def test_future_tokens_do_not_move_the_past(lane: Lane, feature: str) -> None:
 
 
 @lanes("cpu", "h200")
-def test_the_published_tree_ffn_leaks_the_future(lane: Lane) -> None:
+def test_published_tree_ffn_leaks_the_future(lane: Lane) -> None:
     """Not causal: a token in a chunk reads the mean of the whole chunk. The control of the test above."""
     config, model = featured(lane, tree=TreeConfig(chunks=24, edges=24, width=16, causal=False))
     ids = token_batch(config, 1, device=lane.device)
@@ -166,7 +168,7 @@ def test_the_published_tree_ffn_leaks_the_future(lane: Lane) -> None:
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("feature", [feature for feature in ALL if feature != "hyper_two_streams"])
-def test_eight_regional_steps(lane: Lane, feature: str, row, canaries) -> None:
+def test_eight_regional_steps_with_features(lane: Lane, feature: str, row, canaries) -> None:
     """Batches of three sizes; the features' inputs are present at one step and absent at the next."""
     canaries(*INSTRUMENTS)
     backend = "eager"  # breaks and recompiles come from Dynamo; AOTAutograd, five times slower, runs below
@@ -198,12 +200,11 @@ def test_eight_regional_steps(lane: Lane, feature: str, row, canaries) -> None:
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("changes", ["features", *TOGETHER])
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in ("eager", "regional")])
-def test_everything_under_the_other_policies(lane: Lane, policy: str, changes: str, canaries) -> None:
+def test_all_features_under_the_other_policies(lane: Lane, policy: str, changes: str, canaries) -> None:
     """No policy depends on features or kinds of blocks: each compiles to as many graphs as without them."""
     if policy == "per_block" and changes == "features":
-        changes = (
-            "latent_sparse_mimo"  # token features are a separate region there, see test_eight_regional_steps
-        )
+        # Token features are a separate region there, see test_eight_regional_steps_with_features.
+        changes = "latent_sparse_mimo"
     canaries(*INSTRUMENTS)
     on = EVERY if changes == "features" else TOGETHER[changes]
     with watched_hybrid("nam12", policy, device=lane.device, backend="eager", **on) as hybrid:
@@ -222,7 +223,7 @@ def test_everything_under_the_other_policies(lane: Lane, policy: str, changes: s
 @lanes("cpu", "h200")
 def test_compiled_equals_eager_with_all_features(lane: Lane) -> None:
     with watched_hybrid("nam12", "regional", device=lane.device, backend="aot_eager", **EVERY) as hybrid:
-        awaken(hybrid.model).double()
+        randomize_zero_parameters(hybrid.model).double()
         eager = build(hybrid.config, lane.device, torch.float64)
         eager.load_state_dict(hybrid.model.state_dict())
         ids = token_batch(hybrid.config, 2, device=lane.device)
@@ -235,7 +236,7 @@ def test_compiled_equals_eager_with_all_features(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_inputs_that_nothing_reads_are_refused(lane: Lane) -> None:
+def test_unused_inputs_are_refused(lane: Lane) -> None:
     config = preset("nam12", "narrow")
     ids = token_batch(config, 1)
     with pytest.raises(ValueError, match="structure, ngram and tree are all off"):

@@ -21,7 +21,7 @@ GIB = 40  # peaks: nam56r 34, nam52 26
 
 @lanes("h200")
 @pytest.mark.parametrize("name", ["nam52", "nam56r"])
-def test_a_step_fits(lane: Lane, name: str, row) -> None:
+def test_full_size_step_fits_in_memory(lane: Lane, name: str, row) -> None:
     config = preset(name, "full")
     with claimed(GIB):
         loss, peak, parameters, missing = forward_and_backward(config)

@@ -15,7 +15,7 @@ from suites.support.planted import planted
 
 
 @lanes("cpu", "h200")
-def test_blocks_and_presets_give_their_golden_results(lane: Lane, row) -> None:
+def test_blocks_and_presets_equal_their_golden_results(lane: Lane, row) -> None:
     golden, faults, agreeing, compared = stored(), [], 0, 0
     for subject in subjects():
         found = results(subject, lane.device)
@@ -36,7 +36,9 @@ def test_blocks_and_presets_give_their_golden_results(lane: Lane, row) -> None:
 @lanes("cpu")
 @planted("C35", "a weight off by a millionth")
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_a_weight_off_by_a_millionth_is_seen(lane: Lane, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_off_by_a_millionth_is_detected(
+    lane: Lane, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Checks every parameter that has a gradient; the others are the indexer's, whose choice has none."""
     before, blind = results(kind), []
     make = BLOCKS[kind]

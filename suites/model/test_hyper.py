@@ -44,7 +44,7 @@ def test_mixing_is_doubly_stochastic(lane: Lane, n: int, seed: int, spread: floa
 
 @lanes("cpu")
 @pytest.mark.parametrize("iterations", [1, 2, 5])
-def test_sinkhorn_takes_its_iterations(lane: Lane, iterations: int) -> None:
+def test_sinkhorn_runs_its_iterations(lane: Lane, iterations: int) -> None:
     """Each divides by the column sums, then by the row sums."""
     scores = logits(4, seed=0)
     matrix = scores.exp()
@@ -55,7 +55,7 @@ def test_sinkhorn_takes_its_iterations(lane: Lane, iterations: int) -> None:
 
 
 @lanes("cpu")
-def test_two_by_two_needs_a_softmax(lane: Lane) -> None:
+def test_two_by_two_mixing_needs_a_softmax(lane: Lane) -> None:
     """A balanced 2x2 matrix has equal diagonals for any scores, so weights read from it would be equal."""
     scores = torch.tensor([3.0, -1.0], dtype=torch.float64)
     matrix = torch.exp(torch.diag(scores))
@@ -71,14 +71,14 @@ def test_two_by_two_needs_a_softmax(lane: Lane) -> None:
 
 @lanes("cpu")
 @pytest.mark.parametrize("branches", [1, 3])
-def test_a_mixer_of_two_takes_two(lane: Lane, branches: int) -> None:
+def test_branch_mixer_refuses_other_than_two_branches(lane: Lane, branches: int) -> None:
     with pytest.raises(ValueError, match=f"two branches, not {branches}"):
         branch_weights(torch.zeros(branches))
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_are_refused(lane: Lane, dtype: torch.dtype) -> None:
+def test_sinkhorn_refuses_16_bit_logits(lane: Lane, dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match="needs fp32 logits"):
         sinkhorn(torch.zeros(3, 3, dtype=dtype), 5)
 
@@ -98,7 +98,7 @@ def test_coefficients_are_fp32_under_autocast(lane: Lane, dtype: torch.dtype) ->
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("hyper", [HyperConfig(4, 7), HyperConfig(2, 7), HyperConfig(4, 12, uniform=0.3)])
-def test_starts_as_the_model_without_streams(lane: Lane, hyper: HyperConfig) -> None:
+def test_streams_start_as_the_model_without_them(lane: Lane, hyper: HyperConfig) -> None:
     config = preset("nam12", "narrow")
     ids = token_batch(config, 2, device=lane.device)
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_starts_as_the_model_without_streams(lane: Lane, hyper: HyperConfig) -> 
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("apart", [True, False])
-def test_streams_can_part(lane: Lane, apart: bool) -> None:
+def test_streams_can_diverge(lane: Lane, apart: bool) -> None:
     """If layers read all streams alike, all of them would have the same gradient and remain one stream."""
     model = build(CONFIG, lane.device, torch.float64)
     N = CONFIG.hyper.streams

@@ -59,7 +59,7 @@ def by_loop(config: HybridConfig, made: MoEBlock, u: Tensor) -> list[list[dict[i
 @pytest.mark.parametrize(
     "changes", [{}, NULL, GROUPS, {**NULL, **GROUPS}], ids=["plain", "null", "groups", "both"]
 )
-def test_routing_is_the_loop_over_tokens(lane: Lane, changes: dict[str, object]):
+def test_routing_equals_the_loop_over_tokens(lane: Lane, changes: dict[str, object]):
     config, made, u = block(lane, **changes)
     torch.nn.init.normal_(made.expert_bias, std=0.1)
     if config.null_slots:
@@ -95,7 +95,7 @@ def test_small_scores_are_weighted_in_full(lane: Lane, changes: dict[str, object
 
 
 @lanes("cpu", "h200")
-def test_a_token_of_nulls_alone_gets_the_shared_expert(lane: Lane):
+def test_token_with_only_null_slots_gets_shared_expert(lane: Lane):
     _, made, x = block(lane, **NULL)
     made.null_logit.data.fill_(50.0)
     y, aux = made(x)
@@ -109,7 +109,7 @@ def test_a_token_of_nulls_alone_gets_the_shared_expert(lane: Lane):
 
 
 @lanes("cpu", "h200")
-def test_the_null_logit_decides_how_many_experts_work(lane: Lane):
+def test_null_logit_sets_how_many_experts_work(lane: Lane):
     _, made, x = block(lane, **NULL)
     working = []
     for logit in (-50.0, 0.8, 50.0):
@@ -120,7 +120,7 @@ def test_the_null_logit_decides_how_many_experts_work(lane: Lane):
 
 
 @lanes("cpu", "h200")
-def test_the_bias_moves_toward_uniform_load(lane: Lane):
+def test_bias_moves_toward_uniform_load(lane: Lane):
     config, made, x = block(lane, bias_rate=0.02)
     made.router.weight.data[0] = made.router.weight.data[1] = 0
     made.router.weight.data[0, 0] = 5.0
@@ -146,7 +146,7 @@ def test_the_bias_moves_toward_uniform_load(lane: Lane):
 
 
 @lanes("cpu", "h200")
-def test_switches_that_are_off_leave_every_bit(lane: Lane):
+def test_disabled_switches_change_no_bit(lane: Lane):
     """rho 1 has no null slot, one group imposes no limit, rate 0 moves nothing: the block equals one without them."""
     _, plain, x = block(lane)
     _, same, _ = block(lane, null_rho=1.0, expert_groups=1, chosen_groups=1)
@@ -169,7 +169,7 @@ def test_impossible_routings_are_refused(lane: Lane):
 
 
 @lanes("cpu", "h200")
-def test_the_router_stays_fp32_under_autocast(lane: Lane):
+def test_router_stays_fp32_under_autocast(lane: Lane):
     """Rule C34. In bf16 the choice itself would differ."""
     config, made, x = block(lane)
     made, u = made.float(), x.float()
@@ -177,7 +177,7 @@ def test_the_router_stays_fp32_under_autocast(lane: Lane):
     with torch.autocast(lane.device, dtype=torch.bfloat16):
         found = made.route(u)
         in_bf16 = torch.nn.functional.linear(u, made.router.weight)
-    assert in_bf16.dtype == torch.bfloat16, "autocast is on, or nothing is shown"
+    assert in_bf16.dtype == torch.bfloat16, "autocast must be on, or the test shows nothing"
     for ours, theirs in zip(found, plain):
         assert torch.equal(ours, theirs)
     assert not torch.equal(in_bf16.sigmoid().topk(config.top_k).indices, plain.expert)

@@ -75,7 +75,7 @@ class ReductionNone(MTPHead):
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_equals_the_loop_over_positions(lane: Lane, steps: int) -> None:
+def test_mtp_equals_the_loop_over_positions(lane: Lane, steps: int) -> None:
     module = head(lane, steps)
     x, embedding, ids, targets = batch(lane, module)
     doc_ids, _ = documents(ids, 2)
@@ -99,7 +99,7 @@ class OneDocument(MTPHead):
 
 
 @lanes("cpu", "h200")
-def test_documents_add_up(lane: Lane) -> None:
+def test_loss_is_additive_over_documents(lane: Lane) -> None:
     """The loss of [A|B] is that of A and of B, weighted by their number of targets: documents are isolated."""
     split, steps = 17, 3
 
@@ -126,7 +126,7 @@ def test_documents_add_up(lane: Lane) -> None:
 
 
 @lanes("cpu", "h200")
-def test_targets_tell_the_documents(lane: Lane) -> None:
+def test_documents_are_recovered_from_targets(lane: Lane) -> None:
     ids = torch.tensor([[2, 9, 8, 2, 7, 2], [9, 9, 2, 6, 5, 4]])
     doc_ids, _ = documents(ids, 2)
     targets = next_token_targets(ids, doc_ids)
@@ -150,7 +150,7 @@ def test_trunk_is_detached_and_short_rows_are_finite(lane: Lane) -> None:
 
 
 @lanes("cpu", "h200")
-def test_one_graph_for_all_steps(lane: Lane, row, canaries) -> None:
+def test_mtp_is_one_graph_for_all_steps(lane: Lane, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     graphs, calls = {}, 0
     for steps in (1, 2, 3):
@@ -177,6 +177,6 @@ def test_one_graph_for_all_steps(lane: Lane, row, canaries) -> None:
 
 
 @lanes("cpu")
-def test_no_step_is_refused(lane: Lane) -> None:
+def test_zero_mtp_steps_is_refused(lane: Lane) -> None:
     with pytest.raises(ValueError, match=r"mtp.steps must be at least 1"):
         preset("nam12", "narrow", mtp=MTPConfig(steps=0))

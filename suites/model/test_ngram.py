@@ -12,7 +12,7 @@ from model import preset
 from model.config import NgramConfig
 from model.hybrid import documents
 from model.ngram import NgramHash, primes_from
-from suites.model.programs import awaken
+from suites.model.programs import randomize_zero_parameters
 from suites.support.hybrids import token_batch
 from suites.support.lanes import Lane, lanes
 
@@ -47,7 +47,7 @@ class Unseeded(NgramHash):
 
 
 @lanes("cpu", "h200")
-def test_equals_the_hash_in_python_integers(lane: Lane) -> None:
+def test_hash_equals_python_integer_hash(lane: Lane) -> None:
     module = NgramHash(CONFIG).to(lane.device)
     ids = token_batch(CONFIG, 2, device=lane.device)
     ids[1, 3] = 2**31  # a product near 2^62 must be exact
@@ -60,8 +60,8 @@ def test_equals_the_hash_in_python_integers(lane: Lane) -> None:
 
 
 @lanes("cpu", "h200")
-def test_embeds_the_rows_it_names(lane: Lane) -> None:
-    module = awaken(NgramHash(CONFIG)).to(lane.device).double()
+def test_ngram_embeds_the_hashed_rows(lane: Lane) -> None:
+    module = randomize_zero_parameters(NgramHash(CONFIG)).to(lane.device).double()
     ids = token_batch(CONFIG, 2, device=lane.device)
     doc_ids, _ = documents(ids, CONFIG.bos_id)
     embedded = torch.stack([module.table[r].flatten() for r in by_hand(module, ids, doc_ids).flatten(0, 1)])
@@ -83,7 +83,7 @@ def two_builds(kind: type[NgramHash]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @lanes("cpu")
-def test_two_builds_hash_alike(lane: Lane) -> None:
+def test_two_builds_have_the_same_hash(lane: Lane) -> None:
     first, second, restored = two_builds(NgramHash)
     assert torch.equal(first, second)
     assert torch.equal(first, restored)

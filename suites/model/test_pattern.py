@@ -40,7 +40,7 @@ def test_narrow_keeps_every_layer_expert_and_top_k(lane: Lane) -> None:
 
 @lanes("cpu")
 @pytest.mark.parametrize(("factor", "overhead"), [(1.0, 1 / 3), (1.25, 1 / 15), (1.5, 7 / 9)])
-def test_padding_overhead_is_a_fact_of_the_configuration(lane: Lane, factor: float, overhead: float) -> None:
+def test_padding_overhead_follows_from_the_configuration(lane: Lane, factor: float, overhead: float) -> None:
     """4096 tokens, 64 experts, top-6: 33 %, 6.7 % and 78 %, not the commonly quoted 25 %."""
     config = preset("nam52", "full", capacity_factor=factor)
     assert config.padding_overhead(4096) == pytest.approx(overhead, abs=1e-9)

@@ -61,7 +61,7 @@ def ours(document: Tensor, known: Features) -> Tensor:
 
 
 @lanes("cpu", "h200")
-def test_equals_the_loop_over_pairs(lane: Lane) -> None:
+def test_relations_equal_the_loop_over_pairs(lane: Lane) -> None:
     doc_ids, known = documents_and_program(lane)
     _, document = chunk_of_token(known.start, known.end, doc_ids)
     mask = ours(document, known)
@@ -152,7 +152,7 @@ def test_bias_of_plain_attention(lane: Lane) -> None:
 
 @lanes("cpu")
 @pytest.mark.parametrize("tokens", [1, 7])
-def test_no_chunks_at_all(lane: Lane, tokens: int) -> None:
+def test_relations_without_chunks(lane: Lane, tokens: int) -> None:
     config = preset("nam12", "narrow", tree=TreeConfig(chunks=4, edges=2))
     known = Features.absent(torch.zeros(B, tokens, dtype=torch.int64), config)
     doc_ids = torch.zeros(B, tokens, dtype=torch.int32)

@@ -17,7 +17,7 @@ from launch.contract import load
 from model import preset
 from model.config import StructureConfig
 from model.structure import COMPONENTS, StructureEmbedding, stack_columns
-from suites.model.programs import awaken
+from suites.model.programs import randomize_zero_parameters
 from suites.support.hybrids import SEED
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
@@ -29,7 +29,7 @@ CONFIG = preset("nam12", "narrow", structure=StructureConfig(sizes=(9, 16, 64, 6
 
 def embedding(lane: Lane, dtype: torch.dtype = torch.float64) -> StructureEmbedding:
     torch.manual_seed(SEED)
-    module = awaken(StructureEmbedding(CONFIG))
+    module = randomize_zero_parameters(StructureEmbedding(CONFIG))
     nn.init.normal_(module.gate)
     return module.to(lane.device, dtype)
 
@@ -72,7 +72,7 @@ class NaiveMask(StructureEmbedding):
 
 
 @lanes("cpu", "h200")
-def test_equals_the_formula_token_by_token(lane: Lane) -> None:
+def test_structure_equals_the_formula_token_by_token(lane: Lane) -> None:
     module, ids = embedding(lane), columns(lane)
     with torch.no_grad():
         oracle = by_hand(module, ids)

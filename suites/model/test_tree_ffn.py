@@ -18,7 +18,7 @@ from model.config import TreeConfig
 from model.layers import rms_norm
 from model.relations import chunk_of_token, chunk_relations
 from model.tree_ffn import CARRIERS, TreeFFN
-from suites.model.programs import awaken, program
+from suites.model.programs import program, randomize_zero_parameters
 from suites.support.hybrids import SEED
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
@@ -29,7 +29,7 @@ B, T = 2, 64
 def tree(lane: Lane, chunks: int = 24, **changes) -> TreeFFN:
     torch.manual_seed(SEED)
     config = preset("nam12", "narrow", tree=TreeConfig(chunks=chunks, edges=24, **changes))
-    return awaken(TreeFFN(config)).to(lane.device).double()
+    return randomize_zero_parameters(TreeFFN(config)).to(lane.device).double()
 
 
 def arguments(lane: Lane, tokens: int = T, chunks: int = 24) -> tuple[Tensor, ...]:
@@ -69,14 +69,14 @@ def by_masks(module: TreeFFN, x: Tensor, doc_ids: Tensor, *known: Tensor, causal
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("causal", [False, True])
-def test_equals_the_membership_masks(lane: Lane, causal: bool) -> None:
+def test_tree_ffn_equals_the_membership_masks(lane: Lane, causal: bool) -> None:
     module, given = tree(lane, causal=causal), arguments(lane)
     with torch.no_grad():
         out = module(*given)
         oracle, other = (by_masks(module, *given, causal=flag) for flag in (causal, not causal))
     torch.testing.assert_close(out, oracle, rtol=1e-12, atol=1e-12)
     assert float((out - other).abs().max()) > 1e-3
-    assert float((out - given[0]).abs().max()) > 1e-3, "it must do something"
+    assert float((out - given[0]).abs().max()) > 1e-3, "it must change the stream"
 
 
 @lanes("cpu", "h200")
@@ -92,7 +92,7 @@ def test_gradients_equal_those_of_the_masks(lane: Lane) -> None:
 
 
 @lanes("cpu", "h200")
-def test_tokens_outside_chunks_are_left_alone(lane: Lane) -> None:
+def test_tokens_outside_chunks_are_unchanged(lane: Lane) -> None:
     module, given = tree(lane, causal=False), arguments(lane)
     x, doc_ids, start, end, *_ = given
     chunk, _ = chunk_of_token(start, end, doc_ids)
@@ -111,7 +111,7 @@ def flops(lane: Lane, function, tokens: int, chunks: int) -> int:
 
 @lanes("cpu", "h200")
 @planted("X5", "membership masks of all chunks by all tokens")
-def test_work_grows_like_the_tokens(lane: Lane, row) -> None:
+def test_work_grows_linearly_with_tokens(lane: Lane, row) -> None:
     """A chunk for each 32 tokens, so that C grows with T and a (C,T) mask is quadratic.
 
     Counts floating-point operations and not seconds, because they are exact. Between 256 and 4096 tokens the count

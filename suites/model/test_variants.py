@@ -81,7 +81,7 @@ def parameters(c: HybridConfig) -> int:
 @lanes("cpu")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_are_those_of_the_arithmetic(lane: Lane, name: str, size: str) -> None:
+def test_parameter_counts_equal_the_arithmetic(lane: Lane, name: str, size: str) -> None:
     config = preset(name, size)
     with torch.device("meta"):
         model = Hybrid(config)
@@ -101,7 +101,7 @@ def test_nam56r_has_nine_sparse_and_four_latent_layers(lane: Lane, size: str) ->
 
 @lanes("cpu")
 @pytest.mark.parametrize("name", ["nam12", "nam52"])
-def test_the_others_have_plain_attention(lane: Lane, name: str) -> None:
+def test_other_presets_have_plain_attention(lane: Lane, name: str) -> None:
     config = preset(name)
     blocks = [b for letter, b in zip(config.letters, build(config).blocks) if letter == "A"]
     assert {type(b) for b in blocks} == {AttentionBlock}
@@ -109,14 +109,14 @@ def test_the_others_have_plain_attention(lane: Lane, name: str) -> None:
 
 @lanes("cpu")
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_the_mixer_is_the_one_asked_for(lane: Lane, mixer: str) -> None:
+def test_mixer_is_the_configured_one(lane: Lane, mixer: str) -> None:
     config = preset("nam12", m_mixer=mixer)
     blocks = [b for letter, b in zip(config.letters, build(config).blocks) if letter == "M"]
     assert {type(b) for b in blocks} == {MIXERS[mixer]}
 
 
 @lanes("cpu", "h200")
-def test_the_indexer_learns_and_sends_nothing_into_the_stream(lane: Lane) -> None:
+def test_indexer_learns_from_its_own_loss_only(lane: Lane) -> None:
     """Its gradient is that of its own loss; the gradients of the rest do not depend on it."""
     config = preset("nam56r")
     ids = token_batch(config, 2, device=lane.device)
@@ -144,7 +144,7 @@ def test_ranks_beyond_the_layers_are_refused(lane: Lane) -> None:
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("name", NAMES)
-def test_state_dict_there_and_back(lane: Lane, name: str) -> None:
+def test_state_dict_round_trip(lane: Lane, name: str) -> None:
     """A model with other weights loads it exactly; the overflow counter is bookkeeping and not included."""
     config = preset(name)
     model, other = build(config, lane.device), Hybrid(config).to(lane.device)

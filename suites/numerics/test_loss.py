@@ -15,7 +15,7 @@ from suites.support.reduce import largest_difference
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("name", ["nam52", "nam56r"])
-def test_twenty_steps(lane: Lane, name: str, row, canaries) -> None:
+def test_loss_over_twenty_steps(lane: Lane, name: str, row, canaries) -> None:
     canaries("graphs")
     steps = load().deterministic_steps
     with watched_hybrid(name, "regional", device=lane.device) as hybrid:

@@ -120,7 +120,7 @@ POLICY = {"cpu": "eager", "h200": "regional"}
 
 
 @lanes("cpu", "h200")
-def test_the_loss_stays_where_it_is(lane: Lane, row) -> None:
+def test_loss_does_not_explode(lane: Lane, row) -> None:
     found = losses(lane.device, POLICY[lane.name])
     row(
         "numerics/cancelling_experts-four_steps/largest_loss", largest(found), unit="nats", rule="C33",
@@ -142,13 +142,13 @@ def explodes(combine: Combine, device: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @lanes("cpu", "h200")
 @planted("C33", "the experts' combine in bf16, an addition after the other")
-def test_a_bf16_sum_explodes(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_sum_makes_the_loss_explode(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     assert exploded(explodes(combine_in_turn, lane.device, monkeypatch), EXPLODED)
 
 
 @lanes("h200")
 @planted("C33", "the experts' combine by bf16 atomics")
-def test_bf16_atomics_explode(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_atomics_make_the_loss_explode(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     assert exploded(explodes(combine_by_atomics, lane.device, monkeypatch), EXPLODED)
 
 
@@ -179,7 +179,7 @@ def full_size_errors() -> tuple[dict[str, float], int]:
 
 
 @lanes("h200")
-def test_the_combine_at_full_size(lane: Lane, row) -> None:
+def test_combine_at_full_size(lane: Lane, row) -> None:
     errors, assignments = full_size_errors()
     torch.cuda.empty_cache()
     assert errors["fp32 atomics"] < BOUND < errors["bf16 atomics"] / 100

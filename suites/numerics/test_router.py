@@ -38,9 +38,9 @@ def exact_choice(block: MoEBlock, u: Tensor) -> Tensor:
     return logits.topk(block.choices, dim=-1).indices.sort(-1).values
 
 
-def moved(found: Tensor, wanted: Tensor) -> int:
+def moved(found: Tensor, expected: Tensor) -> int:
     """Count the tokens whose set of experts differs."""
-    return int((found.sort(-1).values != wanted).any(-1).sum())
+    return int((found.sort(-1).values != expected).any(-1).sum())
 
 
 @lanes("cpu", "h200")
@@ -56,7 +56,7 @@ def test_near_ties_are_decided_in_fp32(lane: Lane, row) -> None:
 
 
 @lanes("cpu", "h200")
-def test_exact_ties_are_decided_alike(lane: Lane) -> None:
+def test_exact_ties_are_decided_consistently(lane: Lane) -> None:
     """With four copies of every expert any choice is valid, but it is the same each time and in each batch row."""
     block, u = router(lane)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_exact_ties_are_decided_alike(lane: Lane) -> None:
 
 @lanes("cpu", "h200")
 @planted("C34", "a router in bf16")
-def test_a_bf16_router_chooses_others(lane: Lane) -> None:
+def test_bf16_router_chooses_other_experts(lane: Lane) -> None:
     block, u = router(lane)
     narrow = (u.bfloat16() @ block.router.weight.bfloat16().mT).topk(block.choices, dim=-1).indices
     assert moved(narrow, exact_choice(block, u)) > B * T // 20

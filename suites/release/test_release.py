@@ -195,7 +195,7 @@ def test_profiler_events(lane: Lane, row) -> None:
 
 
 @lanes("cpu")
-def test_names_that_need_a_device_to_work(lane: Lane, row) -> None:
+def test_names_of_device_features_exist(lane: Lane, row) -> None:
     """This lane can only check that they are present; their effect is checked on h200."""
     graph = inspect.signature(torch.cuda.graph).parameters
     fact(
@@ -244,19 +244,19 @@ def test_no_torchscript(lane: Lane, row) -> None:
 
 
 @lanes("cpu")
-def test_torchscript_says_that_it_ends(lane: Lane, row) -> None:
+def test_torchscript_warns_of_its_deprecation(lane: Lane, row) -> None:
     """The category decides who sees it: Python shows a DeprecationWarning only to the caller's own module."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.jit.script(nn.ReLU())
-    said = [w for w in caught if "torch.jit.script` is deprecated" in str(w.message)]
+    warned = [w for w in caught if "torch.jit.script` is deprecated" in str(w.message)]
     row(
         "release/torchscript/deprecation_category",
-        said[0].category.__name__ if said else "none",
+        warned[0].category.__name__ if warned else "none",
         unit="category",
         witness=1 + len(caught),
         rule="R1",
-        evidence=[str(w.message) for w in said],
+        evidence=[str(w.message) for w in warned],
     )
 
 
@@ -304,7 +304,7 @@ def test_cond_inside_a_cuda_graph(lane: Lane, row) -> None:
 
 
 @lanes("h200")
-def test_compiled_addcdiv_is_the_eager_one(lane: Lane, row) -> None:
+def test_compiled_addcdiv_equals_eager(lane: Lane, row) -> None:
     """Since torch 2.12 Inductor multiplies and adds in one rounding, as the eager kernel does. On CPU it does not."""
     generator = torch.Generator().manual_seed(0)
     a, b, c = (torch.randn(4096, generator=generator).to(lane.device) for _ in range(3))
@@ -346,7 +346,7 @@ def parked(items: dict[str, tuple[bool, str]]) -> list[str]:
 
 @lanes("cpu")
 @planted("R1", "the device of a parked item is here, and nothing was shown on it")
-def test_parked_items_have_no_device_here(lane: Lane, row) -> None:
+def test_parked_items_lack_their_device(lane: Lane, row) -> None:
     """The row counts what is not shown. An item whose device is present may not stay parked."""
     row(
         "release/parked/items_not_shown",

@@ -60,7 +60,7 @@ FAULTS = {
                 '    shutil.rmtree(directory / (forget or "aotautograd"), ignore_errors=True)\n',
             ),
         ),
-        "suites/cache/test_layers.py::test_every_layer_is_warm[h200]",
+        "suites/cache/test_layers.py::test_every_cache_layer_is_warm_after_restart[h200]",
         "cache/layers-h200/cold_after_restart",
         ("C18", "aot"),
     ),
@@ -102,7 +102,7 @@ def slower_step(milliseconds: float) -> Mutant:
     return Mutant(
         "sleep_in_the_step",
         (("launch/step.py", head, SLEEP.lstrip() + head), ("launch/step.py", end, slept)),
-        "suites/throughput/test_full_size.py::test_a_training_step[nam56r-eager-h200]",
+        "suites/throughput/test_full_size.py::test_full_size_training_step[nam56r-eager-h200]",
         "throughput/nam56r-full-eager-2x4096/tokens_per_second",
         ("C37",),
     )

@@ -14,7 +14,7 @@ from bumpgate.baseline import Baseline, Reviewed, save
 from bumpgate.gate.verdict import Decision, Side, judge_gate
 from bumpgate.processes.host import OWN_VARIABLES, PARENT
 from bumpgate.rows import Judgement, Record, Row, Verdict
-from suites.kernels import peer_tuning, speed, test_model_shapes, workloads
+from suites.kernels import model_shapes, peer_tuning, speed, workloads
 from suites.kernels.workloads import Case, Work
 from suites.self.project import Project
 from suites.support import absent
@@ -102,7 +102,7 @@ def attention_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_are_measured_without_the_peer(attention_on_cpu: None) -> None:
-    ours, peer, numbers = test_model_shapes.compared("attention-P64")
+    ours, peer, numbers = model_shapes.compared("attention-P64")
     assert ours.keys() == numbers.keys() == {"forward", "gradient"}
     assert [len(ratios) for ratios in ours.values()] == [1, 1]
     assert peer == {"forward": [], "gradient": []}
@@ -125,7 +125,7 @@ def test_speeds_are_measured_without_the_peer(
 def test_installed_but_broken_peer_raises(attention_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_tuning, "absent", lambda packages: [])
     with pytest.raises(ImportError):
-        test_model_shapes.compared("attention-P64")
+        model_shapes.compared("attention-P64")
 
 
 def test_every_peer_package_is_listed() -> None:

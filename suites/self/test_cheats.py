@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from suites.cache.test_warm_restart import built_anew
+from suites.cache.restart import rebuilt
 from suites.self.tree import copy_tree, edit, run_lane
 from suites.support.child import run_json
 
@@ -78,5 +78,5 @@ def test_cache_hits_that_recompile_everything_are_detected(tmp_path: Path) -> No
     warm = restart()
     assert gutted["counts"]["aot_hit"] == cold["counts"]["aot_miss"] > 0, "the counters still report hits"
     assert gutted["counts"]["fx_miss"] is None
-    assert len(built_anew(cold, gutted)) == len(cold["shared_objects"]) > 0
-    assert built_anew(gutted, warm) == []
+    assert len(rebuilt(cold, gutted)) == len(cold["shared_objects"]) > 0
+    assert rebuilt(gutted, warm) == []

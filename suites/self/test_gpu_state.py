@@ -22,7 +22,7 @@ from bumpgate.baseline import Baseline, Reviewed, save
 from bumpgate.plugin.rows import InfraError
 from suites.self.project import REPO, Project
 from suites.support import gpu_state
-from suites.support.gpu_state import UNEXPLAINED_BYTES, State, alone_on_gpu, read, spoiled, told
+from suites.support.gpu_state import UNEXPLAINED_BYTES, State, alone_on_gpu, read, spoiled, state_line
 from suites.support.planted import planted
 
 POWER_CAP, HARDWARE_SLOWDOWN, SOFTWARE_THERMAL, HARDWARE_THERMAL, BRAKE = 0x4, 0x8, 0x20, 0x40, 0x80
@@ -114,7 +114,7 @@ def test_memory_of_other_workers_may_not_grow() -> None:
 
 
 def test_both_readings_are_on_one_line() -> None:
-    line = told(QUIET, replace(QUIET, sm=1755, watts=698, reasons=0))
+    line = state_line(QUIET, replace(QUIET, sm=1755, watts=698, reasons=0))
     assert line == (
         "GPU-1 by NVML, before and after: SM 1980, 1755 MHz; memory 3201, 3201 MHz; 690, 698 W; 61, 61 C; "
         "clocks held by software power cap, nothing"
@@ -233,8 +233,8 @@ def test_read_state_with_nvidia_smi(no_library: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "code", "words"),
     [
-        ("GPU-1, 1980, 3201, [N/A], 61, 0x0000000000000044, 512", 0, "nvidia-smi says"),
-        ("", 0, "nvidia-smi says"),
+        ("GPU-1, 1980, 3201, [N/A], 61, 0x0000000000000044, 512", 0, "nvidia-smi returned"),
+        ("", 0, "nvidia-smi returned"),
         ("No devices were found", 6, "nvidia-smi: No devices were found"),
     ],
 )

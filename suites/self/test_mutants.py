@@ -8,7 +8,7 @@ import pytest
 
 from suites.self.mutants import MUTANTS, RED, Mutant, message
 from suites.self.tree import copy_tree, run_lane
-from suites.support.planted import tell
+from suites.support.planted import report_fault
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -19,7 +19,7 @@ def test_mutant_is_killed(mutant: Mutant, tmp_path: Path, record_property) -> No
     judged = run.rows.get(mutant.row)
     assert judged, f"{mutant.name}: row {mutant.row} was not measured\n{run.output[-3000:]}"
     also_red = sorted(row for row in run.rows if row != mutant.row and run.verdict(row) in RED)
-    tell(record_property, mutant.words[0], mutant.name.replace("_", " "), mutant.row, also_red)
+    report_fault(record_property, mutant.words[0], mutant.name.replace("_", " "), mutant.row, also_red)
     assert judged["verdict"] in RED, f"{mutant.name} survived: {judged['verdict']}: {message(judged)}"
     assert run.code == 1
     absent = mutant.unnamed(judged)

@@ -35,7 +35,7 @@ from launch.step import train_step
 from model import preset
 from suites.cache import test_warm_restart
 from suites.compile import test_moe_buckets
-from suites.kernels import golden, test_model_shapes, test_peers
+from suites.kernels import golden, model_shapes, test_model_shapes, test_peers
 from suites.kernels.golden import GOLDEN
 from suites.kernels.interpret import ratio as interpret_ratio
 from suites.kernels.workloads import Case, Work
@@ -168,6 +168,7 @@ def small_case(*_: Any, **__: Any) -> Case:
 
 @pytest.fixture
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_shapes, "tuned_case", small_case)
     for module in (test_model_shapes, smoke):
         monkeypatch.setattr(module, "tuned_case", small_case)
         monkeypatch.setattr(module, "oracle_gib", lambda name: 0)
@@ -204,9 +205,7 @@ def test_peer_comparison_fails_on_a_non_finite_gradient(
         return rms_norm_gated(*inputs, group_size=64, impl="op" if impl == "upstream" else impl)
 
     monkeypatch.setitem(test_peers.PEERS, "norm", (norm, test_peers.norm_inputs, "torch"))
-    compare = partial(
-        test_peers.test_a_peer_computes_what_our_op_computes, CPU, "norm", request, record_property
-    )
+    compare = partial(test_peers.test_peer_computes_the_same_function, CPU, "norm", request, record_property)
     compare()
     with Poison("gradient", value, call=call), pytest.raises(AssertionError, match=str(value)):
         compare()
@@ -232,7 +231,7 @@ def poisoned_steps(steps: int, value: float) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("value", BAD)
 def test_loss_explosion_with_a_non_finite_loss_is_red(value: float, monkeypatch) -> None:
     monkeypatch.setattr(test_loss_explosion, "train_step", poisoned_steps(test_loss_explosion.STEPS, value))
-    found = run_test(test_loss_explosion.test_the_loss_stays_where_it_is, CPU)
+    found = run_test(test_loss_explosion.test_loss_does_not_explode, CPU)
     assert_red(found["numerics/cancelling_experts-four_steps/largest_loss"])
 
 
@@ -255,7 +254,7 @@ def test_twenty_steps_with_a_non_finite_last_loss_are_red(run: int, value: float
     monkeypatch.setattr(test_loss, "build", lambda *_: SimpleNamespace(state_dict=dict))
     monkeypatch.setattr(test_loss, "make_optimizer", lambda model: None)
     monkeypatch.setattr(test_loss, "train_step", lambda *_: next(losses))
-    found = run_test(test_loss.test_twenty_steps, CPU, name="nam52", canaries=lambda *names: None)
+    found = run_test(test_loss.test_loss_over_twenty_steps, CPU, name="nam52", canaries=lambda *names: None)
     assert_red(found["numerics/nam52-regional-20_steps/repeat_difference"])
     if run == 1:
         assert_red(found["numerics/nam52-regional-20_steps/loss_fall"])
@@ -274,7 +273,9 @@ def test_moe_buckets_with_a_non_finite_output_are_red(value: float, monkeypatch)
 
     monkeypatch.setattr(rows, "proved_instruments", set(test_moe_buckets.INSTRUMENTS))
     monkeypatch.setattr(test_moe_buckets, "dropless", poisoned)
-    found = run_test(test_moe_buckets.test_one_graph_a_bucket, CPU, canaries=lambda *names: None)
+    found = run_test(
+        test_moe_buckets.test_moe_compiles_one_graph_per_bucket, CPU, canaries=lambda *names: None
+    )
     assert_red(found["compile/nam52-moe_buckets/error_to_dropless"])
 
 
@@ -285,7 +286,7 @@ def test_restart_with_a_non_finite_last_loss_is_red(side: int, value: float) -> 
         {"cpu_seconds": s, "wall_seconds": s, "graphs": 1, "losses": [3.0, 2.0]} for s in (9.0, 1.0)
     )
     (cold, warm)[side]["losses"][-1] = value
-    found = run_test(test_warm_restart.test_warm_is_cheap_and_equal, CPU, restarts=(cold, warm))
+    found = run_test(test_warm_restart.test_warm_restart_is_cheap_and_bit_equal, CPU, restarts=(cold, warm))
     assert_red(found["cache/nam12-regional-restart/loss_difference"])
 
 
@@ -300,7 +301,7 @@ def test_split_step_with_a_non_finite_gradient_is_red(value: float, monkeypatch)
         return found
 
     monkeypatch.setattr(test_autofit, "after", poisoned)
-    found = run_test(test_autofit.test_a_split_batch_is_the_same_step, CPU)
+    found = run_test(test_autofit.test_split_batch_step_equals_full_step, CPU)
     assert_red(found["launch/autofit/difference_of_a_split_step"])
 
 
@@ -337,7 +338,9 @@ def test_tpu_steps_with_a_non_finite_last_loss_are_red(
     for name in steps.TILES:
         losses = iter(ours)
         monkeypatch.setattr(steps, "TrainStep", lambda *_, losses=losses: lambda micro: next(losses))
-        found = run_test(steps.test_a_tile_trains, LANES["v6e"], name=name, canaries=lambda *names: None)
+        found = run_test(
+            steps.test_tile_trains_like_eager, LANES["v6e"], name=name, canaries=lambda *names: None
+        )
         assert_red(found[f"xla/{name}-tile/loss_error"])
 
 
@@ -354,7 +357,7 @@ def test_mesh_steps_with_a_non_finite_last_loss_are_red(value: float, xla_tests,
         }
         children = {"meshes": {name: child}, "eager": [3.0, 2.8, 2.6], "downloads_of_item": 1}
         monkeypatch.setattr(meshes, "on_meshes", lambda platform, children=children: children)
-        found = run_test(meshes.test_a_mesh_agrees_with_eager, LANES["v6e"], name=name)
+        found = run_test(meshes.test_mesh_agrees_with_eager, LANES["v6e"], name=name)
         assert_red(found[f"meshes/{name}/loss_difference"])
 
 

@@ -65,7 +65,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "support/gpu_timing.py": {"*": CLOCK},
     "support/recording_driver.py": {"*": COUNTS},
     "support/reduce.py": {"*": "the reductions themselves: suites/self/test_non_finite.py tests them"},
-    "throughput/test_restart.py": {"*": CLOCK},
+    "throughput/full_size_restarts.py": {"*": CLOCK},
     "throughput/test_train_step.py": {"*": CLOCK},
     "throughput/test_upstream.py": {"*": CLOCK},
     "xla/test_sharding.py": {"*": COUNTS},

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from suites.throughput.test_restart import LARGEST_RATIO, MOST_RESTARTS, coldest, ratio, restarts, seconds
+from suites.throughput.full_size_restarts import (
+    LARGEST_RATIO,
+    MOST_RESTARTS,
+    coldest,
+    ratio,
+    restarts,
+    seconds,
+)
 
 COLD = 60.0
 WARM = {"aot_hit": 4, "aot_miss": 0, "aot_bypass": 0, "fx_hit": 8, "fx_miss": 0, "fx_bypass": 0}

@@ -75,7 +75,7 @@ def run(folder: Path, tests: str, workers: int) -> str:
 def test_turn_puts_long_tests_first_and_timed_tests_last() -> None:
     timed = [
         ("suites/kernels/test_model_shapes.py::test_speed[mla-P64-h200]", True),
-        ("suites/throughput/test_full_size.py::test_a_training_step[nam52-eager-h200]", True),
+        ("suites/throughput/test_full_size.py::test_full_size_training_step[nam52-eager-h200]", True),
     ]
     shared = [
         (f"{start}-h200]", False) for start in (*FIRST, "suites/canaries/test_canaries.py::test_canary")

@@ -48,9 +48,9 @@ def cuda_graph_skips() -> None:
             torch.compile(function)(x)
         return found
 
-    sound, writing = skips(sin_cos), skips(lambda x: x.add_(1))
-    expect("skips of a sound graph and of one that writes", (sound.count, writing.count), (int(not gpu), 1))
-    expect("reasons", (len(sound.reasons), len(writing.reasons)), (0, int(gpu)))
+    valid, writing = skips(sin_cos), skips(lambda x: x.add_(1))
+    expect("skips of a valid graph and of one that writes", (valid.count, writing.count), (int(not gpu), 1))
+    expect("reasons", (len(valid.reasons), len(writing.reasons)), (0, int(gpu)))
     expect("the reason names the write", "mutated inputs" in "".join(writing.reasons), gpu)
 
 

@@ -25,7 +25,7 @@ def prepare_environment(lane: str | None, workers: bool) -> None:
             # One for each core: the processes that Inductor would start to compile import torch again, for nothing.
             os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         _keep_kernels(os.environ.setdefault("BUMPGATE_OBJECTS", str(home / "bumpgate" / "objects")))
-    if lane == "h200":  # every worker has threads and compiler processes of its own
+    if lane == "h200":  # every worker has its own threads and compiler processes
         os.environ.setdefault("TRITON_CACHE_DIR", str(home / "bumpgate" / "triton"))
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
@@ -37,7 +37,7 @@ def prepare_environment(lane: str | None, workers: bool) -> None:
     if lane == "v6e":
         os.environ.setdefault(
             "PJRT_DEVICE", "CPU"
-        )  # a TPU is used only on request, and a stand-in is labelled as one
+        )  # a TPU is used only on request, and a substitute is labelled as one
 
 
 def compiler() -> dict[str, str]:

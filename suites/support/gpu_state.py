@@ -142,7 +142,9 @@ def _by_nvidia_smi(gpu: str) -> State:
             unexplained=(int(used) << 20) - _reserved(),
         )
     except (ValueError, IndexError):
-        raise InfraError(f"the state of GPU {gpu} is unknown: nvidia-smi says {[*lines, *listed]}") from None
+        raise InfraError(
+            f"the state of GPU {gpu} is unknown: nvidia-smi returned {[*lines, *listed]}"
+        ) from None
 
 
 def _nvidia_smi(gpu: str, query: str) -> list[str]:
@@ -199,7 +201,7 @@ def spoiled(before: State, after: State, seconds: float, *, only_worker: bool = 
     """Return why a time taken between two readings, `seconds` apart, is invalid: a line per cause, empty if it is
     valid.
 
-    only_worker: no other worker of this session holds memory of its own.
+    only_worker: no other worker of this session holds GPU memory.
     """
     causes = []
     if before.uuid != after.uuid:
@@ -222,7 +224,7 @@ def spoiled(before: State, after: State, seconds: float, *, only_worker: bool = 
     return causes
 
 
-def told(before: State, after: State) -> str:
+def state_line(before: State, after: State) -> str:
     """Format both readings in one line."""
     return (
         f"{after.uuid} by {after.source}, before and after: SM {before.sm:.0f}, {after.sm:.0f} MHz; "
@@ -262,7 +264,7 @@ def _since(before: State | InfraError, started: float) -> str:
     if isinstance(before, InfraError):
         raise before
     after = read()
-    line = told(before, after)
+    line = state_line(before, after)
     causes = spoiled(before, after, time.monotonic() - started, only_worker=_only_worker())
     if causes:
         raise InfraError(f"no time to trust: {'; '.join(causes)} ({line})")

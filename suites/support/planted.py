@@ -18,7 +18,7 @@ def planted(rule: str, fault: str) -> pytest.MarkDecorator:
     return pytest.mark.planted(rule, fault)
 
 
-def tell(
+def report_fault(
     record_property: Callable[[str, object], None],
     rule: str,
     fault: str,

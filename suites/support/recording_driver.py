@@ -183,7 +183,7 @@ class _Loader:
 
 
 class _Launcher:
-    """Stands for the C function that launches one compiled kernel."""
+    """Replaces the C function that launches one compiled kernel."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.source, self.metadata = source, metadata
@@ -238,7 +238,7 @@ def read_cubin(cubin: bytes) -> Binary:
     usage = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
     instructions = Counter(name for name in INSTRUCTION.findall(done.stdout) if name != "NOP")
     if usage is None or not instructions:
-        raise RuntimeError(f"cuobjdump ended with {done.returncode} and said {done.stderr.strip()!r}")
+        raise RuntimeError(f"cuobjdump ended with {done.returncode} and printed {done.stderr.strip()!r}")
     return Binary(int(usage[1]), int(usage[2]), instructions)
 
 

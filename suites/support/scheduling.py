@@ -26,14 +26,14 @@ TOGETHER = {
 # the timed tests. Two large models fit into memory at a time, so they come before doctor's check and the errors'
 # oracles. Tests that only read another test's result come with the short ones.
 FIRST = (
-    "suites/throughput/test_restart.py::test_a_warm_restart",
-    "suites/throughput/test_restart.py::test_a_cold_first_step[nam52-whole_disabled",
-    "suites/throughput/test_restart.py::test_a_cold_first_step[nam56r",
-    "suites/throughput/test_restart.py::test_a_cold_first_step[nam12",
+    "suites/throughput/test_restart.py::test_warm_restart_of_full_size_model",
+    "suites/throughput/test_restart.py::test_cold_first_step[nam52-whole_disabled",
+    "suites/throughput/test_restart.py::test_cold_first_step[nam56r",
+    "suites/throughput/test_restart.py::test_cold_first_step[nam12",
     "suites/cache/test_keys.py",
     "suites/cache/test_layers.py",
     "suites/kernels/test_model_shapes.py::test_first_call",
-    "suites/throughput/test_restart.py::test_a_cold_first_step",
+    "suites/throughput/test_restart.py::test_cold_first_step",
     "suites/wheels/test_machine.py",
     "suites/compile/test_dynamic_batch.py",
     "suites/launch/test_optimizers.py",

@@ -74,7 +74,7 @@ LINES = (
     Line("one graph: whole_opaque over regional, first compile, 12 layers",
          "throughput/nam12-full-whole_opaque-2x4096/cold_first_step_seconds",
          "throughput/nam12-full-regional-2x4096/cold_first_step_seconds", "strictly worse (compile-tax notes)"),
-    Line("one guard miss in an expert block: regional over whole_opaque, operators compiled anew",
+    Line("one guard miss in an expert block: regional over whole_opaque, operators recompiled",
          MISS.format("regional"), MISS.format("whole_opaque"),
          "all 52 blocks against one region (compile-tax notes)",
          ratio="compile/nam52-guard_miss/operators_regional_over_whole"),
@@ -102,7 +102,7 @@ LINES = (
          busy("nam56r-full-ours"), ratio="throughput/nam56r-full-upstream-2x4096/kernels_speedup_over_upstream"),
 )  # fmt: skip
 
-HEAD = ("what", "first row", "second row", "first / second", "the sources say")
+HEAD = ("what", "first row", "second row", "first / second", "stated in the sources")
 
 
 class Measured(NamedTuple):
@@ -138,7 +138,7 @@ def quotient(first: Measured, second: Measured) -> str:
     return f"{text} ({low:.3f} to {high:.3f})"
 
 
-def told(line: Line, rows: Mapping[str, Judgement]) -> tuple[str, ...]:
+def cells(line: Line, rows: Mapping[str, Judgement]) -> tuple[str, ...]:
     """Return the cells of a line. The quotient of two rows of different units, or with one absent, is not measured."""
     ids = (line.first, line.second)
     found = [measured(rows, id) for id in ids]
@@ -168,7 +168,7 @@ def markdown(records: Sequence[Record], lines: Sequence[Line] = LINES) -> str:
             f"- lane {p.get('lane')} on {p.get('device')}: torch {p.get('torch')}, triton {p.get('triton')}, "
             f"commit {str(p.get('commit'))[:12]}, {p.get('started')}{whole}"
         )
-    table = [told(line, rows) for line in lines]
+    table = [cells(line, rows) for line in lines]
     text += ["", line(HEAD), line(("---",) * len(HEAD)), *map(line, table), ""]
     count = sum(NOT_MEASURED not in cells[3] for cells in table)
     text.append(f"{count} of {len(table)} lines measured. An interval is what those of its two rows allow.")

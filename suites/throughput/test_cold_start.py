@@ -36,7 +36,7 @@ def started(lane: Lane, caches: Path) -> dict[str, Any]:
 
 
 @lanes("cpu", "h200")
-def test_start(lane: Lane, row, tmp_path: Path, exclusive_machine) -> None:
+def test_cold_and_warm_start(lane: Lane, row, tmp_path: Path, exclusive_machine) -> None:
     cold, warm = started(lane, tmp_path), started(lane, tmp_path)
     case = f"throughput/start-{lane.name}"
     shared = {"better": "lower", "paired": True, "witness": cold["graphs"]}

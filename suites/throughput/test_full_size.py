@@ -43,7 +43,9 @@ INSTRUMENTS = ("graphs", "graph_breaks", "recompiles", "islands")
 
 @lanes("h200")
 @pytest.mark.parametrize(("name", "policy"), [(n, p) for n, chosen in POLICIES.items() for p in chosen])
-def test_a_training_step(lane: Lane, name: str, policy: str, row, canaries, exclusive_machine) -> None:
+def test_full_size_training_step(
+    lane: Lane, name: str, policy: str, row, canaries, exclusive_machine
+) -> None:
     canaries(*INSTRUMENTS)
     with full_size(name, policy) as hybrid:
         case = f"throughput/{name}-full-{policy}-{BATCH}x{hybrid.config.seq_len}"

@@ -84,7 +84,7 @@ def peak_memory(call: Callable[[], object]) -> int:
 
 @lanes("h200")
 @pytest.mark.parametrize("name", ["nam52", "nam56r"])
-def test_padded_against_grouped(lane: Lane, name: str, row, exclusive_machine) -> None:
+def test_padded_against_grouped_experts(lane: Lane, name: str, row, exclusive_machine) -> None:
     experts = Experts(name)
     x, up, down, _ = experts.leaves
     with torch.no_grad():

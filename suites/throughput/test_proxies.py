@@ -18,7 +18,7 @@ INSTRUMENTS = ("graphs", "inductor")
 
 @lanes("cpu")
 @pytest.mark.parametrize("name", ["nam52", "nam56r"])
-def test_generated_code(lane: Lane, name: str, row, canaries) -> None:
+def test_size_of_generated_code(lane: Lane, name: str, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     with watched_hybrid(name, "regional", device=lane.device) as hybrid, inductor_report() as generated:
         hybrid.compiled.warm_up(token_batch(hybrid.config, 2, device=lane.device))

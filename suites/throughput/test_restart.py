@@ -8,19 +8,18 @@ processes. The compiled code is kept on disk for the timed steps of this run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from suites.cache.test_layers import cold_layers, new_code
+from suites.cache.layers import cold_layers, new_code
 from suites.kernels.first_call import keep
 from suites.support.child import ENVIRONMENT, run_json
 from suites.support.lanes import Lane, lanes
 from suites.support.shared import made_once
 from suites.throughput.full_size import BATCH, POLICIES
+from suites.throughput.full_size_restarts import LARGEST_RATIO, Process, coldest, ratio, restarts, seconds
 
 # Seen on an H200 with 2.11.0, and with 2.13.0 (12 of 154 benchmarks, nothing compiled again); not with 2.15.0.
 SEARCHED_AGAIN = "torch>=2.11,<2.14"
@@ -31,13 +30,8 @@ COLD = [case for case in COMPILED if case != (NAME, POLICY)]
 TOKENS = 4096
 # Seconds of a process: waiting for memory, the import, four billion random weights, the first step.
 LONGEST = 600
-LARGEST_RATIO = 0.1
-# Parallel work only increases the time of a process, so the fastest counts: of two, of more while all are too slow.
-RESTARTS, MOST_RESTARTS = 2, 4
 THREADS = "4"  # a model compiles for longer than the lane's other programs
 TOLERANCE = 0.5
-
-Process = dict[str, Any]
 
 
 def started(directory: Path, name: str, policy: str, *claim: str, **environment: str) -> Process:
@@ -53,19 +47,6 @@ def started(directory: Path, name: str, policy: str, *claim: str, **environment:
     return run_json(
         "suites.throughput.restart", name, policy, *claim, environment=environment, timeout=LONGEST
     )
-
-
-def restarts(start: Callable[[], Process]) -> dict[str, Any]:
-    """Return the cold process, and "warm": those after it, the fastest first."""
-    cold, *warm = (start() for _ in range(1 + RESTARTS))
-    while ratio(cold, warm) > LARGEST_RATIO and len(warm) < MOST_RESTARTS:
-        warm.append(start())
-    return {"cold": cold, "warm": sorted(warm, key=seconds)}
-
-
-def coldest(cold: Process, warm: list[Process]) -> Process:
-    """Return the warm process that took least from the caches: an intermittently lost layer counts as lost."""
-    return max(warm, key=lambda process: (len(cold_layers(cold, process)), process["autotunes"]))
 
 
 def kept(directory: Path) -> None:
@@ -98,7 +79,7 @@ def restart(tmp_path_factory, canaries) -> tuple[Process, list[Process]]:
 
 
 @lanes("h200")
-def test_a_warm_restart(lane: Lane, restart, row) -> None:
+def test_warm_restart_of_full_size_model(lane: Lane, restart, row) -> None:
     cold, warm = restart
     _report_seconds(row, cold, warm)
     _report_layers(row, cold, coldest(cold, warm))
@@ -107,7 +88,7 @@ def test_a_warm_restart(lane: Lane, restart, row) -> None:
 
 @lanes("h200")
 @pytest.mark.parametrize(("name", "policy"), COLD)
-def test_a_cold_first_step(lane: Lane, name: str, policy: str, tmp_path: Path, row) -> None:
+def test_cold_first_step(lane: Lane, name: str, policy: str, tmp_path: Path, row) -> None:
     cold = started(tmp_path, name, policy)
     assert any(path.startswith("triton/") for path in cold["code"]), "its graphs' kernels are not its own"
     _report_cold(row, name, policy, cold)
@@ -115,7 +96,7 @@ def test_a_cold_first_step(lane: Lane, name: str, policy: str, tmp_path: Path, r
 
 
 @lanes("h200")
-def test_nothing_is_searched_or_compiled_again(lane: Lane, restart, row) -> None:
+def test_restart_searches_and_compiles_nothing(lane: Lane, restart, row) -> None:
     """Defect present: a few of the searches of the cold start are repeated, with the code that they compile."""
     cold, warm = restart[0], coldest(*restart)
     found = f"{warm['autotunes']} of {cold['autotunes']} benchmarks, {new_code(cold, warm)}"
@@ -139,7 +120,7 @@ def _report_cold(row, name: str, policy: str, cold: Process) -> None:
     row(
         f"throughput/{name}-full-{policy}-{BATCH}x{TOKENS}/cold_first_step_seconds", cold["seconds"], unit="s",
         rule="C13", better="lower", tolerance=TOLERANCE, witness=cold["graphs"],
-        evidence=[f"beside other tests; the ops' own kernels, before it: {cold['kernels_seconds']:.1f} s"],
+        evidence=[f"in parallel with other tests; the ops' own kernels, before it: {cold['kernels_seconds']:.1f} s"],
     )  # fmt: skip
 
 
@@ -156,7 +137,7 @@ def _report_layers(row, cold: Process, warm: Process) -> None:
             f"{CASE}/{layer}_hits", after[f"{layer}_hit"], witness=missed, expected=missed, instruments=("cache",),
             **shared,
         )  # fmt: skip
-    # At most the cost of the defect in test_nothing_is_searched_or_compiled_again.
+    # At most the cost of the defect in test_restart_searches_and_compiles_nothing.
     written = new_code(cold, warm)
     row(
         f"{CASE}/new_code_files", len(written), unit="files", rule="C18", better="lower", witness=len(cold["code"]),
@@ -170,16 +151,6 @@ def _report_layers(row, cold: Process, warm: Process) -> None:
         f"{CASE}/frames_traced_again", warm["frames"], witness=cold["frames"], expected=cold["frames"],
         instruments=("graphs",), **shared,
     )  # fmt: skip
-
-
-def seconds(process: Process) -> float:
-    """Return the seconds of step 0: the ops' own kernels, then the graphs."""
-    return process["kernels_seconds"] + process["seconds"]
-
-
-def ratio(cold: Process, warm: list[Process]) -> float:
-    """Return the ratio of the fastest warm step 0 to the cold one."""
-    return min(map(seconds, warm)) / seconds(cold)
 
 
 def _report_seconds(row, cold: Process, warm: list[Process]) -> None:

@@ -73,7 +73,7 @@ def upstream(name: str) -> Iterator[Counter[str]]:
 
 @lanes("h200")
 @pytest.mark.parametrize("name", PEERS)
-def test_ours_against_the_peers(lane: Lane, name: str, row, record_property, exclusive_machine) -> None:
+def test_own_ops_against_their_peers(lane: Lane, name: str, row, record_property, exclusive_machine) -> None:
     shape = f"{BATCH}x{preset(name, 'full').seq_len}"
     case, own = (f"throughput/{name}-full-{impl}-{shape}" for impl in ("upstream", "ours"))
     rows = [*(f"{case}/{metric}" for metric in METRICS), *(f"{own}/{metric}" for metric in METRICS[:2])]

@@ -76,7 +76,7 @@ def imports(name: str, interpreter: Interpreter) -> bool:
 
 
 @lanes("cpu", "h200")
-def test_an_extension_built_for_this_torch_passes(
+def test_extension_built_for_this_torch_passes(
     lane: Lane, interpreter: Interpreter, installed: Inventory, row
 ) -> None:
     extension = abi.read_extension(installed.installed("fake_real").extensions[0])
@@ -97,7 +97,7 @@ def test_an_extension_built_for_this_torch_passes(
     "C39", "an extension built against another torch, bound lazily: it imports, and dies when it is called"
 )
 @lanes("cpu", "h200")
-def test_a_function_that_this_torch_lacks(
+def test_call_of_a_missing_torch_function_is_reported(
     lane: Lane, interpreter: Interpreter, installed: Inventory, row
 ) -> None:
     assert imports("fake_symbol", interpreter)
@@ -125,7 +125,7 @@ def test_a_function_that_this_torch_lacks(
     "C39", "a structure of another torch under the same symbols: import and audit pass, the result is wrong"
 )
 @lanes("cpu")
-def test_only_a_run_finds_a_structure_that_moved(
+def test_changed_structure_is_found_only_by_a_run(
     lane: Lane, interpreter: Interpreter, installed: Inventory
 ) -> None:
     assert imports("fake_layout", interpreter)
@@ -136,7 +136,7 @@ def test_only_a_run_finds_a_structure_that_moved(
 
 @planted("C39", "std::string of the old C++ ABI")
 @lanes("cpu")
-def test_the_old_string_abi_is_named(lane: Lane, interpreter: Interpreter, installed: Inventory) -> None:
+def test_old_string_abi_is_reported(lane: Lane, interpreter: Interpreter, installed: Inventory) -> None:
     assert imports("fake_strings", interpreter)
     found = faults("fake_strings", installed)
     assert set(found) == {"string-abi"}
@@ -162,7 +162,7 @@ def test_the_old_string_abi_is_named(lane: Lane, interpreter: Interpreter, insta
     ],
 )  # fmt: skip
 @lanes("cpu")
-def test_a_label_is_held_against_the_build(lane: Lane, label, file, requires, words) -> None:
+def test_wheel_label_is_compared_with_the_build(lane: Lane, label, file, requires, words) -> None:
     torch = {"__version__": "2.12.0.dev20260304+cu130", "cuda": "13.0"}
     found = Inventory("3.13.1", "CPython", None, None, None, torch)
     faults = list(abi.audit(Distribution("flash-attn", label, file, requires=requires), found))
@@ -172,7 +172,7 @@ def test_a_label_is_held_against_the_build(lane: Lane, label, file, requires, wo
 
 @planted("C39", "one case of a wheel crashes, one hangs")
 @lanes("cpu")
-def test_a_crash_or_a_hang_costs_its_own_case(lane: Lane) -> None:
+def test_crash_or_hang_fails_only_its_own_case(lane: Lane) -> None:
     programs = ("pass", "import os; os.abort()", "import time; time.sleep(60)", "print('still run')")
     found = list(
         abi.run_cases({"w": Smoke(("-c",), programs, "cpu")}, Interpreter(Path(sys.executable), ROOT), 3.0)
@@ -181,7 +181,7 @@ def test_a_crash_or_a_hang_costs_its_own_case(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_an_absent_torch_library_and_an_unreadable_file_are_told(
+def test_missing_library_or_unreadable_file_is_reported(
     lane: Lane, installed: Inventory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -201,7 +201,7 @@ def test_an_absent_torch_library_and_an_unreadable_file_are_told(
 
 
 @lanes("cpu")
-def test_a_child_that_says_nothing_is_a_fault_in_one_line(lane: Lane) -> None:
+def test_silent_child_is_reported_in_one_line(lane: Lane) -> None:
     here = Interpreter(Path(sys.executable), ROOT)
     for program, words in (("print('no json')", "printed no result"), ("raise SystemExit(3)", "exit 3")):
         with pytest.raises(ChildFault, match=words):

@@ -35,7 +35,7 @@ NIGHTLY = "2.12.0.dev20260304+cu130"
 
 
 @lanes("cpu", "h200")
-def test_what_is_installed_is_what_was_adopted(lane: Lane, row) -> None:
+def test_installed_packages_match_the_adopted_set(lane: Lane, row) -> None:
     """Compares with the adopted row in a lane run, with the own lock in a gate, with torch's metadata without one."""
     found = take(Interpreter(Path(sys.executable), ROOT, os.environ))
     chosen = reference(load(PATH).adopted(lane.name), found, os.environ)
@@ -55,7 +55,7 @@ def test_what_is_installed_is_what_was_adopted(lane: Lane, row) -> None:
 
 
 @lanes("cpu")
-def test_every_environment_of_the_stack_has_its_row(lane: Lane) -> None:
+def test_every_environment_has_its_manifest_row(lane: Lane) -> None:
     rows = {row.name: row for row in load(PATH).environments}
     assert {row.lane for row in rows.values() if row.status == "adopted"} == set(LANES)
     assert {str(row.torch) for row in rows.values()} >= {
@@ -71,14 +71,14 @@ def test_every_environment_of_the_stack_has_its_row(lane: Lane) -> None:
     libtpu = {str(row.packages["libtpu"]) for row in rows.values() if "libtpu" in row.packages}
     assert libtpu == {"==0.0.36", "==0.0.37.dev20260224", "==0.0.23.1", "==0.0.51"}
     assert [row.name for row in rows.values() if row.status == "parked"] == ["rocm"]
-    lie = "flash-attn: built against torch 2.10.0, the row has 2.12.0.dev20260304+cu130"
+    line = "flash-attn: built against torch 2.10.0, the row has 2.12.0.dev20260304+cu130"
     lines_by_row = {name: list(manifest.contradictions(row)) for name, row in rows.items()}
-    assert {name: lines for name, lines in lines_by_row.items() if lines} == {"h200-nightly": [lie]}
+    assert {name: lines for name, lines in lines_by_row.items() if lines} == {"h200-nightly": [line]}
     assert all(row.source for row in rows.values())
 
 
 @lanes("cpu")
-def test_every_case_that_a_wheel_is_run_on_is_a_shape_of_the_model(lane: Lane) -> None:
+def test_every_wheel_smoke_case_is_a_shape_of_the_model(lane: Lane) -> None:
     known = load(PATH)
     assert set(known.smoke) == {wheel.name for wheel in known.adopted("h200").wheels}
     for smoke in known.smoke.values():
@@ -90,10 +90,10 @@ def test_every_case_that_a_wheel_is_run_on_is_a_shape_of_the_model(lane: Lane) -
 
 
 @lanes("cpu")
-def test_a_development_build_belongs_to_the_release_that_it_leads_to(lane: Lane) -> None:
+def test_development_build_belongs_to_the_coming_release(lane: Lane) -> None:
     assert Version(NIGHTLY) < Version("2.12")
     assert not SpecifierSet(">=2.12").contains(NIGHTLY, prereleases=True), (
-        "why `release` is asked, not PEP 440"
+        "why `release` is used, not PEP 440"
     )
     assert manifest.release(NIGHTLY) == manifest.release("2.12.0a0+git21fec65") == Version("2.12.0")
     order = [
@@ -117,7 +117,7 @@ def test_a_development_build_belongs_to_the_release_that_it_leads_to(lane: Lane)
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("2.8.3+cu130torch2.10", Label(Version("2.10"), "13.0")),
         (
@@ -130,8 +130,8 @@ def test_a_development_build_belongs_to_the_release_that_it_leads_to(lane: Lane)
     ],
 )
 @lanes("cpu")
-def test_a_label_is_read(lane: Lane, text: str, wanted: Label) -> None:
-    assert label(text) == wanted
+def test_version_label_is_parsed(lane: Lane, text: str, expected: Label) -> None:
+    assert label(text) == expected
 
 
 ROW = Environment(
@@ -169,7 +169,7 @@ def inventory(python="3.12.3", torch="2.11.0+cu130", **packages: str | Distribut
     "C39", "another python, torch, triton or kernel wheel than adopted, and another file of the same version"
 )
 @lanes("cpu")
-def test_a_mismatch_is_named(lane: Lane, found: Inventory, package: str | None) -> None:
+def test_mismatch_is_reported(lane: Lane, found: Inventory, package: str | None) -> None:
     assert [m.package for m in mismatches(ROW, found)] == ([package] if package else [])
 
 
@@ -188,7 +188,7 @@ wheels = [{ name = "triton-3.8.0.whl", path = "t", hashes = { sha256 = "BBBB" } 
 
 @planted("C39", "a candidate that is not what its own lock names")
 @lanes("cpu")
-def test_a_candidate_is_compared_with_its_own_lock(lane: Lane, tmp_path: Path) -> None:
+def test_candidate_is_compared_with_its_own_lock(lane: Lane, tmp_path: Path) -> None:
     path = tmp_path / "pylock.toml"
     path.write_text(LOCK)
     candidate = inventory(torch="2.14.1+cu130", triton="3.8.0")
@@ -206,7 +206,7 @@ def test_a_candidate_is_compared_with_its_own_lock(lane: Lane, tmp_path: Path) -
 
 @planted("C39", "an interpreter without a lock whose triton is not the one that its torch requires")
 @lanes("cpu")
-def test_an_interpreter_without_a_lock_is_held_to_its_torch(lane: Lane) -> None:
+def test_without_a_lock_packages_must_match_torch_metadata(lane: Lane) -> None:
     requires = ("triton==3.8.0; platform_system == 'Linux'", "filelock", "winonly; sys_platform == 'win32'")
     torch = Distribution("torch", "2.14.1", requires=(*requires, "optree>=0.13; extra == 'optree'"))
     bare = inventory(torch="2.14.1+cu130", triton="3.8.0", filelock="3.20")
@@ -272,7 +272,7 @@ device = "cpu"
 )
 @planted("C39", "a manifest with a wrong field, version or label")
 @lanes("cpu")
-def test_a_bad_manifest_is_one_line(lane: Lane, tmp_path: Path, old: str, new: str, words: str) -> None:
+def test_bad_manifest_is_a_one_line_error(lane: Lane, tmp_path: Path, old: str, new: str, words: str) -> None:
     path = tmp_path / "manifest.toml"
     (tmp_path / "bumpgate.toml").write_text("[lanes.cpu]\n")
     path.write_text(GOOD)
@@ -288,7 +288,7 @@ def test_a_bad_manifest_is_one_line(lane: Lane, tmp_path: Path, old: str, new: s
 
 
 @lanes("cpu")
-def test_an_absent_manifest_two_adopted_rows_and_none_are_one_line(lane: Lane, tmp_path: Path) -> None:
+def test_missing_or_ambiguous_manifest_is_a_one_line_error(lane: Lane, tmp_path: Path) -> None:
     path = tmp_path / "manifest.toml"
     with pytest.raises(ManifestError, match=r"cannot be read .*git checkout wheels"):
         load(path)

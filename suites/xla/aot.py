@@ -105,7 +105,7 @@ def _optimized(dump: Path) -> str:
     found = [path for path in dump.glob("*.after_optimizations.txt") if ".extracted." not in path.name]
     if len(found) != 1:
         raise AotError(
-            f"{len(found)} optimized modules in the dump, 1 wanted: {[path.name for path in found]}"
+            f"{len(found)} optimized modules in the dump, expected 1: {[path.name for path in found]}"
         )
     return found[0].read_text()
 

@@ -40,12 +40,12 @@ def device_class() -> str:
 def row(row: Callable[..., Judgement], device_class: str) -> Callable[..., Judgement]:
     """The row fixture, with the device recorded in each row. device: if it is not this process's."""
 
-    def tell(
+    def recorded_row(
         id: str, *args: Any, device: str = "", evidence: Iterable[object] = (), **fields: Any
     ) -> Judgement:
         return row(id, *args, evidence=[f"device {device or device_class}", *map(str, evidence)], **fields)
 
-    return tell
+    return recorded_row
 
 
 @pytest.fixture

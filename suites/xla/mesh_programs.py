@@ -192,7 +192,7 @@ def audited() -> dict[str, Any]:
 
 
 def everything_on() -> Any:
-    """Return a config with each feature that has parameters of its own, on a layer of each letter."""
+    """Return a config with each feature that has its own parameters, on a layer of each letter."""
     from model import preset
     from model.config import EngramConfig, HyperConfig, MTPConfig, NgramConfig, StructureConfig, TreeConfig
 

@@ -1,6 +1,7 @@
 """Instruments for torch_xla: every private name of it that this project reads, and programs to apply them to.
 
-Nothing here judges. Each instrument is checked by a canary (suites/xla/canaries.py) before a row may rely on it.
+No function here judges a result. Each instrument is checked by a canary (suites/xla/canaries.py) before a row may
+rely on it.
 
 * compiles, executions and transfers by torch_xla's own metrics, as differences around a block
 * operators that fall back to the CPU by its counters: `aten::` there, while `xla::` are those that run on the device

@@ -48,10 +48,10 @@ def report(row, name: str, found: dict[str, Any], rule: str) -> None:
 
 
 @lanes("v6e")
-def test_the_train_step_compiles_for_one_chip(lane: Lane, row, one_chip: dict[str, Any]) -> None:
+def test_train_step_compiles_for_one_chip(lane: Lane, row, one_chip: dict[str, Any]) -> None:
     """All twelve layers of narrow nam12, including experts and M2RNN, as one program."""
     report(row, f"{PROGRAM}-narrow-v6e-1x1", one_chip, rule="X11")
-    assert one_chip["collectives"] == {}, "one chip talks to nobody"
+    assert one_chip["collectives"] == {}, "one chip has no collectives"
     row(
         f"aot/{PROGRAM}-narrow-v6e-1x1/program",
         f"libtpu {libtpu.installed()}: {one_chip['instructions']} instructions",
@@ -60,12 +60,12 @@ def test_the_train_step_compiles_for_one_chip(lane: Lane, row, one_chip: dict[st
         rule="X11",
         device=V6E_AOT,
         per_build=True,
-        evidence=["another libtpu gives another program: this row says so, the rows of bytes judge it"],
+        evidence=["another libtpu gives another program: this row reports it, the rows of bytes judge it"],
     )
 
 
 @lanes("v6e")
-def test_the_train_step_compiles_for_four_chips(lane: Lane, row) -> None:
+def test_train_step_compiles_for_four_chips(lane: Lane, row) -> None:
     """A small hybrid over (data, expert): one program, partitioned four ways."""
     found = on_meshes("CPU")["meshes"]["data-expert"]["aot"]
     report(row, "small-moe-v6e-2x2", found, rule="X9")
@@ -82,7 +82,7 @@ def test_the_train_step_compiles_for_four_chips(lane: Lane, row) -> None:
 
 @lanes("v6e")
 @planted("X12", "a program that needs more than the chip's memory")
-def test_a_program_over_budget_is_refused_when_it_is_compiled(lane: Lane, row, one_chip) -> None:
+def test_program_over_memory_budget_fails_to_compile(lane: Lane, row, one_chip) -> None:
     assert one_chip["refusals"][FITS] == "", "a program within the budget compiles"
     refusal = one_chip["refusals"][DOES_NOT]
     assert "CompileTimeHbmOom" in refusal, refusal

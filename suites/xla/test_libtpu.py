@@ -36,7 +36,7 @@ def pinned() -> str:
         return read_lock(Path(lock)).versions["libtpu"]
     lines = lane_requirements(ROOT, "v6e") if not lock else metadata.requires("torch_xla") or ()
     (specifier,) = next(r for r in map(Requirement, lines) if r.name == "libtpu").specifier
-    assert specifier.operator == "==", f"libtpu{specifier} is no pin"
+    assert specifier.operator == "==", f"libtpu{specifier} is not pinned"
     return specifier.version
 
 
@@ -53,29 +53,29 @@ def refusal(*flags: str) -> str:
 
 @lanes("v6e")
 @planted("X11", "a removed flag in LIBTPU_INIT_ARGS")
-def test_this_libtpu_takes_the_flags_of_its_table(lane: Lane, row) -> None:
+def test_libtpu_accepts_exactly_the_flags_of_its_table(lane: Lane, row) -> None:
     version = libtpu.installed()
     table = libtpu.FLAGS[version]
     taken = [f"--{flag}=false" for flag, takes in table.items() if takes]
-    said = {"taken": refusal(*taken)}
-    said |= {flag: refusal(f"--{flag}=false") for flag, takes in table.items() if not takes}
+    refusals = {"taken": refusal(*taken)}
+    refusals |= {flag: refusal(f"--{flag}=false") for flag, takes in table.items() if not takes}
     assert taken, "with none taken a broken client would pass for a strict one"
-    unknown = [flag for flag in said if f"Unknown command line flag '{flag}'" in said[flag]]
-    assert REMOVED in unknown, said
+    unknown = [flag for flag in refusals if f"Unknown command line flag '{flag}'" in refusals[flag]]
+    assert REMOVED in unknown, refusals
     row(
         f"libtpu/{version}/flags_as_tabled",
-        len(unknown) + (len(taken) if not said["taken"] else 0),
+        len(unknown) + (len(taken) if not refusals["taken"] else 0),
         unit="count",
         witness=len(table),
         rule="X11",
         device=V6E_AOT,
         expected=len(table),
-        evidence=[f"{flag}: {words}" for flag, words in said.items()],
+        evidence=[f"{flag}: {words}" for flag, words in refusals.items()],
     )
 
 
 @lanes("v6e")
-def test_the_pinned_libtpu_is_installed_and_told(lane: Lane, row) -> None:
+def test_pinned_libtpu_is_installed_and_recorded(lane: Lane, row) -> None:
     version = libtpu.installed()
     libtpu.check_pinned(version, pinned())
     row(
@@ -93,22 +93,22 @@ def test_the_pinned_libtpu_is_installed_and_told(lane: Lane, row) -> None:
 @lanes("v6e")
 @planted("X11", "two versions of libtpu are taken for equal")
 @pytest.mark.parametrize(
-    ("installed", "wanted"),
+    ("installed", "pinned_version"),
     [
         ("0.0.37", "0.0.36"),
         ("0.0.37.dev20260224", "0.0.37"),
         ("0.0.37.dev20260224+nightly", "0.0.37.dev20260224"),
     ],
 )
-def test_close_versions_are_not_equal(lane: Lane, installed: str, wanted: str) -> None:
-    libtpu.check_pinned(wanted, wanted)
-    with pytest.raises(libtpu.LibtpuError, match=f"{wanted} is pinned"):
-        libtpu.check_pinned(installed, wanted)
+def test_close_versions_are_not_equal(lane: Lane, installed: str, pinned_version: str) -> None:
+    libtpu.check_pinned(pinned_version, pinned_version)
+    with pytest.raises(libtpu.LibtpuError, match=f"{pinned_version} is pinned"):
+        libtpu.check_pinned(installed, pinned_version)
 
 
 @lanes("v6e")
 @planted("X11", "flags go by another version's table")
-def test_flags_go_by_the_whole_version(lane: Lane) -> None:
+def test_flags_depend_on_the_full_version(lane: Lane) -> None:
     environment = {libtpu.VARIABLE: f"--{RENAMED}=false"}
     libtpu.check_flags(environment, "0.0.37")
     with pytest.raises(libtpu.LibtpuError, match=r"0\.0\.51 does not take .*xla_vf_vmem"):

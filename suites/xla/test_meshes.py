@@ -44,7 +44,7 @@ def spec_text(shape: list[int], axes: tuple[str, ...], spec: sharding.Spec) -> s
 @lanes("v6e")
 @pytest.mark.fresh_process
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_mesh_agrees_with_eager(lane: Lane, name: str, row) -> None:
+def test_mesh_agrees_with_eager(lane: Lane, name: str, row) -> None:
     children = on_meshes(os.environ["PJRT_DEVICE"])
     found, eager = children["meshes"][name], children["eager"]
     compiles, executions, downloads = (sum(column) for column in zip(*found["counts"]))
@@ -90,11 +90,11 @@ def test_a_mesh_agrees_with_eager(lane: Lane, name: str, row) -> None:
 @lanes("v6e")
 @pytest.mark.fresh_process
 @planted("X9", "the axes expert and model have changed places")
-def test_swapped_axes_are_refused_and_seen(lane: Lane) -> None:
+def test_swapped_axes_are_refused_and_detected(lane: Lane) -> None:
     children = on_meshes(os.environ["PJRT_DEVICE"])
     right, swapped = children["meshes"]["data-expert-model"], children["swapped"]
     assert "take some of ('data', 'expert', 'model'), in this order" in swapped["refusal"]
-    assert right["shape"][1:] == [2, 2], "only the order tells them apart"
+    assert right["shape"][1:] == [2, 2], "only the order differs"
     spec = sharding.SHARDED["up", 3]
     assert swapped["up"] == spec_text(right["shape"], ("data", "model", "expert"), spec)
     assert swapped["up"] != spec_text(right["shape"], ("data", "expert", "model"), spec)
@@ -114,6 +114,6 @@ def test_spmd_after_the_first_tensor_is_refused(lane: Lane) -> None:
     ("expert", "model", "axes"),
     [(1, 1, "data"), (1, 2, "data-model"), (2, 1, "data-expert"), (4, 2, SHAPES[-1])],
 )
-def test_the_axes_follow_from_the_degrees(lane: Lane, expert: int, model: int, axes: str) -> None:
+def test_mesh_axes_follow_from_the_degrees(lane: Lane, expert: int, model: int, axes: str) -> None:
     assert "-".join(sharding.axes_of(expert, model)) == axes
     sharding.check_axes(sharding.axes_of(expert, model))

@@ -54,7 +54,7 @@ def test_every_parameter_is_annotated(lane: Lane, row, audit: dict[str, Any]) ->
 
 @lanes("v6e")
 @pytest.mark.fresh_process
-def test_the_fingerprint_is_of_the_annotations(lane: Lane, row, audit: dict[str, Any]) -> None:
+def test_fingerprint_covers_the_annotations(lane: Lane, row, audit: dict[str, Any]) -> None:
     assert audit["receipt"] == audit["again"]
     row(
         "sharding/everything-on/fingerprint",
@@ -70,7 +70,7 @@ def test_the_fingerprint_is_of_the_annotations(lane: Lane, row, audit: dict[str,
 @pytest.mark.fresh_process
 @planted("X14", "an all_reduce whose error is swallowed")
 @planted("X14", "an all_reduce that SPMD leaves out")
-def test_metrics_prove_that_they_are_global(lane: Lane, row, audit: dict[str, Any]) -> None:
+def test_metrics_are_proved_to_be_global(lane: Lane, row, audit: dict[str, Any]) -> None:
     found = audit["reductions"]
     devices, refused = found["devices"], found["refusals"]
     row(
@@ -84,16 +84,18 @@ def test_metrics_prove_that_they_are_global(lane: Lane, row, audit: dict[str, An
     )
     local = f"the reduction covered 1 of {devices} parts"
     assert local in refused["swallowed"]
-    assert local in refused["stock"], "xm.all_reduce reduces under SPMD now: say so in launch/sharding.py"
+    assert local in refused["stock"], (
+        "xm.all_reduce reduces under SPMD now: document it in launch/sharding.py"
+    )
     assert "the metrics were not reduced: the other hosts are gone" in refused["raised"]
 
 
 @lanes("v6e")
 @pytest.mark.fresh_process
-def test_no_memory_reading_under_spmd_is_said_loudly(lane: Lane, row, audit: dict[str, Any]) -> None:
-    said = audit["memory"]
-    loud = [VIRTUAL in said["SPMD:0"], PHYSICAL in said["physical"]]
-    loud += [] if said["has_binding"] else ["has no _xla_runtime_memory_info" in said["binding"]]
+def test_missing_memory_reading_under_spmd_raises(lane: Lane, row, audit: dict[str, Any]) -> None:
+    readings = audit["memory"]
+    loud = [VIRTUAL in readings["SPMD:0"], PHYSICAL in readings["physical"]]
+    loud += [] if readings["has_binding"] else ["has no _xla_runtime_memory_info" in readings["binding"]]
     row(
         "sharding/memory/loud_refusals",
         sum(loud),
@@ -101,13 +103,13 @@ def test_no_memory_reading_under_spmd_is_said_loudly(lane: Lane, row, audit: dic
         witness=len(loud),
         rule="X12",
         expected=len(loud),
-        evidence=[f"{name}: {words}" for name, words in said.items()],
+        evidence=[f"{name}: {words}" for name, words in readings.items()],
     )
 
 
 @lanes("v6e")
 @planted("X12", "zero returned silently")
-def test_a_reading_of_zero_is_refused(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_memory_reading_is_refused(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xm, "get_memory_info", lambda device: {"bytes_used": 0, "bytes_limit": 0})
     with pytest.raises(XlaError, match="no memory reading"):
         memory_in_use()
@@ -120,7 +122,7 @@ def test_a_reading_of_zero_is_refused(lane: Lane, monkeypatch: pytest.MonkeyPatc
 
 @lanes("v6e")
 @pytest.mark.parametrize("feature", [*FEATURES, *VARIANTS])
-def test_the_plan_has_a_line_for_every_parameter(lane: Lane, feature: str) -> None:
+def test_sharding_plan_covers_every_parameter(lane: Lane, feature: str) -> None:
     changes = (FEATURES | VARIANTS)[feature]
     for name in ("nam12", "nam52"):
         model = build(preset(name, "narrow", **{"depth": 12, **changes}))
@@ -131,7 +133,7 @@ def test_the_plan_has_a_line_for_every_parameter(lane: Lane, feature: str) -> No
 
 @lanes("v6e")
 @planted("X14", "a parameter that no line of the plan names")
-def test_a_new_parameter_without_a_line_is_refused(lane: Lane) -> None:
+def test_parameter_missing_in_the_plan_is_refused(lane: Lane) -> None:
     model = build(everything_on())
     sharding.plan(model)
     model.blocks[0].side_door = nn.Parameter(torch.zeros(2, 2))

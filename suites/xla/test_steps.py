@@ -87,7 +87,7 @@ def eager_losses(config: HybridConfig, optimizer: type[TensorOptimizer], steps: 
 
 @lanes("v6e")
 @pytest.mark.parametrize("name", TILES)
-def test_a_tile_trains(lane: Lane, name: str, row, canaries) -> None:
+def test_tile_trains_like_eager(lane: Lane, name: str, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     made = on_device(tile(name))
     step, losses = TrainStep(made.model, made.optimizer), []
@@ -158,7 +158,7 @@ def test_accumulation_has_two_variants_at_step_0_and_none_later(lane: Lane, row,
 
 @pytest.mark.v6e
 @planted("X7", "a short last micro-batch in a later step: further variants")
-def test_a_short_micro_batch_compiles_again(canaries) -> None:
+def test_short_micro_batch_recompiles(canaries) -> None:
     canaries(*INSTRUMENTS)
     made = on_device(small())
     batches = micro_batches(made, 2, accumulate=2)
@@ -170,7 +170,7 @@ def test_a_short_micro_batch_compiles_again(canaries) -> None:
 
 @pytest.mark.v6e
 @planted("X7", "micro-batches of a model with experts traced into one program")
-def test_an_uncut_step_is_one_program(canaries) -> None:
+def test_step_without_barriers_is_one_program(canaries) -> None:
     canaries(*INSTRUMENTS)
     made = on_device(small())
     step = TrainStep(made.model, made.optimizer)
@@ -202,7 +202,7 @@ def test_barriers_cut_forward_and_backward_alike(lane: Lane, row, canaries) -> N
 
 
 @pytest.mark.v6e
-def test_where_barriers_stand() -> None:
+def test_barrier_positions() -> None:
     assert barrier_layers(52, 0) == ()
     assert barrier_layers(52, 13) == (12, 25, 38)
     assert barrier_layers(5, 2) == (1, 3)
@@ -211,8 +211,8 @@ def test_where_barriers_stand() -> None:
 
 
 @pytest.mark.v6e
-@planted("X8", "a barrier behind the last layer")
-def test_a_barrier_behind_the_last_layer_is_more_programs(monkeypatch: pytest.MonkeyPatch, canaries) -> None:
+@planted("X8", "a barrier after the last layer")
+def test_barrier_after_the_last_layer_adds_programs(monkeypatch: pytest.MonkeyPatch, canaries) -> None:
     canaries(*INSTRUMENTS)
     monkeypatch.setattr(xla, "barrier_layers", lambda depth, every: tuple(range(every - 1, depth, every)))
     made = on_device(dense())
@@ -222,7 +222,7 @@ def test_a_barrier_behind_the_last_layer_is_more_programs(monkeypatch: pytest.Mo
 
 
 @lanes("v6e")
-def test_the_mode_follows_from_the_model(lane: Lane, row) -> None:
+def test_mode_follows_from_the_model(lane: Lane, row) -> None:
     patterns = {
         "A": "A",
         "M": "A",
@@ -261,7 +261,7 @@ def test_torch_compile_is_refused() -> None:
 
 @pytest.mark.v6e
 @planted("X2", "a tensor to the power of a Python step count: a program at every step")
-def test_a_python_step_count_compiles_every_step(canaries) -> None:
+def test_python_step_count_recompiles_every_step(canaries) -> None:
     canaries(*INSTRUMENTS)
     x, steps = torch.ones(17, 3).to(torch_xla.device()), itertools.count(2)
 
@@ -275,7 +275,7 @@ def test_a_python_step_count_compiles_every_step(canaries) -> None:
 
 @pytest.mark.v6e
 @planted("X2", "an optimizer that is not capturable; scalars that share one buffer")
-def test_what_compiles_a_step_twice(monkeypatch: pytest.MonkeyPatch, canaries) -> None:
+def test_causes_of_a_second_compile_of_a_step(monkeypatch: pytest.MonkeyPatch, canaries) -> None:
     canaries(*INSTRUMENTS)
     made = on_device(dense())
     with pytest.raises(XlaError, match="must be capturable"):
@@ -287,7 +287,7 @@ def test_what_compiles_a_step_twice(monkeypatch: pytest.MonkeyPatch, canaries) -
 
 @pytest.mark.v6e
 @planted("X10", "XLA_NO_SPECIAL_SCALARS unset, and PJRT_DEVICE")
-def test_the_environment_is_checked() -> None:
+def test_xla_environment_is_checked() -> None:
     check({"PJRT_DEVICE": "TPU", "XLA_NO_SPECIAL_SCALARS": "1"})
     with pytest.raises(XlaEnvironmentError, match="export XLA_NO_SPECIAL_SCALARS=1 before Python starts"):
         check({"PJRT_DEVICE": "TPU"})
@@ -328,7 +328,7 @@ def test_memory_in_use_rises_with_an_allocation(lane: Lane, row) -> None:
 
 @lanes("v6e")
 @planted("X13", "random ids as training data")
-def test_a_run_needs_the_receipt_of_its_data(lane: Lane, row) -> None:
+def test_run_needs_the_receipt_of_its_data(lane: Lane, row) -> None:
     config = preset("nam12", "narrow", layer_pattern="A", depth=1)
     corpus = packed_batches(TokenFile(ROOT / "fixtures/corpus"), 2, 16, seed=0)
     plan = Plan(steps=1, policy="eager", optimizer="adamw")

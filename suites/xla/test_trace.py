@@ -44,7 +44,7 @@ def traced(made: support.OnDevice, inputs: Features | None = None) -> tuple[str,
 
 @lanes("v6e")
 @pytest.mark.parametrize("name", ["nam12", "nam52", "nam56r"])
-def test_a_whole_model_is_one_program_without_a_host_read(lane: Lane, name: str, row, canaries) -> None:
+def test_model_is_one_program_without_a_host_read(lane: Lane, name: str, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     made = on_device(preset(name, "narrow"))
     with counted() as counts:
@@ -69,7 +69,7 @@ def test_a_whole_model_is_one_program_without_a_host_read(lane: Lane, name: str,
 
 
 @lanes("v6e")
-def test_every_feature_and_variant_is_traced_without_a_host_read(lane: Lane, row, canaries) -> None:
+def test_features_and_variants_trace_without_a_host_read(lane: Lane, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     reads, fallbacks, seen = [], [], 0
     for name, changes in (FEATURES | VARIANTS | TOGETHER).items():
@@ -116,7 +116,9 @@ def aux_branch(doc_ids: Tensor, x: Tensor) -> Tensor:
     "the four host reads of the incidents: .item() of a comparison, mask.any(), doc_ids.max().item(), abs() > 0",
 )
 @pytest.mark.parametrize("incident", [uniform_documents, has_boundaries, pad_value, aux_branch])
-def test_each_incident_is_refused(lane: Lane, incident: Callable[..., Tensor], row, canaries) -> None:
+def test_host_read_of_each_incident_is_refused(
+    lane: Lane, incident: Callable[..., Tensor], row, canaries
+) -> None:
     canaries("xla_no_execution")
     made = on_device(preset("nam12", "narrow", layer_pattern="A", depth=1))
     doc_ids = torch.zeros(2, TOKENS, dtype=torch.int32, device=torch_xla.device())
@@ -190,7 +192,7 @@ def pairs_in_python(document: Tensor, level: Tensor) -> Tensor:
 
 @lanes("v6e")
 @planted("X5", "relations by a Python loop over pairs of chunks: the program grows with their number squared")
-def test_programs_of_chunks_do_not_grow_with_their_number(lane: Lane, row, canaries) -> None:
+def test_program_size_does_not_grow_with_chunk_count(lane: Lane, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     device, sizes = torch_xla.device(), (4, 8, 16)
     relations, trees, loops, fallbacks = [], [], [], 0

@@ -94,7 +94,7 @@ def test_cache_keys_are_stable_over_a_restart(lane: Lane, row, cold_and_warm) ->
 
 @lanes("v6e")
 @planted("X1", "a process that makes other keys")
-def test_another_key_is_a_miss(lane: Lane, cold_and_warm) -> None:
+def test_another_cache_key_is_a_miss(lane: Lane, cold_and_warm) -> None:
     _, warm, directory = cold_and_warm
     other = Child("cached_step", str(directory), XLA_NO_SPECIAL_SCALARS="0")
     assert not warm.result["PersistentCacheMiss"]
@@ -135,7 +135,7 @@ def test_jax_cache_is_hit_in_a_fresh_process(lane: Lane, row, tmp_path: Path) ->
 
 
 @lanes("v6e")
-def test_a_rate_that_becomes_0_or_1_compiles_nothing(lane: Lane, row) -> None:
+def test_learning_rate_of_0_or_1_compiles_nothing(lane: Lane, row) -> None:
     ours = Child("rate_schedule")
     without = Child("rate_schedule", XLA_NO_SPECIAL_SCALARS="0")
     row(
@@ -158,7 +158,7 @@ def defects() -> dict[str, Any]:
 
 
 @lanes("v6e")
-def test_defects_are_there_word_for_word(lane: Lane, row, defects) -> None:
+def test_known_torch_xla_defects_are_present(lane: Lane, row, defects) -> None:
     there = {
         "searchsorted_on_the_host": defects["searchsorted"] == {"fallbacks": 1, "downloads": 1},
         "amax_without_dim_unreduced": defects["amax"] == [5.0, [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]],
@@ -192,7 +192,7 @@ def test_amax_without_dimension_reduces(lane: Lane, defects) -> None:
 
 @lanes("v6e")
 @broken_in("a custom op's body runs below functionalization, where a write into a view is lost", "2.9.0")
-def test_a_custom_op_may_write_into_a_view_of_its_own(lane: Lane, defects) -> None:
+def test_custom_op_may_write_into_its_own_view(lane: Lane, defects) -> None:
     on_cpu, on_device = defects["view_write"]
     assert on_cpu == on_device
 

@@ -21,7 +21,7 @@ CASES: list[Case] = []
 class Case:
     """One regression.
 
-    name: "area-what". title: one sentence. issue: number of the upstream thread, None where none was found. bad, good:
+    name: "area-what". title: one sentence. issue: number of the upstream thread, None if none was found. bad, good:
     the releases on which it was run, by their result. error: words of the exception that is its signature, "" if its
     signature is a wrong result. find: runs the program and returns a line for each difference from the derived
     expectation.
@@ -53,9 +53,9 @@ class Case:
         return ",".join((f"torch>={first}", f"<{limit}", *(f"!={v}" for v in between)))
 
     def signature(self) -> list[str]:
-        """Run the program, seeded: the lines of the regression's signature, none where torch is right.
+        """Run the program, seeded: the lines of the regression's signature, none if torch is correct.
 
-        Raises whatever else the program raises: that is neither.
+        Any other exception of the program propagates: it is neither result.
         """
         torch.manual_seed(0)
         try:
@@ -117,7 +117,7 @@ def one_graph(function: Callable[..., Any], *operands: Any) -> list[str]:
 
 
 def _fresh(operands: Sequence[Any]) -> list[Any]:
-    """Copies of the operands with their strides, as leaves of their own."""
+    """Copies of the operands with their strides, as new leaves."""
     return [
         torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
         .copy_(t.detach())

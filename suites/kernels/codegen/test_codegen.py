@@ -99,7 +99,7 @@ def report_limits(row, case: str, kernels: list[tuple[str, Compiled]], may_spill
 
 
 @lanes("cpu")
-def test_every_kernel_of_ours_is_a_case(lane: Lane) -> None:
+def test_every_own_kernel_has_a_codegen_case(lane: Lane) -> None:
     ops = {path.parent.name for path in KERNELS.glob("*/kernel.py")}
     assert len(ops) >= 8
     assert not ops - FIRST.keys()
@@ -142,7 +142,7 @@ def held(N: int, registers: int | None) -> Compiled:
 
 
 @lanes("cpu")
-def test_a_product_that_fits_reads_as_such(lane: Lane) -> None:
+def test_wgmma_count_of_a_known_product(lane: Lane) -> None:
     """A known count: an instruction of one warp group multiplies 64 rows by 16 of the inner dim."""
     compiled = product(64)
     assert compiled.binary.classes()["wgmma"] == 4
@@ -154,7 +154,7 @@ def test_a_product_that_fits_reads_as_such(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_a_spill_is_seen(lane: Lane) -> None:
+def test_register_spills_are_detected(lane: Lane) -> None:
     """The control of the rows that read 0: 128 numbers per thread, and all else, in 64 registers, then in 255."""
     spilling, roomy = held(128 * 128, 64).binary, held(128 * 128, 255).binary
     assert spilling.registers <= 64 < 128 < roomy.registers
@@ -166,7 +166,7 @@ def test_a_spill_is_seen(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_a_kernel_that_must_spill_uses_every_register(lane: Lane, row) -> None:
+def test_spilling_kernel_uses_every_register(lane: Lane, row) -> None:
     """512 numbers per thread. Defect present: fewer registers and more spills than with a sufficient bound."""
     free, bounded = held(512 * 128, None).binary, held(512 * 128, 255).binary
     assert bounded.registers == 255
@@ -175,8 +175,8 @@ def test_a_kernel_that_must_spill_uses_every_register(lane: Lane, row) -> None:
         "kernels/control/registers_left_while_spilling",
         free.registers < bounded.registers and free.spilled_bytes > bounded.spilled_bytes,
         known_in=REGISTERS_LEFT,
-        reason="where 255 registers are far too few and the kernel names no bound, ptxas takes 32 and spills 2.3 times "
-        "as much; maxnreg=255 is the way round",
+        reason="if 255 registers are far too few and the kernel sets no bound, ptxas uses 32 and spills 2.3 times "
+        "as much; workaround: maxnreg=255",
         witness=free.instructions.total(),
         rule="C36",
         evidence=[f"{b.registers} registers, {b.spilled_bytes} bytes spilled" for b in (free, bounded)],
@@ -184,7 +184,7 @@ def test_a_kernel_that_must_spill_uses_every_register(lane: Lane, row) -> None:
 
 
 @lanes("cpu")
-def test_too_much_shared_memory_is_seen(lane: Lane) -> None:
+def test_excess_shared_memory_is_reported(lane: Lane) -> None:
     """Two tiles of 128 KiB do not fit into 227 KiB: they are measured all the same, and reported."""
     compiled = product(256, num_warps=8)
     assert compiled.shared_memory_bytes >= 2 * 256 * 256 * 2
@@ -203,7 +203,7 @@ def limits_row(compiled: Compiled, may_spill: bool = False) -> tuple[bool, str]:
 
 
 @lanes("cpu")
-def test_kernel_beyond_a_limit_is_red(lane: Lane) -> None:
+def test_kernel_beyond_hardware_limit_is_red(lane: Lane) -> None:
     spilling, too_large = held(128 * 128, 64), product(256, num_warps=8)
     assert limits_row(product(64)) == (False, "")
     assert limits_row(spilling) == (True, f"op.kernel spills {spilling.binary.spilled_bytes} bytes")
@@ -214,7 +214,7 @@ def test_kernel_beyond_a_limit_is_red(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_code_that_spills_is_worse(lane: Lane) -> None:
+def test_spilling_code_is_judged_worse(lane: Lane) -> None:
     """One program with registers for all its numbers, and with fewer: the second's row is worse."""
     values: list[str] = []
     for registers in (255, 64):
@@ -225,7 +225,7 @@ def test_code_that_spills_is_worse(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_alignment_is_that_of_the_gpu(lane: Lane) -> None:
+def test_pointer_alignment_matches_gpu(lane: Lane) -> None:
     """Loads of 16 bytes need pointers that are known to be aligned, as on the GPU; meta tensors report the same."""
     loads = [n for n in product(64).binary.instructions if n.startswith("LDG")]
     assert loads

@@ -33,12 +33,14 @@ def judged(**changes: int) -> list[Judgement]:
         ({"wgmma": 9}, []),
     ],
 )
-def test_losses(lane: Lane, changes: dict[str, int], expected: list[str]) -> None:
+def test_code_losses_between_versions(lane: Lane, changes: dict[str, int], expected: list[str]) -> None:
     assert losses({"3.7.1": COUNTS, "3.9.0": COUNTS | changes}) == expected
 
 
 @lanes("cpu")
-def test_versions_side_by_side(lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_shows_versions_side_by_side(
+    lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     records = {"3.10.0": judged(spills=8), "3.9.0": judged()}
     for version, judgements in records.items():
         write_record(tmp_path / f"{version}.json", {"triton": version}, judgements)
@@ -52,13 +54,15 @@ def test_versions_side_by_side(lane: Lane, tmp_path: Path, capsys: pytest.Captur
 
 
 @lanes("cpu")
-def test_kernel_that_one_version_lacks(lane: Lane) -> None:
+def test_report_of_kernel_missing_in_one_version(lane: Lane) -> None:
     cases = table([("kernels/a/code", "3.7.1", "spills=0"), ("kernels/b/code", "3.9.0", "spills=0")])
     assert [line.split("  ")[-1].strip() for line in lines(cases)][2:4] == ["not on 3.9.0", "not on 3.7.1"]
 
 
 @lanes("cpu")
-def test_no_row_of_code(lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_records_without_code_rows(
+    lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_record(tmp_path / "empty.json", {}, [])
     for record, message in (("empty", "no row of compiled code"), ("absent", "cannot be read")):
         assert main([str(tmp_path / f"{record}.json")]) == 4

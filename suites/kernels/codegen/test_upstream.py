@@ -82,7 +82,9 @@ def forward(upstream: SimpleNamespace, N: int, G: int) -> list[Compiled]:
 
 @lanes("cpu")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_configurations(lane: Lane, shape: str, row, upstream: SimpleNamespace) -> None:
+def test_upstream_configurations_fit_and_spill(
+    lane: Lane, shape: str, row, upstream: SimpleNamespace
+) -> None:
     kernels: defaultdict[str, list[Compiled]] = defaultdict(list)
     for compiled in forward(upstream, *SHAPES[shape]):
         kernels[compiled.kernel].append(compiled)

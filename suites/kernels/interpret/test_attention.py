@@ -76,27 +76,27 @@ def breaks_of_the_rule(inputs: Inputs, options: tuple) -> list[str]:
 @lanes("cpu")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, case: str, small_tiles: None):
+def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, case: str, small_tiles: None):
     assert not breaks_of_the_rule(problem((1, 61, 2, 1, 16), DTYPES[dtype]), CASES[case])
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_size_keeps_to_it(lane: Lane, dtype: str, sizes: tuple[int, ...], small_tiles: None):
+def test_every_size_meets_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...], small_tiles: None):
     assert not breaks_of_the_rule(problem(sizes, DTYPES[dtype]), CASES["softcap"])
 
 
 @lanes("cpu")
 @pytest.mark.parametrize(("T", "P", "dtype"), [(256, 64, "fp16"), (130, 128, "fp16"), (64, 32, "fp32")])
-def test_the_tiles_of_the_gpu_keep_to_it(lane: Lane, T: int, P: int, dtype: str):
+def test_gpu_tiles_meet_error_ratio_rule(lane: Lane, T: int, P: int, dtype: str):
     assert not breaks_of_the_rule(problem((1, T, 2, 1, P), DTYPES[dtype]), (P**-0.5, 30.0, 0, True))
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_at_the_cap_keep_to_it(lane: Lane, dtype: str, causal: bool, small_tiles: None):
+def test_capped_logits_meet_error_ratio_rule(lane: Lane, dtype: str, causal: bool, small_tiles: None):
     """One document in whole blocks: most need no mask, and on both sides none does. Weights span e^64."""
     q, k, v, _, dout = problem((1, 64, 2, 1, 16), DTYPES[dtype])
     k[:, 16:32] = -4 * q[:, :1, :1]  # row 0 sees the least logits first
@@ -106,7 +106,7 @@ def test_logits_at_the_cap_keep_to_it(lane: Lane, dtype: str, causal: bool, smal
 
 
 @lanes("cpu")
-def test_the_rule_finds_wrong_formulas(lane: Lane, small_tiles: None):
+def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, small_tiles: None):
     q, k, v, doc_ids, dout = inputs = problem((1, 30, 2, 2, 16), torch.float16)
     options = (0.25, 2.0, 7, True)
     oracle, plain = reference(*doubled(inputs), *options), reference(*inputs, *options)
@@ -146,7 +146,7 @@ def test_one_token_returns_its_value(lane: Lane, dtype: str, small_tiles: None):
 
 
 @lanes("cpu")
-def test_layouts_of_the_inputs_do_not_matter(lane: Lane, small_tiles: None):
+def test_input_layouts_do_not_matter(lane: Lane, small_tiles: None):
     inputs = problem((1, 20, 2, 1, 16), torch.float16)
     strided = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
     pairs = zip(launched(*inputs, *CASES["softcap"]), launched(*strided, *CASES["softcap"]))
@@ -155,6 +155,6 @@ def test_layouts_of_the_inputs_do_not_matter(lane: Lane, small_tiles: None):
 
 @lanes("cpu")
 @pytest.mark.parametrize("P", [48, 256])
-def test_other_head_dims_are_one_clear_line(lane: Lane, P: int):
+def test_unsupported_head_dims_raise_one_line_error(lane: Lane, P: int):
     with pytest.raises(ValueError, match=f"power of two up to 128, not {P}$"):
         launched(*problem((1, 2, 1, 1, P), torch.float16), *CASES["plain"])

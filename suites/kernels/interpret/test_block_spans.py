@@ -22,7 +22,7 @@ from suites.support.lanes import Lane, lanes
 )
 @example(ids=[(0, 32), (1, 16), (0, 32)], window=0, causal=True, own_keys=False, own=16)
 @example(ids=[(0, 32), (1, 16), (0, 32)], window=-1, causal=True, own_keys=False, own=16)
-def test_spans_miss_no_block_and_mask_where_needed(
+def test_block_spans_miss_no_block_and_mask_correctly(
     lane: Lane, ids: list[tuple[int, int]], window: int, causal: bool, own_keys: bool, own: int
 ):
     """For documents in any order. The examples have a gap among the full blocks. Window -1: as in mla."""

@@ -52,14 +52,14 @@ def launched(x, weight, bias, doc_ids, dy, activation: str) -> tuple[Tensor, ...
     [(1, 4, "silu"), (2, 3, "none"), (6, 1, "silu"), (8, 5, "none"), (11, 4, "silu")],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, T: int, W: int, activation: str):
+def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, T: int, W: int, activation: str):
     inputs = problem(T, W, dtype=DTYPES[dtype])
     oracle = reference(*doubled(inputs), activation)
     assert not outside(launched(*inputs, activation), reference(*inputs, activation), oracle)
 
 
 @lanes("cpu")
-def test_the_rule_finds_documents_that_leak(lane: Lane):
+def test_error_ratio_rule_rejects_document_leaks(lane: Lane):
     *inputs, doc_ids, dy = problem(dtype=torch.float16)
     oracle = reference(*doubled((*inputs, doc_ids, dy)), "silu")
     plain = reference(*inputs, doc_ids, dy, "silu")
@@ -69,7 +69,7 @@ def test_the_rule_finds_documents_that_leak(lane: Lane):
 
 @lanes("cpu")
 @pytest.mark.parametrize("poison", [torch.inf, torch.nan])
-def test_another_document_may_hold_anything(lane: Lane, poison: float):
+def test_nan_in_another_document_has_no_effect(lane: Lane, poison: float):
     x, weight, bias, _, dy = problem(dtype=torch.float32)
     doc_ids = torch.arange(11, dtype=torch.int32).ge(6).int().repeat(2, 1)
     y, dx, _, _ = launched(x, weight, bias, doc_ids, dy, "silu")

@@ -54,7 +54,7 @@ def launched(logits: Tensor, target: Tensor, dloss: Tensor, softcap: float) -> t
 @pytest.mark.parametrize("V", [1, 101, 256, 300])
 @pytest.mark.parametrize("case", SOFTCAPS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, case: str, V: int):
+def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, case: str, V: int):
     inputs = problem(V, DTYPES[dtype])
     oracle = reference(*doubled(inputs), SOFTCAPS[case])
     found = launched(*inputs, SOFTCAPS[case])
@@ -65,7 +65,7 @@ def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, case: str, V: in
 
 @lanes("cpu")
 @pytest.mark.parametrize("softcap", [3.0, 32.0])
-def test_saturated_logits_keep_to_the_rule(lane: Lane, softcap: float):
+def test_saturated_logits_meet_error_ratio_rule(lane: Lane, softcap: float):
     """Where tanh is 1 to the last bit, and its exponential would overflow."""
     logits, target, dloss = problem(300, torch.float16)
     logits[0, ::2], logits[0, 1::2] = 6e4, -6e4
@@ -77,7 +77,7 @@ def test_saturated_logits_keep_to_the_rule(lane: Lane, softcap: float):
 @lanes("cpu")
 @pytest.mark.parametrize("case", SOFTCAPS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_shows_in_its_own_row_alone(lane: Lane, dtype: str, case: str):
+def test_nan_affects_only_its_own_row(lane: Lane, dtype: str, case: str):
     """Neither the maximum nor the bound of the fast softcap may hide it, in a full tile or in the last one."""
     for at in (3, 130):
         logits, target, dloss = problem(133, DTYPES[dtype])
@@ -90,7 +90,7 @@ def test_nan_shows_in_its_own_row_alone(lane: Lane, dtype: str, case: str):
 @lanes("cpu")
 @pytest.mark.parametrize("expected", [-1, 133, 2**40])
 @pytest.mark.parametrize("case", SOFTCAPS)
-def test_a_target_out_of_range_is_nan_and_reads_nothing(lane: Lane, case: str, expected: int):
+def test_out_of_range_target_gives_nan_without_a_read(lane: Lane, case: str, expected: int):
     logits, target, dloss = problem(133, torch.float16)
     target[1] = expected
     loss, _, dlogits = launched(logits, target, dloss, SOFTCAPS[case])
@@ -100,7 +100,7 @@ def test_a_target_out_of_range_is_nan_and_reads_nothing(lane: Lane, case: str, e
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_large_logits_without_a_softcap_do_not_overflow(lane: Lane, dtype: str):
+def test_large_logits_without_softcap_do_not_overflow(lane: Lane, dtype: str):
     logits, target, dloss = problem(133, DTYPES[dtype])
     logits[:2] += 3e4
     inputs = logits, target, dloss
@@ -110,7 +110,7 @@ def test_large_logits_without_a_softcap_do_not_overflow(lane: Lane, dtype: str):
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_rule_finds_wrong_formulas(lane: Lane, dtype: str):
+def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, dtype: str):
     logits, target, dloss = inputs = problem(133, DTYPES[dtype])
     oracle, plain = reference(*doubled(inputs), 3.0), reference(*inputs, 3.0)
     others = target.where(target < 0, target % 132)
@@ -128,7 +128,7 @@ def test_the_rule_finds_wrong_formulas(lane: Lane, dtype: str):
 
 
 @lanes("cpu")
-def test_layouts_of_the_inputs_do_not_matter(lane: Lane):
+def test_input_layouts_do_not_matter(lane: Lane):
     inputs = problem(133, torch.float16)
     spread = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
     pairs = zip(launched(*inputs, 3.0), launched(*spread, 3.0))

@@ -18,49 +18,19 @@ from kernels.dsa_indexer.reference import (
     dsa_choice,
     dsa_scores,
 )
+from suites.kernels.interpret.dsa_inputs import CASES, DTYPES, Inputs, index_problem, problem
 from suites.kernels.interpret.ratio import lse_outside, outside
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-# At a softcap of 100 the "fast" path is off; a scale of 3 drives tanh into saturation.
-CASES = {"plain": (0.25, 0.0), "softcap": (0.25, 2.0), "saturated": (3.0, 5.0), "wide softcap": (0.25, 100.0)}
 SIZES = [(2, 6, 4, 2, 16, 5), (1, 5, 2, 2, 4, 9)]  # B T Hq Hkv P K
-Inputs = tuple[Tensor, ...]
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks at a small T."""
     monkeypatch.setattr(kernel, "_tiles", lambda *dims: {"gather": (16, 16, 4, 1), "dkdv": (16, 32, 4, 1)})
-
-
-def documents(B: int, T: int) -> Tensor:
-    doc_ids = torch.ones(B, T, dtype=torch.int32)
-    doc_ids[0, : T // 3] = 5
-    doc_ids[:, T - T // 8 :] = -1
-    return doc_ids
-
-
-def index_problem(B: int, T: int, J: int, P: int, dtype: torch.dtype = torch.float32) -> Inputs:
-    """Return q, k, weights of either sign, doc_ids."""
-    g = torch.Generator().manual_seed(T)
-    shapes = (B, T, J, P), (B, T, P), (B, T, J)
-    return *(torch.randn(*s, generator=g).to(dtype) for s in shapes), documents(B, T)
-
-
-def problem(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
-    """Return q, k, v, a random choice of earlier keys of the same document in random order, and dout."""
-    B, T, Hq, Hkv, P, K = sizes
-    g = torch.Generator().manual_seed(T)
-    q, k, v, dout = (
-        torch.randn(B, T, H, P, generator=g, dtype=torch.float64).to(dtype) for H in (Hq, Hkv, Hkv, Hq)
-    )
-    doc_ids = documents(B, T)
-    unseen = (doc_ids.unsqueeze(2) != doc_ids.unsqueeze(1)) | torch.ones(T, T, dtype=torch.bool).triu(1)
-    chosen = dsa_choice(torch.rand(B, T, T, generator=g).masked_fill(unseen, float("-inf")), K)
-    return q, k, v, chosen[..., torch.randperm(K, generator=g)].contiguous(), dout
 
 
 def reference(q, k, v, indices, dout, *options) -> tuple[Tensor, ...]:
@@ -93,7 +63,7 @@ def breaks_of_the_rule(inputs: Inputs, options: tuple) -> list[str]:
 @lanes("cpu")
 @pytest.mark.parametrize("sizes", [(2, 35, 3, 16), (1, 1, 2, 8)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scores_are_the_reference_s_to_rounding(lane: Lane, dtype: str, sizes: tuple[int, ...]):
+def test_scores_equal_reference_within_rounding(lane: Lane, dtype: str, sizes: tuple[int, ...]):
     """fp16 products are exact in fp32, so both dtypes meet fp32's bound: P + J roundings of the largest sum."""
     q, k, weights, doc_ids = inputs = index_problem(*sizes, dtype=DTYPES[dtype])
     found, exact = kernel_choice.dsa_scores_kernel(*inputs), dsa_scores(*doubled(inputs))
@@ -116,7 +86,7 @@ def test_scores_are_the_reference_s_to_rounding(lane: Lane, dtype: str, sizes: t
     top_k=st.integers(1, 14),
     levels=st.sampled_from([2, 5, 10**9]),
 )
-def test_the_choice_is_the_reference_s(lane: Lane, seed: int, T: int, top_k: int, levels: int):
+def test_selected_keys_equal_reference(lane: Lane, seed: int, T: int, top_k: int, levels: int):
     """Ties, zeros of both signs, tiny and huge scores, and rows of few keys or none."""
     g = torch.Generator().manual_seed(seed)
     scores = torch.randint(-levels, levels, (1, T, T), generator=g).float()
@@ -127,7 +97,7 @@ def test_the_choice_is_the_reference_s(lane: Lane, seed: int, T: int, top_k: int
 
 
 @lanes("cpu")
-def test_the_choice_of_many_keys_is_the_reference_s(lane: Lane):
+def test_selection_among_many_keys_equals_reference(lane: Lane):
     """Also checks that the comparison detects a later key among equals."""
     scores = torch.randint(0, 40, (1, 3, 700), generator=torch.Generator().manual_seed(0)).float()
     indices = torch.empty(1, 3, 256, dtype=torch.int32)
@@ -141,24 +111,24 @@ def test_the_choice_of_many_keys_is_the_reference_s(lane: Lane):
 @lanes("cpu")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_keeps_to_the_ratio_rule(lane: Lane, dtype: str, case: str, small_tiles: None):
+def test_attention_meets_error_ratio_rule(lane: Lane, dtype: str, case: str, small_tiles: None):
     assert not breaks_of_the_rule(problem((1, 22, 3, 1, 16, 18), DTYPES[dtype]), CASES[case])
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_size_keeps_to_it(lane: Lane, dtype: str, sizes: tuple[int, ...], small_tiles: None):
+def test_every_size_meets_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...], small_tiles: None):
     assert not breaks_of_the_rule(problem(sizes, DTYPES[dtype]), CASES["softcap"])
 
 
 @lanes("cpu")
-def test_the_tiles_of_the_gpu_keep_to_it(lane: Lane):
+def test_gpu_tiles_meet_error_ratio_rule(lane: Lane):
     assert not breaks_of_the_rule(problem((1, 66, 3, 1, 16, 65), torch.float16), (0.125, 30.0))
 
 
 @lanes("cpu")
-def test_the_rule_finds_wrong_formulas(lane: Lane, small_tiles: None):
+def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, small_tiles: None):
     q, k, v, indices, dout = inputs = problem((1, 9, 4, 2, 16, 6), torch.float16)
     options = (0.25, 2.0)
     oracle, usual = reference(*doubled(inputs), *options), plain(inputs, options)
@@ -174,7 +144,7 @@ def test_the_rule_finds_wrong_formulas(lane: Lane, small_tiles: None):
 
 
 @lanes("cpu")
-def test_keys_that_were_not_chosen_are_not_read(lane: Lane, small_tiles: None):
+def test_unselected_keys_are_not_read(lane: Lane, small_tiles: None):
     """A weight of 0 times nan is nan: keys that were not chosen are not loaded, and their gradient is 0."""
     q, k, v, indices, dout = problem((1, 34, 2, 1, 16, 6), torch.float32)
     indices = torch.where(indices % 3 == 0, -1, indices)
@@ -194,7 +164,7 @@ def test_keys_that_were_not_chosen_are_not_read(lane: Lane, small_tiles: None):
 @lanes("cpu")
 @settings(derandomize=True, max_examples=15, deadline=None)
 @given(seed=st.integers(0, 99), T=st.integers(1, 70), K=st.integers(1, 4))
-def test_a_walk_visits_each_block_that_holds_a_pair_and_no_other(lane: Lane, seed: int, T: int, K: int):
+def test_block_walk_visits_exactly_the_blocks_with_pairs(lane: Lane, seed: int, T: int, K: int):
     M, N = 16, 32
     g = torch.Generator().manual_seed(seed)
     near = torch.arange(T).unsqueeze(1) - torch.arange(K)  # the last K tokens: most blocks hold no pair
@@ -221,7 +191,7 @@ def test_one_key_returns_its_value(lane: Lane, dtype: str, small_tiles: None):
 
 
 @lanes("cpu")
-def test_layouts_of_the_inputs_do_not_matter(lane: Lane, small_tiles: None):
+def test_input_layouts_do_not_matter(lane: Lane, small_tiles: None):
     inputs = problem((1, 6, 2, 1, 16, 5), torch.float16)
     strided = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
     pairs = zip(launched(*inputs, *CASES["softcap"]), launched(*strided, *CASES["softcap"]))
@@ -229,7 +199,7 @@ def test_layouts_of_the_inputs_do_not_matter(lane: Lane, small_tiles: None):
 
 
 @lanes("cpu")
-def test_what_the_kernels_cannot_is_one_clear_line(lane: Lane):
+def test_unsupported_inputs_raise_one_line_error(lane: Lane):
     with pytest.raises(ValueError, match=r"power of two up to 128, not 48$"):
         launched(*problem((1, 2, 1, 1, 48, 2), torch.float16), *CASES["plain"])
     with pytest.raises(ValueError, match=r"power of two up to 128, not 48$"):

@@ -15,8 +15,8 @@ from kernels.dsa_indexer.reference import (
     dsa_chosen_scores_reference,
     dsa_distribution_reference,
 )
+from suites.kernels.interpret.dsa_inputs import CASES, DTYPES, Inputs, index_problem, problem
 from suites.kernels.interpret.ratio import outside
-from suites.kernels.interpret.test_dsa_indexer import CASES, DTYPES, Inputs, index_problem, problem
 from suites.support.comparison import AT_MOST, doubled, error_ratio
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
@@ -62,7 +62,7 @@ def plain(inputs: Inputs) -> tuple[Tensor, ...]:
 @lanes("cpu")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scores_and_gradients_keep_to_the_ratio_rule(
+def test_scores_and_gradients_meet_error_ratio_rule(
     lane: Lane, dtype: str, sizes: tuple[int, ...], small_tiles: None
 ):
     inputs = scores_problem(sizes, DTYPES[dtype])
@@ -70,13 +70,13 @@ def test_scores_and_gradients_keep_to_the_ratio_rule(
 
 
 @lanes("cpu")
-def test_the_tiles_of_the_gpu_keep_to_it(lane: Lane):
+def test_gpu_tiles_meet_error_ratio_rule(lane: Lane):
     inputs = scores_problem((1, 66, 9, 16, 65), torch.float16)
     assert not outside(launched(*inputs), plain(inputs), reference(*doubled(inputs)))
 
 
 @lanes("cpu")
-def test_the_rule_finds_wrong_formulas(lane: Lane, small_tiles: None):
+def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, small_tiles: None):
     q, k, weights, indices, dscores = inputs = scores_problem((1, 9, 4, 16, 6), torch.float16)
     oracle, usual = reference(*doubled(inputs)), plain(inputs)
     wrong = {
@@ -91,7 +91,7 @@ def test_the_rule_finds_wrong_formulas(lane: Lane, small_tiles: None):
 
 @lanes("cpu")
 @pytest.mark.parametrize("size", [2.0**-32, 0.0])
-def test_the_size_of_the_gradient_does_not_matter(lane: Lane, size: float, small_tiles: None):
+def test_gradient_scale_does_not_matter(lane: Lane, size: float, small_tiles: None):
     """fp16 cannot represent values below 6e-8; the weights' gradient is requested in fp32."""
     q, k, weights, indices, dscores = scores_problem((1, 9, 4, 16, 6), torch.float16)
     inputs = q, k, weights.float(), indices
@@ -102,7 +102,7 @@ def test_the_size_of_the_gradient_does_not_matter(lane: Lane, size: float, small
 @lanes("cpu")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_target_keeps_to_the_ratio_rule(lane: Lane, dtype: str, case: str, small_tiles: None):
+def test_target_meets_error_ratio_rule(lane: Lane, dtype: str, case: str, small_tiles: None):
     for sizes in [(2, 22, 3, 1, 16, 18), (1, 6, 4, 2, 16, 5)]:
         q, k, _, indices, _ = problem(sizes, DTYPES[dtype])
         found = kernel.dsa_distribution_fwd_kernel(q, k, indices, *CASES[case])
@@ -119,9 +119,7 @@ def test_the_target_keeps_to_the_ratio_rule(lane: Lane, dtype: str, case: str, s
 
 @lanes("cpu")
 @pytest.mark.parametrize("softcap", [30.0, 50.0])
-def test_the_target_of_fp16_inputs_is_as_exact_as_fp32_makes_it(
-    lane: Lane, softcap: float, small_tiles: None
-):
+def test_target_of_fp16_inputs_has_fp32_accuracy(lane: Lane, softcap: float, small_tiles: None):
     """Their products are exact and the target is fp32; the softcap that suffices for a bf16 P is 9 times as far off."""
     q, k, _, indices, _ = problem((1, 40, 14, 2, 64, 24), torch.float16)
     found = kernel.dsa_distribution_fwd_kernel(q, k, indices, 0.125, softcap)
@@ -131,7 +129,7 @@ def test_the_target_of_fp16_inputs_is_as_exact_as_fp32_makes_it(
 
 
 @lanes("cpu")
-def test_a_query_without_keys_teaches_nothing(lane: Lane, small_tiles: None):
+def test_query_without_keys_has_zero_gradient(lane: Lane, small_tiles: None):
     q, k, weights, indices, dscores = scores_problem((1, 9, 4, 16, 6))
     indices[:, 5] = -1
     scores, dq, _, dweights = launched(q, k, weights, indices, dscores)
@@ -142,7 +140,7 @@ def test_a_query_without_keys_teaches_nothing(lane: Lane, small_tiles: None):
 
 
 @lanes("cpu")
-def test_layouts_of_the_inputs_do_not_matter(lane: Lane, small_tiles: None):
+def test_input_layouts_do_not_matter(lane: Lane, small_tiles: None):
     inputs = scores_problem((1, 6, 2, 16, 5), torch.float16)
     strided = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
     assert all(
@@ -151,7 +149,7 @@ def test_layouts_of_the_inputs_do_not_matter(lane: Lane, small_tiles: None):
 
 
 @lanes("cpu")
-def test_what_the_kernels_cannot_is_one_clear_line(lane: Lane):
+def test_unsupported_inputs_raise_one_line_error(lane: Lane):
     with pytest.raises(ValueError, match=r"index head dim must be a power of two up to 128, not 48$"):
         launched(*scores_problem((1, 2, 1, 48, 2)))
     q, k, _, indices, _ = problem((1, 2, 1, 1, 48, 2), torch.float16)

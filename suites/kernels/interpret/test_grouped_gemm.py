@@ -64,7 +64,7 @@ def launched(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor) -> tuple[Ten
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, dims: tuple[int, int], routing: str):
+def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, dims: tuple[int, int], routing: str):
     counts = ROUTINGS[routing]
     inputs = problem(counts, *dims, DTYPES[dtype])
     found = launched(*inputs)
@@ -75,7 +75,7 @@ def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, dims: tuple[int,
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_only_16_bits_and_whole_chunks_come_by_tma(lane: Lane, dtype: str):
+def test_tma_is_used_only_for_16_bit_whole_chunks(lane: Lane, dtype: str):
     """Checks which tiles a case above ran with."""
     tiles = {}
     for D_in, D_out in DIMS:
@@ -95,7 +95,7 @@ def test_only_16_bits_and_whole_chunks_come_by_tma(lane: Lane, dtype: str):
     spare=st.integers(-5, 20),
     height=st.sampled_from([3, 8, 16]),
 )
-def test_the_plan_covers_every_row_once(lane: Lane, counts: list[int], spare: int, height: int):
+def test_tile_plan_covers_every_row_once(lane: Lane, counts: list[int], spare: int, height: int):
     """Also if the counts add up to more rows than there are: no row beyond the end is accessed."""
     M = max(0, sum(counts) + spare)
     plan, used = kernel._plan(torch.tensor(counts), M, height)
@@ -113,7 +113,7 @@ def test_the_plan_covers_every_row_once(lane: Lane, counts: list[int], spare: in
 
 @lanes("cpu")
 @pytest.mark.parametrize(("dtype", "dims"), [("fp32", (20, 35)), ("fp16", (32, 128)), ("fp16", (64, 32))])
-def test_the_rule_finds_wrong_formulas(lane: Lane, dtype: str, dims: tuple[int, int]):
+def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, dtype: str, dims: tuple[int, int]):
     x, weight, counts, dy = inputs = problem(ROUTINGS["ragged"], *dims, DTYPES[dtype], spare=0)
     oracle, plain = reference(*doubled(inputs)), reference(*inputs)
     moved = counts + torch.tensor([1, 0, -1, 0])
@@ -129,7 +129,7 @@ def test_the_rule_finds_wrong_formulas(lane: Lane, dtype: str, dims: tuple[int, 
 
 @lanes("cpu")
 @pytest.mark.parametrize("dims", DIMS[1:3], ids=str)
-def test_layouts_of_the_inputs_do_not_matter(lane: Lane, dims: tuple[int, int]):
+def test_input_layouts_do_not_matter(lane: Lane, dims: tuple[int, int]):
     x, weight, counts, dy = inputs = problem(ROUTINGS["ragged"], *dims, torch.float16, spare=0)
     spread = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
     turned = x.T.contiguous().T, weight.mT.contiguous().mT, counts.int(), dy.T.contiguous().T

@@ -49,13 +49,13 @@ def launched(*inputs: Tensor) -> tuple[Tensor, ...]:
 @lanes("cpu")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...]):
+def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...]):
     inputs = problem(sizes, DTYPES[dtype])
     assert not outside(launched(*inputs), reference(*inputs), reference(*doubled(inputs)))
 
 
 @lanes("cpu")
-def test_the_rule_finds_documents_that_leak(lane: Lane):
+def test_error_ratio_rule_rejects_document_leaks(lane: Lane):
     inputs = problem(SIZES[2], torch.float16)
     leaking = launched(*inputs[:5], torch.zeros_like(inputs[5]), *inputs[6:])
     broken = outside(leaking, reference(*inputs), reference(*doubled(inputs)))
@@ -64,7 +64,7 @@ def test_the_rule_finds_documents_that_leak(lane: Lane):
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
-def test_a_candidate_near_0_and_a_saturated_one(lane: Lane, dtype: str):
+def test_small_and_saturated_candidates_are_accurate(lane: Lane, dtype: str):
     """tanh from 1e-6, where the exponential alone would cancel, to where it is 1 and its slope 0."""
     q, k, v, W, *rest = problem((1, 24, 1, 4, 4), DTYPES[dtype])
     scale = torch.logspace(-6, 4, 24).view(1, 24, 1, 1).to(k)

@@ -117,13 +117,13 @@ def broken(launch: Callable[..., Tensors], dtype: torch.dtype, sizes: tuple[int,
 @pytest.mark.parametrize(
     ("dtype", "sizes"), [*product(["fp32", "fp16"], SIZES), ("fp32", ONE_TOKEN)], ids=str
 )
-def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...]):
+def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...]):
     assert not broken(launched, DTYPES[dtype], sizes)
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_the_rule_finds_documents_that_leak(lane: Lane, dtype: str):
+def test_error_ratio_rule_rejects_document_leaks(lane: Lane, dtype: str):
     def leaking(chunk_size: int, *inputs: Tensor) -> Tensors:
         return launched(chunk_size, *inputs[:11], torch.zeros_like(inputs[11]), *inputs[12:])
 
@@ -134,7 +134,7 @@ def test_the_rule_finds_documents_that_leak(lane: Lane, dtype: str):
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_no_bit_hangs_on_another_document(lane: Lane, dtype: str):
+def test_no_bit_depends_on_another_document(lane: Lane, dtype: str):
     """`other` is finite: its weight is zero but not absent, so NaN would spread, in the reference as in the kernels."""
     sizes, begin = (1, 21, 2, 8, 8, 1, 3, 64), 11
     inputs = problem(sizes, DTYPES[dtype], starts=(begin,))

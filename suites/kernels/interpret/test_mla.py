@@ -86,26 +86,26 @@ def breaks_of_the_rule(inputs: Inputs, options: tuple) -> list[str]:
 @lanes("cpu")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, case: str, small_tiles: None):
+def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, case: str, small_tiles: None):
     assert not breaks_of_the_rule(problem((1, 41, 1, 16, 16, 16, 16), DTYPES[dtype]), CASES[case])
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_size_keeps_to_it(lane: Lane, dtype: str, sizes: tuple[int, ...], small_tiles: None):
+def test_every_size_meets_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...], small_tiles: None):
     assert not breaks_of_the_rule(problem(sizes, DTYPES[dtype]), CASES["softcap"])
 
 
 @lanes("cpu")
 @pytest.mark.parametrize(("T", "P", "dtype"), [(256, 64, "fp16"), (40, 128, "fp16"), (32, 32, "fp32")])
-def test_the_tiles_of_the_gpu_keep_to_it(lane: Lane, T: int, P: int, dtype: str):
+def test_gpu_tiles_meet_error_ratio_rule(lane: Lane, T: int, P: int, dtype: str):
     assert not breaks_of_the_rule(problem((1, T, 1, 64, P, 64, P), DTYPES[dtype]), (0.1, 30.0, True))
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_rule_finds_wrong_formulas(lane: Lane, dtype: str, small_tiles: None):
+def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, dtype: str, small_tiles: None):
     q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, dout = inputs = problem(
         (1, 20, 2, 16, 16, 16, 16), DTYPES[dtype]
     )
@@ -143,7 +143,7 @@ def test_blocks_of_other_documents_are_not_read(lane: Lane, small_tiles: None):
 
 
 @lanes("cpu")
-def test_layouts_of_the_inputs_do_not_matter(lane: Lane, small_tiles: None):
+def test_input_layouts_do_not_matter(lane: Lane, small_tiles: None):
     inputs = problem((1, 20, 1, 16, 16, 16, 16), torch.float32)
     strided = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
     both = (launched(*each, options=CASES["softcap"]) for each in (inputs, strided))
@@ -154,6 +154,6 @@ def test_layouts_of_the_inputs_do_not_matter(lane: Lane, small_tiles: None):
 
 @lanes("cpu")
 @pytest.mark.parametrize("P", [48, 256])
-def test_other_head_dims_are_one_clear_line(lane: Lane, P: int):
+def test_unsupported_head_dims_raise_one_line_error(lane: Lane, P: int):
     with pytest.raises(ValueError, match=f"powers of two up to 128, not {P}, 16 and 16$"):
         launched(*problem((1, 2, 1, 4, P, 16, 16), torch.float16), options=CASES["plain"])

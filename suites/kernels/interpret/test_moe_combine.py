@@ -52,7 +52,7 @@ def launched(y, expert, slot, weights, dout, C: int) -> tuple[Tensor, ...]:
 @lanes("cpu")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...]):
+def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...]):
     inputs, C = problem(sizes, DTYPES[dtype]), sizes[-1]
     oracle, plain = reference(*doubled(inputs), C), reference(*inputs, C)
     assert not outside(launched(*inputs, C), plain, oracle)
@@ -64,7 +64,7 @@ def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int
 
 
 @lanes("cpu")
-def test_dropped_and_unowned_rows_may_hold_anything(lane: Lane):
+def test_dropped_and_unowned_rows_are_ignored(lane: Lane):
     y, expert, slot, weights, dout = problem(SIZES[1], torch.float32)
     C = SIZES[1][-1]
     expected = launched(y, expert, slot, weights, dout, C)
@@ -77,7 +77,7 @@ def test_dropped_and_unowned_rows_may_hold_anything(lane: Lane):
 
 
 @lanes("cpu")
-def test_the_cast_comes_last(lane: Lane):
+def test_output_is_cast_once_at_the_end(lane: Lane):
     y, expert, slot, weights, _ = problem(SIZES[1], torch.float16)
     both = (torch.float32, torch.float16)
     wide, narrow = (kernel.moe_combine_fwd_kernel(y, expert, slot, weights, 5, dtype) for dtype in both)

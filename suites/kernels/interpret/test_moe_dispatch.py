@@ -39,7 +39,7 @@ def values(*shape: int, dtype: torch.dtype) -> Tensor:
 @lanes("cpu")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_slots_and_overflow_are_the_reference_s(lane: Lane, dtype: str, sizes: tuple[int, ...]):
+def test_rows_slots_and_overflow_equal_reference(lane: Lane, dtype: str, sizes: tuple[int, ...]):
     B, T, K, E, D, C = sizes
     x, expert = values(B, T, D, dtype=DTYPES[dtype]), routing(B, T, K, E)
     found = kernel.moe_dispatch_fwd_kernel(x, expert, E, C)
@@ -54,7 +54,7 @@ def test_rows_slots_and_overflow_are_the_reference_s(lane: Lane, dtype: str, siz
 @lanes("cpu")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gradient_keeps_to_the_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...]):
+def test_gradient_meets_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...]):
     B, T, K, E, D, C = sizes
     expert = routing(B, T, K, E)
     _, slot, _ = moe_dispatch_reference(torch.zeros(B, T, 1), expert, E, C)

@@ -48,7 +48,7 @@ def launched(x, gate, weight, dy, S: int, norm_first: bool, eps: float = 1e-5) -
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize(("N", "D", "S"), [(1, 8, 8), (7, 40, 40), (33, 40, 8), (5, 20, 10), (9, 2, 1)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, N: int, D: int, S: int, norm_first: bool):
+def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, N: int, D: int, S: int, norm_first: bool):
     inputs = problem(N, D, DTYPES[dtype])
     oracle = reference(*doubled(inputs), S, norm_first)
     assert not outside(launched(*inputs, S, norm_first), reference(*inputs, S, norm_first), oracle)
@@ -56,7 +56,7 @@ def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, N: int, D: int, 
 
 @lanes("cpu")
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_the_rule_finds_another_norm(lane: Lane, norm_first: bool):
+def test_error_ratio_rule_rejects_another_norm(lane: Lane, norm_first: bool):
     inputs = problem(7, 40, torch.float16)
     oracle, plain = (reference(*i, 40, norm_first) for i in (doubled(inputs), inputs))
     for wrong in (

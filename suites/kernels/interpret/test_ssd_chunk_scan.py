@@ -10,18 +10,16 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ssd_chunk_scan import kernel
 from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
 from suites.kernels.interpret.ratio import DTYPES, outside
+from suites.kernels.interpret.ssd_inputs import Tensors, problem
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
-from suites.support.scans import documents
 
-Tensors = tuple[Tensor, ...]
 SIZES = [
     (2, 37, 6, 8, 12, 2, 16),
     (1, 66, 6, 5, 8, 2, 64),
@@ -44,25 +42,6 @@ def unwritten_is_nan() -> Iterator[None]:
     assert torch.zeros(1).new_empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def problem(
-    sizes: tuple[int, ...], dtype: torch.dtype, starts: tuple[int, ...] = (5, 6, 27), seed: int = 0
-) -> Tensors:
-    """Return the op's inputs without chunk_size, then dy and dfinal; x, B and C are slices of one row."""
-    B, T, H, P, N, G, _ = sizes
-    wide = torch.promote_types(dtype, torch.float32)
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int, to: torch.dtype = wide) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(to)
-
-    x, Bmat, Cmat = draw(B, T, H * P + 2 * G * N, to=dtype).split([H * P, G * N, G * N], -1)
-    A = -torch.rand(H, generator=g) - 0.05
-    return (
-        x.unflatten(-1, (H, P)), F.softplus(draw(B, T, H)), A, Bmat.unflatten(-1, (G, N)), Cmat.unflatten(-1, (G, N)),
-        draw(H, to=dtype), documents(B, T, starts), draw(B, H, P, N), draw(B, T, H, P, to=dtype), draw(B, H, P, N),
-    )  # fmt: skip
 
 
 def launched(chunk_size: int, *inputs: Tensor) -> Tensors:
@@ -91,13 +70,13 @@ def broken(launch: Callable[..., Tensors], dtype: torch.dtype, sizes: tuple[int,
 @lanes("cpu")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_kernels_keep_to_the_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...]):
+def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...]):
     assert not broken(launched, DTYPES[dtype], sizes)
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_the_rule_finds_documents_that_leak(lane: Lane, dtype: str):
+def test_error_ratio_rule_rejects_document_leaks(lane: Lane, dtype: str):
     def leaking(chunk_size: int, *inputs: Tensor) -> Tensors:
         return launched(chunk_size, *inputs[:6], torch.zeros_like(inputs[6]), *inputs[7:])
 
@@ -108,7 +87,7 @@ def test_the_rule_finds_documents_that_leak(lane: Lane, dtype: str):
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_no_bit_hangs_on_another_document(lane: Lane, dtype: str):
+def test_no_bit_depends_on_another_document(lane: Lane, dtype: str):
     """`other` is finite: its weight is zero but not absent, so NaN would spread, in the reference as in the kernels."""
     sizes, begin = (1, 21, 2, 8, 8, 1, 64), 11
     inputs = problem(sizes, DTYPES[dtype], starts=(begin,))

@@ -25,7 +25,7 @@ from triton.runtime.autotuner import Autotuner
 from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_reference, ssd_chunk_scan_step
 from kernels.ssd_chunk_scan.upstream import INSTALL, load, ssd_chunk_scan_upstream
 from suites.kernels.interpret.ratio import DTYPES, outside
-from suites.kernels.interpret.test_ssd_chunk_scan import problem
+from suites.kernels.interpret.ssd_inputs import problem
 from suites.support.comparison import doubled, gradients
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
@@ -90,12 +90,12 @@ def broken(
 @lanes("cpu")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_the_scan_keeps_to_the_ratio_rule(lane: Lane, dtype: str, case: str) -> None:
+def test_scan_meets_error_ratio_rule(lane: Lane, dtype: str, case: str) -> None:
     assert not broken(ssd_chunk_scan_upstream, DTYPES[dtype], *CASES[case])
 
 
 @lanes("cpu")
-def test_the_rule_finds_documents_that_leak(lane: Lane) -> None:
+def test_error_ratio_rule_rejects_document_leaks(lane: Lane) -> None:
     def leaking(*inputs: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
         *others, doc_ids, state = inputs
         return ssd_chunk_scan_upstream(*others, torch.zeros_like(doc_ids), state, chunk_size)
@@ -105,7 +105,7 @@ def test_the_rule_finds_documents_that_leak(lane: Lane) -> None:
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_the_step_keeps_to_the_ratio_rule(lane: Lane, dtype: str) -> None:
+def test_step_meets_error_ratio_rule(lane: Lane, dtype: str) -> None:
     x, dt, A, Bmat, Cmat, D, _, state = problem(SIZES, DTYPES[dtype])[:8]
     inputs = (x[:, 0], dt[:, 0], A, Bmat[:, 0], Cmat[:, 0], D, state)
     exact, plain = ssd_chunk_scan_step(*doubled(inputs)), ssd_chunk_scan_step(*inputs)
@@ -113,7 +113,7 @@ def test_the_step_keeps_to_the_ratio_rule(lane: Lane, dtype: str) -> None:
 
 
 @lanes("cpu")
-def test_the_step_needs_no_bias(lane: Lane, row) -> None:
+def test_step_without_a_bias(lane: Lane, row) -> None:
     """Defect present: without a bias, the default, the step reads the strides of None. Workaround: a bias of zeros."""
     x, dt, A, Bmat, Cmat, D, _, state = problem(SIZES, torch.float32)[:8]
     inputs = (x[:, 0], dt[:, 0], A, Bmat[:, 0], Cmat[:, 0], D, state)
