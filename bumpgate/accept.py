@@ -26,7 +26,7 @@ from bumpgate.accepted import (
 )
 from bumpgate.baseline import find_root
 from bumpgate.baseline import load as load_baseline
-from bumpgate.gate.drift import Creep
+from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Outcome, Timed
 from bumpgate.rebaseline import RefusedError
 from bumpgate.report.gate_file import GateFile, Paired, read
@@ -91,17 +91,17 @@ def save(path: Path, entries: Iterable[Acceptance]) -> None:
 
 def apply_to_times(
     timed: Mapping[str, Timed],
-    creeps: Mapping[str, Creep],
+    drifts: Mapping[str, Drift],
     acceptances: Iterable[Acceptance],
     lane: str,
     day: date,
-) -> tuple[dict[str, Timed], dict[str, Creep], list[str]]:
+) -> tuple[dict[str, Timed], dict[str, Drift], list[str]]:
     """Apply acceptances to the times of a gate: an accepted slowdown becomes SAME, accepted drift is dropped.
 
     An entry matches unless the measured interval lies completely above the accepted ratio, so a row that slows
     further is SLOWER again. The third value has one line for each entry that was used, or that has expired.
     """
-    times, crept, lines = dict(timed), dict(creeps), list[str]()
+    times, drifted, lines = dict(timed), dict(drifts), list[str]()
     for row, entries in sorted(of_lane(acceptances, lane).items()):
         for a in entries:
             if a.ratio is None:
@@ -109,7 +109,7 @@ def apply_to_times(
             slower = (
                 row in times and times[row].outcome is Outcome.SLOWER and times[row].interval[0] <= a.ratio
             )
-            creeping = row in crept and crept[row].ratio <= a.ratio
+            creeping = row in drifted and drifted[row].ratio <= a.ratio
             if not (slower or creeping):
                 continue
             if a.expired(day):
@@ -119,8 +119,8 @@ def apply_to_times(
             if slower:
                 times[row] = replace(times[row], outcome=Outcome.SAME)
             if creeping:
-                del crept[row]
-    return times, crept, lines
+                del drifted[row]
+    return times, drifted, lines
 
 
 def _day(text: str) -> date:

@@ -94,11 +94,11 @@ def attribute(
     parts = _parts(good, bad, together)
     readings = _Readings(good, bad, probe, false_bad, false_good, confidence, known, len(parts))
     everything = _names(parts)
-    for said, names in ((Outcome.GOOD, []), (Outcome.BAD, everything)):
+    for named, names in ((Outcome.GOOD, []), (Outcome.BAD, everything)):
         read = readings.of(names)
-        if read is not said:
+        if read is not named:
             return readings.answer(
-                [], f"the {said.value.lower()} set reads {read.value}: nothing to attribute"
+                [], f"the {named.value.lower()} set reads {read.value}: nothing to attribute"
             )
     causes, left = [_cause(parts, readings, first)], parts
     while left := [part for part in left if part not in causes[-1]]:

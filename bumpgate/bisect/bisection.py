@@ -63,7 +63,7 @@ class Show(Protocol):
 
 
 @dataclass(frozen=True)
-class Bench:
+class BisectContext:
     """Dependencies of a bisect. request: from a version to its request. out: the folder of the readings.
 
     reliable: one reading settles a mixture also under the plan's misread rates, unless the test has contradicted
@@ -94,9 +94,9 @@ class Step:
 class Bisection:
     """One bisect, continued from the state of its journal."""
 
-    def __init__(self, state: Journal, bench: Bench) -> None:
+    def __init__(self, state: Journal, context: BisectContext) -> None:
         self.state = state
-        self.bench = bench
+        self.context = context
         self._machine_failed = False
 
     @property
@@ -116,8 +116,8 @@ class Bisection:
                 except BackError:
                     self._back()
         finally:
-            if self.bench.ahead:
-                self.bench.ahead.stop()
+            if self.context.ahead:
+                self.context.ahead.stop()
         result = self.search.result()
         assert result is not None, "the journal decides nothing more only where there is an answer"
         return result
@@ -144,7 +144,7 @@ class Bisection:
 
     def environments(self, result: Result) -> tuple[Environment, Environment]:
         """Return the environments of the two neighbours, the good one first; both have been built."""
-        build = self.bench.recall or self.bench.build
+        build = self.context.recall or self.context.build
         good, bad = (build(self._request(i)) for i in self.neighbours(result))
         return good, bad
 
@@ -164,7 +164,7 @@ class Bisection:
         # One reading settles a mixture, unless the test has contradicted itself.
         estimated = self.search.noise() if result.misreads else (0.0, 0.0)
         plan = self.state.plan
-        once = self.bench.reliable and not result.misreads
+        once = self.context.reliable and not result.misreads
         stated = (None, None) if once else (plan.false_bad, plan.false_good)
         false_bad, false_good = (e if s is None else s for s, e in zip(stated, estimated))
         return attribute(
@@ -176,7 +176,7 @@ class Bisection:
             false_good=min(false_good, MISREADS),
             confidence=plan.confidence,
             known=[*known, *self.state.mixtures],
-            first=self.bench.package,
+            first=self.context.package,
         )
 
     def _probe_mixture(self, mixture: Mixture, packages: Mapping[str, str]) -> Outcome:
@@ -186,18 +186,18 @@ class Bisection:
         parts = [f"{n} {packages.get(n, '(absent)')}" for n in self._by_importance(mixture)]
         more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
         name = f"the good set with {', '.join(parts[:SHOWN]) or 'nothing'}{more}"
-        self.bench.show.probing(name)
+        self.context.show.probing(name)
         like = self._request(self.search.first)
-        place = self.bench.out / "mixtures" / f"{digest}.{taken}"
-        reading = self._retried(place, blame.mixture_request(packages, like), self.bench.build)
-        result = self.bench.test.judge(reading)
+        place = self.context.out / "mixtures" / f"{digest}.{taken}"
+        reading = self._retried(place, blame.mixture_request(packages, like), self.context.build)
+        result = self.context.test.judge(reading)
         self.state.record_mixture(mixture, result.outcome)
-        self.bench.show.probed(name, reading, result, "")
+        self.context.show.probed(name, reading, result, "")
         return result.outcome
 
     def _by_importance(self, mixture: Mixture) -> list[str]:
         """Sort a mixture's names: the bisected package first, libraries that another package pins last."""
-        return sorted(mixture, key=lambda n: (n != self.bench.package, bool(blame.LINKED.fullmatch(n)), n))
+        return sorted(mixture, key=lambda n: (n != self.context.package, bool(blame.LINKED.fullmatch(n)), n))
 
     def _read_ends(self) -> None:
         """Read both endpoints before judging either: the deciding rows are those that differ between them."""
@@ -206,20 +206,20 @@ class Bisection:
             if not self._unjudged(end):
                 continue
             reading = self._reading(end)
-            unusable = self.bench.test.unusable(reading)
+            unusable = self.context.test.unusable(reading)
             if unusable is not None:
                 self._record(end, reading, unusable)
                 return
             readings[end] = reading
         self._learn()
         for end, reading in readings.items():
-            self._record(end, reading, self.bench.test.judge(reading))
+            self._record(end, reading, self.context.test.judge(reading))
 
     def _read(self, index: int) -> None:
         reading = self._reading(index)
         if index in self._ends():
             self._learn()
-        self._record(index, reading, self.bench.test.judge(reading))
+        self._record(index, reading, self.context.test.judge(reading))
 
     def _back(self) -> None:
         """Forget the last reading: its file first, so that a kill in between leaves the outcome in place."""
@@ -238,7 +238,7 @@ class Bisection:
         if self.search.find_fix:
             good, bad = bad, good
         if good and bad:
-            self.bench.test.learn(good, bad)
+            self.context.test.learn(good, bad)
 
     def _kept(self, index: int) -> Iterator[Reading]:
         taken = 0
@@ -248,20 +248,20 @@ class Bisection:
 
     def _reading(self, index: int) -> Reading:
         version = self.search.candidates[index]
-        self.bench.show.probing(f"{self.bench.package} {version}")
+        self.context.show.probing(f"{self.context.package} {version}")
         taken = sum(i == index for i, _ in self.search.history)
 
         def build(request: Request) -> Environment:
-            environment = self.bench.build(request)
-            installed = environment.packages.get(self.bench.package)
-            if self.bench.recall is None and (installed is None or Version(installed) != Version(version)):
+            environment = self.context.build(request)
+            installed = environment.packages.get(self.context.package)
+            if self.context.recall is None and (installed is None or Version(installed) != Version(version)):
                 raise NotInstallable(
-                    f"{request.title}: {installed} was installed instead", self.bench.out, ""
+                    f"{request.title}: {installed} was installed instead", self.context.out, ""
                 )
             # Only now: the prefetch in progress may have been building this environment.
             later = [*(i for i in self.state.decide() if i != index), *self.search.prefetch()]
-            if self.bench.ahead:
-                self.bench.ahead.start([self._request(i) for i in dict.fromkeys(later)])
+            if self.context.ahead:
+                self.context.ahead.start([self._request(i) for i in dict.fromkeys(later)])
             return environment
 
         return self._retried(self._place(index, taken), self._request(index), build, index in self._ends())
@@ -272,7 +272,7 @@ class Bisection:
         Raises MachineError, without keeping the reading, for an endpoint or for two skipped candidates in a row.
         """
         for _ in range(TRIES):
-            reading = take(place, request, build, self.bench.test)
+            reading = take(place, request, build, self.context.test)
             if reading.cause is not Cause.MACHINE:
                 self._machine_failed = False
                 return reading
@@ -287,7 +287,7 @@ class Bisection:
         version = self.search.candidates[index]
         self.state.record(index, result.outcome)
         left = "" if self.search.result() else self.search.progress()
-        self.bench.show.probed(f"{self.bench.package} {version}", reading, result, left)
+        self.context.show.probed(f"{self.context.package} {version}", reading, result, left)
 
     def _unjudged(self, index: int) -> bool:
         return not any(i == index and o in (Outcome.GOOD, Outcome.BAD) for i, o in self.search.history)
@@ -296,7 +296,7 @@ class Bisection:
         return self.search.first, self.search.last
 
     def _request(self, index: int) -> Request:
-        return self.bench.request(self.search.candidates[index])
+        return self.context.request(self.search.candidates[index])
 
     def _place(self, index: int, taken: int) -> Path:
-        return self.bench.out / "probes" / f"{self.search.candidates[index]}.{taken}"
+        return self.context.out / "probes" / f"{self.search.candidates[index]}.{taken}"

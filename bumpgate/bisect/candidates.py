@@ -120,7 +120,9 @@ def _variant(*ends: str) -> str | None:
     named = {Version(end).local for end in ends if not DATE.fullmatch(end) and _version(end).local}
     variants = {local for local in named if local and not local.startswith("git")}
     if len(variants) > 1:
-        raise RangeError(f"the ends are of two variants, {' and '.join(sorted(variants))}: name both of one")
+        raise RangeError(
+            f"the endpoints are of two variants, {' and '.join(sorted(variants))}: name both of one"
+        )
     return variants.pop() if variants else None
 
 
@@ -183,4 +185,4 @@ def _check_order(package: str, found: Iterable[Found]) -> None:
     public, count = publics.most_common(1)[0] if publics else ("", 0)
     if count > 1:
         names = [f.version for f in found if Version(f.version).public == public]
-        raise RangeError(f"{package} comes in variants ({', '.join(names)}): name one in both ends")
+        raise RangeError(f"{package} comes in variants ({', '.join(names)}): name one in both endpoints")

@@ -19,7 +19,7 @@ from rich.console import Console
 from bumpgate.bisect import gate_finding, ranges, shell
 from bumpgate.bisect import journal as journals
 from bumpgate.bisect.answer import Answer, Watcher, answer, closing_text, text, write_json
-from bumpgate.bisect.bisection import Bench, Bisection, MachineError
+from bumpgate.bisect.bisection import BisectContext, Bisection, MachineError
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.compiler import compiler_part
 from bumpgate.bisect.journal import Journal, JournalError, Plan
@@ -43,9 +43,7 @@ def command(
     package: Annotated[str, typer.Option(help="torch, triton, or any package of the set.")] = "torch",
     test: Annotated[
         str,
-        typer.Option(
-            "--command", help="A test of your own instead: exit 0 good, 1-124 bad, 125 skip; {python}."
-        ),
+        typer.Option("--command", help="Your own test instead: exit 0 good, 1-124 bad, 125 skip; {python}."),
     ] = "",
     from_gate: Annotated[
         Path | None,
@@ -64,7 +62,7 @@ def command(
     row: Annotated[
         str, typer.Option(help="With --from-gate: the finding that has this row, instead of the worst.")
     ] = "",
-    index: Annotated[str | None, typer.Option(help="An index that comes before the host's own.")] = None,
+    index: Annotated[str | None, typer.Option(help="An index that takes precedence over the host's.")] = None,
     find_links: Annotated[
         list[str] | None, typer.Option(help="A folder or page of wheels; repeatable.")
     ] = None,
@@ -76,13 +74,13 @@ def command(
     ] = False,
     compiler: Annotated[
         float | None,
-        typer.Option(min=0, help="Then run torch's CompilerBisector for so many minutes at most."),
+        typer.Option(min=0, help="Then run torch's CompilerBisector, at most this many minutes."),
     ] = None,
     store: Annotated[
         list[str] | None, typer.Option(help="A store with nightlies of `bumpgate mirror`; repeatable.")
     ] = None,
     extra: Annotated[
-        list[str] | None, typer.Option("--with", help="A requirement besides the package; repeatable.")
+        list[str] | None, typer.Option("--with", help="A requirement in addition to the package; repeatable.")
     ] = None,
     find_fix: Annotated[
         bool, typer.Option("--find-fix", help="Find the first good version after a bad one.")
@@ -187,7 +185,7 @@ def run(
     prefetch: bool = True,
     compiler: float | None = None,
 ) -> int:
-    """Run the whole command and return its exit code.
+    """Run the command and return its exit code.
 
     Raises BumpgateError on bad input, before anything is installed.
     """
@@ -208,7 +206,7 @@ def run(
             attribution = attribution and not (options.builder or options.interactive)
             return _search(options, out, state, span, root, attribution, prefetch, compiler)
         except KeyboardInterrupt:
-            typer.echo(f"interrupted; {len(state.search.history)} probes are kept. Continue with:", err=True)
+            typer.echo(f"interrupted; {len(state.search.history)} probes are saved. Continue with:", err=True)
             typer.echo(f"  {_resume_command(options, out, flags)}", err=True)
             return INTERRUPTED
         except MachineError as error:
@@ -232,7 +230,7 @@ def _search(
     test = _test(options, root, span)
     watcher = Watcher(Console(soft_wrap=True), live=not options.interactive)
     builder = options.commit_builder(out) if options.builder else None
-    bench = Bench(
+    context = BisectContext(
         options.package,
         out,
         builder.request if builder else options.request(root),
@@ -243,7 +241,7 @@ def _search(
         reliable=options.timed,
         recall=builder and builder.recall,
     )
-    bisection = Bisection(state, bench)
+    bisection = Bisection(state, context)
 
     def seconds() -> dict[str, float]:
         # A resumed bisect reuses the reading, and its seconds, of a probe that had finished before the kill.
@@ -290,18 +288,20 @@ def _test(options: Options, root: Path | None, span: Range) -> Test:
 def _no_answer(failure: str, test: Test, last: str) -> int:
     """Report a failed search: raise BisectError if other endpoints would help, else print why and return UNKNOWN."""
     failure = failure.replace("does not install", f"was skipped ({last})" if last else "was skipped")
-    if failure.startswith(("the good end", "the bad end")) or failure.endswith("look swapped"):
+    if failure.startswith(("the good endpoint", "the bad endpoint")) or failure.endswith("look swapped"):
         named = ", ".join(test.deciding[:3])
         if named and not test.differs:
             raise BisectError(f"nothing is red at one end alone; red at both, and no help: {named}")
-        swapped = "; --find-fix is for a bad end that comes first" if failure.endswith("look swapped") else ""
+        swapped = (
+            "; --find-fix is for a bad endpoint that comes first" if failure.endswith("look swapped") else ""
+        )
         raise BisectError(f"{failure} (by {named})" if named else failure + swapped)
     typer.echo(f"bumpgate: no answer: {failure}", err=True)
     return UNKNOWN
 
 
 def _stopped(why: str, again: str) -> int:
-    typer.echo(f"bumpgate: {why}; what was read is kept, continue with: {again}", err=True)
+    typer.echo(f"bumpgate: {why}; readings so far are saved. Continue with: {again}", err=True)
     return UNKNOWN
 
 
@@ -322,7 +322,7 @@ def _begin(out: Path, plan: Plan) -> Journal:
         if "exists" not in str(error):
             raise
         raise BisectError(
-            f"{out} holds a bisect already: continue it with --resume, or name another --out"
+            f"{out} already holds a bisect: continue it with --resume, or name another --out"
         ) from None
 
 
@@ -330,7 +330,7 @@ def _continue(options: Options, out: Path) -> tuple[Journal | None, Range | None
     """Load the state in `out` and its range, without querying an index; (None, None) if there is nothing to resume."""
     path = out / STATE
     if not path.exists() or b"\n" not in path.read_bytes():
-        typer.echo(f"nothing to resume in {out}: beginning")
+        typer.echo(f"nothing to resume in {out}: starting")
         return None, None
     state = journals.resume(path)
     if state.plan.command != options.line():

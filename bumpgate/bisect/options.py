@@ -1,4 +1,4 @@
-"""Options of a bisect: their checks, the command line that repeats them, and what they stand for."""
+"""Options of a bisect: their checks, the command line that repeats them, and their resolution."""
 
 from __future__ import annotations
 
@@ -186,8 +186,8 @@ class Options:
     def plan(self, span: Range, test: Test) -> Plan:
         """Return the plan of the search.
 
-        A probe of timed rows is a test with bounded errors of its own: these bounds are its misread rates, and a
-        repeat is only made where they leave a doubt.
+        A probe of timed rows is a test with bounded errors: these bounds are its misread rates, and a repeat is only
+        made if they leave a doubt.
         """
         false_bad, false_good, confirm = self.false_bad, self.false_good, Plan.confirm
         if isinstance(test, TimedTest):

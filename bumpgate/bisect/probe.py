@@ -26,7 +26,7 @@ from bumpgate.processes.runner import IMPORT_SECONDS, child_environment
 from bumpgate.rows import BumpgateError, Record, one_line, read_record, write_atomic
 
 READING, LOG, RECORD = "reading.json", "test.log", "record.json"
-# Signals that a program causes itself; any other one was sent to it, and is no evidence about the candidate.
+# Signals that a program causes itself; any other one was sent to it, and is not evidence about the candidate.
 CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
 IMPORT = """
 import importlib, importlib.util, sys
@@ -49,9 +49,9 @@ class Cause(Enum):
 
     RAN = "ran"
     BROKEN = "broken"
-    """It does not install or does not import: no repeat will change that."""
+    """It does not install or does not import; a repeat would not change that."""
     MACHINE = "machine"
-    """No disk, no index, no memory, no time: a repeat may, so the bisect makes one."""
+    """Disk, index, memory or time ran out: a repeat may succeed, so the bisect makes one."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Reading:
     """Saved result of one probe.
 
     code: exit code of the command or of pytest, or minus the signal number; None if it never ran.
-    failure: why it never ran, or ended early; one line. seconds: of the test alone. packages: name to version.
+    failure: why it never ran, or ended early; one line. seconds: of only the test. packages: name to version.
     """
 
     place: Path

@@ -33,7 +33,7 @@ PAGES, PER_PAGE = 10, 100
 
 
 class Source(Protocol):
-    """Where commits are looked up: a clone, or a repository behind GitHub's API. Raises CommitError, one line."""
+    """Where commits are looked up: a clone, or a repository on GitHub's API. Raises CommitError (one line)."""
 
     @property
     def github(self) -> str: ...
@@ -47,7 +47,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class GitHub:
-    """One repository behind GitHub's REST API. base: https://api.github.com; github: OWNER/REPOSITORY.
+    """One repository on GitHub's REST API. base: https://api.github.com; github: OWNER/REPOSITORY.
 
     A token in the environment (BUMPGATE_GITHUB_TOKEN, GITHUB_TOKEN) raises the limit of requests.
     """
@@ -163,7 +163,7 @@ def _pin(title: str, pins: tuple[str, ...], repository: str) -> Iterator[str]:
 
 
 def _source(repositories: Sequence[str], home: str, *ends: str) -> tuple[Source, Commit, Commit]:
-    """Return the first repository that has both commits, and the commits of main that they stand for."""
+    """Return the first repository that has both commits, and the corresponding commits of main."""
     why = CommitError("name a clone with --repository DIR")
     for place in repositories:
         if "://" in place and not home:

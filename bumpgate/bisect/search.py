@@ -48,9 +48,9 @@ class Outcome(Enum):
     SKIP = "SKIP"
     """It does not install, or does not exist: it will never be probed again."""
     UNKNOWN = "UNKNOWN"
-    """It ran and gave no verdict: the machine's fault, or an interval over the limit."""
+    """It ran without a verdict: a machine failure, or an interval that contains the limit."""
     OTHER = "OTHER"
-    """Another fault than the one searched hides the answer: set aside like a candidate that does not install."""
+    """Another fault than the one searched hides the answer: treated like a candidate that does not install."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class Search:
         """Return the possible indices after next(), one for each outcome, to install in advance."""
         now = self.next()
         if self._unseen_ends():
-            said = [(index, self.old if index == self.first else self.new) for index in now]
-            ways = [said]
+            named = [(index, self.old if index == self.first else self.new) for index in now]
+            ways = [named]
         else:
             ways = [[(index, outcome)] for index in now for outcome in (self.old, self.new)]
         later = [index for way in ways for index in self.after(way).next()]
@@ -358,10 +358,10 @@ class Search:
             (self.first, self.old, posterior[0], "an earlier one"),
             (self.last, self.new, posterior[-1], "a later one, or an earlier one if it has changed back"),
         )
-        for index, said, doubt, _ in ends:
+        for index, named, doubt, _ in ends:
             if index in self._aside and (not self._judged(index) or doubt > (1 - self.confidence) / 2):
                 what = "does not install" if self._tally[Outcome.SKIP][index] else "gives no verdict"
-                return f"the {said.value.lower()} end {self.candidates[index]} {what}: name another"
+                return f"the {named.value.lower()} endpoint {self.candidates[index]} {what}: name another"
         sure = max(posterior) if self._spent() else self.confidence
         doubted = self._doubted_ends()
         if len(doubted) == 2 and all(self._readings_of(i) >= SETTLED_ENDS for i in doubted):
@@ -369,10 +369,10 @@ class Search:
         wrong = [end for end in ends if end[2] >= sure > 0]
         wrong += [end for end in ends if end[0] in doubted and self._readings_of(end[0]) >= UNANIMOUS]
         if wrong:
-            index, said, _, other = wrong[0]
-            state = self.new if said is self.old else self.old
+            index, named, _, other = wrong[0]
+            state = self.new if named is self.old else self.old
             label = self.candidates[index]
-            return f"the {said.value.lower()} end {label} is {state.value}: name {other}"
+            return f"the {named.value.lower()} endpoint {label} is {state.value}: name {other}"
         return "" if any(posterior) else self._contradiction()
 
     def _contradiction(self) -> str:
@@ -388,7 +388,7 @@ class Search:
 
     def _swapped(self) -> str:
         first, last = self.candidates[self.first], self.candidates[self.last]
-        return f"{first} reads {self.new.value} and {last} {self.old.value}: the ends look swapped"
+        return f"{first} reads {self.new.value} and {last} {self.old.value}: the endpoints look swapped"
 
     def _readings_of(self, index: int) -> int:
         """Return the number of GOOD and BAD readings of one candidate."""
@@ -410,7 +410,7 @@ def _check(candidates: Sequence[str], good: str, bad: str, find_fix: bool) -> No
         raise SearchError(f"candidate {twice[0]!r} is listed {candidates.count(twice[0])} times")
     for name, label in (("good", good), ("bad", bad)):
         if label not in candidates:
-            raise SearchError(f"the {name} end {label!r} is none of the {len(candidates)} candidates")
+            raise SearchError(f"the {name} endpoint {label!r} is not one of the {len(candidates)} candidates")
     if good == bad:
         raise SearchError(f"{good!r} is named as good and as bad")
     if (candidates.index(good) > candidates.index(bad)) != find_fix:
@@ -428,4 +428,4 @@ def _check_numbers(
     if not 0.5 < confidence < 1:
         raise SearchError(f"confidence must lie in (0.5, 1), got {confidence!r}")
     if budget is not None and budget < 2:
-        raise SearchError(f"a budget of {budget} does not reach both ends")
+        raise SearchError(f"a budget of {budget} does not reach both endpoints")

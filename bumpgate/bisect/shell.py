@@ -69,16 +69,18 @@ class InteractiveTest:
                     line = self.prompt(f"{environment.name}: {', '.join(WORDS[:-1])} or {WORDS[-1]}? ")
                 except EOFError:
                     raise KeyboardInterrupt from None
-                said = [word for word in WORDS if line.strip() and word.startswith(line.strip().lower())]
-                if len(said) != 1:
+                matches = [word for word in WORDS if line.strip() and word.startswith(line.strip().lower())]
+                if len(matches) != 1:
                     continue  # "b" is both bad and back
-                if said[0] == "back":
+                if matches[0] == "back":
                     raise BackError
-                if said[0] in CODES:
+                if matches[0] in CODES:
                     break
                 self._show(environment, caches)
         seconds = time.monotonic() - started
-        return Reading(place, Cause.RAN, CODES[said[0]], seconds=seconds, packages=dict(environment.packages))
+        return Reading(
+            place, Cause.RAN, CODES[matches[0]], seconds=seconds, packages=dict(environment.packages)
+        )
 
     def _show(self, environment: Environment, caches: dict[str, str]) -> None:
         if self.command:

@@ -47,7 +47,7 @@ class SuiteTest:
 
     A row that is worse than in the first whole record of the good endpoint, by the gate's margins, is red as well.
 
-    A candidate is GOOD if its run is whole and all deciding rows are green, and BAD if one is red in the same way as
+    A candidate is GOOD if its run is complete and all deciding rows are green, and BAD if one is red in the same way as
     at an endpoint. Other red rows are not counted. If a deciding row is red only in another way (its test raised,
     while at the bad endpoint the value is worse), another fault hides the answer: OTHER.
 
@@ -101,7 +101,7 @@ class SuiteTest:
         )
         worse = tuple(name for name in names if at_good[name] < at_bad[name])
         better = tuple(name for name in names if at_good[name] > at_bad[name])
-        # If nothing is worse at the bad end, rows that are better there refute the ends, else rows red at both do.
+        # If nothing is worse at the bad endpoint, rows that are better there refute the endpoints; else, rows red at both.
         self.differs = bool(worse or better)
         self.deciding = worse or better or tuple(name for name in names if at_good[name] > 0)
         self.kinds = {name: self._kinds(name, (*good_seen, *bad_seen)) for name in self.deciding}

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from glob import escape
 from pathlib import Path
@@ -163,7 +163,7 @@ class TimedTest:
         """Load the sessions of a probe; None if there are none, or they are of other rows."""
         try:
             raw = json.loads((place / SESSIONS).read_text(encoding="utf-8"))
-            found = Sessions(plan=self.plan, **raw)
+            found = Sessions.from_json(raw, self.plan)
         except (OSError, ValueError, TypeError):
             return None
         return found if dict(found.tests) == dict(self.tests) else None
@@ -183,8 +183,8 @@ class _Pair:
         if not sessions.warm:
             self._fill_caches(sessions, at_once)
         while sessions.open_tests():
-            failing = sessions.faults["bad"] and sessions.begun == sessions.barren
-            if failing and sessions.begun >= FAILING:
+            failing = sessions.faults["bad"] and sessions.started == sessions.consecutive_empty
+            if failing and sessions.started >= FAILING:
                 break
             if at_once:
                 sessions.run_duet(lambda tests, flip: self._duet(sessions.cache, tests, flip))
@@ -226,9 +226,7 @@ class _Pair:
         )
 
     def _save(self, sessions: Sessions) -> None:
-        raw = asdict(replace(sessions, plan=None))
-        del raw["plan"]
-        write_atomic(self.place / SESSIONS, json.dumps(raw, indent=1) + "\n")
+        write_atomic(self.place / SESSIONS, json.dumps(sessions.to_json(), indent=1) + "\n")
 
 
 def _shown(sessions: Sessions, rows: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from bumpgate import accept, accepted, lanes
 from bumpgate.environments.freeze import changes
 from bumpgate.gate import drift
 from bumpgate.gate.binding import SHOWN, Binding
-from bumpgate.gate.drift import Recent, creeps
+from bumpgate.gate.drift import Recent, find_drifts
 from bumpgate.gate.duet import ROUNDS as DUET_ROUNDS
 from bumpgate.gate.duet import run_duet, shares
 from bumpgate.gate.plan import Plan
@@ -47,7 +47,7 @@ TEST_SECONDS = 660
 
 
 @dataclass(frozen=True)
-class Place:
+class EnvSpec:
     """Interpreter of a side. variables: env_vars of its compile caches. more: independent copies, for timed tests.
 
     failure: why the interpreter is missing.
@@ -67,7 +67,7 @@ class Place:
 
 
 @dataclass
-class Bench:
+class GateRunner:
     """Runs one gate on one machine. deadline: in time.monotonic(); no session starts that would end after it.
 
     tree: returns the binding of the work tree, which must not change during the gate.
@@ -76,7 +76,7 @@ class Bench:
     gate: Gate
     root: Path
     out: Path
-    places: Mapping[str, Place]
+    env_specs: Mapping[str, EnvSpec]
     view: View
     plan: Plan
     recent: Recent
@@ -118,12 +118,12 @@ class Bench:
             raise GateError(f"started on {self.gate.host}, and this is {host}: gate again, in another --out")
         self.gate.host = host
         for name, side in self.gate.sides.items():
-            place = self.places[name]
-            side.command, side.python = place.command, "" if place.failure else str(place.python)
-            failure, found = place.failure, None
+            spec = self.env_specs[name]
+            side.command, side.python = spec.command, "" if spec.failure else str(spec.python)
+            failure, found = spec.failure, None
             if not failure:
                 with self.view.doing(f"{TITLES[name]}: importing torch"):
-                    found = installed(place.python, self.root, self.gate.config.lane, place.variables)
+                    found = installed(spec.python, self.root, self.gate.config.lane, spec.variables)
                 failure = found.failure
             if found and not failure:
                 if side.packages and side.packages != found.packages:
@@ -195,7 +195,7 @@ class Bench:
         if good is None or bad is None or sides["good"].failure or sides["bad"].failure:
             return
         if self.gate.paired is None:
-            pairs = 1 + min(len(self.places[name].more) for name in ("good", "bad"))
+            pairs = 1 + min(len(self.env_specs[name].more) for name in ("good", "bad"))
             rows = timed_rows(good, bad)
             self.gate.paired = Sessions(rows, self.plan, self.plan.budget, cache_pairs=pairs)
         if not self.gate.paired.warm:
@@ -232,9 +232,9 @@ class Bench:
             sides |= {name: _with_faults(sides[name], gate.paired.problems(name)) for name in ("good", "bad")}
             gate.timed = summarise(gate.paired.log_ratios, self.plan, gate.paired.family)
         drifted = gate.drifted.log_ratios if gate.drifted else {}
-        gate.creeps = creeps(self.recent, lane, list(gate.timed), drifted, self.today)
+        gate.drifts = find_drifts(self.recent, lane, list(gate.timed), drifted, self.today)
         acceptances = accepted.load(self.root / "baselines" / accepted.FILE)
-        timed, crept, lines = accept.apply_to_times(gate.timed, gate.creeps, acceptances, lane, self.today)
+        timed, crept, lines = accept.apply_to_times(gate.timed, gate.drifts, acceptances, lane, self.today)
         verdict = judge_gate(lane, sides["good"], sides["bad"], timed, crept)
         lost = unequal_losses(lane, gate.paired) if gate.paired else []
         findings = group([*verdict.findings, *lost, *self._anchor_gap(), *self._tree_gap()])
@@ -260,12 +260,12 @@ class Bench:
         workers = {WORKERS: str(cpu_workers(len(names)))} if len(names) > 1 else {}
         calls = [
             LaneCall(
-                self.places[name].python,
+                self.env_specs[name].python,
                 self.root,
                 self.gate.config.lane,
                 selection,
                 self.out / record.format(name),
-                environment={**self.places[name].caches(pair), **workers, **env_vars},
+                environment={**self.env_specs[name].caches(pair), **workers, **env_vars},
             )
             for name in names
         ]
@@ -300,7 +300,9 @@ class Bench:
         tests = sorted({j.row.test for j in record.judgements if j.verdict is Verdict.INFRA})
         if not tests:
             return record
-        again = self._run([name], "again the tests that the machine disturbed", tests, "again-{}.json")[name].record
+        again = self._run([name], "again the tests that the machine disturbed", tests, "again-{}.json")[
+            name
+        ].record
         if again is None or not again.complete:
             return record
         kept = [j for j in record.judgements if j.row.test not in tests]
@@ -337,7 +339,7 @@ class Bench:
 
         Near the deadline a session runs only as many open tests as still fit, the most important first.
         """
-        before, longest, per_test = sessions.begun, 0.0, 0.0
+        before, longest, per_test = sessions.started, 0.0, 0.0
         with self.view.doing("") as update:
             while tests := sessions.open_tests():
                 started = time.monotonic()
@@ -353,11 +355,11 @@ class Bench:
                 longest = max(longest, time.monotonic() - started)
                 per_test = max(per_test, (time.monotonic() - started) / fitting)
                 self.save()
-                if sessions.begun % 4 == 0:
+                if sessions.started % 4 == 0:
                     self.view.say(
                         f"{TITLES[other]} and candidate: {session_line(sessions)}; {longest:.0f} s each"
                     )
-        if sessions.begun > before and sessions.plan:
+        if sessions.started > before and sessions.plan:
             outcomes = decide(sessions.log_ratios, sessions.plan, sessions.family)
             self.view.say(timed_line(list(outcomes.values()), sessions))
 
@@ -381,12 +383,12 @@ class Bench:
     ) -> tuple[Reading, Reading]:
         calls = [
             LaneCall(
-                self.places[name].python,
+                self.env_specs[name].python,
                 self.root,
                 self.gate.config.lane,
                 ["-n", "0", *tests],
                 self.out / f"timed-{name}.json",
-                environment={**self.places[name].caches(pair), "BUMPGATE_ROUNDS": str(rounds)},
+                environment={**self.env_specs[name].caches(pair), "BUMPGATE_ROUNDS": str(rounds)},
             )
             for name in (other, "bad")
         ]
@@ -426,7 +428,7 @@ class Bench:
 
     def _with_interpreter(self, f: Finding) -> Finding:
         """Put the side's interpreter into the repro: plain `pytest` depends on the shell's environment."""
-        python = self.places["good" if f.good and not f.bad else "bad"].python
+        python = self.env_specs["good" if f.good and not f.bad else "bad"].python
         if not f.repro.startswith("pytest "):
             return f
         return replace(f, repro=f"{shlex.quote(str(python))} -m {f.repro}")

@@ -28,7 +28,7 @@ from bumpgate.environments.mirror import copies
 from bumpgate.environments.request import kernel_wheels
 from bumpgate.environments.store import sha256_of
 from bumpgate.gate import drift, metrics, result
-from bumpgate.gate.bench import TITLES, Bench, Place, other_packages
+from bumpgate.gate.bench import TITLES, EnvSpec, GateRunner, other_packages
 from bumpgate.gate.binding import Binding, bind
 from bumpgate.gate.plan import plan_for
 from bumpgate.gate.result import Gate, GateConfig, GateError, SideState
@@ -63,7 +63,9 @@ def command(
         list[str] | None,
         typer.Option(help="A kernel wheel that these interpreters lack on purpose; repeatable."),
     ] = None,
-    index: Annotated[str | None, typer.Option(help="URL of an index that takes precedence over the host's.")] = None,
+    index: Annotated[
+        str | None, typer.Option(help="URL of an index that takes precedence over the host's.")
+    ] = None,
     find_links: Annotated[
         list[str] | None, typer.Option(help="Folder or page of wheels; repeatable.")
     ] = None,
@@ -77,7 +79,10 @@ def command(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the gate in --out.")] = False,
     shell: Annotated[
-        str, typer.Option("--command", help="Instead of pytest: a command that prints metrics as JSON (docs/gate.md).")
+        str,
+        typer.Option(
+            "--command", help="Instead of pytest: a command that prints metrics as JSON (docs/gate.md)."
+        ),
     ] = "",
     selection: Annotated[list[str] | None, typer.Argument(help="After --: what pytest runs.")] = None,
 ) -> None:
@@ -116,19 +121,19 @@ def command(
             now = bind(root, place)
             gate = _begin(config, place, resume, now)
             links = (*(find_links or ()), *copies(store or ()))
-            places = _places(config, view, root, {"index": index, "find_links": links})
+            specs = _env_specs(config, view, root, {"index": index, "find_links": links})
             again = gate.finished and not gate.undecided
             if again:
-                _check_packages(gate, places, root)
+                _check_packages(gate, specs, root)
             else:
-                _keep_locks(places, place)
+                _keep_locks(specs, place)
                 limit = time.monotonic() + 60 * budget if budget is not None else float("inf")
                 plan = plan_for(sessions, lane)
-                Bench(
+                GateRunner(
                     gate,
                     root,
                     place,
-                    places,
+                    specs,
                     view,
                     plan,
                     _recent,
@@ -218,48 +223,48 @@ def _begin(config: GateConfig, out: Path, resume: bool, now: Binding) -> Gate:
     return found
 
 
-def _check_packages(gate: Gate, places: Mapping[str, Place], root: Path) -> None:
+def _check_packages(gate: Gate, specs: Mapping[str, EnvSpec], root: Path) -> None:
     """Raise GateError if an environment of a finished gate has changed."""
     for name, side in gate.sides.items():
-        place = places[name]
+        spec = specs[name]
         found = (
-            {} if place.failure else installed(place.python, root, gate.config.lane, place.variables).packages
+            {} if spec.failure else installed(spec.python, root, gate.config.lane, spec.variables).packages
         )
         if found != side.packages:
             raise other_packages(name, side.packages, found)
 
 
-def _keep_locks(places: Mapping[str, Place], out: Path) -> None:
+def _keep_locks(specs: Mapping[str, EnvSpec], out: Path) -> None:
     """Keep the resolved lock next to gate.json: `bumpgate adopt` needs it when the environment is gone."""
-    for name, place in places.items():
+    for name, spec in specs.items():
         (out / f"{name}.pylock.toml").unlink(missing_ok=True)
-        if place.lock:
-            shutil.copyfile(place.lock, out / f"{name}.pylock.toml")
+        if spec.lock:
+            shutil.copyfile(spec.lock, out / f"{name}.pylock.toml")
 
 
-def _places(config: GateConfig, view: View, root: Path, sources: dict[str, Any]) -> dict[str, Place]:
+def _env_specs(config: GateConfig, view: View, root: Path, sources: dict[str, Any]) -> dict[str, EnvSpec]:
     """Return an interpreter for each side. A side that cannot be built has its `failure` set."""
-    specs = {"good": (config.python_good, config.adopted), "bad": (config.python_bad, config.candidate)}
+    requested = {"good": (config.python_good, config.adopted), "bad": (config.python_bad, config.candidate)}
     if config.anchor or config.python_anchor:
-        specs["anchor"] = (config.python_anchor, config.anchor)
+        requested["anchor"] = (config.python_anchor, config.anchor)
     requests = {
         name: lane_request(root, config.lane, requirement or None, **sources)
-        for name, (python, requirement) in specs.items()
+        for name, (python, requirement) in requested.items()
         if not python
     }
-    places: dict[str, Place] = {}
-    for name, (python, _) in specs.items():
+    specs: dict[str, EnvSpec] = {}
+    for name, (python, _) in requested.items():
         if python:
             try:
                 absent = wheels.missing(root, config.lane, Path(python))
             except BumpgateError as error:
-                places[name] = Place(Path(), {}, one_line(error), f"{shlex.quote(python)} -m pip list")
+                specs[name] = EnvSpec(Path(), {}, one_line(error), f"{shlex.quote(python)} -m pip list")
                 continue
             _refuse_unprepared(config, python, absent)
             lacking = wheels.variables({each: f"{why} (--without)" for each, why in absent.items()})
             key = compiled.HANDED_IN + hashlib.sha256(python.encode()).hexdigest()[:16]
             first, *more = ({**c, **reference.variables(None), **lacking} for c in compiled.copies(key, name))
-            places[name] = Place(
+            specs[name] = EnvSpec(
                 Path(python), first, command=f"{shlex.quote(python)} -m pip list", more=tuple(more)
             )
             continue
@@ -270,7 +275,7 @@ def _places(config: GateConfig, view: View, root: Path, sources: dict[str, Any])
             made = fitted.environment
             own = {**reference.variables(made.lock), **wheels.variables(fitted.absent)}
             first, *more = ({**c, **own} for c in compiled.copies(made.key, name))
-            places[name] = Place(
+            specs[name] = EnvSpec(
                 made.python,
                 first,
                 command=f"cat {made.lock}" if made.lock else "",
@@ -278,10 +283,10 @@ def _places(config: GateConfig, view: View, root: Path, sources: dict[str, Any])
                 more=tuple(more),
             )
         except BuildError as error:
-            places[name] = Place(Path(), {}, one_line(error), f"less {shlex.quote(str(error.log))}")
+            specs[name] = EnvSpec(Path(), {}, one_line(error), f"less {shlex.quote(str(error.log))}")
         except BumpgateError as error:
-            places[name] = Place(Path(), {}, one_line(error), "bumpgate doctor")
-    return places
+            specs[name] = EnvSpec(Path(), {}, one_line(error), "bumpgate doctor")
+    return specs
 
 
 def _refuse_unprepared(config: GateConfig, python: str, absent: Mapping[str, str]) -> None:

@@ -41,7 +41,7 @@ Recent = Callable[[str, Sequence[str], int], Mapping[str, Sequence[Reading]]]
 
 
 @dataclass(frozen=True)
-class Creep:
+class Drift:
     """since: the first reading of the detected run. called: the reading at which the sum passed the limit.
 
     ratio: the largest reading of the run, as a ratio of times (1.04 is 4 % slower than the anchor).
@@ -58,7 +58,7 @@ def anchor(adopted: Iterable[date], today: date) -> date | None:
     return min(before, key=lambda day: abs((today - day).days - ANCHOR_DAYS), default=None)
 
 
-def creep(readings: Sequence[Reading]) -> Creep | None:
+def find_drift(readings: Sequence[Reading]) -> Drift | None:
     """Return the first drift that the readings of one row show, or None.
 
     Pass the readings since the last accepted change of that row: an accepted change is not drift.
@@ -75,13 +75,13 @@ def creep(readings: Sequence[Reading]) -> Creep | None:
         if total <= 0:
             total, run = 0.0, []
         if total > LIMIT:
-            return Creep(run[0].day, reading.day, math.exp(max(r.log_ratio for r in run)))
+            return Drift(run[0].day, reading.day, math.exp(max(r.log_ratio for r in run)))
     return None
 
 
-def creeps(
+def find_drifts(
     recent: Recent, lane: str, rows: Sequence[str], drifted: Mapping[str, Sequence[float]], today: date
-) -> dict[str, Creep]:
+) -> dict[str, Drift]:
     """Return row id -> drift, from the history and from today's sessions with the anchor (log-ratios by row)."""
     series = recent(lane, rows, HISTORY_DAYS) if rows else {}
     found = {}
@@ -90,6 +90,6 @@ def creeps(
         values = drifted.get(row, ())
         if len(values) == SESSIONS:
             readings.append(Reading(today, estimate(values)))
-        if called := creep(readings):
+        if called := find_drift(readings):
             found[row] = called
     return found

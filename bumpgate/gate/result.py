@@ -15,7 +15,7 @@ from typing import Any
 
 from bumpgate.environments.freeze import changes
 from bumpgate.gate.binding import Binding
-from bumpgate.gate.drift import Creep
+from bumpgate.gate.drift import Drift
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.sequential import Timed, estimate
 from bumpgate.gate.timed import Sessions
@@ -91,7 +91,7 @@ class Gate:
     drifted: Sessions | None = None
     findings: tuple[Finding, ...] = ()
     timed: Mapping[str, Timed] = field(default_factory=dict)
-    creeps: Mapping[str, Creep] = field(default_factory=dict)
+    drifts: Mapping[str, Drift] = field(default_factory=dict)
     accepted: tuple[str, ...] = ()
     host: str = ""
     binding: Binding | None = None
@@ -132,7 +132,7 @@ class Gate:
             "anchor": _sessions(self.drifted),
             "creeps": {
                 row: asdict(c) | {"since": c.since.isoformat(), "called": c.called.isoformat()}
-                for row, c in self.creeps.items()
+                for row, c in self.drifts.items()
             },
             "accepted": list(self.accepted),
             "moved": self.moved,
@@ -188,13 +188,13 @@ def _sessions(sessions: Sessions | None) -> dict[str, Any] | None:
     """Convert sessions to JSON. readings: the estimate per row, which the history keeps for sessions with an anchor."""
     if sessions is None:
         return None
-    out = asdict(sessions)
-    out.pop("plan")
-    return out | {"readings": {row: estimate(x) for row, x in sessions.log_ratios.items() if x}}
+    return sessions.to_json() | {
+        "readings": {row: estimate(x) for row, x in sessions.log_ratios.items() if x}
+    }
 
 
 def _read_sessions(raw: Any, plan: Plan | None) -> Sessions | None:
     if raw is None:
         return None
     raw.pop("readings")
-    return Sessions(plan=plan, **raw)
+    return Sessions.from_json(raw, plan)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from bumpgate.gate.between import Change, change, direction, timed
 from bumpgate.gate.modes import p_lost
@@ -22,12 +23,12 @@ from bumpgate.processes.runner import LaneRun
 from bumpgate.rows import COST_PER_ROUND, Judgement, Record, Row, Verdict, is_finite
 
 # Maximum ratio of an interval's ends: a wider one had too few quiet moments to be used as a reading.
-ROUGH = 1.5
+MAX_CI_RATIO = 1.5
 # Chance of a false call that the candidate loses more readings, in all tests of a gate.
 ALPHA_LOST = 0.004
 # Maximum number of consecutive sessions without a result. This many show that one side alone loses all its
 # readings: 2^-8 is 0.98 of ALPHA_LOST.
-BARREN = 8
+MAX_EMPTY_SESSIONS = 8
 # Signals that a program causes itself; any other one was sent to it, and counts as the machine's.
 CRASHES = tuple(
     -s for s in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
@@ -35,6 +36,8 @@ CRASHES = tuple(
 # Verdicts of a record on a time that could be measured; the sessions override them.
 MEASURED = (Verdict.PASS, Verdict.WIN, Verdict.REGRESSION, Verdict.INCONCLUSIVE)
 SIDE = {"A": "good", "B": "bad"}
+# Fields of Sessions that have another name in gate.json and sessions.json.
+STORED = {"limit": "wanted", "started": "begun", "consecutive_empty": "barren", "failures": "faulty"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def cost(j: Judgement) -> float | None:
     value, interval, sign = j.row.value, j.row.interval, direction(j.row)
     if j.verdict not in MEASURED or not sign or not is_finite(value) or value <= 0:
         return None
-    if interval and not 0 < interval[0] <= interval[1] <= ROUGH * interval[0]:
+    if interval and not 0 < interval[0] <= interval[1] <= MAX_CI_RATIO * interval[0]:
         return None
     return value if sign > 0 else 1 / value
 
@@ -124,25 +127,25 @@ def _why_lost(j: Judgement) -> str:
 
 @dataclass
 class Sessions:
-    """The sessions so far. `plan` decides the rows; without it, each row gets `wanted` sessions and no verdict.
+    """The sessions so far. `plan` decides the rows; without it, each row gets `limit` sessions and no verdict.
 
     tests: row id -> node id. A test is timed while one of its rows is open, and then yields all its rows.
     cache_pairs: number of pairs of compile caches, used in turn. warm: whether all of them have been filled.
-    caches: row id -> the pair used by each of its log-ratios. begun: number of completed sessions, empty ones
-    included. barren: number of empty ones at the end. lost: why a time was last lost. lost_processes: node id -> side
-    -> number of processes that lost a reading of that test. faults: side -> node id -> the first reason. faulty:
-    side -> number of processes with a fault.
+    caches: row id -> the pair used by each of its log-ratios. started: number of completed sessions, empty ones
+    included. consecutive_empty: number of empty ones at the end. lost: why a time was last lost.
+    lost_processes: node id -> side -> number of processes that lost a reading of that test.
+    faults: side -> node id -> the first reason. failures: side -> number of processes with a fault.
     """
 
     tests: Mapping[str, str]
     plan: Plan | None
-    wanted: int
+    limit: int
     log_ratios: dict[str, list[float]] = field(default_factory=dict)
-    begun: int = 0
-    barren: int = 0
+    started: int = 0
+    consecutive_empty: int = 0
     lost: str = ""
     faults: dict[str, dict[str, str]] = field(default_factory=lambda: {"good": {}, "bad": {}})
-    faulty: dict[str, int] = field(default_factory=lambda: {"good": 0, "bad": 0})
+    failures: dict[str, int] = field(default_factory=lambda: {"good": 0, "bad": 0})
     cache_pairs: int = 1
     warm: bool = False
     caches: dict[str, list[int]] = field(default_factory=dict)
@@ -152,10 +155,22 @@ class Sessions:
         self.log_ratios = {row: list(self.log_ratios.get(row, ())) for row in self.tests}
         self.caches = {row: list(self.caches.get(row, ())) for row in self.tests}
 
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON types, without the plan."""
+        raw = asdict(replace(self, plan=None))
+        del raw["plan"]
+        return {STORED.get(name, name): value for name, value in raw.items()}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any], plan: Plan | None) -> Sessions:
+        """Create sessions from the output of to_json. Raises TypeError on other fields."""
+        names = {stored: name for name, stored in STORED.items()}
+        return cls(plan=plan, **{names.get(key, key): value for key, value in dict(raw).items()})
+
     @property
     def cache(self) -> int:
         """Return the pair of compile caches of the next session."""
-        return self.begun % self.cache_pairs
+        return self.started % self.cache_pairs
 
     @property
     def family(self) -> Family:
@@ -164,13 +179,13 @@ class Sessions:
 
     def open_rows(self) -> list[str]:
         """Return the rows that another session may still decide, the most important first."""
-        if self.barren >= BARREN or self.begun >= 2 * self.wanted:
+        if self.consecutive_empty >= MAX_EMPTY_SESSIONS or self.started >= 2 * self.limit:
             return []
         outcomes = decide(self.log_ratios, self.plan, self.family) if self.plan else {}
         rows = [
             row
             for row, found in self.log_ratios.items()
-            if len(found) < self.wanted and outcomes.get(row, Outcome.INCONCLUSIVE) is Outcome.INCONCLUSIVE
+            if len(found) < self.limit and outcomes.get(row, Outcome.INCONCLUSIVE) is Outcome.INCONCLUSIVE
         ]
         share = shares(self.log_ratios, self.plan) if self.plan else {}
         return sorted(rows, key=lambda row: -share.get(row, 1.0))
@@ -195,19 +210,19 @@ class Sessions:
         """
         rows = self._rows_of(self.open_tests()[:at_most])
         readings: list[tuple[str, list[str], Reading]] = []
-        for letter in alternate(self.begun):
+        for letter in alternate(self.started):
             found = process(SIDE[letter], self._tests_of(rows))
             readings.append((SIDE[letter], rows, found))
             rows = [row for row in rows if row in found.costs]
             if not rows:
                 break
-        order = alternate(self.begun)
+        order = alternate(self.started)
         self._keep(readings, {row: log_ratio(order, [r.costs[row] for _, _, r in readings]) for row in rows})
 
     def run_duet(self, duet: Duet, at_most: int | None = None) -> None:
         """Run one session, both sides at once."""
         requested = self._rows_of(self.open_tests()[:at_most])
-        good, bad = duet(self._tests_of(requested), alternate(self.begun) == "BA")
+        good, bad = duet(self._tests_of(requested), alternate(self.started) == "BA")
         rows = [row for row in requested if row in good.costs and row in bad.costs]
         self._keep(
             [("good", requested, good), ("bad", requested, bad)],
@@ -234,17 +249,17 @@ class Sessions:
                 self.lost_processes.setdefault(test, {"good": 0, "bad": 0})[side] += 1
             for test, why in found.faults.items():
                 self.faults[side].setdefault(test, why)
-            self.faulty[side] += bool(found.faults)
+            self.failures[side] += bool(found.faults)
         for row, value in log_ratios.items():
-            if len(self.log_ratios[row]) < self.wanted:
+            if len(self.log_ratios[row]) < self.limit:
                 self.log_ratios[row].append(value)
                 self.caches[row].append(self.cache)
-        self.begun += 1
-        self.barren = 0 if log_ratios else self.barren + 1
+        self.started += 1
+        self.consecutive_empty = 0 if log_ratios else self.consecutive_empty + 1
 
     def problems(self, side: str) -> tuple[str, ...]:
         """Return the faults of one side in the format of a record's problems: `node id: why`."""
-        seen = f"(in {self.faulty[side]} timed processes, {self.begun} sessions)"
+        seen = f"(in {self.failures[side]} timed processes, {self.started} sessions)"
         return tuple(f"{test}: {why} {seen}" for test, why in self.faults[side].items())
 
     def unequal_losses(self) -> dict[str, float]:

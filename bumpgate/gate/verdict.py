@@ -21,7 +21,7 @@ from itertools import chain
 from bumpgate import code
 from bumpgate.baseline import investigate, tier, violation
 from bumpgate.gate.between import Change, change
-from bumpgate.gate.drift import Creep
+from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Outcome, Timed
 from bumpgate.gate.timed import Sessions
 from bumpgate.rows import Judgement, Record, Verdict, one_line
@@ -101,19 +101,19 @@ def judge_gate(
     good: Side,
     bad: Side,
     timed: Mapping[str, Timed] | None = None,
-    creeps: Mapping[str, Creep] | None = None,
+    drifts: Mapping[str, Drift] | None = None,
 ) -> GateVerdict:
     """Judge the candidate (`bad`) against the adopted environment (`good`).
 
     timed: row id -> result of the paired sessions, for every row selected for them. It replaces the records'
-    comparison of that row with a stored time. creeps: row id -> the drift that `drift.creep` detected.
+    comparison of that row with a stored time. drifts: row id -> the drift that `drift.find_drift` detected.
     Raises ValueError if a record is of another lane, which is the caller's mistake.
     """
     for side in (good, bad):
         found = side.record.provenance.get("lane") if side.record else lane
         if found != lane:
             raise ValueError(f"{side.name}: record of lane {found!r}, not {lane!r}")
-    timed, creeps = timed or {}, creeps or {}
+    timed, drifts = timed or {}, drifts or {}
     loose = [f for side in (good, bad) for f in _environment(lane, side, side is good)]
     tests: dict[str, str] = {}
     if good.record and bad.record:
@@ -135,7 +135,7 @@ def judge_gate(
             head = "no row was selected"
             loose.append(Finding(Decision.UNKNOWN, "NOTHING", "", head, repro=f"pytest -m {lane}"))
     loose += [f for row, t in sorted(timed.items()) for f in _timed(lane, row, t, tests.get(row, ""))]
-    loose += [_creep(lane, row, c, tests.get(row, "")) for row, c in sorted(creeps.items())]
+    loose += [_drift(lane, row, c, tests.get(row, "")) for row, c in sorted(drifts.items())]
     findings = group(loose)
     return GateVerdict(findings[0].decision if findings else Decision.ADOPT, findings)
 
@@ -431,7 +431,7 @@ def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
     for test, p in sessions.unequal_losses().items():
         lost = sessions.lost_processes[test]
         good, bad = (
-            f"{lost[side]} timed processes without a reading in {sessions.begun} sessions"
+            f"{lost[side]} timed processes without a reading in {sessions.started} sessions"
             for side in ("good", "bad")
         )
         rows = tuple(row for row, node in sessions.tests.items() if node == test)
@@ -441,7 +441,7 @@ def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
     return found
 
 
-def _creep(lane: str, row: str, c: Creep, test: str) -> Finding:
+def _drift(lane: str, row: str, c: Drift, test: str) -> Finding:
     good = f"{row}: 1 at its anchor, the build adopted a month before"
     bad = f"{row}: {100 * (c.ratio - 1):+.1f} %, rising since {c.since}, called {c.called}"
     metric = row.rsplit("/", 1)[1]

@@ -40,13 +40,13 @@ class View:
 def session_line(sessions: Sessions) -> str:
     """Format the progress of the sessions: `8 sessions of at most 32; 2 of 3 rows open`."""
     rows, still = len(sessions.tests), len(sessions.open_rows())
-    return f"{sessions.begun} sessions of at most {sessions.wanted}; {still} of {rows} rows open"
+    return f"{sessions.started} sessions of at most {sessions.limit}; {still} of {rows} rows open"
 
 
 def timed_line(outcomes: Sequence[Outcome], sessions: Sessions) -> str:
     """`timed rows after 12 sessions: 2 SAME, 1 SLOWER`, and why a time was last lost, if any."""
     counts = [f"{outcomes.count(o)} {o.value}" for o in Outcome if o in outcomes]
-    line = f"timed rows after {sessions.begun} sessions: {', '.join(counts) or 'none'}"
+    line = f"timed rows after {sessions.started} sessions: {', '.join(counts) or 'none'}"
     return f"{line}; last lost: {sessions.lost}" if sessions.lost else line
 
 

@@ -63,7 +63,7 @@ class GateFile:
     bad: Side
     findings: tuple[Finding, ...]
     timed: Mapping[str, Paired]
-    creeps: Mapping[str, Mapping[str, Any]]
+    drifts: Mapping[str, Mapping[str, Any]]
     accepted: tuple[str, ...]
     finished: bool = True
     readings: Mapping[str, float] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def read(path: Path) -> Record | GateFile:
             bad=_side(path, raw["sides"]["bad"]),
             findings=tuple(_finding(f) for f in raw["findings"]),
             timed={str(row): _paired(t) for row, t in raw.get("timed", {}).items()},
-            creeps={str(row): dict(c) for row, c in raw.get("creeps", {}).items()},
+            drifts={str(row): dict(c) for row, c in raw.get("creeps", {}).items()},
             accepted=tuple(str(line) for line in raw.get("accepted", ())),
             finished=bool(raw.get("finished", True)),
             readings={

@@ -179,7 +179,7 @@ def _write(
 def recent(
     lane: str, rows: Sequence[str], days: int, *, store: str = "", day: date | None = None
 ) -> dict[str, tuple[Reading, ...]]:
-    """Return row id -> the input of `drift.creep`: the adopted builds' readings against the build of a month before."""
+    """Return row id -> readings of adopted builds against the build of a month before, for `drift.find_drift`."""
     return Archive(store or default_store()).drifted(lane, rows, days, day or today())
 
 

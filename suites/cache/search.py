@@ -19,10 +19,10 @@ def train(device: str, size: int, candidate: str, graph: str) -> dict[str, objec
     """Run STEPS steps of SGD on the sum of x @ w, x (2,8,size) and w (2,size,32). Only the product is compiled."""
     import torch
 
-    from bumpgate.plugin.instruments import forget_graphs, trace_artifacts
+    from bumpgate.plugin.instruments import reset_dynamo, trace_artifacts
     from suites.support.instruments import autotuning
 
-    forget_graphs()
+    reset_dynamo()
     torch.manual_seed(0)
     x = torch.randn(2, 8, size, device=device)
     w = torch.randn(2, size, 32, device=device, requires_grad=True)

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from bumpgate.plugin.instruments import dynamo_config, forget_graphs, read_dynamo_config
+from bumpgate.plugin.instruments import dynamo_config, read_dynamo_config, reset_dynamo
 from launch import train
 from launch.contract import load
 from launch.data import SyntheticBatches
@@ -42,7 +42,7 @@ class LastBatchIsShort(SyntheticBatches):
 def dynamo_as_it_was():
     with dynamo_config(read_dynamo_config(load().dynamo)):
         yield
-    forget_graphs()
+    reset_dynamo()
 
 
 def trainer(source=SyntheticBatches, **plan) -> Trainer:
@@ -86,7 +86,7 @@ def test_run_uses_exactly_its_program_budget(lane: Lane, row) -> None:
         want = expected(run.config.kinds, policy).unique_graphs
         if len(run.programs.seen) != want or run.programs.allowed != want + load_spare():
             apart.append(f"{policy}: {len(run.programs.seen)} of {run.programs.allowed}, derived {want}")
-        forget_graphs()
+        reset_dynamo()
     row(
         "cache/programs/runs_off_their_budget",
         len(apart),
@@ -142,7 +142,7 @@ def test_recompiled_program_is_counted_once(lane: Lane) -> None:
     """A program compiled again after a reset is recognized; another shape or dtype makes another program."""
     programs = Programs(2, "eager")
     for x in (torch.ones(4), torch.ones(4), torch.ones(5), torch.ones(4, dtype=torch.float64)):
-        forget_graphs()
+        reset_dynamo()
         torch.compile(torch.sin, backend=programs.backend)(x)
         if len(programs.seen) <= 2:
             programs.check(0)

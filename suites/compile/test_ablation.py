@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.plugin.instruments import dynamo_config, forget_graphs, read_dynamo_config
+from bumpgate.plugin.instruments import dynamo_config, read_dynamo_config, reset_dynamo
 from launch.ablation import FACTOR, STAGES, Finding, main
 from suites.launch.conftest import launched  # noqa: F401 (autouse: what a launcher exports, for main)
 from suites.support.child import run_json
@@ -59,7 +59,7 @@ def dynamo_as_it_was():
 
     with dynamo_config(read_dynamo_config(load().dynamo)):
         yield
-    forget_graphs()
+    reset_dynamo()
 
 
 @lanes("cpu")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, read_dynamo_config, reset_dynamo
 from launch.contract import apply_dynamo, load
 from launch.step import needed_bucket
 from model import preset
@@ -57,7 +57,7 @@ def test_moe_compiles_one_graph_per_bucket(lane: Lane, row, canaries) -> None:
                 with torch.no_grad():
                     y, _ = block(x)
                     errors.append(float((y - dropless(block, x)).abs().max() / y.abs().max()))
-        forget_graphs()
+        reset_dynamo()
     report = watch.report
     evidence = (
         f"buckets {sorted(buckets)} over {len(SKEWS)} routings (needed {needed})",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from bumpgate.plugin.instruments import forget_graphs
+from bumpgate.plugin.instruments import reset_dynamo
 from suites.features.corpus import CASES, Case
 from suites.support.lanes import Lane, lanes
 
@@ -16,7 +16,7 @@ from suites.support.lanes import Lane, lanes
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_regression(lane: Lane, row, case: Case) -> None:
     """Run the case's program: its signature occurs in the releases that have the regression, and only in those."""
-    forget_graphs()
+    reset_dynamo()
     found = case.signature()
     row.defect(
         case.row,

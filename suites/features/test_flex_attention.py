@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from bumpgate.plugin.instruments import forget_graphs
+from bumpgate.plugin.instruments import reset_dynamo
 from suites.support.lanes import Lane, lanes
 
 # Releases on which the row was run: present in 2.15.0; absent in 2.13.0 and 2.14.1.
@@ -21,7 +21,7 @@ B, H, T, P = 2, 4, 33, 16
 @lanes("cpu")
 def test_flex_attention_with_changed_softcap(lane: Lane, row) -> None:
     """One compiled flex_attention, called with softcaps of several values, equals the eager one for each."""
-    forget_graphs()
+    reset_dynamo()
     compiled = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
     q, k, v = torch.randn(3, B, H, T, P, dtype=torch.float64, device=lane.device).unbind()
     refused = []

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bumpgate.plugin.instruments import forget_graphs
+from bumpgate.plugin.instruments import reset_dynamo
 from kernels.attention import attention, upstream
 from kernels.causal_conv1d import causal_conv1d
 from kernels.mamba3_siso import mamba3_siso
@@ -148,7 +148,7 @@ def test_flex_with_score_mod_computes_the_same_function(lane: Lane, options: dic
 
     One softcap a process, as in the model: torch 2.15 does not compile a second one (suites/features).
     """
-    forget_graphs()
+    reset_dynamo()
     inputs = test_attention.problem(device=lane.device)
     with torch.no_grad():
         expected, found = (attention(*inputs, **options, impl=impl) for impl in ("reference", "flex"))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bumpgate.plugin.instruments import dynamo_config, forget_graphs, read_dynamo_config
+from bumpgate.plugin.instruments import dynamo_config, read_dynamo_config, reset_dynamo
 from launch import train
 from launch.autofit import MEMORY, accumulated_step, device_batch
 from launch.contract import ContractError, load
@@ -160,7 +160,7 @@ def test_out_of_memory_retry_uses_smaller_device_batch(lane: Lane, tmp_path: Pat
 def dynamo_as_it_was():
     with dynamo_config(read_dynamo_config(load().dynamo)):
         yield
-    forget_graphs()
+    reset_dynamo()
 
 
 @lanes("cpu")

@@ -17,7 +17,7 @@ import torch
 from packaging.version import Version
 from torch.torch_version import TorchVersion
 
-from bumpgate.plugin.instruments import forget_graphs
+from bumpgate.plugin.instruments import reset_dynamo
 from launch.capabilities import (
     GRAPHS,
     Seen,
@@ -70,7 +70,7 @@ def test_opaque_kernel_forms_that_work_in_this_torch(lane: Lane, form: str, foun
 
 @lanes("cpu", "h200")
 def test_probe_agrees_in_child_and_process(lane: Lane, found, row) -> None:
-    forget_graphs()
+    reset_dynamo()
     here = {form: probe(form) for form in GRAPHS}
     same = [
         form
@@ -94,7 +94,7 @@ def test_probe_agrees_in_child_and_process(lane: Lane, found, row) -> None:
 @planted("C16", "a kernel that computes something else each time")
 def test_kernel_of_plain_operators_works_in_every_form(lane: Lane, found, row) -> None:
     """A negative result above thus concerns the kernel and the form. A nondeterministic kernel works in none."""
-    forget_graphs()
+    reset_dynamo()
     plain = {form: probe(form, lambda x: x + x) for form in GRAPHS}
     row(
         "launch/capability-plain_kernel/forms_that_work",

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, read_dynamo_config, reset_dynamo
 from launch import contract as contracts
 from launch.contract import ContractError, load
 from launch.data import SyntheticBatches
@@ -268,7 +268,7 @@ def test_edited_contract_is_refused_until_reviewed(lane: Lane, checkout: Checkou
 def dynamo_as_it_was():
     with dynamo_config(read_dynamo_config(load().dynamo)):
         yield
-    forget_graphs()
+    reset_dynamo()
 
 
 def trainer(policy: str, backend) -> Trainer:
@@ -319,7 +319,7 @@ def test_backend_fault_stops_the_run(lane: Lane, dynamo_as_it_was) -> None:
 
     with pytest.raises(RuntimeError, match="planted backend fault"):
         trainer("regional", broken).run(1, allow_synthetic="smoke")
-    forget_graphs()
+    reset_dynamo()
     with dynamo_config({"suppress_errors": True}):
         summary = trainer("regional", broken).run(1, allow_synthetic="smoke")
     assert summary["step"] == 1, "suppressed, the fault is not seen: so the test above can fail"

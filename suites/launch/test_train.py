@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, read_dynamo_config, reset_dynamo
 from launch import contract, train
 from launch.contract import load
 from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches
@@ -125,7 +125,7 @@ def test_compiled_training_matches_eager(lane: Lane, row, canaries) -> None:
         plan = replace(eager, policy="regional")
         found = curves(trainer(plan, **every, backend=watch.backend()))
         calls = watch.refresh().calls
-    forget_graphs()
+    reset_dynamo()
     planted = curves(trainer(replace(eager, lr=eager.lr * 1.01), **every))
     assert error_ratio(planted, plain, oracle) > 10, "a learning rate 1 % off must be seen"
     row(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, read_dynamo_config, reset_dynamo
 from launch import contract as contracts
 from launch import train
 from launch.contract import ContractError
@@ -88,7 +88,7 @@ def test_invalid_warm_up_table_is_refused(lane: Lane, tmp_path: Path) -> None:
 def dynamo_as_it_was():
     with dynamo_config(read_dynamo_config(contracts.load().dynamo)):
         yield
-    forget_graphs()
+    reset_dynamo()
 
 
 @lanes("cpu")
@@ -98,7 +98,7 @@ def test_first_step_replaces_the_warm_up(lane: Lane, dynamo_as_it_was, monkeypat
     canaries("graphs")
     losses, more = {}, {}
     for case in ("warm_up", "first_step", "no_mark"):
-        forget_graphs()
+        reset_dynamo()
         skip = {} if case == "warm_up" else {"all": {"asked": True}}
         monkeypatch.setattr(train, "load_warmup", lambda skip=skip: WarmUp(skip, "1"))
         config = preset("nam12", "narrow", layer_pattern="AE", depth=2)

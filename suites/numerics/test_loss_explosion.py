@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import model.moe
-from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, read_dynamo_config, reset_dynamo
 from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch
 from launch.contract import apply_dynamo, load
@@ -111,7 +111,7 @@ def losses(device: str, policy: str) -> list[float]:
         compiled.warm_up(ids)
         found = [float(train_step(compiled, optimizer, ids)) for _ in range(STEPS)]
         assert hybrid.overflow() == 0
-    forget_graphs()
+    reset_dynamo()
     return found
 
 

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from bumpgate.gate import bench, result
-from bumpgate.gate.bench import Bench, Place
+from bumpgate.gate.bench import EnvSpec, GateRunner
 from bumpgate.gate.drift import Reading
 from bumpgate.gate.plan import plan_for
 from bumpgate.gate.result import Gate, GateConfig, SideState
@@ -87,7 +87,7 @@ class Machine:
         self.read = Counter[tuple[str, str, int]]()
         self.before_process: Callable[[], None] = lambda: None
         self.recent: Mapping[str, Sequence[Reading]] = {}
-        self.bench: Bench | None = None
+        self.bench: GateRunner | None = None
 
     def installed(self, python: Path, *_: object) -> Installed:
         side = self.sides[python.name]
@@ -121,7 +121,7 @@ class Machine:
     def _timed(self, name: str, side: Behaviour, record: Path) -> LaneRun:
         assert self.bench
         sessions = self.bench.gate.drifted if name == "anchor" else self.bench.gate.paired
-        begun = sessions.begun if sessions else 0
+        begun = sessions.started if sessions else 0
         if side.signal and begun >= side.dies_from:
             write_record(record, {"lane": "cpu"}, (), complete=False)
             return LaneRun(-side.signal, None, f"died of {signal.Signals(side.signal).name}", 0.1, record)
@@ -154,7 +154,7 @@ class Machine:
         )
         return LaneRun(0 if judgements else NOTHING_SELECTED, made, "", 0.1, record.with_suffix(".log"))
 
-    def prepare(self, out: Path, config: GateConfig | None = None, **options: Any) -> Bench:
+    def prepare(self, out: Path, config: GateConfig | None = None, **options: Any) -> GateRunner:
         """Create a bench on this machine; an existing gate in `out` is resumed."""
         config = config or GateConfig("cpu", candidate="torch==2.14.0")
         plan = plan_for(config.sessions)
@@ -162,10 +162,10 @@ class Machine:
         gate = result.read(out, plan) or Gate(config, "2026-03-02T03:00:00+00:00", "bumpgate gate")
         if config.anchor:
             gate.sides.setdefault("anchor", SideState())
-        places = {name: Place(Path(f"/envs/{name}"), {"CACHE": name}) for name in gate.sides}
+        places = {name: EnvSpec(Path(f"/envs/{name}"), {"CACHE": name}) for name in gate.sides}
         view = View(Console(file=(out / "output.txt").open("a"), width=200))
         recent = lambda lane, rows, days: self.recent  # noqa: E731 - the shape of history.recent
-        self.bench = Bench(gate, self.root, out, places, view, plan, recent, TODAY, **options)
+        self.bench = GateRunner(gate, self.root, out, places, view, plan, recent, TODAY, **options)
         return self.bench
 
     def gate(self, out: Path, config: GateConfig | None = None, **options: Any) -> Gate:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bumpgate import accept, accepted
 from bumpgate.accepted import Acceptance
 from bumpgate.baseline import Baseline, BaselineError, Reviewed, judge
-from bumpgate.gate.drift import Creep
+from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Outcome, Timed
 from bumpgate.gate.verdict import Decision, Side, judge_gate
 from bumpgate.rows import Judgement, Record, Row, Verdict
@@ -168,11 +168,11 @@ def test_accepted_slowdown_holds_gate_once_larger_or_expired() -> None:
     known = [entry(None, row=SECONDS, ratio=1.06)]
 
     def decided(
-        timed: dict[str, Timed], creeps: dict[str, Creep], day: date = DAY
+        timed: dict[str, Timed], drifts: dict[str, Drift], day: date = DAY
     ) -> tuple[Decision, list[str]]:
-        times, crept, lines = accept.apply_to_times(timed, creeps, known, "cpu", day)
+        times, drifted, lines = accept.apply_to_times(timed, drifts, known, "cpu", day)
         side = Side("torch 2.13.0", Record(HERE, (judged(Verdict.PASS, row()),)))
-        return judge_gate("cpu", side, side, times, crept).decision, lines
+        return judge_gate("cpu", side, side, times, drifted).decision, lines
 
     line = f"{SECONDS} ratio 1.06: accepted by ada, until 2026-11-21: fixed in 2.14.1"
     assert decided(slower(1.06, 1.045), {}) == (Decision.ADOPT, [line])
@@ -182,9 +182,9 @@ def test_accepted_slowdown_holds_gate_once_larger_or_expired() -> None:
     assert decided(slower(1.09, 1.07), {}) == (Decision.HOLD, [])
     expired = [f"{SECONDS} ratio 1.06: EXPIRED 2026-11-21; ada: fixed in 2.14.1"]
     assert decided(slower(1.06, 1.045), {}, DAY + timedelta(1)) == (Decision.HOLD, expired)
-    crept = {SECONDS: Creep(DAY, DAY, 1.05)}
-    assert decided({}, crept)[0] is Decision.ADOPT
-    assert decided({}, {SECONDS: Creep(DAY, DAY, 1.07)})[0] is Decision.HOLD
+    drifted = {SECONDS: Drift(DAY, DAY, 1.05)}
+    assert decided({}, drifted)[0] is Decision.ADOPT
+    assert decided({}, {SECONDS: Drift(DAY, DAY, 1.07)})[0] is Decision.HOLD
     assert decided({"a/b/c": slower(1.06, 1.045)[SECONDS]}, {})[0] is Decision.HOLD
 
 

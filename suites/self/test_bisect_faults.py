@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect import bisection, command, journal
-from bumpgate.bisect.bisection import Bench
+from bumpgate.bisect.bisection import BisectContext
 from bumpgate.bisect.journal import Plan
 from bumpgate.bisect.probe import Cause, ProbeResult, Reading
 from bumpgate.bisect.search import Outcome, Result
@@ -151,7 +151,7 @@ def test_out_folder_holds_only_one_bisect(run: Run, index: LocalIndex, tmp_path:
     again = run(*judged, "--out", "out")
     other = run(*ENDS, "--command", "true", "--out", "out", "--resume")
     for ran, words in (
-        (again, "out holds a bisect already: continue it with --resume"),
+        (again, "out already holds a bisect: continue it with --resume"),
         (other, "another bisect"),
     ):
         assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
@@ -245,7 +245,7 @@ def test_ctrl_c_exits_130_and_printed_command_resumes(index: LocalIndex, tmp_pat
     assert process.returncode == 130, err
     assert settled(str(tmp_path)), running_processes(str(tmp_path))
     message, command = err.splitlines()
-    assert message.endswith("probes are kept. Continue with:")
+    assert message.endswith("probes are saved. Continue with:")
     process = start(tmp_path, *shlex.split(command)[2:])
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -295,7 +295,7 @@ def test_killed_probe_gives_no_verdict_and_can_resume(run: Run, index: LocalInde
     arguments = (*ENDS, "--command", dies, "--out", "out", "--no-prefetch", "--no-attribution")
     ran = run(*arguments)
     assert (ran.code, len(ran.err.splitlines())) == (125, 1), ran
-    assert "died of SIGKILL; what was read is kept, continue with: bumpgate bisect" in ran.err
+    assert "died of SIGKILL; readings so far are saved. Continue with: bumpgate bisect" in ran.err
     (tmp_path / "up").touch()
     ran = run(*arguments, "--resume")
     assert ran.code == 0, ran
@@ -407,8 +407,10 @@ def run_loop(
             def request(version: str) -> Request:
                 return Request((f"torch==={version}",), name=f"torch {version}")
 
-            bench = Bench("torch", out, request, fake_build, FakeTest(moments, runs, misread), Silent())
-            run = module.Bisection(state, bench)
+            context = BisectContext(
+                "torch", out, request, fake_build, FakeTest(moments, runs, misread), Silent()
+            )
+            run = module.Bisection(state, context)
             result = run.run()
             return result, [str(change) for change in run.attribute(result).changes]
 
@@ -464,9 +466,9 @@ def test_flaky_test_is_probed_again_until_settled(tmp_path: Path) -> None:
     [
         ("known=[*known, *self.state.mixtures]", "known=known"),
         (
-            "            reading = take(place, request, build, self.bench.test)",
+            "            reading = take(place, request, build, self.context.test)",
             "            place.mkdir(parents=True, exist_ok=True)\n"
-            "            reading = self.bench.test.run(build(request), place)\n            keep(reading)",
+            "            reading = self.context.test.run(build(request), place)\n            keep(reading)",
         ),
         ("        self.state.record_mixture(mixture, result.outcome)\n", ""),
     ],

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect import command, gate_finding, journal, options, probe, times_probe
-from bumpgate.bisect.bisection import Bench, Bisection
+from bumpgate.bisect.bisection import BisectContext, Bisection
 from bumpgate.bisect.gate_finding import GateFindingError, load
 from bumpgate.bisect.probe import Cause
 from bumpgate.bisect.search import Outcome, Result
@@ -151,8 +151,8 @@ def search(
     path = out / "state.jsonl"
     plan = config.plan(span, test)
     with journal.resume(path) if path.exists() else journal.begin(path, plan) as state:
-        bench = Bench("torch", out, request, build, test, show, reliable=True)
-        return Bisection(state, bench).run(), show
+        context = BisectContext("torch", out, request, build, test, show, reliable=True)
+        return Bisection(state, context).run(), show
 
 
 @pytest.mark.parametrize("first", [1, 7, 11])
@@ -177,7 +177,7 @@ def test_timed_bisect_limit_is_half_of_the_slowdown(root: Path) -> None:
 
 def test_bad_end_that_is_not_slower_is_refused(root: Path) -> None:
     result, _ = search(root, Sides({}), ratio=1.10, nights=NIGHTS[:3])
-    assert result.failure.startswith("the bad end 2.2.0 is GOOD: name a later one")
+    assert result.failure.startswith("the bad endpoint 2.2.0 is GOOD: name a later one")
 
 
 def test_undecided_timed_row_is_unknown(root: Path, tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ VERSIONS: dict[str, tuple[Break, str, str, str]] = {
     ),
     "a source tree of torch before the installed one": (
         lambda m: m.package("torch", files={"version.py": "__version__ = '2.14.0a0+gitabc'"}),
-        "BG203", "says 2.14.0a0+gitabc", "clear PYTHONPATH",
+        "BG203", "states 2.14.0a0+gitabc", "clear PYTHONPATH",
     ),
     "two torch distributions": (lambda m: m.torch("2.13.0+cpu"), "BG203", "two torch distributions", "pip uninstall"),
     "another triton than the lane's": (

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bumpgate.gate import drift
-from bumpgate.gate.drift import Reading, anchor, creep
+from bumpgate.gate.drift import Reading, anchor, find_drift
 from bumpgate.gate.sequential import estimate
 from suites.self.simulation import NOISES, ROWS, rate_text, row_noise, wilson
 
@@ -60,14 +60,14 @@ def drifting(weeks: int) -> list[float]:
 def quiet_runs(rng: random.Random, noise: str, runs: int) -> int:
     """Count years without a report for any of 15 rows."""
     errors = weekly_errors(noise)
-    return sum(not any(creep(readings(rng.choices(errors, k=52))) for _ in ROWS) for _ in range(runs))
+    return sum(not any(find_drift(readings(rng.choices(errors, k=52))) for _ in ROWS) for _ in range(runs))
 
 
 def reported_by_week_6(rng: random.Random, noise: str, runs: int) -> tuple[int, list[int]]:
     """Count drifts reported by week 6, and return the weeks of their reports."""
     errors, weeks = weekly_errors(noise), []
     for _ in range(runs):
-        found = creep(readings([x + rng.choice(errors) for x in drifting(6)]))
+        found = find_drift(readings([x + rng.choice(errors) for x in drifting(6)]))
         if found:
             weeks.append((found.called - START).days // 7)
     return len(weeks), weeks
@@ -104,7 +104,7 @@ def test_mutant_that_reads_weekly_steps_fails_at_any_limit(monkeypatch: pytest.M
     errors = weekly_errors(NOISES[0])
     runs = 300
     hits = sum(
-        creep(readings([STEP + rng.choice(errors) for _ in range(6)])) is not None for _ in range(runs)
+        find_drift(readings([STEP + rng.choice(errors) for _ in range(6)])) is not None for _ in range(runs)
     )
     assert wilson(hits, runs)[1] < 0.95, rate_text("reported by week 6", hits, runs)
     quiet = quiet_runs(rng, NOISES[0], 100)
@@ -113,9 +113,9 @@ def test_mutant_that_reads_weekly_steps_fails_at_any_limit(monkeypatch: pytest.M
 
 def test_mutant_without_cap_reports_one_bad_week(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = readings([0.0, 0.0, 0.2, 0.0, 0.0])
-    assert creep(bad) is None
+    assert find_drift(bad) is None
     monkeypatch.setattr(drift, "CAP", math.inf)
-    assert creep(bad) is not None
+    assert find_drift(bad) is not None
 
 
 def test_anchor_is_a_month_old() -> None:
@@ -127,31 +127,31 @@ def test_anchor_is_a_month_old() -> None:
 
 
 def test_drift_reports_its_weeks_and_size() -> None:
-    found = creep(readings([0.0, 0.0, 0.03, 0.04, 0.05, 0.04]))
-    assert found == drift.Creep(week(3), week(5), math.exp(0.05))
+    found = find_drift(readings([0.0, 0.0, 0.03, 0.04, 0.05, 0.04]))
+    assert found == drift.Drift(week(3), week(5), math.exp(0.05))
 
 
 @FIXED
 @given(st.lists(st.floats(-0.5, drift.ALLOWANCE), max_size=60))
 def test_drift_within_the_allowance_is_not_reported(log_ratios: list[float]) -> None:
-    assert creep(readings(log_ratios)) is None
+    assert find_drift(readings(log_ratios)) is None
 
 
 @FIXED
 @given(st.lists(st.floats(-0.1, 0.1), max_size=30), st.lists(st.floats(-0.1, 0.1), max_size=10))
 def test_reported_drift_stays_reported(log_ratios: list[float], later: list[float]) -> None:
     """Red until it is fixed and accepted, independent of later readings."""
-    found = creep(readings(log_ratios))
+    found = find_drift(readings(log_ratios))
     if found:
-        assert creep(readings(log_ratios + later)) == found
+        assert find_drift(readings(log_ratios + later)) == found
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_non_finite_reading_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="log-ratio must be finite"):
-        creep(readings([0.0, bad]))
+        find_drift(readings([0.0, bad]))
 
 
 def test_readings_out_of_order_are_refused() -> None:
     with pytest.raises(ValueError, match="in order of day"):
-        creep([Reading(week(2), 0.0), Reading(week(1), 0.0)])
+        find_drift([Reading(week(2), 0.0), Reading(week(1), 0.0)])

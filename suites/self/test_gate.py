@@ -21,7 +21,7 @@ from rich.console import Console
 from bumpgate.gate import bench, drift, result
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.result import Gate, GateConfig, GateError
-from bumpgate.gate.timed import BARREN, SIDE
+from bumpgate.gate.timed import MAX_EMPTY_SESSIONS, SIDE
 from bumpgate.gate.verdict import Decision, Finding
 from bumpgate.gate.view import findings_text
 from bumpgate.processes.runner import USAGE, LaneCall, LaneRun
@@ -241,7 +241,7 @@ def test_disturbed_session_is_replaced_by_another(machine: Machine, out: Path) -
     made.run()
     sessions = made.gate.paired
     assert sessions
-    assert sessions.begun == len(sessions.log_ratios["throughput/b/seconds"]) + 1
+    assert sessions.started == len(sessions.log_ratios["throughput/b/seconds"]) + 1
     assert "last lost: good: throughput/b/seconds: not quiet" in (out / "output.txt").read_text()
     assert made.gate.decision is Decision.ADOPT
 
@@ -250,15 +250,15 @@ def test_empty_sessions_end_after_a_limit(machine: Machine, out: Path) -> None:
     machine.sides["bad"].signal = signal.SIGABRT
     gate = machine.gate(out)
     assert gate.paired
-    assert (gate.paired.begun, gate.paired.open_rows()) == (BARREN, [])
+    assert (gate.paired.started, gate.paired.open_rows()) == (MAX_EMPTY_SESSIONS, [])
     assert labels(gate) == [("HOLD", "LOST"), ("HOLD", "PROBLEM"), ("UNKNOWN", "INCONCLUSIVE")]
     assert gate.findings[1].bad[0] == f"{TIME_TEST}: died of SIGABRT (in 8 timed processes, 8 sessions)"
 
 
 def test_second_compile_cache_is_filled_once_and_alternates(machine: Machine, out: Path) -> None:
     made = machine.prepare(out)
-    for name, place in made.places.items():
-        made.places[name] = replace(place, more=({"CACHE": f"{name} 2"},))
+    for name, spec in made.env_specs.items():
+        made.env_specs[name] = replace(spec, more=({"CACHE": f"{name} 2"},))
     used: list[str] = []
     original = bench.run_duet
 
@@ -333,7 +333,7 @@ def test_anchor_sessions_survive_a_resume(machine: Machine, out: Path) -> None:
 
     def kill() -> None:
         drifted = machine.bench and machine.bench.gate.drifted
-        if drifted and drifted.begun == 3:
+        if drifted and drifted.started == 3:
             raise Killed
 
     machine.before_process = kill

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.gate import drift, result
-from bumpgate.gate.drift import Reading, creeps
+from bumpgate.gate.drift import Reading, find_drifts
 from bumpgate.gate.result import Gate, GateConfig
 from bumpgate.gate.sequential import Outcome
 from bumpgate.gate.verdict import Decision
@@ -89,6 +89,6 @@ def test_anchor_that_cannot_be_paired_is_unknown(machine: Machine, out: Path) ->
 def test_anchor_with_missing_sessions_gives_no_reading() -> None:
     few = [0.5] * (drift.SESSIONS - 1)
     before = {"a/b/s": [Reading(TODAY - timedelta(days=7), 0.04)]}
-    assert creeps(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": few}, TODAY) == {}
-    found = creeps(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": [*few, 0.5]}, TODAY)
+    assert find_drifts(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": few}, TODAY) == {}
+    found = find_drifts(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": [*few, 0.5]}, TODAY)
     assert found["a/b/s"].called == TODAY

@@ -19,7 +19,7 @@ from bumpgate import cli
 from bumpgate.environments.build import BuildError, NotInstallable
 from bumpgate.gate import command as gate
 from bumpgate.gate import result
-from bumpgate.gate.bench import Place
+from bumpgate.gate.bench import EnvSpec
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.result import Gate
 from suites.self.gate_tree import COUNTS, TIMED, TIMES_TEST, Tree, wait_for
@@ -177,7 +177,13 @@ REFUSALS = {
         *("gate", "--lane", "cpu", "--candidate", "torch==1", "--without", "fast"),
     ),
     "--without fast: not a kernel wheel of lane cpu (none)": (*PAIR, "--without", "fast"),
-    "--adopted cannot be combined with an interpreter for it": (*PAIR, "--python-good", "x", "--adopted", "torch==1"),
+    "--adopted cannot be combined with an interpreter for it": (
+        *PAIR,
+        "--python-good",
+        "x",
+        "--adopted",
+        "torch==1",
+    ),
     "the selection names suites/nope.py, which does not exist": (*PAIR, "--", "suites/nope.py::test_a"),
     "-m is set by the gate": (*PAIR, "--", "-m", "h200"),
     "--record is set by the gate": (*PAIR, "--", "--record=x"),
@@ -243,17 +249,17 @@ def test_kernel_wheels_named_with_without_are_not_required(
     run: Any, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree.write("wheels/manifest.toml", KERNEL_LANE)
-    places: dict[str, Place] = {}
+    places: dict[str, EnvSpec] = {}
 
     class StopGateError(Exception):
         pass
 
-    def bench(gate: Gate, root: Path, out: Path, found: dict[str, Place], *_: object) -> None:
+    def bench(gate: Gate, root: Path, out: Path, found: dict[str, EnvSpec], *_: object) -> None:
         places.update(found)
         assert gate.config.without == ("fast", "faster")
         raise StopGateError
 
-    monkeypatch.setattr(gate, "Bench", bench)
+    monkeypatch.setattr(gate, "GateRunner", bench)
     monkeypatch.setattr("sys.argv", ["bumpgate", *tree.sides(), "--without", "Fast", "--without", "faster"])
     with pytest.raises(StopGateError):
         cli.main()

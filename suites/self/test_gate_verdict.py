@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bumpgate.gate import verdict
-from bumpgate.gate.drift import Creep
+from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Outcome, Timed
 from bumpgate.gate.verdict import Decision, Finding, GateVerdict, Side, group, judge_gate
 from bumpgate.rows import Judgement, Record, Row, Value, Verdict
@@ -240,8 +240,8 @@ def test_unmeasured_timed_row_is_decided_by_sessions() -> None:
 
 
 def test_drift_holds_the_candidate() -> None:
-    creep = Creep(date(2026, 1, 5), date(2026, 2, 9), 1.041)
-    result = judge_gate("cpu", side("a", *right), side("b", *right), creeps={"a/b/seconds": creep})
+    drift = Drift(date(2026, 1, 5), date(2026, 2, 9), 1.041)
+    result = judge_gate("cpu", side("a", *right), side("b", *right), drifts={"a/b/seconds": drift})
     assert result.decision is HOLD
     assert one(result).bad == ("a/b/seconds: +4.1 %, rising since 2026-01-05, called 2026-02-09",)
 

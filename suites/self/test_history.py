@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.adopt import log
-from bumpgate.gate.drift import Reading, anchor, creep
+from bumpgate.gate.drift import Reading, anchor, find_drift
 from bumpgate.gate.sequential import Outcome
 from bumpgate.gate.verdict import Side
 from bumpgate.report import history
@@ -124,7 +124,7 @@ def test_drift_is_read_from_adopted_builds_only(
     assert found["a/b/c"] == ()
     assert found[ROW][0] == Reading(date(2026, 9, 20), 0.01)
     assert [r.log_ratio for r in found[ROW]] == [0.01, 0.02, 0.03, 0.04, 0.04, 0.04]
-    called = creep(found[ROW])
+    called = find_drift(found[ROW])
     assert called is not None
     assert called.called == date(2026, 10, 18)
     assert len(archive.drifted("cpu", [ROW], 10, date(2026, 10, 26))[ROW]) == 2

@@ -98,7 +98,10 @@ def test_init_without_torch_names_the_option(init: Init, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(metadata, "version", absent)
     code, _, err = init()
-    assert (code, err) == (4, "bumpgate: torch is not installed here: name the adopted one, --torch 2.13.0\n")
+    assert (code, err) == (
+        4,
+        "bumpgate: torch is not installed here: name the adopted version, --torch 2.13.0\n",
+    )
 
 
 def test_init_example_passes_and_detects_a_regression(init: Init, tmp_path: Path) -> None:

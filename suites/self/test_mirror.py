@@ -205,7 +205,7 @@ def test_bisect_and_gate_install_mirrored_nights(
     def places(config: object, view: object, root: object, sources: dict[str, object]) -> None:
         raise BumpgateError(f"install from {sources['find_links']}")
 
-    monkeypatch.setattr(gate, "_places", places)
+    monkeypatch.setattr(gate, "_env_specs", places)
     monkeypatch.chdir(ROOT)
     for folder, words in (
         (store, f"install from ('{mirror_root()}',)"),

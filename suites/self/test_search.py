@@ -250,14 +250,17 @@ def test_find_fix_finds_the_first_good_candidate() -> None:
 @pytest.mark.parametrize(
     ("read", "failure"),
     [
-        (lambda i: "BAD", "the good end 2.14.0.dev0002 is BAD: name an earlier one"),
+        (lambda i: "BAD", "the good endpoint 2.14.0.dev0002 is BAD: name an earlier one"),
         (
             lambda i: "GOOD",
-            "the bad end 2.14.0.dev0007 is GOOD: name a later one, or an earlier one if it has changed back",
+            "the bad endpoint 2.14.0.dev0007 is GOOD: name a later one, or an earlier one if it has changed back",
         ),
-        (lambda i: "SKIP", "the good end 2.14.0.dev0002 does not install: name another"),
-        (lambda i: "UNKNOWN", "the good end 2.14.0.dev0002 gives no verdict: name another"),
-        (lambda i: "SKIP" if i == 7 else "GOOD", "the bad end 2.14.0.dev0007 does not install: name another"),
+        (lambda i: "SKIP", "the good endpoint 2.14.0.dev0002 does not install: name another"),
+        (lambda i: "UNKNOWN", "the good endpoint 2.14.0.dev0002 gives no verdict: name another"),
+        (
+            lambda i: "SKIP" if i == 7 else "GOOD",
+            "the bad endpoint 2.14.0.dev0007 does not install: name another",
+        ),
     ],
 )
 def test_endpoint_with_an_unexpected_outcome_ends_the_search(
@@ -275,7 +278,7 @@ def test_endpoint_that_stops_installing_ends_the_search() -> None:
         searched.record(index, Outcome[outcome])
     result = searched.result()
     assert result is not None
-    assert result.failure == "the good end 2.14.0.dev0000 does not install: name another"
+    assert result.failure == "the good endpoint 2.14.0.dev0000 does not install: name another"
 
 
 def test_noisy_endpoint_is_repeated_and_a_wrong_one_refused() -> None:
@@ -286,7 +289,7 @@ def test_noisy_endpoint_is_repeated_and_a_wrong_one_refused() -> None:
         right = drive(Search(labels(60), labels(60)[0], labels(60)[-1], 0.1, 0.1), noisy(30, 0.1, 0.1, dice))
         wrong = drive(Search(labels(60), labels(60)[0], labels(60)[-1], 0.1, 0.1), noisy(0, 0.1, 0.1, dice))
         ended["right"] += right.found
-        ended["wrong"] += wrong.failure.startswith("the good end")
+        ended["wrong"] += wrong.failure.startswith("the good endpoint")
     assert ended["right"] >= 194, ended
     assert ended["wrong"] >= 190, ended
 
@@ -295,7 +298,7 @@ def test_contradictory_outcomes_end_the_search() -> None:
     swapped = Search(labels(9), labels(9)[0], labels(9)[8])
     swapped.record(8, Outcome.GOOD)
     swapped.record(0, Outcome.BAD)
-    assert swapped.result().failure.endswith("the ends look swapped")  # type: ignore[union-attr]
+    assert swapped.result().failure.endswith("the endpoints look swapped")  # type: ignore[union-attr]
     torn = Search(labels(9), labels(9)[0], labels(9)[8])
     for index, outcome in ((0, "GOOD"), (8, "BAD"), (3, "BAD"), (5, "GOOD")):
         torn.record(index, Outcome[outcome])
@@ -386,9 +389,9 @@ def test_intermittent_fault_reports_its_last_change() -> None:
 @pytest.mark.parametrize(
     ("read", "words", "probes"),
     [
-        (lambda i: "BAD", "the good end 2.14.0.dev0000 is BAD", 4),
-        (lambda i: "GOOD", "the bad end 2.14.0.dev0059 is GOOD", 4),
-        (lambda i: "GOOD" if i else "BAD", "the ends look swapped", 4),
+        (lambda i: "BAD", "the good endpoint 2.14.0.dev0000 is BAD", 4),
+        (lambda i: "GOOD", "the bad endpoint 2.14.0.dev0059 is GOOD", 4),
+        (lambda i: "GOOD" if i else "BAD", "the endpoints look swapped", 4),
     ],
 )
 def test_wrong_endpoint_is_refused_after_few_repeats(
@@ -436,8 +439,8 @@ def test_candidates_outside_the_endpoints_are_never_probed() -> None:
     ("arguments", "options", "words"),
     [
         ((["a", "b", "a"], "a", "b"), {}, "'a' is listed 2 times"),
-        ((["a", "b"], "x", "b"), {}, "the good end 'x' is none of the 2"),
-        ((["a", "b"], "a", "x"), {}, "the bad end 'x' is none of the 2"),
+        ((["a", "b"], "x", "b"), {}, "the good endpoint 'x' is not one of the 2"),
+        ((["a", "b"], "a", "x"), {}, "the bad endpoint 'x' is not one of the 2"),
         ((["a", "b"], "a", "a"), {}, "named as good and as bad"),
         ((["a", "b"], "b", "a"), {}, "swap them"),
         ((["a", "b"], "a", "b"), {"find_fix": True}, "swap them"),
@@ -445,7 +448,7 @@ def test_candidates_outside_the_endpoints_are_never_probed() -> None:
         ((["a", "b"], "a", "b", 0.0, -0.1), {}, "false_good must lie"),
         ((["a", "b"], "a", "b", math.nan), {}, "false_bad must lie"),
         ((["a", "b"], "a", "b", 0.0, 0.0, 1.0), {}, "confidence must lie"),
-        ((["a", "b"], "a", "b"), {"budget": 1}, "does not reach both ends"),
+        ((["a", "b"], "a", "b"), {"budget": 1}, "does not reach both endpoints"),
     ],
     ids=str,
 )

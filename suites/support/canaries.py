@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bumpgate.plugin.instruments import canaries as plugin
-from bumpgate.plugin.instruments import empty_cache, forget_graphs
+from bumpgate.plugin.instruments import empty_cache, reset_dynamo
 from bumpgate.plugin.instruments.canaries import expect, sin_cos
 from suites.support import instruments as device
 
@@ -25,7 +25,7 @@ def host_syncs() -> None:
 
 def compile_phases() -> None:
     """Forward and backward on an empty cache: CPU seconds in each of four phases, in all at most the CPU time used."""
-    forget_graphs()
+    reset_dynamo()
     before = device.cpu_seconds()
     with empty_cache(), device.compile_phases() as phases:
         torch.compile(sin_cos)(torch.ones(4, requires_grad=True)).sum().backward()
@@ -43,7 +43,7 @@ def cuda_graph_skips() -> None:
     x = torch.ones(64, device="cuda" if gpu else "cpu")
 
     def skips(function: Callable[[Tensor], Tensor]) -> device.GraphSkips:
-        forget_graphs()
+        reset_dynamo()
         with device.cuda_graph_skips() as found:
             torch.compile(function)(x)
         return found
@@ -86,7 +86,7 @@ def op_calls() -> None:
 
 def autotune() -> None:
     """One benchmarked choice: the benchmark counter moves by exactly 1."""
-    forget_graphs()
+    reset_dynamo()
     device.benchmark_one_choice()
     expect("benchmarks", device.autotune_count(), 1)
 

@@ -18,8 +18,8 @@ from bumpgate.plugin.instruments import (
     DynamoWatch,
     dynamo_config,
     eager_islands,
-    forget_graphs,
     read_dynamo_config,
+    reset_dynamo,
 )
 from launch.contract import Contract, apply_dynamo, load
 from launch.policies import CompiledHybrid, apply
@@ -99,4 +99,4 @@ def watched_hybrid(
         config = preset(name, "narrow", **changes)
         model = build(config, device)
         yield Watched(config, model, apply(model, policy, contract, watch.backend(backend)), watch)
-    forget_graphs()
+    reset_dynamo()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, forget_graphs, read_dynamo_config
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, read_dynamo_config, reset_dynamo
 from launch.contract import apply_dynamo, load
 from launch.policies import CompiledHybrid, apply
 from launch.step import make_optimizer, train_step
@@ -142,7 +142,7 @@ def full_size(name: str, policy: str) -> Iterator[FullSize]:
             gc.unfreeze()
             # The caller's reference outlives the block, and a compiled block is part of reference cycles.
             vars(hybrid).clear()
-            forget_graphs()
+            reset_dynamo()
             gc.collect()
             torch.cuda.empty_cache()
 

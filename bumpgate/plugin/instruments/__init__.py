@@ -20,11 +20,11 @@ from bumpgate.plugin.instruments.dynamo import (
     Recompile,
     dynamo_config,
     eager_islands,
-    forget_graphs,
     host_reads,
     operator_names,
     read_dynamo_config,
     require_dynamic_batch,
+    reset_dynamo,
 )
 from bumpgate.plugin.instruments.inductor import (
     CacheCounts,
@@ -53,12 +53,12 @@ __all__ = [
     "dynamo_config",
     "eager_islands",
     "empty_cache",
-    "forget_graphs",
     "host_reads",
     "inductor_report",
     "inductor_watch",
     "operator_names",
     "read_dynamo_config",
     "require_dynamic_batch",
+    "reset_dynamo",
     "trace_artifacts",
 ]

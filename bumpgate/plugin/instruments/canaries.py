@@ -155,7 +155,7 @@ def cache() -> None:
     """An empty cache: 1 AOT miss, then after a reset 1 AOT hit. An autograd.Function in the graph is 1 bypass."""
 
     def run(function: Callable[[Tensor], Tensor]) -> device.CacheCounts:
-        device.forget_graphs()
+        device.reset_dynamo()
         torch.compile(function)(torch.ones(4, requires_grad=True)).sum().backward()
         return device.cache_counts()
 
@@ -193,5 +193,5 @@ def prove(names: Iterable[str], canaries: Mapping[str, Callable[[], None]] = CAN
                     f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
                 )
             finally:
-                device.forget_graphs()
+                device.reset_dynamo()
     return {name: _results[name] for name in names}

@@ -49,7 +49,7 @@ def require_dynamic_batch(tensor: torch.Tensor) -> None:
     torch._dynamo.mark_dynamic(tensor, 0)
 
 
-def forget_graphs() -> None:
+def reset_dynamo() -> None:
     """Drop every compiled graph of this process and clear the counters."""
     torch._dynamo.reset()
     counters.clear()
@@ -187,7 +187,7 @@ class DynamoWatch:
         return counting
 
     def __enter__(self) -> DynamoWatch:
-        forget_graphs()
+        reset_dynamo()
         count_bytes_accessed()
         set_compilation_metrics_limit(METRICS_KEPT)
         clear_compilation_metrics()

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 
-from bumpgate.plugin.instruments.dynamo import forget_graphs
+from bumpgate.plugin.instruments.dynamo import reset_dynamo
 from bumpgate.plugin.instruments.trace import count_bytes_accessed, trace_artifacts
 
 
@@ -83,7 +83,7 @@ def inductor_report() -> Iterator[InductorReport]:
 @contextmanager
 def inductor_watch() -> Iterator[InductorReport]:
     """As inductor_report, from an empty Dynamo on, so that everything inside the block is compiled, and with caches."""
-    forget_graphs()
+    reset_dynamo()
     count_bytes_accessed()
     with inductor_report() as report:
         yield report
