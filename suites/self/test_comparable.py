@@ -24,7 +24,8 @@ def test_comparable_reports_differing_host_class() -> None:
     for key in HOST:
         line = comparable(HOST, HOST | {key: "other"})
         assert (
-            line == f"timed rows are not comparable: baseline made with {key} {HOST[key]!r}, this run has 'other'"
+            line
+            == f"timed rows are not comparable: baseline made with {key} {HOST[key]!r}, this run has 'other'"
         )
 
 
@@ -49,7 +50,10 @@ def test_time_of_another_host_is_not_judged(
     assert shown.red is (judged or host == HOST)
     if not shown.red:
         assert shown.label == "INCONCLUSIVE (not judged)"
-        assert shown.reason == "timed rows are not comparable: baseline made with cpu 'EPYC', this run has 'Xeon'"
+        assert (
+            shown.reason
+            == "timed rows are not comparable: baseline made with cpu 'EPYC', this run has 'Xeon'"
+        )
 
 
 @pytest.mark.parametrize(

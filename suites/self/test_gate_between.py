@@ -143,7 +143,9 @@ def test_paired_row_needs_no_interval() -> None:
     assert timed_rows(record(judged(modules)), record(judged(modules))) == {}, (
         "an exact value needs no session"
     )
-    with pytest.raises(RowError, match="better of a paired row must be exact, lower or higher, got 'derived'"):
+    with pytest.raises(
+        RowError, match="better of a paired row must be exact, lower or higher, got 'derived'"
+    ):
         row("modules", 8, "count", better="derived", expected=8, paired=True)
 
 
