@@ -101,7 +101,7 @@ class SuiteTest:
         )
         worse = tuple(name for name in names if at_good[name] < at_bad[name])
         better = tuple(name for name in names if at_good[name] > at_bad[name])
-        # If nothing is worse at the bad endpoint, rows that are better there refute the endpoints; else, rows red at both.
+        # If nothing is worse at the bad end, rows that are better there refute the endpoints, else rows red at both.
         self.differs = bool(worse or better)
         self.deciding = worse or better or tuple(name for name in names if at_good[name] > 0)
         self.kinds = {name: self._kinds(name, (*good_seen, *bad_seen)) for name in self.deciding}

@@ -183,8 +183,8 @@ def test_versions_command_prints_one_line_per_version(
     )
     for args, words in (
         (("nothing",), "nothing: none found"),
-        (("torch", "--since", "yesterday"), "no day"),
-        (("torch", "--python", "three"), "no Python version"),
+        (("torch", "--since", "yesterday"), "invalid day"),
+        (("torch", "--python", "three"), "invalid Python version"),
     ):
         code, out, err = run(*args)
         assert (code, out, len(err.splitlines()), words in err) == (4, "", 1, True), err

@@ -262,11 +262,11 @@ device = "cpu"
         (
             'torch = "2.13.0"',
             'torch = "2.12.0"',
-            "a: fast: its label says torch 2.13, it was built against 2.12.0",
+            "a: fast: its label names torch 2.13, it was built against 2.12.0",
         ),
-        ("torch2.13", "torch2.12", "a: fast: its label says torch 2.12, it was built against 2.13.0"),
+        ("torch2.13", "torch2.12", "a: fast: its label names torch 2.12, it was built against 2.13.0"),
         ('device = "cpu"', 'device = "tpu"', "smoke.fast: device must be cpu or cuda, got 'tpu'"),
-        ('cases = ["1"]', "cases = []", "smoke.fast: command and cases are lists of texts"),
+        ('cases = ["1"]', "cases = []", "smoke.fast: command and cases must be non-empty lists of strings"),
         ("[environment.a.wheels.fast]", "[environment.a.wheels]\nfast = 1\n[other]", "unknown field 'other'"),
     ],
 )
