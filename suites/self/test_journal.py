@@ -92,7 +92,7 @@ def test_resume_after_truncation_at_any_byte_is_identical(
     [
         ("file.truncate(sum(len(line) + 1 for line in whole))", "pass"),
         ("whole = lines[:-1]", "whole = [line for line in lines if line]"),
-        ("self._asked = [i for i in self._asked if i != index]", "self._asked = []"),
+        ("self._pending = [i for i in self._pending if i != index]", "self._pending = []"),
     ],
     ids=["torn line kept in the file", "torn line parsed", "decision lost"],
 )
