@@ -35,8 +35,8 @@ from bumpgate.rows import BumpgateError, Judgement, Record, is_finite, write_ato
 __all__ = ["apply", "apply_to_times", "command"]
 
 HEAD = """\
-# Differences that somebody has accepted until a day: `bumpgate accept` writes them, an expired one is red.
-# What is right for good belongs into the lane's baseline: `bumpgate rebaseline`.
+# Differences that are accepted until a day: `bumpgate accept` writes them, an expired one is red.
+# A permanent change belongs in the lane's baseline: `bumpgate rebaseline`.
 """
 
 

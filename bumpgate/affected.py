@@ -79,7 +79,7 @@ def graph_of(root: Path) -> Graph:
 
 
 class _Names:
-    """What the names in a source file mean: modules, paths and file names of the repository."""
+    """Resolves names in a source file: modules, paths and file names of the repository."""
 
     def __init__(self, files: set[str]) -> None:
         self.files = files

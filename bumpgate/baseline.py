@@ -147,7 +147,9 @@ def comparable(made_with: Mapping[str, Any], provenance: Mapping[str, Any]) -> s
     for key in HOST:
         ours, theirs = provenance.get(key), made_with.get(key)
         if ours != theirs and None not in (ours, theirs):
-            return f"timed rows are not comparable: baseline made with {key} {theirs!r}, this run has {ours!r}"
+            return (
+                f"timed rows are not comparable: baseline made with {key} {theirs!r}, this run has {ours!r}"
+            )
     return None
 
 

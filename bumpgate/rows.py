@@ -79,7 +79,7 @@ class Verdict(Enum):
 class Row:
     """One measured value. Raises RowError (one line) on an invalid field.
 
-    id: `suite/case/metric`, the metric in snake_case with its unit in the name where it has one.
+    id: `suite/case/metric`, the metric in snake_case with its unit in the name, if any.
     unit: of the value ("breaks", "bytes", "ratio"). A renamed unit is a change.
     witness: number of items that the check covered; at 0 or less the check was vacuous and the row is not evidence.
     rule: the contract row that this one checks, e.g. "C6".

@@ -1,7 +1,7 @@
 """Finds which changed package turns a set red: delta debugging (ddmin; Zeller & Hildebrandt 2002) over two locks.
 
 The good set is green and the bad set is red. A mixture is the good set with some packages as in the bad one.
-Packages that only work together form one part, which is taken whole from one side. A cause is then checked from the
+Packages that only work together form one part, which comes from one side as a unit. A cause is then checked from the
 other side: the bad set without it must be green. The module has no I/O: the caller passes the probe function, and the
 readings of an interrupted run.
 """

@@ -22,14 +22,14 @@ def batch(search: Search, workers: int) -> list[int]:
     futures: list[tuple[float, int, Search, Counter[int]]] = [(-1.0, 0, search, Counter())]
     found = 1
     while futures and len(chosen) < workers:
-        weight, _, ahead, taken = heapq.heappop(futures)
+        weight, _, ahead, counts = heapq.heappop(futures)
         due = ahead.next()
         if not due:
             continue
         ends = len(due) > 1
         for index in due:
-            taken = taken + Counter([index])
-            if chosen.count(index) < taken[index] and len(chosen) < workers:
+            counts = counts + Counter([index])
+            if chosen.count(index) < counts[index] and len(chosen) < workers:
                 chosen.append(index)
         if ends:
             # Both ends are read before anything else, and nearly always as they were named.
@@ -39,6 +39,6 @@ def batch(search: Search, workers: int) -> list[int]:
             outcomes = [([(due[0], ahead.new)], new), ([(due[0], ahead.old)], 1 - new)]
         for outcome, probability in outcomes:
             if probability > 0:
-                heapq.heappush(futures, (weight * probability, found, ahead.after(outcome), taken))
+                heapq.heappush(futures, (weight * probability, found, ahead.after(outcome), counts))
                 found += 1
     return chosen

@@ -67,7 +67,7 @@ class BisectContext:
     """Dependencies of a bisect. request: from a version to its request. out: the folder of the readings.
 
     reliable: one reading settles a mixture also under the plan's misread rates, unless the test has contradicted
-    itself: a probe that is a whole sequential test.
+    itself: a probe that is a complete sequential test.
     recall: returns an environment that was built before, where candidates are commits and `build` keeps only one.
     """
 
@@ -119,7 +119,7 @@ class Bisection:
             if self.context.ahead:
                 self.context.ahead.stop()
         result = self.search.result()
-        assert result is not None, "the journal decides nothing more only where there is an answer"
+        assert result is not None, "the journal has no further decision only if there is an answer"
         return result
 
     def steps(self) -> Iterator[Step]:
@@ -182,13 +182,13 @@ class Bisection:
     def _probe_mixture(self, mixture: Mixture, packages: Mapping[str, str]) -> Outcome:
         self.state.decide_mixture(mixture)
         digest = hashlib.sha256("\n".join(sorted(mixture)).encode()).hexdigest()[:12]
-        taken = sum(m == mixture for m, _ in self.state.mixtures)
+        attempt = sum(m == mixture for m, _ in self.state.mixtures)
         parts = [f"{n} {packages.get(n, '(absent)')}" for n in self._by_importance(mixture)]
         more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
         name = f"the good set with {', '.join(parts[:SHOWN]) or 'nothing'}{more}"
         self.context.show.probing(name)
         like = self._request(self.search.first)
-        place = self.context.out / "mixtures" / f"{digest}.{taken}"
+        place = self.context.out / "mixtures" / f"{digest}.{attempt}"
         reading = self._retried(place, blame.mixture_request(packages, like), self.context.build)
         result = self.context.test.judge(reading)
         self.state.record_mixture(mixture, result.outcome)
@@ -228,8 +228,8 @@ class Bisection:
                 (self._place(end, 0) / READING).unlink(missing_ok=True)
             return
         index, _ = self.search.history[-1]
-        taken = sum(i == index for i, _ in self.search.history) - 1
-        (self._place(index, taken) / READING).unlink(missing_ok=True)
+        attempt = sum(i == index for i, _ in self.search.history) - 1
+        (self._place(index, attempt) / READING).unlink(missing_ok=True)
         self.state.back()
 
     def _learn(self) -> None:
@@ -241,15 +241,15 @@ class Bisection:
             self.context.test.learn(good, bad)
 
     def _kept(self, index: int) -> Iterator[Reading]:
-        taken = 0
-        while reading := load(self._place(index, taken)):
+        attempt = 0
+        while reading := load(self._place(index, attempt)):
             yield reading
-            taken += 1
+            attempt += 1
 
     def _reading(self, index: int) -> Reading:
         version = self.search.candidates[index]
         self.context.show.probing(f"{self.context.package} {version}")
-        taken = sum(i == index for i, _ in self.search.history)
+        attempt = sum(i == index for i, _ in self.search.history)
 
         def build(request: Request) -> Environment:
             environment = self.context.build(request)
@@ -264,7 +264,7 @@ class Bisection:
                 self.context.ahead.start([self._request(i) for i in dict.fromkeys(later)])
             return environment
 
-        return self._retried(self._place(index, taken), self._request(index), build, index in self._ends())
+        return self._retried(self._place(index, attempt), self._request(index), build, index in self._ends())
 
     def _retried(self, place: Path, request: Request, build: Build, end: bool = False) -> Reading:
         """Take a reading; retry if the machine failed. If it fails again, keep the reading and skip the candidate.
@@ -298,5 +298,5 @@ class Bisection:
     def _request(self, index: int) -> Request:
         return self.context.request(self.search.candidates[index])
 
-    def _place(self, index: int, taken: int) -> Path:
-        return self.context.out / "probes" / f"{self.search.candidates[index]}.{taken}"
+    def _place(self, index: int, attempt: int) -> Path:
+        return self.context.out / "probes" / f"{self.search.candidates[index]}.{attempt}"

@@ -1,4 +1,4 @@
-"""Commits of a local clone: candidates of a bisect commit by commit, and what is known of the culprit."""
+"""Commits of a local clone: candidates of a bisect commit by commit, and facts about the culprit."""
 
 from __future__ import annotations
 

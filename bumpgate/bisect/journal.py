@@ -147,9 +147,9 @@ def begin(path: Path, plan: Plan) -> Journal:
     """Create a state file. Raises JournalError if one exists already, unless its first line is incomplete."""
     plan.search()
     file = _open(path, os.O_CREAT)
-    there = file.read()
+    existing = file.read()
     header = _line(_header(plan))
-    if there and not (len(there) < len(header) and header.startswith(there)):
+    if existing and not (len(existing) < len(header) and header.startswith(existing)):
         file.close()
         raise JournalError(f"{path.name} exists: continue it with --resume, or name another --state file")
     file.truncate(0)

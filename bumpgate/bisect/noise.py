@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-# Misread rates to choose from where they are not stated, and the prior probability of a test without misreads.
+# Misread rates to choose from if they are not stated, and the prior probability of a test without misreads.
 RATES = (0.0, 0.03, 0.1, 0.2, 0.35, 0.5)
 NO_MISREADS = 0.6
 

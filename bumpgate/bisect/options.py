@@ -129,10 +129,10 @@ class Options:
         if not self.builder:
             return
         if not self.repository:
-            raise BisectError("--builder makes the commits of a clone: name it with --repository DIR")
+            raise BisectError("--builder builds the commits of a clone: name it with --repository DIR")
         if self.index or self.find_links or self.extra:
             raise BisectError(
-                "--builder makes the whole environment: leave out --index, --find-links, --with"
+                "--builder creates the complete environment: leave out --index, --find-links, --with"
             )
         if self.timed:
             raise BisectError(

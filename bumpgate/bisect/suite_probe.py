@@ -45,7 +45,7 @@ EXCEPTION = re.compile(
 class SuiteTest:
     """Selection of a lane's tests. The deciding rows and tests are those that are red at the bad endpoint only.
 
-    A row that is worse than in the first whole record of the good endpoint, by the gate's margins, is red as well.
+    A row that is worse than in the first complete record of the good endpoint, by the gate's margins, is red as well.
 
     A candidate is GOOD if its run is complete and all deciding rows are green, and BAD if one is red in the same way as
     at an endpoint. Other red rows are not counted. If a deciding row is red only in another way (its test raised,
@@ -76,7 +76,7 @@ class SuiteTest:
                 environment={**reference.variables(environment.lock), **caches},
                 timeout=self.timeout,
                 log=place / LOG,
-                # A whole run has imported torch; for an incomplete one, import_fault below checks the import.
+                # A complete run has imported torch; for an incomplete one, import_fault below checks the import.
                 check_import=False,
             )
         if done.code == USAGE:
@@ -197,7 +197,7 @@ class Signals:
 
     @cached_property
     def verdicts(self) -> dict[str, Verdict]:
-        """Row id or test -> REGRESSION if red, PASS if green, else the verdict that explains why it is neither."""
+        """Return row id or test -> REGRESSION if red, PASS if green, else the verdict that explains why neither."""
         found = {THE_RUN: Verdict.REGRESSION} if self.reading.crash else {}
         record = self.reading.record
         if record is None:
@@ -209,7 +209,7 @@ class Signals:
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """Row id or test -> how it is red, if it is: BY_VALUE, an exception type, or the signal of a crash."""
+        """Return row id or test -> how it is red, if it is: BY_VALUE, an exception type, or the signal of a crash."""
         found = {THE_RUN: self.reading.crash} if self.reading.crash else {}
         if record := self.reading.record:
             found |= {_node(p): _exception(p.partition(": ")[2]) for p in record.problems}
@@ -219,7 +219,7 @@ class Signals:
         return found
 
     def verdict(self, name: str) -> Verdict:
-        """Return the verdict of a row or test. A test missing from the record of a whole run has passed."""
+        """Return the verdict of a row or test. A test missing from the record of a complete run has passed."""
         silent = Verdict.PASS if self.reading.whole and not ROW_ID.fullmatch(name) else Verdict.MISSING
         return self.verdicts.get(name, silent)
 

@@ -1,6 +1,6 @@
 """Test of a bisect: timed rows of a lane, measured in paired sessions with the environment of the good endpoint.
 
-One reading of a time does not decide, so a probe is a whole sequential test, as in a gate: fresh processes of both
+One reading of a time does not decide, so a probe is a complete sequential test, as in a gate: fresh processes of both
 sides, until each row is SLOWER, SAME or FASTER, or the sessions are used up. A row counts as slower from half of the
 slowdown (in logarithm) that the gate found: few sessions distinguish a candidate with all of it from one with none.
 The good endpoint is the reference: it is not measured against itself.
@@ -76,14 +76,14 @@ class TimedTest:
 
     @cached_property
     def plan(self) -> Plan:
-        """The gate's plan for this lane, with half of each row's slowdown as its only margin."""
+        """Return the gate's plan for this lane, with half of each row's slowdown as its only margin."""
         plan = plan_for(self.sessions or MOST, self.lane)
         margins = {row: math.sqrt(ratio) - 1 for row, ratio in self.ratios.items()}
         return replace(plan, rules=(*(Rule(escape(row), m, m) for row, m in margins.items()), *plan.rules))
 
     @property
     def misreads(self) -> tuple[float, float]:
-        """Chances that a probe reads a good candidate BAD and a bad one GOOD, at most: the levels of the plan."""
+        """Return upper bounds of the misread rates (good candidate BAD, bad one GOOD): the levels of the plan."""
         return self.plan.alpha / 2, self.plan.alpha_same
 
     def run(self, environment: Environment, place: Path) -> Reading:
@@ -93,9 +93,7 @@ class TimedTest:
             return Reading(place, Cause.RAN, REFERENCE, packages=packages)
         started = time.monotonic()
         sessions = self._saved(place)
-        if (
-            sessions is None
-        ):  # a killed probe continues with its own caches, another one starts with empty ones
+        if sessions is None:  # a killed probe continues with its caches; another one starts with empty ones
             shutil.rmtree(place / "caches", ignore_errors=True)
             sessions = Sessions(self.tests, self.plan, self.plan.budget, cache_pairs=COPIES)
         with device_lock(lanes.require(self.root, self.lane).device, self.say):

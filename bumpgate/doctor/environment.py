@@ -117,9 +117,13 @@ def contract_variables(site: Site) -> Found:
 
 def cache_places(site: Site) -> Mapping[str, Path]:
     """Return variable -> its directory: the configured one, else the default of the launcher and the suites."""
-    home = Path(site.env_vars.get("XDG_CACHE_HOME") or Path(site.env_vars.get("HOME") or Path.home()) / ".cache")
+    home = Path(
+        site.env_vars.get("XDG_CACHE_HOME") or Path(site.env_vars.get("HOME") or Path.home()) / ".cache"
+    )
     folders = site.contract["caches"]["directory"]
-    return {n: Path(site.env_vars.get(n) or home / "bumpgate" / rule["folder"]) for n, rule in folders.items()}
+    return {
+        n: Path(site.env_vars.get(n) or home / "bumpgate" / rule["folder"]) for n, rule in folders.items()
+    }
 
 
 def caches(site: Site) -> Found:

@@ -82,11 +82,11 @@ def variables_have_effect(site: Site) -> Found:
     """
     tables = site.contract["environment"]
     rules = {n: r for n, r in {**tables["always"], **tables["inert"]}.items() if "shows" in r}
-    given = {n: r["value"] for n, r in tables["always"].items()}
+    expected_vars = {n: r["value"] for n, r in tables["always"].items()}
     fields = sorted({r["shows"] for r in rules.values()})
     try:
         read = site.interpreter.json(
-            "-c", CONFIGURATION, *fields, timeout=IMPORT_SECONDS, extra={**BLIND, **given}
+            "-c", CONFIGURATION, *fields, timeout=IMPORT_SECONDS, extra={**BLIND, **expected_vars}
         )
     except ChildFault as fault:
         yield Defect(
@@ -124,8 +124,8 @@ def kernel_wheels_run(site: Site) -> Found:
     for name, smoke in installed.items():
         if smoke.device not in reachable:
             yield NotRun(f"{name}: needs {smoke.device}, which lane {site.lane} does not have")
-    here = {name: smoke for name, smoke in installed.items() if smoke.device in reachable}
-    for fault in abi.run_cases(here, site.interpreter):
+    runnable = {name: smoke for name, smoke in installed.items() if smoke.device in reachable}
+    for fault in abi.run_cases(runnable, site.interpreter):
         yield Defect("BG402", fault.reason, REBUILD.format(fault.wheel))
     yield (
         ", ".join(f"{n}: {len(s.cases)} cases" for n, s in installed.items())

@@ -92,9 +92,9 @@ def _differs(site: Site, m: Mismatch) -> str:
 def requirements(site: Site) -> Found:
     """BG206: the packages that the suites import in addition to torch."""
     found = site.inventory
-    here = {"python_version": ".".join(found.python.split(".")[:2]), "python_full_version": found.python}
+    markers = {"python_version": ".".join(found.python.split(".")[:2]), "python_full_version": found.python}
     every = map(Requirement, _suite_requirements(site.root))
-    required = [r for r in every if r.marker is None or r.marker.evaluate(here)]
+    required = [r for r in every if r.marker is None or r.marker.evaluate(markers)]
     lacking: dict[str, str] = {}
     for r in required:
         installed = found.installed(r.name)
@@ -172,14 +172,14 @@ def driver(site: Site) -> Found:
     yield f"{found}, at least {oldest} is needed"
 
 
-def driver_version(given: Mapping[str, str], root: Path) -> str | None:
+def driver_version(env_vars: Mapping[str, str], root: Path) -> str | None:
     """Return the driver version from nvidia-smi, else from the loaded kernel module; None if neither reports it."""
-    smi = shutil.which("nvidia-smi", path=given.get("PATH"))
+    smi = shutil.which("nvidia-smi", path=env_vars.get("PATH"))
     output = ""
     if smi:
         try:
             output = run(
-                [smi, "--query-gpu=driver_version", "--format=csv,noheader"], root, given, DRIVER_SECONDS
+                [smi, "--query-gpu=driver_version", "--format=csv,noheader"], root, env_vars, DRIVER_SECONDS
             )
         except ChildFault:
             output = (

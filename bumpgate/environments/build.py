@@ -71,7 +71,7 @@ Say = Callable[[str], None]
 
 
 class BuildError(BumpgateError):
-    """Infrastructure failure of a build (machine, network or index); no verdict on the set. log: uv's whole output."""
+    """Infrastructure failure of a build (machine, network or index); no verdict on the set. log: all output of uv."""
 
     def __init__(self, message: str, log: Path, tail: str) -> None:
         super().__init__(message)
@@ -306,7 +306,9 @@ class _Installation:
 
     def failure(self, code: int, output: str) -> BuildError:
         tail = "\n".join(output.strip().splitlines()[-TAIL_LINES:])
-        lines = [line.strip() for line in output.splitlines() if line.strip().startswith(("error:", "cause:"))]
+        lines = [
+            line.strip() for line in output.splitlines() if line.strip().startswith(("error:", "cause:"))
+        ]
         ended = f"uv was killed by {signal.Signals(-code).name}" if code < 0 else f"uv ended with {code}"
         what = one_line(" ".join(lines) or tail or ended, 400)
         absent = any(words in output for words in CANNOT_EXIST) and not any(w in output for w in NOT_REACHED)

@@ -106,8 +106,8 @@ def lock_of(name: str, resolution: str, python: str) -> tuple[Lock, dict[Wheel, 
     found, sources = pinned(name, resolution, python)
     machine = f"platform_machine == '{platform.machine()}'"
     implementation = f"implementation_name == '{sys.implementation.name}'"
-    here = (f"sys_platform == '{sys.platform}' and {machine} and {implementation}",)
-    return Lock(found, python, here), sources
+    environments = (f"sys_platform == '{sys.platform}' and {machine} and {implementation}",)
+    return Lock(found, python, environments), sources
 
 
 def fill_store(

@@ -140,7 +140,9 @@ def mirror_root() -> Path:
 def command(
     keep: Annotated[int, typer.Option(help="How many nights.", min=1)],
     package: Annotated[str, typer.Option(help="Whose nightlies.")] = "torch",
-    index: Annotated[str | None, typer.Option(help="URL of an index that takes precedence over the host's.")] = None,
+    index: Annotated[
+        str | None, typer.Option(help="URL of an index that takes precedence over the host's.")
+    ] = None,
     python: Annotated[str, typer.Option(help="The Python whose wheels are copied.")] = RUNNING,
     limit: Annotated[float | None, typer.Option(help="GB that the copies may take.", min=0.0)] = None,
 ) -> None:
@@ -280,12 +282,12 @@ def _fetch(mirror: Mirror, name: str, found: Found, day: date) -> None:
     if not found.sha256:
         partial.unlink(missing_ok=True)
     settings = host_settings()
-    there = partial.stat().st_size if partial.is_file() else 0
+    offset = partial.stat().st_size if partial.is_file() else 0
     try:
         with requests.get(
             found.url,
             stream=True,
-            headers={"Accept-Encoding": "identity"} | ({"Range": f"bytes={there}-"} if there else {}),
+            headers={"Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {}),
             timeout=float(settings.get("UV_HTTP_TIMEOUT") or 30),
             verify=settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True,
         ) as answer:

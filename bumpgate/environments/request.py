@@ -101,8 +101,8 @@ def lane_request(
     one version follows torch, and every other pin of the lane is a version of the lock that is kept unless it
     conflicts. The lane's kernel wheels are built for one torch, so a candidate of torch has none of them;
     `bumpgate wheels plan` selects those that fit. Any other candidate replaces what torch requires of that package.
-    A lane without a lock takes its extra from pyproject.toml and its manifest row. locked: False resolves the adopted
-    set, too. changes: fields of Request. Raises BumpgateError on an unknown lane or an invalid candidate.
+    A lane without a lock takes its extra from pyproject.toml and its manifest row. locked: False also resolves the
+    adopted set. changes: fields of Request. Raises BumpgateError on an unknown lane or an invalid candidate.
     """
     lock = lane_lock(root, lane)
     script = lane_script(root, lane)

@@ -23,7 +23,7 @@ from bumpgate.processes.runner import LaneRun, run_lane
 from bumpgate.rebaseline import RefusedError
 from bumpgate.rows import BumpgateError
 
-# Proves that the instruments work under the restored torch; a whole lane is the next command, not part of this one.
+# Verifies that the instruments work under the restored torch; a complete lane run is not part of this command.
 SMOKE = ("suites/canaries",)
 SMOKE_SECONDS = 1800
 

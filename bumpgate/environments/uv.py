@@ -54,8 +54,8 @@ def host_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the env_vars of this process with pip's settings translated to uv's."""
     settings = dict(os.environ if environ is None else environ)
     for ours, theirs in FROM_PIP.items():
-        taken = settings.get(ours) or settings.get(OLDER_NAMES.get(ours, ""))
-        if not taken and settings.get(theirs):
+        own = settings.get(ours) or settings.get(OLDER_NAMES.get(ours, ""))
+        if not own and settings.get(theirs):
             value = settings[theirs].strip()
             settings[ours] = ",".join(value.split()) if ours == "UV_FIND_LINKS" else value
     # Never install into the environment that the caller has activated.

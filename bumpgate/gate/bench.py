@@ -1,7 +1,7 @@
 """Steps of a gate: canaries in both environments, the selection once in each, paired sessions, the verdict.
 
 Each step is saved before the next begins. On CPU both environments run at once, each with half of the workers; a
-test that needs the machine to itself waits for the other side too. The whole selection runs in each, timed tests
+test that needs the machine to itself waits for the other side as well. The complete selection runs in each, timed tests
 included: this warms both compile caches, so that no session has a cold start, and shows which rows are timed (those
 that carry an interval).
 """
@@ -168,7 +168,7 @@ class GateRunner:
         return failed
 
     def measure(self, names: Sequence[str]) -> None:
-        """Run the whole selection once per side. Raises GateError if pytest rejects it in the adopted environment."""
+        """Run the selection once per side. Raises GateError if pytest rejects it in the adopted environment."""
         variables = {"BUMPGATE_ROUNDS": str(ROUNDS), **self._tiers()}
         runs = self._run(
             names, "counts and numerics", self.gate.config.selection, "{}.json", env_vars=variables
@@ -316,7 +316,7 @@ class GateRunner:
         )
 
     def _warm(self, sessions: Sessions) -> None:
-        """Warm the further compile caches with the timed tests; the run of the whole selection warmed the first."""
+        """Warm the further compile caches with the timed tests; the run of the selection warmed the first."""
         tests = sorted(set(sessions.tests.values()))
         for pair in range(1, sessions.cache_pairs if tests else 1):
             for names in self._groups(("good", "bad")):

@@ -38,7 +38,7 @@ BOUNDED_FACTOR = 2.0
 
 
 class Change(Enum):
-    """What differs between the sides. OTHER: neither better nor worse. AGAIN: a time that one reading cannot judge."""
+    """Difference of two values. OTHER: neither better nor worse. AGAIN: a time that one reading cannot judge."""
 
     WORSE = "WORSE"
     BETTER = "BETTER"

@@ -67,7 +67,7 @@ class Plan:
 
     different: a row is SLOWER or FASTER if its interval lies beyond this change, 0.01 is 1 %.
     same: a row is SAME if its interval lies within this change in both directions.
-    alpha: chance of a false SLOWER or FASTER in the whole family of rows, over all looks; half for each direction.
+    alpha: chance of a false SLOWER or FASTER in the family of rows, over all looks; half for each direction.
     alpha_same: chance that one row which moved by more than `same` is called SAME, over all looks.
     rules: for rows with other margins, importance or watch. modes: the test of slow modes.
     cache_sd: standard deviation of what a compile cache (autotuning choices, code layout) adds to the log of a time.
@@ -146,13 +146,13 @@ def plan_for(sessions: int | None = None, lane: str = "") -> Plan:
     Slow modes of a training step are watched for on the CPU lane, where a session is cheap, and only if there are
     enough sessions to clear a row of them. Raises ValueError on fewer sessions than the first look needs.
     """
-    whole = Plan()
-    watch = lane == "cpu" and (sessions is None or sessions >= whole.modes.sessions)
-    whole = replace(whole, rules=(*START, Rule("throughput/*", watch=watch)))
-    if sessions is None or sessions >= whole.budget:
-        return whole
-    if sessions < whole.looks[0].sessions:
-        raise ValueError(f"at least {whole.looks[0].sessions} sessions, got {sessions}")
-    looks = [look for look in whole.looks if look.sessions < sessions]
+    default = Plan()
+    watch = lane == "cpu" and (sessions is None or sessions >= default.modes.sessions)
+    default = replace(default, rules=(*START, Rule("throughput/*", watch=watch)))
+    if sessions is None or sessions >= default.budget:
+        return default
+    if sessions < default.looks[0].sessions:
+        raise ValueError(f"at least {default.looks[0].sessions} sessions, got {sessions}")
+    looks = [look for look in default.looks if look.sessions < sessions]
     rest = Look(sessions, 1 - sum(x.different for x in looks), 1 - sum(x.same for x in looks))
-    return replace(whole, looks=(*looks, rest))
+    return replace(default, looks=(*looks, rest))

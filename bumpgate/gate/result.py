@@ -103,7 +103,7 @@ class Gate:
 
     @property
     def moved(self) -> list[str]:
-        """One line per package whose version differs between the sides; empty if one of them is not known."""
+        """Return one line per package whose version differs between the sides; empty if a side is unknown."""
         good, bad = (self.sides[name].packages for name in ("good", "bad"))
         return changes(good, bad) if good and bad else []
 

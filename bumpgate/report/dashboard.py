@@ -29,7 +29,7 @@ MARK = '<meta name="generator" content="bumpgate dashboard">'
 PAGE = re.compile(r"[0-9a-f]{12}\.html")
 RECENT = 40  # changes of level on the first page
 SHOWN = 120  # spans of nights on the page of a row
-WIDTH, HEIGHT = 1000, 240  # of a plot, in units of its own
+WIDTH, HEIGHT = 1000, 240  # of a plot, in its own units
 
 
 @dataclass(frozen=True)

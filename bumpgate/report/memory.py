@@ -205,7 +205,7 @@ def _module(f: Finding, tests: Mapping[str, str]) -> str:
 
 
 def line(one: Known) -> str:
-    """One line on a finding: state, key, what it is, since when, link and owner."""
+    """Format a finding as one line: state, key, what it is, since when, link and owner."""
     rows = f"{len(one.rows)} row{'s' * (len(one.rows) != 1)}" if one.rows else ""
     more = f"{len(one.added)} more than before" if one.added else ""
     times = "" if one.gates == 1 else f" ({one.gates} gates)"

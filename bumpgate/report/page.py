@@ -25,7 +25,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class RowView:
-    """One line of the table of rows. order: worst first. change: relative, NaN where there is none.
+    """One line of the table of rows. order: worst first. change: relative, NaN without one.
 
     good: the adopted side's value; empty in the report of one record. tone: bad, open, good or info.
     reviewed, limit: the baseline's value, and the allowed values. rule: its id and sentence. place: in the source.

@@ -29,7 +29,7 @@ SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Build:
-    """What a wheel is built from and for. sdist: sha256. torch_git: commit. cuda: "13.0". arch: 90 of sm_90."""
+    """Inputs and target of a wheel build. sdist: sha256. torch_git: commit. cuda: "13.0". arch: 90 of sm_90."""
 
     package: str
     version: str

@@ -68,7 +68,7 @@ def test_batch_excludes_skipped_candidate() -> None:
     ("old", "new"),
     [
         ("outcomes = [([(due[0], ahead.new)], new), ([(due[0], ahead.old)], 1 - new)]", "outcomes = []"),
-        ("if chosen.count(index) < taken[index] and", "if index not in chosen and"),
+        ("if chosen.count(index) < counts[index] and", "if index not in chosen and"),
         ("new = ahead.chance(due[0])", "new = 1.0"),
     ],
 )

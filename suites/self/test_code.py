@@ -106,11 +106,7 @@ def test_baseline_file_keeps_one_value_per_version(tmp_path: Path) -> None:
         ('{"3.7.1": "spills=1"}', "{}", "values must map versions"),
         ('"spills=1"', '"spilled"', "triton 3.7.1: 'spilled' is not a list"),
         ('"code"', '"exact"', "and required there"),
-        (
-            '"values": {"3.7.1": "spills=1"}',
-            '"value": "spills=1"',
-            "values (by version of triton) are for rows",
-        ),
+        ('"values": {"3.7.1": "spills=1"}', '"value": "spills=1"', "are for rows whose better is"),
     ],
 )
 def test_broken_values_are_one_line(old: str, new: str, fault: str, tmp_path: Path) -> None:

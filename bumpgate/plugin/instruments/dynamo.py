@@ -93,7 +93,7 @@ class Graph:
 
 @dataclass
 class DynamoReport:
-    """What Dynamo did while a watch was open."""
+    """Dynamo events while a watch was open."""
 
     graphs: list[Graph] = field(default_factory=list)
     calls: int = 0
