@@ -32,7 +32,7 @@ VERSIONS = {
     "9.12.0": {"CATEGORY": "FutureWarning", "BREAKS": 14, "HASH": "dddd", "BYTES": 100},
 }
 MANIFEST = """schema = 1
-# Why this row is as it is.
+# The reason for this row.
 [environment.cpu]
 status = "adopted"
 lane = "cpu"

@@ -37,7 +37,7 @@ class Foreign:
             "PYTHONPATH": str(ROOT),
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            # The machine's lock is there: other tests do not wait for this one.
+            # Holds the machine's lock: a private folder, so that other tests do not wait for this one.
             "TMPDIR": str(root / ".tmp"),
             "OMP_NUM_THREADS": "1",
         }

@@ -59,9 +59,9 @@ class Tree(Project):
 
     def interpreter(self, side: str, **variables: str) -> Path:
         """Create a python that wraps this one with extra env_vars; fast, because it loads few plugins."""
-        given = " ".join(f"{k}='{v}'" for k, v in (PLUGINS | {"SIDE": side} | variables).items())
+        assignments = " ".join(f"{k}='{v}'" for k, v in (PLUGINS | {"SIDE": side} | variables).items())
         path = self.root / side / "python"
-        self.write(f"{side}/python", f'#!/bin/sh\n{given} exec "{sys.executable}" "$@"\n')
+        self.write(f"{side}/python", f'#!/bin/sh\n{assignments} exec "{sys.executable}" "$@"\n')
         path.chmod(0o755)
         return path
 
@@ -92,5 +92,5 @@ COUNTS = ("--", "suites/canaries", "suites/compile")
 def wait_for(condition: Any, seconds: float = 300) -> None:
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "it did not come to that"
+        assert time.monotonic() < until, f"the condition did not hold within {seconds:g} s"
         time.sleep(0.05)

@@ -163,7 +163,7 @@ class Machine:
         if config.anchor:
             gate.sides.setdefault("anchor", SideState())
         places = {name: EnvSpec(Path(f"/envs/{name}"), {"CACHE": name}) for name in gate.sides}
-        view = View(Console(file=(out / "said.txt").open("a"), width=200))
+        view = View(Console(file=(out / "output.txt").open("a"), width=200))
         recent = lambda lane, rows, days: self.recent  # noqa: E731 - the shape of history.recent
         self.bench = GateRunner(gate, self.root, out, places, view, plan, recent, TODAY, **options)
         return self.bench

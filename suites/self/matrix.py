@@ -36,10 +36,10 @@ RULES = Path(__file__).parents[1] / "rules.toml"
 
 
 class Rule(NamedTuple):
-    """name: "C6". says: the rule in one line. lane: the lane that must run its checks and faults."""
+    """name: "C6". text: the rule in one line. lane: the lane that must run its checks and faults."""
 
     name: str
-    says: str
+    text: str
     lane: str
 
 
@@ -61,14 +61,14 @@ def rules(path: Path = RULES) -> dict[str, Rule]:
 
 
 def faults(junit: Path) -> Iterator[Fault]:
-    """Yield the faults injected in one run. A test that did not run to its end has killed nothing.
+    """Yield the faults injected in one run. A fault whose test did not pass counts as not killed.
 
     Raises OSError and BumpgateError if the file cannot be read.
     """
     try:
         root = ElementTree.parse(junit).getroot()
     except ElementTree.ParseError as error:
-        raise BumpgateError(f"{junit}: no XML ({error})") from None
+        raise BumpgateError(f"{junit}: not valid XML ({error})") from None
     for case in root.iter("testcase"):
         killed = not any(case.find(tag) is not None for tag in ("failure", "error", "skipped"))
         test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
@@ -100,9 +100,9 @@ def gaps(
         if rule.lane not in lanes:
             continue
         if rule.name not in covered:
-            lines.append(f"{rule.name}: no planted fault: {rule.says}")
+            lines.append(f"{rule.name}: no planted fault: {rule.text}")
         if not rows.get(rule.name):
-            lines.append(f"{rule.name}: no row checks it: {rule.says}")
+            lines.append(f"{rule.name}: no row checks it: {rule.text}")
     return lines
 
 
@@ -115,17 +115,17 @@ def markdown(known: dict[str, Rule], planted: list[Fault], rows: dict[str, set[s
         f"{len(planted)} planted faults of {len({f.rule for f in planted})} rules, {killed} killed. "
         f"Lanes: {', '.join(sorted(lanes))}.",
         "",
-        "| rule | rows that check it | planted fault | killed by | red beside it |",
+        "| rule | rows that check it | planted fault | killed by | also red |",
         "|---|---|---|---|---|",
     ]
     for rule in known.values():
         own = sorted((f for f in planted if f.rule == rule.name), key=lambda f: f.planted)
         if rule.lane not in lanes and not own:
-            lines.append(f"| {rule.name}: {rule.says} | lane {rule.lane} did not run | | | |")
+            lines.append(f"| {rule.name}: {rule.text} | lane {rule.lane} did not run | | | |")
             continue
         count = len(rows.get(rule.name, ()))
         for i, fault in enumerate(own or [Fault(rule.name, "none", "", (), False)]):
-            head = f"{rule.name}: {rule.says} | {count}" if i == 0 else " | "
+            head = f"{rule.name}: {rule.text} | {count}" if i == 0 else " | "
             killer = f"`{fault.killer}`" if fault.killed else "**SURVIVED**" if own else "**no fault**"
             companions = ", ".join(fault.companions[:3]) + (" ..." if len(fault.companions) > 3 else "")
             lines.append(f"| {head} | {_cell(fault.planted)} | {_cell(killer)} | {_cell(companions)} |")
@@ -144,23 +144,24 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--lane", action="append", help="lanes that ran; by default cpu alone")
     parser.add_argument("--out", type=Path, default=Path("mutants.md"))
-    given = parser.parse_args(arguments)
-    known, lanes = rules(), set(given.lane or ["cpu"])
+    options = parser.parse_args(arguments)
+    known, lanes = rules(), set(options.lane or ["cpu"])
     try:
-        planted = [fault for file in given.junit for fault in faults(file)]
-        rows = checked(given.record)
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(given.out, markdown(known, planted, rows, lanes))
+        planted = [fault for file in options.junit for fault in faults(file)]
+        rows = checked(options.record)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(options.out, markdown(known, planted, rows, lanes))
     except (OSError, BumpgateError) as error:
         where = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
         print(
-            f"{where}; give the JUnit files and records of whole runs, and an --out to write", file=sys.stderr
+            f"{where}; pass the JUnit files and records of complete runs, and a writable --out",
+            file=sys.stderr,
         )
         return 2
     open_ends = gaps(known, planted, rows, lanes)
     for line in open_ends:
         print(line)
-    print(f"{given.out}: {len(planted)} planted faults, {sum(f.killed for f in planted)} killed")
+    print(f"{options.out}: {len(planted)} planted faults, {sum(f.killed for f in planted)} killed")
     return 1 if open_ends else 0
 
 

@@ -80,11 +80,11 @@ class Asleep:
     cycles, events = 10**6, []
 
     @classmethod
-    def for_milliseconds(cls, wanted: float) -> None:
+    def for_milliseconds(cls, milliseconds: float) -> None:
         if cls.events:
             start, end = cls.events
             end.synchronize()
-            cls.cycles = int(cls.cycles * wanted / start.elapsed_time(end))
+            cls.cycles = int(cls.cycles * milliseconds / start.elapsed_time(end))
         cls.events = start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         start.record()
         torch.cuda._sleep(cls.cycles)
@@ -110,19 +110,19 @@ def slower_step(milliseconds: float) -> Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one fault. beside: other rows that turned red. survived: the reason, "" if it was killed."""
+    """Result of one fault. also_red: other rows that turned red. survived: the reason, "" if it was killed."""
 
     fault: str
     row: str
     verdict: str
-    beside: tuple[str, ...]
+    also_red: tuple[str, ...]
     seconds: float
     survived: str
     note: str = ""
 
     def __str__(self) -> str:
-        others = ", ".join(self.beside[:3]) + (" ..." if len(self.beside) > 3 else "") or "-"
-        line = f"{self.fault:12} {self.verdict:12} {self.seconds:5.0f} s  {self.row}  red beside it: {others}"
+        others = ", ".join(self.also_red[:3]) + (" ..." if len(self.also_red) > 3 else "") or "-"
+        line = f"{self.fault:12} {self.verdict:12} {self.seconds:5.0f} s  {self.row}  also red: {others}"
         notes = [f"SURVIVED: {self.survived}" if self.survived else "", self.note]
         return "\n".join([line, *(f"{'':12} {note}" for note in notes if note)])
 
@@ -134,9 +134,9 @@ def outcome(
     verdict = run.verdict(mutant.row)
     also_red = sorted(row for row in run.rows if row != mutant.row and run.verdict(row) in RED)
     if verdict not in RED:
-        survived = said(run, mutant.row)
+        survived = reason_of(run, mutant.row)
     elif not held(unchanged, mutant.row):
-        survived = f"without it {unchanged.verdict(mutant.row)}: {said(unchanged, mutant.row)}"
+        survived = f"without it {unchanged.verdict(mutant.row)}: {reason_of(unchanged, mutant.row)}"
     elif words := mutant.unnamed(run.rows[mutant.row]):
         survived = f"the message does not name {', '.join(words)}"
     else:
@@ -152,7 +152,7 @@ def held(run: LaneRun, row: str) -> bool:
     )
 
 
-def said(run: LaneRun, row: str) -> str:
+def reason_of(run: LaneRun, row: str) -> str:
     """Return the reason of a row's verdict, or how a run without the row ended."""
     return one_line(run.rows[row]["reason"] or "no fault found" if row in run.rows else run.output[-300:])
 
@@ -165,7 +165,7 @@ def run(root: Path, *arguments: str) -> LaneRun:
         return LaneRun(124, f"no end within {RUN_SECONDS} s", {})
 
 
-def planted(names: list[str], directory: Path) -> Iterator[Outcome]:
+def run_faults(names: list[str], directory: Path) -> Iterator[Outcome]:
     """Run each named fault of FAULTS in its own copy."""
     tests = dict.fromkeys(FAULTS[name].test for name in names)
     unchanged = run(copy_tree(directory / "unchanged"), "-n", WORKERS, *tests)
@@ -234,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
 def chosen(only: str | None, directory: Path) -> Iterator[Outcome]:
     names = [name for name in FAULTS if only in (None, name)]
     if names:
-        yield from planted(names, directory)
+        yield from run_faults(names, directory)
     if only in (None, "slowdown"):
         yield slowdown(directory)
 

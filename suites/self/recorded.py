@@ -17,16 +17,18 @@ from bumpgate.rows import write_atomic
 PLACE = Path(__file__).with_name("recorded_sessions.json")
 
 # No row was decided before its eighth session when these gates ran.
-WHOLE = 8
+COMPLETE_SESSIONS = 8
 
 # Row id -> log-ratio in one session.
 Session = dict[str, float]
 
 
 def sessions(gates: Sequence[dict[str, Any]]) -> list[Session]:
-    """Return the first WHOLE sessions of each gate: later ones lack decided rows, which would bias the sample."""
+    """Return the first COMPLETE_SESSIONS of each gate: later ones lack decided rows, which would bias the sample."""
     return [
-        {row: values[i] for row, values in gate["log_ratios"].items()} for gate in gates for i in range(WHOLE)
+        {row: values[i] for row, values in gate["log_ratios"].items()}
+        for gate in gates
+        for i in range(COMPLETE_SESSIONS)
     ]
 
 

@@ -20,6 +20,7 @@ from bumpgate.gate.plan import Family, Plan, plan_for
 from bumpgate.gate.sequential import Outcome, decide
 from bumpgate.gate.timed import ALPHA_LOST
 from suites.self.recorded import PLACE, Session, sessions
+from suites.self.simulation import wilson
 
 EAGER = "throughput/nam52-eager/tokens_per_anchor"
 SPEEDUP = "throughput/nam52-regional/speedup_over_eager"
@@ -112,14 +113,6 @@ def rates(case: Case, gates: int, seed: int) -> tuple[Counter[str], list[int]]:
     rng = random.Random(f"{seed} {case.name}")
     games = [gate(case, drawn_from, rng) for _ in range(gates)]
     return Counter(decision for decision, _ in games), sorted(begun for _, begun in games)
-
-
-def wilson(hits: int, runs: int) -> tuple[float, float]:
-    """95 % Wilson interval of a rate."""
-    z = 1.96
-    middle = (hits + z * z / 2) / (runs + z * z)
-    half = z / (runs + z * z) * math.sqrt(hits * (runs - hits) / runs + z * z / 4)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def main(gates: int = 1000, seed: int = 1) -> None:

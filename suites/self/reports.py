@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import date, timedelta
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ def row(id: str = "compile/nam52-regional/graph_breaks", value: Value = 13, **fi
     return Row(**made | fields)
 
 
-def judged(said: Verdict, made: Row, reason: str = "", **fields: Any) -> Judgement:
-    return Judgement(made, said, reason, "" if said is Verdict.PASS else "pytest -m cpu -n 0", **fields)
+def judged(verdict: Verdict, made: Row, reason: str = "", **fields: Any) -> Judgement:
+    return Judgement(made, verdict, reason, "" if verdict is Verdict.PASS else "pytest -m cpu -n 0", **fields)
 
 
 def loss_curve(slope: float) -> tuple[float, ...]:
@@ -224,3 +225,25 @@ def bumpgate(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
     with pytest.raises(SystemExit) as ended:
         cli.main()
     return int(ended.value.code or 0)
+
+
+class ParsedPage(HTMLParser):
+    """A page as parsed by a browser: its elements, its text, and every URL in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())

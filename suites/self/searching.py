@@ -9,8 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# Runs of a simulation.
+RUNS = 1000
+# A simulation's claim holds if it would pass by chance less often than this.
+SIGNIFICANCE = 1e-3
 
-def planted(module: ModuleType, old: str, new: str) -> Any:
+
+def mutant_of(module: ModuleType, old: str, new: str) -> Any:
     """Return a module with one fault in its source, which its check must detect."""
     source = Path(str(module.__file__)).read_text()
     assert source.count(old) == 1, f"the text to mutate occurs {source.count(old)} times: {old!r}"

@@ -85,14 +85,14 @@ def line(nights: int, misreads: float, cells: Sequence[Cell]) -> str:
     return f"| {nights} | {misreads:.0%} | {' | '.join(parts)} | {wrong} of {cells[0].runs} |"
 
 
-def rounds_table(say: Callable[[str], None]) -> str:
+def rounds_table(report: Callable[[str], None]) -> str:
     head = ["nights", "misreads", *(f"{w} probe{'s' * (w > 1)}" for w in WORKERS), "wrong, at most"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for nights in RUNS:
         for misreads in (0.0, 0.05, 0.1):
             cells = [simulated(Case(nights, misreads, workers)) for workers in WORKERS]
             lines.append(line(nights, misreads, cells))
-            say(lines[-1])
+            report(lines[-1])
     return "\n".join(lines)
 
 
@@ -154,7 +154,7 @@ def fill(archive: Archive, gates: int, per_side: int) -> None:
 
 
 def storage_table(gates: int, readings: int) -> str:
-    """Measure a SQLite history: size, and CPU seconds of the queries behind the commands."""
+    """Measure a SQLite history: size, and CPU seconds of the commands' queries."""
     per_side = readings // (2 * gates)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "history.sqlite"

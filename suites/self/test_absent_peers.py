@@ -46,7 +46,7 @@ def reviewed(project: Project) -> Project:
     return project
 
 
-def test_an_absent_peer_costs_its_own_rows_only(reviewed: Project) -> None:
+def test_absent_peer_skips_only_its_own_rows(reviewed: Project) -> None:
     done = reviewed.pytest("-m", "cpu", "-n", "0")
     assert done.code == 0, done.out
     assert "NOT RUN       kernels/a/over_peer: no_such_peer is not installed" in done.out
@@ -54,13 +54,13 @@ def test_an_absent_peer_costs_its_own_rows_only(reviewed: Project) -> None:
 
 
 @planted("C39", "an adopted environment that lacks a kernel wheel")
-def test_the_adopted_set_owes_its_peers_under_gate(reviewed: Project) -> None:
+def test_gate_requires_peers_of_the_adopted_set(reviewed: Project) -> None:
     done = reviewed.pytest("-m", "cpu", "-n", "0", "--gate")
     assert done.code == 1
     assert f"{TEST}: not run under --gate: kernels/a/over_peer" in done.out
 
 
-def test_a_gate_excuses_what_it_has_found_absent(reviewed: Project) -> None:
+def test_gate_accepts_peers_that_it_found_absent(reviewed: Project) -> None:
     reviewed.env |= {absent.VARIABLE: f'{{"no-such-peer": "{REASON}"}}', PARENT: str(os.getpid())}
     done = reviewed.pytest("-m", "cpu", "-n", "0", "--gate")
     assert done.code == 0, done.out
@@ -68,7 +68,7 @@ def test_a_gate_excuses_what_it_has_found_absent(reviewed: Project) -> None:
 
 
 @pytest.mark.parametrize("name", OWN_VARIABLES)
-def test_variables_of_a_shell_are_refused(reviewed: Project, name: str) -> None:
+def test_own_variables_set_by_a_shell_are_refused(reviewed: Project, name: str) -> None:
     reviewed.env |= {name: "none", PARENT: "999999999"}
     done = reviewed.pytest("-m", "cpu", "-n", "0")
     assert done.code == 4
@@ -76,7 +76,7 @@ def test_variables_of_a_shell_are_refused(reviewed: Project, name: str) -> None:
 
 
 @planted("C39", "a row of an own kernel that vanishes together with the peer's")
-def test_a_lost_row_of_the_same_test_is_missing(reviewed: Project) -> None:
+def test_other_row_lost_with_the_peer_is_missing(reviewed: Project) -> None:
     reviewed.tests(
         BODY.replace('    row("kernels/a/milliseconds"', '    missing or row("kernels/a/milliseconds"')
     )
@@ -122,15 +122,13 @@ def test_speeds_are_measured_without_the_peer(
     assert rows == [f"kernels/attention-P64/{way}_{metric}" for way in speed.WAYS for metric in metrics]
 
 
-def test_a_peer_that_is_installed_and_broken_stays_red(
-    attention_on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_but_broken_peer_raises(attention_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_tuning, "absent", lambda packages: [])
     with pytest.raises(ImportError):
         model_shapes.compared("attention-P64")
 
 
-def test_every_peer_of_another_package_is_named() -> None:
+def test_every_peer_package_is_listed() -> None:
     """A case whose peer is `impl="upstream"` of an op that imports a package needs an entry in PACKAGES."""
     root = Path(peer_tuning.__file__).parents[2] / "kernels"
     with_package = {
@@ -147,7 +145,7 @@ def judgement(id: str) -> Judgement:
 
 
 @pytest.mark.parametrize(("spared", "decision"), [(True, Decision.ADOPT), (False, Decision.UNKNOWN)])
-def test_a_gate_lists_rows_that_a_candidate_does_not_owe(spared: bool, decision: Decision) -> None:
+def test_gate_lists_rows_of_absent_peers_as_not_run(spared: bool, decision: Decision) -> None:
     own, peers = judgement("kernels/a/milliseconds"), judgement("kernels/a/over_peer")
     lines = {"not_run": [f"{peers.row.id}: {REASON}"]} if spared else {}
     good = Side("adopted", Record({"lane": "h200"}, (own, peers)))

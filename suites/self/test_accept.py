@@ -49,21 +49,21 @@ def apply(measured: Row, reviewed: Baseline, *entries: Acceptance, day: date = D
     return accepted.apply(judge(measured, reviewed, failed_instruments={}), reviewed, known, day)
 
 
-def test_an_accepted_value_is_shown_and_is_not_red() -> None:
+def test_accepted_value_is_shown_and_not_red() -> None:
     j = apply(row(value=17), baseline(), entry())
     assert (j.verdict, j.red, j.label) == (Verdict.CHANGED, False, "CHANGED (accepted)")
     assert j.accepted == "ada, until 2026-11-21: fixed in 2.14.1"
     assert j.reason == "reviewed 13, measured 17 count"
 
 
-def test_the_day_after_its_last_it_is_red_with_owner_and_date() -> None:
+def test_expired_entry_is_red_with_owner_and_date() -> None:
     assert not apply(row(value=17), baseline(), entry(), day=DAY).red
     j = apply(row(value=17), baseline(), entry(), day=DAY + timedelta(1))
     assert j.red
     assert j.reason.endswith("; accepted by ada, expired 2026-11-21: fixed in 2.14.1")
 
 
-def test_of_two_entries_the_one_that_matches_counts_and_the_longer_one() -> None:
+def test_matching_entry_with_latest_expiry_applies() -> None:
     entries = (entry(15), entry(17, owner="bob"), entry(19))
     assert apply(row(value=17), baseline(), *entries).accepted.startswith("bob")
     late = entry(17, DAY + timedelta(9), owner="eve")
@@ -71,13 +71,13 @@ def test_of_two_entries_the_one_that_matches_counts_and_the_longer_one() -> None
     assert j.accepted.startswith("eve")
 
 
-def test_another_value_than_the_accepted_one_is_red_and_says_so() -> None:
+def test_value_other_than_accepted_is_red_with_reason() -> None:
     j = apply(row(value=18), baseline(), entry())
     assert j.red
     assert j.reason == "reviewed 13, measured 18 count; ada accepted 17 until 2026-11-21, not this"
 
 
-def test_a_measured_row_is_accepted_within_its_own_tolerance() -> None:
+def test_acceptance_uses_the_tolerance_of_the_row() -> None:
     reviewed = baseline(100.0, "lower", 0.1)
     for value, red in ((105.0, False), (130.0, False), (131.9, False), (132.1, True), (60.0, False)):
         assert apply(row(value=value, better="lower"), reviewed, entry(120.0)).red is red, value
@@ -105,12 +105,12 @@ def test_a_measured_row_is_accepted_within_its_own_tolerance() -> None:
         "never reviewed",
         "lane",
         "row",
-        "a flag is no number",
-        "a text is no number",
-        "a ratio is no value",
+        "bool for an int",
+        "string for a float",
+        "ratio without value",
     ],
 )
-def test_what_cannot_be_accepted_stays_red(
+def test_entry_that_does_not_apply_leaves_row_red(
     measured: Row, reviewed: Baseline, entries: tuple[Acceptance, ...]
 ) -> None:
     assert apply(measured, reviewed, *entries).red
@@ -122,7 +122,7 @@ def test_what_cannot_be_accepted_stays_red(
     st.integers(0, 4),
     st.lists(st.tuples(st.integers(0, 4), st.integers(-2, 2)), max_size=4),
 )
-def test_it_is_red_exactly_where_it_moved_and_nobody_holds_it(
+def test_row_is_red_iff_changed_and_not_accepted(
     reviewed: int, measured: int, entries: list[tuple[int, int]]
 ) -> None:
     known = [entry(value, DAY + timedelta(days)) for value, days in entries]
@@ -131,7 +131,7 @@ def test_it_is_red_exactly_where_it_moved_and_nobody_holds_it(
     assert j.red is (measured != reviewed and not held)
 
 
-def test_each_entry_says_what_it_does_in_a_run() -> None:
+def test_states_describe_the_effect_of_each_entry() -> None:
     reviewed = Baseline("cpu", {}, {f"a/{n}/n": Reviewed(13, "count", "exact") for n in "bcdef"})
     values = {"b": 17, "c": 13, "d": 18, "e": 17}
     entries = [entry(17, row=f"a/{n}/n") for n in "bcdf"] + [entry(17, DAY - timedelta(1), row="a/e/n")]
@@ -155,14 +155,16 @@ def test_each_entry_says_what_it_does_in_a_run() -> None:
         "a/f/n 17: accepted by ada, and nothing measures it;"
         " remove it with: bumpgate accept a/f/n --lane cpu --remove",
     ]
-    assert len(accepted.states(found, reviewed, known, DAY, whole=False)) == 4, "a part of a run cannot know"
+    assert len(accepted.states(found, reviewed, known, DAY, whole=False)) == 4, (
+        "a partial run does not report unmeasured rows"
+    )
 
 
 def slower(ratio: float, low: float) -> dict[str, Timed]:
     return {SECONDS: replace(paired(Outcome.SLOWER, ratio), interval=(low, ratio + 0.02))}
 
 
-def test_an_accepted_slowdown_holds_no_gate_until_it_grows_or_expires() -> None:
+def test_accepted_slowdown_holds_gate_once_larger_or_expired() -> None:
     known = [entry(None, row=SECONDS, ratio=1.06)]
 
     def decided(
@@ -197,7 +199,7 @@ expires = 2026-11-21
 """
 
 
-def test_a_file_is_read_as_it_was_written_in_order_whatever_came_in(tmp_path: Path) -> None:
+def test_accepted_file_round_trip_is_sorted(tmp_path: Path) -> None:
     path = tmp_path / "baselines" / "accepted.toml"
     assert accepted.load(path) == ()
     entries = [
@@ -238,7 +240,7 @@ def test_a_file_is_read_as_it_was_written_in_order_whatever_came_in(tmp_path: Pa
         (GOOD_ENTRY.replace("value = 17", "ratio = -1.0"), "ratio must be above 1 and at most 2"),
     ],
 )
-def test_a_broken_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+def test_broken_accepted_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:
     declare_lanes(tmp_path)
     path = tmp_path / "accepted.toml"
     path.write_text(text)
@@ -265,7 +267,7 @@ def entries_of(*entries: tuple[int, date]) -> str:
     )
 
 
-def test_a_lane_run_is_green_on_what_was_accepted_and_tells_it(project: Project) -> None:
+def test_lane_run_is_green_and_lists_accepted_rows(project: Project) -> None:
     project.tests(MOVED)
     project.baseline(good=counted("test_good", 13, "exact"))
     assert project.pytest("-m", "cpu").code == 1
@@ -278,7 +280,7 @@ def test_a_lane_run_is_green_on_what_was_accepted_and_tells_it(project: Project)
     assert project.record().provenance["acceptances"] == [line]
 
 
-def test_a_lane_run_is_red_on_what_has_expired_or_is_another_value(project: Project) -> None:
+def test_lane_run_is_red_if_entry_expired_or_value_differs(project: Project) -> None:
     project.tests(MOVED)
     project.baseline(good=counted("test_good", 13, "exact"))
     project.write("baselines/accepted.toml", entries_of((17, LONG_AGO)))
@@ -291,7 +293,7 @@ def test_a_lane_run_is_red_on_what_has_expired_or_is_another_value(project: Proj
     assert "graph_breaks 16: accepted by ada, but measured 17 (CHANGED)" in done.out
 
 
-def test_a_lane_run_refuses_a_broken_file_before_a_test_runs(project: Project) -> None:
+def test_lane_run_refuses_broken_accepted_file(project: Project) -> None:
     project.tests(MOVED)
     project.baseline(good=counted("test_good", 13, "exact"))
     project.write("baselines/accepted.toml", "[[accepted")
@@ -301,7 +303,7 @@ def test_a_lane_run_refuses_a_broken_file_before_a_test_runs(project: Project) -
     assert not (project.root / "record.json").exists()
 
 
-def test_the_shipped_file_can_be_read() -> None:
+def test_shipped_accepted_file_loads() -> None:
     root = Path(__file__).parents[2]
     assert isinstance(accepted.load(root / "baselines" / accepted.FILE), tuple)
     assert json.dumps([a.key for a in accepted.load(root / "baselines" / accepted.FILE)])

@@ -59,7 +59,7 @@ WHO = ("--lane", "cpu", "--owner", "ada", "--reason", "fixed in 2.14.1")
 SOON = ("--expires", str(accepted.today() + timedelta(30)))
 
 
-def test_the_command_writes_one_entry_a_row_and_value(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_accept_writes_one_entry_per_row_and_value(run: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = run("a/b/n", *WHO, *SOON)
     assert code == 0
     assert out == (
@@ -71,7 +71,7 @@ def test_the_command_writes_one_entry_a_row_and_value(run: Callable[..., tuple[i
     assert (made.value, made.since) == (17, accepted.today())
     assert run("a/b/n", *WHO[:3], "bob", *WHO[4:], *SOON)[0] == 0
     (again,) = accepted.load(path)
-    assert again.owner == "bob", "the same row and value: the later word stands"
+    assert again.owner == "bob", "a later entry for the same row and value replaces the earlier one"
     assert run("a/b/n", "--lane", "cpu", "--remove")[0] == 0
     assert accepted.load(path) == ()
     code, _, err = run("a/b/n", "--lane", "cpu", "--remove")
@@ -81,7 +81,7 @@ def test_the_command_writes_one_entry_a_row_and_value(run: Callable[..., tuple[i
     )
 
 
-def test_of_a_gate_the_candidate_is_accepted_and_of_a_timed_row_the_ratio(
+def test_accept_takes_candidate_values_and_ratios_of_a_gate(
     run: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "gate"
@@ -125,7 +125,7 @@ def test_of_a_gate_the_candidate_is_accepted_and_of_a_timed_row_the_ratio(
         (("a/b/n", *WHO, *SOON, "--record", "none.json"), 4, "none.json: cannot be read"),
     ],
 )
-def test_what_it_refuses_is_one_line_and_writes_nothing(
+def test_refused_accept_is_one_line_and_writes_nothing(
     run: Callable[..., tuple[int, str, str]], args: tuple[str, ...], code: int, words: str
 ) -> None:
     got, _, err = run(*args)
@@ -135,7 +135,7 @@ def test_what_it_refuses_is_one_line_and_writes_nothing(
     assert not Path("baselines/accepted.toml").exists()
 
 
-def test_it_never_runs_inside_a_gate(
+def test_accept_refuses_to_run_inside_a_gate(
     run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BUMPGATE_GATE", "1")

@@ -56,7 +56,7 @@ def refused(tree: AdoptTree, words: str, version: str, *more: str) -> None:
     assert tree.files() == before
 
 
-def test_adopted_candidate_is_the_new_set(tree: AdoptTree) -> None:
+def test_adopt_writes_the_candidate_as_adopted_set(tree: AdoptTree) -> None:
     before = load(tree.root / "baselines/cpu.json", "cpu")
     done = adopt(tree, "9.10.0")
     assert (done.code, done.err) == (0, "fetching torch-9.10.0-py3-none-any.whl\n"), done.out + done.err
@@ -66,7 +66,7 @@ def test_adopted_candidate_is_the_new_set(tree: AdoptTree) -> None:
     assert (tree.root / "wheels/manifest.toml").read_text() == MANIFEST.replace("==9.9.0", "==9.10.0")
     project = (tree.root / "pyproject.toml").read_text()
     assert 'cpu = ["bumpgate[suite]", "torch==9.10.0"]' in project
-    assert "# A lane pins the torch it was adopted with" in project, "comments stay"
+    assert "# A lane pins the torch it was adopted with" in project, "comments are kept"
     after = load(tree.root / "baselines/cpu.json", "cpu")
     moved = {row: r.value for row, r in after.rows.items() if r != before.rows.get(row)}
     assert moved == {"release/facts/code_hash": "bbbb", "release/facts/saved_bytes": 90}
@@ -80,8 +80,8 @@ def test_adopted_candidate_is_the_new_set(tree: AdoptTree) -> None:
     refused(tree, "9.10.0/gate.json is stale (tree: baselines/adoptions.toml, baselines/cpu.json, ", "9.10.0")
 
 
-def test_lane_is_green_under_the_adopted_set(tree: AdoptTree) -> None:
-    """The whole flow: the lane is red in the candidate, green after adoption, and red again after rollback."""
+def test_lane_is_green_after_adopt_and_red_after_rollback(tree: AdoptTree) -> None:
+    """The complete flow: the lane is red in the candidate, green after adoption, and red again after rollback."""
     python = json.loads((tree.root / "9.11.0/gate.json").read_text())["sides"]["bad"]["python"]
 
     def lane() -> int:
@@ -143,7 +143,7 @@ def test_dry_run_prints_the_diff_and_writes_nothing(tree: AdoptTree) -> None:
     for path, text in zip((tree.root / p for p in (*WRITTEN, LOG)), before.values()):
         path.unlink() if text is None else path.write_bytes(text)
     assert adopt(tree, "9.11.0", *REVIEWED).code == 0
-    assert tree.files() == by_patch, "what is shown is what is written"
+    assert tree.files() == by_patch, "the printed diff equals what is written"
 
 
 def edit_gate(tree: AdoptTree, version: str, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -209,7 +209,7 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
 
 @planted("C39", "a gate that shows nothing, or another thing, is adopted")
 @pytest.mark.parametrize("name", EDITS)
-def test_gate_that_shows_too_little_is_refused(tree: AdoptTree, name: str) -> None:
+def test_adopt_refuses_insufficient_gate(tree: AdoptTree, name: str) -> None:
     words, edit = EDITS[name]
     edit_gate(tree, "9.11.0", edit)
     refused(tree, words, "9.11.0", *REVIEWED)
@@ -234,7 +234,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_review_that_does_not_cover_is_refused(tree: AdoptTree, name: str) -> None:
+def test_adopt_refuses_incomplete_review(tree: AdoptTree, name: str) -> None:
     options, words = OPTIONS[name]
     refused(tree, words, "9.11.0", *options)
 
@@ -244,7 +244,7 @@ def test_derived_row_cannot_be_reviewed_away(tree: AdoptTree) -> None:
     refused(tree, words.removesuffix(" breaks"), "9.12.0", "--reviewed", "release/*", "--reason", "one more")
 
 
-def test_edited_tree_and_missing_files_are_refused(tree: AdoptTree) -> None:
+def test_adopt_refuses_edited_tree_and_missing_files(tree: AdoptTree) -> None:
     (tree.root / "9.10.0/bad.pylock.toml").unlink()
     refused(tree, "bad.pylock.toml does not exist, so the candidate's wheels are unknown", "9.10.0")
     refused(tree, "none/gate.json: cannot be read", "none")
@@ -303,7 +303,7 @@ def test_edit_after_a_killed_adoption_is_kept(tree: AdoptTree) -> None:
 
 @pytest.mark.parametrize("error", ["ENOSPC", "EROFS"])
 @pytest.mark.parametrize("at", [1, 4])
-def test_write_that_fails_leaves_every_file_as_it_was(tree: AdoptTree, error: str, at: int) -> None:
+def test_failed_write_leaves_every_file_unchanged(tree: AdoptTree, error: str, at: int) -> None:
     before = tree.files()
     number = getattr(errno, error)
     fault = f"if len(seen) == {at}: raise OSError({number}, os.strerror({number}), str(b))"
@@ -326,7 +326,7 @@ def test_full_disk_while_staging_changes_nothing(tree: AdoptTree) -> None:
     assert tree.files() == before
 
 
-def test_index_that_fails_changes_nothing(tree: AdoptTree, gated: AdoptTree) -> None:
+def test_failing_index_changes_nothing(tree: AdoptTree, gated: AdoptTree) -> None:
     tree.env["UV_DEFAULT_INDEX"] = "http://127.0.0.1:9/simple"
     edited = tree.root / "9.10.0/bad.pylock.toml"
     edited.write_text(edited.read_text().replace("127.0.0.1:", "127.0.0.1:9/x"))
@@ -337,7 +337,7 @@ def test_index_that_fails_changes_nothing(tree: AdoptTree, gated: AdoptTree) -> 
     assert tree.files() == before
 
 
-def test_rollback_refuses_what_was_edited_since(tree: AdoptTree) -> None:
+def test_rollback_refuses_files_edited_since_adoption(tree: AdoptTree) -> None:
     assert tree.bumpgate("rollback", "cpu", "--adoption").err == (
         "bumpgate: lane cpu has no adoption to undo: baselines/adoptions.toml lists them\n"
     )
@@ -350,7 +350,7 @@ def test_rollback_refuses_what_was_edited_since(tree: AdoptTree) -> None:
     assert tree.files() == before
 
 
-def test_rollback_takes_old_files_from_git_too(tree: AdoptTree) -> None:
+def test_rollback_restores_files_from_git(tree: AdoptTree) -> None:
     def git(*arguments: str) -> None:
         author = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
         subprocess.run(["git", *author, *arguments], cwd=tree.root, check=True, capture_output=True)

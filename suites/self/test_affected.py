@@ -77,25 +77,25 @@ DEPENDS = {
 
 
 @pytest.mark.parametrize("case", DEPENDS)
-def test_each_test_that_depends_on_a_file_is_affected(tree: Path, case: str) -> None:
+def test_affected_selects_tests_that_depend_on_a_file(tree: Path, case: str) -> None:
     path, expected = DEPENDS[case]
     assert names(tree, path) == expected
 
 
-def test_changed_files_are_edited_new_and_deleted_ones(tree: Path) -> None:
+def test_changed_lists_edited_new_and_deleted_files(tree: Path) -> None:
     (tree / "ops/a.py").write_text("x = 1\n")
     (tree / "ops/new.py").write_text("")
     (tree / "ops/b.py").unlink()
     assert affected.changed(tree, "HEAD") == {"ops/a.py", "ops/new.py", "ops/b.py"}
 
 
-def test_a_commit_that_does_not_exist_is_one_line(tree: Path) -> None:
+def test_unknown_commit_is_one_line(tree: Path) -> None:
     with pytest.raises(affected.AffectedError, match=r"^--affected: .*no-such-commit"):
         affected.changed(tree, "no-such-commit")
 
 
-def test_the_graph_holds_what_a_test_module_loads() -> None:
-    """What the sources name against what Python loads: tests of the launcher, whose imports are many and light."""
+def test_import_graph_contains_modules_loaded_by_a_test() -> None:
+    """Compare the graph with what Python loads for a test of the launcher, which has many light imports."""
     test = "suites/launch/test_logs.py"
     code = f"import runpy, sys; sys.path.insert(0, '.'); runpy.run_path({test!r})\n"
     code += "print(*{getattr(m, '__file__', None) or '' for m in list(sys.modules.values())}, sep='\\n')"
@@ -109,7 +109,7 @@ def test_the_graph_holds_what_a_test_module_loads() -> None:
     assert names <= affected.closure(graph, test)
 
 
-def test_a_run_of_the_affected_tests_is_a_part_of_the_lane(project: Project) -> None:
+def test_affected_option_selects_tests_of_a_lane_run(project: Project) -> None:
     project.baseline(good=counted("test_good"))
     project.tests(GOOD)
     project.tests(GOOD.replace("good", "other"), path="suites/compile/test_b.py")

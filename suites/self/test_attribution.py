@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from bumpgate.bisect import attribution
 from bumpgate.bisect.attribution import Attribution, AttributionError, Change, Mixture, attribute
 from bumpgate.bisect.search import Outcome
-from suites.self.searching import planted, tail
-from suites.self.test_search import LUCK, RUNS
+from suites.self.searching import RUNS, SIGNIFICANCE, mutant_of, tail
 
 FIXED = settings(derandomize=True, max_examples=80, deadline=None)
 NAMES = "abcdefghij"
@@ -72,8 +71,8 @@ def test_every_culprit_is_found() -> None:
     check_every_culprit(attribution)
 
 
-def test_an_attribution_that_loses_a_border_part_is_caught() -> None:
-    mutant = planted(
+def test_mutant_that_loses_a_border_part_is_caught() -> None:
+    mutant = mutant_of(
         attribution,
         "[parts[:a] + parts[b:] for a, b in cuts]",
         "[parts[:a] + parts[b + 1:] for a, b in cuts]",
@@ -82,7 +81,7 @@ def test_an_attribution_that_loses_a_border_part_is_caught() -> None:
         check_every_culprit(mutant)
 
 
-def test_probes_are_few() -> None:
+def test_attribution_probe_counts_are_bounded() -> None:
     """Ten changed packages: the mean over all culprits, compared with the minimum number of binary answers."""
     single = [attribute(GOOD_SET, BAD_SET, red_with(c)).probes for c in NAMES]
     pairs = [attribute(GOOD_SET, BAD_SET, red_with(*c)).probes for c in combinations(NAMES, 2)]
@@ -95,13 +94,13 @@ def test_probes_are_few() -> None:
     assert max(pairs) <= 32, text
 
 
-def test_a_triton_fault_is_blamed_on_triton_with_its_versions() -> None:
+def test_triton_fault_is_attributed_with_versions() -> None:
     found = attribute(LOCK_GOOD, LOCK_BAD, red_with("triton"), [CUDA])
     assert found.changes == (Change("triton", "3.7.1", "3.8.0"),)
     assert str(found.changes[0]) == "triton 3.7.1 -> 3.8.0"
 
 
-def test_a_group_is_taken_whole_and_named_whole() -> None:
+def test_grouped_packages_are_never_separated() -> None:
     """No probe combines the CUDA libraries of one side with the torch of the other."""
     seen = []
 
@@ -116,12 +115,12 @@ def test_a_group_is_taken_whole_and_named_whole() -> None:
     assert all(side in whole for side in sides)
 
 
-def test_groups_that_share_a_changed_package_are_one() -> None:
+def test_groups_sharing_a_changed_package_are_merged() -> None:
     found = attribute(LOCK_GOOD, LOCK_BAD, red_with("triton"), [("torch", "triton"), ("torch", "mamba-ssm")])
     assert names(found) == {"torch", "triton", "mamba-ssm"}
 
 
-def test_a_package_that_came_or_went_is_a_change() -> None:
+def test_added_or_removed_package_is_a_change() -> None:
     for name, change in (
         ("nvidia-nvshmem", Change("nvidia-nvshmem", None, "3.5")),
         ("filelock", Change("filelock", "3.20", None)),
@@ -153,12 +152,12 @@ def check_broken_mixtures(module: Any) -> None:
         assert culprit == "g" or found.unresolved >= 2, "a alone and b alone were tried"
 
 
-def test_mixtures_that_do_not_install_are_unresolved() -> None:
+def test_uninstallable_mixtures_are_unresolved() -> None:
     check_broken_mixtures(attribution)
 
 
-def test_an_attribution_that_takes_a_failed_install_for_red_is_caught() -> None:
-    mutant = planted(
+def test_mutant_that_counts_failed_install_as_red_is_caught() -> None:
+    mutant = mutant_of(
         attribution,
         "return self.of(_names(parts)) is Outcome.BAD",
         "return self.of(_names(parts)) is not Outcome.GOOD",
@@ -174,7 +173,7 @@ def test_unresolved_mixtures_are_counted() -> None:
         return Outcome.BAD if mixture else Outcome.GOOD
 
     found = attribute(GOOD_SET, BAD_SET, probe)
-    assert names(found) == set(NAMES), "where no mixture installs, nothing smaller may be blamed"
+    assert names(found) == set(NAMES), "if no mixture installs, no subset may be blamed"
     assert not found.separable
     assert found.unresolved == found.mixtures - 2 > 0
 
@@ -199,17 +198,17 @@ def check_complement(module: Any) -> None:
     assert (names(prevented), other_names(prevented), prevented.needed) == ({"c"}, [{"a"}], True)
 
 
-def test_the_bad_set_without_the_culprit_is_checked() -> None:
+def test_bad_set_without_the_culprit_is_checked() -> None:
     check_complement(attribution)
 
 
-def test_an_attribution_without_a_complement_check_is_caught() -> None:
-    mutant = planted(attribution, "if len(causes) == CAUSES or not readings.red(left):", "if True:")
+def test_mutant_without_complement_check_is_caught() -> None:
+    mutant = mutant_of(attribution, "if len(causes) == CAUSES or not readings.red(left):", "if True:")
     with pytest.raises(AssertionError):
         check_complement(mutant)
 
 
-def test_a_complement_that_cannot_be_run_is_not_separable() -> None:
+def test_complement_that_cannot_run_is_not_separable() -> None:
     def probe(mixture: Mixture, packages: dict[str, str]) -> Outcome:
         if mixture == frozenset(NAMES) - {"c"}:
             return Outcome.OTHER
@@ -219,7 +218,7 @@ def test_a_complement_that_cannot_be_run_is_not_separable() -> None:
     assert (names(found), found.separable, found.needed, found.unresolved) == ({"c"}, False, False, 1)
 
 
-def test_the_likeliest_package_is_tried_first() -> None:
+def test_likeliest_package_is_tried_first() -> None:
     """If the culprit is first: both endpoints, the culprit alone, and the bad set without it."""
     for culprit in NAMES:
         found = attribute(GOOD_SET, BAD_SET, red_with(culprit), first=culprit)
@@ -229,7 +228,7 @@ def test_the_likeliest_package_is_tried_first() -> None:
 
 @given(st.data())
 @FIXED
-def test_no_part_of_the_answer_can_be_left_out(data: st.DataObject) -> None:
+def test_attribution_is_minimal(data: st.DataObject) -> None:
     """Any probe, monotone or not: the answer is red, and without any one part it is not; the result is repeatable."""
     some = data.draw(st.lists(st.frozensets(st.sampled_from(NAMES), min_size=1), min_size=1, max_size=4))
     broken = data.draw(st.lists(st.frozensets(st.sampled_from(NAMES), min_size=1, max_size=9), max_size=4))
@@ -254,7 +253,7 @@ def flaky(culprits: Iterable[str], dice: random.Random) -> Callable[[Mixture, di
     return probe
 
 
-def test_a_flaky_probe_is_read_until_it_is_settled() -> None:
+def test_flaky_mixture_is_probed_again_until_settled() -> None:
     """10 % misreads both ways: 97 % of runs are right, by an exact test; a control that trusts each reading fails."""
     dice = random.Random(1)
     noise = {"false_bad": 0.1, "false_good": 0.1}
@@ -267,7 +266,7 @@ def test_a_flaky_probe_is_read_until_it_is_settled() -> None:
         trusting += attribute(GOOD_SET, BAD_SET, flaky(culprit, dice)).changes == (Change(culprit, "1", "2"),)
     text = f"{right} of {RUNS} right in {probes / RUNS:.1f} probes; trusting every reading {trusting}"
     print(text)
-    assert tail(right, RUNS, 0.97) < LUCK, text
+    assert tail(right, RUNS, 0.97) < SIGNIFICANCE, text
     assert trusting < 0.8 * RUNS, text
 
 
@@ -307,14 +306,12 @@ def test_known_readings_are_not_probed_again() -> None:
         (lambda mixture: Outcome.UNKNOWN, "the good set reads UNKNOWN: nothing to attribute"),
     ],
 )
-def test_sets_that_are_not_what_they_were_called_end_it(
-    read: Callable[[Mixture], Outcome], failure: str
-) -> None:
+def test_endpoint_sets_without_claimed_result_fail(read: Callable[[Mixture], Outcome], failure: str) -> None:
     found = attribute(GOOD_SET, BAD_SET, lambda mixture, packages: read(mixture))
     assert (found.changes, found.failure) == ((), failure)
 
 
-def test_no_verdict_is_asked_for_again_first() -> None:
+def test_unknown_reading_is_probed_again() -> None:
     requested: list[Mixture] = []
 
     def probe(mixture: Mixture, packages: dict[str, str]) -> Outcome:
@@ -324,7 +321,7 @@ def test_no_verdict_is_asked_for_again_first() -> None:
     assert names(attribute(GOOD_SET, BAD_SET, probe)) == {"c"}
 
 
-def test_bad_input_is_refused_in_one_line() -> None:
+def test_bad_attribution_input_is_refused() -> None:
     with pytest.raises(AttributionError, match="same packages"):
         attribute(GOOD_SET, GOOD_SET, red_with("a"))
     for options in ({"false_bad": 0.5}, {"false_good": -0.1}, {"confidence": 1.0}):

@@ -38,28 +38,26 @@ def verdict(row: Row, baseline: Baseline) -> Verdict:
 
 @FIXED
 @given(numbers, tolerances, directions)
-def test_the_reviewed_value_itself_passes(value: float, tolerance: float, better: str) -> None:
+def test_reviewed_value_passes(value: float, tolerance: float, better: str) -> None:
     assert verdict(measured(value, better), reviewed(value, better, tolerance)) is Verdict.PASS
 
 
 @FIXED
 @given(st.integers(2**53, 2**80), st.floats(0, 1), directions)
-def test_the_reviewed_value_itself_passes_where_floats_cannot_hold_it(
-    value: int, tolerance: float, better: str
-) -> None:
+def test_reviewed_value_beyond_float_precision_passes(value: int, tolerance: float, better: str) -> None:
     assert verdict(measured(value, better), reviewed(value, better, tolerance)) is Verdict.PASS
 
 
 @FIXED
 @given(numbers, numbers, tolerances)
-def test_higher_is_the_mirror_of_lower(value: float, base: float, tolerance: float) -> None:
+def test_higher_mirrors_lower(value: float, base: float, tolerance: float) -> None:
     lower = verdict(measured(value, "lower"), reviewed(base, "lower", tolerance))
     assert verdict(measured(-value, "higher"), reviewed(-base, "higher", tolerance)) is lower
 
 
 @FIXED
 @given(numbers, numbers, tolerances, directions, st.sampled_from([0.25, 2.0, 64.0]))
-def test_the_unit_of_measure_does_not_matter(
+def test_verdict_is_independent_of_the_unit(
     value: float, base: float, tolerance: float, better: str, factor: float
 ) -> None:
     here = verdict(measured(value, better), reviewed(base, better, tolerance))
@@ -68,7 +66,7 @@ def test_the_unit_of_measure_does_not_matter(
 
 @FIXED
 @given(numbers, numbers, numbers, tolerances)
-def test_a_worse_value_never_gets_a_better_verdict(a: float, b: float, base: float, tolerance: float) -> None:
+def test_worse_value_never_gets_a_better_verdict(a: float, b: float, base: float, tolerance: float) -> None:
     rank = [Verdict.WIN, Verdict.PASS, Verdict.REGRESSION]
     better, worse = (
         rank.index(verdict(measured(x), reviewed(base, "lower", tolerance))) for x in sorted((a, b))
@@ -78,7 +76,7 @@ def test_a_worse_value_never_gets_a_better_verdict(a: float, b: float, base: flo
 
 @FIXED
 @given(numbers, numbers, tolerances, directions)
-def test_a_point_interval_judges_like_the_point(
+def test_point_interval_is_judged_like_the_value(
     value: float, base: float, tolerance: float, better: str
 ) -> None:
     point = verdict(measured(value, better), reviewed(base, better, tolerance))
@@ -89,7 +87,7 @@ def test_a_point_interval_judges_like_the_point(
 
 @FIXED
 @given(numbers, numbers, tolerances, directions, st.lists(st.integers(0, 50), min_size=4, max_size=4))
-def test_a_wider_interval_is_never_surer(
+def test_wider_interval_is_never_more_certain(
     value: float, base: float, tolerance: float, better: str, reach: list[int]
 ) -> None:
     """REGRESSION and WIN are certain: both require that the value itself exceeds its limit."""
@@ -104,9 +102,7 @@ def test_a_wider_interval_is_never_surer(
         if narrow is sure:
             assert point is sure
     if point is Verdict.REGRESSION:
-        assert narrow in (Verdict.REGRESSION, Verdict.INCONCLUSIVE), (
-            "a worse value may not pass for its noise"
-        )
+        assert narrow in (Verdict.REGRESSION, Verdict.INCONCLUSIVE), "noise must not make a worse value pass"
 
 
 # Baseline 100, tolerance 10 %: the limit is 110, and an interval wider than 20 is inconclusive.
@@ -127,7 +123,7 @@ def test_a_wider_interval_is_never_surer(
         (100, (-math.inf, math.inf), Verdict.INCONCLUSIVE),
     ],
 )
-def test_timed_rows(value: float, interval: tuple[float, float] | None, expected: Verdict) -> None:
+def test_verdict_of_timed_rows(value: float, interval: tuple[float, float] | None, expected: Verdict) -> None:
     assert verdict(measured(value, interval=interval), reviewed(100, tolerance=0.1)) is expected
 
 
@@ -142,7 +138,7 @@ def test_timed_rows(value: float, interval: tuple[float, float] | None, expected
         (-100, -115, Verdict.WIN),
     ],
 )
-def test_a_relative_tolerance_of_zero_and_below(base: int, value: int, expected: Verdict) -> None:
+def test_relative_tolerance_with_zero_and_negative_base(base: int, value: int, expected: Verdict) -> None:
     assert verdict(measured(value), reviewed(base, tolerance=0.1)) is expected
 
 
@@ -150,14 +146,14 @@ VALUES = [0, 1, 13, 13.5, -1, True, False, "", "1", "abc", "13"]
 
 
 @pytest.mark.parametrize("old", VALUES, ids=repr)
-def test_an_exact_row_passes_on_its_value_alone(old: object) -> None:
+def test_exact_row_passes_only_on_equal_value_and_type(old: object) -> None:
     passing = [
         v for v in VALUES if verdict(measured(v, "exact"), reviewed(old, "exact")) is not Verdict.CHANGED
     ]
     assert [(type(v), v) for v in passing] == [(type(old), old)]
 
 
-def test_a_value_of_one_build_explains_under_another_and_judges_under_its_own() -> None:
+def test_per_build_value_is_judged_only_under_its_build() -> None:
     row = measured("abc", "exact", per_build=True)
     baseline = reviewed("xyz", "exact", per_build=True)
     for build, red in (
@@ -203,7 +199,7 @@ def test_a_value_of_one_build_explains_under_another_and_judges_under_its_own() 
     ],
     ids=str,
 )
-def test_the_first_rule_that_applies_decides(row: dict[str, object], expected: Verdict, words: str) -> None:
+def test_first_applicable_rule_decides(row: dict[str, object], expected: Verdict, words: str) -> None:
     fields: dict[str, object] = {
         "id": "a/b/c",
         "unit": "s",
@@ -220,11 +216,11 @@ def test_the_first_rule_that_applies_decides(row: dict[str, object], expected: V
     )
 
 
-def test_a_derived_row_is_judged_by_its_derivation_alone() -> None:
+def test_derived_row_is_judged_only_by_its_derivation() -> None:
     assert verdict(measured(12, "derived", expected=12), reviewed(13, "derived")) is Verdict.PASS
 
 
-def test_the_tolerance_is_the_reviewed_one() -> None:
+def test_tolerance_comes_from_the_review() -> None:
     assert verdict(measured(2.0, tolerance=9.0), reviewed(1.0, tolerance=0.1)) is Verdict.REGRESSION
     assert verdict(measured(1.05, tolerance=0.0), reviewed(1.0, tolerance=0.1)) is Verdict.PASS
 
@@ -256,17 +252,15 @@ ids = st.builds("{}/{}-{}/{}".format, *[st.sampled_from(["a", "b_1", "zz"])] * 4
 
 @settings(FIXED, max_examples=30)
 @given(st.dictionaries(ids, reviewed_rows, max_size=4))
-def test_a_baseline_reads_back_as_it_was_written(
-    tmp_path_factory: pytest.TempPathFactory, rows: dict[str, Reviewed]
-) -> None:
+def test_baseline_round_trip(tmp_path_factory: pytest.TempPathFactory, rows: dict[str, Reviewed]) -> None:
     path = tmp_path_factory.getbasetemp() / "baselines" / "cpu.json"
     baseline = Baseline("cpu", {"torch": "2.13.0", "triton": None}, rows)
     save(path, baseline)
     text = path.read_text()
     assert load(path, "cpu") == baseline
     save(path, Baseline("cpu", {"triton": None, "torch": "2.13.0"}, dict(reversed(rows.items()))))
-    assert path.read_text() == text, "the same file whatever the order"
-    assert len(text.splitlines()) == (7 + len(rows) if rows else 6), "one row a line"
+    assert path.read_text() == text, "the file does not depend on the order"
+    assert len(text.splitlines()) == (7 + len(rows) if rows else 6), "one row per line"
 
 
 GOOD = {
@@ -308,7 +302,7 @@ def written(tmp_path: Path, **row: object) -> Path:
     ],
     ids=str,
 )
-def test_a_row_that_no_review_could_mean_is_refused(tmp_path: Path, row: dict[str, object]) -> None:
+def test_invalid_baseline_row_is_refused(tmp_path: Path, row: dict[str, object]) -> None:
     with pytest.raises(BaselineError) as caught:
         load(written(tmp_path, **row), "cpu")
     message = str(caught.value)
@@ -330,7 +324,7 @@ def test_a_row_that_no_review_could_mean_is_refused(tmp_path: Path, row: dict[st
         ('"made_with": {}', '"made_with": {"torch": 2}', "made_with must map"),
     ],
 )
-def test_a_broken_file_says_where_and_how_to_mend_it(tmp_path: Path, old: str, new: str, words: str) -> None:
+def test_broken_baseline_error_has_place_and_fix(tmp_path: Path, old: str, new: str, words: str) -> None:
     path = written(tmp_path)
     assert load(path, "cpu").rows["a/b/c"].value == 1
     text = path.read_text()
@@ -343,7 +337,7 @@ def test_a_broken_file_says_where_and_how_to_mend_it(tmp_path: Path, old: str, n
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_row_that_stands_twice_is_refused(tmp_path: Path) -> None:
+def test_duplicate_baseline_row_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path)
     row = json.dumps(GOOD)
     path.write_text(path.read_text().replace('"rows": {', f'"rows": {{"a/b/c": {row},', 1))
@@ -353,7 +347,7 @@ def test_a_row_that_stands_twice_is_refused(tmp_path: Path) -> None:
 
 @FIXED
 @given(st.binary(max_size=60) | st.just(b"[" * 100_000) | st.just(b'{"schema": 1, "lane": "cpu"}'))
-def test_any_other_file_is_a_baseline_error_in_one_line(
+def test_arbitrary_file_is_a_one_line_baseline_error(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "noise.json"
@@ -363,7 +357,7 @@ def test_any_other_file_is_a_baseline_error_in_one_line(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_an_absent_file_is_an_error_or_on_request_empty(tmp_path: Path) -> None:
+def test_absent_baseline_is_an_error_unless_allowed(tmp_path: Path) -> None:
     with pytest.raises(BaselineError, match=r"no such file; .* bumpgate rebaseline --lane cpu"):
         load(tmp_path / "baselines/cpu.json", "cpu")
     assert load(tmp_path / "cpu.json", "cpu", missing_ok=True) == Baseline("cpu")
@@ -381,7 +375,7 @@ def test_an_absent_file_is_an_error_or_on_request_empty(tmp_path: Path) -> None:
         (1, False, Verdict.REGRESSION),
     ],
 )
-def test_a_defect_is_judged_by_its_range(value: int, inside: bool, expected: Verdict) -> None:
+def test_defect_row_is_judged_by_its_range(value: int, inside: bool, expected: Verdict) -> None:
     row = measured(
         value, "defect", at_most=int(inside), evidence=("known in torch==2.13.*, installed 2.14.1",)
     )
@@ -391,12 +385,12 @@ def test_a_defect_is_judged_by_its_range(value: int, inside: bool, expected: Ver
     assert expected is Verdict.PASS or "known in torch==2.13.*, installed 2.14.1" in judgement.reason
 
 
-def test_an_unreviewed_defect_row_is_missing() -> None:
+def test_unreviewed_defect_row_is_missing() -> None:
     row = measured(1, "defect", at_most=1, evidence=("known in torch==2.13.*",))
     assert verdict(row, Baseline("cpu")) is Verdict.MISSING
 
 
 @pytest.mark.parametrize("fields", [{}, {"at_most": 1}, {"at_most": 2, "evidence": ("x",)}])
-def test_a_defect_row_needs_its_range(fields: dict[str, object]) -> None:
+def test_defect_row_requires_its_range(fields: dict[str, object]) -> None:
     with pytest.raises(RowError, match="a defect row has"):
         measured(1, "defect", **fields)

@@ -67,14 +67,14 @@ def test_median_of_a_benchmark_is_a_paired_row(foreign: Foreign) -> None:
     assert json.loads((foreign.root / "baselines/mine.json").read_text())["rows"] == {}, "not a reviewed row"
 
 
-def test_a_disabled_benchmark_is_red_under_gate(foreign: Foreign) -> None:
+def test_disabled_benchmark_is_red_under_gate(foreign: Foreign) -> None:
     assert foreign.pytest("-m", "mine", "--disable").code == 0
     ran = foreign.pytest("-m", "mine", "--disable", "--gate")
     assert ran.code == 1
     assert "pytest-benchmark is disabled" in ran.out
 
 
-def test_a_benchmark_outside_a_lane_is_left_alone(foreign: Foreign) -> None:
+def test_benchmark_outside_a_lane_writes_no_record(foreign: Foreign) -> None:
     test = foreign.root / "bench/test_sort.py"
     test.write_text(test.read_text().replace("@pytest.mark.mine\n", ""))
     ran = foreign.pytest()
@@ -85,13 +85,11 @@ def test_a_benchmark_outside_a_lane_is_left_alone(foreign: Foreign) -> None:
 @pytest.mark.parametrize(
     "node", ["test_a.py::test_b", "a/b/test_c.py::TestD::test_e[x-1.5-<f>]", "t.py::test_[é]"]
 )
-def test_a_benchmark_id_is_a_row_id(node: str) -> None:
+def test_benchmark_id_is_a_valid_row_id(node: str) -> None:
     assert re.fullmatch(ROW_ID, row_id(node))
 
 
-def test_timed_rows_are_written_in_the_format_of_pytest_benchmark(
-    tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_report_writes_pytest_benchmark_format(tmp_path: Path, monkeypatch, capsys) -> None:
     """Checked once with `pytest-benchmark compare` of 5.3.1, which read the file."""
     path, out = tmp_path / "record.json", tmp_path / "benchmark.json"
     timed = row("throughput/a/step_ms", 5.0, unit="ms", better="lower", interval=(4.0, 6.0))
@@ -106,7 +104,7 @@ def test_timed_rows_are_written_in_the_format_of_pytest_benchmark(
     assert (written["commit_info"]["id"], written["machine_info"]["torch"]) == ("f" * 40, "2.13.0+cpu")
 
 
-def test_record_without_times_and_a_gate_are_refused_in_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_benchmark_report_refuses_gate_and_untimed_record(tmp_path: Path, monkeypatch, capsys) -> None:
     path, out = tmp_path / "record.json", str(tmp_path / "benchmark.json")
     write_record(path, HERE, [judged(Verdict.PASS, row())])
     assert bumpgate(monkeypatch, "report", str(path), "--benchmark", out) == 4

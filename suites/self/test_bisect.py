@@ -61,7 +61,7 @@ def found(folder: Path) -> dict[str, Any]:
     return answer
 
 
-def test_a_fault_of_triton_alone_is_blamed_on_triton(
+def test_triton_fault_is_attributed_to_triton(
     run: Run, triton_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By dates, with a missing week, a yanked build, one that raises at import and one that segfaults at import."""
@@ -88,7 +88,7 @@ def test_a_fault_of_triton_alone_is_blamed_on_triton(
     assert "2.8.0" not in {r["version"] for r in answer["readings"]}, "a yanked build was probed"
 
 
-def test_a_fault_of_torch_is_blamed_on_torch_and_its_fix_is_found(
+def test_torch_fault_and_its_fix_are_attributed_to_torch(
     run: Run, torch_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     isolated(monkeypatch, cache, torch_breaks.url)
@@ -146,7 +146,7 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
-def test_rows_that_differ_between_the_ends_decide(
+def test_lane_bisect_decides_by_rows_differing_between_ends(
     tree: Path, torch_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row is red at both endpoints, one only in between; neither misleads the search."""
@@ -177,7 +177,7 @@ def test_rows_that_differ_between_the_ends_decide(
     assert answer["findings"][0]["bad"] == ["compile/model/graph_breaks: 14 breaks"]
 
 
-def test_overhead_is_at_most_five_percent(
+def test_bisect_overhead_is_at_most_five_percent(
     run: Run, torch_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Probes of a known duration in existing environments: the rest of the time is the bisect's overhead.
@@ -194,7 +194,7 @@ def test_overhead_is_at_most_five_percent(
     assert seconds["overhead"] <= 0.05 * seconds["probes"], seconds
 
 
-def test_the_table_of_the_docs_is_what_the_simulation_gives() -> None:
+def test_documented_bisect_table_matches_simulation() -> None:
     """Simulate the first rows again, in full size if they are fast; check the other rows against their claims."""
     text = (REPO / "docs" / "bisect.md").read_text()
     rows = {row.title: row for row in TABLE}

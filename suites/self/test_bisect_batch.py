@@ -12,7 +12,7 @@ import pytest
 from bumpgate.bisect import batch as batches
 from bumpgate.bisect.journal import Plan
 from bumpgate.bisect.search import Outcome, Result, Search
-from suites.self.searching import labels, noisy, planted
+from suites.self.searching import labels, mutant_of, noisy
 from suites.self.simulate_scale import WORKERS, Case, line, simulated, storage_table
 from suites.self.tree import ROOT
 
@@ -44,11 +44,11 @@ def check_four_workers(module: Any) -> None:
         assert count <= 1 + 3
 
 
-def test_four_workers_need_three_rounds_and_the_ends() -> None:
+def test_four_workers_need_at_most_three_rounds_after_ends() -> None:
     check_four_workers(batches)
 
 
-def test_one_worker_takes_the_steps_of_the_search() -> None:
+def test_batch_for_one_worker_equals_sequential_search() -> None:
     searched = search(20, None)
     read = noisy(7, 0.1, 0.1, random.Random(3))
     while due := searched.next():
@@ -56,7 +56,7 @@ def test_one_worker_takes_the_steps_of_the_search() -> None:
         searched.record(due[0], Outcome[read(due[0])])
 
 
-def test_batch_of_a_skipped_candidate_avoids_it() -> None:
+def test_batch_excludes_skipped_candidate() -> None:
     searched = search(9)
     for index, outcome in ((0, Outcome.GOOD), (8, Outcome.BAD), (4, Outcome.SKIP)):
         searched.record(index, outcome)
@@ -72,12 +72,12 @@ def test_batch_of_a_skipped_candidate_avoids_it() -> None:
         ("new = ahead.chance(due[0])", "new = 1.0"),
     ],
 )
-def test_worse_batch_is_caught(old: str, new: str) -> None:
+def test_mutant_of_batch_is_caught(old: str, new: str) -> None:
     with pytest.raises(AssertionError):
-        check_four_workers(planted(batches, old, new))
+        check_four_workers(mutant_of(batches, old, new))
 
 
-def test_chance_is_the_share_of_the_posterior() -> None:
+def test_chance_matches_the_posterior() -> None:
     searched = search(60, 0.1)
     searched.record(0, Outcome.GOOD)
     searched.record(59, Outcome.BAD)
@@ -87,7 +87,7 @@ def test_chance_is_the_share_of_the_posterior() -> None:
     assert chances[0] < 0.2 < 0.8 < chances[59]
 
 
-def test_table_of_the_docs_is_what_the_simulation_gives() -> None:
+def test_documented_scale_table_matches_simulation() -> None:
     """Simulate the exact rows of 60 nights again; check the form of the others."""
     text = (ROOT / "docs" / "scale.md").read_text()
     cells = [simulated(Case(60, 0.0, workers)) for workers in WORKERS]
@@ -98,7 +98,7 @@ def test_table_of_the_docs_is_what_the_simulation_gives() -> None:
             assert f"| {nights} | {misreads} | " in text
 
 
-def test_storage_is_measured_on_the_tables_of_the_history(tmp_path: Path) -> None:
+def test_storage_table_measures_the_history_database(tmp_path: Path) -> None:
     pytest.importorskip("sqlalchemy")
     table = storage_table(4, 400)
     assert "| gates, readings | 4, 400 |" in table

@@ -125,7 +125,7 @@ def test_merge_is_one_candidate_and_can_be_bisected(run: Run, clone: GitReposito
     assert (ran.code, answer["first"]) == (0, side[2][:12])
 
 
-def test_resumed_bisect_builds_only_what_it_reads(run: Run, clone: GitRepository, tmp_path: Path) -> None:
+def test_resumed_bisect_does_not_rebuild_read_commits(run: Run, clone: GitRepository, tmp_path: Path) -> None:
     commits = history(clone, first_bad=5)
     ends = ("--good", commits[0], "--bad", commits[-1])
     assert run(*ends).code == 0
@@ -146,7 +146,7 @@ def test_first_good_commit_is_found(run: Run, clone: GitRepository, tmp_path: Pa
     assert found(tmp_path)["commits"][0]["title"] == "Step 4"
 
 
-def test_ends_off_the_mainline_are_named(run: Run, clone: GitRepository) -> None:
+def test_endpoints_off_the_mainline_are_refused(run: Run, clone: GitRepository) -> None:
     base = clone.commit("Base", module(0))
     clone.git("checkout", "--quiet", "-b", "side")
     side = clone.commit("Side", {"side": "1"})

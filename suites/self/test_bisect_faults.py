@@ -1,4 +1,4 @@
-"""Bisect with invalid options, when killed, or on a failing machine: one line, the right exit code, nothing lost."""
+"""Bisect with invalid options, when killed, or on a failing machine: one line, the right exit code, no lost results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bumpgate.environments.request import Request
 from suites.self import golden
 from suites.self.builds import JUDGE, RAISES, Ran, bisecting, make_builds, start
 from suites.self.local_index import LocalIndex, isolated
-from suites.self.searching import planted
+from suites.self.searching import mutant_of
 from suites.support.child import ROOT
 
 Run = Callable[..., Ran]
@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_is_one_line_before_anything_is_installed(
+def test_bad_bisect_options_are_refused_before_install(
     case: str, run: Run, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
@@ -95,7 +95,7 @@ def test_bad_input_is_one_line_before_anything_is_installed(
         ran = run(*REFUSED[case])
     assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
     golden.check(f"bisect_{case}", golden.transcript(["bisect", *REFUSED[case]], ran.code, ran.out, ran.err))
-    assert list(tmp_path.iterdir()) == [], "something was left behind"
+    assert list(tmp_path.iterdir()) == [], "files remain"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_bad_input_is_one_line_before_anything_is_installed(
     ],
     ids=str,
 )
-def test_a_selection_that_matches_nothing_is_refused(
+def test_bisect_refuses_empty_selection(
     selection: tuple[str, ...], words: str, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
@@ -134,7 +134,7 @@ def test_a_selection_that_matches_nothing_is_refused(
         ("always_skipped", ("--command", "exit 125")),
     ],
 )
-def test_ends_that_are_not_what_they_are_said_to_be(
+def test_endpoints_without_claimed_result_are_refused(
     name: str, arguments: tuple[str, ...], run: Run, index: LocalIndex
 ) -> None:
     ran = run(*ENDS, *arguments, "--out", "out")
@@ -144,7 +144,7 @@ def test_ends_that_are_not_what_they_are_said_to_be(
     )
 
 
-def test_one_folder_holds_one_bisect(run: Run, index: LocalIndex, tmp_path: Path) -> None:
+def test_out_folder_holds_only_one_bisect(run: Run, index: LocalIndex, tmp_path: Path) -> None:
     judged = (*ENDS, "--command", JUDGE, "--no-attribution")
     first = run(*judged, "--out", "out")
     state = (tmp_path / "out/state.jsonl").read_bytes()
@@ -165,12 +165,12 @@ def test_one_folder_holds_one_bisect(run: Run, index: LocalIndex, tmp_path: Path
     assert (tmp_path / "out/state.jsonl").read_bytes() == state
 
 
-def judged_slowly(folder: Path) -> str:
+def slow_test_command(folder: Path) -> str:
     """Return a test command that logs a line for each finished probe."""
     return f"sleep 0.1; {JUDGE}; code=$?; echo {{version}} >> {folder}/probed; exit $code"
 
 
-def left_behind(marker: str) -> list[str]:
+def running_processes(marker: str) -> list[str]:
     """Return processes with the marker on their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -186,7 +186,7 @@ def left_behind(marker: str) -> list[str]:
 def settled(marker: str) -> bool:
     """Whether all processes with the marker end within a few seconds."""
     for _ in range(50):
-        if not left_behind(marker):
+        if not running_processes(marker):
             return True
         time.sleep(0.1)
     return False
@@ -209,10 +209,10 @@ def kill_after(process: subprocess.Popen[str], state: Path, lines: int, seconds:
     return True
 
 
-def test_kill_9_at_random_moments_loses_no_probe(index: LocalIndex, tmp_path: Path) -> None:
+def test_resume_after_kill_9_loses_no_probe(index: LocalIndex, tmp_path: Path) -> None:
     """After four kills, each resume continues, and the answer is that of an undisturbed run."""
     dice = random.Random(9)
-    arguments = [*ENDS, "--command", judged_slowly(tmp_path), "--out", "out"]
+    arguments = [*ENDS, "--command", slow_test_command(tmp_path), "--out", "out"]
     kills = 0
     for attempt in range(4):
         process = start(tmp_path, *arguments, *(["--resume"] if attempt else []))
@@ -229,12 +229,12 @@ def test_kill_9_at_random_moments_loses_no_probe(index: LocalIndex, tmp_path: Pa
     ended = (tmp_path / "probed").read_text().split()
     kept = [code for code in readings(tmp_path / "out").values() if code is not None]
     assert len(kept) <= len(ended) <= len(kept) + kills
-    assert settled(index.url), left_behind(index.url)
-    assert settled(str(tmp_path)), left_behind(str(tmp_path))
+    assert settled(index.url), running_processes(index.url)
+    assert settled(str(tmp_path)), running_processes(str(tmp_path))
 
 
-def test_ctrl_c_ends_in_130_and_the_printed_command_goes_on(index: LocalIndex, tmp_path: Path) -> None:
-    process = start(tmp_path, *ENDS, "--command", judged_slowly(tmp_path))
+def test_ctrl_c_exits_130_and_printed_command_resumes(index: LocalIndex, tmp_path: Path) -> None:
+    process = start(tmp_path, *ENDS, "--command", slow_test_command(tmp_path))
     probed = tmp_path / "probed"
     for _ in range(200):
         if probed.exists() and len(probed.read_text().split()) >= 2:
@@ -243,9 +243,9 @@ def test_ctrl_c_ends_in_130_and_the_printed_command_goes_on(index: LocalIndex, t
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
-    assert settled(str(tmp_path)), left_behind(str(tmp_path))
-    said, command = err.splitlines()
-    assert said.endswith("probes are saved. Continue with:")
+    assert settled(str(tmp_path)), running_processes(str(tmp_path))
+    message, command = err.splitlines()
+    assert message.endswith("probes are saved. Continue with:")
     process = start(tmp_path, *shlex.split(command)[2:])
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -259,7 +259,7 @@ def test_ctrl_c_ends_in_130_and_the_printed_command_goes_on(index: LocalIndex, t
     assert sum((runs - kept).values()) <= 3, (runs, kept)
 
 
-def test_the_answer_is_saved_before_attribution(index: LocalIndex, tmp_path: Path) -> None:
+def test_answer_is_saved_before_attribution(index: LocalIndex, tmp_path: Path) -> None:
     """Interrupted in the first mixture: the answer is printed and in bisect.json, and a resume attributes it."""
     held = "test -d out/mixtures && ! test -e go && touch mixed && sleep 60"
     holds = f"{JUDGE}; code=$?; {held}; exit $code"
@@ -281,7 +281,7 @@ def test_the_answer_is_saved_before_attribution(index: LocalIndex, tmp_path: Pat
     assert "at fault    triton 3.6.0 -> 3.7.0, not torch" in out
 
 
-def test_the_command_that_continues_keeps_its_options() -> None:
+def test_resume_command_keeps_options() -> None:
     options = command.Options(
         "torch", "2.0.0", "2.1.0", "", (), "true", None, (), (), None, False, None, None, 0.98, None
     )
@@ -289,7 +289,7 @@ def test_the_command_that_continues_keeps_its_options() -> None:
     assert shlex.split(line)[-4:] == ["--out", "out", "--no-attribution", "--resume"]
 
 
-def test_an_index_that_dies_under_way_is_no_verdict(run: Run, index: LocalIndex, tmp_path: Path) -> None:
+def test_killed_probe_gives_no_verdict_and_can_resume(run: Run, index: LocalIndex, tmp_path: Path) -> None:
     """Exit 125, no candidate is blamed; the same bisect succeeds once the index responds again."""
     dies = f"{JUDGE}; code=$?; test -e {tmp_path}/up || kill -9 $$; exit $code"
     arguments = (*ENDS, "--command", dies, "--out", "out", "--no-prefetch", "--no-attribution")
@@ -302,7 +302,7 @@ def test_an_index_that_dies_under_way_is_no_verdict(run: Run, index: LocalIndex,
     assert "first bad   torch 2.7.0" in ran.out
 
 
-def test_a_probe_that_takes_too_long_says_nothing(run: Run, index: LocalIndex) -> None:
+def test_probe_timeout_gives_no_verdict(run: Run, index: LocalIndex) -> None:
     ran = run(*ENDS, "--command", "sleep 30", "--timeout", "0.2", "--out", "out")
     assert ran.code == 125
     assert "torch 2.0.0: no end within 0 s" in ran.err
@@ -317,7 +317,7 @@ class Killed(BaseException):
     """Simulates kill -9: no handler runs after it."""
 
 
-class Moments:
+class KillPoints:
     """Counts the steps of a run and raises Killed at one of them."""
 
     def __init__(self, fatal: int = -1) -> None:
@@ -336,7 +336,7 @@ class FakeTest:
     runs: the package sets, one per run. misread: 1-based numbers of the runs that return the opposite.
     """
 
-    def __init__(self, moments: Moments, runs: list[str], misread: tuple[int, ...] = ()) -> None:
+    def __init__(self, moments: KillPoints, runs: list[str], misread: tuple[int, ...] = ()) -> None:
         self.moments = moments
         self.runs = runs
         self.misread = misread
@@ -379,9 +379,9 @@ def fake_build(request: Request) -> Environment:
     return Environment("fake", Path("/nowhere/bin/python"), "key", packages)
 
 
-def hunt(
+def run_loop(
     out: Path,
-    moments: Moments,
+    moments: KillPoints,
     runs: list[str],
     module: Any = bisection,
     misread: tuple[int, ...] = (),
@@ -420,34 +420,34 @@ def readings(out: Path) -> dict[str, int | None]:
     return {p.parent.name: json.loads(p.read_text())["code"] for p in out.rglob("reading.json")}
 
 
-def check_every_moment(module: Any, folder: Path) -> int:
-    """Kill at each point in turn, and resume: the same answer, the same files, no reading taken twice."""
-    moments, quiet_runs = Moments(), list[str]()
-    quiet = hunt(folder / "quiet", moments, quiet_runs, module)
+def check_every_kill_point(module: Any, folder: Path) -> int:
+    """Kill at each point in turn, and resume: the same answer, the same files, no repeated reading."""
+    moments, quiet_runs = KillPoints(), list[str]()
+    quiet = run_loop(folder / "quiet", moments, quiet_runs, module)
     assert quiet[0] is not None
     assert (quiet[0].suspects, quiet[1]) == ((7,), ["triton 3.6.0 -> 3.7.0"])
     for fatal in range(1, moments.count + 1):
         out, runs = folder / str(fatal), list[str]()
         with pytest.raises(Killed):
-            hunt(out, Moments(fatal), runs, module)
+            run_loop(out, KillPoints(fatal), runs, module)
         lost = len(runs) - sum(code is not None for code in readings(out).values())
-        assert hunt(out, Moments(), runs, module) == quiet, fatal
-        assert len(runs) == len(quiet_runs) + lost, f"moment {fatal}: a reading that was kept was taken again"
+        assert run_loop(out, KillPoints(), runs, module) == quiet, fatal
+        assert len(runs) == len(quiet_runs) + lost, f"moment {fatal}: a saved reading was repeated"
         assert readings(out) == readings(folder / "quiet"), fatal
         assert (out / "state.jsonl").read_bytes() == (folder / "quiet/state.jsonl").read_bytes(), fatal
     return moments.count
 
 
-def test_a_kill_at_every_moment_of_the_loop_changes_nothing(tmp_path: Path) -> None:
-    assert check_every_moment(bisection, tmp_path) > 40
+def test_kill_at_every_step_gives_the_same_answer(tmp_path: Path) -> None:
+    assert check_every_kill_point(bisection, tmp_path) > 40
 
 
-def test_a_flaky_test_is_read_again_until_it_is_settled(tmp_path: Path) -> None:
+def test_flaky_test_is_probed_again_until_settled(tmp_path: Path) -> None:
     """The good endpoint, a candidate in the middle and a mixture are misread once each."""
     runs: list[str] = []
-    result, blamed = hunt(
+    result, blamed = run_loop(
         tmp_path / "noisy",
-        Moments(),
+        KillPoints(),
         runs,
         misread=(1, 4, 20),
         false_bad=0.1,
@@ -474,7 +474,7 @@ def test_a_flaky_test_is_read_again_until_it_is_settled(tmp_path: Path) -> None:
     ],
     ids=["mixtures forgotten", "readings on disk ignored", "mixtures not written down"],
 )
-def test_a_loop_that_forgets_is_caught(old: str, new: str, tmp_path: Path) -> None:
-    mutant = planted(bisection, old, new)
+def test_mutant_loop_that_loses_readings_is_caught(old: str, new: str, tmp_path: Path) -> None:
+    mutant = mutant_of(bisection, old, new)
     with pytest.raises((AssertionError, NotInstallable)):
-        check_every_moment(mutant, tmp_path)
+        check_every_kill_point(mutant, tmp_path)

@@ -27,7 +27,7 @@ from bumpgate.environments.versions import Found
 from bumpgate.rows import Judgement, Row, Verdict, write_record
 from suites.self.builds import make_builds
 from suites.self.local_index import LocalIndex, isolated
-from suites.self.searching import planted
+from suites.self.searching import mutant_of
 
 DAY = date(2026, 10, 1)
 
@@ -54,16 +54,14 @@ NIGHTS[3:] = [Found(f.version, DAY + timedelta(n), None, "") for f, n in zip(NIG
     ],
     ids=str,
 )
-def test_a_date_is_the_last_build_before_or_the_first_one_after(
-    good: str, bad: str, expected: list[str]
-) -> None:
+def test_date_endpoint_never_narrows_the_range(good: str, bad: str, expected: list[str]) -> None:
     """For a night without a build, the range is never narrower than requested."""
     span = between("torch", NIGHTS, good, bad)
     assert [v.removesuffix("+cpu")[-2:] for v in span.versions] == expected
     assert (span.good, span.bad) == (span.versions[0], span.versions[-1])
 
 
-def test_the_summary_counts_what_is_left_out() -> None:
+def test_range_summary_counts_excluded_versions() -> None:
     listed = [*NIGHTS]
     listed[1] = Found(listed[1].version, listed[1].date, "broken", "")
     assert between("torch", listed, "2026-10-01", "2026-10-07").summary(6) == (
@@ -73,7 +71,7 @@ def test_the_summary_counts_what_is_left_out() -> None:
     )
 
 
-def test_a_yanked_end_is_still_an_end() -> None:
+def test_yanked_endpoint_is_kept() -> None:
     listed = found("2.0.0", "2.1.0", "2.2.0", yanked="all of them")
     assert between("torch", listed, "2.0.0", "2.2.0").versions == ("2.0.0", "2.2.0")
 
@@ -122,7 +120,7 @@ def test_a_yanked_end_is_still_an_end() -> None:
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
-def test_ends_that_span_nothing_are_refused_in_one_line(
+def test_invalid_endpoints_are_refused_in_one_line(
     listed: list[Found], good: str, bad: str, words: str
 ) -> None:
     with pytest.raises(RangeError) as caught:
@@ -131,20 +129,20 @@ def test_ends_that_span_nothing_are_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_the_other_variants_of_a_version_are_left_out() -> None:
+def test_other_variants_of_a_version_are_excluded() -> None:
     listed = found("2.0.0", "2.1.0+cpu", "2.1.0", "2.2.0+cpu", "2.3.0")
     plain = between("torch", [listed[0], listed[2], listed[1], listed[4]], "2.0.0", "2.3.0")
     assert plain.versions == ("2.0.0", "2.1.0", "2.3.0")
     assert between("torch", listed, "2.0.0", "2.2.0+cpu").versions == ("2.0.0", "2.1.0+cpu", "2.2.0+cpu")
 
 
-def test_builds_by_commit_keep_the_order_of_their_days() -> None:
+def test_commit_builds_are_ordered_by_date() -> None:
     listed = found("3.6.0+gitf000000", "3.6.0+git1111111", "3.6.0+git0000000")
     span = between("triton", listed, "3.6.0+gitf000000", "3.6.0+git0000000")
     assert span.versions == tuple(f.version for f in listed)
 
 
-def test_releases_alone_ask_for_no_nightlies() -> None:
+def test_release_range_needs_no_prereleases() -> None:
     assert not needs_prereleases("2.9.0", "2.13.0")
     assert needs_prereleases("2.9.0", "2026-10-01")
     assert needs_prereleases("2.9.0", "2.14.0.dev20261001")
@@ -208,7 +206,7 @@ def check_what_decides(module: Any, reading: Readings) -> None:
     reading.module = module
     test = suite(module, reading)
     assert test.deciding == ("compile/model/graph_breaks", "t.py::x")
-    said = {
+    cases = {
         "all green": reading(row("model", GREEN), row("old", RED)),
         "another fault": reading(row("model", GREEN), row("old", GREEN), row("new", RED)),
         "the row": reading(row("model", RED)),
@@ -231,7 +229,7 @@ def check_what_decides(module: Any, reading: Readings) -> None:
         "not collected": reading(complete=False, problems=["t.py: could not be collected: AttributeError"]),
         "does not import": reading(cause="BROKEN", failure="import torch: killed by SIGSEGV"),
     }
-    outcomes = {name: test.judge(r).outcome.value for name, r in said.items()}
+    outcomes = {name: test.judge(r).outcome.value for name, r in cases.items()}
     assert outcomes == {
         "all green": "GOOD",
         "another fault": "GOOD",
@@ -250,10 +248,10 @@ def check_what_decides(module: Any, reading: Readings) -> None:
     }
 
 
-def test_rows_and_tests_that_are_red_at_the_bad_end_alone_decide(reading: Readings) -> None:
+def test_suite_probe_decides_by_rows_red_only_at_bad_end(reading: Readings) -> None:
     check_what_decides(suite_probe, reading)
     # An unchanged copy of the module passes: the faults below are not detected because of the copy.
-    check_what_decides(planted(suite_probe, 'THE_RUN = "the run"', 'THE_RUN = "the run"'), reading)
+    check_what_decides(mutant_of(suite_probe, 'THE_RUN = "the run"', 'THE_RUN = "the run"'), reading)
 
 
 @pytest.mark.parametrize(
@@ -276,13 +274,13 @@ def test_rows_and_tests_that_are_red_at_the_bad_end_alone_decide(reading: Readin
         "what was not read is green",
     ],
 )
-def test_a_reading_that_is_misunderstood_is_caught(old: str, new: str, reading: Readings) -> None:
-    mutant = planted(suite_probe, old, new)
+def test_mutant_of_suite_probe_is_caught(old: str, new: str, reading: Readings) -> None:
+    mutant = mutant_of(suite_probe, old, new)
     with pytest.raises(AssertionError):
         check_what_decides(mutant, reading)
 
 
-def test_ends_without_a_difference_refute_themselves(reading: Readings) -> None:
+def test_endpoints_without_difference_are_judged_alike(reading: Readings) -> None:
     for good, bad, expected in (
         ([row("a", GREEN)], [row("a", GREEN)], ("GOOD", "GOOD")),
         ([row("a", RED)], [row("a", RED)], ("BAD", "BAD")),
@@ -294,14 +292,14 @@ def test_ends_without_a_difference_refute_themselves(reading: Readings) -> None:
         assert tuple(test.judge(end).outcome.value for end in ends) == expected
 
 
-def test_a_derived_row_needs_no_review_to_be_green(reading: Readings) -> None:
+def test_unreviewed_derived_row_is_green(reading: Readings) -> None:
     """Its expected value comes from the layer pattern, not from the baseline."""
     seen = reading(row("a", Verdict.MISSING, better="derived"), row("b", Verdict.MISSING))
     assert Signals(seen).verdicts["compile/a/graph_breaks"] is Verdict.PASS
     assert Signals(seen).verdicts["compile/b/graph_breaks"] is Verdict.MISSING
 
 
-def test_a_crash_of_the_whole_run_is_a_fault_and_a_kill_is_none(reading: Readings) -> None:
+def test_crashed_run_is_a_fault_and_killed_run_is_not(reading: Readings) -> None:
     crashed = reading(complete=False, failure="died of SIGSEGV")
     assert Signals(crashed).verdicts == {"the run": Verdict.REGRESSION}
     assert Signals(reading(complete=False, failure="died of SIGKILL")).verdicts == {}
@@ -329,7 +327,7 @@ def environment(
     return Environment(name, folder / "bin/python", "key", {name: version})
 
 
-def test_torch_moves_with_the_cuda_libraries_that_it_pins(tmp_path: Path) -> None:
+def test_torch_is_grouped_with_its_pinned_cuda_libraries(tmp_path: Path) -> None:
     pins = [
         "nvidia-cublas==13.1.0.3; platform_system == 'Linux'",
         "nvidia-nccl-cu13>=2",
@@ -339,7 +337,7 @@ def test_torch_moves_with_the_cuda_libraries_that_it_pins(tmp_path: Path) -> Non
     old = environment(tmp_path / "a", "torch", "2.13.0", pins)
     new = environment(tmp_path / "b", "torch", "2.14.0", ["cuda-bindings==13.0"])
     assert blame.together(old, new) == [{"torch", "nvidia-cublas", "cuda-bindings"}], (
-        "triton is judged by itself"
+        "triton is a separate group"
     )
 
 
@@ -405,7 +403,7 @@ def check_cuda_step(module: Any, folder: Path) -> None:
         assert len(seen) <= most, (culprit, seen)
 
 
-def test_the_step_from_cuda_12_to_13_takes_few_mixtures(tmp_path: Path) -> None:
+def test_cuda_12_to_13_step_takes_few_mixtures(tmp_path: Path) -> None:
     check_cuda_step(blame, tmp_path)
 
 
@@ -421,12 +419,12 @@ def test_the_step_from_cuda_12_to_13_takes_few_mixtures(tmp_path: Path) -> None:
     ],
     ids=["without extras", "one level", "without ranges"],
 )
-def test_pins_that_are_not_followed_are_caught(old: str, new: str, tmp_path: Path) -> None:
+def test_mutant_that_ignores_pins_is_caught(old: str, new: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
-        check_cuda_step(planted(blame, old, new), tmp_path)
+        check_cuda_step(mutant_of(blame, old, new), tmp_path)
 
 
-def test_the_compare_link_is_made_of_the_wheels_own_words(tmp_path: Path) -> None:
+def test_compare_link_uses_wheel_metadata(tmp_path: Path) -> None:
     home = "https://github.com/triton-lang/triton/"
     old = environment(tmp_path / "a", "triton", "3.7.0+gitabcdef12", home=home)
     new = environment(tmp_path / "b", "triton", "3.7.1", home=home, commit="9" * 40)
@@ -438,7 +436,7 @@ def test_the_compare_link_is_made_of_the_wheels_own_words(tmp_path: Path) -> Non
     assert blame.compare_link(elsewhere, elsewhere, "triton") == ""
 
 
-def test_the_next_candidates_are_built_ahead_unless_the_disk_is_nearly_full(
+def test_prefetch_builds_ahead_unless_disk_is_nearly_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LocalIndex() as index:
@@ -458,10 +456,10 @@ def test_the_next_candidates_are_built_ahead_unless_the_disk_is_nearly_full(
         before = len(index.requests)
         for request in (requests[0], requests[2]):
             assert build(request).packages["torch"] == request.requirements[0][len("torch==") :]
-        assert len(index.requests) == before, "it was built again"
+        assert len(index.requests) == before, "the environment was built again"
 
 
-def test_on_a_terminal_the_watcher_says_what_is_under_way() -> None:
+def test_watcher_reports_progress_on_a_terminal() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
     with Watcher(console) as watcher:
@@ -481,6 +479,6 @@ def test_on_a_terminal_the_watcher_says_what_is_under_way() -> None:
     assert plain.getvalue() == f"GOOD    torch 2.1.0 in 0.0 s: {'z' * 90}\n"
 
 
-def test_two_neighbours_have_no_version_between_them() -> None:
+def test_adjacent_versions_have_none_between() -> None:
     span = Range("torch", ("2.0.0", "2.1.0"), "2.0.0", "2.1.0", {})
     assert "0 versions between" in span.summary(4)

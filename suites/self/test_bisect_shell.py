@@ -37,12 +37,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def here(index: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def isolated_environment(
+    index: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     isolated(monkeypatch, cache, index.url)
     monkeypatch.chdir(tmp_path)
 
 
-def answering(folder: Path, answers: str, *more: str) -> subprocess.CompletedProcess[str]:
+def run_interactive(folder: Path, answers: str, *more: str) -> subprocess.CompletedProcess[str]:
     """Run an interactive bisect with its answers in a pipe, one per word."""
     ends = ("--good", "2.0.0", "--bad", "2.11.0", "--out", "out", "--no-prefetch", "--interactive")
     return subprocess.run(
@@ -64,9 +66,9 @@ def steps(search: Search, first_bad: int) -> Iterator[tuple[int, str]]:
         yield due[0], outcome.value
 
 
-def test_answers_in_a_pipe_find_the_first_bad_version(tmp_path: Path) -> None:
-    """2.0.0 is taken back once, 2.11.0 is tried twice, 2.5.0 is skipped, an unclear answer repeats the prompt."""
-    first = answering(tmp_path, "bad back good retry bad skip", *JUDGE)
+def test_interactive_answers_from_pipe_find_first_bad_version(tmp_path: Path) -> None:
+    """2.0.0 is withdrawn once, 2.11.0 is tried twice, 2.5.0 is skipped, an unclear answer repeats the prompt."""
+    first = run_interactive(tmp_path, "bad back good retry bad skip", *JUDGE)
     assert first.returncode == 130, "the end of input interrupts the bisect"
     assert "bumpgate bisect" in first.stderr
     assert first.stdout.count("torch 2.0.0: good, bad, skip, retry or back?") == 2
@@ -77,7 +79,7 @@ def test_answers_in_a_pipe_find_the_first_bad_version(tmp_path: Path) -> None:
         search.record(index, outcome)
     words = [word.lower() for _, word in steps(search, first_bad=3)]
     wrong = "good" if words[0] == "bad" else "bad"
-    again = answering(tmp_path, " ".join(["b", wrong, "back", *words]), *JUDGE, "--resume")
+    again = run_interactive(tmp_path, " ".join(["b", wrong, "back", *words]), *JUDGE, "--resume")
     assert again.returncode == 0, again.stdout + again.stderr
     answer = json.loads((tmp_path / "out" / "bisect.json").read_text())
     outcomes = [(r["version"], r["outcome"]) for r in answer["readings"]]
@@ -87,7 +89,7 @@ def test_answers_in_a_pipe_find_the_first_bad_version(tmp_path: Path) -> None:
     assert "exit 0" in first.stdout
 
 
-def test_taken_back_outcome_is_gone_after_a_resume(tmp_path: Path) -> None:
+def test_withdrawn_outcome_is_absent_after_resume(tmp_path: Path) -> None:
     plan = journal.Plan(("a", "b", "c", "d"), "a", "d", ())
     with journal.begin(tmp_path / "state", plan) as state:
         for index, outcome in ((0, Outcome.GOOD), (3, Outcome.BAD), (1, Outcome.BAD)):

@@ -25,7 +25,7 @@ from bumpgate.processes.runner import LaneCall, LaneRun
 from bumpgate.rows import SCHEMA, Judgement, Record, Row, Verdict, write_record
 from suites.self.builds import Ran, bisecting
 from suites.self.gate_tree import TIMES_TEST, Tree
-from suites.self.searching import planted
+from suites.self.searching import mutant_of
 from suites.self.tree import declare_lanes
 
 ROW, TEST = "throughput/b/seconds", "suites/throughput/test_b.py::test_time[cpu]"
@@ -130,7 +130,7 @@ def timed_test(
 
 
 @pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
+def restore_times_probe() -> Iterator[None]:
     """Undo what timed_test replaces in the module."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("run_duet", "run_lanes", "shares", "import_fault"):
@@ -145,11 +145,11 @@ def search(
     test, show, out = timed_test(root, sides, ratio, module), Silent(), root / "out"
     out.mkdir(exist_ok=True)
     span = options.Range("torch", tuple(nights), nights[0], nights[-1], {})
-    asked = command.Options(
+    config = command.Options(
         "torch", nights[0], nights[-1], "cpu", (TEST,), "", None, (), (), None, False, None, None, 0.98, None
     )
     path = out / "state.jsonl"
-    plan = asked.plan(span, test)
+    plan = config.plan(span, test)
     with journal.resume(path) if path.exists() else journal.begin(path, plan) as state:
         context = BisectContext("torch", out, request, build, test, show, reliable=True)
         return Bisection(state, context).run(), show
@@ -162,13 +162,13 @@ def test_slower_row_is_bisected_by_paired_probes(root: Path, first: int) -> None
     result, show = search(root, sides, ratio=1.10)
     assert (result.suspects, result.sure(0.98)) == ((first,), True), show.reasons
     assert sides.sessions[GOOD] == 0
-    # 6 sessions for SAME and 12 for SLOWER; a repeat only where the misread rates leave a doubt.
+    # 6 sessions for SAME and 12 for SLOWER; a repeat only if the misread rates leave a doubt.
     readings = [r for r in show.reasons if f" {GOOD}:" not in r]
     assert len(readings) <= 8, show.reasons
     assert sum(sides.sessions.values()) <= 90, sides.sessions
 
 
-def test_half_of_the_slowdown_is_the_limit(root: Path) -> None:
+def test_timed_bisect_limit_is_half_of_the_slowdown(root: Path) -> None:
     """A first step of 2 % and a later one to 12 %: the answer is the later one, not a coin flip between margins."""
     sides = Sides({**dict.fromkeys(NIGHTS[3:8], 1.02), **dict.fromkeys(NIGHTS[8:], 1.12)})
     result, show = search(root, sides, ratio=1.12)
@@ -180,7 +180,7 @@ def test_bad_end_that_is_not_slower_is_refused(root: Path) -> None:
     assert result.failure.startswith("the bad endpoint 2.2.0 is GOOD: name a later one")
 
 
-def test_row_that_stays_open_is_unknown(root: Path, tmp_path: Path) -> None:
+def test_undecided_timed_row_is_unknown(root: Path, tmp_path: Path) -> None:
     """As slow as the limit itself, with noise: no verdict, and neither GOOD nor BAD is recorded."""
     sides = Sides({NIGHTS[4]: math.sqrt(1.10)}, sd=0.03)
     test = timed_test(root, sides, 1.10)
@@ -245,7 +245,7 @@ def test_killed_probe_continues_with_its_sessions(root: Path) -> None:
     readings = [p.parent for p in (root / "out/probes").glob("*/sessions.json")]
     assert sum(json.loads((p / "sessions.json").read_text())["begun"] for p in readings) == sum(
         sides.sessions.values()
-    ), "a session that was saved was run again"
+    ), "a saved session was run again"
 
 
 @pytest.mark.parametrize(
@@ -258,8 +258,8 @@ def test_killed_probe_continues_with_its_sessions(root: Path) -> None:
     ],
     ids=["whole slowdown as margin", "faster is bad", "good end is measured", "good end against itself"],
 )
-def test_planted_fault_of_the_timed_probe_is_caught(old: str, new: str, root: Path) -> None:
-    mutant = planted(times_probe, old, new)
+def test_mutant_of_the_timed_probe_is_caught(old: str, new: str, root: Path) -> None:
+    mutant = mutant_of(times_probe, old, new)
     sides = Sides(dict.fromkeys(NIGHTS[2:], 1.10))
     try:
         result, _ = search(root, sides, 1.10, mutant, NIGHTS[:4])
@@ -377,7 +377,7 @@ SLOW = "throughput/slow/ratio"
 
 
 def bisect_tree(tree: Tree, *arguments: str) -> Ran:
-    """Run the command in a tree whose interpreters stand for two versions of torch."""
+    """Run the command in a tree whose interpreters represent two versions of torch."""
     pythons = {"2.0.0": tree.good, "2.1.0": tree.bad}
 
     def prepared(request: Request) -> Environment:

@@ -13,7 +13,7 @@ TEST = "suites/compile/test_policies.py::test_counts[nam52-regional-cpu]"
 ROW = "compile/nam52-regional/graph_breaks"
 
 
-def test_dynamo_disabled_is_an_instrument_failure(tmp_path: Path) -> None:
+def test_dynamo_disabled_in_config_is_an_instrument_failure(tmp_path: Path) -> None:
     root = copy_tree(tmp_path / "tree")
     edit(
         root,
@@ -26,13 +26,13 @@ def test_dynamo_disabled_is_an_instrument_failure(tmp_path: Path) -> None:
     assert run.code == 1
 
 
-def test_dynamo_disabled_by_the_environment_is_an_instrument_failure(tmp_path: Path) -> None:
+def test_dynamo_disabled_by_env_var_is_an_instrument_failure(tmp_path: Path) -> None:
     run = run_lane(copy_tree(tmp_path / "tree"), TEST, environment={"TORCHDYNAMO_DISABLE": "1"})
     assert run.verdict(ROW) == "INSTRUMENT", run.output[-3000:]
     assert run.code == 1
 
 
-def test_a_renamed_counter_is_an_instrument_failure(tmp_path: Path) -> None:
+def test_renamed_counter_is_an_instrument_failure(tmp_path: Path) -> None:
     """Simulates a torch that renames the trace artifact with graph breaks."""
     root = copy_tree(tmp_path / "tree")
     device = root / "bumpgate/plugin/instruments/dynamo.py"
@@ -45,7 +45,7 @@ def test_a_renamed_counter_is_an_instrument_failure(tmp_path: Path) -> None:
     assert run.code == 1
 
 
-def test_a_deleted_baseline_row_is_missing(tmp_path: Path) -> None:
+def test_deleted_baseline_row_is_missing(tmp_path: Path) -> None:
     root = copy_tree(tmp_path / "tree")
     path = root / "baselines/cpu.json"
     baseline = json.loads(path.read_text())
@@ -56,13 +56,13 @@ def test_a_deleted_baseline_row_is_missing(tmp_path: Path) -> None:
     assert run.code == 1
 
 
-def test_an_empty_selection_is_not_green(tmp_path: Path) -> None:
+def test_empty_selection_is_not_green(tmp_path: Path) -> None:
     run = run_lane(copy_tree(tmp_path / "tree"), "-k", "no_such_test_anywhere")
     assert run.code not in (0, 1), run.output[-3000:]
     assert "nothing was selected" in run.output
 
 
-def test_cache_hits_that_compile_everything_again_are_seen(tmp_path: Path) -> None:
+def test_cache_hits_that_recompile_everything_are_detected(tmp_path: Path) -> None:
     """Without its shared objects a cache still reports hit/hit, but every C++ file is compiled again."""
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
@@ -76,9 +76,7 @@ def test_cache_hits_that_compile_everything_again_are_seen(tmp_path: Path) -> No
         path.unlink()
     gutted = restart()
     warm = restart()
-    assert gutted["counts"]["aot_hit"] == cold["counts"]["aot_miss"] > 0, (
-        "the counters lie as they always did"
-    )
+    assert gutted["counts"]["aot_hit"] == cold["counts"]["aot_miss"] > 0, "the counters still report hits"
     assert gutted["counts"]["fx_miss"] is None
     assert len(rebuilt(cold, gutted)) == len(cold["shared_objects"]) > 0
     assert rebuilt(gutted, warm) == []

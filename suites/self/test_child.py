@@ -17,35 +17,35 @@ def run(tmp_path: Path, program: str) -> dict[str, float]:
     return run_json("a_child", environment={"PYTHONPATH": str(tmp_path)}, timeout=20)
 
 
-def dying(last: str, end: str = "os.abort()") -> str:
+def crashing(last: str, end: str = "os.abort()") -> str:
     return f"print({last!r}, file=sys.stderr, flush=True)\n{end}\n"
 
 
-@pytest.mark.parametrize("end", ["", dying(ENDING)], ids=["exit 0", "an abort while the interpreter ends"])
-def test_the_last_line_is_the_result(tmp_path: Path, end: str) -> None:
+@pytest.mark.parametrize("end", ["", crashing(ENDING)], ids=["exit 0", "an abort while the interpreter ends"])
+def test_last_line_of_child_is_the_result(tmp_path: Path, end: str) -> None:
     assert run(tmp_path, RESULT + end) == {"seconds": 1.5}
 
 
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        (dying(ENDING), f"a_child: exit -6: {ENDING}"),
-        (dying(ENDING) + RESULT, f"a_child: exit -6: {ENDING}"),
-        (RESULT + dying("free(): invalid pointer"), "a_child: exit -6: free"),
-        (RESULT + dying(ENDING, "os.kill(os.getpid(), 11)"), "a_child: exit -11"),
-        (RESULT + dying(ENDING, "os._exit(1)"), "a_child: exit 1"),
+        (crashing(ENDING), f"a_child: exit -6: {ENDING}"),
+        (crashing(ENDING) + RESULT, f"a_child: exit -6: {ENDING}"),
+        (RESULT + crashing("free(): invalid pointer"), "a_child: exit -6: free"),
+        (RESULT + crashing(ENDING, "os.kill(os.getpid(), 11)"), "a_child: exit -11"),
+        (RESULT + crashing(ENDING, "os._exit(1)"), "a_child: exit 1"),
         (RESULT + "raise SystemExit('a reason')", "a_child: exit 1: a reason"),
         ("print('nothing')", "a_child: printed no JSON result"),
     ],
 )
-def test_a_crash_is_one_line_and_no_result(tmp_path: Path, program: str, words: str) -> None:
+def test_crashed_child_is_one_line_without_result(tmp_path: Path, program: str, words: str) -> None:
     with pytest.raises(ChildError) as caught:
         run(tmp_path, program)
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)
 
 
-def test_what_this_process_has_exported_since_is_not_there(tmp_path: Path, monkeypatch) -> None:
+def test_child_environment_excludes_later_exports(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/left/by/a/test")
     program = "import json\nprint(json.dumps({name: os.environ.get(name) for name in sys.argv[1:]}))"
     (tmp_path / "a_child.py").write_text(f"import os, sys\n{program}")
@@ -54,7 +54,7 @@ def test_what_this_process_has_exported_since_is_not_there(tmp_path: Path, monke
     assert reply == {"TRITON_PTXAS_PATH": None, "TORCHINDUCTOR_CACHE_DIR": os.environ[names[1]], "GIVEN": "1"}
 
 
-def test_a_hang_is_one_line(tmp_path: Path) -> None:
+def test_hanging_child_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a_child.py").write_text("import time\ntime.sleep(60)")
     with pytest.raises(ChildError, match=r"^a_child: no result within 0 s$"):
         run_json("a_child", environment={"PYTHONPATH": str(tmp_path)}, timeout=0.3)

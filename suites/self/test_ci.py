@@ -41,13 +41,13 @@ def script(workflow: str, name: str) -> str:
     return found
 
 
-def test_the_three_workflows_and_the_action_are_there() -> None:
+def test_three_workflows_and_the_action_exist() -> None:
     assert [path.stem for path in WORKFLOWS] == ["bisect", "nightly", "pull_request"]
     assert ACTION.is_file()
 
 
 @pytest.mark.parametrize("path", [*WORKFLOWS, ACTION], ids=lambda p: p.name)
-def test_it_is_valid_by_the_schema_that_github_publishes(path: Path) -> None:
+def test_ci_file_is_valid_by_github_schema(path: Path) -> None:
     schema = "vendor.github-actions" if path == ACTION else "vendor.github-workflows"
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -55,13 +55,13 @@ def test_it_is_valid_by_the_schema_that_github_publishes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [*WORKFLOWS, ACTION, ROOT / "docs" / "ci.md"], ids=lambda p: p.name)
-def test_every_action_is_pinned_to_a_commit_with_its_version(path: Path) -> None:
+def test_every_action_is_pinned_to_a_commit_with_version(path: Path) -> None:
     used = re.findall(r"uses: (.+)", path.read_text())
     assert all(PINNED.match(name) for name in used), used
 
 
 @pytest.mark.parametrize("path", [*WORKFLOWS, ACTION], ids=lambda p: p.name)
-def test_no_text_of_a_stranger_is_pasted_into_a_script(path: Path) -> None:
+def test_scripts_do_not_interpolate_untrusted_input(path: Path) -> None:
     pasted = [s["run"] for s in steps(path) if UNTRUSTED.search(s.get("run", ""))]
     assert not pasted
     assert path == ACTION or load(path)["permissions"]["contents"] == "read"
@@ -75,7 +75,7 @@ def commands(text: str) -> Iterator[tuple[str, set[str]]]:
             yield found[1], set(options)
 
 
-def test_every_command_and_option_in_them_exists() -> None:
+def test_every_ci_command_and_option_exists() -> None:
     known = typer.main.get_command(app).commands
     texts = [s["run"] for path in (*WORKFLOWS, ACTION) for s in steps(path) if "run" in s]
     texts += re.findall(r"```.*?```|`[^`]+`", (ROOT / "docs" / "ci.md").read_text(), re.DOTALL)
@@ -87,7 +87,7 @@ def test_every_command_and_option_in_them_exists() -> None:
         assert options <= there, f"bumpgate {name}: {options - there}"
 
 
-def test_every_tox_environment_in_them_exists() -> None:
+def test_every_ci_tox_environment_exists() -> None:
     raw = load(ROOT / ".github" / "workflows" / "pull_request.yml")["jobs"]
     named = [*raw["tiers"]["strategy"]["matrix"]["environment"], "cpu"]
     tox = (ROOT / "tox.ini").read_text()
@@ -122,7 +122,7 @@ def every_lane(folder: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_the_night_is_green_where_every_lane_adopts(tmp_path: Path) -> None:
+def test_nightly_is_green_if_every_lane_adopts(tmp_path: Path) -> None:
     raw = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]
     assert tuple(raw["gate"]["strategy"]["matrix"]["lane"]) == tuple(LANES)
     assert tuple(raw["every-lane"]["steps"][-1]["env"]["LANES"].split()) == tuple(LANES)
@@ -134,7 +134,7 @@ def test_the_night_is_green_where_every_lane_adopts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "verdict"),
     [
         (lambda path: path.unlink(), "NO REPORT"),
         (lambda path: path.write_text("{"), "NO REPORT"),
@@ -145,16 +145,14 @@ def test_the_night_is_green_where_every_lane_adopts(tmp_path: Path) -> None:
     ],
     ids=["absent", "cut off", "held", "unknown", "not finished", "of another lane"],
 )
-def test_the_night_is_red_where_a_lane_is_absent_or_does_not_adopt(
-    tmp_path: Path, spoil: Any, said: str
-) -> None:
+def test_nightly_is_red_if_a_lane_is_absent_or_not_adopted(tmp_path: Path, spoil: Any, verdict: str) -> None:
     for lane in LANES:
         a_gate(tmp_path, lane, "ADOPT")
     spoil(tmp_path / "bumpgate-h200" / "gate.json")
-    assert every_lane(tmp_path) == (1, f"cpu: ADOPT\nh200: {said}\nv6e: ADOPT\n")
+    assert every_lane(tmp_path) == (1, f"cpu: ADOPT\nh200: {verdict}\nv6e: ADOPT\n")
 
 
-def test_a_red_night_bisects_what_each_lane_holds_back_for(tmp_path: Path) -> None:
+def test_red_nightly_bisects_the_held_findings(tmp_path: Path) -> None:
     a_gate(tmp_path, "cpu", "HOLD")
     a_gate(tmp_path, "h200", "UNKNOWN")
     a_gate(tmp_path, "v6e", "ADOPT")

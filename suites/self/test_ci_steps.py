@@ -203,4 +203,4 @@ def test_slurm_job(tmp_path: Path, decision: str, code: int) -> None:
     assert runner.calls == [gate, *(["scontrol requeue 7"] if decision == "INTERRUPTED" else after)]
     if decision == "INTERRUPTED":
         assert runner.run(example("bash", "#SBATCH"), env, options=()) == 0
-        assert runner.calls[2] == f"{gate} --resume", "a requeued job goes on"
+        assert runner.calls[2] == f"{gate} --resume", "a requeued job resumes"

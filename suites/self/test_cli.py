@@ -85,7 +85,7 @@ def old(case: str, value: object, better: str = "exact", tolerance: float = 0.0,
 ACCEPT = ("rebaseline", "--lane", "cpu")
 
 
-def test_only_rows_outside_their_tolerance_are_written(repository: Repository) -> None:
+def test_rebaseline_writes_only_rows_outside_tolerance(repository: Repository) -> None:
     repository.review(
         near=old("near", 100.0, "lower", 0.1, "hand-made"),
         slow=old("slow", 100.0, "lower", 0.05, "mine"),
@@ -118,7 +118,7 @@ def test_only_rows_outside_their_tolerance_are_written(repository: Repository) -
     assert "a/new/n    - -> 8               new" in out
 
 
-def test_a_second_rebaseline_finds_nothing_to_do(repository: Repository) -> None:
+def test_second_rebaseline_changes_nothing(repository: Repository) -> None:
     rows = [
         count("exact", "abc", per_build=True),
         count("flag", True),
@@ -137,7 +137,7 @@ def test_a_second_rebaseline_finds_nothing_to_do(repository: Repository) -> None
     assert {j.verdict for j in read_record(repository.root / "record.json").judgements} == {Verdict.PASS}
 
 
-def test_only_takes_a_glob_and_a_dry_run_writes_nothing(repository: Repository) -> None:
+def test_only_takes_a_glob_and_dry_run_writes_nothing(repository: Repository) -> None:
     repository.review(x=old("x", 1), y=old("y", 1))
     repository.measure(count("x", 2), count("y", 2))
     text = repository.path.read_bytes()
@@ -150,7 +150,7 @@ def test_only_takes_a_glob_and_a_dry_run_writes_nothing(repository: Repository) 
     assert (code, len(err.splitlines())) == (4, 1)
 
 
-def test_only_may_be_given_again(repository: Repository) -> None:
+def test_only_may_be_repeated(repository: Repository) -> None:
     repository.review(**{name: old(name, 1) for name in "xyz"})
     repository.measure(*(count(name, 2) for name in "xyz"))
     code, _, err = repository.run(*ACCEPT, "--only", "a/x/*", "--only", "b/*")
@@ -159,10 +159,10 @@ def test_only_may_be_given_again(repository: Repository) -> None:
     assert [r.value for r in repository.rows.values()] == [2, 1, 2]
 
 
-def test_refresh_takes_what_moved_within_its_tolerance(repository: Repository) -> None:
+def test_refresh_takes_changes_within_tolerance(repository: Repository) -> None:
     repository.review(near=old("near", 100.0, "lower", 0.1, "mine"), other=old("other", 100.0, "lower", 0.1))
     repository.measure(timed("near", 109.0), timed("other", 109.0))
-    assert repository.run(*ACCEPT, "--refresh")[0] == 4, "not all at once"
+    assert repository.run(*ACCEPT, "--refresh")[0] == 4, "--refresh requires --only"
     code, out, _ = repository.run(*ACCEPT, "--refresh", "--only", "a/near/*")
     assert (code, "a/near/n  100 -> 109  +9.0 %  refreshed" in out) == (0, True), out
     assert {id: (r.value, r.note) for id, r in repository.rows.items()} == {
@@ -172,20 +172,22 @@ def test_refresh_takes_what_moved_within_its_tolerance(repository: Repository) -
     assert "nothing to accept" in repository.run(*ACCEPT, "--refresh", "--only", "a/near/*")[1]
 
 
-def test_a_moved_test_and_another_kind_of_row_are_followed(repository: Repository) -> None:
+def test_rebaseline_follows_moved_test_and_changed_row_kind(repository: Repository) -> None:
     repository.review(x=old("x", 1, note="keep"), kind=old("kind", 100))
     repository.measure(count("x", 1, test="t.py::moved"), timed("kind", 100))
     code, out, _ = repository.run(*ACCEPT)
     assert (code, "test moved" in out) == (0, True)
     assert repository.rows["a/x/n"] == replace(old("x", 1, note="keep"), test="t.py::moved")
-    assert repository.rows["a/kind/n"] == old("kind", 100, "lower", 0.1), "the tolerance comes with the kind"
+    assert repository.rows["a/kind/n"] == old("kind", 100, "lower", 0.1), (
+        "the tolerance changes with the kind of row"
+    )
 
 
 def unreported(case: str, *, gone: bool) -> Judgement:
     return Judgement(Row(f"a/{case}/n", None, "n", 0, ""), Verdict.MISSING, "its test is gone", gone=gone)
 
 
-def test_prune_drops_what_is_gone_and_keeps_what_crashed(repository: Repository) -> None:
+def test_prune_drops_removed_rows_and_keeps_crashed_ones(repository: Repository) -> None:
     repository.review(x=old("x", 1), gone=old("gone", 1), crashed=old("crashed", 1))
     found = (count("x", 1), unreported("gone", gone=True), unreported("crashed", gone=False))
     repository.measure(*found)
@@ -222,16 +224,16 @@ def refused(repository: Repository, *args: str) -> str:
     ],
     ids=lambda part: part if isinstance(part, str) else "row",
 )
-def test_rows_that_nobody_may_accept_are_refused(
+def test_rebaseline_refuses_unacceptable_rows(
     repository: Repository, row: Row | Judgement, words: str
 ) -> None:
     repository.review(x=old("x", 1, "lower", 0.1), y=old("y", 1))
     repository.measure(row, count("y", 2))
     assert words in refused(repository)
-    assert repository.run(*ACCEPT, "--only", "a/y/n")[0] == 0, "the other rows can be taken alone"
+    assert repository.run(*ACCEPT, "--only", "a/y/n")[0] == 0, "the other rows can be accepted alone"
 
 
-def test_a_record_of_another_lane_build_or_part_is_refused(repository: Repository) -> None:
+def test_rebaseline_refuses_unsuitable_record(repository: Repository) -> None:
     repository.review(x=old("x", 1))
     repository.measure(count("x", 2), lane="h200")
     assert "the record is of lane 'h200', not 'cpu'" in refused(repository)
@@ -247,7 +249,7 @@ def test_a_record_of_another_lane_build_or_part_is_refused(repository: Repositor
     assert load(repository.path, "cpu").made_with["torch"] == "2.14.0"
 
 
-def test_a_new_build_is_adopted_though_no_row_moved_but_a_new_machine_is_not(repository: Repository) -> None:
+def test_rebaseline_takes_new_build_but_not_new_machine(repository: Repository) -> None:
     repository.review({"torch": "2.13.0", "triton": None, "cpu": "EPYC"}, x=old("x", 1))
     repository.measure(count("x", 1), cpu="Xeon")
     assert "nothing to accept" in repository.run(*ACCEPT)[1]
@@ -270,13 +272,15 @@ def test_a_new_build_is_adopted_though_no_row_moved_but_a_new_machine_is_not(rep
     ],
     ids=str,
 )
-def test_bad_input_is_one_line_and_exit_4(repository: Repository, args: tuple[str, ...], words: str) -> None:
+def test_bad_arguments_are_one_line_and_exit_4(
+    repository: Repository, args: tuple[str, ...], words: str
+) -> None:
     code, out, err = repository.run(*args)
     assert (code, out, len(err.splitlines())) == (4, "", 1)
     assert words in err
 
 
-def test_broken_files_and_places_are_one_line_and_exit_4(
+def test_broken_files_and_folders_are_one_line_and_exit_4(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(words: str) -> None:
@@ -298,14 +302,14 @@ def test_broken_files_and_places_are_one_line_and_exit_4(
     fails("run inside the repository")
 
 
-def test_help_and_version_answer(repository: Repository) -> None:
+def test_help_and_version_are_printed(repository: Repository) -> None:
     code, out, _ = repository.run("rebaseline", "--help")
     assert code == 0
     assert "Exit codes: 0 done" in out
     assert repository.run("--version")[:2] == (0, f"bumpgate {cli._version()}\n")
 
 
-def test_the_controller_imports_no_torch_and_no_suite() -> None:
+def test_controller_imports_neither_torch_nor_suites() -> None:
     program = "import sys, bumpgate.cli; print({'torch', 'numpy', 'pytest', 'suites'} & sys.modules.keys())"
     root = Path(cli.__file__).parents[1]
     done = subprocess.run(
@@ -319,7 +323,7 @@ def test_the_controller_imports_no_torch_and_no_suite() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_on_a_terminal_the_table_has_colour_and_still_loses_no_word(repository: Repository) -> None:
+def test_terminal_table_has_colour_and_complete_text(repository: Repository) -> None:
     repository.review(x=old("x", 1))
     long = "z" * 150
     repository.measure(count("x", long), count("y", 1, expected=2))
@@ -335,7 +339,7 @@ def test_on_a_terminal_the_table_has_colour_and_still_loses_no_word(repository: 
     assert plain.endswith("cpu: 2 rows: 1 CHANGED, 1 REGRESSION; device cpu; torch 2.13.0; 0 s")
 
 
-def test_an_unwritable_baseline_is_one_line(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_baseline_is_one_line(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     repository.review(x=old("x", 1))
     repository.measure(count("x", 2))
 

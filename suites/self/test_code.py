@@ -52,11 +52,11 @@ def record(triton: str, *rows: Row) -> Record:
         ({"programs_per_sm": 2}, {"programs_per_sm": "4 -> 2"}),
     ],
 )
-def test_worse_code(changes: dict[str, int], expected: dict[str, str]) -> None:
+def test_worse_lists_worse_counts(changes: dict[str, int], expected: dict[str, str]) -> None:
     assert code.worse(COUNTS, COUNTS | changes) == expected
 
 
-def test_count_that_is_gone_is_worse() -> None:
+def test_missing_count_is_worse() -> None:
     assert code.worse({"wgmma": 8}, {"registers": 9}) == {"wgmma": "8 -> not read"}
 
 
@@ -81,7 +81,7 @@ def test_text_without_counts_is_refused(value: object) -> None:
         ("3.5.0", "3.6.0", {}, Verdict.REGRESSION, "with 3.6.0: spills 136 -> 140"),
     ],
 )
-def test_lane_verdict(
+def test_code_row_is_judged_by_nearest_reviewed_triton(
     triton: str, reviewed: str, changes: dict[str, int], verdict: Verdict, reason: str
 ) -> None:
     """Judged against the reviewed code of this triton, or of the nearest reviewed version."""
@@ -91,7 +91,7 @@ def test_lane_verdict(
     assert found.reviewed == REVIEWED[reviewed]
 
 
-def test_baseline_file_keeps_one_value_a_version(tmp_path: Path) -> None:
+def test_baseline_file_keeps_one_value_per_version(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     save(path, baseline({"3.10.0": "spills=1", "3.9.0": "spills=2"}))
     assert load(path, "cpu") == baseline({"3.9.0": "spills=2", "3.10.0": "spills=1"})
@@ -134,7 +134,7 @@ def gate(good: tuple[str, Row], bad: tuple[str, Row]) -> list[tuple[Any, ...]]:
     return [(f.decision, f.label, f.head) for f in judge_gate("cpu", *sides).findings]
 
 
-def test_gate_compares_the_sides() -> None:
+def test_gate_compares_code_of_the_sides() -> None:
     """Each side may match its own review: 400 bytes are still more than 140."""
     good = ("3.7.1", row())
     assert gate(good, ("3.10.0", row(spills=400))) == [(Decision.HOLD, "WORSE", "spills")]
@@ -143,7 +143,7 @@ def test_gate_compares_the_sides() -> None:
     assert gate(("3.10.0", row(spills=400)), good) == [(Decision.ADOPT, "WIN", "")]
 
 
-def test_gate_groups_kernels_that_lost_alike() -> None:
+def test_gate_groups_kernels_with_the_same_loss() -> None:
     ids = [f"kernels/op.kernel{n}-bf16/code" for n in range(3)]
     good = Side("a", record("3.7.1", *(row(id) for id in ids)))
     bad = Side("b", record("3.9.0", *(row(id, spills=200 + n) for n, id in enumerate(ids))))

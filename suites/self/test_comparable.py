@@ -18,7 +18,7 @@ HOST = {"lane": "cpu", "device": "cpu", "cpu": "EPYC", "cores": 16}
 TIMED = {"better": "lower", "tolerance": 0.1, "interval": (2.0, 2.0), "work": "pattern AEME, batch 2"}
 
 
-def test_host_classes_compare() -> None:
+def test_comparable_reports_differing_host_class() -> None:
     assert comparable(HOST, HOST | {"torch": "2.14"}) is None
     assert comparable({}, HOST) is None
     for key in HOST:
@@ -78,7 +78,7 @@ def test_times_of_different_work_do_not_compare(reviewed_work: str, work: str, v
         assert found.reason == f"work was {reviewed_work!r} when reviewed, is {work!r}"
 
 
-def test_work_is_in_record_and_baseline_file(tmp_path: Path) -> None:
+def test_work_is_kept_in_record_and_baseline_file(tmp_path: Path) -> None:
     made = Row("a/b/c", 1.0, "s", 1, "C37", better="lower", work="pattern AEME")
     assert Row.from_json(made.to_json()) == made
     kept = Baseline("cpu", {}, {"a/b/c": Reviewed(1.0, "s", "lower", work="pattern AEME")})
@@ -130,7 +130,7 @@ def test_time(lane, row):
     ],
     ids=["same", "other host", "other work"],
 )
-def test_lane_run_refuses_to_compare(
+def test_lane_run_does_not_judge_incomparable_times(
     project: Project, made_on: str, work: str, code: int, label: str, reason: str
 ) -> None:
     """A lane run and, if it is of another host, a rebaseline of only that row."""

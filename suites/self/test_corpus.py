@@ -47,7 +47,7 @@ def test_names_of_cases_are_unique() -> None:
     assert sorted(set(names)) == sorted(names)
 
 
-def test_page_lists_the_cases() -> None:
+def test_corpus_page_lists_the_cases() -> None:
     assert edges.PAGE.read_text(encoding="utf-8").endswith(edges.TABLE + edges.table())
 
 

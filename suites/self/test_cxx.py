@@ -45,7 +45,7 @@ def tree(tmp_path: Path) -> Tree:
     return Tree(tmp_path)
 
 
-def test_the_same_compile_runs_the_compiler_once(tree: Tree) -> None:
+def test_repeated_compile_runs_the_compiler_once(tree: Tree) -> None:
     first = tree.compile()
     (tree.place / "a.out").unlink()
     second = tree.compile(output="b.out")
@@ -57,7 +57,7 @@ def test_the_same_compile_runs_the_compiler_once(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("part", ["source", "header", "flag", "kept output", "compiler"])
-def test_a_changed_part_is_compiled_again(tree: Tree, part: str) -> None:
+def test_changed_input_is_recompiled(tree: Tree, part: str) -> None:
     assert not tree.compile().returncode
     flags: tuple[str, ...] = ()
     if part == "source":
@@ -77,7 +77,7 @@ def test_a_changed_part_is_compiled_again(tree: Tree, part: str) -> None:
     assert tree.run() == (4 if part in ("source", "header") else 3)
 
 
-def test_another_processor_compiles_again(
+def test_other_processor_recompiles(
     tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tree.place)
@@ -88,7 +88,7 @@ def test_another_processor_compiles_again(
     assert tree.calls == 2
 
 
-def test_another_header_path_compiles_again(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_header_path_recompiles(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree.place / "a.cpp").write_text("#include <width.h>\nint main() { return WIDTH; }\n")
     for width in (1, 2):
         folder = tree.place / f"include{width}"
@@ -99,14 +99,14 @@ def test_another_header_path_compiles_again(tree: Tree, monkeypatch: pytest.Monk
         assert tree.run() == width
 
 
-def test_a_compiler_that_was_removed_is_one_line(tree: Tree) -> None:
+def test_missing_compiler_is_one_line(tree: Tree) -> None:
     (tree.place / "bin" / "g++").unlink()
     done = tree.compile()
     assert done.returncode == 127
     assert done.stderr == f"{tree.place}/bin/g++: no such compiler; install it or set CXX\n"
 
 
-def test_a_failed_compile_is_not_kept(tree: Tree) -> None:
+def test_failed_compile_is_not_cached(tree: Tree) -> None:
     (tree.place / "size.h").write_text("#error no size\n")
     for _ in range(2):
         done = tree.compile()
@@ -115,7 +115,7 @@ def test_a_failed_compile_is_not_kept(tree: Tree) -> None:
     assert tree.calls == 2
 
 
-def test_a_source_on_standard_input_is_always_compiled(tree: Tree) -> None:
+def test_source_on_stdin_is_always_compiled(tree: Tree) -> None:
     for code in (5, 6):
         command = [tree.program, "-x", "c++", "-", "-o", "c.out"]
         source = f"int main() {{ return {code}; }}\n"
@@ -124,7 +124,7 @@ def test_a_source_on_standard_input_is_always_compiled(tree: Tree) -> None:
     assert tree.calls == 2
 
 
-def test_a_response_file_goes_to_the_compiler(tree: Tree) -> None:
+def test_response_file_is_passed_to_the_compiler(tree: Tree) -> None:
     for code in (5, 6):
         (tree.place / "size.h").write_text(f"#define SIZE {code}\n")
         (tree.place / "arguments").write_text("a.cpp")
@@ -132,15 +132,13 @@ def test_a_response_file_goes_to_the_compiler(tree: Tree) -> None:
         assert tree.run("d.out") == code
 
 
-def test_calls_without_an_output_file_go_to_the_compiler(tree: Tree) -> None:
+def test_call_without_output_file_is_passed_to_the_compiler(tree: Tree) -> None:
     done = subprocess.run([tree.program, "--version"], capture_output=True, text=True, check=True)
     assert "g++" in done.stdout
     assert tree.calls == 1
 
 
-def test_output_that_was_not_used_for_the_longest_time_is_removed(
-    tree: Tree, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_removes_least_recently_used_output(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     tree.compile()
     tree.compile("-O2")
     tree.compile()
@@ -153,7 +151,7 @@ def test_output_that_was_not_used_for_the_longest_time_is_removed(
     assert tree.calls == 3
 
 
-def test_headers_are_those_that_the_compiler_read(tree: Tree) -> None:
+def test_recorded_headers_are_those_the_compiler_read(tree: Tree) -> None:
     tree.compile()
     (facts,) = tree.store.glob("??/*.json")
     names = {Path(path).name for path, *_ in json.loads(facts.read_text())["headers"]}

@@ -31,11 +31,11 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
 
 
 def add_record(
-    folder: Path, day: int, value: Value, hour: int = 2, said: Verdict = Verdict.PASS, **more: object
+    folder: Path, day: int, value: Value, hour: int = 2, verdict: Verdict = Verdict.PASS, **more: object
 ) -> None:
     path = folder / f"{len(list(folder.iterdir()))}.json"
     here = HERE | {"started": f"2026-11-{day:02d}T{hour:02d}:00:00+00:00"} | more
-    write_record(path, here, [judged(said, row(BREAKS, value))])
+    write_record(path, here, [judged(verdict, row(BREAKS, value))])
     Archive(default_store()).add(path)
 
 
@@ -62,7 +62,7 @@ def test_pages_show_rows_nights_hosts_changes_and_findings(
     for day in range(1, 7):
         add_record(tmp_path, day, 13 if day < 4 else 17, cpu="Xeon")
     add_record(tmp_path, 3, 99, hour=1, cpu="Xeon")  # the same night, read before
-    add_record(tmp_path, 6, 13, said=Verdict.REGRESSION, cpu="EPYC")
+    add_record(tmp_path, 6, 13, verdict=Verdict.REGRESSION, cpu="EPYC")
     archive = Archive(default_store())
     archive.add(gate_of_day(tmp_path, 7))
     key = archive.findings()[0].key
@@ -84,11 +84,11 @@ def test_pages_show_rows_nights_hosts_changes_and_findings(
     assert "6 nights, 1 changes of level" in page
     assert "2026-11-06 back to 2026-11-04, 3 nights" in page
     assert page.count("new level") == 1
-    assert page.count("h0") == 6, "a dot each night"
+    assert page.count("h0") == 6, "one dot per night"
     assert Links(page).found == ["data:,", "../index.html"]
 
 
-def test_adopted_side_of_a_gate_is_left_out(tmp_path: Path, write: Callable[..., int]) -> None:
+def test_dashboard_excludes_adopted_side_of_a_gate(tmp_path: Path, write: Callable[..., int]) -> None:
     Archive(default_store()).add(gate_of_day(tmp_path, 7, rows=(BREAKS,)))
     assert write() == 0
     text = (tmp_path / "site" / "index.html").read_text()
@@ -127,7 +127,7 @@ def test_plot_spans_its_box() -> None:
     assert '<path class="level" d="M8 228H8M992 12H992"/>' in drawn
 
 
-def test_hostile_text_stays_text(tmp_path: Path, write: Callable[..., int]) -> None:
+def test_dashboard_escapes_hostile_text(tmp_path: Path, write: Callable[..., int]) -> None:
     add_record(tmp_path, 1, EVIL, cpu=EVIL)
     add_record(tmp_path, 2, float("inf"), cpu=EVIL)
     assert write() == 0
@@ -137,7 +137,7 @@ def test_hostile_text_stays_text(tmp_path: Path, write: Callable[..., int]) -> N
         assert "alert(&#39;x&#39;)" in text
 
 
-def test_written_again_it_drops_rows_that_are_gone(tmp_path: Path, write: Callable[..., int]) -> None:
+def test_rewritten_dashboard_drops_removed_rows(tmp_path: Path, write: Callable[..., int]) -> None:
     add_record(tmp_path, 1, 1)
     add_record(tmp_path, 20, 1, cpu="EPYC")
     assert write() == 0
@@ -146,31 +146,29 @@ def test_written_again_it_drops_rows_that_are_gone(tmp_path: Path, write: Callab
     assert len(list((tmp_path / "site" / "rows").iterdir())) == 1
 
 
-def test_bad_input_is_one_line(
+def test_bad_dashboard_input_is_one_line(
     tmp_path: Path, write: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said(*args: str) -> str:
+    def error_line(*args: str) -> str:
         assert write(*args) == 4
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
-    assert "no reading of the last 365 days in " in said()
+    assert "no reading of the last 365 days in " in error_line()
     add_record(tmp_path, 1, 1)
-    assert "no reading on lane h200 of the last 365 days in " in said("--lane", "h200")
-    assert "--store 'nonsense': not a database URL" in said("--store", "nonsense")
+    assert "no reading on lane h200 of the last 365 days in " in error_line("--lane", "h200")
+    assert "--store 'nonsense': not a database URL" in error_line("--store", "nonsense")
     site = tmp_path / "site"
     site.write_text("")
-    assert said().endswith("site: not a folder")
+    assert error_line().endswith("site: not a folder")
     site.unlink()
     site.mkdir()
     (site / "index.html").write_text("<p>another page</p>")
-    assert said().endswith("site: holds other files than a dashboard: name a new folder")
+    assert error_line().endswith("site: holds other files than a dashboard: name a new folder")
     assert (site / "index.html").read_text() == "<p>another page</p>"
 
 
-def test_first_page_grows_with_the_rows_and_not_with_the_nights(
-    tmp_path: Path, write: Callable[..., int]
-) -> None:
+def test_first_page_size_depends_on_rows_not_on_nights(tmp_path: Path, write: Callable[..., int]) -> None:
     """The nights of a row are one drawing: at most 2 kB of the page each."""
     many_readings(Archive(default_store()), 60, 120, date(2026, 11, 30))
     assert write() == 0

@@ -73,10 +73,10 @@ def test_rows_after_an_early_stop_are_one_line(ran: Project) -> None:
     done = ran.pytest("-m", "cpu", "-n", "0", "-x")
     assert "MISSING       3 rows not measured because the run stopped early\n" in done.out
     assert "compile/one/graph_breaks" not in done.out
-    assert ran.verdicts()["one"] == "MISSING", "the record has every row"
+    assert ran.verdicts()["one"] == "MISSING", "the record contains every row"
 
 
-def test_report_shows_the_same_side_by_side(ran: Project) -> None:
+def test_report_shows_numbers_limit_and_rule_of_red_row(ran: Project) -> None:
     ran.pytest("-m", "cpu", "-n", "1")
     shown = page.of(ran.record())
     row = next(r for r in shown.rows if r.id == "compile/changed/graph_breaks")
@@ -107,5 +107,5 @@ ROW = {"unit": "n", "witness": 1, "rule": "C1"}
         (Row("a/b/n", 1, better="higher", **ROW), Reviewed(-10, "n", "higher", 0.1), ">= -11"),
     ],
 )
-def test_limit_is_what_the_judgement_uses(row: Row, old: Reviewed | None, text: str) -> None:
+def test_displayed_limit_matches_the_judgement(row: Row, old: Reviewed | None, text: str) -> None:
     assert limit(row, old) == text

@@ -38,7 +38,7 @@ def by_code(findings: list[Finding], code: str) -> Finding:
     return next(f for f in findings if f.code == code and f.status is not Status.OK)
 
 
-def test_this_machine_is_healthy(machine: Machine) -> None:
+def test_doctor_reports_this_machine_healthy(machine: Machine) -> None:
     """The complete command; torch is only imported in subprocesses without a visible device."""
     done = cli(machine, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -130,7 +130,7 @@ ENVIRONMENT: dict[str, tuple[Break, str, str, str]] = {
     [pytest.param(f, marks=planted("C28", f)) for f in ENVIRONMENT],
     ids=lambda f: f.replace(" ", "-"),
 )
-def test_a_broken_environment_is_named_before_torch_is_imported(machine: Machine, fault: str) -> None:
+def test_environment_defect_is_found_before_importing_torch(machine: Machine, fault: str) -> None:
     plant, code, reason, fix = ENVIRONMENT[fault]
     plant(machine)
     findings = machine.examine()
@@ -146,7 +146,7 @@ def test_a_broken_environment_is_named_before_torch_is_imported(machine: Machine
 
 
 @planted("C28", "a cache disk that refuses the write itself")
-def test_a_full_disk_is_its_own_defect(machine: Machine) -> None:
+def test_full_cache_disk_is_a_separate_defect(machine: Machine) -> None:
     cache = [check for check in CHECKS if check.title == "cache directories"]
     assert defects(machine.examine(checks=cache)) == []
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -159,7 +159,7 @@ def test_a_full_disk_is_its_own_defect(machine: Machine) -> None:
     assert "File too large" in findings[0].reason
 
 
-def lying_wheel(machine: Machine) -> None:
+def wrong_label(machine: Machine) -> None:
     machine.package("flash_attn", version="2.8.3+cu130torch2.10")
 
 
@@ -181,7 +181,7 @@ VERSIONS: dict[str, tuple[Break, str, str, str]] = {
     ),
     "a source tree of torch before the installed one": (
         lambda m: m.package("torch", files={"version.py": "__version__ = '2.14.0a0+gitabc'"}),
-        "BG203", "says 2.14.0a0+gitabc", "clear PYTHONPATH",
+        "BG203", "states 2.14.0a0+gitabc", "clear PYTHONPATH",
     ),
     "two torch distributions": (lambda m: m.torch("2.13.0+cpu"), "BG203", "two torch distributions", "pip uninstall"),
     "another triton than the lane's": (
@@ -196,15 +196,15 @@ VERSIONS: dict[str, tuple[Break, str, str, str]] = {
         lambda m: m.edit("pyproject.toml", "suite = [", 'suite = [\n    "absent-package>=2",'),
         "BG206", "need absent-package>=2 (absent)", "pip install 'absent-package>=2'",
     ),
-    "a wheel label that names another torch": (lying_wheel, "BG207", "built for torch 2.10, not 2.13", "flash_attn"),
-    "an extension that is no library": (not_an_extension, "BG208", "cannot be audited: nm:", "causal_conv1d"),
+    "a wheel label that names another torch": (wrong_label, "BG207", "built for torch 2.10, not 2.13", "flash_attn"),
+    "an extension that is not a library": (not_an_extension, "BG208", "cannot be audited: nm:", "causal_conv1d"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "fault", [pytest.param(f, marks=planted("C28", f)) for f in VERSIONS], ids=lambda f: f.replace(" ", "-")
 )
-def test_wrong_versions_are_named_without_importing_torch(machine: Machine, fault: str) -> None:
+def test_wrong_versions_are_found_without_importing_torch(machine: Machine, fault: str) -> None:
     plant, code, reason, fix = VERSIONS[fault]
     plant(machine)
     findings = machine.examine(Part.VERSIONS, Part.ACCELERATOR)
@@ -217,7 +217,7 @@ def test_wrong_versions_are_named_without_importing_torch(machine: Machine, faul
 
 
 @pytest.mark.parametrize(
-    ("torch", "cuda", "driver", "wanted"),
+    ("torch", "cuda", "driver", "expected"),
     [
         ("2.11.0+cu130", "13.0", "580.159.04", {}),
         ("2.11.0+cu130", "13.0", "580.65.06", {}),
@@ -240,12 +240,16 @@ def test_wrong_versions_are_named_without_importing_torch(machine: Machine, faul
         ("2.13.0+cu990", "99.0", "580.65.06", {"BG209": "the contract lists no build for CUDA 99.0"}),
     ],
 )  # fmt: skip
-def test_cuda_builds_and_drivers(machine: Machine, torch: str, cuda: str, driver: str, wanted: dict) -> None:
+def test_cuda_builds_and_drivers(
+    machine: Machine, torch: str, cuda: str, driver: str, expected: dict
+) -> None:
     machine.torch(torch, cuda)
     machine.program("nvidia-smi", f"echo {driver}" if driver else "echo no devices >&2; exit 9")
     checks = [check for check in CHECKS if check.code in ("BG209", "BG210")]
     found = {f.code: f for f in machine.examine(lane="h200", checks=checks) if f.status is not Status.OK}
-    assert {code: words in found[code].reason for code, words in wanted.items()} == dict.fromkeys(found, True)
+    assert {code: words in found[code].reason for code, words in expected.items()} == dict.fromkeys(
+        found, True
+    )
     assert all(
         (f.status is Status.WARNING) == ("is no longer" not in f.reason)
         for f in found.values()
@@ -267,7 +271,7 @@ TORCHES = {
 @pytest.mark.parametrize(
     "fault", [pytest.param(f, marks=planted("C28", f"a torch that {f} at import")) for f in TORCHES]
 )
-def test_a_torch_that_does_not_import(machine: Machine, fault: str) -> None:
+def test_torch_import_failure_is_reported(machine: Machine, fault: str) -> None:
     text, words = TORCHES[fault]
     machine.torch("2.13.0", text=text)
     findings = machine.examine(Part.INSTRUMENTS)
@@ -275,11 +279,11 @@ def test_a_torch_that_does_not_import(machine: Machine, fault: str) -> None:
     assert words in findings[0].reason
     assert "import torch" in findings[0].fix
     assert {f.status for f in findings[1:]} == {Status.NOT_RUN}
-    assert machine.torch_imports == ["''"], "one child has met it"
+    assert machine.torch_imports == ["''"], "one child process has imported it"
 
 
 @planted("C28", "a counter that torch renamed")
-def test_a_silent_instrument_is_named(machine: Machine) -> None:
+def test_silent_instrument_is_reported(machine: Machine) -> None:
     machine.own("bumpgate/plugin/instruments")
     machine.edit(
         "bumpgate/plugin/instruments/dynamo.py", 'sum(counters["graph_break"]', 'sum(counters["graph_breaks"]'
@@ -291,8 +295,8 @@ def test_a_silent_instrument_is_named(machine: Machine) -> None:
     assert "suites/canaries" in findings[0].fix
 
 
-@planted("C28", "the autotuning timeout taken away")
-def test_a_setting_without_its_effect_is_named(machine: Machine) -> None:
+@planted("C28", "the autotuning timeout removed")
+def test_setting_without_effect_is_reported(machine: Machine) -> None:
     checks = [check for check in CHECKS if check.code == "BG303"]
     assert defects(machine.examine(checks=checks)) == []
     name = "max_autotune_subproc_result_timeout_seconds"
@@ -310,7 +314,7 @@ cases = ["fine", "crash", "fine too"]
 
 
 @planted("C39", "an installed wheel that crashes on one of its shapes")
-def test_an_installed_wheel_is_run(machine: Machine) -> None:
+def test_installed_wheel_is_smoke_tested(machine: Machine) -> None:
     path = machine.root / "wheels" / "manifest.toml"
     whole = path.read_text()
     checks = [check for check in CHECKS if check.code == "BG402"]
@@ -324,7 +328,7 @@ def test_an_installed_wheel_is_run(machine: Machine) -> None:
 
 
 @planted("C28", "a lane without its device")
-def test_the_device_is_asked_for_last(machine: Machine) -> None:
+def test_device_is_checked_last(machine: Machine) -> None:
     assert [check.code for check in CHECKS if check.part is Part.ACCELERATOR] == ["BG401", "BG402"]
     assert CHECKS[-2].code == "BG401"
     machine.torch("2.11.0+cu130", "13.0", "cuda = None")
@@ -341,7 +345,9 @@ def test_the_device_is_asked_for_last(machine: Machine) -> None:
         (("--frob",), "--frob"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_4(machine: Machine, arguments: tuple[str, ...], words: str) -> None:
+def test_bad_doctor_input_is_one_line_and_exit_4(
+    machine: Machine, arguments: tuple[str, ...], words: str
+) -> None:
     done = cli(machine, *arguments)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (4, "", 1)
     assert words in done.stderr
@@ -364,7 +370,7 @@ def test_unreadable_files_are_one_line_and_exit_4(
     assert words in done.stderr
 
 
-def test_a_defect_exits_with_1_and_both_forms_say_the_same(machine: Machine) -> None:
+def test_defect_exits_1_and_text_agrees_with_json(machine: Machine) -> None:
     machine.environment["TORCHINDUCTOR_CACHE_DIR"] = "/absent"
     plain, as_json = cli(machine), cli(machine, "--json")
     assert (plain.returncode, as_json.returncode, plain.stderr) == (1, 1, "")
@@ -379,7 +385,7 @@ def test_a_defect_exits_with_1_and_both_forms_say_the_same(machine: Machine) -> 
     assert machine.torch_imports == []
 
 
-def test_on_a_terminal_no_word_is_lost() -> None:
+def test_terminal_rendering_keeps_complete_text() -> None:
     finding = Finding(
         "BG107", Part.ENVIRONMENT, "cache directories", Status.DEFECT, "y" * 90, "mkdir -p " + "z" * 90
     )

@@ -93,7 +93,7 @@ def sections() -> dict[str, configparser.SectionProxy]:
 
 
 @pytest.mark.parametrize("text", TOX)
-def test_tox_environment_exists_with_commands_that_resolve(text: str) -> None:
+def test_documented_tox_environment_exists_and_resolves(text: str) -> None:
     markers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
     declared = {re.match(r"\w+", marker)[0] for marker in markers}
     for name in TOX[text]:
@@ -115,7 +115,7 @@ def test_test_that_executes_a_command_exists(node: str) -> None:
     assert name in [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
 
 
-def test_extraction_finds_each_form() -> None:
+def test_command_extraction_finds_each_form() -> None:
     text = (
         "Run `pytest -m a\n-n 2` or `bumpgate gate`.\n\n"
         "```\nX=1 bumpgate a \\\n    --b  # why\nmake all\n```\n\n"

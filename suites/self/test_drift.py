@@ -1,6 +1,6 @@
 """Slow drift: 1 % a week is reported by week 6, and a year without change gives no report.
 
-A weekly reading is the estimate from 12 sessions, with the noise of test_sequential.
+A weekly reading is the estimate from 12 sessions, with the noise of suites/self/simulation.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from bumpgate.gate import drift
 from bumpgate.gate.drift import Reading, anchor, find_drift
 from bumpgate.gate.sequential import estimate
-from suites.self.test_sequential import NOISES, ROWS, row_noise, told, wilson
+from suites.self.simulation import NOISES, ROWS, rate_text, row_noise, wilson
 
 FIXED = settings(derandomize=True, max_examples=60, deadline=None)
 START = date(2026, 1, 5)
@@ -45,7 +45,7 @@ def weekly_errors(noise: str) -> list[float]:
     return out
 
 
-def creeping(weeks: int) -> list[float]:
+def drifting(weeks: int) -> list[float]:
     """Log-ratios to the anchor if each week adds 1 %, and the weeks before the first were equal."""
     adopted = [week(-n) for n in range(1, 9)]
     out = []
@@ -63,35 +63,35 @@ def quiet_runs(rng: random.Random, noise: str, runs: int) -> int:
     return sum(not any(find_drift(readings(rng.choices(errors, k=52))) for _ in ROWS) for _ in range(runs))
 
 
-def called_by_week_6(rng: random.Random, noise: str, runs: int) -> tuple[int, list[int]]:
+def reported_by_week_6(rng: random.Random, noise: str, runs: int) -> tuple[int, list[int]]:
     """Count drifts reported by week 6, and return the weeks of their reports."""
     errors, weeks = weekly_errors(noise), []
     for _ in range(runs):
-        found = find_drift(readings([x + rng.choice(errors) for x in creeping(6)]))
+        found = find_drift(readings([x + rng.choice(errors) for x in drifting(6)]))
         if found:
             weeks.append((found.called - START).days // 7)
     return len(weeks), weeks
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_a_year_without_change_stays_quiet_in_all_rows(noise: str) -> None:
+def test_year_without_change_reports_no_drift(noise: str) -> None:
     runs = 600
     quiet = quiet_runs(random.Random(1), noise, runs)
-    text = told("quiet years", quiet, runs)
+    text = rate_text("quiet years", quiet, runs)
     print(text)
     assert wilson(quiet, runs)[0] >= 0.98, text
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_one_percent_a_week_is_called_by_week_6(noise: str) -> None:
+def test_drift_of_1_percent_a_week_is_reported_by_week_6(noise: str) -> None:
     runs = 2000
-    hits, weeks = called_by_week_6(random.Random(2), noise, runs)
-    text = f"{told('called by week 6', hits, runs)}; median week {statistics.median(weeks):g}"
+    hits, weeks = reported_by_week_6(random.Random(2), noise, runs)
+    text = f"{rate_text('reported by week 6', hits, runs)}; median week {statistics.median(weeks):g}"
     print(text)
     assert wilson(hits, runs)[0] >= 0.95, text
 
 
-def test_mutant_without_an_allowance_is_not_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_without_allowance_reports_false_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "ALLOWANCE", 0.0)
     quiet = quiet_runs(random.Random(1), NOISES[0], 20)
     assert wilson(quiet, 20)[1] < 0.98
@@ -106,40 +106,40 @@ def test_mutant_that_reads_weekly_steps_fails_at_any_limit(monkeypatch: pytest.M
     hits = sum(
         find_drift(readings([STEP + rng.choice(errors) for _ in range(6)])) is not None for _ in range(runs)
     )
-    assert wilson(hits, runs)[1] < 0.95, told("called by week 6", hits, runs)
+    assert wilson(hits, runs)[1] < 0.95, rate_text("reported by week 6", hits, runs)
     quiet = quiet_runs(rng, NOISES[0], 100)
-    assert wilson(quiet, 100)[1] < 0.98, told("quiet years", quiet, 100)
+    assert wilson(quiet, 100)[1] < 0.98, rate_text("quiet years", quiet, 100)
 
 
-def test_mutant_without_the_cap_calls_one_bad_week(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_without_cap_reports_one_bad_week(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = readings([0.0, 0.0, 0.2, 0.0, 0.0])
     assert find_drift(bad) is None
     monkeypatch.setattr(drift, "CAP", math.inf)
     assert find_drift(bad) is not None
 
 
-def test_the_anchor_lies_a_month_back() -> None:
-    assert creeping(6) == pytest.approx([STEP * n for n in (1, 2, 3, 4, 4, 4)])
+def test_anchor_is_a_month_old() -> None:
+    assert drifting(6) == pytest.approx([STEP * n for n in (1, 2, 3, 4, 4, 4)])
     assert anchor([], START) is None
     assert anchor([START], START) is None
     assert anchor([week(-1), week(3)], START) == week(-1)
     assert anchor([START - timedelta(29), START - timedelta(31)], START) == START - timedelta(31)
 
 
-def test_a_creep_names_its_weeks_and_its_size() -> None:
+def test_drift_reports_its_weeks_and_size() -> None:
     found = find_drift(readings([0.0, 0.0, 0.03, 0.04, 0.05, 0.04]))
     assert found == drift.Drift(week(3), week(5), math.exp(0.05))
 
 
 @FIXED
 @given(st.lists(st.floats(-0.5, drift.ALLOWANCE), max_size=60))
-def test_nothing_within_the_allowance_is_called(log_ratios: list[float]) -> None:
+def test_drift_within_the_allowance_is_not_reported(log_ratios: list[float]) -> None:
     assert find_drift(readings(log_ratios)) is None
 
 
 @FIXED
 @given(st.lists(st.floats(-0.1, 0.1), max_size=30), st.lists(st.floats(-0.1, 0.1), max_size=10))
-def test_a_creep_once_called_stays_called(log_ratios: list[float], later: list[float]) -> None:
+def test_reported_drift_stays_reported(log_ratios: list[float], later: list[float]) -> None:
     """Red until it is fixed and accepted, independent of later readings."""
     found = find_drift(readings(log_ratios))
     if found:
@@ -147,7 +147,7 @@ def test_a_creep_once_called_stays_called(log_ratios: list[float], later: list[f
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_reading_that_is_no_number_is_refused(bad: float) -> None:
+def test_non_finite_reading_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="log-ratio must be finite"):
         find_drift(readings([0.0, bad]))
 

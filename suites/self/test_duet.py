@@ -1,4 +1,4 @@
-"""A paired session on dedicated cores: two real processes in lockstep, and the case that one of them is left alone."""
+"""A paired session on dedicated cores: two real processes in lockstep, and the case that one of them dies."""
 
 from __future__ import annotations
 
@@ -94,9 +94,7 @@ def rows(run):
 
 @needs_two_cores
 @pytest.mark.parametrize(("flip", "length"), [(False, ROUNDS), (True, 16)])
-def test_both_sides_go_through_the_same_rounds_and_change_places(
-    project: Project, flip: bool, length: int
-) -> None:
+def test_duet_sides_share_rounds_and_swap_cores(project: Project, flip: bool, length: int) -> None:
     runs = duet(project, flip, length, SLOWER="1.5")
     good, bad = (rows(run)["throughput/loop/seconds"] for run in runs)
     # The first call is not a round: it comes before both are ready.
@@ -113,7 +111,7 @@ def test_both_sides_go_through_the_same_rounds_and_change_places(
 
 @needs_two_cores
 @pytest.mark.parametrize("flip", [False, True])
-def test_the_rounds_tell_how_much_longer_the_other_sides_work_is(project: Project, flip: bool) -> None:
+def test_duet_measures_the_ratio_of_work(project: Project, flip: bool) -> None:
     """One session of three must: with busy neighbours, 2 of 14 single ones deviated more, at 1.26 and 1.87."""
     sessions = (log_ratio_of_rounds(*rounds(duet(project, flip, SLOWER="1.5"))) for _ in range(3))
     assert pytest.approx(1.5, rel=0.15) in map(math.exp, sessions)
@@ -121,7 +119,7 @@ def test_the_rounds_tell_how_much_longer_the_other_sides_work_is(project: Projec
 
 @needs_two_cores
 @pytest.mark.parametrize("sleeps", ["0", "0.002"])
-def test_rounds_show_waiting_that_cpu_time_does_not(project: Project, sleeps: str) -> None:
+def test_duet_measures_waiting_outside_cpu_time(project: Project, sleeps: str) -> None:
     """A sleep of 2 ms next to about 20 ms of work is reported as its share of CPU time; without it there is no wait."""
     runs = duet(project, SLEEPS=sleeps)
     good, bad = (reading(run, [TEST]).rounds["throughput/loop/wall_over_cpu"] for run in runs)
@@ -131,35 +129,35 @@ def test_rounds_show_waiting_that_cpu_time_does_not(project: Project, sleeps: st
 
 
 @needs_two_cores
-def test_a_side_that_dies_ends_the_wait_of_the_other(project: Project) -> None:
+def test_dead_side_ends_the_wait_of_the_other(project: Project) -> None:
     alone, dead = duet(project, DIES="1")
     assert dead.record is None or not rows(dead)
-    said = reading(alone, [TEST])
-    assert not said.costs
-    assert "the other side of this session has ended" in said.lost
+    found = reading(alone, [TEST])
+    assert not found.costs
+    assert "the other side of this session has ended" in found.lost
     assert alone.seconds < 60
 
 
 @needs_two_cores
-def test_sides_that_time_other_things_are_no_pair(project: Project) -> None:
+def test_sides_timing_different_work_are_not_paired(project: Project) -> None:
     for run in duet(project, NAMED="other"):
         assert "the two sides of this session differ in what they time" in reading(run, [TEST]).lost
 
 
-def test_outside_of_a_duet_no_series_is_kept(project: Project) -> None:
+def test_no_series_is_kept_outside_a_duet(project: Project) -> None:
     assert VARIABLE not in os.environ
     project.pytest("-m", "cpu", "-n", "0", TEST.partition("::")[0], TMPDIR=str(project.root))
     (row,) = (j.row for j in project.record().judgements if j.row.id == "throughput/loop/seconds")
     assert row.series == {}
 
 
-def test_rounds_that_do_not_pair_are_refused() -> None:
+def test_unpaired_rounds_are_refused() -> None:
     for good, bad in (((), ()), ((1.0,), (1.0, 2.0)), ((1.0, math.inf), (1.0, 2.0)), ((0.0,), (1.0,))):
         with pytest.raises(ValueError, match="do not pair"):
             log_ratio_of_rounds(good, bad)
 
 
-def test_what_one_core_suffers_cancels() -> None:
+def test_slow_core_cancels_in_swapped_rounds() -> None:
     """The first core is slower by half; the sides swap cores after each round, and one round is disturbed."""
     cores = [1.5, 1.0] * 10
     good = [2.0 * a for a in cores]

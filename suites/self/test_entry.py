@@ -90,7 +90,7 @@ def test_gate_child_reports_dead_workers_as_failure(lane: Project) -> None:
     arguments = ["-n", "1", "--max-worker-restart=1"]
     record = lane.root / "good.json"
     run = run_lane(Path(sys.executable), lane.root, "cpu", arguments, record, check_import=False)
-    assert run.record is None, "an empty record would read as one missing row after another"
+    assert run.record is None, "an empty record would report every row as missing"
     assert "all 1 rows missing" in run.failure
     assert "unrecognized arguments: --colour" in run.failure
 

@@ -65,17 +65,17 @@ def torch_in(environment: Environment) -> str:
     return subprocess.run([environment.python, "-c", program], capture_output=True, text=True).stdout.strip()
 
 
-def left_behind() -> list[str]:
+def cache_entries() -> list[str]:
     """Return the cache entries other than logs and lock files."""
     return sorted(p.name for p in cache().iterdir() if p.name not in ("logs", ".locks"))
 
 
-def test_a_second_build_is_the_first_one_and_calls_no_uv(
+def test_second_build_reuses_environment_without_uv(
     index: LocalIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = build(TORCH)
     assert (torch_in(first), dict(first.packages)) == ("1.0 3.0", {"torch": "1.0", "triton": "3.0"})
-    assert left_behind() == [first.key]
+    assert cache_entries() == [first.key]
     requests = len(index.requests)
     monkeypatch.setattr(environments, "run_uv", None)
     assert build(TORCH) == first
@@ -96,14 +96,14 @@ def test_a_second_build_is_the_first_one_and_calls_no_uv(
     ],
     ids=str,
 )
-def test_the_key_is_of_what_decides_the_content(
+def test_key_depends_on_what_determines_the_content(
     change: dict[str, object], same: bool, index: LocalIndex
 ) -> None:
     request = Request(("torch==1.0", "triton"))
     assert (request_key(request, None) == request_key(replace(request, **change), None)) is same  # type: ignore[arg-type]
 
 
-def test_the_key_knows_the_host_the_lock_and_the_files(
+def test_key_depends_on_host_settings_lock_and_files(
     index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = tmp_path / "pylock.cpu.toml"
@@ -137,7 +137,7 @@ def test_the_key_knows_the_host_the_lock_and_the_files(
     ],
     ids=["version", "package", "conflict", "interpreter"],
 )
-def test_what_cannot_exist_is_not_installable(
+def test_unsatisfiable_requirement_is_not_installable(
     requirements: tuple[str, ...], words: str, index: LocalIndex
 ) -> None:
     with pytest.raises(NotInstallable, match=words) as caught:
@@ -145,17 +145,17 @@ def test_what_cannot_exist_is_not_installable(
     assert "\n" not in str(caught.value)
     assert "torch" in caught.value.log.read_text() or "no-such" in caught.value.log.read_text()
     assert caught.value.tail
-    assert left_behind() == []
+    assert cache_entries() == []
 
 
-def test_a_forgotten_file_is_not_installable(index: LocalIndex, tmp_path: Path) -> None:
+def test_listed_but_missing_file_is_not_installable(index: LocalIndex, tmp_path: Path) -> None:
     index.vanish(tmp_path / "wheels" / "torch-1.1-py3-none-any.whl")
     with pytest.raises(NotInstallable, match="404"):
         build(Request(("torch==1.1",)))
 
 
 @pytest.mark.parametrize("fault", ["500", "401", "403", "refused", "offline", "corrupt"])
-def test_a_broken_machine_or_index_is_no_statement_about_torch(
+def test_machine_or_index_failure_is_a_build_error(
     fault: str, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fault.isdigit():
@@ -172,10 +172,10 @@ def test_a_broken_machine_or_index_is_no_statement_about_torch(
     assert type(caught.value) is BuildError, caught.value
     assert "\n" not in str(caught.value)
     assert caught.value.log.is_file()
-    assert left_behind() == []
+    assert cache_entries() == []
 
 
-def test_exit_codes_tell_the_two_apart(
+def test_exit_codes_of_not_installable_and_build_error(
     index: LocalIndex, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for raised, code in ((NotInstallable("a", cache(), ""), 4), (BuildError("b", cache(), ""), 125)):
@@ -227,29 +227,29 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 
 @planted("C19", "the disk is full in mid-build")
-def test_a_full_disk_leaves_nothing_and_says_so(
+def test_full_disk_is_reported_and_leaves_no_environment(
     index: LocalIndex, tmp_path: Path, child: Callable[..., subprocess.Popen[str]]
 ) -> None:
     big = {"torch/__init__.py": "__version__ = '5.0'", "torch/data": "x" * 1_000_000}
     index.add(fake_wheel(tmp_path / "wheels", "torch", "5.0", big))
-    said = child("torch==5.0", "full").communicate(timeout=60)[0].splitlines()[-1]
-    assert said.startswith("BuildError torch==5.0: ")
-    assert "File too large" in said or "SIGXFSZ" in said
-    assert left_behind() == []
+    printed = child("torch==5.0", "full").communicate(timeout=60)[0].splitlines()[-1]
+    assert printed.startswith("BuildError torch==5.0: ")
+    assert "File too large" in printed or "SIGXFSZ" in printed
+    assert cache_entries() == []
     assert build(Request(("torch==5.0",))).packages == {"torch": "5.0"}
 
 
-def test_a_killed_build_is_built_anew(index: LocalIndex, child: Callable[..., subprocess.Popen[str]]) -> None:
+def test_killed_build_is_rebuilt(index: LocalIndex, child: Callable[..., subprocess.Popen[str]]) -> None:
     index.pause()
     killed = child("torch==1.0")
     wait_for(lambda: any(path.startswith("/files/") for path in index.requests))
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    assert [name.rsplit(".", 1)[-1] for name in left_behind()] == ["partial"]
+    assert [name.rsplit(".", 1)[-1] for name in cache_entries()] == ["partial"]
     index.resume()
     built = build(TORCH)
     assert torch_in(built) == "1.0 3.0"
-    assert left_behind() == [built.key]
+    assert cache_entries() == [built.key]
 
 
 def test_two_processes_build_one_environment(
@@ -264,13 +264,13 @@ def test_two_processes_build_one_environment(
     assert both[1].stdout is not None
     waiting = both[1].stdout.readline()
     index.resume()
-    said = [process.communicate(timeout=60)[0].split() for process in both]
+    printed = [process.communicate(timeout=60)[0].split() for process in both]
     assert waiting == "torch==1.0: another process builds it; waiting\n"
-    assert said == [["torch==1.0:", "building", said[1][0]], [said[1][0]]]
-    assert left_behind() == [said[1][0]]
+    assert printed == [["torch==1.0:", "building", printed[1][0]], [printed[1][0]]]
+    assert cache_entries() == [printed[1][0]]
 
 
-def test_what_is_in_use_is_not_deleted(
+def test_prune_keeps_environments_in_use(
     index: LocalIndex, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     used, other = build(TORCH), build(Request(("helper==1.0",)))
@@ -289,14 +289,14 @@ def test_what_is_in_use_is_not_deleted(
         f"deleted the compile caches {other.key}-good",
         f"deleted the compile caches {compiled.HANDED_IN}old-bad",
     ]
-    assert left_behind() == [used.key]
+    assert cache_entries() == [used.key]
     assert [place.name for place in sorted(compiled.caches().iterdir())] == sorted(
         [f"{used.key}-good", f"{compiled.HANDED_IN}new-bad"]
     )
     assert discard("never-built")
 
 
-def test_a_damaged_environment_is_built_anew(index: LocalIndex) -> None:
+def test_damaged_environment_is_rebuilt(index: LocalIndex) -> None:
     for damage in ("interpreter", "note"):
         built = build(TORCH)
         if damage == "interpreter":
@@ -307,7 +307,7 @@ def test_a_damaged_environment_is_built_anew(index: LocalIndex) -> None:
         assert torch_in(build(TORCH)) == "1.0 3.0", damage
 
 
-def test_an_open_requirement_is_asked_again_only_with_refresh(index: LocalIndex, tmp_path: Path) -> None:
+def test_open_requirement_is_resolved_again_only_with_refresh(index: LocalIndex, tmp_path: Path) -> None:
     request = Request(("helper",))
     assert build(request).packages == {"helper": "2.0"}
     index.add(fake_wheel(tmp_path / "wheels", "helper", "3.0"))
@@ -316,7 +316,7 @@ def test_an_open_requirement_is_asked_again_only_with_refresh(index: LocalIndex,
     assert build(replace(request, refresh=True)).packages == {"helper": "3.0"}
 
 
-def test_a_mixture_that_its_own_pins_forbid_installs_without_them(index: LocalIndex) -> None:
+def test_mixture_installs_without_its_conflicting_pins(index: LocalIndex) -> None:
     mixed = build(Request(("torch==1.0", "triton==3.1"), dependencies=False))
     assert torch_in(mixed) == "1.0 3.1"
 
@@ -333,7 +333,7 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_candidate_takes_the_place_of_its_pin_and_the_rest_stays(index: LocalIndex, tree: Path) -> None:
+def test_candidate_replaces_only_its_own_pin(index: LocalIndex, tree: Path) -> None:
     assert build(lane_request(tree, "cpu")).packages == {"helper": "2.0", "torch": "1.0", "triton": "3.0"}
     digest = "0" * 64
     (tree / "wheels" / "pylock.cpu.toml").write_text(
@@ -379,11 +379,11 @@ def device_tree(index: LocalIndex, tree: Path, tmp_path: Path) -> Path:
     return tree
 
 
-def test_freezing_keeps_the_local_label_of_the_manifest(device_tree: Path) -> None:
+def test_freeze_keeps_local_label_of_the_manifest(device_tree: Path) -> None:
     assert (device_tree / "wheels" / "manifest.toml").read_text() == ROW
 
 
-def test_an_adopted_set_takes_local_wheels_by_their_hash(
+def test_adopted_set_takes_local_wheels_by_hash(
     device_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BUMPGATE_STORE", str(tmp_path / "empty"))
@@ -402,7 +402,7 @@ def test_an_adopted_set_takes_local_wheels_by_their_hash(
         ("jax==2.0", {"jax": "2.0", "jaxlib": "2.0"}),
     ],
 )
-def test_a_candidate_moves_only_what_conflicts(
+def test_candidate_moves_only_conflicting_packages(
     candidate: str, moved: dict[str, str | None], device_tree: Path
 ) -> None:
     adopted = build(lane_request(device_tree, "h200")).packages
@@ -417,7 +417,7 @@ def test_paired_packages_move_to_one_minor_release(tree: Path) -> None:
     assert lane_request(tree, "v6e", "torch==2.10.2").requirements == ("torch==2.10.2", "torch-xla==2.10.*")
 
 
-def test_a_script_completes_the_environment(index: LocalIndex, tmp_path: Path) -> None:
+def test_script_completes_the_environment(index: LocalIndex, tmp_path: Path) -> None:
     script = tmp_path / "stubs.py"
     script.write_text(
         "import sysconfig; open(sysconfig.get_path('purelib') + '/stub.py', 'w').write('A = 1')"
@@ -428,10 +428,10 @@ def test_a_script_completes_the_environment(index: LocalIndex, tmp_path: Path) -
     script.write_text("raise SystemExit('no readelf')")
     with pytest.raises(BuildError, match=r"stubs\.py: exit 1: no readelf"):
         build(request)
-    assert left_behind() == [built.key]
+    assert cache_entries() == [built.key]
 
 
-def test_a_wheel_file_is_a_candidate(index: LocalIndex, tree: Path, tmp_path: Path) -> None:
+def test_wheel_file_can_be_a_candidate(index: LocalIndex, tree: Path, tmp_path: Path) -> None:
     mine = fake_wheel(tmp_path / "mine", "torch", "7.0+local", requires=["triton"])
     assert build(lane_request(tree, "cpu", str(mine))).packages["torch"] == "7.0+local"
 
@@ -444,20 +444,20 @@ def test_a_wheel_file_is_a_candidate(index: LocalIndex, tree: Path, tmp_path: Pa
         ("cpu", "/none/torch-1.0-py3-none-any.whl", "no such wheel file"),
     ],
 )
-def test_bad_input_is_one_line(lane: str, candidate: str | None, words: str, tree: Path) -> None:
+def test_bad_lane_or_candidate_is_one_line(lane: str, candidate: str | None, words: str, tree: Path) -> None:
     with pytest.raises(BumpgateError, match=words) as caught:
         lane_request(tree, lane, candidate)
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_uv_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch, index: LocalIndex) -> None:
+def test_missing_uv_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch, index: LocalIndex) -> None:
     monkeypatch.setitem(sys.modules, "uv", None)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(BumpgateError, match=r"pip install uv$"):
         build(TORCH)
 
 
-def test_settings_of_pip_stand_in_for_those_of_uv() -> None:
+def test_pip_settings_are_used_as_uv_settings() -> None:
     pip = {
         "PIP_INDEX_URL": "https://a/simple",
         "PIP_EXTRA_INDEX_URL": "https://b https://c",

@@ -46,7 +46,7 @@ def test_documented_examples_can_be_reviewed(foreign: Foreign) -> None:
     )
 
 
-def test_documented_schema_is_the_present_one() -> None:
+def test_documented_schema_is_current() -> None:
     assert f'state `"schema": {SCHEMA}`' in DOCUMENT
 
 

@@ -30,14 +30,14 @@ def states(archive: Archive, path: Path) -> list[str]:
     return [found.state for found in archive.add(path).findings]
 
 
-def test_finding_is_new_then_still_there_gone_and_back(
+def test_finding_states_are_new_still_gone_and_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = []
+    printed = []
     for day, red in ((1, (BREAKS,)), (2, (BREAKS, OTHER)), (3, ()), (4, ()), (5, (BREAKS,))):
         assert bumpgate(monkeypatch, "history", "add", str(gate_of_day(tmp_path, day, red))) == 0
-        said.append(capsys.readouterr().out.splitlines()[1:])
-    (first,), (second,), (third,), fourth, (fifth,) = said
+        printed.append(capsys.readouterr().out.splitlines()[1:])
+    (first,), (second,), (third,), fourth, (fifth,) = printed
     key = first.split()[1]
     assert first == f"new           {key}  CHANGED graph_breaks; 1 row; since 2026-11-01"
     assert second == (
@@ -51,7 +51,7 @@ def test_finding_is_new_then_still_there_gone_and_back(
     assert fifth.startswith(f"back          {key}  ")
 
 
-def test_gates_added_in_any_order_give_the_same_memory(tmp_path: Path, archive: Archive) -> None:
+def test_findings_do_not_depend_on_the_order_of_gates(tmp_path: Path, archive: Archive) -> None:
     days = {1: (BREAKS,), 2: (), 3: (OTHER,), 4: (BREAKS, OTHER)}
     paths = [gate_of_day(tmp_path, day, red) for day, red in days.items()]
     other = Archive(f"sqlite:///{tmp_path / 'other.sqlite'}")
@@ -64,7 +64,7 @@ def test_gates_added_in_any_order_give_the_same_memory(tmp_path: Path, archive: 
     assert (found.first[:10], found.gates, found.state) == ("2026-11-01", 3, memory.STILL)
 
 
-def test_gate_that_did_not_measure_the_row_leaves_it_open(tmp_path: Path, archive: Archive) -> None:
+def test_gate_without_the_row_leaves_the_finding_open(tmp_path: Path, archive: Archive) -> None:
     assert states(archive, gate_of_day(tmp_path, 1)) == [memory.NEW]
     assert states(archive, gate_of_day(tmp_path, 2, (), rows=(OTHER,))) == [memory.UNMEASURED]
     assert states(archive, gate_of_day(tmp_path, 3, ())) == [memory.GONE]
@@ -99,7 +99,7 @@ def test_failed_test_is_gone_only_after_a_whole_run(tmp_path: Path, archive: Arc
     assert (found.label, found.module) == ("PROBLEM", "suites/a/test_b.py")
     again = ("suites/a/test_b.py::test_c: ValueError: 2 of 4",)
     assert states(archive, gate_of_day(tmp_path, 2, (), problems=again)) == [memory.STILL], (
-        "a number is no cause"
+        "a number is not part of the cause"
     )
     assert states(archive, gate_of_day(tmp_path, 3, (), selection=("suites/x",))) == [memory.UNMEASURED]
     assert states(archive, gate_of_day(tmp_path, 4, ())) == [memory.GONE]
@@ -146,7 +146,7 @@ def test_link_and_owner_are_kept(
         (("list", "--store", "nonsense"), "--store 'nonsense': not a database URL"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_bad_findings_input_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], words: str
 ) -> None:
     assert bumpgate(monkeypatch, "findings", *args) == 4
@@ -155,7 +155,7 @@ def test_bad_input_is_one_line(
     assert "secret" not in line
 
 
-def test_key_that_starts_two_findings_is_refused(tmp_path: Path, archive: Archive) -> None:
+def test_ambiguous_finding_key_is_refused(tmp_path: Path, archive: Archive) -> None:
     for day in range(1, 18):  # 17 keys of hexadecimal digits: two start alike
         archive.add(gate_of_day(tmp_path, day, candidate=f"package{day}==1"))
     first = [found.key[0] for found in archive.findings()]
@@ -167,7 +167,7 @@ def test_key_that_starts_two_findings_is_refused(tmp_path: Path, archive: Archiv
     assert {found.owner for found in archive.findings()} == {None}
 
 
-def test_older_store_learns_its_findings_when_a_gate_is_added_again(tmp_path: Path, archive: Archive) -> None:
+def test_older_store_gains_findings_when_gate_is_readded(tmp_path: Path, archive: Archive) -> None:
     path = gate_of_day(tmp_path, 1)
     archive.add(path)
     with sqlite3.connect(default_store().removeprefix("sqlite:///")) as connection:

@@ -24,7 +24,7 @@ from suites.support.lanes import LANES
 from suites.support.planted import planted
 
 MANIFEST = """schema = 1
-# Why this row is as it is.
+# The reason for this row.
 [environment.cpu]
 status = "adopted"
 lane = "cpu"
@@ -76,7 +76,7 @@ def freeze(
 Freeze = Callable[..., tuple[int, str, str]]
 
 
-def test_a_lock_pins_every_file_and_names_no_place(freeze: Freeze, tree: Path) -> None:
+def test_lock_pins_every_file_without_locations(freeze: Freeze, tree: Path) -> None:
     code, out, err = freeze("--lane", "cpu")
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == "froze 3 packages in wheels/pylock.cpu.toml; review: git diff wheels"
@@ -89,12 +89,12 @@ def test_a_lock_pins_every_file_and_names_no_place(freeze: Freeze, tree: Path) -
     assert all(store.verify(wheel) for package in lock.packages for wheel in package.wheels)
     check = ["sha256sum", "--check", "--quiet", store.SUMS]
     assert subprocess.run(check, cwd=store.store_root()).returncode == 0
-    assert freeze()[:2] == (0, out.splitlines()[-1] + "\n"), "a second time nothing moves"
+    assert freeze()[:2] == (0, out.splitlines()[-1] + "\n"), "a second freeze changes nothing"
     assert lane_lock(tree, "cpu").read_text() == text
     assert (tree / "wheels" / "manifest.toml").read_text() == MANIFEST
 
 
-def test_a_lock_builds_from_the_index_and_from_the_store(
+def test_lock_builds_from_index_and_from_store(
     freeze: Freeze, index: LocalIndex, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freeze("--lane", "cpu")
@@ -105,11 +105,11 @@ def test_a_lock_builds_from_the_index_and_from_the_store(
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "another cache"))
     here = build(lane_request(tree, "cpu", offline=True), root=tmp_path / "here")
     assert dict(there.packages) == dict(here.packages) == {"helper": "1.0", "torch": "1.0", "triton": "1.0"}
-    assert there.key == here.key, "where the files came from decides nothing"
+    assert there.key == here.key, "the key does not depend on where the files come from"
 
 
 @planted("C39", "an index serves other bytes under the adopted wheel's name")
-def test_other_bytes_than_the_locks_are_refused(
+def test_wheel_with_another_hash_is_refused(
     freeze: Freeze, index: LocalIndex, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freeze("--lane", "cpu")
@@ -120,9 +120,7 @@ def test_other_bytes_than_the_locks_are_refused(
         build(lane_request(tree, "cpu"))
 
 
-def test_a_candidate_is_adopted_and_the_manifest_row_follows(
-    freeze: Freeze, tree: Path, tmp_path: Path
-) -> None:
+def test_freeze_of_candidate_updates_the_manifest_row(freeze: Freeze, tree: Path, tmp_path: Path) -> None:
     freeze("--lane", "cpu")
     code, out, _ = freeze("--lane", "cpu", "--candidate", "torch==1.1")
     assert (code, out.splitlines()[0]) == (0, "  torch 1.0 -> 1.1")
@@ -131,7 +129,7 @@ def test_a_candidate_is_adopted_and_the_manifest_row_follows(
     assert manifest.load(tree / "wheels" / "manifest.toml").adopted("cpu")
 
 
-def test_versions_stay_unless_an_upgrade_is_asked_for(
+def test_freeze_keeps_versions_without_upgrade(
     freeze: Freeze, index: LocalIndex, tree: Path, tmp_path: Path
 ) -> None:
     freeze("--lane", "cpu")
@@ -141,7 +139,7 @@ def test_versions_stay_unless_an_upgrade_is_asked_for(
 
 
 @pytest.mark.parametrize("fault", ["500", "file gone", "unknown", "no lane", "no lock"])
-def test_a_freeze_that_fails_is_one_line_and_changes_nothing(
+def test_failed_freeze_is_one_line_and_changes_nothing(
     fault: str, freeze: Freeze, index: LocalIndex, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args, code = {
@@ -180,7 +178,7 @@ def test_a_freeze_that_fails_is_one_line_and_changes_nothing(
         ),
     ],
 )
-def test_a_file_that_is_no_lock_is_one_line(text: str, words: str, tmp_path: Path) -> None:
+def test_invalid_lock_file_is_one_line(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "pylock.cpu.toml"
     with pytest.raises(LockError, match="cannot be read"):
         read_lock(path)
@@ -191,7 +189,7 @@ def test_a_file_that_is_no_lock_is_one_line(text: str, words: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_the_committed_lock_is_the_set_that_the_lane_asks_for(lane: str) -> None:
+def test_committed_lock_satisfies_the_lane_requirements(lane: str) -> None:
     """After an edit of the extra or the manifest row, the lane must be frozen again."""
     path = lane_lock(ROOT, lane)
     lock = read_lock(path)

@@ -33,7 +33,7 @@ from suites.self.tree import CANARIES
 from suites.support.planted import planted
 
 
-def test_an_unchanged_pair_is_adopted(machine: Machine, out: Path) -> None:
+def test_unchanged_pair_is_adopted(machine: Machine, out: Path) -> None:
     gate = machine.gate(out)
     assert (gate.decision, gate.findings, gate.finished) == (Decision.ADOPT, (), True)
     steps = list(dict.fromkeys(machine.processes))
@@ -49,7 +49,7 @@ def test_sides_that_share_a_gpu_take_turns(machine: Machine, out: Path) -> None:
     assert order == [SIDE[letter] for letter in "ABBABAAB"]
 
 
-def test_every_step_is_on_the_disk_before_the_next_begins(machine: Machine, out: Path) -> None:
+def test_gate_saves_every_step_before_the_next(machine: Machine, out: Path) -> None:
     seen = []
 
     def look() -> None:
@@ -68,7 +68,7 @@ def test_every_step_is_on_the_disk_before_the_next_begins(machine: Machine, out:
     assert (raw["decision"], raw["exit_code"], raw["finished"]) == ("ADOPT", 0, True)
 
 
-def test_the_report_reads_what_the_gate_wrote(machine: Machine, out: Path) -> None:
+def test_report_reads_the_written_gate(machine: Machine, out: Path) -> None:
     machine.sides["bad"].slower = {"throughput/b/seconds": 1.2}
     gate = machine.gate(out, GateConfig("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0"))
     found = gate_file.read(out / result.NAME)
@@ -95,8 +95,8 @@ def test_gate_lists_every_package_that_moved(machine: Machine, out: Path) -> Non
     found = gate_file.read(out / result.NAME)
     assert isinstance(found, gate_file.GateFile)
     assert found.moved == moved
-    said = [line for line in (out / "said.txt").read_text().splitlines() if line.startswith("moved: ")]
-    assert said == [f"moved: {line}" for line in moved]
+    printed = [line for line in (out / "output.txt").read_text().splitlines() if line.startswith("moved: ")]
+    assert printed == [f"moved: {line}" for line in moved]
     shown = page.of(found)
     assert "4 packages moved" in markdown.summary(shown)
     for form in (report.html_page(shown), markdown.summary(shown)):
@@ -109,7 +109,7 @@ def test_gate_without_a_side_lists_no_moved_package(machine: Machine, out: Path)
     assert json.loads((out / result.NAME).read_text())["moved"] == []
 
 
-def test_a_row_that_is_five_percent_slower_is_held(machine: Machine, out: Path) -> None:
+def test_row_5_percent_slower_is_held(machine: Machine, out: Path) -> None:
     machine.sides["bad"].slower = {"throughput/b/seconds": 1.05}
     gate = machine.gate(out)
     assert labels(gate) == [("HOLD", "SLOWER")]
@@ -117,9 +117,7 @@ def test_a_row_that_is_five_percent_slower_is_held(machine: Machine, out: Path) 
     assert gate.timed["throughput/b/seconds"].interval[0] > 1.01
 
 
-def test_five_percent_is_found_nineteen_times_of_twenty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_5_percent_slowdown_is_found_19_times_of_20(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With noise PROCESS_SD per process; test_sequential has the detection rate for other noise."""
     held = 0
     for seed in range(20):
@@ -151,7 +149,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_candidate(machine: Machine, out: Path, fault: str) -> None:
+def test_decision_for_each_fault_of_the_candidate(machine: Machine, out: Path, fault: str) -> None:
     planted, decision, label = FAULTS[fault]
     for name, value in planted.items():  # type: ignore[attr-defined]
         setattr(machine.sides["bad"], name, value)
@@ -184,14 +182,14 @@ def test_first_answer_precedes_the_sessions(
     for name, value in fault.items():
         setattr(machine.sides["bad"], name, value)
     machine.gate(out)
-    said = (out / "said.txt").read_text().splitlines()
-    at = said.index(lines[0])
-    assert all(line.startswith(begin) for line, begin in zip(said[at:], lines))
-    assert at < next(i for i, line in enumerate(said) if "timed rows after" in line)
+    printed = (out / "output.txt").read_text().splitlines()
+    at = printed.index(lines[0])
+    assert all(line.startswith(begin) for line, begin in zip(printed[at:], lines))
+    assert at < next(i for i, line in enumerate(printed) if "timed rows after" in line)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_same_fault_of_the_adopted_build_is_no_evidence(machine: Machine, out: Path, fault: str) -> None:
+def test_fault_of_the_adopted_build_does_not_hold(machine: Machine, out: Path, fault: str) -> None:
     """In the adopted build only, it is a gap or a fix, not a fault of the candidate."""
     for name, value in FAULTS[fault][0].items():  # type: ignore[attr-defined]
         setattr(machine.sides["good"], name, value)
@@ -200,21 +198,21 @@ def test_the_same_fault_of_the_adopted_build_is_no_evidence(machine: Machine, ou
     assert gate.decision is (Decision.ADOPT if fixed else Decision.UNKNOWN), gate.findings
 
 
-def test_a_candidate_that_does_not_import_costs_no_run(machine: Machine, out: Path) -> None:
+def test_candidate_that_does_not_import_is_not_run(machine: Machine, out: Path) -> None:
     machine.sides["bad"].failure = "import torch: killed by SIGSEGV"
     gate = machine.gate(out)
     assert machine.processes == []
     assert gate.findings[0].head == "import torch: killed by SIGSEGV"
 
 
-def test_an_empty_selection_is_unknown(machine: Machine, out: Path) -> None:
+def test_empty_selection_is_unknown(machine: Machine, out: Path) -> None:
     machine.rows = ()
     for side in machine.sides.values():
         side.counts = []
     assert labels(machine.gate(out)) == [("UNKNOWN", "NOTHING")]
 
 
-def test_what_the_machine_spoiled_is_run_once_more(machine: Machine, out: Path) -> None:
+def test_disturbed_test_is_run_once_more(machine: Machine, out: Path) -> None:
     machine.sides["bad"].spoiled = 1
     gate = machine.gate(out)
     assert gate.decision is Decision.ADOPT, gate.findings
@@ -224,7 +222,7 @@ def test_what_the_machine_spoiled_is_run_once_more(machine: Machine, out: Path) 
 
 
 @pytest.mark.parametrize("sides", [("good",), ("bad",), ("good", "bad")])
-def test_what_the_machine_spoiled_twice_is_judged_by_the_sessions(
+def test_twice_disturbed_test_is_judged_by_the_sessions(
     machine: Machine, out: Path, sides: tuple[str, ...]
 ) -> None:
     for side in sides:
@@ -233,7 +231,7 @@ def test_what_the_machine_spoiled_twice_is_judged_by_the_sessions(
     assert (gate.decision, list(gate.timed)) == (Decision.ADOPT, ["throughput/b/seconds"]), gate.findings
 
 
-def test_a_spoiled_session_says_nothing_and_another_takes_its_place(machine: Machine, out: Path) -> None:
+def test_disturbed_session_is_replaced_by_another(machine: Machine, out: Path) -> None:
     made = machine.prepare(out)
     made.enter()
     for name in ("good", "bad"):
@@ -244,11 +242,11 @@ def test_a_spoiled_session_says_nothing_and_another_takes_its_place(machine: Mac
     sessions = made.gate.paired
     assert sessions
     assert sessions.started == len(sessions.log_ratios["throughput/b/seconds"]) + 1
-    assert "last lost: good: throughput/b/seconds: not quiet" in (out / "said.txt").read_text()
+    assert "last lost: good: throughput/b/seconds: not quiet" in (out / "output.txt").read_text()
     assert made.gate.decision is Decision.ADOPT
 
 
-def test_sessions_that_give_nothing_come_to_an_end(machine: Machine, out: Path) -> None:
+def test_empty_sessions_end_after_a_limit(machine: Machine, out: Path) -> None:
     machine.sides["bad"].signal = signal.SIGABRT
     gate = machine.gate(out)
     assert gate.paired
@@ -257,7 +255,7 @@ def test_sessions_that_give_nothing_come_to_an_end(machine: Machine, out: Path) 
     assert gate.findings[1].bad[0] == f"{TIME_TEST}: died of SIGABRT (in 8 timed processes, 8 sessions)"
 
 
-def test_second_cache_is_filled_once_and_used_in_turn(machine: Machine, out: Path) -> None:
+def test_second_compile_cache_is_filled_once_and_alternates(machine: Machine, out: Path) -> None:
     made = machine.prepare(out)
     for name, spec in made.env_specs.items():
         made.env_specs[name] = replace(spec, more=({"CACHE": f"{name} 2"},))
@@ -276,15 +274,15 @@ def test_second_cache_is_filled_once_and_used_in_turn(machine: Machine, out: Pat
     assert made.gate.paired.warm
     assert made.gate.paired.caches["throughput/b/seconds"][:4] == [0, 1, 0, 1]
     assert [p for p in machine.processes if p.startswith("timed:")][:2] == ["timed:good", "timed:bad"]
-    assert (out / "said.txt").read_text().count("compile cache 2 filled") == 2
+    assert (out / "output.txt").read_text().count("compile cache 2 filled") == 2
     assert made.gate.decision is Decision.ADOPT, made.gate.findings
 
 
-def test_a_spent_budget_leaves_open_rows_inconclusive(machine: Machine, out: Path) -> None:
+def test_spent_budget_leaves_open_rows_inconclusive(machine: Machine, out: Path) -> None:
     gate = machine.gate(out, deadline=0.0)
     assert labels(gate) == [("UNKNOWN", "INCONCLUSIVE")]
     assert not any(p.startswith("timed:") for p in machine.processes)
-    assert "the budget is spent" in (out / "said.txt").read_text()
+    assert "the budget is spent" in (out / "output.txt").read_text()
     assert gate.undecided
 
     resumed = machine.gate(out)
@@ -298,7 +296,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.05])
-def test_killed_anywhere_and_resumed_it_comes_to_the_same_verdict(
+def test_gate_killed_and_resumed_gives_the_same_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float
 ) -> None:
     def one(name: str) -> Machine:
@@ -327,7 +325,7 @@ def test_killed_anywhere_and_resumed_it_comes_to_the_same_verdict(
         again = one(f"again{at}")
         assert what(again.gate(out)) == whole, at
         lost = len(machine.processes) + len(again.processes) - processes
-        assert 0 <= lost <= 1, "at most the session that was under way"
+        assert 0 <= lost <= 1, "at most the running session is repeated"
 
 
 def test_anchor_sessions_survive_a_resume(machine: Machine, out: Path) -> None:
@@ -350,7 +348,7 @@ def test_anchor_sessions_survive_a_resume(machine: Machine, out: Path) -> None:
     assert machine.processes.count("timed:anchor") == drift.SESSIONS - 3
 
 
-def test_a_refused_selection_leaves_no_gate_to_go_on_with(
+def test_refused_selection_leaves_no_gate_file(
     machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:
@@ -366,7 +364,7 @@ def test_a_refused_selection_leaves_no_gate_to_go_on_with(
     assert not (out / result.NAME).exists()
 
 
-def test_a_resumed_gate_refuses_other_packages(machine: Machine, out: Path) -> None:
+def test_resumed_gate_refuses_other_packages(machine: Machine, out: Path) -> None:
     def kill() -> None:
         raise Killed
 
@@ -379,15 +377,17 @@ def test_a_resumed_gate_refuses_other_packages(machine: Machine, out: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"asked": 3}', "[]"])
-def test_a_file_that_is_no_gate_is_one_line(out: Path, text: str) -> None:
+def test_invalid_gate_file_is_one_line(out: Path, text: str) -> None:
     out.mkdir()
     (out / result.NAME).write_text(text)
     with pytest.raises(GateError, match="not a gate that can be resumed"):
         result.read(out, Plan())
 
 
-@planted("C37", "a gate that goes on another class of host")
-def test_a_gate_stays_on_its_machine(machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@planted("C37", "a gate resumed on another class of host")
+def test_resumed_gate_refuses_another_host_class(
+    machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = machine.prepare(out)
     made.enter()
     monkeypatch.setattr(bench, "host_class", lambda: "EPYC, 16 cores")
@@ -405,7 +405,7 @@ FINDING = Finding(
 
 
 @pytest.mark.parametrize("width", [None, 160])
-def test_both_sides_and_the_repro_are_shown(width: int | None) -> None:
+def test_finding_text_shows_both_sides_and_the_repro(width: int | None) -> None:
     """Width None is a log: lines are not wrapped, so that it can be searched."""
     console = Console(file=io.StringIO(), force_terminal=width is not None, width=width or 40, no_color=True)
     findings_text([FINDING], console)

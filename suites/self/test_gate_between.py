@@ -59,7 +59,7 @@ def test_slower_single_reading_is_measured_again(reading: Row, ratio: float) -> 
 
 
 @pytest.mark.parametrize(("reading", "ratio"), [(COLD, 1.31), (DEVICE, 1.024), (COLD, 0.5)])
-def test_noise_of_a_single_reading_is_no_finding(reading: Row, ratio: float) -> None:
+def test_noise_of_a_single_reading_is_not_a_finding(reading: Row, ratio: float) -> None:
     good, bad = judged(reading), judged(replace(reading, value=reading.value * ratio))
     assert timed_rows(record(good), record(bad)) == {}
     assert findings(good, bad) == []
@@ -107,7 +107,7 @@ WORSE, BETTER, OTHER, AGAIN = Change.WORSE, Change.BETTER, Change.OTHER, Change.
         (("modules", 8, 9, "count", {"paired": True}), OTHER),
     ],
 )
-def test_kind_of_row_sets_the_margin(args: tuple, expected: Change | None) -> None:
+def test_change_margin_depends_on_kind_of_row(args: tuple, expected: Change | None) -> None:
     *values, fields = args
     assert moved(*values, **fields) is expected
 
@@ -122,7 +122,7 @@ def test_kind_of_row_sets_the_margin(args: tuple, expected: Change | None) -> No
         (row("k", 200, "count", **LOWER), row("k", 199, "count", **LOWER), "", (ADOPT, "WIN")),
     ],
 )
-def test_two_passes_that_differ_are_a_finding(
+def test_passing_rows_that_differ_are_a_finding(
     good: Row, bad: Row, accepted: str, expected: tuple[Decision, str]
 ) -> None:
     assert findings(judged(good), judged(bad, accepted=accepted)) == [expected]

@@ -62,7 +62,7 @@ def test_each_metric_is_a_row() -> None:
         (GOOD, "already reported by test_command"),
     ],
 )
-def test_a_line_that_is_not_a_metric_is_refused(line: object, words: str) -> None:
+def test_output_line_that_is_not_a_metric_is_refused(line: object, words: str) -> None:
     with pytest.raises(pytest.fail.Exception) as failure:
         report(Rows(), printing(GOOD, line))
     message = str(failure.value)
@@ -76,7 +76,7 @@ def test_a_line_that_is_not_a_metric_is_refused(line: object, words: str) -> Non
     ("command", "words"),
     [(printing(), "the command printed no metric; "), (f"{printing(GOOD)}; exit 3", "ended with 3")],
 )
-def test_a_command_without_a_result_fails(command: str, words: str) -> None:
+def test_command_without_a_result_fails(command: str, words: str) -> None:
     with pytest.raises(pytest.fail.Exception, match=words):
         report(Rows(), command)
 
@@ -117,7 +117,9 @@ def test_gate_compares_a_command_in_two_environments(foreign: Foreign) -> None:
         ["command/metrics/graphs: 3 graphs"],
         ["command/metrics/graphs: 4 graphs"],
     )
-    assert undecided["rows"] == ["command/metrics/step_seconds"], "left to the sessions, none of which fits"
+    assert undecided["rows"] == ["command/metrics/step_seconds"], (
+        "left to the sessions, for which the budget is too small"
+    )
     assert found["timed"].keys() == {"command/metrics/step_seconds"}
     other = foreign.bumpgate(
         *("gate", "--lane", "mine", "--python-good", ".good/python", "--python-bad", ".bad/python"),
@@ -126,14 +128,14 @@ def test_gate_compares_a_command_in_two_environments(foreign: Foreign) -> None:
     assert (other.code, "is of another gate (other command)" in other.err) == (4, True), other.err
 
 
-def test_a_bad_line_leaves_the_gate_unknown(foreign: Foreign) -> None:
+def test_invalid_metric_line_makes_the_gate_unknown(foreign: Foreign) -> None:
     ended = gate(foreign, "print('loading')")
     assert ended.code == 125, ended.out + ended.err
     assert "line 1 of the output is not a metric: loading (" in ended.out
     assert FORMAT in " ".join(ended.out.split())
 
 
-def test_a_command_and_a_selection_are_refused(foreign: Foreign) -> None:
+def test_command_with_a_selection_is_refused(foreign: Foreign) -> None:
     ended = gate(foreign, "", "--", "tests")
     assert (ended.code, ended.out) == (4, "")
     assert ended.err == "bumpgate: --command and a pytest selection: name one of them\n"

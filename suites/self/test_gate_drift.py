@@ -37,7 +37,7 @@ def weekly(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, we
     return gates
 
 
-def test_a_creep_of_one_percent_a_week_is_called_by_week_6(
+def test_gates_report_1_percent_weekly_drift_by_week_6(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gates = weekly(machine, tmp_path, monkeypatch, 6)
@@ -46,7 +46,7 @@ def test_a_creep_of_one_percent_a_week_is_called_by_week_6(
     assert not any("CREEP" in found for _, found in labels(gates[1])), "two weeks are no drift yet"
 
 
-def test_a_history_alone_calls_a_creep_until_somebody_accepts_it(machine: Machine, out: Path) -> None:
+def test_drift_from_history_holds_until_accepted(machine: Machine, out: Path) -> None:
     row = "throughput/b/seconds"
     weeks = [TODAY - timedelta(weeks=n) for n in (4, 3, 2, 1)]
     machine.recent = {row: tuple(Reading(day, x) for day, x in zip(weeks, (0.03, 0.04, 0.04, 0.04)))}
@@ -69,7 +69,7 @@ def write_acceptance(root: Path, row: str, ratio: float, expires: date) -> None:
     [(1.06, 1, Decision.ADOPT), (1.06, -1, Decision.HOLD), (1.01, 1, Decision.HOLD)],
     ids=["accepted", "expired", "slower than that"],
 )
-def test_an_accepted_slowdown_is_shown_until_it_expires(
+def test_accepted_slowdown_is_adopted_until_it_expires(
     machine: Machine, out: Path, ratio: float, days: int, decision: Decision
 ) -> None:
     row = "throughput/b/seconds"
@@ -80,13 +80,13 @@ def test_an_accepted_slowdown_is_shown_until_it_expires(
     assert len(gate.accepted) == (ratio > 1.01)
 
 
-def test_an_anchor_that_cannot_be_paired_is_a_gap(machine: Machine, out: Path) -> None:
+def test_anchor_that_cannot_be_paired_is_unknown(machine: Machine, out: Path) -> None:
     machine.sides["anchor"].failure = "import torch: exit 1"
     gate = machine.gate(out, GateConfig("cpu", candidate="torch", anchor="torch==2.12.0"))
     assert labels(gate) == [("UNKNOWN", "INFRA")]
 
 
-def test_an_anchor_with_sessions_missing_gives_no_reading() -> None:
+def test_anchor_with_missing_sessions_gives_no_reading() -> None:
     few = [0.5] * (drift.SESSIONS - 1)
     before = {"a/b/s": [Reading(TODAY - timedelta(days=7), 0.04)]}
     assert find_drifts(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": few}, TODAY) == {}

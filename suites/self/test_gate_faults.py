@@ -34,7 +34,7 @@ def tree(tmp_path: Path) -> Any:
     made.end()
 
 
-def test_a_slower_row_is_found_though_the_gate_is_interrupted_and_killed(tree: Tree) -> None:
+def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
     """5 % more work in one of two loops: HOLD for that one, SAME for the other, from sessions of three gates.
 
     With a user's number of sessions: with 8, each must detect it, and with a busy neighbour one may not.
@@ -82,7 +82,7 @@ def test_a_slower_row_is_found_though_the_gate_is_interrupted_and_killed(tree: T
     assert raw["timed"]["throughput/slow/ratio"]["ratio"] == pytest.approx(1.05, abs=0.02)
     for row in TIMED:
         found = raw["timed"][row]["log_ratios"]
-        assert found[: len(kept[row])] == kept[row], "sessions measured before stay"
+        assert found[: len(kept[row])] == kept[row], "earlier sessions are kept"
     # A row that lost a reading lags; the sessions end at the look that decides the last row.
     counts = {len(raw["timed"][row]["log_ratios"]) for row in TIMED}
     assert counts & {look.sessions for look in Plan().looks}
@@ -97,7 +97,7 @@ def test_a_slower_row_is_found_though_the_gate_is_interrupted_and_killed(tree: T
     )
 
 
-def test_an_unchanged_pair_is_adopted_and_each_side_has_caches_of_its_own(tree: Tree) -> None:
+def test_unchanged_pair_is_adopted_with_separate_caches(tree: Tree) -> None:
     body = """
     @lanes("cpu")
     def test_caches(lane):
@@ -144,7 +144,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_broken_candidate_is_one_finding_and_its_exit_code(tree: Tree, name: str) -> None:
+def test_broken_candidate_is_one_finding_with_exit_code(tree: Tree, name: str) -> None:
     variables, code, words = FAILURES[name]
     quoted = {k: v.replace("'", '"') for k, v in variables.items()}
     tree.bad = tree.interpreter("bad", **quoted)
@@ -161,7 +161,7 @@ def test_a_broken_candidate_is_one_finding_and_its_exit_code(tree: Tree, name: s
     assert (tree.raw()["exit_code"], tree.raw()["finished"]) == (code, True)
 
 
-def test_a_selection_that_matches_nothing_is_unknown(tree: Tree) -> None:
+def test_selection_without_rows_is_unknown(tree: Tree) -> None:
     tree.tests("@lanes('h200')\ndef test_elsewhere(lane):\n    pass\n", "suites/compile/test_h200.py")
     done = tree.gate("--", "suites/compile/test_h200.py")
     assert done.code == 125
@@ -217,15 +217,15 @@ def run(tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         monkeypatch.setattr("sys.argv", ["bumpgate", *arguments])
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
 
     yield call
     signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.parametrize("words", REFUSALS)
-def test_bad_input_is_one_line_and_exit_4(run: Any, words: str) -> None:
+def test_bad_gate_input_is_one_line_and_exit_4(run: Any, words: str) -> None:
     code, out, err = run(*REFUSALS[words])
     assert (code, out, len(err.splitlines())) == (4, "", 1), err
     assert words in err
@@ -245,28 +245,30 @@ def test_interpreter_without_kernel_wheels_is_refused(run: Any, tree: Tree) -> N
     assert (code, "lacks faster of lane cpu" in err) == (4, True)
 
 
-def test_wheels_lacking_on_purpose_are_excused(run: Any, tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_wheels_named_with_without_are_not_required(
+    run: Any, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tree.write("wheels/manifest.toml", KERNEL_LANE)
     places: dict[str, EnvSpec] = {}
 
-    class SeenError(Exception):
+    class StopGateError(Exception):
         pass
 
     def bench(gate: Gate, root: Path, out: Path, found: dict[str, EnvSpec], *_: object) -> None:
         places.update(found)
         assert gate.config.without == ("fast", "faster")
-        raise SeenError
+        raise StopGateError
 
     monkeypatch.setattr(gate, "GateRunner", bench)
     monkeypatch.setattr("sys.argv", ["bumpgate", *tree.sides(), "--without", "Fast", "--without", "faster"])
-    with pytest.raises(SeenError):
+    with pytest.raises(StopGateError):
         cli.main()
     absent = json.loads(places["bad"].variables["BUMPGATE_ABSENT"])
     assert absent["fast"] == "fast is not installed (--without)"
 
 
 @pytest.mark.parametrize("error", [NotInstallable, BuildError])
-def test_an_environment_that_cannot_be_built_is_unknown(
+def test_environment_that_cannot_be_built_is_unknown(
     run: Any, tree: Tree, monkeypatch: pytest.MonkeyPatch, error: type[BuildError]
 ) -> None:
     def refuse(request: object, **_: object) -> None:
@@ -284,7 +286,7 @@ def test_an_environment_that_cannot_be_built_is_unknown(
     assert json.loads(place.read_text())["decision"] == "UNKNOWN"
 
 
-def test_a_full_disk_is_one_line_and_keeps_what_was_measured(
+def test_full_disk_is_one_line_and_keeps_measurements(
     run: Any, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, written = result.write_atomic, []
@@ -305,23 +307,23 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_measured(
     assert (kept.finished, kept.sides["good"].canaries, kept.sides["bad"].canaries) == (False, {}, {})
 
 
-def test_a_second_gate_on_the_device_says_whom_it_waits_for(tree: Tree) -> None:
+def test_second_gate_reports_the_process_it_waits_for(tree: Tree) -> None:
     with (tree.root / f"bumpgate-{os.getuid()}.gate-cpu").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write("4711")
         lock.flush()
-        said = tree.root / "said"
-        program = "import sys; sys.stderr = open('said', 'w', 1); from bumpgate.cli import main; main()"
+        log = tree.root / "stderr"
+        program = "import sys; sys.stderr = open('stderr', 'w', 1); from bumpgate.cli import main; main()"
         second = tree.start("-c", program, *tree.sides())
-        wait_for(lambda: said.exists() and "waiting" in said.read_text())
-        assert said.read_text() == "device cpu is in use by process 4711; waiting for it\n"
+        wait_for(lambda: log.exists() and "waiting" in log.read_text())
+        assert log.read_text() == "device cpu is in use by process 4711; waiting for it\n"
         assert not (tree.root / "g" / result.NAME).exists()
         second.send_signal(signal.SIGINT)
         second.communicate(timeout=120)
     assert second.returncode == gate.INTERRUPTED
 
 
-def test_the_controller_names_the_command_in_its_help(run: Any) -> None:
+def test_gate_help_lists_exit_codes(run: Any) -> None:
     code, out, _ = run("gate", "--help")
     assert code == 0
     assert re.search(r"0 ADOPT, 1 HOLD, 125 UNKNOWN, 4 bad input", " ".join(out.split()))

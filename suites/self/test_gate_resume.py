@@ -37,7 +37,7 @@ def refused(tree: Tree, *words: str) -> None:
 
 
 @planted("C39", "the tree breaks after the gate, which is then resumed")
-def test_finished_gate_of_another_tree_is_refused(tree: Tree) -> None:
+def test_resume_refuses_finished_gate_of_another_tree(tree: Tree) -> None:
     first = tree.gate(*COUNTS)
     assert first.code == 0, first.out + first.err
     again = tree.gate("--resume", *COUNTS)
@@ -54,7 +54,7 @@ def test_finished_gate_of_another_tree_is_refused(tree: Tree) -> None:
     refused(tree, "adopted packages differ from before (helper (absent) -> 1.0)")
 
 
-def test_unfinished_gate_of_another_tree_is_refused(tree: Tree) -> None:
+def test_resume_refuses_unfinished_gate_of_another_tree(tree: Tree) -> None:
     first = tree.start("-c", "from bumpgate.cli import main; main()", *tree.sides(), *COUNTS)
     wait_for(lambda: (tree.root / "g" / NAME).exists())
     first.kill()
@@ -64,7 +64,7 @@ def test_unfinished_gate_of_another_tree_is_refused(tree: Tree) -> None:
     refused(tree, "(tree: baselines/accepted.toml)")
 
 
-def test_tree_that_changes_during_the_gate_is_unknown(tree: Tree) -> None:
+def test_tree_changed_during_the_gate_is_unknown(tree: Tree) -> None:
     edit = "    open(f'suites/compile/helper_{os.environ[\"SIDE\"]}.py', 'w').close()\n"
     tree.tests(GOOD + edit)
     done = tree.gate(*COUNTS)
@@ -103,7 +103,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("inside_git", [True, False], ids=["git", "no git"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_binding_sees_what_a_lane_reads(repository: Path, change: str, inside_git: bool) -> None:
+def test_binding_covers_files_that_a_lane_reads(repository: Path, change: str, inside_git: bool) -> None:
     path, words = CHANGES[change]
     if not inside_git:
         (repository / ".git").rename(repository.parent / "git")

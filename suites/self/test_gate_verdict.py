@@ -32,8 +32,8 @@ def gone(id: str = "compile/nam52-regional/graph_breaks") -> Row:
     return row(id, None, witness=0, rule="")
 
 
-def judged(said: Verdict, made: Row | None = None, reason: str = "") -> Judgement:
-    return Judgement(made or row(), said, reason, "bumpgate rebaseline --lane cpu")
+def judged(row_verdict: Verdict, made: Row | None = None, reason: str = "") -> Judgement:
+    return Judgement(made or row(), row_verdict, reason, "bumpgate rebaseline --lane cpu")
 
 
 def side(name: str, *judgements: Judgement, **fields: object) -> Side:
@@ -86,22 +86,22 @@ TABLE: dict[Verdict | None, str] = {
 }
 
 
-def test_the_table_holds_every_verdict() -> None:
+def test_verdict_table_is_complete() -> None:
     assert set(TABLE) == set(Verdict) == set(COLUMNS) - {None}
     assert all(len(line.split()) == len(COLUMNS) for line in TABLE.values())
 
 
-def measured(said: Verdict | None) -> list[Judgement]:
-    if said is None:
+def measured(row_verdict: Verdict | None) -> list[Judgement]:
+    if row_verdict is None:
         return []
-    return [judged(said, gone() if said in (M, F) else row())]
+    return [judged(row_verdict, gone() if row_verdict in (M, F) else row())]
 
 
 @pytest.mark.parametrize(
     ("good", "bad", "expected"),
     [(g, b, cell) for g, line in TABLE.items() for b, cell in zip(COLUMNS, line.split())],
 )
-def test_a_row_that_both_sides_judged(good: Verdict, bad: Verdict | None, expected: str) -> None:
+def test_decision_for_each_pair_of_row_verdicts(good: Verdict, bad: Verdict | None, expected: str) -> None:
     # A second row that passes on both sides: the first one decides.
     right = judged(P, row("compile/other/recompiles"))
     result = gate([*measured(good), right], [*measured(bad), right])
@@ -109,7 +109,7 @@ def test_a_row_that_both_sides_judged(good: Verdict, bad: Verdict | None, expect
     assert result.exit_code == {"A": 0, "H": 1, "U": 125}[expected]
 
 
-def test_unreviewed_row_of_the_candidate_alone_is_new() -> None:
+def test_unreviewed_row_only_in_the_candidate_is_new() -> None:
     """A capability added by a release has rows without a baseline; a reviewed row never counts as new."""
     both = judged(P, row("compile/other/recompiles"))
     added = judged(M, row("release/cond/parts"), "not reviewed: measured 0 count")
@@ -119,7 +119,7 @@ def test_unreviewed_row_of_the_candidate_alone_is_new() -> None:
     assert gate([both], [both, judged(P, row("release/cond/parts"))]).decision is UNKNOWN
 
 
-def test_exit_codes_are_the_ones_that_git_bisect_reads() -> None:
+def test_exit_codes_match_git_bisect() -> None:
     assert {d.name: d.value for d in Decision} == {"ADOPT": 0, "HOLD": 1, "UNKNOWN": 125}
 
 
@@ -152,25 +152,25 @@ GAPS = {
 
 
 @pytest.mark.parametrize("name", GAPS)
-def test_a_gap_in_the_evidence_is_never_adopted_nor_held_against_the_candidate(name: str) -> None:
+def test_gap_in_the_evidence_is_unknown(name: str) -> None:
     result = judge_gate("cpu", *GAPS[name])
     assert result.decision is UNKNOWN
     assert all(finding.head for finding in result.findings)
 
 
 @pytest.mark.parametrize("name", GAPS)
-def test_with_all_in_place_the_same_sides_are_adopted(name: str) -> None:
+def test_sides_without_gaps_are_adopted(name: str) -> None:
     """Only the gaps above decide, nothing else in these sides."""
     good, bad = (Side(s.name, Record({"lane": "cpu"}, tuple(right))) for s in GAPS[name])
     assert judge_gate("cpu", good, bad) == GateVerdict(ADOPT, ())
 
 
-def test_mutant_that_forgets_the_sides_adopts_a_broken_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_without_side_checks_adopts_a_broken_canary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdict, "_environment", lambda lane, side, is_good: [])
     assert judge_gate("cpu", *GAPS["canary failed in the candidate"]).decision is ADOPT
 
 
-def test_a_test_that_fails_in_the_candidate_only_holds() -> None:
+def test_failed_test_only_in_the_candidate_holds() -> None:
     bad = side("b", *right, problems=("x.py::t: AttributeError: gone",))
     result = judge_gate("cpu", side("a", *right), bad)
     assert result.decision is HOLD
@@ -179,13 +179,13 @@ def test_a_test_that_fails_in_the_candidate_only_holds() -> None:
     assert judge_gate("cpu", side("a", *right), cut).decision is UNKNOWN
 
 
-def test_a_row_lost_by_a_run_that_was_cut_short_does_not_hold() -> None:
+def test_row_lost_by_an_incomplete_run_does_not_hold() -> None:
     lost = judged(M, gone())
     assert judge_gate("cpu", side("a", *right), side("b", lost)).decision is HOLD
     assert judge_gate("cpu", side("a", *right), side("b", lost, complete=False)).decision is UNKNOWN
 
 
-def test_evidence_against_the_candidate_outweighs_a_gap() -> None:
+def test_regression_outweighs_a_gap() -> None:
     bad = side("b", judged(R), canaries={"timer": "coarse"})
     result = judge_gate("cpu", side("a", *right), bad)
     assert [f.decision for f in result.findings] == [HOLD, UNKNOWN]
@@ -201,7 +201,7 @@ def test_evidence_against_the_candidate_outweighs_a_gap() -> None:
         (Outcome.INCONCLUSIVE, UNKNOWN),
     ],
 )
-def test_timed_rows(outcome: Outcome, expected: Decision) -> None:
+def test_decision_for_timed_rows(outcome: Outcome, expected: Decision) -> None:
     timed = {"throughput/nam52/seconds": paired(outcome, 1.06)}
     result = gate(right, right, timed)
     assert result.decision is expected
@@ -209,7 +209,7 @@ def test_timed_rows(outcome: Outcome, expected: Decision) -> None:
     assert gate([], [], timed).decision is expected
 
 
-def test_a_timed_row_without_a_session_is_unknown_and_reads_so() -> None:
+def test_timed_row_without_sessions_is_unknown() -> None:
     never = Timed(Outcome.INCONCLUSIVE, math.nan, (0.0, math.inf), 0, 1.0, 1.0)
     (both,) = judge_gate(
         "cpu", side("a"), side("b"), dict.fromkeys(("a/b/seconds", "a/c/ratio"), never)
@@ -221,25 +221,25 @@ def test_a_timed_row_without_a_session_is_unknown_and_reads_so() -> None:
     assert found.bad == ("a/b/seconds: not measured",)
 
 
-@pytest.mark.parametrize("said", [R, W, X])
-def test_paired_sessions_stand_in_place_of_a_stored_time(said: Verdict) -> None:
+@pytest.mark.parametrize("row_verdict", [R, W, X])
+def test_paired_sessions_replace_the_stored_time(row_verdict: Verdict) -> None:
     made = row("throughput/nam52/seconds", 1.2, better="lower", interval=(1.1, 1.3), unit="s")
-    good, bad = [judged(P, made)], [judged(said, made)]
+    good, bad = [judged(P, made)], [judged(row_verdict, made)]
     assert gate(good, bad, {made.id: paired(Outcome.SAME)}) == GateVerdict(ADOPT, ())
-    assert gate(good, bad).decision is {R: HOLD, W: ADOPT, X: UNKNOWN}[said]
+    assert gate(good, bad).decision is {R: HOLD, W: ADOPT, X: UNKNOWN}[row_verdict]
     # A derived expectation applies to a timed row as well, and so does a canary.
     bound = replace(made, at_most=1.0)
     assert gate([judged(P, made)], [judged(R, bound)], {made.id: paired(Outcome.SAME)}).decision is HOLD
     assert gate(good, [judged(N, made)], {made.id: paired(Outcome.SAME)}).decision is UNKNOWN
 
 
-def test_timed_rows_that_no_record_measures_are_the_sessions_own() -> None:
+def test_unmeasured_timed_row_is_decided_by_sessions() -> None:
     lost = [judged(M, gone("a/b/seconds"))]
     assert gate(right + lost, right + lost, {"a/b/seconds": paired(Outcome.SAME)}).decision is ADOPT
     assert gate(right + lost, right + lost).decision is UNKNOWN
 
 
-def test_a_creep_holds() -> None:
+def test_drift_holds_the_candidate() -> None:
     drift = Drift(date(2026, 1, 5), date(2026, 2, 9), 1.041)
     result = judge_gate("cpu", side("a", *right), side("b", *right), drifts={"a/b/seconds": drift})
     assert result.decision is HOLD
@@ -250,7 +250,7 @@ def breaks(case: str, *evidence: str, value: int = 14) -> Row:
     return row(f"compile/{case}/graph_breaks", value, evidence=evidence)
 
 
-def test_rows_with_one_cause_are_one_finding_with_both_sides() -> None:
+def test_rows_with_one_cause_are_one_finding() -> None:
     known = ("call to print at a.py:3", "call to print at a.py:3")
     new = "data-dependent branch at moe.py:88 <object at 0x7f2a>"
     good = [judged(P, breaks(case, *known, value=13)) for case in "abc"]
@@ -269,7 +269,7 @@ def test_rows_with_one_cause_are_one_finding_with_both_sides() -> None:
     assert second.good == ("compile/c/graph_breaks: 13 breaks", known[0])
 
 
-def test_an_address_is_no_cause_and_a_metric_is() -> None:
+def test_grouping_ignores_addresses_and_separates_metrics() -> None:
     good = [judged(P, row(f"compile/{c}/{m}")) for c in "ab" for m in ("breaks", "recompiles")]
     bad = [
         judged(C, row(f"compile/{c}/{m}", 20, evidence=(f"guard on 0x{c * 4}",)))
@@ -279,13 +279,13 @@ def test_an_address_is_no_cause_and_a_metric_is() -> None:
     assert [(f.metric, len(f.rows)) for f in gate(good, bad).findings] == [("breaks", 2), ("recompiles", 2)]
 
 
-def test_evidence_that_only_went_away_is_the_cause() -> None:
+def test_removed_evidence_is_the_cause() -> None:
     good = [judged(P, breaks("a", "kernel fused_add", "kernel mm"))]
     bad = [judged(C, breaks("a", "kernel mm"))]
     assert one(gate(good, bad)).head == "gone: kernel fused_add"
 
 
-def test_rows_that_one_failure_took_along_are_one_finding() -> None:
+def test_rows_lost_by_one_failure_are_one_finding() -> None:
     """Independent of metric and test: the reason is the cause."""
     ids = ["kernels/mla/forward_error_ratio", "kernels/mla/gradient_error_ratio"]
     good = [judged(P, row(id)) for id in ids]
@@ -299,7 +299,7 @@ def test_rows_that_one_failure_took_along_are_one_finding() -> None:
     assert found.head == "not reported by its test: AttributeError: no mla"
 
 
-def test_rows_red_in_both_say_so_and_show_both_values() -> None:
+def test_row_red_on_both_sides_is_unknown_with_both_values() -> None:
     found = one(gate([judged(C, row(value=14))], [judged(C, row(value=15))]))
     assert (found.decision, found.label) == (UNKNOWN, "RED IN BOTH")
     assert found.good[0].endswith("14 breaks")
@@ -307,7 +307,7 @@ def test_rows_red_in_both_say_so_and_show_both_values() -> None:
     assert found.repro == "bumpgate rebaseline --lane cpu"
 
 
-def test_a_canary_and_the_rows_that_rest_on_it_are_one_finding() -> None:
+def test_canary_and_its_dependent_rows_are_one_finding() -> None:
     bad = side(
         "b", judged(N, reason="instrument breaks: read 2, knows 1"), canaries={"breaks": "read 2, knows 1"}
     )
@@ -316,12 +316,12 @@ def test_a_canary_and_the_rows_that_rest_on_it_are_one_finding() -> None:
     assert found.bad[0] == "b: instrument breaks: read 2, knows 1"
 
 
-def test_a_value_of_another_build_explains_and_does_not_judge() -> None:
+def test_per_build_value_does_not_hold() -> None:
     differs = replace(judged(C, row(per_build=True)), explains=True)
     assert gate([judged(P, row(per_build=True))], [differs]) == GateVerdict(ADOPT, ())
 
 
-def defect(value: int, inside: bool, said: Verdict) -> Judgement:
+def defect(value: int, inside: bool, row_verdict: Verdict) -> Judgement:
     made = row(
         "cache/layers-cpu/truncated_object_loaded",
         value,
@@ -330,7 +330,7 @@ def defect(value: int, inside: bool, said: Verdict) -> Judgement:
         at_most=int(inside),
         evidence=("known in torch==2.13.*",),
     )
-    return judged(said, made)
+    return judged(row_verdict, made)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_defect_rows_compare_presence(
     assert [(f.decision, f.label) for f in found] == ([expected] if expected else [])
 
 
-def test_a_lost_defect_row_holds() -> None:
+def test_lost_defect_row_holds() -> None:
     lost = judged(M, gone("cache/layers-cpu/truncated_object_loaded"))
     assert gate([defect(1, True, P)], [lost]).decision is HOLD
 
@@ -367,28 +367,28 @@ def compiled(number: int, **fields: object) -> Judgement:
     return judged(M, made, "not reviewed: measured 13 bytes")
 
 
-def test_a_tier_of_the_candidate_alone_is_listed_as_new() -> None:
+def test_tier_only_in_the_candidate_is_new() -> None:
     bad = [judged(P), *(compiled(n) for n in range(3)), compiled(3, value=76, expected=0, better="derived")]
     finding = one(gate([judged(P)], bad))
     assert (finding.decision, finding.label, len(finding.rows)) == (ADOPT, "NEW", 4)
     assert finding.bad == ("4 rows, 1 of them against what their tests derive",)
 
 
-def test_a_gate_of_new_rows_alone_compares_nothing() -> None:
+def test_gate_with_only_new_rows_compares_nothing() -> None:
     result = gate([], [compiled(1)])
     assert [(f.decision, f.label) for f in result.findings] == [(UNKNOWN, "NOTHING"), (ADOPT, "NEW")]
 
 
-def test_a_tier_that_both_sides_collected_is_compared() -> None:
+def test_tier_collected_by_both_sides_is_compared() -> None:
     assert gate([judged(P), compiled(1)], [judged(P), compiled(2)]).decision is UNKNOWN
 
 
-def test_a_tier_is_not_new_to_a_run_that_was_cut_short() -> None:
+def test_tier_is_not_new_if_the_adopted_run_is_incomplete() -> None:
     good = side("torch 2.13.0", judged(P), complete=False)
     assert judge_gate("cpu", good, side("torch 2.14.0", judged(P), compiled(1))).decision is UNKNOWN
 
 
-def test_a_record_of_another_lane_is_no_verdict() -> None:
+def test_record_of_another_lane_is_refused() -> None:
     other = Side("b", Record({"lane": "h200"}, tuple(right)))
     with pytest.raises(ValueError, match="record of lane 'h200', not 'cpu'"):
         judge_gate("cpu", side("a", *right), other)
@@ -406,7 +406,7 @@ findings = st.builds(
 
 @FIXED
 @given(st.lists(findings, max_size=12))
-def test_grouping_loses_no_row_and_no_decision(loose: list[Finding]) -> None:
+def test_grouping_keeps_every_row_and_decision(loose: list[Finding]) -> None:
     grouped = group(loose)
     assert {f.decision for f in grouped} == {f.decision for f in loose}
     cells = {(f.decision, f.label, f.metric, f.head, r) for f in loose for r in f.rows}

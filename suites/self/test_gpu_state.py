@@ -33,7 +33,7 @@ NO_PROCESS = 2**22 + 1  # above the kernel's largest pid
 
 # A fake nvidia-ml-py. From a list it returns one entry per call, then repeats the last one.
 NVML = """
-from types import SimpleNamespace as Told
+from types import SimpleNamespace
 
 class NVMLError(Exception):
     pass
@@ -42,7 +42,7 @@ NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
 NVML_TEMPERATURE_GPU, NVML_PERF_POLICY_THERMAL = 0, 1
 REASONS, PIDS, USED, HOT = [0x4], [[]], [1 << 29], [0]
 
-def state_line(values):
+def next_of(values):
     return values.pop(0) if len(values) > 1 else values[0]
 
 def nvmlInit():
@@ -67,16 +67,16 @@ def nvmlDeviceGetTemperature(handle, sensor):
     return 61
 
 def nvmlDeviceGetCurrentClocksEventReasons(handle):
-    return state_line(REASONS)
+    return next_of(REASONS)
 
 def nvmlDeviceGetViolationStatus(handle, policy):
-    return Told(violationTime=state_line(HOT))
+    return SimpleNamespace(violationTime=next_of(HOT))
 
 def nvmlDeviceGetComputeRunningProcesses(handle):
-    return [Told(pid=pid) for pid in state_line(PIDS)]
+    return [SimpleNamespace(pid=pid) for pid in next_of(PIDS)]
 
 def nvmlDeviceGetMemoryInfo(handle):
-    return Told(used=state_line(USED))
+    return SimpleNamespace(used=next_of(USED))
 """
 
 
@@ -100,20 +100,20 @@ def nvmlDeviceGetMemoryInfo(handle):
         (replace(HIDDEN, unexplained=MUCH), QUIET, "3.0 GiB of its memory are not of this process"),
     ],
 )  # fmt: skip
-def test_what_spoils_a_time(before: State, after: State, cause: str) -> None:
+def test_spoiled_reports_why_a_time_is_invalid(before: State, after: State, cause: str) -> None:
     found = spoiled(before, after, 10.0)
     assert len(found) == bool(cause), found
     assert all(cause in line for line in found), found
 
 
-def test_memory_of_other_workers_is_theirs_but_none_may_come() -> None:
+def test_memory_of_other_workers_may_not_grow() -> None:
     held = replace(HIDDEN, unexplained=MUCH)
     assert spoiled(held, held, 10.0)
     assert not spoiled(held, held, 10.0, only_worker=False)
     assert spoiled(held, replace(HIDDEN, unexplained=2 * MUCH), 10.0, only_worker=False)
 
 
-def test_both_readings_stand_in_one_line() -> None:
+def test_both_readings_are_on_one_line() -> None:
     line = state_line(QUIET, replace(QUIET, sm=1755, watts=698, reasons=0))
     assert line == (
         "GPU-1 by NVML, before and after: SM 1980, 1755 MHz; memory 3201, 3201 MHz; 690, 698 W; 61, 61 C; "
@@ -146,7 +146,7 @@ class Cuda:
         return 5 << 30
 
 
-def test_a_reading_by_nvml(nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_state_with_nvml(nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml(HOT=[2_500_000_000])
     assert read() == State("NVML", "GPU-0", 1980, 3201, 690.0, 61, POWER_CAP, 2.5, (), 1 << 29)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-abc,1")
@@ -155,7 +155,7 @@ def test_a_reading_by_nvml(nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read().uuid == "GPU-3"
 
 
-def test_what_nvml_does_not_tell(nvml) -> None:
+def test_read_state_without_some_nvml_queries(nvml) -> None:
     module = nvml()
 
     def refuse(*arguments: object) -> None:
@@ -171,7 +171,7 @@ def test_what_nvml_does_not_tell(nvml) -> None:
         read()
 
 
-def test_a_slowdown_that_passes_is_a_change_of_clocks(nvml) -> None:
+def test_transient_slowdown_is_read_again(nvml) -> None:
     nvml(REASONS=[HARDWARE_SLOWDOWN, POWER_CAP])
     assert read().reasons == POWER_CAP
     nvml(REASONS=[HARDWARE_SLOWDOWN])
@@ -180,7 +180,7 @@ def test_a_slowdown_that_passes_is_a_change_of_clocks(nvml) -> None:
     assert read().reasons == HARDWARE_SLOWDOWN | HARDWARE_THERMAL
 
 
-def test_processes_of_this_session_and_of_others(nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_processes_exclude_this_session(nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -195,12 +195,12 @@ def test_processes_of_this_session_and_of_others(nvml, monkeypatch: pytest.Monke
         child.communicate(b"\n")
 
 
-def test_ids_of_another_namespace_name_nobody(nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_ids_of_another_namespace_are_unknown(nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml(PIDS=[[NO_PROCESS]])
     assert read().strangers is None
     nvml(PIDS=[[]])
     monkeypatch.setattr(gpu_state, "_cuda", lambda: Cuda)
-    assert read().strangers is None, "this process has taken the GPU and is not listed"
+    assert read().strangers is None, "this process uses the GPU and is not listed"
     nvml(PIDS=[[os.getpid()]], USED=[6 << 30])
     assert read().strangers == ()
     assert read().unexplained == 1 << 30
@@ -223,7 +223,7 @@ def no_library(nvml, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "bin"
 
 
-def test_without_the_library_nvidia_smi_is_read_and_named(no_library: Path) -> None:
+def test_read_state_with_nvidia_smi(no_library: Path) -> None:
     nvidia_smi(no_library, "GPU-1, 1980, 3201, 690.25, 61, 0x0000000000000044, 512", f"{os.getpid()}\\n")
     assert read() == State(
         "nvidia-smi", "GPU-1", 1980, 3201, 690.25, 61, POWER_CAP | HARDWARE_THERMAL, None, (), 512 << 20
@@ -238,18 +238,18 @@ def test_without_the_library_nvidia_smi_is_read_and_named(no_library: Path) -> N
         ("No devices were found", 6, "nvidia-smi: No devices were found"),
     ],
 )
-def test_an_answer_that_says_nothing_is_no_state(no_library: Path, state: str, code: int, words: str) -> None:
+def test_invalid_nvidia_smi_output_is_an_error(no_library: Path, state: str, code: int, words: str) -> None:
     nvidia_smi(no_library, state, code=code)
     with pytest.raises(InfraError, match=words):
         read()
 
 
-def test_with_neither_the_remedy_is_named_when_a_time_asks(no_library: Path) -> None:
+def test_error_without_nvml_and_nvidia_smi_has_the_fix(no_library: Path) -> None:
     with alone_on_gpu() as state, pytest.raises(InfraError, match="pip install nvidia-ml-py"):
         state()
 
 
-def test_the_gpu_is_locked_by_its_uuid(nvml, tmp_path: Path) -> None:
+def test_gpu_is_locked_by_its_uuid(nvml, tmp_path: Path) -> None:
     nvml()
     with alone_on_gpu() as state, open(tmp_path / "bumpgate-GPU-0.lock") as other:
         assert "GPU-0 by NVML" in state()
@@ -259,14 +259,14 @@ def test_the_gpu_is_locked_by_its_uuid(nvml, tmp_path: Path) -> None:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_anchors_beside_their_reviewed_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anchors_are_compared_with_reviewed_values(monkeypatch: pytest.MonkeyPatch) -> None:
     from suites.support import gpu_timing
 
     copied, multiplied = (cache(lambda: gpu_timing.Rate(4.2e12, 4.1e12, 4.3e12)) for _ in range(2))
     ids = dict.fromkeys(gpu_timing.ANCHORS)
     monkeypatch.setattr(gpu_timing, "ANCHORS", dict(zip(ids, (copied, multiplied))))
     reviewed = {id: Reviewed(4e12, "bytes/s", "higher") for id in ids}
-    assert gpu_timing.beside_reviewed(reviewed) == [], "nothing is measured for a line of evidence"
+    assert gpu_timing.beside_reviewed(reviewed) == [], "no anchor is measured only for evidence"
     copied()
     assert gpu_timing.beside_reviewed({}) == []
     assert gpu_timing.beside_reviewed(reviewed) == [
@@ -322,10 +322,10 @@ def lane_project(project: Project, lane: str) -> None:
             marks=planted("C37", "heat that has passed when the test ends"), id="heat_in_between"),
         pytest.param(
             "raise ImportError('none here')", "INFRA", "pip install nvidia-ml-py",
-            marks=planted("C37", "a GPU whose state nothing tells"), id="no_library"),
+            marks=planted("C37", "a GPU whose state cannot be read"), id="no_library"),
     ],
 )  # fmt: skip
-def test_a_row_timed_in_a_bad_state_is_infra_and_an_exact_one_is_not(
+def test_only_timed_row_is_infra_in_a_bad_gpu_state(
     project: Project, readings: str, verdict: str, words: str
 ) -> None:
     lane_project(project, "h200")
@@ -343,7 +343,7 @@ def test_a_row_timed_in_a_bad_state_is_infra_and_an_exact_one_is_not(
         assert "GPU-0 by NVML, before and after: SM 1980, 1980 MHz" in evidence["timed"][0]
 
 
-def test_another_lane_reads_no_gpu_and_imports_no_torch(project: Project) -> None:
+def test_cpu_lane_reads_no_gpu_and_imports_no_torch(project: Project) -> None:
     lane_project(project, "cpu")
     project.write("torch/__init__.py", "open('torch-was-imported', 'w')\n")
     body = (

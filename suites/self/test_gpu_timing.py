@@ -9,13 +9,13 @@ from suites.support import gpu_timing
 from suites.throughput.full_size import one_of_each_kind
 
 
-def test_of_few_samples_the_interval_is_all_of_them_and_of_many_their_middle() -> None:
+def test_median_interval_of_few_and_many_samples() -> None:
     """The 99 % interval of a median by the binomial distribution."""
     assert gpu_timing.median([8, 1, 7, 2, 6, 3, 5, 4]) == (4.5, 1, 8)
     assert gpu_timing.median(range(20)) == (9.5, 4, 16)
 
 
-def test_calls_that_are_compared_are_made_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compared_calls_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_timing, "_timed", lambda function: function())
     clock = iter(range(100))
     functions = [lambda: next(clock), lambda: next(clock)]
@@ -23,7 +23,7 @@ def test_calls_that_are_compared_are_made_in_turn(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["nam12", "nam52", "nam56r"])
-def test_a_short_stack_has_every_kind_of_layer_once(name: str) -> None:
+def test_short_stack_has_each_kind_of_layer_once(name: str) -> None:
     config = preset(name, "full")
     short = one_of_each_kind(config)
     assert [*short.kinds] == [*dict.fromkeys(config.kinds)]

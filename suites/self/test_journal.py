@@ -16,48 +16,12 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect import journal
-from bumpgate.bisect.attribution import Attribution, Mixture, attribute
-from bumpgate.bisect.journal import Journal, JournalError, Plan, begin, resume
+from bumpgate.bisect.attribution import Attribution
+from bumpgate.bisect.journal import Journal, JournalError, begin, resume
 from bumpgate.bisect.search import Outcome, Search, SearchError
-from suites.self.searching import labels, planted
+from suites.self.journaled_bisect import NIGHTS, PLAN, drive, read_candidate
+from suites.self.searching import mutant_of
 from suites.self.tree import ROOT
-
-NIGHTS = tuple(labels(12))
-PLAN = Plan(NIGHTS, NIGHTS[0], NIGHTS[-1], ("pytest", "-q"), false_bad=0.1, false_good=0.05)
-PACKAGES = ("torch", "triton", "numpy")
-GOOD_SET, BAD_SET = dict.fromkeys(PACKAGES, "1"), dict.fromkeys(PACKAGES, "2")
-# The fault is at 7; 6 does not install; the second reading of the good endpoint and the first of 8 are false.
-MISREAD = {(8, 0): "GOOD", (0, 0): "BAD"}
-
-
-def read_candidate(searched: Search, index: int) -> Outcome:
-    """Outcome of a probe: depends only on how often its candidate was read before."""
-    if index == 6:
-        return Outcome.SKIP
-    before = Counter(i for i, _ in searched.history)[index]
-    return Outcome[MISREAD.get((index, before), "BAD" if index >= 7 else "GOOD")]
-
-
-def read_mixture(mixture: Mixture) -> Outcome:
-    return Outcome.BAD if "triton" in mixture else Outcome.GOOD
-
-
-def drive(state: Any, probed: list[object] | None = None) -> Attribution:
-    """Run a whole bisect: the search, then the attribution, each reading through the journal."""
-    while state.search.result() is None:
-        index = state.decide()[0]
-        if probed is not None:
-            probed.append(index)
-        state.record(index, read_candidate(state.search, index))
-
-    def probe(mixture: Mixture, packages: dict[str, str]) -> Outcome:
-        state.decide_mixture(mixture)
-        if probed is not None:
-            probed.append(mixture)
-        state.record_mixture(mixture, read_mixture(mixture))
-        return read_mixture(mixture)
-
-    return attribute(GOOD_SET, BAD_SET, probe, known=list(state.mixtures))
 
 
 @pytest.fixture
@@ -128,7 +92,7 @@ def test_resume_after_truncation_at_any_byte_is_identical(
     [
         ("file.truncate(sum(len(line) + 1 for line in whole))", "pass"),
         ("whole = lines[:-1]", "whole = [line for line in lines if line]"),
-        ("self._asked = [i for i in self._asked if i != index]", "self._asked = []"),
+        ("self._pending = [i for i in self._pending if i != index]", "self._pending = []"),
     ],
     ids=["torn line kept in the file", "torn line parsed", "decision lost"],
 )
@@ -136,7 +100,7 @@ def test_check_cuts_detects_resume_mutants(
     old: str, new: str, tmp_path: Path, whole: tuple[bytes, Search, Attribution]
 ) -> None:
     with pytest.raises((AssertionError, ValueError)):
-        check_cuts(planted(journal, old, new), tmp_path, whole)
+        check_cuts(mutant_of(journal, old, new), tmp_path, whole)
 
 
 def check_order(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +157,7 @@ TAKE = "        self._take(index, outcome)\n"
 def test_check_order_detects_sync_mutants(
     old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutant = planted(journal, old, new)
+    mutant = mutant_of(journal, old, new)
     with pytest.raises(AssertionError):
         check_order(mutant, tmp_path / "state.jsonl", monkeypatch)
 
@@ -202,7 +166,7 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 from bumpgate.bisect.journal import begin, resume
-from suites.self import test_journal as t
+from suites.self import journaled_bisect as t
 
 path, kill_at = Path(sys.argv[1]), int(sys.argv[2])
 state = resume(path, t.PLAN) if path.exists() else begin(path, t.PLAN)

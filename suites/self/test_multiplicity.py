@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bumpgate.gate.multiplicity import benjamini_hochberg, holm
-from suites.self.test_sequential import told, wilson
+from suites.self.simulation import rate_text, wilson
 
 FIXED = settings(derandomize=True, max_examples=100, deadline=None)
 Adjust = Callable[[Mapping[str, float]], dict[str, float]]
@@ -101,10 +101,10 @@ def test_holm_keeps_family_wise_error_and_unadjusted_does_not() -> None:
     wrong, _ = rates(holm, 0.02, 15, 0, runs)
     exact = 1 - (1 - 0.02 / 15) ** 15  # independent rows use almost the whole level
     margin = 4 * math.sqrt(exact * (1 - exact) / runs)
-    assert abs(wrong / runs - exact) <= margin, told(f"Holm, {exact:.2%} +- {margin:.2%}", wrong, runs)
+    assert abs(wrong / runs - exact) <= margin, rate_text(f"Holm, {exact:.2%} +- {margin:.2%}", wrong, runs)
     runs = 2000
     wrong, _ = rates(dict, 0.02, 15, 0, runs)
-    assert wilson(wrong, runs)[0] > 0.2, told("unadjusted", wrong, runs)
+    assert wilson(wrong, runs)[0] > 0.2, rate_text("unadjusted", wrong, runs)
 
 
 def test_benjamini_hochberg_bounds_the_false_discovery_rate() -> None:

@@ -96,8 +96,8 @@ def test_outcome_requires_a_row_red_only_with_the_fault(
 def test_outcome_lists_other_red_rows() -> None:
     other_red = run_with("REGRESSION", other="CHANGED")
     found = outcome("graph_break", FAULTS["graph_break"], other_red, run_with("PASS"), 3.0)
-    assert found.beside == ("compile/other/graphs",)
-    assert "red beside it: compile/other/graphs" in str(found)
+    assert found.also_red == ("compile/other/graphs",)
+    assert "also red: compile/other/graphs" in str(found)
 
 
 def test_held_is_false_for_an_unmeasured_row() -> None:

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from suites.self.recorded import PLACE, sessions
-from suites.self.replay import COMPILED, EAGER, ROWS, SPEEDUP, Case, rates, wilson
+from suites.self.replay import COMPILED, EAGER, ROWS, SPEEDUP, Case, rates
+from suites.self.simulation import wilson
 
 GATES = json.loads(PLACE.read_text(encoding="utf-8"))
 

@@ -8,7 +8,6 @@ import json
 import math
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,35 +18,25 @@ from bumpgate.gate.verdict import Decision, Finding, Side
 from bumpgate.report import command as report
 from bumpgate.report import diffs, gate_file, markdown, page
 from bumpgate.rows import Record, RecordError, Row, Verdict, write_record
-from suites.self.reports import EVIL, HERE, TEST, bumpgate, held, judged, loss_curve, record, row, write_gate
+from suites.self.reports import (
+    EVIL,
+    HERE,
+    TEST,
+    ParsedPage,
+    bumpgate,
+    held,
+    judged,
+    loss_curve,
+    record,
+    row,
+    write_gate,
+)
 
 P = Verdict.PASS
 
 
-class Seen(HTMLParser):
-    """A page as parsed by a browser: its elements, its text, and every URL in it."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.texts: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.texts).split())
-
-
-def seen(shown: page.Page) -> Seen:
-    return Seen(report.html_page(shown))
+def seen(shown: page.Page) -> ParsedPage:
+    return ParsedPage(report.html_page(shown))
 
 
 def test_gate_page_shows_both_sides(tmp_path: Path) -> None:
@@ -115,7 +104,7 @@ def test_page_loads_nothing_and_runs_only_its_own_script(tmp_path: Path) -> None
     path = held(tmp_path)
     (html, *_) = report.render(path, tmp_path / "out")
     text = html.read_text()
-    found = Seen(text)
+    found = ParsedPage(text)
     addresses = [
         v for name, v in found.attributes if name in ("src", "href", "srcset", "action", "xlink:href")
     ]
@@ -170,7 +159,7 @@ def test_broken_run_still_has_a_report(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     write_record(path, {"lane": "cpu", "torch": None}, (), complete=False)
     html, xml, summary = report.render(path, tmp_path / "out")
-    assert "NOT COMPLETE" in Seen(html.read_text()).text
+    assert "NOT COMPLETE" in ParsedPage(html.read_text()).text
     assert ElementTree.parse(xml).getroot()[0].attrib["errors"] == "1"
     assert "NOT COMPLETE" in summary.read_text()
 

@@ -14,8 +14,7 @@ from bumpgate.gate.verdict import Side
 from bumpgate.report import command as report
 from bumpgate.report import gate_file, junit, markdown, page
 from bumpgate.rows import Judgement, Verdict
-from suites.self.reports import EVIL, judged, record, row, write_gate
-from suites.self.test_report import Seen
+from suites.self.reports import EVIL, ParsedPage, judged, record, row, write_gate
 
 FIXED = settings(derandomize=True, max_examples=30, deadline=None)
 P = Verdict.PASS
@@ -78,7 +77,7 @@ def test_any_record_renders_and_junit_matches_its_verdict(
     shown = page.of_record(made)
     suite = ElementTree.fromstring(junit.xml(shown))[0]
     assert (int(suite.attrib["failures"]) + int(suite.attrib["errors"]) > 0) is made.red
-    assert Seen(report.html_page(shown)).tags.count("script") == 1
+    assert ParsedPage(report.html_page(shown)).tags.count("script") == 1
     assert markdown.summary(shown).count("<details") == len(shown.findings)
 
 

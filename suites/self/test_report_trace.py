@@ -17,8 +17,7 @@ import pytest
 from bumpgate.report import command as report
 from bumpgate.report import gate_file, page, tlparse, trace
 from bumpgate.report.trace import Trace
-from suites.self.reports import EVIL, bumpgate, held
-from suites.self.test_report import Seen
+from suites.self.reports import EVIL, ParsedPage, bumpgate, held
 
 HEAD = "V1121 13:07:50.129000 334 torch/_dynamo/convert_frame.py:304] "
 BREAK = """Graph break in user code at /w/model/hybrid.py:{line}
@@ -184,7 +183,7 @@ def test_page_has_a_trace_section_for_each_process(
     )
     assert bumpgate(monkeypatch, "report", str(path), "--trace", str(folder)) == 0
     assert capsys.readouterr().out.count("wrote ") == 3
-    text = Seen((tmp_path / "gate.html").read_text()).text
+    text = ParsedPage((tmp_path / "gate.html").read_text()).text
     for words in (
         "2 files: 3 compilations, 1 frame, 6 s",
         "rank 0: dedicated_log_torch_trace_rank_0_a.log",
@@ -212,7 +211,7 @@ def test_page_escapes_markup_in_a_trace(tmp_path: Path) -> None:
     )
     files = trace.read(written(tmp_path / "t", a=text))
     made = report.html_page(page.of(gate_file.read(held(tmp_path))), Trace(files, {}, EVIL))
-    found = Seen(made)
+    found = ParsedPage(made)
     assert found.tags.count("script") == 1
     assert not [name for name, _ in found.attributes if name.startswith("on")]
     section = found.text.partition("What was compiled")[2].partition(" Rows ")[0]
@@ -298,7 +297,7 @@ def test_tlparse_writes_a_page_for_each_process(tmp_path: Path, monkeypatch: pyt
     for _ in range(2):
         assert bumpgate(monkeypatch, "report", str(path), "--trace", str(folder)) == 0
     assert not stale.exists(), "the folder is replaced whole"
-    links = [v for name, v in Seen((tmp_path / "gate.html").read_text()).attributes if name == "href"]
+    links = [v for name, v in ParsedPage((tmp_path / "gate.html").read_text()).attributes if name == "href"]
     pages = [link for link in links if "tlparse" in link]
     assert pages == [f"gate.tlparse/dedicated_log_torch_trace_{name}/index.html" for name in "ab"]
     assert all((tmp_path / link).read_text() == whole() for link in pages)
@@ -321,7 +320,7 @@ def test_failing_tlparse_loses_only_its_page(
     tool = a_tool(tmp_path / "bin", script)
     monkeypatch.setattr(tlparse, "program", lambda: str(tool))
     assert bumpgate(monkeypatch, "report", str(path), "--trace", str(folder)) == 0
-    text = Seen((tmp_path / "gate.html").read_text()).text
+    text = ParsedPage((tmp_path / "gate.html").read_text()).text
     assert "tlparse made no page of dedicated_log_torch_trace_" in text
     assert words in text
     assert text.count("tlparse's page") == (tmp_path / "gate.tlparse").exists() == (PAGE in script)

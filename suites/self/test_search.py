@@ -12,15 +12,12 @@ import pytest
 
 from bumpgate.bisect import posterior, search
 from bumpgate.bisect.search import Outcome, Result, Search, SearchError, capacity
-from suites.self.searching import drive, labels, noisy, planted, tail
+from suites.self.searching import RUNS, SIGNIFICANCE, drive, labels, mutant_of, noisy, tail
 
-RUNS = 1000
 # Probes beyond log2(n), for 97 of 100 runs at 10 % false BAD: two endpoints, the loss of the noisy channel, and repeats
 # until the answer is distinct from both neighbours at confidence 0.98. Measured: 12 suffices for 981 of 1000 runs at 60
 # candidates, too close to 97 % to be shown with so few runs; 14 can be shown with 1000 runs.
 MARGIN = 14
-# A simulation's claim holds if it would pass by chance less often than this.
-LUCK = 1e-3
 
 
 def check_every_place(module: Any, sizes: Iterator[int] | range) -> None:
@@ -48,7 +45,7 @@ def test_sixty_candidates_take_six_probes_and_two_endpoints() -> None:
 
 
 def test_mutant_with_answer_off_by_one_is_caught() -> None:
-    mutant = planted(
+    mutant = mutant_of(
         search,
         "range(self.first + kept[0], self.first + kept[-1] + 1)",
         "range(self.first + kept[0] - 1, self.first + kept[-1])",
@@ -58,7 +55,7 @@ def test_mutant_with_answer_off_by_one_is_caught() -> None:
 
 
 def test_mutant_with_likelihood_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant = planted(
+    mutant = mutant_of(
         posterior, "accumulate(as_old, initial=0.0)", "accumulate([0.0, *as_old[:-1]], initial=0.0)"
     )
     monkeypatch.setattr(search, "believe", mutant.believe)
@@ -97,7 +94,7 @@ def test_search_with_10_percent_false_bad_finds_the_change(n: int) -> None:
     within = sum(r.suspects == (k,) and r.probes <= math.log2(n) + MARGIN for k, r in runs)
     text = summary(n, 0.1, 0.0, runs)
     print(text)
-    assert tail(within, RUNS, 0.97) < LUCK, f"{within} right within log2(n) + {MARGIN}; {text}"
+    assert tail(within, RUNS, 0.97) < SIGNIFICANCE, f"{within} right within log2(n) + {MARGIN}; {text}"
 
 
 def test_search_with_misreads_both_ways_within_a_budget() -> None:
@@ -187,11 +184,11 @@ def test_broken_builds_next_to_the_change_give_a_range() -> None:
 
 def test_mutant_that_ignores_skips_is_caught() -> None:
     with pytest.raises(AssertionError):
-        check_skips(planted(search, "            self._aside.add(index)\n", "            pass\n"), n=8)
+        check_skips(mutant_of(search, "            self._aside.add(index)\n", "            pass\n"), n=8)
 
 
 def test_mutant_that_omits_skipped_builds_is_caught() -> None:
-    mutant = planted(
+    mutant = mutant_of(
         search, "                classes[-1].append(k)\n", "                classes.append([k])\n"
     )
     with pytest.raises(AssertionError):
@@ -212,7 +209,7 @@ def skips_taken(module: Any) -> float:
 def test_search_jumps_over_a_long_run_of_broken_builds() -> None:
     """The control, a mutant, tries them one after another."""
     control = skips_taken(
-        planted(search, "gains[i - self.first] * self._installs(i)", "gains[i - self.first]")
+        mutant_of(search, "gains[i - self.first] * self._installs(i)", "gains[i - self.first]")
     )
     assert skips_taken(search) <= 4 < control / 2, (skips_taken(search), control)
 

@@ -1,8 +1,7 @@
 """The sequential test of timed rows: its exact p-values, and its error rates by simulation.
 
-Noise as measured: each fresh process is biased by 1 to 3 % (standard deviation, drawn for each row), its rounds
-vary by 2 to 3 %. With heavy tails one session in 20 is off by 20 %; the noisiest rows have 3 % of both.
-Rates have the 95 % Wilson interval for their number of runs, whose bound must satisfy the limit.
+The noise is that of suites/self/simulation.py. Rates have the 95 % Wilson interval for their number of runs, whose
+bound must satisfy the limit.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,32 +21,14 @@ from hypothesis import strategies as st
 from bumpgate.gate import sequential
 from bumpgate.gate.plan import LOOKS, Look, Plan, Rule, plan_for
 from bumpgate.gate.sequential import Outcome, alternate, decide, estimate, interval, log_ratio
+from suites.self.simulation import HEAVY, MEASURED, NOISES, ROWS, WORST, rate_text, row_noise, wilson
 
 FIXED = settings(derandomize=True, max_examples=40, deadline=None)
 PLAN = Plan()
-ROWS = tuple(f"throughput/case{i}/seconds" for i in range(15))
-ROUNDS = 20
 SLOW = math.log(1.05)
 MOVED = (Outcome.SLOWER, Outcome.FASTER)
 
-MEASURED, HEAVY, WORST = NOISES = ("measured", "heavy tails", "noisiest rows")
-
-Draw = Callable[[], float]
 ratios = st.lists(st.floats(-0.3, 0.3), min_size=8, max_size=32)
-
-
-def row_noise(rng: random.Random, noise: str) -> Draw:
-    """Draw the error of one session's log-ratio. With two processes per side, its variance is that of one reading."""
-    worst = noise == WORST
-    bias, scatter = (0.03, 0.03) if worst else (rng.uniform(0.01, 0.03), rng.uniform(0.02, 0.03))
-    # 1.25: a reading is the median of its rounds, not their mean.
-    deviation = math.hypot(bias, 1.25 * scatter / math.sqrt(ROUNDS))
-
-    def draw() -> float:
-        bad = noise == HEAVY and rng.random() < 1 / 20
-        return rng.gauss(0, deviation) + (rng.choice((-0.2, 0.2)) if bad else 0)
-
-    return draw
 
 
 def play(
@@ -68,32 +49,14 @@ def play(
     return outcomes, max(map(len, sessions.values()))
 
 
-def wilson(hits: int, runs: int) -> tuple[float, float]:
-    """95 % Wilson interval of a rate."""
-    z = 1.96
-    middle = (hits + z * z / 2) / (runs + z * z)
-    half = z / (runs + z * z) * math.sqrt(hits * (runs - hits) / runs + z * z / 4)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def told(what: str, hits: int, runs: int, used: list[int] | None = None) -> str:
-    low, high = wilson(hits, runs)
-    text = f"{what}: {hits} of {runs} = {hits / runs:.2%} [{low:.2%}, {high:.2%}]"
-    if used:
-        text += (
-            f"; sessions median {statistics.median(used):g}, 95th percentile {sorted(used)[-len(used) // 20]}"
-        )
-    return text
-
-
 def false_alarms(seed: int, gates: int, effect: float, noise: str, plan: Plan = PLAN) -> tuple[int, str]:
     """Count gates of 15 rows, each changed by `effect`, in which any row was called SLOWER or FASTER."""
     rng = random.Random(seed)
     games = [play(rng, dict.fromkeys(ROWS, effect), noise, plan) for _ in range(gates)]
     alarms = sum(any(o in MOVED for o in outcomes.values()) for outcomes, _ in games)
     unsure = sum(Outcome.INCONCLUSIVE in outcomes.values() for outcomes, _ in games)
-    text = told("false alarms", alarms, gates, [n for _, n in games])
-    return alarms, f"{text}; {told('gates with an open row', unsure, gates)}"
+    text = rate_text("false alarms", alarms, gates, [n for _, n in games])
+    return alarms, f"{text}; {rate_text('gates with an open row', unsure, gates)}"
 
 
 def found(seed: int, gates: int, noise: str, plan: Plan = PLAN) -> tuple[int, str]:
@@ -103,8 +66,8 @@ def found(seed: int, gates: int, noise: str, plan: Plan = PLAN) -> tuple[int, st
     games = [play(rng, effects, noise, plan) for _ in range(gates)]
     hits = sum(outcomes[ROWS[7]] is Outcome.SLOWER for outcomes, _ in games)
     missed = sum(outcomes[ROWS[7]] is Outcome.SAME for outcomes, _ in games)
-    text = told("5 % slowdown found", hits, gates, [n for _, n in games])
-    return hits, f"{text}; {told('called SAME', missed, gates)}"
+    text = rate_text("5 % slowdown found", hits, gates, [n for _, n in games])
+    return hits, f"{text}; {rate_text('called SAME', missed, gates)}"
 
 
 @pytest.fixture
@@ -166,7 +129,7 @@ def test_mutant_with_unplanned_looks_raises_false_alarms(
     for name, looks in (("as planned", planned), ("every session", every)):
         rng, plan = random.Random(4), Plan(looks, alpha=0.2, cache_sd=0.0)
         alarms = sum(play(rng, one, plan=plan)[0][ROWS[0]] is Outcome.SLOWER for _ in range(runs))
-        rates[name] = (wilson(alarms, runs), told(name, alarms, runs))
+        rates[name] = (wilson(alarms, runs), rate_text(name, alarms, runs))
     assert rates["as planned"][0][1] <= 0.1, rates
     assert rates["every session"][0][0] > 0.1, rates
 
@@ -218,7 +181,7 @@ def test_interval_misses_the_true_value_within_its_level() -> None:
         draw = row_noise(rng, HEAVY)
         low, _ = interval([SLOW + draw() for _ in range(12)], PLAN)
         missed += low > SLOW
-    assert wilson(missed, runs)[1] <= PLAN.alpha_same, told("missed", missed, runs)
+    assert wilson(missed, runs)[1] <= PLAN.alpha_same, rate_text("missed", missed, runs)
 
 
 def test_outcome_agrees_with_the_interval() -> None:

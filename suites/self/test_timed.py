@@ -15,7 +15,7 @@ from bumpgate.plugin import timing
 from bumpgate.plugin.rows import InfraError
 from bumpgate.rows import Judgement, Row, Verdict
 from suites.self.gating import TIME_TEST, count, gone, seconds
-from suites.self.test_sequential import told
+from suites.self.simulation import rate_text
 
 ROWS = ("throughput/compiled/rate", "throughput/eager/rate", "throughput/compiled/speedup")
 # Standard deviations between fresh processes on a quiet machine, from suites/throughput/test_train_step.py:
@@ -56,7 +56,7 @@ def test_false_hold_of_simulated_gates_is_at_most_two_percent(bad_processes: flo
     found = [outcomes_of(simulated(rng, bad_processes)) for _ in range(runs)]
     held = sum(Outcome.SLOWER in outcomes for outcomes in found)
     unknown = sum(Outcome.INCONCLUSIVE in outcomes for outcomes in found)
-    text = f"{told('false HOLD', held, runs)}; {unknown} UNKNOWN"
+    text = f"{rate_text('false HOLD', held, runs)}; {unknown} UNKNOWN"
     print(text)
     assert held <= 0.02 * runs, text
 
@@ -64,7 +64,7 @@ def test_false_hold_of_simulated_gates_is_at_most_two_percent(bad_processes: flo
 def test_five_percent_slowdown_is_found_in_the_same_noise() -> None:
     rng, runs = random.Random(8), 60
     held = sum(Outcome.SLOWER in outcomes_of(simulated(rng, 0.1, slower=1.05)) for _ in range(runs))
-    print(told("found", held, runs))
+    print(rate_text("found", held, runs))
     assert held >= 0.95 * runs
 
 
