@@ -65,4 +65,4 @@ def _anchors(config: pytest.Config) -> list[str]:
     """Return this run's ceilings next to the reviewed ones, if a test of this process has measured any."""
     gpu_timing = sys.modules.get("suites.support.gpu_timing")
     reviewed = lane_baseline(baseline_path(config, "h200"), "h200").rows
-    return gpu_timing.beside_reviewed(reviewed) if gpu_timing else []
+    return gpu_timing.compare_with_reviewed(reviewed) if gpu_timing else []

@@ -29,21 +29,7 @@ from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch
 from kernels.rms_norm_gated import rms_norm_gated
 from kernels.ssd_chunk_scan import ssd_chunk_scan
-from suites.kernels import (
-    test_attention,
-    test_causal_conv1d,
-    test_cross_entropy,
-    test_dsa_indexer,
-    test_grouped_gemm,
-    test_m2rnn,
-    test_mamba3_mimo,
-    test_mamba3_siso,
-    test_mla,
-    test_moe_combine,
-    test_moe_dispatch,
-    test_rms_norm_gated,
-    test_ssd_chunk_scan,
-)
+from suites.kernels import inputs as op_inputs
 from suites.support.comparison import Named
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,16 +127,18 @@ def _named(names: str, tensors: Iterable[Tensor]) -> Named:
 
 
 def _siso(impl: str, **inputs: Tensor) -> tuple[Tensor, ...]:
-    return test_mamba3_siso.flat(mamba3_siso, chunk_size=8, impl=impl)(**inputs)
+    return op_inputs.mamba3_siso.flat(mamba3_siso, chunk_size=8, impl=impl)(**inputs)
 
 
 def _mimo(impl: str, **inputs: Tensor) -> tuple[Tensor, ...]:
-    return test_mamba3_mimo.flat(mamba3_mimo, chunk_size=8, impl=impl)(**inputs)
+    return op_inputs.mamba3_mimo.flat(mamba3_mimo, chunk_size=8, impl=impl)(**inputs)
 
 
 def _dsa_inputs() -> Named:
-    index = _named("index_q index_k index_weights doc_ids", test_dsa_indexer.index_problem(T=20, width=8))
-    return index | _named("q k v", test_dsa_indexer.problem(T=20, P=8)[:3])
+    index = _named(
+        "index_q index_k index_weights doc_ids", op_inputs.dsa_indexer.make_index_inputs(T=20, width=8)
+    )
+    return index | _named("q k v", op_inputs.dsa_indexer.make_inputs(T=20, P=8)[:3])
 
 
 def _dsa(impl: str, q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, **index: Tensor) -> tuple[Tensor, ...]:
@@ -164,50 +152,52 @@ def _dsa(impl: str, q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, **index: T
 
 MAMBA3 = ("y", "theta", "h", "k_prev", "v_prev")
 SCAN = {"T": 20, "H": 2, "P": 4, "N": 6, "G": 1, "starts": (5, 6, 13)}
-EXPERTS = {"num_experts": test_moe_dispatch.E, "bucket": 4}
+EXPERTS = {"num_experts": op_inputs.moe_dispatch.E, "bucket": 4}
 
 GOLDEN = {
     "attention": Golden(
-        lambda: _named("q k v doc_ids", test_attention.problem(P=8)),
+        lambda: _named("q k v doc_ids", op_inputs.attention.make_inputs(P=8)),
         ("out",),
         partial(attention, scale=0.4, softcap=2.0, window=7),
     ),
     "causal_conv1d": Golden(
-        lambda: _named("x weight bias doc_ids", test_causal_conv1d.problem()), ("y",), causal_conv1d
+        lambda: _named("x weight bias doc_ids", op_inputs.causal_conv1d.make_inputs()), ("y",), causal_conv1d
     ),
     "cross_entropy": Golden(
-        lambda: _named("logits target", test_cross_entropy.problem()),
+        lambda: _named("logits target", op_inputs.cross_entropy.make_inputs()),
         ("loss",),
         partial(cross_entropy, softcap=3.0),
     ),
     "dsa_indexer": Golden(_dsa_inputs, ("indices", "out", "loss"), _dsa),
     "grouped_gemm": Golden(
-        lambda: _named("x weight counts", test_grouped_gemm.problem()), ("y",), grouped_gemm
+        lambda: _named("x weight counts", op_inputs.grouped_gemm.make_inputs()), ("y",), grouped_gemm
     ),
-    "m2rnn": Golden(lambda: test_m2rnn.problem(H=2), ("y", "final"), m2rnn),
-    "mamba3_mimo": Golden(lambda: test_mamba3_mimo.problem(**SCAN, R=2, A=2), MAMBA3, _mimo),
-    "mamba3_siso": Golden(lambda: test_mamba3_siso.problem(**SCAN, R=2), MAMBA3, _siso),
+    "m2rnn": Golden(lambda: op_inputs.m2rnn.make_inputs(H=2), ("y", "final"), m2rnn),
+    "mamba3_mimo": Golden(lambda: op_inputs.mamba3_mimo.make_inputs(**SCAN, R=2, A=2), MAMBA3, _mimo),
+    "mamba3_siso": Golden(lambda: op_inputs.mamba3_siso.make_inputs(**SCAN, R=2), MAMBA3, _siso),
     "mla": Golden(
-        lambda: _named(" ".join(test_mla.NAMES), test_mla.problem(T=20, C=8, P=8, R=4, Pv=8)),
+        lambda: _named(" ".join(op_inputs.mla.NAMES), op_inputs.mla.make_inputs(T=20, C=8, P=8, R=4, Pv=8)),
         ("out",),
         partial(mla, scale=0.4, softcap=2.0),
     ),
     "moe_combine": Golden(
-        lambda: _named("y expert slot weights", test_moe_combine.problem()),
+        lambda: _named("y expert slot weights", op_inputs.moe_combine.make_inputs()),
         ("out",),
         partial(moe_combine, bucket=8),
     ),
     "moe_dispatch": Golden(
-        lambda: _named("x expert", test_moe_dispatch.problem(dtype=torch.float64)),
+        lambda: _named("x expert", op_inputs.moe_dispatch.make_inputs(dtype=torch.float64)),
         ("padded", "slot", "overflow"),
         partial(moe_dispatch, **EXPERTS),
     ),
     "rms_norm_gated": Golden(
-        lambda: _named("x gate weight", test_rms_norm_gated.problem(D=16)),
+        lambda: _named("x gate weight", op_inputs.rms_norm_gated.make_inputs(D=16)),
         ("y",),
         partial(rms_norm_gated, group_size=8),
     ),
     "ssd_chunk_scan": Golden(
-        lambda: test_ssd_chunk_scan.problem(**SCAN), ("y", "final"), partial(ssd_chunk_scan, chunk_size=8)
+        lambda: op_inputs.ssd_chunk_scan.make_inputs(**SCAN),
+        ("y", "final"),
+        partial(ssd_chunk_scan, chunk_size=8),
     ),
 }

@@ -28,22 +28,7 @@ from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch
 from kernels.rms_norm_gated import rms_norm_gated
 from kernels.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_recurrent
-from suites.kernels import (
-    test_attention,
-    test_causal_conv1d,
-    test_cross_entropy,
-    test_dsa_indexer,
-    test_dsa_loss,
-    test_grouped_gemm,
-    test_m2rnn,
-    test_mamba3_mimo,
-    test_mamba3_siso,
-    test_mla,
-    test_moe_combine,
-    test_moe_dispatch,
-    test_rms_norm_gated,
-    test_ssd_chunk_scan,
-)
+from suites.kernels import inputs as op_inputs
 from suites.support.comparison import doubled, error_ratio
 from suites.support.reduce import largest
 from suites.support.scans import carried
@@ -55,12 +40,12 @@ Faults = dict[str, Fault]
 
 
 class Subject(NamedTuple):
-    """One op: problem(seed) -> its fp32 inputs by name, op and plain formula, and its specific faults.
+    """One op: make_inputs(seed) -> its fp32 inputs by name, op and plain formula, and its specific faults.
 
     exact: the formula that in fp64 is the oracle, if it is not the plain one.
     """
 
-    problem: Callable[[int], Inputs]
+    make_inputs: Callable[[int], Inputs]
     op: Callable[..., Any]
     plain: Callable[..., Any]
     faults: Faults = {}
@@ -143,8 +128,8 @@ def _bf16_state(scan: Callable[..., Any], per_token: Sequence[str], state: Seque
 
 def _without_diagonal(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
     """Compute Mamba-3's whole-sequence form with the same weight for a token itself as for those after it."""
-    query, key = test_mamba3_siso.biased(inputs, "q"), test_mamba3_siso.biased(inputs, "k")
-    _, shifted = test_mamba3_siso.trapezoid(inputs)
+    query, key = op_inputs.mamba3_siso.biased(inputs, "q"), op_inputs.mamba3_siso.biased(inputs, "k")
+    _, shifted = op_inputs.mamba3_siso.trapezoid(inputs)
     itself = inputs["v"] * (shifted * (query * key).sum(-1))[..., None]
     return right[0] + itself * F.silu(inputs["z"]), *right[1:]
 
@@ -153,33 +138,34 @@ def _noconv(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
     """Add the error of the Mamba-2 scan with a scaled key, taken with zero angles and without a state, which that scan
     does not support.
     """
-    still = inputs | {n: torch.zeros_like(inputs[n]) for n in ("angles", *test_mamba3_siso.STATE)}
-    return right[0] + test_mamba3_siso.scaled_k_in_mamba2(still) - subject.run(still)[0], *right[1:]
+    still = inputs | {n: torch.zeros_like(inputs[n]) for n in ("angles", *op_inputs.mamba3_siso.STATE)}
+    return right[0] + op_inputs.mamba3_siso.scaled_k_in_mamba2(still) - subject.run(still)[0], *right[1:]
 
 
 def _bf16_weights(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
     return subject.run(inputs | {"weights": inputs["weights"].bfloat16().float()})
 
 
-def _named(names: str, problem: Callable[..., Sequence[Any]], **sizes: Any) -> Callable[[int], Inputs]:
-    """Return a suite's problem in fp32, its tuple by name."""
-    return lambda seed: dict(
-        zip(names.split(), problem(dtype=torch.float32, seed=seed, **sizes), strict=True)
-    )
+def _named(names: str, make: Callable[..., Sequence[Any]], **sizes: Any) -> Callable[[int], Inputs]:
+    """Return a function of the seed that makes an op's fp32 inputs, its tuple by name."""
+    return lambda seed: dict(zip(names.split(), make(dtype=torch.float32, seed=seed, **sizes), strict=True))
 
 
-def _scan(suite: Any, op: Callable[..., Any], plain: Callable[..., Any], state: Sequence[str]) -> Subject:
+def _scan(module: Any, op: Callable[..., Any], plain: Callable[..., Any], state: Sequence[str]) -> Subject:
     """Return the subject of a suite's scan, with documents and with a state that is among its inputs by these names."""
-    faults = {"dropped document reset": _dropped_reset, "bf16 state": _bf16_state(op, suite.PER_TOKEN, state)}
-    return Subject(_wide(suite), op, plain, faults)
+    faults = {
+        "dropped document reset": _dropped_reset,
+        "bf16 state": _bf16_state(op, module.PER_TOKEN, state),
+    }
+    return Subject(_wide(module), op, plain, faults)
 
 
-def _wide(suite: Any) -> Callable[[int], Inputs]:
-    """Return a suite's problem in fp32: a batch of 8, so that the largest error is one of many."""
-    return lambda seed: suite.problem(B=8, dtype=torch.float32, seed=seed)
+def _wide(module: Any) -> Callable[[int], Inputs]:
+    """Return a function of the seed that makes fp32 inputs: a batch of 8, so that the largest error is one of many."""
+    return lambda seed: module.make_inputs(B=8, dtype=torch.float32, seed=seed)
 
 
-def _mamba3(suite: Any, op: Callable[..., Any], chunk_size: int, faults: Faults) -> Subject:
+def _mamba3(module: Any, op: Callable[..., Any], chunk_size: int, faults: Faults) -> Subject:
     """Return a subject whose plain formula is the whole row at once.
 
     The recurrence is not suitable: it adds its angles one by one, so that neighbours share their errors, and in fp32
@@ -189,22 +175,22 @@ def _mamba3(suite: Any, op: Callable[..., Any], chunk_size: int, faults: Faults)
     def on_circle(scan: Callable[..., Any]) -> Callable[..., Outputs]:
         def run(**inputs: Tensor) -> Outputs:
             y, theta, *rest = scan(**inputs)
-            return y, suite.on_circle(theta), *rest
+            return y, module.on_circle(theta), *rest
 
         return run
 
-    chunked, whole = suite.flat(op, chunk_size=chunk_size), suite.flat(op, chunk_size=64, impl="reference")
+    chunked, whole = module.flat(op, chunk_size=chunk_size), module.flat(op, chunk_size=64, impl="reference")
     common = {
         "dropped document reset": _dropped_reset,
-        "bf16 state": _bf16_state(chunked, suite.PER_TOKEN, suite.STATE),
+        "bf16 state": _bf16_state(chunked, module.PER_TOKEN, module.STATE),
     }
     functions = on_circle(chunked), on_circle(whole)
-    return Subject(_wide(suite), *functions, common | faults, on_circle(suite.recurrence))
+    return Subject(_wide(module), *functions, common | faults, on_circle(module.recurrence))
 
 
 def _ranks_apart(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
     """Compute R scans of one rank, each with its own state."""
-    return test_mamba3_mimo.one_rank_each(**inputs)[0], *right[1:]
+    return op_inputs.mamba3_mimo.one_rank_each(**inputs)[0], *right[1:]
 
 
 def _dsa(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,8 +201,8 @@ def _dsa(function: Callable[..., Any]) -> Callable[..., Any]:
 def _dsa_problem(seed: int) -> Inputs:
     """Make the choices in fp64: in fp32 a near tie may be decided differently, which is not an error of attention."""
     B, K = 4, 7
-    q, k, weights, doc_ids = test_dsa_indexer.index_problem(B=B, seed=seed)
-    named = _named("q k v indices", test_dsa_indexer.problem, B=B, K=K)(seed)
+    q, k, weights, doc_ids = op_inputs.dsa_indexer.make_index_inputs(B=B, seed=seed)
+    named = _named("q k v indices", op_inputs.dsa_indexer.make_inputs, B=B, K=K)(seed)
     across = dsa_indexer(q, k, weights, torch.zeros_like(doc_ids), top_k=K)
     return named | {"across_documents": across}
 
@@ -243,74 +229,76 @@ def _next_expert(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
 
 ATTENTION = {"scale": 0.4, "softcap": 2.0}
 NORM = {"group_size": 16}
-EXPERTS = {"num_experts": test_moe_dispatch.E, "bucket": 4}
+EXPERTS = {"num_experts": op_inputs.moe_dispatch.E, "bucket": 4}
 
 SUBJECTS = {
     "attention": Subject(
-        _named("q k v doc_ids", test_attention.problem, B=4),
+        _named("q k v doc_ids", op_inputs.attention.make_inputs, B=4),
         partial(attention, window=7, **ATTENTION),
-        partial(test_attention.plain_attention, window=7, **ATTENTION),
+        partial(op_inputs.attention.plain_attention, window=7, **ATTENTION),
         {"dropped document reset": _dropped_reset},
     ),
     "causal_conv1d": Subject(
-        _named("x weight bias doc_ids", test_causal_conv1d.problem, D=64),
+        _named("x weight bias doc_ids", op_inputs.causal_conv1d.make_inputs, D=64),
         causal_conv1d,
-        test_causal_conv1d.plain_conv,
+        op_inputs.causal_conv1d.plain_conv,
         {"dropped document reset": _dropped_reset},
     ),
     "cross_entropy": Subject(
-        _named("logits target", test_cross_entropy.problem, B=8, T=64),
+        _named("logits target", op_inputs.cross_entropy.make_inputs, B=8, T=64),
         partial(cross_entropy, softcap=3.0),
-        partial(test_cross_entropy.plain_cross_entropy, softcap=3.0),
+        partial(op_inputs.cross_entropy.plain_cross_entropy, softcap=3.0),
         {"no softcap": lambda subject, inputs, right: (cross_entropy(**inputs),)},
     ),
     "dsa_indexer": Subject(
         _dsa_problem,
         _dsa(dsa_attention),
-        _dsa(test_dsa_indexer.plain_attention),
+        _dsa(op_inputs.dsa_indexer.plain_attention),
         {"dropped document reset": _chosen_across_documents, "a chosen key lost": _lost_key},
     ),
     "dsa_indexer's scores": Subject(
-        _named("q k weights indices", test_dsa_loss.scores_problem),
+        _named("q k weights indices", op_inputs.dsa_loss.make_score_inputs),
         dsa_chosen_scores,
-        test_dsa_loss.plain_scores,
+        op_inputs.dsa_loss.plain_scores,
         {"a chosen key lost": _lost_key, "choice of the query before": _choice_of_another},
     ),
     "grouped_gemm": Subject(
-        _named("x weight counts", test_grouped_gemm.problem, counts=(5, 0, 170, 80), D_in=20, D_out=25),
+        _named(
+            "x weight counts", op_inputs.grouped_gemm.make_inputs, counts=(5, 0, 170, 80), D_in=20, D_out=25
+        ),
         grouped_gemm,
-        test_grouped_gemm.loop_of_mm,
+        op_inputs.grouped_gemm.loop_of_mm,
         {"rows of another expert": _next_expert},
     ),
-    "m2rnn": _scan(test_m2rnn, m2rnn, m2rnn_recurrent, ("h0",)),
-    "mamba3_mimo": _mamba3(test_mamba3_mimo, mamba3_mimo, 8, {"ranks apart": _ranks_apart}),
+    "m2rnn": _scan(op_inputs.m2rnn, m2rnn, m2rnn_recurrent, ("h0",)),
+    "mamba3_mimo": _mamba3(op_inputs.mamba3_mimo, mamba3_mimo, 8, {"ranks apart": _ranks_apart}),
     "mamba3_siso": _mamba3(
-        test_mamba3_siso, mamba3_siso, 16, {"no diagonal term": _without_diagonal, "noconv": _noconv}
+        op_inputs.mamba3_siso, mamba3_siso, 16, {"no diagonal term": _without_diagonal, "noconv": _noconv}
     ),
     "mla": Subject(
-        _named(" ".join(test_mla.NAMES), test_mla.problem, B=4),
+        _named(" ".join(op_inputs.mla.NAMES), op_inputs.mla.make_inputs, B=4),
         partial(mla, **ATTENTION),
-        partial(test_mla.plain_mla, **ATTENTION),
+        partial(op_inputs.mla.plain_mla, **ATTENTION),
         {"dropped document reset": _dropped_reset},
     ),
     "moe_combine": Subject(
-        _named("y expert slot weights bucket", test_moe_combine.problem, T=64, D=32, C=64),
+        _named("y expert slot weights bucket", op_inputs.moe_combine.make_inputs, T=64, D=32, C=64),
         moe_combine,
-        test_moe_combine.by_loop,
+        op_inputs.moe_combine.by_loop,
         {"bf16 weights": _bf16_weights},
     ),
     "moe_dispatch": Subject(
-        _named("x expert", test_moe_dispatch.problem),
+        _named("x expert", op_inputs.moe_dispatch.make_inputs),
         partial(moe_dispatch, **EXPERTS),
-        partial(test_moe_dispatch.by_loop, **EXPERTS),
+        partial(op_inputs.moe_dispatch.by_loop, **EXPERTS),
     ),
     "rms_norm_gated": Subject(
-        _named("x gate weight", test_rms_norm_gated.problem),
+        _named("x gate weight", op_inputs.rms_norm_gated.make_inputs),
         partial(rms_norm_gated, **NORM),
-        partial(test_rms_norm_gated.plain_norm, **NORM),
+        partial(op_inputs.rms_norm_gated.plain_norm, **NORM),
     ),
     "ssd_chunk_scan": _scan(
-        test_ssd_chunk_scan,
+        op_inputs.ssd_chunk_scan,
         partial(ssd_chunk_scan, chunk_size=16),
         ssd_chunk_scan_recurrent,
         ("initial_state",),

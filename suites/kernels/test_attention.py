@@ -8,7 +8,6 @@ must agree with the plain formula in fp64 first.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pytest
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.attention import attention, attention_mask, attention_reference, qk_norm, rope
+from suites.kernels.inputs.attention import make_inputs, plain_attention
 from suites.support.comparison import DTYPES, doubled, error, error_ratios, gradients, report_cases
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
@@ -30,50 +30,6 @@ CASES = {
     "not causal": {"causal": False},
 }
 quick = settings(derandomize=True, max_examples=15, deadline=None)
-
-
-def problem(
-    B=2, T=33, Hq=4, Hkv=2, P=16, dtype=torch.float64, device="cpu", seed=0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return random q, k, v and documents: three of them in row 0 (ids 5, 1, 3), two in the others, then padding."""
-    g = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(B, T, H, P, generator=g, dtype=torch.float64) for H in (Hq, Hkv, Hkv)]
-    doc_ids = torch.ones(B, T, dtype=torch.int32)
-    doc_ids[0, : T // 3] = 5
-    doc_ids[:, T // 2 :] = 3
-    doc_ids[:, T - T // 8 :] = -1
-    return *(t.to(device, dtype) for t in tensors), doc_ids.to(device)
-
-
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale=None, softcap=0.0, window=0, causal=True
-) -> Tensor:
-    """Compute the formula directly: in its inputs' dtype except for the softmax, with K and V repeated."""
-    B, T, Hq, P = q.shape
-    R, ids = Hq // k.shape[2], doc_ids.tolist()
-    seen = torch.tensor(
-        [
-            [
-                [
-                    ids[b][i] == ids[b][j] and (j <= i or not causal) and (i - j < window or not window)
-                    for j in range(T)
-                ]
-                for i in range(T)
-            ]
-            for b in range(B)
-        ]
-    )
-    q, k, v = (
-        q.transpose(1, 2),
-        k.repeat_interleave(R, 2).transpose(1, 2),
-        v.repeat_interleave(R, 2).transpose(1, 2),
-    )
-    s = (q @ k.mT) * (1 / math.sqrt(P) if scale is None else scale)
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    s = s.masked_fill(~seen.to(q.device).unsqueeze(1), -torch.inf)
-    p = torch.softmax(s, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    return (p @ v).transpose(1, 2)
 
 
 def rounding_bound(q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
@@ -90,7 +46,7 @@ def rounding_bound(q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("case", CASES)
 def test_fp64_equals_the_plain_formula(lane: Lane, case: str):
-    inputs = problem(device=lane.device)
+    inputs = make_inputs(device=lane.device)
     plain = gradients(plain_attention, *inputs, **CASES[case])
     for impl in ("op", "reference"):
         for found, expected in zip(gradients(partial(attention, impl=impl), *inputs, **CASES[case]), plain):
@@ -100,7 +56,7 @@ def test_fp64_equals_the_plain_formula(lane: Lane, case: str):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
-    inputs = problem(dtype=DTYPES[dtype], device=lane.device)
+    inputs = make_inputs(dtype=DTYPES[dtype], device=lane.device)
     ratios = {
         case: error_ratios(attention, plain_attention, attention_reference, inputs, **options)
         for case, options in CASES.items()
@@ -110,7 +66,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 
 @lanes("cpu", "h200")
 def test_fp32_error_is_rounding_only(lane: Lane):
-    q, k, v, doc_ids = inputs = problem(dtype=torch.float32, device=lane.device)
+    q, k, v, doc_ids = inputs = make_inputs(dtype=torch.float32, device=lane.device)
     options = {"scale": 0.4, "softcap": 2.0, "window": 7}
     oracle = attention_reference(*doubled(inputs), **options)
     bound = rounding_bound(q, k, v, 0.4)
@@ -132,7 +88,7 @@ def test_fp32_error_is_rounding_only(lane: Lane):
 @pytest.mark.parametrize("case", CASES)
 def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane, case: str):
     """Only the plain-torch form: a tensor-core kernel may round its weights before they are multiplied with v."""
-    q, k, v, _ = inputs = problem(dtype=torch.bfloat16)
+    q, k, v, _ = inputs = make_inputs(dtype=torch.bfloat16)
     oracle = attention_reference(*doubled(inputs), **CASES[case])
     bound = 2**-8 * oracle.abs() + rounding_bound(q, k, v, CASES[case].get("scale", 0.25))
     assert ((attention(*inputs, **CASES[case]) - oracle).abs() <= bound).all()
@@ -142,7 +98,7 @@ def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane, case: str):
 @lanes("cpu")
 @pytest.mark.parametrize("case", ["plain", "all"])
 def test_gradcheck(lane: Lane, case: str):
-    q, k, v, doc_ids = problem(B=1, T=6, Hq=4, Hkv=2, P=3)
+    q, k, v, doc_ids = make_inputs(B=1, T=6, Hq=4, Hkv=2, P=3)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     assert torch.autograd.gradcheck(lambda *t: attention(*t, doc_ids, **CASES[case]), leaves)
 
@@ -150,7 +106,7 @@ def test_gradcheck(lane: Lane, case: str):
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
     FWD, BWD = torch.ops.bumpgate.attention_fwd, torch.ops.bumpgate.attention_bwd
-    inputs = problem(B=2, T=9, P=4, dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(B=2, T=9, P=4, dtype=torch.float32, device=lane.device)
     q, k, v, doc_ids = strided(inputs)
     options = (0.5, 2.0, 4, True)
     out, lse = FWD(q, k, v, doc_ids, *options)
@@ -167,7 +123,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
     def train(function, inputs):
         return gradients(function, *inputs, softcap=2.0)
 
-    batches = [problem(B=B, T=16, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    batches = [make_inputs(B=B, T=16, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
     check_one_graph(attention, train, batches, op="attention", dynamic=(0, 1, 2, 3))
 
 
@@ -175,7 +131,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 @quick
 @given(seed=st.integers(0, 99), groups=st.sampled_from([1, 2, 3]), shared=st.sampled_from([1, 2, 4]))
 def test_grouped_heads_equal_repeated_heads(lane: Lane, seed: int, groups: int, shared: int):
-    q, k, v, doc_ids = problem(T=11, Hq=groups * shared, Hkv=groups, P=4, seed=seed, device=lane.device)
+    q, k, v, doc_ids = make_inputs(T=11, Hq=groups * shared, Hkv=groups, P=4, seed=seed, device=lane.device)
     repeated = attention(q, k.repeat_interleave(shared, 2), v.repeat_interleave(shared, 2), doc_ids)
     torch.testing.assert_close(attention(q, k, v, doc_ids), repeated, rtol=1e-13, atol=1e-13)
 
@@ -184,7 +140,7 @@ def test_grouped_heads_equal_repeated_heads(lane: Lane, seed: int, groups: int, 
 @quick
 @given(seed=st.integers(0, 99))
 def test_large_softcap_equals_no_softcap(lane: Lane, seed: int):
-    inputs = problem(T=11, P=4, seed=seed, device=lane.device)
+    inputs = make_inputs(T=11, P=4, seed=seed, device=lane.device)
     # tanh(x) = x - x^3/3: at c = 1e6 the cubic term of a logit below 20 is under 3e-9
     torch.testing.assert_close(attention(*inputs, softcap=1e6), attention(*inputs), rtol=0, atol=1e-7)
     assert error(attention(*inputs, softcap=1.0), attention(*inputs))[0] > 1e-3
@@ -203,7 +159,7 @@ def test_packed_document_equals_document_alone(lane: Lane, seed: int, first: int
     (at weight 0) and in other blocks.
     """
     T = first + second
-    q, k, v, _ = problem(T=T, P=8, seed=seed, device=lane.device)
+    q, k, v, _ = make_inputs(T=T, P=8, seed=seed, device=lane.device)
     start = torch.tensor([0] * first + [first] * second, device=lane.device)
     doc_ids = (start > 0).int().expand(2, T)
     positions = (torch.arange(T, device=lane.device) - start).expand(2, T)
@@ -222,7 +178,7 @@ def test_packed_document_equals_document_alone(lane: Lane, seed: int, first: int
 @quick
 @given(seed=st.integers(0, 99), at=st.integers(0, 15))
 def test_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int):
-    q, k, v, doc_ids = problem(T=16, dtype=torch.float32, seed=seed, device=lane.device)
+    q, k, v, doc_ids = make_inputs(T=16, dtype=torch.float32, seed=seed, device=lane.device)
     before = attention(q, k, v, doc_ids, window=6)
     k[:, at] += 1
     v[:, at] -= 1
@@ -237,13 +193,13 @@ def test_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int
 @quick
 @given(seed=st.integers(0, 99), T=st.integers(1, 12), extra=st.integers(0, 3))
 def test_window_of_all_tokens_equals_no_window(lane: Lane, seed: int, T: int, extra: int):
-    inputs = problem(T=T, P=4, seed=seed, device=lane.device)
+    inputs = make_inputs(T=T, P=4, seed=seed, device=lane.device)
     assert torch.equal(attention(*inputs, window=T + extra), attention(*inputs))
 
 
 @lanes("cpu", "h200")
 def test_one_token_returns_its_value(lane: Lane):
-    q, k, v, doc_ids = problem(T=1, dtype=torch.bfloat16, device=lane.device)
+    q, k, v, doc_ids = make_inputs(T=1, dtype=torch.bfloat16, device=lane.device)
     assert torch.equal(attention(q, k, v, doc_ids, softcap=30.0), v.repeat_interleave(2, 2))
 
 
@@ -251,7 +207,7 @@ def test_one_token_returns_its_value(lane: Lane):
 @quick
 @given(seed=st.integers(0, 99), shift=st.integers(0, 1000))
 def test_rope_rotates_by_position_and_scores_by_distance(lane: Lane, seed: int, shift: int):
-    q, k, _, _ = problem(T=9, Hq=2, P=8, seed=seed, device=lane.device)
+    q, k, _, _ = make_inputs(T=9, Hq=2, P=8, seed=seed, device=lane.device)
     positions = torch.arange(9, device=lane.device).expand(2, 9)
     turned = rope(q, positions, 100.0)
     angle = positions[..., None, None] * 100.0 ** (
@@ -271,7 +227,7 @@ def test_rope_rotates_by_position_and_scores_by_distance(lane: Lane, seed: int, 
 
 @lanes("cpu", "h200")
 def test_rope_and_qk_norm_compute_in_fp32(lane: Lane):
-    q, _, _, _ = problem(T=9, dtype=torch.bfloat16, device=lane.device)
+    q, _, _, _ = make_inputs(T=9, dtype=torch.bfloat16, device=lane.device)
     positions = torch.full((2, 9), 4095, device=lane.device, dtype=torch.int32)
     rounding = 2**-8  # half a unit in the last place of bf16, relative
     turned, wide = rope(q, positions, 500_000.0), rope(q.double(), positions, 500_000.0)
@@ -288,7 +244,7 @@ def test_rope_and_qk_norm_compute_in_fp32(lane: Lane):
 
 @lanes("cpu")
 def test_bad_input_raises_one_line_error(lane: Lane):
-    q, k, v, doc_ids = problem(B=2, T=4, Hq=4, Hkv=2, P=4, dtype=torch.float32)
+    q, k, v, doc_ids = make_inputs(B=2, T=4, Hq=4, Hkv=2, P=4, dtype=torch.float32)
     bad = [
         ((q, k[:, :, :1].repeat(1, 1, 3, 1), v, doc_ids), {}, "4 query heads"),
         ((q[0], k, v, doc_ids), {}, "3-d"),

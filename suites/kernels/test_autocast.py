@@ -28,7 +28,7 @@ from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch
 from kernels.rms_norm_gated import rms_norm_gated
 from kernels.ssd_chunk_scan import ssd_chunk_scan
-from suites.kernels.test_mamba3_siso import flat
+from suites.kernels.inputs.mamba3_siso import flat
 from suites.support.comparison import error, gradients
 from suites.support.lanes import Lane, lanes
 from suites.support.reduce import largest
@@ -56,14 +56,14 @@ INLINED = {
 WOULD_LOSE_DIGITS = ("attention", "grouped_gemm", "mamba3_siso", "mla", "ssd_chunk_scan")
 
 
-def problem(op: str, device: str) -> Any:
-    """Return the fp32 problem of the op's own suite: its tensors in order, or by name."""
-    return import_module(f"suites.kernels.test_{op}").problem(dtype=torch.float32, device=device)
+def make_inputs(op: str, device: str) -> Any:
+    """Return the fp32 inputs of the op's suite: its tensors in order, or by name."""
+    return import_module(f"suites.kernels.inputs.{op}").make_inputs(dtype=torch.float32, device=device)
 
 
 def step(op: str, device: str) -> list[Tensor]:
     """Run the op forward and backward under the caller's autocast state; return outputs and gradients."""
-    inputs = problem(op, device)
+    inputs = make_inputs(op, device)
     if isinstance(inputs, dict):
         return gradients(lambda *t: OPS[op](**dict(zip(inputs, t))), *inputs.values())
     return gradients(OPS[op], *inputs)
@@ -83,7 +83,7 @@ def test_autocast_changes_no_bit(lane: Lane, op: str):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("op", INLINED)
 def test_autocast_does_not_reach_an_inlined_scan(lane: Lane, op: str):
-    inputs = problem(op, lane.device)
+    inputs = make_inputs(op, lane.device)
     plain = INLINED[op](**inputs)
     with torch.autocast(lane.device, torch.bfloat16):
         cast = INLINED[op](**inputs)

@@ -16,44 +16,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_reference, causal_conv1d_step
+from suites.kernels.inputs.causal_conv1d import make_inputs, plain_conv
 from suites.support.comparison import DTYPES, doubled, error_ratios, gradients, report_cases
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
 
-LENGTHS = (9, 1, 2, 13, 5)
 quick = settings(derandomize=True, max_examples=15, deadline=None)
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def problem(B=2, D=8, W=4, lengths=LENGTHS, dtype=torch.float64, device="cpu", seed=0) -> Inputs:
-    """Return random x, weight, bias and documents of these lengths in row 0, rotated by one token per further row; the
-    last is padding (-1).
-    """
-    g = torch.Generator().manual_seed(seed)
-    names = [*range(3, 2 + len(lengths)), -1]
-    ids = torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in zip(names, lengths)])
-    doc_ids = torch.stack([ids.roll(row) for row in range(B)])
-    shapes = ((B, len(ids), D), (D, W), (D,))
-    tensors = [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
-    return *(t.to(device, dtype) for t in tensors), doc_ids.to(device)
-
-
-def plain_conv(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, activation: str = "silu") -> Tensor:
-    """Run F.conv1d on each document of each row, in the dtype of x."""
-    W, rows = weight.shape[1], []
-    for row, ids in zip(x, doc_ids):
-        lengths = torch.unique_consecutive(ids, return_counts=True)[1].tolist()
-        parts = [F.pad(document.T, (W - 1, 0)) for document in row.split(lengths)]
-        rows.append(torch.cat([F.conv1d(p, weight.unsqueeze(1), bias, groups=len(bias)) for p in parts], 1).T)
-    pre = torch.stack(rows)
-    return F.silu(pre) if activation == "silu" else pre
 
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("activation", ["silu", "none"])
 @pytest.mark.parametrize("W", [1, 2, 3, 4])
 def test_fp64_equals_conv1d_of_each_document(lane: Lane, W: int, activation: str):
-    inputs = problem(W=W, device=lane.device)
+    inputs = make_inputs(W=W, device=lane.device)
     plain = gradients(plain_conv, *inputs, activation=activation)
     for impl in ("op", "reference"):
         found = gradients(partial(causal_conv1d, impl=impl), *inputs, activation=activation)
@@ -66,7 +41,7 @@ def test_fp64_equals_conv1d_of_each_document(lane: Lane, W: int, activation: str
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
     ratios = {}
     for W in (2, 3, 4):
-        inputs = problem(D=64, W=W, dtype=DTYPES[dtype], device=lane.device)
+        inputs = make_inputs(D=64, W=W, dtype=DTYPES[dtype], device=lane.device)
         ratios[f"width {W}"] = error_ratios(causal_conv1d, plain_conv, plain_conv, inputs)
     report_cases(row, f"kernels/causal_conv1d-{lane.name}-{dtype}", ratios, gradient_at_most=2.0)
 
@@ -76,7 +51,7 @@ def test_fp32_error_is_rounding_only(lane: Lane):
     """A sum of W products and a bias is off by at most (W + 1) u times the same sum of absolute values; silu scales an
     error by at most 1.1 and adds a few of its own roundings (8 u).
     """
-    x, weight, bias, doc_ids = inputs = problem(dtype=torch.float32, device=lane.device)
+    x, weight, bias, doc_ids = inputs = make_inputs(dtype=torch.float32, device=lane.device)
     oracle = plain_conv(*doubled(inputs))
     sizes = plain_conv(*(t.abs() for t in doubled(inputs)[:3]), doc_ids, activation="none")
     bound = 2**-24 * (1.1 * 5 * sizes + 8 * oracle.abs())
@@ -103,7 +78,7 @@ def test_fp32_error_is_rounding_only(lane: Lane):
 @lanes("cpu")
 @pytest.mark.parametrize("activation", ["silu", "none"])
 def test_gradcheck(lane: Lane, activation: str):
-    x, weight, bias, doc_ids = problem(B=2, D=2, W=3, lengths=(1, 3, 2))
+    x, weight, bias, doc_ids = make_inputs(B=2, D=2, W=3, lengths=(1, 3, 2))
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     assert torch.autograd.gradcheck(lambda *t: causal_conv1d(*t, doc_ids, activation=activation), leaves)
 
@@ -111,7 +86,7 @@ def test_gradcheck(lane: Lane, activation: str):
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
     FWD, BWD = torch.ops.bumpgate.causal_conv1d_fwd, torch.ops.bumpgate.causal_conv1d_bwd
-    inputs = strided(problem(D=3, lengths=(5, 2), dtype=torch.float32, device=lane.device))
+    inputs = strided(make_inputs(D=3, lengths=(5, 2), dtype=torch.float32, device=lane.device))
     dy = turned(FWD(*inputs, "silu"), 0, 2)
     check_op(FWD, (*inputs, "silu"), differentiable=True)
     check_op(BWD, (*inputs, dy, "silu"))
@@ -122,7 +97,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
     def train(function, inputs):
         return gradients(function, *inputs)
 
-    batches = [problem(B=B, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    batches = [make_inputs(B=B, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
     check_one_graph(causal_conv1d, train, batches, op="causal_conv1d", dynamic=(0, 3))
 
 
@@ -130,7 +105,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 @quick
 @given(seed=st.integers(0, 99), W=st.integers(2, 4), T=st.integers(1, 20))
 def test_one_document_equals_conv1d(lane: Lane, seed: int, W: int, T: int):
-    x, weight, bias, doc_ids = problem(W=W, lengths=(T,), seed=seed, device=lane.device)
+    x, weight, bias, doc_ids = make_inputs(W=W, lengths=(T,), seed=seed, device=lane.device)
     full = F.conv1d(x.mT, weight.unsqueeze(1), bias, padding=W - 1, groups=8)[..., :T].mT
     found = causal_conv1d(x, weight, bias, doc_ids, activation="none")
     torch.testing.assert_close(found, full, rtol=1e-13, atol=1e-13)
@@ -144,7 +119,7 @@ def test_one_document_equals_conv1d(lane: Lane, seed: int, W: int, T: int):
 )
 def test_packed_document_equals_document_alone(lane: Lane, seed: int, W: int, lengths: list[int]):
     """Its sums bitwise; with silu up to rounding, because its vectorized and scalar forms round differently."""
-    x, weight, bias, doc_ids = problem(
+    x, weight, bias, doc_ids = make_inputs(
         B=1, W=W, lengths=lengths, dtype=torch.float32, seed=seed, device=lane.device
     )
     sums, packed = (causal_conv1d(x, weight, bias, doc_ids, a) for a in ("none", "silu"))
@@ -158,7 +133,7 @@ def test_packed_document_equals_document_alone(lane: Lane, seed: int, W: int, le
 @given(seed=st.integers(0, 99), W=st.integers(1, 4), at=st.integers(0, 29))
 def test_taps_reach_only_later_tokens_of_their_document(lane: Lane, seed: int, W: int, at: int):
     """A nan at one token reaches the W tokens from it on in its document; no bit of the others changes."""
-    x, weight, bias, doc_ids = problem(W=W, seed=seed, device=lane.device)
+    x, weight, bias, doc_ids = make_inputs(W=W, seed=seed, device=lane.device)
     before = causal_conv1d(x, weight, bias, doc_ids)
     x[:, at] = torch.nan
     after = causal_conv1d(x, weight, bias, doc_ids)
@@ -173,7 +148,7 @@ def test_taps_reach_only_later_tokens_of_their_document(lane: Lane, seed: int, W
 @quick
 @given(seed=st.integers(0, 99), W=st.integers(1, 4))
 def test_decode_steps_equal_full_sequence(lane: Lane, seed: int, W: int):
-    x, weight, bias, doc_ids = problem(W=W, seed=seed, device=lane.device)
+    x, weight, bias, doc_ids = make_inputs(W=W, seed=seed, device=lane.device)
     state, outputs = x.new_zeros(2, W - 1, 8), []
     for t in range(30):
         starts = doc_ids[:, t] != doc_ids[:, max(t - 1, 0)]
@@ -189,7 +164,7 @@ def test_decode_steps_equal_full_sequence(lane: Lane, seed: int, W: int):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slice_of_a_wider_tensor_gives_same_bits(lane: Lane, dtype: str):
-    x, weight, bias, doc_ids = problem(dtype=DTYPES[dtype], device=lane.device)
+    x, weight, bias, doc_ids = make_inputs(dtype=DTYPES[dtype], device=lane.device)
     assert not _embedded(x).is_contiguous()
     found = gradients(lambda x, *rest: causal_conv1d(_embedded(x), *rest), x, weight, bias, doc_ids)
     for ours, theirs in zip(found, gradients(causal_conv1d, x, weight, bias, doc_ids)):
@@ -204,7 +179,7 @@ def _embedded(x: Tensor) -> Tensor:
 @lanes("cpu", "h200")
 def test_mixed_input_dtypes_are_preserved(lane: Lane):
     """Under autocast the activations are bf16 and the parameters fp32."""
-    x, weight, bias, doc_ids = problem(dtype=torch.float32, device=lane.device)
+    x, weight, bias, doc_ids = make_inputs(dtype=torch.float32, device=lane.device)
     found = gradients(causal_conv1d, x.bfloat16(), weight, bias, doc_ids)
     assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
     wide = causal_conv1d_reference(x.bfloat16().double(), weight.double(), bias.double(), doc_ids)
@@ -213,7 +188,7 @@ def test_mixed_input_dtypes_are_preserved(lane: Lane):
 
 @lanes("cpu")
 def test_bad_input_raises_one_line_error(lane: Lane):
-    x, weight, bias, doc_ids = problem(dtype=torch.float32)
+    x, weight, bias, doc_ids = make_inputs(dtype=torch.float32)
     bad = [
         ((x[0], weight, bias, doc_ids), {}, "2-d"),
         ((x, weight[:3], bias, doc_ids), {}, "weight has shape"),

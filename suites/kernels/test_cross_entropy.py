@@ -10,12 +10,12 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from suites.kernels.inputs.cross_entropy import make_inputs, plain_cross_entropy
 from suites.support.comparison import DTYPES, doubled, error, gradients, pooled, report_pooled
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
@@ -24,25 +24,6 @@ from suites.support.reduce import largest, smallest
 CASES = {"plain": 0.0, "softcap": 3.0, "wide softcap": 50.0}
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 sizes = {"seed": st.integers(0, 99), "V": st.integers(1, 40), "softcap": st.sampled_from([0.0, 3.0])}
-
-
-def problem(
-    B=3, T=5, V=37, dtype=torch.float64, device="cpu", seed=0, ignore_index=-100, scale=2.0
-) -> tuple[Tensor, Tensor]:
-    """Return random logits (B,T,V) and targets (B,T), of which two are ignored in row 0 and one in the last row."""
-    g = torch.Generator().manual_seed(seed)
-    logits = torch.randn(B, T, V, generator=g, dtype=torch.float64) * scale
-    target = torch.randint(0, V, (B, T), generator=g)
-    target[0, :2] = target[-1, -1] = ignore_index
-    return logits.to(device, dtype), target.to(device)
-
-
-def plain_cross_entropy(logits: Tensor, target: Tensor, softcap=0.0, ignore_index=-100) -> Tensor:
-    """Compute the loss as a loss head does: cast to fp32, capped, then F.cross_entropy."""
-    s = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    s = softcap * torch.tanh(s / softcap) if softcap else s
-    flat = F.cross_entropy(s.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none")
-    return flat.view(target.shape)
 
 
 def slope_forgotten(logits: Tensor, target: Tensor, softcap: float) -> Tensor:
@@ -55,7 +36,7 @@ def slope_forgotten(logits: Tensor, target: Tensor, softcap: float) -> Tensor:
 @pytest.mark.parametrize("ignore_index", [-100, -1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_fp64_equals_torch(lane: Lane, case: str, ignore_index: int):
-    inputs = problem(device=lane.device, ignore_index=ignore_index)
+    inputs = make_inputs(device=lane.device, ignore_index=ignore_index)
     options = {"softcap": CASES[case], "ignore_index": ignore_index}
     plain = gradients(plain_cross_entropy, *inputs, **options)
     for impl in ("op", "reference"):
@@ -70,7 +51,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
     """V 5000 is several tiles of the kernel and a partial one; logits of 8 make rows dominated by one entry."""
     found, plain, oracle = [], [], []
     for V, scale in ((37, 2.0), (5000, 1.0), (5000, 8.0)):
-        inputs = problem(V=V, T=16, scale=scale, dtype=DTYPES[dtype], device=lane.device)
+        inputs = make_inputs(V=V, T=16, scale=scale, dtype=DTYPES[dtype], device=lane.device)
         for softcap in (0.0, 15.0, 50.0):
             for runs, function, arguments in (
                 (found, cross_entropy, inputs),
@@ -87,7 +68,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 @lanes("cpu", "h200")
 def test_fp32_error_is_rounding_only(lane: Lane):
     """A capped logit is off by 4 u c, which changes loss and gradient by at most that; exp, sum and log add 64 u."""
-    inputs = problem(dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(dtype=torch.float32, device=lane.device)
     oracle = gradients(plain_cross_entropy, *doubled(inputs), softcap=3.0)
     bound = 2**-24 * (2 * 4 * 3.0 + 64)
     found = gradients(cross_entropy, *inputs, softcap=3.0)
@@ -116,7 +97,7 @@ def test_fp32_error_is_rounding_only(lane: Lane):
 @lanes("cpu", "h200")
 def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane):
     """Its loss is fp32, with an error below that of any bf16 loss; its gradient has the error of one cast."""
-    inputs = problem(V=5000, dtype=torch.bfloat16, device=lane.device)
+    inputs = make_inputs(V=5000, dtype=torch.bfloat16, device=lane.device)
     oracle = gradients(plain_cross_entropy, *doubled(inputs), softcap=15.0)
     loss, dlogits = gradients(cross_entropy, *inputs, softcap=15.0)
     assert (loss.dtype, dlogits.dtype) == (torch.float32, torch.bfloat16)
@@ -129,7 +110,7 @@ def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane):
 @lanes("cpu")
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 def test_gradcheck(lane: Lane, softcap: float):
-    logits, target = problem(B=2, T=2, V=4)
+    logits, target = make_inputs(B=2, T=2, V=4)
     target[1, 0] = 2
     assert torch.autograd.gradcheck(lambda x: cross_entropy(x, target, softcap), logits.requires_grad_())
 
@@ -138,7 +119,7 @@ def test_gradcheck(lane: Lane, softcap: float):
 @pytest.mark.parametrize("softcap", [0.0, 15.0])
 def test_op_contract(lane: Lane, softcap: float):
     FWD, BWD = torch.ops.bumpgate.cross_entropy_fwd, torch.ops.bumpgate.cross_entropy_bwd
-    logits, target = strided(problem(V=9, dtype=torch.float32, device=lane.device))
+    logits, target = strided(make_inputs(V=9, dtype=torch.float32, device=lane.device))
     loss, shift, total = FWD(logits, target, softcap, -100)
     assert loss.dtype == shift.dtype == total.dtype == torch.float32
     leaf = logits.clone().requires_grad_()
@@ -153,7 +134,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
     def train(function, inputs):
         return gradients(function, *inputs, softcap=15.0)
 
-    batches = [problem(B=B, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    batches = [make_inputs(B=B, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
     check_one_graph(cross_entropy, train, batches, op="cross_entropy", dynamic=(0, 1))
 
 
@@ -161,7 +142,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 @quick
 @given(**sizes)
 def test_equals_torch_for_every_vocabulary(lane: Lane, seed: int, V: int, softcap: float):
-    inputs = problem(V=V, seed=seed, device=lane.device)
+    inputs = make_inputs(V=V, seed=seed, device=lane.device)
     plain = gradients(plain_cross_entropy, *inputs, softcap=softcap)
     for ours, theirs in zip(gradients(cross_entropy, *inputs, softcap=softcap), plain):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -171,7 +152,7 @@ def test_equals_torch_for_every_vocabulary(lane: Lane, seed: int, V: int, softca
 @quick
 @given(seed=st.integers(0, 99))
 def test_large_softcap_equals_no_softcap(lane: Lane, seed: int):
-    inputs = problem(seed=seed, device=lane.device)
+    inputs = make_inputs(seed=seed, device=lane.device)
     # tanh(x) = x - x^3/3: at c = 1e6 the cubic term of a logit below 20 is under 3e-9
     torch.testing.assert_close(cross_entropy(*inputs, softcap=1e6), cross_entropy(*inputs), rtol=0, atol=1e-8)
     assert error(cross_entropy(*inputs, softcap=1.0), cross_entropy(*inputs))[0] > 1e-2
@@ -182,7 +163,7 @@ def test_large_softcap_equals_no_softcap(lane: Lane, seed: int):
 @given(seed=st.integers(0, 99), shift=st.integers(-512, 512))
 def test_row_shift_changes_no_bit_without_softcap(lane: Lane, seed: int, shift: int):
     """Logits that are multiples of 1/64 shift exactly, and the computation uses only differences."""
-    logits, target = problem(seed=seed, dtype=torch.float32, device=lane.device)
+    logits, target = make_inputs(seed=seed, dtype=torch.float32, device=lane.device)
     logits = (logits * 64).round() / 64
     before = gradients(cross_entropy, logits, target)
     for ours, theirs in zip(gradients(cross_entropy, logits + shift, target), before):
@@ -197,7 +178,7 @@ def test_row_shift_changes_no_bit_without_softcap(lane: Lane, seed: int, shift: 
 @given(**sizes)
 def test_tokens_are_independent(lane: Lane, seed: int, V: int, softcap: float):
     """A permutation of the tokens permutes loss and gradient bitwise; a single token gives the same as among others."""
-    logits, target = problem(V=V, seed=seed, dtype=torch.float32, device=lane.device)
+    logits, target = make_inputs(V=V, seed=seed, dtype=torch.float32, device=lane.device)
     x, t = logits.flatten(0, 1), target.flatten()
     order = torch.randperm(len(t), generator=torch.Generator().manual_seed(seed)).to(lane.device)
 
@@ -218,7 +199,7 @@ def test_tokens_are_independent(lane: Lane, seed: int, V: int, softcap: float):
 @pytest.mark.parametrize("V", [37, 5000])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ignored_token_has_no_effect(lane: Lane, dtype: str, V: int, softcap: float, impl: str):
-    logits, target = problem(V=V, dtype=DTYPES[dtype], device=lane.device)
+    logits, target = make_inputs(V=V, dtype=DTYPES[dtype], device=lane.device)
     function = partial(cross_entropy, softcap=softcap, impl=impl)
     clean = gradients(function, logits, target)
     for poison in (torch.nan, torch.inf, -torch.inf):
@@ -238,7 +219,7 @@ def test_ignored_token_has_no_effect(lane: Lane, dtype: str, V: int, softcap: fl
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masked_entries_have_zero_probability(lane: Lane, dtype: str):
     """-inf without a softcap: probability zero, gradient zero, and the loss of the remaining entries."""
-    logits, target = problem(V=40, dtype=DTYPES[dtype], device=lane.device)
+    logits, target = make_inputs(V=40, dtype=DTYPES[dtype], device=lane.device)
     hidden = torch.arange(40, device=lane.device) >= 30
     target = target.where(target < 0, target % 30)
     loss, dlogits = gradients(cross_entropy, logits.masked_fill(hidden, -torch.inf), target)
@@ -251,7 +232,7 @@ def test_masked_entries_have_zero_probability(lane: Lane, dtype: str):
 @lanes("h200")
 @pytest.mark.parametrize("expected", [37, -1])
 def test_out_of_range_target_is_nan_in_triton(lane: Lane, expected: int):
-    logits, target = problem(dtype=torch.bfloat16, device=lane.device)
+    logits, target = make_inputs(dtype=torch.bfloat16, device=lane.device)
     target[1, 1] = expected
     for t in gradients(cross_entropy, logits, target, softcap=15.0):
         assert t.isnan().reshape(3, 5, -1).any(-1).nonzero().tolist() == [[1, 1]]
@@ -259,7 +240,7 @@ def test_out_of_range_target_is_nan_in_triton(lane: Lane, expected: int):
 
 @lanes("cpu")
 def test_bad_input_raises_one_line_error(lane: Lane):
-    logits, target = problem(dtype=torch.float32)
+    logits, target = make_inputs(dtype=torch.float32)
     bad = [
         ((logits, target[:2]), {}, "target has shape"),
         ((logits[0, 0], target), {}, "target has shape"),
@@ -277,7 +258,7 @@ def test_bad_input_raises_one_line_error(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_one_row_of_logits_gives_a_scalar(lane: Lane):
-    logits, target = problem(dtype=torch.float32, device=lane.device)
+    logits, target = make_inputs(dtype=torch.float32, device=lane.device)
     loss = cross_entropy(logits[1, 2], target[1, 2], softcap=3.0)
     assert loss.shape == ()
     assert torch.equal(loss, cross_entropy(logits, target, softcap=3.0)[1, 2])

@@ -173,7 +173,7 @@ def test_fake_matches_the_real_result(lane: Lane, name: str, dtype: torch.dtype,
         t = t.to(dtype) if t.is_floating_point() and (name, n) not in STAYS_FP32 else t
         return turned(t, -1, -2) if layout == "turned" and t.dim() > 1 else t
 
-    inputs = {n: cast(n, t) for n, t in subject.problem(0).items()}
+    inputs = {n: cast(n, t) for n, t in subject.make_inputs(0).items()}
     with FakeAgrees() as agrees:
         gradients(lambda *values: subject.op(**dict(zip(inputs, values))), *inputs.values())
     assert agrees.calls >= 2

@@ -21,28 +21,13 @@ from kernels.dsa_indexer import (
     dsa_indexer,
     dsa_scores,
 )
-from suites.kernels.dsa_inputs import documents, index_problem, problem
+from suites.kernels.inputs.dsa_indexer import documents, make_index_inputs, make_inputs, plain_attention
 from suites.support.comparison import DTYPES, Named, doubled, error, gradients, pooled, report_pooled
 from suites.support.custom_ops import check_compiled, check_one_graph, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
 
 CASES = {"plain": {}, "softcap": {"softcap": 2.0}, "softcap and scale": {"softcap": 2.0, "scale": 0.4}}
 quick = settings(derandomize=True, max_examples=15, deadline=None)
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale=None, softcap=0.0) -> Tensor:
-    """Compute dense attention in its inputs' dtype except for the softmax, under a mask made from the indices."""
-    B, T, Hq, P = q.shape
-    R = Hq // k.shape[2]
-    seen = torch.zeros(B, T, T + 1, dtype=torch.bool, device=q.device)
-    seen = seen.scatter(2, torch.where(indices < 0, T, indices).long(), True)[:, None, :, :T]
-    key, value = (t.repeat_interleave(R, 2).transpose(1, 2) for t in (k, v))
-    s = q.transpose(1, 2) @ key.mT * (P**-0.5 if scale is None else scale)
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    s = s.masked_fill(~seen, -torch.inf)
-    p = torch.softmax(s, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    return (p @ value).transpose(1, 2)
 
 
 def chosen_one_by_one(scores: Tensor, ids: Tensor, top_k: int) -> Tensor:
@@ -68,7 +53,7 @@ def rounding_bound(q: Tensor, k: Tensor, v: Tensor, scale: float, K: int) -> flo
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("top_k", [1, 7, 40])
 def test_selected_keys_follow_the_definition(lane: Lane, top_k: int):
-    inputs = index_problem(device=lane.device)
+    inputs = make_index_inputs(device=lane.device)
     q, k, weights, doc_ids = inputs
     dots = torch.relu(torch.einsum("btji,bsi->bjts", q, k))
     scores = (weights.mT.unsqueeze(-1) * dots).sum(1)
@@ -103,7 +88,7 @@ def test_ties_select_the_earlier_key(lane: Lane, seed: int, T: int, top_k: int, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_unselected_key_scores_clearly_better(lane: Lane, dtype: str):
     """In 16 bits a product is exact in fp32 and its sum is not: keys closer than rounding may change places."""
-    inputs = index_problem(T=65, dtype=DTYPES[dtype], device=lane.device)
+    inputs = make_index_inputs(T=65, dtype=DTYPES[dtype], device=lane.device)
     q, k, weights, _ = inputs
     indices = dsa_indexer(*inputs, top_k=9)
     scores = dsa_scores(*doubled(inputs))
@@ -123,7 +108,7 @@ def test_no_unselected_key_scores_clearly_better(lane: Lane, dtype: str):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("case", CASES)
 def test_fp64_equals_masked_dense_attention(lane: Lane, case: str):
-    inputs = problem(device=lane.device)
+    inputs = make_inputs(device=lane.device)
     plain = gradients(plain_attention, *inputs, **CASES[case])
     for impl in ("op", "reference"):
         found = gradients(dsa_attention, *inputs, impl=impl, **CASES[case])
@@ -140,7 +125,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
         names = ("out", "q", "k", "v")
         return pooled(dict(zip(names, gradients(function, *inputs, **CASES[case]))) for case in CASES)
 
-    problems = [problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
+    problems = [make_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
     oracle = pooled(run(dsa_attention_reference, doubled(inputs)) for inputs in problems)
     plain = pooled(run(plain_attention, inputs) for inputs in problems)
     found = pooled(run(dsa_attention, inputs) for inputs in problems)
@@ -152,7 +137,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 
 @lanes("cpu", "h200")
 def test_fp32_error_is_rounding_only(lane: Lane):
-    q, k, v, indices = inputs = problem(dtype=torch.float32, device=lane.device)
+    q, k, v, indices = inputs = make_inputs(dtype=torch.float32, device=lane.device)
     options = {"scale": 0.4, "softcap": 2.0}
     oracle = dsa_attention_reference(*doubled(inputs), **options)
     bound = rounding_bound(q, k, v, 0.4, 7)
@@ -173,7 +158,7 @@ def test_fp32_error_is_rounding_only(lane: Lane):
 @lanes("cpu")
 @pytest.mark.parametrize("case", ["plain", "softcap and scale"])
 def test_gradcheck(lane: Lane, case: str):
-    q, k, v, indices = problem(B=1, T=6, Hq=4, Hkv=2, P=3, K=3)
+    q, k, v, indices = make_inputs(B=1, T=6, Hq=4, Hkv=2, P=3, K=3)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     assert torch.autograd.gradcheck(lambda *t: dsa_attention(*t, indices, **CASES[case]), leaves)
 
@@ -181,7 +166,7 @@ def test_gradcheck(lane: Lane, case: str):
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
     ops = torch.ops.bumpgate
-    inputs = problem(B=2, T=9, P=4, K=3, dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(B=2, T=9, P=4, K=3, dtype=torch.float32, device=lane.device)
     q, k, v, indices = strided(inputs)
     options = (0.5, 2.0)
     out, lse = ops.dsa_attention_fwd(q, k, v, indices, *options)
@@ -192,7 +177,9 @@ def test_op_contract(lane: Lane):
     check_op(ops.dsa_attention_fwd, (q, k, v, indices, *options), differentiable=True)
     gradient = turned(out, 1, 2)
     check_op(ops.dsa_attention_bwd, (*(t.detach() for t in (q, k, v)), indices, out, lse, gradient, *options))
-    check_op(ops.dsa_indexer_fwd, (*strided(index_problem(T=9, dtype=torch.float32, device=lane.device)), 4))
+    check_op(
+        ops.dsa_indexer_fwd, (*strided(make_index_inputs(T=9, dtype=torch.float32, device=lane.device)), 4)
+    )
 
 
 @lanes("cpu", "h200")
@@ -200,7 +187,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
     def train(function, inputs):
         return gradients(function, *inputs, softcap=2.0)
 
-    batches = [problem(B=B, T=16, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    batches = [make_inputs(B=B, T=16, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
     check_one_graph(dsa_attention, train, batches, op="dsa_attention", dynamic=(0, 1, 2, 3))
 
 
@@ -215,7 +202,7 @@ def test_selection_and_attention_compile_together(lane: Lane):
         return gradients(function, *inputs)
 
     sizes = [{"B": B, "T": 16, "dtype": torch.float32, "device": lane.device} for B in (2, 3)]
-    batches = [(*problem(**size)[:3], *index_problem(**size)) for size in sizes]
+    batches = [(*make_inputs(**size)[:3], *make_index_inputs(**size)) for size in sizes]
     options = {"op": "dsa_attention", "calls": 1, "dynamic": range(7)}
     report = check_compiled(choose_and_attend, train, batches, **options)
     (graph,) = report.graphs
@@ -227,9 +214,9 @@ def test_selection_and_attention_compile_together(lane: Lane):
 @quick
 @given(seed=st.integers(0, 99), T=st.integers(1, 20), extra=st.integers(0, 3))
 def test_selecting_all_keys_equals_dense_attention(lane: Lane, seed: int, T: int, extra: int):
-    q, k, v, _ = problem(T=T, seed=seed, device=lane.device)
+    q, k, v, _ = make_inputs(T=T, seed=seed, device=lane.device)
     doc_ids = documents(2, T, lane.device)
-    indices = dsa_indexer(*index_problem(T=T, seed=seed, device=lane.device), top_k=T + extra)
+    indices = dsa_indexer(*make_index_inputs(T=T, seed=seed, device=lane.device), top_k=T + extra)
     seen = (doc_ids.unsqueeze(2) == doc_ids.unsqueeze(1)).tril().unsqueeze(1)
     q_, k_, v_ = (t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)))
     dense = torch.softmax((q_ @ k_.mT / 4).masked_fill(~seen, -torch.inf), -1) @ v_
@@ -240,7 +227,7 @@ def test_selecting_all_keys_equals_dense_attention(lane: Lane, seed: int, T: int
 @quick
 @given(seed=st.integers(0, 99), none=st.integers(0, 3))
 def test_index_order_and_padding_do_not_matter(lane: Lane, seed: int, none: int):
-    q, k, v, indices = problem(T=17, seed=seed, device=lane.device)
+    q, k, v, indices = make_inputs(T=17, seed=seed, device=lane.device)
     more = torch.nn.functional.pad(indices, (none, 0), value=-1)
     shuffled = more[..., torch.randperm(more.shape[-1], generator=torch.Generator().manual_seed(seed))]
     pairs = zip(gradients(dsa_attention, q, k, v, shuffled), gradients(dsa_attention, q, k, v, indices))
@@ -253,8 +240,8 @@ def test_index_order_and_padding_do_not_matter(lane: Lane, seed: int, none: int)
 @given(seed=st.integers(0, 99), at=st.integers(0, 15))
 def test_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int):
     """Neither the choice nor the output: a token that is not visible may be nan."""
-    q, k, v, _ = problem(T=16, dtype=torch.float32, seed=seed, device=lane.device)
-    index_q, index_k, weights, doc_ids = index_problem(
+    q, k, v, _ = make_inputs(T=16, dtype=torch.float32, seed=seed, device=lane.device)
+    index_q, index_k, weights, doc_ids = make_index_inputs(
         T=16, dtype=torch.float32, seed=seed, device=lane.device
     )
     before = dsa_indexer(index_q, index_k, weights, doc_ids, top_k=5)
@@ -270,7 +257,7 @@ def test_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int
 
 @lanes("cpu", "h200")
 def test_query_without_keys_gives_zeros(lane: Lane):
-    q, k, v, indices = problem(dtype=torch.float32, device=lane.device)
+    q, k, v, indices = make_inputs(dtype=torch.float32, device=lane.device)
     indices[:, 5] = -1
     indices[:, :, 0] = torch.where(indices[:, :, 0] == 5, -1, indices[:, :, 0])
     for impl in ("op", "reference"):
@@ -282,7 +269,7 @@ def test_query_without_keys_gives_zeros(lane: Lane):
 
 @lanes("cpu")
 def test_bad_input_raises_one_line_error(lane: Lane):
-    q, k, v, indices = problem(B=2, T=4, P=4, K=3, dtype=torch.float32)
+    q, k, v, indices = make_inputs(B=2, T=4, P=4, K=3, dtype=torch.float32)
     bad = [
         ((q, k[:, :, :1].repeat(1, 1, 3, 1), v, indices), {}, "4 query heads"),
         ((q[0], k, v, indices), {}, "3-d"),
@@ -298,7 +285,7 @@ def test_bad_input_raises_one_line_error(lane: Lane):
     for inputs, options, words in bad:
         with refused("dsa_attention", words):
             dsa_attention(*inputs, **options)
-    q, k, weights, doc_ids = index_problem(B=2, T=4, dtype=torch.float32)
+    q, k, weights, doc_ids = make_index_inputs(B=2, T=4, dtype=torch.float32)
     bad = [
         ((q[0], k, weights, doc_ids), {}, "3-d"),
         ((q, k[:, :3], weights, doc_ids), {}, "k has shape"),

@@ -20,7 +20,8 @@ from kernels.dsa_indexer import (
     dsa_indexer_loss,
     dsa_scores,
 )
-from suites.kernels.dsa_inputs import index_problem, problem
+from suites.kernels.inputs.dsa_indexer import make_index_inputs, make_inputs
+from suites.kernels.inputs.dsa_loss import make_score_inputs, plain_scores
 from suites.support.comparison import (
     AT_MOST,
     DTYPES,
@@ -38,23 +39,6 @@ from suites.support.lanes import Lane, lanes
 ATTENTION = {"scale": 0.4, "softcap": 2.0}
 
 
-def scores_problem(
-    B=2, T=33, J=3, width=16, K=7, dtype=torch.float64, device="cpu", seed=0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q, k, weights of either sign, and the choice that they make in fp64."""
-    exact = index_problem(B, T, J, width, seed=seed)
-    indices = dsa_indexer(*exact, top_k=K).to(device)
-    return *(t.to(device, dtype) for t in exact[:3]), indices
-
-
-def plain_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """Score every key in the inputs' dtype, and gather the chosen ones."""
-    dots = torch.relu(q.transpose(1, 2) @ k.mT.unsqueeze(1))
-    scores = (weights.mT.unsqueeze(-1) * dots).sum(1)
-    chosen = scores.gather(2, indices.long().clamp(min=0)).masked_fill(indices < 0, 0)
-    return chosen.to(torch.promote_types(q.dtype, torch.float32))
-
-
 def plain_distribution(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
     """Compute dense attention weights in the inputs' dtype (softmax in fp32), and gather those of the chosen keys."""
     key = k.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2)
@@ -66,7 +50,7 @@ def plain_distribution(q: Tensor, k: Tensor, indices: Tensor, scale: float, soft
 
 @lanes("cpu", "h200")
 def test_fp64_scores_equal_gathered_dense_scores(lane: Lane):
-    inputs = scores_problem(device=lane.device)
+    inputs = make_score_inputs(device=lane.device)
     plain = gradients(plain_scores, *inputs)
     for impl in ("op", "reference"):
         for ours, expected in zip(gradients(dsa_chosen_scores, *inputs, impl=impl), plain, strict=True):
@@ -75,7 +59,7 @@ def test_fp64_scores_equal_gathered_dense_scores(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_fp64_weights_equal_gathered_dense_weights(lane: Lane):
-    q, k, _, indices = problem(device=lane.device)
+    q, k, _, indices = make_inputs(device=lane.device)
     for impl in ("op", "reference"):
         found = dsa_distribution(q, k, indices, **ATTENTION, impl=impl)
         torch.testing.assert_close(
@@ -91,7 +75,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
     def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Named:
         return dict(zip(("scores", "q", "k", "weights"), gradients(function, *inputs)))
 
-    problems = [scores_problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
+    problems = [make_score_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
     oracle = pooled(run(plain_scores, doubled(inputs)) for inputs in problems)
     plain = pooled(run(plain_scores, inputs) for inputs in problems)
     found = pooled(run(dsa_chosen_scores, inputs) for inputs in problems)
@@ -106,7 +90,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_target_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
-    problems = [problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
+    problems = [make_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
     sides = [
         torch.cat([function(q, k, i, **ATTENTION).flatten() for q, k, _, i in inputs])
         for function, inputs in (
@@ -124,7 +108,7 @@ def test_target_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: st
 @lanes("cpu", "h200")
 def test_gradient_below_fp16_range_is_kept(lane: Lane):
     """A mean over B T queries with a loss weight of 1e-3 gives 1e-9 per key; fp16's least number is 6e-8."""
-    q, k, weights, indices = scores_problem(dtype=torch.float16, device=lane.device)
+    q, k, weights, indices = make_score_inputs(dtype=torch.float16, device=lane.device)
     leaves = [t.requires_grad_() for t in (q, k, weights.float())]
     scores = dsa_chosen_scores(*leaves, indices)
     size = 2.0**-32
@@ -137,19 +121,19 @@ def test_gradient_below_fp16_range_is_kept(lane: Lane):
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
     ops = torch.ops.bumpgate
-    q, k, weights, indices = strided(scores_problem(T=9, K=3, dtype=torch.float32, device=lane.device))
+    q, k, weights, indices = strided(make_score_inputs(T=9, K=3, dtype=torch.float32, device=lane.device))
     scores = ops.dsa_chosen_scores_fwd(q, k, weights, indices)
     assert scores.dtype == torch.float32
     check_op(ops.dsa_chosen_scores_fwd, (q, k, weights, indices), differentiable=True)
     inputs = tuple(t.detach() for t in (q, k, weights))
     check_op(ops.dsa_chosen_scores_bwd, (*inputs, indices, turned(scores, 1, 2)))
-    q, k, _, indices = strided(problem(T=9, P=4, K=3, dtype=torch.float32, device=lane.device))
+    q, k, _, indices = strided(make_inputs(T=9, P=4, K=3, dtype=torch.float32, device=lane.device))
     check_op(ops.dsa_distribution_fwd, (q, k, indices, 0.4, 2.0))
 
 
 @lanes("cpu", "h200")
 def test_gradients_are_bit_repeatable(lane: Lane):
-    inputs = scores_problem(T=200, K=40, dtype=torch.bfloat16, device=lane.device)
+    inputs = make_score_inputs(T=200, K=40, dtype=torch.bfloat16, device=lane.device)
     first, again = (gradients(dsa_chosen_scores, *inputs) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again))
 
@@ -166,7 +150,7 @@ def test_loss_compiles_to_one_graph_for_every_batch_size(lane: Lane):
         return gradients(function, *inputs)
 
     sizes = [{"B": B, "T": 16, "dtype": torch.float32, "device": lane.device} for B in (2, 3, 5)]
-    batches = [(*problem(**size)[:2], *scores_problem(**size)) for size in sizes]
+    batches = [(*make_inputs(**size)[:2], *make_score_inputs(**size)) for size in sizes]
     report = check_compiled(
         learn, train, batches, op="dsa_chosen_scores", calls=1, dynamic=range(6), tolerance=1e-6
     )
@@ -177,7 +161,7 @@ def test_loss_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_unselected_keys_are_not_read(lane: Lane):
-    q, k, weights, indices = scores_problem(T=34, dtype=torch.float32, device=lane.device)
+    q, k, weights, indices = make_score_inputs(T=34, dtype=torch.float32, device=lane.device)
     indices = torch.where(indices % 3 == 0, -1, indices)
     k[:, ::3] = float("nan")
     scores, dq, dk, dweights = gradients(dsa_chosen_scores, q, k, weights, indices)
@@ -189,8 +173,8 @@ def test_unselected_keys_are_not_read(lane: Lane):
 @lanes("cpu", "h200")
 def test_loss_is_kl_divergence_over_selected_keys(lane: Lane):
     """Against the definition cell by cell over all keys, and 0 if the indexer and the attention agree."""
-    q, k, _, _ = problem(T=11, device=lane.device)
-    index = index_problem(T=11, device=lane.device)
+    q, k, _, _ = make_inputs(T=11, device=lane.device)
+    index = make_index_inputs(T=11, device=lane.device)
     indices = dsa_indexer(*index, top_k=4)
     target = dsa_distribution(q, k, indices)
     torch.testing.assert_close(target.sum(-1), torch.ones_like(target[..., 0]), rtol=1e-12, atol=0)
@@ -209,9 +193,9 @@ def test_loss_is_kl_divergence_over_selected_keys(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_indexer_gets_gradients_from_the_loss_only(lane: Lane):
-    index = index_problem(B=1, T=7, J=2, width=4, device=lane.device)
+    index = make_index_inputs(B=1, T=7, J=2, width=4, device=lane.device)
     leaves = [t.requires_grad_() for t in index[:3]]
-    q, k, _, _ = problem(B=1, T=7, device=lane.device)
+    q, k, _, _ = make_inputs(B=1, T=7, device=lane.device)
     indices = dsa_indexer(*index, top_k=3)
     assert not indices.requires_grad
     target = dsa_distribution(q.requires_grad_(), k, indices)
@@ -223,7 +207,7 @@ def test_indexer_gets_gradients_from_the_loss_only(lane: Lane):
 
 @lanes("cpu")
 def test_loss_ignores_values_without_a_key(lane: Lane):
-    index = index_problem(B=1, T=5, dtype=torch.float32)
+    index = make_index_inputs(B=1, T=5, dtype=torch.float32)
     indices = dsa_indexer(*index, top_k=4)
     target = torch.softmax(torch.zeros(1, 5, 4).masked_fill(indices < 0, -torch.inf), -1)
     found = dsa_indexer_loss(*index[:3], indices, target)
@@ -235,7 +219,7 @@ def test_loss_ignores_values_without_a_key(lane: Lane):
 
 @lanes("cpu")
 def test_bad_input_raises_one_line_error(lane: Lane):
-    q, k, weights, indices = scores_problem(T=4, K=3, dtype=torch.float32)
+    q, k, weights, indices = make_score_inputs(T=4, K=3, dtype=torch.float32)
     target = torch.ones(2, 4, 3)
     bad = [
         ((q, k, weights, indices, target[..., :2]), {}, "dsa_indexer_loss", "target has shape"),
@@ -247,6 +231,6 @@ def test_bad_input_raises_one_line_error(lane: Lane):
     for inputs, options, op, words in bad:
         with refused(op, words):
             dsa_indexer_loss(*inputs, **options)
-    q, k, _, indices = problem(T=4, dtype=torch.float32)
+    q, k, _, indices = make_inputs(T=4, dtype=torch.float32)
     with refused("dsa_distribution", "choices are"):
         dsa_distribution(q, k, indices, impl="fast")

@@ -5,7 +5,6 @@ M rows, E experts, D_in and D_out model dims on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -17,42 +16,23 @@ from torch import Tensor
 
 from kernels.grouped_gemm import grouped_gemm
 from kernels.grouped_gemm.padded import power_of_two_bucket
+from suites.kernels.inputs.grouped_gemm import loop_of_mm, make_inputs
 from suites.support.comparison import DTYPES, doubled, error, error_ratios, gradients, report_cases
 from suites.support.custom_ops import check_compiled, check_one_graph, check_op, refused, strided, turned
 from suites.support.instruments import host_syncs
 from suites.support.lanes import Lane, lanes
 
-COUNTS = (5, 0, 17, 8)
 # The Triton kernels load full chunks of 64 by TMA, and other sizes by plain loads.
 DIMS = {"odd": (20, 25), "tall tiles": (64, 128), "wide tiles": (192, 256)}
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 routings = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 
 
-def problem(
-    counts: Sequence[int] = COUNTS, D_in=8, D_out=16, spare=3, dtype=torch.float64, device="cpu", seed=0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random x with `spare` unassigned rows at the end, weight, and the counts as int64."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(sum(counts) + spare, D_in, generator=g, dtype=torch.float64)
-    weight = torch.randn(len(counts), D_in, D_out, generator=g, dtype=torch.float64)
-    return x.to(device, dtype), weight.to(device, dtype), torch.tensor(counts, device=device)
-
-
-def loop_of_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Compute one torch.mm per expert, in the dtype of x."""
-    y, start = x.new_zeros(x.shape[0], weight.shape[2]), 0
-    for w, count in zip(weight, counts.tolist()):
-        y[start : start + count] = torch.mm(x[start : start + count], w)
-        start += count
-    return y
-
-
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("impl", ["op", "reference", "padded"])
 def test_fp64_equals_a_loop_of_mm(lane: Lane, impl: str, dims: str):
-    inputs = problem(D_in=DIMS[dims][0], D_out=DIMS[dims][1], device=lane.device)
+    inputs = make_inputs(D_in=DIMS[dims][0], D_out=DIMS[dims][1], device=lane.device)
     plain = gradients(loop_of_mm, *inputs)
     for ours, theirs in zip(gradients(partial(grouped_gemm, impl=impl), *inputs), plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -64,7 +44,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
     """Counts that fill no tile, one and more than two of the kernel's, and experts without rows at both ends."""
     ratios = {}
     for dims, (D_in, D_out) in DIMS.items():
-        inputs = problem((0, 600, 3, 256, 0), D_in, D_out, dtype=DTYPES[dtype], device=lane.device)
+        inputs = make_inputs((0, 600, 3, 256, 0), D_in, D_out, dtype=DTYPES[dtype], device=lane.device)
         ratios[dims] = error_ratios(grouped_gemm, loop_of_mm, loop_of_mm, inputs)
     report_cases(row, f"kernels/grouped_gemm-{lane.name}-{dtype}", ratios)
 
@@ -82,7 +62,7 @@ def three(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor, form=grouped_ge
 def test_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane, dims: str, dtype: str):
     """A sum of n products in fp32 is off by at most n u times the same sum of absolute values; bf16 adds one cast."""
     D_in, D_out = DIMS[dims]
-    x, weight, counts = problem((5, 40, 17, 8), D_in, D_out, dtype=DTYPES[dtype], device=lane.device)
+    x, weight, counts = make_inputs((5, 40, 17, 8), D_in, D_out, dtype=DTYPES[dtype], device=lane.device)
     dy = torch.randn(len(x), D_out, generator=torch.Generator().manual_seed(1)).to(x)
     exact = three(*doubled((x, weight, counts, dy)), form=loop_of_mm)
     sizes = three(*(t.double().abs() for t in (x, weight)), counts, dy.double().abs(), form=loop_of_mm)
@@ -107,7 +87,7 @@ def test_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane, dims: s
 
 @lanes("cpu")
 def test_gradcheck(lane: Lane):
-    x, weight, counts = problem((2, 0, 3), 3, 2, spare=1)
+    x, weight, counts = make_inputs((2, 0, 3), 3, 2, spare=1)
     leaves = x.requires_grad_(), weight.requires_grad_()
     assert torch.autograd.gradcheck(lambda *t: grouped_gemm(*t, counts), leaves)
 
@@ -116,7 +96,7 @@ def test_gradcheck(lane: Lane):
 @pytest.mark.parametrize("dims", ["odd", "tall tiles"])
 def test_op_contract(lane: Lane, dims: str):
     FWD, BWD = torch.ops.bumpgate.grouped_gemm_fwd, torch.ops.bumpgate.grouped_gemm_bwd
-    x, weight, counts = strided(problem((3, 0, 5), *DIMS[dims], dtype=torch.float32, device=lane.device))
+    x, weight, counts = strided(make_inputs((3, 0, 5), *DIMS[dims], dtype=torch.float32, device=lane.device))
     check_op(FWD, (x, weight, counts), differentiable=True)
     check_op(BWD, (x, turned(weight, 0, 2), counts, turned(FWD(x, weight, counts), 0, 1)))
 
@@ -126,7 +106,7 @@ def test_compiles_to_one_graph_for_every_number_of_rows(lane: Lane):
     def train(function, inputs):
         return gradients(function, *inputs)
 
-    batches = [problem(spare=spare, dtype=torch.float32, device=lane.device) for spare in (2, 3, 5)]
+    batches = [make_inputs(spare=spare, dtype=torch.float32, device=lane.device) for spare in (2, 3, 5)]
     check_one_graph(grouped_gemm, train, batches, op="grouped_gemm", dynamic=(0,))
 
 
@@ -135,7 +115,9 @@ def test_bucket_compiles_to_one_graph_for_every_routing(lane: Lane):
     def train(function, inputs):
         return gradients(function, *inputs)
 
-    batches = [problem(counts, device=lane.device) for counts in ((5, 0, 17, 8), (0, 32, 1, 0), (9, 9, 9, 9))]
+    batches = [
+        make_inputs(counts, device=lane.device) for counts in ((5, 0, 17, 8), (0, 32, 1, 0), (9, 9, 9, 9))
+    ]
     padded = partial(grouped_gemm, impl="padded", bucket=32)
     # A batched product of other shapes may be summed in another order.
     report = check_compiled(padded, train, batches, op="grouped_gemm", calls=0, dynamic=(0,), tolerance=1e-12)
@@ -148,7 +130,7 @@ def test_bucket_compiles_to_one_graph_for_every_routing(lane: Lane):
 
 @lanes("h200")
 def test_reads_no_value_on_the_host(lane: Lane):
-    inputs = problem(D_in=64, D_out=128, dtype=torch.bfloat16, device=lane.device)
+    inputs = make_inputs(D_in=64, D_out=128, dtype=torch.bfloat16, device=lane.device)
     gradients(grouped_gemm, *inputs)  # compiles
     leaves = [t.requires_grad_() for t in inputs[:2]]
     dy = torch.randn(len(inputs[0]), 128, device=lane.device).to(torch.bfloat16)
@@ -166,7 +148,7 @@ def test_reads_no_value_on_the_host(lane: Lane):
 @given(seed=st.integers(0, 99), counts=routings, spare=st.integers(0, 3))
 def test_equals_the_loop_for_every_routing(lane: Lane, seed: int, counts: list[int], spare: int):
     """Unassigned rows may hold anything: their results are zero, and they affect nothing else."""
-    x, weight, counts = problem(counts, spare=spare, dtype=torch.float32, seed=seed, device=lane.device)
+    x, weight, counts = make_inputs(counts, spare=spare, dtype=torch.float32, seed=seed, device=lane.device)
     dy = torch.randn(len(x), 16, generator=torch.Generator().manual_seed(seed)).to(x)
     used = int(counts.sum())
     plain = three(x, weight, counts, dy, form=loop_of_mm)
@@ -188,7 +170,7 @@ def test_experts_are_independent(lane: Lane, dtype: str, seed: int, counts: list
     """Permuted with their rows they give the same bits, and so does a single one; on the CPU up to rounding, because
     the product of a matrix at another address may be summed in another order.
     """
-    x, weight, sizes = problem(counts, 64, 64, dtype=DTYPES[dtype], seed=seed, device=lane.device)
+    x, weight, sizes = make_inputs(counts, 64, 64, dtype=DTYPES[dtype], seed=seed, device=lane.device)
     dy = torch.randn(len(x), 64, generator=torch.Generator().manual_seed(seed)).to(x)
     order = torch.randperm(len(counts), generator=torch.Generator().manual_seed(seed)).tolist()
     starts = sizes.cumsum(0) - sizes
@@ -212,7 +194,7 @@ def test_experts_are_independent(lane: Lane, dtype: str, seed: int, counts: list
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("impl", ["op", "reference", "padded"])
 def test_one_expert_may_take_all_rows(lane: Lane, impl: str, dtype: str):
-    x, weight, counts = problem((0, 300, 0), 64, 64, spare=0, dtype=DTYPES[dtype], device=lane.device)
+    x, weight, counts = make_inputs((0, 300, 0), 64, 64, spare=0, dtype=DTYPES[dtype], device=lane.device)
     tolerance = {"fp32": 1e-4, "bf16": 2**-7}[dtype]
     found = grouped_gemm(x, weight, counts, impl=impl)
     torch.testing.assert_close(found, x @ weight[1], rtol=tolerance, atol=8 * tolerance)
@@ -221,7 +203,7 @@ def test_one_expert_may_take_all_rows(lane: Lane, impl: str, dtype: str):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int32_and_int64_counts_give_same_bits(lane: Lane, dtype: str):
-    x, weight, counts = problem(D_in=64, D_out=64, dtype=DTYPES[dtype], device=lane.device)
+    x, weight, counts = make_inputs(D_in=64, D_out=64, dtype=DTYPES[dtype], device=lane.device)
     for ours, theirs in zip(
         gradients(grouped_gemm, x, weight, counts.int()), gradients(grouped_gemm, x, weight, counts)
     ):
@@ -230,7 +212,7 @@ def test_int32_and_int64_counts_give_same_bits(lane: Lane, dtype: str):
 
 @lanes("cpu", "h200")
 def test_row_outside_its_bucket_is_nan(lane: Lane):
-    inputs = problem(device=lane.device)
+    inputs = make_inputs(device=lane.device)
     y = grouped_gemm(*inputs, impl="padded", bucket=16)
     assert y.isnan().any(1).nonzero().flatten().tolist() == [21]  # the 17th row of the third expert
     assert not grouped_gemm(*inputs, impl="padded", bucket=32).isnan().any()
@@ -239,7 +221,7 @@ def test_row_outside_its_bucket_is_nan(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_upstream_equals_the_loop(lane: Lane):
-    inputs = problem((5, 0, 17, 10), 64, 128, spare=0, dtype=torch.bfloat16, device=lane.device)
+    inputs = make_inputs((5, 0, 17, 10), 64, 128, spare=0, dtype=torch.bfloat16, device=lane.device)
     plain = gradients(loop_of_mm, *doubled(inputs))
     for ours, exact in zip(gradients(partial(grouped_gemm, impl="upstream"), *inputs), plain):
         assert error(ours, exact)[0] <= 2**-8 * float(exact.abs().max()) + 1e-5
@@ -249,12 +231,12 @@ def test_upstream_equals_the_loop(lane: Lane):
 def test_torch_without_grouped_mm_raises_one_line_error(lane: Lane, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(F, "grouped_mm")
     with pytest.raises(ImportError, match=r"^grouped_gemm: .*grouped_mm.*pip install torch==\S+$"):
-        grouped_gemm(*problem(), impl="upstream")
+        grouped_gemm(*make_inputs(), impl="upstream")
 
 
 @lanes("cpu")
 def test_bad_input_raises_one_line_error(lane: Lane):
-    x, weight, counts = problem()
+    x, weight, counts = make_inputs()
     bad = [
         ((x[None], weight, counts), {}, "3-d"),
         ((x, weight[0], counts), {}, "2-d"),

@@ -18,6 +18,7 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.profiler import ProfilerActivity, profile
 
 from kernels.m2rnn import m2rnn, m2rnn_recurrent, m2rnn_step
+from suites.kernels.inputs.m2rnn import FLOATS, NAMES, PER_TOKEN, make_inputs
 from suites.support.comparison import (
     DTYPES,
     Named,
@@ -30,36 +31,11 @@ from suites.support.comparison import (
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, traced_through, turned
 from suites.support.lanes import Lane, lanes
 from suites.support.reduce import largest
-from suites.support.scans import carried, cut, documents, inner_token, spliced
+from suites.support.scans import carried, cut, inner_token, spliced
 
-NAMES = ("q", "k", "v", "W", "f", "doc_ids", "h0")
-PER_TOKEN = ("q", "k", "v", "f", "doc_ids")
-FLOATS = tuple(n for n in NAMES if n != "doc_ids")
 FWD, BWD = torch.ops.bumpgate.m2rnn_fwd, torch.ops.bumpgate.m2rnn_bwd
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 results = partial(values_and_gradients, ("y", "final"))
-
-
-def problem(B=2, T=30, H=3, K=6, V=4, dtype=torch.float64, device="cpu", seed=0, starts=(9, 10, 22)) -> Named:
-    """Return random inputs, W of spectral norm 1; a document begins at each of `starts`, three tokens later per row."""
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    W = draw(H, V, V)
-    inputs = {
-        "q": draw(B, T, H, K),
-        "k": draw(B, T, H, K),
-        "v": draw(B, T, H, V),
-        "W": W / torch.linalg.matrix_norm(W, 2)[:, None, None],
-        "f": draw(B, T, H).sigmoid(),
-        "doc_ids": documents(B, T, starts),
-        "h0": draw(B, H, K, V),
-    }
-    wide = torch.promote_types(dtype, torch.float32)
-    dtypes = {n: dtype if n in ("q", "k", "v") else wide for n in FLOATS}
-    return {n: t.to(device, dtypes.get(n, t.dtype)) for n, t in inputs.items()}
 
 
 def segment(inputs: Named, tokens: slice, state: Tensor | None) -> dict[str, Tensor | None]:
@@ -84,7 +60,7 @@ def rounding_bound(inputs: Named) -> Tensor:
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_is_as_close_to_the_oracle_as_the_plain_recurrence(lane: Lane, dtype: str, row):
-    seeds = [problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
+    seeds = [make_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
     oracle = pooled(results(m2rnn_recurrent, doubled(inputs)) for inputs in seeds)
     plain = pooled(results(m2rnn_recurrent, inputs) for inputs in seeds)
     found = pooled(results(m2rnn, inputs) for inputs in seeds)
@@ -96,7 +72,7 @@ def test_is_as_close_to_the_oracle_as_the_plain_recurrence(lane: Lane, dtype: st
 
 @lanes("cpu", "h200")
 def test_fp32_error_is_within_rounding(lane: Lane):
-    inputs = problem(dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(dtype=torch.float32, device=lane.device)
     oracle, _ = m2rnn_recurrent(**doubled(inputs))
     bound = rounding_bound(inputs)
     assert ((m2rnn(**inputs)[0] - oracle).abs() <= bound).all()
@@ -109,7 +85,7 @@ def test_fp32_error_is_within_rounding(lane: Lane):
 
 @lanes("cpu")
 def test_gradcheck(lane: Lane):
-    inputs = problem(B=2, T=5, H=2, K=3, V=2, starts=(3,))
+    inputs = make_inputs(B=2, T=5, H=2, K=3, V=2, starts=(3,))
     tensors = [inputs[n].requires_grad_(n in FLOATS) for n in NAMES]
     assert torch.autograd.gradcheck(m2rnn, tensors)
 
@@ -126,7 +102,7 @@ def test_gradcheck(lane: Lane):
 @quick
 @given(T=st.integers(1, 40), V=st.integers(1, 5), start=st.integers(1, 40))
 def test_values_and_gradients_equal_autograd_of_both_forms(lane: Lane, T: int, V: int, start: int):
-    inputs = problem(T=T, V=V, starts=(start,), device=lane.device, seed=T)
+    inputs = make_inputs(T=T, V=V, starts=(start,), device=lane.device, seed=T)
     found = results(m2rnn, inputs)
     assert worst(found, results(m2rnn_recurrent, inputs)) < 1e-12
     assert worst(found, results(partial(m2rnn, impl="reference"), inputs)) < 1e-12
@@ -134,7 +110,7 @@ def test_values_and_gradients_equal_autograd_of_both_forms(lane: Lane, T: int, V
 
 @lanes("cpu")
 def test_backward_computes_all_candidates_at_once(lane: Lane):
-    inputs = problem(T=20, dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(T=20, dtype=torch.float32, device=lane.device)
     leaves = {n: t.requires_grad_(n in FLOATS) for n, t in inputs.items()}
     counts = []
     with profile(activities=[ProfilerActivity.CPU]) as trace:
@@ -158,13 +134,13 @@ def test_two_segments_with_carried_state_equal_one_run(lane: Lane, T: int, at: f
         y1, state = m2rnn(**segment(inputs, slice(split, T), state))
         return torch.cat((y0, y1), 1), state
 
-    inputs = problem(T=T, starts=(T // 3, T // 2), device=lane.device, seed=T)
+    inputs = make_inputs(T=T, starts=(T // 3, T // 2), device=lane.device, seed=T)
     assert worst(results(in_two, inputs), results(m2rnn, inputs)) < 1e-13
 
 
 @lanes("cpu", "h200")
 def test_decode_continues_a_prefill(lane: Lane):
-    inputs = problem(T=20, starts=(7,), device=lane.device)
+    inputs = make_inputs(T=20, starts=(7,), device=lane.device)
     whole, last = m2rnn(**inputs)
     _, state = m2rnn(**segment(inputs, slice(0, 19), inputs["h0"]))
     token = {n: inputs[n][:, -1] for n in ("q", "k", "v", "f")}
@@ -181,7 +157,7 @@ def test_packed_document_equals_document_alone(lane: Lane, length: int, dtype: s
     Only the read-out on a GPU rounds in another order: cuBLAS selects its kernel by the number of tokens.
     """
     inputs, others = (
-        problem(T=length + 20, dtype=DTYPES[dtype], starts=(), device=lane.device, seed=length + i)
+        make_inputs(T=length + 20, dtype=DTYPES[dtype], starts=(), device=lane.device, seed=length + i)
         for i in (0, 1)
     )
     inputs["doc_ids"][:, length:] += 1
@@ -208,7 +184,7 @@ def test_packed_document_equals_document_alone(lane: Lane, length: int, dtype: s
 @given(T=st.integers(2, 40), at=st.floats(0, 1))
 def test_future_tokens_do_not_affect_the_past(lane: Lane, T: int, at: float):
     now = inner_token(T, at)
-    inputs = problem(T=T, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
+    inputs = make_inputs(T=T, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
     other = inputs | {n: inputs[n] * 3 + 1 for n in PER_TOKEN}
     later = spliced(inputs, other, now, PER_TOKEN)
     y, changed = m2rnn(**inputs)[0], m2rnn(**later)[0]
@@ -218,7 +194,7 @@ def test_future_tokens_do_not_affect_the_past(lane: Lane, T: int, at: float):
 
 @lanes("cpu", "h200")
 def test_saturated_candidate_has_finite_correct_gradients(lane: Lane):
-    inputs = problem(dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(dtype=torch.float32, device=lane.device)
     inputs["k"][:, 4::5] = 1e4
     inputs["f"][:, ::7] = 0.0
     inputs["f"][:, 1::7] = 1.0
@@ -229,7 +205,7 @@ def test_saturated_candidate_has_finite_correct_gradients(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
-    inputs = problem(B=2, T=5, H=3, K=4, V=3, starts=(4,), dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(B=2, T=5, H=3, K=4, V=3, starts=(4,), dtype=torch.float32, device=lane.device)
     arguments = strided(inputs.values())
     y, final, states = FWD(*arguments)
     check_op(FWD, arguments, differentiable=True)
@@ -238,7 +214,7 @@ def test_op_contract(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
-    batches = [problem(B=B, T=6, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    batches = [make_inputs(B=B, T=6, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
     check_one_graph(m2rnn, results, batches, op="m2rnn", dynamic=(*PER_TOKEN, "h0"))
     traced = traced_through(partial(m2rnn, impl="reference"), results, batches[-1])
     assert worst(traced, results(m2rnn, batches[-1])) < 1e-5
@@ -259,7 +235,7 @@ BAD = {
 @lanes("cpu")
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_raises_one_line_error(lane: Lane, case: str):
-    inputs = problem(T=6)
+    inputs = make_inputs(T=6)
     change, words = BAD[case]
     with refused("m2rnn", words):
         m2rnn(**{**inputs, **change(inputs)})

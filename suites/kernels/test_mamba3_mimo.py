@@ -7,18 +7,30 @@ The oracle is the recurrence in fp64. The op runs the chunked form, which is a d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.mamba3_mimo import Mamba3MimoState, mamba3_mimo, mamba3_mimo_recurrent, mamba3_mimo_step
+from kernels.mamba3_mimo import Mamba3MimoState, mamba3_mimo, mamba3_mimo_step
 from kernels.mamba3_mimo.upstream import halves_from_pairs
 from kernels.mamba3_siso import Mamba3State, mamba3_siso
+from suites.kernels.inputs.mamba3_mimo import (
+    FIXED,
+    FLOATS,
+    NAMES,
+    PER_TOKEN,
+    STATE,
+    Scan,
+    flat,
+    make_inputs,
+    on_circle,
+    one_rank_each,
+    op,
+    recurrence,
+)
 from suites.support.comparison import (
     DTYPES,
     Named,
@@ -30,70 +42,10 @@ from suites.support.comparison import (
 )
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, traced_through, turned
 from suites.support.lanes import Lane, lanes
-from suites.support.scans import carried, cut, documents, inner_token, spliced
+from suites.support.scans import carried, cut, inner_token, spliced
 
-PER_TOKEN = ("q", "k", "v", "adt", "dt", "trap", "angles", "z", "doc_ids")
-FIXED = ("q_bias", "k_bias", "mimo_v", "mimo_z", "mimo_out", "D")
-STATE = Mamba3MimoState._fields
-NAMES = (
-    "q", "k", "v", "adt", "dt", "trap", "q_bias", "k_bias", "mimo_v", "mimo_z", "mimo_out", "angles", "D", "z",
-    "doc_ids", *STATE,
-)  # fmt: skip
-FLOATS = tuple(n for n in NAMES if n != "doc_ids")
-NARROW = ("q", "k", "v", "z")
 FWD, BWD = torch.ops.bumpgate.mamba3_mimo_fwd, torch.ops.bumpgate.mamba3_mimo_bwd
-Scan = Callable[..., tuple[Tensor, ...]]
 quick = settings(derandomize=True, max_examples=15, deadline=None)
-
-
-def flat(scan: Callable[..., tuple[Tensor, Mamba3MimoState]], **options: object) -> Scan:
-    """Wrap the scan to take flat keyword tensors, including any state, and return (y, theta, h, k_prev, v_prev)."""
-
-    def run(**inputs: Tensor) -> tuple[Tensor, ...]:
-        state = Mamba3MimoState(*(inputs.pop(n) for n in STATE))
-        y, final = scan(**inputs, state=state, **options)
-        return y, *final
-
-    return run
-
-
-op, recurrence = flat(mamba3_mimo), flat(mamba3_mimo_recurrent)
-
-
-def problem(
-    B=2, T=30, H=4, R=3, P=6, N=8, G=2, A=3, dtype=torch.float64, device="cpu", seed=0, starts=(9, 10, 22)
-) -> Named:
-    """Return random inputs; a document begins at each of `starts` in row 0, three tokens later in each further row."""
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    dt = F.softplus(draw(B, T, H))
-    inputs = {
-        "q": draw(B, T, R, G, N),
-        "k": draw(B, T, R, G, N),
-        "v": draw(B, T, H, P),
-        "adt": -dt * (0.05 + torch.rand(B, T, H, generator=g, dtype=torch.float64)),
-        "dt": dt,
-        "trap": draw(B, T, H),
-        "q_bias": draw(H, R, N),
-        "k_bias": draw(H, R, N),
-        "mimo_v": draw(H, R, P),
-        "mimo_z": draw(H, R, P),
-        "mimo_out": draw(H, R, P),
-        "angles": draw(B, T, H, A),
-        "D": draw(H),
-        "z": draw(B, T, H, P),
-        "doc_ids": documents(B, T, starts),
-        "theta": 2 * math.pi * torch.rand(B, H, A, generator=g, dtype=torch.float64),
-        "h": draw(B, H, P, N),
-        "k_prev": draw(B, H, R, N),
-        "v_prev": draw(B, H, P),
-    }
-    wide = torch.promote_types(dtype, torch.float32)
-    dtypes = {n: dtype if n in NARROW else wide for n in FLOATS}
-    return {n: t.to(device, dtypes.get(n, t.dtype)) for n, t in inputs.items()}
 
 
 def segment(inputs: Named, tokens: slice, state: tuple[Tensor, ...]) -> Named:
@@ -112,22 +64,6 @@ def results(scan: Scan, inputs: Named) -> Named:
     return found | {"final theta": on_circle(found["final theta"])}
 
 
-def on_circle(angle: Tensor) -> Tensor:
-    """Return the point at an angle: angles are equal up to full turns."""
-    return torch.polar(torch.ones_like(angle), angle)
-
-
-def one_rank_each(**inputs: Tensor) -> tuple[Tensor, ...]:
-    """A fault: R scans of one rank, each with its own state, and their outputs summed."""
-    wrong = 0
-    for r in range(inputs["q"].shape[2]):
-        ranked = {n: inputs[n][:, :, r : r + 1] for n in ("q", "k", "k_prev")}
-        ranked |= {n: inputs[n][:, r : r + 1] for n in FIXED if n != "D"}
-        y, *state = op(**inputs | ranked)
-        wrong = wrong + y
-    return wrong, *state
-
-
 def as_siso(inputs: Named) -> tuple[Tensor, ...]:
     """Run mamba3_siso on the inputs of rank 1, without projections; return the results of mamba3_mimo."""
     given = {n: t for n, t in inputs.items() if n not in STATE and not n.startswith("mimo_")}
@@ -140,7 +76,7 @@ def as_siso(inputs: Named) -> tuple[Tensor, ...]:
 
 @lanes("cpu", "h200")
 def test_rank_one_with_unit_projections_equals_siso(lane: Lane):
-    inputs = problem(R=1, device=lane.device)
+    inputs = make_inputs(R=1, device=lane.device)
     inputs |= {n: torch.ones_like(inputs[n]) for n in ("mimo_v", "mimo_z", "mimo_out")}
     projections = ("mimo_v", "mimo_z", "mimo_out")
 
@@ -159,7 +95,7 @@ def test_rank_one_with_unit_projections_equals_siso(lane: Lane):
 @lanes("cpu", "h200")
 def test_ranks_share_one_state(lane: Lane):
     """The state sums over ranks before any of them reads it; the order of the ranks does not matter."""
-    inputs = problem(device=lane.device)
+    inputs = make_inputs(device=lane.device)
     right = op(**inputs)[0]
     assert worst({"y": one_rank_each(**inputs)[0]}, {"y": right}) > 0.1
     backward = {n: inputs[n].flip(2) for n in ("q", "k", "k_prev")} | {
@@ -174,7 +110,7 @@ def test_is_as_close_to_the_oracle_as_the_plain_form(lane: Lane, dtype: str, row
     """The plain formula is the whole row at once. The recurrence is not suitable: it adds its angles one by one, so
     that neighbours share their errors, and in fp32 its y is closer than that of any parallel sum.
     """
-    seeds = [problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
+    seeds = [make_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
     oracle = pooled(results(recurrence, doubled(inputs)) for inputs in seeds)
     whole = flat(mamba3_mimo, chunk_size=30, impl="reference")
     plain = pooled(results(whole, inputs) for inputs in seeds)
@@ -188,7 +124,7 @@ def test_is_as_close_to_the_oracle_as_the_plain_form(lane: Lane, dtype: str, row
 @lanes("cpu", "h200")
 def test_small_lambda_keeps_its_precision(lane: Lane):
     """If lam is small, a token has little weight for itself: that weight must not be a difference of large numbers."""
-    inputs = problem(starts=(), dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(starts=(), dtype=torch.float32, device=lane.device)
     inputs |= dict(zip(STATE, nothing(inputs))) | {"D": torch.zeros_like(inputs["D"])}
     inputs["trap"] = inputs["trap"] - 12
     oracle = recurrence(**doubled(inputs))[0][:, 0]
@@ -197,7 +133,7 @@ def test_small_lambda_keeps_its_precision(lane: Lane):
 
 @lanes("cpu")
 def test_gradcheck(lane: Lane):
-    inputs = problem(B=2, T=4, H=2, R=2, P=2, N=3, G=1, A=1, starts=(2,))
+    inputs = make_inputs(B=2, T=4, H=2, R=2, P=2, N=3, G=1, A=1, starts=(2,))
     tensors = [inputs[n].requires_grad_(n in FLOATS) for n in NAMES]
     scan = flat(mamba3_mimo, chunk_size=2)
     assert torch.autograd.gradcheck(lambda *t: scan(**dict(zip(NAMES, t))), tensors)
@@ -206,7 +142,7 @@ def test_gradcheck(lane: Lane):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("chunk_size", [1, 8, 64])
 def test_gradients_equal_autograd_of_both_forms(lane: Lane, chunk_size: int):
-    inputs = problem(device=lane.device)
+    inputs = make_inputs(device=lane.device)
     found = results(flat(mamba3_mimo, chunk_size=chunk_size), inputs)
     assert worst(found, results(recurrence, inputs)) < 1e-12
     assert worst(found, results(flat(mamba3_mimo, chunk_size=chunk_size, impl="reference"), inputs)) < 1e-12
@@ -227,7 +163,7 @@ def test_gradients_equal_autograd_of_both_forms(lane: Lane, chunk_size: int):
 def test_any_chunk_size_equals_the_recurrence(
     lane: Lane, T: int, chunk_size: int, R: int, G: int, A: int, start: int
 ):
-    inputs = problem(T=T, R=R, G=G, A=A, P=3, N=5, starts=(start,), device=lane.device, seed=T)
+    inputs = make_inputs(T=T, R=R, G=G, A=A, P=3, N=5, starts=(start,), device=lane.device, seed=T)
     y, theta, *rest = flat(mamba3_mimo, chunk_size=chunk_size)(**inputs)
     y0, theta0, *rest0 = recurrence(**inputs)
     assert worst(dict(enumerate((y, *rest))), dict(enumerate((y0, *rest0)))) < 1e-12
@@ -248,13 +184,13 @@ def test_two_segments_with_carried_state_equal_one_run(lane: Lane, T: int, at: f
         y1, *state = scan(**segment(inputs, slice(split, T), tuple(state)))
         return torch.cat((y0, y1), 1), *state
 
-    inputs = problem(T=T, P=3, N=6, starts=(T // 3, T // 2), device=lane.device, seed=T)
+    inputs = make_inputs(T=T, P=3, N=6, starts=(T // 3, T // 2), device=lane.device, seed=T)
     assert worst(results(in_two, inputs), results(scan, inputs)) < 1e-12
 
 
 @lanes("cpu", "h200")
 def test_decode_continues_a_prefill(lane: Lane):
-    inputs = problem(T=20, starts=(7,), device=lane.device)
+    inputs = make_inputs(T=20, starts=(7,), device=lane.device)
     whole, *last = op(**inputs)
     _, *state = op(**segment(inputs, slice(0, 19), tuple(inputs[n] for n in STATE)))
     token = {n: inputs[n][:, -1] for n in PER_TOKEN[:-1]} | {n: inputs[n] for n in FIXED}
@@ -272,13 +208,13 @@ def test_packed_document_equals_document_alone(lane: Lane, length: int, chunk_si
     B has 64 tokens: the CPU's sigmoid rounds differently in a tail that does not fill a vector.
     """
     scan = flat(mamba3_mimo, chunk_size=chunk_size)
-    inputs = problem(T=length + 64, dtype=torch.float32, starts=(), device=lane.device, seed=length)
+    inputs = make_inputs(T=length + 64, dtype=torch.float32, starts=(), device=lane.device, seed=length)
     inputs["doc_ids"][:, length:] += 1
     alone, packed = scan(**segment(inputs, slice(length, None), nothing(inputs))), scan(**inputs)
     if length % chunk_size == 0:  # otherwise the chunk borders divide B elsewhere: another order of sums
         assert torch.equal(packed[0][:, length:], alone[0])
         assert all(torch.equal(a, b) for a, b in zip(packed[1:], alone[1:]))
-    other = problem(T=length + 64, dtype=torch.float32, starts=(), device=lane.device, seed=length + 1)
+    other = make_inputs(T=length + 64, dtype=torch.float32, starts=(), device=lane.device, seed=length + 1)
     changed = scan(**spliced(other, inputs, length, PER_TOKEN[:-1]))
     assert not torch.equal(changed[0][:, :length], packed[0][:, :length])
     assert torch.equal(changed[0][:, length:], packed[0][:, length:])
@@ -290,7 +226,7 @@ def test_packed_document_equals_document_alone(lane: Lane, length: int, chunk_si
 @given(T=st.integers(2, 40), at=st.floats(0, 1), chunk_size=st.integers(1, 40))
 def test_future_tokens_do_not_affect_the_past(lane: Lane, T: int, at: float, chunk_size: int):
     now = inner_token(T, at)
-    inputs = problem(T=T, P=3, N=6, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
+    inputs = make_inputs(T=T, P=3, N=6, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
     scan = flat(mamba3_mimo, chunk_size=chunk_size)
     later = spliced(inputs, inputs | {n: inputs[n] * 3 + 1 for n in PER_TOKEN}, now, PER_TOKEN)
     y, changed = scan(**inputs)[0], scan(**later)[0]
@@ -301,7 +237,7 @@ def test_future_tokens_do_not_affect_the_past(lane: Lane, T: int, at: float, chu
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("chunk_size", [4, 64])
 def test_strong_decay_has_finite_correct_gradients(lane: Lane, chunk_size: int):
-    inputs = problem(T=24, dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(T=24, dtype=torch.float32, device=lane.device)
     inputs["adt"][:, 5::7] = -3e4
     inputs["adt"][:, 8, 0] = -float("inf")
     found = results(flat(mamba3_mimo, chunk_size=chunk_size), inputs)
@@ -311,7 +247,7 @@ def test_strong_decay_has_finite_correct_gradients(lane: Lane, chunk_size: int):
 
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
-    inputs = problem(B=2, T=7, R=2, P=3, N=5, A=2, starts=(4,), dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(B=2, T=7, R=2, P=3, N=5, A=2, starts=(4,), dtype=torch.float32, device=lane.device)
     arguments = (*strided(inputs[n] for n in NAMES), 4)
     check_op(FWD, arguments, differentiable=True)
     check_op(BWD, (*arguments, *(turned(t, 0, 1) for t in FWD(*arguments))))
@@ -319,7 +255,7 @@ def test_op_contract(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
-    batches = [problem(B=B, T=12, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    batches = [make_inputs(B=B, T=12, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
     check_one_graph(op, results, batches, op="mamba3_mimo", dynamic=(*PER_TOKEN, *STATE))
     traced = traced_through(flat(mamba3_mimo, impl="reference"), results, batches[-1])
     assert worst(traced, results(op, batches[-1])) < 1e-5
@@ -355,7 +291,7 @@ def test_absent_peer_error_names_its_install_command(lane: Lane):
     with pytest.raises(
         ImportError, match=r"mamba3_mimo: impl 'upstream' needs .*tilelang.*pip install .*tilelang"
     ):
-        flat(mamba3_mimo, impl="upstream")(**problem(T=6))
+        flat(mamba3_mimo, impl="upstream")(**make_inputs(T=6))
 
 
 BAD = {
@@ -378,7 +314,7 @@ BAD = {
 @lanes("cpu")
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_raises_one_line_error(lane: Lane, case: str):
-    inputs = problem(T=6)
+    inputs = make_inputs(T=6)
     change, words = BAD[case]
     with refused("mamba3_mimo", words):
         op(**{**inputs, **change(inputs)})

@@ -8,7 +8,6 @@ published whole-sequence form, is written here, with two incorrect readings of i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,8 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.mamba3_siso import Mamba3State, mamba3_siso, mamba3_siso_recurrent, mamba3_siso_step
-from kernels.ssd_chunk_scan import ssd_chunk_scan_reference
+from kernels.mamba3_siso import Mamba3State, mamba3_siso, mamba3_siso_step
+from suites.kernels.inputs.mamba3_siso import (
+    FLOATS,
+    NAMES,
+    PER_TOKEN,
+    STATE,
+    Scan,
+    biased,
+    flat,
+    make_inputs,
+    on_circle,
+    op,
+    recurrence,
+    scaled_k_in_mamba2,
+    trapezoid,
+)
 from suites.support.comparison import (
     DTYPES,
     Named,
@@ -31,64 +44,11 @@ from suites.support.comparison import (
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, traced_through, turned
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
-from suites.support.scans import carried, cut, documents, inner_token, spliced
+from suites.support.scans import carried, cut, inner_token, spliced
 
-PER_TOKEN = ("q", "k", "v", "adt", "dt", "trap", "angles", "z", "doc_ids")
 FIXED = ("q_bias", "k_bias", "D")
-STATE = Mamba3State._fields
-NAMES = ("q", "k", "v", "adt", "dt", "trap", "q_bias", "k_bias", "angles", "D", "z", "doc_ids", *STATE)
-FLOATS = tuple(n for n in NAMES if n != "doc_ids")
-NARROW = ("q", "k", "v", "z")
 FWD, BWD = torch.ops.bumpgate.mamba3_siso_fwd, torch.ops.bumpgate.mamba3_siso_bwd
-Scan = Callable[..., tuple[Tensor, ...]]
 quick = settings(derandomize=True, max_examples=15, deadline=None)
-
-
-def flat(scan: Callable[..., tuple[Tensor, Mamba3State]], **options: object) -> Scan:
-    """Wrap the scan to take flat keyword tensors, including any state, and return (y, theta, h, k_prev, v_prev)."""
-
-    def run(**inputs: Tensor) -> tuple[Tensor, ...]:
-        state = Mamba3State(*(inputs.pop(n) for n in STATE))
-        y, final = scan(**inputs, state=state, **options)
-        return y, *final
-
-    return run
-
-
-op, recurrence = flat(mamba3_siso), flat(mamba3_siso_recurrent)
-
-
-def problem(
-    B=2, T=50, H=4, P=8, N=8, G=2, R=3, dtype=torch.float64, device="cpu", seed=0, starts=(13, 14, 40)
-) -> Named:
-    """Return random inputs; a document begins at each of `starts` in row 0, three tokens later in each further row."""
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    dt = F.softplus(draw(B, T, H))
-    inputs = {
-        "q": draw(B, T, G, N),
-        "k": draw(B, T, G, N),
-        "v": draw(B, T, H, P),
-        "adt": -dt * (0.05 + torch.rand(B, T, H, generator=g, dtype=torch.float64)),
-        "dt": dt,
-        "trap": draw(B, T, H),
-        "q_bias": draw(H, N),
-        "k_bias": draw(H, N),
-        "angles": draw(B, T, H, R),
-        "D": draw(H),
-        "z": draw(B, T, H, P),
-        "doc_ids": documents(B, T, starts),
-        "theta": 2 * math.pi * torch.rand(B, H, R, generator=g, dtype=torch.float64),
-        "h": draw(B, H, P, N),
-        "k_prev": draw(B, H, N),
-        "v_prev": draw(B, H, P),
-    }
-    wide = torch.promote_types(dtype, torch.float32)
-    dtypes = {n: dtype if n in NARROW else wide for n in FLOATS}
-    return {n: t.to(device, dtypes.get(n, t.dtype)) for n, t in inputs.items()}
 
 
 def segment(inputs: Named, tokens: slice, state: tuple[Tensor, ...]) -> Named:
@@ -105,24 +65,6 @@ def results(scan: Scan, inputs: Named) -> Named:
     """Return y, the final state (theta as a point on the circle), and the gradients of a weighting of both."""
     found = values_and_gradients(("y", *(f"final {n}" for n in STATE)), scan, inputs)
     return found | {"final theta": on_circle(found["final theta"])}
-
-
-def on_circle(angle: Tensor) -> Tensor:
-    """Return the point at an angle: angles are equal up to full turns."""
-    return torch.polar(torch.ones_like(angle), angle)
-
-
-def biased(inputs: Named, name: str) -> Tensor:
-    """Return q or k with its bias, for each head: (B,T,H,N)."""
-    x, H = inputs[name], inputs["v"].shape[2]
-    return x.repeat_interleave(H // x.shape[2], 2) + inputs[f"{name}_bias"]
-
-
-def trapezoid(inputs: Named) -> tuple[Tensor, Tensor]:
-    """Return a token's weight in later ones, lam dt + next (1-lam) dt, and the second term alone: (B,T,H) both."""
-    lam = inputs["trap"].sigmoid()
-    shifted = F.pad((inputs["dt"] * (1 - lam))[:, 1:], (0, 0, 0, 1))
-    return lam * inputs["dt"] + shifted, shifted
 
 
 def rounding_bound(inputs: Named) -> Tensor:
@@ -166,17 +108,9 @@ def published_form(inputs: Named, diagonal: bool = True) -> Tensor:
     return y * F.silu(i["z"])
 
 
-def scaled_k_in_mamba2(inputs: Named) -> Tensor:
-    """A fault: scale k, and pass -adt as dt to the Mamba-2 scan, which then weights v with it as well."""
-    i, (scale, _) = inputs, trapezoid(inputs)
-    q, k = biased(i, "q"), biased(i, "k") * scale[..., None]
-    y, _ = ssd_chunk_scan_reference(i["v"], -i["adt"], -torch.ones_like(i["D"]), k, q, i["D"], i["doc_ids"])
-    return y * F.silu(i["z"])
-
-
 @lanes("cpu", "h200")
 def test_published_form_and_two_incorrect_readings(lane: Lane):
-    inputs = problem(starts=(), device=lane.device)
+    inputs = make_inputs(starts=(), device=lane.device)
     inputs |= dict(zip(STATE, nothing(inputs)))
     y, *_ = op(**inputs)
     assert (y - published_form(inputs)).abs().max() < 1e-11
@@ -189,7 +123,7 @@ def test_published_form_and_two_incorrect_readings(lane: Lane):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_is_as_close_to_the_oracle_as_the_plain_recurrence(lane: Lane, dtype: str, row):
-    seeds = [problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
+    seeds = [make_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
     oracle = pooled(results(recurrence, doubled(inputs)) for inputs in seeds)
     if lane.device == "cuda" and dtype != "fp32":  # a kernel there multiplies 16-bit operands
         with OperandsIn(DTYPES[dtype]):
@@ -206,7 +140,7 @@ def test_is_as_close_to_the_oracle_as_the_plain_recurrence(lane: Lane, dtype: st
 
 @lanes("cpu", "h200")
 def test_fp32_error_is_within_rounding(lane: Lane):
-    inputs = problem(dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(dtype=torch.float32, device=lane.device)
     oracle, *_ = recurrence(**doubled(inputs))
     bound = rounding_bound(inputs)
     for chunk_size in (1, 16, 64):
@@ -222,7 +156,7 @@ def test_fp32_error_is_within_rounding(lane: Lane):
 @lanes("cpu", "h200")
 def test_small_lambda_keeps_its_precision(lane: Lane):
     """If lam is small, a token has little weight for itself: that weight must not be a difference of large numbers."""
-    inputs = problem(starts=(), dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(starts=(), dtype=torch.float32, device=lane.device)
     inputs |= dict(zip(STATE, nothing(inputs))) | {"D": torch.zeros_like(inputs["D"])}
     inputs["trap"] = inputs["trap"] - 12
     oracle = recurrence(**doubled(inputs))[0][:, 0]
@@ -232,7 +166,7 @@ def test_small_lambda_keeps_its_precision(lane: Lane):
 
 @lanes("cpu")
 def test_gradcheck(lane: Lane):
-    inputs = problem(B=2, T=5, H=2, P=2, N=3, G=1, R=1, starts=(3,))
+    inputs = make_inputs(B=2, T=5, H=2, P=2, N=3, G=1, R=1, starts=(3,))
     tensors = [inputs[n].requires_grad_(n in FLOATS) for n in NAMES]
     scan = flat(mamba3_siso, chunk_size=2)
     assert torch.autograd.gradcheck(lambda *t: scan(**dict(zip(NAMES, t))), tensors)
@@ -241,7 +175,7 @@ def test_gradcheck(lane: Lane):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("chunk_size", [1, 16, 64])
 def test_gradients_equal_autograd_of_both_forms(lane: Lane, chunk_size: int):
-    inputs = problem(device=lane.device)
+    inputs = make_inputs(device=lane.device)
     found = results(flat(mamba3_siso, chunk_size=chunk_size), inputs)
     assert worst(found, results(recurrence, inputs)) < 1e-12
     assert worst(found, results(flat(mamba3_siso, chunk_size=chunk_size, impl="reference"), inputs)) < 1e-12
@@ -261,7 +195,7 @@ def test_gradients_equal_autograd_of_both_forms(lane: Lane, chunk_size: int):
 def test_any_chunk_size_equals_the_recurrence(
     lane: Lane, T: int, chunk_size: int, G: int, R: int, start: int
 ):
-    inputs = problem(T=T, G=G, R=R, P=3, N=5, starts=(start,), device=lane.device, seed=T)
+    inputs = make_inputs(T=T, G=G, R=R, P=3, N=5, starts=(start,), device=lane.device, seed=T)
     y, theta, *rest = flat(mamba3_siso, chunk_size=chunk_size)(**inputs)
     y0, theta0, *rest0 = recurrence(**inputs)
     assert worst(dict(enumerate((y, *rest))), dict(enumerate((y0, *rest0)))) < 1e-12
@@ -282,13 +216,13 @@ def test_two_segments_with_carried_state_equal_one_run(lane: Lane, T: int, at: f
         y1, *state = scan(**segment(inputs, slice(split, T), tuple(state)))
         return torch.cat((y0, y1), 1), *state
 
-    inputs = problem(T=T, P=3, N=6, starts=(T // 3, T // 2), device=lane.device, seed=T)
+    inputs = make_inputs(T=T, P=3, N=6, starts=(T // 3, T // 2), device=lane.device, seed=T)
     assert worst(results(in_two, inputs), results(scan, inputs)) < 1e-12
 
 
 @lanes("cpu", "h200")
 def test_decode_continues_a_prefill(lane: Lane):
-    inputs = problem(T=20, starts=(7,), device=lane.device)
+    inputs = make_inputs(T=20, starts=(7,), device=lane.device)
     whole, *last = op(**inputs)
     _, *state = op(**segment(inputs, slice(0, 19), tuple(inputs[n] for n in STATE)))
     token = {n: inputs[n][:, -1] for n in PER_TOKEN[:-1]} | {n: inputs[n] for n in FIXED}
@@ -308,7 +242,7 @@ def test_packed_document_equals_document_alone(lane: Lane, length: int, chunk_si
     """
     scan = flat(mamba3_siso, chunk_size=chunk_size)
     inputs, others = (
-        problem(T=length + 64, dtype=DTYPES[dtype], starts=(), device=lane.device, seed=length + i)
+        make_inputs(T=length + 64, dtype=DTYPES[dtype], starts=(), device=lane.device, seed=length + i)
         for i in (0, 1)
     )
     inputs["doc_ids"][:, length:] += 1
@@ -338,7 +272,7 @@ def test_packed_document_equals_document_alone(lane: Lane, length: int, chunk_si
 @given(T=st.integers(2, 60), at=st.floats(0, 1), chunk_size=st.integers(1, 64))
 def test_future_tokens_do_not_affect_the_past(lane: Lane, T: int, at: float, chunk_size: int):
     now = inner_token(T, at)
-    inputs = problem(T=T, P=3, N=6, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
+    inputs = make_inputs(T=T, P=3, N=6, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
     scan = flat(mamba3_siso, chunk_size=chunk_size)
     other = inputs | {n: inputs[n] * 3 + 1 for n in PER_TOKEN}
     later = spliced(inputs, other, now, PER_TOKEN)
@@ -350,7 +284,7 @@ def test_future_tokens_do_not_affect_the_past(lane: Lane, T: int, at: float, chu
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("chunk_size", [4, 64])
 def test_strong_decay_has_finite_correct_gradients(lane: Lane, chunk_size: int):
-    inputs = problem(T=24, dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(T=24, dtype=torch.float32, device=lane.device)
     inputs["adt"][:, 5::7] = -3e4
     inputs["adt"][:, 8, 0] = -float("inf")
     found = results(flat(mamba3_siso, chunk_size=chunk_size), inputs)
@@ -365,7 +299,9 @@ def test_strong_decay_has_finite_correct_gradients(lane: Lane, chunk_size: int):
 
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
-    inputs = problem(B=2, T=9, H=4, P=3, N=5, G=2, R=2, starts=(4,), dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(
+        B=2, T=9, H=4, P=3, N=5, G=2, R=2, starts=(4,), dtype=torch.float32, device=lane.device
+    )
     arguments = (*strided(inputs[n] for n in NAMES), 4)
     check_op(FWD, arguments, differentiable=True)
     check_op(BWD, (*arguments, *(turned(t, 0, 1) for t in FWD(*arguments))))
@@ -373,7 +309,7 @@ def test_op_contract(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
-    batches = [problem(B=B, T=20, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    batches = [make_inputs(B=B, T=20, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
     check_one_graph(op, results, batches, op="mamba3_siso", dynamic=(*PER_TOKEN, *STATE))
     traced = traced_through(flat(mamba3_siso, impl="reference"), results, batches[-1])
     assert worst(traced, results(op, batches[-1])) < 1e-5
@@ -397,7 +333,7 @@ BAD = {
 @lanes("cpu")
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_raises_one_line_error(lane: Lane, case: str):
-    inputs = problem(T=6)
+    inputs = make_inputs(T=6)
     change, words = BAD[case]
     with refused("mamba3_siso", words):
         op(**{**inputs, **change(inputs)})

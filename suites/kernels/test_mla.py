@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.mla import mla, mla_absorbed, mla_reference
+from suites.kernels.inputs.mla import NAMES, make_inputs, plain_mla, seen_by
 from suites.support.comparison import DTYPES, Named, doubled, error, gradients, pooled, report_pooled
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
@@ -27,57 +28,7 @@ CASES = {
     "softcap and scale": {"softcap": 2.0, "scale": 0.4},
     "not causal": {"causal": False},
 }
-NAMES = ("q_nope", "q_rope", "c_kv", "k_rope", "W_uk", "W_uv", "doc_ids")
 quick = settings(derandomize=True, max_examples=15, deadline=None)
-
-
-def problem(
-    B=2, T=33, H=3, C=16, P=16, R=8, Pv=32, dtype=torch.float64, device="cpu", seed=0
-) -> tuple[Tensor, ...]:
-    """Return random inputs in the order of NAMES; three documents in row 0 (ids 5, 1, 3), two in the others,
-    padding.
-    """
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    tensors = (
-        draw(B, T, H, P), draw(B, T, H, R), draw(B, T, C), draw(B, T, R),
-        draw(H, P, C) * C**-0.5, draw(H, Pv, C) * C**-0.5,
-    )  # fmt: skip
-    doc_ids = torch.ones(B, T, dtype=torch.int32)
-    doc_ids[0, : T // 3] = 5
-    doc_ids[:, T // 2 :] = 3
-    doc_ids[:, T - T // 8 :] = -1
-    return *(t.to(device, dtype) for t in tensors), doc_ids.to(device)
-
-
-def seen_by(doc_ids: Tensor, causal: bool = True) -> Tensor:
-    """Return the mask (B,T,T) bool, computed cell by cell."""
-    T, ids = doc_ids.shape[1], doc_ids.tolist()
-    cells = [
-        [[row[i] == row[j] and (j <= i or not causal) for j in range(T)] for i in range(T)] for row in ids
-    ]
-    return torch.tensor(cells, device=doc_ids.device)
-
-
-def plain_mla(
-    q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, scale=None, softcap=0.0, causal=True
-) -> Tensor:
-    """Compute the formula directly: in its inputs' dtype except for the softmax, one head after the other."""
-    scale = (q_nope.shape[3] + q_rope.shape[3]) ** -0.5 if scale is None else scale
-    seen = seen_by(doc_ids, causal)
-    heads = []
-    for h in range(q_nope.shape[2]):
-        key, value = c_kv @ W_uk[h].T, c_kv @ W_uv[h].T
-        s = (q_nope[:, :, h] @ key.mT + q_rope[:, :, h] @ k_rope.mT) * scale
-        if softcap:
-            s = softcap * torch.tanh(s / softcap)
-        s = s.masked_fill(~seen, -torch.inf)
-        p = torch.softmax(s, -1, dtype=torch.promote_types(s.dtype, torch.float32)).to(s.dtype)
-        heads.append(p @ value)
-    return torch.stack(heads, 2)
 
 
 def rounding_bound(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, scale: float) -> float:
@@ -98,7 +49,7 @@ def rounding_bound(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, scale: float) -> fl
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("case", CASES)
 def test_fp64_equals_the_plain_formula_in_both_forms(lane: Lane, case: str):
-    inputs = problem(device=lane.device)
+    inputs = make_inputs(device=lane.device)
     plain = gradients(plain_mla, *inputs, **CASES[case])
     for form in (mla, partial(mla, impl="reference"), mla_absorbed):
         for found, expected in zip(gradients(form, *inputs, **CASES[case]), plain, strict=True):
@@ -115,7 +66,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
             dict(zip(("out", *NAMES), gradients(function, *inputs, **CASES[case]))) for case in CASES
         )
 
-    problems = [problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
+    problems = [make_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
     oracle = pooled(run(mla_reference, doubled(inputs)) for inputs in problems)
     plain = pooled(run(plain_mla, inputs) for inputs in problems)
     found = pooled(run(mla, inputs) for inputs in problems)
@@ -125,7 +76,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 
 @lanes("cpu", "h200")
 def test_fp32_error_is_rounding_only(lane: Lane):
-    inputs = problem(dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(dtype=torch.float32, device=lane.device)
     q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids = inputs
     options = {"scale": 0.2, "softcap": 2.0}
     oracle = mla_reference(*doubled(inputs), **options)
@@ -152,7 +103,7 @@ def test_fp32_error_is_rounding_only(lane: Lane):
 @pytest.mark.parametrize("case", CASES)
 def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane, case: str):
     """Only the plain-torch forms: a tensor-core kernel rounds its keys, its values and its weights."""
-    inputs = problem(dtype=torch.bfloat16)
+    inputs = make_inputs(dtype=torch.bfloat16)
     oracle = mla_reference(*doubled(inputs), **CASES[case])
     bound = 2**-8 * oracle.abs() + rounding_bound(*inputs[:-1], CASES[case].get("scale", 0.25))
     for form in (mla, mla_absorbed):
@@ -163,7 +114,7 @@ def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane, case: str):
 @lanes("cpu")
 @pytest.mark.parametrize("case", ["plain", "softcap and scale"])
 def test_gradcheck(lane: Lane, case: str):
-    *floats, doc_ids = problem(B=1, T=5, H=2, C=3, P=2, R=2, Pv=3)
+    *floats, doc_ids = make_inputs(B=1, T=5, H=2, C=3, P=2, R=2, Pv=3)
     leaves = [t.requires_grad_() for t in floats]
     assert torch.autograd.gradcheck(lambda *t: mla(*t, doc_ids, **CASES[case]), leaves)
 
@@ -171,7 +122,7 @@ def test_gradcheck(lane: Lane, case: str):
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
     FWD, BWD = torch.ops.bumpgate.mla_fwd, torch.ops.bumpgate.mla_bwd
-    inputs = problem(B=2, T=9, H=2, C=4, P=4, R=4, Pv=8, dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(B=2, T=9, H=2, C=4, P=4, R=4, Pv=8, dtype=torch.float32, device=lane.device)
     gapped, options = strided(inputs), (0.5, 2.0, True)
     out, lse = FWD(*gapped, *options)
     assert lse.dtype == torch.float32
@@ -187,7 +138,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
     def train(function, inputs):
         return gradients(function, *inputs, softcap=2.0)
 
-    batches = [problem(B=B, T=16, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    batches = [make_inputs(B=B, T=16, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
     check_one_graph(mla, train, batches, op="mla", dynamic=(0, 1, 2, 3, 6))
 
 
@@ -195,7 +146,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 def test_tensors_saved_for_backward_hold_no_keys_or_values(lane: Lane):
     """Only c, r, queries, output and logsumexp; the traced reference saves K and V, which checks the count itself."""
     B, T, H = 2, 33, 3
-    *floats, doc_ids = problem(B=B, T=T, H=H, dtype=torch.float32, device=lane.device)
+    *floats, doc_ids = make_inputs(B=B, T=T, H=H, dtype=torch.float32, device=lane.device)
     leaves = [t.requires_grad_() for t in floats]
 
     def kept(impl: str) -> int:
@@ -226,7 +177,7 @@ def test_absorbed_decoding_equals_rows_of_the_last_tokens(
     lane: Lane, seed: int, T: int, last: int, softcap: float
 ):
     last = min(last, T)
-    q_nope, q_rope, *cache = problem(T=T, H=2, seed=seed, device=lane.device)
+    q_nope, q_rope, *cache = make_inputs(T=T, H=2, seed=seed, device=lane.device)
     whole = mla(q_nope, q_rope, *cache, softcap=softcap)
     step = mla_absorbed(q_nope[:, -last:], q_rope[:, -last:], *cache, softcap=softcap)
     torch.testing.assert_close(step, whole[:, -last:], rtol=1e-12, atol=1e-12)
@@ -236,7 +187,7 @@ def test_absorbed_decoding_equals_rows_of_the_last_tokens(
 @quick
 @given(seed=st.integers(0, 99), first=st.integers(1, 12), second=st.integers(1, 12))
 def test_packed_document_equals_document_alone(lane: Lane, seed: int, first: int, second: int):
-    q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, _ = problem(
+    q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, _ = make_inputs(
         T=first + second, H=2, seed=seed, device=lane.device
     )
     doc_ids = torch.tensor([[0] * first + [1] * second] * 2, dtype=torch.int32, device=lane.device)
@@ -250,7 +201,7 @@ def test_packed_document_equals_document_alone(lane: Lane, seed: int, first: int
 @quick
 @given(seed=st.integers(0, 99), at=st.integers(0, 15))
 def test_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int):
-    inputs = problem(T=16, H=2, dtype=torch.float32, seed=seed, device=lane.device)
+    inputs = make_inputs(T=16, H=2, dtype=torch.float32, seed=seed, device=lane.device)
     before = mla(*inputs)
     inputs[2][:, at] += 1
     inputs[3][:, at] -= 1
@@ -260,14 +211,14 @@ def test_future_and_other_documents_change_no_bit(lane: Lane, seed: int, at: int
 
 @lanes("cpu", "h200")
 def test_one_token_returns_its_value(lane: Lane):
-    inputs = problem(T=1, device=lane.device)
+    inputs = make_inputs(T=1, device=lane.device)
     expected = torch.einsum("btc,hvc->bthv", inputs[2], inputs[5])
     torch.testing.assert_close(mla(*inputs, softcap=30.0), expected, rtol=1e-14, atol=1e-14)
 
 
 @lanes("cpu")
 def test_bad_input_raises_one_line_error(lane: Lane):
-    inputs = dict(zip(NAMES, problem(B=2, T=4, H=2, C=4, P=4, R=2, Pv=4, dtype=torch.float32)))
+    inputs = dict(zip(NAMES, make_inputs(B=2, T=4, H=2, C=4, P=4, R=2, Pv=4, dtype=torch.float32)))
     bad = [
         ({"q_nope": inputs["q_nope"][0]}, {}, "3-d"),
         ({"c_kv": inputs["c_kv"][0]}, {}, "c_kv and W_uv 3-d"),

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels.moe_combine import moe_combine, moe_combine_reference
 from kernels.moe_dispatch import moe_dispatch
+from suites.kernels.inputs.moe_combine import Inputs, by_loop, make_inputs
 from suites.support.comparison import (
     DTYPES,
     doubled,
@@ -30,35 +31,6 @@ from suites.support.lanes import Lane, lanes
 
 BOUND = 1e-5  # for the fp32 output before its cast: right reads 6e-8 (random) and 6e-7 (cancelling), wrong 2e-3 up
 quick = settings(derandomize=True, max_examples=15, deadline=None)
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, int]
-
-
-def problem(
-    B=2, T=24, K=3, D=8, E=6, C=8, dtype=torch.float64, device="cpu", seed=0, weights_dtype=None
-) -> Inputs:
-    """Return y (E,B*C,D) with noise in unused rows too, expert, slot, weights and bucket; a small C drops some."""
-    g = torch.Generator().manual_seed(seed)
-    scores, expert = torch.rand(B, T, E, generator=g).sub(0.1 * torch.arange(E)).topk(K, -1)
-    weights = torch.softmax(scores.double(), -1).to(
-        weights_dtype or torch.promote_types(dtype, torch.float32)
-    )
-    y = torch.randn(E, B * C, D, generator=g, dtype=torch.float64).to(dtype)
-    _, slot, _ = moe_dispatch(torch.zeros(B, T, 1), expert, E, C)
-    return *(t.to(device) for t in (y, expert, slot, weights)), C
-
-
-def by_loop(
-    y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, total: torch.dtype | None = None
-) -> Tensor:
-    """Compute the plain formula: products in the dtype of y, each addition rounds to `total` (y.dtype if None)."""
-    B, T, K = expert.shape
-    first = torch.arange(B, device=y.device).unsqueeze(1) * bucket
-    out = y.new_zeros((B, T, y.shape[2]), dtype=total)
-    for k in range(K):
-        rows = y[expert[..., k], first + slot[..., k].clamp(min=0)]
-        rows = torch.where(slot[..., k, None] < 0, 0, rows)
-        out = out + (weights[..., k, None].to(y.dtype) * rows).to(out.dtype)
-    return out
 
 
 def relative(found: Tensor, oracle: Tensor) -> float:
@@ -118,7 +90,7 @@ def test_error_before_the_cast_is_that_of_fp32(lane: Lane, kind: str, row):
 def test_graph_has_fp32_product_and_accumulator(lane: Lane):
     def narrow(combine: Callable[..., Tensor]) -> tuple[list[str], list[str]]:
         """Return the floating-point multiplications and sums of the traced graph: all of them, and those below fp32."""
-        *tensors, bucket = problem(dtype=torch.bfloat16)
+        *tensors, bucket = make_inputs(dtype=torch.bfloat16)
         graph = make_fx(lambda *t: combine(*t, bucket))(*tensors).graph
         kinds = ("aten.mul", "aten.index_add", "aten.index_put", "aten.scatter", "aten.add", "aten.sum")
         calls = [n for n in graph.nodes if str(n.target).startswith(kinds)]
@@ -135,7 +107,7 @@ def test_graph_has_fp32_product_and_accumulator(lane: Lane):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("bucket", [3, 24])
 def test_fp64_equals_the_loop(lane: Lane, bucket: int):
-    inputs = problem(C=bucket, device=lane.device)
+    inputs = make_inputs(C=bucket, device=lane.device)
     assert (inputs[2] < 0).any() == (bucket == 3)
     plain = gradients(by_loop, *inputs)
     for impl in ("op", "reference"):
@@ -146,7 +118,7 @@ def test_fp64_equals_the_loop(lane: Lane, bucket: int):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
-    inputs = problem(T=64, K=5, D=32, C=64, dtype=DTYPES[dtype], device=lane.device)
+    inputs = make_inputs(T=64, K=5, D=32, C=64, dtype=DTYPES[dtype], device=lane.device)
     plain = gradients(by_loop, *inputs)
     found = gradients(moe_combine, *inputs)
     assert [t.dtype for t in found] == [DTYPES[dtype], DTYPES[dtype], torch.float32]
@@ -168,7 +140,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 @lanes("cpu")
 @pytest.mark.parametrize("bucket", [1, 4])
 def test_gradcheck(lane: Lane, bucket: int):
-    y, expert, slot, weights, _ = problem(T=4, K=2, D=2, E=3, C=bucket)
+    y, expert, slot, weights, _ = make_inputs(T=4, K=2, D=2, E=3, C=bucket)
     leaves = [t.requires_grad_() for t in (y, weights)]
     assert torch.autograd.gradcheck(lambda y, w: moe_combine(y, expert, slot, w, bucket), leaves)
 
@@ -176,7 +148,7 @@ def test_gradcheck(lane: Lane, bucket: int):
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
     FWD, BWD = torch.ops.bumpgate.moe_combine_fwd, torch.ops.bumpgate.moe_combine_bwd
-    *tensors, bucket = problem(T=6, C=2, dtype=torch.float32, device=lane.device)
+    *tensors, bucket = make_inputs(T=6, C=2, dtype=torch.float32, device=lane.device)
     inputs = (*strided(tensors), bucket)
     for out_dtype in (torch.float32, torch.bfloat16):
         check_op(FWD, (*inputs, out_dtype), differentiable=True)
@@ -198,7 +170,7 @@ def test_dispatch_and_combine_compile_to_one_graph(lane: Lane, impl: str):
     g = torch.Generator(device=lane.device).manual_seed(0)
     batches = []
     for B in (2, 8, 32):
-        _, expert, _, weights, _ = problem(B=B, dtype=torch.float32, device=lane.device)
+        _, expert, _, weights, _ = make_inputs(B=B, dtype=torch.float32, device=lane.device)
         x, matrix = (
             torch.randn(*shape, generator=g, device=lane.device) for shape in ((B, 24, 8), (6, 8, 8))
         )
@@ -226,7 +198,7 @@ def test_dispatch_and_combine_compile_to_one_graph(lane: Lane, impl: str):
     C=st.sampled_from([1, 2, 5, 17]),
 )
 def test_equals_the_loop(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
-    inputs = problem(B, T, K, C=C, seed=seed, device=lane.device)
+    inputs = make_inputs(B, T, K, C=C, seed=seed, device=lane.device)
     torch.testing.assert_close(moe_combine(*inputs), by_loop(*inputs), rtol=1e-13, atol=1e-13)
 
 
@@ -235,7 +207,7 @@ def test_equals_the_loop(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
 @given(seed=st.integers(0, 99), C=st.sampled_from([1, 3]))
 def test_dropped_assignment_adds_nothing(lane: Lane, seed: int, C: int):
     """The row that is read in its place (slot 0) is inf, and so are all rows without a token."""
-    y, expert, slot, weights, _ = problem(C=C, seed=seed, device=lane.device)
+    y, expert, slot, weights, _ = make_inputs(C=C, seed=seed, device=lane.device)
     dropped = slot < 0
     assert dropped.any()
     without = moe_combine(y, expert, slot, weights.masked_fill(dropped, 0), C)
@@ -261,7 +233,7 @@ def test_dropped_assignment_adds_nothing(lane: Lane, seed: int, C: int):
 @quick
 @given(seed=st.integers(0, 99), B=st.integers(2, 4))
 def test_batch_rows_are_independent(lane: Lane, seed: int, B: int):
-    y, expert, slot, weights, C = problem(B, dtype=torch.float32, seed=seed, device=lane.device)
+    y, expert, slot, weights, C = make_inputs(B, dtype=torch.float32, seed=seed, device=lane.device)
     whole = moe_combine(y, expert, slot, weights, C)
     for b, part in enumerate(y.split(C, 1)):
         alone = moe_combine(part, *(t[b : b + 1] for t in (expert, slot, weights)), C)
@@ -270,7 +242,7 @@ def test_batch_rows_are_independent(lane: Lane, seed: int, B: int):
 
 @lanes("cpu", "h200")
 def test_output_is_cast_once_at_the_end(lane: Lane):
-    inputs = problem(dtype=torch.bfloat16, device=lane.device)
+    inputs = make_inputs(dtype=torch.bfloat16, device=lane.device)
     wide = moe_combine(*inputs, out_dtype=torch.float32)
     assert (wide.bfloat16().float() != wide).any()
     for out_dtype, expected in (
@@ -282,13 +254,13 @@ def test_output_is_cast_once_at_the_end(lane: Lane):
         assert found.dtype == expected
         # The sum itself may run in another order on a GPU: one rounding step of the narrow type at most.
         torch.testing.assert_close(found.float(), wide.to(expected).float(), rtol=2**-7, atol=1e-6)
-    assert moe_combine(*problem(dtype=torch.float64)).dtype == torch.float64
-    assert moe_combine(*problem(dtype=torch.float64, weights_dtype=torch.float32)).dtype == torch.float64
+    assert moe_combine(*make_inputs(dtype=torch.float64)).dtype == torch.float64
+    assert moe_combine(*make_inputs(dtype=torch.float64, weights_dtype=torch.float32)).dtype == torch.float64
 
 
 @lanes("cpu")
 def test_bad_input_raises_one_line_error(lane: Lane):
-    y, expert, slot, weights, C = problem(dtype=torch.bfloat16)
+    y, expert, slot, weights, C = make_inputs(dtype=torch.bfloat16)
     bad = [
         ((y, expert, slot, weights.bfloat16(), C), {}, "combine weights stay fp32"),
         ((y, expert, slot, weights.half(), C), {}, "combine weights stay fp32"),

@@ -17,12 +17,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch, moe_dispatch_backward_reference, moe_dispatch_reference
+from suites.kernels.inputs.moe_dispatch import E, by_loop, make_inputs
 from suites.support.comparison import DTYPES, error_ratio, gradients, random_weights, ratio_row
 from suites.support.custom_ops import check_compiled, check_op, refused, strided, turned
 from suites.support.instruments import host_syncs
 from suites.support.lanes import Lane, lanes
 
-E = 5
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 sizes = {
     "seed": st.integers(0, 99),
@@ -31,34 +31,6 @@ sizes = {
     "K": st.integers(1, 4),
     "C": st.integers(1, 8),
 }
-
-
-def problem(B=2, T=17, K=3, D=4, dtype=torch.float32, device="cpu", seed=0) -> tuple[Tensor, Tensor]:
-    """Return random x (B,T,D), and K distinct experts per token, skewed to low ids so that buckets fill unevenly."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(B, T, D, generator=g, dtype=torch.float64).to(device, dtype)
-    scores = torch.rand(B, T, E, generator=g) - 0.1 * torch.arange(E)
-    return x, scores.topk(K, -1).indices.to(device)
-
-
-def by_loop(x: Tensor, expert: Tensor, num_experts: int, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Follow the definition: one assignment after the other, token by token, then k by k."""
-    B, T, D = x.shape
-    padded = torch.zeros(num_experts, B * bucket, D, dtype=x.dtype, device=x.device)
-    slot, overflow = torch.full_like(expert, -1), 0
-    for b in range(B):
-        taken = [0] * num_experts
-        for t in range(T):
-            for k, e in enumerate(expert[b, t].tolist()):
-                if e < 0:
-                    continue
-                if taken[e] < bucket:
-                    slot[b, t, k] = taken[e]
-                    padded[e, b * bucket + taken[e]] = x[b, t]
-                    taken[e] += 1
-                else:
-                    overflow += 1
-    return padded, slot, torch.tensor(overflow, device=x.device)
 
 
 def gradient(dispatch, x: Tensor, expert: Tensor, bucket: int) -> Tensor:
@@ -80,7 +52,7 @@ def gradient_by_loop(x: Tensor, expert: Tensor, bucket: int) -> Tensor:
 def test_every_token_is_placed_bit_by_bit(lane: Lane, row):
     wrong, rows, dropped = 0, 0, {}
     for dtype, bucket in product(DTYPES.values(), (1, 4, 8, 16)):
-        x, expert = problem(dtype=dtype, device=lane.device)
+        x, expert = make_inputs(dtype=dtype, device=lane.device)
         padded, slot, overflow = moe_dispatch(x, expert, E, bucket)
         expected = by_loop(x, expert, E, bucket)
         wrong += int((padded != expected[0]).any(-1).sum() + (slot != expected[1]).sum())
@@ -104,7 +76,7 @@ def test_every_token_is_placed_bit_by_bit(lane: Lane, row):
 @quick
 @given(**sizes)
 def test_equals_the_loop(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
-    x, expert = problem(B, T, K, seed=seed, device=lane.device)
+    x, expert = make_inputs(B, T, K, seed=seed, device=lane.device)
     repeated = expert[..., :1].expand(B, T, K)  # the same expert K times is a valid routing, too
     some_null = expert.where(expert != 1, -1)
     for ids in (expert, repeated, some_null, torch.full_like(expert, -1)):
@@ -116,7 +88,7 @@ def test_equals_the_loop(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
 
 @lanes("cpu")
 def test_wrong_placements_differ_from_the_loop(lane: Lane):
-    x, expert = problem()
+    x, expert = make_inputs()
     padded, slot, overflow = by_loop(x, expert, E, 4)
 
     def late_first() -> tuple[Tensor, ...]:
@@ -140,7 +112,7 @@ def test_wrong_placements_differ_from_the_loop(lane: Lane):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_error_is_at_most_that_of_the_plain_sum(lane: Lane, dtype: str, row):
-    x, expert = problem(T=40, K=5, D=16, dtype=DTYPES[dtype], device=lane.device)
+    x, expert = make_inputs(T=40, K=5, D=16, dtype=DTYPES[dtype], device=lane.device)
     plain = gradient_by_loop(x, expert, 32)
     found = gradient(moe_dispatch, x, expert, 32)
     assert found.dtype == DTYPES[dtype]
@@ -164,7 +136,7 @@ def test_gradient_error_is_at_most_that_of_the_plain_sum(lane: Lane, dtype: str,
 @lanes("cpu")
 def test_backward_graph_has_an_fp32_sum(lane: Lane):
     """Read from the graph: a bf16 sum in torch is fp32 inside, so that the values cannot show it."""
-    x, expert = problem(dtype=torch.bfloat16)
+    x, expert = make_inputs(dtype=torch.bfloat16)
     padded, slot, _ = moe_dispatch(x, expert, E, 4)
     graph = make_fx(lambda *t: moe_dispatch_backward_reference(*t, 4))(padded, expert, slot).graph
     sums = [n.meta["val"].dtype for n in graph.nodes if str(n.target).startswith("aten.sum")]
@@ -174,7 +146,7 @@ def test_backward_graph_has_an_fp32_sum(lane: Lane):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("bucket", [2, 16])
 def test_gradient_equals_autograd_of_the_reference_and_the_loop(lane: Lane, bucket: int):
-    x, expert = problem(dtype=torch.float64, device=lane.device)
+    x, expert = make_inputs(dtype=torch.float64, device=lane.device)
     found = gradient(moe_dispatch, x, expert, bucket)
     torch.testing.assert_close(found, gradient_by_loop(x, expert, bucket), rtol=1e-13, atol=1e-13)
     reference = gradient(partial(moe_dispatch, impl="reference"), x, expert, bucket)
@@ -185,14 +157,14 @@ def test_gradient_equals_autograd_of_the_reference_and_the_loop(lane: Lane, buck
 @lanes("cpu")
 @pytest.mark.parametrize("bucket", [1, 4])
 def test_gradcheck(lane: Lane, bucket: int):
-    x, expert = problem(T=5, K=2, D=2, dtype=torch.float64)
+    x, expert = make_inputs(T=5, K=2, D=2, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda t: moe_dispatch(t, expert, E, bucket)[0], x.requires_grad_())
 
 
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
     FWD, BWD = torch.ops.bumpgate.moe_dispatch_fwd, torch.ops.bumpgate.moe_dispatch_bwd
-    x, expert = strided(problem(T=6, device=lane.device))
+    x, expert = strided(make_inputs(T=6, device=lane.device))
     padded, slot, _ = FWD(x, expert, E, 2)
     check_op(FWD, (x, expert, E, 2), differentiable=True)
     check_op(BWD, (turned(padded, 0, 2), expert, slot, 2))
@@ -205,7 +177,7 @@ def test_one_graph_for_every_batch_and_every_routing(lane: Lane, impl: str, row,
         return gradients(dispatch, *inputs, E, 4)
 
     canaries("graphs")
-    batches = [problem(B=B, seed=seed, device=lane.device) for B in (2, 8, 32) for seed in (0, 1)]
+    batches = [make_inputs(B=B, seed=seed, device=lane.device) for B in (2, 8, 32) for seed in (0, 1)]
     report = check_compiled(
         partial(moe_dispatch, impl=impl),
         train,
@@ -228,7 +200,7 @@ def test_one_graph_for_every_batch_and_every_routing(lane: Lane, impl: str, row,
 
 @lanes("cpu")
 def test_reads_no_value_on_the_host(lane: Lane):
-    x, expert = problem()
+    x, expert = make_inputs()
     for bucket in (2, 16):
         with host_syncs() as tally:
             gradient(moe_dispatch, x, expert, bucket)
@@ -243,7 +215,7 @@ def test_reads_no_value_on_the_host(lane: Lane):
 @quick
 @given(**sizes)
 def test_permuting_experts_permutes_their_buckets(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
-    x, expert = problem(B, T, K, seed=seed, device=lane.device)
+    x, expert = make_inputs(B, T, K, seed=seed, device=lane.device)
     padded, slot, overflow = moe_dispatch(x, expert, E, C)
     name = torch.randperm(E, generator=torch.Generator().manual_seed(seed)).to(lane.device)
     renamed, new_slot, new_overflow = moe_dispatch(x, name[expert], E, C)
@@ -256,7 +228,7 @@ def test_permuting_experts_permutes_their_buckets(lane: Lane, seed: int, B: int,
 @quick
 @given(**sizes)
 def test_overflow_counts_dropped_assignments(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
-    x, expert = problem(B, T, K, seed=seed, device=lane.device)
+    x, expert = make_inputs(B, T, K, seed=seed, device=lane.device)
     counts = torch.stack([ids.flatten().bincount(minlength=E) for ids in expert])  # (B,E)
     _, slot, overflow = moe_dispatch(x, expert, E, C)
     assert int(overflow) == int((counts - C).clamp(min=0).sum()) == int((slot < 0).sum())
@@ -269,7 +241,7 @@ def test_overflow_counts_dropped_assignments(lane: Lane, seed: int, B: int, T: i
 @quick
 @given(**sizes)
 def test_batch_rows_are_independent(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
-    x, expert = problem(B, T, K, seed=seed, device=lane.device)
+    x, expert = make_inputs(B, T, K, seed=seed, device=lane.device)
     padded, slot, overflow = moe_dispatch(x, expert, E, C)
     alone = [moe_dispatch(x[b : b + 1], expert[b : b + 1], E, C) for b in range(B)]
     assert torch.equal(padded, torch.cat([p for p, _, _ in alone], 1))
@@ -282,7 +254,7 @@ def test_batch_rows_are_independent(lane: Lane, seed: int, B: int, T: int, K: in
 @given(seed=st.integers(0, 99), B=st.integers(1, 3), T=st.integers(1, 17), K=st.sampled_from([1, 2, 4]))
 def test_dispatch_then_combine_is_the_identity(lane: Lane, seed: int, B: int, T: int, K: int):
     """Identity experts and weights 1/K, a power of two: nothing rounds."""
-    x, expert = problem(B, T, K, seed=seed, device=lane.device)
+    x, expert = make_inputs(B, T, K, seed=seed, device=lane.device)
     padded, slot, overflow = moe_dispatch(x, expert, E, T)
     weights = torch.full(expert.shape, 1 / K, device=lane.device)
     assert int(overflow) == 0
@@ -296,7 +268,7 @@ def test_dispatch_then_combine_is_the_identity(lane: Lane, seed: int, B: int, T:
 
 @lanes("cpu")
 def test_bad_input_raises_one_line_error(lane: Lane):
-    x, expert = problem()
+    x, expert = make_inputs()
     bad = [
         ((x[0], expert, E, 4), {}, "2-d"),
         ((x, expert[:, :3], E, 4), {}, "expert has shape"),

@@ -20,7 +20,7 @@ FAULTY_SEEDS, RIGHT_SEEDS = 3, 100
 def test_every_fault_is_rejected(lane: Lane, row, record_property):
     least = {}
     for op, subject in SUBJECTS.items():
-        runs = [(inputs, subject.run(inputs)) for inputs in map(subject.problem, range(FAULTY_SEEDS))]
+        runs = [(inputs, subject.run(inputs)) for inputs in map(subject.make_inputs, range(FAULTY_SEEDS))]
         judges = [subject.judge(inputs) for inputs, _ in runs]
         for name, fault in subject.every_fault().items():
             found = [judge(fault(subject, *run)) for judge, run in zip(judges, runs)]
@@ -48,7 +48,7 @@ def test_no_correct_result_is_rejected(lane: Lane, row):
     for op, subject in SUBJECTS.items():
         ratios = []
         for seed in range(RIGHT_SEEDS):
-            inputs = subject.problem(seed)
+            inputs = subject.make_inputs(seed)
             ratios.append(subject.judge(inputs)(subject.run(inputs)))
         # NaN is not an agreement either, and compares false.
         alarms += [f"{op}, seed {i}: {r:.3f}" for i, r in enumerate(ratios) if not r <= AT_MOST["forward"]]

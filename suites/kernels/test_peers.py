@@ -20,7 +20,7 @@ from kernels.causal_conv1d import causal_conv1d
 from kernels.mamba3_siso import mamba3_siso
 from kernels.rms_norm_gated import rms_norm_gated
 from kernels.ssd_chunk_scan import ssd_chunk_scan
-from suites.kernels import test_attention, test_causal_conv1d, test_mamba3_siso, test_ssd_chunk_scan
+from suites.kernels import inputs as op_inputs
 from suites.kernels.peer_tuning import TUNED, keep_winners
 from suites.support.absent import not_run
 from suites.support.comparison import doubled, error_ratio, gradients
@@ -33,7 +33,7 @@ BF16 = torch.bfloat16
 
 def attention_inputs(**options: Any) -> tuple[Tensor, ...]:
     """Return the attention suite's inputs, with a head dim that every peer supports and without padding."""
-    q, k, v, doc_ids = test_attention.problem(T=96, P=64, dtype=BF16, **options)
+    q, k, v, doc_ids = op_inputs.attention.make_inputs(T=96, P=64, dtype=BF16, **options)
     return q, k, v, doc_ids.where(doc_ids >= 0, 9)
 
 
@@ -46,13 +46,13 @@ def norm_inputs(device: str) -> tuple[Tensor, ...]:
 
 
 def scan_inputs(device: str) -> tuple[Tensor, ...]:
-    return tuple(test_ssd_chunk_scan.problem(T=130, P=64, N=64, dtype=BF16, device=device).values())
+    return tuple(op_inputs.ssd_chunk_scan.make_inputs(T=130, P=64, N=64, dtype=BF16, device=device).values())
 
 
 def mamba3_inputs(device: str) -> tuple[Tensor, ...]:
     """Return inputs without an initial state: the peer does not support one before packed documents."""
-    inputs = test_mamba3_siso.problem(T=130, P=64, N=64, R=16, dtype=BF16, device=device)
-    return tuple(inputs[n] for n in test_mamba3_siso.NAMES[:12])
+    inputs = op_inputs.mamba3_siso.make_inputs(T=130, P=64, N=64, R=16, dtype=BF16, device=device)
+    return tuple(inputs[n] for n in op_inputs.mamba3_siso.NAMES[:12])
 
 
 def mamba3_output(*inputs: Tensor, impl: str) -> Tensor:
@@ -77,7 +77,7 @@ PEERS: dict[str, tuple[Callable[..., Tensor], Callable[[str], tuple[Tensor, ...]
     ),
     "causal_conv1d": (
         causal_conv1d,
-        lambda device: test_causal_conv1d.problem(D=64, W=4, dtype=BF16, device=device),
+        lambda device: op_inputs.causal_conv1d.make_inputs(D=64, W=4, dtype=BF16, device=device),
         "causal_conv1d",
     ),
     "mamba3_siso": (mamba3_output, mamba3_inputs, "mamba_ssm"),
@@ -124,7 +124,7 @@ def test_peer_computes_the_same_function(lane: Lane, name: str, request, record_
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 9}, {"scale": 0.3}])
 def test_sdpa_computes_the_same_function(lane: Lane, options: dict[str, Any]):
-    inputs = test_attention.problem(device=lane.device)
+    inputs = op_inputs.attention.make_inputs(device=lane.device)
     expected = gradients(partial(attention, impl="reference"), *inputs, **options)
     for found, exact in zip(gradients(partial(attention, impl="sdpa"), *inputs, **options), expected):
         torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
@@ -149,7 +149,7 @@ def test_flex_with_score_mod_computes_the_same_function(lane: Lane, options: dic
     One softcap a process, as in the model: torch 2.15 does not compile a second one (suites/features).
     """
     reset_dynamo()
-    inputs = test_attention.problem(device=lane.device)
+    inputs = op_inputs.attention.make_inputs(device=lane.device)
     with torch.no_grad():
         expected, found = (attention(*inputs, **options, impl=impl) for impl in ("reference", "flex"))
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
@@ -255,7 +255,7 @@ def test_fa4_tuple_is_unwrapped_before_the_cast(lane: Lane, fa4: FakeFA4):
 @lanes("cpu")
 @pytest.mark.parametrize("softcap", [0.0, 0.5, 2.0])
 def test_fa4_takes_the_softcap_as_a_score_mod(lane: Lane, fa4: FakeFA4, softcap: float):
-    q, k, v, doc_ids = test_attention.problem(T=32, P=16, dtype=torch.float64)
+    q, k, v, doc_ids = op_inputs.attention.make_inputs(T=32, P=16, dtype=torch.float64)
     inputs = q, k, v, torch.zeros_like(doc_ids)
     expected = gradients(partial(attention, impl="reference"), *inputs, softcap=softcap)
     found = gradients(partial(attention, impl="fa4"), *inputs, softcap=softcap)

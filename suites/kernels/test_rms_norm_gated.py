@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from kernels.rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
+from suites.kernels.inputs.rms_norm_gated import make_inputs, plain_norm
 from suites.support.comparison import DTYPES, doubled, error, error_ratios, gradients, report_cases
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided
 from suites.support.lanes import Lane, lanes
@@ -28,31 +28,12 @@ CASES = {
     for S, before in product((None, 16, 4), (False, True))
 }
 quick = settings(derandomize=True, max_examples=15, deadline=None)
-Inputs = tuple[Tensor, Tensor, Tensor]
-
-
-def problem(shape=(2, 9), D=64, dtype=torch.float64, device="cpu", seed=0) -> Inputs:
-    """Return random x and gate (..., D) and a weight near 1."""
-    g = torch.Generator().manual_seed(seed)
-    x, gate = (torch.randn(*shape, D, generator=g, dtype=torch.float64) for _ in range(2))
-    weight = 1 + 0.2 * torch.randn(D, generator=g, dtype=torch.float64)
-    return tuple(t.to(device, dtype) for t in (x, gate, weight))
-
-
-def plain_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps=1e-5, group_size=None, norm_before_gate=False
-) -> Tensor:
-    """Apply F.rms_norm to each group, every operation in the dtype of x."""
-    S = group_size or x.shape[-1]
-    u = x if norm_before_gate else x * F.silu(gate)
-    n = torch.cat([F.rms_norm(part, (S,), eps=eps) for part in u.split(S, -1)], -1) * weight
-    return n * F.silu(gate) if norm_before_gate else n
 
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("case", CASES)
 def test_fp64_equals_rms_norm_of_each_group(lane: Lane, case: str):
-    inputs = problem(device=lane.device)
+    inputs = make_inputs(device=lane.device)
     plain = gradients(plain_norm, *inputs, **CASES[case])
     for impl in ("op", "reference"):
         found = gradients(partial(rms_norm_gated, impl=impl), *inputs, **CASES[case])
@@ -63,7 +44,7 @@ def test_fp64_equals_rms_norm_of_each_group(lane: Lane, case: str):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
-    inputs = problem(dtype=DTYPES[dtype], device=lane.device)
+    inputs = make_inputs(dtype=DTYPES[dtype], device=lane.device)
     ratios = {
         case: error_ratios(rms_norm_gated, plain_norm, plain_norm, inputs, **options)
         for case, options in CASES.items()
@@ -77,7 +58,7 @@ def test_fp32_error_is_rounding_only(lane: Lane, case: str):
     """y is a product of single factors: relative to |y| a mean of S squares adds at most S/2 + 1 roundings (halved by
     the root), silu, root and products no more than 16.
     """
-    x, gate, weight = inputs = problem(dtype=torch.float32, device=lane.device)
+    x, gate, weight = inputs = make_inputs(dtype=torch.float32, device=lane.device)
     S = CASES[case]["group_size"] or 64
     oracle = plain_norm(*doubled(inputs), **CASES[case])
     bound = 2**-24 * (S / 2 + 17) * oracle.abs()
@@ -98,7 +79,7 @@ def test_fp32_error_is_rounding_only(lane: Lane, case: str):
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("S", [None, 2])
 def test_gradcheck(lane: Lane, S: int | None, before: bool):
-    leaves = [t.requires_grad_() for t in problem((2, 3), D=4)]
+    leaves = [t.requires_grad_() for t in make_inputs((2, 3), D=4)]
     assert torch.autograd.gradcheck(
         lambda *t: rms_norm_gated(*t, group_size=S, norm_before_gate=before), leaves
     )
@@ -108,7 +89,7 @@ def test_gradcheck(lane: Lane, S: int | None, before: bool):
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 def test_op_contract(lane: Lane, shape: tuple[int, ...]):
     FWD, BWD = torch.ops.bumpgate.rms_norm_gated_fwd, torch.ops.bumpgate.rms_norm_gated_bwd
-    x, gate, weight = strided(problem(shape, D=6, dtype=torch.float32, device=lane.device))
+    x, gate, weight = strided(make_inputs(shape, D=6, dtype=torch.float32, device=lane.device))
     (dy,) = strided([x * 2])
     options = (1e-5, 3, False)
     check_op(FWD, (x, gate, weight, *options), differentiable=True)
@@ -120,7 +101,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
     def train(function, inputs):
         return gradients(function, *inputs, group_size=16)
 
-    batches = [problem((B, 7), dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    batches = [make_inputs((B, 7), dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
     check_one_graph(rms_norm_gated, train, batches, op="rms_norm_gated", dynamic=(0, 1))
 
 
@@ -128,7 +109,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 @quick
 @given(seed=st.integers(0, 99), S=st.sampled_from([1, 2, 4, 8]), G=st.integers(1, 4), before=st.booleans())
 def test_groups_equal_a_manual_split(lane: Lane, seed: int, S: int, G: int, before: bool):
-    inputs = problem(D=S * G, seed=seed, device=lane.device)
+    inputs = make_inputs(D=S * G, seed=seed, device=lane.device)
     found = rms_norm_gated(*inputs, group_size=S, norm_before_gate=before)
     parts = zip(*(t.split(S, -1) for t in inputs))
     split = torch.cat([rms_norm_gated(*part, norm_before_gate=before) for part in parts], -1)
@@ -140,7 +121,7 @@ def test_groups_equal_a_manual_split(lane: Lane, seed: int, S: int, G: int, befo
 @given(seed=st.integers(0, 99), level=st.sampled_from([40.0, 80.0]))
 def test_open_gate_gives_the_plain_norm(lane: Lane, seed: int, level: float):
     """silu(g) = g to 1 part in e^40: before the norm it is divided out, after the norm it is a factor."""
-    x, gate, weight = problem(seed=seed, device=lane.device)
+    x, gate, weight = make_inputs(seed=seed, device=lane.device)
     gate = torch.full_like(gate, level)
     plain = F.rms_norm(x, (64,), weight, eps=0.0)
     torch.testing.assert_close(rms_norm_gated(x, gate, weight, eps=0.0), plain, rtol=1e-12, atol=0)
@@ -152,7 +133,7 @@ def test_open_gate_gives_the_plain_norm(lane: Lane, seed: int, level: float):
 @quick
 @given(seed=st.integers(0, 99), factor=st.sampled_from([1e-6, 0.3, 1e6]), before=st.booleans())
 def test_scale_of_x_has_no_effect_as_eps_vanishes(lane: Lane, seed: int, factor: float, before: bool):
-    x, gate, weight = problem(seed=seed, device=lane.device)
+    x, gate, weight = make_inputs(seed=seed, device=lane.device)
     function = partial(rms_norm_gated, gate=gate, weight=weight, norm_before_gate=before)
     torch.testing.assert_close(function(factor * x, eps=0.0), function(x, eps=0.0), rtol=1e-12, atol=0)
     assert error(function(1e-6 * x), function(x))[0] > 1e-2  # eps matters if it is not small
@@ -162,7 +143,7 @@ def test_scale_of_x_has_no_effect_as_eps_vanishes(lane: Lane, seed: int, factor:
 @quick
 @given(seed=st.integers(0, 99), row=st.integers(0, 8))
 def test_rows_are_independent(lane: Lane, seed: int, row: int):
-    x, gate, weight = problem((9,), dtype=torch.float32, seed=seed, device=lane.device)
+    x, gate, weight = make_inputs((9,), dtype=torch.float32, seed=seed, device=lane.device)
     before = rms_norm_gated(x, gate, weight)
     x[row] += 1
     changed = (rms_norm_gated(x, gate, weight) != before).any(-1)
@@ -172,7 +153,7 @@ def test_rows_are_independent(lane: Lane, seed: int, row: int):
 @lanes("cpu", "h200")
 def test_mixed_input_dtypes_are_preserved(lane: Lane):
     """Under autocast the gate may be bf16 with fp32 inputs; in fp16 a mean square above 65504 stays finite."""
-    x, gate, weight = problem(dtype=torch.float32, device=lane.device)
+    x, gate, weight = make_inputs(dtype=torch.float32, device=lane.device)
     found = gradients(rms_norm_gated, x, gate.bfloat16(), weight)
     assert [t.dtype for t in found] == [torch.float32, torch.float32, torch.bfloat16, torch.float32]
     wide = rms_norm_gated_reference(x.double(), gate.bfloat16().double(), weight.double())
@@ -184,7 +165,7 @@ def test_mixed_input_dtypes_are_preserved(lane: Lane):
 
 @lanes("cpu")
 def test_bad_input_raises_one_line_error(lane: Lane):
-    x, gate, weight = problem(dtype=torch.float32)
+    x, gate, weight = make_inputs(dtype=torch.float32)
     bad = [
         ((x, gate[:1], weight), {}, "gate has shape"),
         ((x, gate, weight[1:]), {}, "weight has shape"),

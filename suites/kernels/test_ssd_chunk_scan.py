@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,6 +20,7 @@ from kernels.ssd_chunk_scan import (
     ssd_chunk_scan_reference,
     ssd_chunk_scan_step,
 )
+from suites.kernels.inputs.ssd_chunk_scan import PER_TOKEN, make_inputs
 from suites.support.comparison import (
     DTYPES,
     Named,
@@ -33,37 +33,13 @@ from suites.support.comparison import (
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, traced_through, turned
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
-from suites.support.scans import carried, cut, documents, inner_token, spliced
+from suites.support.scans import carried, cut, inner_token, spliced
 
 NAMES = ("x", "dt", "A", "Bmat", "Cmat", "D", "doc_ids", "initial_state")
-PER_TOKEN = ("x", "dt", "Bmat", "Cmat", "doc_ids")
 FLOATS = tuple(n for n in NAMES if n != "doc_ids")
 FWD, BWD = torch.ops.bumpgate.ssd_chunk_scan_fwd, torch.ops.bumpgate.ssd_chunk_scan_bwd
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 results = partial(values_and_gradients, ("y", "final"))
-
-
-def problem(
-    B=2, T=50, H=4, P=8, N=8, G=2, dtype=torch.float64, device="cpu", seed=0, starts=(13, 14, 40)
-) -> Named:
-    """Return random inputs; a document begins at each of `starts` in row 0, three tokens later in each further row."""
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    wide = torch.promote_types(dtype, torch.float32)
-    inputs = {
-        "x": draw(B, T, H, P).to(dtype),
-        "dt": F.softplus(draw(B, T, H)).to(wide),
-        "A": (-torch.rand(H, generator=g, dtype=torch.float64) - 0.05).to(wide),
-        "Bmat": draw(B, T, G, N).to(dtype),
-        "Cmat": draw(B, T, G, N).to(dtype),
-        "D": draw(H).to(wide),
-        "doc_ids": documents(B, T, starts),
-        "initial_state": draw(B, H, P, N).to(wide),
-    }
-    return {n: t.to(device) for n, t in inputs.items()}
 
 
 def segment(inputs: Named, tokens: slice, state: Tensor | None) -> dict[str, Tensor | None]:
@@ -95,7 +71,7 @@ def without_carry(chunk_size: int, **inputs: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_is_as_close_to_the_oracle_as_the_plain_recurrence(lane: Lane, dtype: str, row):
     chunked = partial(ssd_chunk_scan, chunk_size=16)
-    seeds = [problem(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
+    seeds = [make_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
     oracle = pooled(results(ssd_chunk_scan_recurrent, doubled(inputs)) for inputs in seeds)
     if lane.device == "cuda" and dtype != "fp32":  # a kernel there multiplies 16-bit operands
         with OperandsIn(DTYPES[dtype]):
@@ -111,7 +87,7 @@ def test_is_as_close_to_the_oracle_as_the_plain_recurrence(lane: Lane, dtype: st
 
 @lanes("cpu", "h200")
 def test_fp32_error_is_within_rounding(lane: Lane):
-    inputs = problem(dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(dtype=torch.float32, device=lane.device)
     oracle, _ = ssd_chunk_scan_recurrent(**doubled(inputs))
     bound = rounding_bound(inputs)
     for chunk_size in (1, 16, 64):
@@ -126,7 +102,7 @@ def test_fp32_error_is_within_rounding(lane: Lane):
 
 @lanes("cpu")
 def test_gradcheck(lane: Lane):
-    inputs = problem(B=2, T=5, H=2, P=2, N=2, G=1, starts=(3,))
+    inputs = make_inputs(B=2, T=5, H=2, P=2, N=2, G=1, starts=(3,))
     tensors = [inputs[n].requires_grad_(n in FLOATS) for n in NAMES]
     assert torch.autograd.gradcheck(lambda *t: ssd_chunk_scan(*t, chunk_size=2), tensors)
 
@@ -134,7 +110,7 @@ def test_gradcheck(lane: Lane):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("chunk_size", [1, 16, 64])
 def test_gradients_equal_autograd_of_both_forms(lane: Lane, chunk_size: int):
-    inputs = problem(device=lane.device)
+    inputs = make_inputs(device=lane.device)
     found = results(partial(ssd_chunk_scan, chunk_size=chunk_size), inputs)
     assert worst(found, results(ssd_chunk_scan_recurrent, inputs)) < 1e-13
     assert (
@@ -153,7 +129,7 @@ def test_gradients_equal_autograd_of_both_forms(lane: Lane, chunk_size: int):
     start=st.integers(1, 70),
 )
 def test_any_chunk_size_equals_the_recurrence(lane: Lane, T: int, chunk_size: int, G: int, start: int):
-    inputs = problem(T=T, G=G, P=3, N=5, starts=(start,), device=lane.device, seed=T)
+    inputs = make_inputs(T=T, G=G, P=3, N=5, starts=(start,), device=lane.device, seed=T)
     found, final = ssd_chunk_scan(**inputs, chunk_size=chunk_size)
     oracle, last = ssd_chunk_scan_recurrent(**inputs)
     assert worst({"y": found, "final": final}, {"y": oracle, "final": last}) < 1e-13
@@ -172,7 +148,7 @@ def test_two_segments_with_carried_state_equal_one_run(lane: Lane, T: int, at: f
         y1, state = ssd_chunk_scan(**segment(inputs, slice(split, T), state), chunk_size=chunk_size)
         return torch.cat((y0, y1), 1), state
 
-    inputs = problem(T=T, P=3, N=5, starts=(T // 3, T // 2), device=lane.device, seed=T)
+    inputs = make_inputs(T=T, P=3, N=5, starts=(T // 3, T // 2), device=lane.device, seed=T)
     assert (
         worst(results(in_two, inputs), results(partial(ssd_chunk_scan, chunk_size=chunk_size), inputs))
         < 1e-13
@@ -181,7 +157,7 @@ def test_two_segments_with_carried_state_equal_one_run(lane: Lane, T: int, at: f
 
 @lanes("cpu", "h200")
 def test_decode_continues_a_prefill(lane: Lane):
-    inputs = problem(T=20, starts=(7,), device=lane.device)
+    inputs = make_inputs(T=20, starts=(7,), device=lane.device)
     whole, last = ssd_chunk_scan(**inputs)
     _, state = ssd_chunk_scan(**segment(inputs, slice(0, 19), inputs["initial_state"]))
     tokens = {
@@ -200,7 +176,7 @@ def test_packed_document_equals_document_alone(lane: Lane, length: int, chunk_si
     Bitwise equal if A fills whole chunks (the same sums in the same order), and in the recurrence always. Otherwise the
     chunk borders divide B elsewhere, so its sums are rounded in another order.
     """
-    inputs = problem(T=length + 64, dtype=DTYPES[dtype], starts=(), device=lane.device, seed=length)
+    inputs = make_inputs(T=length + 64, dtype=DTYPES[dtype], starts=(), device=lane.device, seed=length)
     inputs["doc_ids"][:, length:] += 1
     scan = partial(ssd_chunk_scan, chunk_size=chunk_size)
     alone_inputs = segment(inputs, slice(length, None), None)
@@ -223,7 +199,7 @@ def test_packed_document_equals_document_alone(lane: Lane, length: int, chunk_si
     assert leaves["initial_state"].grad.count_nonzero() == 0
     assert leaves["x"].grad[:, length:].count_nonzero() > 0
 
-    others = problem(T=length + 64, dtype=DTYPES[dtype], starts=(), device=lane.device, seed=length + 1)
+    others = make_inputs(T=length + 64, dtype=DTYPES[dtype], starts=(), device=lane.device, seed=length + 1)
     mixed = spliced({n: t * 100 for n, t in others.items()}, inputs, length, PER_TOKEN[:-1])
     assert not torch.equal(scan(**mixed)[0][:, :length], packed[:, :length])
     assert torch.equal(scan(**mixed)[0][:, length:], packed[:, length:])
@@ -235,7 +211,7 @@ def test_packed_document_equals_document_alone(lane: Lane, length: int, chunk_si
 @given(T=st.integers(2, 60), at=st.floats(0, 1), chunk_size=st.integers(1, 64))
 def test_future_tokens_do_not_affect_the_past(lane: Lane, T: int, at: float, chunk_size: int):
     now = inner_token(T, at)
-    inputs = problem(T=T, P=3, N=5, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
+    inputs = make_inputs(T=T, P=3, N=5, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
     y, _ = ssd_chunk_scan(**inputs, chunk_size=chunk_size)
     other = inputs | {n: inputs[n] * 3 + 1 for n in PER_TOKEN}
     later = spliced(inputs, other, now, PER_TOKEN)
@@ -247,7 +223,7 @@ def test_future_tokens_do_not_affect_the_past(lane: Lane, T: int, at: float, chu
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("chunk_size", [4, 64])
 def test_strong_decay_has_finite_correct_gradients(lane: Lane, chunk_size: int):
-    inputs = problem(T=24, dtype=torch.float32, device=lane.device)
+    inputs = make_inputs(T=24, dtype=torch.float32, device=lane.device)
     inputs["dt"][:, 5::7] = 3e3
     inputs["A"][0] = -80.0
     found = results(partial(ssd_chunk_scan, chunk_size=chunk_size), inputs)
@@ -262,7 +238,7 @@ def test_strong_decay_has_finite_correct_gradients(lane: Lane, chunk_size: int):
 
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
-    small = problem(B=2, T=9, H=4, P=3, N=5, G=2, starts=(4,), dtype=torch.float32, device=lane.device)
+    small = make_inputs(B=2, T=9, H=4, P=3, N=5, G=2, starts=(4,), dtype=torch.float32, device=lane.device)
     inputs = strided(small.values())
     check_op(FWD, (*inputs, 4), differentiable=True)
     check_op(BWD, (*inputs, 4, *(turned(t, 0, 1) for t in FWD(*inputs, 4))))
@@ -270,7 +246,7 @@ def test_op_contract(lane: Lane):
 
 @lanes("cpu", "h200")
 def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
-    batches = [problem(B=B, T=20, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    batches = [make_inputs(B=B, T=20, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
     check_one_graph(
         ssd_chunk_scan, results, batches, op="ssd_chunk_scan", dynamic=(*PER_TOKEN, "initial_state")
     )
@@ -295,7 +271,7 @@ BAD = {
 @lanes("cpu")
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_raises_one_line_error(lane: Lane, case: str):
-    inputs = problem(T=6)
+    inputs = make_inputs(T=6)
     change, words = BAD[case]
     with refused("ssd_chunk_scan", words):
         ssd_chunk_scan(**{**inputs, **change(inputs)})

@@ -266,10 +266,10 @@ def test_anchors_are_compared_with_reviewed_values(monkeypatch: pytest.MonkeyPat
     ids = dict.fromkeys(gpu_timing.ANCHORS)
     monkeypatch.setattr(gpu_timing, "ANCHORS", dict(zip(ids, (copied, multiplied))))
     reviewed = {id: Reviewed(4e12, "bytes/s", "higher") for id in ids}
-    assert gpu_timing.beside_reviewed(reviewed) == [], "no anchor is measured only for evidence"
+    assert gpu_timing.compare_with_reviewed(reviewed) == [], "no anchor is measured only for evidence"
     copied()
-    assert gpu_timing.beside_reviewed({}) == []
-    assert gpu_timing.beside_reviewed(reviewed) == [
+    assert gpu_timing.compare_with_reviewed({}) == []
+    assert gpu_timing.compare_with_reviewed(reviewed) == [
         "anchors over their reviewed values: copy_bytes_per_second 1.050"
     ]
 

@@ -106,12 +106,17 @@ AVOIDED = {
 # (file, words, reason) where an avoided word is correct or cannot be changed; "*": all words.
 EXCEPTIONS = (
     ("suites/self/test_house.py", "*", "the list itself, and the texts that its test plants"),
+    ("bumpgate/gate/timed.py", "wanted", "a key of gate.json, which older gates have"),
+    ("suites/launch/test_children.py", "told", "a row id, which baselines and histories have"),
+    ("suites/launch/test_process_group.py", "told", "a row id, which baselines and histories have"),
     (
         "contract.toml",
         "anew beside nobody stands tells wanted",
         "contract.lock pins its hash: its comments change with the next reviewed change of the contract",
     ),
 )
+# Test modules that run the tests of others, with an injected fault.
+RUNS_OTHER_TESTS = ("suites/self/test_non_finite.py",)
 # Words are separated by anything but letters, also by the underscores of an identifier and the `#` of a comment.
 LETTER, GAP = r"[^\W\d_]", r"[\s#_]+"
 ALTERNATIVES = "|".join(word.replace(" ", GAP) for word in sorted(AVOIDED, key=len, reverse=True))
@@ -195,6 +200,7 @@ def test_test_names_are_short() -> None:
 
 def test_test_modules_import_no_test_module() -> None:
     modules = [path for path in tracked(".py") if path.name.startswith("test_")]
+    modules = [path for path in modules if path.relative_to(ROOT).as_posix() not in RUNS_OTHER_TESTS]
     found = [finding for path in modules for finding in imported_test_modules(path)]
     assert not found, "\n".join(["imports of test modules:", *found])
 

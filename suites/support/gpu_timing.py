@@ -123,7 +123,7 @@ ANCHORS = {
 }
 
 
-def beside_reviewed(reviewed: Mapping[str, Reviewed]) -> list[str]:
+def compare_with_reviewed(reviewed: Mapping[str, Reviewed]) -> list[str]:
     """Return a line with this process's anchors as fractions of their reviewed values; empty if it measured none."""
     known = [
         f"{id.rpartition('/')[2]} {anchor().median / reviewed[id].value:.3f}"

@@ -122,9 +122,9 @@ def test_padded_against_grouped_experts(lane: Lane, name: str, row, exclusive_ma
             evidence=[f"outputs differ by {difference:.1e}"],
         )  # fmt: skip
     slots, assignments = rows.shape[0] * rows.shape[1], experts.expert.numel()
-    wanted_slots = experts.E * BATCH * experts.bucket
+    expected_slots = experts.E * BATCH * experts.bucket
     row(
-        f"{case}/padded_slots", slots, unit="slots", rule="C11", expected=wanted_slots, witness=assignments,
+        f"{case}/padded_slots", slots, unit="slots", rule="C11", expected=expected_slots, witness=assignments,
         evidence=[f"{slots / assignments - 1:.1%} more than the {assignments} assignments"],
     )  # fmt: skip
     row(

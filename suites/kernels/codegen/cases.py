@@ -50,7 +50,7 @@ def compile_case(name: str, dtype: torch.dtype) -> tuple[list[Compiled], set[str
     ran: set[str] = set()
     op, kernel = (import_module(f"kernels.{op_of(name)}.{file}") for file in ("op", "kernel"))
     both = {
-        n: _beside(f, getattr(kernel, f"{n}_kernel"), ran)
+        n: _with_launch(f, getattr(kernel, f"{n}_kernel"), ran)
         for n, f in vars(op).items()
         if isinstance(f, torch.library.CustomOpDef)
     }
@@ -75,7 +75,7 @@ def launch_functions(op: str) -> set[str]:
     }
 
 
-def _beside(op: Callable[..., Any], launch: Callable[..., Any], ran: set[str]) -> Callable[..., Any]:
+def _with_launch(op: Callable[..., Any], launch: Callable[..., Any], ran: set[str]) -> Callable[..., Any]:
     """Wrap the custom op so that its launch function runs next to it."""
 
     def both(*args: Any) -> Any:

@@ -23,14 +23,14 @@ def documents(B: int, T: int) -> Tensor:
     return doc_ids
 
 
-def index_problem(B: int, T: int, J: int, P: int, dtype: torch.dtype = torch.float32) -> Inputs:
+def make_index_inputs(B: int, T: int, J: int, P: int, dtype: torch.dtype = torch.float32) -> Inputs:
     """Return q, k, weights of either sign, doc_ids."""
     g = torch.Generator().manual_seed(T)
     shapes = (B, T, J, P), (B, T, P), (B, T, J)
     return *(torch.randn(*s, generator=g).to(dtype) for s in shapes), documents(B, T)
 
 
-def problem(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
+def make_inputs(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
     """Return q, k, v, a random choice of earlier keys of the same document in random order, and dout."""
     B, T, Hq, Hkv, P, K = sizes
     g = torch.Generator().manual_seed(T)

@@ -14,7 +14,7 @@ from suites.support.scans import documents
 Tensors = tuple[Tensor, ...]
 
 
-def problem(
+def make_inputs(
     sizes: tuple[int, ...], dtype: torch.dtype, starts: tuple[int, ...] = (5, 6, 27), seed: int = 0
 ) -> Tensors:
     """Return the op's inputs without chunk_size, then dy and dfinal; x, B and C are slices of one row."""

@@ -37,7 +37,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "_tiles", lambda P, dtype: tiles)
 
 
-def problem(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
+def make_inputs(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
     """Return q, k, v, doc_ids, dout. Row 0 holds documents 5, 1, 3 and padding, the others 1, 3 and padding."""
     B, T, Hq, Hkv, P = sizes
     g = torch.Generator().manual_seed(T)
@@ -77,20 +77,20 @@ def breaks_of_the_rule(inputs: Inputs, options: tuple) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, case: str, small_tiles: None):
-    assert not breaks_of_the_rule(problem((1, 61, 2, 1, 16), DTYPES[dtype]), CASES[case])
+    assert not breaks_of_the_rule(make_inputs((1, 61, 2, 1, 16), DTYPES[dtype]), CASES[case])
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_size_meets_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...], small_tiles: None):
-    assert not breaks_of_the_rule(problem(sizes, DTYPES[dtype]), CASES["softcap"])
+    assert not breaks_of_the_rule(make_inputs(sizes, DTYPES[dtype]), CASES["softcap"])
 
 
 @lanes("cpu")
 @pytest.mark.parametrize(("T", "P", "dtype"), [(256, 64, "fp16"), (130, 128, "fp16"), (64, 32, "fp32")])
 def test_gpu_tiles_meet_error_ratio_rule(lane: Lane, T: int, P: int, dtype: str):
-    assert not breaks_of_the_rule(problem((1, T, 2, 1, P), DTYPES[dtype]), (P**-0.5, 30.0, 0, True))
+    assert not breaks_of_the_rule(make_inputs((1, T, 2, 1, P), DTYPES[dtype]), (P**-0.5, 30.0, 0, True))
 
 
 @lanes("cpu")
@@ -98,7 +98,7 @@ def test_gpu_tiles_meet_error_ratio_rule(lane: Lane, T: int, P: int, dtype: str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_capped_logits_meet_error_ratio_rule(lane: Lane, dtype: str, causal: bool, small_tiles: None):
     """One document in whole blocks: most need no mask, and on both sides none does. Weights span e^64."""
-    q, k, v, _, dout = problem((1, 64, 2, 1, 16), DTYPES[dtype])
+    q, k, v, _, dout = make_inputs((1, 64, 2, 1, 16), DTYPES[dtype])
     k[:, 16:32] = -4 * q[:, :1, :1]  # row 0 sees the least logits first
     k[:, 32:48] = 4 * q[:, :1, :1]
     inputs = (q, k, v, torch.zeros(1, 64, dtype=torch.int32), dout)
@@ -107,7 +107,7 @@ def test_capped_logits_meet_error_ratio_rule(lane: Lane, dtype: str, causal: boo
 
 @lanes("cpu")
 def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, small_tiles: None):
-    q, k, v, doc_ids, dout = inputs = problem((1, 30, 2, 2, 16), torch.float16)
+    q, k, v, doc_ids, dout = inputs = make_inputs((1, 30, 2, 2, 16), torch.float16)
     options = (0.25, 2.0, 7, True)
     oracle, plain = reference(*doubled(inputs), *options), reference(*inputs, *options)
     wrong = {
@@ -125,7 +125,7 @@ def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, small_tiles: None):
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 def test_blocks_of_other_documents_are_not_read(lane: Lane, small_tiles: None):
     """A weight of 0 times nan is nan: finite results prove that a block was skipped."""
-    q, k, v, doc_ids, dout = problem((1, 96, 2, 1, 16), torch.float32)
+    q, k, v, doc_ids, dout = make_inputs((1, 96, 2, 1, 16), torch.float32)
     for document in range(3):
         doc_ids[:, 32 * document : 32 * document + 32] = document
     for t in (q, k, v, dout):
@@ -138,7 +138,7 @@ def test_blocks_of_other_documents_are_not_read(lane: Lane, small_tiles: None):
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_token_returns_its_value(lane: Lane, dtype: str, small_tiles: None):
-    q, k, v, doc_ids, dout = problem((2, 1, 2, 1, 16), DTYPES[dtype])
+    q, k, v, doc_ids, dout = make_inputs((2, 1, 2, 1, 16), DTYPES[dtype])
     _, out, dq, dk, dv = launched(q, k, v, doc_ids, dout, *CASES["softcap"])
     assert torch.equal(out, v.repeat_interleave(2, 2))
     assert torch.equal(dv, dout.sum(2, keepdim=True, dtype=torch.float32).to(v.dtype))
@@ -147,7 +147,7 @@ def test_one_token_returns_its_value(lane: Lane, dtype: str, small_tiles: None):
 
 @lanes("cpu")
 def test_input_layouts_do_not_matter(lane: Lane, small_tiles: None):
-    inputs = problem((1, 20, 2, 1, 16), torch.float16)
+    inputs = make_inputs((1, 20, 2, 1, 16), torch.float16)
     strided = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
     pairs = zip(launched(*inputs, *CASES["softcap"]), launched(*strided, *CASES["softcap"]))
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
@@ -157,4 +157,4 @@ def test_input_layouts_do_not_matter(lane: Lane, small_tiles: None):
 @pytest.mark.parametrize("P", [48, 256])
 def test_unsupported_head_dims_raise_one_line_error(lane: Lane, P: int):
     with pytest.raises(ValueError, match=f"power of two up to 128, not {P}$"):
-        launched(*problem((1, 2, 1, 1, P), torch.float16), *CASES["plain"])
+        launched(*make_inputs((1, 2, 1, 1, P), torch.float16), *CASES["plain"])

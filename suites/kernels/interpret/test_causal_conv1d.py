@@ -26,7 +26,7 @@ def short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(options, "BD", 16)
 
 
-def problem(T: int = 11, W: int = 4, D: int = 20, dtype: torch.dtype = torch.float64) -> Inputs:
+def make_inputs(T: int = 11, W: int = 4, D: int = 20, dtype: torch.dtype = torch.float64) -> Inputs:
     """x is a slice of a wider row, dy has other strides; documents begin at random, ids go 0, 1, 0, 1."""
     g = torch.Generator().manual_seed(T)
     x, dy = (torch.randn(2, T, D + 7, generator=g, dtype=torch.float64).to(dtype) for _ in range(2))
@@ -53,14 +53,14 @@ def launched(x, weight, bias, doc_ids, dy, activation: str) -> tuple[Tensor, ...
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, T: int, W: int, activation: str):
-    inputs = problem(T, W, dtype=DTYPES[dtype])
+    inputs = make_inputs(T, W, dtype=DTYPES[dtype])
     oracle = reference(*doubled(inputs), activation)
     assert not outside(launched(*inputs, activation), reference(*inputs, activation), oracle)
 
 
 @lanes("cpu")
 def test_error_ratio_rule_rejects_document_leaks(lane: Lane):
-    *inputs, doc_ids, dy = problem(dtype=torch.float16)
+    *inputs, doc_ids, dy = make_inputs(dtype=torch.float16)
     oracle = reference(*doubled((*inputs, doc_ids, dy)), "silu")
     plain = reference(*inputs, doc_ids, dy, "silu")
     leaking = launched(*inputs, torch.zeros_like(doc_ids), dy, "silu")
@@ -70,7 +70,7 @@ def test_error_ratio_rule_rejects_document_leaks(lane: Lane):
 @lanes("cpu")
 @pytest.mark.parametrize("poison", [torch.inf, torch.nan])
 def test_nan_in_another_document_has_no_effect(lane: Lane, poison: float):
-    x, weight, bias, _, dy = problem(dtype=torch.float32)
+    x, weight, bias, _, dy = make_inputs(dtype=torch.float32)
     doc_ids = torch.arange(11, dtype=torch.int32).ge(6).int().repeat(2, 1)
     y, dx, _, _ = launched(x, weight, bias, doc_ids, dy, "silu")
     x, dy = x.clone(), dy.clone()

@@ -28,7 +28,7 @@ def short_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "SMALLEST_FAST_V", 100)
 
 
-def problem(V: int, dtype: torch.dtype = torch.float64, N: int = 4, scale: float = 4.0) -> Inputs:
+def make_inputs(V: int, dtype: torch.dtype = torch.float64, N: int = 4, scale: float = 4.0) -> Inputs:
     """logits are a slice of wider rows; row 2 is ignored, and holds nan."""
     g = torch.Generator().manual_seed(V)
     logits = (torch.randn(N, V + 7, generator=g, dtype=torch.float64) * scale).to(dtype)[:, 3 : 3 + V]
@@ -55,7 +55,7 @@ def launched(logits: Tensor, target: Tensor, dloss: Tensor, softcap: float) -> t
 @pytest.mark.parametrize("case", SOFTCAPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, case: str, V: int):
-    inputs = problem(V, DTYPES[dtype])
+    inputs = make_inputs(V, DTYPES[dtype])
     oracle = reference(*doubled(inputs), SOFTCAPS[case])
     found = launched(*inputs, SOFTCAPS[case])
     assert not outside(found, reference(*inputs, SOFTCAPS[case]), oracle)
@@ -67,7 +67,7 @@ def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, case: str, V: int
 @pytest.mark.parametrize("softcap", [3.0, 32.0])
 def test_saturated_logits_meet_error_ratio_rule(lane: Lane, softcap: float):
     """Where tanh is 1 to the last bit, and its exponential would overflow."""
-    logits, target, dloss = problem(300, torch.float16)
+    logits, target, dloss = make_inputs(300, torch.float16)
     logits[0, ::2], logits[0, 1::2] = 6e4, -6e4
     inputs = logits, target, dloss
     oracle = reference(*doubled(inputs), softcap)
@@ -80,7 +80,7 @@ def test_saturated_logits_meet_error_ratio_rule(lane: Lane, softcap: float):
 def test_nan_affects_only_its_own_row(lane: Lane, dtype: str, case: str):
     """Neither the maximum nor the bound of the fast softcap may hide it, in a full tile or in the last one."""
     for at in (3, 130):
-        logits, target, dloss = problem(133, DTYPES[dtype])
+        logits, target, dloss = make_inputs(133, DTYPES[dtype])
         logits[3, at] = torch.nan
         loss, _, dlogits = launched(logits, target, dloss, SOFTCAPS[case])
         assert loss.isnan().tolist() == [False] * 3 + [True]
@@ -91,7 +91,7 @@ def test_nan_affects_only_its_own_row(lane: Lane, dtype: str, case: str):
 @pytest.mark.parametrize("expected", [-1, 133, 2**40])
 @pytest.mark.parametrize("case", SOFTCAPS)
 def test_out_of_range_target_gives_nan_without_a_read(lane: Lane, case: str, expected: int):
-    logits, target, dloss = problem(133, torch.float16)
+    logits, target, dloss = make_inputs(133, torch.float16)
     target[1] = expected
     loss, _, dlogits = launched(logits, target, dloss, SOFTCAPS[case])
     assert loss.isnan().tolist() == [False, True, False, False]
@@ -101,7 +101,7 @@ def test_out_of_range_target_gives_nan_without_a_read(lane: Lane, case: str, exp
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_logits_without_softcap_do_not_overflow(lane: Lane, dtype: str):
-    logits, target, dloss = problem(133, DTYPES[dtype])
+    logits, target, dloss = make_inputs(133, DTYPES[dtype])
     logits[:2] += 3e4
     inputs = logits, target, dloss
     oracle = reference(*doubled(inputs), 0.0)
@@ -111,7 +111,7 @@ def test_large_logits_without_softcap_do_not_overflow(lane: Lane, dtype: str):
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, dtype: str):
-    logits, target, dloss = inputs = problem(133, DTYPES[dtype])
+    logits, target, dloss = inputs = make_inputs(133, DTYPES[dtype])
     oracle, plain = reference(*doubled(inputs), 3.0), reference(*inputs, 3.0)
     others = target.where(target < 0, target % 132)
     capped = (3 * torch.tanh(logits / 3)).to(logits.dtype)
@@ -129,7 +129,7 @@ def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, dtype: str):
 
 @lanes("cpu")
 def test_input_layouts_do_not_matter(lane: Lane):
-    inputs = problem(133, torch.float16)
+    inputs = make_inputs(133, torch.float16)
     spread = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
     pairs = zip(launched(*inputs, 3.0), launched(*spread, 3.0))
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)

@@ -18,7 +18,7 @@ from kernels.dsa_indexer.reference import (
     dsa_choice,
     dsa_scores,
 )
-from suites.kernels.interpret.dsa_inputs import CASES, DTYPES, Inputs, index_problem, problem
+from suites.kernels.interpret.dsa_inputs import CASES, DTYPES, Inputs, make_index_inputs, make_inputs
 from suites.kernels.interpret.ratio import lse_outside, outside
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes
@@ -65,7 +65,7 @@ def breaks_of_the_rule(inputs: Inputs, options: tuple) -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_equal_reference_within_rounding(lane: Lane, dtype: str, sizes: tuple[int, ...]):
     """fp16 products are exact in fp32, so both dtypes meet fp32's bound: P + J roundings of the largest sum."""
-    q, k, weights, doc_ids = inputs = index_problem(*sizes, dtype=DTYPES[dtype])
+    q, k, weights, doc_ids = inputs = make_index_inputs(*sizes, dtype=DTYPES[dtype])
     found, exact = kernel_choice.dsa_scores_kernel(*inputs), dsa_scores(*doubled(inputs))
     assert found.dtype == torch.float32
     assert torch.equal(found.isneginf(), exact.isneginf())
@@ -112,24 +112,24 @@ def test_selection_among_many_keys_equals_reference(lane: Lane):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_meets_error_ratio_rule(lane: Lane, dtype: str, case: str, small_tiles: None):
-    assert not breaks_of_the_rule(problem((1, 22, 3, 1, 16, 18), DTYPES[dtype]), CASES[case])
+    assert not breaks_of_the_rule(make_inputs((1, 22, 3, 1, 16, 18), DTYPES[dtype]), CASES[case])
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_size_meets_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...], small_tiles: None):
-    assert not breaks_of_the_rule(problem(sizes, DTYPES[dtype]), CASES["softcap"])
+    assert not breaks_of_the_rule(make_inputs(sizes, DTYPES[dtype]), CASES["softcap"])
 
 
 @lanes("cpu")
 def test_gpu_tiles_meet_error_ratio_rule(lane: Lane):
-    assert not breaks_of_the_rule(problem((1, 66, 3, 1, 16, 65), torch.float16), (0.125, 30.0))
+    assert not breaks_of_the_rule(make_inputs((1, 66, 3, 1, 16, 65), torch.float16), (0.125, 30.0))
 
 
 @lanes("cpu")
 def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, small_tiles: None):
-    q, k, v, indices, dout = inputs = problem((1, 9, 4, 2, 16, 6), torch.float16)
+    q, k, v, indices, dout = inputs = make_inputs((1, 9, 4, 2, 16, 6), torch.float16)
     options = (0.25, 2.0)
     oracle, usual = reference(*doubled(inputs), *options), plain(inputs, options)
     wrong = {
@@ -146,7 +146,7 @@ def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, small_tiles: None):
 @lanes("cpu")
 def test_unselected_keys_are_not_read(lane: Lane, small_tiles: None):
     """A weight of 0 times nan is nan: keys that were not chosen are not loaded, and their gradient is 0."""
-    q, k, v, indices, dout = problem((1, 34, 2, 1, 16, 6), torch.float32)
+    q, k, v, indices, dout = make_inputs((1, 34, 2, 1, 16, 6), torch.float32)
     indices = torch.where(indices % 3 == 0, -1, indices)
     indices[:, 7] = -1
     indices = torch.where(indices == 7, -1, indices)
@@ -183,7 +183,7 @@ def test_block_walk_visits_exactly_the_blocks_with_pairs(lane: Lane, seed: int, 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_key_returns_its_value(lane: Lane, dtype: str, small_tiles: None):
-    q, k, v, indices, dout = problem((2, 1, 2, 1, 16, 1), DTYPES[dtype])
+    q, k, v, indices, dout = make_inputs((2, 1, 2, 1, 16, 1), DTYPES[dtype])
     _, out, dq, dk, dv = launched(q, k, v, indices, dout, *CASES["softcap"])
     assert torch.equal(out, v.repeat_interleave(2, 2))
     assert torch.equal(dv, dout.sum(2, keepdim=True, dtype=torch.float32).to(v.dtype))
@@ -192,7 +192,7 @@ def test_one_key_returns_its_value(lane: Lane, dtype: str, small_tiles: None):
 
 @lanes("cpu")
 def test_input_layouts_do_not_matter(lane: Lane, small_tiles: None):
-    inputs = problem((1, 6, 2, 1, 16, 5), torch.float16)
+    inputs = make_inputs((1, 6, 2, 1, 16, 5), torch.float16)
     strided = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
     pairs = zip(launched(*inputs, *CASES["softcap"]), launched(*strided, *CASES["softcap"]))
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
@@ -201,8 +201,8 @@ def test_input_layouts_do_not_matter(lane: Lane, small_tiles: None):
 @lanes("cpu")
 def test_unsupported_inputs_raise_one_line_error(lane: Lane):
     with pytest.raises(ValueError, match=r"power of two up to 128, not 48$"):
-        launched(*problem((1, 2, 1, 1, 48, 2), torch.float16), *CASES["plain"])
+        launched(*make_inputs((1, 2, 1, 1, 48, 2), torch.float16), *CASES["plain"])
     with pytest.raises(ValueError, match=r"power of two up to 128, not 48$"):
-        kernel_choice.dsa_scores_kernel(*index_problem(1, 2, 1, 48))
+        kernel_choice.dsa_scores_kernel(*make_index_inputs(1, 2, 1, 48))
     with pytest.raises(ValueError, match=r"at most 16384 tokens, not 16385$"):
         kernel_choice.dsa_choice_kernel(torch.empty(1, 16385, 16385, device="meta"), 4)

@@ -15,7 +15,7 @@ from kernels.dsa_indexer.reference import (
     dsa_chosen_scores_reference,
     dsa_distribution_reference,
 )
-from suites.kernels.interpret.dsa_inputs import CASES, DTYPES, Inputs, index_problem, problem
+from suites.kernels.interpret.dsa_inputs import CASES, DTYPES, Inputs, make_index_inputs, make_inputs
 from suites.kernels.interpret.ratio import outside
 from suites.support.comparison import AT_MOST, doubled, error_ratio
 from suites.support.lanes import Lane, lanes
@@ -32,11 +32,11 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_loss, "HEADS", 2)
 
 
-def scores_problem(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Inputs:
+def make_score_inputs(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Inputs:
     """Return q, k, weights of either sign, a random choice with fewer keys for early queries, dscores."""
     B, T, J, P, K = sizes
-    q, k, weights, _ = index_problem(B, T, J, P, dtype)
-    indices = problem((B, T, 1, 1, 4, K))[3]
+    q, k, weights, _ = make_index_inputs(B, T, J, P, dtype)
+    indices = make_inputs((B, T, 1, 1, 4, K))[3]
     dscores = torch.randn(B, T, K, generator=torch.Generator().manual_seed(K))
     return q, k, weights, indices, dscores
 
@@ -65,19 +65,19 @@ def plain(inputs: Inputs) -> tuple[Tensor, ...]:
 def test_scores_and_gradients_meet_error_ratio_rule(
     lane: Lane, dtype: str, sizes: tuple[int, ...], small_tiles: None
 ):
-    inputs = scores_problem(sizes, DTYPES[dtype])
+    inputs = make_score_inputs(sizes, DTYPES[dtype])
     assert not outside(launched(*inputs), plain(inputs), reference(*doubled(inputs)))
 
 
 @lanes("cpu")
 def test_gpu_tiles_meet_error_ratio_rule(lane: Lane):
-    inputs = scores_problem((1, 66, 9, 16, 65), torch.float16)
+    inputs = make_score_inputs((1, 66, 9, 16, 65), torch.float16)
     assert not outside(launched(*inputs), plain(inputs), reference(*doubled(inputs)))
 
 
 @lanes("cpu")
 def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, small_tiles: None):
-    q, k, weights, indices, dscores = inputs = scores_problem((1, 9, 4, 16, 6), torch.float16)
+    q, k, weights, indices, dscores = inputs = make_score_inputs((1, 9, 4, 16, 6), torch.float16)
     oracle, usual = reference(*doubled(inputs)), plain(inputs)
     wrong = {
         "none for key 0": launched(q, k, weights, indices.clamp(min=0), dscores),
@@ -93,7 +93,7 @@ def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, small_tiles: None):
 @pytest.mark.parametrize("size", [2.0**-32, 0.0])
 def test_gradient_scale_does_not_matter(lane: Lane, size: float, small_tiles: None):
     """fp16 cannot represent values below 6e-8; the weights' gradient is requested in fp32."""
-    q, k, weights, indices, dscores = scores_problem((1, 9, 4, 16, 6), torch.float16)
+    q, k, weights, indices, dscores = make_score_inputs((1, 9, 4, 16, 6), torch.float16)
     inputs = q, k, weights.float(), indices
     large = kernel.dsa_chosen_scores_bwd_kernel(*inputs, dscores)[2]
     assert torch.equal(kernel.dsa_chosen_scores_bwd_kernel(*inputs, dscores * size)[2], large * size)
@@ -104,7 +104,7 @@ def test_gradient_scale_does_not_matter(lane: Lane, size: float, small_tiles: No
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_target_meets_error_ratio_rule(lane: Lane, dtype: str, case: str, small_tiles: None):
     for sizes in [(2, 22, 3, 1, 16, 18), (1, 6, 4, 2, 16, 5)]:
-        q, k, _, indices, _ = problem(sizes, DTYPES[dtype])
+        q, k, _, indices, _ = make_inputs(sizes, DTYPES[dtype])
         found = kernel.dsa_distribution_fwd_kernel(q, k, indices, *CASES[case])
         oracle = dsa_distribution_reference(*doubled((q, k, indices)), *CASES[case])
         assert found.dtype == torch.float32
@@ -121,7 +121,7 @@ def test_target_meets_error_ratio_rule(lane: Lane, dtype: str, case: str, small_
 @pytest.mark.parametrize("softcap", [30.0, 50.0])
 def test_target_of_fp16_inputs_has_fp32_accuracy(lane: Lane, softcap: float, small_tiles: None):
     """Their products are exact and the target is fp32; the softcap that suffices for a bf16 P is 9 times as far off."""
-    q, k, _, indices, _ = problem((1, 40, 14, 2, 64, 24), torch.float16)
+    q, k, _, indices, _ = make_inputs((1, 40, 14, 2, 64, 24), torch.float16)
     found = kernel.dsa_distribution_fwd_kernel(q, k, indices, 0.125, softcap)
     plain = dsa_distribution_reference(q.float(), k.float(), indices, 0.125, softcap)
     oracle = dsa_distribution_reference(*doubled((q, k, indices)), 0.125, softcap)
@@ -130,7 +130,7 @@ def test_target_of_fp16_inputs_has_fp32_accuracy(lane: Lane, softcap: float, sma
 
 @lanes("cpu")
 def test_query_without_keys_has_zero_gradient(lane: Lane, small_tiles: None):
-    q, k, weights, indices, dscores = scores_problem((1, 9, 4, 16, 6))
+    q, k, weights, indices, dscores = make_score_inputs((1, 9, 4, 16, 6))
     indices[:, 5] = -1
     scores, dq, _, dweights = launched(q, k, weights, indices, dscores)
     assert not any(t[:, 5].any() for t in (scores, dq, dweights))
@@ -141,7 +141,7 @@ def test_query_without_keys_has_zero_gradient(lane: Lane, small_tiles: None):
 
 @lanes("cpu")
 def test_input_layouts_do_not_matter(lane: Lane, small_tiles: None):
-    inputs = scores_problem((1, 6, 2, 16, 5), torch.float16)
+    inputs = make_score_inputs((1, 6, 2, 16, 5), torch.float16)
     strided = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
     assert all(
         torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(launched(*inputs), launched(*strided))
@@ -151,7 +151,7 @@ def test_input_layouts_do_not_matter(lane: Lane, small_tiles: None):
 @lanes("cpu")
 def test_unsupported_inputs_raise_one_line_error(lane: Lane):
     with pytest.raises(ValueError, match=r"index head dim must be a power of two up to 128, not 48$"):
-        launched(*scores_problem((1, 2, 1, 48, 2)))
-    q, k, _, indices, _ = problem((1, 2, 1, 1, 48, 2), torch.float16)
+        launched(*make_score_inputs((1, 2, 1, 48, 2)))
+    q, k, _, indices, _ = make_inputs((1, 2, 1, 1, 48, 2), torch.float16)
     with pytest.raises(ValueError, match=r"power of two up to 128, not 48$"):
         kernel.dsa_distribution_fwd_kernel(q, k, indices, 0.25, 0.0)

@@ -39,7 +39,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernel, tile, getattr(kernel, tile) | {"BM": BM, "BN": BN, "BK": BK})
 
 
-def problem(counts: tuple[int, ...], D_in: int, D_out: int, dtype: torch.dtype, spare: int = 8) -> Inputs:
+def make_inputs(counts: tuple[int, ...], D_in: int, D_out: int, dtype: torch.dtype, spare: int = 8) -> Inputs:
     """Return x, weight, counts, dy; the unassigned rows at the end hold nan."""
     g = torch.Generator().manual_seed(D_in)
     used = sum(counts)
@@ -66,7 +66,7 @@ def launched(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor) -> tuple[Ten
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, dims: tuple[int, int], routing: str):
     counts = ROUTINGS[routing]
-    inputs = problem(counts, *dims, DTYPES[dtype])
+    inputs = make_inputs(counts, *dims, DTYPES[dtype])
     found = launched(*inputs)
     assert not outside(found, reference(*inputs), reference(*doubled(inputs)))
     assert all((t[sum(counts) :] == 0).all() for t in found[:2])
@@ -79,7 +79,7 @@ def test_tma_is_used_only_for_16_bit_whole_chunks(lane: Lane, dtype: str):
     """Checks which tiles a case above ran with."""
     tiles = {}
     for D_in, D_out in DIMS:
-        x, weight, _, _ = problem((4,), D_in, D_out, DTYPES[dtype])
+        x, weight, _, _ = make_inputs((4,), D_in, D_out, DTYPES[dtype])
         tiles[D_in, D_out] = kernel._tile(D_out, x, weight)
     plain = kernel.PLAIN, False
     small = dtype == "fp16"
@@ -114,7 +114,7 @@ def test_tile_plan_covers_every_row_once(lane: Lane, counts: list[int], spare: i
 @lanes("cpu")
 @pytest.mark.parametrize(("dtype", "dims"), [("fp32", (20, 35)), ("fp16", (32, 128)), ("fp16", (64, 32))])
 def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, dtype: str, dims: tuple[int, int]):
-    x, weight, counts, dy = inputs = problem(ROUTINGS["ragged"], *dims, DTYPES[dtype], spare=0)
+    x, weight, counts, dy = inputs = make_inputs(ROUTINGS["ragged"], *dims, DTYPES[dtype], spare=0)
     oracle, plain = reference(*doubled(inputs)), reference(*inputs)
     moved = counts + torch.tensor([1, 0, -1, 0])
     wrong = {
@@ -130,7 +130,7 @@ def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, dtype: str, dims: t
 @lanes("cpu")
 @pytest.mark.parametrize("dims", DIMS[1:3], ids=str)
 def test_input_layouts_do_not_matter(lane: Lane, dims: tuple[int, int]):
-    x, weight, counts, dy = inputs = problem(ROUTINGS["ragged"], *dims, torch.float16, spare=0)
+    x, weight, counts, dy = inputs = make_inputs(ROUTINGS["ragged"], *dims, torch.float16, spare=0)
     spread = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
     turned = x.T.contiguous().T, weight.mT.contiguous().mT, counts.int(), dy.T.contiguous().T
     plain = launched(*inputs)

@@ -19,7 +19,7 @@ SIZES = [(1, 1, 1, 1, 1), (2, 7, 2, 6, 4), (1, 13, 2, 5, 3), (1, 9, 1, 4, 16), (
 Inputs = tuple[Tensor, ...]
 
 
-def problem(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
+def make_inputs(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
     """Return q, k, v, W, f, doc_ids, h0, dy, dfinal. q and k are slices of one row; ids go 0, 1, 0, 1."""
     B, T, H, K, V = sizes
     wide = torch.promote_types(dtype, torch.float32)
@@ -50,13 +50,13 @@ def launched(*inputs: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...]):
-    inputs = problem(sizes, DTYPES[dtype])
+    inputs = make_inputs(sizes, DTYPES[dtype])
     assert not outside(launched(*inputs), reference(*inputs), reference(*doubled(inputs)))
 
 
 @lanes("cpu")
 def test_error_ratio_rule_rejects_document_leaks(lane: Lane):
-    inputs = problem(SIZES[2], torch.float16)
+    inputs = make_inputs(SIZES[2], torch.float16)
     leaking = launched(*inputs[:5], torch.zeros_like(inputs[5]), *inputs[6:])
     broken = outside(leaking, reference(*inputs), reference(*doubled(inputs)))
     assert len({line.split(":")[0] for line in broken}) == 9
@@ -66,7 +66,7 @@ def test_error_ratio_rule_rejects_document_leaks(lane: Lane):
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
 def test_small_and_saturated_candidates_are_accurate(lane: Lane, dtype: str):
     """tanh from 1e-6, where the exponential alone would cancel, to where it is 1 and its slope 0."""
-    q, k, v, W, *rest = problem((1, 24, 1, 4, 4), DTYPES[dtype])
+    q, k, v, W, *rest = make_inputs((1, 24, 1, 4, 4), DTYPES[dtype])
     scale = torch.logspace(-6, 4, 24).view(1, 24, 1, 1).to(k)
     inputs = (q, scale * k, v.sign(), W, *rest[:2], torch.zeros_like(rest[2]), *rest[3:])
     found, oracle = launched(*inputs), reference(*doubled(inputs))

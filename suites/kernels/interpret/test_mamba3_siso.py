@@ -61,7 +61,7 @@ def unwritten_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def problem(sizes: tuple[int, ...], dtype: torch.dtype, starts: tuple[int, ...] = (5, 6, 27)) -> Tensors:
+def make_inputs(sizes: tuple[int, ...], dtype: torch.dtype, starts: tuple[int, ...] = (5, 6, 27)) -> Tensors:
     """Return the op's inputs without chunk_size, then the gradients of its results; q and k are slices of one row."""
     B, T, H, P, N, G, R, _ = sizes
     wide = torch.promote_types(dtype, torch.float32)
@@ -102,7 +102,7 @@ def reference(chunk_size: int, *inputs: Tensor) -> Tensors:
 
 def broken(launch: Callable[..., Tensors], dtype: torch.dtype, sizes: tuple[int, ...]) -> list[str]:
     """Return violations of the ratio rule; 16-bit kernels are compared with the formula with 16-bit operands."""
-    inputs, chunk_size = problem(sizes, dtype), sizes[-1]
+    inputs, chunk_size = make_inputs(sizes, dtype), sizes[-1]
     oracle = reference(chunk_size, *doubled(inputs))
     if dtype == torch.float32:
         plain = reference(chunk_size, *inputs)
@@ -137,7 +137,7 @@ def test_error_ratio_rule_rejects_document_leaks(lane: Lane, dtype: str):
 def test_no_bit_depends_on_another_document(lane: Lane, dtype: str):
     """`other` is finite: its weight is zero but not absent, so NaN would spread, in the reference as in the kernels."""
     sizes, begin = (1, 21, 2, 8, 8, 1, 3, 64), 11
-    inputs = problem(sizes, DTYPES[dtype], starts=(begin,))
+    inputs = make_inputs(sizes, DTYPES[dtype], starts=(begin,))
     other = list(inputs)
     for i in (*PER_TOKEN, 16):
         other[i] = inputs[i].clone()
@@ -156,4 +156,4 @@ def test_no_bit_depends_on_another_document(lane: Lane, dtype: str):
 @lanes("cpu")
 def test_dims_above_the_tiles_are_refused(lane: Lane):
     with pytest.raises(ValueError, match="at most 128"):
-        launched(64, *problem((1, 2, 1, 129, 8, 1, 2, 64), torch.float32))
+        launched(64, *make_inputs((1, 2, 1, 129, 8, 1, 2, 64), torch.float32))

@@ -37,7 +37,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "_tiles", lambda *dims: tiles)
 
 
-def problem(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
+def make_inputs(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
     """Return q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, dout. Row 0 holds documents 5, 1, 3 and padding."""
     B, T, H, C, P, R, V = sizes
     g = torch.Generator().manual_seed(T)
@@ -87,26 +87,26 @@ def breaks_of_the_rule(inputs: Inputs, options: tuple) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, case: str, small_tiles: None):
-    assert not breaks_of_the_rule(problem((1, 41, 1, 16, 16, 16, 16), DTYPES[dtype]), CASES[case])
+    assert not breaks_of_the_rule(make_inputs((1, 41, 1, 16, 16, 16, 16), DTYPES[dtype]), CASES[case])
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_size_meets_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...], small_tiles: None):
-    assert not breaks_of_the_rule(problem(sizes, DTYPES[dtype]), CASES["softcap"])
+    assert not breaks_of_the_rule(make_inputs(sizes, DTYPES[dtype]), CASES["softcap"])
 
 
 @lanes("cpu")
 @pytest.mark.parametrize(("T", "P", "dtype"), [(256, 64, "fp16"), (40, 128, "fp16"), (32, 32, "fp32")])
 def test_gpu_tiles_meet_error_ratio_rule(lane: Lane, T: int, P: int, dtype: str):
-    assert not breaks_of_the_rule(problem((1, T, 1, 64, P, 64, P), DTYPES[dtype]), (0.1, 30.0, True))
+    assert not breaks_of_the_rule(make_inputs((1, T, 1, 64, P, 64, P), DTYPES[dtype]), (0.1, 30.0, True))
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, dtype: str, small_tiles: None):
-    q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, dout = inputs = problem(
+    q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, dout = inputs = make_inputs(
         (1, 20, 2, 16, 16, 16, 16), DTYPES[dtype]
     )
     options = (0.25, 2.0, True)
@@ -129,7 +129,7 @@ def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, dtype: str, small_t
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 def test_blocks_of_other_documents_are_not_read(lane: Lane, small_tiles: None):
     """A weight of 0 times nan is nan: finite results prove that a block was skipped. W's gradients use all tokens."""
-    q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, dout = problem(
+    q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, dout = make_inputs(
         (1, 96, 2, 16, 16, 16, 16), torch.float32
     )
     for document in range(3):
@@ -144,7 +144,7 @@ def test_blocks_of_other_documents_are_not_read(lane: Lane, small_tiles: None):
 
 @lanes("cpu")
 def test_input_layouts_do_not_matter(lane: Lane, small_tiles: None):
-    inputs = problem((1, 20, 1, 16, 16, 16, 16), torch.float32)
+    inputs = make_inputs((1, 20, 1, 16, 16, 16, 16), torch.float32)
     strided = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
     both = (launched(*each, options=CASES["softcap"]) for each in (inputs, strided))
     for ours, expected in zip(*both):
@@ -156,4 +156,4 @@ def test_input_layouts_do_not_matter(lane: Lane, small_tiles: None):
 @pytest.mark.parametrize("P", [48, 256])
 def test_unsupported_head_dims_raise_one_line_error(lane: Lane, P: int):
     with pytest.raises(ValueError, match=f"powers of two up to 128, not {P}, 16 and 16$"):
-        launched(*problem((1, 2, 1, 4, P, 16, 16), torch.float16), options=CASES["plain"])
+        launched(*make_inputs((1, 2, 1, 4, P, 16, 16), torch.float16), options=CASES["plain"])

@@ -26,7 +26,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernel, name, 16)
 
 
-def problem(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
+def make_inputs(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Inputs:
     """Return y, expert, slot, weights, dout. Slots in token order, -1 if the bucket is full; noise in unused rows."""
     B, T, K, E, D, C = sizes
     g = torch.Generator().manual_seed(T)
@@ -53,7 +53,7 @@ def launched(y, expert, slot, weights, dout, C: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...]):
-    inputs, C = problem(sizes, DTYPES[dtype]), sizes[-1]
+    inputs, C = make_inputs(sizes, DTYPES[dtype]), sizes[-1]
     oracle, plain = reference(*doubled(inputs), C), reference(*inputs, C)
     assert not outside(launched(*inputs, C), plain, oracle)
 
@@ -65,7 +65,7 @@ def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int,
 
 @lanes("cpu")
 def test_dropped_and_unowned_rows_are_ignored(lane: Lane):
-    y, expert, slot, weights, dout = problem(SIZES[1], torch.float32)
+    y, expert, slot, weights, dout = make_inputs(SIZES[1], torch.float32)
     C = SIZES[1][-1]
     expected = launched(y, expert, slot, weights, dout, C)
     owned = expected[1].count_nonzero(-1) > 0
@@ -78,7 +78,7 @@ def test_dropped_and_unowned_rows_are_ignored(lane: Lane):
 
 @lanes("cpu")
 def test_output_is_cast_once_at_the_end(lane: Lane):
-    y, expert, slot, weights, _ = problem(SIZES[1], torch.float16)
+    y, expert, slot, weights, _ = make_inputs(SIZES[1], torch.float16)
     both = (torch.float32, torch.float16)
     wide, narrow = (kernel.moe_combine_fwd_kernel(y, expert, slot, weights, 5, dtype) for dtype in both)
     assert wide.dtype == torch.float32

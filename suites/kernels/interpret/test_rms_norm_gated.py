@@ -26,7 +26,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "BACKWARD_WARPS", 2)
 
 
-def problem(N: int, D: int, dtype: torch.dtype = torch.float64) -> Inputs:
+def make_inputs(N: int, D: int, dtype: torch.dtype = torch.float64) -> Inputs:
     """x is a slice of a wider row, gate has no two adjacent channels, dy has other strides."""
     g = torch.Generator().manual_seed(N)
     x, dy, gate = (torch.randn(N, 2 * D, generator=g, dtype=torch.float64).to(dtype) for _ in range(3))
@@ -49,7 +49,7 @@ def launched(x, gate, weight, dy, S: int, norm_first: bool, eps: float = 1e-5) -
 @pytest.mark.parametrize(("N", "D", "S"), [(1, 8, 8), (7, 40, 40), (33, 40, 8), (5, 20, 10), (9, 2, 1)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, N: int, D: int, S: int, norm_first: bool):
-    inputs = problem(N, D, DTYPES[dtype])
+    inputs = make_inputs(N, D, DTYPES[dtype])
     oracle = reference(*doubled(inputs), S, norm_first)
     assert not outside(launched(*inputs, S, norm_first), reference(*inputs, S, norm_first), oracle)
 
@@ -57,7 +57,7 @@ def test_kernels_meet_error_ratio_rule(lane: Lane, dtype: str, N: int, D: int, S
 @lanes("cpu")
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_error_ratio_rule_rejects_another_norm(lane: Lane, norm_first: bool):
-    inputs = problem(7, 40, torch.float16)
+    inputs = make_inputs(7, 40, torch.float16)
     oracle, plain = (reference(*i, 40, norm_first) for i in (doubled(inputs), inputs))
     for wrong in (
         launched(*inputs, 20, norm_first),
@@ -69,7 +69,7 @@ def test_error_ratio_rule_rejects_another_norm(lane: Lane, norm_first: bool):
 
 @lanes("cpu")
 def test_leading_axes_are_rows(lane: Lane):
-    x, gate, weight, dy = problem(12, 8, torch.float32)
+    x, gate, weight, dy = make_inputs(12, 8, torch.float32)
     flat = launched(x, gate, weight, dy, 8, False)
     split = launched(*(t.unflatten(0, (3, 4)) for t in (x, gate)), weight, dy.unflatten(0, (3, 4)), 8, False)
     assert split[0].shape == (3, 4, 8)

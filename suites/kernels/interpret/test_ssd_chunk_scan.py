@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.ssd_chunk_scan import kernel
 from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
 from suites.kernels.interpret.ratio import DTYPES, outside
-from suites.kernels.interpret.ssd_inputs import Tensors, problem
+from suites.kernels.interpret.ssd_inputs import Tensors, make_inputs
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
@@ -59,7 +59,7 @@ def broken(launch: Callable[..., Tensors], dtype: torch.dtype, sizes: tuple[int,
 
     Pooled over seeds: the gradient of A has only H values, and the maximum of few errors varies.
     """
-    problems, chunk_size = [problem(sizes, dtype, seed=seed) for seed in range(3)], sizes[-1]
+    problems, chunk_size = [make_inputs(sizes, dtype, seed=seed) for seed in range(3)], sizes[-1]
     oracle = [reference(chunk_size, *doubled(inputs)) for inputs in problems]
     with OperandsIn(dtype) if dtype == torch.float16 else nullcontext():
         plain = [reference(chunk_size, *inputs) for inputs in problems]
@@ -90,7 +90,7 @@ def test_error_ratio_rule_rejects_document_leaks(lane: Lane, dtype: str):
 def test_no_bit_depends_on_another_document(lane: Lane, dtype: str):
     """`other` is finite: its weight is zero but not absent, so NaN would spread, in the reference as in the kernels."""
     sizes, begin = (1, 21, 2, 8, 8, 1, 64), 11
-    inputs = problem(sizes, DTYPES[dtype], starts=(begin,))
+    inputs = make_inputs(sizes, DTYPES[dtype], starts=(begin,))
     other = list(inputs)
     for i in (*PER_TOKEN, 8):
         other[i] = inputs[i].clone()
@@ -108,4 +108,4 @@ def test_no_bit_depends_on_another_document(lane: Lane, dtype: str):
 @lanes("cpu")
 def test_dims_above_the_tiles_are_refused(lane: Lane):
     with pytest.raises(ValueError, match="at most 128"):
-        launched(64, *problem((1, 2, 1, 129, 8, 1, 64), torch.float32))
+        launched(64, *make_inputs((1, 2, 1, 129, 8, 1, 64), torch.float32))

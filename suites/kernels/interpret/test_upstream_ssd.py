@@ -25,7 +25,7 @@ from triton.runtime.autotuner import Autotuner
 from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_reference, ssd_chunk_scan_step
 from kernels.ssd_chunk_scan.upstream import INSTALL, load, ssd_chunk_scan_upstream
 from suites.kernels.interpret.ratio import DTYPES, outside
-from suites.kernels.interpret.ssd_inputs import problem
+from suites.kernels.interpret.ssd_inputs import make_inputs
 from suites.support.comparison import doubled, gradients
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
@@ -78,7 +78,7 @@ def broken(
     launch: Callable[..., Sequence[Tensor]], dtype: torch.dtype, starts: tuple[int, ...], state: bool
 ) -> list[str]:
     """Return violations of the ratio rule in (y, final state, gradients of the inputs) of `launch`."""
-    *inputs, given = problem(SIZES, dtype, starts)[:8]
+    *inputs, given = make_inputs(SIZES, dtype, starts)[:8]
     inputs.append(given if state else torch.zeros_like(given))
     chunk_size = SIZES[-1]
     exact = gradients(ssd_chunk_scan_reference, *doubled(inputs), chunk_size=chunk_size)
@@ -106,7 +106,7 @@ def test_error_ratio_rule_rejects_document_leaks(lane: Lane) -> None:
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_step_meets_error_ratio_rule(lane: Lane, dtype: str) -> None:
-    x, dt, A, Bmat, Cmat, D, _, state = problem(SIZES, DTYPES[dtype])[:8]
+    x, dt, A, Bmat, Cmat, D, _, state = make_inputs(SIZES, DTYPES[dtype])[:8]
     inputs = (x[:, 0], dt[:, 0], A, Bmat[:, 0], Cmat[:, 0], D, state)
     exact, plain = ssd_chunk_scan_step(*doubled(inputs)), ssd_chunk_scan_step(*inputs)
     assert not outside(upstream_step(*inputs), plain, exact)
@@ -115,7 +115,7 @@ def test_step_meets_error_ratio_rule(lane: Lane, dtype: str) -> None:
 @lanes("cpu")
 def test_step_without_a_bias(lane: Lane, row) -> None:
     """Defect present: without a bias, the default, the step reads the strides of None. Workaround: a bias of zeros."""
-    x, dt, A, Bmat, Cmat, D, _, state = problem(SIZES, torch.float32)[:8]
+    x, dt, A, Bmat, Cmat, D, _, state = make_inputs(SIZES, torch.float32)[:8]
     inputs = (x[:, 0], dt[:, 0], A, Bmat[:, 0], Cmat[:, 0], D, state)
     signature = ""
     try:

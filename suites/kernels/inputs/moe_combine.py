@@ -1,0 +1,41 @@
+"""Inputs and plain formulas of the moe_combine suites.
+
+B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots per expert and sequence).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.moe_dispatch import moe_dispatch
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, int]
+
+
+def make_inputs(
+    B=2, T=24, K=3, D=8, E=6, C=8, dtype=torch.float64, device="cpu", seed=0, weights_dtype=None
+) -> Inputs:
+    """Return y (E,B*C,D) with noise in unused rows too, expert, slot, weights and bucket; a small C drops some."""
+    g = torch.Generator().manual_seed(seed)
+    scores, expert = torch.rand(B, T, E, generator=g).sub(0.1 * torch.arange(E)).topk(K, -1)
+    weights = torch.softmax(scores.double(), -1).to(
+        weights_dtype or torch.promote_types(dtype, torch.float32)
+    )
+    y = torch.randn(E, B * C, D, generator=g, dtype=torch.float64).to(dtype)
+    _, slot, _ = moe_dispatch(torch.zeros(B, T, 1), expert, E, C)
+    return *(t.to(device) for t in (y, expert, slot, weights)), C
+
+
+def by_loop(
+    y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, total: torch.dtype | None = None
+) -> Tensor:
+    """Compute the plain formula: products in the dtype of y, each addition rounds to `total` (y.dtype if None)."""
+    B, T, K = expert.shape
+    first = torch.arange(B, device=y.device).unsqueeze(1) * bucket
+    out = y.new_zeros((B, T, y.shape[2]), dtype=total)
+    for k in range(K):
+        rows = y[expert[..., k], first + slot[..., k].clamp(min=0)]
+        rows = torch.where(slot[..., k, None] < 0, 0, rows)
+        out = out + (weights[..., k, None].to(y.dtype) * rows).to(out.dtype)
+    return out
