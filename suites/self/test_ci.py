@@ -41,8 +41,8 @@ def script(workflow: str, name: str) -> str:
     return found
 
 
-def test_three_workflows_and_the_action_exist() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["bisect", "nightly", "pull_request"]
+def test_four_workflows_and_the_action_exist() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["bisect", "mutation", "nightly", "pull_request"]
     assert ACTION.is_file()
 
 
