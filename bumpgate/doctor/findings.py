@@ -83,7 +83,7 @@ class Site:
     def reference(self) -> Reference:
         """Expected packages."""
         adopted = self.manifest.adopted(self.lane)
-        return reference(adopted, self.inventory, self.given) if self.own_lock else of_lane(adopted)
+        return reference(adopted, self.inventory, self.env_vars) if self.own_lock else of_lane(adopted)
 
     @property
     def row(self) -> Environment:
