@@ -22,7 +22,7 @@ def documents(B: int, T: int, device: str) -> Tensor:
     return doc_ids.to(device)
 
 
-def index_problem(
+def make_index_inputs(
     B=2, T=33, J=3, width=16, dtype=torch.float64, device="cpu", seed=0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return random q, k, weights of either sign, and documents."""
@@ -38,7 +38,7 @@ def make_inputs(
     """Return random q, k, v and the indexer's choice of K keys, so that early queries of a document have fewer."""
     g = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(B, T, H, P, generator=g, dtype=torch.float64) for H in (Hq, Hkv, Hkv)]
-    indices = dsa_indexer(*index_problem(B=B, T=T, seed=seed), top_k=K).to(device)
+    indices = dsa_indexer(*make_index_inputs(B=B, T=T, seed=seed), top_k=K).to(device)
     return *(t.to(device, dtype) for t in tensors), indices
 
 
