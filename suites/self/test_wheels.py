@@ -263,7 +263,7 @@ def test_fetch_copies_a_wheel_and_verifies_its_hash(stored: store.Stored, tmp_pa
     assert store.fetch(replace(BUILD, python="3.11"), there, here) is None
     stored.path.write_bytes(b"other bytes")
     for root in (here, tmp_path / "nowhere"):
-        with pytest.raises(StoreError, match=r"sha256 .* says"):
+        with pytest.raises(StoreError, match=r"sha256 .* has"):
             store.fetch(BUILD, there, root)
     assert store.find(BUILD, here) == fetched, "what was there stays"
     with pytest.raises(StoreError, match="does not match its wheel"):
