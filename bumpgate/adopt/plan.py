@@ -15,13 +15,13 @@ from packaging.version import Version
 from bumpgate.adopt.files import AdoptionError
 from bumpgate.baseline import BUILD, Baseline, judge
 from bumpgate.environments.manifest import satisfies
-from bumpgate.gate.sequential import Outcome
+from bumpgate.gate.sequential import NO_REGRESSION
 from bumpgate.rebaseline import MADE_WITH, Change, build_of, judged, reviewed
 from bumpgate.report.gate_file import GateFile
 from bumpgate.rows import Judgement, Record, Verdict
 
 # The paired sessions decide these instead of a stored time.
-SETTLED = (Outcome.SAME.value, Outcome.FASTER.value)
+SETTLED = tuple(outcome.value for outcome in NO_REGRESSION)
 
 
 def moved_baseline(

@@ -68,7 +68,9 @@ class Plan:
     different: a row is SLOWER or FASTER if its interval lies beyond this change, 0.01 is 1 %.
     same: a row is SAME if its interval lies within this change in both directions.
     alpha: chance of a false SLOWER or FASTER in the family of rows, over all looks; half for each direction.
-    alpha_same: chance that one row which moved by more than `same` is called SAME, over all looks.
+    alpha_same: chance that one row which moved by more than `same` is called SAME, over all looks; and that one which
+        is slower by more than `same` is called NOT SLOWER.
+    settle: sessions after which NOT SLOWER ends the sessions of a row. Before, SAME or FASTER may still become certain.
     rules: for rows with other margins, importance or watch. modes: the test of slow modes.
     cache_sd: standard deviation of what a compile cache (autotuning choices, code layout) adds to the log of a time.
     """
@@ -81,6 +83,7 @@ class Plan:
     rules: tuple[Rule, ...] = ()
     modes: Modes = field(default_factory=Modes)
     cache_sd: float = 0.01
+    settle: int = 16
 
     def __post_init__(self) -> None:
         counts = [look.sessions for look in self.looks]

@@ -41,13 +41,21 @@ BISECTIONS = 24
 
 
 class Outcome(Enum):
-    """Outcome of the sessions so far for one row. SLOW MODE: frequent slow processes of the candidate."""
+    """Outcome of the sessions so far for one row. SLOW MODE: frequent slow processes of the candidate.
+
+    NOT SLOWER: certainly not slower than the margin `same`, and neither SAME nor FASTER is certain.
+    """
 
     SAME = "SAME"
+    NOT_SLOWER = "NOT SLOWER"
     SLOWER = "SLOWER"
     FASTER = "FASTER"
     SLOW_MODE = "SLOW MODE"
     INCONCLUSIVE = "INCONCLUSIVE"
+
+
+# Outcomes that do not hold a candidate.
+NO_REGRESSION = (Outcome.SAME, Outcome.NOT_SLOWER, Outcome.FASTER)
 
 
 @dataclass(frozen=True)
@@ -72,11 +80,15 @@ class Timed:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Always-valid p-values of one row against: not slower, not faster, not the same."""
+    """Always-valid p-values of one row against: not slower, not faster, not the same, slower than the margin `same`.
+
+    The last one is 1 before `plan.settle` sessions.
+    """
 
     slower: float
     faster: float
     same: float
+    not_slower: float
 
 
 def alternate(session: int) -> str:
@@ -159,7 +171,7 @@ def evidence(
     rule = rule or plan.rule("")
     different, same = math.log1p(rule.different), math.log1p(rule.same)
     level = plan.alpha / 2
-    slower = faster = alike = 1.0
+    slower = faster = alike = not_slower = 1.0
     for look in plan.looks:
         if look.sessions > len(log_ratios):
             break
@@ -173,9 +185,10 @@ def evidence(
                 faster = min(faster, below)
         if look.same:  # two one-sided tests, and both must hold (Schuirmann 1987)
             above = p_above(seen, -same) / look.same
-            if above < alike:  # the other one can only raise it
-                alike = min(alike, max(above, p_below(seen, same) / look.same))
-    return Evidence(slower, faster, alike)
+            below = p_below(seen, same) / look.same
+            alike = min(alike, max(above, below))
+            not_slower = min(not_slower, below)
+    return Evidence(slower, faster, alike, not_slower if len(log_ratios) >= plan.settle else 1.0)
 
 
 def decide(
@@ -250,8 +263,11 @@ def _outcome(e: Evidence, slower: float, faster: float, plan: Plan, mode: Mode, 
         return Outcome.SLOW_MODE
     if faster <= plan.alpha / 2:
         return Outcome.FASTER
-    same = e.same <= plan.alpha_same and (mode is Mode.CLEARED or not watch)
-    return Outcome.SAME if same else Outcome.INCONCLUSIVE
+    if watch and mode is not Mode.CLEARED:
+        return Outcome.INCONCLUSIVE
+    if e.same <= plan.alpha_same:
+        return Outcome.SAME
+    return Outcome.NOT_SLOWER if e.not_slower <= plan.alpha_same else Outcome.INCONCLUSIVE
 
 
 def _beyond_caches(

@@ -18,7 +18,7 @@ from typing import Any
 from bumpgate.gate.between import Change, change, direction, timed
 from bumpgate.gate.modes import p_lost
 from bumpgate.gate.plan import Family, Plan, shares
-from bumpgate.gate.sequential import Outcome, alternate, decide, log_ratio, log_ratio_of_rounds
+from bumpgate.gate.sequential import NO_REGRESSION, Outcome, alternate, decide, log_ratio, log_ratio_of_rounds
 from bumpgate.processes.runner import LaneRun
 from bumpgate.rows import COST_PER_ROUND, Judgement, Record, Row, Verdict, is_finite
 
@@ -192,12 +192,12 @@ class Sessions:
 
     @property
     def only_slow_modes_open(self) -> bool:
-        """Whether the open rows are the same but for slow modes, which need more processes and no longer ones."""
+        """Whether the open rows are decided but for slow modes, which need more processes and no longer ones."""
         if not self.plan or not (rows := self.open_rows()):
             return False
         unwatched = replace(self.plan, rules=tuple(replace(rule, watch=False) for rule in self.plan.rules))
         outcomes = decide(self.log_ratios, unwatched, self.family)
-        return all(outcomes[row] is Outcome.SAME for row in rows)
+        return all(outcomes[row] in NO_REGRESSION for row in rows)
 
     def open_tests(self) -> list[str]:
         """Return the tests of the open rows, the most important first."""

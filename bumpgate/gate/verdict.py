@@ -22,7 +22,7 @@ from bumpgate import code
 from bumpgate.baseline import investigate, tier, violation
 from bumpgate.gate.between import Change, change
 from bumpgate.gate.drift import Drift
-from bumpgate.gate.sequential import Outcome, Timed
+from bumpgate.gate.sequential import NO_REGRESSION, Outcome, Timed
 from bumpgate.gate.timed import Sessions
 from bumpgate.rows import Judgement, Record, Verdict, one_line
 
@@ -402,12 +402,8 @@ def _shown(j: Judgement | None, other: Judgement | None) -> tuple[str, ...]:
 def _timed(lane: str, row: str, t: Timed, test: str) -> list[Finding]:
     if t.outcome is Outcome.SAME:
         return []
-    decisions = {
-        Outcome.SLOWER: Decision.HOLD,
-        Outcome.SLOW_MODE: Decision.HOLD,
-        Outcome.FASTER: Decision.ADOPT,
-    }
-    decision = decisions.get(t.outcome, Decision.UNKNOWN)
+    red = t.outcome in (Outcome.SLOWER, Outcome.SLOW_MODE)
+    decision = Decision.HOLD if red else Decision.ADOPT if t.outcome in NO_REGRESSION else Decision.UNKNOWN
     if not t.sessions:  # all such rows have one cause: the budget, or only lost sessions
         seen = (f"{row}: not measured",)
         head = "no paired session gave a time"

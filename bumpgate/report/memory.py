@@ -19,7 +19,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
 from bumpgate.environments.freeze import changes
-from bumpgate.gate.sequential import Outcome
+from bumpgate.gate.sequential import NO_REGRESSION, Outcome
 from bumpgate.gate.verdict import Decision, Finding
 from bumpgate.report.gate_file import GateFile
 from bumpgate.rows import BumpgateError, Verdict
@@ -28,7 +28,7 @@ NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?!\w)")
 EVIDENCE = 8  # lines that are kept of each side
 NEW, STILL, BACK, GONE, UNMEASURED = "new", "still there", "back", "gone", "not measured"
 # Outcomes of paired sessions that decide a row, and row verdicts that do not decide.
-DECIDED = {o.value for o in (Outcome.SAME, Outcome.SLOWER, Outcome.SLOW_MODE, Outcome.FASTER)}
+DECIDED = {o.value for o in (*NO_REGRESSION, Outcome.SLOWER, Outcome.SLOW_MODE)}
 OPEN = {v.value for v in (Verdict.MISSING, Verdict.INSTRUMENT, Verdict.INFRA, Verdict.INCONCLUSIVE)}
 OF_SESSIONS = (Outcome.SLOWER.value, Outcome.SLOW_MODE.value, "LOST")
 

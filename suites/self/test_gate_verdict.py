@@ -196,6 +196,7 @@ def test_regression_outweighs_a_gap() -> None:
     ("outcome", "expected"),
     [
         (Outcome.SAME, ADOPT),
+        (Outcome.NOT_SLOWER, ADOPT),
         (Outcome.FASTER, ADOPT),
         (Outcome.SLOWER, HOLD),
         (Outcome.INCONCLUSIVE, UNKNOWN),

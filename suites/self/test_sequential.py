@@ -204,6 +204,22 @@ def test_outcome_agrees_with_the_interval() -> None:
     assert seen >= {Outcome.SLOWER, Outcome.FASTER, Outcome.SAME}
 
 
+def test_row_between_same_and_faster_is_not_slower() -> None:
+    """A change of -2.6 % is below the allowance for compile caches, and its interval is not within 3.5 %."""
+    values = [-0.026 + 0.01 * (-1) ** i for i in range(PLAN.settle)]
+    assert decide({"a/b/seconds": values[:-1]}, PLAN) == {"a/b/seconds": Outcome.INCONCLUSIVE}
+    assert decide({"a/b/seconds": values}, PLAN) == {"a/b/seconds": Outcome.NOT_SLOWER}
+    assert decide({"a/b/seconds": [-x for x in values]}, PLAN) == {"a/b/seconds": Outcome.INCONCLUSIVE}
+
+
+def test_slow_row_is_rarely_called_not_slower() -> None:
+    """A row slower by the margin `same` has at most the chance `alpha_same`."""
+    rng, gates = random.Random(5), 600
+    games = [play(rng, {ROWS[0]: math.log1p(PLAN.same)}) for _ in range(gates)]
+    missed = sum(outcomes[ROWS[0]] is Outcome.NOT_SLOWER for outcomes, _ in games)
+    assert wilson(missed, gates)[1] <= PLAN.alpha_same, rate_text("called NOT SLOWER", missed, gates)
+
+
 def test_too_few_sessions_are_inconclusive() -> None:
     rows = {"a/b/seconds": [0.5] * 5, "a/c/seconds": []}
     assert set(decide(rows, PLAN).values()) == {Outcome.INCONCLUSIVE}
