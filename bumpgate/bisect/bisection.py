@@ -69,6 +69,7 @@ class BisectContext:
     reliable: one reading settles a mixture also under the plan's misread rates, unless the test has contradicted
     itself: a probe that is a complete sequential test.
     recall: returns an environment that was built before, where candidates are commits and `build` keeps only one.
+    together: groups the packages of the two neighbours that a mixture takes from the same side.
     """
 
     package: str
@@ -80,6 +81,7 @@ class BisectContext:
     ahead: Ahead | None = None
     reliable: bool = False
     recall: Build | None = None
+    together: Callable[[Environment, Environment], list[set[str]]] = blame.together
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class Bisection:
             good.packages,
             bad.packages,
             self._probe_mixture,
-            blame.together(good, bad),
+            self.context.together(good, bad),
             false_bad=min(false_bad, MISREADS),
             false_good=min(false_good, MISREADS),
             confidence=plan.confidence,

@@ -28,6 +28,13 @@ print(json.dumps({re.sub("[-_.]+", "-", d.metadata["Name"]).lower(): d.version f
 """
 
 
+def installed(python: Path) -> dict[str, str]:
+    """Return the packages of an interpreter, canonical name to version. Raises ChildFault if it does not run."""
+    child = Interpreter(python, python.parent, child_environment(python, None))
+    packages: dict[str, str] = child.json("-I", "-c", INSTALLED, timeout=IMPORT_SECONDS)
+    return packages
+
+
 @dataclass
 class Builder:
     """Makes the environment of one commit at a time, all in one build folder, so that a compiler cache applies.
@@ -123,9 +130,8 @@ class Builder:
         python = Path(name)
         if not (python.is_absolute() and os.access(python, os.X_OK) and python.is_file()):
             raise ProbeError(f"the last line of --builder is not the path of an interpreter: {name}")
-        child = Interpreter(python, python.parent, child_environment(python, None))
         try:
-            packages = child.json("-I", "-c", INSTALLED, timeout=IMPORT_SECONDS)
+            packages = installed(python)
         except ChildFault as fault:
             raise BuildError(
                 f"{request.title}: {python} does not run: {one_line(fault, 120)}", log, ""

@@ -16,7 +16,7 @@ import typer
 from packaging.utils import canonicalize_name
 from rich.console import Console
 
-from bumpgate.bisect import gate_finding, ranges, shell
+from bumpgate.bisect import blame, gate_finding, ranges, shell
 from bumpgate.bisect import journal as journals
 from bumpgate.bisect.answer import Answer, Watcher, answer, closing_text, text, write_json
 from bumpgate.bisect.bisection import BisectContext, Bisection, MachineError
@@ -59,6 +59,12 @@ def command(
         list[str] | None,
         typer.Option(help="A local clone, or https://api.github.com: lists commits; repeatable."),
     ] = None,
+    environments: Annotated[
+        str,
+        typer.Option(
+            help="Build nothing: the candidates are the environments DIR/NAME, each with bin/python."
+        ),
+    ] = "",
     row: Annotated[
         str, typer.Option(help="With --from-gate: the finding that has this row, instead of the worst.")
     ] = "",
@@ -131,10 +137,13 @@ def command(
         builder=builder,
         repository=tuple(repository or ()),
         interactive=interactive,
+        environments=environments,
     )
     if launch:
         if builder:
             raise BisectError("--launch is for versions: for a commit, run the --builder CMD itself")
+        if environments:
+            raise BisectError(f"--launch builds an environment: run {environments}/NAME/bin/python itself")
         raise typer.Exit(_launch(options, launch))
     if from_gate or row:
         options = _with_finding(options, from_gate, row)
@@ -202,7 +211,7 @@ def run(
     with state:
         try:
             # A build at the same time would disturb the times, and a builder has one folder.
-            prefetch = prefetch and not (options.timed or options.builder)
+            prefetch = prefetch and not (options.timed or options.builder or options.environments)
             attribution = attribution and not (options.builder or options.interactive)
             return _search(options, out, state, span, root, attribution, prefetch, compiler)
         except KeyboardInterrupt:
@@ -230,16 +239,18 @@ def _search(
     test = _test(options, root, span)
     watcher = Watcher(Console(soft_wrap=True), live=not options.interactive)
     builder = options.commit_builder(out) if options.builder else None
+    source = builder or options.prepared
     context = BisectContext(
         options.package,
         out,
-        builder.request if builder else options.request(root),
-        builder or build,
+        source.request if source else options.request(root),
+        source or build,
         test,
         watcher,
         Prefetch() if prefetch else None,
         reliable=options.timed,
         recall=builder and builder.recall,
+        together=options.prepared.together if options.prepared else blame.together,
     )
     bisection = Bisection(state, context)
 
@@ -280,6 +291,8 @@ def _test(options: Options, root: Path | None, span: Range) -> Test:
     """Return the test that judges a candidate."""
 
     def good() -> Environment:
+        if options.prepared:
+            return options.prepared(options.prepared.request(span.good))
         return build(options.request(root)(span.good))
 
     return options.test(root, good, lambda line: typer.echo(line, err=True))

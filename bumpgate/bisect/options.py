@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from bumpgate import lanes
@@ -17,6 +18,7 @@ from bumpgate.bisect.candidates import Range, between, needs_prereleases, one
 from bumpgate.bisect.command_probe import CommandTest
 from bumpgate.bisect.gate_finding import GateFinding
 from bumpgate.bisect.journal import Plan
+from bumpgate.bisect.prepared import Prepared
 from bumpgate.bisect.probe import Test
 from bumpgate.bisect.shell import InteractiveTest
 from bumpgate.bisect.suite_probe import SuiteTest
@@ -41,7 +43,7 @@ class Options:
     index and find_links have uv's format; passwords in their URLs are not saved. gate: path of the gate.json that
     `finding` was read from, "" without one; lane and selection are then those of the finding. row: of the finding.
     builder: makes the environment of a commit of the first `repository`; good and bad are commits then.
-    interactive: the user judges each version.
+    interactive: the user judges each version. environments: the folder of the prepared environments, "" without one.
     """
 
     package: str
@@ -65,6 +67,12 @@ class Options:
     builder: str = ""
     repository: tuple[str, ...] = ()
     interactive: bool = False
+    environments: str = ""
+
+    @cached_property
+    def prepared(self) -> Prepared | None:
+        """The prepared environments, None if the candidates are built."""
+        return Prepared(Path(self.environments), self.package) if self.environments else None
 
     @property
     def timed(self) -> bool:
@@ -82,6 +90,7 @@ class Options:
             "--bad": self.bad,
             "--index": public_url(self.index or ""),
             "--builder": self.builder,
+            "--environments": self.environments,
             "--command": self.command,
             "--timeout": "" if self.timeout is None else f"{self.timeout:g}",
             "--false-bad": "" if self.false_bad is None else f"{self.false_bad:g}",
@@ -126,14 +135,17 @@ class Options:
         return root
 
     def _check_builder(self) -> None:
+        if self.builder and self.environments:
+            raise BisectError("--builder and --environments: name one of them")
+        if (self.builder or self.environments) and (self.index or self.find_links or self.extra):
+            named = "--builder" if self.builder else "--environments"
+            raise BisectError(
+                f"{named} gives the complete environment: leave out --index, --find-links, --with"
+            )
         if not self.builder:
             return
         if not self.repository:
             raise BisectError("--builder builds the commits of a clone: name it with --repository DIR")
-        if self.index or self.find_links or self.extra:
-            raise BisectError(
-                "--builder creates the complete environment: leave out --index, --find-links, --with"
-            )
         if self.timed:
             raise BisectError(
                 "--builder keeps one commit at a time, and times are compared in pairs: bisect the versions"
@@ -175,6 +187,8 @@ class Options:
 
     def _listed(self, root: Path | None, *names: str) -> list[Found]:
         """Return the versions in the index and the folders; prereleases if a name is one, or a date."""
+        if self.prepared:
+            return self.prepared.versions()
         return versions(
             self.package,
             index=self.index,
