@@ -6,6 +6,7 @@ Standard library only: this file must import under any candidate torch, and unde
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import os
 import re
@@ -20,6 +21,7 @@ from bumpgate.errors import BumpgateError as BumpgateError
 from bumpgate.errors import one_line as one_line
 
 SCHEMA = 1
+XZ = b"\xfd7zXZ\0"  # the first bytes of a file that xz wrote
 ROW_ID = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9][A-Za-z0-9._+=-]*/[a-z][a-z0-9_]*")
 RULE = re.compile(r"[A-Z]\d+")
 BETTER = ("exact", "lower", "higher", "derived", "defect", "code")
@@ -254,10 +256,11 @@ def write_record(
 
 
 def read_record(path: Path) -> Record:
-    """Read record.json. Raises RecordError (one line) on a file that write_record did not write completely."""
+    """Read record.json, also one that `xz` compressed. Raises RecordError (one line) on an incomplete file."""
     remake = "write it again with: pytest -m LANE"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        raw = json.loads(lzma.decompress(content) if content.startswith(XZ) else content)
         if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
             raise RecordError(f"{path.name}: not a record of schema {SCHEMA}; {remake}")
         judgements = tuple(Judgement.from_json(j) for j in raw["rows"])
@@ -268,7 +271,7 @@ def read_record(path: Path) -> Record:
         raise RecordError(f"{path.name}: {error}; {remake}") from None
     except RecordError:
         raise
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, lzma.LZMAError) as error:
         raise RecordError(f"{path.name}: not a record ({one_line(error)}); {remake}") from None
 
 

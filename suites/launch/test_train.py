@@ -28,7 +28,7 @@ from launch.optimizers import build_optimizer
 from launch.train import NonFiniteError, Plan, Trainer, main
 from model import preset
 from suites.support.child import ROOT, run_json
-from suites.support.comparison import AT_MOST, error_ratio
+from suites.support.comparison import AT_MOST, error_ratio, over
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 from suites.support.reduce import largest
@@ -107,6 +107,19 @@ def curves(run: Trainer) -> Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
+def stream_error_ratio(found: Tensor, plain: Tensor, oracle: Tensor) -> float:
+    """Return the median RMS error of a stream over that of eager. NaN if a loss is NaN.
+
+    On an H200 a rounding moves one stream in some runs: over all streams at once the ratio of an unchanged build was
+    0.7 to 9 in ten runs (torch 2.11.0, 2.14.1, 2.15.0). A wrong gradient or update changes every stream.
+    """
+    ours, theirs = (
+        (losses - oracle).reshape(CURVES, -1).square().mean(dim=1).sqrt().median().item()
+        for losses in (found, plain)
+    )
+    return over(ours, theirs)
+
+
 @lanes("cpu", "h200")
 def test_compiled_training_matches_eager(lane: Lane, row, canaries) -> None:
     """Each loss follows the updates before it, so gradients and optimizer are in the curve, too.
@@ -127,15 +140,18 @@ def test_compiled_training_matches_eager(lane: Lane, row, canaries) -> None:
         calls = watch.refresh().calls
     reset_dynamo()
     planted = curves(trainer(replace(eager, lr=eager.lr * 1.01), **every))
-    assert error_ratio(planted, plain, oracle) > 10, "a learning rate 1 % off must be seen"
+    assert stream_error_ratio(planted, plain, oracle) > 10, "a learning rate 1 % off must be seen"
     row(
         f"launch/train-nam12-regional-{lane.name}/loss_error_ratio",
-        error_ratio(found, plain, oracle),
+        stream_error_ratio(found, plain, oracle),
         unit="ratio",
         witness=calls,
         rule="C36",
         at_most=AT_MOST["gradient"],
-        evidence=(f"{len(oracle)} losses: {CURVES} streams of 5 steps",),
+        evidence=(
+            f"{len(oracle)} losses: {CURVES} streams of 5 steps",
+            f"all streams at once: {error_ratio(found, plain, oracle):.2f}",
+        ),
         instruments=("graphs",),
     )
 

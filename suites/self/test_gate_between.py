@@ -150,7 +150,7 @@ def test_paired_row_needs_no_interval() -> None:
 
 
 def whole(name: str) -> Side:
-    found = read_record(ROOT / "baselines" / "records" / f"{name}.json")
+    found = read_record(ROOT / "baselines" / "records" / f"{name}.json.xz")
     return Side(name, replace(found, provenance=found.provenance | {"lane": "cpu"}))
 
 

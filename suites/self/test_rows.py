@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import os
 import string
@@ -200,6 +201,17 @@ def test_read_record_of_any_other_file_raises_one_line(
     with pytest.raises(RecordError) as caught:
         read_record(path)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_record_compressed_by_xz_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    write_record(path, {"lane": "cpu"}, [Judgement(make(), Verdict.PASS, "")])
+    packed = tmp_path / "packed.json.xz"
+    packed.write_bytes(lzma.compress(path.read_bytes()))
+    assert read_record(packed) == read_record(path)
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(RecordError, match=r"packed\.json\.xz: not a record \(Compressed data ended"):
+        read_record(packed)
 
 
 @pytest.mark.parametrize("lost", ["provenance", "rows", "complete", "problems"])
