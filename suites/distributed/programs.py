@@ -12,17 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from bumpgate.plugin.instruments import DynamoWatch
-from launch import parallel
+from launch import optimizers, parallel
 from launch.contract import load
 from launch.parallel import average_buffers, parallelize
 from model import Hybrid, HybridConfig, preset
 from suites.support.hybrids import build, token_batch
 from suites.support.instruments import flight_record, functional_all_reduce
+from suites.support.reduce import largest
 
 TOKENS = 32
 SEEDS = (1, 2)  # of each rank's batch
+MUON_STEPS, MUON_RATE = 3, 1e-2
 
 
 class Branched(nn.Module):
@@ -122,6 +125,39 @@ def buffers(rank: int, synced: bool) -> dict[str, Any]:
         "alone": overflows[rank],
         "after_two": model.overflow(),
         "saved": [name for name in model.state_dict() if name.endswith("overflow")],
+    }
+
+
+def muon(rank: int, own_shard: bool) -> dict[str, Any]:
+    """Train with Muon under FSDP2 and in one process. own_shard: each rank orthogonalizes the rows that it has."""
+    config, polar = preset("nam12", "narrow", layer_pattern="AEM", depth=3), optimizers.polar
+    start = {name: p.detach().clone() for name, p in build(config).named_parameters()}
+    single = build(config)
+    ranks = parallelize(build(config), load(), init_device_mesh("cpu", (2,)), "fsdp2", "eager")
+    ours, reference = (
+        optimizers.build_optimizer(model, "muon", lr=MUON_RATE) for model in (ranks.compiled.model, single)
+    )
+    for step in range(MUON_STEPS):
+        batches = [token_batch(config, 1, TOKENS, 10 * step + seed) for seed in SEEDS]
+        (sum(single(ids) for ids in batches) / len(SEEDS)).backward()
+        reference.step()
+        reference.zero_grad(set_to_none=True)
+        ranks.compiled(batches[rank]).backward()
+        if own_shard:
+            optimizers.polar = lambda x: DTensor.from_local(
+                polar(x.to_local()), x.device_mesh, x.placements, shape=x.shape, stride=x.stride()
+            )
+        ours.step()
+        optimizers.polar = polar
+        ours.zero_grad(set_to_none=True)
+    groups = {group["rule"]: group["params"] for group in optimizers.parameter_groups(single)}
+    found = dict(ranks.compiled.model.named_parameters())
+    return {
+        "moved": largest(float((p - start[name]).detach().abs().max()) for name, p in groups["muon"]),
+        "apart": {
+            name: float((found[name].full_tensor() - p).detach().abs().max()) for name, p in groups["muon"]
+        },
+        "whole": [name for name, p in found.items() if not isinstance(p, DTensor)],
     }
 
 

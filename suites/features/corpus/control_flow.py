@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.scan import scan
 
 from suites.features.corpus.case import differences, regression
+from suites.support.instruments import scan
 
 
 @regression(
     "control_flow-scan_gradient",
-    "The gradient of a scan whose output is the product of the carry and the input is wrong",
-    issue=None,
+    "The gradient of a scan leaves out what passes through the carry, if the first carry requires none",
+    issue=184528,
     bad="2.11.0 2.12.0",
     good="2.13.0 2.15.0",
 )

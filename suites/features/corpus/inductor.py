@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch._inductor import config
 from torch.nn import functional as F
 
 from suites.features.corpus.case import compiled_differs, differences, regression
+from suites.support.instruments import foreach_add_
 
 
 @regression(
@@ -139,7 +139,7 @@ def flip_after_index_put() -> list[str]:
 )
 def foreach_sum_with_flip() -> list[str]:
     def folded(x: Tensor) -> Tensor:
-        torch._foreach_add_([x], [x.flip(0)])
+        foreach_add_([x], [x.flip(0)])
         return x
 
     return compiled_differs(folded, torch.rand(8, 8))
@@ -181,7 +181,7 @@ def norm_after_flatten() -> list[str]:
 @regression(
     "inductor-index_fill_of_expanded",
     "index_fill of an expanded tensor does not compile",
-    issue=None,
+    issue=178952,
     bad="2.11.0",
     good="2.12.0 2.13.0 2.15.0",
     error="n=copy_",
@@ -219,8 +219,7 @@ def order_of_draws() -> list[str]:
         noise, images, weights = torch.randn(2, 4, 4, 4), torch.randn(2, 3, 4, 4), torch.randn(4, 3, 3, 3)
         return x + noise + F.conv2d(images, weights, padding=1)
 
-    with config.patch(fallback_random=True):
-        return compiled_differs(drawn, torch.zeros(()), tolerance=1e-4)
+    return compiled_differs(drawn, torch.zeros(()), tolerance=1e-4, options={"fallback_random": True})
 
 
 @regression(

@@ -202,7 +202,7 @@ SCALE = contextvars.ContextVar("SCALE", default=3)
 @regression(
     "tracing-context_variable",
     "A function that reads a context variable does not compile to one graph",
-    issue=None,
+    issue=186449,
     bad="2.11.0 2.12.0 2.13.0",
     good="2.15.0",
 )
@@ -216,7 +216,7 @@ def context_variable() -> list[str]:
 @regression(
     "tracing-deepcopy",
     "A function that copies a dictionary by deepcopy does not compile to one graph",
-    issue=None,
+    issue=115122,
     bad="2.11.0",
     good="2.12.0 2.13.0 2.15.0",
 )
