@@ -1,4 +1,4 @@
-"""Known defects of torch_xla, each in a new process, keyed to the affected versions. 12 processes.
+"""Known defects of torch_xla, each in a new process, keyed to the affected versions. 13 processes.
 
 A defect is two tests: a row that it is present, verbatim, with our workaround; and the correct behaviour, as a strict
 xfail under the versions named. A build that fixes it turns both red: remove the workaround and the xfail.
@@ -101,6 +101,23 @@ def test_another_cache_key_is_a_miss(lane: Lane, cold_and_warm) -> None:
     other = Child("cached_step", str(directory), XLA_NO_SPECIAL_SCALARS="0")
     assert not warm.result["PersistentCacheMiss"]
     assert other.result["PersistentCacheMiss"] > 0
+
+
+@lanes("v6e")
+def test_key_of_another_topology_is_a_miss(lane: Lane, row, cold_and_warm) -> None:
+    cold, warm, directory = cold_and_warm
+    other = Child("cached_step", str(directory), CPU_NUM_DEVICES="4")
+    row(
+        "xla/persistent_cache/misses_on_another_topology",
+        other.result["PersistentCacheMiss"] or 0,
+        unit="count",
+        # Each counts because the same program on the same topology finds its key.
+        witness=warm.log.count(DESERIALIZE),
+        rule="X1",
+        expected=cold.result["PersistentCacheMiss"],
+        evidence=[f"1 device {warm.result}", f"4 devices {other.result}"],
+        device=PJRT_CPU,
+    )
 
 
 @lanes("v6e")
