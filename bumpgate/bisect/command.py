@@ -27,6 +27,7 @@ from bumpgate.bisect.options import BisectError, Options
 from bumpgate.bisect.prefetch import Prefetch
 from bumpgate.bisect.probe import Test
 from bumpgate.environments.build import Environment, build
+from bumpgate.environments.cached import Disk
 from bumpgate.environments.mirror import copies
 
 STATE, JSON = "state.jsonl", "bisect.json"
@@ -103,6 +104,7 @@ def command(
     attribution: Annotated[
         bool, typer.Option(help="Then find the package of the set that is at fault.")
     ] = True,
+    disk: Disk = None,
     prefetch: Annotated[bool, typer.Option(help="Build the next candidates while one is probed.")] = True,
 ) -> None:
     """Find the first bad version of a package between a good and a bad one, then the package of its set at fault.
@@ -140,7 +142,7 @@ def command(
         options = _with_finding(options, from_gate, row)
     place = out or Path(f"bisect-{options.package}-{options.good}-{options.bad}".replace("/", "-"))
     with _terminable():
-        raise typer.Exit(run(options, place, resume, attribution, prefetch, compiler))
+        raise typer.Exit(run(options, place, resume, attribution, prefetch, compiler, disk))
 
 
 def _with_finding(options: Options, path: Path | None, row: str) -> Options:
@@ -184,6 +186,7 @@ def run(
     attribution: bool = True,
     prefetch: bool = True,
     compiler: float | None = None,
+    disk: str | None = None,
 ) -> int:
     """Run the command and return its exit code.
 
@@ -199,6 +202,7 @@ def run(
         typer.echo(span.summary(state.search.steps_left()))
     flags = [*([] if attribution else ["--no-attribution"]), *([] if prefetch else ["--no-prefetch"])]
     flags += ["--compiler", f"{compiler:g}"] if compiler else []
+    flags += ["--disk", disk] if disk else []
     with state:
         try:
             # A build at the same time would disturb the times, and a builder has one folder.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from packaging.utils import canonicalize_name
 
 from bumpgate import lanes
 from bumpgate.baseline import find_root, tier
@@ -28,6 +31,8 @@ from bumpgate.environments.versions import Found, versions
 from bumpgate.rows import BumpgateError, one_line
 
 USAGE, NOTHING_SELECTED = 4, 5
+COMPILING = {"numpy": "numpy", "setuptools": "setuptools<82"}
+NAME = re.compile(r"[\w.-]+")
 
 
 class BisectError(BumpgateError):
@@ -221,13 +226,25 @@ class Options:
             requirement = f"{self.package}==={version}"
             name = f"{self.package} {version}"
             if root is None:
-                found = Request((requirement,), name=name)
+                found = Request((requirement, *self._compiling()), name=name)
             else:
                 found = lane_request(root, self.lane, requirement, name=name)
             requirements = (*found.requirements, *self.extra)
             return replace(found, requirements=requirements, index=self.index, find_links=self.find_links)
 
         return request
+
+    def _compiling(self) -> tuple[str, ...]:
+        """Return what torch.compile imports, which not every torch requires: numpy, and setuptools up to torch 2.10.
+
+        torch.utils.cpp_extension of an old torch needs pkg_resources, which setuptools 82 removed.
+        """
+        named = {canonicalize_name(found[0]) for text in self.extra if (found := NAME.match(text))}
+        return tuple(
+            text
+            for name, text in COMPILING.items()
+            if name not in named and "torch" in {self.package, *named}
+        )
 
     def test(self, root: Path | None, good: Callable[[], Environment], say: Callable[[str], None]) -> Test:
         """Return the test that judges a candidate. good: builds the environment of the good endpoint."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bumpgate.bisect.search import Outcome
-from bumpgate.environments.build import BuildError, Environment, NotInstallable
+from bumpgate.environments.build import BuildError, Environment, NotInstallable, release
 from bumpgate.environments.interpreter import ChildFault, Interpreter
 from bumpgate.environments.request import Request
 from bumpgate.gate.verdict import Finding
@@ -129,7 +129,12 @@ def take(place: Path, request: Request, build: Build, test: Test) -> Reading:
         return kept
     place.mkdir(parents=True, exist_ok=True)
     try:
-        reading = test.run(build(request), place)
+        environment = build(request)
+        try:
+            reading = test.run(environment, place)
+        finally:
+            # Later environments may need its space; whoever needs it again builds it, or finds it in the cache.
+            release(environment)
     except NotInstallable as error:
         reading = Reading(place, Cause.BROKEN, failure=f"does not install: {one_line(error, 200)}")
     except BuildError as error:

@@ -15,7 +15,8 @@ from bumpgate.adopt.command import one_at_a_time
 from bumpgate.adopt.files import interrupted, recover
 from bumpgate.baseline import find_root
 from bumpgate.environments import store
-from bumpgate.environments.build import Environment, build, discard, release
+from bumpgate.environments.build import Environment, build, release
+from bumpgate.environments.cached import discard
 from bumpgate.environments.locks import Lock, lane_lock, read_lock
 from bumpgate.environments.request import RUNNING, Request, lane_script, request_key
 from bumpgate.environments.store import StoreError, home

@@ -24,6 +24,7 @@ from bumpgate.adopt.files import interrupted
 from bumpgate.baseline import find_root
 from bumpgate.environments import compiled, reference
 from bumpgate.environments.build import BuildError, build, lane_request
+from bumpgate.environments.cached import Disk
 from bumpgate.environments.mirror import copies
 from bumpgate.environments.request import kernel_wheels
 from bumpgate.environments.store import sha256_of
@@ -78,6 +79,7 @@ def command(
         float | None, typer.Option(help="Minutes after which no session starts; --resume continues.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the gate in --out.")] = False,
+    disk: Disk = None,
     shell: Annotated[
         str,
         typer.Option(

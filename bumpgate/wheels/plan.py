@@ -16,7 +16,8 @@ from packaging.version import Version
 from bumpgate.doctor import abi
 from bumpgate.doctor.version_checks import driver_version
 from bumpgate.environments import store as wheel_store
-from bumpgate.environments.build import Environment, Request, Say, build
+from bumpgate.environments.build import Environment, Request, build
+from bumpgate.environments.cached import Say
 from bumpgate.environments.interpreter import Interpreter
 from bumpgate.environments.inventory import take
 from bumpgate.environments.locks import Wheel, lane_lock, read_lock
