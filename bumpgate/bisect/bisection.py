@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -68,6 +68,7 @@ class BisectContext:
 
     reliable: one reading settles a mixture also under the plan's misread rates, unless the test has contradicted
     itself: a probe that is a complete sequential test.
+    follow: packages that `build` selects to fit the others; no mixture pins them, and none is at fault by itself.
     recall: returns an environment that was built before, where candidates are commits and `build` keeps only one.
     """
 
@@ -80,6 +81,7 @@ class BisectContext:
     ahead: Ahead | None = None
     reliable: bool = False
     recall: Build | None = None
+    follow: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,10 @@ class Bisection:
 
     def attribute(self, result: Result) -> Attribution | None:
         """Find the package at fault between the two neighbours' sets; None if the sets are equal."""
-        good, bad = self.environments(result)
+        good, bad = (
+            replace(e, packages={n: v for n, v in e.packages.items() if n not in self.context.follow})
+            for e in self.environments(result)
+        )
         changed = frozenset(change.name for change in changes(good.packages, bad.packages))
         if not changed:
             return None

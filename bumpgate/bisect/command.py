@@ -29,6 +29,7 @@ from bumpgate.bisect.probe import Test
 from bumpgate.environments.build import Environment, build
 from bumpgate.environments.cached import Disk
 from bumpgate.environments.mirror import copies
+from bumpgate.wheels.fitting import Fitter
 
 STATE, JSON = "state.jsonl", "bisect.json"
 UNKNOWN, INTERRUPTED = 125, 130
@@ -174,7 +175,8 @@ def _launch(options: Options, name: str) -> int:
     """Open a shell in the environment of one version, and return its exit code."""
     root = options.root()
     request = options.request(root)(options.version(root, name))
-    environment = build(request, say=lambda line: typer.echo(line, err=True))
+    typer.echo(f"{request.title}: building, unless it is in the cache", err=True)
+    environment = _fitter(options, root)(request) if root else build(request)
     typer.echo(shell.origin(request, environment))
     return shell.shell(environment)
 
@@ -231,19 +233,21 @@ def _search(
     compiler: float | None,
 ) -> int:
     started = time.monotonic()
-    test = _test(options, root, span)
+    fitter = _fitter(options, root) if root else None
+    test = _test(options, root, span, fitter)
     watcher = Watcher(Console(soft_wrap=True), live=not options.interactive)
     builder = options.commit_builder(out) if options.builder else None
     context = BisectContext(
         options.package,
         out,
         builder.request if builder else options.request(root),
-        builder or build,
+        builder or fitter or build,
         test,
         watcher,
         Prefetch() if prefetch else None,
         reliable=options.timed,
         recall=builder and builder.recall,
+        follow=fitter.names - {options.package} if fitter else frozenset(),
     )
     bisection = Bisection(state, context)
 
@@ -280,13 +284,20 @@ def _search(
     return 0 if found.sure else UNKNOWN
 
 
-def _test(options: Options, root: Path | None, span: Range) -> Test:
-    """Return the test that judges a candidate."""
+def _fitter(options: Options, root: Path) -> Fitter:
+    return Fitter(root, options.lane, options.find_links)
+
+
+def _test(options: Options, root: Path | None, span: Range, fitter: Fitter | None = None) -> Test:
+    """Return the test that judges a candidate. fitter: builds the environments of a lane."""
 
     def good() -> Environment:
-        return build(options.request(root)(span.good))
+        return (fitter or build)(options.request(root)(span.good))
 
-    return options.test(root, good, lambda line: typer.echo(line, err=True))
+    def variables(environment: Environment) -> dict[str, str]:
+        return fitter.variables(environment) if fitter else {}
+
+    return options.test(root, good, lambda line: typer.echo(line, err=True), variables)
 
 
 def _no_answer(failure: str, test: Test, last: str) -> int:

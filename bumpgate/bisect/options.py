@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -246,8 +246,17 @@ class Options:
             if name not in named and "torch" in {self.package, *named}
         )
 
-    def test(self, root: Path | None, good: Callable[[], Environment], say: Callable[[str], None]) -> Test:
-        """Return the test that judges a candidate. good: builds the environment of the good endpoint."""
+    def test(
+        self,
+        root: Path | None,
+        good: Callable[[], Environment],
+        say: Callable[[str], None],
+        variables: Callable[[Environment], Mapping[str, str]],
+    ) -> Test:
+        """Return the test that judges a candidate.
+
+        good: builds the environment of the good endpoint. variables: env_vars of an environment.
+        """
         command = CommandTest(self.command, self.package, Path.cwd(), self.timeout)
         if self.interactive:
             return InteractiveTest(command if self.command else None)
@@ -256,6 +265,14 @@ class Options:
         finding = self.finding
         if finding and finding.ratios:
             return TimedTest(
-                root, self.lane, finding.tests, finding.ratios, good, self.package, finding.sessions, say
+                root,
+                self.lane,
+                finding.tests,
+                finding.ratios,
+                good,
+                self.package,
+                finding.sessions,
+                say,
+                variables,
             )
-        return SuiteTest(root, self.lane, self.selection, self.package, self.timeout)
+        return SuiteTest(root, self.lane, self.selection, self.package, self.timeout, variables=variables)

@@ -52,6 +52,7 @@ class SuiteTest:
     while at the bad endpoint the value is worse), another fault hides the answer: OTHER.
 
     deciding: row ids and node ids. kinds: how each is red at the endpoints. differs: False if red at both endpoints.
+    variables: env_vars of an environment, in addition to its lock.
     """
 
     root: Path
@@ -61,6 +62,7 @@ class SuiteTest:
     timeout: float | None = None
     deciding: tuple[str, ...] = ()
     differs: bool = True
+    variables: Callable[[Environment], Mapping[str, str]] = lambda environment: {}
     run_lane: Callable[..., LaneRun] = run_lane
     reference: Mapping[str, Row] = field(default_factory=dict)
     kinds: dict[str, set[str]] = field(default_factory=dict)
@@ -73,7 +75,11 @@ class SuiteTest:
                 self.lane,
                 self.selection,
                 place / RECORD,
-                environment={**reference.variables(environment.lock), **caches},
+                environment={
+                    **reference.variables(environment.lock),
+                    **self.variables(environment),
+                    **caches,
+                },
                 timeout=self.timeout,
                 log=place / LOG,
                 # A complete run has imported torch; for an incomplete one, import_fault below checks the import.

@@ -12,6 +12,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from bumpgate import lanes
@@ -113,15 +114,20 @@ def _suite_requirements(root: Path) -> list[str]:
 
 
 def kernel_wheels(site: Site) -> Found:
-    """BG207: a wheel's label names another torch. BG208: its extensions need symbols that this torch does not have."""
+    """BG207: a label names another torch. BG208: an extension needs symbols that this torch does not have.
+
+    Of the kernel wheels, and of everything else that is linked against torch.
+    """
     found = site.inventory
-    names = {*site.manifest.smoke, *(wheel.name for wheel in site.row.wheels)}
+    names = {canonicalize_name(n) for n in (*site.manifest.smoke, *(w.name for w in site.row.wheels))}
     wheels = [w for name in sorted(names) if (w := found.installed(name))]
-    if wheels and (tool := abi.missing_tool()):
-        yield Defect(
-            "BG208", f"{tool} is not on PATH: extensions cannot be audited", "apt-get install binutils"
-        )
+    if tool := abi.missing_tool():
+        if wheels:
+            reason = f"{tool} is not on PATH: extensions cannot be audited"
+            yield Defect("BG208", reason, "apt-get install binutils")
+        yield "no kernel wheel is installed"
         return
+    wheels += [w for w in abi.built_on_torch(found) if canonicalize_name(w.name) not in names]
     for wheel in wheels:
         rebuild = (
             f"pip install --no-build-isolation --no-binary :all: --force-reinstall --no-deps {wheel.name}"

@@ -41,7 +41,7 @@ from bumpgate.report import gate_file, history
 from bumpgate.report.extra import ExtraMissingError
 from bumpgate.report.gate_file import GateFile
 from bumpgate.rows import BumpgateError, one_line
-from bumpgate.wheels import plan as wheels
+from bumpgate.wheels import fitting as wheels
 
 # Options that the gate sets itself; passing them twice would change the two runs.
 OURS = ("-m", "--record", "--gate", "--launcher")
