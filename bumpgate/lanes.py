@@ -33,8 +33,9 @@ class Lane:
     device: the torch device type. gpu: a regular expression that is found in the GPU's name; "" for any.
     count: minimum number of GPUs. capability: the compute capability, "9.0"; "" for any. needs: of NEEDS.
     extra, requirements: the extra of pyproject.toml, or the requirements file, of a lane run.
-    overrides: a uv file of requirements that replace what packages ask for. canaries: the folder of canary tests
-    that a gate runs first; "" for none.
+    overrides: a uv file of requirements that replace what packages ask for. canaries: the folder or file of canary
+    tests that a gate runs first; "" for none. smoke: tests that a rollback runs, by path or node id; by default the
+    canaries.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Lane:
     requirements: str = ""
     overrides: str = ""
     canaries: str = ""
+    smoke: tuple[str, ...] = ()
 
 
 def load(root: Path) -> dict[str, Lane]:

@@ -198,10 +198,19 @@ def _files(place: Path) -> dict[Inode, int]:
 
 
 def _discard_unpacked(files: set[Inode]) -> None:
-    """Delete the wheels unpacked in uv's cache that consist of these files and that nothing links any more."""
-    for archive in uv_cache().glob("archive-v*/*"):
+    """Delete the wheels unpacked in uv's cache that consist of these files and that nothing links any more.
+
+    uv detects this only for wheels that it downloaded: the .rev file of a local one, which names the folder of the
+    unpacked one, would fail each later installation, so it is deleted first.
+    """
+    cache = uv_cache()
+    local = {path: path.read_bytes() for path in cache.glob("wheels-v*/**/*.rev")}
+    for archive in cache.glob("archive-v*/*"):
         stats = [os.lstat(os.path.join(folder, n)) for folder, _, names in os.walk(archive) for n in names]
         if any((s.st_dev, s.st_ino) in files for s in stats) and all(s.st_nlink == 1 for s in stats):
+            for path in local:
+                if archive.name.encode() in local[path]:
+                    path.unlink(missing_ok=True)
             shutil.rmtree(archive, ignore_errors=True)
 
 

@@ -141,8 +141,8 @@ class GateRunner:
     def canaries(self, names: Sequence[str]) -> None:
         """Run the canaries in these environments and record why each failed one did."""
         folder = lanes.require(self.root, self.gate.config.lane).canaries
-        if not folder or not (self.root / folder).is_dir():
-            # A lane without a canary folder verifies each row's instrument in the row's own process.
+        if not folder or not (self.root / folder).exists():
+            # A lane without canaries verifies each row's instrument in the row's own process.
             reason = f"no {folder} in this tree, so no instrument is verified"
             for name in names:
                 self.gate.sides[name].canaries = {"canaries": reason} if folder else {}

@@ -100,6 +100,21 @@ def test_discard_frees_what_only_that_environment_used(index: LocalIndex) -> Non
     assert unpacked() == ["cuda c", "torch 1"]
 
 
+def test_local_wheel_is_installed_again_after_a_discard(index: LocalIndex, tmp_path: Path) -> None:
+    path = fake_wheel(tmp_path / "local", "fast", "1.0", {"fast/data": "f" * SIZE})
+    for request in (
+        Request((f"fast @ {path.as_uri()}",)),
+        Request(("fast==1.0",), find_links=(str(path.parent),), offline=True),
+    ):
+        first = build(request)
+        release(first)
+        assert discard(first.key)
+        assert unpacked() == []
+        assert build(request).packages == {"fast": "1.0"}
+        release(first)
+        discard(first.key)
+
+
 @planted("C19", "environments that exceed the disk budget")
 def test_build_deletes_the_oldest_environments_first(
     index: LocalIndex, monkeypatch: pytest.MonkeyPatch
