@@ -17,20 +17,9 @@ from bumpgate.wheels.fitting import VARIABLE, Fitter, missing
 from suites.self import builds
 from suites.self.builds import JUDGE, bisecting, make_builds
 from suites.self.local_index import LocalIndex, fake_wheel, isolated
-from suites.self.tree import declare_lanes
+from suites.self.tree import FAST_MANIFEST, declare_lanes
 from suites.support.planted import planted
 
-MANIFEST = """schema = 1
-[environment.h200]
-status = "adopted"
-lane = "h200"
-source = "a test"
-python = ">=3.10"
-torch = "==2.0.0"
-[environment.h200.wheels.fast]
-version = "1.0"
-torch = "2.0.0"
-"""
 # Weeks whose torch has a wheel of the package fast.
 FITTING = (0, 2, 3, 11)
 
@@ -51,7 +40,7 @@ def tree(index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     for folder in ("wheels", "baselines"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "wheels" / "manifest.toml").write_text(MANIFEST)
+    (tmp_path / "wheels" / "manifest.toml").write_text(FAST_MANIFEST.format(torch="2.0.0"))
     for week in FITTING:
         label = f"1.0+torch{'.'.join(builds.torch(week).split('.')[:2])}"
         fake_wheel(tmp_path / "links", "fast", label, requires=["torch"])

@@ -19,21 +19,10 @@ from bumpgate.environments.store import StoreError
 from bumpgate.processes.runner import LaneRun
 from bumpgate.rows import Judgement, Record, Row, Verdict
 from suites.self.local_index import LocalIndex, fake_wheel, isolated
-from suites.self.tree import ROOT, declare_lanes
+from suites.self.tree import FAST_MANIFEST, ROOT, declare_lanes
 from suites.support.lanes import LANES
 from suites.support.planted import planted
 
-MANIFEST = """schema = 1
-[environment.h200]
-status = "adopted"
-lane = "h200"
-source = "a test"
-python = ">=3.10"
-torch = "==1.0"
-[environment.h200.wheels.fast]
-version = "1.0"
-torch = "1.0"
-"""
 EXTRAS = """[project]
 name = "bumpgate"
 [project.optional-dependencies]
@@ -52,8 +41,10 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root.mkdir()
     declare_lanes(root)
     for name, text in (
-        ("pyproject.toml", EXTRAS), ("wheels/manifest.toml", MANIFEST), ("xla/make_cuda_stubs.py", STUBS)
-    ):  # fmt: skip
+        ("pyproject.toml", EXTRAS),
+        ("wheels/manifest.toml", FAST_MANIFEST.format(torch="1.0")),
+        ("xla/make_cuda_stubs.py", STUBS),
+    ):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(text)
     wheels = [

@@ -32,7 +32,7 @@ from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target, gpu_archs
 from bumpgate.wheels.plan import Choice, plan
 from suites.self.local_index import isolated
-from suites.self.tree import ROOT
+from suites.self.tree import FAST_MANIFEST, ROOT
 from suites.support.planted import planted
 from suites.wheels import extensions
 
@@ -46,22 +46,15 @@ name = "bumpgate"
 [tool.bumpgate.lanes.h200]
 device = "cuda"
 """
-MANIFEST = """schema = 1
-[environment.h200]
-status = "adopted"
-lane = "h200"
-source = "a test"
-python = ">=3.10"
-torch = "==2.0.0"
-[environment.h200.wheels.fast]
-version = "1.0"
-torch = "2.0.0"
-sdist = "{sdist}"
+MANIFEST = (
+    FAST_MANIFEST.format(torch="2.0.0")
+    + """sdist = "{sdist}"
 [smoke.fast]
 command = ["-c", "import fast, sys; found = fast.run(int(sys.argv[1])); assert found == 'cpu:' + sys.argv[1], found"]
 cases = ["1", "3"]
 device = "cpu"
 """
+)
 GONE = ("namespace c10 { void gone_since_then(int); }", "c10::gone_since_then(1); Py_RETURN_NONE;")
 CRASH_OF_3 = (
     "from fast import _C\ndef run(n):\n    if n == 3:\n        import os; os.abort()\n    return _C.run(n)\n"
