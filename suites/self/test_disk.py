@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -15,10 +16,12 @@ from pathlib import Path
 import pytest
 
 from bumpgate import cli
+from bumpgate.bisect.prefetch import Prefetch
 from bumpgate.environments import cached
 from bumpgate.environments.build import BuildError, Environment, Request, build, release
 from bumpgate.environments.cached import VARIABLE, discard, kept, usage
 from bumpgate.environments.uv import uv_cache
+from suites.self.builds import JUDGE, bisecting, make_builds
 from suites.self.local_index import LocalIndex, fake_wheel, isolated
 from suites.self.tree import ROOT
 from suites.support.planted import planted
@@ -187,6 +190,32 @@ def processes_of(folder: Path) -> list[str]:
         if str(folder) in line and " pip " in line:
             found.append(line)
     return found
+
+
+@planted("C19", "each prefetch of a bisect is killed while it installs")
+@pytest.mark.timeout(180)
+def test_bisect_outlives_prefetches_killed_while_installing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bisect and the prefetch then use one cache of uv, and one environment, at the same time."""
+    running = []
+    stop = Prefetch.stop
+
+    def recorded_stop(self: Prefetch) -> None:
+        running.append(self._child is not None and self._child.poll() is None)
+        stop(self)
+
+    monkeypatch.setattr(Prefetch, "stop", recorded_stop)
+    monkeypatch.setattr(Prefetch.__init__, "__defaults__", (0,))
+    with LocalIndex(delay=0.4) as slow:
+        make_builds(tmp_path / "builds", slow, torch_fault=7)
+        isolated(monkeypatch, tmp_path, slow.url)
+        with bisecting(tmp_path) as run:
+            ran = run("--good", "2.0.0", "--bad", "2.11.0", "--command", JUDGE, "--out", "out")
+    answer = json.loads((tmp_path / "out" / "bisect.json").read_text())
+    assert (ran.code, answer["suspects"]) == (0, ["2.7.0"])
+    assert sum(running) >= 2
+    assert processes_of(tmp_path) == []
 
 
 @planted("C19", "a build killed while it installs")
