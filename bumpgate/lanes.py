@@ -35,6 +35,7 @@ class Lane:
     extra, requirements: the extra of pyproject.toml, or the requirements file, of a lane run.
     overrides: a uv file of requirements that replace what packages ask for. canaries: the folder of canary tests
     that a gate runs first; "" for none.
+    tests: files and folders whose tests belong to the lane without its marker; the outcome of each is a row.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Lane:
     requirements: str = ""
     overrides: str = ""
     canaries: str = ""
+    tests: tuple[str, ...] = ()
 
 
 def load(root: Path) -> dict[str, Lane]:
@@ -67,7 +69,12 @@ def load(root: Path) -> dict[str, Lane]:
             raise LaneError(f"{name}: {'.'.join(path)} must be a table of lanes")
         if found or name == OWN:
             where = f"{name}: {'.'.join(path)}"
-            return {lane: _lane(f"{where}.{lane}", lane, raw) for lane, raw in found.items()}
+            lanes = {lane: _lane(f"{where}.{lane}", lane, raw) for lane, raw in found.items()}
+            for lane in lanes.values():
+                for path in lane.tests:
+                    if not (root / path).exists():
+                        raise LaneError(f"{where}.{lane.name}: tests: {path} does not exist")
+            return lanes
     return {}
 
 
