@@ -40,7 +40,13 @@ def row_id(nodeid: str) -> str:
 
 
 def is_outcome(row: Row) -> bool:
+    """Return whether a row is the outcome of a test."""
     return row.unit == UNIT and row.id == row_id(row.test)
+
+
+def is_skipped(row: Row) -> bool:
+    """Return whether a row is of a test that was skipped: nothing was checked."""
+    return row.value == SKIPPED and is_outcome(row)
 
 
 def measured(nodeid: str, outcome: str, why: str, rule: str) -> Judgement:
@@ -61,9 +67,8 @@ def measured(nodeid: str, outcome: str, why: str, rule: str) -> Judgement:
 
 def skipped_in_both(good: Mapping[str, Judgement], bad: Mapping[str, Judgement]) -> dict[str, str]:
     """Return row id -> the reason, for tests that both sides skip: nothing was compared there."""
-    both = (row for row in good.keys() & bad.keys() if is_outcome(bad[row].row))
     return {
         row: next(iter(bad[row].row.evidence), SKIPPED)
-        for row in sorted(both)
-        if good[row].row.value == bad[row].row.value == SKIPPED
+        for row in sorted(good.keys() & bad.keys())
+        if is_skipped(good[row].row) and is_skipped(bad[row].row)
     }
