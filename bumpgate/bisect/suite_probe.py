@@ -28,7 +28,7 @@ from bumpgate.environments import reference
 from bumpgate.environments.build import Environment
 from bumpgate.gate.between import Change, change
 from bumpgate.gate.verdict import PRODUCT, Decision, Finding, Side, judge_gate
-from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneRun, run_lane
+from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneRun, by_hand, run_lane
 from bumpgate.rows import ROW_ID, Judgement, Record, Row, Verdict, one_line
 
 # Problems in a record that are not a test's fault: a skip, a selection, an interrupt.
@@ -157,7 +157,7 @@ class SuiteTest:
         rows = {j.row.id: j.row.test for j in reading.record.judgements} if reading and reading.record else {}
         names = [rows.get(name, name) for name in self.deciding]
         node = next((name for name in names if "::" in name), "")
-        return f"{environment.python} -m {investigate(self.lane, node)}"
+        return by_hand(environment.python, self.root, investigate(self.lane, node), self.selection)
 
     def _verdict(self, seen: Signals, name: str) -> Verdict:
         """Return a row's verdict in a reading; REGRESSION also if its value is worse than at the good endpoint.
