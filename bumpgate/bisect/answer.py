@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ class Answer:
     good, bad: the two adjacent versions. findings: how their rows differ. unread: suspects without a reading.
     read: number of versions with a reading. noise: misread rates (false BAD, false GOOD).
     notes: lines on the culprit, where candidates are commits. ranges: lines on the commits between two builds.
+    pinned: libraries at fault only as a part of the package that pins them.
     commits: the commits that may be at fault. compiler: the answer of torch's CompilerBisector, "" without one.
     """
 
@@ -88,6 +90,7 @@ class Answer:
     findings: tuple[Finding, ...] = ()
     repro: str = ""
     changed: tuple[str, ...] = ()
+    pinned: frozenset[str] = frozenset()
     deciding: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     read: int = 0
@@ -140,11 +143,16 @@ def answer(
         findings=tuple(findings),
         repro=test.repro(bad_env, after),
         changed=tuple(map(str, changes(first.packages, last.packages))),
+        pinned=frozenset().union(*(_pinned(cause, first, last) for cause in (found.blamed, *found.others))),
         deciding=test.deciding,
         unread=tuple(suspects),
         read=len({i for i, o in bisection.search.history if o in (Outcome.GOOD, Outcome.BAD)}),
         noise=bisection.search.noise(),
     )
+
+
+def _pinned(cause: Iterable[Change], *environments: Environment) -> set[str]:
+    return blame.pinned([change.name for change in cause], *environments)
 
 
 def _links(first: Environment, last: Environment, packages: list[str]) -> list[str]:
@@ -234,8 +242,8 @@ def _fault_lines(found: Answer) -> list[str]:
     label = "fixed by" if found.plan.find_fix else "at fault"
     named = {c.name for c in found.blamed}
     spared = "" if found.range.package in named else f", not {found.range.package}"
-    line = f"{label:11} {', '.join(map(str, found.blamed))}"
-    others = [", ".join(map(str, other)) for other in found.others]
+    line = f"{label:11} {_cause(found, found.blamed)}"
+    others = [_cause(found, other) for other in found.others]
     if not attribution.separable:
         line += f": not separable, {attribution.unresolved} mixtures could not be run"
     elif others and not attribution.needed:
@@ -246,7 +254,14 @@ def _fault_lines(found: Answer) -> list[str]:
         line += f"{spared}: sufficient, but the bad set without it stays red"
     else:
         line += spared
-    return [line]
+    along = [str(c) for cause in (found.blamed, *found.others) for c in cause if c.name in found.pinned]
+    more = f" and {len(along) - SHOWN} more" if len(along) > SHOWN else ""
+    with_it = f"{'':11} with {', '.join(along[:SHOWN])}{more}: pinned by it, not tried apart"
+    return [line, with_it] if along else [line]
+
+
+def _cause(found: Answer, cause: Iterable[Change]) -> str:
+    return ", ".join(str(change) for change in cause if change.name not in found.pinned)
 
 
 def write_json(path: Path, found: Answer, bisection: Bisection, **more: Any) -> None:
@@ -275,6 +290,7 @@ def write_json(path: Path, found: Answer, bisection: Bisection, **more: Any) -> 
         "versions_read": found.read,
         "earlier_changes": [span.versions[i] for i in result.earlier],
         "at_fault": [vars(c) for c in found.blamed],
+        "pinned": sorted(found.pinned),
         "also_sufficient": [[vars(c) for c in other] for other in found.others],
         "attribution": attribution
         and {k: v for k, v in vars(attribution).items() if k not in ("changes", "others")},
