@@ -41,9 +41,9 @@ SKIPPED_MODULE = "import pytest\npytest.importorskip('no_such_module')\ndef test
 @pytest.fixture
 def foreign(tmp_path: Path) -> Foreign:
     made = Foreign(tmp_path)
-    made.write("bumpgate.toml", LANE)
-    made.write("pytest.ini", "[pytest]\n")
-    made.write("tests/test_unchanged.py", TESTS)
+    files = {"bumpgate.toml": LANE, "pytest.ini": "[pytest]\n", "tests/test_unchanged.py": TESTS}
+    for path, text in files.items():
+        made.write(path, text)
     return made
 
 
