@@ -71,9 +71,9 @@ def load(root: Path) -> dict[str, Lane]:
             where = f"{name}: {'.'.join(path)}"
             lanes = {lane: _lane(f"{where}.{lane}", lane, raw) for lane, raw in found.items()}
             for lane in lanes.values():
-                for path in lane.tests:
-                    if not (root / path).exists():
-                        raise LaneError(f"{where}.{lane.name}: tests: {path} does not exist")
+                for test in lane.tests:
+                    if not (root / test).exists():
+                        raise LaneError(f"{where}.{lane.name}: tests: {test} does not exist")
             return lanes
     return {}
 
