@@ -1,0 +1,180 @@
+"""Trainings over ranks, compared with the same training in one process; each program returns numbers for JSON.
+
+The one process takes the rows of all ranks as its batch, and as many of them at a time as a rank.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bumpgate.plugin.instruments import DynamoWatch
+from launch import autofit, layout, model_parallel
+from launch.data import TokenFile, packed_batches
+from launch.layout import Layout
+from launch.ranks import Ranks
+from launch.shards import whole
+from launch.train import Plan, Trainer
+from model import preset
+from suites.support.child import ROOT
+from suites.support.instruments import group_timeout
+
+CORPUS = ROOT / "fixtures" / "corpus"
+ROWS, TOKENS, STEPS, SAVED = 2, 32, 4, 2  # the run saves a checkpoint after SAVED steps
+
+LAYOUTS = {
+    "ddp": Layout(),
+    "fsdp2": Layout("fsdp2"),
+    "expert": Layout("fsdp2", expert=True),
+    "tensor": Layout("fsdp2", tensor=2),
+}
+
+
+def trainer(ranks: Ranks, plan: Plan, division: str, alone: bool = False, **options: Any) -> Trainer:
+    """Build a trainer of a narrow model with all four kinds of blocks; alone: one process, with the batch of all."""
+    chosen = LAYOUTS[division]
+    source = packed_batches(TokenFile(CORPUS), ROWS * chosen.shares(ranks.world), TOKENS, 0)
+    config = preset("nam12", "narrow", layer_pattern="AEMR", depth=4)
+    place = {} if alone else {"ranks": ranks, "layout": chosen}
+    device = str(ranks.device)
+    return Trainer(config, plan, source, device=device, rows=ROWS, **place, **options)
+
+
+def first_gradients(run: Trainer) -> dict[str, Tensor]:
+    """Return a dict that is filled with the whole gradients of the first step of `run`."""
+    seen: dict[str, Tensor] = {}
+    step = run.optimizer.step
+
+    def recorded() -> None:
+        if not seen:
+            seen.update({name: whole(p.grad).clone() for name, p in run.model.named_parameters()})
+        step()
+
+    run.optimizer.step = recorded  # type: ignore[method-assign]
+    return seen
+
+
+def apart(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Any]:
+    """Return how two sets of tensors differ: how many bitwise, and the largest distance relative to a tensor's norm."""
+    largest = 0.0
+    for name, other in reference.items():
+        largest = max(largest, float((found[name] - other).norm() / other.norm().clamp(min=1e-30)))
+    return {
+        "tensors": len(reference),
+        "zero": sum(not other.any() for other in reference.values()),
+        "different": sum(not torch.equal(found[name], other) for name, other in reference.items()),
+        "relative": largest,
+    }
+
+
+@contextmanager
+def planted(fault: str) -> Iterator[None]:
+    """Plant one of FAULTS in this process."""
+    if not fault:
+        yield
+        return
+    owner, name, value = FAULTS[fault]
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _same_rows(share: autofit.Share, batch: Tensor) -> Tensor:
+    return batch.chunk(share.count)[0]
+
+
+# Fault -> what it replaces.
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "every rank takes the first rows": (autofit.Share, "of", _same_rows),
+    "experts see their own rank's rows only": (model_parallel, "exchange", lambda x, group: x),
+    "attention heads are not added up": (model_parallel, "RowwiseParallel", model_parallel.ColwiseParallel),
+}
+
+
+def compare(
+    ranks: Ranks,
+    division: str,
+    policy: str = "eager",
+    optimizer: str = "adamw",
+    steps: int = STEPS,
+    wide: bool = False,
+    fault: str = "",
+) -> dict[str, Any]:
+    """Train over the ranks and in one process -> how losses, gradients and weights differ. wide: in fp64."""
+    if wide:
+        torch.set_default_dtype(torch.float64)
+    plan = Plan(steps, policy=policy, optimizer=optimizer, warmup=1)
+    one = trainer(ranks, plan, division, alone=True)
+    expected = first_gradients(one)
+    one.run()
+    torch.compiler.reset()
+    with planted(fault), DynamoWatch() as watch:
+        run = trainer(ranks, plan, division, backend=watch.backend())
+        found = first_gradients(run)
+        run.run()
+        recompiles = len(watch.refresh().recompiles)
+    return {
+        "losses": run.losses,
+        "one": one.losses,
+        "gradients": apart(found, expected),
+        "weights": apart(whole(run.model.state_dict()), one.model.state_dict()),
+        "programs": len(run.programs.seen),
+        "expected_programs": run.programs.allowed,
+        "recompiles": recompiles,
+        "groups": ranks.started,
+        "timeout": group_timeout(torch.distributed.group.WORLD),
+    }
+
+
+def resumed(ranks: Ranks, division: str, place: str) -> dict[str, Any]:
+    """Train with a checkpoint half-way; train on from it over the ranks, and in one process -> how both differ."""
+    plan = Plan(STEPS, policy="eager", optimizer="muon", warmup=1)
+    folder = Path(place, f"{division}-{ranks.rank}")
+    folder.mkdir()
+    written = {"checkpoint": folder / "state.pt", "log": folder / "log.jsonl"}
+    run = trainer(ranks, plan, division, **written)
+    run.run(until=SAVED)
+    saved = Path(place, f"{division}.pt")
+    if run.writes:
+        shutil.copy(folder / "state.pt", saved)
+    ranks.meet()
+    run.run()
+    weights = whole(run.model.state_dict())
+    again = trainer(ranks, plan, division, checkpoint=saved)
+    again.resume()
+    again.checkpoint = None  # the file is shared by the ranks of this test, and still to be read
+    again.run()
+    ranks.meet()
+    alone = trainer(ranks, plan, division, alone=True, checkpoint=saved)
+    alone.resume()
+    alone.checkpoint = None
+    alone.run()
+    return {
+        "files": sorted(path.name for path in folder.iterdir()),
+        "losses": run.losses,
+        "again": again.losses,
+        "alone": alone.losses,
+        "weights": apart(whole(again.model.state_dict()), weights),
+        "weights_alone": apart(alone.model.state_dict(), weights),
+        "steps_logged": len(written["log"].read_text().splitlines()) if run.writes else 0,
+    }
+
+
+def disagreeing(ranks: Ranks, name: str, values: list[str]) -> dict[str, Any]:
+    """Compare facts of which one differs between the ranks; raises ContractError on all of them."""
+    ranks.agree({"python": "3.11.7", name: values[ranks.rank]})
+    return {"agreed": True}
+
+
+def refused(ranks: Ranks, style: str, tensor: int, expert: bool) -> dict[str, Any]:
+    """Divide the ranks in a way that is not supported; raises ContractError."""
+    return {"shares": layout.Layout(style, tensor, expert).shares(ranks.world)}
