@@ -8,11 +8,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Partial
 
 from bumpgate.plugin.instruments import DynamoWatch
 from launch import autofit, layout, model_parallel
@@ -27,6 +30,7 @@ from suites.support.instruments import group_timeout
 
 CORPUS = ROOT / "fixtures" / "corpus"
 ROWS, TOKENS, STEPS, SAVED = 2, 32, 4, 2  # the run saves a checkpoint after SAVED steps
+PATTERN = "AEMR"  # all kinds of blocks
 
 LAYOUTS = {
     "ddp": Layout(),
@@ -36,11 +40,13 @@ LAYOUTS = {
 }
 
 
-def trainer(ranks: Ranks, plan: Plan, division: str, alone: bool = False, **options: Any) -> Trainer:
-    """Build a trainer of a narrow model with all four kinds of blocks; alone: one process, with the batch of all."""
+def trainer(
+    ranks: Ranks, plan: Plan, division: str, pattern: str = PATTERN, alone: bool = False, **options: Any
+) -> Trainer:
+    """Build a trainer of a narrow model; alone: one process, with the batch of all ranks."""
     chosen = LAYOUTS[division]
     source = packed_batches(TokenFile(CORPUS), ROWS * chosen.shares(ranks.world), TOKENS, 0)
-    config = preset("nam12", "narrow", layer_pattern="AEMR", depth=4)
+    config = preset("nam12", "narrow", layer_pattern=pattern, depth=len(pattern))
     place = {} if alone else {"ranks": ranks, "layout": chosen}
     device = str(ranks.device)
     return Trainer(config, plan, source, device=device, rows=ROWS, **place, **options)
@@ -96,7 +102,11 @@ def _same_rows(share: autofit.Share, batch: Tensor) -> Tensor:
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "every rank takes the first rows": (autofit.Share, "of", _same_rows),
     "experts see their own rank's rows only": (model_parallel, "exchange", lambda x, group: x),
-    "attention heads are not added up": (model_parallel, "RowwiseParallel", model_parallel.ColwiseParallel),
+    "attention heads are not added up": (
+        model_parallel,
+        "RowwiseParallel",
+        partial(model_parallel.RowwiseParallel, output_layouts=Partial()),
+    ),
 }
 
 
@@ -106,19 +116,27 @@ def compare(
     policy: str = "eager",
     optimizer: str = "adamw",
     steps: int = STEPS,
+    pattern: str = PATTERN,
     wide: bool = False,
     fault: str = "",
 ) -> dict[str, Any]:
-    """Train over the ranks and in one process -> how losses, gradients and weights differ. wide: in fp64."""
+    """Train over the ranks and in one process -> how losses, gradients and weights differ.
+
+    wide: in fp64, and the one process is eager; otherwise it has the policy of the ranks.
+    """
     if wide:
         torch.set_default_dtype(torch.float64)
     plan = Plan(steps, policy=policy, optimizer=optimizer, warmup=1)
-    one = trainer(ranks, plan, division, alone=True)
+    if ranks.rank:
+        ranks.meet()  # rank 0 compiles first, the others find its code in the cache
+    one = trainer(ranks, replace(plan, policy="eager") if wide else plan, division, pattern, alone=True)
     expected = first_gradients(one)
     one.run()
+    if not ranks.rank:
+        ranks.meet()
     torch.compiler.reset()
     with planted(fault), DynamoWatch() as watch:
-        run = trainer(ranks, plan, division, backend=watch.backend())
+        run = trainer(ranks, plan, division, pattern, backend=watch.backend())
         found = first_gradients(run)
         run.run()
         recompiles = len(watch.refresh().recompiles)
