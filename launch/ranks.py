@@ -58,9 +58,19 @@ class Ranks:
         self.started = self.met = 0
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """Return each rank's value, of JSON types, in the order of ranks; waits for all of them."""
+        """Return each rank's value, of JSON types, in the order of ranks; waits for all of them.
+
+        Raises ContractError, one line, if a rank sends none within the contract's timeout.
+        """
         self.store.set(f"{name}/{self.rank}", json.dumps(value))
-        return [json.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.world)]
+        return [self._get(name, rank) for rank in range(self.world)]
+
+    def _get(self, name: str, rank: int) -> Any:
+        try:
+            return json.loads(self.store.get(f"{name}/{rank}"))
+        except dist.DistStoreError:
+            seconds = self.store.timeout.total_seconds()
+            raise ContractError(f"rank {rank} has not sent its {name} in {seconds:g} s") from None
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Raise ContractError, the same line on all ranks, if a fact of a rank differs from rank 0's."""

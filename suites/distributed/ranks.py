@@ -1,4 +1,4 @@
-"""Two ranks: a function of suites/distributed/programs.py or training.py in forked processes after one import of torch.
+"""Ranks in forked processes after one import of torch, each with a function of programs, training or scaling.
 
 `python -m suites.distributed.ranks cpu 2 '{"case": {"program": ...}}'` prints a JSON line per case: on gloo, or on NCCL
 with "cuda". A rank that has returned its result stays alive until the others have returned their own: leaving would
@@ -50,7 +50,11 @@ def _case(
     processes, connections = [], []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        meet = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        meet = {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+        }
     for rank in range(ranks):
         here, there = fork.Pipe(duplex=False)
         place = {**meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -87,7 +91,7 @@ def _rank(
     program: str,
     arguments: dict[str, Any],
 ) -> None:
-    from suites.distributed import programs, training
+    from suites.distributed import programs, scaling, training
 
     os.environ.update(place)
     contract = load()
@@ -97,7 +101,7 @@ def _rank(
         contract = replace(contract, rank_variables=changed)
     ranks = Ranks(contract, device, given=place)
     ranks.start()
-    function = getattr(programs, program, None) or getattr(training, program)
+    function = next(vars(m)[program] for m in (programs, training, scaling) if program in vars(m))
     try:
         found = function(ranks, **arguments)
     except Exception as error:  # whatever torch raises is the result
@@ -108,7 +112,8 @@ def _rank(
 
 def main() -> None:
     import suites.distributed.programs
-    import suites.distributed.training  # noqa: F401  (before the forks, which share both)
+    import suites.distributed.scaling
+    import suites.distributed.training  # noqa: F401  (before the forks, which share them)
 
     device, ranks, cases = sys.argv[1:]
     for case, options in json.loads(cases).items():

@@ -6,9 +6,11 @@ The one process takes the rows of all ranks as its batch, and as many of them at
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import Partial
 
 from bumpgate.plugin.instruments import DynamoWatch
-from launch import autofit, layout, model_parallel
+from launch import autofit, caches, model_parallel
 from launch.data import TokenFile, packed_batches
+from launch.environment import RUN, child_environment, run_caches, seed_caches
 from launch.layout import Layout
 from launch.ranks import Ranks
 from launch.shards import whole
@@ -193,6 +196,28 @@ def disagreeing(ranks: Ranks, name: str, values: list[str]) -> dict[str, Any]:
     return {"agreed": True}
 
 
-def refused(ranks: Ranks, style: str, tensor: int, expert: bool) -> dict[str, Any]:
-    """Divide the ranks in a way that is not supported; raises ContractError."""
-    return {"shares": layout.Layout(style, tensor, expert).shares(ranks.world)}
+def slow_cache(ranks: Ranks, place: str, seconds: float, store_timeout: float = 0.0) -> dict[str, Any]:
+    """Seed the caches of a named run as launch.train does, from a directory in which each file takes half of `seconds`.
+
+    store_timeout: in place of the contract's, for what ranks send each other through the store.
+    """
+    given = child_environment(ranks.contract, {"XDG_CACHE_HOME": place, RUN: "slow"})
+    folders = run_caches(ranks.contract, given)
+    put, seeded, began = caches._put, 0, time.monotonic()
+    if store_timeout:
+        ranks.store.set_timeout(timedelta(seconds=store_timeout))
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(seconds / len(folders))
+        put(*arguments)
+
+    if not ranks.rank:
+        for shared, own in folders:
+            shared.mkdir(parents=True)
+            own.mkdir(parents=True)
+            (shared / "code").write_text("compiled")
+        caches._put = slowly
+        seeded = seed_caches(ranks.contract, given)
+    ranks.agree({})
+    found = sum((own / "code").exists() for _, own in folders)
+    return {"seeded": seeded, "files": found, "waited": time.monotonic() - began}

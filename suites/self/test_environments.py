@@ -439,7 +439,7 @@ def test_wheel_file_can_be_a_candidate(index: LocalIndex, tree: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("lane", "candidate", "words"),
     [
-        ("tpu", None, "unknown lane 'tpu'; lanes: cpu, h200, v6e"),
+        ("tpu", None, "unknown lane 'tpu'; lanes: cpu, h200, h200x2, v6e"),
         ("cpu", "torch=1.1", "invalid candidate"),
         ("cpu", "/none/torch-1.0-py3-none-any.whl", "no such wheel file"),
     ],
