@@ -73,7 +73,7 @@ def test_rows_of_present_gpus_are_measured(monkeypatch: pytest.MonkeyPatch, worl
 def test_failing_rank_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [ALONE, {"error": "ContractError: rank 1: no GPU 1, 1 are here"}]
     monkeypatch.setattr(scaling, "run_cases", lambda cases, *_: dict.fromkeys(cases, ranks))
-    with pytest.raises(RuntimeError, match="^2 ranks: ContractError: rank 1: no GPU 1"):
+    with pytest.raises(RuntimeError, match=r"^2 ranks: ContractError: rank 1: no GPU 1"):
         scaling.run("cuda", 2, {})
 
 
