@@ -52,24 +52,23 @@ def test_throughput_scales_over_gpus(
 
 
 @lanes("cpu")
-@planted("C14", "an exchange of gradients that takes 100 ms longer")
+@planted("C14", "an exchange of gradients that takes 300 ms longer")
 def test_exposed_exchange_is_measured(lane: Lane, row) -> None:
     small = {"name": "nam12", "size": "narrow", "pattern": "A", "rows": 1, "tokens": 16, "steps": 2}
     case = {"program": "measure", "policy": "eager", **small}
-    found = run_cases({"usual": case, "slow": {**case, "delay": 0.1}}, lane.device)
+    found = run_cases({"usual": case, "slow": {**case, "delay": 0.3}}, lane.device)
     assert not any("error" in one for ranks in found.values() for one in ranks), found
     exposed = {
-        name: min(one["step"] - one["step_without_exchange"] for one in ranks)
-        for name, ranks in found.items()
+        name: [one["step"] - one["step_without_exchange"] for one in ranks] for name, ranks in found.items()
     }
     row(
-        "distributed/scaling/exposed_seconds_of_slow_exchange",
-        exposed["slow"],
-        unit="s",
+        "distributed/scaling/ranks_with_an_exposed_exchange",
+        sum(seconds > 0.2 for seconds in exposed["slow"]),
+        unit="count",
         witness=sum(one["timed"] for one in found["slow"]),
         rule="C14",
-        at_least=0.1,
-        evidence=[f"{name}: {seconds:.4f} s" for name, seconds in exposed.items()],
+        expected=2,
+        evidence=[f"{name}: {seconds} s" for name, seconds in exposed.items()],
     )
-    assert exposed["usual"] < 0.1
+    assert max(exposed["usual"]) < 0.2
     assert all(one["peak"] > 0 and one["compile"] == 0 for one in found["usual"])
