@@ -38,6 +38,7 @@ def run_cases(
     """
     program = [sys.executable, "-m", "suites.distributed.ranks", device, str(ranks), json.dumps(cases)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compile times are of this process
     tail = run([Child("ranks", program, environment)], seconds=SECONDS, cwd=ROOT)["ranks"]
     lines = [json.loads(line) for line in tail if line.startswith('{"case"')]
     return {line["case"]: line["results"] for line in lines}

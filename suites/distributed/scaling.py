@@ -10,7 +10,7 @@ import argparse
 import resource
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
@@ -23,6 +23,7 @@ from launch.train import Plan, Trainer
 from model import preset
 from suites.distributed.ranks import run_cases
 from suites.distributed.training import CORPUS
+from suites.support.instruments import compile_phases
 
 WORLDS = (2, 4, 8)
 POLICIES = (
@@ -53,7 +54,8 @@ def measure(
     pattern: str = "",
     delay: float = 0.0,
 ) -> dict[str, Any]:
-    """Time `steps` steps with and without the exchange of gradients, in turn -> medians of seconds per step, and costs.
+    """Time `steps` steps with and without the exchange of gradients, in turn -> medians of seconds per step, MiB at the
+    peak, and the CPU seconds of compiling.
 
     The difference is what the exchange adds to a step: the part of it that no computation hides.
     delay: seconds that each bucket's exchange waits first.
@@ -61,7 +63,9 @@ def measure(
     changed = {"layer_pattern": pattern, "depth": len(pattern)} if pattern else {}
     source = packed_batches(TokenFile(CORPUS), rows * ranks.world, tokens, 0)
     plan = Plan(2 + 2 * ROUNDS * (steps + 1), policy=policy)
-    run = Trainer(preset(name, size, **changed), plan, source, device=str(ranks.device), ranks=ranks)
+    with compile_phases() as phases:
+        run = Trainer(preset(name, size, **changed), plan, source, device=str(ranks.device), ranks=ranks)
+        run.run(until=1)
     if delay:
 
         def late(group: Any, bucket: Any) -> Any:
@@ -88,7 +92,7 @@ def measure(
         "step_without_exchange": median(seconds[False]),
         "tokens": rows * tokens,
         "peak": peak,
-        "compile": run.warm_up_seconds,
+        "compile": sum(phase or 0.0 for phase in asdict(phases).values()),
         "timed": len(seconds[True]) * steps,
     }
 
