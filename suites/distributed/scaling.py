@@ -11,6 +11,7 @@ import resource
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -65,15 +66,9 @@ def measure(
     plan = Plan(2 + 2 * ROUNDS * (steps + 1), policy=policy)
     with compile_phases() as phases:
         run = Trainer(preset(name, size, **changed), plan, source, device=str(ranks.device), ranks=ranks)
-        run.run(until=1)
-    if delay:
-
-        def late(group: Any, bucket: Any) -> Any:
-            time.sleep(delay)
-            return allreduce_hook(group, bucket)
-
-        run.compiled.forward.register_comm_hook(None, late)  # type: ignore[attr-defined]
-    run.run(until=2)
+        if delay:
+            run.compiled.forward.register_comm_hook(None, partial(late, delay))  # type: ignore[attr-defined]
+        run.run(until=2)
     exchanging = run.share
     local = replace(exchanging, held=lambda _: exchanging.held(True))
     seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -95,6 +90,12 @@ def measure(
         "compile": sum(phase or 0.0 for phase in asdict(phases).values()),
         "timed": len(seconds[True]) * steps,
     }
+
+
+def late(delay: float, group: Any, bucket: Any) -> Any:
+    """DDP's exchange of one bucket, after a delay in seconds."""
+    time.sleep(delay)
+    return allreduce_hook(group, bucket)
 
 
 def summary(alone: Mapping[str, list[dict]], several: Mapping[str, list[dict]]) -> dict[str, float]:
