@@ -17,6 +17,7 @@ from bumpgate.bisect import command as bisect
 from bumpgate.doctor import command as doctor
 from bumpgate.environments import build as environments
 from bumpgate.environments import freeze, image, mirror, rollback, versions
+from bumpgate.fleet import command as fleet
 from bumpgate.gate import command as gate
 from bumpgate.notify import command as notify
 from bumpgate.report import command as report
@@ -43,6 +44,7 @@ app.command("freeze")(freeze.command)
 app.command("rollback")(rollback.command)
 app.command("image")(image.command)
 app.add_typer(findings.app, name="findings", help="Findings of the history: list, link to an issue, own.")
+app.add_typer(fleet.app, name="fleet", help="Gates and bisects on many hosts, through Ray or Slurm.")
 app.add_typer(wheels.app, name="wheels", help="Kernel wheels of a lane: plan, audit, fetch and build them.")
 
 

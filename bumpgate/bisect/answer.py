@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from bumpgate.bisect.bisection import Bisection
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.journal import Plan
 from bumpgate.bisect.probe import ProbeResult, Reading, Test
-from bumpgate.bisect.search import Outcome, Result
+from bumpgate.bisect.search import Outcome, Result, Search
 from bumpgate.environments.build import Environment
 from bumpgate.gate.verdict import Finding
 from bumpgate.rows import write_atomic
@@ -64,7 +65,8 @@ class Watcher:
             else f"{result.outcome.value:7}"
         )
         self.console.print(outcome, end=" ", highlight=False, markup=bool(self._status))
-        text = f"{name} in {reading.seconds:.1f} s: {result.reason}{f'; {left}' if left else ''}"
+        where = f" on {reading.host}" if reading.host else ""
+        text = f"{name} in {reading.seconds:.1f} s{where}: {result.reason}{f'; {left}' if left else ''}"
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -202,6 +204,19 @@ def text(found: Answer) -> str:
     return "\n".join(lines)
 
 
+def so_far(search: Search) -> str:
+    """Return the range that has the change with the confidence of the search; "" before both ends are read."""
+    if not all(any(i == end for i, _ in search.history) for end in (search.first, search.last)):
+        return ""
+    masses = search.posterior()
+    doubt = (1 - search.confidence) / len(masses)
+    likely = [k for k, mass in enumerate(masses) if mass > doubt]
+    total = math.fsum(masses[k] for k in likely)
+    old, new = search.first + max(min(likely) - 1, 0), min(search.first + max(likely), search.last)
+    names = search.candidates
+    return f"{'so far':11} {names[old]} {search.old.value}, {names[new]} {search.new.value}; posterior {total:.2f}"
+
+
 def closing_text(found: Answer, probes: float, overhead: float) -> str:
     """Format the package at fault and the time. probes: probes, overhead: seconds."""
     lines = _fault_lines(found)
@@ -292,6 +307,7 @@ def write_json(path: Path, found: Answer, bisection: Bisection, **more: Any) -> 
                 "failure": step.reading.failure,
                 "exit_code": step.reading.code,
                 "seconds": step.reading.seconds,
+                "host": step.reading.host,
                 "folder": f"probes/{step.reading.place.name}",
             }
             for step in bisection.steps()

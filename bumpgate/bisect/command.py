@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 from packaging.utils import canonicalize_name
@@ -18,22 +18,37 @@ from rich.console import Console
 
 from bumpgate.bisect import gate_finding, ranges, shell
 from bumpgate.bisect import journal as journals
-from bumpgate.bisect.answer import Answer, Watcher, answer, closing_text, text, write_json
+from bumpgate.bisect.answer import Answer, Watcher, answer, closing_text, so_far, text, write_json
 from bumpgate.bisect.bisection import BisectContext, Bisection, MachineError
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.compiler import compiler_part
 from bumpgate.bisect.journal import Journal, JournalError, Plan
 from bumpgate.bisect.options import BisectError, Options
 from bumpgate.bisect.prefetch import Prefetch
-from bumpgate.bisect.probe import Test
+from bumpgate.bisect.probe import Hosts, Test
 from bumpgate.environments.build import Environment, build
 from bumpgate.environments.mirror import copies
+
+
+class Fleet(Protocol):
+    """Hosts that `bumpgate fleet` has connected to."""
+
+    def check(self, options: Options) -> None:
+        """Raise BumpgateError, one line, for a bisect that hosts cannot share."""
+
+    def readings(self, options: Options, good: str) -> Hosts:
+        """Return what takes the readings of a bisect. good: the version of the good endpoint."""
+
+    def line(self) -> tuple[str, ...]:
+        """Return the start of the command line that connects again."""
+
 
 STATE, JSON = "state.jsonl", "bisect.json"
 UNKNOWN, INTERRUPTED = 125, 130
 
 
 def command(
+    context: typer.Context,
     good: Annotated[
         str, typer.Option(help="A good version, or the date of a good nightly (2026-10-01).")
     ] = "",
@@ -140,7 +155,7 @@ def command(
         options = _with_finding(options, from_gate, row)
     place = out or Path(f"bisect-{options.package}-{options.good}-{options.bad}".replace("/", "-"))
     with _terminable():
-        raise typer.Exit(run(options, place, resume, attribution, prefetch, compiler))
+        raise typer.Exit(run(options, place, resume, attribution, prefetch, compiler, context.obj))
 
 
 def _with_finding(options: Options, path: Path | None, row: str) -> Options:
@@ -184,12 +199,15 @@ def run(
     attribution: bool = True,
     prefetch: bool = True,
     compiler: float | None = None,
+    fleet: Fleet | None = None,
 ) -> int:
-    """Run the command and return its exit code.
+    """Run the command and return its exit code. fleet: where its readings are taken, instead of this process.
 
     Raises BumpgateError on bad input, before anything is installed.
     """
     root = options.check()
+    if fleet:
+        fleet.check(options)
     state, span = _continue(options, out) if resume else (None, None)
     if state is None or span is None:
         span = options.range(root)
@@ -197,23 +215,27 @@ def run(
             options.check_selection(root)
         state = _begin(out, options.plan(span, _test(options, root, span)))
         typer.echo(span.summary(state.search.steps_left()))
+    hosts = fleet.readings(options, span.good) if fleet else None
+    again = [*(fleet.line() if fleet else ()), "bisect"]
     flags = [*([] if attribution else ["--no-attribution"]), *([] if prefetch else ["--no-prefetch"])]
     flags += ["--compiler", f"{compiler:g}"] if compiler else []
     with state:
         try:
             # A build at the same time would disturb the times, and a builder has one folder.
-            prefetch = prefetch and not (options.timed or options.builder)
+            prefetch = prefetch and not (options.timed or options.builder or hosts)
             attribution = attribution and not (options.builder or options.interactive)
-            return _search(options, out, state, span, root, attribution, prefetch, compiler)
+            return _search(options, out, state, span, root, attribution, prefetch, compiler, hosts)
         except KeyboardInterrupt:
             typer.echo(f"interrupted; {len(state.search.history)} probes are saved. Continue with:", err=True)
-            typer.echo(f"  {_resume_command(options, out, flags)}", err=True)
+            typer.echo(f"  {_resume_command(options, out, flags, again)}", err=True)
             return INTERRUPTED
         except MachineError as error:
-            return _stopped(str(error), _resume_command(options, out, flags))
+            why = str(error)
         except OSError as error:
             why = f"{error.filename or out}: {error.strerror}"
-            return _stopped(why, _resume_command(options, out, flags))
+        if known := so_far(state.search):
+            typer.echo(known)
+        return _stopped(why, _resume_command(options, out, flags, again))
 
 
 def _search(
@@ -225,6 +247,7 @@ def _search(
     attribution: bool,
     prefetch: bool,
     compiler: float | None,
+    hosts: Hosts | None,
 ) -> int:
     started = time.monotonic()
     test = _test(options, root, span)
@@ -240,6 +263,7 @@ def _search(
         Prefetch() if prefetch else None,
         reliable=options.timed,
         recall=builder and builder.recall,
+        hosts=hosts,
     )
     bisection = Bisection(state, context)
 
@@ -305,12 +329,14 @@ def _stopped(why: str, again: str) -> int:
     return UNKNOWN
 
 
-def _resume_command(options: Options, out: Path, flags: Sequence[str]) -> str:
+def _resume_command(
+    options: Options, out: Path, flags: Sequence[str], command: Sequence[str] = ("bisect",)
+) -> str:
     """Return the command that resumes a bisect. flags: options that are not part of `options`."""
     line = options.line()
     cut = line.index("--") if "--" in line else len(line)
     line = (*line[:cut], "--out", str(out), *flags, "--resume", *line[cut:])
-    return shlex.join(["bumpgate", "bisect", *line])
+    return shlex.join(["bumpgate", *command, *line])
 
 
 def _begin(out: Path, plan: Plan) -> Journal:

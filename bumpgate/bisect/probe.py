@@ -17,6 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+from packaging.version import Version
+
 from bumpgate.bisect.search import Outcome
 from bumpgate.environments.build import BuildError, Environment, NotInstallable
 from bumpgate.environments.interpreter import ChildFault, Interpreter
@@ -60,6 +62,7 @@ class Reading:
 
     code: exit code of the command or of pytest, or minus the signal number; None if it never ran.
     failure: why it never ran, or ended early; one line. seconds: of only the test. packages: name to version.
+    host: the name of the host that took it, "" for this one.
     """
 
     place: Path
@@ -68,6 +71,7 @@ class Reading:
     failure: str = ""
     seconds: float = 0.0
     packages: dict[str, str] = field(default_factory=dict)
+    host: str = ""
 
     @cached_property
     def record(self) -> Record | None:
@@ -121,6 +125,29 @@ class Test(Protocol):
 
 
 Build = Callable[[Request], Environment]
+
+
+class Hosts(Protocol):
+    """Hosts that take readings in parallel."""
+
+    def number(self) -> int:
+        """Return how many readings can be taken at once. Raises BumpgateError if no host is there."""
+
+    def take(self, jobs: Sequence[tuple[Path, Request]]) -> Iterator[Reading]:
+        """Yield the reading of each job as it ends, saved at the job's place; one that was lost has Cause.MACHINE."""
+
+
+def exactly(build: Build, package: str, version: str) -> Build:
+    """Return a function that builds a request and refuses another version of the package."""
+
+    def checked(request: Request) -> Environment:
+        environment = build(request)
+        installed = environment.packages.get(package)
+        if installed is None or Version(installed) != Version(version):
+            raise NotInstallable(f"{request.title}: {installed} was installed instead", Path(), "")
+        return environment
+
+    return checked
 
 
 def take(place: Path, request: Request, build: Build, test: Test) -> Reading:

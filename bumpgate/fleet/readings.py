@@ -1,0 +1,78 @@
+"""Readings of a bisect, taken on the hosts of a fleet."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bumpgate.bisect.bisection import MachineError
+from bumpgate.bisect.options import Options
+from bumpgate.bisect.probe import READING, Cause, Reading, exactly, keep, load, take
+from bumpgate.environments.build import Environment, build
+from bumpgate.environments.request import Request
+from bumpgate.fleet.engine import Engine, FleetError, Lost, Task
+from bumpgate.fleet.files import folder_on_host, pack, unpack
+
+
+@dataclass(frozen=True)
+class Readings:
+    """Takes the readings of one bisect. needs: what a host must offer. most: how many to take at once.
+
+    folder: the working directory, on every host. good: the good endpoint, with which timed rows are paired.
+    """
+
+    engine: Engine
+    options: Options
+    needs: tuple[str, ...]
+    most: int
+    folder: Path
+    good: str
+
+    def number(self) -> int:
+        slots = sum(host.slots for host in self.engine.hosts(self.needs))
+        if not slots:
+            raise MachineError(f"no host of the fleet offers {' and '.join(self.needs) or 'a processor'}")
+        return min(slots, self.most)
+
+    def take(self, jobs: Sequence[tuple[Path, Request]]) -> Iterator[Reading]:
+        tasks = [
+            Task(read, (self.options, self.folder, str(place.absolute()), request, self.good), self.needs)
+            for place, request in jobs
+        ]
+        for number, result in self.engine.run(tasks):
+            place = jobs[number][0]
+            place.mkdir(parents=True, exist_ok=True)
+            if isinstance(result, Lost) and result.refused:
+                raise FleetError(result.why)
+            if isinstance(result, Lost):
+                keep(Reading(place, Cause.MACHINE, failure=result.why))
+            else:
+                unpack(result.value, place, READING)
+            reading = load(place)
+            assert reading is not None, f"{place} has no reading"
+            if not isinstance(result, Lost):
+                reading = replace(reading, host=result.host)
+                keep(reading)
+            yield reading
+
+
+def read(options: Options, folder: Path, name: str, request: Request, good: str) -> dict[str, bytes]:
+    """Take one reading on this host and return its files. name: of the reading, for the folder here."""
+    os.chdir(folder)
+    root = options.root()
+    requested = options.request(root)
+
+    def reference() -> Environment:
+        return build(requested(good))
+
+    test = options.test(root, reference, lambda line: None)
+    pins = [
+        text.partition("===")[2] for text in request.requirements if text.startswith(f"{options.package}===")
+    ]
+    checked = exactly(build, options.package, pins[0]) if pins else build
+    with folder_on_host("probes", hashlib.sha256(name.encode()).hexdigest()[:16]) as place:
+        take(place, request, checked, test)
+        return pack(place)
