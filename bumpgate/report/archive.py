@@ -28,6 +28,7 @@ from bumpgate.report.schema import PREFIX, TEXTS, VERSION
 from bumpgate.rows import BumpgateError, Judgement, Record, Value, is_finite, one_line
 
 WAIT_SECONDS = 60  # for another writer
+POSTGRESQL_LOCK = 0x62756D70  # any number that other programs on the same database do not use
 
 
 class ArchiveError(BumpgateError):
@@ -216,6 +217,7 @@ class Archive:
     def transaction(self) -> Iterator[Any]:
         """Yield a connection whose changes are committed if the block ends without an exception."""
         with self._in_one_line(), self._engine.begin() as connection:
+            _one_writer(connection)
             yield connection
 
     @contextmanager
@@ -250,6 +252,7 @@ class Archive:
             _lock_at_begin(sql, engine)
         meta = self.tables["meta"]
         with self._in_one_line(), engine.begin() as connection:
+            _one_writer(connection)
             names = sql.inspect(connection).get_table_names()
             ours = [name for name in names if name.startswith(PREFIX)]
             if names and not ours and self._is_file:
@@ -279,6 +282,12 @@ def _lock_at_begin(sql: Any, engine: Any) -> None:
 
     sql.event.listen(engine, "connect", manual)
     sql.event.listen(engine, "begin", begin)
+
+
+def _one_writer(connection: Any) -> None:
+    """Wait for other writers, as SQLite does: in PostgreSQL two may create the same table, or store the same gate."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({POSTGRESQL_LOCK})")
 
 
 def _reading(run: int, j: Judgement) -> dict[str, Any]:

@@ -20,9 +20,11 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
+import pytest
 
 from suites.self.tree import ROOT
 
@@ -70,6 +72,8 @@ class RayCluster:
     address: str = ""
 
     def __post_init__(self) -> None:
+        if find_spec("ray") is None:
+            pytest.skip("ray is not installed: pip install 'bumpgate[fleet]'")
         # Ray's default is a token in the user's home folder.
         self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 

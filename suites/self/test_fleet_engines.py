@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from bumpgate.fleet.engine import Done, Lost, Task
+from bumpgate.fleet.slurm_engine import SlurmEngine
 from suites.self.builds import JUDGE, Ran, make_builds
 from suites.self.clusters import RayCluster
 from suites.self.foreign import LANE, Foreign
@@ -48,10 +52,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hosts(served: LocalIndex, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+def short() -> Iterator[str]:
+    """A temporary folder with a path short enough for Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="fleet", dir="/tmp") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def hosts(
+    served: LocalIndex, cache: Path, short: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RayCluster]:
     """Two hosts: `a` with four places of the class `fast`, `b` with one and the lane `mine`."""
     with pytest.MonkeyPatch.context() as patch:
         isolated(patch, cache, served.url)
+        # The lock of the device is in TMPDIR: a gate of this machine's own must not keep these waiting.
+        patch.setenv("TMPDIR", short)
         with RayCluster(tmp_path_factory.mktemp("ray"), {**os.environ}) as cluster:
             cluster.start("class_fast", "lane_mine", slots=4, NODE="a")
             cluster.start("lane_mine", "lane_other", NODE="b", PIP_NODE="b")
@@ -113,14 +128,6 @@ def until(condition: Callable[[], Any], seconds: float = 120) -> Any:
     return found
 
 
-def check_saved(folder: Path, lost: int) -> None:
-    """No more than `lost` finished probes have no reading."""
-    kept = [
-        p for p in (folder / "out").rglob("reading.json") if json.loads(p.read_text())["code"] is not None
-    ]
-    assert len(kept) <= lines(folder) <= len(kept) + lost
-
-
 def test_two_ray_hosts_give_the_answer_of_one_process(hosts: RayCluster, tmp_path: Path) -> None:
     judged = ("bisect", *ENDS, "--command", f"{JUDGE}; code=$?; {SLOW}; exit $code")
     alone, shared = tmp_path / "alone", tmp_path / "shared"
@@ -151,6 +158,7 @@ def test_four_workers_find_one_of_60_nights_in_3_rounds(hosts: RayCluster, tmp_p
 def test_task_runs_on_a_host_that_offers_what_it_needs(hosts: RayCluster, tmp_path: Path) -> None:
     found = in_cluster(hosts, "node_of_each")
     assert found == {"lane_mine class_fast": ["a"] * 6, "lane_other": ["b"] * 6, "lane_none": ["lost"] * 6}
+    assert in_cluster(hosts, "threads") == "unset", "Ray's own number of threads"
 
 
 def in_cluster(cluster: RayCluster, name: str) -> Any:
@@ -191,19 +199,15 @@ def test_lanes_are_gated_on_their_hosts(hosts: RayCluster, tmp_path: Path) -> No
         foreign.write(f".{side}/python", f'#!/bin/sh\nSIDE={side} exec {sys.executable} "$@"\n')
         (tmp_path / f".{side}/python").chmod(0o755)
     row = '{"name": "graphs", "value": 3, "unit": "graphs", "better": "exact"}'
-    foreign.write(
-        "bench.py",
-        f"import os\nprint('{row}')\nopen('ran', 'a').write(os.environ['NODE'] + os.environ['SIDE'] + ' ')",
-    )
+    notes = "open('ran', 'a').write(os.environ['NODE'] + os.environ['SIDE'] + ' ')"
+    foreign.write("bench.py", f"import os\nprint('{row}')\n{notes}")
     gates = ("gate", "--lane", "mine", "--lane", "other", "--out", "night")
     pythons = ("--python-good", ".good/python", "--python-bad", ".bad/python", "--command", "python bench.py")
     url = f"sqlite:///{tmp_path}/h.sqlite"
     ran = run(tmp_path, hosts, *gates, "--history", url, "--", *pythons)
     assert ran.code == 0, ran
-    assert {line.split(" on ")[0] for line in ran.out.splitlines() if " on " in line} == {
-        "ADOPT    mine",
-        "ADOPT    other",
-    }
+    verdicts = {line.split(" on ")[0] for line in ran.out.splitlines() if " on " in line}
+    assert verdicts == {"ADOPT    mine", "ADOPT    other"}
     assert "bgood" in (tmp_path / "ran").read_text()
     nodes = (tmp_path / "ran").read_text().split()
     assert nodes.count("bgood") == nodes.count("bbad") > 0, "both sides of the lane `other` on its host"
@@ -211,3 +215,96 @@ def test_lanes_are_gated_on_their_hosts(hosts: RayCluster, tmp_path: Path) -> No
     assert (again.code, "night holds gates of mine, other: add --resume" in again.err) == (4, True)
     again = run(tmp_path, hosts, *gates, "--resume", "--", *pythons)
     assert (again.code, again.out) == (0, "")
+
+
+# Each of these kills processes of a cluster of its own.
+
+
+@pytest.fixture
+def cluster(served: LocalIndex, cache: Path, short: str, tmp_path: Path) -> Iterator[RayCluster]:
+    with RayCluster(tmp_path, {**os.environ, "TMPDIR": short}) as made:
+        made.start("lane_mine", slots=2, NODE="a")
+        yield made
+
+
+def judged_slowly() -> tuple[str, ...]:
+    return ("bisect", *ENDS, "--command", f"{JUDGE}; code=$?; {SLOW}; exit $code", "--out", "out")
+
+
+def check_answer(folder: Path, ran: Ran, lost: int) -> None:
+    """The answer is that of an undisturbed bisect, and no more than `lost` finished probes have no reading."""
+    assert ran.code == 0, ran
+    found = json.loads((folder / "out/bisect.json").read_text())
+    assert (found["suspects"], found["last"], found["sure"]) == (["2.7.0"], "2.6.0", True)
+    assert [change["name"] for change in found["at_fault"]] == ["triton"]
+    kept = [
+        p for p in (folder / "out").rglob("reading.json") if json.loads(p.read_text())["code"] is not None
+    ]
+    assert len(kept) <= lines(folder) <= len(kept) + lost
+
+
+def test_killed_worker_loses_only_its_probe(cluster: RayCluster, tmp_path: Path) -> None:
+    process = start(tmp_path, cluster, *judged_slowly())
+    kills = 0
+    for after in (1, 4):
+        until(lambda after=after: lines(tmp_path) >= after)
+        os.kill(until(cluster.nodes[0].workers)[0], signal.SIGKILL)
+        kills += 1
+    check_answer(tmp_path, ended(process), kills)
+
+
+def test_killed_host_leaves_the_bisect_to_the_others(cluster: RayCluster, tmp_path: Path) -> None:
+    second = cluster.start("lane_mine", slots=2, NODE="b")
+    process = start(tmp_path, cluster, *judged_slowly())
+    until(lambda: probed(tmp_path)["b"])
+    until(second.workers)
+    second.kill()
+    count = probed(tmp_path)["b"]
+    check_answer(tmp_path, ended(process), 2)
+    assert probed(tmp_path)["b"] == count
+
+
+def test_killed_driver_resumes_from_its_journal(cluster: RayCluster, tmp_path: Path) -> None:
+    for after in (1, 5):
+        process = start(tmp_path, cluster, *judged_slowly(), *(["--resume"] if after > 1 else []))
+        until(lambda after=after: lines(tmp_path) >= after)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    check_answer(tmp_path, run(tmp_path, cluster, *judged_slowly(), "--resume"), 4)
+
+
+def test_killed_head_gives_a_partial_answer_and_resumes(cluster: RayCluster, tmp_path: Path) -> None:
+    process = start(tmp_path, cluster, *judged_slowly())
+    until(lambda: lines(tmp_path) >= 4)
+    cluster.nodes[0].kill()
+    ran = ended(process)
+    assert ran.code == 125, ran
+    assert ran.out.splitlines()[-1].startswith("so far      ")
+    (line,) = ran.err.splitlines()
+    assert "readings so far are saved. Continue with: bumpgate fleet --ray" in line
+    with RayCluster(tmp_path, cluster.env) as other:
+        other.start("lane_mine", slots=2, NODE="c")
+        check_answer(tmp_path, run(tmp_path, other, *judged_slowly(), "--resume"), 2)
+    assert probed(tmp_path)["c"]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> SlurmEngine:
+    """Jobs of submitit as processes of this machine."""
+    pytest.importorskip("submitit", reason="submitit is not installed: pip install 'bumpgate[fleet]'")
+    return SlurmEngine(tmp_path / "jobs", {}, cluster="local")
+
+
+def test_local_jobs_of_submitit_end_done_or_lost(jobs: SlurmEngine) -> None:
+    tasks = [Task(divmod, (7, n)) for n in (2, 0, 3)]
+    found = dict(jobs.run(tasks))
+    assert [type(found[number]) for number in range(3)] == [Done, Lost, Done]
+    assert (found[0].value, found[2].value) == ((3, 1), (2, 1))
+    assert "ZeroDivisionError" in found[1].why
+
+
+def test_killed_job_of_submitit_is_repeated(jobs: SlurmEngine, tmp_path: Path) -> None:
+    once = f"test -e {tmp_path}/done || {{ touch {tmp_path}/done; kill -9 $PPID; sleep 9; }}; exit 3"
+    ((_, found),) = jobs.run([Task(os.system, (once,))])
+    assert isinstance(found, Done)
+    assert found.value == 3 << 8
