@@ -110,6 +110,19 @@ def test_killed_writer_leaves_no_part_of_a_gate(url: str, tmp_path: Path) -> Non
     assert len(Archive(url).points(BREAKS)) == 4
 
 
+def test_reader_sees_one_state_and_delays_no_writer(url: str, tmp_path: Path) -> None:
+    archive = Archive(url)
+    archive.add(gate_of_day(tmp_path, 1))
+    gates = archive.sql.select(archive.tables["gates"].c.id)
+    with archive.reading() as connection:
+        assert len(connection.execute(gates).all()) == 1
+        (process,) = writers(url, tmp_path, [gate_of_day(tmp_path, 2)])
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (0, ""), err
+        assert len(connection.execute(gates).all()) == 1, "a gate of later"
+    assert len(Archive(url).points(BREAKS)) == 4
+
+
 def test_server_that_is_gone_is_one_line_without_password(tmp_path: Path) -> None:
     archive = Archive(f"postgresql+psycopg://bumpgate:secret@/postgres?host={tmp_path}")
     with pytest.raises(ArchiveError) as error:
