@@ -288,7 +288,10 @@ if __name__ == "__main__":
         "PostgreSQL, ten times as much": in_postgresql(10_000, 5_000_000, LANES),
     }
     large = columns["PostgreSQL, ten times as much"]
-    tables = {"storage": storage_table(columns), "year": year_table(large.size / large.readings, 2 * len(_rows()))}
+    tables = {
+        "storage": storage_table(columns),
+        "year": year_table(large.size / large.readings, 2 * len(_rows())),
+    }
     print("\n\n".join(tables.values()), flush=True)
     tables["rounds"] = rounds_table(lambda text: print(text, flush=True))
     if chosen.write:
