@@ -108,15 +108,15 @@ def finished(answer: tuple[str, Any, str]) -> Done | Lost:
 class Waiting:
     """Whether tasks that wait for a host still have one, with some patience."""
 
-    def __init__(self, engine: Engine, patience: float = PATIENCE) -> None:
-        self._engine = engine
+    def __init__(self, hosts: Callable[[Sequence[str]], list[Host]], patience: float = PATIENCE) -> None:
+        self._hosts = hosts
         self._patience = patience
         self._since: dict[tuple[str, ...], float] = {}
 
     def in_vain(self, task: Task) -> str:
         """Return why a task cannot run, if that has been so for longer than the patience; else ""."""
         key = (*task.needs, task.host)
-        there = [host for host in self._engine.hosts(task.needs) if task.host in ("", host.key)]
+        there = [host for host in self._hosts(task.needs) if task.host in ("", host.key)]
         if there:
             self._since.pop(key, None)
             return ""

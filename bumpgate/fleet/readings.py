@@ -42,20 +42,27 @@ class Readings:
             Task(read, (self.options, self.folder, str(place.absolute()), request, self.good), self.needs)
             for place, request in jobs
         ]
+        lost: list[tuple[Path, Lost]] = []
         for number, result in self.engine.run(tasks):
             place = jobs[number][0]
             place.mkdir(parents=True, exist_ok=True)
-            if isinstance(result, Lost) and result.refused:
-                raise FleetError(result.why)
             if isinstance(result, Lost):
-                keep(Reading(place, Cause.MACHINE, failure=result.why))
-            else:
-                unpack(result.value, place, READING)
+                if result.refused:
+                    raise FleetError(result.why)
+                lost.append((place, result))
+                continue
+            unpack(result.value, place, READING)
             reading = load(place)
             assert reading is not None, f"{place} has no reading"
-            if not isinstance(result, Lost):
-                reading = replace(reading, host=result.host)
-                keep(reading)
+            reading = replace(reading, host=result.host)
+            keep(reading)
+            yield reading
+        # Without a host, no candidate is at fault, and none is skipped.
+        if lost and not self.engine.hosts(self.needs):
+            raise MachineError(lost[0][1].why)
+        for place, result in lost:
+            reading = Reading(place, Cause.MACHINE, failure=result.why)
+            keep(reading)
             yield reading
 
 

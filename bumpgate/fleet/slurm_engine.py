@@ -28,6 +28,7 @@ from bumpgate.rows import one_line
 
 # States of a node that can take a job, now or after another one; a suffix is a flag.
 ALIVE = re.compile(r"(idle|mixed|allocated|completing|planned|reserved)[^*]*")
+RULE = "-" * 22  # of submitit's messages
 
 
 class SlurmEngine:
@@ -67,7 +68,7 @@ class SlurmEngine:
         return [found[name] for name in sorted(found) if found[name].features >= {*needs}]
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Done | Lost]]:
-        waiting = Waiting(self, self._patience)
+        waiting = Waiting(self.hosts, self._patience)
         jobs = {number: (self._start(task), RETRIES) for number, task in enumerate(tasks)}
         try:
             while jobs:
@@ -100,7 +101,10 @@ class SlurmEngine:
         if self._cluster == "slurm":
             constraint = {"slurm_constraint": "&".join(task.needs)} if task.needs else {}
             executor.update_parameters(slurm_additional_parameters=more, **constraint, **self._settings)
-        return executor.submit(attempt, task.function, task.arguments)
+        try:
+            return executor.submit(attempt, task.function, task.arguments)
+        except self._submitit.core.utils.FailedJobError as error:
+            raise FleetError(f"--slurm: sbatch failed: {one_line(error, 160)}") from None
 
     def _result(self, job: Any) -> Done | Lost | None:
         """Return the result of a job that has ended; None if its worker was lost."""
@@ -108,6 +112,8 @@ class SlurmEngine:
         try:
             return finished(job.result())
         except core.FailedJobError as error:
-            return Lost(one_line(str(error).strip().splitlines()[-1], 200))
+            # The trace is between two rules.
+            trace = str(error).partition(RULE)[2].partition(RULE)[0].strip() or str(error)
+            return Lost(one_line(trace.splitlines()[-1], 200))
         except core.UncompletedJobError:
             return None

@@ -5,15 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bumpgate import cli
 from bumpgate.bisect import answer, bisection
+from bumpgate.bisect.bisection import MachineError
 from bumpgate.bisect.journal import Plan
+from bumpgate.bisect.probe import Cause, Reading
 from bumpgate.bisect.search import Outcome
+from bumpgate.environments.request import Request
 from bumpgate.fleet import engine, files, gates, inventory
 from bumpgate.fleet.engine import Done, Host, Lost, Task, Waiting, features
+from bumpgate.fleet.readings import Readings
 from bumpgate.rows import BumpgateError
 from suites.self.foreign import LANE, Foreign
 from suites.self.git_repository import GitRepository
@@ -96,6 +101,20 @@ class FakeEngine:
         pass
 
 
+def test_candidate_is_skipped_only_while_hosts_are_left(tmp_path: Path) -> None:
+    request = Request(("night===1.1",), name="night 1.1")
+    jobs = [(tmp_path / name, request) for name in ("1.1.0", "1.2.0")]
+
+    def take(slots: int) -> list[Reading]:
+        options: Any = None
+        return [*Readings(FakeEngine(0, 1, slots=slots), options, (), 4, tmp_path, "1.0").take(jobs)]
+
+    with pytest.raises(MachineError, match="its host died"):
+        take(slots=0)
+    assert not [*tmp_path.rglob("reading.json")]
+    assert {reading.cause for reading in take(slots=2)} == {Cause.MACHINE}
+
+
 def test_refusal_and_crash_of_a_call_differ() -> None:
     def refuse() -> None:
         raise BumpgateError("no such test\nat all")
@@ -117,7 +136,7 @@ def test_task_waits_for_a_host_until_patience_ends(monkeypatch: pytest.MonkeyPat
     now = [0.0]
     monkeypatch.setattr(engine.time, "monotonic", lambda: now[0])
     fake = FakeEngine(slots=0)
-    waiting, task = Waiting(fake, patience=10), Task(len, needs=("lane_mine",))
+    waiting, task = Waiting(fake.hosts, patience=10), Task(len, needs=("lane_mine",))
     assert waiting.in_vain(task) == ""
     now[0] = 9
     assert waiting.in_vain(task) == ""

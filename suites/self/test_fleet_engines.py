@@ -273,7 +273,10 @@ def test_killed_driver_resumes_from_its_journal(cluster: RayCluster, tmp_path: P
     check_answer(tmp_path, run(tmp_path, cluster, *judged_slowly(), "--resume"), 4)
 
 
-def test_killed_head_gives_a_partial_answer_and_resumes(cluster: RayCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [0, 1], ids=["only host", "with another host"])
+def test_killed_head_gives_a_partial_answer(cluster: RayCluster, tmp_path: Path, others: int) -> None:
+    for _ in range(others):
+        cluster.start("lane_mine", slots=2, NODE="b")
     process = start(tmp_path, cluster, *judged_slowly())
     until(lambda: lines(tmp_path) >= 4)
     cluster.nodes[0].kill()
@@ -284,7 +287,7 @@ def test_killed_head_gives_a_partial_answer_and_resumes(cluster: RayCluster, tmp
     assert "readings so far are saved. Continue with: bumpgate fleet --ray" in line
     with RayCluster(tmp_path, cluster.env) as other:
         other.start("lane_mine", slots=2, NODE="c")
-        check_answer(tmp_path, run(tmp_path, other, *judged_slowly(), "--resume"), 2)
+        check_answer(tmp_path, run(tmp_path, other, *judged_slowly(), "--resume"), 2 * (1 + others))
     assert probed(tmp_path)["c"]
 
 
