@@ -22,7 +22,7 @@ import pytest
 from bumpgate.fleet.engine import Done, Lost, Task
 from bumpgate.fleet.slurm_engine import SlurmEngine
 from suites.self.builds import JUDGE, Ran, make_builds
-from suites.self.clusters import RayCluster
+from suites.self.clusters import RayCluster, SlurmCluster
 from suites.self.foreign import LANE, Foreign
 from suites.self.local_index import LocalIndex, fake_wheel, isolated
 from suites.self.tree import ROOT
@@ -78,11 +78,12 @@ def here(served: LocalIndex, cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     isolated(monkeypatch, cache, served.url)
 
 
-def start(folder: Path, cluster: RayCluster | None, *arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, cluster: RayCluster | SlurmCluster | None, *arguments: str) -> subprocess.Popen[str]:
     """Start `bumpgate`, as the head of a fleet or alone."""
     command = list(arguments)
     if cluster:
-        command = ["fleet", "--ray", cluster.address, *command]
+        engine = ["--ray", cluster.address] if isinstance(cluster, RayCluster) else ["--slurm", "jobs"]
+        command = ["fleet", *engine, *command]
     return subprocess.Popen(
         [sys.executable, "-c", "from bumpgate.cli import main; main()", *command],
         cwd=folder,
@@ -99,7 +100,7 @@ def ended(process: subprocess.Popen[str], seconds: float = 300) -> Ran:
     return Ran(process.returncode, out, err)
 
 
-def run(folder: Path, cluster: RayCluster | None, *arguments: str) -> Ran:
+def run(folder: Path, cluster: RayCluster | SlurmCluster | None, *arguments: str) -> Ran:
     return ended(start(folder, cluster, *arguments))
 
 
@@ -311,3 +312,23 @@ def test_killed_job_of_submitit_is_repeated(jobs: SlurmEngine, tmp_path: Path) -
     ((_, found),) = jobs.run([Task(os.system, (once,))])
     assert isinstance(found, Done)
     assert found.value == 3 << 8
+
+
+def test_slurm_jobs_give_the_answer_of_one_process(jobs: SlurmEngine, short: str, tmp_path: Path) -> None:
+    slow = "sleep 0.3; echo {version} job$SLURM_JOB_ID >> probed"
+    judged = ("bisect", *ENDS, "--command", f"{JUDGE}; code=$?; {slow}; exit $code", "--out", "out")
+    (tmp_path / "alone").mkdir()
+    assert run(tmp_path / "alone", None, *judged).code == 0
+    folder = Path(short) / "slurm"
+    folder.mkdir()
+    with SlurmCluster(folder, "lane_mine,class_fast") as slurm:
+        ran = run(tmp_path, slurm, "--host-class", "slow", *judged)
+        assert (ran.code, ran.err.count("no host of the fleet offers class_slow")) == (125, 1), ran
+        ran = run(tmp_path, slurm, "--host-class", "fast", *judged, "--resume")
+        assert ran.code == 0, ran
+        checked = run(tmp_path, slurm, "check", "--lane", "mine")
+        refused = run(tmp_path, slurm, "--set", "slurm_partition=none", "check")
+    assert answer(tmp_path / "out") == answer(tmp_path / "alone/out")
+    assert len(probed(tmp_path)) == lines(tmp_path), "a job per reading"
+    assert (checked.code, checked.out.splitlines()[-1]) == (0, "1 host: equal")
+    assert (refused.code, refused.err.count("sbatch failed: ")) == (4, 1), refused
