@@ -285,9 +285,9 @@ if __name__ == "__main__":
     columns = {
         "SQLite": in_sqlite(1000, 500_000, LANES),
         "PostgreSQL": in_postgresql(1000, 500_000, LANES),
-        "PostgreSQL, ten times as much": in_postgresql(10_000, 5_000_000, LANES),
+        "PostgreSQL, four times as much": in_postgresql(4000, 2_000_000, LANES),
     }
-    large = columns["PostgreSQL, ten times as much"]
+    large = columns["PostgreSQL, four times as much"]
     tables = {
         "storage": storage_table(columns),
         "year": year_table(large.size / large.readings, 2 * len(_rows())),
