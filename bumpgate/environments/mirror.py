@@ -325,11 +325,8 @@ def _fetch(mirror: Mirror, name: str, found: Found, day: date) -> None:
             if answer.status_code == 416:  # the part is complete, or longer than the file
                 _finish(mirror, partial, name, found.sha256)
                 return
-            if answer.status_code in (
-                403,
-                404,
-                410,
-            ):  # a store of objects refuses names that it does not have
+            # A store of objects answers 403 for a name that it does not have.
+            if answer.status_code in (403, 404, 410):
                 raise AbsentError(f"{name} ({answer.status_code})")
             answer.raise_for_status()
             size = int(answer.headers.get("Content-Length") or 0)

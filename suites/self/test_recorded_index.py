@@ -73,6 +73,11 @@ def test_recorded_page_lists_wheels_of_each_python(form: str, tmp_path: Path) ->
     ]
 
 
+@pytest.mark.parametrize("form", ["html", "json"])
+def test_recorded_requires_python_leaves_out_newer_releases(form: str, tmp_path: Path) -> None:
+    assert [f.version for f in read(form, "sympy", tmp_path, python="3.7")][-2:] == ["1.10", "1.10.1"]
+
+
 @pytest.mark.parametrize("package", ["torch-xla", "sympy"])
 def test_recorded_forms_differ_in_dates_only(package: str, tmp_path: Path) -> None:
     html, json = (read(form, package, tmp_path, python="3.11", pre=True) for form in ("html", "json"))
