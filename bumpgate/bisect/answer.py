@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -205,16 +206,22 @@ def text(found: Answer) -> str:
 
 
 def so_far(search: Search) -> str:
-    """Return the range that has the change with the confidence of the search; "" before both ends are read."""
+    """Return the readings next to the likeliest change, and the probability that it is between them.
+
+    "" before both ends are read.
+    """
     if not all(any(i == end for i, _ in search.history) for end in (search.first, search.last)):
         return ""
     masses = search.posterior()
-    doubt = (1 - search.confidence) / len(masses)
-    likely = [k for k, mass in enumerate(masses) if mass > doubt]
-    total = math.fsum(masses[k] for k in likely)
-    old, new = search.first + max(min(likely) - 1, 0), min(search.first + max(likely), search.last)
+    likeliest = search.first + masses.index(max(masses))  # the first candidate with the change
+    margins = Counter[int]()
+    for i, outcome in search.history:
+        margins[i] += (outcome is search.new) - (outcome is search.old)
+    old = max((i for i, m in margins.items() if m < 0 and i < likeliest), default=search.first)
+    new = min((i for i, m in margins.items() if m > 0 and i >= likeliest), default=search.last)
+    between = math.fsum(masses[old - search.first + 1 : new - search.first + 1])
     names = search.candidates
-    return f"{'so far':11} {names[old]} {search.old.value}, {names[new]} {search.new.value}; posterior {total:.2f}"
+    return f"{'so far':11} {names[old]} {search.old.value}, {names[new]} {search.new.value}; probability {between:.2f}"
 
 
 def closing_text(found: Answer, probes: float, overhead: float) -> str:

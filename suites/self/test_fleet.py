@@ -62,8 +62,8 @@ def test_mutant_batch_that_loses_readings_is_caught(old: str, new: str, tmp_path
         check_every_kill_point(mutant_of(bisection, old, new), tmp_path, hosts=4)
 
 
-def stopped(first_bad: int, reads: Sequence[int]) -> str:
-    searched = Plan(NAMES, NAMES[0], NAMES[-1], (), 0.0, 0.0).search()
+def stopped(first_bad: int, reads: Sequence[int], misreads: float | None = 0.0) -> str:
+    searched = Plan(NAMES, NAMES[0], NAMES[-1], (), misreads, misreads).search()
     for index in reads:
         searched.record(index, Outcome.BAD if index >= first_bad else Outcome.GOOD)
     return answer.so_far(searched)
@@ -71,8 +71,16 @@ def stopped(first_bad: int, reads: Sequence[int]) -> str:
 
 def test_partial_answer_is_the_range_between_the_readings() -> None:
     assert stopped(30, [0]) == ""
-    assert stopped(30, [0, 59]).startswith(f"so far      {NAMES[0]} GOOD, {NAMES[59]} BAD; posterior ")
-    assert stopped(30, [0, 59, 20, 40]) == f"so far      {NAMES[20]} GOOD, {NAMES[40]} BAD; posterior 1.00"
+    assert stopped(30, [0, 59]) == f"so far      {NAMES[0]} GOOD, {NAMES[59]} BAD; probability 1.00"
+    found = f"so far      {NAMES[20]} GOOD, {NAMES[40]} BAD; probability "
+    assert stopped(30, [0, 59, 20, 40]) == f"{found}1.00"
+    unsure = stopped(30, [0, 59, 20, 40], None)
+    assert unsure.startswith(found)
+    assert 0.5 < stated(unsure) < stated(stopped(30, [0, 59, 20, 20, 40, 40], None)) < 1
+
+
+def stated(line: str) -> float:
+    return float(line.split()[-1])
 
 
 class FakeEngine:
