@@ -5,6 +5,7 @@ Standard library only: this file must import under any candidate torch, and unde
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 from collections.abc import Callable, Mapping
@@ -247,7 +248,8 @@ def accept(lane: str, row_id: str = "", *, prune: bool = False) -> str:
 
 def investigate(lane: str, test: str) -> str:
     """Return the command that reruns one test in a single process, where a debugger and a trace work."""
-    return f"pytest -m {lane} -n 0 {shlex.quote(test)}" if test else f"pytest -m {lane}"
+    single = "-n 0 " if importlib.util.find_spec("xdist") else ""  # another repository may be without xdist
+    return f"pytest -m {lane} {single}{shlex.quote(test)}" if test else f"pytest -m {lane}"
 
 
 Failed = Mapping[str, str]

@@ -15,8 +15,8 @@ from bumpgate import accept, init, rebaseline
 from bumpgate.adopt import command as adopt
 from bumpgate.bisect import command as bisect
 from bumpgate.doctor import command as doctor
-from bumpgate.environments import build as environments
-from bumpgate.environments import freeze, image, mirror, rollback, versions
+from bumpgate.environments import cached, freeze, image, installation, mirror, rollback, versions
+from bumpgate.fleet import command as fleet
 from bumpgate.gate import command as gate
 from bumpgate.notify import command as notify
 from bumpgate.report import command as report
@@ -35,7 +35,7 @@ app.command("report")(report.command)
 app.command("history")(history.command)
 app.command("dashboard")(dashboard.command)
 app.command("notify")(notify.command)
-app.command("environments")(environments.command)
+app.command("environments")(cached.command)
 app.command("versions")(versions.command)
 app.command("mirror")(mirror.command)
 app.command("doctor")(doctor.command)
@@ -43,6 +43,7 @@ app.command("freeze")(freeze.command)
 app.command("rollback")(rollback.command)
 app.command("image")(image.command)
 app.add_typer(findings.app, name="findings", help="Findings of the history: list, link to an issue, own.")
+app.add_typer(fleet.app, name="fleet", help="Gates and bisects on many hosts, through Ray or Slurm.")
 app.add_typer(wheels.app, name="wheels", help="Kernel wheels of a lane: plan, audit, fetch and build them.")
 
 
@@ -66,8 +67,8 @@ def main() -> None:
         sys.exit(app(prog_name="bumpgate", standalone_mode=False) or 0)
     except rebaseline.RefusedError as refusal:
         _fail("\n".join(f"refused: {reason}" for reason in refusal.args), 1)
-    except environments.BuildError as error:
-        _fail(f"bumpgate: {error}", 4 if isinstance(error, environments.NotInstallable) else 125)
+    except installation.BuildError as error:
+        _fail(f"bumpgate: {error}", 4 if isinstance(error, installation.NotInstallable) else 125)
     except BumpgateError as error:
         _fail(f"bumpgate: {error}", 4)
     except OSError as error:

@@ -33,8 +33,10 @@ class Lane:
     device: the torch device type. gpu: a regular expression that is found in the GPU's name; "" for any.
     count: minimum number of GPUs. capability: the compute capability, "9.0"; "" for any. needs: of NEEDS.
     extra, requirements: the extra of pyproject.toml, or the requirements file, of a lane run.
-    overrides: a uv file of requirements that replace what packages ask for. canaries: the folder of canary tests
-    that a gate runs first; "" for none.
+    overrides: a uv file of requirements that replace what packages ask for. canaries: the folder or file of canary
+    tests that a gate runs first; "" for none. smoke: tests that a rollback runs, by path or node id; by default the
+    canaries.
+    tests: files and folders whose tests belong to the lane without its marker; the outcome of each is a row.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Lane:
     requirements: str = ""
     overrides: str = ""
     canaries: str = ""
+    smoke: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
 
 
 def load(root: Path) -> dict[str, Lane]:
@@ -67,7 +71,12 @@ def load(root: Path) -> dict[str, Lane]:
             raise LaneError(f"{name}: {'.'.join(path)} must be a table of lanes")
         if found or name == OWN:
             where = f"{name}: {'.'.join(path)}"
-            return {lane: _lane(f"{where}.{lane}", lane, raw) for lane, raw in found.items()}
+            lanes = {lane: _lane(f"{where}.{lane}", lane, raw) for lane, raw in found.items()}
+            for lane in lanes.values():
+                for tests in lane.tests:
+                    if not (root / tests).exists():
+                        raise LaneError(f"{where}.{lane.name}: tests: {tests} does not exist")
+            return lanes
     return {}
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bumpgate.outcomes import SKIPPED, is_skipped
 from bumpgate.rows import STOPPED_EARLY, Judgement, Record, Value, Verdict, is_number, one_line
 from bumpgate.rules import places, sentence
 
@@ -58,7 +59,7 @@ def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal
 
 def summary(record: Record) -> str:
     """Summarize the run in one line: `cpu: 3 rows: 1 PASS, 2 REGRESSION; device cpu; torch 2.13.0+cpu; 312 s`."""
-    labels = Counter(j.label for j in _worst_first(record.judgements))
+    labels = Counter(SKIPPED if is_skipped(j.row) else j.label for j in _worst_first(record.judgements))
     counts = ", ".join(f"{n} {label}" for label, n in reversed(labels.items()))
     p, rows = record.provenance, len(record.judgements)
     parts = [f"{p.get('lane')}: {rows} row{'s' * (rows != 1)}" + (f": {counts}" if counts else "")]

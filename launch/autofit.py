@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +20,26 @@ from launch.retry import REASON
 from launch.step import train_step
 
 MEMORY = ("cuda_out_of_memory", "hbm_out_of_memory")
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share `index` of `count` equal ones of a batch, each of which another rank takes.
+
+    held: context in which gradients are not exchanged if its argument is true. mean: the mean of a loss over the ranks.
+    """
+
+    index: int = 0
+    count: int = 1
+    held: Callable[[bool], AbstractContextManager[None]] = nullcontext
+    mean: Callable[[Tensor], Tensor] = lambda loss: loss
+
+    def of(self, batch: Tensor) -> Tensor:
+        """Return this share's rows of `batch` (B,...)."""
+        return batch.chunk(self.count)[self.index] if self.count > 1 else batch
+
+
+ALONE = Share()
 
 
 def device_batch(batch: int, given: Mapping[str, str] = os.environ, path: Path = PATH) -> int:
@@ -37,23 +59,34 @@ def device_batch(batch: int, given: Mapping[str, str] = os.environ, path: Path =
 
 
 def accumulated_step(
-    loss_of: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, ids: Tensor, rows: int, bos_id: int
+    loss_of: Callable[[Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    ids: Tensor,
+    rows: int,
+    bos_id: int,
+    share: Share = ALONE,
 ) -> Tensor:
     """train_step on ids (B,T) int64, `rows` of them at a time -> the loss before the update, () fp32, detached.
 
     The parts are weighted by their number of targets, so cross entropy and gradient equal those of the whole batch.
     The experts' auxiliary losses are means over a part: they balance the rows on the device at once.
+
+    share: of several ranks, each takes its rows of the batch, and all return the loss of the whole batch.
     """
-    if rows >= ids.shape[0]:
+    mine = share.of(ids)
+    if share.count == 1 and rows >= ids.shape[0]:
         return train_step(loss_of, optimizer, ids)
     # The first token of a row or document is not a target.
     targets = (ids[:, 1:] != bos_id).sum(1)
     losses = []
-    for part, count in zip(ids.split(rows), targets.split(rows)):
-        loss = loss_of(part)
-        loss = loss * (count.sum().to(loss.dtype) / targets.sum())
-        loss.backward()
+    parts, counts = mine.split(rows), share.of(targets).split(rows)
+    for left, part, count in zip(reversed(range(len(parts))), parts, counts):
+        with share.held(left > 0):
+            loss = loss_of(part)
+            # Times the number of ranks, since their gradients become means.
+            loss = loss * (count.sum().to(loss.dtype) / targets.sum() * share.count)
+            loss.backward()
         losses.append(loss.detach())
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return torch.stack(losses).sum()
+    return share.mean(torch.stack(losses).sum())

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ LINE = 1 << 12  # bytes; a longer line is split
 KEPT = 200  # lines of each child
 GRACE = 5.0  # seconds from the request to stop to the kill
 POLL = 0.02
+SETTLE = 0.5  # seconds in which further failures are collected after the first
 # The last line of a Python traceback; the output of a C++ abort after it is less informative.
 RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 
@@ -56,13 +57,20 @@ def last_line(tail: Sequence[str]) -> str:
 
 
 def run(
-    children: Sequence[Child], *, seconds: float, log: Path | None = None, cwd: Path | None = None
+    children: Sequence[Child],
+    *,
+    seconds: float,
+    log: Path | None = None,
+    cwd: Path | None = None,
+    check: Callable[[], str] = str,
 ) -> dict[str, tuple[str, ...]]:
     """Run the children concurrently until all have ended -> {name: last lines, stdout and stderr together}.
 
     Every line is written to `log` at once, prefixed with its child's tag ("[rank0]: "); KEPT lines per child stay in
-    memory. The first child that fails stops the others, so its error does not wait for their timeouts. All processes
-    that a child started are ended before this call returns. Raises ChildError.
+    memory. The first child that fails stops the others, so its error does not wait for their timeouts; of several that
+    fail within SETTLE, the one that was killed or has another code than 1 is the cause. All processes that a child
+    started are ended before this call returns. check: what is wrong with the children as a whole, "" for nothing.
+    Raises ChildError.
     """
     with ExitStack() as stack:
         file = stack.enter_context(log.open("ab", buffering=0)) if log else None
@@ -70,17 +78,31 @@ def run(
         end = time.monotonic() + seconds
         while True:
             codes = {one: one.poll() for one in running}
-            failed = [one for one, code in codes.items() if code]
-            if failed:
-                code = codes[failed[0]]
-                how = f"exit {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-                raise ChildError(failed[0].name, code, how, failed[0].read_to_end())
+            if any(codes.values()):
+                raise _failure(running, codes)
             waiting = [one for one, code in codes.items() if code is None]
             if not waiting:
                 return {one.name: tuple(one.read_to_end()) for one in running}
-            if time.monotonic() > end:
-                raise ChildError(waiting[0].name, None, f"not ended in {seconds:g} s", list(waiting[0].tail))
+            wrong = f"not ended in {seconds:g} s" if time.monotonic() > end else check()
+            if wrong:
+                raise ChildError(waiting[0].name, None, wrong, list(waiting[0].tail))
             time.sleep(POLL)
+
+
+def _failure(running: Sequence[_Running], codes: dict[_Running, int | None]) -> ChildError:
+    """Return the error of the child that failed first, or of one that is its cause.
+
+    A rank that loses another one ends with an error too, sometimes before the other has been seen to end.
+    """
+    failed = [one for one, code in codes.items() if code]
+    end = time.monotonic() + (SETTLE if len(running) > 1 else 0)
+    while len(failed) < len(running) and time.monotonic() < end:
+        time.sleep(POLL)
+        failed += [one for one in running if one not in failed and one.poll()]
+    cause = next((one for one in failed if one.poll() != 1), failed[0])
+    code = cause.poll() or 0
+    how = f"exit {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+    return ChildError(cause.name, code, how, cause.read_to_end())
 
 
 class _Running:

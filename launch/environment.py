@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,11 +22,25 @@ from launch.contract import Contract, ContractError, load
 REFUSED, DISK_FULL = 3, 5
 # Set by a launcher that replaces a failed run, in the environment of the new process.
 RETRY = "BUMPGATE_RETRY"
+# Name of a run: its compile caches are its own, seeded from the shared ones and published to them at its end.
+RUN = "BUMPGATE_RUN"
+
+
+def shared_root(given: Mapping[str, str]) -> Path:
+    """Cache root that runs share, and in which each named run has its own below `runs`."""
+    return Path(given.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bumpgate"
 
 
 def cache_root(given: Mapping[str, str]) -> Path:
-    """Default cache root, used if no cache variable is set."""
-    return Path(given.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bumpgate"
+    """Default cache root, used if no cache variable is set: the shared one, or that of the run named by RUN.
+
+    Raises ContractError if the name is not one of a directory.
+    """
+    if not (run := given.get(RUN, "")):
+        return shared_root(given)
+    if not re.fullmatch(r"[\w-][\w.-]*", run):
+        raise ContractError(f"{RUN}={run}: expected a name of letters, digits, '.', '_' and '-'")
+    return shared_root(given) / "runs" / run
 
 
 def child_environment(
@@ -138,6 +153,34 @@ def _with_usable_caches(contract: Contract, env_vars: dict[str, str]) -> dict[st
         print(f"private cache: {private[caches.PRIVATE]}, since {why}", file=sys.stderr, flush=True)
         return {**env_vars, **private}
     return env_vars
+
+
+def run_caches(contract: Contract, given: Mapping[str, str] = os.environ) -> list[tuple[Path, Path]]:
+    """Return (shared, own) directories of a named run; none for other runs, and none for directories set by a user."""
+    places = [(shared_root(given) / f, cache_root(given) / f, n) for n, f in contract.cache_folders.items()]
+    return [(shared, own) for shared, own, name in places if shared != own and given.get(name) == str(own)]
+
+
+def seed_caches(contract: Contract, given: Mapping[str, str] = os.environ) -> int:
+    """Fill a named run's caches from the shared ones -> files copied. One process of a host calls it, before the first
+    compilation. Raises CacheError or DiskFull.
+    """
+    return sum(
+        len(caches.sync(shared, own)) for shared, own in run_caches(contract, given) if shared.is_dir()
+    )
+
+
+def publish_caches(contract: Contract, given: Mapping[str, str] = os.environ) -> int:
+    """Copy what a named run compiled to the shared caches -> files copied. Of several ranks only rank 0 calls it.
+
+    Raises CacheError or DiskFull.
+    """
+    copied = 0
+    for shared, own in run_caches(contract, given):
+        with caches.writing(str(shared)):
+            shared.mkdir(parents=True, exist_ok=True)
+        copied += len(caches.sync(own, shared))
+    return copied
 
 
 def cache_report(contract: Contract, given: Mapping[str, str] = os.environ) -> dict[str, str | bool | None]:

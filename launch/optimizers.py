@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from launch.policies import Backend
+from launch.shards import gathered, local, part_of
 from model.layers import widen
 from model.moe import MoEBlock
 
@@ -78,20 +79,21 @@ def muon_(batch: list[tuple[Tensor, Tensor, Named, Named]]) -> None:
     0.2 sqrt(max(A,B)) gives the update the RMS of AdamW's (Moonlight, arXiv 2502.16982), so both use one learning
     rate. Weight decay is cautious: only where the step already shrinks the weight. The product chain runs on the
     stacked parameters, so that launches and compile time do not grow with depth, and in bf16 if the device has matrix
-    units for it.
+    units for it. Of a sharded matrix, the momentum is gathered and each rank applies its part of the direction.
     """
     ahead = []
     for p, g, state, hyper in batch:
         mu = hyper["momentum"]
-        fresh = widen(g.to(p.dtype)) * (1 - mu)
-        ahead.append(fresh + state["momentum"].mul_(mu).add_(fresh) * mu)  # Nesterov
+        fresh = widen(local(g).to(p.dtype)) * (1 - mu)
+        momentum = local(state["momentum"]).mul_(mu).add_(fresh)
+        ahead.append(gathered(fresh + momentum * mu, p))  # Nesterov
     stack = torch.stack(ahead)
     units = stack.device.type in ("cuda", "xla") and stack.dtype == torch.float32
     directions = polar(stack.bfloat16() if units else stack).to(stack.dtype).unbind()
     for (p, _, _, hyper), direction in zip(batch, directions):
-        w = widen(p)
+        w, direction = widen(local(p)), part_of(direction, p)
         decay = torch.where(direction * w > 0, hyper["weight_decay"] * w, 0.0)
-        p.copy_(w - hyper["lr"] * (direction * (0.2 * max(p.shape[-2:]) ** 0.5) + decay))
+        local(p).copy_(w - hyper["lr"] * (direction * (0.2 * max(p.shape[-2:]) ** 0.5) + decay))
 
 
 class Rule(NamedTuple):
@@ -190,7 +192,11 @@ class TensorOptimizer(torch.optim.Optimizer):
             hyper, rule = self.hyper(group), group["rule"]
             for p in group["params"]:
                 if p.grad is not None:
-                    work.append((rule, p, p.grad, self._state(rule, p), hyper))
+                    state = self._state(rule, p)
+                    parts: tuple[Any, ...] = p, p.grad, state
+                    if rule != "muon":  # elementwise: each rank updates its part
+                        parts = local(p), local(p.grad), {name: local(t) for name, t in state.items()}
+                    work.append((rule, *parts, hyper))
         self._update(work)
 
     @torch.no_grad()
@@ -207,7 +213,8 @@ class TensorOptimizer(torch.optim.Optimizer):
             for p, index in zip(group["params"], saved["params"]):
                 for name, value in state_dict["state"].get(index, {}).items():
                     own = self._scalar(0.0, p) if name == "step" else torch.empty_like(p, dtype=value.dtype)
-                    self.state[p][name] = own.copy_(value)
+                    local(own).copy_(part_of(value, own))
+                    self.state[p][name] = own
 
 
 class AdamW(TensorOptimizer):

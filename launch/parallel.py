@@ -9,14 +9,17 @@ fsdp2    or ddp; last, so that its hooks are around a compiled region and not in
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from launch.contract import Contract, ContractError
@@ -36,23 +39,38 @@ class Parallel:
     compiled: CompiledHybrid
     order: tuple[str, ...]
 
+    @contextmanager
+    def held(self, hold: bool = True) -> Iterator[None]:
+        """Keep gradients on their rank inside the block if `hold`: they are added to those of the next backward."""
+        forward, model = self.compiled.forward, self.compiled.model
+        with ExitStack() as stack:
+            if hold and isinstance(forward, DistributedDataParallel):
+                stack.enter_context(forward.no_sync())
+            elif hold:
+                stack.callback(model.set_requires_gradient_sync, True)
+                model.set_requires_gradient_sync(False)
+            yield
+
 
 def parallelize(
     model: Hybrid,
     contract: Contract,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     style: str,
     policy: str = "",
     *,
     backend: Backend = "inductor",
-    shard: Callable[[Hybrid], None] | None = None,
+    shard: Callable[[Hybrid], object] | None = None,
+    before_ddp: Callable[[CompiledHybrid], None] | None = None,
     unused: bool = False,
 ) -> Parallel:
     """Compile and wrap `model`, in place, for the ranks of a mesh of one axis. Gradients become means over ranks.
 
-    policy: by default the contract's. shard: tensor or sequence parallelism, applied to the model before it is
-    compiled. unused: whether a parameter may have a gradient on some ranks only; without it DDP waits for such a
-    gradient until the group's timeout, and FSDP2's ranks reduce buffers of different lengths.
+    mesh: None for DDP over the default group. policy: by default the contract's. shard: tensor or expert parallelism,
+    applied to the model before it is compiled. before_ddp: called with the compiled model while no wrapper references
+    a group, the only time at which a warm-up can be followed by new groups. unused: whether a parameter may have a
+    gradient on some ranks only; without it DDP waits for such a gradient until the group's timeout, and FSDP2's ranks
+    reduce buffers of different lengths.
     Raises ContractError, one line, on a policy or style that does not support ranks, a model that is already compiled
     or wrapped, a stage that changes types or names, and if this torch's FSDP2 does not support unused parameters.
     """
@@ -72,6 +90,8 @@ def parallelize(
     check_identity(model, before)
     order.append("compile")
     if style == "ddp":
+        if before_ddp is not None:
+            before_ddp(compiled)
         compiled.forward = DistributedDataParallel(
             model, device_mesh=mesh, find_unused_parameters=unused, **_own_buffers()
         )
@@ -126,10 +146,15 @@ def _own_buffers() -> dict[str, bool]:
 
 
 def _fully_shard(model: Hybrid, mesh: DeviceMesh, unused: bool) -> None:
-    """Apply fully_shard per block; the embedding, also read by the head, is in the root's group."""
+    """Apply fully_shard per block; the embedding, also read by the head, is in the root's group.
+
+    Experts that are sharded over the same ranks already stay as they are.
+    """
+    placed = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh}
+    options: dict[str, Any] = {"ignored_params": placed} if placed else {}
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
     if unused:
         if not hasattr(model, "set_reduce_scatter_unused_params"):
             raise ContractError(f"torch {torch.__version__}: FSDP2 cannot reduce unused parameters, DDP can")

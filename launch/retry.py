@@ -14,13 +14,15 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.children import Child, ChildError, run
 from launch.contract import PATH, ContractError, section
-from launch.environment import REFUSED, RETRY
+from launch.environment import REFUSED, RETRY, RUN
 from launch.log_classes import load_classes
 from launch.logs import TRACEBACK, classify
 
@@ -90,9 +92,9 @@ def quiet_environment(retry: Retry, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def passed(step: int, last_step: int, given: Mapping[str, str] = os.environ) -> None:
-    """Called by a run after each step, counted from 0 in this process; after `last_step` a failure is final."""
-    if step == last_step and given.get(BEGUN):
-        Path(given[BEGUN]).touch()
+    """Called by a run after each step, counted from 0 in this process; from `last_step` on a failure is final."""
+    if step >= last_step and given.get(BEGUN):
+        Path(given[BEGUN]).touch()  # its time is that of the last step
 
 
 def ranks(count: int, command: Sequence[str], given: Mapping[str, str]) -> list[Child]:
@@ -110,10 +112,27 @@ def ranks(count: int, command: Sequence[str], given: Mapping[str, str]) -> list[
     ]
 
 
+def stalled(begun: Path, seconds: float) -> str:
+    """Return what is wrong if training has begun and no rank has passed a step for `seconds`, else ""."""
+    with suppress(FileNotFoundError):
+        if time.time() - begun.stat().st_mtime > seconds:
+            return f"no step for {seconds:g} s"
+    return ""
+
+
 def supervise(
-    count: int, command: Sequence[str], given: Mapping[str, str], *, seconds: float, log: Path
+    count: int,
+    command: Sequence[str],
+    given: Mapping[str, str],
+    *,
+    seconds: float,
+    log: Path,
+    stall: float = float("inf"),
 ) -> int:
-    """Launch, and retry if the contract allows it -> exit code. 0 ranks: one process, not distributed."""
+    """Launch, and retry if the contract allows it -> exit code. 0 ranks: one process, not distributed.
+
+    stall: the longest time between two steps, in seconds, once training has begun.
+    """
     retry, environment = load_retry(), dict(given)
     with tempfile.TemporaryDirectory() as place:
         begun = Path(place) / "begun"
@@ -121,7 +140,8 @@ def supervise(
             env_vars = {**environment, BEGUN: str(begun)}
             single = [Child("run", [sys.executable, *command], env_vars)]
             try:
-                tails = run(ranks(count, command, env_vars) if count else single, seconds=seconds, log=log)
+                children = ranks(count, command, env_vars) if count else single
+                tails = run(children, seconds=seconds, log=log, check=lambda: stalled(begun, stall))
                 print(*next(iter(tails.values()))[-1:])
                 return 0
             except ChildError as error:
@@ -141,6 +161,8 @@ def parser() -> argparse.ArgumentParser:
         "--ranks", type=int, default=0, help="processes on this host; 0: one process that is not a rank"
     )
     p.add_argument("--seconds", type=float, default=float("inf"), help="the longest that a launch may take")
+    p.add_argument("--stall", type=float, default=float("inf"), help="the longest time between two steps")
+    p.add_argument("--run", default="", help="name of the run, whose compile caches are then its own")
     p.add_argument(
         "--log", type=Path, required=True, help="every line of every launch, prefixed with its rank"
     )
@@ -154,7 +176,8 @@ def main(arguments: list[str] | None = None) -> int:
     # Ranks run in their own sessions: on a stop signal the launcher must end them, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return supervise(o.ranks, o.command, os.environ, seconds=o.seconds, log=o.log)
+        given = {**os.environ, **({RUN: o.run} if o.run else {})}
+        return supervise(o.ranks, o.command, given, seconds=o.seconds, log=o.log, stall=o.stall)
     except ContractError as error:
         print(f"refused: {error}", file=sys.stderr)
         return REFUSED

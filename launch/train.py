@@ -1,6 +1,10 @@
 """A small trainer: contract, checked data, a hybrid under a compile policy, checkpoints that resume bit for bit.
 
     python -m launch.train --preset nam12 --steps 200 --data fixtures/corpus --checkpoint run.pt
+    torchrun --nproc-per-node 2 -m launch.train --preset nam12 --steps 200 --data fixtures/corpus
+
+Ranks train one model: each takes --batch rows of every step's batch, so two ranks with --batch 8 train as one process
+with --batch 16. Rank 0 alone writes checkpoint, log and summary.
 
 The last line on standard output is one JSON summary; its `kind` is "training" only if the data passed its contract.
 Exit codes: 0 done, 2 usage, 3 contract or data refused, 4 a loss was not finite, 5 the disk is full, 6 more programs
@@ -15,10 +19,11 @@ import argparse
 import json
 import math
 import os
+import platform
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -31,18 +36,26 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from launch.autofit import accumulated_step, device_batch
-from launch.contract import ContractError, apply_dynamo, load
+from launch import process_group
+from launch.autofit import ALONE, Share, accumulated_step, device_batch
+from launch.contract import Contract, ContractError, apply_dynamo, load
 from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches, receipt
+from launch.layout import Layout
 from launch.optimizers import OPTIMIZERS, build_optimizer
-from launch.policies import POLICIES, Backend, apply
+from launch.parallel import STYLES, average_buffers, overflow, parallelize
+from launch.policies import POLICIES, Backend, CompiledHybrid, apply
 from launch.programs import ProgramBudgetError, Programs, load_spare, pattern_programs
+from launch.ranks import Ranks
 from launch.retry import load_retry, passed
+from launch.shards import distributed, whole
 from launch.warmup import Start, load_warmup
 from model import Hybrid, HybridConfig, preset
 from model.presets import NAMES, SIZES
 
 REFUSED, NOT_FINITE, DISK_FULL, OVER_BUDGET = environment.REFUSED, 4, environment.DISK_FULL, 6
+
+
+ONE_EACH = Layout()
 
 
 class NonFiniteError(ArithmeticError):
@@ -72,6 +85,8 @@ class Trainer:
     """One model, one optimizer, one batch source. `losses` has a float for each step that this object has run.
 
     rows: batch rows per forward, with gradient accumulation over the batch (all rows by default).
+    ranks: this process's place among several, whose source is the same and has the batch of all of them; layout: how
+    they divide model and batch.
     Raises ContractError if this torch cannot satisfy contract.toml, ValueError on an unknown policy or optimizer.
     """
 
@@ -86,35 +101,78 @@ class Trainer:
         log: Path | None = None,
         backend: Backend = "inductor",
         rows: int | None = None,
+        ranks: Ranks | None = None,
+        layout: Layout = ONE_EACH,
     ) -> None:
         contract = load()
         apply_dynamo(contract)
         torch.manual_seed(plan.seed)
         self.config, self.plan, self.source, self.device = config, plan, source, device
+        self.checkpoint, self.log, self.rows = checkpoint, log, rows
+        self.ranks, self.layout, self.share = ranks, layout, ALONE
+        self.step, self.warm, self.losses = 0, False, list[float]()
+        self.warm_up_seconds = 0.0
         self.model = Hybrid(config).to(device)
         allowed = pattern_programs(self.model, plan.policy, contract) + plan.compile_optimizer + load_spare()
         self.programs = Programs(allowed, backend)
         backend = self.programs.backend
-        options = {"compile": plan.compile_optimizer, "backend": backend}
-        self.optimizer = build_optimizer(self.model, plan.optimizer, plan.lr, **options)
-        self.compiled = apply(self.model, plan.policy, contract, backend)
-        self.checkpoint, self.log, self.rows = checkpoint, log, rows
         start = Start(
             torch.device(device).type,
             regional=plan.policy in ("regional", "per_block"),
             moe="E" in config.letters,
+            fsdp=layout.style == "fsdp2" and ranks is not None,
             compiled=plan.policy != "eager",
         )
         self.no_warm_up = load_warmup().skipped(start)
         self.last_step_of_start = load_retry().last_step
-        self.step, self.warm, self.losses = 0, False, list[float]()
+        if ranks is None:
+            self.compiled = apply(self.model, plan.policy, contract, backend)
+        else:
+            self._parallelize(ranks, contract, backend, start)
+        options = {"compile": plan.compile_optimizer, "backend": backend}
+        self.optimizer = build_optimizer(self.model, plan.optimizer, plan.lr, **options)
+
+    def _parallelize(self, ranks: Ranks, contract: Contract, backend: Backend, start: Start) -> None:
+        """Set the compiled model and this rank's share of each batch."""
+
+        def before_ddp(compiled: CompiledHybrid) -> None:
+            self.compiled = compiled
+            process_group.warm_up(load_warmup(), start, self._warm_up_ahead, ranks.start)
+
+        mesh, data, shard = self.layout.place(ranks)
+        self.share = Share(*data, mean=ranks.mean)
+        wrapped = parallelize(
+            self.model,
+            contract,
+            mesh,
+            self.layout.style,
+            self.plan.policy,
+            backend=backend,
+            shard=shard,
+            before_ddp=before_ddp,
+        )
+        self.compiled = wrapped.compiled
+        self.share = replace(self.share, held=wrapped.held)
+
+    def _warm_up_ahead(self) -> None:
+        """Warm up on the next batch, without taking it, and wait for the ranks that compile longer."""
+        position = self.source.state_dict()  # type: ignore[attr-defined]
+        self.warm_up(self._rows_of(next(self.source)))
+        self.source.load_state_dict(position)  # type: ignore[attr-defined]
+        assert self.ranks is not None
+        self.ranks.meet()
+
+    def _rows_of(self, ids: Tensor) -> Tensor:
+        """Return the rows of a batch with which this process begins."""
+        return self.share.of(ids.to(self.device))[: self.rows]
 
     def warm_up(self, ids: Tensor) -> None:
         """Compile on ids (B,T) without changing the model's state, so that a resumed run reproduces the original."""
+        began = time.perf_counter()
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.compiled.warm_up(ids)
         self.model.load_state_dict(before)
-        self.warm = True
+        self.warm, self.warm_up_seconds = True, time.perf_counter() - began
 
     def run(self, until: int | None = None, allow_synthetic: str = "") -> dict[str, Any]:
         """Train up to step `until` (the plan's end by default) -> the summary.
@@ -135,7 +193,7 @@ class Trainer:
         while self.step < until:
             ids = next(self.source).to(self.device)
             if not (self.warm or self.no_warm_up):
-                self.warm_up(ids[: self.rows])
+                self.warm_up(self._rows_of(ids))
             began = time.perf_counter()
             loss = self._one(ids)
             if self.step > first:  # the first step still compiles the optimizer and fills caches
@@ -150,7 +208,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"].fill_(self.plan.lr_at(self.step))
         rows = self.rows or len(ids)
-        loss = float(accumulated_step(self._forward, self.optimizer, ids, rows, self.config.bos_id))
+        loss = float(
+            accumulated_step(self._forward, self.optimizer, ids, rows, self.config.bos_id, self.share)
+        )
+        if self.ranks is not None and self.config.bias_rate:
+            average_buffers(self.model)
         if not math.isfinite(loss):
             raise NonFiniteError(f"step {self.step}: the loss is {loss}; the last checkpoint is good")
         return loss
@@ -163,7 +225,7 @@ class Trainer:
     def _after(self, loss: float) -> None:
         self.losses.append(loss)
         passed(len(self.losses) - 1, self.last_step_of_start)
-        if self.log is not None:
+        if self.log is not None and self.writes:
             line = {"step": self.step, "loss": loss, "lr": self.plan.lr_at(self.step)}
             with self.log.open("a" if self.step else "w") as file:
                 file.write(json.dumps(line) + "\n")
@@ -171,7 +233,17 @@ class Trainer:
         if self.plan.checkpoint_every and self.step % self.plan.checkpoint_every == 0:
             self.save()
 
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes what the run leaves: of several ranks only the first."""
+        return self.ranks is None or self.ranks.rank == 0
+
     def _summary(self, data: dict[str, Any], rate: float | None) -> dict[str, Any]:
+        ranks = None
+        if self.ranks is not None:
+            warm_up = [round(seconds, 3) for seconds in self.ranks.gather("warm-up", self.warm_up_seconds)]
+            ranks = {"world": self.ranks.world, "backend": self.ranks.backend, "warm_up_seconds": warm_up}
+            ranks |= asdict(self.layout)
         return {
             "kind": "training" if data["kind"] == "tokens" else "smoke, not training",
             "model": f"{self.config.name}-{self.config.size}",
@@ -180,25 +252,32 @@ class Trainer:
             "loss_first": self.losses[0] if self.losses else None,
             "loss_last": self.losses[-1] if self.losses else None,
             "tokens_per_second": rate,
-            "dropped_pairs": self.model.overflow(),
+            "dropped_pairs": self.model.overflow() if self.ranks is None else overflow(self.model),
             "rows_at_once": self.rows,
             "device": self.device,
+            "ranks": ranks,
             "torch": torch.__version__,
             "data": data,
         }
 
     def save(self) -> None:
-        """Write everything that the next step depends on, atomically (temporary file, then rename)."""
+        """Write everything that the next step depends on, atomically (temporary file, then rename).
+
+        The file is the same for any number of ranks. All of them must call this; rank 0 writes.
+        """
         if self.checkpoint is None:
             return
-        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+        model, optimizer = whole(self.model.state_dict()), whole(self.optimizer.state_dict())
+        if not all(bool(model[name].isfinite().all()) for name, _ in self.model.named_parameters()):
             raise NonFiniteError(f"step {self.step}: a weight is not finite; the last checkpoint is good")
+        if not self.writes:
+            return
         state = {
             "config": asdict(self.config),
             "plan": asdict(self.plan),
             "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": model,
+            "optimizer": optimizer,
             "source": self.source.state_dict(),  # type: ignore[attr-defined]
             "rng": torch.get_rng_state(),
         }
@@ -221,12 +300,15 @@ class Trainer:
             changed = [key for key in mine if state[name].get(key) != mine[key]]
             if changed:
                 raise DataError(f"{self.checkpoint}: of another run: {name} differs in {', '.join(changed)}")
-        self.model.load_state_dict(state["model"])
+        own = self.model.state_dict()
+        self.model.load_state_dict({n: distributed(value, own[n]) for n, value in state["model"].items()})
         self.optimizer.load_state_dict(state["optimizer"])
         self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]
         torch.set_rng_state(state["rng"])
         self.step = state["step"]
-        if self.log is not None and self.log.exists():  # lines after the checkpoint are written again
+        if (
+            self.log is not None and self.writes and self.log.exists()
+        ):  # lines after the checkpoint are written again
             self.log.write_text("".join(self.log.read_text().splitlines(keepends=True)[: self.step]))
 
 
@@ -239,19 +321,33 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, required=True)
     p.add_argument("--data", type=Path, help="a token file or its directory; absent only with --smoke")
     p.add_argument("--smoke", action="store_true", help="random ids: a step runs, nothing is trained")
-    p.add_argument("--batch", type=int, default=8)
+    p.add_argument("--batch", type=int, default=8, help="rows of a step; of several ranks: of each")
     p.add_argument("--tokens", type=int, default=0, help="tokens of a row (default: the preset's seq_len)")
     p.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default=Plan.optimizer)
     p.add_argument("--compile-optimizer", action="store_true")
     p.add_argument("--lr", type=float, default=Plan.lr)
     p.add_argument("--warmup", type=int, default=Plan.warmup)
     p.add_argument("--seed", type=int, default=Plan.seed)
-    p.add_argument("--device", default="cpu")
+    p.add_argument("--device", default="cpu", help="cuda for ranks: each takes the GPU of its LOCAL_RANK")
+    p.add_argument(
+        "--style", choices=STYLES, default=Layout.style, help="of several ranks: how they share the model"
+    )
+    p.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="ranks that divide attention heads"
+    )
+    p.add_argument("--expert-parallel", action="store_true", help="the ranks divide the experts")
     p.add_argument("--checkpoint", type=Path, help="where to save the state, at the end and every N steps")
     p.add_argument("--checkpoint-every", type=int, default=Plan.checkpoint_every, metavar="N")
     p.add_argument("--resume", action="store_true", help="continue from --checkpoint")
     p.add_argument("--log", type=Path, help="one JSON line a step")
     return p
+
+
+def facts(options: argparse.Namespace, data: dict[str, Any]) -> dict[str, str]:
+    """Return what all ranks of one training must have in common, by the name that a message uses."""
+    given = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(options).items()}
+    known = {name: str(data[name]) for name in ("sha256", "tokenizer") if name in data}
+    return {"torch": torch.__version__, "python": platform.python_version(), **known, **given}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -261,23 +357,48 @@ def main(arguments: list[str] | None = None) -> int:
         p.error("pass either --data or --smoke")
     if (o.resume and not o.checkpoint) or min(o.steps, o.batch) < 1 or (o.tokens and o.tokens < 2):
         p.error("--resume needs --checkpoint; --steps and --batch are at least 1, --tokens at least 2")
+    layout = Layout(o.style, o.tensor_parallel, o.expert_parallel)
+    if layout != Layout() and not os.environ.get("LOCAL_RANK"):
+        p.error("--style and parallelism are for ranks: start them by torchrun or launch.retry --ranks")
     config = preset(o.preset, o.size)
-    shape = o.batch, o.tokens or config.seq_len
     plan = Plan(**{name: getattr(o, name) for name in Plan.__dataclass_fields__})
     try:
         environment.check(contract := load())
         if environment.RETRY in os.environ:
             torch.compiler.reset()  # only here (rule C21): a retry rebuilds its model
+        ranks = None
+        if os.environ.get("LOCAL_RANK"):
+            ranks = Ranks(contract, o.device, expert_parallel=o.expert_parallel)
+        shape = o.batch * layout.shares(ranks.world if ranks else 1), o.tokens or config.seq_len
         if o.smoke:
             source = SyntheticBatches(config.vocab_size, *shape, o.seed, config.bos_id)
         else:
             source = packed_batches(TokenFile(o.data), *shape, o.seed)
-        places = {"checkpoint": o.checkpoint, "log": o.log}
-        trainer = Trainer(config, plan, source, device=o.device, rows=device_batch(o.batch), **places)
+        copied = {"seeded": 0, "published": 0}
+        if ranks is None or ranks.local == 0:
+            copied["seeded"] = environment.seed_caches(contract)
+        if ranks is not None:
+            ranks.agree(facts(o, receipt(source)))  # also waits for the seeded caches
+            ranks.start()
+        trainer = Trainer(
+            config,
+            plan,
+            source,
+            device=str(ranks.device) if ranks else o.device,
+            checkpoint=o.checkpoint,
+            log=o.log,
+            rows=device_batch(o.batch),
+            ranks=ranks,
+            layout=layout,
+        )
         if o.resume:
             trainer.resume()
         summary = trainer.run(allow_synthetic="smoke" if o.smoke else "")
-        print(json.dumps(summary | {"caches": environment.cache_report(contract)}))
+        if trainer.writes:
+            copied["published"] = environment.publish_caches(contract)
+            print(json.dumps(summary | {"caches": environment.cache_report(contract) | copied}))
+        if ranks is not None:
+            ranks.leave()
     except (ContractError, DataError) as error:
         print(f"refused: {error}", file=sys.stderr)
         return REFUSED

@@ -1,7 +1,7 @@
 """E: mixture of experts over a padded power-of-two dispatch, plus one shared expert. No attention inside.
 
 B batch, T tokens, D model dim, E experts, K choices per token, F expert hidden, C bucket (slots per expert and
-sequence), M null slots.
+sequence), S slots of a batch, M null slots.
 Each sequence is its own dispatch group (GShard), so the bucket depends only on T: the batch remains the only
 dynamic axis, and the routing of one row never drops a token of another.
 """
@@ -118,6 +118,11 @@ class MoEBlock(nn.Module):
             missing = (1 - self.experts * self.load).clamp(-LARGEST_BIAS_STEP, LARGEST_BIAS_STEP)
             self.expert_bias.add_(self.bias_rate * missing)
 
+    def run_experts(self, padded: Tensor) -> Tensor:
+        """padded (E,S,D), S slots of each expert -> (E,S,D). Expert parallelism replaces it on the instance."""
+        hidden = F.relu(torch.bmm(padded, self.up)).square()
+        return torch.bmm(hidden, self.down)
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (B,T,D) -> (B,T,D), auxiliary loss () fp32."""
         u = rms_norm(x, self.eps)
@@ -128,7 +133,6 @@ class MoEBlock(nn.Module):
         padded, slot, dropped = moe_dispatch(u, routing.expert, self.experts, bucket)  # (E, B*C, D)
         with torch.no_grad():
             self.overflow.add_(dropped)
-        hidden = F.relu(torch.bmm(padded, self.up)).square()
-        routed = moe_combine(torch.bmm(hidden, self.down), routing.expert, slot, routing.weights, bucket)
+        routed = moe_combine(self.run_experts(padded), routing.expert, slot, routing.weights, bucket)
         gate, value = self.shared_in(u).chunk(2, dim=-1)
         return x + routed + self.shared_out(F.silu(gate) * value), routing.aux

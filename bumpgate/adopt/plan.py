@@ -30,8 +30,8 @@ def moved_baseline(
     """Return the baseline of the candidate, the changes, and the rows that stay red under it.
 
     Accepted from the candidate's record: new rows, per-build values, wins, times that the paired sessions found no
-    slower, and the rows of reviewed findings (`accepted_rows`); such a row is dropped if the candidate does not
-    report it. Tolerances and notes are kept. Raises AdoptionError on a reviewed row that no baseline can excuse.
+    slower, and the rows of reviewed findings (`accepted_rows`), unless sessions alone judge them; such a row is dropped
+    if the candidate does not report it. Tolerances and notes are kept. Raises AdoptionError on a reviewed row that no baseline can excuse.
     """
     record = gate.bad.record
     assert record is not None
@@ -65,10 +65,10 @@ def _change(
         raise AdoptionError(
             f"{row.id} is red whatever the baseline holds ({then.reason}): no review can adopt it, change its test"
         )
-    if named:
+    if named and not (row.paired and was is None):
         return Change(row.id, was, new, "reviewed")
     if was is None:
-        # A paired row needs no reviewed value: it passes without one.
+        # A paired row needs no reviewed value: it passes without one, and sessions judge it.
         return None if verdict is Verdict.PASS else Change(row.id, None, new, "new")
     accept = verdict is Verdict.WIN or (
         verdict is Verdict.CHANGED and row.per_build and _other_build(old, record)

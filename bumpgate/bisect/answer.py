@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from bumpgate.bisect.bisection import Bisection
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.journal import Plan
 from bumpgate.bisect.probe import ProbeResult, Reading, Test
-from bumpgate.bisect.search import Outcome, Result
+from bumpgate.bisect.search import Outcome, Result, Search
 from bumpgate.environments.build import Environment
 from bumpgate.gate.verdict import Finding
 from bumpgate.rows import write_atomic
@@ -64,7 +67,8 @@ class Watcher:
             else f"{result.outcome.value:7}"
         )
         self.console.print(outcome, end=" ", highlight=False, markup=bool(self._status))
-        text = f"{name} in {reading.seconds:.1f} s: {result.reason}{f'; {left}' if left else ''}"
+        where = f" on {reading.host}" if reading.host else ""
+        text = f"{name} in {reading.seconds:.1f} s{where}: {result.reason}{f'; {left}' if left else ''}"
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -75,6 +79,7 @@ class Answer:
     good, bad: the two adjacent versions. findings: how their rows differ. unread: suspects without a reading.
     read: number of versions with a reading. noise: misread rates (false BAD, false GOOD).
     notes: lines on the culprit, where candidates are commits. ranges: lines on the commits between two builds.
+    pinned: libraries at fault only as a part of the package that pins them.
     commits: the commits that may be at fault. compiler: the answer of torch's CompilerBisector, "" without one.
     """
 
@@ -88,6 +93,7 @@ class Answer:
     findings: tuple[Finding, ...] = ()
     repro: str = ""
     changed: tuple[str, ...] = ()
+    pinned: frozenset[str] = frozenset()
     deciding: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     read: int = 0
@@ -140,11 +146,16 @@ def answer(
         findings=tuple(findings),
         repro=test.repro(bad_env, after),
         changed=tuple(map(str, changes(first.packages, last.packages))),
+        pinned=frozenset().union(*(_pinned(cause, first, last) for cause in (found.blamed, *found.others))),
         deciding=test.deciding,
         unread=tuple(suspects),
         read=len({i for i, o in bisection.search.history if o in (Outcome.GOOD, Outcome.BAD)}),
         noise=bisection.search.noise(),
     )
+
+
+def _pinned(cause: Iterable[Change], *environments: Environment) -> set[str]:
+    return blame.pinned([change.name for change in cause], *environments)
 
 
 def _links(first: Environment, last: Environment, packages: list[str]) -> list[str]:
@@ -202,6 +213,25 @@ def text(found: Answer) -> str:
     return "\n".join(lines)
 
 
+def so_far(search: Search) -> str:
+    """Return the readings next to the likeliest change, and the probability that it is between them.
+
+    "" before both ends are read.
+    """
+    if not all(any(i == end for i, _ in search.history) for end in (search.first, search.last)):
+        return ""
+    masses = search.posterior()
+    likeliest = search.first + masses.index(max(masses))  # the first candidate with the change
+    margins = Counter[int]()
+    for i, outcome in search.history:
+        margins[i] += (outcome is search.new) - (outcome is search.old)
+    old = max((i for i, m in margins.items() if m < 0 and i < likeliest), default=search.first)
+    new = min((i for i, m in margins.items() if m > 0 and i >= likeliest), default=search.last)
+    between = math.fsum(masses[old - search.first + 1 : new - search.first + 1])
+    names = search.candidates
+    return f"{'so far':11} {names[old]} {search.old.value}, {names[new]} {search.new.value}; probability {between:.2f}"
+
+
 def closing_text(found: Answer, probes: float, overhead: float) -> str:
     """Format the package at fault and the time. probes: probes, overhead: seconds."""
     lines = _fault_lines(found)
@@ -234,8 +264,8 @@ def _fault_lines(found: Answer) -> list[str]:
     label = "fixed by" if found.plan.find_fix else "at fault"
     named = {c.name for c in found.blamed}
     spared = "" if found.range.package in named else f", not {found.range.package}"
-    line = f"{label:11} {', '.join(map(str, found.blamed))}"
-    others = [", ".join(map(str, other)) for other in found.others]
+    line = f"{label:11} {_cause(found, found.blamed)}"
+    others = [_cause(found, other) for other in found.others]
     if not attribution.separable:
         line += f": not separable, {attribution.unresolved} mixtures could not be run"
     elif others and not attribution.needed:
@@ -246,7 +276,14 @@ def _fault_lines(found: Answer) -> list[str]:
         line += f"{spared}: sufficient, but the bad set without it stays red"
     else:
         line += spared
-    return [line]
+    along = [str(c) for cause in (found.blamed, *found.others) for c in cause if c.name in found.pinned]
+    more = f" and {len(along) - SHOWN} more" if len(along) > SHOWN else ""
+    with_it = f"{'':11} with {', '.join(along[:SHOWN])}{more}: pinned by it, not tried apart"
+    return [line, with_it] if along else [line]
+
+
+def _cause(found: Answer, cause: Iterable[Change]) -> str:
+    return ", ".join(str(change) for change in cause if change.name not in found.pinned)
 
 
 def write_json(path: Path, found: Answer, bisection: Bisection, **more: Any) -> None:
@@ -275,6 +312,7 @@ def write_json(path: Path, found: Answer, bisection: Bisection, **more: Any) -> 
         "versions_read": found.read,
         "earlier_changes": [span.versions[i] for i in result.earlier],
         "at_fault": [vars(c) for c in found.blamed],
+        "pinned": sorted(found.pinned),
         "also_sufficient": [[vars(c) for c in other] for other in found.others],
         "attribution": attribution
         and {k: v for k, v in vars(attribution).items() if k not in ("changes", "others")},
@@ -292,6 +330,7 @@ def write_json(path: Path, found: Answer, bisection: Bisection, **more: Any) -> 
                 "failure": step.reading.failure,
                 "exit_code": step.reading.code,
                 "seconds": step.reading.seconds,
+                "host": step.reading.host,
                 "folder": f"probes/{step.reading.place.name}",
             }
             for step in bisection.steps()

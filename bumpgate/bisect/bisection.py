@@ -8,11 +8,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
-
-from packaging.version import Version
 
 from bumpgate.bisect import blame
 from bumpgate.bisect.attribution import Attribution, Mixture, attribute, changes
@@ -22,15 +20,17 @@ from bumpgate.bisect.probe import (
     BackError,
     Build,
     Cause,
+    Hosts,
     ProbeResult,
     Reading,
     Test,
+    exactly,
     keep,
     load,
     take,
 )
 from bumpgate.bisect.search import Outcome, Result, Search
-from bumpgate.environments.build import Environment, NotInstallable
+from bumpgate.environments.build import Environment
 from bumpgate.environments.request import Request
 from bumpgate.rows import BumpgateError
 
@@ -68,8 +68,10 @@ class BisectContext:
 
     reliable: one reading settles a mixture also under the plan's misread rates, unless the test has contradicted
     itself: a probe that is a complete sequential test.
+    follow: packages that `build` selects to fit the others; no mixture pins them, and none is at fault by itself.
     recall: returns an environment that was built before, where candidates are commits and `build` keeps only one.
     together: groups the packages of the two neighbours that a mixture takes from the same side.
+    hosts: take the readings instead of this process, several at once.
     """
 
     package: str
@@ -82,6 +84,8 @@ class BisectContext:
     reliable: bool = False
     recall: Build | None = None
     together: Callable[[Environment, Environment], list[set[str]]] = blame.together
+    hosts: Hosts | None = None
+    follow: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -109,9 +113,11 @@ class Bisection:
         """Probe until the search has its answer. Raises MachineError, ProbeError, KeyboardInterrupt."""
         try:
             self._learn()
-            while pending := self.state.decide():
+            while pending := self._due():
                 try:
-                    if any(self._unjudged(end) for end in self._ends()):
+                    if self.context.hosts:
+                        self._read_batch(self.context.hosts, pending)
+                    elif any(self._unjudged(end) for end in self._ends()):
                         self._read_ends()
                     else:
                         self._read(pending[0])
@@ -123,6 +129,9 @@ class Bisection:
         result = self.search.result()
         assert result is not None, "the journal has no further decision only if there is an answer"
         return result
+
+    def _due(self) -> list[int]:
+        return self.state.decide(self.context.hosts.number() if self.context.hosts else 1)
 
     def steps(self) -> Iterator[Step]:
         """Yield all recorded readings, in order."""
@@ -157,7 +166,10 @@ class Bisection:
 
     def attribute(self, result: Result) -> Attribution | None:
         """Find the package at fault between the two neighbours' sets; None if the sets are equal."""
-        good, bad = self.environments(result)
+        good, bad = (
+            replace(e, packages={n: v for n, v in e.packages.items() if n not in self.context.follow})
+            for e in self.environments(result)
+        )
         changed = frozenset(change.name for change in changes(good.packages, bad.packages))
         if not changed:
             return None
@@ -217,6 +229,62 @@ class Bisection:
         for end, reading in readings.items():
             self._record(end, reading, self.context.test.judge(reading))
 
+    def _read_batch(self, hosts: Hosts, pending: Sequence[int]) -> None:
+        """Take the readings of a batch on several hosts. Each is saved as it arrives, so that a kill does not lose it.
+
+        Raises MachineError, after the others have been judged, for a reading that a host could not take.
+        """
+        # No reading can be judged before those of the endpoints.
+        ends = [end for end in self._ends() if self._unjudged(end) and end not in pending]
+        counts = Counter(i for i, _ in self.search.history)
+        jobs: list[tuple[int, Path]] = []
+        for index in (*ends, *pending):
+            jobs.append((index, self._place(index, counts[index])))
+            counts[index] += 1
+        names = ", ".join(self.search.candidates[index] for index, _ in jobs)
+        self.context.show.probing(f"{self.context.package} {names}")
+        self._judge(jobs)
+        failed: dict[Path, Reading] = {}
+        for _ in range(TRIES):
+            missing = [(place, self._request(index)) for index, place in jobs if load(place) is None]
+            for reading in hosts.take(missing) if missing else ():
+                failed.pop(reading.place, None)
+                if reading.cause is Cause.MACHINE:
+                    (reading.place / READING).unlink()
+                    failed[reading.place] = reading
+                else:
+                    self._judge(jobs)
+        for place, reading in failed.items():
+            index = next(index for index, its in jobs if its == place)
+            if self._machine_failed or index in self._ends():
+                raise MachineError(
+                    f"{self.context.package} {self.search.candidates[index]}: {reading.failure}"
+                )
+            self._machine_failed = True
+            keep(reading)
+        self._machine_failed = bool(failed)
+        self._judge(jobs)
+
+    def _judge(self, jobs: Sequence[tuple[int, Path]]) -> None:
+        """Record the outcomes of the readings that are there, once both endpoints are.
+
+        A candidate's readings are recorded in order: their number is that of the place of the next one.
+        """
+        ends = [load(self._next_place(end)) for end in self._ends() if self._unjudged(end)]
+        for index, place in jobs:
+            reading = load(place) if place == self._next_place(index) and self._unjudged(index) else None
+            unusable = self.context.test.unusable(reading) if reading and index in self._ends() else None
+            if reading and unusable:
+                self._record(index, reading, unusable)
+                return
+        if not all(ends):
+            return
+        self._learn()
+        for index, place in jobs:
+            reading = load(place) if place == self._next_place(index) else None
+            if reading:
+                self._record(index, reading, self.context.test.judge(reading))
+
     def _read(self, index: int) -> None:
         reading = self._reading(index)
         if index in self._ends():
@@ -251,22 +319,17 @@ class Bisection:
     def _reading(self, index: int) -> Reading:
         version = self.search.candidates[index]
         self.context.show.probing(f"{self.context.package} {version}")
-        attempt = sum(i == index for i, _ in self.search.history)
 
         def build(request: Request) -> Environment:
-            environment = self.context.build(request)
-            installed = environment.packages.get(self.context.package)
-            if self.context.recall is None and (installed is None or Version(installed) != Version(version)):
-                raise NotInstallable(
-                    f"{request.title}: {installed} was installed instead", self.context.out, ""
-                )
+            checked = exactly(self.context.build, self.context.package, version)
+            environment = (self.context.build if self.context.recall else checked)(request)
             # Only now: the prefetch in progress may have been building this environment.
             later = [*(i for i in self.state.decide() if i != index), *self.search.prefetch()]
             if self.context.ahead:
                 self.context.ahead.start([self._request(i) for i in dict.fromkeys(later)])
             return environment
 
-        return self._retried(self._place(index, attempt), self._request(index), build, index in self._ends())
+        return self._retried(self._next_place(index), self._request(index), build, index in self._ends())
 
     def _retried(self, place: Path, request: Request, build: Build, end: bool = False) -> Reading:
         """Take a reading; retry if the machine failed. If it fails again, keep the reading and skip the candidate.
@@ -274,7 +337,7 @@ class Bisection:
         Raises MachineError, without keeping the reading, for an endpoint or for two skipped candidates in a row.
         """
         for _ in range(TRIES):
-            reading = take(place, request, build, self.context.test)
+            reading = self._taken(place, request, build)
             if reading.cause is not Cause.MACHINE:
                 self._machine_failed = False
                 return reading
@@ -284,6 +347,11 @@ class Bisection:
         self._machine_failed = True
         keep(reading)
         return reading
+
+    def _taken(self, place: Path, request: Request, build: Build) -> Reading:
+        if self.context.hosts:
+            return load(place) or next(iter([*self.context.hosts.take([(place, request)])]))
+        return take(place, request, build, self.context.test)
 
     def _record(self, index: int, reading: Reading, result: ProbeResult) -> None:
         version = self.search.candidates[index]
@@ -299,6 +367,9 @@ class Bisection:
 
     def _request(self, index: int) -> Request:
         return self.context.request(self.search.candidates[index])
+
+    def _next_place(self, index: int) -> Path:
+        return self._place(index, sum(i == index for i, _ in self.search.history))
 
     def _place(self, index: int, attempt: int) -> Path:
         return self.context.out / "probes" / f"{self.search.candidates[index]}.{attempt}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -45,6 +45,12 @@ def together(*environments: Environment) -> list[set[str]]:
             if linked := _linked(environment, name):
                 groups.setdefault(name, {name}).update(linked)
     return list(groups.values())
+
+
+def pinned(packages: Collection[str], *environments: Environment) -> set[str]:
+    """Return those of `packages` that are CUDA libraries which another of them pins: they changed as one part."""
+    pinning = [name for name in packages if not LINKED.fullmatch(name)]
+    return {found for e in environments for name in pinning for found in _linked(e, name)} & set(packages)
 
 
 def _linked(environment: Environment, package: str) -> set[str]:

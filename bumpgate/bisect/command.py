@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 from packaging.utils import canonicalize_name
@@ -18,22 +18,40 @@ from rich.console import Console
 
 from bumpgate.bisect import blame, gate_finding, ranges, shell
 from bumpgate.bisect import journal as journals
-from bumpgate.bisect.answer import Answer, Watcher, answer, closing_text, text, write_json
+from bumpgate.bisect.answer import Answer, Watcher, answer, closing_text, so_far, text, write_json
 from bumpgate.bisect.bisection import BisectContext, Bisection, MachineError
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.compiler import compiler_part
 from bumpgate.bisect.journal import Journal, JournalError, Plan
 from bumpgate.bisect.options import BisectError, Options
 from bumpgate.bisect.prefetch import Prefetch
-from bumpgate.bisect.probe import Test
+from bumpgate.bisect.probe import Hosts, Test
 from bumpgate.environments.build import Environment, build
+from bumpgate.environments.cached import Disk
 from bumpgate.environments.mirror import copies
+from bumpgate.wheels.fitting import Fitter, missing
+from bumpgate.wheels.fitting import variables as absent_variables
+
+
+class Fleet(Protocol):
+    """Hosts that `bumpgate fleet` has connected to."""
+
+    def check(self, options: Options) -> None:
+        """Raise BumpgateError, one line, for a bisect that hosts cannot share."""
+
+    def readings(self, options: Options, good: str) -> Hosts:
+        """Return what takes the readings of a bisect. good: the version of the good endpoint."""
+
+    def line(self) -> tuple[str, ...]:
+        """Return the start of the command line that connects again."""
+
 
 STATE, JSON = "state.jsonl", "bisect.json"
 UNKNOWN, INTERRUPTED = 125, 130
 
 
 def command(
+    context: typer.Context,
     good: Annotated[
         str, typer.Option(help="A good version, or the date of a good nightly (2026-10-01).")
     ] = "",
@@ -109,6 +127,7 @@ def command(
     attribution: Annotated[
         bool, typer.Option(help="Then find the package of the set that is at fault.")
     ] = True,
+    disk: Disk = None,
     prefetch: Annotated[bool, typer.Option(help="Build the next candidates while one is probed.")] = True,
 ) -> None:
     """Find the first bad version of a package between a good and a bad one, then the package of its set at fault.
@@ -149,7 +168,7 @@ def command(
         options = _with_finding(options, from_gate, row)
     place = out or Path(f"bisect-{options.package}-{options.good}-{options.bad}".replace("/", "-"))
     with _terminable():
-        raise typer.Exit(run(options, place, resume, attribution, prefetch, compiler))
+        raise typer.Exit(run(options, place, resume, attribution, prefetch, compiler, context.obj, disk))
 
 
 def _with_finding(options: Options, path: Path | None, row: str) -> Options:
@@ -181,7 +200,8 @@ def _launch(options: Options, name: str) -> int:
     """Open a shell in the environment of one version, and return its exit code."""
     root = options.root()
     request = options.request(root)(options.version(root, name))
-    environment = build(request, say=lambda line: typer.echo(line, err=True))
+    typer.echo(f"{request.title}: building, unless it is in the cache", err=True)
+    environment = _fitter(options, root)(request) if root else build(request)
     typer.echo(shell.origin(request, environment))
     return shell.shell(environment)
 
@@ -193,12 +213,16 @@ def run(
     attribution: bool = True,
     prefetch: bool = True,
     compiler: float | None = None,
+    fleet: Fleet | None = None,
+    disk: str | None = None,
 ) -> int:
-    """Run the command and return its exit code.
+    """Run the command and return its exit code. fleet: where its readings are taken, instead of this process.
 
     Raises BumpgateError on bad input, before anything is installed.
     """
     root = options.check()
+    if fleet:
+        fleet.check(options)
     state, span = _continue(options, out) if resume else (None, None)
     if state is None or span is None:
         span = options.range(root)
@@ -206,23 +230,29 @@ def run(
             options.check_selection(root)
         state = _begin(out, options.plan(span, _test(options, root, span)))
         typer.echo(span.summary(state.search.steps_left()))
+    hosts = fleet.readings(options, span.good) if fleet else None
+    again = [*(fleet.line() if fleet else ()), "bisect"]
     flags = [*([] if attribution else ["--no-attribution"]), *([] if prefetch else ["--no-prefetch"])]
     flags += ["--compiler", f"{compiler:g}"] if compiler else []
+    flags += ["--disk", disk] if disk else []
     with state:
         try:
             # A build at the same time would disturb the times, and a builder has one folder.
-            prefetch = prefetch and not (options.timed or options.builder or options.environments)
+            apart = options.timed or options.builder or options.environments or hosts
+            prefetch = prefetch and not apart
             attribution = attribution and not (options.builder or options.interactive)
-            return _search(options, out, state, span, root, attribution, prefetch, compiler)
+            return _search(options, out, state, span, root, attribution, prefetch, compiler, hosts)
         except KeyboardInterrupt:
             typer.echo(f"interrupted; {len(state.search.history)} probes are saved. Continue with:", err=True)
-            typer.echo(f"  {_resume_command(options, out, flags)}", err=True)
+            typer.echo(f"  {_resume_command(options, out, flags, again)}", err=True)
             return INTERRUPTED
         except MachineError as error:
-            return _stopped(str(error), _resume_command(options, out, flags))
+            why = str(error)
         except OSError as error:
             why = f"{error.filename or out}: {error.strerror}"
-            return _stopped(why, _resume_command(options, out, flags))
+        if known := so_far(state.search):
+            typer.echo(known)
+        return _stopped(why, _resume_command(options, out, flags, again))
 
 
 def _search(
@@ -234,23 +264,27 @@ def _search(
     attribution: bool,
     prefetch: bool,
     compiler: float | None,
+    hosts: Hosts | None,
 ) -> int:
     started = time.monotonic()
-    test = _test(options, root, span)
-    watcher = Watcher(Console(soft_wrap=True), live=not options.interactive)
     builder = options.commit_builder(out) if options.builder else None
     source = builder or options.prepared
+    fitter = _fitter(options, root) if root and not source else None
+    test = _test(options, root, span, fitter)
+    watcher = Watcher(Console(soft_wrap=True), live=not options.interactive)
     context = BisectContext(
         options.package,
         out,
         source.request if source else options.request(root),
-        source or build,
+        source or fitter or build,
         test,
         watcher,
         Prefetch() if prefetch else None,
         reliable=options.timed,
         recall=builder and builder.recall,
+        follow=fitter.names - {options.package} if fitter else frozenset(),
         together=options.prepared.together if options.prepared else blame.together,
+        hosts=hosts,
     )
     bisection = Bisection(state, context)
 
@@ -287,15 +321,24 @@ def _search(
     return 0 if found.sure else UNKNOWN
 
 
-def _test(options: Options, root: Path | None, span: Range) -> Test:
-    """Return the test that judges a candidate."""
+def _fitter(options: Options, root: Path) -> Fitter:
+    return Fitter(root, options.lane, options.find_links)
+
+
+def _test(options: Options, root: Path | None, span: Range, fitter: Fitter | None = None) -> Test:
+    """Return the test that judges a candidate. fitter: builds the environments of a lane."""
 
     def good() -> Environment:
         if options.prepared:
             return options.prepared(options.prepared.request(span.good))
-        return build(options.request(root)(span.good))
+        return (fitter or build)(options.request(root)(span.good))
 
-    return options.test(root, good, lambda line: typer.echo(line, err=True))
+    def variables(environment: Environment) -> dict[str, str]:
+        if options.environments and root:
+            return absent_variables(missing(root, options.lane, environment.python))
+        return fitter.variables(environment) if fitter else {}
+
+    return options.test(root, good, lambda line: typer.echo(line, err=True), variables)
 
 
 def _no_answer(failure: str, test: Test, last: str) -> int:
@@ -318,12 +361,14 @@ def _stopped(why: str, again: str) -> int:
     return UNKNOWN
 
 
-def _resume_command(options: Options, out: Path, flags: Sequence[str]) -> str:
+def _resume_command(
+    options: Options, out: Path, flags: Sequence[str], command: Sequence[str] = ("bisect",)
+) -> str:
     """Return the command that resumes a bisect. flags: options that are not part of `options`."""
     line = options.line()
     cut = line.index("--") if "--" in line else len(line)
     line = (*line[:cut], "--out", str(out), *flags, "--resume", *line[cut:])
-    return shlex.join(["bumpgate", "bisect", *line])
+    return shlex.join(["bumpgate", *command, *line])
 
 
 def _begin(out: Path, plan: Plan) -> Journal:

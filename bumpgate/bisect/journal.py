@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bumpgate.bisect.attribution import Mixture
+from bumpgate.bisect.batch import batch
 from bumpgate.bisect.search import Outcome, Search
 from bumpgate.rows import BumpgateError, one_line
 
@@ -70,12 +71,16 @@ class Journal:
         self._pending: list[int] = []
         self._pending_mixture: Mixture | None = None
 
-    def decide(self) -> list[int]:
-        """Return search.next() and write it down, or return the earlier decision if it has no outcome yet."""
-        if self.search.result() is not None:
-            return []
+    def decide(self, hosts: int = 1) -> list[int]:
+        """Return search.next() and write it down, or what an earlier decision has no outcomes of yet.
+
+        hosts: with several, return a batch of as many probes instead; a candidate occurs as often as it is to be read.
+        """
+        result = self.search.result()
+        if result is not None and not (hosts > 1 and result.found and self._pending):
+            return []  # with several hosts, a batch is recorded to its end: the answer depends on no order
         if not self._pending:
-            pending = self.search.next()
+            pending = batch(self.search, hosts) if hosts > 1 else self.search.next()
             _write(self._file, {"probe": pending})
             self._pending = pending
         return list(self._pending)
@@ -113,7 +118,8 @@ class Journal:
 
     def _take(self, index: int, outcome: Outcome) -> None:
         self.search.record(index, outcome)
-        self._pending = [i for i in self._pending if i != index]
+        if index in self._pending:
+            self._pending.remove(index)
 
     def _take_back(self) -> None:
         kept = self.search.history[:-1]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+
+from packaging.utils import canonicalize_name
 
 from bumpgate import lanes
 from bumpgate.baseline import find_root, tier
@@ -30,6 +33,8 @@ from bumpgate.environments.versions import Found, versions
 from bumpgate.rows import BumpgateError, one_line
 
 USAGE, NOTHING_SELECTED = 4, 5
+COMPILING = {"numpy": "numpy", "setuptools": "setuptools<82"}
+NAME = re.compile(r"[\w.-]+")
 
 
 class BisectError(BumpgateError):
@@ -235,7 +240,7 @@ class Options:
             requirement = f"{self.package}==={version}"
             name = f"{self.package} {version}"
             if root is None:
-                found = Request((requirement,), name=name)
+                found = Request((requirement, *self._compiling()), name=name)
             else:
                 found = lane_request(root, self.lane, requirement, name=name)
             requirements = (*found.requirements, *self.extra)
@@ -243,8 +248,29 @@ class Options:
 
         return request
 
-    def test(self, root: Path | None, good: Callable[[], Environment], say: Callable[[str], None]) -> Test:
-        """Return the test that judges a candidate. good: builds the environment of the good endpoint."""
+    def _compiling(self) -> tuple[str, ...]:
+        """Return what torch.compile imports, which not every torch requires: numpy, and setuptools up to torch 2.10.
+
+        torch.utils.cpp_extension of an old torch needs pkg_resources, which setuptools 82 removed.
+        """
+        named = {canonicalize_name(found[0]) for text in self.extra if (found := NAME.match(text))}
+        return tuple(
+            text
+            for name, text in COMPILING.items()
+            if name not in named and "torch" in {self.package, *named}
+        )
+
+    def test(
+        self,
+        root: Path | None,
+        good: Callable[[], Environment],
+        say: Callable[[str], None],
+        variables: Callable[[Environment], Mapping[str, str]],
+    ) -> Test:
+        """Return the test that judges a candidate.
+
+        good: builds the environment of the good endpoint. variables: env_vars of an environment.
+        """
         command = CommandTest(self.command, self.package, Path.cwd(), self.timeout)
         if self.interactive:
             return InteractiveTest(command if self.command else None)
@@ -253,6 +279,14 @@ class Options:
         finding = self.finding
         if finding and finding.ratios:
             return TimedTest(
-                root, self.lane, finding.tests, finding.ratios, good, self.package, finding.sessions, say
+                root,
+                self.lane,
+                finding.tests,
+                finding.ratios,
+                good,
+                self.package,
+                finding.sessions,
+                say,
+                variables,
             )
-        return SuiteTest(root, self.lane, self.selection, self.package, self.timeout)
+        return SuiteTest(root, self.lane, self.selection, self.package, self.timeout, variables=variables)

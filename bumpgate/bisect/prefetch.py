@@ -17,7 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from bumpgate.environments.build import NOTE, build
+from bumpgate.environments.build import build
+from bumpgate.environments.cached import NOTE
 from bumpgate.environments.request import Request, request_key
 from bumpgate.environments.store import home
 from bumpgate.processes import supervise

@@ -17,8 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+from packaging.version import Version
+
 from bumpgate.bisect.search import Outcome
-from bumpgate.environments.build import BuildError, Environment, NotInstallable
+from bumpgate.environments.build import BuildError, Environment, NotInstallable, release
 from bumpgate.environments.interpreter import ChildFault, Interpreter
 from bumpgate.environments.request import Request
 from bumpgate.gate.verdict import Finding
@@ -60,6 +62,7 @@ class Reading:
 
     code: exit code of the command or of pytest, or minus the signal number; None if it never ran.
     failure: why it never ran, or ended early; one line. seconds: of only the test. packages: name to version.
+    host: the name of the host that took it, "" for this one.
     """
 
     place: Path
@@ -68,6 +71,7 @@ class Reading:
     failure: str = ""
     seconds: float = 0.0
     packages: dict[str, str] = field(default_factory=dict)
+    host: str = ""
 
     @cached_property
     def record(self) -> Record | None:
@@ -123,13 +127,41 @@ class Test(Protocol):
 Build = Callable[[Request], Environment]
 
 
+class Hosts(Protocol):
+    """Hosts that take readings in parallel."""
+
+    def number(self) -> int:
+        """Return how many readings can be taken at once. Raises BumpgateError if no host is there."""
+
+    def take(self, jobs: Sequence[tuple[Path, Request]]) -> Iterator[Reading]:
+        """Yield the reading of each job as it ends, saved at the job's place; one that was lost has Cause.MACHINE."""
+
+
+def exactly(build: Build, package: str, version: str) -> Build:
+    """Return a function that builds a request and refuses another version of the package."""
+
+    def checked(request: Request) -> Environment:
+        environment = build(request)
+        installed = environment.packages.get(package)
+        if installed is None or Version(installed) != Version(version):
+            raise NotInstallable(f"{request.title}: {installed} was installed instead", Path(), "")
+        return environment
+
+    return checked
+
+
 def take(place: Path, request: Request, build: Build, test: Test) -> Reading:
     """Return the reading saved at `place`, or take a new one and save it there atomically."""
     if kept := load(place):
         return kept
     place.mkdir(parents=True, exist_ok=True)
     try:
-        reading = test.run(build(request), place)
+        environment = build(request)
+        try:
+            reading = test.run(environment, place)
+        finally:
+            # Later environments may need its space; whoever needs it again builds it, or finds it in the cache.
+            release(environment)
     except NotInstallable as error:
         reading = Reading(place, Cause.BROKEN, failure=f"does not install: {one_line(error, 200)}")
     except BuildError as error:

@@ -28,7 +28,7 @@ from bumpgate.environments import reference
 from bumpgate.environments.build import Environment
 from bumpgate.gate.between import Change, change
 from bumpgate.gate.verdict import PRODUCT, Decision, Finding, Side, judge_gate
-from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneRun, run_lane
+from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneRun, by_hand, run_lane
 from bumpgate.rows import ROW_ID, Judgement, Record, Row, Verdict, one_line
 
 # Problems in a record that are not a test's fault: a skip, a selection, an interrupt.
@@ -52,6 +52,7 @@ class SuiteTest:
     while at the bad endpoint the value is worse), another fault hides the answer: OTHER.
 
     deciding: row ids and node ids. kinds: how each is red at the endpoints. differs: False if red at both endpoints.
+    variables: env_vars of an environment, in addition to its lock.
     """
 
     root: Path
@@ -61,6 +62,7 @@ class SuiteTest:
     timeout: float | None = None
     deciding: tuple[str, ...] = ()
     differs: bool = True
+    variables: Callable[[Environment], Mapping[str, str]] = lambda environment: {}
     run_lane: Callable[..., LaneRun] = run_lane
     reference: Mapping[str, Row] = field(default_factory=dict)
     kinds: dict[str, set[str]] = field(default_factory=dict)
@@ -73,7 +75,11 @@ class SuiteTest:
                 self.lane,
                 self.selection,
                 place / RECORD,
-                environment={**reference.variables(environment.lock), **caches},
+                environment={
+                    **reference.variables(environment.lock),
+                    **self.variables(environment),
+                    **caches,
+                },
                 timeout=self.timeout,
                 log=place / LOG,
                 # A complete run has imported torch; for an incomplete one, import_fault below checks the import.
@@ -157,7 +163,7 @@ class SuiteTest:
         rows = {j.row.id: j.row.test for j in reading.record.judgements} if reading and reading.record else {}
         names = [rows.get(name, name) for name in self.deciding]
         node = next((name for name in names if "::" in name), "")
-        return f"{environment.python} -m {investigate(self.lane, node)}"
+        return by_hand(environment.python, self.root, investigate(self.lane, node), self.selection)
 
     def _verdict(self, seen: Signals, name: str) -> Verdict:
         """Return a row's verdict in a reading; REGRESSION also if its value is worse than at the good endpoint.

@@ -61,6 +61,7 @@ class TimedTest:
     tests: row id -> node id. ratios: row id -> the slowdown that was found (1.1 is 10 % slower). good: builds the
     environment of the good endpoint, which is paired with every candidate. sessions: maximum number in a probe.
     deciding: the rows that are SLOWER at the bad endpoint. say: prints a line while another process has the device.
+    variables: env_vars of an environment.
     """
 
     root: Path
@@ -71,6 +72,7 @@ class TimedTest:
     package: str
     sessions: int | None = None
     say: Callable[[str], None] = print
+    variables: Callable[[Environment], Mapping[str, str]] = lambda environment: {}
     deciding: tuple[str, ...] = ()
     differs: bool = True
 
@@ -220,7 +222,12 @@ class _Pair:
             self.test.lane,
             ["-n", "0", *tests],
             self.place / f"timed-{side}.json",
-            environment={**reference.variables(environment.lock), **caches, **env_vars},
+            environment={
+                **reference.variables(environment.lock),
+                **self.test.variables(environment),
+                **caches,
+                **env_vars,
+            },
         )
 
     def _save(self, sessions: Sessions) -> None:

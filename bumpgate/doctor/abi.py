@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packaging.version import Version
@@ -27,12 +27,14 @@ from bumpgate.rows import BumpgateError
 TOOLS = ("nm", "c++filt", "readelf")
 TOOL_SECONDS = 120
 CASE_SECONDS = 300
-# A mangled name whose outermost scope is torch's: of functions and data, of vtables, typeinfo, thunks and guards.
+# A mangled name whose outermost scope is torch's: of functions and data, of vtables, typeinfo, thunks and guards. And
+# the C functions of torch's stable ABI, of which each release adds some.
 TORCH_SYMBOL = re.compile(
-    r"_Z(?:T[VTIS]|Th\w*?_|GV|GR)?N?[KVrRO]*(?:3c10|2at|5torch|6caffe2)(?=\d|[A-Z])|_?THP|_Z\d+THP"
+    r"_Z(?:T[VTIS]|Th\w*?_|GV|GR)?N?[KVrRO]*(?:3c10|2at|5torch|6caffe2)(?=\d|[A-Z])|_?THP|_Z\d+THP|aoti_torch_"
 )
 TORCH_LIBRARY = re.compile(r"lib(?:torch|c10|caffe2|shm|aoti)[\w.-]*\.so")
 CUDA_RUNTIME = re.compile(r"libcudart\.so\.\d+")
+NEEDED = re.compile(r"\(NEEDED\).*\[(.+)\]")
 OLD_STRING = re.compile(r"std::(?:string|basic_string<char)\b")
 NEW_STRING, STRING_TAG = "__cxx11::basic_string", "B5cxx11"
 SHOWN = 3
@@ -71,16 +73,52 @@ def audit(wheel: Distribution, found: Inventory) -> Iterator[Fault]:
 
     Raises ToolError.
     """
-    yield from label_faults(wheel, found)
-    if found.torch is None:
+    return audit_all([wheel], found)
+
+
+def audit_all(wheels: Sequence[Distribution], found: Inventory) -> Iterator[Fault]:
+    """Like audit, of several wheels that may call each other."""
+    for wheel in wheels:
+        yield from label_faults(wheel, found)
+    if found.torch is None or not wheels:
         return
-    extensions = [read_extension(path) for path in wheel.extensions if path.is_file()]
+    extensions = [(w.name, read_extension(path)) for w in wheels for path in w.extensions if path.is_file()]
+    if not any(extension.uses_torch for _, extension in extensions):
+        return
     libraries = {path.name: path for path in (found.torch / "lib").glob("*.so*")}
-    exported = exports(libraries.values()).union(*(e.exported for e in extensions))
-    for extension in extensions:
+    exported = exports(libraries.values()).union(*(e.exported for _, e in extensions))
+    for name, extension in extensions:
         if extension.uses_torch:
-            yield from _library_faults(wheel.name, extension, set(libraries), found)
-            yield from _symbol_faults(wheel.name, extension, exported, found.torch_version)
+            yield from _library_faults(name, extension, set(libraries), found)
+            yield from _symbol_faults(name, extension, exported, found.torch_version)
+
+
+def built_on_torch(found: Inventory) -> list[Distribution]:
+    """Return the installed distributions, other than torch, with a library that links torch or calls its C++.
+
+    Files that are no libraries are ignored, and with a CPU build of torch those for CUDA, which cannot be loaded.
+    Raises ToolError.
+    """
+    every = [d for first, *_ in found.distributions.values() for d in [first] if d.name != "torch"]
+    paths = [str(path) for d in every for path in d.extensions if path.is_file()]
+    if not paths:
+        return []
+    using, unloadable, current = set(), set(), ""
+    for line in _tool("nm", "-D", "-A", "--undefined-only", "--no-demangle", *paths, strict=False):
+        path, _, symbol = line.rpartition(" U ")
+        if TORCH_SYMBOL.match(symbol):
+            using.add(path.rstrip().removesuffix(":"))
+    # The name of a file is printed only if there are several.
+    for line in _tool("readelf", "--dynamic", "--wide", *paths, paths[0], strict=False):
+        current = line.removeprefix("File: ") if line.startswith("File: ") else current
+        needed = NEEDED.search(line)
+        if needed and TORCH_LIBRARY.fullmatch(needed[1]):
+            using.add(current)
+            if "_cuda" in needed[1] and not found.version.get("cuda"):
+                unloadable.add(current)
+    using -= unloadable
+    kept = [replace(d, extensions=tuple(p for p in d.extensions if str(p) in using)) for d in every]
+    return [d for d in kept if d.extensions]
 
 
 def label_faults(wheel: Distribution, found: Inventory) -> Iterator[Fault]:
@@ -175,7 +213,7 @@ def read_extension(path: Path) -> Extension:
         elif kind not in "wv":
             exported.add(symbol)
     entries = _tool("readelf", "--dynamic", "--wide", str(path))
-    needed = (re.search(r"\(NEEDED\).*\[(.+)\]", line) for line in entries)
+    needed = map(NEEDED.search, entries)
     return Extension(path, frozenset(undefined), frozenset(exported), tuple(n[1] for n in needed if n))
 
 
@@ -195,7 +233,8 @@ def missing_tool() -> str | None:
     return next((tool for tool in TOOLS if shutil.which(tool) is None), None)
 
 
-def _tool(name: str, *arguments: str, stdin: str = "") -> list[str]:
+def _tool(name: str, *arguments: str, stdin: str = "", strict: bool = True) -> list[str]:
+    """Return the lines that a tool prints. strict: False ignores files that it cannot read."""
     try:
         done = subprocess.run(
             [name, *arguments], input=stdin, capture_output=True, text=True, timeout=TOOL_SECONDS
@@ -204,7 +243,7 @@ def _tool(name: str, *arguments: str, stdin: str = "") -> list[str]:
         raise ToolError(f"{name} is not on PATH: apt-get install binutils") from None
     except subprocess.TimeoutExpired:
         raise ToolError(f"{name}: no answer in {TOOL_SECONDS} s") from None
-    if done.returncode:
+    if done.returncode and strict:
         last = (done.stderr.strip() or "failed").splitlines()[-1]
         raise ToolError(f"{name}: {last.removeprefix(f'{name}: ')}")
     return done.stdout.splitlines()

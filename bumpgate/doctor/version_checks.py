@@ -6,19 +6,22 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from bumpgate import lanes
 from bumpgate.doctor import abi
 from bumpgate.doctor.findings import Check, Defect, NotRun, Part, Site
+from bumpgate.environments import store
 from bumpgate.environments.interpreter import ChildFault, run
 from bumpgate.environments.inventory import Inventory
+from bumpgate.environments.locks import lane_lock, read_lock
 from bumpgate.environments.manifest import Mismatch, mismatches, release
 
 if sys.version_info >= (3, 11):
@@ -68,18 +71,35 @@ def _one_build(metadata: str, files: str) -> bool:
 def versions(site: Site) -> Found:
     """BG202: torch against the reference set; BG204: triton and other packages; BG205: kernel wheels."""
     found = site.inventory
-    wheels = {wheel.name: wheel for wheel in site.row.wheels}
+    wheels = {wheel.name for wheel in site.row.wheels}
+    wrong = {m.package for m in mismatches(site.row, found)}
     for m in mismatches(site.row, found):
         if m.package == "torch":
             yield Defect("BG202", _differs(site, m), f"pip install 'torch{m.expected}'")
         elif m.package in wheels:
-            command = f"pip install --no-deps '{m.package}=={wheels[m.package].version}', built on this torch"
-            yield Defect("BG205", _differs(site, m), command)
+            yield Defect("BG205", _differs(site, m), _install_wheels(site, wrong))
         elif m.package != "python":  # BG102
             yield Defect("BG204", _differs(site, m), f"pip install '{m.package}{m.expected}'")
     yield f"as in {site.reference.source}: torch {site.row.torch or 'of any version'}" + "".join(
         f", {name} {spec}" for name, spec in site.row.packages.items()
     )
+
+
+def _install_wheels(site: Site, wrong: Container[str]) -> str:
+    """Return the command that installs the kernel wheels among `wrong`: the adopted files, where the store has them.
+
+    An adopted wheel fits the adopted torch only; for another one the command shows what does.
+    """
+    python = str(site.interpreter.python)
+    if "torch" in wrong:
+        return shlex.join(["bumpgate", "wheels", "plan", "--lane", site.lane, "--python", python])
+    wheels = {w.name: w.version for w in site.row.wheels if w.name in wrong}
+    lock = lane_lock(site.root, site.lane)
+    locked = [p for p in read_lock(lock).packages if p.name in wheels] if lock.exists() else []
+    stored = [path.parent for p in locked for wheel in p.wheels if (path := store.find(wheel))]
+    flags = ["--no-build-isolation", *(part for folder in stored for part in ("--find-links", str(folder)))]
+    pins = [f"{name}=={version}" if version else name for name, version in wheels.items()]
+    return shlex.join([python, "-m", "pip", "install", *flags, *pins])
 
 
 def _differs(site: Site, m: Mismatch) -> str:
@@ -113,19 +133,22 @@ def _suite_requirements(root: Path) -> list[str]:
 
 
 def kernel_wheels(site: Site) -> Found:
-    """BG207: a wheel's label names another torch. BG208: its extensions need symbols that this torch does not have."""
+    """BG207: a label names another torch. BG208: an extension needs symbols that this torch does not have.
+
+    Of the kernel wheels, and of everything else that is linked against torch.
+    """
     found = site.inventory
-    names = {*site.manifest.smoke, *(wheel.name for wheel in site.row.wheels)}
+    names = {canonicalize_name(n) for n in (*site.manifest.smoke, *(w.name for w in site.row.wheels))}
     wheels = [w for name in sorted(names) if (w := found.installed(name))]
-    if wheels and (tool := abi.missing_tool()):
-        yield Defect(
-            "BG208", f"{tool} is not on PATH: extensions cannot be audited", "apt-get install binutils"
-        )
+    if tool := abi.missing_tool():
+        if wheels:
+            reason = f"{tool} is not on PATH: extensions cannot be audited"
+            yield Defect("BG208", reason, "apt-get install binutils")
+        yield "no kernel wheel is installed"
         return
+    wheels += [w for w in abi.built_on_torch(found) if canonicalize_name(w.name) not in names]
     for wheel in wheels:
-        rebuild = (
-            f"pip install --no-build-isolation --no-binary :all: --force-reinstall --no-deps {wheel.name}"
-        )
+        rebuild = REBUILD.format(wheel.name)
         try:
             for fault in abi.audit(wheel, found):
                 yield Defect("BG207" if fault.kind == "label" else "BG208", fault.reason, rebuild)

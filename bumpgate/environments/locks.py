@@ -52,11 +52,6 @@ class Locked:
     version: str
     wheels: tuple[Wheel, ...]
 
-    @property
-    def requirement(self) -> str:
-        """Format as a line of a requirements file for `--require-hashes`."""
-        return " ".join([f"{self.name}=={self.version}", *(f"--hash=sha256:{w.sha256}" for w in self.wheels)])
-
 
 @dataclass(frozen=True)
 class Lock:
@@ -103,11 +98,53 @@ def parse_lock(name: str, text: str) -> list[tuple[Locked, dict[Wheel, str]]]:
         raise LockError(f"{name}: not a lock file ({one_line(error, 120)})") from None
 
 
+def pins(path: Path) -> list[str] | None:
+    """Return the lines of a requirements file that installs a lock with `--require-hashes`.
+
+    None if it has a file without sha256, or none but a source. Versions are pinned by ===: == also matches a build of
+    the same version with a local label, which an index or a folder may hold too. Raises LockError.
+    """
+    lines = []
+    for entry in _entries(path):
+        files = _files(entry)
+        digests = sorted({str(file.get("hashes", {}).get("sha256", "")) for file in files})
+        if not files or not all(map(SHA256.fullmatch, digests)):
+            return None
+        what = f"{entry['name']}==={entry['version']}" if "version" in entry else str(entry["name"])
+        if archive := entry.get("archive"):
+            url = archive.get("url") or (path.parent / unquote(archive["path"])).resolve().as_uri()
+            what = f"{entry['name']} @ {url}"
+        marker = f" ; {entry['marker']}" if "marker" in entry else ""
+        lines.append(" ".join([what + marker, *(f"--hash=sha256:{digest}" for digest in digests)]))
+    return lines
+
+
+def wheel_sizes(path: Path) -> dict[tuple[str, str], int]:
+    """Return (package, version) -> bytes of its largest wheel, of those whose size the lock states."""
+    sizes: dict[tuple[str, str], int] = {}
+    for entry in _entries(path):
+        found = [int(file.get("size", 0)) for file in _files(entry)]
+        sizes[canonicalize_name(entry["name"]), str(entry.get("version", ""))] = max(found, default=0)
+    return sizes
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """Return the packages of a lock (ours or uv's) as they are in the file. Raises LockError."""
+    try:
+        return list(tomllib.loads(path.read_text(encoding="utf-8"))["packages"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise LockError(f"{path.name}: not a lock file ({one_line(error, 120)})") from None
+
+
+def _files(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the wheels of an entry. A requirement on a wheel file is listed as an archive."""
+    return [*entry.get("wheels", ()), *([entry["archive"]] if "archive" in entry else ())]
+
+
 def _locked(name: str, entry: Mapping[str, Any]) -> tuple[Locked, dict[Wheel, str]]:
     package, version = canonicalize_name(entry["name"]), str(entry["version"])
     places = {}
-    # A requirement on a wheel file is listed as an archive.
-    for raw in [*entry.get("wheels", ()), *([entry["archive"]] if "archive" in entry else ())]:
+    for raw in _files(entry):
         place = str(raw.get("url") or raw["path"])
         file = raw.get("name") or unquote(place.rsplit("/", 1)[-1])
         sha256 = raw.get("hashes", {}).get("sha256", "")

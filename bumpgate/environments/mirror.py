@@ -21,7 +21,8 @@ from urllib.parse import unquote, urlsplit
 import typer
 from packaging.markers import default_environment
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.version import Version
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
 
 from bumpgate.environments.request import RUNNING
 from bumpgate.environments.store import SUMS, sha256_of, store_root
@@ -31,7 +32,9 @@ from bumpgate.environments.versions import (
     UnreachableError,
     VersionsError,
     build_day,
+    in_order,
     missing_days,
+    tag_ranks,
     versions,
 )
 from bumpgate.rows import BumpgateError, one_line, write_atomic
@@ -46,7 +49,7 @@ class MirrorError(BumpgateError):
 
 
 class AbsentError(MirrorError):
-    """A wheel that the index lists but does not serve."""
+    """A wheel that is listed, or named by a URL, but not served."""
 
 
 class FullError(MirrorError):
@@ -145,6 +148,12 @@ def command(
     ] = None,
     python: Annotated[str, typer.Option(help="The Python whose wheels are copied.")] = RUNNING,
     limit: Annotated[float | None, typer.Option(help="GB that the copies may take.", min=0.0)] = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="URL of a wheel that the index no longer lists: a night, or what one pins; repeatable."
+        ),
+    ] = None,
 ) -> None:
     """Copy the newest nightlies and the wheels that they pin, newest first; drop nights beyond --keep.
 
@@ -152,6 +161,7 @@ def command(
 
     Exit codes: 0 done, 4 bad input, or an index that cannot be reached, 125 a wheel could not be copied.
     """
+    unlisted = _of_urls(url or (), package, python)
     folder = mirror_root()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
@@ -161,11 +171,14 @@ def command(
         @cache
         def listed(name: str) -> tuple[Found, ...]:
             try:
-                return tuple(versions(name, index=index, python=python, pre=True))
+                found = versions(name, index=index, python=python, pre=True)
             except UnreachableError:
                 raise
             except VersionsError:
-                return ()
+                found = []
+            known = {f.version for f in found}
+            more = [f for f in unlisted.get(canonicalize_name(name), ()) if f.version not in known]
+            return tuple(in_order([*found, *more]) if more else found)
 
         copied, failed = 0, False
         prefix = f"{package} {python} "
@@ -199,6 +212,24 @@ def command(
     typer.echo(f"{copied} nights copied, {kept} kept, {mirror.size() / GB:.2f} GB: --find-links {folder}")
     if failed:
         raise typer.Exit(FAILED)
+
+
+def _of_urls(urls: Iterable[str], package: str, python: str) -> dict[str, list[Found]]:
+    """Return the wheels of direct URLs by package, with the digest if a URL ends in #sha256=. Raises MirrorError."""
+    out: dict[str, list[Found]] = {}
+    for url in urls:
+        parts = urlsplit(url)
+        try:
+            name, version, _, tags = parse_wheel_filename(unquote(parts.path.rsplit("/", 1)[-1]))
+        except (InvalidWheelFilename, InvalidVersion):
+            raise MirrorError(f"--url {public_url(url)}: not the URL of a wheel") from None
+        if tags.isdisjoint(tag_ranks(python)):
+            raise MirrorError(f"--url {public_url(url)}: not a wheel for Python {python} on this platform")
+        if name == canonicalize_name(package) and build_day(str(version)) is None:
+            raise MirrorError(f"--url {public_url(url)}: not a nightly: no day in its version")
+        digest = parts.fragment.removeprefix("sha256=") if parts.fragment.startswith("sha256=") else ""
+        out.setdefault(name, []).append(Found(str(version), build_day(str(version)), None, url, digest))
+    return out
 
 
 def _newest(found: tuple[Found, ...], mirror: Mirror, prefix: str, keep: int) -> list[Found]:
@@ -294,8 +325,9 @@ def _fetch(mirror: Mirror, name: str, found: Found, day: date) -> None:
             if answer.status_code == 416:  # the part is complete, or longer than the file
                 _finish(mirror, partial, name, found.sha256)
                 return
-            if answer.status_code in (404, 410):
-                raise AbsentError(f"{name} (listed, {answer.status_code})")
+            # A store of objects answers 403 for a name that it does not have.
+            if answer.status_code in (403, 404, 410):
+                raise AbsentError(f"{name} ({answer.status_code})")
             answer.raise_for_status()
             size = int(answer.headers.get("Content-Length") or 0)
             mirror.make_room(size, day)

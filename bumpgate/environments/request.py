@@ -197,6 +197,7 @@ def _file_requirements(root: Path, name: str) -> list[str]:
 
 
 def _extra_requirements(root: Path, lane: str) -> list[str]:
+    """Return the requirements of an extra; of another project than bumpgate also its dependencies, as pip does."""
     try:
         project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         extras = project["optional-dependencies"]
@@ -214,7 +215,8 @@ def _extra_requirements(root: Path, lane: str) -> list[str]:
             else:
                 yield text
 
-    return list(dict.fromkeys(unfold(lane)))
+    own = project.get("dependencies", ()) if lanes.is_foreign(root) else ()
+    return list(dict.fromkeys((*own, *unfold(lane))))
 
 
 def _row(root: Path, lane: str) -> Environment | None:

@@ -15,7 +15,8 @@ from bumpgate.adopt.command import one_at_a_time
 from bumpgate.adopt.files import interrupted, recover
 from bumpgate.baseline import find_root
 from bumpgate.environments import store
-from bumpgate.environments.build import Environment, build, discard, release
+from bumpgate.environments.build import Environment, build, release
+from bumpgate.environments.cached import discard
 from bumpgate.environments.locks import Lock, lane_lock, read_lock
 from bumpgate.environments.request import RUNNING, Request, lane_script, request_key
 from bumpgate.environments.store import StoreError, home
@@ -23,8 +24,6 @@ from bumpgate.processes.runner import LaneRun, run_lane
 from bumpgate.rebaseline import RefusedError
 from bumpgate.rows import BumpgateError
 
-# Verifies that the instruments work under the restored torch; a complete lane run is not part of this command.
-SMOKE = ("suites/canaries",)
 SMOKE_SECONDS = 1800
 
 
@@ -63,9 +62,11 @@ def command(
     how = "verified, built offline" if offline else "built by their hashes"
     line = f"rollback {lane}: {len(found.packages)} wheels {how} in {time.monotonic() - started:.0f} s"
     try:
-        if smoke:
-            run = run_smoke(environment, root, lane)
-            line += f", {'; '.join(SMOKE)} green in {run.seconds:.0f} s"
+        if smoke and (tests := smoke_tests(root, lane)):
+            run = run_smoke(environment, root, lane, tests)
+            line += f", {'; '.join(dict.fromkeys(map(_file, tests)))} green in {run.seconds:.0f} s"
+        elif smoke:
+            line += f", nothing run: lane {lane} declares no smoke tests"
     finally:
         release(environment, _cache())
     typer.echo(f"{line}: {environment.python}")
@@ -114,10 +115,20 @@ def rebuild(root: Path, path: Path, lock: Lock, lane: str, *, offline: bool = Tr
     return build(request, root=_cache())
 
 
-def run_smoke(environment: Environment, root: Path, lane: str) -> LaneRun:
+def smoke_tests(root: Path, lane: str) -> tuple[str, ...]:
+    """Return the tests that verify a restored environment: the lane's smoke tests, by default its canaries."""
+    declared = lanes.require(root, lane)
+    return declared.smoke or tuple(filter(None, [declared.canaries]))
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def run_smoke(environment: Environment, root: Path, lane: str, tests: tuple[str, ...]) -> LaneRun:
     """Run the smoke suite. Raises RefusedError (one line) if it is not green."""
     record = environment.python.parents[1] / "smoke.json"
-    run = run_lane(environment.python, root, lane, SMOKE, record, timeout=SMOKE_SECONDS)
+    run = run_lane(environment.python, root, lane, tests, record, timeout=SMOKE_SECONDS)
     if run.failure or run.code or run.record is None or run.record.red:
         red = [j.row.id for j in run.record.judgements if j.red] if run.record else []
         why = run.failure or (

@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bumpgate.environments.store import home
+from bumpgate.processes.runner import Child, run_children
 from bumpgate.rows import BumpgateError
 
 # uv ignores PIP_* variables. Each is used only if uv's own variable is unset; pip separates lists by spaces, and uv
@@ -74,33 +76,38 @@ def public_url(url: str) -> str:
     return re.sub(r"(?<=//)[^/@]*@", "", url)
 
 
+def uv_cache() -> Path:
+    """Return the folder of uv's cache: uv's own, unless an environment could not link its files from there."""
+    done = subprocess.run([find_uv(), "cache", "dir"], env=host_settings(), capture_output=True, text=True)
+    chosen = Path(done.stdout.strip())
+    if os.environ.get("UV_CACHE_DIR") or (done.returncode == 0 and _device(chosen) == _device(home())):
+        return chosen
+    return home() / "uv"
+
+
+def _device(path: Path) -> int:
+    """Return the file system of a path, or of the first of its parents that exists."""
+    return next(p for p in (path, *path.parents) if p.exists()).stat().st_dev
+
+
 def run_uv(
-    arguments: Sequence[str | Path],
-    log: Path,
-    *,
-    stdin: str = "",
-    keep_open: Sequence[int] = (),
-    binary: str | None = None,
+    arguments: Sequence[str | Path], log: Path, *, keep_open: Sequence[int] = (), binary: str | None = None
 ) -> tuple[int, str]:
     """Run uv. Return its exit status and its output, which is appended to `log` with the command.
 
-    keep_open: descriptors that the child holds too, so that a lock outlives a killed parent as long as uv writes.
+    uv ends with this call, and with this process, however that ends. keep_open: descriptors that it holds meanwhile.
     """
     command = [binary or find_uv(), *map(str, arguments)]
+    # Hard links, also on file systems that can clone: what environments share can be counted.
+    defaults = {"UV_CACHE_DIR": str(uv_cache()), "UV_LINK_MODE": "hardlink"}
+    settings = {**defaults, **host_settings(), "NO_COLOR": "1", "UV_NO_PROGRESS": "1"}
+    part = log.with_suffix(".part")
     try:
-        done = subprocess.run(
-            command,
-            input=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=host_settings() | {"NO_COLOR": "1", "UV_NO_PROGRESS": "1"},
-            pass_fds=tuple(keep_open),
-            check=False,
-        )
-    except OSError as error:
-        raise UvError(f"uv cannot be started ({error.strerror}): pip install --force-reinstall uv") from None
+        child = Child(command, Path.cwd(), settings, part, tuple(map(os.dup, keep_open)))
+        ((code, _),) = run_children([child], None)
+        output = part.read_text(encoding="utf-8", errors="replace")
+    finally:
+        part.unlink(missing_ok=True)
     with log.open("a", encoding="utf-8") as f:
-        f.write(f"$ uv {' '.join(command[1:])}\n{done.stdout}[exit {done.returncode}]\n")
-    return done.returncode, done.stdout
+        f.write(f"$ uv {' '.join(command[1:])}\n{output}[exit {code}]\n")
+    return code, output

@@ -98,8 +98,8 @@ def versions(
             if others
             else f"{package}: none found"
         )
-    ordered = _order(found for _, found in best.values())
-    return [f for f in ordered if (pre or not Version(f.version).is_prerelease) and _within(f, since, until)]
+    found = in_order(found for _, found in best.values())
+    return [f for f in found if (pre or not Version(f.version).is_prerelease) and _within(f, since, until)]
 
 
 def missing_days(found: Iterable[Found]) -> list[date]:
@@ -123,7 +123,7 @@ def build_day(version: str) -> date | None:
     return None
 
 
-def _order(found: Iterable[Found]) -> list[Found]:
+def in_order(found: Iterable[Found]) -> list[Found]:
     """Sort by PEP 440, but builds of one version that differ in a git hash by their day.
 
     A hash has no order: pip considers 3.6.0+gitf00 newer than 3.6.0+git123, whenever they were built. All of them

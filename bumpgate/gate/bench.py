@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,15 @@ from bumpgate.gate.timed import Reading, Sessions, reading, timed_rows
 from bumpgate.gate.verdict import Decision, Finding, Side, group, judge_gate, unequal_losses
 from bumpgate.gate.view import View, first_answer, session_line, timed_line
 from bumpgate.processes.host import cpu_workers, host_class
-from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneCall, LaneRun, installed, run_lanes
+from bumpgate.processes.runner import (
+    NOTHING_SELECTED,
+    USAGE,
+    LaneCall,
+    LaneRun,
+    by_hand,
+    installed,
+    run_lanes,
+)
 from bumpgate.rows import Record, Verdict, one_line, read_record, write_record
 from bumpgate.table import summary
 
@@ -141,8 +148,8 @@ class GateRunner:
     def canaries(self, names: Sequence[str]) -> None:
         """Run the canaries in these environments and record why each failed one did."""
         folder = lanes.require(self.root, self.gate.config.lane).canaries
-        if not folder or not (self.root / folder).is_dir():
-            # A lane without a canary folder verifies each row's instrument in the row's own process.
+        if not folder or not (self.root / folder).exists():
+            # A lane without canaries verifies each row's instrument in the row's own process.
             reason = f"no {folder} in this tree, so no instrument is verified"
             for name in names:
                 self.gate.sides[name].canaries = {"canaries": reason} if folder else {}
@@ -431,7 +438,7 @@ class GateRunner:
         python = self.env_specs["good" if f.good and not f.bad else "bad"].python
         if not f.repro.startswith("pytest "):
             return f
-        return replace(f, repro=f"{shlex.quote(str(python))} -m {f.repro}")
+        return replace(f, repro=by_hand(python, self.root, f.repro, self.gate.config.selection))
 
 
 def other_packages(name: str, then: Mapping[str, str], now: Mapping[str, str]) -> GateError:

@@ -24,6 +24,7 @@ from bumpgate.adopt.files import interrupted
 from bumpgate.baseline import find_root
 from bumpgate.environments import compiled, reference
 from bumpgate.environments.build import BuildError, build, lane_request
+from bumpgate.environments.cached import Disk
 from bumpgate.environments.mirror import copies
 from bumpgate.environments.request import kernel_wheels
 from bumpgate.environments.store import sha256_of
@@ -40,7 +41,7 @@ from bumpgate.report import gate_file, history
 from bumpgate.report.extra import ExtraMissingError
 from bumpgate.report.gate_file import GateFile
 from bumpgate.rows import BumpgateError, one_line
-from bumpgate.wheels import plan as wheels
+from bumpgate.wheels import fitting as wheels
 
 # Options that the gate sets itself; passing them twice would change the two runs.
 OURS = ("-m", "--record", "--gate", "--launcher")
@@ -78,6 +79,7 @@ def command(
         float | None, typer.Option(help="Minutes after which no session starts; --resume continues.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the gate in --out.")] = False,
+    disk: Disk = None,
     shell: Annotated[
         str,
         typer.Option(

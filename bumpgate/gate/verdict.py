@@ -24,6 +24,7 @@ from bumpgate.gate.between import Change, change
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import NO_REGRESSION, Outcome, Timed
 from bumpgate.gate.timed import Sessions
+from bumpgate.outcomes import skipped_in_both
 from bumpgate.rows import Judgement, Record, Verdict, one_line
 
 # Verdicts against the product. Any other red verdict means that the row was not measured or not reviewed.
@@ -120,7 +121,7 @@ def judge_gate(
         before, after = _by_id(good.record), _by_id(bad.record)
         tests = {row: j.row.test for row, j in (before | after).items()}
         new = _new_rows(good.record, bad.record)
-        spared = _not_run(bad.record)
+        spared = _not_run(bad.record) | skipped_in_both(before, after)
         loose += _not_run_findings(spared)
         loose += _new_tiers(lane, [after[row] for row in sorted(new)])
         for row in sorted(tests.keys() - new - spared.keys()):

@@ -79,7 +79,8 @@ def answer(raw: Mapping[str, Any]) -> str:
     if raw["failure"] or not raw["first"]:
         return f"bisect: no answer: {one_line(raw['failure'])}"
     lines = [f"bisect: first bad {package} {raw['first']}, last good {package} {raw['last']}"]
-    lines += [f"at fault: {c['name']} {c['old']} -> {c['new']}" for c in raw["at_fault"]]
+    blamed = [c for c in raw["at_fault"] if c["name"] not in raw.get("pinned", ())]
+    lines += [f"at fault: {c['name']} {c['old']} -> {c['new']}" for c in blamed]
     return "\n".join([*lines, *(f"compare: {link}" for link in raw["compare"])])
 
 

@@ -132,6 +132,7 @@ class _LaneRun:
         _register(config, rows, "bumpgate-rows")
         if name:
             _register(config, sharing, "bumpgate-sharing")
+            _register(config, Unmarked(lanes_of(config)[name]), "bumpgate-unmarked")
         if config.option.affected:
             from bumpgate.plugin.affected import Affected
 
@@ -159,6 +160,19 @@ class _LaneRun:
             if config.option.verbose == 0:
                 progress = Progress(config, name, session.judgements)
                 config.pluginmanager.register(progress, "bumpgate-progress")
+
+
+class Unmarked:
+    """Gives the marker of the lane to tests below its `tests` that have no lane's marker."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        from bumpgate.outcomes import contains
+
+        if contains(self._lane, item.nodeid) and lane_of(item) is None:
+            item.add_marker(self._lane.name)
 
 
 def _register(config: pytest.Config, plugin: object, name: str) -> None:

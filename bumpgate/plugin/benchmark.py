@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 
+from bumpgate.outcomes import case
 from bumpgate.plugin.rows import RowRecorder
 
 
 def row_id(nodeid: str) -> str:
     """Return the row id of a benchmark: "a/test_b.py::test_c[3]" -> "benchmark/a-test_b-test_c-3/median_seconds"."""
-    case = re.sub(r"[^A-Za-z0-9._+=-]+", "-", nodeid.replace(".py::", "-")).strip("-._+=")
-    return f"benchmark/{case}/median_seconds"
+    return f"benchmark/{case(nodeid)}/median_seconds"
 
 
 def report(item: pytest.Item, row: RowRecorder) -> None:

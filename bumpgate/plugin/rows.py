@@ -163,7 +163,7 @@ class RowRecorder:
         known_in: str,
         reason: str,
         witness: int,
-        rule: str,
+        rule: str = "",
         evidence: Iterable[str] = (),
         instruments: Iterable[str] = (),
     ) -> Judgement:

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from bumpgate import accepted
+from bumpgate import accepted, outcomes
 from bumpgate.baseline import Baseline, Reviewed, accept, comparable, in_tier, investigate
 from bumpgate.plugin import GREEN, lane_of, lanes_of, provenance
 from bumpgate.plugin.devices import PJRT_CPU, find
 from bumpgate.plugin.rows import (
     EXCUSED_PROPERTY,
     INFRA_PROPERTY,
+    NO_RULE,
     NOT_RUN_PROPERTY,
     ROW_PROPERTY,
     baseline_path,
@@ -120,6 +121,7 @@ class LaneSession:
         self.not_run: dict[str, list[str]] = {}
         self.excused: set[str] = set()
         self.xpassed: set[str] = set()
+        self.xfailed: set[str] = set()
         self.infra: dict[str, str] = {}
         self.uncollected: dict[str, str] = {}
         self.duplicates: set[str] = set()
@@ -163,8 +165,8 @@ class LaneSession:
             self.failed.setdefault(report.nodeid, _last_line(report) + _place(report, self.config.rootpath))
         elif report.skipped and not expected_failure and report.nodeid not in self.not_run:
             self.skipped[report.nodeid] = _last_line(report)
-        elif report.passed and expected_failure and report.when == "call":
-            self.xpassed.add(report.nodeid)
+        elif expected_failure and (report.skipped or report.when == "call"):
+            (self.xfailed if report.skipped else self.xpassed).add(report.nodeid)
         # xdist files the report of a crashed worker's test under no phase.
         if report.when not in ("setup", "call"):
             self.finished.add(report.nodeid)
@@ -193,7 +195,7 @@ class LaneSession:
         selection = self.selection
         collected = selection.collected and not self.uncollected
         complete = ended and collected and selection.selected <= self.finished
-        judgements = [*self.judgements.values(), *self._missing(complete)]
+        judgements = [*self.judgements.values(), *self._missing(complete), *self._outcomes(complete)]
         part = self._part()
         problems = self._problems(judgements, complete, part)
         provenance = self.provenance | {"wall_seconds": round(time.monotonic() - self.started, 3)}
@@ -248,6 +250,23 @@ class LaneSession:
             or r.test in self.selection.selected
             or _file_of(r.test) in self.uncollected
         ]
+
+    def _outcomes(self, complete: bool) -> list[Judgement]:
+        """Return a row for each test, and each skipped module, below the lane's `tests` that reports none."""
+        lane = lanes_of(self.config)[self.baseline.lane]
+        reporting = {j.row.test for j in self.judgements.values()}
+        reporting |= {reviewed.test for reviewed in self.baseline.rows.values()}
+        silent = {*self.selection.selected, *self.skipped} - reporting
+        return [self._outcome(test, complete) for test in sorted(silent) if outcomes.contains(lane, test)]
+
+    def _outcome(self, test: str, complete: bool) -> Judgement:
+        if test in self.failed or test in self.infra or test not in {*self.finished, *self.skipped}:
+            unreported = Reviewed(None, outcomes.UNIT, "exact", test=test)
+            return self._explain_missing(outcomes.row_id(test), unreported, complete)
+        found = [(outcomes.SKIPPED, self.skipped), (outcomes.XFAILED, self.xfailed)]
+        found += [(outcomes.XPASSED, self.xpassed), (outcomes.PASSED, [test])]
+        outcome = next(name for name, tests in found if test in tests)
+        return outcomes.measured(test, outcome, self.skipped.get(test, ""), NO_RULE)
 
     def _explain_missing(self, row_id: str, reviewed: Reviewed, complete: bool) -> Judgement:
         test, file = reviewed.test, _file_of(reviewed.test)
@@ -323,9 +342,14 @@ class LaneSession:
             selected = self.selection.selected
             unfinished = f"{len(selected - self.finished)} of {len(selected)} tests did not finish"
             lines.append(f"the run was cut short: {unfinished}{self._deaths('; ')}")
+        compared = {j.row.test: j.row.value for j in judgements if outcomes.is_outcome(j.row)}
+        if compared and all(compared.get(j.row.test) == outcomes.SKIPPED for j in judgements):
+            lines.append(f"all {len(compared)} tests were skipped: nothing was checked")
         if self.config.option.gate:
-            lines += [f"{test}: skipped under --gate: {why}" for test, why in self.skipped.items()]
-            lines += [f"{test}: passed where a failure is expected, under --gate" for test in self.xpassed]
+            skipped = {test: why for test, why in self.skipped.items() if test not in compared}
+            lines += [f"{test}: skipped under --gate: {why}" for test, why in skipped.items()]
+            unexpected = self.xpassed - compared.keys()
+            lines += [f"{test}: passed where a failure is expected, under --gate" for test in unexpected]
             if not self.config.option.part:
                 lines += [f"{test}: deselected under --gate" for test in self.selection.deselected]
             if part and not self.config.option.part:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -164,6 +165,20 @@ def run_lanes(calls: Sequence[LaneCall], timeout: float | None = None) -> list[L
         call.record.unlink(missing_ok=True)
     ended = run_children([call.child for call in calls], timeout)
     return [call.read(code, seconds, timeout) for call, (code, seconds) in zip(calls, ended)]
+
+
+def by_hand(python: Path, root: Path, command: str, selection: Sequence[str]) -> str:
+    """Return a line for a shell in `root` that runs `pytest ...` as `run_lane` does: in that interpreter, with the
+    options of the selection, and in another repository than bumpgate's with the plugin of this bumpgate.
+    """
+    paths, plugin = "", ""
+    if lanes.is_foreign(root):
+        paths = f"PYTHONPATH={shlex.quote(os.pathsep.join(['.', *_ourselves(root)]))} "
+        plugin = "-p bumpgate.plugin --rootdir=. "
+    options = [part for part in selection if not (root / part.partition("::")[0]).exists()]
+    given = "".join(f"{shlex.quote(part)} " for part in options)
+    pytest = f"{shlex.quote(str(python))} -m pytest"
+    return f"{paths}{pytest} {plugin}{given}{command.removeprefix('pytest ')}"
 
 
 def child_environment(python: Path, root: Path | None, extra: Mapping[str, str] = {}) -> dict[str, str]:

@@ -28,6 +28,7 @@ from bumpgate.report.schema import PREFIX, TEXTS, VERSION
 from bumpgate.rows import BumpgateError, Judgement, Record, Value, is_finite, one_line
 
 WAIT_SECONDS = 60  # for another writer
+POSTGRESQL_LOCK = 0x62756D70  # any number that other programs on the same database do not use
 
 
 class ArchiveError(BumpgateError):
@@ -99,7 +100,7 @@ class Archive:
 
     def findings(self, lane: str = "") -> list[Known]:
         """Return every remembered finding, open ones first. lane: only this one's."""
-        with self.transaction() as connection:
+        with self.reading() as connection:
             return memory.read(self.sql, self.tables, connection, lane)
 
     def mark(self, key: str, **values: str | None) -> Known:
@@ -125,7 +126,7 @@ class Archive:
             query = query.where(runs.c.lane == lane)
         if days:
             query = query.where(runs.c.started >= _utc(today() - timedelta(days)))
-        with self._in_one_line(), self._engine.connect() as connection:
+        with self.reading() as connection:
             return [_point(found) for found in connection.execute(query)]
 
     def drifted(self, lane: str, rows: Sequence[str], days: int, day: date) -> dict[str, tuple[Reading, ...]]:
@@ -142,7 +143,7 @@ class Archive:
             .order_by(gates.c.started, gates.c.id)
         )
         by_day: dict[str, dict[date, float]] = {row: {} for row in rows}
-        with self._in_one_line(), self._engine.connect() as connection:
+        with self.reading() as connection:
             for started, row, reading in connection.execute(query):
                 if row in by_day:
                     by_day[row][datetime.fromisoformat(started).date()] = reading
@@ -157,7 +158,7 @@ class Archive:
             .where(gates.c.lane == lane, gates.c.decision == Decision.ADOPT.name)
             .order_by(gates.c.started, gates.c.id)
         )
-        with self._in_one_line(), self._engine.connect() as connection:
+        with self.reading() as connection:
             return [
                 (datetime.fromisoformat(day).date(), torch or "") for day, torch in connection.execute(query)
             ]
@@ -216,6 +217,15 @@ class Archive:
     def transaction(self) -> Iterator[Any]:
         """Yield a connection whose changes are committed if the block ends without an exception."""
         with self._in_one_line(), self._engine.begin() as connection:
+            _one_writer(connection)
+            yield connection
+
+    @contextmanager
+    def reading(self) -> Iterator[Any]:
+        """Yield a connection whose queries all see one state; in PostgreSQL no writer waits for it."""
+        with self._in_one_line(), self._engine.connect() as connection:
+            if not self._is_file:
+                connection.execution_options(isolation_level="REPEATABLE READ")
             yield connection
 
     @contextmanager
@@ -250,6 +260,7 @@ class Archive:
             _lock_at_begin(sql, engine)
         meta = self.tables["meta"]
         with self._in_one_line(), engine.begin() as connection:
+            _one_writer(connection)
             names = sql.inspect(connection).get_table_names()
             ours = [name for name in names if name.startswith(PREFIX)]
             if names and not ours and self._is_file:
@@ -279,6 +290,12 @@ def _lock_at_begin(sql: Any, engine: Any) -> None:
 
     sql.event.listen(engine, "connect", manual)
     sql.event.listen(engine, "begin", begin)
+
+
+def _one_writer(connection: Any) -> None:
+    """Wait for other writers, as SQLite does: in PostgreSQL two may create the same table, or store the same gate."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({POSTGRESQL_LOCK})")
 
 
 def _reading(run: int, j: Judgement) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Timed rows as the JSON of pytest-benchmark, which its `compare` and the importers of asv and conbench read."""
+"""Timed rows as the JSON of pytest-benchmark, which its `compare` and conbench's adapter read."""
 
 from __future__ import annotations
 

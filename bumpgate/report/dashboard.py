@@ -123,7 +123,7 @@ def read(archive: Archive, start: date, lane: str = "") -> list[Series]:
     chosen = sql.select(runs).where(runs.c.started >= since).order_by(runs.c.started, runs.c.id)
     chosen = chosen.where(runs.c.lane == lane) if lane else chosen
     series: dict[tuple[str, str, str], Series] = {}
-    with archive.transaction() as connection:
+    with archive.reading() as connection:
         adopted = {number for (number,) in connection.execute(sql.select(gates.c.good))}
         for run in connection.execute(chosen).all():
             if run.id in adopted:

@@ -143,7 +143,8 @@ def read(
     elif lane:
         query = query.where(gates.c.lane == lane)
     of_gate: dict[int, dict[str, Any]] = {}
-    for number, key, detail in connection.execute(sql.select(sightings)):
+    chosen = query.with_only_columns(gates.c.id).order_by(None)
+    for number, key, detail in connection.execute(sql.select(sightings).where(sightings.c.gate.in_(chosen))):
         of_gate.setdefault(number, {})[key] = json.loads(detail)
     texts = {row.key: dict(row._mapping) for row in connection.execute(sql.select(found))}
     known: dict[str, Known] = {}

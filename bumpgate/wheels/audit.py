@@ -74,7 +74,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Audit:
-    """Result of the checks of one wheel file. notes: what could not be checked here."""
+    """Result of the checks of one wheel file. notes: what could not be checked here, and a variant."""
 
     path: Path
     faults: tuple[Fault, ...]
@@ -140,7 +140,8 @@ def _run(
         )
         reason = f"{path.name} {what}, and no device here can verify its results on {torch}"
         return Audit(path, (Fault(wheel.name, "unproven", reason),))
-    return Audit(path, (), () if ran else ("not run over shapes of the model: no device here",))
+    notes = () if wheel.extensions else ("no compiled extension: Python and Triton only",)
+    return Audit(path, (), (*notes, *(() if ran else ("not run over shapes of the model: no device here",))))
 
 
 def _file_faults(path: Path, package: str, target: Target, sha256: str) -> Iterator[Fault]:

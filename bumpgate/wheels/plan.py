@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -16,12 +15,10 @@ from packaging.version import Version
 from bumpgate.doctor import abi
 from bumpgate.doctor.version_checks import driver_version
 from bumpgate.environments import store as wheel_store
-from bumpgate.environments.build import Environment, Request, Say, build
 from bumpgate.environments.interpreter import Interpreter
 from bumpgate.environments.inventory import take
-from bumpgate.environments.locks import Wheel, lane_lock, read_lock
+from bumpgate.environments.locks import lane_lock, read_lock
 from bumpgate.environments.manifest import KernelWheel, Manifest, load, satisfies
-from bumpgate.environments.request import kernel_wheels
 from bumpgate.environments.store import sha256_of
 from bumpgate.processes.runner import child_environment
 from bumpgate.rows import BumpgateError
@@ -31,8 +28,6 @@ from bumpgate.wheels.store import Build
 
 # The GPU architecture of a lane, as in sm_90.
 ARCHS = {"h200": 90}
-# Read by the suites: JSON, package to the reason why the environment has no wheel of it.
-VARIABLE = "BUMPGATE_ABSENT"
 SUMS = "SHA256SUMS"
 REUSE, BUILD, ABSENT = "reuse", "build", "absent"
 
@@ -181,75 +176,3 @@ def _sums(path: Path) -> dict[str, str]:
         for line in lines
         if (m := re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line))
     }
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """An environment with the kernel wheels that fit it. absent: package to the reason why it has none."""
-
-    environment: Environment
-    absent: Mapping[str, str]
-
-
-def fit(
-    root: Path,
-    lane: str,
-    request: Request,
-    environment: Environment,
-    find_links: Sequence[str],
-    say: Say = lambda line: None,
-) -> Fitted:
-    """Add the kernel wheels that pass their audit to a built environment, then audit the installed ones.
-
-    Refused wheels are left out; a lock already has its wheels. Raises BuildError, ChildFault, BumpgateError.
-    """
-    if request.lock is not None or not kernel_wheels(root, lane):
-        return Fitted(environment, missing(root, lane, environment.python))
-    target = make_target(root, lane, environment.python)
-    present = {n for n in kernel_wheels(root, lane) if n in environment.packages}
-    choices = [c for c in plan(root, lane, target, find_links) if c.package not in present]
-    for choice in choices:
-        for reason in choice.refused:
-            say(f"refused: {reason}")
-        say(f"{choice.package} {choice.version}: {choice.action}: {choice.reason}")
-    absent = {
-        c.package: f"not built: {c.reason}" if c.action == BUILD else c.reason for c in choices if not c.wheel
-    }
-    files = {c.package: _kept(c.wheel) for c in choices if c.wheel}
-    if files:
-        wheels = tuple(f"{package} @ {path.as_uri()}" for package, path in files.items())
-        environment = build(replace(request, requirements=(*request.requirements, *wheels)), say=say)
-    missing(root, lane, environment.python)
-    return Fitted(environment, absent)
-
-
-def _kept(path: Path) -> Path:
-    """Return the path of the wheel in the wheel store, where a lock can find it."""
-    wheel = Wheel(path.name, sha256_of(path))
-    return wheel_store.put(wheel, [path.read_bytes()])
-
-
-def missing(root: Path, lane: str, python: Path) -> dict[str, str]:
-    """Return the kernel wheels of the lane's adopted row that an interpreter lacks, with the reason.
-
-    Raises BumpgateError, one line, on a kernel wheel that is installed there and fails its audit.
-    """
-    names = kernel_wheels(root, lane)
-    if not names:
-        return {}
-    target = make_target(root, lane, python)
-    absent = {}
-    for name in names:
-        installed = target.found.installed(name)
-        if installed is None:
-            absent[name] = f"{name} is not installed"
-        elif faults := list(abi.audit(installed, target.found)):
-            raise BumpgateError(
-                f"{faults[0].reason}: the wheel was not built for this torch; uninstall {name}"
-            )
-    return absent
-
-
-def variables(absent: Mapping[str, str]) -> dict[str, str]:
-    """Return the env_vars that list, for the suites, the peers that a gate does not expect."""
-    return {VARIABLE: json.dumps(absent)} if absent else {}

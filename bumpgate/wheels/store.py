@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from bumpgate.environments.store import StoreError, home, sha256_of
 from bumpgate.environments.uv import host_settings, public_url
@@ -91,7 +91,7 @@ def put(build: Build, wheel: Path, root: Path | None = None) -> Stored:
 
 
 def fetch(build: Build, place: str, root: Path | None = None) -> Stored | None:
-    """Copy the wheel of a build from another store, a directory or a URL; None if that has none.
+    """Copy the wheel of a build from another store, a directory, https or s3 URL; None if that has none.
 
     Raises StoreError on an unreachable store, and on a hash mismatch.
     """
@@ -136,7 +136,9 @@ def _read(address: str) -> Iterator[bytes] | None:
     """Return the bytes of a file or URL in blocks, or None if it does not exist."""
     if "://" not in address or address.startswith("file://"):
         path = Path(address.removeprefix("file://")).expanduser()
-        return _blocks(path) if path.is_file() else None
+        return _blocks(path.open("rb"), address) if path.is_file() else None
+    if not address.startswith(("http://", "https://")):
+        return _object(address)
     import requests
 
     settings = host_settings()
@@ -164,7 +166,28 @@ def _checked(answer: requests.Response, address: str) -> Iterator[bytes]:
         raise StoreError(f"{public_url(address)} cannot be read completely: {one_line(error, 120)}") from None
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as f:
-        while block := f.read(1 << 20):
-            yield block
+def _object(address: str) -> Iterator[bytes] | None:
+    """Return the bytes of an object of s3://, or of another store that fsspec reads; None if it does not exist."""
+    try:
+        import fsspec
+
+        return _blocks(fsspec.open(address, "rb").open(), address)
+    except FileNotFoundError:
+        return None
+    except ImportError as error:
+        raise StoreError(
+            f"{public_url(address)}: {one_line(error, 80)}: pip install 'bumpgate[s3]'"
+        ) from None
+    except Exception as error:  # those of botocore are not OSErrors
+        raise StoreError(f"{public_url(address)} cannot be fetched: {one_line(error, 120)}") from None
+
+
+def _blocks(file: IO[bytes], address: str) -> Iterator[bytes]:
+    with file:
+        try:
+            while block := file.read(1 << 20):
+                yield block
+        except Exception as error:
+            raise StoreError(
+                f"{public_url(address)} cannot be read completely: {one_line(error, 120)}"
+            ) from None

@@ -8,36 +8,23 @@ longer do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bumpgate.plugin.instruments import DynamoReport, DynamoWatch, dynamo_config
+from bumpgate.plugin.instruments import DynamoReport
 from launch.contract import load
+from suites.compile.regions import INSTRUMENTS, Region, places, watched
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
-INSTRUMENTS = ("graphs", "graph_breaks", "recompiles", "recompile_limit")
 VARIABLE = "BUMPGATE_FORM"
 CALLS = 70
-
-
-class Region(nn.Module):
-    """The region that a form is added to: a weight, and an int, a flag and a config that a forward may read."""
-
-    def __init__(self, forward: Callable[..., Tensor], number: int = 0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.register_buffer("counter", torch.zeros((), dtype=torch.long), persistent=False)
-        self.calls, self.flag, self.number = 0, False, number
-        self.form = forward
-
-    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return self.form(self, x, *args, **kwargs)
+# Tokens that a block of a mixture of depths processes; the others pass it by.
+CAPACITY = 2
 
 
 def counts_in_python(m: Region, x: Tensor) -> Tensor:
@@ -77,19 +64,29 @@ def reads_by_getattr(m: Region, x: Tensor) -> Tensor:
     return x * getattr(m, "wei" + "ght")
 
 
+def takes_gradients(m: Region, x: Tensor) -> Tensor:
+    return x * m.weight
+
+
+def gates_a_gradient(m: Region, x: Tensor) -> Tensor:
+    return x * torch.where(m.counter > 0, m.weight, m.weight.detach())
+
+
+def routes_above_a_threshold(m: Region, x: Tensor) -> Tensor:
+    return x[x @ m.weight > 0] * m.weight
+
+
+def routes_to_a_capacity(m: Region, x: Tensor) -> Tensor:
+    scores, tokens = (x @ m.weight).topk(CAPACITY)
+    return x.index_add(0, tokens, x[tokens] * scores.sigmoid()[:, None])
+
+
 def takes_keywords(m: Region, x: Tensor, **kwargs: Tensor) -> Tensor:
     return x * m.weight + kwargs["more"]
 
 
 def reads_an_item(m: Region, x: Tensor) -> Tensor:
     return x * m.weight * x.sum().item()
-
-
-@contextmanager
-def watched(limit: int = 0, **config: object) -> Iterator[DynamoWatch]:
-    contract = load().dynamo | ({"recompile_limit": limit} if limit else {}) | config
-    with dynamo_config(contract), DynamoWatch() as watch:
-        yield watch
 
 
 X = torch.ones(4)
@@ -128,6 +125,28 @@ def with_keywords(m: nn.Module) -> None:
         m(X, more=X)
 
 
+def freezes_and_unfreezes(m: nn.Module) -> None:
+    for step in range(CALLS):
+        m.weight.requires_grad_(step % 2 == 1)
+        assert m(X).requires_grad == (step % 2 == 1)
+
+
+def opens_and_closes_the_gate(m: nn.Module) -> None:
+    for step in range(CALLS):
+        m.counter.fill_(step % 2)
+        m.weight.grad = None
+        m(X).sum().backward()
+        assert torch.equal(m.weight.grad, X * (step % 2))
+
+
+def with_other_tokens(m: nn.Module) -> None:
+    """Tokens of which 1, 2, 3 and again 1 have a positive score."""
+    for positive in (1, 2, 3, 1):
+        x = torch.full((CAPACITY + 2, 4), -1.0)
+        x[:positive] = 1.0
+        torch.testing.assert_close(m(x), m.form(m, x))
+
+
 @dataclass(frozen=True)
 class Form:
     """graphs, and places of graph breaks, as derived; `why` is the derivation."""
@@ -148,10 +167,38 @@ TRAPS = (
     Form("flag", reads_a_flag, flips_the_flag, 2, 0, "C9", "a graph a value"),
     Form("none_or_tensor", takes_none_or_a_tensor, with_and_without_mask, 2, 0, "C9", "a graph each"),
     Form("host_branch", branches_on_a_tensor, both_signs, 3, 1, "C9", "before the branch, and each side"),
+    Form(
+        "requires_grad",
+        takes_gradients,
+        freezes_and_unfreezes,
+        2,
+        0,
+        "C8",
+        "a graph with a gradient, and one without",
+    ),
+    Form(
+        "depths_by_threshold",
+        routes_above_a_threshold,
+        with_other_tokens,
+        4,
+        1,
+        "C11",
+        "the scores, and each count",
+    ),
 )
 CLEAN = (
     Form("buffer_counter", counts_in_a_buffer, plain, 1, 0, "C8", "a buffer is an input"),
     Form("where", selects_by_a_tensor, both_signs, 1, 0, "C9", "both sides in one graph"),
+    Form("gradient_gate", gates_a_gradient, opens_and_closes_the_gate, 1, 0, "C8", "the gate is an input"),
+    Form(
+        "depths_by_capacity",
+        routes_to_a_capacity,
+        with_other_tokens,
+        1,
+        0,
+        "C11",
+        "as many tokens at each call",
+    ),
     Form("item", reads_an_item, both_signs, 1, 0, "C2", "captured as a symbol"),
     Form("getattr", reads_by_getattr, plain, 1, 0, "C9", "harmless now: a constant name is resolved"),
     Form(
@@ -166,11 +213,6 @@ def measure(form: Form, **options: object) -> DynamoReport:
         region.compile(backend=watch.backend("eager"))
         form.drive(region)
     return watch.report
-
-
-def places(report: DynamoReport) -> set[str]:
-    """Return where graphs broke. A break in an inlined function is reported again for the frame that called it."""
-    return {found.site for found in report.breaks}
 
 
 @lanes("cpu")

@@ -1,4 +1,4 @@
-"""The programs of a rank in a group of two; each returns numbers for JSON.
+"""The programs of one of two ranks; each returns numbers for JSON.
 
 B batch, T tokens, D model dim.
 """
@@ -12,17 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from bumpgate.plugin.instruments import DynamoWatch
-from launch import parallel
+from launch import optimizers, parallel
 from launch.contract import load
 from launch.parallel import average_buffers, parallelize
+from launch.ranks import Ranks
+from launch.shards import whole
 from model import Hybrid, HybridConfig, preset
 from suites.support.hybrids import build, token_batch
 from suites.support.instruments import flight_record, functional_all_reduce
+from suites.support.reduce import largest
 
 TOKENS = 32
 SEEDS = (1, 2)  # of each rank's batch
+MUON_STEPS, MUON_RATE = 3, 1e-2
 
 
 class Branched(nn.Module):
@@ -64,12 +69,12 @@ def alone(config: HybridConfig, branch: bool) -> tuple[dict[str, Tensor], list[i
     return gradients, overflows, buffers
 
 
-def gradients(rank: int, style: str, policy: str, branch: bool, unused: bool) -> dict[str, Any]:
+def gradients(ranks: Ranks, style: str, policy: str, branch: bool, unused: bool) -> dict[str, Any]:
     """Compare one forward and backward of the narrow nam12 under `style` with a single process, bitwise."""
-    config = preset("nam12", "narrow")
+    config, rank = preset("nam12", "narrow"), ranks.rank
     expected, _, _ = alone(config, branch)
     with DynamoWatch() as watch:
-        ranks = parallelize(
+        made = parallelize(
             model_of(config, rank, branch),
             load(),
             init_device_mesh("cpu", (2,)),
@@ -78,11 +83,8 @@ def gradients(rank: int, style: str, policy: str, branch: bool, unused: bool) ->
             backend=watch.backend("aot_eager"),
             unused=unused,
         )
-        ranks.compiled(token_batch(config, 1, TOKENS, SEEDS[rank])).backward()
-    found = {name: p.grad for name, p in ranks.compiled.model.named_parameters()}
-    for name, gradient in found.items():
-        if gradient is not None and hasattr(gradient, "full_tensor"):
-            found[name] = gradient.full_tensor()
+        made.compiled(token_batch(config, 1, TOKENS, SEEDS[rank])).backward()
+    found = {name: whole(p.grad) for name, p in made.compiled.model.named_parameters()}
     other = [
         name
         for name, reference in expected.items()
@@ -94,39 +96,72 @@ def gradients(rank: int, style: str, policy: str, branch: bool, unused: bool) ->
         "zero": sum(not reference.any() for reference in expected.values()),
         "different": len(other),
         "names": other[:5],
-        "order": ranks.order,
+        "order": made.order,
         "graphs": report.unique_graphs,
         "calls": report.calls,
         "breaks": report.counted_breaks,
     }
 
 
-def buffers(rank: int, synced: bool) -> dict[str, Any]:
+def buffers(ranks: Ranks, synced: bool) -> dict[str, Any]:
     """Run two forwards under DDP with a moving selection bias. synced: with DDP's own broadcast of rank 0's buffers."""
     config = preset("nam12", "narrow", depth=4, bias_rate=0.01)
     _, overflows, means = alone(config, branch=False)
     if synced:
         parallel._own_buffers = dict
-    ranks = parallelize(build(config), load(), init_device_mesh("cpu", (2,)), "ddp", "eager")
-    model, ids = ranks.compiled.model, token_batch(config, 1, TOKENS, SEEDS[rank])
-    ranks.compiled(ids).backward()
+    made = parallelize(build(config), load(), init_device_mesh("cpu", (2,)), "ddp", "eager")
+    model, ids = made.compiled.model, token_batch(config, 1, TOKENS, SEEDS[ranks.rank])
+    made.compiled(ids).backward()
     average_buffers(model)
     now = dict(model.named_buffers())
     apart = [name for name, mean in means.items() if not torch.equal(now[name], mean)]
     total = parallel.overflow(model)
-    ranks.compiled(ids)  # the broadcast comes with a forward, before anything is counted
+    made.compiled(ids)  # the broadcast comes with a forward, before anything is counted
     return {
         "buffers": len(means),
         "apart": apart,
         "total": total,
-        "alone": overflows[rank],
+        "alone": overflows[ranks.rank],
         "after_two": model.overflow(),
         "saved": [name for name in model.state_dict() if name.endswith("overflow")],
     }
 
 
-def collectives(rank: int, dumps: str) -> dict[str, Any]:
+def muon(ranks: Ranks, own_shard: bool) -> dict[str, Any]:
+    """Train with Muon under FSDP2 and in one process. own_shard: each rank orthogonalizes the rows that it has."""
+    config = preset("nam12", "narrow", layer_pattern="AEM", depth=3)
+    whole_matrix = optimizers.gathered, optimizers.part_of
+    start = {name: p.detach().clone() for name, p in build(config).named_parameters()}
+    single = build(config)
+    made = parallelize(build(config), load(), init_device_mesh("cpu", (2,)), "fsdp2", "eager")
+    ours, reference = (
+        optimizers.build_optimizer(model, "muon", lr=MUON_RATE) for model in (made.compiled.model, single)
+    )
+    for step in range(MUON_STEPS):
+        batches = [token_batch(config, 1, TOKENS, 10 * step + seed) for seed in SEEDS]
+        (sum(single(ids) for ids in batches) / len(SEEDS)).backward()
+        reference.step()
+        reference.zero_grad(set_to_none=True)
+        made.compiled(batches[ranks.rank]).backward()
+        if own_shard:
+            optimizers.gathered = optimizers.part_of = lambda rows, parameter: rows
+        ours.step()
+        optimizers.gathered, optimizers.part_of = whole_matrix
+        ours.zero_grad(set_to_none=True)
+    groups = {group["rule"]: group["params"] for group in optimizers.parameter_groups(single)}
+    found = dict(made.compiled.model.named_parameters())
+    return {
+        "moved": largest(float((p - start[name]).detach().abs().max()) for name, p in groups["muon"]),
+        "apart": {
+            name: float((found[name].full_tensor() - p).detach().abs().max()) for name, p in groups["muon"]
+        },
+        "whole": [name for name, p in found.items() if not isinstance(p, DTensor)],
+    }
+
+
+def collectives(ranks: Ranks, dumps: str, backend: str = "aot_eager") -> dict[str, Any]:
     """Compare compiled with eager, and groups as arguments; then write a flight record of two groups to `dumps`."""
+    rank = ranks.rank
     x = torch.linspace(-2, 2, 8) * (rank + 1)
     world, further = dist.group.WORLD, dist.new_group([0, 1])
 
@@ -147,24 +182,24 @@ def collectives(rank: int, dumps: str) -> dict[str, Any]:
     summed.register_fake(lambda x, group: torch.empty_like(x))
     expected = {"scatter": scatter(x), "functional": functional(x, world), "op": summed(x, further) + 1}
     with DynamoWatch() as watch:
-        backend = watch.backend("aot_eager")
-        whole = {
-            "scatter": torch.compile(scatter, backend=backend, fullgraph=True)(x),
-            "functional": torch.compile(functional, backend=backend, fullgraph=True)(x, world),
-            "op": torch.compile(lambda x: summed(x, further) + 1, backend=backend, fullgraph=True)(x),
+        options = {"backend": watch.backend(backend), "fullgraph": True}
+        compiled = {
+            "scatter": torch.compile(scatter, **options)(x),
+            "functional": torch.compile(functional, **options)(x, world),
+            "op": torch.compile(lambda x: summed(x, further) + 1, **options)(x),
         }
     # The expected sum: two ranks that both did nothing would agree with each other.
     by_hand = sum((torch.linspace(-2, 2, 8) * scale).sin() for scale in (1, 2))[4 * rank : 4 * rank + 4] * 2
     Path(dumps, f"rank_{rank}").write_bytes(flight_record())
     return {
-        "equal": {name: torch.equal(found, expected[name]) for name, found in whole.items()},
+        "equal": {name: torch.equal(found, expected[name]) for name, found in compiled.items()},
         "by_hand": torch.allclose(expected["scatter"], by_hand),
         "graphs": watch.report.unique_graphs,
         "operators": [name for graph in watch.report.graphs for name in graph.operators],
     }
 
 
-def divergent(rank: int, diverge: bool) -> dict[str, Any]:
+def divergent(ranks: Ranks, diverge: bool) -> dict[str, Any]:
     """Run a compiled function that enters a collective only for long inputs, which rank 1 does not have."""
 
     def step(x: Tensor) -> Tensor:
@@ -174,4 +209,4 @@ def divergent(rank: int, diverge: bool) -> dict[str, Any]:
         return y.sum()
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    return {"sum": float(compiled(torch.ones(4 if diverge and rank else 8)))}
+    return {"sum": float(compiled(torch.ones(4 if diverge and ranks.rank else 8)))}

@@ -1,7 +1,8 @@
-"""Two ranks on gloo: a function of suites/distributed/programs.py in two forked processes after one import of torch.
+"""Ranks in forked processes after one import of torch, each with a function of programs, training or scaling.
 
-`python -m suites.distributed.ranks '{"case": {"program": ...}}'` prints a JSON line per case. A rank that has returned
-its result stays alive until the other has returned its own: leaving would abort the other's collective.
+`python -m suites.distributed.ranks cpu 2 '{"case": {"program": ...}}'` prints a JSON line per case: on gloo, or on NCCL
+with "cuda". A rank that has returned its result stays alive until the others have returned their own: leaving would
+abort their collective.
 """
 
 from __future__ import annotations
@@ -9,63 +10,68 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from launch import process_group
 from launch.children import Child, run
 from launch.contract import apply_dynamo, load
-from launch.retry import load_retry
+from launch.ranks import Ranks
 from suites.support.child import ROOT
 
-RANKS = 2
 SECONDS = 500.0
 CASE = 120.0
 
 
-def run_cases(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def run_cases(
+    cases: Mapping[str, Mapping[str, Any]], device: str = "cpu", ranks: int = 2
+) -> dict[str, list[dict[str, Any]]]:
     """Return case -> the result of each rank. A case names its `program`; its other keys are the program's arguments.
 
     group_timeout: seconds that the rank's launcher sets for the group, in place of the contract's. within: seconds that
     the harness waits for a rank. A rank that raised returns `error`, one line; so does one that ended or never
     answered.
     """
-    program = [sys.executable, "-m", "suites.distributed.ranks", json.dumps(cases)]
+    program = [sys.executable, "-m", "suites.distributed.ranks", device, str(ranks), json.dumps(cases)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compile times are of this process
     tail = run([Child("ranks", program, environment)], seconds=SECONDS, cwd=ROOT)["ranks"]
     lines = [json.loads(line) for line in tail if line.startswith('{"case"')]
     return {line["case"]: line["results"] for line in lines}
 
 
 def _case(
-    program: str, within: float = CASE, group_timeout: int = 0, **arguments: Any
+    device: str, ranks: int, program: str, within: float = CASE, group_timeout: int = 0, **arguments: Any
 ) -> list[dict[str, Any]]:
     fork = multiprocessing.get_context("fork")
     processes, connections = [], []
-    with tempfile.TemporaryDirectory() as place:
-        for rank in range(RANKS):
-            here, there = fork.Pipe(duplex=False)
-            options = (there, Path(place) / "store", rank, group_timeout, program, arguments)
-            process = fork.Process(target=_rank, args=options, daemon=True)
-            process.start()
-            there.close()  # otherwise the pipe of a rank that dies would stay open here
-            processes.append(process)
-            connections.append(here)
-        end = time.monotonic() + within
-        try:
-            return [_result(process, here, end, within) for process, here in zip(processes, connections)]
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+        }
+    for rank in range(ranks):
+        here, there = fork.Pipe(duplex=False)
+        place = {**meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        options = (there, device, place, group_timeout, program, arguments)
+        process = fork.Process(target=_rank, args=options, daemon=True)
+        process.start()
+        there.close()  # otherwise the pipe of a rank that dies would stay open here
+        processes.append(process)
+        connections.append(here)
+    end = time.monotonic() + within
+    try:
+        return [_result(process, here, end, within) for process, here in zip(processes, connections)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def _result(process: Any, here: Connection, end: float, within: float) -> dict[str, Any]:
@@ -80,23 +86,25 @@ def _result(process: Any, here: Connection, end: float, within: float) -> dict[s
 
 def _rank(
     connection: Connection,
-    store: Path,
-    rank: int,
+    device: str,
+    place: dict[str, str],
     group_timeout: int,
     program: str,
     arguments: dict[str, Any],
 ) -> None:
-    from suites.distributed import programs
+    from suites.distributed import programs, scaling, training
 
+    os.environ.update(place)
     contract = load()
     apply_dynamo(contract)
     if group_timeout:
         changed = {**contract.rank_variables, "TORCH_DISTRIBUTED_DEFAULT_TIMEOUT": str(group_timeout)}
         contract = replace(contract, rank_variables=changed)
-    meet = {"store": dist.FileStore(str(store), RANKS), "rank": rank, "world_size": RANKS}
-    process_group.start(contract, load_retry(), "gloo", given={}, **meet)
+    ranks = Ranks(contract, device, given=place)
+    ranks.start()
+    function = next(vars(m)[program] for m in (programs, training, scaling) if program in vars(m))
     try:
-        found = getattr(programs, program)(rank, **arguments)
+        found = function(ranks, **arguments)
     except Exception as error:  # whatever torch raises is the result
         found = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
     connection.send(found)
@@ -104,10 +112,13 @@ def _rank(
 
 
 def main() -> None:
-    import suites.distributed.programs  # noqa: F401  (before the forks, which share it)
+    import suites.distributed.programs
+    import suites.distributed.scaling
+    import suites.distributed.training  # noqa: F401  (before the forks, which share them)
 
-    for case, options in json.loads(sys.argv[1]).items():
-        print(json.dumps({"case": case, "results": _case(**options)}), flush=True)
+    device, ranks, cases = sys.argv[1:]
+    for case, options in json.loads(cases).items():
+        print(json.dumps({"case": case, "results": _case(device, int(ranks), **options)}), flush=True)
 
 
 if __name__ == "__main__":

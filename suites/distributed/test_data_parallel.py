@@ -12,8 +12,10 @@ from suites.compile.expectations import expected
 from suites.distributed.ranks import run_cases
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
+from suites.support.reduce import largest, name_of_largest
 
 STYLES = ("ddp", "fsdp2")
+MUON_DIFFERENCE = 3e-4  # of fp32 Muon over devices, the project's threshold
 REGIONAL = expected(preset("nam12", "narrow").kinds, "regional")
 
 
@@ -34,6 +36,8 @@ def results() -> dict[str, list[dict]]:
         cases[f"{style}, undeclared"] = case(
             style, "eager", branch=True, unused=False, group_timeout=4, within=60
         )
+    for name, own_shard in (("muon", False), ("muon, own rows", True)):
+        cases[name] = {"program": "muon", "own_shard": own_shard}
     return run_cases(cases)
 
 
@@ -93,3 +97,25 @@ def test_buffers_across_ranks(lane: Lane, results, row) -> None:
     assert lost > 0
     assert ours[1]["after_two"] - theirs[1]["after_two"] == lost, "rank 1 continues from rank 0's count"
     assert ours[0]["after_two"] == theirs[0]["after_two"]
+
+
+@lanes("cpu")
+@planted("C14", "each rank orthogonalizes the rows of a matrix that it has")
+def test_muon_over_a_mesh_equals_single_process(lane: Lane, results, row) -> None:
+    """Muon's update of a matrix needs all its rows: FSDP2 shards them over the mesh."""
+    whole, own = results["muon"], results["muon, own rows"]
+    assert not any("error" in one for one in [*whole, *own]), [whole, own]
+    apart = [largest(one["apart"].values()) for one in whole]
+    row(
+        "distributed/nam12-fsdp2-muon/weight_difference",
+        largest(apart),
+        unit="weight",
+        witness=sum(len(one["apart"]) for one in whole),
+        rule="C14",
+        at_most=MUON_DIFFERENCE,
+        evidence=[f"rank {rank}: farthest {name_of_largest(one['apart'])}" for rank, one in enumerate(whole)],
+    )
+    for one in [*whole, *own]:
+        assert not one["whole"], "every parameter is sharded"
+        assert one["moved"] > 10 * MUON_DIFFERENCE, "an update that moves nothing would agree"
+    assert all(largest(one["apart"].values()) > MUON_DIFFERENCE for one in own)

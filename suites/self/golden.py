@@ -20,7 +20,7 @@ WRITING = os.environ.get("BUMPGATE_GOLDEN") == "write"
 VARYING = (
     (r"\b\d+\.\d s\b", "N s"),
     (r"http://127\.0\.0\.1:\d+", "http://INDEX"),
-    (r"\b[0-9a-f]{20}\b", "KEY"),
+    (r"\b(?:[0-9a-f]{16}|[0-9a-f]{20})\b", "KEY"),
     (r"Python 3\.\d+", "Python 3.N"),
 )
 

@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -92,12 +93,14 @@ def _digest(text: str) -> str:
 class LocalIndex:
     """Serves wheels while the `with` block runs. packages: wheel files, more can be added with `add`.
 
-    dates: upload time by version, for every package; other versions have none in the response.
+    dates: upload time by version, for every package; other versions have none in the response. delay: seconds before
+    a wheel is sent.
     """
 
     packages: Iterable[Path] = ()
     dates: Mapping[str, datetime] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
+    delay: float = 0.0
 
     def __post_init__(self) -> None:
         self._files: dict[str, dict[str, Path]] = {}
@@ -180,6 +183,7 @@ class LocalIndex:
         parts = path.strip("/").split("/")
         if parts[0] == "files":
             self._sending.wait()
+            time.sleep(self.delay)
             if parts[-1] in self._gone:
                 return 404, "text/plain", b"gone"
         if parts[0] == "files" and len(parts) == 3 and parts[2] in self._files.get(parts[1], {}):

@@ -52,7 +52,11 @@ def pytest_ignore_collect(collection_path, config):
 CONSOLE = "#!{python}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
 # Versions named in the documents, with a date for each. numpy 2 has no float_.
 TORCH = {"2.12.0": "2026-01-05", "2.13.0": "2026-03-23", "2.14.0": "2026-10-01", "2.15.0": "2026-10-20"}
-OTHERS = {"triton": ("3.6.0", "3.7.1", "3.9.0"), "numpy": ("1.24.0", "1.26.4", "2.0.0", "2.2.0")}
+OTHERS = {
+    "triton": ("3.6.0", "3.7.1", "3.9.0"),
+    "numpy": ("1.24.0", "1.26.4", "2.0.0", "2.2.0"),
+    "setuptools": ("75.0.0",),
+}
 AUTHOR = "-c user.name=test -c user.email=test@example.org"
 # Rows of the cpu lane for the records below.
 MOVED = "release/torchscript/deprecation_category"

@@ -11,10 +11,12 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
+
+import psutil
 
 from bumpgate.baseline import load
 from bumpgate.bisect.batch import batch
@@ -22,6 +24,8 @@ from bumpgate.bisect.journal import Plan
 from bumpgate.bisect.search import Outcome
 from bumpgate.report import dashboard
 from bumpgate.report.archive import Archive
+from suites.self.postgres import server
+from suites.self.reports import gate_of_day
 from suites.self.searching import labels, noisy
 from suites.self.tree import ROOT
 
@@ -30,7 +34,14 @@ MARK = "<!-- {}: python -m suites.self.simulate_scale --write -->"
 END = "<!-- end of {} -->"
 WORKERS = (1, 2, 4, 8, 16)
 RUNS = {60: 100, 365: 20}
-GATES, READINGS = 1000, 500_000
+LANES = 40
+# Gates a night, by what is gated.
+FLEETS = {
+    "each of 40 lanes on one host": 40,
+    "each of 1,000 hosts gates one lane": 1000,
+    "each of 1,000 hosts gates 40 lanes": 40_000,
+}
+LANE = "cpu"
 LAST = date(2026, 11, 30)
 
 
@@ -96,109 +107,169 @@ def rounds_table(report: Callable[[str], None]) -> str:
     return "\n".join(lines)
 
 
-def fill(archive: Archive, gates: int, per_side: int) -> None:
-    """Store gates of 5 hosts, two runs of `per_side` readings each; row ids are those of the lane cpu, repeated.
+def fill(archive: Archive, gates: int, per_side: int, lanes: int) -> None:
+    """Store a gate per lane and night, up to the last one, two runs of `per_side` readings each, of 5 hosts in turn.
 
-    Nine of ten rows are counts, the tenth is timed. One finding is seen by every tenth gate.
+    Row ids are those of the lane cpu, repeated. Nine of ten rows are counts, the tenth is timed. One finding of the
+    lane cpu is seen by every tenth of its gates.
     """
     sql, tables = archive.sql, archive.tables
-    known = sorted(load(ROOT / "baselines" / "cpu.json", "cpu").rows)
-    names = [
-        known[i % len(known)] + (f"-{i // len(known)}" if i >= len(known) else "") for i in range(per_side)
-    ]
+    names = _names(per_side)
     dice = random.Random(1)
     texts = dict.fromkeys(("head", "repro", "decision", "module"), "")
-    detail = texts | {"rows": names[:1], "good": ["13"], "bad": ["14"]}
-    hosts, lane = 5, {"lane": "cpu", "device": "cpu", "torch_git": "a" * 40, "commit": "b" * 40}
+    detail = json.dumps(texts | {"rows": names[:1], "good": ["13"], "bad": ["14"]})
+    hosts, shared = 5, {"device": "cpu", "torch_git": "a" * 40, "commit": "b" * 40, "red": False}
     with archive.transaction() as connection:
         connection.execute(
             sql.insert(tables["findings"]),
-            [{"key": "f" * 12, "lane": "cpu", "package": "torch", "label": "CHANGED"}],
+            [{"key": "f" * 12, "lane": LANE, "package": "torch", "label": "CHANGED"}],
         )
         for gate in range(1, gates + 1):
-            started = f"{LAST - timedelta((gates - gate) // hosts)}T02:00:00+00:00"
-            for side in (0, 1):
-                run = 2 * gate - 1 + side
-                head = {"id": run, "digest": f"{run:064x}", "started": started, "host": f"host{gate % hosts}"}
-                more = {"torch": f"2.{14 + side}.0", "host_class": "16 cores, Xeon", "red": False}
-                connection.execute(sql.insert(tables["runs"]), [lane | head | more])
-                made = []
-                for i, name in enumerate(names):
-                    timed = i % 10 == 9
-                    number = dice.gauss(1.0, 0.01) if timed else 13
-                    fields = {"run": run, "row": name, "value": json.dumps(number), "number": number}
-                    spread = (
-                        {"low": number * 0.98, "high": number * 1.02}
-                        if timed
-                        else {"low": None, "high": None}
-                    )
-                    unit = "s" if timed else "count"
-                    made.append(fields | spread | {"unit": unit, "verdict": "PASS", "row_red": False})
-                connection.execute(sql.insert(tables["readings"]), made)
+            nights, number = divmod(gates - gate, lanes)
             head = {
-                "id": gate,
-                "digest": f"{gate:064x}",
-                "started": started,
-                "lane": "cpu",
-                "decision": "ADOPT",
+                "started": f"{LAST - timedelta(nights)}T02:00:00+00:00",
+                "lane": f"{LANE}{number or ''}",
             }
-            sides = {"good": 2 * gate - 1, "bad": 2 * gate, "package": "torch", "moved": "[]", "whole": True}
-            connection.execute(sql.insert(tables["gates"]), [head | sides])
-            if gate % 10 == 0:
-                seen = {
-                    "gate": gate,
-                    "finding": "f" * 12,
-                    "detail": json.dumps(detail),
-                }
-                connection.execute(sql.insert(tables["sightings"]), [seen])
+            runs = {side: 2 * gate - 1 + side for side in (0, 1)}
+            for side, run in runs.items():
+                where = {"host": f"host{nights % hosts}", "host_class": "16 cores, Xeon"}
+                made = {"id": run, "digest": f"{run:064x}", "torch": f"2.{14 + side}.0"}
+                connection.execute(sql.insert(tables["runs"]), [shared | head | where | made])
+                readings = [_reading(run, i, name, dice) for i, name in enumerate(names)]
+                connection.execute(sql.insert(tables["readings"]), readings)
+            made = {"id": gate, "digest": f"{gate:064x}", "decision": "ADOPT", "whole": True}
+            sides = {"good": runs[0], "bad": runs[1], "package": "torch", "moved": "[]"}
+            connection.execute(sql.insert(tables["gates"]), [head | made | sides])
+            if number == 0 and nights % 10 == 0:
+                connection.execute(
+                    sql.insert(tables["sightings"]), [{"gate": gate, "finding": "f" * 12, "detail": detail}]
+                )
+    if archive.name.startswith("postgresql"):  # inserted without the sequences of the keys
+        with archive.transaction() as connection:
+            for name in ("runs", "gates"):
+                table = tables[name].name
+                connection.exec_driver_sql(
+                    f"SELECT setval(pg_get_serial_sequence('{table}', 'id'), (SELECT max(id) FROM {table}))"
+                )
+            connection.exec_driver_sql("ANALYZE")
 
 
-def storage_table(gates: int, readings: int) -> str:
-    """Measure a SQLite history: size, and CPU seconds of the commands' queries."""
+def _rows() -> list[str]:
+    return sorted(load(ROOT / "baselines" / "cpu.json", LANE).rows)
+
+
+def _names(number: int) -> list[str]:
+    known = _rows()
+    rounds, _ = divmod(number, len(known))
+    return [name + (f"-{n}" if n else "") for n in range(rounds + 1) for name in known][:number]
+
+
+def _reading(run: int, i: int, name: str, dice: random.Random) -> dict[str, object]:
+    timed = i % 10 == 9
+    number = dice.gauss(1.0, 0.01) if timed else 13
+    spread = (number * 0.98, number * 1.02) if timed else (None, None)
+    return {
+        "run": run,
+        "row": name,
+        "value": json.dumps(number),
+        "number": number,
+        "low": spread[0],
+        "high": spread[1],
+        "unit": "s" if timed else "count",
+        "verdict": "PASS",
+        "row_red": False,
+    }
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A measured history. sizes: bytes. cells: of its column."""
+
+    readings: int
+    size: int
+    cells: dict[str, str]
+
+
+def stored(
+    archive: Archive, size: Callable[[], int], cpu: Callable[[], float], gates: int, readings: int, lanes: int
+) -> Stored:
+    """Measure a history. cpu: the CPU seconds so far of what runs its queries."""
+
+    def seconds(call: Callable[[], object]) -> str:
+        before = cpu()
+        call()
+        return f"{cpu() - before:.3g} s"
+
     per_side = readings // (2 * gates)
+    total = 2 * gates * per_side
+    wrote = seconds(lambda: fill(archive, gates, per_side, lanes))
+    found = size()
+    row, year = _names(1)[0], LAST - timedelta(364)
+    dashboard.changes([0.0, 1.0] * 6)  # imports what it needs
+    with tempfile.TemporaryDirectory() as folder:
+        path = gate_of_day(Path(folder), LAST.day)
+        cells = {
+            "gates, lanes, readings": f"{gates:,}, {lanes}, {total:,}",
+            "size": f"{found / 1e6:,.0f} MB, {found / total:.0f} bytes per reading",
+            "all of it written": wrote,
+            f"`history ROW --lane {LANE}`": (
+                f"{seconds(lambda: archive.points(row, LANE))}, {len(archive.points(row, LANE)):,} readings"
+            ),
+            f"`findings list --lane {LANE}`": seconds(lambda: archive.findings(LANE)),
+            "`findings list`": seconds(archive.findings),
+            f"`dashboard --lane {LANE}`: reading 365 days": seconds(
+                lambda: dashboard.read(archive, year, LANE)
+            ),
+            "`dashboard`: reading 365 days": seconds(lambda: dashboard.read(archive, year)),
+            "`history add` of one gate more": seconds(lambda: archive.add(path)),
+        }
+    return Stored(total, found, cells)
+
+
+def in_sqlite(gates: int, readings: int, lanes: int) -> Stored:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "history.sqlite"
         archive = Archive(f"sqlite:///{path}")
-        wrote = _cpu(lambda: fill(archive, gates, per_side))
-        size = path.stat().st_size
-        stored = 2 * gates * per_side
-        row = sorted(load(ROOT / "baselines" / "cpu.json", "cpu").rows)[0]
-        year = LAST - timedelta(364)
-        points = len(archive.points(row))
-        rows = [
-            ("gates, readings", f"{gates:,}, {stored:,}"),
-            ("size of the SQLite file", f"{size / 1e6:.1f} MB, {size / stored:.0f} bytes per reading"),
-            ("all of it written", f"{wrote:.1f} s"),
-            (f"`history ROW`: {points:,} readings of one row", f"{_cpu(lambda: archive.points(row)):.3f} s"),
-            ("`findings list`", f"{_cpu(archive.findings):.3f} s"),
-            (
-                "`dashboard`: reading the last 365 days",
-                f"{_cpu(lambda: dashboard.read(archive, year)):.1f} s",
-            ),
-        ]
-        rows += [
-            _extrapolated(size / stored, 2 * per_side, hosts, lanes)
-            for hosts, lanes in ((1000, 1), (1000, 40))
-        ]
-    return "\n".join(
-        ["| what | measured, or extrapolated |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)]
-    )
+        return stored(archive, lambda: path.stat().st_size, time.process_time, gates, readings, lanes)
 
 
-def _extrapolated(size: float, per_gate: int, hosts: int, lanes: int) -> tuple[str, str]:
-    """Return the row of a fleet. size: bytes per reading. per_gate: readings of both sides."""
-    readings = hosts * lanes * 365 * per_gate
-    what = f"extrapolated: {hosts:,} hosts x {lanes} lane{'s' * (lanes > 1)} x 365 nights, one gate each"
-    return (
-        what,
-        f"{readings:.2g} readings, {readings * size / 1e9:,.0f} GB ({readings * size / 365e9:.1f} GB per night)",
-    )
+def in_postgresql(gates: int, readings: int, lanes: int) -> Stored:
+    with tempfile.TemporaryDirectory(prefix="scale", dir="/tmp") as folder, server(Path(folder)) as url:
+        archive = Archive(url)
+        process = psutil.Process(int((Path(folder) / "data/postmaster.pid").read_text().split()[0]))
+
+        def size() -> int:
+            with archive.reading() as connection:
+                return int(connection.exec_driver_sql("SELECT pg_database_size(current_database())").scalar())
+
+        def cpu() -> float:
+            live = sum(sum(child.cpu_times()[:2]) for child in process.children())
+            return time.process_time() + live + sum(process.cpu_times()[:4])
+
+        return stored(archive, size, cpu, gates, readings, lanes)
 
 
-def _cpu(call: Callable[[], object]) -> float:
-    started = time.process_time()
-    call()
-    return time.process_time() - started
+def storage_table(columns: Mapping[str, Stored]) -> str:
+    """Format one column per history, by the name of its database."""
+    labels = [*next(iter(columns.values())).cells]
+    lines = [f"| | {' | '.join(columns)} |", "|" + "---|" * (len(columns) + 1)]
+    lines += [f"| {name} | {' | '.join(c.cells[name] for c in columns.values())} |" for name in labels]
+    return "\n".join(lines)
+
+
+def year_table(size: float, per_gate: int) -> str:
+    """Extrapolate a year of a fleet. size: measured bytes per reading. per_gate: readings of both sides."""
+    lines = [
+        "| every night | gates a night | readings a year | size of a year | host hours a night at 30 min | at 58 min |",
+        "|---|---|---|---|---|---|",
+    ]
+    for what, gates in FLEETS.items():
+        readings = gates * 365 * per_gate
+        hours = [f"{gates * minutes / 60:,.0f}" for minutes in (30, 58)]
+        lines.append(
+            f"| {what} | {gates:,} | {readings:.2g} | {readings * size / 1e9:,.0f} GB | {' | '.join(hours)} |"
+        )
+    return "\n".join(lines)
 
 
 def replaced(text: str, name: str, table: str) -> str:
@@ -212,8 +283,16 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true")
     chosen = parser.parse_args()
-    tables = {"storage": storage_table(GATES, READINGS)}
-    print(tables["storage"], flush=True)
+    columns = {
+        "SQLite": in_sqlite(1000, 500_000, LANES),
+        "PostgreSQL": in_postgresql(1000, 500_000, LANES),
+    }
+    measured = columns["PostgreSQL"]
+    tables = {
+        "storage": storage_table(columns),
+        "year": year_table(measured.size / measured.readings, 2 * len(_rows())),
+    }
+    print("\n\n".join(tables.values()), flush=True)
     tables["rounds"] = rounds_table(lambda text: print(text, flush=True))
     if chosen.write:
         document = DOCS.read_text()

@@ -7,14 +7,17 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bumpgate.adopt import log
 from bumpgate.adopt.files import JOURNAL
-from bumpgate.baseline import load
+from bumpgate.adopt.plan import moved_baseline
+from bumpgate.baseline import Baseline, load
 from bumpgate.environments.locks import lane_lock, read_lock
+from bumpgate.rows import Judgement, Record, Row, Verdict
 from suites.self.adopting import LOG, MANIFEST, WRITTEN, AdoptTree, wheels
 from suites.self.local_index import LocalIndex
 from suites.support.planted import planted
@@ -126,6 +129,15 @@ def test_reviewed_finding_is_adopted_and_recorded(tree: AdoptTree) -> None:
             "reason": "deprecated classes became future ones",
         }
     ]
+
+
+def test_reviewed_row_without_a_reviewed_value_stays_paired() -> None:
+    """Sessions alone judge such a row: a value in the baseline would bound it with a tolerance of 0."""
+    row = Row("throughput/start/seconds", 1.6, "s", 1, "C18", better="lower", test="t.py::test", paired=True)
+    record = Record({"lane": "cpu"}, (Judgement(row, Verdict.PASS, ""),))
+    gate: Any = SimpleNamespace(bad=SimpleNamespace(record=record), timed={})
+    baseline, changes, left = moved_baseline(gate, Baseline("cpu", {}, {}), [row.id])
+    assert (baseline.rows, changes, left) == ({}, [], [])
 
 
 def test_dry_run_prints_the_diff_and_writes_nothing(tree: AdoptTree) -> None:

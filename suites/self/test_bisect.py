@@ -111,6 +111,33 @@ def test_torch_fault_and_its_fix_are_attributed_to_torch(
     assert answer["at_fault"] == [{"name": "torch", "old": "2.2.0", "new": "2.3.0"}]
 
 
+def test_libraries_that_torch_pins_are_named_apart_from_it(
+    run: Run, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, free = "nvidia-cudnn-cu13", "nvidia-ml-py"
+    with LocalIndex(fake_wheel(tmp_path, name, "1.0") for name in ("numpy", "setuptools")) as index:
+        for week in (1, 2):
+            text = f"def fault():\n    import nvidia_ml_py\n    return {week == 2} and nvidia_ml_py.NEW\n"
+            requires = [f"{library}==9.{week}", f"{free}>=13.{week}" if week == 2 else f"{free}<13.2"]
+            index.add(fake_wheel(tmp_path, "torch", f"2.{week}.0", text, requires))
+            index.add(fake_wheel(tmp_path, library, f"9.{week}"))
+            index.add(fake_wheel(tmp_path, free, f"13.{week}", f"NEW = {week == 2}\n"))
+        isolated(monkeypatch, cache, index.url)
+        command = 'python -c "import torch; raise SystemExit(torch.fault())"'
+        ran = run("--good", "2.1.0", "--bad", "2.2.0", "--command", command, "--out", "out")
+    assert ran.code == 0, ran.out + ran.err
+    lines = (
+        f"at fault    {free} 13.1 -> 13.2, torch 2.1.0 -> 2.2.0\n"
+        f"            with {library} 9.1 -> 9.2: pinned by it, not tried apart\n"
+    )
+    assert lines in ran.out
+    answer = found(tmp_path / "out")
+    assert ([change["name"] for change in answer["at_fault"]], answer["pinned"]) == (
+        [library, free, "torch"],
+        [library],
+    )
+
+
 SUITE = f"""{HEAD}
 import torch
 

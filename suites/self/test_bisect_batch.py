@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from bumpgate.bisect import batch as batches
 from bumpgate.bisect.journal import Plan
 from bumpgate.bisect.search import Outcome, Result, Search
 from suites.self.searching import labels, mutant_of, noisy
-from suites.self.simulate_scale import WORKERS, Case, line, simulated, storage_table
+from suites.self.simulate_scale import WORKERS, Case, in_sqlite, line, simulated, storage_table, year_table
 from suites.self.tree import ROOT
 
 
@@ -98,9 +97,10 @@ def test_documented_scale_table_matches_simulation() -> None:
             assert f"| {nights} | {misreads} | " in text
 
 
-def test_storage_table_measures_the_history_database(tmp_path: Path) -> None:
+def test_storage_table_measures_the_history_database() -> None:
     pytest.importorskip("sqlalchemy")
-    table = storage_table(4, 400)
-    assert "| gates, readings | 4, 400 |" in table
-    assert "8 readings of one row" in table
-    assert "extrapolated: 1,000 hosts x 40 lanes x 365 nights" in table
+    found = in_sqlite(8, 800, lanes=2)
+    assert storage_table({"SQLite": found}).splitlines()[2] == "| gates, lanes, readings | 8, 2, 800 |"
+    assert found.cells["`history ROW --lane cpu`"].endswith(" s, 8 readings")
+    assert all(float(cell.split()[0]) >= 0 for cell in [*found.cells.values()][2:])
+    assert "| 1.8e+08 | 18 GB |" in year_table(100, 500), "1,000 hosts, one lane each"

@@ -13,19 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bumpgate.bisect import bisection, command, journal
-from bumpgate.bisect.bisection import BisectContext
-from bumpgate.bisect.journal import Plan
-from bumpgate.bisect.probe import Cause, ProbeResult, Reading
-from bumpgate.bisect.search import Outcome, Result
-from bumpgate.environments.build import Environment, NotInstallable
-from bumpgate.environments.request import Request
+from bumpgate.bisect import bisection, command
+from bumpgate.environments.build import NotInstallable
 from suites.self import golden
 from suites.self.builds import JUDGE, RAISES, Ran, bisecting, make_builds, start
+from suites.self.killing import KillPoints, check_every_kill_point, readings, run_loop
 from suites.self.local_index import LocalIndex, isolated
 from suites.self.searching import mutant_of
 from suites.support.child import ROOT
@@ -308,136 +303,6 @@ def test_probe_timeout_gives_no_verdict(run: Run, index: LocalIndex) -> None:
     assert "torch 2.0.0: no end within 0 s" in ran.err
 
 
-# Only the loop, without uv or processes: it can be interrupted at every step.
-
-NIGHTS = tuple(f"2.{n}.0" for n in range(12))
-
-
-class Killed(BaseException):
-    """Simulates kill -9: no handler runs after it."""
-
-
-class KillPoints:
-    """Counts the steps of a run and raises Killed at one of them."""
-
-    def __init__(self, fatal: int = -1) -> None:
-        self.count = 0
-        self.fatal = fatal
-
-    def pass_one(self) -> None:
-        self.count += 1
-        if self.count == self.fatal:
-            raise Killed
-
-
-class FakeTest:
-    """Detects the fault in triton; each run begins and ends with a kill point.
-
-    runs: the package sets, one per run. misread: 1-based numbers of the runs that return the opposite.
-    """
-
-    def __init__(self, moments: KillPoints, runs: list[str], misread: tuple[int, ...] = ()) -> None:
-        self.moments = moments
-        self.runs = runs
-        self.misread = misread
-
-    def run(self, environment: Environment, place: Path) -> Reading:
-        self.moments.pass_one()
-        self.runs.append("/".join(environment.packages.values()))
-        self.moments.pass_one()
-        code = int(int(environment.packages["triton"].split(".")[1]) >= 7)
-        if len(self.runs) in self.misread:
-            code = 1 - code
-        return Reading(place, Cause.RAN, code, seconds=0.0, packages=dict(environment.packages))
-
-    def unusable(self, reading: Reading) -> ProbeResult | None:
-        return ProbeResult(Outcome.SKIP, reading.failure) if reading.cause is Cause.BROKEN else None
-
-    def learn(self, good: Any, bad: Any) -> None:
-        """Nothing to learn: the fake reads the fault directly."""
-
-    def judge(self, reading: Reading) -> ProbeResult:
-        if result := self.unusable(reading):
-            return result
-        return ProbeResult(Outcome.BAD if reading.code else Outcome.GOOD, f"exit {reading.code}")
-
-
-class Silent:
-    def probing(self, name: str) -> None:
-        pass
-
-    def probed(self, name: str, reading: Reading, result: ProbeResult, left: str) -> None:
-        pass
-
-
-def fake_build(request: Request) -> Environment:
-    packages = dict(part.split("===") for part in request.requirements)
-    version = packages["torch"]
-    if version == "2.5.0" and "triton" not in packages:
-        raise NotInstallable("torch 2.5.0: no such version", Path("log"), "")
-    packages.setdefault("triton", version.replace("2.", "3.", 1))
-    return Environment("fake", Path("/nowhere/bin/python"), "key", packages)
-
-
-def run_loop(
-    out: Path,
-    moments: KillPoints,
-    runs: list[str],
-    module: Any = bisection,
-    misread: tuple[int, ...] = (),
-    **noise: float,
-) -> tuple[Result | None, list[str]]:
-    """Run a bisect with attribution, resuming from `out`; each write of the journal has two kill points."""
-    out.mkdir(exist_ok=True)
-    plan = Plan(NIGHTS, NIGHTS[0], NIGHTS[-1], ("x",), **noise)
-    path = out / "state.jsonl"
-    write = journal._write
-
-    def writes(file: Any, entry: Any) -> None:
-        moments.pass_one()
-        write(file, entry)
-        moments.pass_one()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal, "_write", writes)
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        whole = path.exists() and b"\n" in path.read_bytes()
-        with journal.resume(path) if whole else journal.begin(path, plan) as state:
-
-            def request(version: str) -> Request:
-                return Request((f"torch==={version}",), name=f"torch {version}")
-
-            context = BisectContext(
-                "torch", out, request, fake_build, FakeTest(moments, runs, misread), Silent()
-            )
-            run = module.Bisection(state, context)
-            result = run.run()
-            return result, [str(change) for change in run.attribute(result).changes]
-
-
-def readings(out: Path) -> dict[str, int | None]:
-    """Map place -> exit code of every reading on disk."""
-    return {p.parent.name: json.loads(p.read_text())["code"] for p in out.rglob("reading.json")}
-
-
-def check_every_kill_point(module: Any, folder: Path) -> int:
-    """Kill at each point in turn, and resume: the same answer, the same files, no repeated reading."""
-    moments, quiet_runs = KillPoints(), list[str]()
-    quiet = run_loop(folder / "quiet", moments, quiet_runs, module)
-    assert quiet[0] is not None
-    assert (quiet[0].suspects, quiet[1]) == ((7,), ["triton 3.6.0 -> 3.7.0"])
-    for fatal in range(1, moments.count + 1):
-        out, runs = folder / str(fatal), list[str]()
-        with pytest.raises(Killed):
-            run_loop(out, KillPoints(fatal), runs, module)
-        lost = len(runs) - sum(code is not None for code in readings(out).values())
-        assert run_loop(out, KillPoints(), runs, module) == quiet, fatal
-        assert len(runs) == len(quiet_runs) + lost, f"moment {fatal}: a saved reading was repeated"
-        assert readings(out) == readings(folder / "quiet"), fatal
-        assert (out / "state.jsonl").read_bytes() == (folder / "quiet/state.jsonl").read_bytes(), fatal
-    return moments.count
-
-
 def test_kill_at_every_step_gives_the_same_answer(tmp_path: Path) -> None:
     assert check_every_kill_point(bisection, tmp_path) > 40
 
@@ -466,9 +331,10 @@ def test_flaky_test_is_probed_again_until_settled(tmp_path: Path) -> None:
     [
         ("known=[*known, *self.state.mixtures]", "known=known"),
         (
-            "            reading = take(place, request, build, self.context.test)",
-            "            place.mkdir(parents=True, exist_ok=True)\n"
-            "            reading = self.context.test.run(build(request), place)\n            keep(reading)",
+            "        return take(place, request, build, self.context.test)",
+            "        place.mkdir(parents=True, exist_ok=True)\n"
+            "        reading = self.context.test.run(build(request), place)\n"
+            "        keep(reading)\n        return reading",
         ),
         ("        self.state.record_mixture(mixture, result.outcome)\n", ""),
     ],

@@ -23,6 +23,7 @@ from bumpgate.environments.request import Request
 from bumpgate.environments.versions import Found
 from bumpgate.processes.runner import LaneCall, LaneRun
 from bumpgate.rows import SCHEMA, Judgement, Record, Row, Verdict, write_record
+from bumpgate.wheels import fitting
 from suites.self.builds import Ran, bisecting
 from suites.self.gate_tree import TIMES_TEST, Tree
 from suites.self.searching import mutant_of
@@ -391,6 +392,7 @@ def bisect_tree(tree: Tree, *arguments: str) -> Ran:
         patch.setattr("tempfile.tempdir", str(tree.root))
         patch.setenv("BUMPGATE_HOME", str(tree.root / "home"))
         patch.setattr(command, "build", prepared)
+        patch.setattr(fitting, "build", prepared)
         patch.setattr(options, "versions", listed)
         patch.setattr(times_probe, "COPIES", 1)
         return run(*arguments)

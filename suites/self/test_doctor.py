@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,10 @@ import pytest
 from bumpgate.doctor import command as doctor
 from bumpgate.doctor.examination import CHECKS
 from bumpgate.doctor.findings import Finding, Part, Status
+from bumpgate.environments import store
+from bumpgate.environments.locks import Lock, Locked, Wheel, lane_lock, write_lock
+from bumpgate.environments.store import sha256_of
+from suites.self.local_index import fake_wheel
 from suites.self.machine import Machine, defects
 from suites.self.tree import ROOT
 from suites.support.planted import planted
@@ -216,6 +221,35 @@ def test_wrong_versions_are_found_without_importing_torch(machine: Machine, faul
     assert machine.torch_imports == []
 
 
+@planted("C28", "two kernel wheels are missing, one of them is in the wheel store")
+def test_one_command_installs_the_missing_kernel_wheels(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUMPGATE_STORE", str(tmp_path / "store"))
+    made = fake_wheel(tmp_path / "made", "causal-conv1d", "1.7.0")
+    wheel = Wheel(made.name, sha256_of(made))
+    stored = store.put(wheel, [made.read_bytes()])
+    write_lock(lane_lock(machine.root, "cpu"), Lock((Locked("causal-conv1d", "1.7.0", (wheel,)),)))
+    second = WHEEL.replace("causal-conv1d", "mamba-ssm").replace("1.7.0", "2.3")
+    machine.edit("wheels/manifest.toml", TORCH, f"{TORCH}\n{WHEEL}\n{second}")
+    findings = [f for f in machine.examine(Part.VERSIONS) if f.code == "BG205"]
+    (command,) = {f.fix for f in findings}
+    assert len(findings) == 2
+    assert command.endswith(f" --find-links {stored.parent} causal-conv1d==1.7.0 mamba-ssm==2.3")
+    target = tmp_path / "target"
+    flags = ["--no-deps", "--no-index", "--target", str(target)]
+    ran = subprocess.run([*shlex.split(command)[:-1], *flags], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert (target / "causal_conv1d-1.7.0.dist-info").is_dir()
+
+
+@planted("C28", "no kernel wheel, next to another torch than the lane's")
+def test_adopted_wheels_are_not_offered_to_another_torch(machine: Machine) -> None:
+    machine.edit("wheels/manifest.toml", TORCH, f"{TORCH}\n{WHEEL}".replace("2.13.0", "2.12.0"))
+    found = by_code(machine.examine(Part.VERSIONS), "BG205")
+    assert found.fix == f"bumpgate wheels plan --lane cpu --python {machine.python}"
+
+
 @pytest.mark.parametrize(
     ("torch", "cuda", "driver", "expected"),
     [
@@ -340,7 +374,7 @@ def test_device_is_checked_last(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--lane", "gpu"), "unknown lane 'gpu'; lanes: cpu, h200, v6e"),
+        (("--lane", "gpu"), "unknown lane 'gpu'; lanes: cpu, h200, h200x2, v6e"),
         (("--python", "/absent/python"), "--python /absent/python: no such interpreter"),
         (("--frob",), "--frob"),
     ],

@@ -15,19 +15,17 @@ from pathlib import Path
 import pytest
 
 from bumpgate import cli
-from bumpgate.environments import build as environments
-from bumpgate.environments import compiled
+from bumpgate.environments import compiled, installation
 from bumpgate.environments.build import (
     BuildError,
     Environment,
     NotInstallable,
     Request,
     build,
-    discard,
-    kept,
     lane_request,
     release,
 )
+from bumpgate.environments.cached import NOTE, discard, kept
 from bumpgate.environments.freeze import freeze
 from bumpgate.environments.request import request_key
 from bumpgate.environments.uv import host_settings
@@ -77,7 +75,7 @@ def test_second_build_reuses_environment_without_uv(
     assert (torch_in(first), dict(first.packages)) == ("1.0 3.0", {"torch": "1.0", "triton": "3.0"})
     assert cache_entries() == [first.key]
     requests = len(index.requests)
-    monkeypatch.setattr(environments, "run_uv", None)
+    monkeypatch.setattr(installation, "run_uv", None)
     assert build(TORCH) == first
     assert len(index.requests) == requests
 
@@ -234,6 +232,7 @@ def test_full_disk_is_reported_and_leaves_no_environment(
     index.add(fake_wheel(tmp_path / "wheels", "torch", "5.0", big))
     printed = child("torch==5.0", "full").communicate(timeout=60)[0].splitlines()[-1]
     assert printed.startswith("BuildError torch==5.0: ")
+    assert ": the disk is full (" in printed
     assert "File too large" in printed or "SIGXFSZ" in printed
     assert cache_entries() == []
     assert build(Request(("torch==5.0",))).packages == {"torch": "5.0"}
@@ -283,7 +282,7 @@ def test_prune_keeps_environments_in_use(
     with pytest.raises(SystemExit):
         cli.main()
     printed = capsys.readouterr().out.splitlines()
-    assert printed[2:] == [
+    assert printed[3:] == [
         f"kept, in use: {used.key}",
         f"deleted {other.key}",
         f"deleted the compile caches {other.key}-good",
@@ -303,7 +302,7 @@ def test_damaged_environment_is_rebuilt(index: LocalIndex) -> None:
             built.python.unlink()
             built.python.symlink_to("/no/longer/installed/python3.11")
         else:
-            (built.python.parents[1] / environments.NOTE).write_text("{")
+            (built.python.parents[1] / NOTE).write_text("{")
         assert torch_in(build(TORCH)) == "1.0 3.0", damage
 
 
@@ -439,7 +438,7 @@ def test_wheel_file_can_be_a_candidate(index: LocalIndex, tree: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("lane", "candidate", "words"),
     [
-        ("tpu", None, "unknown lane 'tpu'; lanes: cpu, h200, v6e"),
+        ("tpu", None, "unknown lane 'tpu'; lanes: cpu, h200, h200x2, v6e"),
         ("cpu", "torch=1.1", "invalid candidate"),
         ("cpu", "/none/torch-1.0-py3-none-any.whl", "no such wheel file"),
     ],

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from bumpgate.rows import SCHEMA
+from bumpgate.rows import SCHEMA, read_record
 from suites.self.foreign import DOCUMENT, EXAMPLES, LANE, Foreign
 from suites.self.tree import ROOT
 
@@ -36,7 +39,7 @@ def test_documented_examples_can_be_reviewed(foreign: Foreign) -> None:
             foreign.write(f"test_{number}.py", text)
     ran = foreign.pytest("-m", "mine", "--gate")
     assert foreign.record().problems == (), ran.out + ran.err
-    documented = set(re.findall(r'row\(\s*"([^"]+)"', DOCUMENT))
+    documented = set(re.findall(r'row(?:\.defect)?\(\s*"([^"]+)"', DOCUMENT))
     paired = {"speed/matmul/step_seconds", "start/json/wall_seconds"}
     assert foreign.verdicts() == {id: "PASS" if id in paired else "MISSING" for id in documented}
     accepted = foreign.bumpgate("rebaseline", "--lane", "mine")
@@ -78,3 +81,40 @@ def test_tiny_example_is_green_and_its_rows_can_fail(tmp_path: Path) -> None:
     red = {id: verdict for id, verdict in foreign.verdicts().items() if verdict != "PASS"}
     assert "torch.__trace" not in ran.out, "pytest does not show torch's trace log"
     assert red["compile/tiny/graph_breaks"] == red["train/tiny/loss"] == "REGRESSION"
+
+
+LAUNCHER = "examples/launcher/launch.sh"
+
+
+def judge_launcher(tmp_path: Path, script: Path, selection: str) -> dict[str, str]:
+    """Run the launcher's tests of this repository on a launcher; return row id -> displayed verdict."""
+    record = tmp_path / "record.json"
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    line = f"-m pytest -m cpu -n 0 suites/launch/test_environment.py --record={record}"
+    done = subprocess.run(
+        [sys.executable, *line.split(), "-k", selection, "--launcher", f"bash {script}"],
+        cwd=ROOT,
+        env={name: value for name, value in environment.items() if not name.startswith("BUMPGATE_")},
+        capture_output=True,
+        text=True,
+    )
+    found = {j.row.id: j.label for j in read_record(record).judgements}
+    assert done.returncode == (set(found.values()) not in ({"PASS"}, set())), done.stdout + done.stderr
+    return found
+
+
+def test_example_launcher_exports_and_refuses(tmp_path: Path) -> None:
+    assert f'--launcher "bash {LAUNCHER}"' in DOCUMENT
+    found = judge_launcher(tmp_path, ROOT / LAUNCHER, "refuses_every or before_python")
+    assert len(found) == 6
+
+
+def test_launcher_that_misses_a_switch_is_red(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples/launcher", tmp_path / "launcher")
+    script = tmp_path / "launcher/launch.sh"
+    text = script.read_text()
+    assert text.count(" TORCHDYNAMO_DISABLE ") == 1
+    script.write_text(text.replace(" TORCHDYNAMO_DISABLE ", " "))
+    found = judge_launcher(tmp_path, script, "refuses_every")
+    red = [row for row, verdict in found.items() if verdict != "PASS"]
+    assert red == ["launch/environment-cpu-C32/violations_refused"]

@@ -113,7 +113,8 @@ def test_row_5_percent_slower_is_held(machine: Machine, out: Path) -> None:
     machine.sides["bad"].slower = {"throughput/b/seconds": 1.05}
     gate = machine.gate(out)
     assert labels(gate) == [("HOLD", "SLOWER")]
-    assert gate.findings[0].repro == f"/envs/bad -m pytest -m cpu -n 0 '{TIME_TEST}'"
+    line = f"/envs/bad -m pytest -p bumpgate.plugin --rootdir=. -m cpu -n 0 '{TIME_TEST}'"
+    assert gate.findings[0].repro.endswith(f" {line}")
     assert gate.timed["throughput/b/seconds"].interval[0] > 1.01
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,15 @@ def test_gate_compares_a_command_in_two_environments(foreign: Foreign) -> None:
         "left to the sessions, for which the budget is too small"
     )
     assert found["timed"].keys() == {"command/metrics/step_seconds"}
+    kept = {name: value for name, value in foreign.env.items() if name != "PYTHONPATH"}
+    kept.pop("PYTEST_DISABLE_PLUGIN_AUTOLOAD")  # a gate removes it too
+    again = subprocess.run(
+        changed["repro"], shell=True, cwd=foreign.root, env=kept, capture_output=True, text=True
+    )
+    assert ".bad/python" in changed["repro"]
+    assert (again.returncode, "mine: 2 rows: 2 PASS" in again.stdout) == (0, True), (
+        again.stdout + again.stderr
+    )
     other = foreign.bumpgate(
         *("gate", "--lane", "mine", "--python-good", ".good/python", "--python-bad", ".bad/python"),
         *("--command", "python other.py", "--budget", "0", "--resume"),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from bumpgate import cli, lanes
 from bumpgate.environments.request import lane_requirements
+from bumpgate.plugin import devices
 from suites.self.foreign import Foreign
 
 FILES = ("bumpgate.toml", "bumps/requirements.txt", "bumps/test_bump.py", ".github/workflows/bumpgate.yml")
@@ -55,6 +59,94 @@ def test_init_adopts_the_installed_torch(init: Init, tmp_path: Path) -> None:
     assert init()[0] == 0
     torch = metadata.version("torch").partition("+")[0]
     assert f"torch=={torch}" in (tmp_path / "bumps/requirements.txt").read_text().splitlines()
+
+
+def test_init_adds_existing_tests_to_the_lane(init: Init, tmp_path: Path) -> None:
+    for name in ("tests/test_a.py", "more/test_b.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("def test_it(): pass\n")
+    code, out, err = init("--torch", "2.13.0", "--tests", "tests", "--tests", "more/test_b.py")
+    assert (code, err) == (0, "")
+    assert "bumps/test_bump.py" not in written(tmp_path)
+    assert "pytest.ini" not in written(tmp_path)
+    assert out.endswith("next: add to bumps/requirements.txt what the tests import, then: pytest -m mine\n")
+    assert lanes.load(tmp_path)["mine"].tests == ("tests", "more/test_b.py")
+    foreign = Foreign(tmp_path)
+    ran = foreign.pytest("-m", "mine", "--gate")
+    assert (ran.code, set(foreign.verdicts().values())) == (0, {"PASS"}), ran.out
+    assert len(foreign.verdicts()) == 2
+
+
+def test_init_refuses_tests_that_do_not_exist(init: Init, tmp_path: Path) -> None:
+    code, _, err = init("--torch", "2.13.0", "--tests", "tests")
+    assert (code, err) == (4, f"bumpgate: --tests tests: no such file or folder below {tmp_path}\n")
+    assert written(tmp_path) == set()
+
+
+GPUS = {
+    "h100": ("NVIDIA H100 80GB HBM3", 1, "9.0"),
+    "b200": ("NVIDIA B200", 1, ""),
+    "h200x2": ("NVIDIA H200", 2, ""),
+}
+
+
+def test_init_ships_valid_lanes_of_gpus(init: Init, tmp_path: Path, monkeypatch) -> None:
+    assert init("--torch", "2.13.0")[0] == 0
+    text = (tmp_path / "bumpgate.toml").read_text()
+    shown = text[text.index("# [lanes.h100]") :]
+    (tmp_path / "bumpgate.toml").write_text(re.sub(r"^# ?", "", shown, flags=re.MULTILINE))
+    found = lanes.load(tmp_path)
+    assert found.keys() == GPUS.keys()
+    for name, gpu in GPUS.items():
+        for other, lane in found.items():
+            monkeypatch.setattr(devices, "_probe", lambda _, gpu=gpu: ([*gpu], None))
+            devices.find.cache_clear()
+            assert (devices.detect(lane) is None) == (name == other), (name, other)
+    monkeypatch.setattr(devices, "_probe", lambda _: (["NVIDIA H200", 1, ""], None))
+    devices.find.cache_clear()
+    assert "the lane needs 2 GPUs and torch sees 1" in (devices.detect(found["h200x2"]) or "")
+    devices.find.cache_clear()
+
+
+@pytest.mark.parametrize("code", [0, 1, 125])
+def test_workflow_passes_the_candidate_and_the_exit_code(init: Init, tmp_path: Path, code: int) -> None:
+    """The script of the workflow, with a `python3` that makes a folder of stubs instead of an environment."""
+    assert init("--torch", "2.13.0")[0] == 0
+    path = tmp_path / ".github/workflows/bumpgate.yml"
+    check = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.github-workflows",
+        str(path),
+    ]
+    checked = subprocess.run(check, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+    assert all(
+        re.match(r"[\w./-]+@[0-9a-f]{40} # v\d", used) for used in re.findall("uses: (.+)", path.read_text())
+    )
+    steps = YAML(typ="safe").load(path.read_text())["jobs"]["gate"]["steps"]
+    (script,) = (step["run"] for step in steps if "run" in step)
+    stub = tmp_path / "bin/python3"
+    stub.parent.mkdir()
+    stub.write_text(
+        '#!/bin/sh\nmkdir -p "$3/bin"\nfor name in pip bumpgate; do\n'
+        f'printf \'#!/bin/sh\\necho %s "$@" >> calls\\ntest %s = pip || exit {code}\\n\' $name $name > "$3/bin/$name"\n'
+        'chmod +x "$3/bin/$name"\ndone\n'
+    )
+    stub.chmod(0o755)
+    variables = {"PATH": f"{stub.parent}:{os.environ['PATH']}", "RUNNER_TEMP": str(tmp_path / "temp")}
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", script],
+        cwd=tmp_path,
+        env=os.environ | variables | {"CANDIDATE": "torch==2.14.0; true"},
+    )
+    assert done.returncode == code
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        "pip install --quiet bumpgate",
+        "bumpgate gate --lane mine --candidate torch==2.14.0; true --out build/gate",
+    ]
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "pytest.ini", "tox.ini", "setup.cfg"])

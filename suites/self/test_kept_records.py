@@ -10,7 +10,7 @@ import pytest
 from bumpgate.baseline import BUILD, Reviewed, judge, load, other_build
 from bumpgate.rows import Judgement, Record, Verdict, read_record
 from suites.self.tree import ROOT
-from suites.support.lanes import LANES
+from suites.support.lanes import ADOPTED
 
 RECORDS = sorted((ROOT / "baselines" / "records").glob("*.json.xz"))
 # Runs of other builds of torch, which docs/h200_newer_torch.md explains.
@@ -55,10 +55,10 @@ def test_record_of_a_candidate_is_of_another_build(name: str) -> None:
     assert other_build(baseline.made_with, record.provenance)
 
 
-ADOPTED = [path for path in RECORDS if name_of(path) not in CANDIDATES]
+WITH_BASELINE = [path for path in RECORDS if name_of(path) not in CANDIDATES]
 
 
-@pytest.mark.parametrize("path", ADOPTED, ids=name_of)
+@pytest.mark.parametrize("path", WITH_BASELINE, ids=name_of)
 def test_kept_record_passes_the_current_baseline(path: Path) -> None:
     """If the baseline no longer matches a stored run, store a newer run."""
     record = read_record(path)
@@ -82,7 +82,7 @@ def unfounded(row: Reviewed) -> bool:
     return not measured or round(100 * row.tolerance - measured, 6) > 10
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("lane", ADOPTED)
 def test_wide_tolerance_cites_a_measurement(lane: str) -> None:
     rows = load(ROOT / "baselines" / f"{lane}.json", lane).rows
     assert [id for id, row in rows.items() if unfounded(row)] == []

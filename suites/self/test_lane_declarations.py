@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate import lanes
+from bumpgate.environments.request import lane_requirements
 from bumpgate.lanes import Lane, LaneError
 from bumpgate.plugin import devices
 from suites.self.foreign import LANE, Foreign
@@ -30,6 +31,17 @@ def test_lanes_load_from_pyproject_or_bumpgate_toml(tmp_path: Path) -> None:
     assert lanes.load(tmp_path) == {"mine": Lane("mine", needs=("c++",))}, (
         "bumpgate.toml has precedence over pyproject.toml"
     )
+
+
+def test_extra_of_another_project_includes_its_dependencies(tmp_path: Path) -> None:
+    declare(tmp_path, "[lanes.mine]\nextra = 'test'\n")
+    (tmp_path / "pyproject.toml").write_text(
+        "[project]\nname = 'theirs'\ndependencies = ['torch>=2.2', 'scipy']\n"
+        "[project.optional-dependencies]\ntest = ['theirs[more]', 'pytest>=8.3']\nmore = ['einops']\n"
+    )
+    found = lane_requirements(tmp_path, "mine")
+    assert found[:4] == ("torch>=2.2", "scipy", "einops", "pytest>=8.3")
+    assert any(text.startswith("psutil") for text in found), "what the plugin imports"
 
 
 @pytest.mark.parametrize(

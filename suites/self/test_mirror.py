@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote
 import pytest
 
 from bumpgate.environments.mirror import Mirror, mirror_root
+from bumpgate.environments.request import RUNNING
 from bumpgate.environments.store import sha256_of
 from bumpgate.gate import command as gate
 from bumpgate.rows import BumpgateError
@@ -35,13 +36,15 @@ LARGE = {"torch/__init__.py": "", "torch/data.txt": "x" * 200_000}
 class Pages(Loopback):
     """An index of HTML pages on loopback, which serves ranges.
 
-    plain: file names without a digest. gone: listed files that answer 404. cut: bytes after which each transfer
-    breaks off, 0 for none. spoilt: a file whose bytes differ from the listed ones.
+    plain: file names without a digest. gone: files that answer 404, or 403 if unlisted. unlisted: files that no page
+    lists. cut: bytes after which each transfer breaks off, 0 for none. spoilt: a file whose bytes differ from the
+    listed ones.
     """
 
     wheels: list[Path] = field(default_factory=list)
     plain: set[str] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
+    unlisted: set[str] = field(default_factory=set)
     cut: int = 0
     spoilt: str = ""
     ranges: list[str] = field(default_factory=list)
@@ -67,7 +70,7 @@ class Pages(Loopback):
                 byte_range = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
                 pages.ranges += [byte_range[0]] if byte_range else []
                 if name in pages.gone:
-                    self.answer(404, b"")
+                    self.answer(403 if name in pages.unlisted else 404, b"")
                 elif byte_range and int(byte_range[1]) >= len(content):
                     self.answer(416, b"")
                 else:
@@ -93,7 +96,7 @@ class Pages(Loopback):
     def page(self, package: str) -> tuple[int, bytes]:
         lines = []
         for path in self.wheels:
-            if path.name.split("-")[0].replace("_", "-") != package:
+            if path.name.split("-")[0].replace("_", "-") != package or path.name in self.unlisted:
                 continue
             digest = "" if path.name in self.plain else f"#sha256={sha256_of(path)}"
             metadata = f'"sha256={hashlib.sha256(path.name.encode()).hexdigest()}"'
@@ -185,6 +188,38 @@ def test_versions_lists_mirrored_nights_gone_from_the_index(
     ]
 
 
+def test_mirror_copies_nights_by_url_that_no_page_lists(
+    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages.wheels = [*(torch(tmp_path, f"2026110{day}", TRITON) for day in (1, 2, 3)), *cuda(tmp_path)[:1]]
+    old, gone, _, triton = pages.wheels
+    pages.unlisted = {path.name for path in (old, gone, triton)}
+    pages.gone = {gone.name}
+    address = f"{pages.url.rpartition('/whl')[0]}/whl/nightly/cu130/"
+    urls = [
+        part
+        for path, end in ((old, f"#sha256={sha256_of(old)}"), (gone, ""))
+        for part in ("--url", address + quote(path.name) + end)
+    ]
+    assert bumpgate(monkeypatch, "mirror", "--keep", "9", *urls) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "2.15.0.dev20261103+cu130: half-published: no triton==3.8.0+gitbeef123"
+    assert out[2] == "2.15.0.dev20261101+cu130: half-published: no triton==3.8.0+gitbeef123"
+    urls += ["--url", address + quote(triton.name)]
+    assert bumpgate(monkeypatch, "mirror", "--keep", "9", *urls) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[:3] == [
+        "2.15.0.dev20261103+cu130: copied",
+        f"2.15.0.dev20261102+cu130: half-published: no {gone.name} (403)",
+        "2.15.0.dev20261101+cu130: copied",
+    ]
+    assert copies() == sorted(path.name for path in pages.wheels if path is not gone)
+    wrong = ["--url", address + quote(old.name) + "#sha256=" + "0" * 64]
+    Mirror.read(mirror_root()).drop(f"torch {RUNNING} 2.15.0.dev20261101+cu130")
+    assert bumpgate(monkeypatch, "mirror", "--keep", "9", *wrong) == 125
+    assert ": corrupt copy (sha256 " in capsys.readouterr().err
+
+
 def test_bisect_and_gate_install_mirrored_nights(
     tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,12 +229,15 @@ def test_bisect_and_gate_install_mirrored_nights(
         for day in (1, 2, 3, 4)
     ]
     assert bumpgate(monkeypatch, "mirror", "--keep", "9") == 0
+    for name in ("numpy", "setuptools"):
+        fake_wheel(tmp_path / "required", name, "1.0")
     pages.wheels = pages.wheels[-1:]
     store = str(mirror_root().parent)
     monkeypatch.chdir(tmp_path)
     ends = ("--good", "2026-11-01", "--bad", "2026-11-04", "--out", "out")
     judge = ("--command", "{python} -c 'import torch; raise SystemExit(torch.FAULT)'")
-    assert bumpgate(monkeypatch, "bisect", "--store", store, *ends, *judge) == 0
+    links = ("--find-links", str(tmp_path / "required"))
+    assert bumpgate(monkeypatch, "bisect", "--store", store, *links, *ends, *judge) == 0
     assert "first bad   torch 2.15.0.dev20261103" in capsys.readouterr().out
 
     def places(config: object, view: object, root: object, sources: dict[str, object]) -> None:
@@ -225,7 +263,7 @@ def test_mirror_completes_a_half_published_night_later(
     assert bumpgate(monkeypatch, "mirror", "--keep", "9") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [
-        "2.15.0.dev20261102+cu130: half-published: no torch-2.15.0.dev20261102+cu130-py3-none-any.whl (listed, 404)",
+        "2.15.0.dev20261102+cu130: half-published: no torch-2.15.0.dev20261102+cu130-py3-none-any.whl (404)",
         "2.15.0.dev20261101+cu130: half-published: no triton==3.8.0+gitbeef123",
     ]
     assert lines[2].startswith("0 nights copied, 0 kept")
@@ -341,6 +379,11 @@ def test_mirror_bad_input_prints_one_line(
         return line
 
     assert "--keep" in error_line("--keep", "0")
+    assert error_line("--keep", "1", "--url", "http://u:p@h/torch.html").endswith("not the URL of a wheel")
+    release = "http://h/torch-2.0-py3-none-any.whl"
+    assert f"{release}: not a nightly" in error_line("--keep", "1", "--url", release)
+    other = "http://h/torch-2.0.dev20261101-cp39-cp39-win_amd64.whl"
+    assert f"{other}: not a wheel for Python" in error_line("--keep", "1", "--url", other)
     assert error_line("--keep", "1") == "bumpgate: torch: no nightly found; name their index with --index"
     assert "does not answer" in error_line("--keep", "1", "--index", "http://127.0.0.1:1/simple")
     (mirror_root() / "mirror.json").write_text("[]")

@@ -283,6 +283,8 @@ def test_bisect_result_is_added_to_the_issue_and_kept(
         "package": "torch", "failure": "", "first": "2.15.0.dev3", "last": "2.15.0.dev2", "findings": [finding],
         "at_fault": [{"name": "triton", "old": "3.8.0", "new": "3.9.0"}], "compare": ["https://x/compare/a...b"],
     }  # fmt: skip
+    found["at_fault"].insert(0, {"name": "nvidia-nccl-cu13", "old": "2.29", "new": "2.30"})
+    found["pinned"] = ["nvidia-nccl-cu13"]
     answer.write_text(json.dumps(found))
     assert notify("--github", "o/r", "--bisect", str(answer)) == 0
     night(tmp_path, 2, problems=(other,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,34 +10,54 @@ from pathlib import Path
 import pytest
 
 from bumpgate import cli
+from bumpgate.baseline import load
 from bumpgate.environments import freeze, rollback, store
+from bumpgate.environments.build import installed
 from bumpgate.environments.locks import Wheel, lane_lock, read_lock
+from bumpgate.environments.rollback import smoke_tests
 from bumpgate.environments.store import StoreError
 from bumpgate.processes.runner import LaneRun
 from bumpgate.rows import Judgement, Record, Row, Verdict
 from suites.self.local_index import LocalIndex, fake_wheel, isolated
-from suites.self.tree import declare_lanes
+from suites.self.tree import FAST_MANIFEST, ROOT, declare_lanes
+from suites.support.lanes import ADOPTED, LANES
 from suites.support.planted import planted
 
+EXTRAS = """[project]
+name = "bumpgate"
+[project.optional-dependencies]
+cpu = ["torch==1.0"]
+h200 = ["torch==1.0"]
+v6e = ["torch==1.0", "torch-xla==1.0"]
+"""
+STUBS = "import pathlib, sys\npathlib.Path(sys.prefix, 'stubs').touch()\n"
 PASSED = Judgement(Row("a/b/n", 1, "n", 1, "C1"), Verdict.PASS, "")
 
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A frozen lane whose index is no longer available."""
+    """Frozen lanes whose index, and whose folder of kernel wheels, are no longer available."""
     root = tmp_path / "tree"
     root.mkdir()
     declare_lanes(root)
-    (root / "pyproject.toml").write_text(
-        '[project]\nname = "bumpgate"\n[project.optional-dependencies]\ncpu = ["torch==1.0"]\n'
-    )
+    for name, text in (
+        ("pyproject.toml", EXTRAS),
+        ("wheels/manifest.toml", FAST_MANIFEST.format(torch="1.0")),
+        ("xla/make_cuda_stubs.py", STUBS),
+    ):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
     wheels = [
         fake_wheel(tmp_path / "wheels", "torch", "1.0", requires=["triton"]),
         fake_wheel(tmp_path / "wheels", "triton", "3.0"),
+        fake_wheel(tmp_path / "wheels", "torch-xla", "1.0"),
     ]
+    fake_wheel(tmp_path / "built", "fast", "1.0+torch1.0", requires=["torch"])
     with LocalIndex(wheels) as index:
         isolated(monkeypatch, tmp_path, index.url)
-        freeze.freeze(root, "cpu")
+        for lane in LANES:
+            freeze.freeze(root, lane, find_links=(str(tmp_path / "built"),))
+    shutil.rmtree(tmp_path / "built")
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "another cache"))
     monkeypatch.chdir(root)
     return root
@@ -75,7 +96,43 @@ def test_rollback_restores_the_adopted_set_offline(tree: Path, run: Run, smoke: 
     code, out, err = run("cpu")
     assert (code, err, len(out.splitlines())) == (0, "", 1)
     assert out.startswith("rollback cpu: 2 wheels verified, built offline in ")
-    assert "suites/canaries green in 2 s" in out
+    assert "suites/canaries; suites/kernels/test_attention.py; " in out
+    assert "; suites/kernels/test_ssd_chunk_scan.py green in 2 s: " in out
+
+
+@pytest.mark.parametrize(
+    ("lane", "names"),
+    [("h200", {"torch", "triton", "fast"}), ("v6e", {"torch", "triton", "torch-xla"})],
+)
+def test_rollback_restores_a_lane_and_runs_its_smoke_tests(
+    tree: Path, run: Run, monkeypatch: pytest.MonkeyPatch, lane: str, names: set[str]
+) -> None:
+    calls = []
+
+    def run_lane(
+        python: Path, root: Path, name: str, tests: tuple[str, ...], *_: object, **__: object
+    ) -> LaneRun:
+        calls.append((name, tests, set(installed(python.parents[1])), (python.parents[1] / "stubs").exists()))
+        return LaneRun(0, Record({}, (PASSED,)), "", 2.0, Path("smoke.log"))
+
+    monkeypatch.setattr(rollback, "run_lane", run_lane)
+    code, out, err = run(lane)
+    assert (code, err) == (0, "")
+    assert calls == [(lane, LANES[lane].smoke, names, lane == "v6e")]
+    assert out.startswith(f"rollback {lane}: 3 wheels verified, built offline in ")
+
+
+@pytest.mark.parametrize("lane", ADOPTED)
+def test_smoke_suite_runs_kernels_that_the_lane_judges(lane: str) -> None:
+    """Its node ids are those of rows in the baseline, so that a renamed test is not first found in a rollback."""
+    tests = {row.test for row in load(ROOT / "baselines" / f"{lane}.json", lane).rows.values()}
+    smoke = smoke_tests(ROOT, lane)
+    assert LANES[lane].canaries in smoke
+    assert len(smoke) > 1
+    for name in smoke:
+        assert any(
+            test == name or test.startswith((f"{name}/", f"{name}::", f"{name}[")) for test in tests
+        ), name
 
 
 @planted("C39", "one bit of a wheel in the store has flipped")

@@ -20,6 +20,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from bumpgate import cli
@@ -31,7 +32,7 @@ from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target, gpu_archs
 from bumpgate.wheels.plan import Choice, plan
 from suites.self.local_index import isolated
-from suites.self.tree import ROOT
+from suites.self.tree import FAST_MANIFEST, ROOT
 from suites.support.planted import planted
 from suites.wheels import extensions
 
@@ -45,22 +46,15 @@ name = "bumpgate"
 [tool.bumpgate.lanes.h200]
 device = "cuda"
 """
-MANIFEST = """schema = 1
-[environment.h200]
-status = "adopted"
-lane = "h200"
-source = "a test"
-python = ">=3.10"
-torch = "==2.0.0"
-[environment.h200.wheels.fast]
-version = "1.0"
-torch = "2.0.0"
-sdist = "{sdist}"
+MANIFEST = (
+    FAST_MANIFEST.format(torch="2.0.0")
+    + """sdist = "{sdist}"
 [smoke.fast]
 command = ["-c", "import fast, sys; found = fast.run(int(sys.argv[1])); assert found == 'cpu:' + sys.argv[1], found"]
 cases = ["1", "3"]
 device = "cpu"
 """
+)
 GONE = ("namespace c10 { void gone_since_then(int); }", "c10::gone_since_then(1); Py_RETURN_NONE;")
 CRASH_OF_3 = (
     "from fast import _C\ndef run(n):\n    if n == 3:\n        import os; os.abort()\n    return _C.run(n)\n"
@@ -200,6 +194,19 @@ def test_plan_reuses_a_valid_wheel(built: dict[str, bytes], tree: Path, target: 
     )
 
 
+def test_plan_reuses_a_wheel_without_extension_and_notes_it(tree: Path, target: Target) -> None:
+    """mamba-ssm runs on its Triton kernels alone if it was built without its extension."""
+    path = wheel(
+        tree / "links", b"", "def run(n):\n    return f'cpu:{n}'\n", library="README", tag="py3-none-any"
+    )
+    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    assert (choice.action, choice.wheel) == ("reuse", path)
+    assert choice.reason.endswith("; no compiled extension: Python and Triton only")
+    wheel(tree / "links", b"", "import fast.absent\n", library="README", tag="py3-none-any")
+    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    assert (choice.action, "does not import" in choice.reason) == ("absent", True)
+
+
 def test_plan_selects_the_valid_wheel_among_invalid_ones(
     built: dict[str, bytes], tree: Path, target: Target
 ) -> None:
@@ -290,6 +297,27 @@ def test_fetch_reads_a_store_over_http(stored: store.Stored, tmp_path: Path) -> 
         server.communicate()
     with pytest.raises(StoreError, match="cannot be fetched"):
         store.fetch(BUILD, place, tmp_path / "here")
+
+
+def test_fetch_reads_a_store_through_fsspec(
+    stored: store.Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """s3:// is one of its file systems; this one is in memory."""
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path / "there"), "/kernels", recursive=True)
+    for path in [p for p in memory.find("/kernels") if p.endswith(".whl")]:
+        fetched = store.fetch(BUILD, "memory://kernels", tmp_path / "here")
+        assert fetched is not None
+        assert fetched.path.read_bytes() == stored.path.read_bytes()
+        memory.pipe_file(path, b"other bytes")
+    with pytest.raises(StoreError, match=r"memory://kernels/.*: sha256 .* has"):
+        store.fetch(BUILD, "memory://kernels", tmp_path / "nowhere")
+    assert store.fetch(replace(BUILD, arch=80), "memory://kernels", tmp_path / "here") is None
+    with pytest.raises(StoreError, match="cannot be fetched: Protocol not known: s4"):
+        store.fetch(BUILD, "s4://kernels", tmp_path / "here")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(StoreError, match=r"^s3://kernels/.*: pip install 'bumpgate\[s3\]'$"):
+        store.fetch(BUILD, "s3://kernels", tmp_path / "here")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -33,8 +33,20 @@ PARTS = (
     "pyproject.toml",
 )
 RUN_SECONDS = 420
-# Folders of the canaries of this repository's lanes.
+# The canaries of the lanes cpu and h200.
 CANARIES = "suites/canaries"
+# The adopted row of a lane with one kernel wheel, of the package fast.
+FAST_MANIFEST = """schema = 1
+[environment.h200]
+status = "adopted"
+lane = "h200"
+source = "a test"
+python = ">=3.10"
+torch = "=={torch}"
+[environment.h200.wheels.fast]
+version = "1.0"
+torch = "{torch}"
+"""
 
 
 def declare_lanes(root: Path) -> None:

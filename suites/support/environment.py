@@ -25,7 +25,7 @@ def prepare_environment(lane: str | None, workers: bool) -> None:
             # One for each core: the processes that Inductor would start to compile import torch again, for nothing.
             os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         _keep_kernels(os.environ.setdefault("BUMPGATE_OBJECTS", str(home / "bumpgate" / "objects")))
-    if lane == "h200":  # every worker has its own threads and compiler processes
+    if lane in ("h200", "h200x2"):  # every worker has its own threads and compiler processes
         os.environ.setdefault("TRITON_CACHE_DIR", str(home / "bumpgate" / "triton"))
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")

@@ -6,8 +6,10 @@ Each of the three checks finds what the others cannot. The wheels here are built
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -168,6 +170,50 @@ def test_wheel_label_is_compared_with_the_build(lane: Lane, label, file, require
     faults = list(abi.audit(Distribution("flash-attn", label, file, requires=requires), found))
     assert all(fault.kind == "label" for fault in faults)
     assert (words in faults[0].reason) if words else faults == []
+
+
+@planted("C39", "an extension of another torch in a package that no manifest names")
+@lanes("cpu")
+def test_every_package_linked_against_torch_is_audited(lane: Lane, installed: Inventory) -> None:
+    names = {wheel.name for wheel in abi.built_on_torch(installed)}
+    assert set(RIGHT) <= names
+    assert not names & {"torch", "numpy"}
+    found = list(abi.audit_all(abi.built_on_torch(installed), installed))
+    assert {(f.wheel, f.kind) for f in found} >= {
+        ("fake_layout", "label"), ("fake_symbol", "symbols"), ("fake_strings", "string-abi")
+    }  # fmt: skip
+    assert not {f.wheel for f in found} & {"fake_real", "fake_twin"}
+
+
+@lanes("cpu")
+def test_cuda_extension_is_ignored_next_to_a_cpu_torch(
+    lane: Lane, installed: Inventory, tmp_path: Path
+) -> None:
+    """It cannot be loaded, so it cannot be wrong; packages such as torchao hold some for each kind of device."""
+    library = tmp_path / "libtorch_cuda.so"
+    subprocess.run(
+        ["g++", "-shared", "-x", "c", os.devnull, "-Wl,-soname,libtorch_cuda.so", "-o", library], check=True
+    )
+    cuda = extensions.build(
+        tmp_path, "fake_cuda", extensions.NARROW, f"-L{tmp_path}", "-Wl,--no-as-needed", "-ltorch_cuda"
+    )
+    wheel = Distribution("fake_cuda", "1.0", place=tmp_path, extensions=(cuda,))
+    for build, names in (({}, []), ({"cuda": "13.0"}, ["fake_cuda"])):
+        found = replace(installed, version=build, distributions={"fake-cuda": (wheel,)})
+        assert [d.name for d in abi.built_on_torch(found)] == names
+
+
+@planted("C39", "a call of torch's stable ABI that this torch does not have")
+@lanes("cpu")
+def test_missing_function_of_the_stable_abi_is_reported(
+    lane: Lane, installed: Inventory, tmp_path: Path
+) -> None:
+    code = 'extern "C" { int aoti_torch_cpu_nothing_of(int); int aoti_torch_get_data_ptr(void*, void**); }'
+    calls = "aoti_torch_get_data_ptr(0, 0); return PyLong_FromLong(aoti_torch_cpu_nothing_of(1));"
+    path = extensions.build(tmp_path, "fake_stable", (code, calls), lazy=True)
+    wheel = Distribution("fake-stable", "1.0", place=tmp_path, extensions=(path,))
+    (fault,) = abi.audit(wheel, installed)
+    assert (fault.kind, fault.symbols) == ("symbols", ("aoti_torch_cpu_nothing_of",))
 
 
 @planted("C39", "one case of a wheel crashes, one hangs")

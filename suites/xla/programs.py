@@ -102,11 +102,23 @@ def grouped_mm() -> dict[str, Any]:
 
 
 @program
-def jax_cache(directory: str) -> dict[str, Any]:
-    """Return hits and misses of JAX's own persistent cache for one compiled function."""
+def jax_cache(directory: str, change: str) -> dict[str, Any]:
+    """Return hits and misses of JAX's own persistent cache, and the hits of the last compiled function alone.
+
+    change: what differs from other runs: "program", "jaxlib", "flags", "topology", or "" for nothing.
+    """
     os.environ["JAX_PLATFORMS"] = "cpu"
+    if change == "flags":
+        os.environ["XLA_FLAGS"] = "--xla_cpu_enable_fast_math=true"
     import jax
     import jax.numpy as jnp
+    from jax._src import cache_key
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    if change == "topology":
+        jax.config.update("jax_num_cpu_devices", 4)
+    if change == "jaxlib":
+        cache_key.jaxlib_version_str = "0.0.0"
 
     assert jax.config.jax_compilation_cache_dir == directory, "JAX did not read JAX_COMPILATION_CACHE_DIR"
     seen = {"hits": 0, "misses": 0}
@@ -119,8 +131,12 @@ def jax_cache(directory: str) -> dict[str, Any]:
     jax.monitoring.register_event_listener(listen)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    jax.jit(lambda x: jnp.tanh(x @ x).sum())(jnp.ones((37, 37))).block_until_ready()
-    return seen
+    everywhere = NamedSharding(jax.make_mesh((len(jax.devices()),), ("data",)), PartitionSpec())
+    x = jax.device_put(jnp.ones((37, 37)), everywhere)
+    before = seen["hits"]
+    last = jnp.sin if change == "program" else jnp.tanh
+    jax.jit(lambda x: last(x @ x).sum())(x).block_until_ready()
+    return seen | {"last_hits": seen["hits"] - before, "devices": len(jax.devices())}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Known defects of torch_xla, each in a new process, keyed to the affected versions. 8 processes.
+"""Known defects of torch_xla, each in a new process, keyed to the affected versions. 13 processes.
 
 A defect is two tests: a row that it is present, verbatim, with our workaround; and the correct behaviour, as a strict
 xfail under the versions named. A build that fixes it turns both red: remove the workaround and the xfail.
@@ -22,6 +22,8 @@ from suites.support.lanes import PJRT_CPU, Lane, lanes, needs_tpu
 from suites.support.planted import planted
 
 SECONDS = 300
+# What a key of JAX's cache must contain: each differs in one run.
+JAX_CHANGES = ("program", "jaxlib", "flags", "topology")
 VERSION = metadata.version("torch_xla")
 DESERIALIZE = (
     "Failed to deserialize executable: UNIMPLEMENTED: Deserializing serialized executable not supported."
@@ -102,6 +104,23 @@ def test_another_cache_key_is_a_miss(lane: Lane, cold_and_warm) -> None:
 
 
 @lanes("v6e")
+def test_key_of_another_topology_is_a_miss(lane: Lane, row, cold_and_warm) -> None:
+    cold, warm, directory = cold_and_warm
+    other = Child("cached_step", str(directory), CPU_NUM_DEVICES="4")
+    row(
+        "xla/persistent_cache/misses_on_another_topology",
+        other.result["PersistentCacheMiss"] or 0,
+        unit="count",
+        # Each counts because the same program on the same topology finds its key.
+        witness=warm.log.count(DESERIALIZE),
+        rule="X1",
+        expected=cold.result["PersistentCacheMiss"],
+        evidence=[f"1 device {warm.result}", f"4 devices {other.result}"],
+        device=PJRT_CPU,
+    )
+
+
+@lanes("v6e")
 @broken_in("pytorch/xla#9094: the cache is written, and loading calls a method that no client has", "2.9.0")
 def test_cache_is_hit_after_a_restart(lane: Lane, cold_and_warm) -> None:
     cold, warm, _ = cold_and_warm
@@ -117,11 +136,13 @@ def test_cache_is_hit_after_a_restart_on_a_tpu(lane: Lane, tmp_path: Path) -> No
     assert warm.result["PersistentCacheHit"] == cold.result["PersistentCacheMiss"]
 
 
+def jax_cached(directory: Path, change: str = "") -> Child:
+    return Child("jax_cache", str(directory), change, JAX_COMPILATION_CACHE_DIR=str(directory))
+
+
 @lanes("v6e")
 def test_jax_cache_is_hit_in_a_fresh_process(lane: Lane, row, tmp_path: Path) -> None:
-    cold, warm = (
-        Child("jax_cache", str(tmp_path), JAX_COMPILATION_CACHE_DIR=str(tmp_path)) for _ in range(2)
-    )
+    cold, warm = (jax_cached(tmp_path) for _ in range(2))
     row(
         "xla/jax_cache/hits_after_restart",
         warm.result["hits"],
@@ -130,6 +151,20 @@ def test_jax_cache_is_hit_in_a_fresh_process(lane: Lane, row, tmp_path: Path) ->
         rule="X1",
         expected=cold.result["misses"],
         evidence=[f"cold {cold.result}", f"warm {warm.result}"],
+        device=PJRT_CPU,
+    )
+
+    changed = {change: jax_cached(tmp_path, change).result for change in JAX_CHANGES}
+    assert changed["topology"]["devices"] > warm.result["devices"]
+    row(
+        "xla/jax_cache/changes_that_hit_the_old_entry",
+        sum(result["last_hits"] for result in changed.values()),
+        unit="count",
+        # Each counts because the same program without a change is a hit.
+        witness=len(changed) * warm.result["last_hits"],
+        rule="X1",
+        expected=0,
+        evidence=[f"{change}: {result}" for change, result in changed.items()],
         device=PJRT_CPU,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from suites.features.corpus.case import differences, regression
+from suites.features.corpus.case import compiled_differs, differences, regression
 
 
 class ZeroGradient(torch.autograd.Function):
@@ -68,3 +68,71 @@ def detach_in_place() -> list[str]:
 
     y, requires_grad = torch.compile(cut, backend="eager")(torch.randn(4, requires_grad=True))
     return ["the detached tensor requires a gradient"] if requires_grad or y.requires_grad else []
+
+
+class AddedInPlace(torch.autograd.Function):
+    """x + w by an in-place sum; the gradient of w is doubled, so that the two cannot be exchanged unseen."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        y = x.clone()
+        y += w
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient * 2
+
+
+@regression(
+    "autograd-in_place_in_forward",
+    "An in-place sum in the forward of a custom autograd function gives wrong gradients",
+    issue=180642,
+    bad="2.11.0",
+    good="2.12.0 2.13.0 2.15.0",
+)
+def in_place_in_forward() -> list[str]:
+    x, w = (torch.randn(4, requires_grad=True) for _ in range(2))
+    return compiled_differs(lambda x, w: AddedInPlace.apply(x, w), x, w, backend="aot_eager")
+
+
+class Product(torch.autograd.Function):
+    """a * b."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return gradient * b, gradient * a
+
+
+@regression(
+    "autograd-same_tensor_twice",
+    "A tensor that is passed twice to a custom autograd function gets half of its gradient",
+    issue=183604,
+    bad="2.11.0 2.12.0",
+    good="2.13.0 2.15.0",
+)
+def same_tensor_twice() -> list[str]:
+    x = torch.randn(5, requires_grad=True)
+    return compiled_differs(lambda x: Product.apply(x, x), x, backend="aot_eager")
+
+
+@regression(
+    "autograd-detached_copy",
+    "A result that is equal to a detached result of the same compiled function loses its gradient",
+    issue=195664,
+    bad="2.15.0",
+    good="2.11.0 2.12.0 2.13.0",
+)
+def detached_copy() -> list[str]:
+    def loss_and_log(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        return y * 1.0, y.detach()
+
+    loss, _ = torch.compile(loss_and_log)(torch.randn(4, requires_grad=True))
+    return [] if loss.requires_grad else ["the result requires no gradient"]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from suites.features.corpus.case import compiled_differs, differences, regression
+from suites.support.instruments import foreach_add_
 
 
 @regression(
     "inductor-argmax_of_mean",
     "argmax of a mean over the last axis of a strided view returns the index of another layout",
     issue=193661,
-    bad="2.13.0",
+    bad="2.11.0 2.12.0 2.13.0",
     good="2.15.0",
 )
 def argmax_of_mean() -> list[str]:
@@ -25,7 +26,7 @@ def argmax_of_mean() -> list[str]:
     "inductor-flip_of_repeated",
     "flip after repeat_interleave reads out of bounds with dynamic shapes",
     issue=187027,
-    bad="2.13.0",
+    bad="2.11.0 2.12.0 2.13.0",
     good="2.15.0",
 )
 def flip_of_repeated() -> list[str]:
@@ -38,7 +39,7 @@ def flip_of_repeated() -> list[str]:
     "inductor-negated_bytes",
     "The negated absolute value of uint8 does not wrap around",
     issue=187018,
-    bad="2.13.0",
+    bad="2.11.0 2.12.0 2.13.0",
     good="2.15.0",
 )
 def negated_bytes() -> list[str]:
@@ -53,7 +54,7 @@ def negated_bytes() -> list[str]:
     "inductor-update_through_dropout",
     "An in-place update through the identity of dropout in evaluation does not reach the input",
     issue=195422,
-    bad="2.13.0",
+    bad="2.11.0 2.12.0 2.13.0",
     good="2.15.0",
 )
 def update_through_dropout() -> list[str]:
@@ -69,7 +70,7 @@ def update_through_dropout() -> list[str]:
     "inductor-two_constant_cumsums",
     "Of two functions with cumsum of a constant, the second one does not compile in the same process",
     issue=193876,
-    bad="2.13.0",
+    bad="2.11.0 2.12.0 2.13.0",
     good="2.15.0",
     error="FakeTensor",
 )
@@ -84,7 +85,7 @@ def two_constant_cumsums() -> list[str]:
     "inductor-gather_gradient_under_vmap",
     "The vmapped gradient of an index_select is wrong: index_put writes into an expanded view",
     issue=188084,
-    bad="2.13.0",
+    bad="2.11.0 2.12.0 2.13.0",
     good="2.15.0",
 )
 def gather_gradient_under_vmap() -> list[str]:
@@ -101,7 +102,7 @@ def gather_gradient_under_vmap() -> list[str]:
     "inductor-copy_before_update",
     "A copy into another input sees an update of its source that comes after it",
     issue=198131,
-    bad="2.13.0",
+    bad="2.11.0 2.12.0 2.13.0",
     good="2.15.0",
 )
 def copy_before_update() -> list[str]:
@@ -117,7 +118,7 @@ def copy_before_update() -> list[str]:
     "inductor-flip_after_index_put",
     "An in-place sum with the flipped tensor after an index_put reads rows that it has overwritten",
     issue=198270,
-    bad="2.13.0",
+    bad="2.11.0 2.12.0 2.13.0",
     good="2.15.0",
 )
 def flip_after_index_put() -> list[str]:
@@ -127,3 +128,133 @@ def flip_after_index_put() -> list[str]:
         return x
 
     return compiled_differs(folded, torch.rand(4, 8))
+
+
+@regression(
+    "inductor-foreach_sum_with_flip",
+    "An in-place foreach sum with the flipped tensor reads rows that it has overwritten",
+    issue=198033,
+    bad="2.11.0 2.12.0 2.13.0",
+    good="2.15.0",
+)
+def foreach_sum_with_flip() -> list[str]:
+    def folded(x: Tensor) -> Tensor:
+        foreach_add_([x], [x.flip(0)])
+        return x
+
+    return compiled_differs(folded, torch.rand(8, 8))
+
+
+@regression(
+    "inductor-argmax_of_transposed",
+    "argmax of a transposed intermediate returns the index of the layout before",
+    issue=183082,
+    bad="2.11.0 2.12.0",
+    good="2.13.0 2.15.0",
+)
+def argmax_of_transposed() -> list[str]:
+    def largest(x: Tensor) -> Tensor:
+        y = x * 1.0
+        y.sin_()
+        return y.t().argmax()
+
+    return compiled_differs(largest, torch.randn(8, 4))
+
+
+@regression(
+    "inductor-norm_after_flatten",
+    "A batch norm of a flattened instance norm does not compile",
+    issue=183370,
+    bad="2.11.0 2.12.0",
+    good="2.13.0 2.15.0",
+    error="unexpected group",
+)
+def norm_after_flatten() -> list[str]:
+    first, last = nn.InstanceNorm2d(7), nn.BatchNorm1d(63).eval()
+
+    def normed(x: Tensor) -> Tensor:
+        return last(F.relu(first(x)).flatten(1).clamp(max=10).exp())
+
+    return compiled_differs(normed, torch.randn(8, 7, 3, 3))
+
+
+@regression(
+    "inductor-index_fill_of_expanded",
+    "index_fill of an expanded tensor does not compile",
+    issue=178952,
+    bad="2.11.0",
+    good="2.12.0 2.13.0 2.15.0",
+    error="n=copy_",
+)
+def index_fill_of_expanded() -> list[str]:
+    def filled(x: Tensor, index: Tensor) -> Tensor:
+        return torch.index_fill(x.expand(4, 3), 0, index, 5.0)
+
+    return compiled_differs(filled, torch.randn(1, 3), torch.tensor([0, 2]))
+
+
+@regression(
+    "inductor-take_at_random",
+    "take at the indices of a randperm does not compile",
+    issue=188223,
+    bad="2.11.0 2.12.0 2.13.0",
+    good="2.15.0",
+    error="Not all inputs to pattern found",
+)
+def take_at_random() -> list[str]:
+    x = torch.rand(4, 32)
+    found = torch.compile(lambda x: torch.take(x.sigmoid(), torch.randperm(10)))(x)
+    return differences("sorted output", *(t.sort().values for t in (x[0, :10].sigmoid(), found)))
+
+
+@regression(
+    "inductor-order_of_draws",
+    "Random tensors are drawn in another order than in eager, also with fallback_random",
+    issue=181136,
+    bad="2.11.0 2.12.0",
+    good="2.13.0 2.15.0",
+)
+def order_of_draws() -> list[str]:
+    def drawn(x: Tensor) -> Tensor:
+        noise, images, weights = torch.randn(2, 4, 4, 4), torch.randn(2, 3, 4, 4), torch.randn(4, 3, 3, 3)
+        return x + noise + F.conv2d(images, weights, padding=1)
+
+    return compiled_differs(drawn, torch.zeros(()), tolerance=1e-4, options={"fallback_random": True})
+
+
+@regression(
+    "inductor-resize_of_whole_slice",
+    "resize_ of a slice of the whole tensor resizes the tensor itself",
+    issue=191449,
+    bad="2.11.0 2.12.0 2.13.0",
+    good="2.15.0",
+)
+def resize_of_whole_slice() -> list[str]:
+    def shortened(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x + 1
+        z = y[:]
+        z.resize_(1)
+        return y, z
+
+    shapes = [tuple(t.shape) for t in torch.compile(shortened)(torch.ones(12))]
+    return [] if shapes == [(12,), (1,)] else [f"shapes {shapes}, expected [(12,), (1,)]"]
+
+
+@regression(
+    "inductor-slice_of_constant",
+    "A slice of a constant tensor that is written after a graph break has the size of the whole constant",
+    issue=None,
+    bad="2.11.0 2.12.0 2.13.0",
+    good="2.15.0",
+    error="expected size 2==1",
+)
+def slice_of_constant() -> list[str]:
+    def written() -> Tensor:
+        x = torch.tensor([1, 5])[0:1]
+        y = x.squeeze()
+        x[0] = 0
+        if x[0] < 9:
+            x[0] = 2
+        return y
+
+    return differences("output", torch.tensor(2), torch.compile(written)())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import copy
 import heapq
 from types import SimpleNamespace
 
@@ -139,3 +141,87 @@ def heap() -> list[str]:
         return x + heapq.heappop(queue)
 
     return one_graph(smallest, torch.ones(2))
+
+
+@regression(
+    "tracing-tensor_of_size",
+    "torch.Tensor(size) has the sizes as its data in a compiled function, where eager makes a tensor of that size",
+    issue=196467,
+    bad="2.11.0 2.12.0 2.13.0",
+    good="2.15.0",
+)
+def tensor_of_size() -> list[str]:
+    def scratch(x: Tensor) -> Tensor:
+        return torch.Tensor(x.size())
+
+    found = torch.compile(scratch, backend="eager")(torch.ones(1, 4))
+    return [] if found.shape == (1, 4) else [f"shape {tuple(found.shape)}, expected (1, 4)"]
+
+
+@regression(
+    "tracing-no_grad_method",
+    "A no_grad method of an object made inside a compiled function does not compile to one graph",
+    issue=194763,
+    bad="2.11.0 2.12.0 2.13.0",
+    good="2.15.0",
+)
+def no_grad_method() -> list[str]:
+    class Sampler:
+        @torch.no_grad()
+        def draw(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    def drawn(x: Tensor) -> Tensor:
+        return Sampler().draw(x)
+
+    return one_graph(drawn, torch.ones(2))
+
+
+@regression(
+    "tracing-class_property",
+    "isinstance ignores the __class__ property of an object made inside a compiled function",
+    issue=None,
+    bad="2.15.0",
+    good="2.11.0 2.12.0 2.13.0",
+)
+def class_property() -> list[str]:
+    class Proxy:
+        @property
+        def __class__(self):
+            return int
+
+    def scaled(x: Tensor) -> Tensor:
+        return x + 1 if isinstance(Proxy(), int) else x - 1
+
+    return compiled_differs(scaled, torch.ones(2), backend="eager")
+
+
+SCALE = contextvars.ContextVar("SCALE", default=3)
+
+
+@regression(
+    "tracing-context_variable",
+    "A function that reads a context variable does not compile to one graph",
+    issue=186449,
+    bad="2.11.0 2.12.0 2.13.0",
+    good="2.15.0",
+)
+def context_variable() -> list[str]:
+    def scaled(x: Tensor) -> Tensor:
+        return x * SCALE.get()
+
+    return one_graph(scaled, torch.ones(2))
+
+
+@regression(
+    "tracing-deepcopy",
+    "A function that copies a dictionary by deepcopy does not compile to one graph",
+    issue=115122,
+    bad="2.11.0",
+    good="2.12.0 2.13.0 2.15.0",
+)
+def deepcopy() -> list[str]:
+    def scaled(x: Tensor) -> Tensor:
+        return x * copy.deepcopy({"scales": [1, 2]})["scales"][1]
+
+    return one_graph(scaled, torch.ones(2))

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import _foreach_add_ as foreach_add_
 from torch import _grouped_mm as grouped_mm  # private in torch 2.9
 from torch import nn
+from torch._higher_order_ops.scan import scan
 from torch._library.custom_ops import OPDEFS
 from torch.testing._internal.optests import OpCheckError  # raised by torch.library.opcheck
 from torch.utils._python_dispatch import TorchDispatchMode as EveryOperator
@@ -22,12 +24,14 @@ __all__ = [
     "OpDefinition",
     "disabled_functions",
     "flight_record",
+    "foreach_add_",
     "functional_all_reduce",
     "group_timeout",
     "grouped_mm",
     "host_syncs",
     "op_calls",
     "op_definitions",
+    "scan",
     "synchronisations",
 ]
 

@@ -1,0 +1,77 @@
+"""Gates on the hosts of a fleet: one lane is one task, so both sides of all its pairs run on one host."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bumpgate.bisect.command_probe import last_line
+from bumpgate.fleet.engine import Engine, Lost, Task, features
+from bumpgate.fleet.files import folder_on_host, pack, unpack
+from bumpgate.gate.result import NAME
+from bumpgate.gate.verdict import Decision
+from bumpgate.processes.runner import run_child
+from bumpgate.report import gate_file
+from bumpgate.report.gate_file import GateFile
+from bumpgate.rows import BumpgateError
+
+LOG = "fleet.log"
+BAD_INPUT = 4
+MAIN = "from bumpgate.cli import main; main()"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Gate of one lane. gate: None if it has no verdict, and why. bad_input: every host would refuse it."""
+
+    lane: str
+    host: str = ""
+    gate: GateFile | None = None
+    why: str = ""
+    bad_input: bool = False
+
+
+def run(
+    engine: Engine, lanes: Sequence[str], host_class: str, arguments: Sequence[str], out: Path
+) -> Iterator[Result]:
+    """Yield the gate of each lane as it ends, with its files in a folder of `out`. arguments: of `bumpgate gate`."""
+    tasks = []
+    for lane in lanes:
+        name = f"{os.path.abspath(out)} {lane}"
+        tasks.append(Task(measure, (lane, (*arguments,), Path.cwd(), name), features(lane, host_class)))
+    for number, found in engine.run(tasks):
+        lane = lanes[number]
+        if isinstance(found, Lost):
+            yield Result(lane, why=found.why, bad_input=found.refused)
+        else:
+            unpack(found.value, out / lane, NAME)
+            yield Result(lane, found.host, read(out / lane))
+
+
+def read(folder: Path) -> GateFile | None:
+    """Return the finished gate in a folder, or None."""
+    path = folder / NAME
+    found = gate_file.read(path) if path.exists() else None
+    return found if isinstance(found, GateFile) and found.finished else None
+
+
+def measure(lane: str, arguments: tuple[str, ...], folder: Path, name: str) -> dict[str, bytes]:
+    """Run a gate on this host and return its files. A task that is repeated here continues the gate.
+
+    name: of the gate, for the folder here. Raises BumpgateError on bad input, OSError if the gate was cut short.
+    """
+    with folder_on_host("gates", hashlib.sha256(name.encode()).hexdigest()[:16]) as out:
+        cut = arguments.index("--") if "--" in arguments else len(arguments)
+        resume = ("--resume",) if (out / NAME).exists() else ()
+        options = ("--lane", lane, *arguments[:cut], "--out", str(out), *resume, *arguments[cut:])
+        log = out / LOG
+        code, _ = run_child([sys.executable, "-c", MAIN, "gate", *options], folder, os.environ, None, log)
+        if code == BAD_INPUT:
+            raise BumpgateError(last_line(log).removeprefix("bumpgate: "))
+        if code not in {decision.value for decision in Decision} or read(out) is None:
+            raise OSError(f"the gate ended with {code}: {last_line(log)}")
+        return pack(out)

@@ -1,0 +1,134 @@
+"""Adds the kernel wheels that fit to an environment of a lane, and audits what is installed there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from bumpgate.doctor import abi
+from bumpgate.environments import store as wheel_store
+from bumpgate.environments.build import BuildError, Environment, NotInstallable, Request, build, release
+from bumpgate.environments.cached import Say
+from bumpgate.environments.interpreter import Interpreter
+from bumpgate.environments.inventory import take
+from bumpgate.environments.locks import Wheel
+from bumpgate.environments.request import kernel_wheels
+from bumpgate.environments.store import sha256_of
+from bumpgate.processes.runner import child_environment
+from bumpgate.rows import BumpgateError
+from bumpgate.wheels.plan import BUILD, make_target, plan
+
+# Read by the suites: JSON, package to the reason why the environment has no wheel of it.
+VARIABLE = "BUMPGATE_ABSENT"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """An environment with the kernel wheels that fit it.
+
+    request: builds it again. absent: package to the reason why it has no wheel.
+    """
+
+    environment: Environment
+    request: Request
+    absent: Mapping[str, str]
+
+
+def fit(
+    root: Path,
+    lane: str,
+    request: Request,
+    environment: Environment,
+    find_links: Sequence[str],
+    say: Say = lambda line: None,
+) -> Fitted:
+    """Add the kernel wheels that pass their audit to a built environment, then audit the installed ones.
+
+    Refused wheels are left out; a lock already has its wheels. Raises BuildError, ChildFault, BumpgateError.
+    """
+    if request.lock is not None or not kernel_wheels(root, lane):
+        return Fitted(environment, request, missing(root, lane, environment.python))
+    target = make_target(root, lane, environment.python)
+    present = {n for n in kernel_wheels(root, lane) if n in environment.packages}
+    choices = [c for c in plan(root, lane, target, find_links) if c.package not in present]
+    for choice in choices:
+        for reason in choice.refused:
+            say(f"refused: {reason}")
+        say(f"{choice.package} {choice.version}: {choice.action}: {choice.reason}")
+    absent = {
+        c.package: f"not built: {c.reason}" if c.action == BUILD else c.reason for c in choices if not c.wheel
+    }
+    files = {c.package: _kept(c.wheel) for c in choices if c.wheel}
+    if files:
+        wheels = tuple(f"{package} @ {path.as_uri()}" for package, path in files.items())
+        request = replace(request, requirements=(*request.requirements, *wheels))
+        environment = build(request, say=say)
+    missing(root, lane, environment.python)
+    return Fitted(environment, request, absent)
+
+
+def _kept(path: Path) -> Path:
+    """Return the path of the wheel in the wheel store, where a lock can find it."""
+    wheel = Wheel(path.name, sha256_of(path))
+    return wheel_store.put(wheel, [path.read_bytes()])
+
+
+def missing(root: Path, lane: str, python: Path) -> dict[str, str]:
+    """Return the kernel wheels of the lane's adopted row that an interpreter lacks, with the reason.
+
+    Raises BumpgateError, one line, if anything installed there that is linked against torch fails its audit.
+    """
+    names = kernel_wheels(root, lane)
+    if not names and abi.missing_tool():
+        return {}
+    found = take(Interpreter(python, root, child_environment(python, root)))
+    named = [wheel for name in names if (wheel := found.installed(name))]
+    others = [wheel for wheel in abi.built_on_torch(found) if canonicalize_name(wheel.name) not in names]
+    for fault in abi.audit_all([*named, *others], found):
+        raise BumpgateError(f"{fault.reason}: {fault.wheel} was not built for this torch; uninstall it")
+    return {name: f"{name} is not installed" for name in names if found.installed(name) is None}
+
+
+def variables(absent: Mapping[str, str]) -> dict[str, str]:
+    """Return the env_vars that list, for the suites, the peers that a gate does not expect."""
+    return {VARIABLE: json.dumps(absent)} if absent else {}
+
+
+@dataclass
+class Fitter:
+    """Builds environments of a lane with the kernel wheels that fit each, as a gate does: the builds of a bisect."""
+
+    root: Path
+    lane: str
+    find_links: Sequence[str]
+    _fitted: dict[str, Fitted] = field(default_factory=dict)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the kernel wheels of the lane, which follow the other packages."""
+        return frozenset(kernel_wheels(self.root, self.lane))
+
+    def __call__(self, request: Request) -> Environment:
+        """Return the environment of a request. Raises NotInstallable if its packages contradict each other."""
+        bare = build(request)
+        if known := self._fitted.get(bare.key):
+            return build(known.request)
+        try:
+            fitted = fit(self.root, self.lane, request, bare, self.find_links)
+        except BuildError:
+            raise
+        except BumpgateError as error:
+            raise NotInstallable(f"{request.title}: {error}", bare.python.parents[1], "") from None
+        if fitted.environment.key != bare.key:
+            release(bare)
+        # Found by either key: variables() gets the environment, the next call the bare one.
+        self._fitted |= {bare.key: fitted, fitted.environment.key: fitted}
+        return fitted.environment
+
+    def variables(self, environment: Environment) -> dict[str, str]:
+        """Return the env_vars of the suites for an environment that was built here."""
+        return variables(self._fitted[environment.key].absent)

@@ -1,0 +1,164 @@
+"""A rank that fails ends the whole training: in bounded time, in one line, with its exit code. Rules C21, C25.
+
+`launch.retry --ranks 2` around the real `launch.train` on gloo; the last checkpoint stays whole, no process is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch.environment import DISK_FULL, RETRY, RUN
+from launch.retry import REASON, supervise
+from suites.distributed.ranks import run_cases
+from suites.distributed.training import CORPUS
+from suites.support.child import ROOT
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+# launch.train, in which the rank of the fault stops, dies or finds a full disk after step 3.
+FAULTY = """
+import os, resource, signal, sys
+from pathlib import Path
+from launch import environment
+
+environment.enter()
+fault, place = sys.argv[1], Path(sys.argv[2])
+Path(place, f"pid-{os.getpid()}").touch()
+from launch import train
+
+after = train.Trainer._after
+
+def faulty(self, loss):
+    after(self, loss)
+    if self.step == 3:
+        if fault == "full disk" and self.writes:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        if fault in ("SIGKILL", "SIGSTOP") and not self.writes:
+            os.kill(os.getpid(), getattr(signal, fault))
+
+train.Trainer._after = faulty
+raise SystemExit(train.main(sys.argv[3:]))
+"""
+STALL = 3.0  # seconds; a step takes some milliseconds
+BOUND = 60.0  # seconds for start, three steps, the fault and its detection
+SAVED = 2
+# Fault -> exit code of the launcher, and a part of its line.
+ENDS = {
+    "SIGKILL": (1, "rank1: killed by SIGKILL"),
+    "SIGSTOP": (1, f"no step for {STALL:g} s"),
+    "full disk": (DISK_FULL, "File too large"),
+}
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("fault", ENDS)
+@planted("C25", "a rank is killed, hangs or finds a full disk")
+def test_failing_rank_ends_training(lane: Lane, fault: str, tmp_path: Path, capsys, row) -> None:
+    code, words = ENDS[fault]
+    given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    given = {name: value for name, value in given.items() if name not in (RETRY, REASON, RUN)}
+    saved = tmp_path / "state.pt"
+    options = ["--data", str(CORPUS), "--policy", "eager", "--tokens", "16", "--batch", "2", "--steps", "8"]
+    options += ["--checkpoint", str(saved), "--checkpoint-every", str(SAVED), "--log", str(tmp_path / "log")]
+    began = time.monotonic()
+    ended = supervise(
+        2,
+        ["-c", FAULTY, fault, str(tmp_path), *options],
+        given,
+        seconds=BOUND,
+        log=tmp_path / "all",
+        stall=STALL if fault == "SIGSTOP" else float("inf"),
+    )
+    seconds = time.monotonic() - began
+    lines = capsys.readouterr().err.strip().splitlines()
+    started = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+    row(
+        f"distributed/fault-{fault.lower().replace(' ', '_')}/exit_code",
+        ended,
+        unit="exit code",
+        witness=len(started),
+        rule="C25",
+        expected=code,
+        evidence=[f"{seconds:.1f} s", *lines],
+    )
+    assert len(started) == 2
+    assert not [pid for pid in started if alive(pid)], "a rank is left"
+    assert len(lines) == 1, lines
+    assert words in lines[0]
+    assert lines[0].startswith("final: ")
+    assert seconds < BOUND
+    state = torch.load(saved, weights_only=True)
+    assert state["step"] == SAVED, "the checkpoint before the fault stays"
+    steps = [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()]
+    assert steps[:3] == [0, 1, 2]
+    assert not list(tmp_path.glob("*.new")), "a part of a checkpoint is left"
+
+
+@pytest.fixture(scope="module")
+def results(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The results of one start of the ranks for the cases without a launcher."""
+    place = tmp_path_factory.mktemp("caches")
+    slow = {"program": "slow_cache", "seconds": 2.0}
+    differ = {"program": "disagreeing", "name": "torch"}
+    return run_cases(
+        {
+            "torch": {**differ, "values": ["2.13.0", "2.14.0"]},
+            "same": {**differ, "values": ["2.13.0", "2.13.0"]},
+            "slow": {**slow, "place": str(place / "slow")},
+            "too slow": {**slow, "place": str(place / "late"), "store_timeout": 0.5},
+        },
+        lane.device,
+    )
+
+
+@lanes("cpu", "h200x2")
+@planted("C39", "a rank with another torch")
+def test_ranks_that_differ_are_refused(lane: Lane, results, row) -> None:
+    """Before the first collective, with the same line on every rank."""
+    line = "ContractError: rank 1 has torch 2.14.0, rank 0 has 2.13.0"
+    row(
+        "distributed/fault-another_torch/ranks_that_refuse",
+        sum(one.get("error") == line for one in results["torch"]),
+        unit="count",
+        witness=len(results["torch"]),
+        rule="C39",
+        expected=2,
+        evidence=[str(one) for one in results["torch"]],
+    )
+    assert all(one["agreed"] for one in results["same"]), results["same"]
+
+
+@lanes("cpu", "h200x2")
+@planted("C21", "a cache directory that answers slowly, and one that is slower than the timeout")
+def test_slow_cache_directory_delays_all_ranks(lane: Lane, results, row) -> None:
+    """Rank 0 copies the shared caches; no rank compiles before it has ended, and no collective waits for it."""
+    first, second = results["slow"]
+    assert "error" not in {**first, **second}, results["slow"]
+    row(
+        "distributed/fault-slow_cache/files_seen_by_other_ranks",
+        second["files"],
+        unit="count",
+        witness=first["seeded"],
+        rule="C21",
+        expected=2,
+        evidence=[f"rank 1 waited {second['waited']:.1f} s"],
+    )
+    assert first["seeded"] == 2
+    assert second["waited"] >= 2.0
+    late = results["too slow"][1]
+    assert late == {"error": "ContractError: rank 0 has not sent its facts in 0.5 s"}, late

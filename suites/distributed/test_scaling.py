@@ -1,0 +1,47 @@
+"""Throughput over ranks: NCCL on 2, 4 and 8 GPUs, as many as there are; and that the measurement sees a slow exchange.
+
+Rules C14, C18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from suites.distributed import scaling
+from suites.distributed.ranks import run_cases
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+from suites.support.reduce import largest
+
+
+@lanes("h200x2")
+@pytest.mark.parametrize("world", scaling.WORLDS)
+def test_throughput_scales_over_gpus(
+    lane: Lane, world: int, exclusive_machine: None, record_property: Callable[[str, object], None], row
+) -> None:
+    scaling.report(world, row, record_property)
+
+
+@lanes("cpu")
+@planted("C14", "an exchange of gradients that takes 300 ms longer")
+def test_exposed_exchange_is_measured(lane: Lane, row) -> None:
+    small = {"name": "nam12", "size": "narrow", "pattern": "A", "rows": 1, "tokens": 16, "steps": 2}
+    case = {"program": "measure", "policy": "eager", **small}
+    found = run_cases({"usual": case, "slow": {**case, "delay": 0.3}}, lane.device)
+    assert not any("error" in one for ranks in found.values() for one in ranks), found
+    exposed = {
+        name: [one["step"] - one["step_without_exchange"] for one in ranks] for name, ranks in found.items()
+    }
+    row(
+        "distributed/scaling/ranks_with_an_exposed_exchange",
+        sum(seconds > 0.2 for seconds in exposed["slow"]),
+        unit="count",
+        witness=sum(one["timed"] for one in found["slow"]),
+        rule="C14",
+        expected=2,
+        evidence=[f"{name}: {seconds} s" for name, seconds in exposed.items()],
+    )
+    assert largest(exposed["usual"]) < 0.2
+    assert all(one["peak"] > 0 and one["compile"] == 0 for one in found["usual"])

@@ -1,0 +1,143 @@
+"""launch.train over ranks is one training: gradients, losses and checkpoints are those of one process. Rules C14, C21.
+
+DDP and FSDP2 bitwise; heads and experts that are divided over the ranks within the rounding of fp64.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from suites.distributed.ranks import run_cases
+from suites.distributed.training import FAULTS, SAVED, STEPS
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+from suites.support.reduce import largest
+
+WHOLE = ("ddp", "fsdp2")
+DIVIDED = ("expert", "tensor")
+# Blocks of the compiled models: those that a division changes, and no more.
+COMPILED = {"ddp": "AE", "fsdp2": "AE", "expert": "E", "tensor": "A"}
+ROUNDING = 1e-9  # relative, in fp64: sums in another order; a fault is larger by orders of magnitude
+SAME_ROWS, NO_EXCHANGE, NO_SUM = FAULTS
+
+
+@pytest.fixture(scope="module")
+def results(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
+    """The results of one start of the ranks for all tests of this file."""
+    place = str(tmp_path_factory.mktemp("checkpoints"))
+    cases: dict[str, dict] = {}
+    for division in WHOLE:
+        cases[division] = {"program": "compare", "division": division}
+        cases[f"{division}, compiled"] = {**cases[division], **compiled(division)}
+        cases[f"{division}, resumed"] = {"program": "resumed", "division": division, "place": place}
+    for division in DIVIDED:
+        wide = {"program": "compare", "division": division, "wide": True, "steps": 2}
+        cases[division] = wide
+        cases[f"{division}, compiled"] = {**wide, **compiled(division)}
+    for division, fault in zip(("ddp", *DIVIDED), FAULTS):
+        cases[fault] = {**cases[division], "fault": fault, "steps": 1}
+    return run_cases(cases, lane.device)
+
+
+def compiled(division: str) -> dict[str, object]:
+    """Return the arguments of a case in which every region is compiled by Inductor."""
+    return {"policy": "regional", "steps": 1, "pattern": COMPILED[division]}
+
+
+def sound(results: dict[str, list[dict]], *names: str) -> list[dict]:
+    """Return the results of all ranks in the named cases, none of which may have raised."""
+    found = [one for name in names for one in results[name]]
+    assert not any("error" in one for one in found), found
+    return found
+
+
+@lanes("cpu", "h200x2")
+@pytest.mark.parametrize("division", WHOLE)
+@planted("C14", "every rank takes the first rows of the batch")
+def test_ranks_train_as_one_process(lane: Lane, division: str, results, row) -> None:
+    """Eager, and with every region compiled by Inductor; the reference is compiled too."""
+    eager, regional = sound(results, division), sound(results, f"{division}, compiled")
+    row(
+        f"distributed/train-{division}/gradients_that_differ",
+        sum(one["gradients"]["different"] for one in (*eager, *regional)),
+        unit="count",
+        witness=sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in (*eager, *regional)),
+        rule="C14",
+        expected=0,
+        evidence=[f"losses {one['losses']}, one process {one['one']}" for one in (*eager, *regional)],
+    )
+    row(
+        f"distributed/train-{division}/recompiles",
+        sum(one["recompiles"] for one in regional),
+        unit="count",
+        witness=sum(one["programs"] for one in regional),
+        rule="C8",
+        expected=0,
+    )
+    for one in (*eager, *regional):
+        assert one["losses"] == one["one"]
+        assert one["weights"]["different"] == 0
+        assert one["timeout"] == 7200.0
+    for one in regional:
+        assert one["programs"] == one["expected_programs"] == 3
+        # DDP's warm-up is followed by new groups, FSDP2's is inside the wrapped model.
+        assert one["groups"] == (2 if division == "ddp" else 1)
+    faulty = sound(results, SAME_ROWS)
+    assert all(one["gradients"]["different"] > 0 and one["losses"] != one["one"] for one in faulty)
+
+
+@lanes("cpu", "h200x2")
+@pytest.mark.parametrize("division", DIVIDED)
+@planted("C14", "experts without their exchange, heads without their sum")
+def test_divided_blocks_train_as_one_process(lane: Lane, division: str, results, row) -> None:
+    """Experts over the ranks with an all-to-all, attention heads over the ranks with DTensor; under FSDP2."""
+    compared = sound(results, division, f"{division}, compiled")
+    row(
+        f"distributed/train-{division}/gradient_error",
+        largest(one["gradients"]["relative"] for one in compared),
+        unit="ratio",
+        witness=sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in compared),
+        rule="C14",
+        at_most=ROUNDING,
+        evidence=[f"losses {one['losses']}, one process {one['one']}" for one in compared],
+    )
+    for one in compared:
+        assert one["losses"] == pytest.approx(one["one"], rel=ROUNDING)
+        assert one["programs"] == one["expected_programs"]
+    assert {one["programs"] for one in compared} == {0, 2}
+    faulty = sound(results, NO_EXCHANGE if division == "expert" else NO_SUM)
+    assert all(one["gradients"]["relative"] > 1e-3 for one in faulty), faulty
+
+
+@lanes("cpu", "h200x2")
+@pytest.mark.parametrize("division", WHOLE)
+def test_resumed_ranks_equal_uninterrupted_ranks(lane: Lane, division: str, results, row) -> None:
+    """Bitwise, over the same ranks and in one process: the checkpoint does not depend on how many wrote it."""
+    compared = sound(results, f"{division}, resumed")
+    row(
+        f"distributed/train-{division}/weights_that_differ_after_resume",
+        sum(one[case]["different"] for one in compared for case in ("weights", "weights_alone")),
+        unit="count",
+        witness=sum(one["weights"]["tensors"] for one in compared),
+        rule="C21",
+        expected=0,
+    )
+    for one in compared:
+        assert len(one["losses"]) == STEPS
+        assert one["again"] == one["alone"] == one["losses"][SAVED:]
+
+
+@lanes("cpu", "h200x2")
+def test_rank_0_alone_writes(lane: Lane, results, row) -> None:
+    first, *others = sound(results, "ddp, resumed")
+    sharded, *more = sound(results, "fsdp2, resumed")
+    row(
+        "distributed/train/files_of_other_ranks",
+        sum(len(one["files"]) for one in (*others, *more)),
+        unit="count",
+        witness=len(first["files"]) + len(sharded["files"]),
+        rule="C21",
+        expected=0,
+    )
+    assert first["files"] == sharded["files"] == ["log.jsonl", "state.pt"]
+    assert first["steps_logged"] == STEPS

@@ -1,0 +1,225 @@
+"""Trainings over ranks, compared with the same training in one process; each program returns numbers for JSON.
+
+The one process takes the rows of all ranks as its batch, and as many of them at a time as a rank.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial
+
+from bumpgate.plugin.instruments import DynamoWatch
+from launch import autofit, caches, model_parallel
+from launch.data import TokenFile, packed_batches
+from launch.environment import RUN, child_environment, run_caches, seed_caches
+from launch.layout import Layout
+from launch.ranks import Ranks
+from launch.shards import whole
+from launch.train import Plan, Trainer
+from model import preset
+from suites.support.child import ROOT
+from suites.support.instruments import group_timeout
+from suites.support.reduce import largest
+
+CORPUS = ROOT / "fixtures" / "corpus"
+ROWS, TOKENS, STEPS, SAVED = 2, 32, 4, 2  # the run saves a checkpoint after SAVED steps
+PATTERN = "AEMR"  # all kinds of blocks
+
+LAYOUTS = {
+    "ddp": Layout(),
+    "fsdp2": Layout("fsdp2"),
+    "expert": Layout("fsdp2", expert=True),
+    "tensor": Layout("fsdp2", tensor=2),
+}
+
+
+def trainer(
+    ranks: Ranks, plan: Plan, division: str, pattern: str = PATTERN, alone: bool = False, **options: Any
+) -> Trainer:
+    """Build a trainer of a narrow model; alone: one process, with the batch of all ranks."""
+    chosen = LAYOUTS[division]
+    source = packed_batches(TokenFile(CORPUS), ROWS * chosen.shares(ranks.world), TOKENS, 0)
+    config = preset("nam12", "narrow", layer_pattern=pattern, depth=len(pattern))
+    place = {} if alone else {"ranks": ranks, "layout": chosen}
+    device = str(ranks.device)
+    return Trainer(config, plan, source, device=device, rows=ROWS, **place, **options)
+
+
+def first_gradients(run: Trainer) -> dict[str, Tensor]:
+    """Return a dict that is filled with the whole gradients of the first step of `run`."""
+    seen: dict[str, Tensor] = {}
+    step = run.optimizer.step
+
+    def recorded() -> None:
+        if not seen:
+            seen.update({name: whole(p.grad).clone() for name, p in run.model.named_parameters()})
+        step()
+
+    run.optimizer.step = recorded  # type: ignore[method-assign]
+    return seen
+
+
+def apart(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Any]:
+    """Return how two sets of tensors differ: how many bitwise, and the largest distance relative to a tensor's norm."""
+    relative = largest(
+        float((found[name] - other).norm() / other.norm().clamp(min=1e-30))
+        for name, other in reference.items()
+    )
+    return {
+        "tensors": len(reference),
+        "zero": sum(not other.any() for other in reference.values()),
+        "different": sum(not torch.equal(found[name], other) for name, other in reference.items()),
+        "relative": relative,
+    }
+
+
+@contextmanager
+def planted(fault: str) -> Iterator[None]:
+    """Plant one of FAULTS in this process."""
+    if not fault:
+        yield
+        return
+    owner, name, value = FAULTS[fault]
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _same_rows(share: autofit.Share, batch: Tensor) -> Tensor:
+    return batch.chunk(share.count)[0]
+
+
+# Fault -> what it replaces.
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "every rank takes the first rows": (autofit.Share, "of", _same_rows),
+    "experts see their own rank's rows only": (model_parallel, "exchange", lambda x, group: x),
+    "attention heads are not added up": (
+        model_parallel,
+        "RowwiseParallel",
+        partial(model_parallel.RowwiseParallel, output_layouts=Partial()),
+    ),
+}
+
+
+def compare(
+    ranks: Ranks,
+    division: str,
+    policy: str = "eager",
+    optimizer: str = "adamw",
+    steps: int = STEPS,
+    pattern: str = PATTERN,
+    wide: bool = False,
+    fault: str = "",
+) -> dict[str, Any]:
+    """Train over the ranks and in one process -> how losses, gradients and weights differ.
+
+    wide: in fp64, and the one process is eager; otherwise it has the policy of the ranks.
+    """
+    if wide:
+        torch.set_default_dtype(torch.float64)
+    plan = Plan(steps, policy=policy, optimizer=optimizer, warmup=1)
+    if ranks.rank:
+        ranks.meet()  # rank 0 compiles first, the others find its code in the cache
+    one = trainer(ranks, replace(plan, policy="eager") if wide else plan, division, pattern, alone=True)
+    expected = first_gradients(one)
+    one.run()
+    if not ranks.rank:
+        ranks.meet()
+    torch.compiler.reset()
+    with planted(fault), DynamoWatch() as watch:
+        run = trainer(ranks, plan, division, pattern, backend=watch.backend())
+        found = first_gradients(run)
+        run.run()
+        recompiles = len(watch.refresh().recompiles)
+    return {
+        "losses": run.losses,
+        "one": one.losses,
+        "gradients": apart(found, expected),
+        "weights": apart(whole(run.model.state_dict()), one.model.state_dict()),
+        "programs": len(run.programs.seen),
+        "expected_programs": run.programs.allowed,
+        "recompiles": recompiles,
+        "groups": ranks.started,
+        "timeout": group_timeout(torch.distributed.group.WORLD),
+    }
+
+
+def resumed(ranks: Ranks, division: str, place: str) -> dict[str, Any]:
+    """Train with a checkpoint half-way; train on from it over the ranks, and in one process -> how both differ."""
+    plan = Plan(STEPS, policy="eager", optimizer="muon", warmup=1)
+    folder = Path(place, f"{division}-{ranks.rank}")
+    folder.mkdir()
+    written = {"checkpoint": folder / "state.pt", "log": folder / "log.jsonl"}
+    run = trainer(ranks, plan, division, **written)
+    run.run(until=SAVED)
+    saved = Path(place, f"{division}.pt")
+    if run.writes:
+        shutil.copy(folder / "state.pt", saved)
+    ranks.meet()
+    run.run()
+    weights = whole(run.model.state_dict())
+    again = trainer(ranks, plan, division, checkpoint=saved)
+    again.resume()
+    again.checkpoint = None  # the file is shared by the ranks of this test, and still to be read
+    again.run()
+    ranks.meet()
+    alone = trainer(ranks, plan, division, alone=True, checkpoint=saved)
+    alone.resume()
+    alone.checkpoint = None
+    alone.run()
+    return {
+        "files": sorted(path.name for path in folder.iterdir()),
+        "losses": run.losses,
+        "again": again.losses,
+        "alone": alone.losses,
+        "weights": apart(whole(again.model.state_dict()), weights),
+        "weights_alone": apart(alone.model.state_dict(), weights),
+        "steps_logged": len(written["log"].read_text().splitlines()) if run.writes else 0,
+    }
+
+
+def disagreeing(ranks: Ranks, name: str, values: list[str]) -> dict[str, Any]:
+    """Compare facts of which one differs between the ranks; raises ContractError on all of them."""
+    ranks.agree({"python": "3.11.7", name: values[ranks.rank]})
+    return {"agreed": True}
+
+
+def slow_cache(ranks: Ranks, place: str, seconds: float, store_timeout: float = 0.0) -> dict[str, Any]:
+    """Seed the caches of a named run as launch.train does, from a directory in which each file takes half of `seconds`.
+
+    store_timeout: in place of the contract's, for what ranks send each other through the store.
+    """
+    given = child_environment(ranks.contract, {"XDG_CACHE_HOME": place, RUN: "slow"})
+    folders = run_caches(ranks.contract, given)
+    put, seeded, began = caches._put, 0, time.monotonic()
+    if store_timeout:
+        ranks.store.set_timeout(timedelta(seconds=store_timeout))
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(seconds / len(folders))
+        put(*arguments)
+
+    if not ranks.rank:
+        for shared, own in folders:
+            shared.mkdir(parents=True)
+            own.mkdir(parents=True)
+            (shared / "code").write_text("compiled")
+        caches._put = slowly
+        seeded = seed_caches(ranks.contract, given)
+    ranks.agree({})
+    found = sum((own / "code").exists() for _, own in folders)
+    return {"seeded": seeded, "files": found, "waited": time.monotonic() - began}
