@@ -31,7 +31,8 @@ def moved_baseline(
 
     Accepted from the candidate's record: new rows, per-build values, wins, times that the paired sessions found no
     slower, and the rows of reviewed findings (`accepted_rows`), unless sessions alone judge them; such a row is dropped
-    if the candidate does not report it. Tolerances and notes are kept. Raises AdoptionError on a reviewed row that no baseline can excuse.
+    if the candidate does not report it. Tolerances and notes are kept. Raises AdoptionError on a reviewed row that no
+    baseline can excuse.
     """
     record = gate.bad.record
     assert record is not None
