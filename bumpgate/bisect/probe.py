@@ -160,7 +160,7 @@ def take(place: Path, request: Request, build: Build, test: Test) -> Reading:
         try:
             reading = test.run(environment, place)
         finally:
-            # Later environments may need its space; whoever needs it again builds it, or finds it in the cache.
+            # Later environments may need its space; another use builds it again, or finds it in the cache.
             release(environment)
     except NotInstallable as error:
         reading = Reading(place, Cause.BROKEN, failure=f"does not install: {one_line(error, 200)}")

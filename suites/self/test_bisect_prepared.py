@@ -113,7 +113,7 @@ def test_bisect_of_prepared_environments_resumes(run: Run, make: Make, tmp_path:
     ("more", "words"),
     [
         (
-            ("--index", "http://127.0.0.1:9/simple"),
+            ("--find-links", "envs"),
             "--environments gives the complete environment: leave out --index",
         ),
         (("--builder", "true", "--repository", "."), "--builder and --environments: name one of them"),
