@@ -22,7 +22,7 @@ from bumpgate.adopt.files import AdoptionError, Edit, diff, digest, read, recove
 from bumpgate.adopt.log import Adoption, Reviewed
 from bumpgate.adopt.plan import moved_baseline, moved_extra
 from bumpgate.baseline import file_text, find_root, load
-from bumpgate.environments.freeze import changes, fill_store, lock_of, moved_row
+from bumpgate.environments.freeze import changes, fill_store, lock_of, moved_row, store_adopted
 from bumpgate.environments.locks import Lock, Wheel, lane_lock, lock_text, read_lock
 from bumpgate.environments.manifest import ManifestError
 from bumpgate.environments.manifest import load as load_manifest
@@ -83,7 +83,7 @@ def command(
             return
         try:
             if store:
-                fill_store(made.lock, made.sources, lambda line: typer.echo(line, err=True))
+                _fill_store(root, found.lane, made)
             log.keep(made.edits)
             replace_all(root, made.edits)
         except OSError as error:
@@ -93,6 +93,18 @@ def command(
     typer.echo(f"wrote {', '.join(edit.path for edit in made.edits)}; review: git diff")
     typer.echo(f"check: {found.bad.python} -m pytest -m {found.lane} --gate")
     typer.echo(f"undo: bumpgate rollback {found.lane} --adoption")
+
+
+def _fill_store(root: Path, lane: str, made: Adopting) -> None:
+    """Store the wheels of both sets: rollback restores the earlier one, and a later rollback this one."""
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    fill_store(made.lock, made.sources, say)
+    lost = store_adopted(root, lane, say) if lane_lock(root, lane).exists() else []
+    if lost:
+        say(f"neither the wheel store nor the index has {', '.join(lost)}: rollback cannot restore the earlier set")
 
 
 @contextmanager

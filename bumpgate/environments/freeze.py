@@ -121,6 +121,29 @@ def fill_store(
             store.put(wheel, _blocks(sources[wheel]))
 
 
+def store_adopted(root: Path, lane: str, say: Callable[[str], None] = lambda line: None) -> list[str]:
+    """Put the wheels of a lane's lock into the wheel store. Returns the files that cannot be found any more.
+
+    The lock names no URL, so its requirements are resolved again, with its versions preferred. Raises OSError, and
+    BumpgateError if a wheel that was found cannot be fetched.
+    """
+    path = lane_lock(root, lane)
+    wheels = {wheel for package in read_lock(path).packages for wheel in package.wheels}
+    missing = sorted((wheel for wheel in wheels if store.find(wheel) is None), key=lambda wheel: wheel.file)
+    if not missing:
+        return []
+    request = lane_request(root, lane, None, locked=False)
+    try:
+        _, sources = pinned(path.name, resolve(request), request.python)
+    except BumpgateError:  # the index has another set than the lock by now
+        sources = {}
+    for wheel in missing:
+        if wheel in sources:
+            say(f"fetching {wheel.file}")
+            store.put(wheel, _blocks(sources[wheel]))
+    return [wheel.file for wheel in missing if wheel not in sources]
+
+
 def pinned(name: str, text: str, python: str) -> tuple[tuple[Locked, ...], dict[Wheel, str]]:
     """Return uv's resolution with the best matching wheel of each package, and the URL of each wheel."""
     ranks = tag_ranks(python)

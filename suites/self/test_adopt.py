@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,6 +110,25 @@ def test_lane_is_green_after_adopt_and_red_after_rollback(tree: AdoptTree) -> No
     assert closed
     assert b"rolled_back = " in closed
     assert lane() == 1
+
+
+def test_adopt_stores_wheels_of_both_sets(tree: AdoptTree) -> None:
+    """A rollback works offline although the earlier set was never frozen on this host."""
+    shutil.rmtree(tree.home / "store")
+    done = adopt(tree, "9.10.0")
+    fetched = {line for line in done.err.splitlines() if line.startswith("fetching ")}
+    expected = {f"fetching torch-{version}-py3-none-any.whl" for version in ("9.9.0", "9.10.0")}
+    assert (done.code, fetched >= expected) == (0, True), done.err
+    back = tree.bumpgate("rollback", "cpu", "--adoption")
+    assert "rollback cpu: 2 wheels verified, built offline in " in back.out, back.out + back.err
+
+
+def test_adopt_says_what_rollback_cannot_restore(tree: AdoptTree) -> None:
+    shutil.rmtree(tree.home / "store")
+    tree.env["UV_DEFAULT_INDEX"] = tree.env["UV_DEFAULT_INDEX"].replace("simple", "empty")
+    done = adopt(tree, "9.10.0")
+    assert done.code == 0, done.err
+    assert "torch-9.9.0-py3-none-any.whl: rollback cannot restore the earlier set\n" in done.err
 
 
 def test_reviewed_finding_is_adopted_and_recorded(tree: AdoptTree) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from bumpgate.affected import graph_of
 from suites.self.mutation import sample, trial
-from suites.self.mutation.__main__ import main
+from suites.self.mutation.__main__ import groups, main, tests_of
 from suites.self.mutation.report import open_survivors, table
 from suites.self.mutation.trial import KILLED, SURVIVED, UNDECIDED, UNTESTED, Result, Tests, Trials
 from suites.self.tree import ROOT
@@ -192,8 +192,6 @@ def test_bad_input_prints_one_line(
 
 def test_every_python_file_of_the_product_is_in_one_group() -> None:
     """Otherwise a new package would never be mutated."""
-    from suites.self.mutation.__main__ import groups
-
     files = [set(sample.read(ROOT, g["files"], g.get("without", ()))) for g in groups(None).values()]
     tracked = subprocess.run(
         ["git", "-C", ROOT, "ls-files", "*.py"], capture_output=True, text=True
@@ -201,3 +199,12 @@ def test_every_python_file_of_the_product_is_in_one_group() -> None:
     product = {path for path in tracked if path.split("/")[0] in ("model", "launch", "kernels", "bumpgate")}
     assert product - set().union(*files) == set()
     assert sum(map(len, files)) == len(set().union(*files))
+
+
+def test_device_mutants_run_the_rows_of_their_op() -> None:
+    belongs, how = tests_of("h200", "kernels/attention/kernel.py")
+    assert belongs("suites/kernels/test_model_shapes.py")
+    assert not belongs("suites/kernels/interpret/test_attention.py")
+    assert how.arguments == ("-m", "h200", "-k", "test_error and attention")
+    assert "h200" not in groups(None), "only a machine with the device can run it"
+    assert list(groups(["h200"])) == ["h200"]

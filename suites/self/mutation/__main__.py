@@ -14,6 +14,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from bumpgate.affected import graph_of
@@ -35,6 +37,7 @@ SUITES = {
         lambda path: path.startswith("suites/kernels/interpret/"),
         Tests(("-m", "cpu"), {"TRITON_INTERPRET": "1"}),
     ),
+    "h200": (lambda path: path == "suites/kernels/test_model_shapes.py", Tests(("-m", "h200"))),
     "self": (lambda path: path.startswith("suites/self/"), Tests(("-m", "not browser"))),
 }
 
@@ -44,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m suites.self.mutation", description=__doc__.splitlines()[0])
     made.add_argument("--number", type=int, default=400, help="how many mutants the sample has (default 400)")
     made.add_argument("--seed", type=int, default=1, help="the same seed and sources give the same sample")
-    made.add_argument("--group", action="append", help="only this group of groups.toml; may be repeated")
+    made.add_argument("--group", action="append", help="only this group of groups.toml; repeatable")
     made.add_argument(
         "--shard", default="1/1", metavar="K/N", help="every N-th mutant of the sample, from the K-th on"
     )
@@ -62,12 +65,26 @@ def parser() -> argparse.ArgumentParser:
 
 
 def groups(names: list[str] | None) -> dict[str, dict]:
-    """Return the groups of groups.toml, those of `names` only. Raises SystemExit (4) on an unknown name."""
+    """Return the groups of groups.toml, by default all but the optional ones. Raises SystemExit (4) on a wrong name."""
     known = tomllib.loads((HERE / "groups.toml").read_text(encoding="utf-8"))
     for name in names or ():
         if name not in known:
             fail(f"--group {name}: not a group (expected {', '.join(known)})")
-    return {name: group for name, group in known.items() if not names or name in names}
+    return {
+        name: group
+        for name, group in known.items()
+        if (name in names if names else not group.get("optional"))
+    }
+
+
+def tests_of(group: str, path: str) -> tuple[Callable[[str], bool], Tests]:
+    """Return which test files have to notice a mutant of `path`, and how they run."""
+    declared = groups([group])[group]
+    belongs, how = SUITES[declared["suites"]]
+    if select := declared.get("select"):
+        package = Path(path).parent.name
+        how = replace(how, arguments=(*how.arguments, "-k", select.format(package=package)))
+    return belongs, how
 
 
 def fail(message: str) -> None:
@@ -112,7 +129,7 @@ def run(root: Path, options: argparse.Namespace) -> list[Result]:
         if old and old.valid(root, mutant):
             results.append(old)
             continue
-        belongs, how = SUITES[groups([group])[group]["suites"]]
+        belongs, how = tests_of(group, mutation.path)
         if how.env_vars and importlib.util.find_spec("triton") is None:
             fail(f"group {group} needs triton: pip install triton==3.7.1, or choose others with --group")
         work.append((mutation, group, how, [p for p in nearest(graph, mutation.path, tests) if belongs(p)]))
