@@ -14,11 +14,10 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bumpgate.affected import graph_of
+from bumpgate.affected import Graph, graph_of
 from suites.self.mutation import sample
 from suites.self.mutation.report import open_survivors, table
 from suites.self.mutation.trial import Result, Tests, Trials, append, load, nearest
@@ -37,7 +36,7 @@ SUITES = {
         lambda path: path.startswith("suites/kernels/interpret/"),
         Tests(("-m", "cpu"), {"TRITON_INTERPRET": "1"}),
     ),
-    "h200": (lambda path: path == "suites/kernels/test_model_shapes.py", Tests(("-m", "h200"))),
+    "h200": (lambda path: not path.startswith("suites/self/"), Tests(("-m", "h200"))),
     "self": (lambda path: path.startswith("suites/self/"), Tests(("-m", "not browser"))),
 }
 
@@ -77,14 +76,17 @@ def groups(names: list[str] | None) -> dict[str, dict]:
     }
 
 
-def tests_of(group: str, path: str) -> tuple[Callable[[str], bool], Tests]:
-    """Return which test files have to notice a mutant of `path`, and how they run."""
+def tests_of(group: str, path: str, graph: Graph) -> tuple[list[str], Tests]:
+    """Return the test files that have to notice a mutant of `path`, the nearest first, and how they run."""
     declared = groups([group])[group]
     belongs, how = SUITES[declared["suites"]]
     if select := declared.get("select"):
         package = Path(path).parent.name
         how = replace(how, arguments=(*how.arguments, "-k", select.format(package=package)))
-    return belongs, how
+    if "tests" in declared:
+        return declared["tests"], how
+    tests = {known for known in graph if Path(known).name.startswith("test_")}
+    return [test for test in nearest(graph, path, tests) if belongs(test)], how
 
 
 def fail(message: str) -> None:
@@ -120,7 +122,6 @@ def run(root: Path, options: argparse.Namespace) -> list[Result]:
         )
     known = {(r.name, r.diff): r for r in load(options.results)}
     graph = graph_of(root)
-    tests = {path for path in graph if Path(path).name.startswith("test_")}
     results, work = [], []
     for mutation, group in chosen(root, options):
         source = (root / mutation.path).read_text(encoding="utf-8")
@@ -129,10 +130,10 @@ def run(root: Path, options: argparse.Namespace) -> list[Result]:
         if old and old.valid(root, mutant):
             results.append(old)
             continue
-        belongs, how = tests_of(group, mutation.path)
+        files, how = tests_of(group, mutation.path, graph)
         if how.env_vars and importlib.util.find_spec("triton") is None:
             fail(f"group {group} needs triton: pip install triton==3.7.1, or choose others with --group")
-        work.append((mutation, group, how, [p for p in nearest(graph, mutation.path, tests) if belongs(p)]))
+        work.append((mutation, group, how, files))
 
     def done(result: Result) -> None:
         append(options.results, result)
