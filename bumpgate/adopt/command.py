@@ -104,7 +104,9 @@ def _fill_store(root: Path, lane: str, made: Adopting) -> None:
     fill_store(made.lock, made.sources, say)
     lost = store_adopted(root, lane, say) if lane_lock(root, lane).exists() else []
     if lost:
-        say(f"neither the wheel store nor the index has {', '.join(lost)}: rollback cannot restore the earlier set")
+        say(
+            f"neither the wheel store nor the index has {', '.join(lost)}: rollback cannot restore the earlier set"
+        )
 
 
 @contextmanager

@@ -163,14 +163,14 @@ def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget:
     while kept.quiet < rounds and not _over(deadline, duet):
         if duet:
             duet.change_places()
-        began = _Round()
+        watch = Watch()
         turn = (kept.quiet + kept.disturbed) % len(names)
         spent, passed = {}, {}
         for name in names[turn:] + names[:turn]:
             start, wall = time.process_time(), _wall_seconds()
             functions[name]()
             spent[name], passed[name] = time.process_time() - start, _wall_seconds() - wall
-        if not began.was_quiet(duet):
+        if not watch.was_quiet(duet):
             kept.disturbed += 1
             continue
         kept.quiet += 1
@@ -195,19 +195,25 @@ def _over(deadline: float, duet: Duet | None) -> bool:
     return bool(duet.exchange(over)) or over if duet else over
 
 
-class _Round:
-    """Detects whether other processes used the machine since this object was created."""
+class Watch:
+    """Detects whether other processes than this one and its children used the machine since it was created."""
 
     def __init__(self) -> None:
-        self.started, self.total, self.own = time.monotonic(), _busy_seconds(), time.process_time()
+        self.started, self.total, self.own = time.monotonic(), _busy_seconds(), _own_seconds()
 
     def was_quiet(self, duet: Duet | None) -> bool:
-        """Return whether the round was quiet, on both sides in a duet."""
-        own = time.process_time() - self.own
+        """Return whether the machine was quiet, on both sides in a duet. Children that still run count as others."""
+        own = _own_seconds() - self.own
         ours = own + (duet.exchange(own) if duet else 0.0)
         foreign = _busy_seconds() - self.total - ours
         quiet = foreign <= FOREIGN_SHARE * (time.monotonic() - self.started)
         return bool(duet.exchange(quiet)) and quiet if duet else quiet
+
+
+def _own_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
 
 
 def _busy_seconds() -> float:

@@ -17,6 +17,8 @@ from suites.support.child import ChildError
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
+pytestmark = pytest.mark.cold
+
 # Instruction sets that Inductor generates code for: scalar only, and those that the lane itself uses.
 CPUS = ("default", "avx2")
 # Known defects, with the versions at both ends of each range on which they were reproduced.

@@ -15,6 +15,8 @@ from suites.support.environment import compiler
 from suites.support.lanes import Lane, lanes
 from suites.support.reduce import largest_difference
 
+pytestmark = pytest.mark.cold
+
 CASE = "cache/nam12-regional-restart"
 
 

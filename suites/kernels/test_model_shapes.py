@@ -39,6 +39,7 @@ def test_error(lane: Lane, name: str, row) -> None:
 
 
 @lanes("h200")
+@pytest.mark.cold
 @pytest.mark.parametrize("name", CASES)
 def test_first_call(lane: Lane, name: str, row, tmp_path: Path) -> None:
     """A user waits for it once; measured in a new process, on an empty Triton cache.

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +20,8 @@ from bumpgate.plugin.rows import InfraError
 from bumpgate.rows import Judgement, Row, Verdict
 from suites.self.gating import TIME_TEST, count, gone, seconds
 from suites.self.simulation import rate_text
+from suites.support.lanes import LANES
+from suites.throughput import starts
 
 ROWS = ("throughput/compiled/rate", "throughput/eager/rate", "throughput/compiled/speedup")
 # Standard deviations between fresh processes on a quiet machine, from suites/throughput/test_train_step.py:
@@ -201,3 +207,33 @@ def test_timing_without_a_quiet_round_raises_infra_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(timing, "_busy_seconds", lambda: float(next(clock)))
     with pytest.raises(InfraError, match="rounds was quiet: other processes use this machine"):
         timing.interleaved({"a": lambda: None}, 40, budget=0.05)
+
+
+def test_watch_counts_children_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, busy = os.times(), [0.0]
+    monkeypatch.setattr(timing, "_busy_seconds", lambda: busy[0])
+    watch = timing.Watch()
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    spent = os.times().children_user - before.children_user
+    assert spent > 0
+    busy[0] = spent + (os.times().user - before.user)
+    assert watch.was_quiet(None), "the child's work is not another process's"
+    busy[0] += 60
+    assert not watch.was_quiet(None)
+
+
+@pytest.mark.parametrize(
+    ("quiet", "result"), [((True,), "0"), ((False, True), "1"), ((False, False), None)], ids=str
+)
+def test_disturbed_start_is_repeated(
+    quiet: tuple[bool, ...], result: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answers = iter(quiet)
+    monkeypatch.setattr(starts, "partner", lambda: "the other side")
+    monkeypatch.setattr(starts, "started", lambda lane, caches, duet: {"caches": caches.name})
+    monkeypatch.setattr(starts.Watch, "was_quiet", lambda watch, duet: next(answers))
+    if result is None:
+        with pytest.raises(InfraError, match="other processes used this machine during 2 starts"):
+            starts.starts(LANES["cpu"], tmp_path)
+        return
+    assert starts.starts(LANES["cpu"], tmp_path) == [{"caches": result}] * 2, "each attempt has its own cache"

@@ -8,36 +8,18 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Any
 
-from bumpgate.plugin.duet import partner
-from suites.support.child import run_json
-from suites.support.environment import compiler
+import pytest
+
 from suites.support.lanes import Lane, lanes
+from suites.throughput.starts import starts
 
-LONGEST = 300.0
-
-
-def started(lane: Lane, caches: Path) -> dict[str, Any]:
-    """Start a fresh process on these caches; in a paired session the other side's starts at the same time."""
-    if duet := partner():
-        duet.agree("start", "what they start")
-    environment = {
-        **compiler(),
-        "TORCHINDUCTOR_CACHE_DIR": str(caches),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-        # Compile in the process itself: a phase counts only what its own compilers use.
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_VEC_ISA_OK": "1",
-    }
-    return run_json("suites.throughput.cold_start", lane.device, environment=environment, timeout=LONGEST)
+pytestmark = pytest.mark.cold
 
 
 @lanes("cpu", "h200")
 def test_cold_and_warm_start(lane: Lane, row, tmp_path: Path, exclusive_machine) -> None:
-    cold, warm = started(lane, tmp_path), started(lane, tmp_path)
+    cold, warm = starts(lane, tmp_path)
     case = f"throughput/start-{lane.name}"
     shared = {"better": "lower", "paired": True, "witness": cold["graphs"]}
     seconds = shared | {"unit": "s"}

@@ -21,6 +21,8 @@ from suites.support.shared import made_once
 from suites.throughput.full_size import BATCH, POLICIES
 from suites.throughput.full_size_restarts import LARGEST_RATIO, Process, coldest, ratio, restarts, seconds
 
+pytestmark = pytest.mark.cold
+
 # Seen on an H200 with 2.11.0, and with 2.13.0 (12 of 154 benchmarks, nothing compiled again); not with 2.15.0.
 SEARCHED_AGAIN = "torch>=2.11,<2.14"
 NAME, POLICY = "nam52", "regional"
