@@ -137,6 +137,18 @@ def test_child_failure_is_reported_in_one_line(lane: Lane) -> None:
         run([python("a", HANGS), Child("b", ["/no/such/program"])], seconds=60)
 
 
+@lanes("cpu")
+def test_cause_among_failed_ranks_is_reported(lane: Lane) -> None:
+    """A rank that loses another one ends with 1 as well, before it or after it."""
+    lost, cause = "raise SystemExit(1)", "raise SystemExit(5)"
+    for first, second, line in ((lost, cause, "b: exit 5"), (cause, lost, "a: exit 5")):
+        together = "import time; time.sleep(max(0, float({!r}) - time.time())); "
+        start = together.format(str(time.time() + 0.3))
+        with pytest.raises(ChildError) as caught:
+            run([python("a", start + first), python("b", start + second)], seconds=60)
+        assert str(caught.value).startswith(line)
+
+
 @pytest.fixture
 def linked(tmp_path: Path) -> tuple[Path, Path]:
     """A checkout and a venv reached through links, next to the real ones."""
