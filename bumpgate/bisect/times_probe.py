@@ -32,11 +32,11 @@ from bumpgate.bisect.search import Outcome
 from bumpgate.environments import reference
 from bumpgate.environments.build import Environment
 from bumpgate.environments.compiled import COPIES
-from bumpgate.gate.bench import ROUNDS, TEST_SECONDS
 from bumpgate.gate.duet import run_duet, shares
 from bumpgate.gate.plan import Plan, Rule, plan_for
 from bumpgate.gate.sequential import Outcome as Timed
 from bumpgate.gate.sequential import decide, estimate, summarise
+from bumpgate.gate.sides import ROUNDS, TEST_SECONDS
 from bumpgate.gate.timed import Reading as Times
 from bumpgate.gate.timed import Sessions, reading
 from bumpgate.gate.verdict import Finding, Side, judge_gate

@@ -12,23 +12,23 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
 from bumpgate import accept, accepted, lanes
 from bumpgate.environments.freeze import changes
-from bumpgate.gate import drift
+from bumpgate.gate import drift, kept
 from bumpgate.gate.binding import SHOWN, Binding
 from bumpgate.gate.drift import Recent, find_drifts
-from bumpgate.gate.duet import ROUNDS as DUET_ROUNDS
-from bumpgate.gate.duet import run_duet, shares
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.result import NAME, Gate, GateError
-from bumpgate.gate.sequential import decide, summarise
-from bumpgate.gate.timed import Reading, Sessions, reading, timed_rows
+from bumpgate.gate.sequential import summarise
+from bumpgate.gate.sides import ROUNDS, TITLES, EnvSpec
+from bumpgate.gate.timed import Sessions, timed_rows
+from bumpgate.gate.timed_runs import TimedRuns
 from bumpgate.gate.verdict import Decision, Finding, Side, group, judge_gate, unequal_losses
-from bumpgate.gate.view import View, first_answer, session_line, timed_line
+from bumpgate.gate.view import View, first_answer
 from bumpgate.processes.host import cpu_workers, host_class
 from bumpgate.processes.runner import (
     NOTHING_SELECTED,
@@ -42,42 +42,20 @@ from bumpgate.processes.runner import (
 from bumpgate.rows import Record, Verdict, one_line, read_record, write_record
 from bumpgate.table import summary
 
-TITLES = {"good": "adopted", "bad": "candidate", "anchor": "anchor"}
-# Rounds that a timed test keeps per process. Enough for a median: the remaining error is per-process bias.
-ROUNDS = 15
 # xdist's variable for the number of workers of `-n auto`.
 WORKERS = "PYTEST_XDIST_AUTO_NUM_WORKERS"
+# Variables that name the folder of a compile cache.
+CACHE = re.compile(r"\w+_CACHE_DIR")
 # A requirement, or a wheel file, of triton.
 TRITON = re.compile(r"(.*/)?triton(-\d|\s*([=<>!~@;]|$))", re.IGNORECASE)
-# Above pytest's own timeout per test, which names the test; this one only catches what that cannot stop.
-TEST_SECONDS = 660
-
-
-@dataclass(frozen=True)
-class EnvSpec:
-    """Interpreter of a side. variables: env_vars of its compile caches. more: independent copies, for timed tests.
-
-    failure: why the interpreter is missing.
-    command: rebuilds the environment, or investigates why it could not be built. lock: its resolved lock.
-    """
-
-    python: Path
-    variables: Mapping[str, str] = field(default_factory=dict)
-    failure: str = ""
-    command: str = ""
-    lock: Path | None = None
-    more: tuple[Mapping[str, str], ...] = ()
-
-    def caches(self, pair: int) -> Mapping[str, str]:
-        """Return the env_vars of one pair of compile caches."""
-        return (self.variables, *self.more)[pair]
 
 
 @dataclass
 class GateRunner:
     """Runs one gate on one machine. deadline: in time.monotonic(); no session starts that would end after it.
 
-    tree: returns the binding of the work tree, which must not change during the gate.
+    tree: returns the binding of the work tree, which must not change during the gate. fresh: measure the adopted side
+    even if a kept run of it is valid (bumpgate.gate.kept).
     """
 
     gate: Gate
@@ -90,6 +68,7 @@ class GateRunner:
     today: date
     deadline: float = math.inf
     tree: Callable[[], Binding | None] = lambda: None
+    fresh: bool = False
 
     def __post_init__(self) -> None:
         self._started = time.monotonic() - self.gate.wall_seconds
@@ -100,10 +79,11 @@ class GateRunner:
         self.gate.finished = False
         self.enter()
         if not (sides["good"].failure or sides["bad"].failure):
-            for names in self._groups([name for name in ("good", "bad") if sides[name].canaries is None]):
+            for names in self.groups([name for name in ("good", "bad") if sides[name].canaries is None]):
                 self.canaries(names)
                 self.save()
-            for names in self._groups([name for name in ("good", "bad") if not sides[name].measured]):
+            self._recall()
+            for names in self.groups([name for name in ("good", "bad") if not sides[name].measured]):
                 self.measure(names)
                 self.save()
             if self.gate.paired is None:
@@ -154,7 +134,7 @@ class GateRunner:
             for name in names:
                 self.gate.sides[name].canaries = {"canaries": reason} if folder else {}
             return
-        runs = self._run(names, "canaries", [folder], "canaries-{}.json")
+        runs = self.run_sides(names, "canaries", [folder], "canaries-{}.json")
         for name, run in runs.items():
             self.gate.sides[name].canaries = self._failed_canaries(name, run)
 
@@ -177,7 +157,7 @@ class GateRunner:
     def measure(self, names: Sequence[str]) -> None:
         """Run the selection once per side. Raises GateError if pytest rejects it in the adopted environment."""
         variables = {"BUMPGATE_ROUNDS": str(ROUNDS), **self._tiers()}
-        runs = self._run(
+        runs = self.run_sides(
             names, "counts and numerics", self.gate.config.selection, "{}.json", env_vars=variables
         )
         if "good" in runs and runs["good"].code == USAGE:
@@ -192,8 +172,55 @@ class GateRunner:
                 record = self._spoiled_again(name, run.record, path)
                 side.record = path.name
                 self.view.say(f"{TITLES[name]}: {summary(record)}")
+                if name == "good" and not run.failure:
+                    self._keep(record, path)
             if run.failure:
                 self.view.say(f"{TITLES[name]}: {run.failure} (log: {run.log})")
+
+    def _keep(self, record: Record, path: Path) -> None:
+        if (key := self._kept_key()) and not self._tree_gap():
+            variables = self.env_specs["good"].variables.items()
+            kept.save(key, record, path, [folder for name, folder in variables if CACHE.fullmatch(name)])
+
+    def _recall(self) -> None:
+        """Take the adopted side's rows from a kept run of the same tree, packages and host, if there is one."""
+        side, key = self.gate.sides["good"], self._kept_key()
+        found = kept.find(key) if key and not (side.measured or self.fresh) else None
+        if found is None:
+            return
+        path, side.kept = found
+        record = read_record(path)
+        side.measured, side.record = True, "good.json"
+        write_record(
+            self.out / side.record,
+            record.provenance,
+            record.judgements,
+            complete=True,
+            problems=record.problems,
+        )
+        self.view.say(f"{TITLES['good']}: {summary(record)}")
+        self.view.say(f"  its run of {side.kept}: same tree, packages and host (--fresh runs it again)")
+        self.save()
+
+    def _kept_key(self) -> str:
+        """Return the key of the adopted side's run; "" if its rows may depend on more than can be recorded.
+
+        A user's interpreter can change while its versions stay.
+        """
+        spec, side, config = self.env_specs["good"], self.gate.sides["good"], self.gate.config
+        if spec.lock is None or self.gate.binding is None:
+            return ""
+        return kept.key(
+            lane=config.lane,
+            selection=config.selection,
+            without=config.without,
+            variables={"rounds": ROUNDS, **self._tiers()},
+            tree=self.gate.binding.tree,
+            python=side.python,
+            packages=side.packages,
+            git_version=side.git_version,
+            host=self.gate.host,
+        )
 
     def pair(self) -> None:
         """Run the sessions with the adopted build, then those with the anchor, if any."""
@@ -205,13 +232,14 @@ class GateRunner:
             pairs = 1 + min(len(self.env_specs[name].more) for name in ("good", "bad"))
             rows = timed_rows(good, bad)
             self.gate.paired = Sessions(rows, self.plan, self.plan.budget, cache_pairs=pairs)
+        timed = TimedRuns(self)
         if not self.gate.paired.warm:
-            self._warm(self.gate.paired)
-        self._sessions(self.gate.paired, "good")
+            timed.warm(self.gate.paired)
+        timed.sessions(self.gate.paired, "good")
         if "anchor" in sides and not sides["anchor"].failure:
             if self.gate.drifted is None:
                 self.gate.drifted = Sessions(self.gate.paired.tests, None, drift.SESSIONS)
-            self._sessions(self.gate.drifted, "anchor")
+            timed.sessions(self.gate.drifted, "anchor")
 
     def _first_answer(self) -> None:
         """Show the findings that hold the candidate whatever its times are, before the sessions begin."""
@@ -249,7 +277,7 @@ class GateRunner:
         gate.findings = tuple(self._with_interpreter(f) for f in findings)
         gate.accepted = tuple(lines)
 
-    def _run(
+    def run_sides(
         self,
         names: Sequence[str],
         what: str,
@@ -279,7 +307,7 @@ class GateRunner:
         with self.view.doing(f"{' and '.join(TITLES[name] for name in names)}: {what}"):
             return dict(zip(names, run_lanes(calls, timeout)))
 
-    def _groups(self, names: Sequence[str]) -> list[list[str]]:
+    def groups(self, names: Sequence[str]) -> list[list[str]]:
         """Group the sides that run at once: all of them on CPU, one at a time on a shared device."""
         if lanes.require(self.root, self.gate.config.lane).device == "cpu" and names:
             return [list(names)]
@@ -307,7 +335,7 @@ class GateRunner:
         tests = sorted({j.row.test for j in record.judgements if j.verdict is Verdict.INFRA})
         if not tests:
             return record
-        again = self._run([name], "again the tests that the machine disturbed", tests, "again-{}.json")[
+        again = self.run_sides([name], "again the tests that the machine disturbed", tests, "again-{}.json")[
             name
         ].record
         if again is None or not again.complete:
@@ -321,98 +349,6 @@ class GateRunner:
             complete=record.complete,
             problems=[*problems, *again.problems],
         )
-
-    def _warm(self, sessions: Sessions) -> None:
-        """Warm the further compile caches with the timed tests; the run of the selection warmed the first."""
-        tests = sorted(set(sessions.tests.values()))
-        for pair in range(1, sessions.cache_pairs if tests else 1):
-            for names in self._groups(("good", "bad")):
-                runs = self._run(
-                    names,
-                    f"compile cache {pair + 1}",
-                    ["-n", "0", *tests],
-                    f"warm-{{}}-{pair}.json",
-                    timeout=TEST_SECONDS * len(tests),
-                    pair=pair,
-                    env_vars={"BUMPGATE_ROUNDS": "1"},
-                )
-                for name, run in runs.items():
-                    self.view.say(f"{TITLES[name]}: compile cache {pair + 1} filled; {run.seconds:.0f} s")
-        sessions.warm = True
-        self.save()
-
-    def _sessions(self, sessions: Sessions, other: str) -> None:
-        """Run sessions of the candidate and `other` until every row is decided or the budget is spent.
-
-        Near the deadline a session runs only as many open tests as still fit, the most important first.
-        """
-        before, longest, per_test = sessions.started, 0.0, 0.0
-        with self.view.doing("") as update:
-            while tests := sessions.open_tests():
-                started = time.monotonic()
-                left = self.deadline - started
-                fitting = len(tests)
-                if per_test and left < math.inf:
-                    fitting = min(fitting, int(left / per_test))
-                if left <= 0 or fitting < 1:
-                    self.view.say("the budget is spent: rows that are still open stay INCONCLUSIVE")
-                    break
-                update(f"{TITLES[other]} and candidate: {session_line(sessions)}")
-                self._session(sessions, other, fitting)
-                longest = max(longest, time.monotonic() - started)
-                per_test = max(per_test, (time.monotonic() - started) / fitting)
-                self.save()
-                if sessions.started % 4 == 0:
-                    self.view.say(
-                        f"{TITLES[other]} and candidate: {session_line(sessions)}; {longest:.0f} s each"
-                    )
-        if sessions.started > before and sessions.plan:
-            outcomes = decide(sessions.log_ratios, sessions.plan, sessions.family)
-            self.view.say(timed_line(list(outcomes.values()), sessions))
-
-    def _session(self, sessions: Sessions, other: str, tests: int) -> None:
-        """Run one session: both sides at once if each can have its own cores, else one after the other (GPU)."""
-        if lanes.require(self.root, self.gate.config.lane).device == "cpu" and shares():
-            rounds = ROUNDS if sessions.only_slow_modes_open else DUET_ROUNDS
-            sessions.run_duet(
-                lambda nodes, flip: self._timed_pair(other, nodes, flip, sessions.cache, rounds), tests
-            )
-        else:
-            sessions.run_one(
-                lambda side, nodes: self._timed_process(
-                    side if side == "bad" else other, nodes, sessions.cache
-                ),
-                tests,
-            )
-
-    def _timed_pair(
-        self, other: str, tests: Sequence[str], flip: bool, pair: int, rounds: int
-    ) -> tuple[Reading, Reading]:
-        calls = [
-            LaneCall(
-                self.env_specs[name].python,
-                self.root,
-                self.gate.config.lane,
-                ["-n", "0", *tests],
-                self.out / f"timed-{name}.json",
-                environment={**self.env_specs[name].caches(pair), "BUMPGATE_ROUNDS": str(rounds)},
-            )
-            for name in (other, "bad")
-        ]
-        good, bad = (reading(run, tests) for run in run_duet(calls, flip, TEST_SECONDS * len(tests)))
-        return good, bad
-
-    def _timed_process(self, name: str, tests: Sequence[str], pair: int) -> Reading:
-        runs = self._run(
-            [name],
-            "a timed process",
-            ["-n", "0", *tests],
-            "timed-{}.json",
-            timeout=TEST_SECONDS * len(tests),
-            pair=pair,
-            env_vars={"BUMPGATE_ROUNDS": str(ROUNDS)},
-        )
-        return reading(runs[name], tests)
 
     def _anchor_gap(self) -> list[Finding]:
         """Report a requested anchor that could not be paired as a gap in the evidence."""

@@ -29,10 +29,11 @@ from bumpgate.environments.mirror import copies
 from bumpgate.environments.request import kernel_wheels
 from bumpgate.environments.store import sha256_of
 from bumpgate.gate import drift, metrics, result
-from bumpgate.gate.bench import TITLES, EnvSpec, GateRunner, other_packages
+from bumpgate.gate.bench import GateRunner, other_packages
 from bumpgate.gate.binding import Binding, bind
 from bumpgate.gate.plan import plan_for
 from bumpgate.gate.result import Gate, GateConfig, GateError, SideState
+from bumpgate.gate.sides import TITLES, EnvSpec
 from bumpgate.gate.verdict import Decision
 from bumpgate.gate.view import View, cut, findings_text
 from bumpgate.processes.device import device_lock
@@ -79,6 +80,9 @@ def command(
         float | None, typer.Option(help="Minutes after which no session starts; --resume continues.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the gate in --out.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Run the adopted side again, even if a run of today is kept.")
+    ] = False,
     disk: Disk = None,
     shell: Annotated[
         str,
@@ -142,6 +146,7 @@ def command(
                     accepted.today(),
                     limit,
                     lambda: bind(root, place),
+                    fresh,
                 ).run()
     except KeyboardInterrupt:
         view.say(f"interrupted; results so far are saved. Resume with: {_resume_line()}")

@@ -57,7 +57,7 @@ class SideState:
     """State of one environment. canaries: None until they have run. measured: its one run has finished.
 
     record: a file next to gate.json; None if the run left none. command: rebuilds the environment.
-    python: its interpreter.
+    python: its interpreter. kept: start of the earlier run that the record is from (bumpgate.gate.kept), "" for none.
     """
 
     name: str = ""
@@ -69,6 +69,7 @@ class SideState:
     python: str = ""
     packages: dict[str, str] = field(default_factory=dict)
     git_version: dict[str, str] = field(default_factory=dict)
+    kept: str = ""
 
 
 @dataclass

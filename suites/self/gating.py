@@ -7,18 +7,19 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from bumpgate.gate import bench, result
-from bumpgate.gate.bench import EnvSpec, GateRunner
+from bumpgate.gate import bench, result, timed_runs
+from bumpgate.gate.bench import GateRunner
 from bumpgate.gate.drift import Reading
 from bumpgate.gate.plan import plan_for
 from bumpgate.gate.result import Gate, GateConfig, SideState
+from bumpgate.gate.sides import EnvSpec
 from bumpgate.gate.view import View
 from bumpgate.processes.runner import NOTHING_SELECTED, Installed, LaneCall, LaneRun
 from bumpgate.rows import Judgement, Row, Value, Verdict, write_record
@@ -147,7 +148,11 @@ class Machine:
         side = side or Behaviour()
         made = write_record(
             record,
-            {"lane": self.bench.gate.config.lane if self.bench else "cpu", "torch": side.torch},
+            {
+                "lane": self.bench.gate.config.lane if self.bench else "cpu",
+                "torch": side.torch,
+                "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            },
             judgements,
             complete=side.complete,
             problems=side.problems,
@@ -183,6 +188,6 @@ def labels(gate: Gate) -> list[tuple[str, str]]:
 def attach(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let gates run on this machine. Without fsync: these tests run hundreds of gates and do not test power loss."""
     monkeypatch.setattr(bench, "run_lanes", machine.run_lanes)
-    monkeypatch.setattr(bench, "run_duet", machine.run_duet)
+    monkeypatch.setattr(timed_runs, "run_duet", machine.run_duet)
     monkeypatch.setattr(bench, "installed", machine.installed)
     monkeypatch.setattr("os.fsync", lambda descriptor: None)

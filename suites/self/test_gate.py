@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bumpgate.gate import bench, drift, result
+from bumpgate.gate import bench, drift, result, timed_runs
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.result import Gate, GateConfig, GateError
 from bumpgate.gate.timed import MAX_EMPTY_SESSIONS, SIDE
@@ -261,14 +261,14 @@ def test_second_compile_cache_is_filled_once_and_alternates(machine: Machine, ou
     for name, spec in made.env_specs.items():
         made.env_specs[name] = replace(spec, more=({"CACHE": f"{name} 2"},))
     used: list[str] = []
-    original = bench.run_duet
+    original = timed_runs.run_duet
 
     def run_duet(calls: Sequence[LaneCall], flip: bool, timeout: float) -> list[LaneRun]:
         used.extend(call.environment["CACHE"] for call in calls)
         return original(calls, flip, timeout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "run_duet", run_duet)
+        patch.setattr(timed_runs, "run_duet", run_duet)
         made.run()
     assert used[:8] == ["good", "bad", "good 2", "bad 2", "good", "bad", "good 2", "bad 2"]
     assert made.gate.paired

@@ -19,9 +19,9 @@ from bumpgate import cli
 from bumpgate.environments.build import BuildError, NotInstallable
 from bumpgate.gate import command as gate
 from bumpgate.gate import result
-from bumpgate.gate.bench import EnvSpec
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.result import Gate
+from bumpgate.gate.sides import EnvSpec
 from suites.self.gate_tree import COUNTS, TIMED, TIMES_TEST, Tree, wait_for
 from suites.self.project import GOOD
 from suites.support.planted import planted

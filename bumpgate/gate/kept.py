@@ -1,0 +1,65 @@
+"""Keeps the adopted side's run of a gate, so that the next gate of the same tree, set and host need not repeat it.
+
+Most of a gate's time is two runs of the lane. The adopted side's run depends on the work tree, the packages, the host
+and the options alone, not on the candidate. It is reused for HOURS; canaries and paired sessions always run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from bumpgate.environments.store import home
+from bumpgate.rows import Record, RecordError, Verdict, read_record, write_atomic
+
+HOURS = 24
+# Files that are kept; the oldest are deleted.
+MOST = 20
+
+
+def folder() -> Path:
+    return home() / "adopted_runs"
+
+
+def key(**what: Any) -> str:
+    """Return the name of a kept run: a digest of everything that its rows depend on. what: JSON values."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def save(name: str, record: Record, path: Path, caches: Iterable[str]) -> None:
+    """Keep a record, unless it is incomplete or the machine disturbed it.
+
+    path: its file. caches: folders of the compile caches that the run has filled.
+    """
+    disturbed = {Verdict.INFRA, Verdict.INCONCLUSIVE, Verdict.MISSING}
+    if not record.complete or record.problems or any(j.verdict in disturbed for j in record.judgements):
+        return
+    folder().mkdir(parents=True, exist_ok=True)
+    filled = [cache for cache in caches if Path(cache).is_dir()]
+    write_atomic(folder() / f"{name}.caches", "".join(f"{cache}\n" for cache in filled))
+    write_atomic(folder() / f"{name}.json", path.read_text(encoding="utf-8"))
+    by_age = sorted(folder().glob("*.json"), key=lambda kept: kept.stat().st_mtime)
+    for old in by_age[:-MOST]:
+        old.unlink(missing_ok=True)
+        old.with_suffix(".caches").unlink(missing_ok=True)
+
+
+def find(name: str, now: datetime | None = None) -> tuple[Path, str] | None:
+    """Return the file of a kept run and its start (UTC, ISO 8601); None if there is none, or one that is too old.
+
+    None as well if a compile cache that the run filled is gone: the first session would compile everything.
+    """
+    path = folder() / f"{name}.json"
+    try:
+        filled = path.with_suffix(".caches").read_text(encoding="utf-8").splitlines()
+        started = str(read_record(path).provenance["started"])
+        age = (now or datetime.now(timezone.utc)) - datetime.fromisoformat(started)
+    except (OSError, RecordError, KeyError, ValueError, TypeError):
+        return None
+    usable = timedelta(0) <= age <= timedelta(hours=HOURS) and all(map(os.path.isdir, filled))
+    return (path, started) if usable else None

@@ -1,0 +1,33 @@
+"""The two environments of a gate: their interpreters, compile caches and names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TITLES = {"good": "adopted", "bad": "candidate", "anchor": "anchor"}
+# Rounds that a timed test keeps per process. Enough for a median: the remaining error is per-process bias.
+ROUNDS = 15
+# Above pytest's own timeout per test, which names the test; this one only catches what that cannot stop.
+TEST_SECONDS = 660
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """Interpreter of a side. variables: env_vars of its compile caches. more: independent copies, for timed tests.
+
+    failure: why the interpreter is missing.
+    command: rebuilds the environment, or investigates why it could not be built. lock: its resolved lock.
+    """
+
+    python: Path
+    variables: Mapping[str, str] = field(default_factory=dict)
+    failure: str = ""
+    command: str = ""
+    lock: Path | None = None
+    more: tuple[Mapping[str, str], ...] = ()
+
+    def caches(self, pair: int) -> Mapping[str, str]:
+        """Return the env_vars of one pair of compile caches."""
+        return (self.variables, *self.more)[pair]
