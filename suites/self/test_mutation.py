@@ -10,7 +10,7 @@ import pytest
 
 from bumpgate.affected import graph_of
 from suites.self.mutation import sample, trial
-from suites.self.mutation.__main__ import groups, main, tests_of
+from suites.self.mutation.__main__ import groups, main, witnesses_of
 from suites.self.mutation.report import open_survivors, table
 from suites.self.mutation.trial import KILLED, SURVIVED, UNDECIDED, UNTESTED, Result, Tests, Trials
 from suites.self.tree import ROOT
@@ -202,7 +202,7 @@ def test_every_python_file_of_the_product_is_in_one_group() -> None:
 
 
 def test_device_mutants_run_the_rows_of_their_op() -> None:
-    files, how = tests_of("h200", "kernels/attention/kernel.py", {})
+    files, how = witnesses_of("h200", "kernels/attention/kernel.py", {})
     assert files == ["suites/kernels/test_model_shapes.py"]
     assert how.arguments == ("-m", "h200", "-k", "test_error and attention")
     assert "h200" not in groups(None), "only a machine with the device can run it"

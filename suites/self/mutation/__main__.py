@@ -76,7 +76,7 @@ def groups(names: list[str] | None) -> dict[str, dict]:
     }
 
 
-def tests_of(group: str, path: str, graph: Graph) -> tuple[list[str], Tests]:
+def witnesses_of(group: str, path: str, graph: Graph) -> tuple[list[str], Tests]:
     """Return the test files that have to notice a mutant of `path`, the nearest first, and how they run."""
     declared = groups([group])[group]
     belongs, how = SUITES[declared["suites"]]
@@ -130,7 +130,7 @@ def run(root: Path, options: argparse.Namespace) -> list[Result]:
         if old and old.valid(root, mutant):
             results.append(old)
             continue
-        files, how = tests_of(group, mutation.path, graph)
+        files, how = witnesses_of(group, mutation.path, graph)
         if how.env_vars and importlib.util.find_spec("triton") is None:
             fail(f"group {group} needs triton: pip install triton==3.7.1, or choose others with --group")
         work.append((mutation, group, how, files))
