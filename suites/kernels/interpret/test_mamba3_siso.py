@@ -154,6 +154,15 @@ def test_no_bit_depends_on_another_document(lane: Lane, dtype: str):
 
 
 @lanes("cpu")
+def test_expanded_gradient_equals_a_contiguous_one(lane: Lane):
+    """The gradient of y.sum() is one number with strides of 0, here with a single head."""
+    *inputs, dtheta, dh, dk, dv = make_inputs((1, 18, 1, 16, 16, 1, 8, 64), torch.float32)
+    ones = torch.ones(()).expand(inputs.pop().shape)
+    expanded, contiguous = (launched(64, *inputs, dy, dtheta, dh, dk, dv) for dy in (ones, ones.contiguous()))
+    assert all(torch.equal(a, b) for a, b in zip(expanded, contiguous, strict=True))
+
+
+@lanes("cpu")
 def test_dims_above_the_tiles_are_refused(lane: Lane):
     with pytest.raises(ValueError, match="at most 128"):
         launched(64, *make_inputs((1, 2, 1, 129, 8, 1, 2, 64), torch.float32))
