@@ -170,8 +170,11 @@ class Trainer:
         """Compile on ids (B,T) without changing the model's state, so that a resumed run reproduces the original."""
         began = time.perf_counter()
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         self.compiled.warm_up(ids)
         self.model.load_state_dict(before)
+        for buffer, value in buffers:  # the counts of dropped pairs are in no state dict
+            buffer.copy_(value)
         self.warm, self.warm_up_seconds = True, time.perf_counter() - began
 
     def run(self, until: int | None = None, allow_synthetic: str = "") -> dict[str, Any]:
@@ -322,6 +325,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--data", type=Path, help="a token file or its directory; absent only with --smoke")
     p.add_argument("--smoke", action="store_true", help="random ids: a step runs, nothing is trained")
     p.add_argument("--batch", type=int, default=8, help="rows of a step; of several ranks: of each")
+    p.add_argument(
+        "--rows", type=int, metavar="N", help="rows of a forward; gradients add up over the batch (default: all)"
+    )
     p.add_argument("--tokens", type=int, default=0, help="tokens of a row (default: the preset's seq_len)")
     p.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default=Plan.optimizer)
     p.add_argument("--compile-optimizer", action="store_true")
@@ -357,6 +363,8 @@ def main(arguments: list[str] | None = None) -> int:
         p.error("pass either --data or --smoke")
     if (o.resume and not o.checkpoint) or min(o.steps, o.batch) < 1 or (o.tokens and o.tokens < 2):
         p.error("--resume needs --checkpoint; --steps and --batch are at least 1, --tokens at least 2")
+    if o.rows is not None and (o.rows < 1 or o.batch % o.rows):
+        p.error(f"--rows {o.rows} does not divide --batch {o.batch}")
     layout = Layout(o.style, o.tensor_parallel, o.expert_parallel)
     if layout != Layout() and not os.environ.get("LOCAL_RANK"):
         p.error("--style and parallelism are for ranks: start them by torchrun or launch.retry --ranks")
@@ -387,7 +395,7 @@ def main(arguments: list[str] | None = None) -> int:
             device=str(ranks.device) if ranks else o.device,
             checkpoint=o.checkpoint,
             log=o.log,
-            rows=device_batch(o.batch),
+            rows=device_batch(o.rows or o.batch),
             ranks=ranks,
             layout=layout,
         )

@@ -210,6 +210,7 @@ def test_warm_up_changes_no_state(lane: Lane) -> None:
     run.warm_up(next(run.source))
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
     assert all(p.grad is None for p in run.model.parameters())
+    assert run.model.overflow() == 0, "the warm-up's dropped pairs are not the training's"
 
 
 @lanes("cpu")
@@ -302,6 +303,7 @@ def test_trainer_exit_codes(lane: Lane, tmp_path: Path, capsys, monkeypatch: pyt
         [*small, "--smoke", "--resume"],
         [*small, "--smoke", "--preset", "nam13"],
         [*small, "--smoke", "--tokens", "1"],
+        [*small, "--smoke", "--rows", "3"],
     ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
@@ -313,6 +315,18 @@ def test_trainer_exit_codes(lane: Lane, tmp_path: Path, capsys, monkeypatch: pyt
     assert main([*small, "--smoke"]) == 3
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in lines] == ["refused", "stopped", "refused"]
+
+
+@lanes("cpu")
+def test_rows_of_a_forward_accumulate_to_the_batch(lane: Lane, tmp_path: Path) -> None:
+    """--rows is a memory knob: the model's experts balance the rows that run together, and nothing else differs."""
+    small = ["--policy", "eager", "--steps", "1", "--tokens", "32", "--data", str(CORPUS)]
+    losses = {}
+    for rows in ("1", "2", "4"):
+        assert main([*small, "--batch", "4", "--rows", rows, "--log", str(tmp_path / rows)]) == 0
+        losses[rows] = json.loads((tmp_path / rows).read_text())["loss"]
+    assert losses["4"] == pytest.approx(losses["2"], rel=1e-2)
+    assert len(set(losses.values())) == 3, "each has its own capacity of the experts"
 
 
 @lanes("cpu")
