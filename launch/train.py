@@ -326,7 +326,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--smoke", action="store_true", help="random ids: a step runs, nothing is trained")
     p.add_argument("--batch", type=int, default=8, help="rows of a step; of several ranks: of each")
     p.add_argument(
-        "--rows", type=int, metavar="N", help="rows of a forward; gradients add up over the batch (default: all)"
+        "--rows",
+        type=int,
+        metavar="N",
+        help="rows of a forward; gradients add up over the batch (default: all)",
     )
     p.add_argument("--tokens", type=int, default=0, help="tokens of a row (default: the preset's seq_len)")
     p.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default=Plan.optimizer)
