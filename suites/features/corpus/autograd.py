@@ -89,7 +89,7 @@ class AddedInPlace(torch.autograd.Function):
     "An in-place sum in the forward of a custom autograd function gives wrong gradients",
     issue=180642,
     bad="2.11.0",
-    good="2.12.0 2.13.0 2.15.0",
+    good="2.12.0 2.13.0 2.14.1 2.15.0",
 )
 def in_place_in_forward() -> list[str]:
     x, w = (torch.randn(4, requires_grad=True) for _ in range(2))
@@ -115,7 +115,7 @@ class Product(torch.autograd.Function):
     "A tensor that is passed twice to a custom autograd function gets half of its gradient",
     issue=183604,
     bad="2.11.0 2.12.0",
-    good="2.13.0 2.15.0",
+    good="2.13.0 2.14.1 2.15.0",
 )
 def same_tensor_twice() -> list[str]:
     x = torch.randn(5, requires_grad=True)
@@ -126,7 +126,7 @@ def same_tensor_twice() -> list[str]:
     "autograd-detached_copy",
     "A result that is equal to a detached result of the same compiled function loses its gradient",
     issue=195664,
-    bad="2.15.0",
+    bad="2.14.1 2.15.0",
     good="2.11.0 2.12.0 2.13.0",
 )
 def detached_copy() -> list[str]:

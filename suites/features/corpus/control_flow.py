@@ -14,7 +14,7 @@ from suites.support.instruments import scan
     "The gradient of a scan leaves out what passes through the carry, if the first carry requires none",
     issue=184528,
     bad="2.11.0 2.12.0",
-    good="2.13.0 2.15.0",
+    good="2.13.0 2.14.1 2.15.0",
 )
 def scan_gradient() -> list[str]:
     def step(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ state = torch.tensor(0)
     "A nested compile region that is called twice reads the first value of a global that changed in between",
     issue=191821,
     bad="2.12.0 2.13.0",
-    good="2.11.0 2.15.0",
+    good="2.11.0 2.14.1 2.15.0",
 )
 def region_reads_global() -> list[str]:
     @torch.compiler.nested_compile_region

@@ -19,7 +19,7 @@ def reverse_into(source: Tensor, target: Tensor) -> None:
     "lowering-op_on_a_clone",
     "A custom op that reads a clone of the tensor that it writes gets that tensor twice",
     issue=198031,
-    bad="2.11.0 2.12.0 2.13.0",
+    bad="2.11.0 2.12.0 2.13.0 2.14.1",
     good="2.15.0",
 )
 def op_on_a_clone() -> list[str]:

@@ -147,7 +147,7 @@ def heap() -> list[str]:
     "tracing-tensor_of_size",
     "torch.Tensor(size) has the sizes as its data in a compiled function, where eager makes a tensor of that size",
     issue=196467,
-    bad="2.11.0 2.12.0 2.13.0",
+    bad="2.11.0 2.12.0 2.13.0 2.14.1",
     good="2.15.0",
 )
 def tensor_of_size() -> list[str]:
@@ -162,7 +162,7 @@ def tensor_of_size() -> list[str]:
     "tracing-no_grad_method",
     "A no_grad method of an object made inside a compiled function does not compile to one graph",
     issue=194763,
-    bad="2.11.0 2.12.0 2.13.0",
+    bad="2.11.0 2.12.0 2.13.0 2.14.1",
     good="2.15.0",
 )
 def no_grad_method() -> list[str]:
@@ -182,7 +182,7 @@ def no_grad_method() -> list[str]:
     "isinstance ignores the __class__ property of an object made inside a compiled function",
     issue=None,
     bad="2.15.0",
-    good="2.11.0 2.12.0 2.13.0",
+    good="2.11.0 2.12.0 2.13.0 2.14.1",
 )
 def class_property() -> list[str]:
     class Proxy:
@@ -204,7 +204,7 @@ SCALE = contextvars.ContextVar("SCALE", default=3)
     "A function that reads a context variable does not compile to one graph",
     issue=186449,
     bad="2.11.0 2.12.0 2.13.0",
-    good="2.15.0",
+    good="2.14.1 2.15.0",
 )
 def context_variable() -> list[str]:
     def scaled(x: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def context_variable() -> list[str]:
     "A function that copies a dictionary by deepcopy does not compile to one graph",
     issue=115122,
     bad="2.11.0",
-    good="2.12.0 2.13.0 2.15.0",
+    good="2.12.0 2.13.0 2.14.1 2.15.0",
 )
 def deepcopy() -> list[str]:
     def scaled(x: Tensor) -> Tensor:
