@@ -214,7 +214,7 @@ class GateRunner:
             lane=config.lane,
             selection=config.selection,
             without=config.without,
-            variables={"rounds": ROUNDS, **self._tiers()},
+            variables={"rounds": ROUNDS, **self._tiers(), **kept.variables()},
             tree=self.gate.binding.tree,
             python=side.python,
             packages=side.packages,

@@ -18,12 +18,33 @@ from bumpgate.environments.store import home
 from bumpgate.rows import Record, RecordError, Verdict, read_record, write_atomic
 
 HOURS = 24
+# Beginnings of the names of variables that can change a row.
+READ = (
+    "AOT_",
+    "CC",
+    "CUDA",
+    "CXX",
+    "GLOO",
+    "KMP_",
+    "LD_",
+    "MKL_",
+    "NCCL_",
+    "OMP_",
+    "PYTORCH",
+    "TORCH",
+    "TRITON",
+)
 # Files that are kept; the oldest are deleted.
 MOST = 20
 
 
 def folder() -> Path:
     return home() / "adopted_runs"
+
+
+def variables() -> dict[str, str]:
+    """Return the variables of this shell that a lane run inherits and torch, Triton or a compiler reads."""
+    return {name: value for name, value in os.environ.items() if name.startswith(READ)}
 
 
 def key(**what: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -59,7 +60,11 @@ def main() -> None:
     options.add_argument("files", type=Path, nargs="+", help="files of seconds, a column each")
     options.add_argument("--out", type=Path, help="write the tables here instead of printing them")
     given = options.parse_args()
-    text = table([read(path) for path in given.files], [path.stem for path in given.files])
+    try:
+        text = table([read(path) for path in given.files], [path.stem for path in given.files])
+    except BumpgateError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(4) from None
     if given.out:
         given.out.write_text(text, encoding="utf-8")
     else:

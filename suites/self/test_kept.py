@@ -85,6 +85,10 @@ def another_day(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "find", lambda name: find(name, later))
 
 
+def another_variable(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_CAPTURE_SCALAR_OUTPUTS", "1")
+
+
 def lost_cache(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine.root.parent / "cache-good").rmdir()
 
@@ -94,7 +98,7 @@ def damaged_file(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         path.write_text(path.read_text()[:-30])
 
 
-CHANGES = (another_package, another_host, another_day, lost_cache, damaged_file)
+CHANGES = (another_package, another_host, another_day, another_variable, lost_cache, damaged_file)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

@@ -29,6 +29,15 @@ def test_command_writes_a_column_for_each_file(tmp_path: Path, monkeypatch: pyte
     assert page.read_text().startswith("| suite | h200 |\n|---|---|\n| `suites/a` | 2 |\n")
 
 
+def test_command_refuses_a_bad_file_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lane_seconds", str(tmp_path / "absent")])
+    with pytest.raises(SystemExit, match="4"):
+        main()
+    assert capsys.readouterr().err == f"{tmp_path / 'absent'}: cannot be read (No such file or directory)\n"
+
+
 @pytest.mark.parametrize("text", ["[1]", "{", '{"a": "x"}'])
 def test_other_file_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     file = tmp_path / "h200.json"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.affected import graph_of
+from suites.self.mutation import __main__ as command
 from suites.self.mutation import sample, trial
 from suites.self.mutation.__main__ import groups, main, witnesses_of
 from suites.self.mutation.report import open_survivors, table
@@ -207,3 +208,15 @@ def test_device_mutants_run_the_rows_of_their_op() -> None:
     assert how.arguments == ("-m", "h200", "-k", "test_error and attention")
     assert "h200" not in groups(None), "only a machine with the device can run it"
     assert list(groups(["h200"])) == ["h200"]
+
+
+def test_device_mutants_are_refused_without_a_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shop: Path
+) -> None:
+    """Otherwise every one of them would read untested."""
+    mutation = sample.mutations("shop.py", SOURCE)[0]
+    monkeypatch.setattr(command, "has_gpu", lambda: False)
+    monkeypatch.setattr(command, "chosen", lambda root, options: [(mutation, "h200")])
+    with pytest.raises(SystemExit, match="4"):
+        command.run(shop, command.parser().parse_args(["--results", str(shop / "results.jsonl")]))
+    assert capsys.readouterr().err == "group h200 needs an H200: choose others with --group\n"

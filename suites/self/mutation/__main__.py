@@ -89,6 +89,12 @@ def witnesses_of(group: str, path: str, graph: Graph) -> tuple[list[str], Tests]
     return [test for test in nearest(graph, path, tests) if belongs(test)], how
 
 
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def fail(message: str) -> None:
     """End with exit code 4 and one line."""
     print(message, file=sys.stderr)
@@ -131,6 +137,8 @@ def run(root: Path, options: argparse.Namespace) -> list[Result]:
             results.append(old)
             continue
         files, how = witnesses_of(group, mutation.path, graph)
+        if "h200" in how.arguments and not has_gpu():
+            fail(f"group {group} needs an H200: choose others with --group")
         if how.env_vars and importlib.util.find_spec("triton") is None:
             fail(f"group {group} needs triton: pip install triton==3.7.1, or choose others with --group")
         work.append((mutation, group, how, files))
