@@ -43,22 +43,24 @@ class Branched(nn.Module):
         return y + self.side(x) if self.uses_side else y
 
 
-def model_of(config: HybridConfig, rank: int, branch: bool) -> Hybrid:
+def model_of(config: HybridConfig, rank: int, branch: bool, device: str) -> Hybrid:
     """Return the seeded model of `rank`: its branch, if any, is used on rank 0 only."""
     model = build(config)
     if branch:
         model.blocks[0] = Branched(model.blocks[0], config, uses_side=rank == 0)
-    return model
+    return model.to(device)
 
 
-def alone(config: HybridConfig, branch: bool) -> tuple[dict[str, Tensor], list[int], dict[str, Tensor]]:
+def alone(
+    config: HybridConfig, branch: bool, device: str
+) -> tuple[dict[str, Tensor], list[int], dict[str, Tensor]]:
     """Run one eager process; return mean gradients (a missing one counts as 0), overflows, mean buffers."""
     gradients: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     overflows = []
     for rank, seed in enumerate(SEEDS):
-        model = model_of(config, rank, branch)
-        model(token_batch(config, 1, TOKENS, seed)).backward()
+        model = model_of(config, rank, branch, device)
+        model(token_batch(config, 1, TOKENS, seed, device)).backward()
         for name, p in model.named_parameters():
             share = torch.zeros_like(p) if p.grad is None else p.grad / len(SEEDS)
             gradients[name] = gradients.get(name, 0) + share
@@ -71,19 +73,19 @@ def alone(config: HybridConfig, branch: bool) -> tuple[dict[str, Tensor], list[i
 
 def gradients(ranks: Ranks, style: str, policy: str, branch: bool, unused: bool) -> dict[str, Any]:
     """Compare one forward and backward of the narrow nam12 under `style` with a single process, bitwise."""
-    config, rank = preset("nam12", "narrow"), ranks.rank
-    expected, _, _ = alone(config, branch)
+    config, rank, device = preset("nam12", "narrow"), ranks.rank, str(ranks.device)
+    expected, _, _ = alone(config, branch, device)
     with DynamoWatch() as watch:
         made = parallelize(
-            model_of(config, rank, branch),
+            model_of(config, rank, branch, device),
             load(),
-            init_device_mesh("cpu", (2,)),
+            init_device_mesh(ranks.device.type, (2,)),
             style,
             policy,
             backend=watch.backend("aot_eager"),
             unused=unused,
         )
-        made.compiled(token_batch(config, 1, TOKENS, SEEDS[rank])).backward()
+        made.compiled(token_batch(config, 1, TOKENS, SEEDS[rank], device)).backward()
     found = {name: whole(p.grad) for name, p in made.compiled.model.named_parameters()}
     other = [
         name
@@ -96,6 +98,7 @@ def gradients(ranks: Ranks, style: str, policy: str, branch: bool, unused: bool)
         "zero": sum(not reference.any() for reference in expected.values()),
         "different": len(other),
         "names": other[:5],
+        "branch": branch,
         "order": made.order,
         "graphs": report.unique_graphs,
         "calls": report.calls,
@@ -106,11 +109,13 @@ def gradients(ranks: Ranks, style: str, policy: str, branch: bool, unused: bool)
 def buffers(ranks: Ranks, synced: bool) -> dict[str, Any]:
     """Run two forwards under DDP with a moving selection bias. synced: with DDP's own broadcast of rank 0's buffers."""
     config = preset("nam12", "narrow", depth=4, bias_rate=0.01)
-    _, overflows, means = alone(config, branch=False)
+    device = str(ranks.device)
+    _, overflows, means = alone(config, branch=False, device=device)
     if synced:
         parallel._own_buffers = dict
-    made = parallelize(build(config), load(), init_device_mesh("cpu", (2,)), "ddp", "eager")
-    model, ids = made.compiled.model, token_batch(config, 1, TOKENS, SEEDS[ranks.rank])
+    mesh = init_device_mesh(ranks.device.type, (2,))
+    made = parallelize(build(config, device), load(), mesh, "ddp", "eager")
+    model, ids = made.compiled.model, token_batch(config, 1, TOKENS, SEEDS[ranks.rank], device)
     made.compiled(ids).backward()
     average_buffers(model)
     now = dict(model.named_buffers())
@@ -131,14 +136,15 @@ def muon(ranks: Ranks, own_shard: bool) -> dict[str, Any]:
     """Train with Muon under FSDP2 and in one process. own_shard: each rank orthogonalizes the rows that it has."""
     config = preset("nam12", "narrow", layer_pattern="AEM", depth=3)
     whole_matrix = optimizers.gathered, optimizers.part_of
-    start = {name: p.detach().clone() for name, p in build(config).named_parameters()}
-    single = build(config)
-    made = parallelize(build(config), load(), init_device_mesh("cpu", (2,)), "fsdp2", "eager")
+    device, mesh = str(ranks.device), init_device_mesh(ranks.device.type, (2,))
+    start = {name: p.detach().clone() for name, p in build(config, device).named_parameters()}
+    single = build(config, device)
+    made = parallelize(build(config, device), load(), mesh, "fsdp2", "eager")
     ours, reference = (
         optimizers.build_optimizer(model, "muon", lr=MUON_RATE) for model in (made.compiled.model, single)
     )
     for step in range(MUON_STEPS):
-        batches = [token_batch(config, 1, TOKENS, 10 * step + seed) for seed in SEEDS]
+        batches = [token_batch(config, 1, TOKENS, 10 * step + seed, device) for seed in SEEDS]
         (sum(single(ids) for ids in batches) / len(SEEDS)).backward()
         reference.step()
         reference.zero_grad(set_to_none=True)
@@ -162,11 +168,12 @@ def muon(ranks: Ranks, own_shard: bool) -> dict[str, Any]:
 def collectives(ranks: Ranks, dumps: str, backend: str = "aot_eager") -> dict[str, Any]:
     """Compare compiled with eager, and groups as arguments; then write a flight record of two groups to `dumps`."""
     rank = ranks.rank
-    x = torch.linspace(-2, 2, 8) * (rank + 1)
+    device = ranks.device
+    x = torch.linspace(-2, 2, 8, device=device) * (rank + 1)
     world, further = dist.group.WORLD, dist.new_group([0, 1])
 
     def scatter(x: Tensor) -> Tensor:
-        part = torch.empty(4)
+        part = torch.empty(4, device=x.device)
         dist.reduce_scatter_tensor(part, x.sin())
         return part * 2
 
@@ -189,8 +196,9 @@ def collectives(ranks: Ranks, dumps: str, backend: str = "aot_eager") -> dict[st
             "op": torch.compile(lambda x: summed(x, further) + 1, **options)(x),
         }
     # The expected sum: two ranks that both did nothing would agree with each other.
-    by_hand = sum((torch.linspace(-2, 2, 8) * scale).sin() for scale in (1, 2))[4 * rank : 4 * rank + 4] * 2
-    Path(dumps, f"rank_{rank}").write_bytes(flight_record())
+    sums = sum((torch.linspace(-2, 2, 8, device=device) * scale).sin() for scale in (1, 2))
+    by_hand = sums[4 * rank : 4 * rank + 4] * 2
+    Path(dumps, f"rank_{rank}").write_bytes(flight_record(device.type))
     return {
         "equal": {name: torch.equal(found, expected[name]) for name, found in compiled.items()},
         "by_hand": torch.allclose(expected["scatter"], by_hand),
@@ -209,4 +217,5 @@ def divergent(ranks: Ranks, diverge: bool) -> dict[str, Any]:
         return y.sum()
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    return {"sum": float(compiled(torch.ones(4 if diverge and ranks.rank else 8)))}
+    length = 4 if diverge and ranks.rank else 8
+    return {"sum": float(compiled(torch.ones(length, device=ranks.device)))}

@@ -1,8 +1,8 @@
-"""Ranks in forked processes after one import of torch, each with a function of programs, training or scaling.
+"""Ranks in forked processes after one import of torch: functions of programs, training, scaling or nccl.
 
 `python -m suites.distributed.ranks cpu 2 '{"case": {"program": ...}}'` prints a JSON line per case: on gloo, or on NCCL
-with "cuda". A rank that has returned its result stays alive until the others have returned their own: leaving would
-abort their collective.
+with "cuda", where each rank has its own GPU. A rank has the contract's variables. One that has returned its result
+stays alive until the others have returned their own: leaving would abort their collective.
 """
 
 from __future__ import annotations
@@ -28,24 +28,34 @@ CASE = 120.0
 
 
 def run_cases(
-    cases: Mapping[str, Mapping[str, Any]], device: str = "cpu", ranks: int = 2
+    cases: Mapping[str, Mapping[str, Any]],
+    device: str = "cpu",
+    ranks: int = 2,
+    variables: Mapping[str, str] = {},
 ) -> dict[str, list[dict[str, Any]]]:
     """Return case -> the result of each rank. A case names its `program`; its other keys are the program's arguments.
 
     group_timeout: seconds that the rank's launcher sets for the group, in place of the contract's. within: seconds that
-    the harness waits for a rank. A rank that raised returns `error`, one line; so does one that ended or never
-    answered.
+    the harness waits for a rank. log: the ranks' standard error goes to this path and "-0", "-1", ... A rank that
+    raised returns `error`, one line; so does one that ended or never answered. variables: of the ranks' environment.
     """
     program = [sys.executable, "-m", "suites.distributed.ranks", device, str(ranks), json.dumps(cases)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compile times are of this process
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA must not start before the ranks are forked
     tail = run([Child("ranks", program, environment)], seconds=SECONDS, cwd=ROOT)["ranks"]
     lines = [json.loads(line) for line in tail if line.startswith('{"case"')]
     return {line["case"]: line["results"] for line in lines}
 
 
 def _case(
-    device: str, ranks: int, program: str, within: float = CASE, group_timeout: int = 0, **arguments: Any
+    device: str,
+    ranks: int,
+    program: str,
+    within: float = CASE,
+    group_timeout: int = 0,
+    log: str = "",
+    **arguments: Any,
 ) -> list[dict[str, Any]]:
     fork = multiprocessing.get_context("fork")
     processes, connections = [], []
@@ -59,7 +69,8 @@ def _case(
     for rank in range(ranks):
         here, there = fork.Pipe(duplex=False)
         place = {**meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        options = (there, device, place, group_timeout, program, arguments)
+        errors = f"{log}-{rank}" if log else ""
+        options = (there, device, place, group_timeout, errors, program, arguments)
         process = fork.Process(target=_rank, args=options, daemon=True)
         process.start()
         there.close()  # otherwise the pipe of a rank that dies would stay open here
@@ -89,20 +100,23 @@ def _rank(
     device: str,
     place: dict[str, str],
     group_timeout: int,
+    errors: str,
     program: str,
     arguments: dict[str, Any],
 ) -> None:
-    from suites.distributed import programs, scaling, training
+    from suites.distributed import nccl, programs, scaling, training
 
-    os.environ.update(place)
+    if errors:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     contract = load()
+    os.environ.update({**contract.rank_variables, **place})
     apply_dynamo(contract)
     if group_timeout:
         changed = {**contract.rank_variables, "TORCH_DISTRIBUTED_DEFAULT_TIMEOUT": str(group_timeout)}
         contract = replace(contract, rank_variables=changed)
     ranks = Ranks(contract, device, given=place)
     ranks.start()
-    function = next(vars(m)[program] for m in (programs, training, scaling) if program in vars(m))
+    function = next(vars(m)[program] for m in (programs, training, scaling, nccl) if program in vars(m))
     try:
         found = function(ranks, **arguments)
     except Exception as error:  # whatever torch raises is the result
@@ -112,6 +126,7 @@ def _rank(
 
 
 def main() -> None:
+    import suites.distributed.nccl
     import suites.distributed.programs
     import suites.distributed.scaling
     import suites.distributed.training  # noqa: F401  (before the forks, which share them)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -36,6 +37,7 @@ POLICIES = (
     "per_block",
 )  # without and with breaks: under per_block the M and R blocks are eager islands
 ROUNDS = 5
+WITHIN = 300.0  # seconds for one policy, most of them for compiling
 METRICS = (
     "tokens_per_second_per_rank",
     "efficiency",
@@ -154,8 +156,14 @@ def _slowest(ranks: Iterable[Mapping[str, float]], name: str) -> float:
 
 
 def run(device: str, world: int, work: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Measure under each of POLICIES over `world` ranks. Raises RuntimeError, one line, if a rank fails."""
-    found = run_cases({p: {"program": "measure", "policy": p, **work} for p in POLICIES}, device, world)
+    """Measure under each of POLICIES over `world` ranks, which begin with empty compile caches.
+
+    Raises RuntimeError, one line, if a rank fails.
+    """
+    cases = {p: {"program": "measure", "policy": p, "within": WITHIN, **work} for p in POLICIES}
+    with tempfile.TemporaryDirectory(prefix="bumpgate-caches-") as empty:
+        caches = {name: f"{empty}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+        found = run_cases(cases, device, world, caches)
     if failed := [one["error"] for ranks in found.values() for one in ranks if "error" in one]:
         raise RuntimeError(f"{world} ranks: {failed[0]}")
     return found

@@ -1,4 +1,4 @@
-"""Collectives of two ranks on gloo: compiled against eager, a rank that never joins, and the flight record.
+"""Collectives of two ranks: compiled against eager, a rank that never joins, and the flight record.
 
 Rules C5, R1.
 """
@@ -8,16 +8,40 @@ from __future__ import annotations
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.children import Child, ChildError, run
 from launch.logs import classify
+from suites.distributed.nccl import killed_by
 from suites.distributed.ranks import run_cases
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+# gloo implements reduce_scatter as an all_reduce, and records it as one; NCCL's barrier is an all_reduce.
+RECORDED = {
+    "cpu": {"gloo:barrier", "gloo:all_reduce"},
+    "cuda": {"nccl:all_reduce_barrier", "nccl:all_reduce", "nccl:_reduce_scatter_base"},
+}
 UNNAMED_GROUP = "torch>=2.13,<2.16"  # seen on 2.13.0, 2.14.1, 2.15.0
+
+
+def analyzed(dumps: Path, place: Path) -> list[Any]:
+    """Return the collectives that torch's analyzer of flight records finds in the dumps of all ranks.
+
+    Raises ChildError if it fails.
+    """
+    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(dumps), "-o"]
+    run([Child("fr_trace", [*command, str(place / "database")])], seconds=60)
+    _, database = pickle.loads((place / "database").read_bytes())
+    return database.collectives
+
+
+def mismatched(collective: Any) -> bool:
+    """Return whether a collective of the analyzer lacks a rank, or differs between ranks."""
+    return bool(collective.missing_ranks or collective.type_of_mismatch or not collective.pass_check)
 
 
 @pytest.fixture(scope="module")
@@ -26,26 +50,32 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(dumps: Path) -> dict[str, list[dict]]:
+def errors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("errors") / "rank"
+
+
+@pytest.fixture(scope="module")
+def results(lane: Lane, dumps: Path, errors: Path) -> dict[str, list[dict]]:
     """The results of one start of the ranks for all tests of this file."""
     divergent = {"program": "divergent", "diverge": True}
     return run_cases(
         {
             "collectives": {"program": "collectives", "dumps": str(dumps)},
             "same guards": {"program": "divergent", "diverge": False},
-            "divergent": {**divergent, "group_timeout": 3, "within": 60},
+            "divergent": {**divergent, "group_timeout": 3, "within": 100, "log": str(errors)},
             "without a timeout": {**divergent, "within": 10},
-        }
+        },
+        lane.device,
     )
 
 
-@lanes("cpu")
+@lanes("cpu", "h200x2")
 def test_compiled_collectives_equal_eager(lane: Lane, results, row) -> None:
     """reduce_scatter_tensor; a functional operator and a custom op that take a ProcessGroup; each is one graph."""
     ranks = results["collectives"]
     assert not any("error" in one for one in ranks), ranks
     row(
-        "distributed/gloo_2_ranks/compiled_collectives_equal_to_eager",
+        f"distributed/{BACKENDS[lane.device]}_2_ranks/compiled_collectives_equal_to_eager",
         sum(equal for one in ranks for equal in one["equal"].values()),
         unit="count",
         witness=sum(len(one["equal"]) for one in ranks),
@@ -60,11 +90,17 @@ def test_compiled_collectives_equal_eager(lane: Lane, results, row) -> None:
         assert all(name in operators for name in ("reduce_scatter_tensor", "all_reduce", "summed"))
 
 
-@lanes("cpu")
+@lanes("cpu", "h200x2")
 @planted("C5", "one rank's guards lead past a collective, under torch's own timeout")
-def test_divergent_guards_time_out_with_a_reason(lane: Lane, results, row) -> None:
-    """Rank 1's graph has no collective: rank 0 stops at the group's timeout and reports it in one line."""
+def test_divergent_guards_time_out_with_a_reason(lane: Lane, results, errors: Path, row) -> None:
+    """Rank 1's graph has no collective: rank 0 stops at the group's timeout and reports it in one line.
+
+    gloo raises it; NCCL's watchdog writes it to the rank's log and aborts the process.
+    """
     reason = results["divergent"][0]["error"]
+    if lane.device == "cuda":
+        assert reason == "ended with -6"
+        reason = killed_by(f"{errors}-0")
     found = [finding.log_class.name for finding in classify([f"{reason}\n"]).findings]
     row(
         "distributed/divergent_guards/reason",
@@ -76,7 +112,7 @@ def test_divergent_guards_time_out_with_a_reason(lane: Lane, results, row) -> No
         evidence=[reason],
     )
     assert "\n" not in reason
-    assert "Timed out waiting 3000ms" in reason
+    assert ("Timed out waiting 3000ms" if lane.device == "cpu" else "Timeout(ms)=3000") in reason
     assert "sum" in results["divergent"][1], "the rank that skipped the collective has no error"
     assert len({one["sum"] for one in results["same guards"]}) == 1, (
         "with the same guards both ranks enter it"
@@ -84,9 +120,9 @@ def test_divergent_guards_time_out_with_a_reason(lane: Lane, results, row) -> No
     assert results["without a timeout"][0] == {"error": "no answer in 10 s"}
 
 
-@lanes("cpu")
+@lanes("cpu", "h200x2")
 def test_flight_records_agree_between_ranks(lane: Lane, results, dumps: Path, canaries, row) -> None:
-    """Two groups on gloo: the recorder numbers each group's collectives alike on both ranks."""
+    """Two groups: the recorder numbers each group's collectives alike on both ranks."""
     canaries("flight_record")
     kept = [pickle.loads((dumps / f"rank_{rank}").read_bytes())["entries"] for rank in range(2)]
     named = [
@@ -105,17 +141,44 @@ def test_flight_records_agree_between_ranks(lane: Lane, results, dumps: Path, ca
     )
     assert len(set(named[0])) == len(kept[0])
     assert {group for group, _, _ in named[0]} == {"0", "1"}
-    # gloo implements reduce_scatter as an all_reduce, and records it as one.
-    assert {name for _, _, name in named[0]} == {"gloo:barrier", "gloo:all_reduce"}
+    assert {name for _, _, name in named[0]} == RECORDED[lane.device]
+
+
+@lanes("h200x2")
+def test_flight_record_analyzer_matches_nccl_dumps(
+    lane: Lane, results, dumps: Path, tmp_path: Path, row
+) -> None:
+    """torch's own analyzer pairs the collectives of both ranks, and names the rank that lacks one."""
+    found = analyzed(dumps, tmp_path)
+    row(
+        "distributed/flight_recorder/nccl_mismatches",
+        sum(map(mismatched, found)),
+        unit="count",
+        witness=len(found),
+        rule="R1",
+        expected=0,
+        evidence=[f"{one.collective_name} {one.collective_seq_id}: {one.collective_state}" for one in found],
+    )
+    assert len(found) == len(pickle.loads((dumps / "rank_0").read_bytes())["entries"])
+    lacking = tmp_path / "lacking"
+    lacking.mkdir()
+    for path in dumps.iterdir():
+        dump = pickle.loads(path.read_bytes())
+        if path.name == "rank_1":
+            del dump["entries"][-1]
+        (lacking / path.name).write_bytes(pickle.dumps(dump))
+    cut = analyzed(lacking, tmp_path)
+    assert [one.missing_ranks for one in cut if mismatched(one)] == [{1}], cut
 
 
 @lanes("cpu")
-def test_flight_record_analyzer_finds_gloo_group(lane: Lane, results, dumps: Path, row) -> None:
+def test_flight_record_analyzer_finds_gloo_group(
+    lane: Lane, results, dumps: Path, tmp_path: Path, row
+) -> None:
     """Defect present: torch's own analyzer does not find the group of a gloo dump."""
-    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(dumps)]
     signature = ""
     try:
-        run([Child("fr_trace", command)], seconds=60)
+        analyzed(dumps, tmp_path)
     except ChildError as error:
         signature = str(error)
         if "KeyError: ('0', 0)" not in signature:

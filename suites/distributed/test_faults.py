@@ -1,6 +1,7 @@
 """A rank that fails ends the whole training: in bounded time, in one line, with its exit code. Rules C21, C25.
 
-`launch.retry --ranks 2` around the real `launch.train` on gloo; the last checkpoint stays whole, no process is left.
+`launch.retry --ranks 2` around the real `launch.train`, on gloo or NCCL; the last checkpoint stays whole, no process is
+left.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ train.Trainer._after = faulty
 raise SystemExit(train.main(sys.argv[3:]))
 """
 STALL = 3.0  # seconds; a step takes some milliseconds
-BOUND = 60.0  # seconds for start, three steps, the fault and its detection
+# Seconds for start, three steps, the fault and its detection. On a GPU the kernels compile in the first step.
+BOUND = {"cpu": 60.0, "cuda": 180.0}
 SAVED = 2
 # Fault -> exit code of the launcher, and a part of its line.
 ENDS = {
@@ -65,7 +67,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@lanes("cpu")
+@lanes("cpu", "h200x2")
 @pytest.mark.parametrize("fault", ENDS)
 @planted("C25", "a rank is killed, hangs or finds a full disk")
 def test_failing_rank_ends_training(lane: Lane, fault: str, tmp_path: Path, capsys, row) -> None:
@@ -75,12 +77,13 @@ def test_failing_rank_ends_training(lane: Lane, fault: str, tmp_path: Path, caps
     saved = tmp_path / "state.pt"
     options = ["--data", str(CORPUS), "--policy", "eager", "--tokens", "16", "--batch", "2", "--steps", "8"]
     options += ["--checkpoint", str(saved), "--checkpoint-every", str(SAVED), "--log", str(tmp_path / "log")]
+    options += ["--device", lane.device]
     began = time.monotonic()
     ended = supervise(
         2,
         ["-c", FAULTY, fault, str(tmp_path), *options],
         given,
-        seconds=BOUND,
+        seconds=BOUND[lane.device],
         log=tmp_path / "all",
         stall=STALL if fault == "SIGSTOP" else float("inf"),
     )
@@ -101,7 +104,7 @@ def test_failing_rank_ends_training(lane: Lane, fault: str, tmp_path: Path, caps
     assert len(lines) == 1, lines
     assert words in lines[0]
     assert lines[0].startswith("final: ")
-    assert seconds < BOUND
+    assert seconds < BOUND[lane.device]
     state = torch.load(saved, weights_only=True)
     assert state["step"] == SAVED, "the checkpoint before the fault stays"
     steps = [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()]

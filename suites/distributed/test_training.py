@@ -80,8 +80,9 @@ def test_ranks_train_as_one_process(lane: Lane, division: str, results, row) -> 
         assert one["timeout"] == 7200.0
     for one in regional:
         assert one["programs"] == one["expected_programs"] == 3
-        # DDP's warm-up is followed by new groups, FSDP2's is inside the wrapped model.
-        assert one["groups"] == (2 if division == "ddp" else 1)
+        # DDP's warm-up is followed by new groups; FSDP2's is inside the wrapped model, and regions with experts compile
+        # in the first steps on a GPU.
+        assert one["groups"] == (2 if division == "ddp" and lane.device == "cpu" else 1)
     faulty = sound(results, SAME_ROWS)
     assert all(one["gradients"]["different"] > 0 and one["losses"] != one["one"] for one in faulty)
 

@@ -154,7 +154,7 @@ def compare(
         "expected_programs": run.programs.allowed,
         "recompiles": recompiles,
         "groups": ranks.started,
-        "timeout": group_timeout(torch.distributed.group.WORLD),
+        "timeout": group_timeout(torch.distributed.group.WORLD, ranks.device.type),
     }
 
 

@@ -125,9 +125,13 @@ def functional_all_reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     return ops.wait_tensor(ops.all_reduce(tensor, "sum", group))
 
 
-def flight_record() -> bytes:
-    """Return torch's flight recorder of this process's collectives, pickled as its analyzer reads it."""
-    return torch._C._distributed_c10d._dump_fr_trace()
+def flight_record(device: str = "cpu") -> bytes:
+    """Return torch's flight recorder of this process's collectives, pickled as its analyzer reads it.
+
+    device: "cuda" for NCCL's, which has a recorder of its own.
+    """
+    recorders = torch._C._distributed_c10d
+    return recorders._dump_nccl_trace() if device == "cuda" else recorders._dump_fr_trace()
 
 
 def disabled_functions(model: nn.Module) -> set[str]:

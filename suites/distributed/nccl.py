@@ -1,0 +1,101 @@
+"""Programs of a rank that only NCCL has: what its groups are set to, and its watchdog with and without the contract."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launch.process_group import new_group
+from launch.ranks import Ranks
+from launch.warmup import MONITORING
+from suites.support.instruments import group_timeout
+
+HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+WATCHDOG = "pt_nccl_watchdg"  # the name that torch gives to the thread, of at most 15 characters
+COLLECTIVES = {"default": 3, "further": 2}  # group -> how many collectives each rank runs in it
+
+# Stops threads of another process, which is what the heartbeat monitor looks for: a watchdog that a call into CUDA or
+# NCCL keeps. The threads go on when this process ends, at the latest with its parent.
+STOP = """
+import ctypes, os, signal, sys, time
+SEIZE, INTERRUPT, ALL_THREADS, DEATH_SIGNAL = 0x4206, 0x4207, 0x40000000, 1
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long] * 4
+libc.prctl(DEATH_SIGNAL, signal.SIGKILL)
+for thread in map(int, sys.argv[1:]):
+    for request in (SEIZE, INTERRUPT):
+        if libc.ptrace(request, thread, 0, 0):
+            raise SystemExit(f"cannot stop thread {thread}: {os.strerror(ctypes.get_errno())}")
+    os.waitpid(thread, ALL_THREADS)
+print("stopped", flush=True)
+time.sleep(600)
+"""
+
+
+def killed_by(log: str) -> str:
+    """Return the line of a rank's standard error in which NCCL's watchdog or its monitor names the reason, or ""."""
+    reasons = ("Watchdog caught collective operation timeout", "watchdog got stuck for")
+    lines = Path(log).read_text(errors="replace").splitlines()
+    return next((line for line in lines if any(reason in line for reason in reasons)), "")
+
+
+def group_facts(ranks: Ranks) -> dict[str, Any]:
+    """Run COLLECTIVES in two groups -> timeouts in seconds, sequence numbers, variables, and the device of each."""
+    groups = {"default": dist.group.WORLD, "further": new_group(ranks.contract)}
+    total = torch.ones(4, device=ranks.device)
+    before = {name: group._get_sequence_number_for_group() for name, group in groups.items()}
+    for name, count in COLLECTIVES.items():
+        for _ in range(count):
+            dist.all_reduce(total, group=groups[name])
+    return {
+        "timeouts": {name: group_timeout(group, ranks.device.type) for name, group in groups.items()},
+        "before": before,
+        "after": {name: group._get_sequence_number_for_group() for name, group in groups.items()},
+        "sum": float(total[0]),
+        "variables": {name: os.environ.get(name) for name in ranks.contract.rank_variables},
+        "bound": str(groups["default"].bound_device_id),
+        "backend": dist.get_backend(),
+    }
+
+
+def late_rank(ranks: Ranks, seconds: float) -> dict[str, Any]:
+    """Sum over the ranks, of which the last one comes `seconds` later, as one that compiles longer."""
+    if ranks.rank == ranks.world - 1:
+        time.sleep(seconds)
+    total = torch.ones(1, device=ranks.device)
+    dist.all_reduce(total)
+    return {"sum": float(total)}
+
+
+def stopped_watchdog(ranks: Ranks, seconds: float, heartbeat: int, monitoring: str = "") -> dict[str, Any]:
+    """Stop the threads of NCCL's watchdog for `seconds`; returns if the process is alive after it.
+
+    heartbeat: of the group, in seconds, in place of the contract's; monitoring: likewise, if it is given.
+    """
+    dist.destroy_process_group()
+    os.environ[HEARTBEAT] = str(heartbeat)
+    if monitoring:
+        os.environ[MONITORING] = monitoring
+    ranks.start()
+    total = torch.ones(1, device=ranks.device)
+    dist.all_reduce(total)
+    reached = float(total)
+    names = {path.parent.name: path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+    threads = [thread for thread, name in names.items() if name == WATCHDOG]
+    with subprocess.Popen(
+        [sys.executable, "-c", STOP, *threads], stdout=subprocess.PIPE, text=True
+    ) as stopper:
+        assert stopper.stdout is not None
+        if stopper.stdout.readline().strip() != "stopped":
+            raise RuntimeError("the threads could not be stopped: ptrace is not permitted")
+        time.sleep(seconds)
+        stopper.kill()
+    dist.all_reduce(total)
+    return {"threads": len(threads), "sum": float(total), "before": reached}

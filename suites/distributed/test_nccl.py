@@ -1,0 +1,127 @@
+"""NCCL's groups under the contract: their timeout and sequence numbers, and what the watchdog does to a rank.
+
+Rules C23, R1.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.contract import load
+from suites.distributed.nccl import COLLECTIVES, HEARTBEAT, killed_by
+from suites.distributed.ranks import run_cases
+from suites.support.lanes import Lane, lanes
+from suites.support.planted import planted
+
+TIMEOUT = 7200.0
+SHORT = 4  # seconds: the timeout and the heartbeat of the planted cases
+LATE, KEPT = 12.0, 30.0  # seconds for which a rank is late, and for which its watchdog is kept
+ABORTED = {"error": "ended with -6"}
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def results(lane: Lane, logs: Path) -> dict[str, list[dict]]:
+    """The results of one start of the ranks for all tests of this file."""
+    late = {"program": "late_rank", "seconds": LATE}
+    stopped = {"program": "stopped_watchdog", "heartbeat": SHORT}
+    return run_cases(
+        {
+            "facts": {"program": "group_facts"},
+            "late": late,
+            "late, short timeout": {**late, "group_timeout": SHORT, "log": str(logs / "late")},
+            "stopped": {**stopped, "seconds": KEPT},
+            "stopped, monitored": {
+                **stopped,
+                "seconds": 2 * KEPT,  # it is ended before
+                "monitoring": "1",
+                "log": str(logs / "stopped"),
+            },
+        },
+        lane.device,
+    )
+
+
+def sound(results: dict[str, list[dict]], name: str) -> list[dict]:
+    """Return the results of all ranks in a case, none of which may have raised or ended."""
+    assert not any("error" in one for one in results[name]), results[name]
+    return results[name]
+
+
+@lanes("h200x2")
+def test_nccl_groups_have_the_contract_timeout(lane: Lane, results, row) -> None:
+    """Read back from ProcessGroupNCCL; each rank has the contract's variables, and its group is bound to its GPU."""
+    ranks = sound(results, "facts")
+    row(
+        "distributed/nccl/groups_with_the_timeout",
+        sum(seconds == TIMEOUT for one in ranks for seconds in one["timeouts"].values()),
+        unit="count",
+        witness=sum(len(one["timeouts"]) for one in ranks),
+        rule="C23",
+        expected=len(ranks) * len(COLLECTIVES),
+        evidence=[str(one) for one in ranks],
+    )
+    for rank, one in enumerate(ranks):
+        assert one["variables"] == load().rank_variables
+        assert one["variables"][HEARTBEAT] == "7200"
+        assert (one["backend"], one["bound"]) == ("nccl", f"cuda:{rank}")
+
+
+@lanes("h200x2")
+def test_sequence_numbers_agree_between_ranks(lane: Lane, results, row) -> None:
+    """Each group counts its collectives alike on all ranks."""
+    first, *others = sound(results, "facts")
+    row(
+        "distributed/nccl/sequence_numbers_that_differ",
+        sum(one["after"][name] != number for one in others for name, number in first["after"].items()),
+        unit="count",
+        witness=sum(first["after"].values()),
+        rule="R1",
+        expected=0,
+        evidence=[f"before {one['before']}, after {one['after']}" for one in (first, *others)],
+    )
+    for one in (first, *others):
+        assert {name: one["after"][name] - one["before"][name] for name in COLLECTIVES} == COLLECTIVES
+        assert one["sum"] == float(len(results["facts"])) ** sum(COLLECTIVES.values())
+
+
+@lanes("h200x2")
+@planted("C23", "a group whose timeout is shorter than one rank's compilation")
+def test_late_rank_is_waited_for(lane: Lane, results, logs: Path, row) -> None:
+    """Under a short timeout the watchdog aborts the rank that waits, with a reason in its log."""
+    ranks = sound(results, "late")
+    row(
+        "distributed/nccl_watchdog/ranks_lost_to_a_late_one",
+        sum(one != {"sum": float(len(ranks))} for one in ranks),
+        unit="count",
+        witness=len(ranks),
+        rule="C23",
+        expected=0,
+        evidence=[killed_by(f"{logs / 'late'}-0")],
+    )
+    assert results["late, short timeout"][0] == ABORTED
+    assert f"Timeout(ms)={SHORT}000" in killed_by(f"{logs / 'late'}-0")
+
+
+@lanes("h200x2")
+@planted("C23", "the monitor is on, with a short heartbeat, while the watchdog is kept")
+def test_kept_watchdog_does_not_end_a_rank(lane: Lane, results, logs: Path, row) -> None:
+    """Even with a short heartbeat: the contract turns the monitor off until the warm-up has ended."""
+    ranks = sound(results, "stopped")
+    row(
+        "distributed/nccl_watchdog/ranks_ended_by_the_monitor",
+        sum(one["sum"] != float(len(ranks)) ** 2 for one in ranks),
+        unit="count",
+        witness=sum(one["threads"] for one in ranks),
+        rule="C23",
+        expected=0,
+        evidence=[killed_by(f"{logs / 'stopped'}-{rank}") for rank in range(len(ranks))],
+    )
+    assert results["stopped, monitored"] == [ABORTED] * len(ranks)
+    assert "watchdog got stuck for" in killed_by(f"{logs / 'stopped'}-0")
