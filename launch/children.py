@@ -25,6 +25,8 @@ KEPT = 200  # lines of each child
 GRACE = 5.0  # seconds from the request to stop to the kill
 POLL = 0.02
 SETTLE = 0.5  # seconds in which further failures are collected after the first
+# A warning of torch's C++, which may follow the program's last line: NCCL's at an exit without a destroyed group.
+WARNED = re.compile(r"(\[rank\d+\]:)?\[W\d{4} ")
 # The last line of a Python traceback; the output of a C++ abort after it is less informative.
 RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 
@@ -50,10 +52,10 @@ class ChildError(RuntimeError):
 
 
 def last_line(tail: Sequence[str]) -> str:
-    """Return the exception line of the last traceback, else the last line with text."""
+    """Return the exception line of the last traceback, else the last line with text that is no warning of C++."""
     texts = [line.strip() for line in tail if line.strip()]
     raised = [line for line in texts if RAISED.match(line)]
-    return (raised or texts or ["no output"])[-1]
+    return (raised or [line for line in texts if not WARNED.match(line)] or texts or ["no output"])[-1]
 
 
 def run(

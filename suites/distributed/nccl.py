@@ -14,10 +14,8 @@ import torch.distributed as dist
 
 from launch.process_group import new_group
 from launch.ranks import Ranks
-from launch.warmup import MONITORING
 from suites.support.instruments import group_timeout
 
-HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 WATCHDOG = "pt_nccl_watchdg"  # the name that torch gives to the thread, of at most 15 characters
 COLLECTIVES = {"default": 3, "further": 2}  # group -> how many collectives each rank runs in it
 
@@ -74,16 +72,8 @@ def late_rank(ranks: Ranks, seconds: float) -> dict[str, Any]:
     return {"sum": float(total)}
 
 
-def stopped_watchdog(ranks: Ranks, seconds: float, heartbeat: int, monitoring: str = "") -> dict[str, Any]:
-    """Stop the threads of NCCL's watchdog for `seconds`; returns if the process is alive after it.
-
-    heartbeat: of the group, in seconds, in place of the contract's; monitoring: likewise, if it is given.
-    """
-    dist.destroy_process_group()
-    os.environ[HEARTBEAT] = str(heartbeat)
-    if monitoring:
-        os.environ[MONITORING] = monitoring
-    ranks.start()
+def stopped_watchdog(ranks: Ranks, seconds: float) -> dict[str, Any]:
+    """Stop the threads of NCCL's watchdog for `seconds`; returns if the process is alive after it."""
     total = torch.ones(1, device=ranks.device)
     dist.all_reduce(total)
     reached = float(total)

@@ -36,8 +36,11 @@ def run_cases(
     """Return case -> the result of each rank. A case names its `program`; its other keys are the program's arguments.
 
     group_timeout: seconds that the rank's launcher sets for the group, in place of the contract's. within: seconds that
-    the harness waits for a rank. log: the ranks' standard error goes to this path and "-0", "-1", ... A rank that
-    raised returns `error`, one line; so does one that ended or never answered. variables: of the ranks' environment.
+    the harness waits for a rank. given: environment variables that the rank sets before its group, after the
+    contract's. log: the ranks' standard error goes to this path and "-0", "-1", ... A rank that raised returns `error`,
+    one line; so does one that ended or never answered.
+
+    variables: what the environment of all ranks has from the start, before torch is imported.
     """
     program = [sys.executable, "-m", "suites.distributed.ranks", device, str(ranks), json.dumps(cases)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
@@ -54,6 +57,7 @@ def _case(
     program: str,
     within: float = CASE,
     group_timeout: int = 0,
+    given: Mapping[str, str] = {},
     log: str = "",
     **arguments: Any,
 ) -> list[dict[str, Any]]:
@@ -70,7 +74,7 @@ def _case(
         here, there = fork.Pipe(duplex=False)
         place = {**meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         errors = f"{log}-{rank}" if log else ""
-        options = (there, device, place, group_timeout, errors, program, arguments)
+        options = (there, device, place, {**given}, group_timeout, errors, program, arguments)
         process = fork.Process(target=_rank, args=options, daemon=True)
         process.start()
         there.close()  # otherwise the pipe of a rank that dies would stay open here
@@ -99,6 +103,7 @@ def _rank(
     connection: Connection,
     device: str,
     place: dict[str, str],
+    given: dict[str, str],
     group_timeout: int,
     errors: str,
     program: str,
@@ -109,7 +114,7 @@ def _rank(
     if errors:
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     contract = load()
-    os.environ.update({**contract.rank_variables, **place})
+    os.environ.update({**contract.rank_variables, **place, **given})
     apply_dynamo(contract)
     if group_timeout:
         changed = {**contract.rank_variables, "TORCH_DISTRIBUTED_DEFAULT_TIMEOUT": str(group_timeout)}

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from launch.children import Child, ChildError, run
 from launch.logs import classify
@@ -19,6 +22,8 @@ from suites.distributed.ranks import run_cases
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
+TIMEOUTS = {"cpu": 3, "cuda": 10}  # seconds; NCCL's group needs some to start
+GROUP_ARGUMENT = ">=2.13"  # torch whose custom ops take a ProcessGroup, of the versions tried
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # gloo implements reduce_scatter as an all_reduce, and records it as one; NCCL's barrier is an all_reduce.
 RECORDED = {
@@ -62,7 +67,7 @@ def results(lane: Lane, dumps: Path, errors: Path) -> dict[str, list[dict]]:
         {
             "collectives": {"program": "collectives", "dumps": str(dumps)},
             "same guards": {"program": "divergent", "diverge": False},
-            "divergent": {**divergent, "group_timeout": 3, "within": 100, "log": str(errors)},
+            "divergent": {**divergent, "group_timeout": TIMEOUTS[lane.device], "log": str(errors)},
             "without a timeout": {**divergent, "within": 10},
         },
         lane.device,
@@ -74,20 +79,21 @@ def test_compiled_collectives_equal_eager(lane: Lane, results, row) -> None:
     """reduce_scatter_tensor; a functional operator and a custom op that take a ProcessGroup; each is one graph."""
     ranks = results["collectives"]
     assert not any("error" in one for one in ranks), ranks
+    programs = 2 + SpecifierSet(GROUP_ARGUMENT).contains(Version(torch.__version__).base_version)
     row(
         f"distributed/{BACKENDS[lane.device]}_2_ranks/compiled_collectives_equal_to_eager",
         sum(equal for one in ranks for equal in one["equal"].values()),
         unit="count",
         witness=sum(len(one["equal"]) for one in ranks),
         rule="R1",
-        expected=6,
+        expected=2 * programs,
         evidence=[f"rank {rank}: {one['equal']}" for rank, one in enumerate(ranks)],
     )
     for one in ranks:
         assert one["by_hand"], "two ranks that reduce nothing would agree, too"
-        assert one["graphs"] == 3
+        assert one["graphs"] == programs
         operators = " ".join(one["operators"])
-        assert all(name in operators for name in ("reduce_scatter_tensor", "all_reduce", "summed"))
+        assert all(name in operators for name in ("reduce_scatter_tensor", "all_reduce", "summed")[:programs])
 
 
 @lanes("cpu", "h200x2")
@@ -112,7 +118,9 @@ def test_divergent_guards_time_out_with_a_reason(lane: Lane, results, errors: Pa
         evidence=[reason],
     )
     assert "\n" not in reason
-    assert ("Timed out waiting 3000ms" if lane.device == "cpu" else "Timeout(ms)=3000") in reason
+    milliseconds = 1000 * TIMEOUTS[lane.device]
+    waited = f"waiting {milliseconds}ms" if lane.device == "cpu" else f"Timeout(ms)={milliseconds}"
+    assert waited in reason
     assert "sum" in results["divergent"][1], "the rank that skipped the collective has no error"
     assert len({one["sum"] for one in results["same guards"]}) == 1, (
         "with the same guards both ranks enter it"

@@ -10,14 +10,21 @@ from pathlib import Path
 import pytest
 
 from launch.contract import load
-from suites.distributed.nccl import COLLECTIVES, HEARTBEAT, killed_by
+from launch.warmup import MONITORING
+from suites.distributed.nccl import COLLECTIVES, killed_by
 from suites.distributed.ranks import run_cases
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
 TIMEOUT = 7200.0
-SHORT = 4  # seconds: the timeout and the heartbeat of the planted cases
-LATE, KEPT = 12.0, 30.0  # seconds for which a rank is late, and for which its watchdog is kept
+HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+# After a timeout the watchdog waits for the flight record to be written: 15 s by default.
+QUICK = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
+TIMED_OUT, BEAT = (
+    10,
+    4,
+)  # seconds: the timeout and the heartbeat of the planted cases; the group starts within both
+LATE, KEPT = 20.0, 30.0  # seconds for which a rank is late, and for which its watchdog is kept
 ABORTED = {"error": "ended with -6"}
 
 
@@ -30,17 +37,24 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(lane: Lane, logs: Path) -> dict[str, list[dict]]:
     """The results of one start of the ranks for all tests of this file."""
     late = {"program": "late_rank", "seconds": LATE}
-    stopped = {"program": "stopped_watchdog", "heartbeat": SHORT}
+    beat = {HEARTBEAT: str(BEAT), **QUICK}
+    stopped = {"program": "stopped_watchdog", "seconds": KEPT, "given": beat}
     return run_cases(
         {
             "facts": {"program": "group_facts"},
             "late": late,
-            "late, short timeout": {**late, "group_timeout": SHORT, "log": str(logs / "late")},
-            "stopped": {**stopped, "seconds": KEPT},
+            "late, short timeout": {
+                **late,
+                "seconds": 3 * LATE,  # the rank that waits is ended before
+                "given": QUICK,
+                "group_timeout": TIMED_OUT,
+                "log": str(logs / "late"),
+            },
+            "stopped": stopped,
             "stopped, monitored": {
                 **stopped,
-                "seconds": 2 * KEPT,  # it is ended before
-                "monitoring": "1",
+                "seconds": 2 * KEPT,
+                "given": {**beat, MONITORING: "1"},
                 "log": str(logs / "stopped"),
             },
         },
@@ -106,7 +120,7 @@ def test_late_rank_is_waited_for(lane: Lane, results, logs: Path, row) -> None:
         evidence=[killed_by(f"{logs / 'late'}-0")],
     )
     assert results["late, short timeout"][0] == ABORTED
-    assert f"Timeout(ms)={SHORT}000" in killed_by(f"{logs / 'late'}-0")
+    assert f"Timeout(ms)={TIMED_OUT}000" in killed_by(f"{logs / 'late'}-0")
 
 
 @lanes("h200x2")

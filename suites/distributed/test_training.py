@@ -18,7 +18,8 @@ DIVIDED = ("expert", "tensor")
 # Blocks of the compiled models: those that a division changes, and no more.
 COMPILED = {"ddp": "AE", "fsdp2": "AE", "expert": "E", "tensor": "A"}
 ROUNDING = 1e-9  # relative, in fp64: sums in another order; a fault is larger by orders of magnitude
-SAME_ROWS, NO_EXCHANGE, NO_SUM = FAULTS
+SAME_ROWS, NO_EXCHANGE, NO_SUM, SPLIT = FAULTS
+SMALL_BUCKET = 0.01  # MiB; smaller than any block
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,11 @@ def results(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
         cases[f"{division}, compiled"] = {**wide, **compiled(division)}
     for division, fault in zip(("ddp", *DIVIDED), FAULTS):
         cases[fault] = {**cases[division], "fault": fault, "steps": 1}
-    return run_cases(cases, lane.device)
+    small = {**cases["ddp, compiled"], "bucket": SMALL_BUCKET}
+    cases |= {"small buckets": small, SPLIT: {**small, "fault": SPLIT}}
+    # On a GPU each process would choose the tiles of a reduction, and with them the order of its sum, by measuring.
+    fixed = {"TORCHINDUCTOR_DETERMINISTIC": "1"} if lane.device == "cuda" else {}
+    return run_cases(cases, lane.device, variables=fixed)
 
 
 def compiled(division: str) -> dict[str, object]:
@@ -85,6 +90,24 @@ def test_ranks_train_as_one_process(lane: Lane, division: str, results, row) -> 
         assert one["groups"] == (2 if division == "ddp" and lane.device == "cpu" else 1)
     faulty = sound(results, SAME_ROWS)
     assert all(one["gradients"]["different"] > 0 and one["losses"] != one["one"] for one in faulty)
+
+
+@lanes("cpu", "h200x2")
+@planted("C27", "Dynamo splits regions where DDP's buckets end")
+def test_buckets_do_not_split_regions(lane: Lane, results, row) -> None:
+    """Blocks that are larger than a bucket of gradients, as at full size: each kind of region is still one program."""
+    ranks = sound(results, "small buckets")
+    row(
+        "distributed/train-ddp/programs_beyond_budget_with_small_buckets",
+        sum(one["programs"] - one["expected_programs"] for one in ranks),
+        unit="count",
+        witness=sum(one["programs"] for one in ranks),
+        rule="C27",
+        expected=0,
+        evidence=[f"rank {rank}: {one['programs']} programs" for rank, one in enumerate(ranks)],
+    )
+    assert all(one["gradients"]["different"] == 0 for one in ranks)
+    assert all("ProgramBudgetError" in one["error"] for one in results[SPLIT]), results[SPLIT]
 
 
 @lanes("cpu", "h200x2")

@@ -5,6 +5,7 @@ The one process takes the rows of all ranks as its batch, and as many of them at
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -18,15 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial
+from torch.nn.parallel import DistributedDataParallel
 
 from bumpgate.plugin.instruments import DynamoWatch
-from launch import autofit, caches, model_parallel
+from launch import autofit, caches, model_parallel, parallel, train
+from launch.contract import Contract, apply_dynamo
 from launch.data import TokenFile, packed_batches
 from launch.environment import RUN, child_environment, run_caches, seed_caches
 from launch.layout import Layout
 from launch.ranks import Ranks
 from launch.shards import whole
 from launch.train import Plan, Trainer
+from launch.warmup import WarmUp
 from model import preset
 from suites.support.child import ROOT
 from suites.support.instruments import group_timeout
@@ -103,6 +107,21 @@ def _same_rows(share: autofit.Share, batch: Tensor) -> Tensor:
     return batch.chunk(share.count)[0]
 
 
+def _with_buckets(size: float) -> type[DistributedDataParallel]:
+    class Bucketed(DistributedDataParallel):
+        __signature__ = inspect.signature(DistributedDataParallel)
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, bucket_cap_mb=size, **options)
+
+    return Bucketed
+
+
+def _optimize_ddp(contract: Contract) -> None:
+    apply_dynamo(contract)
+    torch._dynamo.config.optimize_ddp = True  # torch's default
+
+
 # Fault -> what it replaces.
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "every rank takes the first rows": (autofit.Share, "of", _same_rows),
@@ -112,6 +131,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "RowwiseParallel",
         partial(model_parallel.RowwiseParallel, output_layouts=Partial()),
     ),
+    "Dynamo splits regions": (train, "apply_dynamo", _optimize_ddp),
 }
 
 
@@ -123,12 +143,18 @@ def compare(
     steps: int = STEPS,
     pattern: str = PATTERN,
     wide: bool = False,
+    bucket: float = 0.0,
     fault: str = "",
 ) -> dict[str, Any]:
     """Train over the ranks and in one process -> how losses, gradients and weights differ.
 
-    wide: in fp64, and the one process is eager; otherwise it has the policy of the ranks.
+    wide: in fp64, and the one process is eager; otherwise it has the policy of the ranks. bucket: of DDP's gradients,
+    in MiB, in place of torch's default; the ranks then compile in their first step, under DDP, as on a GPU.
     """
+    if bucket:
+        parallel.DistributedDataParallel = _with_buckets(bucket)  # type: ignore[misc]
+        torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = int(bucket * 2**20)
+        train.load_warmup = lambda: WarmUp({"compiled": {"compiled": True}}, "1")
     if wide:
         torch.set_default_dtype(torch.float64)
     plan = Plan(steps, policy=policy, optimizer=optimizer, warmup=1)

@@ -52,6 +52,16 @@ def test_import_failure_is_reported_in_seconds(lane: Lane, tmp_path: Path, row) 
 
 
 @lanes("cpu")
+@planted("C38", "a warning of torch's C++ follows the line with the reason")
+def test_warning_at_exit_does_not_hide_the_reason(lane: Lane) -> None:
+    warning = (
+        "[rank0]:[W1124 17:09:27.2 ProcessGroupNCCL.cpp:1575] Warning: destroy_process_group() was not called"
+    )
+    assert children.last_line(["disk full: state.pt", warning, ""]) == "disk full: state.pt"
+    assert children.last_line([warning.removeprefix("[rank0]:")]) == warning.removeprefix("[rank0]:")
+
+
+@lanes("cpu")
 def test_lines_of_several_children_are_complete_and_tagged(lane: Lane, tmp_path: Path) -> None:
     """Standard output and error of four children at once: 2000 lines, each with its own tag, none torn or lost."""
     program = "import sys\nfor i in range(250): print('out', i); print('err', i, file=sys.stderr)"
