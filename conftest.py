@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.plugin import chosen_lane, named_lanes
+from bumpgate.plugin import chosen_lane, lanes_of, named_lanes
 from suites.support.environment import prepare_environment
 
 
@@ -28,7 +28,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
     """Assign one test at a time on a GPU, so that a long compile does not block queued tests."""
-    if chosen_lane(config) != "h200":
+    lane = chosen_lane(config)
+    if lane is None or lanes_of(config)[lane].device != "cuda":
         return None
     from suites.support.scheduling import TestByTest
 

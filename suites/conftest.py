@@ -9,6 +9,7 @@ import pytest
 
 from bumpgate.plugin import lane_of
 from bumpgate.plugin.rows import MACHINE_STATE, baseline_path, lane_baseline, report_canaries
+from suites.support.lanes import LANES
 from suites.support.planted import report_fault
 from suites.support.scheduling import turn
 
@@ -24,7 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _turn_on_gpu(item: pytest.Item) -> tuple[int, int]:
-    if lane_of(item) != "h200":
+    lane = lane_of(item)
+    if lane is None or LANES[lane].device != "cuda":
         return 0, 0
     alone = "exclusive_machine" in getattr(item, "fixturenames", ())
     return turn(item.nodeid, alone)

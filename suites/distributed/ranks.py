@@ -14,10 +14,12 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from bumpgate.plugin.timing import machine
 from launch.children import Child, run
 from launch.contract import apply_dynamo, load
 from launch.ranks import Ranks
@@ -49,6 +51,14 @@ def run_cases(
     tail = run([Child("ranks", program, environment)], seconds=SECONDS, cwd=ROOT)["ranks"]
     lines = [json.loads(line) for line in tail if line.startswith('{"case"')]
     return {line["case"]: line["results"] for line in lines}
+
+
+def run_shared(
+    cases: Mapping[str, Mapping[str, Any]], device: str, variables: Mapping[str, str] = {}
+) -> dict[str, list[dict[str, Any]]]:
+    """Run cases for the fixture of a module: on a GPU no test is timed meanwhile, as during a test."""
+    with machine(exclusive=False) if device == "cuda" else nullcontext():
+        return run_cases(cases, device, variables=variables)
 
 
 def _case(

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from model import preset
 from suites.compile.expectations import expected
-from suites.distributed.ranks import run_cases
+from suites.distributed.ranks import run_shared
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 from suites.support.reduce import largest, name_of_largest
@@ -43,7 +43,7 @@ def results(lane: Lane) -> dict[str, list[dict]]:
             )
     for name, own_shard in (("muon", False), ("muon, own rows", True)):
         cases[name] = {"program": "muon", "own_shard": own_shard}
-    return run_cases(cases, lane.device)
+    return run_shared(cases, lane.device)
 
 
 @lanes("cpu", "h200x2")

@@ -17,7 +17,7 @@ import torch
 
 from launch.environment import DISK_FULL, RETRY, RUN
 from launch.retry import REASON, supervise
-from suites.distributed.ranks import run_cases
+from suites.distributed.ranks import run_shared
 from suites.distributed.training import CORPUS
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
@@ -118,7 +118,7 @@ def results(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     place = tmp_path_factory.mktemp("caches")
     slow = {"program": "slow_cache", "seconds": 2.0}
     differ = {"program": "disagreeing", "name": "torch"}
-    return run_cases(
+    return run_shared(
         {
             "torch": {**differ, "values": ["2.13.0", "2.14.0"]},
             "same": {**differ, "values": ["2.13.0", "2.13.0"]},

@@ -12,7 +12,7 @@ import pytest
 from launch.contract import load
 from launch.warmup import MONITORING
 from suites.distributed.nccl import COLLECTIVES, killed_by
-from suites.distributed.ranks import run_cases
+from suites.distributed.ranks import run_shared
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
@@ -39,7 +39,7 @@ def results(lane: Lane, logs: Path) -> dict[str, list[dict]]:
     late = {"program": "late_rank", "seconds": LATE}
     beat = {HEARTBEAT: str(BEAT), **QUICK}
     stopped = {"program": "stopped_watchdog", "seconds": KEPT, "given": beat}
-    return run_cases(
+    return run_shared(
         {
             "facts": {"program": "group_facts"},
             "late": late,

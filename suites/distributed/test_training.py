@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from suites.distributed.ranks import run_cases
+from suites.distributed.ranks import run_shared
 from suites.distributed.training import FAULTS, SAVED, STEPS
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
@@ -41,7 +41,7 @@ def results(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     cases |= {"small buckets": small, SPLIT: {**small, "fault": SPLIT}}
     # On a GPU each process would choose the tiles of a reduction, and with them the order of its sum, by measuring.
     fixed = {"TORCHINDUCTOR_DETERMINISTIC": "1"} if lane.device == "cuda" else {}
-    return run_cases(cases, lane.device, variables=fixed)
+    return run_shared(cases, lane.device, variables=fixed)
 
 
 def compiled(division: str) -> dict[str, object]:

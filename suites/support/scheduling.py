@@ -1,4 +1,4 @@
-"""Assignment of tests to workers on the H200 lane: test by test, except for tests that share something.
+"""Assignment of tests to workers on the GPU lanes: test by test, except for tests that share something.
 
 These share an expensive fixture or the whole machine. One worker runs those that must not run in parallel, so that no
 others wait for each other's locks.
@@ -14,10 +14,14 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-# Each has a module-scoped fixture that compiles, builds or searches for ten seconds to two minutes.
+# Each has a module-scoped fixture that compiles, trains, builds or searches for ten seconds to two minutes.
 TOGETHER = {
     "suites/cache/test_keys.py",
     "suites/cache/test_layers.py",
+    "suites/distributed/test_collectives.py",
+    "suites/distributed/test_data_parallel.py",
+    "suites/distributed/test_nccl.py",
+    "suites/distributed/test_training.py",
     "suites/launch/test_capabilities.py",
     "suites/launch/test_knobs.py",
     "suites/wheels/test_abi.py",

@@ -120,9 +120,10 @@ def group_timeout(group: Any, device: str = "cpu") -> float:
 
 
 def functional_all_reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """Sum over a process group by c10d's functional operator, which takes the group and not its name."""
+    """Sum over a process group by c10d's functional operator, which takes the group, or in older torch its name."""
     ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_reduce(tensor, "sum", group))
+    by_name = str(ops.all_reduce.default._schema.arguments[-1].type) == "str"
+    return ops.wait_tensor(ops.all_reduce(tensor, "sum", group.group_name if by_name else group))
 
 
 def flight_record(device: str = "cpu") -> bytes:
