@@ -4,7 +4,8 @@ A winsorised test treats a slow process as noise, so it never reports a build in
 as long. This module counts those processes, in Wald's sequential test of "as rare as in an unchanged build" against
 "frequent" (Wald 1945, "Sequential tests of statistical hypotheses"). Noise alone cannot prove a slow mode: with signs
 alone, k slow processes of one side and none of the other have p = 2^-k. The test therefore assumes how rare a slow
-process is in an unchanged build (`Modes.rare`); slow processes of the adopted build are subtracted.
+process is in an unchanged build (`Modes.rare`). On a machine where processes of the adopted build are slow more often
+(`Usual`), the candidate must have slow processes in addition to that share, and by far more of them.
 
 Readings that were lost are counted too: a build that is too rough to be timed, or that dies, loses more of them.
 """
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+HIGHEST = 0.5  # share of slow processes above which a machine shows no slow mode of a build
 # A session this far above the median of its row had a slow process of the candidate; this far below, of the adopted.
 SLOW = math.log(1.3)
 
@@ -35,12 +38,15 @@ class Modes:
 
     rare, frequent: share of slow processes in an unchanged build, and the share that must be found.
     alpha: chance of a false FOUND in all tests of a gate. beta: chance that a frequent slow mode is CLEARED.
+    sides: the greatest p of "a slow process is of either side with equal chance" for a FOUND, on a machine on which
+    processes of the adopted build are slow too.
     """
 
     rare: float = 0.002
     frequent: float = 0.1
     alpha: float = 0.006
     beta: float = 0.06
+    sides: float = 1 / 128
 
     def __post_init__(self) -> None:
         if not (0 < self.rare < self.frequent < 1 and 0 < self.alpha < 0.5 and 0 < self.beta < 0.5):
@@ -58,18 +64,40 @@ def slow_sessions(log_ratios: Sequence[float]) -> tuple[int, int]:
     return signs.count(1), signs.count(-1)
 
 
-def slow_mode(log_ratios: Sequence[float], modes: Modes, share: float = 1.0) -> Mode:
+@dataclass(frozen=True)
+class Usual:
+    """How many readings of all rows of a test had a slow process of the adopted build."""
+
+    slow: int = 0
+    readings: int = 0
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[float]]) -> Usual:
+        """Count them in the sessions of each row."""
+        kept = list(rows)
+        return cls(sum(slow_sessions(row)[1] for row in kept), sum(map(len, kept)))
+
+    @property
+    def share(self) -> float:
+        """Return a share that the machine's own seldom exceeds: one standard deviation above the observed one."""
+        return min(HIGHEST, (self.slow + math.sqrt(self.slow)) / self.readings) if self.slow else 0.0
+
+
+def slow_mode(log_ratios: Sequence[float], modes: Modes, share: float = 1.0, usual: Usual = Usual()) -> Mode:
     """Return the first bound that the log-likelihood ratio crosses, session by session.
 
-    share: of `modes.alpha`, if several tests are judged.
+    share: of `modes.alpha`, if several tests are judged. usual: of the row's test.
     """
-    slow = math.log(modes.frequent / modes.rare)
-    normal = math.log((1 - modes.frequent) / (1 - modes.rare))
+    rare = max(modes.rare, usual.share)
+    frequent = rare + modes.frequent - modes.rare
+    slow = math.log(frequent / rare)
+    normal = math.log((1 - frequent) / (1 - rare))
     upper, lower = -math.log(modes.alpha * share), math.log(modes.beta)
-    total = 0.0
+    total, sides = 0.0, Counter[int]()
     for sign in _signs(log_ratios):
+        sides[sign] += 1
         total += sign * slow if sign else normal
-        if total >= upper:
+        if total >= upper and (not usual.slow or p_lost(sides[1], sides[-1]) <= modes.sides):
             return Mode.FOUND
         if total <= lower:
             return Mode.CLEARED
@@ -79,8 +107,8 @@ def slow_mode(log_ratios: Sequence[float], modes: Modes, share: float = 1.0) -> 
 def p_lost(bad: int, good: int) -> float:
     """Return the exact one-sided p of "the candidate loses no more readings than the adopted build".
 
-    bad, good: numbers of lost readings. If the claim holds, each lost reading is of either side with equal chance
-    (binomial test).
+    bad, good: numbers of lost readings, or of slow ones. If the claim holds, each of them is of either side with equal
+    chance (binomial test).
     """
     total = bad + good
     return float(sum(math.comb(total, k) for k in range(bad, total + 1)) / 2**total)

@@ -31,7 +31,7 @@ from enum import Enum
 from functools import lru_cache
 from itertools import combinations_with_replacement
 
-from bumpgate.gate.modes import Mode, slow_mode, slow_sessions
+from bumpgate.gate.modes import Mode, Usual, slow_mode, slow_sessions
 from bumpgate.gate.multiplicity import benjamini_hochberg, holm
 from bumpgate.gate.plan import Family, Plan, Rule, cache_allowance, shares
 
@@ -230,12 +230,15 @@ def _judge(
     slower = holm({row: e.slower for row, e in found.items()}, share)
     faster = holm({row: e.faster for row, e in found.items()}, share)
     # Rows of one test come from the same processes, so its slow modes are tested once, with the shares of all its rows.
-    of_test = dict.fromkeys((family.tests.get(row, row) for row in sessions), 0.0)
+    rows_of: dict[str, list[str]] = {}
     for row in sessions:
-        of_test[family.tests.get(row, row)] += share[row]
+        rows_of.setdefault(family.tests.get(row, row), []).append(row)
+    of_test = {test: sum(share[row] for row in rows) for test, rows in rows_of.items()}
+    usual = {test: Usual.of(sessions[row] for row in rows) for test, rows in rows_of.items()}
     out = {}
     for row, e in found.items():
-        mode = slow_mode(sessions[row], plan.modes, of_test[family.tests.get(row, row)])
+        test = family.tests.get(row, row)
+        mode = slow_mode(sessions[row], plan.modes, of_test[test], usual[test])
         seen = plan.rule(row).watch or slow_sessions(sessions[row])[0] > 0
         out[row] = _outcome(e, slower[row], faster[row], plan, mode, seen), e
     return out

@@ -1,5 +1,7 @@
 """Sessions of real gates of a build against itself, kept for replay: `python -m suites.self.recorded gate.json ...`
 
+`--starts` keeps the rows of process starts instead of those of training steps.
+
 A session of two equal builds measures only noise, of any distribution. Resampling with replacement gives any number
 of gates with the noise of a real machine (Efron 1979, "Bootstrap methods").
 """
@@ -15,6 +17,8 @@ from typing import Any
 from bumpgate.rows import write_atomic
 
 PLACE = Path(__file__).with_name("recorded_sessions.json")
+STARTS = Path(__file__).with_name("recorded_starts.json")
+START = "throughput/start-"
 
 # No row was decided before its eighth session when these gates ran.
 COMPLETE_SESSIONS = 8
@@ -32,9 +36,20 @@ def sessions(gates: Sequence[dict[str, Any]]) -> list[Session]:
     ]
 
 
-def main(paths: Sequence[str]) -> None:
+def starts(gates: Sequence[dict[str, Any]]) -> list[Session]:
+    """Return all sessions of the rows of process starts: their test ends for all of them at once."""
+    return [
+        dict(zip(gate["log_ratios"], values, strict=True))
+        for gate in gates
+        for values in zip(*gate["log_ratios"].values(), strict=True)
+    ]
+
+
+def main(arguments: Sequence[str]) -> None:
     kept = []
-    for path in paths:
+    of_starts = "--starts" in arguments
+    place, read = (STARTS, starts) if of_starts else (PLACE, sessions)
+    for path in (argument for argument in arguments if argument != "--starts"):
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         kept.append(
             {
@@ -46,11 +61,12 @@ def main(paths: Sequence[str]) -> None:
                 "log_ratios": {
                     row: [round(x, 6) for x in values]
                     for row, values in raw["sessions"]["log_ratios"].items()
+                    if row.startswith(START) is of_starts
                 },
             }
         )
-    write_atomic(PLACE, json.dumps(kept, indent=1) + "\n")
-    print(f"{PLACE.name}: {len(kept)} gates, {len(sessions(kept))} sessions of every row")
+    write_atomic(place, json.dumps(kept, indent=1) + "\n")
+    print(f"{place.name}: {len(kept)} gates, {len(read(kept))} sessions of every row")
 
 
 if __name__ == "__main__":

@@ -19,13 +19,14 @@ from bumpgate.gate.modes import p_lost
 from bumpgate.gate.plan import Family, Plan, plan_for
 from bumpgate.gate.sequential import Outcome, decide
 from bumpgate.gate.timed import ALPHA_LOST
-from suites.self.recorded import PLACE, Session, sessions
+from suites.self.recorded import PLACE, STARTS, Session, sessions, starts
 from suites.self.simulation import wilson
 
 EAGER = "throughput/nam52-eager/tokens_per_anchor"
 SPEEDUP = "throughput/nam52-regional/speedup_over_eager"
 COMPILED = "throughput/nam52-regional/tokens_per_anchor"
 ROWS = (EAGER, SPEEDUP, COMPILED)
+WARM = "throughput/start-cpu/warm_cpu_seconds"
 RED = (Outcome.SLOWER, Outcome.SLOW_MODE)
 
 
@@ -34,6 +35,8 @@ class Case:
     """Injected effects. slower: row -> factor of its time. slow: share of the candidate's processes that take `factor`
     times as long in the compiled rows. rough: share of the candidate's processes that are lost. cache_sd: standard
     deviation of the bias of each side's cache. rows: 3 of one test, or more in tests of 3. lane: the plan's lane.
+    starts: the rows of process starts, on a noisy machine, in place of those of training steps; the slow processes are
+    then the warm ones.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Case:
     cache_sd: float = 0.0
     rows: int = 3
     lane: str = "cpu"
+    starts: bool = False
 
 
 CASES = (
@@ -60,6 +64,9 @@ CASES = (
     Case("15 % of processes 1.5x slower", slow=0.15, factor=1.5),
     Case("40 % of processes too rough", rough=0.4),
     *(Case(f"cache bias sd {100 * sd:g} % a side", cache_sd=sd) for sd in (0.005, 0.01)),
+    Case("starts, noisy machine, unchanged", starts=True),
+    Case("starts, noisy machine, +20 % warm", {WARM: 1.2}, starts=True),
+    *(Case(f"starts, noisy machine, {100 * s:g} % 2x slower", slow=s, starts=True) for s in (0.1, 0.3)),
 )
 LARGE = (
     Case("71 rows, unchanged", rows=71, lane="h200"),
@@ -72,11 +79,15 @@ LARGE = (
 def gate(case: Case, drawn_from: Sequence[Session], rng: random.Random) -> tuple[str, int]:
     """Simulate one gate: its decision on the timed rows, and its number of sessions."""
     plan: Plan = plan_for(None, case.lane)
-    origin = {
-        (row if i < 3 else row.replace("throughput/nam52", f"kernels/k{i // 3}")): row
-        for i, row in enumerate((ROWS * (case.rows // 3 + 1))[: case.rows])
-    }
-    tests = {name: f"test{i // 3}" for i, name in enumerate(origin)}
+    if case.starts:
+        origin = {row: row for row in drawn_from[0]}
+        tests, may_be_slow = dict.fromkeys(origin, "starts"), (WARM,)
+    else:
+        origin = {
+            (row if i < 3 else row.replace("throughput/nam52", f"kernels/k{i // 3}")): row
+            for i, row in enumerate((ROWS * (case.rows // 3 + 1))[: case.rows])
+        }
+        tests, may_be_slow = {name: f"test{i // 3}" for i, name in enumerate(origin)}, ROWS[1:]
     bias = {
         name: [rng.gauss(0, case.cache_sd) - rng.gauss(0, case.cache_sd) for _ in range(2)] for name in origin
     }
@@ -97,7 +108,7 @@ def gate(case: Case, drawn_from: Sequence[Session], rng: random.Random) -> tuple
             for name, row in origin.items():
                 if tests[name] in still:
                     session, sign = drawn[tests[name]]
-                    planted = math.log(case.slower.get(name, 1.0)) + (slow if name in ROWS[1:] else 0.0)
+                    planted = math.log(case.slower.get(name, 1.0)) + (slow if name in may_be_slow else 0.0)
                     readings[name].append(sign * session[row] + planted + bias[name][pair])
                     caches[name].append(pair)
         outcomes = decide(readings, plan, Family(tests, caches))
@@ -110,7 +121,8 @@ def gate(case: Case, drawn_from: Sequence[Session], rng: random.Random) -> tuple
 
 def rates(case: Case, gates: int, seed: int) -> tuple[Counter[str], list[int]]:
     """Return the count of each decision, and the sessions of each gate in ascending order."""
-    drawn_from = sessions(json.loads(PLACE.read_text(encoding="utf-8")))
+    place, read = (STARTS, starts) if case.starts else (PLACE, sessions)
+    drawn_from = read(json.loads(place.read_text(encoding="utf-8")))
     rng = random.Random(f"{seed} {case.name}")
     games = [gate(case, drawn_from, rng) for _ in range(gates)]
     return Counter(decision for decision, _ in games), sorted(begun for _, begun in games)

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from bumpgate.gate import command
-from bumpgate.gate.modes import Mode, Modes, p_lost, slow_mode, slow_sessions
-from bumpgate.gate.plan import Plan, Rule
+from bumpgate.gate.modes import Mode, Modes, Usual, p_lost, slow_mode, slow_sessions
+from bumpgate.gate.plan import Family, Plan, Rule
 from bumpgate.gate.sequential import Outcome, decide
 
 SLOW = math.log(2)
@@ -40,6 +40,26 @@ def test_slow_sessions_are_counted_by_side() -> None:
 )
 def test_slow_mode_is_decided_at_the_first_bound(values: list[float], expected: Mode) -> None:
     assert slow_mode(values, Modes()) is expected
+
+
+def test_slow_processes_of_both_builds_are_noise_of_the_machine() -> None:
+    """Three slow processes of the candidate prove a slow mode only where the adopted build has none."""
+    values = [*series(0, 10), SLOW, *series(0, 20), SLOW, *series(0, 8), SLOW]
+    noisy = Usual(slow=11, readings=708)
+    assert slow_mode(values, Modes()) is Mode.FOUND
+    assert slow_mode(values, Modes(), usual=noisy) is Mode.OPEN
+    assert slow_mode(series(9, 20), Modes(), usual=noisy) is Mode.FOUND
+    assert slow_mode([*series(0, 12), *[SLOW, -SLOW] * 9], Modes(), usual=noisy) is not Mode.FOUND
+    assert Usual.of([series(1, 9, 2), series(0, 12, 1)]) == Usual(3, 25)
+    assert (Usual().share, Usual(1, 100).share, Usual(90, 100).share) == (0.0, 0.02, 0.5)
+
+
+def test_slow_processes_of_the_adopted_build_count_over_all_rows_of_a_test() -> None:
+    noisy, row = series(0, 18, 6), [*series(0, 10), SLOW, 0.0, 0.01, SLOW, *series(0, 10)]
+    one, two = "a/b/noisy", "a/b/row"
+    alone = decide({one: noisy, two: row}, Plan())
+    together = decide({one: noisy, two: row}, Plan(), Family({one: "t", two: "t"}))
+    assert (alone[two], together[two]) == (Outcome.SLOW_MODE, Outcome.INCONCLUSIVE)
 
 
 def test_watched_row_is_same_only_when_cleared() -> None:
