@@ -10,8 +10,9 @@ from bumpgate.plugin import chosen_lane, lanes_of, named_lanes
 from suites.support.environment import prepare_environment
 
 
+@pytest.hookimpl(tryfirst=True)  # the plugin's is, too, and was registered earlier
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare the environment before the plugin looks for the lane's device, which imports torch."""
+    """Prepare the environment before the plugin checks the compile caches and looks for the lane's device."""
     if not config.pluginmanager.hasplugin("bumpgate.plugin"):
         raise pytest.UsageError(
             "bumpgate.plugin is not loaded: leave out -p no:bumpgate.plugin and -o addopts"

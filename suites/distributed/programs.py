@@ -24,7 +24,7 @@ from launch.ranks import Ranks
 from launch.shards import whole
 from model import Hybrid, HybridConfig, preset
 from suites.support.hybrids import build, token_batch
-from suites.support.instruments import flight_record, functional_all_reduce
+from suites.support.instruments import flight_record, functional_all_reduce, functional_argument
 from suites.support.reduce import largest
 
 TOKENS = 32
@@ -140,14 +140,13 @@ def muon(ranks: Ranks, own_shard: bool) -> dict[str, Any]:
     On a GPU in fp64: fp32 gradients are orthogonalized in bf16 there, which enlarges the rounding errors of a matrix
     without full rank to the size of a whole update.
     """
-    if ranks.device.type == "cuda":
-        torch.set_default_dtype(torch.float64)
     config = preset("nam12", "narrow", layer_pattern="AEM", depth=3)
     whole_matrix = optimizers.gathered, optimizers.part_of
     device, mesh = str(ranks.device), init_device_mesh(ranks.device.type, (2,))
-    start = {name: p.detach().clone() for name, p in build(config, device).named_parameters()}
-    single = build(config, device)
-    made = parallelize(build(config, device), load(), mesh, "fsdp2", "eager")
+    dtype = torch.float64 if ranks.device.type == "cuda" else torch.float32
+    start = {name: p.detach().clone() for name, p in build(config, device, dtype).named_parameters()}
+    single = build(config, device, dtype)
+    made = parallelize(build(config, device, dtype), load(), mesh, "fsdp2", "eager")
     ours, reference = (
         optimizers.build_optimizer(model, "muon", lr=MUON_RATE) for model in (made.compiled.model, single)
     )
@@ -178,14 +177,14 @@ def collectives(ranks: Ranks, dumps: str, backend: str = "aot_eager") -> dict[st
     rank = ranks.rank
     device = ranks.device
     x = torch.linspace(-2, 2, 8, device=device) * (rank + 1)
-    world, further = dist.group.WORLD, dist.new_group([0, 1])
+    world, further = functional_argument(dist.group.WORLD), dist.new_group([0, 1])
 
     def scatter(x: Tensor) -> Tensor:
         part = torch.empty(4, device=x.device)
         dist.reduce_scatter_tensor(part, x.sin())
         return part * 2
 
-    def functional(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def functional(x: Tensor, group: dist.ProcessGroup | str) -> Tensor:
         return functional_all_reduce(x.cos(), group) * 2
 
     def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:

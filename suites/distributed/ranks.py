@@ -25,7 +25,7 @@ from launch.contract import apply_dynamo, load
 from launch.ranks import Ranks
 from suites.support.child import ROOT
 
-SECONDS = 500.0
+SECONDS = 900.0
 CASE = 120.0
 
 

@@ -17,7 +17,8 @@ WHOLE = ("ddp", "fsdp2")
 DIVIDED = ("expert", "tensor")
 # Blocks of the compiled models: those that a division changes, and no more.
 COMPILED = {"ddp": "AE", "fsdp2": "AE", "expert": "E", "tensor": "A"}
-ROUNDING = 1e-9  # relative, in fp64: sums in another order; a fault is larger by orders of magnitude
+# Relative, in fp64 and fp32: sums in another order; a fault is larger by orders of magnitude.
+ROUNDING, ROUNDING_32 = 1e-9, 1e-5
 SAME_ROWS, NO_EXCHANGE, NO_SUM, SPLIT = FAULTS
 SMALL_BUCKET = 0.01  # MiB; smaller than any block
 
@@ -60,17 +61,34 @@ def sound(results: dict[str, list[dict]], *names: str) -> list[dict]:
 @pytest.mark.parametrize("division", WHOLE)
 @planted("C14", "every rank takes the first rows of the batch")
 def test_ranks_train_as_one_process(lane: Lane, division: str, results, row) -> None:
-    """Eager, and with every region compiled by Inductor; the reference is compiled too."""
+    """Eager, and with every region compiled by Inductor; the reference is compiled too.
+
+    Bitwise, but for compiled regions on a GPU: there they are compared within the rounding of fp32.
+    """
     eager, regional = sound(results, division), sound(results, f"{division}, compiled")
+    bitwise = [*eager, *regional] if lane.device == "cpu" else eager
     row(
         f"distributed/train-{division}/gradients_that_differ",
-        sum(one["gradients"]["different"] for one in (*eager, *regional)),
+        sum(one["gradients"]["different"] for one in bitwise),
         unit="count",
-        witness=sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in (*eager, *regional)),
+        witness=sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in bitwise),
         rule="C14",
         expected=0,
-        evidence=[f"losses {one['losses']}, one process {one['one']}" for one in (*eager, *regional)],
+        evidence=[f"losses {one['losses']}, one process {one['one']}" for one in bitwise],
     )
+    if lane.device == "cuda":
+        row(
+            f"distributed/train-{division}/compiled_gradient_error",
+            largest(one["gradients"]["relative"] for one in regional),
+            unit="ratio",
+            witness=sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in regional),
+            rule="C14",
+            at_most=ROUNDING_32,
+            evidence=[
+                f"losses {one['losses']}, one process {one['one']}; repeated: {one['repeated']}"
+                for one in regional
+            ],
+        )
     row(
         f"distributed/train-{division}/recompiles",
         sum(one["recompiles"] for one in regional),
@@ -79,11 +97,12 @@ def test_ranks_train_as_one_process(lane: Lane, division: str, results, row) -> 
         rule="C8",
         expected=0,
     )
-    for one in (*eager, *regional):
+    for one in bitwise:
         assert one["losses"] == one["one"]
         assert one["weights"]["different"] == 0
         assert one["timeout"] == 7200.0
     for one in regional:
+        assert one["losses"] == pytest.approx(one["one"], rel=ROUNDING_32)
         assert one["programs"] == one["expected_programs"] == 3
         # DDP's warm-up is followed by new groups; FSDP2's is inside the wrapped model, and regions with experts compile
         # in the first steps on a GPU.
@@ -106,7 +125,7 @@ def test_buckets_do_not_split_regions(lane: Lane, results, row) -> None:
         expected=0,
         evidence=[f"rank {rank}: {one['programs']} programs" for rank, one in enumerate(ranks)],
     )
-    assert all(one["gradients"]["different"] == 0 for one in ranks)
+    assert largest(one["gradients"]["relative"] for one in ranks) <= ROUNDING_32
     assert all("ProgramBudgetError" in one["error"] for one in results[SPLIT]), results[SPLIT]
 
 

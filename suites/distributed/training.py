@@ -148,6 +148,8 @@ def compare(
 ) -> dict[str, Any]:
     """Train over the ranks and in one process -> how losses, gradients and weights differ.
 
+    `repeated` is how a repetition of the one process differs, compiled on a GPU.
+
     wide: in fp64, and the one process is eager; otherwise it has the policy of the ranks. bucket: of DDP's gradients,
     in MiB, in place of torch's default; the ranks then compile in their first step, under DDP, as on a GPU.
     """
@@ -160,9 +162,16 @@ def compare(
     plan = Plan(steps, policy=policy, optimizer=optimizer, warmup=1)
     if ranks.rank:
         ranks.meet()  # rank 0 compiles first, the others find its code in the cache
-    one = trainer(ranks, replace(plan, policy="eager") if wide else plan, division, pattern, alone=True)
+    single = replace(plan, policy="eager") if wide else plan
+    one = trainer(ranks, single, division, pattern, alone=True)
     expected = first_gradients(one)
     one.run()
+    repeated: dict[str, Tensor] = {}
+    if ranks.device.type == "cuda" and policy != "eager":
+        torch.compiler.reset()
+        again = trainer(ranks, single, division, pattern, alone=True)
+        repeated = first_gradients(again)
+        again.run()
     if not ranks.rank:
         ranks.meet()
     torch.compiler.reset()
@@ -175,6 +184,7 @@ def compare(
         "losses": run.losses,
         "one": one.losses,
         "gradients": apart(found, expected),
+        "repeated": apart(repeated, expected) if repeated else None,
         "weights": apart(whole(run.model.state_dict()), one.model.state_dict()),
         "programs": len(run.programs.seen),
         "expected_programs": run.programs.allowed,

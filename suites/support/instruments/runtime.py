@@ -26,6 +26,7 @@ __all__ = [
     "flight_record",
     "foreach_add_",
     "functional_all_reduce",
+    "functional_argument",
     "group_timeout",
     "grouped_mm",
     "host_syncs",
@@ -119,11 +120,16 @@ def group_timeout(group: Any, device: str = "cpu") -> float:
     return getattr(backend, "wrapped_pg", backend).options._timeout.total_seconds()
 
 
+def functional_argument(group: Any) -> Any:
+    """Return what c10d's functional operators take for a process group: the group, or in older torch its name."""
+    schema = torch.ops._c10d_functional.all_reduce.default._schema
+    return group.group_name if str(schema.arguments[-1].type) == "str" else group
+
+
 def functional_all_reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """Sum over a process group by c10d's functional operator, which takes the group, or in older torch its name."""
+    """Sum over a process group by c10d's functional operator; group: as functional_argument returns it."""
     ops = torch.ops._c10d_functional
-    by_name = str(ops.all_reduce.default._schema.arguments[-1].type) == "str"
-    return ops.wait_tensor(ops.all_reduce(tensor, "sum", group.group_name if by_name else group))
+    return ops.wait_tensor(ops.all_reduce(tensor, "sum", group))
 
 
 def flight_record(device: str = "cpu") -> bytes:
