@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from bumpgate.plugin.devices import _no_avx2, detect, find
 from suites.self.project import GOOD, Project, Result, counted
+from suites.support.child import ROOT
 from suites.support.lanes import LANES, lanes
 
 
@@ -26,6 +30,20 @@ def test_lane_tests_require_a_lane_and_self_tests_do_not(project: Project) -> No
     assert own.code == 0, own.out
     assert "1 passed" in own.out
     assert not (project.root / "record.json").exists()
+
+
+def test_compile_caches_are_checked_where_the_lane_puts_them(tmp_path: Path) -> None:
+    """The check creates a missing directory, so that a program of the first test finds it."""
+    given = {n: v for n, v in os.environ.items() if not n.endswith("_CACHE_DIR")}
+    command = [sys.executable, "-m", "pytest", "-m", "cpu", "-n", "0", "--collect-only"]
+    subprocess.run(
+        [*command, "suites/wheels/test_manifest.py"],
+        cwd=ROOT,
+        env={**given, "XDG_CACHE_HOME": str(tmp_path)},
+        check=True,
+        capture_output=True,
+    )
+    assert (tmp_path / "bumpgate" / "inductor").is_dir()
 
 
 def refuses(result: Result, *words: str) -> None:

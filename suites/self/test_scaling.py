@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from bumpgate.baseline import load
 from bumpgate.plugin.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
 from suites.distributed import scaling
 from suites.support.child import ROOT
@@ -75,9 +76,12 @@ def test_failing_rank_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> N
         scaling.run("cuda", 2, {})
 
 
-def test_lane_h200x2_requires_two_gpus_and_no_review() -> None:
-    """Once a run is reviewed, the lane belongs to ADOPTED."""
+def test_lane_h200x2_requires_two_gpus_and_has_no_lock() -> None:
+    """Once its packages are locked and a whole run is reviewed, the lane belongs to ADOPTED."""
     lane = LANES["h200x2"]
     assert (lane.device, lane.gpu, lane.count) == ("cuda", "H200", 2)
     assert set(LANES) - set(ADOPTED) == {"h200x2"}
-    assert not (ROOT / "baselines" / "h200x2.json").exists()
+    assert not (ROOT / "wheels" / "pylock.h200x2.toml").exists()
+    reviewed = load(ROOT / "baselines" / "h200x2.json", "h200x2")
+    assert reviewed.made_with["device"] == "NVIDIA H200"
+    assert not [row for row in reviewed.rows if row.startswith("throughput/")], "no whole run yet"
