@@ -61,6 +61,7 @@ NEAR = {
     "hbm_out_of_memory": "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 32.42M of 16.00M vmem.",
     "host_out_of_memory": "DefaultCPUAllocator: 12 blocks in use",
     "collective_timeout": "I0102 03:04:05.006000 7 x.cpp:8] Watchdog thread started, timeout 600000 ms",
+    "watchdog_stuck": "I0102 03:04:05.006000 7 x.cpp:8] the watchdog is stuck to its interval of 4 seconds",
     "bootstrap": "curl: (7) Failed to connect to 127.0.0.1 port 80: Connection refused",
     "device_assert": "device-side checks are on",
     "non_finite": "step 3 loss nancy 0.1, infinite horizon, loss 2.5 info",
