@@ -118,8 +118,7 @@ def _with_buckets(size: float) -> type[DistributedDataParallel]:
 
 
 def _optimize_ddp(contract: Contract) -> None:
-    apply_dynamo(contract)
-    torch._dynamo.config.optimize_ddp = True  # torch's default
+    apply_dynamo(replace(contract, dynamo={**contract.dynamo, "optimize_ddp": True}))  # torch's default
 
 
 # Fault -> what it replaces.

@@ -54,7 +54,7 @@ def test_slow_processes_of_both_builds_are_noise_of_the_machine() -> None:
     assert (Usual().share, Usual(1, 100).share, Usual(90, 100).share) == (0.0, 0.02, 0.5)
 
 
-def test_slow_processes_of_the_adopted_build_count_over_all_rows_of_a_test() -> None:
+def test_usual_slow_processes_count_over_all_rows_of_a_test() -> None:
     noisy, row = series(0, 18, 6), [*series(0, 10), SLOW, 0.0, 0.01, SLOW, *series(0, 10)]
     one, two = "a/b/noisy", "a/b/row"
     alone = decide({one: noisy, two: row}, Plan())
