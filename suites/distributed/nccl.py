@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -45,7 +44,7 @@ def killed_by(log: str) -> str:
 
 
 def group_facts(ranks: Ranks) -> dict[str, Any]:
-    """Run COLLECTIVES in two groups -> timeouts in seconds, sequence numbers, variables, and the device of each."""
+    """Run COLLECTIVES in two groups -> timeouts in seconds, sequence numbers, and the group's device."""
     groups = {"default": dist.group.WORLD, "further": new_group(ranks.contract)}
     total = torch.ones(4, device=ranks.device)
     before = {name: group._get_sequence_number_for_group() for name, group in groups.items()}
@@ -57,7 +56,6 @@ def group_facts(ranks: Ranks) -> dict[str, Any]:
         "before": before,
         "after": {name: group._get_sequence_number_for_group() for name, group in groups.items()},
         "sum": float(total[0]),
-        "variables": {name: os.environ.get(name) for name in ranks.contract.rank_variables},
         "bound": str(groups["default"].bound_device_id),
         "backend": dist.get_backend(),
     }

@@ -17,9 +17,8 @@ from suites.support.reduce import largest
 
 
 @lanes("h200x2")
-@pytest.mark.timeout(
-    3600
-)  # it waits until no other test runs, and compiles nam52 four times from empty caches
+# It waits until no other test runs, and compiles nam52 four times from empty caches.
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", scaling.WORLDS)
 def test_throughput_scales_over_gpus(
     lane: Lane, world: int, exclusive_machine: None, record_property: Callable[[str, object], None], row
