@@ -56,7 +56,7 @@ REFUSED, NOT_FINITE, DISK_FULL, OVER_BUDGET = environment.REFUSED, 4, environmen
 
 
 ONE_EACH = Layout()
-
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 class NonFiniteError(ArithmeticError):
     """A loss or a weight became infinite or NaN. The message is one line; such a weight is never checkpointed."""
@@ -68,6 +68,7 @@ class Plan:
 
     steps: int
     policy: str = "regional"
+    dtype: str = "float32"
     optimizer: str = "muon"
     lr: float = 3e-3
     warmup: int = 20
@@ -112,7 +113,9 @@ class Trainer:
         self.ranks, self.layout, self.share = ranks, layout, ALONE
         self.step, self.warm, self.losses = 0, False, list[float]()
         self.warm_up_seconds = 0.0
-        self.model = Hybrid(config).to(device)
+        # A CPU draws billions of weights in minutes; XLA would compile the drawing.
+        with torch.device(device if torch.device(device).type == "cuda" else "cpu"):
+            self.model = Hybrid(config).to(device=device, dtype=DTYPES[plan.dtype])
         allowed = pattern_programs(self.model, plan.policy, contract) + plan.compile_optimizer + load_spare()
         self.programs = Programs(allowed, backend)
         backend = self.programs.backend
@@ -321,6 +324,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--preset", choices=NAMES, default="nam12")
     p.add_argument("--size", choices=SIZES, default="narrow")
     p.add_argument("--policy", choices=POLICIES, default=Plan.policy)
+    p.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=Plan.dtype,
+        help="of weights, activations and gradients; the optimizer's state is float32 (default: %(default)s)",
+    )
     p.add_argument("--steps", type=int, required=True)
     p.add_argument("--data", type=Path, help="a token file or its directory; absent only with --smoke")
     p.add_argument("--smoke", action="store_true", help="random ids: a step runs, nothing is trained")

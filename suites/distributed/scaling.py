@@ -31,13 +31,13 @@ from suites.support.reduce import largest, smallest
 
 WORLDS = (2, 4, 8)
 # The full size of the H200 lane's throughput rows, for each rank.
-WORK = {"name": "nam52", "size": "full", "rows": 2, "tokens": 4096, "steps": 10}
+WORK = {"name": "nam52", "size": "full", "dtype": "bfloat16", "rows": 2, "tokens": 4096, "steps": 5}
 POLICIES = (
     "regional",
     "per_block",
 )  # without and with breaks: under per_block the M and R blocks are eager islands
 ROUNDS = 5
-WITHIN = 300.0  # seconds for one policy, most of them for compiling
+WITHIN = 400.0  # seconds for one policy, most of them for compiling
 METRICS = (
     "tokens_per_second_per_rank",
     "efficiency",
@@ -59,6 +59,7 @@ def measure(
     rows: int,
     tokens: int,
     steps: int,
+    dtype: str = "float32",
     pattern: str = "",
     delay: float = 0.0,
 ) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def measure(
     """
     changed = {"layer_pattern": pattern, "depth": len(pattern)} if pattern else {}
     source = packed_batches(TokenFile(CORPUS), rows * ranks.world, tokens, 0)
-    plan = Plan(2 + 2 * ROUNDS * (steps + 1), policy=policy)
+    plan = Plan(2 + 2 * ROUNDS * (steps + 1), policy=policy, dtype=dtype)
     with compile_phases() as phases:
         run = Trainer(preset(name, size, **changed), plan, source, device=str(ranks.device), ranks=ranks)
         if delay:
@@ -130,8 +131,7 @@ def report(world: int, row: Callable[..., Any], record_property: Callable[[str, 
         record_property(NOT_RUN_PROPERTY, json.dumps([f"{id}: {reason}" for id in ids.values()]))
         record_property(EXCUSED_PROPERTY, "1")
         pytest.skip(f"not run: {reason}")
-    alone, several = (run("cuda", ranks, WORK) for ranks in (1, world))
-    values = summary(alone, several)
+    values, several = beside_one("cuda", world, WORK)
     for name, id in ids.items():
         row(
             id,
@@ -155,15 +155,26 @@ def _slowest(ranks: Iterable[Mapping[str, float]], name: str) -> float:
     return largest(one[name] for one in ranks)
 
 
-def run(device: str, world: int, work: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Measure under each of POLICIES over `world` ranks, which begin with empty compile caches.
+def beside_one(
+    device: str, world: int, work: Mapping[str, Any]
+) -> tuple[dict[str, float], dict[str, list[dict]]]:
+    """Measure `world` ranks from empty compile caches, and then one with what they compiled -> METRICS, their results.
+
+    One rank has the kernels that the ranks chose by measuring, so that efficiency does not depend on the choice.
+    """
+    with tempfile.TemporaryDirectory(prefix="bumpgate-caches-") as caches:
+        several = run(device, world, work, caches)
+        return summary(several if world == 1 else run(device, 1, work, caches), several), several
+
+
+def run(device: str, world: int, work: Mapping[str, Any], caches: str) -> dict[str, list[dict[str, Any]]]:
+    """Measure under each of POLICIES over `world` ranks, with the compile caches in the folder `caches`.
 
     Raises RuntimeError, one line, if a rank fails.
     """
     cases = {p: {"program": "measure", "policy": p, "within": WITHIN, **work} for p in POLICIES}
-    with tempfile.TemporaryDirectory(prefix="bumpgate-caches-") as empty:
-        caches = {name: f"{empty}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-        found = run_cases(cases, device, world, caches)
+    places = {name: f"{caches}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    found = run_cases(cases, device, world, places)
     if failed := [one["error"] for ranks in found.values() for one in ranks if "error" in one]:
         raise RuntimeError(f"{world} ranks: {failed[0]}")
     return found
@@ -188,13 +199,12 @@ def main(arguments: list[str] | None = None) -> None:
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     p.add_argument("--name", default="nam12")
     p.add_argument("--size", default="narrow")
+    p.add_argument("--dtype", default=Plan.dtype)
     for name, value in (("rows", 4), ("tokens", 128), ("steps", 10)):
         p.add_argument(f"--{name}", type=int, default=value)
     o = vars(p.parse_args(arguments))
     worlds, device = o.pop("ranks"), o.pop("device")
-    alone = run(device, 1, o)
-    found = {n: summary(alone, alone if n == 1 else run(device, n, o)) for n in worlds}
-    print(*table(found), sep="\n")
+    print(*table({world: beside_one(device, world, o)[0] for world in worlds}), sep="\n")
 
 
 if __name__ == "__main__":

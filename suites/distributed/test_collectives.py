@@ -30,7 +30,12 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # gloo implements reduce_scatter as an all_reduce, and records it as one; NCCL's barrier is an all_reduce.
 RECORDED = {
     "cpu": {"gloo:barrier", "gloo:all_reduce"},
-    "cuda": {"nccl:all_reduce_barrier", "nccl:all_reduce", "nccl:_reduce_scatter_base"},
+    "cuda": {
+        "nccl:all_reduce_barrier",
+        "nccl:all_reduce",
+        "nccl:_reduce_scatter_base",
+        "nccl:reduce_scatter_tensor_coalesced",  # compiled
+    },
 }
 UNNAMED_GROUP = "torch>=2.13,<2.16"  # seen on 2.13.0, 2.14.1, 2.15.0
 
