@@ -158,7 +158,8 @@ def compare(
         train.load_warmup = lambda: WarmUp({"compiled": {"compiled": True}}, "1")
     if wide:
         torch.set_default_dtype(torch.float64)
-    plan = Plan(steps, policy=policy, optimizer=optimizer, warmup=1)
+    dtype = "float64" if wide else Plan.dtype
+    plan = Plan(steps, policy=policy, dtype=dtype, optimizer=optimizer, warmup=1)
     if ranks.rank:
         ranks.meet()  # rank 0 compiles first, the others find its code in the cache
     single = replace(plan, policy="eager") if wide else plan
