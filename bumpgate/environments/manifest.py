@@ -49,7 +49,8 @@ class Label:
 class KernelWheel:
     """A wheel with compiled extensions. version: exact, "" if the source states none. torch: of the build.
 
-    sha256: of the wheel; sdist: of the source distribution that `bumpgate wheels build` compiles.
+    sha256: of the wheel; sdist: of the source distribution that `bumpgate wheels build` compiles. patch: a file next to
+    the manifest, applied to those sources.
     fault: text on the known contradiction of a historic row; an adopted row has none.
     """
 
@@ -59,6 +60,7 @@ class KernelWheel:
     sha256: str = ""
     fault: str = ""
     sdist: str = ""
+    patch: str = ""
 
 
 @dataclass(frozen=True)
@@ -285,13 +287,16 @@ class _Reader:
         return row
 
     def wheel(self, where: str, name: str, raw: Any) -> KernelWheel:
-        self.table(raw, where, {"torch": str}, {"version": str, "sha256": str, "fault": str, "sdist": str})
+        optional = dict.fromkeys(("version", "sha256", "fault", "sdist", "patch"), str)
+        self.table(raw, where, {"torch": str}, optional)
         self.version(f"{where}.torch", raw["torch"])
         if raw.get("version"):
             self.version(f"{where}.version", raw["version"])
         for digest in ("sha256", "sdist"):
             if raw.get(digest) and not SHA256.fullmatch(raw[digest]):
                 raise self.fail(where, f"{digest} must be 64 hexadecimal digits")
+        if (patch := raw.get("patch")) and Path(patch).name != patch:
+            raise self.fail(where, f"patch must be the name of a file next to {self.file}, got {patch!r}")
         return KernelWheel(**{"version": "", **raw, "name": str(canonicalize_name(name))})
 
     def smoke(self, name: str, raw: Any) -> Smoke:

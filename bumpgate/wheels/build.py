@@ -53,6 +53,7 @@ while given:
 os.execv({nvcc!r}, [{nvcc!r}, *kept])
 """
 TAIL_LINES = 3
+PATCH_SECONDS = 60.0
 
 
 class WheelBuildError(BumpgateError):
@@ -68,10 +69,12 @@ class Limits:
     memory_gib: float = 0.0
 
 
-def build_wheel(build: Build, target: Target, sdist: Path, limits: Limits) -> Stored:
+def build_wheel(
+    build: Build, target: Target, sdist: Path, limits: Limits, patch: Path | None = None
+) -> Stored:
     """Compile one package against the torch of an environment, and put the wheel into the kernel store.
 
-    sdist: its source archive. Raises WheelBuildError with the log on a failure, at the time limit, or if the wheel
+    sdist: its source archive; patch: an edit of it, as `git diff` writes one. Raises WheelBuildError with the log on a failure, at the time limit, or if the wheel
     fails its audit; the next call uses the objects compiled so far.
     """
     interpreter = target.interpreter
@@ -83,7 +86,7 @@ def build_wheel(build: Build, target: Target, sdist: Path, limits: Limits) -> St
     place.mkdir(parents=True, exist_ok=True)
     log = place.with_suffix(".log")
     tools = _tools(place / "tools", interpreter.python, log)
-    source = _unpacked(sdist, place / "source")
+    source = _unpacked(sdist, place / "source", patch, log)
     variables = _variables(build, interpreter, tools, place, limits)
     uv = [
         find_uv(),
@@ -184,8 +187,8 @@ def _tools(place: Path, python: Path, log: Path) -> Path:
     return place
 
 
-def _unpacked(sdist: Path, place: Path) -> Path:
-    """Return the unpacked source tree; an existing one is kept with its compiled objects."""
+def _unpacked(sdist: Path, place: Path, patch: Path | None, log: Path) -> Path:
+    """Return the unpacked and patched source tree; an existing one is kept with its compiled objects."""
     done = place / ".unpacked"
     if not done.exists():
         shutil.rmtree(place, ignore_errors=True)
@@ -195,11 +198,22 @@ def _unpacked(sdist: Path, place: Path) -> Path:
                 archive.extractall(place, filter="data")
         except (tarfile.TarError, OSError, EOFError) as error:
             raise WheelBuildError(f"{sdist.name}: cannot be unpacked ({one_line(error, 100)})") from None
-        done.touch()
     folders = [p for p in place.iterdir() if p.is_dir()]
     if len(folders) != 1:
         raise WheelBuildError(f"{sdist.name}: {len(folders)} folders (expected one)")
+    if not done.exists():
+        if patch:
+            _apply(patch.resolve(), folders[0], log)
+        done.touch()
     return folders[0]
+
+
+def _apply(patch: Path, folder: Path, log: Path) -> None:
+    # In a repository, git would take the paths from its top, and skip those that it does not track.
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    code, _ = run_child(["git", "apply", str(patch)], folder, environment, PATCH_SECONDS, log)
+    if code:
+        raise WheelBuildError(f"{patch.name} does not apply: {_last(log)} (log: {log})")
 
 
 def _last(log: Path) -> str:

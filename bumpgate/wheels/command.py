@@ -16,7 +16,7 @@ from bumpgate.rows import BumpgateError
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target
 from bumpgate.wheels.build import Limits, WheelBuildError, build_wheel, download_sdist
-from bumpgate.wheels.plan import WheelFile, audited, build_of, make_target, plan, read_manifest
+from bumpgate.wheels.plan import WheelFile, audited, build_of, make_target, patch_of, plan, read_manifest
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 
@@ -137,14 +137,14 @@ def build_command(
         raise BumpgateError(f"--sdist {sdist}: name one --package and an existing archive")
     failed = False
     for name in names:
-        spec = build_of(wheels[name], target)
+        spec = build_of(root, wheels[name], target)
         if kept := store.find(spec):
             typer.echo(f"{name} {spec.version}: kept: {kept.path}")
             continue
         try:
             source = sdist or download_sdist(spec)
             limits = Limits(jobs, 3600 * hours, memory)
-            made = build_wheel(spec, target, source, limits)
+            made = build_wheel(spec, target, source, limits, patch_of(root, wheels[name]))
             typer.echo(f"{name} {spec.version}: built: {made.path}")
         except WheelBuildError as error:
             typer.echo(f"{error}", err=True)
@@ -169,7 +169,7 @@ def fetch_command(
     (target,) = targets(root, lane, [torch] if torch else [], python, None)
     lacking = False
     for wheel in read_manifest(root).adopted(lane).wheels:
-        found = store.fetch(build_of(wheel, target), source)
+        found = store.fetch(build_of(root, wheel, target), source)
         lacking = lacking or found is None
         typer.echo(
             f"{wheel.name} {wheel.version}: {found.path if found else 'not found for ' + _title(target)}"

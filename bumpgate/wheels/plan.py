@@ -110,8 +110,17 @@ def audited(file: WheelFile, package: str, target: Target, manifest: Manifest) -
         return Audit(file.path, (abi.Fault(package, "file", f"{file.path.name}: {error}"),))
 
 
-def build_of(wheel: KernelWheel, target: Target) -> Build:
+def patch_of(root: Path, wheel: KernelWheel) -> Path | None:
+    """Return the edit of a wheel's sources. Raises BumpgateError if the file is missing."""
+    path = root / "wheels" / wheel.patch if wheel.patch else None
+    if path and not path.is_file():
+        raise BumpgateError(f"{path}: the patch of {wheel.name} is missing; restore it: git checkout wheels")
+    return path
+
+
+def build_of(root: Path, wheel: KernelWheel, target: Target) -> Build:
     """Return what a wheel of this package for this target is built from and for."""
+    patch = patch_of(root, wheel)
     version = target.found.version
     return Build(
         wheel.name,
@@ -122,6 +131,7 @@ def build_of(wheel: KernelWheel, target: Target) -> Build:
         str(version.get("cuda") or ""),
         target.arch,
         target.python,
+        sha256_of(patch) if patch else "",
     )
 
 
@@ -129,7 +139,7 @@ def _wheel_files(
     root: Path, lane: str, wheel: KernelWheel, target: Target, find_links: Sequence[str]
 ) -> Iterator[WheelFile]:
     """Yield the kernel store's wheel for this target, then the adopted one, then those of the folders."""
-    if stored := store.find(build_of(wheel, target)):
+    if stored := store.find(build_of(root, wheel, target)):
         yield WheelFile(stored.path, stored.sha256, target.found.torch_version)
     lock = lane_lock(root, lane)
     locked = [p for p in read_lock(lock).packages if p.name == wheel.name] if lock.exists() else []

@@ -29,7 +29,10 @@ SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Build:
-    """Inputs and target of a wheel build. sdist: sha256. torch_git: commit. cuda: "13.0". arch: 90 of sm_90."""
+    """Inputs and target of a wheel build. sdist: sha256. torch_git: commit. cuda: "13.0". arch: 90 of sm_90.
+
+    patch: sha256 of the edit of the sources, "" if there is none.
+    """
 
     package: str
     version: str
@@ -39,11 +42,13 @@ class Build:
     cuda: str
     arch: int
     python: str
+    patch: str = ""
 
     @property
     def key(self) -> str:
         """Return the hash of all that determines the binary, with the versions in front for the reader."""
         content = [self.package, self.sdist, self.torch_git, self.cuda, self.arch, self.python]
+        content += [self.patch] if self.patch else []
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 

@@ -6,6 +6,7 @@ The wheels are built here, against the torch of this interpreter; each wrong one
 from __future__ import annotations
 
 import base64
+import difflib
 import hashlib
 import importlib.util
 import io
@@ -254,7 +255,15 @@ def stored(built: dict[str, bytes], tmp_path: Path) -> store.Stored:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"sdist": "c" * 64}, {"torch_git": "c"}, {"cuda": "12.8"}, {"arch": 100}, {"python": "3.11"}]
+    "changed",
+    [
+        {"sdist": "c" * 64},
+        {"torch_git": "c"},
+        {"cuda": "12.8"},
+        {"arch": 100},
+        {"python": "3.11"},
+        {"patch": "d" * 64},
+    ],
 )
 def test_build_key_covers_what_determines_the_binary(changed: dict[str, object]) -> None:
     assert replace(BUILD, **changed).key != BUILD.key  # type: ignore[arg-type]
@@ -392,6 +401,15 @@ def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(building, "_tools", lambda *_: place)
 
 
+ERROR = "#error not a program\n"
+
+
+def difference(before: str, after: str) -> str:
+    """Return the edit of fast.cpp as a patch."""
+    lines = [text.splitlines(keepends=True) for text in (before, after)]
+    return "".join(difflib.unified_diff(*lines, "a/fast.cpp", "b/fast.cpp"))
+
+
 def test_build_audits_and_stores_a_wheel(
     tree: Path,
     tools: None,
@@ -399,6 +417,7 @@ def test_build_audits_and_stores_a_wheel(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """The sources of the package do not compile before the manifest's patch is applied."""
     code = extensions.MODULE.format(code=extensions.NARROW[0], body=extensions.NARROW[1])
     archive = sdist(tree / "sources", code)
     manifest = tree / "wheels" / "manifest.toml"
@@ -406,7 +425,7 @@ def test_build_audits_and_stores_a_wheel(
     (tree / "pyproject.toml").write_text(PROJECT)
     (tree / "baselines").mkdir()
     monkeypatch.chdir(tree)
-    broken = sdist(tree / "broken", "#error not a program")
+    broken = sdist(tree / "broken", ERROR)
     build = ("build", "--lane", "h200", "--python", sys.executable, "--package", "fast", "--sdist")
     assert run(monkeypatch, *build, str(broken)) == 1
     assert "wheels/manifest.toml has" in capsys.readouterr().err
@@ -416,12 +435,19 @@ def test_build_audits_and_stores_a_wheel(
     assert "fast 1.0: exit " in err
     assert "the same command continues it" in err
     assert "not a program" in Path(err.partition("(log: ")[2].split(";")[0]).read_text()
-    manifest.write_text(MANIFEST.format(sdist=sha256_of(archive)))
-    assert run(monkeypatch, *build, str(archive), "--hours", "0") == 1
+    patch = manifest.with_name("fast.patch")
+    manifest.write_text(MANIFEST.format(sdist=sha256_of(broken) + f'"\npatch = "{patch.name}'))
+    assert run(monkeypatch, *build, str(broken)) == 4
+    assert f"{patch}: the patch of fast is missing" in capsys.readouterr().err
+    patch.write_text(difference("#error of another version\n", code))
+    assert run(monkeypatch, *build, str(broken)) == 1
+    assert "fast.patch does not apply: error: patch failed: fast.cpp:1" in capsys.readouterr().err
+    patch.write_text(difference(ERROR, code))
+    assert run(monkeypatch, *build, str(broken), "--hours", "0") == 1
     assert "no wheel within 0 s" in capsys.readouterr().err
-    assert run(monkeypatch, *build, str(archive)) == 0
+    assert run(monkeypatch, *build, str(broken)) == 0
     assert "fast 1.0: built: " in capsys.readouterr().out
-    assert run(monkeypatch, *build, str(archive)) == 0
+    assert run(monkeypatch, *build, str(broken)) == 0
     assert "fast 1.0: kept: " in capsys.readouterr().out
     assert run(monkeypatch, "plan", "--lane", "h200", "--python", sys.executable) == 0
     assert "fast 1.0: reuse: " in capsys.readouterr().out
