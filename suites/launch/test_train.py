@@ -317,6 +317,26 @@ def test_trainer_exit_codes(lane: Lane, tmp_path: Path, capsys, monkeypatch: pyt
     assert [line.split(":")[0] for line in lines] == ["refused", "stopped", "refused"]
 
 
+@lanes("cpu", "h200")
+def test_bfloat16_weights_keep_float32_state(lane: Lane, tmp_path: Path) -> None:
+    plan = Plan(3, policy="eager", dtype="bfloat16")
+    run = trainer(plan, device=lane.device, checkpoint=tmp_path / "state.pt")
+    run.run()
+    state = [value for values in run.optimizer.state.values() for value in values.values()]
+    assert {p.dtype for p in run.model.parameters()} == {torch.bfloat16}
+    assert {value.dtype for value in state} == {torch.float32}
+    plain = trainer(replace(plan, dtype="float32"), device=lane.device)
+    plain.run()
+    assert run.losses[0] == pytest.approx(plain.losses[0], rel=0.01)
+    assert run.losses != plain.losses
+    again = trainer(plan, device=lane.device, checkpoint=tmp_path / "state.pt")
+    again.resume()
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), run.model.parameters()))
+    other = trainer(replace(plan, dtype="float32"), device=lane.device, checkpoint=tmp_path / "state.pt")
+    with pytest.raises(DataError, match="plan differs in dtype"):
+        other.resume()
+
+
 @lanes("cpu")
 def test_rows_of_a_forward_accumulate_to_the_batch(lane: Lane, tmp_path: Path) -> None:
     """--rows is a memory knob: the model's experts balance the rows that run together, and nothing else differs."""
