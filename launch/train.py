@@ -58,6 +58,7 @@ REFUSED, NOT_FINITE, DISK_FULL, OVER_BUDGET = environment.REFUSED, 4, environmen
 ONE_EACH = Layout()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
+
 class NonFiniteError(ArithmeticError):
     """A loss or a weight became infinite or NaN. The message is one line; such a weight is never checkpointed."""
 

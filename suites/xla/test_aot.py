@@ -44,7 +44,9 @@ def report(row, name: str, found: dict[str, Any], rule: str) -> None:
     for bytes_of in ("temporary", "argument"):
         metric = f"{bytes_of}_bytes"
         row(f"aot/{name}/{metric}", found[metric], unit="bytes", better="lower", tolerance=GROWTH, **shared)
-    row(f"aot/{name}/fusions", found["fusions"], unit="count", **shared)
+    # Another compiler gives another program: only one that is larger by GROWTH counts.
+    for metric in ("fusions", "instructions"):
+        row(f"aot/{name}/{metric}", found[metric], unit="count", better="lower", tolerance=GROWTH, **shared)
 
 
 @lanes("v6e")
@@ -52,16 +54,6 @@ def test_train_step_compiles_for_one_chip(lane: Lane, row, one_chip: dict[str, A
     """All twelve layers of narrow nam12, including experts and M2RNN, as one program."""
     report(row, f"{PROGRAM}-narrow-v6e-1x1", one_chip, rule="X11")
     assert one_chip["collectives"] == {}, "one chip has no collectives"
-    row(
-        f"aot/{PROGRAM}-narrow-v6e-1x1/program",
-        f"libtpu {libtpu.installed()}: {one_chip['instructions']} instructions",
-        unit="name",
-        witness=one_chip["instructions"],
-        rule="X11",
-        device=V6E_AOT,
-        per_build=True,
-        evidence=["another libtpu gives another program: this row reports it, the rows of bytes judge it"],
-    )
 
 
 @lanes("v6e")
