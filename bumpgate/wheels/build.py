@@ -74,8 +74,8 @@ def build_wheel(
 ) -> Stored:
     """Compile one package against the torch of an environment, and put the wheel into the kernel store.
 
-    sdist: its source archive; patch: an edit of it, as `git diff` writes one. Raises WheelBuildError with the log on a failure, at the time limit, or if the wheel
-    fails its audit; the next call uses the objects compiled so far.
+    sdist: its source archive; patch: an edit of it, as `git diff` writes one. Raises WheelBuildError with the log on a
+    failure, at the time limit, or if the wheel fails its audit; the next call uses the objects compiled so far.
     """
     interpreter = target.interpreter
     if build.sdist and SHA256.fullmatch(build.sdist) and (found := sha256_of(sdist)) != build.sdist:
