@@ -8,6 +8,7 @@ until the wheel is built, so that a stopped build continues with its existing ob
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tarfile
@@ -35,13 +36,16 @@ SWITCHES: Mapping[str, Mapping[str, str]] = {
     "mamba-ssm": {"MAMBA_FORCE_BUILD": "TRUE"},
     "flash-attn": {"FLASH_ATTENTION_FORCE_BUILD": "TRUE"},
 }
-# Keeps one -gencode pair and drops line information, which is most of a wheel's size.
-NVCC = """#!{python}
+# Starts nvcc or a C++ compiler: with one -gencode pair, without line information, which is most of a wheel's size, and
+# with the C++ standard that torch's headers require, if the package names an older one.
+COMPILER = """#!{python}
 import os, sys
 given, kept = sys.argv[1:], []
 while given:
     word = given.pop(0)
-    if word in ("-gencode", "--generate-code"):
+    if word.lstrip("-").startswith("std=c++") and word[-2:].isdigit() and int(word[-2:]) < {standard}:
+        kept.append("-std=c++{standard}")
+    elif word in ("-gencode", "--generate-code"):
         pair = given.pop(0)
         kept += [word, pair] if "sm_{arch}" in pair else []
     elif word.startswith(("-gencode=", "--generate-code=")):
@@ -50,7 +54,7 @@ while given:
         given.pop(0)
     elif word != "-lineinfo":
         kept.append(word)
-os.execv({nvcc!r}, [{nvcc!r}, *kept])
+os.execv({compiler!r}, [{compiler!r}, *kept])
 """
 TAIL_LINES = 3
 PATCH_SECONDS = 60.0
@@ -103,7 +107,9 @@ def build_wheel(
     if code or len(wheels) != 1:
         ended = f"no wheel within {limits.seconds:.0f} s" if seconds >= limits.seconds else f"exit {code}"
         again = "the same command continues it"
-        raise WheelBuildError(f"{build.package} {build.version}: {ended}: {_last(log)} (log: {log}; {again})")
+        raise WheelBuildError(
+            f"{build.package} {build.version}: {ended}: {_cause(log)} (log: {log}; {again})"
+        )
     audited = audit(wheels[0], build.package, target, built_for=build.torch)
     if audited.faults:
         raise WheelBuildError(
@@ -137,18 +143,15 @@ def _variables(
         "PYTHONPATH": str(tools),
         "MAX_JOBS": str(limits.jobs),
     }
+    packages = sorted(interpreter.python.parents[1].glob("lib/python*/site-packages"))
+    standard = max((required_standard(place / "torch" / "include") for place in packages), default=0)
+    if cxx := shutil.which(clean.get("CXX") or "c++", path=clean.get("PATH")):
+        variables["CXX"] = str(compiler(place / "bin" / Path(cxx).name, cxx, build.arch, standard))
     nvcc = shutil.which("nvcc", path=clean.get("PATH"))
     if build.arch and nvcc:
         prefix = cuda_prefix(Path(nvcc))
-        wrapper = place / "nvcc"
-        wrapper.write_text(
-            NVCC.format(python=sys.executable, arch=build.arch, nvcc=str(prefix / "bin" / "nvcc")),
-            encoding="utf-8",
-        )
-        wrapper.chmod(0o755)
-        headers = [
-            str(p) for p in interpreter.python.parents[1].glob("lib/python*/site-packages/nvidia/*/include")
-        ]
+        wrapper = compiler(place / "bin" / "nvcc", str(prefix / "bin" / "nvcc"), build.arch, standard)
+        headers = [str(header) for place in packages for header in place.glob("nvidia/*/include")]
         variables |= {
             "CUDA_HOME": str(prefix),
             "PYTORCH_NVCC": str(wrapper),
@@ -158,6 +161,25 @@ def _variables(
             "CPATH": os.pathsep.join([*headers, *filter(None, [clean.get("CPATH")])]),
         }
     return variables
+
+
+def compiler(wrapper: Path, program: str, arch: int, standard: int) -> Path:
+    """Write the script that starts a compiler for one GPU architecture and at least one C++ standard, e.g. 20."""
+    wrapper.parent.mkdir(exist_ok=True)
+    text = COMPILER.format(python=sys.executable, arch=arch, standard=standard, compiler=program)
+    wrapper.write_text(text, encoding="utf-8")
+    wrapper.chmod(0o755)
+    return wrapper
+
+
+def required_standard(include: Path) -> int:
+    """Return the C++ standard that torch's headers require: 17 up to torch 2.13, then 20; 0 if they name none."""
+    try:
+        text = (include / "ATen" / "ATen.h").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    found = re.search(r"__cplusplus < 20(\d\d)\d\dL", text)
+    return int(found[1]) if found else 0
 
 
 def cuda_prefix(nvcc: Path) -> Path:
@@ -213,15 +235,17 @@ def _apply(patch: Path, folder: Path, log: Path) -> None:
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
     code, _ = run_child(["git", "apply", str(patch)], folder, environment, PATCH_SECONDS, log)
     if code:
-        raise WheelBuildError(f"{patch.name} does not apply: {_last(log)} (log: {log})")
+        raise WheelBuildError(f"{patch.name} does not apply: {_cause(log)} (log: {log})")
 
 
-def _last(log: Path) -> str:
+def _cause(log: Path) -> str:
+    """Return the first error of a compiler in the log, else the last lines."""
     try:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:
         return "no output"
-    return one_line(" | ".join(lines[-TAIL_LINES:]), 300)
+    errors = [line for line in lines if re.search(r"\berror: ", line)]
+    return one_line(" | ".join(errors[:1] or lines[-TAIL_LINES:]), 300)
 
 
 def download_sdist(build: Build, index: str | None = None) -> Path:

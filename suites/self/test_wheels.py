@@ -433,6 +433,7 @@ def test_build_audits_and_stores_a_wheel(
     assert run(monkeypatch, *build, str(broken), "--jobs", "1") == 1
     err = capsys.readouterr().err
     assert "fast 1.0: exit " in err
+    assert "error: #error not a program" in err
     assert "the same command continues it" in err
     assert "not a program" in Path(err.partition("(log: ")[2].split(";")[0]).read_text()
     patch = manifest.with_name("fast.patch")
@@ -453,13 +454,30 @@ def test_build_audits_and_stores_a_wheel(
     assert "fast 1.0: reuse: " in capsys.readouterr().out
 
 
-def test_nvcc_wrapper_compiles_for_one_architecture(tmp_path: Path) -> None:
-    """Setup scripts add their own architectures, and ignore TORCH_CUDA_ARCH_LIST."""
-    nvcc, wrapper = tmp_path / "nvcc", tmp_path / "wrapper"
+def test_compiler_wrapper_keeps_one_architecture_and_raises_the_standard(tmp_path: Path) -> None:
+    """Setup scripts add architectures, ignore TORCH_CUDA_ARCH_LIST, and name the C++ standard of an old torch."""
+    nvcc = tmp_path / "nvcc"
     nvcc.write_text('#!/bin/sh\necho "$@"\n')
-    wrapper.write_text(building.NVCC.format(python=sys.executable, arch=90, nvcc=str(nvcc)))
-    for path in (nvcc, wrapper):
-        path.chmod(0o755)
-    flags = "-c a.cu -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 --threads 4 -lineinfo -O3"
-    done = subprocess.run([wrapper, *flags.split()], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["-c", "a.cu", "-gencode", "arch=compute_90,code=sm_90", "-O3"]
+    nvcc.chmod(0o755)
+    pairs = "-gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90"
+    flags = f"-c a.cu -std=c++17 {pairs} --threads 4 -lineinfo"
+    for standard, expected in ((0, 17), (17, 17), (20, 20)):
+        wrapper = building.compiler(tmp_path / "bin" / "nvcc", str(nvcc), 90, standard)
+        done = subprocess.run([wrapper, *flags.split()], capture_output=True, text=True, check=True)
+        kept = ["-c", "a.cu", f"-std=c++{expected}", "-gencode", "arch=compute_90,code=sm_90"]
+        assert done.stdout.split() == kept
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("#if !defined(_MSC_VER) && __cplusplus < 201703L", 17),  # 2.13
+        ("#if (!defined(_MSVC_LANG) && __cplusplus < 202002L)", 20),  # 2.15
+        ("#pragma once", 0),
+    ],
+)
+def test_required_standard_is_read_from_torch(tmp_path: Path, line: str, expected: int) -> None:
+    assert building.required_standard(tmp_path) == 0
+    (tmp_path / "ATen").mkdir()
+    (tmp_path / "ATen" / "ATen.h").write_text(f"{line}\n")
+    assert building.required_standard(tmp_path) == expected
