@@ -24,7 +24,7 @@ from bumpgate.gate.drift import Recent, find_drifts
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.result import NAME, Gate, GateError
 from bumpgate.gate.sequential import summarise
-from bumpgate.gate.sides import ROUNDS, TITLES, EnvSpec
+from bumpgate.gate.sides import ROUNDS, TITLES, EnvSpec, side_name
 from bumpgate.gate.timed import Sessions, timed_rows
 from bumpgate.gate.timed_runs import TimedRuns
 from bumpgate.gate.verdict import Decision, Finding, Side, group, judge_gate, unequal_losses
@@ -116,8 +116,7 @@ class GateRunner:
                 if side.packages and side.packages != found.packages:
                     raise other_packages(name, side.packages, found.packages)
                 side.packages, side.git_version = dict(found.packages), dict(found.git_version)
-            version = side.packages.get("torch")
-            side.name = f"torch {version} ({TITLES[name]})" if version else TITLES[name]
+            side.name = side_name(TITLES[name], self.gate.config.candidate, side.packages)
             if not side.measured:
                 side.failure = failure
             self.view.say(f"{side.name}: {failure}" if failure else side.name)

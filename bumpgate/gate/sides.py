@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from packaging.utils import canonicalize_name
 
 TITLES = {"good": "adopted", "bad": "candidate", "anchor": "anchor"}
 # Rounds that a timed test keeps per process. Enough for a median: the remaining error is per-process bias.
 ROUNDS = 15
 # Above pytest's own timeout per test, which names the test; this one only catches what that cannot stop.
 TEST_SECONDS = 660
+
+
+def side_name(title: str, candidate: str, packages: Mapping[str, str]) -> str:
+    """Return the name of a side: the package that the candidate names, else torch, with this side's version."""
+    named = re.match(r"([A-Za-z0-9][\w.-]*)\s*[=<>~!]", candidate)
+    package = str(canonicalize_name(named[1])) if named else "torch"
+    package = package if package in packages else "torch"
+    return f"{package} {packages[package]} ({title})" if package in packages else title
 
 
 @dataclass(frozen=True)

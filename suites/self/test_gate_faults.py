@@ -21,7 +21,7 @@ from bumpgate.gate import command as gate
 from bumpgate.gate import result
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.result import Gate
-from bumpgate.gate.sides import EnvSpec
+from bumpgate.gate.sides import EnvSpec, side_name
 from suites.self.gate_tree import COUNTS, TIMED, TIMES_TEST, Tree, wait_for
 from suites.self.project import GOOD
 from suites.support.planted import planted
@@ -327,3 +327,20 @@ def test_gate_help_lists_exit_codes(run: Any) -> None:
     code, out, _ = run("gate", "--help")
     assert code == 0
     assert re.search(r"0 ADOPT, 1 HOLD, 125 UNKNOWN, 4 bad input", " ".join(out.split()))
+
+
+@pytest.mark.parametrize(
+    ("candidate", "expected"),
+    [
+        ("libtpu==0.0.50", "libtpu 0.0.51 (adopted)"),
+        ("Torch_XLA >= 2.9", "torch-xla 2.9.0 (adopted)"),
+        ("torch==2.9.0", "torch 2.9.1 (adopted)"),
+        ("triton==3.6.0", "torch 2.9.1 (adopted)"),  # absent
+        ("adopted", "torch 2.9.1 (adopted)"),
+        ("/wheels/libtpu-0.0.50-py3-none-any.whl", "torch 2.9.1 (adopted)"),
+    ],
+)
+def test_side_is_named_after_the_package_of_the_candidate(candidate: str, expected: str) -> None:
+    packages = {"torch": "2.9.1", "torch-xla": "2.9.0", "libtpu": "0.0.51"}
+    assert side_name("adopted", candidate, packages) == expected
+    assert side_name("adopted", candidate, {}) == "adopted"
