@@ -57,7 +57,7 @@ def command(
     stored = adoption and all(store.find(wheel) for package in found.packages for wheel in package.wheels)
     offline = stored or not adoption
     if offline:
-        verify(found)
+        verify(found, lane)
     environment = rebuild(root, path, found, lane, offline=offline)
     how = "verified, built offline" if offline else "built by their hashes"
     line = f"rollback {lane}: {len(found.packages)} wheels {how} in {time.monotonic() - started:.0f} s"
@@ -88,8 +88,11 @@ def _cache() -> Path:
     return home() / "rollback"
 
 
-def verify(lock: Lock) -> None:
-    """Verify every wheel of a lock in the store. Raises RefusedError with a line for each missing or corrupt one."""
+def verify(lock: Lock, lane: str) -> None:
+    """Verify every wheel of a lane's lock in the store.
+
+    Raises RefusedError with a line for each missing or corrupt one, and the command that fetches them.
+    """
     faults = []
     for package in lock.packages:
         for wheel in package.wheels:
@@ -98,7 +101,7 @@ def verify(lock: Lock) -> None:
             except StoreError as error:
                 faults.append(str(error))
     if faults:
-        raise RefusedError(*faults)
+        raise RefusedError(*faults, f"fetch what is missing with: bumpgate freeze --lane {lane}")
 
 
 def rebuild(root: Path, path: Path, lock: Lock, lane: str, *, offline: bool = True) -> Environment:

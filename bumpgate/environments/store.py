@@ -65,12 +65,12 @@ def verify(wheel: Wheel, root: Path | None = None) -> Path:
     root = root or store_root()
     path = find(wheel, root)
     if path is None:
-        raise StoreError(f"{wheel.file}: not in the wheel store; restore it with: bumpgate freeze")
+        raise StoreError(f"{wheel.file}: not in the wheel store")
     found = sha256_of(path)
     if found != wheel.sha256:
         raise StoreError(
             f"{wheel.file}: corrupt in the wheel store (sha256 {found[:12]}..., adopted {wheel.sha256[:12]}...);"
-            f" delete {path} and fetch it again with: bumpgate freeze"
+            f" delete {path}"
         )
     return path
 

@@ -146,9 +146,10 @@ def test_rollback_refuses_a_corrupt_wheel_and_names_it(
     stored(tree, "triton").unlink()
     code, out, err = run("cpu")
     assert (code, out) == (1, "")
-    first, second = err.splitlines()
+    first, second, third = err.splitlines()
     assert first.startswith("refused: torch-1.0-py3-none-any.whl: corrupt in the wheel store (sha256 ")
     assert second.startswith("refused: triton-3.0-py3-none-any.whl: not in the wheel store")
+    assert third == "refused: fetch what is missing with: bumpgate freeze --lane cpu"
     assert not (store.home() / "rollback").exists(), "nothing is built before every wheel is verified"
 
 
