@@ -133,7 +133,7 @@ def report(world: int, row: Callable[..., Any], record_property: Callable[[str, 
         record_property(NOT_RUN_PROPERTY, json.dumps([f"{id}: {reason}" for id in ids.values()]))
         record_property(EXCUSED_PROPERTY, "1")
         pytest.skip(f"not run: {reason}")
-    values, several = beside_one("cuda", world, WORK)
+    values, several = with_one_rank("cuda", world, WORK)
     for name, id in ids.items():
         row(
             id,
@@ -157,7 +157,7 @@ def _slowest(ranks: Iterable[Mapping[str, float]], name: str) -> float:
     return largest(one[name] for one in ranks)
 
 
-def beside_one(
+def with_one_rank(
     device: str, world: int, work: Mapping[str, Any]
 ) -> tuple[dict[str, float], dict[str, list[dict]]]:
     """Measure `world` ranks from empty compile caches, and then one with what they compiled -> METRICS, their results.
@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
         p.add_argument(f"--{name}", type=int, default=value)
     o = vars(p.parse_args(arguments))
     worlds, device = o.pop("ranks"), o.pop("device")
-    print(*table({world: beside_one(device, world, o)[0] for world in worlds}), sep="\n")
+    print(*table({world: with_one_rank(device, world, o)[0] for world in worlds}), sep="\n")
 
 
 if __name__ == "__main__":
