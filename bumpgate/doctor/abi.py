@@ -34,6 +34,7 @@ TORCH_SYMBOL = re.compile(
 )
 TORCH_LIBRARY = re.compile(r"lib(?:torch|c10|caffe2|shm|aoti)[\w.-]*\.so")
 CUDA_RUNTIME = re.compile(r"libcudart\.so\.\d+")
+TORCH_OF_FILE = re.compile(r"torch(\d)\.?(\d+)(?!\d)")
 NEEDED = re.compile(r"\(NEEDED\).*\[(.+)\]")
 OLD_STRING = re.compile(r"std::(?:string|basic_string<char)\b")
 NEW_STRING, STRING_TAG = "__cxx11::basic_string", "B5cxx11"
@@ -96,8 +97,8 @@ def audit_all(wheels: Sequence[Distribution], found: Inventory) -> Iterator[Faul
 def built_on_torch(found: Inventory) -> list[Distribution]:
     """Return the installed distributions, other than torch, with a library that links torch or calls its C++.
 
-    Files that are no libraries are ignored, and with a CPU build of torch those for CUDA, which cannot be loaded.
-    Raises ToolError.
+    Files that are no libraries are ignored, with a CPU build of torch those for CUDA, which cannot be loaded, and of a
+    package that brings a library for each torch those for another torch. Raises ToolError.
     """
     every = [d for first, *_ in found.distributions.values() for d in [first] if d.name != "torch"]
     paths = [str(path) for d in every for path in d.extensions if path.is_file()]
@@ -117,8 +118,26 @@ def built_on_torch(found: Inventory) -> list[Distribution]:
             if "_cuda" in needed[1] and not found.version.get("cuda"):
                 unloadable.add(current)
     using -= unloadable
-    kept = [replace(d, extensions=tuple(p for p in d.extensions if str(p) in using)) for d in every]
+    linked = [(d, [p for p in d.extensions if str(p) in using]) for d in every]
+    kept = [replace(d, extensions=tuple(for_this_torch(paths, found.torch_version))) for d, paths in linked]
     return [d for d in kept if d.extensions]
+
+
+def for_this_torch(paths: Sequence[Path], torch: str) -> list[Path]:
+    """Drop the files whose names differ from others only in the torch version, and name another minor release.
+
+    The loader of such a package chooses: libaddon_torch28.so, libaddon_torch29.so, libaddon_torch210.so.
+    """
+    releases = {p: (int(m[1]), int(m[2])) for p in paths if (m := TORCH_OF_FILE.search(p.name))}
+    families: dict[str, set[tuple[int, int]]] = {}
+    for path, release in releases.items():
+        families.setdefault(_any_torch(path), set()).add(release)
+    own = Version(torch).release[:2] if torch else ()
+    return [p for p in paths if releases.get(p, own) == own or len(families[_any_torch(p)]) == 1]
+
+
+def _any_torch(path: Path) -> str:
+    return TORCH_OF_FILE.sub("torch*", str(path))
 
 
 def label_faults(wheel: Distribution, found: Inventory) -> Iterator[Fault]:

@@ -203,6 +203,21 @@ def test_cuda_extension_is_ignored_next_to_a_cpu_torch(
         assert [d.name for d in abi.built_on_torch(found)] == names
 
 
+@lanes("cpu")
+@pytest.mark.parametrize(
+    ("torch", "files", "kept"),
+    [
+        ("2.9.1+cu130", "a_torch28.so a_torch29.so a_torch210.so", "a_torch29.so"),
+        ("2.10.0", "a_torch28.so a_torch2.10.so", "a_torch2.10.so"),
+        ("2.15.0", "a_torch28.so a_torch29.so b.so", "b.so"),  # its loader needs none
+        ("2.15.0", "a_torch28.so b_torch29.so", "a_torch28.so b_torch29.so"),  # no choice: both are loaded
+        ("2.15.0", "a_torch29-cpu.so a_torch29-cuda.so", "a_torch29-cpu.so a_torch29-cuda.so"),
+    ],
+)
+def test_one_of_several_libraries_is_for_this_torch(lane: Lane, torch: str, files: str, kept: str) -> None:
+    assert abi.for_this_torch([Path(name) for name in files.split()], torch) == list(map(Path, kept.split()))
+
+
 @planted("C39", "a call of torch's stable ABI that this torch does not have")
 @lanes("cpu")
 def test_missing_function_of_the_stable_abi_is_reported(
