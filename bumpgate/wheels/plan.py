@@ -87,9 +87,8 @@ def _choose(
             return Choice(wheel.name, wheel.version, REUSE, reason, file.path, tuple(refused))
         refused[found.reason] = None
     if wheel.sdist and target.arch and shutil.which("nvcc"):
-        made = (
-            f"bumpgate wheels build --lane {lane} --torch {target.found.torch_version} --package {wheel.name}"
-        )
+        torch = Version(target.found.torch_version).public  # an index may have it without the local label
+        made = f"bumpgate wheels build --lane {lane} --torch {torch} --package {wheel.name}"
         return Choice(wheel.name, wheel.version, BUILD, made, refused=tuple(refused))
     why = next(iter(refused), f"no wheel of {wheel.name} {wheel.version} was found")
     return Choice(wheel.name, wheel.version, ABSENT, why, refused=tuple(refused))

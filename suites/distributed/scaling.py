@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from bumpgate.plugin.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
 from launch.data import TokenFile, packed_batches
 from launch.ranks import Ranks
-from launch.train import Plan, Trainer
+from launch.train import DTYPES, Plan, Trainer
 from model import preset
 from suites.distributed.ranks import run_cases
 from suites.distributed.training import CORPUS
@@ -201,12 +201,16 @@ def main(arguments: list[str] | None = None) -> None:
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     p.add_argument("--name", default="nam12")
     p.add_argument("--size", default="narrow")
-    p.add_argument("--dtype", default=Plan.dtype)
+    p.add_argument("--dtype", choices=DTYPES, default=Plan.dtype)
     for name, value in (("rows", 4), ("tokens", 128), ("steps", 10)):
         p.add_argument(f"--{name}", type=int, default=value)
     o = vars(p.parse_args(arguments))
     worlds, device = o.pop("ranks"), o.pop("device")
-    print(*table({world: with_one_rank(device, world, o)[0] for world in worlds}), sep="\n")
+    try:
+        found = {world: with_one_rank(device, world, o)[0] for world in worlds}
+    except RuntimeError as error:
+        p.exit(1, f"{p.prog}: {error}\n")
+    print(*table(found), sep="\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from suites.support.reduce import largest
 
 
 @lanes("h200x2")
-# It waits until no other test runs, and compiles nam52 four times from empty caches.
+# It waits until no other test runs, and compiles nam52 twice from empty caches.
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", scaling.WORLDS)
 def test_throughput_scales_over_gpus(

@@ -317,7 +317,7 @@ def test_trainer_exit_codes(lane: Lane, tmp_path: Path, capsys, monkeypatch: pyt
     assert [line.split(":")[0] for line in lines] == ["refused", "stopped", "refused"]
 
 
-@lanes("cpu", "h200")
+@lanes("cpu")
 def test_bfloat16_weights_keep_float32_state(lane: Lane, tmp_path: Path) -> None:
     plan = Plan(3, policy="eager", dtype="bfloat16")
     run = trainer(plan, device=lane.device, checkpoint=tmp_path / "state.pt")

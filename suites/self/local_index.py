@@ -115,7 +115,7 @@ class LocalIndex:
     @property
     def url(self) -> str:
         """URL of the simple index, without a trailing slash."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}/simple"
+        return f"http://127.0.0.1:{self._server.server_address[1]}/index"
 
     def add(self, path: Path) -> None:
         name = str(parse_wheel_filename(path.name)[0])
@@ -188,7 +188,7 @@ class LocalIndex:
                 return 404, "text/plain", b"gone"
         if parts[0] == "files" and len(parts) == 3 and parts[2] in self._files.get(parts[1], {}):
             return 200, "application/octet-stream", self._files[parts[1]][parts[2]].read_bytes()
-        if parts[0] == "simple" and len(parts) == 2 and parts[1] in self._files:
+        if parts[0] == "index" and len(parts) == 2 and parts[1] in self._files:
             files = [self._entry(parts[1], p) for p in self._files[parts[1]].values()]
             if JSON_TYPE in accepts:
                 return 200, JSON_TYPE, _json(parts[1], files)

@@ -125,7 +125,7 @@ def test_adopt_stores_wheels_of_both_sets(tree: AdoptTree) -> None:
 
 def test_adopt_says_what_rollback_cannot_restore(tree: AdoptTree) -> None:
     shutil.rmtree(tree.home / "store")
-    tree.env["UV_DEFAULT_INDEX"] = tree.env["UV_DEFAULT_INDEX"].replace("simple", "empty")
+    tree.env["UV_DEFAULT_INDEX"] = tree.env["UV_DEFAULT_INDEX"].replace("/index", "/empty")
     done = adopt(tree, "9.10.0")
     assert done.code == 0, done.err
     assert "torch-9.9.0-py3-none-any.whl: rollback cannot restore the earlier set\n" in done.err
@@ -359,7 +359,7 @@ def test_full_disk_while_staging_changes_nothing(tree: AdoptTree) -> None:
 
 
 def test_failing_index_changes_nothing(tree: AdoptTree, gated: AdoptTree) -> None:
-    tree.env["UV_DEFAULT_INDEX"] = "http://127.0.0.1:9/simple"
+    tree.env["UV_DEFAULT_INDEX"] = "http://127.0.0.1:9/index"
     edited = tree.root / "9.10.0/bad.pylock.toml"
     edited.write_text(edited.read_text().replace("127.0.0.1:", "127.0.0.1:9/x"))
     before = tree.files()

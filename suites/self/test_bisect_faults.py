@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "no_such_day": ("--good", "2026-02-30", "--bad", "2.3.0", *TRUE),
     "before_the_first_day": ("--good", "2025-12-24", "--bad", "2.3.0", *TRUE),
     "unknown_package": ("--package", "torchx", *ENDS, *TRUE),
-    "unreachable": (*ENDS, "--index", "http://127.0.0.1:1/simple", *TRUE),
+    "unreachable": (*ENDS, "--index", "http://127.0.0.1:1/index", *TRUE),
     "no_folder": (*ENDS, "--find-links", "wheels", *TRUE),
     "nothing_to_run": ENDS,
     "lane_without_tests": (*ENDS, "--lane", "cpu"),

@@ -87,7 +87,7 @@ def test_second_build_reuses_environment_without_uv(
         ({"name": "another title"}, True),
         ({"requirements": ("torch==1.1", "triton")}, False),
         ({"python": "3.77"}, False),
-        ({"index": "http://127.0.0.1:9/simple"}, False),
+        ({"index": "http://127.0.0.1:9/index"}, False),
         ({"find_links": ("/elsewhere",)}, False),
         ({"dependencies": False}, False),
         ({"offline": True}, False),
@@ -159,7 +159,7 @@ def test_machine_or_index_failure_is_a_build_error(
     if fault.isdigit():
         index.fail(int(fault))
     elif fault == "refused":
-        monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
+        monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/index")
     elif fault == "offline":
         monkeypatch.setenv("UV_OFFLINE", "1")
     else:
@@ -458,14 +458,14 @@ def test_missing_uv_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch, in
 
 def test_pip_settings_are_used_as_uv_settings() -> None:
     pip = {
-        "PIP_INDEX_URL": "https://a/simple",
+        "PIP_INDEX_URL": "https://a/index",
         "PIP_EXTRA_INDEX_URL": "https://b https://c",
         "PIP_FIND_LINKS": "/one  /two",
         "PIP_TRUSTED_HOST": "a",
     }
     found = host_settings(pip)
     assert {n: v for n, v in found.items() if n.startswith("UV_")} == {
-        "UV_DEFAULT_INDEX": "https://a/simple",
+        "UV_DEFAULT_INDEX": "https://a/index",
         "UV_INDEX": "https://b https://c",
         "UV_FIND_LINKS": "/one,/two",
         "UV_INSECURE_HOST": "a",

@@ -385,6 +385,6 @@ def test_mirror_bad_input_prints_one_line(
     other = "http://h/torch-2.0.dev20261101-cp39-cp39-win_amd64.whl"
     assert f"{other}: not a wheel for Python" in error_line("--keep", "1", "--url", other)
     assert error_line("--keep", "1") == "bumpgate: torch: no nightly found; name their index with --index"
-    assert "does not answer" in error_line("--keep", "1", "--index", "http://127.0.0.1:1/simple")
+    assert "does not answer" in error_line("--keep", "1", "--index", "http://127.0.0.1:1/index")
     (mirror_root() / "mirror.json").write_text("[]")
     assert "mirror.json: not a mirror's list" in error_line("--keep", "1")

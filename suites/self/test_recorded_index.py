@@ -45,7 +45,7 @@ class Recorded(Loopback):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}/simple"
+        return f"http://127.0.0.1:{self._server.server_address[1]}/index"
 
 
 def read(form: str, package: str, folder: Path, **options: object) -> list[Found]:

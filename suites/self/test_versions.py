@@ -151,7 +151,7 @@ def test_first_index_with_the_package_is_used(
     ],
 )
 def test_unreachable_index_is_not_empty(fault: str, words: str, index: LocalIndex) -> None:
-    where: dict[str, object] = {"index": "http://me:secret@127.0.0.1:9/simple"} if fault == "refused" else {}
+    where: dict[str, object] = {"index": "http://me:secret@127.0.0.1:9/index"} if fault == "refused" else {}
     if fault.isdigit():
         index.fail(int(fault))
     elif fault == "folder":

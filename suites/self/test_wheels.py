@@ -94,7 +94,7 @@ def target() -> Target:
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    isolated(monkeypatch, tmp_path, "http://127.0.0.1:9/simple")
+    isolated(monkeypatch, tmp_path, "http://127.0.0.1:9/index")
     (tmp_path / "wheels").mkdir()
     (tmp_path / "wheels" / "manifest.toml").write_text(MANIFEST.format(sdist="a" * 64))
     (tmp_path / "links").mkdir()

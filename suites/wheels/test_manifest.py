@@ -261,6 +261,11 @@ device = "cpu"
         ),
         (
             'torch = "2.13.0"',
+            'torch = "2.13.0"\npatch = "../fast.patch"',
+            "a.wheels.fast: patch must be the name of a file next to manifest.toml, got '../fast.patch'",
+        ),
+        (
+            'torch = "2.13.0"',
             'torch = "2.12.0"',
             "a: fast: its label names torch 2.13, it was built against 2.12.0",
         ),
