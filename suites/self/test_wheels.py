@@ -5,17 +5,10 @@ The wheels are built here, against the torch of this interpreter; each wrong one
 
 from __future__ import annotations
 
-import base64
-import difflib
-import hashlib
 import importlib.util
-import io
 import os
-import struct
 import subprocess
 import sys
-import tarfile
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -34,14 +27,12 @@ from bumpgate.wheels.audit import Target, gpu_archs
 from bumpgate.wheels.plan import Choice, plan
 from suites.self.local_index import isolated
 from suites.self.tree import FAST_MANIFEST, ROOT
+from suites.self.wheel_files import difference, gpu_code, sdist, wheel
 from suites.support.planted import planted
 from suites.wheels import extensions
 
 # A torch version that is not installed.
 TORCH = "2.13" if version("torch").startswith("2.11.") else "2.11"
-TAG = (
-    f"cp{sys.version_info[0]}{sys.version_info[1]}-cp{sys.version_info[0]}{sys.version_info[1]}-linux_x86_64"
-)
 PROJECT = """[project]
 name = "bumpgate"
 [tool.bumpgate.lanes.h200]
@@ -100,45 +91,6 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "links").mkdir()
     monkeypatch.setattr("shutil.which", lambda name, **_: None if name == "nvcc" else f"/usr/bin/{name}")
     return tmp_path
-
-
-def wheel(
-    folder: Path,
-    extension: bytes,
-    init: str = "from fast._C import run\n",
-    *,
-    version: str = "1.0",
-    requires: str = "torch",
-    tag: str = TAG,
-    library: str = "_C.so",
-    own_name: str = "fast",
-    swapped: bytes = b"",
-) -> Path:
-    """Build a wheel of the package fast. swapped: library in the archive instead of the one listed in RECORD."""
-    info = f"fast-{version}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {own_name}\nVersion: {version}\nRequires-Dist: {requires}\n"
-    files = {
-        "fast/__init__.py": f"import torch\n{init}".encode(),
-        f"fast/{library}": extension,
-        f"{info}/METADATA": metadata.encode(),
-        f"{info}/WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n".encode(),
-    }
-
-    def digest(data: bytes) -> str:
-        return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-
-    record = "".join(f"{name},sha256={digest(data)},{len(data)}\n" for name, data in files.items())
-    path = folder / f"fast-{version}-{tag}.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n".encode()}.items():
-            archive.writestr(name, swapped if swapped and name.endswith(library) else data)
-    return path
-
-
-def gpu_code(arch: int, kind: int = 2) -> bytes:
-    """Return a container with one entry of GPU code for an architecture, in nvcc's format."""
-    entry = struct.pack("<HHIQ12xI", kind, 0, 64, 8, arch).ljust(64 + 8, b"\0")
-    return struct.pack("<4sHHQ", b"\x50\xed\x55\xba", 1, 16, len(entry)) + entry
 
 
 def cut(path: Path) -> None:
@@ -362,33 +314,6 @@ def test_wheels_commands_print_and_exit(
         assert words in capsys.readouterr().err
 
 
-SETUP = """
-from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
-setup(
-    name="fast", version="1.0", packages=["fast"], cmdclass={"build_ext": BuildExtension},
-    ext_modules=[CppExtension("fast._C", ["fast.cpp"], extra_compile_args=["-O0"])],
-)
-"""
-
-
-def sdist(folder: Path, code: str) -> Path:
-    """Build a source archive of the package fast."""
-    folder.mkdir(exist_ok=True)
-    path = folder / "fast-1.0.tar.gz"
-    files = {
-        "setup.py": SETUP,
-        "fast.cpp": code,
-        "fast/__init__.py": "import torch\nfrom fast._C import run\n",
-    }
-    with tarfile.open(path, "w:gz") as archive:
-        for name, text in files.items():
-            info = tarfile.TarInfo(f"fast-1.0/{name}")
-            info.size = len(text.encode())
-            archive.addfile(info, io.BytesIO(text.encode()))
-    return path
-
-
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Use the build tools of this interpreter: nothing is installed from an index here."""
@@ -402,12 +327,6 @@ def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 ERROR = "#error not a program\n"
-
-
-def difference(before: str, after: str) -> str:
-    """Return the edit of fast.cpp as a patch."""
-    lines = [text.splitlines(keepends=True) for text in (before, after)]
-    return "".join(difflib.unified_diff(*lines, "a/fast.cpp", "b/fast.cpp"))
 
 
 def test_build_audits_and_stores_a_wheel(
