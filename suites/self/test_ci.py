@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 
 from bumpgate.cli import app
 from suites.self.tree import ROOT
-from suites.support.lanes import ADOPTED
+from suites.support.lanes import LANES
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 ACTION = ROOT / "action.yml"
@@ -124,13 +124,13 @@ def every_lane(folder: Path) -> tuple[int, str]:
 
 def test_nightly_is_green_if_every_lane_adopts(tmp_path: Path) -> None:
     raw = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]
-    assert tuple(raw["gate"]["strategy"]["matrix"]["lane"]) == ADOPTED
-    assert tuple(raw["every-lane"]["steps"][-1]["env"]["LANES"].split()) == ADOPTED
+    assert tuple(raw["gate"]["strategy"]["matrix"]["lane"]) == tuple(LANES)
+    assert tuple(raw["every-lane"]["steps"][-1]["env"]["LANES"].split()) == tuple(LANES)
     assert raw["every-lane"]["if"] == "always()"
     assert raw["every-lane"]["needs"] == "gate"
-    for lane in ADOPTED:
+    for lane in LANES:
         a_gate(tmp_path, lane, "ADOPT")
-    assert every_lane(tmp_path) == (0, "cpu: ADOPT\nh200: ADOPT\nv6e: ADOPT\n")
+    assert every_lane(tmp_path) == (0, "cpu: ADOPT\nh200: ADOPT\nh200x2: ADOPT\nv6e: ADOPT\n")
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,10 @@ def test_nightly_is_green_if_every_lane_adopts(tmp_path: Path) -> None:
     ids=["absent", "cut off", "held", "unknown", "not finished", "of another lane"],
 )
 def test_nightly_is_red_if_a_lane_is_absent_or_not_adopted(tmp_path: Path, spoil: Any, verdict: str) -> None:
-    for lane in ADOPTED:
+    for lane in LANES:
         a_gate(tmp_path, lane, "ADOPT")
     spoil(tmp_path / "bumpgate-h200" / "gate.json")
-    assert every_lane(tmp_path) == (1, f"cpu: ADOPT\nh200: {verdict}\nv6e: ADOPT\n")
+    assert every_lane(tmp_path) == (1, f"cpu: ADOPT\nh200: {verdict}\nh200x2: ADOPT\nv6e: ADOPT\n")
 
 
 def test_red_nightly_bisects_the_held_findings(tmp_path: Path) -> None:

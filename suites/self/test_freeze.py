@@ -20,7 +20,7 @@ from bumpgate.environments.manifest import satisfies
 from bumpgate.environments.request import lane_requirements
 from suites.self.local_index import LocalIndex, fake_wheel, isolated
 from suites.self.tree import ROOT, declare_lanes
-from suites.support.lanes import ADOPTED
+from suites.support.lanes import LANES
 from suites.support.planted import planted
 
 MANIFEST = """schema = 1
@@ -188,7 +188,7 @@ def test_invalid_lock_file_is_one_line(text: str, words: str, tmp_path: Path) ->
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("lane", ADOPTED)
+@pytest.mark.parametrize("lane", LANES)
 def test_committed_lock_satisfies_the_lane_requirements(lane: str) -> None:
     """After an edit of the extra or the manifest row, the lane must be frozen again."""
     path = lane_lock(ROOT, lane)

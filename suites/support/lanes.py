@@ -10,11 +10,9 @@ from bumpgate import lanes as declared
 from bumpgate.lanes import Lane
 from bumpgate.plugin.devices import PJRT_CPU, V6E
 
-__all__ = ["ADOPTED", "LANES", "PJRT_CPU", "V6E", "V6E_AOT", "Lane", "lanes", "needs_tpu"]
+__all__ = ["LANES", "PJRT_CPU", "V6E", "V6E_AOT", "Lane", "lanes", "needs_tpu"]
 
 LANES = declared.load(Path(__file__).parents[2])
-# Without h200x2: no whole run of it has been recorded, so it has no lock and no nightly gate.
-ADOPTED = tuple(name for name in LANES if name != "h200x2")
 # Device of v6e-lane rows that were measured with the TPU compiler but without a TPU, next to PJRT_CPU and V6E.
 V6E_AOT = "v6e-aot"
 

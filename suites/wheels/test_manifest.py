@@ -27,7 +27,7 @@ from bumpgate.environments.manifest import (
 from bumpgate.environments.reference import NO_LOCK, VARIABLE, reference
 from suites.kernels import workloads
 from suites.support.child import ROOT
-from suites.support.lanes import ADOPTED, Lane, lanes
+from suites.support.lanes import LANES, Lane, lanes
 from suites.support.planted import planted
 
 PATH = ROOT / "wheels" / "manifest.toml"
@@ -57,7 +57,7 @@ def test_installed_packages_match_the_adopted_set(lane: Lane, row) -> None:
 @lanes("cpu")
 def test_every_environment_has_its_manifest_row(lane: Lane) -> None:
     rows = {row.name: row for row in load(PATH).environments}
-    assert {row.lane for row in rows.values() if row.status == "adopted"} == set(ADOPTED)
+    assert {row.lane for row in rows.values() if row.status == "adopted"} == set(LANES)
     # Without the cpu lane's: an adoption moves it.
     assert {str(row.torch) for row in rows.values()} >= {
         "==2.11.0+cu130",
