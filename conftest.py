@@ -22,8 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Ignore suites/self in a lane: it has no tests of a lane, and each worker would import all of it."""
-    return True if named_lanes(config) and collection_path == config.rootpath / "suites" / "self" else None
+    """Ignore tests/ in a lane: it has no tests of a lane, and each worker would import all of it."""
+    return True if named_lanes(config) and collection_path == config.rootpath / "tests" else None
 
 
 @pytest.hookimpl(optionalhook=True)

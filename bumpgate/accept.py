@@ -11,28 +11,23 @@ from typing import Annotated, Any
 
 import typer
 
-from bumpgate import lanes
-from bumpgate.accepted import (
+from bumpgate.core import lanes
+from bumpgate.core.accepted import (
     ACCEPTABLE,
     FILE,
     MAX_DAYS,
     MAX_RATIO,
     Acceptance,
-    apply,
     covers,
     load,
-    of_lane,
     today,
 )
-from bumpgate.baseline import find_root
-from bumpgate.baseline import load as load_baseline
-from bumpgate.gate.drift import Drift
-from bumpgate.gate.sequential import Outcome, Timed
+from bumpgate.core.baseline import find_root
+from bumpgate.core.baseline import load as load_baseline
+from bumpgate.core.findings import Outcome
+from bumpgate.core.gate_file import GateFile, Paired, read
+from bumpgate.core.rows import BumpgateError, Judgement, Record, is_finite, write_atomic
 from bumpgate.rebaseline import RefusedError
-from bumpgate.report.gate_file import GateFile, Paired, read
-from bumpgate.rows import BumpgateError, Judgement, Record, is_finite, write_atomic
-
-__all__ = ["apply", "apply_to_times", "command"]
 
 HEAD = """\
 # Differences that are accepted until a day: `bumpgate accept` writes them, an expired one is red.
@@ -87,40 +82,6 @@ def save(path: Path, entries: Iterable[Acceptance]) -> None:
         raw.append(fields | {"since": a.since, "expires": a.expires})
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, HEAD + tomli_w.dumps({"accepted": raw} if raw else {}))
-
-
-def apply_to_times(
-    timed: Mapping[str, Timed],
-    drifts: Mapping[str, Drift],
-    acceptances: Iterable[Acceptance],
-    lane: str,
-    day: date,
-) -> tuple[dict[str, Timed], dict[str, Drift], list[str]]:
-    """Apply acceptances to the times of a gate: an accepted slowdown becomes SAME, accepted drift is dropped.
-
-    An entry matches unless the measured interval lies completely above the accepted ratio, so a row that slows
-    further is SLOWER again. The third value has one line for each entry that was used, or that has expired.
-    """
-    times, drifted, lines = dict(timed), dict(drifts), list[str]()
-    for row, entries in sorted(of_lane(acceptances, lane).items()):
-        for a in entries:
-            if a.ratio is None:
-                continue
-            slower = (
-                row in times and times[row].outcome is Outcome.SLOWER and times[row].interval[0] <= a.ratio
-            )
-            creeping = row in drifted and drifted[row].ratio <= a.ratio
-            if not (slower or creeping):
-                continue
-            if a.expired(day):
-                lines.append(f"{row} {a.measured}: EXPIRED {a.expires}; {a.owner}: {a.reason}")
-                continue
-            lines.append(f"{row} {a.measured}: accepted by {a}")
-            if slower:
-                times[row] = replace(times[row], outcome=Outcome.SAME)
-            if creeping:
-                del drifted[row]
-    return times, drifted, lines
 
 
 def _day(text: str) -> date:

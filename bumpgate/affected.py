@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import translate
 from pathlib import Path, PurePosixPath
 
-from bumpgate.rows import BumpgateError, one_line
+from bumpgate.core.rows import BumpgateError, one_line
 
 # Files that no test of a lane can read.
 PROSE = re.compile(r"(^|/)(LICENSE|\.gitignore|CITATION\.cff)$|\.(md|rst)$")

@@ -13,15 +13,16 @@ import typer
 
 from bumpgate import accept, init, rebaseline
 from bumpgate.adopt import command as adopt
+from bumpgate.adopt import rollback
 from bumpgate.bisect import command as bisect
+from bumpgate.core.rows import BumpgateError
 from bumpgate.doctor import command as doctor
-from bumpgate.environments import cached, freeze, image, installation, mirror, rollback, versions
+from bumpgate.env import cached, freeze, image, installation, mirror, versions
 from bumpgate.fleet import command as fleet
 from bumpgate.gate import command as gate
 from bumpgate.notify import command as notify
 from bumpgate.report import command as report
 from bumpgate.report import dashboard, findings, history
-from bumpgate.rows import BumpgateError
 from bumpgate.wheels import command as wheels
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from bumpgate import lanes
-from bumpgate.baseline import (
+from bumpgate.core import lanes
+from bumpgate.core.baseline import (
     BUILD,
     Baseline,
     Reviewed,
@@ -24,8 +24,8 @@ from bumpgate.baseline import (
     other_build,
     save,
 )
-from bumpgate.gate.binding import measured_tree
-from bumpgate.rows import BumpgateError, Judgement, Record, Row, Value, Verdict, read_record
+from bumpgate.core.rows import BumpgateError, Judgement, Record, Row, Value, Verdict, read_record
+from bumpgate.run.binding import measured_tree
 from bumpgate.table import change_lines
 
 MADE_WITH = ("torch", "torch_git", "triton", "python", "wheel_set", "device", "cpu", "driver")

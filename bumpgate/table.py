@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bumpgate.outcomes import SKIPPED, is_skipped
-from bumpgate.rows import STOPPED_EARLY, Judgement, Record, Value, Verdict, is_number, one_line
-from bumpgate.rules import places, sentence
+from bumpgate.core.outcomes import SKIPPED, is_skipped
+from bumpgate.core.rows import STOPPED_EARLY, Judgement, Record, Value, Verdict, is_number, one_line
+from bumpgate.core.rules import places, sentence
 
 STYLE = {
     Verdict.REGRESSION: "bold red",
@@ -47,7 +47,7 @@ def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal
     if len(stopped) > 1:
         text = f"{len(stopped)} rows not measured because the run stopped early"
         entries.append((Verdict.MISSING.value, STYLE[Verdict.MISSING], text, ""))
-    entries += [(PROBLEM, "bold red", problem, "") for problem in record.problems]
+    entries += [(PROBLEM, "bold red", str(problem), "") for problem in record.problems]
     entries += [(NOT_RUN, "dim", line, "") for line in record.provenance.get("not_run", ())]
     passed = Counter(j.row.id.split("/")[0] for j in record.judgements if j.verdict is Verdict.PASS)
     if passed and not verbose:

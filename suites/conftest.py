@@ -10,7 +10,7 @@ import pytest
 from bumpgate.plugin import lane_of
 from bumpgate.plugin.rows import MACHINE_STATE, baseline_path, lane_baseline, report_canaries
 from suites.support.lanes import LANES
-from suites.support.planted import report_fault
+from suites.support.planted import planted_faults as planted_faults
 from suites.support.scheduling import turn
 
 
@@ -38,13 +38,6 @@ def canaries() -> Callable[..., None]:
     from suites.support.canaries import prove
 
     return lambda *names: report_canaries(prove(names))
-
-
-@pytest.fixture(autouse=True)
-def planted_faults(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """Record the planted faults that a test declares, for the mutant matrix."""
-    for mark in request.node.iter_markers("planted"):
-        report_fault(record_property, *mark.args)
 
 
 @pytest.fixture

@@ -16,23 +16,22 @@ from typing import Annotated
 import typer
 from packaging.utils import canonicalize_name
 
-from bumpgate import accepted, lanes
-from bumpgate.adopt import log
-from bumpgate.adopt.files import AdoptionError, Edit, diff, digest, read, recover, replace_all
-from bumpgate.adopt.log import Adoption, Reviewed
 from bumpgate.adopt.plan import moved_baseline, moved_extra
-from bumpgate.baseline import file_text, find_root, load
-from bumpgate.environments.freeze import changes, fill_store, lock_of, moved_row, store_adopted
-from bumpgate.environments.locks import Lock, Wheel, lane_lock, lock_text, read_lock
-from bumpgate.environments.manifest import ManifestError
-from bumpgate.environments.manifest import load as load_manifest
-from bumpgate.environments.store import home
-from bumpgate.gate.binding import Binding, bind
-from bumpgate.gate.verdict import Decision, Finding
+from bumpgate.core import accepted, gate_file, lanes
+from bumpgate.core.baseline import file_text, find_root, load
+from bumpgate.core.findings import Decision, Finding
+from bumpgate.core.gate_file import GateFile
+from bumpgate.core.rows import BumpgateError
+from bumpgate.env.freeze import changes, fill_store, lock_of, moved_row, store_adopted
+from bumpgate.env.locks import Lock, Wheel, lane_lock, lock_text, read_lock
+from bumpgate.env.manifest import ManifestError
+from bumpgate.env.manifest import load as load_manifest
+from bumpgate.history import adoptions
+from bumpgate.history.adoptions import Adoption, Reviewed
 from bumpgate.rebaseline import diff as baseline_diff
-from bumpgate.report import gate_file
-from bumpgate.report.gate_file import GateFile
-from bumpgate.rows import BumpgateError
+from bumpgate.run.binding import Binding, bind
+from bumpgate.run.edits import AdoptionError, Edit, diff, digest, read, recover, replace_all
+from bumpgate.run.home import home
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def command(
         try:
             if store:
                 _fill_store(root, found.lane, made)
-            log.keep(made.edits)
+            adoptions.keep(made.edits)
             replace_all(root, made.edits)
         except OSError as error:
             typer.echo(f"bumpgate: {error.filename or root}: {error.strerror}; nothing was adopted", err=True)
@@ -257,8 +256,8 @@ def _adopting(
         after={e.path: digest(e.after) for e in edits},
         reviewed=findings,
     )
-    entries = log.Log((*log.load(root).entries, entry))
-    edits.append(Edit(log.FILE, read(root / log.FILE), log.text(entries)))
+    entries = adoptions.Log((*adoptions.load(root).entries, entry))
+    edits.append(Edit(adoptions.FILE, read(root / adoptions.FILE), adoptions.text(entries)))
     packages = changes(versions, lock.versions)
     return Adopting(
         tuple(edits),

@@ -12,13 +12,13 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from bumpgate.adopt.files import AdoptionError
-from bumpgate.baseline import BUILD, Baseline, judge
-from bumpgate.environments.manifest import satisfies
-from bumpgate.gate.sequential import NO_REGRESSION
+from bumpgate.core.baseline import BUILD, Baseline, judge
+from bumpgate.core.findings import NO_REGRESSION
+from bumpgate.core.gate_file import GateFile
+from bumpgate.core.rows import Judgement, Record, Verdict
+from bumpgate.env.manifest import satisfies
 from bumpgate.rebaseline import MADE_WITH, Change, build_of, judged, reviewed
-from bumpgate.report.gate_file import GateFile
-from bumpgate.rows import Judgement, Record, Verdict
+from bumpgate.run.edits import AdoptionError
 
 # The paired sessions decide these instead of a stored time.
 SETTLED = tuple(outcome.value for outcome in NO_REGRESSION)

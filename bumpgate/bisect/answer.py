@@ -20,9 +20,9 @@ from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.journal import Plan
 from bumpgate.bisect.probe import ProbeResult, Reading, Test
 from bumpgate.bisect.search import Outcome, Result, Search
-from bumpgate.environments.build import Environment
-from bumpgate.gate.verdict import Finding
-from bumpgate.rows import write_atomic
+from bumpgate.core.findings import Finding
+from bumpgate.core.rows import write_atomic
+from bumpgate.env.build import Environment
 
 SCHEMA = 1
 FINDINGS = 8

@@ -30,9 +30,9 @@ from bumpgate.bisect.probe import (
     take,
 )
 from bumpgate.bisect.search import Outcome, Result, Search
-from bumpgate.environments.build import Environment
-from bumpgate.environments.request import Request
-from bumpgate.rows import BumpgateError
+from bumpgate.core.rows import BumpgateError
+from bumpgate.env.build import Environment
+from bumpgate.env.request import Request
 
 # uv and pip retry network failures themselves; this covers the failures that remain.
 TRIES = 2

@@ -11,8 +11,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from bumpgate.environments.build import Environment
-from bumpgate.environments.request import Request
+from bumpgate.env.build import Environment
+from bumpgate.env.request import Request
 
 COMMIT = re.compile(
     r"""^git_(?:version|revision)\s*(?::[^=\n]*)?=\s*['"]([0-9a-f]{7,40})['"]""", re.MULTILINE

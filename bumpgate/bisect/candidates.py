@@ -10,8 +10,8 @@ from datetime import date
 
 from packaging.version import InvalidVersion, Version
 
-from bumpgate.environments.versions import Found, missing_days
-from bumpgate.rows import BumpgateError
+from bumpgate.core.rows import BumpgateError
+from bumpgate.env.versions import Found, missing_days
 
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 

@@ -22,13 +22,14 @@ from bumpgate.bisect.answer import Answer, Watcher, answer, closing_text, so_far
 from bumpgate.bisect.bisection import BisectContext, Bisection, MachineError
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.compiler import compiler_part
-from bumpgate.bisect.journal import Journal, JournalError, Plan
+from bumpgate.bisect.journal import Journal, JournalExistsError, Plan
 from bumpgate.bisect.options import BisectError, Options
 from bumpgate.bisect.prefetch import Prefetch
 from bumpgate.bisect.probe import Hosts, Test
-from bumpgate.environments.build import Environment, build
-from bumpgate.environments.cached import Disk
-from bumpgate.environments.mirror import copies
+from bumpgate.bisect.search import Result, SearchFailure
+from bumpgate.env.build import Environment, build
+from bumpgate.env.cached import Disk
+from bumpgate.env.mirror import copies
 from bumpgate.wheels.fitting import Fitter, missing
 from bumpgate.wheels.fitting import variables as absent_variables
 
@@ -298,7 +299,7 @@ def _search(
     if not result.found:
         found = Answer(span, state.plan, result, deciding=test.deciding)
         write_json(out / JSON, found, bisection, seconds=seconds())
-        return _no_answer(result.failure, test, watcher.last)
+        return _no_answer(result, test, watcher.last)
     found = answer(bisection, span, result, None, test)
     if builder:
         found = builder.described(found)
@@ -341,19 +342,25 @@ def _test(options: Options, root: Path | None, span: Range, fitter: Fitter | Non
     return options.test(root, good, lambda line: typer.echo(line, err=True), variables)
 
 
-def _no_answer(failure: str, test: Test, last: str) -> int:
-    """Report a failed search: raise BisectError if other endpoints would help, else print why and return UNKNOWN."""
-    failure = failure.replace("does not install", f"was skipped ({last})" if last else "was skipped")
-    if failure.startswith(("the good endpoint", "the bad endpoint")) or failure.endswith("look swapped"):
-        named = ", ".join(test.deciding[:3])
-        if named and not test.differs:
-            raise BisectError(f"nothing is red at one end alone; red at both, and no help: {named}")
-        swapped = (
-            "; --find-fix is for a bad endpoint that comes first" if failure.endswith("look swapped") else ""
-        )
-        raise BisectError(f"{failure} (by {named})" if named else failure + swapped)
-    typer.echo(f"bumpgate: no answer: {failure}", err=True)
-    return UNKNOWN
+def _no_answer(result: Result, test: Test, last: str) -> int:
+    """Report a failed search: raise BisectError if other endpoints would help, else print why and return UNKNOWN.
+
+    last: why the last version was skipped, "" if none was.
+    """
+    failure = result.failure
+    if result.cause is SearchFailure.NOISE:
+        typer.echo(f"bumpgate: no answer: {failure}", err=True)
+        return UNKNOWN
+    named = ", ".join(test.deciding[:3])
+    if named and not test.differs:
+        raise BisectError(f"nothing is red at one end alone; red at both, and no help: {named}")
+    if result.cause is SearchFailure.SKIPPED and last:
+        failure += f" ({last})"
+    if named:
+        failure += f" (by {named})"
+    elif result.cause is SearchFailure.SWAPPED:
+        failure += "; --find-fix is for a bad endpoint that comes first"
+    raise BisectError(failure)
 
 
 def _stopped(why: str, again: str) -> int:
@@ -376,9 +383,7 @@ def _begin(out: Path, plan: Plan) -> Journal:
     out.mkdir(parents=True, exist_ok=True)
     try:
         return journals.begin(out / STATE, plan)
-    except JournalError as error:
-        if "exists" not in str(error):
-            raise
+    except JournalExistsError:
         raise BisectError(
             f"{out} already holds a bisect: continue it with --resume, or name another --out"
         ) from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 from bumpgate.bisect.probe import (
-    CRASHES,
     LOG,
     Cause,
     ProbeError,
@@ -23,11 +21,12 @@ from bumpgate.bisect.probe import (
     without_verdict,
 )
 from bumpgate.bisect.search import Outcome
-from bumpgate.environments.build import Environment
-from bumpgate.gate.verdict import Decision, Finding
-from bumpgate.processes.runner import child_environment, run_child
-from bumpgate.processes.supervise import SIGNALLED
-from bumpgate.rows import one_line
+from bumpgate.core.findings import Decision, Finding
+from bumpgate.core.rows import one_line
+from bumpgate.env.build import Environment
+from bumpgate.run.ending import EndingKind, ending
+from bumpgate.run.runner import child_environment, run_child
+from bumpgate.run.supervise import SIGNALLED
 
 NO_MODULE = re.compile(r"^ModuleNotFoundError: No module named '(\w+)'", re.MULTILINE)
 LAST_SIGNAL = 64
@@ -61,20 +60,19 @@ class CommandTest:
         with fresh_caches(place) as caches:
             variables = child_environment(environment.python, None, caches)
             code, seconds = run_child(line, self.folder, variables, self.timeout, log)
-        cause, failure = Cause.RAN, ""
-        if self.timeout is not None and seconds >= self.timeout:
-            cause, failure = Cause.MACHINE, f"no end within {self.timeout:.0f} s"
+        ended = ending(code, seconds, self.timeout)
+        cause, failure = Cause.RAN, str(ended)
+        if ended.kind is EndingKind.TIMEOUT:
+            cause = Cause.MACHINE
         elif code > 125 or code < -LAST_SIGNAL:
-            ended = code if code > 0 else SIGNALLED - code
+            status = code if code > 0 else SIGNALLED - code
             raise ProbeError(
-                f"--command ended with {ended} ({last_line(log)}): 0 is good, 1-124 bad, 125 skip"
+                f"--command ended with {status} ({last_line(log)}): 0 is good, 1-124 bad, 125 skip"
             )
         elif code < 0:
-            name = _signal_name(-code)
-            failure = f"died of {name}"
-            if name == "SIGINT":
+            if ended.signal == "SIGINT":
                 raise KeyboardInterrupt
-            cause = Cause.RAN if name in CRASHES else Cause.MACHINE
+            cause = Cause.RAN if ended.crash else Cause.MACHINE
         if (code or failure) and code != 125 and (fault := import_fault(environment, self.package, "torch")):
             cause, failure = Cause.BROKEN, fault
         elif code > 0 and code != 125 and (missing := _missing_module(log, environment)):
@@ -109,13 +107,6 @@ def _missing_module(log: Path, environment: Environment) -> str:
     """Return the missing module in a log if no package of the environment provides it, else ""."""
     missing = NO_MODULE.findall(log.read_text(encoding="utf-8", errors="replace"))
     return missing[-1] if missing and canonicalize_name(missing[-1]) not in environment.packages else ""
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def last_line(log: Path) -> str:

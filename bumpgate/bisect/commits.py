@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.bisect.candidates import Range
-from bumpgate.rows import BumpgateError, one_line
+from bumpgate.core.rows import BumpgateError, one_line
 
 PULL = re.compile(r"\(#(\d+)\)\s*$")
 GITHUB = re.compile(r"(?:https://|ssh://git@|git@)github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?/?")
@@ -20,8 +20,17 @@ FORMAT = "%H%x00%h%x00%as%x00%P%x00%s"
 DIGITS = 12
 
 
+# Exit code of `git rev-parse --verify --quiet` for a name that the repository does not have.
+UNKNOWN_NAME = 1
+
+
 class CommitError(BumpgateError):
     """A clone, a commit or a range of commits that cannot be used. One line."""
+
+    def __init__(self, text: str, code: int = 0) -> None:
+        """code: git's exit code."""
+        super().__init__(text)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class Clone:
         try:
             found = self._git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
         except CommitError as error:
-            if "does not exist" in str(error) or "not a git" in str(error):
+            if error.code != UNKNOWN_NAME:
                 raise
             raise CommitError(
                 f"{self.folder} has no commit {name!r}: name another, or git -C {self.folder} fetch"
@@ -118,7 +127,8 @@ class Clone:
         if done.returncode:
             if not self.folder.is_dir():
                 raise CommitError(f"--repository {self.folder}: the folder does not exist")
-            raise CommitError(f"{self.folder}: {one_line(done.stderr or f'git {arguments[0]} failed', 200)}")
+            why = one_line(done.stderr or f"git {arguments[0]} failed", 200)
+            raise CommitError(f"{self.folder}: {why}", done.returncode)
         return done.stdout
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bumpgate.core import gate_file
+from bumpgate.core.findings import Decision, Finding
+from bumpgate.core.gate_file import GateFile
+from bumpgate.core.rows import BumpgateError
 from bumpgate.gate.result import NAME
-from bumpgate.gate.verdict import Decision, Finding
-from bumpgate.report import gate_file
-from bumpgate.report.gate_file import GateFile
-from bumpgate.rows import BumpgateError
 
 SLOWER = "SLOWER"
 # Findings on timed rows other than SLOWER, and why a bisect cannot decide them.
@@ -84,7 +84,7 @@ def load(path: Path, row: str = "") -> GateFinding:
         nodes_of = {name: tests[name] for name in rows}
         return GateFinding(gate.lane, (tests[rows[0]],), *packages, nodes_of, ratios, limit)
     nodes = tuple(dict.fromkeys(tests[name] for name in found.rows if tests.get(name)))
-    nodes = nodes or tuple(dict.fromkeys(line.partition(": ")[0] for line in found.bad if "::" in line))
+    nodes = nodes or tuple(test for test in found.tests if "::" in test)
     if not nodes:
         raise GateFindingError(
             f"the finding {found.label} names no test: use --lane LANE -- PYTEST-SELECTION"

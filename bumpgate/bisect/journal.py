@@ -18,13 +18,17 @@ from typing import Any, BinaryIO
 from bumpgate.bisect.attribution import Mixture
 from bumpgate.bisect.batch import batch
 from bumpgate.bisect.search import Outcome, Search
-from bumpgate.rows import BumpgateError, one_line
+from bumpgate.core.rows import BumpgateError, one_line
 
 SCHEMA = 1
 
 
 class JournalError(BumpgateError):
     """State file that cannot be created or resumed. One line: the reason and the fix."""
+
+
+class JournalExistsError(JournalError):
+    """A new bisect would overwrite the state of another one."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,9 @@ def begin(path: Path, plan: Plan) -> Journal:
     header = _line(_header(plan))
     if existing and not (len(existing) < len(header) and header.startswith(existing)):
         file.close()
-        raise JournalError(f"{path.name} exists: continue it with --resume, or name another --state file")
+        raise JournalExistsError(
+            f"{path.name} exists: continue it with --resume, or name another --state file"
+        )
     file.truncate(0)
     _write(file, _header(plan))
     # Sync the directory too: the file's name must survive a power cut, not only its content.

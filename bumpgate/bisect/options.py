@@ -13,8 +13,6 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from bumpgate import lanes
-from bumpgate.baseline import find_root, tier
 from bumpgate.bisect import commits, ranges
 from bumpgate.bisect.builder import Builder
 from bumpgate.bisect.candidates import Range, between, needs_prereleases, one
@@ -26,11 +24,13 @@ from bumpgate.bisect.probe import Test
 from bumpgate.bisect.shell import InteractiveTest
 from bumpgate.bisect.suite_probe import SuiteTest
 from bumpgate.bisect.times_probe import TimedTest
-from bumpgate.environments.build import Environment
-from bumpgate.environments.request import RUNNING, Request, lane_request
-from bumpgate.environments.uv import public_url
-from bumpgate.environments.versions import Found, versions
-from bumpgate.rows import BumpgateError, one_line
+from bumpgate.core import lanes
+from bumpgate.core.baseline import find_root, tier
+from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.env.build import Environment
+from bumpgate.env.request import RUNNING, Request, lane_request
+from bumpgate.env.uv import public_url
+from bumpgate.env.versions import Found, versions
 
 USAGE, NOTHING_SELECTED = 4, 5
 COMPILING = {"numpy": "numpy", "setuptools": "setuptools<82"}

@@ -11,11 +11,11 @@ from pathlib import Path
 from packaging.version import Version
 
 from bumpgate.bisect.builder import installed
-from bumpgate.environments.build import Environment, NotInstallable
-from bumpgate.environments.interpreter import ChildFault
-from bumpgate.environments.request import Request
-from bumpgate.environments.versions import Found
-from bumpgate.rows import BumpgateError
+from bumpgate.core.rows import BumpgateError
+from bumpgate.env.build import Environment, NotInstallable
+from bumpgate.env.request import Request
+from bumpgate.env.versions import Found
+from bumpgate.run.interpreter import ChildFault
 
 
 class PreparedError(BumpgateError):

@@ -7,7 +7,6 @@ Outcomes are a pure function of the readings: a resumed bisect gets the same one
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,16 +19,16 @@ from typing import Protocol
 from packaging.version import Version
 
 from bumpgate.bisect.search import Outcome
-from bumpgate.environments.build import BuildError, Environment, NotInstallable, release
-from bumpgate.environments.interpreter import ChildFault, Interpreter
-from bumpgate.environments.request import Request
-from bumpgate.gate.verdict import Finding
-from bumpgate.processes.runner import IMPORT_SECONDS, child_environment
-from bumpgate.rows import BumpgateError, Record, one_line, read_record, write_atomic
+from bumpgate.core.findings import Finding
+from bumpgate.core.rows import BumpgateError, Record, one_line, read_record, write_atomic
+from bumpgate.env.build import BuildError, Environment, NotInstallable, release
+from bumpgate.env.request import Request
+from bumpgate.run.ending import ending
+from bumpgate.run.interpreter import ChildFault, Interpreter
+from bumpgate.run.runner import IMPORT_SECONDS, child_environment
 
 READING, LOG, RECORD = "reading.json", "test.log", "record.json"
 # Signals that a program causes itself; any other one was sent to it, and is not evidence about the candidate.
-CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP")
 IMPORT = """
 import importlib, importlib.util, sys
 for name in sys.argv[1:]:
@@ -85,7 +84,8 @@ class Reading:
     @property
     def crash(self) -> str:
         """`died of SIGSEGV` if the test crashed, else empty."""
-        return crash(self.failure)
+        ended = ending(self.code)
+        return str(ended) if ended.crash else ""
 
 
 @dataclass(frozen=True)
@@ -233,9 +233,3 @@ def without_verdict(reading: Reading) -> ProbeResult | None:
     if reading.cause is Cause.MACHINE:
         return ProbeResult(Outcome.SKIP, f"the machine: {reading.failure}")
     return None
-
-
-def crash(failure: str) -> str:
-    """Return `died of SIGSEGV` if a failure names a crash, else ""."""
-    found = re.search(r"died of (\w+)", failure)
-    return found[0] if found and found[1] in CRASHES else ""

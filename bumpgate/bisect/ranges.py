@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from bumpgate.bisect import blame
 from bumpgate.bisect.answer import Answer
 from bumpgate.bisect.commits import DIGITS, Clone, Commit, CommitError, column, raw
-from bumpgate.environments.build import Environment
-from bumpgate.notify.channels import GITHUB, ChannelError, attempts, http, secure
+from bumpgate.env.build import Environment
+from bumpgate.run.web import GITHUB, WebError, attempts, http, secure
 
 if TYPE_CHECKING:
     import requests
@@ -89,7 +89,7 @@ class GitHub:
         url = f"{self.base.rstrip('/')}/repos/{self.github}/{path}"
         try:
             return attempts(lambda: http(f"github:{self.github}", "GET", url, None, sign)).json()
-        except (ChannelError, ValueError) as error:
+        except (WebError, ValueError) as error:
             raise CommitError(str(error)) from None
 
 

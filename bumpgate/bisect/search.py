@@ -20,7 +20,7 @@ from enum import Enum
 
 from bumpgate.bisect.noise import capacity, noises, tail
 from bumpgate.bisect.posterior import Belief, believe
-from bumpgate.rows import BumpgateError
+from bumpgate.core.rows import BumpgateError
 
 # Prior probability that the user named an endpoint wrongly, for each endpoint.
 END_DOUBT = 0.05
@@ -53,6 +53,15 @@ class Outcome(Enum):
     """Another fault than the one searched hides the answer: treated like a candidate that does not install."""
 
 
+class SearchFailure(Enum):
+    """Why a search has no answer."""
+
+    SKIPPED = "skipped"  # an endpoint does not install, or gives no verdict
+    ENDPOINT = "endpoint"  # an endpoint reads like the other one
+    SWAPPED = "swapped"  # the good endpoint reads BAD and the bad one GOOD
+    NOISE = "noise"  # the readings contradict every answer
+
+
 @dataclass(frozen=True)
 class Result:
     """Result of a search.
@@ -63,7 +72,7 @@ class Result:
     posterior: total posterior of the suspects.
     probes: number of recorded outcomes; endpoints, repeats and skips included.
     misreads: number of GOOD and BAD readings that contradict the answer, without those of `earlier`.
-    failure: why there is no answer, one line; empty if there is one.
+    failure: why there is no answer, one line; empty if there is one. cause: the same as a kind; None if there is one.
     confirmed: whether both neighbours of the change were read often enough (Search.confirm).
     earlier: indices that consistently read like the late endpoint, although a later candidate before the answer
         consistently reads like the early one: the state changes more than once.
@@ -77,6 +86,7 @@ class Result:
     failure: str = ""
     confirmed: bool = True
     earlier: tuple[int, ...] = ()
+    cause: SearchFailure | None = None
 
     @property
     def found(self) -> bool:
@@ -167,9 +177,8 @@ class Search:
     def result(self) -> Result | None:
         """Return the answer or the failure; None while the search continues."""
         posterior = self.posterior()
-        failure = self._end_fault(posterior)
-        if failure:
-            return self._failed(failure)
+        if fault := self._end_fault(posterior):
+            return self._failed(*fault)
         if self._unseen_ends():
             return None
         suspects, mass = self._likeliest()
@@ -233,15 +242,14 @@ class Search:
         readings = self._readings()
         if tail(misreads, readings, max(max(pair) for pair, _ in self._noises)) < UNRELIABLE:
             label = self.candidates[suspects[-1]]
-            return self._failed(
-                f"{misreads} of {readings} readings contradict {label}: the probe is noisier than stated"
-            )
+            why = f"{misreads} of {readings} readings contradict {label}: the probe is noisier than stated"
+            return self._failed(SearchFailure.NOISE, why)
         confirmed = not self._unconfirmed(suspects)
         last_old, probes = suspects[0] - 1, len(self.history)
         return Result(tuple(suspects), last_old, mass, probes, misreads, "", confirmed, earlier)
 
-    def _failed(self, failure: str) -> Result:
-        return Result((), None, 0.0, len(self.history), 0, failure)
+    def _failed(self, cause: SearchFailure, failure: str) -> Result:
+        return Result((), None, 0.0, len(self.history), 0, failure, cause=cause)
 
     def _spent(self) -> bool:
         return self.budget is not None and self._readings() >= self.budget
@@ -352,16 +360,17 @@ class Search:
                 classes.append([k])
         return classes
 
-    def _end_fault(self, posterior: list[float]) -> str:
-        """Return why the endpoints, or the outcomes, allow no answer; empty if they do."""
+    def _end_fault(self, posterior: list[float]) -> tuple[SearchFailure, str] | None:
+        """Return why the endpoints, or the outcomes, allow no answer; None if they do."""
         ends = (
             (self.first, self.old, posterior[0], "an earlier one"),
             (self.last, self.new, posterior[-1], "a later one, or an earlier one if it has changed back"),
         )
         for index, named, doubt, _ in ends:
             if index in self._aside and (not self._judged(index) or doubt > (1 - self.confidence) / 2):
-                what = "does not install" if self._tally[Outcome.SKIP][index] else "gives no verdict"
-                return f"the {named.value.lower()} endpoint {self.candidates[index]} {what}: name another"
+                what = "was skipped" if self._tally[Outcome.SKIP][index] else "gives no verdict"
+                why = f"the {named.value.lower()} endpoint {self.candidates[index]} {what}: name another"
+                return SearchFailure.SKIPPED, why
         sure = max(posterior) if self._spent() else self.confidence
         doubted = self._doubted_ends()
         if len(doubted) == 2 and all(self._readings_of(i) >= SETTLED_ENDS for i in doubted):
@@ -372,23 +381,25 @@ class Search:
             index, named, _, other = wrong[0]
             state = self.new if named is self.old else self.old
             label = self.candidates[index]
-            return f"the {named.value.lower()} endpoint {label} is {state.value}: name {other}"
-        return "" if any(posterior) else self._contradiction()
+            why = f"the {named.value.lower()} endpoint {label} is {state.value}: name {other}"
+            return SearchFailure.ENDPOINT, why
+        return None if any(posterior) else self._contradiction()
 
-    def _contradiction(self) -> str:
+    def _contradiction(self) -> tuple[SearchFailure, str]:
         new = min(i for i, outcome in self.history if outcome is self.new)
         old = max(i for i, outcome in self.history if outcome is self.old)
         names = self.candidates
         if (new, old) == (self.first, self.last):
             return self._swapped()
-        return (
+        return SearchFailure.NOISE, (
             f"{names[new]} reads {self.new.value} but {names[old]} reads {self.old.value}:"
             " the probe is noisy (say how often: --false-bad, --false-good) or the fault comes and goes"
         )
 
-    def _swapped(self) -> str:
+    def _swapped(self) -> tuple[SearchFailure, str]:
         first, last = self.candidates[self.first], self.candidates[self.last]
-        return f"{first} reads {self.new.value} and {last} {self.old.value}: the endpoints look swapped"
+        why = f"{first} reads {self.new.value} and {last} {self.old.value}: the endpoints look swapped"
+        return SearchFailure.SWAPPED, why
 
     def _readings_of(self, index: int) -> int:
         """Return the number of GOOD and BAD readings of one candidate."""

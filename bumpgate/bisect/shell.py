@@ -17,12 +17,12 @@ import typer
 from bumpgate.bisect.command_probe import CommandTest
 from bumpgate.bisect.probe import BackError, Cause, ProbeResult, Reading, fresh_caches
 from bumpgate.bisect.search import Outcome
-from bumpgate.environments.build import Environment
-from bumpgate.environments.request import Request, without_url
-from bumpgate.environments.uv import public_url
-from bumpgate.gate.verdict import Finding
-from bumpgate.processes.runner import child_environment
-from bumpgate.processes.supervise import SIGNALLED
+from bumpgate.core.findings import Finding
+from bumpgate.env.build import Environment
+from bumpgate.env.request import Request, without_url
+from bumpgate.env.uv import public_url
+from bumpgate.run.runner import child_environment
+from bumpgate.run.supervise import SIGNALLED
 
 CODES = {"good": 0, "bad": 1, "skip": 125}
 WORDS = (*CODES, "retry", "back")

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from bumpgate.baseline import investigate
 from bumpgate.bisect.probe import (
     LOG,
     RECORD,
@@ -18,21 +17,23 @@ from bumpgate.bisect.probe import (
     ProbeError,
     ProbeResult,
     Reading,
-    crash,
     fresh_caches,
     import_fault,
     without_verdict,
 )
 from bumpgate.bisect.search import Outcome
-from bumpgate.environments import reference
-from bumpgate.environments.build import Environment
+from bumpgate.core.baseline import investigate
+from bumpgate.core.findings import PRODUCT, Decision, Finding
+from bumpgate.core.problems import ProblemKind
+from bumpgate.core.rows import ROW_ID, Judgement, Record, Row, Verdict, one_line
+from bumpgate.env import reference
+from bumpgate.env.build import Environment
 from bumpgate.gate.between import Change, change
-from bumpgate.gate.verdict import PRODUCT, Decision, Finding, Side, judge_gate
-from bumpgate.processes.runner import NOTHING_SELECTED, USAGE, LaneRun, by_hand, run_lane
-from bumpgate.rows import ROW_ID, Judgement, Record, Row, Verdict, one_line
+from bumpgate.gate.verdict import Side, judge_gate
+from bumpgate.run.ending import ending
+from bumpgate.run.runner import NOTHING_SELECTED, USAGE, LaneRun, by_hand, run_lane
 
 # Problems in a record that are not a test's fault: a skip, a selection, an interrupt.
-NO_FAULT = ("under --gate", "the run was cut short")
 THE_RUN = "the run"
 # How a deciding row is red: by its value, or because its test raised an exception of this type.
 BY_VALUE = "its value"
@@ -94,7 +95,7 @@ class SuiteTest:
         if not whole or (self.package != "torch" and record and record.red):
             if fault := import_fault(environment, "torch", self.package):
                 cause, failure = Cause.BROKEN, fault
-            elif failure and not crash(failure):
+            elif failure and not ending(done.code).crash:
                 cause = Cause.MACHINE
         return Reading(place, cause, done.code, failure, done.seconds, dict(environment.packages))
 
@@ -153,7 +154,7 @@ class SuiteTest:
             self.lane, Side(good, before.record, before.failure), Side(bad, after.record, after.failure)
         )
         deciding = set(self.deciding)
-        ours = [f for f in verdict.findings if deciding & {*f.rows, *map(_node, f.bad)}]
+        ours = [f for f in verdict.findings if deciding & {*f.rows, *f.tests}]
         if after.crash:
             seen = ("ran to its end",), (after.failure,)
             ours.append(Finding(Decision.HOLD, "CRASH", "", after.crash, (), *seen))
@@ -208,17 +209,16 @@ class Signals:
         record = self.reading.record
         if record is None:
             return found
-        skipped = {_node(p) for p in record.problems if "under --gate" in p}
+        skipped = {p.test for p in record.problems if p.kind is ProblemKind.GAP}
         found |= {j.row.id: _row_verdict(j, record, skipped) for j in record.judgements}
-        faults = [p for p in record.problems if not any(words in p for words in NO_FAULT)]
-        return found | {_node(p): Verdict.REGRESSION for p in faults}
+        return found | {p.subject: Verdict.REGRESSION for p in record.problems if p.fault}
 
     @cached_property
     def kinds(self) -> dict[str, str]:
         """Return row id or test -> how it is red, if it is: BY_VALUE, an exception type, or the signal of a crash."""
         found = {THE_RUN: self.reading.crash} if self.reading.crash else {}
         if record := self.reading.record:
-            found |= {_node(p): _exception(p.partition(": ")[2]) for p in record.problems}
+            found |= {p.subject: _exception(p.why) for p in record.problems}
             found |= {
                 j.row.id: _exception(j.reason) if j.row.unmeasured else BY_VALUE for j in record.judgements
             }
@@ -233,8 +233,9 @@ class Signals:
 def _cut_short(reading: Reading) -> ProbeResult:
     """Classify an incomplete run: SKIP if a file cannot be collected, else UNKNOWN (possibly the machine)."""
     problems = reading.record.problems if reading.record else ()
-    uncollected = [p for p in problems if "could not be collected" in p]
-    why = one_line(next(iter((*uncollected, reading.failure, *problems)), "") or "the run was cut short")
+    uncollected = [str(p) for p in problems if p.kind is ProblemKind.UNCOLLECTED]
+    causes = (*uncollected, reading.failure, *map(str, problems))
+    why = one_line(next(iter(causes), "") or "the run was cut short")
     return ProbeResult(Outcome.SKIP if uncollected else Outcome.UNKNOWN, why)
 
 
@@ -256,7 +257,3 @@ def _exception(reason: str) -> str:
     if found:
         return found[1]
     return "AssertionError" if re.search(r"(?:^|: )assert ", reason) else "a failed test"
-
-
-def _node(problem: str) -> str:
-    return problem.partition(": ")[0]

@@ -19,7 +19,6 @@ from functools import cached_property
 from glob import escape
 from pathlib import Path
 
-from bumpgate import lanes
 from bumpgate.bisect.probe import (
     Cause,
     ProbeResult,
@@ -29,20 +28,22 @@ from bumpgate.bisect.probe import (
     without_verdict,
 )
 from bumpgate.bisect.search import Outcome
-from bumpgate.environments import reference
-from bumpgate.environments.build import Environment
-from bumpgate.environments.compiled import COPIES
+from bumpgate.core import lanes
+from bumpgate.core.findings import Finding
+from bumpgate.core.findings import Outcome as Timed
+from bumpgate.core.rows import Record, one_line, write_atomic
+from bumpgate.env import reference
+from bumpgate.env.build import Environment
+from bumpgate.env.compiled import COPIES
 from bumpgate.gate.duet import run_duet, shares
 from bumpgate.gate.plan import Plan, Rule, plan_for
-from bumpgate.gate.sequential import Outcome as Timed
 from bumpgate.gate.sequential import decide, estimate, summarise
 from bumpgate.gate.sides import ROUNDS, TEST_SECONDS
 from bumpgate.gate.timed import Reading as Times
 from bumpgate.gate.timed import Sessions, reading
-from bumpgate.gate.verdict import Finding, Side, judge_gate
-from bumpgate.processes.device import device_lock
-from bumpgate.processes.runner import LaneCall, run_lanes
-from bumpgate.rows import Record, one_line, write_atomic
+from bumpgate.gate.verdict import Side, judge_gate
+from bumpgate.run.device import device_lock
+from bumpgate.run.runner import LaneCall, run_lanes
 
 SESSIONS = "sessions.json"
 # Maximum number of paired sessions of a probe if the gate did not limit its own: a row that is open after these is

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bumpgate import lanes
-from bumpgate.baseline import find_root
+from bumpgate.core import lanes
+from bumpgate.core.baseline import find_root
 from bumpgate.doctor.examination import examine, healthy, make_site
 from bumpgate.doctor.findings import Finding, Site, Status
 

@@ -8,23 +8,18 @@ missing or crashing torch is a line of the report. Only packages of a lane's own
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bumpgate.core.rows import BumpgateError
+from bumpgate.core.toml import tomllib
 from bumpgate.doctor import environment as doctor_environment
 from bumpgate.doctor import torch_checks as doctor_torch
 from bumpgate.doctor import version_checks as doctor_versions
 from bumpgate.doctor.findings import Check, Finding, Part, Site, Status
-from bumpgate.environments import manifest
-from bumpgate.environments.interpreter import Interpreter
-from bumpgate.rows import BumpgateError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from bumpgate.env import manifest
+from bumpgate.run.interpreter import Interpreter
 
 CHECKS = (*doctor_environment.CHECKS, *doctor_versions.CHECKS, *doctor_torch.CHECKS)
 # Tables of the contract that doctor reads -> the fields of each of their rules, apart from its reason.

@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bumpgate.environments.interpreter import Interpreter
-from bumpgate.environments.inventory import Inventory, take
-from bumpgate.environments.manifest import Environment, Manifest
-from bumpgate.environments.reference import Reference, of_lane, reference
+from bumpgate.env.inventory import Inventory, take
+from bumpgate.env.manifest import Environment, Manifest
+from bumpgate.env.reference import Reference, of_lane, reference
+from bumpgate.run.interpreter import Interpreter
 
 
 class Status(Enum):

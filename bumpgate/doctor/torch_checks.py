@@ -5,12 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 
-from bumpgate import lanes
+from bumpgate.core import lanes
+from bumpgate.core.rows import one_line
 from bumpgate.doctor import abi
 from bumpgate.doctor.findings import Check, Defect, NotRun, Part, Site
 from bumpgate.doctor.version_checks import REBUILD
-from bumpgate.environments.interpreter import ChildFault
-from bumpgate.rows import one_line
+from bumpgate.run.interpreter import ChildFault
 
 IMPORT_SECONDS = 180
 CANARY_SECONDS = 600

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,15 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from bumpgate import lanes
+from bumpgate.core import lanes
+from bumpgate.core.toml import tomllib
 from bumpgate.doctor import abi
 from bumpgate.doctor.findings import Check, Defect, NotRun, Part, Site
-from bumpgate.environments import store
-from bumpgate.environments.interpreter import ChildFault, run
-from bumpgate.environments.inventory import Inventory
-from bumpgate.environments.locks import lane_lock, read_lock
-from bumpgate.environments.manifest import Mismatch, mismatches, release
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from bumpgate.env import store
+from bumpgate.env.inventory import Inventory
+from bumpgate.env.locks import lane_lock, read_lock
+from bumpgate.env.manifest import Mismatch, mismatches, release
+from bumpgate.run.interpreter import ChildFault, run
 
 DRIVER_SECONDS = 60
 DRIVER_FILE = Path("/proc/driver/nvidia/version")

@@ -11,12 +11,12 @@ import typer
 from bumpgate.bisect import command as bisect
 from bumpgate.bisect.options import BisectError, Options
 from bumpgate.bisect.probe import Hosts
+from bumpgate.core.findings import Decision
 from bumpgate.fleet import gates, inventory
 from bumpgate.fleet.engine import Engine, FleetError, Lost, Task, features
 from bumpgate.fleet.ray_engine import RayEngine
 from bumpgate.fleet.readings import Readings
 from bumpgate.fleet.slurm_engine import SlurmEngine
-from bumpgate.gate.verdict import Decision
 from bumpgate.report import history
 
 BAD_INPUT = 4

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from bumpgate.environments.store import home
+from bumpgate.run.home import home
 
 # A longer file keeps its end, where a log has its reason.
 LONGEST = 32 << 20

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bumpgate.bisect.command_probe import last_line
+from bumpgate.core import gate_file
+from bumpgate.core.findings import Decision
+from bumpgate.core.gate_file import GateFile
+from bumpgate.core.rows import BumpgateError
 from bumpgate.fleet.engine import Engine, Lost, Task, features
 from bumpgate.fleet.files import folder_on_host, pack, unpack
 from bumpgate.gate.result import NAME
-from bumpgate.gate.verdict import Decision
-from bumpgate.processes.runner import run_child
-from bumpgate.report import gate_file
-from bumpgate.report.gate_file import GateFile
-from bumpgate.rows import BumpgateError
+from bumpgate.run.runner import run_child
 
 LOG = "fleet.log"
 BAD_INPUT = 4

@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bumpgate.core.extra import need
+from bumpgate.core.rows import one_line
 from bumpgate.fleet.engine import (
     PATIENCE,
     POLL_SECONDS,
@@ -28,8 +30,6 @@ from bumpgate.fleet.engine import (
     attempt,
     finished,
 )
-from bumpgate.report.extra import need
-from bumpgate.rows import one_line
 
 # A task takes this part of a feature, and one of the processors that the host offers.
 SHARE = 0.001

@@ -11,8 +11,8 @@ from pathlib import Path
 from bumpgate.bisect.bisection import MachineError
 from bumpgate.bisect.options import Options
 from bumpgate.bisect.probe import READING, Cause, Reading, exactly, keep, load, take
-from bumpgate.environments.build import Environment, build
-from bumpgate.environments.request import Request
+from bumpgate.env.build import Environment, build
+from bumpgate.env.request import Request
 from bumpgate.fleet.engine import Engine, FleetError, Lost, Task
 from bumpgate.fleet.files import folder_on_host, pack, unpack
 from bumpgate.wheels.fitting import Fitter

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bumpgate.core.extra import need
+from bumpgate.core.rows import one_line
 from bumpgate.fleet.engine import (
     PATIENCE,
     POLL_SECONDS,
@@ -23,8 +25,6 @@ from bumpgate.fleet.engine import (
     attempt,
     finished,
 )
-from bumpgate.report.extra import need
-from bumpgate.rows import one_line
 
 # States of a node that can take a job, now or after another one; a suffix is a flag.
 ALIVE = re.compile(r"(idle|mixed|allocated|completing|planned|reserved)[^*]*")

@@ -16,10 +16,13 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
-from bumpgate import accept, accepted, lanes
-from bumpgate.environments.freeze import changes
+from bumpgate.core import accepted, lanes
+from bumpgate.core.findings import Decision, Finding, group
+from bumpgate.core.problems import Problem
+from bumpgate.core.rows import Record, Verdict, one_line, read_record, write_record
+from bumpgate.env.freeze import changes
 from bumpgate.gate import drift, kept
-from bumpgate.gate.binding import SHOWN, Binding
+from bumpgate.gate.accepted_times import apply_to_times
 from bumpgate.gate.drift import Recent, find_drifts
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.result import NAME, Gate, GateError
@@ -27,19 +30,11 @@ from bumpgate.gate.sequential import summarise
 from bumpgate.gate.sides import ROUNDS, TITLES, EnvSpec, side_name
 from bumpgate.gate.timed import Sessions, timed_rows
 from bumpgate.gate.timed_runs import TimedRuns
-from bumpgate.gate.verdict import Decision, Finding, Side, group, judge_gate, unequal_losses
+from bumpgate.gate.verdict import Side, judge_gate, unequal_losses
 from bumpgate.gate.view import View, first_answer
-from bumpgate.processes.host import cpu_workers, host_class
-from bumpgate.processes.runner import (
-    NOTHING_SELECTED,
-    USAGE,
-    LaneCall,
-    LaneRun,
-    by_hand,
-    installed,
-    run_lanes,
-)
-from bumpgate.rows import Record, Verdict, one_line, read_record, write_record
+from bumpgate.run.binding import SHOWN, Binding
+from bumpgate.run.host import cpu_workers, host_class
+from bumpgate.run.runner import NOTHING_SELECTED, USAGE, LaneCall, LaneRun, by_hand, installed, run_lanes
 from bumpgate.table import summary
 
 # xdist's variable for the number of workers of `-n auto`.
@@ -148,7 +143,7 @@ class GateRunner:
             if j.row.value is not True
         }
         if not failed and (run.failure or (run.record and run.record.problems)):
-            failed["canaries"] = one_line(run.failure or (run.record and run.record.problems[0]))
+            failed["canaries"] = one_line(run.failure or (run.record and str(run.record.problems[0])))
         outcome = f"FAILED: {', '.join(failed)}" if failed else f"{len(judgements)} agree"
         self.view.say(f"{TITLES[name]}: canaries: {outcome}; {run.seconds:.0f} s")
         return failed
@@ -268,7 +263,7 @@ class GateRunner:
         drifted = gate.drifted.log_ratios if gate.drifted else {}
         gate.drifts = find_drifts(self.recent, lane, list(gate.timed), drifted, self.today)
         acceptances = accepted.load(self.root / "baselines" / accepted.FILE)
-        timed, crept, lines = accept.apply_to_times(gate.timed, gate.drifts, acceptances, lane, self.today)
+        timed, crept, lines = apply_to_times(gate.timed, gate.drifts, acceptances, lane, self.today)
         verdict = judge_gate(lane, sides["good"], sides["bad"], timed, crept)
         lost = unequal_losses(lane, gate.paired) if gate.paired else []
         findings = group([*verdict.findings, *lost, *self._anchor_gap(), *self._tree_gap()])
@@ -340,7 +335,7 @@ class GateRunner:
         if again is None or not again.complete:
             return record
         kept = [j for j in record.judgements if j.row.test not in tests]
-        problems = [p for p in record.problems if p.partition(": ")[0] not in tests]
+        problems = [p for p in record.problems if p.test not in tests]
         return write_record(
             path,
             record.provenance,
@@ -384,7 +379,7 @@ def other_packages(name: str, then: Mapping[str, str], now: Mapping[str, str]) -
     return GateError(f"the {TITLES[name]} packages differ from before ({what}): gate again, in another --out")
 
 
-def _with_faults(side: Side, problems: Sequence[str]) -> Side:
+def _with_faults(side: Side, problems: Sequence[Problem]) -> Side:
     """Return the side with the problems of its timed processes added to its record."""
     if side.record is None or not problems:
         return side

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-from bumpgate import code
-from bumpgate.rows import Row, is_finite, same_value
+from bumpgate.core import code
+from bumpgate.core.rows import Row, is_finite, same_value
 
 # Values that depend on rounding and on the order of a sum, by name and by unit.
 ERROR = re.compile(r"error|residual|leak|difference")

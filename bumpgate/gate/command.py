@@ -19,29 +19,29 @@ import typer
 from packaging.utils import canonicalize_name
 from rich.console import Console
 
-from bumpgate import accepted, lanes
-from bumpgate.adopt.files import interrupted
-from bumpgate.baseline import find_root
-from bumpgate.environments import compiled, reference
-from bumpgate.environments.build import BuildError, build, lane_request
-from bumpgate.environments.cached import Disk
-from bumpgate.environments.mirror import copies
-from bumpgate.environments.request import kernel_wheels
-from bumpgate.environments.store import sha256_of
+from bumpgate.core import accepted, gate_file, lanes
+from bumpgate.core.baseline import find_root
+from bumpgate.core.extra import ExtraMissingError
+from bumpgate.core.findings import Decision, DriftReading
+from bumpgate.core.gate_file import GateFile
+from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.env import compiled, reference
+from bumpgate.env.build import BuildError, build, lane_request
+from bumpgate.env.cached import Disk
+from bumpgate.env.mirror import copies
+from bumpgate.env.request import kernel_wheels
+from bumpgate.env.store import sha256_of
 from bumpgate.gate import drift, metrics, result
 from bumpgate.gate.bench import GateRunner, other_packages
-from bumpgate.gate.binding import Binding, bind
 from bumpgate.gate.plan import plan_for
 from bumpgate.gate.result import Gate, GateConfig, GateError, SideState
 from bumpgate.gate.sides import TITLES, EnvSpec
-from bumpgate.gate.verdict import Decision
 from bumpgate.gate.view import View, cut, findings_text
-from bumpgate.processes.device import device_lock
-from bumpgate.processes.runner import installed
-from bumpgate.report import gate_file, history
-from bumpgate.report.extra import ExtraMissingError
-from bumpgate.report.gate_file import GateFile
-from bumpgate.rows import BumpgateError, one_line
+from bumpgate.history import builds
+from bumpgate.run.binding import Binding, bind
+from bumpgate.run.device import device_lock
+from bumpgate.run.edits import interrupted
+from bumpgate.run.runner import installed
 from bumpgate.wheels import fitting as wheels
 
 # Options that the gate sets itself; passing them twice would change the two runs.
@@ -329,25 +329,25 @@ def _show(gate: GateFile, out: Path, again: bool) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _recent(lane: str, rows: Sequence[str], days: int) -> Mapping[str, Sequence[drift.Reading]]:
+def _recent(lane: str, rows: Sequence[str], days: int) -> Mapping[str, Sequence[DriftReading]]:
     """Return readings from the history; empty if its optional libraries are missing, so that the gate still works."""
     try:
-        return history.recent(lane, rows, days)
+        return builds.recent(lane, rows, days)
     except ExtraMissingError:
         return {}
 
 
 def _adopted_a_month_ago(lane: str) -> str:
     """Return the requirement for `--anchor history`; "", with a notice, if the history has no adopted build."""
-    builds = history.adopted(lane)
-    day = drift.anchor([day for day, _ in builds], accepted.today())
+    found = builds.adopted(lane)
+    day = drift.anchor([day for day, _ in found], accepted.today())
     if day is None:
         typer.echo(
             f"--anchor history: the history has no adopted build of lane {lane} yet: no drift is measured",
             err=True,
         )
         return ""
-    return f"torch=={dict(builds)[day]}"
+    return f"torch=={dict(found)[day]}"
 
 
 def _resume_line() -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 
+from bumpgate.core.findings import DriftReading
 from bumpgate.gate.sequential import estimate
 
 ANCHOR_DAYS = 30
@@ -28,16 +29,8 @@ LIMIT = 0.03
 HISTORY_DAYS = 183
 
 
-@dataclass(frozen=True)
-class Reading:
-    """log_ratio: log(time of that day's candidate / time of its anchor), the estimate from SESSIONS sessions."""
-
-    day: date
-    log_ratio: float
-
-
 # (lane, row ids, days) -> row id -> its readings against an anchor, by day.
-Recent = Callable[[str, Sequence[str], int], Mapping[str, Sequence[Reading]]]
+Recent = Callable[[str, Sequence[str], int], Mapping[str, Sequence[DriftReading]]]
 
 
 @dataclass(frozen=True)
@@ -58,13 +51,13 @@ def anchor(adopted: Iterable[date], today: date) -> date | None:
     return min(before, key=lambda day: abs((today - day).days - ANCHOR_DAYS), default=None)
 
 
-def find_drift(readings: Sequence[Reading]) -> Drift | None:
+def find_drift(readings: Sequence[DriftReading]) -> Drift | None:
     """Return the first drift that the readings of one row show, or None.
 
     Pass the readings since the last accepted change of that row: an accepted change is not drift.
     Raises ValueError on readings out of order, or on a reading that is not finite.
     """
-    total, run = 0.0, list[Reading]()
+    total, run = 0.0, list[DriftReading]()
     for before, reading in zip([None, *readings], readings):
         if not math.isfinite(reading.log_ratio):
             raise ValueError(f"{reading.day}: log-ratio must be finite, got {reading.log_ratio!r}")
@@ -89,7 +82,7 @@ def find_drifts(
         readings = [r for r in series.get(row, ()) if r.day < today]
         values = drifted.get(row, ())
         if len(values) == SESSIONS:
-            readings.append(Reading(today, estimate(values)))
+            readings.append(DriftReading(today, estimate(values)))
         if called := find_drift(readings):
             found[row] = called
     return found

@@ -14,8 +14,8 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from bumpgate.environments.store import home
-from bumpgate.rows import Record, RecordError, Verdict, read_record, write_atomic
+from bumpgate.core.rows import Record, RecordError, Verdict, read_record, write_atomic
+from bumpgate.run.home import home
 
 HOURS = 24
 # Beginnings of the names of variables that can change a row.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bumpgate.rows import write_atomic
+from bumpgate.core.rows import write_atomic
 
 TEST = '''"""Written by `bumpgate gate --command`."""
 

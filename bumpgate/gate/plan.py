@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from statistics import NormalDist
 
+from bumpgate.core.findings import SAME_MARGIN
 from bumpgate.gate.modes import Modes
 
 
@@ -52,7 +53,7 @@ class Rule:
 
     pattern: str
     different: float = 0.01
-    same: float = 0.035
+    same: float = SAME_MARGIN
     weight: float = 1.0
     watch: bool = False
 
@@ -77,7 +78,7 @@ class Plan:
 
     looks: tuple[Look, ...] = LOOKS
     different: float = 0.01
-    same: float = 0.035
+    same: float = SAME_MARGIN
     alpha: float = 0.02
     alpha_same: float = 0.05
     rules: tuple[Rule, ...] = ()

@@ -1,7 +1,7 @@
 """gate.json: the measurements of a gate so far and, when it has finished, its verdict.
 
 It is written atomically after every step, so a killed gate leaves a valid file: UNKNOWN, not finished, with all that
-`--resume` needs. Readers of a finished gate use bumpgate.report.gate_file.
+`--resume` needs. Readers of a finished gate use bumpgate.core.gate_file.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bumpgate.environments.freeze import changes
-from bumpgate.gate.binding import Binding
+from bumpgate.core.findings import Decision, Finding
+from bumpgate.core.rows import SCHEMA, BumpgateError, one_line, write_atomic
+from bumpgate.env.freeze import changes
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.plan import Plan
 from bumpgate.gate.sequential import Timed, estimate
 from bumpgate.gate.timed import Sessions
-from bumpgate.gate.verdict import Decision, Finding
-from bumpgate.rows import SCHEMA, BumpgateError, one_line, write_atomic
+from bumpgate.run.binding import Binding
 
 NAME = "gate.json"
 

@@ -27,10 +27,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 from itertools import combinations_with_replacement
 
+from bumpgate.core.findings import Outcome
 from bumpgate.gate.modes import Mode, Usual, slow_mode, slow_sessions
 from bumpgate.gate.multiplicity import benjamini_hochberg, holm
 from bumpgate.gate.plan import Family, Plan, Rule, cache_allowance, shares
@@ -38,24 +38,6 @@ from bumpgate.gate.plan import Family, Plan, Rule, cache_allowance, shares
 # Steps of the winsorised distances: whole numbers make the exact distribution a product of polynomials.
 STEPS = 8
 BISECTIONS = 24
-
-
-class Outcome(Enum):
-    """Outcome of the sessions so far for one row. SLOW MODE: frequent slow processes of the candidate.
-
-    NOT SLOWER: certainly not slower than the margin `same`, and neither SAME nor FASTER is certain.
-    """
-
-    SAME = "SAME"
-    NOT_SLOWER = "NOT SLOWER"
-    SLOWER = "SLOWER"
-    FASTER = "FASTER"
-    SLOW_MODE = "SLOW MODE"
-    INCONCLUSIVE = "INCONCLUSIVE"
-
-
-# Outcomes that do not hold a candidate.
-NO_REGRESSION = (Outcome.SAME, Outcome.NOT_SLOWER, Outcome.FASTER)
 
 
 @dataclass(frozen=True)

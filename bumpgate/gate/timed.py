@@ -10,17 +10,19 @@ neighbour slows both. On a shared device they run one after the other, in altern
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from bumpgate.core.findings import NO_REGRESSION, Outcome
+from bumpgate.core.problems import Problem, ProblemKind
+from bumpgate.core.rows import COST_PER_ROUND, Judgement, Record, Row, Verdict, is_finite
 from bumpgate.gate.between import Change, change, direction, timed
 from bumpgate.gate.modes import p_lost
 from bumpgate.gate.plan import Family, Plan, shares
-from bumpgate.gate.sequential import NO_REGRESSION, Outcome, alternate, decide, log_ratio, log_ratio_of_rounds
-from bumpgate.processes.runner import LaneRun
-from bumpgate.rows import COST_PER_ROUND, Judgement, Record, Row, Verdict, is_finite
+from bumpgate.gate.sequential import alternate, decide, log_ratio, log_ratio_of_rounds
+from bumpgate.run.ending import ending
+from bumpgate.run.runner import LaneRun
 
 # Maximum ratio of an interval's ends: a wider one had too few quiet moments to be used as a reading.
 MAX_CI_RATIO = 1.5
@@ -29,10 +31,6 @@ ALPHA_LOST = 0.004
 # Maximum number of consecutive sessions without a result. This many show that one side alone loses all its
 # readings: 2^-8 is 0.98 of ALPHA_LOST.
 MAX_EMPTY_SESSIONS = 8
-# Signals that a program causes itself; any other one was sent to it, and counts as the machine's.
-CRASHES = tuple(
-    -s for s in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
-)
 # Verdicts of a record on a time that could be measured; the sessions override them.
 MEASURED = (Verdict.PASS, Verdict.WIN, Verdict.REGRESSION, Verdict.INCONCLUSIVE)
 SIDE = {"A": "good", "B": "bad"}
@@ -107,14 +105,13 @@ def reading(run: LaneRun, tests: Sequence[str]) -> Reading:
     rounds = {j.row.id: j.row.series[COST_PER_ROUND] for j in judgements if COST_PER_ROUND in j.row.series}
     faults = {j.row.test: j.reason for j in judgements if j.verdict is Verdict.MISSING and j.row.unmeasured}
     for problem in run.record.problems if run.record else ():
-        node, _, why = problem.partition(": ")
-        if node in tests:
-            faults.setdefault(node, why)
+        if problem.test in tests:
+            faults.setdefault(problem.test, problem.why)
     spoiled = (j for j in judgements if j.row.test in tests and j.row.id not in costs)
     lost = run.failure or next(
         (_why_lost(j) for j in spoiled if j.verdict is Verdict.INFRA or timed(j.row)), ""
     )
-    if run.code < 0 and run.code not in CRASHES:
+    if run.code < 0 and not ending(run.code).crash:
         return Reading(costs, {}, lost, rounds)
     if run.failure:
         faults = dict.fromkeys(faults or tests, run.failure)
@@ -257,10 +254,11 @@ class Sessions:
         self.started += 1
         self.consecutive_empty = 0 if log_ratios else self.consecutive_empty + 1
 
-    def problems(self, side: str) -> tuple[str, ...]:
-        """Return the faults of one side in the format of a record's problems: `node id: why`."""
+    def problems(self, side: str) -> tuple[Problem, ...]:
+        """Return the faults of one side as problems of its record."""
         seen = f"(in {self.failures[side]} timed processes, {self.started} sessions)"
-        return tuple(f"{test}: {why} {seen}" for test, why in self.faults[side].items())
+        faults = self.faults[side].items()
+        return tuple(Problem(test, ProblemKind.FAILED, f"{why} {seen}") for test, why in faults)
 
     def unequal_losses(self) -> dict[str, float]:
         """Return node id -> adjusted p, for tests whose readings the candidate loses more often than the adopted."""

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bumpgate import lanes
+from bumpgate.core import lanes
 from bumpgate.gate.duet import ROUNDS as DUET_ROUNDS
 from bumpgate.gate.duet import run_duet, shares
 from bumpgate.gate.sequential import decide
 from bumpgate.gate.sides import ROUNDS, TEST_SECONDS, TITLES
 from bumpgate.gate.timed import Reading, Sessions, reading
 from bumpgate.gate.view import session_line, timed_line
-from bumpgate.processes.runner import LaneCall
+from bumpgate.run.runner import LaneCall
 
 if TYPE_CHECKING:
     from bumpgate.gate.bench import GateRunner
@@ -71,7 +71,7 @@ class TimedRuns:
                 self.runner.save()
                 if sessions.started % 4 == 0:
                     self.runner.view.say(
-                        f"{TITLES[other]} and candidate: {session_line(sessions)}; {longest:.0f} s each"
+                        f"{TITLES[other]} and candidate: {session_line(sessions)}; the longest took {longest:.0f} s"
                     )
         if sessions.started > before and sessions.plan:
             outcomes = decide(sessions.log_ratios, sessions.plan, sessions.family)

@@ -11,24 +11,21 @@ Rows are grouped by cause: one metric whose evidence starts alike is one finding
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from itertools import chain
 
-from bumpgate import code
-from bumpgate.baseline import investigate, tier, violation
+from bumpgate.core import code
+from bumpgate.core.baseline import investigate, tier, violation
+from bumpgate.core.findings import ADDRESS, NO_REGRESSION, PRODUCT, Decision, Finding, Outcome, group
+from bumpgate.core.outcomes import skipped_in_both
+from bumpgate.core.problems import ProblemKind
+from bumpgate.core.rows import Judgement, Record, Verdict, one_line
 from bumpgate.gate.between import Change, change
 from bumpgate.gate.drift import Drift
-from bumpgate.gate.sequential import NO_REGRESSION, Outcome, Timed
+from bumpgate.gate.sequential import Timed
 from bumpgate.gate.timed import Sessions
-from bumpgate.outcomes import skipped_in_both
-from bumpgate.rows import Judgement, Record, Verdict, one_line
 
-# Verdicts against the product. Any other red verdict means that the row was not measured or not reviewed.
-PRODUCT = (Verdict.REGRESSION, Verdict.CHANGED)
 # Right on both sides, but worse on the candidate side by more than the kind of row allows.
 WORSE = "WORSE"
 ONE_SIDE = "measured on one side only"
@@ -38,15 +35,6 @@ OTHER_WORK = "OTHER WORK"
 NEW = "NEW"
 # Rows that the candidate is not required to report: no kernel wheel fits it.
 NOT_RUN = "NOT RUN"
-ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-
-
-class Decision(Enum):
-    """Worst first. The value is the exit code; 125 is what `git bisect run` skips."""
-
-    HOLD = 1
-    UNKNOWN = 125
-    ADOPT = 0
 
 
 @dataclass(frozen=True)
@@ -63,26 +51,6 @@ class Side:
     failure: str = ""
     canaries: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One cause, and all the rows that it affects.
-
-    decision: the gate's decision from this cause alone; ADOPT if it does not block (WIN, FASTER, FIXED).
-    label: the row verdict or the outcome ("CHANGED", "SLOWER"). metric, head: the signature; no metric if rows
-    could not be measured, since the reason alone is then the cause. good, bad: what each side showed, line by line.
-    repro: one command.
-    """
-
-    decision: Decision
-    label: str
-    metric: str
-    head: str
-    rows: tuple[str, ...] = ()
-    good: tuple[str, ...] = ()
-    bad: tuple[str, ...] = ()
-    repro: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,29 +109,6 @@ def judge_gate(
     return GateVerdict(findings[0].decision if findings else Decision.ADOPT, findings)
 
 
-def group(loose: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Merge findings by signature: rows and evidence are joined, the first repro is kept; worst first."""
-    causes: dict[tuple[Decision, str, str, str], list[Finding]] = {}
-    for f in loose:
-        causes.setdefault((f.decision, f.label, f.metric, f.head), []).append(f)
-    merged = [
-        replace(
-            found[0],
-            rows=_union(f.rows for f in found),
-            good=_union(f.good for f in found),
-            bad=_union(f.bad for f in found),
-        )
-        for found in causes.values()
-    ]
-    severity = list(Decision)
-    return tuple(sorted(merged, key=lambda f: (severity.index(f.decision), -len(f.rows), f.rows)))
-
-
-def _union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Concatenate, dropping duplicate lines."""
-    return tuple(dict.fromkeys(chain.from_iterable(parts)))
-
-
 def _by_id(record: Record) -> dict[str, Judgement]:
     return {j.row.id: j for j in record.judgements}
 
@@ -172,7 +117,7 @@ def _new_rows(good: Record, bad: Record) -> set[str]:
     """Return the rows of tiers that only the candidate collected: the adopted environment lacks their dependencies."""
     if not good.complete:
         return set()
-    collected = {tier(j.row.test) for j in good.judgements} | {tier(_node(p)) for p in good.problems}
+    collected = {tier(j.row.test) for j in good.judgements} | {tier(p.test) for p in good.problems}
     return {j.row.id for j in bad.judgements if (t := tier(j.row.test)) and t not in collected}
 
 
@@ -244,23 +189,21 @@ def _environment(lane: str, side: Side, is_good: bool) -> list[Finding]:
 
 
 def _problems(lane: str, good: Record, bad: Record) -> list[Finding]:
-    """Compare failed tests without a red row, skips, and files that could not be collected: `node id: why`.
+    """Compare failed tests without a red row, skips, and files that could not be collected.
 
-    Only node ids are compared: the messages of one failure may hold different times and addresses in each run.
+    Only their subjects are compared: the messages of one failure may hold different times and addresses in each run.
     """
     out = []
-    for test in dict.fromkeys(_node(p) for p in (*bad.problems, *good.problems)):
-        before, after = (tuple(p for p in r.problems if _node(p) == test) for r in (good, bad))
-        # A skip, or an unexpected pass, is a gap rather than a fault.
-        fault = not before and any("under --gate" not in p for p in after)
+    for subject in dict.fromkeys(p.subject for p in (*bad.problems, *good.problems)):
+        before, after = ([p for p in r.problems if p.subject == subject] for r in (good, bad))
+        fault = not before and any(p.kind is not ProblemKind.GAP for p in after)
         decision = Decision.HOLD if fault and good.complete and bad.complete else Decision.UNKNOWN
-        why = (after or before)[0].removeprefix(f"{test}: ")
-        out.append(Finding(decision, "PROBLEM", "", why, (), before, after, investigate(lane, test)))
+        first = (after or before)[0]
+        shown = tuple(map(str, before)), tuple(map(str, after))
+        tests = (first.test,) if first.test else ()
+        repro = investigate(lane, first.test)
+        out.append(Finding(decision, "PROBLEM", "", first.why, (), *shown, repro, tests))
     return out
-
-
-def _node(problem: str) -> str:
-    return problem.partition(": ")[0]
 
 
 def _without_stored_times(j: Judgement | None) -> Judgement | None:

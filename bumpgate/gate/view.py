@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bumpgate.gate.sequential import Outcome
+from bumpgate.core.findings import Decision, Finding, Outcome
 from bumpgate.gate.timed import Sessions
-from bumpgate.gate.verdict import Decision, Finding
 
 STYLE = {Decision.HOLD: "bold red", Decision.UNKNOWN: "yellow", Decision.ADOPT: "green"}
 SHOWN_LINES = 6

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from bumpgate.lanes import NAME, OWN
-from bumpgate.rows import BumpgateError, write_atomic
+from bumpgate.core.lanes import NAME, OWN
+from bumpgate.core.rows import BumpgateError, write_atomic
 
 HERE = Path(__file__).parent
 REQUIREMENTS = "bumps/requirements.txt"

@@ -10,37 +10,23 @@ import os
 import re
 import shlex
 import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
+from bumpgate.core.rows import BumpgateError, one_line
 from bumpgate.notify.topics import Message
-from bumpgate.rows import BumpgateError, one_line
+from bumpgate.run.web import GITHUB, WebError, attempts, http, secure
 
 if TYPE_CHECKING:
     import requests
 
-ATTEMPTS = 3
-SECONDS = 20.0  # for one answer
 HOOK_SECONDS = 60.0
-MAX_WAIT = 30.0  # seconds before another attempt, whatever the server requests
-AGAIN = (429, 500, 502, 503, 504)
 LABEL = "bumpgate"
 PAGES = 50  # of 100 issues
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 REPOSITORY = re.compile(r"[A-Za-z0-9-]+/[A-Za-z0-9._-]+")
-SLACK, GITHUB = "BUMPGATE_SLACK_WEBHOOK", ("BUMPGATE_GITHUB_TOKEN", "GITHUB_TOKEN")
+SLACK = "BUMPGATE_SLACK_WEBHOOK"
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|WEBHOOK")
-
-
-class ChannelError(BumpgateError):
-    """A message that was not delivered. again: whether another attempt may succeed at once."""
-
-    def __init__(self, text: str, again: bool = False, wait: float = 0.0, status: int = 0) -> None:
-        super().__init__(text)
-        self.again, self.wait, self.status = again, wait, status
 
 
 @dataclass(frozen=True)
@@ -60,7 +46,7 @@ class Channel(Protocol):
     updates: bool
 
     def send(self, event: str, message: Message, before: Posted | None) -> Posted:
-        """Deliver a message. event: opened, updated, reopened or closed. Raises ChannelError."""
+        """Deliver a message. event: opened, updated, reopened or closed. Raises WebError."""
 
 
 def secrets() -> list[str]:
@@ -93,7 +79,7 @@ class GitHub:
         if before and before.number:
             try:
                 made = self._call("PATCH", f"/{before.number}", content)
-            except ChannelError as error:
+            except WebError as error:
                 if error.status not in (404, 410):
                     raise
                 if event == "closed":  # deleted by a user: nothing to close
@@ -138,7 +124,7 @@ class GitHub:
         try:
             return response.json()
         except ValueError:
-            raise ChannelError(f"{self.name}: the answer is not JSON") from None
+            raise WebError(f"{self.name}: the answer is not JSON") from None
 
 
 class Slack:
@@ -191,77 +177,12 @@ class Hook:
                 check=False,
             )
         except OSError as error:
-            raise ChannelError(f"hook {program}: cannot be started ({error.strerror})") from None
+            raise WebError(f"hook {program}: cannot be started ({error.strerror})") from None
         except subprocess.TimeoutExpired:
-            raise ChannelError(f"hook {program}: did not end within {HOOK_SECONDS:g} s") from None
+            raise WebError(f"hook {program}: did not end within {HOOK_SECONDS:g} s") from None
         if done.returncode:
-            raise ChannelError(f"hook {program}: exit code {done.returncode}")
+            raise WebError(f"hook {program}: exit code {done.returncode}")
         return Posted(message.state, message.digest)
-
-
-def secure(url: str, name: str) -> str:
-    """Return an https URL, or any URL of this machine. Raises BumpgateError, without the URL."""
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK)
-        valid = valid and bool(parts.hostname) and bool(re.fullmatch(r"[!-~]+", url)) and parts.port != 0
-    except ValueError:
-        valid = False
-    if not valid:
-        raise BumpgateError(f"{name} is not an https URL")
-    return url
-
-
-def attempts(call: Callable[[], Any]) -> Any:
-    """Call until it succeeds, at most ATTEMPTS times. Raises the last ChannelError."""
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            return call()
-        except ChannelError as error:
-            if not error.again or attempt == ATTEMPTS:
-                raise
-            time.sleep(min(max(error.wait, 2.0 ** (attempt - 1)), MAX_WAIT))
-    raise AssertionError("not reached")
-
-
-def http(
-    name: str,
-    method: str,
-    url: str,
-    content: Any,
-    sign: Callable[[requests.PreparedRequest], requests.PreparedRequest],
-) -> requests.Response:
-    """Send one request. Raises ChannelError, which names only the host and the reason: the URL may be a secret."""
-    import requests
-
-    where = f"{name} ({urlsplit(url).hostname})"
-    try:
-        # `auth` also keeps requests from adding a password of ~/.netrc.
-        with requests.Session() as session:
-            headers = {"Accept": "application/vnd.github+json"} if name.startswith("github") else {}
-            answer = session.request(
-                method, url, json=content, headers=headers, auth=sign, timeout=SECONDS, allow_redirects=False
-            )
-    except requests.ConnectTimeout:
-        raise ChannelError(f"{where}: no connection within {SECONDS:g} s", again=True) from None
-    except requests.Timeout:
-        raise ChannelError(f"{where}: no answer within {SECONDS:g} s") from None
-    except requests.ConnectionError:
-        raise ChannelError(f"{where}: no connection", again=True) from None
-    except (requests.RequestException, ValueError) as error:
-        raise ChannelError(f"{where}: {type(error).__name__}") from None
-    if answer.ok and not answer.is_redirect:
-        return answer
-    limited = answer.status_code == 403 and (
-        "Retry-After" in answer.headers or answer.headers.get("X-RateLimit-Remaining") == "0"
-    )
-    wait = answer.headers.get("Retry-After", "")
-    raise ChannelError(
-        f"{where}: {answer.status_code} {one_line(answer.reason, 60)}",
-        again=answer.status_code in AGAIN or limited,
-        wait=float(wait) if wait.isdecimal() else 0.0,
-        status=answer.status_code,
-    )
 
 
 def _fenced(text: str) -> str:

@@ -14,12 +14,13 @@ from typing import Annotated, Any
 
 import typer
 
-from bumpgate.environments.store import home
+from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.history.archive import Archive, default_store
 from bumpgate.notify import channels
-from bumpgate.notify.channels import Channel, ChannelError, GitHub, Hook, Posted, Slack
+from bumpgate.notify.channels import Channel, GitHub, Hook, Posted, Slack
 from bumpgate.notify.topics import Message, answer, answered, assign, messages
-from bumpgate.report.archive import Archive, default_store
-from bumpgate.rows import BumpgateError, one_line
+from bumpgate.run.home import home
+from bumpgate.run.web import WebError
 
 FAILED = 125
 
@@ -134,7 +135,7 @@ def _deliver(archive: Archive, channel: Channel, found: Sequence[Message]) -> bo
     for sent, (message, event) in enumerate(waiting):
         try:
             posted = channel.send(event, message, posts.get(message.topic))
-        except ChannelError as error:
+        except WebError as error:
             left = len(waiting) - sent
             typer.echo(
                 f"bumpgate: {error}; {left} message{'s' * (left != 1)} not sent: the next bumpgate notify sends them",

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bumpgate.gate.verdict import Decision
-from bumpgate.report.memory import Known
-from bumpgate.rows import one_line
+from bumpgate.core.findings import Decision
+from bumpgate.core.rows import one_line
+from bumpgate.history.memory import Known
 
 STORM = 5
 FINDINGS, ROWS, LINES = 10, 5, 4  # shown in a message: findings, and of each its rows and lines of evidence

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.lanes import Lane, LaneError, how_to_declare, load
-from bumpgate.processes.host import OWN_VARIABLES, PARENT, cpu_workers
+from bumpgate.core.lanes import Lane, LaneError, how_to_declare, load
+from bumpgate.run.host import OWN_VARIABLES, PARENT, cpu_workers
 
 # Each worker of the H200 lane holds a context and its last test's memory on the GPU. One of them waits for the others
 # to finish, and then runs the timed tests.
@@ -116,7 +116,7 @@ class _LaneRun:
             raise pytest.UsageError(
                 "PYTHONOPTIMIZE or -O removes the checks that are assert statements: leave it out"
             )
-        from bumpgate.baseline import BaselineError
+        from bumpgate.core.baseline import BaselineError
         from bumpgate.plugin import rows, sharing
         from bumpgate.plugin.devices import detect
         from bumpgate.plugin.progress import Progress
@@ -169,7 +169,7 @@ class Unmarked:
         self._lane = lane
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        from bumpgate.outcomes import contains
+        from bumpgate.core.outcomes import contains
 
         if contains(self._lane, item.nodeid) and lane_of(item) is None:
             item.add_marker(self._lane.name)

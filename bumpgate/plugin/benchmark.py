@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bumpgate.outcomes import case
+from bumpgate.core.outcomes import case
 from bumpgate.plugin.rows import RowRecorder
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from bumpgate.lanes import Lane, how_to_declare
-from bumpgate.processes.host import read_or_empty
+from bumpgate.core.lanes import Lane, how_to_declare
+from bumpgate.run.host import read_or_empty
 
 PROBE_SECONDS = 180
 PJRT_CPU, V6E = "pjrt-cpu", "v6e"

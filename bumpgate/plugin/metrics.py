@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
+from bumpgate.core.rows import is_finite, one_line
 from bumpgate.plugin.rows import RowRecorder
-from bumpgate.rows import is_finite, one_line
 
 FORMAT = '{"name": "step_seconds", "value": 0.25, "unit": "s", "better": "lower"}'
 FIELDS = {"name", "value", "unit", "better"}

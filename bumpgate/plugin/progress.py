@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.environments.store import home
-from bumpgate.rows import Judgement, write_atomic
+from bumpgate.core.rows import Judgement, write_atomic
+from bumpgate.run.home import home
 
 # Seconds between two lines.
 ON_TERMINAL = 0.5

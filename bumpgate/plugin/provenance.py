@@ -20,9 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bumpgate.gate.binding import measured_tree
-from bumpgate.lanes import Lane
-from bumpgate.processes.host import cores, cpu_model, read_or_empty
+from bumpgate.core.lanes import Lane
+from bumpgate.run.binding import measured_tree
+from bumpgate.run.host import cores, cpu_model, read_or_empty
 
 TRITON_NAMES = ("triton", "pytorch-triton", "pytorch-triton-xpu", "pytorch-triton-rocm")
 

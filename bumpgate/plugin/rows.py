@@ -19,13 +19,13 @@ import pytest
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from bumpgate import accepted, rules
-from bumpgate.baseline import Baseline, judge, load, other_host
-from bumpgate.lanes import how_to_declare
+from bumpgate.core import accepted, rules
+from bumpgate.core.baseline import Baseline, judge, load, other_host
+from bumpgate.core.lanes import how_to_declare
+from bumpgate.core.rows import Judgement, Row, RowError, Value, one_line
 from bumpgate.plugin import lane_of, lanes_of
 from bumpgate.plugin.provenance import versions
-from bumpgate.processes.host import cores, cpu_model
-from bumpgate.rows import Judgement, Row, RowError, Value, one_line
+from bumpgate.run.host import cores, cpu_model
 
 # Names of the properties that carry rows and machine faults on a test report.
 ROW_PROPERTY = "bumpgate_row"
@@ -100,7 +100,7 @@ class RowRecorder:
         paired: bool = False,
         work: str = "",
     ) -> Judgement:
-        """Judge one measured value; the fields are those of bumpgate.rows.Row.
+        """Judge one measured value; the fields are those of bumpgate.core.rows.Row.
 
         better: by default "derived" if the test derived an expectation, else "exact".
         Raises RowError (one line) on an invalid row or an id that this run has already used, and InfraError on a

@@ -10,13 +10,17 @@ import contextlib
 import json
 import shutil
 import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bumpgate import accepted, outcomes
-from bumpgate.baseline import Baseline, Reviewed, accept, comparable, in_tier, investigate
+from bumpgate.core import accepted, outcomes
+from bumpgate.core.baseline import Baseline, Reviewed, accept, comparable, in_tier, investigate
+from bumpgate.core.problems import Problem, ProblemKind
+from bumpgate.core.rows import STOPPED_EARLY, Judgement, Record, Row, Verdict, one_line, write_record
+from bumpgate.core.rules import sentences
 from bumpgate.plugin import GREEN, lane_of, lanes_of, provenance
 from bumpgate.plugin.devices import PJRT_CPU, find
 from bumpgate.plugin.rows import (
@@ -28,8 +32,6 @@ from bumpgate.plugin.rows import (
     baseline_path,
     lane_acceptances,
 )
-from bumpgate.rows import STOPPED_EARLY, Judgement, Record, Row, Verdict, one_line, write_record
-from bumpgate.rules import sentences
 from bumpgate.table import verdict_table
 
 KEEP_SECONDS = 5.0
@@ -124,7 +126,7 @@ class LaneSession:
         self.xfailed: set[str] = set()
         self.infra: dict[str, str] = {}
         self.uncollected: dict[str, str] = {}
-        self.duplicates: set[str] = set()
+        self.duplicates: set[Problem] = set()
         self.closing = ""
 
     @pytest.hookimpl(tryfirst=True)
@@ -184,7 +186,8 @@ class LaneSession:
         """File a judgement. Each report of a test repeats the rows of its earlier phases."""
         known = self.judgements.setdefault(judgement.row.id, judgement)
         if known.row.test != nodeid:
-            self.duplicates.add(f"{nodeid}: row {known.row.id!r} was already reported by {known.row.test}")
+            why = f"row {known.row.id!r} was already reported by {known.row.test}"
+            self.duplicates.add(Problem(nodeid, ProblemKind.FAILED, why))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -330,37 +333,51 @@ class LaneSession:
             else ""
         )
 
-    def _problems(self, judgements: list[Judgement], complete: bool, part: list[int] | None) -> list[str]:
-        """Return the problems that no red row shows, one line each."""
+    def _problems(self, judgements: list[Judgement], complete: bool, part: list[int] | None) -> list[Problem]:
+        """Return the problems that no red row shows."""
         red = {j.row.test for j in judgements if j.red}
-        lines = [f"{test}: {why}{self._rules(test)}" for test, why in self.failed.items() if test not in red]
-        lines += [f"{path}: could not be collected: {why}" for path, why in self.uncollected.items()]
-        lines += self.duplicates
+        found = [
+            Problem(test, ProblemKind.FAILED, f"{why}{self._rules(test)}")
+            for test, why in self.failed.items()
+            if test not in red
+        ]
+        found += [
+            Problem(path, ProblemKind.UNCOLLECTED, f"could not be collected: {why}")
+            for path, why in self.uncollected.items()
+        ]
+        found += self.duplicates
         if not self.selection.collected:
-            lines.append(self._nothing_collected())
+            found.append(Problem("", ProblemKind.NOTHING, self._nothing_collected()))
         elif not complete:
             selected = self.selection.selected
             unfinished = f"{len(selected - self.finished)} of {len(selected)} tests did not finish"
-            lines.append(f"the run was cut short: {unfinished}{self._deaths('; ')}")
+            why = f"the run was cut short: {unfinished}{self._deaths('; ')}"
+            found.append(Problem("", ProblemKind.CUT_SHORT, why))
         compared = {j.row.test: j.row.value for j in judgements if outcomes.is_outcome(j.row)}
         if compared and all(compared.get(j.row.test) == outcomes.SKIPPED for j in judgements):
-            lines.append(f"all {len(compared)} tests were skipped: nothing was checked")
+            why = f"all {len(compared)} tests were skipped: nothing was checked"
+            found.append(Problem("", ProblemKind.NOTHING, why))
         if self.config.option.gate:
-            skipped = {test: why for test, why in self.skipped.items() if test not in compared}
-            lines += [f"{test}: skipped under --gate: {why}" for test, why in skipped.items()]
-            unexpected = self.xpassed - compared.keys()
-            lines += [f"{test}: passed where a failure is expected, under --gate" for test in unexpected]
-            if not self.config.option.part:
-                lines += [f"{test}: deselected under --gate" for test in self.selection.deselected]
-            if part and not self.config.option.part:
-                lines.append(f"part of the lane: {part[0]} of {part[1]} rows; add --part if that is intended")
-            # A stand-in device need not report the rows of the real one; a machine with that device must.
-            not_run = self.not_run if self.provenance["device"] != PJRT_CPU else {}
-            not_run = {test: rows for test, rows in not_run.items() if test not in self.excused}
-            lines += [
-                f"{test}: not run under --gate: {why}" for test, rows in not_run.items() for why in rows
-            ]
-        return sorted(lines)
+            found += [Problem(test, ProblemKind.GAP, why) for test, why in self._gaps(part, compared.keys())]
+        return sorted(found, key=str)
+
+    def _gaps(self, part: list[int] | None, compared: Collection[str]) -> Iterator[tuple[str, str]]:
+        """Yield (test, why) of what a run under --gate left out. compared: tests whose outcomes are rows."""
+        for test, why in self.skipped.items():
+            if test not in compared:
+                yield test, f"skipped under --gate: {why}"
+        for test in self.xpassed:
+            if test not in compared:
+                yield test, "passed where a failure is expected, under --gate"
+        if not self.config.option.part:
+            yield from ((test, "deselected under --gate") for test in self.selection.deselected)
+            if part:
+                yield "", f"part of the lane: {part[0]} of {part[1]} rows; add --part if that is intended"
+        # A stand-in device need not report the rows of the real one; a machine with that device must.
+        not_run = self.not_run if self.provenance["device"] != PJRT_CPU else {}
+        for test, rows in not_run.items():
+            if test not in self.excused:
+                yield from ((test, f"not run under --gate: {why}") for why in rows)
 
 
 def _is_full(config: pytest.Config, lane: str) -> bool:

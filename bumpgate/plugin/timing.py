@@ -24,9 +24,9 @@ from typing import TextIO
 
 import psutil
 
+from bumpgate.core.rows import COST_PER_ROUND
 from bumpgate.plugin.duet import Duet, partner
 from bumpgate.plugin.rows import InfraError
-from bumpgate.rows import COST_PER_ROUND
 
 LOCK = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.machine"
 POLL_SECONDS = 0.1

@@ -13,14 +13,15 @@ from typing import Annotated, Any
 
 import typer
 
-from bumpgate.gate.plan import Plan
+from bumpgate.core import gate_file
+from bumpgate.core.extra import need
+from bumpgate.core.findings import SAME_MARGIN
+from bumpgate.core.rows import BumpgateError, Record, is_finite, write_atomic
 from bumpgate.report import benchmark as benchmarks
-from bumpgate.report import diffs, gate_file, junit, markdown, page, plots, tlparse
+from bumpgate.report import diffs, junit, markdown, page, plots, tlparse
 from bumpgate.report import trace as traces
-from bumpgate.report.extra import need
 from bumpgate.report.page import Page
 from bumpgate.report.trace import Trace
-from bumpgate.rows import BumpgateError, Record, is_finite, write_atomic
 
 TEMPLATES = Path(__file__).with_name("templates")
 MAX_INTERVALS = 40
@@ -135,7 +136,7 @@ def all_plots(shown: Page) -> list[Plot]:
     """Return all plots for which this record or gate has numbers."""
     out = _curves(shown)
     if shown.paired:
-        margin = Plan().same
+        margin = SAME_MARGIN
         axis = "time of the candidate over time of the adopted build"
         lines = [
             plots.Interval(row, _reading(t), OUTCOME_TONE.get(t.outcome, ""), t.ratio, *t.interval)

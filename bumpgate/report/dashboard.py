@@ -19,11 +19,11 @@ from typing import Annotated, Any
 
 import typer
 
-from bumpgate.accepted import today
-from bumpgate.report.archive import Archive, default_store
+from bumpgate.core.accepted import today
+from bumpgate.core.rows import BumpgateError, Value, is_finite, write_atomic
+from bumpgate.history.archive import Archive, default_store
 from bumpgate.report.history import changes
 from bumpgate.report.page import show
-from bumpgate.rows import BumpgateError, Value, is_finite, write_atomic
 
 MARK = '<meta name="generator" content="bumpgate dashboard">'
 PAGE = re.compile(r"[0-9a-f]{12}\.html")

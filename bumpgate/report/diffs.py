@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
 
-from bumpgate.gate.verdict import ADDRESS
-from bumpgate.rows import Judgement, Record, is_finite
+from bumpgate.core.findings import ADDRESS
+from bumpgate.core.rows import Judgement, Record, is_finite
 
 # Evidence on what the compiler did. Other lines (seconds, counts of rounds) differ in any two runs.
 REASON = re.compile(r"(break|recompile|failure|guard|kernel) ")

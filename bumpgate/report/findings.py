@@ -7,10 +7,10 @@ from urllib.parse import urlsplit
 
 import typer
 
-from bumpgate.environments.uv import public_url
-from bumpgate.report import memory
-from bumpgate.report.archive import Archive, default_store
-from bumpgate.report.memory import FindingError
+from bumpgate.env.uv import public_url
+from bumpgate.history import memory
+from bumpgate.history.archive import Archive, default_store
+from bumpgate.history.memory import FindingError
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 

@@ -7,22 +7,19 @@ import shlex
 import statistics
 from array import array
 from collections.abc import Sequence
-from datetime import date, datetime
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from bumpgate.accepted import today
-from bumpgate.adopt import log
-from bumpgate.baseline import find_root
-from bumpgate.gate.drift import Reading
-from bumpgate.report import memory, plots
-from bumpgate.report.archive import Archive, Point, default_store
-from bumpgate.report.extra import need
+from bumpgate.core.extra import need
+from bumpgate.core.rows import BumpgateError, is_finite, write_atomic
+from bumpgate.history import memory
+from bumpgate.history.archive import Archive, Point, default_store
+from bumpgate.report import plots
 from bumpgate.report.page import show
-from bumpgate.rows import BumpgateError, is_finite, write_atomic
 
 ADD = "add"
 # Minimum number of readings in a level: a single outlier does not start a new one.
@@ -174,29 +171,3 @@ def _write(
             raise BumpgateError(f"{row}: its values are not numbers: nothing to plot")
         write_atomic(png, plots.png(figure))
         typer.echo(f"wrote {png}")
-
-
-def recent(
-    lane: str, rows: Sequence[str], days: int, *, store: str = "", day: date | None = None
-) -> dict[str, tuple[Reading, ...]]:
-    """Return row id -> readings of adopted builds against the build of a month before, for `drift.find_drift`."""
-    return Archive(store or default_store()).drifted(lane, rows, days, day or today())
-
-
-def adopted(lane: str, *, store: str = "", root: Path | None = None) -> list[tuple[date, str]]:
-    """Return (day, torch) of every build that a lane adopted, oldest first: `drift.anchor` picks from the days.
-
-    Candidates that a gate of the history adopted, and those in the log of `bumpgate adopt` in the work tree of `root`;
-    without the builds whose adoption was rolled back.
-    """
-    entries = [a for a in log.load(root or find_root(Path.cwd())).entries if a.lane == lane]
-    undone = {_release(a.new) for a in entries if a.rolled_back} - {
-        _release(a.new) for a in entries if not a.rolled_back
-    }
-    builds = {(a.day, a.new) for a in entries} | set(Archive(store or default_store()).adopted(lane))
-    return sorted((day, torch) for day, torch in builds if _release(torch) not in undone)
-
-
-def _release(torch: str) -> str:
-    """Return a version without the local label, which a wheel's metadata may omit."""
-    return torch.partition("+")[0]

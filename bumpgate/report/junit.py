@@ -41,8 +41,7 @@ def xml(page: Page) -> str:
                 )
     else:
         for problem in page.problems:
-            where, _, why = problem.partition(": ")
-            _case(suite, "problem", where, "error", why or where, ())
+            _case(suite, "problem", problem.subject, "error", problem.why, ())
     failures = suite.findall("testcase/failure") + suite.findall("testcase/error")
     if page.failed and not failures:
         _case(suite, page.kind, page.word, "error", page.headline, ())

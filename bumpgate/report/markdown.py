@@ -9,7 +9,7 @@ import html
 import re
 from collections.abc import Iterable
 
-from bumpgate.gate.verdict import Finding
+from bumpgate.core.findings import Finding
 from bumpgate.report.page import Page
 
 LIMIT = 1024 * 1024
@@ -25,7 +25,7 @@ def summary(page: Page, limit: int = LIMIT) -> str:
     head = [f"## {SIGN[page.tone]} {page.word}: {escape(page.headline)}", ""]
     if page.compare:
         head += [f"[What lies between the two builds of torch]({page.compare})", ""]
-    head += [f"- {escape(problem)}" for problem in page.problems]
+    head += [f"- {escape(str(problem))}" for problem in page.problems]
     head += [f"- acceptance: {escape(note)}" for note in page.notes]
     head += [f"- not run on this device: {escape(line)}" for line in page.not_run]
     blocks = ["\n".join(head) + "\n"]

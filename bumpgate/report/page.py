@@ -9,10 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bumpgate.gate.verdict import PRODUCT, Decision, Finding, group
-from bumpgate.report.gate_file import GateFile, Paired, Side
-from bumpgate.rows import Judgement, Record, Value, Verdict, is_finite, one_line
-from bumpgate.rules import places, sentence
+from bumpgate.core.findings import PRODUCT, Decision, Finding, group
+from bumpgate.core.gate_file import GateFile, Paired, Side
+from bumpgate.core.problems import Problem, ProblemKind
+from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_finite, one_line
+from bumpgate.core.rules import places, sentence
 from bumpgate.table import summary
 
 TONE = {Decision.HOLD: "bad", Decision.UNKNOWN: "open", Decision.ADOPT: "good"}
@@ -20,6 +21,9 @@ TONE = {Decision.HOLD: "bad", Decision.UNKNOWN: "open", Decision.ADOPT: "good"}
 VALUE = re.compile(r"'[^']*'|(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?!\w)")
 # Provenance fields that are shown separately.
 ELSEWHERE = ("acceptances", "command", "not_run", "rules")
+CUT_SHORT = Problem(
+    "", ProblemKind.CUT_SHORT, "the gate was cut short: resume it with its command and --resume"
+)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -88,7 +92,7 @@ class Page:
     facts: tuple[Fact, ...]
     findings: tuple[Finding, ...]
     rows: tuple[RowView, ...]
-    problems: tuple[str, ...]
+    problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     not_run: tuple[str, ...]
     records: tuple[Record | None, Record | None]
@@ -171,8 +175,12 @@ def of_gate(gate: GateFile) -> Page:
         findings=gate.findings,
         rows=tuple(sorted(rows, key=lambda r: (r.order, r.id))),
         problems=(
-            *(() if gate.finished else ("the gate was cut short: resume it with its command and --resume",)),
-            *(f"{side.name}: {line}" for side in sides for line in _broken(side)),
+            *(() if gate.finished else (CUT_SHORT,)),
+            *(
+                Problem("", ProblemKind.FAILED, f"{side.name}: {line}")
+                for side in sides
+                for line in _broken(side)
+            ),
         ),
         notes=tuple(dict.fromkeys((*gate.accepted, *_lines(gate.bad.record, "acceptances")))),
         not_run=_lines(gate.bad.record, "not_run"),
@@ -320,7 +328,7 @@ def _broken(side: Side) -> Iterable[str]:
     yield from (f"canary {name}: {reason}" for name, reason in side.canaries.items())
     if side.record and not side.record.complete:
         yield "its run was cut short"
-    yield from side.record.problems if side.record else ()
+    yield from map(str, side.record.problems if side.record else ())
 
 
 def _compare_link(gate: GateFile) -> str:

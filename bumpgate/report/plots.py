@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from bumpgate.report.extra import need
+from bumpgate.core.extra import need
 
 # Not imported for their names: the library belongs to an extra.
 Axes: TypeAlias = Any

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bumpgate.gate.verdict import ADDRESS
-from bumpgate.rows import BumpgateError, is_finite, one_line
+from bumpgate.core.findings import ADDRESS
+from bumpgate.core.rows import BumpgateError, is_finite, one_line
 
 FILES = "dedicated_log_torch_trace_*.log"
 REMAKE = "write it again with: TORCH_TRACE=DIR python ..."

@@ -17,13 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bumpgate.environments.interpreter import Interpreter
-from bumpgate.environments.locks import SHA256
-from bumpgate.environments.store import home, sha256_of
-from bumpgate.environments.uv import find_uv, host_settings, public_url
-from bumpgate.environments.versions import source_distributions
-from bumpgate.processes.runner import run_child
-from bumpgate.rows import BumpgateError, one_line
+from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.env.locks import SHA256
+from bumpgate.env.store import sha256_of
+from bumpgate.env.uv import find_uv, host_settings, public_url
+from bumpgate.env.versions import source_distributions
+from bumpgate.run.home import home
+from bumpgate.run.interpreter import Interpreter
+from bumpgate.run.runner import run_child
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target, audit
 from bumpgate.wheels.store import Build, Stored
@@ -196,7 +197,7 @@ def _tools(place: Path, python: Path, log: Path) -> Path:
     """Return a folder with what a setup script imports, separate from the environment, which is not changed."""
     done = place / ".done"
     if not done.exists():
-        from bumpgate.environments.uv import run_uv
+        from bumpgate.env.uv import run_uv
 
         code, output = run_uv(
             ["pip", "install", "--quiet", "--target", place, "--python", python, "--no-build", *TOOLS], log

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from bumpgate import lanes
-from bumpgate.baseline import find_root
-from bumpgate.environments.build import build, lane_request
-from bumpgate.environments.store import sha256_of
-from bumpgate.rows import BumpgateError
+from bumpgate.core import lanes
+from bumpgate.core.baseline import find_root
+from bumpgate.core.rows import BumpgateError
+from bumpgate.env.build import build, lane_request
+from bumpgate.env.store import sha256_of
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target
 from bumpgate.wheels.build import Limits, WheelBuildError, build_wheel, download_sdist

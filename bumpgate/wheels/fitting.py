@@ -9,17 +9,17 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
+from bumpgate.core.rows import BumpgateError
 from bumpgate.doctor import abi
-from bumpgate.environments import store as wheel_store
-from bumpgate.environments.build import BuildError, Environment, NotInstallable, Request, build, release
-from bumpgate.environments.cached import Say
-from bumpgate.environments.interpreter import Interpreter
-from bumpgate.environments.inventory import take
-from bumpgate.environments.locks import Wheel
-from bumpgate.environments.request import kernel_wheels
-from bumpgate.environments.store import sha256_of
-from bumpgate.processes.runner import child_environment
-from bumpgate.rows import BumpgateError
+from bumpgate.env import store as wheel_store
+from bumpgate.env.build import BuildError, Environment, NotInstallable, Request, build, release
+from bumpgate.env.cached import Say
+from bumpgate.env.inventory import take
+from bumpgate.env.locks import Wheel
+from bumpgate.env.request import kernel_wheels
+from bumpgate.env.store import sha256_of
+from bumpgate.run.interpreter import Interpreter
+from bumpgate.run.runner import child_environment
 from bumpgate.wheels.plan import BUILD, make_target, plan
 
 # Read by the suites: JSON, package to the reason why the environment has no wheel of it.

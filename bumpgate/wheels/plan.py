@@ -12,16 +12,16 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 
+from bumpgate.core.rows import BumpgateError
 from bumpgate.doctor import abi
 from bumpgate.doctor.version_checks import driver_version
-from bumpgate.environments import store as wheel_store
-from bumpgate.environments.interpreter import Interpreter
-from bumpgate.environments.inventory import take
-from bumpgate.environments.locks import lane_lock, read_lock
-from bumpgate.environments.manifest import KernelWheel, Manifest, load, satisfies
-from bumpgate.environments.store import sha256_of
-from bumpgate.processes.runner import child_environment
-from bumpgate.rows import BumpgateError
+from bumpgate.env import store as wheel_store
+from bumpgate.env.inventory import take
+from bumpgate.env.locks import lane_lock, read_lock
+from bumpgate.env.manifest import KernelWheel, Manifest, load, satisfies
+from bumpgate.env.store import sha256_of
+from bumpgate.run.interpreter import Interpreter
+from bumpgate.run.runner import child_environment
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Audit, Target, audit
 from bumpgate.wheels.store import Build

@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from bumpgate.environments.store import StoreError, home, sha256_of
-from bumpgate.environments.uv import host_settings, public_url
-from bumpgate.rows import one_line, write_atomic
+from bumpgate.core.rows import one_line, write_atomic
+from bumpgate.env.store import StoreError, sha256_of
+from bumpgate.env.uv import host_settings, public_url
+from bumpgate.run.home import home
 
 if TYPE_CHECKING:
     import requests

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bumpgate.rows import write_atomic
+from bumpgate.core.rows import write_atomic
 from suites.kernels.peer_tuning import tuned_case
 from suites.support.gpu_timing import forward_and_backward
 

@@ -1,7 +1,7 @@
 """The other tests of this folder see NaN where an op leaves an output or a gradient unwritten, whichever it is.
 
-Here: unwritten memory is NaN, and the error ratio of a tensor with one NaN is NaN. suites/self/test_non_finite.py shows
-op by op, for the last tensor of the last case, that each row is then red.
+Here: unwritten memory is NaN, and the error ratio of a tensor with one NaN is NaN. tests/suites/test_non_finite.py
+shows op by op, for the last tensor of the last case, that each row is then red.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from bumpgate import cxx
+from bumpgate.run import cxx
 
 
 def prepare_environment(lane: str | None, workers: bool) -> None:
@@ -46,7 +46,7 @@ def compiler() -> dict[str, str]:
 
 
 def _keep_kernels(store: str) -> None:
-    """Compile each C++ kernel once, with `bumpgate.cxx`; $BUMPGATE_OBJECTS names its folder, "" leaves the compiler."""
+    """Compile each C++ kernel once, with `bumpgate.run.cxx`; $BUMPGATE_OBJECTS names its folder, "" disables it."""
     named = os.environ.get("CXX") or "g++"
     if not store or "BUMPGATE_CXX" in os.environ or not shutil.which(named):
         return

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bumpgate.baseline import Reviewed
+from bumpgate.core.baseline import Reviewed
 
 CALLS = 20
 WARMUP = 5

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import lanes as declared
-from bumpgate.lanes import Lane
+from bumpgate.core import lanes as declared
+from bumpgate.core.lanes import Lane
 from bumpgate.plugin.devices import PJRT_CPU, V6E
 
 __all__ = ["LANES", "PJRT_CPU", "V6E", "V6E_AOT", "Lane", "lanes", "needs_tpu"]

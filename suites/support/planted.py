@@ -1,6 +1,6 @@
 """Mark of tests that plant a fault themselves and pass only if the check rejects it.
 
-`suites/self/mutants.py` plants its faults in a copy of the tree and reads the row that turns red. Some faults need no
+`tests/support/mutants.py` plants its faults in a copy of the tree and reads the row that turns red. Some faults need no
 copy: a wrong environment variable, a corrupt file, a collective that one rank never enters. Their tests carry this
 mark, so that the mutant matrix counts them with the mutants.
 """
@@ -18,6 +18,13 @@ def planted(rule: str, fault: str) -> pytest.MarkDecorator:
     return pytest.mark.planted(rule, fault)
 
 
+@pytest.fixture(autouse=True)
+def planted_faults(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+    """Record the faults that a test plants, for the mutant matrix. A conftest.py imports this fixture."""
+    for mark in request.node.iter_markers("planted"):
+        report_fault(record_property, *mark.args)
+
+
 def report_fault(
     record_property: Callable[[str, object], None],
     rule: str,
@@ -25,6 +32,6 @@ def report_fault(
     row: str = "",
     red: Sequence[str] = (),
 ) -> None:
-    """Record a fault in the report for suites/self/matrix.py. row: what must turn red; red: the other red rows."""
+    """Record a fault in the report for tools/matrix.py. row: what must turn red; red: the other red rows."""
     entry = {"rule": rule, "fault": fault, "row": row, "red": list(red)}
     record_property("planted", json.dumps(entry, sort_keys=True))

@@ -1,7 +1,7 @@
 """Reductions of measured numbers in which a NaN or an infinity is never lost.
 
 Every comparison with NaN is false, so Python's `max([0.1, nan])` is 0.1 and `min` and `sorted` depend on the order as
-well. Here a value that is not finite is the result, wherever it occurs. suites/self/test_reductions.py keeps the
+well. Here a value that is not finite is the result, wherever it occurs. tests/suites/test_reductions.py keeps the
 built-in functions off measured floats in suites/.
 """
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from bumpgate.rows import write_atomic
+from bumpgate.core.rows import write_atomic
 
 
 def line(cells: Iterable[str]) -> str:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from bumpgate.doctor import abi
-from bumpgate.environments.interpreter import ChildFault, Interpreter
-from bumpgate.environments.inventory import Distribution, Inventory, take
-from bumpgate.environments.manifest import Smoke
+from bumpgate.env.inventory import Distribution, Inventory, take
+from bumpgate.env.manifest import Smoke
+from bumpgate.run.interpreter import ChildFault, Interpreter
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted

@@ -12,19 +12,11 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from bumpgate.environments import manifest
-from bumpgate.environments.interpreter import Interpreter
-from bumpgate.environments.inventory import Distribution, Inventory, take
-from bumpgate.environments.manifest import (
-    Environment,
-    KernelWheel,
-    Label,
-    ManifestError,
-    label,
-    load,
-    mismatches,
-)
-from bumpgate.environments.reference import NO_LOCK, VARIABLE, reference
+from bumpgate.env import manifest
+from bumpgate.env.inventory import Distribution, Inventory, take
+from bumpgate.env.manifest import Environment, KernelWheel, Label, ManifestError, label, load, mismatches
+from bumpgate.env.reference import NO_LOCK, VARIABLE, reference
+from bumpgate.run.interpreter import Interpreter
 from suites.kernels import workloads
 from suites.support.child import ROOT
 from suites.support.lanes import LANES, Lane, lanes

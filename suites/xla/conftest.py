@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from bumpgate.core.rows import Judgement
 from bumpgate.plugin.rows import NOT_RUN_PROPERTY, report_canaries
-from bumpgate.rows import Judgement
 from launch import xla_environment
 from suites.support.lanes import PJRT_CPU, V6E
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from bumpgate.core.rows import RowError
 from bumpgate.plugin import instruments as device
-from bumpgate.rows import RowError
 
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
 

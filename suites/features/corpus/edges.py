@@ -14,10 +14,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from bumpgate.core.findings import Decision
 from packaging.version import Version
 
-from bumpgate.gate.verdict import Decision, Side, judge_gate
-from bumpgate.rows import Record, RecordError, read_record
+from bumpgate.core.rows import Record, RecordError, read_record
+from bumpgate.gate.verdict import Side, judge_gate
 from suites.features.corpus import CASES, Case
 from suites.support.tables import line, publish
 

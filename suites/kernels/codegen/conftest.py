@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import code
-from bumpgate.baseline import Baseline, load
+from bumpgate.core import code
+from bumpgate.core.baseline import Baseline, load
 from bumpgate.plugin.provenance import versions
 
 FOLDER = Path(__file__).parent

@@ -2,7 +2,7 @@
 
 Reads records, one per version (`tox -e codegen-triton37` writes .tox/codegen-triton37.json), or without arguments the
 reviewed rows of baselines/cpu.json. One line per kernel, one column per version, and what is worse than in the version
-before, by the bounds of bumpgate/code.py.
+before, by the bounds of bumpgate/core/code.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from bumpgate import code
-from bumpgate.baseline import load
-from bumpgate.rows import BumpgateError, Value, read_record
+from bumpgate.core import code
+from bumpgate.core.baseline import load
+from bumpgate.core.rows import BumpgateError, Value, read_record
 
 BASELINE = Path(__file__).parents[3] / "baselines" / "cpu.json"
 ROW = re.compile(r"kernels/(?P<case>.+)/code")

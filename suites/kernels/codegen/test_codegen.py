@@ -1,7 +1,7 @@
 """Every Triton kernel of ours, at the model's shapes, compiled for an H200: registers, spills, shared memory, wgmma.
 
 Exact rows: Triton and ptxas are deterministic. A row has a reviewed value for each version of triton; in a gate or a
-bisect of triton the code of both versions is compared (bumpgate/code.py has the bounds).
+bisect of triton the code of both versions is compared (bumpgate/core/code.py has the bounds).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from bumpgate import code
-from bumpgate.baseline import violation
-from bumpgate.rows import Row
+from bumpgate.core import code
+from bumpgate.core.baseline import violation
+from bumpgate.core.rows import Row
 from suites.kernels.codegen.cases import by_label, compile_case, launch_functions, op_of
 from suites.kernels.workloads import CASES
 from suites.support.comparison import DTYPES

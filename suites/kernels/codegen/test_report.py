@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import code
-from bumpgate.rows import Judgement, Row, Verdict, write_record
+from bumpgate.core import code
+from bumpgate.core.rows import Judgement, Row, Verdict, write_record
 from suites.kernels.codegen.report import lines, losses, main, table
 from suites.support.lanes import Lane, lanes
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bumpgate import code
+from bumpgate.core import code
 from suites.support.lanes import Lane, lanes
 from suites.support.recording_driver import Compiled, recording
 

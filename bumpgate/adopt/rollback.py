@@ -1,0 +1,142 @@
+"""`bumpgate rollback LANE`: restores the adopted set offline from our wheel store, verified by its smoke suite."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bumpgate.adopt.command import one_at_a_time
+from bumpgate.core import lanes
+from bumpgate.core.accepted import today
+from bumpgate.core.baseline import find_root
+from bumpgate.core.rows import BumpgateError
+from bumpgate.env import store
+from bumpgate.env.build import Environment, build, release
+from bumpgate.env.cached import discard
+from bumpgate.env.locks import Lock, lane_lock, read_lock
+from bumpgate.env.request import RUNNING, Request, lane_script, request_key
+from bumpgate.env.store import StoreError
+from bumpgate.history import adoptions
+from bumpgate.rebaseline import RefusedError
+from bumpgate.run.edits import interrupted, recover
+from bumpgate.run.home import home
+from bumpgate.run.runner import LaneRun, run_lane
+
+SMOKE_SECONDS = 1800
+
+
+def command(
+    lane: Annotated[str, typer.Argument(help="A declared lane.")],
+    lock: Annotated[
+        Path | None, typer.Option(help="Another lock than the lane's, e.g. an older one.")
+    ] = None,
+    smoke: Annotated[bool, typer.Option("--smoke/--no-smoke", help="Run the smoke suite in it.")] = True,
+    adoption: Annotated[
+        bool, typer.Option("--adoption", help="First undo the lane's last `bumpgate adopt`.")
+    ] = False,
+) -> None:
+    """Rebuild the last adopted set of a lane offline from the wheel store, every checksum verified first.
+
+    With --adoption, first restore the files that the last adoption wrote. If the wheel store lacks a wheel of the
+    earlier set, the index of this host is used and the hash is checked.
+
+    Exit codes: 0 done, 1 refused (a wheel is missing or corrupt, or the smoke suite is red), 4 bad input, 125 the
+    machine failed.
+    """
+    root = find_root(Path.cwd())
+    lanes.require(root, lane)
+    if adoption and lock:
+        raise BumpgateError("--adoption restores the lane's own lock: leave out --lock")
+    if adoption:
+        _undo(root, lane)
+    started = time.monotonic()
+    path = lock or lane_lock(root, lane)
+    found = read_lock(path)
+    stored = adoption and all(store.find(wheel) for package in found.packages for wheel in package.wheels)
+    offline = stored or not adoption
+    if offline:
+        verify(found, lane)
+    environment = rebuild(root, path, found, lane, offline=offline)
+    how = "verified, built offline" if offline else "built by their hashes"
+    line = f"rollback {lane}: {len(found.packages)} wheels {how} in {time.monotonic() - started:.0f} s"
+    try:
+        if smoke and (tests := smoke_tests(root, lane)):
+            run = run_smoke(environment, root, lane, tests)
+            line += f", {'; '.join(dict.fromkeys(map(_file, tests)))} green in {run.seconds:.0f} s"
+        elif smoke:
+            line += f", nothing run: lane {lane} declares no smoke tests"
+    finally:
+        release(environment, _cache())
+    typer.echo(f"{line}: {environment.python}")
+
+
+def _undo(root: Path, lane: str) -> None:
+    """Restore the files that the last adoption, or an interrupted one, changed."""
+    with one_at_a_time():
+        if interrupted(root):
+            restored = recover(root)
+            typer.echo(f"restored {', '.join(restored) or 'nothing'}: the adoption was cut short")
+            return
+        entry = adoptions.undo(root, lane, today())
+    typer.echo(f"restored {', '.join(entry.after)}: lane {lane}, torch {entry.new} -> {entry.old}")
+
+
+def _cache() -> Path:
+    """Return the folder for restored environments, separate from the cache: they are rebuilt each time."""
+    return home() / "rollback"
+
+
+def verify(lock: Lock, lane: str) -> None:
+    """Verify every wheel of a lane's lock in the store.
+
+    Raises RefusedError with a line for each missing or corrupt one, and the command that fetches them.
+    """
+    faults = []
+    for package in lock.packages:
+        for wheel in package.wheels:
+            try:
+                store.verify(wheel)
+            except StoreError as error:
+                faults.append(str(error))
+    if faults:
+        raise RefusedError(*faults, f"fetch what is missing with: bumpgate freeze --lane {lane}")
+
+
+def rebuild(root: Path, path: Path, lock: Lock, lane: str, *, offline: bool = True) -> Environment:
+    """Rebuild the environment of a lock, since a cached one may be damaged. Raises RefusedError if it is in use."""
+    request = Request(
+        lock=path,
+        python=lock.python or RUNNING,
+        script=lane_script(root, lane),
+        offline=offline,
+        name=f"rollback {lane}",
+    )
+    if not discard(request_key(request, None), _cache()):
+        raise RefusedError(f"the last rollback of {lane} is in use; end what runs in it first")
+    return build(request, root=_cache())
+
+
+def smoke_tests(root: Path, lane: str) -> tuple[str, ...]:
+    """Return the tests that verify a restored environment: the lane's smoke tests, by default its canaries."""
+    declared = lanes.require(root, lane)
+    return declared.smoke or tuple(filter(None, [declared.canaries]))
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def run_smoke(environment: Environment, root: Path, lane: str, tests: tuple[str, ...]) -> LaneRun:
+    """Run the smoke suite. Raises RefusedError (one line) if it is not green."""
+    record = environment.python.parents[1] / "smoke.json"
+    run = run_lane(environment.python, root, lane, tests, record, timeout=SMOKE_SECONDS)
+    if run.failure or run.code or run.record is None or run.record.red:
+        red = [j.row.id for j in run.record.judgements if j.red] if run.record else []
+        why = run.failure or (
+            f"{len(red)} red rows, first {red[0]}" if red else f"pytest ended with {run.code}"
+        )
+        raise RefusedError(f"rebuilt, but its smoke suite is not green: {why} (log: {run.log})")
+    return run

@@ -1,0 +1,1 @@
+"""Rows, baselines, findings and gate files: data and decisions, the standard library only."""

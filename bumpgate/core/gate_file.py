@@ -1,0 +1,159 @@
+"""Reads gate.json, as `bumpgate gate` writes it, with the records of both sides next to it.
+
+Reports are mostly read after failures, so a side without a record is shown as failed instead of raising an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bumpgate.core.findings import Decision, Finding
+from bumpgate.core.rows import SCHEMA, BumpgateError, Record, is_number, one_line, read_record
+
+
+class GateFileError(BumpgateError):
+    """A file that is neither a gate.json nor a record.json."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One environment: its record (None if it has none), its packages, and its failures."""
+
+    name: str
+    record: Record | None
+    failure: str = ""
+    canaries: Mapping[str, str] = field(default_factory=dict)
+    command: str = ""
+    python: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    git_version: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """One row of the paired sessions: the ratio of times, candidate over adopted, NaN without a session."""
+
+    outcome: str
+    ratio: float
+    interval: tuple[float, float]
+    sessions: int
+    log_ratios: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class GateFile:
+    """One gate. good: the adopted environment; bad: the candidate. started: UTC, ISO 8601.
+
+    finished: False for a gate that was killed. readings: row id -> log-ratio to the build of a month before
+    (bumpgate.gate.drift), if the gate was paired with one. config, binding: its options and the work tree that it
+    measured, as bumpgate.gate.result writes them. moved: one line per package whose version differs between the sides.
+    """
+
+    lane: str
+    decision: Decision
+    started: str
+    wall_seconds: float
+    command: str
+    good: Side
+    bad: Side
+    findings: tuple[Finding, ...]
+    timed: Mapping[str, Paired]
+    drifts: Mapping[str, Mapping[str, Any]]
+    accepted: tuple[str, ...]
+    finished: bool = True
+    readings: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    binding: Mapping[str, Any] = field(default_factory=dict)
+    moved: tuple[str, ...] = ()
+
+
+def read(path: Path) -> Record | GateFile:
+    """Read a record or a gate, whichever the file holds. Raises GateFileError or RecordError (one line) if neither."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise GateFileError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise GateFileError(f"{path}: neither a record nor a gate ({one_line(error)})") from None
+    if not isinstance(raw, dict) or "decision" not in raw:
+        return read_record(path)
+    if raw.get("schema") != SCHEMA:
+        raise GateFileError(f"{path}: not a gate of schema {SCHEMA}")
+    try:
+        return GateFile(
+            lane=str(raw["lane"]),
+            decision=Decision[raw["decision"]],
+            started=str(raw.get("started", "")),
+            wall_seconds=_number(raw.get("wall_seconds")),
+            command=str(raw.get("command", "")),
+            good=_side(path, raw["sides"]["good"]),
+            bad=_side(path, raw["sides"]["bad"]),
+            findings=tuple(_finding(f) for f in raw["findings"]),
+            timed={str(row): _paired(t) for row, t in raw.get("timed", {}).items()},
+            drifts={str(row): dict(c) for row, c in raw.get("creeps", {}).items()},
+            accepted=tuple(str(line) for line in raw.get("accepted", ())),
+            finished=bool(raw.get("finished", True)),
+            readings={
+                str(row): _number(x) for row, x in ((raw.get("anchor") or {}).get("readings") or {}).items()
+            },
+            config=dict(raw.get("asked") or {}),
+            binding=dict(raw.get("binding") or {}),
+            moved=tuple(str(line) for line in raw.get("moved", ())),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise GateFileError(
+            f"{path}: corrupt or incomplete gate file ({type(error).__name__}: {one_line(error)})"
+        ) from None
+
+
+def _side(path: Path, raw: Mapping[str, Any]) -> Side:
+    record, failure = None, str(raw.get("failure") or "")
+    if raw.get("record"):
+        try:
+            record = read_record(path.parent / Path(raw["record"]).name)
+        except BumpgateError as error:
+            failure = failure or str(error)
+    return Side(
+        name=str(raw["name"]),
+        record=record,
+        failure=failure,
+        canaries=_texts(raw.get("canaries")),
+        command=str(raw.get("command") or ""),
+        python=str(raw.get("python") or ""),
+        packages=_texts(raw.get("packages")),
+        git_version=_texts(raw.get("git_version")),
+    )
+
+
+def _finding(raw: Mapping[str, Any]) -> Finding:
+    rows, good, bad = (tuple(str(line) for line in raw[name]) for name in ("rows", "good", "bad"))
+    label, metric, head, repro = (str(raw[name]) for name in ("label", "metric", "head", "repro"))
+    tests = tuple(str(test) for test in raw.get("tests", ()))
+    return Finding(Decision[raw["decision"]], label, metric, head, rows, good, bad, repro, tests)
+
+
+def _paired(raw: Mapping[str, Any]) -> Paired:
+    low, high = (_number(x) for x in raw.get("interval") or (None, None))
+    return Paired(
+        outcome=str(raw["outcome"]),
+        ratio=_number(raw.get("ratio")),
+        interval=(low, high),
+        sessions=int(raw.get("sessions") or 0),
+        log_ratios=tuple(_number(x) for x in raw.get("log_ratios") or ()),
+    )
+
+
+def _number(raw: Any) -> float:
+    """Convert to float; NaN if it is not a number: gaps of an interrupted gate are shown as gaps."""
+    if isinstance(raw, dict):
+        raw = float(raw.get("float", "nan"))
+    return float(raw) if is_number(raw) else math.nan
+
+
+def _texts(raw: Any) -> dict[str, str]:
+    return {str(name): str(value) for name, value in (raw or {}).items() if value is not None}

@@ -1,0 +1,385 @@
+"""Rows: one measured value with its id, the verdict on it, and record.json, which carries both onward.
+
+Standard library only: this file must import under any candidate torch, and under none.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from bumpgate.core import code
+from bumpgate.core.errors import BumpgateError as BumpgateError
+from bumpgate.core.errors import one_line as one_line
+from bumpgate.core.problems import Problem
+
+SCHEMA = 1
+# Of record.json. Schema 1, in which a problem was a line of text, can still be read.
+RECORD_SCHEMA = 2
+XZ = b"\xfd7zXZ\0"  # the first bytes of a file that xz wrote
+ROW_ID = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9][A-Za-z0-9._+=-]*/[a-z][a-z0-9_]*")
+RULE = re.compile(r"[A-Z]\d+")
+BETTER = ("exact", "lower", "higher", "derived", "defect", "code")
+# Curves are only plotted: more points than a plot has pixels would only enlarge the record.
+MAX_CURVES, MAX_POINTS = 8, 4096
+# Series that paired sessions compare point by point: cost of each round of a timed row, lower is better.
+COST_PER_ROUND = "cost_per_round"
+
+# Prefix of the reason of rows that a run did not reach; one red test with -x leaves many of them.
+STOPPED_EARLY = "the run ended before"
+
+# None: the instrument returned no value. It is never a good value, and differs from 0.
+Value = int | float | str | bool | None
+
+
+class RowError(BumpgateError):
+    """Invalid row: bad id, type or expectation."""
+
+
+class RecordError(BumpgateError):
+    """A record.json that cannot be read."""
+
+
+class Verdict(Enum):
+    """The verdict on a row, worst first. Everything but WIN, FIXED and PASS is red."""
+
+    REGRESSION = "REGRESSION"
+    """Worse than the limit, against the derived expectation, or not a finite number."""
+    CHANGED = "CHANGED"
+    """Another value, unit or kind of row than the reviewed one, neither better nor worse."""
+    MISSING = "MISSING"
+    """Reviewed but not measured in this run, or measured but never reviewed."""
+    INSTRUMENT = "INSTRUMENT"
+    """The instrument broke: a canary disagreed or never ran, or the check observed nothing."""
+    INFRA = "INFRA"
+    """The machine failed: no memory, a full disk, a device in use by another process."""
+    INCONCLUSIVE = "INCONCLUSIVE"
+    """The interval of a timed row contains the limit: measure again."""
+    WIN = "WIN"
+    """Better than the tolerance. Never blocks; proposes a new review."""
+    FIXED = "FIXED"
+    """A known upstream defect is absent from a version listed as having it. Never blocks; narrow its range."""
+    PASS = "PASS"
+    """Measured, and right."""
+
+    @property
+    def red(self) -> bool:
+        return self not in (Verdict.PASS, Verdict.WIN, Verdict.FIXED)
+
+    @property
+    def severity(self) -> int:
+        """0 is the worst."""
+        return list(Verdict).index(self)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured value. Raises RowError (one line) on an invalid field.
+
+    id: `suite/case/metric`, the metric in snake_case with its unit in the name, if any.
+    unit: of the value ("breaks", "bytes", "ratio"). A renamed unit is a change.
+    witness: number of items that the check covered; at 0 or less the check was vacuous and the row is not evidence.
+    rule: the contract row that this one checks, e.g. "C6".
+    expected, at_most, at_least: bounds that the test derives from the model, not from an earlier run.
+    better: "exact" any change is red; "lower"/"higher" judged against the baseline with `tolerance`;
+        "derived" judged by the expectation alone; "defect" 1 where a known upstream defect is present and 0 where
+        it is fixed, with at_most 1 inside the range of versions in which it is known and 0 outside. The first line
+        of its evidence names that range; "code" counts of a kernel's compiled code in one text (bumpgate.core.code),
+        with a reviewed text for each version of triton.
+    tolerance: relative to the baseline value, 0.02 is 2 %.
+    interval: (low, high) around the value, for timed rows.
+    instruments: canaries that must have passed for this value to be valid.
+    test: pytest node id.
+    per_build: the value belongs to one torch build (a hash of generated code): under another build than the
+        baseline's a difference is shown and not judged.
+    series: name -> points of a curve (a loss by step) for the report's plots; it does not affect the verdict.
+    paired: the gate compares the row between its sides although it has no reviewed value: an exact value as it is,
+        another one in paired sessions although a process reads it once and gives no interval.
+    work: what a timed row ran: "pattern AEME, dtype float32, batch 2, tokens 64". Times of different work are
+        never compared.
+    place: "suites/compile/test_a.py:42", where the test reports it.
+    """
+
+    id: str
+    value: Value
+    unit: str
+    witness: int
+    rule: str
+    expected: Value = None
+    at_most: float | None = None
+    at_least: float | None = None
+    better: str = "exact"
+    tolerance: float = 0.0
+    interval: tuple[float, float] | None = None
+    evidence: tuple[str, ...] = ()
+    instruments: tuple[str, ...] = ()
+    test: str = ""
+    per_build: bool = False
+    series: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
+    paired: bool = False
+    work: str = ""
+    place: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for fault in _faults(self):
+            raise RowError(f"row {self.id!r}: {fault}")
+
+    @property
+    def unmeasured(self) -> bool:
+        """Whether this is a placeholder for a reviewed row that a run did not report: no value, witness or rule."""
+        return self.value is None and self.witness == 0 and not self.rule
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON types; numbers that JSON cannot represent become {"float": "nan"}."""
+        out = {f.name: getattr(self, f.name) for f in fields(self)}
+        out["value"] = _encode(self.value)
+        out["interval"] = None if self.interval is None else [_encode(x) for x in self.interval]
+        out |= {"evidence": list(self.evidence), "instruments": list(self.instruments)}
+        curves = {name: list(points) for name, points in out.pop("series").items()}
+        out |= {"series": curves} if curves else {}
+        return {name: x for name, x in out.items() if x or name not in ("paired", "work", "place")}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Row:
+        """Create a row from the output of to_json. Raises RowError on anything else."""
+        if not isinstance(raw, dict) or raw.keys() | {"series", "paired", "work", "place"} != {
+            f.name for f in fields(cls)
+        }:
+            raise RowError("a row has the wrong fields")
+        interval, series = raw["interval"], raw.get("series", {})
+        try:
+            return cls(
+                **raw
+                | {
+                    "value": _decode(raw["value"]),
+                    "interval": None if interval is None else tuple(_decode(x) for x in interval),
+                    "evidence": tuple(raw["evidence"]),
+                    "instruments": tuple(raw["instruments"]),
+                    "series": {name: tuple(points) for name, points in series.items()},
+                }
+            )
+        except (TypeError, AttributeError):
+            raise RowError(f"row {raw['id']!r}: a field has the wrong type") from None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict on a row, the reason in one line, and the one command that accepts or investigates it.
+
+    explains: shown, but not judged (a per-build value under another build).
+    accepted: who accepted this difference, until when and why (baselines/accepted.toml); it is not red until then.
+    gone: the run was complete and nothing measures this row any more, so `rebaseline --prune` may drop it.
+    reviewed: the baseline's value. limit: the allowed values, such as "<= 105"; "" if they are not limited.
+    """
+
+    row: Row
+    verdict: Verdict
+    reason: str
+    command: str = ""
+    explains: bool = False
+    gone: bool = False
+    accepted: str = ""
+    reviewed: Value = field(default=None, compare=False)
+    limit: str = field(default="", compare=False)
+
+    @property
+    def red(self) -> bool:
+        return self.verdict.red and not self.explains and not self.accepted
+
+    @property
+    def label(self) -> str:
+        """The verdict as shown to a reader."""
+        note = "accepted" if self.accepted else "not judged" if self.explains else ""
+        return f"{self.verdict.value} ({note})" if note else self.verdict.value
+
+    def to_json(self) -> dict[str, Any]:
+        shown = {"accepted": self.accepted, "reviewed": self.reviewed is not None, "limit": self.limit}
+        out = {f.name: getattr(self, f.name) for f in fields(self) if shown.get(f.name, True)}
+        return out | {"row": self.row.to_json(), "verdict": self.verdict.value}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Judgement:
+        """Create a judgement from the output of to_json. Raises RowError on anything else."""
+        if not isinstance(raw, dict) or raw.keys() | {"accepted", "reviewed", "limit"} != {
+            f.name for f in fields(cls)
+        }:
+            raise RowError("a judgement has the wrong fields")
+        row = Row.from_json(raw["row"])
+        if raw["verdict"] not in Verdict.__members__:
+            raise RowError(f"row {row.id!r}: unknown verdict {raw['verdict']!r}")
+        return cls(**raw | {"row": row, "verdict": Verdict[raw["verdict"]]})
+
+
+@dataclass(frozen=True)
+class Record:
+    """Result of one run: provenance, one judgement per row, and problems that belong to no row.
+
+    complete: every selected test ran to its end.
+    problems: each red: a failed test that holds no red row, a skip under --gate.
+    """
+
+    provenance: Mapping[str, Any]
+    judgements: tuple[Judgement, ...]
+    complete: bool = True
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def red(self) -> bool:
+        return not self.complete or bool(self.problems) or any(j.red for j in self.judgements)
+
+
+def write_record(
+    path: Path,
+    provenance: Mapping[str, Any],
+    judgements: Iterable[Judgement],
+    *,
+    complete: bool = True,
+    problems: Iterable[Problem] = (),
+) -> Record:
+    """Write record.json atomically, rows sorted by id."""
+    ordered = tuple(sorted(judgements, key=lambda j: j.row.id))
+    record = Record(provenance, ordered, complete, tuple(problems))
+    raw = {
+        "schema": RECORD_SCHEMA,
+        "complete": record.complete,
+        "provenance": dict(record.provenance),
+        "problems": [problem.to_json() for problem in record.problems],
+        "rows": [j.to_json() for j in record.judgements],
+    }
+    write_atomic(path, json.dumps(raw, indent=1, allow_nan=False) + "\n")
+    return record
+
+
+def read_record(path: Path) -> Record:
+    """Read record.json, also one that `xz` compressed. Raises RecordError (one line) on an incomplete file."""
+    remake = "write it again with: pytest -m LANE"
+    try:
+        content = path.read_bytes()
+        raw = json.loads(lzma.decompress(content) if content.startswith(XZ) else content)
+        if not isinstance(raw, dict) or raw.get("schema") not in (1, RECORD_SCHEMA):
+            raise RecordError(f"{path.name}: not a record of schema {RECORD_SCHEMA}; {remake}")
+        judgements = tuple(Judgement.from_json(j) for j in raw["rows"])
+        problems = tuple(Problem.from_json(problem) for problem in raw["problems"])
+        return Record(dict(raw["provenance"]), judgements, bool(raw["complete"]), problems)
+    except OSError as error:
+        raise RecordError(f"{path.name}: cannot be read ({error.strerror}); {remake}") from None
+    except RowError as error:
+        raise RecordError(f"{path.name}: {error}; {remake}") from None
+    except RecordError:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError, lzma.LZMAError) as error:
+        raise RecordError(f"{path.name}: not a record ({one_line(error)}); {remake}") from None
+
+
+def write_atomic(path: Path, text: str | bytes) -> None:
+    """Replace a file atomically, through a temporary file in the same directory."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as f:
+            f.write(text.encode("utf-8") if isinstance(text, str) else text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is an int or float, but not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Return whether a value is a finite number that fits a float: not NaN, inf, or an integer of 400 digits."""
+    return is_number(value) and abs(value) < 1e300
+
+
+def same_value(a: Value, b: Value) -> bool:
+    """Return whether two values are equal and both or neither are bools: True != 1, but 13 == 13.0."""
+    return isinstance(a, bool) == isinstance(b, bool) and a == b
+
+
+def _faults(row: Row) -> Iterable[str]:
+    """Yield the faults of a row, the first fault first."""
+    if not isinstance(row.id, str) or not ROW_ID.fullmatch(row.id):
+        yield "the id must read suite/case/metric, suite and metric in snake_case"
+    if not isinstance(row.value, (int, float, str, bool, type(None))):
+        yield f"value must be int, float, str, bool or None, got {type(row.value).__name__}"
+    if not isinstance(row.unit, str) or not row.unit:
+        yield "unit must name what is counted"
+    if not isinstance(row.witness, int) or isinstance(row.witness, bool):
+        yield f"witness must be an int, got {row.witness!r}"
+    if not isinstance(row.rule, str) or not (RULE.fullmatch(row.rule) or row.unmeasured):
+        yield f"rule must be a contract row such as C6, got {row.rule!r}"
+    if row.better not in BETTER:
+        yield f"better must be one of {', '.join(BETTER)}, got {row.better!r}"
+    if is_number(row.expected) and not is_finite(row.expected):
+        yield f"expected must be finite, got {row.expected!r}"
+    for name in ("at_most", "at_least"):
+        bound = getattr(row, name)
+        if bound is not None and not is_finite(bound):
+            yield f"{name} must be a finite number, got {bound!r}"
+        if bound is not None and row.value is not None and not is_number(row.value):
+            yield f"{name} needs a number, got {row.value!r}"
+    if not is_finite(row.tolerance) or row.tolerance < 0:
+        yield f"tolerance must be a finite number of at least 0, got {row.tolerance!r}"
+    if not isinstance(row.paired, bool):
+        yield f"paired must be True or False, got {row.paired!r}"
+    if not isinstance(row.work, str):
+        yield f"work must be a string, got {row.work!r}"
+    if row.paired and row.better not in ("exact", "lower", "higher"):
+        yield f"better of a paired row must be exact, lower or higher, got {row.better!r}"
+    if row.better not in ("lower", "higher") and (row.tolerance or row.interval is not None):
+        yield f"a row whose better is {row.better!r} has neither tolerance nor interval"
+    if row.better in ("lower", "higher") and row.value is not None and not is_number(row.value):
+        yield f"better={row.better!r} needs a number, got {row.value!r}"
+    derived = row.expected is not None or row.at_most is not None or row.at_least is not None
+    if row.better == "derived" and not (derived or row.unmeasured):
+        yield "a derived row needs expected, at_most or at_least: nothing would judge it"
+    valid = row.value in (0, 1, None) and row.at_most in (0, 1) and row.evidence
+    if row.better == "defect" and not (valid or row.unmeasured):
+        yield "a defect row has value and at_most 0 or 1, and evidence that names its range"
+    if row.better == "code" and row.value is not None:
+        try:
+            code.parse(row.value)
+        except ValueError as error:
+            yield str(error)
+    if row.per_build and row.better != "exact":
+        yield "better of a per-build row must be exact"
+    if row.interval is not None and not (len(row.interval) == 2 and all(map(is_number, row.interval))):
+        yield f"the interval must be (low, high), got {row.interval!r}"
+    # NaN is in no interval, but is allowed here, so that it is judged as a regression.
+    if row.interval is not None and is_finite(row.value):
+        low, high = row.interval
+        if not low <= row.value <= high:
+            yield f"the interval {row.interval!r} does not contain the value {row.value!r}"
+    yield from _series_faults(row.series)
+
+
+def _series_faults(series: Mapping[str, tuple[float, ...]]) -> Iterable[str]:
+    if not isinstance(series, Mapping) or len(series) > MAX_CURVES:
+        yield f"series must map at most {MAX_CURVES} names to points"
+        return
+    for name, points in series.items():
+        if not isinstance(name, str) or not name:
+            yield f"the name of a curve must be a string, got {name!r}"
+        elif not isinstance(points, tuple) or not 1 <= len(points) <= MAX_POINTS:
+            yield f"curve {name!r} must be a tuple of 1 to {MAX_POINTS} points"
+        elif not all(is_finite(point) for point in points):
+            yield f"curve {name!r}: every point must be a finite number"
+
+
+def _encode(value: Value) -> Any:
+    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _decode(raw: Any) -> Any:
+    return float(raw["float"]) if isinstance(raw, dict) and raw.keys() == {"float"} else raw

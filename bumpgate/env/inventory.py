@@ -1,0 +1,127 @@
+"""Finds what an interpreter would import, without importing any of it.
+
+`PROGRAM` runs in that interpreter and needs only the standard library. torch/version.py is parsed, not run, so that
+the version is known even if torch crashes at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.utils import canonicalize_name
+
+from bumpgate.run.interpreter import Interpreter
+
+SECONDS = 60
+PROGRAM = r'''
+import ast, importlib.machinery, importlib.metadata, importlib.util, json, os, platform, sys
+
+def where(name, path=None):
+    """Directory of the package that `import name` finds: on this path, else by every finder (editable installs)."""
+    try:
+        find = importlib.machinery.PathFinder.find_spec
+        spec = find(name, path) if path else importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    places = list(spec.submodule_search_locations or []) if spec else []
+    return places[0] if places else spec and spec.origin
+
+def constants(path):
+    """The literals that torch/version.py assigns."""
+    found = {}
+    try:
+        body = ast.parse(open(path, encoding="utf-8").read()).body
+    except (OSError, SyntaxError, ValueError):
+        return found
+    for node in body:
+        target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
+        if isinstance(target, ast.Name) and isinstance(node.value, ast.Constant):
+            found[target.id] = node.value.value
+    return found
+
+def describe(d):
+    files = [f for f in d.files or () if f.name.endswith(".so") or ".so." in f.name]
+    url = json.loads(d.read_text("direct_url.json") or "{}")
+    archive = url.get("archive_info", {})
+    return {
+        "name": d.metadata["Name"], "version": d.version, "file": url.get("url", "").rsplit("/", 1)[-1],
+        "sha256": archive.get("hashes", {}).get("sha256", ""),
+        "place": str(d.locate_file("")), "requires": d.requires or [],
+        "extensions": [str(d.locate_file(f)) for f in files],
+    }
+
+scripts = [entry for entry in sys.path if entry not in ("", os.getcwd())]
+torch = where("torch")
+print(json.dumps({
+    "python": platform.python_version(), "implementation": platform.python_implementation(),
+    "kernels": where("kernels"), "kernels_of_scripts": where("kernels", scripts),
+    "torch": torch, "version": constants(os.path.join(torch or "", "version.py")),
+    "distributions": [describe(d) for d in importlib.metadata.distributions() if d.metadata["Name"]],
+}))
+'''
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """One installed distribution.
+
+    file, sha256: the wheel it was installed from, if the installer recorded it; else "". place: the directory that
+    holds it. requires: PEP 508 strings. extensions: its shared libraries.
+    """
+
+    name: str
+    version: str
+    file: str = ""
+    sha256: str = ""
+    place: Path = Path()
+    requires: tuple[str, ...] = ()
+    extensions: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """One interpreter. torch: the directory of the package, None if not installed. version: torch/version.py.
+
+    kernels: where a module start (`python -m`, pytest) finds that name; kernels_of_scripts: where a program started
+    by its file does.
+    distributions: by canonical name, the first on the path first.
+    """
+
+    python: str
+    implementation: str
+    kernels: Path | None
+    kernels_of_scripts: Path | None
+    torch: Path | None
+    version: Mapping[str, Any]
+    distributions: Mapping[str, tuple[Distribution, ...]] = field(default_factory=dict)
+
+    def installed(self, name: str) -> Distribution | None:
+        """Return the distribution that an import would find first, or None."""
+        return next(iter(self.distributions.get(canonicalize_name(name), ())), None)
+
+    @property
+    def torch_version(self) -> str:
+        """Version in torch/version.py, which may differ from the metadata: 2.13.0+cu130 in PyPI's wheels of 2.13.0."""
+        distribution = self.installed("torch")
+        return str(self.version.get("__version__") or (distribution.version if distribution else ""))
+
+
+def take(interpreter: Interpreter) -> Inventory:
+    """Take the inventory of an interpreter. Raises ChildFault if it gives no result."""
+    raw = interpreter.json("-c", PROGRAM, timeout=SECONDS)
+    found: dict[str, tuple[Distribution, ...]] = {}
+    for d in raw["distributions"]:
+        name = canonicalize_name(d["name"])
+        known = found.get(name, ())
+        if any(each.place == Path(d["place"]) for each in known):
+            continue
+        extensions = tuple(map(Path, d.pop("extensions")))
+        each = Distribution(
+            **d | {"place": Path(d["place"]), "requires": tuple(d["requires"]), "extensions": extensions}
+        )
+        found[name] = (*known, each)
+    paths = {n: Path(raw[n]) if raw[n] else None for n in ("kernels", "kernels_of_scripts", "torch")}
+    return Inventory(**raw | paths | {"distributions": found})

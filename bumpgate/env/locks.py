@@ -1,0 +1,180 @@
+"""PEP 751 lock files of a lane, `wheels/pylock.<lane>.toml`: read, checked, and written in a form that names no host.
+
+Each wheel carries its file name, its sha256 and a path below `store/`; no URL and no index. An installer finds the
+file in the wheel store or through the index settings of its own host, and the hash verifies it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from packaging.utils import canonicalize_name
+
+from bumpgate.core.rows import BumpgateError, one_line, write_atomic
+from bumpgate.core.toml import tomllib
+
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class LockError(BumpgateError):
+    """A lock file that cannot be read or does not pin what it names."""
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """One wheel file. sha256: 64 hexadecimal digits."""
+
+    file: str
+    sha256: str
+
+    @property
+    def path(self) -> str:
+        """Path below a wheel store; it has the hash, so that files of the same name do not collide."""
+        return f"{self.sha256}/{self.file}"
+
+
+@dataclass(frozen=True)
+class Locked:
+    """One package of a set."""
+
+    name: str
+    version: str
+    wheels: tuple[Wheel, ...]
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A complete set. python: "3.11", the interpreter version of its wheels; "" if the file does not state it."""
+
+    packages: tuple[Locked, ...]
+    python: str = ""
+    environments: tuple[str, ...] = ()
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Package name to version."""
+        return {p.name: p.version for p in self.packages}
+
+
+def lane_lock(root: Path, lane: str) -> Path:
+    """Return the path of a lane's lock file in a source tree."""
+    return root / "wheels" / f"pylock.{lane}.toml"
+
+
+def read_lock(path: Path) -> Lock:
+    """Read a lock. Raises LockError (one line) if the file is missing or invalid, or a wheel has no sha256."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not text"
+        raise LockError(f"{path.name}: cannot be read ({why}); bumpgate freeze writes it") from None
+    packages = tuple(package for package, _ in parse_lock(path.name, text))
+    raw = tomllib.loads(text)
+    python = re.fullmatch(r"==(\d+\.\d+)\.\*", str(raw.get("requires-python", "")))
+    return Lock(packages, python[1] if python else "", tuple(map(str, raw.get("environments", ()))))
+
+
+def parse_lock(name: str, text: str) -> list[tuple[Locked, dict[Wheel, str]]]:
+    """Return the packages of a lock (ours or uv's), and the URL or path of each wheel. Raises LockError."""
+    try:
+        raw = tomllib.loads(text)
+        if raw.get("lock-version") != "1.0":
+            raise LockError(f"{name}: not a lock file of version 1.0 (PEP 751)")
+        return [_locked(name, entry) for entry in raw["packages"]]
+    except LockError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LockError(f"{name}: not a lock file ({one_line(error, 120)})") from None
+
+
+def pins(path: Path) -> list[str] | None:
+    """Return the lines of a requirements file that installs a lock with `--require-hashes`.
+
+    None if it has a file without sha256, or none but a source. Versions are pinned by ===: == also matches a build of
+    the same version with a local label, which an index or a folder may hold too. Raises LockError.
+    """
+    lines = []
+    for entry in _entries(path):
+        files = _files(entry)
+        digests = sorted({str(file.get("hashes", {}).get("sha256", "")) for file in files})
+        if not files or not all(map(SHA256.fullmatch, digests)):
+            return None
+        what = f"{entry['name']}==={entry['version']}" if "version" in entry else str(entry["name"])
+        if archive := entry.get("archive"):
+            url = archive.get("url") or (path.parent / unquote(archive["path"])).resolve().as_uri()
+            what = f"{entry['name']} @ {url}"
+        marker = f" ; {entry['marker']}" if "marker" in entry else ""
+        lines.append(" ".join([what + marker, *(f"--hash=sha256:{digest}" for digest in digests)]))
+    return lines
+
+
+def wheel_sizes(path: Path) -> dict[tuple[str, str], int]:
+    """Return (package, version) -> bytes of its largest wheel, of those whose size the lock states."""
+    sizes: dict[tuple[str, str], int] = {}
+    for entry in _entries(path):
+        found = [int(file.get("size", 0)) for file in _files(entry)]
+        sizes[canonicalize_name(entry["name"]), str(entry.get("version", ""))] = max(found, default=0)
+    return sizes
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """Return the packages of a lock (ours or uv's) as they are in the file. Raises LockError."""
+    try:
+        return list(tomllib.loads(path.read_text(encoding="utf-8"))["packages"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise LockError(f"{path.name}: not a lock file ({one_line(error, 120)})") from None
+
+
+def _files(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the wheels of an entry. A requirement on a wheel file is listed as an archive."""
+    return [*entry.get("wheels", ()), *([entry["archive"]] if "archive" in entry else ())]
+
+
+def _locked(name: str, entry: Mapping[str, Any]) -> tuple[Locked, dict[Wheel, str]]:
+    package, version = canonicalize_name(entry["name"]), str(entry["version"])
+    places = {}
+    for raw in _files(entry):
+        place = str(raw.get("url") or raw["path"])
+        file = raw.get("name") or unquote(place.rsplit("/", 1)[-1])
+        sha256 = raw.get("hashes", {}).get("sha256", "")
+        if not SHA256.fullmatch(sha256):
+            raise LockError(f"{name}: {package} {version} has a wheel without its sha256; freeze again")
+        places[Wheel(file, sha256)] = place
+    if not places:
+        raise LockError(f"{name}: {package} {version} has no wheel; only wheels can be gated")
+    return Locked(package, version, tuple(places)), places
+
+
+def write_lock(path: Path, lock: Lock) -> None:
+    """Write the committed form atomically."""
+    write_atomic(path, lock_text(lock))
+
+
+def lock_text(lock: Lock) -> str:
+    """Format a lock in the committed form, packages sorted by name."""
+    lines = ['lock-version = "1.0"']
+    if lock.environments:
+        lines.append(f"environments = {json.dumps(list(lock.environments))}")
+    if lock.python:
+        lines.append(f'requires-python = "=={lock.python}.*"')
+    lines.append('created-by = "bumpgate"')
+    for package in sorted(lock.packages, key=lambda p: p.name):
+        lines += [
+            "",
+            "[[packages]]",
+            f'name = "{package.name}"',
+            f'version = "{package.version}"',
+            "wheels = [",
+        ]
+        lines += [
+            f'  {{ name = "{w.file}", path = "store/{w.path}", hashes = {{ sha256 = "{w.sha256}" }} }},'
+            for w in sorted(package.wheels, key=lambda w: w.file)
+        ]
+        lines.append("]")
+    return "\n".join(lines) + "\n"

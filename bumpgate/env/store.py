@@ -1,0 +1,105 @@
+"""Our own wheel store: files by content, `<store>/<sha256>/<file name>`, and SHA256SUMS over all of them.
+
+An index drops old builds (the nightly one after 60) and a mirror may hold other bytes under the same name; an adopted
+set must remain available for a rollback.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from bumpgate.core.rows import BumpgateError, write_atomic
+from bumpgate.env.locks import SHA256, Wheel
+from bumpgate.run.home import home
+
+SUMS = "SHA256SUMS"
+
+
+class StoreError(BumpgateError):
+    """A file of the store is missing, or does not match the hash in its path."""
+
+
+def store_root() -> Path:
+    """Return the wheel store: $BUMPGATE_STORE, else store/ in `home()`."""
+    chosen = os.environ.get("BUMPGATE_STORE")
+    return Path(chosen).expanduser() if chosen else home() / "store"
+
+
+def find(wheel: Wheel, root: Path | None = None) -> Path | None:
+    """Return the path of a wheel in the store, or None. Its bytes are not read."""
+    path = (root or store_root()) / wheel.path
+    return path if path.is_file() else None
+
+
+def sha256_of(path: Path) -> str:
+    """Return the hexadecimal digest of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as f:
+        while block := f.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def contents(root: Path | None = None) -> list[tuple[str, Path]]:
+    """Return digest and path of each wheel, from its path: the bytes are not read."""
+    root = root or store_root()
+    return sorted(
+        (path.parent.name, path) for path in root.glob("*/*.whl") if SHA256.fullmatch(path.parent.name)
+    )
+
+
+def verify(wheel: Wheel, root: Path | None = None) -> Path:
+    """Return the path of a wheel after checking its hash. Raises StoreError, which names the file."""
+    root = root or store_root()
+    path = find(wheel, root)
+    if path is None:
+        raise StoreError(f"{wheel.file}: not in the wheel store")
+    found = sha256_of(path)
+    if found != wheel.sha256:
+        raise StoreError(
+            f"{wheel.file}: corrupt in the wheel store (sha256 {found[:12]}..., adopted {wheel.sha256[:12]}...);"
+            f" delete {path}"
+        )
+    return path
+
+
+def put(wheel: Wheel, blocks: Iterable[bytes], root: Path | None = None) -> Path:
+    """Store a wheel atomically; its bytes must have the wheel's hash. An intact wheel in the store is kept.
+
+    Raises StoreError on a hash mismatch, OSError on a full disk; no partial file remains.
+    """
+    root = root or store_root()
+    path = root / wheel.path
+    if path.is_file() and sha256_of(path) == wheel.sha256:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    digest = hashlib.sha256()
+    try:
+        with partial.open("wb") as f:
+            for block in blocks:
+                digest.update(block)
+                f.write(block)
+            f.flush()
+            os.fsync(f.fileno())
+        if digest.hexdigest() != wheel.sha256:
+            raise StoreError(f"{wheel.file}: the source does not match the sha256 of the lock; freeze again")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+        if not any(path.parent.iterdir()):
+            path.parent.rmdir()
+    _write_sums(root)
+    return path
+
+
+def _write_sums(root: Path) -> None:
+    """Write SHA256SUMS over the store, for `sha256sum --check`; writers wait for each other."""
+    with (root / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lines = [f"{sha256}  {sha256}/{path.name}\n" for sha256, path in contents(root)]
+        write_atomic(root / SUMS, "".join(lines))

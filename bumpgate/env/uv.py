@@ -1,0 +1,113 @@
+"""Runs `uv`: finds the binary, passes the host's pip settings to it, and keeps its output in a log."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bumpgate.core.rows import BumpgateError
+from bumpgate.run.home import home
+from bumpgate.run.runner import Child, run_children
+
+# uv ignores PIP_* variables. Each is used only if uv's own variable is unset; pip separates lists by spaces, and uv
+# its find-links by commas.
+FROM_PIP = {
+    "UV_DEFAULT_INDEX": "PIP_INDEX_URL",
+    "UV_INDEX": "PIP_EXTRA_INDEX_URL",
+    "UV_FIND_LINKS": "PIP_FIND_LINKS",
+    "UV_NO_INDEX": "PIP_NO_INDEX",
+    "UV_INSECURE_HOST": "PIP_TRUSTED_HOST",
+    "UV_HTTP_TIMEOUT": "PIP_DEFAULT_TIMEOUT",
+    "UV_CONSTRAINT": "PIP_CONSTRAINT",
+    "SSL_CERT_FILE": "PIP_CERT",
+}
+OLDER_NAMES = {"UV_DEFAULT_INDEX": "UV_INDEX_URL", "UV_INDEX": "UV_EXTRA_INDEX_URL"}
+# Settings that determine which files uv picks: another value gives another environment.
+DECIDING = (
+    *("UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_NO_INDEX"),
+    *("UV_INDEX_STRATEGY", "UV_EXCLUDE_NEWER", "UV_PRERELEASE", "UV_RESOLUTION", "UV_TORCH_BACKEND"),
+    *("UV_CONSTRAINT", "UV_OVERRIDE", "UV_CONFIG_FILE", "UV_NO_CONFIG"),
+)
+
+
+class UvError(BumpgateError):
+    """uv is not installed or cannot be started."""
+
+
+def find_uv() -> str:
+    """Return the path of the binary: the `uv` package of this interpreter first, then PATH. Raises UvError."""
+    try:
+        import uv
+
+        return os.fsdecode(uv.find_uv_bin())
+    except (ImportError, FileNotFoundError):
+        pass
+    found = shutil.which("uv")
+    if found is None:
+        raise UvError("uv builds the environments and is not installed: pip install uv")
+    return found
+
+
+def host_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the env_vars of this process with pip's settings translated to uv's."""
+    settings = dict(os.environ if environ is None else environ)
+    for ours, theirs in FROM_PIP.items():
+        own = settings.get(ours) or settings.get(OLDER_NAMES.get(ours, ""))
+        if not own and settings.get(theirs):
+            value = settings[theirs].strip()
+            settings[ours] = ",".join(value.split()) if ours == "UV_FIND_LINKS" else value
+    # Never install into the environment that the caller has activated.
+    settings.pop("VIRTUAL_ENV", None)
+    return settings
+
+
+def deciding_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the host's settings that determine what is installed; they are part of an environment's key."""
+    settings = host_settings(environ)
+    return {name: settings[name] for name in DECIDING if settings.get(name)}
+
+
+def public_url(url: str) -> str:
+    """Return a URL without user name and password, for messages."""
+    return re.sub(r"(?<=//)[^/@]*@", "", url)
+
+
+def uv_cache() -> Path:
+    """Return the folder of uv's cache: uv's own, unless an environment could not link its files from there."""
+    done = subprocess.run([find_uv(), "cache", "dir"], env=host_settings(), capture_output=True, text=True)
+    chosen = Path(done.stdout.strip())
+    if os.environ.get("UV_CACHE_DIR") or (done.returncode == 0 and _device(chosen) == _device(home())):
+        return chosen
+    return home() / "uv"
+
+
+def _device(path: Path) -> int:
+    """Return the file system of a path, or of the first of its parents that exists."""
+    return next(p for p in (path, *path.parents) if p.exists()).stat().st_dev
+
+
+def run_uv(
+    arguments: Sequence[str | Path], log: Path, *, keep_open: Sequence[int] = (), binary: str | None = None
+) -> tuple[int, str]:
+    """Run uv. Return its exit status and its output, which is appended to `log` with the command.
+
+    uv ends with this call, and with this process, however that ends. keep_open: descriptors that it holds meanwhile.
+    """
+    command = [binary or find_uv(), *map(str, arguments)]
+    # Hard links, also on file systems that can clone: what environments share can be counted.
+    defaults = {"UV_CACHE_DIR": str(uv_cache()), "UV_LINK_MODE": "hardlink"}
+    settings = {**defaults, **host_settings(), "NO_COLOR": "1", "UV_NO_PROGRESS": "1"}
+    part = log.with_suffix(".part")
+    try:
+        child = Child(command, Path.cwd(), settings, part, tuple(map(os.dup, keep_open)))
+        ((code, _),) = run_children([child], None)
+        output = part.read_text(encoding="utf-8", errors="replace")
+    finally:
+        part.unlink(missing_ok=True)
+    with log.open("a", encoding="utf-8") as f:
+        f.write(f"$ uv {' '.join(command[1:])}\n{output}[exit {code}]\n")
+    return code, output

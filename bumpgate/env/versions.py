@@ -1,0 +1,351 @@
+"""Lists the versions of a package that an interpreter could install, oldest first: from an index, folders, our store.
+
+An index is read by pypi-simple (PEP 503 and 691, upload times of PEP 700). As in uv, only the first index that has
+the package is used; folders are added to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import date, datetime, timedelta, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.tags import Tag, compatible_tags, cpython_tags, platform_tags, sys_tags
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
+
+from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.env import store
+from bumpgate.env.request import RUNNING
+from bumpgate.env.uv import host_settings, public_url
+
+if TYPE_CHECKING:
+    import requests
+    from pypi_simple import DistributionPackage
+
+DAY = r"(20[0-9]{2})(0[1-9]|1[0-2])([0-2][0-9]|3[01])"
+
+
+class VersionsError(BumpgateError):
+    """No versions: the package does not exist, or has no wheel for this interpreter."""
+
+
+class UnreachableError(VersionsError):
+    """Package index or folder unreachable, as distinct from an empty listing."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One version and its best matching wheel.
+
+    version: in PEP 440 form. date: of the build, if its version or the index states it (UTC).
+    yanked: None, or the reason ("" if the index gives none). sha256: "" if the index gives none.
+    note: a caveat about the order, for the reader.
+    """
+
+    version: str
+    date: date | None
+    yanked: str | None
+    url: str
+    sha256: str = ""
+    note: str = ""
+
+
+def versions(
+    package: str,
+    *,
+    index: str | None = None,
+    find_links: Iterable[str] = (),
+    python: str = RUNNING,
+    pre: bool = False,
+    since: date | None = None,
+    until: date | None = None,
+    from_store: bool = False,
+) -> list[Found]:
+    """List the versions with a wheel for the interpreter, oldest first, yanked ones marked.
+
+    index, find_links: take precedence over the host's (UV_*, PIP_*). python: "3.11". pre: include pre-releases (alphas
+    to candidates, nightlies). since, until: days, both included; they exclude versions without a date.
+    from_store: our wheel store only. Raises UnreachableError, VersionsError (each one line).
+    """
+    fits = tag_ranks(python)
+    files = list(_stored() if from_store else _listed(package, index, tuple(find_links)))
+    best: dict[Version, tuple[int, Found]] = {}
+    others = 0
+    for file in files:
+        try:
+            name, version, _, tags = parse_wheel_filename(file.filename)
+        except (InvalidWheelFilename, InvalidVersion):
+            continue
+        if name != canonicalize_name(package):
+            continue
+        rank = min((fits[tag] for tag in tags if tag in fits), default=None)
+        if rank is None or not _accepts(file.requires_python, python):
+            others += 1
+            continue
+        if version not in best or rank < best[version][0]:
+            best[version] = rank, _found(version, file)
+    if not best:
+        raise VersionsError(
+            f"{package}: no wheel for Python {python} here; {others} for others"
+            if others
+            else f"{package}: none found"
+        )
+    found = in_order(found for _, found in best.values())
+    return [f for f in found if (pre or not Version(f.version).is_prerelease) and _within(f, since, until)]
+
+
+def missing_days(found: Iterable[Found]) -> list[date]:
+    """Return the days without a build between the first and the last build."""
+    days = sorted({f.date for f in found if f.date})
+    if not days:
+        return []
+    return [d for n in range((days[-1] - days[0]).days) if (d := days[0] + timedelta(n)) not in days]
+
+
+def build_day(version: str) -> date | None:
+    """Return the day in a nightly's version, in .devYYYYMMDD or in its local part."""
+    parsed = Version(version)
+    for text in (str(parsed.dev or ""), parsed.local or ""):
+        # Only as a separate part: eight digits after "git" are a hash.
+        if match := re.search(rf"(?:^|\.){DAY}(?:\.|$)", text):
+            try:
+                return date(*map(int, match.groups()))
+            except ValueError:
+                continue
+    return None
+
+
+def in_order(found: Iterable[Found]) -> list[Found]:
+    """Sort by PEP 440, but builds of one version that differ in a git hash by their day.
+
+    A hash has no order: pip considers 3.6.0+gitf00 newer than 3.6.0+git123, whenever they were built. All of them
+    come before the release itself, which PEP 440 sorts first.
+    """
+
+    def key(f: Found) -> tuple[Version, bool, date, Version]:
+        version = Version(f.version)
+        git = _of_commit(version)
+        return Version(version.public), not git, (f.date or date.min) if git else date.min, version
+
+    ordered = sorted(found, key=key)
+    days = Counter(
+        (Version(f.version).base_version, f.date) for f in ordered if build_day(f.version) or _git(f)
+    )
+    loose = Counter(Version(f.version).public for f in ordered if _git(f) and f.date is None)
+    out = []
+    for f in ordered:
+        notes = []
+        if f.date and days[Version(f.version).base_version, f.date] > 1:
+            notes.append(f"one of {days[Version(f.version).base_version, f.date]} builds of {f.date}")
+        if _git(f) and loose[Version(f.version).public] > 1:
+            notes.append("no date: its place among the builds by commit is not known")
+        out.append(replace(f, note="; ".join(notes)))
+    return out
+
+
+def _git(found: Found) -> bool:
+    return _of_commit(Version(found.version))
+
+
+def _of_commit(version: Version) -> bool:
+    return bool(version.local and re.search(r"(^|\.)g(it)?[0-9a-f]{6,}", version.local))
+
+
+def _found(version: Version, file: DistributionPackage) -> Found:
+    uploaded = file.upload_time
+    day = build_day(str(version)) or (uploaded.astimezone(timezone.utc).date() if uploaded else None)
+    yanked = (file.yanked_reason or "") if file.is_yanked else None
+    return Found(str(version), day, yanked, file.url, file.digests.get("sha256", ""))
+
+
+def _within(found: Found, since: date | None, until: date | None) -> bool:
+    if since is None and until is None:
+        return True
+    return found.date is not None and (since or date.min) <= found.date <= (until or date.max)
+
+
+def tag_ranks(python: str) -> dict[Tag, int]:
+    """Return the tags that the interpreter supports, best first."""
+    if python == RUNNING:
+        tags = list(sys_tags())
+    else:
+        match = re.fullmatch(r"(\d+)\.(\d+)", python)
+        if match is None:
+            raise VersionsError(f"invalid Python version {python!r} (expected e.g. 3.11)")
+        numbers = int(match[1]), int(match[2])
+        platforms = list(platform_tags())
+        short = f"cp{match[1]}{match[2]}"
+        tags = [*cpython_tags(numbers, platforms=platforms), *compatible_tags(numbers, short, platforms)]
+    return {tag: rank for rank, tag in reversed(list(enumerate(tags)))}
+
+
+def _accepts(requires: str | None, python: str) -> bool:
+    try:
+        # Check e.g. ">=3.11.4" against the newest patch release of 3.11.
+        return not requires or f"{python}.99" in SpecifierSet(requires)
+    except InvalidSpecifier:
+        return True
+
+
+def _listed(package: str, index: str | None, find_links: tuple[str, ...]) -> Iterator[DistributionPackage]:
+    from pypi_simple import PYPI_SIMPLE_ENDPOINT
+
+    settings = host_settings()
+    for place in (*find_links, *settings.get("UV_FIND_LINKS", "").split(",")):
+        if place.strip():
+            yield from _links(package, place.strip(), settings)
+    if settings.get("UV_NO_INDEX", "").lower() in ("1", "true", "yes", "on"):
+        return
+    extra = settings.get("UV_INDEX") or settings.get("UV_EXTRA_INDEX_URL", "")
+    default = settings.get("UV_DEFAULT_INDEX") or settings.get("UV_INDEX_URL") or PYPI_SIMPLE_ENDPOINT
+    for url in (*([index] if index else []), *extra.split(), default):
+        # An index may be written name=https://...
+        page = _page(package, re.sub(r"^[A-Za-z0-9_.-]+=(?=\w+:)", "", url), settings)
+        if page is not None:
+            yield from page
+            return
+
+
+def source_distributions(package: str, index: str | None = None) -> list[DistributionPackage]:
+    """Return the sdists of a package that the host's index lists. Raises UnreachableError."""
+    return [file for file in _listed(package, index, ()) if file.package_type == "sdist"]
+
+
+def _page(package: str, url: str, settings: dict[str, str]) -> list[DistributionPackage] | None:
+    """Return the files that one index lists; None if it lacks the package."""
+    from pypi_simple import ACCEPT_JSON_PREFERRED, ProjectPage
+
+    if url.startswith("file://"):
+        page = Path(url.removeprefix("file://")) / canonicalize_name(package) / "index.html"
+        if not page.parent.parent.is_dir():
+            raise UnreachableError(f"{page.parent.parent}: no such index folder")
+        return _linked(page.read_bytes(), page.as_uri(), package) if page.is_file() else None
+    address = f"{url.rstrip('/')}/{canonicalize_name(package)}/"
+    with _answer(address, settings, ACCEPT_JSON_PREFERRED) as answer:
+        if answer.status_code == 404:
+            return None
+        answer.raise_for_status()
+        if "json" not in answer.headers.get("Content-Type", ""):
+            return _linked(answer.content, answer.url, package)
+        return ProjectPage.from_response(answer, package).packages
+
+
+@contextmanager
+def _answer(url: str, settings: dict[str, str], accept: str) -> Iterator[requests.Response]:
+    """Yield the response of an index. A failure, also while the response is read, is an UnreachableError."""
+    import requests
+    from pypi_simple.errors import UnsupportedContentTypeError, UnsupportedRepoVersionError
+
+    with requests.Session() as session:
+        session.verify = settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True
+        try:
+            yield session.get(
+                url, headers={"Accept": accept}, timeout=float(settings.get("UV_HTTP_TIMEOUT") or 30)
+            )
+        except (
+            requests.RequestException,
+            UnsupportedContentTypeError,
+            UnsupportedRepoVersionError,
+            ValueError,
+        ) as error:
+            raise UnreachableError(f"{public_url(url)} does not answer: {_why(error)}") from None
+
+
+def _linked(html: bytes, base: str, package: str) -> list[DistributionPackage]:
+    """Return the wheels of an HTML page. PEP 503 has no upload times; mirrors add them in the form that uv reads."""
+    from pypi_simple import DistributionPackage
+    from pypi_simple.html import RepositoryPage
+
+    found = []
+    for link in RepositoryPage.from_html(html, base).links:
+        file = DistributionPackage.from_link(link, package)
+        if not file.filename.endswith(".whl"):
+            continue
+        uploaded = link.get_str_attrib("data-upload-time")
+        if uploaded:
+            file = replace(file, upload_time=datetime.fromisoformat(uploaded.replace("Z", "+00:00")))
+        found.append(file)
+    return found
+
+
+def _why(error: Exception) -> str:
+    """Return the innermost reason: requests wraps a refused connection four times."""
+    response = getattr(error, "response", None)
+    if response is not None:
+        return f"{response.status_code} {response.reason}"
+    text = one_line(error, 2000)
+    match = re.search(r"(\[Errno [^\]]*\] [A-Za-z ]+|[Tt]imed out|Name or service not known)", text)
+    return match[1].strip() if match else one_line(re.sub(r"https?://\S+", "...", text), 120)
+
+
+def _links(package: str, place: str, settings: dict[str, str]) -> list[DistributionPackage]:
+    """Return the wheels of a folder, or those that a flat page links to."""
+    if "://" not in place or place.startswith("file://"):
+        folder = Path(place.removeprefix("file://")).expanduser()
+        if not folder.is_dir():
+            raise UnreachableError(f"{place}: no such folder of wheels")
+        return [_file(path) for path in sorted(folder.glob("*.whl"))]
+    with _answer(place, settings, "text/html") as answer:
+        answer.raise_for_status()
+        return _linked(answer.content, answer.url, package)
+
+
+def _stored() -> list[DistributionPackage]:
+    return [_file(path, sha256) for sha256, path in store.contents()]
+
+
+def _file(path: Path, sha256: str = "") -> DistributionPackage:
+    from pypi_simple import DistributionPackage
+
+    digests = {"sha256": sha256} if sha256 else {}
+    return DistributionPackage(path.name, path.absolute().as_uri(), None, None, "wheel", digests, None, None)
+
+
+def command(
+    package: Annotated[str, typer.Argument(help="torch, triton, ...")],
+    index: Annotated[str | None, typer.Option(help="An index that takes precedence over the host's.")] = None,
+    find_links: Annotated[
+        list[str] | None, typer.Option(help="A folder or page of wheels; repeatable.")
+    ] = None,
+    python: Annotated[str, typer.Option(help="List what this Python could install.")] = RUNNING,
+    pre: Annotated[bool, typer.Option("--pre", help="Pre-releases and nightlies too.")] = False,
+    since: Annotated[str, typer.Option(help="First day, YYYY-MM-DD.")] = "",
+    until: Annotated[str, typer.Option(help="Last day, YYYY-MM-DD.")] = "",
+    from_store: Annotated[bool, typer.Option("--store", help="Our wheel store alone.")] = False,
+) -> None:
+    """List the versions of a package that could be gated here, oldest first, with the day of each build.
+
+    Exit codes: 0 done, 4 bad input, an unreachable index, or nothing to list.
+    """
+    found = versions(
+        package,
+        index=index,
+        find_links=find_links or (),
+        python=python,
+        pre=pre,
+        since=_day(since),
+        until=_day(until),
+        from_store=from_store,
+    )
+    width = max((len(f.version) for f in found), default=0)
+    for f in found:
+        yanked = "" if f.yanked is None else f"yanked: {f.yanked}" if f.yanked else "yanked"
+        notes = "; ".join(filter(None, (yanked, f.note)))
+        typer.echo(f"{f.version:{width}}  {f.date or '(no date)'!s:10}  {notes}".rstrip())
+    if pre and (gaps := missing_days(f for f in found if build_day(f.version))):
+        typer.echo(f"days without a nightly: {', '.join(map(str, gaps))}")
+
+
+def _day(text: str) -> date | None:
+    try:
+        return date.fromisoformat(text) if text else None
+    except ValueError:
+        raise VersionsError(f"invalid day {text!r} (expected e.g. 2026-03-01)") from None

@@ -1,0 +1,46 @@
+"""Acceptances of `bumpgate accept`, applied to the timed rows of a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import date
+
+from bumpgate.core.accepted import Acceptance, of_lane
+from bumpgate.core.findings import Outcome
+from bumpgate.gate.drift import Drift
+from bumpgate.gate.sequential import Timed
+
+
+def apply_to_times(
+    timed: Mapping[str, Timed],
+    drifts: Mapping[str, Drift],
+    acceptances: Iterable[Acceptance],
+    lane: str,
+    day: date,
+) -> tuple[dict[str, Timed], dict[str, Drift], list[str]]:
+    """Apply acceptances to the times of a gate: an accepted slowdown becomes SAME, accepted drift is dropped.
+
+    An entry matches unless the measured interval lies completely above the accepted ratio, so a row that slows
+    further is SLOWER again. The third value has one line for each entry that was used, or that has expired.
+    """
+    times, drifted, lines = dict(timed), dict(drifts), list[str]()
+    for row, entries in sorted(of_lane(acceptances, lane).items()):
+        for a in entries:
+            if a.ratio is None:
+                continue
+            slower = (
+                row in times and times[row].outcome is Outcome.SLOWER and times[row].interval[0] <= a.ratio
+            )
+            creeping = row in drifted and drifted[row].ratio <= a.ratio
+            if not (slower or creeping):
+                continue
+            if a.expired(day):
+                lines.append(f"{row} {a.measured}: EXPIRED {a.expires}; {a.owner}: {a.reason}")
+                continue
+            lines.append(f"{row} {a.measured}: accepted by {a}")
+            if slower:
+                times[row] = replace(times[row], outcome=Outcome.SAME)
+            if creeping:
+                del drifted[row]
+    return times, drifted, lines

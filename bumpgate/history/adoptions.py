@@ -1,0 +1,170 @@
+"""baselines/adoptions.toml: the build that each lane adopted, when, after which gate, and the reviewed rows."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from bumpgate.core.rows import one_line, write_atomic
+from bumpgate.core.toml import tomllib
+from bumpgate.run.edits import AdoptionError, Edit, digest, read, replace_all
+from bumpgate.run.home import home
+
+FILE = "baselines/adoptions.toml"
+HEAD = """\
+# The builds that were adopted, oldest first: `bumpgate adopt` adds an entry, `bumpgate rollback --adoption` closes it.
+"""
+
+
+@dataclass(frozen=True)
+class Reviewed:
+    """A reviewed finding of an adopted build: its row, what the gate found, and why it is accepted."""
+
+    row: str
+    finding: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """One entry. old, new: the versions of torch. gate: sha256 of gate.json. commit: of the gated tree, "" outside git.
+
+    before, after: path -> sha256 of each file that was written, "" if it did not exist.
+    """
+
+    lane: str
+    day: date
+    candidate: str
+    old: str
+    new: str
+    decision: str
+    gate: str
+    commit: str
+    before: Mapping[str, str]
+    after: Mapping[str, str]
+    reviewed: tuple[Reviewed, ...] = ()
+    rolled_back: date | None = None
+
+
+@dataclass(frozen=True)
+class Log:
+    """Every adoption, oldest first."""
+
+    entries: tuple[Adoption, ...] = field(default_factory=tuple)
+
+    def last(self, lane: str) -> Adoption | None:
+        """Return the current adoption of a lane."""
+        return next((a for a in reversed(self.entries) if a.lane == lane and a.rolled_back is None), None)
+
+
+def load(root: Path) -> Log:
+    """Read the log. Raises AdoptionError (one line) on a file that `text` did not write."""
+    found = read(root / FILE)
+    if found is None:
+        return Log()
+    try:
+        return Log(tuple(_entry(raw) for raw in tomllib.loads(found).get("adoption", ())))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = one_line(f"{type(error).__name__}: {error}", 80)
+        raise AdoptionError(
+            f"{FILE}: not a list of adoptions ({why}): restore it: git checkout {FILE}"
+        ) from None
+
+
+def text(log: Log) -> str:
+    """Format the log as its file."""
+    import tomli_w
+
+    raw = []
+    for a in log.entries:
+        fields: dict[str, Any] = {
+            "lane": a.lane,
+            "day": a.day,
+            "candidate": a.candidate,
+            "from": a.old,
+            "to": a.new,
+            "decision": a.decision,
+            "gate": a.gate,
+            "commit": a.commit,
+        }
+        fields |= {"rolled_back": a.rolled_back} if a.rolled_back else {}
+        fields |= {"before": dict(a.before), "after": dict(a.after)}
+        fields |= {"reviewed": [dict(vars(r)) for r in a.reviewed]} if a.reviewed else {}
+        raw.append(fields)
+    return HEAD + tomli_w.dumps({"adoption": raw})
+
+
+def keep(edits: Sequence[Edit]) -> None:
+    """Store the old contents by their hash, for `undo`."""
+    folder = home() / "adoptions"
+    folder.mkdir(parents=True, exist_ok=True)
+    for edit in edits:
+        if edit.before is not None:
+            write_atomic(folder / digest(edit.before), edit.before)
+
+
+def undo(root: Path, lane: str, day: date) -> Adoption:
+    """Restore the files that the last adoption of a lane wrote, and close its entry.
+
+    Raises AdoptionError if there is none, a file was edited since, or its old content is not available; OSError.
+    """
+    log = load(root)
+    entry = log.last(lane)
+    if entry is None:
+        raise AdoptionError(f"lane {lane} has no adoption to undo: {FILE} lists them")
+    now = {path: read(root / path) for path in entry.after}
+    edited = [path for path, sha256 in entry.after.items() if digest(now[path]) != sha256]
+    if edited:
+        raise AdoptionError(
+            f"{', '.join(edited)} changed since {entry.new} was adopted on {entry.day}: nothing is restored; "
+            "undo that change first, or revert the adoption's commit"
+        )
+    edits = [Edit(path, now[path], _old(root, entry, path)) for path in entry.after]
+    closed = Log(tuple(replace(a, rolled_back=day) if a is entry else a for a in log.entries))
+    edits.append(Edit(FILE, read(root / FILE), text(closed)))
+    replace_all(root, edits)
+    return entry
+
+
+def _old(root: Path, entry: Adoption, path: str) -> str | None:
+    """Return the content of a file before an adoption, from this machine's copies or from git."""
+    sha256 = entry.before[path]
+    if not sha256:
+        return None
+    kept = read(home() / "adoptions" / sha256)
+    if digest(kept) == sha256:
+        return kept
+    found = None
+    if entry.commit:
+        shown = subprocess.run(["git", "show", f"{entry.commit}:./{path}"], cwd=root, capture_output=True)
+        found = shown.stdout.decode("utf-8", "replace")
+    if digest(found) != sha256:
+        raise AdoptionError(
+            f"{path}: its content before the adoption is neither in {home() / 'adoptions'} nor in git: "
+            "revert the adoption's commit instead"
+        )
+    return found
+
+
+def _entry(raw: Mapping[str, Any]) -> Adoption:
+    texts = {name: str(raw[name]) for name in ("lane", "candidate", "decision", "gate", "commit")}
+    before, after = ({str(k): str(v) for k, v in raw[name].items()} for name in ("before", "after"))
+    for name in ("day", "rolled_back"):
+        if not isinstance(raw.get(name, date.min), date):
+            raise ValueError(f"{name} must be a day")
+    if before.keys() != after.keys():
+        raise ValueError("before and after name other files")
+    return Adoption(
+        **texts,
+        day=raw["day"],
+        old=str(raw["from"]),
+        new=str(raw["to"]),
+        before=before,
+        after=after,
+        reviewed=tuple(Reviewed(**r) for r in raw.get("reviewed", ())),
+        rolled_back=raw.get("rolled_back"),
+    )

@@ -1,0 +1,379 @@
+"""Database of the history: every record and gate, in SQLite or any other SQLAlchemy database.
+
+Records are identified by content, so adding one twice, or as a side of its gate, stores it once. Each file is one
+transaction: writers wait for each other, and a killed one stores nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta, timezone
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bumpgate.core import gate_file
+from bumpgate.core.accepted import today
+from bumpgate.core.extra import need
+from bumpgate.core.findings import Decision, DriftReading
+from bumpgate.core.gate_file import GateFile
+from bumpgate.core.rows import BumpgateError, Judgement, Record, Value, is_finite, one_line
+from bumpgate.history import memory, schema
+from bumpgate.history.memory import FindingError, Known
+from bumpgate.history.schema import PREFIX, TEXTS, VERSION
+from bumpgate.run.home import home
+
+WAIT_SECONDS = 60  # for another writer
+POSTGRESQL_LOCK = 0x62756D70  # any number that other programs on the same database do not use
+
+
+class ArchiveError(BumpgateError):
+    """A store that cannot be opened, or that is not a history."""
+
+
+class Added(NamedTuple):
+    """new: whether the file was not stored before. findings: of a gate, those open or newly gone in it."""
+
+    new: bool
+    findings: list[Known]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One reading of a row. when: the start of its run, ISO 8601 in UTC. commit: of the work tree.
+
+    timed: with an interval. host_class: device, processor and cores; None if the record lacks them.
+    """
+
+    when: str
+    lane: str
+    value: Value
+    unit: str
+    verdict: str
+    red: bool
+    torch: str | None
+    torch_git: str | None
+    commit: str | None
+    device: str | None
+    timed: bool = False
+    host_class: str | None = None
+
+    @property
+    def day(self) -> date:
+        return datetime.fromisoformat(self.when).date()
+
+
+def default_store() -> str:
+    """Return the URL of this user's history; create its folder."""
+    folder = home()
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"sqlite:///{folder / 'history.sqlite'}"
+
+
+class Archive:
+    """The history. url: of SQLAlchemy; opened at the first use. Every fault is an ArchiveError of one line."""
+
+    def __init__(self, url: str) -> None:
+        self.sql = need("sqlalchemy", command="bumpgate history")
+        try:
+            self._url = self.sql.engine.make_url(url)
+        except self.sql.exc.ArgumentError:
+            raise ArchiveError(
+                f"--store {url!r}: not a database URL such as sqlite:///history.sqlite"
+            ) from None
+        self.name = (
+            self._url.database or "" if self._is_file else self._url.render_as_string(hide_password=True)
+        )
+
+    def add(self, path: Path) -> Added:
+        """Store a record, or a gate with both of its records."""
+        found = gate_file.read(path)
+        with self.transaction() as connection:
+            if isinstance(found, GateFile):
+                made, new = self._add_gate(connection, found)
+                return Added(new, memory.read(self.sql, self.tables, connection, until=made))
+            return Added(self._add_record(connection, found, path.name)[1], [])
+
+    def findings(self, lane: str = "") -> list[Known]:
+        """Return every remembered finding, open ones first. lane: only this one's."""
+        with self.reading() as connection:
+            return memory.read(self.sql, self.tables, connection, lane)
+
+    def mark(self, key: str, **values: str | None) -> Known:
+        """Set the issue or the owner of a finding, named by the start of its key. Raises FindingError."""
+        found = self.tables["findings"]
+        with self.transaction() as connection:
+            query = self.sql.select(found.c.key).where(found.c.key.startswith(key, autoescape=True))
+            keys = [row.key for row in connection.execute(query)]
+            if len(keys) != 1 or not key:
+                what = f"the start of {len(keys)} findings" if keys and key else "not a finding"
+                raise FindingError(
+                    f"{key!r} is {what} in {self.name}; list them with: bumpgate findings list"
+                )
+            connection.execute(self.sql.update(found).where(found.c.key == keys[0]).values(**values))
+            known = memory.read(self.sql, self.tables, connection)
+        return next(k for k in known if k.key == keys[0])
+
+    def points(self, row: str, lane: str = "", days: int = 0) -> list[Point]:
+        """Return every reading of a row, oldest first. lane: only this one's. days: only the last ones, 0 for all."""
+        runs, readings = self.tables["runs"], self.tables["readings"]
+        query = self._select().where(readings.c.row == row)
+        if lane:
+            query = query.where(runs.c.lane == lane)
+        if days:
+            query = query.where(runs.c.started >= _utc(today() - timedelta(days)))
+        with self.reading() as connection:
+            return [_point(found) for found in connection.execute(query)]
+
+    def drifted(
+        self, lane: str, rows: Sequence[str], days: int, day: date
+    ) -> dict[str, tuple[DriftReading, ...]]:
+        """Return row id -> readings against the build of a month before, one per day, in order.
+
+        Only candidates that were adopted within the last `days` count: a rejected one is not in use.
+        """
+        gates, ratios = self.tables["gates"], self.tables["ratios"]
+        query = (
+            self.sql.select(gates.c.started, ratios.c.row, ratios.c.drift)
+            .select_from(ratios.join(gates, ratios.c.gate == gates.c.id))
+            .where(gates.c.lane == lane, gates.c.decision == Decision.ADOPT.name)
+            .where(gates.c.started >= _utc(day - timedelta(days)), ratios.c.drift.is_not(None))
+            .order_by(gates.c.started, gates.c.id)
+        )
+        by_day: dict[str, dict[date, float]] = {row: {} for row in rows}
+        with self.reading() as connection:
+            for started, row, reading in connection.execute(query):
+                if row in by_day:
+                    by_day[row][datetime.fromisoformat(started).date()] = reading
+        return {
+            row: tuple(DriftReading(*pair) for pair in sorted(found.items())) for row, found in by_day.items()
+        }
+
+    def adopted(self, lane: str) -> list[tuple[date, str]]:
+        """Return (day, torch) of every candidate that a gate of the lane adopted, oldest first."""
+        gates, runs = self.tables["gates"], self.tables["runs"]
+        query = (
+            self.sql.select(gates.c.started, runs.c.torch)
+            .select_from(gates.join(runs, gates.c.bad == runs.c.id))
+            .where(gates.c.lane == lane, gates.c.decision == Decision.ADOPT.name)
+            .order_by(gates.c.started, gates.c.id)
+        )
+        with self.reading() as connection:
+            return [
+                (datetime.fromisoformat(day).date(), torch or "") for day, torch in connection.execute(query)
+            ]
+
+    def _select(self) -> Any:
+        runs, readings = self.tables["runs"], self.tables["readings"]
+        joined = readings.join(runs, readings.c.run == runs.c.id)
+        return self.sql.select(runs, readings).select_from(joined).order_by(runs.c.started, runs.c.id)
+
+    def _add_gate(self, connection: Any, gate: GateFile) -> tuple[int, bool]:
+        """Return the gate's number, and whether it is new."""
+        gates = self.tables["gates"]
+        if not gate.finished:
+            raise ArchiveError("gate.json: the gate was cut short: finish it with --resume")
+        good, bad = (
+            self._add_record(connection, side.record, "gate.json")[0] if side.record else None
+            for side in (gate.good, gate.bad)
+        )
+        digest = _digest([gate.lane, gate.decision.name, gate.started, good, bad, sorted(gate.timed)])
+        known = connection.execute(self.sql.select(gates).where(gates.c.digest == digest)).first()
+        if known and known.package is not None:
+            return int(known.id), False
+        remembered = memory.gate_fields(gate)
+        if known:  # stored by a version without the memory of findings
+            connection.execute(self.sql.update(gates).where(gates.c.id == known.id).values(**remembered))
+            memory.write(self.sql, self.tables, connection, known.id, gate)
+            return int(known.id), False
+        fields: dict[str, Any] = {"digest": digest, "lane": gate.lane, "decision": gate.decision.name}
+        fields |= {"started": _started(gate.started, "gate.json"), "good": good, "bad": bad}
+        fields |= remembered
+        made = connection.execute(self.sql.insert(gates).values(**fields)).inserted_primary_key[0]
+        ratios = [_ratio(made, row, gate) for row in dict.fromkeys((*gate.timed, *gate.readings))]
+        if ratios:
+            connection.execute(self.sql.insert(self.tables["ratios"]), ratios)
+        memory.write(self.sql, self.tables, connection, made, gate)
+        return int(made), True
+
+    def _add_record(self, connection: Any, record: Record, name: str) -> tuple[int, bool]:
+        """Return the run's number, and whether it is new."""
+        runs = self.tables["runs"]
+        p = record.provenance
+        digest = _digest([dict(p), [j.to_json() for j in record.judgements]])
+        known = connection.execute(self.sql.select(runs.c.id).where(runs.c.digest == digest)).first()
+        if known:
+            return int(known[0]), False
+        fields: dict[str, Any] = {column: _text(p.get(column)) for column in TEXTS}
+        fields |= {"digest": digest, "started": _started(p.get("started"), name), "red": record.red}
+        fields["host_class"] = _host_class(p)
+        made = int(connection.execute(self.sql.insert(runs).values(**fields)).inserted_primary_key[0])
+        readings = [_reading(made, j) for j in record.judgements if not j.row.unmeasured]
+        if readings:
+            connection.execute(self.sql.insert(self.tables["readings"]), readings)
+        return made, True
+
+    @contextmanager
+    def transaction(self) -> Iterator[Any]:
+        """Yield a connection whose changes are committed if the block ends without an exception."""
+        with self._in_one_line(), self._engine.begin() as connection:
+            _one_writer(connection)
+            yield connection
+
+    @contextmanager
+    def reading(self) -> Iterator[Any]:
+        """Yield a connection whose queries all see one state; in PostgreSQL no writer waits for it."""
+        with self._in_one_line(), self._engine.connect() as connection:
+            if not self._is_file:
+                connection.execution_options(isolation_level="REPEATABLE READ")
+            yield connection
+
+    @contextmanager
+    def _in_one_line(self) -> Iterator[None]:
+        """Convert SQLAlchemy's exceptions to ArchiveError."""
+        try:
+            yield
+        except self.sql.exc.SQLAlchemyError as error:
+            why = one_line(getattr(error, "orig", None) or error)
+            raise ArchiveError(f"{self.name}: {why}; name another one with --store") from None
+
+    @property
+    def _is_file(self) -> bool:
+        return bool(self._url.get_backend_name() == "sqlite")
+
+    @cached_property
+    def tables(self) -> dict[str, Any]:
+        return schema.tables(self.sql)
+
+    @cached_property
+    def _engine(self) -> Any:
+        """Connect and check the tables; the first of several writers creates them."""
+        sql = self.sql
+        options: dict[str, Any] = {"connect_args": {"timeout": WAIT_SECONDS}} if self._is_file else {}
+        try:
+            engine = sql.create_engine(self._url, **options)
+        except (sql.exc.NoSuchModuleError, ModuleNotFoundError) as error:
+            raise ArchiveError(
+                f"{self.name}: its database driver is not installed ({one_line(error)})"
+            ) from None
+        if self._is_file:
+            _lock_at_begin(sql, engine)
+        meta = self.tables["meta"]
+        with self._in_one_line(), engine.begin() as connection:
+            _one_writer(connection)
+            names = sql.inspect(connection).get_table_names()
+            ours = [name for name in names if name.startswith(PREFIX)]
+            if names and not ours and self._is_file:
+                raise ArchiveError(f"{self.name}: not a history: it has the table {names[0]!r}")
+            meta.metadata.create_all(connection)
+            versions = [found[0] for found in connection.execute(sql.select(meta.c.version))]
+            if not versions:
+                connection.execute(sql.insert(meta).values(version=VERSION))
+            elif versions[0] in range(1, VERSION):
+                schema.carry_over(connection, versions[0])
+                connection.execute(sql.update(meta).values(version=VERSION))
+            elif versions != [VERSION]:
+                raise ArchiveError(
+                    f"{self.name}: a history of version {versions[0]}, this bumpgate reads {VERSION}"
+                )
+        return engine
+
+
+def _lock_at_begin(sql: Any, engine: Any) -> None:
+    """Take SQLite's lock at the start: concurrent transactions that read first and write later would fail."""
+
+    def manual(connection: Any, record: Any) -> None:
+        connection.isolation_level = None
+
+    def begin(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    sql.event.listen(engine, "connect", manual)
+    sql.event.listen(engine, "begin", begin)
+
+
+def _one_writer(connection: Any) -> None:
+    """Wait for other writers, as SQLite does: in PostgreSQL two may create the same table, or store the same gate."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({POSTGRESQL_LOCK})")
+
+
+def _reading(run: int, j: Judgement) -> dict[str, Any]:
+    r, interval = j.row, j.row.interval or (None, None)
+    return {
+        "run": run,
+        "row": r.id,
+        "value": json.dumps(r.to_json()["value"]),
+        "number": _finite(r.value),
+        "low": _finite(interval[0]),
+        "high": _finite(interval[1]),
+        "unit": r.unit,
+        "verdict": j.label,
+        "row_red": j.red,
+    }
+
+
+def _ratio(gate: int, row: str, found: GateFile) -> dict[str, Any]:
+    t = found.timed.get(row)
+    return {
+        "gate": gate,
+        "row": row,
+        "outcome": t.outcome if t else None,
+        "ratio": _finite(t.ratio) if t else None,
+        "low": _finite(t.interval[0]) if t else None,
+        "high": _finite(t.interval[1]) if t else None,
+        "drift": _finite(found.readings.get(row)),
+        "sessions": t.sessions if t else None,
+    }
+
+
+def _point(found: Any) -> Point:
+    raw = json.loads(found.value)
+    value = float(raw["float"]) if isinstance(raw, dict) else raw
+    return Point(
+        found.started,
+        found.lane,
+        value,
+        found.unit,
+        found.verdict,
+        bool(found.row_red),
+        found.torch,
+        found.torch_git,
+        found.commit,
+        found.device,
+        found.low is not None,
+        found.host_class,
+    )
+
+
+def _host_class(provenance: Mapping[str, Any]) -> str | None:
+    cores = provenance.get("cores")
+    stated = [provenance.get("device"), provenance.get("cpu"), None if cores is None else f"{cores} cores"]
+    return ", ".join(map(str, filter(None, stated))) or None
+
+
+def _started(raw: object, name: str) -> str:
+    try:
+        return datetime.fromisoformat(str(raw)).astimezone(timezone.utc).isoformat(timespec="seconds")
+    except ValueError:
+        raise ArchiveError(f"{name}: states no start time, so it cannot be added to a history") from None
+
+
+def _utc(day: date) -> str:
+    return f"{day.isoformat()}T00:00:00+00:00"
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _finite(value: object) -> float | None:
+    return float(value) if is_finite(value) else None
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

@@ -1,0 +1,168 @@
+"""Binds a gate's verdict to the work tree and the bumpgate version that measured it.
+
+A verdict is valid for this content only. `bumpgate gate --resume` and `bumpgate adopt` compare it with the present
+content, and on a difference fail with a message that lists it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from bumpgate.run.home import home
+
+GIT_SECONDS = 60
+SHOWN = 3
+# Of the files that git does not track, only these can change what a lane measures. A job's log next to them cannot.
+SOURCES = (".py", ".toml", ".ini", ".cfg", ".json", ".txt", ".npz", ".safetensors", ".cu", ".cpp", ".h")
+# Files that a run or a gate writes, by name.
+RESULTS = ("record.json", "smoke.json")
+# A folder with one of these is an environment or the output of a gate, and not part of the tree.
+FOREIGN = ("pyvenv.cfg", "gate.json")
+# Paths that no row's value depends on. A baseline is written after the run that it accepts.
+UNMEASURED = ("baselines/", "docs/", ".github/", ".ci/")
+SKIPPED = ("__pycache__", "build", "dist", "node_modules")
+
+
+@dataclass(frozen=True)
+class Binding:
+    """bumpgate: its version. commit: of git, "" outside of git. files: path below the root -> digest of its content."""
+
+    bumpgate: str
+    commit: str
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def tree(self) -> str:
+        """Return one digest of the commit and every file."""
+        lines = [self.commit, *(f"{path} {digest}" for path, digest in sorted(self.files.items()))]
+        return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+    def differences(self, now: Binding) -> list[str]:
+        """Return the changes since, each in a few words; empty if the verdict is still valid."""
+        out = []
+        if self.bumpgate != now.bumpgate:
+            out.append(f"bumpgate {self.bumpgate} -> {now.bumpgate}")
+        if self.commit != now.commit:
+            out.append(f"commit {self.commit[:12] or 'none'} -> {now.commit[:12] or 'none'}")
+        paths = sorted({*self.files, *now.files})
+        changed = [path for path in paths if self.files.get(path) != now.files.get(path)]
+        if changed:
+            more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+            out.append(f"tree: {', '.join(changed[:SHOWN])}{more}")
+        return out
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "bumpgate": self.bumpgate,
+            "commit": self.commit,
+            "tree": self.tree,
+            "files": dict(self.files),
+        }
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Binding:
+        """Create a binding from to_json's output. Raises KeyError, TypeError or AttributeError on anything else."""
+        return cls(raw["bumpgate"], raw["commit"], dict(raw["files"].items()))
+
+
+def measured_tree(root: Path) -> str:
+    """Return a digest of what a lane run executes and reads, for any commit: all but baselines, documents, CI files."""
+    files = bind(root).files.items()
+    kept = {path: digest for path, digest in files if not path.startswith(UNMEASURED) and path[-3:] != ".md"}
+    return Binding("", "", kept).tree
+
+
+def bind(root: Path, *outputs: Path) -> Binding:
+    """Return the binding of the present work tree. outputs: folders in it that a gate writes to."""
+    left_out = [path.resolve() for path in (*outputs, home())]
+    listed = _git_files(root)
+    paths = _walk(root) if listed is None else listed
+    kept = sorted({p for p in paths if not any((root / p).resolve().is_relative_to(o) for o in left_out)})
+    commit = (_git(root, "rev-parse", "HEAD") or "").strip() if listed is not None else ""
+    return Binding(_version(), commit, {path: _digest(root / path) for path in kept})
+
+
+def _version() -> str:
+    try:
+        return metadata.version("bumpgate")
+    except metadata.PackageNotFoundError:
+        return "source"
+
+
+def _git_files(root: Path) -> list[str] | None:
+    """Return the tracked files and the untracked sources that are not ignored; None outside of git."""
+    tracked = _git(root, "ls-files", "-z", "--cached")
+    others = _git(root, "ls-files", "-z", "--others", "--exclude-standard")
+    if tracked is None or others is None:
+        return None
+    own = [path for path in tracked.split("\0") if path]
+    new = [path for path in others.split("\0") if path and _is_source(path)]
+    # For a folder that the enclosing repository ignores, git lists no files.
+    if "pyproject.toml" not in (*own, *new):
+        return None
+    foreign = {folder for path in new for folder in _folders(path) if _is_foreign(root / folder)}
+    return [*own, *(path for path in new if not foreign.intersection(_folders(path)))]
+
+
+def _folders(path: str) -> Iterable[str]:
+    return (str(folder) for folder in Path(path).parents if str(folder) != ".")
+
+
+def _walk(root: Path) -> Iterator[str]:
+    """Yield the sources below a folder outside of git. Links to folders are followed once."""
+    seen: set[Path] = set()
+    for folder, names, files in os.walk(root, followlinks=True):
+        current = Path(folder)
+        seen.add(current.resolve())
+        names[:] = [
+            name
+            for name in names
+            if not name.startswith(".")
+            and name not in SKIPPED
+            and not _is_foreign(current / name)
+            and (current / name).resolve() not in seen
+        ]
+        yield from (str((current / file).relative_to(root)) for file in files if _is_source(file))
+
+
+def _is_source(path: str) -> bool:
+    return path.endswith(SOURCES) and os.path.basename(path) not in RESULTS
+
+
+def _is_foreign(folder: Path) -> bool:
+    return any((folder / name).exists() for name in FOREIGN)
+
+
+def _digest(path: Path) -> str:
+    """Return 16 hexadecimal digits over a file's mode and bytes, or a word for what exists in place of the file."""
+    try:
+        if path.is_symlink() and not path.is_file():
+            return f"link {os.readlink(path)}"
+        if path.is_dir():
+            return "folder"
+        executable = b"x" if os.access(path, os.X_OK) else b"-"
+        return hashlib.sha256(executable + path.read_bytes()).hexdigest()[:16]
+    except FileNotFoundError:
+        return "absent"
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            timeout=GIT_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,346 @@
+"""Bisect with invalid options, when killed, or on a failing machine: one line, the right exit code, no lost results."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bumpgate.bisect import bisection, command
+from bumpgate.env.build import NotInstallable
+from suites.support.child import ROOT
+from tests.support import golden
+from tests.support.builds import JUDGE, RAISES, Ran, bisecting, make_builds, start
+from tests.support.killing import KillPoints, check_every_kill_point, readings, run_loop
+from tests.support.local_index import LocalIndex, isolated
+from tests.support.searching import mutant_of
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalIndex]:
+    """The fault is in triton from week 7 on; the torch of week 5 does not import."""
+    with LocalIndex() as index:
+        make_builds(tmp_path_factory.mktemp("wheels"), index, triton_fault=7, import_text={5: RAISES})
+        yield index
+
+
+@pytest.fixture
+def index(served: LocalIndex, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalIndex]:
+    isolated(monkeypatch, cache, served.url)
+    yield served
+    served.fail(0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with bisecting(tmp_path) as call:
+        yield call
+
+
+ENDS = ("--good", "2.0.0", "--bad", "2.11.0")
+TRUE = ("--command", "true")
+LANE = ("--lane", "cpu", "--", "tests/core/test_rows.py")
+REFUSED: dict[str, tuple[str, ...]] = {
+    "swapped": ("--good", "2.11.0", "--bad", "2.0.0", *TRUE),
+    "fix_swapped": (*ENDS, "--find-fix", *TRUE),
+    "equal": ("--good", "2.3.0", "--bad", "2.3", *TRUE),
+    "unknown_version": ("--good", "2.0.0", "--bad", "2.12.0", *TRUE),
+    "no_version": ("--good", "2.0.0", "--bad", "newest", *TRUE),
+    "no_such_day": ("--good", "2026-02-30", "--bad", "2.3.0", *TRUE),
+    "before_the_first_day": ("--good", "2025-12-24", "--bad", "2.3.0", *TRUE),
+    "unknown_package": ("--package", "torchx", *ENDS, *TRUE),
+    "unreachable": (*ENDS, "--index", "http://127.0.0.1:1/index", *TRUE),
+    "no_folder": (*ENDS, "--find-links", "wheels", *TRUE),
+    "nothing_to_run": ENDS,
+    "lane_without_tests": (*ENDS, "--lane", "cpu"),
+    "both_tests": (*ENDS, *TRUE, *LANE),
+    "unknown_lane": (*ENDS, "--lane", "tpu", "--", "suites"),
+    "noise_without_information": (*ENDS, "--false-bad", "0.5", *TRUE),
+    "no_time": (*ENDS, "--timeout", "0", *TRUE),
+    "no_end": ("--good", "2.0.0", *TRUE),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_bisect_options_are_refused_before_install(
+    case: str, run: Run, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
+    if case == "unknown_lane":  # lanes are declared in a repository
+        with bisecting(ROOT) as run:
+            ran = run(*REFUSED[case])
+    else:
+        ran = run(*REFUSED[case])
+    assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
+    golden.check(f"bisect_{case}", golden.transcript(["bisect", *REFUSED[case]], ran.code, ran.out, ran.err))
+    assert list(tmp_path.iterdir()) == [], "files remain"
+
+
+@pytest.mark.parametrize(
+    ("selection", "words"),
+    [
+        (("tests/core/test_rows.py",), "selects no test of lane cpu"),
+        (("suites/numerics/test_moe_combine.py", "-k", "nothing_like_it"), "selects no test of lane cpu"),
+        (("suites/none.py",), "file or directory not found: suites/none.py"),
+    ],
+    ids=str,
+)
+def test_bisect_refuses_empty_selection(
+    selection: tuple[str, ...], words: str, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
+    from tests.support.tree import ROOT
+
+    with bisecting(ROOT) as call:
+        ran = call(*ENDS, "--lane", "cpu", "--out", str(tmp_path / "out"), "--", *selection)
+    assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
+    assert words in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        (
+            "ends_swapped_in_fact",
+            ("--command", "{python} -c 'import torch; raise SystemExit(torch.graph_breaks() == 13)'"),
+        ),
+        ("good_end_is_bad", ("--command", "false")),
+        ("bad_end_is_good", TRUE),
+        ("cannot_be_run", ("--command", "no-such-program")),
+        ("strange_exit", ("--command", "exit 255")),
+        ("always_skipped", ("--command", "exit 125")),
+    ],
+)
+def test_endpoints_without_claimed_result_are_refused(
+    name: str, arguments: tuple[str, ...], run: Run, index: LocalIndex
+) -> None:
+    ran = run(*ENDS, *arguments, "--out", "out")
+    assert (ran.code, len(ran.err.splitlines())) == (4, 1), ran
+    golden.check(
+        f"bisect_{name}", golden.transcript(["bisect", *ENDS, *arguments], ran.code, ran.out, ran.err)
+    )
+
+
+def test_out_folder_holds_only_one_bisect(run: Run, index: LocalIndex, tmp_path: Path) -> None:
+    judged = (*ENDS, "--command", JUDGE, "--no-attribution")
+    first = run(*judged, "--out", "out")
+    state = (tmp_path / "out/state.jsonl").read_bytes()
+    again = run(*judged, "--out", "out")
+    other = run(*ENDS, "--command", "true", "--out", "out", "--resume")
+    for ran, words in (
+        (again, "out already holds a bisect: continue it with --resume"),
+        (other, "another bisect"),
+    ):
+        assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
+        assert words in ran.err
+    assert (tmp_path / "out/state.jsonl").read_bytes() == state
+    # A finished bisect prints its answer again, without probes.
+    repeated = run(*judged, "--out", "out", "--resume")
+    assert repeated.code == first.code == 0
+    assert "first bad   torch 2.7.0" in repeated.out
+    assert not re.search("^(GOOD|BAD) ", repeated.out, re.MULTILINE)
+    assert (tmp_path / "out/state.jsonl").read_bytes() == state
+
+
+def slow_test_command(folder: Path) -> str:
+    """Return a test command that logs a line for each finished probe."""
+    return f"sleep 0.1; {JUDGE}; code=$?; echo {{version}} >> {folder}/probed; exit $code"
+
+
+def running_processes(marker: str) -> list[str]:
+    """Return processes with the marker on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if marker in line and path.parent.name != str(os.getpid()):
+            found.append(line)
+    return found
+
+
+def settled(marker: str) -> bool:
+    """Whether all processes with the marker end within a few seconds."""
+    for _ in range(50):
+        if not running_processes(marker):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def kill_after(process: subprocess.Popen[str], state: Path, lines: int, seconds: float) -> bool:
+    """Kill the process group `seconds` after the journal has grown by `lines`; return False if it ended before."""
+
+    def length() -> int:
+        return state.read_bytes().count(b"\n") if state.exists() else 0
+
+    target = length() + lines
+    while length() < target and process.poll() is None:
+        time.sleep(0.005)
+    time.sleep(seconds)
+    if process.poll() is not None:
+        return False
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return True
+
+
+def test_resume_after_kill_9_loses_no_probe(index: LocalIndex, tmp_path: Path) -> None:
+    """After four kills, each resume continues, and the answer is that of an undisturbed run."""
+    dice = random.Random(9)
+    arguments = [*ENDS, "--command", slow_test_command(tmp_path), "--out", "out"]
+    kills = 0
+    for attempt in range(4):
+        process = start(tmp_path, *arguments, *(["--resume"] if attempt else []))
+        kills += kill_after(process, tmp_path / "out/state.jsonl", dice.randint(1, 4), dice.random() * 0.3)
+    process = start(tmp_path, *arguments, "--resume")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    answer = json.loads((tmp_path / "out/bisect.json").read_text())
+    assert kills >= 3
+    assert (answer["suspects"], answer["last"]) == (["2.7.0"], "2.6.0")
+    assert [change["name"] for change in answer["at_fault"]] == ["triton"]
+    assert "first bad   torch 2.7.0" in out
+    # A probe is lost only if the kill falls between its exit and its reading.
+    ended = (tmp_path / "probed").read_text().split()
+    kept = [code for code in readings(tmp_path / "out").values() if code is not None]
+    assert len(kept) <= len(ended) <= len(kept) + kills
+    assert settled(index.url), running_processes(index.url)
+    assert settled(str(tmp_path)), running_processes(str(tmp_path))
+
+
+def test_ctrl_c_exits_130_and_printed_command_resumes(index: LocalIndex, tmp_path: Path) -> None:
+    process = start(tmp_path, *ENDS, "--command", slow_test_command(tmp_path))
+    probed = tmp_path / "probed"
+    for _ in range(200):
+        if probed.exists() and len(probed.read_text().split()) >= 2:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert settled(str(tmp_path)), running_processes(str(tmp_path))
+    message, command = err.splitlines()
+    assert message.endswith("probes are saved. Continue with:")
+    process = start(tmp_path, *shlex.split(command)[2:])
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "resuming after" in out
+    assert "at fault    triton 3.6.0 -> 3.7.0, not torch" in out
+    runs = Counter(probed.read_text().split())
+    kept = Counter(
+        place.rpartition(".")[0] for place in readings(tmp_path / f"bisect-torch-{ENDS[1]}-{ENDS[3]}")
+    )
+    # 2.6.0 and 2.7.0 are the torch versions of two mixtures; one probe was interrupted.
+    assert sum((runs - kept).values()) <= 3, (runs, kept)
+
+
+def test_answer_is_saved_before_attribution(index: LocalIndex, tmp_path: Path) -> None:
+    """Interrupted in the first mixture: the answer is printed and in bisect.json, and a resume attributes it."""
+    held = "test -d out/mixtures && ! test -e go && touch mixed && sleep 60"
+    holds = f"{JUDGE}; code=$?; {held}; exit $code"
+    process = start(tmp_path, *ENDS, "--command", holds, "--out", "out")
+    for _ in range(600):
+        if (tmp_path / "mixed").exists() or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "first bad   torch 2.7.0" in out
+    saved = json.loads((tmp_path / "out/bisect.json").read_text())
+    assert (saved["first"], saved["sure"], saved["attribution"]) == ("2.7.0", True, None)
+    (tmp_path / "go").touch()
+    process = start(tmp_path, *ENDS, "--command", holds, "--out", "out", "--resume")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "at fault    triton 3.6.0 -> 3.7.0, not torch" in out
+
+
+def test_resume_command_keeps_options() -> None:
+    options = command.Options(
+        "torch", "2.0.0", "2.1.0", "", (), "true", None, (), (), None, False, None, None, 0.98, None
+    )
+    line = command._resume_command(options, Path("out"), ["--no-attribution"])
+    assert shlex.split(line)[-4:] == ["--out", "out", "--no-attribution", "--resume"]
+
+
+def test_killed_probe_gives_no_verdict_and_can_resume(run: Run, index: LocalIndex, tmp_path: Path) -> None:
+    """Exit 125, no candidate is blamed; the same bisect succeeds once the index responds again."""
+    dies = f"{JUDGE}; code=$?; test -e {tmp_path}/up || kill -9 $$; exit $code"
+    arguments = (*ENDS, "--command", dies, "--out", "out", "--no-prefetch", "--no-attribution")
+    ran = run(*arguments)
+    assert (ran.code, len(ran.err.splitlines())) == (125, 1), ran
+    assert "died of SIGKILL; readings so far are saved. Continue with: bumpgate bisect" in ran.err
+    (tmp_path / "up").touch()
+    ran = run(*arguments, "--resume")
+    assert ran.code == 0, ran
+    assert "first bad   torch 2.7.0" in ran.out
+
+
+def test_probe_timeout_gives_no_verdict(run: Run, index: LocalIndex) -> None:
+    ran = run(*ENDS, "--command", "sleep 30", "--timeout", "0.2", "--out", "out")
+    assert ran.code == 125
+    assert "torch 2.0.0: no end within 0 s" in ran.err
+
+
+def test_kill_at_every_step_gives_the_same_answer(tmp_path: Path) -> None:
+    assert check_every_kill_point(bisection, tmp_path) > 40
+
+
+def test_flaky_test_is_probed_again_until_settled(tmp_path: Path) -> None:
+    """The good endpoint, a candidate in the middle and a mixture are misread once each."""
+    runs: list[str] = []
+    result, blamed = run_loop(
+        tmp_path / "noisy",
+        KillPoints(),
+        runs,
+        misread=(1, 4, 20),
+        false_bad=0.1,
+        false_good=0.1,
+        confidence=0.99,
+    )
+    assert result is not None
+    assert (result.suspects, blamed) == ((7,), ["triton 3.6.0 -> 3.7.0"])
+    assert result.misreads == 2
+    assert len(runs) == sum(code is not None for code in readings(tmp_path / "noisy").values())
+    assert max(Counter(runs).values()) > 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("known=[*known, *self.state.mixtures]", "known=known"),
+        (
+            "        return take(place, request, build, self.context.test)",
+            "        place.mkdir(parents=True, exist_ok=True)\n"
+            "        reading = self.context.test.run(build(request), place)\n"
+            "        keep(reading)\n        return reading",
+        ),
+        ("        self.state.record_mixture(mixture, result.outcome)\n", ""),
+    ],
+    ids=["mixtures forgotten", "readings on disk ignored", "mixtures not written down"],
+)
+def test_mutant_loop_that_loses_readings_is_caught(old: str, new: str, tmp_path: Path) -> None:
+    mutant = mutant_of(bisection, old, new)
+    with pytest.raises((AssertionError, NotInstallable)):
+        check_every_kill_point(mutant, tmp_path)

@@ -1,0 +1,143 @@
+"""`bumpgate bisect --environments`: prepared environments as candidates, and mixtures of them for attribution."""
+
+from __future__ import annotations
+
+import json
+import venv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.builds import JUDGE, TORCH, Ran, bisecting
+
+Run = Callable[..., Ran]
+Make = Callable[..., None]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Make the environment envs/NAME with these versions. torch_fault, triton_fault: whether the package is broken."""
+
+    def make(name: str, *, torch_fault: bool, triton_fault: bool = False, **versions: str) -> None:
+        place = tmp_path / "envs" / name
+        venv.create(place, symlinks=True)
+        (site,) = place.glob("lib/python*/site-packages")
+        sources = {"torch": TORCH.format(fault=int(torch_fault)), "triton": f"FAULT = {int(triton_fault)}\n"}
+        for package, version in versions.items():
+            (site / f"{package}.py").write_text(sources.get(package, ""))
+            info = site / f"{package}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+
+    return make
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with bisecting(tmp_path) as call:
+
+        def bisect(*arguments: str) -> Ran:
+            return call("--environments", "envs", "--command", JUDGE, "--out", "out", *arguments)
+
+        yield bisect
+
+
+def found(folder: Path) -> dict[str, Any]:
+    answer = json.loads((folder / "out" / "bisect.json").read_text())
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_first_bad_environment_and_package_are_found(run: Run, make: Make, tmp_path: Path) -> None:
+    """torch and its CUDA library always move together, so they are blamed together and triton is not."""
+    for week, broken in ((1, False), (2, False), (3, True), (4, True)):
+        make(
+            f"week-{week}",
+            torch_fault=broken,
+            torch=f"2.{week}.0+cu130",
+            triton=f"3.{week}.0",
+            cudart=f"13.{week}",
+        )
+    make("with-old-triton", torch_fault=True, torch="2.3.0+cu130", triton="3.2.0", cudart="13.3")
+    make("with-new-triton", torch_fault=False, torch="2.2.0+cu130", triton="3.3.0", cudart="13.2")
+    ran = run("--good", "2.1.0", "--bad", "2.4.0")
+    assert ran.code == 0, ran.err
+    answer = found(tmp_path)
+    assert answer["first"] == "2.3.0+cu130"
+    assert [change["name"] for change in answer["at_fault"]] == ["cudart", "torch"]
+    assert answer["attribution"]["separable"]
+    assert "at fault    cudart 13.2 -> 13.3, torch 2.2.0+cu130 -> 2.3.0+cu130\n" in ran.out
+    assert "envs/week-3/bin/python -c" in answer["repro"]
+
+
+def test_triton_at_fault_is_separated_from_torch(run: Run, make: Make, tmp_path: Path) -> None:
+    for week, broken in ((1, False), (2, True)):
+        make(f"e{week}", torch_fault=False, triton_fault=broken, torch=f"2.{week}.0", triton=f"3.{week}.0")
+    make("mixed", torch_fault=False, torch="2.2.0", triton="3.1.0")
+    make("other", torch_fault=False, triton_fault=True, torch="2.1.0", triton="3.2.0")
+    ran = run("--good", "2.1.0", "--bad", "2.2.0")
+    assert ran.code == 0, ran.err
+    assert [change["name"] for change in found(tmp_path)["at_fault"]] == ["triton"]
+    assert "at fault    triton 3.1.0 -> 3.2.0, not torch" in ran.out
+
+
+def test_missing_mixture_is_not_separable(run: Run, make: Make, tmp_path: Path) -> None:
+    for week, broken in ((1, False), (2, True)):
+        make(f"e{week}", torch_fault=broken, torch=f"2.{week}.0", triton=f"3.{week}.0")
+    make("e2-old-triton", torch_fault=True, torch="2.2.0", triton="3.1.0")
+    ran = run("--good", "2.1.0", "--bad", "2.2.0")
+    assert ran.code == 0, ran.err
+    assert not found(tmp_path)["attribution"]["separable"]
+    assert "not separable, 1 mixtures could not be run" in ran.out
+
+
+def test_packages_that_always_move_together_are_blamed_together(run: Run, make: Make, tmp_path: Path) -> None:
+    for week, broken in ((1, False), (2, True)):
+        make(f"e{week}", torch_fault=broken, torch=f"2.{week}.0", triton=f"3.{week}.0")
+    ran = run("--good", "2.1.0", "--bad", "2.2.0")
+    assert [change["name"] for change in found(tmp_path)["at_fault"]] == ["torch", "triton"], ran.out
+
+
+def test_bisect_of_prepared_environments_resumes(run: Run, make: Make, tmp_path: Path) -> None:
+    for week, broken in ((1, False), (2, True)):
+        make(f"e{week}", torch_fault=broken, torch=f"2.{week}.0", triton=f"3.{week}.0")
+    assert run("--good", "2.1.0", "--bad", "2.2.0").code == 0
+    again = run("--good", "2.1.0", "--bad", "2.2.0", "--resume")
+    assert again.code == 0
+    assert "resuming after" in again.out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            ("--find-links", "envs"),
+            "--environments gives the complete environment: leave out --index",
+        ),
+        (("--builder", "true", "--repository", "."), "--builder and --environments: name one of them"),
+        (("--launch", "2.1.0"), "run envs/NAME/bin/python itself"),
+        (("--package", "jax"), "--environments envs: no NAME/bin/python in it has jax installed"),
+        (("--good", "1.0.0"), "torch 1.0.0 is not among the 1 versions here"),
+    ],
+)
+def test_wrong_option_with_environments_is_one_line(
+    run: Run, make: Make, more: tuple[str, ...], words: str
+) -> None:
+    make("e1", torch_fault=False, torch="2.1.0", triton="3.1.0")
+    ran = run("--good", "2.1.0", "--bad", "2.2.0", *more)
+    assert ran.code == 4
+    assert words in ran.err
+    assert len(ran.err.strip().splitlines()) == 1
+
+
+def test_environment_that_does_not_run_is_named(run: Run, make: Make, tmp_path: Path) -> None:
+    make("e1", torch_fault=False, torch="2.1.0", triton="3.1.0")
+    python = tmp_path / "envs" / "e1" / "bin" / "python"
+    python.unlink()
+    python.write_text("#!/bin/sh\necho broken >&2; exit 3\n")
+    python.chmod(0o755)
+    ran = run("--good", "2.1.0", "--bad", "2.2.0")
+    assert ran.code == 4
+    assert "envs/e1/bin/python does not run: exit 3: broken" in ran.err

@@ -1,0 +1,424 @@
+"""Bisect of a row that a gate calls SLOWER: paired probes of fake sides with known times, and of two real processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bumpgate.bisect import command, gate_finding, journal, options, probe, times_probe
+from bumpgate.bisect.bisection import BisectContext, Bisection
+from bumpgate.bisect.gate_finding import GateFindingError, load
+from bumpgate.bisect.probe import Cause
+from bumpgate.bisect.search import Outcome, Result
+from bumpgate.core.problems import Problem
+from bumpgate.core.rows import SCHEMA, Judgement, Record, Row, Verdict, write_record
+from bumpgate.env.build import Environment
+from bumpgate.env.request import Request
+from bumpgate.env.versions import Found
+from bumpgate.run.runner import LaneCall, LaneRun
+from bumpgate.wheels import fitting
+from tests.support.builds import Ran, bisecting
+from tests.support.gate_tree import TIMES_TEST, Tree
+from tests.support.searching import mutant_of
+from tests.support.tree import declare_lanes
+
+ROW, TEST = "throughput/b/seconds", "suites/throughput/test_b.py::test_time[cpu]"
+NIGHTS = tuple(f"2.{n}.0" for n in range(12))
+GOOD = NIGHTS[0]
+# Standard deviation of the time of fresh processes on a quiet machine (docs/gate.md).
+PROCESS_SD = 0.012
+
+
+def judged(seconds: float, row: str = ROW) -> Judgement:
+    made = Row(
+        row, seconds, "s", 1, "C37", better="lower", interval=(0.97 * seconds, 1.03 * seconds), test=TEST
+    )
+    return Judgement(made, Verdict.PASS, "")
+
+
+class Killed(BaseException):
+    """Simulates kill -9."""
+
+
+class Sides:
+    """Fake processes. slower: version -> factor of its time. failing: versions whose test fails.
+
+    lost: versions whose times the machine disturbs. sessions: number of sessions per version.
+    """
+
+    def __init__(self, slower: Mapping[str, float], sd: float = PROCESS_SD) -> None:
+        self.slower, self.sd = slower, sd
+        self.failing: set[str] = set()
+        self.lost: set[str] = set()
+        self.sessions = Counter[str]()
+        self.dice = random.Random(5)
+        self.kill_at = -1
+
+    def run_duet(self, calls: Sequence[LaneCall], flip: bool, timeout: float | None) -> list[LaneRun]:
+        good, bad = (call.python.name for call in calls)
+        assert good == GOOD
+        if sum(self.sessions.values()) == self.kill_at:
+            self.kill_at = -1
+            raise Killed
+        self.sessions[bad] += 1
+        return [self._process(call) for call in calls]
+
+    def run_lanes(self, calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:
+        return [self._process(call) for call in calls]
+
+    def _process(self, call: LaneCall) -> LaneRun:
+        version = call.python.name
+        rows, problems = (
+            [judged(2 * self.slower.get(version, 1.0) * math.exp(self.dice.gauss(0, self.sd)))],
+            [],
+        )
+        if version in self.failing:
+            rows, problems = [], [f"{TEST}: RuntimeError: no kernel image"]
+        if version in self.lost:
+            rows = [Judgement(Row(ROW, None, "s", 0, "", test=TEST), Verdict.INFRA, "no quiet round")]
+        record = Record({"lane": "cpu"}, tuple(rows), True, tuple(map(Problem.from_json, problems)))
+        return LaneRun(0, record, "", 0.1, call.record.with_suffix(".log"))
+
+
+def build(request: Request) -> Environment:
+    version = request.requirements[0].rpartition("=")[2]
+    return Environment(version, Path("/envs") / version, version, {"torch": version})
+
+
+def request(version: str) -> Request:
+    return Request((f"torch==={version}",), name=f"torch {version}")
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tree").mkdir()
+    declare_lanes(tmp_path / "tree")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+class Silent:
+    """Progress callbacks that keep the reasons."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def probing(self, name: str) -> None:
+        pass
+
+    def probed(self, name: str, reading: Any, result: Any, left: str) -> None:
+        self.reasons.append(f"{result.outcome.value} {name}: {result.reason}")
+
+
+def timed_test(
+    root: Path, sides: Sides, ratio: float, module: Any = times_probe, sessions: int | None = None
+) -> Any:
+    """Return the test of one row with fake processes. ratio: the slowdown that a gate reported."""
+    module.run_duet, module.run_lanes = sides.run_duet, sides.run_lanes
+    module.shares = lambda: [[0], [1]]
+    module.import_fault = lambda environment, *packages: ""
+    good = lambda: build(request(GOOD))  # noqa: E731 - the shape of command's
+    return module.TimedTest(
+        root / "tree", "cpu", {ROW: TEST}, {ROW: ratio}, good, "torch", sessions=sessions, say=print
+    )
+
+
+@pytest.fixture(autouse=True)
+def restore_times_probe() -> Iterator[None]:
+    """Undo what timed_test replaces in the module."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("run_duet", "run_lanes", "shares", "import_fault"):
+            patch.setattr(times_probe, name, getattr(times_probe, name))
+        yield
+
+
+def search(
+    root: Path, sides: Sides, ratio: float, module: Any = times_probe, nights: Sequence[str] = NIGHTS
+) -> tuple[Result, Silent]:
+    """Bisect the row over `nights`, continuing what is in the folder."""
+    test, show, out = timed_test(root, sides, ratio, module), Silent(), root / "out"
+    out.mkdir(exist_ok=True)
+    span = options.Range("torch", tuple(nights), nights[0], nights[-1], {})
+    config = command.Options(
+        "torch", nights[0], nights[-1], "cpu", (TEST,), "", None, (), (), None, False, None, None, 0.98, None
+    )
+    path = out / "state.jsonl"
+    plan = config.plan(span, test)
+    with journal.resume(path) if path.exists() else journal.begin(path, plan) as state:
+        context = BisectContext("torch", out, request, build, test, show, reliable=True)
+        return Bisection(state, context).run(), show
+
+
+@pytest.mark.parametrize("first", [1, 7, 11])
+def test_slower_row_is_bisected_by_paired_probes(root: Path, first: int) -> None:
+    """10 % slower from one version on: found, in few sessions, and the good end is never measured."""
+    sides = Sides(dict.fromkeys(NIGHTS[first:], 1.10))
+    result, show = search(root, sides, ratio=1.10)
+    assert (result.suspects, result.sure(0.98)) == ((first,), True), show.reasons
+    assert sides.sessions[GOOD] == 0
+    # 6 sessions for SAME and 12 for SLOWER; a repeat only if the misread rates leave a doubt.
+    readings = [r for r in show.reasons if f" {GOOD}:" not in r]
+    assert len(readings) <= 8, show.reasons
+    assert sum(sides.sessions.values()) <= 90, sides.sessions
+
+
+def test_timed_bisect_limit_is_half_of_the_slowdown(root: Path) -> None:
+    """A first step of 2 % and a later one to 12 %: the answer is the later one, not a coin flip between margins."""
+    sides = Sides({**dict.fromkeys(NIGHTS[3:8], 1.02), **dict.fromkeys(NIGHTS[8:], 1.12)})
+    result, show = search(root, sides, ratio=1.12)
+    assert result.suspects == (8,), show.reasons
+
+
+def test_bad_end_that_is_not_slower_is_refused(root: Path) -> None:
+    result, _ = search(root, Sides({}), ratio=1.10, nights=NIGHTS[:3])
+    assert result.failure.startswith("the bad endpoint 2.2.0 is GOOD: name a later one")
+
+
+def test_undecided_timed_row_is_unknown(root: Path, tmp_path: Path) -> None:
+    """As slow as the limit itself, with noise: no verdict, and neither GOOD nor BAD is recorded."""
+    sides = Sides({NIGHTS[4]: math.sqrt(1.10)}, sd=0.03)
+    test = timed_test(root, sides, 1.10)
+    place = tmp_path / "reading"
+    place.mkdir()
+    made = test.run(build(request(NIGHTS[4])), place)
+    assert test.judge(made).outcome is Outcome.UNKNOWN
+    assert test.judge(made).reason.startswith(f"undecided: {ROW} ")
+    assert sides.sessions[NIGHTS[4]] == times_probe.MOST
+
+
+@pytest.mark.parametrize(
+    ("attribute", "version", "cause", "outcome", "sessions"),
+    [
+        ("failing", NIGHTS[4], Cause.RAN, Outcome.OTHER, times_probe.FAILING),
+        ("failing", GOOD, Cause.MACHINE, Outcome.SKIP, 8),
+        ("lost", NIGHTS[4], Cause.MACHINE, Outcome.SKIP, 8),
+    ],
+    ids=["candidate fails", "good end fails", "disturbed"],
+)
+def test_probe_without_a_time_is_neither_good_nor_bad(
+    attribute: str, version: str, cause: Cause, outcome: Outcome, sessions: int, root: Path, tmp_path: Path
+) -> None:
+    sides = Sides({})
+    getattr(sides, attribute).add(version)
+    test = timed_test(root, sides, 1.10)
+    place = tmp_path / "reading"
+    place.mkdir()
+    made = test.run(build(request(NIGHTS[4])), place)
+    assert (made.cause, test.judge(made).outcome) == (cause, outcome)
+    assert sides.sessions[NIGHTS[4]] == sessions
+    # A failure of the machine is measured again from its first session.
+    assert (place / times_probe.SESSIONS).exists() == (cause is Cause.RAN)
+
+
+def test_candidate_that_does_not_import_is_skipped(root: Path, tmp_path: Path) -> None:
+    sides = Sides({})
+    sides.failing.add(NIGHTS[4])
+    test = timed_test(root, sides, 1.10)
+    times_probe.import_fault = lambda environment, *packages: "import torch: killed by SIGSEGV"  # type: ignore[assignment]
+    place = tmp_path / "reading"
+    place.mkdir()
+    made = test.run(build(request(NIGHTS[4])), place)
+    assert (made.cause, test.judge(made).outcome) == (Cause.BROKEN, Outcome.SKIP)
+
+
+def test_reading_without_its_sessions_is_not_green(root: Path, tmp_path: Path) -> None:
+    test = timed_test(root, Sides({}), 1.10)
+    gone = probe.Reading(tmp_path, Cause.RAN, times_probe.MEASURED)
+    assert test.judge(gone).outcome is Outcome.UNKNOWN
+
+
+def test_killed_probe_continues_with_its_sessions(root: Path) -> None:
+    sides = Sides(dict.fromkeys(NIGHTS[2:], 1.10))
+    sides.kill_at = 9
+    with pytest.raises(Killed):
+        search(root, sides, 1.10, nights=NIGHTS[:4])
+    kept = json.loads(next((root / "out/probes").glob("*/sessions.json")).read_text())
+    assert kept["begun"] == 9
+    result, _ = search(root, sides, 1.10, nights=NIGHTS[:4])
+    assert result.suspects == (2,)
+    readings = [p.parent for p in (root / "out/probes").glob("*/sessions.json")]
+    assert sum(json.loads((p / "sessions.json").read_text())["begun"] for p in readings) == sum(
+        sides.sessions.values()
+    ), "a saved session was run again"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("math.sqrt(ratio) - 1", "ratio - 1"),
+        ("if slower := by_outcome[Timed.SLOWER]:", "if slower := by_outcome[Timed.FASTER]:"),
+        ("if environment.key == good.key:", "if False:"),
+        ('{"good": good, "bad": environment}', '{"good": good, "bad": good}'),
+    ],
+    ids=["whole slowdown as margin", "faster is bad", "good end is measured", "good end against itself"],
+)
+def test_mutant_of_the_timed_probe_is_caught(old: str, new: str, root: Path) -> None:
+    mutant = mutant_of(times_probe, old, new)
+    sides = Sides(dict.fromkeys(NIGHTS[2:], 1.10))
+    try:
+        result, _ = search(root, sides, 1.10, mutant, NIGHTS[:4])
+    except Exception:
+        return
+    assert (result.suspects, sides.sessions[GOOD]) != ((2,), 0)
+
+
+# --from-gate
+
+
+def finding(label: str, *rows: str, decision: str = "HOLD", tests: Sequence[str] = ()) -> dict[str, Any]:
+    return {
+        "decision": decision, "label": label, "metric": "seconds", "head": "", "rows": list(rows), "good": [],
+        "bad": [], "repro": "", "tests": list(tests),
+    }  # fmt: skip
+
+
+def gate_file(
+    folder: Path, *findings: dict[str, Any], ratios: Mapping[str, float] = {}, **changes: Any
+) -> Path:
+    """Write a gate.json with the records of both sides. ratios: row id -> ratio in the paired sessions."""
+    folder.mkdir(exist_ok=True)
+    sides = {}
+    for name, version in (("good", "2.0.0"), ("bad", "2.1.0")):
+        rows = [judged(2.0, row) for row in ratios]
+        write_record(folder / f"{name}.json", {"lane": "cpu"}, rows, complete=True, problems=())
+        packages = {"torch": version, "triton": f"3.{version[2]}.0", "numpy": "2.0"}
+        sides[name] = {"name": name, "record": f"{name}.json", "packages": packages}
+    timed = {
+        row: {"outcome": "SLOWER", "ratio": ratio, "interval": [ratio, ratio], "sessions": 16}
+        for row, ratio in ratios.items()
+    }
+    raw = {
+        "schema": SCHEMA, "lane": "cpu", "decision": "HOLD", "sides": sides, "findings": findings, "timed": timed,
+        "asked": {"sessions": None},
+    }  # fmt: skip
+    (folder / "gate.json").write_text(json.dumps(raw | changes))
+    return folder / "gate.json"
+
+
+def test_slower_finding_gives_rows_and_slowdowns_of_one_test(tmp_path: Path) -> None:
+    path = gate_file(tmp_path, finding("SLOWER", ROW), ratios={ROW: 1.2, "throughput/c/seconds": 1.5})
+    found = load(path)
+    assert (found.lane, found.nodes, found.ratios, found.tests) == ("cpu", (TEST,), {ROW: 1.2}, {ROW: TEST})
+    assert found.versions("torch") == ("2.0.0", "2.1.0")
+    assert load(tmp_path, ROW) == found
+
+
+def test_finding_of_a_count_gives_its_tests(tmp_path: Path) -> None:
+    count = finding("CHANGED", ROW)
+    found = load(gate_file(tmp_path, finding("WIN", ROW, decision="ADOPT"), count, ratios={ROW: 1.0}))
+    assert (found.nodes, found.ratios) == ((TEST,), {})
+    problem = finding("PROBLEM", tests=["suites/a.py::test_x[cpu]"])
+    assert load(gate_file(tmp_path, problem)).nodes == ("suites/a.py::test_x[cpu]",)
+
+
+@pytest.mark.parametrize(
+    ("findings", "row", "words"),
+    [
+        ([finding("SLOW MODE", ROW)], "", "a SLOW MODE finding cannot be bisected"),
+        ([finding("CREEP", ROW)], "", "a CREEP finding cannot be bisected"),
+        ([finding("WIN", ROW, decision="ADOPT")], "", "no finding that holds the candidate back"),
+        ([finding("SLOWER", ROW)], "throughput/x/seconds", f"their rows: {ROW}"),
+        (
+            [finding("SLOWER", "throughput/x/seconds")],
+            "",
+            "lacks the times or the test of throughput/x/seconds",
+        ),
+        ([finding("PROBLEM")], "", "names no test"),
+    ],
+    ids=["slow mode", "creep", "none holds", "unknown row", "no time", "no test"],
+)
+def test_gate_that_cannot_be_bisected_is_one_line(
+    findings: list[dict[str, Any]], row: str, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(GateFindingError, match=words) as error:
+        load(gate_file(tmp_path, *findings, ratios={ROW: 1.2}), row)
+    assert "\n" not in str(error.value)
+
+
+def test_package_that_did_not_move_is_refused(tmp_path: Path) -> None:
+    found = load(gate_file(tmp_path, finding("SLOWER", ROW), ratios={ROW: 1.2}))
+    with pytest.raises(
+        GateFindingError, match=r"numpy is 2\.0 on both sides; name --package \(torch, triton\)"
+    ):
+        found.versions("numpy")
+    with pytest.raises(GateFindingError, match="a side lacks jax"):
+        found.versions("jax")
+
+
+def test_record_is_not_a_gate(tmp_path: Path) -> None:
+    gate_file(tmp_path, ratios={ROW: 1.0})
+    with pytest.raises(GateFindingError, match=r"is a record: --from-gate needs the gate\.json"):
+        load(tmp_path / "good.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--row", ROW), "--row names a row of --from-gate GATE_JSON"),
+        (("--from-gate", "g/gate.json", "--lane", "cpu"), "leave out --lane"),
+        (("--from-gate", "absent.json"), "absent.json: cannot be read"),
+    ],
+)
+def test_invalid_use_of_from_gate_is_one_line(arguments: Sequence[str], words: str, tmp_path: Path) -> None:
+    gate_file(tmp_path / "g", finding("SLOWER", ROW), ratios={ROW: 1.2})
+    with bisecting(tmp_path) as run:
+        ran = run(*arguments)
+    assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
+    assert words in ran.err
+
+
+SLOW = "throughput/slow/ratio"
+
+
+def bisect_tree(tree: Tree, *arguments: str) -> Ran:
+    """Run the command in a tree whose interpreters represent two versions of torch."""
+    pythons = {"2.0.0": tree.good, "2.1.0": tree.bad}
+
+    def prepared(request: Request) -> Environment:
+        version = next(r for r in request.requirements if r.startswith("torch===")).rpartition("=")[2]
+        return Environment(version, pythons[version], version, {"torch": version})
+
+    def listed(*_: object, **__: object) -> list[Found]:
+        return [Found(version, date(2026, 1, 5), None, "") for version in pythons]
+
+    with pytest.MonkeyPatch.context() as patch, bisecting(tree.root) as run:
+        patch.setattr("tempfile.tempdir", str(tree.root))
+        patch.setenv("BUMPGATE_HOME", str(tree.root / "home"))
+        patch.setattr(command, "build", prepared)
+        patch.setattr(fitting, "build", prepared)
+        patch.setattr(options, "versions", listed)
+        patch.setattr(times_probe, "COPIES", 1)
+        return run(*arguments)
+
+
+def test_slower_finding_of_a_gate_is_bisected_end_to_end(tmp_path: Path) -> None:
+    """Two real interpreters, of which the second does four times the work; 7 sessions are the fewest for SLOWER."""
+    tree = Tree(tmp_path)
+    tree.bad = tree.interpreter("bad", SLOWER="4")
+    path = gate_file(tmp_path / "g", finding("SLOWER", SLOW), ratios={SLOW: 4.0}, asked={"sessions": 7})
+    for side in ("good", "bad"):
+        row = Row(SLOW, 1.0, "ratio", 1, "C37", better="lower", test=TIMES_TEST)
+        write_record(
+            path.parent / f"{side}.json", {"lane": "cpu"}, [Judgement(row, Verdict.PASS, "")], complete=True
+        )
+    ran = bisect_tree(tree, "--from-gate", "g/gate.json", "--out", "out", "--no-attribution")
+    assert ran.code == 0, ran
+    answer = json.loads((tmp_path / "out/bisect.json").read_text())
+    assert (answer["first"], answer["last"], answer["sure"]) == ("2.1.0", "2.0.0", True)
+    assert answer["deciding"] == [SLOW]
+    assert answer["findings"][0]["label"] == "SLOWER"
+    assert "BAD     torch 2.1.0 in " in ran.out
+    assert f"slower: {SLOW} +" in ran.out
+    assert "--python-bad" in answer["repro"]
+    sessions = json.loads((tmp_path / "out/probes/2.1.0.0/sessions.json").read_text())
+    assert len(sessions["log_ratios"][SLOW]) == 7
+    assert min(sessions["log_ratios"][SLOW]) > math.log(2), sessions
+    assert gate_finding.load(path).ratios == {SLOW: 4.0}

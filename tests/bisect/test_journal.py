@@ -1,0 +1,343 @@
+"""The state file: a bisect killed at any byte resumes as if it had not been interrupted."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bumpgate.bisect import journal
+from bumpgate.bisect.attribution import Attribution
+from bumpgate.bisect.journal import Journal, JournalError, begin, resume
+from bumpgate.bisect.search import Outcome, Search, SearchError
+from tests.support.journaled_bisect import NIGHTS, PLAN, drive, read_candidate
+from tests.support.searching import mutant_of
+from tests.support.tree import ROOT
+
+
+@pytest.fixture
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable fsync for a thousand files; check_order tests what is synced, and when."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> tuple[bytes, Search, Attribution]:
+    """Return an uninterrupted run: its file, its search and its attribution."""
+    with begin(tmp_path / "whole.jsonl", PLAN) as state:
+        found = drive(state)
+    return (tmp_path / "whole.jsonl").read_bytes(), state.search, found
+
+
+def test_complete_run_contains_every_kind_of_entry(whole: tuple[bytes, Search, Attribution]) -> None:
+    """It has a skip, misreads, a repeat, a range as answer, and mixtures: the tests below truncate all of them."""
+    text, searched, found = whole
+    result = searched.result()
+    assert result is not None
+    assert result.suspects == (6, 7)
+    assert result.misreads >= 1
+    assert Counter(i for i, _ in searched.history).most_common(1)[0][1] > 1
+    assert [change.name for change in found.changes] == ["triton"]
+    keys = {tuple(json.loads(line)) for line in text.splitlines()[1:]}
+    assert keys == {("probe",), ("index", "outcome"), ("mixture",), ("mixture", "outcome")}
+
+
+def check_cuts(module: Any, folder: Path, whole: tuple[bytes, Search, Attribution]) -> int:
+    """A file truncated after any byte is resumed to the same posterior, and ends with the same bytes."""
+    text, searched, found = whole
+    header = text.index(b"\n")
+    path = folder / "cut.jsonl"
+    for cut in range(len(text) + 1):
+        path.write_bytes(text[:cut])
+        if cut <= header:
+            with pytest.raises(JournalError, match="start again"):
+                module.resume(path)
+            state = module.begin(path, PLAN)
+        else:
+            state = module.resume(path)
+        lines = [json.loads(line) for line in text[:cut].split(b"\n")[1:-1]]
+        replayed = PLAN.search()
+        for line in lines:
+            if "index" in line:
+                replayed.record(line["index"], Outcome(line["outcome"]))
+        assert state.search.history == replayed.history, cut
+        assert state.search.posterior() == replayed.posterior(), cut
+        with state:
+            again = drive(state)
+        assert path.read_bytes() == text, cut
+        assert state.search.posterior() == searched.posterior()
+        assert state.search.result() == searched.result()
+        assert again.changes == found.changes
+    return len(text) + 1
+
+
+@pytest.mark.usefixtures("unsynced")
+def test_resume_after_truncation_at_any_byte_is_identical(
+    tmp_path: Path, whole: tuple[bytes, Search, Attribution]
+) -> None:
+    assert check_cuts(journal, tmp_path, whole) > 1000
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("file.truncate(sum(len(line) + 1 for line in whole))", "pass"),
+        ("whole = lines[:-1]", "whole = [line for line in lines if line]"),
+        ("self._pending = [i for i in self._pending if i != index]", "self._pending = []"),
+    ],
+    ids=["torn line kept in the file", "torn line parsed", "decision lost"],
+)
+def test_check_cuts_detects_resume_mutants(
+    old: str, new: str, tmp_path: Path, whole: tuple[bytes, Search, Attribution]
+) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        check_cuts(mutant_of(journal, old, new), tmp_path, whole)
+
+
+def check_order(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decision is on disk before its probe starts, each outcome before the search uses it."""
+    synced = b""
+    acted = []
+
+    def fsync(descriptor: int) -> None:
+        nonlocal synced
+        real_fsync(descriptor)
+        synced = path.read_bytes()
+
+    def record(searched: Search, index: int, outcome: Outcome) -> None:
+        entry = json.dumps({"index": index, "outcome": outcome.value}).encode() + b"\n"
+        assert synced.endswith(entry), "used before it was synced"
+        acted.append(index)
+        real_record(searched, index, outcome)
+
+    real_fsync, real_record = os.fsync, Search.record
+    with monkeypatch.context() as patch, module.begin(path, PLAN) as state:
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(Search, "record", record)
+        while state.search.result() is None:
+            due = state.decide()
+            decisions = [json.loads(line) for line in synced.splitlines() if b'"probe"' in line]
+            assert decisions, "no decision was synced"
+            assert due[0] in decisions[-1]["probe"], "returned before it was synced"
+            state.record(due[0], read_candidate(state.search, due[0]))
+        patch.setattr(Search, "record", real_record)
+        state.decide_mixture(frozenset({"triton"}))
+        assert synced.endswith(b'{"mixture": ["triton"]}\n')
+        state.record_mixture(frozenset({"triton"}), Outcome.BAD)
+        assert synced.endswith(b'{"mixture": ["triton"], "outcome": "BAD"}\n')
+    assert len(acted) > 5
+
+
+def test_entries_are_synced_before_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_order(journal, tmp_path / "state.jsonl", monkeypatch)
+
+
+WRITE = '        _write(self._file, {"index": index, "outcome": outcome.value})\n'
+TAKE = "        self._take(index, outcome)\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (f"{WRITE}{TAKE}", f"{TAKE}{WRITE}"),
+        ("        os.fsync(file.fileno())\n", "        pass\n"),
+        ('            _write(self._file, {"probe": pending})\n', ""),
+    ],
+    ids=["written after use", "never synced", "decision not written"],
+)
+def test_check_order_detects_sync_mutants(
+    old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant = mutant_of(journal, old, new)
+    with pytest.raises(AssertionError):
+        check_order(mutant, tmp_path / "state.jsonl", monkeypatch)
+
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from bumpgate.bisect.journal import begin, resume
+from tests.support import journaled_bisect as t
+
+path, kill_at = Path(sys.argv[1]), int(sys.argv[2])
+state = resume(path, t.PLAN) if path.exists() else begin(path, t.PLAN)
+reads = 0
+real = t.read_candidate
+
+def read(searched, index):
+    global reads
+    reads += 1
+    if reads == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(searched, index)
+
+t.read_candidate = read
+t.drive(state)
+"""
+
+
+def test_sigkill_loses_only_the_probe_in_progress(
+    tmp_path: Path, whole: tuple[bytes, Search, Attribution]
+) -> None:
+    path = tmp_path / "state.jsonl"
+    for kill_at, code in ((4, -signal.SIGKILL), (3, -signal.SIGKILL), (1000, 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD, str(path), str(kill_at)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stderr
+        assert whole[0].startswith(path.read_bytes())
+    assert path.read_bytes() == whole[0]
+
+
+def test_resume_repeats_only_the_pending_probe(tmp_path: Path) -> None:
+    path, probed = tmp_path / "state.jsonl", []
+    with begin(path, PLAN) as state:
+        due = state.decide()
+        state.record(due[0], Outcome.GOOD)
+        assert state.decide() == due[1:]
+    with resume(path, PLAN) as state:
+        assert state.decide() == due[1:]
+        drive(state, probed)
+    assert probed[0] == due[1]
+    before = path.read_bytes()
+    with resume(path) as state:
+        assert state.decide() == []
+        again: list[object] = []
+        drive(state, again)
+    assert again == []
+    assert path.read_bytes() == before
+
+
+def test_full_disk_leaves_search_and_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state.jsonl"
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with begin(path, PLAN) as state:
+        due = state.decide()
+        before = path.read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(OSError, match="No space"):
+                state.record(due[0], Outcome.GOOD)
+        assert state.search.history == []
+        assert path.read_bytes() == before
+        state.record(due[0], Outcome.GOOD)
+    with resume(path) as state:
+        assert state.search.history == [(due[0], Outcome.GOOD)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"candidates": (*NIGHTS, "2.14.0")}, "candidates"),
+        ({"command": ("pytest", "-x")}, "command"),
+        ({"good": NIGHTS[1]}, "good"),
+        ({"false_bad": 0.2, "confidence": 0.9}, "false_bad, confidence"),
+        ({"budget": 20}, "budget"),
+    ],
+    ids=str,
+)
+def test_resume_refuses_the_file_of_another_search(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "state.jsonl"
+    begin(path, PLAN).close()
+    before = path.read_bytes()
+    with pytest.raises(JournalError) as caught:
+        resume(path, replace(PLAN, **changes))
+    assert str(caught.value) == f"state.jsonl is of another search (other {named}): name another file"
+    assert path.read_bytes() == before
+    resume(path, PLAN).close()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "start again"),
+        (b"# Notes\n", "not a state file"),
+        (b"[]\n", "not a state file"),
+        (b'{"bumpgate": "bisect", "schema": 2}\n', "not a state file"),
+        (b'{"bumpgate": "bisect", "schema": 1, "candidates": ["a"]}\n', "not a state file"),
+        (b"\xff\xfe\n", "not a state file"),
+    ],
+    ids=str,
+)
+def test_resume_refuses_foreign_files_and_keeps_them(text: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "notes.md"
+    path.write_bytes(text)
+    with pytest.raises(JournalError, match=words):
+        resume(path)
+    if text:
+        with pytest.raises(JournalError, match="exists"):
+            begin(path, PLAN)
+    assert path.read_bytes() == text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{}",
+        b'{"index": 99, "outcome": "GOOD"}',
+        b'{"index": 1, "outcome": "FINE"}',
+        b"\0\0",
+        b"3",
+        b'{"probe": 1}',
+    ],
+    ids=str,
+)
+def test_resume_names_a_damaged_line(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "state.jsonl"
+    with begin(path, PLAN) as state:
+        state.decide()
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match="line 3 is damaged"):
+        resume(path)
+    assert path.read_bytes() == before
+
+
+def test_second_bisect_on_the_same_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.jsonl"
+    with begin(path, PLAN):
+        for attempt in (lambda: begin(path, PLAN), lambda: resume(path)):
+            with pytest.raises(JournalError, match="in use by another bisect"):
+                attempt()
+    resume(path).close()
+
+
+def test_unopenable_state_file_is_reported_in_one_line(tmp_path: Path) -> None:
+    for attempt in (
+        lambda: resume(tmp_path / "none.jsonl"),
+        lambda: begin(tmp_path / "no" / "x.jsonl", PLAN),
+    ):
+        with pytest.raises(JournalError, match="cannot be opened") as caught:
+            attempt()
+        assert "\n" not in str(caught.value)
+    with pytest.raises(JournalError, match="cannot be opened"):
+        begin(tmp_path, PLAN)
+
+
+def test_invalid_plan_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(SearchError):
+        begin(tmp_path / "state.jsonl", replace(PLAN, good="2.0"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_plan_passes_every_field_to_its_search() -> None:
+    """A plan's fields are the arguments of a search, so that no argument is lost after a kill."""
+    assert isinstance(Journal, type)
+    plan = replace(PLAN, good=NIGHTS[-1], bad=NIGHTS[0], find_fix=True, budget=9, confidence=0.9)
+    searched = plan.search()
+    assert (searched.find_fix, searched.budget, searched.confidence) == (True, 9, 0.9)
+    assert (searched.old, searched.new) == (Outcome.BAD, Outcome.GOOD)

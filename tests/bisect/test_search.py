@@ -1,0 +1,460 @@
+"""The search core: finds every place with the minimum number of probes, also with noise and broken builds."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from bumpgate.bisect import posterior, search
+from bumpgate.bisect.search import Outcome, Result, Search, SearchError, capacity
+from tests.support.searching import RUNS, SIGNIFICANCE, drive, labels, mutant_of, noisy, tail
+
+# Probes beyond log2(n), for 97 of 100 runs at 10 % false BAD: two endpoints, the loss of the noisy channel, and repeats
+# until the answer is distinct from both neighbours at confidence 0.98. Measured: 12 suffices for 981 of 1000 runs at 60
+# candidates, too close to 97 % to be shown with so few runs; 14 can be shown with 1000 runs.
+MARGIN = 14
+
+
+def check_every_place(module: Any, sizes: Iterator[int] | range) -> None:
+    for n in sizes:
+        bound = math.ceil(math.log2(n - 1)) + 2
+        for first_bad in range(1, n):
+            searched = module.Search(labels(n), labels(n)[0], labels(n)[-1])
+            result = drive(searched, lambda i: "BAD" if i >= first_bad else "GOOD", limit=2 * bound)  # noqa: B023
+            assert (result.suspects, result.last_old) == ((first_bad,), first_bad - 1), (n, first_bad, result)
+            assert result.posterior == pytest.approx(1.0, abs=1e-12)
+            assert result.probes <= bound, f"{n} candidates, first bad {first_bad}: {result.probes} > {bound}"
+
+
+def test_search_without_noise_uses_the_fewest_probes() -> None:
+    """ceil(log2(places)) probes and the two endpoints: the minimum for any search."""
+    check_every_place(search, range(2, 65))
+
+
+def test_sixty_candidates_take_six_probes_and_two_endpoints() -> None:
+    worst = max(
+        drive(Search(labels(60), labels(60)[0], labels(60)[-1]), lambda i: "BAD" if i >= k else "GOOD").probes  # noqa: B023
+        for k in range(1, 60)
+    )
+    assert worst == 6 + 2
+
+
+def test_mutant_with_answer_off_by_one_is_caught() -> None:
+    mutant = mutant_of(
+        search,
+        "range(self.first + kept[0], self.first + kept[-1] + 1)",
+        "range(self.first + kept[0] - 1, self.first + kept[-1])",
+    )
+    with pytest.raises(AssertionError):
+        check_every_place(mutant, range(2, 8))
+
+
+def test_mutant_with_likelihood_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = mutant_of(
+        posterior, "accumulate(as_old, initial=0.0)", "accumulate([0.0, *as_old[:-1]], initial=0.0)"
+    )
+    monkeypatch.setattr(search, "believe", mutant.believe)
+    with pytest.raises(AssertionError):
+        check_every_place(search, range(2, 8))
+
+
+def simulate(
+    n: int, false_bad: float, false_good: float, seed: int, count: int = RUNS, **options: Any
+) -> list[tuple[int, Result]]:
+    """Return seeded runs, each with its own fault position: (first bad, result)."""
+    dice = random.Random(seed)
+    runs = []
+    for _ in range(count):
+        first_bad = dice.randrange(1, n)
+        searched = Search(labels(n), labels(n)[0], labels(n)[-1], false_bad, false_good, **options)
+        runs.append((first_bad, drive(searched, noisy(first_bad, false_bad, false_good, dice))))
+    return runs
+
+
+def summary(n: int, false_bad: float, false_good: float, runs: list[tuple[int, Result]]) -> str:
+    probes = sorted(result.probes for _, result in runs)
+    right = sum(result.suspects == (k,) for k, result in runs)
+    least = math.log2(n - 1) / capacity(false_bad, false_good)
+    return (
+        f"{n} candidates, {false_bad:.0%} false BAD, {false_good:.0%} false GOOD: {right} of {len(runs)} right;"
+        f" probes with ends: mean {sum(probes) / len(probes):.1f}, 97 % within {probes[int(0.97 * len(probes))]},"
+        f" most {probes[-1]}; log2 of the places {math.log2(n - 1):.1f}, over the channel's capacity {least:.1f}"
+    )
+
+
+@pytest.mark.parametrize("n", [8, 60])
+def test_search_with_10_percent_false_bad_finds_the_change(n: int) -> None:
+    """10 % false BAD: right and within log2(n) + MARGIN in 97 % of all runs, by an exact binomial test."""
+    runs = simulate(n, 0.1, 0.0, seed=n)
+    within = sum(r.suspects == (k,) and r.probes <= math.log2(n) + MARGIN for k, r in runs)
+    text = summary(n, 0.1, 0.0, runs)
+    print(text)
+    assert tail(within, RUNS, 0.97) < SIGNIFICANCE, f"{within} right within log2(n) + {MARGIN}; {text}"
+
+
+def test_search_with_misreads_both_ways_within_a_budget() -> None:
+    """10 % of all readings false, the answer forced after 20 probes and 2 endpoints: right in 95 % of all runs."""
+    runs = simulate(60, 0.1, 0.1, seed=5, budget=22)
+    text = summary(60, 0.1, 0.1, runs)
+    print(text)
+    right = sum(r.suspects == (k,) for k, r in runs)
+    assert max(r.probes for _, r in runs) <= 22
+    assert right >= 0.95 * RUNS, text
+    # Uncertain answers are marked: posteriors are probabilities, checked against the rate of right answers.
+    stated = math.fsum(r.posterior for _, r in runs)
+    assert abs(stated - right) < 4 * math.sqrt(RUNS * 0.05), (stated, right)
+
+
+def test_search_without_a_budget_reaches_its_confidence() -> None:
+    count = 300
+    runs = simulate(60, 0.1, 0.1, seed=6, count=count)
+    right = sum(r.suspects == (k,) for k, r in runs)
+    text = summary(60, 0.1, 0.1, runs)
+    print(text)
+    assert right >= count * 0.98 - 3 * math.sqrt(count * 0.98 * 0.02), text
+
+
+def test_plain_bisection_fails_with_a_flaky_probe() -> None:
+    """Control: a plain bisection with the same probe finds the change in far less than 97 % of the runs."""
+    dice = random.Random(3)
+    right = 0
+    for _ in range(200):
+        first_bad = dice.randrange(1, 60)
+        searched = Search(labels(60), labels(60)[0], labels(60)[-1])
+        right += drive(searched, noisy(first_bad, 0.1, 0.0, dice)).suspects == (first_bad,)
+    assert right / 200 < 0.9, right
+
+
+def test_steps_left_estimates_the_number_of_probes() -> None:
+    for false_bad, false_good in ((0.0, 0.0), (0.1, 0.0), (0.1, 0.1)):
+        dice = random.Random(11)
+        estimates, probes = [], []
+        for _ in range(150):
+            first_bad = dice.randrange(1, 60)
+            searched = Search(labels(60), labels(60)[0], labels(60)[-1], false_bad, false_good)
+            estimates.append(searched.steps_left())
+            probes.append(drive(searched, noisy(first_bad, false_bad, false_good, dice)).probes)
+        assert 0.8 < sum(estimates) / sum(probes) < 1.25, (
+            false_bad,
+            false_good,
+            sum(estimates) / 150,
+            sum(probes) / 150,
+        )
+
+
+def test_steps_left_is_exact_without_noise() -> None:
+    searched = Search(labels(33), labels(33)[0], labels(33)[-1])
+    progress = []
+    while searched.result() is None:
+        progress.append(searched.progress())
+        searched.record(searched.next()[0], Outcome.GOOD if searched.next()[0] < 9 else Outcome.BAD)
+    assert progress == [f"about {k} steps left" for k in (7, 6, 5, 4, 3, 2)] + ["about 1 step left"]
+    assert searched.steps_left() == 0
+
+
+def check_skips(module: Any, n: int = 18) -> None:
+    """Every run of up to four broken builds, with every fault position: the answer is as exact as possible."""
+    for first_bad in range(1, n):
+        for start in range(1, n - 1):
+            for stop in range(start + 1, min(start + 5, n)):
+                broken = range(start, min(stop, n - 1))
+                searched = module.Search(labels(n), labels(n)[0], labels(n)[-1])
+                result = drive(
+                    searched,
+                    lambda i: "SKIP" if i in broken else "BAD" if i >= first_bad else "GOOD",  # noqa: B023
+                    limit=40,
+                )
+                low, high = first_bad, first_bad
+                while low - 1 in broken:
+                    low -= 1
+                while high in broken:
+                    high += 1
+                assert result.suspects == tuple(range(low, high + 1)), (first_bad, broken, result)
+                assert result.last_old == low - 1
+
+
+def test_broken_builds_next_to_the_change_give_a_range() -> None:
+    check_skips(search)
+
+
+def test_mutant_that_ignores_skips_is_caught() -> None:
+    with pytest.raises(AssertionError):
+        check_skips(mutant_of(search, "            self._aside.add(index)\n", "            pass\n"), n=8)
+
+
+def test_mutant_that_omits_skipped_builds_is_caught() -> None:
+    mutant = mutant_of(
+        search, "                classes[-1].append(k)\n", "                classes.append([k])\n"
+    )
+    with pytest.raises(AssertionError):
+        check_skips(mutant, n=8)
+
+
+def skips_taken(module: Any) -> float:
+    """Mean number of failed installs if 20 nights in the middle of 60 are broken and the fault is elsewhere."""
+    broken, taken = range(20, 40), []
+    for first_bad in (*range(1, 20), *range(41, 60)):
+        searched = module.Search(labels(60), labels(60)[0], labels(60)[-1])
+        result = drive(searched, lambda i: "SKIP" if i in broken else "BAD" if i >= first_bad else "GOOD")  # noqa: B023
+        assert result.suspects == (first_bad,)
+        taken.append(sum(outcome.value == "SKIP" for _, outcome in searched.history))
+    return sum(taken) / len(taken)
+
+
+def test_search_jumps_over_a_long_run_of_broken_builds() -> None:
+    """The control, a mutant, tries them one after another."""
+    control = skips_taken(
+        mutant_of(search, "gains[i - self.first] * self._installs(i)", "gains[i - self.first]")
+    )
+    assert skips_taken(search) <= 4 < control / 2, (skips_taken(search), control)
+
+
+def test_unknown_outcome_is_retried_then_set_aside() -> None:
+    searched = Search(labels(4), labels(4)[0], labels(4)[-1])
+    result = drive(searched, lambda i: "UNKNOWN" if i == 1 else "BAD" if i >= 2 else "GOOD")
+    assert result.suspects == (1, 2)
+    assert [i for i, _ in searched.history].count(1) == search.UNKNOWN_LIMIT
+
+
+def test_verdict_before_a_skip_still_counts() -> None:
+    searched = Search(labels(5), labels(5)[0], labels(5)[-1])
+    for index, outcome in ((0, "GOOD"), (4, "BAD"), (2, "GOOD"), (2, "SKIP"), (3, "SKIP")):
+        searched.record(index, Outcome[outcome])
+    result = searched.result()
+    assert result is not None
+    assert result.suspects == (3, 4)
+
+
+def test_find_fix_finds_the_first_good_candidate() -> None:
+    for first_good in range(1, 20):
+        searched = Search(labels(20), good=labels(20)[-1], bad=labels(20)[0], find_fix=True)
+        result = drive(searched, lambda i: "GOOD" if i >= first_good else "BAD")  # noqa: B023
+        assert result.suspects == (first_good,)
+    # 10 % false BAD now affects the fixed side: the rates must have been swapped, too.
+    dice = random.Random(8)
+    right = 0
+    for _ in range(200):
+        first_good = dice.randrange(1, 20)
+        searched = Search(labels(20), labels(20)[-1], labels(20)[0], false_bad=0.1, find_fix=True)
+        flipped = noisy(first_good, 0.0, 0.1, dice)
+        result = drive(searched, lambda i: "GOOD" if flipped(i) == "BAD" else "BAD")  # noqa: B023
+        right += result.suspects == (first_good,)
+    assert right >= 190, right
+
+
+@pytest.mark.parametrize(
+    ("read", "failure"),
+    [
+        (lambda i: "BAD", "the good endpoint 2.14.0.dev0002 is BAD: name an earlier one"),
+        (
+            lambda i: "GOOD",
+            "the bad endpoint 2.14.0.dev0007 is GOOD: name a later one, or an earlier one if it has changed back",
+        ),
+        (lambda i: "SKIP", "the good endpoint 2.14.0.dev0002 was skipped: name another"),
+        (lambda i: "UNKNOWN", "the good endpoint 2.14.0.dev0002 gives no verdict: name another"),
+        (
+            lambda i: "SKIP" if i == 7 else "GOOD",
+            "the bad endpoint 2.14.0.dev0007 was skipped: name another",
+        ),
+    ],
+)
+def test_endpoint_with_an_unexpected_outcome_ends_the_search(
+    read: Callable[[int], str], failure: str
+) -> None:
+    searched = Search(labels(10), labels(10)[2], labels(10)[7])
+    result = drive(searched, read)
+    assert (result.failure, result.found, result.suspects, result.last_old) == (failure, False, (), None)
+    assert searched.next() == searched.prefetch() == []
+
+
+def test_endpoint_that_stops_installing_ends_the_search() -> None:
+    searched = Search(labels(9), labels(9)[0], labels(9)[8], 0.1, 0.1)
+    for index, outcome in ((0, "BAD"), (8, "BAD"), (0, "SKIP")):
+        searched.record(index, Outcome[outcome])
+    result = searched.result()
+    assert result is not None
+    assert result.failure == "the good endpoint 2.14.0.dev0000 was skipped: name another"
+
+
+def test_noisy_endpoint_is_repeated_and_a_wrong_one_refused() -> None:
+    """False BADs at a good endpoint are repeated; at a truly bad one they end the search."""
+    ended = {"right": 0, "wrong": 0}
+    dice = random.Random(4)
+    for _ in range(200):
+        right = drive(Search(labels(60), labels(60)[0], labels(60)[-1], 0.1, 0.1), noisy(30, 0.1, 0.1, dice))
+        wrong = drive(Search(labels(60), labels(60)[0], labels(60)[-1], 0.1, 0.1), noisy(0, 0.1, 0.1, dice))
+        ended["right"] += right.found
+        ended["wrong"] += wrong.failure.startswith("the good endpoint")
+    assert ended["right"] >= 194, ended
+    assert ended["wrong"] >= 190, ended
+
+
+def test_contradictory_outcomes_end_the_search() -> None:
+    swapped = Search(labels(9), labels(9)[0], labels(9)[8])
+    swapped.record(8, Outcome.GOOD)
+    swapped.record(0, Outcome.BAD)
+    assert swapped.result().failure.endswith("the endpoints look swapped")  # type: ignore[union-attr]
+    torn = Search(labels(9), labels(9)[0], labels(9)[8])
+    for index, outcome in ((0, "GOOD"), (8, "BAD"), (3, "BAD"), (5, "GOOD")):
+        torn.record(index, Outcome[outcome])
+    failure = torn.result().failure  # type: ignore[union-attr]
+    assert "2.14.0.dev0003 reads BAD but 2.14.0.dev0005 reads GOOD" in failure
+    assert "--false-bad" in failure
+
+
+def test_more_misreads_than_stated_end_the_search() -> None:
+    searched = Search(labels(9), labels(9)[0], labels(9)[8], false_bad=0.01, false_good=0.01, budget=13)
+    for index, outcome in ((0, "GOOD"), (8, "BAD")):
+        searched.record(index, Outcome[outcome])
+    for index in range(1, 7):
+        searched.record(index, Outcome.GOOD if index != 4 else Outcome.BAD)
+    for outcome in (Outcome.BAD, Outcome.BAD, Outcome.GOOD):
+        searched.record(4, outcome)
+        searched.record(6, Outcome.GOOD)
+    result = searched.result()
+    assert result is not None
+    assert "the probe is noisier than stated" in result.failure
+
+
+def estimating(n: int = 60) -> Search:
+    """Return a search as created by the command: misread rates estimated, the answer confirmed."""
+    return Search(labels(n), labels(n)[0], labels(n)[-1], None, None, confirm=2)
+
+
+def test_confirm_reads_both_neighbours_twice() -> None:
+    for first_bad in range(1, 60):
+        searched = estimating()
+        result = drive(searched, lambda i: "BAD" if i >= first_bad else "GOOD")  # noqa: B023
+        read = Counter(i for i, _ in searched.history)
+        assert (result.suspects, result.confirmed, result.sure(0.98)) == ((first_bad,), True, True)
+        assert min(read[first_bad - 1], read[first_bad]) >= 2
+        assert result.probes <= 12
+
+
+def test_confirm_corrects_a_misread_neighbour() -> None:
+    """The first reading of one version near the change is false: its repeat shows it."""
+    for first_bad in (2, 17, 30, 58):
+        for false in (first_bad - 1, first_bad):
+            searched, seen = estimating(), Counter[int]()
+
+            def read(index: int) -> str:
+                seen[index] += 1  # noqa: B023
+                bad = index >= first_bad  # noqa: B023
+                return "BAD" if bad != (index == false and seen[index] == 1) else "GOOD"  # noqa: B023
+
+            result = drive(searched, read)
+            assert result.suspects == (first_bad,), (first_bad, false, result)
+
+
+def test_misread_rates_are_estimated_from_repeats() -> None:
+    searched = estimating(4)
+    for index, outcome in ((0, Outcome.GOOD), (3, Outcome.BAD)):
+        searched.record(index, outcome)
+    before = searched.noise()
+    for _ in range(6):
+        searched.record(0, Outcome.GOOD)
+    assert searched.noise()[0] < before[0], "repeats that agree lower the rate"
+    for _ in range(3):
+        searched.record(0, Outcome.BAD)
+    assert searched.noise()[0] > 0.2, "repeats that contradict each other raise it"
+    stated = Search(labels(4), labels(4)[0], labels(4)[3], 0.1, 0.0)
+    stated.record(0, Outcome.BAD)
+    assert stated.noise() == pytest.approx((0.1, 0.0))
+
+
+def test_random_outcomes_end_unsure_within_patience() -> None:
+    dice = random.Random(5)
+    for _ in range(5):
+        result = drive(estimating(), lambda i: dice.choice(["GOOD", "BAD"]))
+        assert not result.sure(0.98)
+        assert result.probes <= search.PATIENCE
+
+
+def test_intermittent_fault_reports_its_last_change() -> None:
+    """BAD from 10 to 33, GOOD to 41, BAD again; one version of each stretch has been read."""
+    searched = estimating()
+    for index, outcome in ((0, "GOOD"), (59, "BAD"), (20, "BAD"), (40, "GOOD")):
+        searched.record(index, Outcome[outcome])
+    result = drive(searched, lambda i: "BAD" if 10 <= i < 34 or i >= 42 else "GOOD")
+    assert (result.suspects, result.sure(0.98), result.misreads) == ((42,), True, 0)
+    assert 20 in result.earlier
+    assert all(10 <= i < 34 for i in result.earlier)
+
+
+@pytest.mark.parametrize(
+    ("read", "words", "probes"),
+    [
+        (lambda i: "BAD", "the good endpoint 2.14.0.dev0000 is BAD", 4),
+        (lambda i: "GOOD", "the bad endpoint 2.14.0.dev0059 is GOOD", 4),
+        (lambda i: "GOOD" if i else "BAD", "the endpoints look swapped", 4),
+    ],
+)
+def test_wrong_endpoint_is_refused_after_few_repeats(
+    read: Callable[[int], str], words: str, probes: int
+) -> None:
+    result = drive(estimating(), read)
+    assert words in result.failure
+    assert result.probes == probes
+
+
+def test_candidate_with_another_fault_is_set_aside() -> None:
+    """OTHER counts neither as BAD nor as GOOD, so the answer is a range."""
+    searched = estimating(10)
+    result = drive(searched, lambda i: "OTHER" if i in (4, 5) else "BAD" if i >= 6 else "GOOD")
+    assert (result.suspects, result.last_old) == ((4, 5, 6), 3)
+
+
+def test_prefetch_contains_the_next_candidate() -> None:
+    dice = random.Random(2)
+    for _ in range(30):
+        first_bad = dice.randrange(1, 40)
+        searched = Search(labels(40), labels(40)[0], labels(40)[-1])
+        assert searched.next() == [0, 39]
+        ahead = searched.prefetch()
+        assert len(ahead) == 1
+        for index in searched.next():
+            searched.record(index, Outcome.BAD if index >= first_bad else Outcome.GOOD)
+        while searched.result() is None:
+            assert searched.next()[0] in ahead
+            ahead = searched.prefetch()
+            assert len(ahead) <= 2
+            now = searched.next()[0]
+            searched.record(now, Outcome.BAD if now >= first_bad else Outcome.GOOD)
+
+
+def test_candidates_outside_the_endpoints_are_never_probed() -> None:
+    searched = Search(labels(30), labels(30)[10], labels(30)[20])
+    drive(searched, lambda i: "BAD" if i >= 13 else "GOOD")
+    assert all(10 <= i <= 20 for i, _ in searched.history)
+    with pytest.raises(SearchError, match="does not lie between the ends"):
+        searched.record(9, Outcome.GOOD)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((["a", "b", "a"], "a", "b"), {}, "'a' is listed 2 times"),
+        ((["a", "b"], "x", "b"), {}, "the good endpoint 'x' is not one of the 2"),
+        ((["a", "b"], "a", "x"), {}, "the bad endpoint 'x' is not one of the 2"),
+        ((["a", "b"], "a", "a"), {}, "named as good and as bad"),
+        ((["a", "b"], "b", "a"), {}, "swap them"),
+        ((["a", "b"], "a", "b"), {"find_fix": True}, "swap them"),
+        ((["a", "b"], "a", "b", 0.5), {}, "false_bad must lie"),
+        ((["a", "b"], "a", "b", 0.0, -0.1), {}, "false_good must lie"),
+        ((["a", "b"], "a", "b", math.nan), {}, "false_bad must lie"),
+        ((["a", "b"], "a", "b", 0.0, 0.0, 1.0), {}, "confidence must lie"),
+        ((["a", "b"], "a", "b"), {"budget": 1}, "does not reach both endpoints"),
+    ],
+    ids=str,
+)
+def test_invalid_search_is_refused_in_one_line(
+    arguments: tuple[Any, ...], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SearchError, match=words) as caught:
+        Search(*arguments, **options)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,151 @@
+"""Rule C37: times are only compared with times of the same host class and the same work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bumpgate.core.findings import Decision
+
+from bumpgate.core.baseline import Baseline, Reviewed, comparable, judge, load, other_host, save
+from bumpgate.core.rows import Judgement, Record, Row, Verdict
+from bumpgate.gate.verdict import Side, judge_gate
+from bumpgate.rebaseline import RefusedError, plan
+from bumpgate.run.host import cpu_model
+from suites.support.planted import planted
+from tests.support.project import Project
+
+HOST = {"lane": "cpu", "device": "cpu", "cpu": "EPYC", "cores": 16}
+TIMED = {"better": "lower", "tolerance": 0.1, "interval": (2.0, 2.0), "work": "pattern AEME, batch 2"}
+
+
+def test_comparable_reports_differing_host_class() -> None:
+    assert comparable(HOST, HOST | {"torch": "2.14"}) is None
+    assert comparable({}, HOST) is None
+    for key in HOST:
+        line = comparable(HOST, HOST | {key: "other"})
+        assert (
+            line
+            == f"timed rows are not comparable: baseline made with {key} {HOST[key]!r}, this run has 'other'"
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "judged"),
+    [
+        pytest.param(TIMED, False, marks=planted("C37", "a time of another class of host")),
+        ({"better": "lower", "tolerance": 0.1}, True),
+        (TIMED | {"at_most": 1.5}, True),
+    ],
+    ids=["timed", "not timed", "above a derived bound"],
+)
+@pytest.mark.parametrize("host", [HOST, HOST | {"cpu": "Xeon"}], ids=["same", "other"])
+def test_time_of_another_host_is_not_judged(
+    fields: dict[str, object], judged: bool, host: dict[str, object]
+) -> None:
+    made = Row("a/b/c", 2.0, **{"unit": "s", "witness": 1, "rule": "C37"} | fields)  # type: ignore[arg-type]
+    baseline = Baseline("cpu", HOST, {"a/b/c": Reviewed(1.0, "s", "lower", 0.1, work=made.work)})
+    found = judge(made, baseline, failed_instruments={})
+    assert found.verdict is Verdict.REGRESSION
+    shown = other_host(found, baseline.made_with, host)
+    assert shown.red is (judged or host == HOST)
+    if not shown.red:
+        assert shown.label == "INCONCLUSIVE (not judged)"
+        assert (
+            shown.reason
+            == "timed rows are not comparable: baseline made with cpu 'EPYC', this run has 'Xeon'"
+        )
+
+
+@pytest.mark.parametrize(
+    ("reviewed_work", "work", "verdict"),
+    [
+        ("pattern AEME, batch 2", "pattern AEME, batch 2", Verdict.PASS),
+        pytest.param("pattern AEME, batch 2", "pattern AEME, batch 4", Verdict.CHANGED,
+                     marks=planted("C37", "a time of another batch")),
+        pytest.param("pattern AEME, batch 2", "pattern AEMR, batch 2", Verdict.CHANGED,
+                     marks=planted("C37", "a time of another pattern")),
+        ("pattern AEME, batch 2", "", Verdict.CHANGED),
+        ("", "pattern AEME, batch 2", Verdict.PASS),
+    ],
+)  # fmt: skip
+def test_times_of_different_work_do_not_compare(reviewed_work: str, work: str, verdict: Verdict) -> None:
+    """A baseline without `work` was written before its row had any."""
+    made = Row("a/b/c", 1.0, "s", 1, "C37", better="lower", interval=(1.0, 1.0), tolerance=0.1, work=work)
+    baseline = Baseline("cpu", {}, {"a/b/c": Reviewed(1.0, "s", "lower", 0.1, work=reviewed_work)})
+    found = judge(made, baseline, failed_instruments={})
+    assert found.verdict is verdict
+    if verdict is Verdict.CHANGED:
+        assert found.reason == f"work was {reviewed_work!r} when reviewed, is {work!r}"
+
+
+def test_work_is_kept_in_record_and_baseline_file(tmp_path: Path) -> None:
+    made = Row("a/b/c", 1.0, "s", 1, "C37", better="lower", work="pattern AEME")
+    assert Row.from_json(made.to_json()) == made
+    kept = Baseline("cpu", {}, {"a/b/c": Reviewed(1.0, "s", "lower", work="pattern AEME")})
+    save(tmp_path / "cpu.json", kept)
+    assert load(tmp_path / "cpu.json", "cpu") == kept
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_rebaseline_refuses_times_of_another_host(whole: bool) -> None:
+    """One such time among those of another host is refused; a complete run replaces all of them."""
+    made = Row("a/b/c", 2.0, "s", 1, "C37", better="lower", interval=(2.0, 2.0), tolerance=0.1)
+    old = Baseline("cpu", HOST, {"a/b/c": Reviewed(1.0, "s", "lower", 0.1)})
+    provenance = HOST | {"cpu": "Xeon", "full_run": whole}
+    record = Record(provenance, (Judgement(made, Verdict.REGRESSION, ""),))
+    if whole:
+        assert plan(record, old)[0].made_with["cpu"] == "Xeon"
+    else:
+        with pytest.raises(
+            RefusedError, match=r"timed rows are not comparable: .* from a whole run, without --only"
+        ):
+            plan(record, old)
+
+
+@planted("C37", "a gate whose sides step different batches")
+def test_gate_refuses_sides_of_different_work() -> None:
+    def side(work: str) -> Side:
+        made = Row("a/b/c", 1.0, "s", 1, "C37", better="lower", interval=(1.0, 1.0), work=work)
+        return Side(work, Record({"lane": "cpu"}, (Judgement(made, Verdict.PASS, ""),)))
+
+    assert judge_gate("cpu", side("batch 2"), side("batch 2")).findings == ()
+    (finding,) = judge_gate("cpu", side("batch 2"), side("batch 4")).findings
+    assert (finding.decision, finding.label) == (Decision.UNKNOWN, "OTHER WORK")
+    assert finding.head == "a/b/c: work 'batch 2' and 'batch 4'"
+
+
+TIMED_TEST = """
+@lanes("cpu")
+def test_time(lane, row):
+    row("compile/time/graph_breaks", 3.0, interval=(2.9, 3.1), work="batch 4", **TIMED)
+"""
+
+
+@pytest.mark.parametrize(
+    ("made_on", "work", "code", "label", "reason"),
+    [
+        ("here", "batch 4", 1, "REGRESSION", "reviewed 1.0, limit 1.1"),
+        ("EPYC 9999", "batch 4", 0, "INCONCLUSIVE (not judged)", "baseline made with cpu 'EPYC 9999'"),
+        ("here", "batch 2", 1, "CHANGED", "work was 'batch 2' when reviewed, is 'batch 4'"),
+    ],
+    ids=["same", "other host", "other work"],
+)
+def test_lane_run_does_not_judge_incomparable_times(
+    project: Project, made_on: str, work: str, code: int, label: str, reason: str
+) -> None:
+    """A lane run and, if it is of another host, a rebaseline of only that row."""
+    project.tests(TIMED_TEST)
+    test = "suites/compile/test_a.py::test_time[cpu]"
+    kept = Reviewed(1.0, "s", "lower", 0.1, test=test, work=work)
+    made_with = {"torch": "9.9.0", "triton": None, "cpu": cpu_model() if made_on == "here" else made_on}
+    rows = {"compile/time/graph_breaks": kept}
+    save(project.root / "baselines/cpu.json", Baseline("cpu", made_with, rows))
+    done = project.pytest("-m", "cpu", "-n", "0")
+    assert (done.code, project.verdicts()) == (code, {"time": label}), done.out
+    assert reason in project.reason("time")
+    if made_on != "here":
+        assert reason in done.out
+        again = project.bumpgate("rebaseline", "--lane", "cpu", "--only", "compile/time/graph_breaks")
+        assert again.code == 1
+        assert reason in again.err

@@ -1,0 +1,138 @@
+"""Lanes that a repository declares: how they are read, and the one line on each mistake."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bumpgate.core import lanes
+from bumpgate.core.lanes import Lane, LaneError
+from bumpgate.env.request import lane_requirements
+from bumpgate.plugin import devices
+from tests.support.foreign import LANE, Foreign
+
+H100 = {"device": "cuda", "gpu": "H100"}
+
+
+def declare(root: Path, text: str) -> Path:
+    (root / "bumpgate.toml").write_text(text)
+    return root
+
+
+def test_lanes_load_from_pyproject_or_bumpgate_toml(tmp_path: Path) -> None:
+    assert lanes.load(tmp_path) == {}
+    table = "{}device = 'cuda'\ngpu = 'H100'\ncount = 2\ncapability = '9.0'\nextra = 'gpu'\n"
+    (tmp_path / "pyproject.toml").write_text(table.format("[tool.bumpgate.lanes.h100x2]\n"))
+    expected = Lane("h100x2", device="cuda", gpu="H100", count=2, capability="9.0", extra="gpu")
+    assert lanes.load(tmp_path) == {"h100x2": expected}
+    declare(tmp_path, "[lanes.mine]\nneeds = ['c++']\n")
+    assert lanes.load(tmp_path) == {"mine": Lane("mine", needs=("c++",))}, (
+        "bumpgate.toml has precedence over pyproject.toml"
+    )
+
+
+def test_extra_of_another_project_includes_its_dependencies(tmp_path: Path) -> None:
+    declare(tmp_path, "[lanes.mine]\nextra = 'test'\n")
+    (tmp_path / "pyproject.toml").write_text(
+        "[project]\nname = 'theirs'\ndependencies = ['torch>=2.2', 'scipy']\n"
+        "[project.optional-dependencies]\ntest = ['theirs[more]', 'pytest>=8.3']\nmore = ['einops']\n"
+    )
+    found = lane_requirements(tmp_path, "mine")
+    assert found[:4] == ("torch>=2.2", "scipy", "einops", "pytest>=8.3")
+    assert any(text.startswith("psutil") for text in found), "what the plugin imports"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[lanes.mine", "bumpgate.toml: cannot be read"),
+        ("lanes = 3", "lanes must be a table of lanes"),
+        ("lanes.mine = 3", "bumpgate.toml: lanes.mine: must be a table"),
+        ("[lanes.H100]", "lanes.H100: a lane's name is a pytest marker in lower case"),
+        ("[lanes.mine]\nmarker = 'x'", "unknown field 'marker'; fields: device, gpu, count"),
+        ("[lanes.mine]\ndevice = 3", "device must be a string, got 3"),
+        ("[lanes.mine]\ndevice = 'gpu'", "device must be one of cpu, cuda, xla, got 'gpu'"),
+        ("[lanes.mine]\nneeds = 'c++'", "needs must be a list of strings, got 'c++'"),
+        ("[lanes.mine]\nneeds = ['gcc']", "needs must be of c++, avx2, got 'gcc'"),
+        ("[lanes.mine]\ndevice = 'cuda'\ncount = true", "count must be a number, got True"),
+        ("[lanes.mine]\ndevice = 'cuda'\ncount = 0", "count must be at least 1, got 0"),
+        ("[lanes.mine]\ndevice = 'cuda'\ngpu = '('", "gpu is not a regular expression"),
+        ("[lanes.mine]\ngpu = 'H100'", "gpu, count and capability are for device = 'cuda'"),
+        ("[lanes.mine]\nextra = 'a'\nrequirements = 'b.txt'", "extra or requirements, not both"),
+    ],
+)
+def test_invalid_declaration_raises_one_line(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(LaneError) as error:
+        lanes.load(declare(tmp_path, text))
+    assert words in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_unknown_lane_lists_the_declared_lanes(tmp_path: Path) -> None:
+    with pytest.raises(LaneError) as error:
+        lanes.require(declare(tmp_path, LANE), "h100")
+    assert str(error.value).startswith("unknown lane 'h100'; lanes: mine; declare one: ")
+    assert "[lanes.h100] in bumpgate.toml, device = 'cpu'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "lane"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA B200", "b200"), ("NVIDIA A100-SXM4-80GB", "mine")],
+)
+def test_unknown_gpu_refusal_suggests_a_valid_declaration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, lane: str
+) -> None:
+    monkeypatch.setattr(devices, "_probe", lambda _: ([name, 1, ""], None))
+    devices.find.cache_clear()
+    refusal = devices.detect(Lane("h200", device="cuda", gpu="H200")) or ""
+    assert len(refusal.splitlines()) == 1
+    assert "no NVIDIA H200 seen by torch.cuda" in refusal
+    assert f"the device is {name!r}; declare one: " in refusal
+    found = re.search(r"or (\[lanes\.\w+\]) in bumpgate\.toml, device = ('cuda'), gpu = ('[^']+')$", refusal)
+    assert found, refusal
+    declared = lanes.load(declare(tmp_path, f"{found[1]}\ndevice = {found[2]}\ngpu = {found[3]}\n"))
+    assert list(declared) == [lane]
+    assert devices.detect(declared[lane]) is None
+    assert devices.find(declared[lane]).device == name
+    devices.find.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("needs", "words"),
+    [
+        ({"count": 2}, "the lane needs 2 GPUs and torch sees 1: set CUDA_VISIBLE_DEVICES, or lower count"),
+        ({"capability": "10.0"}, "the lane declares capability 10.0 and the device has 9.0"),
+    ],
+)
+def test_gpu_below_the_lanes_requirements_is_refused(needs: dict, words: str) -> None:
+    assert devices._other_gpu(Lane("h100", **H100, **needs), "NVIDIA H100", 1, "9.0") == words
+    assert devices._other_gpu(Lane("h100", **H100), "NVIDIA H100", 1, "") is None
+
+
+def test_pytest_refuses_an_invalid_declaration_in_one_line(tmp_path: Path) -> None:
+    foreign = Foreign(tmp_path)
+    foreign.write("pytest.ini", "[pytest]\n")
+    foreign.write("test_a.py", "def test_a(): pass\n")
+    foreign.write("bumpgate.toml", "[lanes.mine")
+    for args in ((), ("-m", "mine")):
+        refused = foreign.pytest(*args)
+        assert (refused.code, refused.out) == (4, "")
+        assert refused.err.startswith("ERROR: bumpgate.toml: cannot be read")
+        assert len(refused.err.strip().splitlines()) == 1
+
+
+def test_rows_outside_a_lane_suggest_a_declaration(tmp_path: Path) -> None:
+    foreign = Foreign(tmp_path)
+    foreign.write("pytest.ini", "[pytest]\n")
+    foreign.write("test_a.py", "def test_a(row): row('a/b/c', 1, unit='n', witness=1)\n")
+    bare = foreign.pytest()
+    assert bare.code == 1
+    assert "test_a.py::test_a has rows but no lane: declare one: [tool.bumpgate.lanes.mine]" in bare.out
+    assert "--gate: no lanes here; declare one: " in foreign.pytest("--gate").err
+    foreign.write("bumpgate.toml", LANE)
+    assert "has rows but no lane: mark it with @pytest.mark.mine" in foreign.pytest().out
+    refused = foreign.bumpgate("gate", "--lane", "h100", "--candidate", "torch==2.14.0")
+    assert (refused.code, refused.out, len(refused.err.splitlines())) == (4, "", 1)
+    assert "unknown lane 'h100'; lanes: mine; declare one: " in refused.err

@@ -1,0 +1,168 @@
+"""Tests without a lane's marker: a lane with `tests` takes them unchanged, and each outcome is a row."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bumpgate.core.findings import Decision
+from bumpgate.core.lanes import LaneError, load
+from bumpgate.core.outcomes import row_id
+from bumpgate.core.rows import ROW_ID, read_record
+from bumpgate.gate.verdict import GateVerdict, Side, judge_gate
+from tests.support.foreign import Foreign
+
+LANE = "[lanes.mine]\ntests = ['tests']\n"
+TESTS = """
+import os
+import warnings
+import pytest
+
+SIDE = os.environ.get("SIDE", "good")
+
+def test_add(): assert 1 + 1 == 2
+
+@pytest.mark.parametrize("pattern", ["a b", "(a b)"])
+def test_pattern(pattern): pass
+
+@pytest.mark.skip(reason="no jax")
+def test_jax(): raise AssertionError
+
+@pytest.mark.xfail
+def test_known(): assert 0
+
+@pytest.mark.xfail
+def test_fixed(): pass
+"""
+SKIPPED_MODULE = "import pytest\npytest.importorskip('no_such_module')\ndef test_a(): pass\n"
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Foreign:
+    made = Foreign(tmp_path)
+    files = {"bumpgate.toml": LANE, "pytest.ini": "[pytest]\n", "tests/test_unchanged.py": TESTS}
+    for path, text in files.items():
+        made.write(path, text)
+    return made
+
+
+def values(foreign: Foreign) -> dict[str, object]:
+    """Map node id -> the value of its row in the last record."""
+    return {j.row.test: j.row.value for j in foreign.record().judgements}
+
+
+def test_each_outcome_of_an_unmarked_test_is_a_row(foreign: Foreign) -> None:
+    foreign.write("tests/test_optional.py", SKIPPED_MODULE)
+    foreign.write("other/test_other.py", "def test_other(): pass\n")
+    ran = foreign.pytest("-m", "mine", "--gate")
+    assert ran.code == 0, ran.out + ran.err
+    head = "tests/test_unchanged.py::"
+    assert values(foreign) == {
+        f"{head}test_add": "passed",
+        f"{head}test_pattern[a b]": "passed",
+        f"{head}test_pattern[(a b)]": "passed",
+        f"{head}test_jax": "skipped",
+        f"{head}test_known": "xfailed",
+        f"{head}test_fixed": "xpassed",
+        "tests/test_optional.py": "skipped",
+    }
+    reasons = [j.row.evidence for j in foreign.record().judgements if j.row.value == "skipped"]
+    assert reasons == [("could not import 'no_such_module': No module named 'no_such_module'",), ("no jax",)]
+    assert "mine: 7 rows: 5 PASS, 2 skipped" in ran.out
+    plain = foreign.pytest()
+    assert (plain.code, "mine: " in plain.out) == (0, False), "without -m the tests run as before"
+    assert "4 passed, 2 skipped, 1 xfailed, 1 xpassed" in plain.out, "test_other is one of them"
+
+
+def test_failed_test_does_not_report_its_row(foreign: Foreign) -> None:
+    foreign.write("tests/test_unchanged.py", TESTS.replace("== 2", "== 3"))
+    ran = foreign.pytest("-m", "mine")
+    assert ran.code == 1
+    (red,) = [j for j in foreign.record().judgements if j.red]
+    assert (red.row.id, red.label, red.row.value) == (
+        "tests/tests-test_unchanged-test_add/outcome",
+        "MISSING",
+        None,
+    )
+    assert "AssertionError: assert (1 + 1) == 3" in red.reason or "assert (1 + 1) == 3" in red.reason
+    assert foreign.record().problems == (), "the row shows it"
+
+
+def test_lane_whose_tests_are_all_skipped_is_red(foreign: Foreign) -> None:
+    foreign.write("tests/test_unchanged.py", SKIPPED_MODULE)
+    foreign.write("tests/test_b.py", "import pytest\n@pytest.mark.skip\ndef test_b(): pass\n")
+    ran = foreign.pytest("-m", "mine")
+    assert ran.code == 1, ran.out
+    assert [str(p) for p in foreign.record().problems] == ["all 2 tests were skipped: nothing was checked"]
+
+
+def test_marked_tests_keep_their_rows(foreign: Foreign) -> None:
+    foreign.write(
+        "tests/test_unchanged.py",
+        "import pytest\n\n@pytest.mark.mine\ndef test_a(row):\n"
+        "    row('a/b/c', 1, unit='n', witness=1, expected=1)\n",
+    )
+    foreign.pytest("-m", "mine")
+    assert foreign.verdicts() == {"a/b/c": "MISSING"}
+
+
+def gated(foreign: Foreign, good: str, bad: str) -> GateVerdict:
+    """Judge the records of two versions of the tests."""
+    records = []
+    for name, text in (("good", good), ("bad", bad)):
+        foreign.write("tests/test_unchanged.py", text)
+        foreign.pytest("-m", "mine", "--gate", "--record", f"{name}.json")
+        records.append(read_record(foreign.root / f"{name}.json"))
+    return judge_gate("mine", Side("torch 1", records[0]), Side("torch 2", records[1]))
+
+
+def test_gate_lists_tests_that_both_sides_skip(foreign: Foreign) -> None:
+    verdict = gated(foreign, TESTS, TESTS)
+    assert verdict.decision is Decision.ADOPT
+    (skipped,) = verdict.findings
+    assert (skipped.label, skipped.head) == ("NOT RUN", "no jax")
+    assert skipped.rows == ("tests/tests-test_unchanged-test_jax/outcome",)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "label", "words"),
+    [
+        ("assert 1 + 1 == 2", "warnings.warn('old', FutureWarning); 1 / 0", "MISSING", "ZeroDivisionError"),
+        ("assert 1 + 1 == 2", "pytest.skip('no AVX')", "CHANGED", "no AVX"),
+        ("def test_known(): assert 0", "def test_known(): pass", "CHANGED", "xpassed"),
+    ],
+    ids=["fails", "skips", "passes unexpectedly"],
+)
+def test_gate_holds_for_an_outcome_of_one_side(
+    foreign: Foreign, old: str, new: str, label: str, words: str
+) -> None:
+    assert old in TESTS
+    verdict = gated(foreign, TESTS, TESTS.replace(old, new))
+    assert verdict.decision is Decision.HOLD
+    (finding,) = [f for f in verdict.findings if f.decision is not Decision.ADOPT]
+    assert (finding.label, len(finding.rows)) == (label, 1)
+    assert words in " ".join((finding.head, *finding.bad))
+
+
+def test_failure_of_both_sides_is_no_evidence(foreign: Foreign) -> None:
+    broken = TESTS.replace("== 2", "== 3")
+    verdict = gated(foreign, broken, broken)
+    assert verdict.decision is Decision.UNKNOWN
+
+
+@pytest.mark.parametrize("node", ["t.py::test_a[b c -> (b c)]", "a/t.py::T::test_[é]", "t.py"])
+def test_outcome_id_is_a_valid_row_id(node: str) -> None:
+    assert re.fullmatch(ROW_ID, row_id(node))
+
+
+def test_ids_of_similar_parameters_differ() -> None:
+    assert row_id("t.py::test_a[b c]") != row_id("t.py::test_a[(b c)]")
+    assert row_id("t.py::test_a[3]") == "tests/t-test_a-3/outcome"
+
+
+def test_tests_of_a_lane_must_exist(tmp_path: Path) -> None:
+    (tmp_path / "bumpgate.toml").write_text(LANE)
+    with pytest.raises(LaneError, match="tests: tests does not exist"):
+        load(tmp_path)

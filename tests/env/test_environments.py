@@ -1,0 +1,468 @@
+"""Environments from fake wheels on loopback: built once, atomically, and every failure names its cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from bumpgate import cli
+from bumpgate.core.rows import BumpgateError
+from bumpgate.env import compiled, installation
+from bumpgate.env.build import BuildError, Environment, NotInstallable, Request, build, lane_request, release
+from bumpgate.env.cached import NOTE, discard, kept
+from bumpgate.env.freeze import freeze
+from bumpgate.env.request import request_key
+from bumpgate.env.uv import host_settings
+from suites.support.planted import planted
+from tests.support.local_index import LocalIndex, fake_wheel, isolated
+from tests.support.tree import ROOT, declare_lanes
+
+TORCH = Request(("torch==1.0",))
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalIndex]:
+    folder = tmp_path / "wheels"
+    wheels = [
+        fake_wheel(folder, "torch", "1.0", requires=["triton==3.0"]),
+        fake_wheel(folder, "torch", "1.1", requires=["triton==3.1"]),
+        fake_wheel(folder, "torch", "1.2", tag="cp27-cp27mu-linux_x86_64"),
+        fake_wheel(folder, "triton", "3.0"),
+        fake_wheel(folder, "triton", "3.1"),
+        fake_wheel(folder, "helper", "1.0"),
+        fake_wheel(folder, "helper", "2.0"),
+    ]
+    with LocalIndex(wheels) as served:
+        isolated(monkeypatch, tmp_path, served.url)
+        yield served
+
+
+def cache() -> Path:
+    return Path(os.environ["BUMPGATE_HOME"]) / "environments"
+
+
+def torch_in(environment: Environment) -> str:
+    program = "import torch, triton; print(torch.__version__, triton.__version__)"
+    return subprocess.run([environment.python, "-c", program], capture_output=True, text=True).stdout.strip()
+
+
+def cache_entries() -> list[str]:
+    """Return the cache entries other than logs and lock files."""
+    return sorted(p.name for p in cache().iterdir() if p.name not in ("logs", ".locks"))
+
+
+def test_second_build_reuses_environment_without_uv(
+    index: LocalIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build(TORCH)
+    assert (torch_in(first), dict(first.packages)) == ("1.0 3.0", {"torch": "1.0", "triton": "3.0"})
+    assert cache_entries() == [first.key]
+    requests = len(index.requests)
+    monkeypatch.setattr(installation, "run_uv", None)
+    assert build(TORCH) == first
+    assert len(index.requests) == requests
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"requirements": ("triton", "torch==1.0")}, True),
+        ({"name": "another title"}, True),
+        ({"requirements": ("torch==1.1", "triton")}, False),
+        ({"python": "3.77"}, False),
+        ({"index": "http://127.0.0.1:9/index"}, False),
+        ({"find_links": ("/elsewhere",)}, False),
+        ({"dependencies": False}, False),
+        ({"offline": True}, False),
+    ],
+    ids=str,
+)
+def test_key_depends_on_what_determines_the_content(
+    change: dict[str, object], same: bool, index: LocalIndex
+) -> None:
+    request = Request(("torch==1.0", "triton"))
+    assert (request_key(request, None) == request_key(replace(request, **change), None)) is same  # type: ignore[arg-type]
+
+
+def test_key_depends_on_host_settings_lock_and_files(
+    index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "pylock.cpu.toml"
+    lock.write_text("a")
+    wheel = fake_wheel(tmp_path / "mine", "torch", "1.0")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "mine"))
+
+    def keys() -> list[str]:
+        requests = (TORCH, replace(TORCH, prefer=lock), Request((f"torch @ {wheel.as_uri()}",)))
+        return [request_key(request, None) for request in (*requests, Request(lock=lock))]
+
+    seen = [keys()]
+    lock.write_text("b")
+    seen.append(keys())
+    # The same version rebuilt, as in a developer's loop.
+    fake_wheel(tmp_path / "mine", "torch", "1.0", "changed = True\n")
+    seen.append(keys())
+    monkeypatch.setenv("UV_EXCLUDE_NEWER", "2026-01-01")
+    seen.append(keys())
+    moved = [[a != b for a, b in zip(before, after)] for before, after in pairwise(seen)]
+    assert moved == [[False, True, False, True], [True, True, True, False], [True, True, True, False]]
+
+
+@pytest.mark.parametrize(
+    ("requirements", "words"),
+    [
+        (("torch==9",), "no version of torch==9"),
+        (("no-such-thing",), "not found"),
+        (("torch==1.0", "triton==3.1"), "depends on triton==3.0"),
+        (("torch==1.2",), "no wheels? with a matching|no usable wheels|platform|ABI"),
+    ],
+    ids=["version", "package", "conflict", "interpreter"],
+)
+def test_unsatisfiable_requirement_is_not_installable(
+    requirements: tuple[str, ...], words: str, index: LocalIndex
+) -> None:
+    with pytest.raises(NotInstallable, match=words) as caught:
+        build(Request(requirements))
+    assert "\n" not in str(caught.value)
+    assert "torch" in caught.value.log.read_text() or "no-such" in caught.value.log.read_text()
+    assert caught.value.tail
+    assert cache_entries() == []
+
+
+def test_listed_but_missing_file_is_not_installable(index: LocalIndex, tmp_path: Path) -> None:
+    index.vanish(tmp_path / "wheels" / "torch-1.1-py3-none-any.whl")
+    with pytest.raises(NotInstallable, match="404"):
+        build(Request(("torch==1.1",)))
+
+
+@pytest.mark.parametrize("fault", ["500", "401", "403", "refused", "offline", "corrupt"])
+def test_machine_or_index_failure_is_a_build_error(
+    fault: str, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault.isdigit():
+        index.fail(int(fault))
+    elif fault == "refused":
+        monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/index")
+    elif fault == "offline":
+        monkeypatch.setenv("UV_OFFLINE", "1")
+    else:
+        path = tmp_path / "wheels" / "torch-1.0-py3-none-any.whl"
+        path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(BuildError) as caught:
+        build(TORCH)
+    assert type(caught.value) is BuildError, caught.value
+    assert "\n" not in str(caught.value)
+    assert caught.value.log.is_file()
+    assert cache_entries() == []
+
+
+def test_exit_codes_of_not_installable_and_build_error(
+    index: LocalIndex, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for raised, code in ((NotInstallable("a", cache(), ""), 4), (BuildError("b", cache(), ""), 125)):
+
+        def fail(error: BuildError = raised, **_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(cli, "app", fail)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == code
+        assert capsys.readouterr().err == f"bumpgate: {raised}\n"
+
+
+CHILD = """
+import resource, sys
+from pathlib import Path
+from bumpgate.env.build import BuildError, Request, build
+if sys.argv[2] == "full":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+try:
+    print(build(Request((sys.argv[1],)), say=print).key, flush=True)
+except BuildError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Yield a function that starts a process to build one requirement."""
+    started = []
+
+    def start(requirement: str, fault: str = "") -> subprocess.Popen[str]:
+        command = [sys.executable, "-u", "-c", CHILD, requirement, fault]
+        started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@planted("C19", "the disk is full in mid-build")
+def test_full_disk_is_reported_and_leaves_no_environment(
+    index: LocalIndex, tmp_path: Path, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    big = {"torch/__init__.py": "__version__ = '5.0'", "torch/data": "x" * 1_000_000}
+    index.add(fake_wheel(tmp_path / "wheels", "torch", "5.0", big))
+    printed = child("torch==5.0", "full").communicate(timeout=60)[0].splitlines()[-1]
+    assert printed.startswith("BuildError torch==5.0: ")
+    assert ": the disk is full (" in printed
+    assert "File too large" in printed or "SIGXFSZ" in printed
+    assert cache_entries() == []
+    assert build(Request(("torch==5.0",))).packages == {"torch": "5.0"}
+
+
+def test_killed_build_is_rebuilt(index: LocalIndex, child: Callable[..., subprocess.Popen[str]]) -> None:
+    index.pause()
+    killed = child("torch==1.0")
+    wait_for(lambda: any(path.startswith("/files/") for path in index.requests))
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert [name.rsplit(".", 1)[-1] for name in cache_entries()] == ["partial"]
+    index.resume()
+    built = build(TORCH)
+    assert torch_in(built) == "1.0 3.0"
+    assert cache_entries() == [built.key]
+
+
+def test_two_processes_build_one_environment(
+    index: LocalIndex, child: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # uv times out on a silent index before a busy machine has started a process.
+    monkeypatch.setenv("UV_HTTP_TIMEOUT", "300")
+    index.pause()
+    both = [child("torch==1.0")]
+    wait_for(lambda: any(path.startswith("/files/") for path in index.requests))
+    both.append(child("torch==1.0"))
+    assert both[1].stdout is not None
+    waiting = both[1].stdout.readline()
+    index.resume()
+    printed = [process.communicate(timeout=60)[0].split() for process in both]
+    assert waiting == "torch==1.0: another process builds it; waiting\n"
+    assert printed == [["torch==1.0:", "building", printed[1][0]], [printed[1][0]]]
+    assert cache_entries() == [printed[1][0]]
+
+
+def test_prune_keeps_environments_in_use(
+    index: LocalIndex, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used, other = build(TORCH), build(Request(("helper==1.0",)))
+    release(other)
+    for key, side in ((used.key, "good"), (other.key, "good"), ("python-old", "bad"), ("python-new", "bad")):
+        compiled.variables(key, side)
+    os.utime(compiled.caches() / "python-old-bad" / "used", (0, 0))
+    assert [(k.key, k.in_use) for k in kept()] == [(used.key, True), (other.key, False)]
+    monkeypatch.setattr(sys, "argv", ["bumpgate", "environments", "--prune", "--keep", "0"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[3:] == [
+        f"kept, in use: {used.key}",
+        f"deleted {other.key}",
+        f"deleted the compile caches {other.key}-good",
+        f"deleted the compile caches {compiled.HANDED_IN}old-bad",
+    ]
+    assert cache_entries() == [used.key]
+    assert [place.name for place in sorted(compiled.caches().iterdir())] == sorted(
+        [f"{used.key}-good", f"{compiled.HANDED_IN}new-bad"]
+    )
+    assert discard("never-built")
+
+
+def test_damaged_environment_is_rebuilt(index: LocalIndex) -> None:
+    for damage in ("interpreter", "note"):
+        built = build(TORCH)
+        if damage == "interpreter":
+            built.python.unlink()
+            built.python.symlink_to("/no/longer/installed/python3.11")
+        else:
+            (built.python.parents[1] / NOTE).write_text("{")
+        assert torch_in(build(TORCH)) == "1.0 3.0", damage
+
+
+def test_open_requirement_is_resolved_again_only_with_refresh(index: LocalIndex, tmp_path: Path) -> None:
+    request = Request(("helper",))
+    assert build(request).packages == {"helper": "2.0"}
+    index.add(fake_wheel(tmp_path / "wheels", "helper", "3.0"))
+    assert build(request).packages == {"helper": "2.0"}
+    # uv caches an index's listing for some minutes.
+    assert build(replace(request, refresh=True)).packages == {"helper": "3.0"}
+
+
+def test_mixture_installs_without_its_conflicting_pins(index: LocalIndex) -> None:
+    mixed = build(Request(("torch==1.0", "triton==3.1"), dependencies=False))
+    assert torch_in(mixed) == "1.0 3.1"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "tree"
+    (root / "wheels").mkdir(parents=True)
+    declare_lanes(root)
+    (root / "pyproject.toml").write_text(
+        '[project]\nname = "bumpgate"\n[project.optional-dependencies]\n'
+        'suite = ["helper>=1"]\ncpu = ["bumpgate[suite]", "torch==1.0"]\nh200 = ["bumpgate[suite]"]\n'
+    )
+    return root
+
+
+def test_candidate_replaces_only_its_own_pin(index: LocalIndex, tree: Path) -> None:
+    assert build(lane_request(tree, "cpu")).packages == {"helper": "2.0", "torch": "1.0", "triton": "3.0"}
+    digest = "0" * 64
+    (tree / "wheels" / "pylock.cpu.toml").write_text(
+        'lock-version = "1.0"\ncreated-by = "t"\n[[packages]]\nname = "helper"\nversion = "1.0"\n'
+        f'wheels = [{{ name = "helper-1.0-py3-none-any.whl", path = "x", hashes = {{ sha256 = "{digest}" }} }}]\n'
+    )
+    request = lane_request(tree, "cpu", "torch==1.1")
+    assert request.requirements == ("torch==1.1", "helper>=1")
+    assert not request.refresh
+    assert build(request).packages == {"helper": "1.0", "torch": "1.1", "triton": "3.1"}
+    assert lane_request(tree, "cpu", "torch>=1.0").refresh
+    assert lane_request(tree, "h200", "triton==3.0").requirements == ("triton==3.0", "helper>=1")
+
+
+ROW = """schema = 1
+[environment.h200]
+status = "adopted"
+lane = "h200"
+source = "a test"
+python = ">=3.10"
+torch = "==1.0+cu130"
+packages = { triton = "==3.0", jax = "==1.0", jaxlib = "==1.0" }
+[environment.h200.wheels.fast]
+version = "1.0"
+torch = "1.0+cu130"
+"""
+
+
+@pytest.fixture
+def device_tree(index: LocalIndex, tree: Path, tmp_path: Path) -> Path:
+    """A lane with its own pins: triton, a pair that pins itself, and a kernel wheel outside the index."""
+    (tree / "wheels" / "manifest.toml").write_text(ROW)
+    for version in ("1.0", "2.0", "3.0"):
+        folder = tmp_path / "wheels"
+        index.add(fake_wheel(folder, "jax", version, requires=[f"jaxlib=={version}"]))
+        index.add(fake_wheel(folder, "jaxlib", version))
+    fake_wheel(tmp_path / "kernels", "fast", "1.0", requires=["torch"])
+    fake_wheel(tmp_path / "kernels", "fast", "1.1", requires=["torch"])
+    lock = freeze(tree, "h200", find_links=(str(tmp_path / "kernels"),))
+    assert lock.versions == {
+        "fast": "1.0", "helper": "2.0", "jax": "1.0", "jaxlib": "1.0", "torch": "1.0", "triton": "3.0"
+    }  # fmt: skip
+    return tree
+
+
+def test_freeze_keeps_local_label_of_the_manifest(device_tree: Path) -> None:
+    assert (device_tree / "wheels" / "manifest.toml").read_text() == ROW
+
+
+def test_adopted_set_takes_local_wheels_by_hash(
+    device_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUMPGATE_STORE", str(tmp_path / "empty"))
+    links = (str(tmp_path / "kernels"),)
+    assert build(lane_request(device_tree, "h200", find_links=links)).packages["fast"] == "1.0"
+    changed = fake_wheel(tmp_path / "other", "fast", "1.0", "changed = True\n", requires=["torch"])
+    with pytest.raises(BuildError, match=r"[Hh]ash"):
+        build(lane_request(device_tree, "h200", find_links=(str(changed.parent),)), root=tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("candidate", "moved"),
+    [
+        ("torch==1.1", {"torch": "1.1", "triton": "3.1", "fast": None}),
+        ("triton==3.1", {"triton": "3.1"}),
+        ("jax==2.0", {"jax": "2.0", "jaxlib": "2.0"}),
+    ],
+)
+def test_candidate_moves_only_conflicting_packages(
+    candidate: str, moved: dict[str, str | None], device_tree: Path
+) -> None:
+    adopted = build(lane_request(device_tree, "h200")).packages
+    found = build(lane_request(device_tree, "h200", candidate)).packages
+    assert {n: found.get(n) for n in {*adopted, *found} if found.get(n) != adopted.get(n)} == moved
+
+
+def test_paired_packages_move_to_one_minor_release(tree: Path) -> None:
+    text = (tree / "pyproject.toml").read_text()
+    (tree / "pyproject.toml").write_text(f'{text}v6e = ["torch==2.9.1", "torch_xla==2.9.0"]\n')
+    assert lane_request(tree, "v6e", "torch_xla==2.8.1").requirements == ("torch_xla==2.8.1", "torch==2.8.*")
+    assert lane_request(tree, "v6e", "torch==2.10.2").requirements == ("torch==2.10.2", "torch-xla==2.10.*")
+
+
+def test_script_completes_the_environment(index: LocalIndex, tmp_path: Path) -> None:
+    script = tmp_path / "stubs.py"
+    script.write_text(
+        "import sysconfig; open(sysconfig.get_path('purelib') + '/stub.py', 'w').write('A = 1')"
+    )
+    request = replace(TORCH, script=script)
+    built = build(request)
+    assert subprocess.run([built.python, "-c", "import stub; assert stub.A == 1"]).returncode == 0
+    script.write_text("raise SystemExit('no readelf')")
+    with pytest.raises(BuildError, match=r"stubs\.py: exit 1: no readelf"):
+        build(request)
+    assert cache_entries() == [built.key]
+
+
+def test_wheel_file_can_be_a_candidate(index: LocalIndex, tree: Path, tmp_path: Path) -> None:
+    mine = fake_wheel(tmp_path / "mine", "torch", "7.0+local", requires=["triton"])
+    assert build(lane_request(tree, "cpu", str(mine))).packages["torch"] == "7.0+local"
+
+
+@pytest.mark.parametrize(
+    ("lane", "candidate", "words"),
+    [
+        ("tpu", None, "unknown lane 'tpu'; lanes: cpu, h200, h200x2, v6e"),
+        ("cpu", "torch=1.1", "invalid candidate"),
+        ("cpu", "/none/torch-1.0-py3-none-any.whl", "no such wheel file"),
+    ],
+)
+def test_bad_lane_or_candidate_is_one_line(lane: str, candidate: str | None, words: str, tree: Path) -> None:
+    with pytest.raises(BumpgateError, match=words) as caught:
+        lane_request(tree, lane, candidate)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_uv_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch, index: LocalIndex) -> None:
+    monkeypatch.setitem(sys.modules, "uv", None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(BumpgateError, match=r"pip install uv$"):
+        build(TORCH)
+
+
+def test_pip_settings_are_used_as_uv_settings() -> None:
+    pip = {
+        "PIP_INDEX_URL": "https://a/index",
+        "PIP_EXTRA_INDEX_URL": "https://b https://c",
+        "PIP_FIND_LINKS": "/one  /two",
+        "PIP_TRUSTED_HOST": "a",
+    }
+    found = host_settings(pip)
+    assert {n: v for n, v in found.items() if n.startswith("UV_")} == {
+        "UV_DEFAULT_INDEX": "https://a/index",
+        "UV_INDEX": "https://b https://c",
+        "UV_FIND_LINKS": "/one,/two",
+        "UV_INSECURE_HOST": "a",
+    }
+    own = {"UV_INDEX_URL": "https://mine", "UV_FIND_LINKS": "/three"}
+    kept_settings = host_settings(pip | own)
+    assert "UV_DEFAULT_INDEX" not in kept_settings
+    assert kept_settings["UV_FIND_LINKS"] == "/three"

@@ -1,0 +1,205 @@
+"""The lock of a lane: independent of the host, pins every byte, builds anywhere, and is written atomically."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from bumpgate import cli
+from bumpgate.env import manifest, store
+from bumpgate.env.build import BuildError, build, lane_request
+from bumpgate.env.freeze import keeps
+from bumpgate.env.locks import LockError, lane_lock, read_lock
+from bumpgate.env.manifest import satisfies
+from bumpgate.env.request import lane_requirements
+from suites.support.lanes import LANES
+from suites.support.planted import planted
+from tests.support.local_index import LocalIndex, fake_wheel, isolated
+from tests.support.tree import ROOT, declare_lanes
+
+MANIFEST = """schema = 1
+# The reason for this row.
+[environment.cpu]
+status = "adopted"
+lane = "cpu"
+source = "a test"
+python = ">=3.10"
+torch = "==1.0"  # reviewed
+packages = { helper = ">=1" }
+"""
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalIndex]:
+    folder = tmp_path / "wheels"
+    wheels = [fake_wheel(folder, "torch", v, requires=["triton"]) for v in ("1.0", "1.1")]
+    wheels += [fake_wheel(folder, name, "1.0") for name in ("triton", "helper")]
+    with LocalIndex(wheels) as served:
+        isolated(monkeypatch, tmp_path, served.url)
+        yield served
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    root = tmp_path / "tree"
+    (root / "wheels").mkdir(parents=True)
+    (root / "wheels" / "manifest.toml").write_text(MANIFEST)
+    declare_lanes(root)
+    (root / "pyproject.toml").write_text(
+        '[project]\nname = "bumpgate"\n[project.optional-dependencies]\ncpu = ["helper>=1", "torch==1.0"]\n'
+    )
+    monkeypatch.chdir(root)
+    return root
+
+
+@pytest.fixture
+def freeze(
+    index: LocalIndex, tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Call `bumpgate freeze` -> exit code, stdout, stderr."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["bumpgate", "freeze", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+Freeze = Callable[..., tuple[int, str, str]]
+
+
+def test_lock_pins_every_file_without_locations(freeze: Freeze, tree: Path) -> None:
+    code, out, err = freeze("--lane", "cpu")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "froze 3 packages in wheels/pylock.cpu.toml; review: git diff wheels"
+    text = lane_lock(tree, "cpu").read_text()
+    assert "://" not in text
+    assert str(tree.parent) not in text
+    lock = read_lock(lane_lock(tree, "cpu"))
+    assert lock.versions == {"helper": "1.0", "torch": "1.0", "triton": "1.0"}
+    assert lock.python == f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert all(store.verify(wheel) for package in lock.packages for wheel in package.wheels)
+    check = ["sha256sum", "--check", "--quiet", store.SUMS]
+    assert subprocess.run(check, cwd=store.store_root()).returncode == 0
+    assert freeze()[:2] == (0, out.splitlines()[-1] + "\n"), "a second freeze changes nothing"
+    assert lane_lock(tree, "cpu").read_text() == text
+    assert (tree / "wheels" / "manifest.toml").read_text() == MANIFEST
+
+
+def test_lock_builds_from_index_and_from_store(
+    freeze: Freeze, index: LocalIndex, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freeze("--lane", "cpu")
+    monkeypatch.setenv("BUMPGATE_STORE", str(tmp_path / "empty"))
+    there = build(lane_request(tree, "cpu"), root=tmp_path / "there")
+    monkeypatch.delenv("BUMPGATE_STORE")
+    index.fail(500)
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "another cache"))
+    here = build(lane_request(tree, "cpu", offline=True), root=tmp_path / "here")
+    assert dict(there.packages) == dict(here.packages) == {"helper": "1.0", "torch": "1.0", "triton": "1.0"}
+    assert there.key == here.key, "the key does not depend on where the files come from"
+
+
+@planted("C39", "an index serves other bytes under the adopted wheel's name")
+def test_wheel_with_another_hash_is_refused(
+    freeze: Freeze, index: LocalIndex, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freeze("--lane", "cpu")
+    monkeypatch.setenv("BUMPGATE_STORE", str(tmp_path / "empty"))
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "another cache"))
+    fake_wheel(tmp_path / "wheels", "torch", "1.0", "changed = True\n", requires=["triton"])
+    with pytest.raises(BuildError, match=r"[Hh]ash"):
+        build(lane_request(tree, "cpu"))
+
+
+def test_freeze_of_candidate_updates_the_manifest_row(freeze: Freeze, tree: Path, tmp_path: Path) -> None:
+    freeze("--lane", "cpu")
+    code, out, _ = freeze("--lane", "cpu", "--candidate", "torch==1.1")
+    assert (code, out.splitlines()[0]) == (0, "  torch 1.0 -> 1.1")
+    row = (tree / "wheels" / "manifest.toml").read_text()
+    assert row == MANIFEST.replace('"==1.0"', '"==1.1"')
+    assert manifest.load(tree / "wheels" / "manifest.toml").adopted("cpu")
+
+
+def test_freeze_keeps_versions_without_upgrade(
+    freeze: Freeze, index: LocalIndex, tree: Path, tmp_path: Path
+) -> None:
+    freeze("--lane", "cpu")
+    index.add(fake_wheel(tmp_path / "wheels", "helper", "2.0"))
+    assert len(freeze("--lane", "cpu")[1].splitlines()) == 1
+    assert freeze("--lane", "cpu", "--upgrade")[1].splitlines()[0] == "  helper 1.0 -> 2.0"
+
+
+@pytest.mark.parametrize("fault", ["500", "file gone", "unknown", "no lane", "no lock"])
+def test_failed_freeze_is_one_line_and_changes_nothing(
+    fault: str, freeze: Freeze, index: LocalIndex, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, code = {
+        "500": (("--lane", "cpu"), 125),
+        "file gone": (("--lane", "cpu"), 4),
+        "unknown": (("--lane", "cpu", "--candidate", "torch==9"), 4),
+        "no lane": (("--lane", "tpu"), 4),
+        "no lock": ((), 4),
+    }[fault]
+    if fault != "no lock":
+        freeze("--lane", "cpu")
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "another cache"))
+    if fault == "500":
+        index.fail(500)
+    elif fault == "file gone":
+        index.add(late := fake_wheel(tmp_path / "wheels", "torch", "1.1", requires=["triton"]))
+        index.vanish(late)
+        args = (*args, "--candidate", "torch==1.1")
+    before = {path: path.read_bytes() for path in (tree / "wheels").iterdir()}
+    ended, out, err = freeze(*args)
+    assert (ended, out, len(err.splitlines())) == (code, "", 1), err
+    assert {path: path.read_bytes() for path in (tree / "wheels").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not a lock file"),
+        ('lock-version = "2.0"\n', "version 1.0"),
+        ('lock-version = "1.0"\n', "packages"),
+        ('lock-version = "1.0"\n[[packages]]\nname = "a"\nversion = "1"\n', "has no wheel"),
+        (
+            'lock-version = "1.0"\n[[packages]]\nname = "a"\nversion = "1"\n'
+            'wheels = [{ path = "a-1-py3-none-any.whl", hashes = { md5 = "0" } }]\n',
+            "without its sha256",
+        ),
+    ],
+)
+def test_invalid_lock_file_is_one_line(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "pylock.cpu.toml"
+    with pytest.raises(LockError, match="cannot be read"):
+        read_lock(path)
+    path.write_text(text)
+    with pytest.raises(LockError, match=words) as caught:
+        read_lock(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_committed_lock_satisfies_the_lane_requirements(lane: str) -> None:
+    """After an edit of the extra or the manifest row, the lane must be frozen again."""
+    path = lane_lock(ROOT, lane)
+    lock = read_lock(path)
+    assert "://" not in path.read_text()
+    for text in lane_requirements(ROOT, lane):
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"python_version": lock.python}):
+            version = lock.versions[canonicalize_name(requirement.name)]
+            assert satisfies(version, requirement.specifier), text
+    row = manifest.load(ROOT / "wheels" / "manifest.toml").adopted(lane)
+    assert keeps(lock.versions["torch"], row.torch)
+    files = {package.name: [wheel.sha256 for wheel in package.wheels] for package in lock.packages}
+    assert [files[wheel.name] for wheel in row.wheels] == [[wheel.sha256] for wheel in row.wheels]

@@ -1,0 +1,196 @@
+"""The versions of a package: in build order, from any index or folder; an unreachable index is not an empty listing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from datetime import date, datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from bumpgate import cli
+from bumpgate.core.rows import BumpgateError
+from bumpgate.env import store, versions
+from bumpgate.env.locks import Wheel
+from bumpgate.env.versions import UnreachableError, VersionsError, build_day, missing_days
+from tests.support.local_index import LocalIndex, fake_wheel, isolated
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalIndex]:
+    with LocalIndex() as served:
+        isolated(monkeypatch, tmp_path, served.url)
+        yield served
+
+
+def serve(
+    index: LocalIndex, folder: Path, *found: str, name: str = "torch", tag: str = "py3-none-any"
+) -> None:
+    for version in found:
+        index.add(fake_wheel(folder / "wheels", name, version, tag=tag))
+
+
+def at(day: int, hour: int = 3) -> datetime:
+    return datetime(2026, 3, day, hour, tzinfo=timezone.utc)
+
+
+def listed(*args: object, **kwargs: object) -> list[str]:
+    return [f.version for f in versions.versions(*args, **kwargs)]  # type: ignore[arg-type]
+
+
+def test_versions_are_sorted_by_pep_440(index: LocalIndex, tmp_path: Path) -> None:
+    serve(index, tmp_path, "2.10.0", "2.9.1", "2.9.0", "2.11.0rc1", "2.9.1+cpu", "2.12.0.dev20260301")
+    assert listed("torch") == ["2.9.0", "2.9.1", "2.9.1+cpu", "2.10.0"]
+    assert listed("Torch", pre=True)[-2:] == ["2.11.0rc1", "2.12.0.dev20260301"]
+
+
+def test_nightlies_have_dates_and_missing_days(index: LocalIndex, tmp_path: Path) -> None:
+    serve(index, tmp_path, *(f"2.14.0.dev202603{day:02}+cpu" for day in (1, 2, 4, 7)))
+    found = versions.versions("torch", pre=True)
+    assert [f.date for f in found] == [date(2026, 3, day) for day in (1, 2, 4, 7)]
+    assert missing_days(found) == [date(2026, 3, day) for day in (3, 5, 6)]
+    assert missing_days([]) == []
+    window = versions.versions("torch", pre=True, since=date(2026, 3, 2), until=date(2026, 3, 4))
+    assert [f.date for f in window if f.date] == [date(2026, 3, 2), date(2026, 3, 4)]
+
+
+def test_builds_by_commit_are_sorted_by_day(index: LocalIndex, tmp_path: Path) -> None:
+    """By PEP 440 the hashes sort as text, and the release comes first."""
+    built = {"3.6.0+git1111111": 5, "3.6.0+gitaaaaaaa": 3, "3.6.0+gitfffffff": 4, "3.6.0": 20, "3.5.0": 1}
+    index.dates = {version: at(day) for version, day in built.items()}
+    serve(index, tmp_path, *built, name="triton")
+    assert listed("triton") == ["3.5.0", "3.6.0+gitaaaaaaa", "3.6.0+gitfffffff", "3.6.0+git1111111", "3.6.0"]
+    index.dates = {}
+    assert {f.note for f in versions.versions("triton") if "git" in f.version} == {
+        "no date: its place among the builds by commit is not known"
+    }
+
+
+def test_two_builds_of_one_day_are_flagged(index: LocalIndex, tmp_path: Path) -> None:
+    index.dates = {"3.6.0+git1111111": at(5), "3.6.0+gitaaaaaaa": at(5, 20), "3.6.0+gitbbbbbbb": at(6)}
+    serve(index, tmp_path, *index.dates, name="triton")
+    notes = [f.note for f in versions.versions("triton")]
+    assert notes == ["one of 2 builds of 2026-03-05", "one of 2 builds of 2026-03-05", ""]
+
+
+@pytest.mark.parametrize(
+    ("version", "day"),
+    [
+        ("2.14.0.dev20260301", date(2026, 3, 1)),
+        ("2.14.0.dev20260301+cu130", date(2026, 3, 1)),
+        ("3.6.0+dev.20260301.g1b2c3d4", date(2026, 3, 1)),
+        ("3.6.0+git20260301", None),
+        ("2.14.0.dev20260231", None),
+        ("2.14.0.dev7", None),
+        ("2.13.0", None),
+    ],
+)
+def test_build_day_reads_dates_in_versions(version: str, day: date | None) -> None:
+    assert build_day(version) == day
+
+
+def test_yanked_versions_are_marked_with_their_reason(index: LocalIndex, tmp_path: Path) -> None:
+    serve(index, tmp_path, "1.0", "1.1", "1.2")
+    index.yank("torch", "1.1", "broken on Tuesdays")
+    index.yank("torch", "1.2")
+    assert [f.yanked for f in versions.versions("torch")] == [None, "broken on Tuesdays", ""]
+
+
+def test_best_wheel_for_the_interpreter_is_selected(index: LocalIndex, tmp_path: Path) -> None:
+    here = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    serve(index, tmp_path, "1.0")
+    serve(index, tmp_path, "1.0", tag=f"{here}-{here}-manylinux_2_17_x86_64")
+    serve(index, tmp_path, "1.1", tag="cp39-cp39-manylinux_2_17_x86_64")
+    found = versions.versions("torch")
+    assert [(f.version, here in f.url) for f in found] == [("1.0", True)]
+    assert listed("torch", python="3.9") == ["1.0", "1.1"]
+    serve(index, tmp_path, "1.0", name="old", tag="cp27-cp27mu-linux_x86_64")
+    with pytest.raises(VersionsError, match=r"old: no wheel for Python 3\.\d+ here; 1 for others"):
+        versions.versions("old")
+
+
+def test_versions_reads_folders_store_and_file_index(index: LocalIndex, tmp_path: Path) -> None:
+    wheel = fake_wheel(tmp_path / "mine", "torch", "8.0")
+    serve(index, tmp_path, "1.0")
+    assert listed("torch", find_links=[str(tmp_path / "mine")]) == ["1.0", "8.0"]
+    store.put(Wheel(wheel.name, store.sha256_of(wheel)), [wheel.read_bytes()])
+    (stored,) = versions.versions("torch", from_store=True)
+    assert (stored.version, stored.sha256) == ("8.0", store.sha256_of(wheel))
+    page = tmp_path / "simple" / "torch" / "index.html"
+    page.parent.mkdir(parents=True)
+    name = "torch-9.0-py3-none-any.whl"
+    page.write_text(f'<a href="{name}" data-upload-time="2026-03-09T01:02:03Z">{name}</a>')
+    (linked,) = versions.versions("torch", index=(tmp_path / "simple").as_uri())
+    assert (linked.version, linked.date) == ("9.0", date(2026, 3, 9))
+
+
+def test_first_index_with_the_package_is_used(
+    index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(index, tmp_path, "1.0")
+    with LocalIndex([fake_wheel(tmp_path / "other", "torch", "2.0")]) as nightly:
+        assert listed("torch", index=nightly.url) == ["2.0"]
+        assert listed("torch", index=f"{index.url}/") == ["1.0"]
+        monkeypatch.setenv("PIP_EXTRA_INDEX_URL", nightly.url)
+        assert listed("torch") == ["2.0"]
+        serve(index, tmp_path, "3.0", name="helper")
+        assert listed("helper") == ["3.0"]
+    monkeypatch.setenv("UV_NO_INDEX", "1")
+    with pytest.raises(VersionsError, match="none found"):
+        versions.versions("torch")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("500", "500 Internal Server Error"),
+        ("403", "403 Forbidden"),
+        ("refused", "refused"),
+        ("folder", "no such"),
+    ],
+)
+def test_unreachable_index_is_not_empty(fault: str, words: str, index: LocalIndex) -> None:
+    where: dict[str, object] = {"index": "http://me:secret@127.0.0.1:9/index"} if fault == "refused" else {}
+    if fault.isdigit():
+        index.fail(int(fault))
+    elif fault == "folder":
+        where = {"find_links": ["/none"]}
+    with pytest.raises(UnreachableError, match=words) as caught:
+        versions.versions("torch", **where)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_versions_command_prints_one_line_per_version(
+    index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["bumpgate", "versions", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    serve(index, tmp_path, "2.13.0", *(f"2.14.0.dev202603{day:02}" for day in (1, 3)))
+    index.yank("torch", "2.13.0", "bad")
+    assert run("torch", "--pre") == (
+        0,
+        "2.13.0              (no date)   yanked: bad\n"
+        "2.14.0.dev20260301  2026-03-01\n"
+        "2.14.0.dev20260303  2026-03-03\n"
+        "days without a nightly: 2026-03-02\n",
+        "",
+    )
+    for args, words in (
+        (("nothing",), "nothing: none found"),
+        (("torch", "--since", "yesterday"), "invalid day"),
+        (("torch", "--python", "three"), "invalid Python version"),
+    ):
+        code, out, err = run(*args)
+        assert (code, out, len(err.splitlines()), words in err) == (4, "", 1, True), err
+    index.fail(500)
+    assert run("torch")[0] == 4
+
+
+def test_unreachable_error_is_a_bumpgate_error() -> None:
+    assert issubclass(UnreachableError, BumpgateError)

@@ -1,0 +1,166 @@
+"""A paired session on dedicated cores: two real processes in lockstep, and the case that one of them dies."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+from bumpgate.gate.duet import ROUNDS, VARIABLE, run_duet, shares
+from bumpgate.gate.sequential import log_ratio_of_rounds
+from bumpgate.gate.timed import reading
+from bumpgate.run.runner import LaneCall
+from tests.support.project import PLUGINS, REPO, Project
+
+TEST = "suites/throughput/test_work.py::test_work[cpu]"
+# SLOWER lengthens the work of one side; the machine is never quiet enough for a suite running in parallel.
+WORK = """
+import statistics
+from bumpgate.plugin import timing
+from bumpgate.plugin.duet import partner
+
+timing.FOREIGN_SHARE = float("inf")
+
+def work(n):
+    for k in range(n):
+        k & 7
+
+@lanes("cpu")
+def test_work(lane, row, exclusive_machine):
+    if os.environ.get("DIES"):
+        os._exit(3)
+    cores = []
+    def one():
+        cores.append(sorted(os.sched_getaffinity(0)))
+        work(int(300000 * float(os.environ.get("SLOWER", "1"))))
+        time.sleep(float(os.environ.get("SLEEPS", "0")))
+    names = {os.environ.get("NAMED", "work"): one}
+    timed = timing.interleaved(names, 40)
+    (name,) = names
+    seconds = sorted(timed.seconds[name])
+    row("throughput/loop/seconds", statistics.median(seconds), unit="s", witness=timed.quiet, rule="C37",
+        better="lower", tolerance=9.0, interval=(seconds[0], seconds[-1]), series=timed.paired_costs(name),
+        evidence=[str(cores), str(bool(partner() and partner().leads)), str("BUMPGATE_DUET" in os.environ)])
+    waits = timed.wall_over_cpu(name)
+    row("throughput/loop/wall_over_cpu", waits.median, unit="ratio", witness=timed.quiet, rule="C37", better="lower",
+        interval=(waits.low, waits.high), paired=True, series=timed.paired_waits(name))
+"""
+needs_two_cores = pytest.mark.skipif(not shares(), reason="a duet needs two cores")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    made = Project(tmp_path)
+    (tmp_path / "suites/conftest.py").symlink_to(REPO / "suites/conftest.py")
+    made.tests(WORK, "suites/throughput/test_work.py")
+    return made
+
+
+def duet(project: Project, flip: bool = False, length: int = ROUNDS, **of_second: str):
+    """Run both sides of one session -> their runs. length: rounds of both."""
+    shared = (
+        PLUGINS
+        | {"TMPDIR": str(project.root)}
+        | ({"BUMPGATE_ROUNDS": str(length)} if length != ROUNDS else {})
+    )
+    calls = [
+        LaneCall(
+            Path(sys.executable),
+            project.root,
+            "cpu",
+            ["-n", "0", TEST],
+            project.root / f"{side}.json",
+            environment=shared | more,
+        )
+        for side, more in (("good", {}), ("bad", of_second))
+    ]
+    return run_duet(calls, flip, 120)
+
+
+def rounds(runs):
+    """Return the costs of each side per round."""
+    return [reading(run, [TEST]).rounds["throughput/loop/seconds"] for run in runs]
+
+
+def rows(run):
+    assert run.record, run.failure
+    return {j.row.id: j.row for j in run.record.judgements if not j.row.unmeasured}
+
+
+@needs_two_cores
+@pytest.mark.parametrize(("flip", "length"), [(False, ROUNDS), (True, 16)])
+def test_duet_sides_share_rounds_and_swap_cores(project: Project, flip: bool, length: int) -> None:
+    runs = duet(project, flip, length, SLOWER="1.5")
+    good, bad = (rows(run)["throughput/loop/seconds"] for run in runs)
+    # The first call is not a round: it comes before both are ready.
+    ours, theirs = (json.loads(row.evidence[0])[1:] for row in (good, bad))
+    assert len(ours) == length
+    halves = shares()[::-1] if flip else shares()
+    assert ours[:3] == [halves[1], halves[0], halves[1]]
+    assert [place for places in zip(ours, theirs) for place in places] == [*halves[::-1], *halves] * (
+        length // 2
+    )
+    assert (good.evidence[1:], bad.evidence[1:]) == (("True", "False"), ("False", "False"))
+    assert [len(costs) for costs in rounds(runs)] == [length, length]
+
+
+@needs_two_cores
+@pytest.mark.parametrize("flip", [False, True])
+def test_duet_measures_the_ratio_of_work(project: Project, flip: bool) -> None:
+    """One session of three must: with busy neighbours, 2 of 14 single ones deviated more, at 1.26 and 1.87."""
+    sessions = (log_ratio_of_rounds(*rounds(duet(project, flip, SLOWER="1.5"))) for _ in range(3))
+    assert pytest.approx(1.5, rel=0.15) in map(math.exp, sessions)
+
+
+@needs_two_cores
+@pytest.mark.parametrize("sleeps", ["0", "0.002"])
+def test_duet_measures_waiting_outside_cpu_time(project: Project, sleeps: str) -> None:
+    """A sleep of 2 ms next to about 20 ms of work is reported as its share of CPU time; without it there is no wait."""
+    runs = duet(project, SLEEPS=sleeps)
+    good, bad = (reading(run, [TEST]).rounds["throughput/loop/wall_over_cpu"] for run in runs)
+    waits = math.exp(log_ratio_of_rounds(good, bad))
+    cpu = statistics.median(rounds(runs)[1])
+    assert waits == pytest.approx(1 + float(sleeps) / cpu, rel=0.03)
+
+
+@needs_two_cores
+def test_dead_side_ends_the_wait_of_the_other(project: Project) -> None:
+    alone, dead = duet(project, DIES="1")
+    assert dead.record is None or not rows(dead)
+    found = reading(alone, [TEST])
+    assert not found.costs
+    assert "the other side of this session has ended" in found.lost
+    assert alone.seconds < 60
+
+
+@needs_two_cores
+def test_sides_timing_different_work_are_not_paired(project: Project) -> None:
+    for run in duet(project, NAMED="other"):
+        assert "the two sides of this session differ in what they time" in reading(run, [TEST]).lost
+
+
+def test_no_series_is_kept_outside_a_duet(project: Project) -> None:
+    assert VARIABLE not in os.environ
+    project.pytest("-m", "cpu", "-n", "0", TEST.partition("::")[0], TMPDIR=str(project.root))
+    (row,) = (j.row for j in project.record().judgements if j.row.id == "throughput/loop/seconds")
+    assert row.series == {}
+
+
+def test_unpaired_rounds_are_refused() -> None:
+    for good, bad in (((), ()), ((1.0,), (1.0, 2.0)), ((1.0, math.inf), (1.0, 2.0)), ((0.0,), (1.0,))):
+        with pytest.raises(ValueError, match="do not pair"):
+            log_ratio_of_rounds(good, bad)
+
+
+def test_slow_core_cancels_in_swapped_rounds() -> None:
+    """The first core is slower by half; the sides swap cores after each round, and one round is disturbed."""
+    cores = [1.5, 1.0] * 10
+    good = [2.0 * a for a in cores]
+    bad = [2.1 * b for b in (cores[1:] + cores[:1])]
+    bad[4] *= 3
+    assert math.exp(log_ratio_of_rounds(good, bad)) == pytest.approx(1.05, rel=1e-9)

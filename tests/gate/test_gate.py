@@ -1,0 +1,420 @@
+"""What a gate measures, in which order, and its verdict; each fault is injected in one side of a machine.
+
+The machine of tests/support/gating.py runs no process: test_gate_faults.py uses real ones.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import math
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bumpgate.core.findings import Decision, Finding
+from rich.console import Console
+
+from bumpgate.core import gate_file
+from bumpgate.core.rows import Judgement, Verdict, read_record
+from bumpgate.gate import bench, drift, result, timed_runs
+from bumpgate.gate.plan import Plan
+from bumpgate.gate.result import Gate, GateConfig, GateError
+from bumpgate.gate.timed import MAX_EMPTY_SESSIONS, SIDE
+from bumpgate.gate.view import findings_text
+from bumpgate.report import command as report
+from bumpgate.report import markdown, page
+from bumpgate.run.runner import USAGE, LaneCall, LaneRun
+from suites.support.planted import planted
+from tests.support.gating import COUNT_TEST, TIME_TEST, Machine, attach, count, gone, labels
+from tests.support.tree import CANARIES
+
+
+def test_unchanged_pair_is_adopted(machine: Machine, out: Path) -> None:
+    gate = machine.gate(out)
+    assert (gate.decision, gate.findings, gate.finished) == (Decision.ADOPT, (), True)
+    steps = list(dict.fromkeys(machine.processes))
+    canary = f"{CANARIES}:"
+    assert steps == [canary + "good", canary + "bad", "all:good", "all:bad", "timed:good", "timed:bad"]
+    assert machine.processes[4:8] == ["timed:good", "timed:bad"] * 2
+
+
+def test_sides_that_share_a_gpu_take_turns(machine: Machine, out: Path) -> None:
+    machine.gate(out, GateConfig("h200", candidate="torch==2.14.0"))
+    assert machine.processes[2:4] == ["all:good", "all:bad"]
+    order = [p.removeprefix("timed:") for p in machine.processes[4:12]]
+    assert order == [SIDE[letter] for letter in "ABBABAAB"]
+
+
+def test_gate_saves_every_step_before_the_next(machine: Machine, out: Path) -> None:
+    seen = []
+
+    def look() -> None:
+        raw = json.loads((out / result.NAME).read_text())
+        assert (raw["decision"], raw["exit_code"], raw["finished"]) == ("UNKNOWN", 125, False)
+        sides = raw["sides"]
+        done = [(s["canaries"] is not None) + s["measured"] for s in sides.values()]
+        seen.append((*done, (raw["sessions"] or {"begun": 0})["begun"]))
+
+    machine.before_process = look
+    machine.gate(out)
+    # Both sides of a step run concurrently.
+    assert seen[:5] == [(0, 0, 0), (0, 0, 0), (1, 1, 0), (1, 1, 0), (2, 2, 0)]
+    assert [s[2] for s in seen[4:]] == [i // 2 for i in range(len(seen[4:]))]
+    raw = json.loads((out / result.NAME).read_text())
+    assert (raw["decision"], raw["exit_code"], raw["finished"]) == ("ADOPT", 0, True)
+
+
+def test_report_reads_the_written_gate(machine: Machine, out: Path) -> None:
+    machine.sides["bad"].slower = {"throughput/b/seconds": 1.2}
+    gate = machine.gate(out, GateConfig("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0"))
+    found = gate_file.read(out / result.NAME)
+    assert isinstance(found, gate_file.GateFile)
+    assert (found.decision, found.findings) == (Decision.HOLD, gate.findings)
+    paired = found.timed["throughput/b/seconds"]
+    assert (paired.outcome, paired.sessions) == ("SLOWER", len(paired.log_ratios))
+    assert paired.ratio == pytest.approx(1.2, rel=0.03)
+    assert found.good.record == read_record(out / "good.json")
+    assert found.readings["throughput/b/seconds"] == pytest.approx(math.log(1.2), abs=0.03)
+
+
+def test_gate_lists_every_package_that_moved(machine: Machine, out: Path) -> None:
+    machine.sides["good"].packages = {"triton": "3.7.1", "numpy": "2.4.6", "filelock": "3.0"}
+    machine.sides["bad"].packages = {"triton": "3.8.0", "numpy": "2.4.6", "nvidia-nccl": "2.30"}
+    machine.sides["bad"].torch = "2.14.0"
+    machine.gate(out)
+    moved = (
+        "filelock 3.0 -> (absent)",
+        "nvidia-nccl (absent) -> 2.30",
+        "torch 2.13.0 -> 2.14.0",
+        "triton 3.7.1 -> 3.8.0",
+    )
+    found = gate_file.read(out / result.NAME)
+    assert isinstance(found, gate_file.GateFile)
+    assert found.moved == moved
+    printed = [line for line in (out / "output.txt").read_text().splitlines() if line.startswith("moved: ")]
+    assert printed == [f"moved: {line}" for line in moved]
+    shown = page.of(found)
+    assert "4 packages moved" in markdown.summary(shown)
+    for form in (report.html_page(shown), markdown.summary(shown)):
+        assert all(line in form or html.escape(line) in form for line in moved)
+
+
+def test_gate_without_a_side_lists_no_moved_package(machine: Machine, out: Path) -> None:
+    machine.sides["bad"].failure = "import torch: killed by SIGSEGV"
+    machine.gate(out)
+    assert json.loads((out / result.NAME).read_text())["moved"] == []
+
+
+def test_row_5_percent_slower_is_held(machine: Machine, out: Path) -> None:
+    machine.sides["bad"].slower = {"throughput/b/seconds": 1.05}
+    gate = machine.gate(out)
+    assert labels(gate) == [("HOLD", "SLOWER")]
+    line = f"/envs/bad -m pytest -p bumpgate.plugin --rootdir=. -m cpu -n 0 '{TIME_TEST}'"
+    assert gate.findings[0].repro.endswith(f" {line}")
+    assert gate.timed["throughput/b/seconds"].interval[0] > 1.01
+
+
+def test_5_percent_slowdown_is_found_19_times_of_20(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With noise PROCESS_SD per process; test_sequential has the detection rate for other noise."""
+    held = 0
+    for seed in range(20):
+        machine = Machine(tmp_path / f"tree{seed}", seed)
+        machine.sides["bad"].slower = {"throughput/b/seconds": 1.05}
+        attach(machine, monkeypatch)
+        held += machine.gate(tmp_path / f"out{seed}").decision is Decision.HOLD
+    assert held >= 19
+
+
+def changed(value: object = 14) -> list[Judgement]:
+    return [count(value, Verdict.CHANGED)]
+
+
+FAULTS = {
+    "a changed exact row": ({"counts": changed()}, Decision.HOLD, "CHANGED"),
+    "a lost row": ({"counts": [gone()]}, Decision.HOLD, "MISSING"),
+    "a lost row in a run cut short": ({"counts": [gone()], "complete": False}, Decision.UNKNOWN, "MISSING"),
+    "a failed test": ({"problems": (f"{COUNT_TEST}: assert 1 == 2",)}, Decision.HOLD, "PROBLEM"),
+    "a canary that disagrees": ({"canaries": {"graphs": "read 0, known 1"}}, Decision.UNKNOWN, "INSTRUMENT"),
+    "a row whose instrument broke": (
+        {"counts": [count(13, Verdict.INSTRUMENT)]}, Decision.UNKNOWN, "INSTRUMENT",
+    ),
+    "a torch that does not import": ({"failure": "import torch: exit 1"}, Decision.UNKNOWN, "INFRA"),
+    "a crash in timed processes": ({"signal": signal.SIGSEGV, "dies_from": 3}, Decision.HOLD, "PROBLEM"),
+    "a kill from outside": ({"signal": signal.SIGKILL}, Decision.HOLD, "LOST"),
+    "a timed row lost for good": ({"spoiled": 1000}, Decision.HOLD, "LOST"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_decision_for_each_fault_of_the_candidate(machine: Machine, out: Path, fault: str) -> None:
+    planted, decision, label = FAULTS[fault]
+    for name, value in planted.items():  # type: ignore[attr-defined]
+        setattr(machine.sides["bad"], name, value)
+    gate = machine.gate(out)
+    assert gate.decision is decision, gate.findings
+    assert label in [found for _, found in labels(gate)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "lines"),
+    [
+        (
+            {"counts": changed()},
+            ["first answer: HOLD, whatever the times are (1 finding)", "  CHANGED graph_breaks"],
+        ),
+        (
+            {"problems": (f"{COUNT_TEST}: assert 1 == 2",)},
+            ["first answer: HOLD, whatever the times are (1 finding)", "  PROBLEM assert 1 == 2"],
+        ),
+        ({"spoiled": 2}, ["first answer: only the times can still hold the candidate"]),
+        (
+            {"slower": {"throughput/b/seconds": 9.0}},
+            ["first answer: only the times can still hold the candidate"],
+        ),
+    ],
+)
+def test_first_answer_precedes_the_sessions(
+    machine: Machine, out: Path, fault: dict, lines: list[str]
+) -> None:
+    for name, value in fault.items():
+        setattr(machine.sides["bad"], name, value)
+    machine.gate(out)
+    printed = (out / "output.txt").read_text().splitlines()
+    at = printed.index(lines[0])
+    assert all(line.startswith(begin) for line, begin in zip(printed[at:], lines))
+    assert at < next(i for i, line in enumerate(printed) if "timed rows after" in line)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_of_the_adopted_build_does_not_hold(machine: Machine, out: Path, fault: str) -> None:
+    """In the adopted build only, it is a gap or a fix, not a fault of the candidate."""
+    for name, value in FAULTS[fault][0].items():  # type: ignore[attr-defined]
+        setattr(machine.sides["good"], name, value)
+    gate = machine.gate(out)
+    fixed = fault == "a changed exact row"
+    assert gate.decision is (Decision.ADOPT if fixed else Decision.UNKNOWN), gate.findings
+
+
+def test_candidate_that_does_not_import_is_not_run(machine: Machine, out: Path) -> None:
+    machine.sides["bad"].failure = "import torch: killed by SIGSEGV"
+    gate = machine.gate(out)
+    assert machine.processes == []
+    assert gate.findings[0].head == "import torch: killed by SIGSEGV"
+
+
+def test_empty_selection_is_unknown(machine: Machine, out: Path) -> None:
+    machine.rows = ()
+    for side in machine.sides.values():
+        side.counts = []
+    assert labels(machine.gate(out)) == [("UNKNOWN", "NOTHING")]
+
+
+def test_disturbed_test_is_run_once_more(machine: Machine, out: Path) -> None:
+    machine.sides["bad"].spoiled = 1
+    gate = machine.gate(out)
+    assert gate.decision is Decision.ADOPT, gate.findings
+    assert f"{TIME_TEST}:bad" in machine.processes
+    ids = [j.row.id for j in read_record(out / "bad.json").judgements]
+    assert ids == ["compile/a/graph_breaks", "throughput/b/seconds"]
+
+
+@pytest.mark.parametrize("sides", [("good",), ("bad",), ("good", "bad")])
+def test_twice_disturbed_test_is_judged_by_the_sessions(
+    machine: Machine, out: Path, sides: tuple[str, ...]
+) -> None:
+    for side in sides:
+        machine.sides[side].spoiled = 2
+    gate = machine.gate(out)
+    assert (gate.decision, list(gate.timed)) == (Decision.ADOPT, ["throughput/b/seconds"]), gate.findings
+
+
+def test_disturbed_session_is_replaced_by_another(machine: Machine, out: Path) -> None:
+    made = machine.prepare(out)
+    made.enter()
+    for name in ("good", "bad"):
+        made.gate.sides[name].canaries = {}
+        made.measure([name])
+    machine.sides["good"].spoiled = 1
+    made.run()
+    sessions = made.gate.paired
+    assert sessions
+    assert sessions.started == len(sessions.log_ratios["throughput/b/seconds"]) + 1
+    assert "last lost: good: throughput/b/seconds: not quiet" in (out / "output.txt").read_text()
+    assert made.gate.decision is Decision.ADOPT
+
+
+def test_empty_sessions_end_after_a_limit(machine: Machine, out: Path) -> None:
+    machine.sides["bad"].signal = signal.SIGABRT
+    gate = machine.gate(out)
+    assert gate.paired
+    assert (gate.paired.started, gate.paired.open_rows()) == (MAX_EMPTY_SESSIONS, [])
+    assert labels(gate) == [("HOLD", "LOST"), ("HOLD", "PROBLEM"), ("UNKNOWN", "INCONCLUSIVE")]
+    assert gate.findings[1].bad[0] == f"{TIME_TEST}: died of SIGABRT (in 8 timed processes, 8 sessions)"
+
+
+def test_second_compile_cache_is_filled_once_and_alternates(machine: Machine, out: Path) -> None:
+    made = machine.prepare(out)
+    for name, spec in made.env_specs.items():
+        made.env_specs[name] = replace(spec, more=({"CACHE": f"{name} 2"},))
+    used: list[str] = []
+    original = timed_runs.run_duet
+
+    def run_duet(calls: Sequence[LaneCall], flip: bool, timeout: float) -> list[LaneRun]:
+        used.extend(call.environment["CACHE"] for call in calls)
+        return original(calls, flip, timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timed_runs, "run_duet", run_duet)
+        made.run()
+    assert used[:8] == ["good", "bad", "good 2", "bad 2", "good", "bad", "good 2", "bad 2"]
+    assert made.gate.paired
+    assert made.gate.paired.warm
+    assert made.gate.paired.caches["throughput/b/seconds"][:4] == [0, 1, 0, 1]
+    assert [p for p in machine.processes if p.startswith("timed:")][:2] == ["timed:good", "timed:bad"]
+    assert (out / "output.txt").read_text().count("compile cache 2 filled") == 2
+    assert made.gate.decision is Decision.ADOPT, made.gate.findings
+
+
+def test_spent_budget_leaves_open_rows_inconclusive(machine: Machine, out: Path) -> None:
+    gate = machine.gate(out, deadline=0.0)
+    assert labels(gate) == [("UNKNOWN", "INCONCLUSIVE")]
+    assert not any(p.startswith("timed:") for p in machine.processes)
+    assert "the budget is spent" in (out / "output.txt").read_text()
+    assert gate.undecided
+
+    resumed = machine.gate(out)
+    assert (resumed.decision, resumed.undecided, resumed.finished) == (Decision.ADOPT, False, True)
+    steps = [p for p in machine.processes if not p.startswith("timed:")]
+    assert len(steps) == len(set(steps)), "canaries and lanes run once"
+
+
+class Killed(BaseException):
+    """Simulates a kill: no handler of the gate catches it."""
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.05])
+def test_gate_killed_and_resumed_gives_the_same_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float
+) -> None:
+    def one(name: str) -> Machine:
+        machine = Machine(tmp_path / name)
+        machine.sides["bad"].slower = {"throughput/b/seconds": slower}
+        attach(machine, monkeypatch)
+        return machine
+
+    def what(gate: Gate) -> tuple[object, ...]:
+        assert gate.paired
+        return gate.decision, gate.findings, gate.timed, gate.paired.log_ratios
+
+    whole_machine = one("whole")
+    whole = what(whole_machine.gate(tmp_path / "whole-out"))
+    processes = len(whole_machine.processes)
+    for at in range(processes):
+        machine, out = one(f"killed{at}"), tmp_path / f"out{at}"
+
+        def kill(machine: Machine = machine, at: int = at) -> None:
+            if len(machine.processes) == at:
+                raise Killed
+
+        machine.before_process = kill
+        with pytest.raises(Killed):
+            machine.gate(out)
+        again = one(f"again{at}")
+        assert what(again.gate(out)) == whole, at
+        lost = len(machine.processes) + len(again.processes) - processes
+        assert 0 <= lost <= 1, "at most the running session is repeated"
+
+
+def test_anchor_sessions_survive_a_resume(machine: Machine, out: Path) -> None:
+    options = GateConfig("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0")
+
+    def kill() -> None:
+        drifted = machine.bench and machine.bench.gate.drifted
+        if drifted and drifted.started == 3:
+            raise Killed
+
+    machine.before_process = kill
+    with pytest.raises(Killed):
+        machine.gate(out, options)
+    before = json.loads((out / result.NAME).read_text())["anchor"]["log_ratios"]
+    assert [len(x) for x in before.values()] == [3]
+    machine.before_process, machine.processes = lambda: None, []
+    gate = machine.gate(out, options)
+    assert gate.drifted
+    assert {row: x[:3] for row, x in gate.drifted.log_ratios.items()} == before
+    assert machine.processes.count("timed:anchor") == drift.SESSIONS - 3
+
+
+def test_refused_selection_leaves_no_gate_file(
+    machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:
+        refused = [call.selection != [CANARIES] for call in calls]
+        return [
+            replace(run, code=USAGE, failure="no such option") if no else run
+            for run, no in zip(machine.run_lanes(calls, timeout), refused)
+        ]
+
+    monkeypatch.setattr(bench, "run_lanes", refuse)
+    with pytest.raises(GateError, match="pytest rejects the selection: no such option"):
+        machine.gate(out)
+    assert not (out / result.NAME).exists()
+
+
+def test_resumed_gate_refuses_other_packages(machine: Machine, out: Path) -> None:
+    def kill() -> None:
+        raise Killed
+
+    machine.before_process = kill
+    with pytest.raises(Killed):
+        machine.gate(out)
+    machine.sides["bad"].torch = "2.15.0"
+    with pytest.raises(GateError, match=r"candidate packages differ from before \(torch 2.13.0 -> 2.15.0\)"):
+        machine.gate(out)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"asked": 3}', "[]"])
+def test_invalid_gate_file_is_one_line(out: Path, text: str) -> None:
+    out.mkdir()
+    (out / result.NAME).write_text(text)
+    with pytest.raises(GateError, match="not a gate that can be resumed"):
+        result.read(out, Plan())
+
+
+@planted("C37", "a gate resumed on another class of host")
+def test_resumed_gate_refuses_another_host_class(
+    machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = machine.prepare(out)
+    made.enter()
+    monkeypatch.setattr(bench, "host_class", lambda: "EPYC, 16 cores")
+    with pytest.raises(
+        GateError, match=r"started on .*, and this is EPYC, 16 cores: gate again, in another --out"
+    ):
+        machine.gate(out)
+
+
+FINDING = Finding(
+    Decision.HOLD, "CHANGED", "graph_breaks", "GB0007", tuple(f"compile/{i}/graph_breaks" for i in range(9)),
+    ("compile/0/graph_breaks: 13 breaks",), ("compile/0/graph_breaks: 14 breaks", "GB0007 at model.py:3"),
+    "pytest -m cpu -n 0 t.py",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [None, 160])
+def test_finding_text_shows_both_sides_and_the_repro(width: int | None) -> None:
+    """Width None is a log: lines are not wrapped, so that it can be searched."""
+    console = Console(file=io.StringIO(), force_terminal=width is not None, width=width or 40, no_color=True)
+    findings_text([FINDING], console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    squeezed = "".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+    for part in ("HOLD", "... and 3 more in gate.json", FINDING.repro, "GB0007"):
+        assert "".join(part.split()) in squeezed
+    if width is None:
+        assert f"candidate: {FINDING.bad[1]}\n" in text
+        assert f"-> {FINDING.repro}\n" in text

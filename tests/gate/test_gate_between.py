@@ -1,0 +1,189 @@
+"""Values measured once per side: what the gate reports as worse, what it displays, and what it measures again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from bumpgate.core.findings import Decision, Finding, Outcome
+
+from bumpgate.core.rows import Judgement, Record, Row, RowError, Value, Verdict, read_record
+from bumpgate.gate.between import Change, change
+from bumpgate.gate.sequential import Timed
+from bumpgate.gate.timed import cost, timed_rows
+from bumpgate.gate.verdict import Side, judge_gate
+from tests.support.tree import ROOT
+
+HOLD, UNKNOWN, ADOPT = Decision.HOLD, Decision.UNKNOWN, Decision.ADOPT
+TEST = "suites/throughput/test_a.py::test_a[cpu]"
+
+
+def row(metric: str, value: Value, unit: str, **fields: object) -> Row:
+    made = {"id": f"throughput/nam52/{metric}", "value": value, "unit": unit, "witness": 1, "rule": "C37"}
+    return Row(**made | {"test": TEST} | fields)  # type: ignore[arg-type]
+
+
+def judged(made: Row, **fields: object) -> Judgement:
+    return replace(Judgement(made, Verdict.PASS, ""), **fields)  # type: ignore[arg-type]
+
+
+def record(*judgements: Judgement) -> Record:
+    return Record({"lane": "cpu"}, judgements)
+
+
+def findings(
+    good: Judgement, bad: Judgement, timed: dict[str, Timed] | None = None
+) -> list[tuple[Decision, str]]:
+    sides = (Side("torch 2.13.0", record(good)), Side("torch 2.14.0", record(bad)))
+    return [(f.decision, f.label) for f in judge_gate("cpu", *sides, timed).findings]
+
+
+def slower(ratio: float) -> Timed:
+    return Timed(Outcome.SLOWER, ratio, (ratio - 0.01, ratio + 0.01), 12, 0.001, 0.001)
+
+
+COLD = row("cold_first_step_seconds", 45.0, "s", better="lower", tolerance=0.5)
+DEVICE = row("device_milliseconds_per_step", 341.1, "ms", better="lower", tolerance=0.06)
+
+
+@pytest.mark.parametrize(("reading", "ratio"), [(COLD, 1.49), (DEVICE, 1.115)])
+def test_slower_single_reading_is_measured_again(reading: Row, ratio: float) -> None:
+    """Both sides pass their stored tolerance, or nearly; the sessions decide, and without them there is no ADOPT."""
+    good, bad = judged(reading), judged(replace(reading, value=reading.value * ratio))
+    assert timed_rows(record(good), record(bad)) == {reading.id: TEST}
+    assert cost(bad) == bad.row.value
+    assert findings(good, bad) == [(UNKNOWN, "INCONCLUSIVE")]
+    assert findings(good, bad, {reading.id: slower(ratio)}) == [(HOLD, "SLOWER")]
+    same = Timed(Outcome.SAME, 1.001, (0.98, 1.02), 12, 1.0, 1.0)
+    assert findings(good, bad, {reading.id: same}) == []
+
+
+@pytest.mark.parametrize(("reading", "ratio"), [(COLD, 1.31), (DEVICE, 1.024), (COLD, 0.5)])
+def test_noise_of_a_single_reading_is_not_a_finding(reading: Row, ratio: float) -> None:
+    good, bad = judged(reading), judged(replace(reading, value=reading.value * ratio))
+    assert timed_rows(record(good), record(bad)) == {}
+    assert findings(good, bad) == []
+
+
+def moved(metric: str, before: Value, after: Value, unit: str, **fields: object) -> Change | None:
+    return change(row(metric, before, unit, **fields), row(metric, after, unit, **fields))
+
+
+LOWER = {"better": "lower", "tolerance": 0.1}
+BOUND = {"better": "derived", "at_most": 3.0}
+BUILD = {"per_build": True}
+WORSE, BETTER, OTHER, AGAIN = Change.WORSE, Change.BETTER, Change.OTHER, Change.AGAIN
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("kernels_per_step", 3311, 3312, "count", LOWER), WORSE),
+        (("kernels_per_step", 3312, 3311, "count", LOWER), BETTER),
+        (("peak_memory_bytes", 5144634880, 5146084864, "bytes", LOWER), None),
+        (("peak_memory_bytes", 5144634880, 5190000000, "bytes", LOWER), WORSE),
+        (("guard_count", 474, 480, "count", LOWER), None),
+        (("guard_count", 474, 520, "count", LOWER), WORSE),
+        (("capability", 1, 0, "capability", {"better": "higher"}), WORSE),
+        (("compiled_calls", 41, 39, "count", {"better": "derived", "at_least": 39}), WORSE),
+        (("gradient_error_ratio", 1.1, 1.9, "ratio", BOUND), None),
+        (("gradient_error_ratio", 1.1, 2.9, "ratio", BOUND), WORSE),
+        (("gradient_error_ratio", 1.5e-5, 7e-5, "ratio", BOUND), None),
+        (("document_leak", 3e-15, 4e-14, "logits", {"better": "derived", "at_most": 1e-10}), None),
+        (("loss_fall", 2.25, 2.40, "nats", {"better": "derived", "at_least": 0.2}), None),
+        (("loss_fall", 2.25, 1.40, "nats", {"better": "derived", "at_least": 0.2}), WORSE),
+        (("first_step_seconds", 1.9, 13.0, "s", {"better": "derived", "at_most": 600}), AGAIN),
+        (("speedup_over_eager", 1.38, 1.2, "ratio", {"better": "derived", "at_least": 1.15}), AGAIN),
+        (("generated_kernels", 200, 1000, "count", BUILD), WORSE),
+        (("generated_kernels", 200, 201, "count", BUILD), OTHER),
+        (("generated_kernels", 200, 100, "count", BUILD), BETTER),
+        (("works", True, False, "bool", BUILD), WORSE),
+        (("works", False, True, "bool", BUILD), OTHER),
+        (("code_hash", "3f45", "a1b2", "sha256", BUILD), OTHER),
+        (("modules", 8, 9, "count", {}), OTHER),
+        (("agrees", 13, 14, "count", {"better": "derived", "expected": 13}), None),
+        (("ratio", 1.0, 1.5, "ratio", {"better": "lower", "interval": (0.9, 1.6)}), None),
+        (("peak_rss_bytes", 500, 900, "bytes", {"better": "lower", "paired": True}), None),
+        (("modules", 8, 9, "count", {"paired": True}), OTHER),
+    ],
+)
+def test_change_margin_depends_on_kind_of_row(args: tuple, expected: Change | None) -> None:
+    *values, fields = args
+    assert moved(*values, **fields) is expected
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "accepted", "expected"),
+    [
+        (row("modules", 8, "count"), row("modules", 9, "count"), "", (HOLD, "CHANGED")),
+        (row("modules", 8, "count"), row("modules", 9, "count"), "ann, until 2027", (ADOPT, "CHANGED")),
+        (row("k", 200, "count", **BUILD), row("k", 1000, "count", **BUILD), "", (HOLD, "WORSE")),
+        (row("k", 200, "count", **BUILD), row("k", 201, "count", **BUILD), "", (ADOPT, "CHANGED")),
+        (row("k", 200, "count", **LOWER), row("k", 199, "count", **LOWER), "", (ADOPT, "WIN")),
+    ],
+)
+def test_passing_rows_that_differ_are_a_finding(
+    good: Row, bad: Row, accepted: str, expected: tuple[Decision, str]
+) -> None:
+    assert findings(judged(good), judged(bad, accepted=accepted)) == [expected]
+
+
+def test_finding_shows_both_values() -> None:
+    good, bad = (Side(n, record(judged(row("k", v, "count", **LOWER)))) for n, v in (("a", 200), ("b", 210)))
+    found: Finding = judge_gate("cpu", good, bad).findings[0]
+    assert found.good == ("throughput/nam52/k: 200 count",)
+    assert found.bad == ("throughput/nam52/k: 210 count",)
+
+
+def test_paired_row_needs_no_interval() -> None:
+    rss = row("peak_rss_bytes", 463 << 20, "bytes", better="lower", paired=True)
+    assert Row.from_json(rss.to_json()) == rss
+    assert timed_rows(record(judged(rss)), record(judged(rss))) == {rss.id: TEST}
+    modules = row("modules", 8, "count", paired=True)
+    assert timed_rows(record(judged(modules)), record(judged(modules))) == {}, (
+        "an exact value needs no session"
+    )
+    with pytest.raises(
+        RowError, match="better of a paired row must be exact, lower or higher, got 'derived'"
+    ):
+        row("modules", 8, "count", better="derived", expected=8, paired=True)
+
+
+def whole(name: str) -> Side:
+    found = read_record(ROOT / "baselines" / "records" / f"{name}.json.xz")
+    return Side(name, replace(found, provenance=found.provenance | {"lane": "cpu"}))
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_one_build_on_two_machines_is_never_worse(swap: bool) -> None:
+    """Two complete runs of one build: 654 rows, no margin is exceeded, and few times would be measured again."""
+    good, bad = (whole(n) for n in ("h200-whole", "h200-whole-another-machine")[:: -1 if swap else 1])
+    assert [f for f in judge_gate("cpu", good, bad).findings if f.label == "WORSE"] == []
+    assert good.record
+    assert bad.record
+    rows = timed_rows(good.record, bad.record)
+    again = [r for r in rows if change(*(by_id(s)[r] for s in (good, bad))) is AGAIN]
+    assert len(again) <= 2
+
+
+def by_id(side: Side) -> dict[str, Row]:
+    assert side.record
+    return {j.row.id: j.row for j in side.record.judgements}
+
+
+def test_unchanged_pairs_with_noise_are_never_held() -> None:
+    """The stored record against copies of itself, with the noise per kind measured between two machines."""
+    rng, good = random.Random(20261123), whole("h200-whole")
+    assert good.record
+    noise = {"ms": 0.012, "fraction": 0.016, "ratio": 0.026, "s": 0.13, "nats": 0.03, "bytes": 0.0001}
+
+    def noisy(j: Judgement) -> Judgement:
+        r = j.row
+        if not isinstance(r.value, float) or r.expected is not None or r.interval:
+            return j
+        return replace(j, row=replace(r, value=r.value * (1 + rng.gauss(0, noise.get(r.unit, 0.0)))))
+
+    for _ in range(100):
+        bad = Side("again", replace(good.record, judgements=tuple(map(noisy, good.record.judgements))))
+        assert [f for f in judge_gate("cpu", good, bad).findings if f.decision is HOLD] == []

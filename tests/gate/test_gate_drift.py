@@ -1,0 +1,93 @@
+"""Drift over several gates, the month-old build that it is measured against, and accepted slowdowns."""
+
+from __future__ import annotations
+
+from datetime import date, timedelta
+from pathlib import Path
+
+import pytest
+
+from bumpgate.core import gate_file
+from bumpgate.core.findings import Decision, DriftReading, Outcome
+from bumpgate.gate import drift, result
+from bumpgate.gate.drift import find_drifts
+from bumpgate.gate.result import Gate, GateConfig
+from tests.support.gating import TODAY, Machine, labels
+
+
+def weekly(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weeks: int) -> list[Gate]:
+    """One gate per week, each 1 % slower than the last; the anchor is the build of four weeks before."""
+    row = "throughput/b/seconds"
+    history: list[DriftReading] = []
+    gates = []
+    for week in range(1, weeks + 1):
+        machine.recent = {row: tuple(history)}
+        machine.sides["bad"].slower = {row: 1.01**week}
+        machine.sides["good"].slower = {row: 1.01 ** (week - 1)}
+        machine.sides["anchor"].slower = {row: 1.01 ** max(0, week - 4)}
+        day = TODAY + timedelta(weeks=week)
+        monkeypatch.setattr("tests.support.gating.TODAY", day)
+        machine.seed = week
+        gate = machine.gate(tmp_path / f"week{week}", GateConfig("cpu", candidate="torch", anchor="torch==0"))
+        gates.append(gate)
+        found = gate_file.read(tmp_path / f"week{week}" / result.NAME)
+        assert isinstance(found, gate_file.GateFile)
+        history.append(DriftReading(day, found.readings[row]))
+    return gates
+
+
+def test_gates_report_1_percent_weekly_drift_by_week_6(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = weekly(machine, tmp_path, monkeypatch, 6)
+    last = labels(gates[-1])
+    assert ("HOLD", "CREEP") in last, [labels(g) for g in gates]
+    assert not any("CREEP" in found for _, found in labels(gates[1])), "two weeks are no drift yet"
+
+
+def test_drift_from_history_holds_until_accepted(machine: Machine, out: Path) -> None:
+    row = "throughput/b/seconds"
+    weeks = [TODAY - timedelta(weeks=n) for n in (4, 3, 2, 1)]
+    machine.recent = {row: tuple(DriftReading(day, x) for day, x in zip(weeks, (0.03, 0.04, 0.04, 0.04)))}
+    assert labels(machine.gate(out)) == [("HOLD", "CREEP")]
+    write_acceptance(machine.root, row, 1.05, TODAY + timedelta(days=9))
+    accepted = machine.gate(out.with_name("accepted"))
+    assert (accepted.decision, len(accepted.accepted)) == (Decision.ADOPT, 1)
+
+
+def write_acceptance(root: Path, row: str, ratio: float, expires: date) -> None:
+    (root / "baselines").mkdir()
+    (root / "baselines/accepted.toml").write_text(
+        f'[[accepted]]\nlane = "cpu"\nrow = "{row}"\nratio = {ratio}\nowner = "ann"\n'
+        f'reason = "known"\nsince = {expires - timedelta(days=30)}\nexpires = {expires}\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "days", "decision"),
+    [(1.06, 1, Decision.ADOPT), (1.06, -1, Decision.HOLD), (1.01, 1, Decision.HOLD)],
+    ids=["accepted", "expired", "slower than that"],
+)
+def test_accepted_slowdown_is_adopted_until_it_expires(
+    machine: Machine, out: Path, ratio: float, days: int, decision: Decision
+) -> None:
+    row = "throughput/b/seconds"
+    machine.sides["bad"].slower = {row: 1.06}
+    write_acceptance(machine.root, row, ratio, TODAY + timedelta(days=days))
+    gate = machine.gate(out)
+    assert (gate.decision, gate.timed[row].outcome) == (decision, Outcome.SLOWER)
+    assert len(gate.accepted) == (ratio > 1.01)
+
+
+def test_anchor_that_cannot_be_paired_is_unknown(machine: Machine, out: Path) -> None:
+    machine.sides["anchor"].failure = "import torch: exit 1"
+    gate = machine.gate(out, GateConfig("cpu", candidate="torch", anchor="torch==2.12.0"))
+    assert labels(gate) == [("UNKNOWN", "INFRA")]
+
+
+def test_anchor_with_missing_sessions_gives_no_reading() -> None:
+    few = [0.5] * (drift.SESSIONS - 1)
+    before = {"a/b/s": [DriftReading(TODAY - timedelta(days=7), 0.04)]}
+    assert find_drifts(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": few}, TODAY) == {}
+    found = find_drifts(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": [*few, 0.5]}, TODAY)
+    assert found["a/b/s"].called == TODAY

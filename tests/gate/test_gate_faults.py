@@ -1,0 +1,346 @@
+"""`bumpgate gate` end to end on a miniature tree: real processes, real interpreters, and every failure mode."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bumpgate import cli
+from bumpgate.env.build import BuildError, NotInstallable
+from bumpgate.gate import command as gate
+from bumpgate.gate import result
+from bumpgate.gate.plan import Plan
+from bumpgate.gate.result import Gate
+from bumpgate.gate.sides import EnvSpec, side_name
+from suites.support.planted import planted
+from tests.support.gate_tree import COUNTS, TIMED, TIMES_TEST, Tree, wait_for
+from tests.support.project import GOOD
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Any:
+    made = Tree(tmp_path)
+    yield made
+    made.end()
+
+
+def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
+    """5 % more work in one of two loops: HOLD for that one, SAME for the other, from sessions of three gates.
+
+    With a user's number of sessions: with 8, each must detect it, and with a busy neighbour one may not.
+    """
+    tree.bad = tree.interpreter("bad", SLOWER="1.05")
+
+    def sessions() -> int:
+        return (
+            (tree.raw()["sessions"] or {"begun": 0})["begun"]
+            if (tree.root / "g" / result.NAME).exists()
+            else 0
+        )
+
+    def begin(*more: str) -> subprocess.Popen[str]:
+        return tree.start("-c", "from bumpgate.cli import main; main()", *tree.sides(), *more)
+
+    first = begin()
+    wait_for(lambda: sessions() >= 2)
+    first.send_signal(signal.SIGINT)
+    _, err = first.communicate(timeout=120)
+    assert first.returncode == gate.INTERRUPTED
+    message = err.splitlines()[-1]
+    assert message.startswith("interrupted; results so far are saved. Resume with: bumpgate gate")
+    assert message.endswith("--resume")
+    kept = tree.raw()["sessions"]["log_ratios"]
+
+    again = tree.gate()
+    assert (again.code, len(again.err.splitlines())) == (4, 1)
+    assert "continue it with --resume, or name another --out" in again.err
+    other = tree.gate("--sessions", "9", "--resume")
+    assert (other.code, "is of another gate (other sessions)" in other.err) == (4, True)
+
+    before = sessions()
+    second = begin("--resume")
+    wait_for(lambda: sessions() >= before + 1)
+    second.kill()
+    second.communicate(timeout=120)
+    assert tree.raw()["decision"] == "UNKNOWN"
+
+    last = tree.gate("--resume")
+    assert last.code == 1, last.out + last.err
+    raw = tree.raw()
+    outcomes = {row: t["outcome"] for row, t in raw["timed"].items()}
+    assert outcomes == {"throughput/same/ratio": "SAME", "throughput/slow/ratio": "SLOWER"}
+    assert raw["timed"]["throughput/slow/ratio"]["ratio"] == pytest.approx(1.05, abs=0.02)
+    for row in TIMED:
+        found = raw["timed"][row]["log_ratios"]
+        assert found[: len(kept[row])] == kept[row], "earlier sessions are kept"
+    # A row that lost a reading lags; the sessions end at the look that decides the last row.
+    counts = {len(raw["timed"][row]["log_ratios"]) for row in TIMED}
+    assert counts & {look.sessions for look in Plan().looks}
+    assert [f["label"] for f in raw["findings"]] == ["SLOWER"]
+    assert f"-> {tree.bad} -m pytest -m cpu -n 0 '{TIMES_TEST}'" in last.out
+    assert "(candidate) against torch" in last.out.splitlines()[-1]
+    finished = tree.gate("--resume")
+    old = f"; an earlier verdict, started {raw['started']}; nothing was measured now"
+    assert finished.code == 1
+    assert finished.out.replace(old, "") == last.out != finished.out, (
+        "a finished gate shows its verdict again"
+    )
+
+
+def test_unchanged_pair_is_adopted_with_separate_caches(tree: Tree) -> None:
+    body = """
+    @lanes("cpu")
+    def test_caches(lane):
+        with open(f"caches-{os.environ['SIDE']}", "w") as f:
+            f.write(os.environ["TORCHINDUCTOR_CACHE_DIR"] + " " + os.environ["TRITON_CACHE_DIR"])
+    """
+    tree.tests(body, "suites/compile/test_caches.py")
+    done = tree.gate(*COUNTS)
+    assert done.code == 0, done.out + done.err
+    assert done.out.startswith("ADOPT: ")
+    good, bad = (set((tree.root / f"caches-{side}").read_text().split()) for side in ("good", "bad"))
+    assert len(good | bad) == 4
+    assert all(path.startswith(str(tree.root / "home" / "compiled")) for path in good | bad)
+    quiet = [line for line in done.err.splitlines() if line]
+    assert len(quiet) == 7, "one line per step without a terminal"
+
+
+def test_gate_at_its_budget_resumes_to_the_same_verdict(tree: Tree) -> None:
+    ended = tree.gate("--budget", "0")
+    assert ended.code == 125, ended.out + ended.err
+    line = ended.err.splitlines()[-1]
+    assert line.startswith("the budget ended before every timed row was decided. Resume with: bumpgate gate")
+    assert (line.endswith("--resume"), tree.raw()["sessions"]["begun"]) == (True, 0)
+    started = tree.raw()["started"]
+
+    resumed = tree.gate("--resume")
+    assert resumed.code == 0, resumed.out + resumed.err
+    assert "nothing was measured now" not in resumed.out
+    assert (tree.raw()["started"], tree.raw()["decision"]) == (started, "ADOPT")
+    assert tree.raw()["sessions"]["begun"] >= min(look.sessions for look in Plan().looks)
+
+
+FAILURES = {
+    "canary": ({"CANARY": "read 0"}, 125, "INSTRUMENT instrument graphs: read 0"),
+    "raises": (
+        {"TORCH": "raise ImportError('libcudart.so.13: gone')"},
+        125,
+        "ImportError: libcudart.so.13: gone",
+    ),
+    "segfault": ({"TORCH": "os.kill(os.getpid(), 11)"}, 125, "import torch: killed by SIGSEGV"),
+    "changed": ({"BREAKS": "14"}, 1, "REGRESSION graph_breaks"),
+    "lost": ({"BREAKS": "none"}, 1, "MISSING"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_broken_candidate_is_one_finding_with_exit_code(tree: Tree, name: str) -> None:
+    variables, code, words = FAILURES[name]
+    quoted = {k: v.replace("'", '"') for k, v in variables.items()}
+    tree.bad = tree.interpreter("bad", **quoted)
+    tree.write("torch/__init__.py", "import os\nexec(os.environ.get('TORCH', ''))\n")
+    tree.tests(
+        GOOD.replace("    row(", "    if os.environ.get('BREAKS') != 'none': row(").replace(
+            "13, expected", "int(os.environ.get('BREAKS', '13')), expected"
+        )
+    )
+    done = tree.gate(*COUNTS)
+    assert done.code == code, done.out + done.err
+    assert words in done.out
+    assert "Traceback" not in done.out + done.err
+    assert (tree.raw()["exit_code"], tree.raw()["finished"]) == (code, True)
+
+
+def test_selection_without_rows_is_unknown(tree: Tree) -> None:
+    tree.tests("@lanes('h200')\ndef test_elsewhere(lane):\n    pass\n", "suites/compile/test_h200.py")
+    done = tree.gate("--", "suites/compile/test_h200.py")
+    assert done.code == 125
+    assert "NOTHING no row was selected" in done.out
+
+
+PAIR = ("gate", "--lane", "cpu", "--python-bad", sys.executable)
+REFUSALS = {
+    "unknown lane 'tpu'; lanes: cpu, h200, h200x2, v6e": ("gate", "--lane", "tpu", "--candidate", "torch==1"),
+    "name the candidate: --candidate 'torch==X'": ("gate", "--lane", "cpu"),
+    "or --python-bad PATH": (*PAIR, "--candidate", "torch==1"),
+    "--without is for interpreters (--python-bad PATH)": (
+        *("gate", "--lane", "cpu", "--candidate", "torch==1", "--without", "fast"),
+    ),
+    "--without fast: not a kernel wheel of lane cpu (none)": (*PAIR, "--without", "fast"),
+    "--adopted cannot be combined with an interpreter for it": (
+        *PAIR,
+        "--python-good",
+        "x",
+        "--adopted",
+        "torch==1",
+    ),
+    "the selection names suites/nope.py, which does not exist": (*PAIR, "--", "suites/nope.py::test_a"),
+    "-m is set by the gate": (*PAIR, "--", "-m", "h200"),
+    "--record is set by the gate": (*PAIR, "--", "--record=x"),
+    "--sessions: at least 6 sessions, got 3": (*PAIR, "--sessions", "3"),
+    "invalid candidate 'torch=>1'": ("gate", "--lane", "cpu", "--candidate", "torch=>1"),
+}
+
+
+KERNEL_LANE = """schema = 1
+[environment.cpu]
+status = "adopted"
+lane = "cpu"
+source = "a test"
+python = ">=3.10"
+torch = "==9.9.0"
+wheels = { fast = { version = "1.0", torch = "9.9.0" }, faster = { version = "1.0", torch = "9.9.0" } }
+"""
+
+
+@pytest.fixture
+def run(tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run the command in this process: exit code, stdout, stderr."""
+    monkeypatch.chdir(tree.root)
+    for name in ("BUMPGATE_HOME", "TMPDIR"):
+        monkeypatch.setenv(name, tree.env[name])
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["bumpgate", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_bad_gate_input_is_one_line_and_exit_4(run: Any, words: str) -> None:
+    code, out, err = run(*REFUSALS[words])
+    assert (code, out, len(err.splitlines())) == (4, "", 1), err
+    assert words in err
+
+
+@planted("C39", "an interpreter that was prepared without the lane's kernel wheels")
+def test_interpreter_without_kernel_wheels_is_refused(run: Any, tree: Tree) -> None:
+    tree.write("wheels/manifest.toml", KERNEL_LANE)
+    code, out, err = run(*tree.sides())
+    assert (code, out) == (4, "")
+    assert err.splitlines() == [
+        f"bumpgate: {tree.good} lacks fast, faster of lane cpu: install them (bumpgate wheels plan --lane cpu"
+        f" --python {tree.good} lists which fit), or add, if that is intended: --without fast --without faster"
+    ]
+    assert not (tree.root / "g" / result.NAME).exists()
+    code, _, err = run(*tree.sides(), "--without", "fast")
+    assert (code, "lacks faster of lane cpu" in err) == (4, True)
+
+
+def test_kernel_wheels_named_with_without_are_not_required(
+    run: Any, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree.write("wheels/manifest.toml", KERNEL_LANE)
+    places: dict[str, EnvSpec] = {}
+
+    class StopGateError(Exception):
+        pass
+
+    def bench(gate: Gate, root: Path, out: Path, found: dict[str, EnvSpec], *_: object) -> None:
+        places.update(found)
+        assert gate.config.without == ("fast", "faster")
+        raise StopGateError
+
+    monkeypatch.setattr(gate, "GateRunner", bench)
+    monkeypatch.setattr("sys.argv", ["bumpgate", *tree.sides(), "--without", "Fast", "--without", "faster"])
+    with pytest.raises(StopGateError):
+        cli.main()
+    absent = json.loads(places["bad"].variables["BUMPGATE_ABSENT"])
+    assert absent["fast"] == "fast is not installed (--without)"
+
+
+@pytest.mark.parametrize("error", [NotInstallable, BuildError])
+def test_environment_that_cannot_be_built_is_unknown(
+    run: Any, tree: Tree, monkeypatch: pytest.MonkeyPatch, error: type[BuildError]
+) -> None:
+    def refuse(request: object, **_: object) -> None:
+        raise error("torch==99: there is no version of torch==99 (log: build.log)", Path("build.log"), "tail")
+
+    monkeypatch.setattr(gate, "build", refuse)
+    monkeypatch.setattr(gate, "lane_request", lambda *_, **__: None)
+    code, out, _ = run(
+        "gate", "--lane", "cpu", "--python-good", str(tree.good), "--candidate", "torch==99", *COUNTS
+    )
+    assert code == 125
+    assert "INFRA torch==99: there is no version of torch==99" in out
+    assert "-> less build.log" in out
+    place = tree.root / "build/gate/cpu-torch-99" / result.NAME
+    assert json.loads(place.read_text())["decision"] == "UNKNOWN"
+
+
+def test_full_disk_is_one_line_and_keeps_measurements(
+    run: Any, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, written = result.write_atomic, []
+
+    def full(path: Path, text: str) -> None:
+        written.append(text)
+        if len(written) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, text)
+
+    monkeypatch.setattr(result, "write_atomic", full)
+    code, out, err = run(*tree.sides(), *COUNTS)
+    assert (code, out) == (125, "")
+    assert "gate.json: No space left on device; results so far are saved. Resume with: bumpgate gate" in err
+    assert "--out g --resume -- suites/canaries suites/compile" in err
+    kept = result.read(tree.root / "g", Plan())
+    assert kept
+    assert (kept.finished, kept.sides["good"].canaries, kept.sides["bad"].canaries) == (False, {}, {})
+
+
+def test_second_gate_reports_the_process_it_waits_for(tree: Tree) -> None:
+    with (tree.root / f"bumpgate-{os.getuid()}.gate-cpu").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4711")
+        lock.flush()
+        log = tree.root / "stderr"
+        program = "import sys; sys.stderr = open('stderr', 'w', 1); from bumpgate.cli import main; main()"
+        second = tree.start("-c", program, *tree.sides())
+        wait_for(lambda: log.exists() and "waiting" in log.read_text())
+        assert log.read_text() == "device cpu is in use by process 4711; waiting for it\n"
+        assert not (tree.root / "g" / result.NAME).exists()
+        second.send_signal(signal.SIGINT)
+        second.communicate(timeout=120)
+    assert second.returncode == gate.INTERRUPTED
+
+
+def test_gate_help_lists_exit_codes(run: Any) -> None:
+    code, out, _ = run("gate", "--help")
+    assert code == 0
+    assert re.search(r"0 ADOPT, 1 HOLD, 125 UNKNOWN, 4 bad input", " ".join(out.split()))
+
+
+@pytest.mark.parametrize(
+    ("candidate", "expected"),
+    [
+        ("libtpu==0.0.50", "libtpu 0.0.51 (adopted)"),
+        ("Torch_XLA >= 2.9", "torch-xla 2.9.0 (adopted)"),
+        ("torch==2.9.0", "torch 2.9.1 (adopted)"),
+        ("triton==3.6.0", "torch 2.9.1 (adopted)"),  # absent
+        ("adopted", "torch 2.9.1 (adopted)"),
+        ("/wheels/libtpu-0.0.50-py3-none-any.whl", "torch 2.9.1 (adopted)"),
+    ],
+)
+def test_side_is_named_after_the_package_of_the_candidate(candidate: str, expected: str) -> None:
+    packages = {"torch": "2.9.1", "torch-xla": "2.9.0", "libtpu": "0.0.51"}
+    assert side_name("adopted", candidate, packages) == expected
+    assert side_name("adopted", candidate, {}) == "adopted"

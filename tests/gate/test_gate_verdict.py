@@ -1,0 +1,419 @@
+"""The gate's verdict: every pair of row verdicts, every gap in the evidence, and grouping of findings by cause."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import date
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bumpgate.core.findings import Decision, Finding, Outcome, group
+from bumpgate.core.problems import Problem
+from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict
+from bumpgate.gate import verdict
+from bumpgate.gate.drift import Drift
+from bumpgate.gate.sequential import Timed
+from bumpgate.gate.verdict import GateVerdict, Side, judge_gate
+
+FIXED = settings(derandomize=True, max_examples=60, deadline=None)
+HOLD, UNKNOWN, ADOPT = Decision.HOLD, Decision.UNKNOWN, Decision.ADOPT
+TEST = "suites/compile/test_breaks.py::test_breaks[cpu]"
+
+
+def row(id: str = "compile/nam52-regional/graph_breaks", value: Value = 13, **fields: object) -> Row:
+    made = {"id": id, "value": value, "unit": "breaks", "witness": 1, "rule": "C6", "test": TEST}
+    return Row(**made | fields)  # type: ignore[arg-type]
+
+
+def gone(id: str = "compile/nam52-regional/graph_breaks") -> Row:
+    return row(id, None, witness=0, rule="")
+
+
+def judged(row_verdict: Verdict, made: Row | None = None, reason: str = "") -> Judgement:
+    return Judgement(made or row(), row_verdict, reason, "bumpgate rebaseline --lane cpu")
+
+
+def side(name: str, *judgements: Judgement, **fields: object) -> Side:
+    problems = tuple(map(Problem.from_json, fields.pop("problems", ())))  # type: ignore[call-overload]
+    record = Record({"lane": "cpu"}, judgements, bool(fields.pop("complete", True)), problems)
+    return Side(name, record, **fields)  # type: ignore[arg-type]
+
+
+def gate(
+    good: list[Judgement], bad: list[Judgement], timed: Mapping[str, Timed] | None = None
+) -> GateVerdict:
+    return judge_gate("cpu", side("torch 2.13.0", *good), side("torch 2.14.0", *bad), timed)
+
+
+def paired(outcome: Outcome, ratio: float = 1.0, sessions: int = 12) -> Timed:
+    return Timed(outcome, ratio, (ratio - 0.02, ratio + 0.02), sessions, 0.5, 0.5)
+
+
+def one(result: GateVerdict) -> Finding:
+    assert len(result.findings) == 1, result.findings
+    return result.findings[0]
+
+
+# Rows: verdict in the adopted environment; columns: verdict in the candidate. None: the row is not in the record.
+P, D, W, R, C, M, N, F, X = (
+    Verdict.PASS,
+    Verdict.FIXED,
+    Verdict.WIN,
+    Verdict.REGRESSION,
+    Verdict.CHANGED,
+    Verdict.MISSING,
+    Verdict.INSTRUMENT,
+    Verdict.INFRA,
+    Verdict.INCONCLUSIVE,
+)
+COLUMNS = (P, D, W, R, C, M, N, F, X, None)
+TABLE: dict[Verdict | None, str] = {
+    #     P D W R C M N F X None
+    P: "A A A H H H U U U U",
+    D: "A A A H H H U U U U",
+    W: "A A A H H H U U U U",
+    R: "A A A U U U U U U U",
+    C: "A A A U U U U U U U",
+    M: "U U U U U U U U U U",
+    N: "U U U U U U U U U U",
+    F: "U U U U U U U U U U",
+    X: "U U U U U U U U U U",
+}
+
+
+def test_verdict_table_is_complete() -> None:
+    assert set(TABLE) == set(Verdict) == set(COLUMNS) - {None}
+    assert all(len(line.split()) == len(COLUMNS) for line in TABLE.values())
+
+
+def measured(row_verdict: Verdict | None) -> list[Judgement]:
+    if row_verdict is None:
+        return []
+    return [judged(row_verdict, gone() if row_verdict in (M, F) else row())]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "expected"),
+    [(g, b, cell) for g, line in TABLE.items() for b, cell in zip(COLUMNS, line.split())],
+)
+def test_decision_for_each_pair_of_row_verdicts(good: Verdict, bad: Verdict | None, expected: str) -> None:
+    # A second row that passes on both sides: the first one decides.
+    right = judged(P, row("compile/other/recompiles"))
+    result = gate([*measured(good), right], [*measured(bad), right])
+    assert result.decision is {"A": ADOPT, "H": HOLD, "U": UNKNOWN}[expected]
+    assert result.exit_code == {"A": 0, "H": 1, "U": 125}[expected]
+
+
+def test_unreviewed_row_only_in_the_candidate_is_new() -> None:
+    """A capability added by a release has rows without a baseline; a reviewed row never counts as new."""
+    both = judged(P, row("compile/other/recompiles"))
+    added = judged(M, row("release/cond/parts"), "not reviewed: measured 0 count")
+    result = gate([both], [both, added])
+    assert (result.decision, [f.label for f in result.findings]) == (ADOPT, ["NEW"])
+    assert gate([both, added], [both, added]).decision is UNKNOWN
+    assert gate([both], [both, judged(P, row("release/cond/parts"))]).decision is UNKNOWN
+
+
+def test_exit_codes_match_git_bisect() -> None:
+    assert {d.name: d.value for d in Decision} == {"ADOPT": 0, "HOLD": 1, "UNKNOWN": 125}
+
+
+right = [judged(P)]
+GAPS = {
+    "canary failed in the adopted": (
+        side("a", *right, canaries={"breaks": "read 2, knows 1"}),
+        side("b", *right),
+    ),
+    "canary failed in the candidate": (side("a", *right), side("b", *right, canaries={"breaks": "read 2"})),
+    "row missing in the adopted": (side("a"), side("b", *right)),
+    "row missing in the candidate": (side("a", *right), side("b")),
+    "build of the adopted failed": (Side("a", None, "No space left on device"), side("b", *right)),
+    "build of the candidate failed": (side("a", *right), Side("b", None, "no such wheel")),
+    "both builds failed": (Side("a", None, "no index"), Side("b", None, "no index")),
+    "no record and no word why": (side("a", *right), Side("b", None)),
+    "nothing selected": (side("a"), side("b")),
+    "adopted run cut short": (side("a", *right, complete=False), side("b", *right)),
+    "candidate run cut short": (side("a", *right), side("b", *right, complete=False)),
+    "problem in the adopted": (side("a", *right, problems=("x.py::t: failed",)), side("b", *right)),
+    "same test failed in both": (
+        side("a", *right, problems=("x.py::t: took 3 s",)),
+        side("b", *right, problems=("x.py::t: took 4 s",)),
+    ),
+    "skip in the candidate": (
+        side("a", *right),
+        side("b", *right, problems=("x.py::t: skipped under --gate: no wheel",)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_gap_in_the_evidence_is_unknown(name: str) -> None:
+    result = judge_gate("cpu", *GAPS[name])
+    assert result.decision is UNKNOWN
+    assert all(finding.head for finding in result.findings)
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_sides_without_gaps_are_adopted(name: str) -> None:
+    """Only the gaps above decide, nothing else in these sides."""
+    good, bad = (Side(s.name, Record({"lane": "cpu"}, tuple(right))) for s in GAPS[name])
+    assert judge_gate("cpu", good, bad) == GateVerdict(ADOPT, ())
+
+
+def test_mutant_without_side_checks_adopts_a_broken_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "_environment", lambda lane, side, is_good: [])
+    assert judge_gate("cpu", *GAPS["canary failed in the candidate"]).decision is ADOPT
+
+
+def test_failed_test_only_in_the_candidate_holds() -> None:
+    bad = side("b", *right, problems=("x.py::t: AttributeError: gone",))
+    result = judge_gate("cpu", side("a", *right), bad)
+    assert result.decision is HOLD
+    assert one(result).repro == "pytest -m cpu -n 0 x.py::t"
+    cut = side("b", *right, problems=("the run was cut short: 3 of 9 tests did not finish",), complete=False)
+    assert judge_gate("cpu", side("a", *right), cut).decision is UNKNOWN
+
+
+def test_row_lost_by_an_incomplete_run_does_not_hold() -> None:
+    lost = judged(M, gone())
+    assert judge_gate("cpu", side("a", *right), side("b", lost)).decision is HOLD
+    assert judge_gate("cpu", side("a", *right), side("b", lost, complete=False)).decision is UNKNOWN
+
+
+def test_regression_outweighs_a_gap() -> None:
+    bad = side("b", judged(R), canaries={"timer": "coarse"})
+    result = judge_gate("cpu", side("a", *right), bad)
+    assert [f.decision for f in result.findings] == [HOLD, UNKNOWN]
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        (Outcome.SAME, ADOPT),
+        (Outcome.NOT_SLOWER, ADOPT),
+        (Outcome.FASTER, ADOPT),
+        (Outcome.SLOWER, HOLD),
+        (Outcome.INCONCLUSIVE, UNKNOWN),
+    ],
+)
+def test_decision_for_timed_rows(outcome: Outcome, expected: Decision) -> None:
+    timed = {"throughput/nam52/seconds": paired(outcome, 1.06)}
+    result = gate(right, right, timed)
+    assert result.decision is expected
+    assert [f.label for f in result.findings] == ([] if outcome is Outcome.SAME else [outcome.value])
+    assert gate([], [], timed).decision is expected
+
+
+def test_timed_row_without_sessions_is_unknown() -> None:
+    never = Timed(Outcome.INCONCLUSIVE, math.nan, (0.0, math.inf), 0, 1.0, 1.0)
+    (both,) = judge_gate(
+        "cpu", side("a"), side("b"), dict.fromkeys(("a/b/seconds", "a/c/ratio"), never)
+    ).findings
+    assert (both.head, both.rows) == ("no paired session gave a time", ("a/b/seconds", "a/c/ratio"))
+    timed = {"a/b/seconds": never}
+    found = one(gate(right, right, timed))
+    assert found.decision is UNKNOWN
+    assert found.bad == ("a/b/seconds: not measured",)
+
+
+@pytest.mark.parametrize("row_verdict", [R, W, X])
+def test_paired_sessions_replace_the_stored_time(row_verdict: Verdict) -> None:
+    made = row("throughput/nam52/seconds", 1.2, better="lower", interval=(1.1, 1.3), unit="s")
+    good, bad = [judged(P, made)], [judged(row_verdict, made)]
+    assert gate(good, bad, {made.id: paired(Outcome.SAME)}) == GateVerdict(ADOPT, ())
+    assert gate(good, bad).decision is {R: HOLD, W: ADOPT, X: UNKNOWN}[row_verdict]
+    # A derived expectation applies to a timed row as well, and so does a canary.
+    bound = replace(made, at_most=1.0)
+    assert gate([judged(P, made)], [judged(R, bound)], {made.id: paired(Outcome.SAME)}).decision is HOLD
+    assert gate(good, [judged(N, made)], {made.id: paired(Outcome.SAME)}).decision is UNKNOWN
+
+
+def test_unmeasured_timed_row_is_decided_by_sessions() -> None:
+    lost = [judged(M, gone("a/b/seconds"))]
+    assert gate(right + lost, right + lost, {"a/b/seconds": paired(Outcome.SAME)}).decision is ADOPT
+    assert gate(right + lost, right + lost).decision is UNKNOWN
+
+
+def test_drift_holds_the_candidate() -> None:
+    drift = Drift(date(2026, 1, 5), date(2026, 2, 9), 1.041)
+    result = judge_gate("cpu", side("a", *right), side("b", *right), drifts={"a/b/seconds": drift})
+    assert result.decision is HOLD
+    assert one(result).bad == ("a/b/seconds: +4.1 %, rising since 2026-01-05, called 2026-02-09",)
+
+
+def breaks(case: str, *evidence: str, value: int = 14) -> Row:
+    return row(f"compile/{case}/graph_breaks", value, evidence=evidence)
+
+
+def test_rows_with_one_cause_are_one_finding() -> None:
+    known = ("call to print at a.py:3", "call to print at a.py:3")
+    new = "data-dependent branch at moe.py:88 <object at 0x7f2a>"
+    good = [judged(P, breaks(case, *known, value=13)) for case in "abc"]
+    bad = [judged(C, breaks(case, *known, new)) for case in "ab"]
+    bad += [judged(C, breaks("c", known[0], "generic break at mla.py:5"))]
+    result = gate(good, bad)
+    assert [f.rows for f in result.findings] == [
+        ("compile/a/graph_breaks", "compile/b/graph_breaks"),
+        ("compile/c/graph_breaks",),
+    ]
+    first, second = result.findings
+    assert first.head == "data-dependent branch at moe.py:88 <object at 0x_>"
+    assert first.good == ("compile/a/graph_breaks: 13 breaks", "compile/b/graph_breaks: 13 breaks")
+    assert first.bad[:2] == ("compile/a/graph_breaks: 14 breaks", first.head)
+    assert first.repro == f"pytest -m cpu -n 0 '{TEST}'"
+    assert second.good == ("compile/c/graph_breaks: 13 breaks", known[0])
+
+
+def test_grouping_ignores_addresses_and_separates_metrics() -> None:
+    good = [judged(P, row(f"compile/{c}/{m}")) for c in "ab" for m in ("breaks", "recompiles")]
+    bad = [
+        judged(C, row(f"compile/{c}/{m}", 20, evidence=(f"guard on 0x{c * 4}",)))
+        for c in "ab"
+        for m in ("breaks", "recompiles")
+    ]
+    assert [(f.metric, len(f.rows)) for f in gate(good, bad).findings] == [("breaks", 2), ("recompiles", 2)]
+
+
+def test_removed_evidence_is_the_cause() -> None:
+    good = [judged(P, breaks("a", "kernel fused_add", "kernel mm"))]
+    bad = [judged(C, breaks("a", "kernel mm"))]
+    assert one(gate(good, bad)).head == "gone: kernel fused_add"
+
+
+def test_rows_lost_by_one_failure_are_one_finding() -> None:
+    """Independent of metric and test: the reason is the cause."""
+    ids = ["kernels/mla/forward_error_ratio", "kernels/mla/gradient_error_ratio"]
+    good = [judged(P, row(id)) for id in ids]
+    bad = []
+    for n, id in enumerate(ids):
+        test = f"suites/kernels/test_mla.py::test_{n}"
+        reason = f"not reported by {test}: AttributeError: no mla"
+        bad.append(judged(M, replace(gone(id), test=test), reason))
+    found = one(gate(good, bad))
+    assert found.rows == tuple(ids)
+    assert found.head == "not reported by its test: AttributeError: no mla"
+
+
+def test_row_red_on_both_sides_is_unknown_with_both_values() -> None:
+    found = one(gate([judged(C, row(value=14))], [judged(C, row(value=15))]))
+    assert (found.decision, found.label) == (UNKNOWN, "RED IN BOTH")
+    assert found.good[0].endswith("14 breaks")
+    assert found.bad[0].endswith("15 breaks")
+    assert found.repro == "bumpgate rebaseline --lane cpu"
+
+
+def test_canary_and_its_dependent_rows_are_one_finding() -> None:
+    bad = side(
+        "b", judged(N, reason="instrument breaks: read 2, knows 1"), canaries={"breaks": "read 2, knows 1"}
+    )
+    found = one(judge_gate("cpu", side("a", *right), bad))
+    assert found.rows == (row().id,)
+    assert found.bad[0] == "b: instrument breaks: read 2, knows 1"
+
+
+def test_per_build_value_does_not_hold() -> None:
+    differs = replace(judged(C, row(per_build=True)), explains=True)
+    assert gate([judged(P, row(per_build=True))], [differs]) == GateVerdict(ADOPT, ())
+
+
+def defect(value: int, inside: bool, row_verdict: Verdict) -> Judgement:
+    made = row(
+        "cache/layers-cpu/truncated_object_loaded",
+        value,
+        unit="present",
+        better="defect",
+        at_most=int(inside),
+        evidence=("known in torch==2.13.*",),
+    )
+    return judged(row_verdict, made)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "expected"),
+    [
+        ((1, True, P), (1, True, P), None),
+        ((0, False, P), (0, False, P), None),
+        ((0, True, D), (0, True, D), None),
+        ((1, True, P), (0, True, D), (ADOPT, "FIXED")),
+        ((1, True, P), (0, False, P), (ADOPT, "FIXED")),
+        ((0, False, P), (1, True, P), (HOLD, "REGRESSION")),
+        ((0, False, P), (1, False, R), (HOLD, "REGRESSION")),
+        ((1, True, P), (1, False, R), (ADOPT, "KNOWN DEFECT")),
+        ((1, True, P), (1, True, N), (UNKNOWN, "INSTRUMENT")),
+    ],
+)
+def test_defect_rows_compare_presence(
+    good: tuple[int, bool, Verdict], bad: tuple[int, bool, Verdict], expected: tuple[Decision, str] | None
+) -> None:
+    found = gate([defect(*good)], [defect(*bad)]).findings
+    assert [(f.decision, f.label) for f in found] == ([expected] if expected else [])
+
+
+def test_lost_defect_row_holds() -> None:
+    lost = judged(M, gone("cache/layers-cpu/truncated_object_loaded"))
+    assert gate([defect(1, True, P)], [lost]).decision is HOLD
+
+
+CODEGEN = "suites/kernels/codegen/test_codegen.py::test_kernels[cpu]"
+
+
+def compiled(number: int, **fields: object) -> Judgement:
+    made = row(f"kernels/op{number}-bf16-triton3.8.0/spills", unit="bytes", test=CODEGEN, **fields)
+    return judged(M, made, "not reviewed: measured 13 bytes")
+
+
+def test_tier_only_in_the_candidate_is_new() -> None:
+    bad = [judged(P), *(compiled(n) for n in range(3)), compiled(3, value=76, expected=0, better="derived")]
+    finding = one(gate([judged(P)], bad))
+    assert (finding.decision, finding.label, len(finding.rows)) == (ADOPT, "NEW", 4)
+    assert finding.bad == ("4 rows, 1 of them against what their tests derive",)
+
+
+def test_gate_with_only_new_rows_compares_nothing() -> None:
+    result = gate([], [compiled(1)])
+    assert [(f.decision, f.label) for f in result.findings] == [(UNKNOWN, "NOTHING"), (ADOPT, "NEW")]
+
+
+def test_tier_collected_by_both_sides_is_compared() -> None:
+    assert gate([judged(P), compiled(1)], [judged(P), compiled(2)]).decision is UNKNOWN
+
+
+def test_tier_is_not_new_if_the_adopted_run_is_incomplete() -> None:
+    good = side("torch 2.13.0", judged(P), complete=False)
+    assert judge_gate("cpu", good, side("torch 2.14.0", judged(P), compiled(1))).decision is UNKNOWN
+
+
+def test_record_of_another_lane_is_refused() -> None:
+    other = Side("b", Record({"lane": "h200"}, tuple(right)))
+    with pytest.raises(ValueError, match="record of lane 'h200', not 'cpu'"):
+        judge_gate("cpu", side("a", *right), other)
+
+
+findings = st.builds(
+    Finding,
+    st.sampled_from(Decision),
+    st.sampled_from(["CHANGED", "SLOWER"]),
+    st.sampled_from(["breaks", ""]),
+    st.sampled_from(["here", "there"]),
+    st.lists(st.sampled_from("abc"), max_size=2, unique=True).map(tuple),
+)
+
+
+@FIXED
+@given(st.lists(findings, max_size=12))
+def test_grouping_keeps_every_row_and_decision(loose: list[Finding]) -> None:
+    grouped = group(loose)
+    assert {f.decision for f in grouped} == {f.decision for f in loose}
+    cells = {(f.decision, f.label, f.metric, f.head, r) for f in loose for r in f.rows}
+    assert {(f.decision, f.label, f.metric, f.head, r) for f in grouped for r in f.rows} == cells
+    assert group(grouped) == grouped
+    order = [list(Decision).index(f.decision) for f in grouped]
+    assert order == sorted(order)
+    for a, b in itertools.combinations(grouped, 2):
+        assert (a.decision, a.label, a.metric, a.head) != (b.decision, b.label, b.metric, b.head)

@@ -1,0 +1,147 @@
+"""The adopted side's run is kept for the next gate of the same tree, set and host, and for no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from bumpgate.core.findings import Decision
+
+from bumpgate.core import gate_file
+from bumpgate.core.rows import Verdict, read_record
+from bumpgate.gate import bench, kept, result
+from bumpgate.gate.bench import GateRunner
+from bumpgate.run.binding import Binding
+from suites.support.planted import planted
+from tests.support.gating import TIME_TEST, Machine, count, gone
+
+TREE = Binding("1.0", "c0ffee", {"suites/a.py": "1234"})
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
+
+
+def runner(machine: Machine, out: Path, tree: Binding = TREE, *, fresh: bool = False) -> GateRunner:
+    """Return a gate of two environments that bumpgate built: each has a lock and a filled compile cache."""
+    made = machine.prepare(out, fresh=fresh)
+    made.gate.binding = tree
+    for name, spec in made.env_specs.items():
+        cache = machine.root.parent / f"cache-{name}"
+        if not kept.folder().exists():
+            cache.mkdir(exist_ok=True)
+        lock = machine.root / f"{name}.pylock.toml"
+        made.env_specs[name] = replace(spec, lock=lock, variables={"TORCHINDUCTOR_CACHE_DIR": str(cache)})  # type: ignore[index]
+    machine.processes.clear()
+    made.run()
+    return made
+
+
+def measured_again(machine: Machine) -> bool:
+    return "all:good" in machine.processes
+
+
+def test_second_gate_takes_the_kept_run(machine: Machine, tmp_path: Path) -> None:
+    first = runner(machine, tmp_path / "first")
+    assert measured_again(machine)
+    assert first.gate.sides["good"].kept == ""
+    second = runner(machine, tmp_path / "second")
+    assert not measured_again(machine)
+    assert machine.processes[:3] == ["suites/canaries:good", "suites/canaries:bad", "all:bad"]
+    assert {"timed:good", "timed:bad"} <= set(machine.processes)
+    assert second.gate.decision is Decision.ADOPT
+    started = read_record(tmp_path / "first" / "good.json").provenance["started"]
+    assert second.gate.sides["good"].kept == started
+    assert f"its run of {started}: same tree" in (tmp_path / "second" / "output.txt").read_text()
+    found = gate_file.read(tmp_path / "second" / result.NAME)
+    assert isinstance(found, gate_file.GateFile)
+    assert found.good.record == read_record(tmp_path / "first" / "good.json")
+
+
+@planted("D6", "the candidate counts another value, next to a kept run of the adopted build")
+def test_candidate_is_compared_with_the_kept_run(machine: Machine, tmp_path: Path) -> None:
+    machine.sides["good"].counts = machine.sides["bad"].counts = (count(13),)
+    runner(machine, tmp_path / "first")
+    machine.sides["bad"].counts = (count(14),)
+    found = runner(machine, tmp_path / "second").gate
+    assert not measured_again(machine)
+    assert found.decision is Decision.HOLD
+
+
+def another_package(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.sides["good"].packages = {"numpy": "2.5.0"}
+
+
+def another_host(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "host_class", lambda: "EPYC, 16 cores")
+
+
+def another_day(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    find, later = kept.find, datetime.now(timezone.utc) + timedelta(hours=25)
+    monkeypatch.setattr(kept, "find", lambda name: find(name, later))
+
+
+def another_variable(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_CAPTURE_SCALAR_OUTPUTS", "1")
+
+
+def lost_cache(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (machine.root.parent / "cache-good").rmdir()
+
+
+def damaged_file(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in kept.folder().glob("*.json"):
+        path.write_text(path.read_text()[:-30])
+
+
+CHANGES = (another_package, another_host, another_day, another_variable, lost_cache, damaged_file)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_kept_run_is_refused_after_a_change(
+    change: Callable[[Machine, pytest.MonkeyPatch], None],
+    machine: Machine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner(machine, tmp_path / "first")
+    change(machine, monkeypatch)
+    runner(machine, tmp_path / "second")
+    assert measured_again(machine)
+
+
+def test_kept_run_is_refused_for_another_tree_and_by_fresh(machine: Machine, tmp_path: Path) -> None:
+    runner(machine, tmp_path / "first")
+    runner(machine, tmp_path / "second", replace(TREE, files={"suites/a.py": "5678"}))
+    assert measured_again(machine)
+    runner(machine, tmp_path / "third", fresh=True)
+    assert measured_again(machine)
+
+
+def test_run_of_a_users_interpreter_is_not_kept(machine: Machine, tmp_path: Path) -> None:
+    """Its packages can change while their versions stay."""
+    for out in ("first", "second"):
+        machine.processes.clear()
+        made = machine.prepare(tmp_path / out)
+        made.gate.binding = TREE
+        made.run()
+        assert measured_again(machine)
+
+
+def test_disturbed_run_is_not_kept(machine: Machine, tmp_path: Path) -> None:
+    machine.sides["good"].counts = (gone(Verdict.INCONCLUSIVE, "noise", TIME_TEST),)
+    runner(machine, tmp_path / "first")
+    assert not list(kept.folder().glob("*.json"))
+
+
+def test_oldest_kept_runs_are_deleted(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "MOST", 2)
+    for number in range(4):
+        runner(machine, tmp_path / str(number), replace(TREE, commit=str(number)))
+    assert len(list(kept.folder().glob("*.json"))) == len(list(kept.folder().glob("*.caches"))) == 2

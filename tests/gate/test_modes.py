@@ -1,0 +1,98 @@
+"""Slow modes and lost readings: the deciding counts, and an anchor without history."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from bumpgate.core.findings import Outcome
+
+from bumpgate.gate import command
+from bumpgate.gate.modes import Mode, Modes, Usual, p_lost, slow_mode, slow_sessions
+from bumpgate.gate.plan import Family, Plan, Rule
+from bumpgate.gate.sequential import decide
+
+SLOW = math.log(2)
+
+
+def series(slow: int, normal: int, fast: int = 0) -> list[float]:
+    return [0.01 * (i % 3) for i in range(normal)] + [SLOW] * slow + [-SLOW] * fast
+
+
+def test_slow_sessions_are_counted_by_side() -> None:
+    assert slow_sessions(series(2, 10, 1)) == (2, 1)
+    assert slow_sessions([x + 0.5 for x in series(2, 10)]) == (2, 0), (
+        "a row whose sessions all moved has none"
+    )
+    assert slow_sessions([]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (series(0, 27), Mode.OPEN),
+        (series(0, 28), Mode.CLEARED),
+        (series(1, 20), Mode.OPEN),
+        (series(2, 20), Mode.FOUND),
+        (series(2, 20, 2), Mode.FOUND),
+        ([*series(0, 10), -SLOW, -SLOW, SLOW, SLOW], Mode.CLEARED),
+    ],
+    ids=["too few", "none slow", "one slow", "two slow", "found before", "both sides slow"],
+)
+def test_slow_mode_is_decided_at_the_first_bound(values: list[float], expected: Mode) -> None:
+    assert slow_mode(values, Modes()) is expected
+
+
+def test_slow_processes_of_both_builds_are_noise_of_the_machine() -> None:
+    """Three slow processes of the candidate prove a slow mode only where the adopted build has none."""
+    values = [*series(0, 10), SLOW, *series(0, 20), SLOW, *series(0, 8), SLOW]
+    noisy = Usual(slow=11, readings=708)
+    assert slow_mode(values, Modes()) is Mode.FOUND
+    assert slow_mode(values, Modes(), usual=noisy) is Mode.OPEN
+    assert slow_mode(series(9, 20), Modes(), usual=noisy) is Mode.FOUND
+    assert slow_mode([*series(0, 12), *[SLOW, -SLOW] * 9], Modes(), usual=noisy) is not Mode.FOUND
+    assert Usual.of([series(1, 9, 2), series(0, 12, 1)]) == Usual(3, 25)
+    assert (Usual().share, Usual(1, 100).share, Usual(90, 100).share) == (0.0, 0.02, 0.5)
+
+
+def test_usual_slow_processes_count_over_all_rows_of_a_test() -> None:
+    noisy, row = series(0, 18, 6), [*series(0, 10), SLOW, 0.0, 0.01, SLOW, *series(0, 10)]
+    one, two = "a/b/noisy", "a/b/row"
+    alone = decide({one: noisy, two: row}, Plan())
+    together = decide({one: noisy, two: row}, Plan(), Family({one: "t", two: "t"}))
+    assert (alone[two], together[two]) == (Outcome.SLOW_MODE, Outcome.INCONCLUSIVE)
+
+
+def test_watched_row_is_same_only_when_cleared() -> None:
+    watched = Plan(rules=(Rule("*", watch=True),))
+    assert decide({"a/b/s": series(0, 20)}, Plan()) == {"a/b/s": Outcome.SAME}
+    assert decide({"a/b/s": series(0, 20)}, watched) == {"a/b/s": Outcome.INCONCLUSIVE}
+    assert decide({"a/b/s": series(0, 28)}, watched) == {"a/b/s": Outcome.SAME}
+    assert decide({"a/b/s": series(2, 20)}, watched) == {"a/b/s": Outcome.SLOW_MODE}
+
+
+def test_p_lost_is_the_binomial_tail() -> None:
+    assert p_lost(8, 0) == 2**-8
+    assert p_lost(1, 1) == 0.75
+    assert p_lost(0, 8) == 1
+
+
+def test_difference_on_only_one_cache_pair_is_not_slower() -> None:
+    one = [0.12 + 0.001 * (i % 5) if i % 2 else 0.001 * (i % 5) for i in range(28)]
+    both = [0.06 + 0.001 * (i % 5) for i in range(28)]
+    assert decide({"a/b/s": one}, Plan())["a/b/s"] is Outcome.INCONCLUSIVE
+    assert decide({"a/b/s": both}, Plan())["a/b/s"] is Outcome.SLOWER
+
+
+def test_anchor_history_without_adopted_build_is_a_notice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command.history, "adopted", lambda lane: [])
+    assert command._adopted_a_month_ago("cpu") == ""
+    assert "no adopted build of lane cpu yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fields", [{"rare": 0.2}, {"alpha": 0.0}, {"beta": 0.7}], ids=str)
+def test_modes_with_invalid_error_bounds_are_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="need 0 < rare"):
+        Modes(**fields)

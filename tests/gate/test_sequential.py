@@ -1,0 +1,281 @@
+"""The sequential test of timed rows: its exact p-values, and its error rates by simulation.
+
+The noise is that of tests/support/simulation.py. Rates have the 95 % Wilson interval for their number of runs, whose
+bound must satisfy the limit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from bumpgate.core.findings import Outcome
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bumpgate.gate import sequential
+from bumpgate.gate.plan import LOOKS, Look, Plan, Rule, plan_for
+from bumpgate.gate.sequential import alternate, decide, estimate, interval, log_ratio
+from tests.support.simulation import HEAVY, MEASURED, NOISES, ROWS, WORST, rate_text, row_noise, wilson
+
+FIXED = settings(derandomize=True, max_examples=40, deadline=None)
+PLAN = Plan()
+SLOW = math.log(1.05)
+MOVED = (Outcome.SLOWER, Outcome.FASTER)
+
+ratios = st.lists(st.floats(-0.3, 0.3), min_size=8, max_size=32)
+
+
+def play(
+    rng: random.Random, effects: Mapping[str, float], noise: str = MEASURED, plan: Plan = PLAN
+) -> tuple[dict[str, Outcome], int]:
+    """Simulate one gate: outcomes, and sessions until its last row was decided or the budget spent."""
+    draw = {row: row_noise(rng, noise) for row in effects}
+    sessions: dict[str, list[float]] = {row: [] for row in effects}
+    outcomes = dict.fromkeys(effects, Outcome.INCONCLUSIVE)
+    for look in plan.looks:
+        still = [row for row, outcome in outcomes.items() if outcome is Outcome.INCONCLUSIVE]
+        if not still:
+            break
+        for row in still:
+            missing = look.sessions - len(sessions[row])
+            sessions[row] += [effects[row] + draw[row]() for _ in range(missing)]
+        outcomes = decide(sessions, plan)
+    return outcomes, max(map(len, sessions.values()))
+
+
+def false_alarms(seed: int, gates: int, effect: float, noise: str, plan: Plan = PLAN) -> tuple[int, str]:
+    """Count gates of 15 rows, each changed by `effect`, in which any row was called SLOWER or FASTER."""
+    rng = random.Random(seed)
+    games = [play(rng, dict.fromkeys(ROWS, effect), noise, plan) for _ in range(gates)]
+    alarms = sum(any(o in MOVED for o in outcomes.values()) for outcomes, _ in games)
+    unsure = sum(Outcome.INCONCLUSIVE in outcomes.values() for outcomes, _ in games)
+    text = rate_text("false alarms", alarms, gates, [n for _, n in games])
+    return alarms, f"{text}; {rate_text('gates with an open row', unsure, gates)}"
+
+
+def found(seed: int, gates: int, noise: str, plan: Plan = PLAN) -> tuple[int, str]:
+    """Count gates of 15 rows that call the one row slowed by 5 % SLOWER."""
+    rng = random.Random(seed)
+    effects = dict.fromkeys(ROWS, 0.0) | {ROWS[7]: SLOW}
+    games = [play(rng, effects, noise, plan) for _ in range(gates)]
+    hits = sum(outcomes[ROWS[7]] is Outcome.SLOWER for outcomes, _ in games)
+    missed = sum(outcomes[ROWS[7]] is Outcome.SAME for outcomes, _ in games)
+    text = rate_text("5 % slowdown found", hits, gates, [n for _, n in games])
+    return hits, f"{text}; {rate_text('called SAME', missed, gates)}"
+
+
+@pytest.fixture
+def fresh_cache() -> Iterator[None]:
+    """Clear the cached p-values around a test that changes their inputs."""
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    sequential.p_above.cache_clear()
+    sequential.p_below.cache_clear()
+
+
+@pytest.mark.parametrize(("noise", "gates"), [(MEASURED, 200), (HEAVY, 200), (WORST, 200)])
+def test_unchanged_gates_rarely_raise_false_alarms(noise: str, gates: int) -> None:
+    alarms, text = false_alarms(1, gates, 0.0, noise)
+    print(text)
+    assert wilson(alarms, gates)[1] <= 0.02, text
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_slowdown_of_5_percent_in_one_row_is_found(noise: str) -> None:
+    gates = 150
+    hits, text = found(2, gates, noise)
+    print(text)
+    assert wilson(hits, gates)[0] >= 0.95, text
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_rows_exactly_at_the_margin_keep_the_alpha_level(noise: str) -> None:
+    """The worst case covered by the level: every row is on the margin, and none beyond it."""
+    gates = 400
+    alarms, text = false_alarms(3, gates, math.log1p(PLAN.different), noise)
+    print(text)
+    assert wilson(alarms, gates)[1] <= PLAN.alpha, text
+
+
+def test_mutant_without_holm_raises_false_alarms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequential, "holm", lambda p_values, shares: dict(p_values))
+    gates = 300
+    alarms, text = false_alarms(
+        3, gates, math.log1p(PLAN.different), MEASURED, replace(PLAN, cache_sd=0.0, looks=plan_for(32).looks)
+    )
+    assert wilson(alarms, gates)[0] > PLAN.alpha, text
+
+
+def test_mutant_with_unplanned_looks_raises_false_alarms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned = plan_for(32).looks
+    every = tuple(Look(n, 1.0, 0.0) for n in range(8, 33))
+    with pytest.raises(ValueError, match="sum to at most 1"):
+        Plan(every)
+    monkeypatch.setattr(Plan, "__post_init__", lambda plan: None)
+    one = {ROWS[0]: math.log1p(PLAN.different)}
+    runs, rates = 300, {}
+    for name, looks in (("as planned", planned), ("every session", every)):
+        rng, plan = random.Random(4), Plan(looks, alpha=0.2, cache_sd=0.0)
+        alarms = sum(play(rng, one, plan=plan)[0][ROWS[0]] is Outcome.SLOWER for _ in range(runs))
+        rates[name] = (wilson(alarms, runs), rate_text(name, alarms, runs))
+    assert rates["as planned"][0][1] <= 0.1, rates
+    assert rates["every session"][0][0] > 0.1, rates
+
+
+def test_mutant_using_the_mean_misses_slowdown_in_heavy_tails(
+    monkeypatch: pytest.MonkeyPatch, fresh_cache: None
+) -> None:
+    """Without capped distances, the sum is that of the mean: still valid, but one bad session hides the slowdown."""
+    gates, plan = 100, plan_for(28)
+    whole, _ = found(2, gates, HEAVY, plan)
+    forget()
+    monkeypatch.setattr(sequential, "statistics", SimpleNamespace(median=max))
+    monkeypatch.setattr(sequential, "estimate", statistics.mean)
+    monkeypatch.setattr(sequential, "STEPS", 64)
+    hits, text = found(2, gates, HEAVY, plan)
+    assert wilson(hits, gates)[1] < wilson(whole, gates)[0], (whole, text)
+
+
+@FIXED
+@given(st.lists(st.integers(-40, 40), min_size=1, max_size=9), st.integers(-20, 20))
+def test_p_above_matches_enumeration_of_all_signs(values: list[int], bound: int) -> None:
+    """Compared with an enumeration of all 2^n signs; distinguishes "more than" from "at least"."""
+    distances = [v - bound for v in values]
+    cap = statistics.median(map(abs, distances))
+    p = sequential.p_above(tuple(map(float, values)), float(bound))
+    if cap == 0:
+        assert p == 1
+        return
+    scores = [round(8 * min(abs(d), cap) / cap) for d in distances]
+    observed = sum(s for s, d in zip(scores, distances) if d > 0)
+    sums = [sum(itertools.compress(scores, signs)) for signs in itertools.product((0, 1), repeat=len(scores))]
+    assert p == sum(s >= observed for s in sums) / len(sums)
+    assert p != sum(s > observed for s in sums) / len(sums)
+
+
+@FIXED
+@given(ratios, st.floats(-0.1, 0.1))
+def test_interval_contains_the_estimate_and_shifts_with_data(values: list[float], shift: float) -> None:
+    low, high = interval(values, PLAN)
+    seen = max(look.sessions for look in LOOKS if look.sessions <= len(values))
+    assert low <= estimate(values[:seen]) <= high
+    moved = interval([x + shift for x in values], PLAN)
+    assert moved == pytest.approx((low + shift, high + shift), abs=1e-3)
+
+
+def test_interval_misses_the_true_value_within_its_level() -> None:
+    rng, runs, missed = random.Random(5), 400, 0
+    for _ in range(runs):
+        draw = row_noise(rng, HEAVY)
+        low, _ = interval([SLOW + draw() for _ in range(12)], PLAN)
+        missed += low > SLOW
+    assert wilson(missed, runs)[1] <= PLAN.alpha_same, rate_text("missed", missed, runs)
+
+
+def test_outcome_agrees_with_the_interval() -> None:
+    rng, seen = random.Random(6), set()
+    for effect in (-0.08, -0.02, 0.0, 0.02, 0.08):
+        draw = row_noise(rng, MEASURED)
+        values = [effect + draw() for _ in range(16)]
+        timed = sequential.summarise({"a/b/seconds": values}, PLAN)["a/b/seconds"]
+        low, high = timed.interval
+        seen.add(timed.outcome)
+        assert low <= timed.ratio <= high
+        if timed.outcome is Outcome.SLOWER:
+            assert low > 1 + PLAN.different
+            assert timed.p <= PLAN.alpha
+        if timed.outcome is Outcome.FASTER:
+            assert high < 1 / (1 + PLAN.different)
+        if timed.outcome is Outcome.SAME:
+            assert 1 / (1 + PLAN.same) < low
+            assert high < 1 + PLAN.same
+    assert seen >= {Outcome.SLOWER, Outcome.FASTER, Outcome.SAME}
+
+
+def test_row_between_same_and_faster_is_not_slower() -> None:
+    """A change of -2.6 % is below the allowance for compile caches, and its interval is not within 3.5 %."""
+    values = [-0.026 + 0.01 * (-1) ** i for i in range(PLAN.settle)]
+    assert decide({"a/b/seconds": values[:-1]}, PLAN) == {"a/b/seconds": Outcome.INCONCLUSIVE}
+    assert decide({"a/b/seconds": values}, PLAN) == {"a/b/seconds": Outcome.NOT_SLOWER}
+    assert decide({"a/b/seconds": [-x for x in values]}, PLAN) == {"a/b/seconds": Outcome.INCONCLUSIVE}
+
+
+def test_slow_row_is_rarely_called_not_slower() -> None:
+    """A row slower by the margin `same` has at most the chance `alpha_same`."""
+    rng, gates = random.Random(5), 600
+    games = [play(rng, {ROWS[0]: math.log1p(PLAN.same)}) for _ in range(gates)]
+    missed = sum(outcomes[ROWS[0]] is Outcome.NOT_SLOWER for outcomes, _ in games)
+    assert wilson(missed, gates)[1] <= PLAN.alpha_same, rate_text("called NOT SLOWER", missed, gates)
+
+
+def test_too_few_sessions_are_inconclusive() -> None:
+    rows = {"a/b/seconds": [0.5] * 5, "a/c/seconds": []}
+    assert set(decide(rows, PLAN).values()) == {Outcome.INCONCLUSIVE}
+    timed = sequential.summarise(rows, PLAN)
+    assert timed["a/b/seconds"].interval == (0.0, math.inf)
+    assert math.isnan(timed["a/c/seconds"].ratio)
+    assert decide(rows | {"a/b/seconds": [0.5] * 12}, PLAN)["a/b/seconds"] is Outcome.SLOWER
+
+
+@pytest.mark.parametrize("sessions", [(0, 1), (2, 3), (0, 2), (1, 3)], ids=str)
+def test_alternating_order_cancels_drift_on_each_cache_pair(sessions: tuple[int, int]) -> None:
+    drifting = []
+    for order in map(alternate, sessions):
+        readings = [(1.05 if letter == "B" else 1.0) * 1.1**i for i, letter in enumerate(order)]
+        drifting.append(log_ratio(order, readings))
+    assert drifting[0] != pytest.approx(SLOW, abs=0.01)
+    assert statistics.mean(drifting) == pytest.approx(SLOW)
+
+
+@pytest.mark.parametrize(
+    ("order", "readings"),
+    [
+        ("ABBA", [1.0, 1.0, 1.0]),
+        ("ABB", [1.0, 1.0, 1.0]),
+        ("", []),
+        ("ACCA", [1.0] * 4),
+        ("ABBA", [1.0, 0.0, 1.0, 1.0]),
+        ("ABBA", [1.0, math.nan, 1.0, 1.0]),
+        ("ABBA", [1.0, math.inf, 1.0, 1.0]),
+    ],
+    ids=str,
+)
+def test_log_ratio_refuses_invalid_sessions(order: str, readings: list[float]) -> None:
+    with pytest.raises(ValueError):
+        log_ratio(order, readings)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"looks": ()},
+        {"looks": (Look(0, 1, 1),)},
+        {"looks": (Look(8, 0.5, 0.5), Look(8, 0.5, 0.5))},
+        {"looks": (Look(8, -0.1, 0.5),)},
+        {"looks": (Look(8, 0.5, 1.1),)},
+        {"different": 0.04},
+        {"different": -0.01},
+        {"alpha": 0.0},
+        {"alpha_same": 0.5},
+        {"cache_sd": -0.01},
+        {"rules": (Rule("*", 0.05, 0.01),)},
+        {"rules": (Rule("*", weight=0.0),)},
+    ],
+    ids=str,
+)
+def test_plan_with_invalid_error_bounds_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        Plan(**fields)  # type: ignore[arg-type]

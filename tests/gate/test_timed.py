@@ -1,0 +1,240 @@
+"""Paired sessions: readings of a process, which rows are timed again, and the false-HOLD rate of equal builds."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from bumpgate.core.findings import Outcome
+
+from bumpgate.core.rows import Judgement, Row, Verdict
+from bumpgate.gate.plan import Plan, Rule, plan_for
+from bumpgate.gate.sequential import summarise
+from bumpgate.gate.timed import Reading, Sessions, cost
+from bumpgate.plugin import timing
+from bumpgate.plugin.rows import InfraError
+from suites.support.lanes import LANES
+from suites.throughput import starts
+from tests.support.gating import TIME_TEST, count, gone, seconds
+from tests.support.simulation import rate_text
+
+ROWS = ("throughput/compiled/rate", "throughput/eager/rate", "throughput/compiled/speedup")
+# Standard deviations between fresh processes on a quiet machine, from suites/throughput/test_train_step.py:
+# 3.0 % of a torch step to the anchor, 1.1 % of two torch steps to each other; here split over the three workloads.
+STEP_SD = 0.011 / math.sqrt(2)
+ANCHOR_SD = math.sqrt(0.030**2 - STEP_SD**2)
+
+
+def simulated(
+    rng: random.Random, bad_processes: float, slower: float = 1.0
+) -> Callable[[str, Sequence[str]], Reading]:
+    """A timed process: three workloads, each with a bias of this process, in three ratios.
+
+    bad_processes: share of processes with three times the bias. slower: factor of the candidate's compiled step.
+    """
+
+    def process(side: str, tests: Sequence[str]) -> Reading:
+        wide = 3 if rng.random() < bad_processes else 1
+        anchor, compiled, eager = (rng.gauss(0, wide * sd) for sd in (ANCHOR_SD, STEP_SD, STEP_SD))
+        compiled += math.log(slower) * (side == "bad")
+        logs = (compiled - anchor, eager - anchor, compiled - eager)
+        return Reading({row: math.exp(x) for row, x in zip(ROWS, logs)})
+
+    return process
+
+
+def outcomes_of(process: Callable[[str, Sequence[str]], Reading]) -> list[Outcome]:
+    sessions = Sessions(dict.fromkeys(ROWS, TIME_TEST), Plan(), Plan().budget)
+    while sessions.open_rows():
+        sessions.run_one(process)
+    return [t.outcome for t in summarise(sessions.log_ratios, Plan()).values()]
+
+
+@pytest.mark.parametrize("bad_processes", [0.0, 0.1])
+def test_false_hold_of_simulated_gates_is_at_most_two_percent(bad_processes: float) -> None:
+    """Not from recordings: the noise is drawn with the measured deviations, and with larger ones."""
+    rng, runs = random.Random(7), 100
+    found = [outcomes_of(simulated(rng, bad_processes)) for _ in range(runs)]
+    held = sum(Outcome.SLOWER in outcomes for outcomes in found)
+    unknown = sum(Outcome.INCONCLUSIVE in outcomes for outcomes in found)
+    text = f"{rate_text('false HOLD', held, runs)}; {unknown} UNKNOWN"
+    print(text)
+    assert held <= 0.02 * runs, text
+
+
+def test_five_percent_slowdown_is_found_in_the_same_noise() -> None:
+    rng, runs = random.Random(8), 60
+    held = sum(Outcome.SLOWER in outcomes_of(simulated(rng, 0.1, slower=1.05)) for _ in range(runs))
+    print(rate_text("found", held, runs))
+    assert held >= 0.95 * runs
+
+
+def test_only_tests_with_open_rows_are_timed_again() -> None:
+    """The slow row needs 12 sessions; the other test is decided after 6 and must not be timed again."""
+    sessions = Sessions({"a/same/s": "t::same", "a/slow/s": "t::slow"}, Plan(), Plan().budget)
+    requested: list[list[str]] = []
+
+    def process(side: str, tests: list[str]) -> Reading:
+        requested.append(list(tests))
+        draw = random.Random(len(requested)).gauss
+        slow = 1.06 if side == "bad" else 1.0
+        return Reading({"a/same/s": math.exp(draw(0, 0.005)), "a/slow/s": slow * math.exp(draw(0, 0.005))})
+
+    while sessions.open_rows():
+        sessions.run_one(process)
+    counts = {row: len(found) for row, found in sessions.log_ratios.items()}
+    assert counts == {"a/same/s": 6, "a/slow/s": 12}
+    assert (requested[0], requested[-1]) == (["t::same", "t::slow"], ["t::slow"])
+
+
+def test_with_an_open_row_reads_all_its_rows() -> None:
+    """Reading its decided rows costs nothing, and they are used in the search for slow modes."""
+    sessions = Sessions(dict.fromkeys(("a/same/s", "a/slow/s"), TIME_TEST), Plan(), Plan().budget)
+    noise = random.Random(1)
+
+    def process(side: str, tests: Sequence[str]) -> Reading:
+        slow = 1.06 if side == "bad" else 1.0
+        return Reading({"a/same/s": math.exp(noise.gauss(0, 0.005)), "a/slow/s": slow})
+
+    while sessions.open_rows():
+        sessions.run_one(process)
+    assert {row: len(found) for row, found in sessions.log_ratios.items()} == {"a/same/s": 12, "a/slow/s": 12}
+
+
+def test_only_slow_modes_are_open_after_rows_are_same() -> None:
+    """False before the first look, and after a session with a slow process, which must be measured in full."""
+    plan = Plan(rules=(Rule("a/watched/*", watch=True),))
+    even = [0.001, -0.001] * 3
+    slow = [*even, math.log(2)]
+
+    def state(readings: Sequence[float]) -> Sessions:
+        return Sessions({"a/watched/s": "t::a"}, plan, plan.budget, {"a/watched/s": list(readings)})
+
+    assert [state(x).only_slow_modes_open for x in (even[:4], even, slow)] == [False, True, False]
+    assert state(even).open_rows() == ["a/watched/s"]
+
+
+def test_cache_pairs_alternate_and_are_kept_with_readings() -> None:
+    sessions = Sessions({"a/b/s": "t::a"}, Plan(), 6, cache_pairs=2)
+    used, lose = [], iter([False, False, True, False] + [False] * 20)
+
+    def process(side: str, tests: Sequence[str]) -> Reading:
+        used.append((side, sessions.cache))
+        return Reading({} if next(lose) else {"a/b/s": 1.0 + 0.1 * len(used)})
+
+    for _ in range(5):
+        sessions.run_one(process)
+    assert [pair for _, pair in used] == [0, 0, 1, 0, 0, 1, 1, 0, 0]
+    assert sessions.caches == {"a/b/s": [0, 0, 1, 0]}, "the second session lost its reading"
+    assert sessions.lost_processes == {"t::a": {"good": 0, "bad": 1}}
+
+
+def test_most_important_tests_are_timed_if_time_is_short() -> None:
+    rows = {f"kernels/k{i}/s": f"t::k{i}" for i in range(4)} | {"throughput/step/s": "t::step"}
+    sessions = Sessions(rows, plan_for(), 6)
+    requested: list[list[str]] = []
+
+    def process(side: str, tests: Sequence[str]) -> Reading:
+        requested.append(list(tests))
+        return Reading(dict.fromkeys(rows, 1.0))
+
+    sessions.run_one(process, at_most=2)
+    assert requested[0] == requested[1] == ["t::k0", "t::step"]
+    assert [row for row, found in sessions.log_ratios.items() if found] == [
+        "kernels/k0/s",
+        "throughput/step/s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "called"), [(0, 7, False), (0, 8, True), (8, 0, False), (8, 12, False)]
+)
+def test_unequal_losses_are_reported_at_their_level(good: int, bad: int, called: bool) -> None:
+    sessions = Sessions({"a/b/s": "t::a"}, Plan(), 72, lost_processes={"t::a": {"good": good, "bad": bad}})
+    assert bool(sessions.unequal_losses()) is called
+
+
+@pytest.mark.parametrize(
+    ("judgement", "expected"),
+    [
+        (seconds(4.0), 4.0),
+        (
+            Judgement(Row("a/b/c", 4.0, "x", 1, "C1", better="higher", interval=(3.9, 4.1)), Verdict.WIN, ""),
+            0.25,
+        ),
+        (seconds(4.0, spread=0.4), None),
+        (seconds(-4.0, spread=-0.01), None),
+        (Judgement(seconds(4.0).row, Verdict.INSTRUMENT, ""), None),
+        (Judgement(seconds(4.0).row, Verdict.MISSING, "not reviewed"), None),
+        (count(4), None),
+        (gone(), None),
+    ],
+    ids=["time", "rate", "rough", "negative", "instrument", "unreviewed", "count", "gone"],
+)
+def test_cost_is_the_time_of_a_valid_timed_row(judgement: Judgement, expected: float | None) -> None:
+    assert cost(judgement) == expected
+
+
+def test_short_plan_spends_the_full_level_by_its_last_look() -> None:
+    assert plan_for() == plan_for(99)
+    short = plan_for(10)
+    assert [look.sessions for look in short.looks] == [6, 8, 10]
+    assert sum(look.different for look in short.looks) == sum(look.same for look in short.looks) == 1
+    assert plan_for(6).looks[0].different == 1
+    with pytest.raises(ValueError, match="at least 6 sessions, got 5"):
+        plan_for(5)
+
+
+def test_slow_modes_are_watched_if_sessions_suffice() -> None:
+    assert plan_for(None, "cpu").rule("throughput/a/b").watch
+    assert not plan_for(12, "cpu").rule("throughput/a/b").watch
+    assert not plan_for(None, "h200").rule("throughput/a/b").watch
+
+
+def test_timing_without_a_quiet_round_raises_infra_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: such a timing gave a ratio of 1: as a rate over the anchor, a WIN by a factor of 8."""
+    monkeypatch.setenv("BUMPGATE_ROUNDS", "3")
+    ran: list[str] = []
+    kept = timing.interleaved({"a": lambda: ran.append("a")}, 40)
+    assert kept.quiet + kept.disturbed + 1 == len(ran)
+    assert kept.quiet == 3
+    clock = iter(range(10**6))
+    monkeypatch.setattr(timing, "_busy_seconds", lambda: float(next(clock)))
+    with pytest.raises(InfraError, match="rounds was quiet: other processes use this machine"):
+        timing.interleaved({"a": lambda: None}, 40, budget=0.05)
+
+
+def test_watch_counts_children_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, busy = os.times(), [0.0]
+    monkeypatch.setattr(timing, "_busy_seconds", lambda: busy[0])
+    watch = timing.Watch()
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    spent = os.times().children_user - before.children_user
+    assert spent > 0
+    busy[0] = spent + (os.times().user - before.user)
+    assert watch.was_quiet(None), "the child's work is not another process's"
+    busy[0] += 60
+    assert not watch.was_quiet(None)
+
+
+@pytest.mark.parametrize(
+    ("quiet", "result"), [((True,), "0"), ((False, True), "1"), ((False, False), None)], ids=str
+)
+def test_disturbed_start_is_repeated(
+    quiet: tuple[bool, ...], result: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answers = iter(quiet)
+    monkeypatch.setattr(starts, "partner", lambda: "the other side")
+    monkeypatch.setattr(starts, "started", lambda lane, caches, duet: {"caches": caches.name})
+    monkeypatch.setattr(starts.Watch, "was_quiet", lambda watch, duet: next(answers))
+    if result is None:
+        with pytest.raises(InfraError, match="other processes used this machine during 2 starts"):
+            starts.starts(LANES["cpu"], tmp_path)
+        return
+    assert starts.starts(LANES["cpu"], tmp_path) == [{"caches": result}] * 2, "each attempt has its own cache"

@@ -1,0 +1,183 @@
+"""Memory of findings: new, still there, gone, back, not measured; known issues and owners."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from bumpgate.core.findings import Outcome
+
+from bumpgate.core.rows import Verdict
+from bumpgate.history import memory
+from bumpgate.history.archive import Archive, default_store
+from tests.support.reports import BREAKS, OTHER, TIMED, bumpgate, gate_of_day
+
+ISSUE = "https://github.com/pytorch/pytorch/issues/1"
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def archive() -> Archive:
+    return Archive(default_store())
+
+
+def states(archive: Archive, path: Path) -> list[str]:
+    return [found.state for found in archive.add(path).findings]
+
+
+def test_finding_states_are_new_still_gone_and_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+    for day, red in ((1, (BREAKS,)), (2, (BREAKS, OTHER)), (3, ()), (4, ()), (5, (BREAKS,))):
+        assert bumpgate(monkeypatch, "history", "add", str(gate_of_day(tmp_path, day, red))) == 0
+        printed.append(capsys.readouterr().out.splitlines()[1:])
+    (first,), (second,), (third,), fourth, (fifth,) = printed
+    key = first.split()[1]
+    assert first == f"new           {key}  CHANGED graph_breaks; 1 row; since 2026-11-01"
+    assert second == (
+        f"still there   {key}  CHANGED graph_breaks; 2 rows; 1 more than before; since 2026-11-01 (2 gates)"
+    )
+    assert third == (
+        f"gone          {key}  CHANGED graph_breaks; 2 rows; since 2026-11-01 (2 gates); "
+        "last seen 2026-11-02; gone 2026-11-03"
+    )
+    assert fourth == []
+    assert fifth.startswith(f"back          {key}  ")
+
+
+def test_findings_do_not_depend_on_the_order_of_gates(tmp_path: Path, archive: Archive) -> None:
+    days = {1: (BREAKS,), 2: (), 3: (OTHER,), 4: (BREAKS, OTHER)}
+    paths = [gate_of_day(tmp_path, day, red) for day, red in days.items()]
+    other = Archive(f"sqlite:///{tmp_path / 'other.sqlite'}")
+    for path in paths:
+        archive.add(path)
+    for path in reversed(paths):
+        other.add(path)
+    assert archive.findings() == other.findings()
+    (found,) = archive.findings()
+    assert (found.first[:10], found.gates, found.state) == ("2026-11-01", 3, memory.STILL)
+
+
+def test_gate_without_the_row_leaves_the_finding_open(tmp_path: Path, archive: Archive) -> None:
+    assert states(archive, gate_of_day(tmp_path, 1)) == [memory.NEW]
+    assert states(archive, gate_of_day(tmp_path, 2, (), rows=(OTHER,))) == [memory.UNMEASURED]
+    assert states(archive, gate_of_day(tmp_path, 3, ())) == [memory.GONE]
+
+
+def test_row_that_is_red_for_another_reason_is_not_gone(tmp_path: Path, archive: Archive) -> None:
+    archive.add(gate_of_day(tmp_path, 1))
+    found = archive.add(gate_of_day(tmp_path, 2, label=Verdict.REGRESSION)).findings
+    assert {(f.label, f.state) for f in found} == {("CHANGED", memory.UNMEASURED), ("REGRESSION", memory.NEW)}
+
+
+def test_gate_of_another_package_does_not_end_a_finding(tmp_path: Path, archive: Archive) -> None:
+    archive.add(gate_of_day(tmp_path, 1))
+    assert states(archive, gate_of_day(tmp_path, 2, (), candidate="triton==3.9.0")) == []
+    (found,) = archive.findings()
+    assert (found.state, found.gone, found.package) == (memory.NEW, None, "torch")
+
+
+def test_slower_row_is_gone_only_if_its_sessions_decide(tmp_path: Path, archive: Archive) -> None:
+    rows = (BREAKS, TIMED)
+    assert states(archive, gate_of_day(tmp_path, 1, (), rows=rows, timed=Outcome.SLOWER)) == [memory.NEW]
+    assert states(archive, gate_of_day(tmp_path, 2, (), rows=rows)) == [memory.UNMEASURED]
+    found = archive.add(gate_of_day(tmp_path, 3, (), rows=rows, timed=Outcome.INCONCLUSIVE)).findings
+    assert {f.label: f.state for f in found} == {"SLOWER": memory.UNMEASURED, "INCONCLUSIVE": memory.NEW}
+    found = archive.add(gate_of_day(tmp_path, 4, (), rows=rows, timed=Outcome.SAME)).findings
+    assert {f.state for f in found} == {memory.GONE}
+
+
+def test_failed_test_is_gone_only_after_a_whole_run(tmp_path: Path, archive: Archive) -> None:
+    problem = ("suites/a/test_b.py::test_c: ValueError: 3 of 4",)
+    (found,) = archive.add(gate_of_day(tmp_path, 1, (), problems=problem)).findings
+    assert (found.label, found.module) == ("PROBLEM", "suites/a/test_b.py")
+    again = ("suites/a/test_b.py::test_c: ValueError: 2 of 4",)
+    assert states(archive, gate_of_day(tmp_path, 2, (), problems=again)) == [memory.STILL], (
+        "a number is not part of the cause"
+    )
+    assert states(archive, gate_of_day(tmp_path, 3, (), selection=("suites/x",))) == [memory.UNMEASURED]
+    assert states(archive, gate_of_day(tmp_path, 4, ())) == [memory.GONE]
+
+
+def test_findings_that_differ_in_a_number_stay_two(tmp_path: Path, archive: Archive) -> None:
+    problems = tuple(f"suites/a/test_b.py::test_{n}: line {n} failed" for n in (1, 2))
+    assert states(archive, gate_of_day(tmp_path, 1, (), problems=problems[:1])) == [memory.NEW]
+    found = archive.add(gate_of_day(tmp_path, 2, (), problems=problems)).findings
+    assert sorted(f.state for f in found) == [memory.NEW, memory.STILL]
+
+
+def test_link_and_owner_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], archive: Archive
+) -> None:
+    (found,) = archive.add(gate_of_day(tmp_path, 1)).findings
+    assert bumpgate(monkeypatch, "findings", "link", found.key[:6], ISSUE) == 0
+    assert bumpgate(monkeypatch, "findings", "owner", found.key, "ada") == 0
+    capsys.readouterr()
+    assert bumpgate(monkeypatch, "history", "add", str(gate_of_day(tmp_path, 2))) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith(f"; since 2026-11-01 (2 gates); ada; {ISSUE}")
+    assert bumpgate(monkeypatch, "findings", "list") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 open, 0 gone"
+    assert bumpgate(monkeypatch, "findings", "link", found.key, "") == 0
+    archive.add(gate_of_day(tmp_path, 3, ()))
+    capsys.readouterr()
+    assert bumpgate(monkeypatch, "findings", "list", "--lane", "cpu") == 0
+    assert capsys.readouterr().out == "0 open, 1 gone\n"
+    assert bumpgate(monkeypatch, "findings", "list", "--gone") == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("gone ")
+    assert line.endswith("; ada")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("link", "beef", ISSUE), "'beef' is not a finding in "),
+        (("link", "", ISSUE), "'' is not a finding in "),
+        (("owner", "%", "ada"), "'%' is not a finding in "),
+        (("link", "beef", "pytorch#1"), "'pytorch#1' is not the URL of an issue such as https://github.com/"),
+        (("link", "beef", "https://u:secret@h/1"), "'https://h/1' is not the URL of an issue"),
+        (("owner", "beef", "a\nb"), "is not a name: use printable characters on one line"),
+        (("list", "--store", "nonsense"), "--store 'nonsense': not a database URL"),
+    ],
+)
+def test_bad_findings_input_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], words: str
+) -> None:
+    assert bumpgate(monkeypatch, "findings", *args) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert "secret" not in line
+
+
+def test_ambiguous_finding_key_is_refused(tmp_path: Path, archive: Archive) -> None:
+    for day in range(1, 18):  # 17 keys of hexadecimal digits: two start alike
+        archive.add(gate_of_day(tmp_path, day, candidate=f"package{day}==1"))
+    first = [found.key[0] for found in archive.findings()]
+    shared = next(c for c in first if first.count(c) > 1)
+    with pytest.raises(
+        memory.FindingError, match=f"'{shared}' is the start of {first.count(shared)} findings"
+    ):
+        archive.mark(shared, owner="ada")
+    assert {found.owner for found in archive.findings()} == {None}
+
+
+def test_older_store_gains_findings_when_gate_is_readded(tmp_path: Path, archive: Archive) -> None:
+    path = gate_of_day(tmp_path, 1)
+    archive.add(path)
+    with sqlite3.connect(default_store().removeprefix("sqlite:///")) as connection:
+        connection.execute("drop table bumpgate_sightings")
+        connection.execute("drop table bumpgate_findings")
+        for column in ("package", "moved", "whole"):
+            connection.execute(f"alter table bumpgate_gates drop column {column}")
+        connection.execute("update bumpgate_meta set version = 2")
+    again = Archive(default_store())
+    assert again.findings() == []
+    added = again.add(path)
+    assert not added.new
+    assert [found.state for found in added.findings] == [memory.NEW]

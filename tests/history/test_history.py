@@ -1,0 +1,364 @@
+"""The history: stored data of records and gates, level changes of a row, and invalid stores."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from bumpgate.core.findings import DriftReading, Outcome
+from bumpgate.core.rows import Record, Verdict, write_record
+from bumpgate.gate.drift import anchor, find_drift
+from bumpgate.gate.verdict import Side
+from bumpgate.history import adoptions, builds
+from bumpgate.history.archive import Archive
+from bumpgate.report import history
+from suites.support.planted import planted
+from tests.support.project import REPO
+from tests.support.reports import EVIL, HERE, bumpgate, judged, paired, row, write_gate
+
+P = Verdict.PASS
+ROW = "throughput/nam52-regional/seconds"
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    return Archive(f"sqlite:///{tmp_path / 'a.sqlite'}")
+
+
+def a_record(folder: Path, day: str, value: object = 1.0, **provenance: object) -> Path:
+    path = folder / f"{day}-{len(list(folder.iterdir()))}.json"
+    made = judged(P, row(ROW, value, unit="s"))  # type: ignore[arg-type]
+    write_record(path, HERE | {"started": f"2026-{day}T02:00:00+00:00"} | provenance, [made])
+    return path
+
+
+def a_gate(folder: Path, day: str, *, drift: float | None = None, held: bool = False) -> Path:
+    """Write a gate of that day with ADOPT for torch 2.14.<day>, or HOLD."""
+    folder = folder / day
+    folder.mkdir()
+    here = HERE | {"started": f"2026-{day}T02:00:00+00:00"}
+    verdict = Verdict.REGRESSION if held else P
+    good = Side("torch 2.13.0", Record(here, (judged(P, row(ROW, 1.0, unit="s")),)))
+    there = here | {"torch": f"2.14.{day}"}
+    bad = Side("torch 2.14.0", Record(there, (judged(verdict, row(ROW, 1.1 if held else 1.0, unit="s")),)))
+    timed = {"throughput/nam52-eager/seconds": paired(Outcome.SAME, 1.003)}
+    path, _ = write_gate(folder, good, bad, timed, started=f"2026-{day}T03:00:00+00:00")
+    if drift is not None:
+        raw = json.loads(path.read_text())
+        raw["anchor"] = {"readings": {ROW: drift}}
+        path.write_text(json.dumps(raw))
+    return path
+
+
+def test_archive_adds_a_renamed_record_once(tmp_path: Path, archive: Archive) -> None:
+    path = a_record(tmp_path, "11-01")
+    assert archive.add(path).new
+    assert not archive.add(path.rename(tmp_path / "other.json")).new
+    (point,) = archive.points(ROW)
+    assert (point.value, point.torch, point.commit, point.verdict) == (1.0, "2.13.0+cpu", "f" * 40, "PASS")
+    assert point.day == date(2026, 11, 1)
+
+
+@pytest.mark.parametrize("value", [3, 0.1 + 0.2, True, "2f1c", float("nan"), float("-inf"), 10**17 + 1])
+def test_archive_round_trips_values(tmp_path: Path, archive: Archive, value: object) -> None:
+    archive.add(a_record(tmp_path, "11-01", value))
+    (point,) = archive.points(ROW)
+    assert repr(point.value) == repr(value)
+
+
+def test_archive_adds_both_sides_of_a_gate_once(tmp_path: Path, archive: Archive) -> None:
+    path = a_gate(tmp_path, "11-01")
+    assert archive.add(path).new
+    assert not archive.add(path).new
+    assert not archive.add(path.with_name("bad.json")).new
+    assert [(p.value, p.torch) for p in archive.points(ROW)] == [(1.0, "2.13.0+cpu"), (1.0, "2.14.11-01")]
+    assert archive.points(ROW, lane="h200") == []
+
+
+def test_points_are_sorted_by_time(tmp_path: Path, archive: Archive) -> None:
+    for day in ("11-03", "11-01", "11-02"):
+        archive.add(a_record(tmp_path, day, float(day[-1])))
+    # The same instant in another time zone.
+    archive.add(a_record(tmp_path, "11-02", 2.5, started="2026-11-02T12:00:00+09:00"))
+    assert [p.value for p in archive.points(ROW)] == [1.0, 2.0, 2.5, 3.0]
+
+
+def test_adopted_lists_open_adoptions_of_the_lane(tmp_path: Path) -> None:
+    def entry(day: int, new: str, lane: str = "cpu", undone: bool = False) -> adoptions.Adoption:
+        closed = date(2026, 3, 9) if undone else None
+        return adoptions.Adoption(lane, date(2026, 3, day), "", "", new, "HOLD", "", "", {}, {}, (), closed)
+
+    entries = (entry(1, "2.14.0"), entry(2, "2.15.0", undone=True), entry(3, "2.16.0", lane="h200"))
+    (tmp_path / "baselines").mkdir()
+    (tmp_path / adoptions.FILE).write_text(adoptions.text(adoptions.Log(entries)))
+    assert adoptions.load(tmp_path).entries == entries
+    found = builds.adopted("cpu", store=f"sqlite:///{tmp_path / 'h.sqlite'}", root=tmp_path)
+    assert found == [(date(2026, 3, 1), "2.14.0")]
+
+
+def test_drift_is_read_from_adopted_builds_only(
+    tmp_path: Path, archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drift of 1 % a week, read by gates on Sundays; the build with HOLD in between is excluded."""
+    days = ["09-20", "09-27", "10-04", "10-11", "10-18", "10-25"]
+    for day, drift in zip(days, (0.01, 0.02, 0.03, 0.04, 0.04, 0.04)):
+        archive.add(a_gate(tmp_path, day, drift=drift))
+    archive.add(a_gate(tmp_path, "10-20", drift=0.5, held=True))
+    archive.add(a_gate(tmp_path, "10-21"))
+    found = archive.drifted("cpu", [ROW, "a/b/c"], 60, date(2026, 10, 26))
+    assert found["a/b/c"] == ()
+    assert found[ROW][0] == DriftReading(date(2026, 9, 20), 0.01)
+    assert [r.log_ratio for r in found[ROW]] == [0.01, 0.02, 0.03, 0.04, 0.04, 0.04]
+    called = find_drift(found[ROW])
+    assert called is not None
+    assert called.called == date(2026, 10, 18)
+    assert len(archive.drifted("cpu", [ROW], 10, date(2026, 10, 26))[ROW]) == 2
+    adopted = archive.adopted("cpu")
+    assert [torch for _, torch in adopted] == [f"2.14.{d}" for d in (*days[:5], "10-21", "10-25")]
+    assert anchor([day for day, _ in adopted], date(2026, 10, 26)) == date(2026, 9, 27)
+    monkeypatch.setattr(builds, "default_store", lambda: archive._url.render_as_string())
+    assert builds.recent("cpu", [ROW], 60, day=date(2026, 10, 26)) == {ROW: found[ROW]}
+    assert builds.adopted("cpu") == adopted
+
+
+def test_changes_finds_each_change_of_a_count() -> None:
+    assert history.changes([13, 13, 13, 17, 17, 13]) == [3, 5]
+    assert history.changes(["a", "a", "b"]) == [2]
+    assert history.changes([13]) == history.changes([]) == history.changes([13, 13]) == []
+    assert history.changes([1.0, float("nan"), 1.0]) == [1, 2]
+
+
+def test_changes_finds_a_jump_in_noise_but_none_in_noise_alone() -> None:
+    draw = random.Random(6)
+    placed = false = 0
+    for _ in range(50):
+        noise = [draw.gauss(0, 1) for _ in range(60)]
+        false += bool(history.changes(noise))
+        found = history.changes([x + 3 * (i >= 30) for i, x in enumerate(noise)])
+        placed += len(found) == 1 and abs(found[0] - 30) <= 2
+    assert placed >= 45
+    assert false <= 2
+    odd = [*noise[:30], 40.0, *noise[30:]]
+    assert 30 not in history.changes(odd), "one outlier is not a new level"
+
+
+def test_history_command_prints_plots_and_marks_the_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for day in range(1, 9):
+        a_record(tmp_path, f"11-0{day}", 1.0 if day < 5 else 1.25)
+    files = sorted(str(p) for p in tmp_path.glob("11-*.json"))
+    assert bumpgate(monkeypatch, "history", "add", *files) == 0
+    assert capsys.readouterr().out.count(": added\n") == 8
+    assert bumpgate(monkeypatch, "history", "add", files[0]) == 0
+    assert capsys.readouterr().out == f"{files[0]}: already stored\n"
+    html, png = tmp_path / "h.html", tmp_path / "h.png"
+    assert bumpgate(monkeypatch, "history", ROW, "--html", str(html), "--png", str(png)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4] == ">  2026-11-05 02:00  1.25  s  PASS  torch 2.13.0+cpu  ffffffffffff"
+    assert lines[3] == "   2026-11-04 02:00  1     s  PASS  torch 2.13.0+cpu  ffffffffffff"
+    assert lines[8] == "8 readings, 1 change of level"
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    page = html.read_text()
+    assert page.count("new level") == 1
+    assert "<svg" in page
+    assert "http://" not in page.replace("http://www.w3.org/", "")
+
+
+def test_history_page_escapes_hostile_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = a_record(tmp_path, "11-01", EVIL, torch=EVIL, commit=EVIL)
+    assert bumpgate(monkeypatch, "history", "add", str(path)) == 0
+    html = tmp_path / "h.html"
+    assert bumpgate(monkeypatch, "history", ROW, "--html", str(html)) == 0
+    assert html.read_text().count("<script") == 1
+    assert bumpgate(monkeypatch, "history", ROW, "--png", str(tmp_path / "h.png")) == 4
+    assert "its values are not numbers" in capsys.readouterr().err
+
+
+ADD = "import sys; from bumpgate.cli import main; sys.argv = ['bumpgate', 'history', 'add', *sys.argv[1:]]; main()"
+
+
+def test_concurrent_writers_lose_no_record(tmp_path: Path) -> None:
+    """Four processes that also create the database concurrently, with one record in common."""
+    files = [str(a_record(tmp_path, f"11-{i:02d}")) for i in range(1, 26)]
+    started = [
+        subprocess.Popen([sys.executable, "-c", ADD, files[0], *files[1 + 6 * n : 7 + 6 * n]], cwd=REPO)
+        for n in range(4)
+    ]
+    assert [p.wait(timeout=60) for p in started] == [0] * 4
+    assert len(Archive(history.default_store()).points(ROW)) == 25
+
+
+def test_killed_writer_leaves_the_archive_unchanged(tmp_path: Path, archive: Archive) -> None:
+    """Killed inside its transaction, with rows written: the next writer finds the store unchanged."""
+    archive.add(a_record(tmp_path, "11-01"))
+    path = a_record(tmp_path, "11-02")
+    program = (
+        "import sys, pathlib, time\n"
+        "from bumpgate.report import gate_file\n"
+        "from bumpgate.history.archive import Archive\n"
+        "a = Archive(sys.argv[1])\n"
+        "with a._engine.begin() as c:\n"
+        "    a._add_record(c, gate_file.read(pathlib.Path(sys.argv[2])), 'x')\n"
+        "    print('written', flush=True); time.sleep(60)\n"
+    )
+    url = archive._url.render_as_string()
+    with subprocess.Popen(
+        [sys.executable, "-c", program, url, str(path)], cwd=REPO, stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout
+        assert writer.stdout.readline() == "written\n"
+        os.kill(writer.pid, signal.SIGKILL)
+    assert len(archive.points(ROW)) == 1
+    begun = time.monotonic()
+    assert archive.add(path).new
+    assert time.monotonic() - begun < 10, "its lock was released"
+
+
+@pytest.mark.parametrize(
+    "timed", [pytest.param(True, marks=planted("C37", "a history of two classes of host")), False]
+)
+def test_history_does_not_mix_timed_rows_of_two_host_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], timed: bool
+) -> None:
+    kind = {"better": "lower", "tolerance": 0.1, "interval": (0.9, 1.1)} if timed else {}
+    store = f"sqlite:///{tmp_path / 'a.sqlite'}"
+    for day, cpu in (("11-01", "Xeon"), ("11-02", "EPYC"), ("11-03", "Xeon")):
+        path = tmp_path / f"{day}.json"
+        here = HERE | {"started": f"2026-{day}T02:00:00+00:00", "cpu": cpu}
+        write_record(path, here, [judged(P, row(ROW, 1.0, unit="s", **kind))])
+        assert bumpgate(monkeypatch, "history", "add", str(path), "--store", store) == 0
+    capsys.readouterr()
+    assert bumpgate(monkeypatch, "history", ROW, "--store", store) == (4 if timed else 0)
+    if timed:
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "its readings of 2 classes of host are not comparable: name one with --host " in line
+        assert "EPYC" in line
+    assert bumpgate(monkeypatch, "history", ROW, "--store", store, "--host", "Xeon") == 0
+    assert "2 readings" in capsys.readouterr().out
+
+
+def test_archive_migrates_a_store_of_version_1(tmp_path: Path) -> None:
+    """Version 1 had no host class: readings of that store have none after the migration."""
+    path = tmp_path / "old.sqlite"
+    Archive(f"sqlite:///{path}").add(a_record(tmp_path, "11-01"))
+    with sqlite3.connect(path) as connection:
+        connection.execute("alter table bumpgate_runs drop column host_class")
+        for column in ("package", "moved", "whole"):
+            connection.execute(f"alter table bumpgate_gates drop column {column}")
+        connection.execute("update bumpgate_meta set version = 1")
+    archive = Archive(f"sqlite:///{path}")
+    assert archive.add(a_record(tmp_path, "11-02", cpu="Xeon")).new
+    before, after = archive.points(ROW)
+    assert before.host_class is None
+    assert after.host_class
+    assert "Xeon" in after.host_class
+
+
+def foreign(path: Path) -> str:
+    with sqlite3.connect(path) as connection:
+        connection.execute("create table recipes (name)")
+    return "not a history: it has the table 'recipes'"
+
+
+def newer(path: Path) -> str:
+    Archive(f"sqlite:///{path}").points(ROW)
+    with sqlite3.connect(path) as connection:
+        connection.execute("update bumpgate_meta set version = 99")
+    return "a history of version 99, this bumpgate reads 3"
+
+
+def corrupt(path: Path) -> str:
+    path.write_bytes(b"no database at all" * 100)
+    return "file is not a database"
+
+
+def cut_off(path: Path) -> str:
+    for i in range(40):
+        Archive(f"sqlite:///{path}").add(a_record(path.parent, f"11-{1 + i % 28:02d}", float(i)))
+    path.write_bytes(path.read_bytes()[:5000])
+    return "malformed"
+
+
+def a_folder(path: Path) -> str:
+    path.mkdir()
+    return "unable to open database file"
+
+
+@pytest.mark.parametrize("spoil", [foreign, newer, corrupt, cut_off, a_folder], ids=lambda f: f.__name__)
+def test_invalid_store_is_reported_and_left_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spoil
+) -> None:
+    path = tmp_path / "store.sqlite"
+    words = spoil(path)
+    before = path.read_bytes() if path.is_file() else None
+    for args in ((ROW,), ("add", str(a_record(tmp_path, "10-01")))):
+        assert bumpgate(monkeypatch, "history", *args, "--store", f"sqlite:///{path}") == 4
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+        assert str(path) in line
+    assert (path.read_bytes() if path.is_file() else None) == before
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("add",), "name record.json or gate.json files"),
+        (("add", "/nowhere.json"), "/nowhere.json: cannot be read (No such file or directory)"),
+        ((ROW,), f"no reading of {ROW} in "),
+        ((ROW, "b/c/d"), "history shows one row, got 2"),
+        ((ROW, "--store", "nonsense"), "--store 'nonsense': not a database URL"),
+        (
+            (ROW, "--store", "oracle+nothing://u:secret@h/x"),
+            "oracle+nothing://u:***@h/x: its database driver is not installed",
+        ),
+    ],
+)
+def test_history_bad_input_prints_one_line_and_exits_4(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], words: str
+) -> None:
+    assert bumpgate(monkeypatch, "history", *args) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_history_refuses_mixed_lanes_and_incomplete_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(a_record(tmp_path, "11-01")), str(a_record(tmp_path, "11-02", lane="h200"))]
+    assert bumpgate(monkeypatch, "history", "add", *files) == 0
+    assert bumpgate(monkeypatch, "history", ROW) == 4
+    assert "name one with --lane cpu | h200" in capsys.readouterr().err
+    assert bumpgate(monkeypatch, "history", ROW, "--lane", "cpu") == 0
+    assert bumpgate(monkeypatch, "history", "add", str(a_record(tmp_path, "11-03", started=""))) == 4
+    assert "states no start time" in capsys.readouterr().err
+    unfinished = a_gate(tmp_path, "11-04")
+    unfinished.write_text(unfinished.read_text().replace('"schema": 1', '"schema": 1, "finished": false'))
+    assert bumpgate(monkeypatch, "history", "add", str(unfinished)) == 4
+    assert "the gate was cut short" in capsys.readouterr().err
+
+
+def test_history_without_sqlalchemy_prints_the_install_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    assert bumpgate(monkeypatch, "history", ROW) == 4
+    line = "bumpgate: bumpgate history needs sqlalchemy; install it with: pip install 'bumpgate[report]'\n"
+    assert capsys.readouterr().err == line

@@ -1,0 +1,337 @@
+"""Messages: one per cause and channel, never twice, sent later if a channel failed, without secrets."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bumpgate.core.rows import Record, Verdict
+from bumpgate.gate.verdict import Side
+from bumpgate.history.archive import Archive, default_store
+from tests.support.fake_services import FakeServices
+from tests.support.reports import BREAKS, HERE, THERE, bumpgate, gate_of_day, judged, row, write_gate
+
+TOKEN, HOOK_PATH = "ghp_0123456789abcdef", "hook/T000/B000/xoxSECRETxox"
+PROBLEM = "suites/a/test_b.py::test_c: ValueError: "
+
+
+@pytest.fixture
+def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServices]:
+    with FakeServices() as found:
+        monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("GITHUB_API_URL", found.url)
+        monkeypatch.setenv("BUMPGATE_GITHUB_TOKEN", TOKEN)
+        monkeypatch.setenv("BUMPGATE_SLACK_WEBHOOK", f"{found.url}/{HOOK_PATH}")
+        yield found
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that would be waited between attempts; no test waits."""
+    found: list[float] = []
+    monkeypatch.setattr("bumpgate.run.web.time.sleep", found.append)
+    return found
+
+
+@pytest.fixture
+def notify(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    return lambda *args: bumpgate(monkeypatch, "notify", *args)
+
+
+def night(folder: Path, day: int, *args: object, **options: object) -> None:
+    Archive(default_store()).add(gate_of_day(folder, day, *args, **options))  # type: ignore[arg-type]
+
+
+def test_issue_is_opened_updated_closed_and_opened_again(
+    tmp_path: Path, services: FakeServices, notify: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+    for day, red in ((1, (BREAKS,)), (2, (BREAKS,)), (3, ()), (4, ()), (5, (BREAKS,))):
+        night(tmp_path, day, red)
+        for _ in range(2):
+            assert notify("--github", "o/r") == 0
+            printed.append(capsys.readouterr().out.splitlines())
+    title = "bumpgate: cpu, torch: CHANGED in suites/compile/test_policies.py"
+    events = ["opened", "updated", "closed", None, "reopened"]
+    for first, again, event in zip(printed[::2], printed[1::2], events):
+        assert first == ([f"github:o/r #1: {event}: {title}"] if event else ["github:o/r: nothing new"])
+        assert again == ["github:o/r: nothing new"]
+    assert services.changes == ["POST /repos/o/r/issues"] + ["PATCH /repos/o/r/issues/1"] * 3
+    (issue,) = services.issues.values()
+    assert (issue["title"], issue["state"], issue["labels"]) == (title, "open", ["bumpgate"])
+    assert f"rows: {BREAKS}" in issue["body"]
+    assert f"candidate: {BREAKS}: 17 count" in issue["body"]
+    assert "moved: torch 2.14.0 -> 2.15.0" in issue["body"]
+    assert services.headers[0]["Authorization"] == f"Bearer {TOKEN}"
+
+
+def test_storm_of_200_red_rows_of_one_module_is_one_message(
+    tmp_path: Path, services: FakeServices, notify: Callable[..., int]
+) -> None:
+    """Every row has its own metric, so the gate shows 200 findings."""
+    rows = [f"compile/nam52/count_{n}" for n in range(200)]
+    night(tmp_path, 1, rows, rows=rows)
+    assert len(Archive(default_store()).findings()) == 200
+    assert notify("--github", "o/r", "--slack") == 0
+    assert len(services.issues) == len(services.texts) == 1
+    assert "200 findings, 200 rows." in services.issues[1]["body"]
+    assert "and 190 more findings: bumpgate findings list --lane cpu" in services.issues[1]["body"]
+    night(tmp_path, 2, rows[:150], rows=rows)
+    assert notify("--github", "o/r", "--slack") == 0
+    assert len(services.issues) == len(services.texts) == 1
+    night(tmp_path, 3, (), rows=rows)
+    assert notify("--github", "o/r", "--slack") == 0
+    assert services.issues[1]["state"] == "closed"
+    assert len(services.texts) == 2
+
+
+def storm(folder: Path, day: int, modules: int) -> Path:
+    """Write a gate with 200 red rows in this number of test modules."""
+    folder = folder / f"storm-{day}"
+    folder.mkdir()
+    made = [row(f"compile/c{n}/m{n}", test=f"suites/a/test_{n % modules}.py::test_x") for n in range(200)]
+    good, bad = (tuple(judged(verdict, r) for r in made) for verdict in (Verdict.PASS, Verdict.CHANGED))
+    started = f"2026-11-{day:02d}T02:00:00+00:00"
+    sides = (
+        Side("torch 2.14.0", Record(HERE | {"started": started}, good)),
+        Side("torch 2.15.0", Record(THERE | {"started": started}, bad)),
+    )
+    return write_gate(folder, *sides, started=started)[0]
+
+
+def test_storm_over_many_modules_is_one_message_per_bump(
+    tmp_path: Path, services: FakeServices, notify: Callable[..., int]
+) -> None:
+    archive = Archive(default_store())
+    for day in (2, 3):
+        archive.add(storm(tmp_path, day, 20))
+        assert notify("--slack") == 0
+    (during,) = services.texts
+    assert "cpu, interpreter: many causes at once on 2026-11-02T02:00" in during
+    assert "moved: torch 2.14.0 -&gt; 2.15.0" in during
+
+
+def test_five_new_causes_are_five_messages(
+    tmp_path: Path, services: FakeServices, notify: Callable[..., int]
+) -> None:
+    Archive(default_store()).add(storm(tmp_path, 1, 5))
+    assert notify("--slack") == 0
+    assert len(services.texts) == 5
+
+
+def test_failing_server_prints_one_line_and_message_is_resent(
+    tmp_path: Path,
+    services: FakeServices,
+    notify: Callable[..., int],
+    waits: list[float],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    night(tmp_path, 1)
+    services.answers = [500] * 3
+    assert notify("--slack") == 125
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "bumpgate: slack (127.0.0.1): 500 Internal Server Error; "
+        "1 message not sent: the next bumpgate notify sends them"
+    )
+    assert (len(services.changes), waits, services.texts) == (3, [1.0, 2.0], [])
+    services.answers, services.retry_after = [429, 503], "7"
+    assert notify("--slack") == 0
+    assert notify("--slack") == 0
+    assert waits[2:] == [7.0, 7.0]
+    assert len(services.texts) == 1
+
+
+def test_failing_channel_does_not_block_the_others(
+    tmp_path: Path, services: FakeServices, notify: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    night(tmp_path, 1)
+    services.answers = [401]
+    assert notify("--github", "o/r", "--slack") == 125
+    assert "github:o/r (127.0.0.1): 401 Unauthorized; 1 message not sent" in capsys.readouterr().err
+    assert len(services.texts) == 1
+    assert notify("--github", "o/r", "--slack") == 0
+    assert (len(services.issues), len(services.texts)) == (1, 1)
+
+
+def test_unreachable_server_prints_one_line(
+    tmp_path: Path,
+    services: FakeServices,
+    notify: Callable[..., int],
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    night(tmp_path, 1)
+    monkeypatch.setenv("BUMPGATE_SLACK_WEBHOOK", "http://127.0.0.1:1/xoxSECRETxox")
+    assert notify("--slack") == 125
+    assert capsys.readouterr().err.startswith(
+        "bumpgate: slack (127.0.0.1): no connection; 1 message not sent"
+    )
+    assert waits == [1.0, 2.0]
+
+
+def test_issue_whose_response_was_lost_is_not_created_twice(
+    tmp_path: Path, services: FakeServices, notify: Callable[..., int], waits: list[float]
+) -> None:
+    night(tmp_path, 1)
+    services.lost = 3
+    assert notify("--github", "o/r") == 125
+    assert len(services.issues) == 1
+    assert notify("--github", "o/r") == 0
+    assert len(services.issues) == 1
+
+
+def test_issue_closed_or_deleted_by_a_user(
+    tmp_path: Path, services: FakeServices, notify: Callable[..., int]
+) -> None:
+    night(tmp_path, 1)
+    assert notify("--github", "o/r") == 0
+    services.issues[1]["state"] = "closed"
+    night(tmp_path, 2)
+    assert notify("--github", "o/r") == 0
+    assert services.issues[1]["state"] == "closed", "an update does not open it again"
+    services.issues = {7: {"number": 7, "body": None}}
+    night(tmp_path, 3)
+    assert notify("--github", "o/r") == 0
+    assert [issue.get("title", "")[:8] for issue in services.issues.values()] == ["", "bumpgate"]
+
+
+def test_hook_reads_one_json_object_per_message(
+    tmp_path: Path, services: FakeServices, notify: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "messages"
+    program = f"import sys; open({str(out)!r}, 'a').write(sys.stdin.read())"
+    command = shlex.join([sys.executable, "-c", program])
+    night(tmp_path, 1)
+    assert notify("--hook", shlex.join([sys.executable, "-c", "raise SystemExit(3)"])) == 125
+    assert f"bumpgate: hook {sys.executable}: exit code 3; 1 message not sent" in capsys.readouterr().err
+    assert notify("--hook", "/nowhere/hook") == 125
+    assert "hook /nowhere/hook: cannot be started (No such file or directory)" in capsys.readouterr().err
+    for day, red in ((2, (BREAKS,)), (3, ())):
+        assert notify("--hook", command) == 0
+        night(tmp_path, day, red)
+    assert notify("--hook", command) == 0
+    opened, closed = map(json.loads, out.read_text().splitlines())
+    assert (opened["event"], closed["event"]) == ("opened", "closed")
+    assert opened["findings"] == closed["findings"] == [Archive(default_store()).findings()[0].key]
+
+
+def test_dry_run_prints_and_changes_nothing(
+    tmp_path: Path,
+    services: FakeServices,
+    notify: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    night(tmp_path, 1)
+    monkeypatch.delenv("BUMPGATE_GITHUB_TOKEN")
+    for _ in range(2):
+        assert notify("--github", "o/r", "--slack", "--dry-run") == 0
+        out = capsys.readouterr().out
+        assert out.count(": would be opened: bumpgate: cpu, torch: CHANGED in ") == 2
+        assert f"rows: {BREAKS}" in out
+    assert services.requests == []
+    assert Archive(default_store()).findings()[0].topic is None
+
+
+def test_no_secret_in_messages_output_or_errors(
+    tmp_path: Path, services: FakeServices, notify: Callable[..., int], waits: list[float],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The evidence, the server's responses and the URLs contain secrets."""
+    evil = f"{TOKEN} {services.url}/{HOOK_PATH} https://user:hunter22@index/x @everyone ```"
+    night(tmp_path, 1, (), problems=(PROBLEM + evil,))
+    services.answers = [500] * 6
+    assert notify("--github", "o/r", "--slack") == 125
+    assert notify("--github", "o/r", "--slack", "--dry-run") == 0
+    assert notify("--github", "o/r", "--slack") == 0
+    output = capsys.readouterr()
+    shown = [output.out, output.err, services.issues[1]["body"], services.issues[1]["title"], *services.texts]
+    for text in shown:
+        for secret in (TOKEN, "xoxSECRETxox", "hunter22"):
+            assert secret not in text
+    assert "````text\n" in services.issues[1]["body"], "the fence is longer than any in the text"
+    assert "https://***@index/x" in services.texts[0]
+
+
+def test_redirect_is_not_followed_with_the_token(
+    tmp_path: Path, services: FakeServices, notify: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    night(tmp_path, 1)
+    services.answers = [307]
+    assert notify("--github", "o/r") == 125
+    assert "307 Temporary Redirect" in capsys.readouterr().err
+    assert not any("elsewhere" in request for request in services.requests)
+
+
+def test_bisect_result_is_added_to_the_issue_and_kept(
+    tmp_path: Path, services: FakeServices, notify: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = "suites/x/test_y.py::test_z: KeyError"
+    night(tmp_path, 1, problems=(other,))
+    answer = tmp_path / "bisect.json"
+    finding = {"rows": [BREAKS], "repro": "", "bad": []}
+    found = {
+        "package": "torch", "failure": "", "first": "2.15.0.dev3", "last": "2.15.0.dev2", "findings": [finding],
+        "at_fault": [{"name": "triton", "old": "3.8.0", "new": "3.9.0"}], "compare": ["https://x/compare/a...b"],
+    }  # fmt: skip
+    found["at_fault"].insert(0, {"name": "nvidia-nccl-cu13", "old": "2.29", "new": "2.30"})
+    found["pinned"] = ["nvidia-nccl-cu13"]
+    answer.write_text(json.dumps(found))
+    assert notify("--github", "o/r", "--bisect", str(answer)) == 0
+    night(tmp_path, 2, problems=(other,))
+    assert notify("--github", "o/r") == 0
+    lines = (
+        "bisect: first bad torch 2.15.0.dev3, last good torch 2.15.0.dev2\nat fault: triton 3.8.0 -> 3.9.0\n"
+    )
+    assert [lines in issue["body"] for issue in services.issues.values()].count(True) == 1
+    assert len(services.issues) == 2
+    answer.write_text("[]")
+    assert notify("--slack", "--bisect", str(answer)) == 4
+    assert "bisect.json: not a bisect.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "variables", "words"),
+    [
+        ((), {}, "name a channel: --github OWNER/REPOSITORY, --slack or --hook CMD"),
+        (("--github", "https://github.com/o/r"), {}, "expected OWNER/REPOSITORY"),
+        (("--github", "o/r"), {"BUMPGATE_GITHUB_TOKEN": "", "GITHUB_TOKEN": ""}, "put a token into"),
+        (("--github", "o/r"), {"BUMPGATE_GITHUB_TOKEN": "ghp_\nSECRET"}, "put a token into"),
+        (
+            ("--github", "o/r"),
+            {"GITHUB_API_URL": "http://example.org/SECRET"},
+            "GITHUB_API_URL is not an https URL",
+        ),
+        (("--slack",), {"BUMPGATE_SLACK_WEBHOOK": ""}, "put the webhook's URL into"),
+        (
+            ("--slack",),
+            {"BUMPGATE_SLACK_WEBHOOK": "http://[SECRET"},
+            "BUMPGATE_SLACK_WEBHOOK is not an https URL",
+        ),
+        (("--hook", "'"), {}, "--hook: not a command line"),
+        (("--hook", " "), {}, "--hook: name a command"),
+        (("--slack", "--bisect", "/nowhere"), {}, "/nowhere: cannot be read (No such file or directory)"),
+    ],
+)
+def test_notify_bad_input_prints_one_line(
+    services: FakeServices,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: tuple[str, ...],
+    variables: dict[str, str],
+    words: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert bumpgate(monkeypatch, "notify", *args) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert "SECRET" not in line

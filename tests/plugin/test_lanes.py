@@ -1,0 +1,118 @@
+"""Lanes: which tests run where, and that every refusal prints one line and exits 4."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bumpgate.plugin.devices import _no_avx2, detect, find
+from suites.support.child import ROOT
+from suites.support.lanes import LANES, lanes
+from tests.support.project import GOOD, Project, Result, counted
+
+
+def test_lane_tests_require_a_lane_and_self_tests_do_not(project: Project) -> None:
+    project.tests(GOOD)
+    project.write("tests/test_plain.py", "def test_plain(): pass\n")
+    for workers in "01":
+        bare = project.pytest("-n", workers)
+        assert bare.code == 4
+        assert (bare.out + bare.err).count("pick a lane: pytest -m cpu | h200 | h200x2 | v6e") == 1
+        assert "no tests ran" in bare.out
+        assert "Traceback" not in bare.out + bare.err
+    other = project.pytest("-n", "0", "-m", "not h200")
+    assert (other.code, "pick a lane" in other.err) == (4, True)
+    own = project.pytest("tests")
+    assert own.code == 0, own.out
+    assert "1 passed" in own.out
+    assert not (project.root / "record.json").exists()
+
+
+def test_compile_caches_are_checked_where_the_lane_puts_them(tmp_path: Path) -> None:
+    """The check creates a missing directory, so that a program of the first test finds it."""
+    given = {n: v for n, v in os.environ.items() if not n.endswith("_CACHE_DIR")}
+    command = [sys.executable, "-m", "pytest", "-m", "cpu", "-n", "0", "--collect-only"]
+    subprocess.run(
+        [*command, "suites/wheels/test_manifest.py"],
+        cwd=ROOT,
+        env={**given, "XDG_CACHE_HOME": str(tmp_path)},
+        check=True,
+        capture_output=True,
+    )
+    assert (tmp_path / "bumpgate" / "inductor").is_dir()
+
+
+def refuses(result: Result, *words: str) -> None:
+    """Assert exit 4 and exactly one line, which contains the words."""
+    assert (result.code, result.out) == (4, ""), result.out + result.err
+    assert len(result.err.strip().splitlines()) == 1, result.err
+    for word in words:
+        assert word in result.err
+
+
+def test_refused_runs_print_one_line_and_exit_4(project: Project) -> None:
+    project.tests(GOOD)
+    refuses(project.pytest("-m", "cuda"), "no marker 'cuda'", "cpu, h200, h200x2, v6e")
+    refuses(project.pytest("-m", "cpu or h200"), "one lane a run")
+    refuses(project.pytest("-m", "cpu", CXX="/no/such/g++"), "install g++ or set CXX")
+    refuses(project.pytest("-m", "cpu", "--record", "/no/such/place/record.json"), "No such file")
+    project.write("a-file", "")
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        refuses(project.pytest("-m", "cpu", **{variable: "a-file"}), f"{variable}=a-file")
+    project.baseline(good=counted("test_good"))
+    path = project.root / "baselines/cpu.json"
+    path.write_text(path.read_text().replace('"unit"', "unit", 1))
+    refuses(project.pytest("-m", "cpu"), "baselines/cpu.json line 6", "git checkout baselines/cpu.json")
+
+
+def test_lane_runs_only_with_its_device(project: Project) -> None:
+    body = GOOD.replace('"cpu"', '"cpu", "h200", "v6e"')
+    project.tests(body)
+    project.write("torch_xla/__init__.py", "raise ImportError('no libtpu')")
+    refuses(project.pytest("-m", "h200"), "no NVIDIA H200", "has no attribute 'cuda'")
+    refuses(project.pytest("-m", "v6e"), "no torch_xla", "pip install", "no libtpu")
+    project.write("torch/__init__.py", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    refuses(project.pytest("-m", "h200"), "the probe ended with -11")
+    project.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda _: 'NVIDIA H100'\n")
+    refuses(project.pytest("-m", "h200"), "the device is 'NVIDIA H100'")
+    project.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda _: 'NVIDIA H200'\n")
+    assert project.pytest("-m", "h200", "-n", "0").code == 1
+    assert project.verdicts() == {"good": "MISSING"}
+    assert project.record().provenance["device"] == "NVIDIA H200"
+    project.write("torch_xla/__init__.py", "")
+    project.write("torch_xla/runtime.py", "def device_type(): return 'CPU'\n")
+    assert project.pytest("-m", "v6e", "-n", "0").code == 1
+    assert project.record().provenance["device"] == "pjrt-cpu", "a CPU is not reported as a TPU"
+
+
+def test_lanes_decorator_rejects_unknown_and_missing_names() -> None:
+    with pytest.raises(ValueError, match="unknown lane"):
+        lanes("cpu", "tpu")
+    with pytest.raises(ValueError, match="unknown lane"):
+        lanes()
+
+
+def test_cpu_lane_requires_a_working_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    for chosen, words in (("", None), (str(broken), "ended with 3"), ("/none", "not on PATH")):
+        monkeypatch.setenv("CXX", chosen)
+        find.cache_clear()
+        reason = detect(LANES["cpu"])
+        assert reason is None if words is None else words in (reason or "")
+    find.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "refused"),
+    [("flags\t\t: fpu avx avx2 bmi2\n", False), ("flags\t\t: fpu avx bmi2\n", True), ("", False)],
+)
+def test_cpu_without_avx2_is_refused_in_one_line(cpuinfo: str, refused: bool) -> None:
+    reason = _no_avx2(cpuinfo)
+    assert (reason is not None) is refused
+    assert "\n" not in (reason or "")

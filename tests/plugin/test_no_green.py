@@ -1,0 +1,170 @@
+"""Attempts to make a lane look green without measuring it, each with the real command: none exits 0."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from bumpgate.core import accepted
+from bumpgate.core.baseline import Reviewed
+from bumpgate.core.rows import read_record
+from bumpgate.run.runner import child_environment, run_lane
+from tests.support.project import GOOD, Project, counted
+
+GATE = ("-m", "cpu", "-n", "0", "--gate")
+NARROW = [
+    "--ignore=suites/model",
+    "--ignore-glob=*/model/*",
+    "--deselect=suites/model",
+    "-k good",
+    "suites/compile",
+]
+
+
+@pytest.fixture
+def lane(project: Project) -> Project:
+    """A project with two tests in two folders, and their reviewed rows: green if run completely."""
+    project.tests(GOOD)
+    project.tests(GOOD.replace("good", "other"), "suites/model/test_b.py")
+    other = Reviewed(13, "breaks", "derived", test="suites/model/test_b.py::test_other[cpu]")
+    project.baseline(good=counted("test_good"), other=other)
+    return project
+
+
+def test_complete_lane_is_green_under_gate(lane: Project) -> None:
+    result = lane.pytest(*GATE)
+    assert result.code == 0, result.out + result.err
+    assert "part of the lane" not in result.out
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+@pytest.mark.parametrize("place", ["PYTEST_ADDOPTS", "command line"])
+def test_undeclared_part_is_red_under_gate(lane: Project, narrow: str, place: str) -> None:
+    if place == "command line":
+        result = lane.pytest(*GATE, *narrow.split())
+    else:
+        result = lane.pytest(*GATE, PYTEST_ADDOPTS=narrow)
+    assert result.code == 1, result.out + result.err
+    assert "part of the lane: 1 of 2 rows; add --part" in result.out
+
+
+def test_declared_part_is_green_and_shown_as_part(lane: Project) -> None:
+    for selection in (["-k", "good"], ["suites/compile"], ["--ignore=suites/model"]):
+        result = lane.pytest(*GATE, "--part", *selection)
+        assert result.code == 0, result.out + result.err
+        assert "cpu: 1 row: 1 PASS; part of the lane: 1 of 2 rows; device cpu" in result.out
+    assert lane.record().provenance["part"] == [1, 2]
+
+
+def test_part_without_gate_is_shown_as_part(lane: Project) -> None:
+    result = lane.pytest("-m", "cpu", "-n", "1", "suites/compile")
+    assert result.code == 0
+    assert "part of the lane: 1 of 2 rows" in result.out
+
+
+def test_declared_part_does_not_excuse_a_lost_row(lane: Project) -> None:
+    lane.baseline(good=counted("test_good"), lost=counted("test_lost"))
+    result = lane.pytest(*GATE, "--part")
+    assert result.code == 1
+    assert "its test is gone" in lane.reason("lost")
+
+
+def test_gate_child_declares_a_selection_only(lane: Project) -> None:
+    run = run_lane(
+        Path(sys.executable), lane.root, "cpu", ["suites/compile"], lane.root / "a.json", check_import=False
+    )
+    assert run.record
+    assert not run.record.red
+    assert run.record.provenance["part"] == [1, 2]
+    run = run_lane(Path(sys.executable), lane.root, "cpu", [], lane.root / "b.json", check_import=False)
+    assert run.record
+    assert "part" not in run.record.provenance
+
+
+@pytest.mark.parametrize(
+    "lost", ["bumpgate-session", "bumpgate-selection", "bumpgate-rows", "bumpgate.plugin"]
+)
+@pytest.mark.parametrize("flags", [GATE, GATE[:-1]], ids=["gate", "no gate"])
+def test_blocked_plugin_is_refused(lane: Project, lost: str, flags: tuple[str, ...]) -> None:
+    for arguments, env in (((*flags, "-p", f"no:{lost}"), {}), (flags, {"PYTEST_ADDOPTS": f"-p no:{lost}"})):
+        result = lane.pytest(*arguments, **env)
+        assert result.code == 4, result.out + result.err
+        assert not (lane.root / "record.json").exists()
+
+
+@pytest.mark.parametrize(
+    "instead", ["--collect-only", "--fixtures", "--markers", "--help", "--version --version"]
+)
+def test_gate_that_judges_nothing_exits_with_4(lane: Project, instead: str) -> None:
+    result = lane.pytest(*GATE, PYTEST_ADDOPTS=instead)
+    assert result.code == 4, result.out + result.err
+    assert "ERROR: " in result.err
+
+
+@pytest.mark.parametrize("instead", ["--setup-only", "--setup-plan", "--noconftest"])
+def test_gate_that_runs_no_test_is_red(lane: Project, instead: str) -> None:
+    assert lane.pytest(*GATE, PYTEST_ADDOPTS=instead).code != 0
+
+
+def test_optimised_python_is_refused(lane: Project) -> None:
+    for flags in (GATE, GATE[:-1]):
+        result = lane.pytest(*flags, PYTHONOPTIMIZE="1")
+        assert result.code == 4
+        assert result.err.startswith("ERROR: PYTHONOPTIMIZE or -O removes")
+    process = lane.start("-O", "-m", "pytest", *GATE)
+    process.communicate(timeout=120)
+    assert process.returncode == 4
+    process = lane.start("-O", "-c", "from bumpgate.cli import main; main()", "gate", "--lane", "cpu")
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err.count("\n")) == (4, 1)
+    assert "PYTHONOPTIMIZE" in err
+
+
+def test_children_of_a_gate_lose_pythonoptimize(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    assert "PYTHONOPTIMIZE" not in child_environment(Path(sys.executable), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("what", "days", "message"),
+    [
+        ("value = 14", 400, "at most 366 days later"),
+        ("value = 14", -1, "at most 366 days later"),
+        ("ratio = 1000.0", 30, "at most 2, got 1000.0"),
+        ("ratio = 0.5", 30, "above 1"),
+    ],
+)
+def test_hand_edited_acceptance_is_refused(lane: Project, what: str, days: int, message: str) -> None:
+    today = accepted.today()
+    entry = f'lane = "cpu"\nrow = "compile/good/graph_breaks"\n{what}\nowner = "ada"\nreason = "why"\n'
+    days_of = f"since = {today}\nexpires = {today + timedelta(days=days)}\n"
+    lane.write("baselines/accepted.toml", f"[[accepted]]\n{entry}{days_of}")
+    result = lane.pytest(*GATE)
+    assert result.code == 4, result.out
+    assert message in result.err
+
+
+def test_acceptance_that_starts_in_the_future_is_refused(lane: Project) -> None:
+    day = accepted.today() + timedelta(days=300)
+    entry = 'lane = "cpu"\nrow = "compile/good/graph_breaks"\nvalue = 14\nowner = "ada"\nreason = "why"\n'
+    lane.write("baselines/accepted.toml", f"[[accepted]]\n{entry}since = {day}\nexpires = {day}\n")
+    assert lane.pytest(*GATE).code == 4
+
+
+def test_rebaseline_refuses_a_record_of_other_sources(lane: Project) -> None:
+    lane.baseline(good=counted("test_good"))
+    assert lane.pytest("-m", "cpu", "-n", "0").code == 1, "a row without a reviewed value"
+    lane.write("suites/compile/helper.py", "X = 1\n")
+    refused = lane.bumpgate("rebaseline", "--lane", "cpu")
+    assert refused.code == 1
+    assert "measured from other sources" in refused.err
+    assert len(refused.err.splitlines()) == 1
+    (lane.root / "suites/compile/helper.py").unlink()
+    lane.write("README.md", "a document is not measured\n")
+    assert lane.bumpgate("rebaseline", "--lane", "cpu", "--dry-run").code == 0
+    lane.write("suites/compile/helper.py", "X = 2\n")
+    assert lane.bumpgate("rebaseline", "--lane", "cpu", "--other-tree").code == 0
+    assert read_record(lane.root / "record.json").provenance["tree"]

@@ -1,0 +1,106 @@
+"""What a lane run prints while it runs: red rows at once, a line of progress, and an estimate from the last run."""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+
+from bumpgate.core.rows import Judgement, Row, Verdict
+from bumpgate.plugin import progress
+from bumpgate.plugin.progress import Progress
+from tests.support.project import GOOD, Project, counted
+
+LONG, SHORT = "suites/a.py::long", "suites/a.py::short"
+
+
+class Reporter:
+    """Pytest's terminal output, as a list of lines."""
+
+    hasmarkup = False
+    showfspath = True
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write_line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: dict[str, float]) -> Progress:
+    """Return the progress of a run of two tests that began 60 seconds ago."""
+    monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path))
+    (tmp_path / "seconds").mkdir(exist_ok=True)
+    (tmp_path / "seconds" / "cpu.json").write_text(json.dumps(seconds))
+    clock = types.SimpleNamespace(monotonic=lambda: 1000.0)
+    monkeypatch.setattr(progress, "time", clock)
+    reporter = Reporter()
+    manager = types.SimpleNamespace(get_plugin=lambda name: reporter, hasplugin=lambda name: False)
+    judgements: dict[str, Judgement] = {}
+    run = Progress(types.SimpleNamespace(pluginmanager=manager), "cpu", judgements)
+    run.pytest_xdist_node_collection_finished([LONG, SHORT])
+    clock.monotonic = lambda: 1060.0
+    return run
+
+
+def report(nodeid: str, *, failed: bool = False) -> pytest.TestReport:
+    outcome = "failed" if failed else "passed"
+    return pytest.TestReport(nodeid, ("a.py", 1, nodeid), {}, outcome, None, "call", duration=2.0)
+
+
+def test_estimate_uses_the_durations_of_the_last_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = started(monkeypatch, tmp_path, {LONG: 300.0, SHORT: 100.0})
+    assert run.line() == "1:00; 0 of 2 tests"
+    run.pytest_runtest_logfinish(SHORT)
+    run.pytest_runtest_logstart(LONG)
+    assert run.line() == f"1:00 of about 4:00; 1 of 2 tests; 0 s in {LONG}"
+
+
+def test_unreadable_durations_give_an_estimate_by_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = started(monkeypatch, tmp_path, {})
+    run.times.write_text("[1, 2]")
+    assert progress._load(run.times) == {}
+    run.pytest_runtest_logfinish(SHORT)
+    assert run.line().startswith("1:00 of about 2:00; 1 of 2 tests")
+
+
+def test_durations_are_saved_for_the_next_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = started(monkeypatch, tmp_path, {LONG: 300.0, SHORT: 100.0})
+    run.pytest_runtest_logreport(report(SHORT))
+    run.pytest_sessionfinish()
+    assert json.loads(run.times.read_text()) == {LONG: 300.0, SHORT: 2.0}
+
+
+def test_progress_prints_one_line_a_minute_in_a_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = started(monkeypatch, tmp_path, {})
+    run.pytest_runtest_logfinish(SHORT)
+    run.pytest_runtest_logfinish(LONG)
+    assert len(run.reporter.lines) == 1
+
+
+def test_failures_and_red_rows_are_printed_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = started(monkeypatch, tmp_path, {})
+    row = Row("compile/a/graphs", 3, "count", 1, "C1", better="derived", expected=2, test=SHORT)
+    run.judgements["compile/a/graphs"] = Judgement(row, Verdict.CHANGED, "2 -> 3", "")
+    run.pytest_runtest_logreport(report(SHORT, failed=True))
+    run.pytest_runtest_logreport(report(LONG))
+    assert run.reporter.lines == [f"FAILED {SHORT}", "CHANGED compile/a/graphs: 2 -> 3"]
+    assert "1 row: 1 CHANGED" in run.line()
+
+
+def test_lane_run_prints_pytests_counts_but_no_dots(project: Project) -> None:
+    project.baseline(good=counted("test_good"))
+    project.tests(GOOD)
+    plain = project.pytest("-m", "cpu", "-n", "1", BUMPGATE_HOME=str(project.root / "home"))
+    assert plain.code == 0, plain.out + plain.err
+    assert "1 passed in" in plain.out
+    assert "100%" not in plain.out
+    assert "100%" in project.pytest("-m", "cpu", "-n", "1", "-q").out
+    assert list(json.loads((project.root / "home/seconds/cpu.json").read_text()))

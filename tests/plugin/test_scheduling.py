@@ -1,0 +1,294 @@
+"""The H200 lane's scheduler in real runs: a worker that dies fails only the test it was running."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event, Thread
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from bumpgate.plugin.timing import lock_file, locked, try_lock
+from suites.kernels.first_call import keep
+from suites.support.gpu_memory import LOCKS
+from suites.support.scheduling import FIRST, TestByTest, turn
+from tests.support.tree import ROOT
+
+CONFTEST = """
+import sys
+sys.path.insert(0, {root!r})
+from suites.support.scheduling import TestByTest
+def pytest_xdist_make_scheduler(config, log):
+    return TestByTest(config, log)
+"""
+FILE = "tests/plugin/test_scheduling.py"
+# All of the first workers die at the same time.
+TESTS = """
+import os, time
+import pytest
+WORKERS = 3
+def log(text):
+    with open("ran", "a") as f:
+        f.write(text + "\\n")
+@pytest.mark.parametrize("i", range(WORKERS))
+def test_dies(i):
+    log("died")
+    while open("ran").read().count("died") < WORKERS:
+        time.sleep(0.01)
+    os._exit(1)
+@pytest.mark.parametrize("i", range(10))
+def test_lives(i):
+    log(f"lived {i}")
+"""
+
+
+SHARING = """
+import pytest
+@pytest.fixture
+def exclusive_machine(): pass
+@pytest.mark.parametrize("i", range(6))
+def test_timed(i, worker_id, exclusive_machine, record_property):
+    record_property("alone", worker_id)
+@pytest.mark.parametrize("i", range(8))
+def test_other(i, worker_id):
+    pass
+"""
+
+
+def run(folder: Path, tests: str, workers: int) -> str:
+    """Run these tests with our scheduler and return the output."""
+    (folder / "conftest.py").write_text(CONFTEST.format(root=str(ROOT)))
+    (folder / "test_it.py").write_text(tests)
+    (folder / "pytest.ini").write_text("[pytest]\njunit_family = xunit1\n")
+    command = [sys.executable, "-m", "pytest", "-n", str(workers), "-p", "no:cacheprovider", "test_it.py"]
+    command += ["--max-worker-restart=9", "--junitxml=ran.xml"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_turn_puts_long_tests_first_and_timed_tests_last() -> None:
+    timed = [
+        ("suites/kernels/test_model_shapes.py::test_speed[mla-P64-h200]", True),
+        ("suites/throughput/test_full_size.py::test_full_size_training_step[nam52-eager-h200]", True),
+    ]
+    shared = [
+        (f"{start}-h200]", False) for start in (*FIRST, "suites/canaries/test_canaries.py::test_canary")
+    ]
+    assert sorted({*timed, *shared}, key=lambda test: turn(*test)) == [*shared, *timed]
+    for start in FIRST:
+        file, _, test = start.partition("::")
+        assert f"def {test.partition('[')[0] or 'test_'}" in (ROOT / file).read_text(), start
+
+
+def test_exclusive_tests_share_one_worker(tmp_path: Path) -> None:
+    printed = run(tmp_path, SHARING, workers=4)
+    assert "14 passed" in printed, printed
+    properties = ElementTree.parse(tmp_path / "ran.xml").iter("property")
+    found = {(p.attrib["name"], p.attrib["value"]) for p in properties}
+    assert [name for name, _ in found] == ["alone"]
+
+
+HOLD = """
+import sys
+sys.path.insert(0, {root!r})
+from suites.support.gpu_memory import held
+def log(text):
+    with open("log", "a") as f:
+        f.write(text + "\\n")
+print("waits", flush=True)
+with held({count}, slots=6, first={first}):
+    log("+{count}")
+    print("holds", flush=True)
+    sys.stdin.read()
+    log("-{count}")
+"""
+PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+UNSEEN = 0.3  # seconds after which a claim that should wait, but does not, would be in the log
+
+
+class Claims:
+    """Processes that each hold some of six slots, from acquisition until they are stopped.
+
+    Their log has only one possible order: each writer waits for the existing entries.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.children: list[subprocess.Popen[str]] = []
+
+    @property
+    def log(self) -> list[str]:
+        path = self.folder / "log"
+        return path.read_text().split() if path.exists() else []
+
+    def request(self, count: int, first: bool = False) -> subprocess.Popen[str]:
+        script = HOLD.format(root=str(ROOT), count=count, first=first)
+        environment = {**os.environ, "TMPDIR": str(self.folder)}
+        child = subprocess.Popen([sys.executable, "-c", script], cwd=self.folder, env=environment, **PIPES)
+        self.children.append(child)
+        assert read_line(child) == "waits"
+        return child
+
+    def hold(self, count: int) -> subprocess.Popen[str]:
+        child = self.request(count)
+        assert read_line(child) == "holds"
+        return child
+
+    def wait_until_others_are_blocked(self) -> None:
+        """Wait until a claim with priority blocks the requests of others."""
+        path = Path(f"{self.folder / LOCKS.name}.turn.lock")
+        until = time.monotonic() + 60
+        while True:
+            with lock_file(path) as lock:
+                if not try_lock(lock):
+                    return
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+def read_line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout
+    return child.stdout.readline().rstrip()
+
+
+def release(child: subprocess.Popen[str]) -> None:
+    child.communicate("", timeout=60)
+    assert child.returncode == 0
+
+
+@pytest.fixture
+def claims(tmp_path: Path) -> Iterator[Claims]:
+    made = Claims(tmp_path)
+    yield made
+    for child in made.children:
+        child.kill()
+        child.communicate()
+
+
+def test_claims_do_not_exceed_the_memory_slots(claims: Claims) -> None:
+    """With 2 of 6 slots taken, 5 must wait, and 1 need not; 9 means all slots."""
+    two, five, one, nine = claims.hold(2), claims.request(5), claims.hold(1), claims.request(9)
+    time.sleep(UNSEEN)
+    assert claims.log == ["+2", "+1"]
+    release(two)
+    assert read_line(five) == "holds"
+    release(one)
+    time.sleep(UNSEEN)
+    assert claims.log == ["+2", "+1", "-2", "+5", "-1"]
+    release(five)
+    assert read_line(nine) == "holds"
+    release(nine)
+    assert claims.log[5:] == ["-5", "+9", "-9"]
+
+
+def test_claim_with_priority_is_not_overtaken(claims: Claims) -> None:
+    """Of 6 slots 4 are held; the 2 free ones are not granted before the waiting claim of 5."""
+    four, five = claims.hold(4), claims.request(5, first=True)
+    claims.wait_until_others_are_blocked()
+    two = claims.request(2)
+    time.sleep(UNSEEN)
+    assert claims.log == ["+4"]
+    release(four)
+    assert read_line(five) == "holds"
+    release(five)
+    assert read_line(two) == "holds"
+    release(two)
+    assert claims.log == ["+4", "-4", "+5", "-5", "+2", "-2"]
+
+
+def test_claim_of_a_dead_process_is_released(claims: Claims) -> None:
+    dead = claims.hold(6)
+    dead.kill()
+    dead.wait()
+    release(claims.hold(6))
+    assert claims.log == ["+6", "+6", "-6"]
+
+
+def test_patient_exclusive_lock_lets_shared_holders_pass(tmp_path: Path) -> None:
+    order: list[str] = []
+    entered = Event()
+
+    def exclusive(patient: bool) -> None:
+        entered.set()
+        with locked(tmp_path / "it", exclusive=True, patient=patient):
+            order.append("exclusive")
+
+    with locked(tmp_path / "it", exclusive=False):
+        waiter = Thread(target=exclusive, args=(True,))
+        waiter.start()
+        entered.wait()
+        time.sleep(0.3)
+        with locked(tmp_path / "it", exclusive=False):
+            order.append("shared")
+    waiter.join(timeout=10)
+    assert order == ["shared", "exclusive"]
+
+
+def test_workers_dying_together_lose_one_test_each(tmp_path: Path) -> None:
+    printed = run(tmp_path, TESTS, workers=3)
+    assert "3 failed, 10 passed" in printed, printed
+    ran = (tmp_path / "ran").read_text().splitlines()
+    assert sorted(ran) == sorted(["died"] * 3 + [f"lived {i}" for i in range(10)])
+
+
+class Worker:
+    """A fake worker for the scheduler, without a process."""
+
+    shutting_down = False
+
+    def __init__(self) -> None:
+        self.assigned: list[int] = []
+        self.dead = False
+        self.gateway = SimpleNamespace(id="gw")
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        if self.dead:
+            raise OSError("cannot send (already closed?)")
+        self.assigned += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def test_scheduler_reassigns_tests_of_an_undetected_dead_worker() -> None:
+    """It dies in its second test, and is assigned another before its death is known: others must run that one."""
+    options = SimpleNamespace(verbose=0, loadscopereorder=False)
+    config = SimpleNamespace(getvalue=lambda _: ["popen", "popen"], rootpath=ROOT, option=options)
+    scheduler, (dying, other) = TestByTest(config), (Worker(), Worker())
+    tests = [f"{FILE}::test_lives[{i}]" for i in range(12)]
+    for worker in (dying, other):
+        scheduler.add_node(worker)
+    for worker in (dying, other):
+        scheduler.add_node_collection(worker, tests)
+    scheduler.schedule()
+    first, second = dying.assigned[:2]
+    dying.dead = True
+    scheduler.mark_test_complete(dying, first)
+    assert scheduler.remove_node(dying) == tests[second]
+    for index in other.assigned:  # the list grows as tests are run
+        scheduler.mark_test_complete(other, index)
+    assert sorted([first, second, *other.assigned]) == list(range(12))
+    assert scheduler.tests_finished
+
+
+def test_keep_adds_compiled_files_without_replacing_existing(tmp_path: Path) -> None:
+    made, cache = tmp_path / "made", tmp_path / "cache"
+    for place, text in ((made, "new"), (cache, "old")):
+        (place / "shared").mkdir(parents=True)
+        (place / "shared" / "launcher.so").write_text(text)
+    (made / "kernel").mkdir()
+    (made / "kernel" / "kernel.cubin").write_text("code")
+    (made / "kernel" / "__grp__kernel.json").write_text(f'{{"cubin": "{made}/kernel/kernel.cubin"}}')
+    mapped = (cache / "shared" / "launcher.so").stat().st_ino
+    keep(made, cache)
+    launcher = cache / "shared" / "launcher.so"
+    assert (launcher.read_text(), launcher.stat().st_ino) == ("old", mapped)
+    assert (cache / "kernel" / "kernel.cubin").read_text() == "code"
+    listed = (cache / "kernel" / "__grp__kernel.json").read_text()
+    assert listed == f'{{"cubin": "{cache}/kernel/kernel.cubin"}}'

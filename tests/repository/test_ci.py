@@ -1,0 +1,170 @@
+"""The CI files are valid, pinned, call existing commands, and are not green if a lane is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from ruamel.yaml import YAML
+
+from bumpgate.cli import app
+from suites.support.lanes import LANES
+from tests.support.tree import ROOT
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+ACTION = ROOT / "action.yml"
+PINNED = re.compile(r"(\./|[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+)$")
+UNTRUSTED = re.compile(r"\$\{\{[^}]*(inputs|github\.event|matrix\.test|needs)\b[^}]*\}\}")
+
+
+def load(path: Path) -> Any:
+    return YAML(typ="safe").load(path.read_text())
+
+
+def steps(path: Path) -> Iterator[dict[str, Any]]:
+    raw = load(path)
+    yield from raw["runs"]["steps"] if "runs" in raw else ()
+    for job in raw.get("jobs", {}).values():
+        yield from job["steps"]
+
+
+def script(workflow: str, name: str) -> str:
+    (found,) = (s["run"] for s in steps(ROOT / ".github" / "workflows" / workflow) if s.get("name") == name)
+    return found
+
+
+def test_four_workflows_and_the_action_exist() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["bisect", "mutation", "nightly", "pull_request"]
+    assert ACTION.is_file()
+
+
+@pytest.mark.parametrize("path", [*WORKFLOWS, ACTION], ids=lambda p: p.name)
+def test_ci_file_is_valid_by_github_schema(path: Path) -> None:
+    schema = "vendor.github-actions" if path == ACTION else "vendor.github-workflows"
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", [*WORKFLOWS, ACTION, ROOT / "docs" / "ci.md"], ids=lambda p: p.name)
+def test_every_action_is_pinned_to_a_commit_with_version(path: Path) -> None:
+    used = re.findall(r"uses: (.+)", path.read_text())
+    assert all(PINNED.match(name) for name in used), used
+
+
+@pytest.mark.parametrize("path", [*WORKFLOWS, ACTION], ids=lambda p: p.name)
+def test_scripts_do_not_interpolate_untrusted_input(path: Path) -> None:
+    pasted = [s["run"] for s in steps(path) if UNTRUSTED.search(s.get("run", ""))]
+    assert not pasted
+    assert path == ACTION or load(path)["permissions"]["contents"] == "read"
+
+
+def commands(text: str) -> Iterator[tuple[str, set[str]]]:
+    """Yield (command, options) of each call of bumpgate in a script; a backslash continues a line."""
+    for line in text.replace("\\\n", " ").splitlines():
+        for found in re.finditer(r"(?:^|[\s(`])bumpgate ([a-z]+)\b([^|;&)`]*)", line):
+            options = re.findall(r"(?<!\S)(--[a-z][a-z-]*)", found[2].split(" -- ")[0])
+            yield found[1], set(options)
+
+
+def test_every_ci_command_and_option_exists() -> None:
+    known = typer.main.get_command(app).commands
+    texts = [s["run"] for path in (*WORKFLOWS, ACTION) for s in steps(path) if "run" in s]
+    texts += re.findall(r"```.*?```|`[^`]+`", (ROOT / "docs" / "ci.md").read_text(), re.DOTALL)
+    called = [call for text in texts for call in commands(text)]
+    assert {"gate", "bisect", "report", "history", "accept", "versions"} <= {name for name, _ in called}
+    for name, options in called:
+        assert name in known, name
+        there = {option for parameter in known[name].params for option in parameter.opts}
+        assert options <= there, f"bumpgate {name}: {options - there}"
+
+
+def test_every_ci_tox_environment_exists() -> None:
+    raw = load(ROOT / ".github" / "workflows" / "pull_request.yml")["jobs"]
+    named = [*raw["tiers"]["strategy"]["matrix"]["environment"], "cpu"]
+    tox = (ROOT / "tox.ini").read_text()
+    sections = re.findall(r"\[testenv:([^\]]+)\]", tox)
+    families = [re.sub(r"\{([^}]*)\}", lambda m: f"({m[1].replace(',', '|')})", name) for name in sections]
+    assert all(any(re.fullmatch(family, name) for family in families) for name in named)
+
+
+def a_gate(folder: Path, lane: str, decision: str, **changes: object) -> None:
+    findings = [{"decision": "HOLD", "repro": f"pytest -m {lane} -n 0 'suites/a.py::t[x y]'"}]
+    raw = {
+        "lane": lane,
+        "decision": decision,
+        "finished": True,
+        "findings": findings if decision == "HOLD" else [],
+        "sides": {s: {"packages": {"torch": v}} for s, v in (("good", "2.13.0+cpu"), ("bad", "2.14.0+cpu"))},
+    }
+    (folder / f"bumpgate-{lane}").mkdir()
+    (folder / f"bumpgate-{lane}" / "gate.json").write_text(json.dumps(raw | changes))
+
+
+def every_lane(folder: Path) -> tuple[int, str]:
+    raw = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]["every-lane"]
+    (step,) = (s for s in raw["steps"] if "run" in s)
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", step["run"]],
+        cwd=folder,
+        env=os.environ | step["env"],
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout
+
+
+def test_nightly_is_green_if_every_lane_adopts(tmp_path: Path) -> None:
+    raw = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]
+    assert tuple(raw["gate"]["strategy"]["matrix"]["lane"]) == tuple(LANES)
+    assert tuple(raw["every-lane"]["steps"][-1]["env"]["LANES"].split()) == tuple(LANES)
+    assert raw["every-lane"]["if"] == "always()"
+    assert raw["every-lane"]["needs"] == "gate"
+    for lane in LANES:
+        a_gate(tmp_path, lane, "ADOPT")
+    assert every_lane(tmp_path) == (0, "cpu: ADOPT\nh200: ADOPT\nh200x2: ADOPT\nv6e: ADOPT\n")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "verdict"),
+    [
+        (lambda path: path.unlink(), "NO REPORT"),
+        (lambda path: path.write_text("{"), "NO REPORT"),
+        (lambda path: path.write_text(path.read_text().replace("ADOPT", "HOLD")), "HOLD"),
+        (lambda path: path.write_text(path.read_text().replace("ADOPT", "UNKNOWN")), "UNKNOWN"),
+        (lambda path: path.write_text(path.read_text().replace("true", "false")), "UNKNOWN"),
+        (lambda path: path.write_text(path.read_text().replace('"h200"', '"cpu"')), "UNKNOWN"),
+    ],
+    ids=["absent", "cut off", "held", "unknown", "not finished", "of another lane"],
+)
+def test_nightly_is_red_if_a_lane_is_absent_or_not_adopted(tmp_path: Path, spoil: Any, verdict: str) -> None:
+    for lane in LANES:
+        a_gate(tmp_path, lane, "ADOPT")
+    spoil(tmp_path / "bumpgate-h200" / "gate.json")
+    assert every_lane(tmp_path) == (1, f"cpu: ADOPT\nh200: {verdict}\nh200x2: ADOPT\nv6e: ADOPT\n")
+
+
+def test_red_nightly_bisects_the_held_findings(tmp_path: Path) -> None:
+    a_gate(tmp_path, "cpu", "HOLD")
+    a_gate(tmp_path, "h200", "UNKNOWN")
+    a_gate(tmp_path, "v6e", "ADOPT")
+    output = tmp_path / "output"
+    subprocess.run(
+        ["bash", "-e", "-c", script("bisect.yml", "What each lane holds back for")],
+        cwd=tmp_path,
+        env=os.environ | {"GITHUB_OUTPUT": str(output)},
+        check=True,
+    )
+    name, _, found = output.read_text().strip().partition("=")
+    assert name == "found"
+    assert json.loads(found) == [
+        {"lane": "cpu", "good": "2.13.0", "bad": "2.14.0", "test": "suites/a.py::t[x y]"}
+    ]

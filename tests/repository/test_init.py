@@ -1,0 +1,214 @@
+"""`bumpgate init`: what it writes and refuses, and that the example works as written."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from bumpgate import cli
+from bumpgate.core import lanes
+from bumpgate.env.request import lane_requirements
+from bumpgate.plugin import devices
+from tests.support.foreign import Foreign
+
+FILES = ("bumpgate.toml", "bumps/requirements.txt", "bumps/test_bump.py", ".github/workflows/bumpgate.yml")
+
+Init = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Init:
+    """`bumpgate init` in tmp_path -> exit code, stdout, stderr."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["bumpgate", "init", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return (int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+def written(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def test_init_writes_a_lane_an_example_and_a_workflow(init: Init, tmp_path: Path) -> None:
+    code, out, err = init("--lane", "nightly", "--torch", "2.13.0")
+    assert (code, err) == (0, "")
+    assert written(tmp_path) == {*FILES, "pytest.ini"}
+    assert [line.removeprefix("wrote ") for line in out.splitlines()[:-1]] == [*FILES, "pytest.ini"]
+    assert out.splitlines()[-1] == "next: pytest -m nightly, then: bumpgate rebaseline --lane nightly"
+    assert list(lanes.load(tmp_path)) == ["nightly"]
+    assert "torch==2.13.0" in lane_requirements(tmp_path, "nightly")
+    assert "pytest.mark.nightly" in (tmp_path / "bumps/test_bump.py").read_text()
+    assert "gate --lane nightly " in (tmp_path / ".github/workflows/bumpgate.yml").read_text()
+    texts = {name: (tmp_path / name).read_text() for name in FILES}
+    assert not {name: text for name, text in texts.items() if re.search(r"@[A-Z]+@", text)}
+
+
+def test_init_adopts_the_installed_torch(init: Init, tmp_path: Path) -> None:
+    assert init()[0] == 0
+    torch = metadata.version("torch").partition("+")[0]
+    assert f"torch=={torch}" in (tmp_path / "bumps/requirements.txt").read_text().splitlines()
+
+
+def test_init_adds_existing_tests_to_the_lane(init: Init, tmp_path: Path) -> None:
+    for name in ("tests/test_a.py", "more/test_b.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("def test_it(): pass\n")
+    code, out, err = init("--torch", "2.13.0", "--tests", "tests", "--tests", "more/test_b.py")
+    assert (code, err) == (0, "")
+    assert "bumps/test_bump.py" not in written(tmp_path)
+    assert "pytest.ini" not in written(tmp_path)
+    assert out.endswith("next: add to bumps/requirements.txt what the tests import, then: pytest -m mine\n")
+    assert lanes.load(tmp_path)["mine"].tests == ("tests", "more/test_b.py")
+    foreign = Foreign(tmp_path)
+    ran = foreign.pytest("-m", "mine", "--gate")
+    assert (ran.code, set(foreign.verdicts().values())) == (0, {"PASS"}), ran.out
+    assert len(foreign.verdicts()) == 2
+
+
+def test_init_refuses_tests_that_do_not_exist(init: Init, tmp_path: Path) -> None:
+    code, _, err = init("--torch", "2.13.0", "--tests", "tests")
+    assert (code, err) == (4, f"bumpgate: --tests tests: no such file or folder below {tmp_path}\n")
+    assert written(tmp_path) == set()
+
+
+GPUS = {
+    "h100": ("NVIDIA H100 80GB HBM3", 1, "9.0"),
+    "b200": ("NVIDIA B200", 1, ""),
+    "h200x2": ("NVIDIA H200", 2, ""),
+}
+
+
+def test_init_ships_valid_lanes_of_gpus(init: Init, tmp_path: Path, monkeypatch) -> None:
+    assert init("--torch", "2.13.0")[0] == 0
+    text = (tmp_path / "bumpgate.toml").read_text()
+    shown = text[text.index("# [lanes.h100]") :]
+    (tmp_path / "bumpgate.toml").write_text(re.sub(r"^# ?", "", shown, flags=re.MULTILINE))
+    found = lanes.load(tmp_path)
+    assert found.keys() == GPUS.keys()
+    for name, gpu in GPUS.items():
+        for other, lane in found.items():
+            monkeypatch.setattr(devices, "_probe", lambda _, gpu=gpu: ([*gpu], None))
+            devices.find.cache_clear()
+            assert (devices.detect(lane) is None) == (name == other), (name, other)
+    monkeypatch.setattr(devices, "_probe", lambda _: (["NVIDIA H200", 1, ""], None))
+    devices.find.cache_clear()
+    assert "the lane needs 2 GPUs and torch sees 1" in (devices.detect(found["h200x2"]) or "")
+    devices.find.cache_clear()
+
+
+@pytest.mark.parametrize("code", [0, 1, 125])
+def test_workflow_passes_the_candidate_and_the_exit_code(init: Init, tmp_path: Path, code: int) -> None:
+    """The script of the workflow, with a `python3` that makes a folder of stubs instead of an environment."""
+    assert init("--torch", "2.13.0")[0] == 0
+    path = tmp_path / ".github/workflows/bumpgate.yml"
+    check = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.github-workflows",
+        str(path),
+    ]
+    checked = subprocess.run(check, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+    assert all(
+        re.match(r"[\w./-]+@[0-9a-f]{40} # v\d", used) for used in re.findall("uses: (.+)", path.read_text())
+    )
+    steps = YAML(typ="safe").load(path.read_text())["jobs"]["gate"]["steps"]
+    (script,) = (step["run"] for step in steps if "run" in step)
+    stub = tmp_path / "bin/python3"
+    stub.parent.mkdir()
+    stub.write_text(
+        '#!/bin/sh\nmkdir -p "$3/bin"\nfor name in pip bumpgate; do\n'
+        f'printf \'#!/bin/sh\\necho %s "$@" >> calls\\ntest %s = pip || exit {code}\\n\' $name $name > "$3/bin/$name"\n'
+        'chmod +x "$3/bin/$name"\ndone\n'
+    )
+    stub.chmod(0o755)
+    variables = {"PATH": f"{stub.parent}:{os.environ['PATH']}", "RUNNER_TEMP": str(tmp_path / "temp")}
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", script],
+        cwd=tmp_path,
+        env=os.environ | variables | {"CANDIDATE": "torch==2.14.0; true"},
+    )
+    assert done.returncode == code
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        "pip install --quiet bumpgate",
+        "bumpgate gate --lane mine --candidate torch==2.14.0; true --out build/gate",
+    ]
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "pytest.ini", "tox.ini", "setup.cfg"])
+def test_init_keeps_an_existing_pytest_configuration(init: Init, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("# mine\n")
+    assert init("--torch", "2.13.0")[0] == 0
+    assert written(tmp_path) == {*FILES, name}
+    assert (tmp_path / name).read_text() == "# mine\n"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_init_overwrites_nothing(init: Init, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("mine\n")
+    code, out, err = init("--torch", "2.13.0")
+    assert (code, out, err) == (4, "", f"bumpgate: {name} already exists: init overwrites nothing\n")
+    assert written(tmp_path) == {name}
+    assert (tmp_path / name).read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--lane", "My Lane"), "--lane 'My Lane': a lane's name is a pytest marker in lower case"),
+        (("--torch", "latest"), "--torch 'latest' is not a version such as 2.13.0"),
+        (("--torch", "torch==2.13.0"), "--torch 'torch==2.13.0' is not a version"),
+        (("--lanes", "mine"), "No such option"),
+    ],
+    ids=["lane name", "torch name", "torch requirement", "option"],
+)
+def test_init_refuses_bad_options(init: Init, tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+    code, out, err = init(*options)
+    assert (code, out, len(err.splitlines())) == (4, "", 1)
+    assert words in err
+    assert written(tmp_path) == set()
+
+
+def test_init_without_torch_names_the_option(init: Init, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    code, _, err = init()
+    assert (code, err) == (
+        4,
+        "bumpgate: torch is not installed here: name the adopted version, --torch 2.13.0\n",
+    )
+
+
+def test_init_example_passes_and_detects_a_regression(init: Init, tmp_path: Path) -> None:
+    assert init()[0] == 0
+    foreign = Foreign(tmp_path)
+    first = foreign.pytest("-m", "mine")
+    assert first.code == 1, first.out + first.err
+    assert foreign.verdicts() == {"model/example/loss": "MISSING", "model/example/step_seconds": "PASS"}
+    assert "bumpgate rebaseline --lane mine" in first.out
+    accepted = foreign.bumpgate("rebaseline", "--lane", "mine")
+    assert accepted.code == 0, accepted.err
+    second = foreign.pytest("-m", "mine", "-k", "test_loss")
+    assert (second.code, foreign.verdicts()) == (0, {"model/example/loss": "PASS"}), second.out
+    example = tmp_path / "bumps/test_bump.py"
+    example.write_text(example.read_text().replace("lr=1e-2", "lr=1e-4"))
+    slower = foreign.pytest("-m", "mine", "-k", "test_loss")
+    assert (slower.code, foreign.verdicts()) == (1, {"model/example/loss": "REGRESSION"}), slower.out

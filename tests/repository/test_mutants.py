@@ -1,0 +1,39 @@
+"""Each injected fault turns its named row red, with a message that names the rule and the location."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from suites.support.planted import report_fault
+from tests.support.mutants import MUTANTS, RED, Mutant, message
+from tests.support.tree import copy_tree, run_lane
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_killed(mutant: Mutant, tmp_path: Path, record_property) -> None:
+    root = copy_tree(tmp_path / "tree")
+    mutant.plant(root)
+    run = run_lane(root, mutant.test)
+    judged = run.rows.get(mutant.row)
+    assert judged, f"{mutant.name}: row {mutant.row} was not measured\n{run.output[-3000:]}"
+    also_red = sorted(row for row in run.rows if row != mutant.row and run.verdict(row) in RED)
+    report_fault(record_property, mutant.words[0], mutant.name.replace("_", " "), mutant.row, also_red)
+    assert judged["verdict"] in RED, f"{mutant.name} survived: {judged['verdict']}: {message(judged)}"
+    assert run.code == 1
+    absent = mutant.unnamed(judged)
+    assert not absent, f"{mutant.name}: the message does not name {absent}: {message(judged)}"
+
+
+def test_unchanged_tree_passes_the_tests_of_all_mutants(tmp_path: Path) -> None:
+    """Otherwise a mutant's row could be red for another reason."""
+    tests = sorted({mutant.test for mutant in MUTANTS})
+    run = run_lane(copy_tree(tmp_path / "tree"), *tests)
+    red = {
+        row: run.verdict(row)
+        for row in {mutant.row for mutant in MUTANTS}
+        if run.verdict(row) not in ("PASS", "WIN")
+    }
+    assert not red, red
+    assert run.code == 0, run.output[-3000:]

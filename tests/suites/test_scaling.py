@@ -1,0 +1,86 @@
+"""Throughput over ranks: rows of absent GPUs are NOT RUN, rows of those present are measured, and their arithmetic."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from bumpgate.core.baseline import load
+from bumpgate.plugin.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
+from suites.distributed import scaling
+from suites.support.child import ROOT
+from suites.support.lanes import LANES
+
+ALONE = {"step": 1.0, "step_without_exchange": 1.0, "tokens": 100, "peak": 8.0, "compile": 4.0, "timed": 5}
+RANKS = [
+    {**ALONE, "step": 1.25, "compile": 5.0},
+    {**ALONE, "step": 1.0, "peak": 9.0},
+]
+FOUND = {1: {"regional": [ALONE], "per_block": [{**ALONE, "step": 1.5}]}}
+FOUND[2] = {"regional": RANKS, "per_block": [{**ALONE, "step": 2.5}, ALONE]}
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, world: int, gpus: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run the test of `world` ranks on a machine of that many GPUs -> its rows and its properties."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(scaling, "run", lambda device, ranks, work, caches: FOUND[min(ranks, 2)])
+    rows: dict[str, Any] = {}
+    properties: dict[str, Any] = {}
+    try:
+        scaling.report(
+            world,
+            lambda id, value, **_: rows.__setitem__(id.rpartition("/")[2], value),
+            properties.__setitem__,
+        )
+    except pytest.skip.Exception as skip:
+        properties["skipped"] = str(skip)
+    return rows, properties
+
+
+@pytest.mark.parametrize(("world", "gpus"), [(2, 1), (4, 2), (8, 2), (8, 4)])
+def test_rows_of_absent_gpus_are_not_run(monkeypatch: pytest.MonkeyPatch, world: int, gpus: int) -> None:
+    rows, properties = measured(monkeypatch, world, gpus)
+    reason = f"needs {world} GPUs, torch sees {gpus}"
+    lines = json.loads(properties[NOT_RUN_PROPERTY])
+    assert rows == {}
+    assert lines == [f"throughput/nam52-full-ddp-{world}_gpus/{name}: {reason}" for name in scaling.METRICS]
+    assert (properties[EXCUSED_PROPERTY], properties["skipped"]) == ("1", f"not run: {reason}")
+
+
+@pytest.mark.parametrize(("world", "gpus"), [(2, 2), (2, 8), (8, 8)])
+def test_rows_of_present_gpus_are_measured(monkeypatch: pytest.MonkeyPatch, world: int, gpus: int) -> None:
+    """The slowest rank counts: an efficiency of 1 / 1.25, an exchange of a fifth of a step."""
+    rows, properties = measured(monkeypatch, world, gpus)
+    assert properties == {}
+    assert rows == pytest.approx(
+        {
+            "tokens_per_second_per_rank": 80.0,
+            "efficiency": 0.8,
+            "exposed_communication": 0.2,
+            "peak_memory": 9.0,
+            "compile_seconds": 5.0,
+            "compile_skew": 1.0,
+            "break_tax": 1.0,
+            "break_tax_alone": 0.5,
+        }
+    )
+
+
+def test_failing_rank_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [ALONE, {"error": "ContractError: rank 1: no GPU 1, 1 are here"}]
+    monkeypatch.setattr(scaling, "run_cases", lambda cases, *_: dict.fromkeys(cases, ranks))
+    with pytest.raises(RuntimeError, match=r"^2 ranks: ContractError: rank 1: no GPU 1"):
+        scaling.run("cuda", 2, {}, "")
+
+
+def test_lane_h200x2_requires_two_gpus_and_judges_throughput() -> None:
+    lane = LANES["h200x2"]
+    assert (lane.device, lane.gpu, lane.count) == ("cuda", "H200", 2)
+    reviewed = load(ROOT / "baselines" / "h200x2.json", "h200x2")
+    assert reviewed.made_with["device"] == "NVIDIA H200"
+    assert {row.rpartition("/")[2] for row in reviewed.rows if row.startswith("throughput/")} == set(
+        scaling.REVIEWED
+    )

@@ -1,0 +1,121 @@
+"""A miniature tree with a lane, a wheel index and gates of real environments, to adopt a candidate in.
+
+torch 9.9.0 is adopted. Of the candidates, 9.10.0 only changes values of one build, a win and a new row; 9.11.0 also
+changes a fact, and 9.12.0 breaks an expected value.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from bumpgate.core.baseline import Baseline, Reviewed, save
+from tests.support.builds import host_pytest
+from tests.support.gate_tree import CANARY
+from tests.support.local_index import LocalIndex, fake_wheel
+from tests.support.project import Project, Result
+
+TEST = """
+@lanes("cpu")
+def test_facts(lane, row):
+    import torch
+    row("release/facts/category", torch.CATEGORY, unit="text", witness=1, rule="R1")
+    row("release/facts/graph_breaks", torch.BREAKS, unit="breaks", witness=1, rule="C6", expected=13)
+    row("release/facts/code_hash", torch.HASH, unit="text", witness=1, rule="R1", per_build=True)
+    row("release/facts/saved_bytes", torch.BYTES, unit="bytes", witness=1, rule="R1", better="lower", tolerance=0.01)
+"""
+VERSIONS = {
+    "9.9.0": {"CATEGORY": "DeprecationWarning", "BREAKS": 13, "HASH": "aaaa", "BYTES": 100},
+    "9.10.0": {"CATEGORY": "DeprecationWarning", "BREAKS": 13, "HASH": "bbbb", "BYTES": 90},
+    "9.11.0": {"CATEGORY": "FutureWarning", "BREAKS": 13, "HASH": "cccc", "BYTES": 100},
+    "9.12.0": {"CATEGORY": "FutureWarning", "BREAKS": 14, "HASH": "dddd", "BYTES": 100},
+}
+MANIFEST = """schema = 1
+# The reason for this row.
+[environment.cpu]
+status = "adopted"
+lane = "cpu"
+source = "a test"
+python = ">=3.10"
+torch = "==9.9.0"  # reviewed
+"""
+NODE = "suites/release/test_facts.py::test_facts[cpu]"
+WRITTEN = ("wheels/pylock.cpu.toml", "wheels/manifest.toml", "pyproject.toml", "baselines/cpu.json")
+LOG = "baselines/adoptions.toml"
+
+
+def wheels(folder: Path) -> list[Path]:
+    made = [host_pytest(folder)]
+    for version, facts in VERSIONS.items():
+        body = "".join(f"{name} = {value!r}\n" for name, value in facts.items())
+        files = {
+            "torch/__init__.py": f"__version__ = {version!r}\n{body}",
+            "torch/version.py": f"__version__ = {version!r}\ngit_version = 'f00d'\n",
+        }
+        made.append(fake_wheel(folder, "torch", version, files))
+    return made
+
+
+class AdoptTree(Project):
+    """A project whose torch comes from an index, with a frozen lane. home: caches and the wheel store."""
+
+    def __init__(self, root: Path, index: LocalIndex, home: Path) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        super().__init__(root)
+        shutil.rmtree(root / "torch")
+        self._use(index, home)
+        text = (root / "pyproject.toml").read_text()
+        text = re.sub(r"^suite = \[.*?^\]", 'suite = ["pytest==99.0"]', text, flags=re.MULTILINE | re.DOTALL)
+        text = re.sub(r"^cpu = .*$", 'cpu = ["bumpgate[suite]", "torch==9.9.0"]', text, flags=re.MULTILINE)
+        # A rollback then runs the canaries: the tests of the lane's smoke suite are no part of this tree.
+        text = re.sub(r"^smoke = \[.*?^\]\n", "", text, flags=re.MULTILINE | re.DOTALL)
+        self.write("pyproject.toml", text)
+        self.write("wheels/manifest.toml", MANIFEST)
+        self.tests(CANARY, "suites/canaries/test_canaries.py")
+        self.tests(TEST, "suites/release/test_facts.py")
+        facts = VERSIONS["9.9.0"]
+        rows = {
+            "canaries/graphs/agrees": Reviewed(
+                True, "bool", "derived", test="suites/canaries/test_canaries.py::test_canary[cpu]"
+            ),
+            "release/facts/category": Reviewed(facts["CATEGORY"], "text", "exact", test=NODE),
+            "release/facts/graph_breaks": Reviewed(13, "breaks", "derived", test=NODE),
+            "release/facts/code_hash": Reviewed(facts["HASH"], "text", "exact", test=NODE, per_build=True),
+            "release/facts/saved_bytes": Reviewed(
+                facts["BYTES"], "bytes", "lower", 0.02, "widened by hand", NODE
+            ),
+        }
+        save(root / "baselines/cpu.json", Baseline("cpu", {"torch": "9.9.0", "triton": None}, rows))
+        frozen = self.bumpgate("freeze", "--lane", "cpu")
+        assert frozen.code == 0, frozen.err
+
+    def _use(self, index: LocalIndex, home: Path) -> None:
+        self.env = {k: v for k, v in self.env.items() if not k.startswith(("PIP_", "UV_", "BUMPGATE_"))}
+        self.env |= {"UV_DEFAULT_INDEX": index.url, "UV_HTTP_RETRIES": "0", "UV_CACHE_DIR": str(home / "uv")}
+        self.env |= {"BUMPGATE_HOME": str(home / "bumpgate"), "TMPDIR": str(home)}
+        self.home = home / "bumpgate"
+
+    def copy(self, root: Path, home: Path) -> AdoptTree:
+        """Copy the tree and its caches, for a test that changes them. Environments are not copied."""
+        made = object.__new__(AdoptTree)
+        shutil.copytree(self.root, root, symlinks=True)
+        made.root, made.processes, made.env = root, [], dict(self.env)
+        for part in ("store", "adoptions"):
+            if (self.home / part).exists():
+                shutil.copytree(self.home / part, home / "bumpgate" / part)
+        (home / "bumpgate").mkdir(parents=True, exist_ok=True)
+        made.env |= {"BUMPGATE_HOME": str(home / "bumpgate"), "TMPDIR": str(home)}
+        made.home = home / "bumpgate"
+        return made
+
+    def gate(self, version: str, *more: str) -> Result:
+        """Gate a version, with results in a folder named after it."""
+        return self.bumpgate(
+            "gate", "--lane", "cpu", "--candidate", f"torch=={version}", "--out", version, *more
+        )
+
+    def files(self) -> dict[str, bytes | None]:
+        """Return the current content of the files that an adoption writes."""
+        found = [self.root / path for path in (*WRITTEN, LOG)]
+        return {p.name: p.read_bytes() if p.exists() else None for p in found}

@@ -1,0 +1,144 @@
+"""Fake builds of torch and triton for the tests of a bisect, and the command run among them.
+
+torch 2.n.0 of week n requires triton 3.n.0 exactly. `FAULT` of each is whether it has an injected fault; a test of
+torch reads `torch.graph_breaks()`: 13, plus one for a fault in torch or in the installed triton.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+from bumpgate import cli
+from tests.support.local_index import LocalIndex, fake_wheel
+from tests.support.tree import ROOT
+
+WEEKS = 12
+FIRST_DAY = datetime(2026, 1, 5, tzinfo=timezone.utc)
+TORCH = """
+import triton
+FAULT = {fault}
+def graph_breaks():
+    return 13 + FAULT + triton.FAULT
+"""
+RAISES = "raise ImportError('libcudart.so.13: cannot open shared object file')"
+CRASHES = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+# A test of torch as a user writes it.
+PROGRAM = 'import torch; n = torch.graph_breaks(); print(n, "breaks"); raise SystemExit(n > 13)'
+JUDGE = f"{{python}} -c '{PROGRAM}'"
+
+
+def commit(week: int) -> str:
+    return f"{week:x}" * 40
+
+
+def torch(week: int) -> str:
+    return f"2.{week}.0"
+
+
+def triton(week: int) -> str:
+    return f"3.{week}.0"
+
+
+@dataclass
+class Builds:
+    """Wheels of WEEKS weeks in `folder`, served by `index`."""
+
+    folder: Path
+    index: LocalIndex
+
+    def wheel(self, name: str, week: int, text: str) -> Path:
+        version = (torch if name == "torch" else triton)(week)
+        body = {
+            f"{name}/__init__.py": f"__version__ = {version!r}\n{text}",
+            f"{name}/version.py": f"__version__ = {version!r}\ngit_version = {commit(week)!r}\n",
+        }
+        requires = [f"triton=={triton(week)}"] if name == "torch" else []
+        source = (
+            "https://github.com/pytorch/pytorch"
+            if name == "torch"
+            else "https://github.com/triton-lang/triton"
+        )
+        return fake_wheel(self.folder, name, version, body, requires, source=source)
+
+
+def make_builds(
+    folder: Path,
+    index: LocalIndex,
+    *,
+    torch_fault: int = WEEKS,
+    triton_fault: int = WEEKS,
+    import_text: Mapping[int, str] = {},
+    missing: Iterable[int] = (),
+) -> Builds:
+    """torch_fault, triton_fault: first week with a fault. import_text: week -> text that replaces its torch module."""
+    builds = Builds(folder, index)
+    for name in ("numpy", "setuptools"):
+        index.add(fake_wheel(folder, name, "1.0"))
+    for week in range(WEEKS):
+        text = import_text.get(week) or TORCH.format(fault=int(week >= torch_fault))
+        if week not in missing:
+            index.add(builds.wheel("torch", week, text))
+        index.add(builds.wheel("triton", week, f"FAULT = {int(week >= triton_fault)}\n"))
+        index.dates |= {v: FIRST_DAY + timedelta(weeks=week) for v in (torch(week), triton(week))}
+    return builds
+
+
+def host_pytest(folder: Path) -> Path:
+    """Build a wheel named pytest that exposes this interpreter's pytest: no download."""
+    sites = [path for path in sys.path if path.endswith("site-packages")]
+    return fake_wheel(folder, "pytest", "99.0", {"host.pth": "\n".join(sites) + "\n"})
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Exit code and output of one `bumpgate bisect`."""
+
+    code: int
+    out: str
+    err: str
+
+
+def _interruptible() -> None:
+    """Restore SIGINT: a runner started in the background ignores it, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start `bumpgate bisect` as a separate process."""
+    return subprocess.Popen(
+        [sys.executable, "-c", "from bumpgate.cli import main; main()", "bisect", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=_interruptible,
+    )
+
+
+@contextmanager
+def bisecting(folder: Path) -> Iterator[Callable[..., Ran]]:
+    """Yield a function that runs `bumpgate bisect` in this process, with `folder` as working directory."""
+
+    def run(*arguments: str) -> Ran:
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.chdir(folder)
+            patch.setattr(sys, "argv", ["bumpgate", "bisect", *arguments])
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+        return Ran(int(ended.value.code or 0), out.getvalue(), err.getvalue())
+
+    yield run

@@ -1,0 +1,71 @@
+"""A repository other than this one, and the commands that its users run there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from bumpgate.core.rows import Record, read_record
+from tests.support.project import Result
+from tests.support.tree import ROOT
+
+# Timed tests keep only rounds in which no other process used the machine; a test machine has no such rounds.
+ANY_ROUND_IS_QUIET = """
+import math
+from bumpgate.plugin import timing
+timing.FOREIGN_SHARE = math.inf
+"""
+LANE = "[lanes.mine]\ndevice = 'cpu'\n"
+SECONDS = 540
+# The examples of docs/plugin.md: a test module each.
+DOCUMENT = (ROOT / "docs/plugin.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+
+
+class Foreign:
+    """root: the repository. Commands import bumpgate from this tree, and pytest loads no other plugin than its."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.write("conftest.py", ANY_ROUND_IS_QUIET)
+        (root / ".tmp").mkdir()
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "BUMPGATE_", "TORCH"))}
+        self.env = kept | {
+            "PYTHONPATH": str(ROOT),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            # Holds the machine's lock: a private folder, so that other tests do not wait for this one.
+            "TMPDIR": str(root / ".tmp"),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def write(self, path: str, text: str) -> None:
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(text)
+
+    def pytest(self, *args: str, **env: str) -> Result:
+        return self._run("-m", "pytest", "-p", "bumpgate.plugin", "-p", "no:cacheprovider", *args, **env)
+
+    def bumpgate(self, *args: str, **env: str) -> Result:
+        return self._run("-c", "from bumpgate.cli import main; main()", *args, **env)
+
+    def _run(self, *args: str, **env: str) -> Result:
+        done = subprocess.run(
+            [sys.executable, *args],
+            cwd=self.root,
+            env=self.env | env,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        return Result(done.returncode, done.stdout, done.stderr)
+
+    def record(self) -> Record:
+        return read_record(self.root / "record.json")
+
+    def verdicts(self) -> dict[str, str]:
+        """Map row id -> displayed verdict of the last record."""
+        return {j.row.id: j.label for j in self.record().judgements}

@@ -1,0 +1,96 @@
+"""A miniature tree to gate: real processes and real interpreters, a few seconds per gate."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bumpgate.core.baseline import Baseline, Reviewed, save
+from bumpgate.gate import result
+from tests.support.project import GOOD, PLUGINS, Project, Result, counted
+
+CANARY = """
+@lanes("cpu")
+def test_canary(lane, row):
+    reason = os.environ.get("CANARY", "")
+    report_canaries({"graphs": reason})
+    row("canaries/graphs/agrees", not reason, unit="bool", witness=1, rule="I1", expected=True, evidence=[reason],
+        instruments=["graphs"])
+"""
+# The same loop under both names, so that effects of memory layout cancel; SLOWER lengthens one of them.
+TIMES = """
+import statistics
+
+def spent(n):
+    start = time.process_time()
+    for k in range(n):
+        k & 7
+    return time.process_time() - start
+
+@lanes("cpu")
+def test_times(lane, row):
+    for case, factor in (("same", 1.0), ("slow", float(os.environ.get("SLOWER", "1")))):
+        ratios = sorted(spent(int(30000 * factor)) / spent(30000) for _ in range(41))
+        row(f"throughput/{case}/ratio", ratios[20], unit="ratio", witness=3, rule="C37", better="lower",
+            tolerance=9.0, interval=(ratios[14], ratios[26]))
+"""
+TIMED = ("throughput/same/ratio", "throughput/slow/ratio")
+
+
+class Tree(Project):
+    """A project with a canary, one count and two timed rows, and an interpreter for each side."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.env |= {"BUMPGATE_HOME": str(root / "home"), "TMPDIR": str(root)}
+        self.tests(CANARY, "suites/canaries/test_canaries.py")
+        self.tests(GOOD)
+        self.tests(TIMES, "suites/throughput/test_times.py")
+        rows = {row: Reviewed(1.0, "ratio", "lower", 9.0, test=TIMES_TEST) for row in TIMED}
+        rows["canaries/graphs/agrees"] = Reviewed(
+            True, "bool", "derived", test="suites/canaries/test_canaries.py::test_canary[cpu]"
+        )
+        rows["compile/good/graph_breaks"] = counted("test_good")
+        save(root / "baselines/cpu.json", Baseline("cpu", {"torch": "9.9.0", "triton": None}, rows))
+        self.good, self.bad = self.interpreter("good"), self.interpreter("bad")
+
+    def interpreter(self, side: str, **variables: str) -> Path:
+        """Create a python that wraps this one with extra env_vars; fast, because it loads few plugins."""
+        assignments = " ".join(f"{k}='{v}'" for k, v in (PLUGINS | {"SIDE": side} | variables).items())
+        path = self.root / side / "python"
+        self.write(f"{side}/python", f'#!/bin/sh\n{assignments} exec "{sys.executable}" "$@"\n')
+        path.chmod(0o755)
+        return path
+
+    def sides(self) -> tuple[str, ...]:
+        return (
+            "gate",
+            "--lane",
+            "cpu",
+            "--python-good",
+            str(self.good),
+            "--python-bad",
+            str(self.bad),
+            "--out",
+            "g",
+        )
+
+    def gate(self, *more: str) -> Result:
+        return self.bumpgate(*self.sides(), *more)
+
+    def raw(self) -> Any:
+        return json.loads((self.root / "g" / result.NAME).read_text())
+
+
+TIMES_TEST = "suites/throughput/test_times.py::test_times[cpu]"
+COUNTS = ("--", "suites/canaries", "suites/compile")
+
+
+def wait_for(condition: Any, seconds: float = 300) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"the condition did not hold within {seconds:g} s"
+        time.sleep(0.05)

@@ -1,0 +1,194 @@
+"""A simulated machine for gates, without processes: simulated measurements of each side replace the runs."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bumpgate.core.findings import DriftReading
+from bumpgate.core.problems import Problem
+from bumpgate.core.rows import Judgement, Row, Value, Verdict, write_record
+from bumpgate.gate import bench, result, timed_runs
+from bumpgate.gate.bench import GateRunner
+from bumpgate.gate.plan import plan_for
+from bumpgate.gate.result import Gate, GateConfig, SideState
+from bumpgate.gate.sides import EnvSpec
+from bumpgate.gate.view import View
+from bumpgate.run.runner import NOTHING_SELECTED, Installed, LaneCall, LaneRun
+from tests.support.tree import CANARIES, declare_lanes
+
+COUNT_TEST = "suites/compile/test_a.py::test_count[cpu]"
+TIME_TEST = "suites/throughput/test_b.py::test_time[cpu]"
+TODAY = date(2026, 3, 2)
+# Standard deviation of CPU seconds between fresh processes on a quiet machine (DESIGN.md, suites/throughput).
+PROCESS_SD = 0.012
+
+
+def count(
+    value: Value = 13, verdict: Verdict = Verdict.PASS, id: str = "compile/a/graph_breaks"
+) -> Judgement:
+    return Judgement(Row(id, value, "breaks", 1, "C6", test=COUNT_TEST), verdict, "")
+
+
+def gone(
+    verdict: Verdict = Verdict.MISSING, reason: str = "not reported", test: str = COUNT_TEST
+) -> Judgement:
+    case = "compile/a/graph_breaks" if test == COUNT_TEST else "throughput/b/seconds"
+    return Judgement(Row(case, None, "breaks", 0, "", test=test), verdict, reason)
+
+
+def seconds(value: float, id: str = "throughput/b/seconds", spread: float = 0.03) -> Judgement:
+    interval = (value * (1 - spread), value * (1 + spread))
+    row = Row(id, value, "s", 1, "C37", better="lower", tolerance=0.1, interval=interval, test=TIME_TEST)
+    return Judgement(row, Verdict.PASS, "")
+
+
+@dataclass
+class Behaviour:
+    """One side. counts: rows of its single run, except timed ones. canaries: name -> reason of the failed ones.
+
+    packages: installed apart from torch. slower: row -> factor of its time.
+    signal: ends the timed processes of sessions from `dies_from` on.
+    spoiled: number of runs of the timed test disturbed by the machine.
+    """
+
+    torch: str = "2.13.0"
+    packages: Mapping[str, str] = field(default_factory=dict)
+    failure: str = ""
+    counts: Sequence[Judgement] = field(default_factory=lambda: [count()])
+    problems: tuple[str, ...] = ()
+    canaries: Mapping[str, str] = field(default_factory=dict)
+    slower: Mapping[str, float] = field(default_factory=dict)
+    complete: bool = True
+    signal: int = 0
+    dies_from: int = 0
+    spoiled: int = 0
+
+
+class Machine:
+    """Simulates runs. Each timed process draws its bias from the session and its position in it, so an interrupted
+    and resumed gate reads the same values."""
+
+    def __init__(self, root: Path, seed: int = 0, sd: float = PROCESS_SD, rows: Sequence[str] = ()) -> None:
+        (root / CANARIES).mkdir(parents=True)
+        declare_lanes(root)
+        self.root = root
+        self.seed, self.sd = seed, sd
+        self.rows = tuple(rows) or ("throughput/b/seconds",)
+        self.sides = {name: Behaviour() for name in ("good", "bad", "anchor")}
+        self.processes: list[str] = []
+        self.read = Counter[tuple[str, str, int]]()
+        self.before_process: Callable[[], None] = lambda: None
+        self.recent: Mapping[str, Sequence[DriftReading]] = {}
+        self.bench: GateRunner | None = None
+
+    def installed(self, python: Path, *_: object) -> Installed:
+        side = self.sides[python.name]
+        return Installed({} if side.failure else {"torch": side.torch, **side.packages}, {}, side.failure)
+
+    def run_lane(self, call: LaneCall, timeout: float | None = None) -> LaneRun:
+        python, selection, record = call.python, call.selection, call.record
+        self.before_process()
+        side = self.sides[python.name]
+        timed = timeout is not None
+        self.processes.append(f"{'timed' if timed else selection[0] if selection else 'all'}:{python.name}")
+        if timed:
+            return self._timed(python.name, side, record)
+        if list(selection) == [CANARIES]:
+            judgements = [self._canary(name, side.canaries.get(name, "")) for name in ("graphs", "inductor")]
+            return self._done(record, judgements)
+        judgements = [*side.counts, *(seconds(self._value(python.name, row, -1)) for row in self.rows)]
+        if side.spoiled:
+            side.spoiled -= 1
+            judgements = [*side.counts, gone(Verdict.INFRA, "none of 40 rounds was quiet", TIME_TEST)]
+        if selection and "::" in selection[0]:
+            judgements = [j for j in judgements if j.row.test in selection]
+        return self._done(record, judgements, side)
+
+    def run_lanes(self, calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:
+        return [self.run_lane(call, timeout) for call in calls]
+
+    def run_duet(self, calls: Sequence[LaneCall], flip: bool, timeout: float) -> list[LaneRun]:
+        return self.run_lanes(calls, timeout)
+
+    def _timed(self, name: str, side: Behaviour, record: Path) -> LaneRun:
+        assert self.bench
+        sessions = self.bench.gate.drifted if name == "anchor" else self.bench.gate.paired
+        begun = sessions.started if sessions else 0
+        if side.signal and begun >= side.dies_from:
+            write_record(record, {"lane": "cpu"}, (), complete=False)
+            return LaneRun(-side.signal, None, f"died of {signal.Signals(side.signal).name}", 0.1, record)
+        if side.spoiled:
+            side.spoiled -= 1
+            return self._done(record, [gone(Verdict.INFRA, "not quiet", TIME_TEST)])
+        return self._done(record, [seconds(self._value(name, row, begun), row) for row in self.rows])
+
+    def _value(self, name: str, row: str, session: int) -> float:
+        place = self.read[name, row, session]
+        self.read[name, row, session] += 1
+        noise = random.Random(f"{self.seed} {name} {row} {session} {place}").gauss(0, self.sd)
+        return 2.0 * self.sides[name].slower.get(row, 1.0) * 2.718281828459045**noise
+
+    def _canary(self, name: str, reason: str) -> Judgement:
+        row = Row(
+            f"canaries/{name}/agrees", not reason, "bool", 1, "I1", expected=True,
+            better="derived", evidence=(reason or "agrees",), test=f"{CANARIES}/test_c.py::test[{name}-cpu]",
+        )  # fmt: skip
+        return Judgement(row, Verdict.REGRESSION if reason else Verdict.PASS, reason)
+
+    def _done(self, record: Path, judgements: Sequence[Judgement], side: Behaviour | None = None) -> LaneRun:
+        side = side or Behaviour()
+        made = write_record(
+            record,
+            {
+                "lane": self.bench.gate.config.lane if self.bench else "cpu",
+                "torch": side.torch,
+                "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            },
+            judgements,
+            complete=side.complete,
+            problems=map(Problem.from_json, side.problems),
+        )
+        return LaneRun(0 if judgements else NOTHING_SELECTED, made, "", 0.1, record.with_suffix(".log"))
+
+    def prepare(self, out: Path, config: GateConfig | None = None, **options: Any) -> GateRunner:
+        """Create a bench on this machine; an existing gate in `out` is resumed."""
+        config = config or GateConfig("cpu", candidate="torch==2.14.0")
+        plan = plan_for(config.sessions)
+        out.mkdir(exist_ok=True)
+        gate = result.read(out, plan) or Gate(config, "2026-03-02T03:00:00+00:00", "bumpgate gate")
+        if config.anchor:
+            gate.sides.setdefault("anchor", SideState())
+        places = {name: EnvSpec(Path(f"/envs/{name}"), {"CACHE": name}) for name in gate.sides}
+        view = View(Console(file=(out / "output.txt").open("a"), width=200))
+        recent = lambda lane, rows, days: self.recent  # noqa: E731 - the shape of builds.recent
+        self.bench = GateRunner(gate, self.root, out, places, view, plan, recent, TODAY, **options)
+        return self.bench
+
+    def gate(self, out: Path, config: GateConfig | None = None, **options: Any) -> Gate:
+        """Run or resume one gate to its verdict."""
+        made = self.prepare(out, config, **options)
+        made.run()
+        return made.gate
+
+
+def labels(gate: Gate) -> list[tuple[str, str]]:
+    """Return (decision, label) of each finding, worst first."""
+    return [(f.decision.name, f.label) for f in gate.findings]
+
+
+def attach(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let gates run on this machine. Without fsync: these tests run hundreds of gates and do not test power loss."""
+    monkeypatch.setattr(bench, "run_lanes", machine.run_lanes)
+    monkeypatch.setattr(timed_runs, "run_duet", machine.run_duet)
+    monkeypatch.setattr(bench, "installed", machine.installed)
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)

@@ -1,0 +1,132 @@
+"""Small projects that link to the row machinery, and pytest runs in them, as a user runs it.
+
+Each project has a fake torch: nothing here needs the real one, and tests can check that a session does not import it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from bumpgate.core.baseline import Baseline, Reviewed, save
+from bumpgate.core.rows import Record, read_record
+
+REPO = Path(__file__).parents[2]
+# Plugins required by pyproject.toml; other installed plugins only cost start-up time.
+PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_timeout"}
+
+HEAD = """
+import os, signal, time
+import pytest
+from suites.support.lanes import lanes
+from bumpgate.plugin.rows import InfraError, report_canaries
+COUNT = dict(unit="breaks", witness=3, rule="C6")
+TIMED = dict(unit="s", witness=3, rule="C37", better="lower", tolerance=0.1)
+"""
+
+GOOD = """
+@lanes("cpu")
+def test_good(lane, row):
+    row("compile/good/graph_breaks", 13, expected=13, **COUNT)
+"""
+
+
+def _interruptible() -> None:
+    """Restore SIGINT: a runner started in the background ignores it, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Exit code and output of one run."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Project:
+    """A directory with the row machinery, a fake torch, and tests given as text."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.processes: list[subprocess.Popen[str]] = []
+        for name in ("conftest.py", "pyproject.toml"):
+            shutil.copy(REPO / name, root / name)
+        self.write("suites/__init__.py", "")
+        # Links, so that the compiled modules are shared between projects.
+        for name in ("bumpgate", "suites/support"):
+            (root / name).symlink_to(REPO / name)
+        self.write("torch/version.py", "__version__ = '9.9.0'\ngit_version = 'f00d'\n")
+        self.write("torch/__init__.py", "open('torch-was-imported', 'w')\n")
+        self.env = {
+            k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TORCHINDUCTOR", "BUMPGATE"))
+        }
+        self.env |= PLUGINS
+        # A fake torch rewritten within a second with the same length would be loaded from stale bytecode.
+        self.env["PYTHONDONTWRITEBYTECODE"] = "1"
+
+    def write(self, path: str, text: str) -> None:
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(text)
+
+    def tests(self, body: str, path: str = "suites/compile/test_a.py") -> None:
+        self.write(path, HEAD + textwrap.dedent(body))
+
+    def baseline(self, **rows: Reviewed) -> None:
+        """Write the baseline; rows by case, with the suite and the metric of COUNT."""
+        made_with = {"torch": "9.9.0", "triton": None}
+        rows_by_id = {f"compile/{case}/graph_breaks": reviewed for case, reviewed in rows.items()}
+        save(self.root / "baselines/cpu.json", Baseline("cpu", made_with, rows_by_id))
+
+    def start(self, *args: str, cwd: str = ".", **env: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *args],
+            cwd=self.root / cwd,
+            env=self.env | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=_interruptible,
+        )
+        self.processes.append(process)
+        return process
+
+    def end(self) -> None:
+        """Kill processes left by a failed test, including workers."""
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+
+    def pytest(self, *args: str, cwd: str = ".", **env: str) -> Result:
+        process = self.start("-m", "pytest", *args, cwd=cwd, **env)
+        out, err = process.communicate(timeout=120)
+        return Result(process.returncode, out, err)
+
+    def bumpgate(self, *args: str) -> Result:
+        process = self.start("-c", "from bumpgate.cli import main; main()", *args)
+        out, err = process.communicate(timeout=120)
+        return Result(process.returncode, out, err)
+
+    def record(self) -> Record:
+        return read_record(self.root / "record.json")
+
+    def verdicts(self) -> dict[str, str]:
+        """Map case -> displayed verdict of every row of the last record."""
+        return {j.row.id.split("/")[1]: j.label for j in self.record().judgements}
+
+    def reason(self, case: str) -> str:
+        return next(j.reason for j in self.record().judgements if j.row.id.split("/")[1] == case)
+
+
+def counted(test: str, value: object = 13, better: str = "derived") -> Reviewed:
+    """Return a reviewed row as reported by COUNT."""
+    return Reviewed(value, "breaks", better, test=f"suites/compile/test_a.py::{test}[cpu]")

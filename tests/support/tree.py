@@ -1,0 +1,122 @@
+"""Copies of this repository for injected faults, and lane runs inside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli_w
+
+from bumpgate.core.toml import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PARTS = (
+    "bumpgate",
+    "fixtures",
+    "kernels",
+    "launch",
+    "model",
+    "suites",
+    "baselines",
+    "wheels",
+    "conftest.py",
+    "contract.lock",
+    "contract.toml",
+    "pyproject.toml",
+)
+RUN_SECONDS = 420
+# The canaries of the lanes cpu and h200.
+CANARIES = "suites/canaries"
+# The adopted row of a lane with one kernel wheel, of the package fast.
+FAST_MANIFEST = """schema = 1
+[environment.h200]
+status = "adopted"
+lane = "h200"
+source = "a test"
+python = ">=3.10"
+torch = "=={torch}"
+[environment.h200.wheels.fast]
+version = "1.0"
+torch = "{torch}"
+"""
+
+
+def declare_lanes(root: Path) -> None:
+    """Declare the lanes of this repository in a folder that has none of its files."""
+    lanes = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["bumpgate"]["lanes"]
+    (root / "bumpgate.toml").write_text(tomli_w.dumps({"lanes": lanes}))
+
+
+def copy_tree(target: Path) -> Path:
+    """Copy the parts of the repository that a lane run reads to `target`."""
+    target.mkdir(parents=True, exist_ok=True)
+    for part in PARTS:
+        source = ROOT / part
+        if source.is_dir():
+            shutil.copytree(source, target / part, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, target / part)
+    return target
+
+
+def edit(root: Path, file: str, old: str, new: str) -> None:
+    """Replace the only occurrence of `old`; a fault that no longer matches the code is an error, not a survivor."""
+    path = root / file
+    text = path.read_text()
+    found = text.count(old)
+    assert found == 1, f"{file}: the text to mutate occurs {found} times: {old!r}"
+    path.write_text(text.replace(old, new))
+
+
+@dataclass
+class LaneRun:
+    """Exit code, printed text and the judgements by row id of one lane run."""
+
+    code: int
+    output: str
+    rows: dict[str, dict]
+
+    def verdict(self, row: str) -> str:
+        return self.rows[row]["verdict"] if row in self.rows else "(row absent)"
+
+
+def run_lane(
+    root: Path, *arguments: str, lane: str = "cpu", environment: dict[str, str] | None = None
+) -> LaneRun:
+    """Run `pytest -m lane` in `root`, by default in one process, and read its record."""
+    record = root / "record.json"
+    record.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        lane,
+        "-n",
+        "0",
+        "-q",
+        "--record",
+        str(record),
+        *arguments,
+    ]
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "BUMPGATE_"))
+    }
+    done = subprocess.run(
+        command,
+        cwd=root,
+        env=clean | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=RUN_SECONDS,
+    )
+    rows = {}
+    if record.exists():
+        for judgement in json.loads(record.read_text())["rows"]:
+            rows[judgement["row"]["id"]] = judgement
+    return LaneRun(done.returncode, done.stdout + done.stderr, rows)

@@ -1,0 +1,86 @@
+"""The table of the kernels: reviewed values, and "-" for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, load
+from tests.support.tree import ROOT
+from tools import op_table
+
+HERE = {"device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}
+TIMED = {
+    "kernels/scan-N64/forward_milliseconds": 0.5,
+    "kernels/scan-N64/forward_over_peer": 0.25,
+    "kernels/scan-N64/forward_error_ratio": 1.25,
+}
+COMPILED = {
+    "kernels/scan.walk_kernel-N64-bf16/code": {
+        "3.6.0": "registers=96 spills=4",
+        "3.7.1": "registers=255 spills=1",  # of another triton
+    },
+    "kernels/scan.sum_kernel-N64-bf16/code": {"3.6.0": "registers=128 spills=8"},
+    "kernels/scan.walk_kernel-N64-G1-bf16/code": {"3.6.0": "registers=254 spills=1"},  # of another shape
+    "kernels/scanner.walk_kernel-N64-bf16/code": {"3.6.0": "registers=253 spills=1"},  # of another op
+}
+
+
+def baseline(lane: str, values: dict[str, float]) -> Baseline:
+    rows = {id: Reviewed(value, "", "lower") for id, value in values.items()}
+    return Baseline(lane, made_with=HERE, rows=rows)
+
+
+def compiled(rows: dict[str, dict[str, str]]) -> Baseline:
+    found = {id: Reviewed(None, "counts", "code", values=values) for id, values in rows.items()}
+    return Baseline("cpu", made_with=HERE, rows=found)
+
+
+def cells(text: str) -> list[list[str]]:
+    """Return the cells of the first table."""
+    table = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_markdown_row_has_errors_times_and_code() -> None:
+    _, _, forward, both = cells(op_table.markdown(baseline("h200", TIMED), compiled(COMPILED)))
+    assert forward == [
+        "`scan-N64`", "1.25", "-", "forward", "0.500", "2.000", "0.25", "-", "128", "12",
+    ]  # fmt: skip
+    assert both == ["", "", "", "forward + backward", "-", "-", "-", "-", "", ""]
+
+
+def test_marks_print_the_distance_and_the_known_bound() -> None:
+    slow, capped = "causal_conv1d-D3584/both_milliseconds", "attention-P128-softcap30/forward_milliseconds"
+    low, high = (f"moe_combine-E64-K6/{way}_roofline_fraction" for way in ("forward", "both"))
+    values = {slow: 0.378, capped: 1.995, low: 0.76, high: 0.88}
+    printed = {
+        cells[0].strip("`"): cells[2:]
+        for cells in op_table.marks({f"kernels/{id}": v for id, v in values.items()})
+    }
+    assert printed[slow] == ("0.378", "missed by 5.0%", "not known")
+    assert printed[capped] == ("1.995", "missed by 5.0%", op_table.BOUNDS[capped])
+    assert printed[low][1] == "missed by 5.0%"
+    assert printed[high][1:] == ("10.0%", "")
+    assert printed["mamba3_siso-N64-G8/both_milliseconds"] == ("-", "-", "")
+    assert set(op_table.BOUNDS) <= set(op_table.MARKS)
+
+
+def test_markdown_without_timed_kernels_raises() -> None:
+    with pytest.raises(BaselineError, match=r"no kernel was timed; pytest -m h200 suites/kernels$"):
+        op_table.markdown(baseline("h200", {}), compiled(COMPILED))
+
+
+def test_docs_table_matches_the_reviewed_rows() -> None:
+    ran, compiled = (load(ROOT / "baselines" / f"{lane}.json", lane) for lane in ("h200", "cpu"))
+    assert (ROOT / "docs" / "kernels.md").read_text() == op_table.markdown(ran, compiled), (
+        "python -m tools.op_table --out docs/kernels.md"
+    )
+
+
+def test_unwritable_output_is_reported_in_one_line(tmp_path: Path, capsys) -> None:
+    assert op_table.main(["--out", str(tmp_path / "absent" / "table.md")]) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1
+    assert "No such file or directory" in stderr

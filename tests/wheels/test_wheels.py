@@ -1,0 +1,402 @@
+"""Kernel wheels that do not fit, or whose content differs from their metadata, are refused before a measurement.
+
+The wheels are built here, against the torch of this interpreter; each wrong one is put in a `--find-links` folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from bumpgate import cli
+from bumpgate.env.inventory import take
+from bumpgate.env.store import StoreError, sha256_of
+from bumpgate.run.interpreter import Interpreter
+from bumpgate.wheels import build as building
+from bumpgate.wheels import store
+from bumpgate.wheels.audit import Target, gpu_archs
+from bumpgate.wheels.plan import Choice, plan
+from suites.support.planted import planted
+from suites.wheels import extensions
+from tests.support.local_index import isolated
+from tests.support.tree import FAST_MANIFEST, ROOT
+from tests.support.wheel_files import difference, gpu_code, sdist, wheel
+
+# A torch version that is not installed.
+TORCH = "2.13" if version("torch").startswith("2.11.") else "2.11"
+PROJECT = """[project]
+name = "bumpgate"
+[tool.bumpgate.lanes.h200]
+device = "cuda"
+"""
+MANIFEST = (
+    FAST_MANIFEST.format(torch="2.0.0")
+    + """sdist = "{sdist}"
+[smoke.fast]
+command = ["-c", "import fast, sys; found = fast.run(int(sys.argv[1])); assert found == 'cpu:' + sys.argv[1], found"]
+cases = ["1", "3"]
+device = "cpu"
+"""
+)
+GONE = ("namespace c10 { void gone_since_then(int); }", "c10::gone_since_then(1); Py_RETURN_NONE;")
+CRASH_OF_3 = (
+    "from fast import _C\ndef run(n):\n    if n == 3:\n        import os; os.abort()\n    return _C.run(n)\n"
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Build extensions, keyed by their kind."""
+    site = tmp_path_factory.mktemp("site")
+    library = site / "libcudart.so.12"
+    subprocess.run(
+        ["g++", "-shared", "-x", "c", os.devnull, "-Wl,-soname,libcudart.so.12", "-o", library], check=True
+    )
+    sources = {
+        "right": (extensions.NARROW, ()),
+        "old strings": (extensions.NARROW, ("-D_GLIBCXX_USE_CXX11_ABI=0",)),
+        "other torch": (extensions.OTHER_TORCH[TORCH], ()),
+        "gone": (GONE, ()),
+        "cuda 12": (extensions.NARROW, (f"-L{site}", "-Wl,--no-as-needed", "-l:libcudart.so.12")),
+        "moved field": (extensions.WIDE, ()),
+    }
+    return {
+        name: extensions.build(site / name.replace(" ", "_"), "fast", source, *flags).read_bytes()
+        for name, (source, flags) in sources.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """This interpreter, with its torch treated as a CUDA 13.0 build, and an sm_90 GPU."""
+    interpreter = Interpreter(Path(sys.executable), ROOT, dict(os.environ))
+    found = take(interpreter)
+    return Target(interpreter, replace(found, version={**found.version, "cuda": "13.0"}), 90)
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    isolated(monkeypatch, tmp_path, "http://127.0.0.1:9/index")
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "manifest.toml").write_text(MANIFEST.format(sdist="a" * 64))
+    (tmp_path / "links").mkdir()
+    monkeypatch.setattr("shutil.which", lambda name, **_: None if name == "nvcc" else f"/usr/bin/{name}")
+    return tmp_path
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def other_sum(path: Path) -> None:
+    (path.parent / "SHA256SUMS").write_text(f"{'0' * 64}  {path.name}\n")
+
+
+INVALID_WHEELS: dict[str, tuple[str, dict[str, object], Callable[[Path], None] | None, str]] = {
+    "wrong label": ("right", {"version": "1.0+cu130torch2.5"}, None, "is built for torch 2.5"),
+    "wrong pin": ("right", {"requires": "torch==2.5.*"}, None, "is built for torch 2.5"),
+    "wrong torch": ("other torch", {}, None, "does not have: c10::impl::cow::materialize_cow"),
+    "wrong CUDA": ("cuda 12", {}, None, "needs libcudart.so.12"),
+    "wrong C++ ABI": ("old strings", {}, None, "_GLIBCXX_USE_CXX11_ABI=0"),
+    "missing symbol": ("gone", {}, None, "c10::gone_since_then(int)"),
+    "wrong GPU": ("sm_80", {}, None, "GPU code for sm_80 (expected sm_90)"),
+    "wrong processor": ("aarch64", {}, None, "not a library for x86_64"),
+    "truncated": ("right", {}, cut, "not a complete wheel"),
+    "swapped file": ("right", {"swapped": b"\x7fELF"}, None, "fast/_C.so does not match its RECORD"),
+    "another package": ("right", {"own_name": "slow"}, None, "its metadata is of slow 1.0"),
+    "wrong python": ("right", {"tag": "cp27-cp27m-linux_x86_64"}, None, "not for Python"),
+    "wrong suffix": ("right", {"library": "_C.cpython-27-x86_64-linux-gnu.so"}, None, "not for Python"),
+    "wrong hash": ("right", {}, other_sum, "expected 000000000000"),
+    "import-time crash": ("right", {"init": "import os; os.abort()\n"}, None, "does not import: killed by SIGABRT"),
+    "shape-dependent crash": ("right", {"init": CRASH_OF_3}, None, "fast 3: killed by SIGABRT"),
+    "moved field": ("moved field", {}, None, "fast 1: exit 1: AssertionError: cpu:0"),
+}  # fmt: skip
+
+
+@planted("C39", "seventeen invalid kernel wheels")
+@pytest.mark.parametrize("fault", INVALID_WHEELS)
+def test_plan_refuses_an_invalid_wheel(
+    fault: str, built: dict[str, bytes], tree: Path, target: Target
+) -> None:
+    kind, changes, spoil, words = INVALID_WHEELS[fault]
+    right = built["right"]
+    data = {**built, "sm_80": right + gpu_code(80), "aarch64": right[:18] + b"\xb7\0" + right[20:]}[kind]
+    path = wheel(tree / "links", data, **changes)  # type: ignore[arg-type]
+    if spoil:
+        spoil(path)
+    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    assert (choice.action, choice.wheel) == ("absent", None)
+    assert words in choice.reason
+    assert "\n" not in choice.reason
+
+
+def test_plan_reuses_a_valid_wheel(built: dict[str, bytes], tree: Path, target: Target) -> None:
+    path = wheel(tree / "links", built["right"] + gpu_code(90))
+    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    assert choice == Choice(
+        "fast", "1.0", "reuse", f"{path.name} passes its audit; run over shapes of the model", path
+    )
+
+
+def test_plan_reuses_a_wheel_without_extension_and_notes_it(tree: Path, target: Target) -> None:
+    """mamba-ssm runs on its Triton kernels alone if it was built without its extension."""
+    path = wheel(
+        tree / "links", b"", "def run(n):\n    return f'cpu:{n}'\n", library="README", tag="py3-none-any"
+    )
+    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    assert (choice.action, choice.wheel) == ("reuse", path)
+    assert choice.reason.endswith("; no compiled extension: Python and Triton only")
+    wheel(tree / "links", b"", "import fast.absent\n", library="README", tag="py3-none-any")
+    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    assert (choice.action, "does not import" in choice.reason) == ("absent", True)
+
+
+def test_plan_selects_the_valid_wheel_among_invalid_ones(
+    built: dict[str, bytes], tree: Path, target: Target
+) -> None:
+    wheel(tree / "links", built["right"], version="1.0+torch2.5")
+    path = wheel(tree / "links", built["right"])
+    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    assert (choice.action, choice.wheel) == ("reuse", path)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.0+torch"])
+def test_plan_without_a_device_requires_a_torch_label(
+    version: str, built: dict[str, bytes], tree: Path, target: Target
+) -> None:
+    """A changed struct layout keeps its symbols; without a device only the label of its torch shows it."""
+    manifest = tree / "wheels" / "manifest.toml"
+    manifest.write_text(manifest.read_text().replace('device = "cpu"', 'device = "cuda"'))
+    version = version.replace("+torch", f"+torch{'.'.join(target.found.torch_version.split('.')[:2])}")
+    wheel(tree / "links", built["right"], version=version)
+    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    assert (choice.action, "no device here" in choice.reason) == (
+        "reuse" if "+" in version else "absent",
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b"", frozenset()),
+        (b"\x50\xed\x55\xba", frozenset()),
+        (b"x" + gpu_code(90) + b"y" + gpu_code(80, 1), frozenset({(2, 90), (1, 80)})),
+        (gpu_code(90)[:40], frozenset()),
+    ],
+)
+def test_gpu_archs_reads_embedded_architectures(data: bytes, found: frozenset[tuple[int, int]]) -> None:
+    assert gpu_archs(data) == found
+
+
+BUILD = store.Build("fast", "1.0", "a" * 64, "2.13.0", "b" * 40, "13.0", 90, "3.12")
+
+
+@pytest.fixture
+def stored(built: dict[str, bytes], tmp_path: Path) -> store.Stored:
+    return store.put(BUILD, wheel(tmp_path, built["right"]), tmp_path / "there")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sdist": "c" * 64},
+        {"torch_git": "c"},
+        {"cuda": "12.8"},
+        {"arch": 100},
+        {"python": "3.11"},
+        {"patch": "d" * 64},
+    ],
+)
+def test_build_key_covers_what_determines_the_binary(changed: dict[str, object]) -> None:
+    assert replace(BUILD, **changed).key != BUILD.key  # type: ignore[arg-type]
+    assert replace(BUILD, torch="2.13.0+cu130").key == BUILD.key
+
+
+def test_fetch_copies_a_wheel_and_verifies_its_hash(stored: store.Stored, tmp_path: Path) -> None:
+    there, here = str(tmp_path / "there"), tmp_path / "here"
+    fetched = store.fetch(BUILD, there, here)
+    assert fetched == store.find(BUILD, here)
+    assert fetched is not None
+    assert fetched.sha256 == stored.sha256 == sha256_of(fetched.path)
+    assert store.fetch(replace(BUILD, python="3.11"), there, here) is None
+    stored.path.write_bytes(b"other bytes")
+    for root in (here, tmp_path / "nowhere"):
+        with pytest.raises(StoreError, match=r"sha256 .* has"):
+            store.fetch(BUILD, there, root)
+    assert store.find(BUILD, here) == fetched, "what was there stays"
+    with pytest.raises(StoreError, match="does not match its wheel"):
+        store.find(BUILD, tmp_path / "there")
+
+
+def test_fetch_reads_a_store_over_http(stored: store.Stored, tmp_path: Path) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "-d", tmp_path / "there"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        port = server.stdout.readline().split(" port ")[1].split()[0]
+        place = f"http://127.0.0.1:{port}/"
+        fetched = store.fetch(BUILD, place, tmp_path / "here")
+        assert fetched is not None
+        assert fetched.path.read_bytes() == stored.path.read_bytes()
+        assert store.fetch(replace(BUILD, arch=80), place, tmp_path / "here") is None
+    finally:
+        server.kill()
+        server.communicate()
+    with pytest.raises(StoreError, match="cannot be fetched"):
+        store.fetch(BUILD, place, tmp_path / "here")
+
+
+def test_fetch_reads_a_store_through_fsspec(
+    stored: store.Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """s3:// is one of its file systems; this one is in memory."""
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path / "there"), "/kernels", recursive=True)
+    for path in [p for p in memory.find("/kernels") if p.endswith(".whl")]:
+        fetched = store.fetch(BUILD, "memory://kernels", tmp_path / "here")
+        assert fetched is not None
+        assert fetched.path.read_bytes() == stored.path.read_bytes()
+        memory.pipe_file(path, b"other bytes")
+    with pytest.raises(StoreError, match=r"memory://kernels/.*: sha256 .* has"):
+        store.fetch(BUILD, "memory://kernels", tmp_path / "nowhere")
+    assert store.fetch(replace(BUILD, arch=80), "memory://kernels", tmp_path / "here") is None
+    with pytest.raises(StoreError, match="cannot be fetched: Protocol not known: s4"):
+        store.fetch(BUILD, "s4://kernels", tmp_path / "here")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(StoreError, match=r"^s3://kernels/.*: pip install 'bumpgate\[s3\]'$"):
+        store.fetch(BUILD, "s3://kernels", tmp_path / "here")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["bumpgate", "wheels", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_wheels_commands_print_and_exit(
+    built: dict[str, bytes], tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On this CPU build of torch the audit of the right wheel passes, and that of a truncated one does not."""
+    (tree / "pyproject.toml").write_text(PROJECT)
+    (tree / "baselines").mkdir()
+    monkeypatch.chdir(tree)
+    path = wheel(tree / "links", built["right"])
+    here = ("--lane", "h200", "--python", sys.executable)
+    assert run(monkeypatch, "plan", *here, "--find-links", str(path.parent)) == 0
+    assert "fast 1.0: reuse: " in capsys.readouterr().out
+    assert run(monkeypatch, "audit", str(path), *here) == 0
+    cut(path)
+    assert run(monkeypatch, "audit", str(path), *here) == 1
+    assert "file: fast-1.0" in capsys.readouterr().out
+    assert run(monkeypatch, "fetch", *here, "--from", str(tree / "none")) == 1
+    assert "fast 1.0: not found for torch" in capsys.readouterr().out
+    for arguments, words in (
+        (("plan", "--lane", "h200"), "name the torch"),
+        (("plan", "--lane", "tpu", "--torch", "1"), "unknown lane 'tpu'"),
+        (("audit", "none.whl", *here), "none.whl: no such wheel file"),
+    ):
+        assert run(monkeypatch, *arguments) == 4
+        assert words in capsys.readouterr().err
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Use the build tools of this interpreter: nothing is installed from an index here."""
+    place = tmp_path / "tools"
+    place.mkdir()
+    for name in ("setuptools", "_distutils_hack", "wheel", "ninja", "packaging"):
+        spec = importlib.util.find_spec(name)
+        if spec and spec.origin:
+            (place / name).symlink_to(Path(spec.origin).parent)
+    monkeypatch.setattr(building, "_tools", lambda *_: place)
+
+
+ERROR = "#error not a program\n"
+
+
+def test_build_audits_and_stores_a_wheel(
+    tree: Path,
+    tools: None,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The sources of the package do not compile before the manifest's patch is applied."""
+    code = extensions.MODULE.format(code=extensions.NARROW[0], body=extensions.NARROW[1])
+    archive = sdist(tree / "sources", code)
+    manifest = tree / "wheels" / "manifest.toml"
+    manifest.write_text(MANIFEST.format(sdist=sha256_of(archive)))
+    (tree / "pyproject.toml").write_text(PROJECT)
+    (tree / "baselines").mkdir()
+    monkeypatch.chdir(tree)
+    broken = sdist(tree / "broken", ERROR)
+    build = ("build", "--lane", "h200", "--python", sys.executable, "--package", "fast", "--sdist")
+    assert run(monkeypatch, *build, str(broken)) == 1
+    assert "wheels/manifest.toml has" in capsys.readouterr().err
+    manifest.write_text(MANIFEST.format(sdist=sha256_of(broken)))
+    assert run(monkeypatch, *build, str(broken), "--jobs", "1") == 1
+    err = capsys.readouterr().err
+    assert "fast 1.0: exit " in err
+    assert "error: #error not a program" in err
+    assert "the same command continues it" in err
+    assert "not a program" in Path(err.partition("(log: ")[2].split(";")[0]).read_text()
+    patch = manifest.with_name("fast.patch")
+    manifest.write_text(MANIFEST.format(sdist=sha256_of(broken) + f'"\npatch = "{patch.name}'))
+    assert run(monkeypatch, *build, str(broken)) == 4
+    assert f"{patch}: the patch of fast is missing" in capsys.readouterr().err
+    patch.write_text(difference("#error of another version\n", code))
+    assert run(monkeypatch, *build, str(broken)) == 1
+    assert "fast.patch does not apply: error: patch failed: fast.cpp:1" in capsys.readouterr().err
+    patch.write_text(difference(ERROR, code))
+    assert run(monkeypatch, *build, str(broken), "--hours", "0") == 1
+    assert "no wheel within 0 s" in capsys.readouterr().err
+    assert run(monkeypatch, *build, str(broken)) == 0
+    assert "fast 1.0: built: " in capsys.readouterr().out
+    assert run(monkeypatch, *build, str(broken)) == 0
+    assert "fast 1.0: kept: " in capsys.readouterr().out
+    assert run(monkeypatch, "plan", "--lane", "h200", "--python", sys.executable) == 0
+    assert "fast 1.0: reuse: " in capsys.readouterr().out
+
+
+def test_compiler_wrapper_sets_architecture_and_standard(tmp_path: Path) -> None:
+    """Setup scripts add architectures, ignore TORCH_CUDA_ARCH_LIST, and name the C++ standard of an old torch."""
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text('#!/bin/sh\necho "$@"\n')
+    nvcc.chmod(0o755)
+    pairs = "-gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90"
+    flags = f"-c a.cu -std=c++17 {pairs} --threads 4 -lineinfo"
+    for standard, expected in ((0, 17), (17, 17), (20, 20)):
+        wrapper = building.compiler(tmp_path / "bin" / "nvcc", str(nvcc), 90, standard)
+        done = subprocess.run([wrapper, *flags.split()], capture_output=True, text=True, check=True)
+        kept = ["-c", "a.cu", f"-std=c++{expected}", "-gencode", "arch=compute_90,code=sm_90"]
+        assert done.stdout.split() == kept
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("#if !defined(_MSC_VER) && __cplusplus < 201703L", 17),  # 2.13
+        ("#if (!defined(_MSVC_LANG) && __cplusplus < 202002L)", 20),  # 2.15
+        ("#pragma once", 0),
+    ],
+)
+def test_required_standard_is_read_from_torch(tmp_path: Path, line: str, expected: int) -> None:
+    assert building.required_standard(tmp_path) == 0
+    (tmp_path / "ATen").mkdir()
+    (tmp_path / "ATen" / "ATen.h").write_text(f"{line}\n")
+    assert building.required_standard(tmp_path) == expected

@@ -1,0 +1,1 @@
+"""Generators of document tables, and maintenance programs: `python -m tools.NAME`."""

@@ -1,0 +1,178 @@
+"""Mutation testing of a sample: python -m tools.mutation --number 400 --seed 1 --results mutation.jsonl
+
+Results are appended as they come. A second run with the same file tries only mutants whose source or tests changed;
+--shard K/N divides a sample over N machines, and `--report A.jsonl B.jsonl` writes the page of all of them.
+
+Exit codes: 0 every mutant is killed or has a reason, 1 open survivors, 4 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from bumpgate.affected import Graph, graph_of
+from bumpgate.core.toml import tomllib
+from tests.support.tree import ROOT
+from tools.mutation import sample
+from tools.mutation.report import open_survivors, table
+from tools.mutation.trial import Result, Tests, Trials, append, load, nearest
+
+HERE = Path(__file__).parent
+# Where a group's tests are, and how they run.
+SUITES = {
+    "lane": (lambda path: not path.startswith("tests/"), Tests(("-m", "cpu"))),
+    "interpret": (
+        lambda path: path.startswith("suites/kernels/interpret/"),
+        Tests(("-m", "cpu"), {"TRITON_INTERPRET": "1"}),
+    ),
+    "h200": (lambda path: not path.startswith("tests/"), Tests(("-m", "h200"))),
+    "self": (lambda path: path.startswith("tests/"), Tests(("-m", "not browser"))),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(prog="python -m tools.mutation", description=__doc__.splitlines()[0])
+    made.add_argument("--number", type=int, default=400, help="how many mutants the sample has (default 400)")
+    made.add_argument("--seed", type=int, default=1, help="the same seed and sources give the same sample")
+    made.add_argument("--group", action="append", help="only this group of groups.toml; repeatable")
+    made.add_argument(
+        "--shard", default="1/1", metavar="K/N", help="every N-th mutant of the sample, from the K-th on"
+    )
+    made.add_argument("--seconds", type=float, default=600, help="time for one mutant (default 600)")
+    made.add_argument("--workers", type=int, default=2, help="mutants at the same time (default 2)")
+    made.add_argument(
+        "--results", type=Path, default=Path("mutation.jsonl"), help="file of results, continued if there"
+    )
+    made.add_argument(
+        "--report", type=Path, nargs="+", metavar="FILE", help="run nothing; write the page of these results"
+    )
+    made.add_argument("--out", type=Path, help="write the page here instead of printing it")
+    made.add_argument("--list", action="store_true", help="run nothing; print the sample")
+    return made
+
+
+def groups(names: list[str] | None) -> dict[str, dict]:
+    """Return the groups of groups.toml, by default all but the optional ones. Raises SystemExit (4) on a wrong name."""
+    known = tomllib.loads((HERE / "groups.toml").read_text(encoding="utf-8"))
+    for name in names or ():
+        if name not in known:
+            fail(f"--group {name}: not a group (expected {', '.join(known)})")
+    return {
+        name: group
+        for name, group in known.items()
+        if (name in names if names else not group.get("optional"))
+    }
+
+
+def witnesses_of(group: str, path: str, graph: Graph) -> tuple[list[str], Tests]:
+    """Return the test files that have to notice a mutant of `path`, the nearest first, and how they run."""
+    declared = groups([group])[group]
+    belongs, how = SUITES[declared["suites"]]
+    if select := declared.get("select"):
+        package = Path(path).parent.name
+        how = replace(how, arguments=(*how.arguments, "-k", select.format(package=package)))
+    if "tests" in declared:
+        return declared["tests"], how
+    tests = {known for known in graph if Path(known).name.startswith("test_")}
+    return [test for test in nearest(graph, path, tests) if belongs(test)], how
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def fail(message: str) -> None:
+    """End with exit code 4 and one line."""
+    print(message, file=sys.stderr)
+    raise SystemExit(4)
+
+
+def chosen(root: Path, options: argparse.Namespace) -> list[tuple[sample.Mutation, str]]:
+    """Return the (mutation, group) pairs of the sample's shard; groups share the number by lines of source."""
+    try:
+        k, n = map(int, options.shard.split("/"))
+    except ValueError:
+        k = n = 0
+    if not 1 <= k <= n:
+        fail(f"--shard {options.shard}: expected K/N with 1 <= K <= N")
+    sources = {
+        name: sample.read(root, g["files"], g.get("without", ())) for name, g in groups(options.group).items()
+    }
+    lines = {name: sum(text.count("\n") for text in texts.values()) for name, texts in sources.items()}
+    found = []
+    for name, share in sample.shares(lines, options.number).items():
+        found += [(mutation, name) for mutation in sample.sample(sources[name], share, options.seed)]
+    return found[k - 1 :: n]
+
+
+def run(root: Path, options: argparse.Namespace) -> list[Result]:
+    """Try the sample, except mutants whose result in the file is still valid; return the results of the sample."""
+    status = ["git", "-C", str(root), "status", "--porcelain"]
+    if changed := subprocess.run(status, capture_output=True, text=True, check=True).stdout.splitlines():
+        fail(
+            f"{changed[0][3:]} is not committed: the mutants are made in clones of HEAD, commit or stash first"
+        )
+    known = {(r.name, r.diff): r for r in load(options.results)}
+    graph = graph_of(root)
+    results, work = [], []
+    for mutation, group in chosen(root, options):
+        source = (root / mutation.path).read_text(encoding="utf-8")
+        mutant = mutation.apply(source)
+        old = known.get((mutation.name, sample.changed_lines(source, mutant)))
+        if old and old.valid(root, mutant):
+            results.append(old)
+            continue
+        files, how = witnesses_of(group, mutation.path, graph)
+        if "h200" in how.arguments and not has_gpu():
+            fail(f"group {group} needs an H200: choose others with --group")
+        if how.env_vars and importlib.util.find_spec("triton") is None:
+            fail(f"group {group} needs triton: pip install triton==3.7.1, or choose others with --group")
+        work.append((mutation, group, how, files))
+
+    def done(result: Result) -> None:
+        append(options.results, result)
+        results.append(result)
+        print(
+            f"{len(results)}/{total} {result.outcome:9} {result.seconds:5.0f} s  {result.name}  {result.diff}",
+            flush=True,
+        )
+
+    total = len(results) + len(work)
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        Trials(root, Path(folder), graph, options.seconds, options.workers).run(work, done)
+    return results
+
+
+def main() -> int:
+    """Run, list or report, and return the exit code."""
+    options = parser().parse_args()
+    if options.list:
+        for mutation, group in chosen(ROOT, options):
+            source = (ROOT / mutation.path).read_text(encoding="utf-8")
+            print(f"{group:9} {mutation.name}  {sample.changed_lines(source, mutation.apply(source))}")
+        return 0
+    results = [r for path in options.report for r in load(path)] if options.report else run(ROOT, options)
+    raw = tomllib.loads((HERE / "equivalent.toml").read_text(encoding="utf-8"))
+    reasons = {(m["path"], m["change"]): m["reason"] for m in raw.get("mutant", ())}
+    command = shlex.join(["python", "-m", "tools.mutation", *sys.argv[1:]])
+    page = table(results, reasons, command)
+    if options.out:
+        options.out.write_text(page, encoding="utf-8")
+        print(f"wrote {options.out}")
+    else:
+        print(page)
+    return 1 if open_survivors(results, reasons) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

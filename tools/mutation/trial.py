@@ -1,0 +1,199 @@
+"""Runs the tests that depend on a mutated file, the nearest first, in clones of the repository."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+
+from bumpgate.affected import Graph
+from tools.mutation.sample import Mutation, changed_lines
+
+KILLED, SURVIVED, UNDECIDED, UNTESTED = "killed", "survived", "undecided", "untested"
+# A mutant that takes this many times as long as the unchanged tree, plus a start, hangs: it is killed.
+SLOWER, START_SECONDS = 4, 30
+# Exit code of pytest if all tests passed, and a value for a run that the time limit ended.
+PASSED, TIMED_OUT = 0, -1
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the tests did about one mutant.
+
+    killer: the test file that failed, or "". seconds: spent with the mutant in place. left: how many test files that
+    depend on the mutated file did not run for lack of time. digests: content hashes of the mutant ("") and of what ran.
+    """
+
+    name: str
+    group: str
+    diff: str
+    outcome: str
+    killer: str
+    seconds: float
+    left: int
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    def valid(self, root: Path, mutant: str) -> bool:
+        """Return whether this result is of the same mutant and the same tests."""
+        return self.digests.get("") == digest(mutant) and all(
+            (root / path).is_file() and digest((root / path).read_text(encoding="utf-8")) == known
+            for path, known in self.digests.items()
+            if path
+        )
+
+
+def digest(text: str) -> str:
+    """Return a short content hash."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def nearest(graph: Graph, path: str, tests: set[str]) -> list[str]:
+    """Return the test files that depend on `path`, by the number of imports between, then by name."""
+    users: dict[str, set[str]] = {}
+    for user, needs in graph.items():
+        for needed in needs:
+            users.setdefault(needed, set()).add(user)
+    found, seen, ring = [], {path}, {path}
+    while ring:
+        found += sorted(ring & tests)
+        ring = {user for needed in ring for user in users.get(needed, ())} - seen
+        seen |= ring
+    return found
+
+
+@dataclass(frozen=True)
+class Tests:
+    """How the tests of a group run. arguments: of pytest; env_vars: added to the environment."""
+
+    arguments: tuple[str, ...] = ()
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+
+
+class Trials:
+    """Runs mutants in clones of one commit. budget: seconds for one mutant, the unchanged tree's runs left out."""
+
+    def __init__(self, root: Path, folder: Path, graph: Graph, budget: float, workers: int) -> None:
+        self.root, self.graph, self.budget = root, graph, budget
+        self.idle: SimpleQueue[Path] = SimpleQueue()
+        self.workers = workers
+        self._unchanged: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
+        self._locks: dict[object, threading.Lock] = {}
+        self._lock = threading.Lock()
+        for n in range(workers):
+            clone = folder / f"clone{n}"
+            subprocess.run(["git", "clone", "--quiet", "--shared", root, clone], check=True)
+            self.idle.put(clone)
+
+    def run(self, work: list[tuple[Mutation, str, Tests, list[str]]], done: Callable[[Result], None]) -> None:
+        """Try each (mutation, group, tests, test files), and pass every result to `done` in the order of ending."""
+        with ThreadPoolExecutor(self.workers) as pool:
+            for future in [pool.submit(self._one, *item, done) for item in work]:
+                future.result()
+
+    def _one(
+        self, mutation: Mutation, group: str, tests: Tests, files: list[str], done: Callable[[Result], None]
+    ) -> None:
+        clone = self.idle.get()
+        try:
+            result = self._try(clone, mutation, group, tests, files)
+        finally:
+            self.idle.put(clone)
+        with self._lock:
+            done(result)
+
+    def _try(self, clone: Path, mutation: Mutation, group: str, tests: Tests, files: list[str]) -> Result:
+        path = clone / mutation.path
+        source = path.read_text(encoding="utf-8")
+        mutant = mutation.apply(source)
+        digests, used, left = {"": digest(mutant)}, 0.0, 0
+
+        def result(outcome: str, killer: str = "") -> Result:
+            diff = changed_lines(source, mutant)
+            return Result(mutation.name, group, diff, outcome, killer, used, left, digests)
+
+        for file in files:
+            code, seconds = self.unchanged(clone, file, tests)
+            if code == TIMED_OUT or (code == PASSED and used + seconds > self.budget):
+                left += 1
+            if code != PASSED or used + seconds > self.budget:
+                continue  # a test that is red or empty without the mutant is no witness
+            with _written(path, mutant, source):
+                begun = time.monotonic()
+                code = self._pytest(clone, file, tests, SLOWER * seconds + START_SECONDS)
+                used += time.monotonic() - begun
+            digests[file] = digest((clone / file).read_text(encoding="utf-8"))
+            if code != PASSED:
+                return result(KILLED, file)
+        return result(UNDECIDED if left else SURVIVED if len(digests) > 1 else UNTESTED)
+
+    def unchanged(self, clone: Path, file: str, tests: Tests) -> tuple[int, float]:
+        """Return pytest's exit code for a test file on the unchanged tree, and the seconds; measured once."""
+        key = (file, tests.arguments)
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._unchanged:
+                begun = time.monotonic()
+                code = self._pytest(clone, file, tests, self.budget)
+                self._unchanged[key] = (code, time.monotonic() - begun)
+        return self._unchanged[key]
+
+    def _pytest(self, clone: Path, file: str, tests: Tests, seconds: float) -> int:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *tests.arguments, file]
+        clean = {n: v for n, v in os.environ.items() if not n.startswith(("PYTEST_", "BUMPGATE_"))}
+        child = subprocess.Popen(
+            command,
+            cwd=clone,
+            env=clean | dict(tests.env_vars) | {"PYTHONDONTWRITEBYTECODE": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            return child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return TIMED_OUT
+        finally:
+            # Also the children of a test that the mutant left behind.
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+@contextmanager
+def _written(path: Path, mutant: str, source: str) -> Iterator[None]:
+    path.write_text(mutant, encoding="utf-8")
+    try:
+        yield
+    finally:
+        path.write_text(source, encoding="utf-8")
+
+
+def append(path: Path, result: Result) -> None:
+    """Add a result to a file of JSON lines."""
+    with path.open("a", encoding="utf-8") as f:
+        f.write(json.dumps(asdict(result)) + "\n")
+
+
+def load(path: Path) -> list[Result]:
+    """Return the results of a file of JSON lines; the last one of a mutant counts, a cut-off last line does not."""
+    found: dict[tuple[str, str], Result] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            result = Result(**json.loads(line))
+        except ValueError:
+            continue
+        found[result.name, result.diff] = result
+    return list(found.values())

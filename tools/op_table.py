@@ -1,0 +1,158 @@
+"""The kernels on an H200 in one table: error, speed next to the peer's, and the resources of their code.
+
+`python -m tools.op_table [--out docs/kernels.md]` prints GitHub Markdown from the reviewed rows:
+baselines/h200.json for what ran, baselines/cpu.json for the codegen tier's counts of the same triton. A cell without a
+row reads "-". Exit codes: 0 the table is written; 2 usage error, or an unusable baseline or --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from bumpgate.core import code
+from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, load
+from bumpgate.core.rows import Value
+from suites.support.comparison import AT_MOST
+from suites.support.tables import line, publish
+
+ROOT = Path(__file__).resolve().parents[2]
+WAYS = {"forward": "forward", "both": "forward + backward"}
+HEAD = (
+    "op, shape",
+    f"error, forward (at most {AT_MOST['forward']:g})",
+    f"error, gradients (at most {AT_MOST['gradient']:g})",
+    "pass",
+    "ours, ms",
+    "peer, ms",
+    "ours / peer",
+    "share of the roofline",
+    "registers",
+    "spilled bytes",
+)
+NOTES = """
+Error: the largest over all tensors of the error against fp64, relative to that of the plain formula in bf16. Median
+times over cold caches, B 4, T 4096, in bf16; the peer's in the same run: flash-attn 2, mamba-ssm, causal-conv1d,
+F.grouped_mm, and Inductor's code for the loss. Roofline: the larger of the bytes that must move at the copy rate, and
+the products at the matmul rate, both measured in the run. Registers and spills: the most that any of the op's kernels
+takes, and of all kernels together, a thread, in the code that triton {triton} makes of that shape.
+"""
+
+
+# Targets of rows: at most so many milliseconds, or at least such a share of the roofline.
+MARKS = {
+    "causal_conv1d-D3584/forward_milliseconds": 0.080,
+    "causal_conv1d-D3584/both_milliseconds": 0.36,
+    "ssd_chunk_scan-N64-G8/forward_milliseconds": 0.83,
+    "ssd_chunk_scan-N64-G8/both_milliseconds": 4.1,
+    "mamba3_siso-N64-G8/forward_milliseconds": 1.42,
+    "mamba3_siso-N64-G8/both_milliseconds": 3.9,
+    "attention-P128-softcap30/forward_milliseconds": 1.9,
+    "attention-P128-softcap30/both_milliseconds": 7.8,
+    "rms_norm_gated-D7168-gate_first/forward_roofline_fraction": 0.8,
+    "rms_norm_gated-D7168-gate_first/both_roofline_fraction": 0.8,
+    "rms_norm_gated-D7168-norm_first/forward_roofline_fraction": 0.8,
+    "rms_norm_gated-D7168-norm_first/both_roofline_fraction": 0.8,
+    "moe_combine-E64-K6/forward_roofline_fraction": 0.8,
+    "moe_combine-E64-K6/both_roofline_fraction": 0.8,
+    # 631 GFLOP at 600 TFLOP/s
+    "grouped_gemm-E64-K6-3584x896/forward_milliseconds": 1.052,
+    "grouped_gemm-E64-K6-896x3584/forward_milliseconds": 1.052,
+}
+# Why a target is missed, if known.
+BOUNDS = {
+    "mamba3_siso-N64-G8/both_milliseconds": "registers: 255 a thread leave two warps to a scheduler, and forms that "
+    "spilled less were slower",
+    "attention-P128-softcap30/forward_milliseconds": "the softcap's tanh: see the time without it",
+}
+MARKS_HEAD = ("row", "mark", "measured", "beyond the mark by", "what bounds it")
+
+
+def marks(rows: Mapping[str, Value]) -> list[tuple[str, ...]]:
+    """Return a line per target: by how much it is met, or missed and then what bounds the row."""
+    found = []
+    for id, mark in MARKS.items():
+        value = rows.get(f"kernels/{id}")
+        if value is None:
+            found.append((f"`{id}`", f"{mark:g}", "-", "-", ""))
+            continue
+        gain = value / mark - 1 if id.endswith("_fraction") else 1 - value / mark
+        outcome = (
+            (f"{gain:.1%}", "") if gain >= 0 else (f"missed by {-gain:.1%}", BOUNDS.get(id, "not known"))
+        )
+        found.append((f"`{id}`", f"{mark:g}", f"{value:.3f}", *outcome))
+    return found
+
+
+def number(rows: Mapping[str, Value], id: str, places: int) -> str:
+    """Format a row's value; "-" if there is no such row."""
+    value = rows.get(id)
+    return "-" if value is None else f"{value:.{places}f}"
+
+
+def peer_milliseconds(rows: Mapping[str, Value], case: str, way: str) -> str:
+    """Return our time over the ratio measured in the same run."""
+    ours, ratio = rows.get(f"{case}/{way}_milliseconds"), rows.get(f"{case}/{way}_over_peer")
+    return "-" if ours is None or ratio is None else f"{ours / ratio:.3f}"
+
+
+def counts(rows: Mapping[str, Reviewed], name: str, triton: str) -> list[dict[str, int]]:
+    """Return the code counts of each kernel that an op launches at a timed shape, forward and backward, in bf16."""
+    op, _, shape = name.partition("-")
+    end = f"-{shape}-bf16/code"
+    named = [row for id, row in rows.items() if id.startswith(f"kernels/{op}.") and id.endswith(end)]
+    return [code.parse(row.values[triton]) for row in named if triton in row.values]
+
+
+def lines(name: str, ran: Mapping[str, Value], compiled: Mapping[str, Reviewed], triton: str) -> list[tuple]:
+    """Return two lines of a case, forward and both; shared cells are in the first."""
+    case = f"kernels/{name}"
+    kernels = counts(compiled, name, triton)
+    most, spilled = max((k["registers"] for k in kernels), default=0), sum(k["spills"] for k in kernels)
+    of_both = (str(most), str(spilled)) if kernels else ("-", "-")
+    errors = tuple(number(ran, f"{case}/{way}_error_ratio", 2) for way in AT_MOST)
+    found = []
+    for i, (way, title) in enumerate(WAYS.items()):
+        speed = (
+            title, number(ran, f"{case}/{way}_milliseconds", 3), peer_milliseconds(ran, case, way),
+            number(ran, f"{case}/{way}_over_peer", 2), number(ran, f"{case}/{way}_roofline_fraction", 2),
+        )  # fmt: skip
+        found.append((f"`{name}`", *errors, *speed, *of_both) if i == 0 else ("", "", "", *speed, "", ""))
+    return found
+
+
+def markdown(ran: Baseline, compiled: Baseline) -> str:
+    """Return the table of every case that has a timed row. Raises BaselineError if there is none."""
+    end = "/forward_milliseconds"
+    values = {id: row.value for id, row in ran.rows.items()}
+    names = [id.split("/")[1] for id in values if id.startswith("kernels/") and id.endswith(end)]
+    if not names:
+        raise BaselineError("baselines/h200.json: no kernel was timed; pytest -m h200 suites/kernels")
+    made = ran.made_with
+    triton = str(made.get("triton"))
+    table = [cells for name in names for cells in lines(name, values, compiled.rows, triton)]
+    body = [line(cells) for cells in (HEAD, ("---",) * len(HEAD), *table)]
+    machine = f"{made.get('device')}, driver {made.get('driver')}, torch {made.get('torch')}, triton {triton}"
+    reached = [line(cells) for cells in (MARKS_HEAD, ("---",) * len(MARKS_HEAD), *marks(values))]
+    head = ["# The kernels on an H200", "", f"{machine}.", ""]
+    return "\n".join([*head, *body, NOTES.format(triton=triton), "## First marks", "", *reached, ""])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Return the exit code; argparse itself exits with 2."""
+    parser = argparse.ArgumentParser(prog="python -m tools.op_table", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="writes the table there instead of printing it")
+    given = parser.parse_args(arguments)
+    try:
+        ran, compiled = (load(ROOT / "baselines" / f"{lane}.json", lane) for lane in ("h200", "cpu"))
+        text = markdown(ran, compiled)
+    except BaselineError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return publish(text, given.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Error rates of the paired test, from replays of recorded sessions: `python -m tools.replay [GATES] [SEED]`
+
+A recorded session of two equal builds is drawn with replacement, and its sides are swapped with probability 1/2 (they
+are exchangeable). Added are an injected slowdown, slow processes of the candidate, and a bias of each compile cache.
+The table is printed in Markdown, with the 95 % Wilson interval for each rate.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bumpgate.core.findings import Outcome
+from bumpgate.gate.modes import p_lost
+from bumpgate.gate.plan import Family, Plan, plan_for
+from bumpgate.gate.sequential import decide
+from bumpgate.gate.timed import ALPHA_LOST
+from tests.support.simulation import wilson
+from tools.recorded import PLACE, STARTS, Session, sessions, starts
+
+EAGER = "throughput/nam52-eager/tokens_per_anchor"
+SPEEDUP = "throughput/nam52-regional/speedup_over_eager"
+COMPILED = "throughput/nam52-regional/tokens_per_anchor"
+ROWS = (EAGER, SPEEDUP, COMPILED)
+WARM = "throughput/start-cpu/warm_cpu_seconds"
+RED = (Outcome.SLOWER, Outcome.SLOW_MODE)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Injected effects. slower: row -> factor of its time. slow: share of the candidate's processes that take `factor`
+    times as long in the compiled rows. rough: share of the candidate's processes that are lost. cache_sd: standard
+    deviation of the bias of each side's cache. rows: 3 of one test, or more in tests of 3. lane: the plan's lane.
+    starts: the rows of process starts, on a noisy machine, in place of those of training steps; the slow processes are
+    then the warm ones.
+    """
+
+    name: str
+    slower: Mapping[str, float] = field(default_factory=dict)
+    slow: float = 0.0
+    factor: float = 2.0
+    rough: float = 0.0
+    cache_sd: float = 0.0
+    rows: int = 3
+    lane: str = "cpu"
+    starts: bool = False
+
+
+CASES = (
+    Case("unchanged"),
+    *(
+        Case(f"+{percent} % {row.split('/', 1)[1]}", {row: 1 + percent / 100})
+        for percent in (5, 4, 3)
+        for row in ROWS
+    ),
+    Case("-2.6 % compiled rows", {SPEEDUP: 1 / 1.026, COMPILED: 1 / 1.026}),
+    Case("+5 % compiled rows", {SPEEDUP: 1.05, COMPILED: 1.05}),
+    Case("+5 % every step", {EAGER: 1.05, COMPILED: 1.05}),
+    *(Case(f"{100 * share:g} % of processes 2x slower", slow=share) for share in (0.05, 0.1, 0.2)),
+    Case("15 % of processes 1.5x slower", slow=0.15, factor=1.5),
+    Case("40 % of processes too rough", rough=0.4),
+    *(Case(f"cache bias sd {100 * sd:g} % a side", cache_sd=sd) for sd in (0.005, 0.01)),
+    Case("starts, noisy machine, unchanged", starts=True),
+    Case("starts, noisy machine, +20 % warm", {WARM: 1.2}, starts=True),
+    *(Case(f"starts, noisy machine, {100 * s:g} % 2x slower", slow=s, starts=True) for s in (0.1, 0.3)),
+)
+LARGE = (
+    Case("71 rows, unchanged", rows=71, lane="h200"),
+    Case("71 rows, +5 % nam52-eager", {EAGER: 1.05}, rows=71, lane="h200"),
+    Case("71 rows, cache bias sd 0.5 %", cache_sd=0.005, rows=71, lane="h200"),
+    Case("71 rows, cache bias sd 1 %", cache_sd=0.01, rows=71, lane="h200"),
+)
+
+
+def gate(case: Case, drawn_from: Sequence[Session], rng: random.Random) -> tuple[str, int]:
+    """Simulate one gate: its decision on the timed rows, and its number of sessions."""
+    plan: Plan = plan_for(None, case.lane)
+    if case.starts:
+        origin = {row: row for row in drawn_from[0]}
+        tests, may_be_slow = dict.fromkeys(origin, "starts"), (WARM,)
+    else:
+        origin = {
+            (row if i < 3 else row.replace("throughput/nam52", f"kernels/k{i // 3}")): row
+            for i, row in enumerate((ROWS * (case.rows // 3 + 1))[: case.rows])
+        }
+        tests, may_be_slow = {name: f"test{i // 3}" for i, name in enumerate(origin)}, ROWS[1:]
+    bias = {
+        name: [rng.gauss(0, case.cache_sd) - rng.gauss(0, case.cache_sd) for _ in range(2)] for name in origin
+    }
+    readings: dict[str, list[float]] = {name: [] for name in origin}
+    caches: dict[str, list[int]] = {name: [] for name in origin}
+    outcomes = dict.fromkeys(origin, Outcome.INCONCLUSIVE)
+    looks = sorted({look.sessions for look in plan.looks} | {*range(28, plan.budget, 4)})
+    begun = lost = 0
+    for look in looks:
+        still = {tests[name] for name, outcome in outcomes.items() if outcome is Outcome.INCONCLUSIVE}
+        while any(len(readings[name]) < look for name in origin if tests[name] in still):
+            pair, begun = begun % 2, begun + 1
+            if rng.random() < case.rough:
+                lost += 1
+                continue
+            slow = math.log(case.factor) if rng.random() < case.slow else 0.0
+            drawn = {test: (rng.choice(drawn_from), rng.choice((-1, 1))) for test in sorted(still)}
+            for name, row in origin.items():
+                if tests[name] in still:
+                    session, sign = drawn[tests[name]]
+                    planted = math.log(case.slower.get(name, 1.0)) + (slow if name in may_be_slow else 0.0)
+                    readings[name].append(sign * session[row] + planted + bias[name][pair])
+                    caches[name].append(pair)
+        outcomes = decide(readings, plan, Family(tests, caches))
+        if Outcome.INCONCLUSIVE not in outcomes.values():
+            break
+    if any(outcome in RED for outcome in outcomes.values()) or (lost and p_lost(lost, 0) <= ALPHA_LOST):
+        return "HOLD", begun
+    return ("UNKNOWN" if Outcome.INCONCLUSIVE in outcomes.values() else "ADOPT"), begun
+
+
+def rates(case: Case, gates: int, seed: int) -> tuple[Counter[str], list[int]]:
+    """Return the count of each decision, and the sessions of each gate in ascending order."""
+    place, read = (STARTS, starts) if case.starts else (PLACE, sessions)
+    drawn_from = read(json.loads(place.read_text(encoding="utf-8")))
+    rng = random.Random(f"{seed} {case.name}")
+    games = [gate(case, drawn_from, rng) for _ in range(gates)]
+    return Counter(decision for decision, _ in games), sorted(begun for _, begun in games)
+
+
+def main(gates: int = 1000, seed: int = 1) -> None:
+    print("| planted | gates | HOLD | UNKNOWN | ADOPT | sessions, median and 95th percentile |")
+    print("|---|---|---|---|---|---|")
+    for case in (*CASES, *LARGE):
+        runs = gates if case.rows == 3 else max(1, gates // 10)
+        found, used = rates(case, runs, seed)
+        cells = []
+        for decision in ("HOLD", "UNKNOWN", "ADOPT"):
+            low, high = wilson(found[decision], runs)
+            cells.append(f"{found[decision] / runs:.1%} [{low:.1%}, {high:.1%}]")
+        typical = f"{used[runs // 2]}, {used[runs * 19 // 20]}"
+        print(f"| {case.name} | {runs} | {' | '.join(cells)} | {typical} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
