@@ -1,7 +1,6 @@
 """Grouped-query attention over packed documents, with rope and qk_norm as plain functions."""
 
-from kernels.attention.op import attention
-from kernels.attention.reference import (
+from kernels.attention.eager import (
     attention_backward_reference,
     attention_mask,
     attention_reference,
@@ -9,6 +8,7 @@ from kernels.attention.reference import (
     qk_norm,
     rope,
 )
+from kernels.attention.op import attention
 
 __all__ = [
     "attention",

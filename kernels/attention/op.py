@@ -6,7 +6,7 @@ B batch, T tokens, Hq query heads, Hkv key/value heads, P head dim.
 import torch
 from torch import Tensor
 
-from kernels.attention.reference import (
+from kernels.attention.eager import (
     attention_backward_reference,
     attention_forward_with_lse,
     attention_reference,

@@ -6,7 +6,7 @@ B batch, T tokens, D channels, W conv width.
 import torch
 from torch import Tensor
 
-from kernels.causal_conv1d.reference import (
+from kernels.causal_conv1d.eager import (
     ACTIVATIONS,
     causal_conv1d_backward_reference,
     causal_conv1d_reference,

@@ -6,7 +6,7 @@ V vocabulary.
 import torch
 from torch import Tensor
 
-from kernels.cross_entropy.reference import (
+from kernels.cross_entropy.eager import (
     cross_entropy_backward_reference,
     cross_entropy_reference,
     cross_entropy_with_sums,

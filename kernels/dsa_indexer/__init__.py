@@ -1,18 +1,18 @@
 """Sparse attention over keys selected by an indexer: the selection, the attention, and the indexer's loss."""
 
+from kernels.dsa_indexer.eager import (
+    dsa_attention_backward_reference,
+    dsa_attention_reference,
+    dsa_choice,
+    dsa_indexer_reference,
+    dsa_scores,
+)
 from kernels.dsa_indexer.op import (
     dsa_attention,
     dsa_chosen_scores,
     dsa_distribution,
     dsa_indexer,
     dsa_indexer_loss,
-)
-from kernels.dsa_indexer.reference import (
-    dsa_attention_backward_reference,
-    dsa_attention_reference,
-    dsa_choice,
-    dsa_indexer_reference,
-    dsa_scores,
 )
 
 __all__ = [

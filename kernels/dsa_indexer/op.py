@@ -7,7 +7,7 @@ Hq and Hkv heads.
 import torch
 from torch import Tensor
 
-from kernels.dsa_indexer.reference import (
+from kernels.dsa_indexer.eager import (
     dsa_attention_backward_reference,
     dsa_attention_forward_with_lse,
     dsa_attention_reference,

@@ -6,8 +6,8 @@ M rows, E experts, D_in and D_out model dims on both sides.
 import torch
 from torch import Tensor
 
+from kernels.grouped_gemm.eager import grouped_gemm_backward_reference, grouped_gemm_reference
 from kernels.grouped_gemm.padded import grouped_gemm_padded
-from kernels.grouped_gemm.reference import grouped_gemm_backward_reference, grouped_gemm_reference
 from kernels.grouped_gemm.upstream import grouped_gemm_upstream
 from kernels.op_support import (
     WITH_PEER,

@@ -1,6 +1,6 @@
 """M2RNN, a non-linear recurrence over a matrix state (arXiv 2603.14360)."""
 
+from kernels.m2rnn.eager import m2rnn_recurrent, m2rnn_reference, m2rnn_step
 from kernels.m2rnn.op import m2rnn
-from kernels.m2rnn.reference import m2rnn_recurrent, m2rnn_reference, m2rnn_step
 
 __all__ = ["m2rnn", "m2rnn_recurrent", "m2rnn_reference", "m2rnn_step"]

@@ -6,7 +6,7 @@ B batch, T tokens, H heads, K key dim, V value dim.
 import torch
 from torch import Tensor
 
-from kernels.m2rnn.reference import m2rnn_backward_reference, m2rnn_forward_with_states, m2rnn_reference
+from kernels.m2rnn.eager import m2rnn_backward_reference, m2rnn_forward_with_states, m2rnn_reference
 from kernels.op_support import (
     autocast_disabled,
     check_doc_ids,

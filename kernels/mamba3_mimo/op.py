@@ -7,7 +7,7 @@ B batch, T tokens, H heads, R MIMO rank, P head dim, N state dim, G groups, A ro
 import torch
 from torch import Tensor
 
-from kernels.mamba3_mimo.reference import (
+from kernels.mamba3_mimo.eager import (
     Mamba3MimoState,
     mamba3_mimo_backward_reference,
     mamba3_mimo_reference,
@@ -135,7 +135,7 @@ def mamba3_mimo(
     mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
     state: Mamba3MimoState | None = None, chunk_size: int = 16, impl: str = "op",
 ) -> tuple[Tensor, Mamba3MimoState]:  # fmt: skip
-    """The Mamba-3 MIMO scan with bias, rotation, skip, gate and its three projections; the maths: reference.py.
+    """The Mamba-3 MIMO scan with bias, rotation, skip, gate and its three projections; the maths: naive.py.
 
     q, k (B,T,R,G,N) normalised, v, z (B,T,H,P) in one float dtype. In any float dtype: adt (B,T,H) = A dt,
     negative; dt (B,T,H) after softplus; trap (B,T,H) before the sigmoid; q_bias, k_bias (H,R,N); mimo_v, mimo_z

@@ -1,13 +1,13 @@
 """The Mamba-3 single-input single-output scan (arXiv 2603.15569)."""
 
-from kernels.mamba3_siso.op import mamba3_siso
-from kernels.mamba3_siso.reference import (
+from kernels.mamba3_siso.eager import (
     Mamba3State,
     mamba3_siso_recurrent,
     mamba3_siso_reference,
     mamba3_siso_step,
     zero_state,
 )
+from kernels.mamba3_siso.op import mamba3_siso
 
 __all__ = [
     "Mamba3State",

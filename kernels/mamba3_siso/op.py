@@ -6,7 +6,7 @@ B batch, T tokens, H heads, P head dim, N state dim, G groups, R rotation angles
 import torch
 from torch import Tensor
 
-from kernels.mamba3_siso.reference import (
+from kernels.mamba3_siso.eager import (
     Mamba3State,
     mamba3_siso_backward_reference,
     mamba3_siso_reference,
@@ -145,7 +145,7 @@ def mamba3_siso(
     angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor, state: Mamba3State | None = None,
     chunk_size: int = 64, impl: str = "op",
 ) -> tuple[Tensor, Mamba3State]:  # fmt: skip
-    """The Mamba-3 SISO scan with bias, rotation, skip and gate; for the maths see reference.py.
+    """The Mamba-3 SISO scan with bias, rotation, skip and gate; for the maths see naive.py.
 
     q, k (B,T,G,N) normalised, v, z (B,T,H,P) in one float dtype. In any float dtype: adt (B,T,H) = A dt,
     negative; dt (B,T,H) after softplus; trap (B,T,H) before the sigmoid; q_bias, k_bias (H,N); angles

@@ -7,7 +7,7 @@ of the values.
 import torch
 from torch import Tensor
 
-from kernels.mla.reference import (
+from kernels.mla.eager import (
     mla_absorbed_reference,
     mla_backward_reference,
     mla_forward_with_lse,

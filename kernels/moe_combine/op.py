@@ -6,7 +6,7 @@ B batch, T tokens, D model dim, E experts, K top-k.
 import torch
 from torch import Tensor
 
-from kernels.moe_combine.reference import moe_combine_backward_reference, moe_combine_reference
+from kernels.moe_combine.eager import moe_combine_backward_reference, moe_combine_reference
 from kernels.op_support import (
     autocast_disabled,
     check_impl,

@@ -6,7 +6,7 @@ B batch, T tokens, D model dim, E experts, K top-k.
 import torch
 from torch import Tensor
 
-from kernels.moe_dispatch.reference import moe_dispatch_backward_reference, moe_dispatch_reference
+from kernels.moe_dispatch.eager import moe_dispatch_backward_reference, moe_dispatch_reference
 from kernels.op_support import (
     autocast_disabled,
     check_floating,

@@ -16,7 +16,7 @@ from kernels.op_support import (
     register_triton,
     resolve_impl,
 )
-from kernels.rms_norm_gated.reference import rms_norm_gated_backward_reference, rms_norm_gated_reference
+from kernels.rms_norm_gated.eager import rms_norm_gated_backward_reference, rms_norm_gated_reference
 from kernels.rms_norm_gated.upstream import rms_norm_gated_upstream
 
 

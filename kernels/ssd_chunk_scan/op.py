@@ -17,7 +17,7 @@ from kernels.op_support import (
     register_triton,
     resolve_impl,
 )
-from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
+from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
 from kernels.ssd_chunk_scan.upstream import ssd_chunk_scan_upstream
 
 

@@ -16,17 +16,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention import attention
+from kernels.attention.naive import attention_naive
 from kernels.causal_conv1d import causal_conv1d
+from kernels.causal_conv1d.naive import causal_conv1d_naive
 from kernels.cross_entropy import cross_entropy
+from kernels.cross_entropy.naive import cross_entropy_naive
 from kernels.dsa_indexer import dsa_attention, dsa_chosen_scores, dsa_indexer
+from kernels.dsa_indexer.naive import dsa_attention_naive, dsa_chosen_scores_naive
 from kernels.grouped_gemm import grouped_gemm
+from kernels.grouped_gemm.naive import grouped_gemm_naive
 from kernels.m2rnn import m2rnn, m2rnn_recurrent
 from kernels.mamba3_mimo import mamba3_mimo
 from kernels.mamba3_siso import mamba3_siso
 from kernels.mla import mla
+from kernels.mla.naive import mla_naive
 from kernels.moe_combine import moe_combine
+from kernels.moe_combine.naive import moe_combine_naive
 from kernels.moe_dispatch import moe_dispatch
+from kernels.moe_dispatch.naive import moe_dispatch_naive
 from kernels.rms_norm_gated import rms_norm_gated
+from kernels.rms_norm_gated.naive import rms_norm_gated_naive
 from kernels.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_recurrent
 from suites.kernels import inputs as op_inputs
 from suites.support.comparison import doubled, error_ratio
@@ -235,31 +244,31 @@ SUBJECTS = {
     "attention": Subject(
         _named("q k v doc_ids", op_inputs.attention.make_inputs, B=4),
         partial(attention, window=7, **ATTENTION),
-        partial(op_inputs.attention.plain_attention, window=7, **ATTENTION),
+        partial(attention_naive, window=7, **ATTENTION),
         {"dropped document reset": _dropped_reset},
     ),
     "causal_conv1d": Subject(
         _named("x weight bias doc_ids", op_inputs.causal_conv1d.make_inputs, D=64),
         causal_conv1d,
-        op_inputs.causal_conv1d.plain_conv,
+        causal_conv1d_naive,
         {"dropped document reset": _dropped_reset},
     ),
     "cross_entropy": Subject(
         _named("logits target", op_inputs.cross_entropy.make_inputs, B=8, T=64),
         partial(cross_entropy, softcap=3.0),
-        partial(op_inputs.cross_entropy.plain_cross_entropy, softcap=3.0),
+        partial(cross_entropy_naive, softcap=3.0),
         {"no softcap": lambda subject, inputs, right: (cross_entropy(**inputs),)},
     ),
     "dsa_indexer": Subject(
         _dsa_problem,
         _dsa(dsa_attention),
-        _dsa(op_inputs.dsa_indexer.plain_attention),
+        _dsa(dsa_attention_naive),
         {"dropped document reset": _chosen_across_documents, "a chosen key lost": _lost_key},
     ),
     "dsa_indexer's scores": Subject(
         _named("q k weights indices", op_inputs.dsa_loss.make_score_inputs),
         dsa_chosen_scores,
-        op_inputs.dsa_loss.plain_scores,
+        dsa_chosen_scores_naive,
         {"a chosen key lost": _lost_key, "choice of the query before": _choice_of_another},
     ),
     "grouped_gemm": Subject(
@@ -267,7 +276,7 @@ SUBJECTS = {
             "x weight counts", op_inputs.grouped_gemm.make_inputs, counts=(5, 0, 170, 80), D_in=20, D_out=25
         ),
         grouped_gemm,
-        op_inputs.grouped_gemm.loop_of_mm,
+        grouped_gemm_naive,
         {"rows of another expert": _next_expert},
     ),
     "m2rnn": _scan(op_inputs.m2rnn, m2rnn, m2rnn_recurrent, ("h0",)),
@@ -278,24 +287,24 @@ SUBJECTS = {
     "mla": Subject(
         _named(" ".join(op_inputs.mla.NAMES), op_inputs.mla.make_inputs, B=4),
         partial(mla, **ATTENTION),
-        partial(op_inputs.mla.plain_mla, **ATTENTION),
+        partial(mla_naive, **ATTENTION),
         {"dropped document reset": _dropped_reset},
     ),
     "moe_combine": Subject(
         _named("y expert slot weights bucket", op_inputs.moe_combine.make_inputs, T=64, D=32, C=64),
         moe_combine,
-        op_inputs.moe_combine.by_loop,
+        moe_combine_naive,
         {"bf16 weights": _bf16_weights},
     ),
     "moe_dispatch": Subject(
         _named("x expert", op_inputs.moe_dispatch.make_inputs),
         partial(moe_dispatch, **EXPERTS),
-        partial(op_inputs.moe_dispatch.by_loop, **EXPERTS),
+        partial(moe_dispatch_naive, **EXPERTS),
     ),
     "rms_norm_gated": Subject(
         _named("x gate weight", op_inputs.rms_norm_gated.make_inputs),
         partial(rms_norm_gated, **NORM),
-        partial(op_inputs.rms_norm_gated.plain_norm, **NORM),
+        partial(rms_norm_gated_naive, **NORM),
     ),
     "ssd_chunk_scan": _scan(
         op_inputs.ssd_chunk_scan,

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.attention import attention, attention_mask, attention_reference, qk_norm, rope
-from suites.kernels.inputs.attention import make_inputs, plain_attention
+from kernels.attention.naive import attention_naive
+from suites.kernels.inputs.attention import make_inputs
 from suites.support.comparison import DTYPES, doubled, error, error_ratios, gradients, report_cases
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
@@ -47,7 +48,7 @@ def rounding_bound(q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_fp64_equals_the_plain_formula(lane: Lane, case: str):
     inputs = make_inputs(device=lane.device)
-    plain = gradients(plain_attention, *inputs, **CASES[case])
+    plain = gradients(attention_naive, *inputs, **CASES[case])
     for impl in ("op", "reference"):
         for found, expected in zip(gradients(partial(attention, impl=impl), *inputs, **CASES[case]), plain):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -58,7 +59,7 @@ def test_fp64_equals_the_plain_formula(lane: Lane, case: str):
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
     inputs = make_inputs(dtype=DTYPES[dtype], device=lane.device)
     ratios = {
-        case: error_ratios(attention, plain_attention, attention_reference, inputs, **options)
+        case: error_ratios(attention, attention_naive, attention_reference, inputs, **options)
         for case, options in CASES.items()
     }
     report_cases(row, f"kernels/attention-{lane.name}-{dtype}", ratios)
@@ -92,7 +93,7 @@ def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane, case: str):
     oracle = attention_reference(*doubled(inputs), **CASES[case])
     bound = 2**-8 * oracle.abs() + rounding_bound(q, k, v, CASES[case].get("scale", 0.25))
     assert ((attention(*inputs, **CASES[case]) - oracle).abs() <= bound).all()
-    assert ((plain_attention(*inputs, **CASES[case]) - oracle).abs() > bound).any()
+    assert ((attention_naive(*inputs, **CASES[case]) - oracle).abs() > bound).any()
 
 
 @lanes("cpu")

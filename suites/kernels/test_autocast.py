@@ -122,7 +122,7 @@ def test_forward_and_backward_run_with_autocast_off(
         return run
 
     for name, function in vars(module).copy().items():
-        if inspect.isfunction(function) and function.__module__ == f"kernels.{op}.reference":
+        if inspect.isfunction(function) and function.__module__ == f"kernels.{op}.eager":
             monkeypatch.setattr(module, name, watched(function))
     if switch == "removed":
         monkeypatch.setattr(module, "autocast_disabled", lambda t: nullcontext())

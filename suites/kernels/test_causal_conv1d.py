@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_reference, causal_conv1d_step
-from suites.kernels.inputs.causal_conv1d import make_inputs, plain_conv
+from kernels.causal_conv1d.naive import causal_conv1d_naive
+from suites.kernels.inputs.causal_conv1d import make_inputs
 from suites.support.comparison import DTYPES, doubled, error_ratios, gradients, report_cases
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
@@ -29,7 +30,7 @@ quick = settings(derandomize=True, max_examples=15, deadline=None)
 @pytest.mark.parametrize("W", [1, 2, 3, 4])
 def test_fp64_equals_conv1d_of_each_document(lane: Lane, W: int, activation: str):
     inputs = make_inputs(W=W, device=lane.device)
-    plain = gradients(plain_conv, *inputs, activation=activation)
+    plain = gradients(causal_conv1d_naive, *inputs, activation=activation)
     for impl in ("op", "reference"):
         found = gradients(partial(causal_conv1d, impl=impl), *inputs, activation=activation)
         for ours, theirs in zip(found, plain):
@@ -42,7 +43,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
     ratios = {}
     for W in (2, 3, 4):
         inputs = make_inputs(D=64, W=W, dtype=DTYPES[dtype], device=lane.device)
-        ratios[f"width {W}"] = error_ratios(causal_conv1d, plain_conv, plain_conv, inputs)
+        ratios[f"width {W}"] = error_ratios(causal_conv1d, causal_conv1d_naive, causal_conv1d_naive, inputs)
     report_cases(row, f"kernels/causal_conv1d-{lane.name}-{dtype}", ratios, gradient_at_most=2.0)
 
 
@@ -52,18 +53,18 @@ def test_fp32_error_is_rounding_only(lane: Lane):
     error by at most 1.1 and adds a few of its own roundings (8 u).
     """
     x, weight, bias, doc_ids = inputs = make_inputs(dtype=torch.float32, device=lane.device)
-    oracle = plain_conv(*doubled(inputs))
-    sizes = plain_conv(*(t.abs() for t in doubled(inputs)[:3]), doc_ids, activation="none")
+    oracle = causal_conv1d_naive(*doubled(inputs))
+    sizes = causal_conv1d_naive(*(t.abs() for t in doubled(inputs)[:3]), doc_ids, activation="none")
     bound = 2**-24 * (1.1 * 5 * sizes + 8 * oracle.abs())
     assert ((causal_conv1d(*inputs) - oracle).abs() <= bound).all()
     narrow = (
         *(t.bfloat16() for t in inputs[:3]),
         doc_ids,
     )  # fp32 inside and one cast: half a unit of bf16 more
-    rounded = plain_conv(*doubled(narrow))
+    rounded = causal_conv1d_naive(*doubled(narrow))
     cast = 2**-8 * rounded.abs() + 2 * bound
     assert ((causal_conv1d(*narrow) - rounded).abs() <= cast).all()
-    assert ((plain_conv(*narrow) - rounded).abs() > cast).any()
+    assert ((causal_conv1d_naive(*narrow) - rounded).abs() > cast).any()
     wrong = {
         "taps reversed": causal_conv1d(x, weight.flip(1), bias, doc_ids),
         "documents ignored": causal_conv1d(x, weight, bias, torch.zeros_like(doc_ids)),

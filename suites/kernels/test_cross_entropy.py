@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
-from suites.kernels.inputs.cross_entropy import make_inputs, plain_cross_entropy
+from kernels.cross_entropy.naive import cross_entropy_naive
+from suites.kernels.inputs.cross_entropy import make_inputs
 from suites.support.comparison import DTYPES, doubled, error, gradients, pooled, report_pooled
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
@@ -38,7 +39,7 @@ def slope_forgotten(logits: Tensor, target: Tensor, softcap: float) -> Tensor:
 def test_fp64_equals_torch(lane: Lane, case: str, ignore_index: int):
     inputs = make_inputs(device=lane.device, ignore_index=ignore_index)
     options = {"softcap": CASES[case], "ignore_index": ignore_index}
-    plain = gradients(plain_cross_entropy, *inputs, **options)
+    plain = gradients(cross_entropy_naive, *inputs, **options)
     for impl in ("op", "reference"):
         found = gradients(partial(cross_entropy, impl=impl), *inputs, **options)
         for ours, theirs in zip(found, plain, strict=True):
@@ -55,8 +56,8 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
         for softcap in (0.0, 15.0, 50.0):
             for runs, function, arguments in (
                 (found, cross_entropy, inputs),
-                (plain, plain_cross_entropy, inputs),
-                (oracle, plain_cross_entropy, doubled(inputs)),
+                (plain, cross_entropy_naive, inputs),
+                (oracle, cross_entropy_naive, doubled(inputs)),
             ):
                 loss, dlogits = gradients(function, *arguments, softcap=softcap)
                 runs.append({"loss": loss, "logits": dlogits})
@@ -69,7 +70,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 def test_fp32_error_is_rounding_only(lane: Lane):
     """A capped logit is off by 4 u c, which changes loss and gradient by at most that; exp, sum and log add 64 u."""
     inputs = make_inputs(dtype=torch.float32, device=lane.device)
-    oracle = gradients(plain_cross_entropy, *doubled(inputs), softcap=3.0)
+    oracle = gradients(cross_entropy_naive, *doubled(inputs), softcap=3.0)
     bound = 2**-24 * (2 * 4 * 3.0 + 64)
     found = gradients(cross_entropy, *inputs, softcap=3.0)
     assert largest(error(ours, exact)[0] for ours, exact in zip(found, oracle)) <= bound
@@ -98,7 +99,7 @@ def test_fp32_error_is_rounding_only(lane: Lane):
 def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane):
     """Its loss is fp32, with an error below that of any bf16 loss; its gradient has the error of one cast."""
     inputs = make_inputs(V=5000, dtype=torch.bfloat16, device=lane.device)
-    oracle = gradients(plain_cross_entropy, *doubled(inputs), softcap=15.0)
+    oracle = gradients(cross_entropy_naive, *doubled(inputs), softcap=15.0)
     loss, dlogits = gradients(cross_entropy, *inputs, softcap=15.0)
     assert (loss.dtype, dlogits.dtype) == (torch.float32, torch.bfloat16)
     assert error(loss, oracle[0])[0] < 1e-5 < error(loss.bfloat16(), oracle[0])[0]
@@ -143,7 +144,7 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
 @given(**sizes)
 def test_equals_torch_for_every_vocabulary(lane: Lane, seed: int, V: int, softcap: float):
     inputs = make_inputs(V=V, seed=seed, device=lane.device)
-    plain = gradients(plain_cross_entropy, *inputs, softcap=softcap)
+    plain = gradients(cross_entropy_naive, *inputs, softcap=softcap)
     for ours, theirs in zip(gradients(cross_entropy, *inputs, softcap=softcap), plain):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 

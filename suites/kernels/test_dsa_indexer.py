@@ -21,7 +21,8 @@ from kernels.dsa_indexer import (
     dsa_indexer,
     dsa_scores,
 )
-from suites.kernels.inputs.dsa_indexer import documents, make_index_inputs, make_inputs, plain_attention
+from kernels.dsa_indexer.naive import dsa_attention_naive
+from suites.kernels.inputs.dsa_indexer import documents, make_index_inputs, make_inputs
 from suites.support.comparison import DTYPES, Named, doubled, error, gradients, pooled, report_pooled
 from suites.support.custom_ops import check_compiled, check_one_graph, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
@@ -109,7 +110,7 @@ def test_no_unselected_key_scores_clearly_better(lane: Lane, dtype: str):
 @pytest.mark.parametrize("case", CASES)
 def test_fp64_equals_masked_dense_attention(lane: Lane, case: str):
     inputs = make_inputs(device=lane.device)
-    plain = gradients(plain_attention, *inputs, **CASES[case])
+    plain = gradients(dsa_attention_naive, *inputs, **CASES[case])
     for impl in ("op", "reference"):
         found = gradients(dsa_attention, *inputs, impl=impl, **CASES[case])
         for ours, expected in zip(found, plain, strict=True):
@@ -127,7 +128,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 
     problems = [make_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
     oracle = pooled(run(dsa_attention_reference, doubled(inputs)) for inputs in problems)
-    plain = pooled(run(plain_attention, inputs) for inputs in problems)
+    plain = pooled(run(dsa_attention_naive, inputs) for inputs in problems)
     found = pooled(run(dsa_attention, inputs) for inputs in problems)
     assert all(t.dtype == DTYPES[dtype] for t in found.values())
     report_pooled(

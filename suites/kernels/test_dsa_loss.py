@@ -20,8 +20,9 @@ from kernels.dsa_indexer import (
     dsa_indexer_loss,
     dsa_scores,
 )
+from kernels.dsa_indexer.naive import dsa_chosen_scores_naive, dsa_distribution_naive
 from suites.kernels.inputs.dsa_indexer import make_index_inputs, make_inputs
-from suites.kernels.inputs.dsa_loss import make_score_inputs, plain_scores
+from suites.kernels.inputs.dsa_loss import make_score_inputs
 from suites.support.comparison import (
     AT_MOST,
     DTYPES,
@@ -39,19 +40,10 @@ from suites.support.lanes import Lane, lanes
 ATTENTION = {"scale": 0.4, "softcap": 2.0}
 
 
-def plain_distribution(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
-    """Compute dense attention weights in the inputs' dtype (softmax in fp32), and gather those of the chosen keys."""
-    key = k.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2)
-    s = softcap * torch.tanh(q.transpose(1, 2) @ key.mT * scale / softcap)
-    at = indices.long().clamp(min=0).unsqueeze(1).expand(-1, q.shape[2], -1, -1)
-    s = s.gather(3, at).masked_fill((indices < 0).unsqueeze(1), -torch.inf)
-    return torch.softmax(s, -1, dtype=torch.promote_types(q.dtype, torch.float32)).nan_to_num(0).mean(1)
-
-
 @lanes("cpu", "h200")
 def test_fp64_scores_equal_gathered_dense_scores(lane: Lane):
     inputs = make_score_inputs(device=lane.device)
-    plain = gradients(plain_scores, *inputs)
+    plain = gradients(dsa_chosen_scores_naive, *inputs)
     for impl in ("op", "reference"):
         for ours, expected in zip(gradients(dsa_chosen_scores, *inputs, impl=impl), plain, strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
@@ -63,7 +55,7 @@ def test_fp64_weights_equal_gathered_dense_weights(lane: Lane):
     for impl in ("op", "reference"):
         found = dsa_distribution(q, k, indices, **ATTENTION, impl=impl)
         torch.testing.assert_close(
-            found, plain_distribution(q, k, indices, **ATTENTION), rtol=1e-12, atol=1e-14
+            found, dsa_distribution_naive(q, k, indices, **ATTENTION), rtol=1e-12, atol=1e-14
         )
 
 
@@ -76,8 +68,8 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
         return dict(zip(("scores", "q", "k", "weights"), gradients(function, *inputs)))
 
     problems = [make_score_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
-    oracle = pooled(run(plain_scores, doubled(inputs)) for inputs in problems)
-    plain = pooled(run(plain_scores, inputs) for inputs in problems)
+    oracle = pooled(run(dsa_chosen_scores_naive, doubled(inputs)) for inputs in problems)
+    plain = pooled(run(dsa_chosen_scores_naive, inputs) for inputs in problems)
     found = pooled(run(dsa_chosen_scores, inputs) for inputs in problems)
     assert all(t.dtype == DTYPES[dtype] for n, t in found.items() if n != "scores")
     assert found["scores"].dtype == torch.float32
@@ -95,8 +87,8 @@ def test_target_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: st
         torch.cat([function(q, k, i, **ATTENTION).flatten() for q, k, _, i in inputs])
         for function, inputs in (
             (dsa_distribution, problems),
-            (plain_distribution, problems),
-            (plain_distribution, [doubled(inputs) for inputs in problems]),
+            (dsa_distribution_naive, problems),
+            (dsa_distribution_naive, [doubled(inputs) for inputs in problems]),
         )
     ]
     ratio_row(

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.grouped_gemm import grouped_gemm
+from kernels.grouped_gemm.naive import grouped_gemm_naive
 from kernels.grouped_gemm.padded import power_of_two_bucket
-from suites.kernels.inputs.grouped_gemm import loop_of_mm, make_inputs
+from suites.kernels.inputs.grouped_gemm import make_inputs
 from suites.support.comparison import DTYPES, doubled, error, error_ratios, gradients, report_cases
 from suites.support.custom_ops import check_compiled, check_one_graph, check_op, refused, strided, turned
 from suites.support.instruments import host_syncs
@@ -33,7 +34,7 @@ routings = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 @pytest.mark.parametrize("impl", ["op", "reference", "padded"])
 def test_fp64_equals_a_loop_of_mm(lane: Lane, impl: str, dims: str):
     inputs = make_inputs(D_in=DIMS[dims][0], D_out=DIMS[dims][1], device=lane.device)
-    plain = gradients(loop_of_mm, *inputs)
+    plain = gradients(grouped_gemm_naive, *inputs)
     for ours, theirs in zip(gradients(partial(grouped_gemm, impl=impl), *inputs), plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -45,7 +46,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
     ratios = {}
     for dims, (D_in, D_out) in DIMS.items():
         inputs = make_inputs((0, 600, 3, 256, 0), D_in, D_out, dtype=DTYPES[dtype], device=lane.device)
-        ratios[dims] = error_ratios(grouped_gemm, loop_of_mm, loop_of_mm, inputs)
+        ratios[dims] = error_ratios(grouped_gemm, grouped_gemm_naive, grouped_gemm_naive, inputs)
     report_cases(row, f"kernels/grouped_gemm-{lane.name}-{dtype}", ratios)
 
 
@@ -64,8 +65,10 @@ def test_error_is_within_rounding_and_wrong_formulas_are_not(lane: Lane, dims: s
     D_in, D_out = DIMS[dims]
     x, weight, counts = make_inputs((5, 40, 17, 8), D_in, D_out, dtype=DTYPES[dtype], device=lane.device)
     dy = torch.randn(len(x), D_out, generator=torch.Generator().manual_seed(1)).to(x)
-    exact = three(*doubled((x, weight, counts, dy)), form=loop_of_mm)
-    sizes = three(*(t.double().abs() for t in (x, weight)), counts, dy.double().abs(), form=loop_of_mm)
+    exact = three(*doubled((x, weight, counts, dy)), form=grouped_gemm_naive)
+    sizes = three(
+        *(t.double().abs() for t in (x, weight)), counts, dy.double().abs(), form=grouped_gemm_naive
+    )
     cast = {"fp32": 0.0, "bf16": 2**-8}[dtype]
     bounds = [n * 2**-24 * s + cast * e.abs() for n, s, e in zip((D_in, D_out, 40), sizes, exact)]
 
@@ -151,7 +154,7 @@ def test_equals_the_loop_for_every_routing(lane: Lane, seed: int, counts: list[i
     x, weight, counts = make_inputs(counts, spare=spare, dtype=torch.float32, seed=seed, device=lane.device)
     dy = torch.randn(len(x), 16, generator=torch.Generator().manual_seed(seed)).to(x)
     used = int(counts.sum())
-    plain = three(x, weight, counts, dy, form=loop_of_mm)
+    plain = three(x, weight, counts, dy, form=grouped_gemm_naive)
     x[used:], dy[used:] = torch.nan, torch.nan
     for impl in ("op", "padded"):
         found = three(x, weight, counts, dy, form=partial(grouped_gemm, impl=impl))
@@ -222,7 +225,7 @@ def test_row_outside_its_bucket_is_nan(lane: Lane):
 @lanes("cpu", "h200")
 def test_upstream_equals_the_loop(lane: Lane):
     inputs = make_inputs((5, 0, 17, 10), 64, 128, spare=0, dtype=torch.bfloat16, device=lane.device)
-    plain = gradients(loop_of_mm, *doubled(inputs))
+    plain = gradients(grouped_gemm_naive, *doubled(inputs))
     for ours, exact in zip(gradients(partial(grouped_gemm, impl="upstream"), *inputs), plain):
         assert error(ours, exact)[0] <= 2**-8 * float(exact.abs().max()) + 1e-5
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.mla import mla, mla_absorbed, mla_reference
-from suites.kernels.inputs.mla import NAMES, make_inputs, plain_mla, seen_by
+from kernels.mla.naive import mla_naive, seen_by
+from suites.kernels.inputs.mla import NAMES, make_inputs
 from suites.support.comparison import DTYPES, Named, doubled, error, gradients, pooled, report_pooled
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
@@ -50,7 +51,7 @@ def rounding_bound(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, scale: float) -> fl
 @pytest.mark.parametrize("case", CASES)
 def test_fp64_equals_the_plain_formula_in_both_forms(lane: Lane, case: str):
     inputs = make_inputs(device=lane.device)
-    plain = gradients(plain_mla, *inputs, **CASES[case])
+    plain = gradients(mla_naive, *inputs, **CASES[case])
     for form in (mla, partial(mla, impl="reference"), mla_absorbed):
         for found, expected in zip(gradients(form, *inputs, **CASES[case]), plain, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -68,7 +69,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 
     problems = [make_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
     oracle = pooled(run(mla_reference, doubled(inputs)) for inputs in problems)
-    plain = pooled(run(plain_mla, inputs) for inputs in problems)
+    plain = pooled(run(mla_naive, inputs) for inputs in problems)
     found = pooled(run(mla, inputs) for inputs in problems)
     assert all(t.dtype == DTYPES[dtype] for t in found.values())
     report_pooled(row, f"kernels/mla-{lane.name}-{dtype}", found, plain, oracle, inputs=NAMES)
@@ -108,7 +109,7 @@ def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane, case: str):
     bound = 2**-8 * oracle.abs() + rounding_bound(*inputs[:-1], CASES[case].get("scale", 0.25))
     for form in (mla, mla_absorbed):
         assert ((form(*inputs, **CASES[case]) - oracle).abs() <= bound).all()
-    assert ((plain_mla(*inputs, **CASES[case]) - oracle).abs() > bound).any()
+    assert ((mla_naive(*inputs, **CASES[case]) - oracle).abs() > bound).any()
 
 
 @lanes("cpu")

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels.moe_combine import moe_combine, moe_combine_reference
+from kernels.moe_combine.naive import moe_combine_naive
 from kernels.moe_dispatch import moe_dispatch
-from suites.kernels.inputs.moe_combine import Inputs, by_loop, make_inputs
+from suites.kernels.inputs.moe_combine import Inputs, make_inputs
 from suites.support.comparison import (
     DTYPES,
     doubled,
@@ -62,15 +63,15 @@ def routed(kind: str, device: str) -> Inputs:
 @pytest.mark.parametrize("kind", ["random", "cancelling"])
 def test_error_before_the_cast_is_that_of_fp32(lane: Lane, kind: str, row):
     y, expert, slot, weights, bucket = inputs = routed(kind, lane.device)
-    oracle = by_loop(*doubled(inputs))
+    oracle = moe_combine_naive(*doubled(inputs))
     found = moe_combine(*inputs, out_dtype=torch.float32)
     assert found.dtype == torch.float32
     # Emulated, since index_add over bf16 on the CPU adds in fp32 inside and so hides the fault.
     wide = y.float()
     wrong = {
-        "bf16 weights": by_loop(wide, expert, slot, weights.bfloat16(), bucket),
-        "bf16 products": by_loop(*inputs, total=torch.float32),
-        "bf16 sum": by_loop(wide, expert, slot, weights, bucket, total=torch.bfloat16),
+        "bf16 weights": moe_combine_naive(wide, expert, slot, weights.bfloat16(), bucket),
+        "bf16 products": moe_combine_naive(*inputs, total=torch.float32),
+        "bf16 sum": moe_combine_naive(wide, expert, slot, weights, bucket, total=torch.bfloat16),
     }
     errors = {name: relative(out, oracle) for name, out in wrong.items()}
     missed = [name for name, wrong_by in errors.items() if wrong_by < 100 * BOUND]
@@ -100,8 +101,8 @@ def test_graph_has_fp32_product_and_accumulator(lane: Lane):
     every, low = narrow(moe_combine_reference)
     assert every == ["aten.mul.Tensor", "aten.index_add.default"]
     assert not low
-    assert narrow(by_loop)[1]
-    assert narrow(lambda *t: by_loop(*t, total=torch.float32))[1]
+    assert narrow(moe_combine_naive)[1]
+    assert narrow(lambda *t: moe_combine_naive(*t, total=torch.float32))[1]
 
 
 @lanes("cpu", "h200")
@@ -109,7 +110,7 @@ def test_graph_has_fp32_product_and_accumulator(lane: Lane):
 def test_fp64_equals_the_loop(lane: Lane, bucket: int):
     inputs = make_inputs(C=bucket, device=lane.device)
     assert (inputs[2] < 0).any() == (bucket == 3)
-    plain = gradients(by_loop, *inputs)
+    plain = gradients(moe_combine_naive, *inputs)
     for impl in ("op", "reference"):
         for ours, theirs in zip(gradients(partial(moe_combine, impl=impl), *inputs), plain):
             torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
@@ -119,13 +120,13 @@ def test_fp64_equals_the_loop(lane: Lane, bucket: int):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
     inputs = make_inputs(T=64, K=5, D=32, C=64, dtype=DTYPES[dtype], device=lane.device)
-    plain = gradients(by_loop, *inputs)
+    plain = gradients(moe_combine_naive, *inputs)
     found = gradients(moe_combine, *inputs)
     assert [t.dtype for t in found] == [DTYPES[dtype], DTYPES[dtype], torch.float32]
     # The weighting of the output is rounded to its dtype, so the oracle's gradients use the rounded one.
     (weighting,) = random_weights([found[0]])
     y, expert, slot, weights, bucket = doubled(inputs)
-    exact = by_loop(y.requires_grad_(), expert, slot, weights.requires_grad_(), bucket)
+    exact = moe_combine_naive(y.requires_grad_(), expert, slot, weights.requires_grad_(), bucket)
     oracle = [exact.detach(), *torch.autograd.grad(exact, (y, weights), weighting.double())]
     names = ("output", "grad y", "grad weights")
     ratio_row(
@@ -199,7 +200,7 @@ def test_dispatch_and_combine_compile_to_one_graph(lane: Lane, impl: str):
 )
 def test_equals_the_loop(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
     inputs = make_inputs(B, T, K, C=C, seed=seed, device=lane.device)
-    torch.testing.assert_close(moe_combine(*inputs), by_loop(*inputs), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(moe_combine(*inputs), moe_combine_naive(*inputs), rtol=1e-13, atol=1e-13)
 
 
 @lanes("cpu", "h200")

@@ -17,7 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch, moe_dispatch_backward_reference, moe_dispatch_reference
-from suites.kernels.inputs.moe_dispatch import E, by_loop, make_inputs
+from kernels.moe_dispatch.naive import moe_dispatch_naive
+from suites.kernels.inputs.moe_dispatch import E, make_inputs
 from suites.support.comparison import DTYPES, error_ratio, gradients, random_weights, ratio_row
 from suites.support.custom_ops import check_compiled, check_op, refused, strided, turned
 from suites.support.instruments import host_syncs
@@ -40,7 +41,7 @@ def gradient(dispatch, x: Tensor, expert: Tensor, bucket: int) -> Tensor:
 
 def gradient_by_loop(x: Tensor, expert: Tensor, bucket: int) -> Tensor:
     """Compute the same, one addition after the other in the dtype of x: the plain formula."""
-    padded, slot, _ = by_loop(x, expert, E, bucket)
+    padded, slot, _ = moe_dispatch_naive(x, expert, E, bucket)
     (weighting,) = random_weights([padded])
     dx = torch.zeros_like(x)
     for b, t, k in (slot >= 0).nonzero().tolist():
@@ -54,7 +55,7 @@ def test_every_token_is_placed_bit_by_bit(lane: Lane, row):
     for dtype, bucket in product(DTYPES.values(), (1, 4, 8, 16)):
         x, expert = make_inputs(dtype=dtype, device=lane.device)
         padded, slot, overflow = moe_dispatch(x, expert, E, bucket)
-        expected = by_loop(x, expert, E, bucket)
+        expected = moe_dispatch_naive(x, expert, E, bucket)
         wrong += int((padded != expected[0]).any(-1).sum() + (slot != expected[1]).sum())
         rows += padded.shape[0] * padded.shape[1] + slot.numel()
         dropped[bucket] = int(overflow)
@@ -80,7 +81,7 @@ def test_equals_the_loop(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
     repeated = expert[..., :1].expand(B, T, K)  # the same expert K times is a valid routing, too
     some_null = expert.where(expert != 1, -1)
     for ids in (expert, repeated, some_null, torch.full_like(expert, -1)):
-        expected = by_loop(x, ids, E, C)
+        expected = moe_dispatch_naive(x, ids, E, C)
         for impl in ("op", "reference"):
             for ours, theirs in zip(moe_dispatch(x, ids, E, C, impl=impl), expected):
                 assert torch.equal(ours, theirs)
@@ -89,7 +90,7 @@ def test_equals_the_loop(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
 @lanes("cpu")
 def test_wrong_placements_differ_from_the_loop(lane: Lane):
     x, expert = make_inputs()
-    padded, slot, overflow = by_loop(x, expert, E, 4)
+    padded, slot, overflow = moe_dispatch_naive(x, expert, E, 4)
 
     def late_first() -> tuple[Tensor, ...]:
         return moe_dispatch(x.flip(1), expert.flip(1), E, 4)

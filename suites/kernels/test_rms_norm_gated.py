@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
-from suites.kernels.inputs.rms_norm_gated import make_inputs, plain_norm
+from kernels.rms_norm_gated.naive import rms_norm_gated_naive
+from suites.kernels.inputs.rms_norm_gated import make_inputs
 from suites.support.comparison import DTYPES, doubled, error, error_ratios, gradients, report_cases
 from suites.support.custom_ops import check_one_graph, check_op, refused, strided
 from suites.support.lanes import Lane, lanes
@@ -34,7 +35,7 @@ quick = settings(derandomize=True, max_examples=15, deadline=None)
 @pytest.mark.parametrize("case", CASES)
 def test_fp64_equals_rms_norm_of_each_group(lane: Lane, case: str):
     inputs = make_inputs(device=lane.device)
-    plain = gradients(plain_norm, *inputs, **CASES[case])
+    plain = gradients(rms_norm_gated_naive, *inputs, **CASES[case])
     for impl in ("op", "reference"):
         found = gradients(partial(rms_norm_gated, impl=impl), *inputs, **CASES[case])
         for ours, theirs in zip(found, plain):
@@ -46,7 +47,7 @@ def test_fp64_equals_rms_norm_of_each_group(lane: Lane, case: str):
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
     inputs = make_inputs(dtype=DTYPES[dtype], device=lane.device)
     ratios = {
-        case: error_ratios(rms_norm_gated, plain_norm, plain_norm, inputs, **options)
+        case: error_ratios(rms_norm_gated, rms_norm_gated_naive, rms_norm_gated_naive, inputs, **options)
         for case, options in CASES.items()
     }
     report_cases(row, f"kernels/rms_norm_gated-{lane.name}-{dtype}", ratios, gradient_at_most=2.0)
@@ -60,7 +61,7 @@ def test_fp32_error_is_rounding_only(lane: Lane, case: str):
     """
     x, gate, weight = inputs = make_inputs(dtype=torch.float32, device=lane.device)
     S = CASES[case]["group_size"] or 64
-    oracle = plain_norm(*doubled(inputs), **CASES[case])
+    oracle = rms_norm_gated_naive(*doubled(inputs), **CASES[case])
     bound = 2**-24 * (S / 2 + 17) * oracle.abs()
     assert ((rms_norm_gated(*inputs, **CASES[case]) - oracle).abs() <= bound).all()
     flipped = CASES[case] | {"norm_before_gate": not CASES[case]["norm_before_gate"]}

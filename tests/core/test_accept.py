@@ -9,7 +9,6 @@ from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
-from bumpgate.core.findings import Decision, Outcome
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from bumpgate import accept
 from bumpgate.core import accepted
 from bumpgate.core.accepted import Acceptance
 from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, judge
+from bumpgate.core.findings import Decision, Outcome
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed

@@ -8,11 +8,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from bumpgate.core.findings import Outcome
 
 from bumpgate import cli
 from bumpgate.core import accepted
 from bumpgate.core.baseline import Baseline, Reviewed, judge, save
+from bumpgate.core.findings import Outcome
 from bumpgate.core.rows import Record, write_record
 from bumpgate.gate.verdict import Side
 from tests.support.reports import HERE, paired, row, write_gate

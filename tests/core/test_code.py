@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bumpgate.core.findings import Decision
 
 from bumpgate.bisect.probe import Cause, Reading
 from bumpgate.bisect.suite_probe import SuiteTest
 from bumpgate.core import code
 from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, judge, load, save
+from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, RowError, Verdict, write_record
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.rebaseline import diff, plan

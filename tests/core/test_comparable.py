@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bumpgate.core.findings import Decision
 
 from bumpgate.core.baseline import Baseline, Reviewed, comparable, judge, load, other_host, save
+from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.rebaseline import RefusedError, plan

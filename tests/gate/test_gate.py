@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bumpgate.core.findings import Decision, Finding
 from rich.console import Console
 
 from bumpgate.core import gate_file
+from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import Judgement, Verdict, read_record
 from bumpgate.gate import bench, drift, result, timed_runs
 from bumpgate.gate.plan import Plan

@@ -6,8 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from bumpgate.core.findings import Decision, Finding, Outcome
 
+from bumpgate.core.findings import Decision, Finding, Outcome
 from bumpgate.core.rows import Judgement, Record, Row, RowError, Value, Verdict, read_record
 from bumpgate.gate.between import Change, change
 from bumpgate.gate.sequential import Timed

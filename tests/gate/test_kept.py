@@ -8,9 +8,9 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-from bumpgate.core.findings import Decision
 
 from bumpgate.core import gate_file
+from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Verdict, read_record
 from bumpgate.gate import bench, kept, result
 from bumpgate.gate.bench import GateRunner

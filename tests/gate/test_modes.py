@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from bumpgate.core.findings import Outcome
 
+from bumpgate.core.findings import Outcome
 from bumpgate.gate import command
 from bumpgate.gate.modes import Mode, Modes, Usual, p_lost, slow_mode, slow_sessions
 from bumpgate.gate.plan import Family, Plan, Rule

@@ -15,10 +15,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from bumpgate.core.findings import Outcome
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bumpgate.core.findings import Outcome
 from bumpgate.gate import sequential
 from bumpgate.gate.plan import LOOKS, Look, Plan, Rule, plan_for
 from bumpgate.gate.sequential import alternate, decide, estimate, interval, log_ratio

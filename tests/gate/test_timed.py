@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from bumpgate.core.findings import Outcome
 
+from bumpgate.core.findings import Outcome
 from bumpgate.core.rows import Judgement, Row, Verdict
 from bumpgate.gate.plan import Plan, Rule, plan_for
 from bumpgate.gate.sequential import summarise

@@ -6,8 +6,8 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from bumpgate.core.findings import Outcome
 
+from bumpgate.core.findings import Outcome
 from bumpgate.core.rows import Verdict
 from bumpgate.history import memory
 from bumpgate.history.archive import Archive, default_store

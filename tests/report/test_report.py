@@ -12,9 +12,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from bumpgate.core.findings import Decision, Finding
 
 from bumpgate.core import gate_file
+from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import Record, RecordError, Row, Verdict, write_record
 from bumpgate.gate.result import Gate, GateConfig, SideState
 from bumpgate.gate.verdict import Side

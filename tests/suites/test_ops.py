@@ -21,7 +21,8 @@ def lacking(root: Path, op: str) -> list[str]:
     """Return the missing parts of an op."""
     files = [
         f"kernels/{op}/__init__.py",
-        f"kernels/{op}/reference.py",
+        f"kernels/{op}/naive.py",
+        f"kernels/{op}/eager.py",
         f"kernels/{op}/op.py",
         f"suites/kernels/test_{op}.py",
         f"fixtures/{op}.safetensors",
@@ -59,7 +60,7 @@ def test_ops_are_found() -> None:
 def tree(tmp_path: Path) -> Path:
     """Two complete ops: `fold` with a kernel, and `unfold` without."""
     for op in ("fold", "unfold"):
-        for file in ("__init__", "reference", "op"):
+        for file in ("__init__", "naive", "eager", "op"):
             _write(tmp_path / f"kernels/{op}/{file}.py")
         _write(tmp_path / f"suites/kernels/test_{op}.py")
         _write(tmp_path / f"fixtures/{op}.safetensors")
@@ -85,7 +86,8 @@ def test_complete_op_lacks_nothing(tree: Path) -> None:
     "part",
     [
         "kernels/fold/__init__.py",
-        "kernels/fold/reference.py",
+        "kernels/fold/naive.py",
+        "kernels/fold/eager.py",
         "kernels/fold/op.py",
         "suites/kernels/test_fold.py",
         "suites/kernels/interpret/test_fold.py",

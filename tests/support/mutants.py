@@ -85,7 +85,7 @@ MUTANTS = (
         "bf16_combine",
         (
             (
-                "kernels/moe_combine/reference.py",
+                "kernels/moe_combine/eager.py",
                 "    products = (outputs * weights.to(acc).reshape(-1, 1)).where(",
                 "    products = (outputs.bfloat16() * weights.bfloat16().reshape(-1, 1)).to(acc).where(",
             ),

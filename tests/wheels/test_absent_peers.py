@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from bumpgate.core.findings import Decision
 
 from bumpgate.core.baseline import Baseline, Reviewed, save
+from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.run.host import OWN_VARIABLES, PARENT

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from bumpgate.core.findings import Decision
 from packaging.version import Version
 
+from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Record, RecordError, read_record
 from bumpgate.gate.verdict import Side, judge_gate
 from suites.features.corpus import CASES, Case

@@ -1,13 +1,11 @@
-"""Inputs and plain formulas of the causal_conv1d suites.
+"""Inputs of the causal_conv1d suites.
 
 B batch, T tokens, D channels, W conv width.
-The op shifts and adds; the plain formula splits each row into its documents and runs F.conv1d on each.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 LENGTHS = (9, 1, 2, 13, 5)
@@ -25,14 +23,3 @@ def make_inputs(B=2, D=8, W=4, lengths=LENGTHS, dtype=torch.float64, device="cpu
     shapes = ((B, len(ids), D), (D, W), (D,))
     tensors = [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
     return *(t.to(device, dtype) for t in tensors), doc_ids.to(device)
-
-
-def plain_conv(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, activation: str = "silu") -> Tensor:
-    """Run F.conv1d on each document of each row, in the dtype of x."""
-    W, rows = weight.shape[1], []
-    for row, ids in zip(x, doc_ids):
-        lengths = torch.unique_consecutive(ids, return_counts=True)[1].tolist()
-        parts = [F.pad(document.T, (W - 1, 0)) for document in row.split(lengths)]
-        rows.append(torch.cat([F.conv1d(p, weight.unsqueeze(1), bias, groups=len(bias)) for p in parts], 1).T)
-    pre = torch.stack(rows)
-    return F.silu(pre) if activation == "silu" else pre

@@ -1,6 +1,4 @@
-"""Inputs and plain formulas of the cross_entropy suites.
-
-guarantees.
+"""Inputs of the cross_entropy suites.
 
 B batch, T tokens, V vocabulary.
 """
@@ -8,7 +6,6 @@ B batch, T tokens, V vocabulary.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -21,11 +18,3 @@ def make_inputs(
     target = torch.randint(0, V, (B, T), generator=g)
     target[0, :2] = target[-1, -1] = ignore_index
     return logits.to(device, dtype), target.to(device)
-
-
-def plain_cross_entropy(logits: Tensor, target: Tensor, softcap=0.0, ignore_index=-100) -> Tensor:
-    """Compute the loss as a loss head does: cast to fp32, capped, then F.cross_entropy."""
-    s = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    s = softcap * torch.tanh(s / softcap) if softcap else s
-    flat = F.cross_entropy(s.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none")
-    return flat.view(target.shape)

@@ -1,8 +1,7 @@
-"""Inputs and plain formulas of the dsa_indexer suites.
+"""Inputs of the dsa_indexer suites.
 
 B batch, T tokens, J index heads, K chosen keys per query, Hq and Hkv heads, P head dim.
-The plain attention is dense, with a mask of the chosen keys: nothing is gathered or scattered. The oracle is the
-reference in fp64, which must agree with it in fp64 first.
+The oracle is the reference in fp64, which must agree with the plain formula (naive.py) in fp64 first.
 """
 
 from __future__ import annotations
@@ -40,18 +39,3 @@ def make_inputs(
     tensors = [torch.randn(B, T, H, P, generator=g, dtype=torch.float64) for H in (Hq, Hkv, Hkv)]
     indices = dsa_indexer(*make_index_inputs(B=B, T=T, seed=seed), top_k=K).to(device)
     return *(t.to(device, dtype) for t in tensors), indices
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale=None, softcap=0.0) -> Tensor:
-    """Compute dense attention in its inputs' dtype except for the softmax, under a mask made from the indices."""
-    B, T, Hq, P = q.shape
-    R = Hq // k.shape[2]
-    seen = torch.zeros(B, T, T + 1, dtype=torch.bool, device=q.device)
-    seen = seen.scatter(2, torch.where(indices < 0, T, indices).long(), True)[:, None, :, :T]
-    key, value = (t.repeat_interleave(R, 2).transpose(1, 2) for t in (k, v))
-    s = q.transpose(1, 2) @ key.mT * (P**-0.5 if scale is None else scale)
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    s = s.masked_fill(~seen, -torch.inf)
-    p = torch.softmax(s, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    return (p @ value).transpose(1, 2)

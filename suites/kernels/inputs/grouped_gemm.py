@@ -1,4 +1,4 @@
-"""Inputs and plain formulas of the grouped_gemm suites.
+"""Inputs of the grouped_gemm suites.
 
 M rows, E experts, D_in and D_out model dims on both sides.
 """
@@ -21,12 +21,3 @@ def make_inputs(
     x = torch.randn(sum(counts) + spare, D_in, generator=g, dtype=torch.float64)
     weight = torch.randn(len(counts), D_in, D_out, generator=g, dtype=torch.float64)
     return x.to(device, dtype), weight.to(device, dtype), torch.tensor(counts, device=device)
-
-
-def loop_of_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Compute one torch.mm per expert, in the dtype of x."""
-    y, start = x.new_zeros(x.shape[0], weight.shape[2]), 0
-    for w, count in zip(weight, counts.tolist()):
-        y[start : start + count] = torch.mm(x[start : start + count], w)
-        start += count
-    return y

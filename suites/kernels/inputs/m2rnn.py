@@ -1,4 +1,4 @@
-"""Inputs and plain formulas of the m2rnn suites.
+"""Inputs of the m2rnn suites.
 
 B batch, T tokens, H heads, K key dim, V value dim.
 The oracle is the recurrence in fp64, one step per token, differentiated by autograd. The op's forward is the same loop

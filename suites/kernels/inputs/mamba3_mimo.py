@@ -1,4 +1,4 @@
-"""Inputs and plain formulas of the mamba3_mimo suites.
+"""Inputs of the mamba3_mimo suites.
 
 B batch, T tokens, H heads, R MIMO rank, P head dim, N state dim, G groups, A rotation angles.
 The oracle is the recurrence in fp64. The op runs the chunked form, which is a different computation.

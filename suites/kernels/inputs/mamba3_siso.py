@@ -1,4 +1,4 @@
-"""Inputs and plain formulas of the mamba3_siso suites.
+"""Inputs of the mamba3_siso suites.
 
 B batch, T tokens, H heads, P head dim, N state dim, G groups, R rotation angles.
 The oracle is the recurrence in fp64. The op runs the chunked form, which is a different computation. A third one, the

@@ -1,4 +1,4 @@
-"""Inputs and plain formulas of the moe_combine suites.
+"""Inputs of the moe_combine suites.
 
 B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots per expert and sequence).
 """
@@ -25,17 +25,3 @@ def make_inputs(
     y = torch.randn(E, B * C, D, generator=g, dtype=torch.float64).to(dtype)
     _, slot, _ = moe_dispatch(torch.zeros(B, T, 1), expert, E, C)
     return *(t.to(device) for t in (y, expert, slot, weights)), C
-
-
-def by_loop(
-    y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, total: torch.dtype | None = None
-) -> Tensor:
-    """Compute the plain formula: products in the dtype of y, each addition rounds to `total` (y.dtype if None)."""
-    B, T, K = expert.shape
-    first = torch.arange(B, device=y.device).unsqueeze(1) * bucket
-    out = y.new_zeros((B, T, y.shape[2]), dtype=total)
-    for k in range(K):
-        rows = y[expert[..., k], first + slot[..., k].clamp(min=0)]
-        rows = torch.where(slot[..., k, None] < 0, 0, rows)
-        out = out + (weights[..., k, None].to(y.dtype) * rows).to(out.dtype)
-    return out

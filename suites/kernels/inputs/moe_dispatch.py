@@ -1,4 +1,4 @@
-"""Inputs and plain formulas of the moe_dispatch suites.
+"""Inputs of the moe_dispatch suites.
 
 B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots per expert and sequence).
 """
@@ -17,23 +17,3 @@ def make_inputs(B=2, T=17, K=3, D=4, dtype=torch.float32, device="cpu", seed=0) 
     x = torch.randn(B, T, D, generator=g, dtype=torch.float64).to(device, dtype)
     scores = torch.rand(B, T, E, generator=g) - 0.1 * torch.arange(E)
     return x, scores.topk(K, -1).indices.to(device)
-
-
-def by_loop(x: Tensor, expert: Tensor, num_experts: int, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Follow the definition: one assignment after the other, token by token, then k by k."""
-    B, T, D = x.shape
-    padded = torch.zeros(num_experts, B * bucket, D, dtype=x.dtype, device=x.device)
-    slot, overflow = torch.full_like(expert, -1), 0
-    for b in range(B):
-        taken = [0] * num_experts
-        for t in range(T):
-            for k, e in enumerate(expert[b, t].tolist()):
-                if e < 0:
-                    continue
-                if taken[e] < bucket:
-                    slot[b, t, k] = taken[e]
-                    padded[e, b * bucket + taken[e]] = x[b, t]
-                    taken[e] += 1
-                else:
-                    overflow += 1
-    return padded, slot, torch.tensor(overflow, device=x.device)

@@ -1,4 +1,4 @@
-"""Inputs and plain formulas of the ssd_chunk_scan suites.
+"""Inputs of the ssd_chunk_scan suites.
 
 B batch, T tokens, H heads, P head dim, N state dim, G groups.
 The oracle is the recurrence in fp64. The op runs the chunked form, which is a different computation.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.dsa_indexer.reference import dsa_choice
+from kernels.dsa_indexer.eager import dsa_choice
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 # At a softcap of 100 the "fast" path is off; a scale of 3 drives tanh into saturation.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import kernel
-from kernels.attention.reference import attention_backward_reference, attention_forward_with_lse
+from kernels.attention.eager import attention_backward_reference, attention_forward_with_lse
 from suites.kernels.interpret.ratio import lse_outside, outside
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes

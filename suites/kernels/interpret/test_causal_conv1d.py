@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.causal_conv1d import kernel
-from kernels.causal_conv1d.reference import causal_conv1d_backward_reference, causal_conv1d_reference
+from kernels.causal_conv1d.eager import causal_conv1d_backward_reference, causal_conv1d_reference
 from suites.kernels.interpret.ratio import DTYPES, outside
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.cross_entropy import kernel
-from kernels.cross_entropy.reference import cross_entropy_backward_reference, cross_entropy_with_sums
+from kernels.cross_entropy.eager import cross_entropy_backward_reference, cross_entropy_with_sums
 from suites.kernels.interpret.ratio import outside
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes

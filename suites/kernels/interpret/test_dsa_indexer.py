@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.dsa_indexer import kernel, kernel_choice, kernel_tiles
-from kernels.dsa_indexer.reference import (
+from kernels.dsa_indexer.eager import (
     dsa_attention_backward_reference,
     dsa_attention_forward_with_lse,
     dsa_choice,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.dsa_indexer import kernel, kernel_loss
-from kernels.dsa_indexer.reference import (
+from kernels.dsa_indexer.eager import (
     dsa_chosen_scores_backward_reference,
     dsa_chosen_scores_reference,
     dsa_distribution_reference,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.grouped_gemm import kernel
-from kernels.grouped_gemm.reference import grouped_gemm_backward_reference, grouped_gemm_reference
+from kernels.grouped_gemm.eager import grouped_gemm_backward_reference, grouped_gemm_reference
 from suites.kernels.interpret.ratio import outside
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.m2rnn import kernel
-from kernels.m2rnn.reference import m2rnn_backward_reference, m2rnn_forward_with_states
+from kernels.m2rnn.eager import m2rnn_backward_reference, m2rnn_forward_with_states
 from suites.kernels.interpret.ratio import DTYPES, outside
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.mamba3_siso import kernel, kernel_forward
-from kernels.mamba3_siso.reference import (
+from kernels.mamba3_siso.eager import (
     Mamba3State,
     mamba3_siso_backward_reference,
     mamba3_siso_reference,

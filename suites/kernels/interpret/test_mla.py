@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.mla import kernel
-from kernels.mla.reference import mla_backward_reference, mla_forward_with_lse
+from kernels.mla.eager import mla_backward_reference, mla_forward_with_lse
 from suites.kernels.interpret.ratio import lse_outside, outside
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe_combine import kernel
-from kernels.moe_combine.reference import moe_combine_backward_reference, moe_combine_reference
+from kernels.moe_combine.eager import moe_combine_backward_reference, moe_combine_reference
 from suites.kernels.interpret.ratio import DTYPES, outside
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe_dispatch import kernel
-from kernels.moe_dispatch.reference import moe_dispatch_backward_reference, moe_dispatch_reference
+from kernels.moe_dispatch.eager import moe_dispatch_backward_reference, moe_dispatch_reference
 from suites.kernels.interpret.ratio import DTYPES, outside
 from suites.support.lanes import Lane, lanes
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.rms_norm_gated import kernel
-from kernels.rms_norm_gated.reference import rms_norm_gated_backward_reference, rms_norm_gated_reference
+from kernels.rms_norm_gated.eager import rms_norm_gated_backward_reference, rms_norm_gated_reference
 from suites.kernels.interpret.ratio import DTYPES, outside
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.ssd_chunk_scan import kernel
-from kernels.ssd_chunk_scan.reference import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
+from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
 from suites.kernels.interpret.ratio import DTYPES, outside
 from suites.kernels.interpret.ssd_inputs import Tensors, make_inputs
 from suites.support.comparison import doubled

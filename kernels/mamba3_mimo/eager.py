@@ -1,19 +1,7 @@
-"""The Mamba-3 multi-input multi-output scan in plain torch: as a recurrence (the definition) and by chunks.
-
-A token brings R keys and queries to one state. With value_r = mimo_v_r v and alpha, lam and theta as in the
-single-input form, alpha = exp(adt), lam = sigmoid(trap), theta_t = (theta_{t-1} + pi tanh(angle_t) dt_t) mod 2 pi,
-and the first A adjacent pairs of state dims of (q + q_bias) and (k + k_bias) rotated by theta_t:
-
-    h_t = alpha_t h_{t-1} + sum_r (1 - lam_t) dt_t alpha_t value_{t-1,r} k_{t-1,r}^T + lam_t dt_t value_{t,r} k_{t,r}^T
-    y_t = sum_r mimo_out_r (h_t q_{t,r} + D value_{t,r}) silu(mimo_z_r z_t)
-
-At the first token of a document h, theta and the term of token t-1 all start from zero; a given state belongs to
-the first document of its row. The derivative of "mod 2 pi" is taken as 1: the angle enters only through its sine
-and cosine, which are unaffected by the jump.
+"""The Mamba-3 multi-input multi-output scan in plain torch by chunks, with its gradient. naive.py has the definition.
 
 B batch, T tokens, H heads, R MIMO rank, P head dim, N state dim, G groups (head i reads group i // (H/G)),
 A rotation angles (2A <= N). The scan itself is in chunked.py.
-Source: Mamba-3 (arXiv 2603.15569).
 """
 
 from __future__ import annotations
@@ -28,68 +16,13 @@ from torch import Tensor
 from kernels._scan import (
     TAU,
     document_starts,
-    rotate_pairs,
     rotate_pairs_bwd,
     running_angles,
     segment_sums,
     trapezoid_weights,
 )
 from kernels.mamba3_mimo.chunked import Chunked, carry, chunked, scan, scan_backward
-
-
-class Mamba3MimoState(NamedTuple):
-    """State carried from one token to the next; computed in fp32 (fp64 for fp64 inputs)."""
-
-    theta: Tensor  # (B,H,A) accumulated angle, radians in [0, 2 pi)
-    h: Tensor  # (B,H,P,N)
-    k_prev: Tensor  # (B,H,R,N) the last keys, biased and rotated
-    v_prev: Tensor  # (B,H,P) before mimo_v
-
-
-def mamba3_mimo_step(
-    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
-    mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, state: Mamba3MimoState,
-) -> tuple[Tensor, Mamba3MimoState]:  # fmt: skip
-    """Compute one token: the definition, and the decode path.
-
-    q and k (B,R,G,N), v and z (B,H,P), adt, dt and trap (B,H), biases (H,R,N), mimo_* (H,R,P), angles (B,H,A),
-    D (H,) -> y (B,H,P) in v.dtype, new state. The caller zeroes the state where a new document begins.
-    """
-    acc, H = torch.promote_types(v.dtype, torch.float32), v.shape[1]
-    value, adt, dt, trap, angles, D, z = (t.to(acc) for t in (v, adt, dt, trap, angles, D, z))
-    mimo_v, mimo_z, mimo_out = (t.to(acc) for t in (mimo_v, mimo_z, mimo_out))
-    theta, h, k_prev, v_prev = (t.to(acc) for t in state)
-    theta = torch.remainder(theta + math.pi * torch.tanh(angles) * dt.unsqueeze(-1), TAU)
-    cos, sin = torch.cos(theta), torch.sin(theta)
-    query = _rotate(_per_head(q.to(acc), H) + q_bias.to(acc), cos, sin)
-    key = _rotate(_per_head(k.to(acc), H) + k_bias.to(acc), cos, sin)
-    alpha, lam = torch.exp(adt), torch.sigmoid(trap)
-    rows, before = mimo_v * value.unsqueeze(-2), mimo_v * v_prev.unsqueeze(-2)  # (B,H,R,P)
-    h = (
-        alpha[..., None, None] * h
-        + ((1 - lam) * dt * alpha)[..., None, None] * (before.mT @ k_prev)
-        + (lam * dt)[..., None, None] * (rows.mT @ key)
-    )
-    ungated = query @ h.mT + D[:, None, None] * rows
-    y = (mimo_out * ungated * F.silu(mimo_z * z.unsqueeze(-2))).sum(-2)
-    return y.to(v.dtype), Mamba3MimoState(theta, h, key, value)
-
-
-def mamba3_mimo_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
-    mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
-    state: Mamba3MimoState | None = None,
-) -> tuple[Tensor, Mamba3MimoState]:  # fmt: skip
-    """Apply the step token by token; arguments and results as for `mamba3_mimo_reference`."""
-    keep = ~document_starts(doc_ids)
-    state = zero_state(v, q, angles) if state is None else state
-    outputs = []
-    for t in range(v.shape[1]):
-        state = Mamba3MimoState(*(s * keep[:, t].view(-1, *[1] * (s.dim() - 1)) for s in state))
-        now, fixed = (s[:, t] for s in (q, k, v, adt, dt, trap)), (q_bias, k_bias, mimo_v, mimo_z, mimo_out)
-        y, state = mamba3_mimo_step(*now, *fixed, angles[:, t], D, z[:, t], state)
-        outputs.append(y)
-    return torch.stack(outputs, 1), state
+from kernels.mamba3_mimo.naive import Mamba3MimoState, per_head, rotate, zero_state
 
 
 def mamba3_mimo_reference(
@@ -164,7 +97,7 @@ def mamba3_mimo_backward_reference(
     dangles = dturn * c.dt.unsqueeze(-1) * (1 - c.tanh.square())
     ddt = dgamma * c.lam + dbeta * (1 - c.lam) + (dturn * c.tanh).sum(-1)
     dtheta_given = dtheta.masked_fill(c.segment[..., None, None] > 0, 0).sum(1)
-    dquery, dkey = _rotate(dquery, c.cos, -c.sin), _rotate(dkey, c.cos, -c.sin)
+    dquery, dkey = rotate(dquery, c.cos, -c.sin), rotate(dkey, c.cos, -c.sin)
     dq, dk = (d.unflatten(2, (G, -1)).sum(3).transpose(2, 3) for d in (dquery, dkey))
 
     grads = (
@@ -207,8 +140,8 @@ def _coefficients(
     lam, beta, gamma, scale = trapezoid_weights(dt, trap.to(acc), starts)
     theta = running_angles(tanh, dt, segment, theta)
     cos, sin = torch.cos(theta), torch.sin(theta)
-    query = _rotate(_per_head(q.to(acc), H) + q_bias.to(acc), cos, sin)
-    key = _rotate(_per_head(k.to(acc), H) + k_bias.to(acc), cos, sin)
+    query = rotate(per_head(q.to(acc), H) + q_bias.to(acc), cos, sin)
+    key = rotate(per_head(k.to(acc), H) + k_bias.to(acc), cos, sin)
     rows = mimo_v.to(acc) * value.unsqueeze(3)
     return _Coefficients(
         starts, segment, dt, lam, beta, gamma, scale, tanh, theta, cos, sin, query, key, value, rows
@@ -222,22 +155,3 @@ def _chunk(c: _Coefficients, adt: Tensor, mimo_v: Tensor, state: Mamba3MimoState
     initial = h + c.beta[:, 0, :, None, None] * (before.mT @ k_prev)
     log_decay = adt.to(acc).masked_fill(c.starts, float("-inf"))
     return chunked(c.query, c.key, c.rows, c.gamma, c.scale, log_decay, initial, chunk_size)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each rank of x (...,H,R,N) by the angles (...,H,A)."""
-    return rotate_pairs(x, cos.unsqueeze(-2), sin.unsqueeze(-2))
-
-
-def _per_head(x: Tensor, H: int) -> Tensor:
-    """(...,R,G,N) -> (...,H,R,N)."""
-    x = x.transpose(-3, -2)
-    return x.repeat_interleave(H // x.shape[-3], -3)
-
-
-def zero_state(v: Tensor, q: Tensor, angles: Tensor) -> Mamba3MimoState:
-    """The state before any token, for v (B,T,H,P), q (B,T,R,G,N), angles (B,T,H,A)."""
-    acc, R, N, A = torch.promote_types(v.dtype, torch.float32), q.shape[2], q.shape[4], angles.shape[3]
-    B, _, H, P = v.shape
-    shapes = ((B, H, A), (B, H, P, N), (B, H, R, N), (B, H, P))
-    return Mamba3MimoState(*(v.new_zeros(shape, dtype=acc) for shape in shapes))

@@ -1,12 +1,7 @@
-"""SSD, the scan of Mamba-2, in plain torch: as a recurrence (the definition) and by chunks.
-
-    h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T        y_t = h_t C_t + D x_t
-
-h is zero before the first token of a document; the initial state belongs to the first document of its row.
+"""SSD, the scan of Mamba-2, in plain torch by chunks, with its gradient. naive.py has the definition.
 
 B batch, T tokens, H heads, P head dim, N state dim, G groups (head i reads group i // (H/G)),
 L chunk length, C chunks.
-Source: Dao & Gu 2024, "Transformers are SSMs" (arXiv 2405.21060).
 """
 
 from __future__ import annotations
@@ -25,46 +20,7 @@ from kernels._scan import (
     to_chunks,
     to_tokens,
 )
-
-
-def ssd_chunk_scan_step(
-    x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute one token: the definition, and the decode path.
-
-    x (B,H,P), dt (B,H) after softplus, A (H,) negative, Bmat and Cmat (B,G,N), D (H,), state (B,H,P,N)
-    -> y (B,H,P) in x.dtype, new state (B,H,P,N) in fp32 (fp64 for fp64 x). The caller zeroes the state
-    where a new document begins.
-    """
-    acc = torch.promote_types(x.dtype, torch.float32)
-    H = x.shape[1]
-    value, dt, A, D = x.to(acc), dt.to(acc), A.to(acc), D.to(acc)
-    key, query = (m.to(acc).repeat_interleave(H // m.shape[1], 1) for m in (Bmat, Cmat))
-    decay = torch.exp(A * dt)[..., None, None]
-    state = decay * state.to(acc) + (dt.unsqueeze(-1) * value).unsqueeze(-1) * key.unsqueeze(-2)
-    y = (state @ query.unsqueeze(-1)).squeeze(-1) + D.unsqueeze(-1) * value
-    return y.to(x.dtype), state
-
-
-def ssd_chunk_scan_recurrent(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    Bmat: Tensor,
-    Cmat: Tensor,
-    D: Tensor,
-    doc_ids: Tensor,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Apply the step token by token; arguments and results as for `ssd_chunk_scan_reference`."""
-    state = _initial(x, Bmat, initial_state)
-    keep = ~document_starts(doc_ids)
-    outputs = []
-    for t in range(x.shape[1]):
-        state = state * keep[:, t, None, None, None]
-        y, state = ssd_chunk_scan_step(x[:, t], dt[:, t], A, Bmat[:, t], Cmat[:, t], D, state)
-        outputs.append(y)
-    return torch.stack(outputs, 1), state
+from kernels.ssd_chunk_scan.naive import first_state
 
 
 def ssd_chunk_scan_reference(
@@ -86,7 +42,7 @@ def ssd_chunk_scan_reference(
     """
     T = x.shape[1]
     s = _prepare(x, dt, A, Bmat, Cmat, doc_ids, chunk_size)
-    states, final = _carry(s, _initial(x, Bmat, initial_state))
+    states, final = _carry(s, first_state(x, Bmat, initial_state))
     y = (s.scores * s.decay) @ s.scaled + s.state_decay.unsqueeze(-1) * (s.query @ states.mT)
     y = y + D.to(y.dtype)[:, None, None, None] * s.value
     return to_tokens(y, T).to(x.dtype), final
@@ -180,10 +136,3 @@ def _carry(s: _Chunked, initial: Tensor) -> tuple[Tensor, Tensor]:
     """The state that enters each chunk (B,H,C,P,N), and the state after the last token (B,H,P,N)."""
     chunk_state = (s.decay[..., -1, :].unsqueeze(-1) * s.scaled).mT @ s.key
     return state_passing(chunk_state, s.state_decay, initial)
-
-
-def _initial(x: Tensor, Bmat: Tensor, state: Tensor | None) -> Tensor:
-    acc = torch.promote_types(x.dtype, torch.float32)
-    if state is not None:
-        return state.to(acc)
-    return x.new_zeros((x.shape[0], x.shape[2], x.shape[3], Bmat.shape[3]), dtype=acc)

@@ -1,13 +1,8 @@
-"""M2RNN, a recurrence over a matrix state, in plain torch.
+"""M2RNN in plain torch, with its gradient: what does not depend on the state is computed outside the loop.
 
-    n_t = tanh(h_{t-1} W + k_t v_t^T)        h_t = f_t h_{t-1} + (1 - f_t) n_t        y_t = h_t^T q_t
-
-h is zero before the first token of a document; the initial state belongs to the first document of its row.
-The tanh makes the recurrence non-linear and rules out a parallel form. Both directions therefore loop over tokens;
-everything that does not depend on the carried state is computed for all tokens at once, outside the loop.
+naive.py has the definition.
 
 B batch, T tokens, H heads, K key dim, V value dim (the state is K by V).
-Source: Mishra et al. 2026, "M2RNN: Non-Linear RNNs with Matrix-Valued States" (arXiv 2603.14360).
 """
 
 from __future__ import annotations
@@ -16,35 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels._scan import document_starts
-
-
-def m2rnn_step(q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute one token: the definition, and the decode path.
-
-    q and k (B,H,K), v (B,H,V), W (H,V,V), f (B,H) in (0,1), state (B,H,K,V)
-    -> y (B,H,V) in v.dtype, new state in fp32 (fp64 for fp64 v). The caller zeroes the state where a new
-    document begins.
-    """
-    acc = torch.promote_types(v.dtype, torch.float32)
-    query, key, value, W, f, state = (t.to(acc) for t in (q, k, v, W, f, state))
-    f = f[..., None, None]
-    new = torch.tanh(state @ W + key.unsqueeze(-1) * value.unsqueeze(-2))
-    state = f * state + (1 - f) * new
-    return (query.unsqueeze(-2) @ state).squeeze(-2).to(v.dtype), state
-
-
-def m2rnn_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Apply the step token by token; arguments and results as for `m2rnn_reference`."""
-    state = _initial(k, v, h0)
-    keep = ~document_starts(doc_ids)
-    outputs = []
-    for t in range(v.shape[1]):
-        state = state * keep[:, t, None, None, None]
-        y, state = m2rnn_step(q[:, t], k[:, t], v[:, t], W, f[:, t], state)
-        outputs.append(y)
-    return torch.stack(outputs, 1), state
+from kernels.m2rnn.naive import first_state
 
 
 def m2rnn_reference(
@@ -56,7 +23,7 @@ def m2rnn_reference(
     h0 (B,H,K,V) or None for zeros
     -> y (B,T,H,V) in v.dtype, final state (B,H,K,V) in fp32 (fp64 for fp64 v).
     """
-    y, states = m2rnn_forward_with_states(q, k, v, W, f, doc_ids, _initial(k, v, h0))
+    y, states = m2rnn_forward_with_states(q, k, v, W, f, doc_ids, first_state(k, v, h0))
     return y, states[:, -1]
 
 
@@ -137,10 +104,3 @@ def _keep(doc_ids: Tensor, f: Tensor) -> Tensor:
     """(T,B*H,1,1) in f's dtype: 0 at a token that begins a document, else 1."""
     keep = (~document_starts(doc_ids)).to(f.dtype).unsqueeze(-1).expand(f.shape)
     return _by_time(keep[..., None, None])
-
-
-def _initial(k: Tensor, v: Tensor, h0: Tensor | None) -> Tensor:
-    acc = torch.promote_types(v.dtype, torch.float32)
-    if h0 is not None:
-        return h0.to(acc)
-    return v.new_zeros((*k.shape[:1], *k.shape[2:], v.shape[3]), dtype=acc)
