@@ -7,12 +7,8 @@ B batch, T tokens, H heads, R MIMO rank, P head dim, N state dim, G groups, A ro
 import torch
 from torch import Tensor
 
-from kernels.mamba3_mimo.eager import (
-    Mamba3MimoState,
-    mamba3_mimo_backward_reference,
-    mamba3_mimo_reference,
-    zero_state,
-)
+from kernels.mamba3_mimo.eager import mamba3_mimo_backward_reference, mamba3_mimo_reference
+from kernels.mamba3_mimo.naive import Mamba3MimoState, zero_state
 from kernels.mamba3_mimo.upstream import mamba3_mimo_upstream
 from kernels.op_support import (
     WITH_PEER,

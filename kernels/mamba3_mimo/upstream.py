@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.mamba3_mimo.eager import Mamba3MimoState
+from kernels.mamba3_mimo.naive import Mamba3MimoState
 from kernels.op_support import peer
 
 INSTALL = "pip install --no-build-isolation mamba-ssm==2.3.2.post1 tilelang==0.1.8"

@@ -6,12 +6,8 @@ B batch, T tokens, H heads, P head dim, N state dim, G groups, R rotation angles
 import torch
 from torch import Tensor
 
-from kernels.mamba3_siso.eager import (
-    Mamba3State,
-    mamba3_siso_backward_reference,
-    mamba3_siso_reference,
-    zero_state,
-)
+from kernels.mamba3_siso.eager import mamba3_siso_backward_reference, mamba3_siso_reference
+from kernels.mamba3_siso.naive import Mamba3State, zero_state
 from kernels.mamba3_siso.upstream import mamba3_siso_upstream
 from kernels.op_support import (
     WITH_PEER,

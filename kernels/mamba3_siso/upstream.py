@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.mamba3_siso.eager import Mamba3State
+from kernels.mamba3_siso.naive import Mamba3State
 from kernels.op_support import peer
 
 INSTALL = "pip install --no-build-isolation mamba-ssm==2.3.2.post1"

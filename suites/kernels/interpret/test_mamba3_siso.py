@@ -16,11 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.mamba3_siso import kernel, kernel_forward
-from kernels.mamba3_siso.eager import (
-    Mamba3State,
-    mamba3_siso_backward_reference,
-    mamba3_siso_reference,
-)
+from kernels.mamba3_siso.eager import mamba3_siso_backward_reference, mamba3_siso_reference
+from kernels.mamba3_siso.naive import Mamba3State
 from suites.kernels.interpret.ratio import DTYPES, outside
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes

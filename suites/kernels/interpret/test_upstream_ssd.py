@@ -22,7 +22,8 @@ import triton
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
-from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_reference, ssd_chunk_scan_step
+from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_reference
+from kernels.ssd_chunk_scan.naive import ssd_chunk_scan_step
 from kernels.ssd_chunk_scan.upstream import INSTALL, load, ssd_chunk_scan_upstream
 from suites.kernels.interpret.ratio import DTYPES, outside
 from suites.kernels.interpret.ssd_inputs import make_inputs
