@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from launch.dist.shards import gathered, local, part_of
 from launch.policies import Backend
-from launch.shards import gathered, local, part_of
 from model.layers import widen
 from model.moe import MoEBlock
 

@@ -2,8 +2,9 @@
 
 The last traceback of the first launch is classified by contract.toml's [logs.*]. Only the classes of [retry.error] are
 retried, only if training had not begun, and once. A retry applies four patches, each its own function: the debug level
-in the environment (here) and in the process, lazy groups and the skipped barrier (launch/process_group.py). The last
-line on standard output is the run's, or its first rank's. Exit codes: the run's own; 1 if it was killed or stopped.
+in the environment (here) and in the process, lazy groups and the skipped barrier (launch/dist/process_group.py). The
+last line on standard output is the run's, or its first rank's. Exit codes: the run's own, or 1 if it was killed or
+stopped.
 """
 
 from __future__ import annotations

@@ -36,18 +36,18 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from launch import process_group
 from launch.autofit import ALONE, Share, accumulated_step, device_batch
 from launch.contract import Contract, ContractError, apply_dynamo, load
 from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches, receipt
-from launch.layout import Layout
+from launch.dist import process_group
+from launch.dist.layout import Layout
+from launch.dist.parallel import STYLES, average_buffers, overflow, parallelize
+from launch.dist.ranks import Ranks
+from launch.dist.shards import distributed, whole
 from launch.optimizers import OPTIMIZERS, build_optimizer
-from launch.parallel import STYLES, average_buffers, overflow, parallelize
 from launch.policies import POLICIES, Backend, CompiledHybrid, apply
 from launch.programs import ProgramBudgetError, Programs, load_spare, pattern_programs
-from launch.ranks import Ranks
 from launch.retry import load_retry, passed
-from launch.shards import distributed, whole
 from launch.warmup import Start, load_warmup
 from model import Hybrid, HybridConfig, preset
 from model.presets import NAMES, SIZES

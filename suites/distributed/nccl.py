@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launch.process_group import new_group
-from launch.ranks import Ranks
+from launch.dist.process_group import new_group
+from launch.dist.ranks import Ranks
 from suites.support.instruments import group_timeout
 
 WATCHDOG = "pt_nccl_watchdg"  # the name that torch gives to the thread, of at most 15 characters

@@ -17,11 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from bumpgate.plugin.instruments import DynamoWatch
-from launch import optimizers, parallel
+from launch import optimizers
 from launch.contract import load
-from launch.parallel import average_buffers, parallelize
-from launch.ranks import Ranks
-from launch.shards import whole
+from launch.dist import parallel
+from launch.dist.parallel import average_buffers, parallelize
+from launch.dist.ranks import Ranks
+from launch.dist.shards import whole
 from model import Hybrid, HybridConfig, preset
 from suites.support.hybrids import build, token_batch
 from suites.support.instruments import flight_record, functional_all_reduce, functional_argument

@@ -22,7 +22,7 @@ from typing import Any
 from bumpgate.plugin.timing import machine
 from launch.children import Child, run
 from launch.contract import apply_dynamo, load
-from launch.ranks import Ranks
+from launch.dist.ranks import Ranks
 from suites.support.child import ROOT
 
 SECONDS = 900.0

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from bumpgate.plugin.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
 from launch.data import TokenFile, packed_batches
-from launch.ranks import Ranks
+from launch.dist.ranks import Ranks
 from launch.train import DTYPES, Plan, Trainer
 from model import preset
 from suites.distributed.ranks import run_cases

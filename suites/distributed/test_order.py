@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from launch import parallel
 from launch.contract import ContractError, load
-from launch.parallel import check_identity, identity, parallelize
+from launch.dist import parallel
+from launch.dist.parallel import check_identity, identity, parallelize
 from model import Hybrid, preset
 from suites.support.hybrids import build
 from suites.support.lanes import Lane, lanes

@@ -22,13 +22,14 @@ from torch.distributed.tensor import Partial
 from torch.nn.parallel import DistributedDataParallel
 
 from bumpgate.plugin.instruments import DynamoWatch
-from launch import autofit, caches, model_parallel, parallel, train
+from launch import autofit, caches, train
 from launch.contract import Contract, apply_dynamo
 from launch.data import TokenFile, packed_batches
+from launch.dist import model_parallel, parallel
+from launch.dist.layout import Layout
+from launch.dist.ranks import Ranks
+from launch.dist.shards import whole
 from launch.environment import RUN, child_environment, run_caches, seed_caches
-from launch.layout import Layout
-from launch.ranks import Ranks
-from launch.shards import whole
 from launch.train import Plan, Trainer
 from launch.warmup import WarmUp
 from model import preset

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from launch import process_group
 from launch.children import Child, run
 from launch.contract import ContractError, load
+from launch.dist import process_group
+from launch.dist.process_group import barrier, lazy, monitor_again, new_group, quiet_process, start, warm_up
 from launch.environment import RETRY, check, child_environment, expected
-from launch.process_group import barrier, lazy, monitor_again, new_group, quiet_process, start, warm_up
 from launch.retry import REASON, load_retry
 from launch.warmup import MONITORING, Start, WarmUp, load_warmup
 from suites.support.child import ROOT
@@ -273,7 +273,7 @@ BARRIER = """
 import json, os, sys
 from datetime import timedelta
 import torch.distributed as dist
-from launch import process_group
+from launch.dist import process_group
 from launch.contract import load
 from launch.retry import load_retry
 
@@ -336,7 +336,7 @@ def test_patch_4_no_barrier_for_expert_parallelism(lane: Lane, tmp_path: Path, r
 SKEWED = """
 import json, os, signal, sys
 import torch, torch.distributed as dist
-from launch import process_group
+from launch.dist import process_group
 from launch.contract import apply_dynamo, load
 from launch.retry import load_retry
 

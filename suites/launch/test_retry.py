@@ -243,7 +243,7 @@ RANK = (
     RECORD_ENVIRONMENT
     + """
 import torch, torch.distributed as dist
-from launch import process_group
+from launch.dist import process_group
 from launch.contract import load
 from launch.retry import load_retry
 

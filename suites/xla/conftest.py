@@ -16,7 +16,7 @@ import pytest
 
 from bumpgate.core.rows import Judgement
 from bumpgate.plugin.rows import NOT_RUN_PROPERTY, report_canaries
-from launch import xla_environment
+from launch.xla import environment as xla_environment
 from suites.support.lanes import PJRT_CPU, V6E
 
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None

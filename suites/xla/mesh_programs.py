@@ -57,7 +57,7 @@ def compiled_for_one_chip(name: str, *gib: str) -> dict[str, Any]:
     import torch_xla
     import torch_xla.core.xla_model as xm
 
-    from launch.xla import prepare
+    from launch.xla.steps import prepare
     from model import preset
     from suites.xla import support
 
@@ -82,8 +82,8 @@ def trained_on_meshes(topology: str) -> dict[str, Any]:
     """Run three AdamW steps of the small hybrid on each mesh and in eager mode; compile its step for a topology."""
     import torch_xla
 
-    from launch import sharding
     from launch.optimizers import AdamW
+    from launch.xla import sharding
     from suites.support.hybrids import build, token_batch
     from suites.xla import support
 
@@ -112,8 +112,8 @@ def _trained(mesh: Any, topology: str) -> dict[str, Any]:
     import torch_xla
     import torch_xla.core.xla_model as xm
 
-    from launch import sharding
-    from launch.xla import TrainStep
+    from launch.xla import sharding
+    from launch.xla.steps import TrainStep
     from suites.xla import support
 
     made = support.on_device(small_moe())
@@ -141,14 +141,14 @@ def _trained(mesh: Any, topology: str) -> dict[str, Any]:
 
 
 def _swapped() -> dict[str, Any]:
-    """Annotate the experts on a mesh whose last two axes are swapped, bypassing launch.sharding."""
+    """Annotate the experts on a mesh whose last two axes are swapped, bypassing launch.xla.sharding."""
     import numpy as np
     import torch
     import torch_xla
     import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as runtime
 
-    from launch import sharding
+    from launch.xla import sharding
 
     devices = runtime.global_runtime_device_count()
     mesh = xs.Mesh(np.arange(devices), (devices // 4, 2, 2), ("data", "model", "expert"))
@@ -169,7 +169,7 @@ def audited() -> dict[str, Any]:
     import torch_xla
     from torch import nn
 
-    from launch import sharding
+    from launch.xla import sharding
     from model.engram import EngramBranch
     from suites.xla import support
 
@@ -205,9 +205,9 @@ def everything_on() -> Any:
 
 def _refusal(act: Callable[[], Any]) -> str:
     """Return the error of a rule of this project against `act`, "" if it is allowed."""
-    from launch.sharding import ShardingError
-    from launch.tpu_memory import MemoryReadingError
-    from launch.xla import XlaError
+    from launch.xla.sharding import ShardingError
+    from launch.xla.steps import XlaError
+    from launch.xla.tpu_memory import MemoryReadingError
 
     try:
         act()
@@ -224,7 +224,7 @@ def _reductions() -> dict[str, Any]:
     import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as runtime
 
-    from launch import sharding
+    from launch.xla import sharding
 
     devices = runtime.global_runtime_device_count()
     local = torch.arange(float(devices)).unsqueeze(1).to(torch_xla.device())
@@ -257,8 +257,8 @@ def _memory_messages() -> dict[str, Any]:
     import torch_xla
     import torch_xla.runtime as runtime
 
-    from launch.tpu_memory import BINDING, chip_memory
-    from launch.xla import memory_in_use
+    from launch.xla.steps import memory_in_use
+    from launch.xla.tpu_memory import BINDING, chip_memory
 
     chip = f"{runtime.device_type()}:0"
     acts = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from launch import xla_environment
+from launch.xla import environment as xla_environment
 
 xla_environment.enter(os.environ)
 
@@ -32,7 +32,7 @@ def cached_step(directory: str) -> dict[str, Any]:
     import torch_xla.runtime as runtime
 
     runtime.initialize_cache(directory)
-    from launch.xla import TrainStep
+    from launch.xla.steps import TrainStep
     from model import preset
     from suites.xla import support
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launch import libtpu
+from launch.xla import libtpu
 from suites.support.child import run_json
 from suites.support.lanes import V6E_AOT, Lane, lanes
 from suites.support.planted import planted

@@ -16,7 +16,7 @@ from bumpgate.env.locks import read_lock
 from bumpgate.env.reference import NO_LOCK, VARIABLE
 from bumpgate.env.request import lane_requirements
 from bumpgate.plugin.provenance import xla_versions
-from launch import libtpu
+from launch.xla import libtpu
 from suites.support.child import ROOT, ChildError, run_json
 from suites.support.lanes import V6E_AOT, Lane, lanes
 from suites.support.planted import planted

@@ -14,7 +14,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as runtime
 
-from launch import sharding
+from launch.xla import sharding
 from suites.support.hybrids import build
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted

@@ -13,8 +13,8 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from launch import sharding, tpu_memory
-from launch.xla import XlaError, memory_in_use
+from launch.xla import sharding, tpu_memory
+from launch.xla.steps import XlaError, memory_in_use
 from model import preset
 from suites.model.programs import FEATURES, VARIANTS
 from suites.support.child import run_json
@@ -85,7 +85,7 @@ def test_metrics_are_proved_to_be_global(lane: Lane, row, audit: dict[str, Any])
     local = f"the reduction covered 1 of {devices} parts"
     assert local in refused["swallowed"]
     assert local in refused["stock"], (
-        "xm.all_reduce reduces under SPMD now: document it in launch/sharding.py"
+        "xm.all_reduce reduces under SPMD now: document it in launch/xla/sharding.py"
     )
     assert "the metrics were not reduced: the other hosts are gone" in refused["raised"]
 

@@ -15,14 +15,14 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import Tensor
 
-from launch import xla
 from launch.contract import load
 from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches
 from launch.optimizers import AdamW, Muon, TensorOptimizer
 from launch.policies import apply
 from launch.train import Plan, Trainer
-from launch.xla import TrainStep, XlaError, barrier_layers, set_learning_rate
-from launch.xla_environment import XlaEnvironmentError, check
+from launch.xla import steps as xla
+from launch.xla.environment import XlaEnvironmentError, check
+from launch.xla.steps import TrainStep, XlaError, barrier_layers, set_learning_rate
 from model import HybridConfig, preset
 from suites.support.child import ROOT
 from suites.support.hybrids import build, token_batch

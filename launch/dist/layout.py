@@ -9,8 +9,8 @@ from functools import partial
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from launch.contract import ContractError
-from launch.model_parallel import shard_attention, shard_experts
-from launch.ranks import Ranks
+from launch.dist.model_parallel import shard_attention, shard_experts
+from launch.dist.ranks import Ranks
 from model import Hybrid
 
 

@@ -114,7 +114,7 @@ def _spec_of(path: str, p: Tensor) -> Spec:
     if p.ndim < 2 or name in WHOLE.get(p.ndim, "").split():
         return (None,) * p.ndim
     raise ShardingError(
-        f"{path} {tuple(p.shape)}: launch/sharding.py has no line for {name!r} of {p.ndim} dims"
+        f"{path} {tuple(p.shape)}: launch/xla/sharding.py has no line for {name!r} of {p.ndim} dims"
     )
 
 

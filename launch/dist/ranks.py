@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launch import process_group
+from launch.dist import process_group
 from launch.contract import Contract, ContractError
 from launch.retry import load_retry
 

@@ -1,0 +1,1 @@
+"""Training on XLA and TPUs: steps, environment, sharding, memory."""
