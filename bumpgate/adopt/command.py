@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from filelock import FileLock
 from packaging.utils import canonicalize_name
 
 from bumpgate.adopt.plan import moved_baseline, moved_extra
@@ -113,8 +113,7 @@ def one_at_a_time() -> Iterator[None]:
     """Hold the lock of adoptions and rollbacks, which wait for each other."""
     folder = home() / "adoptions"
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder / ".lock"):
         yield
 
 

@@ -6,7 +6,6 @@ An index forgets nightlies after about 60 days. The copies are files by name in 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 import typer
+from filelock import FileLock
 from packaging.markers import default_environment
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
@@ -164,8 +164,7 @@ def command(
     unlisted = _of_urls(url or (), package, python)
     folder = mirror_root()
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder / ".lock"):
         mirror = Mirror.read(folder, None if limit is None else int(limit * GB))
 
         @cache

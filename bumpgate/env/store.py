@@ -6,11 +6,12 @@ set must remain available for a rollback.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
+
+from filelock import FileLock
 
 from bumpgate.core.rows import BumpgateError, write_atomic
 from bumpgate.env.locks import SHA256, Wheel
@@ -99,7 +100,6 @@ def put(wheel: Wheel, blocks: Iterable[bytes], root: Path | None = None) -> Path
 
 def _write_sums(root: Path) -> None:
     """Write SHA256SUMS over the store, for `sha256sum --check`; writers wait for each other."""
-    with (root / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(root / ".lock"):
         lines = [f"{sha256}  {sha256}/{path.name}\n" for sha256, path in contents(root)]
         write_atomic(root / SUMS, "".join(lines))

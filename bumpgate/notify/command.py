@@ -5,7 +5,6 @@ The state of a channel is stored when it has confirmed a message, so a failed me
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from filelock import FileLock
 
 from bumpgate.core.rows import BumpgateError, one_line
 from bumpgate.history.archive import Archive, default_store
@@ -168,6 +168,5 @@ def _alone() -> Iterator[None]:
     """Wait for another `bumpgate notify` of this user: both would send the same messages."""
     folder = home()
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "notify.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder / "notify.lock"):
         yield
