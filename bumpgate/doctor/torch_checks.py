@@ -28,7 +28,8 @@ def read(name):
 print(json.dumps({name: read(name) for name in sys.argv[1:]}))
 """
 DEVICE = (
-    "import dataclasses, json, pathlib, sys; from bumpgate import lanes; from bumpgate.plugin.devices import find; "
+    "import dataclasses, json, pathlib, sys; from bumpgate.core import lanes; "
+    "from bumpgate.plugin.devices import find; "
     "print(json.dumps(dataclasses.asdict(find(lanes.require(pathlib.Path.cwd(), sys.argv[1])))))"
 )
 Found = Iterator[Defect | NotRun | str]

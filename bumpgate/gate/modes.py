@@ -16,12 +16,16 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 HIGHEST = 0.5  # share of slow processes above which a machine shows no slow mode of a build
 # A session this far above the median of its row had a slow process of the candidate; this far below, of the adopted.
-SLOW = math.log(1.3)
+# SLOW, or SPREADS standard deviations of the row if that is more: a row that varies by 11 % passes a factor of 1.3 in 1
+# of 100 sessions by chance, at 4 standard deviations in 1 of 30 000. At most SLOWEST, so that a factor of 2 counts.
+SLOW, SLOWEST, SPREADS = math.log(1.3), math.log(1.7), 4
+# Standard deviation of normal noise over its median absolute deviation, which one bad session in ten hardly moves.
+MAD = 1.4826
 
 
 class Mode(Enum):
@@ -51,6 +55,11 @@ class Modes:
     def __post_init__(self) -> None:
         if not (0 < self.rare < self.frequent < 1 and 0 < self.alpha < 0.5 and 0 < self.beta < 0.5):
             raise ValueError(f"need 0 < rare < frequent < 1 and levels below 0.5, got {self}")
+
+    def from_share(self, rare: float) -> Modes:
+        """Return the hypotheses for rows with at least this share of slow processes in an unchanged build."""
+        more = rare - self.rare
+        return replace(self, rare=rare, frequent=self.frequent + more) if more > 0 else self
 
     @property
     def sessions(self) -> int:
@@ -83,10 +92,17 @@ class Usual:
         return min(HIGHEST, (self.slow + math.sqrt(self.slow)) / self.readings) if self.slow else 0.0
 
 
-def slow_mode(log_ratios: Sequence[float], modes: Modes, share: float = 1.0, usual: Usual = Usual()) -> Mode:
+def slow_mode(
+    log_ratios: Sequence[float],
+    modes: Modes,
+    share: float = 1.0,
+    usual: Usual = Usual(),
+    last: bool = False,
+) -> Mode:
     """Return the first bound that the log-likelihood ratio crosses, session by session.
 
-    share: of `modes.alpha`, if several tests are judged. usual: of the row's test.
+    share: of `modes.alpha`, if several tests are judged. usual: of the row's test. last: no session will follow; a row
+    that crossed no bound is then CLEARED if a frequent slow mode shows so few slow processes with chance `modes.beta`.
     """
     rare = max(modes.rare, usual.share)
     frequent = rare + modes.frequent - modes.rare
@@ -101,7 +117,15 @@ def slow_mode(log_ratios: Sequence[float], modes: Modes, share: float = 1.0, usu
             return Mode.FOUND
         if total <= lower:
             return Mode.CLEARED
-    return Mode.OPEN
+    few = last and _at_most(sides[1], len(log_ratios), frequent) <= modes.beta
+    return Mode.CLEARED if few else Mode.OPEN
+
+
+def _at_most(count: int, total: int, share: float) -> float:
+    """Return the chance of at most `count` among `total`, each with chance `share` (binomial)."""
+    return math.fsum(
+        math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(count + 1)
+    )
 
 
 def p_lost(bad: int, good: int) -> float:
@@ -119,4 +143,6 @@ def _signs(log_ratios: Sequence[float]) -> list[int]:
     if not log_ratios:
         return []
     middle = statistics.median(log_ratios)
-    return [(x - middle > SLOW) - (x - middle < -SLOW) for x in log_ratios]
+    spread = MAD * statistics.median(abs(x - middle) for x in log_ratios)
+    slow = min(max(SLOW, SPREADS * spread), SLOWEST)
+    return [(x - middle > slow) - (x - middle < -slow) for x in log_ratios]

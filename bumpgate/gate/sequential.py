@@ -220,7 +220,9 @@ def _judge(
     out = {}
     for row, e in found.items():
         test = family.tests.get(row, row)
-        mode = slow_mode(sessions[row], plan.modes, of_test[test], usual[test])
+        last = len(sessions[row]) >= plan.budget
+        modes = plan.modes.from_share(plan.rule(row).rare)
+        mode = slow_mode(sessions[row], modes, of_test[test], usual[test], last)
         seen = plan.rule(row).watch or slow_sessions(sessions[row])[0] > 0
         out[row] = _outcome(e, slower[row], faster[row], plan, mode, seen), e
     return out

@@ -18,6 +18,7 @@ from bumpgate.core.accepted import Acceptance
 from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, judge
 from bumpgate.core.findings import Decision, Outcome
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
+from bumpgate.gate.accepted_times import apply_to_times
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.verdict import Side, judge_gate
@@ -172,7 +173,7 @@ def test_accepted_slowdown_holds_gate_once_larger_or_expired() -> None:
     def decided(
         timed: dict[str, Timed], drifts: dict[str, Drift], day: date = DAY
     ) -> tuple[Decision, list[str]]:
-        times, drifted, lines = accept.apply_to_times(timed, drifts, known, "cpu", day)
+        times, drifted, lines = apply_to_times(timed, drifts, known, "cpu", day)
         side = Side("torch 2.13.0", Record(HERE, (judged(Verdict.PASS, row()),)))
         return judge_gate("cpu", side, side, times, drifted).decision, lines
 

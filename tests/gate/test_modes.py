@@ -9,7 +9,7 @@ import pytest
 from bumpgate.core.findings import Outcome
 from bumpgate.gate import command
 from bumpgate.gate.modes import Mode, Modes, Usual, p_lost, slow_mode, slow_sessions
-from bumpgate.gate.plan import Family, Plan, Rule
+from bumpgate.gate.plan import Family, Plan, Rule, plan_for
 from bumpgate.gate.sequential import decide
 
 SLOW = math.log(2)
@@ -55,6 +55,36 @@ def test_slow_processes_of_both_builds_are_noise_of_the_machine() -> None:
     assert (Usual().share, Usual(1, 100).share, Usual(90, 100).share) == (0.0, 0.02, 0.5)
 
 
+def test_slow_process_exceeds_the_spread_of_its_row() -> None:
+    """A factor of 1.34 is noise in a row that varies by 13 %, a factor of 2 is not."""
+    wide = [0.13 * (-1) ** i for i in range(20)]
+    assert slow_sessions([*wide, math.log(1.34)]) == (0, 0)
+    assert slow_sessions([*wide, SLOW, -SLOW]) == (1, 1)
+    assert slow_sessions([*series(0, 20), math.log(1.34)]) == (1, 0)
+    assert slow_sessions([*(3 * x for x in wide), SLOW, -SLOW]) == (1, 1), "a factor of 2 always counts"
+
+
+def test_last_look_clears_a_row_that_a_frequent_mode_excludes() -> None:
+    """At most 3 slow processes in 72 sessions: a share of 10 % shows so few in 6 of 100 gates."""
+    noisy = Usual(slow=2, readings=720)
+    few, more = ([*[0.0] * 20, *[SLOW] * n, *[0.0] * (52 - n)] for n in (3, 5))
+    assert slow_mode(few, Modes(), usual=noisy) is Mode.OPEN
+    assert slow_mode(few, Modes(), usual=noisy, last=True) is Mode.CLEARED
+    assert slow_mode(more, Modes(), usual=noisy, last=True) is not Mode.CLEARED
+
+
+def test_start_rows_expect_more_slow_processes() -> None:
+    modes = Modes().from_share(0.022)
+    assert (modes.rare, modes.frequent) == (0.022, pytest.approx(0.12))
+    assert Modes().from_share(0.0) == Modes()
+    three = [*series(0, 20), SLOW, SLOW, SLOW]
+    start, step = "throughput/start-cpu/warm_cpu_seconds", "throughput/nam52/seconds"
+    assert decide({start: three, step: three}, plan_for(None, "cpu")) == {
+        start: Outcome.INCONCLUSIVE,
+        step: Outcome.SLOW_MODE,
+    }
+
+
 def test_usual_slow_processes_count_over_all_rows_of_a_test() -> None:
     noisy, row = series(0, 18, 6), [*series(0, 10), SLOW, 0.0, 0.01, SLOW, *series(0, 10)]
     one, two = "a/b/noisy", "a/b/row"
@@ -87,7 +117,7 @@ def test_difference_on_only_one_cache_pair_is_not_slower() -> None:
 def test_anchor_history_without_adopted_build_is_a_notice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command.history, "adopted", lambda lane: [])
+    monkeypatch.setattr(command.builds, "adopted", lambda lane: [])
     assert command._adopted_a_month_ago("cpu") == ""
     assert "no adopted build of lane cpu yet" in capsys.readouterr().err
 

@@ -212,7 +212,7 @@ def test_killed_writer_leaves_the_archive_unchanged(tmp_path: Path, archive: Arc
     path = a_record(tmp_path, "11-02")
     program = (
         "import sys, pathlib, time\n"
-        "from bumpgate.report import gate_file\n"
+        "from bumpgate.core import gate_file\n"
         "from bumpgate.history.archive import Archive\n"
         "a = Archive(sys.argv[1])\n"
         "with a._engine.begin() as c:\n"
