@@ -123,9 +123,7 @@ def slow_mode(
 
 def _at_most(count: int, total: int, share: float) -> float:
     """Return the chance of at most `count` among `total`, each with chance `share` (binomial)."""
-    return math.fsum(
-        math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(count + 1)
-    )
+    return math.fsum(math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(count + 1))
 
 
 def p_lost(bad: int, good: int) -> float:
