@@ -18,7 +18,7 @@ from bumpgate.core.rows import Value
 from suites.support.comparison import AT_MOST
 from suites.support.tables import line, publish
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 WAYS = {"forward": "forward", "both": "forward + backward"}
 HEAD = (
     "op, shape",

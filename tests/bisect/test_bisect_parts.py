@@ -175,6 +175,7 @@ class Readings:
         problems: Iterable[str] = (),
         complete: bool = True,
         failure: str = "",
+        code: int = 1,
         **fields: Any,
     ) -> Reading:
         self.made += 1
@@ -187,7 +188,7 @@ class Readings:
             complete=complete,
             problems=map(Problem.from_json, problems),
         )
-        return self.module.Reading(place, self.module.Cause[fields.get("cause", "RAN")], 1, failure)
+        return self.module.Reading(place, self.module.Cause[fields.get("cause", "RAN")], code, failure)
 
 
 @pytest.fixture
@@ -309,7 +310,7 @@ def test_unreviewed_derived_row_is_green(reading: Readings) -> None:
 def test_crashed_run_is_a_fault_and_killed_run_is_not(reading: Readings) -> None:
     crashed = reading(complete=False, failure="died of SIGSEGV", code=-11)
     assert Signals(crashed).verdicts == {"the run": Verdict.REGRESSION}
-    assert Signals(reading(complete=False, failure="died of SIGKILL")).verdicts == {}
+    assert Signals(reading(complete=False, failure="died of SIGKILL", code=-9)).verdicts == {}
     test = SuiteTest(Path(), "cpu", (), "torch")
     test.learn([reading(row("a", GREEN))], [crashed])
     assert test.deciding == ("the run",)

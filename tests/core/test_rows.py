@@ -17,6 +17,7 @@ from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import (
     MAX_CURVES,
     MAX_POINTS,
+    RECORD_SCHEMA,
     Judgement,
     RecordError,
     Row,
@@ -169,7 +170,7 @@ def test_record_round_trips(
     read = read_record(path)
     assert read == wrote
     assert [j.row.id for j in read.judgements] == sorted(j.row.id for j in found)
-    assert json.loads(path.read_text(), parse_constant=pytest.fail)["schema"] == 1
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["schema"] == RECORD_SCHEMA
 
 
 def test_row_json_omits_unset_optional_fields() -> None:

@@ -190,7 +190,7 @@ def test_gate_with_broken_sides_still_has_a_report(tmp_path: Path) -> None:
     assert "torch 2.14.0: importing torch: segmentation fault" in text
     (tmp_path / "good.json").write_text("{")
     shown = page.of(gate_file.read(path))
-    assert any("good.json: not a record" in line for line in shown.problems)
+    assert any("good.json: not a record" in problem.why for problem in shown.problems)
     raw = json.loads(path.read_text())
     raw["timed"] = {"a/b/c": {"outcome": "INCONCLUSIVE", "ratio": None, "interval": [None, None]}}
     raw["finished"] = False
@@ -224,7 +224,7 @@ def test_report_writes_all_formats_or_the_requested_one(
     [
         (None, "cannot be read (No such file or directory)"),
         ("garbage", "neither a record nor a gate"),
-        ("[]", "not a record of schema 1"),
+        ("[]", "not a record of schema 2"),
         ('{"decision": "ADOPT"}', "not a gate of schema 1"),
         ('{"decision": "MAYBE", "schema": 1, "lane": "cpu"}', "corrupt or incomplete gate file (KeyError"),
         (
@@ -287,7 +287,7 @@ def test_gate_file_round_trips_findings(tmp_path: Path) -> None:
     assert first.rows == ("compile/nam52-regional/graph_breaks",)
     assert TEST in first.repro
     assert math.isclose(found.timed["throughput/nam52-regional/seconds"].ratio, 1.061)
-    with pytest.raises(RecordError, match="not a record of schema 1"):
+    with pytest.raises(RecordError, match="not a record of schema 2"):
         gate_file.read(_write(tmp_path / "x.json", "{}"))
 
 
@@ -302,7 +302,7 @@ def test_gate_file_reads_every_stage_of_a_gate(tmp_path: Path) -> None:
     gate.write(tmp_path)
     shown = page.of(gate_file.read(tmp_path / "gate.json"))
     assert (shown.word, shown.failed) == ("UNKNOWN", True)
-    assert shown.problems[0].startswith("the gate was cut short")
+    assert shown.problems[0].why.startswith("the gate was cut short")
     made = record(judged(P, row()))
     for name in ("good", "bad"):
         write_record(tmp_path / f"{name}.json", made.provenance, made.judgements)

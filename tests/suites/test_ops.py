@@ -113,4 +113,4 @@ def test_lacking_names_a_deleted_row_and_subject(tree: Path) -> None:
 def test_lacking_names_all_missing_parts_of_a_new_folder(tree: Path) -> None:
     _write(tree / "kernels/refold/op.py")
     assert "refold" in ops(tree)
-    assert len(lacking(tree, "refold")) == 6
+    assert len(lacking(tree, "refold")) == 7

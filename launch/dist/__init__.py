@@ -1,0 +1,1 @@
+"""Training over several ranks: process groups, parallel layouts, shards of checkpoints."""
