@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.plugin import chosen_lane, lanes_of, named_lanes
+from bumpgate.plugin import named_lanes, scheduling
 from suites.support.environment import prepare_environment
 
 
@@ -17,21 +17,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "bumpgate.plugin is not loaded: leave out -p no:bumpgate.plugin and -o addopts"
         )
-    workers = bool(config.getoption("numprocesses", None))
-    prepare_environment(next(iter(named_lanes(config)), None), workers)
+    lane = next(iter(named_lanes(config)), None)
+    prepare_environment(lane, bool(config.getoption("numprocesses", None)))
+    if not lane:  # a lane run has it
+        config.pluginmanager.register(scheduling, "scheduling")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Ignore tests/ in a lane: it has no tests of a lane, and each worker would import all of it."""
     return True if named_lanes(config) and collection_path == config.rootpath / "tests" else None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
-    """Assign one test at a time on a GPU, so that a long compile does not block queued tests."""
-    lane = chosen_lane(config)
-    if lane is None or lanes_of(config)[lane].device != "cuda":
-        return None
-    from suites.support.scheduling import TestByTest
-
-    return TestByTest(config, log)

@@ -117,11 +117,12 @@ class _LaneRun:
                 "PYTHONOPTIMIZE or -O removes the checks that are assert statements: leave it out"
             )
         from bumpgate.core.baseline import BaselineError
-        from bumpgate.plugin import rows, sharing
+        from bumpgate.plugin import rows, scheduling, sharing
         from bumpgate.plugin.devices import detect
         from bumpgate.plugin.progress import Progress
         from bumpgate.plugin.session import LaneSession, Selection
 
+        config.addinivalue_line("markers", "long(seconds): starts before tests that take less time")
         declared = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
         for lane in lanes_of(config).values():
             if lane.name not in declared:
@@ -132,6 +133,7 @@ class _LaneRun:
         _register(config, rows, "bumpgate-rows")
         if name:
             _register(config, sharing, "bumpgate-sharing")
+            _register(config, scheduling, "bumpgate-scheduling")
             _register(config, Unmarked(lanes_of(config)[name]), "bumpgate-unmarked")
         if config.option.affected:
             from bumpgate.plugin.affected import Affected

@@ -8,6 +8,7 @@ import pytest
 
 from bumpgate.plugin import lane_of, lanes_of
 from bumpgate.plugin.duet import partner
+from bumpgate.plugin.scheduling import alone
 
 
 def pytest_configure() -> None:
@@ -29,6 +30,5 @@ def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
     from bumpgate.plugin.timing import machine
 
     patient = lanes_of(request.config)[lane].device == "cuda"
-    alone = {"exclusive_machine", "benchmark"} & set(request.fixturenames)
-    with machine(exclusive=bool(alone), patient=patient):
+    with machine(exclusive=alone(request.node), patient=patient):
         yield

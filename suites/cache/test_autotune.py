@@ -73,6 +73,7 @@ def local_cache(directory: Path) -> Path:
 @planted(
     "C24", "a candidate that raises TypeError, one of infinite milliseconds, one that crashes its process"
 )
+@pytest.mark.long(40)
 def test_bad_autotune_candidates_are_not_chosen(lane: Lane, broken, row) -> None:
     _, result = broken
     timed = [templates(one) for report in result.values() for one in report["searches"]]

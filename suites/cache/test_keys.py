@@ -15,7 +15,7 @@ from suites.cache.layers import compiled
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
-pytestmark = pytest.mark.cold
+pytestmark = [pytest.mark.cold, pytest.mark.long(120)]
 
 MATTERS = ("source", "shape", "dtype", "inductor_option")
 # All at once: if they hit together, none of them is in the key.

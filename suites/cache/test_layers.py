@@ -17,7 +17,7 @@ from suites.support.child import ChildError
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
-pytestmark = pytest.mark.cold
+pytestmark = [pytest.mark.cold, pytest.mark.long(110)]
 
 # Instruction sets that Inductor generates code for: scalar only, and those that the lane itself uses.
 CPUS = ("default", "avx2")

@@ -15,7 +15,7 @@ from suites.support.environment import compiler
 from suites.support.lanes import Lane, lanes
 from suites.support.reduce import largest_difference
 
-pytestmark = pytest.mark.cold
+pytestmark = [pytest.mark.cold, pytest.mark.long(75)]
 
 CASE = "cache/nam12-regional-restart"
 

@@ -26,6 +26,7 @@ FAULTS = {
 
 
 @lanes("cpu")
+@pytest.mark.long(65)
 @planted("C36", "Dynamo without guards, a wrong decomposition, a wrong Inductor lowering")
 def test_ablation_attributes_fault_to_its_stage(lane: Lane, tmp_path: Path, row) -> None:
     found = {}
@@ -63,6 +64,7 @@ def dynamo_as_it_was():
 
 
 @lanes("cpu")
+@pytest.mark.long(55)
 def test_ablation_of_correct_compiler_finds_no_fault(lane: Lane, dynamo_as_it_was, capsys) -> None:
     """A correct compiler yields one line and no finding; every stage ran."""
     assert main(["--preset", "nam12", "--layers", "E"]) == 0

@@ -15,6 +15,7 @@ INSTRUMENTS = ("graphs", "recompiles")
 
 
 @lanes("cpu", "h200")
+@pytest.mark.long(70)
 @pytest.mark.parametrize("warmup", [2, 1])
 @pytest.mark.parametrize("policy", ["regional", "whole_opaque"])
 def test_batch_is_dynamic_and_sequence_is_static(lane: Lane, policy: str, warmup: int, row, canaries) -> None:

@@ -14,6 +14,7 @@ from suites.support.lanes import Lane, lanes
 
 @lanes("cpu")
 @pytest.mark.parametrize("policy", ["eager", "regional"])
+@pytest.mark.long(30)
 def test_forward_reads_nothing_on_the_host(lane: Lane, policy: str, row, canaries) -> None:
     canaries("graphs", "host_syncs")
     with watched_hybrid("nam12", policy, device=lane.device) as hybrid:

@@ -17,6 +17,7 @@ INSTRUMENTS = ("graphs", "recompiles", "recompile_limit")
 
 
 @lanes("cpu", "h200")
+@pytest.mark.long(50)
 @pytest.mark.parametrize("name", ["nam52", "nam56r"])
 def test_no_recompiles_in_seventy_steps(lane: Lane, name: str, row, canaries) -> None:
     canaries(*INSTRUMENTS)

@@ -13,6 +13,8 @@ from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 from suites.support.reduce import largest
 
+pytestmark = pytest.mark.long(90)
+
 WHOLE = ("ddp", "fsdp2")
 DIVIDED = ("expert", "tensor")
 # Blocks of the compiled models: those that a division changes, and no more.

@@ -29,6 +29,7 @@ SECONDS = 300
 
 @lanes("h200")
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long(35)
 def test_error(lane: Lane, name: str, row) -> None:
     with claimed(oracle_gib(name)):
         ours, peer, numbers = compared(name)
@@ -39,6 +40,7 @@ def test_error(lane: Lane, name: str, row) -> None:
 
 
 @lanes("h200")
+@pytest.mark.long(100)
 @pytest.mark.cold
 @pytest.mark.parametrize("name", CASES)
 def test_first_call(lane: Lane, name: str, row, tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def test_optimizer_equals_torch(lane: Lane, name: str, theirs: Any, options: dic
 
 
 @lanes("cpu", "h200")
+@pytest.mark.long(60)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_lr_schedule_compiles_to_one_graph(lane: Lane, name: str, row, canaries) -> None:
     canaries(*INSTRUMENTS)

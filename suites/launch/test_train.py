@@ -69,6 +69,7 @@ def unigram_entropy(file: TokenFile) -> float:
 
 
 @lanes("cpu", "h200")
+@pytest.mark.long(45)
 def test_loss_after_two_hundred_steps_on_the_corpus(lane: Lane, row) -> None:
     """Below the unigram entropy a model must use context. The loss includes the experts' auxiliary terms, too."""
     run = trainer(
@@ -121,6 +122,7 @@ def stream_error_ratio(found: Tensor, plain: Tensor, oracle: Tensor) -> float:
 
 
 @lanes("cpu", "h200")
+@pytest.mark.long(45)
 def test_compiled_training_matches_eager(lane: Lane, row, canaries) -> None:
     """Each loss follows the updates before it, so gradients and optimizer are in the curve, too.
 

@@ -62,6 +62,7 @@ def error_ratios(errors: Mapping[str, Sequence[float]], floor: float) -> dict[st
 @pytest.mark.parametrize(
     ("name", "policy"), [("nam52", "regional"), ("nam56r", "regional"), ("nam12", "whole_opaque")]
 )
+@pytest.mark.long(50)
 def test_compiled_gradient_error_ratio(lane: Lane, name: str, policy: str, row, canaries) -> None:
     canaries("graphs")
     errors: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])

@@ -5,19 +5,21 @@ In a gate each side is compared with its own lock; `bumpgate doctor` always comp
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from bumpgate.doctor.examination import examine, make_site
 from bumpgate.doctor.findings import Status
-from suites.support.child import ROOT
+from suites.support.child import ENVIRONMENT, ROOT
 from suites.support.lanes import Lane, lanes
 
 
 @lanes("cpu", "h200")
+@pytest.mark.long(80)
 def test_doctor_finds_no_defect(lane: Lane, row) -> None:
-    findings = examine(make_site(ROOT, lane.name, Path(sys.executable), os.environ, own_lock=True))
+    findings = examine(make_site(ROOT, lane.name, Path(sys.executable), ENVIRONMENT, own_lock=True))
     defects = [f"{f.code} {f.check}: {f.reason}" for f in findings if f.status is Status.DEFECT]
     passed = sum(f.status is Status.OK for f in findings)
     row(

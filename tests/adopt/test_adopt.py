@@ -23,6 +23,8 @@ from suites.support.planted import planted
 from tests.support.adopting import LOG, MANIFEST, WRITTEN, AdoptTree, wheels
 from tests.support.local_index import LocalIndex
 
+pytestmark = pytest.mark.long(54)
+
 REVIEWED = ("--reviewed", "release/facts/category", "--reason", "deprecated classes became future ones")
 
 

@@ -17,6 +17,8 @@ from tests.support.local_index import LocalIndex, fake_wheel, isolated
 from tests.support.project import HEAD, REPO
 from tools.simulate_bisect import TABLE, simulated, table
 
+pytestmark = pytest.mark.long(64)
+
 Run = Callable[..., Ran]
 
 

@@ -26,6 +26,8 @@ from suites.support.planted import planted
 from tests.support.gate_tree import COUNTS, TIMED, TIMES_TEST, Tree, wait_for
 from tests.support.project import GOOD
 
+pytestmark = pytest.mark.long(40)
+
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Any:

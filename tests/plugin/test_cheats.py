@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from suites.cache.restart import rebuilt
 from suites.support.child import run_json
 from tests.support.tree import copy_tree, edit, run_lane
+
+pytestmark = pytest.mark.long(50)
 
 TEST = "suites/compile/test_policies.py::test_counts[nam52-regional-cpu]"
 ROW = "compile/nam52-regional/graph_breaks"

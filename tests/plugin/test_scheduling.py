@@ -1,4 +1,4 @@
-"""The H200 lane's scheduler in real runs: a worker that dies fails only the test it was running."""
+"""The lanes' scheduler in real runs: a worker that dies fails only the test it was running."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -15,18 +15,20 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bumpgate.plugin.assignment import TestByTest
+from bumpgate.plugin.scheduling import unit
 from bumpgate.plugin.timing import lock_file, locked, try_lock
 from suites.kernels.first_call import keep
 from suites.support.gpu_memory import LOCKS
-from suites.support.scheduling import FIRST, TestByTest, turn
 from tests.support.tree import ROOT
 
 CONFTEST = """
 import sys
 sys.path.insert(0, {root!r})
-from suites.support.scheduling import TestByTest
-def pytest_xdist_make_scheduler(config, log):
-    return TestByTest(config, log)
+from bumpgate.plugin import scheduling
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long(seconds)")
+    config.pluginmanager.register(scheduling)
 """
 FILE = "tests/plugin/test_scheduling.py"
 # All of the first workers die at the same time.
@@ -62,28 +64,63 @@ def test_other(i, worker_id):
 """
 
 
-def run(folder: Path, tests: str, workers: int) -> str:
+def run(folder: Path, tests: str, workers: int, options: Iterable[str] = ()) -> str:
     """Run these tests with our scheduler and return the output."""
     (folder / "conftest.py").write_text(CONFTEST.format(root=str(ROOT)))
     (folder / "test_it.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\njunit_family = xunit1\n")
     command = [sys.executable, "-m", "pytest", "-n", str(workers), "-p", "no:cacheprovider", "test_it.py"]
-    command += ["--max-worker-restart=9", "--junitxml=ran.xml"]
+    command += [*options, "--max-worker-restart=9", "--junitxml=ran.xml"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120).stdout
 
 
-def test_turn_puts_long_tests_first_and_timed_tests_last() -> None:
-    timed = [
-        ("suites/kernels/test_model_shapes.py::test_speed[mla-P64-h200]", True),
-        ("suites/throughput/test_full_size.py::test_full_size_training_step[nam52-eager-h200]", True),
-    ]
-    shared = [
-        (f"{start}-h200]", False) for start in (*FIRST, "suites/canaries/test_canaries.py::test_canary")
-    ]
-    assert sorted({*timed, *shared}, key=lambda test: turn(*test)) == [*shared, *timed]
-    for start in FIRST:
-        file, _, test = start.partition("::")
-        assert f"def {test.partition('[')[0] or 'test_'}" in (ROOT / file).read_text(), start
+ORDER = """
+import pytest
+@pytest.fixture(scope="module")
+def made(worker_id):
+    return worker_id
+@pytest.fixture
+def timer(exclusive_machine): pass
+@pytest.fixture
+def exclusive_machine(): pass
+def test_timed(timer): pass
+def test_short(): pass
+@pytest.mark.long(5)
+def test_long(): pass
+@pytest.mark.parametrize("i", range(3))
+def test_shared(i, made, record_property):
+    record_property("made", made)
+@pytest.mark.long(9)
+def test_longest(): pass
+"""
+
+
+def test_long_tests_are_first_and_timed_tests_last(tmp_path: Path) -> None:
+    printed = run(tmp_path, ORDER, workers=0, options=("-v",))
+    ran = [line.split("::")[1].split()[0] for line in printed.splitlines() if "PASSED" in line]
+    shared = [f"test_shared[{i}]" for i in range(3)]
+    assert ran == ["test_longest", "test_long", "test_short", *shared, "test_timed"]
+
+
+def test_unit_of_a_test_follows_from_its_fixtures(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(ORDER)
+    (tmp_path / "below").mkdir()
+    (tmp_path / "conftest.py").write_text("def speed(benchmark): pass\n")
+    (tmp_path / "below/test_it.py").write_text("class TestIt:\n    def test_speed(self, speed): pass\n")
+    units = {test: unit(tmp_path, test) for test in ("test_it.py::test_shared[1]", "test_it.py::test_short")}
+    assert units == {
+        "test_it.py::test_shared[1]": "test_it.py",
+        "test_it.py::test_short": "test_it.py::test_short",
+    }
+    assert unit(tmp_path, "test_it.py::test_timed") == "alone"
+    assert unit(tmp_path, "below/test_it.py::TestIt::test_speed[a::b]") == "alone"
+
+
+def test_tests_that_share_a_module_fixture_have_one_worker(tmp_path: Path) -> None:
+    printed = run(tmp_path, ORDER, workers=3)
+    assert "7 passed" in printed, printed
+    properties = ElementTree.parse(tmp_path / "ran.xml").iter("property")
+    assert len({p.attrib["value"] for p in properties}) == 1
 
 
 def test_exclusive_tests_share_one_worker(tmp_path: Path) -> None:

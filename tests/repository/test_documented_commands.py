@@ -22,6 +22,8 @@ from tests.support.local_index import LocalIndex
 from tests.support.scratch import Scratch
 from tests.support.tree import ROOT
 
+pytestmark = pytest.mark.long(110)
+
 TABLE: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("documented_commands.toml").read_text()
 )

@@ -10,6 +10,8 @@ from suites.support.planted import report_fault
 from tests.support.mutants import MUTANTS, RED, Mutant, message
 from tests.support.tree import copy_tree, run_lane
 
+pytestmark = pytest.mark.long(60)
+
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_is_killed(mutant: Mutant, tmp_path: Path, record_property) -> None:
@@ -26,6 +28,7 @@ def test_mutant_is_killed(mutant: Mutant, tmp_path: Path, record_property) -> No
     assert not absent, f"{mutant.name}: the message does not name {absent}: {message(judged)}"
 
 
+@pytest.mark.long(100)
 def test_unchanged_tree_passes_the_tests_of_all_mutants(tmp_path: Path) -> None:
     """Otherwise a mutant's row could be red for another reason."""
     tests = sorted({mutant.test for mutant in MUTANTS})

@@ -31,6 +31,8 @@ from tests.support.local_index import isolated
 from tests.support.tree import FAST_MANIFEST, ROOT
 from tests.support.wheel_files import difference, gpu_code, sdist, wheel
 
+pytestmark = pytest.mark.long(66)
+
 # A torch version that is not installed.
 TORCH = "2.13" if version("torch").startswith("2.11.") else "2.11"
 PROJECT = """[project]

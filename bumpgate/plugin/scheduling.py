@@ -1,0 +1,94 @@
+"""Order of a lane's tests, and their assignment to workers of xdist: one at a time, the longest first.
+
+A test marked `long(seconds)` starts before shorter ones, so that no worker is still in it when the others have
+finished. A test that needs the machine to itself comes last, and one worker runs all of them: in between, it would
+wait for all others to end, and they for it. Tests that use a fixture of module scope go to one worker, which makes it
+once. `--dist` selects one of xdist's own schedulers instead.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+# Fixtures that give a test the machine to itself.
+ALONE = frozenset({"exclusive_machine", "benchmark"})
+
+
+def alone(item: pytest.Item) -> bool:
+    """Return whether a test needs the machine to itself."""
+    return not ALONE.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+def turn(item: pytest.Item) -> tuple[bool, float]:
+    """Return the sort key of a test: the longest first, then unmarked ones, then those that run alone."""
+    marker = item.get_closest_marker("long")
+    return (True, 0.0) if alone(item) else (False, -marker.args[0] if marker else 0.0)
+
+
+@pytest.hookimpl(trylast=True)  # after pytest's own, which sorts by the parameters of session fixtures
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=turn)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    if config.option.dist != "load":
+        return None
+    from bumpgate.plugin.assignment import TestByTest
+
+    return TestByTest(config, log)
+
+
+class Function(NamedTuple):
+    """Arguments of a test or fixture; whether it is a fixture of module scope."""
+
+    arguments: frozenset[str]
+    shared: bool
+
+
+@cache
+def functions(file: Path) -> dict[str, Function]:
+    """Return the functions of a file by name. Parsed from the text: the process that assigns tests imports none."""
+    if not file.is_file():
+        return {}
+    found = (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef))
+    return {f.name: Function(frozenset(a.arg for a in f.args.args), _shared(f)) for f in found}
+
+
+def _shared(function: ast.FunctionDef) -> bool:
+    calls = (decorator for decorator in function.decorator_list if isinstance(decorator, ast.Call))
+    values = (word.value for call in calls for word in call.keywords if word.arg == "scope")
+    return any(isinstance(value, ast.Constant) and value.value == "module" for value in values)
+
+
+@cache
+def unit(root: Path, nodeid: str) -> str:
+    """Return the name of what one worker runs: "alone", a module, or a single test.
+
+    Fixtures are those that a test names as arguments, and theirs, in its file and the conftest files above it.
+    """
+    file, _, test = nodeid.partition("::")
+    names = [test.partition("[")[0].rpartition("::")[2]]
+    seen: set[str] = set()
+    shared = False
+    while names:
+        name = names.pop()
+        if name in ALONE:
+            return "alone"
+        if name not in seen:
+            seen.add(name)
+            for function in _definitions(root / file, root, name):
+                shared |= function.shared
+                names += function.arguments
+    return file if shared else nodeid
+
+
+def _definitions(file: Path, root: Path, name: str) -> Iterator[Function]:
+    above = [folder / "conftest.py" for folder in file.parents if folder.is_relative_to(root)]
+    return (functions(place)[name] for place in (file, *above) if name in functions(place))
