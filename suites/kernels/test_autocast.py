@@ -22,13 +22,13 @@ from kernels.causal_conv1d import causal_conv1d
 from kernels.cross_entropy import cross_entropy
 from kernels.grouped_gemm import grouped_gemm
 from kernels.m2rnn import m2rnn
-from kernels.mamba3_siso import mamba3_siso
+from kernels.mamba3_siso import Mamba3State, mamba3_siso
 from kernels.mla import mla
 from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch
 from kernels.rms_norm_gated import rms_norm_gated
 from kernels.ssd_chunk_scan import ssd_chunk_scan
-from suites.kernels.inputs.mamba3_siso import flat
+from suites.kernels.scan_op import flat
 from suites.support.comparison import error, gradients
 from suites.support.lanes import Lane, lanes
 from suites.support.reduce import largest
@@ -39,7 +39,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "cross_entropy": cross_entropy,
     "grouped_gemm": grouped_gemm,
     "m2rnn": m2rnn,
-    "mamba3_siso": flat(mamba3_siso),
+    "mamba3_siso": flat(mamba3_siso, Mamba3State),
     "mla": mla,
     "moe_combine": moe_combine,
     "moe_dispatch": partial(moe_dispatch, num_experts=5, bucket=4),
@@ -48,7 +48,7 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 INLINED = {
     "m2rnn": partial(m2rnn, impl="reference"),
-    "mamba3_siso": flat(mamba3_siso, impl="reference"),
+    "mamba3_siso": flat(mamba3_siso, Mamba3State, impl="reference"),
     "ssd_chunk_scan": partial(ssd_chunk_scan, impl="reference"),
 }
 # The ops with matrix products that would run; m2rnn's lerp rejects a bf16 product with fp32. The other ops have nothing

@@ -1,19 +1,20 @@
-"""Inputs of the mamba3_mimo suites.
+"""Inputs of the mamba3_mimo suites, a fault, and its entry in the table of scans.
 
 B batch, T tokens, H heads, R MIMO rank, P head dim, N state dim, G groups, A rotation angles.
-The oracle is the recurrence in fp64. The op runs the chunked form, which is a different computation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.mamba3_mimo import Mamba3MimoState, mamba3_mimo, mamba3_mimo_recurrent
+from kernels.mamba3_mimo import Mamba3MimoState, mamba3_mimo, mamba3_mimo_recurrent, mamba3_mimo_step
+from suites.kernels.inputs.mamba3_siso import overflow
+from suites.kernels.scan_op import ScanOp, flat, packed
 from suites.support.comparison import Named
 from suites.support.scans import documents
 
@@ -28,21 +29,8 @@ NAMES = (
 
 FLOATS = tuple(n for n in NAMES if n != "doc_ids")
 NARROW = ("q", "k", "v", "z")
-Scan = Callable[..., tuple[Tensor, ...]]
-
-
-def flat(scan: Callable[..., tuple[Tensor, Mamba3MimoState]], **options: object) -> Scan:
-    """Wrap the scan to take flat keyword tensors, including any state, and return (y, theta, h, k_prev, v_prev)."""
-
-    def run(**inputs: Tensor) -> tuple[Tensor, ...]:
-        state = Mamba3MimoState(*(inputs.pop(n) for n in STATE))
-        y, final = scan(**inputs, state=state, **options)
-        return y, *final
-
-    return run
-
-
-op, recurrence = flat(mamba3_mimo), flat(mamba3_mimo_recurrent)
+op = flat(mamba3_mimo, Mamba3MimoState)
+recurrence = flat(mamba3_mimo_recurrent, Mamba3MimoState)
 
 
 def make_inputs(
@@ -81,11 +69,6 @@ def make_inputs(
     return {n: t.to(device, dtypes.get(n, t.dtype)) for n, t in inputs.items()}
 
 
-def on_circle(angle: Tensor) -> Tensor:
-    """Return the point at an angle: angles are equal up to full turns."""
-    return torch.polar(torch.ones_like(angle), angle)
-
-
 def one_rank_each(**inputs: Tensor) -> tuple[Tensor, ...]:
     """A fault: R scans of one rank, each with its own state, and their outputs summed."""
     wrong = 0
@@ -95,3 +78,52 @@ def one_rank_each(**inputs: Tensor) -> tuple[Tensor, ...]:
         y, *state = op(**inputs | ranked)
         wrong = wrong + y
     return wrong, *state
+
+
+def without_last_value(**inputs: Tensor) -> tuple[Tensor, ...]:
+    """A fault: the given state without its value and keys."""
+    return op(**inputs | {"v_prev": inputs["v_prev"] * 0})
+
+
+def step(token: Named, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    y, after = mamba3_mimo_step(**token, state=Mamba3MimoState(*state))
+    return y, *after
+
+
+BAD = {
+    "impl": (lambda i: {"impl": "fused"}, "choices are"),
+    "dims": (lambda i: {"v": i["v"][0]}, "v must be"),
+    "groups": (lambda i: {"q": i["q"][:, :, :, [0, 1, 0]]}, "H divisible by G"),
+    "angles": (lambda i: {"angles": i["angles"].repeat(1, 1, 1, 2)}, "2A <= N"),
+    "no tokens": (lambda i: {n: i[n][:, :0] for n in PER_TOKEN}, "T >= 1"),
+    "no ranks": (lambda i: {n: i[n][:, :, :0] for n in ("q", "k")}, "R >= 1"),
+    "k": (lambda i: {"k": i["k"][..., :-1]}, "k has shape"),
+    "ranks": (lambda i: {"mimo_out": i["mimo_out"][:, :1]}, "mimo_out has shape"),
+    "state": (lambda i: {"k_prev": i["k_prev"][:, :, :1]}, "state.k_prev has shape"),
+    "integer dt": (lambda i: {"dt": i["dt"].int()}, "dt must be floating"),
+    "mixed dtypes": (lambda i: {"z": i["z"].float()}, "share one dtype"),
+    "doc_ids": (lambda i: {"doc_ids": i["doc_ids"].long()}, "doc_ids must be int32"),
+    "chunk_size": (lambda i: {"chunk_size": 0}, "chunk_size must be"),
+}
+
+SCAN = ScanOp(
+    name="mamba3_mimo",
+    scan=op,
+    recurrence=recurrence,
+    step=step,
+    make_inputs=make_inputs,
+    names=NAMES,
+    per_token=PER_TOKEN,
+    state=STATE,
+    turns=("theta",),
+    fault=without_last_value,
+    overflow=overflow,
+    bad=BAD,
+    gradcheck={"B": 2, "T": 4, "H": 2, "R": 2, "P": 2, "N": 3, "G": 1, "A": 1, "starts": (2,)},
+    opcheck={"B": 2, "T": 7, "R": 2, "P": 3, "N": 5, "A": 2, "starts": (4,)},
+    odd={"P": 3, "N": 6},
+    drawn={"G": st.sampled_from([1, 2, 4]), "R": st.integers(1, 4), "A": st.integers(0, 2), "N": st.just(5)},
+    packed=packed(st.sampled_from([4, 8, 16, 32]), st.sampled_from([4, 8, 16]), "fp32"),
+    longest=40,
+    batch_tokens=12,
+)

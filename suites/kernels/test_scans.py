@@ -1,0 +1,228 @@
+"""Laws of the scan ops: value, gradient and compilation, written once over the table SCANS.
+
+B batch, T tokens. The oracle is the recurrence in fp64, one step per token, differentiated by autograd. A chunked op is
+a different computation.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
+
+from suites.kernels.inputs import m2rnn, mamba3_mimo, mamba3_siso, ssd_chunk_scan
+from suites.kernels.scan_op import ScanOp
+from suites.support.comparison import DTYPES, doubled, worst
+from suites.support.custom_ops import check_one_graph, check_op, refused, strided, traced_through, turned
+from suites.support.lanes import Lane, lanes
+from suites.support.scans import carried, inner_token, spliced
+
+SCANS = [module.SCAN for module in (ssd_chunk_scan, mamba3_siso, mamba3_mimo, m2rnn)]
+CHUNKED = [op for op in SCANS if op.chunked]
+each = pytest.mark.parametrize("op", SCANS, ids=lambda op: op.name)
+each_chunked = pytest.mark.parametrize("op", CHUNKED, ids=lambda op: op.name)
+quick = settings(derandomize=True, max_examples=15, deadline=None)
+
+
+@lanes("cpu")
+@each
+def test_gradcheck(lane: Lane, op: ScanOp) -> None:
+    inputs = op.make_inputs(**op.gradcheck)
+    tensors = [inputs[n].requires_grad_(n in op.floats) for n in op.names]
+    scan = op.of(2)
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return scan(**dict(zip(op.names, tensors)))
+
+    assert torch.autograd.gradcheck(run, tensors)
+
+    def truncated(*tensors: Tensor) -> tuple[Tensor, ...]:
+        """A fault: the same values, without the gradient of the final state."""
+        y, *final = run(*tensors)
+        return y, *(t.detach() + 0 * tensors[0].sum() for t in final)
+
+    with pytest.raises(GradcheckError):
+        torch.autograd.gradcheck(truncated, tensors)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("chunk_size", [1, 16, 64])
+@each_chunked
+def test_gradients_equal_autograd_of_both_forms(lane: Lane, op: ScanOp, chunk_size: int) -> None:
+    inputs = op.make_inputs(device=lane.device)
+    found = op.trained(op.of(chunk_size), inputs)
+    assert worst(found, op.trained(op.recurrence, inputs)) < op.rounding
+    assert worst(found, op.trained(op.of(chunk_size, impl="reference"), inputs)) < op.rounding
+    assert worst(op.trained(op.fault, inputs), found) > 0.1
+
+
+@lanes("cpu", "h200")
+@quick
+@given(data=st.data())
+@each_chunked
+def test_any_chunk_size_equals_the_recurrence(lane: Lane, op: ScanOp, data: st.DataObject) -> None:
+    T, start = (data.draw(st.integers(1, op.longest + 10)) for _ in range(2))
+    sizes = {**op.odd, **{n: data.draw(values) for n, values in op.drawn.items()}}
+    inputs = op.make_inputs(T=T, **sizes, starts=(start,), device=lane.device, seed=T)
+    scan = op.of(data.draw(st.integers(1, op.longest + 20)))
+    assert worst(op.values(scan, inputs), op.values(op.recurrence, inputs)) < op.rounding
+    final = dict(zip(op.state, scan(**inputs)[1:]))
+    assert all(((final[n] >= 0) & (final[n] < 2 * math.pi)).all() for n in op.turns)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(data=st.data(), at=st.floats(0, 1))
+@each
+def test_two_segments_with_carried_state_equal_one_run(
+    lane: Lane, op: ScanOp, data: st.DataObject, at: float
+) -> None:
+    T = data.draw(st.integers(2, op.longest))
+    split = inner_token(T, at)
+    scan = op.of(data.draw(st.integers(1, 64)))
+
+    def in_two(**inputs: Tensor) -> tuple[Tensor, ...]:
+        y0, *state = scan(**op.segment(inputs, slice(0, split), op.before(inputs)))
+        state = [carried(s, inputs["doc_ids"], split) for s in state]
+        y1, *state = scan(**op.segment(inputs, slice(split, T), tuple(state)))
+        return torch.cat((y0, y1), 1), *state
+
+    inputs = op.make_inputs(T=T, **op.odd, starts=(T // 3, T // 2), device=lane.device, seed=T)
+    assert worst(op.trained(in_two, inputs), op.trained(scan, inputs)) < op.rounding
+
+
+@lanes("cpu", "h200")
+@each
+def test_decode_continues_a_prefill(lane: Lane, op: ScanOp) -> None:
+    inputs = op.make_inputs(T=20, starts=(7,), device=lane.device)
+    whole, *last = op.scan(**inputs)
+    _, *state = op.scan(**op.segment(inputs, slice(0, 19), op.before(inputs)))
+    token = {n: inputs[n][:, -1] if n in op.per_token else inputs[n] for n in op.floats if n not in op.state}
+    stepped, prefilled = op.step(token, tuple(state)), (whole[:, -1], *last)
+    assert worst(dict(zip(op.results, stepped)), dict(zip(op.results, prefilled))) < op.rounding
+
+
+@lanes("cpu", "h200")
+@quick
+@given(data=st.data())
+@each
+def test_packed_document_equals_document_alone(lane: Lane, op: ScanOp, data: st.DataObject) -> None:
+    """[A|B] gives the same result for B as B alone, and no bit of B depends on the contents of A.
+
+    Bitwise equal if A fills whole chunks (the same sums in the same order), and in the recurrence always. Otherwise the
+    chunk borders divide B elsewhere, so its sums are rounded in another order. B of a chunked op has 64 tokens: the
+    CPU's sigmoid rounds differently in a tail that does not fill a vector.
+    """
+    length, chunk_size, dtype = (data.draw(op.packed[n]) for n in ("length", "chunk_size", "dtype"))
+    scan = op.of(chunk_size)
+    inputs, others = (
+        op.make_inputs(
+            T=length + op.packed_tokens, dtype=DTYPES[dtype], starts=(), device=lane.device, seed=length + i
+        )
+        for i in (0, 1)
+    )
+    inputs["doc_ids"][:, length:] += 1
+    alone_inputs = op.alone(inputs, length)
+    alone, alone_final = _split(scan(**alone_inputs))
+    packed, packed_final = _split(scan(**inputs))
+    aligned = not op.chunked or length % chunk_size == 0
+    same_bits = lane.device in op.same_bits_on
+    if aligned:
+        assert all(torch.equal(a, b) for a, b in zip(packed_final, alone_final))
+    if same_bits:
+        assert torch.equal(op.recurrence(**inputs)[0][:, length:], op.recurrence(**alone_inputs)[0])
+    if aligned and same_bits:
+        assert torch.equal(packed[:, length:], alone)
+    elif (bound := op.reordered(alone_inputs, alone)) is not None:
+        assert ((packed[:, length:].double() - alone).abs() <= bound).all()
+
+    changed, changed_final = _split(scan(**spliced(others, inputs, length, op.per_token[:-1])))
+    assert not torch.equal(changed[:, :length], packed[:, :length])
+    assert torch.equal(changed[:, length:], packed[:, length:])
+    assert all(torch.equal(a, b) for a, b in zip(changed_final, packed_final))
+
+    leaves = {n: t.detach().requires_grad_(n in op.floats) for n, t in inputs.items()}
+    scan(**leaves)[0][:, length:].sum().backward()
+    assert all(leaves[n].grad[:, :length].count_nonzero() == 0 for n in op.per_token[:-1])
+    assert all(leaves[n].grad[:, length:].count_nonzero() > 0 for n in op.per_token[:-1])
+    assert all(leaves[n].grad.count_nonzero() == 0 for n in op.state)
+
+
+def _split(results: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return results[0], results[1:]
+
+
+@lanes("cpu", "h200")
+@quick
+@given(data=st.data(), at=st.floats(0, 1))
+@each
+def test_future_tokens_do_not_affect_the_past(lane: Lane, op: ScanOp, data: st.DataObject, at: float) -> None:
+    T = data.draw(st.integers(2, op.longest))
+    now = inner_token(T, at)
+    inputs = op.make_inputs(T=T, **op.odd, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
+    scan = op.of(data.draw(st.integers(1, 64)))
+    later = spliced(inputs, inputs | {n: inputs[n] * 3 + 1 for n in op.per_token}, now, op.per_token)
+    y, changed = scan(**inputs)[0], scan(**later)[0]
+    assert torch.equal(changed[:, :now], y[:, :now])
+    assert not torch.equal(changed[:, now], y[:, now])
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("chunk_size", [4, 64])
+@each
+def test_large_values_have_finite_correct_gradients(lane: Lane, op: ScanOp, chunk_size: int) -> None:
+    inputs = op.make_inputs(T=24, dtype=torch.float32, device=lane.device)
+    op.overflow(inputs)
+    found = op.trained(op.of(chunk_size), inputs)
+    assert all(t.isfinite().all() for t in found.values())
+    assert worst(found, op.trained(op.recurrence, doubled(inputs))) < op.rounding_32
+
+
+@lanes("cpu")
+def test_masked_difference_of_sums_has_a_nan_gradient(lane: Lane) -> None:
+    """The usual form of a decay, exp of a difference of running sums and then a mask: what the ops must not do."""
+    decay = torch.full((24,), -3e4).requires_grad_()
+    sums = decay.cumsum(0)
+    torch.exp(sums[:, None] - sums[None, :]).tril().sum().backward()
+    assert decay.grad.isnan().any()
+
+
+@lanes("cpu", "h200")
+@each
+def test_op_contract(lane: Lane, op: ScanOp) -> None:
+    forward, backward = (getattr(torch.ops.bumpgate, f"{op.name}_{way}") for way in ("fwd", "bwd"))
+    inputs = op.make_inputs(**op.opcheck, dtype=torch.float32, device=lane.device)
+    arguments = [*strided(inputs[n] for n in op.names), *([4] if op.chunked else [])]
+    results = forward(*arguments)
+    gradients = (*results[len(results) - op.saved :], *results[: len(results) - op.saved])
+    check_op(forward, arguments, differentiable=True)
+    check_op(backward, (*arguments, *(turned(t, 0, 1) for t in gradients)))
+
+
+@lanes("cpu", "h200")
+@each
+def test_compiles_to_one_graph_for_every_batch_size(lane: Lane, op: ScanOp) -> None:
+    T = op.batch_tokens
+    batches = [op.make_inputs(B=B, T=T, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    check_one_graph(op.scan, op.trained, batches, op=op.name, dynamic=(*op.per_token, *op.state))
+    traced = traced_through(partial(op.scan, impl="reference"), op.trained, batches[-1])
+    assert worst(traced, op.trained(op.scan, batches[-1])) < 1e-5
+
+
+BAD = [pytest.param(op, case, id=f"{op.name}-{case}") for op in SCANS for case in op.bad]
+
+
+@lanes("cpu")
+@pytest.mark.parametrize(("op", "case"), BAD)
+def test_bad_input_raises_one_line_error(lane: Lane, op: ScanOp, case: str) -> None:
+    inputs: dict[str, Any] = op.make_inputs(T=6)
+    change, words = op.bad[case]
+    with refused(op.name, words):
+        op.scan(**{**inputs, **change(inputs)})
