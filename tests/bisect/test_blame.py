@@ -1,0 +1,140 @@
+"""Sources of a change between two environments, by their packages' metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bumpgate.bisect import blame
+from bumpgate.bisect.attribution import Mixture, attribute, changes
+from bumpgate.bisect.search import Outcome
+from bumpgate.env.build import Environment
+from tests.support.searching import mutant_of
+
+
+def environment(
+    folder: Path, name: str, version: str, requires: Iterable[str] = (), **more: str
+) -> Environment:
+    site = folder / "lib/python3.11/site-packages"
+    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+    lines += [f"Home-page: {more['home']}"] if "home" in more else []
+    (info / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n")
+    if "commit" in more:
+        (site / name).mkdir()
+        (site / name / "version.py").write_text(f"__version__ = 'x'\ngit_version: str = '{more['commit']}'\n")
+    return Environment(name, folder / "bin/python", "key", {name: version})
+
+
+def test_torch_is_grouped_with_its_pinned_cuda_libraries(tmp_path: Path) -> None:
+    pins = [
+        "nvidia-cublas==13.1.0.3; platform_system == 'Linux'",
+        "nvidia-nccl-cu13>=2",
+        "triton==3.7.1",
+        "sympy",
+    ]
+    old = environment(tmp_path / "a", "torch", "2.13.0", pins)
+    new = environment(tmp_path / "b", "torch", "2.14.0", ["cuda-bindings==13.0"])
+    assert blame.together(old, new) == [{"torch", "nvidia-cublas", "cuda-bindings"}], (
+        "triton is a separate group"
+    )
+
+
+CUDA_12 = ["cudart", "cublas", "cufft", "cufile", "nvjitlink"]
+CUDA_13 = ["cublas==13.1.0.3.*", "cufft==12.0.*", "cufile==1.15.*", "nvjitlink<14,>=13.0"]
+
+
+def cuda_step(folder: Path) -> list[Environment]:
+    """The requirements of torch 2.10 (CUDA 12, each library pinned) and 2.11 (CUDA 13, through cuda-toolkit)."""
+    linux = "; platform_system == 'Linux'"
+    libraries = [f"nvidia-{name}-cu12" for name in CUDA_12]
+    old = environment(
+        folder / "a", "torch", "2.10.0", [*(f"{n}==12.8{linux}" for n in libraries), "triton==3.6.0"]
+    )
+    new = environment(
+        folder / "b",
+        "torch",
+        "2.11.0",
+        [f"cuda-toolkit[cublas,cufft,cufile]==13.0.2{linux}", "nvidia-nccl-cu13==2.28.9", "triton==3.6.0"],
+    )
+    requires = [f"nvidia-{r}; extra == '{r.partition('=')[0].partition('<')[0]}'" for r in CUDA_13]
+    environment(folder / "b", "cuda-toolkit", "13.0.2", [*requires, "nvidia-npp==13.0.*; extra == 'npp'"])
+    environment(folder / "b", "nvidia-cufft", "12.0.1", ["nvidia-nvjitlink"])
+    sides = [
+        dict.fromkeys(libraries, "12.8") | {"torch": "2.10.0", "triton": "3.6.0", "setuptools": "80.1"},
+        {
+            "torch": "2.11.0",
+            "triton": "3.6.0",
+            "setuptools": "80.9",
+            "cuda-toolkit": "13.0.2",
+            "numpy": "2.4.0",
+        }
+        | {f"nvidia-{r.partition('=')[0].partition('<')[0]}": "13" for r in CUDA_13}
+        | {"nvidia-nccl-cu13": "2.28.9", "cuda-bindings": "13.0.3"},
+    ]
+    return [replace(e, packages=packages) for e, packages in zip((old, new), sides)]
+
+
+def check_cuda_step(module: Any, folder: Path) -> None:
+    """torch needs the libraries of its own CUDA: a mixture does not import. The search has read both endpoints."""
+    old, new = cuda_step(folder)
+    every = frozenset(change.name for change in changes(old.packages, new.packages))
+    known = [(frozenset[str](), Outcome.GOOD), (every, Outcome.BAD)]
+    for culprit, most in (("torch", 2), ("numpy", 6)):
+        seen: list[Mixture] = []
+
+        def probe(
+            mixture: Mixture, packages: dict[str, str], culprit: str = culprit, seen: list[Mixture] = seen
+        ) -> Outcome:
+            seen.append(mixture)
+            later = packages["torch"] == "2.11.0"
+            if (
+                any(name in packages for name in ("nvidia-cufile", "cuda-toolkit", "nvidia-nvjitlink"))
+                != later
+            ):
+                return Outcome.SKIP
+            return Outcome.BAD if culprit in mixture else Outcome.GOOD
+
+        groups = module.together(old, new)
+        found = attribute(old.packages, new.packages, probe, groups, known=known, first="torch")
+        assert culprit in {change.name for change in found.changes}
+        assert (found.unresolved, found.needed, found.separable) == (0, True, True)
+        assert len(seen) <= most, (culprit, seen)
+
+
+def test_cuda_12_to_13_step_takes_few_mixtures(tmp_path: Path) -> None:
+    check_cuda_step(blame, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('for extra in (extras or {""})', 'for extra in {""}'),
+        (
+            "if linked := _linked(environment, name)",
+            "if linked := {r.name for r in _requirements(environment, name, frozenset()) if LINKED.fullmatch(r.name)}",
+        ),
+        ("pinned or LINKED.fullmatch(name)", "pinned and '*' not in str(requirement.specifier)"),
+    ],
+    ids=["without extras", "one level", "without ranges"],
+)
+def test_mutant_that_ignores_pins_is_caught(old: str, new: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        check_cuda_step(mutant_of(blame, old, new), tmp_path)
+
+
+def test_compare_link_uses_wheel_metadata(tmp_path: Path) -> None:
+    home = "https://github.com/triton-lang/triton/"
+    old = environment(tmp_path / "a", "triton", "3.7.0+gitabcdef12", home=home)
+    new = environment(tmp_path / "b", "triton", "3.7.1", home=home, commit="9" * 40)
+    link = blame.compare_link(old, new, "triton")
+    assert link == f"https://github.com/triton-lang/triton/compare/abcdef12...{'9' * 40}"
+    silent = environment(tmp_path / "c", "triton", "3.7.2", home=home)
+    elsewhere = environment(tmp_path / "d", "triton", "3.7.3", home="https://pytorch.org", commit="8" * 40)
+    assert blame.compare_link(old, silent, "triton") == ""
+    assert blame.compare_link(elsewhere, elsewhere, "triton") == ""

@@ -1,0 +1,182 @@
+"""The outcome of a suite's reading: rows that decide, endpoints, crashes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bumpgate.bisect import suite_probe
+from bumpgate.bisect.probe import Reading
+from bumpgate.bisect.search import Outcome
+from bumpgate.bisect.suite_probe import Signals, SuiteTest
+from bumpgate.core.problems import Problem
+from bumpgate.core.rows import Judgement, Row, Verdict, write_record
+from tests.support.searching import mutant_of
+
+
+def row(case: str, verdict: Verdict, *, better: str = "exact", gone: bool = False) -> Judgement:
+    row_id = f"compile/{case}/graph_breaks"
+    if gone:
+        return Judgement(Row(row_id, None, "n", 0, "", test=f"t.py::{case}"), verdict, "not reported")
+    expected = {"expected": 1} if better == "derived" else {}
+    made = Row(row_id, 1, "n", 1, "C6", better=better, test=f"t.py::{case}", **expected)  # type: ignore[arg-type]
+    return Judgement(made, verdict, "")
+
+
+class Readings:
+    """Creates readings of suites in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.module: Any = suite_probe
+        self.made = 0
+
+    def __call__(
+        self,
+        *rows: Judgement,
+        problems: Iterable[str] = (),
+        complete: bool = True,
+        failure: str = "",
+        code: int = 1,
+        **fields: Any,
+    ) -> Reading:
+        self.made += 1
+        place = self.folder / str(self.made)
+        place.mkdir()
+        write_record(
+            place / "record.json",
+            {"lane": "cpu"},
+            rows,
+            complete=complete,
+            problems=map(Problem.from_json, problems),
+        )
+        return self.module.Reading(place, self.module.Cause[fields.get("cause", "RAN")], code, failure)
+
+
+@pytest.fixture
+def reading(tmp_path: Path) -> Readings:
+    return Readings(tmp_path)
+
+
+GREEN, RED = Verdict.PASS, Verdict.REGRESSION
+
+
+def suite(module: Any, reading: Readings) -> Any:
+    """A suite of two endpoints: `model` is red at the bad one, `old` at both, `fixed` at the good one."""
+    made = module.SuiteTest(Path(), "cpu", (), "torch")
+    good = reading(row("model", GREEN), row("old", RED), row("fixed", RED))
+    bad = reading(
+        row("model", Verdict.CHANGED), row("old", RED), row("fixed", GREEN), problems=["t.py::x: raised"]
+    )
+    made.learn([good], [bad])
+    return made
+
+
+def check_what_decides(module: Any, reading: Readings) -> None:
+    reading.module = module
+    test = suite(module, reading)
+    assert test.deciding == ("compile/model/graph_breaks", "t.py::x")
+    cases = {
+        "all green": reading(row("model", GREEN), row("old", RED)),
+        "another fault": reading(row("model", GREEN), row("old", GREEN), row("new", RED)),
+        "the row": reading(row("model", RED)),
+        "the test": reading(row("model", GREEN), problems=["t.py::x: raised otherwise"]),
+        "the row is lost": reading(row("model", Verdict.MISSING, gone=True)),
+        "the row is lost, the test is red": reading(
+            row("model", Verdict.MISSING, gone=True), problems=["t.py::x: raised"]
+        ),
+        "the test raises another type": reading(
+            row("model", GREEN), problems=["t.py::x: ImportError: libcudart.so.13 (at suites/a.py:3)"]
+        ),
+        "its test was skipped": reading(
+            row("model", Verdict.MISSING, gone=True),
+            problems=["t.py::model: skipped under --gate: old torch"],
+        ),
+        "too noisy": reading(row("model", Verdict.INCONCLUSIVE)),
+        "its instrument broke": reading(row("model", Verdict.INSTRUMENT)),
+        "cut short": reading(row("model", GREEN), complete=False, problems=["the run was cut short: 1 of 2"]),
+        "cut short and red": reading(row("model", RED), complete=False),
+        "not collected": reading(complete=False, problems=["t.py: could not be collected: AttributeError"]),
+        "does not import": reading(cause="BROKEN", failure="import torch: killed by SIGSEGV"),
+    }
+    outcomes = {name: test.judge(r).outcome.value for name, r in cases.items()}
+    assert outcomes == {
+        "all green": "GOOD",
+        "another fault": "GOOD",
+        "the row": "BAD",
+        "the test": "BAD",
+        "the row is lost": "OTHER",
+        "the row is lost, the test is red": "BAD",
+        "the test raises another type": "OTHER",
+        "its test was skipped": "SKIP",
+        "too noisy": "UNKNOWN",
+        "its instrument broke": "SKIP",
+        "cut short": "UNKNOWN",
+        "cut short and red": "BAD",
+        "not collected": "SKIP",
+        "does not import": "SKIP",
+    }
+
+
+def test_suite_probe_decides_by_rows_red_only_at_bad_end(reading: Readings) -> None:
+    check_what_decides(suite_probe, reading)
+    # An unchanged copy of the module passes: the faults below are not detected because of the copy.
+    check_what_decides(mutant_of(suite_probe, 'THE_RUN = "the run"', 'THE_RUN = "the run"'), reading)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("if at_good[name] < at_bad[name])", "if at_bad[name])"),
+        ("if seen.kinds[name] in self.kinds[name]]", "]"),
+        (
+            "        if not reading.whole:\n            return _cut_short(reading)\n        unread",
+            "        unread",
+        ),
+        ("and j.row.test not in skipped", ""),
+        ("if state is not Verdict.PASS]", "if state is Verdict.REGRESSION]"),
+    ],
+    ids=[
+        "red at both ends counts",
+        "another fault counts",
+        "a cut run is green",
+        "a skip is red",
+        "what was not read is green",
+    ],
+)
+def test_mutant_of_suite_probe_is_caught(old: str, new: str, reading: Readings) -> None:
+    mutant = mutant_of(suite_probe, old, new)
+    with pytest.raises(AssertionError):
+        check_what_decides(mutant, reading)
+
+
+def test_endpoints_without_difference_are_judged_alike(reading: Readings) -> None:
+    for good, bad, expected in (
+        ([row("a", GREEN)], [row("a", GREEN)], ("GOOD", "GOOD")),
+        ([row("a", RED)], [row("a", RED)], ("BAD", "BAD")),
+        ([row("a", RED), row("b", RED)], [row("a", GREEN), row("b", RED)], ("BAD", "GOOD")),
+    ):
+        test = SuiteTest(Path(), "cpu", (), "torch")
+        ends = reading(*good), reading(*bad)
+        test.learn([ends[0]], [ends[1]])
+        assert tuple(test.judge(end).outcome.value for end in ends) == expected
+
+
+def test_unreviewed_derived_row_is_green(reading: Readings) -> None:
+    """Its expected value comes from the layer pattern, not from the baseline."""
+    seen = reading(row("a", Verdict.MISSING, better="derived"), row("b", Verdict.MISSING))
+    assert Signals(seen).verdicts["compile/a/graph_breaks"] is Verdict.PASS
+    assert Signals(seen).verdicts["compile/b/graph_breaks"] is Verdict.MISSING
+
+
+def test_crashed_run_is_a_fault_and_killed_run_is_not(reading: Readings) -> None:
+    crashed = reading(complete=False, failure="died of SIGSEGV", code=-11)
+    assert Signals(crashed).verdicts == {"the run": Verdict.REGRESSION}
+    assert Signals(reading(complete=False, failure="died of SIGKILL", code=-9)).verdicts == {}
+    test = SuiteTest(Path(), "cpu", (), "torch")
+    test.learn([reading(row("a", GREEN))], [crashed])
+    assert test.deciding == ("the run",)
+    assert test.judge(reading(row("a", GREEN))).outcome is Outcome.GOOD
