@@ -41,12 +41,21 @@ LIMIT = 1 << 30
 
 
 def program(store: Path, compiler: str) -> Path:
-    """Write the script for CXX that runs `compiler` with `store`; return its path."""
-    command = shlex.join([sys.executable, "-IS", __file__, str(store), compiler])
+    """Write the script for CXX that runs `compiler` with `store`; return its path.
+
+    The script runs a copy of this file. Its path depends on the text of this file and not on the folder: Inductor names
+    a precompiled header by the path of the compiler, and every compile includes that name.
+    """
+    text = Path(__file__).read_bytes()
+    start = [sys.executable, "-IS"]
+    digest = hashlib.sha256(repr((start, text, str(store), compiler)).encode()).hexdigest()
     # Inductor reads from the file's name whether the compiler is g++ or clang++.
-    path = store / hashlib.sha256(command.encode()).hexdigest()[:12] / Path(compiler).name
+    path = store / digest[:12] / Path(compiler).name
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
+        copy = path.with_name("cxx.py")
+        _write(copy, text)
+        command = shlex.join([*start, str(copy), str(store), compiler])
         _write(path, f'#!/bin/sh\nexec {command} "$@"\n'.encode(), 0o755)
     return path
 

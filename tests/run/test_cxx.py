@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -157,3 +158,16 @@ def test_recorded_headers_are_those_the_compiler_read(tree: Tree) -> None:
     names = {Path(path).name for path, *_ in json.loads(facts.read_text())["headers"]}
     assert "size.h" in names
     assert "a.cpp" not in names
+
+
+def test_program_of_another_checkout_has_the_same_path(tree: Tree, tmp_path: Path) -> None:
+    """Otherwise Inductor would build another precompiled header, and no kept kernel would be found."""
+    copy = tmp_path / "checkout/cxx.py"
+    copy.parent.mkdir()
+    copy.write_bytes(Path(cxx.__file__).read_bytes())
+    compiler = str(tree.place / "bin/g++")
+    assert runpy.run_path(str(copy))["program"](tree.store, compiler) == tree.program
+    copy.write_text(copy.read_text() + "# changed\n")
+    assert runpy.run_path(str(copy))["program"](tree.store, compiler) != tree.program
+    copy.unlink()
+    assert tree.compile().returncode == 0
