@@ -24,7 +24,7 @@ from bumpgate.core.accepted import (
 )
 from bumpgate.core.baseline import find_root
 from bumpgate.core.baseline import load as load_baseline
-from bumpgate.core.findings import Outcome
+from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.gate_file import GateFile, Paired, read
 from bumpgate.core.rows import BumpgateError, Judgement, Record, is_finite, write_atomic
 from bumpgate.rebaseline import RefusedError
@@ -125,7 +125,7 @@ def _measured(path: Path) -> tuple[Record | None, Mapping[str, Paired]]:
 
 
 def _timed_entry(made: Acceptance, timed: Paired) -> Acceptance:
-    if timed.outcome != Outcome.SLOWER.value or not is_finite(timed.ratio):
+    if timed.outcome != TimedOutcome.SLOWER.value or not is_finite(timed.ratio):
         raise RefusedError(f"{made.row}: the paired sessions read {timed.outcome}: nothing to accept")
     ratio = round(timed.ratio, 6)
     if ratio > MAX_RATIO:

@@ -36,7 +36,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Change:
+class BaselineChange:
     """One row of the diff. old: None for a new row; new: None for a dropped one."""
 
     id: str
@@ -95,7 +95,7 @@ def command(
 
 def plan(
     record: Record, old: Baseline, *, only: Sequence[str] = (), prune: bool = False, refresh: bool = False
-) -> tuple[Baseline, list[Change]]:
+) -> tuple[Baseline, list[BaselineChange]]:
     """Return the baseline that accepts a record, and the changes from the old one; empty if repeated.
 
     refresh: also accept the values of rows that pass, since small changes of our own use up the tolerance.
@@ -137,7 +137,9 @@ def _refuse_other_tree(record: Record, now: str) -> None:
     )
 
 
-def _refuse_other_host(record: Record, old: Baseline, changes: Sequence[Change], *, whole: bool) -> None:
+def _refuse_other_host(
+    record: Record, old: Baseline, changes: Sequence[BaselineChange], *, whole: bool
+) -> None:
     """Raise RefusedError if the baseline would mix times of two classes of host."""
     timed = {j.row.id for j in record.judgements if j.row.interval is not None}
     reason = comparable(old.made_with, record.provenance)
@@ -190,22 +192,22 @@ def _unacceptable(j: Judgement, old: Baseline, record: Record) -> str | None:
     return f"{then.verdict.value} whatever the baseline holds: {then.reason}" if then.red else None
 
 
-def _change(j: Judgement, old: Baseline, record: Record, prune: bool, refresh: bool) -> Change | None:
+def _change(j: Judgement, old: Baseline, record: Record, prune: bool, refresh: bool) -> BaselineChange | None:
     row, was = j.row, old.rows.get(j.row.id)
     if row.unmeasured:
-        return Change(row.id, was, None, "nothing measures it") if prune and j.gone and was else None
+        return BaselineChange(row.id, was, None, "nothing measures it") if prune and j.gone and was else None
     verdict = judged(j, old, record).verdict
     new = reviewed(row, was, record)
     if verdict is not Verdict.PASS:
-        return Change(row.id, was, new, "new" if was is None else verdict.value.lower())
+        return BaselineChange(row.id, was, new, "new" if was is None else verdict.value.lower())
     if was and new.values.keys() != was.values.keys():
-        return Change(row.id, was, new, "new triton")
+        return BaselineChange(row.id, was, new, "new triton")
     if refresh and was and was.at(build_of(record)["triton"]) != row.value:
-        return Change(row.id, was, new, "refreshed")
+        return BaselineChange(row.id, was, new, "refreshed")
     if was and was.test != row.test:
-        return Change(row.id, was, replace(was, test=row.test), "test moved")
+        return BaselineChange(row.id, was, replace(was, test=row.test), "test moved")
     if was and was.work != row.work:
-        return Change(row.id, was, replace(was, work=row.work), "work stated")
+        return BaselineChange(row.id, was, replace(was, work=row.work), "work stated")
     return None
 
 
@@ -223,7 +225,7 @@ def reviewed(row: Row, was: Reviewed | None, record: Record) -> Reviewed:
     return replace(found, value=None, values={**values, str(record.provenance.get("triton")): str(row.value)})
 
 
-def _moved(change: Change) -> tuple[Value, Value]:
+def _moved(change: BaselineChange) -> tuple[Value, Value]:
     """Return the old and the new value; for a "code" row, those of the version that moved."""
     old, new = change.old, change.new
     versions = [
@@ -236,7 +238,7 @@ def _moved(change: Change) -> tuple[Value, Value]:
     return (old.value if old else None), (new.value if new else None)
 
 
-def diff(old: Baseline, new: Baseline, changes: Iterable[Change]) -> str:
+def diff(old: Baseline, new: Baseline, changes: Iterable[BaselineChange]) -> str:
     rows = [(c.id, *_moved(c), c.why) for c in changes]
     was = old.made_with
     made = [(f"made_with {n}", was.get(n), v, "") for n, v in new.made_with.items() if was.get(n) != v]

@@ -46,7 +46,7 @@ FLOOR = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
-class Finding:
+class AblationResult:
     """stage: "dynamo", "aot", "inductor", or "" if no stage is at fault. backend: the last one that ran.
 
     worst: the gradient group (or "loss") farthest from fp64, `ratio` times as far as eager fp32; or `error`.
@@ -104,7 +104,7 @@ def worst_group(errors: Mapping[str, float], limits: Mapping[str, float]) -> tup
 
 def attribute(
     config: HybridConfig, batches: list[Tensor], policy: str, contract: Contract, device: str = "cpu"
-) -> Finding:
+) -> AblationResult:
     """Run `batches` of ids (B,T) with at least two lengths T, so that a wrongly reused graph is detected.
 
     Raises ValueError on an unknown policy.
@@ -119,20 +119,20 @@ def attribute(
 
     exact, plain = (results(m, m, batches) for m in (model(torch.float64), model(torch.float32)))
     limits = {group: max(error, FLOOR) for group, error in group_errors(plain, exact).items()}
-    finding = Finding("", "")
+    finding = AblationResult("", "")
     for backend, stage in STAGES.items():
         compiled = apply(made := model(torch.float32), policy, contract, backend)
         try:
             errors = group_errors(results(compiled, made, batches), exact)
         except Exception as error:  # any exception is the stage's fault: the same batches ran eagerly
-            return Finding(
+            return AblationResult(
                 stage, backend, error=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             )
         worst, ratio = worst_group(errors, limits)
         if not ratio <= FACTOR:
-            return Finding(stage, backend, worst, ratio)
+            return AblationResult(stage, backend, worst, ratio)
         if ratio >= finding.ratio:
-            finding = Finding("", backend, worst, ratio)
+            finding = AblationResult("", backend, worst, ratio)
     return finding
 
 

@@ -66,7 +66,7 @@ BELOW = re.compile(r"\s|$|frame #|Exception raised from |\+ ")
 
 
 @dataclass(frozen=True)
-class Record:
+class LogRecord:
     """Start and first text of a record: line counts from 1, rank is None if no prefix names one."""
 
     line: int
@@ -78,12 +78,12 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Finding:
+class LogFinding:
     """All records of one class. by_rank counts them per rank, those without a rank prefix under None."""
 
     log_class: LogClass
     by_rank: Mapping[int | None, int]
-    first: Record
+    first: LogRecord
     alert: bool
 
     @property
@@ -96,8 +96,8 @@ class Report:
     """lines read, findings in the contract's order, unknown records by text (digits as 0) with the first of each."""
 
     lines: int
-    findings: tuple[Finding, ...]
-    unknown: Mapping[str, tuple[int, Record]]
+    findings: tuple[LogFinding, ...]
+    unknown: Mapping[str, tuple[int, LogRecord]]
 
     @property
     def unknown_count(self) -> int:
@@ -141,7 +141,7 @@ class _Seen:
 class _Open:
     """A record that later lines may join: by the prefix repeated by torch's logger, or by a traceback's state."""
 
-    first: Record
+    first: LogRecord
     position: int
     match: tuple[int, int] | None
     alarm: bool
@@ -159,10 +159,10 @@ class _Reader:
     open: dict[tuple[str, str | int | None], _Open] = field(default_factory=dict)
     position: Counter[int | None] = field(default_factory=Counter)
     counts: dict[int, Counter[int | None]] = field(default_factory=dict)
-    first: dict[int, Record] = field(default_factory=dict)
+    first: dict[int, LogRecord] = field(default_factory=dict)
     last: dict[tuple[int | None, str], int] = field(default_factory=dict)
     alerts: set[str] = field(default_factory=set)
-    unknown: dict[str, tuple[int, Record]] = field(default_factory=dict)
+    unknown: dict[str, tuple[int, LogRecord]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.patterns = [
@@ -228,7 +228,7 @@ class _Reader:
         if not (seen.match or seen.alarm):
             return
         time, text = fields.get("time") or fields.get("stamp") or "", fields.get("text", line)[:500]
-        first = Record(number, rank, time, fields.get("level") or "", fields.get("source") or "", text)
+        first = LogRecord(number, rank, time, fields.get("level") or "", fields.get("source") or "", text)
         # Only a logger that prints exact time and location repeats its prefix on each line of one event.
         prefix = line[: found.start("text")].rstrip() if found and fields.get("time") else ""
         state = "frames" if line.startswith(TRACEBACK) else ""
@@ -316,7 +316,7 @@ def classify(lines: Iterable[str], classes: tuple[LogClass, ...] | None = None) 
     reader = _Reader(load_classes() if classes is None else classes)
     count = reader.read(lines)
     findings = (
-        Finding(c, dict(reader.counts[i]), reader.first[i], c.name in reader.alerts)
+        LogFinding(c, dict(reader.counts[i]), reader.first[i], c.name in reader.alerts)
         for i, c in enumerate(reader.classes)
         if i in reader.counts
     )

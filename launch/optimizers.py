@@ -96,7 +96,7 @@ def muon_(batch: list[tuple[Tensor, Tensor, Named, Named]]) -> None:
         local(p).copy_(w - hyper["lr"] * (direction * (0.2 * max(p.shape[-2:]) ** 0.5) + decay))
 
 
-class Rule(NamedTuple):
+class GroupRule(NamedTuple):
     """Contents of a group of this rule: hyper-parameters, and the state tensors with the shape of each parameter."""
 
     hyper: tuple[str, ...]
@@ -104,9 +104,9 @@ class Rule(NamedTuple):
 
 
 RULES = {
-    "adamw": Rule(("lr", "beta1", "beta2", "eps", "weight_decay"), ("mean", "square")),
-    "adagrad": Rule(("lr", "lr_decay", "eps", "weight_decay"), ("total",)),
-    "muon": Rule(("lr", "momentum", "weight_decay"), ("momentum",)),
+    "adamw": GroupRule(("lr", "beta1", "beta2", "eps", "weight_decay"), ("mean", "square")),
+    "adagrad": GroupRule(("lr", "lr_decay", "eps", "weight_decay"), ("total",)),
+    "muon": GroupRule(("lr", "momentum", "weight_decay"), ("momentum",)),
 }
 
 

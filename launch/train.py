@@ -64,7 +64,7 @@ class NonFiniteError(ArithmeticError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """Configuration of a run; `steps` is the length of the whole schedule, even if the run stops or resumes earlier."""
 
     steps: int
@@ -95,7 +95,7 @@ class Trainer:
     def __init__(
         self,
         config: HybridConfig,
-        plan: Plan,
+        plan: TrainingPlan,
         source: Iterator[Tensor],
         *,
         device: str = "cpu",
@@ -324,11 +324,11 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m launch.train", description=__doc__)
     p.add_argument("--preset", choices=NAMES, default="nam12")
     p.add_argument("--size", choices=SIZES, default="narrow")
-    p.add_argument("--policy", choices=POLICIES, default=Plan.policy)
+    p.add_argument("--policy", choices=POLICIES, default=TrainingPlan.policy)
     p.add_argument(
         "--dtype",
         choices=DTYPES,
-        default=Plan.dtype,
+        default=TrainingPlan.dtype,
         help="of weights, activations and gradients; the optimizer's state is float32 (default: %(default)s)",
     )
     p.add_argument("--steps", type=int, required=True)
@@ -342,11 +342,11 @@ def parser() -> argparse.ArgumentParser:
         help="rows of a forward; gradients add up over the batch (default: all)",
     )
     p.add_argument("--tokens", type=int, default=0, help="tokens of a row (default: the preset's seq_len)")
-    p.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default=Plan.optimizer)
+    p.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default=TrainingPlan.optimizer)
     p.add_argument("--compile-optimizer", action="store_true")
-    p.add_argument("--lr", type=float, default=Plan.lr)
-    p.add_argument("--warmup", type=int, default=Plan.warmup)
-    p.add_argument("--seed", type=int, default=Plan.seed)
+    p.add_argument("--lr", type=float, default=TrainingPlan.lr)
+    p.add_argument("--warmup", type=int, default=TrainingPlan.warmup)
+    p.add_argument("--seed", type=int, default=TrainingPlan.seed)
     p.add_argument("--device", default="cpu", help="cuda for ranks: each takes the GPU of its LOCAL_RANK")
     p.add_argument(
         "--style", choices=STYLES, default=Layout.style, help="of several ranks: how they share the model"
@@ -356,7 +356,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--expert-parallel", action="store_true", help="the ranks divide the experts")
     p.add_argument("--checkpoint", type=Path, help="where to save the state, at the end and every N steps")
-    p.add_argument("--checkpoint-every", type=int, default=Plan.checkpoint_every, metavar="N")
+    p.add_argument("--checkpoint-every", type=int, default=TrainingPlan.checkpoint_every, metavar="N")
     p.add_argument("--resume", action="store_true", help="continue from --checkpoint")
     p.add_argument("--log", type=Path, help="one JSON line a step")
     return p
@@ -382,7 +382,7 @@ def main(arguments: list[str] | None = None) -> int:
     if layout != Layout() and not os.environ.get("LOCAL_RANK"):
         p.error("--style and parallelism are for ranks: start them by torchrun or launch.retry --ranks")
     config = preset(o.preset, o.size)
-    plan = Plan(**{name: getattr(o, name) for name in Plan.__dataclass_fields__})
+    plan = TrainingPlan(**{name: getattr(o, name) for name in TrainingPlan.__dataclass_fields__})
     try:
         environment.check(contract := load())
         if environment.RETRY in os.environ:

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bumpgate.core.findings import Outcome
+from bumpgate.core.findings import TimedOutcome
 from bumpgate.gate.modes import p_lost
-from bumpgate.gate.plan import Family, Plan, plan_for
+from bumpgate.gate.plan import Family, SessionPlan, plan_for
 from bumpgate.gate.sequential import decide
 from bumpgate.gate.timed import ALPHA_LOST
 from tests.support.simulation import wilson
@@ -28,7 +28,7 @@ SPEEDUP = "throughput/nam52-regional/speedup_over_eager"
 COMPILED = "throughput/nam52-regional/tokens_per_anchor"
 ROWS = (EAGER, SPEEDUP, COMPILED)
 WARM = "throughput/start-cpu/warm_cpu_seconds"
-RED = (Outcome.SLOWER, Outcome.SLOW_MODE)
+RED = (TimedOutcome.SLOWER, TimedOutcome.SLOW_MODE)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ LARGE = (
 
 def gate(case: Case, drawn_from: Sequence[Session], rng: random.Random) -> tuple[str, int]:
     """Simulate one gate: its decision on the timed rows, and its number of sessions."""
-    plan: Plan = plan_for(None, case.lane)
+    plan: SessionPlan = plan_for(None, case.lane)
     if case.starts:
         origin = {row: row for row in drawn_from[0]}
         tests, may_be_slow = dict.fromkeys(origin, "starts"), (WARM,)
@@ -94,11 +94,11 @@ def gate(case: Case, drawn_from: Sequence[Session], rng: random.Random) -> tuple
     }
     readings: dict[str, list[float]] = {name: [] for name in origin}
     caches: dict[str, list[int]] = {name: [] for name in origin}
-    outcomes = dict.fromkeys(origin, Outcome.INCONCLUSIVE)
+    outcomes = dict.fromkeys(origin, TimedOutcome.INCONCLUSIVE)
     looks = sorted({look.sessions for look in plan.looks} | {*range(28, plan.budget, 4)})
     begun = lost = 0
     for look in looks:
-        still = {tests[name] for name, outcome in outcomes.items() if outcome is Outcome.INCONCLUSIVE}
+        still = {tests[name] for name, outcome in outcomes.items() if outcome is TimedOutcome.INCONCLUSIVE}
         while any(len(readings[name]) < look for name in origin if tests[name] in still):
             pair, begun = begun % 2, begun + 1
             if rng.random() < case.rough:
@@ -113,11 +113,11 @@ def gate(case: Case, drawn_from: Sequence[Session], rng: random.Random) -> tuple
                     readings[name].append(sign * session[row] + planted + bias[name][pair])
                     caches[name].append(pair)
         outcomes = decide(readings, plan, Family(tests, caches))
-        if Outcome.INCONCLUSIVE not in outcomes.values():
+        if TimedOutcome.INCONCLUSIVE not in outcomes.values():
             break
     if any(outcome in RED for outcome in outcomes.values()) or (lost and p_lost(lost, 0) <= ALPHA_LOST):
         return "HOLD", begun
-    return ("UNKNOWN" if Outcome.INCONCLUSIVE in outcomes.values() else "ADOPT"), begun
+    return ("UNKNOWN" if TimedOutcome.INCONCLUSIVE in outcomes.values() else "ADOPT"), begun
 
 
 def rates(case: Case, gates: int, seed: int) -> tuple[Counter[str], list[int]]:

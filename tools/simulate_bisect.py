@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bumpgate.bisect.journal import Plan
+from bumpgate.bisect.journal import BisectPlan
 from tests.support.searching import drive, labels, noisy
 from tests.support.tree import ROOT
 
@@ -69,7 +69,7 @@ def simulated(case: Case, seed: int = 6) -> Row:
     """Run a case: each place `repeats` times, each run with its own generator."""
     names = tuple(labels(BUILDS))
     rates = {"false_bad": case.false_bad, "false_good": case.false_good} if case.stated else {}
-    plan = Plan(names, names[0], names[-1], (), **rates, budget=case.budget)  # type: ignore[arg-type]
+    plan = BisectPlan(names, names[0], names[-1], (), **rates, budget=case.budget)  # type: ignore[arg-type]
     probes, right, wrong_sure, unsure = [], 0, 0, 0
     for first_bad in range(1, BUILDS):
         for repeat in range(case.repeats):

@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 
 from bumpgate.bisect.batch import batch
-from bumpgate.bisect.journal import Plan
-from bumpgate.bisect.search import Outcome
+from bumpgate.bisect.journal import BisectPlan
+from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.core.baseline import load
 from bumpgate.history.archive import Archive
 from bumpgate.report import dashboard
@@ -68,7 +68,7 @@ class Cell:
 def simulated(case: Case) -> Cell:
     """Run a case with the change at random places."""
     names = tuple(labels(case.nights))
-    plan = Plan(names, names[0], names[-1], (), case.misreads, case.misreads)
+    plan = BisectPlan(names, names[0], names[-1], (), case.misreads, case.misreads)
     rounds, probes, wrong = [], [], 0
     runs = RUNS[case.nights]
     for seed in range(runs):
@@ -80,7 +80,7 @@ def simulated(case: Case) -> Cell:
         while due := batch(search, case.workers):
             count += 1
             for index in due:
-                search.record(index, Outcome[read(index)])
+                search.record(index, ProbeOutcome[read(index)])
         result = search.result()
         assert result is not None
         rounds.append(count)

@@ -27,7 +27,7 @@ from bumpgate.env.locks import Lock, Wheel, lane_lock, lock_text, read_lock
 from bumpgate.env.manifest import ManifestError
 from bumpgate.env.manifest import load as load_manifest
 from bumpgate.history import adoptions
-from bumpgate.history.adoptions import Adoption, Reviewed
+from bumpgate.history.adoptions import Adoption, ReviewedFinding
 from bumpgate.rebaseline import diff as baseline_diff
 from bumpgate.run.binding import Binding, bind
 from bumpgate.run.edits import AdoptionError, Edit, diff, digest, read, recover, replace_all
@@ -172,7 +172,7 @@ def _moved(lock: Mapping[str, str], packages: Mapping[str, str]) -> list[str]:
     return changes(lock, {name: have.get(name, "(absent)") for name in lock})
 
 
-def _reviewed(gate: GateFile, rows: Sequence[str], reasons: Sequence[str]) -> tuple[Reviewed, ...]:
+def _reviewed(gate: GateFile, rows: Sequence[str], reasons: Sequence[str]) -> tuple[ReviewedFinding, ...]:
     """Return the reviewed rows. Raises AdoptionError unless they cover every finding that holds the gate."""
     if rows and len(reasons) not in (1, len(rows)):
         raise AdoptionError(
@@ -199,7 +199,7 @@ def _reviewed(gate: GateFile, rows: Sequence[str], reasons: Sequence[str]) -> tu
         raise AdoptionError(
             f"not reviewed ({len(left)}): {causes}; name each with --reviewed ROW --reason TEXT"
         )
-    return tuple(Reviewed(row, _cause(by_row[row]), reason) for row, reason in named.items())
+    return tuple(ReviewedFinding(row, _cause(by_row[row]), reason) for row, reason in named.items())
 
 
 def _cause(f: Finding) -> str:
@@ -207,7 +207,7 @@ def _cause(f: Finding) -> str:
 
 
 def _adopting(
-    root: Path, path: Path, gate: GateFile, binding: Binding, findings: tuple[Reviewed, ...]
+    root: Path, path: Path, gate: GateFile, binding: Binding, findings: tuple[ReviewedFinding, ...]
 ) -> Adopting:
     """Return all new files. Raises AdoptionError if the gate's folder lacks a file, or a file cannot be changed."""
     record = gate.bad.record

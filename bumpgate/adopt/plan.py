@@ -17,7 +17,7 @@ from bumpgate.core.findings import NO_REGRESSION
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Record, Verdict
 from bumpgate.env.manifest import satisfies
-from bumpgate.rebaseline import MADE_WITH, Change, build_of, judged, reviewed
+from bumpgate.rebaseline import MADE_WITH, BaselineChange, build_of, judged, reviewed
 from bumpgate.run.edits import AdoptionError
 
 # The paired sessions decide these instead of a stored time.
@@ -26,7 +26,7 @@ SETTLED = tuple(outcome.value for outcome in NO_REGRESSION)
 
 def moved_baseline(
     gate: GateFile, old: Baseline, accepted_rows: Collection[str]
-) -> tuple[Baseline, list[Change], list[str]]:
+) -> tuple[Baseline, list[BaselineChange], list[str]]:
     """Return the baseline of the candidate, the changes, and the rows that stay red under it.
 
     Accepted from the candidate's record: new rows, per-build values, wins, times that the paired sessions found no
@@ -54,11 +54,11 @@ def moved_baseline(
 
 def _change(
     j: Judgement, old: Baseline, record: Record, gate: GateFile, accepted_rows: Collection[str]
-) -> Change | None:
+) -> BaselineChange | None:
     row, was = j.row, old.rows.get(j.row.id)
     named = row.id in accepted_rows
     if row.unmeasured:
-        return Change(row.id, was, None, "reviewed: not measured any more") if named and was else None
+        return BaselineChange(row.id, was, None, "reviewed: not measured any more") if named and was else None
     verdict = judged(j, old, record).verdict
     new = reviewed(row, was, record)
     then = judge(row, Baseline(old.lane, {}, {row.id: new}), failed_instruments={}, build=build_of(record))
@@ -67,19 +67,19 @@ def _change(
             f"{row.id} is red whatever the baseline holds ({then.reason}): no review can adopt it, change its test"
         )
     if named and not (row.paired and was is None):
-        return Change(row.id, was, new, "reviewed")
+        return BaselineChange(row.id, was, new, "reviewed")
     if was is None:
         # A paired row needs no reviewed value: it passes without one, and sessions judge it.
-        return None if verdict is Verdict.PASS else Change(row.id, None, new, "new")
+        return None if verdict is Verdict.PASS else BaselineChange(row.id, None, new, "new")
     accept = verdict is Verdict.WIN or (
         verdict is Verdict.CHANGED and row.per_build and _other_build(old, record)
     )
     if accept or (verdict is not Verdict.PASS and _settled(gate, j) and not then.red):
-        return Change(row.id, was, new, verdict.value.lower())
+        return BaselineChange(row.id, was, new, verdict.value.lower())
     if new.values.keys() != was.values.keys():
-        return Change(row.id, was, new, "new triton")
+        return BaselineChange(row.id, was, new, "new triton")
     if was.test != row.test:
-        return Change(row.id, was, replace(was, test=row.test), "test moved")
+        return BaselineChange(row.id, was, replace(was, test=row.test), "test moved")
     return None
 
 

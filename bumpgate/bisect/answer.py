@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.status import Status
 
 from bumpgate.bisect import blame
-from bumpgate.bisect.attribution import Attribution, Change, changes
+from bumpgate.bisect.attribution import Attribution, PackageChange, changes
 from bumpgate.bisect.bisection import Bisection
 from bumpgate.bisect.candidates import Range
-from bumpgate.bisect.journal import Plan
+from bumpgate.bisect.journal import BisectPlan
 from bumpgate.bisect.probe import ProbeResult, Reading, Test
-from bumpgate.bisect.search import Outcome, Result, Search
+from bumpgate.bisect.search import ProbeOutcome, Search, SearchResult
 from bumpgate.core.findings import Finding
 from bumpgate.core.rows import write_atomic
 from bumpgate.env.build import Environment
@@ -27,7 +27,7 @@ from bumpgate.env.build import Environment
 SCHEMA = 1
 FINDINGS = 8
 SHOWN = 4
-STYLE = dict.fromkeys(Outcome, "yellow") | {Outcome.GOOD: "green", Outcome.BAD: "red"}
+STYLE = dict.fromkeys(ProbeOutcome, "yellow") | {ProbeOutcome.GOOD: "green", ProbeOutcome.BAD: "red"}
 
 
 class Watcher:
@@ -84,8 +84,8 @@ class Answer:
     """
 
     range: Range
-    plan: Plan
-    result: Result
+    plan: BisectPlan
+    result: SearchResult
     attribution: Attribution | None = None
     good: str = ""
     bad: str = ""
@@ -104,16 +104,16 @@ class Answer:
     compiler: str = ""
 
     @property
-    def blamed(self) -> tuple[Change, ...]:
+    def blamed(self) -> tuple[PackageChange, ...]:
         """Packages at fault, each as a change from the earlier candidate to the later one."""
         return self._in_order(self.attribution.changes) if self.attribution else ()
 
     @property
-    def others(self) -> tuple[tuple[Change, ...], ...]:
+    def others(self) -> tuple[tuple[PackageChange, ...], ...]:
         """Further package sets that each cause the failure alone, in the same direction."""
         return tuple(map(self._in_order, self.attribution.others)) if self.attribution else ()
 
-    def _in_order(self, found: tuple[Change, ...]) -> tuple[Change, ...]:
+    def _in_order(self, found: tuple[PackageChange, ...]) -> tuple[PackageChange, ...]:
         return tuple(replace(c, old=c.new, new=c.old) for c in found) if self.plan.find_fix else found
 
     @property
@@ -124,7 +124,7 @@ class Answer:
 def answer(
     bisection: Bisection,
     span: Range,
-    result: Result,
+    result: SearchResult,
     attribution: Attribution | None,
     test: Test,
 ) -> Answer:
@@ -135,7 +135,7 @@ def answer(
     found = Answer(span, bisection.state.plan, result, attribution, good, bad)
     before, after = (
         bisection.reading_of(index, outcome)
-        for index, outcome in zip(bisection.neighbours(result), (Outcome.GOOD, Outcome.BAD))
+        for index, outcome in zip(bisection.neighbours(result), (ProbeOutcome.GOOD, ProbeOutcome.BAD))
     )
     names = (f"{span.package} {version}" for version in (good, bad))
     findings = test.findings(next(names), before, next(names), after) if before and after else []
@@ -149,12 +149,12 @@ def answer(
         pinned=frozenset().union(*(_pinned(cause, first, last) for cause in (found.blamed, *found.others))),
         deciding=test.deciding,
         unread=tuple(suspects),
-        read=len({i for i, o in bisection.search.history if o in (Outcome.GOOD, Outcome.BAD)}),
+        read=len({i for i, o in bisection.search.history if o in (ProbeOutcome.GOOD, ProbeOutcome.BAD)}),
         noise=bisection.search.noise(),
     )
 
 
-def _pinned(cause: Iterable[Change], *environments: Environment) -> set[str]:
+def _pinned(cause: Iterable[PackageChange], *environments: Environment) -> set[str]:
     return blame.pinned([change.name for change in cause], *environments)
 
 
@@ -282,7 +282,7 @@ def _fault_lines(found: Answer) -> list[str]:
     return [line, with_it] if along else [line]
 
 
-def _cause(found: Answer, cause: Iterable[Change]) -> str:
+def _cause(found: Answer, cause: Iterable[PackageChange]) -> str:
     return ", ".join(str(change) for change in cause if change.name not in found.pinned)
 
 

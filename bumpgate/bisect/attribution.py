@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bumpgate.bisect.search import UNKNOWN_LIMIT, Outcome
+from bumpgate.bisect.search import UNKNOWN_LIMIT, ProbeOutcome
 from bumpgate.core.rows import BumpgateError
 
 Packages = Mapping[str, str]
@@ -33,7 +33,7 @@ class AttributionError(BumpgateError):
 
 
 @dataclass(frozen=True)
-class Change:
+class PackageChange:
     """Version change of one package; None means absent."""
 
     name: str
@@ -60,26 +60,26 @@ class Attribution:
     failure: why there is no answer, one line; empty if there is one.
     """
 
-    changes: tuple[Change, ...]
+    changes: tuple[PackageChange, ...]
     probes: int
     mixtures: int
     unresolved: int
     failure: str = ""
     needed: bool = True
-    others: tuple[tuple[Change, ...], ...] = ()
+    others: tuple[tuple[PackageChange, ...], ...] = ()
     separable: bool = True
 
 
 def attribute(
     good: Packages,
     bad: Packages,
-    probe: Callable[[Mixture, dict[str, str]], Outcome],
+    probe: Callable[[Mixture, dict[str, str]], ProbeOutcome],
     together: Iterable[Collection[str]] = (),
     *,
     false_bad: float = 0.0,
     false_good: float = 0.0,
     confidence: float = 0.98,
-    known: Iterable[tuple[Mixture, Outcome]] = (),
+    known: Iterable[tuple[Mixture, ProbeOutcome]] = (),
     first: str = "",
 ) -> Attribution:
     """Find the smallest changes that turn the good set red, and whether the bad set is green without them.
@@ -94,7 +94,7 @@ def attribute(
     parts = _parts(good, bad, together)
     readings = _Readings(good, bad, probe, false_bad, false_good, confidence, known, len(parts))
     everything = _names(parts)
-    for named, names in ((Outcome.GOOD, []), (Outcome.BAD, everything)):
+    for named, names in ((ProbeOutcome.GOOD, []), (ProbeOutcome.BAD, everything)):
         read = readings.of(names)
         if read is not named:
             return readings.answer(
@@ -124,17 +124,17 @@ def _cause(parts: list[Mixture], readings: _Readings, first: str) -> list[Mixtur
 
 def _needed(cause: list[Mixture], parts: list[Mixture], readings: _Readings) -> bool:
     """Return whether the bad set without `cause` is green."""
-    return readings.of(_names([part for part in parts if part not in cause])) is Outcome.GOOD
+    return readings.of(_names([part for part in parts if part not in cause])) is ProbeOutcome.GOOD
 
 
 def _names(parts: Iterable[Mixture]) -> list[str]:
     return [name for part in parts for name in part]
 
 
-def changes(good: Packages, bad: Packages) -> list[Change]:
+def changes(good: Packages, bad: Packages) -> list[PackageChange]:
     """Return the packages whose versions differ between the two sets, sorted by name."""
     names = sorted(good.keys() | bad.keys())
-    return [Change(n, good.get(n), bad.get(n)) for n in names if good.get(n) != bad.get(n)]
+    return [PackageChange(n, good.get(n), bad.get(n)) for n in names if good.get(n) != bad.get(n)]
 
 
 def _ddmin(parts: list[Mixture], readings: _Readings) -> list[Mixture]:
@@ -162,11 +162,11 @@ class _Readings:
         self,
         good: Packages,
         bad: Packages,
-        probe: Callable[[Mixture, dict[str, str]], Outcome],
+        probe: Callable[[Mixture, dict[str, str]], ProbeOutcome],
         false_bad: float,
         false_good: float,
         confidence: float,
-        known: Iterable[tuple[Mixture, Outcome]],
+        known: Iterable[tuple[Mixture, ProbeOutcome]],
         parts: int,
     ) -> None:
         if not (0 <= false_bad < 0.5 and 0 <= false_good < 0.5 and 0.5 < confidence < 1):
@@ -175,16 +175,16 @@ class _Readings:
         self.false_bad, self.false_good = false_bad, false_good
         # One wrong verdict invalidates the answer, so the error budget is shared: about two mixtures per part + ends.
         self.doubt = (1 - confidence) / (2 * parts + 2)
-        self.known: dict[Mixture, deque[Outcome]] = defaultdict(deque)
+        self.known: dict[Mixture, deque[ProbeOutcome]] = defaultdict(deque)
         for mixture, outcome in known:
             self.known[mixture].append(outcome)
-        self.verdicts: dict[Mixture, Outcome] = {}
+        self.verdicts: dict[Mixture, ProbeOutcome] = {}
         self.probes = 0
 
     def red(self, parts: list[Mixture]) -> bool:
-        return self.of(_names(parts)) is Outcome.BAD
+        return self.of(_names(parts)) is ProbeOutcome.BAD
 
-    def of(self, names: Iterable[str]) -> Outcome:
+    def of(self, names: Iterable[str]) -> ProbeOutcome:
         mixture = frozenset(names)
         if mixture not in self.verdicts:
             self.verdicts[mixture] = self._settle(mixture)
@@ -199,29 +199,35 @@ class _Readings:
     ) -> Attribution:
         every = changes(self.good, self.bad)
         blamed, *more = (tuple(c for c in every if c.name in part) for part in (names, *others))
-        unread = [m for m, v in self.verdicts.items() if v not in (Outcome.GOOD, Outcome.BAD)]
+        unread = [m for m, v in self.verdicts.items() if v not in (ProbeOutcome.GOOD, ProbeOutcome.BAD)]
         without = frozenset(c.name for c in every).difference(names)
         open_ = any(m < frozenset(names) or m == without for m in unread)
         return Attribution(
             blamed, self.probes, len(self.verdicts), len(unread), failure, needed, tuple(more), not open_
         )
 
-    def _settle(self, mixture: Mixture) -> Outcome:
+    def _settle(self, mixture: Mixture) -> ProbeOutcome:
         """Read until a verdict is certain enough (Wald's sequential test). SKIP is final; UNKNOWN is, after a few."""
-        seen = dict.fromkeys(Outcome, 0)
+        seen = dict.fromkeys(ProbeOutcome, 0)
         while True:
             outcome = self._read(mixture)
             seen[outcome] += 1
-            if outcome in (Outcome.SKIP, Outcome.OTHER) or seen[Outcome.UNKNOWN] >= UNKNOWN_LIMIT:
+            if (
+                outcome in (ProbeOutcome.SKIP, ProbeOutcome.OTHER)
+                or seen[ProbeOutcome.UNKNOWN] >= UNKNOWN_LIMIT
+            ):
                 return outcome
-            counts = seen[Outcome.BAD], seen[Outcome.GOOD]
+            counts = seen[ProbeOutcome.BAD], seen[ProbeOutcome.GOOD]
             if_bad = PRIOR_RED * math.prod(map(pow, (1 - self.false_good, self.false_good), counts))
             if_good = (1 - PRIOR_RED) * math.prod(map(pow, (self.false_bad, 1 - self.false_bad), counts))
-            for verdict, weight, other in ((Outcome.BAD, if_bad, if_good), (Outcome.GOOD, if_good, if_bad)):
+            for verdict, weight, other in (
+                (ProbeOutcome.BAD, if_bad, if_good),
+                (ProbeOutcome.GOOD, if_good, if_bad),
+            ):
                 if any(counts) and other <= self.doubt * (weight + other):
                     return verdict
 
-    def _read(self, mixture: Mixture) -> Outcome:
+    def _read(self, mixture: Mixture) -> ProbeOutcome:
         self.probes += 1
         if self.known[mixture]:
             return self.known[mixture].popleft()

@@ -29,7 +29,7 @@ from bumpgate.bisect.probe import (
     load,
     take,
 )
-from bumpgate.bisect.search import Outcome, Result, Search
+from bumpgate.bisect.search import ProbeOutcome, Search, SearchResult
 from bumpgate.core.rows import BumpgateError
 from bumpgate.env.build import Environment
 from bumpgate.env.request import Request
@@ -93,7 +93,7 @@ class Step:
     """One reading recorded in the search."""
 
     version: str
-    outcome: Outcome
+    outcome: ProbeOutcome
     reading: Reading
 
 
@@ -109,7 +109,7 @@ class Bisection:
     def search(self) -> Search:
         return self.state.search
 
-    def run(self) -> Result:
+    def run(self) -> SearchResult:
         """Probe until the search has its answer. Raises MachineError, ProbeError, KeyboardInterrupt."""
         try:
             self._learn()
@@ -142,29 +142,29 @@ class Bisection:
             yield Step(self.search.candidates[index], outcome, load(place) or gone)
             seen[index] += 1
 
-    def reading_of(self, index: int, outcome: Outcome) -> Reading | None:
+    def reading_of(self, index: int, outcome: ProbeOutcome) -> Reading | None:
         """Return the candidate's first reading with this outcome, or None."""
         version = self.search.candidates[index]
         return next((s.reading for s in self.steps() if (s.version, s.outcome) == (version, outcome)), None)
 
-    def neighbours(self, result: Result) -> tuple[int, int]:
+    def neighbours(self, result: SearchResult) -> tuple[int, int]:
         """Return the indices of the two candidates around the change, the good one first."""
         assert result.last_old is not None, "a search that failed has no neighbours"
         pair = result.last_old, result.suspects[-1]
         return (pair[1], pair[0]) if self.search.find_fix else pair
 
-    def environments(self, result: Result) -> tuple[Environment, Environment]:
+    def environments(self, result: SearchResult) -> tuple[Environment, Environment]:
         """Return the environments of the two neighbours, the good one first; both have been built."""
         build = self.context.recall or self.context.build
         good, bad = (build(self._request(i)) for i in self.neighbours(result))
         return good, bad
 
-    def in_order(self, result: Result) -> tuple[Environment, Environment]:
+    def in_order(self, result: SearchResult) -> tuple[Environment, Environment]:
         """Return the environments of the two neighbours, the earlier version first."""
         good, bad = self.environments(result)
         return (bad, good) if self.search.find_fix else (good, bad)
 
-    def attribute(self, result: Result) -> Attribution | None:
+    def attribute(self, result: SearchResult) -> Attribution | None:
         """Find the package at fault between the two neighbours' sets; None if the sets are equal."""
         good, bad = (
             replace(e, packages={n: v for n, v in e.packages.items() if n not in self.context.follow})
@@ -193,7 +193,7 @@ class Bisection:
             first=self.context.package,
         )
 
-    def _probe_mixture(self, mixture: Mixture, packages: Mapping[str, str]) -> Outcome:
+    def _probe_mixture(self, mixture: Mixture, packages: Mapping[str, str]) -> ProbeOutcome:
         self.state.decide_mixture(mixture)
         digest = hashlib.sha256("\n".join(sorted(mixture)).encode()).hexdigest()[:12]
         attempt = sum(m == mixture for m, _ in self.state.mixtures)
@@ -360,7 +360,9 @@ class Bisection:
         self.context.show.probed(f"{self.context.package} {version}", reading, result, left)
 
     def _unjudged(self, index: int) -> bool:
-        return not any(i == index and o in (Outcome.GOOD, Outcome.BAD) for i, o in self.search.history)
+        return not any(
+            i == index and o in (ProbeOutcome.GOOD, ProbeOutcome.BAD) for i, o in self.search.history
+        )
 
     def _ends(self) -> tuple[int, int]:
         return self.search.first, self.search.last

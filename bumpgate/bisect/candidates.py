@@ -11,7 +11,7 @@ from datetime import date
 from packaging.version import InvalidVersion, Version
 
 from bumpgate.core.rows import BumpgateError
-from bumpgate.env.versions import Found, missing_days
+from bumpgate.env.versions import FoundVersion, missing_days
 
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
@@ -56,7 +56,7 @@ class Range:
         return f"{version} of {day}" if day and f"{day:%Y%m%d}" not in version else version
 
 
-def one(package: str, found: Sequence[Found], name: str) -> str:
+def one(package: str, found: Sequence[FoundVersion], name: str) -> str:
     """Return the version that a version or a date names: the last build on or before that day."""
     listed = _of_variant(found, _variant(name))
     return listed[_resolve(package, listed, name, later=False)].version
@@ -67,7 +67,9 @@ def needs_prereleases(*ends: str) -> bool:
     return any(DATE.fullmatch(end) or _version(end).is_prerelease for end in ends)
 
 
-def between(package: str, found: Sequence[Found], good: str, bad: str, *, find_fix: bool = False) -> Range:
+def between(
+    package: str, found: Sequence[FoundVersion], good: str, bad: str, *, find_fix: bool = False
+) -> Range:
     """Return the range between --good and --bad. found: all versions in order, as `versions.versions` returns them.
 
     A date as the earlier endpoint is the last build on or before that day; as the later one, the first build on or
@@ -126,7 +128,7 @@ def _variant(*ends: str) -> str | None:
     return variants.pop() if variants else None
 
 
-def _of_variant(found: Sequence[Found], variant: str | None) -> list[Found]:
+def _of_variant(found: Sequence[FoundVersion], variant: str | None) -> list[FoundVersion]:
     """Drop other variants of versions that have a build of the requested one (by default the one without a suffix)."""
     plain = {Version(f.version).public for f in found if Version(f.version).local == variant}
     return [
@@ -137,7 +139,7 @@ def _of_variant(found: Sequence[Found], variant: str | None) -> list[Found]:
     ]
 
 
-def _resolve(package: str, found: Sequence[Found], end: str, *, later: bool) -> int:
+def _resolve(package: str, found: Sequence[FoundVersion], end: str, *, later: bool) -> int:
     """Return the index of the version that an endpoint names."""
     if DATE.fullmatch(end):
         return _on(package, found, end, later=later)
@@ -157,7 +159,7 @@ def _resolve(package: str, found: Sequence[Found], end: str, *, later: bool) -> 
     raise RangeError(f"{package} {end} is not among the {len(found)} versions here; next to it: {near}")
 
 
-def _on(package: str, found: Sequence[Found], end: str, *, later: bool) -> int:
+def _on(package: str, found: Sequence[FoundVersion], end: str, *, later: bool) -> int:
     try:
         day = date.fromisoformat(end)
     except ValueError:
@@ -171,7 +173,7 @@ def _on(package: str, found: Sequence[Found], end: str, *, later: bool) -> int:
     raise RangeError(f"{package}: no build of {day} or {side}; the {which} is {found[i].version} of {edge}")
 
 
-def _check_order(package: str, found: Iterable[Found]) -> None:
+def _check_order(package: str, found: Iterable[FoundVersion]) -> None:
     found = list(found)
     loose = [f for f in found if "is not known" in f.note]
     if loose:

@@ -22,11 +22,11 @@ from bumpgate.bisect.answer import Answer, Watcher, answer, closing_text, so_far
 from bumpgate.bisect.bisection import BisectContext, Bisection, MachineError
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.compiler import compiler_part
-from bumpgate.bisect.journal import Journal, JournalExistsError, Plan
+from bumpgate.bisect.journal import BisectPlan, Journal, JournalExistsError
 from bumpgate.bisect.options import BisectError, Options
 from bumpgate.bisect.prefetch import Prefetch
 from bumpgate.bisect.probe import Hosts, Test
-from bumpgate.bisect.search import Result, SearchFailure
+from bumpgate.bisect.search import SearchFailure, SearchResult
 from bumpgate.env.build import Environment, build
 from bumpgate.env.cached import Disk
 from bumpgate.env.mirror import copies
@@ -34,7 +34,7 @@ from bumpgate.wheels.fitting import Fitter, missing
 from bumpgate.wheels.fitting import variables as absent_variables
 
 
-class Fleet(Protocol):
+class FleetHosts(Protocol):
     """Hosts that `bumpgate fleet` has connected to."""
 
     def check(self, options: Options) -> None:
@@ -214,7 +214,7 @@ def run(
     attribution: bool = True,
     prefetch: bool = True,
     compiler: float | None = None,
-    fleet: Fleet | None = None,
+    fleet: FleetHosts | None = None,
     disk: str | None = None,
 ) -> int:
     """Run the command and return its exit code. fleet: where its readings are taken, instead of this process.
@@ -342,7 +342,7 @@ def _test(options: Options, root: Path | None, span: Range, fitter: Fitter | Non
     return options.test(root, good, lambda line: typer.echo(line, err=True), variables)
 
 
-def _no_answer(result: Result, test: Test, last: str) -> int:
+def _no_answer(result: SearchResult, test: Test, last: str) -> int:
     """Report a failed search: raise BisectError if other endpoints would help, else print why and return UNKNOWN.
 
     last: why the last version was skipped, "" if none was.
@@ -378,7 +378,7 @@ def _resume_command(
     return shlex.join(["bumpgate", *command, *line])
 
 
-def _begin(out: Path, plan: Plan) -> Journal:
+def _begin(out: Path, plan: BisectPlan) -> Journal:
     plan.search()
     out.mkdir(parents=True, exist_ok=True)
     try:

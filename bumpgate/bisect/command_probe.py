@@ -20,7 +20,7 @@ from bumpgate.bisect.probe import (
     import_fault,
     without_verdict,
 )
-from bumpgate.bisect.search import Outcome
+from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import one_line
 from bumpgate.env.build import Environment
@@ -81,7 +81,7 @@ class CommandTest:
 
     def unusable(self, reading: Reading) -> ProbeResult | None:
         result = self.judge(reading)
-        return None if result.outcome in (Outcome.GOOD, Outcome.BAD) else result
+        return None if result.outcome in (ProbeOutcome.GOOD, ProbeOutcome.BAD) else result
 
     def learn(self, good: Sequence[Reading], bad: Sequence[Reading]) -> None:
         """Do nothing: an exit code means the same for every candidate."""
@@ -90,9 +90,11 @@ class CommandTest:
         if result := without_verdict(reading):
             return result
         if reading.code == 125:
-            return ProbeResult(Outcome.SKIP, "the command skipped it (exit 125)")
+            return ProbeResult(ProbeOutcome.SKIP, "the command skipped it (exit 125)")
         how = reading.failure or f"exit {reading.code}"
-        return ProbeResult(Outcome.GOOD, how) if reading.code == 0 else ProbeResult(Outcome.BAD, how)
+        return (
+            ProbeResult(ProbeOutcome.GOOD, how) if reading.code == 0 else ProbeResult(ProbeOutcome.BAD, how)
+        )
 
     def findings(self, good: str, before: Reading, bad: str, after: Reading) -> list[Finding]:
         reason = self.judge(after).reason

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from bumpgate.bisect.attribution import Mixture
 from bumpgate.bisect.batch import batch
-from bumpgate.bisect.search import Outcome, Search
+from bumpgate.bisect.search import ProbeOutcome, Search
 from bumpgate.core.rows import BumpgateError, one_line
 
 SCHEMA = 1
@@ -32,7 +32,7 @@ class JournalExistsError(JournalError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class BisectPlan:
     """Search plan: the arguments of search.Search, and the command that judges a candidate."""
 
     candidates: tuple[str, ...]
@@ -67,11 +67,11 @@ class Journal:
     search: the search with all recorded outcomes. mixtures: readings of package mixtures, in order.
     """
 
-    def __init__(self, file: BinaryIO, plan: Plan) -> None:
+    def __init__(self, file: BinaryIO, plan: BisectPlan) -> None:
         self._file = file
         self.plan = plan
         self.search = plan.search()
-        self.mixtures: list[tuple[Mixture, Outcome]] = []
+        self.mixtures: list[tuple[Mixture, ProbeOutcome]] = []
         self._pending: list[int] = []
         self._pending_mixture: Mixture | None = None
 
@@ -89,7 +89,7 @@ class Journal:
             self._pending = pending
         return list(self._pending)
 
-    def record(self, index: int, outcome: Outcome) -> None:
+    def record(self, index: int, outcome: ProbeOutcome) -> None:
         """Write an outcome down, then pass it to the search."""
         _write(self._file, {"index": index, "outcome": outcome.value})
         self._take(index, outcome)
@@ -105,7 +105,7 @@ class Journal:
             _write(self._file, {"mixture": sorted(mixture)})
             self._pending_mixture = mixture
 
-    def record_mixture(self, mixture: Mixture, outcome: Outcome) -> None:
+    def record_mixture(self, mixture: Mixture, outcome: ProbeOutcome) -> None:
         """Write the reading of a mixture down."""
         _write(self._file, {"mixture": sorted(mixture), "outcome": outcome.value})
         self._take_mixture(mixture, outcome)
@@ -120,7 +120,7 @@ class Journal:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _take(self, index: int, outcome: Outcome) -> None:
+    def _take(self, index: int, outcome: ProbeOutcome) -> None:
         self.search.record(index, outcome)
         if index in self._pending:
             self._pending.remove(index)
@@ -132,7 +132,7 @@ class Journal:
             self.search.record(index, outcome)
         self._pending = []
 
-    def _take_mixture(self, mixture: Mixture, outcome: Outcome) -> None:
+    def _take_mixture(self, mixture: Mixture, outcome: ProbeOutcome) -> None:
         self.mixtures.append((mixture, outcome))
         self._pending_mixture = None
 
@@ -142,18 +142,18 @@ class Journal:
         if keys == {"probe"}:
             self._pending = [int(i) for i in entry["probe"]]
         elif keys == {"index", "outcome"}:
-            self._take(entry["index"], Outcome(entry["outcome"]))
+            self._take(entry["index"], ProbeOutcome(entry["outcome"]))
         elif keys == {"back"}:
             self._take_back()
         elif keys == {"mixture"}:
             self._pending_mixture = frozenset(entry["mixture"])
         elif keys == {"mixture", "outcome"}:
-            self._take_mixture(frozenset(entry["mixture"]), Outcome(entry["outcome"]))
+            self._take_mixture(frozenset(entry["mixture"]), ProbeOutcome(entry["outcome"]))
         else:
             raise ValueError(f"an entry of {', '.join(keys)}")
 
 
-def begin(path: Path, plan: Plan) -> Journal:
+def begin(path: Path, plan: BisectPlan) -> Journal:
     """Create a state file. Raises JournalError if one exists already, unless its first line is incomplete."""
     plan.search()
     file = _open(path, os.O_CREAT)
@@ -175,7 +175,7 @@ def begin(path: Path, plan: Plan) -> Journal:
     return Journal(file, plan)
 
 
-def resume(path: Path, plan: Plan | None = None) -> Journal:
+def resume(path: Path, plan: BisectPlan | None = None) -> Journal:
     """Restore the search from the file; a last line without its newline is dropped.
 
     plan: the expected plan; a file with another plan is rejected. None accepts the plan of the file.
@@ -189,7 +189,7 @@ def resume(path: Path, plan: Plan | None = None) -> Journal:
             raise JournalError(f"{path.name} died before its first decision: start again, without --resume")
         found = _plan(path, whole[0])
         if plan is not None and found != plan:
-            other = [f.name for f in fields(Plan) if getattr(found, f.name) != getattr(plan, f.name)]
+            other = [f.name for f in fields(BisectPlan) if getattr(found, f.name) != getattr(plan, f.name)]
             raise JournalError(
                 f"{path.name} is of another search (other {', '.join(other)}): name another file"
             )
@@ -241,16 +241,16 @@ def _line(entry: dict[str, Any]) -> bytes:
     return json.dumps(entry, allow_nan=False).encode() + b"\n"
 
 
-def _header(plan: Plan) -> dict[str, Any]:
+def _header(plan: BisectPlan) -> dict[str, Any]:
     return {"bumpgate": "bisect", "schema": SCHEMA, **asdict(plan)}
 
 
-def _plan(path: Path, line: bytes) -> Plan:
+def _plan(path: Path, line: bytes) -> BisectPlan:
     try:
         raw = json.loads(line)
         if raw.pop("bumpgate") != "bisect" or raw.pop("schema") != SCHEMA:
             raise ValueError
-        plan = Plan(**raw | {"candidates": tuple(raw["candidates"]), "command": tuple(raw["command"])})
+        plan = BisectPlan(**raw | {"candidates": tuple(raw["candidates"]), "command": tuple(raw["command"])})
         plan.search()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise JournalError(f"{path.name} is not a state file of schema {SCHEMA}: name another") from None

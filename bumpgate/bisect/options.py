@@ -18,7 +18,7 @@ from bumpgate.bisect.builder import Builder
 from bumpgate.bisect.candidates import Range, between, needs_prereleases, one
 from bumpgate.bisect.command_probe import CommandTest
 from bumpgate.bisect.gate_finding import GateFinding
-from bumpgate.bisect.journal import Plan
+from bumpgate.bisect.journal import BisectPlan
 from bumpgate.bisect.prepared import Prepared
 from bumpgate.bisect.probe import Test
 from bumpgate.bisect.shell import InteractiveTest
@@ -30,7 +30,7 @@ from bumpgate.core.rows import BumpgateError, one_line
 from bumpgate.env.build import Environment
 from bumpgate.env.request import RUNNING, Request, lane_request
 from bumpgate.env.uv import public_url
-from bumpgate.env.versions import Found, versions
+from bumpgate.env.versions import FoundVersion, versions
 
 USAGE, NOTHING_SELECTED = 4, 5
 COMPILING = {"numpy": "numpy", "setuptools": "setuptools<82"}
@@ -190,7 +190,7 @@ class Options:
         """Return the version that a version or a date names."""
         return one(self.package, self._listed(root, name), name)
 
-    def _listed(self, root: Path | None, *names: str) -> list[Found]:
+    def _listed(self, root: Path | None, *names: str) -> list[FoundVersion]:
         """Return the versions in the index and the folders; prereleases if a name is one, or a date."""
         if self.prepared:
             return self.prepared.versions()
@@ -202,13 +202,13 @@ class Options:
             pre=needs_prereleases(*names),
         )
 
-    def plan(self, span: Range, test: Test) -> Plan:
+    def plan(self, span: Range, test: Test) -> BisectPlan:
         """Return the plan of the search.
 
         A probe of timed rows is a test with bounded errors: these bounds are its misread rates, and a repeat is only
         made if they leave a doubt.
         """
-        false_bad, false_good, confirm = self.false_bad, self.false_good, Plan.confirm
+        false_bad, false_good, confirm = self.false_bad, self.false_good, BisectPlan.confirm
         if isinstance(test, TimedTest):
             bounds, confirm = test.misreads, 1
             false_bad = bounds[0] if false_bad is None else false_bad
@@ -216,7 +216,7 @@ class Options:
         if self.interactive:
             # A user repeats a test before the answer (retry), and corrects an answer (back).
             confirm, false_bad, false_good = 0, false_bad or 0.0, false_good or 0.0
-        return Plan(
+        return BisectPlan(
             span.versions,
             span.good,
             span.bad,

@@ -14,7 +14,7 @@ from bumpgate.bisect.builder import installed
 from bumpgate.core.rows import BumpgateError
 from bumpgate.env.build import Environment, NotInstallable
 from bumpgate.env.request import Request
-from bumpgate.env.versions import Found
+from bumpgate.env.versions import FoundVersion
 from bumpgate.run.interpreter import ChildFault
 
 
@@ -51,10 +51,10 @@ class Prepared:
             )
         return tuple(out)
 
-    def versions(self) -> list[Found]:
+    def versions(self) -> list[FoundVersion]:
         """Return the versions of the package, in order."""
         found = {e.packages[self.package] for e in self.environments}
-        return [Found(version, None, None, "") for version in sorted(found, key=Version)]
+        return [FoundVersion(version, None, None, "") for version in sorted(found, key=Version)]
 
     def request(self, version: str) -> Request:
         """Return the request of a candidate."""

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from packaging.version import Version
 
-from bumpgate.bisect.search import Outcome
+from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.core.findings import Finding
 from bumpgate.core.rows import BumpgateError, Record, one_line, read_record, write_atomic
 from bumpgate.env.build import BuildError, Environment, NotInstallable, release
@@ -92,7 +92,7 @@ class Reading:
 class ProbeResult:
     """Outcome of a reading, and its reason in one line."""
 
-    outcome: Outcome
+    outcome: ProbeOutcome
     reason: str
 
 
@@ -229,7 +229,7 @@ def import_fault(environment: Environment, *packages: str) -> str:
 def without_verdict(reading: Reading) -> ProbeResult | None:
     """Return SKIP for a candidate that does not install or import, or that the machine failed; None if it ran."""
     if reading.cause is Cause.BROKEN:
-        return ProbeResult(Outcome.SKIP, reading.failure)
+        return ProbeResult(ProbeOutcome.SKIP, reading.failure)
     if reading.cause is Cause.MACHINE:
-        return ProbeResult(Outcome.SKIP, f"the machine: {reading.failure}")
+        return ProbeResult(ProbeOutcome.SKIP, f"the machine: {reading.failure}")
     return None

@@ -46,7 +46,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class GitHub:
+class GitHubApi:
     """One repository on GitHub's REST API. base: https://api.github.com; github: OWNER/REPOSITORY.
 
     A token in the environment (BUMPGATE_GITHUB_TOKEN, GITHUB_TOKEN) raises the limit of requests.
@@ -168,7 +168,7 @@ def _source(repositories: Sequence[str], home: str, *ends: str) -> tuple[Source,
     for place in repositories:
         if "://" in place and not home:
             continue
-        source: Source = GitHub(place, home) if "://" in place else Clone(Path(place))
+        source: Source = GitHubApi(place, home) if "://" in place else Clone(Path(place))
         try:
             old, new = (_of_main(source, source.commit(end)) for end in ends)
             return source, old, new

@@ -40,7 +40,7 @@ class SearchError(BumpgateError):
     """Invalid search: unknown endpoints, endpoints in the wrong order, or noise that leaves no information."""
 
 
-class Outcome(Enum):
+class ProbeOutcome(Enum):
     """Outcome of one probe of one candidate."""
 
     GOOD = "GOOD"
@@ -63,7 +63,7 @@ class SearchFailure(Enum):
 
 
 @dataclass(frozen=True)
-class Result:
+class SearchResult:
     """Result of a search.
 
     suspects: indices of the candidates one of which is the first bad one (with find_fix, the first good one).
@@ -132,22 +132,27 @@ class Search:
         self.confidence = confidence
         self.budget = PATIENCE if budget is None and None in (false_bad, false_good) else budget
         self.confirm = confirm
-        self.history: list[tuple[int, Outcome]] = []
+        self.history: list[tuple[int, ProbeOutcome]] = []
         early, late = (bad, good) if find_fix else (good, bad)
-        self.old, self.new = (Outcome.BAD, Outcome.GOOD) if find_fix else (Outcome.GOOD, Outcome.BAD)
+        self.old, self.new = (
+            (ProbeOutcome.BAD, ProbeOutcome.GOOD) if find_fix else (ProbeOutcome.GOOD, ProbeOutcome.BAD)
+        )
         self.first, self.last = self.candidates.index(early), self.candidates.index(late)
         self._noises = noises(*((false_good, false_bad) if find_fix else (false_bad, false_good)))
-        self._tally = {outcome: Counter[int]() for outcome in Outcome}
+        self._tally = {outcome: Counter[int]() for outcome in ProbeOutcome}
         self._aside: set[int] = set()
         self._belief: Belief | None = None
 
-    def record(self, index: int, outcome: Outcome) -> None:
+    def record(self, index: int, outcome: ProbeOutcome) -> None:
         """Record one outcome. Any candidate from endpoint to endpoint may be recorded, not only those of next()."""
         if not self.first <= index <= self.last:
             raise SearchError(f"candidate {index} does not lie between the ends {self.first} and {self.last}")
         self.history.append((index, outcome))
         self._tally[outcome][index] += 1
-        if outcome in (Outcome.SKIP, Outcome.OTHER) or self._tally[Outcome.UNKNOWN][index] >= UNKNOWN_LIMIT:
+        if (
+            outcome in (ProbeOutcome.SKIP, ProbeOutcome.OTHER)
+            or self._tally[ProbeOutcome.UNKNOWN][index] >= UNKNOWN_LIMIT
+        ):
             self._aside.add(index)
         self._belief = None
 
@@ -174,7 +179,7 @@ class Search:
         later = [index for way in ways for index in self.after(way).next()]
         return [index for index in dict.fromkeys(later) if index not in now]
 
-    def result(self) -> Result | None:
+    def result(self) -> SearchResult | None:
         """Return the answer or the failure; None while the search continues."""
         posterior = self.posterior()
         if fault := self._end_fault(posterior):
@@ -232,7 +237,7 @@ class Search:
         margin = self._tally[self.new][index] - self._tally[self.old][index]
         return margin if index >= suspects[-1] else -margin
 
-    def _answer(self, suspects: range, mass: float) -> Result:
+    def _answer(self, suspects: range, mass: float) -> SearchResult:
         earlier = self._overruled()
         misreads = sum(
             (i < suspects[0] and outcome is self.new) or (i >= suspects[-1] and outcome is self.old)
@@ -246,10 +251,10 @@ class Search:
             return self._failed(SearchFailure.NOISE, why)
         confirmed = not self._unconfirmed(suspects)
         last_old, probes = suspects[0] - 1, len(self.history)
-        return Result(tuple(suspects), last_old, mass, probes, misreads, "", confirmed, earlier)
+        return SearchResult(tuple(suspects), last_old, mass, probes, misreads, "", confirmed, earlier)
 
-    def _failed(self, cause: SearchFailure, failure: str) -> Result:
-        return Result((), None, 0.0, len(self.history), 0, failure, cause=cause)
+    def _failed(self, cause: SearchFailure, failure: str) -> SearchResult:
+        return SearchResult((), None, 0.0, len(self.history), 0, failure, cause=cause)
 
     def _spent(self) -> bool:
         return self.budget is not None and self._readings() >= self.budget
@@ -308,7 +313,7 @@ class Search:
         before = [i for i in self._tally[self.new] if i < last and not self._tally[self.old][i]]
         return tuple(sorted(before)) if any(self._tally[self.new][i] >= UNANIMOUS for i in before) else ()
 
-    def _unanimous(self, index: int, state: Outcome, other: Outcome) -> bool:
+    def _unanimous(self, index: int, state: ProbeOutcome, other: ProbeOutcome) -> bool:
         return self._tally[state][index] >= UNANIMOUS and not self._tally[other][index]
 
     def _log_prior(self) -> list[float]:
@@ -368,7 +373,7 @@ class Search:
         )
         for index, named, doubt, _ in ends:
             if index in self._aside and (not self._judged(index) or doubt > (1 - self.confidence) / 2):
-                what = "was skipped" if self._tally[Outcome.SKIP][index] else "gives no verdict"
+                what = "was skipped" if self._tally[ProbeOutcome.SKIP][index] else "gives no verdict"
                 why = f"the {named.value.lower()} endpoint {self.candidates[index]} {what}: name another"
                 return SearchFailure.SKIPPED, why
         sure = max(posterior) if self._spent() else self.confidence
@@ -405,7 +410,7 @@ class Search:
         """Return the number of GOOD and BAD readings of one candidate."""
         return self._tally[self.old][index] + self._tally[self.new][index]
 
-    def after(self, outcomes: Sequence[tuple[int, Outcome]]) -> Search:
+    def after(self, outcomes: Sequence[tuple[int, ProbeOutcome]]) -> Search:
         """Return a copy of this search with some outcomes added."""
         ahead = copy(self)
         ahead.history, ahead._aside = list(self.history), set(self._aside)

@@ -16,7 +16,7 @@ import typer
 
 from bumpgate.bisect.command_probe import CommandTest
 from bumpgate.bisect.probe import BackError, Cause, ProbeResult, Reading, fresh_caches
-from bumpgate.bisect.search import Outcome
+from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.core.findings import Finding
 from bumpgate.env.build import Environment
 from bumpgate.env.request import Request, without_url
@@ -95,16 +95,16 @@ class InteractiveTest:
 
     def unusable(self, reading: Reading) -> ProbeResult | None:
         result = self.judge(reading)
-        return result if result.outcome is Outcome.SKIP else None
+        return result if result.outcome is ProbeOutcome.SKIP else None
 
     def learn(self, good: Sequence[Reading], bad: Sequence[Reading]) -> None:
         """Do nothing: the user judges every version."""
 
     def judge(self, reading: Reading) -> ProbeResult:
         if reading.cause is not Cause.RAN:
-            return ProbeResult(Outcome.SKIP, reading.failure)
+            return ProbeResult(ProbeOutcome.SKIP, reading.failure)
         word = next(word for word, code in CODES.items() if code == reading.code)
-        return ProbeResult(Outcome[word.upper()], "answered")
+        return ProbeResult(ProbeOutcome[word.upper()], "answered")
 
     def findings(self, good: str, before: Reading, bad: str, after: Reading) -> list[Finding]:
         return []

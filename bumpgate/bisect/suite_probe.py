@@ -21,14 +21,14 @@ from bumpgate.bisect.probe import (
     import_fault,
     without_verdict,
 )
-from bumpgate.bisect.search import Outcome
+from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.core.baseline import investigate
 from bumpgate.core.findings import PRODUCT, Decision, Finding
 from bumpgate.core.problems import ProblemKind
 from bumpgate.core.rows import ROW_ID, Judgement, Record, Row, Verdict, one_line
 from bumpgate.env import reference
 from bumpgate.env.build import Environment
-from bumpgate.gate.between import Change, change
+from bumpgate.gate.between import ValueChange, change
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.run.ending import ending
 from bumpgate.run.runner import NOTHING_SELECTED, USAGE, LaneRun, by_hand, run_lane
@@ -129,11 +129,11 @@ class SuiteTest:
         red = [name for name in every if seen.kinds[name] in self.kinds[name]]
         if red:
             more = f" and {len(red) - 1} more" if len(red) > 1 else ""
-            return ProbeResult(Outcome.BAD, f"red: {red[0]}{more}")
+            return ProbeResult(ProbeOutcome.BAD, f"red: {red[0]}{more}")
         if every:
             expected = " or ".join(sorted(self.kinds[every[0]]))
             return ProbeResult(
-                Outcome.OTHER,
+                ProbeOutcome.OTHER,
                 f"another fault: {every[0]}: {seen.kinds[every[0]]}; at the end it is {expected}",
             )
         if not reading.whole:
@@ -142,12 +142,12 @@ class SuiteTest:
         if unread:
             name, state = unread[0]
             again = state in (Verdict.INFRA, Verdict.INCONCLUSIVE)
-            return ProbeResult(Outcome.UNKNOWN if again else Outcome.SKIP, f"{name}: {state.value}")
+            return ProbeResult(ProbeOutcome.UNKNOWN if again else ProbeOutcome.SKIP, f"{name}: {state.value}")
         others = sum(
             self._verdict(seen, name) is Verdict.REGRESSION for name in seen.verdicts if name not in states
         )
         more = f"; {others} red, not counted" if others else ""
-        return ProbeResult(Outcome.GOOD, f"{len(states)} green{more}")
+        return ProbeResult(ProbeOutcome.GOOD, f"{len(states)} green{more}")
 
     def findings(self, good: str, before: Reading, bad: str, after: Reading) -> list[Finding]:
         verdict = judge_gate(
@@ -177,7 +177,7 @@ class SuiteTest:
             return state
         if state is not Verdict.PASS and now.better != "code":
             return state
-        return Verdict.REGRESSION if change(before, now) is Change.WORSE else Verdict.PASS
+        return Verdict.REGRESSION if change(before, now) is ValueChange.WORSE else Verdict.PASS
 
     def _kinds(self, name: str, readings: Sequence[Signals]) -> set[str]:
         """Return how a row or test is red in these readings."""
@@ -236,7 +236,7 @@ def _cut_short(reading: Reading) -> ProbeResult:
     uncollected = [str(p) for p in problems if p.kind is ProblemKind.UNCOLLECTED]
     causes = (*uncollected, reading.failure, *map(str, problems))
     why = one_line(next(iter(causes), "") or "the run was cut short")
-    return ProbeResult(Outcome.SKIP if uncollected else Outcome.UNKNOWN, why)
+    return ProbeResult(ProbeOutcome.SKIP if uncollected else ProbeOutcome.UNKNOWN, why)
 
 
 def _row_verdict(j: Judgement, record: Record, skipped: set[str]) -> Verdict:

@@ -27,20 +27,20 @@ from bumpgate.bisect.probe import (
     import_fault,
     without_verdict,
 )
-from bumpgate.bisect.search import Outcome
+from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.core import lanes
 from bumpgate.core.findings import Finding
-from bumpgate.core.findings import Outcome as Timed
+from bumpgate.core.findings import TimedOutcome as Timed
 from bumpgate.core.rows import Record, one_line, write_atomic
 from bumpgate.env import reference
 from bumpgate.env.build import Environment
 from bumpgate.env.compiled import COPIES
 from bumpgate.gate.duet import run_duet, shares
-from bumpgate.gate.plan import Plan, Rule, plan_for
+from bumpgate.gate.plan import SessionPlan, SessionRule, plan_for
 from bumpgate.gate.sequential import decide, estimate, summarise
 from bumpgate.gate.sides import ROUNDS, TEST_SECONDS
-from bumpgate.gate.timed import Reading as Times
 from bumpgate.gate.timed import Sessions, reading
+from bumpgate.gate.timed import TimedReading as Times
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.run.device import device_lock
 from bumpgate.run.runner import LaneCall, run_lanes
@@ -78,11 +78,13 @@ class TimedTest:
     differs: bool = True
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> SessionPlan:
         """Return the gate's plan for this lane, with half of each row's slowdown as its only margin."""
         plan = plan_for(self.sessions or MOST, self.lane)
         margins = {row: math.sqrt(ratio) - 1 for row, ratio in self.ratios.items()}
-        return replace(plan, rules=(*(Rule(escape(row), m, m) for row, m in margins.items()), *plan.rules))
+        return replace(
+            plan, rules=(*(SessionRule(escape(row), m, m) for row, m in margins.items()), *plan.rules)
+        )
 
     @property
     def misreads(self) -> tuple[float, float]:
@@ -119,28 +121,28 @@ class TimedTest:
 
     def unusable(self, reading: Reading) -> ProbeResult | None:
         result = self.judge(reading)
-        return None if result.outcome in (Outcome.GOOD, Outcome.BAD) else result
+        return None if result.outcome in (ProbeOutcome.GOOD, ProbeOutcome.BAD) else result
 
     def judge(self, reading: Reading) -> ProbeResult:
         if result := without_verdict(reading):
             return result
         if reading.code == REFERENCE:
-            return ProbeResult(Outcome.GOOD, "the reference of all times, not measured against itself")
+            return ProbeResult(ProbeOutcome.GOOD, "the reference of all times, not measured against itself")
         sessions = self._saved(reading.place)
         if sessions is None:
-            return ProbeResult(Outcome.UNKNOWN, f"{SESSIONS} is missing")
+            return ProbeResult(ProbeOutcome.UNKNOWN, f"{SESSIONS} is missing")
         outcomes = self._outcomes(reading)
         rows = self.deciding or tuple(self.tests)
         by_outcome = {state: [row for row in rows if outcomes[row] is state] for state in Timed}
         undecided = [*by_outcome[Timed.INCONCLUSIVE], *by_outcome[Timed.SLOW_MODE]]
         if slower := by_outcome[Timed.SLOWER]:
-            return ProbeResult(Outcome.BAD, f"slower: {_shown(sessions, slower)}")
+            return ProbeResult(ProbeOutcome.BAD, f"slower: {_shown(sessions, slower)}")
         if not undecided:
-            return ProbeResult(Outcome.GOOD, f"not slower: {_shown(sessions, rows)}")
+            return ProbeResult(ProbeOutcome.GOOD, f"not slower: {_shown(sessions, rows)}")
         if faults := sessions.faults["bad"]:
             test, why = next(iter(faults.items()))
-            return ProbeResult(Outcome.OTHER, f"another fault: {test}: {one_line(why, 160)}")
-        return ProbeResult(Outcome.UNKNOWN, f"undecided: {_shown(sessions, undecided)}")
+            return ProbeResult(ProbeOutcome.OTHER, f"another fault: {test}: {one_line(why, 160)}")
+        return ProbeResult(ProbeOutcome.UNKNOWN, f"undecided: {_shown(sessions, undecided)}")
 
     def findings(self, good: str, before: Reading, bad: str, after: Reading) -> list[Finding]:
         sessions = self._saved(after.place)

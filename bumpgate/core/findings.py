@@ -26,7 +26,7 @@ class Decision(Enum):
     ADOPT = 0
 
 
-class Outcome(Enum):
+class TimedOutcome(Enum):
     """Outcome of the sessions so far for one row. SLOW MODE: frequent slow processes of the candidate.
 
     NOT SLOWER: certainly not slower than the margin `same`, and neither SAME nor FASTER is certain.
@@ -41,7 +41,7 @@ class Outcome(Enum):
 
 
 # Outcomes that do not hold a candidate.
-NO_REGRESSION = (Outcome.SAME, Outcome.NOT_SLOWER, Outcome.FASTER)
+NO_REGRESSION = (TimedOutcome.SAME, TimedOutcome.NOT_SLOWER, TimedOutcome.FASTER)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class GateFileError(BumpgateError):
 
 
 @dataclass(frozen=True)
-class Side:
+class GateSide:
     """One environment: its record (None if it has none), its packages, and its failures."""
 
     name: str
@@ -59,8 +59,8 @@ class GateFile:
     started: str
     wall_seconds: float
     command: str
-    good: Side
-    bad: Side
+    good: GateSide
+    bad: GateSide
     findings: tuple[Finding, ...]
     timed: Mapping[str, Paired]
     drifts: Mapping[str, Mapping[str, Any]]
@@ -111,14 +111,14 @@ def read(path: Path) -> Record | GateFile:
         ) from None
 
 
-def _side(path: Path, raw: Mapping[str, Any]) -> Side:
+def _side(path: Path, raw: Mapping[str, Any]) -> GateSide:
     record, failure = None, str(raw.get("failure") or "")
     if raw.get("record"):
         try:
             record = read_record(path.parent / Path(raw["record"]).name)
         except BumpgateError as error:
             failure = failure or str(error)
-    return Side(
+    return GateSide(
         name=str(raw["name"]),
         record=record,
         failure=failure,

@@ -19,7 +19,7 @@ from rich.text import Text
 from bumpgate.core import lanes
 from bumpgate.core.baseline import find_root
 from bumpgate.doctor.examination import examine, healthy, make_site
-from bumpgate.doctor.findings import Finding, Site, Status
+from bumpgate.doctor.findings import CheckResult, Site, Status
 
 SCHEMA = 1
 STYLE = {Status.OK: "green", Status.WARNING: "yellow", Status.DEFECT: "bold red", Status.NOT_RUN: "dim"}
@@ -48,7 +48,7 @@ def command(
     raise typer.Exit(0 if healthy(findings) else 1)
 
 
-def document(site: Site, findings: Sequence[Finding]) -> dict[str, Any]:
+def document(site: Site, findings: Sequence[CheckResult]) -> dict[str, Any]:
     """Return the --json output. Fields are only added; `schema` changes if the meaning of one does."""
     return {
         "schema": SCHEMA,
@@ -59,14 +59,14 @@ def document(site: Site, findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def summary(site: Site, findings: Sequence[Finding]) -> str:
+def summary(site: Site, findings: Sequence[CheckResult]) -> str:
     """`doctor: lane cpu: healthy: 19 ok`."""
     counts = [f"{n} {s.value}" for s in Status if (n := sum(f.status is s for f in findings))]
     verdict = "healthy" if healthy(findings) else "not fit"
     return f"doctor: lane {site.lane}: {verdict}: {', '.join(counts)}"
 
 
-def render(findings: Iterable[Finding], terminal: int | None = None) -> str:
+def render(findings: Iterable[CheckResult], terminal: int | None = None) -> str:
     """Format findings in the order of the checks, fixes below defects. terminal: width in columns; None: plain."""
     if terminal is None:
         return "".join(

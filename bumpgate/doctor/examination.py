@@ -17,7 +17,7 @@ from bumpgate.core.toml import tomllib
 from bumpgate.doctor import environment as doctor_environment
 from bumpgate.doctor import torch_checks as doctor_torch
 from bumpgate.doctor import version_checks as doctor_versions
-from bumpgate.doctor.findings import Check, Finding, Part, Site, Status
+from bumpgate.doctor.findings import Check, CheckResult, Part, Site, Status
 from bumpgate.env import manifest
 from bumpgate.run.interpreter import Interpreter
 
@@ -84,9 +84,9 @@ def read_contract(path: Path) -> dict[str, Any]:
     return raw
 
 
-def examine(site: Site, checks: Sequence[Check] = CHECKS) -> list[Finding]:
+def examine(site: Site, checks: Sequence[Check] = CHECKS) -> list[CheckResult]:
     """Run the checks in order; a check whose prerequisites failed is reported as not run, with the reason."""
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for check in checks:
         ground = (*NEEDS[check.part], *check.needs)
         defects = [f for f in findings if f.status is Status.DEFECT and f.code.startswith(ground)]
@@ -97,5 +97,5 @@ def examine(site: Site, checks: Sequence[Check] = CHECKS) -> list[Finding]:
     return findings
 
 
-def healthy(findings: Iterable[Finding]) -> bool:
+def healthy(findings: Iterable[CheckResult]) -> bool:
     return not any(f.status is Status.DEFECT for f in findings)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.env.inventory import Inventory, take
-from bumpgate.env.manifest import Environment, Manifest
+from bumpgate.env.manifest import Manifest, ManifestRow
 from bumpgate.env.reference import Reference, of_lane, reference
 from bumpgate.run.interpreter import Interpreter
 
@@ -42,7 +42,7 @@ class Defect:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line of doctor's report. code: of the defect, or of the check if there is none."""
 
     code: str
@@ -86,7 +86,7 @@ class Site:
         return reference(adopted, self.inventory, self.env_vars) if self.own_lock else of_lane(adopted)
 
     @property
-    def row(self) -> Environment:
+    def row(self) -> ManifestRow:
         return self.reference.row
 
     @cached_property
@@ -116,7 +116,7 @@ class Check:
     examine: Callable[[Site], Iterator[Defect | NotRun | str]]
     needs: tuple[str, ...] = ()
 
-    def run(self, site: Site) -> list[Finding]:
+    def run(self, site: Site) -> list[CheckResult]:
         """Return all findings of this check; a single ok finding if there are none."""
         seen, found = "", []
         for each in self.examine(site):
@@ -127,8 +127,8 @@ class Check:
                 found.append(self.not_run(each.reason))
                 continue
             status = Status.WARNING if each.warning else Status.DEFECT
-            found.append(Finding(each.code, self.part, self.title, status, each.reason, each.fix))
-        return found or [Finding(self.code, self.part, self.title, Status.OK, seen)]
+            found.append(CheckResult(each.code, self.part, self.title, status, each.reason, each.fix))
+        return found or [CheckResult(self.code, self.part, self.title, Status.OK, seen)]
 
-    def not_run(self, why: str) -> Finding:
-        return Finding(self.code, self.part, self.title, Status.NOT_RUN, why)
+    def not_run(self, why: str) -> CheckResult:
+        return CheckResult(self.code, self.part, self.title, Status.NOT_RUN, why)

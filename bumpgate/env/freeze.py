@@ -26,7 +26,7 @@ from bumpgate.core.rows import BumpgateError, one_line, write_atomic
 from bumpgate.env import store
 from bumpgate.env.build import resolve
 from bumpgate.env.locks import Lock, Locked, LockError, Wheel, lane_lock, parse_lock, read_lock, write_lock
-from bumpgate.env.manifest import Environment, load, satisfies
+from bumpgate.env.manifest import ManifestRow, load, satisfies
 from bumpgate.env.request import lane_request
 from bumpgate.env.uv import host_settings, public_url
 from bumpgate.env.versions import tag_ranks
@@ -208,7 +208,7 @@ def moved_row(path: Path, lane: str, lock: Lock) -> str | None:
     return tomlkit.dumps(document)
 
 
-def _broken(row: Environment, versions: Mapping[str, str]) -> dict[str, str]:
+def _broken(row: ManifestRow, versions: Mapping[str, str]) -> dict[str, str]:
     """Return the pins of a row that the set violates: name in the row -> version that replaces it."""
     pins = {"torch": row.torch, **row.packages}
     have = {name: versions.get(canonicalize_name(name), "") for name in pins}

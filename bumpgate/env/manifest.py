@@ -59,7 +59,7 @@ class KernelWheel:
 
 
 @dataclass(frozen=True)
-class Environment:
+class ManifestRow:
     """One row. python, torch and packages are PEP 440 specifiers; a build must satisfy them, local label included."""
 
     name: str
@@ -86,10 +86,10 @@ class Smoke:
 class Manifest:
     """Content of the file. smoke: by canonical wheel name."""
 
-    environments: tuple[Environment, ...]
+    environments: tuple[ManifestRow, ...]
     smoke: Mapping[str, Smoke]
 
-    def adopted(self, lane: str) -> Environment:
+    def adopted(self, lane: str) -> ManifestRow:
         """Return the adopted row of a lane. Raises ManifestError."""
         for row in self.environments:
             if (row.status, row.lane) == ("adopted", lane):
@@ -154,7 +154,7 @@ def satisfies(version: str, specifier: SpecifierSet) -> bool:
         return False
 
 
-def mismatches(row: Environment, found: Inventory) -> Iterator[Mismatch]:
+def mismatches(row: ManifestRow, found: Inventory) -> Iterator[Mismatch]:
     """Yield the differences of an interpreter from a row: python, torch, packages, kernel wheels, in this order."""
     if not satisfies(found.python, row.python):
         yield Mismatch("python", str(row.python), found.python)
@@ -182,7 +182,7 @@ def _same(a: str, b: str) -> bool:
         return a == b
 
 
-def contradictions(row: Environment) -> Iterator[str]:
+def contradictions(row: ManifestRow) -> Iterator[str]:
     """Yield the kernel wheels of a row whose label or build does not match the row's torch."""
     pinned = _exact(row.torch)
     for wheel in row.wheels if pinned else ():
@@ -255,14 +255,14 @@ class _Reader:
         except InvalidVersion:
             raise self.fail(where, f"invalid PEP 440 version {text!r}") from None
 
-    def environment(self, name: str, raw: Any) -> Environment:
+    def environment(self, name: str, raw: Any) -> ManifestRow:
         texts = {"status": str, "lane": str, "source": str, "python": str, "torch": str}
         self.table(raw, name, texts, {"driver": str, "packages": dict, "wheels": dict})
         if raw["status"] not in STATUS:
             raise self.fail(name, f"status must be one of {', '.join(STATUS)}, got {raw['status']!r}")
         if self.lanes and raw["lane"] not in self.lanes:
             raise self.fail(name, f"unknown lane {raw['lane']!r}; lanes: {', '.join(self.lanes)}")
-        row = Environment(
+        row = ManifestRow(
             name=name,
             status=raw["status"],
             lane=raw["lane"],

@@ -29,7 +29,7 @@ from bumpgate.env.request import RUNNING
 from bumpgate.env.store import SUMS, sha256_of, store_root
 from bumpgate.env.uv import host_settings, public_url
 from bumpgate.env.versions import (
-    Found,
+    FoundVersion,
     UnreachableError,
     VersionsError,
     build_day,
@@ -57,7 +57,7 @@ class FullError(MirrorError):
 
 
 @dataclass(frozen=True)
-class Night:
+class MirroredNight:
     """files: the wheels copied so far, by name. missing: what the index lacks of it, "" if the night is complete."""
 
     day: date
@@ -82,7 +82,7 @@ class Mirror:
 
     folder: Path
     limit: int | None = None
-    nights: dict[str, Night] = field(default_factory=dict)
+    nights: dict[str, MirroredNight] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -91,7 +91,9 @@ class Mirror:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
             nights = {
-                str(key): Night(date.fromisoformat(n["day"]), tuple(map(str, n["files"])), str(n["missing"]))
+                str(key): MirroredNight(
+                    date.fromisoformat(n["day"]), tuple(map(str, n["files"])), str(n["missing"])
+                )
                 for key, n in raw["nights"].items()
             }
             return cls(folder, limit, nights, {str(k): str(v) for k, v in raw["digests"].items()})
@@ -168,7 +170,7 @@ def command(
         mirror = Mirror.read(folder, None if limit is None else int(limit * GB))
 
         @cache
-        def listed(name: str) -> tuple[Found, ...]:
+        def listed(name: str) -> tuple[FoundVersion, ...]:
             try:
                 found = versions(name, index=index, python=python, pre=True)
             except UnreachableError:
@@ -213,9 +215,9 @@ def command(
         raise typer.Exit(FAILED)
 
 
-def _of_urls(urls: Iterable[str], package: str, python: str) -> dict[str, list[Found]]:
+def _of_urls(urls: Iterable[str], package: str, python: str) -> dict[str, list[FoundVersion]]:
     """Return the wheels of direct URLs by package, with the digest if a URL ends in #sha256=. Raises MirrorError."""
-    out: dict[str, list[Found]] = {}
+    out: dict[str, list[FoundVersion]] = {}
     for url in urls:
         parts = urlsplit(url)
         try:
@@ -227,11 +229,13 @@ def _of_urls(urls: Iterable[str], package: str, python: str) -> dict[str, list[F
         if name == canonicalize_name(package) and build_day(str(version)) is None:
             raise MirrorError(f"--url {public_url(url)}: not a nightly: no day in its version")
         digest = parts.fragment.removeprefix("sha256=") if parts.fragment.startswith("sha256=") else ""
-        out.setdefault(name, []).append(Found(str(version), build_day(str(version)), None, url, digest))
+        out.setdefault(name, []).append(
+            FoundVersion(str(version), build_day(str(version)), None, url, digest)
+        )
     return out
 
 
-def _newest(found: tuple[Found, ...], mirror: Mirror, prefix: str, keep: int) -> list[Found]:
+def _newest(found: tuple[FoundVersion, ...], mirror: Mirror, prefix: str, keep: int) -> list[FoundVersion]:
     """Return the nightlies among the newest `keep` days, newest first; yanked ones are printed and left out."""
     nightlies = [f for f in found if build_day(f.version) and f.date]
     known = {n.day for key, n in mirror.nights.items() if key.startswith(prefix)}
@@ -246,7 +250,11 @@ def _newest(found: tuple[Found, ...], mirror: Mirror, prefix: str, keep: int) ->
 
 
 def _copy(
-    mirror: Mirror, key: str, night: Found, listed: Callable[[str], tuple[Found, ...]], python: str
+    mirror: Mirror,
+    key: str,
+    night: FoundVersion,
+    listed: Callable[[str], tuple[FoundVersion, ...]],
+    python: str,
 ) -> str:
     """Copy a night; return what the index lacks of it, "" if the night is complete."""
     assert night.date is not None
@@ -259,7 +267,7 @@ def _copy(
         name = unquote(urlsplit(found.url).path.rsplit("/", 1)[-1])
         names += [name] if name not in names else []
         # From the start, so that making room keeps the files of this night.
-        mirror.nights[key] = Night(night.date, tuple(names), "its copy was interrupted")
+        mirror.nights[key] = MirroredNight(night.date, tuple(names), "its copy was interrupted")
         if not mirror.has(name, found.sha256):
             try:
                 _fetch(mirror, name, found, night.date)
@@ -278,7 +286,7 @@ def _copy(
             elif more not in seen:
                 seen.add(more)
                 todo.append(more)
-    mirror.nights[key] = Night(night.date, tuple(names), missing)
+    mirror.nights[key] = MirroredNight(night.date, tuple(names), missing)
     mirror.write()
     return missing
 
@@ -304,7 +312,7 @@ def _pins(wheel: Path, extras: frozenset[str], python: str) -> Iterator[Requirem
             yield requirement
 
 
-def _fetch(mirror: Mirror, name: str, found: Found, day: date) -> None:
+def _fetch(mirror: Mirror, name: str, found: FoundVersion, day: date) -> None:
     """Copy one wheel. A part that an earlier call left is continued if the index states the digest."""
     import requests
 

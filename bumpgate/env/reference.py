@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 from bumpgate.env.inventory import Inventory
 from bumpgate.env.locks import read_lock
-from bumpgate.env.manifest import Environment
+from bumpgate.env.manifest import ManifestRow
 
 # Set by the gate and by bisect for the processes of one environment: the path of its lock, or NO_LOCK.
 VARIABLE = "BUMPGATE_LOCK"
@@ -29,7 +29,7 @@ ANY = SpecifierSet("")
 class Reference:
     """Expected packages. source: where they are stated, for messages."""
 
-    row: Environment
+    row: ManifestRow
     source: str
 
     @property
@@ -44,12 +44,12 @@ def variables(lock: Path | None) -> dict[str, str]:
     return {VARIABLE: str(lock) if lock else NO_LOCK}
 
 
-def of_lane(adopted: Environment) -> Reference:
+def of_lane(adopted: ManifestRow) -> Reference:
     """Return the adopted row of a lane as the reference."""
     return Reference(adopted, f"the adopted row of lane {adopted.lane}")
 
 
-def reference(adopted: Environment, found: Inventory, env_vars: Mapping[str, str]) -> Reference:
+def reference(adopted: ManifestRow, found: Inventory, env_vars: Mapping[str, str]) -> Reference:
     """Return the set that an environment is compared with, by VARIABLE in env_vars.
 
     adopted: the row of its lane. found: what is installed there. Raises LockError on a lock that cannot be read.

@@ -21,7 +21,7 @@ from bumpgate.core import lanes
 from bumpgate.core.rows import BumpgateError, one_line
 from bumpgate.core.toml import tomllib
 from bumpgate.env.locks import lane_lock, read_lock
-from bumpgate.env.manifest import Environment, load
+from bumpgate.env.manifest import ManifestRow, load
 from bumpgate.env.store import find
 from bumpgate.env.uv import deciding_settings
 
@@ -215,7 +215,7 @@ def _extra_requirements(root: Path, lane: str) -> list[str]:
     return list(dict.fromkeys((*own, *unfold(lane))))
 
 
-def _row(root: Path, lane: str) -> Environment | None:
+def _row(root: Path, lane: str) -> ManifestRow | None:
     path = root / "wheels" / "manifest.toml"
     if not path.exists():
         return None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bumpgate.core.rows import BumpgateError
 from bumpgate.run.home import home
-from bumpgate.run.runner import Child, run_children
+from bumpgate.run.runner import LoggedChild, run_children
 
 # uv ignores PIP_* variables. Each is used only if uv's own variable is unset; pip separates lists by spaces, and uv
 # its find-links by commas.
@@ -103,7 +103,7 @@ def run_uv(
     settings = {**defaults, **host_settings(), "NO_COLOR": "1", "UV_NO_PROGRESS": "1"}
     part = log.with_suffix(".part")
     try:
-        child = Child(command, Path.cwd(), settings, part, tuple(map(os.dup, keep_open)))
+        child = LoggedChild(command, Path.cwd(), settings, part, tuple(map(os.dup, keep_open)))
         ((code, _),) = run_children([child], None)
         output = part.read_text(encoding="utf-8", errors="replace")
     finally:

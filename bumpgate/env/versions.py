@@ -42,7 +42,7 @@ class UnreachableError(VersionsError):
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundVersion:
     """One version and its best matching wheel.
 
     version: in PEP 440 form. date: of the build, if its version or the index states it (UTC).
@@ -68,7 +68,7 @@ def versions(
     since: date | None = None,
     until: date | None = None,
     from_store: bool = False,
-) -> list[Found]:
+) -> list[FoundVersion]:
     """List the versions with a wheel for the interpreter, oldest first, yanked ones marked.
 
     index, find_links: take precedence over the host's (UV_*, PIP_*). python: "3.11". pre: include pre-releases (alphas
@@ -77,7 +77,7 @@ def versions(
     """
     fits = tag_ranks(python)
     files = list(_stored() if from_store else _listed(package, index, tuple(find_links)))
-    best: dict[Version, tuple[int, Found]] = {}
+    best: dict[Version, tuple[int, FoundVersion]] = {}
     others = 0
     for file in files:
         try:
@@ -102,7 +102,7 @@ def versions(
     return [f for f in found if (pre or not Version(f.version).is_prerelease) and _within(f, since, until)]
 
 
-def missing_days(found: Iterable[Found]) -> list[date]:
+def missing_days(found: Iterable[FoundVersion]) -> list[date]:
     """Return the days without a build between the first and the last build."""
     days = sorted({f.date for f in found if f.date})
     if not days:
@@ -123,14 +123,14 @@ def build_day(version: str) -> date | None:
     return None
 
 
-def in_order(found: Iterable[Found]) -> list[Found]:
+def in_order(found: Iterable[FoundVersion]) -> list[FoundVersion]:
     """Sort by PEP 440, but builds of one version that differ in a git hash by their day.
 
     A hash has no order: pip considers 3.6.0+gitf00 newer than 3.6.0+git123, whenever they were built. All of them
     come before the release itself, which PEP 440 sorts first.
     """
 
-    def key(f: Found) -> tuple[Version, bool, date, Version]:
+    def key(f: FoundVersion) -> tuple[Version, bool, date, Version]:
         version = Version(f.version)
         git = _of_commit(version)
         return Version(version.public), not git, (f.date or date.min) if git else date.min, version
@@ -151,7 +151,7 @@ def in_order(found: Iterable[Found]) -> list[Found]:
     return out
 
 
-def _git(found: Found) -> bool:
+def _git(found: FoundVersion) -> bool:
     return _of_commit(Version(found.version))
 
 
@@ -159,14 +159,14 @@ def _of_commit(version: Version) -> bool:
     return bool(version.local and re.search(r"(^|\.)g(it)?[0-9a-f]{6,}", version.local))
 
 
-def _found(version: Version, file: DistributionPackage) -> Found:
+def _found(version: Version, file: DistributionPackage) -> FoundVersion:
     uploaded = file.upload_time
     day = build_day(str(version)) or (uploaded.astimezone(timezone.utc).date() if uploaded else None)
     yanked = (file.yanked_reason or "") if file.is_yanked else None
-    return Found(str(version), day, yanked, file.url, file.digests.get("sha256", ""))
+    return FoundVersion(str(version), day, yanked, file.url, file.digests.get("sha256", ""))
 
 
-def _within(found: Found, since: date | None, until: date | None) -> bool:
+def _within(found: FoundVersion, since: date | None, until: date | None) -> bool:
     if since is None and until is None:
         return True
     return found.date is not None and (since or date.min) <= found.date <= (until or date.max)

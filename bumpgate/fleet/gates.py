@@ -25,7 +25,7 @@ MAIN = "from bumpgate.cli import main; main()"
 
 
 @dataclass(frozen=True)
-class Result:
+class LaneGate:
     """Gate of one lane. gate: None if it has no verdict, and why. bad_input: every host would refuse it."""
 
     lane: str
@@ -37,7 +37,7 @@ class Result:
 
 def run(
     engine: Engine, lanes: Sequence[str], host_class: str, arguments: Sequence[str], out: Path
-) -> Iterator[Result]:
+) -> Iterator[LaneGate]:
     """Yield the gate of each lane as it ends, with its files in a folder of `out`. arguments: of `bumpgate gate`."""
     tasks = []
     for lane in lanes:
@@ -46,10 +46,10 @@ def run(
     for number, found in engine.run(tasks):
         lane = lanes[number]
         if isinstance(found, Lost):
-            yield Result(lane, why=found.why, bad_input=found.refused)
+            yield LaneGate(lane, why=found.why, bad_input=found.refused)
         else:
             unpack(found.value, out / lane, NAME)
-            yield Result(lane, found.host, read(out / lane))
+            yield LaneGate(lane, found.host, read(out / lane))
 
 
 def read(folder: Path) -> GateFile | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import date
 
 from bumpgate.core.accepted import Acceptance, of_lane
-from bumpgate.core.findings import Outcome
+from bumpgate.core.findings import TimedOutcome
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed
 
@@ -30,7 +30,9 @@ def apply_to_times(
             if a.ratio is None:
                 continue
             slower = (
-                row in times and times[row].outcome is Outcome.SLOWER and times[row].interval[0] <= a.ratio
+                row in times
+                and times[row].outcome is TimedOutcome.SLOWER
+                and times[row].interval[0] <= a.ratio
             )
             creeping = row in drifted and drifted[row].ratio <= a.ratio
             if not (slower or creeping):
@@ -40,7 +42,7 @@ def apply_to_times(
                 continue
             lines.append(f"{row} {a.measured}: accepted by {a}")
             if slower:
-                times[row] = replace(times[row], outcome=Outcome.SAME)
+                times[row] = replace(times[row], outcome=TimedOutcome.SAME)
             if creeping:
                 del drifted[row]
     return times, drifted, lines

@@ -24,7 +24,7 @@ from bumpgate.env.freeze import changes
 from bumpgate.gate import drift, kept
 from bumpgate.gate.accepted_times import apply_to_times
 from bumpgate.gate.drift import Recent, find_drifts
-from bumpgate.gate.plan import Plan
+from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.result import NAME, Gate, GateError
 from bumpgate.gate.sequential import summarise
 from bumpgate.gate.sides import ROUNDS, TITLES, EnvSpec, side_name
@@ -58,7 +58,7 @@ class GateRunner:
     out: Path
     env_specs: Mapping[str, EnvSpec]
     view: View
-    plan: Plan
+    plan: SessionPlan
     recent: Recent
     today: date
     deadline: float = math.inf

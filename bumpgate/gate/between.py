@@ -37,7 +37,7 @@ RATES = ("tokens/s", "bytes/s", "FLOP/s", "tokens")
 BOUNDED_FACTOR = 2.0
 
 
-class Change(Enum):
+class ValueChange(Enum):
     """Difference of two values. OTHER: neither better nor worse. AGAIN: a time that one reading cannot judge."""
 
     WORSE = "WORSE"
@@ -46,7 +46,7 @@ class Change(Enum):
     AGAIN = "AGAIN"
 
 
-def change(good: Row, bad: Row) -> Change | None:
+def change(good: Row, bad: Row) -> ValueChange | None:
     """Return what differs between two measured values of one row; None if nothing does, or if it is judged elsewhere.
 
     A derived expectation judges each side separately, and paired sessions judge rows with an interval.
@@ -56,21 +56,21 @@ def change(good: Row, bad: Row) -> Change | None:
     if bad.better == "code":
         before_counts, after_counts = code.parse(good.value), code.parse(bad.value)
         if code.worse(before_counts, after_counts):
-            return Change.WORSE
-        return Change.BETTER if code.worse(after_counts, before_counts) else None
+            return ValueChange.WORSE
+        return ValueChange.BETTER if code.worse(after_counts, before_counts) else None
     before, after = good.value, bad.value
     sign = direction(bad)
     if isinstance(before, bool) and isinstance(after, bool) and bad.per_build:
-        return Change.OTHER if after else Change.WORSE  # a capability that was lost
+        return ValueChange.OTHER if after else ValueChange.WORSE  # a capability that was lost
     if not sign or not (is_finite(before) and is_finite(after)):
-        return None if bad.better == "derived" else Change.OTHER
+        return None if bad.better == "derived" else ValueChange.OTHER
     factor, floor = _allowed(bad)
     worse, better = (after, before) if sign > 0 else (before, after)
     if _beyond(worse, better, factor, floor):
-        return Change.AGAIN if is_time(bad) else Change.WORSE
+        return ValueChange.AGAIN if is_time(bad) else ValueChange.WORSE
     if _beyond(better, worse, factor, floor):
-        return None if is_time(bad) else Change.BETTER
-    return Change.OTHER if bad.per_build else None
+        return None if is_time(bad) else ValueChange.BETTER
+    return ValueChange.OTHER if bad.per_build else None
 
 
 def timed(row: Row) -> bool:

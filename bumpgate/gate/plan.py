@@ -43,12 +43,12 @@ CACHE_PART = 0.25
 
 
 @dataclass(frozen=True)
-class Rule:
+class SessionRule:
     """How the rows whose id matches `pattern` (fnmatch) are judged; the first matching rule applies.
 
-    different, same: margins, as in `Plan`. weight: importance; the levels are divided among the rules that have rows,
-    in proportion to their weights, and within a rule equally. watch: SAME needs as many sessions as clear a row of
-    slow modes, even if no slow process was seen. rare: share of slow processes in an unchanged build, if it is more
+    different, same: margins, as in `SessionPlan`. weight: importance; the levels are divided among the rules that have
+    rows, in proportion to their weights, and within a rule equally. watch: SAME needs as many sessions as clear a row
+    of slow modes, even if no slow process was seen. rare: share of slow processes in an unchanged build, if it is more
     than `Modes.rare`.
     """
 
@@ -62,11 +62,11 @@ class Rule:
 
 # A start is a full compilation, measured once per process: wider margins, fewer sessions, less of the level. In the
 # recorded gate of a build against itself 2.2 % of such processes were slow.
-START = (Rule("throughput/start-*", different=0.03, same=0.1, weight=0.25, rare=0.022),)
+START = (SessionRule("throughput/start-*", different=0.03, same=0.1, weight=0.25, rare=0.022),)
 
 
 @dataclass(frozen=True)
-class Plan:
+class SessionPlan:
     """When to look, and what counts as moved. Raises ValueError on a plan that does not bound its errors.
 
     different: a row is SLOWER or FASTER if its interval lies beyond this change, 0.01 is 1 %.
@@ -84,7 +84,7 @@ class Plan:
     same: float = SAME_MARGIN
     alpha: float = 0.02
     alpha_same: float = 0.05
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[SessionRule, ...] = ()
     modes: Modes = field(default_factory=Modes)
     cache_sd: float = 0.01
     settle: int = 16
@@ -96,7 +96,7 @@ class Plan:
         for shares in ([x.different for x in self.looks], [x.same for x in self.looks]):
             if min(shares) < 0 or sum(shares) > 1 + 1e-9:
                 raise ValueError(f"shares of a level must be at least 0 and sum to at most 1, got {shares}")
-        for rule in (Rule("*", self.different, self.same), *self.rules):
+        for rule in (SessionRule("*", self.different, self.same), *self.rules):
             if not 0 <= rule.different <= rule.same:
                 raise ValueError(f"need 0 <= different <= same, got {rule.different} and {rule.same}")
         if not all(rule.weight > 0 for rule in self.rules):
@@ -109,10 +109,10 @@ class Plan:
         """Return the number of sessions after which an open row is left INCONCLUSIVE."""
         return self.looks[-1].sessions
 
-    def rule(self, row: str) -> Rule:
+    def rule(self, row: str) -> SessionRule:
         """Return the rule of one row."""
         found = (rule for rule in self.rules if fnmatchcase(row, rule.pattern))
-        return next(found, Rule("*", self.different, self.same))
+        return next(found, SessionRule("*", self.different, self.same))
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Family:
     caches: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
-def cache_allowance(plan: Plan, share: float, pairs: int) -> float:
+def cache_allowance(plan: SessionPlan, share: float, pairs: int) -> float:
     """Return the log-ratio that compile caches alone exceed with a chance of `share` of CACHE_PART of half of alpha.
 
     Each side's cache adds an independent bias, normal with `plan.cache_sd`. More sessions do not remove it; `pairs`
@@ -139,7 +139,7 @@ def cache_allowance(plan: Plan, share: float, pairs: int) -> float:
     return deviation * NormalDist().inv_cdf(1 - CACHE_PART * plan.alpha / 2 * share)
 
 
-def shares(names: Iterable[str], plan: Plan) -> dict[str, float]:
+def shares(names: Iterable[str], plan: SessionPlan) -> dict[str, float]:
     """Return row id -> its share of the level: the rules that have rows divide it by weight, and their rows equally."""
     rules = {name: plan.rule(name) for name in names}
     counts = Counter(rules.values())
@@ -147,15 +147,15 @@ def shares(names: Iterable[str], plan: Plan) -> dict[str, float]:
     return {name: rule.weight / total / counts[rule] for name, rule in rules.items()}
 
 
-def plan_for(sessions: int | None = None, lane: str = "") -> Plan:
+def plan_for(sessions: int | None = None, lane: str = "") -> SessionPlan:
     """Return the plan of a lane, cut to `sessions`; the last look gets the shares of the looks that are cut off.
 
     Slow modes of a training step are watched for on the CPU lane, where a session is cheap, and only if there are
     enough sessions to clear a row of them. Raises ValueError on fewer sessions than the first look needs.
     """
-    default = Plan()
+    default = SessionPlan()
     watch = lane == "cpu" and (sessions is None or sessions >= default.modes.sessions)
-    default = replace(default, rules=(*START, Rule("throughput/*", watch=watch)))
+    default = replace(default, rules=(*START, SessionRule("throughput/*", watch=watch)))
     if sessions is None or sessions >= default.budget:
         return default
     if sessions < default.looks[0].sessions:

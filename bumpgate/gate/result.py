@@ -17,7 +17,7 @@ from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import SCHEMA, BumpgateError, one_line, write_atomic
 from bumpgate.env.freeze import changes
 from bumpgate.gate.drift import Drift
-from bumpgate.gate.plan import Plan
+from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.sequential import Timed, estimate
 from bumpgate.gate.timed import Sessions
 from bumpgate.run.binding import Binding
@@ -140,7 +140,7 @@ class Gate:
         }
 
 
-def read(out: Path, plan: Plan) -> Gate | None:
+def read(out: Path, plan: SessionPlan) -> Gate | None:
     """Load the gate in a directory, to resume it; None if there is none. plan: of its paired sessions.
 
     Raises GateError on a file that `Gate.write` did not write.
@@ -194,7 +194,7 @@ def _sessions(sessions: Sessions | None) -> dict[str, Any] | None:
     }
 
 
-def _read_sessions(raw: Any, plan: Plan | None) -> Sessions | None:
+def _read_sessions(raw: Any, plan: SessionPlan | None) -> Sessions | None:
     if raw is None:
         return None
     raw.pop("readings")

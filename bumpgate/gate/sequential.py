@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations_with_replacement
 
-from bumpgate.core.findings import Outcome
+from bumpgate.core.findings import TimedOutcome
 from bumpgate.gate.modes import Mode, Usual, slow_mode, slow_sessions
 from bumpgate.gate.multiplicity import benjamini_hochberg, holm
-from bumpgate.gate.plan import Family, Plan, Rule, cache_allowance, shares
+from bumpgate.gate.plan import Family, SessionPlan, SessionRule, cache_allowance, shares
 
 # Steps of the winsorised distances: whole numbers make the exact distribution a product of polynomials.
 STEPS = 8
@@ -51,7 +51,7 @@ class Timed:
     slow: sessions with a slow process of the candidate, and of the adopted build (bumpgate.gate.modes).
     """
 
-    outcome: Outcome
+    outcome: TimedOutcome
     ratio: float
     interval: tuple[float, float]
     sessions: int
@@ -139,8 +139,8 @@ def p_below(log_ratios: tuple[float, ...], bound: float) -> float:
 
 def evidence(
     log_ratios: Sequence[float],
-    plan: Plan,
-    rule: Rule | None = None,
+    plan: SessionPlan,
+    rule: SessionRule | None = None,
     share: float = 1.0,
     caches: Sequence[int] = (),
 ) -> Evidence:
@@ -174,8 +174,8 @@ def evidence(
 
 
 def decide(
-    sessions: Mapping[str, Sequence[float]], plan: Plan, family: Family | None = None
-) -> dict[str, Outcome]:
+    sessions: Mapping[str, Sequence[float]], plan: SessionPlan, family: Family | None = None
+) -> dict[str, TimedOutcome]:
     """Return row id -> outcome, from each row's log-ratios so far, in the order they were measured.
 
     Each call takes the complete family: decided rows with the sessions they stopped at, and rows without a session. A
@@ -186,7 +186,7 @@ def decide(
 
 
 def summarise(
-    sessions: Mapping[str, Sequence[float]], plan: Plan, family: Family | None = None
+    sessions: Mapping[str, Sequence[float]], plan: SessionPlan, family: Family | None = None
 ) -> dict[str, Timed]:
     """Return the outcomes of `decide`, with the numbers that a report shows. A row without a session has no number."""
     judged = _judge(sessions, plan, family or Family())
@@ -202,8 +202,8 @@ def summarise(
 
 
 def _judge(
-    sessions: Mapping[str, Sequence[float]], plan: Plan, family: Family
-) -> dict[str, tuple[Outcome, Evidence]]:
+    sessions: Mapping[str, Sequence[float]], plan: SessionPlan, family: Family
+) -> dict[str, tuple[TimedOutcome, Evidence]]:
     share = shares(sessions, plan)
     found = {
         row: evidence(values, plan, plan.rule(row), share[row], family.caches.get(row, ()))
@@ -233,7 +233,7 @@ def estimate(log_ratios: Sequence[float]) -> float:
     return statistics.median((a + b) / 2 for a, b in combinations_with_replacement(log_ratios, 2))
 
 
-def interval(log_ratios: Sequence[float], plan: Plan) -> tuple[float, float]:
+def interval(log_ratios: Sequence[float], plan: SessionPlan) -> tuple[float, float]:
     """Return the bounds of the log-ratio that the last look cannot reject, each at its share of `alpha_same`."""
     look = next((x for x in reversed(plan.looks) if x.sessions <= len(log_ratios)), None)
     if look is None:
@@ -243,22 +243,24 @@ def interval(log_ratios: Sequence[float], plan: Plan) -> tuple[float, float]:
     return _lower_end(seen, level), -_lower_end(tuple(-x for x in seen), level)
 
 
-def _outcome(e: Evidence, slower: float, faster: float, plan: Plan, mode: Mode, watch: bool) -> Outcome:
+def _outcome(
+    e: Evidence, slower: float, faster: float, plan: SessionPlan, mode: Mode, watch: bool
+) -> TimedOutcome:
     if slower <= plan.alpha / 2:
-        return Outcome.SLOWER
+        return TimedOutcome.SLOWER
     if mode is Mode.FOUND:
-        return Outcome.SLOW_MODE
+        return TimedOutcome.SLOW_MODE
     if faster <= plan.alpha / 2:
-        return Outcome.FASTER
+        return TimedOutcome.FASTER
     if watch and mode is not Mode.CLEARED:
-        return Outcome.INCONCLUSIVE
+        return TimedOutcome.INCONCLUSIVE
     if e.same <= plan.alpha_same:
-        return Outcome.SAME
-    return Outcome.NOT_SLOWER if e.not_slower <= plan.alpha_same else Outcome.INCONCLUSIVE
+        return TimedOutcome.SAME
+    return TimedOutcome.NOT_SLOWER if e.not_slower <= plan.alpha_same else TimedOutcome.INCONCLUSIVE
 
 
 def _beyond_caches(
-    log_ratios: Sequence[float], caches: Sequence[int], different: float, plan: Plan, share: float
+    log_ratios: Sequence[float], caches: Sequence[int], different: float, plan: SessionPlan, share: float
 ) -> bool:
     """Whether compile caches alone do not explain the change, and each pair of caches shows it."""
     groups: dict[int, list[float]] = {}

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from bumpgate.core.findings import NO_REGRESSION, Outcome
+from bumpgate.core.findings import NO_REGRESSION, TimedOutcome
 from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import COST_PER_ROUND, Judgement, Record, Row, Verdict, is_finite
-from bumpgate.gate.between import Change, change, direction, timed
+from bumpgate.gate.between import ValueChange, change, direction, timed
 from bumpgate.gate.modes import p_lost
-from bumpgate.gate.plan import Family, Plan, shares
+from bumpgate.gate.plan import Family, SessionPlan, shares
 from bumpgate.gate.sequential import alternate, decide, log_ratio, log_ratio_of_rounds
 from bumpgate.run.ending import ending
 from bumpgate.run.runner import LaneRun
@@ -39,7 +39,7 @@ STORED = {"limit": "wanted", "started": "begun", "consecutive_empty": "barren", 
 
 
 @dataclass(frozen=True)
-class Reading:
+class TimedReading:
     """Result of one process. costs: row id -> positive cost, less is better. faults: node id -> why it has none.
     lost: why a time could not be read, for any reason; "" if all were. rounds: row id -> its cost in each round of a
     duet.
@@ -54,9 +54,9 @@ class Reading:
 
 
 # Measures the named tests once, in a new process of side "good" or "bad".
-Process = Callable[[str, Sequence[str]], Reading]
+Process = Callable[[str, Sequence[str]], TimedReading]
 # Measures them on both sides at the same time. The flag: the two sides start on exchanged cores.
-Duet = Callable[[Sequence[str], bool], tuple[Reading, Reading]]
+Duet = Callable[[Sequence[str], bool], tuple[TimedReading, TimedReading]]
 
 
 def timed_rows(good: Record, bad: Record) -> dict[str, str]:
@@ -76,7 +76,7 @@ def timed_rows(good: Record, bad: Record) -> dict[str, str]:
     again = {
         id: row
         for id, row in read_after.items()
-        if id in read_before and change(read_before[id], row) is Change.AGAIN
+        if id in read_before and change(read_before[id], row) is ValueChange.AGAIN
     }
     disturbed = {id: row for id, row in spoiled_after.items() if id in spoiled_before}
     found = {id: row for id, row in (disturbed | before | after).items() if id in by_both} | again
@@ -98,7 +98,7 @@ def cost(j: Judgement) -> float | None:
     return value if sign > 0 else 1 / value
 
 
-def reading(run: LaneRun, tests: Sequence[str]) -> Reading:
+def reading(run: LaneRun, tests: Sequence[str]) -> TimedReading:
     """Return the reading of a process that ran `tests`."""
     judgements = run.record.judgements if run.record else ()
     costs = {j.row.id: c for j in judgements if (c := cost(j)) is not None}
@@ -112,10 +112,10 @@ def reading(run: LaneRun, tests: Sequence[str]) -> Reading:
         (_why_lost(j) for j in spoiled if j.verdict is Verdict.INFRA or timed(j.row)), ""
     )
     if run.code < 0 and not ending(run.code).crash:
-        return Reading(costs, {}, lost, rounds)
+        return TimedReading(costs, {}, lost, rounds)
     if run.failure:
         faults = dict.fromkeys(faults or tests, run.failure)
-    return Reading(costs, faults, lost or next(iter(faults.values()), ""), rounds)
+    return TimedReading(costs, faults, lost or next(iter(faults.values()), ""), rounds)
 
 
 def _why_lost(j: Judgement) -> str:
@@ -135,7 +135,7 @@ class Sessions:
     """
 
     tests: Mapping[str, str]
-    plan: Plan | None
+    plan: SessionPlan | None
     limit: int
     log_ratios: dict[str, list[float]] = field(default_factory=dict)
     started: int = 0
@@ -159,7 +159,7 @@ class Sessions:
         return {STORED.get(name, name): value for name, value in raw.items()}
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any], plan: Plan | None) -> Sessions:
+    def from_json(cls, raw: Mapping[str, Any], plan: SessionPlan | None) -> Sessions:
         """Create sessions from the output of to_json. Raises TypeError on other fields."""
         names = {stored: name for name, stored in STORED.items()}
         return cls(plan=plan, **{names.get(key, key): value for key, value in dict(raw).items()})
@@ -182,7 +182,8 @@ class Sessions:
         rows = [
             row
             for row, found in self.log_ratios.items()
-            if len(found) < self.limit and outcomes.get(row, Outcome.INCONCLUSIVE) is Outcome.INCONCLUSIVE
+            if len(found) < self.limit
+            and outcomes.get(row, TimedOutcome.INCONCLUSIVE) is TimedOutcome.INCONCLUSIVE
         ]
         share = shares(self.log_ratios, self.plan) if self.plan else {}
         return sorted(rows, key=lambda row: -share.get(row, 1.0))
@@ -206,7 +207,7 @@ class Sessions:
         A session that an exception interrupts is dropped: the readings of a pair must be close in time.
         """
         rows = self._rows_of(self.open_tests()[:at_most])
-        readings: list[tuple[str, list[str], Reading]] = []
+        readings: list[tuple[str, list[str], TimedReading]] = []
         for letter in alternate(self.started):
             found = process(SIDE[letter], self._tests_of(rows))
             readings.append((SIDE[letter], rows, found))
@@ -238,7 +239,7 @@ class Sessions:
         return list(dict.fromkeys(self.tests[row] for row in rows))
 
     def _keep(
-        self, readings: Iterable[tuple[str, list[str], Reading]], log_ratios: Mapping[str, float]
+        self, readings: Iterable[tuple[str, list[str], TimedReading]], log_ratios: Mapping[str, float]
     ) -> None:
         for side, requested, found in readings:
             self.lost = f"{side}: {found.lost}" if found.lost else self.lost

@@ -13,7 +13,7 @@ from bumpgate.gate.duet import ROUNDS as DUET_ROUNDS
 from bumpgate.gate.duet import run_duet, shares
 from bumpgate.gate.sequential import decide
 from bumpgate.gate.sides import ROUNDS, TEST_SECONDS, TITLES
-from bumpgate.gate.timed import Reading, Sessions, reading
+from bumpgate.gate.timed import Sessions, TimedReading, reading
 from bumpgate.gate.view import session_line, timed_line
 from bumpgate.run.runner import LaneCall
 
@@ -94,7 +94,7 @@ class TimedRuns:
 
     def _timed_pair(
         self, other: str, tests: Sequence[str], flip: bool, pair: int, rounds: int
-    ) -> tuple[Reading, Reading]:
+    ) -> tuple[TimedReading, TimedReading]:
         calls = [
             LaneCall(
                 self.runner.env_specs[name].python,
@@ -109,7 +109,7 @@ class TimedRuns:
         good, bad = (reading(run, tests) for run in run_duet(calls, flip, TEST_SECONDS * len(tests)))
         return good, bad
 
-    def _timed_process(self, name: str, tests: Sequence[str], pair: int) -> Reading:
+    def _timed_process(self, name: str, tests: Sequence[str], pair: int) -> TimedReading:
         runs = self.runner.run_sides(
             [name],
             "a timed process",

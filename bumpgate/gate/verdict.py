@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 
 from bumpgate.core import code
 from bumpgate.core.baseline import investigate, tier, violation
-from bumpgate.core.findings import ADDRESS, NO_REGRESSION, PRODUCT, Decision, Finding, Outcome, group
+from bumpgate.core.findings import ADDRESS, NO_REGRESSION, PRODUCT, Decision, Finding, TimedOutcome, group
 from bumpgate.core.outcomes import skipped_in_both
 from bumpgate.core.problems import ProblemKind
 from bumpgate.core.rows import Judgement, Record, Verdict, one_line
-from bumpgate.gate.between import Change, change
+from bumpgate.gate.between import ValueChange, change
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.timed import Sessions
@@ -287,12 +287,12 @@ def _compare(
         )
     won = bad.verdict is Verdict.WIN and good.verdict is not Verdict.WIN
     moved = None if paired else change(good.row, bad.row)
-    if moved in (None, Change.BETTER):
+    if moved in (None, ValueChange.BETTER):
         return (Decision.ADOPT, Verdict.WIN.value) if moved or won else None
-    if moved is Change.AGAIN:
+    if moved is ValueChange.AGAIN:
         return Decision.UNKNOWN, Verdict.INCONCLUSIVE.value
-    reviewed = bad.accepted or good.accepted or (moved is Change.OTHER and bad.row.per_build)
-    label = WORSE if moved is Change.WORSE else Verdict.CHANGED.value
+    reviewed = bad.accepted or good.accepted or (moved is ValueChange.OTHER and bad.row.per_build)
+    label = WORSE if moved is ValueChange.WORSE else Verdict.CHANGED.value
     return (Decision.ADOPT if reviewed else Decision.HOLD), label
 
 
@@ -344,9 +344,9 @@ def _shown(j: Judgement | None, other: Judgement | None) -> tuple[str, ...]:
 
 
 def _timed(lane: str, row: str, t: Timed, test: str) -> list[Finding]:
-    if t.outcome is Outcome.SAME:
+    if t.outcome is TimedOutcome.SAME:
         return []
-    red = t.outcome in (Outcome.SLOWER, Outcome.SLOW_MODE)
+    red = t.outcome in (TimedOutcome.SLOWER, TimedOutcome.SLOW_MODE)
     decision = Decision.HOLD if red else Decision.ADOPT if t.outcome in NO_REGRESSION else Decision.UNKNOWN
     if not t.sessions:  # all such rows have one cause: the budget, or only lost sessions
         seen = (f"{row}: not measured",)

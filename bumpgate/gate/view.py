@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bumpgate.core.findings import Decision, Finding, Outcome
+from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.gate.timed import Sessions
 
 STYLE = {Decision.HOLD: "bold red", Decision.UNKNOWN: "yellow", Decision.ADOPT: "green"}
@@ -42,9 +42,9 @@ def session_line(sessions: Sessions) -> str:
     return f"{sessions.started} sessions of at most {sessions.limit}; {still} of {rows} rows open"
 
 
-def timed_line(outcomes: Sequence[Outcome], sessions: Sessions) -> str:
+def timed_line(outcomes: Sequence[TimedOutcome], sessions: Sessions) -> str:
     """`timed rows after 12 sessions: 2 SAME, 1 SLOWER`, and why a time was last lost, if any."""
-    counts = [f"{outcomes.count(o)} {o.value}" for o in Outcome if o in outcomes]
+    counts = [f"{outcomes.count(o)} {o.value}" for o in TimedOutcome if o in outcomes]
     line = f"timed rows after {sessions.started} sessions: {', '.join(counts) or 'none'}"
     return f"{line}; last lost: {sessions.lost}" if sessions.lost else line
 

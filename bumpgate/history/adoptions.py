@@ -21,7 +21,7 @@ HEAD = """\
 
 
 @dataclass(frozen=True)
-class Reviewed:
+class ReviewedFinding:
     """A reviewed finding of an adopted build: its row, what the gate found, and why it is accepted."""
 
     row: str
@@ -46,7 +46,7 @@ class Adoption:
     commit: str
     before: Mapping[str, str]
     after: Mapping[str, str]
-    reviewed: tuple[Reviewed, ...] = ()
+    reviewed: tuple[ReviewedFinding, ...] = ()
     rolled_back: date | None = None
 
 
@@ -165,6 +165,6 @@ def _entry(raw: Mapping[str, Any]) -> Adoption:
         new=str(raw["to"]),
         before=before,
         after=after,
-        reviewed=tuple(Reviewed(**r) for r in raw.get("reviewed", ())),
+        reviewed=tuple(ReviewedFinding(**r) for r in raw.get("reviewed", ())),
         rolled_back=raw.get("rolled_back"),
     )

@@ -18,7 +18,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
-from bumpgate.core.findings import NO_REGRESSION, Decision, Finding, Outcome
+from bumpgate.core.findings import NO_REGRESSION, Decision, Finding, TimedOutcome
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import BumpgateError, Verdict
 from bumpgate.env.freeze import changes
@@ -27,9 +27,9 @@ NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?!\w)")
 EVIDENCE = 8  # lines that are kept of each side
 NEW, STILL, BACK, GONE, UNMEASURED = "new", "still there", "back", "gone", "not measured"
 # Outcomes of paired sessions that decide a row, and row verdicts that do not decide.
-DECIDED = {o.value for o in (*NO_REGRESSION, Outcome.SLOWER, Outcome.SLOW_MODE)}
+DECIDED = {o.value for o in (*NO_REGRESSION, TimedOutcome.SLOWER, TimedOutcome.SLOW_MODE)}
 OPEN = {v.value for v in (Verdict.MISSING, Verdict.INSTRUMENT, Verdict.INFRA, Verdict.INCONCLUSIVE)}
-OF_SESSIONS = (Outcome.SLOWER.value, Outcome.SLOW_MODE.value, "LOST")
+OF_SESSIONS = (TimedOutcome.SLOWER.value, TimedOutcome.SLOW_MODE.value, "LOST")
 
 
 class FindingError(BumpgateError):

@@ -55,7 +55,7 @@ def secrets() -> list[str]:
     return [*found, *(urlsplit(v).path for v in found if v.startswith("http") and len(urlsplit(v).path) > 8)]
 
 
-class GitHub:
+class GitHubIssues:
     """Issues of a repository. One issue per topic: created, kept current, closed, and opened again."""
 
     updates = True

@@ -17,7 +17,7 @@ from filelock import FileLock
 from bumpgate.core.rows import BumpgateError, one_line
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.notify import channels
-from bumpgate.notify.channels import Channel, GitHub, Hook, Posted, Slack
+from bumpgate.notify.channels import Channel, GitHubIssues, Hook, Posted, Slack
 from bumpgate.notify.topics import Message, answer, answered, assign, messages
 from bumpgate.run.home import home
 from bumpgate.run.web import WebError
@@ -56,7 +56,7 @@ def command(
         )
         return
     targets: list[Channel] = []
-    targets += [GitHub(github)] if github else []
+    targets += [GitHubIssues(github)] if github else []
     targets += [Slack()] if slack else []
     targets += [Hook(hook)] if hook else []
     with _alone():

@@ -33,7 +33,7 @@ INSTALL_XLA = (
 
 
 @dataclass(frozen=True)
-class Found:
+class DetectedDevice:
     """Result of the device search. device: what the lane would run on. missing: why it cannot run, and the fix."""
 
     device: str
@@ -46,7 +46,7 @@ def detect(lane: Lane) -> str | None:
 
 
 @cache
-def find(lane: Lane) -> Found:
+def find(lane: Lane) -> DetectedDevice:
     """Look for the lane's device.
 
     torch is imported in a subprocess: a crash on import, or device memory taken for a context, must not affect the
@@ -56,19 +56,19 @@ def find(lane: Lane) -> Found:
     if not missing and "avx2" in lane.needs:
         missing = _no_avx2(read_or_empty("/proc/cpuinfo"))
     if lane.device == "cpu" or missing:
-        return Found("cpu" if lane.device == "cpu" else "", missing)
+        return DetectedDevice("cpu" if lane.device == "cpu" else "", missing)
     if lane.device == "xla":
         found, fault = _probe(TPU)
         device = found[0] if found else ""
         if not fault and device != PJRT_CPU:
             device, fault = TPU_KINDS.get(device, device), unknown_tpu(device)
-        return Found(device, fault and f"no {INSTALL_XLA}: {fault}")
+        return DetectedDevice(device, fault and f"no {INSTALL_XLA}: {fault}")
     found, fault = _probe(_cuda_program(lane))
     name, count, capability = found or ("", 1, "")
     fault = fault or _other_gpu(lane, name, count, capability)
     gpu = f"NVIDIA {lane.gpu or 'GPU'}"
     required = f"{gpu} seen by torch.cuda (needs the GPU, its driver and a CUDA build of torch)"
-    return Found(name, fault and f"no {required}: {fault}")
+    return DetectedDevice(name, fault and f"no {required}: {fault}")
 
 
 def _cuda_program(lane: Lane) -> str:

@@ -33,7 +33,7 @@ WIDTH, HEIGHT = 1000, 240  # of a plot, in its own units
 
 
 @dataclass(frozen=True)
-class Night:
+class NightReading:
     """The last reading of a night. day: counted from the first night of the dashboard."""
 
     day: int
@@ -50,7 +50,7 @@ class Series:
     row: str
     host: str
     unit: str
-    nights: list[Night] = field(default_factory=list)
+    nights: list[NightReading] = field(default_factory=list)
     levels: list[int] = field(default_factory=list)
 
     @property
@@ -59,7 +59,7 @@ class Series:
         return f"{name}.html"
 
     @property
-    def last(self) -> Night:
+    def last(self) -> NightReading:
         return self.nights[-1]
 
     @property
@@ -134,7 +134,7 @@ def read(archive: Archive, start: date, lane: str = "") -> list[Series]:
             for row, number, value, verdict, red, unit in connection.execute(query):
                 key = (where[0], row, where[1])
                 one = series.get(key) or series.setdefault(key, Series(where[0], row, where[1], unit))
-                night = Night(day, _value(number, value), verdict, bool(red))
+                night = NightReading(day, _value(number, value), verdict, bool(red))
                 if one.nights and one.last.day == day:
                     one.nights[-1] = night
                 else:
@@ -194,7 +194,7 @@ def write(folder: Path, found: Sequence[Series], start: date, findings: Sequence
             path.unlink()
 
 
-def hosts(found: Sequence[Series]) -> list[tuple[str, str, list[Night]]]:
+def hosts(found: Sequence[Series]) -> list[tuple[str, str, list[NightReading]]]:
     """Return (lane, class of host, nights) with the number of red rows of each night as its value."""
     nights: dict[tuple[str, str], dict[int, int]] = {}
     for one in found:
@@ -202,12 +202,12 @@ def hosts(found: Sequence[Series]) -> list[tuple[str, str, list[Night]]]:
         for night in one.nights:
             of_host[night.day] = of_host.get(night.day, 0) + night.red
     return [
-        (lane, host, [Night(day, red, "", red > 0) for day, red in sorted(counts.items())])
+        (lane, host, [NightReading(day, red, "", red > 0) for day, red in sorted(counts.items())])
         for (lane, host), counts in sorted(nights.items())
     ]
 
 
-def strip(nights: Sequence[Night], length: int) -> str:
+def strip(nights: Sequence[NightReading], length: int) -> str:
     """Return one mark per night, as SVG: green or red; a gap for nights without a reading."""
     paths = {False: "", True: ""}
     for (red, _), group in groupby(nights_and_gaps(nights), key=lambda pair: (pair[0].red, pair[1])):
@@ -222,7 +222,7 @@ def strip(nights: Sequence[Night], length: int) -> str:
     )
 
 
-def nights_and_gaps(nights: Sequence[Night]) -> Iterator[tuple[Night, int]]:
+def nights_and_gaps(nights: Sequence[NightReading]) -> Iterator[tuple[NightReading, int]]:
     """Yield each night with a number that grows after every gap."""
     for i, night in enumerate(nights):
         yield night, night.day - i

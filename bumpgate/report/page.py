@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bumpgate.core.findings import PRODUCT, Decision, Finding, group
-from bumpgate.core.gate_file import GateFile, Paired, Side
+from bumpgate.core.gate_file import GateFile, GateSide, Paired
 from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_finite, one_line
 from bumpgate.core.rules import places, sentence
@@ -307,7 +307,7 @@ def _headline(gate: GateFile) -> str:
     return "; ".join(parts)
 
 
-def _facts(good: Side, bad: Side) -> Iterable[Fact]:
+def _facts(good: GateSide, bad: GateSide) -> Iterable[Fact]:
     """Return the facts of both sides, differing ones first; facts that neither side has are left out."""
     known = []
     for side in (good, bad):
@@ -322,7 +322,7 @@ def _facts(good: Side, bad: Side) -> Iterable[Fact]:
     return sorted((f for f in facts if f.good or f.bad), key=lambda f: not f.differs)
 
 
-def _broken(side: Side) -> Iterable[str]:
+def _broken(side: GateSide) -> Iterable[str]:
     if side.failure or side.record is None:
         yield side.failure or "it left no record"
     yield from (f"canary {name}: {reason}" for name, reason in side.canaries.items())

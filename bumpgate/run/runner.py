@@ -129,13 +129,13 @@ class LaneCall:
         return self.log or self.record.with_suffix(".log")
 
     @property
-    def child(self) -> Child:
+    def child(self) -> LoggedChild:
         # Another repository may have no pytest configuration: the folder of the selected tests would be the root.
         foreign = ["-p", "bumpgate.plugin", f"--rootdir={self.root}"]
         flags = foreign if lanes.is_foreign(self.root) else []
         flags += ["-m", self.lane, f"--record={self.record.resolve()}", *(["--gate"] if self.gate else [])]
         flags += ["--part"] if self.selection else []
-        return Child(
+        return LoggedChild(
             (str(self.python), "-X", "faulthandler", "-m", "pytest", *flags, *self.selection),
             self.root,
             child_environment(self.python, self.root, {**self.environment, PARENT: str(os.getpid())}),
@@ -222,7 +222,7 @@ def _ourselves(root: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Child:
+class LoggedChild:
     """A command and the path of its output. keep_open: descriptors that it inherits, and no other child does."""
 
     command: Sequence[str]
@@ -253,10 +253,10 @@ def run_child(
 
     The command and its children end with this call, and with this process. Raises KeyboardInterrupt after that.
     """
-    return run_children([Child(command, cwd, environment, log)], timeout)[0]
+    return run_children([LoggedChild(command, cwd, environment, log)], timeout)[0]
 
 
-def run_children(children: Sequence[Child], timeout: float | None) -> list[tuple[int, float]]:
+def run_children(children: Sequence[LoggedChild], timeout: float | None) -> list[tuple[int, float]]:
     """Run several children at once. The remaining processes of one are killed when it ends, not after the others."""
     started = time.monotonic()
     processes: list[subprocess.Popen[bytes]] = []

@@ -17,7 +17,7 @@ from launch.contract import load
 from launch.data import SyntheticBatches
 from launch.policies import POLICIES
 from launch.programs import ProgramBudgetError, Programs, load_spare, pattern_programs
-from launch.train import Plan, Trainer
+from launch.train import Trainer, TrainingPlan
 from model import preset
 from model.presets import NAMES
 from suites.compile.expectations import expected
@@ -48,7 +48,7 @@ def dynamo_as_it_was():
 def trainer(source=SyntheticBatches, **plan) -> Trainer:
     config = preset("nam12", **LAYERS)
     batches = source(config.vocab_size, 2, 16, 0, config.bos_id)
-    return Trainer(config, Plan(4, **plan), batches, backend="eager")
+    return Trainer(config, TrainingPlan(4, **plan), batches, backend="eager")
 
 
 @lanes("cpu")

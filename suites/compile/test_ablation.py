@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.plugin.instruments import dynamo_config, read_dynamo_config, reset_dynamo
-from launch.ablation import FACTOR, STAGES, Finding, main
+from launch.ablation import FACTOR, STAGES, AblationResult, main
 from suites.launch.conftest import launched  # noqa: F401 (autouse: what a launcher exports, for main)
 from suites.support.child import run_json
 from suites.support.lanes import Lane, lanes
@@ -82,4 +82,7 @@ def test_ablation_usage_errors_and_stage_names(lane: Lane, capsys) -> None:
         main(["--preset", "nam12", "--layers", "AX"])
     assert caught.value.code == 2
     assert set(STAGES.values()) == {"dynamo", "aot", "inductor"}
-    assert str(Finding("aot", "aot_eager", error="ValueError: x")) == "aot: backend aot_eager: ValueError: x"
+    assert (
+        str(AblationResult("aot", "aot_eager", error="ValueError: x"))
+        == "aot: backend aot_eager: ValueError: x"
+    )

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from bumpgate.plugin.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
 from launch.data import TokenFile, packed_batches
 from launch.dist.ranks import Ranks
-from launch.train import DTYPES, Plan, Trainer
+from launch.train import DTYPES, Trainer, TrainingPlan
 from model import preset
 from suites.distributed.ranks import run_cases
 from suites.distributed.training import CORPUS
@@ -73,7 +73,7 @@ def measure(
     """
     changed = {"layer_pattern": pattern, "depth": len(pattern)} if pattern else {}
     source = packed_batches(TokenFile(CORPUS), rows * ranks.world, tokens, 0)
-    plan = Plan(2 + 2 * ROUNDS * (steps + 1), policy=policy, dtype=dtype)
+    plan = TrainingPlan(2 + 2 * ROUNDS * (steps + 1), policy=policy, dtype=dtype)
     with compile_phases() as phases:
         run = Trainer(preset(name, size, **changed), plan, source, device=str(ranks.device), ranks=ranks)
         if delay:
@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> None:
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     p.add_argument("--name", default="nam12")
     p.add_argument("--size", default="narrow")
-    p.add_argument("--dtype", choices=DTYPES, default=Plan.dtype)
+    p.add_argument("--dtype", choices=DTYPES, default=TrainingPlan.dtype)
     for name, value in (("rows", 4), ("tokens", 128), ("steps", 10)):
         p.add_argument(f"--{name}", type=int, default=value)
     o = vars(p.parse_args(arguments))

@@ -30,7 +30,7 @@ from launch.dist.layout import Layout
 from launch.dist.ranks import Ranks
 from launch.dist.shards import whole
 from launch.environment import RUN, child_environment, run_caches, seed_caches
-from launch.train import Plan, Trainer
+from launch.train import Trainer, TrainingPlan
 from launch.warmup import WarmUp
 from model import preset
 from suites.support.child import ROOT
@@ -50,7 +50,12 @@ LAYOUTS = {
 
 
 def trainer(
-    ranks: Ranks, plan: Plan, division: str, pattern: str = PATTERN, alone: bool = False, **options: Any
+    ranks: Ranks,
+    plan: TrainingPlan,
+    division: str,
+    pattern: str = PATTERN,
+    alone: bool = False,
+    **options: Any,
 ) -> Trainer:
     """Build a trainer of a narrow model; alone: one process, with the batch of all ranks."""
     chosen = LAYOUTS[division]
@@ -159,8 +164,8 @@ def compare(
         train.load_warmup = lambda: WarmUp({"compiled": {"compiled": True}}, "1")
     if wide:
         torch.set_default_dtype(torch.float64)
-    dtype = "float64" if wide else Plan.dtype
-    plan = Plan(steps, policy=policy, dtype=dtype, optimizer=optimizer, warmup=1)
+    dtype = "float64" if wide else TrainingPlan.dtype
+    plan = TrainingPlan(steps, policy=policy, dtype=dtype, optimizer=optimizer, warmup=1)
     if ranks.rank:
         ranks.meet()  # rank 0 compiles first, the others find its code in the cache
     single = replace(plan, policy="eager") if wide else plan
@@ -197,7 +202,7 @@ def compare(
 
 def resumed(ranks: Ranks, division: str, place: str) -> dict[str, Any]:
     """Train with a checkpoint half-way; train on from it over the ranks, and in one process -> how both differ."""
-    plan = Plan(STEPS, policy="eager", optimizer="muon", warmup=1)
+    plan = TrainingPlan(STEPS, policy="eager", optimizer="muon", warmup=1)
     folder = Path(place, f"{division}-{ranks.rank}")
     folder.mkdir()
     written = {"checkpoint": folder / "state.pt", "log": folder / "log.jsonl"}

@@ -23,7 +23,7 @@ from launch import contract as contracts
 from launch.contract import ContractError, load
 from launch.data import SyntheticBatches
 from launch.environment import RETRY, check, child_environment
-from launch.train import Plan, Trainer, main
+from launch.train import Trainer, TrainingPlan, main
 from model import preset
 from suites.launch.conftest import Checkout, Launcher, known
 from suites.support.child import ROOT
@@ -274,7 +274,7 @@ def dynamo_as_it_was():
 def trainer(policy: str, backend) -> Trainer:
     config = preset("nam12", "narrow", layer_pattern="AME", depth=3)
     source = SyntheticBatches(config.vocab_size, 2, 16, 0, config.bos_id)
-    return Trainer(config, Plan(6, policy=policy), source, backend=backend)
+    return Trainer(config, TrainingPlan(6, policy=policy), source, backend=backend)
 
 
 @lanes("cpu")

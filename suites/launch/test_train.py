@@ -25,7 +25,7 @@ from launch import contract, train
 from launch.contract import load
 from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches
 from launch.optimizers import build_optimizer
-from launch.train import NonFiniteError, Plan, Trainer, main
+from launch.train import NonFiniteError, Trainer, TrainingPlan, main
 from model import preset
 from suites.support.child import ROOT, run_json
 from suites.support.comparison import AT_MOST, error_ratio, over
@@ -46,7 +46,7 @@ def dynamo_as_it_was() -> Iterator[None]:
 
 
 def trainer(
-    plan: Plan,
+    plan: TrainingPlan,
     *,
     batch: int = 2,
     tokens: int = 32,
@@ -73,7 +73,7 @@ def unigram_entropy(file: TokenFile) -> float:
 def test_loss_after_two_hundred_steps_on_the_corpus(lane: Lane, row) -> None:
     """Below the unigram entropy a model must use context. The loss includes the experts' auxiliary terms, too."""
     run = trainer(
-        Plan(STEPS, policy="eager", optimizer="adamw"), batch=BATCH, tokens=TOKENS, device=lane.device
+        TrainingPlan(STEPS, policy="eager", optimizer="adamw"), batch=BATCH, tokens=TOKENS, device=lane.device
     )
     summary = run.run()
     last = sum(run.losses[-10:]) / 10
@@ -130,7 +130,7 @@ def test_compiled_training_matches_eager(lane: Lane, row, canaries) -> None:
     changed a loss by 5e-3, a thousand times the noise that this row measures.
     """
     canaries("graphs")
-    eager = Plan(5, policy="eager", optimizer="adamw", warmup=1)
+    eager = TrainingPlan(5, policy="eager", optimizer="adamw", warmup=1)
     every = {"experts": 8, "top_k": 8, "device": lane.device}
     plain = curves(trainer(eager, **every))
     exact = trainer(eager, **every)
@@ -161,7 +161,7 @@ def test_compiled_training_matches_eager(lane: Lane, row, canaries) -> None:
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_resumed_run_equals_uninterrupted_run(lane: Lane, optimizer: str, tmp_path: Path) -> None:
-    plan = Plan(8, policy="eager", optimizer=optimizer, warmup=3, checkpoint_every=3)
+    plan = TrainingPlan(8, policy="eager", optimizer=optimizer, warmup=3, checkpoint_every=3)
     (tmp_path / "whole.jsonl").write_text("of a former run\n")
     whole = trainer(plan, device=lane.device, log=tmp_path / "whole.jsonl")
     whole.run()
@@ -192,22 +192,22 @@ def test_resumed_run_equals_uninterrupted_run(lane: Lane, optimizer: str, tmp_pa
 @lanes("cpu")
 def test_foreign_or_broken_checkpoint_is_refused(lane: Lane, tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
-    trainer(Plan(2, policy="eager"), checkpoint=path).run(until=1)
+    trainer(TrainingPlan(2, policy="eager"), checkpoint=path).run(until=1)
     with pytest.raises(DataError, match=r"^[^\n]*of another run: plan differs in steps, lr$"):
-        trainer(Plan(3, policy="eager", lr=1e-2), checkpoint=path).resume()
+        trainer(TrainingPlan(3, policy="eager", lr=1e-2), checkpoint=path).resume()
     with pytest.raises(DataError, match="cannot resume: seed was 0, now it is 5"):
-        trainer(Plan(2, policy="eager"), checkpoint=path, seed=5).resume()
+        trainer(TrainingPlan(2, policy="eager"), checkpoint=path, seed=5).resume()
     for broken in (path.read_bytes()[:1000], b"no checkpoint", b""):
         path.write_bytes(broken)
         with pytest.raises(DataError, match=r"^[^\n]*: no checkpoint \([^\n]*\)$"):
-            trainer(Plan(2, policy="eager"), checkpoint=path).resume()
+            trainer(TrainingPlan(2, policy="eager"), checkpoint=path).resume()
 
 
 @lanes("cpu")
 def test_warm_up_changes_no_state(lane: Lane) -> None:
     """With experts that are balanced by a bias, which every training forward moves."""
     source = packed_batches(TokenFile(CORPUS), 2, 32, 0)
-    run = Trainer(preset("nam12", "narrow", bias_rate=0.01), Plan(2, policy="eager"), source)
+    run = Trainer(preset("nam12", "narrow", bias_rate=0.01), TrainingPlan(2, policy="eager"), source)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     run.warm_up(next(run.source))
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
@@ -219,13 +219,13 @@ def test_warm_up_changes_no_state(lane: Lane) -> None:
 @planted("X13", "random ids, and random ids in disguise")
 def test_random_ids_are_refused_as_training_data(lane: Lane) -> None:
     config = preset("nam12", "narrow")
-    run = Trainer(config, Plan(2, policy="eager"), SyntheticBatches(512, 2, 32, 0))
+    run = Trainer(config, TrainingPlan(2, policy="eager"), SyntheticBatches(512, 2, 32, 0))
     for word in ("", "yes"):
         with pytest.raises(DataError, match="random ids are not training data"):
             run.run(allow_synthetic=word)
     assert run.losses == []
     assert run.run(allow_synthetic="smoke")["kind"] == "smoke, not training"
-    disguised = Trainer(config, Plan(2, policy="eager"), iter([torch.randint(512, (2, 32))]))
+    disguised = Trainer(config, TrainingPlan(2, policy="eager"), iter([torch.randint(512, (2, 32))]))
     with pytest.raises(DataError, match="is not a checked token file: it has no receipt"):
         disguised.run(allow_synthetic="smoke")
 
@@ -238,13 +238,13 @@ def test_data_of_another_vocabulary_is_refused(lane: Lane) -> None:
     ):
         source = packed_batches(TokenFile(CORPUS), 2, 32, 0)
         with pytest.raises(DataError, match=message):
-            Trainer(preset("nam12", "narrow", **changes), Plan(2, policy="eager"), source).run()
+            Trainer(preset("nam12", "narrow", **changes), TrainingPlan(2, policy="eager"), source).run()
 
 
 @lanes("cpu")
 def test_non_finite_loss_stops_the_run(lane: Lane, tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
-    run = trainer(Plan(9, policy="eager", optimizer="adamw", lr=math.inf), checkpoint=path)
+    run = trainer(TrainingPlan(9, policy="eager", optimizer="adamw", lr=math.inf), checkpoint=path)
     with pytest.raises(NonFiniteError, match=r"^step 1: the loss is nan; the last checkpoint is good$"):
         run.run()
     assert not path.exists()
@@ -259,7 +259,7 @@ def test_non_finite_loss_stops_the_run(lane: Lane, tmp_path: Path) -> None:
 
 @lanes("cpu")
 def test_non_finite_weight_is_not_saved(lane: Lane, tmp_path: Path) -> None:
-    run = trainer(Plan(2, policy="eager"), checkpoint=tmp_path / "state.pt")
+    run = trainer(TrainingPlan(2, policy="eager"), checkpoint=tmp_path / "state.pt")
     with torch.no_grad():
         [*run.model.parameters()][-1].flatten()[-1] = math.nan
     with pytest.raises(NonFiniteError, match="a weight is not finite"):
@@ -272,7 +272,7 @@ def test_resumed_run_counts_its_own_steps(lane: Lane, tmp_path: Path, monkeypatc
     """The supervisor retries only before a process has passed its first steps, wherever the run was resumed."""
     steps: list[int] = []
     monkeypatch.setattr("launch.train.passed", lambda step, last_step: steps.append(step))
-    plan = Plan(4, policy="eager", checkpoint_every=2)
+    plan = TrainingPlan(4, policy="eager", checkpoint_every=2)
     trainer(plan, checkpoint=tmp_path / "state.pt").run(until=2)
     resumed = trainer(plan, checkpoint=tmp_path / "state.pt")
     resumed.resume()
@@ -282,7 +282,7 @@ def test_resumed_run_counts_its_own_steps(lane: Lane, tmp_path: Path, monkeypatc
 
 @lanes("cpu")
 def test_lr_schedule_rises_and_falls(lane: Lane) -> None:
-    plan = Plan(101, lr=1.0, warmup=10)
+    plan = TrainingPlan(101, lr=1.0, warmup=10)
     rates = [plan.lr_at(step) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[-1] == pytest.approx(0.1)
@@ -321,7 +321,7 @@ def test_trainer_exit_codes(lane: Lane, tmp_path: Path, capsys, monkeypatch: pyt
 
 @lanes("cpu")
 def test_bfloat16_weights_keep_float32_state(lane: Lane, tmp_path: Path) -> None:
-    plan = Plan(3, policy="eager", dtype="bfloat16")
+    plan = TrainingPlan(3, policy="eager", dtype="bfloat16")
     run = trainer(plan, device=lane.device, checkpoint=tmp_path / "state.pt")
     run.run()
     state = [value for values in run.optimizer.state.values() for value in values.values()]

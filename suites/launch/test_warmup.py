@@ -14,7 +14,7 @@ from launch import train
 from launch.contract import ContractError
 from launch.data import SyntheticBatches
 from launch.programs import ProgramBudgetError
-from launch.train import Plan, Trainer
+from launch.train import Trainer, TrainingPlan
 from launch.warmup import Start, WarmUp, load_warmup
 from model import preset
 from suites.support.lanes import Lane, lanes
@@ -104,7 +104,7 @@ def test_first_step_replaces_the_warm_up(lane: Lane, dynamo_as_it_was, monkeypat
         config = preset("nam12", "narrow", layer_pattern="AE", depth=2)
         with DynamoWatch() as watch:
             source = SyntheticBatches(config.vocab_size, 4, 16, 0, config.bos_id)
-            run = Trainer(config, Plan(4), source, backend=watch.backend("eager"))
+            run = Trainer(config, TrainingPlan(4), source, backend=watch.backend("eager"))
             assert run.no_warm_up == ("" if case == "warm_up" else "all")
             if case == "no_mark":
                 run.compiled.first = run.compiled.forward

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from bumpgate.env import manifest
 from bumpgate.env.inventory import Distribution, Inventory, take
-from bumpgate.env.manifest import Environment, KernelWheel, Label, ManifestError, label, load, mismatches
+from bumpgate.env.manifest import KernelWheel, Label, ManifestError, ManifestRow, label, load, mismatches
 from bumpgate.env.reference import NO_LOCK, VARIABLE, reference
 from bumpgate.run.interpreter import Interpreter
 from suites.kernels import workloads
@@ -126,7 +126,7 @@ def test_version_label_is_parsed(lane: Lane, text: str, expected: Label) -> None
     assert label(text) == expected
 
 
-ROW = Environment(
+ROW = ManifestRow(
     "x", "adopted", "h200", "", SpecifierSet("==3.12.*"), SpecifierSet("==2.11.0+cu130"),
     packages={"triton": SpecifierSet("==3.6.0")},
     wheels=(KernelWheel("flash-attn", "2.8.3", "2.11.0", sha256="a" * 64),),

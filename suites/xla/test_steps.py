@@ -19,7 +19,7 @@ from launch.contract import load
 from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches
 from launch.optimizers import AdamW, Muon, TensorOptimizer
 from launch.policies import apply
-from launch.train import Plan, Trainer
+from launch.train import Trainer, TrainingPlan
 from launch.xla import steps as xla
 from launch.xla.environment import XlaEnvironmentError, check
 from launch.xla.steps import TrainStep, XlaError, barrier_layers, set_learning_rate
@@ -331,7 +331,7 @@ def test_memory_in_use_rises_with_an_allocation(lane: Lane, row) -> None:
 def test_run_needs_the_receipt_of_its_data(lane: Lane, row) -> None:
     config = preset("nam12", "narrow", layer_pattern="A", depth=1)
     corpus = packed_batches(TokenFile(ROOT / "fixtures/corpus"), 2, 16, seed=0)
-    plan = Plan(steps=1, policy="eager", optimizer="adamw")
+    plan = TrainingPlan(steps=1, policy="eager", optimizer="adamw")
     random = SyntheticBatches(config.vocab_size, 2, 16, 0, config.bos_id)
     with pytest.raises(DataError, match="random ids are not training data"):
         Trainer(config, plan, random, device="xla").run()

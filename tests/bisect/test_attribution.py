@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bumpgate.bisect import attribution
-from bumpgate.bisect.attribution import Attribution, AttributionError, Change, Mixture, attribute
-from bumpgate.bisect.search import Outcome
+from bumpgate.bisect.attribution import Attribution, AttributionError, Mixture, PackageChange, attribute
+from bumpgate.bisect.search import ProbeOutcome
 from tests.support.searching import RUNS, SIGNIFICANCE, mutant_of, tail
 
 FIXED = settings(derandomize=True, max_examples=80, deadline=None)
@@ -44,9 +44,9 @@ LOCK_BAD = {
 CUDA = ("torch", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nvshmem")
 
 
-def red_with(*culprits: str) -> Callable[[Mixture, dict[str, str]], Outcome]:
+def red_with(*culprits: str) -> Callable[[Mixture, dict[str, str]], ProbeOutcome]:
     """Return a probe that is red if all culprits have their version of the bad set."""
-    return lambda mixture, packages: Outcome.BAD if mixture >= set(culprits) else Outcome.GOOD
+    return lambda mixture, packages: ProbeOutcome.BAD if mixture >= set(culprits) else ProbeOutcome.GOOD
 
 
 def names(found: Attribution) -> set[str]:
@@ -96,7 +96,7 @@ def test_attribution_probe_counts_are_bounded() -> None:
 
 def test_triton_fault_is_attributed_with_versions() -> None:
     found = attribute(LOCK_GOOD, LOCK_BAD, red_with("triton"), [CUDA])
-    assert found.changes == (Change("triton", "3.7.1", "3.8.0"),)
+    assert found.changes == (PackageChange("triton", "3.7.1", "3.8.0"),)
     assert str(found.changes[0]) == "triton 3.7.1 -> 3.8.0"
 
 
@@ -104,9 +104,9 @@ def test_grouped_packages_are_never_separated() -> None:
     """No probe combines the CUDA libraries of one side with the torch of the other."""
     seen = []
 
-    def probe(mixture: Mixture, packages: dict[str, str]) -> Outcome:
+    def probe(mixture: Mixture, packages: dict[str, str]) -> ProbeOutcome:
         seen.append(packages)
-        return Outcome.BAD if "nvidia-cublas" in mixture else Outcome.GOOD
+        return ProbeOutcome.BAD if "nvidia-cublas" in mixture else ProbeOutcome.GOOD
 
     found = attribute(LOCK_GOOD, LOCK_BAD, probe, [CUDA])
     assert names(found) == set(CUDA)
@@ -122,14 +122,16 @@ def test_groups_sharing_a_changed_package_are_merged() -> None:
 
 def test_added_or_removed_package_is_a_change() -> None:
     for name, change in (
-        ("nvidia-nvshmem", Change("nvidia-nvshmem", None, "3.5")),
-        ("filelock", Change("filelock", "3.20", None)),
+        ("nvidia-nvshmem", PackageChange("nvidia-nvshmem", None, "3.5")),
+        ("filelock", PackageChange("filelock", "3.20", None)),
     ):
         seen: dict[Mixture, dict[str, str]] = {}
 
-        def probe(mixture: Mixture, packages: dict[str, str], name: str = name, seen: Any = seen) -> Outcome:
+        def probe(
+            mixture: Mixture, packages: dict[str, str], name: str = name, seen: Any = seen
+        ) -> ProbeOutcome:
             seen[mixture] = packages
-            return Outcome.BAD if name in mixture else Outcome.GOOD
+            return ProbeOutcome.BAD if name in mixture else ProbeOutcome.GOOD
 
         assert attribute(LOCK_GOOD, LOCK_BAD, probe).changes == (change,)
         assert seen[frozenset()] == LOCK_GOOD
@@ -142,10 +144,10 @@ def check_broken_mixtures(module: Any) -> None:
     """torch and triton only install together, but do not declare it: mixtures of both sides are unresolved."""
     for culprit, blamed in (("a", {"a", "b"}), ("b", {"a", "b"}), ("g", {"g"})):
 
-        def probe(mixture: Mixture, packages: dict[str, str], culprit: str = culprit) -> Outcome:
+        def probe(mixture: Mixture, packages: dict[str, str], culprit: str = culprit) -> ProbeOutcome:
             if ("a" in mixture) != ("b" in mixture):
-                return Outcome.SKIP
-            return Outcome.BAD if culprit in mixture else Outcome.GOOD
+                return ProbeOutcome.SKIP
+            return ProbeOutcome.BAD if culprit in mixture else ProbeOutcome.GOOD
 
         found = module.attribute(GOOD_SET, BAD_SET, probe)
         assert names(found) == blamed, (culprit, found)
@@ -159,18 +161,18 @@ def test_uninstallable_mixtures_are_unresolved() -> None:
 def test_mutant_that_counts_failed_install_as_red_is_caught() -> None:
     mutant = mutant_of(
         attribution,
-        "return self.of(_names(parts)) is Outcome.BAD",
-        "return self.of(_names(parts)) is not Outcome.GOOD",
+        "return self.of(_names(parts)) is ProbeOutcome.BAD",
+        "return self.of(_names(parts)) is not ProbeOutcome.GOOD",
     )
     with pytest.raises(AssertionError):
         check_broken_mixtures(mutant)
 
 
 def test_unresolved_mixtures_are_counted() -> None:
-    def probe(mixture: Mixture, packages: dict[str, str]) -> Outcome:
+    def probe(mixture: Mixture, packages: dict[str, str]) -> ProbeOutcome:
         if 0 < len(mixture) < len(NAMES):
-            return Outcome.SKIP
-        return Outcome.BAD if mixture else Outcome.GOOD
+            return ProbeOutcome.SKIP
+        return ProbeOutcome.BAD if mixture else ProbeOutcome.GOOD
 
     found = attribute(GOOD_SET, BAD_SET, probe)
     assert names(found) == set(NAMES), "if no mixture installs, no subset may be blamed"
@@ -178,8 +180,8 @@ def test_unresolved_mixtures_are_counted() -> None:
     assert found.unresolved == found.mixtures - 2 > 0
 
 
-def red_where(rule: Callable[[Mixture], bool]) -> Callable[[Mixture, dict[str, str]], Outcome]:
-    return lambda mixture, packages: Outcome.BAD if rule(mixture) else Outcome.GOOD
+def red_where(rule: Callable[[Mixture], bool]) -> Callable[[Mixture, dict[str, str]], ProbeOutcome]:
+    return lambda mixture, packages: ProbeOutcome.BAD if rule(mixture) else ProbeOutcome.GOOD
 
 
 def other_names(found: Attribution) -> list[set[str]]:
@@ -209,10 +211,10 @@ def test_mutant_without_complement_check_is_caught() -> None:
 
 
 def test_complement_that_cannot_run_is_not_separable() -> None:
-    def probe(mixture: Mixture, packages: dict[str, str]) -> Outcome:
+    def probe(mixture: Mixture, packages: dict[str, str]) -> ProbeOutcome:
         if mixture == frozenset(NAMES) - {"c"}:
-            return Outcome.OTHER
-        return Outcome.BAD if "c" in mixture else Outcome.GOOD
+            return ProbeOutcome.OTHER
+        return ProbeOutcome.BAD if "c" in mixture else ProbeOutcome.GOOD
 
     found = attribute(GOOD_SET, BAD_SET, probe)
     assert (names(found), found.separable, found.needed, found.unresolved) == ({"c"}, False, False, 1)
@@ -233,22 +235,22 @@ def test_attribution_is_minimal(data: st.DataObject) -> None:
     some = data.draw(st.lists(st.frozensets(st.sampled_from(NAMES), min_size=1), min_size=1, max_size=4))
     broken = data.draw(st.lists(st.frozensets(st.sampled_from(NAMES), min_size=1, max_size=9), max_size=4))
 
-    def probe(mixture: Mixture, packages: dict[str, str]) -> Outcome:
+    def probe(mixture: Mixture, packages: dict[str, str]) -> ProbeOutcome:
         if mixture in broken:
-            return Outcome.SKIP
-        return Outcome.BAD if any(mixture >= s for s in some) else Outcome.GOOD
+            return ProbeOutcome.SKIP
+        return ProbeOutcome.BAD if any(mixture >= s for s in some) else ProbeOutcome.GOOD
 
     found = attribute(GOOD_SET, BAD_SET, probe)
     answer = frozenset(names(found))
-    assert probe(answer, {}) is Outcome.BAD
-    assert all(probe(answer - {name}, {}) is not Outcome.BAD for name in answer)
+    assert probe(answer, {}) is ProbeOutcome.BAD
+    assert all(probe(answer - {name}, {}) is not ProbeOutcome.BAD for name in answer)
     assert attribute(GOOD_SET, BAD_SET, probe) == found
 
 
-def flaky(culprits: Iterable[str], dice: random.Random) -> Callable[[Mixture, dict[str, str]], Outcome]:
-    def probe(mixture: Mixture, packages: dict[str, str]) -> Outcome:
+def flaky(culprits: Iterable[str], dice: random.Random) -> Callable[[Mixture, dict[str, str]], ProbeOutcome]:
+    def probe(mixture: Mixture, packages: dict[str, str]) -> ProbeOutcome:
         red = mixture >= set(culprits)
-        return Outcome.BAD if red != (dice.random() < 0.1) else Outcome.GOOD
+        return ProbeOutcome.BAD if red != (dice.random() < 0.1) else ProbeOutcome.GOOD
 
     return probe
 
@@ -261,9 +263,11 @@ def test_flaky_mixture_is_probed_again_until_settled() -> None:
     for run in range(RUNS):
         culprit = NAMES[run % len(NAMES)]
         found = attribute(GOOD_SET, BAD_SET, flaky(culprit, dice), **noise)  # type: ignore[arg-type]
-        right += found.changes == (Change(culprit, "1", "2"),)
+        right += found.changes == (PackageChange(culprit, "1", "2"),)
         probes += found.probes
-        trusting += attribute(GOOD_SET, BAD_SET, flaky(culprit, dice)).changes == (Change(culprit, "1", "2"),)
+        trusting += attribute(GOOD_SET, BAD_SET, flaky(culprit, dice)).changes == (
+            PackageChange(culprit, "1", "2"),
+        )
     text = f"{right} of {RUNS} right in {probes / RUNS:.1f} probes; trusting every reading {trusting}"
     print(text)
     assert tail(right, RUNS, 0.97) < SIGNIFICANCE, text
@@ -272,12 +276,12 @@ def test_flaky_mixture_is_probed_again_until_settled() -> None:
 
 def test_known_readings_are_not_probed_again() -> None:
     """An attribution interrupted anywhere resumes to the same answer, and only probes what was not read."""
-    log: list[tuple[Mixture, Outcome]] = []
+    log: list[tuple[Mixture, ProbeOutcome]] = []
 
-    def logged(dice: random.Random) -> Callable[[Mixture, dict[str, str]], Outcome]:
+    def logged(dice: random.Random) -> Callable[[Mixture, dict[str, str]], ProbeOutcome]:
         probe = flaky("d", dice)
 
-        def read(mixture: Mixture, packages: dict[str, str]) -> Outcome:
+        def read(mixture: Mixture, packages: dict[str, str]) -> ProbeOutcome:
             log.append((mixture, probe(mixture, packages)))
             return log[-1][1]
 
@@ -287,7 +291,7 @@ def test_known_readings_are_not_probed_again() -> None:
     for cut in range(len(log) + 1):
         rest = iter(log[cut:])
 
-        def read(mixture: Mixture, packages: dict[str, str], rest: Any = rest) -> Outcome:
+        def read(mixture: Mixture, packages: dict[str, str], rest: Any = rest) -> ProbeOutcome:
             requested, outcome = next(rest)
             assert requested == mixture
             return outcome
@@ -300,13 +304,15 @@ def test_known_readings_are_not_probed_again() -> None:
 @pytest.mark.parametrize(
     ("read", "failure"),
     [
-        (lambda mixture: Outcome.BAD, "the good set reads BAD: nothing to attribute"),
-        (lambda mixture: Outcome.GOOD, "the bad set reads GOOD: nothing to attribute"),
-        (lambda mixture: Outcome.SKIP, "the good set reads SKIP: nothing to attribute"),
-        (lambda mixture: Outcome.UNKNOWN, "the good set reads UNKNOWN: nothing to attribute"),
+        (lambda mixture: ProbeOutcome.BAD, "the good set reads BAD: nothing to attribute"),
+        (lambda mixture: ProbeOutcome.GOOD, "the bad set reads GOOD: nothing to attribute"),
+        (lambda mixture: ProbeOutcome.SKIP, "the good set reads SKIP: nothing to attribute"),
+        (lambda mixture: ProbeOutcome.UNKNOWN, "the good set reads UNKNOWN: nothing to attribute"),
     ],
 )
-def test_endpoint_sets_without_claimed_result_fail(read: Callable[[Mixture], Outcome], failure: str) -> None:
+def test_endpoint_sets_without_claimed_result_fail(
+    read: Callable[[Mixture], ProbeOutcome], failure: str
+) -> None:
     found = attribute(GOOD_SET, BAD_SET, lambda mixture, packages: read(mixture))
     assert (found.changes, found.failure) == ((), failure)
 
@@ -314,9 +320,9 @@ def test_endpoint_sets_without_claimed_result_fail(read: Callable[[Mixture], Out
 def test_unknown_reading_is_probed_again() -> None:
     requested: list[Mixture] = []
 
-    def probe(mixture: Mixture, packages: dict[str, str]) -> Outcome:
+    def probe(mixture: Mixture, packages: dict[str, str]) -> ProbeOutcome:
         requested.append(mixture)
-        return Outcome.UNKNOWN if requested.count(mixture) < 3 else red_with("c")(mixture, packages)
+        return ProbeOutcome.UNKNOWN if requested.count(mixture) < 3 else red_with("c")(mixture, packages)
 
     assert names(attribute(GOOD_SET, BAD_SET, probe)) == {"c"}
 

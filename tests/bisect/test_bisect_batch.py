@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect import batch as batches
-from bumpgate.bisect.journal import Plan
-from bumpgate.bisect.search import Outcome, Result, Search
+from bumpgate.bisect.journal import BisectPlan
+from bumpgate.bisect.search import ProbeOutcome, Search, SearchResult
 from tests.support.searching import labels, mutant_of, noisy
 from tests.support.tree import ROOT
 from tools.simulate_scale import WORKERS, Case, in_sqlite, line, simulated, storage_table, year_table
@@ -18,17 +18,17 @@ from tools.simulate_scale import WORKERS, Case, in_sqlite, line, simulated, stor
 
 def search(nights: int = 60, misreads: float | None = 0.0) -> Search:
     names = tuple(labels(nights))
-    return Plan(names, names[0], names[-1], (), misreads, misreads).search()
+    return BisectPlan(names, names[0], names[-1], (), misreads, misreads).search()
 
 
-def rounds(module: Any, searched: Search, first_bad: int, workers: int) -> tuple[int, Result]:
+def rounds(module: Any, searched: Search, first_bad: int, workers: int) -> tuple[int, SearchResult]:
     """Run to the end without misreads; return the number of rounds and the answer."""
     count = 0
     while due := module.batch(searched, workers):
         assert len(due) <= workers
         count += 1
         for index in due:
-            searched.record(index, Outcome.BAD if index >= first_bad else Outcome.GOOD)
+            searched.record(index, ProbeOutcome.BAD if index >= first_bad else ProbeOutcome.GOOD)
         assert count < 99
     result = searched.result()
     assert result is not None
@@ -52,12 +52,12 @@ def test_batch_for_one_worker_equals_sequential_search() -> None:
     read = noisy(7, 0.1, 0.1, random.Random(3))
     while due := searched.next():
         assert batches.batch(searched, 1) == due[:1]
-        searched.record(due[0], Outcome[read(due[0])])
+        searched.record(due[0], ProbeOutcome[read(due[0])])
 
 
 def test_batch_excludes_skipped_candidate() -> None:
     searched = search(9)
-    for index, outcome in ((0, Outcome.GOOD), (8, Outcome.BAD), (4, Outcome.SKIP)):
+    for index, outcome in ((0, ProbeOutcome.GOOD), (8, ProbeOutcome.BAD), (4, ProbeOutcome.SKIP)):
         searched.record(index, outcome)
     assert 4 not in batches.batch(searched, 8)
     assert len(set(batches.batch(searched, 3))) == 3
@@ -78,8 +78,8 @@ def test_mutant_of_batch_is_caught(old: str, new: str) -> None:
 
 def test_chance_matches_the_posterior() -> None:
     searched = search(60, 0.1)
-    searched.record(0, Outcome.GOOD)
-    searched.record(59, Outcome.BAD)
+    searched.record(0, ProbeOutcome.GOOD)
+    searched.record(59, ProbeOutcome.BAD)
     chances = [searched.chance(i) for i in range(60)]
     assert chances == sorted(chances)
     assert math.isclose(chances[29] + chances[30], 1, abs_tol=0.01)

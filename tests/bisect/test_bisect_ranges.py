@@ -15,10 +15,10 @@ import pytest
 
 from bumpgate.bisect import ranges
 from bumpgate.bisect.answer import Answer, closing_text
-from bumpgate.bisect.attribution import Attribution, Change
+from bumpgate.bisect.attribution import Attribution, PackageChange
 from bumpgate.bisect.candidates import Range
-from bumpgate.bisect.journal import Plan
-from bumpgate.bisect.search import Result
+from bumpgate.bisect.journal import BisectPlan
+from bumpgate.bisect.search import SearchResult
 from bumpgate.core.rows import BumpgateError
 from bumpgate.env.build import Environment
 from tests.support.git_repository import GitRepository
@@ -119,10 +119,10 @@ def environment(folder: Path, torch: str, triton: str) -> Environment:
 
 
 def answer(package: str = "torch") -> Answer:
-    result = Result((1,), 0, 1.0, 4, 0)
-    change = (Change(package, "1", "2"),)
+    result = SearchResult((1,), 0, 1.0, 4, 0)
+    change = (PackageChange(package, "1", "2"),)
     span = Range("torch", ("2.0", "2.1"), "2.0", "2.1", {})
-    plan = Plan(("2.0", "2.1"), "2.0", "2.1", ())
+    plan = BisectPlan(("2.0", "2.1"), "2.0", "2.1", ())
     blamed = Attribution(change, 2, 2, 0)
     return Answer(span, plan, result, blamed, "2.0", "2.1", links=(f"{TORCH}/compare/a...b",))
 

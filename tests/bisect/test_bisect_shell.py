@@ -13,7 +13,7 @@ import pytest
 
 from bumpgate.bisect import journal
 from bumpgate.bisect.compiler import compiler_part
-from bumpgate.bisect.search import Outcome, Search
+from bumpgate.bisect.search import ProbeOutcome, Search
 from bumpgate.env.build import Environment
 from tests.support import builds
 from tests.support.builds import bisecting, make_builds
@@ -61,7 +61,7 @@ def run_interactive(folder: Path, answers: str, *more: str) -> subprocess.Comple
 def steps(search: Search, first_bad: int) -> Iterator[tuple[int, str]]:
     """Yield the probes of a search and their right answers."""
     while due := search.next():
-        outcome = Outcome.BAD if due[0] >= first_bad else Outcome.GOOD
+        outcome = ProbeOutcome.BAD if due[0] >= first_bad else ProbeOutcome.GOOD
         search.record(due[0], outcome)
         yield due[0], outcome.value
 
@@ -73,9 +73,9 @@ def test_interactive_answers_from_pipe_find_first_bad_version(tmp_path: Path) ->
     assert "bumpgate bisect" in first.stderr
     assert first.stdout.count("torch 2.0.0: good, bad, skip, retry or back?") == 2
     assert first.stdout.count("torch 2.11.0: good, bad, skip, retry or back?") == 3
-    plan = journal.Plan(tuple(map(builds.torch, range(12))), "2.0.0", "2.11.0", (), 0.0, 0.0, confirm=0)
+    plan = journal.BisectPlan(tuple(map(builds.torch, range(12))), "2.0.0", "2.11.0", (), 0.0, 0.0, confirm=0)
     search = plan.search()
-    for index, outcome in ((0, Outcome.GOOD), (11, Outcome.BAD), (5, Outcome.SKIP)):
+    for index, outcome in ((0, ProbeOutcome.GOOD), (11, ProbeOutcome.BAD), (5, ProbeOutcome.SKIP)):
         search.record(index, outcome)
     words = [word.lower() for _, word in steps(search, first_bad=3)]
     wrong = "good" if words[0] == "bad" else "bad"
@@ -90,15 +90,15 @@ def test_interactive_answers_from_pipe_find_first_bad_version(tmp_path: Path) ->
 
 
 def test_withdrawn_outcome_is_absent_after_resume(tmp_path: Path) -> None:
-    plan = journal.Plan(("a", "b", "c", "d"), "a", "d", ())
+    plan = journal.BisectPlan(("a", "b", "c", "d"), "a", "d", ())
     with journal.begin(tmp_path / "state", plan) as state:
-        for index, outcome in ((0, Outcome.GOOD), (3, Outcome.BAD), (1, Outcome.BAD)):
+        for index, outcome in ((0, ProbeOutcome.GOOD), (3, ProbeOutcome.BAD), (1, ProbeOutcome.BAD)):
             state.decide()
             state.record(index, outcome)
         state.back()
         due = state.decide()
     with journal.resume(tmp_path / "state") as state:
-        assert state.search.history == [(0, Outcome.GOOD), (3, Outcome.BAD)]
+        assert state.search.history == [(0, ProbeOutcome.GOOD), (3, ProbeOutcome.BAD)]
         assert state.decide() == due
 
 

@@ -17,12 +17,12 @@ from bumpgate.bisect import command, gate_finding, journal, options, probe, time
 from bumpgate.bisect.bisection import BisectContext, Bisection
 from bumpgate.bisect.gate_finding import GateFindingError, load
 from bumpgate.bisect.probe import Cause
-from bumpgate.bisect.search import Outcome, Result
+from bumpgate.bisect.search import ProbeOutcome, SearchResult
 from bumpgate.core.problems import Problem
 from bumpgate.core.rows import SCHEMA, Judgement, Record, Row, Verdict, write_record
 from bumpgate.env.build import Environment
 from bumpgate.env.request import Request
-from bumpgate.env.versions import Found
+from bumpgate.env.versions import FoundVersion
 from bumpgate.run.runner import LaneCall, LaneRun
 from bumpgate.wheels import fitting
 from tests.support.builds import Ran, bisecting
@@ -142,7 +142,7 @@ def restore_times_probe() -> Iterator[None]:
 
 def search(
     root: Path, sides: Sides, ratio: float, module: Any = times_probe, nights: Sequence[str] = NIGHTS
-) -> tuple[Result, Silent]:
+) -> tuple[SearchResult, Silent]:
     """Bisect the row over `nights`, continuing what is in the folder."""
     test, show, out = timed_test(root, sides, ratio, module), Silent(), root / "out"
     out.mkdir(exist_ok=True)
@@ -189,7 +189,7 @@ def test_undecided_timed_row_is_unknown(root: Path, tmp_path: Path) -> None:
     place = tmp_path / "reading"
     place.mkdir()
     made = test.run(build(request(NIGHTS[4])), place)
-    assert test.judge(made).outcome is Outcome.UNKNOWN
+    assert test.judge(made).outcome is ProbeOutcome.UNKNOWN
     assert test.judge(made).reason.startswith(f"undecided: {ROW} ")
     assert sides.sessions[NIGHTS[4]] == times_probe.MOST
 
@@ -197,14 +197,20 @@ def test_undecided_timed_row_is_unknown(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("attribute", "version", "cause", "outcome", "sessions"),
     [
-        ("failing", NIGHTS[4], Cause.RAN, Outcome.OTHER, times_probe.FAILING),
-        ("failing", GOOD, Cause.MACHINE, Outcome.SKIP, 8),
-        ("lost", NIGHTS[4], Cause.MACHINE, Outcome.SKIP, 8),
+        ("failing", NIGHTS[4], Cause.RAN, ProbeOutcome.OTHER, times_probe.FAILING),
+        ("failing", GOOD, Cause.MACHINE, ProbeOutcome.SKIP, 8),
+        ("lost", NIGHTS[4], Cause.MACHINE, ProbeOutcome.SKIP, 8),
     ],
     ids=["candidate fails", "good end fails", "disturbed"],
 )
 def test_probe_without_a_time_is_neither_good_nor_bad(
-    attribute: str, version: str, cause: Cause, outcome: Outcome, sessions: int, root: Path, tmp_path: Path
+    attribute: str,
+    version: str,
+    cause: Cause,
+    outcome: ProbeOutcome,
+    sessions: int,
+    root: Path,
+    tmp_path: Path,
 ) -> None:
     sides = Sides({})
     getattr(sides, attribute).add(version)
@@ -226,13 +232,13 @@ def test_candidate_that_does_not_import_is_skipped(root: Path, tmp_path: Path) -
     place = tmp_path / "reading"
     place.mkdir()
     made = test.run(build(request(NIGHTS[4])), place)
-    assert (made.cause, test.judge(made).outcome) == (Cause.BROKEN, Outcome.SKIP)
+    assert (made.cause, test.judge(made).outcome) == (Cause.BROKEN, ProbeOutcome.SKIP)
 
 
 def test_reading_without_its_sessions_is_not_green(root: Path, tmp_path: Path) -> None:
     test = timed_test(root, Sides({}), 1.10)
     gone = probe.Reading(tmp_path, Cause.RAN, times_probe.MEASURED)
-    assert test.judge(gone).outcome is Outcome.UNKNOWN
+    assert test.judge(gone).outcome is ProbeOutcome.UNKNOWN
 
 
 def test_killed_probe_continues_with_its_sessions(root: Path) -> None:
@@ -386,8 +392,8 @@ def bisect_tree(tree: Tree, *arguments: str) -> Ran:
         version = next(r for r in request.requirements if r.startswith("torch===")).rpartition("=")[2]
         return Environment(version, pythons[version], version, {"torch": version})
 
-    def listed(*_: object, **__: object) -> list[Found]:
-        return [Found(version, date(2026, 1, 5), None, "") for version in pythons]
+    def listed(*_: object, **__: object) -> list[FoundVersion]:
+        return [FoundVersion(version, date(2026, 1, 5), None, "") for version in pythons]
 
     with pytest.MonkeyPatch.context() as patch, bisecting(tree.root) as run:
         patch.setattr("tempfile.tempdir", str(tree.root))

@@ -11,7 +11,7 @@ import pytest
 
 from bumpgate.bisect import blame
 from bumpgate.bisect.attribution import Mixture, attribute, changes
-from bumpgate.bisect.search import Outcome
+from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.env.build import Environment
 from tests.support.searching import mutant_of
 
@@ -84,21 +84,21 @@ def check_cuda_step(module: Any, folder: Path) -> None:
     """torch needs the libraries of its own CUDA: a mixture does not import. The search has read both endpoints."""
     old, new = cuda_step(folder)
     every = frozenset(change.name for change in changes(old.packages, new.packages))
-    known = [(frozenset[str](), Outcome.GOOD), (every, Outcome.BAD)]
+    known = [(frozenset[str](), ProbeOutcome.GOOD), (every, ProbeOutcome.BAD)]
     for culprit, most in (("torch", 2), ("numpy", 6)):
         seen: list[Mixture] = []
 
         def probe(
             mixture: Mixture, packages: dict[str, str], culprit: str = culprit, seen: list[Mixture] = seen
-        ) -> Outcome:
+        ) -> ProbeOutcome:
             seen.append(mixture)
             later = packages["torch"] == "2.11.0"
             if (
                 any(name in packages for name in ("nvidia-cufile", "cuda-toolkit", "nvidia-nvjitlink"))
                 != later
             ):
-                return Outcome.SKIP
-            return Outcome.BAD if culprit in mixture else Outcome.GOOD
+                return ProbeOutcome.SKIP
+            return ProbeOutcome.BAD if culprit in mixture else ProbeOutcome.GOOD
 
         groups = module.together(old, new)
         found = attribute(old.packages, new.packages, probe, groups, known=known, first="torch")

@@ -8,21 +8,24 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect.candidates import Range, RangeError, between, needs_prereleases
-from bumpgate.env.versions import Found
+from bumpgate.env.versions import FoundVersion
 
 DAY = date(2026, 10, 1)
 
 
-def found(*versions: str, day: date | None = DAY, **fields: Any) -> list[Found]:
+def found(*versions: str, day: date | None = DAY, **fields: Any) -> list[FoundVersion]:
     """Return one build per day."""
     days = [day and day + timedelta(n) for n in range(len(versions))]
-    return [Found(v, d, fields.get("yanked"), "", "", fields.get("note", "")) for v, d in zip(versions, days)]
+    return [
+        FoundVersion(v, d, fields.get("yanked"), "", "", fields.get("note", ""))
+        for v, d in zip(versions, days)
+    ]
 
 
 NIGHTS = found(
     *(f"2.14.0.dev2026100{n}+cpu" for n in (1, 2, 3)), *(f"2.14.0.dev2026100{n}+cpu" for n in (5, 7))
 )
-NIGHTS[3:] = [Found(f.version, DAY + timedelta(n), None, "") for f, n in zip(NIGHTS[3:], (4, 6))]
+NIGHTS[3:] = [FoundVersion(f.version, DAY + timedelta(n), None, "") for f, n in zip(NIGHTS[3:], (4, 6))]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,7 @@ def test_date_endpoint_never_narrows_the_range(good: str, bad: str, expected: li
 
 def test_range_summary_counts_excluded_versions() -> None:
     listed = [*NIGHTS]
-    listed[1] = Found(listed[1].version, listed[1].date, "broken", "")
+    listed[1] = FoundVersion(listed[1].version, listed[1].date, "broken", "")
     assert between("torch", listed, "2026-10-01", "2026-10-07").summary(6) == (
         "torch: 2 versions between 2.14.0.dev20261001+cpu (good) and 2.14.0.dev20261007+cpu (bad),"
         " about 6 probes if all install and none misreads;"
@@ -102,7 +105,7 @@ def test_yanked_endpoint_is_kept() -> None:
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_invalid_endpoints_are_refused_in_one_line(
-    listed: list[Found], good: str, bad: str, words: str
+    listed: list[FoundVersion], good: str, bad: str, words: str
 ) -> None:
     with pytest.raises(RangeError) as caught:
         between("torch", listed, good, bad)

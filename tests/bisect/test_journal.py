@@ -18,7 +18,7 @@ import pytest
 from bumpgate.bisect import journal
 from bumpgate.bisect.attribution import Attribution
 from bumpgate.bisect.journal import Journal, JournalError, begin, resume
-from bumpgate.bisect.search import Outcome, Search, SearchError
+from bumpgate.bisect.search import ProbeOutcome, Search, SearchError
 from tests.support.journaled_bisect import NIGHTS, PLAN, drive, read_candidate
 from tests.support.searching import mutant_of
 from tests.support.tree import ROOT
@@ -68,7 +68,7 @@ def check_cuts(module: Any, folder: Path, whole: tuple[bytes, Search, Attributio
         replayed = PLAN.search()
         for line in lines:
             if "index" in line:
-                replayed.record(line["index"], Outcome(line["outcome"]))
+                replayed.record(line["index"], ProbeOutcome(line["outcome"]))
         assert state.search.history == replayed.history, cut
         assert state.search.posterior() == replayed.posterior(), cut
         with state:
@@ -113,7 +113,7 @@ def check_order(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         real_fsync(descriptor)
         synced = path.read_bytes()
 
-    def record(searched: Search, index: int, outcome: Outcome) -> None:
+    def record(searched: Search, index: int, outcome: ProbeOutcome) -> None:
         entry = json.dumps({"index": index, "outcome": outcome.value}).encode() + b"\n"
         assert synced.endswith(entry), "used before it was synced"
         acted.append(index)
@@ -132,7 +132,7 @@ def check_order(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(Search, "record", real_record)
         state.decide_mixture(frozenset({"triton"}))
         assert synced.endswith(b'{"mixture": ["triton"]}\n')
-        state.record_mixture(frozenset({"triton"}), Outcome.BAD)
+        state.record_mixture(frozenset({"triton"}), ProbeOutcome.BAD)
         assert synced.endswith(b'{"mixture": ["triton"], "outcome": "BAD"}\n')
     assert len(acted) > 5
 
@@ -202,7 +202,7 @@ def test_resume_repeats_only_the_pending_probe(tmp_path: Path) -> None:
     path, probed = tmp_path / "state.jsonl", []
     with begin(path, PLAN) as state:
         due = state.decide()
-        state.record(due[0], Outcome.GOOD)
+        state.record(due[0], ProbeOutcome.GOOD)
         assert state.decide() == due[1:]
     with resume(path, PLAN) as state:
         assert state.decide() == due[1:]
@@ -229,12 +229,12 @@ def test_full_disk_leaves_search_and_file_unchanged(tmp_path: Path, monkeypatch:
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
             with pytest.raises(OSError, match="No space"):
-                state.record(due[0], Outcome.GOOD)
+                state.record(due[0], ProbeOutcome.GOOD)
         assert state.search.history == []
         assert path.read_bytes() == before
-        state.record(due[0], Outcome.GOOD)
+        state.record(due[0], ProbeOutcome.GOOD)
     with resume(path) as state:
-        assert state.search.history == [(due[0], Outcome.GOOD)]
+        assert state.search.history == [(due[0], ProbeOutcome.GOOD)]
 
 
 @pytest.mark.parametrize(
@@ -340,4 +340,4 @@ def test_plan_passes_every_field_to_its_search() -> None:
     plan = replace(PLAN, good=NIGHTS[-1], bad=NIGHTS[0], find_fix=True, budget=9, confidence=0.9)
     searched = plan.search()
     assert (searched.find_fix, searched.budget, searched.confidence) == (True, 9, 0.9)
-    assert (searched.old, searched.new) == (Outcome.BAD, Outcome.GOOD)
+    assert (searched.old, searched.new) == (ProbeOutcome.BAD, ProbeOutcome.GOOD)

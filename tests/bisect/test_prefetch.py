@@ -12,7 +12,7 @@ from rich.console import Console
 from bumpgate.bisect.answer import Watcher
 from bumpgate.bisect.prefetch import Prefetch
 from bumpgate.bisect.probe import Cause, ProbeResult, Reading
-from bumpgate.bisect.search import Outcome
+from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.env.build import build
 from bumpgate.env.request import Request
 from tests.support.builds import make_builds
@@ -50,7 +50,7 @@ def test_watcher_reports_progress_on_a_terminal() -> None:
         watcher.probed(
             "torch 2.1.0",
             Reading(Path(), Cause.RAN, 1, seconds=2.5),
-            ProbeResult(Outcome.BAD, "exit [1]"),
+            ProbeResult(ProbeOutcome.BAD, "exit [1]"),
             "x",
         )
     assert "\x1b[" in out.getvalue()
@@ -58,5 +58,7 @@ def test_watcher_reports_progress_on_a_terminal() -> None:
     assert watcher.seconds == 2.5
     plain = io.StringIO()
     with Watcher(Console(file=plain, width=40)) as watcher:
-        watcher.probed("torch 2.1.0", Reading(Path(), Cause.RAN, 1), ProbeResult(Outcome.GOOD, "z" * 90), "")
+        watcher.probed(
+            "torch 2.1.0", Reading(Path(), Cause.RAN, 1), ProbeResult(ProbeOutcome.GOOD, "z" * 90), ""
+        )
     assert plain.getvalue() == f"GOOD    torch 2.1.0 in 0.0 s: {'z' * 90}\n"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect import posterior, search
-from bumpgate.bisect.search import Outcome, Result, Search, SearchError, capacity
+from bumpgate.bisect.search import ProbeOutcome, Search, SearchError, SearchResult, capacity
 from tests.support.searching import RUNS, SIGNIFICANCE, drive, labels, mutant_of, noisy, tail
 
 # Probes beyond log2(n), for 97 of 100 runs at 10 % false BAD: two endpoints, the loss of the noisy channel, and repeats
@@ -65,7 +65,7 @@ def test_mutant_with_likelihood_off_by_one_is_caught(monkeypatch: pytest.MonkeyP
 
 def simulate(
     n: int, false_bad: float, false_good: float, seed: int, count: int = RUNS, **options: Any
-) -> list[tuple[int, Result]]:
+) -> list[tuple[int, SearchResult]]:
     """Return seeded runs, each with its own fault position: (first bad, result)."""
     dice = random.Random(seed)
     runs = []
@@ -76,7 +76,7 @@ def simulate(
     return runs
 
 
-def summary(n: int, false_bad: float, false_good: float, runs: list[tuple[int, Result]]) -> str:
+def summary(n: int, false_bad: float, false_good: float, runs: list[tuple[int, SearchResult]]) -> str:
     probes = sorted(result.probes for _, result in runs)
     right = sum(result.suspects == (k,) for k, result in runs)
     least = math.log2(n - 1) / capacity(false_bad, false_good)
@@ -152,7 +152,7 @@ def test_steps_left_is_exact_without_noise() -> None:
     progress = []
     while searched.result() is None:
         progress.append(searched.progress())
-        searched.record(searched.next()[0], Outcome.GOOD if searched.next()[0] < 9 else Outcome.BAD)
+        searched.record(searched.next()[0], ProbeOutcome.GOOD if searched.next()[0] < 9 else ProbeOutcome.BAD)
     assert progress == [f"about {k} steps left" for k in (7, 6, 5, 4, 3, 2)] + ["about 1 step left"]
     assert searched.steps_left() == 0
 
@@ -224,7 +224,7 @@ def test_unknown_outcome_is_retried_then_set_aside() -> None:
 def test_verdict_before_a_skip_still_counts() -> None:
     searched = Search(labels(5), labels(5)[0], labels(5)[-1])
     for index, outcome in ((0, "GOOD"), (4, "BAD"), (2, "GOOD"), (2, "SKIP"), (3, "SKIP")):
-        searched.record(index, Outcome[outcome])
+        searched.record(index, ProbeOutcome[outcome])
     result = searched.result()
     assert result is not None
     assert result.suspects == (3, 4)
@@ -275,7 +275,7 @@ def test_endpoint_with_an_unexpected_outcome_ends_the_search(
 def test_endpoint_that_stops_installing_ends_the_search() -> None:
     searched = Search(labels(9), labels(9)[0], labels(9)[8], 0.1, 0.1)
     for index, outcome in ((0, "BAD"), (8, "BAD"), (0, "SKIP")):
-        searched.record(index, Outcome[outcome])
+        searched.record(index, ProbeOutcome[outcome])
     result = searched.result()
     assert result is not None
     assert result.failure == "the good endpoint 2.14.0.dev0000 was skipped: name another"
@@ -296,12 +296,12 @@ def test_noisy_endpoint_is_repeated_and_a_wrong_one_refused() -> None:
 
 def test_contradictory_outcomes_end_the_search() -> None:
     swapped = Search(labels(9), labels(9)[0], labels(9)[8])
-    swapped.record(8, Outcome.GOOD)
-    swapped.record(0, Outcome.BAD)
+    swapped.record(8, ProbeOutcome.GOOD)
+    swapped.record(0, ProbeOutcome.BAD)
     assert swapped.result().failure.endswith("the endpoints look swapped")  # type: ignore[union-attr]
     torn = Search(labels(9), labels(9)[0], labels(9)[8])
     for index, outcome in ((0, "GOOD"), (8, "BAD"), (3, "BAD"), (5, "GOOD")):
-        torn.record(index, Outcome[outcome])
+        torn.record(index, ProbeOutcome[outcome])
     failure = torn.result().failure  # type: ignore[union-attr]
     assert "2.14.0.dev0003 reads BAD but 2.14.0.dev0005 reads GOOD" in failure
     assert "--false-bad" in failure
@@ -310,12 +310,12 @@ def test_contradictory_outcomes_end_the_search() -> None:
 def test_more_misreads_than_stated_end_the_search() -> None:
     searched = Search(labels(9), labels(9)[0], labels(9)[8], false_bad=0.01, false_good=0.01, budget=13)
     for index, outcome in ((0, "GOOD"), (8, "BAD")):
-        searched.record(index, Outcome[outcome])
+        searched.record(index, ProbeOutcome[outcome])
     for index in range(1, 7):
-        searched.record(index, Outcome.GOOD if index != 4 else Outcome.BAD)
-    for outcome in (Outcome.BAD, Outcome.BAD, Outcome.GOOD):
+        searched.record(index, ProbeOutcome.GOOD if index != 4 else ProbeOutcome.BAD)
+    for outcome in (ProbeOutcome.BAD, ProbeOutcome.BAD, ProbeOutcome.GOOD):
         searched.record(4, outcome)
-        searched.record(6, Outcome.GOOD)
+        searched.record(6, ProbeOutcome.GOOD)
     result = searched.result()
     assert result is not None
     assert "the probe is noisier than stated" in result.failure
@@ -353,17 +353,17 @@ def test_confirm_corrects_a_misread_neighbour() -> None:
 
 def test_misread_rates_are_estimated_from_repeats() -> None:
     searched = estimating(4)
-    for index, outcome in ((0, Outcome.GOOD), (3, Outcome.BAD)):
+    for index, outcome in ((0, ProbeOutcome.GOOD), (3, ProbeOutcome.BAD)):
         searched.record(index, outcome)
     before = searched.noise()
     for _ in range(6):
-        searched.record(0, Outcome.GOOD)
+        searched.record(0, ProbeOutcome.GOOD)
     assert searched.noise()[0] < before[0], "repeats that agree lower the rate"
     for _ in range(3):
-        searched.record(0, Outcome.BAD)
+        searched.record(0, ProbeOutcome.BAD)
     assert searched.noise()[0] > 0.2, "repeats that contradict each other raise it"
     stated = Search(labels(4), labels(4)[0], labels(4)[3], 0.1, 0.0)
-    stated.record(0, Outcome.BAD)
+    stated.record(0, ProbeOutcome.BAD)
     assert stated.noise() == pytest.approx((0.1, 0.0))
 
 
@@ -379,7 +379,7 @@ def test_intermittent_fault_reports_its_last_change() -> None:
     """BAD from 10 to 33, GOOD to 41, BAD again; one version of each stretch has been read."""
     searched = estimating()
     for index, outcome in ((0, "GOOD"), (59, "BAD"), (20, "BAD"), (40, "GOOD")):
-        searched.record(index, Outcome[outcome])
+        searched.record(index, ProbeOutcome[outcome])
     result = drive(searched, lambda i: "BAD" if 10 <= i < 34 or i >= 42 else "GOOD")
     assert (result.suspects, result.sure(0.98), result.misreads) == ((42,), True, 0)
     assert 20 in result.earlier
@@ -418,13 +418,13 @@ def test_prefetch_contains_the_next_candidate() -> None:
         ahead = searched.prefetch()
         assert len(ahead) == 1
         for index in searched.next():
-            searched.record(index, Outcome.BAD if index >= first_bad else Outcome.GOOD)
+            searched.record(index, ProbeOutcome.BAD if index >= first_bad else ProbeOutcome.GOOD)
         while searched.result() is None:
             assert searched.next()[0] in ahead
             ahead = searched.prefetch()
             assert len(ahead) <= 2
             now = searched.next()[0]
-            searched.record(now, Outcome.BAD if now >= first_bad else Outcome.GOOD)
+            searched.record(now, ProbeOutcome.BAD if now >= first_bad else ProbeOutcome.GOOD)
 
 
 def test_candidates_outside_the_endpoints_are_never_probed() -> None:
@@ -432,7 +432,7 @@ def test_candidates_outside_the_endpoints_are_never_probed() -> None:
     drive(searched, lambda i: "BAD" if i >= 13 else "GOOD")
     assert all(10 <= i <= 20 for i, _ in searched.history)
     with pytest.raises(SearchError, match="does not lie between the ends"):
-        searched.record(9, Outcome.GOOD)
+        searched.record(9, ProbeOutcome.GOOD)
 
 
 @pytest.mark.parametrize(

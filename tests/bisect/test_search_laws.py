@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bumpgate.bisect import search
-from bumpgate.bisect.search import Outcome, Search
+from bumpgate.bisect.search import ProbeOutcome, Search
 from tests.support.searching import drive, labels, noisy
 
 FIXED = settings(derandomize=True, max_examples=60, deadline=None)
@@ -21,7 +21,7 @@ FIXED = settings(derandomize=True, max_examples=60, deadline=None)
 def test_posterior_is_independent_of_the_outcome_order(data: st.DataObject) -> None:
     n = data.draw(st.integers(2, 12))
     readings = data.draw(
-        st.lists(st.tuples(st.integers(0, n - 1), st.sampled_from(list(Outcome))), max_size=12)
+        st.lists(st.tuples(st.integers(0, n - 1), st.sampled_from(list(ProbeOutcome))), max_size=12)
     )
     shuffled = data.draw(st.permutations(readings))
     one, two = (Search(labels(n), labels(n)[0], labels(n)[-1], 0.1, 0.2) for _ in range(2))
@@ -48,7 +48,7 @@ def test_posterior_matches_bayes_rule(n: int, data: st.DataObject) -> None:
             weight *= 1 - misread if bad == (index >= first_bad) else misread
         weights.append(weight)
     for index, bad in readings:
-        searched.record(index, Outcome.BAD if bad else Outcome.GOOD)
+        searched.record(index, ProbeOutcome.BAD if bad else ProbeOutcome.GOOD)
     total = math.fsum(weights)
     expected = [w / total if total else 0.0 for w in weights]
     assert searched.posterior() == pytest.approx(expected, abs=1e-12)

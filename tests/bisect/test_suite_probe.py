@@ -10,7 +10,7 @@ import pytest
 
 from bumpgate.bisect import suite_probe
 from bumpgate.bisect.probe import Reading
-from bumpgate.bisect.search import Outcome
+from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.bisect.suite_probe import Signals, SuiteTest
 from bumpgate.core.problems import Problem
 from bumpgate.core.rows import Judgement, Row, Verdict, write_record
@@ -179,4 +179,4 @@ def test_crashed_run_is_a_fault_and_killed_run_is_not(reading: Readings) -> None
     test = SuiteTest(Path(), "cpu", (), "torch")
     test.learn([reading(row("a", GREEN))], [crashed])
     assert test.deciding == ("the run",)
-    assert test.judge(reading(row("a", GREEN))).outcome is Outcome.GOOD
+    assert test.judge(reading(row("a", GREEN))).outcome is ProbeOutcome.GOOD

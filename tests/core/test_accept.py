@@ -16,7 +16,7 @@ from bumpgate import accept
 from bumpgate.core import accepted
 from bumpgate.core.accepted import Acceptance
 from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, judge
-from bumpgate.core.findings import Decision, Outcome
+from bumpgate.core.findings import Decision, TimedOutcome
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.accepted_times import apply_to_times
 from bumpgate.gate.drift import Drift
@@ -164,7 +164,7 @@ def test_states_describe_the_effect_of_each_entry() -> None:
 
 
 def slower(ratio: float, low: float) -> dict[str, Timed]:
-    return {SECONDS: replace(paired(Outcome.SLOWER, ratio), interval=(low, ratio + 0.02))}
+    return {SECONDS: replace(paired(TimedOutcome.SLOWER, ratio), interval=(low, ratio + 0.02))}
 
 
 def test_accepted_slowdown_holds_gate_once_larger_or_expired() -> None:

@@ -12,7 +12,7 @@ import pytest
 from bumpgate import cli
 from bumpgate.core import accepted
 from bumpgate.core.baseline import Baseline, Reviewed, judge, save
-from bumpgate.core.findings import Outcome
+from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.rows import Record, write_record
 from bumpgate.gate.verdict import Side
 from tests.support.reports import HERE, paired, row, write_gate
@@ -92,7 +92,7 @@ def test_accept_takes_candidate_values_and_ratios_of_a_gate(
         Side(f"torch 2.{n}.0", Record(HERE, (judge(row("a/b/n", v), reviewed, failed_instruments={}),)))
         for n, v in ((13, 13), (14, 19))
     ]
-    timed = {SECONDS: paired(Outcome.SLOWER, 1.061), "t/b/s": paired(Outcome.SAME, 1.0)}
+    timed = {SECONDS: paired(TimedOutcome.SLOWER, 1.061), "t/b/s": paired(TimedOutcome.SAME, 1.0)}
     path, _ = write_gate(folder, *sides, timed)
     where = ("--record", str(path))
     assert run("a/b/n", *WHO, *SOON, *where)[0] == 0

@@ -14,7 +14,7 @@ import pytest
 
 from bumpgate.doctor import command as doctor
 from bumpgate.doctor.examination import CHECKS
-from bumpgate.doctor.findings import Finding, Part, Status
+from bumpgate.doctor.findings import CheckResult, Part, Status
 from bumpgate.env import store
 from bumpgate.env.locks import Lock, Locked, Wheel, lane_lock, write_lock
 from bumpgate.env.store import sha256_of
@@ -39,7 +39,7 @@ def cli(machine: Machine, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def by_code(findings: list[Finding], code: str) -> Finding:
+def by_code(findings: list[CheckResult], code: str) -> CheckResult:
     return next(f for f in findings if f.code == code and f.status is not Status.OK)
 
 
@@ -420,7 +420,7 @@ def test_defect_exits_1_and_text_agrees_with_json(machine: Machine) -> None:
 
 
 def test_terminal_rendering_keeps_complete_text() -> None:
-    finding = Finding(
+    finding = CheckResult(
         "BG107", Part.ENVIRONMENT, "cache directories", Status.DEFECT, "y" * 90, "mkdir -p " + "z" * 90
     )
     shown = doctor.render([finding], terminal=60)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.env import versions
-from bumpgate.env.versions import Found
+from bumpgate.env.versions import FoundVersion
 from tests.support.local_index import JSON_TYPE, isolated
 from tests.support.loopback import Loopback
 from tests.support.tree import ROOT
@@ -48,7 +48,7 @@ class Recorded(Loopback):
         return f"http://127.0.0.1:{self._server.server_address[1]}/index"
 
 
-def read(form: str, package: str, folder: Path, **options: object) -> list[Found]:
+def read(form: str, package: str, folder: Path, **options: object) -> list[FoundVersion]:
     with Recorded(form) as index, pytest.MonkeyPatch.context() as patch:
         isolated(patch, folder, index.url)
         patch.setenv("NO_PROXY", "127.0.0.1")

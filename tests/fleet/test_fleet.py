@@ -12,9 +12,9 @@ import pytest
 from bumpgate import cli
 from bumpgate.bisect import answer, bisection
 from bumpgate.bisect.bisection import MachineError
-from bumpgate.bisect.journal import Plan
+from bumpgate.bisect.journal import BisectPlan
 from bumpgate.bisect.probe import Cause, Reading
-from bumpgate.bisect.search import Outcome
+from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.core.rows import BumpgateError
 from bumpgate.env.request import Request
 from bumpgate.fleet import engine, files, gates, inventory
@@ -63,9 +63,9 @@ def test_mutant_batch_that_loses_readings_is_caught(old: str, new: str, tmp_path
 
 
 def stopped(first_bad: int, reads: Sequence[int], misreads: float | None = 0.0) -> str:
-    searched = Plan(NAMES, NAMES[0], NAMES[-1], (), misreads, misreads).search()
+    searched = BisectPlan(NAMES, NAMES[0], NAMES[-1], (), misreads, misreads).search()
     for index in reads:
-        searched.record(index, Outcome.BAD if index >= first_bad else Outcome.GOOD)
+        searched.record(index, ProbeOutcome.BAD if index >= first_bad else ProbeOutcome.GOOD)
     return answer.so_far(searched)
 
 

@@ -22,7 +22,7 @@ from bumpgate.core import gate_file
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import Judgement, Verdict, read_record
 from bumpgate.gate import bench, drift, result, timed_runs
-from bumpgate.gate.plan import Plan
+from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.result import Gate, GateConfig, GateError
 from bumpgate.gate.timed import MAX_EMPTY_SESSIONS, SIDE
 from bumpgate.gate.view import findings_text
@@ -383,7 +383,7 @@ def test_invalid_gate_file_is_one_line(out: Path, text: str) -> None:
     out.mkdir()
     (out / result.NAME).write_text(text)
     with pytest.raises(GateError, match="not a gate that can be resumed"):
-        result.read(out, Plan())
+        result.read(out, SessionPlan())
 
 
 @planted("C37", "a gate resumed on another class of host")

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from bumpgate.core.findings import Decision, Finding, Outcome
+from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.core.rows import Judgement, Record, Row, RowError, Value, Verdict, read_record
-from bumpgate.gate.between import Change, change
+from bumpgate.gate.between import ValueChange, change
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.timed import cost, timed_rows
 from bumpgate.gate.verdict import Side, judge_gate
@@ -40,7 +40,7 @@ def findings(
 
 
 def slower(ratio: float) -> Timed:
-    return Timed(Outcome.SLOWER, ratio, (ratio - 0.01, ratio + 0.01), 12, 0.001, 0.001)
+    return Timed(TimedOutcome.SLOWER, ratio, (ratio - 0.01, ratio + 0.01), 12, 0.001, 0.001)
 
 
 COLD = row("cold_first_step_seconds", 45.0, "s", better="lower", tolerance=0.5)
@@ -55,7 +55,7 @@ def test_slower_single_reading_is_measured_again(reading: Row, ratio: float) -> 
     assert cost(bad) == bad.row.value
     assert findings(good, bad) == [(UNKNOWN, "INCONCLUSIVE")]
     assert findings(good, bad, {reading.id: slower(ratio)}) == [(HOLD, "SLOWER")]
-    same = Timed(Outcome.SAME, 1.001, (0.98, 1.02), 12, 1.0, 1.0)
+    same = Timed(TimedOutcome.SAME, 1.001, (0.98, 1.02), 12, 1.0, 1.0)
     assert findings(good, bad, {reading.id: same}) == []
 
 
@@ -66,14 +66,14 @@ def test_noise_of_a_single_reading_is_not_a_finding(reading: Row, ratio: float) 
     assert findings(good, bad) == []
 
 
-def moved(metric: str, before: Value, after: Value, unit: str, **fields: object) -> Change | None:
+def moved(metric: str, before: Value, after: Value, unit: str, **fields: object) -> ValueChange | None:
     return change(row(metric, before, unit, **fields), row(metric, after, unit, **fields))
 
 
 LOWER = {"better": "lower", "tolerance": 0.1}
 BOUND = {"better": "derived", "at_most": 3.0}
 BUILD = {"per_build": True}
-WORSE, BETTER, OTHER, AGAIN = Change.WORSE, Change.BETTER, Change.OTHER, Change.AGAIN
+WORSE, BETTER, OTHER, AGAIN = ValueChange.WORSE, ValueChange.BETTER, ValueChange.OTHER, ValueChange.AGAIN
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ WORSE, BETTER, OTHER, AGAIN = Change.WORSE, Change.BETTER, Change.OTHER, Change.
         (("modules", 8, 9, "count", {"paired": True}), OTHER),
     ],
 )
-def test_change_margin_depends_on_kind_of_row(args: tuple, expected: Change | None) -> None:
+def test_change_margin_depends_on_kind_of_row(args: tuple, expected: ValueChange | None) -> None:
     *values, fields = args
     assert moved(*values, **fields) is expected
 

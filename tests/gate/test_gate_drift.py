@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.core import gate_file
-from bumpgate.core.findings import Decision, DriftReading, Outcome
+from bumpgate.core.findings import Decision, DriftReading, TimedOutcome
 from bumpgate.gate import drift, result
 from bumpgate.gate.drift import find_drifts
 from bumpgate.gate.result import Gate, GateConfig
@@ -75,7 +75,7 @@ def test_accepted_slowdown_is_adopted_until_it_expires(
     machine.sides["bad"].slower = {row: 1.06}
     write_acceptance(machine.root, row, ratio, TODAY + timedelta(days=days))
     gate = machine.gate(out)
-    assert (gate.decision, gate.timed[row].outcome) == (decision, Outcome.SLOWER)
+    assert (gate.decision, gate.timed[row].outcome) == (decision, TimedOutcome.SLOWER)
     assert len(gate.accepted) == (ratio > 1.01)
 
 

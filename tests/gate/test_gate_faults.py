@@ -19,7 +19,7 @@ from bumpgate import cli
 from bumpgate.env.build import BuildError, NotInstallable
 from bumpgate.gate import command as gate
 from bumpgate.gate import result
-from bumpgate.gate.plan import Plan
+from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.result import Gate
 from bumpgate.gate.sides import EnvSpec, side_name
 from suites.support.planted import planted
@@ -87,7 +87,7 @@ def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
         assert found[: len(kept[row])] == kept[row], "earlier sessions are kept"
     # A row that lost a reading lags; the sessions end at the look that decides the last row.
     counts = {len(raw["timed"][row]["log_ratios"]) for row in TIMED}
-    assert counts & {look.sessions for look in Plan().looks}
+    assert counts & {look.sessions for look in SessionPlan().looks}
     assert [f["label"] for f in raw["findings"]] == ["SLOWER"]
     assert f"-> {tree.bad} -m pytest -m cpu -n 0 '{TIMES_TEST}'" in last.out
     assert "(candidate) against torch" in last.out.splitlines()[-1]
@@ -129,7 +129,7 @@ def test_gate_at_its_budget_resumes_to_the_same_verdict(tree: Tree) -> None:
     assert resumed.code == 0, resumed.out + resumed.err
     assert "nothing was measured now" not in resumed.out
     assert (tree.raw()["started"], tree.raw()["decision"]) == (started, "ADOPT")
-    assert tree.raw()["sessions"]["begun"] >= min(look.sessions for look in Plan().looks)
+    assert tree.raw()["sessions"]["begun"] >= min(look.sessions for look in SessionPlan().looks)
 
 
 FAILURES = {
@@ -304,7 +304,7 @@ def test_full_disk_is_one_line_and_keeps_measurements(
     assert (code, out) == (125, "")
     assert "gate.json: No space left on device; results so far are saved. Resume with: bumpgate gate" in err
     assert "--out g --resume -- suites/canaries suites/compile" in err
-    kept = result.read(tree.root / "g", Plan())
+    kept = result.read(tree.root / "g", SessionPlan())
     assert kept
     assert (kept.finished, kept.sides["good"].canaries, kept.sides["bad"].canaries) == (False, {}, {})
 

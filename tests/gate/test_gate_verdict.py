@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate.core.findings import Decision, Finding, Outcome, group
+from bumpgate.core.findings import Decision, Finding, TimedOutcome, group
 from bumpgate.core.problems import Problem
 from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict
 from bumpgate.gate import verdict
@@ -50,7 +50,7 @@ def gate(
     return judge_gate("cpu", side("torch 2.13.0", *good), side("torch 2.14.0", *bad), timed)
 
 
-def paired(outcome: Outcome, ratio: float = 1.0, sessions: int = 12) -> Timed:
+def paired(outcome: TimedOutcome, ratio: float = 1.0, sessions: int = 12) -> Timed:
     return Timed(outcome, ratio, (ratio - 0.02, ratio + 0.02), sessions, 0.5, 0.5)
 
 
@@ -195,23 +195,23 @@ def test_regression_outweighs_a_gap() -> None:
 @pytest.mark.parametrize(
     ("outcome", "expected"),
     [
-        (Outcome.SAME, ADOPT),
-        (Outcome.NOT_SLOWER, ADOPT),
-        (Outcome.FASTER, ADOPT),
-        (Outcome.SLOWER, HOLD),
-        (Outcome.INCONCLUSIVE, UNKNOWN),
+        (TimedOutcome.SAME, ADOPT),
+        (TimedOutcome.NOT_SLOWER, ADOPT),
+        (TimedOutcome.FASTER, ADOPT),
+        (TimedOutcome.SLOWER, HOLD),
+        (TimedOutcome.INCONCLUSIVE, UNKNOWN),
     ],
 )
-def test_decision_for_timed_rows(outcome: Outcome, expected: Decision) -> None:
+def test_decision_for_timed_rows(outcome: TimedOutcome, expected: Decision) -> None:
     timed = {"throughput/nam52/seconds": paired(outcome, 1.06)}
     result = gate(right, right, timed)
     assert result.decision is expected
-    assert [f.label for f in result.findings] == ([] if outcome is Outcome.SAME else [outcome.value])
+    assert [f.label for f in result.findings] == ([] if outcome is TimedOutcome.SAME else [outcome.value])
     assert gate([], [], timed).decision is expected
 
 
 def test_timed_row_without_sessions_is_unknown() -> None:
-    never = Timed(Outcome.INCONCLUSIVE, math.nan, (0.0, math.inf), 0, 1.0, 1.0)
+    never = Timed(TimedOutcome.INCONCLUSIVE, math.nan, (0.0, math.inf), 0, 1.0, 1.0)
     (both,) = judge_gate(
         "cpu", side("a"), side("b"), dict.fromkeys(("a/b/seconds", "a/c/ratio"), never)
     ).findings
@@ -226,17 +226,17 @@ def test_timed_row_without_sessions_is_unknown() -> None:
 def test_paired_sessions_replace_the_stored_time(row_verdict: Verdict) -> None:
     made = row("throughput/nam52/seconds", 1.2, better="lower", interval=(1.1, 1.3), unit="s")
     good, bad = [judged(P, made)], [judged(row_verdict, made)]
-    assert gate(good, bad, {made.id: paired(Outcome.SAME)}) == GateVerdict(ADOPT, ())
+    assert gate(good, bad, {made.id: paired(TimedOutcome.SAME)}) == GateVerdict(ADOPT, ())
     assert gate(good, bad).decision is {R: HOLD, W: ADOPT, X: UNKNOWN}[row_verdict]
     # A derived expectation applies to a timed row as well, and so does a canary.
     bound = replace(made, at_most=1.0)
-    assert gate([judged(P, made)], [judged(R, bound)], {made.id: paired(Outcome.SAME)}).decision is HOLD
-    assert gate(good, [judged(N, made)], {made.id: paired(Outcome.SAME)}).decision is UNKNOWN
+    assert gate([judged(P, made)], [judged(R, bound)], {made.id: paired(TimedOutcome.SAME)}).decision is HOLD
+    assert gate(good, [judged(N, made)], {made.id: paired(TimedOutcome.SAME)}).decision is UNKNOWN
 
 
 def test_unmeasured_timed_row_is_decided_by_sessions() -> None:
     lost = [judged(M, gone("a/b/seconds"))]
-    assert gate(right + lost, right + lost, {"a/b/seconds": paired(Outcome.SAME)}).decision is ADOPT
+    assert gate(right + lost, right + lost, {"a/b/seconds": paired(TimedOutcome.SAME)}).decision is ADOPT
     assert gate(right + lost, right + lost).decision is UNKNOWN
 
 

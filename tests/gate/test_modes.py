@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from bumpgate.core.findings import Outcome
+from bumpgate.core.findings import TimedOutcome
 from bumpgate.gate import command
 from bumpgate.gate.modes import Mode, Modes, Usual, p_lost, slow_mode, slow_sessions
-from bumpgate.gate.plan import Family, Plan, Rule, plan_for
+from bumpgate.gate.plan import Family, SessionPlan, SessionRule, plan_for
 from bumpgate.gate.sequential import decide
 
 SLOW = math.log(2)
@@ -80,25 +80,25 @@ def test_start_rows_expect_more_slow_processes() -> None:
     three = [*series(0, 20), SLOW, SLOW, SLOW]
     start, step = "throughput/start-cpu/warm_cpu_seconds", "throughput/nam52/seconds"
     assert decide({start: three, step: three}, plan_for(None, "cpu")) == {
-        start: Outcome.INCONCLUSIVE,
-        step: Outcome.SLOW_MODE,
+        start: TimedOutcome.INCONCLUSIVE,
+        step: TimedOutcome.SLOW_MODE,
     }
 
 
 def test_usual_slow_processes_count_over_all_rows_of_a_test() -> None:
     noisy, row = series(0, 18, 6), [*series(0, 10), SLOW, 0.0, 0.01, SLOW, *series(0, 10)]
     one, two = "a/b/noisy", "a/b/row"
-    alone = decide({one: noisy, two: row}, Plan())
-    together = decide({one: noisy, two: row}, Plan(), Family({one: "t", two: "t"}))
-    assert (alone[two], together[two]) == (Outcome.SLOW_MODE, Outcome.INCONCLUSIVE)
+    alone = decide({one: noisy, two: row}, SessionPlan())
+    together = decide({one: noisy, two: row}, SessionPlan(), Family({one: "t", two: "t"}))
+    assert (alone[two], together[two]) == (TimedOutcome.SLOW_MODE, TimedOutcome.INCONCLUSIVE)
 
 
 def test_watched_row_is_same_only_when_cleared() -> None:
-    watched = Plan(rules=(Rule("*", watch=True),))
-    assert decide({"a/b/s": series(0, 20)}, Plan()) == {"a/b/s": Outcome.SAME}
-    assert decide({"a/b/s": series(0, 20)}, watched) == {"a/b/s": Outcome.INCONCLUSIVE}
-    assert decide({"a/b/s": series(0, 28)}, watched) == {"a/b/s": Outcome.SAME}
-    assert decide({"a/b/s": series(2, 20)}, watched) == {"a/b/s": Outcome.SLOW_MODE}
+    watched = SessionPlan(rules=(SessionRule("*", watch=True),))
+    assert decide({"a/b/s": series(0, 20)}, SessionPlan()) == {"a/b/s": TimedOutcome.SAME}
+    assert decide({"a/b/s": series(0, 20)}, watched) == {"a/b/s": TimedOutcome.INCONCLUSIVE}
+    assert decide({"a/b/s": series(0, 28)}, watched) == {"a/b/s": TimedOutcome.SAME}
+    assert decide({"a/b/s": series(2, 20)}, watched) == {"a/b/s": TimedOutcome.SLOW_MODE}
 
 
 def test_p_lost_is_the_binomial_tail() -> None:
@@ -110,8 +110,8 @@ def test_p_lost_is_the_binomial_tail() -> None:
 def test_difference_on_only_one_cache_pair_is_not_slower() -> None:
     one = [0.12 + 0.001 * (i % 5) if i % 2 else 0.001 * (i % 5) for i in range(28)]
     both = [0.06 + 0.001 * (i % 5) for i in range(28)]
-    assert decide({"a/b/s": one}, Plan())["a/b/s"] is Outcome.INCONCLUSIVE
-    assert decide({"a/b/s": both}, Plan())["a/b/s"] is Outcome.SLOWER
+    assert decide({"a/b/s": one}, SessionPlan())["a/b/s"] is TimedOutcome.INCONCLUSIVE
+    assert decide({"a/b/s": both}, SessionPlan())["a/b/s"] is TimedOutcome.SLOWER
 
 
 def test_anchor_history_without_adopted_build_is_a_notice(

@@ -18,29 +18,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate.core.findings import Outcome
+from bumpgate.core.findings import TimedOutcome
 from bumpgate.gate import sequential
-from bumpgate.gate.plan import LOOKS, Look, Plan, Rule, plan_for
+from bumpgate.gate.plan import LOOKS, Look, SessionPlan, SessionRule, plan_for
 from bumpgate.gate.sequential import alternate, decide, estimate, interval, log_ratio
 from tests.support.simulation import HEAVY, MEASURED, NOISES, ROWS, WORST, rate_text, row_noise, wilson
 
 FIXED = settings(derandomize=True, max_examples=40, deadline=None)
-PLAN = Plan()
+PLAN = SessionPlan()
 SLOW = math.log(1.05)
-MOVED = (Outcome.SLOWER, Outcome.FASTER)
+MOVED = (TimedOutcome.SLOWER, TimedOutcome.FASTER)
 
 ratios = st.lists(st.floats(-0.3, 0.3), min_size=8, max_size=32)
 
 
 def play(
-    rng: random.Random, effects: Mapping[str, float], noise: str = MEASURED, plan: Plan = PLAN
-) -> tuple[dict[str, Outcome], int]:
+    rng: random.Random, effects: Mapping[str, float], noise: str = MEASURED, plan: SessionPlan = PLAN
+) -> tuple[dict[str, TimedOutcome], int]:
     """Simulate one gate: outcomes, and sessions until its last row was decided or the budget spent."""
     draw = {row: row_noise(rng, noise) for row in effects}
     sessions: dict[str, list[float]] = {row: [] for row in effects}
-    outcomes = dict.fromkeys(effects, Outcome.INCONCLUSIVE)
+    outcomes = dict.fromkeys(effects, TimedOutcome.INCONCLUSIVE)
     for look in plan.looks:
-        still = [row for row, outcome in outcomes.items() if outcome is Outcome.INCONCLUSIVE]
+        still = [row for row, outcome in outcomes.items() if outcome is TimedOutcome.INCONCLUSIVE]
         if not still:
             break
         for row in still:
@@ -50,23 +50,25 @@ def play(
     return outcomes, max(map(len, sessions.values()))
 
 
-def false_alarms(seed: int, gates: int, effect: float, noise: str, plan: Plan = PLAN) -> tuple[int, str]:
+def false_alarms(
+    seed: int, gates: int, effect: float, noise: str, plan: SessionPlan = PLAN
+) -> tuple[int, str]:
     """Count gates of 15 rows, each changed by `effect`, in which any row was called SLOWER or FASTER."""
     rng = random.Random(seed)
     games = [play(rng, dict.fromkeys(ROWS, effect), noise, plan) for _ in range(gates)]
     alarms = sum(any(o in MOVED for o in outcomes.values()) for outcomes, _ in games)
-    unsure = sum(Outcome.INCONCLUSIVE in outcomes.values() for outcomes, _ in games)
+    unsure = sum(TimedOutcome.INCONCLUSIVE in outcomes.values() for outcomes, _ in games)
     text = rate_text("false alarms", alarms, gates, [n for _, n in games])
     return alarms, f"{text}; {rate_text('gates with an open row', unsure, gates)}"
 
 
-def found(seed: int, gates: int, noise: str, plan: Plan = PLAN) -> tuple[int, str]:
+def found(seed: int, gates: int, noise: str, plan: SessionPlan = PLAN) -> tuple[int, str]:
     """Count gates of 15 rows that call the one row slowed by 5 % SLOWER."""
     rng = random.Random(seed)
     effects = dict.fromkeys(ROWS, 0.0) | {ROWS[7]: SLOW}
     games = [play(rng, effects, noise, plan) for _ in range(gates)]
-    hits = sum(outcomes[ROWS[7]] is Outcome.SLOWER for outcomes, _ in games)
-    missed = sum(outcomes[ROWS[7]] is Outcome.SAME for outcomes, _ in games)
+    hits = sum(outcomes[ROWS[7]] is TimedOutcome.SLOWER for outcomes, _ in games)
+    missed = sum(outcomes[ROWS[7]] is TimedOutcome.SAME for outcomes, _ in games)
     text = rate_text("5 % slowdown found", hits, gates, [n for _, n in games])
     return hits, f"{text}; {rate_text('called SAME', missed, gates)}"
 
@@ -123,13 +125,13 @@ def test_mutant_with_unplanned_looks_raises_false_alarms(
     planned = plan_for(32).looks
     every = tuple(Look(n, 1.0, 0.0) for n in range(8, 33))
     with pytest.raises(ValueError, match="sum to at most 1"):
-        Plan(every)
-    monkeypatch.setattr(Plan, "__post_init__", lambda plan: None)
+        SessionPlan(every)
+    monkeypatch.setattr(SessionPlan, "__post_init__", lambda plan: None)
     one = {ROWS[0]: math.log1p(PLAN.different)}
     runs, rates = 300, {}
     for name, looks in (("as planned", planned), ("every session", every)):
-        rng, plan = random.Random(4), Plan(looks, alpha=0.2, cache_sd=0.0)
-        alarms = sum(play(rng, one, plan=plan)[0][ROWS[0]] is Outcome.SLOWER for _ in range(runs))
+        rng, plan = random.Random(4), SessionPlan(looks, alpha=0.2, cache_sd=0.0)
+        alarms = sum(play(rng, one, plan=plan)[0][ROWS[0]] is TimedOutcome.SLOWER for _ in range(runs))
         rates[name] = (wilson(alarms, runs), rate_text(name, alarms, runs))
     assert rates["as planned"][0][1] <= 0.1, rates
     assert rates["every session"][0][0] > 0.1, rates
@@ -194,40 +196,40 @@ def test_outcome_agrees_with_the_interval() -> None:
         low, high = timed.interval
         seen.add(timed.outcome)
         assert low <= timed.ratio <= high
-        if timed.outcome is Outcome.SLOWER:
+        if timed.outcome is TimedOutcome.SLOWER:
             assert low > 1 + PLAN.different
             assert timed.p <= PLAN.alpha
-        if timed.outcome is Outcome.FASTER:
+        if timed.outcome is TimedOutcome.FASTER:
             assert high < 1 / (1 + PLAN.different)
-        if timed.outcome is Outcome.SAME:
+        if timed.outcome is TimedOutcome.SAME:
             assert 1 / (1 + PLAN.same) < low
             assert high < 1 + PLAN.same
-    assert seen >= {Outcome.SLOWER, Outcome.FASTER, Outcome.SAME}
+    assert seen >= {TimedOutcome.SLOWER, TimedOutcome.FASTER, TimedOutcome.SAME}
 
 
 def test_row_between_same_and_faster_is_not_slower() -> None:
     """A change of -2.6 % is below the allowance for compile caches, and its interval is not within 3.5 %."""
     values = [-0.026 + 0.01 * (-1) ** i for i in range(PLAN.settle)]
-    assert decide({"a/b/seconds": values[:-1]}, PLAN) == {"a/b/seconds": Outcome.INCONCLUSIVE}
-    assert decide({"a/b/seconds": values}, PLAN) == {"a/b/seconds": Outcome.NOT_SLOWER}
-    assert decide({"a/b/seconds": [-x for x in values]}, PLAN) == {"a/b/seconds": Outcome.INCONCLUSIVE}
+    assert decide({"a/b/seconds": values[:-1]}, PLAN) == {"a/b/seconds": TimedOutcome.INCONCLUSIVE}
+    assert decide({"a/b/seconds": values}, PLAN) == {"a/b/seconds": TimedOutcome.NOT_SLOWER}
+    assert decide({"a/b/seconds": [-x for x in values]}, PLAN) == {"a/b/seconds": TimedOutcome.INCONCLUSIVE}
 
 
 def test_slow_row_is_rarely_called_not_slower() -> None:
     """A row slower by the margin `same` has at most the chance `alpha_same`."""
     rng, gates = random.Random(5), 600
     games = [play(rng, {ROWS[0]: math.log1p(PLAN.same)}) for _ in range(gates)]
-    missed = sum(outcomes[ROWS[0]] is Outcome.NOT_SLOWER for outcomes, _ in games)
+    missed = sum(outcomes[ROWS[0]] is TimedOutcome.NOT_SLOWER for outcomes, _ in games)
     assert wilson(missed, gates)[1] <= PLAN.alpha_same, rate_text("called NOT SLOWER", missed, gates)
 
 
 def test_too_few_sessions_are_inconclusive() -> None:
     rows = {"a/b/seconds": [0.5] * 5, "a/c/seconds": []}
-    assert set(decide(rows, PLAN).values()) == {Outcome.INCONCLUSIVE}
+    assert set(decide(rows, PLAN).values()) == {TimedOutcome.INCONCLUSIVE}
     timed = sequential.summarise(rows, PLAN)
     assert timed["a/b/seconds"].interval == (0.0, math.inf)
     assert math.isnan(timed["a/c/seconds"].ratio)
-    assert decide(rows | {"a/b/seconds": [0.5] * 12}, PLAN)["a/b/seconds"] is Outcome.SLOWER
+    assert decide(rows | {"a/b/seconds": [0.5] * 12}, PLAN)["a/b/seconds"] is TimedOutcome.SLOWER
 
 
 @pytest.mark.parametrize("sessions", [(0, 1), (2, 3), (0, 2), (1, 3)], ids=str)
@@ -271,11 +273,11 @@ def test_log_ratio_refuses_invalid_sessions(order: str, readings: list[float]) -
         {"alpha": 0.0},
         {"alpha_same": 0.5},
         {"cache_sd": -0.01},
-        {"rules": (Rule("*", 0.05, 0.01),)},
-        {"rules": (Rule("*", weight=0.0),)},
+        {"rules": (SessionRule("*", 0.05, 0.01),)},
+        {"rules": (SessionRule("*", weight=0.0),)},
     ],
     ids=str,
 )
 def test_plan_with_invalid_error_bounds_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError):
-        Plan(**fields)  # type: ignore[arg-type]
+        SessionPlan(**fields)  # type: ignore[arg-type]

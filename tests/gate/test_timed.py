@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.core.findings import Outcome
+from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.rows import Judgement, Row, Verdict
-from bumpgate.gate.plan import Plan, Rule, plan_for
+from bumpgate.gate.plan import SessionPlan, SessionRule, plan_for
 from bumpgate.gate.sequential import summarise
-from bumpgate.gate.timed import Reading, Sessions, cost
+from bumpgate.gate.timed import Sessions, TimedReading, cost
 from bumpgate.plugin import timing
 from bumpgate.plugin.rows import InfraError
 from suites.support.lanes import LANES
@@ -33,27 +33,27 @@ ANCHOR_SD = math.sqrt(0.030**2 - STEP_SD**2)
 
 def simulated(
     rng: random.Random, bad_processes: float, slower: float = 1.0
-) -> Callable[[str, Sequence[str]], Reading]:
+) -> Callable[[str, Sequence[str]], TimedReading]:
     """A timed process: three workloads, each with a bias of this process, in three ratios.
 
     bad_processes: share of processes with three times the bias. slower: factor of the candidate's compiled step.
     """
 
-    def process(side: str, tests: Sequence[str]) -> Reading:
+    def process(side: str, tests: Sequence[str]) -> TimedReading:
         wide = 3 if rng.random() < bad_processes else 1
         anchor, compiled, eager = (rng.gauss(0, wide * sd) for sd in (ANCHOR_SD, STEP_SD, STEP_SD))
         compiled += math.log(slower) * (side == "bad")
         logs = (compiled - anchor, eager - anchor, compiled - eager)
-        return Reading({row: math.exp(x) for row, x in zip(ROWS, logs)})
+        return TimedReading({row: math.exp(x) for row, x in zip(ROWS, logs)})
 
     return process
 
 
-def outcomes_of(process: Callable[[str, Sequence[str]], Reading]) -> list[Outcome]:
-    sessions = Sessions(dict.fromkeys(ROWS, TIME_TEST), Plan(), Plan().budget)
+def outcomes_of(process: Callable[[str, Sequence[str]], TimedReading]) -> list[TimedOutcome]:
+    sessions = Sessions(dict.fromkeys(ROWS, TIME_TEST), SessionPlan(), SessionPlan().budget)
     while sessions.open_rows():
         sessions.run_one(process)
-    return [t.outcome for t in summarise(sessions.log_ratios, Plan()).values()]
+    return [t.outcome for t in summarise(sessions.log_ratios, SessionPlan()).values()]
 
 
 @pytest.mark.parametrize("bad_processes", [0.0, 0.1])
@@ -61,8 +61,8 @@ def test_false_hold_of_simulated_gates_is_at_most_two_percent(bad_processes: flo
     """Not from recordings: the noise is drawn with the measured deviations, and with larger ones."""
     rng, runs = random.Random(7), 100
     found = [outcomes_of(simulated(rng, bad_processes)) for _ in range(runs)]
-    held = sum(Outcome.SLOWER in outcomes for outcomes in found)
-    unknown = sum(Outcome.INCONCLUSIVE in outcomes for outcomes in found)
+    held = sum(TimedOutcome.SLOWER in outcomes for outcomes in found)
+    unknown = sum(TimedOutcome.INCONCLUSIVE in outcomes for outcomes in found)
     text = f"{rate_text('false HOLD', held, runs)}; {unknown} UNKNOWN"
     print(text)
     assert held <= 0.02 * runs, text
@@ -70,21 +70,23 @@ def test_false_hold_of_simulated_gates_is_at_most_two_percent(bad_processes: flo
 
 def test_five_percent_slowdown_is_found_in_the_same_noise() -> None:
     rng, runs = random.Random(8), 60
-    held = sum(Outcome.SLOWER in outcomes_of(simulated(rng, 0.1, slower=1.05)) for _ in range(runs))
+    held = sum(TimedOutcome.SLOWER in outcomes_of(simulated(rng, 0.1, slower=1.05)) for _ in range(runs))
     print(rate_text("found", held, runs))
     assert held >= 0.95 * runs
 
 
 def test_only_tests_with_open_rows_are_timed_again() -> None:
     """The slow row needs 12 sessions; the other test is decided after 6 and must not be timed again."""
-    sessions = Sessions({"a/same/s": "t::same", "a/slow/s": "t::slow"}, Plan(), Plan().budget)
+    sessions = Sessions({"a/same/s": "t::same", "a/slow/s": "t::slow"}, SessionPlan(), SessionPlan().budget)
     requested: list[list[str]] = []
 
-    def process(side: str, tests: list[str]) -> Reading:
+    def process(side: str, tests: list[str]) -> TimedReading:
         requested.append(list(tests))
         draw = random.Random(len(requested)).gauss
         slow = 1.06 if side == "bad" else 1.0
-        return Reading({"a/same/s": math.exp(draw(0, 0.005)), "a/slow/s": slow * math.exp(draw(0, 0.005))})
+        return TimedReading(
+            {"a/same/s": math.exp(draw(0, 0.005)), "a/slow/s": slow * math.exp(draw(0, 0.005))}
+        )
 
     while sessions.open_rows():
         sessions.run_one(process)
@@ -95,12 +97,14 @@ def test_only_tests_with_open_rows_are_timed_again() -> None:
 
 def test_with_an_open_row_reads_all_its_rows() -> None:
     """Reading its decided rows costs nothing, and they are used in the search for slow modes."""
-    sessions = Sessions(dict.fromkeys(("a/same/s", "a/slow/s"), TIME_TEST), Plan(), Plan().budget)
+    sessions = Sessions(
+        dict.fromkeys(("a/same/s", "a/slow/s"), TIME_TEST), SessionPlan(), SessionPlan().budget
+    )
     noise = random.Random(1)
 
-    def process(side: str, tests: Sequence[str]) -> Reading:
+    def process(side: str, tests: Sequence[str]) -> TimedReading:
         slow = 1.06 if side == "bad" else 1.0
-        return Reading({"a/same/s": math.exp(noise.gauss(0, 0.005)), "a/slow/s": slow})
+        return TimedReading({"a/same/s": math.exp(noise.gauss(0, 0.005)), "a/slow/s": slow})
 
     while sessions.open_rows():
         sessions.run_one(process)
@@ -109,7 +113,7 @@ def test_with_an_open_row_reads_all_its_rows() -> None:
 
 def test_only_slow_modes_are_open_after_rows_are_same() -> None:
     """False before the first look, and after a session with a slow process, which must be measured in full."""
-    plan = Plan(rules=(Rule("a/watched/*", watch=True),))
+    plan = SessionPlan(rules=(SessionRule("a/watched/*", watch=True),))
     even = [0.001, -0.001] * 3
     slow = [*even, math.log(2)]
 
@@ -121,12 +125,12 @@ def test_only_slow_modes_are_open_after_rows_are_same() -> None:
 
 
 def test_cache_pairs_alternate_and_are_kept_with_readings() -> None:
-    sessions = Sessions({"a/b/s": "t::a"}, Plan(), 6, cache_pairs=2)
+    sessions = Sessions({"a/b/s": "t::a"}, SessionPlan(), 6, cache_pairs=2)
     used, lose = [], iter([False, False, True, False] + [False] * 20)
 
-    def process(side: str, tests: Sequence[str]) -> Reading:
+    def process(side: str, tests: Sequence[str]) -> TimedReading:
         used.append((side, sessions.cache))
-        return Reading({} if next(lose) else {"a/b/s": 1.0 + 0.1 * len(used)})
+        return TimedReading({} if next(lose) else {"a/b/s": 1.0 + 0.1 * len(used)})
 
     for _ in range(5):
         sessions.run_one(process)
@@ -140,9 +144,9 @@ def test_most_important_tests_are_timed_if_time_is_short() -> None:
     sessions = Sessions(rows, plan_for(), 6)
     requested: list[list[str]] = []
 
-    def process(side: str, tests: Sequence[str]) -> Reading:
+    def process(side: str, tests: Sequence[str]) -> TimedReading:
         requested.append(list(tests))
-        return Reading(dict.fromkeys(rows, 1.0))
+        return TimedReading(dict.fromkeys(rows, 1.0))
 
     sessions.run_one(process, at_most=2)
     assert requested[0] == requested[1] == ["t::k0", "t::step"]
@@ -156,7 +160,9 @@ def test_most_important_tests_are_timed_if_time_is_short() -> None:
     ("good", "bad", "called"), [(0, 7, False), (0, 8, True), (8, 0, False), (8, 12, False)]
 )
 def test_unequal_losses_are_reported_at_their_level(good: int, bad: int, called: bool) -> None:
-    sessions = Sessions({"a/b/s": "t::a"}, Plan(), 72, lost_processes={"t::a": {"good": good, "bad": bad}})
+    sessions = Sessions(
+        {"a/b/s": "t::a"}, SessionPlan(), 72, lost_processes={"t::a": {"good": good, "bad": bad}}
+    )
     assert bool(sessions.unequal_losses()) is called
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.core.findings import Outcome
+from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.rows import Verdict
 from bumpgate.history import memory
 from bumpgate.history.archive import Archive, default_store
@@ -85,11 +85,11 @@ def test_gate_of_another_package_does_not_end_a_finding(tmp_path: Path, archive:
 
 def test_slower_row_is_gone_only_if_its_sessions_decide(tmp_path: Path, archive: Archive) -> None:
     rows = (BREAKS, TIMED)
-    assert states(archive, gate_of_day(tmp_path, 1, (), rows=rows, timed=Outcome.SLOWER)) == [memory.NEW]
+    assert states(archive, gate_of_day(tmp_path, 1, (), rows=rows, timed=TimedOutcome.SLOWER)) == [memory.NEW]
     assert states(archive, gate_of_day(tmp_path, 2, (), rows=rows)) == [memory.UNMEASURED]
-    found = archive.add(gate_of_day(tmp_path, 3, (), rows=rows, timed=Outcome.INCONCLUSIVE)).findings
+    found = archive.add(gate_of_day(tmp_path, 3, (), rows=rows, timed=TimedOutcome.INCONCLUSIVE)).findings
     assert {f.label: f.state for f in found} == {"SLOWER": memory.UNMEASURED, "INCONCLUSIVE": memory.NEW}
-    found = archive.add(gate_of_day(tmp_path, 4, (), rows=rows, timed=Outcome.SAME)).findings
+    found = archive.add(gate_of_day(tmp_path, 4, (), rows=rows, timed=TimedOutcome.SAME)).findings
     assert {f.state for f in found} == {memory.GONE}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.core.findings import DriftReading, Outcome
+from bumpgate.core.findings import DriftReading, TimedOutcome
 from bumpgate.core.rows import Record, Verdict, write_record
 from bumpgate.gate.drift import anchor, find_drift
 from bumpgate.gate.verdict import Side
@@ -56,7 +56,7 @@ def a_gate(folder: Path, day: str, *, drift: float | None = None, held: bool = F
     good = Side("torch 2.13.0", Record(here, (judged(P, row(ROW, 1.0, unit="s")),)))
     there = here | {"torch": f"2.14.{day}"}
     bad = Side("torch 2.14.0", Record(there, (judged(verdict, row(ROW, 1.1 if held else 1.0, unit="s")),)))
-    timed = {"throughput/nam52-eager/seconds": paired(Outcome.SAME, 1.003)}
+    timed = {"throughput/nam52-eager/seconds": paired(TimedOutcome.SAME, 1.003)}
     path, _ = write_gate(folder, good, bad, timed, started=f"2026-{day}T03:00:00+00:00")
     if drift is not None:
         raw = json.loads(path.read_text())

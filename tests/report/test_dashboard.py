@@ -13,7 +13,7 @@ import pytest
 from bumpgate.core.rows import Value, Verdict, write_record
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.report import dashboard
-from bumpgate.report.dashboard import Night, Series
+from bumpgate.report.dashboard import NightReading, Series
 from tests.support.reports import BREAKS, EVIL, HERE, bumpgate, gate_of_day, judged, many_readings, row
 
 START = date(2026, 11, 1)
@@ -40,7 +40,7 @@ def add_record(
 
 
 def series(*nights: tuple[int, Value, bool], levels: tuple[int, ...] = ()) -> Series:
-    made = [Night(day, value, "RED" if red else "PASS", red) for day, value, red in nights]
+    made = [NightReading(day, value, "RED" if red else "PASS", red) for day, value, red in nights]
     return Series("cpu", BREAKS, "Xeon", "count", made, list(levels))
 
 

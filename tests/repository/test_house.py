@@ -7,7 +7,7 @@ import configparser
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -203,6 +203,24 @@ def test_test_modules_import_no_test_module() -> None:
     modules = [path for path in modules if path.relative_to(ROOT).as_posix() not in RUNS_OTHER_TESTS]
     found = [finding for path in modules for finding in imported_test_modules(path)]
     assert not found, "\n".join(["imports of test modules:", *found])
+
+
+def class_names(paths: Iterable[Path]) -> dict[str, list[Path]]:
+    """Map each public class name to the files that define it."""
+    found: dict[str, list[Path]] = {}
+    for path in paths:
+        nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+        for name in {node.name for node in nodes if not node.name.startswith("_")}:
+            found.setdefault(name, []).append(path)
+    return found
+
+
+def test_class_names_have_one_meaning(tmp_path: Path) -> None:
+    shared = {n: p for n, p in class_names(python_files("bumpgate", "launch", "model")).items() if len(p) > 1}
+    assert not shared, "\n".join(f"class {name}: {', '.join(map(str, p))}" for name, p in shared.items())
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_text("class Plan: ...\nclass _Reader: ...\n")
+    assert {n: len(p) for n, p in class_names(tmp_path.iterdir()).items()} == {"Plan": 2}
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 
 from bumpgate.bisect import bisection, journal
 from bumpgate.bisect.bisection import BisectContext
-from bumpgate.bisect.journal import Plan
+from bumpgate.bisect.journal import BisectPlan
 from bumpgate.bisect.probe import Cause, ProbeResult, Reading, load, take
-from bumpgate.bisect.search import Outcome, Result
+from bumpgate.bisect.search import ProbeOutcome, SearchResult
 from bumpgate.env.build import Environment, NotInstallable
 from bumpgate.env.request import Request
 
@@ -60,7 +60,7 @@ class FakeTest:
         return Reading(place, Cause.RAN, code, seconds=0.0, packages=dict(environment.packages))
 
     def unusable(self, reading: Reading) -> ProbeResult | None:
-        return ProbeResult(Outcome.SKIP, reading.failure) if reading.cause is Cause.BROKEN else None
+        return ProbeResult(ProbeOutcome.SKIP, reading.failure) if reading.cause is Cause.BROKEN else None
 
     def learn(self, good: Any, bad: Any) -> None:
         """Nothing to learn: the fake reads the fault directly."""
@@ -68,7 +68,7 @@ class FakeTest:
     def judge(self, reading: Reading) -> ProbeResult:
         if result := self.unusable(reading):
             return result
-        return ProbeResult(Outcome.BAD if reading.code else Outcome.GOOD, f"exit {reading.code}")
+        return ProbeResult(ProbeOutcome.BAD if reading.code else ProbeOutcome.GOOD, f"exit {reading.code}")
 
 
 class Silent:
@@ -113,10 +113,10 @@ def run_loop(
     misread: tuple[int, ...] = (),
     hosts: int = 1,
     **noise: float,
-) -> tuple[Result | None, list[str]]:
+) -> tuple[SearchResult | None, list[str]]:
     """Run a bisect with attribution, resuming from `out`; each write of the journal has two kill points."""
     out.mkdir(exist_ok=True)
-    plan = Plan(NIGHTS, NIGHTS[0], NIGHTS[-1], ("x",), **noise)
+    plan = BisectPlan(NIGHTS, NIGHTS[0], NIGHTS[-1], ("x",), **noise)
     path = out / "state.jsonl"
     write = journal._write
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from bumpgate.doctor.examination import CHECKS, examine, make_site
-from bumpgate.doctor.findings import Check, Finding, Part, Status
+from bumpgate.doctor.findings import Check, CheckResult, Part, Status
 from tests.support.tree import ROOT
 
 # In every Python of the machine: log each import of torch, with its visible devices; finding its location does not
@@ -129,7 +129,7 @@ class Machine:
         self.environment["PATH"] = f"{path.parent}{os.pathsep}{self.environment['PATH']}"
         return path
 
-    def examine(self, *parts: Part, lane: str = "cpu", checks: Sequence[Check] = CHECKS) -> list[Finding]:
+    def examine(self, *parts: Part, lane: str = "cpu", checks: Sequence[Check] = CHECKS) -> list[CheckResult]:
         """Return doctor's findings, in `parts` only if given."""
         site = make_site(self.root, lane, self.python, self.environment)
         return examine(site, [check for check in checks if check.part in (parts or Part)])
@@ -141,6 +141,6 @@ class Machine:
         return log.read_text().split("\n")[:-1] if log.exists() else []
 
 
-def defects(findings: Sequence[Finding]) -> list[str]:
+def defects(findings: Sequence[CheckResult]) -> list[str]:
     """Return the unique defect codes, in order."""
     return list(dict.fromkeys(f.code for f in findings if f.status is Status.DEFECT))

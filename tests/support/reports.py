@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bumpgate import cli
-from bumpgate.core.findings import Outcome
+from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict, write_record
 from bumpgate.gate.sequential import Timed
@@ -129,7 +129,7 @@ def write_gate(
     return path, verdict
 
 
-def paired(outcome: Outcome, ratio: float, sessions: int = 16) -> Timed:
+def paired(outcome: TimedOutcome, ratio: float, sessions: int = 16) -> Timed:
     return Timed(outcome, ratio, (ratio - 0.015, ratio + 0.02), sessions, 0.001, 0.001)
 
 
@@ -141,7 +141,7 @@ def gate_of_day(
     rows: Iterable[str] = (BREAKS, OTHER),
     label: Verdict = Verdict.CHANGED,
     problems: tuple[str, ...] = (),
-    timed: Outcome | None = None,
+    timed: TimedOutcome | None = None,
     candidate: str = "torch==2.15.0",
     selection: tuple[str, ...] = (),
     test: str = "",
@@ -162,7 +162,7 @@ def gate_of_day(
             Record(THERE | {"started": started}, bad, problems=tuple(map(Problem.from_json, problems))),
         ),
     )
-    ratios = {TIMED: paired(timed, 1.06 if timed is Outcome.SLOWER else 1.0)} if timed else {}
+    ratios = {TIMED: paired(timed, 1.06 if timed is TimedOutcome.SLOWER else 1.0)} if timed else {}
     path, _ = write_gate(folder, *sides, ratios, started=f"2026-11-{day:02d}T03:00:00+00:00")
     raw = json.loads(path.read_text())
     raw["asked"] = {"candidate": candidate, "selection": list(selection)}
@@ -218,8 +218,8 @@ def held(folder: Path) -> Path:
         command=EVIL,
     )
     timed = {
-        "throughput/nam52-regional/seconds": paired(Outcome.SLOWER, 1.061),
-        "throughput/nam52-eager/seconds": paired(Outcome.SAME, 1.003),
+        "throughput/nam52-regional/seconds": paired(TimedOutcome.SLOWER, 1.061),
+        "throughput/nam52-eager/seconds": paired(TimedOutcome.SAME, 1.003),
     }
     return write_gate(folder, good, bad, timed)[0]
 
