@@ -102,3 +102,14 @@ def test_lane_run_prints_pytests_counts_but_no_dots(project: Project) -> None:
     assert "100%" not in plain.out
     assert "100%" in project.pytest("-m", "cpu", "-n", "1", "-q").out
     assert list(json.loads((project.root / "home/seconds/cpu.json").read_text()))
+
+
+@pytest.mark.parametrize("plugins", ["xdist.plugin,pytest_timeout", "pytest_timeout,xdist.plugin"])
+def test_progress_is_printed_while_a_test_runs(project: Project, plugins: str) -> None:
+    project.baseline(good=counted("test_good"))
+    project.tests(GOOD.replace("    row(", "    time.sleep(2)\n    row("))
+    project.write(
+        "suites/conftest.py", "import bumpgate.plugin.progress as p\np.ON_TERMINAL, p.IN_LOG = 0.1, 0.5\n"
+    )
+    ran = project.pytest("-m", "cpu", "-n", "1", PYTEST_PLUGINS=plugins)
+    assert "; 0 of 1 tests; 1 s in suites/compile/test_a.py::test_good[cpu]" in ran.out, ran.out + ran.err
