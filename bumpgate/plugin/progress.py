@@ -69,7 +69,9 @@ class Progress:
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
         self.tests.update(ids)
 
-    @pytest.hookimpl(tryfirst=True)  # the first result ends this hook: xdist's, if its plugin was registered later
+    @pytest.hookimpl(
+        tryfirst=True
+    )  # the first result ends this hook: xdist's, if its plugin was registered later
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         """Start the clock of a run whose tests run in workers; within this process, their output is captured."""
         if self.config.pluginmanager.hasplugin("dsession"):

@@ -22,8 +22,6 @@ from kernels.cross_entropy import cross_entropy
 from kernels.dsa_indexer import dsa_attention, dsa_distribution, dsa_indexer, dsa_indexer_loss
 from kernels.grouped_gemm import grouped_gemm
 from kernels.m2rnn import m2rnn
-from kernels.mamba3_mimo import mamba3_mimo
-from kernels.mamba3_siso import mamba3_siso
 from kernels.mla import mla
 from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch
@@ -127,11 +125,11 @@ def _named(names: str, tensors: Iterable[Tensor]) -> Named:
 
 
 def _siso(impl: str, **inputs: Tensor) -> tuple[Tensor, ...]:
-    return op_inputs.mamba3_siso.flat(mamba3_siso, chunk_size=8, impl=impl)(**inputs)
+    return op_inputs.mamba3_siso.SCAN.of(8, impl=impl)(**inputs)
 
 
 def _mimo(impl: str, **inputs: Tensor) -> tuple[Tensor, ...]:
-    return op_inputs.mamba3_mimo.flat(mamba3_mimo, chunk_size=8, impl=impl)(**inputs)
+    return op_inputs.mamba3_mimo.SCAN.of(8, impl=impl)(**inputs)
 
 
 def _dsa_inputs() -> Named:

@@ -26,8 +26,6 @@ from kernels.dsa_indexer.naive import dsa_attention_naive, dsa_chosen_scores_nai
 from kernels.grouped_gemm import grouped_gemm
 from kernels.grouped_gemm.naive import grouped_gemm_naive
 from kernels.m2rnn import m2rnn, m2rnn_recurrent
-from kernels.mamba3_mimo import mamba3_mimo
-from kernels.mamba3_siso import mamba3_siso
 from kernels.mla import mla
 from kernels.mla.naive import mla_naive
 from kernels.moe_combine import moe_combine
@@ -38,6 +36,7 @@ from kernels.rms_norm_gated import rms_norm_gated
 from kernels.rms_norm_gated.naive import rms_norm_gated_naive
 from kernels.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_recurrent
 from suites.kernels import inputs as op_inputs
+from suites.kernels.scan_op import on_circle
 from suites.support.comparison import doubled, error_ratio
 from suites.support.reduce import largest
 from suites.support.scans import carried
@@ -174,27 +173,27 @@ def _wide(module: Any) -> Callable[[int], Inputs]:
     return lambda seed: module.make_inputs(B=8, dtype=torch.float32, seed=seed)
 
 
-def _mamba3(module: Any, op: Callable[..., Any], chunk_size: int, faults: Faults) -> Subject:
+def _mamba3(module: Any, chunk_size: int, faults: Faults) -> Subject:
     """Return a subject whose plain formula is the whole row at once.
 
     The recurrence is not suitable: it adds its angles one by one, so that neighbours share their errors, and in fp32
     its y is 1.8 times as close as that of any parallel sum.
     """
 
-    def on_circle(scan: Callable[..., Any]) -> Callable[..., Outputs]:
+    def turned(scan: Callable[..., Any]) -> Callable[..., Outputs]:
         def run(**inputs: Tensor) -> Outputs:
             y, theta, *rest = scan(**inputs)
-            return y, module.on_circle(theta), *rest
+            return y, on_circle(theta), *rest
 
         return run
 
-    chunked, whole = module.flat(op, chunk_size=chunk_size), module.flat(op, chunk_size=64, impl="reference")
+    chunked, whole = module.SCAN.of(chunk_size), module.SCAN.of(64, impl="reference")
     common = {
         "dropped document reset": _dropped_reset,
         "bf16 state": _bf16_state(chunked, module.PER_TOKEN, module.STATE),
     }
-    functions = on_circle(chunked), on_circle(whole)
-    return Subject(_wide(module), *functions, common | faults, on_circle(module.recurrence))
+    functions = turned(chunked), turned(whole)
+    return Subject(_wide(module), *functions, common | faults, turned(module.recurrence))
 
 
 def _ranks_apart(subject: Subject, inputs: Inputs, right: Outputs) -> Outputs:
@@ -280,9 +279,9 @@ SUBJECTS = {
         {"rows of another expert": _next_expert},
     ),
     "m2rnn": _scan(op_inputs.m2rnn, m2rnn, m2rnn_recurrent, ("h0",)),
-    "mamba3_mimo": _mamba3(op_inputs.mamba3_mimo, mamba3_mimo, 8, {"ranks apart": _ranks_apart}),
+    "mamba3_mimo": _mamba3(op_inputs.mamba3_mimo, 8, {"ranks apart": _ranks_apart}),
     "mamba3_siso": _mamba3(
-        op_inputs.mamba3_siso, mamba3_siso, 16, {"no diagonal term": _without_diagonal, "noconv": _noconv}
+        op_inputs.mamba3_siso, 16, {"no diagonal term": _without_diagonal, "noconv": _noconv}
     ),
     "mla": Subject(
         _named(" ".join(op_inputs.mla.NAMES), op_inputs.mla.make_inputs, B=4),
