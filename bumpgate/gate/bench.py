@@ -236,16 +236,15 @@ class GateRunner:
             timed.sessions(self.gate.drifted, "anchor")
 
     def _first_answer(self) -> None:
-        """Show the findings that hold the candidate whatever its times are, before the sessions begin."""
+        """Show what is known before the sessions begin: the findings that do not depend on times."""
         good, bad = self._record("good"), self._record("bad")
         if good is None or bad is None:
             return
         sides, to_time = self._sides(), timed_rows(good, bad).keys()
         verdict = judge_gate(self.gate.config.lane, sides["good"], sides["bad"], {}, {})
-        holding = [f for f in verdict.findings if f.decision is Decision.HOLD]
         # A finding without rows is a failed test.
-        holding = [f for f in holding if not f.rows or not {*f.rows} <= to_time]
-        for line in first_answer(holding):
+        certain = [f for f in verdict.findings if not f.rows or not {*f.rows} <= to_time]
+        for line in first_answer([f for f in certain if f.decision is not Decision.ADOPT]):
             self.view.say(line)
 
     def _sides(self) -> dict[str, Side]:

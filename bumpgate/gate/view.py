@@ -49,13 +49,19 @@ def timed_line(outcomes: Sequence[TimedOutcome], sessions: Sessions) -> str:
     return f"{line}; last lost: {sessions.lost}" if sessions.lost else line
 
 
-def first_answer(holding: Sequence[Finding]) -> list[str]:
-    """Return the lines that a gate shows before its sessions; `holding`: the findings that hold the candidate."""
-    if not holding:
+def first_answer(findings: Sequence[Finding]) -> list[str]:
+    """Return the lines that a gate shows before its sessions.
+
+    findings: those that do not depend on times, and because of which the candidate is held or its decision is UNKNOWN.
+    """
+    holding = [f for f in findings if f.decision is Decision.HOLD]
+    shown = holding or findings
+    if not shown:
         return ["first answer: only the times can still hold the candidate"]
-    number = f"{len(holding)} finding{'s' * (len(holding) != 1)}"
-    causes = (f"  {_cause(f)}; {', '.join(cut(f.rows))}" for f in holding)
-    return [f"first answer: HOLD, whatever the times are ({number})", *causes]
+    answer = "HOLD, whatever the times are" if holding else "UNKNOWN, unless the times hold the candidate"
+    number = f"{len(shown)} finding{'s' * (len(shown) != 1)}"
+    causes = (f"  {_cause(f)}; {', '.join(cut(f.rows or f.tests))}" for f in shown)
+    return [f"first answer: {answer} ({number})", *causes]
 
 
 def findings_text(findings: Sequence[Finding], console: Console) -> None:

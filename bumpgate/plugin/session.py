@@ -349,10 +349,12 @@ class LaneSession:
         if not self.selection.collected:
             found.append(Problem("", ProblemKind.NOTHING, self._nothing_collected()))
         elif not complete:
-            selected = self.selection.selected
-            unfinished = f"{len(selected - self.finished)} of {len(selected)} tests did not finish"
-            why = f"the run was cut short: {unfinished}{self._deaths('; ')}"
-            found.append(Problem("", ProblemKind.CUT_SHORT, why))
+            selected, unfinished = self.selection.selected, self.selection.selected - self.finished
+            # Files that could not be collected are problems of their own.
+            if unfinished or not self.uncollected:
+                number = f"{len(unfinished)} of {len(selected)} tests did not finish"
+                why = f"the run was cut short: {number}{self._deaths('; ')}"
+                found.append(Problem("", ProblemKind.CUT_SHORT, why))
         compared = {j.row.test: j.row.value for j in judgements if outcomes.is_outcome(j.row)}
         if compared and all(compared.get(j.row.test) == outcomes.SKIPPED for j in judgements):
             why = f"all {len(compared)} tests were skipped: nothing was checked"

@@ -171,6 +171,10 @@ def test_decision_for_each_fault_of_the_candidate(machine: Machine, out: Path, f
             {"problems": (f"{COUNT_TEST}: assert 1 == 2",)},
             ["first answer: HOLD, whatever the times are (1 finding)", "  PROBLEM assert 1 == 2"],
         ),
+        (
+            {"complete": False},
+            ["first answer: UNKNOWN, unless the times hold the candidate (1 finding)", "  INFRA the run"],
+        ),
         ({"spoiled": 2}, ["first answer: only the times can still hold the candidate"]),
         (
             {"slower": {"throughput/b/seconds": 9.0}},
