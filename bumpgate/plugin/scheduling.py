@@ -27,8 +27,19 @@ def alone(item: pytest.Item) -> bool:
 
 def turn(item: pytest.Item) -> tuple[bool, float]:
     """Return the sort key of a test: the longest first, then unmarked ones, then those that run alone."""
+    return (True, 0.0) if alone(item) else (False, -(_seconds(item) or 0.0))
+
+
+def _seconds(item: pytest.Item) -> float | None:
+    """Return the seconds of a test's marker `long`, 0 without one; None if the marker has no number."""
     marker = item.get_closest_marker("long")
-    return (True, 0.0) if alone(item) else (False, -marker.args[0] if marker else 0.0)
+    seconds = marker.args[0] if marker and len(marker.args) == 1 else None if marker else 0.0
+    return seconds if isinstance(seconds, (int, float)) else None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if _seconds(item) is None:
+        pytest.fail(f"{item.nodeid}: mark it with its seconds, as @pytest.mark.long(40)", pytrace=False)
 
 
 @pytest.hookimpl(trylast=True)  # after pytest's own, which sorts by the parameters of session fixtures
@@ -55,13 +66,14 @@ class Function(NamedTuple):
 @cache
 def functions(file: Path) -> dict[str, Function]:
     """Return the functions of a file by name. Parsed from the text: the process that assigns tests imports none."""
-    if not file.is_file():
+    if file.suffix != ".py" or not file.is_file():  # a test may be of a text file
         return {}
-    found = (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef))
+    nodes = ast.walk(ast.parse(file.read_bytes()))
+    found = (n for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
     return {f.name: Function(frozenset(a.arg for a in f.args.args), _shared(f)) for f in found}
 
 
-def _shared(function: ast.FunctionDef) -> bool:
+def _shared(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     calls = (decorator for decorator in function.decorator_list if isinstance(decorator, ast.Call))
     values = (word.value for call in calls for word in call.keywords if word.arg == "scope")
     return any(isinstance(value, ast.Constant) and value.value == "module" for value in values)

@@ -120,6 +120,16 @@ def flat(scan: Callable[..., tuple[Tensor, Any]], state: Callable[..., Any], **o
     return run
 
 
+def stepped(step: Callable[..., tuple[Tensor, Any]], state: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a step with a named tuple of states: inputs by name, states in order -> y and the states in one tuple."""
+
+    def run(token: Named, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        y, after = step(**token, state=state(*before))
+        return y, *after
+
+    return run
+
+
 def packed(
     length: st.SearchStrategy[int], chunk_size: st.SearchStrategy[int], *dtypes: str
 ) -> dict[str, Any]:

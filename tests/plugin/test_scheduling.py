@@ -116,6 +116,19 @@ def test_unit_of_a_test_follows_from_its_fixtures(tmp_path: Path) -> None:
     assert unit(tmp_path, "below/test_it.py::TestIt::test_speed[a::b]") == "alone"
 
 
+def test_unit_of_a_text_file_is_its_test(tmp_path: Path) -> None:
+    (tmp_path / "usage.md").write_text(">>> 1 +\n")
+    assert unit(tmp_path, "usage.md::usage.md") == "usage.md::usage.md"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_long_without_seconds_fails_in_one_line(tmp_path: Path, workers: int) -> None:
+    printed = run(tmp_path, ORDER.replace("long(5)", "long"), workers)
+    assert "test_it.py::test_long: mark it with its seconds, as @pytest.mark.long(40)" in printed
+    assert "6 passed, 1 error" in printed, printed
+    assert "Traceback" not in printed
+
+
 def test_tests_that_share_a_module_fixture_have_one_worker(tmp_path: Path) -> None:
     printed = run(tmp_path, ORDER, workers=3)
     assert "7 passed" in printed, printed

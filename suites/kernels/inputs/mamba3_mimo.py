@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.mamba3_mimo import Mamba3MimoState, mamba3_mimo, mamba3_mimo_recurrent, mamba3_mimo_step
 from suites.kernels.inputs.mamba3_siso import overflow
-from suites.kernels.scan_op import ScanOp, flat, packed
+from suites.kernels.scan_op import ScanOp, flat, packed, stepped
 from suites.support.comparison import Named
 from suites.support.scans import documents
 
@@ -85,11 +85,6 @@ def without_last_value(**inputs: Tensor) -> tuple[Tensor, ...]:
     return op(**inputs | {"v_prev": inputs["v_prev"] * 0})
 
 
-def step(token: Named, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    y, after = mamba3_mimo_step(**token, state=Mamba3MimoState(*state))
-    return y, *after
-
-
 BAD = {
     "impl": (lambda i: {"impl": "fused"}, "choices are"),
     "dims": (lambda i: {"v": i["v"][0]}, "v must be"),
@@ -110,7 +105,7 @@ SCAN = ScanOp(
     name="mamba3_mimo",
     scan=op,
     recurrence=recurrence,
-    step=step,
+    step=stepped(mamba3_mimo_step, Mamba3MimoState),
     make_inputs=make_inputs,
     names=NAMES,
     per_token=PER_TOKEN,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.mamba3_siso import Mamba3State, mamba3_siso, mamba3_siso_recurrent, mamba3_siso_step
 from kernels.ssd_chunk_scan import ssd_chunk_scan_reference
-from suites.kernels.scan_op import ScanOp, flat, packed
+from suites.kernels.scan_op import ScanOp, flat, packed, stepped
 from suites.support.comparison import Named, doubled
 from suites.support.scans import documents
 
@@ -105,11 +105,6 @@ def without_last_value(**inputs: Tensor) -> tuple[Tensor, ...]:
     return op(**inputs | {"v_prev": inputs["v_prev"] * 0})
 
 
-def step(token: Named, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    y, after = mamba3_siso_step(**token, state=Mamba3State(*state))
-    return y, *after
-
-
 def overflow(inputs: Named) -> None:
     inputs["adt"][:, 5::7] = -3e4
     inputs["adt"][:, 8, 0] = -float("inf")
@@ -133,7 +128,7 @@ SCAN = ScanOp(
     name="mamba3_siso",
     scan=op,
     recurrence=recurrence,
-    step=step,
+    step=stepped(mamba3_siso_step, Mamba3State),
     make_inputs=make_inputs,
     names=NAMES,
     per_token=PER_TOKEN,
