@@ -183,11 +183,24 @@ def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget:
 
 
 def _wall_seconds() -> float:
-    """Return the wall time minus this thread's waiting time for a core, by Linux's scheduler statistics."""
-    now = time.perf_counter()
+    """Return the wall time minus this thread's waiting time for a core, by Linux's scheduler statistics.
+
+    Both are read again if the thread lost its core in between: a wait counted in one of them alone is larger than a
+    round of 20 ms on a busy machine, and makes its wall time negative.
+    """
+    waited = _waited_seconds()
+    while True:
+        now, before = time.perf_counter(), waited
+        waited = _waited_seconds()
+        if waited == before:
+            return now - waited
+
+
+def _waited_seconds() -> float:
+    """Return how long this thread has been ready to run without a core; 0 where the system does not tell."""
     with contextlib.suppress(OSError):
-        return now - int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    return now
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def _over(deadline: float, duet: Duet | None) -> bool:
