@@ -5,6 +5,7 @@ ValueError with one line that begins with the op's name.
 """
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -25,19 +26,36 @@ def contiguous_clone(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def register_triton(op: Any, kernel: str, fp64: Callable[..., Any] | None = None) -> None:
-    """Register `kernel`, a dotted name, as the op's CUDA implementation; imported at the first call (no triton on CPU).
+def opaque_op(*, triton: bool = True, eager_fp64: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that declares the op `bumpgate::NAME` from NAME, the eager function that computes it.
 
-    `fp64` runs instead if the first input is fp64 (the oracle's dtype), which the kernel does not support.
+    It runs with autocast disabled, and its results are copied to canonical strides. On CUDA, with `triton`, the op runs
+    NAME_kernel of the module `kernel` next to it, imported at the first call (no triton on CPU); with `eager_fp64` only
+    if the first input is not fp64 (the oracle's dtype), which such a kernel does not support.
     """
-    module, _, name = kernel.rpartition(".")
 
-    def launch(*inputs: Any) -> Any:
-        if fp64 is not None and inputs[0].dtype == torch.float64:
-            return fp64(*inputs)
-        return getattr(import_module(module), name)(*inputs)
+    def declare(body: Callable[..., Any]) -> Any:
+        @wraps(body)
+        def eager(*inputs: Any) -> Any:
+            with autocast_disabled(inputs[0]):
+                results = body(*inputs)
+            if isinstance(results, Tensor):
+                return contiguous_clone(results)
+            copies = [contiguous_clone(t) for t in results]
+            return copies if isinstance(results, list) else tuple(copies)
 
-    op.register_kernel("cuda")(launch)
+        def launch(*inputs: Any) -> Any:
+            if eager_fp64 and inputs[0].dtype == torch.float64:
+                return eager(*inputs)
+            kernels = import_module(f"{body.__module__.rpartition('.')[0]}.kernel")
+            return getattr(kernels, f"{body.__name__}_kernel")(*inputs)
+
+        op = torch.library.custom_op(f"bumpgate::{body.__name__}", eager, mutates_args=())
+        if triton:
+            op.register_kernel("cuda")(launch)
+        return op
+
+    return declare
 
 
 def resolve_impl(impl: str, t: Tensor) -> str:

@@ -12,43 +12,17 @@ from kernels.attention.eager import (
     attention_reference,
 )
 from kernels.attention.upstream import attention_fa4, attention_flex, attention_sdpa, attention_upstream
-from kernels.op_support import (
-    IMPLS,
-    autocast_disabled,
-    check_doc_ids,
-    check_impl,
-    check_shapes,
-    contiguous_clone,
-    register_triton,
-    resolve_impl,
-)
+from kernels.op_support import IMPLS, check_doc_ids, check_impl, check_shapes, opaque_op, resolve_impl
 
 PEERS = {"upstream": attention_upstream, "fa4": attention_fa4, "sdpa": attention_sdpa, "flex": attention_flex}
 
 
-def _eager_fwd(q: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
-    with autocast_disabled(q):
-        out, lse = attention_forward_with_lse(q, *rest)
-    return contiguous_clone(out), contiguous_clone(lse)
-
-
-def _eager_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the reference backward, under the same conditions."""
-    with autocast_disabled(q):
-        grads = attention_backward_reference(q, *rest)
-    return tuple(contiguous_clone(g) for g in grads)
-
-
-@torch.library.custom_op("bumpgate::attention_fwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale: float, softcap: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Return out (B,T,Hq,P), lse (B,Hq,T) in fp32 (fp64 for fp64)."""
-    return _eager_fwd(q, k, v, doc_ids, scale, softcap, window, causal)
-
-
-register_triton(attention_fwd, "kernels.attention.kernel.attention_fwd_kernel", fp64=_eager_fwd)
+    return attention_forward_with_lse(q, k, v, doc_ids, scale, softcap, window, causal)
 
 
 @attention_fwd.register_fake
@@ -57,16 +31,13 @@ def _(q, k, v, doc_ids, scale, softcap, window, causal):
     return q.new_empty(q.shape), q.new_empty((B, Hq, T), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@torch.library.custom_op("bumpgate::attention_bwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def attention_bwd(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     scale: float, softcap: float, window: int, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v."""
-    return _eager_bwd(q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal)
-
-
-register_triton(attention_bwd, "kernels.attention.kernel.attention_bwd_kernel", fp64=_eager_bwd)
+    return attention_backward_reference(q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal)
 
 
 @attention_bwd.register_fake

@@ -3,7 +3,6 @@
 B batch, T tokens, D channels, W conv width.
 """
 
-import torch
 from torch import Tensor
 
 from kernels.causal_conv1d.eager import (
@@ -14,22 +13,19 @@ from kernels.causal_conv1d.eager import (
 from kernels.causal_conv1d.upstream import causal_conv1d_upstream
 from kernels.op_support import (
     WITH_PEER,
-    autocast_disabled,
     check_doc_ids,
     check_floating,
     check_impl,
     check_shapes,
-    contiguous_clone,
-    register_triton,
+    opaque_op,
     resolve_impl,
 )
 
 
-@torch.library.custom_op("bumpgate::causal_conv1d_fwd", mutates_args=())
+@opaque_op()
 def causal_conv1d_fwd(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, activation: str) -> Tensor:
     """Return y (B,T,D)."""
-    with autocast_disabled(x):
-        return contiguous_clone(causal_conv1d_reference(x, weight, bias, doc_ids, activation))
+    return causal_conv1d_reference(x, weight, bias, doc_ids, activation)
 
 
 @causal_conv1d_fwd.register_fake
@@ -37,25 +33,17 @@ def _(x, weight, bias, doc_ids, activation):
     return x.new_empty(x.shape)
 
 
-register_triton(causal_conv1d_fwd, "kernels.causal_conv1d.kernel.causal_conv1d_fwd_kernel")
-
-
-@torch.library.custom_op("bumpgate::causal_conv1d_bwd", mutates_args=())
+@opaque_op()
 def causal_conv1d_bwd(
     x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, dy: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias."""
-    with autocast_disabled(x):
-        grads = causal_conv1d_backward_reference(x, weight, bias, doc_ids, dy, activation)
-    return tuple(contiguous_clone(g) for g in grads)
+    return causal_conv1d_backward_reference(x, weight, bias, doc_ids, dy, activation)
 
 
 @causal_conv1d_bwd.register_fake
 def _(x, weight, bias, doc_ids, dy, activation):
     return tuple(t.new_empty(t.shape) for t in (x, weight, bias))
-
-
-register_triton(causal_conv1d_bwd, "kernels.causal_conv1d.kernel.causal_conv1d_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):

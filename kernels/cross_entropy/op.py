@@ -11,30 +11,10 @@ from kernels.cross_entropy.eager import (
     cross_entropy_reference,
     cross_entropy_with_sums,
 )
-from kernels.op_support import (
-    autocast_disabled,
-    check_floating,
-    check_impl,
-    check_shapes,
-    contiguous_clone,
-    register_triton,
-    resolve_impl,
-)
+from kernels.op_support import check_floating, check_impl, check_shapes, opaque_op, resolve_impl
 
 
-def _eager_fwd(logits: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
-    with autocast_disabled(logits):
-        return tuple(contiguous_clone(t) for t in cross_entropy_with_sums(logits, *rest))
-
-
-def _eager_bwd(logits: Tensor, *rest) -> Tensor:
-    """Run the reference backward, under the same conditions."""
-    with autocast_disabled(logits):
-        return contiguous_clone(cross_entropy_backward_reference(logits, *rest))
-
-
-@torch.library.custom_op("bumpgate::cross_entropy_fwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def cross_entropy_fwd(
     logits: Tensor, target: Tensor, softcap: float, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,10 +22,7 @@ def cross_entropy_fwd(
 
     Each implementation may choose its shift; the backward receives shift and total.
     """
-    return _eager_fwd(logits, target, softcap, ignore_index)
-
-
-register_triton(cross_entropy_fwd, "kernels.cross_entropy.kernel.cross_entropy_fwd_kernel", fp64=_eager_fwd)
+    return cross_entropy_with_sums(logits, target, softcap, ignore_index)
 
 
 @cross_entropy_fwd.register_fake
@@ -54,16 +31,13 @@ def _(logits, target, softcap, ignore_index):
     return tuple(logits.new_empty(target.shape, dtype=acc) for _ in range(3))
 
 
-@torch.library.custom_op("bumpgate::cross_entropy_bwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def cross_entropy_bwd(
     logits: Tensor, target: Tensor, shift: Tensor, total: Tensor, dloss: Tensor,
     softcap: float, ignore_index: int,
 ) -> Tensor:  # fmt: skip
     """Gradient of the logits."""
-    return _eager_bwd(logits, target, shift, total, dloss, softcap, ignore_index)
-
-
-register_triton(cross_entropy_bwd, "kernels.cross_entropy.kernel.cross_entropy_bwd_kernel", fp64=_eager_bwd)
+    return cross_entropy_backward_reference(logits, target, shift, total, dloss, softcap, ignore_index)
 
 
 @cross_entropy_bwd.register_fake

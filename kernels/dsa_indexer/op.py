@@ -23,25 +23,15 @@ from kernels.op_support import (
     check_floating,
     check_impl,
     check_shapes,
-    contiguous_clone,
-    register_triton,
+    opaque_op,
     resolve_impl,
 )
 
 
-def _plain_choice(q: Tensor, *rest) -> Tensor:
-    """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
-    with autocast_disabled(q):
-        return contiguous_clone(dsa_indexer_reference(q, *rest))
-
-
-@torch.library.custom_op("bumpgate::dsa_indexer_fwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def dsa_indexer_fwd(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor, top_k: int) -> Tensor:
     """Return indices (B,T,K) int32; they have no gradient."""
-    return _plain_choice(q, k, weights, doc_ids, top_k)
-
-
-register_triton(dsa_indexer_fwd, "kernels.dsa_indexer.kernel.dsa_indexer_fwd_kernel", fp64=_plain_choice)
+    return dsa_indexer_reference(q, k, weights, doc_ids, top_k)
 
 
 @dsa_indexer_fwd.register_fake
@@ -49,27 +39,12 @@ def _(q, k, weights, doc_ids, top_k):
     return q.new_empty((*q.shape[:2], top_k), dtype=torch.int32)
 
 
-def _eager_fwd(q: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    with autocast_disabled(q):
-        out, lse = dsa_attention_forward_with_lse(q, *rest)
-    return contiguous_clone(out), contiguous_clone(lse)
-
-
-def _eager_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    with autocast_disabled(q):
-        grads = dsa_attention_backward_reference(q, *rest)
-    return tuple(contiguous_clone(g) for g in grads)
-
-
-@torch.library.custom_op("bumpgate::dsa_attention_fwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def dsa_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """Return out (B,T,Hq,P), lse (B,Hq,T) in fp32 (fp64 for fp64)."""
-    return _eager_fwd(q, k, v, indices, scale, softcap)
-
-
-register_triton(dsa_attention_fwd, "kernels.dsa_indexer.kernel.dsa_attention_fwd_kernel", fp64=_eager_fwd)
+    return dsa_attention_forward_with_lse(q, k, v, indices, scale, softcap)
 
 
 @dsa_attention_fwd.register_fake
@@ -78,16 +53,13 @@ def _(q, k, v, indices, scale, softcap):
     return q.new_empty(q.shape), q.new_empty((B, Hq, T), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@torch.library.custom_op("bumpgate::dsa_attention_bwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def dsa_attention_bwd(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v."""
-    return _eager_bwd(q, k, v, indices, out, lse, dout, scale, softcap)
-
-
-register_triton(dsa_attention_bwd, "kernels.dsa_indexer.kernel.dsa_attention_bwd_kernel", fp64=_eager_bwd)
+    return dsa_attention_backward_reference(q, k, v, indices, out, lse, dout, scale, softcap)
 
 
 @dsa_attention_bwd.register_fake
@@ -110,25 +82,10 @@ def _backward(ctx, dout, _dlse):
 dsa_attention_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _plain_scores(q: Tensor, *rest) -> Tensor:
-    with autocast_disabled(q):
-        return contiguous_clone(dsa_chosen_scores_reference(q, *rest))
-
-
-def _plain_scores_bwd(q: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    with autocast_disabled(q):
-        return tuple(contiguous_clone(g) for g in dsa_chosen_scores_backward_reference(q, *rest))
-
-
-@torch.library.custom_op("bumpgate::dsa_chosen_scores_fwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def dsa_chosen_scores_fwd(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     """Return the index scores of the chosen keys (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1."""
-    return _plain_scores(q, k, weights, indices)
-
-
-register_triton(
-    dsa_chosen_scores_fwd, "kernels.dsa_indexer.kernel.dsa_chosen_scores_fwd_kernel", fp64=_plain_scores
-)
+    return dsa_chosen_scores_reference(q, k, weights, indices)
 
 
 @dsa_chosen_scores_fwd.register_fake
@@ -136,17 +93,12 @@ def _(q, k, weights, indices):
     return q.new_empty(indices.shape, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@torch.library.custom_op("bumpgate::dsa_chosen_scores_bwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def dsa_chosen_scores_bwd(
     q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, dscores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, weights."""
-    return _plain_scores_bwd(q, k, weights, indices, dscores)
-
-
-register_triton(
-    dsa_chosen_scores_bwd, "kernels.dsa_indexer.kernel.dsa_chosen_scores_bwd_kernel", fp64=_plain_scores_bwd
-)
+    return dsa_chosen_scores_backward_reference(q, k, weights, indices, dscores)
 
 
 @dsa_chosen_scores_bwd.register_fake
@@ -165,20 +117,10 @@ def _scores_backward(ctx, dscores):
 dsa_chosen_scores_fwd.register_autograd(_scores_backward, setup_context=_save_for_scores)
 
 
-def _plain_distribution(q: Tensor, *rest) -> Tensor:
-    with autocast_disabled(q):
-        return contiguous_clone(dsa_distribution_reference(q, *rest))
-
-
-@torch.library.custom_op("bumpgate::dsa_distribution_fwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def dsa_distribution_fwd(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
     """Return (B,T,K) in fp32 (fp64 for fp64); it has no gradient."""
-    return _plain_distribution(q, k, indices, scale, softcap)
-
-
-register_triton(
-    dsa_distribution_fwd, "kernels.dsa_indexer.kernel.dsa_distribution_fwd_kernel", fp64=_plain_distribution
-)
+    return dsa_distribution_reference(q, k, indices, scale, softcap)
 
 
 @dsa_distribution_fwd.register_fake

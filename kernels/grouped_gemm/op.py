@@ -9,37 +9,15 @@ from torch import Tensor
 from kernels.grouped_gemm.eager import grouped_gemm_backward_reference, grouped_gemm_reference
 from kernels.grouped_gemm.padded import grouped_gemm_padded
 from kernels.grouped_gemm.upstream import grouped_gemm_upstream
-from kernels.op_support import (
-    WITH_PEER,
-    autocast_disabled,
-    check_impl,
-    check_shapes,
-    contiguous_clone,
-    register_triton,
-)
+from kernels.op_support import WITH_PEER, check_impl, check_shapes, opaque_op
 
 IMPLS = (*WITH_PEER, "padded")
 
 
-def _eager_fwd(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
-    with autocast_disabled(x):
-        return contiguous_clone(grouped_gemm_reference(x, weight, counts))
-
-
-def _eager_bwd(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the reference backward, under the same conditions."""
-    with autocast_disabled(x):
-        return tuple(contiguous_clone(g) for g in grouped_gemm_backward_reference(x, weight, counts, dy))
-
-
-@torch.library.custom_op("bumpgate::grouped_gemm_fwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def grouped_gemm_fwd(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Return y (M,D_out)."""
-    return _eager_fwd(x, weight, counts)
-
-
-register_triton(grouped_gemm_fwd, "kernels.grouped_gemm.kernel.grouped_gemm_fwd_kernel", fp64=_eager_fwd)
+    return grouped_gemm_reference(x, weight, counts)
 
 
 @grouped_gemm_fwd.register_fake
@@ -47,13 +25,10 @@ def _(x, weight, counts):
     return x.new_empty((x.shape[0], weight.shape[2]))
 
 
-@torch.library.custom_op("bumpgate::grouped_gemm_bwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def grouped_gemm_bwd(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x, weight."""
-    return _eager_bwd(x, weight, counts, dy)
-
-
-register_triton(grouped_gemm_bwd, "kernels.grouped_gemm.kernel.grouped_gemm_bwd_kernel", fp64=_eager_bwd)
+    return grouped_gemm_backward_reference(x, weight, counts, dy)
 
 
 @grouped_gemm_bwd.register_fake

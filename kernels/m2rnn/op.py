@@ -13,20 +13,18 @@ from kernels.op_support import (
     check_floating,
     check_impl,
     check_shapes,
-    contiguous_clone,
-    register_triton,
+    opaque_op,
     resolve_impl,
 )
 
 
-@torch.library.custom_op("bumpgate::m2rnn_fwd", mutates_args=())
+@opaque_op()
 def m2rnn_fwd(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, final state, and the state after every token (B,T,H,K,V) for the backward."""
-    with autocast_disabled(v):
-        y, states = m2rnn_forward_with_states(q, k, v, W, f, doc_ids, h0)
-    return contiguous_clone(y), contiguous_clone(states[:, -1]), contiguous_clone(states)
+    y, states = m2rnn_forward_with_states(q, k, v, W, f, doc_ids, h0)
+    return y, states[:, -1], states
 
 
 @m2rnn_fwd.register_fake
@@ -36,26 +34,18 @@ def _(q, k, v, W, f, doc_ids, h0):
     return v.new_empty(v.shape), h0.new_empty(h0.shape, dtype=acc), states
 
 
-register_triton(m2rnn_fwd, "kernels.m2rnn.kernel.m2rnn_fwd_kernel")
-
-
-@torch.library.custom_op("bumpgate::m2rnn_bwd", mutates_args=())
+@opaque_op()
 def m2rnn_bwd(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor,
     states: Tensor, dy: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, W, f, h0."""
-    with autocast_disabled(v):
-        grads = m2rnn_backward_reference(q, k, v, W, f, doc_ids, h0, states, dy, dfinal)
-    return tuple(contiguous_clone(g) for g in grads)
+    return m2rnn_backward_reference(q, k, v, W, f, doc_ids, h0, states, dy, dfinal)
 
 
 @m2rnn_bwd.register_fake
 def _(q, k, v, W, f, doc_ids, h0, states, dy, dfinal):
     return tuple(t.new_empty(t.shape) for t in (q, k, v, W, f, h0))
-
-
-register_triton(m2rnn_bwd, "kernels.m2rnn.kernel.m2rnn_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):

@@ -17,21 +17,20 @@ from kernels.op_support import (
     check_floating,
     check_impl,
     check_shapes,
-    contiguous_clone,
+    opaque_op,
     resolve_impl,
 )
 
 
-@torch.library.custom_op("bumpgate::mamba3_mimo_fwd", mutates_args=())
+@opaque_op(triton=False)
 def mamba3_mimo_fwd(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
     theta: Tensor, h: Tensor, k_prev: Tensor, v_prev: Tensor, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids)
-    with autocast_disabled(v):
-        y, state = mamba3_mimo_reference(*inputs, Mamba3MimoState(theta, h, k_prev, v_prev), chunk_size)
-    return tuple(contiguous_clone(t) for t in (y, *state))
+    y, state = mamba3_mimo_reference(*inputs, Mamba3MimoState(theta, h, k_prev, v_prev), chunk_size)
+    return y, *state
 
 
 @mamba3_mimo_fwd.register_fake
@@ -44,7 +43,7 @@ def _(
     return v.new_empty(v.shape), *state
 
 
-@torch.library.custom_op("bumpgate::mamba3_mimo_bwd", mutates_args=())
+@opaque_op(triton=False)
 def mamba3_mimo_bwd(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
@@ -54,9 +53,7 @@ def mamba3_mimo_bwd(
     """Gradients of the floating-point inputs, in their order."""
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids)
     state, dstate = (Mamba3MimoState(theta, h, k_prev, v_prev), Mamba3MimoState(dtheta, dh, dk_prev, dv_prev))
-    with autocast_disabled(v):
-        grads = mamba3_mimo_backward_reference(*inputs, state, chunk_size, dy, dstate)
-    return [contiguous_clone(t) for t in grads]
+    return list(mamba3_mimo_backward_reference(*inputs, state, chunk_size, dy, dstate))
 
 
 @mamba3_mimo_bwd.register_fake

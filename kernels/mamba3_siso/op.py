@@ -16,40 +16,20 @@ from kernels.op_support import (
     check_floating,
     check_impl,
     check_shapes,
-    contiguous_clone,
-    register_triton,
+    opaque_op,
     resolve_impl,
 )
 
 
-def _eager_fwd(*inputs) -> tuple[Tensor, ...]:
-    """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
-    *inputs, theta, h, k_prev, v_prev, chunk_size = inputs
-    with autocast_disabled(inputs[2]):
-        y, state = mamba3_siso_reference(*inputs, Mamba3State(theta, h, k_prev, v_prev), chunk_size)
-    return tuple(contiguous_clone(t) for t in (y, *state))
-
-
-def _eager_bwd(*inputs) -> list[Tensor]:
-    """Run the reference backward, under the same conditions."""
-    *inputs, theta, h, k_prev, v_prev, chunk_size, dy, dtheta, dh, dk_prev, dv_prev = inputs
-    state, dstate = Mamba3State(theta, h, k_prev, v_prev), Mamba3State(dtheta, dh, dk_prev, dv_prev)
-    with autocast_disabled(inputs[2]):
-        grads = mamba3_siso_backward_reference(*inputs, state, chunk_size, dy, dstate)
-    return [contiguous_clone(t) for t in grads]
-
-
-@torch.library.custom_op("bumpgate::mamba3_siso_fwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def mamba3_siso_fwd(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
     theta: Tensor, h: Tensor, k_prev: Tensor, v_prev: Tensor, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
-    return _eager_fwd(*inputs, theta, h, k_prev, v_prev, chunk_size)
-
-
-register_triton(mamba3_siso_fwd, "kernels.mamba3_siso.kernel.mamba3_siso_fwd_kernel", fp64=_eager_fwd)
+    y, state = mamba3_siso_reference(*inputs, Mamba3State(theta, h, k_prev, v_prev), chunk_size)
+    return y, *state
 
 
 @mamba3_siso_fwd.register_fake
@@ -59,7 +39,7 @@ def _(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids, theta, h, k
     return v.new_empty(v.shape), *state
 
 
-@torch.library.custom_op("bumpgate::mamba3_siso_bwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def mamba3_siso_bwd(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
@@ -68,11 +48,8 @@ def mamba3_siso_bwd(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the floating-point inputs, in their order."""
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
-    state, dstate = (theta, h, k_prev, v_prev), (dtheta, dh, dk_prev, dv_prev)
-    return _eager_bwd(*inputs, *state, chunk_size, dy, *dstate)
-
-
-register_triton(mamba3_siso_bwd, "kernels.mamba3_siso.kernel.mamba3_siso_bwd_kernel", fp64=_eager_bwd)
+    state, dstate = Mamba3State(theta, h, k_prev, v_prev), Mamba3State(dtheta, dh, dk_prev, dv_prev)
+    return list(mamba3_siso_backward_reference(*inputs, state, chunk_size, dy, dstate))
 
 
 @mamba3_siso_bwd.register_fake

@@ -18,36 +18,18 @@ from kernels.op_support import (
     check_doc_ids,
     check_impl,
     check_shapes,
-    contiguous_clone,
-    register_triton,
+    opaque_op,
     resolve_impl,
 )
 
 
-def _eager_fwd(q_nope: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
-    with autocast_disabled(q_nope):
-        out, lse = mla_forward_with_lse(q_nope, *rest)
-    return contiguous_clone(out), contiguous_clone(lse)
-
-
-def _eager_bwd(q_nope: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run the reference backward, under the same conditions."""
-    with autocast_disabled(q_nope):
-        grads = mla_backward_reference(q_nope, *rest)
-    return tuple(contiguous_clone(g) for g in grads)
-
-
-@torch.library.custom_op("bumpgate::mla_fwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def mla_fwd(
     q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, W_uk: Tensor, W_uv: Tensor, doc_ids: Tensor,
     scale: float, softcap: float, causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out (B,T,H,Pv), lse (B,H,T) in fp32 (fp64 for fp64)."""
-    return _eager_fwd(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, scale, softcap, causal)
-
-
-register_triton(mla_fwd, "kernels.mla.kernel.mla_fwd_kernel", fp64=_eager_fwd)
+    return mla_forward_with_lse(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, scale, softcap, causal)
 
 
 @mla_fwd.register_fake
@@ -57,17 +39,14 @@ def _(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, scale, softcap, causal)
     return q_nope.new_empty((B, T, H, W_uv.shape[1])), q_nope.new_empty((B, H, T), dtype=lse_dtype)
 
 
-@torch.library.custom_op("bumpgate::mla_bwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def mla_bwd(
     q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, W_uk: Tensor, W_uv: Tensor, doc_ids: Tensor,
     out: Tensor, lse: Tensor, dout: Tensor, scale: float, softcap: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q_nope, q_rope, c_kv, k_rope, W_uk, W_uv."""
     inputs = (q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids)
-    return _eager_bwd(*inputs, out, lse, dout, scale, softcap, causal)
-
-
-register_triton(mla_bwd, "kernels.mla.kernel.mla_bwd_kernel", fp64=_eager_bwd)
+    return mla_backward_reference(*inputs, out, lse, dout, scale, softcap, causal)
 
 
 @mla_bwd.register_fake

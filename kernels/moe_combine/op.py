@@ -7,23 +7,15 @@ import torch
 from torch import Tensor
 
 from kernels.moe_combine.eager import moe_combine_backward_reference, moe_combine_reference
-from kernels.op_support import (
-    autocast_disabled,
-    check_impl,
-    check_shapes,
-    contiguous_clone,
-    register_triton,
-    resolve_impl,
-)
+from kernels.op_support import check_impl, check_shapes, opaque_op, resolve_impl
 
 
-@torch.library.custom_op("bumpgate::moe_combine_fwd", mutates_args=())
+@opaque_op()
 def moe_combine_fwd(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, out_dtype: torch.dtype
 ) -> Tensor:
     """Return out (B,T,D) in out_dtype."""
-    with autocast_disabled(y):
-        return contiguous_clone(moe_combine_reference(y, expert, slot, weights, bucket, out_dtype))
+    return moe_combine_reference(y, expert, slot, weights, bucket, out_dtype)
 
 
 @moe_combine_fwd.register_fake
@@ -32,25 +24,17 @@ def _(y, expert, slot, weights, bucket, out_dtype):
     return y.new_empty((B, T, y.shape[2]), dtype=out_dtype)
 
 
-register_triton(moe_combine_fwd, "kernels.moe_combine.kernel.moe_combine_fwd_kernel")
-
-
-@torch.library.custom_op("bumpgate::moe_combine_bwd", mutates_args=())
+@opaque_op()
 def moe_combine_bwd(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, dout: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of y and weights."""
-    with autocast_disabled(y):
-        dy, dweights = moe_combine_backward_reference(y, expert, slot, weights, bucket, dout)
-    return contiguous_clone(dy), contiguous_clone(dweights)
+    return moe_combine_backward_reference(y, expert, slot, weights, bucket, dout)
 
 
 @moe_combine_bwd.register_fake
 def _(y, expert, slot, weights, bucket, dout):
     return y.new_empty(y.shape), weights.new_empty(weights.shape)
-
-
-register_triton(moe_combine_bwd, "kernels.moe_combine.kernel.moe_combine_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):

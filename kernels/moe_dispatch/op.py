@@ -7,25 +7,15 @@ import torch
 from torch import Tensor
 
 from kernels.moe_dispatch.eager import moe_dispatch_backward_reference, moe_dispatch_reference
-from kernels.op_support import (
-    autocast_disabled,
-    check_floating,
-    check_impl,
-    contiguous_clone,
-    has_shape,
-    register_triton,
-    resolve_impl,
-)
+from kernels.op_support import check_floating, check_impl, has_shape, opaque_op, resolve_impl
 
 
-@torch.library.custom_op("bumpgate::moe_dispatch_fwd", mutates_args=())
+@opaque_op()
 def moe_dispatch_fwd(
     x: Tensor, expert: Tensor, num_experts: int, bucket: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return padded (E, B*bucket, D), slot (B,T,K), overflow ()."""
-    with autocast_disabled(x):
-        padded, slot, overflow = moe_dispatch_reference(x, expert, num_experts, bucket)
-    return contiguous_clone(padded), contiguous_clone(slot), overflow
+    return moe_dispatch_reference(x, expert, num_experts, bucket)
 
 
 @moe_dispatch_fwd.register_fake
@@ -35,23 +25,16 @@ def _(x, expert, num_experts, bucket):
     return padded, expert.new_empty(expert.shape), expert.new_empty(())
 
 
-register_triton(moe_dispatch_fwd, "kernels.moe_dispatch.kernel.moe_dispatch_fwd_kernel")
-
-
-@torch.library.custom_op("bumpgate::moe_dispatch_bwd", mutates_args=())
+@opaque_op()
 def moe_dispatch_bwd(dpadded: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
     """Gradient of x (B,T,D)."""
-    with autocast_disabled(dpadded):
-        return contiguous_clone(moe_dispatch_backward_reference(dpadded, expert, slot, bucket))
+    return moe_dispatch_backward_reference(dpadded, expert, slot, bucket)
 
 
 @moe_dispatch_bwd.register_fake
 def _(dpadded, expert, slot, bucket):
     B, T, _ = expert.shape
     return dpadded.new_empty((B, T, dpadded.shape[2]))
-
-
-register_triton(moe_dispatch_bwd, "kernels.moe_dispatch.kernel.moe_dispatch_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):

@@ -3,30 +3,19 @@
 D channels, S group size.
 """
 
-import torch
 from torch import Tensor
 
-from kernels.op_support import (
-    WITH_PEER,
-    autocast_disabled,
-    check_floating,
-    check_impl,
-    check_shapes,
-    contiguous_clone,
-    register_triton,
-    resolve_impl,
-)
+from kernels.op_support import WITH_PEER, check_floating, check_impl, check_shapes, opaque_op, resolve_impl
 from kernels.rms_norm_gated.eager import rms_norm_gated_backward_reference, rms_norm_gated_reference
 from kernels.rms_norm_gated.upstream import rms_norm_gated_upstream
 
 
-@torch.library.custom_op("bumpgate::rms_norm_gated_fwd", mutates_args=())
+@opaque_op()
 def rms_norm_gated_fwd(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> Tensor:
     """Return y (..., D)."""
-    with autocast_disabled(x):
-        return contiguous_clone(rms_norm_gated_reference(x, gate, weight, eps, group_size, norm_before_gate))
+    return rms_norm_gated_reference(x, gate, weight, eps, group_size, norm_before_gate)
 
 
 @rms_norm_gated_fwd.register_fake
@@ -34,25 +23,17 @@ def _(x, gate, weight, eps, group_size, norm_before_gate):
     return x.new_empty(x.shape)
 
 
-register_triton(rms_norm_gated_fwd, "kernels.rms_norm_gated.kernel.rms_norm_gated_fwd_kernel")
-
-
-@torch.library.custom_op("bumpgate::rms_norm_gated_bwd", mutates_args=())
+@opaque_op()
 def rms_norm_gated_bwd(
     x: Tensor, gate: Tensor, weight: Tensor, dy: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, gate, weight."""
-    with autocast_disabled(x):
-        grads = rms_norm_gated_backward_reference(x, gate, weight, dy, eps, group_size, norm_before_gate)
-    return tuple(contiguous_clone(g) for g in grads)
+    return rms_norm_gated_backward_reference(x, gate, weight, dy, eps, group_size, norm_before_gate)
 
 
 @rms_norm_gated_bwd.register_fake
 def _(x, gate, weight, dy, eps, group_size, norm_before_gate):
     return tuple(t.new_empty(t.shape) for t in (x, gate, weight))
-
-
-register_triton(rms_norm_gated_bwd, "kernels.rms_norm_gated.kernel.rms_norm_gated_bwd_kernel")
 
 
 def _setup_context(ctx, inputs, output):

@@ -13,29 +13,14 @@ from kernels.op_support import (
     check_floating,
     check_impl,
     check_shapes,
-    contiguous_clone,
-    register_triton,
+    opaque_op,
     resolve_impl,
 )
 from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
 from kernels.ssd_chunk_scan.upstream import ssd_chunk_scan_upstream
 
 
-def _eager_fwd(x: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    """Run the reference: on the CPU, and on any device for fp64 (the oracle's dtype)."""
-    with autocast_disabled(x):
-        y, final = ssd_chunk_scan_reference(x, *rest)
-    return contiguous_clone(y), contiguous_clone(final)
-
-
-def _eager_bwd(x: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run the reference backward, under the same conditions."""
-    with autocast_disabled(x):
-        grads = ssd_chunk_scan_backward_reference(x, *rest)
-    return tuple(contiguous_clone(g) for g in grads)
-
-
-@torch.library.custom_op("bumpgate::ssd_chunk_scan_fwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def ssd_chunk_scan_fwd(
     x: Tensor,
     dt: Tensor,
@@ -47,12 +32,7 @@ def ssd_chunk_scan_fwd(
     initial_state: Tensor,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    return _eager_fwd(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
-
-
-register_triton(
-    ssd_chunk_scan_fwd, "kernels.ssd_chunk_scan.kernel.ssd_chunk_scan_fwd_kernel", fp64=_eager_fwd
-)
+    return ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
 
 
 @ssd_chunk_scan_fwd.register_fake
@@ -61,7 +41,7 @@ def _(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size):
     return x.new_empty(x.shape), x.new_empty(initial_state.shape, dtype=acc)
 
 
-@torch.library.custom_op("bumpgate::ssd_chunk_scan_bwd", mutates_args=())
+@opaque_op(eager_fp64=True)
 def ssd_chunk_scan_bwd(
     x: Tensor,
     dt: Tensor,
@@ -75,12 +55,8 @@ def ssd_chunk_scan_bwd(
     dy: Tensor,
     dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _eager_bwd(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, dy, dfinal)
-
-
-register_triton(
-    ssd_chunk_scan_bwd, "kernels.ssd_chunk_scan.kernel.ssd_chunk_scan_bwd_kernel", fp64=_eager_bwd
-)
+    inputs = (x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
+    return ssd_chunk_scan_backward_reference(*inputs, chunk_size, dy, dfinal)
 
 
 @ssd_chunk_scan_bwd.register_fake

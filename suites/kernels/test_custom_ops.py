@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bumpgate.plugin.instruments import DynamoWatch
+from kernels import op_support
 from kernels.rms_norm_gated import op as norm
 from suites.kernels.mutants import SUBJECTS
 from suites.support.comparison import gradients
@@ -76,7 +77,8 @@ def gradient(ctx: object, g: Tensor) -> Tensor:
     return 2 * g
 
 
-# Faults in an op of ours: attributes of kernels/rms_norm_gated/op.py, or of its forward op, and their replacements.
+# Faults in an op of ours: attributes of kernels/rms_norm_gated/op.py, of op_support or of its forward op, and their
+# replacements.
 FAULTS: dict[str, dict[str, Callable[..., Any]]] = {
     "a fake of another shape": {"_abstract_fn": lambda x, *_: x.new_empty(x.shape[0], x.shape[1] + 1)},
     "a fake of another dtype": {"_abstract_fn": lambda x, *_: x.new_empty(x.shape, dtype=torch.float64)},
@@ -87,6 +89,7 @@ FAULTS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "an input that is changed": {"rms_norm_gated_reference": lambda x, *_: x.mul_(2)},
 }
+HOLDERS = {"_abstract_fn": norm.rms_norm_gated_fwd, "contiguous_clone": op_support}
 
 
 def check_norm() -> None:
@@ -104,7 +107,7 @@ def test_correct_op_passes_the_checks(lane: Lane) -> None:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=planted("C15", name)) for name in FAULTS])
 def test_incorrect_op_fails_the_checks(lane: Lane, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for attribute, fault in FAULTS[name].items():
-        holder = norm.rms_norm_gated_fwd if attribute == "_abstract_fn" else norm
+        holder = HOLDERS.get(attribute, norm)
         assert callable(getattr(holder, attribute)), "what the fault replaces is not there"
         monkeypatch.setattr(holder, attribute, fault)
     with pytest.raises((AssertionError, RuntimeError, OpCheckError)):
