@@ -24,8 +24,7 @@ from pathlib import Path
 from launch.children import Child, ChildError, run
 from launch.contract import PATH, ContractError, section
 from launch.environment import REFUSED, RETRY, RUN
-from launch.log_classes import load_classes
-from launch.logs import TRACEBACK, classify
+from launch.logs import TRACEBACK, classify, load_classes
 
 REASON = "BUMPGATE_RETRY_REASON"  # in a retry's environment: the log class of the first failure
 BEGUN = "BUMPGATE_BEGUN"  # path of a file that a run creates once training has begun: failures are then final

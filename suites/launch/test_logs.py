@@ -18,20 +18,10 @@ import pytest
 
 from launch import contract
 from launch.contract import ContractError
-from launch.log_classes import LogClass, compile_pattern
-from launch.logs import (
-    ALERT,
-    CLEAN,
-    LINE,
-    MEMO,
-    UNKNOWN,
-    ZERO,
-    _Reader,
-    classify,
-    load_classes,
-    main,
-    read_lines,
-)
+from launch.logs import ALERT, CLEAN, UNKNOWN, LogClass, classify, load_classes, read_lines
+from launch.logs.__main__ import main
+from launch.logs.classes import compile_pattern
+from launch.logs.reader import LINE, MEMO, ZERO, _Reader
 from model import preset
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
@@ -400,5 +390,5 @@ def test_logs_command(lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @lanes("cpu")
 def test_logs_command_does_not_import_torch(lane: Lane) -> None:
-    code = "import sys, launch.logs; sys.exit('torch' in sys.modules)"
+    code = "import sys, launch.logs.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -17,8 +17,7 @@ from launch import retry as retries
 from launch.children import ChildError
 from launch.contract import ContractError
 from launch.environment import RETRY
-from launch.log_classes import load_classes
-from launch.logs import classify, read_lines
+from launch.logs import classify, load_classes, read_lines
 from launch.retry import BEGUN, DEBUG, REASON, failure, load_retry, main, passed, relaunch, supervise
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes

@@ -1,25 +1,16 @@
-"""Classify a run's log by the classes of contract.toml's [logs.*]: python -m launch.logs FILE [--json].
-
-A record is one line, or several lines of one event: a traceback with its chain, lines with the same prefix of torch's
-logger, the stack below a C++ error. A warning or error that matches no class is reported as unknown. Lines of
-different ranks may interleave in any way. A log is read once, in constant memory.
-"""
+"""Read a log in one pass: lines to records, records to classes."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from launch.log_classes import LogClass, compile_pattern, load_classes
-
-CLEAN, ALERT, USAGE, UNKNOWN = 0, 1, 2, 3
+from launch.logs.classes import LogClass, compile_pattern, load_classes
+from launch.logs.report import LogFinding, LogRecord, Report
 
 # Lines are cached with digits replaced by 0: step numbers, times and sizes then cost nothing after the first line.
 ZERO = str.maketrans("123456789", "000000000")
@@ -63,68 +54,6 @@ TRACEBACK = "Traceback (most recent call last):"
 CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
 EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
 BELOW = re.compile(r"\s|$|frame #|Exception raised from |\+ ")
-
-
-@dataclass(frozen=True)
-class LogRecord:
-    """Start and first text of a record: line counts from 1, rank is None if no prefix names one."""
-
-    line: int
-    rank: int | None
-    time: str
-    level: str
-    source: str
-    text: str
-
-
-@dataclass(frozen=True)
-class LogFinding:
-    """All records of one class. by_rank counts them per rank, those without a rank prefix under None."""
-
-    log_class: LogClass
-    by_rank: Mapping[int | None, int]
-    first: LogRecord
-    alert: bool
-
-    @property
-    def count(self) -> int:
-        return sum(self.by_rank.values())
-
-
-@dataclass(frozen=True)
-class Report:
-    """lines read, findings in the contract's order, unknown records by text (digits as 0) with the first of each."""
-
-    lines: int
-    findings: tuple[LogFinding, ...]
-    unknown: Mapping[str, tuple[int, LogRecord]]
-
-    @property
-    def unknown_count(self) -> int:
-        return sum(count for count, _ in self.unknown.values())
-
-    @property
-    def exit_code(self) -> int:
-        if any(f.alert for f in self.findings):
-            return ALERT
-        return UNKNOWN if self.unknown else CLEAN
-
-    def count(self, name: str) -> int:
-        """Number of records of the class `name`."""
-        return sum(f.count for f in self.findings if f.log_class.name == name)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "lines": self.lines,
-            "findings": [
-                asdict(f.log_class)
-                | {"count": f.count, "by_rank": {str(r): n for r, n in f.by_rank.items()}}
-                | {"alert": f.alert, "first": asdict(f.first)}
-                for f in self.findings
-            ],
-            "unknown": [{"count": n, "first": asdict(first)} for n, first in self.unknown.values()],
-            "exit_code": self.exit_code,
-        }
 
 
 @dataclass
@@ -327,45 +256,3 @@ def read_lines(path: Path) -> Iterator[str]:
     """Yield lines of a log, invalid bytes replaced, at most LINE long. A progress bar's carriage return ends a line."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from iter(partial(file.readline, LINE), "")
-
-
-def table(report: Report) -> str:
-    """Format the report as text, worst first."""
-    rows = []
-    for f in sorted(report.findings, key=lambda f: not f.alert):
-        c = f.log_class
-        bound = f"{c.action} <= {c.bound} a rank" if c.action == "count" else c.action
-        where = f"line {f.first.line}" + ("" if f.first.rank is None else f" rank {f.first.rank}")
-        rows.append((("ALERT" if f.alert else "ok"), c.name, str(f.count), bound, where, c.reason))
-    for count, first in report.unknown.values():
-        rows.append(("UNKNOWN", "-", str(count), "-", f"line {first.line}", first.text[:100]))
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[5]]) for row in rows]
-    return "\n".join([*lines, f"{report.lines} lines, {report.unknown_count} unknown records"])
-
-
-def parser() -> argparse.ArgumentParser:
-    """Build the argument parser."""
-    p = argparse.ArgumentParser(prog="python -m launch.logs", description=__doc__.split("\n", 1)[0])
-    p.add_argument("file", type=Path)
-    p.add_argument("--json", action="store_true", help="the report as JSON")
-    p.add_argument(
-        "--bound", action="append", default=[], metavar="CLASS=N", help="in place of the contract's"
-    )
-    return p
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Return 0 clean, 1 alert, 2 usage (also argparse's code), 3 unknown warnings or errors without alert."""
-    o = (p := parser()).parse_args(arguments)
-    try:
-        bounds = {name: int(value) for name, _, value in (b.partition("=") for b in o.bound)}
-        report = classify(read_lines(o.file), load_classes(bounds=bounds))
-    except (OSError, ValueError) as error:
-        p.error(f"{o.file}: {error.strerror}" if isinstance(error, OSError) else str(error))
-    print(json.dumps(report.to_json(), indent=1) if o.json else table(report))
-    return report.exit_code
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
