@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bumpgate.core.outcomes import SKIPPED, is_skipped
-from bumpgate.core.rows import STOPPED_EARLY, Judgement, Record, Value, Verdict, is_number, one_line
+from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_number, one_line
 from bumpgate.core.rules import places, sentence
 
 STYLE = {
@@ -41,7 +41,7 @@ def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal
     verbose: list the PASS rows too. where: the path of record.json, as shown. terminal: its width in columns; None if
     stdout is not a terminal.
     """
-    stopped = [j for j in record.judgements if j.row.unmeasured and j.reason.startswith(STOPPED_EARLY)]
+    stopped = [j for j in record.judgements if j.unreached]
     rows = [j for j in record.judgements if j not in stopped] if len(stopped) > 1 else record.judgements
     entries = [_entry(j, record) for j in _worst_first(rows) if verbose or j.verdict is not Verdict.PASS]
     if len(stopped) > 1:

@@ -33,9 +33,6 @@ MAX_CURVES, MAX_POINTS = 8, 4096
 # Series that paired sessions compare point by point: cost of each round of a timed row, lower is better.
 COST_PER_ROUND = "cost_per_round"
 
-# Prefix of the reason of rows that a run did not reach; one red test with -x leaves many of them.
-STOPPED_EARLY = "the run ended before"
-
 # None: the instrument returned no value. It is never a good value, and differs from 0.
 Value = int | float | str | bool | None
 
@@ -178,6 +175,7 @@ class Judgement:
     accepted: who accepted this difference, until when and why (baselines/accepted.toml); it is not red until then.
     gone: the run was complete and nothing measures this row any more, so `rebaseline --prune` may drop it.
     reviewed: the baseline's value. limit: the allowed values, such as "<= 105"; "" if they are not limited.
+    unreached: the run ended before the row's test; one red test with -x leaves many such rows.
     """
 
     row: Row
@@ -189,6 +187,7 @@ class Judgement:
     accepted: str = ""
     reviewed: Value = field(default=None, compare=False)
     limit: str = field(default="", compare=False)
+    unreached: bool = False
 
     @property
     def red(self) -> bool:
@@ -201,16 +200,20 @@ class Judgement:
         return f"{self.verdict.value} ({note})" if note else self.verdict.value
 
     def to_json(self) -> dict[str, Any]:
-        shown = {"accepted": self.accepted, "reviewed": self.reviewed is not None, "limit": self.limit}
+        shown = {
+            "accepted": self.accepted,
+            "reviewed": self.reviewed is not None,
+            "limit": self.limit,
+            "unreached": self.unreached,
+        }
         out = {f.name: getattr(self, f.name) for f in fields(self) if shown.get(f.name, True)}
         return out | {"row": self.row.to_json(), "verdict": self.verdict.value}
 
     @classmethod
     def from_json(cls, raw: Any) -> Judgement:
         """Create a judgement from the output of to_json. Raises RowError on anything else."""
-        if not isinstance(raw, dict) or raw.keys() | {"accepted", "reviewed", "limit"} != {
-            f.name for f in fields(cls)
-        }:
+        optional = {"accepted", "reviewed", "limit", "unreached"}
+        if not isinstance(raw, dict) or raw.keys() | optional != {f.name for f in fields(cls)}:
             raise RowError("a judgement has the wrong fields")
         row = Row.from_json(raw["row"])
         if raw["verdict"] not in Verdict.__members__:

@@ -19,7 +19,7 @@ import pytest
 from bumpgate.core import accepted, outcomes
 from bumpgate.core.baseline import Baseline, Reviewed, accept, comparable, in_tier, investigate
 from bumpgate.core.problems import Problem, ProblemKind
-from bumpgate.core.rows import STOPPED_EARLY, Judgement, Record, Row, Verdict, one_line, write_record
+from bumpgate.core.rows import Judgement, Record, Row, Verdict, one_line, write_record
 from bumpgate.core.rules import sentences
 from bumpgate.plugin import GREEN, lane_of, lanes_of, provenance
 from bumpgate.plugin.devices import PJRT_CPU, find
@@ -274,7 +274,7 @@ class LaneSession:
     def _explain_missing(self, row_id: str, reviewed: Reviewed, complete: bool) -> Judgement:
         test, file = reviewed.test, _file_of(reviewed.test)
         ran = test in self.selection.selected
-        gone = False
+        gone = unreached = False
         if test in self.infra:
             reason = self.infra[test]
         elif test in self.failed:
@@ -284,7 +284,8 @@ class LaneSession:
         elif file in self.uncollected:
             reason = f"{file} could not be collected: {self.uncollected[file]}"
         elif ran and test not in self.finished:
-            reason = f"{STOPPED_EARLY} {test} did{self._deaths(': ')}"
+            reason = f"the run ended before {test} did{self._deaths(': ')}"
+            unreached = True
         else:
             reason = f"{test} no longer reports it" if ran else f"its test is gone: {test}"
             gone = self.full and complete
@@ -301,7 +302,7 @@ class LaneSession:
             test=test,
             per_build=reviewed.per_build,
         )
-        return Judgement(row, verdict, reason, command, gone=gone)
+        return Judgement(row, verdict, reason, command, gone=gone, unreached=unreached)
 
     def _part(self) -> list[int] | None:
         """Return [n, m] if this run selects n of the lane's m reviewed rows, by whatever option; else None.
