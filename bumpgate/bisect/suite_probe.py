@@ -211,6 +211,7 @@ class Signals:
             return found
         skipped = {p.test for p in record.problems if p.kind is ProblemKind.GAP}
         found |= {j.row.id: _row_verdict(j, record, skipped) for j in record.judgements}
+        found |= {p.subject: Verdict.INFRA for p in record.problems if p.kind is ProblemKind.INFRA}
         return found | {p.subject: Verdict.REGRESSION for p in record.problems if p.fault}
 
     @cached_property

@@ -12,6 +12,7 @@ class ProblemKind(Enum):
     """What happened. Only FAILED, UNCOLLECTED and NOTHING can be a fault of the product."""
 
     FAILED = "failed"  # a test raised, or reported a row of another test
+    INFRA = "infra"  # the machine stopped a test that has no reviewed rows: no memory, other processes
     UNCOLLECTED = "uncollected"  # a file could not be imported
     NOTHING = "nothing"  # nothing was measured: the workers died, or every test was skipped
     GAP = "gap"  # under --gate: a test was skipped, deselected or not run, or passed where a failure is expected

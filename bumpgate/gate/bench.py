@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bumpgate.core import accepted, lanes
 from bumpgate.core.findings import Decision, Finding, group
-from bumpgate.core.problems import Problem
+from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import Record, Verdict, one_line, read_record, write_record
 from bumpgate.env.freeze import changes
 from bumpgate.gate import drift, kept
@@ -325,7 +325,8 @@ class GateRunner:
 
     def _spoiled_again(self, name: str, record: Record, path: Path) -> Record:
         """Rerun the tests that the machine disturbed (INFRA), and merge the new results into the record."""
-        tests = sorted({j.row.test for j in record.judgements if j.verdict is Verdict.INFRA})
+        disturbed = {j.row.test for j in record.judgements if j.verdict is Verdict.INFRA}
+        tests = sorted(disturbed | {p.test for p in record.problems if p.kind is ProblemKind.INFRA})
         if not tests:
             return record
         again = self.run_sides([name], "again the tests that the machine disturbed", tests, "again-{}.json")[

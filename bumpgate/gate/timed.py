@@ -18,6 +18,7 @@ from bumpgate.core.findings import NO_REGRESSION, TimedOutcome
 from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import COST_PER_ROUND, Judgement, Record, Row, Verdict, is_finite
 from bumpgate.gate.between import ValueChange, change, direction, timed
+from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.modes import p_lost
 from bumpgate.gate.plan import Family, SessionPlan, shares
 from bumpgate.gate.sequential import alternate, decide, log_ratio, log_ratio_of_rounds
@@ -69,6 +70,7 @@ def timed_rows(good: Record, bad: Record) -> dict[str, str]:
     def measured(record: Record) -> dict[str, Row]:
         return {j.row.id: j.row for j in record.judgements if j.verdict in MEASURED}
 
+    good, bad = with_disturbed(good, bad), with_disturbed(bad, good)
     read_before, read_after = measured(good), measured(bad)
     before, after = ({id: r for id, r in side.items() if timed(r)} for side in (read_before, read_after))
     spoiled_before, spoiled_after = spoiled(good), spoiled(bad)
@@ -104,12 +106,15 @@ def reading(run: LaneRun, tests: Sequence[str]) -> TimedReading:
     costs = {j.row.id: c for j in judgements if (c := cost(j)) is not None}
     rounds = {j.row.id: j.row.series[COST_PER_ROUND] for j in judgements if COST_PER_ROUND in j.row.series}
     faults = {j.row.test: j.reason for j in judgements if j.verdict is Verdict.MISSING and j.row.unmeasured}
+    disturbed = ""
     for problem in run.record.problems if run.record else ():
-        if problem.test in tests:
+        if problem.test in tests and problem.kind is ProblemKind.INFRA:
+            disturbed = problem.why
+        elif problem.test in tests:
             faults.setdefault(problem.test, problem.why)
     spoiled = (j for j in judgements if j.row.test in tests and j.row.id not in costs)
     lost = run.failure or next(
-        (_why_lost(j) for j in spoiled if j.verdict is Verdict.INFRA or timed(j.row)), ""
+        (_why_lost(j) for j in spoiled if j.verdict is Verdict.INFRA or timed(j.row)), disturbed
     )
     if run.code < 0 and not ending(run.code).crash:
         return TimedReading(costs, {}, lost, rounds)

@@ -22,6 +22,7 @@ from bumpgate.core.outcomes import skipped_in_both
 from bumpgate.core.problems import ProblemKind
 from bumpgate.core.rows import Judgement, Record, Verdict, one_line
 from bumpgate.gate.between import ValueChange, change
+from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.timed import Sessions
@@ -86,10 +87,12 @@ def judge_gate(
     loose = [f for side in (good, bad) for f in _environment(lane, side, side is good)]
     tests: dict[str, str] = {}
     if good.record and bad.record:
-        before, after = _by_id(good.record), _by_id(bad.record)
+        adopted = with_disturbed(good.record, bad.record)
+        candidate = with_disturbed(bad.record, good.record)
+        before, after = _by_id(adopted), _by_id(candidate)
         tests = {row: j.row.test for row, j in (before | after).items()}
-        new = _new_rows(good.record, bad.record)
-        spared = _not_run(bad.record) | skipped_in_both(before, after)
+        new = _new_rows(adopted, candidate)
+        spared = _not_run(candidate) | skipped_in_both(before, after)
         loose += _not_run_findings(spared)
         loose += _new_tiers(lane, [after[row] for row in sorted(new)])
         for row in sorted(tests.keys() - new - spared.keys()):
@@ -98,8 +101,8 @@ def judge_gate(
                 g, b = _without_stored_times(g), _without_stored_times(b)
                 if (_absent(g) and _absent(b)) or _spoiled(g) or _spoiled(b):
                     continue  # the sessions alone measure it
-            loose += _row(lane, g, b, whole=bad.record.complete, paired=row in timed)
-        loose += _problems(lane, good.record, bad.record)
+            loose += _row(lane, g, b, whole=candidate.complete, paired=row in timed)
+        loose += _problems(lane, adopted, candidate)
         if not (before or after.keys() - new or timed):
             head = "no row was selected"
             loose.append(Finding(Decision.UNKNOWN, "NOTHING", "", head, repro=f"pytest -m {lane}"))
@@ -196,13 +199,15 @@ def _problems(lane: str, good: Record, bad: Record) -> list[Finding]:
     out = []
     for subject in dict.fromkeys(p.subject for p in (*bad.problems, *good.problems)):
         before, after = ([p for p in r.problems if p.subject == subject] for r in (good, bad))
-        fault = not before and any(p.kind is not ProblemKind.GAP for p in after)
+        kinds = {p.kind for p in after}
+        fault = not before and not kinds <= {ProblemKind.GAP, ProblemKind.INFRA}
         decision = Decision.HOLD if fault and good.complete and bad.complete else Decision.UNKNOWN
         first = (after or before)[0]
         shown = tuple(map(str, before)), tuple(map(str, after))
         tests = (first.test,) if first.test else ()
         repro = investigate(lane, first.test)
-        out.append(Finding(decision, "PROBLEM", "", first.why, (), *shown, repro, tests))
+        label = "INFRA" if first.kind is ProblemKind.INFRA else "PROBLEM"
+        out.append(Finding(decision, label, "", first.why, (), *shown, repro, tests))
     return out
 
 

@@ -338,7 +338,9 @@ class LaneSession:
         """Return the problems that no red row shows."""
         red = {j.row.test for j in judgements if j.red}
         found = [
-            Problem(test, ProblemKind.FAILED, f"{why}{self._rules(test)}")
+            Problem(test, ProblemKind.INFRA, self.infra[test])
+            if test in self.infra
+            else Problem(test, ProblemKind.FAILED, f"{why}{self._rules(test)}")
             for test, why in self.failed.items()
             if test not in red
         ]

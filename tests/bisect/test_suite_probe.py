@@ -37,7 +37,7 @@ class Readings:
     def __call__(
         self,
         *rows: Judgement,
-        problems: Iterable[str] = (),
+        problems: Iterable[Any] = (),
         complete: bool = True,
         failure: str = "",
         code: int = 1,
@@ -95,6 +95,9 @@ def check_what_decides(module: Any, reading: Readings) -> None:
             row("model", Verdict.MISSING, gone=True),
             problems=["t.py::model: skipped under --gate: old torch"],
         ),
+        "its machine failed": reading(
+            row("model", GREEN), problems=[{"test": "t.py::x", "kind": "infra", "why": "no memory"}]
+        ),
         "too noisy": reading(row("model", Verdict.INCONCLUSIVE)),
         "its instrument broke": reading(row("model", Verdict.INSTRUMENT)),
         "cut short": reading(row("model", GREEN), complete=False, problems=["the run was cut short: 1 of 2"]),
@@ -112,6 +115,7 @@ def check_what_decides(module: Any, reading: Readings) -> None:
         "the row is lost, the test is red": "BAD",
         "the test raises another type": "OTHER",
         "its test was skipped": "SKIP",
+        "its machine failed": "UNKNOWN",
         "too noisy": "UNKNOWN",
         "its instrument broke": "SKIP",
         "cut short": "UNKNOWN",

@@ -147,6 +147,7 @@ FAULTS = {
     "a crash in timed processes": ({"signal": signal.SIGSEGV, "dies_from": 3}, Decision.HOLD, "PROBLEM"),
     "a kill from outside": ({"signal": signal.SIGKILL}, Decision.HOLD, "LOST"),
     "a timed row lost for good": ({"spoiled": 1000}, Decision.HOLD, "LOST"),
+    "an unreviewed one": ({"spoiled": 1000, "unreviewed": True}, Decision.HOLD, "LOST"),
 }  # fmt: skip
 
 
@@ -176,6 +177,7 @@ def test_decision_for_each_fault_of_the_candidate(machine: Machine, out: Path, f
             ["first answer: UNKNOWN, unless the times hold the candidate (1 finding)", "  INFRA the run"],
         ),
         ({"spoiled": 2}, ["first answer: only the times can still hold the candidate"]),
+        ({"spoiled": 2, "unreviewed": True}, ["first answer: only the times can still hold the candidate"]),
         (
             {"slower": {"throughput/b/seconds": 9.0}},
             ["first answer: only the times can still hold the candidate"],
@@ -218,8 +220,12 @@ def test_empty_selection_is_unknown(machine: Machine, out: Path) -> None:
     assert labels(machine.gate(out)) == [("UNKNOWN", "NOTHING")]
 
 
-def test_disturbed_test_is_run_once_more(machine: Machine, out: Path) -> None:
-    machine.sides["bad"].spoiled = 1
+UNREVIEWED = pytest.mark.parametrize("unreviewed", [False, True])
+
+
+@UNREVIEWED
+def test_disturbed_test_is_run_once_more(machine: Machine, out: Path, unreviewed: bool) -> None:
+    machine.sides["bad"].spoiled, machine.sides["bad"].unreviewed = 1, unreviewed
     gate = machine.gate(out)
     assert gate.decision is Decision.ADOPT, gate.findings
     assert f"{TIME_TEST}:bad" in machine.processes
@@ -227,28 +233,34 @@ def test_disturbed_test_is_run_once_more(machine: Machine, out: Path) -> None:
     assert ids == ["compile/a/graph_breaks", "throughput/b/seconds"]
 
 
+@UNREVIEWED
 @pytest.mark.parametrize("sides", [("good",), ("bad",), ("good", "bad")])
 def test_twice_disturbed_test_is_judged_by_the_sessions(
-    machine: Machine, out: Path, sides: tuple[str, ...]
+    machine: Machine, out: Path, sides: tuple[str, ...], unreviewed: bool
 ) -> None:
     for side in sides:
-        machine.sides[side].spoiled = 2
+        machine.sides[side].spoiled, machine.sides[side].unreviewed = 2, unreviewed
     gate = machine.gate(out)
+    if unreviewed and len(sides) == 2:  # no side knows the rows of this test
+        assert labels(gate) == [("UNKNOWN", "INFRA")]
+        return
     assert (gate.decision, list(gate.timed)) == (Decision.ADOPT, ["throughput/b/seconds"]), gate.findings
 
 
-def test_disturbed_session_is_replaced_by_another(machine: Machine, out: Path) -> None:
+@UNREVIEWED
+def test_disturbed_session_is_replaced_by_another(machine: Machine, out: Path, unreviewed: bool) -> None:
     made = machine.prepare(out)
     made.enter()
     for name in ("good", "bad"):
         made.gate.sides[name].canaries = {}
         made.measure([name])
-    machine.sides["good"].spoiled = 1
+    machine.sides["good"].spoiled, machine.sides["good"].unreviewed = 1, unreviewed
     made.run()
     sessions = made.gate.paired
     assert sessions
     assert sessions.started == len(sessions.log_ratios["throughput/b/seconds"]) + 1
-    assert "last lost: good: throughput/b/seconds: not quiet" in (out / "output.txt").read_text()
+    reason = "not quiet" if unreviewed else "throughput/b/seconds: not quiet"
+    assert f"last lost: good: {reason}" in (out / "output.txt").read_text()
     assert made.gate.decision is Decision.ADOPT
 
 

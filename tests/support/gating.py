@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from bumpgate.core.findings import DriftReading
-from bumpgate.core.problems import Problem
+from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import Judgement, Row, Value, Verdict, write_record
 from bumpgate.gate import bench, result, timed_runs
 from bumpgate.gate.bench import GateRunner
@@ -58,7 +58,7 @@ class Behaviour:
 
     packages: installed apart from torch. slower: row -> factor of its time.
     signal: ends the timed processes of sessions from `dies_from` on.
-    spoiled: number of runs of the timed test disturbed by the machine.
+    spoiled: number of runs of the timed test disturbed by the machine; unreviewed: none of its rows is in the baseline.
     """
 
     torch: str = "2.13.0"
@@ -72,6 +72,13 @@ class Behaviour:
     signal: int = 0
     dies_from: int = 0
     spoiled: int = 0
+    unreviewed: bool = False
+
+    def disturbed(self, why: str) -> tuple[list[Judgement], list[Mapping[str, str]]]:
+        """Return the rows and the problems of a disturbed run of the timed test."""
+        if self.unreviewed:
+            return [], [{"test": TIME_TEST, "kind": ProblemKind.INFRA.value, "why": why}]
+        return [gone(Verdict.INFRA, why, TIME_TEST)], []
 
 
 class Machine:
@@ -106,13 +113,15 @@ class Machine:
         if list(selection) == [CANARIES]:
             judgements = [self._canary(name, side.canaries.get(name, "")) for name in ("graphs", "inductor")]
             return self._done(record, judgements)
+        problems: list[Mapping[str, str]] = []
         judgements = [*side.counts, *(seconds(self._value(python.name, row, -1)) for row in self.rows)]
         if side.spoiled:
             side.spoiled -= 1
-            judgements = [*side.counts, gone(Verdict.INFRA, "none of 40 rounds was quiet", TIME_TEST)]
+            rows, problems = side.disturbed("none of 40 rounds was quiet")
+            judgements = [*side.counts, *rows]
         if selection and "::" in selection[0]:
             judgements = [j for j in judgements if j.row.test in selection]
-        return self._done(record, judgements, side)
+        return self._done(record, judgements, side, problems)
 
     def run_lanes(self, calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:
         return [self.run_lane(call, timeout) for call in calls]
@@ -129,7 +138,8 @@ class Machine:
             return LaneRun(-side.signal, None, f"died of {signal.Signals(side.signal).name}", 0.1, record)
         if side.spoiled:
             side.spoiled -= 1
-            return self._done(record, [gone(Verdict.INFRA, "not quiet", TIME_TEST)])
+            rows, problems = side.disturbed("not quiet")
+            return self._done(record, rows, problems=problems)
         return self._done(record, [seconds(self._value(name, row, begun), row) for row in self.rows])
 
     def _value(self, name: str, row: str, session: int) -> float:
@@ -145,7 +155,13 @@ class Machine:
         )  # fmt: skip
         return Judgement(row, Verdict.REGRESSION if reason else Verdict.PASS, reason)
 
-    def _done(self, record: Path, judgements: Sequence[Judgement], side: Behaviour | None = None) -> LaneRun:
+    def _done(
+        self,
+        record: Path,
+        judgements: Sequence[Judgement],
+        side: Behaviour | None = None,
+        problems: Sequence[Mapping[str, str]] = (),
+    ) -> LaneRun:
         side = side or Behaviour()
         made = write_record(
             record,
@@ -156,9 +172,11 @@ class Machine:
             },
             judgements,
             complete=side.complete,
-            problems=map(Problem.from_json, side.problems),
+            problems=map(Problem.from_json, (*side.problems, *problems)),
         )
-        return LaneRun(0 if judgements else NOTHING_SELECTED, made, "", 0.1, record.with_suffix(".log"))
+        return LaneRun(
+            0 if judgements or problems else NOTHING_SELECTED, made, "", 0.1, record.with_suffix(".log")
+        )
 
     def prepare(self, out: Path, config: GateConfig | None = None, **options: Any) -> GateRunner:
         """Create a bench on this machine; an existing gate in `out` is resumed."""
