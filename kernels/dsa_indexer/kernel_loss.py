@@ -126,43 +126,17 @@ def _target_kernel(
     total = tl.zeros((M,), tl.float32)
     for start in range(0, K, N):
         x = _logits(
-            query,
-            k_ptr,
-            indices_ptr + token * K,
-            start,
-            batch * T,
-            group,
-            columns,
-            K,
-            qk_scale,
-            a,
-            b,
-            Hkv,
-            P,
-            N,
-            SOFTCAP,
-        )
+            query, k_ptr, indices_ptr + token * K, start, batch * T, group, columns, K, qk_scale, a, b, Hkv,
+            P, N, SOFTCAP,
+        )  # fmt: skip
         lower, largest = largest, tl.maximum(largest, tl.max(x, 1))
         total = total * tl.exp2(lower - largest) + tl.sum(tl.exp2(x - largest[:, None]), 1)
     share = tl.where((head < R) & (total > 0), 1.0 / tl.where(total > 0, total, 1.0), 0.0)
     for start in range(0, K, N):
         x = _logits(
-            query,
-            k_ptr,
-            indices_ptr + token * K,
-            start,
-            batch * T,
-            group,
-            columns,
-            K,
-            qk_scale,
-            a,
-            b,
-            Hkv,
-            P,
-            N,
-            SOFTCAP,
-        )
+            query, k_ptr, indices_ptr + token * K, start, batch * T, group, columns, K, qk_scale, a, b, Hkv,
+            P, N, SOFTCAP,
+        )  # fmt: skip
         place = start + tl.arange(0, N)
         p = tl.sum(tl.exp2(x - largest[:, None]) * share[:, None], 0)
         tl.store(target_ptr + (token * Hkv + group) * K + place, p, mask=place < K)

@@ -152,50 +152,16 @@ def _backward_walk(
     queue = ()
     for i in tl.static_range(AHEAD):
         queue = queue + _backward_token(
-            q_ptr,
-            k_ptr,
-            v_ptr,
-            f_ptr,
-            doc_ids_ptr,
-            h0_ptr,
-            states_ptr,
-            dy_ptr,
-            T - 1 - i,
-            b,
-            h,
-            H,
-            T,
-            K,
-            V,
-            r,
-            u,
-            at,
-            inside,
-        )
+            q_ptr, k_ptr, v_ptr, f_ptr, doc_ids_ptr, h0_ptr, states_ptr, dy_ptr, T - 1 - i, b, h, H, T, K,
+            V, r, u, at, inside,
+        )  # fmt: skip
 
     for i in tl.range(0, T, loop_unroll_factor=UNROLL):
         key, value, forget, same, query, dout, before = queue[:7]
         queue = queue[7:] + _backward_token(
-            q_ptr,
-            k_ptr,
-            v_ptr,
-            f_ptr,
-            doc_ids_ptr,
-            h0_ptr,
-            states_ptr,
-            dy_ptr,
-            T - 1 - i - AHEAD,
-            b,
-            h,
-            H,
-            T,
-            K,
-            V,
-            r,
-            u,
-            at,
-            inside,
-        )
+            q_ptr, k_ptr, v_ptr, f_ptr, doc_ids_ptr, h0_ptr, states_ptr, dy_ptr, T - 1 - i - AHEAD, b, h, H,
+            T, K, V, r, u, at, inside,
+        )  # fmt: skip
         n = (b * T + T - 1 - i) * H + h
         key, value, query, dout, share = (
             key.to(ACC), value.to(ACC), query.to(ACC), dout.to(ACC), forget.to(ACC),

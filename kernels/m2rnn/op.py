@@ -86,15 +86,9 @@ def _check(q, k, v, W, f, doc_ids, h0, impl):
 
 
 def m2rnn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    W: Tensor,
-    f: Tensor,
-    doc_ids: Tensor,
-    h0: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor | None = None,
     impl: str = "op",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The matrix-state recurrence h_t = f_t h + (1 - f_t) tanh(h W + k_t v_t^T), y_t = h_t^T q_t.
 
     q, k (B,T,H,K) and v (B,T,H,V) in one float dtype. In any float dtype: W (H,V,V); f (B,T,H), the forget

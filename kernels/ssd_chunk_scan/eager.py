@@ -24,16 +24,9 @@ from kernels.ssd_chunk_scan.naive import first_state
 
 
 def ssd_chunk_scan_reference(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    Bmat: Tensor,
-    Cmat: Tensor,
-    D: Tensor,
-    doc_ids: Tensor,
-    initial_state: Tensor | None = None,
-    chunk_size: int = 64,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
+    initial_state: Tensor | None = None, chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The chunked form: a masked quadratic product inside a chunk, one state carried between chunks.
 
     x (B,T,H,P), dt (B,T,H) after softplus, A (H,) negative, Bmat and Cmat (B,T,G,N), D (H,),
@@ -49,18 +42,9 @@ def ssd_chunk_scan_reference(
 
 
 def ssd_chunk_scan_backward_reference(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    Bmat: Tensor,
-    Cmat: Tensor,
-    D: Tensor,
-    doc_ids: Tensor,
-    initial_state: Tensor,
-    chunk_size: int,
-    dy: Tensor,
-    dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
+    initial_state: Tensor, chunk_size: int, dy: Tensor, dfinal: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of (x, dt, A, Bmat, Cmat, D, initial_state) from those of y (B,T,H,P) and the final state.
 
     Only the inputs are saved by the forward: decays, scores and chunk states are recomputed.

@@ -36,15 +36,9 @@ def ssd_chunk_scan_step(
 
 
 def ssd_chunk_scan_recurrent(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    Bmat: Tensor,
-    Cmat: Tensor,
-    D: Tensor,
-    doc_ids: Tensor,
+    x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
     initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Apply the step token by token; arguments and results as for `ssd_chunk_scan_reference`."""
     state = first_state(x, Bmat, initial_state)
     keep = ~document_starts(doc_ids)

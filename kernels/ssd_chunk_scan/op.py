@@ -22,16 +22,9 @@ from kernels.ssd_chunk_scan.upstream import ssd_chunk_scan_upstream
 
 @opaque_op(eager_fp64=True)
 def ssd_chunk_scan_fwd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    Bmat: Tensor,
-    Cmat: Tensor,
-    D: Tensor,
-    doc_ids: Tensor,
-    initial_state: Tensor,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
+    initial_state: Tensor, chunk_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
 
 
@@ -43,18 +36,9 @@ def _(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size):
 
 @opaque_op(eager_fp64=True)
 def ssd_chunk_scan_bwd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    Bmat: Tensor,
-    Cmat: Tensor,
-    D: Tensor,
-    doc_ids: Tensor,
-    initial_state: Tensor,
-    chunk_size: int,
-    dy: Tensor,
-    dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
+    initial_state: Tensor, chunk_size: int, dy: Tensor, dfinal: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = (x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
     return ssd_chunk_scan_backward_reference(*inputs, chunk_size, dy, dfinal)
 
@@ -110,17 +94,9 @@ def _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl):
 
 
 def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    Bmat: Tensor,
-    Cmat: Tensor,
-    D: Tensor,
-    doc_ids: Tensor,
-    initial_state: Tensor | None = None,
-    chunk_size: int = 64,
-    impl: str = "op",
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
+    initial_state: Tensor | None = None, chunk_size: int = 64, impl: str = "op",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The Mamba-2 scan h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T, y_t = h_t C_t + D x_t.
 
     x (B,T,H,P), Bmat and Cmat (B,T,G,N) in one float dtype. In any float dtype: dt (B,T,H) after softplus;

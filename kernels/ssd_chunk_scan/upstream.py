@@ -15,16 +15,9 @@ def load() -> Any:
 
 
 def ssd_chunk_scan_upstream(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    Bmat: Tensor,
-    Cmat: Tensor,
-    D: Tensor,
-    doc_ids: Tensor,
-    initial_state: Tensor | None = None,
-    chunk_size: int = 128,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
+    initial_state: Tensor | None = None, chunk_size: int = 128,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Arguments and results of `ssd_chunk_scan`, on CUDA; 128 tokens per chunk is fastest on an H200.
 
     Raises ImportError if mamba-ssm is not installed.

@@ -139,15 +139,9 @@ def test_step_without_a_bias(lane: Lane, row) -> None:
 
 
 def upstream_step(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    Bmat: Tensor,
-    Cmat: Tensor,
-    D: Tensor,
-    state: Tensor,
+    x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, state: Tensor,
     biased: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Arguments and results of `ssd_chunk_scan_step`; the kernel updates the state in place. biased: with zeros."""
     H, P, N = state.shape[1:]
     state = state.clone()
