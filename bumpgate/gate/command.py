@@ -42,6 +42,7 @@ from bumpgate.run.binding import Binding, bind
 from bumpgate.run.device import device_lock
 from bumpgate.run.edits import interrupted
 from bumpgate.run.runner import installed
+from bumpgate.table import part_of_lane
 from bumpgate.wheels import fitting as wheels
 
 # Options that the gate sets itself; passing them twice would change the two runs.
@@ -322,8 +323,8 @@ def _show(gate: GateFile, out: Path, again: bool) -> None:
         f"{len(gate.findings)} finding{'s' * (len(gate.findings) != 1)}",
         f"{gate.wall_seconds / 60:.1f} min",
     ]
-    part = gate.good.record.provenance.get("part") if gate.good.record else None
-    parts += ["part of the lane: {} of {} rows".format(*part)] if part else []
+    part = part_of_lane(gate.good.record.provenance.get("part") if gate.good.record else None)
+    parts += [part] if part else []
     parts += [f"an earlier verdict, started {gate.started}; nothing was measured now"] if again else []
     for line in [*lines, "; ".join([*parts, str(out / result.NAME)])]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

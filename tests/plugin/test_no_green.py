@@ -109,6 +109,45 @@ def test_gate_that_runs_no_test_is_red(lane: Project, instead: str) -> None:
     assert lane.pytest(*GATE, PYTEST_ADDOPTS=instead).code != 0
 
 
+EXITS = """
+@lanes("cpu")
+def test_good(lane, row):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    row("compile/good/graph_breaks", 13, expected=13, **COUNT)
+"""
+
+
+def test_exit_of_the_process_is_red_under_gate(lane: Project) -> None:
+    """A test that ends the process leaves no judged run; one that ends a child of its own is not concerned."""
+    lane.tests(EXITS)
+    assert lane.pytest(*GATE).code == 0
+    lane.tests(EXITS + "    os._exit(0)\n")
+    result = lane.pytest(*GATE)
+    assert result.code == 3
+    assert result.err == "ERROR: --gate: os._exit(0) ended this run before it was judged\n"
+
+
+def test_forked_child_writes_no_record(lane: Project) -> None:
+    """A child that returns into the test continues the run, and its rows are not the run's."""
+    lane.tests(EXITS.replace("os._exit(0)", "return").replace("13, expected", "14, expected"))
+    result = lane.pytest(*GATE)
+    assert result.code == 1
+    assert result.out.count("record: ") == 1
+    assert lane.verdicts()["good"] == "REGRESSION"
+
+
+def test_lane_without_rows_is_red_under_gate(lane: Project) -> None:
+    for path in ("suites/compile/test_a.py", "suites/model/test_b.py"):
+        lane.tests(GOOD.partition("    row(")[0] + "    pass\n", path)
+    (lane.root / "baselines/cpu.json").unlink()
+    result = lane.pytest(*GATE)
+    assert result.code == 1
+    assert "PROBLEM       no test of the lane reports a row: nothing was checked" in result.out
+
+
 def test_optimised_python_is_refused(lane: Project) -> None:
     for flags in (GATE, GATE[:-1]):
         result = lane.pytest(*flags, PYTHONOPTIMIZE="1")
