@@ -38,7 +38,7 @@ from bumpgate.gate.result import Gate, GateConfig, GateError, SideState
 from bumpgate.gate.sides import TITLES, EnvSpec
 from bumpgate.gate.view import View, cut, findings_text
 from bumpgate.history import builds
-from bumpgate.run.binding import Binding, bind
+from bumpgate.run.binding import Binding, bind, sources_in
 from bumpgate.run.device import device_lock
 from bumpgate.run.edits import interrupted
 from bumpgate.run.runner import installed
@@ -118,6 +118,10 @@ def command(
     root = find_root(Path.cwd())
     _refuse(config, root)
     place = out or root / "build" / "gate" / f"{lane}-{_slug(candidate or 'python')}"
+    if not (place / result.NAME).exists() and (own := sources_in(root, place)):
+        raise BumpgateError(
+            f"--out {place} holds sources of the work tree ({own[0]}): name a folder of its own"
+        )
     place.mkdir(parents=True, exist_ok=True)
     view = View(Console(stderr=True))
     signal.signal(signal.SIGTERM, _interrupt)

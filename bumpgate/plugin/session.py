@@ -140,7 +140,9 @@ class LaneSession:
         self.started = self.kept = time.monotonic()
         self.process = os.getpid()
         lane, root = lanes_of(self.config)[self.baseline.lane], self.config.rootpath
-        self.provenance = provenance.collect(lane, find(lane).device, root, full_run=self.full)
+        self.provenance = provenance.collect(
+            lane, find(lane).device, root, self.record_path, full_run=self.full
+        )
         try:
             write_record(self.record_path, self.provenance, (), complete=False)
         except OSError as error:

@@ -207,3 +207,11 @@ def test_rebaseline_refuses_a_record_of_other_sources(lane: Project) -> None:
     lane.write("suites/compile/helper.py", "X = 2\n")
     assert lane.bumpgate("rebaseline", "--lane", "cpu", "--other-tree").code == 0
     assert read_record(lane.root / "record.json").provenance["tree"]
+
+
+def test_rebaseline_takes_a_record_within_the_tree(lane: Project) -> None:
+    lane.baseline(good=counted("test_good"))
+    for _ in range(2):  # the record of the second run replaces a file that exists
+        assert lane.pytest(*GATE[:-1], "--record=rows.json").code == 1, "a row without a reviewed value"
+    accepted = lane.bumpgate("rebaseline", "--lane", "cpu", "--record", "rows.json")
+    assert accepted.code == 0, accepted.err
