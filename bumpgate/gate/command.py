@@ -131,6 +131,8 @@ def command(
                 metrics.write_test(root, lane, shell)
             now = bind(root, place)
             gate = _begin(config, place, resume, now)
+            if gate.finished:
+                _refuse_lapsed(gate, root, place)
             links = (*(find_links or ()), *copies(store or ()))
             specs = _env_specs(config, view, root, {"index": index, "find_links": links})
             again = gate.finished and not gate.undecided
@@ -233,6 +235,13 @@ def _begin(config: GateConfig, out: Path, resume: bool, now: Binding) -> Gate:
         what = "; ".join(differences) if found.binding else "no record of its work tree"
         raise GateError(f"{where} does not match the present inputs ({what}): gate again, in another --out")
     return found
+
+
+def _refuse_lapsed(gate: Gate, root: Path, out: Path) -> None:
+    """Raise GateError if a finished gate used an acceptance that has expired since."""
+    entries = accepted.load(root / "baselines" / accepted.FILE)
+    if lapsed := accepted.lapsed(entries, gate.config.lane, gate.started, accepted.today()):
+        raise GateError(f"{out / result.NAME} is stale ({'; '.join(lapsed)}): gate again, in another --out")
 
 
 def _check_packages(gate: Gate, specs: Mapping[str, EnvSpec], root: Path) -> None:
