@@ -136,6 +136,8 @@ class _LaneRun:
             raise pytest.UsageError(
                 "PYTHONOPTIMIZE or -O removes the checks that are assert statements: leave it out"
             )
+        if not hasattr(config, "workerinput") and (fault := _foreign_variables()):
+            raise pytest.UsageError(fault)
         from bumpgate.core.baseline import BaselineError
         from bumpgate.plugin import rows, scheduling, sharing
         from bumpgate.plugin.devices import detect
@@ -161,7 +163,7 @@ class _LaneRun:
             _register(config, Affected(config, config.option.affected), "bumpgate-affected")
         if hasattr(config, "workerinput"):
             return  # the controller has checked everything once
-        fault = _foreign_variables() or cache_fault() or (detect(lanes_of(config)[name]) if name else None)
+        fault = cache_fault() or (detect(lanes_of(config)[name]) if name else None)
         if fault:
             raise pytest.UsageError(fault)
         if config.option.gate and config.option.noconftest:
@@ -179,7 +181,7 @@ class _LaneRun:
                 raise pytest.UsageError(str(error)) from None
             session = LaneSession(config, baseline, selection)
             _register(config, session, "bumpgate-session")
-            if config.option.verbose == 0:
+            if getattr(config.option, "verbose", 0) == 0:  # -p no:terminal removes the option
                 progress = Progress(config, name, session.judgements)
                 config.pluginmanager.register(progress, "bumpgate-progress")
 

@@ -235,7 +235,8 @@ class LaneSession:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
         width = shutil.get_terminal_size().columns if reporter and reporter.hasmarkup else None
-        table = verdict_table(record, where, verbose=self.config.option.verbose > 0, terminal=width)
+        verbose = bool(reporter) and self.config.option.verbose > 0
+        table = verdict_table(record, where, verbose=verbose, terminal=width)
         self.closing = "".join(f"acceptance: {note}\n" for note in notes) + table
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -148,6 +148,13 @@ def test_lane_without_rows_is_red_under_gate(lane: Project) -> None:
     assert "PROBLEM       no test of the lane reports a row: nothing was checked" in result.out
 
 
+def test_run_without_a_terminal_is_judged(lane: Project) -> None:
+    assert lane.pytest(*GATE, "-p", "no:terminal").code == 0
+    lane.tests(GOOD.replace('graph_breaks", 13', 'graph_breaks", 14'))
+    assert lane.pytest(*GATE, "-p", "no:terminal").code == 1
+    assert lane.verdicts()["good"] == "REGRESSION"
+
+
 def test_optimised_python_is_refused(lane: Project) -> None:
     for flags in (GATE, GATE[:-1]):
         result = lane.pytest(*flags, PYTHONOPTIMIZE="1")

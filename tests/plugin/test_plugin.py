@@ -66,4 +66,6 @@ def test_text_in_the_place_of_a_list_is_refused(tmp_path: Path) -> None:
     foreign.write("bumpgate.toml", LANE)
     row = "row('a/b/c', 1, unit='x', witness=1, expected=1, instruments='graphs')"
     foreign.write("test_a.py", f"import pytest\n@pytest.mark.mine\ndef test_a(row): {row}\n")
-    assert "row 'a/b/c': instruments must be a list of strings, got 'graphs'" in foreign.pytest("-m", "mine").out
+    assert (
+        "row 'a/b/c': instruments must be a list of strings, got 'graphs'" in foreign.pytest("-m", "mine").out
+    )
