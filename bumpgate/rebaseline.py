@@ -78,9 +78,10 @@ def command(
     old = load(path, lane, missing_ok=True)
     if refresh and not only:
         raise BumpgateError("--refresh takes what moved within its tolerance: name the rows with --only")
-    found = read_record(record or root / "record.json")
+    measured = record or root / "record.json"
+    found = read_record(measured)
     if not other_tree:
-        _refuse_other_tree(found, measured_tree(root))
+        _refuse_other_tree(found, measured_tree(root, measured))
     new, changes = plan(found, old, only=only or (), prune=prune, refresh=refresh)
     if new == old:
         typer.echo("nothing to accept: every measured row is within its tolerance")

@@ -65,12 +65,20 @@ def summary(record: Record) -> str:
     parts = [f"{p.get('lane')}: {rows} row{'s' * (rows != 1)}" + (f": {counts}" if counts else "")]
     parts += [f"{len(record.problems)} {PROBLEM}"] if record.problems else []
     parts += [] if record.complete else ["NOT COMPLETE"]
-    parts += ["part of the lane: {} of {} rows".format(*p["part"])] if p.get("part") else []
+    parts += [part] if (part := part_of_lane(p.get("part"))) else []
     left = len(p.get("not_run", ()))
     stand_in = f": no {p.get('lane')} here" if str(p.get("device")).startswith("pjrt-") else ""
     parts += [f"{left} NOT RUN{stand_in}"] if left else []
     parts += [f"device {p.get('device')}", f"torch {p.get('torch')}", f"{p.get('wall_seconds', 0):.0f} s"]
     return "; ".join(parts)
+
+
+def part_of_lane(part: Sequence[int | None] | None) -> str:
+    """Format `part` of a record's provenance: `part of the lane: 2 of 9 rows`; "" for a run of the whole lane."""
+    if not part:
+        return ""
+    measured, reviewed = part
+    return f"part of the lane: {measured}{'' if reviewed is None else f' of {reviewed}'} rows"
 
 
 WIDEST = 80

@@ -148,7 +148,9 @@ def _gate(path: Path, root: Path) -> tuple[GateFile, Binding]:
         binding = Binding.from_json(found.binding)
     except (KeyError, TypeError, AttributeError):
         raise AdoptionError(f"{path} does not record its work tree: gate again") from None
-    if differences := binding.differences(bind(root, path.parent)):
+    entries = accepted.load(root / "baselines" / accepted.FILE)
+    lapsed = accepted.lapsed(entries, found.lane, found.started, accepted.today())
+    if differences := [*binding.differences(bind(root, path.parent)), *lapsed]:
         raise AdoptionError(f"{path} is stale ({'; '.join(differences)}): gate again")
     _check_adopted(root, path, found)
     return found, binding

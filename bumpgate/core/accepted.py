@@ -104,6 +104,15 @@ def of_lane(acceptances: Iterable[Acceptance], lane: str) -> dict[str, tuple[Acc
     return out
 
 
+def lapsed(acceptances: Iterable[Acceptance], lane: str, started: str, day: date) -> list[str]:
+    """Return the entries of a lane that held when a gate started (ISO 8601) and have expired since, in a few words."""
+    return [
+        f"the acceptance of {a.row} expired {a.expires}"
+        for a in acceptances
+        if a.lane == lane and a.expired(day) and started[:10] <= a.expires.isoformat()
+    ]
+
+
 def covers(acceptance: Acceptance, row: Row, baseline: Baseline) -> bool:
     """Return whether the row passes with the accepted value as the reviewed one. Derived expectations still apply."""
     reviewed = baseline.rows.get(row.id)

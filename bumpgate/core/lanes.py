@@ -136,7 +136,8 @@ def _lane(where: str, name: str, raw: Any) -> Lane:
         if key not in kinds:
             raise LaneError(f"{where}: unknown field {key!r}; fields: {', '.join(kinds)}")
         kind = list if kinds[key] is tuple else kinds[key]
-        if not isinstance(value, kind) or isinstance(value, bool):
+        texts = not isinstance(value, list) or all(isinstance(text, str) for text in value)
+        if not isinstance(value, kind) or isinstance(value, bool) or not texts:
             words = {str: "a string", int: "a number", list: "a list of strings"}
             raise LaneError(f"{where}: {key} must be {words[kind]}, got {value!r}")
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}

@@ -27,11 +27,12 @@ def contains(lane: Lane, nodeid: str) -> bool:
 def case(nodeid: str) -> str:
     """Return the middle part of a test's row ids: "a/test_b.py::test_c[3]" -> "a-test_b-test_c-3".
 
-    Parameters that a row id cannot hold are replaced, and a digest of them added: "[a b]" and "[(a b)]" differ.
+    Characters that a row id cannot hold are replaced, and a digest of the node id added: "[a b]" and "[(a b)]" differ.
     """
-    parameters = nodeid.partition("[")[2].removesuffix("]")
-    digest = f"-{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}" if UNSAFE.search(parameters) else ""
-    return UNSAFE.sub("-", nodeid.replace(".py::", "-")).strip("-._+=") + digest
+    name, _, parameters = nodeid.partition("[")
+    names = [*name.replace("::", "/").split("/"), parameters.removesuffix("]")]
+    digest = hashlib.sha256(nodeid.encode()).hexdigest()[:8] if any(map(UNSAFE.search, names)) else ""
+    return "-".join(filter(None, [UNSAFE.sub("-", nodeid.replace(".py::", "-")).strip("-._+="), digest]))
 
 
 def row_id(nodeid: str) -> str:

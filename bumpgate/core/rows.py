@@ -5,6 +5,7 @@ Standard library only: this file must import under any candidate torch, and unde
 
 from __future__ import annotations
 
+import errno
 import json
 import lzma
 import math
@@ -283,7 +284,13 @@ def read_record(path: Path) -> Record:
 
 
 def write_atomic(path: Path, text: str | bytes) -> None:
-    """Replace a file atomically, through a temporary file in the same directory."""
+    """Replace a file atomically, through a temporary file in the same directory. Links are followed.
+
+    Raises OSError, also on a device or a pipe: the file would take its place.
+    """
+    path = path.resolve()
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as f:

@@ -207,6 +207,7 @@ class GateRunner:
         return kept.key(
             lane=config.lane,
             selection=config.selection,
+            command=config.command,
             without=config.without,
             variables={"rounds": ROUNDS, **self._tiers(), **kept.variables()},
             tree=self.gate.binding.tree,

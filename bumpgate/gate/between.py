@@ -31,8 +31,8 @@ PER_BUILD_FACTOR = 1.25
 # Units of times and rates, and how much worse a single reading must look to be measured again: beyond what two H200s
 # read under one build (ms 2.5 %, fraction 3.4 %, ratios 5.5 %, seconds of a compile next to other tests 31 %, of a
 # kernel's first call 62 %).
-TIMES = {"ms": 1.05, "us": 1.05, "s": 1.4, "fraction": 1.07, "ratio": 1.1}
-RATES = ("tokens/s", "bytes/s", "FLOP/s", "tokens")
+TIMES = {"ms": 1.05, "us": 1.05, "ns": 1.05, "s": 1.4, "fraction": 1.07, "ratio": 1.1}
+RATE = re.compile(r".+/s|tokens")
 # A time with a bound that the test derived is mostly far below it, and is measured next to other tests.
 BOUNDED_FACTOR = 2.0
 
@@ -73,6 +73,14 @@ def change(good: Row, bad: Row) -> ValueChange | None:
     return ValueChange.OTHER if bad.per_build else None
 
 
+def kinds(good: Row, bad: Row) -> dict[str, tuple[str | bool, str | bool]]:
+    """Return field -> its two values, of the fields without which the values of a row cannot be compared."""
+    pairs = {
+        name: (getattr(good, name), getattr(bad, name)) for name in ("work", "unit", "better", "per_build")
+    }
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
 def timed(row: Row) -> bool:
     """Whether the paired sessions measure this row in every gate."""
     return row.interval is not None or (row.paired and row.better != "exact")
@@ -82,7 +90,7 @@ def is_time(row: Row) -> bool:
     """Whether readings of this row vary with the machine: a time, a rate, or a ratio of times."""
     if row.unit == "ratio":
         return not ERROR.search(_metric(row))
-    return row.unit in TIMES or row.unit in RATES
+    return row.unit in TIMES or RATE.fullmatch(row.unit) is not None
 
 
 def direction(row: Row) -> int:

@@ -38,10 +38,11 @@ from bumpgate.gate.result import Gate, GateConfig, GateError, SideState
 from bumpgate.gate.sides import TITLES, EnvSpec
 from bumpgate.gate.view import View, cut, findings_text
 from bumpgate.history import builds
-from bumpgate.run.binding import Binding, bind
+from bumpgate.run.binding import Binding, bind, sources_in
 from bumpgate.run.device import device_lock
 from bumpgate.run.edits import interrupted
 from bumpgate.run.runner import installed
+from bumpgate.table import part_of_lane
 from bumpgate.wheels import fitting as wheels
 
 # Options that the gate sets itself; passing them twice would change the two runs.
@@ -117,6 +118,10 @@ def command(
     root = find_root(Path.cwd())
     _refuse(config, root)
     place = out or root / "build" / "gate" / f"{lane}-{_slug(candidate or 'python')}"
+    if not (place / result.NAME).exists() and (own := sources_in(root, place)):
+        raise BumpgateError(
+            f"--out {place} holds sources of the work tree ({own[0]}): name a folder of its own"
+        )
     place.mkdir(parents=True, exist_ok=True)
     view = View(Console(stderr=True))
     signal.signal(signal.SIGTERM, _interrupt)
@@ -126,6 +131,8 @@ def command(
                 metrics.write_test(root, lane, shell)
             now = bind(root, place)
             gate = _begin(config, place, resume, now)
+            if gate.finished:
+                _refuse_lapsed(gate, root, place)
             links = (*(find_links or ()), *copies(store or ()))
             specs = _env_specs(config, view, root, {"index": index, "find_links": links})
             again = gate.finished and not gate.undecided
@@ -230,6 +237,13 @@ def _begin(config: GateConfig, out: Path, resume: bool, now: Binding) -> Gate:
     return found
 
 
+def _refuse_lapsed(gate: Gate, root: Path, out: Path) -> None:
+    """Raise GateError if a finished gate used an acceptance that has expired since."""
+    entries = accepted.load(root / "baselines" / accepted.FILE)
+    if lapsed := accepted.lapsed(entries, gate.config.lane, gate.started, accepted.today()):
+        raise GateError(f"{out / result.NAME} is stale ({'; '.join(lapsed)}): gate again, in another --out")
+
+
 def _check_packages(gate: Gate, specs: Mapping[str, EnvSpec], root: Path) -> None:
     """Raise GateError if an environment of a finished gate has changed."""
     for name, side in gate.sides.items():
@@ -322,8 +336,8 @@ def _show(gate: GateFile, out: Path, again: bool) -> None:
         f"{len(gate.findings)} finding{'s' * (len(gate.findings) != 1)}",
         f"{gate.wall_seconds / 60:.1f} min",
     ]
-    part = gate.good.record.provenance.get("part") if gate.good.record else None
-    parts += ["part of the lane: {} of {} rows".format(*part)] if part else []
+    part = part_of_lane(gate.good.record.provenance.get("part") if gate.good.record else None)
+    parts += [part] if part else []
     parts += [f"an earlier verdict, started {gate.started}; nothing was measured now"] if again else []
     for line in [*lines, "; ".join([*parts, str(out / result.NAME)])]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -17,7 +17,7 @@ from typing import Any
 from bumpgate.core.findings import NO_REGRESSION, TimedOutcome
 from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import COST_PER_ROUND, Judgement, Record, Row, Verdict, is_finite
-from bumpgate.gate.between import ValueChange, change, direction, timed
+from bumpgate.gate.between import ValueChange, change, direction, kinds, timed
 from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.modes import p_lost
 from bumpgate.gate.plan import Family, SessionPlan, shares
@@ -82,7 +82,8 @@ def timed_rows(good: Record, bad: Record) -> dict[str, str]:
     }
     disturbed = {id: row for id, row in spoiled_after.items() if id in spoiled_before}
     found = {id: row for id, row in (disturbed | before | after).items() if id in by_both} | again
-    return {id: row.test for id, row in found.items()}
+    other = {id for id in before.keys() & after.keys() if kinds(before[id], after[id])}
+    return {id: row.test for id, row in found.items() if id not in other}
 
 
 def spoiled(record: Record) -> dict[str, Row]:

@@ -21,7 +21,7 @@ from bumpgate.core.findings import ADDRESS, NO_REGRESSION, PRODUCT, Decision, Fi
 from bumpgate.core.outcomes import skipped_in_both
 from bumpgate.core.problems import ProblemKind
 from bumpgate.core.rows import Judgement, Record, Verdict, one_line
-from bumpgate.gate.between import ValueChange, change
+from bumpgate.gate.between import ValueChange, change, kinds
 from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed
@@ -32,6 +32,8 @@ WORSE = "WORSE"
 ONE_SIDE = "measured on one side only"
 # The sides ran another pattern, dtype, batch or number of tokens, so their values are not comparable.
 OTHER_WORK = "OTHER WORK"
+# The sides report the row with another unit, direction or kind.
+OTHER_KIND = "OTHER KIND"
 # Rows that only the candidate can measure, such as those of a capability that its release adds.
 NEW = "NEW"
 # Rows that the candidate is not required to report: no kernel wheel fits it.
@@ -244,8 +246,9 @@ def _row(
     product = label in shown_by_metric
     metric = shown.row.id.rsplit("/", 1)[1] if product else ""
     twice = not (_absent(good) or _absent(bad))
-    if good and bad and label == OTHER_WORK:
-        shown = replace(shown, reason=f"{shown.row.id}: work {good.row.work!r} and {bad.row.work!r}")
+    if good and bad and label in (OTHER_WORK, OTHER_KIND):
+        differs = ", ".join(f"{name} {a!r} and {b!r}" for name, (a, b) in kinds(good.row, bad.row).items())
+        shown = replace(shown, reason=f"{shown.row.id}: {differs}")
     head = _head(good, bad) if product else _reason(shown, "read once on each side" if twice else ONE_SIDE)
     repro = investigate(lane, shown.row.test)
     if decision is Decision.UNKNOWN:
@@ -290,6 +293,8 @@ def _compare(
         return (
             (Decision.ADOPT, "FIXED") if good.verdict in PRODUCT else (Decision.UNKNOWN, good.verdict.value)
         )
+    if kinds(good.row, bad.row):
+        return Decision.UNKNOWN, OTHER_KIND
     won = bad.verdict is Verdict.WIN and good.verdict is not Verdict.WIN
     moved = None if paired else change(good.row, bad.row)
     if moved in (None, ValueChange.BETTER):

@@ -12,9 +12,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -82,13 +83,32 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
     """Make `--gate` exit with 0 only if a lane was judged green, even if other options keep pytest from running."""
-    code = yield
-    # config.option has no values under --help.
-    unjudged = config.known_args_namespace.gate and not config.stash.get(GREEN, False)
+    gate = config.known_args_namespace.gate  # config.option has no values under --help
+    with pytest.MonkeyPatch.context() as patch:
+        if gate:
+            patch.setattr(os, "_exit", _refused_exit(config, os._exit, os.getpid()))
+        code = yield
+    unjudged = gate and not config.stash.get(GREEN, False)
     if unjudged and not code and not hasattr(config, "workerinput"):
         print("ERROR: --gate: this run did not judge a lane green", file=sys.stderr)
         return pytest.ExitCode.USAGE_ERROR
     return code
+
+
+def _refused_exit(
+    config: pytest.Config, leave: Callable[[int], NoReturn], process: int
+) -> Callable[[int], NoReturn]:
+    """Return an os._exit that does not end the given process with 0: its run has not been judged."""
+
+    def exit_process(status: int) -> NoReturn:
+        if status or os.getpid() != process:
+            leave(status)
+        if capture := config.pluginmanager.get_plugin("capturemanager"):
+            capture.suspend_global_capture()
+        print("ERROR: --gate: os._exit(0) ended this run before it was judged", file=sys.stderr, flush=True)
+        leave(pytest.ExitCode.INTERNAL_ERROR)
+
+    return exit_process
 
 
 def _foreign_variables() -> str | None:
@@ -116,6 +136,8 @@ class _LaneRun:
             raise pytest.UsageError(
                 "PYTHONOPTIMIZE or -O removes the checks that are assert statements: leave it out"
             )
+        if not hasattr(config, "workerinput") and (fault := _foreign_variables()):
+            raise pytest.UsageError(fault)
         from bumpgate.core.baseline import BaselineError
         from bumpgate.plugin import rows, scheduling, sharing
         from bumpgate.plugin.devices import detect
@@ -141,7 +163,7 @@ class _LaneRun:
             _register(config, Affected(config, config.option.affected), "bumpgate-affected")
         if hasattr(config, "workerinput"):
             return  # the controller has checked everything once
-        fault = _foreign_variables() or cache_fault() or (detect(lanes_of(config)[name]) if name else None)
+        fault = cache_fault() or (detect(lanes_of(config)[name]) if name else None)
         if fault:
             raise pytest.UsageError(fault)
         if config.option.gate and config.option.noconftest:
@@ -159,7 +181,7 @@ class _LaneRun:
                 raise pytest.UsageError(str(error)) from None
             session = LaneSession(config, baseline, selection)
             _register(config, session, "bumpgate-session")
-            if config.option.verbose == 0:
+            if getattr(config.option, "verbose", 0) == 0:  # -p no:terminal removes the option
                 progress = Progress(config, name, session.judgements)
                 config.pluginmanager.register(progress, "bumpgate-progress")
 
@@ -194,8 +216,10 @@ def lanes_of(config: pytest.Config) -> Mapping[str, Lane]:
 
 
 def lane_of(item: pytest.Item) -> str | None:
-    """Return the lane whose marker an item has, or None."""
-    return next((name for name in lanes_of(item.config) if item.get_closest_marker(name)), None)
+    """Return the lane whose marker an item has, the one that -m names if it has several; None without one."""
+    marked = [name for name in lanes_of(item.config) if item.get_closest_marker(name)]
+    chosen = named_lanes(item.config)
+    return next((name for name in marked if name in chosen), marked[0] if marked else None)
 
 
 def chosen_lane(config: pytest.Config) -> str | None:

@@ -27,8 +27,11 @@ from bumpgate.run.host import cores, cpu_model, read_or_empty
 TRITON_NAMES = ("triton", "pytorch-triton", "pytorch-triton-xpu", "pytorch-triton-rocm")
 
 
-def collect(lane: Lane, device: str, root: Path, *, full_run: bool) -> dict[str, Any]:
-    """Return what distinguishes one record from another; JSON types only, null for missing facts."""
+def collect(lane: Lane, device: str, root: Path, record: Path, *, full_run: bool) -> dict[str, Any]:
+    """Return what distinguishes one record from another; JSON types only, null for missing facts.
+
+    record: the path of the record, which is no part of the sources.
+    """
     return {
         "lane": lane.name,
         "device": device,
@@ -41,7 +44,7 @@ def collect(lane: Lane, device: str, root: Path, *, full_run: bool) -> dict[str,
         **versions(),
         **({"xla": xla_versions()} if lane.device == "xla" else {}),
         **_commit(root),
-        "tree": measured_tree(root),
+        "tree": measured_tree(root, record),
         "command": command_line(sys.argv),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "full_run": full_run,

@@ -106,6 +106,9 @@ class RowRecorder:
         Raises RowError (one line) on an invalid row or an id that this run has already used, and InfraError on a
         measured cost or gain if the machine's state invalidates it.
         """
+        for name, texts in (("evidence", evidence), ("instruments", instruments)):
+            if isinstance(texts, str):
+                raise RowError(f"row {id!r}: {name} must be a list of strings, got {texts!r}")
         state = self._item.stash.get(MACHINE_STATE, None)
         if state and better in ("lower", "higher"):
             evidence = [*evidence, *state()]

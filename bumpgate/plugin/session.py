@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Collection, Iterator
@@ -32,7 +33,7 @@ from bumpgate.plugin.rows import (
     baseline_path,
     lane_acceptances,
 )
-from bumpgate.table import verdict_table
+from bumpgate.table import part_of_lane, verdict_table
 
 KEEP_SECONDS = 5.0
 
@@ -115,9 +116,13 @@ class LaneSession:
         self.record_path = config.invocation_params.dir / (
             config.option.record or config.rootpath / "record.json"
         )
-        self.full = _is_full(config, baseline.lane)
+        testpaths = config.getini("testpaths") or ["."]
+        self.full = _selects(config, baseline.lane, testpaths)
+        of_outcomes = lanes_of(config)[baseline.lane].tests
+        self.all_outcomes = not of_outcomes or _selects(config, baseline.lane, of_outcomes)
         self.judgements: dict[str, Judgement] = {}
         self.finished: set[str] = set()
+        self.called: set[str] = set()
         self.failed: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
         self.not_run: dict[str, list[str]] = {}
@@ -133,8 +138,11 @@ class LaneSession:
     def pytest_sessionstart(self) -> None:
         """Write an incomplete record: if this run is killed, an older record is not mistaken for its result."""
         self.started = self.kept = time.monotonic()
+        self.process = os.getpid()
         lane, root = lanes_of(self.config)[self.baseline.lane], self.config.rootpath
-        self.provenance = provenance.collect(lane, find(lane).device, root, full_run=self.full)
+        self.provenance = provenance.collect(
+            lane, find(lane).device, root, self.record_path, full_run=self.full
+        )
         try:
             write_record(self.record_path, self.provenance, (), complete=False)
         except OSError as error:
@@ -163,6 +171,8 @@ class LaneSession:
             elif name == EXCUSED_PROPERTY:
                 self.excused.add(report.nodeid)
         expected_failure = hasattr(report, "wasxfail")
+        if report.when == "call":
+            self.called.add(report.nodeid)
         if report.failed:
             self.failed.setdefault(report.nodeid, _last_line(report) + _place(report, self.config.rootpath))
         elif report.skipped and not expected_failure and report.nodeid not in self.not_run:
@@ -176,7 +186,7 @@ class LaneSession:
 
     def _keep(self) -> None:
         """Save the rows measured so far, every few seconds, so that a killed run loses none of them."""
-        if time.monotonic() - self.kept < KEEP_SECONDS:
+        if time.monotonic() - self.kept < KEEP_SECONDS or os.getpid() != self.process:
             return
         with contextlib.suppress(OSError):  # a full disk is reported at the end
             write_record(self.record_path, self.provenance, self.judgements.values(), complete=False)
@@ -194,13 +204,15 @@ class LaneSession:
         """Judge and write the record before xdist waits for its workers, which a second ctrl-C may interrupt."""
         if exitstatus == pytest.ExitCode.USAGE_ERROR or self.selection.refusal:
             return
+        if os.getpid() != self.process:
+            return  # a child that a test forked continues the run
         ended = exitstatus in (0, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
         selection = self.selection
         collected = selection.collected and not self.uncollected
         complete = ended and collected and selection.selected <= self.finished
         judgements = [*self.judgements.values(), *self._missing(complete), *self._outcomes(complete)]
-        part = self._part()
-        problems = self._problems(judgements, complete, part)
+        part = self._part(len(judgements))
+        problems = self._problems(judgements, complete, part_of_lane(part))
         provenance = self.provenance | {"wall_seconds": round(time.monotonic() - self.started, 3)}
         provenance |= {"part": part} if part else {}
         notes = self._acceptances(judgements, complete)
@@ -223,7 +235,8 @@ class LaneSession:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
         width = shutil.get_terminal_size().columns if reporter and reporter.hasmarkup else None
-        table = verdict_table(record, where, verbose=self.config.option.verbose > 0, terminal=width)
+        verbose = bool(reporter) and self.config.option.verbose > 0
+        table = verdict_table(record, where, verbose=verbose, terminal=width)
         self.closing = "".join(f"acceptance: {note}\n" for note in notes) + table
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -263,7 +276,9 @@ class LaneSession:
         return [self._outcome(test, complete) for test in sorted(silent) if outcomes.contains(lane, test)]
 
     def _outcome(self, test: str, complete: bool) -> Judgement:
-        if test in self.failed or test in self.infra or test not in {*self.finished, *self.skipped}:
+        # Under --setup-only a test finishes without a call.
+        ended = (self.finished & self.called) | self.skipped.keys() | self.xfailed
+        if test in self.failed or test in self.infra or test not in ended:
             unreported = Reviewed(None, outcomes.UNIT, "exact", test=test)
             return self._explain_missing(outcomes.row_id(test), unreported, complete)
         found = [(outcomes.SKIPPED, self.skipped), (outcomes.XFAILED, self.xfailed)]
@@ -281,11 +296,19 @@ class LaneSession:
             reason = f"not reported by {test}: {self.failed[test]}"
         elif test in self.skipped:
             reason = f"not reported by {test}: skipped: {self.skipped[test]}"
+        elif file in self.skipped:
+            reason = f"not reported by {test}: {file} was skipped: {self.skipped[file]}"
         elif file in self.uncollected:
             reason = f"{file} could not be collected: {self.uncollected[file]}"
+        elif test in self.selection.deselected:
+            reason = f"{test} was deselected"
         elif ran and test not in self.finished:
             reason = f"the run ended before {test} did{self._deaths(': ')}"
             unreached = True
+        elif test in self.xfailed:
+            reason = f"not reported by {test}, which fails as its mark xfail expects"
+        elif ran and test not in self.called:
+            reason = f"{test} was set up and not run"
         else:
             reason = f"{test} no longer reports it" if ran else f"its test is gone: {test}"
             gone = self.full and complete
@@ -304,15 +327,20 @@ class LaneSession:
         )
         return Judgement(row, verdict, reason, command, gone=gone, unreached=unreached)
 
-    def _part(self) -> list[int] | None:
+    def _part(self, measured: int) -> list[int | None] | None:
         """Return [n, m] if this run selects n of the lane's m reviewed rows, by whatever option; else None.
 
-        A command line that selects the whole lane gives None: its lost rows are MISSING.
+        A command line that selects the whole lane gives None: its lost rows are MISSING. m is None if outcomes of tests
+        are left out, which no review counts; n is then the number of measured rows.
         """
+        if self.full:
+            return None
         tests = self.selection.selected
         rows = [(id, r) for id, r in self.baseline.rows.items() if not in_tier(r.test) or r.test in tests]
         n = sum(id in self.judgements or r.test in tests for id, r in rows)
-        return [n, len(rows)] if n < len(rows) and not self.full else None
+        if n < len(rows):
+            return [n, len(rows)]
+        return None if self.all_outcomes else [measured, None]
 
     def _nothing_collected(self) -> str:
         why = self._deaths("") or "the run ended before it collected a test"
@@ -334,7 +362,7 @@ class LaneSession:
             else ""
         )
 
-    def _problems(self, judgements: list[Judgement], complete: bool, part: list[int] | None) -> list[Problem]:
+    def _problems(self, judgements: list[Judgement], complete: bool, part: str) -> list[Problem]:
         """Return the problems that no red row shows."""
         red = {j.row.test for j in judgements if j.red}
         found = [
@@ -363,10 +391,13 @@ class LaneSession:
             why = f"all {len(compared)} tests were skipped: nothing was checked"
             found.append(Problem("", ProblemKind.NOTHING, why))
         if self.config.option.gate:
+            if self.full and complete and self.selection.selected and not (judgements or self.not_run):
+                why = "no test of the lane reports a row: nothing was checked"
+                found.append(Problem("", ProblemKind.NOTHING, why))
             found += [Problem(test, ProblemKind.GAP, why) for test, why in self._gaps(part, compared.keys())]
         return sorted(found, key=str)
 
-    def _gaps(self, part: list[int] | None, compared: Collection[str]) -> Iterator[tuple[str, str]]:
+    def _gaps(self, part: str, compared: Collection[str]) -> Iterator[tuple[str, str]]:
         """Yield (test, why) of what a run under --gate left out. compared: tests whose outcomes are rows."""
         for test, why in self.skipped.items():
             if test not in compared:
@@ -377,7 +408,7 @@ class LaneSession:
         if not self.config.option.part:
             yield from ((test, "deselected under --gate") for test in self.selection.deselected)
             if part:
-                yield "", f"part of the lane: {part[0]} of {part[1]} rows; add --part if that is intended"
+                yield "", f"{part}; add --part if that is intended"
         # A stand-in device need not report the rows of the real one; a machine with that device must.
         not_run = self.not_run if self.provenance["device"] != PJRT_CPU else {}
         for test, rows in not_run.items():
@@ -385,13 +416,14 @@ class LaneSession:
                 yield from ((test, f"not run under --gate: {why}") for why in rows)
 
 
-def _is_full(config: pytest.Config, lane: str) -> bool:
-    """Whether this command line selects every test of the lane."""
+def _selects(config: pytest.Config, lane: str, folders: Collection[str]) -> bool:
+    """Whether this command line selects every test of the lane below these folders."""
     o = config.option
     narrowed = [o.markexpr.strip() != lane, o.affected, o.keyword, o.deselect, o.ignore, o.ignore_glob]
+    narrowed += [getattr(o, name, False) for name in ("lf", "stepwise")]  # of a plugin that -p may block
     narrowed += [ini for ini in o.override_ini or () if ini.startswith(("testpaths", "python_"))]
     selected = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
-    roots = [(config.rootpath / path).resolve() for path in config.getini("testpaths") or ["."]]
+    roots = [(config.rootpath / path).resolve() for path in folders]
     return not any(narrowed) and all(any(w.is_relative_to(g) for g in selected) for w in roots)
 
 

@@ -20,7 +20,8 @@ from bumpgate.run.home import home
 GIT_SECONDS = 60
 SHOWN = 3
 # Of the files that git does not track, only these can change what a lane measures. A job's log next to them cannot.
-SOURCES = (".py", ".toml", ".ini", ".cfg", ".json", ".txt", ".npz", ".safetensors", ".cu", ".cpp", ".h")
+CODE = (".py", ".cu", ".cuh", ".cc", ".cpp", ".h", ".hpp")
+SOURCES = (*CODE, ".toml", ".ini", ".cfg", ".json", ".yaml", ".yml", ".txt", ".npy", ".npz", ".safetensors")
 # Files that a run or a gate writes, by name.
 RESULTS = ("record.json", "smoke.json")
 # A folder with one of these is an environment or the output of a gate, and not part of the tree.
@@ -72,21 +73,33 @@ class Binding:
         return cls(raw["bumpgate"], raw["commit"], dict(raw["files"].items()))
 
 
-def measured_tree(root: Path) -> str:
-    """Return a digest of what a lane run executes and reads, for any commit: all but baselines, documents, CI files."""
-    files = bind(root).files.items()
+def measured_tree(root: Path, record: Path) -> str:
+    """Return a digest of what a lane run executes and reads, for any commit: all but baselines, documents, CI files.
+
+    record: where the run writes its rows; left out.
+    """
+    files = bind(root, record).files.items()
     kept = {path: digest for path, digest in files if not path.startswith(UNMEASURED) and path[-3:] != ".md"}
     return Binding("", "", kept).tree
 
 
 def bind(root: Path, *outputs: Path) -> Binding:
-    """Return the binding of the present work tree. outputs: folders in it that a gate writes to."""
-    left_out = [path.resolve() for path in (*outputs, home())]
+    """Return the binding of the present work tree. outputs: folders or files in it that a run or a gate writes."""
+    # A folder that contains the tree leaves out none of it.
+    left_out = [
+        path.resolve() for path in (*outputs, home()) if not root.resolve().is_relative_to(path.resolve())
+    ]
     listed = _git_files(root)
     paths = _walk(root) if listed is None else listed
     kept = sorted({p for p in paths if not any((root / p).resolve().is_relative_to(o) for o in left_out)})
     commit = (_git(root, "rev-parse", "HEAD") or "").strip() if listed is not None else ""
     return Binding(_version(), commit, {path: _digest(root / path) for path in kept})
+
+
+def sources_in(root: Path, folder: Path) -> list[str]:
+    """Return the files of the work tree that are in a folder."""
+    paths = _git_files(root) or _walk(root)
+    return sorted(path for path in paths if (root / path).resolve().is_relative_to(folder.resolve()))
 
 
 def _version() -> str:
@@ -98,7 +111,7 @@ def _version() -> str:
 
 def _git_files(root: Path) -> list[str] | None:
     """Return the tracked files and the untracked sources that are not ignored; None outside of git."""
-    tracked = _git(root, "ls-files", "-z", "--cached")
+    tracked = _git(root, "ls-files", "-z", "--cached", "--recurse-submodules")
     others = _git(root, "ls-files", "-z", "--others", "--exclude-standard")
     if tracked is None or others is None:
         return None

@@ -187,7 +187,7 @@ def child_environment(python: Path, root: Path | None, extra: Mapping[str, str] 
 
     root: a source tree to import from; None for a command that is not ours.
     """
-    gate = ("BUMPGATE_GATE", "BUMPGATE_DUET", "BUMPGATE_TIERS", *OWN_VARIABLES, PARENT)
+    gate = ("BUMPGATE_GATE", "BUMPGATE_TIERS", *OWN_VARIABLES, PARENT)
     ours = (*gate, "PYTEST_", "PYTHONHOME", "PYTHONOPTIMIZE", "PYTHONPATH", "VIRTUAL_ENV")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     path = os.pathsep.join([str(python.parent), clean.get("PATH", os.defpath)])

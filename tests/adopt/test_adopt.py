@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 
 from bumpgate.adopt.plan import moved_baseline
+from bumpgate.core import accepted
 from bumpgate.core.baseline import Baseline, load
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.env.locks import lane_lock, read_lock
 from bumpgate.history import adoptions
+from bumpgate.run.binding import bind
 from bumpgate.run.edits import JOURNAL
 from suites.support.planted import planted
 from tests.support.adopting import LOG, MANIFEST, WRITTEN, AdoptTree, wheels
@@ -247,6 +250,20 @@ def test_adopt_refuses_insufficient_gate(tree: AdoptTree, name: str) -> None:
     words, edit = EDITS[name]
     edit_gate(tree, "9.11.0", edit)
     refused(tree, words, "9.11.0", *REVIEWED)
+
+
+def test_adopt_refuses_gate_whose_acceptance_expired(tree: AdoptTree) -> None:
+    """The verdict of that day would be another one today."""
+    day = accepted.today() - timedelta(days=1)
+    entry = 'lane = "cpu"\nrow = "release/facts/category"\nvalue = "x"\nowner = "ada"\nreason = "why"\n'
+    tree.write("baselines/accepted.toml", f"[[accepted]]\n{entry}since = {day}\nexpires = {day}\n")
+    now = bind(tree.root, tree.root / "9.11.0").to_json()
+    edit_gate(tree, "9.11.0", lambda raw: raw.update(started=f"{day}T00:00:00+00:00", binding=now))
+    words = f"is stale (the acceptance of release/facts/category expired {day}): gate again"
+    refused(tree, words, "9.11.0", *REVIEWED)
+    resumed = tree.gate("9.11.0", "--resume")
+    assert resumed.code == 4
+    assert words in resumed.err
 
 
 OPTIONS = {

@@ -55,6 +55,7 @@ def test_extra_of_another_project_includes_its_dependencies(tmp_path: Path) -> N
         ("[lanes.mine]\ndevice = 3", "device must be a string, got 3"),
         ("[lanes.mine]\ndevice = 'gpu'", "device must be one of cpu, cuda, xla, got 'gpu'"),
         ("[lanes.mine]\nneeds = 'c++'", "needs must be a list of strings, got 'c++'"),
+        ("[lanes.mine]\ntests = [1]", "tests must be a list of strings, got [1]"),
         ("[lanes.mine]\nneeds = ['gcc']", "needs must be of c++, avx2, got 'gcc'"),
         ("[lanes.mine]\ndevice = 'cuda'\ncount = true", "count must be a number, got True"),
         ("[lanes.mine]\ndevice = 'cuda'\ncount = 0", "count must be at least 1, got 0"),
@@ -109,6 +110,17 @@ def test_unknown_gpu_refusal_suggests_a_valid_declaration(
 def test_gpu_below_the_lanes_requirements_is_refused(needs: dict, words: str) -> None:
     assert devices._other_gpu(Lane("h100", **H100, **needs), "NVIDIA H100", 1, "9.0") == words
     assert devices._other_gpu(Lane("h100", **H100), "NVIDIA H100", 1, "") is None
+
+
+def test_test_of_two_lanes_runs_in_each(tmp_path: Path) -> None:
+    foreign = Foreign(declare(tmp_path, "[lanes.one]\n[lanes.two]\n"))
+    marks = "@pytest.mark.one\n@pytest.mark.two\n"
+    row = 'row("a/b/c", 1, unit="x", witness=1, expected=1)'
+    foreign.write("test_a.py", f"import pytest\n{marks}def test_a(row): {row}\n")
+    for lane in ("one", "two"):
+        result = foreign.pytest("-m", lane)
+        assert result.code == 1, "not reviewed"
+        assert f"{lane}: 1 row: 1 MISSING" in result.out
 
 
 def test_pytest_refuses_an_invalid_declaration_in_one_line(tmp_path: Path) -> None:

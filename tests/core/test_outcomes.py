@@ -152,12 +152,32 @@ def test_failure_of_both_sides_is_no_evidence(foreign: Foreign) -> None:
     assert verdict.decision is Decision.UNKNOWN
 
 
-@pytest.mark.parametrize("node", ["t.py::test_a[b c -> (b c)]", "a/t.py::T::test_[é]", "t.py"])
+@pytest.mark.parametrize("node", ["t.py::test_a[b c -> (b c)]", "a/t.py::T::test_[é]", "t.py", "é.py"])
 def test_outcome_id_is_a_valid_row_id(node: str) -> None:
     assert re.fullmatch(ROW_ID, row_id(node))
 
 
-def test_ids_of_similar_parameters_differ() -> None:
+def test_test_that_was_not_run_has_no_outcome(foreign: Foreign) -> None:
+    ran = foreign.pytest("-m", "mine", "--gate", "--setup-only")
+    assert ran.code == 1
+    assert "test_unchanged.py::test_add was set up and not run" in ran.out
+
+
+@pytest.mark.parametrize("narrow", ["tests/test_unchanged.py", "--ignore=tests/test_more.py"])
+def test_selection_of_outcomes_is_shown_as_part(foreign: Foreign, narrow: str) -> None:
+    foreign.write("tests/test_more.py", "def test_more(): pass\n")
+    assert foreign.pytest("-m", "mine", "--gate", "tests").code == 0, "all tests of the lane"
+    ran = foreign.pytest("-m", "mine", "--gate", narrow)
+    assert ran.code == 1
+    assert "part of the lane: 6 rows; add --part if that is intended" in ran.out
+    ran = foreign.pytest("-m", "mine", "--gate", "--part", narrow)
+    assert ran.code == 0
+    assert "5 PASS; part of the lane: 6 rows; device cpu" in ran.out
+
+
+def test_ids_of_similar_names_differ() -> None:
+    assert row_id("t.py::test_é") != row_id("t.py::test_è")
+    assert row_id("ü/t.py::test_a") != row_id("ä/t.py::test_a")
     assert row_id("t.py::test_a[b c]") != row_id("t.py::test_a[(b c)]")
     assert row_id("t.py::test_a[3]") == "tests/t-test_a-3/outcome"
 

@@ -26,6 +26,7 @@ from bumpgate.core.rows import (
     Verdict,
     read_record,
     same_value,
+    write_atomic,
     write_record,
 )
 
@@ -219,6 +220,20 @@ def test_record_compressed_by_xz_is_read(tmp_path: Path) -> None:
     packed.write_bytes(packed.read_bytes()[:-9])
     with pytest.raises(RecordError, match=r"packed\.json\.xz: not a record \(Compressed data ended"):
         read_record(packed)
+
+
+def test_write_follows_links_and_refuses_a_device(tmp_path: Path) -> None:
+    """Root may replace /dev/null, which is a link's target here, as a pipe is."""
+    (tmp_path / "shared").mkdir()
+    link, pipe = tmp_path / "cpu.json", tmp_path / "pipe"
+    link.symlink_to("shared/cpu.json")
+    write_atomic(link, "text")
+    assert link.is_symlink()
+    assert (tmp_path / "shared/cpu.json").read_text() == "text"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="not a regular file"):
+        write_atomic(pipe, "text")
+    assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize("lost", ["provenance", "rows", "complete", "problems"])

@@ -71,6 +71,7 @@ def moved(metric: str, before: Value, after: Value, unit: str, **fields: object)
 
 
 LOWER = {"better": "lower", "tolerance": 0.1}
+PAIRED = {"better": "lower", "paired": True}
 BOUND = {"better": "derived", "at_most": 3.0}
 BUILD = {"per_build": True}
 WORSE, BETTER, OTHER, AGAIN = ValueChange.WORSE, ValueChange.BETTER, ValueChange.OTHER, ValueChange.AGAIN
@@ -101,6 +102,9 @@ WORSE, BETTER, OTHER, AGAIN = ValueChange.WORSE, ValueChange.BETTER, ValueChange
         (("works", True, False, "bool", BUILD), WORSE),
         (("works", False, True, "bool", BUILD), OTHER),
         (("code_hash", "3f45", "a1b2", "sha256", BUILD), OTHER),
+        (("images", 1000.0, 990.0, "images/s", {"better": "higher", "tolerance": 0.1}), None),
+        (("images", 1000.0, 800.0, "images/s", {"better": "higher", "tolerance": 0.1}), AGAIN),
+        (("launch", 900, 910, "ns", LOWER), None),
         (("modules", 8, 9, "count", {}), OTHER),
         (("agrees", 13, 14, "count", {"better": "derived", "expected": 13}), None),
         (("ratio", 1.0, 1.5, "ratio", {"better": "lower", "interval": (0.9, 1.6)}), None),
@@ -127,6 +131,27 @@ def test_passing_rows_that_differ_are_a_finding(
     good: Row, bad: Row, accepted: str, expected: tuple[Decision, str]
 ) -> None:
     assert findings(judged(good), judged(bad, accepted=accepted)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "words"),
+    [
+        (row("step", 250.0, "ms", **PAIRED), row("step", 0.3, "s", **PAIRED), "unit 'ms' and 's'"),
+        (row("peak", 2, "MiB", paired=True), row("peak", 2, "GiB", paired=True), "unit 'MiB' and 'GiB'"),
+        (
+            row("rate", 9.0, "x", **PAIRED),
+            row("rate", 9.0, "x", better="higher", paired=True),
+            "better 'lower' and 'higher'",
+        ),
+    ],
+    ids=["time", "exact", "direction"],
+)
+def test_values_of_different_kinds_are_not_compared(good: Row, bad: Row, words: str) -> None:
+    assert timed_rows(record(judged(good)), record(judged(bad))) == {}
+    sides = (Side("torch 2.13.0", record(judged(good))), Side("torch 2.14.0", record(judged(bad))))
+    (finding,) = judge_gate("cpu", *sides).findings
+    assert (finding.decision, finding.label) == (UNKNOWN, "OTHER KIND")
+    assert finding.head == f"{good.id}: {words}"
 
 
 def test_finding_shows_both_values() -> None:

@@ -189,6 +189,8 @@ REFUSALS = {
     "the selection names suites/nope.py, which does not exist": (*PAIR, "--", "suites/nope.py::test_a"),
     "-m is set by the gate": (*PAIR, "--", "-m", "h200"),
     "--record is set by the gate": (*PAIR, "--", "--record=x"),
+    "--out . holds sources of the work tree (baselines/cpu.json)": (*PAIR, "--out", "."),
+    "--out suites/compile holds sources of the work tree": (*PAIR, "--out", "suites/compile"),
     "--sessions: at least 6 sessions, got 3": (*PAIR, "--sessions", "3"),
     "invalid candidate 'torch=>1'": ("gate", "--lane", "cpu", "--candidate", "torch=>1"),
 }

@@ -76,11 +76,14 @@ def test_tree_changed_during_the_gate_is_unknown(tree: Tree) -> None:
     assert "-> bumpgate gate --lane cpu" in done.out
 
 
+FILES = ("pyproject.toml", "suites/a.py", "data.bin")
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     root = tmp_path / "tree"
     (root / "suites").mkdir(parents=True)
-    for name in ("pyproject.toml", "suites/a.py", "data.bin"):
+    for name in FILES:
         (root / name).write_text("1")
     (root / ".gitignore").write_text("build/\n")
     git(root, "init", "-q")
@@ -93,6 +96,7 @@ CHANGES = {
     "tracked file": ("data.bin", "tree: data.bin"),
     "new source": ("suites/b.py", "tree: suites/b.py"),
     "new configuration": ("pytest.ini", "tree: pytest.ini"),
+    "new YAML": ("config/model.yaml", "tree: config/model.yaml"),
     "log of a job": ("slurm-1.out", ""),
     "ignored file": ("build/x.py", ""),
     "result of a run": ("record.json", ""),
@@ -118,6 +122,27 @@ def test_binding_covers_files_that_a_lane_reads(repository: Path, change: str, i
     assert before.differences(now) == ([words] if words else [])
     assert (before.tree == now.tree) is not bool(words)
     assert binding.Binding.from_json(before.to_json()) == before
+
+
+def test_binding_covers_submodules(repository: Path) -> None:
+    other = repository.parent / "other"
+    other.mkdir()
+    (other / "model.py").write_text("1")
+    git(other, "init", "-q")
+    git(other, "add", ".")
+    git(other, "commit", "-qm", "one")
+    git(repository, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(other), "model")
+    before = bind(repository)
+    (repository / "model/model.py").write_text("2")
+    assert before.differences(bind(repository)) == ["tree: model/model.py"]
+
+
+@pytest.mark.parametrize("folder", [".", ".."])
+def test_folder_that_contains_the_tree_leaves_out_no_file(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.setenv("BUMPGATE_HOME", str(repository / folder))
+    assert set(bind(repository, repository / folder).files) == {".gitignore", *FILES}
 
 
 def test_binding_names_commit_version_and_deleted_files(repository: Path) -> None:

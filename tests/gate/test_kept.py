@@ -26,10 +26,13 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
 
 
-def runner(machine: Machine, out: Path, tree: Binding = TREE, *, fresh: bool = False) -> GateRunner:
+def runner(
+    machine: Machine, out: Path, tree: Binding = TREE, *, fresh: bool = False, command: str = ""
+) -> GateRunner:
     """Return a gate of two environments that bumpgate built: each has a lock and a filled compile cache."""
     made = machine.prepare(out, fresh=fresh)
     made.gate.binding = tree
+    made.gate.config = replace(made.gate.config, command=command)
     for name, spec in made.env_specs.items():
         cache = machine.root.parent / f"cache-{name}"
         if not kept.folder().exists():
@@ -120,6 +123,13 @@ def test_kept_run_is_refused_for_another_tree_and_by_fresh(machine: Machine, tmp
     assert measured_again(machine)
     runner(machine, tmp_path / "third", fresh=True)
     assert measured_again(machine)
+
+
+def test_kept_run_is_refused_for_another_command(machine: Machine, tmp_path: Path) -> None:
+    """The generated test of a command lies in build/, which is no part of the tree."""
+    for out, command in (("first", "python bench.py"), ("second", "python bench.py --size 2")):
+        runner(machine, tmp_path / out, command=command)
+        assert measured_again(machine)
 
 
 def test_run_of_a_users_interpreter_is_not_kept(machine: Machine, tmp_path: Path) -> None:

@@ -109,6 +109,52 @@ def test_gate_that_runs_no_test_is_red(lane: Project, instead: str) -> None:
     assert lane.pytest(*GATE, PYTEST_ADDOPTS=instead).code != 0
 
 
+EXITS = """
+@lanes("cpu")
+def test_good(lane, row):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    row("compile/good/graph_breaks", 13, expected=13, **COUNT)
+"""
+
+
+def test_exit_of_the_process_is_red_under_gate(lane: Project) -> None:
+    """A test that ends the process leaves no judged run; one that ends a child of its own is not concerned."""
+    lane.tests(EXITS)
+    assert lane.pytest(*GATE).code == 0
+    lane.tests(EXITS + "    os._exit(0)\n")
+    result = lane.pytest(*GATE)
+    assert result.code == 3
+    assert result.err == "ERROR: --gate: os._exit(0) ended this run before it was judged\n"
+
+
+def test_forked_child_writes_no_record(lane: Project) -> None:
+    """A child that returns into the test continues the run, and its rows are not the run's."""
+    lane.tests(EXITS.replace("os._exit(0)", "return").replace("13, expected", "14, expected"))
+    result = lane.pytest(*GATE)
+    assert result.code == 1
+    assert result.out.count("record: ") == 1
+    assert lane.verdicts()["good"] == "REGRESSION"
+
+
+def test_lane_without_rows_is_red_under_gate(lane: Project) -> None:
+    for path in ("suites/compile/test_a.py", "suites/model/test_b.py"):
+        lane.tests(GOOD.partition("    row(")[0] + "    pass\n", path)
+    (lane.root / "baselines/cpu.json").unlink()
+    result = lane.pytest(*GATE)
+    assert result.code == 1
+    assert "PROBLEM       no test of the lane reports a row: nothing was checked" in result.out
+
+
+def test_run_without_a_terminal_is_judged(lane: Project) -> None:
+    assert lane.pytest(*GATE, "-p", "no:terminal").code == 0
+    lane.tests(GOOD.replace('graph_breaks", 13', 'graph_breaks", 14'))
+    assert lane.pytest(*GATE, "-p", "no:terminal").code == 1
+    assert lane.verdicts()["good"] == "REGRESSION"
+
+
 def test_optimised_python_is_refused(lane: Project) -> None:
     for flags in (GATE, GATE[:-1]):
         result = lane.pytest(*flags, PYTHONOPTIMIZE="1")
@@ -168,3 +214,11 @@ def test_rebaseline_refuses_a_record_of_other_sources(lane: Project) -> None:
     lane.write("suites/compile/helper.py", "X = 2\n")
     assert lane.bumpgate("rebaseline", "--lane", "cpu", "--other-tree").code == 0
     assert read_record(lane.root / "record.json").provenance["tree"]
+
+
+def test_rebaseline_takes_a_record_within_the_tree(lane: Project) -> None:
+    lane.baseline(good=counted("test_good"))
+    for _ in range(2):  # the record of the second run replaces a file that exists
+        assert lane.pytest(*GATE[:-1], "--record=rows.json").code == 1, "a row without a reviewed value"
+    accepted = lane.bumpgate("rebaseline", "--lane", "cpu", "--record", "rows.json")
+    assert accepted.code == 0, accepted.err

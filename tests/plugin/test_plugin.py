@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.foreign import Foreign
+from tests.support.foreign import LANE, Foreign
 from tests.support.tree import ROOT
 
 # All modules except the instruments and reports, imported without torch.
@@ -59,3 +59,13 @@ def test_broken_torch_fails_only_the_test_that_uses_it(tmp_path: Path, fixture: 
     assert ran.code == 1
     assert "libtorch is broken" in ran.out
     assert foreign.verdicts() == {"a/b/c": "MISSING"}, "other tests run"
+
+
+def test_text_in_the_place_of_a_list_is_refused(tmp_path: Path) -> None:
+    foreign = Foreign(tmp_path)
+    foreign.write("bumpgate.toml", LANE)
+    row = "row('a/b/c', 1, unit='x', witness=1, expected=1, instruments='graphs')"
+    foreign.write("test_a.py", f"import pytest\n@pytest.mark.mine\ndef test_a(row): {row}\n")
+    assert (
+        "row 'a/b/c': instruments must be a list of strings, got 'graphs'" in foreign.pytest("-m", "mine").out
+    )

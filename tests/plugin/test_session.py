@@ -12,7 +12,6 @@ import time
 import pytest
 
 from bumpgate.core.baseline import Baseline, Reviewed, load, save
-from bumpgate.core.problems import ProblemKind
 from bumpgate.plugin.provenance import command_line
 from tests.support.project import GOOD, Project, counted
 
@@ -93,18 +92,6 @@ def test_every_verdict_is_equal_for_0_1_and_2_workers(project: Project) -> None:
         seen.append((record.judgements, record.problems, record.complete, record.provenance["full_run"]))
     assert seen[0] == seen[1] == seen[2]
     assert seen[0][2:] == (True, True)
-
-
-def test_disturbed_test_without_reviewed_rows_is_no_failure(project: Project) -> None:
-    project.tests("""
-@lanes("cpu")
-def test_start(lane, row):
-    raise InfraError("other processes used this machine")
-""")
-    assert project.pytest("-m", "cpu", "-n", "0").code == 1
-    (problem,) = project.record().problems
-    assert problem.kind is ProblemKind.INFRA
-    assert problem.why == "InfraError: other processes used this machine"
 
 
 def test_table_is_sorted_by_severity_with_a_command_per_row(project: Project) -> None:

@@ -47,7 +47,7 @@ class Repository:
         """Write the record of a run that measured these rows, judged as in a session."""
         old = load(self.path, "cpu", missing_ok=True)
         judged = [r if isinstance(r, Judgement) else judge(r, old, failed_instruments={}) for r in rows]
-        here = HERE | {"tree": measured_tree(self.root)} | provenance
+        here = HERE | {"tree": measured_tree(self.root, self.root / "record.json")} | provenance
         write_record(self.root / "record.json", here, judged, complete=complete)
 
 

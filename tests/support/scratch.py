@@ -194,7 +194,7 @@ def measured(root: Path, category: str = "") -> Record:
     run = {
         "lane": "cpu",
         "full_run": True,
-        "tree": measured_tree(root),
+        "tree": measured_tree(root, root / "record.json"),
         "started": "2026-03-02T03:00:00+00:00",
     }
     return Record(build | run, tuple(judged))
