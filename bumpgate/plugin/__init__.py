@@ -142,7 +142,8 @@ class _LaneRun:
         from bumpgate.plugin import rows, scheduling, sharing
         from bumpgate.plugin.devices import detect
         from bumpgate.plugin.progress import Progress
-        from bumpgate.plugin.session import LaneSession, Selection
+        from bumpgate.plugin.selection import Selection
+        from bumpgate.plugin.session import LaneSession
 
         config.addinivalue_line("markers", "long(seconds): starts before tests that take less time")
         declared = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}

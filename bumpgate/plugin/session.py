@@ -1,7 +1,6 @@
 """Turns test reports into record.json: collects the rows of a run, finds the missing ones, and judges the run.
 
-LaneSession lives in the controller, which imports no torch and survives every crash of a worker; Selection
-lives in each process that collects tests.
+LaneSession lives in the controller, which imports no torch and survives every crash of a worker.
 """
 
 from __future__ import annotations
@@ -12,98 +11,22 @@ import os
 import shutil
 import time
 from collections.abc import Collection, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bumpgate.core import accepted, outcomes
 from bumpgate.core.baseline import Baseline, Reviewed, accept, comparable, in_tier, investigate
 from bumpgate.core.problems import Problem, ProblemKind
-from bumpgate.core.rows import Judgement, Record, Row, Verdict, one_line, write_record
+from bumpgate.core.rows import Judgement, Record, Row, Verdict, write_record
 from bumpgate.core.rules import sentences
-from bumpgate.plugin import GREEN, lane_of, lanes_of, provenance
+from bumpgate.plugin import GREEN, lanes_of, provenance
 from bumpgate.plugin.devices import PJRT_CPU, find
-from bumpgate.plugin.rows import (
-    EXCUSED_PROPERTY,
-    INFRA_PROPERTY,
-    NO_RULE,
-    NOT_RUN_PROPERTY,
-    ROW_PROPERTY,
-    baseline_path,
-    lane_acceptances,
-)
+from bumpgate.plugin.reports import Reports
+from bumpgate.plugin.rows import NO_RULE, ROW_PROPERTY, baseline_path, lane_acceptances
+from bumpgate.plugin.selection import Selection, selects_all
 from bumpgate.table import part_of_lane, verdict_table
 
 KEEP_SECONDS = 5.0
-
-
-class Selection:
-    """Selected lane tests; rejects those of another lane than the one that -m names.
-
-    Registered in the controller and in every worker, which reports to the controller when it ends.
-    worker_deaths: the last line of each worker that crashed. collected: any process has collected its tests.
-    """
-
-    def __init__(self, config: pytest.Config, lane: str | None) -> None:
-        self.config = config
-        self.lane = lane
-        self.selected: set[str] = set()
-        self.deselected: set[str] = set()
-        self.refusal: str | None = None
-        self.collected = False
-        self.worker_deaths: list[str] = []
-
-    def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        self.deselected.update(item.nodeid for item in items if self.lane and lane_of(item) == self.lane)
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if self.config.option.collectonly or all(lane_of(item) in (None, self.lane) for item in items):
-            return
-        refusal = f"pick a lane: pytest -m {' | '.join(lanes_of(self.config))}"
-        if not hasattr(self.config, "workeroutput"):
-            raise pytest.UsageError(refusal)
-        # A worker cannot stop the run: it selects nothing and reports the reason to the controller.
-        self.refusal = refusal
-        items.clear()
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.selected.update(item.nodeid for item in session.items)
-        self.collected = True
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self.selected.update(ids)
-        self.collected = True
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any, error: object) -> None:
-        if error:  # a traceback of the worker, or a line of xdist if it left none
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            self.worker_deaths.append(one_line(lines[-1]) if lines else "no reason given")
-        refusal, deselected = getattr(node, "workeroutput", {}).get("selection", (None, ()))
-        self.refusal = refusal or self.refusal
-        self.deselected.update(deselected)
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput["selection"] = (self.refusal, sorted(self.deselected))
-        elif self.refusal:
-            session.exitstatus = pytest.ExitCode.USAGE_ERROR
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-        terminalreporter.ensure_newline()
-        if self.refusal:
-            terminalreporter.write_line(f"ERROR: {self.refusal}")
-        elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-            base = self.config.option.affected
-            why = (
-                f"no test of the lane depends on what changed since {base}"
-                if base
-                else "nothing was selected"
-            )
-            terminalreporter.write_line(f"{why}: not green")
 
 
 class LaneSession:
@@ -117,20 +40,11 @@ class LaneSession:
             config.option.record or config.rootpath / "record.json"
         )
         testpaths = config.getini("testpaths") or ["."]
-        self.full = _selects(config, baseline.lane, testpaths)
+        self.full = selects_all(config, baseline.lane, testpaths)
         of_outcomes = lanes_of(config)[baseline.lane].tests
-        self.all_outcomes = not of_outcomes or _selects(config, baseline.lane, of_outcomes)
+        self.all_outcomes = not of_outcomes or selects_all(config, baseline.lane, of_outcomes)
         self.judgements: dict[str, Judgement] = {}
-        self.finished: set[str] = set()
-        self.called: set[str] = set()
-        self.failed: dict[str, str] = {}
-        self.skipped: dict[str, str] = {}
-        self.not_run: dict[str, list[str]] = {}
-        self.excused: set[str] = set()
-        self.xpassed: set[str] = set()
-        self.xfailed: set[str] = set()
-        self.infra: dict[str, str] = {}
-        self.uncollected: dict[str, str] = {}
+        self.reports = Reports(config.rootpath)
         self.duplicates: set[Problem] = set()
         self.closing = ""
 
@@ -155,33 +69,14 @@ class LaneSession:
         return [line for line in (head, comparable(made_with, provenance)) if line]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.uncollected[report.nodeid] = _last_line(report)
-        elif report.skipped:
-            self.skipped[report.nodeid] = _last_line(report)
+        self.reports.take_collection(report)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, value in report.user_properties:
             if name == ROW_PROPERTY:
                 self._file(Judgement.from_json(json.loads(str(value))), report.nodeid)
-            elif name == INFRA_PROPERTY:
-                self.infra[report.nodeid] = str(value)
-            elif name == NOT_RUN_PROPERTY:
-                self.not_run[report.nodeid] = json.loads(str(value))
-            elif name == EXCUSED_PROPERTY:
-                self.excused.add(report.nodeid)
-        expected_failure = hasattr(report, "wasxfail")
-        if report.when == "call":
-            self.called.add(report.nodeid)
-        if report.failed:
-            self.failed.setdefault(report.nodeid, _last_line(report) + _place(report, self.config.rootpath))
-        elif report.skipped and not expected_failure and report.nodeid not in self.not_run:
-            self.skipped[report.nodeid] = _last_line(report)
-        elif expected_failure and (report.skipped or report.when == "call"):
-            (self.xfailed if report.skipped else self.xpassed).add(report.nodeid)
-        # xdist files the report of a crashed worker's test under no phase.
-        if report.when not in ("setup", "call"):
-            self.finished.add(report.nodeid)
+        self.reports.take(report)
+        if report.nodeid in self.reports.finished:
             self._keep()
 
     def _keep(self) -> None:
@@ -208,8 +103,8 @@ class LaneSession:
             return  # a child that a test forked continues the run
         ended = exitstatus in (0, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
         selection = self.selection
-        collected = selection.collected and not self.uncollected
-        complete = ended and collected and selection.selected <= self.finished
+        collected = selection.collected and not self.reports.uncollected
+        complete = ended and collected and selection.selected <= self.reports.finished
         judgements = [*self.judgements.values(), *self._missing(complete), *self._outcomes(complete)]
         part = self._part(len(judgements))
         problems = self._problems(judgements, complete, part_of_lane(part))
@@ -217,7 +112,7 @@ class LaneSession:
         provenance |= {"part": part} if part else {}
         notes = self._acceptances(judgements, complete)
         provenance |= {"acceptances": notes} if notes else {}
-        not_run = sorted(line for lines in self.not_run.values() for line in lines)
+        not_run = self.reports.not_run_lines
         provenance |= {"not_run": not_run} if not_run else {}
         texts, used = sentences(self.config.rootpath), {j.row.rule for j in judgements}
         rules = {rule: texts[rule] for rule in sorted(used) if rule in texts}
@@ -257,14 +152,14 @@ class LaneSession:
         if not self.selection.collected:
             return []
         rows = self.baseline.rows.items()
-        not_run = {line.partition(": ")[0] for lines in self.not_run.values() for line in lines}
+        not_run = {line.partition(": ")[0] for line in self.reports.not_run_lines}
         silent = {id: r for id, r in rows if id not in self.judgements and id not in not_run}
         return [
             self._explain_missing(id, r, complete)
             for id, r in silent.items()
             if (self.full and not in_tier(r.test))
             or r.test in self.selection.selected
-            or _file_of(r.test) in self.uncollected
+            or _file_of(r.test) in self.reports.uncollected
         ]
 
     def _outcomes(self, complete: bool) -> list[Judgement]:
@@ -272,49 +167,48 @@ class LaneSession:
         lane = lanes_of(self.config)[self.baseline.lane]
         reporting = {j.row.test for j in self.judgements.values()}
         reporting |= {reviewed.test for reviewed in self.baseline.rows.values()}
-        silent = {*self.selection.selected, *self.skipped} - reporting
+        silent = {*self.selection.selected, *self.reports.skipped} - reporting
         return [self._outcome(test, complete) for test in sorted(silent) if outcomes.contains(lane, test)]
 
     def _outcome(self, test: str, complete: bool) -> Judgement:
-        # Under --setup-only a test finishes without a call.
-        ended = (self.finished & self.called) | self.skipped.keys() | self.xfailed
-        if test in self.failed or test in self.infra or test not in ended:
+        happened = self.reports
+        if test in happened.failed or test in happened.infra or test not in happened.ended:
             unreported = Reviewed(None, outcomes.UNIT, "exact", test=test)
             return self._explain_missing(outcomes.row_id(test), unreported, complete)
-        found = [(outcomes.SKIPPED, self.skipped), (outcomes.XFAILED, self.xfailed)]
-        found += [(outcomes.XPASSED, self.xpassed), (outcomes.PASSED, [test])]
+        found = [(outcomes.SKIPPED, self.reports.skipped), (outcomes.XFAILED, self.reports.xfailed)]
+        found += [(outcomes.XPASSED, self.reports.xpassed), (outcomes.PASSED, [test])]
         outcome = next(name for name, tests in found if test in tests)
-        return outcomes.measured(test, outcome, self.skipped.get(test, ""), NO_RULE)
+        return outcomes.measured(test, outcome, self.reports.skipped.get(test, ""), NO_RULE)
 
     def _explain_missing(self, row_id: str, reviewed: Reviewed, complete: bool) -> Judgement:
-        test, file = reviewed.test, _file_of(reviewed.test)
+        happened, test, file = self.reports, reviewed.test, _file_of(reviewed.test)
         ran = test in self.selection.selected
         gone = unreached = False
-        if test in self.infra:
-            reason = self.infra[test]
-        elif test in self.failed:
-            reason = f"not reported by {test}: {self.failed[test]}"
-        elif test in self.skipped:
-            reason = f"not reported by {test}: skipped: {self.skipped[test]}"
-        elif file in self.skipped:
-            reason = f"not reported by {test}: {file} was skipped: {self.skipped[file]}"
-        elif file in self.uncollected:
-            reason = f"{file} could not be collected: {self.uncollected[file]}"
+        if test in happened.infra:
+            reason = happened.infra[test]
+        elif test in happened.failed:
+            reason = f"not reported by {test}: {happened.failed[test]}"
+        elif test in happened.skipped:
+            reason = f"not reported by {test}: skipped: {happened.skipped[test]}"
+        elif file in happened.skipped:
+            reason = f"not reported by {test}: {file} was skipped: {happened.skipped[file]}"
+        elif file in happened.uncollected:
+            reason = f"{file} could not be collected: {happened.uncollected[file]}"
         elif test in self.selection.deselected:
             reason = f"{test} was deselected"
-        elif ran and test not in self.finished:
+        elif ran and test not in happened.finished:
             reason = f"the run ended before {test} did{self._deaths(': ')}"
             unreached = True
-        elif test in self.xfailed:
+        elif test in happened.xfailed:
             reason = f"not reported by {test}, which fails as its mark xfail expects"
-        elif ran and test not in self.called:
+        elif ran and test not in happened.called:
             reason = f"{test} was set up and not run"
         else:
             reason = f"{test} no longer reports it" if ran else f"its test is gone: {test}"
             gone = self.full and complete
         lane = self.baseline.lane
         command = accept(lane, row_id, prune=True) if gone else investigate(lane, test)
-        verdict = Verdict.INFRA if test in self.infra else Verdict.MISSING
+        verdict = Verdict.INFRA if test in happened.infra else Verdict.MISSING
         row = Row(
             row_id,
             None,
@@ -366,23 +260,23 @@ class LaneSession:
         """Return the problems that no red row shows."""
         red = {j.row.test for j in judgements if j.red}
         found = [
-            Problem(test, ProblemKind.INFRA, self.infra[test])
-            if test in self.infra
+            Problem(test, ProblemKind.INFRA, self.reports.infra[test])
+            if test in self.reports.infra
             else Problem(test, ProblemKind.FAILED, f"{why}{self._rules(test)}")
-            for test, why in self.failed.items()
+            for test, why in self.reports.failed.items()
             if test not in red
         ]
         found += [
             Problem(path, ProblemKind.UNCOLLECTED, f"could not be collected: {why}")
-            for path, why in self.uncollected.items()
+            for path, why in self.reports.uncollected.items()
         ]
         found += self.duplicates
         if not self.selection.collected:
             found.append(Problem("", ProblemKind.NOTHING, self._nothing_collected()))
         elif not complete:
-            selected, unfinished = self.selection.selected, self.selection.selected - self.finished
+            selected, unfinished = self.selection.selected, self.selection.selected - self.reports.finished
             # Files that could not be collected are problems of their own.
-            if unfinished or not self.uncollected:
+            if unfinished or not self.reports.uncollected:
                 number = f"{len(unfinished)} of {len(selected)} tests did not finish"
                 why = f"the run was cut short: {number}{self._deaths('; ')}"
                 found.append(Problem("", ProblemKind.CUT_SHORT, why))
@@ -391,7 +285,12 @@ class LaneSession:
             why = f"all {len(compared)} tests were skipped: nothing was checked"
             found.append(Problem("", ProblemKind.NOTHING, why))
         if self.config.option.gate:
-            if self.full and complete and self.selection.selected and not (judgements or self.not_run):
+            if (
+                self.full
+                and complete
+                and self.selection.selected
+                and not (judgements or self.reports.not_run)
+            ):
                 why = "no test of the lane reports a row: nothing was checked"
                 found.append(Problem("", ProblemKind.NOTHING, why))
             found += [Problem(test, ProblemKind.GAP, why) for test, why in self._gaps(part, compared.keys())]
@@ -399,10 +298,11 @@ class LaneSession:
 
     def _gaps(self, part: str, compared: Collection[str]) -> Iterator[tuple[str, str]]:
         """Yield (test, why) of what a run under --gate left out. compared: tests whose outcomes are rows."""
-        for test, why in self.skipped.items():
+        happened = self.reports
+        for test, why in happened.skipped.items():
             if test not in compared:
                 yield test, f"skipped under --gate: {why}"
-        for test in self.xpassed:
+        for test in happened.xpassed:
             if test not in compared:
                 yield test, "passed where a failure is expected, under --gate"
         if not self.config.option.part:
@@ -410,41 +310,11 @@ class LaneSession:
             if part:
                 yield "", f"{part}; add --part if that is intended"
         # A stand-in device need not report the rows of the real one; a machine with that device must.
-        not_run = self.not_run if self.provenance["device"] != PJRT_CPU else {}
+        not_run = happened.not_run if self.provenance["device"] != PJRT_CPU else {}
         for test, rows in not_run.items():
-            if test not in self.excused:
+            if test not in happened.excused:
                 yield from ((test, f"not run under --gate: {why}") for why in rows)
-
-
-def _selects(config: pytest.Config, lane: str, folders: Collection[str]) -> bool:
-    """Whether this command line selects every test of the lane below these folders."""
-    o = config.option
-    narrowed = [o.markexpr.strip() != lane, o.affected, o.keyword, o.deselect, o.ignore, o.ignore_glob]
-    narrowed += [getattr(o, name, False) for name in ("lf", "stepwise")]  # of a plugin that -p may block
-    narrowed += [ini for ini in o.override_ini or () if ini.startswith(("testpaths", "python_"))]
-    selected = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
-    roots = [(config.rootpath / path).resolve() for path in folders]
-    return not any(narrowed) and all(any(w.is_relative_to(g) for g in selected) for w in roots)
 
 
 def _file_of(nodeid: str) -> str:
     return nodeid.split("::")[0]
-
-
-def _place(report: pytest.TestReport, root: Path) -> str:
-    """Return " (at suites/support/a.py:84)", where the exception was raised; "" if pytest does not report it."""
-    crash = getattr(report.longrepr, "reprcrash", None)
-    if crash is None:
-        return ""
-    path = Path(crash.path)
-    return f" (at {path.relative_to(root) if path.is_relative_to(root) else path.name}:{crash.lineno})"
-
-
-def _last_line(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Return why a report did not pass, in one line: the exception's message if pytest kept it."""
-    if isinstance(report.longrepr, tuple):
-        return one_line(report.longrepr[2].removeprefix("Skipped: "))
-    crash = getattr(report.longrepr, "reprcrash", None)
-    text = crash.message if crash else report.longreprtext
-    lines = [line for line in text.splitlines() if line.strip()]
-    return one_line(lines[0 if crash else -1]) if lines else "no reason given"

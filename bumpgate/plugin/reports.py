@@ -1,0 +1,92 @@
+"""What happened to each test of a run, from pytest's reports of any xdist worker."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from bumpgate.core.rows import one_line
+from bumpgate.plugin.rows import EXCUSED_PROPERTY, INFRA_PROPERTY, NOT_RUN_PROPERTY
+
+
+@dataclass
+class Reports:
+    """Outcomes by node id. failed, skipped, infra: the reason; uncollected: of a file; not_run: lines `row: reason`.
+
+    finished: through all phases, and called: through the test itself, which --setup-only leaves out. excused: its rows
+    may be NOT RUN under --gate.
+    """
+
+    root: Path
+    finished: set[str] = field(default_factory=set)
+    called: set[str] = field(default_factory=set)
+    failed: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    not_run: dict[str, list[str]] = field(default_factory=dict)
+    excused: set[str] = field(default_factory=set)
+    xpassed: set[str] = field(default_factory=set)
+    xfailed: set[str] = field(default_factory=set)
+    infra: dict[str, str] = field(default_factory=dict)
+    uncollected: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> set[str]:
+        """Return the tests that ran, were skipped, or failed as expected."""
+        return (self.finished & self.called) | self.skipped.keys() | self.xfailed
+
+    @property
+    def not_run_lines(self) -> list[str]:
+        """Return `row: reason` of each row that this device or environment need not report."""
+        return sorted(line for lines in self.not_run.values() for line in lines)
+
+    def take_collection(self, report: pytest.CollectReport) -> None:
+        """Take the report of a file."""
+        if report.failed:
+            self.uncollected[report.nodeid] = _last_line(report)
+        elif report.skipped:
+            self.skipped[report.nodeid] = _last_line(report)
+
+    def take(self, report: pytest.TestReport) -> None:
+        """Take the report of one phase of a test."""
+        test = report.nodeid
+        for name, value in report.user_properties:
+            if name == INFRA_PROPERTY:
+                self.infra[test] = str(value)
+            elif name == NOT_RUN_PROPERTY:
+                self.not_run[test] = json.loads(str(value))
+            elif name == EXCUSED_PROPERTY:
+                self.excused.add(test)
+        expected_failure = hasattr(report, "wasxfail")
+        if report.when == "call":
+            self.called.add(test)
+        if report.failed:
+            self.failed.setdefault(test, _last_line(report) + _place(report, self.root))
+        elif report.skipped and not expected_failure and test not in self.not_run:
+            self.skipped[test] = _last_line(report)
+        elif expected_failure and (report.skipped or report.when == "call"):
+            (self.xfailed if report.skipped else self.xpassed).add(test)
+        # xdist files the report of a crashed worker's test under no phase.
+        if report.when not in ("setup", "call"):
+            self.finished.add(test)
+
+
+def _place(report: pytest.TestReport, root: Path) -> str:
+    """Return " (at suites/support/a.py:84)", where the exception was raised; "" if pytest does not report it."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:
+        return ""
+    path = Path(crash.path)
+    return f" (at {path.relative_to(root) if path.is_relative_to(root) else path.name}:{crash.lineno})"
+
+
+def _last_line(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return why a report did not pass, in one line: the exception's message if pytest kept it."""
+    if isinstance(report.longrepr, tuple):
+        return one_line(report.longrepr[2].removeprefix("Skipped: "))
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash else report.longreprtext
+    lines = [line for line in text.splitlines() if line.strip()]
+    return one_line(lines[0 if crash else -1]) if lines else "no reason given"

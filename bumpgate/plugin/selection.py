@@ -1,0 +1,90 @@
+"""The tests that a run selects, and whether they are the whole lane."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from bumpgate.core.rows import one_line
+from bumpgate.plugin import lane_of, lanes_of
+
+
+class Selection:
+    """Selected lane tests; rejects those of another lane than the one that -m names.
+
+    Registered in the controller and in every worker, which reports to the controller when it ends.
+    worker_deaths: the last line of each worker that crashed. collected: any process has collected its tests.
+    """
+
+    def __init__(self, config: pytest.Config, lane: str | None) -> None:
+        self.config = config
+        self.lane = lane
+        self.selected: set[str] = set()
+        self.deselected: set[str] = set()
+        self.refusal: str | None = None
+        self.collected = False
+        self.worker_deaths: list[str] = []
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.deselected.update(item.nodeid for item in items if self.lane and lane_of(item) == self.lane)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.config.option.collectonly or all(lane_of(item) in (None, self.lane) for item in items):
+            return
+        refusal = f"pick a lane: pytest -m {' | '.join(lanes_of(self.config))}"
+        if not hasattr(self.config, "workeroutput"):
+            raise pytest.UsageError(refusal)
+        # A worker cannot stop the run: it selects nothing and reports the reason to the controller.
+        self.refusal = refusal
+        items.clear()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.selected.update(item.nodeid for item in session.items)
+        self.collected = True
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.selected.update(ids)
+        self.collected = True
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        if error:  # a traceback of the worker, or a line of xdist if it left none
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            self.worker_deaths.append(one_line(lines[-1]) if lines else "no reason given")
+        refusal, deselected = getattr(node, "workeroutput", {}).get("selection", (None, ()))
+        self.refusal = refusal or self.refusal
+        self.deselected.update(deselected)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["selection"] = (self.refusal, sorted(self.deselected))
+        elif self.refusal:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+        terminalreporter.ensure_newline()
+        if self.refusal:
+            terminalreporter.write_line(f"ERROR: {self.refusal}")
+        elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            base = self.config.option.affected
+            why = (
+                f"no test of the lane depends on what changed since {base}"
+                if base
+                else "nothing was selected"
+            )
+            terminalreporter.write_line(f"{why}: not green")
+
+
+def selects_all(config: pytest.Config, lane: str, folders: Collection[str]) -> bool:
+    """Whether this command line selects every test of the lane below these folders."""
+    o = config.option
+    narrowed = [o.markexpr.strip() != lane, o.affected, o.keyword, o.deselect, o.ignore, o.ignore_glob]
+    narrowed += [getattr(o, name, False) for name in ("lf", "stepwise")]  # of a plugin that -p may block
+    narrowed += [ini for ini in o.override_ini or () if ini.startswith(("testpaths", "python_"))]
+    selected = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
+    roots = [(config.rootpath / path).resolve() for path in folders]
+    return not any(narrowed) and all(any(w.is_relative_to(g) for g in selected) for w in roots)
