@@ -191,6 +191,7 @@ REFUSALS = {
     "--record is set by the gate": (*PAIR, "--", "--record=x"),
     "--out . holds sources of the work tree (baselines/cpu.json)": (*PAIR, "--out", "."),
     "--out suites/compile holds sources of the work tree": (*PAIR, "--out", "suites/compile"),
+    "--budget: must be a number of minutes of at least 0, got nan": (*PAIR, "--budget", "nan"),
     "--sessions: at least 6 sessions, got 3": (*PAIR, "--sessions", "3"),
     "invalid candidate 'torch=>1'": ("gate", "--lane", "cpu", "--candidate", "torch=>1"),
 }
