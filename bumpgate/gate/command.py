@@ -101,6 +101,8 @@ def command(
     """
     if shell and selection:
         raise BumpgateError("--command and a pytest selection: name one of them")
+    if budget is not None and not budget >= 0:
+        raise BumpgateError(f"--budget: must be a number of minutes of at least 0, got {budget:g}")
     config = GateConfig(
         lane=lane,
         candidate=candidate,

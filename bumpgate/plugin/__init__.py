@@ -226,7 +226,7 @@ def lane_of(item: pytest.Item) -> str | None:
 def chosen_lane(config: pytest.Config) -> str | None:
     """Return the lane that -m selects, or None. Raises UsageError on two lanes, or on a name that is not a marker."""
     known = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
-    expression, unknown = config.option.markexpr, sorted(_names(config) - known)
+    expression, unknown = config.option.markexpr, sorted(_names(config.option.markexpr) - known)
     if unknown:
         raise pytest.UsageError(
             f"-m {expression}: no marker {unknown[0]!r}; lanes: {', '.join(lanes_of(config))}; "
@@ -238,16 +238,16 @@ def chosen_lane(config: pytest.Config) -> str | None:
     return chosen[0] if chosen else None
 
 
-def _names(config: pytest.Config) -> set[str]:
-    """Return the markers that -m names."""
-    expression = re.sub(r"\([^()]*=[^()]*\)", "", config.option.markexpr)
+def _names(expression: str) -> set[str]:
+    """Return the markers that an expression of -m names."""
+    expression = re.sub(r"\([^()]*=[^()]*\)", "", expression)
     return set(re.findall(r"[\w:+\-.\[\]\\/]+", expression)) - {"and", "or", "not"}
 
 
 def named_lanes(config: pytest.Config) -> list[str]:
     """Return the lanes that -m names, without those that it excludes."""
-    names, expression = _names(config), config.option.markexpr
-    return [n for n in lanes_of(config) if n in names and not re.search(rf"\bnot\s+{n}\b", expression)]
+    required = _names(re.sub(r"\bnot\b\s*(\([^()]*\)|\w+)", "", config.option.markexpr))
+    return [name for name in lanes_of(config) if name in required]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -97,8 +97,8 @@ def bind(root: Path, *outputs: Path) -> Binding:
 
 
 def sources_in(root: Path, folder: Path) -> list[str]:
-    """Return the files of the work tree that are in a folder."""
-    paths = _git_files(root) or _walk(root)
+    """Return the source code of the work tree that is in a folder. Data may be what an earlier gate left there."""
+    paths = (path for path in _git_files(root) or _walk(root) if path.endswith(CODE))
     return sorted(path for path in paths if (root / path).resolve().is_relative_to(folder.resolve()))
 
 

@@ -123,6 +123,20 @@ def test_test_of_two_lanes_runs_in_each(tmp_path: Path) -> None:
         assert f"{lane}: 1 row: 1 MISSING" in result.out
 
 
+@pytest.mark.parametrize(
+    "expression", ["not one", "not (one)", "not(one or two)", "three and not (two or one)"]
+)
+def test_run_without_the_tests_of_a_lane_is_no_lane_run(tmp_path: Path, expression: str) -> None:
+    foreign = Foreign(declare(tmp_path, "[lanes.one]\n[lanes.two]\n"))
+    foreign.write("pytest.ini", "[pytest]\nmarkers = three\n")
+    tests = "@pytest.mark.one\ndef test_a(): pass\n@pytest.mark.three\ndef test_b(): pass\n"
+    foreign.write("test_a.py", f"import pytest\n{tests}")
+    result = foreign.pytest("-m", expression)
+    assert result.code == 0, result.err
+    assert "1 passed, 1 deselected" in result.out
+    assert not (tmp_path / "record.json").exists()
+
+
 def test_pytest_refuses_an_invalid_declaration_in_one_line(tmp_path: Path) -> None:
     foreign = Foreign(tmp_path)
     foreign.write("pytest.ini", "[pytest]\n")

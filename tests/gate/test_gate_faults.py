@@ -189,8 +189,9 @@ REFUSALS = {
     "the selection names suites/nope.py, which does not exist": (*PAIR, "--", "suites/nope.py::test_a"),
     "-m is set by the gate": (*PAIR, "--", "-m", "h200"),
     "--record is set by the gate": (*PAIR, "--", "--record=x"),
-    "--out . holds sources of the work tree (baselines/cpu.json)": (*PAIR, "--out", "."),
+    "--out . holds sources of the work tree (conftest.py)": (*PAIR, "--out", "."),
     "--out suites/compile holds sources of the work tree": (*PAIR, "--out", "suites/compile"),
+    "--budget: must be a number of minutes of at least 0, got nan": (*PAIR, "--budget", "nan"),
     "--sessions: at least 6 sessions, got 3": (*PAIR, "--sessions", "3"),
     "invalid candidate 'torch=>1'": ("gate", "--lane", "cpu", "--candidate", "torch=>1"),
 }
@@ -233,6 +234,14 @@ def test_bad_gate_input_is_one_line_and_exit_4(run: Any, words: str) -> None:
     code, out, err = run(*REFUSALS[words])
     assert (code, out, len(err.splitlines())) == (4, "", 1), err
     assert words in err
+
+
+def test_folder_of_a_refused_gate_is_used_again(run: Any, tree: Tree) -> None:
+    """pytest rejects the selection after the canaries have written their records."""
+    tree.write("g/canaries-good.json", "{}")
+    code, _, err = run(*PAIR, "--out", "g", "--resume", "--", "suites/canaries", "--no-such-option")
+    assert code == 4
+    assert "pytest rejects the selection" in err
 
 
 @planted("C39", "an interpreter that was prepared without the lane's kernel wheels")
