@@ -209,7 +209,11 @@ class GateRunner:
             selection=config.selection,
             command=config.command,
             without=config.without,
-            variables={"rounds": ROUNDS, **self._tiers(), **kept.variables()},
+            variables={
+                "rounds": ROUNDS,
+                **self._tiers(),
+                **kept.variables(self.root, self.gate.binding.files),
+            },
             tree=self.gate.binding.tree,
             python=side.python,
             packages=side.packages,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.core.rows import Record, RecordError, Verdict, read_record, write_atomic
+from bumpgate.run.binding import SOURCES
 from bumpgate.run.home import home
 
 HOURS = 24
@@ -34,6 +35,8 @@ READ = (
     "TORCH",
     "TRITON",
 )
+# Variables of a shell itself, which differ between two shells that are alike.
+SHELL = ("OLDPWD", "PWD", "SHLVL", "_")
 # Files that are kept; the oldest are deleted.
 MOST = 20
 
@@ -42,9 +45,17 @@ def folder() -> Path:
     return home() / "adopted_runs"
 
 
-def variables() -> dict[str, str]:
-    """Return the variables of this shell that a lane run inherits and torch, Triton or a compiler reads."""
-    return {name: value for name, value in os.environ.items() if name.startswith(READ)}
+def variables(root: Path, files: Iterable[str]) -> dict[str, str]:
+    """Return the variables of this shell that a lane run may read: by their beginning, or named in one of the files.
+
+    files: paths of sources below root. A name within a longer word counts as well.
+    """
+    others = {name for name in os.environ if not name.startswith(READ) and name not in SHELL}
+    named: set[str] = set()
+    for path in (root / file for file in files if file.endswith(SOURCES)):
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        named |= {name for name in others - named if name in text}
+    return {name: value for name, value in os.environ.items() if name.startswith(READ) or name in named}
 
 
 def key(**what: Any) -> str:
@@ -58,7 +69,8 @@ def save(name: str, record: Record, path: Path, caches: Iterable[str]) -> None:
     path: its file. caches: folders of the compile caches that the run has filled.
     """
     disturbed = {Verdict.INFRA, Verdict.INCONCLUSIVE, Verdict.MISSING}
-    if not record.complete or record.problems or any(j.verdict in disturbed for j in record.judgements):
+    judged = {j.verdict for j in record.judgements if not j.explains}
+    if not record.complete or record.problems or judged & disturbed:
         return
     folder().mkdir(parents=True, exist_ok=True)
     filled = [cache for cache in caches if Path(cache).is_dir()]

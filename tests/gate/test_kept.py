@@ -31,6 +31,7 @@ def runner(
 ) -> GateRunner:
     """Return a gate of two environments that bumpgate built: each has a lock and a filled compile cache."""
     made = machine.prepare(out, fresh=fresh)
+    (machine.root / "suites/a.py").write_text('SIZE = os.environ.get("MODEL_SIZE")\n')
     made.gate.binding = tree
     made.gate.config = replace(made.gate.config, command=command)
     for name, spec in made.env_specs.items():
@@ -92,6 +93,10 @@ def another_variable(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_CAPTURE_SCALAR_OUTPUTS", "1")
 
 
+def another_variable_of_a_source(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL_SIZE", "3")
+
+
 def lost_cache(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine.root.parent / "cache-good").rmdir()
 
@@ -101,7 +106,15 @@ def damaged_file(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         path.write_text(path.read_text()[:-30])
 
 
-CHANGES = (another_package, another_host, another_day, another_variable, lost_cache, damaged_file)
+CHANGES = (
+    another_package,
+    another_host,
+    another_day,
+    another_variable,
+    another_variable_of_a_source,
+    lost_cache,
+    damaged_file,
+)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -146,6 +159,14 @@ def test_disturbed_run_is_not_kept(machine: Machine, tmp_path: Path) -> None:
     machine.sides["good"].counts = (gone(Verdict.INCONCLUSIVE, "noise", TIME_TEST),)
     runner(machine, tmp_path / "first")
     assert not list(kept.folder().glob("*.json"))
+
+
+def test_run_with_times_of_another_host_class_is_kept(machine: Machine, tmp_path: Path) -> None:
+    """They are inconclusive there in every run, and the sessions judge them."""
+    machine.sides["good"].counts = (replace(gone(Verdict.INCONCLUSIVE, "another host"), explains=True),)
+    runner(machine, tmp_path / "first")
+    runner(machine, tmp_path / "second")
+    assert not measured_again(machine)
 
 
 def test_oldest_kept_runs_are_deleted(
