@@ -19,6 +19,7 @@ from launch.policies import POLICIES
 from launch.programs import ProgramBudgetError, Programs, load_spare, pattern_programs
 from launch.train import Trainer, TrainingPlan
 from model import preset
+from model.config import NgramConfig
 from model.presets import NAMES
 from suites.compile.expectations import expected
 from suites.launch.conftest import launched  # noqa: F401 (autouse: what a launcher exports, for main)
@@ -45,8 +46,8 @@ def dynamo_as_it_was():
     reset_dynamo()
 
 
-def trainer(source=SyntheticBatches, **plan) -> Trainer:
-    config = preset("nam12", **LAYERS)
+def trainer(source=SyntheticBatches, ngram: NgramConfig | None = None, **plan) -> Trainer:
+    config = preset("nam12", **LAYERS, ngram=ngram)
     batches = source(config.vocab_size, 2, 16, 0, config.bos_id)
     return Trainer(config, TrainingPlan(4, **plan), batches, backend="eager")
 
@@ -103,6 +104,13 @@ def test_compiled_optimizer_adds_one_program(lane: Lane) -> None:
     run = trainer(policy="regional", compile_optimizer=True, optimizer="adamw")
     run.run(3, allow_synthetic="smoke")
     assert len(run.programs.seen) == run.programs.allowed
+
+
+@lanes("cpu")
+def test_token_features_add_one_program(lane: Lane) -> None:
+    plain, run = trainer(policy="regional"), trainer(policy="regional", ngram=NgramConfig(table=500))
+    run.run(2, allow_synthetic="smoke")
+    assert len(run.programs.seen) == run.programs.allowed == plain.programs.allowed + 1
 
 
 @lanes("cpu")

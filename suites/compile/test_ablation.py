@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.plugin.instruments import dynamo_config, read_dynamo_config, reset_dynamo
+from launch import ablation
 from launch.ablation import FACTOR, STAGES, AblationResult, main
 from suites.launch.conftest import launched  # noqa: F401 (autouse: what a launcher exports, for main)
 from suites.support.child import run_json
@@ -70,6 +71,24 @@ def test_ablation_of_correct_compiler_finds_no_fault(lane: Lane, dynamo_as_it_wa
     assert main(["--preset", "nam12", "--layers", "E"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("no stage at fault: backend ")
+
+
+@lanes("cpu")
+@pytest.mark.parametrize(("stage", "code"), [("", 0), ("inductor", 1)])
+def test_ablation_exit_code_reports_the_fault(
+    lane: Lane, stage: str, code: int, dynamo_as_it_was, monkeypatch, capsys
+) -> None:
+    """And the batches have two lengths, so that a wrongly reused graph is detected."""
+    lengths = []
+
+    def found(config, batches, *rest) -> AblationResult:
+        lengths.extend(ids.shape[1] for ids in batches)
+        return AblationResult(stage, "inductor", "loss", 99.0)
+
+    monkeypatch.setattr(ablation, "attribute", found)
+    assert main(["--preset", "nam12"]) == code
+    assert capsys.readouterr().out.startswith(stage or "no stage at fault")
+    assert len(set(lengths)) == 2
 
 
 @lanes("cpu")

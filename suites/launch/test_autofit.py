@@ -98,6 +98,16 @@ def test_split_batch_step_equals_full_step(lane: Lane, row) -> None:
         assert float((gradient - whole[1]).abs().max()) > 1e-3, fault.__name__
 
 
+@lanes("cpu")
+@pytest.mark.parametrize("rows", [8, 4])
+def test_step_clears_its_gradients(lane: Lane, rows: int) -> None:
+    """Or the next step would add to them."""
+    model = dense()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    accumulated_step(model, optimizer, batch_of(model), rows, model.config.bos_id)
+    assert all(p.grad is None for p in model.parameters())
+
+
 # The trainer on a device that fits at most four rows. It prints which batches ran, and the resets.
 OUT_OF_MEMORY = """
 import json, os, sys, torch

@@ -295,6 +295,8 @@ def test_sync_copies_only_what_differs(lane: Lane, tmp_path: Path) -> None:
     names = sorted(caches.files(source))
     assert sorted(sync(source, target)) == names
     assert lost(target, source) == []
+    for name in names:
+        assert (target / name).stat().st_mtime_ns == (source / name).stat().st_mtime_ns, name
     before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     assert sync(source, target) == []
     assert {path: path.stat().st_mtime_ns for path in target.rglob("*")} == before

@@ -64,6 +64,7 @@ def lengths_file(folder: Path, lengths: list[int]) -> TokenFile:
     ("ids", "fields", "message"),
     [
         ([2, 9, 600], {}, "id 600 in a vocabulary of 512"),
+        ([2, 511, 512], {}, "id 512 in a vocabulary of 512"),
         ([9, 9, 9], {}, r"no BOS \(2\)"),
         ([9, 2, 9], {}, r"begins with id 9, not with BOS \(2\)"),
         ([], {}, "no BOS"),
@@ -107,6 +108,14 @@ def test_missing_data_parts_are_refused_in_one_line(lane: Lane, tmp_path: Path) 
     written(tmp_path, [2, 9]).unlink()
     with pytest.raises(DataError, match="no such file, though its receipt exists"):
         TokenFile(tmp_path)
+
+
+@lanes("cpu")
+def test_documents_are_found_in_all_chunks_of_a_file(
+    lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.data.CHUNK", 4)
+    assert lengths_file(tmp_path, [3, 10, 4]).starts.tolist() == [0, 3, 13]
 
 
 @lanes("cpu")
@@ -260,6 +269,20 @@ def test_stream_resumes_where_it_was(lane: Lane, before: int, epoch: int, tmp_pa
     assert again.epoch > epoch
     with pytest.raises(DataError, match="cannot resume: seed was 3, now it is 4"):
         packed_batches(file, 2, 10, seed=4).load_state_dict(state)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(DataError, match="cannot resume: sha256 was"):
+        packed_batches(lengths_file(tmp_path / "other", [3, 10]), 2, 10, seed=3).load_state_dict(state)
+
+
+@lanes("cpu")
+def test_synthetic_stream_draws_and_resumes(lane: Lane) -> None:
+    stream, again = (SyntheticBatches(512, 2, 8, seed=3) for _ in range(2))
+    first, second = next(stream), next(stream)
+    assert not torch.equal(first, second)
+    assert (first[:, 0] == BOS).all()
+    assert torch.equal(next(again), first)
+    again.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert torch.equal(next(again), next(stream))
 
 
 @lanes("cpu")

@@ -105,6 +105,13 @@ def test_optimizer_equals_torch(lane: Lane, name: str, theirs: Any, options: dic
     assert (planted - expected).abs().max() > 1e-9, "the comparison must detect another eps"
 
 
+@lanes("cpu")
+def test_adagrad_starts_from_its_initial_total(lane: Lane) -> None:
+    ours = made("adagrad", parameters("cpu", torch.float64), lr=3e-2, initial_total=0.5)
+    theirs = torch.optim.Adagrad(parameters("cpu", torch.float64), lr=3e-2, initial_accumulator_value=0.5)
+    torch.testing.assert_close(train(ours, 5), train(theirs, 5), rtol=1e-12, atol=1e-12)
+
+
 @lanes("cpu", "h200")
 @pytest.mark.long(60)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
@@ -231,6 +238,23 @@ def test_muon_ignores_the_gradient_scale(lane: Lane) -> None:
 
 
 @lanes("cpu")
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (3, 12, 20)])
+def test_muon_equals_its_formula(lane: Lane, shape: tuple[int, ...]) -> None:
+    """Nesterov momentum over three steps, at the scale of the longer side."""
+    g = torch.Generator().manual_seed(7)
+    w, *gradients = (torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(4))
+    p = nn.Parameter(w.clone())
+    optimizer = Muon([p], lr=0.1, momentum=0.75, weight_decay=0.0)
+    momentum = torch.zeros_like(w)
+    for gradient in gradients:
+        p.grad = gradient.clone()
+        optimizer.step()
+        momentum = 0.75 * momentum + 0.25 * gradient
+        w = w - 0.1 * 0.2 * 20**0.5 * polar(0.75 * momentum + 0.25 * gradient)
+    torch.testing.assert_close(p.detach(), w, rtol=0, atol=1e-12)
+
+
+@lanes("cpu")
 def test_muon_decay_is_cautious(lane: Lane) -> None:
     """Decay applies only if the step shrinks the weight; there it is lr * weight_decay * w exactly."""
     g = torch.Generator().manual_seed(6)
@@ -256,6 +280,16 @@ def test_every_parameter_is_in_one_group(lane: Lane, name: str, changes: dict) -
     assert {n.split(".")[-1] for n in groups["matrix"]} == {"weight", "up", "down"}
     linear = {n.split(".")[-2] for n in groups["other"] if n.endswith(".weight")}
     assert linear == {"router"}
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_only_matrices_decay_and_use_muon(lane: Lane, name: str) -> None:
+    optimizer = build_optimizer(build(preset("nam12", "narrow")), name, 1e-3, weight_decay=0.5)
+    found = {g["name"]: (float(g["weight_decay"]), g["rule"]) for g in optimizer.param_groups}
+    other = "adamw" if name == "muon" else name
+    expected = {"matrix": (0.5, name)} | dict.fromkeys(("embedding", "vector", "other"), (0.0, other))
+    assert found == expected
 
 
 @lanes("cpu")

@@ -16,7 +16,7 @@ from launch import contract as contracts
 from launch import retry as retries
 from launch.children import ChildError
 from launch.contract import ContractError
-from launch.environment import RETRY
+from launch.environment import RETRY, RUN
 from launch.logs import classify, load_classes, read_lines
 from launch.retry import BEGUN, DEBUG, REASON, failure, load_retry, main, passed, relaunch, supervise
 from suites.support.child import ROOT
@@ -276,6 +276,29 @@ def test_two_gloo_ranks_are_relaunched(lane: Lane, launches: Launches, capsys, r
     first, second = launches.started[:-2], launches.started[-2:]
     assert {env["MASTER_PORT"] for env in first}.isdisjoint(env["MASTER_PORT"] for env in second)
     assert [env["WORLD_SIZE"] for env in second] == ["2", "2"]
+
+
+@lanes("cpu")
+def test_killed_run_exits_with_one(lane: Lane, tmp_path: Path) -> None:
+    kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert main(["--log", str(tmp_path / "log"), "--", "-S", "-c", kill]) == 1
+
+
+@lanes("cpu")
+def test_options_reach_the_supervisor(lane: Lane, tmp_path: Path, monkeypatch) -> None:
+    found = {}
+
+    def recorded(count: int, command: list[str], given: dict[str, str], **rest: object) -> int:
+        found.update(rest, count=count, command=command, run=given.get(RUN))
+        return 0
+
+    monkeypatch.setattr(retries, "supervise", recorded)
+    log = tmp_path / "log"
+    options = ["--ranks", "2", "--seconds", "9", "--stall", "3", "--run", "a", "--log", str(log)]
+    assert main([*options, "--", "-m", "x"]) == 0
+    assert found == {
+        "count": 2, "command": ["-m", "x"], "run": "a", "seconds": 9.0, "stall": 3.0, "log": log,
+    }  # fmt: skip
 
 
 @lanes("cpu")

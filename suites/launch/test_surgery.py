@@ -15,6 +15,7 @@ from bumpgate.plugin.instruments import DynamoWatch
 from launch.optimizers import build_optimizer
 from launch.surgery import ReDo, dash, fire, fire_model
 from model import preset
+from model.config import MTPConfig
 from suites.support.hybrids import build, token_batch
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
@@ -48,6 +49,15 @@ def test_fire_gives_nearest_orthogonal_matrix(lane: Lane, shape: tuple[int, int]
 
 
 @lanes("cpu")
+def test_fire_reaches_its_smallest_singular_value(lane: Lane) -> None:
+    left, _, right = torch.linalg.svd(normal(32, 24).double(), full_matrices=False)
+    weight = nn.Parameter(((left * torch.linspace(1, 0.007, 24, dtype=torch.float64)) @ right).float())
+    fire(weight)
+    values = torch.linalg.svdvals(weight.detach())
+    torch.testing.assert_close(values, torch.ones_like(values), rtol=0, atol=1e-3)
+
+
+@lanes("cpu")
 def test_fire_wipes_state_of_changed_weights_only(lane: Lane) -> None:
     model = build(preset("nam12", "narrow"))
     optimizer = build_optimizer(model, "adamw", 1e-3)
@@ -76,6 +86,15 @@ def test_fire_keeps_a_zero_output_zero(lane: Lane) -> None:
 
 
 @lanes("cpu")
+def test_fire_spares_the_head(lane: Lane) -> None:
+    model = build(preset("nam12", "narrow", mtp=MTPConfig(steps=1)))
+    linear = [name for name, module in model.head.named_modules() if isinstance(module, nn.Linear)]
+    assert linear, "the head must have a map that could change"
+    changed = fire_model(model, build_optimizer(model, "adamw", 1e-3))
+    assert not any(name.startswith("head.") for name in changed)
+
+
+@lanes("cpu")
 def test_dash_shrinks_rows_along_their_gradient(lane: Lane) -> None:
     weight = nn.Parameter(normal(6, 32))
     other = normal(6, 32, seed=1)
@@ -92,6 +111,15 @@ def test_dash_shrinks_rows_along_their_gradient(lane: Lane) -> None:
     expected = torch.tensor([1 - 0.0095, 1 - 0.0045, 1.0, 1.0, 1.0, 1.0])
     torch.testing.assert_close(factors, expected, rtol=0, atol=1e-6)
     assert torch.equal(weight.detach()[3:], before[3:]), "rows that the gradient does not push keep every bit"
+
+
+@lanes("cpu")
+def test_redo_activity_is_a_moving_average(lane: Lane) -> None:
+    redo, activation = ReDo(2), torch.tensor([[1.0, -3.0], [1.0, 1.0]])
+    redo.observe(activation)
+    torch.testing.assert_close(redo.activity, torch.tensor([0.1, 0.2]))
+    redo.observe(activation)
+    torch.testing.assert_close(redo.activity, torch.tensor([0.19, 0.38]))
 
 
 @lanes("cpu", "h200")

@@ -108,7 +108,9 @@ def test_first_step_replaces_the_warm_up(lane: Lane, dynamo_as_it_was, monkeypat
             assert run.no_warm_up == ("" if case == "warm_up" else "all")
             if case == "no_mark":
                 run.compiled.first = run.compiled.forward
+            boundary = run.model.boundary
             run.run(2, allow_synthetic="smoke")
+            assert run.model.boundary is boundary, "only the first forward marks"
             before = watch.refresh().unique_graphs
             run.source = SyntheticBatches(config.vocab_size, 6, 16, 0, config.bos_id)
             with pytest.raises(ProgramBudgetError) if case == "no_mark" else nullcontext():

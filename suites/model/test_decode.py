@@ -63,10 +63,12 @@ def test_model_decode_equals_full_forward(lane: Lane, name: str) -> None:
     ids = token_batch(config, 2, device=lane.device)
     with torch.no_grad():
         whole = model.logits(ids)
+        _, positions = documents(ids, config.bos_id)
         state, found = empty_state(model, 2), []
         for t in range(T):
             logits, state = decode_step(model, ids[:, t], state)
             found.append(logits)
+            assert torch.equal(state.positions, positions[:, t] + 1)
     torch.testing.assert_close(torch.stack(found, 1), whole, rtol=1e-9, atol=1e-9)
     assert model.overflow() == 0
 

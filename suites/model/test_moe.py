@@ -108,6 +108,14 @@ def test_token_with_only_null_slots_gets_shared_expert(lane: Lane):
     assert all(p.grad is None or p.grad.isfinite().all() for p in made.parameters())
 
 
+@lanes("cpu")
+@pytest.mark.parametrize(("rho", "slots", "choices"), [(0.25, 192, 24), (0.75, 21, 8)])
+def test_null_slots_follow_from_rho(lane: Lane, rho: float, slots: int, choices: int):
+    """Of 64 real experts, rho is their share of all slots, and top-6 the real choices among all at that share."""
+    config = preset("nam52", "narrow", null_rho=rho)
+    assert (config.null_slots, config.choices) == (slots, choices)
+
+
 @lanes("cpu", "h200")
 def test_null_logit_sets_how_many_experts_work(lane: Lane):
     _, made, x = block(lane, **NULL)

@@ -89,6 +89,19 @@ def test_mtp_equals_the_loop_over_positions(lane: Lane, steps: int) -> None:
     assert float((wrong - oracle).abs()) > 1e-2, "the mean over all positions must show"
 
 
+@lanes("cpu", "h200")
+def test_mtp_gradients_equal_the_loop(lane: Lane) -> None:
+    """Of the embedding, too, which the further tokens are read from."""
+    module = head(lane)
+    x, embedding, ids, targets = batch(lane, module)
+    leaves = [embedding.requires_grad_(), *module.parameters()]
+    found = torch.autograd.grad(sum(module.future(x, embedding, targets)), leaves)
+    doc_ids, _ = documents(ids, 2)
+    oracle = torch.autograd.grad(sum(by_positions(module, x, embedding, ids, doc_ids)), leaves)
+    for ours, theirs in zip(found, oracle):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
 class OneDocument(MTPHead):
     """Injected fault: attention of the shared block over all documents of the row."""
 

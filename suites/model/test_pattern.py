@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from model import expand_pattern, preset
+from model.config import MLAConfig
 from model.presets import NAMES, SIZES
 from suites.support.lanes import Lane, lanes
 
@@ -36,6 +37,7 @@ def test_narrow_keeps_every_layer_expert_and_top_k(lane: Lane) -> None:
     for name in NAMES:
         narrow, full = preset(name, "narrow"), preset(name, "full")
         assert (narrow.letters, narrow.experts, narrow.top_k) == (full.letters, full.experts, full.top_k)
+        assert (narrow.seq_len, full.seq_len) == (64, 4096)
 
 
 @lanes("cpu")
@@ -75,6 +77,10 @@ def test_bad_patterns_are_refused(lane: Lane, pattern: str, depth: int, message:
         ({"top_k": 65}, "top_k must lie in"),
         ({"capacity_factor": 0.5}, "capacity_factor"),
         ({"m_mixer": "mamba1"}, "m_mixer must be"),
+        ({"m_heads": 3}, "multiple of m_groups"),
+        ({"head_dim": 15}, "head_dim must be even"),
+        ({"mla": MLAConfig(rope_dim=15)}, "mla.rope_dim must be even"),
+        ({"attention_gate": "token"}, "attention_gate must be"),
     ],
 )
 def test_bad_configurations_are_refused(lane: Lane, changes: dict, message: str) -> None:

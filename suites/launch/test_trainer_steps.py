@@ -1,0 +1,134 @@
+"""What a step of the trainer applies and records: learning rates, seeds, checkpoints, the summary.
+
+B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bumpgate.plugin.instruments import dynamo_config, read_dynamo_config
+from launch import train
+from launch.contract import load
+from launch.data import SyntheticBatches
+from launch.train import Trainer, TrainingPlan, main
+from model import HybridConfig, preset
+from suites.support.child import ROOT
+from suites.support.lanes import Lane, lanes
+
+CONFIG = preset("nam12", "narrow", layer_pattern="AE", depth=2)
+B, T = 2, 16
+
+
+@pytest.fixture(autouse=True)
+def dynamo_as_it_was() -> Iterator[None]:
+    """Restore the process's configuration for other tests: a trainer applies the contract to the process."""
+    with dynamo_config(read_dynamo_config(load().dynamo)):
+        yield
+
+
+def smoke(steps: int, config: HybridConfig = CONFIG, vocab_size: int = 0, **options) -> Trainer:
+    """Build an eager trainer of two layers on random ids; options of the plan and of the trainer by name."""
+    source = SyntheticBatches(vocab_size or config.vocab_size, B, T, 0, config.bos_id)
+    plan = {name: options.pop(name) for name in TrainingPlan.__dataclass_fields__ if name in options}
+    return Trainer(config, TrainingPlan(steps, policy="eager", **plan), source, **options)
+
+
+@lanes("cpu")
+def test_each_step_applies_its_rate_to_all_groups(lane: Lane, tmp_path: Path, monkeypatch) -> None:
+    """And the log states the same rate."""
+    run = smoke(4, warmup=2, log=tmp_path / "log.jsonl")
+    applied, step = [], run.optimizer.step
+
+    def recorded() -> None:
+        applied.append([float(group["lr"]) for group in run.optimizer.param_groups])
+        step()
+
+    monkeypatch.setattr(run.optimizer, "step", recorded)
+    run.run(allow_synthetic="smoke")
+    logged = [json.loads(line)["lr"] for line in run.log.open()]
+    assert logged == [run.plan.lr_at(s) for s in range(4)]
+    assert len(set(logged)) == 4
+    assert len(run.optimizer.param_groups) > 1
+    assert applied == [[pytest.approx(rate)] * len(run.optimizer.param_groups) for rate in logged]
+
+
+@lanes("cpu")
+def test_checkpoints_are_saved_every_n_steps(lane: Lane, monkeypatch) -> None:
+    saved: list[int] = []
+    monkeypatch.setattr(Trainer, "save", lambda run: saved.append(run.step))
+    smoke(8, checkpoint_every=3).run(allow_synthetic="smoke")
+    assert saved == [3, 6, 8], "and at the end"
+
+
+@lanes("cpu")
+def test_run_ends_with_its_plan(lane: Lane) -> None:
+    run = smoke(2)
+    assert run.run(until=5, allow_synthetic="smoke")["step"] == 2
+
+
+@lanes("cpu")
+def test_summary_has_first_and_last_loss_and_the_rate(lane: Lane, monkeypatch) -> None:
+    """The rate counts the tokens of all steps but the first, which still compiles."""
+    run = smoke(3)
+    clock = iter(
+        [0, 50, 50, 150, 152, 152, 158]
+    )  # both ends of the warm-up and of a step, the begin of the first
+    monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    summary = run.run(allow_synthetic="smoke")
+    assert len(set(run.losses)) == 3
+    assert (summary["loss_first"], summary["loss_last"]) == (run.losses[0], run.losses[2])
+    assert summary["tokens_per_second"] == 2 * B * T / (2 + 6)
+
+
+@lanes("cpu")
+def test_seed_decides_weights_and_data(lane: Lane, capsys) -> None:
+    weights = [smoke(1, seed=seed).model.embedding.weight for seed in (0, 0, 1)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    arguments = ["--policy", "eager", "--steps", "1", "--batch", "2", "--tokens", "16", "--seed", "3"]
+    assert main([*arguments, "--data", str(ROOT / "fixtures" / "corpus")]) == 0
+    assert json.loads(capsys.readouterr().out)["data"]["packing"]["seed"] == 3
+    assert main([*arguments, "--smoke"]) == 0
+    assert json.loads(capsys.readouterr().out)["data"]["seed"] == 3
+
+
+@lanes("cpu")
+def test_model_may_have_more_ids_than_the_data(lane: Lane) -> None:
+    assert smoke(1, vocab_size=CONFIG.vocab_size // 2).run(allow_synthetic="smoke")["step"] == 1
+
+
+@lanes("cpu")
+def test_failed_save_keeps_the_last_checkpoint(lane: Lane, tmp_path: Path, monkeypatch) -> None:
+    run = smoke(2, checkpoint=tmp_path / "state.pt")
+    run.run(until=1, allow_synthetic="smoke")
+    saved = run.checkpoint.read_bytes()
+
+    def torn(state, file) -> None:
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", torn)
+    with pytest.raises(OSError, match="No space left"):
+        run.save()
+    assert run.checkpoint.read_bytes() == saved
+    assert [*tmp_path.iterdir()] == [run.checkpoint]
+
+
+@lanes("cpu")
+def test_resume_restores_the_random_state(lane: Lane, tmp_path: Path) -> None:
+    """A block that draws in a step, such as dropout, must draw as in the original run; at present none does."""
+    run = smoke(2, checkpoint=tmp_path / "state.pt")
+    torch.rand(7)
+    run.save()
+    expected = torch.rand(3)
+    again = smoke(2, checkpoint=tmp_path / "state.pt")
+    assert not torch.equal(torch.rand(3), expected)
+    again.resume()
+    assert torch.equal(torch.rand(3), expected)
