@@ -34,6 +34,17 @@ def canaries() -> Callable[..., None]:
 
 
 @pytest.fixture
+def restored_dynamo() -> Iterator[None]:
+    """Restore Dynamo's configuration after the test and reset it: a trainer applies the contract to the process."""
+    from bumpgate.plugin.instruments import dynamo_config, read_dynamo_config, reset_dynamo
+    from launch.contract import load
+
+    with dynamo_config(read_dynamo_config(load().dynamo)):
+        yield
+    reset_dynamo()
+
+
+@pytest.fixture
 def exclusive_machine(request: pytest.FixtureRequest, exclusive_machine: None) -> Iterator[None]:
     """The plugin's fixture; on an H200, additionally, no other process may use the GPU.
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from bumpgate.plugin.instruments import dynamo_config, read_dynamo_config, reset_dynamo
+from bumpgate.plugin.instruments import reset_dynamo
 from launch import train
 from launch.contract import load
 from launch.data import SyntheticBatches
@@ -27,6 +27,8 @@ from suites.support.hybrids import build
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
+pytestmark = pytest.mark.usefixtures("restored_dynamo")
+
 OVER_BUDGET = 6
 LAYERS = {"layer_pattern": "AME", "depth": 3}
 
@@ -37,13 +39,6 @@ class LastBatchIsShort(SyntheticBatches):
     def __next__(self) -> torch.Tensor:
         ids = super().__next__()
         return ids[:, : ids.shape[1] // 2] if self.drawn == 3 else ids
-
-
-@pytest.fixture(autouse=True)
-def dynamo_as_it_was():
-    with dynamo_config(read_dynamo_config(load().dynamo)):
-        yield
-    reset_dynamo()
 
 
 def trainer(source=SyntheticBatches, ngram: NgramConfig | None = None, **plan) -> Trainer:

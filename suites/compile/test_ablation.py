@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.plugin.instruments import dynamo_config, read_dynamo_config, reset_dynamo
 from launch import ablation
 from launch.ablation import FACTOR, STAGES, AblationResult, main
 from suites.launch.conftest import launched  # noqa: F401 (autouse: what a launcher exports, for main)
@@ -55,18 +54,9 @@ def test_ablation_attributes_fault_to_its_stage(lane: Lane, tmp_path: Path, row)
     )
 
 
-@pytest.fixture
-def dynamo_as_it_was():
-    from launch.contract import load
-
-    with dynamo_config(read_dynamo_config(load().dynamo)):
-        yield
-    reset_dynamo()
-
-
 @lanes("cpu")
 @pytest.mark.long(55)
-def test_ablation_of_correct_compiler_finds_no_fault(lane: Lane, dynamo_as_it_was, capsys) -> None:
+def test_ablation_of_correct_compiler_finds_no_fault(lane: Lane, restored_dynamo, capsys) -> None:
     """A correct compiler yields one line and no finding; every stage ran."""
     assert main(["--preset", "nam12", "--layers", "E"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -76,7 +66,7 @@ def test_ablation_of_correct_compiler_finds_no_fault(lane: Lane, dynamo_as_it_wa
 @lanes("cpu")
 @pytest.mark.parametrize(("stage", "code"), [("", 0), ("inductor", 1)])
 def test_ablation_exit_code_reports_the_fault(
-    lane: Lane, stage: str, code: int, dynamo_as_it_was, monkeypatch, capsys
+    lane: Lane, stage: str, code: int, restored_dynamo, monkeypatch, capsys
 ) -> None:
     """And the batches have two lengths, so that a wrongly reused graph is detected."""
     lengths = []

@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bumpgate.plugin.instruments import dynamo_config, read_dynamo_config, reset_dynamo
 from launch import train
 from launch.autofit import MEMORY, accumulated_step, device_batch
-from launch.contract import ContractError, load
+from launch.contract import ContractError
 from launch.environment import RETRY
 from launch.retry import REASON, load_retry, supervise
 from launch.step import train_step
@@ -166,16 +165,9 @@ def test_out_of_memory_retry_uses_smaller_device_batch(lane: Lane, tmp_path: Pat
     assert None not in second["variables"].values()
 
 
-@pytest.fixture
-def dynamo_as_it_was():
-    with dynamo_config(read_dynamo_config(load().dynamo)):
-        yield
-    reset_dynamo()
-
-
 @lanes("cpu")
 @planted("C21", "auto-fit resets the compiler for each candidate")
-def test_extra_compiler_resets_are_counted(lane: Lane, dynamo_as_it_was, monkeypatch, capsys) -> None:
+def test_extra_compiler_resets_are_counted(lane: Lane, restored_dynamo, monkeypatch, capsys) -> None:
     """By the counter of the row above: 1 in a retry, 3 if trying a batch resets, too."""
     resets = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, read_dynamo_config, reset_dynamo
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, reset_dynamo
 from launch import contract as contracts
 from launch.contract import ContractError, load
 from launch.data import SyntheticBatches
@@ -265,13 +265,6 @@ def test_edited_contract_is_refused_until_reviewed(lane: Lane, checkout: Checkou
         load(checkout.contract)
 
 
-@pytest.fixture
-def dynamo_as_it_was():
-    with dynamo_config(read_dynamo_config(load().dynamo)):
-        yield
-    reset_dynamo()
-
-
 def trainer(policy: str, backend) -> Trainer:
     config = preset("nam12", "narrow", layer_pattern="AME", depth=3)
     source = SyntheticBatches(config.vocab_size, 2, 16, 0, config.bos_id)
@@ -281,7 +274,7 @@ def trainer(policy: str, backend) -> Trainer:
 @lanes("cpu")
 @planted("C21", "a reset among the steps")
 @planted("C32", "NO_COMPILE in the environment")
-def test_run_never_resets_the_compiler(lane: Lane, dynamo_as_it_was, monkeypatch, row, canaries) -> None:
+def test_run_never_resets_the_compiler(lane: Lane, restored_dynamo, monkeypatch, row, canaries) -> None:
     """Steps after the warm-up compile nothing; with a reset among them they would. No variable disables compilation."""
     canaries("graphs")
     for name in ("NO_COMPILE", "TORCH_NO_COMPILE", "BUMPGATE_NO_COMPILE"):
@@ -302,7 +295,7 @@ def test_run_never_resets_the_compiler(lane: Lane, dynamo_as_it_was, monkeypatch
 
 
 @lanes("cpu")
-def test_retry_resets_the_compiler_once(lane: Lane, dynamo_as_it_was, monkeypatch, capsys) -> None:
+def test_retry_resets_the_compiler_once(lane: Lane, restored_dynamo, monkeypatch, capsys) -> None:
     calls = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: calls.append(1))
     assert main(SMALL) == 0
@@ -314,7 +307,7 @@ def test_retry_resets_the_compiler_once(lane: Lane, dynamo_as_it_was, monkeypatc
 
 @lanes("cpu")
 @planted("C22", "suppress_errors set globally")
-def test_backend_fault_stops_the_run(lane: Lane, dynamo_as_it_was) -> None:
+def test_backend_fault_stops_the_run(lane: Lane, restored_dynamo) -> None:
     def broken(graph, inputs):
         raise ArithmeticError("planted backend fault")
 

@@ -10,7 +10,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, read_dynamo_config, reset_dynamo
+from bumpgate.plugin.instruments import DynamoWatch, reset_dynamo
 from launch import contract, train
-from launch.contract import load
 from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches
 from launch.optimizers import build_optimizer
 from launch.train import NonFiniteError, Trainer, TrainingPlan, main
@@ -33,16 +31,11 @@ from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 from suites.support.reduce import largest
 
+pytestmark = pytest.mark.usefixtures("restored_dynamo")
+
 CORPUS = ROOT / "fixtures" / "corpus"
 BATCH, TOKENS, STEPS = 8, 100, 200
 CURVES = 12  # with four, 20 losses, the ratio was 0.2, 2.9 and 3.1 on three H200s
-
-
-@pytest.fixture(autouse=True)
-def dynamo_as_it_was() -> Iterator[None]:
-    """Restore the process's configuration for other tests: a trainer applies the contract to the process."""
-    with dynamo_config(read_dynamo_config(load().dynamo)):
-        yield
 
 
 def trainer(

@@ -6,31 +6,23 @@ B batch, T tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bumpgate.plugin.instruments import dynamo_config, read_dynamo_config
 from launch import train
-from launch.contract import load
 from launch.data import SyntheticBatches
 from launch.train import Trainer, TrainingPlan, main
 from model import HybridConfig, preset
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
 
+pytestmark = pytest.mark.usefixtures("restored_dynamo")
+
 CONFIG = preset("nam12", "narrow", layer_pattern="AE", depth=2)
 B, T = 2, 16
-
-
-@pytest.fixture(autouse=True)
-def dynamo_as_it_was() -> Iterator[None]:
-    """Restore the process's configuration for other tests: a trainer applies the contract to the process."""
-    with dynamo_config(read_dynamo_config(load().dynamo)):
-        yield
 
 
 def smoke(steps: int, config: HybridConfig = CONFIG, vocab_size: int = 0, **options) -> Trainer:

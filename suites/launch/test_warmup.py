@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, read_dynamo_config, reset_dynamo
+from bumpgate.plugin.instruments import DynamoWatch, reset_dynamo
 from launch import contract as contracts
 from launch import train
 from launch.contract import ContractError
@@ -84,16 +84,9 @@ def test_invalid_warm_up_table_is_refused(lane: Lane, tmp_path: Path) -> None:
             load_warmup(tmp_path / "contract.toml")
 
 
-@pytest.fixture
-def dynamo_as_it_was():
-    with dynamo_config(read_dynamo_config(contracts.load().dynamo)):
-        yield
-    reset_dynamo()
-
-
 @lanes("cpu")
 @planted("C12", "no warm-up, and the first step marks no axis")
-def test_first_step_replaces_the_warm_up(lane: Lane, dynamo_as_it_was, monkeypatch, canaries, row) -> None:
+def test_first_step_replaces_the_warm_up(lane: Lane, restored_dynamo, monkeypatch, canaries, row) -> None:
     """Without a warm-up: the same losses, and another batch compiles nothing. A step that marks none would compile."""
     canaries("graphs")
     losses, more = {}, {}
