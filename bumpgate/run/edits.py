@@ -75,7 +75,7 @@ def replace_all(root: Path, edits: Sequence[Edit]) -> None:
             if edit.after is None:
                 target.unlink()
             else:
-                os.replace(_partial(target), target)
+                os.replace(_partial(target), target.resolve())
     except BaseException:
         recover(root)
         raise
@@ -125,6 +125,8 @@ def recover(root: Path) -> list[str]:
 
 
 def _partial(target: Path) -> Path:
+    """Return the new text's place, next to the file that a link names."""
+    target = target.resolve()
     return target.with_name(f".{target.name}.adoption.partial")
 
 
