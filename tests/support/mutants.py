@@ -99,9 +99,16 @@ MUTANTS = (
         (
             (
                 "kernels/rms_norm_gated/op.py",
-                "    return tuple(contiguous_clone(g) for g in grads)\n",
-                "    dx, *rest = (contiguous_clone(g) for g in grads)\n"
-                '    return dx, *(g * float("nan") if x.dtype == torch.bfloat16 else g for g in rest)\n',
+                "    return rms_norm_gated_backward_reference(x, gate,",
+                "    return with_nan(x, gate,",
+            ),
+            (
+                "kernels/rms_norm_gated/op.py",
+                "@opaque_op()\ndef rms_norm_gated_bwd(",
+                "def with_nan(x, *rest):\n"
+                "    dx, *others = rms_norm_gated_backward_reference(x, *rest)\n"
+                '    return dx, *(g * float("nan") if str(x.dtype) == "torch.bfloat16" else g for g in others)\n'
+                "\n\n@opaque_op()\ndef rms_norm_gated_bwd(",
             ),
         ),
         "suites/kernels/test_rms_norm_gated.py::test_error_is_at_most_that_of_the_plain_formula[bf16-cpu]",

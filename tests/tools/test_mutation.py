@@ -14,7 +14,7 @@ from tools.mutation import __main__ as command
 from tools.mutation import sample, trial
 from tools.mutation.__main__ import groups, main, witnesses_of
 from tools.mutation.report import open_survivors, table
-from tools.mutation.trial import KILLED, SURVIVED, UNDECIDED, UNTESTED, Result, Tests, Trials
+from tools.mutation.trial import KILLED, SURVIVED, UNDECIDED, UNTESTED, PytestRun, Result, Trials
 
 SOURCE = """from __future__ import annotations
 
@@ -130,7 +130,7 @@ def run(shop: Path, folder: Path, made: sample.Mutation, budget: float = 60) -> 
     files = trial.nearest(graph, made.path, {name for name in FILES if name.startswith("test_")})
     results: list[Result] = []
     folder.mkdir(exist_ok=True)
-    Trials(shop, folder, graph, budget, 1).run([(made, "shop", Tests(), files)], results.append)
+    Trials(shop, folder, graph, budget, 1).run([(made, "shop", PytestRun(), files)], results.append)
     return results, folder / "clone0"
 
 

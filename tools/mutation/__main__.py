@@ -22,18 +22,18 @@ from bumpgate.core.toml import tomllib
 from tests.support.tree import ROOT
 from tools.mutation import sample
 from tools.mutation.report import open_survivors, table
-from tools.mutation.trial import Result, Tests, Trials, append, load, nearest
+from tools.mutation.trial import PytestRun, Result, Trials, append, load, nearest
 
 HERE = Path(__file__).parent
 # Where a group's tests are, and how they run.
 SUITES = {
-    "lane": (lambda path: not path.startswith("tests/"), Tests(("-m", "cpu"))),
+    "lane": (lambda path: not path.startswith("tests/"), PytestRun(("-m", "cpu"))),
     "interpret": (
         lambda path: path.startswith("suites/kernels/interpret/"),
-        Tests(("-m", "cpu"), {"TRITON_INTERPRET": "1"}),
+        PytestRun(("-m", "cpu"), {"TRITON_INTERPRET": "1"}),
     ),
-    "h200": (lambda path: not path.startswith("tests/"), Tests(("-m", "h200"))),
-    "self": (lambda path: path.startswith("tests/"), Tests(("-m", "not browser"))),
+    "h200": (lambda path: not path.startswith("tests/"), PytestRun(("-m", "h200"))),
+    "self": (lambda path: path.startswith("tests/"), PytestRun(("-m", "not browser"))),
 }
 
 
@@ -72,7 +72,7 @@ def groups(names: list[str] | None) -> dict[str, dict]:
     }
 
 
-def witnesses_of(group: str, path: str, graph: Graph) -> tuple[list[str], Tests]:
+def witnesses_of(group: str, path: str, graph: Graph) -> tuple[list[str], PytestRun]:
     """Return the test files that have to notice a mutant of `path`, the nearest first, and how they run."""
     declared = groups([group])[group]
     belongs, how = SUITES[declared["suites"]]

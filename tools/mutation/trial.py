@@ -73,7 +73,7 @@ def nearest(graph: Graph, path: str, tests: set[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Tests:
+class PytestRun:
     """How the tests of a group run. arguments: of pytest; env_vars: added to the environment."""
 
     arguments: tuple[str, ...] = ()
@@ -95,14 +95,21 @@ class Trials:
             subprocess.run(["git", "clone", "--quiet", "--shared", root, clone], check=True)
             self.idle.put(clone)
 
-    def run(self, work: list[tuple[Mutation, str, Tests, list[str]]], done: Callable[[Result], None]) -> None:
+    def run(
+        self, work: list[tuple[Mutation, str, PytestRun, list[str]]], done: Callable[[Result], None]
+    ) -> None:
         """Try each (mutation, group, tests, test files), and pass every result to `done` in the order of ending."""
         with ThreadPoolExecutor(self.workers) as pool:
             for future in [pool.submit(self._one, *item, done) for item in work]:
                 future.result()
 
     def _one(
-        self, mutation: Mutation, group: str, tests: Tests, files: list[str], done: Callable[[Result], None]
+        self,
+        mutation: Mutation,
+        group: str,
+        tests: PytestRun,
+        files: list[str],
+        done: Callable[[Result], None],
     ) -> None:
         clone = self.idle.get()
         try:
@@ -112,7 +119,7 @@ class Trials:
         with self._lock:
             done(result)
 
-    def _try(self, clone: Path, mutation: Mutation, group: str, tests: Tests, files: list[str]) -> Result:
+    def _try(self, clone: Path, mutation: Mutation, group: str, tests: PytestRun, files: list[str]) -> Result:
         path = clone / mutation.path
         source = path.read_text(encoding="utf-8")
         mutant = mutation.apply(source)
@@ -137,7 +144,7 @@ class Trials:
                 return result(KILLED, file)
         return result(UNDECIDED if left else SURVIVED if len(digests) > 1 else UNTESTED)
 
-    def unchanged(self, clone: Path, file: str, tests: Tests) -> tuple[int, float]:
+    def unchanged(self, clone: Path, file: str, tests: PytestRun) -> tuple[int, float]:
         """Return pytest's exit code for a test file on the unchanged tree, and the seconds; measured once."""
         key = (file, tests.arguments)
         with self._lock:
@@ -149,7 +156,7 @@ class Trials:
                 self._unchanged[key] = (code, time.monotonic() - begun)
         return self._unchanged[key]
 
-    def _pytest(self, clone: Path, file: str, tests: Tests, seconds: float) -> int:
+    def _pytest(self, clone: Path, file: str, tests: PytestRun, seconds: float) -> int:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *tests.arguments, file]
         clean = {n: v for n, v in os.environ.items() if not n.startswith(("PYTEST_", "BUMPGATE_"))}
         child = subprocess.Popen(

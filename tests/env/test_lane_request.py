@@ -1,0 +1,128 @@
+"""The environment of a lane: its adopted set, and a candidate in the place of one package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bumpgate.core.rows import BumpgateError
+from bumpgate.env.build import BuildError, build, lane_request
+from bumpgate.env.freeze import freeze
+from tests.support.local_index import LocalIndex, fake_wheel
+from tests.support.tree import declare_lanes
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "tree"
+    (root / "wheels").mkdir(parents=True)
+    declare_lanes(root)
+    (root / "pyproject.toml").write_text(
+        '[project]\nname = "bumpgate"\n[project.optional-dependencies]\n'
+        'suite = ["helper>=1"]\ncpu = ["bumpgate[suite]", "torch==1.0"]\nh200 = ["bumpgate[suite]"]\n'
+    )
+    return root
+
+
+def test_candidate_replaces_only_its_own_pin(index: LocalIndex, tree: Path) -> None:
+    assert build(lane_request(tree, "cpu")).packages == {"helper": "2.0", "torch": "1.0", "triton": "3.0"}
+    digest = "0" * 64
+    (tree / "wheels" / "pylock.cpu.toml").write_text(
+        'lock-version = "1.0"\ncreated-by = "t"\n[[packages]]\nname = "helper"\nversion = "1.0"\n'
+        f'wheels = [{{ name = "helper-1.0-py3-none-any.whl", path = "x", hashes = {{ sha256 = "{digest}" }} }}]\n'
+    )
+    request = lane_request(tree, "cpu", "torch==1.1")
+    assert request.requirements == ("torch==1.1", "helper>=1")
+    assert not request.refresh
+    assert build(request).packages == {"helper": "1.0", "torch": "1.1", "triton": "3.1"}
+    assert lane_request(tree, "cpu", "torch>=1.0").refresh
+    assert lane_request(tree, "h200", "triton==3.0").requirements == ("triton==3.0", "helper>=1")
+
+
+ROW = """schema = 1
+[environment.h200]
+status = "adopted"
+lane = "h200"
+source = "a test"
+python = ">=3.10"
+torch = "==1.0+cu130"
+packages = { triton = "==3.0", jax = "==1.0", jaxlib = "==1.0" }
+[environment.h200.wheels.fast]
+version = "1.0"
+torch = "1.0+cu130"
+"""
+
+
+@pytest.fixture
+def device_tree(index: LocalIndex, tree: Path, tmp_path: Path) -> Path:
+    """A lane with its own pins: triton, a pair that pins itself, and a kernel wheel outside the index."""
+    (tree / "wheels" / "manifest.toml").write_text(ROW)
+    for version in ("1.0", "2.0", "3.0"):
+        folder = tmp_path / "wheels"
+        index.add(fake_wheel(folder, "jax", version, requires=[f"jaxlib=={version}"]))
+        index.add(fake_wheel(folder, "jaxlib", version))
+    fake_wheel(tmp_path / "kernels", "fast", "1.0", requires=["torch"])
+    fake_wheel(tmp_path / "kernels", "fast", "1.1", requires=["torch"])
+    lock = freeze(tree, "h200", find_links=(str(tmp_path / "kernels"),))
+    assert lock.versions == {
+        "fast": "1.0", "helper": "2.0", "jax": "1.0", "jaxlib": "1.0", "torch": "1.0", "triton": "3.0"
+    }  # fmt: skip
+    return tree
+
+
+def test_freeze_keeps_local_label_of_the_manifest(device_tree: Path) -> None:
+    assert (device_tree / "wheels" / "manifest.toml").read_text() == ROW
+
+
+def test_adopted_set_takes_local_wheels_by_hash(
+    device_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUMPGATE_STORE", str(tmp_path / "empty"))
+    links = (str(tmp_path / "kernels"),)
+    assert build(lane_request(device_tree, "h200", find_links=links)).packages["fast"] == "1.0"
+    changed = fake_wheel(tmp_path / "other", "fast", "1.0", "changed = True\n", requires=["torch"])
+    with pytest.raises(BuildError, match=r"[Hh]ash"):
+        build(lane_request(device_tree, "h200", find_links=(str(changed.parent),)), root=tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("candidate", "moved"),
+    [
+        ("torch==1.1", {"torch": "1.1", "triton": "3.1", "fast": None}),
+        ("triton==3.1", {"triton": "3.1"}),
+        ("jax==2.0", {"jax": "2.0", "jaxlib": "2.0"}),
+    ],
+)
+def test_candidate_moves_only_conflicting_packages(
+    candidate: str, moved: dict[str, str | None], device_tree: Path
+) -> None:
+    adopted = build(lane_request(device_tree, "h200")).packages
+    found = build(lane_request(device_tree, "h200", candidate)).packages
+    assert {n: found.get(n) for n in {*adopted, *found} if found.get(n) != adopted.get(n)} == moved
+
+
+def test_paired_packages_move_to_one_minor_release(tree: Path) -> None:
+    text = (tree / "pyproject.toml").read_text()
+    (tree / "pyproject.toml").write_text(f'{text}v6e = ["torch==2.9.1", "torch_xla==2.9.0"]\n')
+    assert lane_request(tree, "v6e", "torch_xla==2.8.1").requirements == ("torch_xla==2.8.1", "torch==2.8.*")
+    assert lane_request(tree, "v6e", "torch==2.10.2").requirements == ("torch==2.10.2", "torch-xla==2.10.*")
+
+
+def test_wheel_file_can_be_a_candidate(index: LocalIndex, tree: Path, tmp_path: Path) -> None:
+    mine = fake_wheel(tmp_path / "mine", "torch", "7.0+local", requires=["triton"])
+    assert build(lane_request(tree, "cpu", str(mine))).packages["torch"] == "7.0+local"
+
+
+@pytest.mark.parametrize(
+    ("lane", "candidate", "words"),
+    [
+        ("tpu", None, "unknown lane 'tpu'; lanes: cpu, h200, h200x2, v6e"),
+        ("cpu", "torch=1.1", "invalid candidate"),
+        ("cpu", "/none/torch-1.0-py3-none-any.whl", "no such wheel file"),
+    ],
+)
+def test_bad_lane_or_candidate_is_one_line(lane: str, candidate: str | None, words: str, tree: Path) -> None:
+    with pytest.raises(BumpgateError, match=words) as caught:
+        lane_request(tree, lane, candidate)
+    assert "\n" not in str(caught.value)
