@@ -201,8 +201,8 @@ def _problems(lane: str, good: Record, bad: Record) -> list[Finding]:
     out = []
     for subject in dict.fromkeys(p.subject for p in (*bad.problems, *good.problems)):
         before, after = ([p for p in r.problems if p.subject == subject] for r in (good, bad))
-        kinds = {p.kind for p in after}
-        fault = not before and not kinds <= {ProblemKind.GAP, ProblemKind.INFRA}
+        harmless = {ProblemKind.GAP, ProblemKind.INFRA}
+        fault = not before and any(p.kind not in harmless for p in after)
         decision = Decision.HOLD if fault and good.complete and bad.complete else Decision.UNKNOWN
         first = (after or before)[0]
         shown = tuple(map(str, before)), tuple(map(str, after))

@@ -197,7 +197,7 @@ def _wall_seconds() -> float:
 
 
 def _waited_seconds() -> float:
-    """Return how long this thread has been ready to run without a core; 0 where the system does not tell."""
+    """Return how long this thread has been ready to run without a core; 0 where the system does not report it."""
     with contextlib.suppress(OSError):
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
