@@ -30,7 +30,8 @@ from tests.support.searching import labels, noisy
 from tests.support.tree import ROOT
 
 DOCS = ROOT / "docs" / "scale.md"
-MARK = "<!-- {}: python -m tools.simulate_scale --write -->"
+COMMAND = "python -m tools.simulate_scale --write"
+MARK = "<!-- {}: {} -->"
 END = "<!-- end of {} -->"
 WORKERS = (1, 2, 4, 8, 16)
 RUNS = {60: 100, 365: 20}
@@ -114,7 +115,7 @@ def fill(archive: Archive, gates: int, per_side: int, lanes: int) -> None:
     lane cpu is seen by every tenth of its gates.
     """
     sql, tables = archive.sql, archive.tables
-    names = _names(per_side)
+    names = names_of(per_side)
     dice = random.Random(1)
     texts = dict.fromkeys(("head", "repro", "decision", "module"), "")
     detail = json.dumps(texts | {"rows": names[:1], "good": ["13"], "bad": ["14"]})
@@ -158,7 +159,7 @@ def _rows() -> list[str]:
     return sorted(load(ROOT / "baselines" / "cpu.json", LANE).rows)
 
 
-def _names(number: int) -> list[str]:
+def names_of(number: int) -> list[str]:
     known = _rows()
     rounds, _ = divmod(number, len(known))
     return [name + (f"-{n}" if n else "") for n in range(rounds + 1) for name in known][:number]
@@ -204,7 +205,7 @@ def stored(
     total = 2 * gates * per_side
     wrote = seconds(lambda: fill(archive, gates, per_side, lanes))
     found = size()
-    row, year = _names(1)[0], LAST - timedelta(364)
+    row, year = names_of(1)[0], LAST - timedelta(364)
     dashboard.changes([0.0, 1.0] * 6)  # imports what it needs
     with tempfile.TemporaryDirectory() as folder:
         path = gate_of_day(Path(folder), LAST.day)
@@ -272,9 +273,9 @@ def year_table(size: float, per_gate: int) -> str:
     return "\n".join(lines)
 
 
-def replaced(text: str, name: str, table: str) -> str:
-    """Return a document with the table of that name replaced."""
-    begin, end = MARK.format(name), END.format(name)
+def replaced(text: str, name: str, table: str, command: str = COMMAND) -> str:
+    """Return a document with the table of that name replaced. command: what makes it, named in its mark."""
+    begin, end = MARK.format(name, command), END.format(name)
     head, rest = text.split(begin)
     return f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}"
 

@@ -17,13 +17,15 @@ from datetime import date
 from pathlib import Path
 
 from bumpgate.core import accepted, lanes
-from bumpgate.core.findings import Decision, Finding, group
+from bumpgate.core.findings import Finding, group
 from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import Record, Verdict, one_line, read_record, write_record
 from bumpgate.env.freeze import changes
 from bumpgate.gate import drift, kept
 from bumpgate.gate.accepted_times import apply_to_times
+from bumpgate.gate.answers import Interim, certain_findings, first_answer
 from bumpgate.gate.drift import Recent, find_drifts
+from bumpgate.gate.gaps import anchor_gap, left_out, tree_gap
 from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.result import NAME, Gate, GateError
 from bumpgate.gate.sequential import summarise
@@ -31,7 +33,7 @@ from bumpgate.gate.sides import ROUNDS, TITLES, EnvSpec, side_name
 from bumpgate.gate.timed import Sessions, timed_rows
 from bumpgate.gate.timed_runs import TimedRuns
 from bumpgate.gate.verdict import Side, judge_gate, unequal_losses
-from bumpgate.gate.view import View, first_answer
+from bumpgate.gate.view import View
 from bumpgate.run.binding import SHOWN, Binding
 from bumpgate.run.host import cpu_workers, host_class
 from bumpgate.run.runner import NOTHING_SELECTED, USAGE, LaneCall, LaneRun, by_hand, installed, run_lanes
@@ -81,7 +83,7 @@ class GateRunner:
             for names in self.groups([name for name in ("good", "bad") if not sides[name].measured]):
                 self.measure(names)
                 self.save()
-            if self.gate.paired is None:
+            if self.gate.paired is None and not self.gate.config.fast:
                 self._first_answer()
             self.pair()
         self.judge()
@@ -151,9 +153,10 @@ class GateRunner:
     def measure(self, names: Sequence[str]) -> None:
         """Run the selection once per side. Raises GateError if pytest rejects it in the adopted environment."""
         variables = {"BUMPGATE_ROUNDS": str(ROUNDS), **self._tiers()}
-        runs = self.run_sides(
-            names, "counts and numerics", self.gate.config.selection, "{}.json", env_vars=variables
-        )
+        with self._interim(names).watching():
+            runs = self.run_sides(
+                names, "counts and numerics", self.gate.config.selection, "{}.json", env_vars=variables
+            )
         if "good" in runs and runs["good"].code == USAGE:
             # Nothing is measured yet, so there is nothing to resume.
             (self.out / NAME).unlink()
@@ -172,7 +175,7 @@ class GateRunner:
                 self.view.say(f"{TITLES[name]}: {run.failure} (log: {run.log})")
 
     def _keep(self, record: Record, path: Path) -> None:
-        if (key := self._kept_key()) and not self._tree_gap():
+        if (key := self._kept_key()) and not tree_gap(self.gate, self.tree()):
             variables = self.env_specs["good"].variables.items()
             kept.save(key, record, path, [folder for name, folder in variables if CACHE.fullmatch(name)])
 
@@ -222,8 +225,10 @@ class GateRunner:
         )
 
     def pair(self) -> None:
-        """Run the sessions with the adopted build, then those with the anchor, if any."""
+        """Run the sessions with the adopted build, then those with the anchor, if any; none of a fast gate."""
         sides = self.gate.sides
+        if self.gate.config.fast:
+            return
         good, bad = self._record("good"), self._record("bad")
         if good is None or bad is None or sides["good"].failure or sides["bad"].failure:
             return
@@ -242,15 +247,16 @@ class GateRunner:
 
     def _first_answer(self) -> None:
         """Show what is known before the sessions begin: the findings that do not depend on times."""
-        good, bad = self._record("good"), self._record("bad")
-        if good is None or bad is None:
-            return
-        sides, to_time = self._sides(), timed_rows(good, bad).keys()
-        verdict = judge_gate(self.gate.config.lane, sides["good"], sides["bad"], {}, {})
-        # A finding without rows is a failed test.
-        certain = [f for f in verdict.findings if not f.rows or not {*f.rows} <= to_time]
-        for line in first_answer([f for f in certain if f.decision is not Decision.ADOPT]):
-            self.view.say(line)
+        sides = self._sides()
+        if sides["good"].record and sides["bad"].record:
+            for line in first_answer(certain_findings(self.gate.config.lane, sides["good"], sides["bad"])):
+                self.view.say(line)
+
+    def _interim(self, running: Sequence[str]) -> Interim:
+        """Return a comparison of the records that these running sides, and those measured before, have so far."""
+        there = [name for name in ("good", "bad") if name in running or self.gate.sides[name].record]
+        records = {name: self.out / f"{name}.json" for name in there}
+        return Interim(self.gate.config.lane, self._sides(), records, self._started, self.view.say)
 
     def _sides(self) -> dict[str, Side]:
         return {
@@ -270,7 +276,8 @@ class GateRunner:
         timed, crept, lines = apply_to_times(gate.timed, gate.drifts, acceptances, lane, self.today)
         verdict = judge_gate(lane, sides["good"], sides["bad"], timed, crept)
         lost = unequal_losses(lane, gate.paired) if gate.paired else []
-        findings = group([*verdict.findings, *lost, *self._anchor_gap(), *self._tree_gap()])
+        gaps = [*anchor_gap(gate), *tree_gap(gate, self.tree()), *left_out(gate, self._record("bad"))]
+        findings = group([*verdict.findings, *lost, *gaps])
         gate.decision = findings[0].decision if findings else verdict.decision
         gate.findings = tuple(self._with_interpreter(f) for f in findings)
         gate.accepted = tuple(lines)
@@ -348,25 +355,6 @@ class GateRunner:
             complete=record.complete,
             problems=[*problems, *again.problems],
         )
-
-    def _anchor_gap(self) -> list[Finding]:
-        """Report a requested anchor that could not be paired as a gap in the evidence."""
-        side = self.gate.sides.get("anchor")
-        if side is None or not side.failure:
-            return []
-        head = one_line(side.failure)
-        return [
-            Finding(Decision.UNKNOWN, "INFRA", "", head, good=(f"{side.name}: {head}",), repro=side.command)
-        ]
-
-    def _tree_gap(self) -> list[Finding]:
-        """Report a work tree that was edited during the gate: the two sides may have run different tests."""
-        now, then = self.tree(), self.gate.binding
-        differences = then.differences(now) if then and now else []
-        if not differences:
-            return []
-        head = f"the work tree changed while the gate measured ({'; '.join(differences)})"
-        return [Finding(Decision.UNKNOWN, "INFRA", "", head, repro=self.gate.command)]
 
     def _with_interpreter(self, f: Finding) -> Finding:
         """Put the side's interpreter into the repro: plain `pytest` depends on the shell's environment."""

@@ -84,6 +84,12 @@ def command(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Run the adopted side again, even if a run of today is kept.")
     ] = False,
+    fast: Annotated[
+        bool,
+        typer.Option(
+            result.FAST, help="An early answer: only tests of a few seconds, and no times. Cannot adopt."
+        ),
+    ] = False,
     disk: Disk = None,
     shell: Annotated[
         str,
@@ -101,6 +107,8 @@ def command(
     """
     if shell and selection:
         raise BumpgateError("--command and a pytest selection: name one of them")
+    if shell and fast:
+        raise BumpgateError("--command and --fast: a command has no fast part; leave --fast out")
     if budget is not None and not budget >= 0:
         raise BumpgateError(f"--budget: must be a number of minutes of at least 0, got {budget:g}")
     config = GateConfig(
@@ -112,7 +120,9 @@ def command(
         python_bad=_absolute(python_bad),
         python_anchor=_absolute(python_anchor),
         sessions=sessions,
-        selection=(metrics.test_path(lane),) if shell else tuple(selection or ()),
+        selection=(metrics.test_path(lane),)
+        if shell
+        else (*([result.FAST] if fast else []), *(selection or ())),
         candidate_file=_file_digest(candidate),
         without=tuple(sorted({str(canonicalize_name(name)) for name in without or ()})),
         command=shell,

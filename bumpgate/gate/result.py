@@ -23,6 +23,8 @@ from bumpgate.gate.timed import Sessions
 from bumpgate.run.binding import Binding
 
 NAME = "gate.json"
+# The option of pytest that selects the part of a lane that a fast gate measures.
+FAST = "--fast"
 
 
 class GateError(BumpgateError):
@@ -50,6 +52,11 @@ class GateConfig:
     candidate_file: str = ""
     without: tuple[str, ...] = ()
     command: str = ""
+
+    @property
+    def fast(self) -> bool:
+        """Whether only tests of a few seconds run, without paired sessions: an early answer that cannot adopt."""
+        return FAST in self.selection
 
 
 @dataclass

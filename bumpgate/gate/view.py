@@ -49,21 +49,6 @@ def timed_line(outcomes: Sequence[TimedOutcome], sessions: Sessions) -> str:
     return f"{line}; last lost: {sessions.lost}" if sessions.lost else line
 
 
-def first_answer(findings: Sequence[Finding]) -> list[str]:
-    """Return the lines that a gate shows before its sessions.
-
-    findings: those that do not depend on times, and because of which the candidate is held or its decision is UNKNOWN.
-    """
-    holding = [f for f in findings if f.decision is Decision.HOLD]
-    shown = holding or findings
-    if not shown:
-        return ["first answer: only the times can still hold the candidate"]
-    answer = "HOLD, whatever the times are" if holding else "UNKNOWN, unless the times hold the candidate"
-    number = f"{len(shown)} finding{'s' * (len(shown) != 1)}"
-    causes = (f"  {_cause(f)}; {', '.join(cut(f.rows or f.tests))}" for f in shown)
-    return [f"first answer: {answer} ({number})", *causes]
-
-
 def findings_text(findings: Sequence[Finding], console: Console) -> None:
     """Print the findings: a table on a terminal, else blocks of unbroken lines, so that a log can be searched."""
     if console.is_terminal:
@@ -73,7 +58,8 @@ def findings_text(findings: Sequence[Finding], console: Console) -> None:
         console.print(_block(f), markup=False, highlight=False, soft_wrap=True)
 
 
-def _cause(f: Finding) -> str:
+def cause(f: Finding) -> str:
+    """Return a finding's label with its metric and head: `CHANGED graph_breaks: gone: a break in attention`."""
     what = f"{f.metric}: {f.head}" if f.metric and f.head else f.metric or f.head
     return f"{f.label} {what}".strip()
 
@@ -85,7 +71,7 @@ def cut(lines: Sequence[str]) -> list[str]:
 
 
 def _block(f: Finding) -> str:
-    lines = [f"{f.decision.name:<8} {_cause(f)}"]
+    lines = [f"{f.decision.name:<8} {cause(f)}"]
     lines += [f"{'':<8} row {row}" for row in cut(f.rows)]
     lines += [f"{'':<8} adopted:   {line}" for line in cut(f.good)]
     lines += [f"{'':<8} candidate: {line}" for line in cut(f.bad)]
@@ -97,9 +83,9 @@ def _table(findings: Sequence[Finding]) -> Table:
     for title in ("", "cause", "adopted", "candidate"):
         table.add_column(title, overflow="fold", no_wrap=not title)
     for f in findings:
-        cause = Text("\n".join([_cause(f), *cut(f.rows)]))
+        what = Text("\n".join([cause(f), *cut(f.rows)]))
         if f.repro:
-            cause.append(f"\n-> {f.repro}", style="dim")
+            what.append(f"\n-> {f.repro}", style="dim")
         sides = (Text("\n".join(cut(side))) for side in (f.good, f.bad))
-        table.add_row(Text(f.decision.name, style=STYLE[f.decision]), cause, *sides)
+        table.add_row(Text(f.decision.name, style=STYLE[f.decision]), what, *sides)
     return table

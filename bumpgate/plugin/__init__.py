@@ -49,6 +49,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="only the tests that depend on a file changed since the commit BASE; a part of the lane",
     )
     group.addoption(
+        "--fast",
+        action="store_true",
+        help="no test that is long or cold, or needs the machine to itself; a part of the lane",
+    )
+    group.addoption(
         "--launcher",
         metavar="COMMAND",
         help="launcher that suites/launch checks (default: ours)",

@@ -129,7 +129,7 @@ class Progress:
     def _left(self, spent: float) -> float | None:
         """Estimate the seconds left from the tests' times in earlier runs; None if most tests have none."""
         if len(self.tests & self.before.keys()) < len(self.tests) / 2:
-            return None  # the longest tests come first, so their times say nothing about the others
+            return None  # tests are ordered by length, so the first ones say nothing about the others
         expected = {test: self.before.get(test, UNTIMED) for test in self.tests}
         done = sum(expected[test] for test in self.finished & self.tests)
         return spent * (sum(expected.values()) - done) / done if done else None

@@ -1,9 +1,10 @@
 """Order of a lane's tests, and their assignment to workers of xdist: one at a time, the longest first.
 
 A test marked `long(seconds)` starts before shorter ones, so that no worker is still in it when the others have
-finished. A test that needs the machine to itself comes last, and one worker runs all of them: in between, it would
-wait for all others to end, and they for it. Tests that use a fixture of module scope go to one worker, which makes it
-once. `--dist` selects one of xdist's own schedulers instead.
+finished; a single worker runs it after them, so that most rows are measured early. A test that needs the machine to
+itself comes last, and one worker runs all of them: in between, it would wait for all others to end, and they for it.
+Tests that use a fixture of module scope go to one worker, which makes it once. `--dist` selects one of xdist's own
+schedulers instead.
 """
 
 from __future__ import annotations
@@ -25,9 +26,18 @@ def alone(item: pytest.Item) -> bool:
     return not ALONE.isdisjoint(getattr(item, "fixturenames", ()))
 
 
-def turn(item: pytest.Item) -> tuple[bool, float]:
-    """Return the sort key of a test: the longest first, then unmarked ones, then those that run alone."""
-    return (True, 0.0) if alone(item) else (False, -(_seconds(item) or 0.0))
+def is_fast(item: pytest.Item) -> bool:
+    """Return whether `--fast` selects a test."""
+    return not (alone(item) or item.get_closest_marker("long") or item.get_closest_marker("cold"))
+
+
+def turn(item: pytest.Item, workers: int) -> tuple[bool, bool, float]:
+    """Return the sort key of a test. Those that run alone come last.
+
+    Several workers start with the longest; a single one starts with those that `--fast` selects.
+    """
+    seconds = 0.0 if alone(item) else _seconds(item) or 0.0
+    return (alone(item), workers == 1 and not is_fast(item), seconds if workers == 1 else -seconds)
 
 
 def _seconds(item: pytest.Item) -> float | None:
@@ -43,8 +53,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(trylast=True)  # after pytest's own, which sorts by the parameters of session fixtures
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=turn)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("fast", False):
+        config.hook.pytest_deselected(items=[item for item in items if not is_fast(item)])
+        items[:] = [item for item in items if is_fast(item)]
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    items.sort(key=lambda item: turn(item, workers))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -82,7 +82,15 @@ class Selection:
 def selects_all(config: pytest.Config, lane: str, folders: Collection[str]) -> bool:
     """Whether this command line selects every test of the lane below these folders."""
     o = config.option
-    narrowed = [o.markexpr.strip() != lane, o.affected, o.keyword, o.deselect, o.ignore, o.ignore_glob]
+    narrowed = [
+        o.markexpr.strip() != lane,
+        o.affected,
+        o.fast,
+        o.keyword,
+        o.deselect,
+        o.ignore,
+        o.ignore_glob,
+    ]
     narrowed += [getattr(o, name, False) for name in ("lf", "stepwise")]  # of a plugin that -p may block
     narrowed += [ini for ini in o.override_ini or () if ini.startswith(("testpaths", "python_"))]
     selected = [(config.invocation_params.dir / arg).resolve() for arg in config.args]

@@ -95,11 +95,18 @@ def test_longest(): pass
 """
 
 
-def test_long_tests_are_first_and_timed_tests_last(tmp_path: Path) -> None:
+def test_single_worker_runs_short_tests_first(tmp_path: Path) -> None:
     printed = run(tmp_path, ORDER, workers=0, options=("-v",))
     ran = [line.split("::")[1].split()[0] for line in printed.splitlines() if "PASSED" in line]
     shared = [f"test_shared[{i}]" for i in range(3)]
-    assert ran == ["test_longest", "test_long", "test_short", *shared, "test_timed"]
+    assert ran == ["test_short", *shared, "test_long", "test_longest", "test_timed"]
+
+
+def test_several_workers_run_long_tests_first(tmp_path: Path) -> None:
+    printed = run(tmp_path, FIRST, workers=2)
+    assert "4 passed" in printed, printed
+    found = [p.attrib["name"] for p in ElementTree.parse(tmp_path / "ran.xml").iter("property")]
+    assert sorted(found[:2]) == ["long", "longest"]
 
 
 def test_unit_of_a_test_follows_from_its_fixtures(tmp_path: Path) -> None:
@@ -142,6 +149,30 @@ def test_exclusive_tests_share_one_worker(tmp_path: Path) -> None:
     properties = ElementTree.parse(tmp_path / "ran.xml").iter("property")
     found = {(p.attrib["name"], p.attrib["value"]) for p in properties}
     assert [name for name, _ in found] == ["alone"]
+
+
+# Each of the two workers waits for the first test of the other one.
+FIRST = """
+import time
+from pathlib import Path
+import pytest
+def begin(name, record_property):
+    record_property(name, "")
+    Path(f"{name}.begun").touch()
+    until = time.monotonic() + 20
+    while len(list(Path().glob("*.begun"))) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+def test_short(record_property):
+    begin("short", record_property)
+def test_shorter(record_property):
+    begin("shorter", record_property)
+@pytest.mark.long(5)
+def test_long(record_property):
+    begin("long", record_property)
+@pytest.mark.long(9)
+def test_longest(record_property):
+    begin("longest", record_property)
+"""
 
 
 HOLD = """
