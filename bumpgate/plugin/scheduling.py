@@ -31,13 +31,14 @@ def is_fast(item: pytest.Item) -> bool:
     return not (alone(item) or item.get_closest_marker("long") or item.get_closest_marker("cold"))
 
 
-def turn(item: pytest.Item, workers: int) -> tuple[bool, bool, float]:
+def turn(item: pytest.Item) -> tuple[bool, bool, float]:
     """Return the sort key of a test. Those that run alone come last.
 
     Several workers start with the longest; a single one starts with those that `--fast` selects.
     """
+    single = getattr(item.config, "workerinput", {}).get("workercount", 1) == 1
     seconds = 0.0 if alone(item) else _seconds(item) or 0.0
-    return (alone(item), workers == 1 and not is_fast(item), seconds if workers == 1 else -seconds)
+    return (alone(item), single and not is_fast(item), seconds if single else -seconds)
 
 
 def _seconds(item: pytest.Item) -> float | None:
@@ -57,8 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("fast", False):
         config.hook.pytest_deselected(items=[item for item in items if not is_fast(item)])
         items[:] = [item for item in items if is_fast(item)]
-    workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    items.sort(key=lambda item: turn(item, workers))
+    items.sort(key=turn)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -8,8 +8,6 @@ must agree with the plain formula in fp64 first.
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,18 +16,11 @@ from torch import Tensor
 
 from kernels.attention import attention, attention_mask, attention_reference, qk_norm, rope
 from kernels.attention.naive import attention_naive
-from suites.kernels.inputs.attention import make_inputs
-from suites.support.comparison import DTYPES, doubled, error, error_ratios, gradients, report_cases
-from suites.support.custom_ops import check_one_graph, check_op, refused, strided, turned
+from suites.kernels.inputs.attention import CASES, make_inputs
+from suites.support.comparison import DTYPES, doubled, error, error_ratios, report_cases
+from suites.support.custom_ops import check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
 
-CASES = {
-    "plain": {},
-    "softcap": {"softcap": 2.0},
-    "window": {"window": 5},
-    "all": {"softcap": 2.0, "window": 7, "scale": 0.4},
-    "not causal": {"causal": False},
-}
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 
 
@@ -42,16 +33,6 @@ def rounding_bound(q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
     T, P = q.shape[1], q.shape[3]
     logit = scale * q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
     return float((2 * (P + 4) * logit + T + 8) * 2**-24 * v.double().abs().max())
-
-
-@lanes("cpu", "h200")
-@pytest.mark.parametrize("case", CASES)
-def test_fp64_equals_the_plain_formula(lane: Lane, case: str):
-    inputs = make_inputs(device=lane.device)
-    plain = gradients(attention_naive, *inputs, **CASES[case])
-    for impl in ("op", "reference"):
-        for found, expected in zip(gradients(partial(attention, impl=impl), *inputs, **CASES[case]), plain):
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @lanes("cpu", "h200")
@@ -96,14 +77,6 @@ def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane, case: str):
     assert ((attention_naive(*inputs, **CASES[case]) - oracle).abs() > bound).any()
 
 
-@lanes("cpu")
-@pytest.mark.parametrize("case", ["plain", "all"])
-def test_gradcheck(lane: Lane, case: str):
-    q, k, v, doc_ids = make_inputs(B=1, T=6, Hq=4, Hkv=2, P=3)
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    assert torch.autograd.gradcheck(lambda *t: attention(*t, doc_ids, **CASES[case]), leaves)
-
-
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
     FWD, BWD = torch.ops.bumpgate.attention_fwd, torch.ops.bumpgate.attention_bwd
@@ -117,15 +90,6 @@ def test_op_contract(lane: Lane):
     assert [t.requires_grad for t in FWD(*leaves, doc_ids, *options)] == [True, False]
     check_op(FWD, (q, k, v, doc_ids, *options), differentiable=True)
     check_op(BWD, (q, k, v, doc_ids, out, lse, turned(out, 1, 2), *options))
-
-
-@lanes("cpu", "h200")
-def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
-    def train(function, inputs):
-        return gradients(function, *inputs, softcap=2.0)
-
-    batches = [make_inputs(B=B, T=16, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
-    check_one_graph(attention, train, batches, op="attention", dynamic=(0, 1, 2, 3))
 
 
 @lanes("cpu", "h200")
@@ -244,22 +208,6 @@ def test_rope_and_qk_norm_compute_in_fp32(lane: Lane):
 
 
 @lanes("cpu")
-def test_bad_input_raises_one_line_error(lane: Lane):
-    q, k, v, doc_ids = make_inputs(B=2, T=4, Hq=4, Hkv=2, P=4, dtype=torch.float32)
-    bad = [
-        ((q, k[:, :, :1].repeat(1, 1, 3, 1), v, doc_ids), {}, "4 query heads"),
-        ((q[0], k, v, doc_ids), {}, "3-d"),
-        ((q, k[:, :3], v, doc_ids), {}, "k has shape"),
-        ((q, k, v[..., :3], doc_ids), {}, "v has shape"),
-        ((q, k, v, doc_ids[:, :3]), {}, "doc_ids has shape"),
-        ((q, k.bfloat16(), v, doc_ids), {}, "one float dtype"),
-        ((q, k, v, doc_ids.long()), {}, "int32"),
-        ((q, k, v, doc_ids), {"softcap": -1.0}, "softcap"),
-        ((q, k, v, doc_ids), {"window": -1}, "window"),
-        ((q, k, v, doc_ids), {"impl": "fast"}, "choices are"),
-    ]
-    for inputs, options, words in bad:
-        with refused("attention", words):
-            attention(*inputs, **options)
+def test_odd_head_dim_has_no_rope(lane: Lane):
     with refused("rope", "even"):
-        rope(q[..., :3], torch.zeros(2, 4), 100.0)
+        rope(torch.zeros(2, 4, 4, 3), torch.zeros(2, 4), 100.0)

@@ -18,11 +18,10 @@ from kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from kernels.cross_entropy.naive import cross_entropy_naive
 from suites.kernels.inputs.cross_entropy import make_inputs
 from suites.support.comparison import DTYPES, doubled, error, gradients, pooled, report_pooled
-from suites.support.custom_ops import check_one_graph, check_op, refused, strided, turned
+from suites.support.custom_ops import check_op, strided, turned
 from suites.support.lanes import Lane, lanes
 from suites.support.reduce import largest, smallest
 
-CASES = {"plain": 0.0, "softcap": 3.0, "wide softcap": 50.0}
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 sizes = {"seed": st.integers(0, 99), "V": st.integers(1, 40), "softcap": st.sampled_from([0.0, 3.0])}
 
@@ -31,19 +30,6 @@ def slope_forgotten(logits: Tensor, target: Tensor, softcap: float) -> Tensor:
     """Return the correct loss with the gradient of the capped logits instead of the logits' own."""
     capped = softcap * torch.tanh(logits.detach() / softcap)
     return cross_entropy(capped + logits - logits.detach(), target)
-
-
-@lanes("cpu", "h200")
-@pytest.mark.parametrize("ignore_index", [-100, -1, 3])
-@pytest.mark.parametrize("case", CASES)
-def test_fp64_equals_torch(lane: Lane, case: str, ignore_index: int):
-    inputs = make_inputs(device=lane.device, ignore_index=ignore_index)
-    options = {"softcap": CASES[case], "ignore_index": ignore_index}
-    plain = gradients(cross_entropy_naive, *inputs, **options)
-    for impl in ("op", "reference"):
-        found = gradients(partial(cross_entropy, impl=impl), *inputs, **options)
-        for ours, theirs in zip(found, plain, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 @lanes("cpu", "h200")
@@ -108,14 +94,6 @@ def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane):
     assert ((dlogits * 1.03 - oracle[1]).abs() > 2**-8 * oracle[1].abs() + 4e-6).any()
 
 
-@lanes("cpu")
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_gradcheck(lane: Lane, softcap: float):
-    logits, target = make_inputs(B=2, T=2, V=4)
-    target[1, 0] = 2
-    assert torch.autograd.gradcheck(lambda x: cross_entropy(x, target, softcap), logits.requires_grad_())
-
-
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("softcap", [0.0, 15.0])
 def test_op_contract(lane: Lane, softcap: float):
@@ -128,15 +106,6 @@ def test_op_contract(lane: Lane, softcap: float):
     check_op(FWD, (logits, target, softcap, -100), differentiable=True)
     check_op(BWD, (logits, target, shift, total, turned(loss, 0, 1), softcap, -100))
     check_op(BWD, (turned(logits, 0, 2), target, shift, total, loss[:1, :1].expand(3, 5), softcap, -100))
-
-
-@lanes("cpu", "h200")
-def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
-    def train(function, inputs):
-        return gradients(function, *inputs, softcap=15.0)
-
-    batches = [make_inputs(B=B, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
-    check_one_graph(cross_entropy, train, batches, op="cross_entropy", dynamic=(0, 1))
 
 
 @lanes("cpu", "h200")
@@ -237,24 +206,6 @@ def test_out_of_range_target_is_nan_in_triton(lane: Lane, expected: int):
     target[1, 1] = expected
     for t in gradients(cross_entropy, logits, target, softcap=15.0):
         assert t.isnan().reshape(3, 5, -1).any(-1).nonzero().tolist() == [[1, 1]]
-
-
-@lanes("cpu")
-def test_bad_input_raises_one_line_error(lane: Lane):
-    logits, target = make_inputs(dtype=torch.float32)
-    bad = [
-        ((logits, target[:2]), {}, "target has shape"),
-        ((logits[0, 0], target), {}, "target has shape"),
-        ((logits[..., :0], target), {}, "V at least 1"),
-        ((logits.sum(), target), {}, "V at least 1"),
-        ((logits.int(), target), {}, "logits must be floating point"),
-        ((logits, target.int()), {}, "int64"),
-        ((logits, target), {"softcap": -1.0}, "softcap"),
-        ((logits, target), {"impl": "upstream"}, "choices are"),
-    ]
-    for inputs, options, words in bad:
-        with refused("cross_entropy", words):
-            cross_entropy(*inputs, **options)
 
 
 @lanes("cpu", "h200")

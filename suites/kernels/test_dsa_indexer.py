@@ -22,12 +22,11 @@ from kernels.dsa_indexer import (
     dsa_scores,
 )
 from kernels.dsa_indexer.naive import dsa_attention_naive
-from suites.kernels.inputs.dsa_indexer import documents, make_index_inputs, make_inputs
+from suites.kernels.inputs.dsa_indexer import CASES, documents, make_index_inputs, make_inputs
 from suites.support.comparison import DTYPES, Named, doubled, error, gradients, pooled, report_pooled
-from suites.support.custom_ops import check_compiled, check_one_graph, check_op, refused, strided, turned
+from suites.support.custom_ops import check_compiled, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
 
-CASES = {"plain": {}, "softcap": {"softcap": 2.0}, "softcap and scale": {"softcap": 2.0, "scale": 0.4}}
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 
 
@@ -107,17 +106,6 @@ def test_no_unselected_key_scores_clearly_better(lane: Lane, dtype: str):
 
 
 @lanes("cpu", "h200")
-@pytest.mark.parametrize("case", CASES)
-def test_fp64_equals_masked_dense_attention(lane: Lane, case: str):
-    inputs = make_inputs(device=lane.device)
-    plain = gradients(dsa_attention_naive, *inputs, **CASES[case])
-    for impl in ("op", "reference"):
-        found = gradients(dsa_attention, *inputs, impl=impl, **CASES[case])
-        for ours, expected in zip(found, plain, strict=True):
-            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-
-
-@lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
     """Over several seeds: a query with one key has a gradient of 0, and the rounding noise of either side is random."""
@@ -156,14 +144,6 @@ def test_fp32_error_is_rounding_only(lane: Lane):
     assert not missed
 
 
-@lanes("cpu")
-@pytest.mark.parametrize("case", ["plain", "softcap and scale"])
-def test_gradcheck(lane: Lane, case: str):
-    q, k, v, indices = make_inputs(B=1, T=6, Hq=4, Hkv=2, P=3, K=3)
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    assert torch.autograd.gradcheck(lambda *t: dsa_attention(*t, indices, **CASES[case]), leaves)
-
-
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
     ops = torch.ops.bumpgate
@@ -181,15 +161,6 @@ def test_op_contract(lane: Lane):
     check_op(
         ops.dsa_indexer_fwd, (*strided(make_index_inputs(T=9, dtype=torch.float32, device=lane.device)), 4)
     )
-
-
-@lanes("cpu", "h200")
-def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
-    def train(function, inputs):
-        return gradients(function, *inputs, softcap=2.0)
-
-    batches = [make_inputs(B=B, T=16, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
-    check_one_graph(dsa_attention, train, batches, op="dsa_attention", dynamic=(0, 1, 2, 3))
 
 
 @lanes("cpu", "h200")
@@ -269,23 +240,7 @@ def test_query_without_keys_gives_zeros(lane: Lane):
 
 
 @lanes("cpu")
-def test_bad_input_raises_one_line_error(lane: Lane):
-    q, k, v, indices = make_inputs(B=2, T=4, P=4, K=3, dtype=torch.float32)
-    bad = [
-        ((q, k[:, :, :1].repeat(1, 1, 3, 1), v, indices), {}, "4 query heads"),
-        ((q[0], k, v, indices), {}, "3-d"),
-        ((q, k[:, :3], v, indices), {}, "k has shape"),
-        ((q, k, v[..., :3], indices), {}, "v has shape"),
-        ((q, k, v, indices[:, :3]), {}, "indices has shape"),
-        ((q, k, v, indices.long()), {}, "int32"),
-        ((q, k.bfloat16(), v, indices), {}, "one float dtype"),
-        ((q, k, v.bfloat16(), indices), {}, "one float dtype"),
-        ((q, k, v, indices), {"softcap": -1.0}, "softcap"),
-        ((q, k, v, indices), {"impl": "fast"}, "choices are"),
-    ]
-    for inputs, options, words in bad:
-        with refused("dsa_attention", words):
-            dsa_attention(*inputs, **options)
+def test_bad_indexer_input_raises_one_line_error(lane: Lane):
     q, k, weights, doc_ids = make_index_inputs(B=2, T=4, dtype=torch.float32)
     bad = [
         ((q[0], k, weights, doc_ids), {}, "3-d"),

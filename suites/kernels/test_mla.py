@@ -8,7 +8,6 @@ the plain formula in fp64 first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -18,17 +17,11 @@ from torch import Tensor
 
 from kernels.mla import mla, mla_absorbed, mla_reference
 from kernels.mla.naive import mla_naive, seen_by
-from suites.kernels.inputs.mla import NAMES, make_inputs
+from suites.kernels.inputs.mla import CASES, NAMES, OP, make_inputs, refusals
 from suites.support.comparison import DTYPES, Named, doubled, error, gradients, pooled, report_pooled
-from suites.support.custom_ops import check_one_graph, check_op, refused, strided, turned
+from suites.support.custom_ops import check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
 
-CASES = {
-    "plain": {},
-    "softcap": {"softcap": 2.0},
-    "softcap and scale": {"softcap": 2.0, "scale": 0.4},
-    "not causal": {"causal": False},
-}
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 
 
@@ -45,16 +38,6 @@ def rounding_bound(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, scale: float) -> fl
     rope = q_rope.double().norm(dim=-1).max() * k_rope.double().norm(dim=-1).max()
     largest = c * W_uv.double().norm(dim=-1).max()
     return float((2 * widest * scale * (nope + rope) + T + C + 8) * 2**-24 * largest)
-
-
-@lanes("cpu", "h200")
-@pytest.mark.parametrize("case", CASES)
-def test_fp64_equals_the_plain_formula_in_both_forms(lane: Lane, case: str):
-    inputs = make_inputs(device=lane.device)
-    plain = gradients(mla_naive, *inputs, **CASES[case])
-    for form in (mla, partial(mla, impl="reference"), mla_absorbed):
-        for found, expected in zip(gradients(form, *inputs, **CASES[case]), plain, strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @lanes("cpu", "h200")
@@ -112,14 +95,6 @@ def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane, case: str):
     assert ((mla_naive(*inputs, **CASES[case]) - oracle).abs() > bound).any()
 
 
-@lanes("cpu")
-@pytest.mark.parametrize("case", ["plain", "softcap and scale"])
-def test_gradcheck(lane: Lane, case: str):
-    *floats, doc_ids = make_inputs(B=1, T=5, H=2, C=3, P=2, R=2, Pv=3)
-    leaves = [t.requires_grad_() for t in floats]
-    assert torch.autograd.gradcheck(lambda *t: mla(*t, doc_ids, **CASES[case]), leaves)
-
-
 @lanes("cpu", "h200")
 def test_op_contract(lane: Lane):
     FWD, BWD = torch.ops.bumpgate.mla_fwd, torch.ops.bumpgate.mla_bwd
@@ -132,15 +107,6 @@ def test_op_contract(lane: Lane):
     assert [t.requires_grad for t in FWD(*leaves, gapped[-1], *options)] == [True, False]
     check_op(FWD, (*gapped, *options), differentiable=True)
     check_op(BWD, (*(t.detach() for t in gapped), out, lse, turned(out, 1, 2), *options))
-
-
-@lanes("cpu", "h200")
-def test_compiles_to_one_graph_for_every_batch_size(lane: Lane):
-    def train(function, inputs):
-        return gradients(function, *inputs, softcap=2.0)
-
-    batches = [make_inputs(B=B, T=16, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
-    check_one_graph(mla, train, batches, op="mla", dynamic=(0, 1, 2, 3, 6))
 
 
 @lanes("cpu", "h200")
@@ -217,25 +183,26 @@ def test_one_token_returns_its_value(lane: Lane):
     torch.testing.assert_close(mla(*inputs, softcap=30.0), expected, rtol=1e-14, atol=1e-14)
 
 
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("case", CASES)
+def test_absorbed_form_in_fp64_equals_the_plain_formula(lane: Lane, case: str):
+    inputs = make_inputs(device=lane.device)
+    plain = gradients(mla_naive, *inputs, **CASES[case])
+    for found, expected in zip(gradients(mla_absorbed, *inputs, **CASES[case]), plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 @lanes("cpu")
-def test_bad_input_raises_one_line_error(lane: Lane):
-    inputs = dict(zip(NAMES, make_inputs(B=2, T=4, H=2, C=4, P=4, R=2, Pv=4, dtype=torch.float32)))
-    bad = [
-        ({"q_nope": inputs["q_nope"][0]}, {}, "3-d"),
-        ({"c_kv": inputs["c_kv"][0]}, {}, "c_kv and W_uv 3-d"),
-        ({"q_rope": inputs["q_rope"][:, :3]}, {}, "q_rope has shape"),
-        ({"k_rope": inputs["k_rope"][..., :1]}, {}, "k_rope has shape"),
-        ({"W_uk": inputs["W_uk"][:1]}, {}, "W_uk has shape"),
-        ({"W_uv": inputs["W_uv"][..., :3]}, {}, "W_uv has shape"),
-        ({"doc_ids": inputs["doc_ids"][:, :3]}, {}, "doc_ids has shape"),
-        ({"W_uv": inputs["W_uv"].bfloat16()}, {}, "one float dtype"),
-        ({"doc_ids": inputs["doc_ids"].long()}, {}, "int32"),
-        ({}, {"softcap": -1.0}, "softcap"),
-    ]
-    for changed, options, words in bad:
-        for op, function in {"mla": mla, "mla_absorbed": mla_absorbed}.items():
-            with refused(op, words):
-                function(**inputs | changed, **options)
+def test_absorbed_form_refuses_what_the_op_refuses(lane: Lane):
+    inputs = make_inputs(**OP.bad)
+    for arguments, options, words in refusals(*inputs):
+        with refused("mla_absorbed", words):
+            mla_absorbed(*arguments, **options)
+
+
+@lanes("cpu")
+def test_number_of_queries_selects_the_form(lane: Lane):
+    inputs = dict(zip(NAMES, make_inputs(**OP.bad)))
     fewer = inputs | {name: inputs[name][:, 1:] for name in ("q_nope", "q_rope")}
     with refused("mla", "mla_absorbed takes fewer"):
         mla(**fewer)

@@ -6,7 +6,6 @@ B batch, T tokens, D model dim, E experts, K top-k, C bucket (slots per expert a
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from suites.support.comparison import (
     random_weights,
     ratio_row,
 )
-from suites.support.custom_ops import check_compiled, check_op, refused, strided, turned
+from suites.support.custom_ops import check_compiled, check_op, strided, turned
 from suites.support.lanes import Lane, lanes
 
 BOUND = 1e-5  # for the fp32 output before its cast: right reads 6e-8 (random) and 6e-7 (cancelling), wrong 2e-3 up
@@ -106,17 +105,6 @@ def test_graph_has_fp32_product_and_accumulator(lane: Lane):
 
 
 @lanes("cpu", "h200")
-@pytest.mark.parametrize("bucket", [3, 24])
-def test_fp64_equals_the_loop(lane: Lane, bucket: int):
-    inputs = make_inputs(C=bucket, device=lane.device)
-    assert (inputs[2] < 0).any() == (bucket == 3)
-    plain = gradients(moe_combine_naive, *inputs)
-    for impl in ("op", "reference"):
-        for ours, theirs in zip(gradients(partial(moe_combine, impl=impl), *inputs), plain):
-            torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
-
-
-@lanes("cpu", "h200")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
     inputs = make_inputs(T=64, K=5, D=32, C=64, dtype=DTYPES[dtype], device=lane.device)
@@ -136,14 +124,6 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
         witness=sum(t.numel() for t in oracle),
         at_most=2.0,
     )
-
-
-@lanes("cpu")
-@pytest.mark.parametrize("bucket", [1, 4])
-def test_gradcheck(lane: Lane, bucket: int):
-    y, expert, slot, weights, _ = make_inputs(T=4, K=2, D=2, E=3, C=bucket)
-    leaves = [t.requires_grad_() for t in (y, weights)]
-    assert torch.autograd.gradcheck(lambda y, w: moe_combine(y, expert, slot, w, bucket), leaves)
 
 
 @lanes("cpu", "h200")
@@ -259,21 +239,8 @@ def test_output_is_cast_once_at_the_end(lane: Lane):
     assert moe_combine(*make_inputs(dtype=torch.float64, weights_dtype=torch.float32)).dtype == torch.float64
 
 
-@lanes("cpu")
-def test_bad_input_raises_one_line_error(lane: Lane):
-    y, expert, slot, weights, C = make_inputs(dtype=torch.bfloat16)
-    bad = [
-        ((y, expert, slot, weights.bfloat16(), C), {}, "combine weights stay fp32"),
-        ((y, expert, slot, weights.half(), C), {}, "combine weights stay fp32"),
-        ((y[0], expert, slot, weights, C), {}, "2-d"),
-        ((y, expert, slot, weights, C - 1), {}, "rows per expert"),
-        ((y, expert, slot[1:], weights, C), {}, "slot has shape"),
-        ((y, expert, slot, weights[..., 1:], C), {}, "weights has shape"),
-        ((y, expert, slot.int(), weights, C), {}, "int64"),
-        ((y.int(), expert, slot, weights, C), {"out_dtype": torch.float32}, "y must be floating point"),
-        ((y, expert, slot, weights, C), {"out_dtype": torch.int32}, "out must be floating point"),
-        ((y, expert, slot, weights, C), {"impl": "fast"}, "choices are"),
-    ]
-    for arguments, options, words in bad:
-        with refused("moe_combine", words):
-            moe_combine(*arguments, **options)
+@lanes("cpu", "h200")
+@pytest.mark.parametrize(("bucket", "dropped"), [(3, True), (24, False)])
+def test_small_bucket_drops_assignments(lane: Lane, bucket: int, dropped: bool):
+    slot = make_inputs(C=bucket, device=lane.device)[2]
+    assert bool((slot < 0).any()) == dropped

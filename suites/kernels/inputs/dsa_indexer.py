@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.dsa_indexer import dsa_indexer
+from kernels.dsa_indexer import dsa_attention, dsa_indexer
+from kernels.dsa_indexer.naive import dsa_attention_naive
+from suites.kernels.formula_op import Case, FormulaOp, Refusal
 
 
 def documents(B: int, T: int, device: str) -> Tensor:
@@ -39,3 +41,34 @@ def make_inputs(
     tensors = [torch.randn(B, T, H, P, generator=g, dtype=torch.float64) for H in (Hq, Hkv, Hkv)]
     indices = dsa_indexer(*make_index_inputs(B=B, T=T, seed=seed), top_k=K).to(device)
     return *(t.to(device, dtype) for t in tensors), indices
+
+
+def refusals(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> list[Refusal]:
+    return [
+        ((q, k[:, :, :1].repeat(1, 1, 3, 1), v, indices), {}, "4 query heads"),
+        ((q[0], k, v, indices), {}, "3-d"),
+        ((q, k[:, :3], v, indices), {}, "k has shape"),
+        ((q, k, v[..., :3], indices), {}, "v has shape"),
+        ((q, k, v, indices[:, :3]), {}, "indices has shape"),
+        ((q, k, v, indices.long()), {}, "int32"),
+        ((q, k.bfloat16(), v, indices), {}, "one float dtype"),
+        ((q, k, v.bfloat16(), indices), {}, "one float dtype"),
+        ((q, k, v, indices), {"softcap": -1.0}, "softcap"),
+    ]
+
+
+CASES = {"plain": {}, "softcap": {"softcap": 2.0}, "softcap and scale": {"softcap": 2.0, "scale": 0.4}}
+SMALL = {"B": 1, "T": 6, "Hq": 4, "Hkv": 2, "P": 3, "K": 3}
+OP = FormulaOp(
+    name="dsa_attention",
+    run=dsa_attention,
+    formula=dsa_attention_naive,
+    make_inputs=make_inputs,
+    cases={name: Case(options=options) for name, options in CASES.items()},
+    gradcheck={name: Case(SMALL, CASES[name]) for name in ("plain", "softcap and scale")},
+    batches=[{"B": B, "T": 16} for B in (2, 3, 5)],
+    dynamic=(0, 1, 2, 3),
+    compiled={"softcap": 2.0},
+    bad={"B": 2, "T": 4, "P": 4, "K": 3, "dtype": torch.float32},
+    refusals=refusals,
+)
