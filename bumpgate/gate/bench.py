@@ -246,11 +246,14 @@ class GateRunner:
             timed.sessions(self.gate.drifted, "anchor")
 
     def _first_answer(self) -> None:
-        """Show what is known before the sessions begin: the findings that do not depend on times."""
+        """Show and save what is known before the sessions begin: the findings that do not depend on times."""
         sides = self._sides()
         if sides["good"].record and sides["bad"].record:
-            for line in first_answer(certain_findings(self.gate.config.lane, sides["good"], sides["bad"])):
+            found = certain_findings(self.gate.config.lane, sides["good"], sides["bad"])
+            for line in first_answer(found):
                 self.view.say(line)
+            self.gate.findings = tuple(found)
+            self.save()
 
     def _interim(self, running: Sequence[str]) -> Interim:
         """Return a comparison of the records that these running sides, and those measured before, have so far."""

@@ -11,7 +11,8 @@ import re
 from enum import Enum
 
 from bumpgate.core import code
-from bumpgate.core.rows import Row, is_finite, same_value
+from bumpgate.core.baseline import violation
+from bumpgate.core.rows import Judgement, Row, Verdict, is_finite, same_value
 
 # Values that depend on rounding and on the order of a sum, by name and by unit.
 ERROR = re.compile(r"error|residual|leak|difference")
@@ -71,6 +72,18 @@ def change(good: Row, bad: Row) -> ValueChange | None:
     if _beyond(better, worse, factor, floor):
         return None if is_time(bad) else ValueChange.BETTER
     return ValueChange.OTHER if bad.per_build else None
+
+
+def looks_slower(good: Judgement, bad: Judgement) -> bool:
+    """Whether a time that each side read once must be measured again before it counts against the candidate.
+
+    It is worse than the adopted side's by more than such readings differ, or than the reviewed value by more than its
+    tolerance, and the adopted side's is not. A bound that the test derives decides at once.
+    """
+    if timed(bad.row) or not is_time(bad.row) or kinds(good.row, bad.row):
+        return False
+    against_review = bad.verdict is Verdict.REGRESSION and not good.red and violation(bad.row) is None
+    return against_review or change(good.row, bad.row) is ValueChange.AGAIN
 
 
 def kinds(good: Row, bad: Row) -> dict[str, tuple[str | bool, str | bool]]:

@@ -17,7 +17,7 @@ from typing import Any
 from bumpgate.core.findings import NO_REGRESSION, TimedOutcome
 from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import COST_PER_ROUND, Judgement, Record, Row, Verdict, is_finite
-from bumpgate.gate.between import ValueChange, change, direction, kinds, timed
+from bumpgate.gate.between import direction, kinds, looks_slower, timed
 from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.modes import p_lost
 from bumpgate.gate.plan import Family, SessionPlan, shares
@@ -67,18 +67,18 @@ def timed_rows(good: Record, bad: Record) -> dict[str, str]:
     that look worse. Rows that a side lacks for another reason are left to the comparison of the records.
     """
 
-    def measured(record: Record) -> dict[str, Row]:
-        return {j.row.id: j.row for j in record.judgements if j.verdict in MEASURED}
+    def measured(record: Record) -> dict[str, Judgement]:
+        return {j.row.id: j for j in record.judgements if j.verdict in MEASURED}
 
     good, bad = with_disturbed(good, bad), with_disturbed(bad, good)
     read_before, read_after = measured(good), measured(bad)
-    before, after = ({id: r for id, r in side.items() if timed(r)} for side in (read_before, read_after))
+    before, after = (
+        {id: j.row for id, j in side.items() if timed(j.row)} for side in (read_before, read_after)
+    )
     spoiled_before, spoiled_after = spoiled(good), spoiled(bad)
     by_both = (before.keys() | spoiled_before.keys()) & (after.keys() | spoiled_after.keys())
     again = {
-        id: row
-        for id, row in read_after.items()
-        if id in read_before and change(read_before[id], row) is ValueChange.AGAIN
+        id: j.row for id, j in read_after.items() if id in read_before and looks_slower(read_before[id], j)
     }
     disturbed = {id: row for id, row in spoiled_after.items() if id in spoiled_before}
     found = {id: row for id, row in (disturbed | before | after).items() if id in by_both} | again

@@ -21,7 +21,7 @@ from bumpgate.core.findings import ADDRESS, NO_REGRESSION, PRODUCT, Decision, Fi
 from bumpgate.core.outcomes import skipped_in_both
 from bumpgate.core.problems import ProblemKind
 from bumpgate.core.rows import Judgement, Record, Verdict, one_line
-from bumpgate.gate.between import ValueChange, change, kinds
+from bumpgate.gate.between import ValueChange, change, kinds, looks_slower
 from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed
@@ -284,6 +284,8 @@ def _compare(
         return _compare_defect(good, bad)
     if bad.row.work != good.row.work:
         return Decision.UNKNOWN, OTHER_WORK
+    if not paired and looks_slower(good, bad):
+        return Decision.UNKNOWN, Verdict.INCONCLUSIVE.value
     if bad.red:
         if right and bad.verdict in PRODUCT:
             return Decision.HOLD, bad.verdict.value
@@ -299,8 +301,6 @@ def _compare(
     moved = None if paired else change(good.row, bad.row)
     if moved in (None, ValueChange.BETTER):
         return (Decision.ADOPT, Verdict.WIN.value) if moved or won else None
-    if moved is ValueChange.AGAIN:
-        return Decision.UNKNOWN, Verdict.INCONCLUSIVE.value
     reviewed = bad.accepted or good.accepted or (moved is ValueChange.OTHER and bad.row.per_build)
     label = WORSE if moved is ValueChange.WORSE else Verdict.CHANGED.value
     return (Decision.ADOPT if reviewed else Decision.HOLD), label

@@ -156,6 +156,8 @@ class Progress:
             if self.reporter.hasmarkup:
                 self.reporter.rewrite("", erase=True)
                 self.reporter.rewrite("")
+            elif self.reporter._tw.width_of_current_line:
+                self.reporter._tw.line()  # after the letters of the tests
             self.reporter.write_line(text)
             self.reporter.flush()
 

@@ -189,8 +189,17 @@ def test_first_answer_precedes_the_sessions(
 ) -> None:
     for name, value in fault.items():
         setattr(machine.sides["bad"], name, value)
+    saved: list[Finding] = []
+
+    def look() -> None:
+        raw = json.loads((out / result.NAME).read_text())
+        if raw["sessions"] and not raw["sessions"]["begun"]:
+            saved[:] = [Finding(**f | {"decision": Decision[f["decision"]]}) for f in raw["findings"]]
+
+    machine.before_process = look
     machine.gate(out)
     printed = (out / "output.txt").read_text().splitlines()
+    assert [f.label for f in saved] == [line.split()[0] for line in lines[1:]]
     at = printed.index(lines[0])
     assert all(line.startswith(begin) for line, begin in zip(printed[at:], lines))
     assert at < next(i for i, line in enumerate(printed) if "timed rows after" in line)

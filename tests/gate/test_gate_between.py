@@ -59,6 +59,24 @@ def test_slower_single_reading_is_measured_again(reading: Row, ratio: float) -> 
     assert findings(good, bad, {reading.id: same}) == []
 
 
+@pytest.mark.parametrize("ratio", [1.087, 1.49])
+def test_single_reading_outside_its_tolerance_is_measured_again(ratio: float) -> None:
+    """However little or much it is worse, one reading does not hold; on the adopted side too it is no difference."""
+    good, bad = judged(COLD), judged(replace(COLD, value=45.0 * ratio), verdict=Verdict.REGRESSION)
+    assert timed_rows(record(good), record(bad)) == {COLD.id: TEST}
+    assert findings(good, bad) == [(UNKNOWN, "INCONCLUSIVE")]
+    assert findings(good, bad, {COLD.id: slower(ratio)}) == [(HOLD, "SLOWER")]
+    same = Timed(TimedOutcome.SAME, 1.001, (0.98, 1.02), 12, 1.0, 1.0)
+    assert findings(good, bad, {COLD.id: same}) == []
+
+
+def test_single_reading_above_a_derived_bound_holds() -> None:
+    bounded = replace(COLD, better="derived", tolerance=None, at_most=60.0)
+    bad = judged(replace(bounded, value=61.0), verdict=Verdict.REGRESSION)
+    assert timed_rows(record(judged(bounded)), record(bad)) == {}
+    assert findings(judged(bounded), bad) == [(HOLD, "REGRESSION")]
+
+
 @pytest.mark.parametrize(("reading", "ratio"), [(COLD, 1.31), (DEVICE, 1.024), (COLD, 0.5)])
 def test_noise_of_a_single_reading_is_not_a_finding(reading: Row, ratio: float) -> None:
     good, bad = judged(reading), judged(replace(reading, value=reading.value * ratio))

@@ -16,8 +16,11 @@ RECORDS = sorted((ROOT / "baselines" / "records").glob("*.json.xz"))
 # Runs of other builds of torch, which docs/h200_newer_torch.md explains.
 CANDIDATES = ("h200-torch-2.13.0", "h200-torch-2.14.1", "h200-torch-2.15.0")
 COMPLETE_RUNS = ("h200-whole", "h200-whole-another-machine")
-# Rows whose reviewed value a later change of the contract moved. No complete run is newer.
+# Rows whose reviewed value a later change of the contract moved, in runs before it.
 CONTRACT_SINCE = {"compile/contract/dynamo_lines_at_first_compile": "optimize_ddp=False"}
+
+# Rates that the host paces, too noisy to judge in one of the kept runs.
+NOISY = {f"throughput/nam56r-full-{side}-2x4096/tokens_per_second" for side in ("ours", "upstream")}
 
 
 def name_of(path: Path) -> str:
@@ -66,6 +69,8 @@ def test_kept_record_passes_the_current_baseline(path: Path) -> None:
     record = read_record(path)
     assert record.complete
     judged = [j for j in rejudged(record) if CONTRACT_SINCE.get(j.row.id, "") in str(j.row.value)]
+    assert {j.row.id for j in judged if j.verdict is Verdict.INCONCLUSIVE} <= NOISY
+    judged = [j for j in judged if j.verdict is not Verdict.INCONCLUSIVE]
     assert {j.verdict for j in judged} <= {Verdict.PASS, Verdict.WIN}, [
         f"{j.row.id}: {j.reason}" for j in judged if j.verdict not in (Verdict.PASS, Verdict.WIN)
     ]
