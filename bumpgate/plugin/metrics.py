@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from bumpgate.core.rows import is_finite, one_line
+from bumpgate.plugin.duet import shared_cores
 from bumpgate.plugin.rows import RowRecorder
 
 FORMAT = '{"name": "step_seconds", "value": 0.25, "unit": "s", "better": "lower"}'
@@ -27,7 +28,8 @@ def report(row: RowRecorder, command: str) -> None:
     `{python}` in the command, are the interpreter of the environment that is measured.
     """
     line = command.replace("{python}", shlex.quote(sys.executable))
-    done = subprocess.run(line, shell=True, stdout=subprocess.PIPE, text=True, errors="replace")
+    with shared_cores():
+        done = subprocess.run(line, shell=True, stdout=subprocess.PIPE, text=True, errors="replace")
     print(done.stdout)
     if done.returncode:
         pytest.fail(f"{one_line(command, 80)}: ended with {done.returncode}", pytrace=False)

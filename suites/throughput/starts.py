@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bumpgate.plugin.duet import Duet, partner
+from bumpgate.plugin.duet import Duet, partner, shared_cores
 from bumpgate.plugin.rows import InfraError
 from bumpgate.plugin.timing import Watch
 from suites.support.child import run_json
@@ -45,4 +45,5 @@ def started(lane: Lane, caches: Path, duet: Duet | None) -> dict[str, Any]:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
     }
-    return run_json("suites.throughput.cold_start", lane.device, environment=environment, timeout=LONGEST)
+    with shared_cores():
+        return run_json("suites.throughput.cold_start", lane.device, environment=environment, timeout=LONGEST)

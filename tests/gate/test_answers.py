@@ -35,7 +35,7 @@ def test_no_answer_before_both_sides_have_rows(interim: Interim) -> None:
     assert interim.look(progress=True) == []
 
 
-def test_each_cause_is_said_once_while_the_sides_run(interim: Interim) -> None:
+def test_each_cause_is_shown_once_while_the_sides_run(interim: Interim) -> None:
     save(interim, "good", count(), count(id="compile/b/graph_breaks"))
     save(interim, "bad", count(14, Verdict.CHANGED))
     expected = ["1.5 min: HOLD so far: CHANGED graph_breaks; compile/a/graph_breaks"]

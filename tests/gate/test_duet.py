@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import socket
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pytest
 from bumpgate.gate.duet import ROUNDS, VARIABLE, run_duet, shares
 from bumpgate.gate.sequential import log_ratio_of_rounds
 from bumpgate.gate.timed import reading
+from bumpgate.plugin.duet import Duet
 from bumpgate.run.runner import LaneCall
 from tests.support.project import PLUGINS, REPO, Project
 
@@ -149,6 +153,51 @@ def test_dead_side_ends_the_wait_of_the_other(project: Project) -> None:
 def test_sides_timing_different_work_are_not_paired(project: Project) -> None:
     for run in duet(project, NAMED="other"):
         assert "the two sides of this session differ in what they time" in reading(run, [TEST]).lost
+
+
+PLACES = """
+import json, os, subprocess, sys, time
+seen = [sorted(os.sched_getaffinity(0))]
+until = time.monotonic() + 2
+while time.monotonic() < until:
+    if (own := sorted(os.sched_getaffinity(0))) != seen[-1]:
+        seen.append(own)
+    time.sleep(0.01)
+child = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
+place = json.loads(subprocess.run(child, capture_output=True, text=True).stdout)
+print(json.dumps([seen, place]))
+"""
+
+
+@needs_two_cores
+def test_started_processes_change_places_together() -> None:
+    """Each side's processes are on one half of the cores at a time, and never both on the same one for long."""
+    links, halves = socket.socketpair(), shares()
+    before, sides = os.sched_getaffinity(0), []
+    try:
+        for link, cores, leads in zip(links, (halves, halves[::-1]), (True, False)):
+            side = Duet(link, cores, leads)
+            with side.children_change_places():
+                done = subprocess.run(
+                    [sys.executable, "-c", PLACES], capture_output=True, text=True, check=True
+                )
+            sides.append(json.loads(done.stdout))
+            assert os.sched_getaffinity(0) == {*cores[0]}, "the waiting process stays"
+    finally:
+        os.sched_setaffinity(0, before)
+    for seen, place in sides:
+        assert len(seen) > 2
+        assert all(a != b for a, b in itertools.pairwise(seen))
+        assert [own for own in [*seen, place] if own not in halves] == []
+
+
+def test_moves_of_both_sides_follow_one_clock() -> None:
+    """At any moment the two sides move their processes to different cores."""
+    cores = [[0], [1]]
+    for now in (0.0, 0.26, 10.01, 1234.55):
+        one, other = (Duet.cores_at(side, now) for side in (cores, cores[::-1]))
+        assert one != other
+    assert Duet.cores_at(cores, 0.01) != Duet.cores_at(cores, 0.26)
 
 
 def test_no_series_is_kept_outside_a_duet(project: Project) -> None:

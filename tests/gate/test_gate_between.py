@@ -71,7 +71,7 @@ def test_single_reading_outside_its_tolerance_is_measured_again(ratio: float) ->
 
 
 def test_single_reading_above_a_derived_bound_holds() -> None:
-    bounded = replace(COLD, better="derived", tolerance=None, at_most=60.0)
+    bounded = replace(COLD, better="derived", tolerance=0.0, at_most=60.0)
     bad = judged(replace(bounded, value=61.0), verdict=Verdict.REGRESSION)
     assert timed_rows(record(judged(bounded)), record(bad)) == {}
     assert findings(judged(bounded), bad) == [(HOLD, "REGRESSION")]
