@@ -41,6 +41,18 @@ def copies(key: str, side: str) -> list[dict[str, str]]:
     return [variables(key, side, copy) for copy in range(COPIES)]
 
 
+def bytecode(key: str, side: str) -> dict[str, str]:
+    """Return env_vars that keep the bytecode of an interpreter that was passed in next to its compile caches.
+
+    Of two interpreters, the one without bytecode, or with a user's PYTHONDONTWRITEBYTECODE, starts and traces more
+    slowly. Environments that bumpgate built keep theirs inside (bumpgate.run.runner).
+    """
+    return {
+        "PYTHONPYCACHEPREFIX": str(caches() / f"{key}-{side}" / "bytecode"),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+
+
 def prune(environments: set[str]) -> list[str]:
     """Delete the caches that belong to none of these environments; return the deleted names."""
     gone = []

@@ -296,7 +296,8 @@ def _env_specs(config: GateConfig, view: View, root: Path, sources: dict[str, An
             _refuse_unprepared(config, python, absent)
             lacking = wheels.variables({each: f"{why} (--without)" for each, why in absent.items()})
             key = compiled.HANDED_IN + hashlib.sha256(python.encode()).hexdigest()[:16]
-            first, *more = ({**c, **reference.variables(None), **lacking} for c in compiled.copies(key, name))
+            own = {**reference.variables(None), **lacking, **compiled.bytecode(key, name)}
+            first, *more = ({**c, **own} for c in compiled.copies(key, name))
             specs[name] = EnvSpec(
                 Path(python), first, command=f"{shlex.quote(python)} -m pip list", more=tuple(more)
             )

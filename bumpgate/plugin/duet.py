@@ -44,8 +44,7 @@ class Duet:
     def change_places(self) -> None:
         """Move every thread of this process to the other cores; torch's pool keeps the size of one side's share."""
         own, self.cores = self.cores[0], [*self.cores[1:], self.cores[0]]
-        for thread in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(thread.name), own)
+        _move(os.getpid(), own)
 
     @contextmanager
     def children_change_places(self) -> Iterator[None]:
@@ -69,9 +68,7 @@ class Duet:
         while not ended.wait(EXCHANGE_SECONDS - time.monotonic() % EXCHANGE_SECONDS):
             own = self.cores_at(self.cores, time.monotonic())
             for child in this.children(recursive=True):
-                with suppress(OSError, psutil.Error):  # it has ended
-                    for thread in Path(f"/proc/{child.pid}/task").iterdir():
-                        os.sched_setaffinity(int(thread.name), own)
+                _move(child.pid, own)
 
     @staticmethod
     def cores_at(cores: Sequence[Sequence[int]], now: float) -> Sequence[int]:
@@ -95,6 +92,14 @@ class Duet:
         """Check that both sides pass the same value. Raises InfraError otherwise. what: its name in the message."""
         if (theirs := self.exchange(value)) != value:
             raise InfraError(f"the two sides of this session differ in {what}: {value} and {theirs}")
+
+
+def _move(process: int, cores: Sequence[int]) -> None:
+    """Move every thread of a process to these cores; those that end meanwhile need none."""
+    with suppress(FileNotFoundError):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), cores)
 
 
 @lru_cache(maxsize=1)

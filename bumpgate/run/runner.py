@@ -192,22 +192,21 @@ def child_environment(python: Path, root: Path | None, extra: Mapping[str, str] 
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     path = os.pathsep.join([str(python.parent), clean.get("PATH", os.defpath)])
     source = {} if root is None else {"PYTHONPATH": os.pathsep.join([str(root), *_ourselves(root)])}
-    clean.pop("PYTHONDONTWRITEBYTECODE", None)
-    return clean | {"PATH": path} | _bytecode(python) | source | dict(extra)
+    bytecode = _bytecode(python)
+    if bytecode:
+        clean.pop("PYTHONDONTWRITEBYTECODE", None)
+    return clean | {"PATH": path} | bytecode | source | dict(extra)
 
 
 def _bytecode(python: Path) -> dict[str, str]:
-    """Keep the bytecode of all sources in one folder per interpreter: in the environment, if bumpgate built it.
+    """Keep the bytecode of all sources within the environment, if it is one that bumpgate built.
 
     uv installs none, and users set PYTHONDONTWRITEBYTECODE: each process then compiles the sources of torch again (3 s
-    of CPU time for `import torch`), and of two interpreters the one without bytecode starts and traces more slowly. No
-    __pycache__ is written into the work tree.
+    of CPU time for `import torch`). No __pycache__ is written into the work tree.
     """
     environment = python.parents[1]
-    if environment.parent == home() / "environments":
-        return {"PYTHONPYCACHEPREFIX": str(environment / "bytecode")}
-    name = hashlib.sha256(os.path.abspath(python).encode()).hexdigest()[:16]
-    return {"PYTHONPYCACHEPREFIX": str(home() / "bytecode" / name)}
+    ours = environment.parent == home() / "environments"
+    return {"PYTHONPYCACHEPREFIX": str(environment / "bytecode")} if ours else {}
 
 
 def _ourselves(root: Path) -> list[str]:

@@ -24,6 +24,7 @@ class Reporter:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self._tw = types.SimpleNamespace(width_of_current_line=0, line=lambda: self.lines.append(""))
 
     def write_line(self, text: str) -> None:
         self.lines.append(text)
@@ -91,6 +92,9 @@ def test_failures_and_red_rows_are_printed_at_once(monkeypatch: pytest.MonkeyPat
     run.pytest_runtest_logreport(report(LONG))
     assert run.reporter.lines == [f"FAILED {SHORT}", "CHANGED compile/a/graphs: 2 -> 3"]
     assert "1 row: 1 CHANGED" in run.line()
+    run.reporter._tw.width_of_current_line = 1  # pytest's letter of a failed test
+    run.pytest_runtest_logreport(report(LONG, failed=True))
+    assert run.reporter.lines[2:] == ["", f"FAILED {LONG}"]
 
 
 def test_lane_run_prints_pytests_counts_but_no_dots(project: Project) -> None:
