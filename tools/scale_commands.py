@@ -94,7 +94,7 @@ class Project:
 
     def bumpgate(self, *arguments: str, shown: str = "") -> None:
         """Time a command of bumpgate REPEATS times. shown: how the table names it."""
-        name = shown or f"bumpgate {' '.join(arguments)}"
+        name = shown or " ".join(arguments)
         self.seconds[name] = statistics.median(self.run("bumpgate", *arguments) for _ in range(REPEATS))
 
     def fill(self, rows: int) -> None:
@@ -148,18 +148,14 @@ def command_table() -> str:
         made.bumpgate("--help")
         made.bumpgate("rebaseline", "--lane", LANE, "--dry-run")
         made.bumpgate("report", "record.json")
-        made.bumpgate("report", gate, shown="bumpgate report gate.json")
+        made.bumpgate("report", gate, shown="report gate.json")
         kept = ("--store", store)
-        made.bumpgate("history", "add", gate, *kept, shown="bumpgate history add gate.json")
-        made.bumpgate(
-            "history", names_of(1)[0], "--lane", "cpu", *kept, shown="bumpgate history ROW --lane cpu"
-        )
-        made.bumpgate("findings", "list", *kept, shown="bumpgate findings list")
-        made.bumpgate(
-            "notify", "--dry-run", "--hook", "cat", *kept, shown="bumpgate notify --dry-run --hook CMD"
-        )
-        made.bumpgate("dashboard", str(out / "site"), *kept, shown="bumpgate dashboard site")
-        made.bumpgate("versions", "torch", "--pre", "--index", url, shown="bumpgate versions torch --pre")
+        made.bumpgate("history", "add", gate, *kept, shown="history add gate.json")
+        made.bumpgate("history", names_of(1)[0], "--lane", "cpu", *kept, shown="history ROW --lane cpu")
+        made.bumpgate("findings", "list", *kept, shown="findings list")
+        made.bumpgate("notify", "--dry-run", "--hook", "cat", *kept, shown="notify --dry-run --hook CMD")
+        made.bumpgate("dashboard", str(out / "site"), *kept, shown="dashboard site")
+        made.bumpgate("versions", "torch", "--pre", "--index", url, shown="versions torch --pre")
         made.bumpgate("environments")
         return command_lines(made.seconds)
 
@@ -167,7 +163,7 @@ def command_table() -> str:
 def command_lines(seconds: Mapping[str, float]) -> str:
     """Format a line per command."""
     lines = [f"| `{name}` | {spent:.2f} s |" for name, spent in seconds.items()]
-    return "\n".join(["| command | median of 3 |", "|---|---|", *lines])
+    return "\n".join(["| command of bumpgate | median of 3 |", "|---|---|", *lines])
 
 
 if __name__ == "__main__":
