@@ -44,8 +44,8 @@ def copies(key: str, side: str) -> list[dict[str, str]]:
 def bytecode(key: str, side: str) -> dict[str, str]:
     """Return env_vars that keep the bytecode of an interpreter that was passed in next to its compile caches.
 
-    Of two interpreters, the one without bytecode, or with a user's PYTHONDONTWRITEBYTECODE, starts and traces more
-    slowly. Environments that bumpgate built keep theirs inside (bumpgate.run.runner).
+    Without it, or with a user's PYTHONDONTWRITEBYTECODE, each process of that side compiles the sources of torch again.
+    Environments that bumpgate built keep theirs inside (bumpgate.run.runner).
     """
     return {
         "PYTHONPYCACHEPREFIX": str(caches() / f"{key}-{side}" / "bytecode"),

@@ -33,6 +33,6 @@ def left_out(gate: Gate, candidate: Record | None) -> list[Finding]:
     """Report what a fast gate does not measure."""
     if not gate.config.fast or candidate is None:
         return []
-    part = part_of_lane(candidate.provenance.get("part"))
+    head = [f"{FAST} measures no time", part_of_lane(candidate.provenance.get("part"))]
     whole = shlex.join(word for word in shlex.split(gate.command) if word != FAST)
-    return [Finding(Decision.UNKNOWN, "PART", "", f"{FAST} measures no time; {part}", repro=whole)]
+    return [Finding(Decision.UNKNOWN, "PART", "", "; ".join(filter(None, head)), repro=whole)]
