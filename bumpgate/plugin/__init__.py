@@ -134,8 +134,9 @@ class _LaneRun:
     @pytest.hookimpl(trylast=True)  # after the plugins that declare markers
     def pytest_configure(self, config: pytest.Config) -> None:
         if not lanes_of(config):
-            if config.option.gate:
-                raise pytest.UsageError(f"--gate: no lanes here; {how_to_declare('mine')}")
+            for option in ("gate", "fast"):
+                if getattr(config.option, option):
+                    raise pytest.UsageError(f"--{option}: no lanes here; {how_to_declare('mine')}")
             return
         if sys.flags.optimize:
             raise pytest.UsageError(
@@ -156,6 +157,8 @@ class _LaneRun:
             if lane.name not in declared:
                 config.addinivalue_line("markers", f"{lane.name}: a lane of bumpgate ({lane.device})")
         name = chosen_lane(config)
+        if config.option.fast and not name:
+            raise pytest.UsageError(f"--fast is a part of a lane: add -m {' | '.join(lanes_of(config))}")
         selection = Selection(config, name)
         _register(config, selection, "bumpgate-selection")
         _register(config, rows, "bumpgate-rows")

@@ -28,3 +28,11 @@ def test_fast_part_leaves_slow_tests_out(project: Project, slow: str) -> None:
     undeclared = project.pytest("-m", "cpu", "-n", "0", "--fast", "--gate")
     assert undeclared.code == 1, undeclared.out + undeclared.err
     assert "part of the lane: 1 of 2 rows; add --part" in undeclared.out
+
+
+def test_fast_without_a_lane_is_refused_in_one_line(project: Project) -> None:
+    project.tests(GOOD)
+    done = project.pytest("-n", "0", "--fast")
+    assert done.code == 4, done.out + done.err
+    assert "ERROR: --fast is a part of a lane: add -m cpu | h200" in done.err
+    assert "Traceback" not in done.out + done.err
