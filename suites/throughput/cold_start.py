@@ -16,11 +16,15 @@ MODEL, LAYERS = "nam52", "M"
 
 
 def main(device: str) -> dict[str, object]:
-    """Return seconds of the import and the first step, by phase; peak bytes of resident memory; losses of two steps."""
+    """Return seconds of the import and the first step, by phase; peak bytes of resident memory; losses of two steps.
+
+    compiled, loaded: graphs that AOTAutograd's cache did not have, and had.
+    """
     started = time.process_time()
     import torch
 
     imported = time.process_time() - started
+    from bumpgate.plugin.instruments import cache_counts
     from launch.step import make_optimizer, train_step
     from suites.support.hybrids import token_batch, watched_hybrid
     from suites.support.instruments import compile_phases, cpu_seconds
@@ -33,6 +37,7 @@ def main(device: str) -> dict[str, object]:
             losses = [float(train_step(hybrid.compiled, optimizer, ids))]
         used, wall = cpu_seconds() - before, time.perf_counter() - start
         losses.append(float(train_step(hybrid.compiled, optimizer, ids)))
+        counts = cache_counts()
         return {
             "import_cpu_seconds": imported,
             "cpu_seconds": used,
@@ -40,6 +45,8 @@ def main(device: str) -> dict[str, object]:
             "phases": vars(phases),
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "graphs": hybrid.report().unique_graphs,
+            "compiled": (counts.aot_miss or 0) + (counts.aot_bypass or 0),
+            "loaded": counts.aot_hit or 0,
             "losses": losses,
             "torch": torch.__version__,
         }

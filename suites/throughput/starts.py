@@ -2,43 +2,82 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bumpgate.plugin.duet import Duet, partner, shared_cores
 from bumpgate.plugin.rows import InfraError
 from bumpgate.plugin.timing import Watch
-from suites.support.child import run_json
+from suites.support.child import ENVIRONMENT, run_json
 from suites.support.environment import compiler
 from suites.support.lanes import Lane
 
 LONGEST = 300.0
 ATTEMPTS = 2
+Start = dict[str, Any]
 
 
-def starts(lane: Lane, folder: Path) -> list[dict[str, Any]]:
-    """Return the results of two fresh processes on one cache that starts empty: cold, then warm.
+def cold_start(lane: Lane) -> Start:
+    """Return the result of a fresh process on an empty cache, which it leaves filled for `warm_start`."""
+    return _undisturbed(lambda duet: _cold(lane, duet))
 
-    In a paired session the other side's start at the same time, and both start again if other processes used the
-    machine meanwhile. Raises InfraError if they did so every time.
+
+def warm_start(lane: Lane) -> Start:
+    """Return the result of a fresh process on a filled cache.
+
+    The cache is that of the last cold start with this run's compile caches; one that is missing, or is of another
+    build, is filled first.
+    """
+    return _undisturbed(lambda duet: _warm(lane, duet))
+
+
+def _undisturbed(start: Callable[[Duet | None], Start]) -> Start:
+    """Return the result of `start`, repeated if other processes used the machine meanwhile.
+
+    In a paired session both sides start at the same time and repeat together. Raises InfraError if they were disturbed
+    every time.
     """
     duet = partner()
-    for attempt in range(ATTEMPTS):
+    for _ in range(ATTEMPTS):
         watch = Watch()
-        found = [started(lane, folder / str(attempt), duet) for _ in range(2)]
+        found = start(duet)
         if duet is None or watch.was_quiet(duet):
             return found
     raise InfraError(f"other processes used this machine during {ATTEMPTS} starts")
 
 
-def started(lane: Lane, caches: Path, duet: Duet | None) -> dict[str, Any]:
-    """Start one process on these caches; in a paired session, when the other side is ready too."""
+def _cold(lane: Lane, duet: Duet | None) -> Start:
+    shutil.rmtree(_folder(), ignore_errors=True)
+    return _started(lane, duet)
+
+
+def _warm(lane: Lane, duet: Duet | None) -> Start:
+    found = _started(lane, duet)
+    compiled = found["compiled"] > 0
+    if duet:
+        compiled = duet.exchange(compiled) or compiled
+    return _started(lane, duet) if compiled else found
+
+
+def _folder() -> Path:
+    """Return the folder of the starts' own caches: each side and each pair of compile caches has its own."""
+    return Path(ENVIRONMENT["TORCHINDUCTOR_CACHE_DIR"]) / "starts"
+
+
+def _started(lane: Lane, duet: Duet | None) -> Start:
+    """Start one process on these caches; in a paired session, when the other side is ready too.
+
+    compiled_losses: the losses of the last process that compiled for these caches.
+    """
     if duet:
         duet.agree("start", "what they start")
     environment = {
         **compiler(),
-        "TORCHINDUCTOR_CACHE_DIR": str(caches),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(_folder()),
+        "TRITON_CACHE_DIR": str(_folder() / "triton"),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
         # Compile in the process itself: a phase counts only what its own compilers use.
@@ -46,4 +85,10 @@ def started(lane: Lane, caches: Path, duet: Duet | None) -> dict[str, Any]:
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
     }
     with shared_cores():
-        return run_json("suites.throughput.cold_start", lane.device, environment=environment, timeout=LONGEST)
+        found = run_json(
+            "suites.throughput.cold_start", lane.device, environment=environment, timeout=LONGEST
+        )
+    kept = _folder() / "losses.json"
+    if found["compiled"]:
+        kept.write_text(json.dumps(found["losses"]), encoding="utf-8")
+    return found | {"compiled_losses": json.loads(kept.read_text(encoding="utf-8"))}

@@ -6,30 +6,35 @@ them with the adopted build's, two processes at once.
 
 from __future__ import annotations
 
-import statistics
-from pathlib import Path
-
 import pytest
 
 from suites.support.lanes import Lane, lanes
-from suites.throughput.starts import starts
+from suites.throughput.starts import cold_start, warm_start
 
 pytestmark = pytest.mark.cold
 
 
 @lanes("cpu", "h200")
-def test_cold_and_warm_start(lane: Lane, row, tmp_path: Path, exclusive_machine) -> None:
-    cold, warm = starts(lane, tmp_path)
+def test_cold_start(lane: Lane, row, exclusive_machine) -> None:
+    cold = cold_start(lane)
+    assert cold["compiled"], "the process on an empty cache compiled nothing"
     case = f"throughput/start-{lane.name}"
-    shared = {"better": "lower", "paired": True, "witness": cold["graphs"]}
-    seconds = shared | {"unit": "s"}
+    shared = {"rule": "C13", "better": "lower", "paired": True, "witness": cold["graphs"]}
     for phase, spent in cold["phases"].items():
-        row(f"{case}/cold_{phase}_cpu_seconds", spent, rule="C13", **seconds)
-    row(f"{case}/cold_cpu_seconds", cold["cpu_seconds"], rule="C13", **seconds)
-    row(f"{case}/cold_wall_seconds", cold["wall_seconds"], rule="C13", **seconds)
-    row(f"{case}/warm_cpu_seconds", warm["cpu_seconds"], rule="C18", **seconds)
-    imports = [process["import_cpu_seconds"] for process in (cold, warm)]
-    row(f"{case}/import_cpu_seconds", statistics.mean(imports), rule="C13", **seconds)
-    row(f"{case}/cold_peak_rss_bytes", cold["peak_rss_bytes"], unit="bytes", rule="C13", **shared)
+        row(f"{case}/cold_{phase}_cpu_seconds", spent, unit="s", **shared)
+    row(f"{case}/cold_cpu_seconds", cold["cpu_seconds"], unit="s", **shared)
+    row(f"{case}/cold_wall_seconds", cold["wall_seconds"], unit="s", **shared)
+    row(f"{case}/cold_peak_rss_bytes", cold["peak_rss_bytes"], unit="bytes", **shared)
+
+
+@lanes("cpu", "h200")
+def test_warm_start(lane: Lane, row, exclusive_machine) -> None:
+    """A session of a gate that only looks for slow processes repeats this start, which is three times as short."""
+    warm = warm_start(lane)
+    assert not warm["compiled"], f"the process on a filled cache compiled {warm['compiled']} graphs again"
+    assert warm["losses"] == warm["compiled_losses"], "the graphs of the cache compute another loss"
+    case = f"throughput/start-{lane.name}"
+    shared = {"better": "lower", "paired": True, "witness": warm["loaded"]}
+    row(f"{case}/warm_cpu_seconds", warm["cpu_seconds"], unit="s", rule="C18", **shared)
     row(f"{case}/warm_peak_rss_bytes", warm["peak_rss_bytes"], unit="bytes", rule="C18", **shared)
-    assert cold["losses"] == warm["losses"], "the graphs of the cache compute another loss"
+    row(f"{case}/import_cpu_seconds", warm["import_cpu_seconds"], unit="s", rule="C13", **shared)

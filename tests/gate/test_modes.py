@@ -73,12 +73,12 @@ def test_last_look_clears_a_row_that_a_frequent_mode_excludes() -> None:
     assert slow_mode(more, Modes(), usual=noisy, last=True) is not Mode.CLEARED
 
 
-def test_start_rows_expect_more_slow_processes() -> None:
+def test_cold_starts_expect_more_slow_processes() -> None:
     modes = Modes().from_share(0.022)
     assert (modes.rare, modes.frequent) == (0.022, pytest.approx(0.12))
     assert Modes().from_share(0.0) == Modes()
     three = [*series(0, 20), SLOW, SLOW, SLOW]
-    start, step = "throughput/start-cpu/warm_cpu_seconds", "throughput/nam52/seconds"
+    start, step = "throughput/start-cpu/cold_cpu_seconds", "throughput/nam52/seconds"
     assert decide({start: three, step: three}, plan_for(None, "cpu")) == {
         start: TimedOutcome.INCONCLUSIVE,
         step: TimedOutcome.SLOW_MODE,

@@ -199,6 +199,8 @@ def test_short_plan_spends_the_full_level_by_its_last_look() -> None:
 
 def test_slow_modes_are_watched_if_sessions_suffice() -> None:
     assert plan_for(None, "cpu").rule("throughput/a/b").watch
+    assert plan_for(None, "cpu").rule("throughput/start-cpu/warm_cpu_seconds").watch
+    assert not plan_for(None, "cpu").rule("throughput/start-cpu/cold_cpu_seconds").watch
     assert not plan_for(12, "cpu").rule("throughput/a/b").watch
     assert not plan_for(None, "h200").rule("throughput/a/b").watch
 
@@ -229,18 +231,71 @@ def test_watch_counts_children_that_ended(monkeypatch: pytest.MonkeyPatch) -> No
     assert not watch.was_quiet(None)
 
 
+class OtherSide:
+    """The other side of a paired session: what its process compiled, by start."""
+
+    def __init__(self, *compiled: bool) -> None:
+        self.compiled = iter(compiled)
+
+    def agree(self, value: object, what: str) -> None:
+        """Agree to everything."""
+
+    def exchange(self, value: object) -> bool:
+        """Return the other side's answer."""
+        return next(self.compiled)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A start that compiles if it finds no other in the caches, which this returns; no process is started."""
+
+    def run_json(*call: str, **options: object) -> dict[str, object]:
+        filled = caches.exists()
+        caches.mkdir(exist_ok=True)
+        return {"compiled": 0 if filled else 3, "losses": [1.0]}
+
+    caches = tmp_path / "starts"
+    monkeypatch.setattr(starts, "_folder", lambda: caches)
+    monkeypatch.setattr(starts, "run_json", run_json)
+    monkeypatch.setattr(starts.Watch, "was_quiet", lambda watch, duet: True)
+    return caches
+
+
 @pytest.mark.parametrize(
-    ("quiet", "result"), [((True,), "0"), ((False, True), "1"), ((False, False), None)], ids=str
+    ("quiet", "starts_made"), [((True,), 1), ((False, True), 2), ((False, False), None)], ids=str
 )
 def test_disturbed_start_is_repeated(
-    quiet: tuple[bool, ...], result: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    quiet: tuple[bool, ...], starts_made: int | None, monkeypatch: pytest.MonkeyPatch, started: Path
 ) -> None:
-    answers = iter(quiet)
-    monkeypatch.setattr(starts, "partner", lambda: "the other side")
-    monkeypatch.setattr(starts, "started", lambda lane, caches, duet: {"caches": caches.name})
+    answers, begun = iter(quiet), []
+    monkeypatch.setattr(starts, "partner", OtherSide)
     monkeypatch.setattr(starts.Watch, "was_quiet", lambda watch, duet: next(answers))
-    if result is None:
+    monkeypatch.setattr(starts.shutil, "rmtree", lambda *folder, **options: begun.append(folder))
+    if starts_made is None:
         with pytest.raises(InfraError, match="other processes used this machine during 2 starts"):
-            starts.starts(LANES["cpu"], tmp_path)
+            starts.cold_start(LANES["cpu"])
         return
-    assert starts.starts(LANES["cpu"], tmp_path) == [{"caches": result}] * 2, "each attempt has its own cache"
+    starts.cold_start(LANES["cpu"])
+    assert len(begun) == starts_made, "each attempt starts on an empty cache"
+
+
+def test_cold_start_compiles_and_warm_start_does_not(started: Path) -> None:
+    warm = starts.warm_start(LANES["cpu"])
+    assert (warm["compiled"], warm["compiled_losses"]) == (0, [1.0]), "without a cache, one is filled first"
+    for _ in range(2):
+        assert starts.cold_start(LANES["cpu"])["compiled"] == 3
+    assert starts.warm_start(LANES["cpu"])["compiled"] == 0
+
+
+@pytest.mark.parametrize(("theirs", "calls"), [(False, 1), (True, 2)], ids=str)
+def test_both_sides_repeat_a_start_that_compiled(
+    theirs: bool, calls: int, started: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts.cold_start(LANES["cpu"])
+    begun: list[object] = []
+    monkeypatch.setattr(starts, "partner", lambda: OtherSide(theirs))
+    monkeypatch.setattr(
+        starts, "run_json", lambda *call, **options: begun.append(call) or {"compiled": 0, "losses": [1.0]}
+    )
+    starts.warm_start(LANES["cpu"])
+    assert len(begun) == calls
