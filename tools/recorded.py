@@ -1,6 +1,7 @@
 """Sessions of real gates of a build against itself, kept for replay: `python -m tools.recorded gate.json ...`
 
-`--starts` keeps the rows of process starts instead of those of training steps.
+`--starts` keeps the rows of process starts instead of those of training steps; `--fixed` with it, of starts that stayed
+on one core, as they did before 2026-11-25.
 
 A session of two equal builds measures only noise, of any distribution. Resampling with replacement gives any number
 of gates with the noise of a real machine (Efron 1979, "Bootstrap methods").
@@ -18,6 +19,7 @@ from bumpgate.core.rows import write_atomic
 
 PLACE = Path(__file__).with_name("recorded_sessions.json")
 STARTS = Path(__file__).with_name("recorded_starts.json")
+FIXED_STARTS = Path(__file__).with_name("recorded_fixed_starts.json")
 START = "throughput/start-"
 
 # No row was decided before its eighth session when these gates ran.
@@ -36,20 +38,27 @@ def sessions(gates: Sequence[dict[str, Any]]) -> list[Session]:
     ]
 
 
-def starts(gates: Sequence[dict[str, Any]]) -> list[Session]:
-    """Return all sessions of the rows of process starts: their test ends for all of them at once."""
-    return [
-        dict(zip(gate["log_ratios"], values, strict=True))
-        for gate in gates
-        for values in zip(*gate["log_ratios"].values(), strict=True)
-    ]
+def starts(gates: Sequence[dict[str, Any]]) -> dict[str, list[Session]]:
+    """Return all sessions of the tests of process starts, "cold" and "warm": a test ends for all its rows at once."""
+    found: dict[str, list[Session]] = {"cold": [], "warm": []}
+    for gate in gates:
+        rows = {test: [row for row in gate["log_ratios"] if start_test(row) == test] for test in found}
+        for test, names in rows.items():
+            values = zip(*(gate["log_ratios"][name] for name in names), strict=True)
+            found[test] += [dict(zip(names, session)) for session in values]
+    return found
+
+
+def start_test(row: str) -> str:
+    """Return which test measures a row of process starts."""
+    return "cold" if "/cold_" in row else "warm"
 
 
 def main(arguments: Sequence[str]) -> None:
     kept = []
     of_starts = "--starts" in arguments
-    place, read = (STARTS, starts) if of_starts else (PLACE, sessions)
-    for path in (argument for argument in arguments if argument != "--starts"):
+    place = (FIXED_STARTS if "--fixed" in arguments else STARTS) if of_starts else PLACE
+    for path in (argument for argument in arguments if not argument.startswith("--")):
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         kept.append(
             {
@@ -66,7 +75,8 @@ def main(arguments: Sequence[str]) -> None:
             }
         )
     write_atomic(place, json.dumps(kept, indent=1) + "\n")
-    print(f"{place.name}: {len(kept)} gates, {len(read(kept))} sessions of every row")
+    counts = {test: len(found) for test, found in starts(kept).items()} if of_starts else len(sessions(kept))
+    print(f"{place.name}: {len(kept)} gates, {counts} sessions")
 
 
 if __name__ == "__main__":

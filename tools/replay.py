@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.gate.modes import p_lost
@@ -21,7 +22,7 @@ from bumpgate.gate.plan import Family, SessionPlan, plan_for
 from bumpgate.gate.sequential import decide
 from bumpgate.gate.timed import ALPHA_LOST
 from tests.support.simulation import wilson
-from tools.recorded import PLACE, STARTS, Session, sessions, starts
+from tools.recorded import FIXED_STARTS, PLACE, STARTS, Session, sessions, starts
 
 EAGER = "throughput/nam52-eager/tokens_per_anchor"
 SPEEDUP = "throughput/nam52-regional/speedup_over_eager"
@@ -36,8 +37,8 @@ class Case:
     """Injected effects. slower: row -> factor of its time. slow: share of the candidate's processes that take `factor`
     times as long in the compiled rows. rough: share of the candidate's processes that are lost. cache_sd: standard
     deviation of the bias of each side's cache. rows: 3 of one test, or more in tests of 3. lane: the plan's lane.
-    starts: the rows of process starts, on a noisy machine, in place of those of training steps; the slow processes are
-    then the warm ones.
+    starts: the rows of process starts, recorded in this file, in place of those of training steps; the slow processes
+    are then the warm ones.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Case:
     cache_sd: float = 0.0
     rows: int = 3
     lane: str = "cpu"
-    starts: bool = False
+    starts: Path | None = None
 
 
 CASES = (
@@ -65,9 +66,15 @@ CASES = (
     Case("15 % of processes 1.5x slower", slow=0.15, factor=1.5),
     Case("40 % of processes too rough", rough=0.4),
     *(Case(f"cache bias sd {100 * sd:g} % a side", cache_sd=sd) for sd in (0.005, 0.01)),
-    Case("starts, noisy machine, unchanged", starts=True),
-    Case("starts, noisy machine, +20 % warm", {WARM: 1.2}, starts=True),
-    *(Case(f"starts, noisy machine, {100 * s:g} % 2x slower", slow=s, starts=True) for s in (0.1, 0.3)),
+    Case("starts, unchanged", starts=STARTS),
+    *(Case(f"starts, +{percent} % warm", {WARM: 1 + percent / 100}, starts=STARTS) for percent in (5, 8)),
+    *(Case(f"starts, {100 * s:g} % of warm ones 2x slower", slow=s, starts=STARTS) for s in (0.1, 0.2)),
+    Case("starts, fixed cores, unchanged", starts=FIXED_STARTS),
+    Case("starts, fixed cores, +20 % warm", {WARM: 1.2}, starts=FIXED_STARTS),
+    *(
+        Case(f"starts, fixed cores, {100 * s:g} % of warm ones 2x slower", slow=s, starts=FIXED_STARTS)
+        for s in (0.1, 0.3)
+    ),
 )
 LARGE = (
     Case("71 rows, unchanged", rows=71, lane="h200"),
@@ -77,12 +84,15 @@ LARGE = (
 )
 
 
-def gate(case: Case, drawn_from: Sequence[Session], rng: random.Random) -> tuple[str, int]:
-    """Simulate one gate: its decision on the timed rows, and its number of sessions."""
+def gate(case: Case, recorded: Mapping[str, Sequence[Session]], rng: random.Random) -> tuple[str, int]:
+    """Simulate one gate: its decision on the timed rows, and its number of sessions.
+
+    recorded: test -> its sessions; "" for every other test.
+    """
     plan: SessionPlan = plan_for(None, case.lane)
     if case.starts:
-        origin = {row: row for row in drawn_from[0]}
-        tests, may_be_slow = dict.fromkeys(origin, "starts"), (WARM,)
+        tests = {row: test for test, found in recorded.items() for row in found[0]}
+        origin, may_be_slow = {row: row for row in tests}, (WARM,)
     else:
         origin = {
             (row if i < 3 else row.replace("throughput/nam52", f"kernels/k{i // 3}")): row
@@ -105,7 +115,10 @@ def gate(case: Case, drawn_from: Sequence[Session], rng: random.Random) -> tuple
                 lost += 1
                 continue
             slow = math.log(case.factor) if rng.random() < case.slow else 0.0
-            drawn = {test: (rng.choice(drawn_from), rng.choice((-1, 1))) for test in sorted(still)}
+            drawn = {
+                test: (rng.choice(recorded.get(test) or recorded[""]), rng.choice((-1, 1)))
+                for test in sorted(still)
+            }
             for name, row in origin.items():
                 if tests[name] in still:
                     session, sign = drawn[tests[name]]
@@ -122,10 +135,10 @@ def gate(case: Case, drawn_from: Sequence[Session], rng: random.Random) -> tuple
 
 def rates(case: Case, gates: int, seed: int) -> tuple[Counter[str], list[int]]:
     """Return the count of each decision, and the sessions of each gate in ascending order."""
-    place, read = (STARTS, starts) if case.starts else (PLACE, sessions)
-    drawn_from = read(json.loads(place.read_text(encoding="utf-8")))
+    kept = json.loads((case.starts or PLACE).read_text(encoding="utf-8"))
+    recorded = starts(kept) if case.starts else {"": sessions(kept)}
     rng = random.Random(f"{seed} {case.name}")
-    games = [gate(case, drawn_from, rng) for _ in range(gates)]
+    games = [gate(case, recorded, rng) for _ in range(gates)]
     return Counter(decision for decision, _ in games), sorted(begun for _, begun in games)
 
 

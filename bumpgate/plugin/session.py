@@ -63,10 +63,13 @@ class LaneSession:
             raise pytest.UsageError(f"--record {self.record_path}: {error.strerror}") from None
 
     def pytest_report_header(self) -> list[str]:
-        made_with, provenance = self.baseline.made_with, self.provenance
-        head = f"lane: {self.baseline.lane} on {provenance['device']}, torch {provenance['torch']}; "
+        made_with = self.baseline.made_with
+        head = (
+            f"lane: {self.baseline.lane} on {self.provenance['device']}, torch {self.provenance['torch']}; "
+        )
         head += f"baseline: {len(self.baseline.rows)} rows, made with torch {made_with.get('torch')}"
-        return [line for line in (head, comparable(made_with, provenance)) if line]
+        lines = (head, comparable(made_with, self.provenance), provenance.missing_bytecode())
+        return [line for line in lines if line]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self.reports.take_collection(report)

@@ -336,17 +336,23 @@ class Worker:
         self.shutting_down = True
 
 
-def test_scheduler_reassigns_tests_of_an_undetected_dead_worker() -> None:
-    """It dies in its second test, and is assigned another before its death is known: others must run that one."""
+def scheduled(count: int, *workers: Worker) -> tuple[TestByTest, list[str]]:
+    """Return a scheduler that has started the workers on so many tests, and the tests."""
     options = SimpleNamespace(verbose=0, loadscopereorder=False)
-    config = SimpleNamespace(getvalue=lambda _: ["popen", "popen"], rootpath=ROOT, option=options)
-    scheduler, (dying, other) = TestByTest(config), (Worker(), Worker())
-    tests = [f"{FILE}::test_lives[{i}]" for i in range(12)]
-    for worker in (dying, other):
+    config = SimpleNamespace(getvalue=lambda _: ["popen"] * len(workers), rootpath=ROOT, option=options)
+    scheduler, tests = TestByTest(config), [f"{FILE}::test_lives[{i}]" for i in range(count)]
+    for worker in workers:
         scheduler.add_node(worker)
-    for worker in (dying, other):
+    for worker in workers:
         scheduler.add_node_collection(worker, tests)
     scheduler.schedule()
+    return scheduler, tests
+
+
+def test_scheduler_reassigns_tests_of_an_undetected_dead_worker() -> None:
+    """It dies in its second test, and is assigned another before its death is known: others must run that one."""
+    dying, other = Worker(), Worker()
+    scheduler, tests = scheduled(12, dying, other)
     first, second = dying.assigned[:2]
     dying.dead = True
     scheduler.mark_test_complete(dying, first)
@@ -354,6 +360,18 @@ def test_scheduler_reassigns_tests_of_an_undetected_dead_worker() -> None:
     for index in other.assigned:  # the list grows as tests are run
         scheduler.mark_test_complete(other, index)
     assert sorted([first, second, *other.assigned]) == list(range(12))
+    assert scheduler.tests_finished
+
+
+def test_scheduler_keeps_only_units_that_still_run() -> None:
+    """Otherwise each of 10,000 tests costs a walk over all that have run."""
+    workers = Worker(), Worker()
+    scheduler, _ = scheduled(200, *workers)
+    for place in range(100):
+        for worker in workers:
+            scheduler.mark_test_complete(worker, worker.assigned[place])
+            assert len(scheduler.assigned_work[worker]) <= 3
+    assert sorted(workers[0].assigned + workers[1].assigned) == list(range(200))
     assert scheduler.tests_finished
 
 
