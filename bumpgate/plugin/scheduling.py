@@ -116,5 +116,10 @@ def unit(root: Path, nodeid: str) -> str:
 
 
 def _definitions(file: Path, root: Path, name: str) -> Iterator[Function]:
-    above = [folder / "conftest.py" for folder in file.parents if folder.is_relative_to(root)]
-    return (functions(place)[name] for place in (file, *above) if name in functions(place))
+    return (found[name] for place in _places(file, root) if name in (found := functions(place)))
+
+
+@cache
+def _places(file: Path, root: Path) -> list[Path]:
+    """Return a test file and the conftest files that apply to it."""
+    return [file, *(folder / "conftest.py" for folder in file.parents if folder.is_relative_to(root))]

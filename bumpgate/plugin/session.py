@@ -26,7 +26,8 @@ from bumpgate.plugin.rows import NO_RULE, ROW_PROPERTY, baseline_path, lane_acce
 from bumpgate.plugin.selection import Selection, selects_all
 from bumpgate.table import part_of_lane, verdict_table
 
-KEEP_SECONDS = 5.0
+# Seconds between two saves of the rows, and how much of the run's time they may take: 10,000 rows take half a second.
+KEEP_SECONDS, KEEP_SHARE = 5.0, 0.05
 
 
 class LaneSession:
@@ -51,7 +52,8 @@ class LaneSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
         """Write an incomplete record: if this run is killed, an older record is not mistaken for its result."""
-        self.started = self.kept = time.monotonic()
+        self.started = time.monotonic()
+        self.next_save = self.started + KEEP_SECONDS
         self.process = os.getpid()
         lane, root = lanes_of(self.config)[self.baseline.lane], self.config.rootpath
         self.provenance = provenance.collect(
@@ -84,11 +86,13 @@ class LaneSession:
 
     def _keep(self) -> None:
         """Save the rows measured so far, every few seconds, so that a killed run loses none of them."""
-        if time.monotonic() - self.kept < KEEP_SECONDS or os.getpid() != self.process:
+        started = time.monotonic()
+        if started < self.next_save or os.getpid() != self.process:
             return
         with contextlib.suppress(OSError):  # a full disk is reported at the end
             write_record(self.record_path, self.provenance, self.judgements.values(), complete=False)
-        self.kept = time.monotonic()
+        ended = time.monotonic()
+        self.next_save = ended + max(KEEP_SECONDS, (ended - started) / KEEP_SHARE)
 
     def _file(self, judgement: Judgement, nodeid: str) -> None:
         """File a judgement. Each report of a test repeats the rows of its earlier phases."""

@@ -10,6 +10,8 @@ import os
 import random
 import re
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -106,9 +108,17 @@ def test_kernel_of_plain_operators_works_in_every_form(lane: Lane, found, row) -
         evidence=[f"{form}: {seen.why}" for form, seen in plain.items() if not seen.works],
     )
     assert {form: seen.graphs for form, seen in plain.items()} == GRAPHS
+    for program in (1, 2):  # a fault under one of the two compiled programs alone
+        factors = iter([2, 2, 3, 3, 2, 2] if program == 1 else [2, 2, 2, 2, 3, 3])
+        seen = probe("disable", partial(_multiplied, factors))
+        assert seen.why == "compiled, it computes something else", program
     noise = random.Random(0)
     unsteady = {form: probe(form, lambda x: x * noise.random()) for form in ("custom_op", "disable")}
     assert [seen.why for seen in unsteady.values()] == ["compiled, it computes something else"] * 2
+
+
+def _multiplied(factors: Iterator[int], x: torch.Tensor) -> torch.Tensor:
+    return x * next(factors)
 
 
 @lanes("cpu")

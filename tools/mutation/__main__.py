@@ -33,6 +33,7 @@ SUITES = {
         PytestRun(("-m", "cpu"), {"TRITON_INTERPRET": "1"}),
     ),
     "h200": (lambda path: not path.startswith("tests/"), PytestRun(("-m", "h200"))),
+    "v6e": (lambda path: not path.startswith("tests/"), PytestRun(("-m", "v6e"))),
     "self": (lambda path: path.startswith("tests/"), PytestRun(("-m", "not browser"))),
 }
 
