@@ -73,7 +73,8 @@ def main() -> None:
     except BumpgateError as error:
         _fail(f"bumpgate: {error}", 4)
     except OSError as error:
-        _fail(f"bumpgate: {error.filename}: {error.strerror}", 4)
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"bumpgate: {where}{error.strerror or error}", 4)
     except Exception as error:
         # The module of typer's usage errors depends on its version; all of them have format_message().
         if not hasattr(error, "format_message"):

@@ -78,6 +78,8 @@ def part_of_lane(part: Sequence[int | None] | None) -> str:
     if not part:
         return ""
     measured, reviewed = part
+    if measured == reviewed:
+        return f"part of the lane: all {reviewed} reviewed rows, but not all tests"
     return f"part of the lane: {measured}{'' if reviewed is None else f' of {reviewed}'} rows"
 
 

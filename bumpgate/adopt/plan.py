@@ -71,6 +71,8 @@ def _change(
     if was is None:
         # A paired row needs no reviewed value: it passes without one, and sessions judge it.
         return None if verdict is Verdict.PASS else BaselineChange(row.id, None, new, "new")
+    if verdict is Verdict.REGRESSION and row.interval is None and _settled(gate, j):
+        return None  # the sessions refuted this one reading: the reviewed value stays
     accept = verdict is Verdict.WIN or (
         verdict is Verdict.CHANGED and row.per_build and _other_build(old, record)
     )

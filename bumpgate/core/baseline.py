@@ -187,7 +187,9 @@ def judge(
     else:
         judgement = Judgement(row, Verdict.PASS, "")
     old = baseline.rows.get(row.id)
-    return replace(judgement, reviewed=old.at(_triton(build)) if old else None, limit=limit(row, old))
+    if old is None:
+        return replace(judgement, limit=limit(row, old))
+    return replace(judgement, reviewed=old.at(_triton(build)), limit=limit(row, old), tolerance=old.tolerance)
 
 
 def limit(row: Row, old: Reviewed | None) -> str:

@@ -175,7 +175,7 @@ class Judgement:
     explains: shown, but not judged (a per-build value under another build).
     accepted: who accepted this difference, until when and why (baselines/accepted.toml); it is not red until then.
     gone: the run was complete and nothing measures this row any more, so `rebaseline --prune` may drop it.
-    reviewed: the baseline's value. limit: the allowed values, such as "<= 105"; "" if they are not limited.
+    reviewed, tolerance: the baseline's. limit: the allowed values, such as "<= 105"; "" if they are not limited.
     unreached: the run ended before the row's test; one red test with -x leaves many such rows.
     """
 
@@ -189,6 +189,7 @@ class Judgement:
     reviewed: Value = field(default=None, compare=False)
     limit: str = field(default="", compare=False)
     unreached: bool = False
+    tolerance: float = field(default=0.0, compare=False)
 
     @property
     def red(self) -> bool:
@@ -206,6 +207,7 @@ class Judgement:
             "reviewed": self.reviewed is not None,
             "limit": self.limit,
             "unreached": self.unreached,
+            "tolerance": self.tolerance,
         }
         out = {f.name: getattr(self, f.name) for f in fields(self) if shown.get(f.name, True)}
         return out | {"row": self.row.to_json(), "verdict": self.verdict.value}
@@ -213,7 +215,7 @@ class Judgement:
     @classmethod
     def from_json(cls, raw: Any) -> Judgement:
         """Create a judgement from the output of to_json. Raises RowError on anything else."""
-        optional = {"accepted", "reviewed", "limit", "unreached"}
+        optional = {"accepted", "reviewed", "limit", "unreached", "tolerance"}
         if not isinstance(raw, dict) or raw.keys() | optional != {f.name for f in fields(cls)}:
             raise RowError("a judgement has the wrong fields")
         row = Row.from_json(raw["row"])

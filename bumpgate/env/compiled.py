@@ -41,14 +41,20 @@ def copies(key: str, side: str) -> list[dict[str, str]]:
     return [variables(key, side, copy) for copy in range(COPIES)]
 
 
-def bytecode(key: str, side: str) -> dict[str, str]:
+def bytecode(key: str, side: str, *, new: bool) -> dict[str, str]:
     """Return env_vars that keep the bytecode of an interpreter that was passed in next to its compile caches.
+
+    new: delete what is there. Python recognises changed sources by their time and size alone, and another image may
+    have both at the same path.
 
     Without it, or with a user's PYTHONDONTWRITEBYTECODE, each process of that side compiles the sources of torch again.
     Environments that bumpgate built keep theirs inside (bumpgate.run.runner).
     """
+    folder = caches() / f"{key}-{side}" / "bytecode"
+    if new:
+        shutil.rmtree(folder, ignore_errors=True)
     return {
-        "PYTHONPYCACHEPREFIX": str(caches() / f"{key}-{side}" / "bytecode"),
+        "PYTHONPYCACHEPREFIX": str(folder),
         "PYTHONDONTWRITEBYTECODE": "",
     }
 

@@ -218,11 +218,19 @@ class GateRunner:
                 **kept.variables(self.root, self.gate.binding.files),
             },
             tree=self.gate.binding.tree,
+            bumpgate=self.gate.binding.bumpgate,
+            accepted=self._accepted(),
             python=side.python,
             packages=side.packages,
             git_version=side.git_version,
             host=self.gate.host,
         )
+
+    def _accepted(self) -> list[str]:
+        """Return the lane's accepted entries that hold today: the kept rows are judged by them."""
+        entries = accepted.load(self.root / "baselines" / accepted.FILE)
+        lane = self.gate.config.lane
+        return sorted(repr(a) for a in entries if a.lane == lane and not a.expired(self.today))
 
     def pair(self) -> None:
         """Run the sessions with the adopted build, then those with the anchor, if any; none of a fast gate."""

@@ -12,6 +12,7 @@ from enum import Enum
 
 from bumpgate.core import code
 from bumpgate.core.baseline import violation
+from bumpgate.core.findings import SAME_MARGIN
 from bumpgate.core.rows import Judgement, Row, Verdict, is_finite, same_value
 
 # Values that depend on rounding and on the order of a sum, by name and by unit.
@@ -78,11 +79,16 @@ def looks_slower(good: Judgement, bad: Judgement) -> bool:
     """Whether a time that each side read once must be measured again before it counts against the candidate.
 
     It is worse than the adopted side's by more than such readings differ, or than the reviewed value by more than its
-    tolerance, and the adopted side's is not. A bound that the test derives decides at once.
+    tolerance, and the adopted side's is not. These decide at once: a bound that the test derives, a value that the
+    sessions cannot compare (not above 0), and a tolerance within which they would call the row SAME.
     """
-    if timed(bad.row) or not is_time(bad.row) or kinds(good.row, bad.row):
+    if timed(bad.row) or not is_time(bad.row) or kinds(good.row, bad.row) or bad.accepted:
+        return False
+    if not all(is_finite(j.row.value) and j.row.value > 0 for j in (good, bad)):
         return False
     against_review = bad.verdict is Verdict.REGRESSION and not good.red and violation(bad.row) is None
+    if against_review and bad.tolerance < SAME_MARGIN:
+        return False
     return against_review or change(good.row, bad.row) is ValueChange.AGAIN
 
 

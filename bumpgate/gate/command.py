@@ -82,7 +82,10 @@ def command(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the gate in --out.")] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Run the adopted side again, even if a run of today is kept.")
+        bool,
+        typer.Option(
+            "--fresh", help="Run the adopted side again, even if a run of the last 24 hours is kept."
+        ),
     ] = False,
     fast: Annotated[
         bool,
@@ -146,7 +149,7 @@ def command(
             if gate.finished:
                 _refuse_lapsed(gate, root, place)
             links = (*(find_links or ()), *copies(store or ()))
-            specs = _env_specs(config, view, root, {"index": index, "find_links": links})
+            specs = _env_specs(config, view, root, {"index": index, "find_links": links}, not resume)
             again = gate.finished and not gate.undecided
             if again:
                 _check_packages(gate, specs, root)
@@ -275,8 +278,10 @@ def _keep_locks(specs: Mapping[str, EnvSpec], out: Path) -> None:
             shutil.copyfile(spec.lock, out / f"{name}.pylock.toml")
 
 
-def _env_specs(config: GateConfig, view: View, root: Path, sources: dict[str, Any]) -> dict[str, EnvSpec]:
-    """Return an interpreter for each side. A side that cannot be built has its `failure` set."""
+def _env_specs(
+    config: GateConfig, view: View, root: Path, sources: dict[str, Any], new: bool
+) -> dict[str, EnvSpec]:
+    """Return an interpreter for each side. A side that cannot be built has its `failure` set. new: not resumed."""
     requested = {"good": (config.python_good, config.adopted), "bad": (config.python_bad, config.candidate)}
     if config.anchor or config.python_anchor:
         requested["anchor"] = (config.python_anchor, config.anchor)
@@ -296,7 +301,7 @@ def _env_specs(config: GateConfig, view: View, root: Path, sources: dict[str, An
             _refuse_unprepared(config, python, absent)
             lacking = wheels.variables({each: f"{why} (--without)" for each, why in absent.items()})
             key = compiled.HANDED_IN + hashlib.sha256(python.encode()).hexdigest()[:16]
-            own = {**reference.variables(None), **lacking, **compiled.bytecode(key, name)}
+            own = {**reference.variables(None), **lacking, **compiled.bytecode(key, name, new=new)}
             first, *more = ({**c, **own} for c in compiled.copies(key, name))
             specs[name] = EnvSpec(
                 Path(python), first, command=f"{shlex.quote(python)} -m pip list", more=tuple(more)

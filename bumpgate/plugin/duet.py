@@ -44,7 +44,7 @@ class Duet:
     def change_places(self) -> None:
         """Move every thread of this process to the other cores; torch's pool keeps the size of one side's share."""
         own, self.cores = self.cores[0], [*self.cores[1:], self.cores[0]]
-        _move(os.getpid(), own)
+        _move(os.getpid(), own, self.cores)
 
     @contextmanager
     def children_change_places(self) -> Iterator[None]:
@@ -68,17 +68,21 @@ class Duet:
         while not ended.wait(EXCHANGE_SECONDS - time.monotonic() % EXCHANGE_SECONDS):
             own = self.cores_at(self.cores, time.monotonic())
             for child in this.children(recursive=True):
-                _move(child.pid, own)
+                _move(child.pid, own, self.cores)
 
     @staticmethod
     def cores_at(cores: Sequence[Sequence[int]], now: float) -> Sequence[int]:
         """Return the one of these sets of cores on which started processes are at a time of the machine's clock."""
         return cores[round(now / EXCHANGE_SECONDS) % len(cores)]
 
-    def exchange(self, value: Any) -> Any:
-        """Send a JSON value to the other side and return its reply. Raises InfraError if the other side has ended."""
+    def exchange(self, value: Any, what: str) -> Any:
+        """Send a JSON value to the other side and return its value of the same name.
+
+        Raises InfraError if the other side has ended, or is at another place: its test ended early.
+        """
+        place = f"{os.environ.get('PYTEST_CURRENT_TEST', '').rpartition(' ')[0]}: {what}"
         try:
-            self.link.sendall(f"{json.dumps(value)}\n".encode())
+            self.link.sendall(f"{json.dumps([place, value])}\n".encode())
             line = self._lines.readline()
         except ConnectionError:
             line = ""
@@ -86,20 +90,29 @@ class Duet:
             raise InfraError(f"the other side of this session gave no answer ({error})") from None
         if not line:
             raise InfraError("the other side of this session has ended")
-        return json.loads(line)
+        other, theirs = json.loads(line)
+        if other != place:
+            raise InfraError(f"the two sides of this session are at different places: {place} and {other}")
+        return theirs
 
     def agree(self, value: Any, what: str) -> None:
         """Check that both sides pass the same value. Raises InfraError otherwise. what: its name in the message."""
-        if (theirs := self.exchange(value)) != value:
+        if (theirs := self.exchange(value, what)) != value:
             raise InfraError(f"the two sides of this session differ in {what}: {value} and {theirs}")
 
 
-def _move(process: int, cores: Sequence[int]) -> None:
-    """Move every thread of a process to these cores; those that end meanwhile need none."""
+def _move(process: int, cores: Sequence[int], halves: Sequence[Sequence[int]]) -> None:
+    """Move every thread of a process to these cores, each to as many as it has of a half; some may end meanwhile.
+
+    A thread that a program pinned to the second core of one half is pinned to the second one of the other.
+    """
+    places = {core: own for half in halves for core, own in zip(half, cores)}
     with suppress(FileNotFoundError):
         for thread in Path(f"/proc/{process}/task").iterdir():
             with suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread.name), cores)
+                number = int(thread.name)
+                moved = {places[core] for core in os.sched_getaffinity(number) if core in places}
+                os.sched_setaffinity(number, moved or cores)
 
 
 @lru_cache(maxsize=1)

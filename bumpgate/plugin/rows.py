@@ -35,7 +35,8 @@ NOT_RUN_PROPERTY = "bumpgate_not_run"
 EXCUSED_PROPERTY = "bumpgate_not_run_excused"
 # For a repository without rules.
 NO_RULE = "R0"
-MACHINE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+# Not EMFILE: a process that runs out of file descriptors may leak them.
+MACHINE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENFILE, errno.ENOMEM)
 
 # Instruments whose canary passed in this process, and those whose canary failed, with the reason.
 proved_instruments: set[str] = set()

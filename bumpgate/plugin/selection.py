@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Collection
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +85,29 @@ class Selection:
 
 def selects_all(config: pytest.Config, lane: str, folders: Collection[str]) -> bool:
     """Whether this command line selects every test of the lane below these folders."""
+    return not _is_narrowed(config, lane) and not _folders_outside(config, folders)
+
+
+def leaves_out(config: pytest.Config, lane: str, folders: Collection[str]) -> bool:
+    """Whether this command line leaves out tests of the lane below these folders, also tests without a row.
+
+    Of selected paths, the other test files count if the lane's name occurs in them.
+    """
+    if _is_narrowed(config, lane):
+        return True
+    names, selected = config.getini("python_files"), _selected(config)
+    word = re.compile(rf"\b{re.escape(lane)}\b")
+    for root in _folders_outside(config, folders):
+        for folder, below, files in os.walk(root):
+            below[:] = [name for name in below if not name.startswith((".", "_")) and name != "node_modules"]
+            for path in (Path(folder, name) for name in files if any(fnmatch(name, n) for n in names)):
+                chosen = any(path.is_relative_to(place) for place in selected)
+                if not chosen and word.search(path.read_text(encoding="utf-8", errors="replace")):
+                    return True
+    return False
+
+
+def _is_narrowed(config: pytest.Config, lane: str) -> bool:
     o = config.option
     narrowed = [
         o.markexpr.strip() != lane,
@@ -92,7 +119,19 @@ def selects_all(config: pytest.Config, lane: str, folders: Collection[str]) -> b
         o.ignore_glob,
     ]
     narrowed += [getattr(o, name, False) for name in ("lf", "stepwise")]  # of a plugin that -p may block
-    narrowed += [ini for ini in o.override_ini or () if ini.startswith(("testpaths", "python_"))]
-    selected = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
+    narrowed += [
+        ini for ini in o.override_ini or () if ini.startswith(("testpaths", "python_", "norecursedirs"))
+    ]
+    return any(narrowed)
+
+
+def _selected(config: pytest.Config) -> list[Path]:
+    """Return the selected files and folders; of a selected test of a file, its node id, which contains no file."""
+    return [(config.invocation_params.dir / arg).resolve() for arg in config.args]
+
+
+def _folders_outside(config: pytest.Config, folders: Collection[str]) -> list[Path]:
+    """Return those of the folders that are not completely selected."""
+    selected = _selected(config)
     roots = [(config.rootpath / path).resolve() for path in folders]
-    return not any(narrowed) and all(any(w.is_relative_to(g) for g in selected) for w in roots)
+    return [root for root in roots if not any(root.is_relative_to(place) for place in selected)]

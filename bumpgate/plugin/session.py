@@ -23,7 +23,7 @@ from bumpgate.plugin import GREEN, lanes_of, provenance
 from bumpgate.plugin.devices import PJRT_CPU, find
 from bumpgate.plugin.reports import Reports
 from bumpgate.plugin.rows import NO_RULE, ROW_PROPERTY, baseline_path, lane_acceptances
-from bumpgate.plugin.selection import Selection, selects_all
+from bumpgate.plugin.selection import Selection, leaves_out, selects_all
 from bumpgate.table import part_of_lane, verdict_table
 
 # Seconds between two saves of the rows, and how much of the run's time they may take: 10,000 rows take half a second.
@@ -40,8 +40,8 @@ class LaneSession:
         self.record_path = config.invocation_params.dir / (
             config.option.record or config.rootpath / "record.json"
         )
-        testpaths = config.getini("testpaths") or ["."]
-        self.full = selects_all(config, baseline.lane, testpaths)
+        self.testpaths = config.getini("testpaths") or ["."]
+        self.full = selects_all(config, baseline.lane, self.testpaths)
         of_outcomes = lanes_of(config)[baseline.lane].tests
         self.all_outcomes = not of_outcomes or selects_all(config, baseline.lane, of_outcomes)
         self.judgements: dict[str, Judgement] = {}
@@ -229,10 +229,11 @@ class LaneSession:
         return Judgement(row, verdict, reason, command, gone=gone, unreached=unreached)
 
     def _part(self, measured: int) -> list[int | None] | None:
-        """Return [n, m] if this run selects n of the lane's m reviewed rows, by whatever option; else None.
+        """Return [n, m] if this run leaves out tests of the lane, by whatever option, with n of its m reviewed rows.
 
-        A command line that selects the whole lane gives None: its lost rows are MISSING. m is None if outcomes of tests
-        are left out, which no review counts; n is then the number of measured rows.
+        None for a run of the whole lane: its lost rows are MISSING. m is None if outcomes of tests are left out, which
+        no review counts; n is then the number of measured rows. n is m if only tests without a reviewed row are left
+        out.
         """
         if self.full:
             return None
@@ -241,7 +242,9 @@ class LaneSession:
         n = sum(id in self.judgements or r.test in tests for id, r in rows)
         if n < len(rows):
             return [n, len(rows)]
-        return None if self.all_outcomes else [measured, None]
+        if not self.all_outcomes:
+            return [measured, None]
+        return [n, n] if leaves_out(self.config, self.baseline.lane, self.testpaths) else None
 
     def _nothing_collected(self) -> str:
         why = self._deaths("") or "the run ended before it collected a test"

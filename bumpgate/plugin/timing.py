@@ -205,7 +205,7 @@ def _waited_seconds() -> float:
 
 def _over(deadline: float, duet: Duet | None) -> bool:
     over = time.monotonic() >= deadline
-    return bool(duet.exchange(over)) or over if duet else over
+    return bool(duet.exchange(over, "whether the time is over")) or over if duet else over
 
 
 class Watch:
@@ -217,10 +217,10 @@ class Watch:
     def was_quiet(self, duet: Duet | None) -> bool:
         """Return whether the machine was quiet, on both sides in a duet. Children that still run count as others."""
         own = _own_seconds() - self.own
-        ours = own + (duet.exchange(own) if duet else 0.0)
+        ours = own + (duet.exchange(own, "its CPU seconds") if duet else 0.0)
         foreign = _busy_seconds() - self.total - ours
         quiet = foreign <= FOREIGN_SHARE * (time.monotonic() - self.started)
-        return bool(duet.exchange(quiet)) and quiet if duet else quiet
+        return bool(duet.exchange(quiet, "whether it was quiet")) and quiet if duet else quiet
 
 
 def _own_seconds() -> float:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.plugin.duet import Duet, partner, shared_cores
+from bumpgate.plugin.provenance import versions
 from bumpgate.plugin.rows import InfraError
 from bumpgate.plugin.timing import Watch
-from suites.support.child import ENVIRONMENT, run_json
+from bumpgate.run.binding import measured_tree
+from suites.support.child import ENVIRONMENT, ROOT, run_json
 from suites.support.environment import compiler
 from suites.support.lanes import Lane
 
@@ -26,10 +28,9 @@ def cold_start(lane: Lane) -> Start:
 
 
 def warm_start(lane: Lane) -> Start:
-    """Return the result of a fresh process on a filled cache.
+    """Return the result of a fresh process on the cache of the last cold start; cold_losses: the losses of that one.
 
-    The cache is that of the last cold start with this run's compile caches; one that is missing, or is of another
-    build, is filled first.
+    The cold start is made first if there was none with this run's compile caches, this build and these sources.
     """
     return _undisturbed(lambda duet: _warm(lane, duet))
 
@@ -51,15 +52,32 @@ def _undisturbed(start: Callable[[Duet | None], Start]) -> Start:
 
 def _cold(lane: Lane, duet: Duet | None) -> Start:
     shutil.rmtree(_folder(), ignore_errors=True)
-    return _started(lane, duet)
+    found = _started(lane, duet)
+    kept = {"made_by": _made_by(), "losses": found["losses"]}
+    (_folder() / "cold.json").write_text(json.dumps(kept), encoding="utf-8")
+    return found
 
 
 def _warm(lane: Lane, duet: Duet | None) -> Start:
-    found = _started(lane, duet)
-    compiled = found["compiled"] > 0
+    empty = _last_cold() is None
     if duet:
-        compiled = duet.exchange(compiled) or compiled
-    return _started(lane, duet) if compiled else found
+        empty = duet.exchange(empty, "whether the caches are empty") or empty
+    if empty:
+        _cold(lane, duet)
+    return _started(lane, duet) | {"cold_losses": _last_cold()}
+
+
+def _last_cold() -> list[float] | None:
+    """Return the losses of the cold start that filled the caches; None if it was of other packages or sources."""
+    try:
+        kept = json.loads((_folder() / "cold.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return kept["losses"] if kept["made_by"] == _made_by() else None
+
+
+def _made_by() -> dict[str, str | None]:
+    return {**versions(), "tree": measured_tree(ROOT, ROOT / "record.json")}
 
 
 def _folder() -> Path:
@@ -68,10 +86,7 @@ def _folder() -> Path:
 
 
 def _started(lane: Lane, duet: Duet | None) -> Start:
-    """Start one process on these caches; in a paired session, when the other side is ready too.
-
-    compiled_losses: the losses of the last process that compiled for these caches.
-    """
+    """Start one process on these caches; in a paired session, when the other side is ready too."""
     if duet:
         duet.agree("start", "what they start")
     environment = {
@@ -85,10 +100,4 @@ def _started(lane: Lane, duet: Duet | None) -> Start:
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
     }
     with shared_cores():
-        found = run_json(
-            "suites.throughput.cold_start", lane.device, environment=environment, timeout=LONGEST
-        )
-    kept = _folder() / "losses.json"
-    if found["compiled"]:
-        kept.write_text(json.dumps(found["losses"]), encoding="utf-8")
-    return found | {"compiled_losses": json.loads(kept.read_text(encoding="utf-8"))}
+        return run_json("suites.throughput.cold_start", lane.device, environment=environment, timeout=LONGEST)

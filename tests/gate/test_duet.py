@@ -17,7 +17,8 @@ import pytest
 from bumpgate.gate.duet import ROUNDS, VARIABLE, run_duet, shares
 from bumpgate.gate.sequential import log_ratio_of_rounds
 from bumpgate.gate.timed import reading
-from bumpgate.plugin.duet import Duet
+from bumpgate.plugin.duet import Duet, _move
+from bumpgate.plugin.rows import InfraError
 from bumpgate.run.runner import LaneCall
 from tests.support.project import PLUGINS, REPO, Project
 
@@ -189,6 +190,41 @@ def test_started_processes_change_places_together() -> None:
         assert len(seen) > 2
         assert all(a != b for a, b in itertools.pairwise(seen))
         assert [own for own in [*seen, place] if own not in halves] == []
+
+
+@pytest.mark.parametrize(
+    ("mask", "moved"),
+    [({0, 1, 2, 3}, {2, 3}), ({0, 1}, {2, 3}), ({1}, {3}), ({3}, {3}), ({7}, {2, 3})],
+    ids=str,
+)
+def test_pinned_thread_stays_pinned(mask: set[int], moved: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build that pins all of its threads to one core must not be given a half of them by the session."""
+    masks: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: mask)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: masks.append({*cores}))
+    _move(os.getpid(), [2, 3], [[0, 1], [2, 3]])
+    assert masks
+    assert all(given == moved for given in masks)
+
+
+def test_sides_at_different_places_do_not_take_each_others_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One side's test ended early, and its next one sends something else: a fault of neither side."""
+    links, before = socket.socketpair(), os.sched_getaffinity(0)
+    try:
+        one, other = (Duet(link, [[*before], [*before]], leads) for link, leads in zip(links, (True, False)))
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", "test_it.py::test_next (call)")
+        other.link.sendall(b'["test_it.py::test_next: what they start", "start"]\n')
+        assert one.exchange("start", "what they start") == "start"
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", "test_it.py::test_first (call)")
+        other.link.sendall(b'["test_it.py::test_next: what they start", "start"]\n')
+        with pytest.raises(
+            InfraError, match=r"different places: test_it\.py::test_first: its CPU seconds and"
+        ):
+            one.exchange(0.5, "its CPU seconds")
+    finally:
+        os.sched_setaffinity(0, before)
+        for link in links:
+            link.close()
 
 
 def test_moves_of_both_sides_follow_one_clock() -> None:

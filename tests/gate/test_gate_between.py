@@ -25,7 +25,7 @@ def row(metric: str, value: Value, unit: str, **fields: object) -> Row:
 
 
 def judged(made: Row, **fields: object) -> Judgement:
-    return replace(Judgement(made, Verdict.PASS, ""), **fields)  # type: ignore[arg-type]
+    return replace(Judgement(made, Verdict.PASS, "", tolerance=made.tolerance), **fields)  # type: ignore[arg-type]
 
 
 def record(*judgements: Judgement) -> Record:
@@ -68,6 +68,23 @@ def test_single_reading_outside_its_tolerance_is_measured_again(ratio: float) ->
     assert findings(good, bad, {COLD.id: slower(ratio)}) == [(HOLD, "SLOWER")]
     same = Timed(TimedOutcome.SAME, 1.001, (0.98, 1.02), 12, 1.0, 1.0)
     assert findings(good, bad, {COLD.id: same}) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tolerance"), [(1.0, 1.02, 0.01), (1.0, 1.5, 0.03), (0.0, 500.0, 0.1)], ids=str
+)
+def test_reading_that_sessions_cannot_refute_holds(before: float, after: float, tolerance: float) -> None:
+    """The sessions call a row SAME within 3.5 %, and compare no value of 0."""
+    waste = row("wasted_tokens", before, "ratio", better="lower", tolerance=tolerance)
+    bad = judged(replace(waste, value=after), verdict=Verdict.REGRESSION)
+    assert timed_rows(record(judged(waste)), record(bad)) == {}
+    assert findings(judged(waste), bad) == [(HOLD, "REGRESSION")]
+
+
+def test_accepted_time_is_not_measured_again() -> None:
+    bad = judged(replace(COLD, value=45.0 * 1.6), verdict=Verdict.REGRESSION, accepted="ann, until 2027: why")
+    assert timed_rows(record(judged(COLD)), record(bad)) == {}
+    assert {decision for decision, _ in findings(judged(COLD), bad)} <= {ADOPT}
 
 
 def test_single_reading_above_a_derived_bound_holds() -> None:

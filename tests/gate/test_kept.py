@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.core import gate_file
+from bumpgate.core import accepted, gate_file
 from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Verdict, read_record
 from bumpgate.gate import bench, kept, result
@@ -27,12 +27,12 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runner(
-    machine: Machine, out: Path, tree: Binding = TREE, *, fresh: bool = False, command: str = ""
+    machine: Machine, out: Path, tree: Binding | None = None, *, fresh: bool = False, command: str = ""
 ) -> GateRunner:
     """Return a gate of two environments that bumpgate built: each has a lock and a filled compile cache."""
     made = machine.prepare(out, fresh=fresh)
     (machine.root / "suites/a.py").write_text('SIZE = os.environ.get("MODEL_SIZE")\n')
-    made.gate.binding = tree
+    made.gate.binding = tree or TREE
     made.gate.config = replace(made.gate.config, command=command)
     for name, spec in made.env_specs.items():
         cache = machine.root.parent / f"cache-{name}"
@@ -97,6 +97,20 @@ def another_variable_of_a_source(machine: Machine, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MODEL_SIZE", "3")
 
 
+def another_acceptance(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one that has expired since: the kept rows were judged by those that held."""
+    day = accepted.today()
+    (machine.root / "baselines").mkdir(exist_ok=True)
+    (machine.root / "baselines" / accepted.FILE).write_text(
+        '[[accepted]]\nlane = "cpu"\nrow = "a/b/c"\nvalue = 3\nowner = "ann"\nreason = "why"\n'
+        f"since = {day}\nexpires = {day}\n"
+    )
+
+
+def another_bumpgate(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.TREE", replace(TREE, bumpgate="1.1"))
+
+
 def lost_cache(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine.root.parent / "cache-good").rmdir()
 
@@ -112,6 +126,8 @@ CHANGES = (
     another_day,
     another_variable,
     another_variable_of_a_source,
+    another_bumpgate,
+    another_acceptance,
     lost_cache,
     damaged_file,
 )

@@ -51,6 +51,27 @@ def test_undeclared_part_is_red_under_gate(lane: Project, narrow: str, place: st
     assert "part of the lane: 1 of 2 rows; add --part" in result.out
 
 
+@pytest.mark.parametrize(
+    "narrow", ["--ignore=suites/model", "--deselect=suites/model", "-k other", "suites/compile"]
+)
+def test_part_without_tests_that_have_no_row_is_red(project: Project, narrow: str) -> None:
+    """A left-out test without a reviewed row: its assertions count, too."""
+    project.tests(GOOD.replace("good", "other"))
+    project.tests("@lanes('cpu')\ndef test_law(lane):\n    assert False\n", "suites/model/test_b.py")
+    project.baseline(other=counted("test_other"))
+    result = project.pytest(*GATE, *narrow.split())
+    assert result.code == 1, result.out + result.err
+    assert "part of the lane: all 1 reviewed rows, but not all tests; add --part" in result.out
+    assert project.pytest(*GATE, *narrow.split(), "--part").code == 0
+
+
+def test_paths_of_all_tests_of_the_lane_are_no_part(lane: Project) -> None:
+    lane.tests("def test_of_no_lane():\n    pass\n", "suites/others/test_c.py")
+    result = lane.pytest(*GATE, "suites/compile", "suites/model")
+    assert result.code == 0, result.out + result.err
+    assert "part of the lane" not in result.out
+
+
 def test_declared_part_is_green_and_shown_as_part(lane: Project) -> None:
     for selection in (["-k", "good"], ["suites/compile"], ["--ignore=suites/model"]):
         result = lane.pytest(*GATE, "--part", *selection)
