@@ -24,7 +24,7 @@ MEMORY = ("cuda_out_of_memory", "hbm_out_of_memory")
 
 @dataclass(frozen=True)
 class Share:
-    """The share `index` of `count` equal ones of a batch, each of which another rank takes.
+    """The part of a batch that one rank takes: `index` of `count` equal parts.
 
     held: context in which gradients are not exchanged if its argument is true. mean: the mean of a loss over the ranks.
     """
@@ -53,7 +53,8 @@ def device_batch(batch: int, given: Mapping[str, str] = os.environ, path: Path =
     smaller = max((size for size in ladder if size < batch), default=0)
     if not smaller or batch % smaller:
         raise ContractError(
-            f"a batch of {batch} does not fit, and [autofit] has none of {ladder} to split it"
+            f"a batch of {batch} does not fit, and no size of [autofit] device_batches {ladder} is smaller and "
+            "divides it"
         )
     return smaller
 

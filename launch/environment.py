@@ -27,14 +27,14 @@ RUN = "BUMPGATE_RUN"
 
 
 def shared_root(given: Mapping[str, str]) -> Path:
-    """Cache root that runs share, and in which each named run has its own below `runs`."""
+    """Return the cache root that runs share, and in which each named run has its own below `runs`."""
     return Path(given.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bumpgate"
 
 
 def cache_root(given: Mapping[str, str]) -> Path:
-    """Default cache root, used if no cache variable is set: the shared one, or that of the run named by RUN.
+    """Return the default cache root, used if no cache variable is set: the shared one, or that of the run named by RUN.
 
-    Raises ContractError if the name is not one of a directory.
+    Raises ContractError if the name has a character other than letters, digits, '.', '_' and '-'.
     """
     if not (run := given.get(RUN, "")):
         return shared_root(given)
@@ -46,7 +46,7 @@ def cache_root(given: Mapping[str, str]) -> Path:
 def child_environment(
     contract: Contract, given: Mapping[str, str], rank: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Environment for a training process: `given`, `rank`'s own variables, and the contract's additions.
+    """Return the environment of a training process: `given`, `rank`'s own variables, and the contract's additions.
 
     A given value is never overwritten: `check` refuses a wrong one, so that a user's choice is not silently undone.
     The NCCL variables are added only for a rank, that is if LOCAL_RANK is set.

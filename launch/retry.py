@@ -3,8 +3,9 @@
 The last traceback of the first launch is classified by contract.toml's [logs.*]. Only the classes of [retry.error] are
 retried, only if training had not begun, and once. A retry applies four patches, each its own function: the debug level
 in the environment (here) and in the process, lazy groups and the skipped barrier (launch/dist/process_group.py). The
-last line on standard output is the run's, or its first rank's. Exit codes: the run's own, or 1 if it was killed or
-stopped.
+last line on standard output is the run's, or its first rank's.
+
+Exit codes: the run's own, 1 if it was killed or stopped, 2 bad options, 3 a contradiction of the contract, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def quiet_environment(retry: Retry, given: Mapping[str, str]) -> dict[str, str]:
 def passed(step: int, last_step: int, given: Mapping[str, str] = os.environ) -> None:
     """Called by a run after each step, counted from 0 in this process; from `last_step` on a failure is final."""
     if step >= last_step and given.get(BEGUN):
-        Path(given[BEGUN]).touch()  # its time is that of the last step
+        Path(given[BEGUN]).touch()  # the file's modification time is that of the last step
 
 
 def ranks(count: int, command: Sequence[str], given: Mapping[str, str]) -> list[Child]:
@@ -160,8 +161,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--ranks", type=int, default=0, help="processes on this host; 0: one process that is not a rank"
     )
-    p.add_argument("--seconds", type=float, default=float("inf"), help="the longest that a launch may take")
-    p.add_argument("--stall", type=float, default=float("inf"), help="the longest time between two steps")
+    p.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="time limit of a launch, in seconds (default: none)",
+    )
+    p.add_argument(
+        "--stall",
+        type=float,
+        default=float("inf"),
+        help="time limit between two steps, in seconds (default: none)",
+    )
     p.add_argument("--run", default="", help="name of the run, whose compile caches are then its own")
     p.add_argument(
         "--log", type=Path, required=True, help="every line of every launch, prefixed with its rank"

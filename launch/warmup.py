@@ -14,7 +14,11 @@ MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
 
 @dataclass(frozen=True)
 class Start:
-    """Inputs of the decision. device: torch device type; asked: requested by the user; the others: of the run."""
+    """Inputs of the decision.
+
+    device: torch device type. regional, compiled: of the compile policy. moe: whether the model has experts. fsdp:
+    whether its weights are sharded. asked: whether the user requested the warm-up.
+    """
 
     device: str
     regional: bool

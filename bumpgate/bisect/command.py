@@ -353,7 +353,7 @@ def _no_answer(result: SearchResult, test: Test, last: str) -> int:
         return UNKNOWN
     named = ", ".join(test.deciding[:3])
     if named and not test.differs:
-        raise BisectError(f"nothing is red at one end alone; red at both, and no help: {named}")
+        raise BisectError(f"no row differs between the two ends; red at both: {named}")
     if result.cause is SearchFailure.SKIPPED and last:
         failure += f" ({last})"
     if named:

@@ -116,9 +116,9 @@ class Options:
         if not (self.good and self.bad):
             raise BisectError("name the range: --good VERSION --bad VERSION, or --from-gate GATE_JSON")
         if self.command and self.selection:
-            raise BisectError("--command and a pytest selection: name one of them")
+            raise BisectError("--command and a pytest selection: use one, not both")
         if self.interactive and self.selection:
-            raise BisectError("--interactive and a pytest selection: name one of them")
+            raise BisectError("--interactive and a pytest selection: use one, not both")
         if not (self.command or self.interactive or (self.lane and self.selection)):
             raise BisectError(
                 "name what to run: --lane LANE -- PYTEST-SELECTION, or --command '{python} test.py'"
@@ -126,7 +126,9 @@ class Options:
         if self.timeout is not None and self.timeout <= 0:
             raise BisectError(f"--timeout {self.timeout:g}: must be greater than 0")
         if self.timeout is not None and self.timed:
-            raise BisectError("--timeout: a probe of timed rows has the gate's own limit per test")
+            raise BisectError(
+                "--timeout does not apply to timed rows, whose tests have the gate's limit: leave it out"
+            )
         self._check_builder()
         ranges.check(self.repository)
         return self.root()
@@ -141,7 +143,7 @@ class Options:
 
     def _check_builder(self) -> None:
         if self.builder and self.environments:
-            raise BisectError("--builder and --environments: name one of them")
+            raise BisectError("--builder and --environments: use one, not both")
         if (self.builder or self.environments) and (self.index or self.find_links or self.extra):
             named = "--builder" if self.builder else "--environments"
             raise BisectError(

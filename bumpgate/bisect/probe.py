@@ -28,7 +28,6 @@ from bumpgate.run.interpreter import ChildFault, Interpreter
 from bumpgate.run.runner import IMPORT_SECONDS, child_environment
 
 READING, LOG, RECORD = "reading.json", "test.log", "record.json"
-# Signals that a program causes itself; any other one was sent to it, and is not evidence about the candidate.
 IMPORT = """
 import importlib, importlib.util, sys
 for name in sys.argv[1:]:

@@ -440,7 +440,9 @@ def _check_numbers(
 ) -> None:
     for name, rate in (("false_bad", false_bad), ("false_good", false_good)):
         if rate is not None and not 0 <= rate < 0.5:
-            raise SearchError(f"{name} must lie in [0, 0.5), got {rate!r}: at a half a probe is a coin flip")
+            raise SearchError(
+                f"{name} must lie in [0, 0.5), got {rate!r}: at 0.5 a probe carries no information"
+            )
     if not 0.5 < confidence < 1:
         raise SearchError(f"confidence must lie in (0.5, 1), got {confidence!r}")
     if budget is not None and budget < 2:

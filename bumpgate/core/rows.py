@@ -98,7 +98,8 @@ class Row:
     test: pytest node id.
     per_build: the value belongs to one torch build (a hash of generated code): under another build than the
         baseline's a difference is shown and not judged.
-    series: name -> points of a curve (a loss by step) for the report's plots; it does not affect the verdict.
+    series: name -> points of a curve (a loss by step) for the report's plots. The gate compares `cost_per_round`
+        round by round; the others do not affect a verdict.
     paired: the gate compares the row between its sides although it has no reviewed value: an exact value as it is,
         another one in paired sessions although a process reads it once and gives no interval.
     work: what a timed row ran: "pattern AEME, dtype float32, batch 2, tokens 64". Times of different work are

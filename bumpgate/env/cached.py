@@ -132,7 +132,7 @@ def make_room(root: Path, needed: int, say: Say = lambda line: None) -> None:
         entry = candidates.pop(0)
         if discard(entry.key, root):
             say(
-                f"deleted the environment {entry.name}, last used {_day(entry.used)}: {_gib(excess)} too much"
+                f"deleted the environment {entry.name} (last used {_day(entry.used)}): {_gib(excess)} had to be freed"
             )
             compiled.prune({note.parent.name for note in root.glob(f"[!.]*/{NOTE}")})
     free = shutil.disk_usage(root).free

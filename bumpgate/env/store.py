@@ -1,7 +1,7 @@
 """Our own wheel store: files by content, `<store>/<sha256>/<file name>`, and SHA256SUMS over all of them.
 
-An index drops old builds (the nightly one after 60) and a mirror may hold other bytes under the same name; an adopted
-set must remain available for a rollback.
+An index drops old builds (that of nightlies after about 60 days), and a mirror may hold other bytes under the same
+name; an adopted set must remain available for a rollback.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def put(wheel: Wheel, blocks: Iterable[bytes], root: Path | None = None) -> Path
             f.flush()
             os.fsync(f.fileno())
         if digest.hexdigest() != wheel.sha256:
-            raise StoreError(f"{wheel.file}: the source does not match the sha256 of the lock; freeze again")
+            raise StoreError(
+                f"{wheel.file}: the source does not match the sha256 of the lock: run bumpgate freeze again"
+            )
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -51,7 +51,7 @@ def first_answer(findings: list[Finding]) -> list[str]:
 
 @dataclass
 class Interim:
-    """Compares the rows that both lane runs have saved so far, and says each cause that holds the candidate once.
+    """Compares the rows that both lane runs have saved so far, and reports each cause that holds the candidate once.
 
     records: path of each side's record, which its run rewrites. started: start of the gate, in time.monotonic().
     """
@@ -84,7 +84,7 @@ class Interim:
                 printed = time.monotonic()
 
     def look(self, *, progress: bool) -> list[str]:
-        """Return a line for each new cause. progress: without one, return a line on how far the runs are."""
+        """Return a line for each new cause. progress: without one, return a progress line."""
         common = self._common()
         if common is None:
             return []

@@ -54,10 +54,11 @@ def command(
     lane: Annotated[str, typer.Option(help="A declared lane.")],
     candidate: Annotated[str, typer.Option(help="The candidate: 'torch==2.14.0', or a wheel file.")] = "",
     adopted: Annotated[
-        str, typer.Option(help="Instead of the lane's adopted set: that set with this requirement.")
+        str, typer.Option(help="Change a package of the adopted side, such as triton==3.7.1.")
     ] = "",
     anchor: Annotated[
-        str, typer.Option(help="Pair the candidate also with this build of a month ago, or with `history`'s.")
+        str,
+        typer.Option(help="Also pair the candidate with this older build; `history`: that of a month ago."),
     ] = "",
     python_good: Annotated[str, typer.Option(help="Adopted side: this interpreter, unchanged.")] = "",
     python_bad: Annotated[str, typer.Option(help="Candidate side: this interpreter, unchanged.")] = "",
@@ -76,7 +77,7 @@ def command(
         list[str] | None, typer.Option(help="A store with nightlies of `bumpgate mirror`; repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of gate.json and both records.")] = None,
-    sessions: Annotated[int | None, typer.Option(help="Maximum number of paired sessions.")] = None,
+    sessions: Annotated[int | None, typer.Option(help="Maximum number of paired sessions, 6 to 72.")] = None,
     budget: Annotated[
         float | None, typer.Option(help="Minutes after which no session starts; --resume continues.")
     ] = None,
@@ -109,7 +110,7 @@ def command(
     Exit codes: 0 ADOPT, 1 HOLD, 125 UNKNOWN, 4 bad input, 130 interrupted (--resume continues).
     """
     if shell and selection:
-        raise BumpgateError("--command and a pytest selection: name one of them")
+        raise BumpgateError("--command and a pytest selection: use one, not both")
     if shell and fast:
         raise BumpgateError("--command and --fast: a command has no fast part; leave --fast out")
     if budget is not None and not budget >= 0:
@@ -135,7 +136,7 @@ def command(
     place = out or root / "build" / "gate" / f"{lane}-{_slug(candidate or 'python')}"
     if not (place / result.NAME).exists() and (own := sources_in(root, place)):
         raise BumpgateError(
-            f"--out {place} holds sources of the work tree ({own[0]}): name a folder of its own"
+            f"--out {place} holds sources of the work tree ({own[0]}): choose a folder without sources"
         )
     place.mkdir(parents=True, exist_ok=True)
     view = View(Console(stderr=True))

@@ -15,7 +15,7 @@ from dataclasses import replace
 from bumpgate.run.runner import LaneCall, LaneRun, run_lanes
 
 VARIABLE = "BUMPGATE_DUET"
-# Rounds that each of the two times: enough that few of them are disturbed by a neighbour.
+# Rounds that each process times: enough that few of them are disturbed by a neighbour.
 ROUNDS = 30
 
 

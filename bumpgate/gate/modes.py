@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-HIGHEST = 0.5  # share of slow processes above which a machine shows no slow mode of a build
+HIGHEST = 0.5  # upper limit of the share of slow processes that is attributed to the machine
 # A session this far above the median of its row had a slow process of the candidate; this far below, of the adopted.
 # SLOW, or SPREADS standard deviations of the row if that is more: a row that varies by 11 % passes a factor of 1.3 in 1
 # of 100 sessions by chance, at 4 standard deviations in 1 of 30 000. At most SLOWEST, so that a factor of 2 counts.

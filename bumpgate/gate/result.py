@@ -36,8 +36,10 @@ class GateConfig:
     """Options of a gate; `--resume` requires the same ones. Interpreters and requirements as the user wrote them.
 
     candidate_file: sha256 of a candidate that is a wheel file; its version alone may stand for several builds.
+    adopted: a requirement that changes the adopted set. anchor: the older build that is paired with the candidate, too.
+    python_*: interpreters instead of requirements. sessions: the maximum; None for the plan's. selection: of pytest.
     without: kernel wheels that an interpreter of the user lacks on purpose.
-    command: prints metrics, instead of a selection of the user's.
+    command: prints metrics, in place of the pytest selection.
     """
 
     lane: str

@@ -30,7 +30,10 @@ def exclusive_machine(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def paired_timer(exclusive_machine: None) -> Callable[..., Rounds]:
-    """bumpgate.plugin.timing.interleaved: CPU and wall times of functions that alternate, paired in a gate."""
+    """bumpgate.plugin.timing.interleaved: CPU and wall seconds of functions that alternate, paired in a gate.
+
+    The returned function returns Rounds. Raises InfraError if no round was quiet.
+    """
     from bumpgate.plugin.timing import interleaved
 
     return interleaved

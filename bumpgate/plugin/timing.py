@@ -143,8 +143,9 @@ QUIET_NEEDED = 15
 
 
 def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget: float = 90.0) -> Rounds:
-    """Time the functions in turn until `rounds` quiet rounds are kept or `budget` wall seconds are spent.
+    """Return the CPU and wall seconds of functions (name -> callable), timed in turn, round by round.
 
+    It ends when `rounds` quiet rounds are kept, or after `budget` wall seconds.
     The order rotates by one place per round. A round in which others used the machine is not kept: CPU time does not
     count their work, but a busy sibling thread slows large code by a third and a tight loop hardly at all.
     $BUMPGATE_ROUNDS sets fewer rounds: the gate's paired sessions need more processes, not more rounds. Under

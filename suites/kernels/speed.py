@@ -39,12 +39,12 @@ class SpeedRows:
             timing = milliseconds(call)
             moved, multiplied = getattr(case.work, f"{way}_bytes"), getattr(case.work, f"{way}_flops")
             self._row(
-                f"kernels/{name}/{way}_milliseconds", timing.median, unit="ms", witness=CALLS, rule="C36",
+                f"kernels/{name}/{way}_milliseconds", timing.median, unit="ms", witness=CALLS, rule="C37",
                 better="lower", interval=(timing.low, timing.high), tolerance=TOLERANCE["milliseconds"],
             )  # fmt: skip
             self._row(
                 f"kernels/{name}/{way}_roofline_fraction", floor_milliseconds(moved, multiplied) / timing.median,
-                unit="fraction", witness=CALLS, rule="C36", better="higher", tolerance=TOLERANCE["fraction"],
+                unit="fraction", witness=CALLS, rule="C37", better="higher", tolerance=TOLERANCE["fraction"],
                 evidence=[f"{moved / 1e6:.0f} MB at {copy_rate() / 1e12:.2f} TB/s, "
                           f"{multiplied / 1e12:.2f} TFLOP at {matmul_rate() / 1e12:.0f} TFLOP/s"],
             )  # fmt: skip
@@ -52,7 +52,7 @@ class SpeedRows:
                 other = milliseconds(peers[way])
                 self._row(
                     f"kernels/{name}/{way}_over_peer", timing.median / other.median, unit="ratio", witness=CALLS,
-                    rule="C36", better="lower", tolerance=TOLERANCE["ratio"],
+                    rule="C37", better="lower", tolerance=TOLERANCE["ratio"],
                     evidence=[f"peer: {other.median:.4f} ms"],
                 )  # fmt: skip
 

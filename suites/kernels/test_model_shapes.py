@@ -54,7 +54,7 @@ def test_first_call(lane: Lane, name: str, row, tmp_path: Path) -> None:
         calls.append(first_call(name, tmp_path / "again"))
     fastest = min(calls, key=lambda call: call["seconds"])
     row(
-        f"kernels/{name}/first_call_seconds", fastest["seconds"], unit="s", witness=fastest["kernels"], rule="C36",
+        f"kernels/{name}/first_call_seconds", fastest["seconds"], unit="s", witness=fastest["kernels"], rule="C37",
         at_most=LONGEST_FIRST_CALL,
         evidence=[
             f"{fastest['kernels']} kernels compiled, in parallel with other tests",

@@ -148,4 +148,4 @@ def test_invalid_metric_line_makes_the_gate_unknown(foreign: Foreign) -> None:
 def test_command_with_a_selection_is_refused(foreign: Foreign) -> None:
     ended = gate(foreign, "", "--", "tests")
     assert (ended.code, ended.out) == (4, "")
-    assert ended.err == "bumpgate: --command and a pytest selection: name one of them\n"
+    assert ended.err == "bumpgate: --command and a pytest selection: use one, not both\n"

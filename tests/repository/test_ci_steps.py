@@ -189,7 +189,7 @@ def test_buildkite_step(tmp_path: Path, decision: str, code: int) -> None:
         return
     assert found == code
     assert (tmp_path / "annotation").read_text() == "# report\n"
-    assert runner.calls[0] == "gate --lane cpu --candidate torch==2.14.0 --out bumpgate-cpu"
+    assert runner.calls[0] == "gate --lane cpu --candidate torch==2.14.0 --anchor history --out bumpgate-cpu"
 
 
 @pytest.mark.parametrize(("decision", "code"), [*DECISIONS.items(), ("INTERRUPTED", 0), ("crash", 137)])
@@ -198,7 +198,7 @@ def test_slurm_job(tmp_path: Path, decision: str, code: int) -> None:
     runner.program("scontrol", f"#!/bin/sh\necho scontrol $* >> {tmp_path / CALLS}\n")
     env = {"CANDIDATE": "torch==2.14.0", "SLURM_JOB_ID": "7"}
     assert runner.run(example("bash", "#SBATCH"), env, options=()) == code
-    gate = "gate --lane h200 --candidate torch==2.14.0 --out bumpgate-h200-7"
+    gate = "gate --lane h200 --candidate torch==2.14.0 --anchor history --out bumpgate-h200-7"
     after = ["report bumpgate-h200-7/gate.json", "history add bumpgate-h200-7/gate.json"]
     assert runner.calls == [gate, *(["scontrol requeue 7"] if decision == "INTERRUPTED" else after)]
     if decision == "INTERRUPTED":

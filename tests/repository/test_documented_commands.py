@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from bumpgate.cli import app
 from bumpgate.core.toml import tomllib
 from tests.support.documented import documented, of_markdown
 from tests.support.local_index import LocalIndex
@@ -131,3 +133,23 @@ def test_command_extraction_finds_each_form() -> None:
     ]
     with pytest.raises(ValueError, match="'ruby'"):
         list(of_markdown("```ruby\nputs\n```\n", "x.md"))
+
+
+@pytest.mark.parametrize(
+    "text", [text for entries in (TEST, TABLE["reason"]) for text in entries if text.startswith("bumpgate ")]
+)
+def test_options_of_a_command_that_is_not_run_exist(text: str) -> None:
+    """Parse it as the program does, without running it."""
+    command, words = typer.main.get_command(app), shlex.split(text)[1:]
+    context = command.make_context("bumpgate", words)
+    while hasattr(command, "resolve_command"):
+        # Of a group, typer keeps the command's name apart; the attribute's name depends on its version.
+        ahead = getattr(context, "_protected_args", None) or getattr(context, "protected_args", [])
+        name, command, words = command.resolve_command(context, [*ahead, *context.args])
+        assert command is not None
+        context = command.make_context(name, words, parent=context)
+
+
+def test_unknown_option_of_a_documented_command_is_found() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        test_options_of_a_command_that_is_not_run_exist("bumpgate gate --lane cpu --candidat torch==2.14.0")
