@@ -1,7 +1,6 @@
 """Sessions of real gates of a build against itself, kept for replay: `python -m tools.recorded gate.json ...`
 
-`--starts` keeps the rows of process starts instead of those of training steps; `--fixed` with it, of starts that stayed
-on one core, as they did before 2026-11-25.
+`--whole` keeps every timed row, in a file of its own; otherwise only those of training steps.
 
 A session of two equal builds measures only noise, of any distribution. Resampling with replacement gives any number
 of gates with the noise of a real machine (Efron 1979, "Bootstrap methods").
@@ -18,7 +17,8 @@ from typing import Any
 from bumpgate.core.rows import write_atomic
 
 PLACE = Path(__file__).with_name("recorded_sessions.json")
-STARTS = Path(__file__).with_name("recorded_starts.json")
+WHOLE = Path(__file__).with_name("recorded_gates.json")
+# Of starts that stayed on one core, as they did before 2026-11-25, on a machine with busy neighbours.
 FIXED_STARTS = Path(__file__).with_name("recorded_fixed_starts.json")
 START = "throughput/start-"
 
@@ -38,27 +38,31 @@ def sessions(gates: Sequence[dict[str, Any]]) -> list[Session]:
     ]
 
 
-def starts(gates: Sequence[dict[str, Any]]) -> dict[str, list[Session]]:
-    """Return all sessions of the tests of process starts, "cold" and "warm": a test ends for all its rows at once."""
-    found: dict[str, list[Session]] = {"cold": [], "warm": []}
+def by_test(gates: Sequence[dict[str, Any]]) -> dict[str, list[Session]]:
+    """Return all sessions of each test, "cold", "warm" and "step": a test ends for all its rows at once."""
+    found: dict[str, list[Session]] = {}
     for gate in gates:
-        rows = {test: [row for row in gate["log_ratios"] if start_test(row) == test] for test in found}
+        rows: dict[str, list[str]] = {}
+        for row in gate["log_ratios"]:
+            rows.setdefault(test_of(row), []).append(row)
         for test, names in rows.items():
             values = zip(*(gate["log_ratios"][name] for name in names), strict=True)
-            found[test] += [dict(zip(names, session)) for session in values]
+            found.setdefault(test, []).extend(dict(zip(names, session)) for session in values)
     return found
 
 
-def start_test(row: str) -> str:
-    """Return which test measures a row of process starts."""
+def test_of(row: str) -> str:
+    """Return which test measures a row."""
+    if not row.startswith(START):
+        return "step"
     return "cold" if "/cold_" in row else "warm"
 
 
 def main(arguments: Sequence[str]) -> None:
     kept = []
-    of_starts = "--starts" in arguments
-    place = (FIXED_STARTS if "--fixed" in arguments else STARTS) if of_starts else PLACE
-    for path in (argument for argument in arguments if not argument.startswith("--")):
+    whole = "--whole" in arguments
+    place = WHOLE if whole else PLACE
+    for path in (argument for argument in arguments if argument != "--whole"):
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         kept.append(
             {
@@ -70,12 +74,12 @@ def main(arguments: Sequence[str]) -> None:
                 "log_ratios": {
                     row: [round(x, 6) for x in values]
                     for row, values in raw["sessions"]["log_ratios"].items()
-                    if row.startswith(START) is of_starts
+                    if whole or not row.startswith(START)
                 },
             }
         )
     write_atomic(place, json.dumps(kept, indent=1) + "\n")
-    counts = {test: len(found) for test, found in starts(kept).items()} if of_starts else len(sessions(kept))
+    counts = {test: len(found) for test, found in by_test(kept).items()} if whole else len(sessions(kept))
     print(f"{place.name}: {len(kept)} gates, {counts} sessions")
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.gate.modes import p_lost
@@ -22,7 +23,7 @@ from bumpgate.gate.plan import Family, SessionPlan, plan_for
 from bumpgate.gate.sequential import decide
 from bumpgate.gate.timed import ALPHA_LOST
 from tests.support.simulation import wilson
-from tools.recorded import FIXED_STARTS, PLACE, STARTS, Session, sessions, starts
+from tools.recorded import FIXED_STARTS, PLACE, WHOLE, Session, by_test, sessions, test_of
 
 EAGER = "throughput/nam52-eager/tokens_per_anchor"
 SPEEDUP = "throughput/nam52-regional/speedup_over_eager"
@@ -35,10 +36,9 @@ RED = (TimedOutcome.SLOWER, TimedOutcome.SLOW_MODE)
 @dataclass(frozen=True)
 class Case:
     """Injected effects. slower: row -> factor of its time. slow: share of the candidate's processes that take `factor`
-    times as long in the compiled rows. rough: share of the candidate's processes that are lost. cache_sd: standard
+    times as long in the rows `slow_rows`. rough: share of the candidate's processes that are lost. cache_sd: standard
     deviation of the bias of each side's cache. rows: 3 of one test, or more in tests of 3. lane: the plan's lane.
-    starts: the rows of process starts, recorded in this file, in place of those of training steps; the slow processes
-    are then the warm ones.
+    recorded: file of the gates whose rows and tests are all replayed, in place of `rows` copies of training steps.
     """
 
     name: str
@@ -49,7 +49,30 @@ class Case:
     cache_sd: float = 0.0
     rows: int = 3
     lane: str = "cpu"
-    starts: Path | None = None
+    recorded: Path | None = None
+    slow_rows: tuple[str, ...] = (SPEEDUP, COMPILED)
+
+
+def whole_gate(kept: Sequence[dict[str, Any]]) -> tuple[Case, ...]:
+    """Return the cases of all timed rows of the CPU lane together, as in these gates."""
+    rows = sorted({row for gate in kept for row in gate["log_ratios"]})
+    steps, cold, warm = ([r for r in rows if test_of(r) == test] for test in ("step", "cold", "warm"))
+    return (
+        Case(f"{len(rows)} rows, unchanged", recorded=WHOLE),
+        *(
+            Case(f"{len(rows)} rows, +5 % {row.split('/', 1)[1]}", {row: 1.05}, recorded=WHOLE)
+            for row in rows
+        ),
+        *(
+            Case(
+                f"{len(rows)} rows, 10 % of {name} 2x slower",
+                slow=0.1,
+                recorded=WHOLE,
+                slow_rows=tuple(chosen),
+            )
+            for name, chosen in (("steps", steps), ("cold starts", cold), ("warm starts", warm))
+        ),
+    )
 
 
 CASES = (
@@ -66,13 +89,16 @@ CASES = (
     Case("15 % of processes 1.5x slower", slow=0.15, factor=1.5),
     Case("40 % of processes too rough", rough=0.4),
     *(Case(f"cache bias sd {100 * sd:g} % a side", cache_sd=sd) for sd in (0.005, 0.01)),
-    Case("starts, unchanged", starts=STARTS),
-    *(Case(f"starts, +{percent} % warm", {WARM: 1 + percent / 100}, starts=STARTS) for percent in (5, 8)),
-    *(Case(f"starts, {100 * s:g} % of warm ones 2x slower", slow=s, starts=STARTS) for s in (0.1, 0.2)),
-    Case("starts, fixed cores, unchanged", starts=FIXED_STARTS),
-    Case("starts, fixed cores, +20 % warm", {WARM: 1.2}, starts=FIXED_STARTS),
+    *whole_gate(json.loads(WHOLE.read_text(encoding="utf-8"))),
+    Case("starts, fixed cores, unchanged", recorded=FIXED_STARTS),
+    Case("starts, fixed cores, +20 % warm", {WARM: 1.2}, recorded=FIXED_STARTS),
     *(
-        Case(f"starts, fixed cores, {100 * s:g} % of warm ones 2x slower", slow=s, starts=FIXED_STARTS)
+        Case(
+            f"starts, fixed cores, {100 * s:g} % of warm ones 2x slower",
+            slow=s,
+            recorded=FIXED_STARTS,
+            slow_rows=(WARM,),
+        )
         for s in (0.1, 0.3)
     ),
 )
@@ -90,15 +116,15 @@ def gate(case: Case, recorded: Mapping[str, Sequence[Session]], rng: random.Rand
     recorded: test -> its sessions; "" for every other test.
     """
     plan: SessionPlan = plan_for(None, case.lane)
-    if case.starts:
+    if case.recorded:
         tests = {row: test for test, found in recorded.items() for row in found[0]}
-        origin, may_be_slow = {row: row for row in tests}, (WARM,)
+        origin = {row: row for row in tests}
     else:
         origin = {
             (row if i < 3 else row.replace("throughput/nam52", f"kernels/k{i // 3}")): row
             for i, row in enumerate((ROWS * (case.rows // 3 + 1))[: case.rows])
         }
-        tests, may_be_slow = {name: f"test{i // 3}" for i, name in enumerate(origin)}, ROWS[1:]
+        tests = {name: f"test{i // 3}" for i, name in enumerate(origin)}
     bias = {
         name: [rng.gauss(0, case.cache_sd) - rng.gauss(0, case.cache_sd) for _ in range(2)] for name in origin
     }
@@ -122,7 +148,7 @@ def gate(case: Case, recorded: Mapping[str, Sequence[Session]], rng: random.Rand
             for name, row in origin.items():
                 if tests[name] in still:
                     session, sign = drawn[tests[name]]
-                    planted = math.log(case.slower.get(name, 1.0)) + (slow if name in may_be_slow else 0.0)
+                    planted = math.log(case.slower.get(name, 1.0)) + (slow if row in case.slow_rows else 0.0)
                     readings[name].append(sign * session[row] + planted + bias[name][pair])
                     caches[name].append(pair)
         outcomes = decide(readings, plan, Family(tests, caches))
@@ -135,8 +161,8 @@ def gate(case: Case, recorded: Mapping[str, Sequence[Session]], rng: random.Rand
 
 def rates(case: Case, gates: int, seed: int) -> tuple[Counter[str], list[int]]:
     """Return the count of each decision, and the sessions of each gate in ascending order."""
-    kept = json.loads((case.starts or PLACE).read_text(encoding="utf-8"))
-    recorded = starts(kept) if case.starts else {"": sessions(kept)}
+    kept = json.loads((case.recorded or PLACE).read_text(encoding="utf-8"))
+    recorded = by_test(kept) if case.recorded else {"": sessions(kept)}
     rng = random.Random(f"{seed} {case.name}")
     games = [gate(case, recorded, rng) for _ in range(gates)]
     return Counter(decision for decision, _ in games), sorted(begun for _, begun in games)
@@ -146,7 +172,7 @@ def main(gates: int = 1000, seed: int = 1) -> None:
     print("| planted | gates | HOLD | UNKNOWN | ADOPT | sessions, median and 95th percentile |")
     print("|---|---|---|---|---|---|")
     for case in (*CASES, *LARGE):
-        runs = gates if case.rows == 3 else max(1, gates // 10)
+        runs = max(1, gates // 10) if case in LARGE else gates
         found, used = rates(case, runs, seed)
         cells = []
         for decision in ("HOLD", "UNKNOWN", "ADOPT"):

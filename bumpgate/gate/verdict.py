@@ -20,7 +20,7 @@ from bumpgate.core.baseline import investigate, tier, violation
 from bumpgate.core.findings import ADDRESS, NO_REGRESSION, PRODUCT, Decision, Finding, TimedOutcome, group
 from bumpgate.core.outcomes import skipped_in_both
 from bumpgate.core.problems import ProblemKind
-from bumpgate.core.rows import Judgement, Record, Verdict, one_line
+from bumpgate.core.rows import Judgement, Record, Value, Verdict, one_line
 from bumpgate.gate.between import ValueChange, change, kinds, looks_slower
 from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.drift import Drift
@@ -349,8 +349,17 @@ def _head(good: Judgement | None, bad: Judgement | None) -> str:
 def _shown(j: Judgement | None, other: Judgement | None) -> tuple[str, ...]:
     if j is None or _absent(j):
         return (f"{other.row.id}: not measured" if other else "not measured", *([j.reason] if j else []))
-    value = f"{j.row.value:.6g}" if isinstance(j.row.value, float) else str(j.row.value)
-    return (f"{j.row.id}: {value} {j.row.unit}", *(one_line(line) for line in _only(j, other)))
+    review = ""
+    if j.red:
+        parts = [j.row.rule, f"reviewed {_number(j.reviewed)}" if j.reviewed is not None else ""]
+        parts += [f"limit {j.limit}" if j.limit else ""]
+        review = f" ({', '.join(filter(None, parts))})"
+    first = f"{j.row.id}: {_number(j.row.value)} {j.row.unit}{review}"
+    return (first, *(one_line(line) for line in _only(j, other)))
+
+
+def _number(value: Value) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _timed(lane: str, row: str, t: Timed, test: str) -> list[Finding]:

@@ -46,13 +46,13 @@ def test_candidate_with_slow_processes_is_held() -> None:
 def test_starts_on_a_noisy_machine_are_not_held() -> None:
     """Sessions of a gate that read SLOW MODE for a build against itself: 3 slow processes against 1."""
     runs = 400
-    found, _ = rates(Case("starts", starts=FIXED_STARTS), runs, seed=6)
+    found, _ = rates(Case("starts", recorded=FIXED_STARTS), runs, seed=6)
     assert found["HOLD"] / runs <= 0.02, found
 
 
 def test_slow_start_on_a_noisy_machine_is_not_adopted() -> None:
     runs = 100
-    found, _ = rates(Case("starts", {WARM: 1.2}, starts=FIXED_STARTS), runs, seed=7)
+    found, _ = rates(Case("starts", {WARM: 1.2}, recorded=FIXED_STARTS), runs, seed=7)
     assert wilson(found["ADOPT"], runs)[1] <= 0.05, found
 
 
