@@ -39,14 +39,17 @@ def sessions(gates: Sequence[dict[str, Any]]) -> list[Session]:
 
 
 def by_test(gates: Sequence[dict[str, Any]]) -> dict[str, list[Session]]:
-    """Return all sessions of each test, "cold", "warm" and "step": a test ends for all its rows at once."""
+    """Return the sessions of each test, "cold", "warm" and "step": a test ends for all its rows at once.
+
+    A row that lost a reading is one session ahead of the others from there on.
+    """
     found: dict[str, list[Session]] = {}
     for gate in gates:
         rows: dict[str, list[str]] = {}
         for row in gate["log_ratios"]:
             rows.setdefault(test_of(row), []).append(row)
         for test, names in rows.items():
-            values = zip(*(gate["log_ratios"][name] for name in names), strict=True)
+            values = zip(*(gate["log_ratios"][name] for name in names))
             found.setdefault(test, []).extend(dict(zip(names, session)) for session in values)
     return found
 
