@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from suites.support.environment import ENVIRONMENT as ENVIRONMENT
+
+ENVIRONMENT.update(os.environ)  # at collection, or earlier if a conftest file imports this
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Last output of a process whose autograd thread outlived the interpreter: Python before 3.14 ends such a thread by
 # force, which its C++ frames do not survive (pytorch#38230). The result has already been printed at that point.
 ENDING = "terminate called without an active exception"
-# The variables at collection. Fresh processes must not inherit what later tests, and torch while compiling in them,
-# leave in os.environ: torch 2.11.0+cu130 sets Triton's ptxas to its own once it compiles, and every key of Triton's
-# cache and of Inductor's templates includes the ptxas (pytorch#163988).
-ENVIRONMENT = dict(os.environ)
 
 
 class ChildError(RuntimeError):

@@ -8,6 +8,11 @@ from pathlib import Path
 
 from bumpgate.run import cxx
 
+# The variables that a lane's processes start with. Fresh ones must not inherit what later tests, and torch while
+# compiling in them, leave in os.environ: torch 2.11.0+cu130 sets Triton's ptxas to its own once it compiles, and every
+# key of Triton's cache and of Inductor's templates includes the ptxas (pytorch#163988).
+ENVIRONMENT = dict(os.environ)
+
 
 def prepare_environment(lane: str | None, workers: bool) -> None:
     """Set what torch must find at import, in this process, in workers (if the tests run in them) and in their children.
@@ -38,6 +43,7 @@ def prepare_environment(lane: str | None, workers: bool) -> None:
         os.environ.setdefault(
             "PJRT_DEVICE", "CPU"
         )  # a TPU is used only on request, and a substitute is labelled as one
+    ENVIRONMENT.update(os.environ)  # pytest loads the conftest files of a named folder before
 
 
 def compiler() -> dict[str, str]:
