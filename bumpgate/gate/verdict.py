@@ -350,7 +350,7 @@ def _shown(j: Judgement | None, other: Judgement | None) -> tuple[str, ...]:
     if j is None or _absent(j):
         return (f"{other.row.id}: not measured" if other else "not measured", *([j.reason] if j else []))
     review = ""
-    if j.red:
+    if j.red and j.verdict in (Verdict.REGRESSION, Verdict.CHANGED):
         parts = [j.row.rule, f"reviewed {_number(j.reviewed)}" if j.reviewed is not None else ""]
         parts += [f"limit {j.limit}" if j.limit else ""]
         review = f" ({', '.join(filter(None, parts))})"

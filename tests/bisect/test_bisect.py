@@ -203,7 +203,7 @@ def test_lane_bisect_decides_by_rows_differing_between_ends(
     assert answer["deciding"] == ["compile/model/graph_breaks"]
     assert [change["name"] for change in answer["at_fault"]] == ["torch"]
     assert answer["findings"][0]["good"] == ["compile/model/graph_breaks: 13 breaks"]
-    assert answer["findings"][0]["bad"] == ["compile/model/graph_breaks: 14 breaks"]
+    assert answer["findings"][0]["bad"] == ["compile/model/graph_breaks: 14 breaks (C6, limit = 13)"]
 
 
 def test_bisect_overhead_is_at_most_five_percent(

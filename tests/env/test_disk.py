@@ -129,7 +129,7 @@ def test_build_deletes_the_oldest_environments_first(
     said: list[str] = []
     made = build(Request(("torch==4.0",)), say=said.append)
     assert [entry.key for entry in kept()] == [in_use.key, newer.key, made.key]
-    assert said[1].startswith("deleted the environment torch==1.0, last used 1970-01-01 ")
+    assert said[1].startswith("deleted the environment torch==1.0 (last used 1970-01-01 ")
     assert usage() <= 17 * MIB
     assert not (cached.home() / "environments" / oldest.key).exists()
 

@@ -240,7 +240,7 @@ def test_bisect_and_gate_install_mirrored_nights(
     assert bumpgate(monkeypatch, "bisect", "--store", store, *links, *ends, *judge) == 0
     assert "first bad   torch 2.15.0.dev20261103" in capsys.readouterr().out
 
-    def places(config: object, view: object, root: object, sources: dict[str, object]) -> None:
+    def places(config: object, view: object, root: object, sources: dict[str, object], new: bool) -> None:
         raise BumpgateError(f"install from {sources['find_links']}")
 
     monkeypatch.setattr(gate, "_env_specs", places)

@@ -207,7 +207,7 @@ def test_pinned_thread_stays_pinned(mask: set[int], moved: set[int], monkeypatch
     assert all(given == moved for given in masks)
 
 
-def test_sides_at_different_places_do_not_take_each_others_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sides_at_different_places_take_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """One side's test ended early, and its next one sends something else: a fault of neither side."""
     links, before = socket.socketpair(), os.sched_getaffinity(0)
     try:

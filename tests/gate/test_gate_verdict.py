@@ -265,7 +265,7 @@ def test_rows_with_one_cause_are_one_finding() -> None:
     first, second = result.findings
     assert first.head == "data-dependent branch at moe.py:88 <object at 0x_>"
     assert first.good == ("compile/a/graph_breaks: 13 breaks", "compile/b/graph_breaks: 13 breaks")
-    assert first.bad[:2] == ("compile/a/graph_breaks: 14 breaks", first.head)
+    assert first.bad[:2] == ("compile/a/graph_breaks: 14 breaks (C6)", first.head)
     assert first.repro == f"pytest -m cpu -n 0 '{TEST}'"
     assert second.good == ("compile/c/graph_breaks: 13 breaks", known[0])
 
@@ -303,8 +303,8 @@ def test_rows_lost_by_one_failure_are_one_finding() -> None:
 def test_row_red_on_both_sides_is_unknown_with_both_values() -> None:
     found = one(gate([judged(C, row(value=14))], [judged(C, row(value=15))]))
     assert (found.decision, found.label) == (UNKNOWN, "RED IN BOTH")
-    assert found.good[0].endswith("14 breaks")
-    assert found.bad[0].endswith("15 breaks")
+    assert found.good[0].endswith("14 breaks (C6)")
+    assert found.bad[0].endswith("15 breaks (C6)")
     assert found.repro == "bumpgate rebaseline --lane cpu"
 
 

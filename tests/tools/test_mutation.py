@@ -193,7 +193,8 @@ def test_bad_input_prints_one_line(
 
 def test_every_python_file_of_the_product_is_in_one_group() -> None:
     """Otherwise a new package would never be mutated."""
-    files = [set(sample.read(ROOT, g["files"], g.get("without", ()))) for g in groups(None).values()]
+    declared = groups(None) | groups(["xla"])  # h200 has the files of triton again
+    files = [set(sample.read(ROOT, g["files"], g.get("without", ()))) for g in declared.values()]
     tracked = subprocess.run(
         ["git", "-C", ROOT, "ls-files", "*.py"], capture_output=True, text=True
     ).stdout.splitlines()
