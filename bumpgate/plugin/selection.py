@@ -102,7 +102,11 @@ def leaves_out(config: pytest.Config, lane: str, folders: Collection[str]) -> bo
             below[:] = [name for name in below if not name.startswith((".", "_")) and name != "node_modules"]
             for path in (Path(folder, name) for name in files if any(fnmatch(name, n) for n in names)):
                 chosen = any(path.is_relative_to(place) for place in selected)
-                if not chosen and word.search(path.read_text(encoding="utf-8", errors="replace")):
+                if (
+                    not chosen
+                    and path.is_file()
+                    and word.search(path.read_text(encoding="utf-8", errors="replace"))
+                ):
                     return True
     return False
 
@@ -126,7 +130,7 @@ def _is_narrowed(config: pytest.Config, lane: str) -> bool:
 
 
 def _selected(config: pytest.Config) -> list[Path]:
-    """Return the selected files and folders; of a selected test of a file, its node id, which contains no file."""
+    """Return the selected paths. A node id such as test_a.py::test_b selects no file completely."""
     return [(config.invocation_params.dir / arg).resolve() for arg in config.args]
 
 

@@ -21,6 +21,7 @@ NARROW = [
     "--deselect=suites/model",
     "-k good",
     "suites/compile",
+    "-o norecursedirs=model",
 ]
 
 
