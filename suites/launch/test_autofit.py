@@ -35,7 +35,8 @@ def test_retry_uses_next_batch_size_of_contract(lane: Lane) -> None:
         assert device_batch(16, again) == 8
         for batch in (4, 2, 9):
             with pytest.raises(
-                ContractError, match=rf"^a batch of {batch} does not fit, and \[autofit\] has none"
+                ContractError,
+                match=rf"^a batch of {batch} does not fit, and no size of \[autofit\] device_batches \[8, 4\]",
             ):
                 device_batch(batch, again)
     for given in ({}, {RETRY: "1"}, {RETRY: "1", REASON: "bootstrap"}, {REASON: MEMORY[0]}):
