@@ -349,6 +349,7 @@ def _show(gate: GateFile, out: Path, again: bool) -> None:
     console = Console()
     findings_text(gate.findings, console)
     lines = [f"moved: {line}" for line in cut(gate.moved)]
+    lines += [note] if (note := other_variant(gate)) else []
     lines += [f"acceptance: {line}" for line in gate.accepted]
     parts = [f"{gate.decision.name}: {gate.bad.name} against {gate.good.name}, lane {gate.lane}"]
     parts += [
@@ -360,6 +361,18 @@ def _show(gate: GateFile, out: Path, again: bool) -> None:
     parts += [f"an earlier verdict, started {gate.started}; nothing was measured now"] if again else []
     for line in [*lines, "; ".join([*parts, str(out / result.NAME)])]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def other_variant(gate: GateFile) -> str:
+    """Return a note if the sides run different variants of torch, such as +cpu and +cu130; "" otherwise."""
+    sides = [side.record.provenance.get("torch") if side.record else None for side in (gate.good, gate.bad)]
+    labels = [str(torch).partition("+")[2].partition(".")[0] for torch in sides if torch]
+    if len(set(labels)) < 2 or not all(labels):
+        return ""
+    return (
+        f"note: {sides[0]} and {sides[1]} are different variants: times of imports and compile caches, and memory,"
+        f' include this difference. Compare one variant: --index URL, --candidate "torch==X+{labels[0]}"'
+    )
 
 
 def _recent(lane: str, rows: Sequence[str], days: int) -> Mapping[str, Sequence[DriftReading]]:
