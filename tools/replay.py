@@ -36,7 +36,7 @@ RED = (TimedOutcome.SLOWER, TimedOutcome.SLOW_MODE)
 @dataclass(frozen=True)
 class Case:
     """Injected effects. slower: row -> factor of its time. slow: share of the candidate's processes that take `factor`
-    times as long in the rows `slow_rows`. rough: share of the candidate's processes that are lost. cache_sd: standard
+    times as long in the rows `slow_rows`; each test has its own processes. rough: share of the candidate's processes that are lost. cache_sd: standard
     deviation of the bias of each side's cache. rows: 3 of one test, or more in tests of 3. lane: the plan's lane.
     recorded: file of the gates whose rows and tests are all replayed, in place of `rows` copies of training steps.
     """
@@ -70,7 +70,12 @@ def whole_gate(kept: Sequence[dict[str, Any]]) -> tuple[Case, ...]:
                 recorded=WHOLE,
                 slow_rows=tuple(chosen),
             )
-            for name, chosen in (("steps", steps), ("cold starts", cold), ("warm starts", warm))
+            for name, chosen in (
+                ("steps", steps),
+                ("cold starts", cold),
+                ("warm starts", warm),
+                ("all processes", rows),
+            )
         ),
     )
 
@@ -140,7 +145,10 @@ def gate(case: Case, recorded: Mapping[str, Sequence[Session]], rng: random.Rand
             if rng.random() < case.rough:
                 lost += 1
                 continue
-            slow = math.log(case.factor) if rng.random() < case.slow else 0.0
+            slow = {
+                test: math.log(case.factor) if rng.random() < case.slow else 0.0
+                for test in sorted({tests[row] for row in case.slow_rows if row in tests})
+            }
             drawn = {
                 test: (rng.choice(recorded.get(test) or recorded[""]), rng.choice((-1, 1)))
                 for test in sorted(still)
@@ -148,7 +156,8 @@ def gate(case: Case, recorded: Mapping[str, Sequence[Session]], rng: random.Rand
             for name, row in origin.items():
                 if tests[name] in still:
                     session, sign = drawn[tests[name]]
-                    planted = math.log(case.slower.get(name, 1.0)) + (slow if row in case.slow_rows else 0.0)
+                    planted = math.log(case.slower.get(name, 1.0))
+                    planted += slow.get(tests[name], 0.0) if row in case.slow_rows else 0.0
                     readings[name].append(sign * session[row] + planted + bias[name][pair])
                     caches[name].append(pair)
         outcomes = decide(readings, plan, Family(tests, caches))

@@ -269,6 +269,28 @@ def test_prune_keeps_environments_in_use(
     assert discard("never-built")
 
 
+def test_new_gate_discards_bytecode_of_a_passed_interpreter(tmp_path: Path) -> None:
+    """Another image may have sources of equal time and size at the same path; Python cannot tell them apart."""
+    source = tmp_path / "library.py"
+
+    def imported(version: int, *, new: bool) -> str:
+        source.write_text(f"version = {version}\n", encoding="utf-8")
+        os.utime(source, (1, 1))
+        environment = {
+            **os.environ,
+            **compiled.bytecode("python-x", "bad", new=new),
+            "PYTHONPATH": str(tmp_path),
+        }
+        command = [sys.executable, "-c", "import library; print(library.version)"]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert imported(1, new=True) == "1"
+    assert imported(2, new=False) == "1", "resuming a gate keeps the bytecode"
+    assert imported(2, new=True) == "2"
+
+
 def test_damaged_environment_is_rebuilt(index: LocalIndex) -> None:
     for damage in ("interpreter", "note"):
         built = build(TORCH)
