@@ -36,9 +36,10 @@ RED = (TimedOutcome.SLOWER, TimedOutcome.SLOW_MODE)
 @dataclass(frozen=True)
 class Case:
     """Injected effects. slower: row -> factor of its time. slow: share of the candidate's processes that take `factor`
-    times as long in the rows `slow_rows`; each test has its own processes. rough: share of the candidate's processes that are lost. cache_sd: standard
-    deviation of the bias of each side's cache. rows: 3 of one test, or more in tests of 3. lane: the plan's lane.
-    recorded: file of the gates whose rows and tests are all replayed, in place of `rows` copies of training steps.
+    times as long in the rows `slow_rows`; each test has its own processes. rough: share of the candidate's processes
+    that are lost. cache_sd: standard deviation of the bias of each side's cache. rows: 3 of one test, or more in tests
+    of 3. lane: the plan's lane. recorded: file of the gates whose rows and tests are all replayed, in place of `rows`
+    copies of training steps.
     """
 
     name: str

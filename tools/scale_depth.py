@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,7 @@ def measure(policy: str, depth: int) -> dict[str, float]:
     """
     from suites.compile.test_policies import GENERATES
     from suites.support.hybrids import token_batch, watched_hybrid
-    from suites.support.instruments import cpu_seconds
+    from suites.support.instruments import cpu_seconds, peak_rss_bytes
 
     with watched_hybrid(MODEL, policy, backend=GENERATES.get(policy, "eager"), depth=depth) as hybrid:
         ids = token_batch(hybrid.config, batch=2)
@@ -42,7 +41,7 @@ def measure(policy: str, depth: int) -> dict[str, float]:
         hybrid.compiled.warm_up(ids)
         used, wall = cpu_seconds() - before, time.perf_counter() - started
         report = hybrid.report()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_rss_bytes()
     return {
         "cpu_seconds": used,
         "wall_seconds": wall,

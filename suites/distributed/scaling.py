@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ from launch.train import DTYPES, Trainer, TrainingPlan
 from model import preset
 from suites.distributed.ranks import run_cases
 from suites.distributed.training import CORPUS
-from suites.support.instruments import compile_phases
+from suites.support.instruments import compile_phases, peak_rss_bytes
 from suites.support.reduce import largest, smallest
 
 WORLDS = (2, 4, 8)
@@ -92,7 +91,7 @@ def measure(
     if ranks.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**20
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        peak = peak_rss_bytes() / 2**20
     return {
         "step": _median(seconds[True]),
         "step_without_exchange": _median(seconds[False]),

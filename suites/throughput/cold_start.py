@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import gc
 import json
-import resource
 import sys
 import time
+
+from suites import USERS_COLLECTION
 
 # One block keeps a cold start at about 15 CPU seconds, half of them in g++.
 MODEL, LAYERS = "nam52", "M"
@@ -24,6 +25,7 @@ def main(device: str) -> dict[str, object]:
 
     compiled, loaded: graphs that AOTAutograd's cache did not have, and had.
     """
+    gc.set_threshold(*USERS_COLLECTION)
     started = time.process_time()
     import torch
 
@@ -31,7 +33,7 @@ def main(device: str) -> dict[str, object]:
     from bumpgate.plugin.instruments import cache_counts
     from launch.step import make_optimizer, train_step
     from suites.support.hybrids import token_batch, watched_hybrid
-    from suites.support.instruments import compile_phases, cpu_seconds
+    from suites.support.instruments import compile_phases, cpu_seconds, peak_rss_bytes
 
     with watched_hybrid(MODEL, "regional", device=device, layer_pattern=LAYERS, depth=len(LAYERS)) as hybrid:
         ids = token_batch(hybrid.config, 2, device=device)
@@ -49,7 +51,7 @@ def main(device: str) -> dict[str, object]:
             "cpu_seconds": used,
             "wall_seconds": wall,
             "phases": vars(phases),
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_rss_bytes": peak_rss_bytes(),
             "graphs": hybrid.report().unique_graphs,
             "compiled": (counts.aot_miss or 0) + (counts.aot_bypass or 0),
             "loaded": counts.aot_hit or 0,

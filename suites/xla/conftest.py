@@ -1,6 +1,6 @@
 """The v6e lane: torch_xla on PJRT, collected if torch_xla is installed.
 
-Every row's first line of evidence is the device it was measured on. In a process whose PJRT device is the CPU no row
+The evidence of every row names the device it was measured on. In a process whose PJRT device is the CPU no row
 claims a TPU.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bumpgate.core.rows import Judgement
-from bumpgate.plugin.rows import NOT_RUN_PROPERTY, report_canaries
+from bumpgate.plugin.rows import NOT_RUN_PROPERTY, RowRecorder, report_canaries
 from launch.xla import environment as xla_environment
 from suites.support.lanes import PJRT_CPU, V6E
 
@@ -36,16 +36,29 @@ def device_class() -> str:
     return V6E if os.environ["PJRT_DEVICE"] == "TPU" else PJRT_CPU
 
 
-@pytest.fixture
-def row(row: Callable[..., Judgement], device_class: str) -> Callable[..., Judgement]:
-    """The row fixture, with the device recorded in each row. device: if it is not this process's."""
+class DeviceRows:
+    """The row fixture, with the device in the evidence of each row. device: if it is not this process's."""
 
-    def recorded_row(
-        id: str, *args: Any, device: str = "", evidence: Iterable[object] = (), **fields: Any
+    def __init__(self, row: RowRecorder, device_class: str) -> None:
+        self._row, self._device = row, device_class
+
+    def __call__(
+        self, id: str, *args: Any, device: str = "", evidence: Iterable[object] = (), **fields: Any
     ) -> Judgement:
-        return row(id, *args, evidence=[f"device {device or device_class}", *map(str, evidence)], **fields)
+        return self._row(id, *args, evidence=self._lines(device, evidence), **fields)
 
-    return recorded_row
+    def defect(
+        self, id: str, present: bool, *, device: str = "", evidence: Iterable[object] = (), **fields: Any
+    ) -> Judgement:
+        return self._row.defect(id, present, evidence=self._lines(device, evidence), **fields)
+
+    def _lines(self, device: str, evidence: Iterable[object]) -> list[str]:
+        return [f"device {device or self._device}", *map(str, evidence)]
+
+
+@pytest.fixture
+def row(row: RowRecorder, device_class: str) -> DeviceRows:
+    return DeviceRows(row, device_class)
 
 
 @pytest.fixture
