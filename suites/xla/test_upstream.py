@@ -230,7 +230,7 @@ def test_amax_without_dimension_reduces(lane: Lane, row, defects) -> None:
         known_in=KNOWN_IN,
         reason="amax() and amin() without a dimension return their input",
         witness=1,
-        rule="X3",
+        rule="R1",
         evidence=[on_device],
         device=PJRT_CPU,
     )
@@ -245,7 +245,7 @@ def test_custom_op_may_write_into_its_own_view(lane: Lane, row, defects) -> None
         known_in=KNOWN_IN,
         reason="a custom op's body runs below functionalization, where a write into a view is lost",
         witness=1,
-        rule="X3",
+        rule="R1",
         evidence=[on_device],
         device=PJRT_CPU,
     )
@@ -261,7 +261,7 @@ def test_grouped_mm_does_not_crash(lane: Lane, row) -> None:
         known_in=KNOWN_IN,
         reason="_grouped_mm has no XLA kernel and no fallback: segmentation fault",
         witness=1,
-        rule="X3",
+        rule="R1",
         evidence=[f"exit {child.code}"],
         device=PJRT_CPU,
     )
