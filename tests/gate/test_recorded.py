@@ -63,12 +63,19 @@ def test_unchanged_gate_of_all_timed_rows_is_adopted() -> None:
     assert wilson(found["UNKNOWN"], runs)[1] <= 0.05, found
 
 
-@pytest.mark.parametrize("name", ["10 % of steps 2x slower", "10 % of warm starts 2x slower"])
-def test_slow_processes_among_all_timed_rows_are_held(name: str) -> None:
-    """A tenth of the gates see too few slow processes in 28 sessions; so few replays bound the rate by 80 % only."""
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("10 % of steps 2x slower", 0.8),
+        ("10 % of warm starts 2x slower", 0.8),
+        ("10 % of all processes 2x slower", 0.9),
+    ],
+)
+def test_slow_processes_among_all_timed_rows_are_held(name: str, least: float) -> None:
+    """A tenth of the gates see too few slow processes of one kind in 28 sessions: 150 replays bound that by 80 %."""
     runs = 150
     found, _ = rates(whole(name), runs, seed=6)
-    assert wilson(found["HOLD"], runs)[0] >= 0.8, found
+    assert wilson(found["HOLD"], runs)[0] >= least, found
 
 
 def test_slow_start_on_a_noisy_machine_is_not_adopted() -> None:
