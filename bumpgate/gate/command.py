@@ -364,10 +364,13 @@ def _show(gate: GateFile, out: Path, again: bool) -> None:
 
 
 def other_variant(gate: GateFile) -> str:
-    """Return a note if the sides run different variants of torch, such as +cpu and +cu130; "" otherwise."""
+    """Return a note if the sides run different variants of torch, such as +cpu and +cu130; "" otherwise.
+
+    A label that names a commit (+git21fec65) is no variant.
+    """
     sides = [side.record.provenance.get("torch") if side.record else None for side in (gate.good, gate.bad)]
     labels = [str(torch).partition("+")[2].partition(".")[0] for torch in sides if torch]
-    if len(set(labels)) < 2 or not all(labels):
+    if len(set(labels)) < 2 or not all(labels) or any(label.startswith("git") for label in labels):
         return ""
     return (
         f"note: {sides[0]} and {sides[1]} are different variants: times of imports and compile caches, and memory,"

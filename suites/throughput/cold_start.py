@@ -14,8 +14,6 @@ import json
 import sys
 import time
 
-from suites import USERS_COLLECTION
-
 # One block keeps a cold start at about 15 CPU seconds, half of them in g++.
 MODEL, LAYERS = "nam52", "M"
 
@@ -25,7 +23,6 @@ def main(device: str) -> dict[str, object]:
 
     compiled, loaded: graphs that AOTAutograd's cache did not have, and had.
     """
-    gc.set_threshold(*USERS_COLLECTION)
     started = time.process_time()
     import torch
 

@@ -22,7 +22,6 @@ from bumpgate.core import gate_file
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import Judgement, Verdict, read_record
 from bumpgate.gate import bench, drift, result, timed_runs
-from bumpgate.gate.command import other_variant
 from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.result import Gate, GateConfig, GateError
 from bumpgate.gate.timed import MAX_EMPTY_SESSIONS, SIDE
@@ -103,29 +102,6 @@ def test_gate_lists_every_package_that_moved(machine: Machine, out: Path) -> Non
     assert "4 packages moved" in markdown.summary(shown)
     for form in (report.html_page(shown), markdown.summary(shown)):
         assert all(line in form or html.escape(line) in form for line in moved)
-
-
-@pytest.mark.parametrize(
-    ("good", "bad", "noted"),
-    [
-        ("2.13.0+cpu", "2.14.1+cu130", True),
-        ("2.13.0+cpu", "2.14.1+cpu", False),
-        ("2.13.0+cpu", "2.14.1", False),
-        ("2.13.0+cu130.with.a", "2.14.1+cu130", False),
-    ],
-)
-def test_different_variants_of_torch_are_noted(
-    good: str, bad: str, noted: bool, machine: Machine, out: Path
-) -> None:
-    machine.sides["good"].torch, machine.sides["bad"].torch = good, bad
-    machine.gate(out)
-    found = gate_file.read(out / result.NAME)
-    assert isinstance(found, gate_file.GateFile)
-    note = other_variant(found)
-    assert bool(note) == noted
-    if noted:
-        assert note.startswith(f"note: {good} and {bad} are different variants: ")
-        assert note.endswith('--index URL, --candidate "torch==X+cpu"')
 
 
 def test_gate_without_a_side_lists_no_moved_package(machine: Machine, out: Path) -> None:

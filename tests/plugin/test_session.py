@@ -93,19 +93,6 @@ def test_every_verdict_is_equal_for_0_1_and_2_workers(project: Project) -> None:
     assert seen[0][2:] == (True, True)
 
 
-def test_too_many_open_files_is_not_the_machines_fault(project: Project) -> None:
-    """A process that runs out of file descriptors may leak them: such a test is not repeated, and its row is red."""
-    project.tests("""
-        @lanes("cpu")
-        def test_leak(lane, row):
-            raise OSError(24, "Too many open files")
-        """)
-    rows = {"compile/leak/graph_breaks": counted("test_leak")}
-    save(project.root / "baselines/cpu.json", Baseline("cpu", {"torch": "9.8.0"}, rows))
-    result = project.pytest("-m", "cpu", "-n", "0")
-    assert (result.code, project.verdicts()) == (1, {"leak": "MISSING"}), result.out
-
-
 def test_table_is_sorted_by_severity_with_a_command_per_row(project: Project) -> None:
     review_all_verdicts(project)
     out = project.pytest("-m", "cpu", "-n", "0").out

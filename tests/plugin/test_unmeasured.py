@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bumpgate.core.baseline import Baseline, save
 from bumpgate.core.problems import ProblemKind
 from tests.support.project import GOOD, Project, counted
 
@@ -70,3 +71,16 @@ def test_start(lane, row):
     (problem,) = project.record().problems
     assert problem.kind is ProblemKind.INFRA
     assert problem.why == "InfraError: other processes used this machine"
+
+
+def test_too_many_open_files_is_not_the_machines_fault(project: Project) -> None:
+    """A process that runs out of file descriptors may leak them: such a test is not repeated, and its row is red."""
+    project.tests("""
+        @lanes("cpu")
+        def test_leak(lane, row):
+            raise OSError(24, "Too many open files")
+        """)
+    rows = {"compile/leak/graph_breaks": counted("test_leak")}
+    save(project.root / "baselines/cpu.json", Baseline("cpu", {"torch": "9.8.0"}, rows))
+    result = project.pytest("-m", "cpu", "-n", "0")
+    assert (result.code, project.verdicts()) == (1, {"leak": "MISSING"}), result.out
