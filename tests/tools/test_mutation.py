@@ -69,6 +69,12 @@ def test_sample_has_no_equivalent_mutants() -> None:
     assert all(sample.equivalent(SOURCE, m.apply(SOURCE)) for m in annotation)
 
 
+def test_sample_leaves_out_what_cosmic_ray_cannot_edit() -> None:
+    source = "import os\n\ntry:\n    pass\nexcept os.error:\n    pass\n"
+    assert [m.operator for m in sample.mutations("shop.py", source)] == ["ExceptionReplacer"]
+    assert not sample.sample({"shop.py": source}, 1, seed=1)
+
+
 def test_mutation_refuses_a_file_that_has_changed() -> None:
     made = mutation("shop.py", SOURCE, "ReplaceBinaryOperator_Add_Sub", 8)
     assert "sum(prices) - tax" in made.apply(SOURCE)
@@ -110,6 +116,20 @@ def test_outcome_of_a_mutant(
     assert (clone / "shop.py").read_text() == SOURCE
     # The test that is red without the mutant is no witness.
     assert "test_red.py" not in result.digests
+
+
+def test_failure_that_does_not_repeat_kills_no_mutant(shop: Path, tmp_path: Path) -> None:
+    flaky = "from pathlib import Path\nimport shop\n\ndef test_flaky():\n    seen = Path('seen')\n"
+    flaky += (
+        "    count = int(seen.read_text()) if seen.exists() else 0\n    seen.write_text(str(count + 1))\n"
+    )
+    flaky += "    assert count != 1 and shop\n"  # passes without the mutant, fails once with it
+    (shop / "test_near.py").write_text(flaky)
+    subprocess.run(["git", "-C", str(shop), "-c", "user.name=test", "-c", "user.email=test@example.org",
+                    "commit", "-qam", "Add a flaky test"], check=True)  # fmt: skip
+    survivor = mutation("shop.py", SOURCE, "ReplaceComparisonOperator_Gt_GtE", 6)
+    (result,), clone = run(shop, tmp_path, survivor)
+    assert (result.outcome, (clone / "seen").read_text()) == (SURVIVED, "3")
 
 
 def test_mutant_without_a_test_is_untested(shop: Path, tmp_path: Path) -> None:

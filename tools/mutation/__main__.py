@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import random
 import shlex
 import subprocess
 import sys
@@ -27,14 +28,14 @@ from tools.mutation.trial import PytestRun, Result, Trials, append, load, neares
 HERE = Path(__file__).parent
 # Where a group's tests are, and how they run.
 SUITES = {
-    "lane": (lambda path: not path.startswith("tests/"), PytestRun(("-m", "cpu"))),
+    "lane": (lambda path: not path.startswith("tests/"), PytestRun(("-m", "cpu", "--fast"))),
     "interpret": (
         lambda path: path.startswith("suites/kernels/interpret/"),
         PytestRun(("-m", "cpu"), {"TRITON_INTERPRET": "1"}),
     ),
     "h200": (lambda path: not path.startswith("tests/"), PytestRun(("-m", "h200"))),
     "v6e": (lambda path: not path.startswith("tests/"), PytestRun(("-m", "v6e"))),
-    "self": (lambda path: path.startswith("tests/"), PytestRun(("-m", "not browser"))),
+    "self": (lambda path: path.startswith("tests/"), PytestRun(("-m", "not browser and not fleet"))),
 }
 
 
@@ -113,6 +114,7 @@ def chosen(root: Path, options: argparse.Namespace) -> list[tuple[sample.Mutatio
     found = []
     for name, share in sample.shares(lines, options.number).items():
         found += [(mutation, name) for mutation in sample.sample(sources[name], share, options.seed)]
+    random.Random(options.seed).shuffle(found)  # a run that is cut off has tried a sample of all groups
     return found[k - 1 :: n]
 
 
@@ -150,7 +152,10 @@ def run(root: Path, options: argparse.Namespace) -> list[Result]:
 
     total = len(results) + len(work)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        Trials(root, Path(folder), graph, options.seconds, options.workers).run(work, done)
+        trials = Trials(root, Path(folder), graph, options.seconds, options.workers)
+        trials.run(work, done)
+    if files := trials.no_witness():
+        print(f"red, empty or too slow without a mutant, so not used: {' '.join(files)}", file=sys.stderr)
     return results
 
 

@@ -6,6 +6,7 @@ import ast
 import difflib
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,12 @@ class Mutation:
 
     def apply(self, source: str) -> str:
         """Return the mutated source. Raises ValueError if the operator does not apply there (the file has changed)."""
-        mutated = mutate_code(source, get_operator(f"core/{self.operator}")(), self.occurrence)
+        try:
+            mutated = mutate_code(source, get_operator(f"core/{self.operator}")(), self.occurrence)
+        except (
+            AttributeError
+        ):  # cosmic-ray 8.7 replaces no exception that is named by a module, `except os.error`
+            mutated = None
         if mutated is None:
             raise ValueError(f"{self.name}: does not apply to this version of the file")
         return mutated
@@ -102,9 +108,10 @@ def sample(sources: Mapping[str, str], number: int, seed: int) -> list[Mutation]
             break
         source = sources[place[0]]
         for mutation in rng.sample(places[place], len(places[place])):
-            if not equivalent(source, mutation.apply(source)):
-                chosen.append(mutation)
-                break
+            with suppress(ValueError):
+                if not equivalent(source, mutation.apply(source)):
+                    chosen.append(mutation)
+                    break
     return chosen
 
 

@@ -138,6 +138,11 @@ class Trials:
             with _written(path, mutant, source):
                 begun = time.monotonic()
                 code = self._pytest(clone, file, tests, SLOWER * seconds + START_SECONDS)
+                if code not in (
+                    PASSED,
+                    TIMED_OUT,
+                ):  # a failure that does not repeat is the machine's, not the mutant's
+                    code = self._pytest(clone, file, tests, SLOWER * seconds + START_SECONDS)
                 used += time.monotonic() - begun
             digests[file] = digest((clone / file).read_text(encoding="utf-8"))
             if code != PASSED:
@@ -155,6 +160,10 @@ class Trials:
                 code = self._pytest(clone, file, tests, self.budget)
                 self._unchanged[key] = (code, time.monotonic() - begun)
         return self._unchanged[key]
+
+    def no_witness(self) -> list[str]:
+        """Return the test files that cannot judge a mutant here: red or empty on the unchanged tree, or too slow."""
+        return sorted({file for (file, _), (code, _) in self._unchanged.items() if code != PASSED})
 
     def _pytest(self, clone: Path, file: str, tests: PytestRun, seconds: float) -> int:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *tests.arguments, file]
