@@ -25,6 +25,7 @@ def total(prices: list[int] | None, tax: int) -> int:
         tax -= 1
     return sum(prices) + tax
 """
+GIT = ["git", "-c", "user.name=test", "-c", "user.email=test@example.org"]
 FILES = {
     "shop.py": SOURCE,
     "alone.py": "LIMIT = 3 + 4\n",
@@ -42,7 +43,7 @@ def shop(tmp_path: Path) -> Path:
     root.mkdir()
     for name, text in FILES.items():
         (root / name).write_text(text)
-    git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.org", "-C", str(root)]
+    git = [*GIT, "-C", str(root)]
     for arguments in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "Add a shop"]):
         subprocess.run([*git, *arguments], check=True)
     return root
@@ -70,9 +71,11 @@ def test_sample_has_no_equivalent_mutants() -> None:
 
 
 def test_sample_leaves_out_what_cosmic_ray_cannot_edit() -> None:
-    source = "import os\n\ntry:\n    pass\nexcept os.error:\n    pass\n"
-    assert [m.operator for m in sample.mutations("shop.py", source)] == ["ExceptionReplacer"]
-    assert not sample.sample({"shop.py": source}, 1, seed=1)
+    source = "import os\n\ntry:\n    pass\nexcept (KeyError, os.error):\n    pass\n"
+    found = [m for m in sample.mutations("shop.py", source) if m.operator == "ExceptionReplacer"]
+    with pytest.raises(ValueError, match="does not apply"):
+        found[-1].apply(source)
+    assert found[-1] not in sample.sample({"shop.py": source}, 100, seed=1)
 
 
 def test_mutation_refuses_a_file_that_has_changed() -> None:
@@ -125,11 +128,20 @@ def test_failure_that_does_not_repeat_kills_no_mutant(shop: Path, tmp_path: Path
     )
     flaky += "    assert count != 1 and shop\n"  # passes without the mutant, fails once with it
     (shop / "test_near.py").write_text(flaky)
-    subprocess.run(["git", "-C", str(shop), "-c", "user.name=test", "-c", "user.email=test@example.org",
-                    "commit", "-qam", "Add a flaky test"], check=True)  # fmt: skip
+    subprocess.run([*GIT, "-C", str(shop), "commit", "-qam", "Add a flaky test"], check=True)
     survivor = mutation("shop.py", SOURCE, "ReplaceComparisonOperator_Gt_GtE", 6)
     (result,), clone = run(shop, tmp_path, survivor)
     assert (result.outcome, (clone / "seen").read_text()) == (SURVIVED, "3")
+
+
+def test_child_processes_in_other_folders_import_the_mutant(shop: Path, tmp_path: Path) -> None:
+    child = "import subprocess, sys\n\ndef test_child(tmp_path):\n    import shop\n"
+    child += "    code = 'import shop; assert shop.total([1], 2) == 3'\n"
+    child += "    subprocess.run([sys.executable, '-c', code], cwd=tmp_path, check=True)\n"
+    (shop / "test_far.py").write_text(child)
+    subprocess.run([*GIT, "-C", str(shop), "commit", "-qam", "Test total in a child process"], check=True)
+    (result,), _ = run(shop, tmp_path, mutation("shop.py", SOURCE, "ReplaceBinaryOperator_Add_Sub", 8))
+    assert (result.outcome, result.killer) == (KILLED, "test_far.py")
 
 
 def test_mutant_without_a_test_is_untested(shop: Path, tmp_path: Path) -> None:

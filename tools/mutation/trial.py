@@ -168,6 +168,8 @@ class Trials:
     def _pytest(self, clone: Path, file: str, tests: PytestRun, seconds: float) -> int:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *tests.arguments, file]
         clean = {n: v for n, v in os.environ.items() if not n.startswith(("PYTEST_", "BUMPGATE_"))}
+        # Child processes in other folders must import the mutant, not the installed tree.
+        clean["PYTHONPATH"] = os.pathsep.join(filter(None, (str(clone), os.environ.get("PYTHONPATH"))))
         child = subprocess.Popen(
             command,
             cwd=clone,
