@@ -94,6 +94,26 @@ def test_nearest_tests_come_first(shop: Path) -> None:
     assert trial.nearest(graph_of(shop), "shop.py", tests) == ["test_near.py", "test_red.py", "test_far.py"]
 
 
+def test_tests_that_name_the_mutated_function_come_first(tmp_path: Path) -> None:
+    texts = {
+        "tests/a/test_far.py": "import price",
+        "tests/shop/test_all.py": "import shop",
+        "tests/a/test_price.py": "import price",
+        "tests/a/test_total.py": "assert total([1])",
+        "tests/a/test_totals.py": "assert totals([1])",
+    }
+    files = list(texts)
+    ordered = trial.by_mention(files, texts, "shop/price.py", "total")
+    assert [Path(file).stem for file in ordered] == [
+        "test_total",
+        "test_price",
+        "test_all",
+        "test_far",
+        "test_totals",
+    ]
+    assert trial.by_mention(files[-2:], texts, "shop/price.py", "") == files[-2:], "no name, no order"
+
+
 @pytest.mark.parametrize(
     ("operator", "line", "outcome", "killer"),
     [
@@ -181,6 +201,22 @@ def test_result_is_valid_until_source_or_tests_change(shop: Path, tmp_path: Path
     assert not loaded.valid(shop, made.apply(SOURCE))
 
 
+def test_undecided_mutant_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shop: Path, tmp_path: Path
+) -> None:
+    made = mutation("shop.py", SOURCE, "ReplaceBinaryOperator_Add_Sub", 8)
+    digests = {"": trial.digest(made.apply(SOURCE))}
+    diff = sample.changed_lines(SOURCE, made.apply(SOURCE))
+    results = tmp_path / "mutation.jsonl"
+    monkeypatch.setattr(command, "chosen", lambda root, options: [(made, "self")])
+    monkeypatch.setattr(command, "witnesses_of", lambda *_: (["test_far.py"], PytestRun()))
+    options = command.parser().parse_args(["--results", str(results), "--workers", "1"])
+    trial.append(results, Result(made.name, "self", diff, UNDECIDED, "", 1.0, 3, digests))
+    assert [r.outcome for r in command.run(shop, options)] == [KILLED]
+    assert [r.outcome for r in command.run(shop, options)] == [KILLED], "the kept result"
+    assert capsys.readouterr().out.count("killed") == 1
+
+
 def made(outcome: str, number: int, group: str = "model") -> list[Result]:
     return [
         Result(f"a.py:{n}:0 AddNot", group, f"{outcome} {n} => ", outcome, "", 1.0, 0, {"": "0"})
@@ -236,7 +272,8 @@ def test_every_python_file_of_the_product_is_in_one_group() -> None:
 
 
 def test_device_mutants_run_the_rows_of_their_op() -> None:
-    files, how = witnesses_of("h200", "kernels/attention/kernel.py", {})
+    made = sample.Mutation("kernels/attention/kernel.py", 1, 0, "AddNot", 0, "")
+    files, how = witnesses_of(ROOT, "h200", made, {})
     assert files == ["suites/kernels/test_model_shapes.py"]
     assert how.arguments == ("-m", "h200", "-k", "test_error and attention")
     assert "h200" not in groups(None), "only a machine with the device can run it"

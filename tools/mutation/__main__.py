@@ -1,7 +1,8 @@
 """Mutation testing of a sample: python -m tools.mutation --number 400 --seed 1 --results mutation.jsonl
 
-Results are appended as they come. A second run with the same file tries only mutants whose source or tests changed;
---shard K/N divides a sample over N machines, and `--report A.jsonl B.jsonl` writes the page of all of them.
+Results are appended as they come. A second run with the same file tries only mutants that are undecided, or whose
+source or tests changed; --shard K/N divides a sample over N machines, and `--report A.jsonl B.jsonl` writes the page of
+all of them.
 
 Exit codes: 0 every mutant is killed or has a reason, 1 open survivors, 4 bad input.
 """
@@ -23,7 +24,7 @@ from bumpgate.core.toml import tomllib
 from tests.support.tree import ROOT
 from tools.mutation import sample
 from tools.mutation.report import open_survivors, table
-from tools.mutation.trial import PytestRun, Result, Trials, append, load, nearest
+from tools.mutation.trial import UNDECIDED, PytestRun, Result, Trials, append, by_mention, load, nearest
 
 HERE = Path(__file__).parent
 # Where a group's tests are, and how they run.
@@ -74,8 +75,11 @@ def groups(names: list[str] | None) -> dict[str, dict]:
     }
 
 
-def witnesses_of(group: str, path: str, graph: Graph) -> tuple[list[str], PytestRun]:
-    """Return the test files that have to notice a mutant of `path`, the nearest first, and how they run."""
+def witnesses_of(
+    root: Path, group: str, mutation: sample.Mutation, graph: Graph
+) -> tuple[list[str], PytestRun]:
+    """Return the test files that have to notice a mutant, those that name its place first, and how they run."""
+    path = mutation.path
     declared = groups([group])[group]
     belongs, how = SUITES[declared["suites"]]
     if select := declared.get("select"):
@@ -83,8 +87,9 @@ def witnesses_of(group: str, path: str, graph: Graph) -> tuple[list[str], Pytest
         how = replace(how, arguments=(*how.arguments, "-k", select.format(package=package)))
     if "tests" in declared:
         return declared["tests"], how
-    tests = {known for known in graph if Path(known).name.startswith("test_")}
-    return [test for test in nearest(graph, path, tests) if belongs(test)], how
+    tests = {known for known in graph if Path(known).name.startswith("test_") and belongs(known)}
+    texts = {test: (root / test).read_text(encoding="utf-8") for test in tests}
+    return by_mention(nearest(graph, path, tests), texts, path, mutation.definition), how
 
 
 def has_gpu() -> bool:
@@ -132,10 +137,10 @@ def run(root: Path, options: argparse.Namespace) -> list[Result]:
         source = (root / mutation.path).read_text(encoding="utf-8")
         mutant = mutation.apply(source)
         old = known.get((mutation.name, sample.changed_lines(source, mutant)))
-        if old and old.valid(root, mutant):
+        if old and old.outcome != UNDECIDED and old.valid(root, mutant):
             results.append(old)
             continue
-        files, how = witnesses_of(group, mutation.path, graph)
+        files, how = witnesses_of(root, group, mutation, graph)
         if "h200" in how.arguments and not has_gpu():
             fail(f"group {group} needs an H200: choose others with --group")
         if how.env_vars and importlib.util.find_spec("triton") is None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -70,6 +71,27 @@ def nearest(graph: Graph, path: str, tests: set[str]) -> list[str]:
         ring = {user for needed in ring for user in users.get(needed, ())} - seen
         seen |= ring
     return found
+
+
+def by_mention(files: Sequence[str], texts: Mapping[str, str], path: str, definition: str) -> list[str]:
+    """Return `files` with those first that name what was mutated; otherwise their order is kept.
+
+    A test that names the function or class comes before one with the module's name in its own, then one in a folder of
+    the package's name. texts: file -> its source. definition: the name of the function or class, "" at module level.
+    """
+    module, package = Path(path).stem, Path(path).parent.name
+    name = re.compile(rf"\b{re.escape(definition)}\b") if len(definition) > 3 else None
+
+    def rank(file: str) -> tuple[bool, bool, bool]:
+        place = Path(file)
+        named = bool(name and name.search(texts[file]))
+        return (
+            not named,
+            module.strip("_") not in place.stem,
+            package not in (place.parent.name, place.stem[5:]),
+        )
+
+    return sorted(files, key=rank)
 
 
 @dataclass(frozen=True)
