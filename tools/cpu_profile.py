@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -228,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("py-spy is not installed: pip install 'bumpgate[profile]'", file=sys.stderr)
         return 4
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    how = " ".join(["python -m tools.cpu_profile --out", str(options.out), "--", *options.command])
+    how = shlex.join(["python", "-m", "tools.cpu_profile", "--out", str(options.out), "--", *options.command])
     head = (
         f"# CPU profile\n\nMade by `{how}` on {psutil.cpu_count()} cores, with {RATE} samples a second.\n\n"
     )
