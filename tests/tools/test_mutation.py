@@ -164,6 +164,22 @@ def test_child_processes_in_other_folders_import_the_mutant(shop: Path, tmp_path
     assert (result.outcome, result.killer) == (KILLED, "test_far.py")
 
 
+def test_file_that_another_worker_measures_is_postponed(
+    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = mutation("shop.py", SOURCE, "ReplaceComparisonOperator_Gt_GtE", 6)
+    trials, asked = Trials(shop, tmp_path, {}, 60, 1), []
+
+    def unchanged(clone: Path, file: str, tests: PytestRun) -> tuple[int, float]:
+        asked.append(file)
+        return trial.TIMED_OUT, 60.0
+
+    monkeypatch.setattr(trials, "unchanged", unchanged)
+    with trials._lock_of(("test_near.py", ())):
+        trials.run([(made, "shop", PytestRun(), ["test_near.py", "test_far.py"])], lambda result: None)
+    assert asked == ["test_far.py", "test_near.py"]
+
+
 def test_mutant_without_a_test_is_untested(shop: Path, tmp_path: Path) -> None:
     made = mutation("alone.py", FILES["alone.py"], "ReplaceBinaryOperator_Add_Mul", 1)
     (result,), _ = run(shop, tmp_path, made)

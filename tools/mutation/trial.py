@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from tools.mutation.sample import Mutation, changed_lines
 KILLED, SURVIVED, UNDECIDED, UNTESTED = "killed", "survived", "undecided", "untested"
 # A mutant that takes this many times as long as the unchanged tree, plus a start, hangs: it is killed.
 SLOWER, START_SECONDS = 4, 30
+NEARLY_ALL = 0.8  # of the time for one mutant
 # Exit code of pytest if all tests passed, and a value for a run that the time limit ended.
 PASSED, TIMED_OUT = 0, -1
 
@@ -110,7 +112,7 @@ class Trials:
         self.idle: SimpleQueue[Path] = SimpleQueue()
         self.workers = workers
         self._unchanged: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
-        self._locks: dict[object, threading.Lock] = {}
+        self._locks: dict[tuple[str, tuple[str, ...]], threading.Lock] = {}
         self._lock = threading.Lock()
         for n in range(workers):
             clone = folder / f"clone{n}"
@@ -151,7 +153,16 @@ class Trials:
             diff = changed_lines(source, mutant)
             return Result(mutation.name, group, diff, outcome, killer, used, left, digests)
 
-        for file in files:
+        waiting, postponed = deque(files), set()
+        while waiting:
+            file = waiting.popleft()
+            if file not in postponed and self._is_being_measured(file, tests):
+                postponed.add(file)
+                waiting.append(file)
+                continue
+            if used > NEARLY_ALL * self.budget and (file, tests.arguments) not in self._unchanged:
+                left += 1  # too little time is left to be worth the run without the mutant
+                continue
             code, seconds = self.unchanged(clone, file, tests)
             if code == TIMED_OUT or (code == PASSED and used + seconds > self.budget):
                 left += 1
@@ -160,10 +171,8 @@ class Trials:
             with _written(path, mutant, source):
                 begun = time.monotonic()
                 code = self._pytest(clone, file, tests, SLOWER * seconds + START_SECONDS)
-                if code not in (
-                    PASSED,
-                    TIMED_OUT,
-                ):  # a failure that does not repeat is the machine's, not the mutant's
+                if code not in (PASSED, TIMED_OUT):
+                    # A failure that does not repeat is the machine's, not the mutant's.
                     code = self._pytest(clone, file, tests, SLOWER * seconds + START_SECONDS)
                 used += time.monotonic() - begun
             digests[file] = digest((clone / file).read_text(encoding="utf-8"))
@@ -174,14 +183,21 @@ class Trials:
     def unchanged(self, clone: Path, file: str, tests: PytestRun) -> tuple[int, float]:
         """Return pytest's exit code for a test file on the unchanged tree, and the seconds; measured once."""
         key = (file, tests.arguments)
-        with self._lock:
-            lock = self._locks.setdefault(key, threading.Lock())
-        with lock:
+        with self._lock_of(key):
             if key not in self._unchanged:
                 begun = time.monotonic()
                 code = self._pytest(clone, file, tests, self.budget)
                 self._unchanged[key] = (code, time.monotonic() - begun)
         return self._unchanged[key]
+
+    def _lock_of(self, key: tuple[str, tuple[str, ...]]) -> threading.Lock:
+        with self._lock:
+            return self._locks.setdefault(key, threading.Lock())
+
+    def _is_being_measured(self, file: str, tests: PytestRun) -> bool:
+        """Return whether another worker runs this file on the unchanged tree, for up to `budget` seconds."""
+        key = (file, tests.arguments)
+        return key not in self._unchanged and self._lock_of(key).locked()
 
     def no_witness(self) -> list[str]:
         """Return the test files that cannot judge a mutant here: red or empty on the unchanged tree, or too slow."""
