@@ -94,24 +94,23 @@ def test_nearest_tests_come_first(shop: Path) -> None:
     assert trial.nearest(graph_of(shop), "shop.py", tests) == ["test_near.py", "test_red.py", "test_far.py"]
 
 
-def test_tests_that_name_the_mutated_function_come_first(tmp_path: Path) -> None:
+def test_tests_that_name_the_mutated_place_come_first() -> None:
     texts = {
-        "tests/a/test_far.py": "import price",
-        "tests/shop/test_all.py": "import shop",
-        "tests/a/test_price.py": "import price",
+        "tests/a/test_far.py": "assert totals([1])",
         "tests/a/test_total.py": "assert total([1])",
-        "tests/a/test_totals.py": "assert totals([1])",
+        "tests/shop/test_all.py": "import shop",
+        "tests/shop/test_price.py": "import shop",
+        "tests/shop/test_price_total.py": "assert total([1])",
     }
-    files = list(texts)
-    ordered = trial.by_mention(files, texts, "shop/price.py", "total")
-    assert [Path(file).stem for file in ordered] == [
-        "test_total",
+    ordered = trial.by_mention([*texts], texts, "shop/price.py", "total")
+    assert [Path(f).stem for f in ordered] == [
+        "test_price_total",
         "test_price",
         "test_all",
+        "test_total",
         "test_far",
-        "test_totals",
     ]
-    assert trial.by_mention(files[-2:], texts, "shop/price.py", "") == files[-2:], "no name, no order"
+    assert trial.by_mention([*texts][:2], texts, "shop/price.py", "") == [*texts][:2], "nothing is named"
 
 
 @pytest.mark.parametrize(

@@ -76,24 +76,20 @@ def nearest(graph: Graph, path: str, tests: set[str]) -> list[str]:
 
 
 def by_mention(files: Sequence[str], texts: Mapping[str, str], path: str, definition: str) -> list[str]:
-    """Return `files` with those first that name what was mutated; otherwise their order is kept.
+    """Return `files` with those first that name the mutated place; otherwise their order is kept.
 
-    A test that names the function or class comes before one with the module's name in its own, then one in a folder of
-    the package's name. texts: file -> its source. definition: the name of the function or class, "" at module level.
+    Two points for the module's name in the test's, two for a test folder or a test of the package's name, one for a test
+    that mentions the function or class. texts: file -> its source. definition: that name, "" at module level.
     """
-    module, package = Path(path).stem, Path(path).parent.name
-    name = re.compile(rf"\b{re.escape(definition)}\b") if len(definition) > 3 else None
+    module, package = Path(path).stem.strip("_"), Path(path).parent.name
+    name = re.compile(rf"\b{re.escape(definition)}\b") if definition else None
 
-    def rank(file: str) -> tuple[bool, bool, bool]:
+    def points(file: str) -> int:
         place = Path(file)
-        named = bool(name and name.search(texts[file]))
-        return (
-            not named,
-            module.strip("_") not in place.stem,
-            package not in (place.parent.name, place.stem[5:]),
-        )
+        in_package = package in (place.parent.name, place.stem.removeprefix("test_"))
+        return 2 * (module in place.stem) + 2 * in_package + bool(name and name.search(texts[file]))
 
-    return sorted(files, key=rank)
+    return sorted(files, key=lambda file: -points(file))
 
 
 @dataclass(frozen=True)
