@@ -78,8 +78,8 @@ def nearest(graph: Graph, path: str, tests: set[str]) -> list[str]:
 def by_mention(files: Sequence[str], texts: Mapping[str, str], path: str, definition: str) -> list[str]:
     """Return `files` with those first that name the mutated place; otherwise their order is kept.
 
-    Two points for the module's name in the test's, two for a test folder or a test of the package's name, one for a test
-    that mentions the function or class. texts: file -> its source. definition: that name, "" at module level.
+    Two points for the module's name in the test's, two for a test folder or a test of the package's name, one for a
+    test that mentions the function or class. texts: file -> its source. definition: that name, "" at module level.
     """
     module, package = Path(path).stem.strip("_"), Path(path).parent.name
     name = re.compile(rf"\b{re.escape(definition)}\b") if definition else None
