@@ -65,6 +65,8 @@ def test_builds_by_commit_are_sorted_by_day(index: LocalIndex, tmp_path: Path) -
     assert {f.note for f in versions.versions("triton") if "git" in f.version} == {
         "no date: its place among the builds by commit is not known"
     }
+    (alone,) = versions.in_order(versions.versions("triton")[1:2])
+    assert ("git" in alone.version, alone.note) == (True, ""), "one build has only one place"
 
 
 def test_two_builds_of_one_day_are_flagged(index: LocalIndex, tmp_path: Path) -> None:
