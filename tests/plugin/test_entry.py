@@ -132,6 +132,18 @@ def test_auto_workers_are_bounded_by_cores_and_memory(
     assert plugin.pytest_xdist_auto_num_workers(pytestconfig) == workers
 
 
+@pytest.mark.parametrize(
+    ("lanes", "workers"), [("h200", 14), ("v6e", 1), ("cpu or v6e", 1), ("not cpu", None), ("", None)]
+)
+def test_auto_workers_of_a_lane_depend_on_its_device(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, lanes: str, workers: int | None
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 14 + plugin.SPARE_CORES)
+    monkeypatch.setattr(plugin, "MOST_GPU_WORKERS", 16)
+    monkeypatch.setattr(pytestconfig.option, "markexpr", lanes)
+    assert plugin.pytest_xdist_auto_num_workers(pytestconfig) == workers
+
+
 def test_available_memory_is_bounded_by_the_container(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    8388608 kB\n")
     assert host.available_gib(tmp_path, tmp_path) == 8
