@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from bumpgate.core.findings import TimedOutcome
+from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.core.rows import Verdict
 from bumpgate.history import memory
 from bumpgate.history.archive import Archive, default_store
@@ -91,6 +93,22 @@ def test_slower_row_is_gone_only_if_its_sessions_decide(tmp_path: Path, archive:
     assert {f.label: f.state for f in found} == {"SLOWER": memory.UNMEASURED, "INCONCLUSIVE": memory.NEW}
     found = archive.add(gate_of_day(tmp_path, 4, (), rows=rows, timed=TimedOutcome.SAME)).findings
     assert {f.state for f in found} == {memory.GONE}
+
+
+def test_drift_is_gone_only_if_its_row_was_read_against_the_anchor(tmp_path: Path, archive: Archive) -> None:
+    def gate(day: int, timed: TimedOutcome | None, *, drift: bool = False, anchor: bool = True) -> Path:
+        path = gate_of_day(tmp_path, day, (), rows=(BREAKS, TIMED), timed=timed)
+        raw = json.loads(path.read_text())
+        found = Finding(Decision.HOLD, "CREEP", "seconds", "", (TIMED,), ("1 at its anchor",), ("+4 %",))
+        raw["findings"] = [asdict(found) | {"decision": "HOLD"}] if drift else []
+        raw["anchor"] = {"readings": {TIMED: 1.04 if drift else 1.0}} if anchor else None
+        path.write_text(json.dumps(raw))
+        return path
+
+    assert states(archive, gate(1, TimedOutcome.SAME, drift=True)) == [memory.NEW]
+    assert states(archive, gate(2, TimedOutcome.SAME, anchor=False)) == [memory.UNMEASURED]
+    assert states(archive, gate(3, None, anchor=False)) == [memory.UNMEASURED]
+    assert states(archive, gate(4, TimedOutcome.SAME)) == [memory.GONE]
 
 
 def test_failed_test_is_gone_only_after_a_whole_run(tmp_path: Path, archive: Archive) -> None:

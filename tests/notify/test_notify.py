@@ -303,7 +303,11 @@ def test_bisect_result_is_added_to_the_issue_and_kept(
     [
         ((), {}, "name a channel: --github OWNER/REPOSITORY, --slack or --hook CMD"),
         (("--github", "https://github.com/o/r"), {}, "expected OWNER/REPOSITORY"),
-        (("--github", "o/r"), {"BUMPGATE_GITHUB_TOKEN": "", "GITHUB_TOKEN": ""}, "put a token into"),
+        (
+            ("--github", "o/r"),
+            {"BUMPGATE_GITHUB_TOKEN": "", "GITHUB_TOKEN": ""},
+            "put a token into the environment variable BUMPGATE_GITHUB_TOKEN",
+        ),
         (("--github", "o/r"), {"BUMPGATE_GITHUB_TOKEN": "ghp_\nSECRET"}, "put a token into"),
         (
             ("--github", "o/r"),
