@@ -219,6 +219,24 @@ def test_report_writes_all_formats_or_the_requested_one(
     assert not (tmp_path / "a.html").exists()
 
 
+def test_report_writes_exactly_the_formats_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = held(tmp_path)
+    names = {"--benchmark": "b.json", "--html": "p.html", "--junit": "j.xml", "--markdown": "m.md"}
+    options = {option: str(tmp_path / "out" / name) for option, name in names.items()}
+    (tmp_path / "out").mkdir()
+    before = {*tmp_path.iterdir()}
+    for chosen in (("--benchmark",), ("--benchmark", "--html"), ("--junit",), ("--markdown", "--junit")):
+        assert bumpgate(monkeypatch, "report", str(path), *(p for o in chosen for p in (o, options[o]))) == 0
+        written = [*(tmp_path / "out").iterdir()]
+        assert {p.name for p in written} == {names[option] for option in chosen}
+        for file in written:
+            file.unlink()
+    assert {*tmp_path.iterdir()} == before, "nothing next to the gate"
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
