@@ -222,7 +222,7 @@ def test_report_writes_all_formats_or_the_requested_one(
 def test_report_writes_exactly_the_formats_that_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = held(tmp_path)
+    path = held(tmp_path).with_name("bad.json")
     names = {"--benchmark": "b.json", "--html": "p.html", "--junit": "j.xml", "--markdown": "m.md"}
     options = {option: str(tmp_path / "out" / name) for option, name in names.items()}
     (tmp_path / "out").mkdir()
