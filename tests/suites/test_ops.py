@@ -28,7 +28,7 @@ def lacking(root: Path, op: str) -> list[str]:
         f"fixtures/{op}.safetensors",
     ]
     if (root / f"kernels/{op}/kernel.py").exists():
-        files.append(f"suites/kernels/interpret/test_{op}.py")
+        files.append(f"suites/kernels/interpret/ops/{op}.py")
     missing = [file for file in files if not (root / file).is_file()]
     rows = json.loads((root / "baselines/cpu.json").read_text())["rows"]
     if not any(row.startswith(f"kernels/{op}-cpu") for row in rows):
@@ -65,7 +65,7 @@ def tree(tmp_path: Path) -> Path:
         _write(tmp_path / f"suites/kernels/test_{op}.py")
         _write(tmp_path / f"fixtures/{op}.safetensors")
     _write(tmp_path / "kernels/fold/kernel.py")
-    _write(tmp_path / "suites/kernels/interpret/test_fold.py")
+    _write(tmp_path / "suites/kernels/interpret/ops/fold.py")
     rows = {f"kernels/{op}-cpu-fp32/forward_error_ratio": {} for op in ("fold", "unfold")}
     _write(tmp_path / "baselines/cpu.json", json.dumps({"rows": rows}))
     _write(tmp_path / "suites/kernels/mutants.py", 'SUBJECTS = {"fold": 1, "unfold": 2}\n')
@@ -90,7 +90,7 @@ def test_complete_op_lacks_nothing(tree: Path) -> None:
         "kernels/fold/eager.py",
         "kernels/fold/op.py",
         "suites/kernels/test_fold.py",
-        "suites/kernels/interpret/test_fold.py",
+        "suites/kernels/interpret/ops/fold.py",
         "fixtures/fold.safetensors",
     ],
 )

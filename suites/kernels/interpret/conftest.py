@@ -8,4 +8,16 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run with the small blocks of the test's parameter `op`, or of its module's `OP`."""
+    parameters = request.node.callspec.params
+    op = parameters.get("op") or getattr(request.module, "OP", None)
+    if op is not None and not getattr(parameters.get("case"), "gpu_blocks", False):
+        for (module, name), size in op.blocks.items():
+            monkeypatch.setattr(module, name, size)

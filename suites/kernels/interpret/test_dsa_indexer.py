@@ -1,4 +1,4 @@
-"""The Triton kernels of dsa_indexer under the interpreter: scores, choice, attention over it and its gradient.
+"""The Triton kernels of dsa_indexer under the interpreter: scores, choice, and which keys attention reads.
 
 B batch, T tokens, J index heads, K chosen keys per query, Hq and Hkv heads, P head dim.
 """
@@ -9,63 +9,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from kernels.dsa_indexer import kernel, kernel_choice, kernel_tiles
-from kernels.dsa_indexer.eager import (
-    dsa_attention_backward_reference,
-    dsa_attention_forward_with_lse,
-    dsa_choice,
-    dsa_scores,
-)
-from suites.kernels.interpret.dsa_inputs import CASES, DTYPES, Inputs, make_index_inputs, make_inputs
-from suites.kernels.interpret.ratio import lse_outside, outside
+from kernels.dsa_indexer.eager import dsa_choice, dsa_scores
+from suites.kernels.interpret.ops.dsa_indexer import OP, make_index_inputs
+from suites.kernels.interpret.ratio import DTYPES
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes
-from suites.support.operands import OperandsIn
-
-SIZES = [(2, 6, 4, 2, 16, 5), (1, 5, 2, 2, 4, 9)]  # B T Hq Hkv P K
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks at a small T."""
-    monkeypatch.setattr(kernel, "_tiles", lambda *dims: {"gather": (16, 16, 4, 1), "dkdv": (16, 32, 4, 1)})
-
-
-def reference(q, k, v, indices, dout, *options) -> tuple[Tensor, ...]:
-    out, lse = dsa_attention_forward_with_lse(q, k, v, indices, *options)
-    return lse, out, *dsa_attention_backward_reference(q, k, v, indices, out, lse, dout, *options)
-
-
-def plain(inputs: Inputs, options: tuple) -> tuple[Tensor, ...]:
-    """Compute the reference in the inputs' dtype with operands of its products in it, like the kernel's weights."""
-    if inputs[0].dtype == torch.float32:
-        return reference(*inputs, *options)
-    with OperandsIn(inputs[0].dtype):
-        return reference(*inputs, *options)
-
-
-def launched(q, k, v, indices, dout, *options) -> tuple[Tensor, ...]:
-    out, lse = kernel.dsa_attention_fwd_kernel(q, k, v, indices, *options)
-    return lse, out, *kernel.dsa_attention_bwd_kernel(q, k, v, indices, out, lse, dout, *options)
-
-
-def breaks_of_the_rule(inputs: Inputs, options: tuple) -> list[str]:
-    """Check out and the gradients by the ratio rule; lse by that or by the documented error of the "fast" softcap."""
-    oracle, usual = reference(*doubled(inputs), *options), plain(inputs, options)
-    lse, *found = launched(*inputs, *options)
-    assert lse.is_contiguous()
-    broken = outside(found, usual[1:], oracle[1:])
-    return broken + lse_outside(lse, usual[0], oracle[0], options[1])
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("sizes", [(2, 35, 3, 16), (1, 1, 2, 8)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", OP.dtypes)
 def test_scores_equal_reference_within_rounding(lane: Lane, dtype: str, sizes: tuple[int, ...]):
     """fp16 products are exact in fp32, so both dtypes meet fp32's bound: P + J roundings of the largest sum."""
-    q, k, weights, doc_ids = inputs = make_index_inputs(*sizes, dtype=DTYPES[dtype])
+    q, k, weights, doc_ids = inputs = [*make_index_inputs(*sizes, dtype=DTYPES[dtype]).values()]
     found, exact = kernel_choice.dsa_scores_kernel(*inputs), dsa_scores(*doubled(inputs))
     assert found.dtype == torch.float32
     assert torch.equal(found.isneginf(), exact.isneginf())
@@ -109,44 +67,9 @@ def test_selection_among_many_keys_equals_reference(lane: Lane):
 
 
 @lanes("cpu")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_meets_error_ratio_rule(lane: Lane, dtype: str, case: str, small_tiles: None):
-    assert not breaks_of_the_rule(make_inputs((1, 22, 3, 1, 16, 18), DTYPES[dtype]), CASES[case])
-
-
-@lanes("cpu")
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_size_meets_error_ratio_rule(lane: Lane, dtype: str, sizes: tuple[int, ...], small_tiles: None):
-    assert not breaks_of_the_rule(make_inputs(sizes, DTYPES[dtype]), CASES["softcap"])
-
-
-@lanes("cpu")
-def test_gpu_tiles_meet_error_ratio_rule(lane: Lane):
-    assert not breaks_of_the_rule(make_inputs((1, 66, 3, 1, 16, 65), torch.float16), (0.125, 30.0))
-
-
-@lanes("cpu")
-def test_error_ratio_rule_rejects_wrong_formulas(lane: Lane, small_tiles: None):
-    q, k, v, indices, dout = inputs = make_inputs((1, 9, 4, 2, 16, 6), torch.float16)
-    options = (0.25, 2.0)
-    oracle, usual = reference(*doubled(inputs), *options), plain(inputs, options)
-    wrong = {
-        "softcap": launched(*inputs, 0.25, 2.2),
-        "none for key 0": launched(q, k, v, indices.clamp(min=0), dout, *options),
-        "a key too few": launched(q, k, v, indices[..., 1:], dout, *options),
-        "the choice of another": launched(q, k, v, indices.roll(1, 1), dout, *options),
-        "heads": launched(q, k.flip(2), v.flip(2), indices, dout, *options),
-    }
-    for name, found in wrong.items():
-        assert len({line.split(":")[0] for line in outside(found, usual, oracle)}) == 5, name
-
-
-@lanes("cpu")
-def test_unselected_keys_are_not_read(lane: Lane, small_tiles: None):
+def test_unselected_keys_are_not_read(lane: Lane):
     """A weight of 0 times nan is nan: keys that were not chosen are not loaded, and their gradient is 0."""
-    q, k, v, indices, dout = make_inputs((1, 34, 2, 1, 16, 6), torch.float32)
+    q, k, v, indices, dout, *_ = OP.make_inputs(1, 34, 2, 1, 16, 6, torch.float32).values()
     indices = torch.where(indices % 3 == 0, -1, indices)
     indices[:, 7] = -1
     indices = torch.where(indices == 7, -1, indices)
@@ -181,28 +104,8 @@ def test_block_walk_visits_exactly_the_blocks_with_pairs(lane: Lane, seed: int, 
 
 
 @lanes("cpu")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_one_key_returns_its_value(lane: Lane, dtype: str, small_tiles: None):
-    q, k, v, indices, dout = make_inputs((2, 1, 2, 1, 16, 1), DTYPES[dtype])
-    _, out, dq, dk, dv = launched(q, k, v, indices, dout, *CASES["softcap"])
-    assert torch.equal(out, v.repeat_interleave(2, 2))
-    assert torch.equal(dv, dout.sum(2, keepdim=True, dtype=torch.float32).to(v.dtype))
-    assert dq.abs().max() <= 1e-6 >= dk.abs().max()  # exactly 0, apart from dout.v - delta
-
-
-@lanes("cpu")
-def test_input_layouts_do_not_matter(lane: Lane, small_tiles: None):
-    inputs = make_inputs((1, 6, 2, 1, 16, 5), torch.float16)
-    strided = tuple(t.repeat_interleave(2, -1)[..., ::2] for t in inputs)
-    pairs = zip(launched(*inputs, *CASES["softcap"]), launched(*strided, *CASES["softcap"]))
-    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
-
-
-@lanes("cpu")
 def test_unsupported_inputs_raise_one_line_error(lane: Lane):
     with pytest.raises(ValueError, match=r"power of two up to 128, not 48$"):
-        launched(*make_inputs((1, 2, 1, 1, 48, 2), torch.float16), *CASES["plain"])
-    with pytest.raises(ValueError, match=r"power of two up to 128, not 48$"):
-        kernel_choice.dsa_scores_kernel(*make_index_inputs(1, 2, 1, 48))
+        kernel_choice.dsa_scores_kernel(**make_index_inputs(1, 2, 1, 48))
     with pytest.raises(ValueError, match=r"at most 16384 tokens, not 16385$"):
         kernel_choice.dsa_choice_kernel(torch.empty(1, 16385, 16385, device="meta"), 4)

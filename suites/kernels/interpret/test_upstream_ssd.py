@@ -25,8 +25,8 @@ from triton.runtime.autotuner import Autotuner
 from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_reference
 from kernels.ssd_chunk_scan.naive import ssd_chunk_scan_step
 from kernels.ssd_chunk_scan.upstream import INSTALL, load, ssd_chunk_scan_upstream
+from suites.kernels.interpret.ops.ssd_chunk_scan import make_inputs
 from suites.kernels.interpret.ratio import DTYPES, outside
-from suites.kernels.interpret.ssd_inputs import make_inputs
 from suites.support.comparison import doubled, gradients
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
@@ -66,6 +66,11 @@ def interpreted() -> Iterator[None]:
             del sys.modules[name]
 
 
+def make_op_inputs(dtype: torch.dtype, starts: tuple[int, ...] = (5, 6, 27)) -> list[Tensor]:
+    """Return the op's inputs without chunk_size."""
+    return [*make_inputs(*SIZES, dtype, starts).values()][:8]
+
+
 def tuned() -> list[Autotuner]:
     modules = [m for name, m in sys.modules.items() if name.startswith(TILES)]
     return [k for m in modules for k in vars(m).values() if isinstance(k, Autotuner)]
@@ -79,7 +84,7 @@ def broken(
     launch: Callable[..., Sequence[Tensor]], dtype: torch.dtype, starts: tuple[int, ...], state: bool
 ) -> list[str]:
     """Return violations of the ratio rule in (y, final state, gradients of the inputs) of `launch`."""
-    *inputs, given = make_inputs(SIZES, dtype, starts)[:8]
+    *inputs, given = make_op_inputs(dtype, starts)
     inputs.append(given if state else torch.zeros_like(given))
     chunk_size = SIZES[-1]
     exact = gradients(ssd_chunk_scan_reference, *doubled(inputs), chunk_size=chunk_size)
@@ -107,7 +112,7 @@ def test_error_ratio_rule_rejects_document_leaks(lane: Lane) -> None:
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_step_meets_error_ratio_rule(lane: Lane, dtype: str) -> None:
-    x, dt, A, Bmat, Cmat, D, _, state = make_inputs(SIZES, DTYPES[dtype])[:8]
+    x, dt, A, Bmat, Cmat, D, _, state = make_op_inputs(DTYPES[dtype])
     inputs = (x[:, 0], dt[:, 0], A, Bmat[:, 0], Cmat[:, 0], D, state)
     exact, plain = ssd_chunk_scan_step(*doubled(inputs)), ssd_chunk_scan_step(*inputs)
     assert not outside(upstream_step(*inputs), plain, exact)
@@ -116,7 +121,7 @@ def test_step_meets_error_ratio_rule(lane: Lane, dtype: str) -> None:
 @lanes("cpu")
 def test_step_without_a_bias(lane: Lane, row) -> None:
     """Defect present: without a bias, the default, the step reads the strides of None. Workaround: a bias of zeros."""
-    x, dt, A, Bmat, Cmat, D, _, state = make_inputs(SIZES, torch.float32)[:8]
+    x, dt, A, Bmat, Cmat, D, _, state = make_op_inputs(torch.float32)
     inputs = (x[:, 0], dt[:, 0], A, Bmat[:, 0], Cmat[:, 0], D, state)
     signature = ""
     try:
