@@ -95,7 +95,7 @@ def test_slower_row_is_gone_only_if_its_sessions_decide(tmp_path: Path, archive:
     assert {f.state for f in found} == {memory.GONE}
 
 
-def test_drift_is_gone_only_if_its_row_was_read_against_the_anchor(tmp_path: Path, archive: Archive) -> None:
+def test_drift_is_gone_only_if_read_against_the_anchor(tmp_path: Path, archive: Archive) -> None:
     def gate(day: int, timed: TimedOutcome | None, *, drift: bool = False, anchor: bool = True) -> Path:
         path = gate_of_day(tmp_path, day, (), rows=(BREAKS, TIMED), timed=timed)
         raw = json.loads(path.read_text())
