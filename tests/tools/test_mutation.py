@@ -305,3 +305,11 @@ def test_device_mutants_are_refused_without_a_device(
     with pytest.raises(SystemExit, match="4"):
         command.run(shop, command.parser().parse_args(["--results", str(shop / "results.jsonl")]))
     assert capsys.readouterr().err == "group h200 needs an H200: choose others with --group\n"
+
+
+def test_every_triton_kernel_is_in_a_group_of_the_interpreter() -> None:
+    """The lane's CPU tests never run one, so that each mutant would survive."""
+    for name, group in groups(None).items():
+        if group["suites"] == "lane":
+            sources = sample.read(ROOT, group["files"], group.get("without", ()))
+            assert not [path for path, text in sources.items() if "@triton.jit" in text], name
