@@ -27,7 +27,8 @@ from tools.mutation.report import open_survivors, table
 from tools.mutation.trial import UNDECIDED, PytestRun, Result, Trials, append, by_mention, load, nearest
 
 HERE = Path(__file__).parent
-# Where a group's tests are, and how they run.
+# Where a group's tests are, and how they run. Several mutants run at once, so that no test of the lane that is timed
+# runs, nor one that is long or cold: a mutant that only these would notice survives.
 SUITES = {
     "lane": (lambda path: not path.startswith("tests/"), PytestRun(("-m", "cpu", "--fast"))),
     "interpret": (

@@ -41,6 +41,7 @@ def table(results: Sequence[Result], reasons: Mapping[tuple[str, str], str], com
         "",
         "* *killed*: a test file failed, or took more than four times as long. *survived*: every test file that"
         " depends on the mutated file passed. *untested*: none does. *undecided*: the time for one mutant ended first.",
+        "* Mutants of a lane's product run without the lane's tests that are timed, long or cold (`--fast`).",
         "* *equivalent*: survived, with a reason in `tools/mutation/equivalent.toml`.",
         "* *score*: killed of all that are neither equivalent nor undecided, with its 95 % interval.",
         "",

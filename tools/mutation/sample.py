@@ -35,10 +35,8 @@ class Mutation:
         """Return the mutated source. Raises ValueError if the operator does not apply there (the file has changed)."""
         try:
             mutated = mutate_code(source, get_operator(f"core/{self.operator}")(), self.occurrence)
-        except (
-            AttributeError
-        ):  # cosmic-ray 8.7 replaces no exception that is named by a module, `except os.error`
-            mutated = None
+        except AttributeError:
+            mutated = None  # cosmic-ray 8.7 cannot edit `except (KeyError, os.error)`
         if mutated is None:
             raise ValueError(f"{self.name}: does not apply to this version of the file")
         return mutated
