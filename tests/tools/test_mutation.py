@@ -258,6 +258,24 @@ def test_command_lists_its_sample(
     assert all(line.startswith("model     model/") and " => " in line for line in lines)
 
 
+def test_survivors_of_a_run_are_tried_again_by_other_tests(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["mutation", "--list", "--number", "3", "--seed", "5", "--group"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "h200"])
+    assert main() == 0
+    group, name, change = capsys.readouterr().out.splitlines()[1].split(maxsplit=2)
+    operator, diff = change.split("  ", 1)
+    for outcome in (SURVIVED, KILLED):
+        trial.append(tmp_path / outcome, Result(f"{name} {operator}", group, diff, outcome, "", 1.0, 0))
+        monkeypatch.setattr(
+            sys, "argv", [*arguments, "h200-speed", "--survivors-of", str(tmp_path / outcome)]
+        )
+        assert main() == 0
+        listed = capsys.readouterr().out.splitlines()
+        assert listed == ([f"h200-speed {name} {change}"] if outcome == SURVIVED else [])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -289,8 +307,9 @@ def test_every_python_file_of_the_product_is_in_one_group() -> None:
 def test_device_mutants_run_the_rows_of_their_op() -> None:
     made = sample.Mutation("kernels/attention/kernel.py", 1, 0, "AddNot", 0, "")
     files, how = witnesses_of(ROOT, "h200", made, {})
-    assert files == ["suites/kernels/test_model_shapes.py"]
-    assert how.arguments == ("-m", "h200", "-k", "test_error and attention")
+    assert files[:2] == ["suites/kernels/test_model_shapes.py", "suites/kernels/test_attention.py"]
+    assert how.arguments[:2] == ("-m", "h200")
+    assert how.arguments[3] == "attention and (test_error or not test_model_shapes)"
     assert "h200" not in groups(None), "only a machine with the device can run it"
     assert list(groups(["h200"])) == ["h200"]
 

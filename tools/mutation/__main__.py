@@ -24,7 +24,17 @@ from bumpgate.core.toml import tomllib
 from tests.support.tree import ROOT
 from tools.mutation import sample
 from tools.mutation.report import open_survivors, table
-from tools.mutation.trial import UNDECIDED, PytestRun, Result, Trials, append, by_mention, load, nearest
+from tools.mutation.trial import (
+    SURVIVED,
+    UNDECIDED,
+    PytestRun,
+    Result,
+    Trials,
+    append,
+    by_mention,
+    load,
+    nearest,
+)
 
 HERE = Path(__file__).parent
 # Where a group's tests are, and how they run. Several mutants run at once, so that no test of the lane that is timed
@@ -49,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--group", action="append", help="only this group of groups.toml; repeatable")
     made.add_argument(
         "--shard", default="1/1", metavar="K/N", help="every N-th mutant of the sample, from the K-th on"
+    )
+    made.add_argument(
+        "--survivors-of", type=Path, metavar="FILE", help="only mutants that survived in these results"
     )
     made.add_argument("--seconds", type=float, default=600, help="time for one mutant (default 600)")
     made.add_argument("--workers", type=int, default=2, help="mutants at the same time (default 2)")
@@ -83,11 +96,11 @@ def witnesses_of(
     path = mutation.path
     declared = groups([group])[group]
     belongs, how = SUITES[declared["suites"]]
+    package = Path(path).parent.name
     if select := declared.get("select"):
-        package = Path(path).parent.name
         how = replace(how, arguments=(*how.arguments, "-k", select.format(package=package)))
     if "tests" in declared:
-        return declared["tests"], how
+        return [test.format(package=package) for test in declared["tests"]], how
     tests = {known for known in graph if Path(known).name.startswith("test_") and belongs(known)}
     texts = {test: (root / test).read_text(encoding="utf-8") for test in tests}
     return by_mention(nearest(graph, path, tests), texts, path, mutation.definition), how
@@ -120,8 +133,17 @@ def chosen(root: Path, options: argparse.Namespace) -> list[tuple[sample.Mutatio
     found = []
     for name, share in sample.shares(lines, options.number).items():
         found += [(mutation, name) for mutation in sample.sample(sources[name], share, options.seed)]
+    if options.survivors_of:
+        survived = {(r.name, r.diff) for r in load(options.survivors_of) if r.outcome == SURVIVED}
+        found = [(m, name) for m, name in found if (m.name, difference(root, m)) in survived]
     random.Random(options.seed).shuffle(found)  # a run that is cut off has tried a sample of all groups
     return found[k - 1 :: n]
+
+
+def difference(root: Path, mutation: sample.Mutation) -> str:
+    """Return the changed lines of a mutant."""
+    source = (root / mutation.path).read_text(encoding="utf-8")
+    return sample.changed_lines(source, mutation.apply(source))
 
 
 def run(root: Path, options: argparse.Namespace) -> list[Result]:
@@ -170,8 +192,7 @@ def main() -> int:
     options = parser().parse_args()
     if options.list:
         for mutation, group in chosen(ROOT, options):
-            source = (ROOT / mutation.path).read_text(encoding="utf-8")
-            print(f"{group:9} {mutation.name}  {sample.changed_lines(source, mutation.apply(source))}")
+            print(f"{group:9} {mutation.name}  {difference(ROOT, mutation)}")
         return 0
     results = [r for path in options.report for r in load(path)] if options.report else run(ROOT, options)
     raw = tomllib.loads((HERE / "equivalent.toml").read_text(encoding="utf-8"))
