@@ -104,7 +104,9 @@ class LaneSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Judge and write the record before xdist waits for its workers, which a second ctrl-C may interrupt."""
-        if exitstatus == pytest.ExitCode.USAGE_ERROR or self.selection.refusal:
+        # A test's id in a file that cannot be imported is a usage error for pytest.
+        usage = exitstatus == pytest.ExitCode.USAGE_ERROR and not self.reports.uncollected
+        if usage or self.selection.refusal:
             return
         if os.getpid() != self.process:
             return  # a child that a test forked continues the run

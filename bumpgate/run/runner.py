@@ -25,7 +25,7 @@ from bumpgate.run.home import home
 from bumpgate.run.host import OWN_VARIABLES, PARENT
 from bumpgate.run.interpreter import ChildFault, Interpreter
 
-USAGE, NOTHING_SELECTED = 4, 5  # exit codes of pytest
+INTERRUPTED, USAGE, NOTHING_SELECTED = 2, 4, 5  # exit codes of pytest
 IMPORT_SECONDS = 300
 # How long pytest may take to write its record after ctrl-C or a timeout, before it is killed.
 GRACE_SECONDS = 20
@@ -146,17 +146,18 @@ class LaneCall:
     def read(self, code: int, seconds: float, timeout: float | None) -> LaneRun:
         """Read the result of the run."""
         found, failure = None, ""
-        if code != USAGE:
-            try:
-                found = read_record(self.record)
-            except BumpgateError as error:
-                failure = _last_words(self.output) or one_line(error)
+        try:
+            found = read_record(self.record)
+        except BumpgateError as error:
+            failure = _last_words(self.output) or one_line(error)
+        if code == USAGE and found and found.problems:
+            code = INTERRUPTED  # pytest's code for a file that cannot be collected, unless the selection names its tests
+        elif code == USAGE:
+            found, failure = None, _last_words(self.output)
         if found and found.problems and not found.complete and not found.judgements:
             # A run that collected nothing: its problem is the cause, and an empty record would be read as lost rows.
             failure, found = str(found.problems[0]), None
         failure = str(ending(code, seconds, timeout)) or failure
-        if code == USAGE:
-            failure = _last_words(self.output)
         return LaneRun(code, found, failure, seconds, self.output)
 
 

@@ -95,6 +95,17 @@ def test_run_lane_reports_pytests_usage_error(project: Project) -> None:
     assert (empty.code, empty.failure) == (NOTHING_SELECTED, "")
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_run_lane_reports_a_selected_test_whose_file_does_not_import(project: Project, workers: str) -> None:
+    """To pytest the id of such a test is a usage error."""
+    project.tests("from torch._private import gone\n" + GOOD)
+    project.write("torch/__init__.py", "")
+    found = run(project, "suites/compile/test_a.py::test_sleeps[cpu]", "-n", workers)
+    assert (found.code, found.record) == ({"0": 2, "2": 1}[workers], None)
+    assert found.failure.startswith("suites/compile/test_a.py: could not be collected: ")
+    assert "torch._private" in found.failure
+
+
 TORCHES = {
     "raise ImportError('libcudart.so.13: no such file')": "exit 1: ImportError: libcudart.so.13: no such file",
     "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": (

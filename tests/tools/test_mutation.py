@@ -11,10 +11,22 @@ import pytest
 from bumpgate.affected import graph_of
 from tests.support.tree import ROOT
 from tools.mutation import __main__ as command
+from tools.mutation import covered as covered_file
 from tools.mutation import sample, trial
-from tools.mutation.__main__ import groups, main, witnesses_of
+from tools.mutation.__main__ import groups, main, work_of
+from tools.mutation.covered import MOST_SECONDS, Covered, lines_of
 from tools.mutation.report import open_survivors, table
-from tools.mutation.trial import KILLED, SURVIVED, UNDECIDED, UNTESTED, PytestRun, Result, Trials
+from tools.mutation.trial import (
+    KILLED,
+    SUITES,
+    SURVIVED,
+    UNDECIDED,
+    UNTESTED,
+    PytestRun,
+    Result,
+    Trials,
+    Work,
+)
 
 SOURCE = """from __future__ import annotations
 
@@ -175,7 +187,7 @@ def test_file_that_another_worker_measures_is_postponed(
 
     monkeypatch.setattr(trials, "unchanged", unchanged)
     with trials._lock_of(("test_near.py", ())):
-        trials.run([(made, "shop", PytestRun(), ["test_near.py", "test_far.py"])], lambda result: None)
+        trials.run([Work(made, "shop", PytestRun(), ["test_near.py", "test_far.py"])], lambda result: None)
     assert asked == ["test_far.py", "test_near.py"]
 
 
@@ -191,14 +203,114 @@ def test_mutant_is_undecided_if_time_ends(shop: Path, tmp_path: Path) -> None:
     assert (result.outcome, result.left) == (UNDECIDED, 3)
 
 
-def run(shop: Path, folder: Path, made: sample.Mutation, budget: float = 60) -> tuple[list[Result], Path]:
-    """Try one mutant in the small repository; return the results and the clone."""
+def run(
+    shop: Path, folder: Path, made: sample.Mutation, budget: float = 60, tests: list[str] | None = None
+) -> tuple[list[Result], Path]:
+    """Try one mutant in the small repository, first by `tests`; return the results and the clone."""
     graph = graph_of(shop)
     files = trial.nearest(graph, made.path, {name for name in FILES if name.startswith("test_")})
     results: list[Result] = []
     folder.mkdir(exist_ok=True)
-    Trials(shop, folder, graph, budget, 1).run([(made, "shop", PytestRun(), files)], results.append)
+    work = Work(made, "shop", PytestRun(), files, tests or (), 1.0)
+    Trials(shop, folder, graph, budget, 1).run([work], results.append)
     return results, folder / "clone0"
+
+
+@pytest.mark.parametrize(
+    ("tests", "killer"),
+    [
+        (["test_near.py::test_empty", "test_far.py::test_tax"], "test_far.py, test_near.py"),
+        (["test_near.py::test_empty"], "test_far.py"),  # passes, so that the files decide
+        (["test_red.py::test_red"], "test_far.py"),  # red without the mutant
+        (["test_near.py::test_gone"], "test_far.py"),
+    ],
+)
+def test_tests_that_execute_the_line_come_first(
+    shop: Path, tmp_path: Path, tests: list[str], killer: str
+) -> None:
+    mutant = mutation("shop.py", SOURCE, "ReplaceBinaryOperator_Add_Sub", 8)
+    (result,), _ = run(shop, tmp_path, mutant, tests=tests)
+    assert (result.outcome, result.killer) == (KILLED, killer)
+    assert result.valid(shop, mutant.apply(SOURCE))
+
+
+COMPOUND = """import os
+
+LIMIT = max(
+    1, 2)
+
+@cache
+def total(prices, tax=3):
+    if (prices and
+            tax):
+        return 0
+    return sum(
+        prices)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "lines"),
+    [
+        (1, [1]),
+        (4, [3, 4]),
+        (6, range(8, 13)),
+        (7, range(8, 13)),
+        (9, [8, 9]),
+        (10, [10]),
+        (12, [11, 12]),
+        (5, [5]),
+    ],
+)
+def test_lines_that_show_that_a_place_is_executed(line: int, lines: list[int]) -> None:
+    assert list(lines_of(COMPOUND, line)) == list(lines)
+
+
+def test_fastest_tests_of_a_line_fit_into_the_time() -> None:
+    seconds = {
+        "tests/a.py::x": MOST_SECONDS,
+        "tests/a.py::y": 1.0,
+        "tests/b.py::z": 2.0,
+        "suites/c.py::w": 0.1,
+    }
+    covered = Covered(
+        seconds, {"p.py": {"4": [*seconds], "5": ["tests/a.py::x"]}}, {"p.py": {"4": ["tests/a.py"]}}
+    )
+    own = SUITES["self"]
+    assert covered.fastest("p.py", [3, 4], own) == ["tests/a.py::y", "tests/b.py::z"]
+    assert covered.fastest("p.py", [5], own) == ["tests/a.py::x"]
+    assert covered.fastest("p.py", [6], own) == covered.fastest("q.py", [4], own) == []
+    assert covered.fastest("p.py", [4], SUITES["lane"]) == ["suites/c.py::w"]
+    assert covered.test_files("p.py", [4], own) == {"tests/a.py"}
+
+
+def test_only_files_whose_tests_execute_the_line_judge_a_mutant() -> None:
+    source = (ROOT / "bumpgate/core/code.py").read_text(encoding="utf-8")
+    made = next(m for m in sample.mutations("bumpgate/core/code.py", source) if m.definition)
+    line = str(lines_of(source, made.line)[0])
+    test = "tests/core/test_code.py::test_x"
+    covered = Covered(
+        {test: 2.0}, {made.path: {line: [test]}}, {made.path: {line: ["tests/core/test_code.py"]}}
+    )
+    graph = graph_of(ROOT)
+    work = work_of(ROOT, "bumpgate", made, graph, covered)
+    assert (work.files, work.nearest, work.seconds) == (["tests/core/test_code.py"], [test], 2.0)
+    everything = work_of(ROOT, "bumpgate", made, graph)
+    assert len(everything.files) > 5
+    assert work_of(ROOT, "bumpgate", made, graph, Covered()).files == everything.files, "no test executes it"
+
+
+def test_covered_names_the_tests_of_each_line(tmp_path: Path) -> None:
+    out = tmp_path / "covered.json"
+    tests = ["tests/core/test_code.py", "tests/core/test_comparable.py"]
+    command = [sys.executable, "-m", "tools.mutation.covered", "--suite", "self", "--out", str(out), *tests]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = covered_file.load([out])
+    assert found
+    files = {file for known in found.files["bumpgate/core/code.py"].values() for file in known}
+    assert "tests/core/test_code.py" in files
+    assert {test.split("::")[0] for test in found.seconds} == set(tests)
 
 
 def test_result_is_valid_until_source_or_tests_change(shop: Path, tmp_path: Path) -> None:
@@ -224,7 +336,7 @@ def test_undecided_mutant_is_tried_again(
     diff = sample.changed_lines(SOURCE, made.apply(SOURCE))
     results = tmp_path / "mutation.jsonl"
     monkeypatch.setattr(command, "chosen", lambda root, options: [(made, "self")])
-    monkeypatch.setattr(command, "witnesses_of", lambda *_: (["test_far.py"], PytestRun()))
+    monkeypatch.setattr(command, "work_of", lambda *_: Work(made, "self", PytestRun(), ["test_far.py"]))
     options = command.parser().parse_args(["--results", str(results), "--workers", "1"])
     trial.append(results, Result(made.name, "self", diff, UNDECIDED, "", 1.0, 3, digests))
     assert [r.outcome for r in command.run(shop, options)] == [KILLED]
@@ -306,8 +418,9 @@ def test_every_python_file_of_the_product_is_in_one_group() -> None:
 
 def test_device_mutants_run_the_rows_of_their_op() -> None:
     made = sample.Mutation("kernels/attention/kernel.py", 1, 0, "AddNot", 0, "")
-    files, how = witnesses_of(ROOT, "h200", made, {})
-    assert files[:2] == ["suites/kernels/test_model_shapes.py", "suites/kernels/test_attention.py"]
+    work = work_of(ROOT, "h200", made, {})
+    how = work.tests
+    assert work.files[:2] == ["suites/kernels/test_model_shapes.py", "suites/kernels/test_attention.py"]
     assert how.arguments[:2] == ("-m", "h200")
     assert how.arguments[3] == "attention and (test_error or not test_model_shapes)"
     assert "h200" not in groups(None), "only a machine with the device can run it"

@@ -23,13 +23,16 @@ from bumpgate.affected import Graph, graph_of
 from bumpgate.core.toml import tomllib
 from tests.support.tree import ROOT
 from tools.mutation import sample
+from tools.mutation.covered import Covered, lines_of
+from tools.mutation.covered import load as load_covered
 from tools.mutation.report import open_survivors, table
 from tools.mutation.trial import (
+    SUITES,
     SURVIVED,
     UNDECIDED,
-    PytestRun,
     Result,
     Trials,
+    Work,
     append,
     by_mention,
     load,
@@ -37,18 +40,6 @@ from tools.mutation.trial import (
 )
 
 HERE = Path(__file__).parent
-# Where a group's tests are, and how they run. Several mutants run at once, so that no test of the lane that is timed
-# runs, nor one that is long or cold: a mutant that only these would notice survives.
-SUITES = {
-    "lane": (lambda path: not path.startswith("tests/"), PytestRun(("-m", "cpu", "--fast"))),
-    "interpret": (
-        lambda path: path.startswith("suites/kernels/interpret/"),
-        PytestRun(("-m", "cpu"), {"TRITON_INTERPRET": "1"}),
-    ),
-    "h200": (lambda path: not path.startswith("tests/"), PytestRun(("-m", "h200"))),
-    "v6e": (lambda path: not path.startswith("tests/"), PytestRun(("-m", "v6e"))),
-    "self": (lambda path: path.startswith("tests/"), PytestRun(("-m", "not browser and not fleet"))),
-}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,6 +53,14 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--survivors-of", type=Path, metavar="FILE", help="only mutants that survived in these results"
+    )
+    made.add_argument(
+        "--covered",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="output of tools.mutation.covered: run the tests that execute the mutated line; repeatable",
     )
     made.add_argument("--seconds", type=float, default=600, help="time for one mutant (default 600)")
     made.add_argument("--workers", type=int, default=2, help="mutants at the same time (default 2)")
@@ -89,21 +88,33 @@ def groups(names: list[str] | None) -> dict[str, dict]:
     }
 
 
-def witnesses_of(
-    root: Path, group: str, mutation: sample.Mutation, graph: Graph
-) -> tuple[list[str], PytestRun]:
-    """Return the test files that have to notice a mutant, those that name its place first, and how they run."""
+def work_of(
+    root: Path, group: str, mutation: sample.Mutation, graph: Graph, covered: Covered | None = None
+) -> Work:
+    """Return the test files that have to notice a mutant, those that name its place first, and how they run.
+
+    covered: what the tests execute. Then only the files whose tests execute the mutated line have to, if there are any.
+    """
     path = mutation.path
     declared = groups([group])[group]
-    belongs, how = SUITES[declared["suites"]]
+    suite = SUITES[declared["suites"]]
+    how = suite.run
     package = Path(path).parent.name
     if select := declared.get("select"):
         how = replace(how, arguments=(*how.arguments, "-k", select.format(package=package)))
     if "tests" in declared:
-        return [test.format(package=package) for test in declared["tests"]], how
-    tests = {known for known in graph if Path(known).name.startswith("test_") and belongs(known)}
+        files = [test.format(package=package) for test in declared["tests"]]
+        return Work(mutation, group, how, files)
+    tests = {known for known in graph if Path(known).name.startswith("test_") and suite.has(known)}
     texts = {test: (root / test).read_text(encoding="utf-8") for test in tests}
-    return by_mention(nearest(graph, path, tests), texts, path, mutation.definition), how
+    files = by_mention(nearest(graph, path, tests), texts, path, mutation.definition)
+    if covered is None:
+        return Work(mutation, group, how, files)
+    lines = lines_of((root / path).read_text(encoding="utf-8"), mutation.line)
+    first = covered.fastest(path, lines, suite)
+    if executed := covered.test_files(path, lines, suite):
+        files = [f for f in files if f in executed] + sorted(executed - set(files))
+    return Work(mutation, group, how, files, first, sum(covered.seconds[test] for test in first))
 
 
 def has_gpu() -> bool:
@@ -154,8 +165,9 @@ def run(root: Path, options: argparse.Namespace) -> list[Result]:
             f"{changed[0][3:]} is not committed: the mutants are made in clones of HEAD, commit or stash first"
         )
     known = {(r.name, r.diff): r for r in load(options.results)}
-    graph = graph_of(root)
-    results, work = [], []
+    graph, covered = graph_of(root), load_covered(options.covered)
+    results: list[Result] = []
+    work: list[Work] = []
     for mutation, group in chosen(root, options):
         source = (root / mutation.path).read_text(encoding="utf-8")
         mutant = mutation.apply(source)
@@ -163,12 +175,12 @@ def run(root: Path, options: argparse.Namespace) -> list[Result]:
         if old and old.outcome != UNDECIDED and old.valid(root, mutant):
             results.append(old)
             continue
-        files, how = witnesses_of(root, group, mutation, graph)
-        if "h200" in how.arguments and not has_gpu():
+        item = work_of(root, group, mutation, graph, covered)
+        if "h200" in item.tests.arguments and not has_gpu():
             fail(f"group {group} needs an H200: choose others with --group")
-        if how.env_vars and importlib.util.find_spec("triton") is None:
+        if item.tests.env_vars and importlib.util.find_spec("triton") is None:
             fail(f"group {group} needs triton: pip install triton==3.7.1, or choose others with --group")
-        work.append((mutation, group, how, files))
+        work.append(item)
 
     def done(result: Result) -> None:
         append(options.results, result)

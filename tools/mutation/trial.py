@@ -100,6 +100,43 @@ class PytestRun:
     env_vars: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Work:
+    """A mutant to try. files: the test files that judge it. nearest: ids of tests that execute its line, which run
+    first and take `seconds` in all; none without a measurement of what the tests execute.
+    """
+
+    mutation: Mutation
+    group: str
+    tests: PytestRun
+    files: Sequence[str]
+    nearest: Sequence[str] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Where a group's tests are, and how they run."""
+
+    folder: str
+    run: PytestRun
+
+    def has(self, path: str) -> bool:
+        """Return whether a file belongs to this suite."""
+        return path.startswith(f"{self.folder}/")
+
+
+# Several mutants run at once, so no test of the lane that is timed runs, nor one that is long or cold: a mutant that
+# only these would notice survives.
+SUITES = {
+    "lane": Suite("suites", PytestRun(("-m", "cpu", "--fast"))),
+    "interpret": Suite("suites/kernels/interpret", PytestRun(("-m", "cpu"), {"TRITON_INTERPRET": "1"})),
+    "h200": Suite("suites", PytestRun(("-m", "h200"))),
+    "v6e": Suite("suites", PytestRun(("-m", "v6e"))),
+    "self": Suite("tests", PytestRun(("-m", "not browser and not fleet"))),
+}
+
+
 class Trials:
     """Runs mutants in clones of one commit. budget: seconds for one mutant, the unchanged tree's runs left out."""
 
@@ -115,31 +152,23 @@ class Trials:
             subprocess.run(["git", "clone", "--quiet", "--shared", root, clone], check=True)
             self.idle.put(clone)
 
-    def run(
-        self, work: list[tuple[Mutation, str, PytestRun, list[str]]], done: Callable[[Result], None]
-    ) -> None:
-        """Try each (mutation, group, tests, test files), and pass every result to `done` in the order of ending."""
+    def run(self, work: list[Work], done: Callable[[Result], None]) -> None:
+        """Try each mutant, and pass every result to `done` in the order of ending."""
         with ThreadPoolExecutor(self.workers) as pool:
-            for future in [pool.submit(self._one, *item, done) for item in work]:
+            for future in [pool.submit(self._one, item, done) for item in work]:
                 future.result()
 
-    def _one(
-        self,
-        mutation: Mutation,
-        group: str,
-        tests: PytestRun,
-        files: list[str],
-        done: Callable[[Result], None],
-    ) -> None:
+    def _one(self, work: Work, done: Callable[[Result], None]) -> None:
         clone = self.idle.get()
         try:
-            result = self._try(clone, mutation, group, tests, files)
+            result = self._try(clone, work)
         finally:
             self.idle.put(clone)
         with self._lock:
             done(result)
 
-    def _try(self, clone: Path, mutation: Mutation, group: str, tests: PytestRun, files: list[str]) -> Result:
+    def _try(self, clone: Path, work: Work) -> Result:
+        mutation, tests = work.mutation, work.tests
         path = clone / mutation.path
         source = path.read_text(encoding="utf-8")
         mutant = mutation.apply(source)
@@ -147,9 +176,17 @@ class Trials:
 
         def result(outcome: str, killer: str = "") -> Result:
             diff = changed_lines(source, mutant)
-            return Result(mutation.name, group, diff, outcome, killer, used, left, digests)
+            return Result(mutation.name, work.group, diff, outcome, killer, used, left, digests)
 
-        waiting, postponed = deque(files), set()
+        if work.nearest:
+            begun = time.monotonic()
+            killed = self._fails_again(clone, work, mutant, source)
+            used += time.monotonic() - begun
+            if killed:
+                near = sorted({test.split("::")[0] for test in work.nearest})
+                digests |= {file: digest((clone / file).read_text(encoding="utf-8")) for file in near}
+                return result(KILLED, ", ".join(near))
+        waiting, postponed = deque(work.files), set()
         while waiting:
             file = waiting.popleft()
             if file not in postponed and self._is_being_measured(file, tests):
@@ -166,15 +203,27 @@ class Trials:
                 continue  # a test that is red or empty without the mutant is no witness
             with _written(path, mutant, source):
                 begun = time.monotonic()
-                code = self._pytest(clone, file, tests, SLOWER * seconds + START_SECONDS)
+                code = self._pytest(clone, [file], tests, SLOWER * seconds + START_SECONDS)
                 if code not in (PASSED, TIMED_OUT):
                     # A failure that does not repeat is the machine's, not the mutant's.
-                    code = self._pytest(clone, file, tests, SLOWER * seconds + START_SECONDS)
+                    code = self._pytest(clone, [file], tests, SLOWER * seconds + START_SECONDS)
                 used += time.monotonic() - begun
             digests[file] = digest((clone / file).read_text(encoding="utf-8"))
             if code != PASSED:
                 return result(KILLED, file)
         return result(UNDECIDED if left else SURVIVED if len(digests) > 1 else UNTESTED)
+
+    def _fails_again(self, clone: Path, work: Work, mutant: str, source: str) -> bool:
+        """Return whether the nearest tests fail twice with the mutant, and pass without it."""
+        limit = SLOWER * work.seconds + START_SECONDS
+
+        def passes() -> bool:
+            return self._pytest(clone, work.nearest, work.tests, limit) == PASSED
+
+        with _written(clone / work.mutation.path, mutant, source):
+            if passes() or passes():
+                return False
+        return passes()
 
     def unchanged(self, clone: Path, file: str, tests: PytestRun) -> tuple[int, float]:
         """Return pytest's exit code for a test file on the unchanged tree, and the seconds; measured once."""
@@ -182,7 +231,7 @@ class Trials:
         with self._lock_of(key):
             if key not in self._unchanged:
                 begun = time.monotonic()
-                code = self._pytest(clone, file, tests, self.budget)
+                code = self._pytest(clone, [file], tests, self.budget)
                 self._unchanged[key] = (code, time.monotonic() - begun)
         return self._unchanged[key]
 
@@ -199,8 +248,8 @@ class Trials:
         """Return the test files that cannot judge a mutant here: red or empty on the unchanged tree, or too slow."""
         return sorted({file for (file, _), (code, _) in self._unchanged.items() if code != PASSED})
 
-    def _pytest(self, clone: Path, file: str, tests: PytestRun, seconds: float) -> int:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *tests.arguments, file]
+    def _pytest(self, clone: Path, places: Sequence[str], tests: PytestRun, seconds: float) -> int:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *tests.arguments, *places]
         clean = {n: v for n, v in os.environ.items() if not n.startswith(("PYTEST_", "BUMPGATE_"))}
         # Child processes in other folders must import the mutant, not the installed tree.
         clean["PYTHONPATH"] = os.pathsep.join(filter(None, (str(clone), os.environ.get("PYTHONPATH"))))
