@@ -151,7 +151,7 @@ class LaneCall:
         except BumpgateError as error:
             failure = _last_words(self.output) or one_line(error)
         if code == USAGE and found and found.problems:
-            code = INTERRUPTED  # pytest's code for a file that cannot be collected, unless the selection names its tests
+            code = INTERRUPTED  # a file cannot be collected: USAGE only because the selection names its tests
         elif code == USAGE:
             found, failure = None, _last_words(self.output)
         if found and found.problems and not found.complete and not found.judgements:
