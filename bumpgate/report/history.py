@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 import statistics
-from array import array
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
@@ -98,33 +97,10 @@ def changes(values: Sequence[Any]) -> list[int]:
         return [i for i, (a, b) in enumerate(pairwise(values), 1) if a != b]
     if len(values) < 2 * LEVEL:
         return []
-    ruptures = need("ruptures", "ruptures.base", "ruptures", command="bumpgate history")
-    cost = _squared_error(ruptures.base.BaseCost)
-    scaled = memoryview(array("d", [(v - values[0]) / noise for v in values]))
-    search = ruptures.Pelt(custom_cost=cost, min_size=LEVEL, jump=1).fit(scaled)
+    numpy, ruptures = (need(name, command="bumpgate history") for name in ("numpy", "ruptures"))
+    scaled = numpy.array([(v - values[0]) / noise for v in values])
+    search = ruptures.KernelCPD(kernel="linear", min_size=LEVEL).fit(scaled)
     return [int(i) for i in search.predict(pen=PENALTY * math.log(len(values)))[:-1]]
-
-
-def _squared_error(base: Any) -> Any:
-    """Return the cost of a stretch as one level, by running sums: ruptures' own class needs numpy."""
-
-    class SquaredError(base):  # type: ignore[misc]
-        model = ""
-        min_size = LEVEL
-
-        def fit(self, signal: Any) -> Any:
-            self.signal = signal
-            self.sums, self.squares = [0.0], [0.0]
-            for x in signal:
-                self.sums.append(self.sums[-1] + x)
-                self.squares.append(self.squares[-1] + x * x)
-            return self
-
-        def error(self, start: int, end: int) -> float:
-            total = self.sums[end] - self.sums[start]
-            return self.squares[end] - self.squares[start] - total * total / (end - start)
-
-    return SquaredError()
 
 
 def listing(points: Sequence[Point], breaks: Sequence[int]) -> str:
