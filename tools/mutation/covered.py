@@ -13,6 +13,7 @@ import argparse
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -109,8 +110,10 @@ def _first(node: ast.stmt) -> int:
     return min((d.lineno for d in getattr(node, "decorator_list", ())), default=node.lineno)
 
 
-def measure(arguments: list[str], env_vars: Mapping[str, str]) -> tuple[int, Covered]:
-    """Run pytest under coverage; return its exit code and what it covered."""
+def measure(
+    arguments: list[str], env_vars: Mapping[str, str], seconds: float | None = None
+) -> tuple[int, Covered]:
+    """Run pytest under coverage; return its exit code and what it covered. seconds: interrupt it after so long."""
     with tempfile.TemporaryDirectory(prefix="covered-") as place:
         folder = Path(place)
         (folder / "sitecustomize.py").write_text("import coverage\n\ncoverage.process_startup()\n")
@@ -125,11 +128,16 @@ def measure(arguments: list[str], env_vars: Mapping[str, str]) -> tuple[int, Cov
         }
         command = [sys.executable, "-m", "pytest", "-p", "tools.mutation.context", *arguments]
         clean = {n: v for n, v in os.environ.items() if not n.startswith(("PYTEST_", "BUMPGATE_"))}
-        code = subprocess.run(command, cwd=ROOT, env={**clean, **env_vars, **variables}).returncode
-        seconds: dict[str, float] = {}
+        with subprocess.Popen(command, cwd=ROOT, env={**clean, **env_vars, **variables}) as run:
+            try:
+                code = run.wait(seconds)
+            except subprocess.TimeoutExpired:
+                run.send_signal(signal.SIGINT)
+                code = run.wait()
+        took: dict[str, float] = {}
         for path in folder.glob("tests-*.jsonl"):
-            seconds.update(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-        return code, _covered(folder, seconds)
+            took.update(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        return code, _covered(folder, took)
 
 
 def _covered(folder: Path, seconds: Mapping[str, float]) -> Covered:
@@ -154,11 +162,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--suite", choices=SUITES, required=True, help="which tests run, and how")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--workers", default="2", help="pytest's -n (default 2)")
+    parser.add_argument(
+        "--seconds", type=float, help="interrupt the tests after so long, and keep what they covered"
+    )
     parser.add_argument("tests", nargs="*", help="test files (default: the whole suite)")
     options = parser.parse_args(arguments)
     suite = SUITES[options.suite]
     code, found = measure(
-        [*suite.run.arguments, "-n", options.workers, *(options.tests or [suite.folder])], suite.run.env_vars
+        [*suite.run.arguments, "-n", options.workers, *(options.tests or [suite.folder])],
+        suite.run.env_vars,
+        options.seconds,
     )
     options.out.write_text(json.dumps(asdict(found), separators=(",", ":")), encoding="utf-8")
     lines = sum(map(len, found.lines.values()))
