@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tools.mutation import covered as covered_file
 from tools.mutation import sample, trial
 from tools.mutation.__main__ import groups, main, work_of
 from tools.mutation.covered import MOST_SECONDS, Covered, lines_of
-from tools.mutation.report import open_survivors, table
+from tools.mutation.report import merged, open_survivors, table
 from tools.mutation.trial import (
     KILLED,
     SUITES,
@@ -358,6 +359,14 @@ def test_score_leaves_out_equivalent_and_undecided_mutants() -> None:
     assert "| model | 23 | 18 | 2 | 0 | 2 | 1 | 90.0% (69.9% to 97.2%) |" in page
     assert "| a.py:0:0 AddNot | `survived 0 => ` | 0 | logs only |" in page
     assert [r.diff for r in open_survivors(results, reasons)] == ["survived 1 => ", "survived 2 => "]
+
+
+def test_mutant_that_one_run_killed_is_killed() -> None:
+    first = [*made(SURVIVED, 1, "h200"), *made(UNDECIDED, 1, "h200"), *made(KILLED, 1, "h200")]
+    later = [replace(r, group="h200-speed", outcome=KILLED) for r in first[:1]]
+    later += [replace(r, outcome=outcome) for r, outcome in zip(first[1:], (SURVIVED, UNDECIDED))]
+    found = merged([*first, *later, *(replace(r, outcome=SURVIVED) for r in first[:1])])
+    assert [(r.group, r.outcome) for r in found] == [("h200", KILLED), ("h200", SURVIVED), ("h200", KILLED)]
 
 
 def test_command_lists_its_sample(

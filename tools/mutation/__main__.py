@@ -25,7 +25,7 @@ from tests.support.tree import ROOT
 from tools.mutation import sample
 from tools.mutation.covered import Covered, lines_of
 from tools.mutation.covered import load as load_covered
-from tools.mutation.report import open_survivors, table
+from tools.mutation.report import merged, open_survivors, table
 from tools.mutation.trial import (
     SUITES,
     SURVIVED,
@@ -68,7 +68,11 @@ def parser() -> argparse.ArgumentParser:
         "--results", type=Path, default=Path("mutation.jsonl"), help="file of results, continued if there"
     )
     made.add_argument(
-        "--report", type=Path, nargs="+", metavar="FILE", help="run nothing; write the page of these results"
+        "--report",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="run nothing; write the page of these results; a mutant that one of them killed is killed",
     )
     made.add_argument("--out", type=Path, help="write the page here instead of printing it")
     made.add_argument("--list", action="store_true", help="run nothing; print the sample")
@@ -206,7 +210,8 @@ def main() -> int:
         for mutation, group in chosen(ROOT, options):
             print(f"{group:9} {mutation.name}  {difference(ROOT, mutation)}")
         return 0
-    results = [r for path in options.report for r in load(path)] if options.report else run(ROOT, options)
+    reported = [r for path in options.report or () for r in load(path)]
+    results = merged(reported) if options.report else run(ROOT, options)
     raw = tomllib.loads((HERE / "equivalent.toml").read_text(encoding="utf-8"))
     reasons = {(m["path"], m["change"]): m["reason"] for m in raw.get("mutant", ())}
     command = shlex.join(["python", "-m", "tools.mutation", *sys.argv[1:]])

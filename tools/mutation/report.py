@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import sqrt
 
 from tools.mutation.trial import KILLED, SURVIVED, UNDECIDED, UNTESTED, Result
@@ -11,6 +12,17 @@ from tools.mutation.trial import KILLED, SURVIVED, UNDECIDED, UNTESTED, Result
 Z = 1.96
 OUTCOMES = (KILLED, SURVIVED, UNTESTED, UNDECIDED)
 GOAL = 0.95
+
+
+def merged(results: Iterable[Result]) -> list[Result]:
+    """Return one result for each mutant, in its first group: killed if any run killed it, else the last decided one."""
+    found: dict[tuple[str, str], Result] = {}
+    for result in results:
+        key = result.name, result.diff
+        known = found.setdefault(key, result)
+        if known.outcome != KILLED and result.outcome != UNDECIDED:
+            found[key] = replace(result, group=known.group)
+    return list(found.values())
 
 
 def wilson(killed: int, number: int) -> tuple[float, float]:
@@ -39,8 +51,9 @@ def table(results: Sequence[Result], reasons: Mapping[tuple[str, str], str], com
         "",
         f"Small edits of the product that some test must turn red. Made by `{command}`.",
         "",
-        "* *killed*: a test file failed, or took more than four times as long. *survived*: every test file that"
-        " depends on the mutated file passed. *untested*: none does. *undecided*: the time for one mutant ended first.",
+        "* *killed*: a test file failed, or took more than four times as long. *survived*: every test file passed that"
+        " executes the mutated line (where that was measured) or depends on the mutated file. *untested*: none does."
+        " *undecided*: the time for one mutant ended first.",
         "* Mutants of a lane's product run without the lane's tests that are timed, long or cold (`--fast`).",
         "* *equivalent*: survived, with a reason in `tools/mutation/equivalent.toml`.",
         "* *score*: killed of all that are neither equivalent nor undecided, with its 95 % interval.",
