@@ -96,7 +96,7 @@ def test_run_lane_reports_pytests_usage_error(project: Project) -> None:
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_run_lane_reports_a_selected_test_whose_file_does_not_import(project: Project, workers: str) -> None:
+def test_run_lane_reports_a_test_whose_file_does_not_import(project: Project, workers: str) -> None:
     """To pytest the id of such a test is a usage error."""
     project.tests("from torch._private import gone\n" + GOOD)
     project.write("torch/__init__.py", "")
