@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -26,8 +26,8 @@ KILLED, SURVIVED, UNDECIDED, UNTESTED = "killed", "survived", "undecided", "unte
 # A mutant that takes this many times as long as the unchanged tree, plus a start, hangs: it is killed.
 SLOWER, START_SECONDS = 4, 30
 NEARLY_ALL = 0.8  # of the time for one mutant
-# Exit code of pytest if all tests passed, and a value for a run that the time limit ended.
-PASSED, TIMED_OUT = 0, -1
+# Exit codes of pytest if all tests passed or one failed, and a value for a run that the time limit ended.
+PASSED, FAILED, TIMED_OUT = 0, 1, -1
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Trials:
                 code = self._pytest(clone, [file], tests, SLOWER * seconds + START_SECONDS)
                 if code not in (PASSED, TIMED_OUT):
                     # A failure that does not repeat is the machine's, not the mutant's.
-                    code = self._pytest(clone, [file], tests, SLOWER * seconds + START_SECONDS)
+                    code = self._again(clone, [file], tests, SLOWER * seconds + START_SECONDS, code)
                 used += time.monotonic() - begun
             digests[file] = digest((clone / file).read_text(encoding="utf-8"))
             if code != PASSED:
@@ -216,14 +216,11 @@ class Trials:
     def _fails_again(self, clone: Path, work: Work, mutant: str, source: str) -> bool:
         """Return whether the nearest tests fail twice with the mutant, and pass without it."""
         limit = SLOWER * work.seconds + START_SECONDS
-
-        def passes() -> bool:
-            return self._pytest(clone, work.nearest, work.tests, limit) == PASSED
-
         with _written(clone / work.mutation.path, mutant, source):
-            if passes() or passes():
+            code = self._pytest(clone, work.nearest, work.tests, limit)
+            if code == PASSED or self._again(clone, work.nearest, work.tests, limit, code) == PASSED:
                 return False
-        return passes()
+        return self._again(clone, work.nearest, work.tests, limit, code) == PASSED
 
     def unchanged(self, clone: Path, file: str, tests: PytestRun) -> tuple[int, float]:
         """Return pytest's exit code for a test file on the unchanged tree, and the seconds; measured once."""
@@ -247,6 +244,11 @@ class Trials:
     def no_witness(self) -> list[str]:
         """Return the test files that cannot judge a mutant here: red or empty on the unchanged tree, or too slow."""
         return sorted({file for (file, _), (code, _) in self._unchanged.items() if code != PASSED})
+
+    def _again(self, clone: Path, places: Sequence[str], tests: PytestRun, seconds: float, code: int) -> int:
+        """Run only the test that failed in the last run, which ended with `code`; all of them if no test did."""
+        arguments = ("--lf", "--lfnf=all") if code == FAILED else ()
+        return self._pytest(clone, places, replace(tests, arguments=(*tests.arguments, *arguments)), seconds)
 
     def _pytest(self, clone: Path, places: Sequence[str], tests: PytestRun, seconds: float) -> int:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *tests.arguments, *places]
