@@ -431,7 +431,11 @@ def test_device_mutants_run_the_rows_of_their_op() -> None:
     how = work.tests
     assert work.files[:2] == ["suites/kernels/test_model_shapes.py", "suites/kernels/test_attention.py"]
     assert how.arguments[:2] == ("-m", "h200")
-    assert how.arguments[3] == "attention and (test_error or not test_model_shapes)"
+    assert how.arguments[3].startswith("attention and (test_error or not test_model_shapes)")
+    of_dsa = work_of(ROOT, "h200", replace(made, path="kernels/dsa_indexer/kernel_loss.py"), {})
+    assert of_dsa.files == [f.replace("attention", "dsa_indexer") for f in work.files] + [
+        "suites/kernels/test_dsa_loss.py"
+    ]
     assert "h200" not in groups(None), "only a machine with the device can run it"
     assert list(groups(["h200"])) == ["h200"]
 

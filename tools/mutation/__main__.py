@@ -108,7 +108,7 @@ def work_of(
         how = replace(how, arguments=(*how.arguments, "-k", select.format(package=package)))
     if "tests" in declared:
         files = [test.format(package=package) for test in declared["tests"]]
-        return Work(mutation, group, how, files)
+        return Work(mutation, group, how, files + declared.get("also", {}).get(package, []))
     tests = {known for known in graph if Path(known).name.startswith("test_") and suite.has(known)}
     texts = {test: (root / test).read_text(encoding="utf-8") for test in tests}
     files = by_mention(nearest(graph, path, tests), texts, path, mutation.definition)

@@ -24,6 +24,7 @@ SIZES = [
     (2, 37, 2, 8, 12, 1, 3, 16),
     (1, 66, 2, 5, 8, 2, 0, 64),
     (1, 18, 2, 16, 16, 1, 8, 64),
+    (2, 19, 2, 8, 12, 1, 6, 16),  # all columns rotate, and fill no power of two
 ]
 # Here the plain formula computes the gradient of adt without a product, so it has no comparable 16-bit error.
 ONE_TOKEN = (2, 1, 8, 16, 16, 2, 8, 64)
