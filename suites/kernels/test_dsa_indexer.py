@@ -23,9 +23,20 @@ from kernels.dsa_indexer import (
 )
 from kernels.dsa_indexer.naive import dsa_attention_naive
 from suites.kernels.inputs.dsa_indexer import CASES, documents, make_index_inputs, make_inputs
-from suites.support.comparison import DTYPES, Named, doubled, error, gradients, pooled, report_pooled
+from suites.support.comparison import (
+    AT_MOST,
+    DTYPES,
+    Named,
+    doubled,
+    error,
+    error_ratio,
+    gradients,
+    pooled,
+    report_pooled,
+)
 from suites.support.custom_ops import check_compiled, check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
+from suites.support.reduce import largest
 
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 
@@ -71,13 +82,13 @@ def test_selected_keys_follow_the_definition(lane: Lane, top_k: int):
 @quick
 @given(seed=st.integers(0, 99), T=st.integers(1, 40), top_k=st.integers(1, 20), levels=st.integers(1, 3))
 def test_ties_select_the_earlier_key(lane: Lane, seed: int, T: int, top_k: int, levels: int):
-    """Keys with few distinct values: most scores are equal, and exact in every dtype."""
+    """Keys with few distinct values: most scores are equal, whole numbers, and exact in every dtype."""
     g = torch.Generator().manual_seed(seed)
     q = torch.ones(1, T, 2, 16)
-    k = torch.randint(-1, levels, (1, T, 1), generator=g).float().expand(1, T, 16)
+    k = torch.randint(-1, levels, (1, T, 1), generator=g).expand(1, T, 16) / 8
     weights = torch.tensor([1.0, -0.5]).expand(1, T, 2)
     ids = torch.randint(0, 2, (1, T), generator=g).int()
-    scores = 8 * k.relu()[..., 0].unsqueeze(1).expand(1, T, T)
+    scores = 8 * k.relu()[..., 0].unsqueeze(1).expand(1, T, T)  # 16 dims, weights of 1 - 0.5
     for dtype in (torch.float32, torch.bfloat16):
         inputs = (t.to(lane.device, dtype) for t in (q, k, weights))
         found = dsa_indexer(*inputs, ids.to(lane.device), top_k=top_k).cpu()
@@ -122,6 +133,19 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
     report_pooled(
         row, f"kernels/dsa_indexer-{lane.name}-{dtype}", found, plain, oracle, inputs=("q", "k", "v")
     )
+
+
+@lanes("cpu", "h200")
+def test_wide_heads_are_as_accurate(lane: Lane):
+    inputs = make_inputs(P=128, T=70, K=40, dtype=torch.bfloat16, device=lane.device)
+
+    def run(function: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> Named:
+        return dict(zip(("out", "q", "k", "v"), gradients(function, *operands, softcap=2.0)))
+
+    oracle, plain = run(dsa_attention_reference, doubled(inputs)), run(dsa_attention_naive, inputs)
+    found = run(dsa_attention, inputs)
+    ratios = {name: error_ratio(found[name], plain[name], oracle[name]) for name in oracle}
+    assert largest(ratios.values()) <= AT_MOST["gradient"], ratios
 
 
 @lanes("cpu", "h200")

@@ -18,9 +18,20 @@ from torch import Tensor
 from kernels.mla import mla, mla_absorbed, mla_reference
 from kernels.mla.naive import mla_naive, seen_by
 from suites.kernels.inputs.mla import CASES, NAMES, OP, make_inputs, refusals
-from suites.support.comparison import DTYPES, Named, doubled, error, gradients, pooled, report_pooled
+from suites.support.comparison import (
+    AT_MOST,
+    DTYPES,
+    Named,
+    doubled,
+    error,
+    error_ratio,
+    gradients,
+    pooled,
+    report_pooled,
+)
 from suites.support.custom_ops import check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
+from suites.support.reduce import largest
 
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 
@@ -56,6 +67,25 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
     found = pooled(run(mla, inputs) for inputs in problems)
     assert all(t.dtype == DTYPES[dtype] for t in found.values())
     report_pooled(row, f"kernels/mla-{lane.name}-{dtype}", found, plain, oracle, inputs=NAMES)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize(
+    "size",
+    [{"P": 128, "R": 64, "Pv": 128}, {"B": 1, "T": 1035, "H": 1}],
+    ids=["wide heads", "many blocks"],
+)
+def test_other_tiles_are_as_accurate(lane: Lane, size: dict[str, int]):
+    """1035 tokens: a block of queries has full blocks of keys, in a document that begins inside a block."""
+    inputs = make_inputs(dtype=torch.bfloat16, device=lane.device, **size)
+
+    def run(function: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> Named:
+        return dict(zip(("out", *NAMES), gradients(function, *operands, softcap=2.0)))
+
+    oracle, plain = run(mla_reference, doubled(inputs)), run(mla_naive, inputs)
+    found = run(mla, inputs)
+    ratios = {name: error_ratio(found[name], plain[name], oracle[name]) for name in oracle}
+    assert largest(ratios.values()) <= AT_MOST["gradient"], ratios
 
 
 @lanes("cpu", "h200")
