@@ -32,6 +32,7 @@ from torch import Tensor
 from kernels._triton.block_spans import block_spans, loop_block
 from kernels._triton.softcap import apply_softcap, softcap_bwd, softcap_params
 from kernels._triton.tiles import apply_mask, load_tile, load_vector, store_tile
+from kernels.op_support import contiguous_clone
 
 
 @triton.jit
@@ -280,4 +281,5 @@ def mla_bwd_kernel(
         dc = (dkv @ W).view(c_kv.shape)
         dW_uk, dW_uv = (dkv.T @ c_kv.flatten(0, 1)).view(H, -1, c_kv.shape[-1]).split((P, widths["V"]), 1)
     dk_rope = dk_rope.sum(2, dtype=torch.float32).to(k_rope.dtype)
-    return dq_nope, dq_rope, dc, dk_rope, dW_uk.contiguous(), dW_uv.contiguous()
+    # With one head both are already contiguous: without a copy they would share one storage.
+    return dq_nope, dq_rope, dc, dk_rope, contiguous_clone(dW_uk), contiguous_clone(dW_uv)

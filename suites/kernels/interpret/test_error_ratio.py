@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,18 @@ def test_kernels_meet_error_ratio_rule(lane: Lane, op: KernelOp, dtype: str, cas
     assert not broken
     for arguments, outputs in zip(runs, found):
         assert all((part == 0).all() for part in op.zeros(arguments, *outputs))
+        assert not aliased(arguments.values(), outputs), "torch.library refuses such outputs of a custom op"
+
+
+def aliased(inputs: Iterable[Any], outputs: Iterable[Tensor]) -> list[int]:
+    """Return the indices of the outputs that share their storage with an input or an output before."""
+    used = {t.untyped_storage().data_ptr() for t in inputs if isinstance(t, Tensor)}
+    found = []
+    for i, t in enumerate(outputs):
+        if t.numel() and t.untyped_storage().data_ptr() in used:
+            found.append(i)
+        used.add(t.untyped_storage().data_ptr())
+    return found
 
 
 @lanes("cpu")
