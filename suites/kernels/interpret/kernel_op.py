@@ -153,3 +153,13 @@ def strided(arguments: Named) -> Named:
     return {
         n: t.repeat_interleave(2, -1)[..., ::2] if isinstance(t, Tensor) else t for n, t in arguments.items()
     }
+
+
+def turned(arguments: Named) -> Named:
+    """Return the same arguments with the axes of each tensor in the reverse order in memory."""
+
+    def turn(t: Tensor) -> Tensor:
+        axes = [*reversed(range(t.ndim))]
+        return t.permute(axes).contiguous().permute(axes)
+
+    return {n: turn(t) if isinstance(t, Tensor) else t for n, t in arguments.items()}

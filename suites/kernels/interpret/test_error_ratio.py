@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from suites.kernels.interpret.kernel_op import Case, KernelOp, strided
+from suites.kernels.interpret.kernel_op import Case, KernelOp, strided, turned
 from suites.kernels.interpret.ops import (
     attention,
     causal_conv1d,
@@ -91,10 +91,11 @@ def test_error_ratio_rule_rejects_faults(lane: Lane, op: KernelOp, dtype: str, c
 @each("layouts")
 def test_input_layouts_do_not_matter(lane: Lane, op: KernelOp, dtype: str, case: Case) -> None:
     for arguments in op.arguments(dtype, case):
-        pairs = zip(op.launched(**strided(arguments)), op.launched(**arguments), strict=True)
-        for ours, expected in pairs:
-            assert ours.stride() == expected.stride()
-            torch.testing.assert_close(ours, expected, rtol=op.layout_rounding, atol=op.layout_rounding)
+        expected = op.launched(**arguments)
+        for layout in (strided, turned):
+            for ours, right in zip(op.launched(**layout(arguments)), expected, strict=True):
+                assert ours.stride() == right.stride()
+                torch.testing.assert_close(ours, right, rtol=op.layout_rounding, atol=op.layout_rounding)
 
 
 @lanes("cpu")

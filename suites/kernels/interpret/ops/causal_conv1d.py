@@ -39,4 +39,5 @@ OP = KernelOp(
     faults={"documents": Fault({"doc_ids": torch.zeros_like})},
     poisoned=[Case((11, 4), dtypes=("fp32",))],
     per_token=("x",),
+    layouts=[Case((11, 4), dtypes=("fp16",))],
 )

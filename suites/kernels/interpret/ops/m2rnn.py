@@ -48,4 +48,5 @@ OP = KernelOp(
     cases=[*map(Case, SIZES)],
     faulty=[Case(SIZES[2], dtypes=("fp16",))],
     faults={"documents": Fault({"doc_ids": torch.zeros_like})},
+    layouts=[Case(SIZES[2], dtypes=("fp16",))],
 )

@@ -97,4 +97,5 @@ OP = KernelOp(
     per_token=("q", "k", "v", "adt", "dt", "trap", "angles", "z"),
     state=("theta", "h", "k_prev", "v_prev"),
     narrow_products=True,
+    layouts=[Case(SIZES[2], dtypes=("fp16",))],
 )

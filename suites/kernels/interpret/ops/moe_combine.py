@@ -44,4 +44,5 @@ OP = KernelOp(
     # The sizes with dropped assignments.
     faulty=[Case(SIZES[1]), Case(SIZES[3])],
     faults={"dropped ones": Fault({"slot": lambda slot: slot.clamp(min=0)})},
+    layouts=[Case(SIZES[1])],
 )

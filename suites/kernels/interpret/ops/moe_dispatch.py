@@ -47,4 +47,5 @@ OP = KernelOp(
     faults={
         "dropped ones": Fault({"expert": lambda ids: ids.clamp(min=0), "slot": lambda s: s.clamp(min=0)})
     },
+    layouts=[Case(SIZES[1])],
 )
