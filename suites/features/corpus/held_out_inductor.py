@@ -91,8 +91,8 @@ def min_of_booleans() -> list[str]:
     "inductor-view_after_lerp",
     "A view of the result of lerp_ with a weight of 0.75 does not compile: it has the strides of the end",
     issue=198343,
-    bad="2.13.0 2.14.1 2.15.0",
-    good="2.11.0 2.12.0",
+    bad="2.12.0 2.13.0 2.14.1 2.15.0",
+    good="2.11.0",
     error="Cannot view a tensor with shape",
 )
 def view_after_lerp() -> list[str]:
@@ -122,7 +122,7 @@ def float32_sum_after_linear() -> list[str]:
     "A batched product of float16 and float32 compiles, where eager raises RuntimeError",
     issue=177630,
     bad="2.11.0",
-    good="2.13.0 2.14.1 2.15.0",
+    good="2.12.0 2.13.0 2.14.1 2.15.0",
 )
 def product_of_two_dtypes() -> list[str]:
     compiled = torch.compile(torch.matmul)
@@ -159,7 +159,7 @@ def shifted_window_mask() -> list[str]:
     "inductor-float8_overflow",
     "Values above the range of float8 are cast to another value than in eager",
     issue=None,
-    bad="2.11.0",
+    bad="2.11.0 2.12.0",
     good="2.13.0 2.14.1 2.15.0",
 )
 def float8_overflow() -> list[str]:

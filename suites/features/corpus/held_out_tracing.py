@@ -134,7 +134,7 @@ def suppress() -> list[str]:
     "tracing-index_error",
     "The IndexError of an operator with a wrong dimension comes as another type out of a compiled function",
     issue=184340,
-    bad="2.8.0 2.11.0",
+    bad="2.8.0 2.11.0 2.12.0",
     good="2.13.0 2.14.1 2.15.0",
 )
 def index_error() -> list[str]:
@@ -283,8 +283,8 @@ def float_limit() -> list[str]:
     "cache-autocast_region",
     "A graph with an autocast region is not cached",
     issue=191106,
-    bad="2.13.0",
-    good="2.11.0 2.15.0",
+    bad="2.12.0 2.13.0",
+    good="2.11.0 2.14.1 2.15.0",
 )
 def autocast_region() -> list[str]:
     def product(x: Tensor, w: Tensor) -> Tensor:
