@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -152,3 +152,22 @@ def test_answer_of_a_bisect_counts_if_it_is_sure_and_right(
     assert commands[0][-3] == "suites/features/test_corpus.py::test_regression[area-edge-cpu]"
     assert "--find-fix" not in commands[0]
     assert capsys.readouterr().out.splitlines()[-1] == last_line
+
+
+def test_page_of_the_answers_keeps_the_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "corpus.md"
+    page.write_text(f"# Corpus\n{edges.TABLE}{edges.table()}")
+    monkeypatch.setattr(bisects, "PAGE", page)
+    answers = [
+        bisects.Answer("area-edge", "2.8.0 -> 2.9.0", "2.8.0 -> 2.9.0", True, 7),
+        bisects.Answer("area-edge", "2.10.0 -> 2.13.0", "2.9.0 -> 2.10.0", False, 60),
+    ]
+    results = tmp_path / "edges.jsonl"
+    results.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers))
+    for _ in range(2):  # writing it again changes nothing
+        assert bisects.main(["--results", str(results), "--out", str(page)]) == 0
+        text = page.read_text()
+        assert text.startswith("# Corpus\n\n## Bisects\n")
+        assert text.count("1 of 2 edges found") == 1
+        assert "| `area-edge` | 2.10.0 -> 2.13.0 | not sure: 2.9.0 -> 2.10.0 | 60 |\n" in text
+        assert text.endswith(edges.TABLE + edges.table())

@@ -29,6 +29,7 @@ from suites.support.tables import line, publish
 
 HEAD = ("case", "edge", "answer", "probes")
 SECTION = "\n## Bisects\n\n"
+COMMAND = "python -m suites.features.corpus.bisects --environments /opt/envs --results edges.jsonl"
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,9 @@ def page(answers: list[Answer]) -> str:
     head, _, cases = (rest or before).partition(TABLE)
     rows = [line(HEAD), line("---" for _ in HEAD)]
     for a in answers:
-        rows.append(line((f"`{a.case}`", a.edge, "the same" if a.right else a.found, str(a.probes))))
-    text = f"{summary(answers)} by `python -m suites.features.corpus.bisects`, every answer sure.\n\n"
+        found = "the same" if a.right else a.found if a.sure else f"not sure: {a.found}"
+        rows.append(line((f"`{a.case}`", a.edge, found, str(a.probes))))
+    text = f"`bumpgate bisect` over environments of these releases: {summary(answers)}, by\n\n```\n{COMMAND}\n```\n\n"
     return (before if rest else head) + SECTION + text + "\n".join(rows) + "\n" + TABLE + cases
 
 
