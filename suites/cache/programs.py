@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from suites.support.child import print_result
 
 CODE = (".so", ".cubin")
 GIVEN = dict(os.environ)  # before torch is imported
@@ -94,6 +95,6 @@ if __name__ == "__main__":
     # `python -m` needed the repository root to find this file; from here on any directory works.
     os.chdir(os.environ.get("BUMPGATE_ELSEWHERE", "."))
     try:
-        print(json.dumps(main(*sys.argv[1:])))
+        print_result(main(*sys.argv[1:]))
     except Exception as error:
         raise SystemExit(" ".join(str(error).splitlines()[:2])) from None

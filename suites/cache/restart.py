@@ -6,7 +6,6 @@ them. PATTERN replaces the preset's layers.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -14,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import psutil
+
+from suites.support.child import print_result
 
 STEPS = 2
 
@@ -65,4 +66,4 @@ def main(name: str, policy: str, pattern: str = "") -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:4])))
+    print_result(main(*sys.argv[1:4]))

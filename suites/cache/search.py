@@ -7,10 +7,10 @@ product. The last line of output is JSON: for each case the losses, the searches
 
 from __future__ import annotations
 
-import json
 import sys
 
 from suites.cache.candidates import CANDIDATES
+from suites.support.child import print_result
 
 STEPS = 3
 
@@ -53,6 +53,6 @@ def main(device: str, *cases: str) -> dict[str, object]:
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(main(*sys.argv[1:])))
+        print_result(main(*sys.argv[1:]))
     except Exception as error:
         raise SystemExit(f"{type(error).__name__}: {str(error).splitlines()[0]}") from None

@@ -6,13 +6,13 @@ does not guarantee that the process survives.
 
 from __future__ import annotations
 
-import json
 import sys
 
 import torch
 from torch import Tensor, nn
 
 from launch.cuda_graphs import CaptureError, capture
+from suites.support.child import print_result
 
 
 class ReadsOnTheHost(nn.Module):
@@ -42,4 +42,4 @@ def main(device: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))
+    print_result(main(sys.argv[1]))

@@ -6,7 +6,6 @@ a faulty stage generates is stored under the correct program's key.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +19,7 @@ import torch
 from launch.ablation import attribute
 from launch.contract import apply_dynamo, load
 from model import preset
+from suites.support.child import print_result
 from suites.support.hybrids import token_batch
 from suites.support.instruments import wrong_decomposition, wrong_lowering
 
@@ -59,4 +59,4 @@ def main(fault: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:])))
+    print_result(main(*sys.argv[1:]))

@@ -6,7 +6,6 @@ and how many kernels they compiled. The peer is called after it, so that its cod
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ import torch
 
 from bumpgate.core.rows import write_atomic
 from suites.kernels.peer_tuning import tuned_case
+from suites.support.child import print_result
 from suites.support.gpu_timing import forward_and_backward
 
 LIST = "__grp__"  # prefix of Triton's file that lists an entry's files
@@ -54,4 +54,4 @@ def keep(made: Path, cache: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))
+    print_result(main(sys.argv[1]))

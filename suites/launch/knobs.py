@@ -8,12 +8,13 @@ for variables that change no field.
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import sys
 import threading
 import warnings
 from typing import Any
+
+from suites.support.child import print_result
 
 ABSENT = "absent"
 
@@ -91,4 +92,4 @@ def main(*names: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:]), default=str))
+    print_result(main(*sys.argv[1:]))

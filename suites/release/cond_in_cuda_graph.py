@@ -6,12 +6,13 @@ error of a torch that cannot capture it.
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from suites.support.child import print_result
 
 
 def branch(chosen: Tensor, x: Tensor) -> Tensor:
@@ -34,4 +35,4 @@ def main(device: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))
+    print_result(main(sys.argv[1]))
