@@ -108,7 +108,7 @@ def view_after_lerp() -> list[str]:
     "The sum of a bfloat16 linear layer and a float32 tensor is fused into a product of two dtypes",
     issue=159492,
     bad="2.8.0",
-    good="2.11.0 2.12.0 2.13.0 2.14.1 2.15.0",
+    good="2.9.0 2.10.0 2.11.0 2.12.0 2.13.0 2.14.1 2.15.0",
     error="self and mat2 must have the same dtype",
 )
 def float32_sum_after_linear() -> list[str]:
@@ -139,8 +139,8 @@ def product_of_two_dtypes() -> list[str]:
     "inductor-shifted_window_mask",
     "The C++ code of an attention mask for shifted windows does not compile",
     issue=179135,
-    bad="2.11.0",
-    good="2.8.0 2.12.0 2.13.0 2.14.1 2.15.0",
+    bad="2.10.0 2.11.0",
+    good="2.8.0 2.9.0 2.12.0 2.13.0 2.14.1 2.15.0",
     error="C++ compile error",
 )
 def shifted_window_mask() -> list[str]:
