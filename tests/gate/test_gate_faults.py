@@ -38,9 +38,10 @@ def tree(tmp_path: Path) -> Any:
 
 
 def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
-    """5 % more work in one of two loops: HOLD for that one, SAME for the other, from sessions of three gates.
+    """5 % more work in one of two loops: HOLD for that one alone, from sessions of three gates.
 
-    With a user's number of sessions: with 8, each must detect it, and with a busy neighbour one may not.
+    With a user's number of sessions: with 8, each must detect it, and with a busy neighbour one may not. Such a
+    neighbour also makes the unchanged loop's ratios too wide for SAME; NOT SLOWER is then its true outcome.
     """
     tree.bad = tree.interpreter("bad", SLOWER="1.05")
 
@@ -81,7 +82,8 @@ def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
     assert last.code == 1, last.out + last.err
     raw = tree.raw()
     outcomes = {row: t["outcome"] for row, t in raw["timed"].items()}
-    assert outcomes == {"throughput/same/ratio": "SAME", "throughput/slow/ratio": "SLOWER"}
+    assert outcomes.pop("throughput/same/ratio") in {"SAME", "NOT SLOWER"}
+    assert outcomes == {"throughput/slow/ratio": "SLOWER"}
     assert raw["timed"]["throughput/slow/ratio"]["ratio"] == pytest.approx(1.05, abs=0.02)
     for row in TIMED:
         found = raw["timed"][row]["log_ratios"]
