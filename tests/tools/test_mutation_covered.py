@@ -13,7 +13,7 @@ from tests.support.tree import ROOT
 from tools.mutation import covered as covered_file
 from tools.mutation import sample
 from tools.mutation.__main__ import work_of
-from tools.mutation.covered import MOST_SECONDS, Covered, lines_of
+from tools.mutation.covered import MOST_SECONDS, Covered, lines_of, uses_of
 from tools.mutation.trial import SUITES
 
 COMPOUND = """import os
@@ -46,6 +46,26 @@ def total(prices, tax=3):
 )
 def test_lines_that_show_that_a_place_is_executed(line: int, lines: list[int]) -> None:
     assert list(lines_of(COMPOUND, line)) == list(lines)
+
+
+CONSTANTS = """LIMIT = 3
+
+class Options:
+    size: int = 1
+
+    def check(self):
+        if self.size > LIMIT:
+            raise ValueError
+
+def double(options):
+    size = 2
+    return options.size * size
+"""
+
+
+@pytest.mark.parametrize(("line", "lines"), [(1, [7]), (4, [7, 12]), (7, []), (11, [])])
+def test_uses_of_a_constant_or_field(line: int, lines: list[int]) -> None:
+    assert uses_of(CONSTANTS, line) == lines
 
 
 def test_fastest_tests_of_a_line_fit_into_the_time() -> None:

@@ -23,7 +23,7 @@ from bumpgate.affected import Graph, graph_of
 from bumpgate.core.toml import tomllib
 from tests.support.tree import ROOT
 from tools.mutation import sample
-from tools.mutation.covered import Covered, lines_of
+from tools.mutation.covered import Covered, lines_of, uses_of
 from tools.mutation.covered import load as load_covered
 from tools.mutation.report import merged, open_survivors, table
 from tools.mutation.trial import (
@@ -114,10 +114,13 @@ def work_of(
     files = by_mention(nearest(graph, path, tests), texts, path, mutation.definition)
     if covered is None:
         return Work(mutation, group, how, files)
-    lines = lines_of((root / path).read_text(encoding="utf-8"), mutation.line)
-    first = covered.fastest(path, lines, suite)
+    source = (root / path).read_text(encoding="utf-8")
+    lines, uses = lines_of(source, mutation.line), uses_of(source, mutation.line)
+    first = covered.fastest(path, uses, suite) or covered.fastest(path, lines, suite)
     if executed := covered.test_files(path, lines, suite):
         files = [f for f in files if f in executed] + sorted(executed - set(files))
+        using = covered.test_files(path, uses, suite)
+        files.sort(key=lambda file: file not in using)
     return Work(mutation, group, how, files, first, sum(covered.seconds[test] for test in first))
 
 

@@ -106,6 +106,30 @@ def lines_of(source: str, line: int) -> range:
     return range(found.lineno, body[0].lineno if body else (found.end_lineno or line) + 1)
 
 
+def uses_of(source: str, line: int) -> list[int]:
+    """Return the lines in functions that read the constant or field assigned at `line`; none if it assigns neither.
+
+    Every test that imports the module executes the assignment; those that execute its uses can notice a change.
+    """
+    tree = ast.parse(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(node) for function in functions for node in ast.walk(function)}
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or id(node) in inside:
+            continue
+        if node.lineno <= line <= (node.end_lineno or node.lineno):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    found = set()
+    for function in functions:
+        for node in ast.walk(function):
+            name = getattr(node, "id", None) or getattr(node, "attr", None)
+            if name in names and isinstance(getattr(node, "ctx", None), ast.Load):
+                found |= set(lines_of(source, node.lineno))
+    return sorted(found)
+
+
 def _first(node: ast.stmt) -> int:
     return min((d.lineno for d in getattr(node, "decorator_list", ())), default=node.lineno)
 
