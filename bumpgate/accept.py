@@ -24,10 +24,10 @@ from bumpgate.core.accepted import (
 )
 from bumpgate.core.baseline import find_root
 from bumpgate.core.baseline import load as load_baseline
+from bumpgate.core.errors import BumpgateError, RefusedError
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.gate_file import GateFile, Paired, read
-from bumpgate.core.rows import BumpgateError, Judgement, Record, is_finite, write_atomic
-from bumpgate.rebaseline import RefusedError
+from bumpgate.core.rows import Judgement, Record, is_finite, write_atomic
 
 HEAD = """\
 # Differences that are accepted until a day: `bumpgate accept` writes them, an expired one is red.

@@ -1,4 +1,4 @@
-"""The `bumpgate` command. Each command is in its own file; this one registers them and prints errors as one line.
+"""The `bumpgate` command. Each command is in its own file; this one loads it and prints errors as one line.
 
 Exit codes: 0 done, 1 refused, 4 bad input, 125 the machine or an index failed.
 """
@@ -7,46 +7,148 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator, Mapping
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from bumpgate import accept, init, rebaseline
-from bumpgate.adopt import command as adopt
-from bumpgate.adopt import rollback
-from bumpgate.bisect import command as bisect
-from bumpgate.core.rows import BumpgateError
-from bumpgate.doctor import command as doctor
-from bumpgate.env import cached, freeze, image, installation, mirror, versions
-from bumpgate.fleet import command as fleet
-from bumpgate.gate import command as gate
-from bumpgate.notify import command as notify
-from bumpgate.report import command as report
-from bumpgate.report import dashboard, findings, history
-from bumpgate.wheels import command as wheels
+from bumpgate.core.errors import BumpgateError, RefusedError
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-app.command("init")(init.command)
-app.command("gate")(gate.command)
-app.command("adopt")(adopt.command)
-app.command("rebaseline")(rebaseline.command)
-app.command("bisect")(bisect.command)
-app.command("accept")(accept.command)
-app.command("report")(report.command)
-app.command("history")(history.command)
-app.command("dashboard")(dashboard.command)
-app.command("notify")(notify.command)
-app.command("environments")(cached.command)
-app.command("versions")(versions.command)
-app.command("mirror")(mirror.command)
-app.command("doctor")(doctor.command)
-app.command("freeze")(freeze.command)
-app.command("rollback")(rollback.command)
-app.command("image")(image.command)
-app.add_typer(findings.app, name="findings", help="Findings of the history: list, link to an issue, own.")
-app.add_typer(fleet.app, name="fleet", help="Gates and bisects on many hosts, through Ray or Slurm.")
-app.add_typer(wheels.app, name="wheels", help="Kernel wheels of a lane: plan, audit, fetch and build them.")
+SETTINGS: dict[str, Any] = {
+    "add_completion": False,
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+}
+# In the order of the help.
+COMMANDS = (
+    *("init", "gate", "adopt", "rebaseline", "bisect", "accept", "report", "history", "dashboard", "notify"),
+    *("environments", "versions", "mirror", "doctor", "freeze", "rollback", "image"),
+)
+GROUPS = {
+    "findings": "Findings of the history: list, link to an issue, own.",
+    "fleet": "Gates and bisects on many hosts, through Ray or Slurm.",
+    "wheels": "Kernel wheels of a lane: plan, audit, fetch and build them.",
+}
+
+
+def load(name: str) -> Any:
+    """Import a command or a group. Importing all of them would take longer than a short command itself."""
+    match name:
+        case "init":
+            from bumpgate.init import command as init
+
+            return init
+        case "gate":
+            from bumpgate.gate.command import command as gate
+
+            return gate
+        case "adopt":
+            from bumpgate.adopt.command import command as adopt
+
+            return adopt
+        case "rebaseline":
+            from bumpgate.rebaseline import command as rebaseline
+
+            return rebaseline
+        case "bisect":
+            from bumpgate.bisect.command import command as bisect
+
+            return bisect
+        case "accept":
+            from bumpgate.accept import command as accept
+
+            return accept
+        case "report":
+            from bumpgate.report.command import command as report
+
+            return report
+        case "history":
+            from bumpgate.report.history import command as history
+
+            return history
+        case "dashboard":
+            from bumpgate.report.dashboard import command as dashboard
+
+            return dashboard
+        case "notify":
+            from bumpgate.notify.command import command as notify
+
+            return notify
+        case "environments":
+            from bumpgate.env.cached import command as environments
+
+            return environments
+        case "versions":
+            from bumpgate.env.versions import command as versions
+
+            return versions
+        case "mirror":
+            from bumpgate.env.mirror import command as mirror
+
+            return mirror
+        case "doctor":
+            from bumpgate.doctor.command import command as doctor
+
+            return doctor
+        case "freeze":
+            from bumpgate.env.freeze import command as freeze
+
+            return freeze
+        case "rollback":
+            from bumpgate.adopt.rollback import command as rollback
+
+            return rollback
+        case "image":
+            from bumpgate.env.image import command as image
+
+            return image
+        case "findings":
+            from bumpgate.report.findings import app as findings
+
+            return findings
+        case "fleet":
+            from bumpgate.fleet.command import app as fleet
+
+            return fleet
+        case "wheels":
+            from bumpgate.wheels.command import app as wheels
+
+            return wheels
+    raise KeyError(name)
+
+
+class Commands(Mapping[str, Any]):
+    """The commands by name, each imported when it is looked up."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*COMMANDS, *GROUPS))
+
+    def __len__(self) -> int:
+        return len(COMMANDS) + len(GROUPS)
+
+    def __contains__(self, name: object) -> bool:
+        return name in COMMANDS or name in GROUPS
+
+    def __getitem__(self, name: str) -> Any:
+        one = typer.Typer(**SETTINGS)
+        if name in GROUPS:
+            one.add_typer(load(name), name=name, help=GROUPS[name])
+            group: Any = typer.main.get_command(one)
+            return group.commands[name]
+        one.command(name)(load(name))
+        return typer.main.get_command(one)
+
+
+class LazyGroup(TyperGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        commands: Any = Commands()  # click only reads it
+        self.commands = commands
+
+
+app = typer.Typer(cls=LazyGroup, **SETTINGS)
 
 
 @app.callback(invoke_without_command=True)
@@ -69,12 +171,10 @@ def main() -> None:
     gc.set_threshold(100_000, 20, 100)
     try:
         sys.exit(app(prog_name="bumpgate", standalone_mode=False) or 0)
-    except rebaseline.RefusedError as refusal:
+    except RefusedError as refusal:
         _fail("\n".join(f"refused: {reason}" for reason in refusal.args), 1)
-    except installation.BuildError as error:
-        _fail(f"bumpgate: {error}", 4 if isinstance(error, installation.NotInstallable) else 125)
     except BumpgateError as error:
-        _fail(f"bumpgate: {error}", 4)
+        _fail(f"bumpgate: {error}", error.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"bumpgate: {where}{error.strerror or error}", 4)

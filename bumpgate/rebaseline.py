@@ -24,15 +24,12 @@ from bumpgate.core.baseline import (
     other_build,
     save,
 )
-from bumpgate.core.rows import BumpgateError, Judgement, Record, Row, Value, Verdict, read_record
+from bumpgate.core.errors import BumpgateError, RefusedError
+from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict, read_record
 from bumpgate.run.binding import measured_tree
 from bumpgate.table import change_lines
 
 MADE_WITH = ("torch", "torch_git", "triton", "python", "wheel_set", "device", "cpu", "driver")
-
-
-class RefusedError(Exception):
-    """The command is refused and nothing is written; args are the reasons, one line each."""
 
 
 @dataclass(frozen=True)

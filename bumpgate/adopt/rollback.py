@@ -12,7 +12,7 @@ from bumpgate.adopt.command import one_at_a_time
 from bumpgate.core import lanes
 from bumpgate.core.accepted import today
 from bumpgate.core.baseline import find_root
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError, RefusedError
 from bumpgate.env import store
 from bumpgate.env.build import Environment, build, release
 from bumpgate.env.cached import discard
@@ -20,7 +20,6 @@ from bumpgate.env.locks import Lock, lane_lock, read_lock
 from bumpgate.env.request import RUNNING, Request, lane_script, request_key
 from bumpgate.env.store import StoreError
 from bumpgate.history import adoptions
-from bumpgate.rebaseline import RefusedError
 from bumpgate.run.edits import interrupted, recover
 from bumpgate.run.home import home
 from bumpgate.run.runner import LaneRun, run_lane

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 
 class BumpgateError(ValueError):
-    """Bad input. The message is one line and names the fix."""
+    """Bad input. The message is one line and names the fix. exit_code: of a command that ends with it."""
+
+    exit_code = 4
+
+
+class RefusedError(Exception):
+    """The command is refused and nothing is written; args are the reasons, one line each."""
 
 
 def one_line(text: object, width: int = 300) -> str:

@@ -47,6 +47,8 @@ UNPACKED = 1.9
 class BuildError(BumpgateError):
     """Infrastructure failure of a build (machine, network or index); no verdict on the set. log: all output of uv."""
 
+    exit_code = 125
+
     def __init__(self, message: str, log: Path, tail: str) -> None:
         super().__init__(message)
         self.log = log
@@ -55,6 +57,8 @@ class BuildError(BumpgateError):
 
 class NotInstallable(BuildError):  # noqa: N818 - an answer about the set, not a fault: bisection skips it
     """The index lacks the version, or a wheel of it for this interpreter, or the requirements conflict."""
+
+    exit_code = 4
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,17 @@
 """One process of the warm-restart check: compiles and trains a narrow hybrid and prints the cache counts as JSON.
 
-`python -m suites.cache.restart nam12 regional [PATTERN]` with TORCHINDUCTOR_CACHE_DIR set; the parent compares two of
-them. PATTERN replaces the preset's layers.
+`python -m suites.cache.restart nam12 regional` with TORCHINDUCTOR_CACHE_DIR set; the parent compares two of them.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import psutil
 
+from suites.cache.programs import compiled_code
 from suites.support.child import print_result
 
 STEPS = 2
@@ -26,20 +24,8 @@ def tree_cpu_seconds() -> float:
     return sum(t.user + t.system + t.children_user + t.children_system for t in times)
 
 
-def shared_objects() -> dict[str, int]:
-    """Return every compiled object in the cache directory with its write time, which changes if it is built again."""
-    directory = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    return {str(path.relative_to(directory)): path.stat().st_mtime_ns for path in directory.rglob("*.so")}
-
-
-def rebuilt(cold: dict, warm: dict) -> list[str]:
-    """Return the shared objects that the warm process wrote, whether their names are new or not."""
-    known = cold["shared_objects"]
-    return [path for path, written in warm["shared_objects"].items() if known.get(path) != written]
-
-
-def main(name: str, policy: str, pattern: str = "") -> dict[str, object]:
-    """Warm up and run two train steps; return the cache counters, shared objects, graphs and seconds."""
+def main(name: str, policy: str) -> dict[str, object]:
+    """Warm up and run two train steps; return the cache counters, compiled objects, graphs and seconds."""
     from bumpgate.plugin.instruments import cache_counts
     from launch.step import make_optimizer, train_step
     from suites.support.hybrids import token_batch, watched_hybrid
@@ -47,8 +33,7 @@ def main(name: str, policy: str, pattern: str = "") -> dict[str, object]:
 
     imported = tree_cpu_seconds()
     started = time.perf_counter()
-    layers = {"layer_pattern": pattern, "depth": len(pattern)} if pattern else {}
-    with watched_hybrid(name, policy, **layers) as hybrid:
+    with watched_hybrid(name, policy) as hybrid:
         ids = token_batch(hybrid.config, 2)
         hybrid.compiled.warm_up(ids)
         optimizer = make_optimizer(hybrid.model)
@@ -61,9 +46,9 @@ def main(name: str, policy: str, pattern: str = "") -> dict[str, object]:
             "losses": losses,
             "cpu_seconds": tree_cpu_seconds() - imported,
             "wall_seconds": time.perf_counter() - started,
-            "shared_objects": shared_objects(),
+            "code": compiled_code(),
         }
 
 
 if __name__ == "__main__":
-    print_result(main(*sys.argv[1:4]))
+    print_result(main(*sys.argv[1:3]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from suites.cache.restart import rebuilt
+from suites.cache.layers import new_code
 from suites.support.child import run_json
 from suites.support.environment import compiler
 from suites.support.lanes import Lane, lanes
@@ -64,9 +64,9 @@ def test_warm_restart_hits_every_cache_layer(lane: Lane, restarts, row, canaries
         row(f"{CASE}/{metric}", after[key] or 0, witness=after["aot_hit"] or 0, expected=0, **shared)
     row(
         f"{CASE}/new_shared_objects",
-        len(rebuilt(cold, warm)),
+        len(new_code(cold, warm)),
         unit="files",
-        witness=len(cold["shared_objects"]),
+        witness=len(cold["code"]),
         rule="C18",
         expected=0,
     )

@@ -6,11 +6,14 @@ The oracle is the recurrence in fp64. The op runs the chunked form, which is a d
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.mamba3_mimo import Mamba3MimoState, mamba3_mimo
+from kernels.mamba3_mimo import Mamba3MimoState, mamba3_mimo, upstream
 from kernels.mamba3_mimo.upstream import halves_from_pairs
 from kernels.mamba3_siso import Mamba3State, mamba3_siso
 from suites.kernels.inputs.mamba3_mimo import (
@@ -119,6 +122,30 @@ def test_peer_order_of_state_dims_rotates_same_pairs(lane: Lane, A: int):
     assert sorted(order) == [*range(N)]
     torch.testing.assert_close(theirs(x[order]), ours[order])
     assert (theirs(x) - ours).abs().max() > 0.1
+
+
+@lanes("cpu")
+def test_documents_of_a_batch_are_one_sequence_upstream(lane: Lane, monkeypatch: pytest.MonkeyPatch):
+    """Upstream gets all rows as one varlen sequence and returns one state per document; a row keeps its last one."""
+    given: dict[str, Any] = {}
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **options: Any) -> tuple[Any, ...]:
+        given.update(options, v=v)
+        states = (torch.arange(5.0).reshape(5, 1, 1, 1).expand(5, *shape) for shape in ((4, 3, 8), (3, 4, 8)))
+        return v, torch.arange(5.0), *states, None
+
+    monkeypatch.setattr(upstream, "load", lambda: SimpleNamespace(mamba3_mimo=kernel))
+    inputs = {
+        k: v for k, v in make_inputs(T=6, A=4, starts=(2, 5)).items() if k not in Mamba3MimoState._fields
+    }
+    y, state = upstream.mamba3_mimo_upstream(**inputs)
+    assert given["cu_seqlens"].tolist() == [0, 2, 5, 6, 11, 12]
+    assert given["cu_seqlens"].dtype == torch.int32
+    assert given["v"].shape == (1, 12, 4, 6)
+    assert y.equal(inputs["v"])
+    assert state.theta.tolist() == [2, 4]
+    assert state.h.flatten(1).unique(dim=1).tolist() == [[2], [4]]
+    assert state.v_prev.equal(inputs["v"][:, -1].float())
 
 
 @lanes("cpu")

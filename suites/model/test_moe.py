@@ -21,6 +21,7 @@ from suites.support.lanes import Lane, lanes
 
 NULL = {"null_rho": 0.5}
 GROUPS = {"expert_groups": 8, "chosen_groups": 3}
+SINGLES = {"expert_groups": 64, "chosen_groups": 7}
 B, T = 3, 20
 
 
@@ -57,7 +58,9 @@ def by_loop(config: HybridConfig, made: MoEBlock, u: Tensor) -> list[list[dict[i
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize(
-    "changes", [{}, NULL, GROUPS, {**NULL, **GROUPS}], ids=["plain", "null", "groups", "both"]
+    "changes",
+    [{}, NULL, GROUPS, {**NULL, **GROUPS}, SINGLES],
+    ids=["plain", "null", "groups", "both", "groups_of_one"],
 )
 def test_routing_equals_the_loop_over_tokens(lane: Lane, changes: dict[str, object]):
     config, made, u = block(lane, **changes)

@@ -9,12 +9,23 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect import suite_probe
-from bumpgate.bisect.probe import Reading
+from bumpgate.bisect.probe import Reading, fresh_caches
 from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.bisect.suite_probe import Signals, SuiteTest
 from bumpgate.core.problems import Problem
 from bumpgate.core.rows import Judgement, Row, Verdict, write_record
 from tests.support.searching import mutant_of
+
+
+def test_caches_of_a_probe_are_empty_and_are_deleted(tmp_path: Path) -> None:
+    (tmp_path / "caches").mkdir()
+    (tmp_path / "caches/old").touch()
+    with fresh_caches(tmp_path) as variables:
+        assert [*(tmp_path / "caches").rglob("old")] == []
+        assert variables
+    assert [*tmp_path.iterdir()] == []
+    with fresh_caches(tmp_path):
+        (tmp_path / "caches").rmdir()  # the lane deleted them itself
 
 
 def row(case: str, verdict: Verdict, *, better: str = "exact", gone: bool = False) -> Judgement:

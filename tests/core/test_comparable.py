@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from bumpgate.core.baseline import Baseline, Reviewed, comparable, judge, load, other_host, save
+from bumpgate.core.errors import RefusedError
 from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.verdict import Side, judge_gate
-from bumpgate.rebaseline import RefusedError, plan
+from bumpgate.rebaseline import plan
 from bumpgate.run.host import cpu_model
 from suites.support.planted import planted
 from tests.support.project import Project

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -162,6 +163,13 @@ def test_full_cache_disk_is_a_separate_defect(machine: Machine) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert defects(findings) == ["BG109"]
     assert "File too large" in findings[0].reason
+
+
+def test_little_space_is_reported_in_mib(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = [check for check in CHECKS if check.title == "cache directories"]
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=3 << 20))
+    findings = machine.examine(checks=cache)
+    assert ": 3 MiB free, the contract requires 1024 MiB" in findings[0].reason
 
 
 def wrong_label(machine: Machine) -> None:

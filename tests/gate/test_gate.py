@@ -6,17 +6,14 @@ The machine of tests/support/gating.py runs no process: test_gate_faults.py uses
 from __future__ import annotations
 
 import html
-import io
 import json
 import math
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from bumpgate.core import gate_file
 from bumpgate.core.findings import Decision, Finding
@@ -25,7 +22,6 @@ from bumpgate.gate import bench, drift, result, timed_runs
 from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.result import Gate, GateConfig, GateError
 from bumpgate.gate.timed import MAX_EMPTY_SESSIONS, SIDE
-from bumpgate.gate.view import findings_text
 from bumpgate.report import command as report
 from bumpgate.report import markdown, page
 from bumpgate.run.runner import USAGE, LaneCall, LaneRun
@@ -422,24 +418,3 @@ def test_resumed_gate_refuses_another_host_class(
         GateError, match=r"started on .*, and this is EPYC, 16 cores: gate again, in another --out"
     ):
         machine.gate(out)
-
-
-FINDING = Finding(
-    Decision.HOLD, "CHANGED", "graph_breaks", "GB0007", tuple(f"compile/{i}/graph_breaks" for i in range(9)),
-    ("compile/0/graph_breaks: 13 breaks",), ("compile/0/graph_breaks: 14 breaks", "GB0007 at model.py:3"),
-    "pytest -m cpu -n 0 t.py",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("width", [None, 160])
-def test_finding_text_shows_both_sides_and_the_repro(width: int | None) -> None:
-    """Width None is a log: lines are not wrapped, so that it can be searched."""
-    console = Console(file=io.StringIO(), force_terminal=width is not None, width=width or 40, no_color=True)
-    findings_text([FINDING], console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    squeezed = "".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
-    for part in ("HOLD", "... and 3 more in gate.json", FINDING.repro, "GB0007"):
-        assert "".join(part.split()) in squeezed
-    if width is None:
-        assert f"candidate: {FINDING.bad[1]}\n" in text
-        assert f"-> {FINDING.repro}\n" in text

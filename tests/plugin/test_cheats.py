@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from suites.cache.restart import rebuilt
-from suites.support.child import run_json
 from tests.support.tree import copy_tree, edit, run_lane
 
 pytestmark = pytest.mark.long(50)
@@ -64,23 +62,3 @@ def test_empty_selection_is_not_green(tmp_path: Path) -> None:
     run = run_lane(copy_tree(tmp_path / "tree"), "-k", "no_such_test_anywhere")
     assert run.code not in (0, 1), run.output[-3000:]
     assert "nothing was selected" in run.output
-
-
-def test_cache_hits_that_recompile_everything_are_detected(tmp_path: Path) -> None:
-    """Without its shared objects a cache still reports hit/hit, but every C++ file is compiled again."""
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-
-    def restart() -> dict:
-        return run_json(
-            "suites.cache.restart", "nam12", "regional", "A", environment=environment, timeout=200
-        )
-
-    cold = restart()
-    for path in tmp_path.rglob("*.so"):
-        path.unlink()
-    gutted = restart()
-    warm = restart()
-    assert gutted["counts"]["aot_hit"] == cold["counts"]["aot_miss"] > 0, "the counters still report hits"
-    assert gutted["counts"]["fx_miss"] is None
-    assert len(rebuilt(cold, gutted)) == len(cold["shared_objects"]) > 0
-    assert rebuilt(gutted, warm) == []
