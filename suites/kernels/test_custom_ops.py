@@ -6,10 +6,12 @@ for.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +114,36 @@ def test_incorrect_op_fails_the_checks(lane: Lane, name: str, monkeypatch: pytes
         monkeypatch.setattr(holder, attribute, fault)
     with pytest.raises((AssertionError, RuntimeError, OpCheckError)):
         check_norm()
+
+
+@lanes("cpu")
+def test_fp64_runs_eager_on_cuda_and_other_dtypes_the_kernel(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: dict[str, Callable[..., Any]] = {}
+
+    def custom_op(name: str, eager: Callable[..., Any], mutates_args: tuple) -> Any:
+        return SimpleNamespace(
+            register_kernel=lambda device: lambda launch: launches.update({device: launch})
+        )
+
+    def doubled(x: Tensor) -> Tensor:
+        return 2 * x
+
+    monkeypatch.setattr(torch.library, "custom_op", custom_op)
+    doubled.__module__ = "kernels.doubling.op"
+    monkeypatch.setitem(
+        sys.modules, "kernels.doubling.kernel", SimpleNamespace(doubled_kernel=lambda x: "kernel")
+    )
+    opaque = op_support.opaque_op
+    opaque(eager_fp64=True)(doubled)
+    assert launches["cuda"](torch.ones(2, dtype=torch.float64)).tolist() == [2, 2]
+    assert launches["cuda"](torch.ones(2)) == "kernel"
+    opaque()(doubled)
+    assert launches["cuda"](torch.ones(2, dtype=torch.float64)) == "kernel"
+    launches.clear()
+    opaque(triton=False)(doubled)
+    assert launches == {}
 
 
 @lanes("cpu")

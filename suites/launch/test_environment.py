@@ -265,6 +265,15 @@ def test_edited_contract_is_refused_until_reviewed(lane: Lane, checkout: Checkou
         load(checkout.contract)
 
 
+@lanes("cpu")
+def test_contract_with_a_misshapen_field_is_refused(lane: Lane, checkout: Checkout) -> None:
+    checkout.edit("[[disable_point]]", 'disable_point = ["attention"]\n[[unused]]')
+    with pytest.raises(
+        ContractError, match=r"^contract.toml: field .* is missing or misshapen; restore it: git"
+    ):
+        load(checkout.contract)
+
+
 def trainer(policy: str, backend) -> Trainer:
     config = preset("nam12", "narrow", layer_pattern="AME", depth=3)
     source = SyntheticBatches(config.vocab_size, 2, 16, 0, config.bos_id)

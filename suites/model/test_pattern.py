@@ -5,9 +5,29 @@ from __future__ import annotations
 import pytest
 
 from model import expand_pattern, preset
-from model.config import MLAConfig
+from model.config import (
+    EngramConfig,
+    HybridConfig,
+    HyperConfig,
+    MLAConfig,
+    MTPConfig,
+    NgramConfig,
+    StructureConfig,
+    TreeConfig,
+)
 from model.presets import NAMES, SIZES
 from suites.support.lanes import Lane, lanes
+
+CONFIGURATIONS = (
+    HybridConfig,
+    EngramConfig,
+    HyperConfig,
+    MLAConfig,
+    MTPConfig,
+    NgramConfig,
+    StructureConfig,
+    TreeConfig,
+)
 
 
 @lanes("cpu")
@@ -23,6 +43,15 @@ def test_published_layer_counts(lane: Lane, name: str, counts: dict[str, int]) -
     for size in SIZES:
         letters = preset(name, size).letters
         assert {letter: letters.count(letter) for letter in "AEMR"} == counts
+
+
+@lanes("cpu")
+def test_configuration_is_frozen_and_features_are_off(lane: Lane) -> None:
+    """A change of one would be no change of a compiled model; sizes of the structure's tables are the tokenizer's."""
+    config = preset("nam12")
+    assert all(made.__dataclass_params__.frozen for made in CONFIGURATIONS)
+    assert (config.expert_groups, config.chosen_groups, config.null_rho, config.bias_rate) == (1, 1, 0, 0)
+    assert StructureConfig().sizes == (9, 16, 64, 64, 256)
 
 
 @lanes("cpu")

@@ -156,7 +156,10 @@ def test_endpoints_off_the_mainline_are_refused(run: Run, clone: GitRepository) 
     last = clone.commit("Last", {"other": "2"})
     clone.git("checkout", "--quiet", "-b", "open", base)
     unmerged = clone.commit("Open", {"open": "1"})
+    clone.git("checkout", "--quiet", "--orphan", "alone")
+    unrelated = clone.commit("Alone", {"alone": "1"})
     cases = {
+        (unrelated, last): f"--good {unrelated[:12]} is not an ancestor of {last[:12]}",
         (side, last): f"--good {side[:12]} is on a branch that {merge[:12]} merged: name --good {merge[:12]}",
         (
             unmerged,

@@ -62,10 +62,11 @@ def test_first_bad_environment_and_package_are_found(run: Run, make: Make, tmp_p
         )
     make("with-old-triton", torch_fault=True, torch="2.3.0+cu130", triton="3.2.0", cudart="13.3")
     make("with-new-triton", torch_fault=False, torch="2.2.0+cu130", triton="3.3.0", cudart="13.2")
-    ran = run("--good", "2.1.0", "--bad", "2.4.0")
+    ran = run("--good", "2.1.0", "--bad", "2.4.0", "--false-bad", "0.001", "--false-good", "0.002")
     assert ran.code == 0, ran.err
     answer = found(tmp_path)
     assert answer["first"] == "2.3.0+cu130"
+    assert answer["noise"] == {"false_bad": 0.001, "false_good": 0.002}
     assert [change["name"] for change in answer["at_fault"]] == ["cudart", "torch"]
     assert answer["attribution"]["separable"]
     assert "at fault    cudart 13.2 -> 13.3, torch 2.2.0+cu130 -> 2.3.0+cu130\n" in ran.out

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import requests
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from bumpgate import cli
+from bumpgate.core.errors import BumpgateError
+from bumpgate.env import freeze as freezing
 from bumpgate.env import manifest, store
 from bumpgate.env.build import BuildError, build, lane_request
 from bumpgate.env.freeze import keeps
@@ -203,3 +206,28 @@ def test_committed_lock_satisfies_the_lane_requirements(lane: str) -> None:
     assert keeps(lock.versions["torch"], row.torch)
     files = {package.name: [wheel.sha256 for wheel in package.wheels] for package in lock.packages}
     assert [files[wheel.name] for wheel in row.wheels] == [[wheel.sha256] for wheel in row.wheels]
+
+
+@pytest.mark.parametrize(
+    ("settings", "verify"),
+    [
+        ({}, True),
+        ({"SSL_CERT_FILE": "s.pem"}, "s.pem"),
+        ({"REQUESTS_CA_BUNDLE": "r.pem", "SSL_CERT_FILE": "s.pem"}, "r.pem"),
+    ],
+    ids=["default", "OpenSSL's", "that of requests first"],
+)
+def test_wheels_are_fetched_with_the_certificates_of_the_host(
+    settings: dict[str, str], verify: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, object]] = []
+
+    def get(url: str, **options: object) -> None:
+        calls.append(options)
+        raise requests.ConnectionError("no such host\n  at all")
+
+    monkeypatch.setattr(freezing, "host_settings", lambda: settings)
+    monkeypatch.setattr(requests, "get", get)
+    with pytest.raises(BumpgateError, match=r"^https://x/a.whl cannot be fetched: no such host at all$"):
+        list(freezing._blocks("https://user:pass@x/a.whl"))
+    assert calls == [{"stream": True, "timeout": 30.0, "verify": verify}]

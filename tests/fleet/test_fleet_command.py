@@ -105,6 +105,17 @@ def test_known_verdicts_count_in_a_resumed_run(
     assert fleet(monkeypatch, capsys, FakeEngine(), *arguments, "--resume", "--", "-q")[0] == 1
 
 
+def test_gates_of_a_fleet_are_kept_in_the_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept: list[tuple[list[str], str]] = []
+    monkeypatch.setattr(command.history, "command", lambda words, store: kept.append((words, store)))
+    monkeypatch.setattr(gates, "run", lambda *_: iter([ADOPT, LOST]))
+    options = ("--out", str(tmp_path), "--history", "sqlite:///h.db")
+    fleet(monkeypatch, capsys, FakeEngine(), "gate", "--lane", "cpu", "--lane", "h200", *options, "--", "-q")
+    assert kept == [(["add", str(tmp_path / "cpu/gate.json")], "sqlite:///h.db")]
+
+
 @pytest.mark.parametrize(
     ("answers", "code", "lines"),
     [

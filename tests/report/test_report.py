@@ -59,6 +59,8 @@ def test_gate_page_shows_both_sides(tmp_path: Path) -> None:
         assert words in text, words
     assert shown.compare.endswith(f"compare/{'c' * 40}...{'d' * 40}")
     order = [r.label for r in shown.rows]
+    changed = shown.rows[order.index("CHANGED")]
+    assert (changed.good, changed.bad) == ("13", "17")
     assert order.index("CHANGED") < order.index("CHANGED (accepted)") < order.index("PASS")
 
 

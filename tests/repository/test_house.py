@@ -24,6 +24,13 @@ LAUNCHER_MAY = {
     "torch._dynamo.maybe_mark_dynamic",
 }
 
+# The dataclasses that are not frozen.
+FILLED_BY_A_RUN = {
+    *("Builder", "CommandTest", "Compiled", "DynamoReport", "Fitter", "Fleet", "Gate", "GateRunner"),
+    *("InductorReport", "InteractiveTest", "Interim", "Known", "Mirror", "Reports", "Rounds", "Series"),
+    *("Sessions", "SideState", "SuiteTest", "TimedTest", "_Open", "_Reader", "_Seen"),
+}
+
 
 def python_files(*folders: str) -> list[Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -221,6 +228,33 @@ def test_class_names_have_one_meaning(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.py").write_text("class Plan: ...\nclass _Reader: ...\n")
     assert {n: len(p) for n, p in class_names(tmp_path.iterdir()).items()} == {"Plan": 2}
+
+
+def changeable(paths: Iterable[Path]) -> set[str]:
+    """Return the names of the dataclasses that are not frozen."""
+    found = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found |= {node.name for decorator in node.decorator_list if _changeable(decorator)}
+    return found
+
+
+def _changeable(decorator: ast.expr) -> bool:
+    call = decorator if isinstance(decorator, ast.Call) else ast.Call(decorator, [], [])
+    options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    return ast.unparse(call.func).endswith("dataclass") and options.get("frozen") != "True"
+
+
+def test_dataclasses_are_frozen_unless_a_run_fills_them(tmp_path: Path) -> None:
+    """A value that a cache, a key or two threads share never changes. The others collect what a run produces."""
+    found = changeable(python_files("bumpgate", "kernels", "launch", "model"))
+    assert found == FILLED_BY_A_RUN
+    planted = tmp_path / "planted.py"
+    planted.write_text(
+        "@dataclass\nclass A: ...\n@dataclass(frozen=False)\nclass B: ...\n@dataclass(frozen=True)\nclass C: ...\n"
+    )
+    assert changeable([planted]) == {"A", "B"}
 
 
 @pytest.mark.parametrize(
