@@ -127,6 +127,13 @@ def test_verdict_of_timed_rows(value: float, interval: tuple[float, float] | Non
     assert verdict(measured(value, interval=interval), reviewed(100, tolerance=0.1)) is expected
 
 
+def test_reason_of_a_timed_row_names_limit_and_interval() -> None:
+    row = measured(115.0, interval=(111, 119.5))
+    found = judge(row, reviewed(100, tolerance=0.1), failed_instruments={})
+    assert found.reason.startswith("reviewed 100, limit 110, measured 115.0 ")
+    assert found.reason.endswith(" in [111, 119.5]")
+
+
 @pytest.mark.parametrize(
     ("base", "value", "expected"),
     [

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from bumpgate.core.rows import BumpgateError
-from bumpgate.env.build import NotInstallable, build, lane_request
+from bumpgate.env.build import Environment, NotInstallable, build, lane_request
 from bumpgate.env.inventory import Distribution
 from bumpgate.wheels import fitting
-from bumpgate.wheels.fitting import VARIABLE, Fitter, missing
+from bumpgate.wheels.fitting import VARIABLE, Fitted, Fitter, missing
 from suites.support.planted import planted
 from tests.support import builds
 from tests.support.builds import JUDGE, bisecting, make_builds
@@ -68,6 +68,18 @@ def test_suites_are_given_the_reason_for_an_absent_wheel(tree: Path) -> None:
     reason = json.loads(fitter.variables(without)[VARIABLE])["fast"]
     assert "is built for torch 2.0, not 2.5.0" in reason
     assert fitter(lane_request(tree, "h200", "torch==2.2.0")) == with_wheel
+
+
+@pytest.mark.parametrize("key", ["a", "b", "c"])
+def test_environment_without_its_wheels_is_released(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the wheels that fit it are none."""
+    bare, made = (Environment("torch", Path("python"), k) for k in ("b", key))
+    released: list[str] = []
+    monkeypatch.setattr(fitting, "build", lambda request: bare)
+    monkeypatch.setattr(fitting, "fit", lambda *_: Fitted(made, None, {}))  # type: ignore[arg-type]
+    monkeypatch.setattr(fitting, "release", lambda environment: released.append(environment.key))
+    assert Fitter(Path(), "h200", ())(None) is made  # type: ignore[arg-type]
+    assert released == ([] if key == "b" else ["b"])
 
 
 @planted("C39", "a package outside the manifest that was built for another torch")

@@ -402,3 +402,12 @@ def test_required_standard_is_read_from_torch(tmp_path: Path, line: str, expecte
     (tmp_path / "ATen").mkdir()
     (tmp_path / "ATen" / "ATen.h").write_text(f"{line}\n")
     assert building.required_standard(tmp_path) == expected
+
+
+def test_cause_of_a_failed_build_is_its_first_error_or_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "build.log"
+    assert building._cause(log) == "no output"
+    log.write_text("one\n\ntwo\nthree\n" + "four\n" * building.TAIL_LINES)
+    assert building._cause(log) == " | ".join(["four"] * building.TAIL_LINES)
+    log.write_text("one\na.cu:3: error: no such type\nb.cu:4: error: because of it\nmake: failed\n")
+    assert building._cause(log) == "a.cu:3: error: no such type"
