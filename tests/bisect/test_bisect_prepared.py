@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,6 +72,24 @@ def test_first_bad_environment_and_package_are_found(run: Run, make: Make, tmp_p
     assert answer["attribution"]["separable"]
     assert "at fault    cudart 13.2 -> 13.3, torch 2.2.0+cu130 -> 2.3.0+cu130\n" in ran.out
     assert "envs/week-3/bin/python -c" in answer["repro"]
+
+
+def test_mixtures_are_read_again_under_the_stated_noise(run: Run, make: Make, tmp_path: Path) -> None:
+    make("old", torch_fault=False, torch="2.1.0", triton="3.1.0")
+    make("new", torch_fault=True, torch="2.2.0", triton="3.2.0")
+    make("with-old-triton", torch_fault=True, torch="2.2.0", triton="3.1.0")
+    make("with-new-triton", torch_fault=False, torch="2.1.0", triton="3.2.0")
+    ends = ("--good", "2.1.0", "--bad", "2.2.0")
+    probes = {}
+    for rate in ("0", "0.1"):
+        ran = run(*ends, "--false-bad", rate, "--false-good", rate)
+        assert ran.code == 0, ran.err
+        answer = found(tmp_path)
+        assert [change["name"] for change in answer["at_fault"]] == ["torch"]
+        probes[rate] = (answer["attribution"]["probes"], answer["attribution"]["mixtures"])
+        shutil.rmtree(tmp_path / "out")
+    assert probes["0"] == (4, 4), "the two ends count"
+    assert probes["0.1"][0] > probes["0.1"][1] == 4
 
 
 def test_triton_at_fault_is_separated_from_torch(run: Run, make: Make, tmp_path: Path) -> None:
