@@ -7,6 +7,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,20 @@ def search(
     with journal.resume(path) if path.exists() else journal.begin(path, plan) as state:
         context = BisectContext("torch", out, request, build, test, show, reliable=True)
         return Bisection(state, context).run(), show
+
+
+def test_misread_rates_of_timed_rows_are_their_bounds_unless_stated(root: Path) -> None:
+    test = timed_test(root, Sides({}), ratio=1.10)
+    span = options.Range("torch", tuple(NIGHTS), NIGHTS[0], NIGHTS[-1], {})
+    config = command.Options(
+        "torch", NIGHTS[0], NIGHTS[-1], "cpu", (TEST,), "", None, (), (), None, False, None, None, 0.98, None
+    )
+    plan = config.plan(span, test)
+    assert (plan.false_bad, plan.false_good, plan.confirm) == (*test.misreads, 1)
+    assert 0 < plan.false_bad < 0.5
+    assert 0 < plan.false_good < 0.5
+    stated = replace(config, false_bad=0.2, false_good=0.3).plan(span, test)
+    assert (stated.false_bad, stated.false_good) == (0.2, 0.3)
 
 
 @pytest.mark.parametrize("first", [1, 7, 11])
