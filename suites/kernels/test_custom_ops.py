@@ -212,3 +212,17 @@ def test_fake_matches_the_real_result(lane: Lane, name: str, dtype: torch.dtype,
     with FakeAgrees() as agrees:
         gradients(lambda *values: subject.op(**dict(zip(inputs, values))), *inputs.values())
     assert agrees.calls >= 2
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_reference_runs_none_of_our_ops(lane: Lane, name: str) -> None:
+    subject = SUBJECTS[name]
+    inputs = subject.make_inputs(0)
+    calls = {}
+    for impl in ("op", "reference"):
+        with FakeAgrees() as counted:
+            subject.op(**inputs, impl=impl)
+        calls[impl] = counted.calls
+    assert calls["op"] >= 1
+    assert calls["reference"] == 0

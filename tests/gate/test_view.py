@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from bumpgate.core.findings import Decision, Finding
-from bumpgate.gate.view import findings_text
+from bumpgate.gate.view import View, findings_text
 
 FINDING = Finding(
     Decision.HOLD, "CHANGED", "graph_breaks", "GB0007", tuple(f"compile/{i}/graph_breaks" for i in range(9)),
@@ -39,3 +39,9 @@ def test_finding_text_shows_both_sides_and_the_repro(width: int | None) -> None:
     if width is None:
         assert f"candidate: {FINDING.bad[1]}\n" in text
         assert f"-> {FINDING.repro}\n" in text
+
+
+def test_finished_step_is_one_line_of_a_log() -> None:
+    console = Console(file=io.StringIO(), width=20)
+    View(console).say("[bold] " + "step " * 10)
+    assert console.file.getvalue() == "[bold] " + "step " * 10 + "\n"  # type: ignore[attr-defined]

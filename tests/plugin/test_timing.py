@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from bumpgate.core.rows import COST_PER_ROUND
@@ -45,3 +49,14 @@ def test_costs_of_rounds_are_compared_in_a_duet_only() -> None:
     (costs,) = duet.paired_costs("slow", "fast").values()
     assert costs[:3] == pytest.approx((1.01, 1.04, 1.07))
     assert duet.paired_waits("slow")[COST_PER_ROUND] == pytest.approx((10.0,) * 16)
+
+
+@pytest.mark.parametrize(("own", "other"), [(True, True), (True, False), (False, True), (False, False)])
+def test_time_is_over_for_both_sides_of_a_duet(own: bool, other: bool) -> None:
+    now = time.monotonic()
+    deadline = now - 1 if own else now + 1000
+    said: list[object] = []
+    duet: Any = SimpleNamespace(exchange=lambda value, what: said.append(value) or other)
+    assert timing._over(deadline, duet) is (own or other)
+    assert said == [own]
+    assert timing._over(deadline, None) is own

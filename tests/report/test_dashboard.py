@@ -102,6 +102,8 @@ def test_strip_marks_red_nights_and_gaps() -> None:
     assert '<path class="g" d="M0 4h2M5 4h1"/>' in drawn
     assert '<path class="r" d="M2 4h1"/>' in drawn
     assert "1 of 4 nights red" in drawn
+    late = dashboard.strip(series((2, 1, False), (3, 1, False), (4, 1, False), (6, 1, False)).nights, 8)
+    assert 'd="M2 4h3M6 4h1"' in late
 
 
 def test_spans_merge_equal_nights_and_keep_levels_apart() -> None:
