@@ -51,6 +51,8 @@ def test_configuration_is_frozen_and_features_are_off(lane: Lane) -> None:
     config = preset("nam12")
     assert all(made.__dataclass_params__.frozen for made in CONFIGURATIONS)
     assert (config.expert_groups, config.chosen_groups, config.null_rho, config.bias_rate) == (1, 1, 0, 0)
+    own = HybridConfig("own", "narrow", "AEMR", depth=4, d_model=64, vocab_size=256, seq_len=128)
+    assert (own.q_heads, own.kv_heads, own.m_heads, own.experts, own.top_k) == (8, 2, 8, 64, 6)
     assert StructureConfig().sizes == (9, 16, 64, 64, 256)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from bumpgate.bisect.probe import Cause, Reading
 from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.core.rows import BumpgateError
 from bumpgate.env.request import Request
-from bumpgate.fleet import engine, files, gates, inventory
+from bumpgate.fleet import engine, files, gates, inventory, ray_engine
 from bumpgate.fleet.engine import Done, Host, Lost, Task, Waiting, features
 from bumpgate.fleet.readings import Readings
 from tests.support.foreign import LANE, Foreign
@@ -120,7 +121,45 @@ def test_candidate_is_skipped_only_while_hosts_are_left(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="its host died"):
         take(slots=0)
     assert not [*tmp_path.rglob("reading.json")]
-    assert {reading.cause for reading in take(slots=2)} == {Cause.MACHINE}
+    assert [reading.cause for reading in take(slots=2)] == [Cause.MACHINE] * 2
+
+
+class FakeRay:
+    """Ends one task per wait, after a wait without any; references are numbers."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.waits = 0
+        place = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda host, soft: (host, soft))
+        self.util = SimpleNamespace(scheduling_strategies=place)
+
+    def remote(self, function: Any) -> Any:
+        def start(*call: Any) -> int:
+            self.calls.append(call)
+            return len(self.calls) - 1
+
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start))
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "NodeManagerHostname": "a", "NodeID": "1", "Resources": {"CPU": 1.0}}]
+
+    def wait(self, refs: list[int], timeout: float) -> tuple[list[int], list[int]]:
+        self.waits += 1
+        return (refs[:1], refs[1:]) if self.waits > 1 else ([], refs)
+
+    def get(self, ref: int) -> Any:
+        function, arguments = self.calls[ref]
+        return engine.attempt(function, arguments)
+
+
+def test_ray_yields_every_task_in_the_order_of_ending() -> None:
+    cluster = object.__new__(ray_engine._Cluster)
+    cluster._ray, cluster._patience, cluster._abandoned = FakeRay(), 60.0, lambda: False
+    tasks = [Task(len, ("x" * n,)) for n in range(3)]
+    found = [*cluster.run(tasks)]
+    assert [(number, result.value) for number, result in found if isinstance(result, Done)] == [
+        (0, 0), (1, 1), (2, 2),
+    ]  # fmt: skip
 
 
 def test_refusal_and_crash_of_a_call_differ() -> None:
