@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect import posterior, search
+from bumpgate.bisect.noise import noises
 from bumpgate.bisect.search import ProbeOutcome, Search, SearchError, SearchResult, capacity
 from tests.support.searching import RUNS, SIGNIFICANCE, drive, labels, mutant_of, noisy, tail
 
@@ -18,6 +19,17 @@ from tests.support.searching import RUNS, SIGNIFICANCE, drive, labels, mutant_of
 # until the answer is distinct from both neighbours at confidence 0.98. Measured: 12 suffices for 981 of 1000 runs at 60
 # candidates, too close to 97 % to be shown with so few runs; 14 can be shown with 1000 runs.
 MARGIN = 14
+
+
+def test_misread_rates_considered_are_a_distribution() -> None:
+    """Without a stated rate the search weighs pairs of rates: no misread first, and none worse than a coin."""
+    pairs = noises(None, None)
+    assert pairs[0] == ((0.0, 0.0), 0.6)
+    assert math.fsum(weight for _, weight in pairs) == pytest.approx(1)
+    rates = sorted({rate for pair, _ in pairs for rate in pair})
+    assert (rates[0], rates[-1], len(pairs)) == (0.0, 0.5, len(rates) ** 2)
+    assert noises(0.1, 0.2) == [((0.1, 0.2), 1.0)]
+    assert {pair[0] for pair, _ in noises(0.1, None)} == {0.1}
 
 
 def check_every_place(module: Any, sizes: Iterator[int] | range) -> None:

@@ -124,6 +124,9 @@ def test_run_lane_reports_a_broken_torch_in_one_line(project: Project, torch: st
 
 
 def test_run_lane_reports_a_missing_interpreter(project: Project) -> None:
+    """An earlier record at the same place is not that of this run."""
+    project.tests(GOOD)
+    assert run(project).record
     found = run_lane(Path("/no/python"), project.root, "cpu", (), project.root / "r.json")
     assert (found.record, found.failure) == (None, "import torch: /no/python: No such file or directory")
 
