@@ -53,6 +53,7 @@ def test_configuration_is_frozen_and_features_are_off(lane: Lane) -> None:
     assert (config.expert_groups, config.chosen_groups, config.null_rho, config.bias_rate) == (1, 1, 0, 0)
     own = HybridConfig("own", "narrow", "AEMR", depth=4, d_model=64, vocab_size=256, seq_len=128)
     assert (own.q_heads, own.kv_heads, own.m_heads, own.experts, own.top_k) == (8, 2, 8, 64, 6)
+    assert (own.routed_scale, own.capacity_factor, own.aux_weight, own.z_weight) == (2.5, 1.25, 0.01, 1e-3)
     assert StructureConfig().sizes == (9, 16, 64, 64, 256)
 
 

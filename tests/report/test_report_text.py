@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bumpgate.core import gate_file
+from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import Judgement, Verdict
 from bumpgate.gate.verdict import Side
@@ -108,3 +109,11 @@ def test_summary_escapes_hostile_markup(tmp_path: Path) -> None:
     assert "````" in text, "a fence longer than the one inside"
     for markup in ("<script", "@everyone", "[a]", "![i", "*b*", "~~"):
         assert markup not in outside, markup
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"), [((), "the environment"), (("a",), "1 row"), (("a", "b"), "2 rows")]
+)
+def test_summary_counts_the_rows_of_a_finding(rows: tuple[str, ...], words: str) -> None:
+    finding = Finding(Decision.HOLD, "CHANGED", "graph_breaks", "a break", rows, (), (), "")
+    assert f"<b>CHANGED graph_breaks</b> ({words})" in markdown._finding(finding)
