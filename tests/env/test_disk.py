@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -245,3 +246,21 @@ def test_interrupted_build_leaves_no_process(
         index.resume()
         child.kill()
         child.wait()
+
+
+def test_installations_unpack_together_and_a_deletion_waits_for_them(tmp_path: Path) -> None:
+    def free(mode: int) -> bool:
+        lock = cached.lock_file(tmp_path, cached.UNPACKING)
+        try:
+            fcntl.flock(lock, mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(lock)
+        return True
+
+    with cached.unpacking(tmp_path):
+        assert (free(fcntl.LOCK_SH), free(fcntl.LOCK_EX)) == (True, False)
+    with cached.unpacking(tmp_path, exclusive=True):
+        assert not free(fcntl.LOCK_SH)
+    assert free(fcntl.LOCK_EX)

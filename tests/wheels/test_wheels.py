@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import fsspec
 import pytest
@@ -411,3 +413,13 @@ def test_cause_of_a_failed_build_is_its_first_error_or_its_end(tmp_path: Path) -
     assert building._cause(log) == " | ".join(["four"] * building.TAIL_LINES)
     log.write_text("one\na.cu:3: error: no such type\nb.cu:4: error: because of it\nmake: failed\n")
     assert building._cause(log) == "a.cu:3: error: no such type"
+
+
+@pytest.mark.parametrize("digest", ["0" * 64, "f" * 64])
+def test_archive_of_another_digest_is_not_built(digest: str, tmp_path: Path, target: Target) -> None:
+    archive = tmp_path / "fast-1.0.tar.gz"
+    archive.write_bytes(b"sources")
+    build: Any = SimpleNamespace(package="fast", sdist=digest)
+    words = rf"^{archive.name}: sha256 \w+..., wheels/manifest.toml has {digest[:12]}"
+    with pytest.raises(building.WheelBuildError, match=words):
+        building.build_wheel(build, target, archive, building.Limits())
