@@ -158,7 +158,7 @@ def search(
         return Bisection(state, context).run(), show
 
 
-def test_misread_rates_of_timed_rows_are_their_bounds_unless_stated(root: Path) -> None:
+def test_misread_rates_of_timed_rows_are_bounds_unless_stated(root: Path) -> None:
     test = timed_test(root, Sides({}), ratio=1.10)
     span = options.Range("torch", tuple(NIGHTS), NIGHTS[0], NIGHTS[-1], {})
     config = command.Options(

@@ -248,7 +248,7 @@ def test_interrupted_build_leaves_no_process(
         child.wait()
 
 
-def test_installations_unpack_together_and_a_deletion_waits_for_them(tmp_path: Path) -> None:
+def test_installations_unpack_together_and_deletions_wait(tmp_path: Path) -> None:
     def free(mode: int) -> bool:
         lock = cached.lock_file(tmp_path, cached.UNPACKING)
         try:
