@@ -19,6 +19,11 @@ RELATIONS = (
 NO_CHUNK = 2**30
 
 
+def started(start: Tensor, token: Tensor) -> Tensor:
+    """torch.searchsorted(start, token, right=True) by comparisons: start (B,C), token (B,T) -> (B,T) int64."""
+    return (start.unsqueeze(1) <= token.unsqueeze(2)).sum(-1)
+
+
 def chunk_of_token(start: Tensor, end: Tensor, doc_ids: Tensor) -> tuple[Tensor, Tensor]:
     """start (ascending) and end (exclusive) (B,C) int64, doc_ids (B,T) -> chunk (B,T) and document (B,C).
 
@@ -27,11 +32,10 @@ def chunk_of_token(start: Tensor, end: Tensor, doc_ids: Tensor) -> tuple[Tensor,
     """
     (B, T), C = doc_ids.shape, start.shape[1]
     token = torch.arange(T, device=start.device).expand(B, T).contiguous()
-    if start.device.type == "xla":
-        # torch_xla 2.9 has no searchsorted: it would copy both tensors to the host and search there, at every step.
-        chunk = (start.unsqueeze(1) <= token.unsqueeze(2)).sum(-1) - 1
-    else:
-        chunk = torch.searchsorted(start.contiguous(), token, right=True) - 1
+    # torch_xla 2.9 has no searchsorted: it would copy both tensors to the host and search there, at every step.
+    on_xla = start.device.type == "xla"
+    begun = started(start, token) if on_xla else torch.searchsorted(start.contiguous(), token, right=True)
+    chunk = begun - 1
     used = end > start
     document = torch.where(used, doc_ids.gather(1, start.clamp(0, T - 1)), -2)
     slot = chunk.clamp(min=0)

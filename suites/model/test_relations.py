@@ -15,7 +15,7 @@ from bumpgate.plugin.instruments import DynamoWatch
 from model import preset
 from model.config import TreeConfig
 from model.features import Features
-from model.relations import RELATIONS, RelationBias, chunk_of_token, chunk_relations
+from model.relations import NO_CHUNK, RELATIONS, RelationBias, chunk_of_token, chunk_relations, started
 from suites.model.programs import program
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
@@ -83,6 +83,13 @@ def test_tokens_find_their_chunks(lane: Lane) -> None:
     known.start[:, 1:] = T
     chunk, _ = chunk_of_token(known.start, known.end, doc_ids)
     assert set(chunk[0, 24:].tolist()) == {known.start.shape[1]}
+
+
+@lanes("cpu")
+def test_search_by_comparisons_equals_searchsorted(lane: Lane) -> None:
+    start = torch.tensor([[0, 3, 3, 10], [2, 5, NO_CHUNK, NO_CHUNK]])
+    token = torch.arange(12).expand(2, 12).contiguous()
+    assert started(start, token).equal(torch.searchsorted(start, token, right=True))
 
 
 def operators(lane: Lane, function, chunks: int) -> int:
