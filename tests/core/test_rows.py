@@ -174,6 +174,14 @@ def test_record_round_trips(
     assert json.loads(path.read_text(), parse_constant=pytest.fail)["schema"] == RECORD_SCHEMA
 
 
+def test_what_a_verdict_displays_does_not_distinguish_judgements() -> None:
+    """A record without these fields, of an older bumpgate, equals one with them."""
+    one = Judgement(make(), Verdict.PASS, "")
+    other = Judgement(make(), Verdict.PASS, "", reviewed=1, limit="<= 2", tolerance=0.5)
+    assert one == other
+    assert one != Judgement(make(), Verdict.WIN, "")
+
+
 def test_row_json_omits_unset_optional_fields() -> None:
     plain = Judgement(make(), Verdict.PASS, "").to_json()
     assert "accepted" not in plain
