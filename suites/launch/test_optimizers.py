@@ -106,6 +106,23 @@ def test_optimizer_equals_torch(lane: Lane, name: str, theirs: Any, options: dic
 
 
 @lanes("cpu")
+def test_defaults_are_those_of_torch_and_of_the_muon_recipe(lane: Lane) -> None:
+    def first_step(kind: Any, **options: Any) -> Tensor:
+        p = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
+        optimizer = kind([{"params": [p], **options}])
+        for grad in (p.detach().cos(), p.detach().sin()):
+            p.grad = grad
+            optimizer.step()
+        return p.detach()
+
+    torch.testing.assert_close(first_step(AdamW), first_step(torch.optim.AdamW))
+    torch.testing.assert_close(first_step(optimizers.Adagrad), first_step(torch.optim.Adagrad))
+    recipe = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    torch.testing.assert_close(first_step(Muon, rule="adamw"), first_step(torch.optim.AdamW, **recipe))
+    assert float(Muon([nn.Parameter(torch.zeros(2, 2))]).param_groups[0]["momentum"]) == pytest.approx(0.95)
+
+
+@lanes("cpu")
 def test_adagrad_starts_from_its_initial_total(lane: Lane) -> None:
     ours = made("adagrad", parameters("cpu", torch.float64), lr=3e-2, initial_total=0.5)
     theirs = torch.optim.Adagrad(parameters("cpu", torch.float64), lr=3e-2, initial_accumulator_value=0.5)
