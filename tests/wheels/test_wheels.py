@@ -423,3 +423,24 @@ def test_archive_of_another_digest_is_not_built(digest: str, tmp_path: Path, tar
     words = rf"^{archive.name}: sha256 \w+..., wheels/manifest.toml has {digest[:12]}"
     with pytest.raises(building.WheelBuildError, match=words):
         building.build_wheel(build, target, archive, building.Limits())
+
+
+def test_build_tools_are_installed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[object]] = []
+    code = 1
+
+    def run_uv(arguments: list[object], log: Path) -> tuple[int, str]:
+        calls.append(arguments)
+        tmp_path.joinpath("tools").mkdir(exist_ok=True)
+        return code, "no such index"
+
+    monkeypatch.setattr("bumpgate.env.uv.run_uv", run_uv)
+    place, log = tmp_path / "tools", tmp_path / "log"
+    with pytest.raises(building.WheelBuildError, match=r"tools cannot be installed: no such index \(log: "):
+        building._tools(place, Path("python3.12"), log)
+    code = 0
+    for _ in range(2):
+        assert building._tools(place, Path("python3.12"), log) == place
+    assert len(calls) == 2
+    assert {*building.TOOLS} <= {*calls[1]}
+    assert calls[1][calls[1].index("--target") + 1] == place
