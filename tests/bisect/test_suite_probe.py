@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bumpgate.bisect import suite_probe
-from bumpgate.bisect.probe import Reading, fresh_caches
+from bumpgate.bisect.probe import ProbeError, Reading, fresh_caches
 from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.bisect.suite_probe import Signals, SuiteTest
 from bumpgate.core.problems import Problem
 from bumpgate.core.rows import Judgement, Row, Verdict, write_record
+from bumpgate.run import runner
 from tests.support.searching import mutant_of
 
 
@@ -70,6 +72,24 @@ class Readings:
 @pytest.fixture
 def reading(tmp_path: Path) -> Readings:
     return Readings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (runner.USAGE, "pytest rejects the selection: no such option --x (log: "),
+        (suite_probe.NOTHING_SELECTED, "-k nothing selects no test of lane cpu"),
+    ],
+)
+def test_selection_that_cannot_run_ends_the_bisect(code: int, words: str, tmp_path: Path) -> None:
+    def run_lane(*arguments: object, **options: object) -> Any:
+        return runner.LaneRun(code, None, "no such option --x", 1.0, "")
+
+    environment: Any = SimpleNamespace(python=Path(), lock=None, packages={})
+    test = SuiteTest(Path(), "cpu", ("-k", "nothing"), "torch", run_lane=run_lane)
+    with pytest.raises(ProbeError) as caught:
+        test.run(environment, tmp_path)
+    assert str(caught.value).startswith(words)
 
 
 GREEN, RED = Verdict.PASS, Verdict.REGRESSION

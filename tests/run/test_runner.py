@@ -124,11 +124,18 @@ def test_run_lane_reports_a_broken_torch_in_one_line(project: Project, torch: st
 
 
 def test_run_lane_reports_a_missing_interpreter(project: Project) -> None:
+    found = run_lane(Path("/no/python"), project.root, "cpu", (), project.root / "r.json")
+    assert (found.record, found.failure) == (None, "import torch: /no/python: No such file or directory")
+
+
+def test_run_that_dies_before_its_record_has_none(project: Project) -> None:
     """An earlier record at the same place is not that of this run."""
     project.tests(GOOD)
     assert run(project).record
-    found = run_lane(Path("/no/python"), project.root, "cpu", (), project.root / "r.json")
-    assert (found.record, found.failure) == (None, "import torch: /no/python: No such file or directory")
+    project.write("suites/conftest.py", "import os\nos._exit(9)\n")
+    found = run(project)
+    assert found.record is None
+    assert found.failure
 
 
 def test_installed_returns_packages_and_torch_commit(project: Project) -> None:

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import fsspec
 import pytest
@@ -404,43 +402,3 @@ def test_required_standard_is_read_from_torch(tmp_path: Path, line: str, expecte
     (tmp_path / "ATen").mkdir()
     (tmp_path / "ATen" / "ATen.h").write_text(f"{line}\n")
     assert building.required_standard(tmp_path) == expected
-
-
-def test_cause_of_a_failed_build_is_its_first_error_or_its_end(tmp_path: Path) -> None:
-    log = tmp_path / "build.log"
-    assert building._cause(log) == "no output"
-    log.write_text("one\n\ntwo\nthree\n" + "four\n" * building.TAIL_LINES)
-    assert building._cause(log) == " | ".join(["four"] * building.TAIL_LINES)
-    log.write_text("one\na.cu:3: error: no such type\nb.cu:4: error: because of it\nmake: failed\n")
-    assert building._cause(log) == "a.cu:3: error: no such type"
-
-
-@pytest.mark.parametrize("digest", ["0" * 64, "f" * 64])
-def test_archive_of_another_digest_is_not_built(digest: str, tmp_path: Path, target: Target) -> None:
-    archive = tmp_path / "fast-1.0.tar.gz"
-    archive.write_bytes(b"sources")
-    build: Any = SimpleNamespace(package="fast", sdist=digest)
-    words = rf"^{archive.name}: sha256 \w+..., wheels/manifest.toml has {digest[:12]}"
-    with pytest.raises(building.WheelBuildError, match=words):
-        building.build_wheel(build, target, archive, building.Limits())
-
-
-def test_build_tools_are_installed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[object]] = []
-    code = 1
-
-    def run_uv(arguments: list[object], log: Path) -> tuple[int, str]:
-        calls.append(arguments)
-        tmp_path.joinpath("tools").mkdir(exist_ok=True)
-        return code, "no such index"
-
-    monkeypatch.setattr("bumpgate.env.uv.run_uv", run_uv)
-    place, log = tmp_path / "tools", tmp_path / "log"
-    with pytest.raises(building.WheelBuildError, match=r"tools cannot be installed: no such index \(log: "):
-        building._tools(place, Path("python3.12"), log)
-    code = 0
-    for _ in range(2):
-        assert building._tools(place, Path("python3.12"), log) == place
-    assert len(calls) == 2
-    assert {*building.TOOLS} <= {*calls[1]}
-    assert calls[1][calls[1].index("--target") + 1] == place
