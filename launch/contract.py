@@ -117,7 +117,7 @@ def load(path: Path = PATH) -> Contract:
             minimum_free_bytes=caches["minimum_free_bytes"],
             reasons={name: line["reason"] for table in tables for name, line in table.items()},
         )
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ContractError(
             f"{path.name}: field {error} is missing or misshapen; restore it: git checkout {path.name}"
         ) from None

@@ -211,11 +211,11 @@ def run(
     options: Options,
     out: Path,
     resume: bool,
-    attribution: bool = True,
-    prefetch: bool = True,
-    compiler: float | None = None,
-    fleet: FleetHosts | None = None,
-    disk: str | None = None,
+    attribution: bool,
+    prefetch: bool,
+    compiler: float | None,
+    fleet: FleetHosts | None,
+    disk: str | None,
 ) -> int:
     """Run the command and return its exit code. fleet: where its readings are taken, instead of this process.
 

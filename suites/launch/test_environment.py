@@ -267,11 +267,21 @@ def test_edited_contract_is_refused_until_reviewed(lane: Lane, checkout: Checkou
 
 @lanes("cpu")
 def test_contract_with_a_misshapen_field_is_refused(lane: Lane, checkout: Checkout) -> None:
-    checkout.edit("[[disable_point]]", 'disable_point = ["attention"]\n[[unused]]')
-    with pytest.raises(
-        ContractError, match=r"^contract.toml: field .* is missing or misshapen; restore it: git"
+    words = r"^contract.toml: field .* is missing or misshapen; restore it: git"
+    text = checkout.contract.read_text()
+    for wrong in (
+        text.replace("[[disable_point]]", 'disable_point = ["attention"]\n[[unused]]'),
+        re.sub(
+            r"\[environment\.always.*?(?=\[environment\.rank)",
+            '[environment]\nalways = "x"\n',
+            text,
+            flags=re.DOTALL,
+        ),
     ):
-        load(checkout.contract)
+        assert wrong != text
+        checkout.contract.write_text(wrong)
+        with pytest.raises(ContractError, match=words):
+            load(checkout.contract)
 
 
 def trainer(policy: str, backend) -> Trainer:
