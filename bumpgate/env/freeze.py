@@ -28,7 +28,7 @@ from bumpgate.env.build import resolve
 from bumpgate.env.locks import Lock, Locked, LockError, Wheel, lane_lock, parse_lock, read_lock, write_lock
 from bumpgate.env.manifest import ManifestRow, load, satisfies
 from bumpgate.env.request import lane_request
-from bumpgate.env.uv import host_settings, public_url
+from bumpgate.env.uv import http_options, public_url
 from bumpgate.env.versions import tag_ranks
 
 
@@ -171,14 +171,8 @@ def _blocks(url: str) -> Iterator[bytes]:
         return
     import requests
 
-    settings = host_settings()
     try:
-        with requests.get(
-            url,
-            stream=True,
-            timeout=float(settings.get("UV_HTTP_TIMEOUT") or 30),
-            verify=settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True,
-        ) as answer:
+        with requests.get(url, stream=True, **http_options()) as answer:
             answer.raise_for_status()
             yield from answer.iter_content(1 << 20)
     except requests.RequestException as error:

@@ -27,7 +27,7 @@ from packaging.version import InvalidVersion, Version
 from bumpgate.core.rows import BumpgateError, one_line, write_atomic
 from bumpgate.env.request import RUNNING
 from bumpgate.env.store import SUMS, sha256_of, store_root
-from bumpgate.env.uv import host_settings, public_url
+from bumpgate.env.uv import http_options, public_url
 from bumpgate.env.versions import (
     FoundVersion,
     UnreachableError,
@@ -319,15 +319,13 @@ def _fetch(mirror: Mirror, name: str, found: FoundVersion, day: date) -> None:
     partial = mirror.folder / f".{name}.partial"
     if not found.sha256:
         partial.unlink(missing_ok=True)
-    settings = host_settings()
     offset = partial.stat().st_size if partial.is_file() else 0
     try:
         with requests.get(
             found.url,
             stream=True,
             headers={"Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {}),
-            timeout=float(settings.get("UV_HTTP_TIMEOUT") or 30),
-            verify=settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True,
+            **http_options(),
         ) as answer:
             if answer.status_code == 416:  # the part is complete, or longer than the file
                 _finish(mirror, partial, name, found.sha256)

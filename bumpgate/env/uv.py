@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from bumpgate.core.rows import BumpgateError
 from bumpgate.run.home import home
@@ -63,6 +64,15 @@ def host_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     # Never install into the environment that the caller has activated.
     settings.pop("VIRTUAL_ENV", None)
     return settings
+
+
+def http_options() -> dict[str, Any]:
+    """Return options of requests by the host's settings: seconds without an answer, and the certificates."""
+    settings = host_settings()
+    return {
+        "timeout": float(settings.get("UV_HTTP_TIMEOUT") or 30),
+        "verify": settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True,
+    }
 
 
 def deciding_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -24,7 +24,7 @@ from packaging.version import InvalidVersion, Version
 from bumpgate.core.rows import BumpgateError, one_line
 from bumpgate.env import store
 from bumpgate.env.request import RUNNING
-from bumpgate.env.uv import host_settings, public_url
+from bumpgate.env.uv import host_settings, http_options, public_url
 
 if TYPE_CHECKING:
     import requests
@@ -201,14 +201,14 @@ def _listed(package: str, index: str | None, find_links: tuple[str, ...]) -> Ite
     settings = host_settings()
     for place in (*find_links, *settings.get("UV_FIND_LINKS", "").split(",")):
         if place.strip():
-            yield from _links(package, place.strip(), settings)
+            yield from _links(package, place.strip())
     if settings.get("UV_NO_INDEX", "").lower() in ("1", "true", "yes", "on"):
         return
     extra = settings.get("UV_INDEX") or settings.get("UV_EXTRA_INDEX_URL", "")
     default = settings.get("UV_DEFAULT_INDEX") or settings.get("UV_INDEX_URL") or PYPI_SIMPLE_ENDPOINT
     for url in (*([index] if index else []), *extra.split(), default):
         # An index may be written name=https://...
-        page = _page(package, re.sub(r"^[A-Za-z0-9_.-]+=(?=\w+:)", "", url), settings)
+        page = _page(package, re.sub(r"^[A-Za-z0-9_.-]+=(?=\w+:)", "", url))
         if page is not None:
             yield from page
             return
@@ -219,7 +219,7 @@ def source_distributions(package: str, index: str | None = None) -> list[Distrib
     return [file for file in _listed(package, index, ()) if file.package_type == "sdist"]
 
 
-def _page(package: str, url: str, settings: dict[str, str]) -> list[DistributionPackage] | None:
+def _page(package: str, url: str) -> list[DistributionPackage] | None:
     """Return the files that one index lists; None if it lacks the package."""
     from pypi_simple import ACCEPT_JSON_PREFERRED, ProjectPage
 
@@ -229,7 +229,7 @@ def _page(package: str, url: str, settings: dict[str, str]) -> list[Distribution
             raise UnreachableError(f"{page.parent.parent}: no such index folder")
         return _linked(page.read_bytes(), page.as_uri(), package) if page.is_file() else None
     address = f"{url.rstrip('/')}/{canonicalize_name(package)}/"
-    with _answer(address, settings, ACCEPT_JSON_PREFERRED) as answer:
+    with _answer(address, ACCEPT_JSON_PREFERRED) as answer:
         if answer.status_code == 404:
             return None
         answer.raise_for_status()
@@ -239,17 +239,14 @@ def _page(package: str, url: str, settings: dict[str, str]) -> list[Distribution
 
 
 @contextmanager
-def _answer(url: str, settings: dict[str, str], accept: str) -> Iterator[requests.Response]:
+def _answer(url: str, accept: str) -> Iterator[requests.Response]:
     """Yield the response of an index. A failure, also while the response is read, is an UnreachableError."""
     import requests
     from pypi_simple.errors import UnsupportedContentTypeError, UnsupportedRepoVersionError
 
     with requests.Session() as session:
-        session.verify = settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True
         try:
-            yield session.get(
-                url, headers={"Accept": accept}, timeout=float(settings.get("UV_HTTP_TIMEOUT") or 30)
-            )
+            yield session.get(url, headers={"Accept": accept}, **http_options())
         except (
             requests.RequestException,
             UnsupportedContentTypeError,
@@ -286,14 +283,14 @@ def _why(error: Exception) -> str:
     return match[1].strip() if match else one_line(re.sub(r"https?://\S+", "...", text), 120)
 
 
-def _links(package: str, place: str, settings: dict[str, str]) -> list[DistributionPackage]:
+def _links(package: str, place: str) -> list[DistributionPackage]:
     """Return the wheels of a folder, or those that a flat page links to."""
     if "://" not in place or place.startswith("file://"):
         folder = Path(place.removeprefix("file://")).expanduser()
         if not folder.is_dir():
             raise UnreachableError(f"{place}: no such folder of wheels")
         return [_file(path) for path in sorted(folder.glob("*.whl"))]
-    with _answer(place, settings, "text/html") as answer:
+    with _answer(place, "text/html") as answer:
         answer.raise_for_status()
         return _linked(answer.content, answer.url, package)
 

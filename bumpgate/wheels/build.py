@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bumpgate.core.rows import BumpgateError, one_line
 from bumpgate.env.locks import SHA256
 from bumpgate.env.store import sha256_of
-from bumpgate.env.uv import find_uv, host_settings, public_url
+from bumpgate.env.uv import find_uv, http_options, public_url
 from bumpgate.env.versions import source_distributions
 from bumpgate.run.home import home
 from bumpgate.run.interpreter import Interpreter
@@ -57,6 +58,8 @@ while given:
         kept.append(word)
 os.execv({compiler!r}, [{compiler!r}, *kept])
 """
+# Python before 3.10.12 and 3.11.4 has no filter; the archive is the one whose digest was reviewed.
+UNPACKING: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 TAIL_LINES = 3
 PATCH_SECONDS = 60.0
 
@@ -218,7 +221,7 @@ def _unpacked(sdist: Path, place: Path, patch: Path | None, log: Path) -> Path:
         place.mkdir(parents=True)
         try:
             with tarfile.open(sdist) as archive:
-                archive.extractall(place, filter="data")
+                archive.extractall(place, **UNPACKING)
         except (tarfile.TarError, OSError, EOFError) as error:
             raise WheelBuildError(f"{sdist.name}: cannot be unpacked ({one_line(error, 100)})") from None
     folders = [p for p in place.iterdir() if p.is_dir()]
@@ -265,12 +268,10 @@ def download_sdist(build: Build, index: str | None = None) -> Path:
             f"{build.package} {build.version}: the index has no sdist of sha256 {build.sdist[:12]}..."
         )
     place.mkdir(parents=True, exist_ok=True)
-    settings = host_settings()
-    verify = settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True
     partial = place / f".{os.getpid()}.partial"
     try:
         with (
-            requests.get(files[0].url, stream=True, timeout=60, verify=verify) as answer,
+            requests.get(files[0].url, stream=True, **http_options()) as answer,
             partial.open("wb") as f,
         ):
             answer.raise_for_status()

@@ -18,14 +18,13 @@ from typing import IO, TYPE_CHECKING
 
 from bumpgate.core.rows import one_line, write_atomic
 from bumpgate.env.store import StoreError, sha256_of
-from bumpgate.env.uv import host_settings, public_url
+from bumpgate.env.uv import http_options, public_url
 from bumpgate.run.home import home
 
 if TYPE_CHECKING:
     import requests
 
 NOTE = "wheel.json"
-SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -147,14 +146,8 @@ def _read(address: str) -> Iterator[bytes] | None:
         return _object(address)
     import requests
 
-    settings = host_settings()
     try:
-        answer = requests.get(
-            address,
-            stream=True,
-            timeout=float(settings.get("UV_HTTP_TIMEOUT") or SECONDS),
-            verify=settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True,
-        )
+        answer = requests.get(address, stream=True, **http_options())
         if answer.status_code == 404:
             return None
         answer.raise_for_status()

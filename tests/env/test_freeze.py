@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from bumpgate import cli
 from bumpgate.core.errors import BumpgateError
 from bumpgate.env import freeze as freezing
-from bumpgate.env import manifest, store
+from bumpgate.env import manifest, store, uv
 from bumpgate.env.build import BuildError, build, lane_request
 from bumpgate.env.freeze import keeps
 from bumpgate.env.locks import LockError, lane_lock, read_lock
@@ -226,7 +226,7 @@ def test_wheels_are_fetched_with_the_certificates_of_the_host(
         calls.append(options)
         raise requests.ConnectionError("no such host\n  at all")
 
-    monkeypatch.setattr(freezing, "host_settings", lambda: settings)
+    monkeypatch.setattr(uv, "host_settings", lambda: settings)
     monkeypatch.setattr(requests, "get", get)
     with pytest.raises(BumpgateError, match=r"^https://x/a.whl cannot be fetched: no such host at all$"):
         list(freezing._blocks("https://user:pass@x/a.whl"))
