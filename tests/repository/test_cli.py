@@ -18,7 +18,7 @@ from bumpgate.core.baseline import Baseline, Reviewed, judge, load, save
 from bumpgate.core.rows import Judgement, Row, Verdict, read_record, write_record
 from bumpgate.run.binding import measured_tree
 from bumpgate.table import summary, verdict_table
-from tests.support.tree import declare_lanes
+from tests.support.tree import ROOT, declare_lanes
 
 HERE = {"lane": "cpu", "torch": "2.13.0", "triton": None, "device": "cpu", "full_run": True}
 
@@ -309,8 +309,30 @@ def test_help_and_version_are_printed(repository: Repository) -> None:
     assert repository.run("--version")[:2] == (0, f"bumpgate {cli._version()}\n")
 
 
+def test_command_is_imported_when_it_is_used() -> None:
+    program = """
+import sys
+import typer
+from bumpgate.cli import app
+group = typer.main.get_command(app)
+print(sorted(m for m in sys.modules if m.startswith("bumpgate.") and m.endswith(".command")))
+assert group.commands["notify"].name == "notify"
+assert group.commands["wheels"].name == "wheels"
+print(sorted(m for m in sys.modules if m.startswith("bumpgate.") and m.endswith(".command")))
+assert "nope" not in group.commands
+print(len([group.commands[name].help for name in group.commands]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    none, two, every = done.stdout.splitlines()
+    assert (none, int(every)) == ("[]", len(cli.COMMANDS) + len(cli.GROUPS)), done.stderr
+    assert two == "['bumpgate.notify.command', 'bumpgate.wheels.command']"
+
+
 def test_controller_imports_neither_torch_nor_suites() -> None:
-    program = "import sys, bumpgate.cli; print({'torch', 'numpy', 'pytest', 'suites'} & sys.modules.keys())"
+    program = (
+        "import sys; from bumpgate import cli; [cli.load(name) for name in (*cli.COMMANDS, *cli.GROUPS)];"
+    )
+    program += "print({'torch', 'numpy', 'pytest', 'suites'} & sys.modules.keys())"
     root = Path(cli.__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True
