@@ -67,10 +67,20 @@ def host_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def http_options() -> dict[str, Any]:
-    """Return options of requests by the host's settings: seconds without an answer, and the certificates."""
+    """Return options of requests by the host's settings: seconds without an answer, and the certificates.
+
+    Raises BumpgateError if UV_HTTP_TIMEOUT is not a number.
+    """
     settings = host_settings()
+    timeout = settings.get("UV_HTTP_TIMEOUT") or "30"
+    try:
+        seconds = float(timeout)
+    except ValueError:
+        raise BumpgateError(
+            f"UV_HTTP_TIMEOUT={timeout}: not a number of seconds; export UV_HTTP_TIMEOUT=30"
+        ) from None
     return {
-        "timeout": float(settings.get("UV_HTTP_TIMEOUT") or 30),
+        "timeout": seconds,
         "verify": settings.get("REQUESTS_CA_BUNDLE") or settings.get("SSL_CERT_FILE") or True,
     }
 

@@ -58,7 +58,7 @@ while given:
         kept.append(word)
 os.execv({compiler!r}, [{compiler!r}, *kept])
 """
-# Python before 3.10.12 and 3.11.4 has no filter; the archive is the one whose digest was reviewed.
+# Python before 3.10.12 and 3.11.4 has no filter against paths outside: there the digest in the manifest is the check.
 UNPACKING: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 TAIL_LINES = 3
 PATCH_SECONDS = 60.0
