@@ -37,6 +37,7 @@ from bumpgate.gate.view import View
 from bumpgate.run.binding import SHOWN, Binding
 from bumpgate.run.host import cpu_workers, host_class
 from bumpgate.run.runner import NOTHING_SELECTED, USAGE, LaneCall, LaneRun, by_hand, installed, run_lanes
+from bumpgate.run.shares import GpuShare, merged, parts
 from bumpgate.table import summary
 
 # xdist's variable for the number of workers of `-n auto`.
@@ -52,7 +53,8 @@ class GateRunner:
     """Runs one gate on one machine. deadline: in time.monotonic(); no session starts that would end after it.
 
     tree: returns the binding of the work tree, which must not change during the gate. fresh: measure the adopted side
-    even if a kept run of it is valid (bumpgate.gate.kept).
+    even if a kept run of it is valid (bumpgate.gate.kept). shares: of the machine, for lanes and sessions that run at
+    once on several GPUs.
     """
 
     gate: Gate
@@ -66,6 +68,7 @@ class GateRunner:
     deadline: float = math.inf
     tree: Callable[[], Binding | None] = lambda: None
     fresh: bool = False
+    shares: Sequence[GpuShare] = ()
 
     def __post_init__(self) -> None:
         self._started = time.monotonic() - self.gate.wall_seconds
@@ -164,6 +167,7 @@ class GateRunner:
         for name, run in runs.items():
             side = self.gate.sides[name]
             side.measured, side.failure = True, run.failure
+            self.env_specs[name].mark_filled(0, self.gate.binding)
             if run.record:
                 path = self.out / f"{name}.json"
                 record = self._spoiled_again(name, run.record, path)
@@ -245,8 +249,7 @@ class GateRunner:
             rows = timed_rows(good, bad)
             self.gate.paired = Sessions(rows, self.plan, self.plan.budget, cache_pairs=pairs)
         timed = TimedRuns(self)
-        if not self.gate.paired.warm:
-            timed.warm(self.gate.paired)
+        timed.warm(self.gate.paired)
         timed.sessions(self.gate.paired, "good")
         if "anchor" in sides and not sides["anchor"].failure:
             if self.gate.drifted is None:
@@ -299,33 +302,51 @@ class GateRunner:
         what: str,
         selection: Sequence[str],
         record: str,
-        *,
-        timeout: float | None = None,
-        pair: int = 0,
         env_vars: Mapping[str, str] = {},
     ) -> dict[str, LaneRun]:
-        """Run the lane once per side, all at once, each with its share of the workers.
+        """Run the lane once per side, all at once, each with its share of the workers and GPUs.
 
-        record: file name, with {} for the side. timeout: wall seconds. pair: index of the pair of compile caches.
+        record: file name, with {} for the side.
         """
-        workers = {WORKERS: str(cpu_workers(len(names)))} if len(names) > 1 else {}
+        more = {WORKERS: str(cpu_workers(len(names)))} if len(names) > 1 else {}
         calls = [
-            LaneCall(
-                self.env_specs[name].python,
-                self.root,
-                self.gate.config.lane,
-                selection,
-                self.out / record.format(name),
-                environment={**self.env_specs[name].caches(pair), **workers, **env_vars},
+            self.call(
+                name, selection, record.format(name), 0, {**more, **env_vars}, merged(own) if own else None
             )
-            for name in names
+            for name, own in zip(names, self.shares_of(len(names)))
         ]
+        return dict(zip(names, self.run_calls(names, what, calls)))
+
+    def call(
+        self,
+        name: str,
+        selection: Sequence[str],
+        record: str,
+        pair: int,
+        env_vars: Mapping[str, str],
+        share: GpuShare | None = None,
+    ) -> LaneCall:
+        """Return a lane run of one side. pair: index of the pair of compile caches. share: None for the machine."""
+        spec = self.env_specs[name]
+        environment = {**spec.caches(pair), **(share.variables() if share else {}), **env_vars}
+        lane = self.gate.config.lane
+        return LaneCall(spec.python, self.root, lane, selection, self.out / record, environment=environment)
+
+    def run_calls(
+        self, names: Sequence[str], what: str, calls: Sequence[LaneCall], timeout: float | None = None
+    ) -> list[LaneRun]:
+        """Run these lanes at once and show whose they are. timeout: wall seconds."""
         with self.view.doing(f"{' and '.join(TITLES[name] for name in names)}: {what}"):
-            return dict(zip(names, run_lanes(calls, timeout)))
+            return run_lanes(calls, timeout)
+
+    def shares_of(self, number: int) -> list[list[GpuShare]]:
+        """Return the shares of the machine for each of `number` lanes that run at once; none if it is not divided."""
+        return parts(self.shares, number) if self.shares else [[] for _ in range(number)]
 
     def groups(self, names: Sequence[str]) -> list[list[str]]:
-        """Group the sides that run at once: all of them on CPU, one at a time on a shared device."""
-        if lanes.require(self.root, self.gate.config.lane).device == "cpu" and names:
+        """Group the sides that run at once: all of them on CPU or with a share each, one at a time on one device."""
+        on_cpu = lanes.require(self.root, self.gate.config.lane).device == "cpu"
+        if names and (on_cpu or len(self.shares) >= len(names)):
             return [list(names)]
         return [[name] for name in names]
 

@@ -41,7 +41,9 @@ from bumpgate.history import builds
 from bumpgate.run.binding import Binding, bind, sources_in
 from bumpgate.run.device import device_lock
 from bumpgate.run.edits import interrupted
+from bumpgate.run.host import gpu_models
 from bumpgate.run.runner import installed
+from bumpgate.run.shares import divide, own_cores, requested
 from bumpgate.table import part_of_lane
 from bumpgate.wheels import fitting as wheels
 
@@ -81,6 +83,12 @@ def command(
     budget: Annotated[
         float | None, typer.Option(help="Minutes after which no session starts; --resume continues.")
     ] = None,
+    gpus: Annotated[
+        str,
+        typer.Option(
+            help="GPUs to use at once, such as 0,1,2,3, or `all`: lanes of both sides, then sessions."
+        ),
+    ] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Continue the gate in --out.")] = False,
     fresh: Annotated[
         bool,
@@ -133,6 +141,8 @@ def command(
     )
     root = find_root(Path.cwd())
     _refuse(config, root)
+    needed = lanes.require(root, lane)
+    chosen = _gpus(gpus, needed)
     place = out or root / "build" / "gate" / f"{lane}-{_slug(candidate or 'python')}"
     if not (place / result.NAME).exists() and (own := sources_in(root, place)):
         raise BumpgateError(
@@ -142,7 +152,7 @@ def command(
     view = View(Console(stderr=True))
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with device_lock(lanes.require(root, lane).device, view.say):
+        with device_lock(needed.device, view.say, chosen):
             if shell:
                 metrics.write_test(root, lane, shell)
             now = bind(root, place)
@@ -170,6 +180,7 @@ def command(
                     limit,
                     lambda: bind(root, place),
                     fresh,
+                    divide(chosen, needed.count, own_cores()),
                 ).run()
     except KeyboardInterrupt:
         view.say(f"interrupted; results so far are saved. Resume with: {_resume_line()}")
@@ -224,6 +235,13 @@ def _refuse(config: GateConfig, root: Path) -> None:
         path = part.split("::")[0]
         if not part.startswith("-") and not before.startswith("-") and not (root / path).exists():
             raise BumpgateError(f"the selection names {path}, which does not exist")
+
+
+def _gpus(text: str, lane: lanes.Lane) -> list[str]:
+    """Return the GPUs of --gpus; empty without the option. Raises BumpgateError."""
+    if text and lane.device != "cuda":
+        raise BumpgateError(f"--gpus {text}: lane {lane.name} runs on {lane.device}; leave the option out")
+    return requested(text, lane.count, len(gpu_models()))
 
 
 def _file_digest(candidate: str) -> str:

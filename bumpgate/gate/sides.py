@@ -9,6 +9,8 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
+from bumpgate.run.binding import Binding
+
 TITLES = {"good": "adopted", "bad": "candidate", "anchor": "anchor"}
 # Rounds that a timed test keeps per process. Enough for a median: the remaining error is per-process bias.
 ROUNDS = 15
@@ -38,6 +40,22 @@ class EnvSpec:
     command: str = ""
     lock: Path | None = None
     more: tuple[Mapping[str, str], ...] = ()
+
+    def mark_filled(self, pair: int, tree: Binding | None) -> None:
+        """Note next to a pair of compile caches that this work tree has filled them."""
+        mark = self._mark(pair)
+        if mark.parent.is_dir():
+            mark.write_text(tree.tree if tree else "", encoding="utf-8")
+
+    def is_filled(self, pair: int, tree: Binding | None) -> bool:
+        """Return whether this work tree has filled them: not if a gate is resumed on another machine."""
+        mark = self._mark(pair)
+        return mark.is_file() and mark.read_text(encoding="utf-8") == (tree.tree if tree else "")
+
+    def _mark(self, pair: int) -> Path:
+        return (
+            Path(self.caches(pair).get("TORCHINDUCTOR_CACHE_DIR", "/nonexistent/inductor")).parent / "filled"
+        )
 
     def caches(self, pair: int) -> Mapping[str, str]:
         """Return the env_vars of one pair of compile caches."""

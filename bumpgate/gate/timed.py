@@ -56,6 +56,9 @@ class TimedReading:
 
 # Measures the named tests once, in a new process of side "good" or "bad".
 Process = Callable[[str, Sequence[str]], TimedReading]
+# Measures several such processes at the same time. A call: the number of its session among those that run at once, the
+# side, and the tests.
+Processes = Callable[[Sequence[tuple[int, str, Sequence[str]]]], Sequence[TimedReading]]
 # Measures them on both sides at the same time. The flag: the two sides start on exchanged cores.
 Duet = Callable[[Sequence[str], bool], tuple[TimedReading, TimedReading]]
 
@@ -173,7 +176,11 @@ class Sessions:
     @property
     def cache(self) -> int:
         """Return the pair of compile caches of the next session."""
-        return self.started % self.cache_pairs
+        return self.cache_after(0)
+
+    def cache_after(self, sessions: int) -> int:
+        """Return the pair of compile caches of the session that follows the next `sessions`."""
+        return (self.started + sessions) % self.cache_pairs
 
     @property
     def family(self) -> Family:
@@ -212,16 +219,26 @@ class Sessions:
 
         A session that an exception interrupts is dropped: the readings of a pair must be close in time.
         """
-        rows = self._rows_of(self.open_tests()[:at_most])
-        readings: list[tuple[str, list[str], TimedReading]] = []
-        for letter in alternate(self.started):
-            found = process(SIDE[letter], self._tests_of(rows))
-            readings.append((SIDE[letter], rows, found))
-            rows = [row for row in rows if row in found.costs]
-            if not rows:
-                break
-        order = alternate(self.started)
-        self._keep(readings, {row: log_ratio(order, [r.costs[row] for _, _, r in readings]) for row in rows})
+        self.run_several(lambda calls: [process(side, tests) for _, side, tests in calls], 1, at_most)
+
+    def run_several(self, processes: Processes, count: int, at_most: int | None = None) -> None:
+        """Run `count` sessions at the same time, each one process after the other; otherwise like run_one.
+
+        They take their orders and compile caches as if they ran in turn.
+        """
+        requested = self._rows_of(self.open_tests()[:at_most])
+        orders = [alternate(self.started + i) for i in range(count)]
+        rows = [requested] * count
+        readings: list[list[tuple[str, list[str], TimedReading]]] = [[] for _ in orders]
+        for letters in zip(*orders):
+            calls = [(i, SIDE[x], self._tests_of(rows[i])) for i, x in enumerate(letters) if rows[i]]
+            for (i, side, _), found in zip(calls, processes(calls) if calls else ()):
+                readings[i].append((side, rows[i], found))
+                rows[i] = [row for row in rows[i] if row in found.costs]
+        for order, complete, session in zip(orders, rows, readings):
+            self._keep(
+                session, {row: log_ratio(order, [r.costs[row] for _, _, r in session]) for row in complete}
+            )
 
     def run_duet(self, duet: Duet, at_most: int | None = None) -> None:
         """Run one session, both sides at once."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from bumpgate.core import lanes
@@ -16,6 +17,7 @@ from bumpgate.gate.sides import ROUNDS, TEST_SECONDS, TITLES
 from bumpgate.gate.timed import Sessions, TimedReading, reading
 from bumpgate.gate.view import session_line, timed_line
 from bumpgate.run.runner import LaneCall
+from bumpgate.run.shares import GpuShare
 
 if TYPE_CHECKING:
     from bumpgate.gate.bench import GateRunner
@@ -28,25 +30,38 @@ class TimedRuns:
     runner: GateRunner
 
     def warm(self, sessions: Sessions) -> None:
-        """Warm the further compile caches with the timed tests; the run of the selection warmed the first."""
-        tests = sorted(set(sessions.tests.values()))
-        for pair in range(1, sessions.cache_pairs if tests else 1):
-            for names in self.runner.groups(("good", "bad")):
-                runs = self.runner.run_sides(
-                    names,
-                    f"compile cache {pair + 1}",
-                    ["-n", "0", *tests],
-                    f"warm-{{}}-{pair}.json",
-                    timeout=TEST_SECONDS * len(tests),
-                    pair=pair,
-                    env_vars={"BUMPGATE_ROUNDS": "1"},
-                )
-                for name, run in runs.items():
-                    self.runner.view.say(
-                        f"{TITLES[name]}: compile cache {pair + 1} filled; {run.seconds:.0f} s"
-                    )
+        """Fill the compile caches that are still empty with the timed tests; the run of the selection fills the first.
+
+        With several shares of the machine, each runs a part of the tests of one side.
+        """
+        tests, sides = sessions.open_tests(), ("good", "bad")
+        for pair in range(sessions.cache_pairs if tests else 0):
+            specs, tree = self.runner.env_specs, self.runner.gate.binding
+            empty = [name for name in sides if not specs[name].is_filled(pair, tree)]
+            for names in self.runner.groups(empty):
+                self._fill(names, tests, pair)
+                for name in names:
+                    specs[name].mark_filled(pair, tree)
         sessions.warm = True
         self.runner.save()
+
+    def _fill(self, names: Sequence[str], tests: Sequence[str], pair: int) -> None:
+        calls: dict[str, list[LaneCall]] = {}
+        for name, own in zip(names, self.runner.shares_of(len(names))):
+            parts = [tests[i :: len(own)] for i in range(len(own))] or [tests]
+            calls[name] = [
+                self._process(name, some, f"warm-{name}-{pair}-{i}.json", pair, 1, share)
+                for i, (some, share) in enumerate(zip(parts, own or (None,)))
+                if some
+            ]
+        runs = iter(
+            self.runner.run_calls(
+                names, f"compile cache {pair + 1}", [*chain(*calls.values())], TEST_SECONDS * len(tests)
+            )
+        )
+        for name, own_calls in calls.items():
+            seconds = max(next(runs).seconds for _ in own_calls)
+            self.runner.view.say(f"{TITLES[name]}: compile cache {pair + 1} filled; {seconds:.0f} s")
 
     def sessions(self, sessions: Sessions, other: str) -> None:
         """Run sessions of the candidate and `other` until every row is decided or the budget is spent.
@@ -65,11 +80,12 @@ class TimedRuns:
                     self.runner.view.say("the budget is spent: rows that are still open stay INCONCLUSIVE")
                     break
                 update(f"{TITLES[other]} and candidate: {session_line(sessions)}")
+                quarter = sessions.started // 4
                 self._session(sessions, other, fitting)
                 longest = max(longest, time.monotonic() - started)
                 per_test = max(per_test, (time.monotonic() - started) / fitting)
                 self.runner.save()
-                if sessions.started % 4 == 0:
+                if sessions.started // 4 > quarter:
                     self.runner.view.say(
                         f"{TITLES[other]} and candidate: {session_line(sessions)}; the longest took {longest:.0f} s"
                     )
@@ -78,45 +94,50 @@ class TimedRuns:
             self.runner.view.say(timed_line(list(outcomes.values()), sessions))
 
     def _session(self, sessions: Sessions, other: str, tests: int) -> None:
-        """Run one session: both sides at once if each can have its own cores, else one after the other (GPU)."""
+        """Run one session: both sides at once if each can have its own cores, else one after the other (GPU).
+
+        With several shares of the machine, run as many sessions at once, each on one share.
+        """
         if lanes.require(self.runner.root, self.runner.gate.config.lane).device == "cpu" and shares():
             rounds = ROUNDS if sessions.only_slow_modes_open else DUET_ROUNDS
             sessions.run_duet(
                 lambda nodes, flip: self._timed_pair(other, nodes, flip, sessions.cache, rounds), tests
             )
         else:
-            sessions.run_one(
-                lambda side, nodes: self._timed_process(
-                    side if side == "bad" else other, nodes, sessions.cache
-                ),
+            sessions.run_several(
+                lambda calls: self._timed_processes(sessions, other, calls),
+                len(self.runner.shares) or 1,
                 tests,
             )
 
     def _timed_pair(
         self, other: str, tests: Sequence[str], flip: bool, pair: int, rounds: int
     ) -> tuple[TimedReading, TimedReading]:
-        calls = [
-            LaneCall(
-                self.runner.env_specs[name].python,
-                self.runner.root,
-                self.runner.gate.config.lane,
-                ["-n", "0", *tests],
-                self.runner.out / f"timed-{name}.json",
-                environment={**self.runner.env_specs[name].caches(pair), "BUMPGATE_ROUNDS": str(rounds)},
-            )
-            for name in (other, "bad")
-        ]
+        calls = [self._process(name, tests, f"timed-{name}.json", pair, rounds) for name in (other, "bad")]
         good, bad = (reading(run, tests) for run in run_duet(calls, flip, TEST_SECONDS * len(tests)))
         return good, bad
 
-    def _timed_process(self, name: str, tests: Sequence[str], pair: int) -> TimedReading:
-        runs = self.runner.run_sides(
-            [name],
-            "a timed process",
-            ["-n", "0", *tests],
-            "timed-{}.json",
-            timeout=TEST_SECONDS * len(tests),
-            pair=pair,
-            env_vars={"BUMPGATE_ROUNDS": str(ROUNDS)},
-        )
-        return reading(runs[name], tests)
+    def _timed_processes(
+        self, sessions: Sessions, other: str, processes: Sequence[tuple[int, str, Sequence[str]]]
+    ) -> list[TimedReading]:
+        own = self.runner.shares or (None,)
+        names = [side if side == "bad" else other for _, side, _ in processes]
+        calls = [
+            self._process(name, tests, f"timed-{name}-{i}.json", sessions.cache_after(i), ROUNDS, own[i])
+            for name, (i, _, tests) in zip(names, processes)
+        ]
+        timeout = TEST_SECONDS * max(len(tests) for _, _, tests in processes)
+        runs = self.runner.run_calls(sorted(set(names)), "timed processes", calls, timeout)
+        return [reading(run, tests) for run, (_, _, tests) in zip(runs, processes)]
+
+    def _process(
+        self,
+        name: str,
+        tests: Sequence[str],
+        record: str,
+        pair: int,
+        rounds: int,
+        share: GpuShare | None = None,
+    ) -> LaneCall:
+        env_vars = {"BUMPGATE_ROUNDS": str(rounds)}
+        return self.runner.call(name, ["-n", "0", *tests], record, pair, env_vars, share)

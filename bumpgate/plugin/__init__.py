@@ -20,7 +20,8 @@ from typing import NoReturn
 import pytest
 
 from bumpgate.core.lanes import Lane, LaneError, how_to_declare, load
-from bumpgate.run.host import OWN_VARIABLES, PARENT, cpu_workers
+from bumpgate.run.host import OWN_VARIABLES, PARENT, cores, cpu_workers
+from bumpgate.run.shares import keep_to_cores, visible
 
 # Each worker of the H200 lane holds a context and its last test's memory on the GPU. One of them waits for the others
 # to finish, and then runs the timed tests.
@@ -262,13 +263,16 @@ def named_lanes(config: pytest.Config) -> list[str]:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Return the workers of `-n auto`, the default. At least one, so that a crash or hang costs one test, not the run.
 
-    On a GPU, as many as the machine has cores for: nearly all of the lane's time is compiling. On a CPU, one for each
-    core that has memory for it, or the value of PYTEST_XDIST_AUTO_NUM_WORKERS. None, which selects xdist's own number,
-    outside a lane.
+    On a GPU, as many as the machine has cores for, since nearly all of the lane's time is compiling; at most
+    MOST_GPU_WORKERS for each GPU of CUDA_VISIBLE_DEVICES. On a CPU, one for each core that has memory for it, or the
+    value of PYTEST_XDIST_AUTO_NUM_WORKERS. None, which selects xdist's own number, outside a lane.
     """
-    devices = [lanes_of(config)[name].device for name in named_lanes(config)]
+    found = [lanes_of(config)[name] for name in named_lanes(config)]
+    devices = [lane.device for lane in found]
     if devices == ["cuda"]:
-        return max(1, min(MOST_GPU_WORKERS, (os.cpu_count() or 1) - SPARE_CORES))
+        keep_to_cores()
+        groups = len(visible(found[0].count)) or 1
+        return max(1, min(MOST_GPU_WORKERS * groups, (cores() or 1) - SPARE_CORES))
     if devices == ["cpu"]:
         return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else cpu_workers()
     return 1 if devices else None

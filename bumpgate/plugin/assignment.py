@@ -7,7 +7,7 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-from bumpgate.plugin.scheduling import unit
+from bumpgate.plugin.scheduling import ALONE_UNIT, unit
 
 # Tests that a worker runs or has been assigned: it starts a test only once the next is known.
 AHEAD = 2
@@ -15,6 +15,9 @@ AHEAD = 2
 
 class TestByTest(LoadScopeScheduling):
     """Assigns what scheduling.unit names, in the order in which the tests were collected.
+
+    gpus: number of groups of GPUs that the workers take in turn. Tests that run alone are one unit for each of them,
+    which a worker of that group runs.
 
     It changes five things in xdist 3.8.0. A test that crashes its worker counts as run; otherwise it would be run
     again. A replacement worker gets tests once it has collected them; if two are replaced at a time, the run would end
@@ -27,13 +30,19 @@ class TestByTest(LoadScopeScheduling):
 
     __test__ = False
 
-    def __init__(self, config: Any, log: Any = None) -> None:
+    def __init__(self, config: Any, log: Any = None, gpus: int = 1) -> None:
         super().__init__(config, log)
         config.option.loadscopereorder = False  # it would put units of many tests first
         self._places: dict[str, int] = {}
+        self._gpus = gpus
+        self._alone: dict[str, str] = {}
 
     def _split_scope(self, nodeid: str) -> str:
-        return unit(self.config.rootpath, nodeid)
+        name = unit(self.config.rootpath, nodeid)
+        if name != ALONE_UNIT or self._gpus < 2:
+            return name
+        # The tests that run alone are dealt out to the GPUs.
+        return self._alone.setdefault(nodeid, f"{ALONE_UNIT} {len(self._alone) % self._gpus}")
 
     def remove_node(self, node: Any) -> str | None:
         """Return the test in which the worker crashed; None if it had none left."""
@@ -59,10 +68,22 @@ class TestByTest(LoadScopeScheduling):
         if not self._places:  # of the first test with an id, as list.index
             tests = [*enumerate(self.registered_collections[node])]
             self._places = {test: place for place, test in reversed(tests)}
-        name, tests = self.workqueue.popitem(last=False)
+        name = next((name for name in self.workqueue if self._fits(name, node)), None)
+        if name is None:
+            node.shutdown()
+            return
+        tests = self.workqueue.pop(name)
         self.assigned_work[node][name] = tests
         with suppress(OSError):  # its death is reported next, and its tests go to other workers
             node.send_runtest_some([self._places[test] for test, completed in tests.items() if not completed])
+
+    def _fits(self, name: str, node: Any) -> bool:
+        """Return whether a worker may run a unit: tests that run alone on a GPU need a worker of that GPU, if any."""
+        if name not in self._alone.values():
+            return True
+        gpu = int(name.rpartition(" ")[2])
+        on_gpu = [other for other in self.assigned_work if _number(other) % self._gpus == gpu]
+        return node in on_gpu or all(other.shutting_down for other in on_gpu)
 
     def _reschedule(self, node: Any) -> None:
         if node not in self.registered_collections:
@@ -76,3 +97,7 @@ class TestByTest(LoadScopeScheduling):
             for other in self.assigned_work.keys() & self.registered_collections.keys():
                 if not other.shutting_down:
                     other.shutdown()
+
+
+def _number(node: Any) -> int:
+    return int(node.gateway.id.removeprefix("gw"))

@@ -2,9 +2,9 @@
 
 A test marked `long(seconds)` starts before shorter ones, so that no worker is still in it when the others have
 finished; a single worker runs it after them, so that most rows are measured early. A test that needs the machine to
-itself comes last, and one worker runs all of them: in between, it would wait for all others to end, and they for it.
-Tests that use a fixture of module scope go to one worker, which makes it once. `--dist` selects one of xdist's own
-schedulers instead.
+itself comes last, and one worker runs all of them, or one for each GPU: in between, it would wait for all others to
+end, and they for it. Tests that use a fixture of module scope go to one worker, which makes it once. `--dist` selects
+one of xdist's own schedulers instead.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from bumpgate.plugin import chosen_lane, lanes_of
+from bumpgate.run.shares import visible
+
 # Fixtures that give a test the machine to itself.
 ALONE = frozenset({"exclusive_machine", "benchmark"})
+ALONE_UNIT = "alone"
 
 
 def alone(item: pytest.Item) -> bool:
@@ -67,7 +71,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
         return None
     from bumpgate.plugin.assignment import TestByTest
 
-    return TestByTest(config, log)
+    name = chosen_lane(config)
+    return TestByTest(config, log, len(visible(lanes_of(config)[name].count)) if name else 1)
 
 
 class Function(NamedTuple):
@@ -106,7 +111,7 @@ def unit(root: Path, nodeid: str) -> str:
     while names:
         name = names.pop()
         if name in ALONE:
-            return "alone"
+            return ALONE_UNIT
         if name not in seen:
             seen.add(name)
             for function in _definitions(root / file, root, name):

@@ -6,22 +6,30 @@ from collections.abc import Iterator
 
 import pytest
 
-from bumpgate.plugin import lane_of, lanes_of
+from bumpgate.plugin import chosen_lane, lane_of, lanes_of
 from bumpgate.plugin.duet import partner
 from bumpgate.plugin.scheduling import alone
+from bumpgate.run.shares import Place, keep_to_cores, take_place
+
+PLACE = pytest.StashKey[Place | None]()
 
 
-def pytest_configure() -> None:
-    """Take the cores of this side of a paired session before any thread pool is created for the complete machine."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Take this run's cores before any thread pool is created for the complete machine, and this worker's GPUs."""
     partner()
+    keep_to_cores()
+    lane = lanes_of(config)[chosen_lane(config) or ""]
+    worker = getattr(config, "workerinput", {}).get("workerid", "")
+    number = int(worker.removeprefix("gw")) if worker else None
+    config.stash[PLACE] = take_place(number, lane.count) if lane.device == "cuda" else None
 
 
 @pytest.fixture(autouse=True)
 def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
     """Hold the machine shared; exclusively for a test that requests `exclusive_machine` or `benchmark`.
 
-    In a paired session, the leading side holds it for both. On a GPU all tests that wait for it are in one worker,
-    which lets the others run first.
+    In a paired session, the leading side holds it for both. On a GPU all tests that wait for it are in one worker of
+    each GPU, which lets the others run first.
     """
     duet, lane = partner(), lane_of(request.node)
     if lane is None or (duet and not duet.leads):
@@ -30,5 +38,5 @@ def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
     from bumpgate.plugin.timing import machine
 
     patient = lanes_of(request.config)[lane].device == "cuda"
-    with machine(exclusive=alone(request.node), patient=patient):
+    with machine(exclusive=alone(request.node), patient=patient, place=request.config.stash[PLACE]):
         yield

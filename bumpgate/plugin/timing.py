@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -27,15 +27,24 @@ import psutil
 from bumpgate.core.rows import COST_PER_ROUND
 from bumpgate.plugin.duet import Duet, partner
 from bumpgate.plugin.rows import InfraError
+from bumpgate.run.shares import Place
 
 LOCK = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.machine"
 POLL_SECONDS = 0.1
 
 
 @contextmanager
-def machine(*, exclusive: bool, patient: bool = False) -> Iterator[None]:
-    """Hold the machine: timed rows exclusively, everything else shared. patient: see locked()."""
-    with locked(LOCK, exclusive=exclusive, patient=patient):
+def machine(*, exclusive: bool, patient: bool = False, place: Place | None = None) -> Iterator[None]:
+    """Hold the machine: timed rows exclusively, everything else shared. patient: see locked().
+
+    place: of a run that has some of the machine's GPUs. It then holds the machine shared; a timed row its own GPU
+    exclusively, everything else all GPUs of the run shared.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(locked(LOCK, exclusive=exclusive and not place, patient=patient))
+        if place:
+            for gpu in [place.own] if exclusive else sorted(place.gpus):
+                stack.enter_context(locked(Path(f"{LOCK}-{gpu}"), exclusive=exclusive, patient=patient))
         yield
 
 

@@ -6,18 +6,30 @@ import fcntl
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from bumpgate.run.shares import first_gpu
 
 
 @contextmanager
-def device_lock(kind: str, say: Callable[[str], None]) -> Iterator[None]:
+def device_lock(kind: str, say: Callable[[str], None], gpus: Sequence[str] = ()) -> Iterator[None]:
     """Hold the lock of a lane's device. The lock of a killed process is released.
 
-    kind: device of a lane ("cpu", "cuda", "xla"). say: prints a line if another process holds the lock.
+    kind: device of a lane ("cpu", "cuda", "xla"). say: prints a line if another process holds the lock. gpus: those of
+    a "cuda" lane, by default the first visible one.
     """
-    device = {"cuda": f"cuda-{os.environ.get('CUDA_VISIBLE_DEVICES', '0')}", "xla": "tpu"}.get(kind, kind)
+    used = sorted(gpus) or [first_gpu()]
+    names = [f"cuda-{gpu}" for gpu in used] if kind == "cuda" else [{"xla": "tpu"}.get(kind, kind)]
+    with ExitStack() as stack:
+        for name in names:  # in one order, so that two gates never wait for each other
+            stack.enter_context(_one_lock(name, say))
+        yield
+
+
+@contextmanager
+def _one_lock(device: str, say: Callable[[str], None]) -> Iterator[None]:
     name = re.sub(r"[^A-Za-z0-9.+-]+", "-", device).strip("-")
     path = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gate-{name}"
     with path.open("a+") as lock:

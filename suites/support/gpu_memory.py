@@ -15,6 +15,7 @@ from math import ceil
 from pathlib import Path
 
 from bumpgate.plugin.timing import POLL_SECONDS, lock_file, locked, try_lock
+from bumpgate.run.shares import first_gpu
 
 LOCKS = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gpu_memory"
 SLOT_GIB = 2
@@ -46,7 +47,7 @@ def held(count: int, slots: int, *, first: bool = False) -> Iterator[None]:
     """
     count = min(count, slots)
     while True:
-        with locked(Path(f"{LOCKS}.turn"), exclusive=True):
+        with locked(_lock("turn"), exclusive=True):
             found = _taken(count, slots)
             while first and found is None:
                 time.sleep(POLL_SECONDS)
@@ -58,11 +59,15 @@ def held(count: int, slots: int, *, first: bool = False) -> Iterator[None]:
         yield
 
 
+def _lock(name: object) -> Path:
+    return Path(f"{LOCKS}-{first_gpu()}.{name}")
+
+
 def _taken(count: int, slots: int) -> ExitStack | None:
     """Take `count` free slots until the stack is closed; None, with none held, if there are not enough."""
     with ExitStack() as stack:
         for i in range(slots):
-            slot = stack.enter_context(lock_file(Path(f"{LOCKS}.{i}")))
+            slot = stack.enter_context(lock_file(_lock(i)))
             count -= try_lock(slot)
             if not count:
                 return stack.pop_all()

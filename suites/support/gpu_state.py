@@ -22,6 +22,7 @@ import psutil
 
 from bumpgate.plugin.rows import InfraError
 from bumpgate.plugin.timing import locked
+from bumpgate.run.shares import first_gpu
 
 # Bits of nvml.h's nvmlClocksEventReasons.
 REASONS = {
@@ -82,13 +83,9 @@ def _read_once() -> State:
     try:
         import pynvml
     except ImportError:
-        return _by_nvidia_smi(_first_gpu())
-    return _by_nvml(pynvml, _first_gpu())
-
-
-def _first_gpu() -> str:
-    """Return an index or a UUID. An index means the same to CUDA and to NVML if all GPUs of a machine are alike."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+        return _by_nvidia_smi(first_gpu())
+    # An index means the same to CUDA and to NVML if all GPUs of a machine are alike.
+    return _by_nvml(pynvml, first_gpu())
 
 
 def _by_nvml(nvml: Any, gpu: str) -> State:

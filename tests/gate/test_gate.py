@@ -281,7 +281,7 @@ def test_empty_sessions_end_after_a_limit(machine: Machine, out: Path) -> None:
 def test_second_compile_cache_is_filled_once_and_alternates(machine: Machine, out: Path) -> None:
     made = machine.prepare(out)
     for name, spec in made.env_specs.items():
-        made.env_specs[name] = replace(spec, more=({"CACHE": f"{name} 2"},))
+        made.env_specs[name] = replace(spec, more=(machine.caches(f"{name} 2"),))
     used: list[str] = []
     original = timed_runs.run_duet
 
@@ -346,6 +346,7 @@ def test_gate_killed_and_resumed_gives_the_same_verdict(
         with pytest.raises(Killed):
             machine.gate(out)
         again = one(f"again{at}")
+        again.cache_folder = machine.cache_folder
         assert what(again.gate(out)) == whole, at
         lost = len(machine.processes) + len(again.processes) - processes
         assert 0 <= lost <= 1, "at most the running session is repeated"

@@ -138,9 +138,20 @@ def test_auto_workers_are_bounded_by_cores_and_memory(
 def test_auto_workers_of_a_lane_depend_on_its_device(
     monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, lanes: str, workers: int | None
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 14 + plugin.SPARE_CORES)
+    monkeypatch.setattr(plugin, "cores", lambda: 14 + plugin.SPARE_CORES)
     monkeypatch.setattr(plugin, "MOST_GPU_WORKERS", 16)
     monkeypatch.setattr(pytestconfig.option, "markexpr", lanes)
+    assert plugin.pytest_xdist_auto_num_workers(pytestconfig) == workers
+
+
+@pytest.mark.parametrize(("visible", "workers"), [("", 6), ("3", 6), ("0,1", 12), ("0,1,2,3", 20)])
+def test_each_visible_gpu_gets_as_many_workers(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, visible: str, workers: int
+) -> None:
+    monkeypatch.setattr(plugin, "cores", lambda: 20 + plugin.SPARE_CORES)
+    monkeypatch.setattr(plugin, "MOST_GPU_WORKERS", 6)
+    monkeypatch.setattr(pytestconfig.option, "markexpr", "h200")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert plugin.pytest_xdist_auto_num_workers(pytestconfig) == workers
 
 

@@ -116,3 +116,45 @@ def test_cpu_without_avx2_is_refused_in_one_line(cpuinfo: str, refused: bool) ->
     reason = _no_avx2(cpuinfo)
     assert (reason is not None) is refused
     assert "\n" not in (reason or "")
+
+
+ON_GPUS = """
+import os, time
+log = lambda text: open("log", "a").write(text + "\\n")
+@lanes("h200")
+@pytest.mark.parametrize("i", range(8))
+def test_shared(i, worker_id, lane):
+    log(f"shared {os.environ['CUDA_VISIBLE_DEVICES']} {worker_id}")
+    time.sleep(0.05)
+@lanes("h200")
+@pytest.mark.parametrize("i", range(4))
+def test_timed(i, worker_id, lane, exclusive_machine):
+    gpu = os.environ["CUDA_VISIBLE_DEVICES"]
+    log(f"begin {gpu} {worker_id}")
+    until = time.monotonic() + 30
+    while len({line.split()[1] for line in open("log") if "begin" in line}) < GPUS and time.monotonic() < until:
+        time.sleep(0.01)
+    log(f"end {gpu} {worker_id}")
+"""
+
+
+@pytest.mark.parametrize(("visible", "gpus"), [("2,5", 2), ("5", 1)])
+def test_workers_of_a_lane_are_spread_over_the_gpus(project: Project, visible: str, gpus: int) -> None:
+    """Timed tests run one at a time on each GPU, at the same time on different ones, and after all others."""
+    project.tests(ON_GPUS.replace("GPUS", str(gpus)))
+    project.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda _: 'NVIDIA H200'\n")
+    project.pytest("-m", "h200", "-n", "4", CUDA_VISIBLE_DEVICES=visible, TMPDIR=str(project.root))
+    lines = [line.split() for line in (project.root / "log").read_text().splitlines()]
+    assert len(lines) == 8 + 2 * 4, lines
+    assert {gpu for _, gpu, _ in lines} == {*visible.split(",")}
+    of_worker = {(worker, gpu) for _, gpu, worker in lines}
+    assert all(gpu == visible.split(",")[int(worker[2:]) % gpus] for worker, gpu in of_worker)
+    assert [what for what, _, _ in lines[:8]] == ["shared"] * 8
+    timed = {
+        gpu: [(what, worker) for what, its, worker in lines[8:] if its == gpu] for gpu in visible.split(",")
+    }
+    for found in timed.values():
+        assert [what for what, _ in found] == ["begin", "end"] * (4 // gpus)
+        assert len({worker for _, worker in found}) == 1
+    if gpus == 2:
+        assert [what for what, _, _ in lines[8:10]] == ["begin", "begin"]

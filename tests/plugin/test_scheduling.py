@@ -222,7 +222,7 @@ class Claims:
 
     def wait_until_others_are_blocked(self) -> None:
         """Wait until a claim with priority blocks the requests of others."""
-        path = Path(f"{self.folder / LOCKS.name}.turn.lock")
+        path = Path(f"{self.folder / LOCKS.name}-0.turn.lock")
         until = time.monotonic() + 60
         while True:
             with lock_file(path) as lock:

@@ -88,7 +88,7 @@ class Machine:
     def __init__(self, root: Path, seed: int = 0, sd: float = PROCESS_SD, rows: Sequence[str] = ()) -> None:
         (root / CANARIES).mkdir(parents=True)
         declare_lanes(root)
-        self.root = root
+        self.root, self.cache_folder = root, root.with_name(f"{root.name}-caches")
         self.seed, self.sd = seed, sd
         self.rows = tuple(rows) or ("throughput/b/seconds",)
         self.sides = {name: Behaviour() for name in ("good", "bad", "anchor")}
@@ -178,6 +178,12 @@ class Machine:
             0 if judgements or problems else NOTHING_SELECTED, made, "", 0.1, record.with_suffix(".log")
         )
 
+    def caches(self, name: str) -> dict[str, str]:
+        """Return the env_vars of a new pair of compile caches."""
+        folder = self.cache_folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return {"CACHE": name, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+
     def prepare(self, out: Path, config: GateConfig | None = None, **options: Any) -> GateRunner:
         """Create a bench on this machine; an existing gate in `out` is resumed."""
         config = config or GateConfig("cpu", candidate="torch==2.14.0")
@@ -186,7 +192,7 @@ class Machine:
         gate = result.read(out, plan) or Gate(config, "2026-03-02T03:00:00+00:00", "bumpgate gate")
         if config.anchor:
             gate.sides.setdefault("anchor", SideState())
-        places = {name: EnvSpec(Path(f"/envs/{name}"), {"CACHE": name}) for name in gate.sides}
+        places = {name: EnvSpec(Path(f"/envs/{name}"), self.caches(name)) for name in gate.sides}
         view = View(Console(file=(out / "output.txt").open("a"), width=200))
         recent = lambda lane, rows, days: self.recent  # noqa: E731 - the shape of builds.recent
         self.bench = GateRunner(gate, self.root, out, places, view, plan, recent, TODAY, **options)

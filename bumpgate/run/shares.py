@@ -1,0 +1,135 @@
+"""Shares of a machine: some of its GPUs and cores, so that lanes and sessions can run at the same time.
+
+A process that bumpgate starts on a share sees its GPUs in CUDA_VISIBLE_DEVICES and keeps to its cores. A test that
+needs the machine to itself then waits only for the tests of its share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bumpgate.core.errors import BumpgateError
+
+VARIABLE = "BUMPGATE_SHARE"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class GpuShare:
+    """GPUs as in CUDA_VISIBLE_DEVICES (an index or a UUID each), and numbers of cores; no core means any."""
+
+    gpus: tuple[str, ...]
+    cores: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the name of its lock."""
+        return "gpu-" + "-".join(self.gpus)
+
+    def variables(self) -> dict[str, str]:
+        """Return env_vars that start a lane on this share."""
+        return {VISIBLE: ",".join(self.gpus), VARIABLE: json.dumps(self.cores)}
+
+
+def divide(gpus: Sequence[str], count: int, cores: Sequence[int]) -> list[GpuShare]:
+    """Return shares of `count` GPUs each, with equal numbers of neighbouring cores; GPUs that are left over are unused.
+
+    With fewer cores than shares, each share may use all of them.
+    """
+    groups = [tuple(gpus[i : i + count]) for i in range(0, len(gpus) - count + 1, count)]
+    size = len(cores) // len(groups) if groups else 0
+    return [GpuShare(group, tuple(cores[i * size : (i + 1) * size])) for i, group in enumerate(groups)]
+
+
+def merged(shares: Sequence[GpuShare]) -> GpuShare:
+    """Return the union of shares."""
+    return GpuShare(
+        tuple(g for s in shares for g in s.gpus), tuple(sorted(c for s in shares for c in s.cores))
+    )
+
+
+def parts(shares: Sequence[GpuShare], number: int) -> list[list[GpuShare]]:
+    """Return `number` groups of about equally many neighbouring shares, for lanes that run at the same time.
+
+    Raises ValueError on fewer shares than that.
+    """
+    if not 1 <= number <= len(shares):
+        raise ValueError(f"{len(shares)} shares cannot be given to {number} lanes")
+    ends = [len(shares) * i // number for i in range(number + 1)]
+    return [list(shares[a:b]) for a, b in pairwise(ends)]
+
+
+def requested(text: str, count: int, present: int) -> list[str]:
+    """Return the GPUs that `--gpus` names: a list such as 0,1,2,3, or `all`. The result is empty for "".
+
+    count: GPUs that the lane needs. present: number of GPUs that the driver lists, 0 if unknown. Raises BumpgateError.
+    """
+    if not text:
+        return []
+    seen = [gpu for share in visible(1) for gpu in share.gpus]
+    if text == ALL:
+        gpus = seen or [str(i) for i in range(present)]
+        if not gpus:
+            raise BumpgateError("--gpus all: the NVIDIA driver lists no GPU: name them, such as --gpus 0,1")
+    else:
+        gpus = [gpu.strip() for gpu in text.split(",")]
+    if "" in gpus or len(set(gpus)) < len(gpus):
+        raise BumpgateError(f"--gpus {text}: name each GPU once, such as --gpus 0,1,2,3, or --gpus all")
+    known = seen or ([str(i) for i in range(present)] if present else gpus)
+    if unknown := [gpu for gpu in gpus if gpu not in known and (seen or gpu.isdecimal())]:
+        raise BumpgateError(f"--gpus {text}: no GPU {unknown[0]} here (found {', '.join(known)})")
+    if len(gpus) < count:
+        raise BumpgateError(f"--gpus {text}: {len(gpus)} GPU, and the lane needs {count}")
+    return gpus
+
+
+def first_gpu() -> str:
+    """Return the first visible GPU: an index or a UUID, as in CUDA_VISIBLE_DEVICES."""
+    return os.environ.get(VISIBLE, "").split(",")[0].strip() or "0"
+
+
+def own_cores() -> list[int]:
+    """Return the numbers of the cores that this process may use; empty if they cannot be queried."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def keep_to_cores() -> None:
+    """Move this process to the cores of its share, if it has one.
+
+    To be called before torch is imported, which sizes its thread pools by the available cores.
+    """
+    cores = json.loads(os.environ.get(VARIABLE, "[]"))
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def visible(count: int) -> list[GpuShare]:
+    """Return the groups of `count` GPUs each that CUDA_VISIBLE_DEVICES lists; empty if it is unset."""
+    return divide([gpu.strip() for gpu in os.environ.get(VISIBLE, "").split(",") if gpu.strip()], count, ())
+
+
+@dataclass(frozen=True)
+class Place:
+    """The GPUs of one process of a lane run, and those of the run: names of their locks."""
+
+    own: str
+    gpus: tuple[str, ...]
+
+
+def take_place(worker: int | None, count: int) -> Place | None:
+    """Give a worker one of the run's groups of `count` GPUs, in turn; None if the run does not divide the machine.
+
+    worker: counted from 0; None for the process that runs pytest itself, whose GPUs stay as they are.
+    """
+    groups = visible(count)
+    if not groups or (len(groups) == 1 and VARIABLE not in os.environ):
+        return None
+    own = groups[(worker or 0) % len(groups)]
+    if worker is not None:
+        os.environ[VISIBLE] = ",".join(own.gpus)
+    return Place(own.name, tuple(share.name for share in groups))

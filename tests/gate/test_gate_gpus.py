@@ -1,0 +1,139 @@
+"""A gate with several GPUs: both sides' lanes at once, then as many sessions as there are GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bumpgate.core.findings import Decision
+from bumpgate.gate import bench, timed_runs
+from bumpgate.gate.result import GateConfig
+from bumpgate.gate.sides import EnvSpec
+from bumpgate.gate.timed import Sessions, TimedReading
+from bumpgate.run.binding import Binding
+from bumpgate.run.runner import LaneCall, LaneRun
+from bumpgate.run.shares import divide
+from tests.support.gating import Machine, labels
+
+ON_GPU = GateConfig("h200", candidate="torch==2.14.0")
+FOUR = divide(["0", "1", "2", "3"], 1, range(8))
+
+
+class Calls:
+    """Lane runs by the time they start together."""
+
+    def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at_once: list[list[LaneCall]] = []
+        self.machine = machine
+        monkeypatch.setattr(bench, "run_lanes", self.run)
+
+    def run(self, calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:
+        self.at_once.append([*calls])
+        return self.machine.run_lanes(calls, timeout)
+
+    def table(self, *variables: str) -> list[list[tuple[str, ...]]]:
+        """Return the side and these env_vars of each call."""
+        return [
+            [(call.python.name, *(call.environment.get(name, "") for name in variables)) for call in calls]
+            for calls in self.at_once
+        ]
+
+
+@pytest.fixture
+def calls(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(machine, monkeypatch)
+
+
+def test_lanes_of_both_sides_run_at_once_on_their_gpus(calls: Calls, machine: Machine, out: Path) -> None:
+    gate = machine.gate(out, ON_GPU, shares=FOUR)
+    assert gate.decision is Decision.ADOPT
+    found = calls.table("CUDA_VISIBLE_DEVICES", "BUMPGATE_SHARE")
+    both = [("good", "0,1", "[0, 1, 2, 3]"), ("bad", "2,3", "[4, 5, 6, 7]")]
+    assert found[:2] == [both, both], "the canaries, then the lane"
+
+
+def test_sessions_run_at_once_and_in_order(calls: Calls, machine: Machine, out: Path) -> None:
+    """They have the orders AB, BA, BA, AB and the caches that they would have one after the other."""
+    gate = machine.gate(out, ON_GPU, shares=FOUR)
+    first, second, *later = calls.table("CUDA_VISIBLE_DEVICES")[2:]
+    assert first == [("good", "0"), ("bad", "1"), ("bad", "2"), ("good", "3")]
+    assert second == [("bad", "0"), ("good", "1"), ("good", "2"), ("bad", "3")]
+    assert later == [first, second], "SAME after 8 sessions"
+    assert gate.paired is not None
+    assert (gate.paired.started, [len(x) for x in gate.paired.log_ratios.values()]) == (8, [8])
+    names = [call.record.name for call in calls.at_once[2]]
+    assert names == ["timed-good-0.json", "timed-bad-1.json", "timed-bad-2.json", "timed-good-3.json"]
+
+
+def test_slower_row_is_held_on_several_gpus(machine: Machine, out: Path) -> None:
+    machine.sides["bad"].slower = {"throughput/b/seconds": 1.05}
+    assert labels(machine.gate(out, ON_GPU, shares=FOUR)) == [("HOLD", "SLOWER")]
+
+
+def test_further_caches_are_filled_by_all_gpus(calls: Calls, machine: Machine, out: Path) -> None:
+    """Each GPU runs a part of the tests of one side; a session uses the pair of its number."""
+    made = machine.prepare(out, ON_GPU, shares=FOUR)
+    made.env_specs = {
+        name: EnvSpec(Path(f"/envs/{name}"), machine.caches(name), more=(machine.caches(f"{name} 2"),))
+        for name in ("good", "bad")
+    }
+    for spec in made.env_specs.values():
+        spec.mark_filled(0, None)
+    sessions = Sessions({f"a/{i}/s": f"t.py::test_{i}" for i in range(3)}, None, 2, cache_pairs=2)
+    timed_runs.TimedRuns(made).warm(sessions)
+    assert calls.table("CUDA_VISIBLE_DEVICES", "CACHE", "BUMPGATE_ROUNDS") == [
+        [
+            ("good", "0", "good 2", "1"),
+            ("good", "1", "good 2", "1"),
+            ("bad", "2", "bad 2", "1"),
+            ("bad", "3", "bad 2", "1"),
+        ]
+    ]
+    selections = [call.selection[2:] for call in calls.at_once[0]]
+    assert selections == [["t.py::test_0", "t.py::test_2"], ["t.py::test_1"]] * 2
+    assert "candidate: compile cache 2 filled" in (out / "output.txt").read_text()
+    calls.at_once.clear()
+    timed_runs.TimedRuns(made).sessions(sessions, "good")
+    caches = [[call[1] for call in at_once] for at_once in calls.table("CACHE")]
+    assert caches[0] == ["good", "bad 2", "bad", "good 2"]
+
+
+def test_two_gpus_of_a_lane_that_needs_two_are_one_share(calls: Calls, machine: Machine, out: Path) -> None:
+    machine.gate(out, ON_GPU, shares=divide(["0", "1"], 2, range(4)))
+    found = calls.table("CUDA_VISIBLE_DEVICES")
+    assert found[2:4] == [[("good", "0,1")], [("bad", "0,1")]], "one side after the other"
+
+
+def test_lost_process_ends_only_its_session() -> None:
+    """Of two sessions at once, the second loses its first process; its other one is not started."""
+    sessions = Sessions({"a/b/s": "t"}, None, 6)
+    asked = []
+
+    def processes(calls: Sequence[tuple[int, str, Sequence[str]]]) -> list[TimedReading]:
+        asked.append([(i, side) for i, side, _ in calls])
+        return [TimedReading(lost="died") if i else TimedReading({"a/b/s": 2.0}) for i, _, _ in calls]
+
+    sessions.run_several(processes, 2)
+    assert asked == [[(0, "good"), (1, "bad")], [(0, "bad")]]
+    assert (sessions.log_ratios, sessions.started) == ({"a/b/s": [0.0]}, 2)
+    assert (sessions.lost, sessions.lost_processes) == ("bad: died", {"t": {"good": 0, "bad": 1}})
+
+
+def test_resumed_gate_fills_the_caches_of_another_machine(calls: Calls, machine: Machine, out: Path) -> None:
+    """Or caches that another work tree filled."""
+    machine.gate(out, ON_GPU, deadline=0.0)
+    calls.at_once.clear()
+    for name in ("good", "bad"):
+        machine.prepare(out, ON_GPU).env_specs[name].mark_filled(0, Binding("1", "another tree"))
+    gate = machine.gate(out, ON_GPU)
+    names = [[call.record.name for call in at_once] for at_once in calls.at_once]
+    assert names[:4] == [
+        ["warm-good-0-0.json"],
+        ["warm-bad-0-0.json"],
+        ["timed-good-0.json"],
+        ["timed-bad-0.json"],
+    ]
+    assert (out / "output.txt").read_text().count("compile cache 1 filled") == 2
+    assert gate.decision is Decision.ADOPT
