@@ -30,6 +30,7 @@ class EnvSpec:
 
     failure: why the interpreter is missing.
     command: rebuilds the environment, or investigates why it could not be built. lock: its resolved lock.
+    wheels: of an interpreter without a lock, the digest of the files of each kernel wheel.
     """
 
     python: Path
@@ -38,6 +39,7 @@ class EnvSpec:
     command: str = ""
     lock: Path | None = None
     more: tuple[Mapping[str, str], ...] = ()
+    wheels: Mapping[str, str] = field(default_factory=dict)
 
     def caches(self, pair: int) -> Mapping[str, str]:
         """Return the env_vars of one pair of compile caches."""
