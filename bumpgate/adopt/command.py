@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import typer
 from filelock import FileLock
 from packaging.utils import canonicalize_name
 
-from bumpgate.adopt.kernels import check_without, given_up_rows, moved_manifest
+from bumpgate.adopt.kernels import check_manifest, check_without, given_up_rows, moved_manifest
 from bumpgate.adopt.measured import (
     MeasuredSet,
     Named,
@@ -34,8 +33,6 @@ from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import BumpgateError
 from bumpgate.env.freeze import changes, fill_store, store_adopted
 from bumpgate.env.locks import lane_lock, lock_text, read_lock
-from bumpgate.env.manifest import ManifestError
-from bumpgate.env.manifest import load as load_manifest
 from bumpgate.history import adoptions
 from bumpgate.history.adoptions import Adoption, ReviewedFinding
 from bumpgate.rebaseline import diff as baseline_diff
@@ -216,7 +213,7 @@ def _adopting(
     )
     torch = str(record.provenance.get("torch") or lock.versions.get("torch", ""))
     row = moved_manifest(root, lane, lock, torch, without)
-    _check_manifest(manifest, row)
+    check_manifest(manifest, row)
     old = load(reviewed_rows, lane, missing_ok=True)
     given_up = given_up_rows(gate, old) if without else frozenset[str]()
     new, moved_rows, left = moved_baseline(gate, old, {r.row for r in findings}, given_up)
@@ -254,21 +251,6 @@ def _adopting(
     return Adopting(tuple(edits), measured, _summary(gate, entry, packages, rows, left, len(given_up)))
 
 
-def _check_manifest(path: Path, text: str | None) -> None:
-    """Raise AdoptionError if the new manifest contradicts itself: kernel wheels built for another torch."""
-    if text is None:
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        probe = Path(folder) / path.name
-        probe.write_text(text, encoding="utf-8")
-        try:
-            load_manifest(probe)
-        except ManifestError as error:
-            raise AdoptionError(
-                f"wheels/{path.name} would contradict itself with the new set: {error}"
-            ) from None
-
-
 def _summary(
     gate: GateFile,
     entry: Adoption,
@@ -284,7 +266,11 @@ def _summary(
         f"packages: {len(packages)} moved",
         *(f"  {line}" for line in packages),
         *([f"not in the lock: {_listed(entry.not_in_lock)}"] if entry.not_in_lock else []),
-        *([f"given up: {', '.join(entry.without)}, with {given_up} rows"] if entry.without else []),
+        *(
+            [f"given up: {', '.join(entry.without)}, with {given_up} row{'s' * (given_up != 1)}"]
+            if entry.without
+            else []
+        ),
         "baseline:" if rows else "baseline: nothing moved",
         *(f"  {line}" for line in rows.splitlines()),
         *(f"  stays red, as in the adopted set: {row}" for row in left),

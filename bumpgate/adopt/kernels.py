@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Record
 from bumpgate.env.freeze import moved_row
 from bumpgate.env.locks import Lock, Wheel, lane_lock, read_lock
-from bumpgate.env.manifest import KernelWheel, label, load
+from bumpgate.env.manifest import KernelWheel, ManifestError, label, load
 from bumpgate.env.request import kernel_wheels, require_kernel_wheels
 from bumpgate.run.edits import AdoptionError, read
 
@@ -77,6 +78,22 @@ def moved_manifest(root: Path, lane: str, lock: Lock, torch: str, without: Colle
     if not table["wheels"]:
         del table["wheels"]
     return tomlkit.dumps(document)
+
+
+def check_manifest(path: Path, text: str | None) -> None:
+    """Raise AdoptionError if the new manifest contradicts itself: a kernel wheel that was built for another torch."""
+    if text is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder) / path.name
+        probe.write_text(text, encoding="utf-8")
+        try:
+            load(probe)
+        except ManifestError as error:
+            raise AdoptionError(
+                f"wheels/{path.name} would contradict itself with the new set: {error}: build that wheel for the new"
+                " torch (bumpgate wheels build), and gate again"
+            ) from None
 
 
 def _rebuilt(

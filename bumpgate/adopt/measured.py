@@ -21,7 +21,7 @@ from bumpgate.env.freeze import changes, lock_of
 from bumpgate.env.inventory import content_of
 from bumpgate.env.locks import Lock, Wheel
 from bumpgate.env.request import Request, kernel_wheels, lane_request
-from bumpgate.env.store import store_root
+from bumpgate.env.store import sha256_of, store_root
 from bumpgate.run.edits import AdoptionError, read
 from bumpgate.wheels.store import kernel_store
 
@@ -134,8 +134,17 @@ def _of_interpreter(root: Path, path: Path, gate: GateFile, named: Named, python
             f"{path}: the candidate ran Python {python}, and the set of lane {gate.lane} is for {request.python}:"
             f" gate an interpreter of Python {request.python}"
         )
-    request = _with_kernel_wheels(root, gate, request)
-    lock, sources = lock_of("pylock.toml", resolve(request), python)
+    files = _kernel_files(root, gate, named.find_links)
+    resolved = resolve(_with_files(request, kernel_wheels(root, gate.lane), files))
+    lock, sources = lock_of("pylock.toml", resolved, python)
+    for package in lock.packages:
+        if path_of := files.get(package.name):
+            if package.wheels[0].sha256 != sha256_of(path_of):
+                raise AdoptionError(
+                    f"{path}: the set of {named.candidate} has another build of {package.name} {package.version} than"
+                    f" the interpreter, {path_of}: name that file: --candidate {shlex.quote(str(path_of))}"
+                )
+            sources[package.wheels[0]] = path_of.as_uri()
     again = f"and gate again, or gate the set itself: bumpgate gate --lane {gate.lane} --candidate"
     again += f" {shlex.quote(named.candidate)}"
     if moved := differences(lock, gate.bad.packages):
@@ -161,22 +170,26 @@ def _unlocked(path: Path, gate: GateFile, lock: Lock, again: str) -> dict[str, s
     return found
 
 
-def _with_kernel_wheels(root: Path, gate: GateFile, request: Request) -> Request:
-    """Return the request with exactly the kernel wheels of the lane that the interpreter had, each as its file."""
+def _kernel_files(root: Path, gate: GateFile, find_links: Sequence[str]) -> dict[str, Path]:
+    """Return the file of each kernel wheel of the lane that the interpreter had."""
     have = canonical(gate.bad.packages)
+    names = [name for name in kernel_wheels(root, gate.lane) if name in have]
+    return {name: _measured_file(gate, name, have[name], find_links) for name in names}
+
+
+def _with_files(request: Request, kernels: Sequence[str], files: Mapping[str, Path]) -> Request:
+    """Return the request with these kernel wheels, but for the candidate itself, and without the others of the lane."""
     chosen, *others = request.requirements
-    candidate = canonicalize_name(Requirement(chosen).name)
-    kernels = [name for name in kernel_wheels(root, gate.lane) if name != candidate]
-    kept = [text for text in others if canonicalize_name(Requirement(text).name) not in kernels]
-    files = (
-        f"{name} @ {_measured_file(gate, name, have[name], request).as_uri()}"
-        for name in kernels
-        if name in have
-    )
-    return replace(request, requirements=(chosen, *kept, *files))
+    kept = [text for text in others if _name(text) not in kernels]
+    wheels = (f"{name} @ {path.as_uri()}" for name, path in files.items() if name != _name(chosen))
+    return replace(request, requirements=(chosen, *kept, *wheels))
 
 
-def _measured_file(gate: GateFile, name: str, version: str, request: Request) -> Path:
+def _name(requirement: str) -> str:
+    return str(canonicalize_name(Requirement(requirement).name))
+
+
+def _measured_file(gate: GateFile, name: str, version: str, find_links: Sequence[str]) -> Path:
     """Return the wheel file whose content the interpreter had. Raises AdoptionError if none is found."""
     content = gate.bad.wheels.get(name)
     if not content:
@@ -184,7 +197,7 @@ def _measured_file(gate: GateFile, name: str, version: str, request: Request) ->
             f"the gate does not record the files of {name} {version} in {gate.bad.python}: install it from its"
             " wheel and gate again"
         )
-    for path in _wheel_files(name, request.find_links):
+    for path in _wheel_files(name, find_links):
         if content_of(path) == content:
             return path.absolute()
     raise AdoptionError(

@@ -68,6 +68,31 @@ def test_gate_accepts_peers_that_it_found_absent(reviewed: Project) -> None:
     assert f"NOT RUN       kernels/a/over_peer: {REASON}" in done.out
 
 
+GIVEN_UP = """schema = 1
+[environment.mine]
+status = "adopted"
+lane = "{lane}"
+source = "a test"
+python = ">=3.10"
+torch = "==9.9.0"
+without = ["No_Such.Peer"]
+"""
+
+
+@planted("C39", "a wheel that another lane has given up")
+@pytest.mark.parametrize(("lane", "code"), [("cpu", 0), ("h200", 1)])
+def test_gate_accepts_peers_that_the_lane_has_given_up(reviewed: Project, lane: str, code: int) -> None:
+    reviewed.write("wheels/manifest.toml", GIVEN_UP.format(lane=lane))
+    done = reviewed.pytest("-m", "cpu", "-n", "0", "--gate")
+    assert done.code == code, done.out
+    why = (
+        "no_such_peer is not installed"
+        if code
+        else "lane cpu has given no-such-peer up (wheels/manifest.toml)"
+    )
+    assert f"NOT RUN       kernels/a/over_peer: {why}" in done.out
+
+
 @pytest.mark.parametrize("name", OWN_VARIABLES)
 def test_own_variables_set_by_a_shell_are_refused(reviewed: Project, name: str) -> None:
     reviewed.env |= {name: "none", PARENT: "999999999"}
