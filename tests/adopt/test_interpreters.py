@@ -185,10 +185,13 @@ OPTIONS = {
     ),
     "another version": (
         ("--candidate", "torch==9.10.0", *WITHOUT),
-        "did not have the set of torch==9.10.0 (set -> interpreter: torch 9.10.0 -> 9.11.0): install these ",
+        "bumpgate: torch==9.10.0: error: No solution found when resolving dependencies",
     ),
     "no requirement": (("--candidate", "torch = 9", *WITHOUT), "invalid candidate 'torch = 9' (expected "),
-    "no such version": (("--candidate", "torch==9.99", *WITHOUT), "there is no version of torch==9.99"),
+    "no such version": (
+        ("--candidate", "torch==9.99", *WITHOUT),
+        "bumpgate: torch==9.99: error: No solution found",
+    ),
     "unnamed wheel": (
         CANDIDATE,
         "the candidate has no faster of lane cpu: build it and gate again (bumpgate wheels build --lane cpu --torch"
@@ -235,6 +238,11 @@ def both_sides(raw: dict[str, Any], **packages: str) -> None:
 
 
 EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "version": (
+        "the interpreter did not have the set of torch==9.11.0 (set -> interpreter: torch 9.11.0 -> 9.10.0): install"
+        " these versions in ",
+        lambda raw: raw["sides"]["bad"]["packages"].update(torch="9.10.0"),
+    ),
     "absent": (
         "(set -> interpreter: pytest 99.0 -> (absent)): install these versions in ",
         lambda raw: raw["sides"]["bad"]["packages"].pop("pytest"),
@@ -321,7 +329,6 @@ def test_candidate_without_kernel_wheels_gives_them_up(tree: PreparedTree) -> No
         row for row in load(tree.root / "baselines/cpu.json", "cpu").rows if row.startswith("kernels/")
     ]
     assert run_lane(tree, "9.10.0")[0] == 0
-    assert tree.bumpgate("doctor", "--lane", "cpu").code in (0, 1), "the manifest can be read"
 
 
 def test_kernel_wheel_as_candidate_is_compared_by_its_file(tree: PreparedTree) -> None:

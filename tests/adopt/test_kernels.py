@@ -108,7 +108,9 @@ def test_wheel_of_another_torch_contradicts_the_manifest(tree: Path) -> None:
     path = tree / "wheels/manifest.toml"
     check_manifest(path, None)
     check_manifest(path, path.read_text())
-    words = r"built against torch 2\.15\.0, the row has 2\.16\.0: build that wheel for the new torch \(bumpgate wheels build\)"
+    words = (
+        r"built against torch 2\.15\.0, the row has 2\.16\.0: build that wheel for the new torch \(bumpgate "
+    )
     with pytest.raises(AdoptionError, match=words):
         check_manifest(path, path.read_text().replace('"==2.15.0"', '"==2.16.0"'))
 

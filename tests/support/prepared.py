@@ -1,7 +1,7 @@
 """A miniature tree whose lane has two kernel wheels, and interpreters that a user has prepared for a gate.
 
-fast and faster 1.0 exist twice for torch 9.9.0 (folders `old`, `again`) and once for 9.11.0 (`new`), under the same file
-names.
+fast and faster 1.0 exist in two builds for torch 9.9 (folders `old`, `again`) and one for 9.11 (`new`), under the same
+file names.
 """
 
 from __future__ import annotations
