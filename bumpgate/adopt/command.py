@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
@@ -16,16 +14,25 @@ import typer
 from filelock import FileLock
 from packaging.utils import canonicalize_name
 
+from bumpgate.adopt.kernels import check_manifest, check_without, given_up_rows, moved_manifest
+from bumpgate.adopt.measured import (
+    MeasuredSet,
+    Named,
+    canonical,
+    check_named,
+    differences,
+    measured_set,
+    some,
+)
 from bumpgate.adopt.plan import moved_baseline, moved_extra
+from bumpgate.adopt.review import reviewed as review_of
 from bumpgate.core import accepted, gate_file, lanes
 from bumpgate.core.baseline import file_text, find_root, load
-from bumpgate.core.findings import Decision, Finding
+from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import BumpgateError
-from bumpgate.env.freeze import changes, fill_store, lock_of, moved_row, store_adopted
-from bumpgate.env.locks import Lock, Wheel, lane_lock, lock_text, read_lock
-from bumpgate.env.manifest import ManifestError
-from bumpgate.env.manifest import load as load_manifest
+from bumpgate.env.freeze import changes, fill_store, store_adopted
+from bumpgate.env.locks import lane_lock, lock_text, read_lock
 from bumpgate.history import adoptions
 from bumpgate.history.adoptions import Adoption, ReviewedFinding
 from bumpgate.rebaseline import diff as baseline_diff
@@ -36,11 +43,10 @@ from bumpgate.run.home import home
 
 @dataclass(frozen=True)
 class Adopting:
-    """Everything that one adoption writes and prints. sources: URL of each wheel of the lock."""
+    """Everything that one adoption writes and prints."""
 
     edits: tuple[Edit, ...]
-    lock: Lock
-    sources: dict[Wheel, str]
+    measured: MeasuredSet
     summary: str
 
 
@@ -53,6 +59,21 @@ def command(
     reason: Annotated[
         list[str] | None, typer.Option(help="The reason: one line for each --reviewed, or one for all.")
     ] = None,
+    review: Annotated[
+        Path | None,
+        typer.Option(help="TOML file of reviewed findings: [[reviewed]] with rows = [...] and reason."),
+    ] = None,
+    candidate: Annotated[
+        str, typer.Option(help="For a gate of interpreters: the requirement whose set the candidate was.")
+    ] = "",
+    without: Annotated[
+        list[str] | None,
+        typer.Option(help="A kernel wheel that the candidate lacks and the lane gives up. Repeatable."),
+    ] = None,
+    index: Annotated[str | None, typer.Option(help="Of --candidate: an index before the host's.")] = None,
+    find_links: Annotated[
+        list[str] | None, typer.Option(help="Of --candidate: a folder or page of wheels; repeatable.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the diff and write nothing.")] = False,
     store: Annotated[
         bool, typer.Option("--store/--no-store", help="Put the wheels into the wheel store, for rollback.")
@@ -60,8 +81,10 @@ def command(
 ) -> None:
     """Make the candidate of a gate the adopted set of its lane: lock, manifest row, extra, baseline and history.
 
-    The gate must be ADOPT, or HOLD with every blocking finding named by --reviewed with a reason. The work tree
-    must be the one that was gated. Nothing is committed; `bumpgate rollback LANE --adoption` undoes it.
+    The gate must be ADOPT, or HOLD with every blocking finding named by --reviewed or --review with a reason. The
+    work tree must be the one that was gated. If the candidate was an interpreter, the set of --candidate is resolved,
+    and must be what the gate recorded. A kernel wheel of the lane that the candidate lacks is given up by --without.
+    Nothing is committed; `bumpgate rollback LANE --adoption` undoes it.
 
     Exit codes: 0 done, 4 refused or bad input and nothing written, 125 the machine or the index failed and nothing
     was written.
@@ -72,9 +95,13 @@ def command(
     with one_at_a_time():
         for path in recover(root):
             typer.echo(f"restored {path}: an earlier adoption was cut short", err=True)
-        found, binding = _gate(gate, root)
-        findings = _reviewed(found, reviewed or [], reason or [])
-        made = _adopting(root, gate, found, binding, findings)
+        named = Named(candidate, index, tuple(find_links or ()))
+        found, binding = _gate(gate, root, named)
+        findings = review_of(found, reviewed or [], reason or [], review)
+        given_up = tuple(sorted({str(canonicalize_name(name)) for name in without or ()}))
+        check_without(root, found.lane, canonical(found.bad.packages), given_up)
+        measured = measured_set(root, gate, found, named)
+        made = _adopting(root, gate, found, binding, findings, measured, given_up)
         if dry_run:
             typer.echo(diff(made.edits), nl=False)
             typer.echo(made.summary, nl=False)
@@ -100,7 +127,7 @@ def _fill_store(root: Path, lane: str, made: Adopting) -> None:
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
-    fill_store(made.lock, made.sources, say)
+    fill_store(made.measured.lock, made.measured.sources, say)
     lost = store_adopted(root, lane, say) if lane_lock(root, lane).exists() else []
     if lost:
         say(
@@ -117,7 +144,7 @@ def one_at_a_time() -> Iterator[None]:
         yield
 
 
-def _gate(path: Path, root: Path) -> tuple[GateFile, Binding]:
+def _gate(path: Path, root: Path, named: Named) -> tuple[GateFile, Binding]:
     """Load a gate and check that it can be adopted. Raises AdoptionError (one line) if not."""
     found = gate_file.read(path)
     if not isinstance(found, GateFile):
@@ -140,10 +167,7 @@ def _gate(path: Path, root: Path) -> tuple[GateFile, Binding]:
         raise AdoptionError(
             f"{path} compares with {found.config['adopted']}, not with the adopted set: gate without --adopted"
         )
-    if found.config.get("python_bad"):
-        raise AdoptionError(
-            f"{path}: the candidate was an interpreter (--python-bad), which no lock can name: gate a --candidate"
-        )
+    check_named(path, found, named)
     try:
         binding = Binding.from_json(found.binding)
     except (KeyError, TypeError, AttributeError):
@@ -161,81 +185,42 @@ def _check_adopted(root: Path, path: Path, gate: GateFile) -> None:
     lock = lane_lock(root, gate.lane)
     if not (gate.config.get("python_good") and lock.exists()):
         return
-    moved = _moved(read_lock(lock).versions, gate.good.packages)
-    if moved:
+    if moved := differences(read_lock(lock), gate.good.packages):
         raise AdoptionError(
-            f"{path} does not compare with the adopted set ({moved[0]}): gate without --python-good"
+            f"{path} does not compare with the adopted set ({some(moved)}): gate without --python-good, or with the"
+            f" interpreter that this builds: bumpgate rollback {gate.lane} --no-smoke"
         )
-
-
-def _moved(lock: Mapping[str, str], packages: Mapping[str, str]) -> list[str]:
-    """Return the packages of a lock that an environment has in another version."""
-    have = {str(canonicalize_name(name)): version for name, version in packages.items()}
-    return changes(lock, {name: have.get(name, "(absent)") for name in lock})
-
-
-def _reviewed(gate: GateFile, rows: Sequence[str], reasons: Sequence[str]) -> tuple[ReviewedFinding, ...]:
-    """Return the reviewed rows. Raises AdoptionError unless they cover every finding that holds the gate."""
-    if rows and len(reasons) not in (1, len(rows)):
-        raise AdoptionError(
-            f"{len(rows)} --reviewed and {len(reasons)} --reason: pass one reason for each, or one for all"
-        )
-    if reasons and not rows:
-        raise AdoptionError("--reason requires --reviewed: name the rows")
-    if any(not reason.strip() or len(reason.splitlines()) > 1 for reason in reasons):
-        raise AdoptionError("--reason must be one line of text")
-    blocking = [f for f in gate.findings if f.decision is not Decision.ADOPT]
-    by_row = {row: f for f in blocking for row in f.rows if f.decision is Decision.HOLD}
-    named: dict[str, str] = {}
-    for glob, reason in zip(rows, list(reasons) * (len(rows) if len(reasons) == 1 else 1)):
-        matched = [row for row in by_row if fnmatchcase(row, glob)]
-        if not matched:
-            raise AdoptionError(f"--reviewed {glob!r}: no finding that holds this gate has such a row")
-        named |= {row: reason.strip() for row in matched if row not in named}
-    if gaps := [f for f in blocking if f.decision is Decision.UNKNOWN]:
-        raise AdoptionError(f"a review does not close gaps in the evidence: {'; '.join(map(_cause, gaps))}")
-    if failed := [f for f in blocking if not f.rows]:
-        raise AdoptionError(f"a failed test cannot be reviewed away: {'; '.join(map(_cause, failed))}")
-    if left := [row for row in by_row if row not in named]:
-        causes = "; ".join(f"{by_row[row].label} {row}" for row in left)
-        raise AdoptionError(
-            f"not reviewed ({len(left)}): {causes}; name each with --reviewed ROW --reason TEXT"
-        )
-    return tuple(ReviewedFinding(row, _cause(by_row[row]), reason) for row, reason in named.items())
-
-
-def _cause(f: Finding) -> str:
-    return " ".join(word for word in (f.label, f.metric, f.head) if word)
 
 
 def _adopting(
-    root: Path, path: Path, gate: GateFile, binding: Binding, findings: tuple[ReviewedFinding, ...]
+    root: Path,
+    path: Path,
+    gate: GateFile,
+    binding: Binding,
+    findings: tuple[ReviewedFinding, ...],
+    measured: MeasuredSet,
+    without: tuple[str, ...],
 ) -> Adopting:
-    """Return all new files. Raises AdoptionError if the gate's folder lacks a file, or a file cannot be changed."""
+    """Return all new files. Raises AdoptionError if a file cannot be changed."""
     record = gate.bad.record
     assert record is not None
-    resolution = path.parent / "bad.pylock.toml"
-    resolved = read(resolution)
-    if resolved is None:
-        raise AdoptionError(f"{resolution} does not exist, so the candidate's wheels are unknown: gate again")
-    python = ".".join(str(record.provenance.get("python")).split(".")[:2])
-    lock, sources = lock_of(resolution.name, resolved, python)
-    if moved := _moved(lock.versions, gate.bad.packages):
-        raise AdoptionError(f"{resolution} is not the set that was measured ({moved[0]}): gate again")
+    lock = measured.lock
     lane, locked = gate.lane, lane_lock(root, gate.lane)
     manifest, project, reviewed_rows = (
         root / "wheels/manifest.toml",
         root / "pyproject.toml",
         root / f"baselines/{lane}.json",
     )
-    row = moved_row(manifest, lane, lock)
-    _check_manifest(manifest, row)
+    torch = str(record.provenance.get("torch") or lock.versions.get("torch", ""))
+    row = moved_manifest(root, lane, lock, torch, without)
+    check_manifest(manifest, row)
     old = load(reviewed_rows, lane, missing_ok=True)
-    new, moved_rows, left = moved_baseline(gate, old, {r.row for r in findings})
+    given_up = given_up_rows(gate, old) if without else frozenset[str]()
+    new, moved_rows, left = moved_baseline(gate, old, {r.row for r in findings}, given_up)
     after = {
         locked: lock_text(lock),
         manifest: row,
-        project: moved_extra(project, lane, lock.versions),
+        project: moved_extra(project, lane, lock.versions, without),
         reviewed_rows: file_text(new),
     }
     edits = [
@@ -247,7 +232,7 @@ def _adopting(
     entry = Adoption(
         lane=lane,
         day=accepted.today(),
-        candidate=str(gate.config.get("candidate")),
+        candidate=measured.candidate,
         old=str(gate.good.packages.get("torch") or versions.get("torch", "")),
         new=str(gate.bad.packages.get("torch") or lock.versions.get("torch", "")),
         decision=gate.decision.name,
@@ -256,42 +241,42 @@ def _adopting(
         before={e.path: digest(e.before) for e in edits},
         after={e.path: digest(e.after) for e in edits},
         reviewed=findings,
+        without=without,
+        not_in_lock=measured.unlocked,
     )
     entries = adoptions.Log((*adoptions.load(root).entries, entry))
     edits.append(Edit(adoptions.FILE, read(root / adoptions.FILE), adoptions.text(entries)))
     packages = changes(versions, lock.versions)
-    return Adopting(
-        tuple(edits),
-        lock,
-        sources,
-        _summary(gate, entry, packages, baseline_diff(old, new, moved_rows), left),
-    )
+    rows = baseline_diff(old, new, moved_rows)
+    return Adopting(tuple(edits), measured, _summary(gate, entry, packages, rows, left, len(given_up)))
 
 
-def _check_manifest(path: Path, text: str | None) -> None:
-    """Raise AdoptionError if the new manifest contradicts itself: kernel wheels built for another torch."""
-    if text is None:
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        probe = Path(folder) / path.name
-        probe.write_text(text, encoding="utf-8")
-        try:
-            load_manifest(probe)
-        except ManifestError as error:
-            raise AdoptionError(
-                f"wheels/{path.name} would contradict itself with the new set: {error}"
-            ) from None
-
-
-def _summary(gate: GateFile, entry: Adoption, packages: Sequence[str], rows: str, left: Sequence[str]) -> str:
+def _summary(
+    gate: GateFile,
+    entry: Adoption,
+    packages: Sequence[str],
+    rows: str,
+    left: Sequence[str],
+    given_up: int,
+) -> str:
     """Return the summary: what moved, old -> new, and the reasons."""
     lines = [
         f"lane {entry.lane}: torch {entry.old} -> {entry.new}, {entry.decision} of the gate of {gate.started[:10]}",
         *(f"  reviewed {r.row} ({r.finding}): {r.reason}" for r in entry.reviewed),
         f"packages: {len(packages)} moved",
         *(f"  {line}" for line in packages),
+        *([f"not in the lock: {_listed(entry.not_in_lock)}"] if entry.not_in_lock else []),
+        *(
+            [f"given up: {', '.join(entry.without)}, with {given_up} row{'s' * (given_up != 1)}"]
+            if entry.without
+            else []
+        ),
         "baseline:" if rows else "baseline: nothing moved",
         *(f"  {line}" for line in rows.splitlines()),
         *(f"  stays red, as in the adopted set: {row}" for row in left),
     ]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _listed(packages: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in packages.items())

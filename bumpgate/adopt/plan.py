@@ -25,18 +25,19 @@ SETTLED = tuple(outcome.value for outcome in NO_REGRESSION)
 
 
 def moved_baseline(
-    gate: GateFile, old: Baseline, accepted_rows: Collection[str]
+    gate: GateFile, old: Baseline, accepted_rows: Collection[str], given_up: Collection[str] = ()
 ) -> tuple[Baseline, list[BaselineChange], list[str]]:
     """Return the baseline of the candidate, the changes, and the rows that stay red under it.
 
     Accepted from the candidate's record: new rows, per-build values, wins, times that the paired sessions found no
     slower, and the rows of reviewed findings (`accepted_rows`), unless sessions alone judge them; such a row is dropped
-    if the candidate does not report it. Tolerances and notes are kept. Raises AdoptionError on a reviewed row that no
-    baseline can excuse.
+    if the candidate does not report it. Tolerances and notes are kept. The rows of `given_up` are dropped. Raises
+    AdoptionError on a reviewed row that no baseline can excuse.
     """
     record = gate.bad.record
     assert record is not None
-    rows, changes, left = dict(old.rows), [], []
+    changes = [BaselineChange(id, old.rows[id], None, "its wheel was given up") for id in sorted(given_up)]
+    rows, left = {id: r for id, r in old.rows.items() if id not in given_up}, []
     for j in record.judgements:
         change = _change(j, old, record, gate, accepted_rows)
         if change is None:
@@ -94,10 +95,12 @@ def _settled(gate: GateFile, j: Judgement) -> bool:
     return timed is not None and timed.outcome in SETTLED
 
 
-def moved_extra(path: Path, lane: str, versions: Mapping[str, str]) -> str | None:
+def moved_extra(
+    path: Path, lane: str, versions: Mapping[str, str], without: Collection[str] = ()
+) -> str | None:
     """Return pyproject.toml with the exact pins of a lane's extra moved to the versions of the set.
 
-    Comments and order are kept. Returns None if no pin moves.
+    The requirements of `without` are removed. Comments and order are kept. Returns None if nothing changes.
     """
     import tomlkit
 
@@ -106,6 +109,10 @@ def moved_extra(path: Path, lane: str, versions: Mapping[str, str]) -> str | Non
     extras = project["optional-dependencies"]
     moved = False
     for extra in _extras(extras, lane, canonicalize_name(str(project["name"]))):
+        names = [canonicalize_name(Requirement(str(text)).name) for text in extras[extra]]
+        for index in reversed([i for i, name in enumerate(names) if name in without]):
+            del extras[extra][index]
+            moved = True
         for index, text in enumerate(extras[extra]):
             pinned = _repinned(str(text), versions)
             if pinned:

@@ -22,7 +22,10 @@ class GateFileError(BumpgateError):
 
 @dataclass(frozen=True)
 class GateSide:
-    """One environment: its record (None if it has none), its packages, and its failures."""
+    """One environment: its record (None if it has none), its packages, and its failures.
+
+    wheels: of an interpreter of the user, the digest of the files of each kernel wheel.
+    """
 
     name: str
     record: Record | None
@@ -32,6 +35,7 @@ class GateSide:
     python: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)
     git_version: Mapping[str, str] = field(default_factory=dict)
+    wheels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ def _side(path: Path, raw: Mapping[str, Any]) -> GateSide:
         python=str(raw.get("python") or ""),
         packages=_texts(raw.get("packages")),
         git_version=_texts(raw.get("git_version")),
+        wheels=_texts(raw.get("wheels")),
     )
 
 

@@ -242,6 +242,12 @@ class Record:
     def red(self) -> bool:
         return not self.complete or bool(self.problems) or any(j.red for j in self.judgements)
 
+    @property
+    def not_run(self) -> dict[str, str]:
+        """Return row id -> why the run was not required to report it; its session has judged if that is a problem."""
+        lines = (str(line).partition(": ") for line in self.provenance.get("not_run", ()))
+        return {row: reason for row, _, reason in lines}
+
 
 def write_record(
     path: Path,

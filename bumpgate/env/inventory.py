@@ -6,7 +6,11 @@ the version is known even if torch crashes at import.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+import hashlib
+import io
+import zipfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ from bumpgate.run.interpreter import Interpreter
 
 SECONDS = 60
 PROGRAM = r'''
-import ast, importlib.machinery, importlib.metadata, importlib.util, json, os, platform, sys
+import ast, hashlib, importlib.machinery, importlib.metadata, importlib.util, json, os, platform, sys
 
 def where(name, path=None):
     """Directory of the package that `import name` finds: on this path, else by every finder (editable installs)."""
@@ -42,13 +46,19 @@ def constants(path):
             found[target.id] = node.value.value
     return found
 
+def content(files):
+    """Digest of the files that the wheel brought, with their hashes; "" if the installer recorded none."""
+    named = [(str(f), f.hash.value) for f in files if f.hash]
+    lines = sorted(f"{path} {value}" for path, value in named if ".dist-info/" not in path and path[:2] != "..")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
+
 def describe(d):
     files = [f for f in d.files or () if f.name.endswith(".so") or ".so." in f.name]
     url = json.loads(d.read_text("direct_url.json") or "{}")
     archive = url.get("archive_info", {})
     return {
         "name": d.metadata["Name"], "version": d.version, "file": url.get("url", "").rsplit("/", 1)[-1],
-        "sha256": archive.get("hashes", {}).get("sha256", ""),
+        "sha256": archive.get("hashes", {}).get("sha256", ""), "content": content(d.files or ()),
         "place": str(d.locate_file("")), "requires": d.requires or [],
         "extensions": [str(d.locate_file(f)) for f in files],
     }
@@ -69,7 +79,8 @@ class Distribution:
     """One installed distribution.
 
     file, sha256: the wheel it was installed from, if the installer recorded it; else "". place: the directory that
-    holds it. requires: PEP 508 strings. extensions: its shared libraries.
+    holds it. requires: PEP 508 strings. extensions: its shared libraries. content: a digest of its files, equal to that
+    of its wheel (`content_of`); "" if the installer recorded none.
     """
 
     name: str
@@ -79,6 +90,7 @@ class Distribution:
     place: Path = Path()
     requires: tuple[str, ...] = ()
     extensions: tuple[Path, ...] = ()
+    content: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,3 +137,24 @@ def take(interpreter: Interpreter) -> Inventory:
         found[name] = (*known, each)
     paths = {n: Path(raw[n]) if raw[n] else None for n in ("kernels", "kernels_of_scripts", "torch")}
     return Inventory(**raw | paths | {"distributions": found})
+
+
+def content_of(wheel: Path) -> str:
+    """Return the digest that an inventory has of a distribution installed from this wheel; "" if it is not a wheel.
+
+    Of one version there may be several builds, under the same file name.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            record = next(name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
+            text = archive.read(record).decode("utf-8")
+    except (OSError, StopIteration, ValueError, zipfile.BadZipFile):
+        return ""
+    return _digest((line[0], line[1].partition("=")[2]) for line in csv.reader(io.StringIO(text)) if line[1:])
+
+
+def _digest(hashes: Iterable[tuple[str, str]]) -> str:
+    """Return what `content` of PROGRAM does, from the lines of a RECORD. `.data/` is not installed under its name."""
+    files = ((path, value) for path, value in hashes if value)
+    kept = [f"{p} {v}" for p, v in files if ".dist-info/" not in p and ".data/" not in p]
+    return hashlib.sha256("\n".join(sorted(kept)).encode()).hexdigest() if kept else ""

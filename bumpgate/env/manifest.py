@@ -60,7 +60,10 @@ class KernelWheel:
 
 @dataclass(frozen=True)
 class ManifestRow:
-    """One row. python, torch and packages are PEP 440 specifiers; a build must satisfy them, local label included."""
+    """One row. python, torch and packages are PEP 440 specifiers; a build must satisfy them, local label included.
+
+    without: kernel wheels that the lane has given up. Their rows are NOT RUN, also under --gate.
+    """
 
     name: str
     status: str
@@ -71,6 +74,7 @@ class ManifestRow:
     driver: Version | None = None
     packages: Mapping[str, SpecifierSet] = field(default_factory=dict)
     wheels: tuple[KernelWheel, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -257,7 +261,7 @@ class _Reader:
 
     def environment(self, name: str, raw: Any) -> ManifestRow:
         texts = {"status": str, "lane": str, "source": str, "python": str, "torch": str}
-        self.table(raw, name, texts, {"driver": str, "packages": dict, "wheels": dict})
+        self.table(raw, name, texts, {"driver": str, "packages": dict, "wheels": dict, "without": list})
         if raw["status"] not in STATUS:
             raise self.fail(name, f"status must be one of {', '.join(STATUS)}, got {raw['status']!r}")
         if self.lanes and raw["lane"] not in self.lanes:
@@ -274,12 +278,20 @@ class _Reader:
                 n: self.specifier(f"{name}.packages.{n}", v) for n, v in raw.get("packages", {}).items()
             },
             wheels=tuple(self.wheel(f"{name}.wheels.{n}", n, w) for n, w in raw.get("wheels", {}).items()),
+            without=self.without(name, raw.get("without", [])),
         )
+        if both := [wheel.name for wheel in row.wheels if wheel.name in row.without]:
+            raise self.fail(name, f"{both[0]} has a table in wheels and is in without: remove one of them")
         known = any(wheel.fault for wheel in row.wheels)
         for fault in contradictions(row):
             if row.status == "adopted" or not known:
                 raise self.fail(name, fault)
         return row
+
+    def without(self, where: str, raw: list[Any]) -> tuple[str, ...]:
+        if not all(isinstance(each, str) for each in raw):
+            raise self.fail(where, f"without must be a list of names, got {raw!r}")
+        return tuple(str(canonicalize_name(each)) for each in raw)
 
     def wheel(self, where: str, name: str, raw: Any) -> KernelWheel:
         optional = dict.fromkeys(("version", "sha256", "fault", "sdist", "patch"), str)

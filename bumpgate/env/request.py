@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -238,6 +238,15 @@ def kernel_wheels(root: Path, lane: str) -> tuple[str, ...]:
     """Return the names of the kernel wheels in the adopted row of the lane."""
     row = _row(root, lane)
     return tuple(str(canonicalize_name(wheel.name)) for wheel in row.wheels) if row else ()
+
+
+def require_kernel_wheels(root: Path, lane: str, names: Iterable[str]) -> None:
+    """Raise BumpgateError (one line) if a name, of the option --without, is not a kernel wheel of the lane."""
+    known = kernel_wheels(root, lane)
+    for name in names:
+        if name not in known:
+            listed = ", ".join(known) or "none"
+            raise BumpgateError(f"--without {name}: not a kernel wheel of lane {lane} ({listed})")
 
 
 def lane_python(root: Path, lane: str) -> str:

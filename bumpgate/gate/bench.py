@@ -115,7 +115,10 @@ class GateRunner:
             if found and not failure:
                 if side.packages and side.packages != found.packages:
                     raise other_packages(name, side.packages, found.packages)
+                if side.packages and side.wheels != spec.wheels:
+                    raise other_packages(name, side.wheels, spec.wheels)
                 side.packages, side.git_version = dict(found.packages), dict(found.git_version)
+                side.wheels = dict(spec.wheels)
             side.name = side_name(TITLES[name], self.gate.config.candidate, side.packages)
             if not side.measured:
                 side.failure = failure

@@ -29,7 +29,7 @@ from bumpgate.env import compiled, reference
 from bumpgate.env.build import BuildError, build, lane_request
 from bumpgate.env.cached import Disk
 from bumpgate.env.mirror import copies
-from bumpgate.env.request import kernel_wheels
+from bumpgate.env.request import require_kernel_wheels
 from bumpgate.env.store import sha256_of
 from bumpgate.gate import drift, metrics, result
 from bumpgate.gate.bench import GateRunner, other_packages
@@ -196,14 +196,19 @@ def command(
     _show(found, place, again)
     if gate.undecided:
         view.say(f"the budget ended before every timed row was decided. Resume with: {_resume_line()}")
-    if found.decision is not Decision.UNKNOWN and candidate and not config.selection:
-        review = (
-            ""
-            if found.decision is Decision.ADOPT
-            else " --reviewed ROW --reason TEXT, for each intended change"
-        )
-        view.say(f"to adopt it: bumpgate adopt {shlex.quote(str(place / result.NAME))}{review}")
+    if found.decision is not Decision.UNKNOWN and not config.selection:
+        view.say(f"to adopt it: {_adoption(config, found, place / result.NAME)}")
     raise typer.Exit(found.decision.value)
+
+
+def _adoption(config: GateConfig, found: GateFile, path: Path) -> str:
+    """Return the command that adopts the candidate of a gate."""
+    words = ["bumpgate", "adopt", str(path)]
+    if config.python_bad:
+        words += ["--candidate", f"torch=={found.bad.packages.get('torch', 'X').partition('+')[0]}"]
+        words += [w for name in config.without if name not in found.bad.wheels for w in ("--without", name)]
+    holds = found.decision is not Decision.ADOPT
+    return shlex.join(words) + " --reviewed ROW --reason TEXT, for each intended change" * holds
 
 
 def _refuse(config: GateConfig, root: Path) -> None:
@@ -221,10 +226,7 @@ def _refuse(config: GateConfig, root: Path) -> None:
             raise BumpgateError(f"--{name} cannot be combined with an interpreter for it")
     if config.without and not (config.python_good or config.python_bad or config.python_anchor):
         raise BumpgateError("--without is for interpreters (--python-bad PATH): name one, or leave it out")
-    kernels = kernel_wheels(root, config.lane)
-    if unknown := [name for name in config.without if name not in kernels]:
-        listed = ", ".join(kernels) or "none"
-        raise BumpgateError(f"--without {unknown[0]}: not a kernel wheel of lane {config.lane} ({listed})")
+    require_kernel_wheels(root, config.lane, config.without)
     try:
         plan_for(config.sessions, config.lane)
     except ValueError as error:
@@ -314,6 +316,7 @@ def _env_specs(
         if python:
             try:
                 absent = wheels.missing(root, config.lane, Path(python))
+                contents = wheels.contents(root, config.lane, Path(python))
             except BumpgateError as error:
                 specs[name] = EnvSpec(Path(), {}, one_line(error), f"{shlex.quote(python)} -m pip list")
                 continue
@@ -323,7 +326,11 @@ def _env_specs(
             own = {**reference.variables(None), **lacking, **compiled.bytecode(key, name, new=new)}
             first, *more = ({**c, **own} for c in compiled.copies(key, name))
             specs[name] = EnvSpec(
-                Path(python), first, command=f"{shlex.quote(python)} -m pip list", more=tuple(more)
+                Path(python),
+                first,
+                command=f"{shlex.quote(python)} -m pip list",
+                more=tuple(more),
+                wheels=contents,
             )
             continue
         try:

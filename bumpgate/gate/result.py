@@ -67,6 +67,8 @@ class SideState:
 
     record: a file next to gate.json; None if the run left none. command: rebuilds the environment.
     python: its interpreter. kept: start of the earlier run that the record is from (bumpgate.gate.kept), "" for none.
+    wheels: of an interpreter of the user, the digest of the files of each kernel wheel: one version may be built for
+    several versions of torch.
     """
 
     name: str = ""
@@ -79,6 +81,7 @@ class SideState:
     packages: dict[str, str] = field(default_factory=dict)
     git_version: dict[str, str] = field(default_factory=dict)
     kept: str = ""
+    wheels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -32,6 +32,7 @@ class EnvSpec:
 
     failure: why the interpreter is missing.
     command: rebuilds the environment, or investigates why it could not be built. lock: its resolved lock.
+    wheels: of an interpreter without a lock, the digest of the files of each kernel wheel.
     """
 
     python: Path
@@ -40,6 +41,7 @@ class EnvSpec:
     command: str = ""
     lock: Path | None = None
     more: tuple[Mapping[str, str], ...] = ()
+    wheels: Mapping[str, str] = field(default_factory=dict)
 
     def mark_filled(self, pair: int, tree: Binding | None) -> None:
         """Note next to a pair of compile caches that this work tree has filled them."""

@@ -94,7 +94,7 @@ def judge_gate(
         before, after = _by_id(adopted), _by_id(candidate)
         tests = {row: j.row.test for row, j in (before | after).items()}
         new = _new_rows(adopted, candidate)
-        spared = _not_run(candidate) | skipped_in_both(before, after)
+        spared = candidate.not_run | skipped_in_both(before, after)
         loose += _not_run_findings(spared)
         loose += _new_tiers(lane, [after[row] for row in sorted(new)])
         for row in sorted(tests.keys() - new - spared.keys()):
@@ -147,12 +147,6 @@ def _new_tiers(lane: str, judgements: Iterable[Judgement]) -> list[Finding]:
             )
         )
     return found
-
-
-def _not_run(record: Record) -> dict[str, str]:
-    """Return row id -> why the run was not required to report it; its session has judged if that is a problem."""
-    lines = (str(line).partition(": ") for line in record.provenance.get("not_run", ()))
-    return {row: reason for row, _, reason in lines}
 
 
 def _not_run_findings(spared: Mapping[str, str]) -> list[Finding]:

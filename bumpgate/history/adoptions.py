@@ -33,7 +33,8 @@ class ReviewedFinding:
 class Adoption:
     """One entry. old, new: the versions of torch. gate: sha256 of gate.json. commit: of the gated tree, "" outside git.
 
-    before, after: path -> sha256 of each file that was written, "" if it did not exist.
+    before, after: path -> sha256 of each file that was written, "" if it did not exist. without: kernel wheels that the
+    set gave up. not_in_lock: packages of a gated interpreter that the set does not have, as the adopted side had them.
     """
 
     lane: str
@@ -48,6 +49,8 @@ class Adoption:
     after: Mapping[str, str]
     reviewed: tuple[ReviewedFinding, ...] = ()
     rolled_back: date | None = None
+    without: tuple[str, ...] = ()
+    not_in_lock: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,8 @@ def text(log: Log) -> str:
             "commit": a.commit,
         }
         fields |= {"rolled_back": a.rolled_back} if a.rolled_back else {}
+        fields |= {"without": list(a.without)} if a.without else {}
+        fields |= {"not_in_lock": dict(a.not_in_lock)} if a.not_in_lock else {}
         fields |= {"before": dict(a.before), "after": dict(a.after)}
         fields |= {"reviewed": [dict(vars(r)) for r in a.reviewed]} if a.reviewed else {}
         raw.append(fields)
@@ -167,4 +172,6 @@ def _entry(raw: Mapping[str, Any]) -> Adoption:
         after=after,
         reviewed=tuple(ReviewedFinding(**r) for r in raw.get("reviewed", ())),
         rolled_back=raw.get("rolled_back"),
+        without=tuple(map(str, raw.get("without", ()))),
+        not_in_lock={str(name): str(version) for name, version in raw.get("not_in_lock", {}).items()},
     )

@@ -14,7 +14,7 @@ from bumpgate.doctor import abi
 from bumpgate.env import store as wheel_store
 from bumpgate.env.build import BuildError, Environment, NotInstallable, Request, build, release
 from bumpgate.env.cached import Say
-from bumpgate.env.inventory import take
+from bumpgate.env.inventory import Inventory, take
 from bumpgate.env.locks import Wheel
 from bumpgate.env.request import kernel_wheels
 from bumpgate.env.store import sha256_of
@@ -85,12 +85,23 @@ def missing(root: Path, lane: str, python: Path) -> dict[str, str]:
     names = kernel_wheels(root, lane)
     if not names and abi.missing_tool():
         return {}
-    found = take(Interpreter(python, root, child_environment(python, root)))
+    found = _inventory(root, python)
     named = [wheel for name in names if (wheel := found.installed(name))]
     others = [wheel for wheel in abi.built_on_torch(found) if canonicalize_name(wheel.name) not in names]
     for fault in abi.audit_all([*named, *others], found):
         raise BumpgateError(f"{fault.reason}: {fault.wheel} was not built for this torch; uninstall it")
     return {name: f"{name} is not installed" for name in names if found.installed(name) is None}
+
+
+def contents(root: Path, lane: str, python: Path) -> dict[str, str]:
+    """Return the digest of the files of each kernel wheel of the lane that an interpreter has. Raises ChildFault."""
+    names = kernel_wheels(root, lane)
+    found = _inventory(root, python) if names else None
+    return {name: wheel.content for name in names if found and (wheel := found.installed(name))}
+
+
+def _inventory(root: Path, python: Path) -> Inventory:
+    return take(Interpreter(python, root, child_environment(python, root)))
 
 
 def variables(absent: Mapping[str, str]) -> dict[str, str]:

@@ -107,7 +107,7 @@ def test_peer_computes_the_same_function(lane: Lane, name: str, request, record_
     allows 20 % for the gradient of its angles): it only detects a different function.
     """
     function, inputs, package = PEERS[name]
-    if reason := not_run(record_property, [request.node.nodeid], [package]):
+    if reason := not_run(record_property, lane, [request.node.nodeid], [package]):
         pytest.skip(f"not run: {reason}")
     if name in TUNED:
         keep_winners()

@@ -1,7 +1,8 @@
 """Peers that are not installed: their rows are NOT RUN with the reason, and no other row is lost.
 
 A kernel wheel is built for one torch version, so a candidate's environment may lack it. Under --gate a missing peer is
-red, unless the gate has found that no wheel fits the candidate and lists it in VARIABLE.
+red, unless the gate has found that no wheel fits the candidate and lists it in VARIABLE, or the adopted set of the lane
+has given the wheel up (`without` of its row in wheels/manifest.toml).
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
+from bumpgate.core.baseline import find_root
+from bumpgate.core.lanes import Lane
+from bumpgate.env.manifest import load
 from bumpgate.plugin.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
 
 # Set by the gate: JSON mapping of distribution name to the reason why this environment has no such wheel.
@@ -24,14 +29,23 @@ def absent(packages: Iterable[str]) -> list[str]:
     return sorted({package for package in packages if importlib.util.find_spec(package) is None})
 
 
+def given_up(lane: str) -> dict[str, str]:
+    """Return the kernel wheels that the adopted set of a lane has given up, with the reason."""
+    path = find_root(Path.cwd()) / "wheels/manifest.toml"
+    rows = load(path).environments if path.exists() else ()
+    row = next((row for row in rows if (row.status, row.lane) == ("adopted", lane)), None)
+    names = row.without if row else ()
+    return {name: f"lane {lane} has given {name} up (wheels/manifest.toml)" for name in names}
+
+
 def not_run(
-    record_property: Callable[[str, object], None], rows: Iterable[str], packages: Iterable[str]
+    record_property: Callable[[str, object], None], lane: Lane, rows: Iterable[str], packages: Iterable[str]
 ) -> str:
     """Record rows as NOT RUN because `packages` are not installed; return the reason. No packages: does nothing."""
     missing = absent(packages)
     if not missing:
         return ""
-    known = {
+    known = given_up(lane.name) | {
         canonicalize_name(name): why for name, why in json.loads(os.environ.get(VARIABLE) or "{}").items()
     }
     why = [known.get(canonicalize_name(package), f"{package} is not installed") for package in missing]

@@ -77,7 +77,7 @@ def test_own_ops_against_their_peers(lane: Lane, name: str, row, record_property
     shape = f"{BATCH}x{preset(name, 'full').seq_len}"
     case, own = (f"throughput/{name}-full-{impl}-{shape}" for impl in ("upstream", "ours"))
     rows = [*(f"{case}/{metric}" for metric in METRICS), *(f"{own}/{metric}" for metric in METRICS[:2])]
-    if reason := not_run(record_property, rows, [package for *_, package in PEERS[name]]):
+    if reason := not_run(record_property, lane, rows, [package for *_, package in PEERS[name]]):
         pytest.skip(f"not run: {reason}")
     keep_winners()
     with full_size(name, "eager") as hybrid:

@@ -234,10 +234,6 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
         "compares with torch==9.8.0, not with the adopted set",
         lambda raw: raw["asked"].update(adopted="torch==9.8.0"),
     ),
-    "interpreter": (
-        "was an interpreter (--python-bad)",
-        lambda raw: raw["asked"].update(python_bad="/x/python"),
-    ),
     "other adopted interpreter": (
         "does not compare with the adopted set (torch 9.9.0 -> 9.7.0)",
         lambda raw: (
@@ -302,6 +298,17 @@ OPTIONS = {
         "--reason must be one line of text",
     ),
     "reason alone": (("--reason", "x"), "--reason requires --reviewed"),
+    "candidate": (
+        ("--candidate", "torch==9.11.0"),
+        "--candidate torch==9.11.0: 9.11.0/gate.json is of --candidate torch==9.11.0, whose set it has resolved:"
+        " leave --candidate out\n",
+    ),
+    "index": (("--index", "http://x"), "resolved: leave --index out\n"),
+    "find-links": (("--find-links", "x"), "--find-links x: 9.11.0/gate.json is of --candidate "),
+    "no kernel wheels": (
+        (*REVIEWED, "--without", "fast"),
+        "--without fast: not a kernel wheel of lane cpu (none)",
+    ),
 }
 
 

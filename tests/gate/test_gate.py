@@ -400,6 +400,22 @@ def test_resumed_gate_refuses_other_packages(machine: Machine, out: Path) -> Non
         machine.gate(out)
 
 
+def test_resumed_gate_refuses_another_build_of_a_wheel(machine: Machine, out: Path) -> None:
+    """One version of a kernel wheel may be built for several versions of torch."""
+
+    def kill() -> None:
+        raise Killed
+
+    machine.before_process = kill
+    for content, error in (("aaaa", Killed), ("aaaa", Killed), ("bbbb", GateError)):
+        bench = machine.prepare(out)
+        bench.env_specs["bad"] = replace(bench.env_specs["bad"], wheels={"fast": content})
+        with pytest.raises(error) as caught:
+            bench.run()
+    assert "candidate packages differ from before (fast aaaa -> bbbb)" in str(caught.value)
+    assert bench.gate.sides["bad"].wheels == {"fast": "aaaa"}
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"asked": 3}', "[]"])
 def test_invalid_gate_file_is_one_line(out: Path, text: str) -> None:
     out.mkdir()

@@ -98,7 +98,7 @@ class AdoptTree(Project):
 
     def copy(self, root: Path, home: Path) -> AdoptTree:
         """Copy the tree and its caches, for a test that changes them. Environments are not copied."""
-        made = object.__new__(AdoptTree)
+        made = object.__new__(type(self))
         shutil.copytree(self.root, root, symlinks=True)
         made.root, made.processes, made.env = root, [], dict(self.env)
         for part in ("store", "adoptions"):

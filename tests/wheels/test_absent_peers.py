@@ -27,7 +27,7 @@ from suites.support.absent import not_run
 
 @lanes("cpu")
 def test_speed(lane, row, record_property):
-    missing = not_run(record_property, ["kernels/a/over_peer"], ["no_such_peer"])
+    missing = not_run(record_property, lane, ["kernels/a/over_peer"], ["no_such_peer"])
     row("kernels/a/milliseconds", 1, expected=1, **COUNT)
     if not missing:
         row("kernels/a/over_peer", 1, expected=1, **COUNT)
@@ -66,6 +66,31 @@ def test_gate_accepts_peers_that_it_found_absent(reviewed: Project) -> None:
     done = reviewed.pytest("-m", "cpu", "-n", "0", "--gate")
     assert done.code == 0, done.out
     assert f"NOT RUN       kernels/a/over_peer: {REASON}" in done.out
+
+
+GIVEN_UP = """schema = 1
+[environment.mine]
+status = "adopted"
+lane = "{lane}"
+source = "a test"
+python = ">=3.10"
+torch = "==9.9.0"
+without = ["No_Such.Peer"]
+"""
+
+
+@planted("C39", "a wheel that another lane has given up")
+@pytest.mark.parametrize(("lane", "code"), [("cpu", 0), ("h200", 1)])
+def test_gate_accepts_peers_that_the_lane_has_given_up(reviewed: Project, lane: str, code: int) -> None:
+    reviewed.write("wheels/manifest.toml", GIVEN_UP.format(lane=lane))
+    done = reviewed.pytest("-m", "cpu", "-n", "0", "--gate")
+    assert done.code == code, done.out
+    why = (
+        "no_such_peer is not installed"
+        if code
+        else "lane cpu has given no-such-peer up (wheels/manifest.toml)"
+    )
+    assert f"NOT RUN       kernels/a/over_peer: {why}" in done.out
 
 
 @pytest.mark.parametrize("name", OWN_VARIABLES)

@@ -1,0 +1,218 @@
+"""The set that a gate measured, as a lock.
+
+A gate of a requirement keeps uv's resolution. The set of an interpreter is resolved again for the requirement that the
+user names, and must be what the gate recorded.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
+
+from bumpgate.core.gate_file import GateFile
+from bumpgate.env.build import resolve
+from bumpgate.env.freeze import changes, lock_of
+from bumpgate.env.inventory import content_of
+from bumpgate.env.locks import Lock, Wheel
+from bumpgate.env.request import Request, kernel_wheels, lane_request
+from bumpgate.env.store import sha256_of, store_root
+from bumpgate.run.edits import AdoptionError, read
+from bumpgate.wheels.store import kernel_store
+
+# Of an interpreter's image, and of the program that measures.
+OF_IMAGE = ("bumpgate", "pip", "setuptools", "wheel")
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Named:
+    """Options that name the set of a candidate that was an interpreter: its requirement, and where to find wheels."""
+
+    candidate: str = ""
+    index: str | None = None
+    find_links: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MeasuredSet:
+    """A set that was measured. sources: the URL of each wheel of the lock.
+
+    unlocked: packages that an interpreter had in addition, on both sides in the same version.
+    """
+
+    candidate: str
+    lock: Lock
+    sources: Mapping[Wheel, str]
+    unlocked: Mapping[str, str] = field(default_factory=dict)
+
+
+def check_named(path: Path, gate: GateFile, named: Named) -> None:
+    """Raise AdoptionError (one line) unless the options name the candidate's set exactly if the gate does not."""
+    if gate.config.get("python_bad"):
+        if not named.candidate:
+            torch = gate.bad.packages.get("torch", "X").partition("+")[0]
+            raise AdoptionError(
+                f"{path}: the candidate was an interpreter (--python-bad): name the requirement whose set it is:"
+                f" bumpgate adopt {shlex.quote(str(path))} --candidate 'torch=={torch}'"
+            )
+        return
+    options = {
+        "--candidate": named.candidate,
+        "--index": named.index,
+        "--find-links": ", ".join(named.find_links),
+    }
+    for option, value in options.items():
+        if value:
+            raise AdoptionError(
+                f"{option} {value}: {path} is of --candidate {gate.config.get('candidate')}, whose set it has"
+                f" resolved: leave {option} out"
+            )
+
+
+def measured_set(root: Path, path: Path, gate: GateFile, named: Named) -> MeasuredSet:
+    """Return the set that a gate measured.
+
+    Raises AdoptionError (one line) if it cannot be known, or the set of the named requirement is another one;
+    NotInstallable or BuildError if that cannot be resolved.
+    """
+    record = gate.bad.record
+    assert record is not None
+    python = ".".join(str(record.provenance.get("python")).split(".")[:2])
+    if gate.config.get("python_bad"):
+        return _of_interpreter(root, path, gate, named, python)
+    resolution = path.parent / "bad.pylock.toml"
+    resolved = read(resolution)
+    if resolved is None:
+        raise AdoptionError(f"{resolution} does not exist, so the candidate's wheels are unknown: gate again")
+    lock, sources = lock_of(resolution.name, resolved, python)
+    have = canonical(gate.bad.packages)
+    if moved := changes(lock.versions, {name: have.get(name, "(absent)") for name in lock.versions}):
+        raise AdoptionError(f"{resolution} is not the set that was measured ({moved[0]}): gate again")
+    return MeasuredSet(str(gate.config.get("candidate")), lock, sources)
+
+
+def canonical(packages: Mapping[str, str]) -> dict[str, str]:
+    """Return packages by canonical name."""
+    return {str(canonicalize_name(name)): version for name, version in packages.items()}
+
+
+def differences(lock: Lock, packages: Mapping[str, str]) -> list[str]:
+    """Return the packages of a lock that an interpreter has in another version, one line each: lock -> interpreter.
+
+    A version that the lock has without a local label, as an index may list it, is any build of that version.
+    """
+    have = canonical(packages)
+    others = {name: have.get(name, "(absent)") for name in lock.versions}
+    same = {name: version for name, version in others.items() if _same(lock.versions[name], version)}
+    return changes(lock.versions, others | {name: lock.versions[name] for name in same})
+
+
+def _same(locked: str, installed: str) -> bool:
+    try:
+        ours, theirs = Version(locked), Version(installed)
+    except InvalidVersion:
+        return locked == installed
+    return ours == theirs or (ours.local is None and ours == Version(theirs.public))
+
+
+def some(lines: Sequence[str]) -> str:
+    """Return the first few lines, and how many more there are."""
+    more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return f"{', '.join(lines[:SHOWN])}{more}"
+
+
+def _of_interpreter(root: Path, path: Path, gate: GateFile, named: Named, python: str) -> MeasuredSet:
+    request = lane_request(root, gate.lane, named.candidate, index=named.index, find_links=named.find_links)
+    if request.python != python:
+        raise AdoptionError(
+            f"{path}: the candidate ran Python {python}, and the set of lane {gate.lane} is for {request.python}:"
+            f" gate an interpreter of Python {request.python}"
+        )
+    files = _kernel_files(root, gate, named.find_links)
+    resolved = resolve(_with_files(request, kernel_wheels(root, gate.lane), files))
+    lock, sources = lock_of("pylock.toml", resolved, python)
+    for package in lock.packages:
+        if path_of := files.get(package.name):
+            if package.wheels[0].sha256 != sha256_of(path_of):
+                raise AdoptionError(
+                    f"{path}: the set of {named.candidate} has another build of {package.name} {package.version} than"
+                    f" the interpreter, {path_of}: name that file: --candidate {shlex.quote(str(path_of))}"
+                )
+            sources[package.wheels[0]] = path_of.as_uri()
+    again = f"and gate again, or gate the set itself: bumpgate gate --lane {gate.lane} --candidate"
+    again += f" {shlex.quote(named.candidate)}"
+    if moved := differences(lock, gate.bad.packages):
+        raise AdoptionError(
+            f"{path}: the interpreter did not have the set of {named.candidate} (set -> interpreter: {some(moved)}):"
+            f" install these versions in {gate.bad.python} {again}"
+        )
+    return MeasuredSet(named.candidate, lock, sources, _unlocked(path, gate, lock, again))
+
+
+def _unlocked(path: Path, gate: GateFile, lock: Lock, again: str) -> dict[str, str]:
+    """Return the packages outside of the lock. Raises AdoptionError on one that the adopted side did not have, too.
+
+    A row may depend on any of them, and the adopted set will have none. What both sides had made no difference.
+    """
+    have, adopted = canonical(gate.bad.packages), canonical(gate.good.packages)
+    found = {n: v for n, v in sorted(have.items()) if n not in lock.versions and n not in OF_IMAGE}
+    if own := [f"{name} {version}" for name, version in found.items() if adopted.get(name) != version]:
+        raise AdoptionError(
+            f"{path}: {gate.bad.python} has packages that neither the set nor the adopted side has: {some(own)}:"
+            f" uninstall them {again}"
+        )
+    return found
+
+
+def _kernel_files(root: Path, gate: GateFile, find_links: Sequence[str]) -> dict[str, Path]:
+    """Return the file of each kernel wheel of the lane that the interpreter had."""
+    have = canonical(gate.bad.packages)
+    names = [name for name in kernel_wheels(root, gate.lane) if name in have]
+    return {name: _measured_file(gate, name, have[name], find_links) for name in names}
+
+
+def _with_files(request: Request, kernels: Sequence[str], files: Mapping[str, Path]) -> Request:
+    """Return the request with these kernel wheels, but for the candidate itself, and without the others of the lane."""
+    chosen, *others = request.requirements
+    kept = [text for text in others if _name(text) not in kernels]
+    wheels = (f"{name} @ {path.as_uri()}" for name, path in files.items() if name != _name(chosen))
+    return replace(request, requirements=(chosen, *kept, *wheels))
+
+
+def _name(requirement: str) -> str:
+    return str(canonicalize_name(Requirement(requirement).name))
+
+
+def _measured_file(gate: GateFile, name: str, version: str, find_links: Sequence[str]) -> Path:
+    """Return the wheel file whose content the interpreter had. Raises AdoptionError if none is found."""
+    content = gate.bad.wheels.get(name)
+    if not content:
+        raise AdoptionError(
+            f"the gate does not record the files of {name} {version} in {gate.bad.python}: install it from its"
+            " wheel and gate again"
+        )
+    for path in _wheel_files(name, find_links):
+        if content_of(path) == content:
+            return path.absolute()
+    raise AdoptionError(
+        f"no wheel file has the content of the {name} {version} that was measured: name the folder of the one that"
+        f" {gate.bad.python} was prepared from, with --find-links FOLDER"
+    )
+
+
+def _wheel_files(name: str, find_links: Sequence[str]) -> Iterator[Path]:
+    """Yield the wheel files of a package in folders, in the kernel store and in the wheel store."""
+    folders = [Path(place.removeprefix("file://")).expanduser() for place in find_links]
+    folders += [*sorted((kernel_store() / name).glob("*")), *sorted(store_root().glob("*"))]
+    for path in (path for folder in folders for path in sorted(folder.glob("*.whl"))):
+        try:
+            if parse_wheel_filename(path.name)[0] == name:
+                yield path
+        except InvalidWheelFilename:
+            continue

@@ -1,0 +1,91 @@
+"""The review of a gate that holds: which findings are intended, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from bumpgate.core.findings import Decision, Finding
+from bumpgate.core.gate_file import GateFile
+from bumpgate.core.rows import one_line
+from bumpgate.core.toml import tomllib
+from bumpgate.history.adoptions import ReviewedFinding
+from bumpgate.run.edits import AdoptionError
+
+TABLE = "reviewed"
+
+
+def reviewed(
+    gate: GateFile, rows: Sequence[str], reasons: Sequence[str], file: Path | None = None
+) -> tuple[ReviewedFinding, ...]:
+    """Return the reviewed rows: those of the options, and those of a file. A row takes the first reason that it has.
+
+    Raises AdoptionError (one line) unless they cover every finding that holds the gate.
+    """
+    if rows and len(reasons) not in (1, len(rows)):
+        raise AdoptionError(
+            f"{len(rows)} --reviewed and {len(reasons)} --reason: pass one reason for each, or one for all"
+        )
+    if reasons and not rows:
+        raise AdoptionError("--reason requires --reviewed: name the rows")
+    if not all(map(_is_reason, reasons)):
+        raise AdoptionError("--reason must be one line of text")
+    blocking = [f for f in gate.findings if f.decision is not Decision.ADOPT]
+    by_row = {row: f for f in blocking for row in f.rows if f.decision is Decision.HOLD}
+    named: dict[str, str] = {}
+    each = list(reasons) * (len(rows) if len(reasons) == 1 else 1)
+    given = [("--reviewed", glob, reason) for glob, reason in zip(rows, each)]
+    for where, glob, reason in (*given, *(_of_file(file) if file else ())):
+        matched = [row for row in by_row if fnmatchcase(row, glob)]
+        if not matched:
+            raise AdoptionError(f"{where} {glob!r}: no finding that holds this gate has such a row")
+        named |= {row: reason.strip() for row in matched if row not in named}
+    if gaps := [f for f in blocking if f.decision is Decision.UNKNOWN]:
+        raise AdoptionError(f"a review does not close gaps in the evidence: {'; '.join(map(_cause, gaps))}")
+    if failed := [f for f in blocking if not f.rows]:
+        raise AdoptionError(f"a failed test cannot be reviewed away: {'; '.join(map(_cause, failed))}")
+    if left := [row for row in by_row if row not in named]:
+        causes = "; ".join(f"{by_row[row].label} {row}" for row in left)
+        raise AdoptionError(
+            f"not reviewed ({len(left)}): {causes}; name each with --reviewed ROW --reason TEXT,"
+            " or all of them in a --review FILE"
+        )
+    return tuple(ReviewedFinding(row, _cause(by_row[row]), reason) for row, reason in named.items())
+
+
+def _of_file(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield place, glob and reason of each row that a review file names. Raises AdoptionError (one line)."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise AdoptionError(f"--review {path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise AdoptionError(f"--review {path}: not TOML ({one_line(error)})") from None
+    entries = raw.get(TABLE)
+    if raw.keys() != {TABLE} or not isinstance(entries, list) or not entries:
+        raise AdoptionError(f"--review {path}: expected [[{TABLE}]] entries, and nothing else")
+    for number, entry in enumerate(entries, 1):
+        where = f"--review {path} entry {number}"
+        if fault := _fault(entry):
+            raise AdoptionError(f"{where}: {fault}")
+        yield from ((where + ":", glob, entry["reason"]) for glob in entry["rows"])
+
+
+def _fault(entry: Any) -> str:
+    """Return what is wrong with one entry; "" if it is valid."""
+    if not isinstance(entry, dict) or entry.keys() != {"rows", "reason"}:
+        return 'expected rows = ["ROW", ...] and reason = "TEXT"'
+    rows = entry["rows"]
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, str) for row in rows):
+        return f"rows must be a list of row ids or globs, got {rows!r}"
+    return "" if _is_reason(entry["reason"]) else "reason must be one line of text"
+
+
+def _is_reason(text: object) -> bool:
+    return isinstance(text, str) and bool(text.strip()) and len(text.splitlines()) == 1
+
+
+def _cause(f: Finding) -> str:
+    return " ".join(word for word in (f.label, f.metric, f.head) if word)

@@ -1,0 +1,354 @@
+"""`bumpgate adopt` of a gate of two prepared interpreters: the set is resolved, and must be what was measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bumpgate.adopt.measured import differences, some
+from bumpgate.core.baseline import load
+from bumpgate.env.inventory import content_of
+from bumpgate.env.locks import Lock, Locked, Wheel, lane_lock, read_lock
+from bumpgate.env.store import sha256_of
+from bumpgate.history import adoptions
+from suites.support.planted import planted
+from tests.support.adopting import MANIFEST, WRITTEN, wheels
+from tests.support.local_index import LocalIndex
+from tests.support.prepared import EXTRA, SDIST, PreparedTree
+from tests.support.project import Result
+
+pytestmark = pytest.mark.long(60)
+
+CANDIDATE = ("--candidate", "torch==9.11.0")
+WITHOUT = ("--without", "faster")
+REVIEWED = ("--reviewed", "release/facts/category", "--reason", "future ones now")
+REVIEW = """# Why each is intended.
+[[reviewed]]
+rows = ["release/facts/cat*"]
+reason = "future ones now"
+"""
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreparedTree]:
+    """The tree with one gate of interpreters: the candidate has another build of fast, and no faster."""
+    folder = tmp_path_factory.mktemp("prepared")
+    with LocalIndex(wheels(folder / "wheels")) as index:
+        tree = PreparedTree(folder / "tree", index, folder / "home")
+        old, new = tree.kernels / "old", tree.kernels / "new"
+        good = tree.interpreter("good", "torch==9.9.0", *old.glob("*.whl"))
+        bad = tree.interpreter("bad", "torch==9.11.0", *new.glob("fast-*.whl"))
+        done = tree.gate_interpreters(good, bad, "g", "--without", "faster")
+        assert done.code == 1, done.out + done.err
+        assert done.err.endswith(
+            "to adopt it: bumpgate adopt g/gate.json --candidate torch==9.11.0 --without faster"
+            " --reviewed ROW --reason TEXT, for each intended change\n"
+        )
+        yield tree
+        tree.end()
+
+
+@pytest.fixture
+def tree(gated: PreparedTree, tmp_path: Path) -> Iterator[PreparedTree]:
+    made = gated.copy(tmp_path / "tree", tmp_path / "home")
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def links(gated: PreparedTree) -> tuple[str, ...]:
+    return ("--find-links", str(gated.kernels / "new"))
+
+
+def adopt(tree: PreparedTree, *more: str) -> Result:
+    return tree.bumpgate("adopt", "g/gate.json", *more)
+
+
+def refused(tree: PreparedTree, words: str, *more: str) -> None:
+    before = tree.files()
+    done = adopt(tree, *more)
+    assert (done.code, done.out, len(done.err.splitlines())) == (4, "", 1), done.out + done.err
+    assert words in done.err
+    assert tree.files() == before
+
+
+def edit(tree: PreparedTree, change: Callable[[dict[str, Any]], Any], name: str = "gate") -> None:
+    path = tree.root / f"g/{name}.json"
+    raw = json.loads(path.read_text())
+    change(raw)
+    path.write_text(json.dumps(raw))
+
+
+def candidate(tree: PreparedTree, gate: str) -> str:
+    """Return the interpreter of a gate's candidate."""
+    return str(json.loads((tree.root / gate / "gate.json").read_text())["sides"]["bad"]["python"])
+
+
+def run_lane(tree: PreparedTree, gate: str) -> tuple[int, str]:
+    """Run the lane in the candidate of a gate, as the adopted set: exit code and output."""
+    command = [candidate(tree, gate), "-m", "pytest", "-m", "cpu", "-n", "0", "--gate"]
+    env = tree.env | {"PYTHONPATH": str(tree.root)}
+    done = subprocess.run(command, cwd=tree.root, env=env, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout
+
+
+def test_gate_records_the_build_of_each_kernel_wheel(gated: PreparedTree) -> None:
+    sides = json.loads((gated.root / "g/gate.json").read_text())["sides"]
+    old, new = ({n: content_of(gated.wheel(b, n)) for n in ("fast", "faster")} for b in ("old", "new"))
+    assert sides["good"]["wheels"] == old
+    assert sides["bad"]["wheels"] == {"fast": new["fast"]}
+    assert old["fast"] != new["fast"], "the digests tell the builds apart"
+
+
+def test_interpreter_is_adopted_as_the_set_it_had(tree: PreparedTree, links: tuple[str, ...]) -> None:
+    """The lane is red in the candidate before, green after the adoption, and red again after its rollback."""
+    python, lane = candidate(tree, "g"), partial(run_lane, tree, "g")
+    code, out = lane()
+    assert (code, "not run under --gate: kernels/faster/over_peer" in out) == (1, True)
+    files = tree.files()
+    tree.write("../review.toml", REVIEW)
+    done = adopt(tree, *CANDIDATE, *WITHOUT, *links, "--review", "../review.toml")
+    assert done.code == 0, done.out + done.err
+    assert {*done.err.splitlines()} == {
+        f"fetching {n}-py3-none-any.whl" for n in ("torch-9.11.0", "fast-1.0")
+    }
+    assert done.out.startswith("lane cpu: torch 9.9.0 -> 9.11.0, HOLD of the gate of ")
+    assert "  reviewed release/facts/category (CHANGED category): future ones now\n" in done.out
+    assert "packages: 2 moved\n  faster 1.0 -> (absent)\n  torch 9.9.0 -> 9.11.0\n" in done.out
+    assert "given up: faster, with 1 row\n" in done.out
+    assert f"check: {python} -m pytest -m cpu --gate\n" in done.out
+    locked = {p.name: p for p in read_lock(lane_lock(tree.root, "cpu")).packages}
+    assert {n: p.version for n, p in locked.items()} == {"fast": "1.0", "pytest": "99.0", "torch": "9.11.0"}
+    new = sha256_of(tree.wheel("new", "fast"))
+    assert locked["fast"].wheels[0].sha256 == new
+    fast = f'version = "1.0"\ntorch = "9.11.0"\nsha256 = "{new}"\nsdist = "{SDIST}"  # from PyPI\n'
+    manifest = (tree.root / "wheels/manifest.toml").read_text()
+    row = MANIFEST.replace("==9.9.0", "==9.11.0") + 'without = ["faster"]\n\n'
+    assert manifest.startswith(f"{row}[environment.cpu.wheels.fast]\n{fast}\n[smoke.faster]\n")
+    project = (tree.root / "pyproject.toml").read_text()
+    assert EXTRA.replace("9.9.0", "9.11.0").replace('    "faster==1.0",\n', "") in project
+    rows = load(tree.root / "baselines/cpu.json", "cpu").rows
+    assert "kernels/faster/over_peer" not in rows
+    assert rows["kernels/fast/over_peer"].value == 2
+    entry = adoptions.load(tree.root).last("cpu")
+    assert entry
+    assert (entry.candidate, entry.new, entry.without) == ("torch==9.11.0", "9.11.0", ("faster",))
+    assert [r.reason for r in entry.reviewed] == ["future ones now"]
+    code, out = lane()
+    assert code == 0, out
+    assert (
+        "NOT RUN       kernels/faster/over_peer: lane cpu has given faster up (wheels/manifest.toml)" in out
+    )
+    assert "MISSING" not in out
+    back = tree.bumpgate("rollback", "cpu", "--adoption")
+    assert "rollback cpu: 4 wheels verified, built offline in " in back.out, back.out + back.err
+    restored = tree.files()
+    assert [restored[Path(p).name] for p in WRITTEN] == [files[Path(p).name] for p in WRITTEN]
+    assert lane()[0] == 1
+
+
+def test_no_store_leaves_the_wheels_out(tree: PreparedTree, links: tuple[str, ...]) -> None:
+    done = adopt(tree, *CANDIDATE, *WITHOUT, *links, *REVIEWED, "--no-store")
+    assert (done.code, done.err) == (0, ""), done.out + done.err
+
+
+def test_packages_of_both_sides_are_listed(tree: PreparedTree, links: tuple[str, ...]) -> None:
+    """What the set lacks is named, but for packages of any image."""
+
+    def both(raw: dict[str, Any]) -> None:
+        for side in raw["sides"].values():
+            side["packages"] = {n: side["packages"][n] for n in ("torch", "pytest", "fast")}
+            side["packages"] |= {"Helper_B": "2.0", "helper-a": "1.0"}
+        raw["sides"]["good"]["packages"]["faster"] = "1.0"
+        raw["sides"]["bad"]["packages"] |= dict.fromkeys(("pip", "setuptools", "wheel", "bumpgate"), "1")
+
+    edit(tree, both)
+    done = adopt(tree, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
+    assert done.code == 0, done.err
+    assert "\nnot in the lock: helper-a 1.0, helper-b 2.0\n" in done.out
+    entry = adoptions.load(tree.root).last("cpu")
+    assert entry
+    assert entry.not_in_lock == {"helper-a": "1.0", "helper-b": "2.0"}
+
+
+OPTIONS = {
+    "no candidate": (
+        (*WITHOUT,),
+        "g/gate.json: the candidate was an interpreter (--python-bad): name the requirement whose set it is:"
+        " bumpgate adopt g/gate.json --candidate 'torch==9.11.0'\n",
+    ),
+    "another version": (
+        ("--candidate", "torch==9.10.0", *WITHOUT),
+        "bumpgate: torch==9.10.0: error: No solution found when resolving dependencies",
+    ),
+    "no requirement": (("--candidate", "torch = 9", *WITHOUT), "invalid candidate 'torch = 9' (expected "),
+    "no such version": (
+        ("--candidate", "torch==9.99", *WITHOUT),
+        "bumpgate: torch==9.99: error: No solution found",
+    ),
+    "unnamed wheel": (
+        CANDIDATE,
+        "the candidate has no faster of lane cpu: build it and gate again (bumpgate wheels build --lane cpu --torch"
+        " 9.11.0 --package faster), or give it up: --without faster\n",
+    ),
+    "wheel it has": (
+        (*CANDIDATE, *WITHOUT, "--without", "fast"),
+        "--without fast: the candidate has fast 1.0: leave the option out\n",
+    ),
+    "no kernel wheel": (
+        (*CANDIDATE, *WITHOUT, "--without", "numpy"),
+        "--without numpy: not a kernel wheel of lane cpu (fast, faster)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_name_another_set_are_refused(
+    tree: PreparedTree, links: tuple[str, ...], name: str
+) -> None:
+    options, words = OPTIONS[name]
+    refused(tree, words, *options, *links, *REVIEWED)
+
+
+def test_index_of_the_option_is_used(tree: PreparedTree, links: tuple[str, ...]) -> None:
+    done = adopt(tree, *CANDIDATE, *WITHOUT, *links, *REVIEWED, "--index", "http://127.0.0.1:9/none")
+    assert (done.code, done.out, len(done.err.splitlines())) == (125, "", 1), done.err
+    assert "127.0.0.1:9/none" in done.err
+
+
+@planted("C39", "the lock of a wheel that was built for another torch than the measured one")
+@pytest.mark.parametrize("folder", ["old", "later", ""])
+def test_other_build_of_a_kernel_wheel_is_refused(tree: PreparedTree, folder: str) -> None:
+    links = ("--find-links", str(tree.kernels / folder)) if folder else ()
+    words = (
+        "no wheel file has the content of the fast 1.0 that was measured: name the folder of the one that "
+    )
+    refused(tree, words, *CANDIDATE, *WITHOUT, *REVIEWED, *links)
+
+
+def both_sides(raw: dict[str, Any], **packages: str) -> None:
+    for side in raw["sides"].values():
+        side["packages"] |= packages
+
+
+EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "version": (
+        "the interpreter did not have the set of torch==9.11.0 (set -> interpreter: torch 9.11.0 -> 9.10.0): install"
+        " these versions in ",
+        lambda raw: raw["sides"]["bad"]["packages"].update(torch="9.10.0"),
+    ),
+    "absent": (
+        "(set -> interpreter: pytest 99.0 -> (absent)): install these versions in ",
+        lambda raw: raw["sides"]["bad"]["packages"].pop("pytest"),
+    ),
+    "own package": (
+        "has packages that neither the set nor the adopted side has: apex 1.0: uninstall them and gate again, or gate"
+        " the set itself: bumpgate gate --lane cpu --candidate torch==9.11.0\n",
+        lambda raw: raw["sides"]["bad"]["packages"].update(apex="1.0"),
+    ),
+    "own version": (
+        "has packages that neither the set nor the adopted side has: apex 1.0: uninstall them",
+        lambda raw: (both_sides(raw, apex="1.0"), raw["sides"]["good"]["packages"].update(apex="0.9")),
+    ),
+    "no content": (
+        "the gate does not record the files of fast 1.0 in ",
+        lambda raw: raw["sides"]["bad"].pop("wheels"),
+    ),
+    "adopted side": (
+        "does not compare with the adopted set (torch 9.9.0 -> 9.8.0): gate without --python-good, or with the"
+        " interpreter that this builds: bumpgate rollback cpu --no-smoke\n",
+        lambda raw: raw["sides"]["good"]["packages"].update(torch="9.8.0"),
+    ),
+}
+
+
+@planted("C39", "an interpreter that is not the set that is adopted")
+@pytest.mark.parametrize("name", EDITS)
+def test_interpreter_with_another_set_is_refused(
+    tree: PreparedTree, links: tuple[str, ...], name: str
+) -> None:
+    words, change = EDITS[name]
+    edit(tree, change)
+    refused(tree, words, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
+
+
+def test_interpreter_of_another_python_is_refused(tree: PreparedTree, links: tuple[str, ...]) -> None:
+    python = read_lock(lane_lock(tree.root, "cpu")).python
+    edit(tree, lambda raw: raw["provenance"].update(python="3.7.9"), "bad")
+    words = f"the candidate ran Python 3.7, and the set of lane cpu is for {python}: gate an interpreter of Python"
+    refused(tree, words, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
+
+
+@pytest.mark.parametrize(
+    ("locked", "installed", "same"),
+    [
+        ("2.15.0", "2.15.0", True),
+        ("2.15.0", "2.15.0+cu130", True),
+        ("2.15.0+cu130", "2.15.0+cu130", True),
+        ("2.15.0+cpu", "2.15.0+cu130", False),
+        ("2.15.0+cu130", "2.15.0", False),
+        ("2.15.0", "2.15.1", False),
+        ("2.15.0", "2.15.0.post1+cu130", False),
+        ("1.0", "1.0.0", True),
+        ("1.0", "of a fork", False),
+    ],
+)
+def test_label_that_an_index_omits_is_no_difference(locked: str, installed: str, same: bool) -> None:
+    lock = Lock((Locked("torch", locked, (Wheel("torch.whl", ""),)),))
+    assert differences(lock, {"Torch": installed}) == ([] if same else [f"torch {locked} -> {installed}"])
+
+
+def test_first_differences_are_shown() -> None:
+    assert some(["a", "b", "c"]) == "a, b, c"
+    assert some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+
+
+def test_candidate_without_kernel_wheels_gives_them_up(tree: PreparedTree) -> None:
+    """A gate of a requirement leaves unfit wheels out by itself."""
+    done = tree.gate("9.10.0")
+    assert done.code == 0, done.out + done.err
+    lacking = "the candidate has no fast, faster of lane cpu: build it and gate again "
+    plain = tree.bumpgate("adopt", "9.10.0/gate.json")
+    assert (plain.code, plain.out, lacking in plain.err) == (4, "", True), plain.err
+    both = ("--without", "Faster", "--without", "fast")
+    done = tree.bumpgate("adopt", "9.10.0/gate.json", *both)
+    assert done.code == 0, done.err
+    assert "given up: fast, faster, with 2 rows\n" in done.out
+    row = MANIFEST.replace("==9.9.0", "==9.10.0") + 'without = ["fast", "faster"]\n'
+    manifest = (tree.root / "wheels/manifest.toml").read_text()
+    assert manifest.startswith(row)
+    assert "wheels.fast" not in manifest
+    assert '"torch==9.10.0", # the adopted one\n]' in (tree.root / "pyproject.toml").read_text()
+    assert not [
+        row for row in load(tree.root / "baselines/cpu.json", "cpu").rows if row.startswith("kernels/")
+    ]
+    assert run_lane(tree, "9.10.0")[0] == 0
+
+
+def test_kernel_wheel_as_candidate_is_compared_by_its_file(tree: PreparedTree) -> None:
+    """One version may be there in two builds: the named one must be the measured one."""
+    edit(
+        tree,
+        lambda raw: (
+            raw["sides"]["bad"]["packages"].update(torch="9.9.0", faster="1.0"),
+            raw["sides"]["bad"]["wheels"].update(
+                fast=content_of(tree.wheel("again", "fast")), faster=content_of(tree.wheel("old", "faster"))
+            ),
+        ),
+    )
+    edit(tree, lambda raw: raw["provenance"].update(torch="9.9.0"), "bad")
+    again, old = (str(tree.wheel(build, "fast")) for build in ("again", "old"))
+    words = f"the set of {old} has another build of fast 1.0 than the interpreter, {again}: name that file: --candidate"
+    links = ("--find-links", str(tree.kernels / "again"), "--find-links", str(tree.kernels / "old"))
+    refused(tree, words, "--candidate", old, *links, *REVIEWED)
+    done = adopt(tree, "--candidate", again, *links, *REVIEWED, "--no-store")
+    assert done.code == 0, done.err
+    locked = {p.name: p.wheels[0].sha256 for p in read_lock(lane_lock(tree.root, "cpu")).packages}
+    assert locked["fast"] == sha256_of(tree.wheel("again", "fast"))
+    assert locked["faster"] == sha256_of(tree.wheel("old", "faster"))

@@ -1,0 +1,147 @@
+"""Kernel wheels in an adoption: given up, or built again for the candidate's torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bumpgate.adopt.kernels import check_manifest, check_without, given_up_rows, moved_manifest
+from bumpgate.core.baseline import Baseline, Reviewed
+from bumpgate.core.rows import Judgement, Record, Row, Verdict
+from bumpgate.core.toml import tomllib
+from bumpgate.env.locks import Lock, Locked, Wheel, lane_lock, write_lock
+from bumpgate.run.edits import AdoptionError
+from tests.support.tree import FAST_MANIFEST, declare_lanes
+
+OLD, NEW = "a" * 64, "b" * 64
+FAST = f'sha256 = "{OLD}"\nsdist = "{"5" * 64}"\npatch = "fast.patch"\n'
+TORCH = "2.15.0+cu130"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    declare_lanes(tmp_path)
+    (tmp_path / "wheels").mkdir()
+    write(tmp_path, FAST_MANIFEST.format(torch="2.15.0") + FAST)
+    return tmp_path
+
+
+def write(tree: Path, text: str) -> None:
+    (tree / "wheels/manifest.toml").write_text(text)
+
+
+def lock(version: str = "1.0", sha256: str = NEW, file: str = "") -> Lock:
+    wheel = Wheel(file or f"fast-{version}-py3-none-any.whl", sha256)
+    torch = Locked("torch", "2.15.0", (Wheel("torch-2.15.0-py3-none-any.whl", "c" * 64),))
+    return Lock((torch, Locked("fast", version, (wheel,))), "3.12")
+
+
+def moved(tree: Path, found: Lock, *without: str) -> dict[str, Any] | None:
+    text = moved_manifest(tree, "h200", found, TORCH, without)
+    return text and tomllib.loads(text)["environment"]["h200"]
+
+
+def test_other_build_of_a_version_keeps_its_sources(tree: Path) -> None:
+    row = moved(tree, lock())
+    assert row
+    expected = {"version": "1.0", "torch": TORCH, "sha256": NEW, "sdist": "5" * 64, "patch": "fast.patch"}
+    assert row["wheels"] == {"fast": expected}
+    assert "without" not in row
+
+
+@pytest.mark.parametrize(
+    ("version", "torch", "sources"),
+    [
+        ("1.1", TORCH, []),
+        ("1.0+cu130", TORCH, ["patch", "sdist"]),
+        ("1.0+torch2.14", "2.14", ["patch", "sdist"]),
+        ("1.1+torch2.15", "2.15", []),
+    ],
+)
+def test_label_and_version_of_another_build(tree: Path, version: str, torch: str, sources: list[str]) -> None:
+    """The hash of the sources is of one version; a label states the torch of the build."""
+    row = moved(tree, lock(version))
+    assert row
+    fast = row["wheels"]["fast"]
+    assert (fast["version"], fast["torch"], fast["sha256"]) == (version, torch, NEW)
+    assert sorted(fast.keys() & {"sdist", "patch"}) == sources
+
+
+def test_label_of_the_file_states_the_torch(tree: Path) -> None:
+    row = moved(tree, lock(file="fast-1.0+torch2.13-py3-none-any.whl"))
+    assert row
+    assert row["wheels"]["fast"]["torch"] == "2.13"
+
+
+def test_adopted_build_is_left_as_it_is(tree: Path) -> None:
+    assert moved(tree, lock(sha256=OLD)) is None
+    write(tree, FAST_MANIFEST.format(torch="2.15.0"))
+    write_lock(lane_lock(tree, "h200"), lock(sha256=OLD))
+    assert moved(tree, lock(sha256=OLD)) is None, (
+        "the lane's lock has the hash that the manifest does not state"
+    )
+    row = moved(tree, lock())
+    assert row
+    assert row["wheels"]["fast"]["sha256"] == NEW
+
+
+def test_last_wheel_that_is_given_up_takes_its_table_along(tree: Path) -> None:
+    text = (tree / "wheels/manifest.toml").read_text()
+    write(tree, text.replace('lane = "h200"\n', 'lane = "h200"\nwithout = ["slow"]\n') + "# the end\n")
+    row = moved(tree, Lock(lock().packages[:1]), "fast")
+    assert row
+    assert "wheels" not in row
+    assert row["without"] == ["fast", "slow"]
+
+
+def test_tree_without_a_manifest_or_row_is_left_alone(tree: Path) -> None:
+    write(tree, "schema = 1\n[environment]\n")
+    assert moved(tree, lock()) is None
+    (tree / "wheels/manifest.toml").unlink()
+    assert moved(tree, lock()) is None
+
+
+def test_wheel_of_another_torch_contradicts_the_manifest(tree: Path) -> None:
+    path = tree / "wheels/manifest.toml"
+    check_manifest(path, None)
+    check_manifest(path, path.read_text())
+    words = (
+        r"built against torch 2\.15\.0, the row has 2\.16\.0: build that wheel for the new torch \(bumpgate "
+    )
+    with pytest.raises(AdoptionError, match=words):
+        check_manifest(path, path.read_text().replace('"==2.15.0"', '"==2.16.0"'))
+
+
+def test_each_lacking_wheel_must_be_given_up(tree: Path) -> None:
+    packages = {"torch": TORCH, "fast": "1.0"}
+    check_without(tree, "h200", packages, ())
+    check_without(tree, "h200", {"torch": TORCH}, ("fast",))
+    with pytest.raises(
+        AdoptionError, match=r"--torch 2\.15\.0 --package fast\), or give it up: --without fast$"
+    ):
+        check_without(tree, "h200", {"torch": TORCH}, ())
+    with pytest.raises(AdoptionError, match=r"the candidate has fast 1\.0: leave the option out$"):
+        check_without(tree, "h200", packages, ("fast",))
+
+
+def record(*not_run: str, **rows: int | None) -> SimpleNamespace:
+    judged = (
+        Judgement(Row(f"a/b/{name}", value, "n", 1, "C1", test="t.py::t"), Verdict.PASS, "")
+        for name, value in rows.items()
+    )
+    return SimpleNamespace(record=Record({"not_run": [f"{row}: why" for row in not_run]}, tuple(judged)))
+
+
+def test_rows_given_up_are_those_that_only_the_wheel_gives() -> None:
+    old = Baseline(
+        "h200", {}, dict.fromkeys(("a/b/peer", "a/b/tpu", "a/b/own", "a/b/lost"), Reviewed(1, "n", "exact"))
+    )
+    good = record("a/b/tpu", peer=1, own=1, new=1, lost=1, gone=None)
+    bad = record("a/b/peer", "a/b/tpu", "a/b/new", "a/b/own", "a/b/gone", own=1)
+    gate: Any = SimpleNamespace(good=good, bad=bad)
+    assert given_up_rows(gate, old) == {"a/b/peer"}
+    gate.good = SimpleNamespace(record=None)
+    assert given_up_rows(gate, old) == frozenset()

@@ -1,0 +1,98 @@
+"""The review of a gate that holds, by options and by a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bumpgate.adopt.review import reviewed
+from bumpgate.core.findings import Decision, Finding
+from bumpgate.run.edits import AdoptionError
+
+GATE: Any = SimpleNamespace(
+    findings=(
+        Finding(Decision.HOLD, "REGRESSION", "guard_count", "", ("compile/a/guards", "compile/b/guards")),
+        Finding(Decision.HOLD, "CHANGED", "category", "", ("release/facts/category",)),
+        Finding(Decision.ADOPT, "NEW", "", "", ("release/facts/new",)),
+    )
+)
+GUARDS = '[[reviewed]]\nrows = ["compile/*/guards"]\nreason = "more guards upstream"\n'
+CATEGORY = '[[reviewed]]\nrows = ["x/y/z", "release/facts/category"]\nreason = "future ones"\n'
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "review.toml"
+
+
+def reasons(file: Path, *options: str) -> dict[str, str]:
+    rows, why = options[::2], options[1::2]
+    return {r.row: r.reason for r in reviewed(GATE, rows, why, file)}
+
+
+def test_file_reviews_rows_by_globs(file: Path) -> None:
+    file.write_text(GUARDS + CATEGORY.replace('"x/y/z", ', ""))
+    found = reviewed(GATE, (), (), file)
+    assert [(r.row, r.finding, r.reason) for r in found] == [
+        ("compile/a/guards", "REGRESSION guard_count", "more guards upstream"),
+        ("compile/b/guards", "REGRESSION guard_count", "more guards upstream"),
+        ("release/facts/category", "CHANGED category", "future ones"),
+    ]
+
+
+def test_options_and_file_complete_each_other(file: Path) -> None:
+    """The first reason of a row is kept: an option's before the file's."""
+    file.write_text(GUARDS)
+    assert reasons(file, "release/*", "future", "compile/a/guards", "mine") == {
+        "release/facts/category": "future",
+        "compile/a/guards": "mine",
+        "compile/b/guards": "more guards upstream",
+    }
+
+
+FAULTS = {
+    "not all": (GUARDS, "not reviewed (1): CHANGED release/facts/category; name each with --reviewed ROW "),
+    "no such row": (CATEGORY, " entry 1: 'x/y/z': no finding that holds this gate has such a row"),
+    "does not hold": (
+        '[[reviewed]]\nrows = ["release/facts/new"]\nreason = "x"\n',
+        "'release/facts/new': no finding that holds this gate has such a row",
+    ),
+    "not toml": ("rows", ": not TOML ("),
+    "empty": ("", "expected [[reviewed]] entries, and nothing else"),
+    "no list": ("reviewed = 1\n", "expected [[reviewed]] entries, and nothing else"),
+    "empty list": ("reviewed = []\n", "expected [[reviewed]] entries, and nothing else"),
+    "more": (GUARDS + "[other]\n", "expected [[reviewed]] entries, and nothing else"),
+    "no table": ("reviewed = [1]\n", ' entry 1: expected rows = ["ROW", ...] and reason = "TEXT"'),
+    "row": (GUARDS + GUARDS.replace("rows", "row"), " entry 2: expected rows = "),
+    "no reason": ('[[reviewed]]\nrows = ["a"]\n', " entry 1: expected rows = "),
+    "text": (GUARDS.replace("[", "").replace("]", "").replace("reviewed", "[[reviewed]]"), "got 'compile"),
+    "no rows": ('[[reviewed]]\nrows = []\nreason = "x"\n', "rows must be a list of row ids or globs, got []"),
+    "number": (
+        '[[reviewed]]\nrows = [1]\nreason = "x"\n',
+        "rows must be a list of row ids or globs, got [1]",
+    ),
+    "empty reason": (
+        GUARDS.replace("more guards upstream", " "),
+        " entry 1: reason must be one line of text",
+    ),
+    "two lines": (GUARDS.replace("more ", "more\\n"), " entry 1: reason must be one line of text"),
+    "reason": (GUARDS.replace('"more guards upstream"', "1"), " entry 1: reason must be one line of text"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faulty_review_file_is_one_line(file: Path, name: str) -> None:
+    text, words = FAULTS[name]
+    file.write_text(text)
+    with pytest.raises(AdoptionError) as caught:
+        reasons(file)
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_missing_review_file_is_one_line(file: Path) -> None:
+    with pytest.raises(AdoptionError, match=r"review.toml: cannot be read .No such file"):
+        reasons(file)
