@@ -80,7 +80,8 @@ class TimedTest:
     @cached_property
     def plan(self) -> SessionPlan:
         """Return the gate's plan for this lane, with half of each row's slowdown as its only margin."""
-        plan = plan_for(self.sessions or MOST, self.lane)
+        lane = lanes.require(self.root, self.lane)
+        plan = plan_for(self.sessions or MOST, lane.name, lane.device, lane.margins)
         margins = {row: math.sqrt(ratio) - 1 for row, ratio in self.ratios.items()}
         return replace(
             plan, rules=(*(SessionRule(escape(row), m, m) for row, m in margins.items()), *plan.rules)

@@ -36,6 +36,8 @@ class Lane:
     tests that a gate runs first; "" for none. smoke: tests that a rollback runs, by path or node id; by default the
     canaries.
     tests: files and folders whose tests belong to the lane without its marker; the outcome of each is a row.
+    margins: (pattern of row ids, change) of timed rows that vary too much between processes on this lane to be compared
+    within the usual margin: the paired sessions call them SAME within that change. A table in the file.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Lane:
     canaries: str = ""
     smoke: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
+    margins: tuple[tuple[str, float], ...] = ()
 
 
 def load(root: Path) -> dict[str, Lane]:
@@ -132,16 +135,19 @@ def _lane(where: str, name: str, raw: Any) -> Lane:
     if not isinstance(raw, Mapping):
         raise LaneError(f"{where}: must be a table")
     kinds = {field.name: type(field.default) for field in fields(Lane) if field.name != "name"}
+    margins = _margins(where, raw.get("margins", {}))
     for key, value in raw.items():
         if key not in kinds:
             raise LaneError(f"{where}: unknown field {key!r}; fields: {', '.join(kinds)}")
+        if key == "margins":
+            continue
         kind = list if kinds[key] is tuple else kinds[key]
         texts = not isinstance(value, list) or all(isinstance(text, str) for text in value)
         if not isinstance(value, kind) or isinstance(value, bool) or not texts:
             words = {str: "a string", int: "a number", list: "a list of strings"}
             raise LaneError(f"{where}: {key} must be {words[kind]}, got {value!r}")
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
-    lane = Lane(name, **values)
+    lane = Lane(name, **values | {"margins": margins})
     if lane.device not in DEVICES:
         raise LaneError(f"{where}: device must be one of {', '.join(DEVICES)}, got {lane.device!r}")
     if unknown := [need for need in lane.needs if need not in NEEDS]:
@@ -157,3 +163,12 @@ def _lane(where: str, name: str, raw: Any) -> Lane:
     except re.error as error:
         raise LaneError(f"{where}: gpu is not a regular expression ({error})") from None
     return lane
+
+
+def _margins(where: str, raw: Any) -> tuple[tuple[str, float], ...]:
+    if not isinstance(raw, Mapping):
+        raise LaneError(f'{where}: margins must be a table such as {{"throughput/*" = 0.2}}, got {raw!r}')
+    for pattern, margin in raw.items():
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 < margin < 1:
+            raise LaneError(f"{where}: margins: {pattern!r} must be between 0 and 1, got {margin!r}")
+    return tuple((str(pattern), float(margin)) for pattern, margin in raw.items())

@@ -33,7 +33,7 @@ from bumpgate.env.request import require_kernel_wheels
 from bumpgate.env.store import sha256_of
 from bumpgate.gate import drift, metrics, result
 from bumpgate.gate.bench import GateRunner, other_packages
-from bumpgate.gate.plan import plan_for
+from bumpgate.gate.plan import SessionPlan, plan_for
 from bumpgate.gate.result import Gate, GateConfig, GateError, SideState
 from bumpgate.gate.sides import TITLES, EnvSpec
 from bumpgate.gate.view import View, cut, findings_text
@@ -156,7 +156,8 @@ def command(
             if shell:
                 metrics.write_test(root, lane, shell)
             now = bind(root, place)
-            gate = _begin(config, place, resume, now)
+            plan = plan_for(sessions, lane, needed.device, needed.margins)
+            gate = _begin(config, plan, place, resume, now)
             if gate.finished:
                 _refuse_lapsed(gate, root, place)
             links = (*(find_links or ()), *copies(store or ()))
@@ -167,7 +168,6 @@ def command(
             else:
                 _keep_locks(specs, place)
                 limit = time.monotonic() + 60 * budget if budget is not None else float("inf")
-                plan = plan_for(sessions, lane)
                 GateRunner(
                     gate,
                     root,
@@ -228,7 +228,7 @@ def _refuse(config: GateConfig, root: Path) -> None:
         raise BumpgateError("--without is for interpreters (--python-bad PATH): name one, or leave it out")
     require_kernel_wheels(root, config.lane, config.without)
     try:
-        plan_for(config.sessions, config.lane)
+        plan_for(config.sessions)
     except ValueError as error:
         raise BumpgateError(f"--sessions: {error}") from None
     for before, part in zip(("", *config.selection), () if config.command else config.selection):
@@ -252,9 +252,9 @@ def _file_digest(candidate: str) -> str:
     return sha256_of(path) if candidate.endswith(".whl") and path.is_file() else ""
 
 
-def _begin(config: GateConfig, out: Path, resume: bool, now: Binding) -> Gate:
+def _begin(config: GateConfig, plan: SessionPlan, out: Path, resume: bool, now: Binding) -> Gate:
     """Create a gate, or load the one in `out`. Raises GateError if that one has other options or inputs."""
-    found = result.read(out, plan_for(config.sessions, config.lane))
+    found = result.read(out, plan)
     if found is None or (found.finished and not resume):
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         gate = Gate(config, started, shlex.join(["bumpgate", *sys.argv[1:]]), binding=now)

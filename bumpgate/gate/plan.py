@@ -38,6 +38,11 @@ LOOKS = (
 )
 
 
+# Sessions after which NOT SLOWER ends the sessions of a row on a GPU or TPU.
+SETTLE_ON_DEVICE = 8
+# Share of processes of an unchanged build that are slow, of a row with a margin of its lane: such a row varies by 10 to
+# 24 % (standard deviation of a session on an H200), so that a process beyond 1.3 times is no mode.
+RARE_IF_NOISY = 0.2
 # Part of the level of SLOWER that the biases of compile caches may use.
 CACHE_PART = 0.25
 
@@ -133,15 +138,15 @@ class Family:
     caches: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
-def cache_allowance(plan: SessionPlan, share: float, pairs: int) -> float:
+def cache_allowance(plan: SessionPlan, share: float, bias: float, pairs: int) -> float:
     """Return the log-ratio that compile caches alone exceed with a chance of `share` of CACHE_PART of half of alpha.
 
-    Each side's cache adds an independent bias, normal with `plan.cache_sd`. More sessions do not remove it; `pairs`
-    independent pairs of caches average it.
+    Each side's cache adds an independent bias, normal with the standard deviation `bias`. More sessions do not remove
+    it; `pairs` independent pairs of caches average it.
     """
-    if not plan.cache_sd:
+    if not bias:
         return 0.0
-    deviation = plan.cache_sd * math.sqrt(2 / pairs)
+    deviation = bias * math.sqrt(2 / pairs)
     return deviation * NormalDist().inv_cdf(1 - CACHE_PART * plan.alpha / 2 * share)
 
 
@@ -153,16 +158,23 @@ def shares(names: Iterable[str], plan: SessionPlan) -> dict[str, float]:
     return {name: rule.weight / total / counts[rule] for name, rule in rules.items()}
 
 
-def plan_for(sessions: int | None = None, lane: str = "") -> SessionPlan:
+def plan_for(
+    sessions: int | None = None,
+    lane: str = "",
+    device: str = "cpu",
+    margins: Iterable[tuple[str, float]] = (),
+) -> SessionPlan:
     """Return the plan of a lane, cut to `sessions`; the last look gets the shares of the looks that are cut off.
 
     Slow modes of a training step and of a warm start are watched for on the CPU lane, where a session is cheap, and
-    only if there are enough sessions to clear a row of them. Raises ValueError on fewer sessions than the first look
-    needs.
+    only if there are enough sessions to clear a row of them. On another device, where a session takes minutes, NOT
+    SLOWER ends the sessions of a row early. margins: of the lane, for rows that vary much. Raises ValueError on fewer
+    sessions than the first look needs.
     """
-    default = SessionPlan()
+    default = SessionPlan() if device == "cpu" else SessionPlan(settle=SETTLE_ON_DEVICE)
     watch = lane == "cpu" and (sessions is None or sessions >= default.modes.sessions)
-    default = replace(default, rules=(*starts(watch), SessionRule("throughput/*", watch=watch)))
+    noisy = (SessionRule(pattern, same=m, weight=0.1, rare=RARE_IF_NOISY) for pattern, m in margins)
+    default = replace(default, rules=(*noisy, *starts(watch), SessionRule("throughput/*", watch=watch)))
     if sessions is None or sessions >= default.budget:
         return default
     if sessions < default.looks[0].sessions:

@@ -25,19 +25,23 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations_with_replacement
 
 from bumpgate.core.findings import TimedOutcome
-from bumpgate.gate.modes import Mode, Usual, slow_mode, slow_sessions
+from bumpgate.gate.modes import MAD, Mode, Usual, slow_mode, slow_sessions
 from bumpgate.gate.multiplicity import benjamini_hochberg, holm
 from bumpgate.gate.plan import Family, SessionPlan, SessionRule, cache_allowance, shares
 
 # Steps of the winsorised distances: whole numbers make the exact distribution a product of polynomials.
 STEPS = 8
 BISECTIONS = 24
+# What it takes to estimate the bias of compile caches from a gate's own sessions: tests, and sessions of each pair of
+# caches. CERTAIN: a median of that many differences is too small by more than this factor in less than 1 of 100 gates.
+# LEAST_BIAS: of what a few sessions can show.
+MANY_TESTS, LEAST_OF_PAIR, CERTAIN, LEAST_BIAS = 20, 3, 2.0, 0.002
 
 
 @dataclass(frozen=True)
@@ -143,14 +147,17 @@ def evidence(
     rule: SessionRule | None = None,
     share: float = 1.0,
     caches: Sequence[int] = (),
+    cache_sd: float | None = None,
 ) -> Evidence:
     """Return the p-values over all looks that these sessions reached; 1 before the first.
 
     A look counts for SLOWER or FASTER only if the estimate exceeds what compile caches alone explain, and lies beyond
     the margin on each pair of caches. share: of the level, see `shares`. caches: the pair of each
-    session; by default two alternate.
+    session; by default two alternate. cache_sd: standard deviation of the bias of a cache, by default the plan's.
     """
     rule = rule or plan.rule("")
+    bias = plan.cache_sd if cache_sd is None else cache_sd
+    allowance = partial(cache_allowance, plan, share, bias)
     different, same = math.log1p(rule.different), math.log1p(rule.same)
     level = plan.alpha / 2
     slower = faster = alike = not_slower = 1.0
@@ -161,9 +168,9 @@ def evidence(
         if look.different:
             above, below = (p / look.different for p in (p_above(seen, different), p_below(seen, -different)))
             # A larger p cannot decide, so the estimates are not needed.
-            if above > level or _beyond_caches(seen, caches, different, plan, share):
+            if above > level or _beyond_caches(seen, caches, different, allowance):
                 slower = min(slower, above)
-            if below > level or _beyond_caches([-x for x in seen], caches, different, plan, share):
+            if below > level or _beyond_caches([-x for x in seen], caches, different, allowance):
                 faster = min(faster, below)
         if look.same:  # two one-sided tests, and both must hold (Schuirmann 1987)
             above = p_above(seen, -same) / look.same
@@ -171,6 +178,40 @@ def evidence(
             alike = min(alike, max(above, below))
             not_slower = min(not_slower, below)
     return Evidence(slower, faster, alike, not_slower if len(log_ratios) >= plan.settle else 1.0)
+
+
+def by_cache(log_ratios: Sequence[float], caches: Sequence[int] = ()) -> list[list[float]]:
+    """Group log-ratios by the pair of compile caches of each; by default two alternate."""
+    groups: dict[int, list[float]] = {}
+    for i, value in enumerate(log_ratios):
+        groups.setdefault(caches[i] if caches else i % 2, []).append(value)
+    return [*groups.values()]
+
+
+def cache_biases(
+    sessions: Mapping[str, Sequence[float]], plan: SessionPlan, family: Family
+) -> dict[str, float]:
+    """Return the standard deviation of a compile cache's bias for each row: the plan's, or less if two pairs agree.
+
+    The estimates on two pairs differ by four independent biases. Over MANY_TESTS tests or more, the median difference
+    gives their standard deviation, with a factor for its own error; a row whose pairs differ more has more.
+    """
+    differences, of_test = {}, dict[str, float]()
+    for row, values in sessions.items():
+        groups = by_cache(values, family.caches.get(row, ()))
+        if len(groups) == 2 and min(map(len, groups)) >= LEAST_OF_PAIR:
+            differences[row] = abs(estimate(groups[0]) - estimate(groups[1]))
+            test = family.tests.get(row, row)
+            of_test[test] = max(differences[row], of_test.get(test, 0.0))
+    if len(of_test) < MANY_TESTS:
+        return dict.fromkeys(sessions, plan.cache_sd)
+    pooled = CERTAIN * MAD * statistics.median(of_test.values()) / 2
+    return {
+        row: min(plan.cache_sd, max(pooled, LEAST_BIAS, differences[row] / 2))
+        if row in differences
+        else plan.cache_sd
+        for row in sessions
+    }
 
 
 def decide(
@@ -205,8 +246,9 @@ def _judge(
     sessions: Mapping[str, Sequence[float]], plan: SessionPlan, family: Family
 ) -> dict[str, tuple[TimedOutcome, Evidence]]:
     share = shares(sessions, plan)
+    bias = cache_biases(sessions, plan, family)
     found = {
-        row: evidence(values, plan, plan.rule(row), share[row], family.caches.get(row, ()))
+        row: evidence(values, plan, plan.rule(row), share[row], family.caches.get(row, ()), bias[row])
         for row, values in sessions.items()
     }
     slower = holm({row: e.slower for row, e in found.items()}, share)
@@ -260,14 +302,15 @@ def _outcome(
 
 
 def _beyond_caches(
-    log_ratios: Sequence[float], caches: Sequence[int], different: float, plan: SessionPlan, share: float
+    log_ratios: Sequence[float], caches: Sequence[int], different: float, allowance: Callable[[int], float]
 ) -> bool:
-    """Whether compile caches alone do not explain the change, and each pair of caches shows it."""
-    groups: dict[int, list[float]] = {}
-    for i, value in enumerate(log_ratios):
-        groups.setdefault(caches[i] if caches else i % 2, []).append(value)
-    allowance = cache_allowance(plan, share, len(groups))
-    return estimate(log_ratios) > allowance and min(map(estimate, groups.values())) > different
+    """Whether compile caches alone do not explain the change, and each pair of caches shows it.
+
+    allowance: of a number of pairs, the log-ratio that they explain.
+    """
+    groups = by_cache(log_ratios, caches)
+    least = min(map(estimate, groups))
+    return least > different and estimate(log_ratios) > allowance(len(groups))
 
 
 def _lower_end(log_ratios: tuple[float, ...], level: float) -> float:

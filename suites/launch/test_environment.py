@@ -9,6 +9,7 @@ import ast
 import importlib.util
 import json
 import mmap
+import os
 import re
 import subprocess
 import sys
@@ -208,7 +209,9 @@ def mentioned(names: set[str]) -> set[str]:
     """Return which of the names occur in the installed torch: its Python, its headers, its libraries."""
     home = Path(importlib.util.find_spec("torch").origin).parent
     found = set()
-    for path in (p for p in home.rglob("*") if p.suffix in (".py", ".hpp", ".so") and p.stat().st_size):
+    # With links: an installation may link its folder of libraries.
+    paths = (Path(folder, name) for folder, _, names in os.walk(home, followlinks=True) for name in names)
+    for path in (p for p in paths if p.suffix in (".py", ".hpp", ".so") and p.stat().st_size):
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             found |= {name for name in names - found if text.find(name.encode()) >= 0}
     return found

@@ -33,6 +33,12 @@ def test_lanes_load_from_pyproject_or_bumpgate_toml(tmp_path: Path) -> None:
     )
 
 
+def test_lane_states_margins_of_rows_that_vary(tmp_path: Path) -> None:
+    found = lanes.load(declare(tmp_path, "[lanes.mine.margins]\n'a/*' = 0.2\n'b/c/s' = 0.4\n"))["mine"]
+    assert found.margins == (("a/*", 0.2), ("b/c/s", 0.4))
+    assert hash(found)
+
+
 def test_extra_of_another_project_includes_its_dependencies(tmp_path: Path) -> None:
     declare(tmp_path, "[lanes.mine]\nextra = 'test'\n")
     (tmp_path / "pyproject.toml").write_text(
@@ -57,6 +63,13 @@ def test_extra_of_another_project_includes_its_dependencies(tmp_path: Path) -> N
         ("[lanes.mine]\nneeds = 'c++'", "needs must be a list of strings, got 'c++'"),
         ("[lanes.mine]\ntests = [1]", "tests must be a list of strings, got [1]"),
         ("[lanes.mine]\nneeds = ['gcc']", "needs must be of c++, avx2, got 'gcc'"),
+        (
+            "[lanes.mine]\nmargins = 0.2",
+            """margins must be a table such as {"throughput/*" = 0.2}, got 0.2""",
+        ),
+        ("[lanes.mine.margins]\n'a/*' = 1.0", "margins: 'a/*' must be between 0 and 1, got 1.0"),
+        ("[lanes.mine.margins]\n'a/*' = true", "margins: 'a/*' must be between 0 and 1, got True"),
+        ("[lanes.mine.margins]\n'a/*' = 0", "margins: 'a/*' must be between 0 and 1, got 0"),
         ("[lanes.mine]\ndevice = 'cuda'\ncount = true", "count must be a number, got True"),
         ("[lanes.mine]\ndevice = 'cuda'\ncount = 0", "count must be at least 1, got 0"),
         ("[lanes.mine]\ndevice = 'cuda'\ngpu = '('", "gpu is not a regular expression"),
