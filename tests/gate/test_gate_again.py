@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bumpgate.core.baseline import Reviewed, load, save
 from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict, read_record, write_record
 from bumpgate.gate import bench, result
@@ -20,6 +21,7 @@ from bumpgate.gate.result import GateConfig
 from bumpgate.gate.verdict import Side
 from bumpgate.run.runner import LaneCall, LaneRun
 from bumpgate.run.shares import divide
+from tests.support.gate_tree import Tree
 from tests.support.gating import Machine, attach, count, labels
 
 ROW = "kernels/a/first_call_seconds"
@@ -257,6 +259,63 @@ def test_killed_gate_does_not_repeat_the_second_reading(
         repeats = repeated if config.lane == "cpu" else 0
         assert len(reruns(machine)) == 2 + repeats
         assert [len(stored(out, name).row.evidence) for name in ("good", "bad")] == [2, 2]
+
+
+def test_third_reading_is_never_taken(machine: Machine, out: Path) -> None:
+    """The time is outside of its bound twice, and the gate is killed in its first session."""
+    readings(machine, (13.0, 14.0), (26.5, 25.5))
+
+    def kill() -> None:
+        if machine.bench and machine.bench.gate.paired:
+            raise Killed
+
+    machine.before_process = kill
+    with pytest.raises(Killed):
+        machine.gate(out)
+    raw = json.loads((out / result.NAME).read_text())
+    assert [side["read_again"] for side in raw["sides"].values()] == [True, True]
+    raw["sessions"] = None  # killed before the sessions were saved
+    (out / result.NAME).write_text(json.dumps(raw))
+    machine.before_process = lambda: None
+    assert labels(machine.gate(out)) == [("HOLD", "REGRESSION")]
+    assert reruns(machine) == ["good", "bad"]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Iterator[Tree]:
+    made = Tree(tmp_path)
+    yield made
+    made.end()
+
+
+FIRST_CALL = """
+@lanes("cpu")
+def test_first_call(lane, row):
+    seen = os.path.join(os.environ["BUMPGATE_HOME"], os.environ["SIDE"])
+    again = os.path.exists(seen)
+    open(seen, "w").close()
+    seconds = 20.46 if os.environ["SIDE"] == "bad" and not again else 13.1 + again
+    entries = len(os.listdir(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    open(os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "compiled"), "w").close()
+    row("kernels/a/first_call_seconds", seconds, unit="s", rule="C37", at_most=20, witness=1,
+        evidence=[f"{entries} entries, worker {os.environ.get('PYTEST_XDIST_WORKER')}"])
+"""
+
+
+@pytest.mark.long(20)
+def test_real_processes_read_on_an_empty_cache(tree: Tree, tmp_path: Path) -> None:
+    tree.tests(FIRST_CALL, "suites/kernels/test_s.py")
+    test = "suites/kernels/test_s.py::test_first_call[cpu]"
+    rows = load(tmp_path / "baselines/cpu.json", "cpu")
+    reviewed = Reviewed(13.0, "s", "derived", test=test)
+    save(tmp_path / "baselines/cpu.json", replace(rows, rows={**rows.rows, ROW: reviewed}))
+    done = tree.gate("--", "suites/canaries", "suites/kernels")
+    assert done.code == 0, done.out + done.err
+    assert f"outside of a bound on one side, read once more on both: {ROW}; still outside: none" in done.err
+    good, bad = (stored(tmp_path / "g", name).row for name in ("good", "bad"))
+    other = "read twice, the better reading counts; the other: "
+    assert (good.value, good.evidence) == (13.1, ("0 entries, worker gw0", f"{other}14.1 s"))
+    assert (bad.value, bad.evidence) == (14.1, ("0 entries, worker None", f"{other}20.46 s"))
 
 
 def test_gate_file_of_an_earlier_version_can_be_read(machine: Machine, out: Path) -> None:

@@ -100,6 +100,17 @@ def test_failures_and_red_rows_are_printed_at_once(monkeypatch: pytest.MonkeyPat
     assert run.reporter.lines[2:] == ["", f"FAILED {LONG}"]
 
 
+def test_durations_are_saved_without_workers(project: Project) -> None:
+    """The processes of a gate's sessions have none; its budget is divided by these seconds."""
+    project.baseline(good=counted("test_good"))
+    project.tests(GOOD)
+    home = project.root / "home"
+    assert project.pytest("-m", "cpu", "-n", "0", "--gate", BUMPGATE_HOME=str(home)).code == 0
+    assert [*json.loads((home / "seconds/cpu.json").read_text())] == [
+        "suites/compile/test_a.py::test_good[cpu]"
+    ]
+
+
 def test_lane_run_prints_pytests_counts_but_no_dots(project: Project) -> None:
     project.baseline(good=counted("test_good"))
     project.tests(GOOD)
