@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import BumpgateError, Record, read_record
+from bumpgate.gate.again import outside_on_one_side
 from bumpgate.gate.timed import timed_rows
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.gate.view import cause, cut
@@ -54,6 +55,7 @@ class Interim:
     """Compares the rows that both lane runs have saved so far, and reports each cause that holds the candidate once.
 
     records: path of each side's record, which its run rewrites. started: start of the gate, in time.monotonic().
+    again: times outside of a bound on one side will be read once more (bumpgate.gate.again), so they do not hold yet.
     """
 
     lane: str
@@ -61,6 +63,7 @@ class Interim:
     records: Mapping[str, Path]
     started: float
     say: Callable[[str], None]
+    again: bool = False
     shown: set[str] = field(default_factory=set)
 
     @contextmanager
@@ -92,7 +95,9 @@ class Interim:
         at = f"{(time.monotonic() - self.started) / 60:.1f} min"
         sides = [replace(self.sides[name], record=record) for name, record in (("good", good), ("bad", bad))]
         found = certain_findings(self.lane, *sides)
-        causes = {cause(f): f for f in found if f.decision is Decision.HOLD}
+        pending = {*outside_on_one_side(good, bad)} if self.again else set()
+        holding = (f for f in found if f.decision is Decision.HOLD)
+        causes = {cause(f): f for f in holding if not f.rows or not {*f.rows} <= pending}
         new = [text for text in causes if text not in self.shown]
         self.shown |= {*new}
         lines = [f"{at}: HOLD so far: {text}; {', '.join(cut(causes[text].rows))}" for text in new]

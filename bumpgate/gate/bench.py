@@ -18,11 +18,12 @@ from pathlib import Path
 
 from bumpgate.core import accepted, lanes
 from bumpgate.core.findings import Finding, group
-from bumpgate.core.problems import Problem, ProblemKind
-from bumpgate.core.rows import Record, Verdict, one_line, read_record, write_record
+from bumpgate.core.problems import Problem
+from bumpgate.core.rows import Record, one_line, read_record, write_record
 from bumpgate.env.freeze import changes
 from bumpgate.gate import drift, kept
 from bumpgate.gate.accepted_times import apply_to_times
+from bumpgate.gate.again import read_again, spoiled_again
 from bumpgate.gate.answers import Interim, certain_findings, first_answer
 from bumpgate.gate.drift import Recent, find_drifts
 from bumpgate.gate.gaps import anchor_gap, left_out, tree_gap
@@ -42,8 +43,6 @@ from bumpgate.table import summary
 
 # xdist's variable for the number of workers of `-n auto`.
 WORKERS = "PYTEST_XDIST_AUTO_NUM_WORKERS"
-# Variables that name the folder of a compile cache.
-CACHE = re.compile(r"\w+_CACHE_DIR")
 # A requirement, or a wheel file, of triton.
 TRITON = re.compile(r"(.*/)?triton(-\d|\s*([=<>!~@;]|$))", re.IGNORECASE)
 
@@ -87,6 +86,7 @@ class GateRunner:
                 self.measure(names)
                 self.save()
             if self.gate.paired is None and not self.gate.config.fast:
+                read_again(self)
                 self._first_answer()
             self.pair()
         self.judge()
@@ -173,7 +173,7 @@ class GateRunner:
             self.env_specs[name].mark_filled(0, self.gate.binding)
             if run.record:
                 path = self.out / f"{name}.json"
-                record = self._spoiled_again(name, run.record, path)
+                record = spoiled_again(self, name, run.record, path)
                 side.record = path.name
                 self.view.say(f"{TITLES[name]}: {summary(record)}")
                 if name == "good" and not run.failure:
@@ -183,8 +183,7 @@ class GateRunner:
 
     def _keep(self, record: Record, path: Path) -> None:
         if (key := self._kept_key()) and not tree_gap(self.gate, self.tree()):
-            variables = self.env_specs["good"].variables.items()
-            kept.save(key, record, path, [folder for name, folder in variables if CACHE.fullmatch(name)])
+            kept.save(key, record, path, self.env_specs["good"].cache_folders.values())
 
     def _recall(self) -> None:
         """Take the adopted side's rows from a kept run of the same tree, packages and host, if there is one."""
@@ -244,7 +243,7 @@ class GateRunner:
         sides = self.gate.sides
         if self.gate.config.fast:
             return
-        good, bad = self._record("good"), self._record("bad")
+        good, bad = self.record("good"), self.record("bad")
         if good is None or bad is None or sides["good"].failure or sides["bad"].failure:
             return
         if self.gate.paired is None:
@@ -273,7 +272,8 @@ class GateRunner:
         """Return a comparison of the records that these running sides, and those measured before, have so far."""
         there = [name for name in ("good", "bad") if name in running or self.gate.sides[name].record]
         records = {name: self.out / f"{name}.json" for name in there}
-        return Interim(self.gate.config.lane, self._sides(), records, self._started, self.view.say)
+        config = self.gate.config
+        return Interim(config.lane, self._sides(), records, self._started, self.view.say, not config.fast)
 
     def _sides(self) -> dict[str, Side]:
         return {
@@ -293,7 +293,7 @@ class GateRunner:
         timed, crept, lines = apply_to_times(gate.timed, gate.drifts, acceptances, lane, self.today)
         verdict = judge_gate(lane, sides["good"], sides["bad"], timed, crept)
         lost = unequal_losses(lane, gate.paired) if gate.paired else []
-        gaps = [*anchor_gap(gate), *tree_gap(gate, self.tree()), *left_out(gate, self._record("bad"))]
+        gaps = [*anchor_gap(gate), *tree_gap(gate, self.tree()), *left_out(gate, self.record("bad"))]
         findings = group([*verdict.findings, *lost, *gaps])
         gate.decision = findings[0].decision if findings else verdict.decision
         gate.findings = tuple(self._with_interpreter(f) for f in findings)
@@ -306,15 +306,21 @@ class GateRunner:
         selection: Sequence[str],
         record: str,
         env_vars: Mapping[str, str] = {},
+        by_side: Mapping[str, Mapping[str, str]] = {},
     ) -> dict[str, LaneRun]:
         """Run the lane once per side, all at once, each with its share of the workers and GPUs.
 
-        record: file name, with {} for the side.
+        record: file name, with {} for the side. by_side: env_vars of one side alone.
         """
         more = {WORKERS: str(cpu_workers(len(names)))} if len(names) > 1 else {}
         calls = [
             self.call(
-                name, selection, record.format(name), 0, {**more, **env_vars}, merged(own) if own else None
+                name,
+                selection,
+                record.format(name),
+                0,
+                {**more, **env_vars, **by_side.get(name, {})},
+                merged(own) if own else None,
             )
             for name, own in zip(names, self.shares_of(len(names)))
         ]
@@ -360,7 +366,8 @@ class GateRunner:
         both = all("triton" in sides[name].packages for name in ("good", "bad"))
         return {"BUMPGATE_TIERS": "codegen"} if of_triton and both and not options.selection else {}
 
-    def _record(self, name: str) -> Record | None:
+    def record(self, name: str) -> Record | None:
+        """Return the record of a side's run; None if it left none."""
         found = self.gate.sides[name].record
         return read_record(self.out / found) if found else None
 
@@ -368,28 +375,7 @@ class GateRunner:
         """Return a side's record for the verdict: empty if the side was not run because of the other one."""
         side = self.gate.sides[name]
         spared = not (side.measured or side.failure)
-        return Record({"lane": self.gate.config.lane}, ()) if spared else self._record(name)
-
-    def _spoiled_again(self, name: str, record: Record, path: Path) -> Record:
-        """Rerun the tests that the machine disturbed (INFRA), and merge the new results into the record."""
-        disturbed = {j.row.test for j in record.judgements if j.verdict is Verdict.INFRA}
-        tests = sorted(disturbed | {p.test for p in record.problems if p.kind is ProblemKind.INFRA})
-        if not tests:
-            return record
-        again = self.run_sides([name], "again the tests that the machine disturbed", tests, "again-{}.json")[
-            name
-        ].record
-        if again is None or not again.complete:
-            return record
-        kept = [j for j in record.judgements if j.row.test not in tests]
-        problems = [p for p in record.problems if p.test not in tests]
-        return write_record(
-            path,
-            record.provenance,
-            [*kept, *again.judgements],
-            complete=record.complete,
-            problems=[*problems, *again.problems],
-        )
+        return Record({"lane": self.gate.config.lane}, ()) if spared else self.record(name)
 
     def _with_interpreter(self, f: Finding) -> Finding:
         """Put the side's interpreter into the repro: plain `pytest` depends on the shell's environment."""

@@ -79,8 +79,9 @@ def looks_slower(good: Judgement, bad: Judgement) -> bool:
     """Whether a time that each side read once must be measured again before it counts against the candidate.
 
     It is worse than the adopted side's by more than such readings differ, or than the reviewed value by more than its
-    tolerance, and the adopted side's is not. These decide at once: a bound that the test derives, a value that the
-    sessions cannot compare (not above 0), and a tolerance within which they would call the row SAME.
+    tolerance, and the adopted side's is not. These decide without sessions: a bound that the test derives (after a
+    second reading: bumpgate.gate.again), a value that the sessions cannot compare (not above 0), and a tolerance within
+    which they would call the row SAME.
     """
     if timed(bad.row) or not is_time(bad.row) or kinds(good.row, bad.row) or bad.accepted:
         return False

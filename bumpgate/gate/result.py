@@ -68,7 +68,7 @@ class SideState:
     record: a file next to gate.json; None if the run left none. command: rebuilds the environment.
     python: its interpreter. kept: start of the earlier run that the record is from (bumpgate.gate.kept), "" for none.
     wheels: of an interpreter of the user, the digest of the files of each kernel wheel: one version may be built for
-    several versions of torch.
+    several versions of torch. read_again: its times outside of a bound have been read once more (bumpgate.gate.again).
     """
 
     name: str = ""
@@ -82,6 +82,7 @@ class SideState:
     git_version: dict[str, str] = field(default_factory=dict)
     kept: str = ""
     wheels: dict[str, str] = field(default_factory=dict)
+    read_again: bool = False
 
 
 @dataclass

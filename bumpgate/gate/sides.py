@@ -14,6 +14,8 @@ from bumpgate.run.binding import Binding
 TITLES = {"good": "adopted", "bad": "candidate", "anchor": "anchor"}
 # Rounds that a timed test keeps per process. Enough for a median: the remaining error is per-process bias.
 ROUNDS = 15
+# Variables that name the folder of a compile cache.
+CACHE = re.compile(r"\w+_CACHE_DIR")
 # Above pytest's own timeout per test, which names the test; this one only catches what that cannot stop.
 TEST_SECONDS = 660
 
@@ -42,6 +44,15 @@ class EnvSpec:
     lock: Path | None = None
     more: tuple[Mapping[str, str], ...] = ()
     wheels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def cache_folders(self) -> dict[str, str]:
+        """Return the variables that name the folders of its first pair of compile caches."""
+        return {name: folder for name, folder in self.variables.items() if CACHE.fullmatch(name)}
+
+    def empty_caches(self, folder: Path) -> dict[str, str]:
+        """Return the env_vars of empty compile caches in a folder."""
+        return {name: str(folder / name) for name in self.cache_folders}
 
     def mark_filled(self, pair: int, tree: Binding | None) -> None:
         """Note next to a pair of compile caches that this work tree has filled them."""

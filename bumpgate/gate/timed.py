@@ -214,19 +214,19 @@ class Sessions:
         """Return the tests of the open rows, the most important first."""
         return list(dict.fromkeys(self.tests[row] for row in self.open_rows()))
 
-    def run_one(self, process: Process, at_most: int | None = None) -> None:
-        """Run one session, one process after the other. at_most: the maximum number of open tests.
+    def run_one(self, process: Process, tests: Sequence[str] | None = None) -> None:
+        """Run one session, one process after the other. tests: those of the open tests that it runs; None for all.
 
         A session that an exception interrupts is dropped: the readings of a pair must be close in time.
         """
-        self.run_several(lambda calls: [process(side, tests) for _, side, tests in calls], 1, at_most)
+        self.run_several(lambda calls: [process(side, nodes) for _, side, nodes in calls], 1, tests)
 
-    def run_several(self, processes: Processes, count: int, at_most: int | None = None) -> None:
+    def run_several(self, processes: Processes, count: int, tests: Sequence[str] | None = None) -> None:
         """Run `count` sessions at the same time, each one process after the other; otherwise like run_one.
 
         They take their orders and compile caches as if they ran in turn.
         """
-        requested = self._rows_of(self.open_tests()[:at_most])
+        requested = self._rows_of(self.open_tests() if tests is None else tests)
         orders = [alternate(self.started + i) for i in range(count)]
         rows = [requested] * count
         readings: list[list[tuple[str, list[str], TimedReading]]] = [[] for _ in orders]
@@ -240,9 +240,9 @@ class Sessions:
                 session, {row: log_ratio(order, [r.costs[row] for _, _, r in session]) for row in complete}
             )
 
-    def run_duet(self, duet: Duet, at_most: int | None = None) -> None:
+    def run_duet(self, duet: Duet, tests: Sequence[str] | None = None) -> None:
         """Run one session, both sides at once."""
-        requested = self._rows_of(self.open_tests()[:at_most])
+        requested = self._rows_of(self.open_tests() if tests is None else tests)
         good, bad = duet(self._tests_of(requested), alternate(self.started) == "BA")
         rows = [row for row in requested if row in good.costs and row in bad.costs]
         self._keep(

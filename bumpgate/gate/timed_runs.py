@@ -10,12 +10,14 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from bumpgate.core import lanes
+from bumpgate.gate.budget import Pace, fitting
 from bumpgate.gate.duet import ROUNDS as DUET_ROUNDS
 from bumpgate.gate.duet import run_duet, shares
 from bumpgate.gate.sequential import decide
 from bumpgate.gate.sides import ROUNDS, TEST_SECONDS, TITLES
 from bumpgate.gate.timed import Sessions, TimedReading, reading
 from bumpgate.gate.view import session_line, timed_line
+from bumpgate.run import seconds
 from bumpgate.run.runner import LaneCall
 from bumpgate.run.shares import GpuShare
 
@@ -60,30 +62,31 @@ class TimedRuns:
             )
         )
         for name, own_calls in calls.items():
-            seconds = max(next(runs).seconds for _ in own_calls)
-            self.runner.view.say(f"{TITLES[name]}: compile cache {pair + 1} filled; {seconds:.0f} s")
+            spent = max(next(runs).seconds for _ in own_calls)
+            self.runner.view.say(f"{TITLES[name]}: compile cache {pair + 1} filled; {spent:.0f} s")
 
     def sessions(self, sessions: Sessions, other: str) -> None:
         """Run sessions of the candidate and `other` until every row is decided or the budget is spent.
 
-        Near the deadline a session runs only as many open tests as still fit, the most important first.
+        Near the deadline a session runs only the open tests that still fit, the most important first
+        (bumpgate.gate.budget).
         """
-        before, longest, per_test = sessions.started, 0.0, 0.0
+        before, longest, pace = sessions.started, 0.0, Pace()
+        lane, in_turn = self.runner.gate.config.lane, 1 if self._at_once() else 2
         with self.runner.view.doing("") as update:
             while tests := sessions.open_tests():
                 started = time.monotonic()
                 left = self.runner.deadline - started
-                fitting = len(tests)
-                if per_test and left < math.inf:
-                    fitting = min(fitting, int(left / per_test))
-                if left <= 0 or fitting < 1:
+                if left < math.inf:
+                    tests = fitting(tests, seconds.load(lane), left / in_turn, pace)
+                if left <= 0 or not tests:
                     self.runner.view.say("the budget is spent: rows that are still open stay INCONCLUSIVE")
                     break
                 update(f"{TITLES[other]} and candidate: {session_line(sessions)}")
                 quarter = sessions.started // 4
-                self._session(sessions, other, fitting)
-                longest = max(longest, time.monotonic() - started)
-                per_test = max(per_test, (time.monotonic() - started) / fitting)
+                self._session(sessions, other, tests)
+                took = time.monotonic() - started
+                longest, pace = max(longest, took), pace.after(tests, seconds.load(lane), took / in_turn)
                 self.runner.save()
                 if sessions.started // 4 > quarter:
                     self.runner.view.say(
@@ -93,12 +96,17 @@ class TimedRuns:
             outcomes = decide(sessions.log_ratios, sessions.plan, sessions.family)
             self.runner.view.say(timed_line(list(outcomes.values()), sessions))
 
-    def _session(self, sessions: Sessions, other: str, tests: int) -> None:
-        """Run one session: both sides at once if each can have its own cores, else one after the other (GPU).
+    def _at_once(self) -> bool:
+        """Return whether the processes of a session run at once: if each can have its own cores."""
+        lane = lanes.require(self.runner.root, self.runner.gate.config.lane)
+        return lane.device == "cpu" and bool(shares())
+
+    def _session(self, sessions: Sessions, other: str, tests: Sequence[str]) -> None:
+        """Run one session: both sides at once, or one after the other (GPU).
 
         With several shares of the machine, run as many sessions at once, each on one share.
         """
-        if lanes.require(self.runner.root, self.runner.gate.config.lane).device == "cpu" and shares():
+        if self._at_once():
             rounds = ROUNDS if sessions.only_slow_modes_open else DUET_ROUNDS
             sessions.run_duet(
                 lambda nodes, flip: self._timed_pair(other, nodes, flip, sessions.cache, rounds), tests

@@ -7,17 +7,15 @@ once. It replaces pytest's dots; `-v` and `-q` keep pytest's own output.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
-from bumpgate.core.rows import Judgement, write_atomic
-from bumpgate.run.home import home
+from bumpgate.core.rows import Judgement
+from bumpgate.run import seconds
 
 # Seconds between two lines.
 ON_TERMINAL = 0.5
@@ -36,8 +34,8 @@ class Progress:
     def __init__(self, config: pytest.Config, lane: str, judgements: Mapping[str, Judgement]) -> None:
         self.config = config
         self.judgements = judgements
-        self.times = home() / "seconds" / f"{lane}.json"
-        self.before = _load(self.times)
+        self.lane = lane
+        self.before = seconds.load(lane)
         self.now: dict[str, float] = {}
         self.tests: set[str] = set()
         self.finished: set[str] = set()
@@ -109,9 +107,9 @@ class Progress:
         if self.reporter.hasmarkup:
             self.reporter.rewrite("", erase=True)
         with contextlib.suppress(OSError):
-            self.times.parent.mkdir(parents=True, exist_ok=True)
-            seconds = {test: round(spent, 2) for test, spent in (self.before | self.now).items()}
-            write_atomic(self.times, json.dumps(seconds, indent=0) + "\n")
+            # Without the test that ctrl-C interrupted: it took longer than this.
+            now = {test: spent for test, spent in self.now.items() if test in self.finished}
+            seconds.save(self.lane, self.before | now)
 
     def line(self) -> str:
         """`3:05 of about 12:10; 240 of 1201 tests; 96 rows: 95 PASS, 1 CHANGED; 41 s in suites/a.py::test_b`."""
@@ -164,10 +162,3 @@ class Progress:
 
 def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
-
-
-def _load(path: Path) -> dict[str, float]:
-    try:
-        return {str(test): float(spent) for test, spent in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}

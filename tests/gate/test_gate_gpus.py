@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bumpgate.core.baseline import load, save
 from bumpgate.core.findings import Decision
 from bumpgate.gate import bench, timed_runs
 from bumpgate.gate.result import GateConfig
@@ -15,6 +17,7 @@ from bumpgate.gate.timed import Sessions, TimedReading
 from bumpgate.run.binding import Binding
 from bumpgate.run.runner import LaneCall, LaneRun
 from bumpgate.run.shares import divide
+from tests.support.gate_tree import Tree
 from tests.support.gating import Machine, labels
 
 ON_GPU = GateConfig("h200", candidate="torch==2.14.0")
@@ -104,6 +107,44 @@ def test_two_gpus_of_a_lane_that_needs_two_are_one_share(calls: Calls, machine: 
     machine.gate(out, ON_GPU, shares=divide(["0", "1"], 2, range(4)))
     found = calls.table("CUDA_VISIBLE_DEVICES")
     assert found[2:4] == [[("good", "0,1")], [("bad", "0,1")]], "one side after the other"
+
+
+@pytest.mark.long(40)
+def test_command_uses_all_gpus_of_the_host(tmp_path: Path) -> None:
+    """End to end with real processes on a lane of one GPU, and the refusals of --gpus."""
+    tree = Tree(tmp_path)
+    tree.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda _: 'NVIDIA H200'\n")
+    place = (
+        "print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ['SIDE'], sep=' ', file=open('gpus', 'a'))"
+    )
+    for path in (tmp_path / "suites").rglob("test_*.py"):
+        text = path.read_text().replace('@lanes("cpu")', '@lanes("cpu", "h200")')
+        path.write_text(text.replace("    for case, factor", f"    {place}\n    for case, factor"))
+    cpu = load(tmp_path / "baselines/cpu.json", "cpu")
+    rows = {id: replace(row, test=row.test.replace("cpu", "h200")) for id, row in cpu.rows.items()}
+    save(tmp_path / "baselines/h200.json", replace(cpu, lane="h200", rows=rows))
+    sides = ("--python-good", str(tree.good), "--python-bad", str(tree.bad), "--out", "g")
+    ran = tree.bumpgate("gate", "--lane", "h200", *sides, "--gpus", "4,7", "--sessions", "6")
+    assert ran.code == 0, ran.out + ran.err
+    lanes_of, *sessions = [sorted(group) for group in grouped((tmp_path / "gpus").read_text().splitlines())]
+    assert lanes_of == ["4 good", "7 bad"]
+    fill, *sessions = sessions
+    assert fill == ["4 good", "7 bad"], "the second pair of caches"
+    assert sessions == [["4 good", "7 bad"], ["4 bad", "7 good"]] * 3 or len(sessions) == 6
+    assert {line for group in sessions for line in group} == {"4 good", "7 bad", "4 bad", "7 good"}
+    assert tree.raw()["sessions"]["begun"] == 6
+    tree.end()
+    for lane, gpus, message in (
+        ("h200", "0,0", "--gpus 0,0: name each GPU once, such as --gpus 0,1,2,3, or --gpus all"),
+        ("cpu", "0", "--gpus 0: lane cpu runs on cpu; leave the option out"),
+    ):
+        refused = tree.bumpgate("gate", "--lane", lane, *sides, "--gpus", gpus)
+        assert (refused.code, refused.err.strip()) == (4, f"bumpgate: {message}")
+
+
+def grouped(lines: Sequence[str]) -> list[Sequence[str]]:
+    """Return the lines of two processes at a time."""
+    return [lines[i : i + 2] for i in range(0, len(lines), 2)]
 
 
 def test_lost_process_ends_only_its_session() -> None:

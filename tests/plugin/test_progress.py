@@ -11,6 +11,7 @@ import pytest
 from bumpgate.core.rows import Judgement, Row, Verdict
 from bumpgate.plugin import progress
 from bumpgate.plugin.progress import Progress
+from bumpgate.run import seconds
 from tests.support.project import GOOD, Project, counted
 
 LONG, SHORT = "suites/a.py::long", "suites/a.py::short"
@@ -33,11 +34,11 @@ class Reporter:
         pass
 
 
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: dict[str, float]) -> Progress:
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: dict[str, float]) -> Progress:
     """Return the progress of a run of two tests that began 60 seconds ago."""
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path))
     (tmp_path / "seconds").mkdir(exist_ok=True)
-    (tmp_path / "seconds" / "cpu.json").write_text(json.dumps(seconds))
+    (tmp_path / "seconds" / "cpu.json").write_text(json.dumps(before))
     clock = types.SimpleNamespace(monotonic=lambda: 1000.0)
     monkeypatch.setattr(progress, "time", clock)
     reporter = Reporter()
@@ -64,8 +65,8 @@ def test_estimate_uses_the_durations_of_the_last_run(monkeypatch: pytest.MonkeyP
 
 def test_unreadable_durations_give_no_estimate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = started(monkeypatch, tmp_path, {})
-    run.times.write_text("[1, 2]")
-    assert progress._load(run.times) == {}
+    seconds.path("cpu").write_text("[1, 2]")
+    assert seconds.load("cpu") == {}
     run.pytest_runtest_logfinish(SHORT)
     assert run.line().startswith("1:00; 1 of 2 tests")
 
@@ -73,8 +74,10 @@ def test_unreadable_durations_give_no_estimate(monkeypatch: pytest.MonkeyPatch, 
 def test_durations_are_saved_for_the_next_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = started(monkeypatch, tmp_path, {LONG: 300.0, SHORT: 100.0})
     run.pytest_runtest_logreport(report(SHORT))
+    run.pytest_runtest_logfinish(SHORT)
+    run.pytest_runtest_logreport(report(LONG))  # its set-up alone: ctrl-C interrupted it
     run.pytest_sessionfinish()
-    assert json.loads(run.times.read_text()) == {LONG: 300.0, SHORT: 2.0}
+    assert seconds.load("cpu") == {LONG: 300.0, SHORT: 2.0}
 
 
 def test_progress_prints_one_line_a_minute_in_a_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -95,6 +98,17 @@ def test_failures_and_red_rows_are_printed_at_once(monkeypatch: pytest.MonkeyPat
     run.reporter._tw.width_of_current_line = 1  # pytest's letter of a failed test
     run.pytest_runtest_logreport(report(LONG, failed=True))
     assert run.reporter.lines[2:] == ["", f"FAILED {LONG}"]
+
+
+def test_durations_are_saved_without_workers(project: Project) -> None:
+    """The processes of a gate's sessions have none; its budget is divided by these seconds."""
+    project.baseline(good=counted("test_good"))
+    project.tests(GOOD)
+    home = project.root / "home"
+    assert project.pytest("-m", "cpu", "-n", "0", "--gate", BUMPGATE_HOME=str(home)).code == 0
+    assert [*json.loads((home / "seconds/cpu.json").read_text())] == [
+        "suites/compile/test_a.py::test_good[cpu]"
+    ]
 
 
 def test_lane_run_prints_pytests_counts_but_no_dots(project: Project) -> None:

@@ -6,7 +6,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ def seconds(value: float, id: str = "throughput/b/seconds", spread: float = 0.03
 class Behaviour:
     """One side. counts: rows of its single run, except timed ones. canaries: name -> reason of the failed ones.
 
+    second: rows of a run that names tests, instead of counts; second_problems: those of that run.
     packages: installed apart from torch. slower: row -> factor of its time.
     signal: ends the timed processes of sessions from `dies_from` on.
     spoiled: number of runs of the timed test disturbed by the machine; unreviewed: none of its rows is in the baseline.
@@ -66,6 +67,8 @@ class Behaviour:
     failure: str = ""
     counts: Sequence[Judgement] = field(default_factory=lambda: [count()])
     problems: tuple[str, ...] = ()
+    second: Sequence[Judgement] | None = None
+    second_problems: tuple[str, ...] = ()
     canaries: Mapping[str, str] = field(default_factory=dict)
     slower: Mapping[str, float] = field(default_factory=dict)
     complete: bool = True
@@ -107,7 +110,9 @@ class Machine:
         self.before_process()
         side = self.sides[python.name]
         timed = timeout is not None
-        self.processes.append(f"{'timed' if timed else selection[0] if selection else 'all'}:{python.name}")
+        named = [part for part in selection if "::" in part]
+        what = "timed" if timed else (named or selection or ["all"])[0]
+        self.processes.append(f"{what}:{python.name}")
         if timed:
             return self._timed(python.name, side, record)
         if list(selection) == [CANARIES]:
@@ -119,8 +124,10 @@ class Machine:
             side.spoiled -= 1
             rows, problems = side.disturbed("none of 40 rounds was quiet")
             judgements = [*side.counts, *rows]
-        if selection and "::" in selection[0]:
-            judgements = [j for j in judgements if j.row.test in selection]
+        if named:
+            judgements = [*(judgements if side.second is None else side.second)]
+            judgements = [j for j in judgements if j.row.test in named]
+            side = replace(side, problems=side.second_problems)
         return self._done(record, judgements, side, problems)
 
     def run_lanes(self, calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:

@@ -1,0 +1,149 @@
+"""Tests of the lane that a gate runs once more: those that the machine disturbed, and times just outside of a bound.
+
+A time that is read once, next to other tests, can miss a bound of its test by chance. Where it does so on one side
+alone, both sides read it once more while nothing else runs, and the better reading of each counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from bumpgate.core.baseline import violation
+from bumpgate.core.problems import ProblemKind
+from bumpgate.core.rows import Judgement, Record, Verdict, is_finite, read_record, write_record
+from bumpgate.gate.between import direction, is_time, kinds, timed
+from bumpgate.gate.sides import ROUNDS, TITLES
+from bumpgate.gate.timed import MEASURED
+from bumpgate.gate.view import cut
+
+if TYPE_CHECKING:
+    from bumpgate.gate.bench import GateRunner
+
+# More tests than these are not outside of their bounds by chance.
+MOST_TESTS = 8
+
+
+def spoiled_again(runner: GateRunner, name: str, record: Record, path: Path) -> Record:
+    """Rerun the tests of a side that the machine disturbed (INFRA), and merge the new results into its record."""
+    disturbed = {j.row.test for j in record.judgements if j.verdict is Verdict.INFRA}
+    tests = sorted(disturbed | {p.test for p in record.problems if p.kind is ProblemKind.INFRA})
+    if not tests:
+        return record
+    what = "again the tests that the machine disturbed"
+    again = runner.run_sides([name], what, tests, "again-{}.json")[name].record
+    if again is None or not again.complete:
+        return record
+    kept = [j for j in record.judgements if j.row.test not in tests]
+    problems = [p for p in record.problems if p.test not in tests]
+    return write_record(
+        path,
+        record.provenance,
+        [*kept, *again.judgements],
+        complete=record.complete,
+        problems=[*problems, *again.problems],
+    )
+
+
+def outside_on_one_side(good: Record, bad: Record) -> dict[str, str]:
+    """Return row id -> node id of the times read once that miss a bound of their test on one side and are right on the
+    other; empty if they are of more than MOST_TESTS tests.
+    """
+    before = {j.row.id: j for j in good.judgements}
+    found = {
+        j.row.id: j.row.test
+        for j in bad.judgements
+        if j.row.id in before and _outside_on_one(before[j.row.id], j)
+    }
+    return found if len(set(found.values())) <= MOST_TESTS else {}
+
+
+def _outside_on_one(good: Judgement, bad: Judgement) -> bool:
+    if kinds(good.row, bad.row) or good.red == bad.red:
+        return False
+    red = good if good.red else bad
+    return all(_read_once(j) for j in (good, bad)) and violation(red.row) is not None
+
+
+def _read_once(j: Judgement) -> bool:
+    """Whether this is a usable single reading of a time that has a bound on one end."""
+    usable = j.verdict in MEASURED and is_finite(j.row.value) and j.row.expected is None
+    return usable and is_time(j.row) and not timed(j.row) and direction(j.row) != 0
+
+
+def read_again(runner: GateRunner) -> None:
+    """Read the times that miss a bound on one side alone once more on both sides, and save each record and the gate."""
+    sides = runner.gate.sides
+    records = {name: runner.record(name) for name in ("good", "bad")}
+    good, bad = records["good"], records["bad"]
+    if good is None or bad is None or sides["good"].failure or sides["bad"].failure:
+        return
+    rows = outside_on_one_side(good, bad)
+    names = [name for name in records if not sides[name].read_again]
+    if not rows or not names:
+        return
+    started, lost = time.monotonic(), ""
+    for group in runner.groups(names):
+        with TemporaryDirectory() as folder:
+            runs = runner.run_sides(
+                group,
+                "again the times outside of a bound",
+                ["-n", "0", *sorted(set(rows.values()))],
+                "bounds-{}.json",
+                env_vars={"BUMPGATE_ROUNDS": str(ROUNDS)},
+                # On filled caches a time that includes a compilation would pass whatever the build.
+                by_side={name: runner.env_specs[name].empty_caches(Path(folder) / name) for name in group},
+            )
+        for name, run in runs.items():
+            if run.record and run.record.complete:
+                _merge(runner.out / f"{name}.json", run.record, rows)
+            else:
+                lost += (
+                    f"; {TITLES[name]}: not read, {run.failure or 'the run was cut short'} (log: {run.log})"
+                )
+            sides[name].read_again = True
+        runner.save()
+    left = outside_on_one_side(*(read_record(runner.out / f"{name}.json") for name in records))
+    runner.view.say(
+        f"{len(rows)} time{'s' * (len(rows) != 1)} outside of a bound on one side, read once more on both: "
+        f"{', '.join(cut([*rows]))}; still outside: {', '.join(cut([*left])) or 'none'}; "
+        f"{time.monotonic() - started:.0f} s{lost}"
+    )
+
+
+def _merge(path: Path, again: Record, rows: Mapping[str, str]) -> None:
+    """Write the better readings of these rows into a record, and what only the second run has: rows and faults.
+
+    All other rows keep their first value.
+    """
+    record = read_record(path)
+    second = {j.row.id: j for j in again.judgements}
+    merged = [
+        better_reading(j, second[j.row.id]) if j.row.id in rows and j.row.id in second else j
+        for j in record.judgements
+    ]
+    known = {j.row.id for j in merged}
+    failed = {p.test for p in record.problems}
+    write_record(
+        path,
+        record.provenance,
+        [*merged, *(j for id, j in second.items() if id not in known)],
+        complete=record.complete,
+        problems=[*record.problems, *(p for p in again.problems if p.fault and p.test not in failed)],
+    )
+
+
+def better_reading(first: Judgement, second: Judgement) -> Judgement:
+    """Return the better of two readings of a row, with the other one in its evidence; the first if one is unusable."""
+    if kinds(first.row, second.row) or not (_read_once(first) and _read_once(second)):
+        return first
+    assert is_finite(first.row.value)
+    assert is_finite(second.row.value)
+    gain = direction(first.row) * (first.row.value - second.row.value)
+    best, other = (second, first) if gain > 0 else (first, second)
+    line = f"read twice, the better reading counts; the other: {other.row.value:.6g} {other.row.unit}"
+    return replace(best, row=replace(best.row, evidence=(*best.row.evidence, line)))
