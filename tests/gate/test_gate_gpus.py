@@ -126,12 +126,11 @@ def test_command_uses_all_gpus_of_the_host(tmp_path: Path) -> None:
     sides = ("--python-good", str(tree.good), "--python-bad", str(tree.bad), "--out", "g")
     ran = tree.bumpgate("gate", "--lane", "h200", *sides, "--gpus", "4,7", "--sessions", "6")
     assert ran.code == 0, ran.out + ran.err
-    lanes_of, *sessions = [sorted(group) for group in grouped((tmp_path / "gpus").read_text().splitlines())]
-    assert lanes_of == ["4 good", "7 bad"]
-    fill, *sessions = sessions
-    assert fill == ["4 good", "7 bad"], "the second pair of caches"
-    assert sessions == [["4 good", "7 bad"], ["4 bad", "7 good"]] * 3 or len(sessions) == 6
-    assert {line for group in sessions for line in group} == {"4 good", "7 bad", "4 bad", "7 good"}
+    lines = (tmp_path / "gpus").read_text().splitlines()
+    lanes_of, fill, *sessions = [sorted(lines[i : i + 2]) for i in range(0, len(lines), 2)]
+    one, other = ["4 good", "7 bad"], ["4 bad", "7 good"]
+    assert (lanes_of, fill) == (one, one), "the lanes, and the second pair of caches"
+    assert sessions == [one, other, other, one, one, other]
     assert tree.raw()["sessions"]["begun"] == 6
     tree.end()
     for lane, gpus, message in (
@@ -140,11 +139,6 @@ def test_command_uses_all_gpus_of_the_host(tmp_path: Path) -> None:
     ):
         refused = tree.bumpgate("gate", "--lane", lane, *sides, "--gpus", gpus)
         assert (refused.code, refused.err.strip()) == (4, f"bumpgate: {message}")
-
-
-def grouped(lines: Sequence[str]) -> list[Sequence[str]]:
-    """Return the lines of two processes at a time."""
-    return [lines[i : i + 2] for i in range(0, len(lines), 2)]
 
 
 def test_lost_process_ends_only_its_session() -> None:
