@@ -29,10 +29,10 @@ def moved_baseline(
 ) -> tuple[Baseline, list[BaselineChange], list[str]]:
     """Return the baseline of the candidate, the changes, and the rows that stay red under it.
 
-    Accepted from the candidate's record: new rows, per-build values, wins, times that the paired sessions found no
-    slower, and the rows of reviewed findings (`accepted_rows`), unless sessions alone judge them; such a row is dropped
-    if the candidate does not report it. Tolerances and notes are kept. The rows of `given_up` are dropped. Raises
-    AdoptionError on a reviewed row that no baseline can excuse.
+    Accepted from the candidate's record: new rows, per-build values, wins (of a timed row, those that the paired
+    sessions confirm), times that the sessions found no slower, and the rows of reviewed findings (`accepted_rows`),
+    unless sessions alone judge them; such a row is dropped if the candidate does not report it. Tolerances and notes
+    are kept. The rows of `given_up` are dropped. Raises AdoptionError on a reviewed row that no baseline can excuse.
     """
     record = gate.bad.record
     assert record is not None
@@ -74,6 +74,8 @@ def _change(
         return None if verdict is Verdict.PASS else BaselineChange(row.id, None, new, "new")
     if verdict is Verdict.REGRESSION and row.interval is None and _settled(gate, j):
         return None  # the sessions refuted this one reading: the reviewed value stays
+    if verdict is Verdict.WIN and not _confirmed(gate, j):
+        return None  # a lucky reading would make later runs of the same build red
     accept = verdict is Verdict.WIN or (
         verdict is Verdict.CHANGED and row.per_build and _other_build(old, record)
     )
@@ -93,6 +95,12 @@ def _other_build(old: Baseline, record: Record) -> bool:
 def _settled(gate: GateFile, j: Judgement) -> bool:
     timed = gate.timed.get(j.row.id)
     return timed is not None and timed.outcome in SETTLED
+
+
+def _confirmed(gate: GateFile, j: Judgement) -> bool:
+    """Return whether the sessions of a row, if it had any, found it faster with certainty."""
+    timed = gate.timed.get(j.row.id)
+    return timed is None or timed.interval[1] < 1
 
 
 def moved_extra(

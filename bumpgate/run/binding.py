@@ -33,7 +33,10 @@ SKIPPED = ("__pycache__", "build", "dist", "node_modules")
 
 @dataclass(frozen=True)
 class Binding:
-    """bumpgate: its version. commit: of git, "" outside of git. files: path below the root -> digest of its content."""
+    """bumpgate: its version, or that it is the tree's own. commit: of git, "" outside of git.
+
+    files: path below the root -> digest of its content.
+    """
 
     bumpgate: str
     commit: str
@@ -93,7 +96,7 @@ def bind(root: Path, *outputs: Path) -> Binding:
     paths = _walk(root) if listed is None else listed
     kept = sorted({p for p in paths if not any((root / p).resolve().is_relative_to(o) for o in left_out)})
     commit = (_git(root, "rev-parse", "HEAD") or "").strip() if listed is not None else ""
-    return Binding(_version(), commit, {path: _digest(root / path) for path in kept})
+    return Binding(_version(root), commit, {path: _digest(root / path) for path in kept})
 
 
 def sources_in(root: Path, folder: Path) -> list[str]:
@@ -102,7 +105,10 @@ def sources_in(root: Path, folder: Path) -> list[str]:
     return sorted(path for path in paths if (root / path).resolve().is_relative_to(folder.resolve()))
 
 
-def _version() -> str:
+def _version(root: Path) -> str:
+    """Return the version of this bumpgate, or that it is of the tree itself, whose files are bound with it."""
+    if Path(__file__).resolve().parents[2] == root.resolve():
+        return "of this tree"
     try:
         return metadata.version("bumpgate")
     except metadata.PackageNotFoundError:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from bumpgate.run.binding import bind, measured_tree
 from tests.support.git_repository import GitRepository
+from tests.support.tree import ROOT
 
 FILES = {"pyproject.toml": "[project]\n", "a.py": "A = 1\n", "data/b.json": "{}\n", "docs/c.md": "c\n"}
 
@@ -95,3 +97,9 @@ def test_commit_is_part_of_the_binding(tmp_path: Path) -> None:
     before = bind(tmp_path)
     head = repository.commit("two")
     assert before.differences(bind(tmp_path)) == [f"commit {before.commit[:12]} -> {head[:12]}"]
+
+
+def test_own_tree_binds_its_bumpgate_by_its_files(root: Path) -> None:
+    """A gate that ran from the sources can be adopted by an installed bumpgate of the same tree."""
+    assert bind(ROOT).bumpgate == "of this tree"
+    assert bind(root).bumpgate == metadata.version("bumpgate")
