@@ -10,6 +10,7 @@ import pytest
 from bumpgate.plugin import lane_of
 from bumpgate.plugin.rows import MACHINE_STATE, baseline_path, lane_baseline, report_canaries
 from bumpgate.plugin.scheduling import alone, turn
+from bumpgate.run.shares import untimed
 from suites.support.planted import planted_faults as planted_faults
 
 
@@ -50,7 +51,7 @@ def exclusive_machine(request: pytest.FixtureRequest, exclusive_machine: None) -
 
     There each timed row carries the GPU's state, and is INFRA if that state invalidates times.
     """
-    if lane_of(request.node) != "h200":
+    if lane_of(request.node) != "h200" or untimed():
         yield
         return
     from suites.support.gpu_state import alone_on_gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -19,10 +19,14 @@ from bumpgate.gate.timed import Sessions, TimedReading, reading
 from bumpgate.gate.view import session_line, timed_line
 from bumpgate.run import seconds
 from bumpgate.run.runner import LaneCall
-from bumpgate.run.shares import GpuShare
+from bumpgate.run.shares import UNTIMED, GpuShare
 
 if TYPE_CHECKING:
     from bumpgate.gate.bench import GateRunner
+
+# Processes that fill a compile cache on one GPU at the same time. Two of the largest tests may not fit into its memory:
+# the second one to need it then fails, after it has compiled.
+FILLS_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class TimedRuns:
     def warm(self, sessions: Sessions) -> None:
         """Fill the compile caches that are still empty with the timed tests; the run of the selection fills the first.
 
-        With several shares of the machine, each runs a part of the tests of one side.
+        With several shares of the machine, each runs a part of the tests of one side; on a GPU, FILLS_AT_ONCE processes
+        share it, since most of their time is compiling and nothing uses their times.
         """
         tests, sides = sessions.open_tests(), ("good", "bad")
         for pair in range(sessions.cache_pairs if tests else 0):
@@ -49,12 +54,15 @@ class TimedRuns:
 
     def _fill(self, names: Sequence[str], tests: Sequence[str], pair: int) -> None:
         calls: dict[str, list[LaneCall]] = {}
+        cuda = lanes.require(self.runner.root, self.runner.gate.config.lane).device == "cuda"
         for name, own in zip(names, self.runner.shares_of(len(names))):
-            parts = [tests[i :: len(own)] for i in range(len(own))] or [tests]
+            places = [*(own or (None,))] * (FILLS_AT_ONCE if cuda else 1)
             calls[name] = [
-                self._process(name, some, f"warm-{name}-{pair}-{i}.json", pair, 1, share)
-                for i, (some, share) in enumerate(zip(parts, own or (None,)))
-                if some
+                self._process(
+                    name, some, f"warm-{name}-{pair}-{i}.json", pair, 1, share, {UNTIMED: "1"} if cuda else {}
+                )
+                for i, share in enumerate(places)
+                if (some := tests[i :: len(places)])
             ]
         runs = iter(
             self.runner.run_calls(
@@ -146,6 +154,7 @@ class TimedRuns:
         pair: int,
         rounds: int,
         share: GpuShare | None = None,
+        more: Mapping[str, str] = {},
     ) -> LaneCall:
-        env_vars = {"BUMPGATE_ROUNDS": str(rounds)}
+        env_vars = {"BUMPGATE_ROUNDS": str(rounds), **more}
         return self.runner.call(name, ["-n", "0", *tests], record, pair, env_vars, share)

@@ -9,7 +9,7 @@ import pytest
 from bumpgate.plugin import chosen_lane, lane_of, lanes_of
 from bumpgate.plugin.duet import partner
 from bumpgate.plugin.scheduling import alone
-from bumpgate.run.shares import Place, keep_to_cores, take_place
+from bumpgate.run.shares import Place, keep_to_cores, take_place, untimed
 
 PLACE = pytest.StashKey[Place | None]()
 
@@ -38,5 +38,6 @@ def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
     from bumpgate.plugin.timing import machine
 
     patient = lanes_of(request.config)[lane].device == "cuda"
-    with machine(exclusive=alone(request.node), patient=patient, place=request.config.stash[PLACE]):
+    exclusive = alone(request.node) and not untimed()
+    with machine(exclusive=exclusive, patient=patient, place=request.config.stash[PLACE]):
         yield

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from bumpgate.core.errors import BumpgateError
 
-VARIABLE = "BUMPGATE_SHARE"
+VARIABLE, UNTIMED = "BUMPGATE_SHARE", "BUMPGATE_UNTIMED"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALL = "all"
 
@@ -96,6 +96,11 @@ def first_gpu() -> str:
 def own_cores() -> list[int]:
     """Return the numbers of the cores that this process may use; empty if they cannot be queried."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def untimed() -> bool:
+    """Return whether nothing uses the times of this run, which fills compile caches: timed tests need not run alone."""
+    return UNTIMED in os.environ
 
 
 def keep_to_cores() -> None:

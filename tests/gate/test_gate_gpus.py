@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +45,13 @@ class Calls:
 
 
 @pytest.fixture
+def tree(tmp_path: Path) -> Iterator[Tree]:
+    made = Tree(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture
 def calls(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(machine, monkeypatch)
 
@@ -76,7 +83,7 @@ def test_slower_row_is_held_on_several_gpus(machine: Machine, out: Path) -> None
 
 
 def test_further_caches_are_filled_by_all_gpus(calls: Calls, machine: Machine, out: Path) -> None:
-    """Each GPU runs a part of the tests of one side; a session uses the pair of its number."""
+    """Two processes on each GPU run a part of the tests of one side; a session uses the pair of its number."""
     made = machine.prepare(out, ON_GPU, shares=FOUR)
     made.env_specs = {
         name: EnvSpec(Path(f"/envs/{name}"), machine.caches(name), more=(machine.caches(f"{name} 2"),))
@@ -84,23 +91,19 @@ def test_further_caches_are_filled_by_all_gpus(calls: Calls, machine: Machine, o
     }
     for spec in made.env_specs.values():
         spec.mark_filled(0, None)
-    sessions = Sessions({f"a/{i}/s": f"t.py::test_{i}" for i in range(3)}, None, 2, cache_pairs=2)
+    sessions = Sessions({f"a/{i}/s": f"t.py::test_{i}" for i in range(5)}, None, 2, cache_pairs=2)
     timed_runs.TimedRuns(made).warm(sessions)
-    assert calls.table("CUDA_VISIBLE_DEVICES", "CACHE", "BUMPGATE_ROUNDS") == [
-        [
-            ("good", "0", "good 2", "1"),
-            ("good", "1", "good 2", "1"),
-            ("bad", "2", "bad 2", "1"),
-            ("bad", "3", "bad 2", "1"),
-        ]
-    ]
-    selections = [call.selection[2:] for call in calls.at_once[0]]
-    assert selections == [["t.py::test_0", "t.py::test_2"], ["t.py::test_1"]] * 2
+    variables = ("CUDA_VISIBLE_DEVICES", "CACHE", "BUMPGATE_ROUNDS", "BUMPGATE_UNTIMED")
+    expected = [("good", gpu, "good 2", "1", "1") for gpu in ("0", "1", "0", "1")]
+    expected += [("bad", gpu, "bad 2", "1", "1") for gpu in ("2", "3", "2", "3")]
+    assert calls.table(*variables) == [expected]
+    selections = [[test[-1] for test in call.selection[2:]] for call in calls.at_once[0]]
+    assert selections == [["0", "4"], ["1"], ["2"], ["3"]] * 2
     assert "candidate: compile cache 2 filled" in (out / "output.txt").read_text()
     calls.at_once.clear()
     timed_runs.TimedRuns(made).sessions(sessions, "good")
-    caches = [[call[1] for call in at_once] for at_once in calls.table("CACHE")]
-    assert caches[0] == ["good", "bad 2", "bad", "good 2"]
+    caches = [[call[1:] for call in at_once] for at_once in calls.table("CACHE", "BUMPGATE_UNTIMED")]
+    assert caches[0] == [("good", ""), ("bad 2", ""), ("bad", ""), ("good 2", "")]
 
 
 def test_two_gpus_of_a_lane_that_needs_two_are_one_share(calls: Calls, machine: Machine, out: Path) -> None:
@@ -110,29 +113,28 @@ def test_two_gpus_of_a_lane_that_needs_two_are_one_share(calls: Calls, machine: 
 
 
 @pytest.mark.long(40)
-def test_command_uses_all_gpus_of_the_host(tmp_path: Path) -> None:
+def test_command_uses_all_gpus_of_the_host(tree: Tree) -> None:
     """End to end with real processes on a lane of one GPU, and the refusals of --gpus."""
-    tree = Tree(tmp_path)
+    root = tree.root
     tree.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda _: 'NVIDIA H200'\n")
     place = (
         "print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ['SIDE'], sep=' ', file=open('gpus', 'a'))"
     )
-    for path in (tmp_path / "suites").rglob("test_*.py"):
+    for path in (root / "suites").rglob("test_*.py"):
         text = path.read_text().replace('@lanes("cpu")', '@lanes("cpu", "h200")')
         path.write_text(text.replace("    for case, factor", f"    {place}\n    for case, factor"))
-    cpu = load(tmp_path / "baselines/cpu.json", "cpu")
+    cpu = load(root / "baselines/cpu.json", "cpu")
     rows = {id: replace(row, test=row.test.replace("cpu", "h200")) for id, row in cpu.rows.items()}
-    save(tmp_path / "baselines/h200.json", replace(cpu, lane="h200", rows=rows))
+    save(root / "baselines/h200.json", replace(cpu, lane="h200", rows=rows))
     sides = ("--python-good", str(tree.good), "--python-bad", str(tree.bad), "--out", "g")
     ran = tree.bumpgate("gate", "--lane", "h200", *sides, "--gpus", "4,7", "--sessions", "6")
     assert ran.code == 0, ran.out + ran.err
-    lines = (tmp_path / "gpus").read_text().splitlines()
+    lines = (root / "gpus").read_text().splitlines()
     lanes_of, fill, *sessions = [sorted(lines[i : i + 2]) for i in range(0, len(lines), 2)]
     one, other = ["4 good", "7 bad"], ["4 bad", "7 good"]
     assert (lanes_of, fill) == (one, one), "the lanes, and the second pair of caches"
     assert sessions == [one, other, other, one, one, other]
     assert tree.raw()["sessions"]["begun"] == 6
-    tree.end()
     for lane, gpus, message in (
         ("h200", "0,0", "--gpus 0,0: name each GPU once, such as --gpus 0,1,2,3, or --gpus all"),
         ("cpu", "0", "--gpus 0: lane cpu runs on cpu; leave the option out"),

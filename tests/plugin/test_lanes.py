@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.plugin.devices import _no_avx2, detect, find
+from bumpgate.run.host import PARENT
 from suites.support.child import ROOT
 from suites.support.lanes import LANES, lanes
 from tests.support.project import GOOD, Project, Result, counted
@@ -158,3 +159,46 @@ def test_workers_of_a_lane_are_spread_over_the_gpus(project: Project, visible: s
         assert len({worker for _, worker in found}) == 1
     if gpus == 2:
         assert [what for what, _, _ in lines[8:10]] == ["begin", "begin"]
+
+
+WAITING = """
+import os, time
+@lanes("h200")
+@pytest.mark.parametrize("i", range(2))
+def test_timed(i, lane, exclusive_machine):
+    open(f"begun{i}", "w")
+    until = time.monotonic() + 5
+    while not os.path.exists(f"begun{1 - i}") and time.monotonic() < until:
+        time.sleep(0.01)
+    assert os.path.exists(f"begun{1 - i}") == (os.environ.get("BUMPGATE_UNTIMED") == "1")
+    time.sleep(0.5)  # the other one looks meanwhile
+    os.remove(f"begun{i}")
+"""
+
+
+@pytest.mark.parametrize("untimed", [False, True])
+def test_runs_that_fill_caches_share_a_gpu(project: Project, untimed: bool) -> None:
+    """Two processes of a share with a timed test each: at once if nothing uses their times, else in turn."""
+    project.tests(WAITING)
+    project.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda _: 'NVIDIA H200'\n")
+    own = {PARENT: str(os.getpid()), "BUMPGATE_SHARE": "[]", **({"BUMPGATE_UNTIMED": "1"} if untimed else {})}
+    place = {"CUDA_VISIBLE_DEVICES": "3", "TMPDIR": str(project.root)}
+    test = "suites/compile/test_a.py::test_timed"
+    running = [
+        project.start(
+            "-m",
+            "pytest",
+            "-m",
+            "h200",
+            "-n",
+            "0",
+            "--part",
+            f"--record=r{i}.json",
+            f"{test}[{i}-h200]",
+            **own,
+            **place,
+        )
+        for i in range(2)
+    ]
+    printed = [process.communicate(timeout=100)[0] for process in running]
+    assert all("1 passed" in text for text in printed), printed
