@@ -173,7 +173,7 @@ def plan_for(
     """
     default = SessionPlan() if device == "cpu" else SessionPlan(settle=SETTLE_ON_DEVICE)
     watch = lane == "cpu" and (sessions is None or sessions >= default.modes.sessions)
-    noisy = (SessionRule(pattern, same=m, weight=0.1, rare=RARE_IF_NOISY) for pattern, m in margins)
+    noisy = (SessionRule(pattern, min(0.02, m), m, weight=0.1, rare=RARE_IF_NOISY) for pattern, m in margins)
     default = replace(default, rules=(*noisy, *starts(watch), SessionRule("throughput/*", watch=watch)))
     if sessions is None or sessions >= default.budget:
         return default

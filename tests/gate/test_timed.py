@@ -209,7 +209,7 @@ def test_plan_of_a_gpu_lane_ends_earlier_and_has_its_margins() -> None:
     plan = plan_for(None, "h200", "cuda", [("a/noisy-*", 0.2), ("throughput/start-*", 0.3)])
     assert (plan.settle, plan_for(None, "cpu").settle) == (8, 16)
     noisy = plan.rule("a/noisy-1/rate")
-    assert (noisy.same, noisy.different, noisy.weight, noisy.rare) == (0.2, 0.01, 0.1, 0.2)
+    assert (noisy.same, noisy.different, noisy.weight, noisy.rare) == (0.2, 0.02, 0.1, 0.2)
     assert plan.rule("throughput/start-h200/cold_cpu_seconds").same == 0.3, "before the rules of all lanes"
     assert plan.rule("a/quiet/rate").same == SessionPlan().same
 
