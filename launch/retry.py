@@ -30,6 +30,7 @@ from launch.logs import TRACEBACK, classify, load_classes
 REASON = "BUMPGATE_RETRY_REASON"  # in a retry's environment: the log class of the first failure
 BEGUN = "BUMPGATE_BEGUN"  # path of a file that a run creates once training has begun: failures are then final
 DEBUG = "TORCH_DISTRIBUTED_DEBUG"
+THREADS = "OMP_NUM_THREADS"
 LAZY_GROUPS = ("cuda", "listed")
 
 
@@ -99,7 +100,11 @@ def passed(step: int, last_step: int, given: Mapping[str, str] = os.environ) -> 
 
 
 def ranks(count: int, command: Sequence[str], given: Mapping[str, str]) -> list[Child]:
-    """One child per rank that runs `command` with this Python; on a fresh port, so that no stale rank joins them."""
+    """One child per rank that runs `command` with this Python; on a fresh port, so that no stale rank joins them.
+
+    The ranks share the host's cores: with a thread per core in each, they wait for each other in spinning threads.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -107,7 +112,14 @@ def ranks(count: int, command: Sequence[str], given: Mapping[str, str]) -> list[
         Child(
             f"rank{rank}",
             [sys.executable, *command],
-            {**given, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)},
+            {
+                THREADS: str(max(1, cores // count)),
+                **given,
+                **meet,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(count),
+            },
         )
         for rank in range(count)
     ]

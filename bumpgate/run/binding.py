@@ -17,6 +17,7 @@ from typing import Any
 
 from bumpgate.run.home import home
 
+OWN = "of this tree"  # the version of a bumpgate that runs from the work tree itself
 GIT_SECONDS = 60
 SHOWN = 3
 # Of the files that git does not track, only these can change what a lane measures. A job's log next to them cannot.
@@ -108,7 +109,7 @@ def sources_in(root: Path, folder: Path) -> list[str]:
 def _version(root: Path) -> str:
     """Return the version of this bumpgate, or that it is of the tree itself, whose files are bound with it."""
     if Path(__file__).resolve().parents[2] == root.resolve():
-        return "of this tree"
+        return OWN
     try:
         return metadata.version("bumpgate")
     except metadata.PackageNotFoundError:

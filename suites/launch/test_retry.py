@@ -260,7 +260,7 @@ dist.destroy_process_group()
 @lanes("cpu")
 def test_two_gloo_ranks_are_relaunched(lane: Lane, launches: Launches, capsys, row) -> None:
     """The rank that hangs in its rendezvous is stopped with the other; the second launch connects and adds up."""
-    assert launches(["-c", RANK], ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL", OMP_NUM_THREADS="1") == 0
+    assert launches(["-c", RANK], ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL") == 0
     reports = [line.partition("]: ") for line in launches.log.read_text().splitlines() if line.endswith("}")]
     sums = {tag: json.loads(text) for tag, _, text in reports}
     row(
@@ -276,6 +276,20 @@ def test_two_gloo_ranks_are_relaunched(lane: Lane, launches: Launches, capsys, r
     first, second = launches.started[:-2], launches.started[-2:]
     assert {env["MASTER_PORT"] for env in first}.isdisjoint(env["MASTER_PORT"] for env in second)
     assert [env["WORLD_SIZE"] for env in second] == ["2", "2"]
+
+
+@lanes("cpu")
+def test_ranks_share_the_cores_of_the_host(lane: Lane, launches: Launches, monkeypatch) -> None:
+    """Unless the environment sets the number of threads."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(9)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    program = ["-S", "-c", RECORD_ENVIRONMENT]
+    assert launches(program, ranks=2) == 0
+    assert [env["OMP_NUM_THREADS"] for env in launches.started] == ["4", "4"]
+    assert launches(program, ranks=2, OMP_NUM_THREADS="3") == 0
+    assert [env["OMP_NUM_THREADS"] for env in launches.started] == ["3", "3"]
+    assert launches(program) == 0
+    assert ["OMP_NUM_THREADS" in env for env in launches.started] == [False]
 
 
 @lanes("cpu")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.run.binding import bind, measured_tree
+from bumpgate.run.binding import OWN, bind, measured_tree
 from tests.support.git_repository import GitRepository
 from tests.support.tree import ROOT
 
@@ -101,5 +101,5 @@ def test_commit_is_part_of_the_binding(tmp_path: Path) -> None:
 
 def test_own_tree_binds_its_bumpgate_by_its_files(root: Path) -> None:
     """A gate that ran from the sources can be adopted by an installed bumpgate of the same tree."""
-    assert bind(ROOT).bumpgate == "of this tree"
+    assert bind(ROOT).bumpgate == OWN
     assert bind(root).bumpgate == metadata.version("bumpgate")

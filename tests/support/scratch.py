@@ -16,7 +16,7 @@ import sys
 import venv
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import entry_points
@@ -29,7 +29,7 @@ from bumpgate.core.rows import Judgement, Record, Row, Verdict, write_record
 from bumpgate.env.request import lane_requirements
 from bumpgate.gate.verdict import Side
 from bumpgate.rebaseline import MADE_WITH
-from bumpgate.run.binding import bind, measured_tree
+from bumpgate.run.binding import OWN, bind, measured_tree
 from tests.support.local_index import LocalIndex, fake_wheel
 from tests.support.reports import write_gate
 from tests.support.tree import ROOT
@@ -213,7 +213,8 @@ def gate(path: Path, root: Path) -> None:
     write_gate(path.parent, good, Side("torch 2.14.0", measured(root, "UserWarning")))
     raw = json.loads(path.read_text())
     options = {"lane": "cpu", "candidate": "torch==2.14.0", "selection": []}
-    binding = bind(root, path.parent).to_json()
+    # A command in the scratch tree runs the tree's own bumpgate.
+    binding = replace(bind(root, path.parent), bumpgate=OWN).to_json()
     path.write_text(json.dumps(raw | {"finished": True, "asked": options, "binding": binding}))
 
 
