@@ -9,7 +9,8 @@ import pytest
 
 from bumpgate.adopt.plan import moved_baseline
 from bumpgate.core.baseline import Baseline, Reviewed, judge
-from bumpgate.core.rows import Record, Row
+from bumpgate.core.gate_file import Paired
+from bumpgate.core.rows import Judgement, Record, Row, Verdict
 
 TEST = "suites/throughput/test_a.py::test_a[cpu]"
 ID = "throughput/nam52/seconds"
@@ -71,3 +72,32 @@ def test_win_moves_a_time_if_the_sessions_confirm_it(
 ) -> None:
     """Seen on an H200: tokens/s of a small model read 42 % higher once, and +4 % in [-25 %, +56 %] by sessions."""
     assert adopted(0.5, (0.45, 0.55), outcome, fastest) == expected
+
+
+def test_reviewed_row_without_a_reviewed_value_stays_paired() -> None:
+    """Sessions alone judge such a row: a value in the baseline would bound it with a tolerance of 0."""
+    row = Row("throughput/start/seconds", 1.6, "s", 1, "C18", better="lower", test="t.py::test", paired=True)
+    record = Record({"lane": "cpu"}, (Judgement(row, Verdict.PASS, ""),))
+    gate: Any = SimpleNamespace(bad=SimpleNamespace(record=record), timed={})
+    baseline, changes, left = moved_baseline(gate, Baseline("cpu", {}, {}), [row.id])
+    assert (baseline.rows, changes, left) == ({}, [], [])
+
+
+def test_reading_that_the_sessions_refuted_is_not_adopted() -> None:
+    """One start next to a neighbour: its value as the reviewed one would let a start of twice the time pass."""
+    was = Reviewed(76.0, "s", "lower", tolerance=0.5, test="t.py::test")
+    row = Row(
+        "throughput/nam52/cold_seconds",
+        118.0,
+        "s",
+        1,
+        "C13",
+        better="lower",
+        test="t.py::test",
+        tolerance=0.5,
+    )
+    record = Record({"lane": "cpu"}, (Judgement(row, Verdict.REGRESSION, "", tolerance=0.5),))
+    same = Paired("SAME", 1.0, (0.99, 1.01), 12)
+    gate: Any = SimpleNamespace(bad=SimpleNamespace(record=record), timed={row.id: same})
+    baseline, changes, left = moved_baseline(gate, Baseline("cpu", {}, {row.id: was}), [])
+    assert (baseline.rows[row.id].value, changes, left) == (76.0, [], [])
