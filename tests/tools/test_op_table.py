@@ -52,18 +52,18 @@ def test_markdown_row_has_errors_times_and_code() -> None:
 
 
 def test_marks_print_the_distance_and_the_known_bound() -> None:
-    slow, capped = "causal_conv1d-D3584/both_milliseconds", "attention-P128-softcap30/forward_milliseconds"
+    slow, known = "causal_conv1d-D3584/both_milliseconds", "mamba3_siso-N64-G8/both_milliseconds"
     low, high = (f"moe_combine-E64-K6/{way}_roofline_fraction" for way in ("forward", "both"))
-    values = {slow: 0.378, capped: 1.995, low: 0.76, high: 0.88}
+    values = {slow: 0.378, known: 3.9375, low: 0.76, high: 0.88}
     printed = {
         cells[0].strip("`"): cells[2:]
         for cells in op_table.marks({f"kernels/{id}": v for id, v in values.items()})
     }
-    assert printed[slow] == ("0.378", "missed by 5.0%", "not known")
-    assert printed[capped] == ("1.995", "missed by 5.0%", op_table.BOUNDS[capped])
+    assert printed[slow] == ("0.378", "missed by 5.0%", "not measured")
+    assert printed[known] == ("3.938", "missed by 5.0%", op_table.BOUNDS[known])
     assert printed[low][1] == "missed by 5.0%"
     assert printed[high][1:] == ("10.0%", "")
-    assert printed["mamba3_siso-N64-G8/both_milliseconds"] == ("-", "-", "")
+    assert printed["mamba3_siso-N128-G1/both_milliseconds"] == ("-", "-", "")
     assert set(op_table.BOUNDS) <= set(op_table.MARKS)
 
 
