@@ -1,15 +1,16 @@
 """The `bumpgate` command. Each command is in its own file; this one loads it and prints errors as one line.
 
-Exit codes: 0 done, 1 refused, 4 bad input, 125 the machine or an index failed.
+Exit codes: 0 done, 1 refused, 4 bad input, 125 the machine or an index failed, or bumpgate itself.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -181,11 +182,15 @@ def main() -> None:
     except Exception as error:
         # The module of typer's usage errors depends on its version; all of them have format_message().
         if not hasattr(error, "format_message"):
-            raise
+            traceback.print_exc()  # Python's own exit code for it, 1, would read as a verdict
+            _fail(
+                "bumpgate: this is a bug in bumpgate, and there is no verdict: report it with the lines above",
+                125,
+            )
         _fail(f"bumpgate: {' '.join(error.format_message().split())}", 4)
 
 
-def _fail(text: str, code: int) -> None:
+def _fail(text: str, code: int) -> NoReturn:
     print(text, file=sys.stderr)
     sys.exit(code)
 

@@ -190,7 +190,7 @@ def _with_finding(options: Options, path: Path | None, row: str) -> Options:
         good=good,
         bad=bad,
         lane=found.lane,
-        selection=found.nodes,
+        selection=(*found.options, *found.nodes),
         gate=os.path.abspath(path),
         row=row,
         finding=found,

@@ -12,6 +12,7 @@ from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import BumpgateError
 from bumpgate.gate.result import NAME
+from bumpgate.run.runner import options_of
 
 SLOWER = "SLOWER"
 # Findings on timed rows other than SLOWER, and why a bisect cannot decide them.
@@ -29,7 +30,8 @@ class GateFindingError(BumpgateError):
 
 @dataclass(frozen=True)
 class GateFinding:
-    """Finding of a gate. nodes: the tests that show it. good, bad: package -> version of each side.
+    """Finding of a gate. nodes: the tests that show it. good, bad: package -> version of each side. options: of pytest,
+    as in the gate.
 
     tests: row id -> node id, and ratios: row id -> time of the candidate over that of the adopted build, of the rows
     of one test, if the finding is SLOWER; empty for any other finding. sessions: the gate's limit; None without one.
@@ -42,6 +44,7 @@ class GateFinding:
     tests: Mapping[str, str] = field(default_factory=dict)
     ratios: Mapping[str, float] = field(default_factory=dict)
     sessions: int | None = None
+    options: tuple[str, ...] = ()
 
     def versions(self, package: str) -> tuple[str, str]:
         """Return the versions of a package in the adopted and in the candidate environment.
@@ -77,19 +80,20 @@ def load(path: Path, row: str = "") -> GateFinding:
         j.row.id: j.row.test for side in (gate.good, gate.bad) if side.record for j in side.record.judgements
     }
     packages = gate.good.packages, gate.bad.packages
+    options = tuple(options_of(gate.config.get("selection") or (), gate.good.record or gate.bad.record))
     if found.label == SLOWER:
         rows = _rows_of_one_test(path, gate, found, row, tests)
         ratios = {name: gate.timed[name].ratio for name in rows}
         limit = gate.config.get("sessions")
         nodes_of = {name: tests[name] for name in rows}
-        return GateFinding(gate.lane, (tests[rows[0]],), *packages, nodes_of, ratios, limit)
+        return GateFinding(gate.lane, (tests[rows[0]],), *packages, nodes_of, ratios, limit, options)
     nodes = tuple(dict.fromkeys(tests[name] for name in found.rows if tests.get(name)))
     nodes = nodes or tuple(test for test in found.tests if "::" in test)
     if not nodes:
         raise GateFindingError(
             f"the finding {found.label} names no test: use --lane LANE -- PYTEST-SELECTION"
         )
-    return GateFinding(gate.lane, nodes, *packages)
+    return GateFinding(gate.lane, nodes, *packages, options=options)
 
 
 def _select(path: Path, gate: GateFile, row: str) -> Finding:

@@ -290,5 +290,6 @@ class Options:
                 finding.sessions,
                 say,
                 variables,
+                options=finding.options,
             )
         return SuiteTest(root, self.lane, self.selection, self.package, self.timeout, variables=variables)

@@ -31,7 +31,7 @@ from bumpgate.env.build import Environment
 from bumpgate.gate.between import ValueChange, change
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.run.ending import ending
-from bumpgate.run.runner import NOTHING_SELECTED, USAGE, LaneRun, by_hand, run_lane
+from bumpgate.run.runner import NOTHING_SELECTED, USAGE, LaneRun, by_hand, options_of, run_lane
 
 # Problems in a record that are not a test's fault: a skip, a selection, an interrupt.
 THE_RUN = "the run"
@@ -164,7 +164,8 @@ class SuiteTest:
         rows = {j.row.id: j.row.test for j in reading.record.judgements} if reading and reading.record else {}
         names = [rows.get(name, name) for name in self.deciding]
         node = next((name for name in names if "::" in name), "")
-        return by_hand(environment.python, self.root, investigate(self.lane, node), self.selection)
+        options = options_of(self.selection, reading.record if reading else None)
+        return by_hand(environment.python, self.root, investigate(self.lane, node), options)
 
     def _verdict(self, seen: Signals, name: str) -> Verdict:
         """Return a row's verdict in a reading; REGRESSION also if its value is worse than at the good endpoint.

@@ -62,7 +62,7 @@ class TimedTest:
     tests: row id -> node id. ratios: row id -> the slowdown that was found (1.1 is 10 % slower). good: builds the
     environment of the good endpoint, which is paired with every candidate. sessions: maximum number in a probe.
     deciding: the rows that are SLOWER at the bad endpoint. say: prints a line while another process has the device.
-    variables: env_vars of an environment.
+    variables: env_vars of an environment. options: of pytest.
     """
 
     root: Path
@@ -76,6 +76,7 @@ class TimedTest:
     variables: Callable[[Environment], Mapping[str, str]] = lambda environment: {}
     deciding: tuple[str, ...] = ()
     differs: bool = True
+    options: tuple[str, ...] = ()
 
     @cached_property
     def plan(self) -> SessionPlan:
@@ -157,7 +158,7 @@ class TimedTest:
     def repro(self, environment: Environment, reading: Reading | None) -> str:
         nodes = sorted({self.tests[row] for row in self.deciding or self.tests})
         pythons = "--python-good", str(self.good().python), "--python-bad", str(environment.python)
-        return shlex.join(["bumpgate", "gate", "--lane", self.lane, *pythons, "--", *nodes])
+        return shlex.join(["bumpgate", "gate", "--lane", self.lane, *pythons, "--", *self.options, *nodes])
 
     def _outcomes(self, reading: Reading) -> dict[str, Timed]:
         sessions = self._saved(reading.place)
@@ -224,7 +225,7 @@ class _Pair:
             environment.python,
             self.test.root,
             self.test.lane,
-            ["-n", "0", *tests],
+            [*self.test.options, "-n", "0", *tests],
             self.place / f"timed-{side}.json",
             environment={
                 **reference.variables(environment.lock),

@@ -35,7 +35,8 @@ def spoiled_again(runner: GateRunner, name: str, record: Record, path: Path) -> 
     if not tests:
         return record
     what = "again the tests that the machine disturbed"
-    again = runner.run_sides([name], what, tests, "again-{}.json")[name].record
+    selection = [*runner.options(record), *tests]
+    again = runner.run_sides([name], what, selection, "again-{}.json")[name].record
     if again is None or not again.complete:
         return record
     kept = [j for j in record.judgements if j.row.test not in tests]
@@ -92,7 +93,7 @@ def read_again(runner: GateRunner) -> None:
             runs = runner.run_sides(
                 group,
                 "again the times outside of a bound",
-                ["-n", "0", *sorted(set(rows.values()))],
+                [*runner.options(), "-n", "0", *sorted(set(rows.values()))],
                 "bounds-{}.json",
                 env_vars={"BUMPGATE_ROUNDS": str(ROUNDS)},
                 # On filled caches a time that includes a compilation would pass whatever the build.

@@ -37,7 +37,16 @@ from bumpgate.gate.verdict import Side, judge_gate, unequal_losses
 from bumpgate.gate.view import View
 from bumpgate.run.binding import SHOWN, Binding
 from bumpgate.run.host import cpu_workers, host_class
-from bumpgate.run.runner import NOTHING_SELECTED, USAGE, LaneCall, LaneRun, by_hand, installed, run_lanes
+from bumpgate.run.runner import (
+    NOTHING_SELECTED,
+    USAGE,
+    LaneCall,
+    LaneRun,
+    by_hand,
+    installed,
+    options_of,
+    run_lanes,
+)
 from bumpgate.run.shares import GpuShare, merged, parts
 from bumpgate.table import summary
 
@@ -71,12 +80,16 @@ class GateRunner:
 
     def __post_init__(self) -> None:
         self._started = time.monotonic() - self.gate.wall_seconds
+        self._unusable: dict[
+            str, str
+        ] = {}  # side -> why its environment, measured before, does not start now
 
     def run(self) -> None:
         """Run the remaining steps, then judge. Raises GateError if pytest rejects the selection."""
         sides = self.gate.sides
         self.gate.finished = False
         self.enter()
+        self._require_measured_sides()
         if not (sides["good"].failure or sides["bad"].failure):
             for names in self.groups([name for name in ("good", "bad") if sides[name].canaries is None]):
                 self.canaries(names)
@@ -120,12 +133,23 @@ class GateRunner:
                 side.packages, side.git_version = dict(found.packages), dict(found.git_version)
                 side.wheels = dict(spec.wheels)
             side.name = side_name(TITLES[name], self.gate.config.candidate, side.packages)
-            if not side.measured:
+            if side.measured and failure:
+                self._unusable[name] = failure
+            elif not side.measured:
                 side.failure = failure
             self.view.say(f"{side.name}: {failure}" if failure else side.name)
         for line in self.gate.moved:
             self.view.say(f"moved: {line}")
         self.save()
+
+    def _require_measured_sides(self) -> None:
+        """Raise GateError if a side that was measured before the gate was resumed does not start for what is left."""
+        for name, failure in self._unusable.items():
+            if self.gate.paired is None or self.gate.paired.open_tests():
+                raise GateError(
+                    f"the {TITLES[name]} environment does not start any more ({one_line(failure)}): repair it, then "
+                    "--resume; what was measured is kept"
+                )
 
     def canaries(self, names: Sequence[str]) -> None:
         """Run the canaries in these environments and record why each failed one did."""
@@ -250,7 +274,7 @@ class GateRunner:
             pairs = 1 + min(len(self.env_specs[name].more) for name in ("good", "bad"))
             rows = timed_rows(good, bad)
             self.gate.paired = Sessions(rows, self.plan, self.plan.budget, cache_pairs=pairs)
-        timed = TimedRuns(self)
+        timed = TimedRuns(self, self.options())
         timed.warm(self.gate.paired)
         timed.sessions(self.gate.paired, "good")
         if "anchor" in sides and not sides["anchor"].failure:
@@ -371,6 +395,10 @@ class GateRunner:
         found = self.gate.sides[name].record
         return read_record(self.out / found) if found else None
 
+    def options(self, record: Record | None = None) -> list[str]:
+        """Return the options of the selection, for a later run of some of its tests. record: default is a saved one."""
+        return options_of(self.gate.config.selection, record or self.record("good") or self.record("bad"))
+
     def _judged(self, name: str) -> Record | None:
         """Return a side's record for the verdict: empty if the side was not run because of the other one."""
         side = self.gate.sides[name]
@@ -382,7 +410,7 @@ class GateRunner:
         python = self.env_specs["good" if f.good and not f.bad else "bad"].python
         if not f.repro.startswith("pytest "):
             return f
-        return replace(f, repro=by_hand(python, self.root, f.repro, self.gate.config.selection))
+        return replace(f, repro=by_hand(python, self.root, f.repro, self.options()))
 
 
 def other_packages(name: str, then: Mapping[str, str], now: Mapping[str, str]) -> GateError:

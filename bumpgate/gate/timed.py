@@ -17,7 +17,7 @@ from typing import Any
 from bumpgate.core.findings import NO_REGRESSION, TimedOutcome
 from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import COST_PER_ROUND, Judgement, Record, Row, Verdict, is_finite
-from bumpgate.gate.between import direction, kinds, looks_slower, timed
+from bumpgate.gate.between import direction, is_time, kinds, looks_slower, timed
 from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.modes import p_lost
 from bumpgate.gate.plan import Family, SessionPlan, shares
@@ -67,7 +67,9 @@ def timed_rows(good: Record, bad: Record) -> dict[str, str]:
     """Return row id -> node id of the rows to pair.
 
     These are the rows that both sides timed, or one or none if the machine disturbed the tests, and the times read once
-    that look worse. Rows that a side lacks for another reason are left to the comparison of the records.
+    that look worse. Of a test that the machine disturbed on both sides, only its times are paired: a count or a size
+    is worse by any amount, and sessions allow a margin. Rows that a side lacks for another reason are left to the
+    comparison of the records.
     """
 
     def measured(record: Record) -> dict[str, Judgement]:
@@ -83,7 +85,11 @@ def timed_rows(good: Record, bad: Record) -> dict[str, str]:
     again = {
         id: j.row for id, j in read_after.items() if id in read_before and looks_slower(read_before[id], j)
     }
-    disturbed = {id: row for id, row in spoiled_after.items() if id in spoiled_before}
+    disturbed = {
+        id: row
+        for id, row in spoiled_after.items()
+        if id in spoiled_before and is_time(row) and direction(row)
+    }
     found = {id: row for id, row in (disturbed | before | after).items() if id in by_both} | again
     other = {id for id in before.keys() & after.keys() if kinds(before[id], after[id])}
     return {id: row.test for id, row in found.items() if id not in other}

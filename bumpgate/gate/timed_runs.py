@@ -31,9 +31,10 @@ FILLS_AT_ONCE = 2
 
 @dataclass(frozen=True)
 class TimedRuns:
-    """Runs the timed tests of one gate."""
+    """Runs the timed tests of one gate. options: of pytest, as in the run of the selection."""
 
     runner: GateRunner
+    options: Sequence[str] = ()
 
     def warm(self, sessions: Sessions) -> None:
         """Fill the compile caches that are still empty with the timed tests; the run of the selection fills the first.
@@ -157,4 +158,4 @@ class TimedRuns:
         more: Mapping[str, str] = {},
     ) -> LaneCall:
         env_vars = {"BUMPGATE_ROUNDS": str(rounds), **more}
-        return self.runner.call(name, ["-n", "0", *tests], record, pair, env_vars, share)
+        return self.runner.call(name, [*self.options, "-n", "0", *tests], record, pair, env_vars, share)

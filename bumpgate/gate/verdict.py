@@ -101,7 +101,8 @@ def judge_gate(
             g, b = _code_of_both(before.get(row), after.get(row))
             if row in timed:
                 g, b = _without_stored_times(g), _without_stored_times(b)
-                if (_absent(g) and _absent(b)) or _spoiled(g) or _spoiled(b):
+                outside = b is not None and b.red and not _absent(b)
+                if (_absent(g) and _absent(b)) or _spoiled(b) or (_spoiled(g) and not outside):
                     continue  # the sessions alone measure it
             loose += _row(lane, g, b, whole=candidate.complete, paired=row in timed)
         loose += _problems(lane, adopted, candidate)

@@ -119,6 +119,8 @@ class LaneSession:
         problems = self._problems(judgements, complete, part_of_lane(part))
         provenance = self.provenance | {"wall_seconds": round(time.monotonic() - self.started, 3)}
         provenance |= {"part": part} if part else {}
+        paths = self.config.option.file_or_dir
+        provenance |= {"paths": list(paths)} if paths else {}
         notes = self._acceptances(judgements, complete)
         provenance |= {"acceptances": notes} if notes else {}
         not_run = self.reports.not_run_lines

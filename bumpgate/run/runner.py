@@ -169,7 +169,23 @@ def run_lanes(calls: Sequence[LaneCall], timeout: float | None = None) -> list[L
     return [call.read(code, seconds, timeout) for call, (code, seconds) in zip(calls, ended)]
 
 
-def by_hand(python: Path, root: Path, command: str, selection: Sequence[str]) -> str:
+def options_of(selection: Sequence[str], record: Record | None) -> list[str]:
+    """Return the options of a selection, without the paths and node ids that pytest found in it.
+
+    record: of a run of this selection. A later run of some of its tests needs the same options: they may choose what
+    the tests measure. `-n 0` after them overrides a number of workers among them.
+    """
+    left = list(selection)
+    for path in record.provenance.get("paths", ()) if record else ():
+        places = [i for i, part in enumerate(left) if part == path]
+        # A value of an option may equal a path: `tests -k tests`.
+        free = [i for i in places if i == 0 or not left[i - 1].startswith("-")]
+        for i in (free or places)[-1:]:
+            del left[i]
+    return [part for part in left if part != "--"]
+
+
+def by_hand(python: Path, root: Path, command: str, options: Sequence[str]) -> str:
     """Return a line for a shell in `root` that runs `pytest ...` as `run_lane` does: in that interpreter, with the
     options of the selection, and in another repository than bumpgate's with the plugin of this bumpgate.
     """
@@ -177,7 +193,6 @@ def by_hand(python: Path, root: Path, command: str, selection: Sequence[str]) ->
     if lanes.is_foreign(root):
         paths = f"PYTHONPATH={shlex.quote(os.pathsep.join(['.', *_ourselves(root)]))} "
         plugin = "-p bumpgate.plugin --rootdir=. "
-    options = [part for part in selection if not (root / part.partition("::")[0]).exists()]
     given = "".join(f"{shlex.quote(part)} " for part in options)
     pytest = f"{shlex.quote(str(python))} -m pytest"
     return f"{paths}{pytest} {plugin}{given}{command.removeprefix('pytest ')}"

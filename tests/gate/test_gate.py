@@ -225,50 +225,6 @@ def test_empty_selection_is_unknown(machine: Machine, out: Path) -> None:
     assert labels(machine.gate(out)) == [("UNKNOWN", "NOTHING")]
 
 
-UNREVIEWED = pytest.mark.parametrize("unreviewed", [False, True])
-
-
-@UNREVIEWED
-def test_disturbed_test_is_run_once_more(machine: Machine, out: Path, unreviewed: bool) -> None:
-    machine.sides["bad"].spoiled, machine.sides["bad"].unreviewed = 1, unreviewed
-    gate = machine.gate(out)
-    assert gate.decision is Decision.ADOPT, gate.findings
-    assert f"{TIME_TEST}:bad" in machine.processes
-    ids = [j.row.id for j in read_record(out / "bad.json").judgements]
-    assert ids == ["compile/a/graph_breaks", "throughput/b/seconds"]
-
-
-@UNREVIEWED
-@pytest.mark.parametrize("sides", [("good",), ("bad",), ("good", "bad")])
-def test_twice_disturbed_test_is_judged_by_the_sessions(
-    machine: Machine, out: Path, sides: tuple[str, ...], unreviewed: bool
-) -> None:
-    for side in sides:
-        machine.sides[side].spoiled, machine.sides[side].unreviewed = 2, unreviewed
-    gate = machine.gate(out)
-    if unreviewed and len(sides) == 2:  # no side knows the rows of this test
-        assert labels(gate) == [("UNKNOWN", "INFRA")]
-        return
-    assert (gate.decision, list(gate.timed)) == (Decision.ADOPT, ["throughput/b/seconds"]), gate.findings
-
-
-@UNREVIEWED
-def test_disturbed_session_is_replaced_by_another(machine: Machine, out: Path, unreviewed: bool) -> None:
-    made = machine.prepare(out)
-    made.enter()
-    for name in ("good", "bad"):
-        made.gate.sides[name].canaries = {}
-        made.measure([name])
-    machine.sides["good"].spoiled, machine.sides["good"].unreviewed = 1, unreviewed
-    made.run()
-    sessions = made.gate.paired
-    assert sessions
-    assert sessions.started == len(sessions.log_ratios["throughput/b/seconds"]) + 1
-    reason = "not quiet" if unreviewed else "throughput/b/seconds: not quiet"
-    assert f"last lost: good: {reason}" in (out / "output.txt").read_text()
-    assert made.gate.decision is Decision.ADOPT
-
-
 def test_empty_sessions_end_after_a_limit(machine: Machine, out: Path) -> None:
     machine.sides["bad"].signal = signal.SIGABRT
     gate = machine.gate(out)

@@ -372,3 +372,16 @@ def test_unwritable_baseline_is_one_line(repository: Repository, monkeypatch: py
     code, _, err = repository.run(*ACCEPT)
     assert (code, len(err.splitlines())) == (4, 1)
     assert "No space left on device" in err
+
+
+def test_fault_of_bumpgate_itself_is_no_verdict(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python would end with 1, the exit code of HOLD and of a refusal."""
+    repository.review(x=old("x", 1))
+    repository.measure(count("x", 2))
+    monkeypatch.setattr(os, "replace", lambda source, target: {}[source])
+    code, _, err = repository.run(*ACCEPT)
+    assert code == 125
+    assert "Traceback" in err
+    assert "a bug in bumpgate, and there is no verdict: report it" in err

@@ -42,8 +42,10 @@ def count(
 def gone(
     verdict: Verdict = Verdict.MISSING, reason: str = "not reported", test: str = COUNT_TEST
 ) -> Judgement:
-    case = "compile/a/graph_breaks" if test == COUNT_TEST else "throughput/b/seconds"
-    return Judgement(Row(case, None, "breaks", 0, "", test=test), verdict, reason)
+    if test == COUNT_TEST:
+        return Judgement(Row("compile/a/graph_breaks", None, "breaks", 0, "", test=test), verdict, reason)
+    row = Row("throughput/b/seconds", None, "s", 0, "", better="lower", test=test)
+    return Judgement(row, verdict, reason)
 
 
 def seconds(value: float, id: str = "throughput/b/seconds", spread: float = 0.03) -> Judgement:
