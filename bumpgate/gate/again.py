@@ -88,7 +88,8 @@ def read_again(runner: GateRunner) -> None:
     if not rows or not names:
         return
     started, lost = time.monotonic(), ""
-    for group in runner.groups(names):
+    # On a CPU the two sides would disturb each other; shares of a machine with several GPUs do not.
+    for group in runner.groups(names) if runner.shares else [[name] for name in names]:
         with TemporaryDirectory() as folder:
             runs = runner.run_sides(
                 group,
