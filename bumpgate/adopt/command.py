@@ -37,7 +37,17 @@ from bumpgate.history import adoptions
 from bumpgate.history.adoptions import Adoption, ReviewedFinding
 from bumpgate.rebaseline import diff as baseline_diff
 from bumpgate.run.binding import Binding, bind
-from bumpgate.run.edits import AdoptionError, Edit, diff, digest, read, recover, replace_all
+from bumpgate.run.edits import (
+    ADOPTION,
+    AdoptionError,
+    Edit,
+    Operation,
+    diff,
+    digest,
+    read,
+    recover,
+    replace_all,
+)
 from bumpgate.run.home import home
 
 
@@ -93,8 +103,9 @@ def command(
         raise BumpgateError("adopt never runs inside a gate (BUMPGATE_GATE=1)")
     root = find_root(Path.cwd())
     with one_at_a_time():
-        for path in recover(root):
-            typer.echo(f"restored {path}: an earlier adoption was cut short", err=True)
+        if undone := recover(root):
+            for path in undone.paths:
+                typer.echo(f"restored {path}: {undone.operation} was cut short", err=True)
         named = Named(candidate, index, tuple(find_links or ()))
         found, binding = _gate(gate, root, named)
         findings = review_of(found, reviewed or [], reason or [], review)
@@ -111,7 +122,7 @@ def command(
             if store:
                 _fill_store(root, found.lane, made)
             adoptions.keep(made.edits)
-            replace_all(root, made.edits)
+            replace_all(root, made.edits, Operation(ADOPTION, found.lane))
         except OSError as error:
             typer.echo(f"bumpgate: {error.filename or root}: {error.strerror}; nothing was adopted", err=True)
             raise typer.Exit(Decision.UNKNOWN.value) from None

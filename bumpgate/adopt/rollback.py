@@ -20,7 +20,7 @@ from bumpgate.env.locks import Lock, lane_lock, read_lock
 from bumpgate.env.request import RUNNING, Request, lane_script, request_key
 from bumpgate.env.store import StoreError
 from bumpgate.history import adoptions
-from bumpgate.run.edits import interrupted, recover
+from bumpgate.run.edits import ADOPTION, Operation, recover
 from bumpgate.run.home import home
 from bumpgate.run.runner import LaneRun, run_lane
 
@@ -73,12 +73,12 @@ def command(
 
 
 def _undo(root: Path, lane: str) -> None:
-    """Restore the files that the last adoption, or an interrupted one, changed."""
+    """Restore the files that the last adoption of the lane changed; if it was cut short, that is all to undo."""
     with one_at_a_time():
-        if interrupted(root):
-            restored = recover(root)
-            typer.echo(f"restored {', '.join(restored) or 'nothing'}: the adoption was cut short")
-            return
+        if undone := recover(root):
+            typer.echo(f"restored {', '.join(undone.paths) or 'nothing'}: {undone.operation} was cut short")
+            if undone.operation == Operation(ADOPTION, lane):
+                return
         entry = adoptions.undo(root, lane, today())
     typer.echo(f"restored {', '.join(entry.after)}: lane {lane}, torch {entry.new} -> {entry.old}")
 

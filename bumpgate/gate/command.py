@@ -40,7 +40,7 @@ from bumpgate.gate.view import View, cut, findings_text
 from bumpgate.history import builds
 from bumpgate.run.binding import Binding, bind, sources_in
 from bumpgate.run.device import device_lock
-from bumpgate.run.edits import interrupted
+from bumpgate.run.edits import ADOPTION, interrupted
 from bumpgate.run.host import gpu_models
 from bumpgate.run.runner import installed
 from bumpgate.run.shares import divide, own_cores, requested
@@ -213,9 +213,10 @@ def _adoption(config: GateConfig, found: GateFile, path: Path) -> str:
 
 def _refuse(config: GateConfig, root: Path) -> None:
     """Validate the options. Raises BumpgateError (one line)."""
-    if interrupted(root):
+    if cut := interrupted(root):
+        end = "undo" if cut.kind == ADOPTION else "finish"
         raise BumpgateError(
-            f"an adoption was interrupted here: restore with: bumpgate rollback {config.lane} --adoption"
+            f"{cut} was cut short here: {end} it with: bumpgate rollback {cut.lane} --adoption"
         )
     lanes.require(root, config.lane)
     if bool(config.candidate) == bool(config.python_bad):

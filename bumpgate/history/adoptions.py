@@ -11,7 +11,7 @@ from typing import Any
 
 from bumpgate.core.rows import one_line, write_atomic
 from bumpgate.core.toml import tomllib
-from bumpgate.run.edits import AdoptionError, Edit, digest, read, replace_all
+from bumpgate.run.edits import ROLLBACK, AdoptionError, Edit, Operation, digest, read, replace_all
 from bumpgate.run.home import home
 
 FILE = "baselines/adoptions.toml"
@@ -131,7 +131,7 @@ def undo(root: Path, lane: str, day: date) -> Adoption:
     edits = [Edit(path, now[path], _old(root, entry, path)) for path in entry.after]
     closed = Log(tuple(replace(a, rolled_back=day) if a is entry else a for a in log.entries))
     edits.append(Edit(FILE, read(root / FILE), text(closed)))
-    replace_all(root, edits)
+    replace_all(root, edits, Operation(ROLLBACK, lane))
     return entry
 
 

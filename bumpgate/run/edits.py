@@ -1,7 +1,7 @@
 """Replaces several files of a work tree together: all of them or none, even if the process is killed.
 
-A journal holds the old contents while the files are replaced. A journal that remains is from a killed process:
-`recover` restores the old contents.
+A journal holds the old contents, and what replaces them, while the files are replaced. A journal that remains is from
+a killed process: `recover` restores the old contents.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from bumpgate.core.rows import BumpgateError, one_line, write_atomic
 
 JOURNAL = Path("baselines/.adoption.json")
+ADOPTION, ROLLBACK = "adoption", "rollback"
 
 
 class AdoptionError(BumpgateError):
@@ -31,6 +32,25 @@ class Edit:
     path: str
     before: str | None
     after: str | None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What replaces the files: an adoption of a lane, or the rollback of one. kind: ADOPTION or ROLLBACK."""
+
+    kind: str
+    lane: str
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of lane {self.lane}"
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What `recover` has undone. paths: of the restored files; empty if none had been changed yet."""
+
+    operation: Operation
+    paths: tuple[str, ...]
 
 
 def digest(text: str | None) -> str:
@@ -57,15 +77,15 @@ def diff(edits: Iterable[Edit]) -> str:
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in out)
 
 
-def replace_all(root: Path, edits: Sequence[Edit]) -> None:
+def replace_all(root: Path, edits: Sequence[Edit], operation: Operation) -> None:
     """Write every edit. Raises OSError after restoring every file. An existing journal must be recovered first."""
-    entries = {e.path: {"before": e.before, "after": digest(e.after)} for e in edits}
+    files = {e.path: {"before": e.before, "after": digest(e.after)} for e in edits}
     for edit in edits:
         target = root / edit.path
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists() and not os.access(target, os.W_OK):
             raise PermissionError(13, "Permission denied", str(target))
-    write_atomic(root / JOURNAL, json.dumps(entries) + "\n")
+    write_atomic(root / JOURNAL, json.dumps({**vars(operation), "files": files}) + "\n")
     try:
         for edit in edits:
             if edit.after is not None:
@@ -82,26 +102,21 @@ def replace_all(root: Path, edits: Sequence[Edit]) -> None:
     (root / JOURNAL).unlink()
 
 
-def interrupted(root: Path) -> bool:
-    """Whether an adoption was cut short in this tree."""
-    return (root / JOURNAL).exists()
+def interrupted(root: Path) -> Operation | None:
+    """Return the operation that was cut short in this tree, if any. Raises AdoptionError on a corrupt journal."""
+    found = _journal(root)
+    return found[0] if found else None
 
 
-def recover(root: Path) -> list[str]:
-    """Undo the changes of a killed process. Return the restored paths, none if there was nothing to undo.
+def recover(root: Path) -> Recovered | None:
+    """Undo the changes of a killed process. Return None if there was none.
 
     Raises AdoptionError, without changing anything, if a file was edited since.
     """
-    journal = root / JOURNAL
-    try:
-        text = read(journal)
-        if text is None:
-            return []
-        entries = {str(path): (e["before"], str(e["after"])) for path, e in json.loads(text).items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AdoptionError(
-            f"{JOURNAL}: not a journal ({one_line(error, 80)}): restore the tree with git, then delete it"
-        ) from None
+    found = _journal(root)
+    if found is None:
+        return None
+    operation, entries = found
     moved = []
     for path, (before, after) in entries.items():
         now = read(root / path)
@@ -109,7 +124,7 @@ def recover(root: Path) -> list[str]:
             continue
         if digest(now) != after:
             raise AdoptionError(
-                f"{path} was edited after an adoption was cut short: restore it with git, then delete {JOURNAL}"
+                f"{path} was edited after {operation} was cut short: restore it with git, then delete {JOURNAL}"
             )
         moved.append(path)
     for path in moved:
@@ -120,8 +135,24 @@ def recover(root: Path) -> list[str]:
             write_atomic(root / path, before)
     for path in entries:
         _partial(root / path).unlink(missing_ok=True)
-    journal.unlink()
-    return moved
+    (root / JOURNAL).unlink()
+    return Recovered(operation, tuple(moved))
+
+
+def _journal(root: Path) -> tuple[Operation, dict[str, tuple[str | None, str]]] | None:
+    """Return the operation of the journal, and path -> (old content, digest of the new one). None without a journal."""
+    try:
+        text = read(root / JOURNAL)
+        if text is None:
+            return None
+        raw = json.loads(text)
+        files = {str(path): (e["before"], str(e["after"])) for path, e in raw["files"].items()}
+        return Operation(str(raw["kind"]), str(raw["lane"])), files
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = one_line(f"{type(error).__name__}: {error}", 80)
+        raise AdoptionError(
+            f"{JOURNAL}: not a journal ({why}): restore the tree with git, then delete it"
+        ) from None
 
 
 def _partial(target: Path) -> Path:

@@ -20,7 +20,7 @@ from bumpgate.history import adoptions
 from bumpgate.run.binding import bind
 from bumpgate.run.edits import JOURNAL
 from suites.support.planted import planted
-from tests.support.adopting import LOG, MANIFEST, WRITTEN, AdoptTree, wheels
+from tests.support.adopting import LOG, MANIFEST, WRITTEN, AdoptTree, patched, wheels
 from tests.support.local_index import LocalIndex
 
 pytestmark = pytest.mark.long(54)
@@ -300,24 +300,6 @@ def test_adopt_refuses_edited_tree_and_missing_files(tree: AdoptTree) -> None:
     refused(tree, "9.12.0/gate.json is stale (tree: suites/release/conftest.py): gate again", "9.12.0")
 
 
-def patched(tree: AdoptTree, fault: str, *arguments: str) -> Any:
-    """Run the command in a process where the k-th os.replace of an adopted file is replaced by `fault`."""
-    program = f"""
-import os, signal, sys
-real, seen = os.replace, []
-def replace(a, b):
-    if str(a).endswith(".adoption.partial"):
-        seen.append(b)
-        {fault}
-    return real(a, b)
-os.replace = replace
-from bumpgate.cli import main; main()
-"""
-    process = tree.start("-c", program, *arguments)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
-
-
 @planted("C39", "kill -9 between two of an adoption's writes")
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_killed_adoption_is_undone_by_the_next_command(tree: AdoptTree, at: int) -> None:
@@ -328,7 +310,8 @@ def test_killed_adoption_is_undone_by_the_next_command(tree: AdoptTree, at: int)
     assert (tree.root / JOURNAL).exists()
     gate = tree.gate("9.9.0")
     assert (gate.code, len(gate.err.splitlines())) == (4, 1)
-    assert "an adoption was interrupted here: restore with: bumpgate rollback cpu --adoption" in gate.err
+    words = "the adoption of lane cpu was cut short here: undo it with: bumpgate rollback cpu --adoption"
+    assert words in gate.err
     if at % 2:
         back = tree.bumpgate("rollback", "cpu", "--adoption", "--no-smoke")
         assert back.code == 0, back.out + back.err
@@ -343,7 +326,9 @@ def test_edit_after_a_killed_adoption_is_kept(tree: AdoptTree) -> None:
     kill = "if len(seen) == 3: os.kill(os.getpid(), signal.SIGKILL)"
     patched(tree, kill, "adopt", "9.11.0/gate.json", *REVIEWED)
     tree.write("wheels/manifest.toml", "mine")
-    words = "wheels/manifest.toml was edited after an adoption was cut short: restore it with git"
+    words = (
+        "wheels/manifest.toml was edited after the adoption of lane cpu was cut short: restore it with git"
+    )
     refused(tree, words, "9.11.0", *REVIEWED)
 
 

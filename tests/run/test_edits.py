@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bumpgate.run.edits import Edit, replace_all
+from bumpgate.run.edits import ADOPTION, Edit, Operation, replace_all
 
 
 def test_linked_file_is_replaced_where_it_is(tmp_path: Path) -> None:
@@ -13,7 +13,7 @@ def test_linked_file_is_replaced_where_it_is(tmp_path: Path) -> None:
     elsewhere.parent.mkdir()
     elsewhere.write_text("old\n")
     (root / "baselines/cpu.json").symlink_to(elsewhere)
-    replace_all(root, [Edit("baselines/cpu.json", "old\n", "new\n")])
+    replace_all(root, [Edit("baselines/cpu.json", "old\n", "new\n")], Operation(ADOPTION, "cpu"))
     assert (root / "baselines/cpu.json").is_symlink()
     assert elsewhere.read_text() == "new\n"
     assert [path.name for path in elsewhere.parent.iterdir()] == ["cpu.json"]

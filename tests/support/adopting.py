@@ -119,3 +119,21 @@ class AdoptTree(Project):
         """Return the current content of the files that an adoption writes."""
         found = [self.root / path for path in (*WRITTEN, LOG)]
         return {p.name: p.read_bytes() if p.exists() else None for p in found}
+
+
+def patched(tree: AdoptTree, fault: str, *arguments: str) -> tuple[int, str, str]:
+    """Run bumpgate with `fault` before each write of an adopted file, of which `seen` has the paths; code, out, err."""
+    program = f"""
+import os, signal, sys
+real, seen = os.replace, []
+def replace(a, b):
+    if str(a).endswith(".adoption.partial"):
+        seen.append(b)
+        {fault}
+    return real(a, b)
+os.replace = replace
+from bumpgate.cli import main; main()
+"""
+    process = tree.start("-c", program, *arguments)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err

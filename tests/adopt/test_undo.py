@@ -1,0 +1,133 @@
+"""`bumpgate rollback LANE --adoption` undoes one adoption, however often it is cut short and repeated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from bumpgate.history import adoptions
+from bumpgate.history.adoptions import Adoption
+from bumpgate.run.edits import ADOPTION, JOURNAL, Operation, digest
+from suites.support.planted import planted
+from tests.support.adopting import LOG, MANIFEST, WRITTEN, AdoptTree, patched, wheels
+from tests.support.local_index import LocalIndex
+from tests.support.project import Result
+
+pytestmark = pytest.mark.long(40)
+
+ADOPT = ("adopt", "9.10.0/gate.json")
+UNDO = ("rollback", "cpu", "--adoption", "--no-smoke")
+EARLIER = MANIFEST.replace("==9.9.0", "==9.8.0")
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdoptTree]:
+    """A tree that adopted 9.9.0 after 9.8.0, with the finished gate of 9.10.0."""
+    folder = tmp_path_factory.mktemp("undo")
+    with LocalIndex(wheels(folder / "wheels")) as index:
+        tree = AdoptTree(folder / "tree", index, folder / "home")
+        path = "wheels/manifest.toml"
+        now = (tree.root / path).read_text()
+        (tree.home / "adoptions").mkdir(parents=True, exist_ok=True)
+        (tree.home / "adoptions" / digest(EARLIER)).write_text(EARLIER)
+        entry = Adoption(
+            lane="cpu",
+            day=date(2026, 1, 2),
+            candidate="torch==9.9.0",
+            old="9.8.0",
+            new="9.9.0",
+            decision="ADOPT",
+            gate="",
+            commit="",
+            before={path: digest(EARLIER)},
+            after={path: digest(now)},
+        )
+        tree.write(LOG, adoptions.text(adoptions.Log((entry,))))
+        done = tree.gate("9.10.0")
+        assert done.code == 0, done.out + done.err
+        yield tree
+        tree.end()
+
+
+@pytest.fixture
+def tree(gated: AdoptTree, tmp_path: Path) -> Iterator[AdoptTree]:
+    made = gated.copy(tmp_path / "tree", tmp_path / "home")
+    yield made
+    made.end()
+
+
+def written(tree: AdoptTree) -> list[bytes | None]:
+    """Return the content of the files that an adoption writes, but for its log."""
+    found = tree.files()
+    return [found[Path(path).name] for path in WRITTEN]
+
+
+def adopted(tree: AdoptTree) -> list[bytes | None]:
+    """Adopt 9.10.0; return the files before it."""
+    before = written(tree)
+    done = tree.bumpgate(*ADOPT)
+    assert done.code == 0, done.err
+    assert written(tree) != before
+    return before
+
+
+def undone(tree: AdoptTree, before: list[bytes | None], *arguments: str) -> Result:
+    """Run the command, after which exactly the adoption of 9.10.0 is undone."""
+    done = tree.bumpgate(*(arguments or UNDO))
+    assert done.code == 0, done.out + done.err
+    assert written(tree) == before
+    open_entries = [a.new for a in adoptions.load(tree.root).entries if not a.rolled_back]
+    assert open_entries == ["9.9.0"]
+    assert not list(tree.root.rglob("*.partial")) + list(tree.root.rglob(JOURNAL.name))
+    return done
+
+
+@planted("C39", "kill -9 between two of a rollback's writes")
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+def test_killed_rollback_is_finished_by_the_same_command(tree: AdoptTree, at: int) -> None:
+    before = adopted(tree)
+    kill = f"if len(seen) == {at}: os.kill(os.getpid(), 9)"
+    assert patched(tree, kill, *UNDO)[0] == -9
+    if at == 2:
+        gate = tree.gate("9.9.0")
+        words = (
+            "the rollback of lane cpu was cut short here: finish it with: bumpgate rollback cpu --adoption"
+        )
+        assert (gate.code, words in gate.err) == (4, True), gate.err
+    done = undone(tree, before)
+    assert ": the rollback of lane cpu was cut short\nrestored " in done.out
+
+
+def test_adoption_of_another_lane_that_was_cut_short_is_no_undo(tree: AdoptTree) -> None:
+    before = adopted(tree)
+    tree.write("wheels/pylock.h200.toml", "new")
+    files = {"wheels/pylock.h200.toml": {"before": None, "after": digest("new")}}
+    cut = vars(Operation(ADOPTION, "h200"))
+    tree.write(str(JOURNAL), json.dumps({**cut, "files": files}))
+    done = undone(tree, before)
+    assert done.out.startswith("restored wheels/pylock.h200.toml: the adoption of lane h200 was cut short\n")
+    assert not (tree.root / "wheels/pylock.h200.toml").exists()
+
+
+def test_adoption_that_was_cut_short_is_all_that_is_undone(tree: AdoptTree) -> None:
+    before = tree.files()
+    assert patched(tree, "if len(seen) == 5: os.kill(os.getpid(), 9)", *ADOPT)[0] == -9
+    done = tree.bumpgate(*UNDO)
+    assert done.code == 0, done.err
+    assert "the adoption of lane cpu was cut short\n" in done.out
+    assert tree.files() == before
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"files": {}}', '{"kind": "adoption", "lane": "cpu", "files": 1}']
+)
+def test_corrupt_journal_is_one_line(tree: AdoptTree, text: str) -> None:
+    tree.write(str(JOURNAL), text)
+    for command in (UNDO, ADOPT, ("gate", "--lane", "cpu", "--candidate", "torch==9.9.0", "--out", "g")):
+        done = tree.bumpgate(*command)
+        assert (done.code, done.out, len(done.err.splitlines())) == (4, "", 1), done.err
+        assert "baselines/.adoption.json: not a journal (" in done.err
